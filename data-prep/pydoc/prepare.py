@@ -1,0 +1,192 @@
+"""Prepare the embedded corpus: the English text that every CPython carries.
+
+    python data-prep/pydoc/prepare.py --dest data/pydoc
+
+Takes pydoc's topics and the docstrings of the standard library from the running interpreter, so
+that it needs no network. See the README beside this file for what is kept and how it is split.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import inspect
+import platform
+import re
+import sysconfig
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from lrpe_fairseq.experiments import corpus as prep
+
+# Test suites and third-party packages; the same on every platform, whatever is installed.
+SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "_bundled"}
+SHARE = {"test": 0.05, "valid": 0.05}  # of the documents; the rest is train
+SALT = "969"  # chosen on the text alone: see "The split" in the README
+RULE = re.compile(r"[\W_]+")  # a line without one letter or digit: an underline, a table border
+MIN_WORDS = 3  # "Examples:", "See also:", a lone name
+MIN_LETTERS = 0.65  # of the characters that are not blank: below that, it is code or a table
+
+Documents = dict[str, list[str]]  # name -> paragraphs
+
+
+# -------------------------------------------------------------------------------------- gathering
+
+
+def stdlib_sources(stdlib: Path) -> list[Path]:
+    """Return the modules of the standard library in a fixed order."""
+    modules = (path.relative_to(stdlib) for path in stdlib.rglob("*.py"))
+    return [stdlib / path for path in sorted(modules) if not SKIPPED & set(path.parts)]
+
+
+def docstrings(source: bytes) -> Iterator[str]:
+    """Yield the docstrings of a module, its classes and functions, in the order of the lines."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # old modules have invalid escapes
+        nodes = list(ast.walk(ast.parse(source)))
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    documented = [node for node in nodes if isinstance(node, kinds)]
+    for node in sorted(documented, key=lambda node: getattr(node, "lineno", 0)):
+        if text := ast.get_docstring(node):
+            yield text
+
+
+def gather(stdlib: Path, topics: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return document name -> its texts: one document a topic, one a module."""
+    gathered = {f"topic:{name}": [text] for name, text in topics.items()}
+    for path in stdlib_sources(stdlib):
+        module = ".".join(path.relative_to(stdlib).with_suffix("").parts)
+        if texts := list(docstrings(path.read_bytes())):
+            gathered[f"module:{module}"] = texts
+    return dict(sorted(gathered.items()))
+
+
+# --------------------------------------------------------------------------------------- cleaning
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """Yield the paragraphs of a text, one line each: no underlines, no code, no grammar."""
+    for block in re.split(r"\n\s*\n", inspect.cleandoc(text)):
+        lines = (line.strip() for line in block.split("\n"))
+        paragraph = " ".join(" ".join(line for line in lines if not RULE.fullmatch(line)).split())
+        if is_prose(paragraph):
+            yield paragraph
+
+
+def is_prose(paragraph: str) -> bool:
+    """Tell English from doctests, grammar rules, tables and headings of a word or two."""
+    words = paragraph.split()
+    letters = sum(map(str.isalpha, paragraph))
+    return (
+        len(words) >= MIN_WORDS
+        and letters >= MIN_LETTERS * sum(map(len, words))
+        and not any(mark in paragraph for mark in (">>>", "::="))
+    )
+
+
+def deduplicate(documents: Mapping[str, Sequence[str]]) -> Documents:
+    """Keep each paragraph in the first document that has it, so that no two splits share one.
+
+    Two paragraphs are the same if they differ only in case, blanks and punctuation.
+    """
+    seen: set[str] = set()
+    kept: Documents = {}
+    for name, texts in documents.items():
+        for paragraph in (p for text in texts for p in paragraphs(text)):
+            key = re.sub(r"[\W_]+", "", paragraph).casefold()
+            if key not in seen:
+                seen.add(key)
+                kept.setdefault(name, []).append(paragraph)
+    return kept
+
+
+# -------------------------------------------------------------------------------------- splitting
+
+
+def split_of(name: str) -> str:
+    """Return the split of a document: by its name alone, so the same in every CPython.
+
+    ``io`` and ``_pyio``, ``decimal`` and ``_pydecimal`` document the same thing in almost the same
+    words: such twins go to the same split.
+    """
+    twin = re.sub(r"(?<=[:.])_+(py)?", "", name)
+    place = int(hashlib.sha256(f"{SALT}:{twin}".encode()).hexdigest()[:8], 16) / 2**32
+    for split, share in SHARE.items():
+        if place < share:
+            return split
+        place -= share
+    return "train"
+
+
+def write_texts(documents: Documents, dest: Path) -> None:
+    """Write ``text/<split>.txt`` and ``documents/<split>.tsv`` (first line from 0, name).
+
+    One paragraph a line, an empty line after each document: where fairseq's
+    ``--sample-break-mode complete_doc`` looks for its end.
+    """
+    for split in prep.SPLITS:
+        line = 0
+        with (
+            prep.written_whole(dest / "text" / f"{split}.txt") as text,
+            prep.written_whole(dest / "documents" / f"{split}.tsv") as index,
+        ):
+            for name, kept in documents.items():
+                if split_of(name) == split:
+                    index.write(f"{line}\t{name}\n")
+                    text.write("\n".join([*kept, "", ""]))
+                    line += len(kept) + 1
+
+
+# --------------------------------------------------------------------------------------- the whole
+
+
+def run_texts(steps: prep.Steps, stdlib: Path, topics: Mapping[str, str]) -> dict[str, Path]:
+    """Step: the text of every split, from this interpreter and by this script."""
+    texts = {split: steps.dest / "text" / f"{split}.txt" for split in prep.SPLITS}
+    documents = [steps.dest / "documents" / f"{split}.tsv" for split in prep.SPLITS]
+    hasher = hashlib.sha256(repr(sorted(topics.items())).encode())
+    for path in stdlib_sources(stdlib):
+        hasher.update(f"{path.relative_to(stdlib)}\n".encode() + path.read_bytes())
+    reads = {"library": hasher.hexdigest(), "script": Path(__file__)}
+
+    def make() -> None:
+        write_texts(deduplicate(gather(stdlib, topics)), steps.dest)
+
+    steps.run("extract text", reads, [*texts.values(), *documents], make)
+    return texts
+
+
+def prepare(
+    dest: Path,
+    vocab_size: int = 4000,
+    stdlib: Path | None = None,
+    topics: Mapping[str, str] | None = None,
+) -> dict:
+    """Bring ``dest`` to completion and return its manifest; finished steps are not repeated."""
+    from pydoc_data.topics import topics as own_topics
+
+    prep.say(f"pydoc: the English text of CPython {platform.python_version()} -> {dest}")
+    steps = prep.Steps(dest, "pydoc", "bpe")
+    stdlib = stdlib or Path(sysconfig.get_path("stdlib"))
+    texts = run_texts(steps, stdlib, own_topics if topics is None else topics)
+    prep.run_pieces(steps, texts, vocab_size)
+
+    def results() -> dict:
+        return {"python": platform.python_version(), **prep.count_corpus(dest, texts)}
+
+    return prep.report(steps.finish(results))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the command line and prepare the corpus."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--dest", type=Path, required=True, help="folder to fill")
+    parser.add_argument("--vocab-size", type=int, default=4000, help="sentencepiece pieces")
+    args = parser.parse_args(argv)
+    prepare(args.dest, args.vocab_size)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Prepare WikiText-2 or WikiText-103 for fairseq: obtain, verify, tokenise, binarise.
+
+    python data-prep/wikitext/prepare.py wikitext-2 --level bpe --dest data/wikitext-2-bpe
+
+See the README beside this file for sources, licence, checksums and counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lrpe_fairseq.experiments import corpus as prep
+
+
+@dataclass(frozen=True)
+class WikiText:
+    """What one release of WikiText must be; ``tokens`` count one end of sentence a line."""
+
+    archive: str
+    archive_sha256: str
+    checksums: Mapping[str, str]
+    tokens: Mapping[str, int]
+    word_types: int  # in the train split, <unk> included, end of sentence not
+    dictionary_size: int  # of fairseq: word types, <s>, <pad>, </s>, padded to a multiple of 8
+
+
+MIRRORS = (
+    "https://wikitext.smerity.com/",  # by the author of the data set
+    "https://s3.amazonaws.com/research.metamind.io/wikitext/",  # where it was published; closed
+)
+CORPORA = {
+    "wikitext-2": WikiText(
+        archive="wikitext-2-v1.zip",
+        archive_sha256="92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
+        checksums={
+            "train": "9e9fa1ad55b1c2c95b08e37dd8e653f638fac2c6de904b79e813611eefbc985f",
+            "valid": "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
+            "test": "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
+        },
+        tokens={"train": 2_088_628, "valid": 217_646, "test": 245_569},
+        word_types=33_277,
+        dictionary_size=33_280,
+    ),
+    "wikitext-103": WikiText(
+        archive="wikitext-103-v1.zip",
+        archive_sha256="242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
+        checksums={
+            "train": "b7497e2dfe77e72cfef5e3dbc61b7b53712ac211",  # sha1: see the README
+            "valid": "9aee9f52d6e77de6c7751fc5e7c44287db3ec0eaf15477098acc6b93c1c4250b",
+            "test": "56db52eb157b1ab5c89646eef70510c1eca6e12a3bfdb99f0d6b05b4eacb75b9",
+        },
+        tokens={"train": 103_227_021, "valid": 217_646, "test": 245_569},
+        word_types=267_734,
+        dictionary_size=267_744,
+    ),
+}
+
+
+def obtain_splits(
+    corpus: WikiText, raw: Path, from_dir: Path | None, mirrors: Sequence[str] = MIRRORS
+) -> dict[str, Path]:
+    """Return split -> verified ``wiki.*.tokens`` under ``raw``.
+
+    ``from_dir`` holds either the archive as published or the three files, plain or packed.
+    """
+    files = {split: f"wiki.{split}.tokens" for split in prep.SPLITS}
+    if all(prep.has_checksum(raw / files[split], corpus.checksums[split]) for split in files):
+        pass
+    elif from_dir is None:
+        urls = [mirror + corpus.archive for mirror in mirrors]
+        archive = prep.obtain(corpus.archive, urls, corpus.archive_sha256, raw)
+        for split, file in files.items():
+            prep.extract(archive, file, corpus.checksums[split], raw)
+        archive.unlink()
+    elif (archive := from_dir / corpus.archive).is_file():
+        for split, file in files.items():
+            prep.extract(archive, file, corpus.checksums[split], raw)
+    else:
+        for split, file in files.items():
+            prep.obtain(file, (), corpus.checksums[split], raw, from_dir)
+    return {split: raw / file for split, file in files.items()}
+
+
+def find_articles(text: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line number from 0, title) of every article.
+
+    An article begins at `` = Title = `` with an empty line before and after it. The empty lines
+    matter: tables and formulas have lines that look like headings.
+    """
+    lines = prep.read_lines(text)
+    before, line = "", next(lines, "")
+    for number, after in enumerate(itertools.chain(lines, [""])):
+        if not before and not after and re.fullmatch(r"= (?!= ).+ =", line):
+            yield number, line[2:-2]
+        before, line = line, after
+
+
+def list_documents(texts: Mapping[str, Path], folder: Path) -> None:
+    """Write the articles of each split to ``folder/<split>.tsv``: line number from 0, title."""
+    for split, text in texts.items():
+        with prep.written_whole(folder / f"{split}.tsv") as out:
+            out.writelines(f"{number}\t{title}\n" for number, title in find_articles(text))
+
+
+def run_documents(steps: prep.Steps, texts: Mapping[str, Path]) -> None:
+    """Record where the documents begin."""
+    folder = steps.dest / "documents"
+    writes = [folder / f"{split}.tsv" for split in texts]
+    steps.run("documents", texts, writes, lambda: list_documents(texts, folder))
+
+
+def verify(corpus: WikiText, level: str, results: Mapping[str, dict]) -> None:
+    """Refuse counts that are not those of the published corpus."""
+    key = "tokens" if level == "word" else "words_with_eos"
+    found = {split: counts[key] for split, counts in results["splits"].items()}
+    expected = dict(corpus.tokens)
+    if level == "word":
+        found["dictionary size"] = results["dictionary"]["size"]
+        found["word types"] = results["dictionary"]["symbols"] + 1  # <unk> is one of fairseq's own
+        expected |= {"dictionary size": corpus.dictionary_size, "word types": corpus.word_types}
+    wrong = [
+        f"{name} {found[name]:,} (not {count:,})"
+        for name, count in expected.items()
+        if found[name] != count
+    ]
+    if wrong:
+        raise SystemExit(
+            f"The counts are not those of the published corpus: {', '.join(wrong)}; "
+            f"delete the --dest folder and run the same command again."
+        )
+
+
+def prepare(
+    name: str,
+    level: str,
+    dest: Path,
+    *,
+    vocab_size: int = 4000,
+    from_dir: Path | None = None,
+    workers: int = 1,
+    corpora: Mapping[str, WikiText] = CORPORA,
+    mirrors: Sequence[str] = MIRRORS,
+) -> dict:
+    """Bring ``dest`` to completion and return its manifest; finished steps are not repeated."""
+    corpus = corpora[name]
+    prep.say(f"{name}, {level} level -> {dest}")
+    steps = prep.Steps(dest, name, level)
+    texts = obtain_splits(corpus, dest / "raw", from_dir, mirrors)
+    run_documents(steps, texts)
+    if level == "word":
+        prep.run_binarise(steps, texts, workers=workers)
+    else:
+        prep.run_pieces(steps, texts, vocab_size, workers)
+
+    def results() -> dict:
+        counted = prep.count_corpus(dest, texts)
+        try:
+            verify(corpus, level, counted)
+        except SystemExit:
+            shutil.rmtree(dest / "bin")
+            raise
+        return counted
+
+    return prep.report(steps.finish(results))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the command line and prepare one corpus."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("corpus", choices=sorted(CORPORA))
+    parser.add_argument("--level", choices=("word", "bpe"), required=True)
+    parser.add_argument("--dest", type=Path, required=True, help="folder to fill")
+    parser.add_argument("--vocab-size", type=int, default=4000, help="pieces, at level bpe")
+    parser.add_argument("--from", dest="from_dir", type=Path, help="folder that has the files")
+    parser.add_argument("--workers", type=int, default=1, help="processes of fairseq-preprocess")
+    args = parser.parse_args(argv)
+    prepare(
+        args.corpus,
+        args.level,
+        args.dest,
+        vocab_size=args.vocab_size,
+        from_dir=args.from_dir,
+        workers=args.workers,
+    )
+
+
+if __name__ == "__main__":
+    main()

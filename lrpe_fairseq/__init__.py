@@ -1,0 +1,14 @@
+"""Relative positional encodings for linear and softmax transformers, as a fairseq plugin.
+
+``fairseq-train ... --user-dir lrpe_fairseq`` imports this package, which registers the models.
+Without fairseq, ``lrpe_fairseq.encodings`` and ``lrpe_fairseq.attention`` work on their own.
+"""
+
+from importlib.util import find_spec
+
+if find_spec("fairseq") is not None:
+    from lrpe_fairseq import compat
+
+    compat.apply()
+
+    from lrpe_fairseq import models  # noqa: F401  (registers the archs)

@@ -1,0 +1,1 @@
+"""Linear and softmax attention. Pure PyTorch; fairseq is not needed."""

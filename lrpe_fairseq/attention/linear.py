@@ -1,0 +1,345 @@
+"""Linear attention on encoded features: naive, chunked, recurrent, bidirectional.
+
+out_s = sum_t (q~_s . k~_t) v_t / den_s over the visible t (LRPE, Eq. 3 and 39). All forms take
+the same arguments and give the same result; the naive one is the reference of the others.
+
+Axes: B batch, H heads, T query time, S key time, D key width, E value width.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+NORMALIZERS = ("rotated", "content", "layernorm", "none")
+"""``rotated``: sum of the scores themselves (Eq. 39). ``content``: sum of un-encoded scores, as
+in RoFormer. ``layernorm``: no denominator here, a LayerNorm follows (TMLR). ``none``: nothing."""
+
+EPS = 1e-6
+"""Denominators are clamped to this from below, as the authors' code does."""
+
+CHUNK = 128
+"""Longest chunk of the causal form; the cost per token is O(CHUNK + D)."""
+
+
+class LinearState(NamedTuple):
+    """Everything a causal linear attention remembers, in float32 (or wider).
+
+    kv: (B, H, D, E) = sum_t k~_t v_t^T. keys: (B, H, D') = sum of the denominator's keys.
+    """
+
+    kv: Tensor
+    keys: Tensor
+
+
+def linear_attention_naive(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    key_padding_mask: Tensor | None = None,
+    normalizer: str = "rotated",
+    content: tuple[Tensor, Tensor] | None = None,
+    log_decay: Tensor | None = None,
+) -> Tensor:
+    """The T x S definition, O(T S) in time and memory; see :func:`linear_attention`."""
+    q, k, v, content = _prepare(q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
+    scores = q @ k.transpose(-1, -2)
+    if log_decay is not None:
+        scores = scores * _decay_matrix(log_decay, q.shape[-2], q)
+    scores = scores.tril() if causal else scores
+    numerator = scores @ v
+    if normalizer in ("layernorm", "none"):
+        return numerator
+    if content is not None:
+        scores = content[0] @ content[1].transpose(-1, -2)
+        scores = scores.tril() if causal else scores
+    return numerator / scores.sum(-1, keepdim=True).clamp_min(EPS)
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    key_padding_mask: Tensor | None = None,
+    normalizer: str = "rotated",
+    content: tuple[Tensor, Tensor] | None = None,
+    log_decay: Tensor | None = None,
+) -> Tensor:
+    """Linear attention in O(T) time and memory, any T.
+
+    Args:
+        q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E), encoded features; S = T if causal.
+        causal: whether s sees only t <= s.
+        key_padding_mask: (B, S), true where a key is padding; such keys count nowhere.
+        normalizer: one of :data:`NORMALIZERS`. ``rotated`` may meet a denominator near or below
+            zero, which is clamped to :data:`EPS` (Type 8 does so often; see the docs).
+        content: (q, k) un-encoded features, of equal width, needed by ``content`` only.
+        log_decay: (H,), log of a per-token decay of the score; causal only, no gradient.
+    Returns: (B, H, T, E) in the dtype of ``v``; sums are taken in float32 or wider. A query
+        that sees no key gets zeros.
+    Raises: ValueError for an unknown normalizer or arguments that do not fit together.
+    """
+    dtype = v.dtype
+    q, k, v, content = _prepare(q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
+    summed = causal_sums if causal else _full_sums
+    own_denominator = normalizer == "rotated"
+    numerator, denominator = summed(q, k, v, own_denominator, log_decay)
+    if content is not None:
+        keys = content[1].cumsum(-2) if causal else content[1].sum(-2, keepdim=True)
+        denominator = (content[0] * keys).sum(-1)
+    return _narrow(_divide(numerator, denominator), dtype)
+
+
+def linear_attention_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    state: LinearState | None,
+    key_padding_mask: Tensor | None = None,
+    normalizer: str = "rotated",
+    content: tuple[Tensor, Tensor] | None = None,
+    log_decay: Tensor | None = None,
+) -> tuple[Tensor, LinearState]:
+    """Causal attention of the next T >= 1 tokens given the state before them.
+
+    Arguments as in :func:`linear_attention` (causal), for the block alone; ``state`` is None
+    before the first token. Returns the block's (B, H, T, E) and the state after it. One token
+    costs O(D E) wherever it stands.
+    """
+    dtype = v.dtype
+    q, k, v, content = _prepare(q, k, v, True, key_padding_mask, normalizer, content, log_decay)
+    before = state or _empty_state(q, v, content)
+    own_denominator = normalizer == "rotated"
+    into, out_of, whole = _block_decay(log_decay, q)
+    numerator, denominator = causal_sums(q, k, v, own_denominator, log_decay)
+    numerator = numerator + (q * into) @ before.kv
+    kv = before.kv * whole + (k * out_of).transpose(-1, -2) @ v
+    if content is not None:
+        keys = before.keys.unsqueeze(-2) + content[1].cumsum(-2)
+        denominator, after = (content[0] * keys).sum(-1), keys[..., -1, :]
+    else:
+        after = before.keys * whole.squeeze(-1) + (k * out_of).sum(-2)
+        if own_denominator:
+            denominator = denominator + ((q * into) * before.keys.unsqueeze(-2)).sum(-1)
+    return _narrow(_divide(numerator, denominator), dtype), LinearState(kv, after)
+
+
+def reorder_state(state: LinearState, new_order: Tensor) -> LinearState:
+    """The state of beams ``new_order`` (B',), int64 indices into the batch."""
+    return LinearState(*(part.index_select(0, new_order) for part in state))
+
+
+# --- shared by the forms -----------------------------------------------------------------------
+
+
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    key_padding_mask: Tensor | None,
+    normalizer: str,
+    content: tuple[Tensor, Tensor] | None,
+    log_decay: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    """Check, widen to at least float32, and drop padded keys; content only where it is used."""
+    if normalizer not in NORMALIZERS:
+        raise ValueError(f"unknown normalizer {normalizer!r}; choose one of {NORMALIZERS}")
+    if normalizer == "content" and content is None:
+        raise ValueError("normalizer 'content' needs content=(q, k), the un-encoded features")
+    if causal and q.shape[-2] != k.shape[-2]:
+        raise ValueError(f"causal needs as many queries as keys: {q.shape[-2]}, {k.shape[-2]}")
+    if log_decay is not None and not causal:
+        raise ValueError("a decay is defined for causal attention only: t > s would grow")
+    wide = torch.promote_types(v.dtype, torch.float32)
+    keys = [k.to(wide), v.to(wide)] + ([content[1].to(wide)] if normalizer == "content" else [])
+    if key_padding_mask is not None:
+        dead = key_padding_mask.bool()[:, None, :, None]
+        keys = [x.masked_fill(dead, 0.0) for x in keys]
+    used = (content[0].to(wide), keys[2]) if normalizer == "content" else None
+    return q.to(wide), keys[0], keys[1], used
+
+
+def _divide(numerator: Tensor, denominator: Tensor | None) -> Tensor:
+    if denominator is None:
+        return numerator
+    return numerator / denominator.clamp_min(EPS).unsqueeze(-1)
+
+
+def _narrow(out: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast to ``dtype``; float16 saturates at 1/64 of its range.
+
+    A denominator at :data:`EPS` (Type 8 has many) means values near 1e8, beyond float16. The
+    margin keeps the projection that follows finite as well.
+    """
+    if dtype == torch.float16:
+        limit = torch.finfo(dtype).max / 64
+        out = out.clamp(-limit, limit)
+    return out.to(dtype)
+
+
+def _full_sums(
+    q: Tensor, k: Tensor, v: Tensor, with_denominator: bool, log_decay: None
+) -> tuple[Tensor, Tensor | None]:
+    """sum_t (q_s . k_t) v_t and, if wanted, sum_t q_s . k_t, over all t."""
+    numerator = q @ (k.transpose(-1, -2) @ v)
+    return numerator, (q @ k.sum(-2).unsqueeze(-1)).squeeze(-1) if with_denominator else None
+
+
+def _empty_state(q: Tensor, v: Tensor, content: tuple[Tensor, Tensor] | None) -> LinearState:
+    rows = q.shape[:2]
+    counted = q if content is None else content[1]
+    return LinearState(
+        q.new_zeros(*rows, q.shape[-1], v.shape[-1]), q.new_zeros(*rows, counted.shape[-1])
+    )
+
+
+# --- decay -------------------------------------------------------------------------------------
+
+
+def _decay_matrix(log_decay: Tensor, length: int, like: Tensor) -> Tensor:
+    """(H, T, T): exp(log_decay (s - t)) for t <= s, 1 above the diagonal. Never overflows."""
+    step = torch.arange(length, device=like.device)
+    lag = (step.unsqueeze(-1) - step).clamp_min(0).to(like.dtype)
+    return torch.exp(log_decay.to(like)[:, None, None] * lag)
+
+
+def _block_decay(log_decay: Tensor | None, like: Tensor) -> tuple:
+    """Factors for one block of T tokens, each broadcastable to (B, H, T, .).
+
+    ``into``: what is left at step i of what came before the block, r^(i+1). ``out_of``: what
+    is left of step i after the block, r^(T-1-i). ``whole``: over the whole block, r^T.
+    """
+    if log_decay is None:
+        return 1.0, 1.0, torch.ones((), dtype=like.dtype, device=like.device).view(1, 1, 1, 1)
+    length = like.shape[-2]
+    step = torch.arange(length, device=like.device, dtype=like.dtype)
+    rate = log_decay.to(like)[:, None, None]
+    into = torch.exp(rate * (step + 1).unsqueeze(-1))
+    return into, torch.exp(rate * (length - 1 - step).unsqueeze(-1)), torch.exp(rate * length)
+
+
+# --- the chunked causal form -------------------------------------------------------------------
+
+
+def causal_sums(
+    q: Tensor, k: Tensor, v: Tensor, with_denominator: bool, log_decay: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """sum_{t<=s} (q_s . k_t) v_t and, if wanted, sum_{t<=s} q_s . k_t, chunk by chunk.
+
+    q, k (B, H, T, D), v (B, H, T, E) -> (B, H, T, E), (B, H, T). Within a chunk the scores are
+    formed; what came before enters through the state. T is cut into equal chunks of at most
+    :data:`CHUNK`; the few zero rows that fill the last one never reach the caller.
+    """
+    batch, heads, length, _ = q.shape
+    chunks = max(1, math.ceil(length / CHUNK))
+    size = math.ceil(length / chunks)
+    rows = [_cut(x, chunks, size) for x in (q, k, v)]
+    numerator, denominator = _ChunkedSums.apply(*rows, with_denominator, log_decay)
+    numerator = numerator.reshape(batch, heads, chunks * size, -1)[:, :, :length]
+    if not with_denominator:
+        return numerator, None
+    return numerator, denominator.reshape(batch, heads, chunks * size)[:, :, :length]
+
+
+def _cut(x: Tensor, chunks: int, size: int) -> Tensor:
+    """(B, H, T, D) -> (B, H, N, C, D), filled up with zero rows."""
+    missing = chunks * size - x.shape[-2]
+    x = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
+    return x.reshape(*x.shape[:2], chunks, size, x.shape[-1])
+
+
+class _ChunkedSums(torch.autograd.Function):
+    """Numerators (and denominators) of causal linear attention on (B, H, N, C, D) chunks.
+
+    Saves the N states, recomputes the C x C scores in the backward pass: memory is linear
+    in T. With G the gradient of the numerators and g that of the denominators, g acts as the
+    gradient of one more value column of ones.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, with_denominator, log_decay):
+        decay = _ChunkDecay(log_decay, q) if log_decay is not None else None
+        scores = _chunk_scores(q, k, decay)
+        k_in, q_in = (k * decay.out_of, q * decay.into) if decay else (k, q)
+        states = _scan(k_in.transpose(-1, -2) @ v, decay)
+        numerator = _matmul_add(scores, v, q_in, states)
+        keys, denominator = None, q.new_empty(0)
+        if with_denominator:
+            keys = _scan(k_in.sum(-2, keepdim=True), decay)
+            denominator = scores.sum(-1) + (q_in @ keys.transpose(-1, -2)).squeeze(-1)
+        ctx.save_for_backward(q, k, v, states, keys)
+        ctx.decay = decay
+        return numerator, denominator
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, grad_denominator):
+        q, k, v, states, keys = ctx.saved_tensors
+        decay = ctx.decay
+        k_in, q_in = (k * decay.out_of, q * decay.into) if decay else (k, q)
+        scores = _chunk_scores(q, k, decay)
+        grad_scores = grad @ v.transpose(-1, -2)
+        grad_states = _scan(q_in.transpose(-1, -2) @ grad, decay, reverse=True)
+        grad_q_in = grad @ states.transpose(-1, -2)
+        grad_k_in = v @ grad_states.transpose(-1, -2)
+        grad_v = _matmul_add(scores.transpose(-1, -2), grad, k_in, grad_states)
+        if keys is not None:
+            g = grad_denominator.unsqueeze(-1)
+            grad_scores += g
+            grad_q_in.addcmul_(g, keys)
+            grad_k_in += _scan((q_in * g).sum(-2, keepdim=True), decay, reverse=True)
+        grad_scores = _mask(grad_scores, decay)
+        if decay:
+            grad_q_in, grad_k_in = grad_q_in * decay.into, grad_k_in * decay.out_of
+        grad_q_in += grad_scores @ k
+        grad_k_in += grad_scores.transpose(-1, -2) @ q
+        return grad_q_in, grad_k_in, grad_v, None, None
+
+
+class _ChunkDecay:
+    """The factors of one chunk, broadcastable over (B, H, N, C, .)."""
+
+    def __init__(self, log_decay: Tensor, q: Tensor) -> None:
+        into, out_of, whole = _block_decay(log_decay, q)
+        self.within = _decay_matrix(log_decay, q.shape[-2], q).unsqueeze(1)  # H 1 C C
+        self.into, self.out_of = into.unsqueeze(1), out_of.unsqueeze(1)  # H 1 C 1
+        self.whole = whole  # H 1 1
+
+
+def _chunk_scores(q: Tensor, k: Tensor, decay: _ChunkDecay | None) -> Tensor:
+    return _mask(q @ k.transpose(-1, -2), decay)
+
+
+def _mask(scores: Tensor, decay: _ChunkDecay | None) -> Tensor:
+    """Zero above the diagonal and decay below it, in place."""
+    if decay is not None:
+        scores *= decay.within
+    return scores.tril_()
+
+
+def _scan(parts: Tensor, decay: _ChunkDecay | None, reverse: bool = False) -> Tensor:
+    """Exclusive (decayed) running sum over chunks, axis 2 of (B, H, N, ., .)."""
+    total = torch.zeros_like(parts[:, :, 0])
+    sums = torch.empty_like(parts)
+    order: Callable = reversed if reverse else iter
+    for n in order(range(parts.shape[2])):
+        sums[:, :, n] = total
+        total = (total if decay is None else total * decay.whole) + parts[:, :, n]
+    return sums
+
+
+def _matmul_add(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+    """a b + c d without a second result in memory."""
+    out = a @ b
+    shape = (-1, *out.shape[-2:])
+    out.view(shape).baddbmm_(c.reshape(-1, *c.shape[-2:]), d.reshape(-1, *d.shape[-2:]))
+    return out

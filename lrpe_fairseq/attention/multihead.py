@@ -1,0 +1,315 @@
+"""Multi-head self-attention, linear or softmax, with any encoding: projections, masks,
+positions, incremental state and beam reorder. The one module that fairseq's layers call.
+
+Axes: B batch, H heads, T query time, S key time, D key width, E value width, C = H D.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lrpe_fairseq.attention.linear import (
+    NORMALIZERS,
+    LinearState,
+    linear_attention,
+    linear_attention_block,
+)
+from lrpe_fairseq.attention.softmax import softmax_attention, softmax_attention_naive
+from lrpe_fairseq.encodings import EncodingOptions, ScoreEncoding, build_encoding
+from lrpe_fairseq.encodings.base import PositionCache
+
+ATTENTION_TYPES = ("linear", "softmax")
+
+
+class SoftmaxState(NamedTuple):
+    """What causal softmax attention remembers: every key, encoded where that is possible."""
+
+    keys: Tensor  # B H S D
+    values: Tensor  # B H S E
+    positions: Tensor  # B S
+    padding: Tensor  # B S, true where a key is padding
+
+
+class AttentionState(NamedTuple):
+    """State of one attention module between calls."""
+
+    past: LinearState | SoftmaxState
+    next_position: Tensor  # B, int64: real tokens seen so far
+
+
+class MultiheadAttention(nn.Module):
+    """Self-attention of one layer.
+
+    Args:
+        embed_dim: C. num_heads: H; must divide C.
+        attention_type: "linear" (phi(x) = 1 + elu(x) first, then the encoding) or "softmax"
+            (the encoding acts on the projected q, k; scale D^-0.5).
+        position_encoding: a name of ENCODINGS or the free form.
+        causal: whether a token sees only itself and what came before.
+        dropout: on softmax weights. Linear attention forms no weights and has none, as in the
+            paper (Table 7: "attention dropout is only used for vanilla attention").
+        normalizer: of linear attention, see ``attention.linear.NORMALIZERS``.
+        seed: of the encoding's fixed random parts. options: knobs of single encodings.
+        wrap_linear: applied to each projection, e.g. fairseq's quantisation noise.
+    Raises: ValueError for an unknown name, a width that H does not divide, or an encoding
+        that the attention type cannot use.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        attention_type: str,
+        position_encoding: str,
+        causal: bool,
+        dropout: float = 0.0,
+        normalizer: str = "rotated",
+        seed: int = 0,
+        options: EncodingOptions = EncodingOptions(),
+        wrap_linear: Callable[[nn.Linear], nn.Module] = lambda linear: linear,
+    ) -> None:
+        super().__init__()
+        _check_choices(embed_dim, num_heads, attention_type, normalizer)
+        self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
+        self.attention_type, self.normalizer = attention_type, normalizer
+        self.causal, self.dropout = causal, dropout
+        self.encoding = build_encoding(
+            position_encoding, self.head_dim, num_heads, causal=causal, seed=seed, options=options
+        )
+        if attention_type == "linear" and not self.encoding.serves_linear:
+            raise ValueError(
+                f"position encoding {position_encoding!r} needs the score matrix, which linear "
+                "attention never forms; use it with softmax attention"
+            )
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
+            wrap_linear(_xavier_linear(embed_dim, gain)) for gain in (*[2**-0.5] * 3, 1.0)
+        )
+        use_norm = attention_type == "linear" and normalizer == "layernorm"
+        self.norm = nn.LayerNorm(embed_dim) if use_norm else None
+
+    # --- fairseq's door: (T, B, C), and a dictionary of states ---------------------------------
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        incremental_state: dict | None = None,
+        need_weights: bool = False,
+        static_kv: bool = False,
+        attn_mask: Tensor | None = None,
+        need_head_weights: bool = False,
+    ) -> tuple[Tensor, None]:
+        """fairseq's call: query (T, B, C) -> ((T, B, C), None); attention weights never exist.
+
+        ``key`` and ``value`` are the query in self-attention and are not read. Causality is
+        the module's own, so ``attn_mask`` is refused. With ``incremental_state`` the query is
+        the next block (usually one token) and its mask is the block's own.
+        """
+        if attn_mask is not None:
+            raise ValueError("attn_mask is not supported: build the module with causal=True")
+        state = None if incremental_state is None else self._get_input_buffer(incremental_state)
+        x = query.transpose(0, 1)
+        out, state = self.attend(x, key_padding_mask, state, incremental_state is not None)
+        if incremental_state is not None:
+            incremental_state[self._state_key] = state
+        return out.transpose(0, 1), None
+
+    def reorder_incremental_state(self, incremental_state: dict, new_order: Tensor) -> None:
+        """Follow beam search: keep the states of ``new_order`` (B',), as fairseq calls it."""
+        state = self._get_input_buffer(incremental_state)
+        if state is not None:
+            incremental_state[self._state_key] = reorder_attention_state(state, new_order)
+
+    def _get_input_buffer(self, incremental_state: dict | None) -> AttentionState | None:
+        return None if incremental_state is None else incremental_state.get(self._state_key)
+
+    @property
+    def _state_key(self) -> str:
+        return f"lrpe_attention.{id(self)}"
+
+    # --- inside: (B, T, C) ---------------------------------------------------------------------
+
+    def attend(
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None = None,
+        state: AttentionState | None = None,
+        keep_state: bool = False,
+    ) -> tuple[Tensor, AttentionState | None]:
+        """Self-attention of x (B, T, C), continuing ``state``; returns (B, T, C) and the state.
+
+        key_padding_mask: (B, T) of this block, true at padding, on either side. Positions
+        count real tokens, so left- and right-padded batches agree. The state after the block
+        is returned if ``keep_state`` (causal only), else None.
+        """
+        if keep_state and not self.causal:
+            raise ValueError("only causal attention can be continued: build it with causal=True")
+        q, k, v = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        positions = block_positions(x, key_padding_mask, state)
+        attend = self._linear if self.attention_type == "linear" else self._softmax
+        out, past = attend(q, k, v, positions, key_padding_mask, state, keep_state)
+        out = out.transpose(1, 2).flatten(2)
+        out = self.out_proj(out if self.norm is None else self.norm(out))
+        if not keep_state:
+            return out, None
+        return out, AttentionState(past, _next_position(x, key_padding_mask, state))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, H, T, D)."""
+        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+
+    def _linear(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        padding: Tensor | None,
+        state: AttentionState | None,
+        keep_state: bool,
+    ) -> tuple[Tensor, LinearState | None]:
+        options = {"key_padding_mask": padding, "normalizer": self.normalizer}
+        early = self.encoding.before_feature_map
+        if not early:
+            q, k = feature_map(q), feature_map(k)
+        if self.normalizer == "content":
+            options["content"] = (feature_map(q), feature_map(k)) if early else (q, k)
+        q, k = self.encoding(q, k, positions, positions)
+        if early:
+            q, k = feature_map(q), feature_map(k)
+        options["log_decay"] = self.encoding.log_decay()
+        if not keep_state:
+            return linear_attention(q, k, v, causal=self.causal, **options), None
+        return linear_attention_block(q, k, v, state=state and state.past, **options)
+
+    def _softmax(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        padding: Tensor | None,
+        state: AttentionState | None,
+        keep_state: bool,
+    ) -> tuple[Tensor, SoftmaxState | None]:
+        score_encoding = isinstance(self.encoding, ScoreEncoding)
+        if not score_encoding:
+            q, k = self.encoding(q, k, positions, positions)
+        past, k_positions = None, positions
+        if keep_state:
+            past = _extend(state and state.past, k, v, positions, padding)
+            k, v, k_positions, padding = past
+            padding = padding if padding.any() else None
+        options = {
+            "causal": self.causal,
+            "scale": self.head_dim**-0.5,
+            "key_padding_mask": padding,
+            "dropout": self.dropout if self.training else 0.0,
+        }
+        if score_encoding:
+            options["bias"] = self.encoding.bias(q * options["scale"], k, positions, k_positions)
+            return softmax_attention(q, k, v, **options), past
+        log_decay = self.encoding.log_decay()
+        if log_decay is None:
+            return softmax_attention(q, k, v, **options), past
+        decay = score_decay(log_decay, positions, k_positions)
+        return softmax_attention_naive(q, k, v, rescore=decay.mul, **options), past
+
+
+def feature_map(x: Tensor) -> Tensor:
+    """phi(x) = 1 + elu(x), positive (Katharopoulos et al. 2020; LRPE section 4.1)."""
+    return F.elu(x).add_(1.0)
+
+
+def block_positions(
+    x: Tensor, key_padding_mask: Tensor | None, state: AttentionState | None
+) -> Tensor:
+    """int64 positions of the block x (B, T, C): (T,) at the start without padding, else (B, T).
+
+    Real tokens are counted; padding repeats its neighbour's position and is masked anyway.
+    The same tensor object comes back for the same length or mask, so encodings can cache.
+    """
+    if state is None and key_padding_mask is None:
+        return _counted(x.shape[1], x.device)
+    if key_padding_mask is None:
+        steps = _counted(x.shape[1], x.device)
+    else:
+        steps = _positions_of_mask.get(
+            key_padding_mask,
+            None,
+            lambda: ((~key_padding_mask.bool()).cumsum(1) - 1).clamp_min(0),
+        )
+    return steps if state is None else state.next_position.unsqueeze(1) + steps
+
+
+_positions_of_mask = PositionCache()
+
+
+@lru_cache(maxsize=256)
+def _counted(length: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(length, device=device)
+
+
+def _next_position(
+    x: Tensor, key_padding_mask: Tensor | None, state: AttentionState | None
+) -> Tensor:
+    batch, length, _ = x.shape
+    if key_padding_mask is None:
+        real = torch.full((batch,), length, device=x.device)
+    else:
+        real = (~key_padding_mask.bool()).sum(1)
+    return real if state is None else state.next_position + real
+
+
+def reorder_attention_state(state: AttentionState, new_order: Tensor) -> AttentionState:
+    """The state of rows ``new_order`` (B',), int64 indices into the batch."""
+    past = type(state.past)(*(part.index_select(0, new_order) for part in state.past))
+    return AttentionState(past, state.next_position.index_select(0, new_order))
+
+
+def _extend(
+    past: SoftmaxState | None, k: Tensor, v: Tensor, positions: Tensor, padding: Tensor | None
+) -> SoftmaxState:
+    batch, length = k.shape[0], k.shape[2]
+    if padding is None:
+        padding = torch.zeros(batch, length, dtype=torch.bool, device=k.device)
+    new = SoftmaxState(k, v, positions.expand(batch, length), padding.bool())
+    if past is None:
+        return new
+    axes = (2, 2, 1, 1)
+    return SoftmaxState(*(torch.cat(p, axis) for *p, axis in zip(past, new, axes, strict=True)))
+
+
+def score_decay(log_decay: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+    """exp(log_decay (s - t)) for t <= s, 1 beyond: (H, T, S) or (B, H, T, S)."""
+    lag = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
+    lag = lag.clamp_min(0).unsqueeze(-3).to(log_decay.dtype)
+    return torch.exp(log_decay.view(-1, 1, 1) * lag)
+
+
+def _check_choices(embed_dim: int, num_heads: int, attention_type: str, normalizer: str) -> None:
+    if embed_dim % num_heads:
+        raise ValueError(f"the width {embed_dim} is not divisible by {num_heads} attention heads")
+    if attention_type not in ATTENTION_TYPES:
+        raise ValueError(
+            f"unknown attention type {attention_type!r}; choose one of {', '.join(ATTENTION_TYPES)}"
+        )
+    if normalizer not in NORMALIZERS:
+        raise ValueError(
+            f"unknown normalizer {normalizer!r}; choose one of {', '.join(NORMALIZERS)}"
+        )
+
+
+def _xavier_linear(width: int, gain: float) -> nn.Linear:
+    linear = nn.Linear(width, width)
+    nn.init.xavier_uniform_(linear.weight, gain=gain)
+    nn.init.zeros_(linear.bias)
+    return linear

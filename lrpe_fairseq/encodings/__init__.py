@@ -1,0 +1,105 @@
+"""Relative positional encodings by name. Pure PyTorch; fairseq is not needed.
+
+:data:`ENCODINGS` is the one table: command-line choices, tests, benchmark rows and the
+README's table all come from it. To add an encoding, write one file and add one line here.
+"""
+
+from collections.abc import Callable
+
+from lrpe_fairseq.encodings.base import (
+    Encoding,
+    EncodingOptions,
+    EncodingSpec,
+    QueryKeyEncoding,
+    ScoreEncoding,
+)
+from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
+from lrpe_fairseq.encodings.none import NoEncoding
+from lrpe_fairseq.encodings.permuteformer import PermuteFormer
+from lrpe_fairseq.encodings.spe import SPE
+from lrpe_fairseq.encodings.t5 import T5Bias
+from lrpe_fairseq.encodings.transformer_xl import TransformerXL
+
+__all__ = [
+    "ENCODINGS",
+    "FREE_FORMS",
+    "Encoding",
+    "EncodingOptions",
+    "EncodingSpec",
+    "QueryKeyEncoding",
+    "ScoreEncoding",
+    "build_encoding",
+]
+
+
+def _lrpe(projection: str, core: str) -> Callable[[EncodingSpec], Encoding]:
+    """A constructor of one member of the LRPE family."""
+
+    def construct(spec: EncodingSpec) -> Encoding:
+        return LRPE(spec, projection, core)
+
+    construct.__doc__ = f"{projection} x {core}"
+    return construct
+
+
+ENCODINGS: dict[str, Callable[[EncodingSpec], Encoding]] = {
+    "none": NoEncoding,
+    "rope": _lrpe("identity", "rotation"),
+    "permuteformer": PermuteFormer,
+    "spe": SPE,
+    "t5": T5Bias,
+    "transformer-xl": TransformerXL,
+    "lrpe-type1": _lrpe("householder", "rotation-half"),
+    "lrpe-type2": _lrpe("householder", "rotation-learned"),
+    "lrpe-type3": _lrpe("householder-learned", "rotation-learned"),
+    "lrpe-type4": _lrpe("householder", "permutation"),
+    "lrpe-type5": _lrpe("odd-even", "rotation-half"),
+    "lrpe-type6": _lrpe("odd-even", "rotation-learned"),
+    "lrpe-type7": _lrpe("odd-even", "permutation"),
+    "lrpe-type8": _lrpe("fourier", "unitary"),
+    "lrpe-tmlr-type1": _lrpe("householder", "unitary-learned"),
+    "lrpe-tmlr-type2": _lrpe("householder", "rotation-learned"),
+    "lrpe-tmlr-type3": _lrpe("householder", "permutation"),
+}
+
+DEFAULTS = EncodingOptions()
+
+FREE_FORMS: tuple[str, ...] = tuple(f"lrpe:{p}:{core}" for p in PROJECTIONS for core in CORES)
+"""Every name of the free form ``lrpe:<P>:<Lambda>``."""
+
+
+def constructor_of(name: str) -> Callable[[EncodingSpec], Encoding]:
+    """The constructor of ``name``; ValueError, listing the names, if there is none."""
+    if name in ENCODINGS:
+        return ENCODINGS[name]
+    if name in FREE_FORMS:
+        return _lrpe(*name.split(":")[1:])
+    raise ValueError(
+        f"unknown position encoding {name!r}; choose one of {', '.join(ENCODINGS)}, "
+        f"or lrpe:<P>:<Lambda> with P in {{{', '.join(PROJECTIONS)}}} "
+        f"and Lambda in {{{', '.join(CORES)}}}"
+    )
+
+
+def build_encoding(
+    name: str,
+    head_dim: int,
+    num_heads: int,
+    *,
+    causal: bool = False,
+    seed: int = 0,
+    options: EncodingOptions = DEFAULTS,
+) -> Encoding:
+    """Build the encoding called ``name``.
+
+    Args:
+        name: a key of :data:`ENCODINGS` or the free form ``lrpe:<P>:<Lambda>``.
+        head_dim: width D of one head. num_heads: H.
+        causal: whether the attention it serves is causal.
+        seed: of the encoding's fixed random parts. options: knobs of single methods.
+    Raises: ValueError for an unknown name (listing the names) or an impossible width.
+
+    >>> enc = build_encoding("lrpe-type1", head_dim=64, num_heads=8)
+    >>> q2, k2 = enc(q, k, positions, positions)  # q, k: (B, H, T, D)
+    """
+    return constructor_of(name)(EncodingSpec(head_dim, num_heads, causal, seed, options))

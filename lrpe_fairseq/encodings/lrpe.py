@@ -1,0 +1,372 @@
+"""The LRPE family: W_s = P^H Lambda^(s) P with P unitary (LRPE ICLR, Eq. 23-25, Table 1, C.7).
+
+The encoded query is q~_s = Lambda^(s) P q_s, the key likewise; P^H on the left cancels in
+the score (Eq. 76) and is never computed. P and Lambda are chosen by name and combine freely.
+
+A complex vector travels as its *planes*, the tuple (re, im); a real one as (re,). Real maps
+act on each plane alone. At the very end the planes are concatenated, so that the plain inner
+product of two results is Re(q~^H k~).
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from lrpe_fairseq.encodings.base import (
+    EncodingSpec,
+    PositionCache,
+    QueryKeyEncoding,
+    check_positions,
+    over_heads,
+)
+
+Planes = tuple[Tensor, ...]
+
+BASE = 10000.0
+"""Base of the frequencies alpha_t = 10000^(-2t/d) (C.7)."""
+
+EPS = 1e-6
+"""Keeps a learned Householder vector's direction defined when the vector vanishes."""
+
+
+# --- P: the fixed unitary map, on the last axis ------------------------------------------------
+
+
+class Identity(nn.Module):
+    """P = I."""
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Planes:
+        """(..., D) -> one plane (..., D)."""
+        return (x,)
+
+
+class Householder(nn.Module):
+    """P = I - 2 v v^T / (v^T v) with v drawn from a standard normal, fixed (Eq. 74)."""
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__()
+        self.register_buffer("v", _householder_vector(spec))
+
+    def forward(self, x: Tensor) -> Planes:
+        """(..., D) -> one plane (..., D), the mirror image of x."""
+        return (reflect(x, self.v),)
+
+
+class LearnedHouseholder(Householder):
+    """The Householder map whose v is a parameter; its length does not matter."""
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        nn.Module.__init__(self)
+        self.v = nn.Parameter(_householder_vector(spec))
+
+
+class OddEven(nn.Module):
+    """P = the permutation y[2k] = x[k], y[2k+1] = x[ceil(d/2) + k] (Eq. 75 and pseudo-code).
+
+    Eq. 75 prints floor(d/2) + 1 for the odd case, a misprint: it would not be a permutation.
+    """
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Planes:
+        """(..., D) -> one plane (..., D)."""
+        pairs = x.shape[-1] // 2
+        half = x.shape[-1] - pairs
+        y = torch.stack([x[..., :pairs], x[..., half:]], dim=-1).flatten(-2)
+        return (y if pairs == half else torch.cat([y, x[..., pairs:half]], dim=-1),)
+
+
+class Fourier(nn.Module):
+    """P = the unitary discrete Fourier matrix F_jk = exp(-2 pi i jk / d) / sqrt(d)."""
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__()
+        index = torch.arange(spec.head_dim, dtype=torch.int64)
+        turn = torch.outer(index, index) % spec.head_dim
+        angle = turn.double() * (2 * math.pi / spec.head_dim)
+        self.exact = torch.cat([angle.cos(), -angle.sin()], dim=1) / math.sqrt(spec.head_dim)
+        self.copies: dict[tuple, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Planes:
+        """(..., D) -> the planes (re, im), each (..., D)."""
+        return (x @ self.matrix(x.dtype, x.device)).chunk(2, dim=-1)
+
+    def matrix(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[Re F, Im F], (D, 2D); one copy per dtype and device, outside the state dict."""
+        if (dtype, device) not in self.copies:
+            with torch.inference_mode(False):
+                self.copies[dtype, device] = self.exact.to(dtype=dtype, device=device)
+        return self.copies[dtype, device]
+
+
+def reflect(x: Tensor, v: Tensor) -> Tensor:
+    """x - 2 v (v^T x) / (v^T v) for every row of x (..., D) and one vector v (D,)."""
+    v = v.to(x.dtype)
+    unit = v / v.norm().clamp_min(EPS)
+    return torch.addcmul(x, (x @ unit).unsqueeze(-1), unit, value=-2)
+
+
+def _householder_vector(spec: EncodingSpec) -> Tensor:
+    v = torch.randn(spec.head_dim, generator=spec.generator(stream=1))
+    return v / v.norm()
+
+
+# --- Lambda^(s): the one-parameter group, on the last axis of every plane ----------------------
+
+
+class Rotation(nn.Module):
+    """Lambda^(s) turns the pair (2i, 2i+1) by s alpha_i, alpha_i = 10000^(-2i/e) (Eq. 24).
+
+    e is the width made even; an odd width leaves its last feature alone (q = 1 in Eq. 24).
+    """
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__()
+        width = self.turned(spec.head_dim)
+        exponent = torch.arange(width // 2, dtype=torch.float64) * (-2.0 / width)
+        self.register_frequencies(BASE**exponent)
+
+    @staticmethod
+    def turned(head_dim: int) -> int:
+        """How many leading features turn; ValueError where none can."""
+        if head_dim < 2:
+            raise ValueError(f"a rotation needs a head width of at least 2, got {head_dim}")
+        return head_dim - head_dim % 2
+
+    def register_frequencies(self, theta: Tensor) -> None:
+        """Keep ``theta`` (float64, radians per token) fixed.
+
+        Not a buffer: nothing that casts or broadcasts a model's buffers may touch it.
+        """
+        self.theta = theta
+        self.cache = PositionCache()
+
+    def phases(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """exp(i s theta) for every position: (T, E) or (B, 1, T, E), complex."""
+        if self.theta.requires_grad:
+            return phases(positions, self.theta, dtype)
+        return self.cache.get(positions, dtype, lambda: phases(positions, self.theta, dtype))
+
+    def forward(self, planes: Planes, positions: Tensor) -> Planes:
+        """Turn every plane (..., T, D) at ``positions`` (T,) or (B, T)."""
+        turn = self.phases(positions, planes[0].dtype)
+        return tuple(rotate_pairs(x, turn) for x in planes)
+
+
+class LearnedRotation(Rotation):
+    """The rotation whose angles are parameters, started at those of :class:`Rotation`."""
+
+    def register_frequencies(self, theta: Tensor) -> None:
+        """Make ``theta`` a float32 parameter."""
+        self.theta = nn.Parameter(theta.float())
+
+
+class HalfRotation(Rotation):
+    """The rotation of the first e = d // 2 features (made even), identity on the rest (C.7)."""
+
+    @staticmethod
+    def turned(head_dim: int) -> int:
+        """d // 2 made even; ValueError below width 3, where nothing would be left alone."""
+        if head_dim < 3:
+            raise ValueError(f"rotation-half needs a head width of at least 3, got {head_dim}")
+        return head_dim // 2 + (head_dim // 2) % 2
+
+
+class Unitary(Rotation):
+    """Lambda^(s) = diag(exp(i s alpha_t)), alpha_t = 10000^(-2t/d), t = 0..d-1 (Eq. 23).
+
+    A real input becomes complex, so the encoded width doubles.
+    """
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        nn.Module.__init__(self)
+        exponent = torch.arange(spec.head_dim, dtype=torch.float64) * (-2.0 / spec.head_dim)
+        self.register_frequencies(BASE**exponent)
+
+    def forward(self, planes: Planes, positions: Tensor) -> Planes:
+        """One or two planes (..., T, D) -> the planes (re, im)."""
+        turn = self.phases(positions, planes[0].dtype)
+        if len(planes) == 1:
+            return planes[0] * turn.real, planes[0] * turn.imag
+        re, im = planes
+        return re * turn.real - im * turn.imag, re * turn.imag + im * turn.real
+
+
+class LearnedUnitary(Unitary):
+    """The unitary diagonal whose angles are parameters (TMLR Type 1)."""
+
+    register_frequencies = LearnedRotation.register_frequencies
+
+
+class Permutation(nn.Module):
+    """Lambda^(s) = (I)_{pi^s}: feature j at position s is feature pi^s(j) (Eq. 25, 59).
+
+    pi is drawn once and kept. pi^s comes from pi's cycles: step s along j's cycle, modulo its
+    length, so any position up to 2^31 costs the same and no table is kept.
+    """
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__()
+        draw = torch.randperm(spec.head_dim, generator=spec.generator(stream=2))
+        self.register_buffer("permutation", draw)
+        self.cycles = CyclicPowers()
+
+    def forward(self, planes: Planes, positions: Tensor) -> Planes:
+        """Permute the last axis of every plane (..., T, D) at ``positions``."""
+        index = over_heads(self.cycles.power(self.permutation, positions), positions)
+        return tuple(x.gather(-1, index.expand_as(x)) for x in planes)
+
+
+class CyclicPowers:
+    """Powers of permutations by index arithmetic on their cycles."""
+
+    def __init__(self) -> None:
+        self._of_permutation, self._of_positions = PositionCache(), PositionCache()
+
+    def power(self, permutation: Tensor, positions: Tensor) -> Tensor:
+        """pi^s(j) for pi (D,) or (H, D) and s of any shape: int64, s.shape + pi.shape."""
+        start, step, length, members = self._of_permutation.get(
+            permutation, None, lambda: cycle_form(permutation)
+        )
+        return self._of_positions.get(
+            positions,
+            (id(permutation), permutation._version),
+            lambda: _step_along_cycles(start, step, length, members, positions),
+        )
+
+
+def cycle_form(permutation: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cycle decomposition of pi (..., D): start, step, length of each j's cycle, and members.
+
+    ``members`` lists the elements cycle after cycle; j stands at start[j] + step[j], and
+    pi^s(j) = members[start[j] + (step[j] + s) mod length[j]].
+    """
+    rows = permutation.reshape(-1, permutation.shape[-1]).tolist()
+    forms = [_cycle_form_of_row(row) for row in rows]
+    parts = (torch.tensor(part, device=permutation.device) for part in zip(*forms, strict=True))
+    return tuple(part.reshape(permutation.shape) for part in parts)
+
+
+def _cycle_form_of_row(row: list[int]) -> tuple[list[int], list[int], list[int], list[int]]:
+    start, step, length = ([-1] * len(row) for _ in range(3))
+    members: list[int] = []
+    for first in range(len(row)):
+        if start[first] >= 0:
+            continue
+        cycle, j = [], first
+        while not cycle or j != first:
+            cycle.append(j)
+            j = row[j]
+        for place, j in enumerate(cycle):
+            start[j], step[j], length[j] = len(members), place, len(cycle)
+        members += cycle
+    return start, step, length, members
+
+
+def _step_along_cycles(
+    start: Tensor, step: Tensor, length: Tensor, members: Tensor, positions: Tensor
+) -> Tensor:
+    s = positions.reshape(positions.shape + (1,) * start.dim())
+    place = start + (step + s) % length
+    return members.expand(place.shape).gather(-1, place)
+
+
+def phases(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
+    """exp(i s theta), complex, shape (T, E) or (B, 1, T, E), for (T,) or (B, T) positions.
+
+    The angle is a float64 product: one float32 angle is off by 6e-3 rad at position 100,000.
+    Cosine and sine are cast last, to ``dtype``.
+    """
+    exact = torch.float32 if positions.device.type == "mps" else torch.float64
+    angle = positions.unsqueeze(-1).to(exact) * theta.to(exact).to(positions.device)
+    return over_heads(torch.complex(angle.cos().to(dtype), angle.sin().to(dtype)), positions)
+
+
+def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:
+    """Turn the pairs (2i, 2i+1) of the leading features of x (..., T, D) by ``turn`` (..., T, E).
+
+    The first 2E features are multiplied as complex numbers x[2i] + i x[2i+1]; the rest stay.
+    """
+    width = 2 * turn.shape[-1]
+    head = x[..., :width].contiguous()
+    head = head.clone() if head.storage_offset() % 2 else head  # a view cannot split a pair
+    pairs = torch.view_as_complex(head.unflatten(-1, (-1, 2)))
+    turned = torch.view_as_real(pairs * turn).flatten(-2)
+    return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], dim=-1)
+
+
+# --- the family --------------------------------------------------------------------------------
+
+PROJECTIONS = {
+    "identity": Identity,
+    "householder": Householder,
+    "householder-learned": LearnedHouseholder,
+    "odd-even": OddEven,
+    "fourier": Fourier,
+}
+"""P by name."""
+
+CORES = {
+    "rotation": Rotation,
+    "rotation-learned": LearnedRotation,
+    "rotation-half": HalfRotation,
+    "unitary": Unitary,
+    "unitary-learned": LearnedUnitary,
+    "permutation": Permutation,
+}
+"""Lambda by name."""
+
+
+class LRPE(QueryKeyEncoding):
+    """q~_s = Lambda^(s) P q_s, k~_t = Lambda^(t) P k_t (Eq. 76), shared by all heads.
+
+    Args:
+        spec: widths and seed.
+        projection: a name of :data:`PROJECTIONS`. core: a name of :data:`CORES`.
+    Raises: ValueError for an unknown name or a width the core cannot turn.
+
+    Costs O(D) per token and head (O(D^2) with fourier). Any position up to 2^31.
+    """
+
+    def __init__(self, spec: EncodingSpec, projection: str, core: str) -> None:
+        super().__init__(spec)
+        self.projection = _named(PROJECTIONS, projection, "P")(spec)
+        self.core = _named(CORES, core, "Lambda")(spec)
+        self._planes = 2 if projection == "fourier" or core.startswith("unitary") else 1
+        # the transform of a positive vector has its mass in bin 0, which turns fastest
+        self.denominator_vanishes = projection == "fourier"
+
+    @property
+    def feature_dim(self) -> int:
+        """D, or 2D where features are complex."""
+        return self._planes * self.spec.head_dim
+
+    def forward(
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Encode; see :meth:`QueryKeyEncoding.forward`."""
+        return self.encode(q, q_positions), self.encode(k, k_positions)
+
+    def encode(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Lambda^(s) P x for x (B, H, T, D): (B, H, T, D').
+
+        Half types are widened to float32 for the whole map and rounded once.
+        """
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return self.turn(self.projection(wide), positions).to(x.dtype)
+
+    def turn(self, planes: Planes, positions: Tensor) -> Tensor:
+        """Lambda^(s) on the planes of P x; the part that a folded projection leaves to do."""
+        planes = self.core(planes, check_positions(positions))
+        return planes[0] if len(planes) == 1 else torch.cat(planes, dim=-1)
+
+
+def _named(table: dict[str, type], name: str, role: str) -> type:
+    if name not in table:
+        raise ValueError(f"unknown {role} {name!r}; choose one of {', '.join(table)}")
+    return table[name]

@@ -1,0 +1,15 @@
+"""No relative encoding: the baseline ("Base" of LRPE, Table 2, keeps absolute positions only)."""
+
+from torch import Tensor
+
+from lrpe_fairseq.encodings.base import QueryKeyEncoding
+
+
+class NoEncoding(QueryKeyEncoding):
+    """q~ = q, k~ = k. Costs nothing; positions, if any, come from the embeddings."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return q and k as they are."""
+        return q, k

@@ -1,0 +1,78 @@
+"""PermuteFormer (Chen, 2021): features permuted by position, and a decay where it is causal."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lrpe_fairseq.encodings.base import EncodingSpec, QueryKeyEncoding, check_positions
+from lrpe_fairseq.encodings.lrpe import CyclicPowers
+
+PUBLISHED_SEED = 0xDEADBEEFDEADBEEF
+"""Seed of the one permutation of the departure ``permuteformer-shared-permutation``."""
+
+
+class PermuteFormer(QueryKeyEncoding):
+    """x~_s[j] = x_s[pi_h^s(j)] with a permutation pi_h of each head's own; norms are kept.
+
+    The score of (s, t) depends on pi_h^(s-t) alone and, in causal attention, is multiplied by
+    r_h^(s-t) with r_h = sigmoid(2 + 3h/H), h = 0..H-1 (PermuteFormer's language model). The
+    factor is left to the attention (:meth:`log_decay`): on its own r^-t leaves float16 after
+    87 tokens. A bidirectional model has no factor, since r^(s-t) grows without bound for t > s.
+
+    Costs O(D) per token and head, any position up to 2^31: no table of powers is kept. pi is
+    int64 (H, D), drawn from the spec's own generator and saved in the checkpoint.
+
+    Departures (``spec.options.fidelity``): ``permuteformer-shared-permutation`` and
+    ``permuteformer-bidirectional-ratio``, see :mod:`lrpe_fairseq.encodings.fidelity`. The trap
+    of the latter: with a denominator that sums the scores, r^s cancels, and every query of
+    linear attention weighs the keys by r^-t, that is, sees little but the end of the text. The
+    features are then float32 and overflow where keys span more than about 1300 tokens; softmax
+    scores already overflow at about 690.
+    """
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__(spec)
+        fidelity = spec.options.fidelity
+        shared = "permuteformer-shared-permutation" in fidelity
+        self.register_buffer("permutation", _shared_draw(spec) if shared else _draw(spec))
+        self.cycles = CyclicPowers()
+        self._grows = "permuteformer-bidirectional-ratio" in fidelity and not spec.causal
+
+    def forward(
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Permute; see :meth:`QueryKeyEncoding.forward`."""
+        q, k = self.permute(q, q_positions), self.permute(k, k_positions)
+        if not self._grows:
+            return q, k
+        middle = (k_positions.min() + k_positions.max()) // 2  # halves the exponents
+        return q * self._power(q_positions - middle), k * self._power(middle - k_positions)
+
+    def permute(self, x: Tensor, positions: Tensor) -> Tensor:
+        """(B, H, T, D) at positions (T,) or (B, T) -> (B, H, T, D), exact in any dtype."""
+        index = self.cycles.power(self.permutation, check_positions(positions))
+        return x.gather(-1, index.transpose(-3, -2).expand_as(x))
+
+    def log_decay(self) -> Tensor | None:
+        """(H,) float32 log r_h, all negative; None in a bidirectional model."""
+        return self.log_ratio() if self.spec.causal else None
+
+    def log_ratio(self) -> Tensor:
+        """(H,) float32 log sigmoid(2 + 3h/H): -0.127 for the first head, -0.007 at most."""
+        head = torch.arange(self.spec.num_heads, device=self.permutation.device)
+        return F.logsigmoid(2.0 + 3.0 * head / self.spec.num_heads)
+
+    def _power(self, exponent: Tensor) -> Tensor:
+        """r_h^e as (H, T, 1) or (B, H, T, 1), for e (T,) or (B, T)."""
+        return torch.exp(self.log_ratio()[:, None] * exponent.unsqueeze(-2)).unsqueeze(-1)
+
+
+def _draw(spec: EncodingSpec) -> Tensor:
+    generator = spec.generator(stream=3)
+    draws = [torch.randperm(spec.head_dim, generator=generator) for _ in range(spec.num_heads)]
+    return torch.stack(draws)
+
+
+def _shared_draw(spec: EncodingSpec) -> Tensor:
+    generator = torch.Generator().manual_seed(PUBLISHED_SEED)
+    return torch.randperm(spec.head_dim, generator=generator).repeat(spec.num_heads, 1)

@@ -1,0 +1,146 @@
+"""Transformer-XL's relative attention (Dai et al., 2019, Section 3.3 and Appendix B)."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lrpe_fairseq.encodings.base import (
+    EncodingSpec,
+    PositionCache,
+    ScoreEncoding,
+    check_positions,
+)
+
+BASE = 10000.0
+"""Base of the sinusoids of R."""
+
+
+class TransformerXL(ScoreEncoding):
+    """score_st = q_s.k_t (a) + q_s.W R_(s-t) (b) + u.k_t (c) + v.W R_(s-t) (d), all over sqrt D.
+
+    W (H D x H D, the paper's W_kR) maps the sinusoid R of the model's width to every head's
+    keys of position; u and v (H, D) replace the query where it must not know its place. Each
+    layer has its own. W starts like a key projection of fairseq (Xavier, gain 1/sqrt 2), u and
+    v from N(0, 0.02^2), drawn from the spec's own generator.
+
+    Positions s and t may start anywhere: keys that begin M tokens before the queries are the
+    memory. Where both count up by one and end together, terms (b) and (d) take one product
+    with the S (bidirectional: S + T - 1) vectors W R and a left shift of each row (Appendix B);
+    other positions, of padded batches, gather by distance. A causal model leaves (b) and (d)
+    at zero for keys after the query, as the appendix prints them; the mask removes (a) and (c).
+
+    The trap: q arrives scaled by D^-0.5, so u and v are scaled here, and W R is not.
+    """
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__(spec)
+        generator = spec.generator(stream=5)
+        width = spec.num_heads * spec.head_dim
+        self.r_proj = nn.utils.skip_init(nn.Linear, width, width, bias=False)
+        nn.init.xavier_uniform_(self.r_proj.weight, gain=math.sqrt(0.5), generator=generator)
+        shape = (spec.num_heads, spec.head_dim)
+        self.u = nn.Parameter(0.02 * torch.randn(shape, generator=generator))
+        self.v = nn.Parameter(0.02 * torch.randn(shape, generator=generator))
+        self._layouts, self._sinusoids = PositionCache(), PositionCache()
+
+    def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        """Terms (b), (c) and (d), (B, H, T, S); ``q`` is already scaled by D^-0.5."""
+        check_positions(q_positions), check_positions(k_positions)
+        q, of_keys = self._content(q, k)
+        of_keys_positions = self._layouts.get(q_positions, None, PositionCache)
+        aligned = of_keys_positions.get(
+            k_positions, None, lambda: end_together(q_positions, k_positions)
+        )
+        if aligned:
+            return of_keys + self._by_shift(q, q_positions, k.shape[-2])
+        return of_keys + self._by_distance(q, q_positions, k_positions)
+
+    def bias_naive(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        """:meth:`bias` from W R of every single pair, O(T S (H D)^2): the reference."""
+        q, of_keys = self._content(q, k)
+        distance = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
+        keys = self.position_keys(sinusoid(distance, self.r_proj.in_features), q.dtype)
+        of_position = (q.unsqueeze(-2) * keys).sum(-1)  # B H T S
+        if self.spec.causal:
+            after = (distance < 0).unsqueeze(-3)
+            of_position = of_position.masked_fill(after, 0.0)
+        return of_keys + of_position
+
+    def position_keys(self, r: Tensor, dtype: torch.dtype) -> Tensor:
+        """W R for the sinusoids r (..., N, H D): (..., H, N, D), or (H, T, S, D) for pairs."""
+        weight = self.r_proj.weight
+        wide = torch.promote_types(weight.dtype, dtype)
+        keys = F.linear(r.to(wide), weight.to(wide)).to(dtype)
+        keys = keys.unflatten(-1, (self.spec.num_heads, self.spec.head_dim))
+        return keys.movedim(-2, 0 if r.dim() < 4 else 1)
+
+    def _content(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q + v (B, H, T, D) and term (c) (B, H, 1, S), both scaled."""
+        scale = self.spec.head_dim**-0.5
+        u, v = (scale * self.u).to(q.dtype), (scale * self.v).to(q.dtype)
+        return q + v.unsqueeze(-2), (k @ u.unsqueeze(-1)).transpose(-1, -2)
+
+    def _by_shift(self, q: Tensor, q_positions: Tensor, keys: int) -> Tensor:
+        """Appendix B: one product with W R at distances S-1, S-2, ..., then left shifts."""
+        last = 0 if self.spec.causal else 1 - q.shape[-2]
+
+        def all_distances() -> Tensor:
+            distance = torch.arange(keys - 1, last - 1, -1, device=q.device)
+            return sinusoid(distance, self.r_proj.in_features)
+
+        r = self._sinusoids.get(q_positions, (keys, last), all_distances)
+        return left_shift(q @ self.position_keys(r, q.dtype).transpose(-1, -2), keys)
+
+    def _by_distance(self, q: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        """The product with W R at every distance that occurs, then one gather."""
+        distance = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
+        after = (distance < 0).unsqueeze(-3)
+        distance = distance.clamp_min(0) if self.spec.causal else distance
+        occurring, index = _numbered(distance)
+        r = sinusoid(occurring, self.r_proj.in_features)
+        scores = q @ self.position_keys(r, q.dtype).transpose(-1, -2)  # B H T N
+        index = index.unsqueeze(-3).expand(*scores.shape[:-1], -1)
+        scores = scores.gather(-1, index)
+        return scores.masked_fill(after, 0.0) if self.spec.causal else scores
+
+
+def sinusoid(distance: Tensor, width: int) -> Tensor:
+    """R of int64 distances (...): (..., width) float64, [sin(d w_i), cos(d w_i)].
+
+    w_i = 10000^(-2i/width); an odd width drops the last cosine. Never stored in a buffer,
+    which half precision would round.
+    """
+    exponent = torch.arange(0, width, 2, dtype=torch.float64, device=distance.device) / width
+    angle = distance.unsqueeze(-1).double() * BASE**-exponent
+    return torch.cat([angle.sin(), angle.cos()], dim=-1)[..., :width]
+
+
+def left_shift(x: Tensor, width: int) -> Tensor:
+    """Shift row i of x (..., T, W) left by T-1-i and keep ``width`` columns (Appendix B).
+
+    Columns beyond W are zero. With T-1 zeros of slack a row is one shorter than its stride in
+    the flat tensor, which moves each next row one step to the right: no index is formed.
+    """
+    rows = x.shape[-2]
+    stride = width + rows
+    flat = F.pad(x, (0, stride - x.shape[-1])).flatten(-2)
+    flat = flat[..., rows - 1 : rows - 1 + rows * (stride - 1)]
+    return flat.unflatten(-1, (rows, stride - 1))[..., :width]
+
+
+def end_together(q_positions: Tensor, k_positions: Tensor) -> bool:
+    """Whether the T queries stand at the last T of S keys whose positions count up by one."""
+    memory = k_positions.shape[-1] - q_positions.shape[-1]
+    if q_positions.dim() != 1 or k_positions.dim() != 1 or memory < 0:
+        return False
+    return bool((k_positions.diff() == 1).all()) and torch.equal(q_positions, k_positions[memory:])
+
+
+def _numbered(distance: Tensor) -> tuple[Tensor, Tensor]:
+    """Distances (N,) that cover all of ``distance`` (..., T, S), and the index of each pair."""
+    low, high = (int(end) for end in distance.aminmax())
+    if high - low < sum(distance.shape[-2:]):  # always so when padding alone is irregular
+        return torch.arange(low, high + 1, device=distance.device), distance - low
+    return distance.unique(return_inverse=True)

@@ -1,0 +1,118 @@
+"""fairseq's checkpoints, read without fairseq: does one load, and what options does it hold?"""
+
+import math
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LAST = "checkpoint_last.pt"
+BEST = "checkpoint_best.pt"
+SECTIONS = (
+    "common",
+    "distributed_training",
+    "dataset",
+    "optimization",
+    "checkpoint",
+    "task",
+    "model",
+    "criterion",
+    "optimizer",
+    "lr_scheduler",
+)
+NAMES = {"model": "arch", "task": "task", "criterion": "criterion", "optimizer": "optimizer"}
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint, under torch's safe loading.
+
+    Raises: ValueError, one sentence, if it is absent, truncated or no checkpoint of fairseq.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch raises half a dozen types on a file that is cut short
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"{path} does not load: {reason[0]}") from None
+    if not isinstance(state, dict) or "optimizer_history" not in state or not state.get("cfg"):
+        raise ValueError(f"{path} is no checkpoint of fairseq-train")
+    return state
+
+
+def updates(state: dict[str, Any]) -> int:
+    """The number of updates that a loaded checkpoint has seen."""
+    return state["optimizer_history"][-1]["num_updates"]
+
+
+def options(state: dict[str, Any]) -> dict[str, Any]:
+    """Every option of the training that wrote the checkpoint, by its command-line name.
+
+    The chosen classes stand under ``arch``, ``task``, ``criterion``, ``optimizer`` and
+    ``lr-scheduler``.
+    """
+    found: dict[str, Any] = {}
+    for section in SECTIONS:
+        values = state["cfg"].get(section) or {}
+        for key, value in values.items():
+            name = key.replace("_", "-")
+            if name == "-name":
+                name = NAMES.get(section, section.replace("_", "-"))
+            if value is not None or name not in found:
+                found[name] = _plain(value)
+    found.pop("common", None)
+    return found
+
+
+def ready_to_resume(folder: Path, say: Callable[[str], None]) -> int:
+    """Make ``checkpoint_last.pt`` loadable, or absent, and return the updates it has seen.
+
+    If it is truncated, the newest checkpoint of ``folder`` that loads takes its place; if none
+    does, training will start over. Stock fairseq dies on a truncated checkpoint instead.
+    """
+    last = folder / LAST
+    for path in _newest_first(folder):
+        try:
+            seen = updates(load(path))
+        except ValueError as error:
+            say(str(error))
+            continue
+        if path != last:
+            _put(path, last)
+            say(f"going on from {path.name}, update {seen}")
+        return seen
+    if last.exists():
+        last.unlink()
+        say("no checkpoint loads, so training starts over")
+    return 0
+
+
+def drop_intermediate(folder: Path) -> None:
+    """Keep the last and the best checkpoint of a finished run."""
+    for path in folder.glob("checkpoint_*_*.pt"):
+        path.unlink()
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    """``checkpoint_last.pt``, then the others by age."""
+    others = [path for path in folder.glob("checkpoint*.pt") if path.name != LAST]
+    others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    return [path for path in (folder / LAST, *others) if path.exists()]
+
+
+def _put(source: Path, target: Path) -> None:
+    part = target.with_name(f"{target.name}.part")  # no name that fairseq or we would load
+    shutil.copyfile(source, part)
+    os.replace(part, target)
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON knows."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

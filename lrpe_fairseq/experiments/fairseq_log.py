@@ -1,0 +1,127 @@
+"""What fairseq prints, as numbers: training logs in JSON format and the output of eval-lm.
+
+Validation losses are means per token in base 2, as fairseq prints them; perplexity is 2 to the
+loss.
+"""
+
+import json
+import re
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LINE = re.compile(r"\b(train_inner|train|valid)\b[ :|]+(\{.*\})\s*$")
+TOKENS = re.compile(r"Evaluated ([\d,]+) tokens")
+LOSS = re.compile(r"Loss \(base 2\): ([-\d.einfa]+), Perplexity")
+TAIL_BYTES = 16384
+
+
+@dataclass(frozen=True)
+class TrainingLog:
+    """What one training printed; a resumed one counts as one.
+
+    inner: update -> what was logged there. valid: update -> what was validated there.
+    wall_seconds: fairseq's own clock, which goes on where a resumed training stopped.
+    """
+
+    inner: dict[int, dict[str, str]]
+    valid: dict[int, dict[str, str]]
+    wall_seconds: float
+
+    def curve(self) -> list[dict[str, float]]:
+        """Validation perplexity by update, with the training tokens seen until then."""
+        return [
+            {"updates": n, "tokens": self._tokens_until(n), "valid_ppl": float(v["valid_ppl"])}
+            for n, v in sorted(self.valid.items())
+        ]
+
+    def tokens_per_second(self) -> float:
+        """The median speed of training after its first tenth; validation is not in it.
+
+        Raises: ValueError if training logged nothing.
+        """
+        if not self.inner:
+            raise ValueError("the training log has no train_inner line; was log_format json?")
+        last = max(self.inner)
+        speeds = [float(v["wps"]) for n, v in self.inner.items() if n > last / 10]
+        return statistics.median(speed for speed in speeds if speed > 0)
+
+    def _tokens_until(self, update: int) -> int:
+        tokens, before = 0.0, 0
+        for n, values in sorted(self.inner.items()):
+            if n <= update:
+                tokens += (n - before) * float(values["wpb"])
+                before = n
+        rest = (update - before) * float(next(iter(self.inner.values()))["wpb"])
+        return round(tokens + rest) if self.inner else 0
+
+
+def read_training_log(path: Path) -> TrainingLog:
+    """Read a log of ``common.log_format: json``; of two lines on one update the later counts."""
+    inner: dict[int, dict[str, str]] = {}
+    valid: dict[int, dict[str, str]] = {}
+    wall = 0.0
+    for kind, values in _entries(path.read_text(encoding="utf-8", errors="replace")):
+        if kind == "valid":
+            valid[int(values["valid_num_updates"])] = values
+        elif kind == "train_inner":
+            inner[int(values["num_updates"])] = values
+        wall = float(values.get("train_wall" if kind == "train" else "wall", wall))
+    return TrainingLog(inner, valid, wall)
+
+
+def last_update(path: Path) -> int:
+    """The update that a growing training log has reached; 0 if there is none."""
+    try:
+        with open(path, "rb") as log:
+            log.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            tail = log.read().decode("utf-8", errors="replace")
+    except OSError:
+        return 0
+    updates = [
+        int(values.get("num_updates") or values.get("valid_num_updates") or 0)
+        for _, values in _entries(tail)
+    ]
+    return next((update for update in reversed(updates) if update), 0)
+
+
+def last_line(path: Path) -> str:
+    """The last line of a log that says anything: of a crash, the exception."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "it left no log"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = [line for line in lines if not line.startswith(("Set the environment", "^"))]
+    return said[-1][:300] if said else "it printed nothing"
+
+
+def parse_evaluation(output: str) -> dict[str, float]:
+    """``loss`` (base 2), ``ppl`` and ``tokens`` from what fairseq-eval-lm printed.
+
+    Raises: ValueError where nothing was evaluated: fairseq then prints perplexity 1.00 and
+        exits with status 0.
+    """
+    tokens, loss = TOKENS.findall(output), LOSS.findall(output)
+    if not tokens or not loss:
+        raise ValueError("fairseq-eval-lm printed no perplexity")
+    count = int(tokens[-1].replace(",", ""))
+    if count == 0:
+        raise ValueError(
+            "fairseq-eval-lm evaluated 0 tokens, so its perplexity means nothing: pass "
+            "--tokens-per-sample no greater than the one of training"
+        )
+    return {"loss": float(loss[-1]), "ppl": 2 ** float(loss[-1]), "tokens": count}
+
+
+def _entries(text: str) -> list[tuple[str, dict[str, Any]]]:
+    found = []
+    for line in text.splitlines():
+        match = LINE.search(line)
+        if match:
+            try:
+                found.append((match[1], json.loads(match[2])))
+            except ValueError:
+                continue  # a line that a kill cut in two
+    return found

@@ -1,0 +1,204 @@
+"""What a table of ours looks like: ``configs/tables/*.yaml``, read and checked.
+
+A table is rows x columns. A row says which encoding was trained and what else differs; a column
+says which attention, and where in a run file its number stands. A run fills a cell when its
+encoding and attention are the cell's and every option that the table names (``options``, changed
+by the row's and the column's ``overrides``) has the cell's value in the run's ``config``.
+"""
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Options = dict[str, Any]
+ATTENTION = ("linear", "softmax")
+REFERENCE = re.compile(r"\[\[\s*([^|\]]+?)\s*\|\s*([^\]]+?)\s*\]\]")
+"""``[[row label | column key]]`` in a note: stands for our number in that cell."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """Where the numbers of one column stand.
+
+    key: its name in ``method`` and in notes. title: its heading. attention: ``linear`` or
+    ``softmax``. metric, with split and protocol: a number of the run's ``metrics``; without
+    them: a field of the run, such as ``tokens_per_second``. dataset: only runs on it (columns
+    of one table that differ in data set). overrides: options that differ. relative: as a
+    fraction of the baseline row. best_over: an option; of each seed's runs that differ in it
+    only the best counts. mean_of: keys of the columns that this one averages, instead of a
+    metric. paper: the published cell beside it: ``file`` and the values of its columns.
+    """
+
+    key: str
+    title: str
+    attention: str
+    metric: str = ""
+    split: str = ""
+    protocol: str = ""
+    dataset: str = ""
+    overrides: Options = field(default_factory=dict)
+    relative: bool = False
+    best_over: str = ""
+    mean_of: list[str] = field(default_factory=list)
+    paper: dict[str, str] = field(default_factory=dict)
+    decimals: int = 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method.
+
+    label: its name, also on the command line. encoding: our public name. attention: the types
+    that the row has cells for. overrides: options that differ. method: its label in the
+    published table, one for all columns or by column key; without one, no published number.
+    """
+
+    label: str
+    encoding: str
+    attention: list[str]
+    overrides: Options = field(default_factory=dict)
+    method: str | dict[str, str] = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table.
+
+    experiments: folders under results/runs; new runs go to the first, cells are filled from all.
+    scales: scale -> training configuration, in order of display. options: the options that tell
+    cells apart, each with its usual value. same: options that all runs of one scale must share.
+    decoder: ``encoding`` and ``attention`` of the decoder, for encoder-decoder models (rows and
+    columns then speak of the encoder). curves: labels of the rows in the figure of validation
+    curves. notes: scale -> text; it states numbers as ``[[row label | column key]]`` only.
+    """
+
+    name: str
+    title: str
+    text: str
+    experiments: list[str]
+    scales: dict[str, str]
+    baseline: str
+    better: str
+    columns: list[Column]
+    rows: list[Row]
+    options: Options = field(default_factory=dict)
+    same: list[str] = field(default_factory=list)
+    decoder: dict[str, str] = field(default_factory=dict)
+    curves: list[str] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
+
+    def column(self, key: str) -> Column:
+        """The column called ``key``. Raises: ValueError if there is none."""
+        return _named(self.columns, "key", key, self.name)
+
+    def row(self, label: str) -> Row:
+        """The row called ``label``. Raises: ValueError if there is none."""
+        return _named(self.rows, "label", label, self.name)
+
+
+def load_tables(folder: Path) -> list[Table]:
+    """Every table of ``folder``: the numbered ones first, then the others by name."""
+    return sorted((load_table(path) for path in folder.glob("*.yaml")), key=_order)
+
+
+def load_table(path: Path) -> Table:
+    """Read and check one table. Raises: ValueError naming the file and what is wrong in it."""
+    try:
+        content = {"name": path.stem, **yaml.safe_load(path.read_text(encoding="utf-8"))}
+        content["columns"] = [_build(Column, column) for column in content.get("columns", [])]
+        content["rows"] = [_build(Row, row) for row in content.get("rows", [])]
+        table = _build(Table, content)
+        _check(table)
+    except (ValueError, TypeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    return table
+
+
+def _build(kind: Any, content: Options) -> Any:
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    unknown = sorted(set(content) - set(fields))
+    if unknown:
+        raise ValueError(f"a {kind.__name__.lower()} has no key {', '.join(unknown)}")
+    required = [n for n, f in fields.items() if _required(f)]
+    missing = [n for n in required if n not in content]
+    if missing:
+        raise ValueError(f"a {kind.__name__.lower()} lacks the key {', '.join(missing)}")
+    return kind(**content)
+
+
+def _required(f: Any) -> bool:
+    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+
+
+def _named(items: list[Any], attribute: str, name: str, table: str) -> Any:
+    for item in items:
+        if getattr(item, attribute) == name:
+            return item
+    known = ", ".join(getattr(item, attribute) for item in items)
+    raise ValueError(f"table {table} has no {name!r}; it has {known}")
+
+
+def _check(table: Table) -> None:
+    _check_unique([row.label for row in table.rows])
+    _check_unique([column.key for column in table.columns])
+    _check_overrides(table)
+    if table.better not in ("lower", "higher"):
+        raise ValueError(f"better must be lower or higher, not {table.better!r}")
+    for label in [table.baseline, *table.curves]:
+        table.row(label)
+    for row in table.rows:
+        _check_row(table, row)
+    for column in table.columns:
+        _check_column(table, column)
+    for text in table.notes.values():
+        _check_note(table, text)
+
+
+def _check_unique(names: list[str]) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{', '.join(twice)} stands there twice")
+
+
+def _check_overrides(table: Table) -> None:
+    for part in [*table.rows, *table.columns]:
+        unknown = sorted(set(part.overrides) - set(table.options))
+        if unknown:
+            raise ValueError(f"the override {', '.join(unknown)} has no usual value in options")
+
+
+def _check_row(table: Table, row: Row) -> None:
+    unknown = [name for name in row.attention if name not in ATTENTION]
+    if unknown or not row.attention:
+        raise ValueError(f"row {row.label} needs attention types out of {', '.join(ATTENTION)}")
+    for key in row.method if isinstance(row.method, dict) else []:
+        table.column(key)
+
+
+def _check_column(table: Table, column: Column) -> None:
+    if column.attention not in ATTENTION:
+        raise ValueError(f"column {column.key} needs attention {' or '.join(ATTENTION)}")
+    if bool(column.metric) == bool(column.mean_of):
+        raise ValueError(f"column {column.key} needs either a metric or mean_of")
+    if bool(column.split) != bool(column.protocol):
+        raise ValueError(f"column {column.key} needs split and protocol together, or neither")
+    for key in column.mean_of:
+        table.column(key)
+
+
+def _check_note(table: Table, text: str) -> None:
+    for label, key in REFERENCE.findall(text):
+        table.row(label)
+        table.column(key)
+    bare = re.search(r"\d+\.\d+", REFERENCE.sub("", text))
+    if bare:
+        raise ValueError(f"a note states {bare[0]} itself; refer to a cell as [[row | column]]")
+
+
+def _order(table: Table) -> tuple[bool, int, str]:
+    number = re.fullmatch(r"table(\d+)", table.name)
+    return (number is None, int(number[1]) if number else 0, table.name)

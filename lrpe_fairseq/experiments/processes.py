@@ -1,0 +1,143 @@
+"""Child processes that a runner starts, measures, and never leaves behind by accident.
+
+A run folder is locked while anything trains in it. The lock is an open file that every child
+inherits, so it holds as long as one of them lives: after ``kill -9`` of the runner, a second
+runner does not train into the folder of a training that goes on.
+"""
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+GRACE_SECONDS = 10.0
+KIB = 1024
+
+
+class Stopped(Exception):
+    """The runner was told to stop while this child ran."""
+
+
+class Busy(Exception):
+    """Another process holds the lock of the run folder."""
+
+
+class ChildFailed(Exception):
+    """A child ended with another status than 0; ``status`` is that status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"exit status {status}")
+        self.status = status
+
+
+class Children:
+    """Runs child processes for several threads and ends them all on :meth:`stop`."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._alive: set[int] = set()
+        self._stopping = threading.Event()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether :meth:`stop` was called."""
+        return self._stopping.is_set()
+
+    def run(
+        self,
+        command: Sequence[str],
+        log: Path,
+        *,
+        cwd: Path,
+        environment: Mapping[str, str],
+        lock: int | None = None,
+    ) -> float:
+        """Run ``command`` to its end and return its peak memory in MB (largest resident set).
+
+        Its output is appended to ``log``. ``lock`` is a file descriptor that the child keeps open.
+
+        Raises: Stopped, ChildFailed, and OSError if the command cannot be started.
+        """
+        with open(log, "ab") as output:
+            process = self._start(command, output.fileno(), cwd, environment, lock)
+        _, status, usage = os.wait4(process.pid, 0)
+        with self._guard:
+            self._alive.discard(process.pid)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if self.stopping:
+            raise Stopped
+        if process.returncode:
+            raise ChildFailed(process.returncode)
+        return usage.ru_maxrss / KIB
+
+    def stop(self) -> None:
+        """End every child with its own children, politely first; later ones do not start."""
+        with self._guard:
+            self._stopping.set()
+        self._signal(signal.SIGTERM)
+        waiting = threading.Event()
+        for _ in range(int(GRACE_SECONDS * 10)):
+            if not self._alive:
+                return
+            waiting.wait(0.1)
+        self._signal(signal.SIGKILL)
+
+    def _start(
+        self,
+        command: Sequence[str],
+        output: int,
+        cwd: Path,
+        environment: Mapping[str, str],
+        lock: int | None,
+    ) -> subprocess.Popen[bytes]:
+        with self._guard:
+            if self.stopping:
+                raise Stopped
+            process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=cwd,
+                env={**os.environ, **environment},
+                start_new_session=True,  # a group of its own: Ctrl-C reaches the runner only
+                pass_fds=() if lock is None else (lock,),
+            )
+            self._alive.add(process.pid)
+        return process
+
+    def _signal(self, number: signal.Signals) -> None:
+        with self._guard:
+            for pid in self._alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, number)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[int]:
+    """Hold the lock of a run folder; yields the descriptor for the children. Raises: Busy."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Busy(f"{folder} is in use by another process") from None
+        yield descriptor
+    finally:
+        os.close(descriptor)  # the lock itself goes with its last holder
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether some process trains in the run folder."""
+    if not (folder / "lock").exists():
+        return False
+    try:
+        with locked(folder):
+            return False
+    except Busy:
+        return True

@@ -1,0 +1,194 @@
+"""Train and evaluate every cell of a table: ``scripts/run_table.sh``.
+
+The cells of ``configs/tables/<table>.yaml`` become runs at
+``results/runs/<experiment>/<scale>-<row>-<attention>[-<what differs>]-seed<n>.json``; they work
+under ``runs/``. Language-model tables only, for now.
+"""
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from lrpe_fairseq.experiments import schedule
+from lrpe_fairseq.experiments.layout import Column, Row, Table, load_table
+from lrpe_fairseq.experiments.lm import CONFIGS, ROOT, LMRun, RunFailed, require_data
+
+OPTION_KEYS = {  # an option of a table -> fairseq's configuration
+    "attention-normalizer": "model.attention_normalizer",
+    "fidelity": "model.fidelity",
+    "clip-norm": "optimization.clip_norm",
+    "no-token-positional-embeddings": "model.no_token_positional_embeddings",
+}
+SEEDS = 2
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One thing to train: a row under an attention type, with the options that differ."""
+
+    label: str
+    encoding: str
+    attention: str
+    changed: tuple[tuple[str, Any], ...]
+    name: str  # of files: ``Type2-linear``; what its column changes is spelled out after it
+
+    @property
+    def recipe(self) -> tuple[Any, ...]:
+        """What two cells of different tables must share for a run to serve both."""
+        return self.encoding, self.attention, self.changed
+
+
+def cells(table: Table) -> list[Cell]:
+    """The cells of ``table`` that need a training of their own, row by row."""
+    found: dict[Cell, None] = {}
+    for row in table.rows:
+        for column in table.columns:
+            if column.attention in row.attention and not column.mean_of:
+                found[_cell(table, row, column)] = None
+    return list(found)
+
+
+def runs(table: Table, scale: str, seeds: Sequence[int]) -> list[LMRun]:
+    """Every run of ``table`` at ``scale``, seed by seed.
+
+    A cell that another table of ``table.experiments`` has too is that table's run.
+
+    Raises: ValueError if the table has no such scale, or is not one of language models.
+    """
+    homes = {cell.recipe: (table.name, cell) for cell in cells(table)}
+    for name in table.experiments[1:]:
+        shared = {c.recipe: (name, c) for c in cells(load_named(name)) if c.recipe in homes}
+        homes |= shared
+    config, data = _config(table, scale)
+    return [
+        _run(home, cell, scale, config, data, seed)
+        for seed in seeds
+        for home, cell in homes.values()
+    ]
+
+
+def load_named(name: str) -> Table:
+    """``configs/tables/<name>.yaml``. Raises: ValueError, naming those that there are."""
+    folder = ROOT / "configs" / "tables"
+    if not (folder / f"{name}.yaml").exists():
+        known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+        raise ValueError(f"there is no table {name}; there are {known}")
+    return load_table(folder / f"{name}.yaml")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a table, or show what would be run or how far it is; returns the exit status."""
+    options = _parse(arguments)
+    try:
+        chosen = _select(options)
+        if options.status or options.dry_run:
+            return _show(chosen, status=options.status)
+        require_data(chosen[0].data)
+        events = schedule.Events(ROOT / "runs" / options.table / "events.log")
+        return 1 if schedule.Schedule(chosen, options.jobs, events).run() else 0
+    except (ValueError, OSError, RunFailed) as error:
+        print(f"run_table: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/run_table.sh", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("table", help="a file of configs/tables, without .yaml")
+    parser.add_argument("--rows", nargs="+", metavar="ROW", help="labels; all rows if left out")
+    parser.add_argument("--attention", nargs="+", metavar="TYPE", choices=("linear", "softmax"))
+    parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help="seeds 1 to N")
+    parser.add_argument("--scale", default="small", help="small (the default) or paper")
+    parser.add_argument("--jobs", type=int, default=1, metavar="J", help="runs at a time")
+    parser.add_argument("--dry-run", action="store_true", help="print the training commands only")
+    parser.add_argument("--status", action="store_true", help="say how far every run is")
+    return parser.parse_args(arguments)
+
+
+def _select(options: argparse.Namespace) -> list[LMRun]:
+    table = load_named(options.table)
+    labels = [table.row(label).label for label in options.rows or [r.label for r in table.rows]]
+    if options.seeds < 1 or options.jobs < 1:
+        raise ValueError("--seeds and --jobs must be at least 1")
+    wanted = _rows_only(table, labels)
+    chosen = [
+        run
+        for run in runs(wanted, options.scale, range(1, options.seeds + 1))
+        if run.attention_type in (options.attention or run.attention_type)
+    ]
+    if not chosen:
+        raise ValueError(f"table {table.name} has no such cells")
+    return chosen
+
+
+def _rows_only(table: Table, labels: Sequence[str]) -> Table:
+    rows = [row for row in table.rows if row.label in labels]
+    return Table(**{**vars(table), "rows": rows})
+
+
+def _show(chosen: Sequence[LMRun], *, status: bool) -> int:
+    for run in chosen:
+        told = schedule.state(run) if status else shlex.join(run.command())
+        print(f"{run.experiment}: {run.name}: {told}" if status else told)
+    return 0
+
+
+def _cell(table: Table, row: Row, column: Column) -> Cell:
+    options = {**table.options, **row.overrides, **column.overrides}
+    changed = tuple(sorted((k, v) for k, v in options.items() if v != table.options[k]))
+    named = [f"{k}={v}" for k, v in changed if k not in row.overrides]
+    name = re.sub(r"[^\w.=-]", "_", "-".join([row.label, column.attention, *named]))
+    return Cell(row.label, row.encoding, column.attention, changed, name)
+
+
+def _config(table: Table, scale: str) -> tuple[str, Path]:
+    """The configuration of a scale and the data folder it names."""
+    if scale not in table.scales:
+        raise ValueError(f"table {table.name} has no scale {scale}; it has {list(table.scales)}")
+    path = ROOT / table.scales[scale]
+    if path.parent != CONFIGS:
+        raise ValueError(f"table {table.name} is not one of language models")
+    if not path.exists():
+        raise ValueError(f"{table.scales[scale]} is not there")
+    return path.stem, ROOT / Path(OmegaConf.load(path).task.data).parent
+
+
+def _run(home: str, cell: Cell, scale: str, config: str, data: Path, seed: int) -> LMRun:
+    name = f"{scale}-{cell.name}-seed{seed}"
+    return LMRun(
+        experiment=home,
+        label=cell.label,
+        config=config,
+        data=data,
+        attention_type=cell.attention,
+        position_encoding=cell.encoding,
+        seed=seed,
+        scale=scale,
+        folder=ROOT / "runs" / home / name,
+        result=ROOT / "results" / "runs" / home / f"{name}.json",
+        overrides=tuple(f"{_key(option)}={_text(value)}" for option, value in cell.changed),
+    )
+
+
+def _key(option: str) -> str:
+    if option not in OPTION_KEYS:
+        raise ValueError(f"no key of fairseq's configuration is known for the option {option!r}")
+    return OPTION_KEYS[option]
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""``lrpe_lm``: fairseq's decoder-only language model with LRPE self-attention.
+
+Everything but self-attention is fairseq's own TransformerLanguageModel.
+"""
+
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from fairseq.distributed import fsdp_wrap
+from fairseq.models import register_model
+from fairseq.models.transformer import TransformerConfig, TransformerDecoder
+from fairseq.models.transformer_lm import (
+    TransformerLanguageModel,
+    TransformerLanguageModelConfig,
+)
+from fairseq.modules.checkpoint_activations import checkpoint_wrapper
+from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
+from torch import Tensor, nn
+
+from lrpe_fairseq.models.options import (
+    AttentionOptions,
+    FlagsThatMeanWhatTheySay,
+    build_attention,
+    defaults,
+    one_sentence_errors,
+    refuse_unrelated_processes,
+)
+
+
+class DecoderLayer(TransformerDecoderLayerBase):
+    """fairseq's decoder layer around our causal self-attention."""
+
+    def __init__(self, cfg: Any, options: Any, layer: int, no_encoder_attn: bool) -> None:
+        self._options, self._layer = options, layer
+        super().__init__(cfg, no_encoder_attn=no_encoder_attn)
+
+    def build_self_attention(
+        self, embed_dim: int, cfg: Any, add_bias_kv: bool = False, add_zero_attn: bool = False
+    ) -> nn.Module:
+        """Called by fairseq's constructor."""
+        heads = cfg.decoder.attention_heads
+        return build_attention(self._options, embed_dim, heads, causal=True, layer=self._layer)
+
+
+class Decoder(TransformerDecoder):
+    """fairseq's decoder with our layers and no T x T mask in memory."""
+
+    def __init__(self, args: Any, *rest: Any, **keywords: Any) -> None:
+        self._layer_count = count()
+        super().__init__(args, *rest, **keywords)
+
+    def build_decoder_layer(self, args: Any, no_encoder_attn: bool = False) -> nn.Module:
+        """One layer, wrapped for checkpointing and sharding as stock layers are.
+
+        ``args`` has been through TransformerConfig, which drops unknown fields; our options
+        are read from ``self.args``.
+        """
+        cfg = TransformerConfig.from_namespace(args)
+        layer = DecoderLayer(cfg, self.args, next(self._layer_count), no_encoder_attn)
+        if cfg.checkpoint_activations:
+            layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
+        smallest = 0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
+        return fsdp_wrap(layer, min_num_params=smallest)
+
+    def buffered_future_mask(self, tensor: Tensor) -> None:
+        """No mask: our attention is causal by itself, in O(T) memory."""
+        return None
+
+
+@defaults(decoder_normalize_before=True, share_decoder_input_output_embed=True)
+@dataclass
+class LRPELanguageModelConfig(TransformerLanguageModelConfig, AttentionOptions):
+    """LRPE, Table 7, column ALM: 6 x 512, 8 heads, FFN 2048, ReLU, dropout 0.1, pre-norm with a
+    final norm, tied embeddings, sinusoidal positions on."""
+
+
+@defaults(
+    decoder_layers=3,
+    decoder_embed_dim=128,
+    decoder_input_dim=128,
+    decoder_output_dim=128,
+    decoder_ffn_embed_dim=512,
+    decoder_attention_heads=4,
+)
+@dataclass
+class LRPELanguageModelTinyConfig(LRPELanguageModelConfig):
+    """3 x 128, 4 heads, FFN 512: the shape of ``lrpe_lm`` in minutes on a CPU."""
+
+
+@register_model("lrpe_lm", dataclass=LRPELanguageModelConfig)
+class LRPELanguageModel(FlagsThatMeanWhatTheySay, TransformerLanguageModel):
+    """Decoder-only language model; ``--arch lrpe_lm``."""
+
+    @classmethod
+    def build_model(cls, args: Any, task: Any) -> "LRPELanguageModel":
+        """Build from a configuration; see fairseq's TransformerLanguageModel for its options.
+
+        fairseq's own ``build_model`` names its decoder class, so it is asked for a model of no
+        layers: it checks the options and makes the embeddings that our decoder then uses.
+        """
+        refuse_unrelated_processes()
+        if args.adaptive_input or args.character_embeddings:
+            args.share_decoder_input_output_embed = False  # nothing of one shape to share
+        layers, args.decoder_layers = args.decoder_layers, 0
+        shell = super().build_model(args, task).decoder
+        args.decoder_layers = args.decoder_layers or layers
+        with one_sentence_errors():
+            return cls(Decoder(args, shell.dictionary, shell.embed_tokens, no_encoder_attn=True))
+
+
+@register_model("lrpe_lm_tiny", dataclass=LRPELanguageModelTinyConfig)
+class LRPELanguageModelTiny(LRPELanguageModel):
+    """The tiny preset; ``--arch lrpe_lm_tiny``, or ``_name: lrpe_lm_tiny`` in a YAML."""

@@ -1,0 +1,169 @@
+"""The options that the three model families share, and what turns them into attention."""
+
+import os
+from argparse import BooleanOptionalAction
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, field, fields
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+import fairseq.models
+import torch
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.dataclass import utils as dataclass_utils
+from fairseq.modules.quant_noise import quant_noise
+from omegaconf.errors import OmegaConfBaseException
+
+from lrpe_fairseq.attention.linear import NORMALIZERS
+from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
+from lrpe_fairseq.encodings import ENCODINGS
+
+
+@dataclass
+class AttentionOptions(FairseqDataclass):
+    """How self-attention works; mixed into every model's configuration."""
+
+    attention_type: ChoiceEnum(list(ATTENTION_TYPES)) = field(
+        default="linear", metadata={"help": "self-attention: linear (1+elu kernel) or softmax"}
+    )
+    position_encoding: str = field(
+        default="lrpe-type2",
+        metadata={
+            "help": "relative position encoding: "
+            + ", ".join(ENCODINGS)
+            + ", or the free form lrpe:<P>:<Lambda>"
+        },
+    )
+    attention_normalizer: ChoiceEnum(list(NORMALIZERS)) = field(
+        default="rotated",
+        metadata={"help": "denominator of linear attention (rotated is Eq. 39 of LRPE)"},
+    )
+    encoding_seed: int = field(
+        default=0,
+        metadata={"help": "seed of the encoding's fixed random parts (vectors, permutations)"},
+    )
+
+
+def build_attention(
+    options: Any, embed_dim: int, num_heads: int, *, causal: bool, layer: int
+) -> MultiheadAttention:
+    """Self-attention of one layer from a model's configuration.
+
+    Each layer draws its own fixed random parts, as in the authors' code: the encoding's seed
+    is ``encoding_seed`` and the layer's index together.
+    """
+    return MultiheadAttention(
+        embed_dim,
+        num_heads,
+        attention_type=str(options.attention_type),
+        position_encoding=options.position_encoding,
+        causal=causal,
+        dropout=options.attention_dropout,
+        normalizer=str(options.attention_normalizer),
+        seed=options.encoding_seed * 1000 + layer,
+        wrap_linear=_quantised(options),
+    )
+
+
+def _quantised(options: Any) -> Callable:
+    p, block = options.quant_noise_pq, options.quant_noise_pq_block_size
+    return lambda linear: quant_noise(linear, p, block)
+
+
+class FlagsThatMeanWhatTheySay:
+    """Mixin for models whose configuration has a boolean that is True by default.
+
+    fairseq gives such an option the action ``store_false``: retyping
+    ``--decoder-normalize-before`` from a recipe would silently switch it *off*. Here --flag
+    sets it and --no-flag clears it.
+    """
+
+    @classmethod
+    def add_args(cls, parser: Any) -> None:
+        """Add the configuration's options; fairseq skips those that exist already."""
+        for option in fields(getattr(cls, "__dataclass")):
+            if option.default is True:
+                name = "--" + option.name.replace("_", "-")
+                help_text = option.metadata.get("help")
+                parser.add_argument(name, action=BooleanOptionalAction, help=help_text)
+        super().add_args(parser)
+
+
+@contextmanager
+def one_sentence_errors() -> Iterator[None]:
+    """Turn a ValueError about the user's choice into one sentence and exit status 1."""
+    try:
+        yield
+    except ValueError as error:
+        raise SystemExit(f"lrpe_fairseq: {error}") from None
+
+
+def explain_bad_options() -> None:
+    """Have a mistyped option of one of our models refused in one sentence.
+
+    fairseq merges a YAML into the model's configuration before any code of the model runs, and
+    lets omegaconf's exception through with its traceback. Two modules hold that function.
+    """
+    for module in (dataclass_utils, fairseq.models):
+        merge = module.merge_with_parent
+        if getattr(merge, "func", None) is not _merge_or_explain:
+            module.merge_with_parent = partial(_merge_or_explain, merge)
+
+
+def _merge_or_explain(merge: Callable, config: Any, given: Any, *rest: Any, **keywords: Any) -> Any:
+    try:
+        return merge(config, given, *rest, **keywords)
+    except OmegaConfBaseException as error:
+        cls = config if isinstance(config, type) else type(config)
+        if cls.__module__.partition(".")[0] != __package__.partition(".")[0]:
+            raise
+        raise SystemExit(f"lrpe_fairseq: {_explanation(cls, error)}") from None
+
+
+def _explanation(cls: type, error: OmegaConfBaseException) -> str:
+    option = str(error.key)
+    names = [known.name for known in fields(cls)]
+    if option in names:
+        reason = str(error.msg).partition("\n")[0]
+        return f"bad value of model option {option!r}: {reason}"
+    close = get_close_matches(option, names, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"unknown model option {option!r}{hint}"
+
+
+def refuse_unrelated_processes() -> None:
+    """Stop if a launcher started several processes that fairseq did not join into one group.
+
+    ``torchrun fairseq-train`` starts that many *unrelated* trainings which overwrite each
+    other's checkpoints and exit with status 0.
+    """
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if started > 1 and "RANK" in os.environ and not joined:
+        raise SystemExit(
+            f"lrpe_fairseq: {started} processes were started but form no process group, so they "
+            "would train unrelated models in one folder; start them with scripts/train.sh"
+        )
+
+
+def defaults(**changes: Any) -> Callable[[type], type]:
+    """Class decorator: new defaults for inherited dataclass fields, help texts kept.
+
+    A preset is a configuration class of its own, because a preset *function* is silently
+    ignored when a hydra YAML names it.
+    """
+
+    def redefine(cls: type) -> type:
+        known = {option.name: option for option in fields(cls)}
+        for name, value in changes.items():
+            if known[name].default is MISSING:
+                raise TypeError(f"{name} has no default to change")
+            setattr(cls, name, field(default=value, metadata=known[name].metadata))
+            cls.__annotations__[name] = known[name].type
+        if "__init__" in vars(cls):
+            del cls.__init__  # dataclass() would keep it, and with it the old defaults
+        return dataclass(cls)
+
+    return redefine

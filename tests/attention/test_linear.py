@@ -1,0 +1,218 @@
+"""Every form of linear attention against the naive one."""
+
+import pytest
+import torch
+
+from lrpe_fairseq.attention.linear import (
+    CHUNK,
+    NORMALIZERS,
+    linear_attention,
+    linear_attention_block,
+    linear_attention_naive,
+    reorder_state,
+)
+
+LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 200, 300)
+BATCH, HEADS, D, E = 3, 2, 6, 5
+
+
+def example(length, dtype=torch.float64, keys=None):
+    generator = torch.Generator().manual_seed(length)
+    sizes = [
+        (length, D),
+        (keys or length, D),
+        (keys or length, E),
+        (length, D),
+        (keys or length, D),
+    ]
+    return [
+        torch.rand((BATCH, HEADS, *size), generator=generator, dtype=dtype).requires_grad_()
+        for size in sizes
+    ]
+
+
+def padding(length):
+    mask = torch.zeros(BATCH, length, dtype=torch.bool)
+    mask[1, : length // 2] = True
+    mask[2, length // 2 + 1 :] = True
+    return mask
+
+
+def outputs_and_gradients(function, inputs, **options):
+    q, k, v, *content = inputs
+    out = function(q, k, v, content=tuple(content), **options)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    grads = torch.autograd.grad(out, inputs, weights, allow_unused=True)
+    return [out, *(g for g in grads if g is not None)]
+
+
+@pytest.mark.parametrize("mask", [False, True], ids=["unpadded", "padded"])
+@pytest.mark.parametrize("decay", [None, (-0.2, -0.01)], ids=["plain", "decay"])
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_chunked_equals_naive_in_outputs_and_gradients(length, normalizer, decay, mask):
+    options = {
+        "causal": True,
+        "normalizer": normalizer,
+        "log_decay": None if decay is None else torch.tensor(decay),
+        "key_padding_mask": padding(length) if mask else None,
+    }
+    wanted = outputs_and_gradients(linear_attention_naive, example(length), **options)
+    got = outputs_and_gradients(linear_attention, example(length), **options)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("mask", [False, True], ids=["unpadded", "padded"])
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (65, 65), (7, 130), (130, 7)])
+def test_bidirectional_equals_naive_in_outputs_and_gradients(queries, keys, normalizer, mask):
+    options = {
+        "causal": False,
+        "normalizer": normalizer,
+        "key_padding_mask": padding(keys) if mask else None,
+    }
+    wanted = outputs_and_gradients(linear_attention_naive, example(queries, keys=keys), **options)
+    got = outputs_and_gradients(linear_attention, example(queries, keys=keys), **options)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("decay", [None, (-0.2, -0.01)], ids=["plain", "decay"])
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+@pytest.mark.parametrize("blocks", [(1,) * 70, (5, 1, 64), (70,), (1, 69), (69, 1)])
+def test_any_split_into_blocks_resumes_exactly(blocks, normalizer, decay):
+    q, k, v, *content = (x.detach() for x in example(70))
+    log_decay = None if decay is None else torch.tensor(decay)
+    mask = padding(70)
+    whole = linear_attention_naive(
+        q,
+        k,
+        v,
+        causal=True,
+        key_padding_mask=mask,
+        normalizer=normalizer,
+        content=tuple(content),
+        log_decay=log_decay,
+    )
+    state, parts, start = None, [], 0
+    for size in blocks:
+        cut = slice(start, start + size)
+        part, state = linear_attention_block(
+            q[:, :, cut],
+            k[:, :, cut],
+            v[:, :, cut],
+            state=state,
+            key_padding_mask=mask[:, cut],
+            normalizer=normalizer,
+            content=tuple(x[:, :, cut] for x in content),
+            log_decay=log_decay,
+        )
+        parts.append(part)
+        start += size
+    torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-9, atol=1e-9)
+
+
+def test_the_state_follows_its_beam_and_keeps_its_size():
+    q, k, v, *_ = (x.detach() for x in example(9))
+    _, state = linear_attention_block(q, k, v, state=None)
+    order = torch.tensor([2, 0, 0, 1])
+    moved = reorder_state(state, order)
+    assert torch.equal(moved.kv, state.kv[order])
+    assert torch.equal(moved.keys, state.keys[order])
+    assert state.kv.shape == (BATCH, HEADS, D, E)
+    assert state.keys.shape == (BATCH, HEADS, D)
+
+
+def test_what_stands_at_padding_leaks_nowhere():
+    mask = padding(64)
+    for causal in (True, False):
+        q, k, v, *_ = (x.detach() for x in example(64))
+        clean = linear_attention(q, k, v, causal=causal, key_padding_mask=mask)
+        for poison in (1e9, float("inf"), float("nan")):
+            dead = mask[:, None, :, None]
+            spoilt = linear_attention(
+                q,
+                k.masked_fill(dead, poison),
+                v.masked_fill(dead, poison),
+                causal=causal,
+                key_padding_mask=mask,
+            )
+            assert torch.equal(clean, spoilt)
+
+
+def test_a_query_that_sees_no_key_gets_zeros():
+    q, k, v, *_ = (x.detach() for x in example(8))
+    out = linear_attention(
+        q, k, v, causal=True, key_padding_mask=torch.ones(BATCH, 8, dtype=torch.bool)
+    )
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+def test_the_gradient_to_the_future_is_exactly_zero():
+    q, k, v, *_ = example(200)
+    out = linear_attention(q, k, v, causal=True)
+    grads = torch.autograd.grad(out[:, :, :150].sum(), [k, v])
+    assert all(torch.count_nonzero(g[:, :, 150:]) == 0 for g in grads)
+    assert all(torch.count_nonzero(g[:, :, :150]) > 0 for g in grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_of_half_types_are_kept_in_float32(dtype):
+    q, k, v, *_ = (x.detach().to(dtype) for x in example(4000, torch.float32))
+    out = linear_attention(q, k, v, causal=True)
+    exact = linear_attention_naive(q.double(), k.double(), v.double(), causal=True)
+    assert out.dtype == dtype
+    assert (out - exact).abs().max() < torch.finfo(dtype).eps
+    _, state = linear_attention_block(q, k, v, state=None)
+    assert state.kv.dtype == state.keys.dtype == torch.float32
+
+
+def test_float32_stays_accurate_over_16384_tokens():
+    q, k, v, *_ = (x.detach()[:1, :1] for x in example(16384, torch.float32))
+    out = linear_attention(q, k, v, causal=True)
+    exact = linear_attention_block(q.double(), k.double(), v.double(), state=None)[0]
+    assert (out - exact).abs().max() < 1e-5
+
+
+def test_memory_is_linear_in_length():
+    def saved(length):
+        q, k, v = (torch.rand(1, 1, length, 4).requires_grad_() for _ in range(3))
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: sizes.append(t.numel()) or t, lambda t: t
+        ):
+            linear_attention(q, k, v, causal=True)
+        return sum(sizes)
+
+    assert saved(16 * CHUNK) < 9 * saved(2 * CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"normalizer": "softmax"}, "unknown normalizer"),
+        ({"normalizer": "content"}, "content="),
+        ({"causal": False, "log_decay": torch.zeros(HEADS)}, "causal attention only"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(options, message):
+    q, k, v, *_ = example(4)
+    for function in (linear_attention, linear_attention_naive):
+        with pytest.raises(ValueError, match=message):
+            function(q, k, v, **{"causal": True, **options})
+
+
+def test_causal_attention_over_fewer_keys_is_refused():
+    q, k, v, *_ = example(4, keys=3)
+    with pytest.raises(ValueError, match="as many queries as keys"):
+        linear_attention(q, k, v, causal=True)
+
+
+def test_gradcheck_of_the_chunked_form():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.rand(1, 1, 3, 2, generator=generator, dtype=torch.float64).requires_grad_()
+        for _ in range(3)
+    )
+    assert torch.autograd.gradcheck(lambda *x: linear_attention(*x, causal=True), [q, k, v])

@@ -1,0 +1,199 @@
+"""LRPE against dense matrices built from the equations."""
+
+import itertools
+
+import pytest
+import torch
+
+from lrpe_fairseq.attention.linear import EPS, linear_attention
+from lrpe_fairseq.attention.softmax import softmax_attention
+from lrpe_fairseq.encodings import ENCODINGS, FREE_FORMS, build_encoding
+from lrpe_fairseq.encodings.lrpe import CORES, PROJECTIONS, CyclicPowers
+from tests.references import dense_lambda, dense_p, dense_scores, dense_w, frequencies
+
+LENGTHS = (1, 2, 63, 64, 65, 200)
+TYPES = {
+    "rope": ("identity", "rotation"),
+    "lrpe-type1": ("householder", "rotation-half"),
+    "lrpe-type2": ("householder", "rotation-learned"),
+    "lrpe-type3": ("householder-learned", "rotation-learned"),
+    "lrpe-type4": ("householder", "permutation"),
+    "lrpe-type5": ("odd-even", "rotation-half"),
+    "lrpe-type6": ("odd-even", "rotation-learned"),
+    "lrpe-type7": ("odd-even", "permutation"),
+    "lrpe-type8": ("fourier", "unitary"),
+    "lrpe-tmlr-type1": ("householder", "unitary-learned"),
+    "lrpe-tmlr-type2": ("householder", "rotation-learned"),
+    "lrpe-tmlr-type3": ("householder", "permutation"),
+}
+
+
+def example(length: int, width: int, heads: int = 1, batch: int = 1) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(length * 100 + width)
+    shape = (batch, heads, length, width)
+    return [torch.rand(shape, generator=generator, dtype=torch.float64) for _ in range(3)]
+
+
+def test_the_types_of_table_1_and_of_the_second_paper_are_the_named_combinations():
+    for name, (p, core) in TYPES.items():
+        encoding = build_encoding(name, head_dim=8, num_heads=2)
+        assert type(encoding.projection) is PROJECTIONS[p], name
+        assert type(encoding.core) is CORES[core], name
+    assert set(TYPES) == {n for n in ENCODINGS if n.startswith("lrpe") or n == "rope"}
+
+
+def test_the_free_form_reaches_every_combination():
+    assert set(FREE_FORMS) == {f"lrpe:{p}:{c}" for p, c in itertools.product(PROJECTIONS, CORES)}
+    assert len(FREE_FORMS) == 30
+
+
+@pytest.mark.parametrize("width", [8, 7])
+@pytest.mark.parametrize("form", FREE_FORMS)
+def test_features_are_lambda_s_p_q_as_dense_matrices(form, width):
+    _, p_name, core_name = form.split(":")
+    encoding = build_encoding(form, head_dim=width, num_heads=2)
+    q, k, _ = example(5, width)
+    positions = torch.tensor([0, 1, 2, 9, 31])
+    q2, _ = encoding(q, k, positions, positions)
+    p = dense_p(encoding, p_name)
+    for row, s in enumerate(positions.tolist()):
+        matrix = dense_lambda(encoding, core_name, s) @ p
+        expected = q[:, :, row].to(torch.complex128) @ matrix.T
+        planes = [expected.real, expected.imag][: q2.shape[-1] // width]
+        torch.testing.assert_close(q2[:, :, row], torch.cat(planes, -1), rtol=0, atol=1e-12)
+        if len(planes) == 1:
+            assert expected.imag.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("width", [8, 7])
+@pytest.mark.parametrize("form", FREE_FORMS)
+def test_both_attentions_equal_the_dense_definition_in_outputs_and_gradients(form, width, length):
+    _, p_name, core_name = form.split(":")
+    encoding = build_encoding(form, head_dim=width, num_heads=2, seed=3)
+    inputs = [x.requires_grad_() for x in example(length, width)]
+    q, k, v = inputs
+    positions = torch.arange(length)
+    w = torch.stack(
+        [dense_w(encoding, p_name, core_name, lag) for lag in range(-length + 1, length)]
+    )
+    scores = dense_scores(w, q, k)
+    q2, k2 = encoding(q, k, positions, positions)
+    seen = torch.ones(length, length, dtype=torch.bool).tril()
+    weights = scores.masked_fill(~seen, 0)
+    linear = weights @ v / weights.sum(-1, keepdim=True).clamp_min(EPS)
+    softmax = (scores * width**-0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+    tame = weights.sum(-1).min() > 1e-2  # a tiny denominator magnifies rounding without bound
+    if tame:
+        assert_same_with_gradients(linear, linear_attention(q2, k2, v, causal=True), inputs)
+    ours = softmax_attention(q2, k2, v, causal=True, scale=width**-0.5)
+    assert_same_with_gradients(softmax, ours, inputs)
+    unnormalised = linear_attention(q2, k2, v, causal=True, normalizer="none")
+    assert_same_with_gradients(weights @ v, unnormalised, inputs, scale=length)
+
+
+def assert_same_with_gradients(expected, actual, inputs, scale=1):
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10 * scale)
+    weights = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view_as(expected)
+    wanted = torch.autograd.grad(expected, inputs, weights, retain_graph=True)
+    got = torch.autograd.grad(actual, inputs, weights, retain_graph=True)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-8 * scale)
+
+
+@pytest.mark.parametrize("form", [f for f in FREE_FORMS if "learned" in f])
+def test_gradients_reach_the_learned_parts_and_equal_finite_differences(form):
+    encoding = build_encoding(form, head_dim=6, num_heads=1).double()
+    for parameter in encoding.parameters():
+        parameter.data = parameter.data.double()
+    q, k, _ = example(4, 6, heads=1)
+    positions = torch.tensor([0, 1, 5, 11])
+    learned = [p for p in encoding.parameters() if p.requires_grad]
+    assert learned
+
+    def score(*_):
+        q2, k2 = encoding(q, k, positions, positions)
+        return q2 @ k2.transpose(-1, -2)
+
+    assert torch.autograd.gradcheck(score, learned)
+
+
+@pytest.mark.parametrize("form", FREE_FORMS)
+def test_positions_up_to_2_to_the_31_need_no_table(form):
+    encoding = build_encoding(form, head_dim=8, num_heads=2)
+    q, k, _ = example(3, 8)
+    far = torch.tensor([2**31 - 9, 2**31 - 2, 2**31 - 1])
+    near = far - far[0]
+    (q1, k1), (q2, k2) = encoding(q, k, near, near), encoding(q, k, far, far)
+    torch.testing.assert_close(
+        q1 @ k1.transpose(-1, -2), q2 @ k2.transpose(-1, -2), rtol=0, atol=1e-5
+    )
+
+
+def test_permutation_powers_are_repeated_application():
+    generator = torch.Generator().manual_seed(0)
+    for width in (1, 2, 5, 64):
+        pi = torch.randperm(width, generator=generator)
+        power, powers = torch.arange(width), CyclicPowers()
+        for s in range(200):
+            assert torch.equal(powers.power(pi, torch.tensor([s]))[0], power)
+            power = pi[power]
+
+
+def test_permutation_powers_serve_one_permutation_per_head():
+    pi = torch.stack(
+        [torch.randperm(6, generator=torch.Generator().manual_seed(h)) for h in (1, 2)]
+    )
+    together = CyclicPowers().power(pi, torch.arange(50))
+    assert together.shape == (50, 2, 6)
+    for h in range(2):
+        assert torch.equal(together[:, h], CyclicPowers().power(pi[h], torch.arange(50)))
+
+
+@pytest.mark.parametrize(
+    ("form", "width"),
+    [
+        ("lrpe:identity:rotation", 1),
+        ("lrpe:householder:rotation-learned", 1),
+        ("lrpe:identity:rotation-half", 2),
+        ("rope", 0),
+    ],
+)
+def test_a_width_the_mathematics_does_not_allow_is_refused(form, width):
+    with pytest.raises(ValueError, match="head"):
+        build_encoding(form, head_dim=width, num_heads=1)
+
+
+def test_an_unknown_name_is_refused_with_the_list_of_names():
+    for wrong in ("ropee", "lrpe:house:rotation", "lrpe:identity", "lrpe:identity:rotation:x"):
+        with pytest.raises(ValueError, match=r"unknown position encoding") as error:
+            build_encoding(wrong, head_dim=8, num_heads=1)
+        assert all(name in str(error.value) for name in (*ENCODINGS, *PROJECTIONS, *CORES))
+
+
+def test_floating_positions_are_refused():
+    encoding = build_encoding("rope", head_dim=8, num_heads=2)
+    q, k, _ = example(3, 8)
+    with pytest.raises(ValueError, match="int64"):
+        encoding(q, k, torch.arange(3.0), torch.arange(3.0))
+
+
+@pytest.mark.parametrize("core", [c for c in CORES if c != "permutation"])
+@pytest.mark.parametrize("halve", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_angle_in_use_is_within_1e_3_rad_up_to_position_16384(core, halve):
+    encoding = build_encoding(f"lrpe:identity:{core}", head_dim=64, num_heads=2).to(halve)
+    positions = torch.tensor([1, 511, 4096, 10000, 16383, 16384])
+    in_use = encoding.core.phases(positions, torch.float32).to(torch.complex128)
+    exact = torch.exp(1j * positions[:, None].double() * frequencies(core, 64))
+    assert (in_use / exact).angle().abs().max() < 1e-3
+
+
+def test_odd_even_before_rotation_is_half_split_rotation():
+    encoding = build_encoding("lrpe:odd-even:rotation", head_dim=8, num_heads=1)
+    q, k, _ = example(6, 8, heads=1)
+    positions = torch.arange(6)
+    ours, _ = encoding(q, k, positions, positions)
+    angle = positions[:, None] * frequencies("rotation", 8)
+    a, b = q[..., :4], q[..., 4:]
+    turned = [a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()]
+    torch.testing.assert_close(ours, torch.stack(turned, -1).flatten(-2), rtol=0, atol=1e-12)

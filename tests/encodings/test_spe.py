@@ -1,0 +1,395 @@
+"""SPE in expectation against its analytic template, and what must hold exactly."""
+
+import math
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lrpe_fairseq.encodings import EncodingOptions, build_encoding
+from lrpe_fairseq.encodings import spe as spe_module
+from lrpe_fairseq.encodings.fidelity import DEPARTURES, check_departures
+from lrpe_fairseq.encodings.sharing import share_across_layers
+from lrpe_fairseq.encodings.spe import BLOCK, contiguous_runs
+
+CODES = ("sine", "convolution")
+HEADS, WIDTH = 2, 4
+FORWARDS = 300
+STRIDE = {"sine": 11, "convolution": 1}
+"""Tokens between the positions of a comparison: a sine starts with waves of 50 and more."""
+WITHIN = 5.0
+"""Standard errors: a mean of a few hundred entries exceeds this with probability 1e-4."""
+
+
+def build(code="sine", head_dim=WIDTH, heads=HEADS, seed=0, departures=(), **knobs):
+    knobs = {"spe_sines": 3, "spe_kernel": 6, **knobs}
+    options = EncodingOptions(fidelity=frozenset(departures), spe_code=code, **knobs)
+    return build_encoding("spe", head_dim, heads, seed=seed, options=options)
+
+
+def example(length, batch=2, head_dim=WIDTH, heads=HEADS):
+    generator = torch.Generator().manual_seed(length)
+    return torch.randn(2, batch, heads, length, head_dim, generator=generator)
+
+
+def expected_scores(encoding, q, k, q_positions, k_positions):
+    """sum_d q_s[d] k_t[d] c_d(s - t) from the template: (B, H, T, S)."""
+    lag = q_positions[:, None] - k_positions
+    c = encoding.template(lag.flatten()).unflatten(-1, lag.shape)  # H D T S
+    return torch.einsum("bhtd,bhsd,hdts->bhts", q.double(), k.double(), c)
+
+
+@torch.no_grad()
+def sampled_scores(encoding, q, k, q_positions, k_positions, forwards=FORWARDS):
+    """Mean and standard error of q~.k~ over training forwards, each (B, H, T, S)."""
+    torch.manual_seed(1)
+    draws = []
+    for _ in range(forwards):
+        q2, k2 = encoding(q, k, q_positions, k_positions)
+        draws.append((q2 @ k2.transpose(-1, -2)).double())
+    draws = torch.stack(draws)
+    return draws.mean(0), draws.std(0) / forwards**0.5
+
+
+def deviation(encoding, q, k, q_positions, k_positions):
+    """The largest distance of the sampled from the expected scores, in standard errors."""
+    mean, error = sampled_scores(encoding, q, k, q_positions, k_positions)
+    expected = expected_scores(encoding, q, k, q_positions, k_positions)
+    return ((mean - expected).abs() / error).max()
+
+
+# --- in expectation ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("realizations", [WIDTH, 64])
+@pytest.mark.parametrize("code", CODES)
+def test_mean_scores_are_the_plain_scores_times_the_template(code, realizations, gated):
+    encoding = build(code, spe_realizations=realizations, spe_gated=gated).train()
+    q, k = example(9, batch=1)
+    positions = torch.arange(20, 29) * STRIDE[code]
+    assert deviation(encoding, q, k, positions, positions) < WITHIN
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_that_comparison_notices_a_template_of_other_distances(code):
+    encoding = build(code, spe_realizations=64).train()
+    q, k = example(9, batch=1)
+    positions = torch.arange(9) * STRIDE[code]
+    template = encoding.template
+    encoding.template = lambda lags: template(lags + STRIDE[code])
+    assert deviation(encoding, q, k, positions, positions) > 2 * WITHIN
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_queries_and_keys_at_different_positions_share_their_noise(code):
+    encoding = build(code, spe_realizations=64).train()
+    q, k = example(9, batch=1)
+    q_positions, k_positions = torch.arange(30, 34), torch.tensor([28, 30, 33, 36, 90])
+    assert deviation(encoding, q[:, :, :4], k[:, :, :5], q_positions, k_positions) < WITHIN
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_mean_scores_of_one_content_are_toeplitz_and_vary_with_the_distance(code):
+    encoding = build(code, spe_realizations=64, spe_gated=False).train()
+    q, k = (x.expand(-1, -1, 8, -1) for x in example(1, batch=1))
+    positions = torch.arange(8) * STRIDE[code]
+    mean, error = sampled_scores(encoding, q, k, positions, positions)
+    of_lag = expected_scores(encoding, q, k, positions, positions)
+    assert torch.allclose(of_lag[..., 1:, 1:], of_lag[..., :-1, :-1])
+    apart = (mean[..., 1:, 1:] - mean[..., :-1, :-1]).abs()
+    assert (apart / (error[..., 1:, 1:] + error[..., :-1, :-1])).max() < WITHIN
+    ends = (mean[..., 0, 7] - mean[..., 7, 7]).abs()
+    assert (ends / (error[..., 0, 7] + error[..., 7, 7])).max() > 2 * WITHIN
+
+
+@cache
+def trained_like(code):
+    """One encoding of many realisations, so that a single draw is close to its mean."""
+    return build(code, spe_realizations=40_000, spe_gated=False).eval()
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_the_fixed_noise_of_evaluation_has_the_same_template(code):
+    encoding = trained_like(code)
+    q, k = example(5, batch=1)
+    positions = torch.arange(BLOCK - 3, BLOCK + 2)  # across two blocks of noise
+    with torch.no_grad():
+        q2, k2 = encoding(q, k, positions, positions)
+        expected = expected_scores(encoding, q, k, positions, positions)
+    scale = q.norm(dim=-1).max() * k.norm(dim=-1).max() * encoding.template(positions[:1] * 0).max()
+    error = ((q2 @ k2.transpose(-1, -2)).double() - expected).abs().max() / scale
+    assert error < WITHIN / math.sqrt(40_000)
+
+
+def test_a_convolution_sees_nothing_beyond_its_taps_but_what_passes_the_gate():
+    encoding = build("convolution", spe_kernel=6)
+    gate = torch.sigmoid(encoding.gate.double())
+    far = encoding.template(torch.tensor([6, -6, 10**6]))
+    torch.testing.assert_close(far, gate.unsqueeze(-1).expand_as(far))
+    assert ((encoding.template(torch.tensor([5, -5])) - gate.unsqueeze(-1)).abs() > 1e-6).all()
+
+
+# --- the authors' library ----------------------------------------------------------------------
+
+
+def library_sine_features(encoding, q, k, length):
+    """SineSPE and SPEFilter as published, on (B, T, H, D), under the encoding's fixed noise."""
+    code, width = encoding.code, q.shape[-1]
+    sines, realizations = code.frequency.shape[-1], encoding.realizations
+    freqs = torch.sigmoid(code.frequency[:, :, None, :]) / 2.0
+    phases_k = 2 * math.pi * freqs * torch.arange(length)[None, None, :, None]
+    phases_q = phases_k + code.offset[:, :, None, :]
+    omega = [torch.cat([p.cos(), p.sin()], dim=-1) for p in (phases_q, phases_k)]
+    gains = F.softplus(code.gain).repeat(1, 1, 2)
+    z = code.noise / math.sqrt(2 * sines) * gains[..., None]
+    scale = (realizations * width) ** 0.25
+    qbar, kbar = ((o @ z).permute(2, 0, 1, 3) / scale for o in omega)  # T H D R
+    gate = torch.sigmoid(encoding.gate)[..., None]
+    eps = encoding.gate_noise / scale
+    qbar, kbar = (torch.sqrt(1 - gate) * c + torch.sqrt(gate) * eps for c in (qbar, kbar))
+    return (qbar * q[..., None]).sum(-2), (kbar * k[..., None]).sum(-2)
+
+
+@pytest.mark.parametrize("realizations", [WIDTH, 9])
+def test_features_are_those_of_the_published_library_up_to_the_documented_factor(realizations):
+    encoding = build(spe_realizations=realizations).double().eval()
+    q, k = example(11).double()
+    positions = torch.arange(11)
+    ours = encoding(q, k, positions, positions)
+    theirs = library_sine_features(encoding, q.transpose(1, 2), k.transpose(1, 2), 11)
+    factor = (WIDTH / realizations) ** 0.25  # 1 where R = D
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, factor * b.transpose(1, 2), rtol=1e-9, atol=1e-12)
+
+
+def test_parameters_start_as_in_the_published_library():
+    code = build(head_dim=64, heads=8, spe_sines=10).code
+    assert abs(code.frequency.mean() + 4) < 0.1
+    assert abs(code.frequency.std() - 1) < 0.1
+    assert abs(code.offset.std() - 1) < 0.1
+    # lambda 2 / sqrt(|lambda|) has the norm 2 sqrt(|lambda|), about 2 sqrt(sqrt(10))
+    assert abs(code.gain.norm(dim=-1).mean() - 2 * 10**0.25) < 0.2
+    taps = build("convolution", head_dim=64, heads=8, spe_kernel=128).code.kernels
+    assert taps.min() >= 0
+    assert 0.124 < taps.max() <= 0.125  # 1 / sqrt(128 / 2)
+
+
+# --- exactly -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_evaluation_is_deterministic_and_training_is_not(code):
+    encoding = build(code)
+    q, k = example(7)
+    positions = torch.arange(7)
+    fixed = [encoding.eval()(q, k, positions, positions) for _ in range(2)]
+    drawn = [encoding.train()(q, k, positions, positions) for _ in range(2)]
+    for place in range(2):
+        assert torch.equal(fixed[0][place], fixed[1][place])
+        assert (drawn[0][place] - drawn[1][place]).abs().min() > 0
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_evaluation_and_construction_leave_the_global_generator_alone(code):
+    before = torch.get_rng_state()
+    encoding = build(code).eval()
+    q, k = example(7)
+    encoding(q, k, torch.arange(7), torch.arange(7))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_features_vary_with_the_position(code):
+    encoding = build(code, spe_gated=False).eval()
+    x = torch.ones(1, HEADS, 6, WIDTH)
+    q, k = encoding(x, x, torch.arange(6), torch.arange(6))
+    for features in (q, k):
+        assert (features.diff(dim=2).abs() > 1e-6).all()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("code", CODES)
+def test_features_do_not_depend_on_the_order_of_the_batch(code, training):
+    encoding = build(code).train(training)
+    q, k = example(7, batch=4)
+    order, positions = torch.tensor([2, 0, 3, 1]), torch.arange(7)
+    torch.manual_seed(5)
+    straight = encoding(q, k, positions, positions)
+    torch.manual_seed(5)
+    permuted = encoding(q[order], k[order], positions, positions)
+    for a, b in zip(straight, permuted, strict=True):
+        torch.testing.assert_close(a[order], b)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_token_at_a_time_gives_the_features_of_the_parallel_form(code):
+    encoding = build(code).eval()
+    first, length = BLOCK - 8, 12  # a block of noise ends within
+    q, k = example(length)
+    positions = torch.arange(first, first + length)
+    q_whole, k_whole = encoding(q, k, positions, positions)
+    for i in range(length):
+        here = positions[i : i + 1].clone()
+        q_one, k_one = encoding(q[:, :, i : i + 1], k[:, :, i : i + 1], here, here.clone())
+        torch.testing.assert_close(q_one, q_whole[:, :, i : i + 1])
+        torch.testing.assert_close(k_one, k_whole[:, :, i : i + 1])
+
+
+@pytest.mark.parametrize("gathered", [1, 2**24])
+@pytest.mark.parametrize("code", CODES)
+def test_a_batch_axis_of_positions_encodes_every_row_at_its_own_place(code, gathered, monkeypatch):
+    monkeypatch.setattr(spe_module, "GATHERED", gathered)
+    encoding = build(code).eval()
+    q, k = example(5, batch=3)
+    positions = torch.tensor([[0, 1, 2, 3, 4], [0, 0, 0, 1, 2], [40, 41, 7, 300, 2]])
+    together = encoding(q, k, positions, positions)
+    for row in range(3):
+        alone = encoding(q[row : row + 1], k[row : row + 1], positions[row], positions[row])
+        for a, b in zip(together, alone, strict=True):
+            torch.testing.assert_close(a[row : row + 1], b)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_gradients_are_the_same_with_and_without_a_batch_axis_of_positions(code):
+    encoding = build(code).double().eval()
+    q, k = example(5).double().requires_grad_()
+    grads = []
+    for positions in (torch.arange(5), torch.arange(5).repeat(2, 1)):
+        q2, k2 = encoding(q, k, positions, positions)
+        loss = (q2 @ k2.transpose(-1, -2)).tanh().sum()
+        grads.append(torch.autograd.grad(loss, [q, k, *encoding.parameters()]))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+        assert a.abs().max() > 0
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_gradients_are_the_derivatives_of_the_features(code):
+    encoding = build(code, head_dim=2, heads=1, spe_sines=2, spe_kernel=3).double().eval()
+    parameters = list(encoding.parameters())
+    x, positions = example(4, 1, 2, 1)[0].double(), torch.tensor([0, 1, 2, 9])
+
+    def features(*values):
+        named = dict(zip(dict(encoding.named_parameters()), values, strict=True))
+        return torch.func.functional_call(encoding, named, (x, x, positions, positions))
+
+    assert torch.autograd.gradcheck(features, parameters)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_checkpoint_restores_the_noise_of_evaluation_whatever_the_seed(code):
+    one, other = build(code, seed=1).eval(), build(code, seed=2).eval()
+    q, k = example(7)
+    positions = torch.arange(7)
+    assert not torch.equal(one(q, k, positions, positions)[0], other(q, k, positions, positions)[0])
+    other.load_state_dict(one.state_dict())
+    for a, b in zip(
+        one(q, k, positions, positions), other(q, k, positions, positions), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_far_positions_and_half_precision_keep_their_phase(code):
+    encoding = build(code).eval()
+    q, k = example(5)
+    positions = torch.arange(100_000, 100_005)
+    exact = build(code).double().eval()(q.double(), k.double(), positions, positions)
+    single = encoding(q, k, positions, positions)
+    half = encoding.half()(q.half(), k.half(), positions, positions)
+    assert all(p.dtype == torch.float32 for p in encoding.parameters())
+    for a, b, c in zip(exact, single, half, strict=True):
+        torch.testing.assert_close(b.double(), a, rtol=1e-4, atol=1e-5)
+        assert c.dtype == torch.float16
+        torch.testing.assert_close(c.double(), a, rtol=2e-2, atol=2e-2)
+
+
+def test_runs_cover_the_positions_and_join_what_is_close():
+    runs, index = contiguous_runs(torch.tensor([50, 3, 5, 4, 8, 50]), gap=4)
+    assert runs == [(3, 8), (50, 50)]
+    assert index.tolist() == [6, 0, 2, 1, 5, 6]
+    runs, index = contiguous_runs(torch.arange(7, 12), gap=4)
+    assert runs == [(7, 11)]
+    assert index is None
+
+
+# --- knobs -------------------------------------------------------------------------------------
+
+
+def test_the_capability_fields_say_what_is_true():
+    encoding = build(spe_realizations=16)
+    assert encoding.serves_linear
+    assert encoding.before_feature_map
+    assert not encoding.keeps_norm
+    assert encoding.relative == "in expectation"
+    assert encoding.feature_dim == 16
+    assert encoding(*example(3), torch.arange(3), torch.arange(3))[0].shape[-1] == 16
+    assert build(head_dim=12).feature_dim == 12
+
+
+def test_impossible_knobs_are_refused():
+    with pytest.raises(ValueError, match="sine, convolution"):
+        build("cosine")
+    for knob in ("spe_sines", "spe_kernel", "spe_realizations"):
+        with pytest.raises(ValueError, match="positive"):
+            build(**{knob: -1})
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_shared_code_has_one_set_of_parameters_and_one_noise_per_forward(code):
+    layers = nn.ModuleList([build(code, seed=s, spe_shared=True) for s in range(3)])
+    share_across_layers(layers)
+    per_layer = len(list(build(code).parameters()))
+    assert len(list(layers.parameters())) == per_layer + 2  # two more gates
+    q, k = example(7)
+    positions = torch.arange(7)
+    with torch.no_grad():
+        for layer in layers:  # what passes the gate is each layer's own: close it
+            layer.gate.fill_(-math.inf)
+        first, second = ([layer(q, k, positions, positions)[0] for layer in layers] for _ in "ab")
+        for forward in (first, second):
+            assert torch.equal(forward[0], forward[1])
+            assert torch.equal(forward[0], forward[2])
+        assert not torch.equal(first[0], second[0])
+
+
+def test_codes_stay_apart_unless_sharing_is_asked_for():
+    layers = nn.ModuleList([build(seed=s) for s in range(2)])
+    share_across_layers(layers)
+    assert layers[0].code is not layers[1].code
+
+
+# --- departures --------------------------------------------------------------------------------
+
+
+def test_along_batch_codes_carry_no_position_and_depend_on_the_place_in_the_batch():
+    encoding = build(departures=["spe-along-batch"]).eval()
+    x = torch.ones(3, HEADS, 6, WIDTH)
+    q, k = encoding(x, x, torch.arange(6), torch.arange(6))
+    for features in (q, k):
+        torch.testing.assert_close(features, features[:, :, :1].expand_as(features))
+        assert (features[1:] - features[:-1]).abs().min() > 1e-6
+
+
+def test_the_published_filter_comes_after_the_feature_map_and_has_one_sine():
+    encoding = build(departures=["spe-after-feature-map", "spe-one-sine"])
+    assert not encoding.before_feature_map
+    assert encoding.code.frequency.shape[-1] == 1
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_noise_at_evaluation_is_drawn_anew_under_its_departure(code):
+    encoding = build(code, departures=["spe-noise-at-eval"]).eval()
+    q, k = example(7)
+    one, other = (encoding(q, k, torch.arange(7), torch.arange(7))[0] for _ in range(2))
+    assert (one - other).abs().min() > 0
+
+
+def test_departures_are_described_and_unknown_ones_are_refused():
+    assert all(text.endswith(".") for text in DEPARTURES.values())
+    assert check_departures(list(DEPARTURES)) == set(DEPARTURES)
+    with pytest.raises(ValueError, match="spe-along-batch"):
+        check_departures(["spe-along-bath"])

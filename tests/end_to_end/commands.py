@@ -1,0 +1,133 @@
+"""fairseq's commands as a user types them, the checkpoints they leave, and models built from the
+same options without starting a process."""
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from fairseq import checkpoint_utils, options, tasks
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models import BaseFairseqModel
+from fairseq.tasks import FairseqTask
+
+import lrpe_fairseq
+
+PLUGIN = Path(lrpe_fairseq.__file__).parent
+PATIENCE = 240  # seconds that one command may take before it counts as hung
+
+TASK = f"--user-dir {shlex.quote(str(PLUGIN))} --task language_modeling --tokens-per-sample 32"
+SMALL = (
+    "--arch lrpe_lm_tiny --decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 "
+    "--decoder-output-dim 32 --decoder-ffn-embed-dim 64"
+)
+TRAINING = (
+    f"{TASK} --optimizer adam --lr 3e-3 --max-tokens 128 --required-batch-size-multiple 1 "
+    "--num-workers 0 --cpu --no-epoch-checkpoints --log-format simple"
+)
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A binarised corpus, and the text it was made from."""
+
+    data: Path
+    lines: dict[str, list[str]]
+
+    def token_count(self, split: str) -> int:
+        """Words of a split, and one end of sentence for each line."""
+        return sum(len(line.split()) + 1 for line in self.lines[split])
+
+
+def start(tool: str, *arguments: object, **popen: Any) -> subprocess.Popen:
+    """Start ``python -m tool``; each argument is a path, or text split as a shell splits it."""
+    command = [sys.executable, "-W", "ignore", "-m", tool, *words(arguments)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, **{**pipes, "env": environment(), **popen})
+
+
+def finish(process: subprocess.Popen, given: str = "") -> subprocess.CompletedProcess:
+    """Wait for a command's end, handing it ``given`` on its standard input."""
+    try:
+        output, errors = process.communicate(given, timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def run(tool: str, *arguments: object, given: str = "") -> str:
+    """Run ``python -m tool`` and return what it wrote; it must succeed."""
+    ended = finish(start(tool, *arguments), given)
+    assert ended.returncode == 0, f"{shlex.join(ended.args)}\n{ended.stdout}{ended.stderr}"
+    return ended.stdout + ended.stderr
+
+
+def run_two(*arguments: object) -> None:
+    """Train in two processes that form one group over gloo."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    group = "--distributed-backend gloo --distributed-no-spawn --ddp-backend legacy_ddp"
+    group += f" --distributed-world-size 2 --distributed-init-method {address}"
+    ranks = [f"{group} --distributed-rank {rank}" for rank in range(2)]
+    side_by_side(*(lambda rank=rank: run("fairseq_cli.train", *arguments, rank) for rank in ranks))
+
+
+def words(arguments: Iterable[object]) -> list[str]:
+    """The words of a command line."""
+    return [
+        word
+        for argument in arguments
+        for word in (shlex.split(argument) if isinstance(argument, str) else [str(argument)])
+    ]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's environment, the package importable and one thread for each process."""
+    path = os.pathsep.join([str(PLUGIN.parent), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
+
+
+def side_by_side(*jobs: Callable[[], Result]) -> list[Result]:
+    """Do ``jobs`` two at a time; their results in order."""
+    with ThreadPoolExecutor(2) as pool:
+        return [future.result() for future in [pool.submit(job) for job in jobs]]
+
+
+def saved(checkpoint: Path) -> dict[str, Any]:
+    """A checkpoint as torch's safe loading reads it."""
+    return torch.load(checkpoint, weights_only=True)
+
+
+def last_loss(checkpoint: Path) -> float:
+    """Loss of the update before a checkpoint, with all its digits (the log has three)."""
+    meters = saved(checkpoint)["extra_state"]["metrics"]["train"]
+    return float({name: state for _, name, _, state in meters}["loss"]["val"])
+
+
+def build(
+    corpus: Corpus, *arguments: object, seed: int = 1
+) -> tuple[BaseFairseqModel, FairseqTask, Any]:
+    """Model, task and configuration that ``fairseq-train`` makes of ``arguments``."""
+    parser = options.get_training_parser()
+    given = words([corpus.data, TRAINING, *arguments])
+    config = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, given))
+    torch.manual_seed(seed)
+    task = tasks.setup_task(config.task)
+    return task.build_model(config.model), task, config
+
+
+def load(checkpoint: Path) -> tuple[BaseFairseqModel, FairseqTask, Any]:
+    """Model, task and configuration of a checkpoint, which alone names their options."""
+    models, config, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)])
+    return models[0].eval(), task, config

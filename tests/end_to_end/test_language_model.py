@@ -1,0 +1,366 @@
+"""The language model's whole life: trained, killed, resumed, evaluated, generating; in one process
+and in two; in full and in reduced precision."""
+
+import math
+import re
+import subprocess
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fairseq.models import BaseFairseqModel
+from fairseq.tasks import FairseqTask
+from torch import Tensor
+
+from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
+from lrpe_fairseq.encodings import ENCODINGS
+from tests.end_to_end.commands import (
+    PLUGIN,
+    SMALL,
+    TASK,
+    TRAINING,
+    Corpus,
+    build,
+    finish,
+    last_loss,
+    load,
+    run,
+    run_two,
+    saved,
+    side_by_side,
+    start,
+)
+
+pytestmark = pytest.mark.end_to_end
+
+TRAIN = "fairseq_cli.train"
+OPTIONS = {  # none of them the default, so that one that got lost is noticed
+    "linear": "--attention-type linear --position-encoding lrpe-type3 "
+    "--attention-normalizer layernorm --encoding-seed 5",
+    "softmax": "--attention-type softmax --position-encoding lrpe:odd-even:unitary-learned "
+    "--encoding-seed 5",
+}
+SAVED_AT, UPDATES = 40, 80  # an epoch has 33 updates
+PROMPTS = ["w1 w2", "w3 w5 w7", "w9", "w4 w4 w4 w4 w4"]
+MAX_LENGTH = 16
+
+
+# ---- train, kill -9, resume, evaluate, generate ----
+
+
+@dataclass(frozen=True)
+class Story:
+    """What is left of one model's life."""
+
+    whole: Path
+    broken: Path
+    status_of_killed: int
+    log_of_resumed: str
+    evaluation: str
+    generation: str
+
+
+def train_until_killed(update: int, *arguments: object) -> int:
+    """Train, kill -9 as soon as the checkpoint of ``update`` is there; the exit status."""
+    process = start(TRAIN, *arguments, stderr=subprocess.STDOUT)
+    for line in process.stdout:
+        if "Saved checkpoint" in line and f"@ {update} updates" in line:
+            process.kill()
+            break
+    return finish(process).returncode
+
+
+@pytest.fixture(scope="session", params=OPTIONS)
+def story(
+    request: pytest.FixtureRequest, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory
+) -> Story:
+    folder = tmp_path_factory.mktemp(request.param)
+    whole, broken = folder / "whole", folder / "broken"
+    train = [corpus.data, TRAINING, SMALL, OPTIONS[request.param], "--update-epoch-batch-itr True"]
+    train += [f"--max-update {UPDATES} --save-interval-updates {SAVED_AT} --save-dir"]
+    model = [f"{TASK} --cpu --path", whole / "checkpoint_last.pt"]
+    _, status = side_by_side(
+        lambda: run(TRAIN, *train, whole), lambda: train_until_killed(SAVED_AT, *train, broken)
+    )
+    search = f"--beam 4 --max-len-b {MAX_LENGTH} --buffer-size 9 --batch-size 9"
+    logs = side_by_side(
+        lambda: run(TRAIN, *train, broken),
+        lambda: run("fairseq_cli.eval_lm", corpus.data, *model, "--gen-subset test"),
+        lambda: run(
+            "fairseq_cli.interactive", corpus.data, *model, search, given="\n".join(PROMPTS) + "\n"
+        ),
+    )
+    return Story(whole, broken, status, *logs)
+
+
+def assert_same_tensors(a: Any, b: Any) -> None:
+    """Dictionaries, lists and tensors are the same to the last bit."""
+    assert type(a) is type(b)
+    if isinstance(a, Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert list(a) == list(b)
+        for key in a:
+            assert_same_tensors(a[key], b[key])
+    elif isinstance(a, list):
+        for x, y in zip(a, b, strict=True):
+            assert_same_tensors(x, y)
+    else:
+        assert a == b
+
+
+def test_a_training_killed_in_the_middle_resumes_to_the_same_weights_bit_for_bit(
+    story: Story,
+) -> None:
+    assert story.status_of_killed == -9
+    assert re.search(rf"Loaded checkpoint \S+last.pt \(epoch 2 @ {SAVED_AT} ", story.log_of_resumed)
+    halfway = saved(story.whole / f"checkpoint_2_{SAVED_AT}.pt")["model"]
+    whole, broken = (saved(run / "checkpoint_last.pt") for run in (story.whole, story.broken))
+    weight = "decoder.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(halfway[weight], whole["model"][weight])
+    for part in ("model", "last_optimizer_state"):
+        assert_same_tensors(whole[part], broken[part])
+
+
+def test_evaluation_scores_every_token_with_the_perplexity_computed_by_hand(
+    story: Story, corpus: Corpus
+) -> None:
+    model, task, _ = load(story.whole / "checkpoint_last.pt")
+    lines = [task.source_dictionary.encode_line(line) for line in corpus.lines["test"]]
+    stream = torch.cat(lines).long()
+    before = torch.cat([torch.tensor([task.source_dictionary.eos()]), stream[:-1]])
+    blocks = zip(before.split(32), stream.split(32), strict=True)
+    bits = -sum(log_probs(model, x, y).sum().item() for x, y in blocks) / math.log(2)
+    expected = bits / corpus.token_count("test")
+    assert f"Evaluated {corpus.token_count('test')} tokens" in story.evaluation
+    loss, perplexity = re.search(r"base 2\): (\S+), Perplexity: (\S+)", story.evaluation).groups()
+    assert float(loss) == pytest.approx(expected, abs=1e-4)
+    assert float(perplexity) == pytest.approx(2**expected, abs=1e-2)
+
+
+def test_the_command_line_generates_by_beam_search_what_full_context_scores_the_same(
+    story: Story,
+) -> None:
+    model, task, _ = load(story.whole / "checkpoint_last.pt")
+    hypotheses = re.findall(r"^H-\d+\t(\S+)\t(.*)$", story.generation, re.MULTILINE)
+    assert len(hypotheses) == len(PROMPTS)
+    for prompt, (score, text) in zip(PROMPTS, hypotheses, strict=True):
+        assert text.startswith(prompt)
+        tokens = task.source_dictionary.encode_line(text).long()
+        mean = teacher_forced(model, task, tokens).mean().item() / math.log(2)
+        assert float(score) == pytest.approx(mean, abs=1e-4)
+
+
+# ---- generation, every encoding ----
+
+
+def log_probs(model: BaseFairseqModel, before: Tensor, tokens: Tensor) -> Tensor:
+    """Natural log-probability of each of ``tokens``, given the tokens ``before``; both (T,)."""
+    with torch.no_grad():
+        output = model(before.unsqueeze(0))
+    every = model.get_normalized_probs(output, log_probs=True).squeeze(0)
+    return every.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def teacher_forced(model: BaseFairseqModel, task: FairseqTask, tokens: Tensor) -> Tensor:
+    """Log-probabilities of a sentence by one forward pass over it."""
+    start_of_sentence = torch.tensor([task.source_dictionary.eos()])
+    return log_probs(model, torch.cat([start_of_sentence, tokens[:-1]]), tokens)
+
+
+def generate(model: BaseFairseqModel, task: FairseqTask, beam: int) -> list[list[dict]]:
+    """For every prompt of one batch, its hypotheses by incremental decoding."""
+    lines = [task.source_dictionary.encode_line(line).long() for line in PROMPTS]
+    dataset = task.build_dataset_for_inference(lines, [len(line) for line in lines])
+    sample = dataset.collater([dataset[i] for i in range(len(lines))])
+    generator = task.build_generator([model], Namespace(beam=beam, max_len_b=MAX_LENGTH))
+    return task.inference_step(generator, [model], sample)
+
+
+def most_likely(model: BaseFairseqModel, task: FairseqTask, prompt: str) -> list[int]:
+    """The greedy continuation, each token by a forward pass over all before it."""
+    words = task.source_dictionary
+    tokens = words.encode_line(prompt, append_eos=False).tolist()
+    while len(tokens) < MAX_LENGTH and words.eos() not in tokens:
+        with torch.no_grad():
+            logits = model(torch.tensor([[words.eos(), *tokens]]))[0][0, -1]
+        logits[words.pad()] = -math.inf
+        tokens.append(int(logits.argmax()))
+    return tokens if words.eos() in tokens else [*tokens, words.eos()]
+
+
+@pytest.fixture(scope="session")
+def untrained(corpus: Corpus) -> Any:
+    """Builds small models that differ in attention and encoding, in a moment each."""
+    _, task, config = build(corpus, SMALL)
+
+    def construct(attention_type: str, encoding: str) -> tuple[BaseFairseqModel, FairseqTask]:
+        config.model.attention_type, config.model.position_encoding = attention_type, encoding
+        torch.manual_seed(0)
+        return task.build_model(config.model).eval(), task
+
+    return construct
+
+
+def usable() -> Iterator[tuple[str, str]]:
+    """Every attention type with every encoding that it can use."""
+    for attention_type in ATTENTION_TYPES:
+        for name in ENCODINGS:
+            try:
+                MultiheadAttention(
+                    32, 4, attention_type=attention_type, position_encoding=name, causal=True
+                )
+            except ValueError:
+                continue
+            yield attention_type, name
+
+
+@pytest.mark.parametrize(("attention_type", "encoding"), usable())
+def test_a_hypothesis_of_beam_search_has_the_score_of_full_context(
+    untrained: Any, attention_type: str, encoding: str
+) -> None:
+    model, task = untrained(attention_type, encoding)
+    for hypotheses in generate(model, task, beam=4):
+        assert len(hypotheses) == 4
+        for hypothesis in hypotheses:
+            expected = teacher_forced(model, task, hypothesis["tokens"])
+            torch.testing.assert_close(hypothesis["positional_scores"], expected, rtol=0, atol=1e-4)
+            assert float(hypothesis["score"]) == pytest.approx(expected.mean().item(), abs=1e-4)
+
+
+@pytest.mark.parametrize(("attention_type", "encoding"), usable())
+def test_greedy_generation_takes_the_most_likely_token_of_full_context(
+    untrained: Any, attention_type: str, encoding: str
+) -> None:
+    model, task = untrained(attention_type, encoding)
+    for prompt, (hypothesis, *_) in zip(PROMPTS, generate(model, task, beam=1), strict=True):
+        assert hypothesis["tokens"].tolist() == most_likely(model, task, prompt)
+
+
+# ---- a checkpoint carries its options ----
+
+
+def test_a_checkpoint_alone_restores_the_model(
+    story: Story, corpus: Corpus, request: pytest.FixtureRequest
+) -> None:
+    attention_type = request.node.callspec.params["story"]
+    checkpoint = story.whole / "checkpoint_last.pt"
+    restored, _, config = load(checkpoint)
+    typed, _, _ = build(corpus, SMALL, OPTIONS[attention_type])
+    typed.load_state_dict(saved(checkpoint)["model"])
+    assert config.model.encoding_seed == 5
+    for layer, other in zip(restored.decoder.layers, typed.decoder.layers, strict=True):
+        ours, theirs = layer.self_attn, other.self_attn
+        assert ours.attention_type == theirs.attention_type == attention_type
+        assert ours.normalizer == theirs.normalizer
+        assert repr(ours.encoding) == repr(theirs.encoding)
+        assert ours.encoding.spec == theirs.encoding.spec
+    tokens = torch.randint(4, 24, (2, 50))
+    assert torch.equal(restored(tokens)[0], typed.eval()(tokens)[0])
+
+
+def test_the_hub_interface_scores_and_samples_from_a_checkpoint(
+    story: Story, corpus: Corpus
+) -> None:
+    from lrpe_fairseq.models.language_model import LRPELanguageModel
+
+    hub = LRPELanguageModel.from_pretrained(
+        str(story.whole), "checkpoint_last.pt", str(corpus.data), user_dir=str(PLUGIN), bpe=None
+    )
+    scored = hub.score("w1 w2 w3")
+    expected = teacher_forced(hub.models[0].eval(), hub.task, scored["tokens"])
+    torch.testing.assert_close(scored["positional_scores"], expected, rtol=0, atol=1e-5)
+    assert hub.sample("w1 w2", beam=2, max_len_b=MAX_LENGTH).startswith("w1 w2")
+
+
+# ---- two processes ----
+
+# plain SGD compares the gradients themselves; Adam divides noise by noise where they vanish
+TOGETHER = f"{TRAINING} --optimizer sgd --lr 0.3 --dropout 0 --disable-validation {SMALL}"
+STEPS, PAUSE = 10, 5
+
+
+@pytest.fixture(scope="session", params=ATTENTION_TYPES)
+def alone_and_together(
+    request: pytest.FixtureRequest, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """Checkpoints of every update: by one process, and by two that stop and resume half way."""
+    folder = tmp_path_factory.mktemp("processes")
+    alone, together = folder / "alone", folder / "together"
+    train = [corpus.data, TOGETHER, f"--attention-type {request.param} --save-interval-updates 1"]
+    last = f"--max-update {STEPS}"
+    side_by_side(
+        lambda: run(TRAIN, *train, last, "--update-freq 2 --save-dir", alone),
+        lambda: run_two(*train, f"--max-update {PAUSE} --save-dir", together),
+    )
+    run_two(*train, last, "--save-dir", together)
+    return alone, together
+
+
+def test_two_processes_train_as_one_with_twice_the_update_frequency(
+    alone_and_together: tuple[Path, Path],
+) -> None:
+    alone, together = (
+        [folder / f"checkpoint_1_{step}.pt" for step in range(1, STEPS + 1)]
+        for folder in alone_and_together
+    )
+    losses = [last_loss(checkpoint) for checkpoint in alone]
+    assert losses[-1] < 0.9 * losses[0]
+    assert [last_loss(checkpoint) for checkpoint in together] == pytest.approx(losses, rel=1e-6)
+    torch.testing.assert_close(
+        saved(together[-1])["model"], saved(alone[-1])["model"], rtol=1e-5, atol=1e-6
+    )
+
+
+# ---- reduced precision ----
+
+
+@pytest.fixture(scope="session")
+def bf16_checkpoints(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What each attention type makes of ``--bf16``."""
+    folder = tmp_path_factory.mktemp("bf16")
+    train = [corpus.data, TRAINING, SMALL, "--bf16 --disable-validation --save-interval-updates 1"]
+    side_by_side(
+        *(
+            lambda name=name: run(
+                TRAIN, *train, OPTIONS[name], "--max-update 20 --save-dir", folder / name
+            )
+            for name in OPTIONS
+        )
+    )
+    return {name: folder / name for name in OPTIONS}
+
+
+@pytest.mark.parametrize("attention_type", OPTIONS)
+def test_bf16_trains_and_keeps_the_learned_angles_in_float32(
+    bf16_checkpoints: dict[str, Path], attention_type: str
+) -> None:
+    first, last = (bf16_checkpoints[attention_type] / f"checkpoint_1_{n}.pt" for n in (1, 20))
+    assert last_loss(last) < 0.9 * last_loss(first)
+    weights = {k: v for k, v in saved(last)["model"].items() if v.is_floating_point()}
+    rounded = {name for name, v in weights.items() if torch.equal(v, v.bfloat16().float())}
+    angles = {name for name in weights if ".encoding.core." in name}
+    assert angles
+    assert not angles & rounded
+    assert "decoder.layers.0.self_attn.q_proj.weight" in rounded
+
+
+@pytest.mark.parametrize("attention_type", OPTIONS)
+def test_a_model_in_fp16_keeps_the_learned_angles_in_float32(
+    corpus: Corpus, attention_type: str
+) -> None:
+    model, _, _ = build(corpus, SMALL, OPTIONS[attention_type])
+    tokens = torch.randint(4, 24, (2, 300))
+    exact = model.eval()(tokens)[0]
+    model.half()
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    assert dtypes.pop("decoder.embed_tokens.weight") == torch.float16
+    angles = {dtype for name, dtype in dtypes.items() if ".encoding." in name}
+    assert angles == {torch.float32}
+    half = model(tokens)[0]
+    assert half.dtype == torch.float16
+    torch.testing.assert_close(half.float(), exact, rtol=0, atol=0.05)

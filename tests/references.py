@@ -1,0 +1,89 @@
+"""Dense float64 references, written from the equations and nothing else."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lrpe_fairseq.encodings import QueryKeyEncoding, ScoreEncoding
+from lrpe_fairseq.encodings.lrpe import LRPE
+
+
+def dense_p(encoding: LRPE, name: str) -> Tensor:
+    """P as a (d, d) complex128 matrix (LRPE, C.7)."""
+    d = encoding.spec.head_dim
+    eye = torch.eye(d, dtype=torch.float64)
+    if name == "fourier":
+        j = torch.arange(d, dtype=torch.float64)
+        return torch.exp(-2j * math.pi * torch.outer(j, j) / d) / math.sqrt(d)
+    if name.startswith("householder"):
+        v = encoding.projection.v.detach().double()
+        return (eye - 2 * torch.outer(v, v) / (v @ v)).to(torch.complex128)
+    if name == "odd-even":
+        rows = [k // 2 if k % 2 == 0 else math.ceil(d / 2) + k // 2 for k in range(d)]
+        return eye[rows].to(torch.complex128)
+    return eye.to(torch.complex128)
+
+
+def frequencies(name: str, d: int) -> Tensor:
+    """The untrained angles per token of a rotation or unitary core, float64."""
+    if name.startswith("unitary"):
+        return torch.tensor([10000 ** (-2 * t / d) for t in range(d)], dtype=torch.float64)
+    e = d // 2 + (d // 2) % 2 if name == "rotation-half" else d - d % 2
+    return torch.tensor([10000 ** (-2 * i / e) for i in range(e // 2)], dtype=torch.float64)
+
+
+def dense_lambda(encoding: LRPE, name: str, s: int) -> Tensor:
+    """Lambda^(s) as a (d, d) complex128 matrix (LRPE, Eq. 23-25)."""
+    d = encoding.spec.head_dim
+    if name == "permutation":
+        pi, power = encoding.core.permutation.tolist(), list(range(d))
+        for _ in range(s % math.factorial(min(d, 12)) if s < 0 else s):
+            power = [pi[j] for j in power]
+        return torch.eye(d, dtype=torch.complex128)[power]
+    learned = name.endswith("learned")
+    theta = encoding.core.theta.detach().double() if learned else frequencies(name, d)
+    if name.startswith("unitary"):
+        return torch.diag(torch.exp(1j * s * theta))
+    matrix = torch.eye(d, dtype=torch.float64)
+    for i, angle in enumerate((s * theta).tolist()):
+        c, sn = math.cos(angle), math.sin(angle)
+        matrix[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] = torch.tensor(
+            [[c, -sn], [sn, c]], dtype=torch.float64
+        )
+    return matrix.to(torch.complex128)
+
+
+def dense_w(encoding: LRPE, p_name: str, core_name: str, lag: int) -> Tensor:
+    """W_lag = P^H Lambda^(lag) P; for a negative lag W_{-lag}^H (Eq. 14 and 22)."""
+    p, power = dense_p(encoding, p_name), dense_lambda(encoding, core_name, abs(lag))
+    w = p.conj().T @ power @ p
+    return w if lag >= 0 else w.conj().T
+
+
+def dense_scores(w_of_lag: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Re(q_s^H W_{t-s} k_t) for q, k (B, H, T, d) and W (2T - 1, d, d), lag -(T-1) first."""
+    length = q.shape[-2]
+    lag = torch.arange(length)[None, :] - torch.arange(length)[:, None] + length - 1
+    turned = torch.einsum("nij,bhtj->bhnti", w_of_lag, k.to(torch.complex128))
+    turned = turned[:, :, lag, torch.arange(length)[None, :]]  # B H s t d
+    return torch.einsum("bhsi,bhsti->bhst", q.to(torch.complex128), turned).real
+
+
+def score_matrix(
+    encoding: QueryKeyEncoding | ScoreEncoding,
+    q: Tensor,
+    k: Tensor,
+    q_positions: Tensor,
+    k_positions: Tensor,
+) -> Tensor:
+    """The score of every (s, t) under either protocol, decay included: (B, H, T, S)."""
+    if isinstance(encoding, ScoreEncoding):
+        return encoding(q @ k.transpose(-1, -2), q, k, q_positions, k_positions)
+    q, k = encoding(q, k, q_positions, k_positions)
+    scores = q @ k.transpose(-1, -2)
+    log_decay = encoding.log_decay()
+    if log_decay is None:
+        return scores
+    lag = (q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)).clamp_min(0)
+    return scores * torch.exp(log_decay.double()[:, None, None] * lag)

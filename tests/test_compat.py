@@ -1,0 +1,635 @@
+"""Each break of the pinned fairseq, shown without its fix, mended with it, left alone where absent.
+
+A fix acts on the whole process and the package applies it on import, so the breaks are shown in a
+second process that never imports the package: ``PROBES`` run there, and in a third one with it.
+"""
+
+import argparse
+import importlib.util
+import json
+import logging
+import os
+import pickle
+import re
+import shlex
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("fairseq")
+
+import torch
+from fairseq import checkpoint_utils, utils
+from fairseq.data import Dictionary, bucket_pad_length_dataset, data_utils
+from fairseq.data.indexed_dataset import make_builder
+from fairseq.dataclass import utils as dataclass_utils
+from fairseq.distributed import utils as distributed_utils
+
+from lrpe_fairseq import compat
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# name -> (what happens without the fixes, what happens with them, the code)
+PROBES = {
+    "sample-break-mode eos": (
+        "AttributeError",
+        "works",
+        """
+import torch
+from fairseq.data import TokenBlockDataset
+rows = [torch.tensor([5, 6, 2]), torch.tensor([7, 2])]
+blocks = TokenBlockDataset(rows, [3, 2], None, pad=1, eos=2, break_mode="eos")
+assert [b.tolist() for b in blocks] == [[5, 6, 2], [7, 2]]
+""",
+    ),
+    "span masks": (
+        "AttributeError",
+        "works",
+        """
+from fairseq.data import data_utils
+assert data_utils.np.fromiter((n for n in (1, 2)), data_utils.np.int).sum() == 3
+""",
+    ),
+    "dynamic crf": (
+        "AttributeError",
+        "works",
+        """
+import torch
+from fairseq.modules import DynamicCRF
+crf = DynamicCRF(6, low_rank=2, beam_size=3)
+targets = torch.tensor([[1, 2, 3]])
+crf(torch.zeros(1, 3, 6), targets, torch.ones(1, 3, dtype=torch.bool))
+""",
+    ),
+    "checkpoint with options in a Namespace": (
+        "UnpicklingError",
+        "works",
+        """
+import argparse, io, torch
+buffer = io.BytesIO()
+torch.save({"cfg": {"model": argparse.Namespace(arch="roberta", lr=[0.1])}}, buffer)
+buffer.seek(0)
+assert torch.load(buffer)["cfg"]["model"] == argparse.Namespace(arch="roberta", lr=[0.1])
+""",
+    ),
+    "checkpoint with a numpy score": (
+        "UnpicklingError",
+        "works",
+        """
+import io, numpy as np, torch
+buffer = io.BytesIO()
+torch.save({"best": np.float64(77.6)}, buffer)
+buffer.seek(0)
+assert torch.load(buffer) == {"best": 77.6}
+""",
+    ),
+    "checkpoint with numpy counts": (
+        "UnpicklingError",
+        "works",
+        """
+import io, numpy as np, torch
+buffer = io.BytesIO()
+torch.save({"_bleu_counts": np.array([4, 3, 2, 1])}, buffer)
+buffer.seek(0)
+assert torch.load(buffer)["_bleu_counts"].tolist() == [4, 3, 2, 1]
+""",
+    ),
+    "only these names are allowed": (
+        "AssertionError",
+        "works",
+        """
+import torch
+allowed = torch.serialization.get_safe_globals()
+names = {g[1] if isinstance(g, tuple) else f"{g.__module__}.{g.__qualname__}" for g in allowed}
+assert {name for name in names if not name.startswith("torch.")} == {
+    "argparse.Namespace",
+    "fairseq.distributed.utils._TensorPlaceholder",
+    "numpy.dtype",
+    "numpy.ndarray",
+    "numpy._core.multiarray._reconstruct",
+    "numpy._core.multiarray.scalar",
+    "numpy.core.multiarray._reconstruct",
+    "numpy.core.multiarray.scalar",
+}
+""",
+    ),
+    "resuming in several processes": (
+        "UnpicklingError",
+        "works",
+        """
+import argparse, torch
+from fairseq.distributed import utils
+from omegaconf import OmegaConf
+wire, rank = [], 0
+def broadcast(tensor, src, group):
+    wire.append(tensor.clone()) if rank == src else tensor.copy_(wire.pop(0))
+utils.broadcast, utils.get_rank = broadcast, lambda group: rank
+cfg = {"model": argparse.Namespace(arch="roberta"), "common": {"seed": 1}}
+state = {"cfg": OmegaConf.create(cfg, flags={"allow_objects": True}), "model": {"w": torch.ones(3)}}
+device = torch.device("cpu")
+sent = utils.broadcast_object(state, src_rank=0, group=None, dist_device=device)
+rank = 1
+received = utils.broadcast_object(None, src_rank=0, group=None, dist_device=device)
+for copy in (sent, received):
+    assert copy["cfg"].common.seed == 1 and copy["cfg"].model.arch == "roberta"
+    assert copy["model"]["w"].tolist() == [1, 1, 1]
+assert not wire
+""",
+    ),
+    "an option that is a program": (
+        "works",
+        "ValueError",
+        """
+from fairseq.utils import eval_str_list
+assert eval_str_list("__import__('os').getpid()")
+""",
+    ),
+    "bf16": (
+        "AssertionError",
+        "works",
+        """
+from fairseq import options
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+for flag in ("--bf16", "--memory-efficient-bf16"):
+    parser = options.get_training_parser("language_modeling")
+    args = options.parse_args_and_arch(parser, ["data", "--arch", "transformer_lm", flag])
+    common = convert_namespace_to_omegaconf(args).common
+    assert common.bf16 and not common.tpu
+""",
+    ),
+    "num-batch-buckets": (
+        "TypeError",
+        "works",
+        """
+from fairseq.data import BucketPadLengthDataset
+import torch
+rows = [torch.ones(n) for n in (1, 2, 3, 9)]
+padded = BucketPadLengthDataset(rows, [1, 2, 3, 9], num_buckets=2, pad_idx=0, left_pad=False)
+assert [len(row) for row in padded] == [2, 2, 9, 9]
+""",
+    ),
+    "nested options": (
+        "OverrideParseException",
+        "works",
+        """
+from argparse import Namespace
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models import register_model
+from fairseq.models.transformer import TransformerConfig, TransformerModelBase
+register_model("probe", dataclass=TransformerConfig)(type("Probe", (TransformerModelBase,), {}))
+given = {"encoder_embed_dim": 8, "decoder_layers": 3, "quant_noise_pq": 0.1, "dropout": 0.2}
+model = convert_namespace_to_omegaconf(Namespace(arch="probe", **given)).model
+assert (model.encoder.embed_dim, model.encoder.layers) == (8, 6)
+assert (model.decoder.embed_dim, model.decoder.input_dim, model.decoder.layers) == (512, 512, 3)
+assert (model.quant_noise.pq, model.dropout, model._name) == (0.1, 0.2, "probe")
+""",
+    ),
+}
+
+RUN_PROBES = """
+import json, sys
+results = {}
+for name, code in json.load(sys.stdin).items():
+    try:
+        exec(code, {})
+        results[name] = "works"
+    except Exception as error:
+        results[name] = type(error).__name__
+json.dump(results, open(sys.argv[1], "w"))
+"""
+
+PLUGIN = """
+from dataclasses import dataclass, field
+
+from lrpe_fairseq import compat
+
+compat.apply()
+
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.models import register_model, register_model_architecture
+from fairseq.models.transformer import TransformerConfig, TransformerModelBase
+
+
+@dataclass
+class NestedConfig(TransformerConfig):
+    flavour: str = field(default="plain", metadata={"help": "an option of the plugin's own"})
+
+
+@register_model("nested", dataclass=NestedConfig)
+class NestedModel(TransformerModelBase):
+    @classmethod
+    def add_args(cls, parser):
+        gen_parser_from_dataclass(parser, NestedConfig(), delete_default=True, with_prefix="")
+
+
+@register_model_architecture("nested", "nested_tiny")
+def nested_tiny(args):
+    for side in ("encoder", "decoder"):
+        for name, size in (("embed_dim", 8), ("ffn_embed_dim", 16), ("layers", 1)):
+            setattr(args, f"{side}_{name}", getattr(args, f"{side}_{name}", size))
+        setattr(args, f"{side}_attention_heads", 2)
+"""
+
+COMMON = (
+    "--cpu --optimizer adam --lr 1e-3 --max-epoch 1 --max-tokens 64 --num-workers 0 "
+    "--required-batch-size-multiple 1 --no-epoch-checkpoints --no-progress-bar "
+)
+LANGUAGE_MODEL = (
+    "--task language_modeling --arch transformer_lm --tokens-per-sample 16 "
+    "--sample-break-mode eos --decoder-embed-dim 8 --decoder-output-dim 8 --decoder-input-dim 8 "
+    "--decoder-ffn-embed-dim 8 --decoder-layers 1 --decoder-attention-heads 2 "
+)
+TRANSLATION = (
+    "--arch nested_tiny --encoder-embed-dim 12 --flavour salty --num-batch-buckets 2 "
+    "--eval-bleu --best-checkpoint-metric bleu --maximize-best-checkpoint-metric "
+    """--eval-bleu-args '{"beam": 1, "max_len_b": 4}' """
+)
+
+
+# ---- fixtures ----
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def _start_probes(preamble: str, report: Path) -> subprocess.Popen:
+    command = [sys.executable, "-c", preamble + RUN_PROBES, str(report)]
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=_environment(), cwd=report.parent, **pipes)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """What became of every probe, without ("stock") and with ("mended") the fixes."""
+    folder = tmp_path_factory.mktemp("probes")
+    preambles = {
+        "stock": "import fairseq",
+        "mended": "from lrpe_fairseq import compat; compat.apply()",
+    }
+    running = {k: _start_probes(v, folder / f"{k}.json") for k, v in preambles.items()}
+    code = json.dumps({name: code for name, (_, _, code) in PROBES.items()})
+    for process in running.values():
+        _, errors = process.communicate(code)
+        assert process.returncode == 0, errors
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in running}
+
+
+@pytest.fixture(scope="module")
+def sources() -> dict[str, str]:
+    """The text of every fairseq module that ``import fairseq`` loads."""
+    files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
+    files = {k: v for k, v in files.items() if v and re.match(r"fairseq(\.|$)", k)}
+    assert len(files) > 300
+    return {name: Path(file).read_text(encoding="utf-8") for name, file in files.items()}
+
+
+def _write_split(prefix: Path, vocabulary: Dictionary, rows: list[list[int]]) -> None:
+    builder = make_builder(f"{prefix}.bin", impl="mmap", vocab_size=len(vocabulary))
+    for row in rows:
+        builder.add_item(torch.tensor([*row, vocabulary.eos()]))
+    builder.finalize(f"{prefix}.idx")
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a plugin, language-model data and translation data of some lines each."""
+    folder = tmp_path_factory.mktemp("workspace")
+    (folder / "compat_plugin").mkdir()
+    (folder / "compat_plugin" / "__init__.py").write_text(PLUGIN)
+    vocabulary = Dictionary()
+    letters = [vocabulary.add_symbol(letter) for letter in "abcdefgh"]
+    rows = [(letters * 2)[i % 5 : i % 5 + 2 + i % 7] for i in range(16)]
+    for data, ends in (("lm", [""]), ("mt", [".en-de.en", ".en-de.de"])):
+        (folder / data).mkdir()
+        for name in ("dict.txt", "dict.en.txt", "dict.de.txt"):
+            vocabulary.save(str(folder / data / name))
+        for split in ("train", "valid"):
+            for end in ends:
+                _write_split(folder / data / f"{split}{end}", vocabulary, rows)
+    return folder
+
+
+def _train(workspace: Path, data: str, options: str) -> Path:
+    save_dir = workspace / f"checkpoints-{data}"
+    command = [sys.executable, "-m", "fairseq_cli.train", data, "--user-dir", "compat_plugin"]
+    command += [*shlex.split(COMMON + options), "--save-dir", str(save_dir)]
+    run = subprocess.run(command, cwd=workspace, env=_environment(), capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return save_dir / "checkpoint_last.pt"
+
+
+@pytest.fixture(scope="module")
+def bf16_checkpoint(workspace: Path) -> Path:
+    """What the command line makes of a stock language model with ``--bf16``."""
+    return _train(workspace, "lm", LANGUAGE_MODEL + "--bf16")
+
+
+# ---- every break, without and with the fixes ----
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_fairseq_breaks_here_without_the_fixes(outcomes: dict, name: str) -> None:
+    assert outcomes["stock"][name] == PROBES[name][0]
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_the_fixes_mend_the_break(outcomes: dict, name: str) -> None:
+    assert outcomes["mended"][name] == PROBES[name][1]
+
+
+@pytest.mark.end_to_end
+def test_bf16_trains_from_the_command_line(bf16_checkpoint: Path) -> None:
+    state = checkpoint_utils.load_checkpoint_to_cpu(str(bf16_checkpoint))
+    weights = state["model"].values()  # fairseq saves them in float32, whatever they are
+    assert all(torch.equal(weight, weight.bfloat16().float()) for weight in weights)
+    assert state["cfg"].common.bf16
+    assert not state["cfg"].common.tpu
+
+
+@pytest.mark.end_to_end
+def test_a_model_with_nested_options_trains_from_the_command_line_and_loads(
+    workspace: Path,
+) -> None:
+    checkpoint = _train(workspace, "mt", TRANSLATION)
+    assert "numpy.ndarray" in _globals_of(checkpoint)  # the counts of bleu
+    utils.import_user_module(argparse.Namespace(user_dir=str(workspace / "compat_plugin")))
+    load = checkpoint_utils.load_model_ensemble_and_task
+    overrides = {"data": str(workspace / "mt")}
+    (model,), cfg, _ = load([str(checkpoint)], arg_overrides=overrides)
+    assert (cfg.model.encoder.embed_dim, cfg.model.decoder.embed_dim) == (12, 8)
+    assert (cfg.model.encoder.layers, cfg.model.flavour) == (1, "salty")
+    assert model.encoder.embed_tokens.weight.shape[1] == 12
+
+
+# ---- checkpoints: what loads, and what is refused ----
+
+
+class Attack:
+    """Pickles as a call of ``function`` on ``arguments``."""
+
+    def __init__(self, function: object, *arguments: object) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple:
+        return self.call
+
+
+class HiddenObjects:
+    """Pickles as numpy's dtype of Python objects, its object flag taken away."""
+
+    STATE = (3, "|", None, None, None, -1, -1, 0)
+
+    def __reduce__(self) -> tuple:
+        return np.dtype, ("O8", False, True), self.STATE
+
+
+def _globals_of(checkpoint: Path) -> str:
+    with zipfile.ZipFile(checkpoint) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith("data.pkl")]
+        pickled = archive.read(name)
+    found = re.findall(rb"c([\w.]+)\n(\w+)\n", pickled)
+    return " ".join(f"{module.decode()}.{attribute.decode()}" for module, attribute in found)
+
+
+def _renamed(checkpoint: Path, old: bytes, new: bytes) -> Path:
+    """Copy a checkpoint, replacing the name of a module in its pickle."""
+    copy = checkpoint.with_name("renamed.pt")
+    with zipfile.ZipFile(checkpoint) as archive, zipfile.ZipFile(copy, "w") as target:
+        for name in archive.namelist():
+            target.writestr(name, archive.read(name).replace(old, new))
+    return copy
+
+
+@pytest.mark.parametrize("dtype", ["?", "i1", "u2", "i4", "i8", "f2", "f4", "f8", "c8", ">f8"])
+def test_numpy_numbers_of_every_type_load_as_they_were_saved(tmp_path: Path, dtype: str) -> None:
+    array = np.asfortranarray(np.arange(6).reshape(2, 3).astype(dtype))
+    saved = {"array": array, "scalar": array[1, 2]}
+    torch.save(saved, tmp_path / "c.pt")
+    state, expected = torch.load(tmp_path / "c.pt"), pickle.loads(pickle.dumps(saved))
+    assert state["array"].dtype == expected["array"].dtype
+    assert state["array"].tolist() == array.tolist()
+    assert state["scalar"] == array[1, 2]
+    assert type(state["scalar"]) is type(expected["scalar"])
+
+
+def test_a_checkpoint_that_numpy_1_wrote_loads(tmp_path: Path) -> None:
+    torch.save({"counts": np.arange(4), "best": np.float64(0.5)}, tmp_path / "new.pt")
+    old = _renamed(tmp_path / "new.pt", b"cnumpy._core.", b"cnumpy.core.")
+    assert "numpy.core.multiarray.scalar" in _globals_of(old)
+    state = torch.load(old)
+    assert state["counts"].tolist() == [0, 1, 2, 3]
+    assert state["best"] == 0.5
+
+
+def test_a_loaded_array_is_saved_as_plain_numpy_again(tmp_path: Path) -> None:
+    torch.save({"counts": np.arange(4)}, tmp_path / "first.pt")
+    torch.save(torch.load(tmp_path / "first.pt"), tmp_path / "second.pt")
+    assert _globals_of(tmp_path / "second.pt") == _globals_of(tmp_path / "first.pt")
+    assert torch.load(tmp_path / "second.pt")["counts"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "function", [os.system, eval, exec, subprocess.Popen, importlib.import_module, utils.eval_bool]
+)
+def test_a_checkpoint_that_calls_a_function_is_refused(tmp_path: Path, function: object) -> None:
+    payload = f"touch {tmp_path}/ran" if function is os.system else f"open('{tmp_path}/ran', 'w')"
+    checkpoint = tmp_path / "checkpoint.pt"
+    torch.save({"args": None, "best": Attack(function, payload)}, checkpoint)
+    with pytest.raises(pickle.UnpicklingError):
+        checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_attack_that_is_refused_works_where_loading_is_unsafe(tmp_path: Path) -> None:
+    torch.save(Attack(eval, f"open('{tmp_path}/ran', 'w').close()"), tmp_path / "checkpoint.pt")
+    torch.load(tmp_path / "checkpoint.pt", weights_only=False)
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array([{}], dtype=object),
+        np.array(["text"]),
+        np.array([(1, 2.0)], dtype="i4,f8"),
+        np.datetime64(0, "s"),
+        Attack(np.float64(0).__reduce__()[0], HiddenObjects(), b"A" * 8),
+        Attack(np.ndarray, (2,), "O"),
+    ],
+    ids=["objects", "text", "records", "dates", "hidden objects", "direct construction"],
+)
+def test_a_checkpoint_holds_no_numpy_but_numbers(tmp_path: Path, value: object) -> None:
+    torch.save({"best": value}, tmp_path / "checkpoint.pt")
+    with pytest.raises((pickle.UnpicklingError, TypeError)):
+        torch.load(tmp_path / "checkpoint.pt")
+
+
+def test_the_dtype_of_numpy_itself_lets_a_file_hide_its_objects() -> None:
+    # why stand-ins are allowed, not numpy's own globals
+    dtype = np.dtype("O8", False, True)
+    dtype.__setstate__(HiddenObjects.STATE)
+    assert (dtype.kind, dtype.hasobject) == ("O", False)
+
+
+def test_an_array_in_a_checkpoint_is_filled_once() -> None:
+    array = compat._NumericArray()
+    state = (1, (2,), np.dtype("u1"), False, b"ab")
+    array.__setstate__(state)
+    with pytest.raises(pickle.UnpicklingError, match="twice"):
+        array.__setstate__(state)
+
+
+@pytest.mark.filterwarnings("ignore:Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+def test_loading_that_is_not_safe_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger=compat.__name__):
+        compat.allow_checkpoint_globals()
+        assert not caplog.records
+        monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+        compat.allow_checkpoint_globals()
+    assert "a checkpoint can run code" in caplog.text
+
+
+# ---- options are not programs ----
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("(0.9, 0.98)", (0.9, 0.98)),
+        ("10000,60000", (10000, 60000)),
+        (" [(512, 3)] * 2 + [(1024, -1)]", [(512, 3), (512, 3), (1024, -1)]),
+        ("{'a': None, 'b': True}", {"a": None, "b": True}),
+        ("1e-3 / 2", 0.0005),
+    ],
+)
+def test_the_values_that_options_take_are_evaluated(text: str, value: object) -> None:
+    assert compat.evaluate_literal(text) == value
+
+
+@pytest.mark.end_to_end
+def test_a_checkpoint_whose_options_are_a_program_does_not_run_it(
+    bf16_checkpoint: Path, workspace: Path
+) -> None:
+    state = torch.load(bf16_checkpoint)
+    state["cfg"]["task"]["data"] = str(workspace / "lm")
+    state["cfg"]["model"]["adaptive_softmax_cutoff"] = f"open('{workspace}/ran', 'w') and [4]"
+    torch.save(state, workspace / "hostile.pt")
+    with pytest.raises(ValueError, match="not a literal"):
+        checkpoint_utils.load_model_ensemble_and_task([str(workspace / "hostile.pt")])
+    assert not (workspace / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os').system('true')",
+        "().__class__",
+        "open",
+        "[x for x in (1,)]",
+        "(lambda: 1)()",
+        "f'{1}'",
+        "[1][0]",
+        "9**9**9",
+    ],
+)
+def test_an_option_that_is_a_program_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not a literal"):
+        compat.evaluate_literal(text)
+
+
+def test_options_that_are_not_text_are_treated_as_before() -> None:
+    assert utils.eval_bool(True) is False  # fairseq's own quirk: eval(True) raises TypeError
+    assert utils.eval_bool("True") is True
+
+
+def test_every_module_that_evaluates_options_is_covered(sources: dict[str, str]) -> None:
+    evaluates = re.compile(r"(?<![\w.])(?<!def )eval\(")
+    found = {name for name, text in sources.items() if evaluates.search(text)}
+    assert found == set(compat._EVALUATING_MODULES)
+    assert all(sys.modules[name].eval is compat.evaluate_literal for name in found)
+
+
+# ---- completeness, and stepping aside ----
+
+
+def test_every_numpy_name_that_fairseq_uses_exists(sources: dict[str, str]) -> None:
+    texts = [text for text in sources.values() if "import numpy as np" in text]
+    names = {name for text in texts for name in re.findall(r"\bnp\.([A-Za-z_]\w*)", text)}
+    assert {"int", "float", "compat"} <= names
+    assert [name for name in names if not hasattr(np, name)] == []
+
+
+def test_applying_twice_changes_nothing() -> None:
+    def patched() -> tuple:
+        functions = (dataclass_utils.override_module_args, dataclass_utils._override_attr)
+        functions += (data_utils.get_buckets, distributed_utils.broadcast_object, np.compat)
+        return *functions, frozenset(torch.serialization.get_safe_globals())
+
+    compat.apply()
+    before = patched()
+    compat.apply()
+    for fix in compat.FIXES:
+        fix()
+    assert patched() == before
+
+
+def test_numpy_names_that_exist_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = SimpleNamespace(long="numpy's own")
+    monkeypatch.setattr(np, "int", "numpy's own", raising=False)
+    monkeypatch.setattr(np, "compat", own, raising=False)
+    compat.restore_numpy_names()
+    assert np.int == own.long == "numpy's own"
+    assert np.compat is own
+
+
+def test_buckets_that_work_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (data_utils, bucket_pad_length_dataset):
+        monkeypatch.setattr(module, "get_buckets", len_of_buckets := lambda sizes, n: sizes)
+    compat.bucket_by_percentile_method()
+    assert bucket_pad_length_dataset.get_buckets is len_of_buckets
+
+
+def test_nested_options_that_work_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    repaired = lambda node, config, args: ["model.encoder.embed_dim=512"]  # noqa: E731
+    monkeypatch.setattr(dataclass_utils, "_override_attr", repaired)
+    compat.flatten_nested_options()
+    assert dataclass_utils._override_attr is repaired
+
+
+def test_a_bf16_that_asks_for_no_tpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    repaired = lambda args: (["common.tpu=False"], [])  # noqa: E731
+    monkeypatch.setattr(dataclass_utils, "override_module_args", repaired)
+    compat.keep_bf16_off_the_tpu()
+    assert dataclass_utils.override_module_args is repaired
+
+
+def test_bf16_means_a_tpu_where_torch_xla_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = lambda args: (["common.tpu=True"], [])  # noqa: E731
+    monkeypatch.setattr(dataclass_utils, "override_module_args", stock)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    compat.keep_bf16_off_the_tpu()
+    assert dataclass_utils.override_module_args is stock
+    monkeypatch.undo()
+
+
+def test_a_tpu_that_the_command_line_asks_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = argparse.Namespace(bf16=True, tpu=True)
+    monkeypatch.setattr(sys, "argv", ["fairseq-train", "--tpu", "--bf16"])
+    dataclass_utils.override_module_args(asked)
+    assert asked.tpu
+
+
+def test_a_broadcast_that_works_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "_loads", lambda sample: True)
+    monkeypatch.setattr(distributed_utils, "broadcast_object", broadcast := lambda obj: obj)
+    compat.share_checkpoint_between_processes()
+    assert distributed_utils.broadcast_object is broadcast

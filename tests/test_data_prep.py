@@ -1,0 +1,521 @@
+"""data-prep/: whole documents, whole files, verified counts, and nothing done twice."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import http.server
+import importlib.util
+import itertools
+import os
+import random
+import re
+import sys
+import sysconfig
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import sentencepiece
+
+from lrpe_fairseq.experiments import corpus as prep
+
+DATA_PREP = Path(__file__).resolve().parents[1] / "data-prep"
+
+
+def load(name: str) -> ModuleType:
+    """Import data-prep/<name>/prepare.py, which is a script and in no package."""
+    spec = importlib.util.spec_from_file_location(
+        f"prepare_{name}", DATA_PREP / name / "prepare.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+pydoc, wikitext = load("pydoc"), load("wikitext")
+
+
+def sha256(content: bytes) -> str:
+    """Return the checksum that the tables hold."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def files(folder: Path) -> list[str]:
+    """Return every file under a folder, temporary ones included."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def refusal(call, *args, **kwargs) -> str:
+    """Return the one sentence with which a call refuses its input."""
+    with pytest.raises(SystemExit) as refused:
+        call(*args, **kwargs)
+    message = str(refused.value)
+    assert "\n" not in message
+    assert message.endswith(".")
+    assert ". " not in message
+    return message
+
+
+def sentence(rng: random.Random) -> str:
+    """Return a few pronounceable words."""
+    words = ["".join(rng.choices(("ka", "lo", "mi", "re", "tu"), k=3)) for _ in range(12)]
+    return " ".join(words) + "."
+
+
+# ------------------------------------------------------------------------------------------ pydoc
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small standard library: 120 modules, each with one paragraph that all share."""
+    stdlib, rng = tmp_path_factory.mktemp("stdlib"), random.Random(1)
+    (stdlib / "test").mkdir()
+    (stdlib / "test" / "support.py").write_text('"""A test suite does not belong here."""\n')
+    for number in range(120):
+        underlined = f"    {sentence(rng)}\n    ------------\n\n    >>> code()\n    'not English'\n"
+        (stdlib / f"m{number}.py").write_text(
+            f'"""{sentence(rng)}\n\nEvery module says this very sentence.\n"""\n\n'
+            f'def f():\n    """{sentence(rng)}\n\n{underlined}    """\n'
+        )
+    return stdlib
+
+
+@pytest.fixture(scope="module")
+def topics() -> dict[str, str]:
+    """Some topics, one of which repeats a paragraph of another."""
+    rng = random.Random(2)
+    made = {f"t{number}": f"{sentence(rng)}\n\n   {sentence(rng)}\n" for number in range(40)}
+    return {**made, "twice": made["t0"]}
+
+
+@pytest.fixture(scope="module")
+def embedded(library: Path, topics: dict, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small library, prepared."""
+    dest = tmp_path_factory.mktemp("embedded") / "dest"
+    pydoc.prepare(dest, 60, library, topics)
+    return dest
+
+
+def documents(dest: Path, split: str) -> dict[str, list[str]]:
+    """Read name -> paragraphs back from text/ and documents/."""
+    lines = list(prep.read_lines(dest / "text" / f"{split}.txt"))
+    index = [row.split("\t") for row in (dest / "documents" / f"{split}.tsv").open()]
+    starts = [int(number) for number, _ in index] + [len(lines)]
+    bodies = [lines[a:b] for a, b in itertools.pairwise(starts)]
+    return {name.strip(): body for (_, name), body in zip(index, bodies, strict=True)}
+
+
+def test_the_pydoc_split_is_by_whole_documents(embedded: Path) -> None:
+    """Every document lies in one split with all its paragraphs, closed by an empty line."""
+    splits = {split: documents(embedded, split) for split in prep.SPLITS}
+    names = [name for found in splits.values() for name in found]
+    assert len(names) == len(set(names)) == 160
+    assert all(splits.values())
+    for found in splits.values():
+        for name, body in found.items():
+            assert body[-1] == ""
+            assert all(body[:-1])
+            assert len(body) - 1 >= (3 if name.startswith("module:") else 2)
+
+
+def test_no_paragraph_is_in_two_splits_or_twice_in_one(embedded: Path) -> None:
+    """What several documents say is kept once."""
+    lines = [
+        line
+        for split in prep.SPLITS
+        for line in prep.read_lines(embedded / "text" / f"{split}.txt")
+    ]
+    paragraphs = [line for line in lines if line]
+    assert len(paragraphs) == len(set(paragraphs))
+    assert paragraphs.count("Every module says this very sentence.") == 1
+
+
+def test_code_underlines_and_test_suites_are_not_english(embedded: Path) -> None:
+    """The text has no doctest, no underline and nothing from test/."""
+    text = "".join((embedded / "text" / f"{split}.txt").read_text() for split in prep.SPLITS)
+    assert not re.search(r">>>|---|does not belong", text)
+
+
+def test_the_same_library_gives_the_same_bytes(
+    embedded: Path, library: Path, topics: dict, tmp_path: Path
+) -> None:
+    """Text, model, pieces, dictionary and binaries are reproducible, and so is the manifest."""
+    pydoc.prepare(tmp_path / "again", 60, library, topics)
+    assert files(tmp_path / "again") == files(embedded)
+    for file in files(embedded):
+        assert (tmp_path / "again" / file).read_bytes() == (embedded / file).read_bytes(), file
+
+
+def test_a_second_run_repeats_nothing(
+    embedded: Path, library: Path, topics: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither text nor pieces nor binaries are made again; the manifest is the same."""
+    for step in ("binarise", "encode", "train_sentencepiece"):
+        monkeypatch.setattr(prep, step, None)
+    monkeypatch.setattr(pydoc, "gather", None)
+    before = (embedded / "manifest.json").read_bytes()
+    pydoc.prepare(embedded, 60, library, topics)
+    assert (embedded / "manifest.json").read_bytes() == before
+
+
+def test_the_manifest_counts_words_with_one_eos_a_line_and_tokens_as_fairseq_does(
+    embedded: Path,
+) -> None:
+    """So that a loss per token can be turned into a perplexity per word."""
+    manifest = prep.Steps(embedded, "pydoc", "bpe").old
+    for split in prep.SPLITS:
+        text = (embedded / "text" / f"{split}.txt").read_text()
+        pieces = (embedded / "pieces" / f"{split}.txt").read_text()
+        counts = manifest["splits"][split]
+        assert counts["words_with_eos"] == len(text.split()) + text.count("\n")
+        assert counts["tokens"] == len(pieces.split()) + pieces.count("\n")
+
+
+def test_this_interpreter_carries_a_corpus_whose_held_out_text_is_new() -> None:
+    """Some 300,000 words, 5 % in valid and in test, next to none of them copied from train."""
+    from pydoc_data.topics import topics
+
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    kept = pydoc.deduplicate(pydoc.gather(stdlib, topics))
+    words = {split: [] for split in prep.SPLITS}
+    for name, paragraphs in kept.items():
+        words[pydoc.split_of(name)] += [paragraph.lower().split() for paragraph in paragraphs]
+    sizes = {split: sum(map(len, found)) for split, found in words.items()}
+    grams = {
+        split: [tuple(p[i : i + 8]) for p in found for i in range(len(p) - 7)]
+        for split, found in words.items()
+    }
+    train = set(grams["train"])
+    assert sum(sizes.values()) > 200_000  # a distribution may leave tkinter or distutils out
+    for split in ("valid", "test"):
+        assert 0.03 < sizes[split] / sum(sizes.values()) < 0.07
+        assert sum(gram in train for gram in grams[split]) < 0.03 * len(grams[split])
+
+
+# --------------------------------------------------------------------------------------- WikiText
+
+
+def article(rng: random.Random, title: str) -> str:
+    """Return an article as WikiText has it, a line that looks like a heading included."""
+    text = "".join(f" {sentence(rng)[:-1]} <unk> @-@ {rng.randrange(9)} . \n" for _ in range(6))
+    return f" \n = {title} = \n \n{text} = not a title = \n{text} \n = = Part = = \n \n{text}"
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small WikiText: three files and the archive they are published in."""
+    folder, rng = tmp_path_factory.mktemp("release"), random.Random(3)
+    for split, count in (("train", 9), ("valid", 2), ("test", 2)):
+        text = "".join(article(rng, f"Title {split} {number}") for number in range(count))
+        (folder / f"wiki.{split}.tokens").write_text(text)
+    with zipfile.ZipFile(folder / "small-v1.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for split in prep.SPLITS:
+            archive.write(folder / f"wiki.{split}.tokens", f"small/wiki.{split}.tokens")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def table(release: Path) -> dict:
+    """What the small release must be, counted here in another way than the script counts."""
+    texts = {split: (release / f"wiki.{split}.tokens").read_text() for split in prep.SPLITS}
+    types = len(set(texts["train"].split()))
+    small = wikitext.WikiText(
+        archive="small-v1.zip",
+        archive_sha256=sha256((release / "small-v1.zip").read_bytes()),
+        checksums={split: sha256(text.encode()) for split, text in texts.items()},
+        tokens={split: len(text.replace("\n", " </s> ").split()) for split, text in texts.items()},
+        word_types=types,
+        dictionary_size=-(-(types + 3) // 8) * 8,
+    )
+    return {"small": small}
+
+
+@pytest.fixture
+def stored(release: Path, tmp_path: Path) -> Path:
+    """A folder for --from that a test may damage: one file plain, one .gz, one .zip."""
+    folder = tmp_path / "stored"
+    folder.mkdir()
+    train, valid, test = (f"wiki.{split}.tokens" for split in prep.SPLITS)
+    (folder / train).write_bytes((release / train).read_bytes())
+    (folder / f"{valid}.gz").write_bytes(gzip.compress((release / valid).read_bytes()))
+    with zipfile.ZipFile(folder / f"{test}.zip", "w") as archive:
+        archive.write(release / test, test)
+    return folder
+
+
+def test_words_are_verified_against_the_table(stored: Path, table: dict, tmp_path: Path) -> None:
+    """Plain, .gz and .zip files are taken; tokens and dictionary are what the table says."""
+    manifest = wikitext.prepare("small", "word", tmp_path / "w", from_dir=stored, corpora=table)
+    small = table["small"]
+    assert {split: counts["tokens"] for split, counts in manifest["splits"].items()} == small.tokens
+    assert manifest["dictionary"]["size"] == small.dictionary_size
+    assert [counts["documents"] for counts in manifest["splits"].values()] == [9, 2, 2]
+    assert "manifest.json" in files(tmp_path / "w")
+    assert "bin/train.bin" in files(tmp_path / "w")
+    message = refusal(wikitext.prepare, "small", "bpe", tmp_path / "w", corpora=table)
+    assert "word level" in message
+    assert "--dest" in message
+
+
+def test_counts_that_differ_from_the_table_are_refused_and_no_binary_is_left(
+    stored: Path, table: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table that expects one token more refuses the corpus."""
+    small = table["small"]
+    tokens = {**small.tokens, "valid": small.tokens["valid"] + 1}
+    other = {"small": wikitext.WikiText(**{**vars(small), "tokens": tokens})}
+    message = refusal(
+        wikitext.prepare,
+        "small",
+        "bpe",
+        tmp_path / "w",
+        vocab_size=60,
+        from_dir=stored,
+        corpora=other,
+    )
+    assert "valid" in message
+    assert f"{tokens['valid']:,}" in message
+    assert not (tmp_path / "w" / "bin").exists()
+
+
+def test_pieces_encode_the_very_words_and_unk_is_one_piece(release: Path, tmp_path: Path) -> None:
+    """Decoding gives back every word, line for line, empty lines kept."""
+    text, model, pieces = release / "wiki.train.tokens", tmp_path / "m", tmp_path / "pieces"
+    prep.train_sentencepiece(prep.read_lines(text), model, 60)
+    prep.encode(model, text, pieces)
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    encoded = [line.split() for line in prep.read_lines(pieces)]
+    assert [processor.decode(line) for line in encoded] == list(prep.read_lines(text))
+    assert sum(line.count("▁<unk>") for line in encoded) == text.read_text().count("<unk>")
+
+
+def test_a_piece_absent_from_the_encoded_train_split_is_still_in_the_dictionary(
+    tmp_path: Path,
+) -> None:
+    """BPE merges "ab" away in train, yet "a" alone must not become <unk> elsewhere."""
+    prep.train_sentencepiece(["ab ab cab cab dab"] * 9, tmp_path / "m", 9)
+    (tmp_path / "train").write_text("ab ab\n")
+    prep.encode(tmp_path / "m", tmp_path / "train", tmp_path / "pieces")
+    prep.write_dictionary(tmp_path / "m", tmp_path / "pieces", tmp_path / "dict.txt")
+    rows = [line.split() for line in prep.read_lines(tmp_path / "dict.txt")]
+    counts = {piece: int(count) for piece, count in rows}
+    assert counts["a"] == 0
+    assert "a" not in (tmp_path / "pieces").read_text().split()
+    assert prep.count_types(tmp_path / "dict.txt") == {"size": 16, "symbols": 8}
+
+
+def test_an_impossible_vocabulary_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    """sentencepiece's own complaint does not reach the user as a traceback."""
+    with pytest.raises(SystemExit, match="--vocab-size"):
+        prep.train_sentencepiece(["too little text"], tmp_path / "m", 4000)
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("form", ["plain", "gz", "zip", "archive", "absent"])
+def test_truncated_input_is_refused_in_one_sentence_and_nothing_is_left(
+    form: str, release: Path, table: dict, tmp_path: Path
+) -> None:
+    """Whatever form the file has, its short copy is not taken."""
+    folder, name = tmp_path / "stored", "wiki.train.tokens"
+    folder.mkdir()
+    content = (release / name).read_bytes()
+    whole = {
+        "plain": (name, content),
+        "gz": (f"{name}.gz", gzip.compress(content)),
+        "zip": (f"{name}.zip", (release / "small-v1.zip").read_bytes()),
+        "archive": ("small-v1.zip", (release / "small-v1.zip").read_bytes()),
+        "absent": ("README", content),
+    }
+    file, packed = whole[form]
+    (folder / file).write_bytes(packed[: len(packed) * 2 // 3])
+    dest = tmp_path / "dest"
+    message = refusal(wikitext.prepare, "small", "word", dest, from_dir=folder, corpora=table)
+    assert name in message
+    assert files(dest) == []
+
+
+def test_a_file_with_a_wrong_checksum_is_refused(tmp_path: Path) -> None:
+    """Of the right length, but one byte changed; md5 and sha1 are understood too."""
+    (tmp_path / "text").write_bytes(b"another")
+    message = refusal(prep.obtain, "text", (), sha256(b"another!"), tmp_path / "d", tmp_path)
+    assert "sha256" in message
+    assert "run the same command" in message
+    assert files(tmp_path) == ["text"]
+    for kind in ("md5", "sha1"):
+        checksum = hashlib.new(kind, b"another").hexdigest()
+        assert (
+            prep.obtain("text", (), checksum, tmp_path / kind, tmp_path).read_bytes() == b"another"
+        )
+
+
+# --------------------------------------------------------------------------------------- download
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Serves a folder on 127.0.0.1; may cut answers short and may know no ranges."""
+
+    def __init__(self, folder: Path) -> None:
+        """Listen on a free port."""
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.folder, self.cut, self.ranges = folder, 0, True
+        self.asked: list[str | None] = []
+        self.url = f"http://127.0.0.1:{self.server_port}/"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """One GET: a whole file, or the rest of it from a range on."""
+
+    def do_GET(self) -> None:
+        """Announce everything, and send ``cut`` bytes less the first time."""
+        content, wanted = (self.server.folder / self.path[1:]).read_bytes(), self.headers["Range"]
+        self.server.asked.append(wanted)
+        start = int(wanted[6:-1]) if wanted and self.server.ranges else 0
+        self.send_response(416 if start > len(content) else 206 if start else 200)
+        self.send_header("Content-Length", str(len(content) - start))
+        self.end_headers()
+        self.wfile.write(content[start : len(content) - self.server.cut])
+        self.server.cut = 0
+
+    def log_message(self, *args) -> None:
+        """Keep quiet."""
+
+
+@pytest.fixture
+def server(release: Path) -> Iterator[Server]:
+    """A server of the small release."""
+    running = Server(release)
+    thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield running
+    running.shutdown()
+    running.server_close()
+    thread.join()
+
+
+def test_an_interrupted_download_is_resumed_by_the_next_run(
+    server: Server, release: Path, table: dict, tmp_path: Path
+) -> None:
+    """The first run ends with a sentence and a .part file; the second asks for the rest only."""
+    name, small = "small-v1.zip", table["small"]
+    size = (release / name).stat().st_size
+    server.cut = 1000
+    urls = [server.url + name]
+    message = refusal(prep.obtain, name, urls, small.archive_sha256, tmp_path, attempts=1)
+    assert "closed after" in message
+    assert "run the same command again to resume" in message
+    assert files(tmp_path) == [f"{name}.part"]
+    prep.obtain(name, urls, small.archive_sha256, tmp_path, attempts=1)
+    assert server.asked == [None, f"bytes={size - 1000}-"]
+    assert files(tmp_path) == [name]
+    assert prep.has_checksum(tmp_path / name, small.archive_sha256)
+
+
+def test_a_download_is_unpacked_and_verified_and_the_archive_is_not_kept(
+    server: Server, table: dict, tmp_path: Path
+) -> None:
+    """One run resumes by itself, from a mirror where the first address fails."""
+    server.cut = 1000
+    mirrors = ["http://127.0.0.1:1/", server.url]
+    texts = wikitext.obtain_splits(table["small"], tmp_path, None, mirrors)
+    assert len(server.asked) == 2
+    assert server.asked[1]
+    assert files(tmp_path) == sorted(path.name for path in texts.values())
+
+
+@pytest.mark.parametrize(("ranges", "size"), [(False, 700), (True, 10**6)])
+def test_a_part_that_cannot_be_resumed_is_begun_anew(
+    ranges: bool, size: int, server: Server, table: dict, tmp_path: Path
+) -> None:
+    """The server knows no ranges, or the part is longer than the file."""
+    name, small = "small-v1.zip", table["small"]
+    server.ranges = ranges
+    (tmp_path / f"{name}.part").write_bytes(b"x" * size)
+    prep.obtain(name, [server.url + name], small.archive_sha256, tmp_path)
+    assert files(tmp_path) == [name]
+    assert prep.has_checksum(tmp_path / name, small.archive_sha256)
+
+
+def test_a_download_with_a_wrong_checksum_is_refused_and_deleted(
+    server: Server, table: dict, tmp_path: Path
+) -> None:
+    """Neither the file nor its part stays."""
+    name = "small-v1.zip"
+    message = refusal(prep.obtain, name, [server.url + name], "0" * 64, tmp_path)
+    assert "wrong checksum" in message
+    assert files(tmp_path) == []
+
+
+# ------------------------------------------------------------------------------------------ steps
+
+
+def test_a_step_runs_again_when_its_input_or_its_output_changed_and_only_then(
+    tmp_path: Path,
+) -> None:
+    """A file by its content, a setting by its value, an output by its presence and content."""
+    source, target, runs = tmp_path / "source", tmp_path / "target", []
+
+    def run(setting: int) -> int:
+        steps = prep.Steps(tmp_path, "corpus", "word")
+        writes = [target]
+        reads = {"source": source, "setting": setting}
+        steps.run("copy", reads, writes, lambda: runs.append(target.write_text(source.read_text())))
+        steps.finish(lambda: {"splits": {}})
+        return len(runs)
+
+    source.write_text("one")
+    assert (run(1), run(1)) == (1, 1)
+    source.write_text("two")
+    assert (run(1), run(1)) == (2, 2)
+    assert (run(2), run(2)) == (3, 3)
+    target.unlink()
+    assert (run(2), run(2)) == (4, 4)
+
+
+def test_an_interrupted_step_leaves_a_manifest_without_results(tmp_path: Path) -> None:
+    """Only a complete destination has ``splits`` in its manifest."""
+    steps = prep.Steps(tmp_path, "corpus", "word")
+    steps.run("make", {"setting": 1}, [], lambda: None)
+    steps.finish(lambda: {"splits": {"train": {}}})
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    steps = prep.Steps(tmp_path, "corpus", "word")
+    with pytest.raises(KeyboardInterrupt):
+        steps.run("make", {"setting": 2}, [], interrupted)
+    assert "splits" not in prep.Steps(tmp_path, "corpus", "word").old
+
+
+def test_a_failing_preprocess_is_reported_and_leaves_no_binary(tmp_path: Path) -> None:
+    """Its last line of output is in the message; neither bin/ nor bin.part/ stays."""
+    with pytest.raises(SystemExit, match=r"fairseq-preprocess failed .*absent"):
+        prep.binarise({"train": tmp_path / "absent"}, tmp_path / "bin")
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------- real
+
+
+@pytest.fixture
+def real() -> Path:
+    """The folder of the real WikiText-2, where there is one."""
+    folder = Path(os.environ.get("LRPE_DATA", "")) / "wikitext-2"
+    if "LRPE_DATA" not in os.environ or not folder.is_dir():
+        pytest.skip("LRPE_DATA names no folder that holds wikitext-2/")
+    return folder
+
+
+def test_real_wikitext_2_has_the_published_counts_and_600_articles(
+    real: Path, tmp_path: Path
+) -> None:
+    """2,088,628 / 217,646 / 245,569 tokens; 33,277 word types in a dictionary of 33,280."""
+    manifest = wikitext.prepare("wikitext-2", "word", tmp_path, from_dir=real)
+    tokens = [counts["tokens"] for counts in manifest["splits"].values()]
+    assert tokens == [2_088_628, 217_646, 245_569]
+    assert [counts["documents"] for counts in manifest["splits"].values()] == [600, 60, 60]
+    assert manifest["dictionary"] == {"size": 33_280, "symbols": 33_276}

@@ -1,0 +1,674 @@
+"""The published numbers, the run file, and the rendering of results/README.md."""
+
+import csv
+import json
+import re
+import shutil
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from lrpe_fairseq.experiments import cells, tables
+from lrpe_fairseq.experiments.curves import mean_curve, validation_curves
+from lrpe_fairseq.experiments.layout import load_table, load_tables
+from lrpe_fairseq.experiments.runs import (
+    FIELDS,
+    environment,
+    read_run,
+    read_runs,
+    validate,
+    write_run,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+PAPER = ROOT / "results" / "paper"
+SETTINGS = {"iclr-table1", "iclr-table7", "tmlr-table8", "tmlr-table9"}  # no results in these
+CELLS = {
+    "iclr-table1": 16,
+    "iclr-table2": 14 * 2 * 2,
+    "iclr-table3": 10 * 6,
+    "iclr-table4": 13 * 2 * 2,
+    "iclr-table5": 3 * 2 * 2,
+    "iclr-table7": 24 * 3,
+    "iclr-table8": 13 * 2 * 2,
+    "iclr-table9": 6 * 2,
+    "tmlr-table1": 7 * 10,
+    "tmlr-table2": 8 * 4,
+    "tmlr-table3": 6 * 2,
+    "tmlr-table4": 6 * 6,
+    "tmlr-table5": 3 * 4,
+    "tmlr-table6": 7,
+    "tmlr-table8": 19 * 3,
+    "tmlr-table9": 5 * 6,
+}
+ENCODING = re.compile(
+    r"|none|rope|permuteformer|spe|t5|transformer-xl|lrpe-type[1-8]|lrpe-tmlr-type[1-3]"
+    r"|lrpe:(identity|householder|householder-learned|odd-even|fourier)"
+    r":(rotation|rotation-learned|rotation-half|unitary|unitary-learned|permutation)"
+)
+OURS = re.compile(r"\d+\.\d+(?: ± \d+\.\d+)? \(\d+\)")
+
+
+# --- the published numbers --------------------------------------------------------------------
+
+
+def published(name):
+    with open(PAPER / f"{name}.csv", newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def values(name, *keys):
+    return {
+        tuple(cell[key] for key in keys): float(cell["value"])
+        for cell in published(name)
+        if cell["value"]
+    }
+
+
+def test_every_published_table_has_all_its_cells_and_none_twice():
+    assert {path.stem for path in PAPER.glob("*.csv")} == set(CELLS)
+    for name, count in CELLS.items():
+        found = published(name)
+        assert len(found) == count, name
+        places = {
+            tuple(v for k, v in cell.items() if k not in ("value", "std", "printed", "note"))
+            for cell in found
+        }
+        if name != "iclr-table1":  # there the encoding is the cell
+            assert len(places) == count, name
+
+
+@pytest.mark.parametrize("name", sorted(set(CELLS) - SETTINGS))
+def test_value_and_deviation_are_the_numbers_of_the_printed_text(name):
+    for cell in published(name):
+        numbers = [] if cell["printed"] == "-" else re.split(r"\s*±\s*", cell["printed"])
+        assert [n for n in (cell["value"], cell["std"]) if n] == numbers, cell
+        assert all(re.fullmatch(r"\d+\.\d+", n) for n in numbers), cell
+
+
+@pytest.mark.parametrize("name", sorted(set(CELLS) - SETTINGS))
+def test_every_published_method_names_one_of_our_encodings_or_none(name):
+    for cell in published(name):
+        assert ENCODING.fullmatch(cell["encoding"]), cell
+        assert cell["attention"] in ("linear", "softmax"), cell
+
+
+def test_only_t5_and_xl_lack_linear_numbers_in_table_2():
+    dashes = {(c["method"], c["attention"]) for c in published("iclr-table2") if not c["value"]}
+    assert dashes == {("T5", "linear"), ("XL", "linear")}
+
+
+def test_table_8_perplexity_is_two_to_the_loss_within_its_rounding():
+    found = values("iclr-table8", "method", "attention", "metric")
+    pairs = [(v, found[m, a, "PPL"]) for (m, a, metric), v in found.items() if metric == "Loss"]
+    assert len(pairs) == 26 - 3
+    for loss, ppl in pairs:
+        assert 2 ** (loss - 0.005) - 0.005 <= ppl <= 2 ** (loss + 0.005) + 0.005
+
+
+def test_table_3_averages_leave_mnli_mismatched_out_in_every_row_but_linear_base():
+    found = values("iclr-table3", "attention", "method", "dataset")
+    odd = set()
+    for attention, method, dataset in found:
+        row = [found[attention, method, d] for d in ("MNLI-m", "QNLI", "QQP", "SST-2")]
+        five = [*row, found[attention, method, "MNLI-mm"]]
+        if dataset == "AVG" and abs(found[attention, method, "AVG"] - sum(row) / 4) > 0.0051:
+            odd.add((attention, method))
+            assert found[attention, method, "AVG"] == pytest.approx(sum(five) / 5, abs=0.0051)
+            assert sum(row) / 4 == pytest.approx(83.225)
+            assert sum(row) / 4 > found["linear", "Type5", "AVG"]
+    assert odd == {("linear", "Base")}
+
+
+def test_table_5_repeats_type_2_and_type_6_of_table_2():
+    ablation = values("iclr-table5", "encoding", "attention", "split")
+    whole = values("iclr-table2", "encoding", "attention", "split")
+    assert {k: v for k, v in ablation.items() if k in whole} == {
+        k: v for k, v in whole.items() if k[0] in ("lrpe-type2", "lrpe-type6")
+    }
+
+
+def test_long_range_arena_averages_are_the_mean_of_five_tasks():
+    rows = defaultdict(dict)
+    for (method, dataset), value in values("tmlr-table4", "method", "dataset").items():
+        rows[method][dataset] = value
+    for row in rows.values():
+        assert row.pop("AVG") == pytest.approx(sum(row.values()) / 5, abs=0.0051)
+
+
+def test_one_average_of_the_second_papers_ablation_is_off_by_a_hundredth():
+    rows = defaultdict(dict)
+    for (method, core), value in values("tmlr-table5", "method", "lambda").items():
+        rows[method][core] = value
+    gaps = {method: row.pop("Avg.") - sum(row.values()) / 3 for method, row in rows.items()}
+    assert {method for method, gap in gaps.items() if abs(gap) > 0.0051} == {"Identity"}
+
+
+# --- the run file -----------------------------------------------------------------------------
+
+
+def make_run(**changes):
+    run = {
+        "experiment": "demo",
+        "dataset": "wikitext-2",
+        "task": "language_modeling",
+        "attention_type": "linear",
+        "position_encoding": "none",
+        "seed": 1,
+        "scale": "small",
+        "metrics": {"valid": {"blocks": {"ppl": 60.0}}},
+        "protocol": {"blocks": "non-overlapping blocks of 256 tokens"},
+        "config": {"max_update": 900, "clip_norm": 0.0},
+        "commit": "0123456789abcdef",
+        "versions": {"python": "3.11.7", "torch": "2.13.0"},
+        "hardware": {"cpu": "A CPU", "cores": 2, "gpus": []},
+        "tokens_per_second": 1000.0,
+        "wall_seconds": 10.0,
+    }
+    return {**run, **changes}
+
+
+def ppl(value, split="valid"):
+    return {split: {"blocks": {"ppl": value}}}
+
+
+BAD = {
+    "a metric that is not a number": {"metrics": ppl(float("nan"))},
+    "an infinite metric": {"metrics": ppl(float("inf"))},
+    "a metric that is text": {"metrics": ppl("60.0")},
+    "a metric without protocol": {"metrics": {"valid": {"ppl": 60.0}}},
+    "no metric": {"metrics": {}},
+    "a protocol that is not described": {"protocol": {"sliding": "with context"}},
+    "a seed that is text": {"seed": "1"},
+    "a seed that is a truth value": {"seed": True},
+    "an empty encoding": {"position_encoding": ""},
+    "an encoder without decoder": {"position_encoding": {"encoder": "rope"}},
+    "no speed": {"tokens_per_second": 0},
+    "a config that is a list": {"config": []},
+    "an infinite option": {"config": {"lr": [float("inf")]}},
+    "a curve point without tokens": {"curve": [{"updates": 1, "valid_ppl": 2.0}]},
+    "a curve that runs backwards": {
+        "curve": [{"updates": u, "tokens": u, "valid_ppl": 2.0} for u in (2, 1)]
+    },
+}
+
+
+@pytest.mark.parametrize("change", BAD.values(), ids=BAD.keys())
+def test_a_bad_run_is_refused_in_one_sentence_and_leaves_nothing_behind(tmp_path, change):
+    with pytest.raises(ValueError, match=r"^[^\n]*\brun\b[^\n]*$"):
+        write_run(tmp_path / "demo" / "a.json", make_run(**change))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_run_that_lacks_a_field_is_refused_by_its_name(tmp_path, field):
+    run = make_run()
+    del run[field]
+    with pytest.raises(ValueError, match=f"lacks the field '{field}'"):
+        write_run(tmp_path / "a.json", run)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_written_run_is_read_back_as_it_was(tmp_path):
+    run = make_run(curve=[{"updates": 10, "tokens": 20480, "valid_ppl": 99.5}], notes="kept")
+    write_run(tmp_path / "demo" / "a.json", run)
+    assert read_runs(tmp_path) == {"demo/a.json": run}
+
+
+def test_encoder_and_decoder_may_differ():
+    sides = {"encoder": "rope", "decoder": "none"}
+    validate(make_run(position_encoding=sides, attention_type=dict.fromkeys(sides, "linear")))
+
+
+@pytest.mark.parametrize("call", ["os.fsync", "os.replace"])
+def test_a_failing_disk_leaves_the_old_run_whole_and_says_which_file(tmp_path, monkeypatch, call):
+    path = tmp_path / "demo" / "a.json"
+    write_run(path, make_run(seed=1))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(call, full)
+    with pytest.raises(OSError, match=r"cannot write the run file: No space.*a\.json"):
+        write_run(path, make_run(seed=2))
+    assert read_run(path)["seed"] == 1
+    assert [p.name for p in path.parent.iterdir()] == ["a.json"]
+
+
+def test_a_run_killed_while_writing_is_no_run(tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def kill(*_):
+        raise Killed
+
+    monkeypatch.setattr("os.replace", kill)
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)  # a killed process cleans nothing
+    with pytest.raises(Killed):
+        write_run(tmp_path / "demo" / "a.json", make_run())
+    assert [p.suffix for p in (tmp_path / "demo").iterdir()] == [".tmp"]
+    assert read_runs(tmp_path) == {}
+
+
+def test_a_truncated_or_misplaced_run_file_is_refused_by_name(tmp_path):
+    path = tmp_path / "demo" / "a.json"
+    write_run(path, make_run())
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(ValueError, match=r"a\.json is not a run file"):
+        read_runs(tmp_path)
+    write_run(path, make_run(experiment="other"))
+    with pytest.raises(ValueError, match=r"demo/a\.json says that its experiment is 'other'"):
+        read_runs(tmp_path)
+
+
+def test_the_environment_completes_a_run_and_does_not_name_the_host():
+    import platform
+
+    found = environment()
+    validate(make_run(**found))
+    assert set(found["versions"]) == {"python", "torch", "numpy", "fairseq"}
+    assert set(found["hardware"]) == {"cpu", "cores", "gpus"}
+    host = platform.node()
+    assert not host or host not in json.dumps(found["hardware"])
+
+
+# --- which run fills which cell ---------------------------------------------------------------
+
+
+TABLE = """
+title: Demo
+text: A table.
+experiments: [demo]
+scales: {small: configs/small.yaml, paper: configs/paper.yaml}
+baseline: Base
+better: lower
+options: {clip-norm: 0.0, fidelity: correct}
+same: [max-update]
+columns:
+  - {key: valid, title: valid, attention: linear, split: valid, protocol: blocks, metric: ppl,
+     paper: {file: demo.csv, split: valid}}
+  - {key: test, title: test, attention: linear, split: test, protocol: blocks, metric: ppl}
+rows:
+  - {label: Base, encoding: none, attention: [linear], method: Base}
+  - {label: RoPE, encoding: rope, attention: [linear], method: RoPE}
+  - {label: SPE, encoding: spe, attention: [linear], method: SPE}
+  - {label: PER, encoding: permuteformer, attention: [linear], method: PER}
+  - {label: T5, encoding: t5, attention: [softmax]}
+  - {label: Type8, encoding: lrpe-type8, attention: [linear], overrides: {clip-norm: 1.0}}
+curves: [Base, RoPE]
+"""
+DEMO_CSV = """method,split,value,std,printed,note
+Base,valid,30.0,,30.0,
+RoPE,valid,20.0,,20.0,
+SPE,valid,40.0,,40.0,
+PER,valid,10.0,,10.0,
+"""
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "configs" / "tables").mkdir(parents=True)
+    (tmp_path / "results" / "paper").mkdir(parents=True)
+    (tmp_path / "configs" / "tables" / "demo.yaml").write_text(TABLE)
+    (tmp_path / "results" / "paper" / "demo.csv").write_text(DEMO_CSV)
+    return tmp_path
+
+
+def save(root, name, **changes):
+    run = make_run(**changes)
+    write_run(root / "results" / "runs" / run["experiment"] / f"{name}.json", run)
+
+
+def edit_table(root, old, new):
+    path = root / "configs" / "tables" / "demo.yaml"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    return path
+
+
+def scores(root, row, column):
+    table = load_table(root / "configs" / "tables" / "demo.yaml")
+    runs = read_runs(root / "results" / "runs")
+    return cells.scores(table, table.row(row), table.column(column), runs)
+
+
+def line_of(text, label):
+    return next(line for line in text.splitlines() if line.startswith(f"| {label} | `"))
+
+
+def test_a_run_fills_a_cell_only_with_the_options_of_that_cell(root):
+    save(root, "a", seed=1, metrics=ppl(50.0))
+    save(root, "b", seed=2, metrics=ppl(51.0), config={"max_update": 900, "fidelity": "published"})
+    save(root, "c", seed=3, metrics=ppl(52.0), attention_type="softmax")
+    save(root, "d", seed=4, metrics=ppl(53.0), position_encoding="lrpe-type8")
+    clipped = {"max_update": 900, "clip_norm": 1}
+    save(root, "e", seed=5, metrics=ppl(54.0), position_encoding="lrpe-type8", config=clipped)
+    assert scores(root, "Base", "valid") == {1: 50.0}
+    assert scores(root, "Type8", "valid") == {5: 54.0}
+    text = tables.render(root)
+    leftovers = text.partition("## Runs that no table shows")[2]
+    assert re.findall(r"runs/demo/(\w)\.json", leftovers) == ["b", "c", "d"]
+
+
+def test_two_runs_of_one_seed_in_one_cell_are_refused_by_name(root):
+    save(root, "a", seed=1)
+    save(root, "b", seed=1)
+    with pytest.raises(ValueError, match=r"a\.json and demo/b\.json both fill seed 1 of row Base"):
+        tables.render(root)
+
+
+def test_runs_with_unequal_budgets_do_not_share_a_table(root):
+    save(root, "a", seed=1)
+    save(root, "b", seed=2, position_encoding="rope", config={"max_update": 901})
+    with pytest.raises(ValueError, match=r"a\.json and .*b\.json .* differ in max-update: 900"):
+        tables.render(root)
+
+
+def test_scales_and_data_sets_are_shown_apart(root):
+    save(root, "a", metrics=ppl(11.0))
+    save(root, "b", metrics=ppl(22.0), scale="paper")
+    save(root, "c", metrics=ppl(33.0), dataset="wikitext-103")
+    shown = re.findall(r"^### (.*)|^\| Base \| `none` \| ([\d.]+)", tables.render(root), re.M)
+    assert [a or b for a, b in shown] == [
+        "wikitext-103, scale small (`configs/small.yaml`)", "33.00",
+        "wikitext-2, scale small (`configs/small.yaml`)", "11.00",
+        "wikitext-2, scale paper (`configs/paper.yaml`)", "22.00",
+    ]  # fmt: skip
+
+
+def test_columns_may_be_data_sets(root):
+    edit_table(root, "title: valid, ", "title: valid, dataset: rte, ")
+    edit_table(root, "split: test, protocol", "dataset: cola, split: valid, protocol")
+    save(root, "a", dataset="rte", metrics=ppl(1.0))
+    save(root, "b", dataset="cola", metrics=ppl(2.0))
+    save(root, "c", dataset="mrpc", metrics=ppl(3.0))
+    assert scores(root, "Base", "valid") == {1: 1.0}
+    assert scores(root, "Base", "test") == {1: 2.0}
+    text = tables.render(root)
+    assert text.count("### ") == 1
+    assert re.findall(r"runs/demo/(\w)\.json", text) == ["c"]
+
+
+def test_only_the_best_of_a_seeds_learning_rates_counts_where_the_column_says_so(root):
+    edit_table(root, "title: test, ", "title: test, best_over: lr, ")
+    for name, seed, lr, value in [("a", 1, 1e-5, 9.0), ("b", 1, 3e-5, 7.0), ("c", 2, 1e-5, 8.0)]:
+        save(root, name, seed=seed, metrics=ppl(value, "test"), config={"lr": lr})
+    assert scores(root, "Base", "test") == {1: 7.0, 2: 8.0}
+
+
+def test_a_mean_column_averages_columns_over_the_seeds_they_share(root):
+    extra = "  - {key: mean, title: mean, attention: linear, mean_of: [valid, test]}\nrows:"
+    edit_table(root, "rows:", extra)
+    both = {**ppl(10.0), **ppl(20.0, "test")}
+    save(root, "a", seed=1, metrics=both)
+    save(root, "b", seed=2, metrics=ppl(10.0))
+    assert scores(root, "Base", "mean") == {1: 15.0}
+
+
+def test_a_relative_column_divides_by_the_mean_of_the_baseline_row(root):
+    extra = (
+        "  - {key: speed, title: speed, attention: linear, metric: tokens_per_second,"
+        " relative: true}\nrows:"
+    )
+    edit_table(root, "rows:", extra)
+    save(root, "a", seed=1, tokens_per_second=900)
+    save(root, "b", seed=2, tokens_per_second=1100)
+    save(root, "c", seed=1, tokens_per_second=500, position_encoding="rope")
+    assert scores(root, "RoPE", "speed") == {1: 0.5}
+
+
+def test_encoder_decoder_rows_want_the_stated_decoder(root):
+    edit_table(root, "baseline:", "decoder: {encoding: none, attention: softmax}\nbaseline:")
+    attention = {"encoder": "linear", "decoder": "softmax"}
+    for name, seed, decoder in [("a", 1, "none"), ("b", 2, "rope")]:
+        encoding = {"encoder": "rope", "decoder": decoder}
+        save(root, name, seed=seed, attention_type=attention, position_encoding=encoding)
+    save(root, "c", seed=3, position_encoding="rope")
+    assert set(scores(root, "RoPE", "valid")) == {1}
+
+
+WRONG_TABLES = {
+    "an unknown key": ("better: lower", "beter: lower", "has no key beter"),
+    "a missing key": ("better: lower\n", "", "lacks the key better"),
+    "a wrong direction": ("better: lower", "better: low", "better must be lower or higher"),
+    "an override without usual value": ("clip-norm: 0.0, ", "", "override clip-norm"),
+    "a row twice": ("label: SPE", "label: RoPE", "RoPE stands there twice"),
+    "no such baseline": ("baseline: Base", "baseline: Bass", "has no 'Bass'"),
+    "an unknown attention": ("[softmax]", "[vanilla]", "row T5 needs attention types"),
+    "a split without protocol": ("protocol: blocks, ", "", "split and protocol together"),
+    "a number in a note": ("curves:", "notes: {small: it is 5.5}\ncurves:", "states 5.5 itself"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_TABLES.values(), ids=WRONG_TABLES.keys())
+def test_a_wrong_table_file_gets_one_sentence_that_names_it(root, wrong, capsys):
+    old, new, sentence = wrong
+    edit_table(root, old, new)
+    assert tables.main(["--root", str(root)]) == 1
+    message = capsys.readouterr().err
+    assert "demo.yaml" in message
+    assert sentence in message
+    assert message.count("\n") == 1
+
+
+def test_a_reference_to_a_published_cell_that_is_not_there_is_refused(root):
+    edit_table(root, "method: SPE", "method: SPF")
+    with pytest.raises(ValueError, match=r"0 cells with .*SPF"):
+        tables.render(root)
+
+
+# --- rank correlation -------------------------------------------------------------------------
+
+
+def test_equal_values_share_the_mean_of_their_ranks():
+    assert cells.average_ranks([30.0, 10.0, 20.0, 20.0]) == [4.0, 1.0, 2.5, 2.5]
+    assert cells.average_ranks([5.0, 5.0, 5.0, 1.0]) == [3.0, 3.0, 3.0, 1.0]
+
+
+def test_spearman_equals_examples_worked_by_hand():
+    assert cells.spearman([1, 2, 3], [10, 20, 99]) == pytest.approx(1.0)
+    assert cells.spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1.0)
+    # no ties: 1 - 6 * 4 / (4 * 15)
+    assert cells.spearman([1, 2, 3, 4], [2, 1, 4, 3]) == pytest.approx(0.6)
+    # ranks 1, 2.5, 2.5, 4 against 1, 2, 3, 4: 4.5 / sqrt(4.5 * 5)
+    assert cells.spearman([1, 2, 2, 4], [10, 20, 30, 40]) == pytest.approx(4.5 / 22.5**0.5)
+    # ties on both sides, ranks 1.5, 1.5, 3 against 1, 2.5, 2.5: 0.75 / 1.5
+    assert cells.spearman([7, 7, 9], [1, 4, 4]) == pytest.approx(0.5)
+
+
+def test_spearman_of_a_constant_column_is_undefined():
+    assert cells.spearman([1, 1, 1], [1, 2, 3]) is None
+
+
+def test_spearman_refuses_columns_of_different_lengths():
+    with pytest.raises(ValueError, match="2 with 3"):
+        cells.spearman([1, 2], [1, 2, 3])
+
+
+# --- the rendered text ------------------------------------------------------------------------
+
+
+FOUR = {"none": 50.0, "rope": 60.0, "spe": 55.0, "permuteformer": 65.0}
+
+
+def save_four(root):
+    for encoding, value in FOUR.items():
+        save(root, encoding, position_encoding=encoding, metrics=ppl(value))
+
+
+def test_a_cell_shows_mean_deviation_seeds_paper_difference_and_distance_from_baseline(root):
+    save(root, "a", seed=1, metrics=ppl(50.0))
+    save(root, "b", seed=2, metrics=ppl(50.0))
+    save(root, "c", seed=1, metrics=ppl(44.0), position_encoding="rope", tokens_per_second=900)
+    save(root, "d", seed=2, metrics=ppl(46.0), position_encoding="rope", peak_memory_mb=77)
+    text = tables.render(root)
+    assert line_of(text, "RoPE") == (
+        "| RoPE | `rope` | 45.00 ± 1.41 (2) | 20.0 | +25.00 | -10.0 % / -33.3 % "
+        "| not run | — | 950 | 0.95 | 77 |"
+    )
+    assert line_of(text, "SPE") == (
+        "| SPE | `spe` | not run | 40.0 | — | — / +33.3 % | not run | — | — | — | — |"
+    )
+    assert line_of(text, "T5") == "| T5 | `t5` | — | — | — | — | — | — | — | — | — |"
+
+
+def test_nothing_is_relative_to_a_baseline_of_zero(root):
+    save(root, "a", metrics=ppl(0.0, "test"))
+    save(root, "b", metrics=ppl(5.0, "test"), position_encoding="rope")
+    assert "| 5.00 (1) | — |" in line_of(tables.render(root), "RoPE")
+
+
+def test_speed_is_compared_on_the_same_hardware_only(root):
+    other = {"cpu": "Another CPU", "cores": 64, "gpus": ["A GPU"]}
+    save(root, "a", seed=1, tokens_per_second=1000)
+    save(root, "b", seed=1, position_encoding="rope", hardware=other, tokens_per_second=9000)
+    text = tables.render(root)
+    assert line_of(text, "RoPE").endswith("| 9000 | — | — |")
+    save(root, "c", seed=2, position_encoding="rope", tokens_per_second=800)
+    assert line_of(tables.render(root), "RoPE").endswith("| several machines | 0.80 | — |")
+
+
+def test_rank_correlation_and_the_rows_far_off_are_stated(root):
+    save_four(root)
+    line = next(line for line in tables.render(root).splitlines() if "linear, valid:" in line)
+    # ours 1, 3, 2, 4 against 3, 2, 4, 1: sum of squares 4 + 1 + 4 + 9
+    assert line == (
+        "- linear, valid: -0.80 over 4 rows; 3 ranks or more away: PER (4 for the paper's 1)."
+    )
+
+
+def test_rank_one_is_the_best_also_where_higher_is_better(root):
+    edit_table(root, "better: lower", "better: higher")
+    save_four(root)
+    assert "PER (1 for the paper's 4)" in tables.render(root)
+
+
+def test_a_note_takes_its_numbers_from_runs(root):
+    note = 'notes: {small: "RoPE: [[RoPE | valid]], SPE: [[SPE|valid]]."}\ncurves:'
+    edit_table(root, "curves:", note)
+    save(root, "a", position_encoding="rope", metrics=ppl(44.4))
+    assert "RoPE: 44.40, SPE: not run." in tables.render(root)
+
+
+def test_every_row_has_provenance_and_a_command(root):
+    save(root, "a", commit="fedcba9876543210-dirty")
+    text = tables.render(root)
+    command = "`scripts/run_table.sh demo --rows Base --scale small`"
+    assert f"| Base | 1 | fedcba9876-dirty | [1] | {command} |" in text
+    assert "| Type8 | not run | — | — | `scripts/run_table.sh demo --rows Type8" in text
+    assert "- [1] A CPU, 2 cores, no GPU; torch 2.13.0" in text
+    assert "Not run at scale paper: `scripts/run_table.sh demo --scale paper`." in text
+
+
+def test_the_text_is_the_same_in_whatever_order_the_runs_were_written(root):
+    save_four(root)
+    first = tables.render(root)
+    shutil.rmtree(root / "results" / "runs")
+    for encoding in reversed(FOUR):
+        save(root, encoding, position_encoding=encoding, metrics=ppl(FOUR[encoding]))
+    assert tables.render(root) == first
+
+
+def test_a_stale_text_fails_the_check_in_one_sentence(root, capsys):
+    save(root, "a", metrics=ppl(50.0))
+    assert tables.main(["--root", str(root), "--check"]) == 1
+    assert tables.main(["--root", str(root)]) == 0
+    assert tables.main(["--root", str(root), "--check"]) == 0
+    save(root, "b", seed=2, metrics=ppl(50.5))
+    capsys.readouterr()
+    assert tables.main(["--root", str(root), "--check"]) == 1
+    message = capsys.readouterr().err
+    assert re.fullmatch(r"tables: \S*README\.md is stale; run 'make tables'\n", message)
+
+
+def test_no_number_of_ours_stands_without_its_run(root):
+    save_four(root)
+    found = OURS.findall(tables.render(root))
+    assert found == [f"{value:.2f} (1)" for value in FOUR.values()]
+    (root / "results" / "runs" / "demo" / "spe.json").unlink()
+    assert OURS.findall(tables.render(root)) == [v for v in found if v != "55.00 (1)"]
+    shutil.rmtree(root / "results" / "runs")
+    assert OURS.findall(tables.render(root)) == []
+
+
+# --- figures ----------------------------------------------------------------------------------
+
+
+CURVE = [{"updates": u, "tokens": 2048 * u, "valid_ppl": 100.0 - u} for u in (10, 20, 30)]
+
+
+def test_a_mean_curve_stands_where_all_seeds_were_validated():
+    higher = [{**point, "valid_ppl": point["valid_ppl"] + 2} for point in CURVE[1:]]
+    runs = [make_run(curve=CURVE), make_run(seed=2, curve=higher)]
+    assert mean_curve(runs) == [(20, 81.0), (30, 71.0)]
+
+
+def test_the_same_curves_give_the_same_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    curves = {"linear": {"Base": [(1, 9.0), (2, 8.0)]}, "softmax": {"Base": [(1, 9.0), (2, 7.0)]}}
+    validation_curves(tmp_path / "a.png", curves)
+    validation_curves(tmp_path / "b.png", curves)
+    picture = (tmp_path / "a.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert b"Software" not in picture
+    assert picture == (tmp_path / "b.png").read_bytes()
+
+
+def test_a_missing_figure_fails_the_check(root, capsys):
+    pytest.importorskip("matplotlib")
+    save(root, "a", curve=CURVE)
+    assert tables.main(["--root", str(root)]) == 0
+    picture = root / "results" / "figures" / "demo-wikitext-2-small.png"
+    assert "](figures/demo-wikitext-2-small.png)" in (root / "results/README.md").read_text()
+    assert tables.main(["--root", str(root), "--check"]) == 0
+    picture.unlink()
+    assert tables.main(["--root", str(root), "--check"]) == 1
+    assert "is missing" in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_text_is_the_same_and_one_sentence_says_so(
+    root, monkeypatch, capsys
+):
+    save(root, "a", curve=CURVE)
+    text = tables.render(root)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    assert tables.main(["--root", str(root)]) == 0
+    assert capsys.readouterr().out.count("matplotlib") == 1
+    assert (root / "results" / "README.md").read_text() == text
+    assert not (root / "results" / "figures").exists()
+
+
+# --- this repository --------------------------------------------------------------------------
+
+
+def test_the_results_of_this_repository_are_up_to_date():
+    assert tables.main(["--check"]) == 0
+
+
+def test_the_tables_of_this_repository_show_no_number_of_ours_without_runs(tmp_path):
+    shutil.copytree(ROOT / "configs" / "tables", tmp_path / "configs" / "tables")
+    shutil.copytree(PAPER, tmp_path / "results" / "paper")
+    text = tables.render(tmp_path)
+    assert OURS.findall(text) == []
+    assert text.count("not run") > 100
+
+
+def test_table_2_lists_all_fourteen_methods_and_the_cells_the_paper_has():
+    table = load_table(ROOT / "configs" / "tables" / "table2.yaml")
+    ours = {(row.method, row.encoding, kind) for row in table.rows for kind in row.attention}
+    paper = {
+        (c["method"], c["encoding"], c["attention"]) for c in published("iclr-table2") if c["value"]
+    }
+    assert len(table.rows) == 14
+    assert ours == paper
+
+
+def test_every_row_of_our_tables_names_a_public_encoding():
+    found = load_tables(ROOT / "configs" / "tables")
+    assert [table.name for table in found[:2]] == ["table2", "table5"]
+    for row in (row for table in found for row in table.rows):
+        assert row.encoding
+        assert ENCODING.fullmatch(row.encoding)
