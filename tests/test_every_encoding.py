@@ -34,7 +34,7 @@ def expected_scores(name, q, k, q_positions, k_positions, causal=True):
     draws = torch.stack(
         [
             score_matrix(same_parameters(name, causal, seed), q, k, q_positions, k_positions)
-            for seed in range(400)
+            for seed in range(100)
         ]
     )
     return draws.mean(0), draws.std(0) / math.sqrt(len(draws))

@@ -253,7 +253,8 @@ def causal_sums(
 def _cut(x: Tensor, chunks: int, size: int) -> Tensor:
     """(B, H, T, D) -> (B, H, N, C, D), filled up with zero rows."""
     missing = chunks * size - x.shape[-2]
-    x = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
+    # contiguous once, or every product of the two passes would copy the strided heads again
+    x = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
     return x.reshape(*x.shape[:2], chunks, size, x.shape[-1])
 
 

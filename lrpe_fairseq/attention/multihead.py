@@ -151,10 +151,9 @@ class MultiheadAttention(nn.Module):
         """
         if keep_state and not self.causal:
             raise ValueError("only causal attention can be continued: build it with causal=True")
-        q, k, v = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         positions = block_positions(x, key_padding_mask, state)
         attend = self._linear if self.attention_type == "linear" else self._softmax
-        out, past = attend(q, k, v, positions, key_padding_mask, state, keep_state)
+        out, past = attend(x, positions, key_padding_mask, state, keep_state)
         out = out.transpose(1, 2).flatten(2)
         out = self.out_proj(out if self.norm is None else self.norm(out))
         if not keep_state:
@@ -165,16 +164,48 @@ class MultiheadAttention(nn.Module):
         """(B, T, C) -> (B, H, T, D)."""
         return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v (B, H, T, D) of x (B, T, C)."""
+        return tuple(self._heads(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj))
+
+    def _folds(self, x: Tensor) -> bool:
+        """Whether P goes into the weights: cheaper than per token once tokens outnumber C.
+
+        Not where a hook rewrites the weights on each call (quantisation noise).
+        """
+        plain = not (self.q_proj._forward_pre_hooks or self.k_proj._forward_pre_hooks)
+        return plain and self.encoding.foldable and x.shape[0] * x.shape[1] >= x.shape[2]
+
+    def _folded(self, projection: nn.Linear, x: Tensor) -> tuple[Tensor, ...]:
+        """The planes of P W x + P b, (B, H, T, D) each, with P W formed once per call."""
+        weight = projection.weight.unflatten(0, (self.num_heads, self.head_dim))  # H D C
+        bias = projection.bias.view(self.num_heads, self.head_dim, 1)
+        planes = self.encoding.projection(torch.cat([weight, bias], -1).transpose(1, 2))
+        return tuple(
+            self._heads(F.linear(x, p[:, :-1].transpose(1, 2).flatten(0, 1), p[:, -1].flatten()))
+            for p in planes
+        )
+
+    def _encoded(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q~, k~, v of softmax attention; score encodings leave q and k as they are."""
+        if isinstance(self.encoding, ScoreEncoding):
+            return self._project(x)
+        if not self._folds(x):
+            q, k, v = self._project(x)
+            return *self.encoding(q, k, positions, positions), v
+        projections = (self.q_proj, self.k_proj)
+        q, k = (self.encoding.turn(self._folded(p, x), positions) for p in projections)
+        return q, k, self._heads(self.v_proj(x))
+
     def _linear(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        x: Tensor,
         positions: Tensor,
         padding: Tensor | None,
         state: AttentionState | None,
         keep_state: bool,
     ) -> tuple[Tensor, LinearState | None]:
+        q, k, v = self._project(x)
         options = {"key_padding_mask": padding, "normalizer": self.normalizer}
         early = self.encoding.before_feature_map
         if not early:
@@ -191,17 +222,13 @@ class MultiheadAttention(nn.Module):
 
     def _softmax(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        x: Tensor,
         positions: Tensor,
         padding: Tensor | None,
         state: AttentionState | None,
         keep_state: bool,
     ) -> tuple[Tensor, SoftmaxState | None]:
-        score_encoding = isinstance(self.encoding, ScoreEncoding)
-        if not score_encoding:
-            q, k = self.encoding(q, k, positions, positions)
+        q, k, v = self._encoded(x, positions)
         past, k_positions = None, positions
         if keep_state:
             past = _extend(state and state.past, k, v, positions, padding)
@@ -213,8 +240,9 @@ class MultiheadAttention(nn.Module):
             "key_padding_mask": padding,
             "dropout": self.dropout if self.training else 0.0,
         }
-        if score_encoding:
-            options["bias"] = self.encoding.bias(q * options["scale"], k, positions, k_positions)
+        if isinstance(self.encoding, ScoreEncoding):
+            scaled = q * options["scale"]
+            options["bias"] = self.encoding.bias(scaled, k, positions, k_positions)
             return softmax_attention(q, k, v, **options), past
         log_decay = self.encoding.log_decay()
         if log_decay is None:

@@ -12,6 +12,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lrpe_fairseq.encodings.base import (
     EncodingSpec,
@@ -107,7 +108,33 @@ class Fourier(nn.Module):
 def reflect(x: Tensor, v: Tensor) -> Tensor:
     """x - 2 v (v^T x) / (v^T v) for every row of x (..., D) and one vector v (D,)."""
     v = v.to(x.dtype)
-    unit = v / v.norm().clamp_min(EPS)
+    return _Reflection.apply(x, v / v.norm().clamp_min(EPS))
+
+
+class _Reflection(torch.autograd.Function):
+    """The mirror image of x in the plane normal to a unit vector u; its own transpose.
+
+    Hence the gradient of x is the mirror image of the gradient: two passes over memory where
+    automatic differentiation takes six.
+    """
+
+    @staticmethod
+    def forward(ctx, x, unit):
+        ctx.save_for_backward(unit, x if unit.requires_grad else None)
+        return _mirror(x, unit)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        unit, x = ctx.saved_tensors
+        if x is None:
+            return _mirror(grad, unit), None
+        g, x = grad.reshape(-1, unit.numel()), x.reshape(-1, unit.numel())
+        grad_unit = -2 * (x.T @ (g @ unit) + g.T @ (x @ unit))
+        return _mirror(grad, unit), grad_unit
+
+
+def _mirror(x: Tensor, unit: Tensor) -> Tensor:
     return torch.addcmul(x, (x @ unit).unsqueeze(-1), unit, value=-2)
 
 
@@ -218,8 +245,28 @@ class Permutation(nn.Module):
 
     def forward(self, planes: Planes, positions: Tensor) -> Planes:
         """Permute the last axis of every plane (..., T, D) at ``positions``."""
-        index = over_heads(self.cycles.power(self.permutation, positions), positions)
-        return tuple(x.gather(-1, index.expand_as(x)) for x in planes)
+        index, inverse = self.cycles.powers(self.permutation, positions)
+        index, inverse = over_heads(index, positions), over_heads(inverse, positions)
+        return tuple(permute(x, index, inverse) for x in planes)
+
+
+def permute(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    """x[..., index[..., j]] for x (..., D), where ``inverse`` undoes ``index``; broadcasts."""
+    return _Permuted.apply(x, index.expand_as(x), inverse.expand_as(x))
+
+
+class _Permuted(torch.autograd.Function):
+    """A gather whose gradient is the inverse gather, not a slow scatter that adds."""
+
+    @staticmethod
+    def forward(ctx, x, index, inverse):
+        ctx.save_for_backward(inverse)
+        return x.gather(-1, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return grad.gather(-1, ctx.saved_tensors[0]), None, None
 
 
 class CyclicPowers:
@@ -228,15 +275,16 @@ class CyclicPowers:
     def __init__(self) -> None:
         self._of_permutation, self._of_positions = PositionCache(), PositionCache()
 
-    def power(self, permutation: Tensor, positions: Tensor) -> Tensor:
-        """pi^s(j) for pi (D,) or (H, D) and s of any shape: int64, s.shape + pi.shape."""
-        start, step, length, members = self._of_permutation.get(
-            permutation, None, lambda: cycle_form(permutation)
-        )
+    def powers(self, permutation: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """pi^s(j) and pi^-s(j) for pi (D,) or (H, D) and s of any shape.
+
+        Both int64, of shape s.shape + pi.shape; the second undoes the first.
+        """
+        form = self._of_permutation.get(permutation, None, lambda: cycle_form(permutation))
         return self._of_positions.get(
             positions,
             (id(permutation), permutation._version),
-            lambda: _step_along_cycles(start, step, length, members, positions),
+            lambda: (_along_cycles(form, positions), _along_cycles(form, -positions)),
         )
 
 
@@ -268,9 +316,8 @@ def _cycle_form_of_row(row: list[int]) -> tuple[list[int], list[int], list[int],
     return start, step, length, members
 
 
-def _step_along_cycles(
-    start: Tensor, step: Tensor, length: Tensor, members: Tensor, positions: Tensor
-) -> Tensor:
+def _along_cycles(form: tuple[Tensor, Tensor, Tensor, Tensor], positions: Tensor) -> Tensor:
+    start, step, length, members = form
     s = positions.reshape(positions.shape + (1,) * start.dim())
     place = start + (step + s) % length
     return members.expand(place.shape).gather(-1, place)
@@ -293,11 +340,33 @@ def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:
     The first 2E features are multiplied as complex numbers x[2i] + i x[2i+1]; the rest stay.
     """
     width = 2 * turn.shape[-1]
-    head = x[..., :width].contiguous()
-    head = head.clone() if head.storage_offset() % 2 else head  # a view cannot split a pair
-    pairs = torch.view_as_complex(head.unflatten(-1, (-1, 2)))
-    turned = torch.view_as_real(pairs * turn).flatten(-2)
+    turned = _TurnedPairs.apply(x[..., :width], turn)
     return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], dim=-1)
+
+
+class _TurnedPairs(torch.autograd.Function):
+    """Complex multiplication of pairs by a unit number; the gradient turns back."""
+
+    @staticmethod
+    def forward(ctx, x, turn):
+        pairs = _pairs(x)
+        ctx.save_for_backward(turn, pairs if turn.requires_grad else None)
+        return torch.view_as_real(pairs * turn).flatten(-2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        turn, pairs = ctx.saved_tensors
+        grad = _pairs(grad)
+        grad_turn = None if pairs is None else (grad * pairs.conj()).sum_to_size(turn.shape)
+        return torch.view_as_real(grad * turn.conj()).flatten(-2), grad_turn
+
+
+def _pairs(x: Tensor) -> Tensor:
+    """(..., 2E) real -> (..., E) complex; copies where a view would split a pair."""
+    x = x.contiguous()
+    x = x.clone() if x.storage_offset() % 2 else x
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
 
 
 # --- the family --------------------------------------------------------------------------------
@@ -338,6 +407,7 @@ class LRPE(QueryKeyEncoding):
         self.projection = _named(PROJECTIONS, projection, "P")(spec)
         self.core = _named(CORES, core, "Lambda")(spec)
         self._planes = 2 if projection == "fourier" or core.startswith("unitary") else 1
+        self.foldable = projection != "identity"
         # the transform of a positive vector has its mass in bin 0, which turns fastest
         self.denominator_vanishes = projection == "fourier"
 
@@ -361,9 +431,14 @@ class LRPE(QueryKeyEncoding):
         return self.turn(self.projection(wide), positions).to(x.dtype)
 
     def turn(self, planes: Planes, positions: Tensor) -> Tensor:
-        """Lambda^(s) on the planes of P x; the part that a folded projection leaves to do."""
-        planes = self.core(planes, check_positions(positions))
-        return planes[0] if len(planes) == 1 else torch.cat(planes, dim=-1)
+        """Lambda^(s) on the planes of P x; the part that a folded projection leaves to do.
+
+        Half types are widened to float32 and rounded once.
+        """
+        dtype = planes[0].dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        turned = self.core(tuple(x.to(wide) for x in planes), check_positions(positions))
+        return (turned[0] if len(turned) == 1 else torch.cat(turned, dim=-1)).to(dtype)
 
 
 def _named(table: dict[str, type], name: str, role: str) -> type:

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.base import EncodingSpec, QueryKeyEncoding, check_positions
-from lrpe_fairseq.encodings.lrpe import CyclicPowers
+from lrpe_fairseq.encodings.lrpe import CyclicPowers, permute
 
 PUBLISHED_SEED = 0xDEADBEEFDEADBEEF
 """Seed of the one permutation of the departure ``permuteformer-shared-permutation``."""
@@ -26,8 +26,8 @@ class PermuteFormer(QueryKeyEncoding):
     ``permuteformer-bidirectional-ratio``, see :mod:`lrpe_fairseq.encodings.fidelity`. The trap
     of the latter: with a denominator that sums the scores, r^s cancels, and every query of
     linear attention weighs the keys by r^-t, that is, sees little but the end of the text. The
-    features are then float32 and overflow where keys span more than about 1300 tokens; softmax
-    scores already overflow at about 690.
+    features are then float32 whatever q is, and overflow where keys span more than about 1300
+    tokens; softmax scores already overflow at about 690.
     """
 
     def __init__(self, spec: EncodingSpec) -> None:
@@ -50,8 +50,8 @@ class PermuteFormer(QueryKeyEncoding):
 
     def permute(self, x: Tensor, positions: Tensor) -> Tensor:
         """(B, H, T, D) at positions (T,) or (B, T) -> (B, H, T, D), exact in any dtype."""
-        index = self.cycles.power(self.permutation, check_positions(positions))
-        return x.gather(-1, index.transpose(-3, -2).expand_as(x))
+        powers = self.cycles.powers(self.permutation, check_positions(positions))
+        return permute(x, *(index.transpose(-3, -2) for index in powers))
 
     def log_decay(self) -> Tensor | None:
         """(H,) float32 log r_h, all negative; None in a bidirectional model."""

@@ -351,5 +351,6 @@ def filter_features(x: Tensor, code: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _filter_rows(x: Tensor, code: Tensor, index: Tensor) -> Tensor:
-    own = code.index_select(1, index.flatten()).unflatten(1, index.shape)  # H b T D R
-    return torch.einsum("bhtd,hbtdr->bhtr", x, own)
+    own = code.index_select(1, index.flatten())  # H bT D R
+    filtered = x.transpose(0, 1).flatten(1, 2).unsqueeze(-2) @ own  # H bT 1 R
+    return filtered.squeeze(-2).unflatten(1, index.shape).transpose(0, 1)

@@ -136,7 +136,9 @@ def test_permutation_powers_are_repeated_application():
         pi = torch.randperm(width, generator=generator)
         power, powers = torch.arange(width), CyclicPowers()
         for s in range(200):
-            assert torch.equal(powers.power(pi, torch.tensor([s]))[0], power)
+            forth, back = powers.powers(pi, torch.tensor([s]))
+            assert torch.equal(forth[0], power)
+            assert torch.equal(back[0][power], torch.arange(width))
             power = pi[power]
 
 
@@ -144,10 +146,11 @@ def test_permutation_powers_serve_one_permutation_per_head():
     pi = torch.stack(
         [torch.randperm(6, generator=torch.Generator().manual_seed(h)) for h in (1, 2)]
     )
-    together = CyclicPowers().power(pi, torch.arange(50))
-    assert together.shape == (50, 2, 6)
+    together = CyclicPowers().powers(pi, torch.arange(50))
+    assert together[0].shape == together[1].shape == (50, 2, 6)
     for h in range(2):
-        assert torch.equal(together[:, h], CyclicPowers().power(pi[h], torch.arange(50)))
+        alone = CyclicPowers().powers(pi[h], torch.arange(50))
+        assert all(torch.equal(a[:, h], b) for a, b in zip(together, alone, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,15 @@ def deviation(encoding, q, k, q_positions, k_positions):
     return ((mean - expected).abs() / error).max()
 
 
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Hundreds of forwards on tiny tensors: threads cost more than they bring."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 # --- in expectation ----------------------------------------------------------------------------
 
 

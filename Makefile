@@ -1,0 +1,45 @@
+# `make quickstart` and `make test` set up everything they need in .venv by themselves.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test lint format bench tables
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: $(INSTALLED)  ## make .venv with torch, fairseq and this package (TORCH=torch==... for another build)
+
+# fairseq's build asks for a torch of its own; without isolation it uses the one just installed
+$(INSTALLED): setup.py
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or 3.12 is needed: make PYTHON=python3.11") if sys.version_info[:2] not in [(3, 11), (3, 12)] else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet numpy cython
+	$(BIN)/python -m pip install --quiet --no-build-isolation fairseq-fixed==0.12.3.1
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[test,plots]'
+	touch $@
+
+quickstart: install  ## train LRPE beside its baselines on real text; prints one table
+	$(BIN)/python -m lrpe_fairseq.experiments.quickstart
+
+test: install  ## prove that it is right, end-to-end cases included
+	$(BIN)/python -m pytest
+
+lint: install  ## check style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: install  ## fix style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install  ## time attention and every encoding against their baselines
+	$(BIN)/python -m benchmarks.run
+
+tables: install  ## render results/README.md from the run files
+	$(BIN)/python -m lrpe_fairseq.experiments.tables

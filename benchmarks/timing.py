@@ -1,0 +1,56 @@
+"""Timing by contest: all contestants in one run, in turn; ratios survive a noisy machine."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one contestant in every round, in the order of the rounds."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Median over rounds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """(max - min) / median: how noisy the machine was."""
+        return (max(self.seconds) - min(self.seconds)) / self.median
+
+    def ratio(self, other: "Timing") -> float:
+        """Median over rounds of this one's seconds over the other's in the same round."""
+        pairs = zip(self.seconds, other.seconds, strict=True)
+        return statistics.median(mine / theirs for mine, theirs in pairs)
+
+
+def contest(
+    contestants: dict[str, Callable[[], object]], rounds: int, warmup: int = 1
+) -> dict[str, Timing]:
+    """Run every contestant once per round, in turn; the first ``warmup`` rounds do not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(warmup + rounds):
+        for name, run in contestants.items():
+            elapsed = _time(run)
+            if number >= warmup:
+                seconds[name].append(elapsed)
+    return {name: Timing(tuple(values)) for name, values in seconds.items()}
+
+
+def _time(run: Callable[[], object]) -> float:
+    _synchronize()
+    start = time.perf_counter()
+    run()
+    _synchronize()
+    return time.perf_counter() - start
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,29 @@
+"""Packaging of lrpe-fairseq. ``make install`` is the tried way to install it with fairseq."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="lrpe-fairseq",
+    version="0.1.0",
+    description="Relative positional encodings for linear and softmax transformers in fairseq",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="MIT",
+    python_requires=">=3.11,<3.13",
+    packages=find_packages(include=["lrpe_fairseq", "lrpe_fairseq.*"]),
+    install_requires=[
+        "torch>=2.6",  # safe checkpoint loading is the default from 2.6 on
+        "numpy",
+        "fairseq-fixed==0.12.3.1",  # imports as fairseq; stock 0.12.2 does not import on 3.11
+        "sentencepiece",
+        "sacrebleu",
+        "pyyaml",
+        "tensorboard",
+    ],
+    extras_require={
+        "test": ["pytest", "pytest-timeout", "ruff"],
+        "plots": ["matplotlib"],
+    },
+)

@@ -1,0 +1,130 @@
+"""The module that fairseq's layers call: its choices, its cache, its folded projections."""
+
+import pytest
+import torch
+
+from lrpe_fairseq.attention.multihead import MultiheadAttention, block_positions
+from lrpe_fairseq.encodings import ENCODINGS, FREE_FORMS
+
+WIDTH, HEADS = 16, 2
+FOLDABLE = [name for name in FREE_FORMS if ":identity:" not in name]
+
+
+def module_of(**changes):
+    torch.manual_seed(0)
+    options = {"attention_type": "softmax", "position_encoding": "lrpe-type3", "causal": True}
+    return MultiheadAttention(WIDTH, HEADS, **{**options, **changes}).double().eval()
+
+
+@pytest.mark.parametrize("name", FOLDABLE)
+def test_folding_p_into_the_weights_changes_neither_outputs_nor_gradients(name, monkeypatch):
+    module = module_of(position_encoding=name)
+    x = torch.randn(20, 2, WIDTH, dtype=torch.float64).requires_grad_()
+    inputs = [x, *module.parameters()]
+    results = []
+    for folds in (True, False):
+        monkeypatch.setattr(MultiheadAttention, "_folds", lambda *_, folds=folds: folds)
+        out, _ = module(x)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for folded, plain in zip(*results, strict=True):
+        torch.testing.assert_close(folded, plain, rtol=1e-9, atol=1e-9)
+
+
+def test_p_is_folded_for_many_tokens_and_not_where_a_hook_rewrites_the_weights():
+    module = module_of()
+    assert module._folds(torch.empty(2, 8, WIDTH))
+    assert not module._folds(torch.empty(1, 1, WIDTH))  # a single token while generating
+    module.k_proj.register_forward_pre_hook(lambda *_: None)
+    assert not module._folds(torch.empty(2, 8, WIDTH))
+
+
+@pytest.mark.parametrize("attention_type", ["linear", "softmax"])
+def test_dropout_acts_on_softmax_weights_in_training_only(attention_type):
+    module = module_of(attention_type=attention_type, dropout=0.5)
+    x = torch.randn(20, 2, WIDTH, dtype=torch.float64)
+    assert torch.equal(module(x)[0], module(x)[0])
+    module.train()
+    assert torch.equal(module(x)[0], module(x)[0]) == (attention_type == "linear")
+
+
+def test_the_normalizer_layernorm_adds_a_norm_after_the_heads_and_no_denominator():
+    module = module_of(attention_type="linear", normalizer="layernorm")
+    assert module.norm.normalized_shape == (WIDTH,)
+    x = torch.randn(20, 2, WIDTH, dtype=torch.float64)
+    before = module(x)[0]
+    module.v_proj.weight.data *= 1000  # the norm takes any scale away again
+    module.v_proj.bias.data *= 1000
+    torch.testing.assert_close(module(x)[0], before, rtol=1e-3, atol=1e-3)
+    assert module_of(attention_type="linear").norm is None
+
+
+def test_the_softmax_scale_is_that_of_the_original_width():
+    plain, wide = module_of(position_encoding="none"), module_of(position_encoding="lrpe-type8")
+    x = torch.randn(1, 2, WIDTH, dtype=torch.float64)
+    torch.testing.assert_close(plain(x)[0], wide(x)[0])  # one token: position says nothing
+    x = x.expand(7, -1, -1)  # the same token seven times, all keys equal
+    q, k, _ = plain._project(x.transpose(0, 1))
+    assert (q * k).sum(-1).abs().max() > 0.1
+    torch.testing.assert_close(plain(x)[0], wide(x)[0])
+
+
+def test_positions_count_real_tokens_on_either_side():
+    x = torch.empty(2, 4, WIDTH)
+    mask = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 1]]).bool()
+    assert block_positions(x, mask, None).tolist() == [[0, 0, 0, 1], [0, 1, 2, 2]]
+    assert block_positions(x, None, None).tolist() == [0, 1, 2, 3]
+
+
+def test_what_is_cached_follows_a_change_of_length_mask_and_device_dtype():
+    for name in ENCODINGS:
+        module = module_of(position_encoding=name)
+        fresh = module_of(position_encoding=name)
+        for length in (5, 9, 5):
+            x = torch.randn(length, 2, WIDTH, dtype=torch.float64)
+            mask = torch.zeros(2, length).bool()
+            mask[0, length // 2 :] = True
+            module(x)
+            with torch.inference_mode():
+                module(x)
+            torch.testing.assert_close(
+                module(x, key_padding_mask=mask)[0],
+                module_of(position_encoding=name)(x, key_padding_mask=mask)[0],
+            )
+        assert fresh.state_dict().keys() == module.state_dict().keys()
+
+
+def test_inference_mode_leaves_nothing_behind_that_training_cannot_use():
+    for name in ENCODINGS:
+        module = module_of(position_encoding=name).train()
+        x = torch.randn(6, 2, WIDTH, dtype=torch.float64)
+        with torch.inference_mode():
+            module(x)
+        module(x)[0].sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_type": "quadratic"}, "unknown attention type"),
+        ({"normalizer": "softmax"}, "unknown normalizer"),
+        ({"position_encoding": "rotary"}, "unknown position encoding"),
+        ({"position_encoding": "t5", "attention_type": "linear"}, "softmax attention"),
+    ],
+)
+def test_a_wrong_choice_is_refused_in_one_sentence(changes, message):
+    with pytest.raises(ValueError, match=message) as error:
+        module_of(**changes)
+    assert "\n" not in str(error.value)
+
+
+def test_a_width_that_the_heads_do_not_divide_is_refused():
+    with pytest.raises(ValueError, match="not divisible"):
+        MultiheadAttention(10, 4, attention_type="linear", position_encoding="none", causal=True)
+
+
+def test_a_mask_of_scores_and_a_bidirectional_cache_are_refused():
+    x = torch.randn(3, 1, WIDTH, dtype=torch.float64)
+    with pytest.raises(ValueError, match="causal=True"):
+        module_of()(x, attn_mask=torch.zeros(3, 3))
+    with pytest.raises(ValueError, match="causal=True"):
+        module_of(causal=False)(x, incremental_state={})
