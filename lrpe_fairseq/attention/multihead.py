@@ -78,6 +78,9 @@ class MultiheadAttention(nn.Module):
         self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
         self.attention_type, self.normalizer = attention_type, normalizer
         self.causal, self.dropout = causal, dropout
+        self.sees_padding = "padding-ignored" in options.fidelity
+        published = "embed-dim-scale" in options.fidelity and position_encoding != "none"
+        self.scale = (embed_dim if published else self.head_dim) ** -0.5
         self.encoding = build_encoding(
             position_encoding, self.head_dim, num_heads, causal=causal, seed=seed, options=options
         )
@@ -151,6 +154,7 @@ class MultiheadAttention(nn.Module):
         """
         if keep_state and not self.causal:
             raise ValueError("only causal attention can be continued: build it with causal=True")
+        key_padding_mask = None if self.sees_padding else key_padding_mask
         positions = block_positions(x, key_padding_mask, state)
         attend = self._linear if self.attention_type == "linear" else self._softmax
         out, past = attend(x, positions, key_padding_mask, state, keep_state)
@@ -236,7 +240,7 @@ class MultiheadAttention(nn.Module):
             padding = padding if padding.any() else None
         options = {
             "causal": self.causal,
-            "scale": self.head_dim**-0.5,
+            "scale": self.scale,
             "key_padding_mask": padding,
             "dropout": self.dropout if self.training else 0.0,
         }

@@ -32,8 +32,29 @@ DEPARTURES: dict[str, str] = {
     "t5-unit-init": (
         "T5's biases start from N(0, 1), nn.Embedding's default, instead of N(0, 1/(H D))."
     ),
+    "embed-dim-scale": (
+        "Softmax attention with any relative encoding scales by (H D)^-0.5 instead of D^-0.5; "
+        "Base alone, stock attention in the language model, keeps D^-0.5."
+    ),
+    "padding-ignored": (
+        "Both attentions see padding as tokens, and positions count it, from the left."
+    ),
 }
 """Name -> what the published code does, in one sentence."""
+
+
+def parse_departures(text: str) -> frozenset[str]:
+    """The departures that ``--fidelity TEXT`` names.
+
+    ``correct`` is none, ``published`` is all, else a comma-separated list of their names.
+    Raises: ValueError, listing the known ones, if one is unknown.
+
+    >>> sorted(parse_departures("t5-unit-init,t5-shared-bias"))
+    ['t5-shared-bias', 't5-unit-init']
+    """
+    if text in ("correct", "published"):
+        return frozenset(DEPARTURES if text == "published" else ())
+    return check_departures(name.strip() for name in text.split(","))
 
 
 def check_departures(names: Iterable[str]) -> frozenset[str]:
@@ -46,6 +67,7 @@ def check_departures(names: Iterable[str]) -> frozenset[str]:
     unknown = sorted(chosen - DEPARTURES.keys())
     if unknown:
         raise ValueError(
-            f"unknown departures {', '.join(unknown)}; choose from {', '.join(DEPARTURES)}"
+            f"unknown departures {', '.join(unknown)}; choose correct, published, or a list of "
+            f"{', '.join(DEPARTURES)}"
         )
     return chosen

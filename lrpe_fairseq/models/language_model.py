@@ -18,6 +18,7 @@ from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from torch import Tensor, nn
 
+from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.models.options import (
     AttentionOptions,
     FlagsThatMeanWhatTheySay,
@@ -106,7 +107,9 @@ class LRPELanguageModel(FlagsThatMeanWhatTheySay, TransformerLanguageModel):
         shell = super().build_model(args, task).decoder
         args.decoder_layers = args.decoder_layers or layers
         with one_sentence_errors():
-            return cls(Decoder(args, shell.dictionary, shell.embed_tokens, no_encoder_attn=True))
+            decoder = Decoder(args, shell.dictionary, shell.embed_tokens, no_encoder_attn=True)
+            share_across_layers(decoder)
+        return cls(decoder)
 
 
 @register_model("lrpe_lm_tiny", dataclass=LRPELanguageModelTinyConfig)

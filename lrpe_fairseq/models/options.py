@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from functools import partial
-from typing import Any
+from typing import Any, Optional
 
 import fairseq.models
 import torch
@@ -18,7 +18,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
-from lrpe_fairseq.encodings import ENCODINGS
+from lrpe_fairseq.encodings import ENCODINGS, EncodingOptions
+from lrpe_fairseq.encodings.fidelity import DEPARTURES, parse_departures
 
 
 @dataclass
@@ -44,6 +45,37 @@ class AttentionOptions(FairseqDataclass):
         default=0,
         metadata={"help": "seed of the encoding's fixed random parts (vectors, permutations)"},
     )
+    fidelity: str = field(
+        default="correct",
+        metadata={
+            "help": "departures of the authors' code to switch on: correct (none), published "
+            "(all), or a comma-separated list of " + ", ".join(DEPARTURES)
+        },
+    )
+    spe_code: ChoiceEnum(["sine", "convolution"]) = field(
+        default="sine", metadata={"help": "SPE: kind of code"}
+    )
+    spe_realizations: Optional[int] = field(
+        default=None, metadata={"help": "SPE: realizations R (default: the head width)"}
+    )
+    spe_sines: int = field(default=10, metadata={"help": "SPE: sines per feature"})
+    spe_kernel: int = field(default=128, metadata={"help": "SPE: taps of the convolution"})
+    spe_gated: bool = field(
+        default=True, metadata={"help": "SPE: let features pass without position"}
+    )
+    spe_shared: bool = field(default=False, metadata={"help": "SPE: one code in all layers"})
+    t5_buckets: int = field(default=32, metadata={"help": "T5: buckets of distances"})
+    t5_max_distance: int = field(
+        default=128, metadata={"help": "T5: distance from which on all share the last bucket"}
+    )
+    t5_shared: bool = field(default=False, metadata={"help": "T5: one table in all layers"})
+
+
+def encoding_options(options: Any) -> EncodingOptions:
+    """The knobs of single encodings in a model's configuration."""
+    knobs = {f.name: getattr(options, f.name) for f in fields(EncodingOptions)}
+    knobs |= {"fidelity": parse_departures(options.fidelity), "spe_code": str(options.spe_code)}
+    return EncodingOptions(**knobs)
 
 
 def build_attention(
@@ -63,6 +95,7 @@ def build_attention(
         dropout=options.attention_dropout,
         normalizer=str(options.attention_normalizer),
         seed=options.encoding_seed * 1000 + layer,
+        options=encoding_options(options),
         wrap_linear=_quantised(options),
     )
 

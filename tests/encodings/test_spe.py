@@ -1,6 +1,7 @@
 """SPE in expectation against its analytic template, and what must hold exactly."""
 
 import math
+from fractions import Fraction
 from functools import cache
 
 import pytest
@@ -314,6 +315,26 @@ def test_far_positions_and_half_precision_keep_their_phase(code):
         torch.testing.assert_close(b.double(), a, rtol=1e-4, atol=1e-5)
         assert c.dtype == torch.float16
         torch.testing.assert_close(c.double(), a, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("position", [1, 511, 100_000, 2**24 + 1, 2**31])
+def test_waves_have_the_exact_phase_at_any_position(position):
+    code = build(head_dim=1, heads=1, spe_sines=1).code
+    with torch.no_grad():
+        waves = code.waves(torch.tensor([position])).flatten()
+        frequency = float(torch.sigmoid(code.frequency.double()) / 2)
+    turns = float(Fraction(frequency) * position % 1)
+    exact = torch.tensor([math.cos(2 * math.pi * turns), math.sin(2 * math.pi * turns)])
+    torch.testing.assert_close(waves, exact, rtol=0, atol=2e-6)
+
+
+def test_blocks_of_noise_are_independent_draws():
+    encoding = trained_like("convolution")
+    x = torch.ones(1, HEADS, 1, WIDTH)
+    with torch.no_grad():
+        q, k = encoding(x, x, torch.tensor([3]), torch.tensor([3 + BLOCK]))
+    correlation = (q * k).sum(-1) / (q.norm(dim=-1) * k.norm(dim=-1))
+    assert correlation.abs().max() < WITHIN / math.sqrt(40_000)
 
 
 def test_runs_cover_the_positions_and_join_what_is_close():

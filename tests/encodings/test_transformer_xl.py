@@ -165,6 +165,18 @@ def test_the_shift_is_used_only_where_queries_end_contiguous_keys(queries, keys,
     assert end_together(torch.tensor(queries), torch.tensor(keys)) is aligned
 
 
+def test_what_is_remembered_of_the_positions_follows_both_tensors():
+    encoding = build(causal=True)
+    q, k = example(0, 3)
+    queries = torch.arange(3, 6)
+    for keys in (torch.arange(3, 6), torch.tensor([0, 1, 4]), torch.arange(3, 6)):
+        expected = encoding.bias_naive(q, k, queries, keys)
+        torch.testing.assert_close(encoding.bias(q, k, queries, keys), expected)
+    queries += 1  # in place: the same object no longer ends with the keys
+    expected = encoding.bias_naive(q, k, queries, keys)
+    torch.testing.assert_close(encoding.bias(q, k, queries, keys), expected)
+
+
 def test_irregular_and_far_positions_are_served_without_a_table_between_them():
     encoding = build(causal=False)
     q, k = example(2, 3)

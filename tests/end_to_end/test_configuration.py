@@ -1,0 +1,278 @@
+"""Options mean the same from the command line and from a YAML, and fairseq's own keep working."""
+
+import copy
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fairseq.models import MODEL_DATACLASS_REGISTRY, BaseFairseqModel
+from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder, LearnedPositionalEmbedding
+from fairseq.modules.quantization.scalar.modules import IntLinear
+from omegaconf import OmegaConf
+
+from lrpe_fairseq.attention.multihead import ATTENTION_TYPES
+from tests.end_to_end.commands import (
+    PLUGIN,
+    SMALL,
+    TRAINING,
+    Corpus,
+    build,
+    last_loss,
+    load,
+    run,
+    saved,
+    side_by_side,
+)
+
+pytestmark = pytest.mark.end_to_end
+
+PRESETS = sorted(name for name in MODEL_DATACLASS_REGISTRY if name.startswith("lrpe_"))
+SOFTMAX_ROPE = "--attention-type softmax --position-encoding rope --encoding-seed 7"
+UPDATES = 2
+
+
+# ---- one model from the command line and from a YAML ----
+
+
+def yaml_config(corpus: Corpus, save_dir: Path) -> dict[str, Any]:
+    """What ``TRAINING`` and ``SOFTMAX_ROPE`` say, as a YAML says it."""
+    return {
+        "common": {"user_dir": str(PLUGIN), "cpu": True, "log_format": "simple"},
+        "task": {
+            "_name": "language_modeling",
+            "data": str(corpus.data),
+            "tokens_per_sample": 32,
+        },
+        "criterion": "cross_entropy",
+        "dataset": {"max_tokens": 128, "num_workers": 0, "required_batch_size_multiple": 1},
+        "optimization": {"max_update": UPDATES, "lr": [3e-3]},
+        "optimizer": "adam",
+        "lr_scheduler": "fixed",
+        "checkpoint": {
+            "save_dir": str(save_dir),
+            "no_epoch_checkpoints": True,
+            "save_interval_updates": 1,
+        },
+        "model": {
+            "_name": "lrpe_lm_tiny",
+            "attention_type": "softmax",
+            "position_encoding": "rope",
+            "encoding_seed": 7,
+        },
+    }
+
+
+def hydra_train(folder: Path, config: dict[str, Any]) -> list[object]:
+    """Arguments that make ``fairseq-hydra-train`` read ``config`` from a file in ``folder``."""
+    OmegaConf.save(OmegaConf.create(config), folder / "experiment.yaml")
+    where = ["--config-dir", folder, "--config-name experiment"]
+    return [*where, f"hydra.run.dir='{folder}/hydra'"]
+
+
+@pytest.fixture(scope="session")
+def typed_and_read(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Checkpoints of one model: options typed, and options read from a YAML.
+
+    The typed form repeats two options that the preset switches on already.
+    """
+    folder = tmp_path_factory.mktemp("hydra")
+    typed, read = folder / "typed", folder / "read"
+    again = "--decoder-normalize-before --share-decoder-input-output-embed"
+    model = f"--arch lrpe_lm_tiny {SOFTMAX_ROPE} {again} --save-interval-updates 1"
+    train = [corpus.data, TRAINING, model, f"--max-update {UPDATES} --save-dir", typed]
+    side_by_side(
+        lambda: run("fairseq_cli.train", *train),
+        lambda: run("fairseq_cli.hydra_train", *hydra_train(folder, yaml_config(corpus, read))),
+    )
+    return typed, read
+
+
+def test_a_yaml_trains_the_same_model_as_the_command_line(
+    typed_and_read: tuple[Path, Path],
+) -> None:
+    for update in range(1, UPDATES + 1):
+        typed, read = (folder / f"checkpoint_1_{update}.pt" for folder in typed_and_read)
+        assert last_loss(typed) == last_loss(read)
+        weights = saved(read)["model"]
+        assert list(weights) == list(saved(typed)["model"])
+        for name, weight in saved(typed)["model"].items():
+            assert torch.equal(weight, weights[name]), name
+
+
+def test_the_preset_that_a_yaml_names_applies(typed_and_read: tuple[Path, Path]) -> None:
+    model, _, config = load(typed_and_read[1] / "checkpoint_last.pt")
+    assert config.model._name == "lrpe_lm_tiny"
+    assert len(model.decoder.layers) == 3
+    assert model.decoder.embed_tokens.weight.shape == (24, 128)
+    assert model.decoder.layers[0].fc1.weight.shape == (512, 128)
+    assert model.decoder.layers[0].self_attn.num_heads == 4
+    assert model.decoder.layers[0].normalize_before
+
+
+def test_the_options_of_a_yaml_reach_the_attention(
+    typed_and_read: tuple[Path, Path], corpus: Corpus
+) -> None:
+    read, _, _ = load(typed_and_read[1] / "checkpoint_last.pt")
+    typed, _, _ = build(corpus, f"--arch lrpe_lm_tiny {SOFTMAX_ROPE}")
+    for ours, theirs in zip(read.decoder.layers, typed.decoder.layers, strict=True):
+        assert ours.self_attn.attention_type == "softmax"
+        assert repr(ours.self_attn.encoding) == repr(theirs.self_attn.encoding)
+        assert ours.self_attn.encoding.spec == theirs.self_attn.encoding.spec
+        assert ours.self_attn.encoding.spec.seed >= 7000
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_an_instance_of_a_preset_has_the_defaults_of_its_class(preset: str) -> None:
+    cls = MODEL_DATACLASS_REGISTRY[preset]
+    declared = {option.name: option.default for option in fields(cls)}
+    for name, value in vars(cls()).items():
+        if name in declared:
+            assert value == declared[name], name
+
+
+@pytest.mark.parametrize(
+    ("typed", "normalize_before", "shared"),
+    [
+        ("", True, True),
+        ("--decoder-normalize-before --share-decoder-input-output-embed", True, True),
+        ("--no-share-decoder-input-output-embed", True, False),
+        ("--no-decoder-normalize-before", False, True),
+    ],
+)
+def test_a_flag_sets_what_it_names_and_its_negation_clears_it(
+    corpus: Corpus, typed: str, normalize_before: bool, shared: bool
+) -> None:
+    model, _, config = build(corpus, SMALL, typed)
+    decoder = model.decoder
+    assert config.model.decoder_normalize_before is normalize_before
+    assert decoder.layers[0].normalize_before is normalize_before
+    assert (decoder.layer_norm is not None) is normalize_before
+    assert (decoder.output_projection.weight is decoder.embed_tokens.weight) is shared
+
+
+# ---- fairseq's own options ----
+
+ADAPTIVE = "--criterion adaptive_loss --adaptive-softmax-cutoff 8,16 --ddp-backend legacy_ddp"
+ADAPTIVE_INPUT = f"{ADAPTIVE} --adaptive-input --adaptive-input-cutoff 8,16"
+STOCK_OPTIONS = [
+    "",
+    ADAPTIVE,
+    f"{ADAPTIVE_INPUT} --tie-adaptive-weights --tie-adaptive-proj",
+    "--no-token-positional-embeddings",
+    "--decoder-learned-pos",
+    "--checkpoint-activations",
+    "--decoder-layerdrop 0.5",
+    "--quant-noise-pq 0.5 --quant-noise-pq-block-size 4",
+    "--character-embeddings --character-filters [(1,8),(2,8)] --character-embedding-dim 4 "
+    "--char-embedder-highway-layers 1",
+    "--no-decoder-final-norm",
+    "--layernorm-embedding --no-scale-embedding",
+    "--add-bos-token",
+    "--activation-fn gelu --attention-dropout 0.1 --activation-dropout 0.1",
+    "--scale-fc --scale-attn --scale-heads --scale-resids",
+    "--decoder-input-dim 16 --decoder-output-dim 16",
+    "--label-smoothing 0.1 --criterion label_smoothed_cross_entropy",
+]
+
+
+def train_step(corpus: Corpus, *options: object, seed: int = 1) -> tuple[BaseFairseqModel, float]:
+    """A model after one backward pass, and its loss per token."""
+    model, task, config = build(corpus, SMALL, *options)
+    task.load_dataset("valid")
+    dataset = task.dataset("valid")
+    sample = dataset.collater([dataset[i] for i in range(len(dataset))])
+    torch.manual_seed(seed)
+    model.set_num_updates(0)
+    loss, size, _ = task.build_criterion(config.criterion)(model.train(), sample)
+    loss.backward()
+    return model, loss.item() / size
+
+
+@pytest.mark.parametrize("options", STOCK_OPTIONS)
+@pytest.mark.parametrize("attention_type", ATTENTION_TYPES)
+def test_an_option_of_fairseq_trains_every_parameter(
+    corpus: Corpus, attention_type: str, options: str
+) -> None:
+    attention = f"--attention-type {attention_type} --position-encoding lrpe-type3"
+    model, loss = train_step(corpus, attention, options)
+    assert 2 < loss < 20
+    parameters = {k: p for k, p in model.named_parameters() if p.requires_grad}
+    if "layerdrop" in options:
+        parameters = {k: p for k, p in parameters.items() if p.grad is not None}
+    for name, parameter in parameters.items():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+    assert any(parameter.grad.any() for parameter in parameters.values())
+
+
+def test_adaptive_input_and_softmax_share_their_weights_when_tied(corpus: Corpus) -> None:
+    tied = "--tie-adaptive-weights --tie-adaptive-proj"
+    decoder = build(corpus, SMALL, ADAPTIVE_INPUT, tied)[0].decoder
+    assert isinstance(decoder.embed_tokens, AdaptiveInput)
+    head = decoder.adaptive_softmax.head.word_proj.weight
+    assert head is decoder.embed_tokens.embeddings[0][0].weight
+    assert decoder.output_projection is None
+
+
+def test_absolute_positions_are_fairseqs_own_to_switch(corpus: Corpus) -> None:
+    none = build(corpus, SMALL, "--no-token-positional-embeddings")[0].decoder
+    learned = build(corpus, SMALL, "--decoder-learned-pos")[0].decoder
+    assert none.embed_positions is None
+    assert isinstance(learned.embed_positions, LearnedPositionalEmbedding)
+
+
+def test_character_embeddings_replace_the_table(corpus: Corpus) -> None:
+    options = "--character-embeddings --character-filters [(1,8),(2,8)]"
+    assert isinstance(build(corpus, SMALL, options)[0].decoder.embed_tokens, CharacterTokenEmbedder)
+
+
+@pytest.mark.parametrize("attention_type", ATTENTION_TYPES)
+def test_checkpointed_activations_change_no_gradient(corpus: Corpus, attention_type: str) -> None:
+    attention = f"--attention-type {attention_type}"
+    plain, plain_loss = train_step(corpus, attention)
+    frugal, frugal_loss = train_step(corpus, attention, "--checkpoint-activations")
+    assert frugal_loss == plain_loss
+    expected = dict(plain.named_parameters())
+    for name, parameter in frugal.named_parameters():
+        assert torch.equal(parameter.grad, expected[name].grad), name
+
+
+def test_layerdrop_skips_layers_in_training_only(corpus: Corpus) -> None:
+    model, _, _ = build(corpus, SMALL, "--decoder-layerdrop 0.5 --dropout 0")
+    tokens = torch.randint(4, 24, (1, 20))
+    with torch.no_grad():
+        outputs = {float(model.train()(tokens)[0].sum()) for _ in range(30)}
+        assert 1 < len(outputs) <= 4  # each of two layers is there or not
+        whole = {float(model.eval()(tokens)[0].sum()) for _ in range(3)}
+    assert len(whole) == 1
+    assert whole < outputs
+
+
+def test_kept_layers_are_the_layers_that_were_named(corpus: Corpus) -> None:
+    model, _, _ = build(corpus, SMALL, "--decoder-layers 3")
+    pruned, _, config = build(corpus, SMALL, "--decoder-layers 3 --decoder-layers-to-keep 0,2")
+    pruned.load_state_dict(copy.deepcopy(model.state_dict()), model_cfg=config.model)
+    assert len(pruned.decoder.layers) == 2
+    kept = pruned.decoder.layers[1].fc1.weight
+    assert torch.equal(kept, model.decoder.layers[2].fc1.weight)
+
+
+def test_quantisation_noise_reaches_the_projections_in_training_only(corpus: Corpus) -> None:
+    noise = "--quant-noise-pq 0.5 --quant-noise-pq-block-size 4"
+    ours, theirs = (build(corpus, SMALL, options)[0].decoder.layers for options in (noise, ""))
+    x = torch.randn(5, 2, 32)
+    with torch.no_grad():
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            theirs.load_state_dict(ours.state_dict())
+            noisy, plain = (getattr(layers[0].self_attn, name) for layers in (ours, theirs))
+            assert not torch.equal(noisy.train()(x), plain(x))  # stock writes the noise into place
+            ours.load_state_dict(theirs.state_dict())
+            assert torch.equal(noisy.eval()(x), plain(x))
+
+
+def test_scalar_quantisation_noise_reaches_the_projections(corpus: Corpus) -> None:
+    layer = build(corpus, SMALL, "--quant-noise-scalar 0.5")[0].decoder.layers[0]
+    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        assert isinstance(getattr(layer.self_attn, name), IntLinear)  # its forward needs CUDA
