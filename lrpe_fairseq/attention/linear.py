@@ -7,7 +7,6 @@ Axes: B batch, H heads, T query time, S key time, D key width, E value width.
 """
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -88,13 +87,15 @@ def linear_attention(
     """
     dtype = v.dtype
     q, k, v, content = _prepare(q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
-    summed = causal_sums if causal else _full_sums
-    own_denominator = normalizer == "rotated"
-    numerator, denominator = summed(q, k, v, own_denominator, log_decay)
+    if causal:
+        wanted = "normalized" if normalizer == "rotated" else "numerator"
+        out, denominator = _chunked(q, k, v, wanted, log_decay)[0], None
+    else:
+        out, denominator = _full_sums(q, k, v, normalizer == "rotated")
     if content is not None:
         keys = content[1].cumsum(-2) if causal else content[1].sum(-2, keepdim=True)
         denominator = (content[0] * keys).sum(-1)
-    return _narrow(_divide(numerator, denominator), dtype)
+    return _narrow(_divide(out, denominator), dtype)
 
 
 def linear_attention_block(
@@ -119,7 +120,8 @@ def linear_attention_block(
     before = state or _empty_state(q, v, content)
     own_denominator = normalizer == "rotated"
     into, out_of, whole = _block_decay(log_decay, q)
-    numerator, denominator = causal_sums(q, k, v, own_denominator, log_decay)
+    wanted = "sums" if own_denominator else "numerator"
+    numerator, denominator = _chunked(q, k, v, wanted, log_decay)
     numerator = numerator + (q * into) @ before.kv
     kv = before.kv * whole + (k * out_of).transpose(-1, -2) @ v
     if content is not None:
@@ -187,7 +189,7 @@ def _narrow(out: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _full_sums(
-    q: Tensor, k: Tensor, v: Tensor, with_denominator: bool, log_decay: None
+    q: Tensor, k: Tensor, v: Tensor, with_denominator: bool
 ) -> tuple[Tensor, Tensor | None]:
     """sum_t (q_s . k_t) v_t and, if wanted, sum_t q_s . k_t, over all t."""
     numerator = q @ (k.transpose(-1, -2) @ v)
@@ -230,24 +232,25 @@ def _block_decay(log_decay: Tensor | None, like: Tensor) -> tuple:
 # --- the chunked causal form -------------------------------------------------------------------
 
 
-def causal_sums(
-    q: Tensor, k: Tensor, v: Tensor, with_denominator: bool, log_decay: Tensor | None = None
+def _chunked(
+    q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """sum_{t<=s} (q_s . k_t) v_t and, if wanted, sum_{t<=s} q_s . k_t, chunk by chunk.
+    """The causal sums of (B, H, T, .) tensors, chunk by chunk.
 
-    q, k (B, H, T, D), v (B, H, T, E) -> (B, H, T, E), (B, H, T). Within a chunk the scores are
-    formed; what came before enters through the state. T is cut into equal chunks of at most
-    :data:`CHUNK`; the few zero rows that fill the last one never reach the caller.
+    ``wanted``: "numerator", sum_{t<=s} (q_s . k_t) v_t; "sums", that and the denominator
+    sum_{t<=s} q_s . k_t (B, H, T); "normalized", their clamped quotient. Within a chunk the
+    scores are formed; what came before enters through the state. T is cut into equal chunks of
+    at most :data:`CHUNK`; the few zero rows that fill the last one never reach the caller.
     """
     batch, heads, length, _ = q.shape
     chunks = max(1, math.ceil(length / CHUNK))
     size = math.ceil(length / chunks)
     rows = [_cut(x, chunks, size) for x in (q, k, v)]
-    numerator, denominator = _ChunkedSums.apply(*rows, with_denominator, log_decay)
-    numerator = numerator.reshape(batch, heads, chunks * size, -1)[:, :, :length]
-    if not with_denominator:
-        return numerator, None
-    return numerator, denominator.reshape(batch, heads, chunks * size)[:, :, :length]
+    out, denominator = _ChunkedAttention.apply(*rows, wanted, log_decay)
+    out = out.reshape(batch, heads, chunks * size, -1)[:, :, :length]
+    if wanted != "sums":
+        return out, None
+    return out, denominator.reshape(batch, heads, chunks * size)[:, :, :length]
 
 
 def _cut(x: Tensor, chunks: int, size: int) -> Tensor:
@@ -258,8 +261,8 @@ def _cut(x: Tensor, chunks: int, size: int) -> Tensor:
     return x.reshape(*x.shape[:2], chunks, size, x.shape[-1])
 
 
-class _ChunkedSums(torch.autograd.Function):
-    """Numerators (and denominators) of causal linear attention on (B, H, N, C, D) chunks.
+class _ChunkedAttention(torch.autograd.Function):
+    """Causal linear attention on (B, H, N, C, D) chunks: (result, denominator).
 
     Saves the N states, recomputes the C x C scores in the backward pass: memory is linear
     in T. With G the gradient of the numerators and g that of the denominators, g acts as the
@@ -267,43 +270,55 @@ class _ChunkedSums(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, with_denominator, log_decay):
+    def forward(ctx, q, k, v, wanted, log_decay):
         decay = _ChunkDecay(log_decay, q) if log_decay is not None else None
-        scores = _chunk_scores(q, k, decay)
+        scores = _mask(q @ k.transpose(-1, -2), decay)
         k_in, q_in = (k * decay.out_of, q * decay.into) if decay else (k, q)
         states = _scan(k_in.transpose(-1, -2) @ v, decay)
-        numerator = _matmul_add(scores, v, q_in, states)
-        keys, denominator = None, q.new_empty(0)
-        if with_denominator:
+        out = _add_matmul(scores @ v, q_in, states)
+        keys = denominator = None
+        if wanted != "numerator":
             keys = _scan(k_in.sum(-2, keepdim=True), decay)
-            denominator = scores.sum(-1) + (q_in @ keys.transpose(-1, -2)).squeeze(-1)
-        ctx.save_for_backward(q, k, v, states, keys)
-        ctx.decay = decay
-        return numerator, denominator
+            denominator = _add_matmul(scores.sum(-1, keepdim=True), q_in, keys.mT)
+        if wanted == "normalized":
+            out /= denominator.clamp_min(EPS)
+        kept = (out, denominator) if wanted == "normalized" else (None, None)
+        ctx.save_for_backward(q, k, v, states, keys, *kept)
+        ctx.decay, ctx.wanted = decay, wanted
+        return out, denominator if wanted == "sums" else None
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, grad_denominator):
-        q, k, v, states, keys = ctx.saved_tensors
+        q, k, v, states, keys, out, denominator = ctx.saved_tensors
         decay = ctx.decay
+        g = grad_denominator.unsqueeze(-1) if ctx.wanted == "sums" else None
+        if ctx.wanted == "normalized":
+            grad, g = _through_quotient(grad, out, denominator)
         k_in, q_in = (k * decay.out_of, q * decay.into) if decay else (k, q)
-        scores = _chunk_scores(q, k, decay)
+        scores = _mask(q @ k.transpose(-1, -2), decay)
         grad_scores = grad @ v.transpose(-1, -2)
         grad_states = _scan(q_in.transpose(-1, -2) @ grad, decay, reverse=True)
-        grad_q_in = grad @ states.transpose(-1, -2)
-        grad_k_in = v @ grad_states.transpose(-1, -2)
-        grad_v = _matmul_add(scores.transpose(-1, -2), grad, k_in, grad_states)
-        if keys is not None:
-            g = grad_denominator.unsqueeze(-1)
+        grad_q = grad @ states.transpose(-1, -2)
+        grad_k = v @ grad_states.transpose(-1, -2)
+        grad_v = _add_matmul(scores.transpose(-1, -2) @ grad, k_in, grad_states)
+        if g is not None:
             grad_scores += g
-            grad_q_in.addcmul_(g, keys)
-            grad_k_in += _scan((q_in * g).sum(-2, keepdim=True), decay, reverse=True)
-        grad_scores = _mask(grad_scores, decay)
+            grad_q.addcmul_(g, keys)
+            grad_k += _scan(g.transpose(-1, -2) @ q_in, decay, reverse=True)
         if decay:
-            grad_q_in, grad_k_in = grad_q_in * decay.into, grad_k_in * decay.out_of
-        grad_q_in += grad_scores @ k
-        grad_k_in += grad_scores.transpose(-1, -2) @ q
-        return grad_q_in, grad_k_in, grad_v, None, None
+            grad_q, grad_k = grad_q * decay.into, grad_k * decay.out_of
+        grad_scores = _mask(grad_scores, decay)
+        grad_q = _add_matmul(grad_q, grad_scores, k)
+        grad_k = _add_matmul(grad_k, grad_scores.transpose(-1, -2), q)
+        return grad_q, grad_k, grad_v, None, None
+
+
+def _through_quotient(grad: Tensor, out: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of numerator and denominator of out = numerator / max(denominator, EPS)."""
+    clamped = denominator.clamp_min(EPS)
+    g = (grad * out).sum(-1, keepdim=True).div_(clamped).neg_()
+    return grad / clamped, g.masked_fill_(denominator < EPS, 0.0)
 
 
 class _ChunkDecay:
@@ -316,10 +331,6 @@ class _ChunkDecay:
         self.whole = whole  # H 1 1
 
 
-def _chunk_scores(q: Tensor, k: Tensor, decay: _ChunkDecay | None) -> Tensor:
-    return _mask(q @ k.transpose(-1, -2), decay)
-
-
 def _mask(scores: Tensor, decay: _ChunkDecay | None) -> Tensor:
     """Zero above the diagonal and decay below it, in place."""
     if decay is not None:
@@ -329,18 +340,21 @@ def _mask(scores: Tensor, decay: _ChunkDecay | None) -> Tensor:
 
 def _scan(parts: Tensor, decay: _ChunkDecay | None, reverse: bool = False) -> Tensor:
     """Exclusive (decayed) running sum over chunks, axis 2 of (B, H, N, ., .)."""
-    total = torch.zeros_like(parts[:, :, 0])
     sums = torch.empty_like(parts)
-    order: Callable = reversed if reverse else iter
-    for n in order(range(parts.shape[2])):
-        sums[:, :, n] = total
-        total = (total if decay is None else total * decay.whole) + parts[:, :, n]
+    part, total = parts.unbind(2), sums.unbind(2)
+    if reverse:
+        part, total = part[::-1], total[::-1]
+    total[0].zero_()
+    for n in range(len(part) - 1):
+        if decay is None:
+            torch.add(total[n], part[n], out=total[n + 1])
+        else:
+            torch.addcmul(part[n], total[n], decay.whole, out=total[n + 1])
     return sums
 
 
-def _matmul_add(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
-    """a b + c d without a second result in memory."""
-    out = a @ b
-    shape = (-1, *out.shape[-2:])
-    out.view(shape).baddbmm_(c.reshape(-1, *c.shape[-2:]), d.reshape(-1, *d.shape[-2:]))
+def _add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """out + a b in place, for a contiguous ``out`` of five axes."""
+    flat = out.view(-1, *out.shape[-2:])
+    flat.baddbmm_(a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:]))
     return out

@@ -17,6 +17,7 @@ from fairseq import checkpoint_utils, options, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import BaseFairseqModel
 from fairseq.tasks import FairseqTask
+from omegaconf import OmegaConf
 
 import lrpe_fairseq
 
@@ -90,6 +91,33 @@ def words(arguments: Iterable[object]) -> list[str]:
         for argument in arguments
         for word in (shlex.split(argument) if isinstance(argument, str) else [str(argument)])
     ]
+
+
+def yaml_config(corpus: Corpus, save_dir: Path, model: dict[str, Any]) -> dict[str, Any]:
+    """What a YAML says to train ``model``, a ``lrpe_lm_tiny``, as ``TRAINING`` says it."""
+    return {
+        "common": {"user_dir": str(PLUGIN), "cpu": True, "log_format": "simple"},
+        "task": {"_name": "language_modeling", "data": str(corpus.data), "tokens_per_sample": 32},
+        "criterion": "cross_entropy",
+        "dataset": {"max_tokens": 128, "num_workers": 0, "required_batch_size_multiple": 1},
+        "optimization": {"max_update": 2, "lr": [3e-3]},
+        "optimizer": "adam",
+        "lr_scheduler": "fixed",
+        "checkpoint": {
+            "save_dir": str(save_dir),
+            "no_epoch_checkpoints": True,
+            "save_interval_updates": 1,
+        },
+        "model": {"_name": "lrpe_lm_tiny", **model},
+    }
+
+
+def hydra(folder: Path, config: dict[str, Any]) -> list[object]:
+    """Arguments by which ``fairseq-hydra-train`` reads ``config`` from a file in ``folder``."""
+    folder.mkdir(exist_ok=True)
+    OmegaConf.save(OmegaConf.create(config), folder / "experiment.yaml")
+    run_dir = f"hydra.run.dir={folder / 'hydra'}"
+    return ["--config-dir", folder, "--config-name experiment", shlex.quote(run_dir)]
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -3,72 +3,37 @@
 import copy
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from fairseq.models import MODEL_DATACLASS_REGISTRY, BaseFairseqModel
 from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder, LearnedPositionalEmbedding
 from fairseq.modules.quantization.scalar.modules import IntLinear
-from omegaconf import OmegaConf
 
 from lrpe_fairseq.attention.multihead import ATTENTION_TYPES
 from tests.end_to_end.commands import (
-    PLUGIN,
     SMALL,
     TRAINING,
     Corpus,
     build,
+    hydra,
     last_loss,
     load,
     run,
     saved,
     side_by_side,
+    yaml_config,
 )
 
 pytestmark = pytest.mark.end_to_end
 
 PRESETS = sorted(name for name in MODEL_DATACLASS_REGISTRY if name.startswith("lrpe_"))
 SOFTMAX_ROPE = "--attention-type softmax --position-encoding rope --encoding-seed 7"
+MODEL = {"attention_type": "softmax", "position_encoding": "rope", "encoding_seed": 7}
 UPDATES = 2
 
 
 # ---- one model from the command line and from a YAML ----
-
-
-def yaml_config(corpus: Corpus, save_dir: Path) -> dict[str, Any]:
-    """What ``TRAINING`` and ``SOFTMAX_ROPE`` say, as a YAML says it."""
-    return {
-        "common": {"user_dir": str(PLUGIN), "cpu": True, "log_format": "simple"},
-        "task": {
-            "_name": "language_modeling",
-            "data": str(corpus.data),
-            "tokens_per_sample": 32,
-        },
-        "criterion": "cross_entropy",
-        "dataset": {"max_tokens": 128, "num_workers": 0, "required_batch_size_multiple": 1},
-        "optimization": {"max_update": UPDATES, "lr": [3e-3]},
-        "optimizer": "adam",
-        "lr_scheduler": "fixed",
-        "checkpoint": {
-            "save_dir": str(save_dir),
-            "no_epoch_checkpoints": True,
-            "save_interval_updates": 1,
-        },
-        "model": {
-            "_name": "lrpe_lm_tiny",
-            "attention_type": "softmax",
-            "position_encoding": "rope",
-            "encoding_seed": 7,
-        },
-    }
-
-
-def hydra_train(folder: Path, config: dict[str, Any]) -> list[object]:
-    """Arguments that make ``fairseq-hydra-train`` read ``config`` from a file in ``folder``."""
-    OmegaConf.save(OmegaConf.create(config), folder / "experiment.yaml")
-    where = ["--config-dir", folder, "--config-name experiment"]
-    return [*where, f"hydra.run.dir='{folder}/hydra'"]
 
 
 @pytest.fixture(scope="session")
@@ -79,12 +44,13 @@ def typed_and_read(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> 
     """
     folder = tmp_path_factory.mktemp("hydra")
     typed, read = folder / "typed", folder / "read"
+    config = yaml_config(corpus, read, MODEL)
     again = "--decoder-normalize-before --share-decoder-input-output-embed"
     model = f"--arch lrpe_lm_tiny {SOFTMAX_ROPE} {again} --save-interval-updates 1"
     train = [corpus.data, TRAINING, model, f"--max-update {UPDATES} --save-dir", typed]
     side_by_side(
         lambda: run("fairseq_cli.train", *train),
-        lambda: run("fairseq_cli.hydra_train", *hydra_train(folder, yaml_config(corpus, read))),
+        lambda: run("fairseq_cli.hydra_train", *hydra(folder, config)),
     )
     return typed, read
 

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Evaluates a checkpoint under two protocols, non-overlapping blocks and sliding context (half a
+# block is always context), and writes a run file. Refuses an evaluation that scored nothing.
+#
+#   scripts/eval_lm.sh <checkpoint> <data> [--splits valid test] [--out FILE.json]
+#
+#   scripts/eval_lm.sh runs/wikitext2/checkpoints/checkpoint_best.pt data/wikitext-2-bpe
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=.venv/bin/python
+[ -x "$python" ] || python=python3
+exec "$python" -m lrpe_fairseq.experiments.eval_lm "$@"

@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Prints and runs one fairseq-train command with this plugin, in one process or in a group of N.
+#
+#   [PROCS=N] scripts/train.sh <fairseq-train arguments>
+#
+#   scripts/train.sh data/pydoc/bin --task language_modeling --arch lrpe_lm_tiny …
+#   PROCS=2 scripts/train.sh …     # 2 GPUs, or 2 CPU processes over gloo: one training, shared
+#
+# N processes train on N times --max-tokens an update: divide --update-freq by N to keep them.
+# A plain `torchrun fairseq-train` would start N unrelated trainings in one folder instead.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+[ -d "$root/.venv/bin" ] && PATH="$root/.venv/bin:$PATH"
+procs=${PROCS:-1}
+
+[[ $procs =~ ^[1-9][0-9]*$ ]] || { echo "train.sh: PROCS is a number, not '$procs'" >&2; exit 2; }
+[ $# -gt 0 ] || { sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
+command=(fairseq-train "$@")
+[[ " $* " == *" --user-dir"* ]] || command+=(--user-dir "$root/lrpe_fairseq")
+
+gpus=0
+if [ "$procs" -gt 1 ] && [[ " $* " != *" --cpu "* ]]; then
+  gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+fi
+if [ "$procs" -gt 1 ] && [ "$gpus" -ge "$procs" ]; then
+  command+=(--distributed-world-size "$procs")  # fairseq starts one process for each GPU
+elif [ "$procs" -gt 1 ] && [ "$gpus" -gt 0 ]; then
+  echo "train.sh: $procs processes need $procs GPUs, there are $gpus (or say --cpu)" >&2
+  exit 2
+elif [ "$procs" -gt 1 ]; then
+  [[ " $* " == *" --cpu "* ]] || command+=(--cpu)
+  command+=(--ddp-backend legacy_ddp --distributed-backend gloo --distributed-no-spawn
+    --distributed-init-method env:// --distributed-world-size "$procs")
+  ranked='exec "$@" --distributed-rank "$RANK"'  # RANK is known inside torchrun only
+  command=(torchrun --standalone --no-python --nproc_per_node "$procs"
+    bash -c "$ranked" rank "${command[@]}")
+fi
+printf '%q ' "${command[@]}"
+echo
+exec "${command[@]}"

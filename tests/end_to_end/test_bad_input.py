@@ -1,0 +1,184 @@
+"""What cannot work is refused in one sentence, without a traceback."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fairseq.models
+import pytest
+from fairseq.dataclass import utils as dataclass_utils
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError
+
+from lrpe_fairseq.encodings import ENCODINGS
+from tests.end_to_end.commands import (
+    SMALL,
+    TRAINING,
+    Corpus,
+    build,
+    finish,
+    hydra,
+    side_by_side,
+    start,
+    yaml_config,
+)
+
+pytestmark = pytest.mark.end_to_end
+
+TYPED = {
+    "unknown encoding": "--position-encoding lrpe-type9",
+    "score encoding": "--attention-type linear --position-encoding t5",
+    "heads that do not divide the width": "--decoder-attention-heads 5",
+    "unknown attention type": "--attention-type quadratic",
+}
+READ = {
+    "mistyped option": {"postion_encoding": "rope"},
+    "mistyped number": {"decoder_layers": "six"},
+}
+UNRELATED = "two processes that form no group"
+SENTENCES = {
+    "unknown encoding": f"unknown position encoding 'lrpe-type9'; choose one of "
+    f"{', '.join(ENCODINGS)}, or lrpe:<P>:<Lambda> with P in ",
+    "score encoding": "position encoding 't5' needs the score matrix, which linear attention "
+    "never forms; use it with softmax attention",
+    "heads that do not divide the width": "the width 32 is not divisible by 5 attention heads",
+    "mistyped option": "unknown model option 'postion_encoding'; did you mean 'position_encoding'?",
+    "mistyped number": "bad value of model option 'decoder_layers': Value 'six' of type 'str' "
+    "could not be converted to Integer",
+}
+
+Refusals = dict[str, subprocess.CompletedProcess]
+
+
+@pytest.fixture(scope="session")
+def save_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a training that was not refused would write."""
+    return tmp_path_factory.mktemp("refused") / "checkpoints"
+
+
+@pytest.fixture(scope="session")
+def refusals(corpus: Corpus, save_dir: Path) -> Refusals:
+    """What became of every command that cannot work."""
+    train = [corpus.data, TRAINING, SMALL, "--max-update 1 --save-dir", save_dir]
+    jobs: dict[str, Callable[[], subprocess.CompletedProcess]] = {}
+    for label, options in TYPED.items():
+        jobs[label] = lambda o=options: finish(start("fairseq_cli.train", *train, o))
+    for label, model in READ.items():
+        config = yaml_config(corpus, save_dir, model)
+        arguments = hydra(save_dir.parent / label.replace(" ", "-"), config)
+        jobs[label] = lambda a=arguments: finish(start("fairseq_cli.hydra_train", *a))
+    torchrun = ["--nproc_per_node 2 --module fairseq_cli.train", *train]
+    jobs[UNRELATED] = lambda: finish(start("torch.distributed.run", *torchrun))
+    return dict(zip(jobs, side_by_side(*jobs.values()), strict=True))
+
+
+def said(ended: subprocess.CompletedProcess) -> list[str]:
+    """The sentences of ours on standard error."""
+    prefix = "lrpe_fairseq: "
+    lines = ended.stderr.splitlines()
+    return [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
+
+
+@pytest.mark.parametrize("label", SENTENCES)
+def test_a_bad_choice_ends_a_training_with_one_sentence(refusals: Refusals, label: str) -> None:
+    ended = refusals[label]
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr + ended.stdout
+    (sentence,) = said(ended)
+    assert sentence.startswith(SENTENCES[label])
+    assert ended.stderr.rstrip().endswith(sentence)
+
+
+def test_an_unknown_attention_type_is_refused_by_the_parser_with_the_choices(
+    refusals: Refusals,
+) -> None:
+    ended = refusals["unknown attention type"]
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+    last = ended.stderr.splitlines()[-1]
+    assert "argument --attention-type: invalid choice: 'quadratic'" in last
+    assert "linear" in last
+    assert "softmax" in last
+
+
+def test_torchrun_cannot_start_unrelated_trainings(refusals: Refusals) -> None:
+    ended = refusals[UNRELATED]
+    assert ended.returncode != 0
+    assert said(ended)
+    for sentence in said(ended):
+        assert sentence.startswith("2 processes were started but form no process group")
+        assert sentence.endswith("start them with scripts/train.sh")
+
+
+def test_nothing_that_was_refused_left_a_checkpoint(refusals: Refusals, save_dir: Path) -> None:
+    assert all(ended.returncode for ended in refusals.values())
+    assert not list(save_dir.glob("*.pt"))
+
+
+# ---- the same, without starting a process ----
+
+
+@pytest.mark.parametrize("module", [dataclass_utils, fairseq.models])
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (
+            {"attention_type": "quadratic"},
+            "bad value of model option 'attention_type': Invalid value 'quadratic', "
+            "expected one of [linear, softmax]",
+        ),
+        (
+            {"decoder_normalize_before": "maybe"},
+            "bad value of model option 'decoder_normalize_before': Value 'maybe' is not a valid "
+            "bool (type str)",
+        ),
+        ({"zzz": 1}, "unknown model option 'zzz'"),
+        ({"attention-type": "linear"}, "unknown model option 'attention-type'; did you mean "
+         "'attention_type'?"),
+    ],
+)  # fmt: skip
+def test_a_bad_option_of_a_yaml_is_explained_in_one_sentence(
+    module: Any, model: dict, sentence: str
+) -> None:
+    config = OmegaConf.create({"model": model})
+    preset = fairseq.models.MODEL_DATACLASS_REGISTRY["lrpe_lm_tiny"]
+    for given in (preset, preset()):
+        with pytest.raises(SystemExit) as refusal:
+            module.merge_with_parent(given, config.model)
+        assert refusal.value.code == f"lrpe_fairseq: {sentence}"
+
+
+def test_the_options_of_other_models_are_left_to_fairseq() -> None:
+    stock = fairseq.models.MODEL_DATACLASS_REGISTRY["transformer_lm"]
+    config = OmegaConf.create({"model": {"postion_encoding": "rope"}})
+    with pytest.raises(ConfigKeyError):
+        fairseq.models.merge_with_parent(stock(), config.model)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("--attention-type linear --position-encoding transformer-xl", "needs the score matrix"),
+        ("--position-encoding lrpe:unknown:rotation", "unknown position encoding"),
+        ("--position-encoding lrpe:identity:unknown", "unknown position encoding"),
+        ("--position-encoding ''", "unknown position encoding ''"),
+        ("--decoder-attention-heads 64", "not divisible"),
+        ("--decoder-attention-heads 0", "0 attention heads"),
+    ],
+)
+def test_a_model_that_cannot_be_built_says_why(corpus: Corpus, options: str, reason: str) -> None:
+    with pytest.raises(SystemExit, match=reason) as refusal:
+        build(corpus, SMALL, options)
+    assert "\n" not in str(refusal.value.code)
+
+
+@pytest.mark.parametrize(
+    "options", ["--attention-type quadratic", "--attention-normalizer l2", "--encoding-seed one"]
+)
+def test_the_parser_refuses_a_choice_that_does_not_exist(
+    corpus: Corpus, options: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit):
+        build(corpus, SMALL, options)
+    assert f"argument {options.split()[0]}: invalid" in capsys.readouterr().err
