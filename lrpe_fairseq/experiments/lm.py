@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments import checkpoints, fairseq_log, processes
 from lrpe_fairseq.experiments.corpus import write_json
-from lrpe_fairseq.experiments.processes import ChildFailed, Children, Stopped
+from lrpe_fairseq.experiments.processes import ChildFailed, Children
 from lrpe_fairseq.experiments.runs import Run, environment, read_run, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,7 +158,7 @@ class LMRun:
             if not self.finished():
                 self._train(children, devices, lock, say)
                 metrics = self._evaluate(children, devices, lock)
-                write_run(self.result, self._record(metrics))
+                write_run(self.result, self._record(metrics, devices.threads))
                 checkpoints.drop_intermediate(self.checkpoints)
 
     def _chosen(self) -> dict[str, str]:
@@ -207,7 +207,7 @@ class LMRun:
             metrics.setdefault(split, {})[protocol] = measured
         return metrics
 
-    def _record(self, metrics: Run) -> Run:
+    def _record(self, metrics: Run, threads: int) -> Run:
         state = checkpoints.load(self.checkpoints / checkpoints.BEST)
         log = fairseq_log.read_training_log(self.log)
         tokens = int(self.settings().task.tokens_per_sample)
@@ -222,6 +222,7 @@ class LMRun:
             "tokens_per_second": round(log.tokens_per_second(), 1),
             "wall_seconds": log.wall_seconds,
             "curve": log.curve(),
+            "threads": threads,
             **self._usage(),
             **environment(),
         }
@@ -361,6 +362,3 @@ def _relative(path: Path) -> str:
     """A path as seen from the repository's root, where every command runs."""
     absolute = path.absolute()
     return str(absolute.relative_to(ROOT) if absolute.is_relative_to(ROOT) else absolute)
-
-
-__all__ = ["EVERYTHING", "Devices", "LMRun", "RunFailed", "Stopped"]

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from lrpe_fairseq.experiments.curves import validation_curves
 from lrpe_fairseq.experiments.lm import BLOCKS, ROOT, LMRun, RunFailed

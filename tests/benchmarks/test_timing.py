@@ -1,0 +1,45 @@
+"""The contest counts rounds in turn and compares within a round."""
+
+import pytest
+import torch
+
+from benchmarks import attention, timing
+from benchmarks.timing import Timing, contest
+
+
+def test_contestants_run_in_turn_and_warm_up_rounds_do_not_count():
+    calls = []
+    result = contest(
+        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=3, warmup=2
+    )
+    assert calls == ["a", "b"] * 5
+    assert [len(t.seconds) for t in result.values()] == [3, 3]
+
+
+def test_a_ratio_is_the_median_of_the_rounds_own_ratios():
+    slow, fast = Timing((2.0, 40.0, 6.0)), Timing((1.0, 10.0, 3.0))
+    assert slow.ratio(fast) == 2.0
+    assert fast.ratio(slow) == 0.5
+    assert slow.median == 6.0
+    assert slow.spread == pytest.approx(38 / 6)
+
+
+def test_a_speed_up_of_something_else_is_not_shown(monkeypatch):
+    attention.check()
+    monkeypatch.setattr(attention, "linear_attention", lambda q, k, v, causal: q * v)
+    with pytest.raises(AssertionError):
+        attention.check()
+
+
+def test_a_row_states_the_speed_up_over_the_contestant(monkeypatch):
+    clock = iter([1.0, 3.0, 1.0, 3.0])
+    monkeypatch.setattr(timing, "_time", lambda run: next(clock))
+    timings = contest({"chunked": lambda: None, "sdpa": lambda: None}, rounds=2, warmup=0)
+    row = attention.row(512, 4096, "sdpa", timings, "chunked")
+    assert row["speed_up"] == 3.0
+    assert row["tokens_per_second"] == pytest.approx(4096 / 3)
+
+
+def test_every_contestant_makes_a_step():
+    for form in (attention.chunked, attention.naive, attention.sdpa):
+        attention.step(form, 8, 16, "cpu", torch.float32)()

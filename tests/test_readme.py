@@ -1,0 +1,77 @@
+"""README and docs: generated parts are fresh, and no number stands there without a run."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lrpe_fairseq.encodings import ENCODINGS
+from lrpe_fairseq.encodings.fidelity import DEPARTURES
+from lrpe_fairseq.experiments.readme import README, between, encodings_table, quickstart, render
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_generated_parts_of_the_readme_are_fresh():
+    text = README.read_text(encoding="utf-8")
+    assert render(text) == text, "run python -m lrpe_fairseq.experiments.readme"
+
+
+def test_the_encodings_table_has_a_row_for_every_name():
+    rows = encodings_table().splitlines()[2:-1]
+    assert [row.split("`")[1] for row in rows] == list(ENCODINGS)
+
+
+def test_the_quickstart_table_is_that_of_the_committed_runs():
+    assert quickstart() != "not run"
+    assert quickstart() in README.read_text(encoding="utf-8")
+
+
+def test_a_part_without_its_place_is_refused():
+    with pytest.raises(ValueError, match="no place marked"):
+        between("text", "encodings", "content")
+
+
+def test_every_make_target_that_the_readme_names_exists():
+    targets = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = {w.split()[1].strip("`.,") for w in README.read_text().split("\n") if "make " in w[:6]}
+    assert all(f"\n{target}:" in targets for target in named)
+
+
+@pytest.mark.parametrize("package", ["encodings", "attention"])
+def test_encodings_and_attention_import_nothing_of_fairseq_nor_of_the_rooms_above(package):
+    above = {"encodings": ("attention", "models", "experiments"), "attention": ("models",)}
+    for path in (ROOT / "lrpe_fairseq" / package).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = (
+                [a.name for a in getattr(node, "names", [])] if isinstance(node, ast.Import) else []
+            )
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                assert not name.startswith("fairseq"), path
+                assert not any(name.startswith(f"lrpe_fairseq.{room}") for room in above[package])
+
+
+def test_encodings_work_where_fairseq_is_not_installed():
+    code = (
+        "import sys; sys.modules['fairseq'] = None\n"
+        "import importlib.util as u; find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'fairseq' else find(name, *a)\n"
+        "import torch\n"
+        "from lrpe_fairseq.encodings import build_encoding\n"
+        "from lrpe_fairseq.attention.multihead import MultiheadAttention\n"
+        "enc = build_encoding('lrpe-type2', head_dim=64, num_heads=8)\n"
+        "q = torch.rand(2, 8, 10, 64); p = torch.arange(10)\n"
+        "print(enc(q, q, p, p)[0].shape)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "2, 8, 10, 64" in done.stdout
+
+
+def test_every_departure_has_its_row_on_the_page():
+    page = (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8")
+    rows = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
+    assert rows == set(DEPARTURES)
