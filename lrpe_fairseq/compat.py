@@ -182,6 +182,18 @@ def bucket_by_percentile_method() -> None:
             module.get_buckets = _get_buckets
 
 
+def keep_the_last_batch() -> None:
+    """Batch every sample, in evaluation above all.
+
+    Break: ``data_utils.batch_by_size`` throws the last batch away when its size is no multiple of
+    ``--required-batch-size-multiple`` (8 by default), although it promises "less than N or a
+    multiple of N": a perplexity silently misses up to a batch of text, and five short sentences
+    give no batch at all.
+    """
+    if len(_batches_of(np.arange(2))) == 0:
+        _replace(data_utils, "batch_by_size", _batch_every_sample)
+
+
 def flatten_nested_options() -> None:
     """Let a model registered with a subclass of ``TransformerConfig`` train from the command line.
 
@@ -209,6 +221,7 @@ FIXES: tuple[Callable[[], None], ...] = (
     evaluate_options_as_literals,
     keep_bf16_off_the_tpu,
     bucket_by_percentile_method,
+    keep_the_last_batch,
     flatten_nested_options,
 )
 
@@ -306,6 +319,21 @@ def _override_without_implied_tpu(original: Callable, args: argparse.Namespace) 
     if getattr(args, "bf16", False) and getattr(args, "tpu", False) and "--tpu" not in sys.argv:
         args.tpu = False
     return original(args)
+
+
+def _batches_of(indices: np.ndarray) -> list:
+    return data_utils.batch_by_size(
+        indices, None, num_tokens_vec=indices, max_sentences=8, required_batch_size_multiple=8
+    )
+
+
+def _batch_every_sample(original: Callable, indices: Any, *rest: Any, **keywords: Any) -> list:
+    """``original``, and its samples (a prefix of ``indices``) completed by those it dropped."""
+    if not isinstance(indices, np.ndarray):
+        indices = np.fromiter(indices, dtype=np.int64, count=-1)
+    batches = list(original(indices, *rest, **keywords))
+    dropped = indices[sum(map(len, batches)) :]
+    return [*batches, dropped] if len(dropped) else batches
 
 
 def _get_buckets(sizes: np.ndarray, num_buckets: int) -> np.ndarray:

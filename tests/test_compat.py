@@ -285,7 +285,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, st
 def sources() -> dict[str, str]:
     """The text of every fairseq module that ``import fairseq`` loads."""
     files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
-    files = {k: v for k, v in files.items() if v and re.match(r"fairseq(\.|$)", k)}
+    files = {
+        k: v for k, v in files.items() if v and v.endswith(".py") and re.match(r"fairseq(\.|$)", k)
+    }
     assert len(files) > 300
     return {name: Path(file).read_text(encoding="utf-8") for name, file in files.items()}
 
@@ -633,3 +635,31 @@ def test_a_broadcast_that_works_is_left_alone(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(distributed_utils, "broadcast_object", broadcast := lambda obj: obj)
     compat.share_checkpoint_between_processes()
     assert distributed_utils.broadcast_object is broadcast
+
+
+@pytest.mark.parametrize("samples", [1, 5, 8, 15, 16, 17])
+def test_no_sample_is_dropped_because_of_the_size_of_the_last_batch(samples: int) -> None:
+    sizes = np.full(samples, 10)
+    for vector in (sizes, None):
+        batches = data_utils.batch_by_size(
+            np.arange(samples),
+            num_tokens_fn=lambda index: 10,
+            num_tokens_vec=vector,
+            max_tokens=80,
+            required_batch_size_multiple=8,
+        )
+        flat = [index for batch in batches for index in batch]
+        assert flat == list(range(samples))
+        assert all(len(batch) % 8 == 0 for batch in batches[:-1])
+        assert all(len(batch) <= 8 for batch in batches)
+
+
+def test_a_batching_that_keeps_every_sample_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def whole(indices, *rest, **keywords):
+        return [indices]
+
+    monkeypatch.setattr(data_utils, "batch_by_size", whole)
+    compat.keep_the_last_batch()
+    assert data_utils.batch_by_size is whole

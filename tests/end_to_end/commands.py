@@ -3,7 +3,6 @@ same options without starting a process."""
 
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -22,6 +21,7 @@ from omegaconf import OmegaConf
 import lrpe_fairseq
 
 PLUGIN = Path(lrpe_fairseq.__file__).parent
+LAUNCHER = Path(__file__).parents[2] / "scripts" / "train.sh"
 PATIENCE = 240  # seconds that one command may take before it counts as hung
 
 TASK = f"--user-dir {shlex.quote(str(PLUGIN))} --task language_modeling --tokens-per-sample 32"
@@ -51,9 +51,7 @@ class Corpus:
 
 def start(tool: str, *arguments: object, **popen: Any) -> subprocess.Popen:
     """Start ``python -m tool``; each argument is a path, or text split as a shell splits it."""
-    command = [sys.executable, "-W", "ignore", "-m", tool, *words(arguments)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, text=True, **{**pipes, "env": environment(), **popen})
+    return _start([sys.executable, "-W", "ignore", "-m", tool, *words(arguments)], **popen)
 
 
 def finish(process: subprocess.Popen, given: str = "") -> subprocess.CompletedProcess:
@@ -68,20 +66,24 @@ def finish(process: subprocess.Popen, given: str = "") -> subprocess.CompletedPr
 
 def run(tool: str, *arguments: object, given: str = "") -> str:
     """Run ``python -m tool`` and return what it wrote; it must succeed."""
-    ended = finish(start(tool, *arguments), given)
+    return _succeed(finish(start(tool, *arguments), given))
+
+
+def run_two(*arguments: object) -> str:
+    """Train in two processes that form one group, as our launcher starts them."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    command = ["bash", str(LAUNCHER), *words(arguments)]
+    return _succeed(finish(_start(command, env=environment(PROCS="2", PATH=path))))
+
+
+def _start(command: list[str], **popen: Any) -> subprocess.Popen:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, **{**pipes, "env": environment(), **popen})
+
+
+def _succeed(ended: subprocess.CompletedProcess) -> str:
     assert ended.returncode == 0, f"{shlex.join(ended.args)}\n{ended.stdout}{ended.stderr}"
     return ended.stdout + ended.stderr
-
-
-def run_two(*arguments: object) -> None:
-    """Train in two processes that form one group over gloo."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    group = "--distributed-backend gloo --distributed-no-spawn --ddp-backend legacy_ddp"
-    group += f" --distributed-world-size 2 --distributed-init-method {address}"
-    ranks = [f"{group} --distributed-rank {rank}" for rank in range(2)]
-    side_by_side(*(lambda rank=rank: run("fairseq_cli.train", *arguments, rank) for rank in ranks))
 
 
 def words(arguments: Iterable[object]) -> list[str]:

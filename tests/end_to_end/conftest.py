@@ -1,10 +1,8 @@
 """A small language with some regularity, binarised once."""
 
 import random
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.end_to_end.commands import Corpus, run
 
@@ -15,15 +13,6 @@ def _sentence(rng: random.Random) -> str:
     """Words that count on, by one or by two, from anywhere."""
     first, step = rng.randrange(WORDS), rng.choice((1, 2))
     return " ".join(f"w{(first + i * step) % WORDS}" for i in range(rng.randint(3, 9)))
-
-
-@pytest.fixture(scope="package", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small lose far more to threads that wait for each other than they gain."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from fairseq.models import MODEL_DATACLASS_REGISTRY, BaseFairseqModel
 from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder, LearnedPositionalEmbedding
 from fairseq.modules.quantization.scalar.modules import IntLinear
 
-from lrpe_fairseq.attention.multihead import ATTENTION_TYPES
+from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
 from tests.end_to_end.commands import (
     SMALL,
     TRAINING,
@@ -195,10 +195,19 @@ def test_character_embeddings_replace_the_table(corpus: Corpus) -> None:
 
 
 @pytest.mark.parametrize("attention_type", ATTENTION_TYPES)
-def test_checkpointed_activations_change_no_gradient(corpus: Corpus, attention_type: str) -> None:
+def test_checkpointed_activations_are_computed_again_and_change_no_gradient(
+    corpus: Corpus, attention_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[MultiheadAttention] = []
+    attend = MultiheadAttention.attend
+    monkeypatch.setattr(
+        MultiheadAttention, "attend", lambda self, *rest: passes.append(self) or attend(self, *rest)
+    )
     attention = f"--attention-type {attention_type}"
     plain, plain_loss = train_step(corpus, attention)
+    assert len(passes) == 2  # layers
     frugal, frugal_loss = train_step(corpus, attention, "--checkpoint-activations")
+    assert len(passes) == 2 + 2 * 2
     assert frugal_loss == plain_loss
     expected = dict(plain.named_parameters())
     for name, parameter in frugal.named_parameters():

@@ -1,0 +1,524 @@
+"""Runs, their schedule and tables: what is trained, what counts as finished, what survives."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from lrpe_fairseq.experiments import (
+    checkpoints,
+    fairseq_log,
+    lm,
+    processes,
+    quickstart,
+    run_table,
+    schedule,
+)
+from lrpe_fairseq.experiments.lm import CONFIGS, ROOT, Devices, LMRun, RunFailed
+from lrpe_fairseq.experiments.processes import Busy, Children
+from lrpe_fairseq.experiments.runs import read_run, write_run
+
+TRAIN_SH = ROOT / "scripts" / "train.sh"
+LM_TABLES = sorted(path.stem for path in (ROOT / "configs" / "tables").glob("*.yaml"))
+INNER = (
+    "2026-01-01 10:00:00 | INFO | train_inner | "
+    '{{"wps": "{}", "wpb": "2048", "num_updates": "{}", "wall": "{}"}}'
+)
+VALID = 'INFO:valid:{{"valid_ppl": "{}", "valid_num_updates": "{}"}}'
+
+
+@pytest.fixture
+def one_run(tmp_path):
+    return LMRun(
+        experiment="trial",
+        label="Base",
+        config="wikitext2",
+        data=tmp_path / "data",
+        attention_type="linear",
+        position_encoding="none",
+        seed=1,
+        scale="small",
+        folder=tmp_path / "work",
+        result=tmp_path / "run.json",
+    )
+
+
+@pytest.fixture
+def events(tmp_path):
+    return schedule.Events(tmp_path / "events.log")
+
+
+def a_record(**changes):
+    return {
+        "experiment": "trial",
+        "dataset": "toy",
+        "task": "language_modeling",
+        "attention_type": "linear",
+        "position_encoding": "none",
+        "seed": 1,
+        "scale": "small",
+        "metrics": {"test": {"blocks": {"ppl": 50.0, "tokens": 1000}}},
+        "protocol": {"blocks": "blocks."},
+        "config": {"max-update": 9},
+        "commit": "0" * 40,
+        "versions": {"python": "3.11", "torch": "2.13.0"},
+        "hardware": {"cpu": "a CPU", "cores": 2, "gpus": []},
+        "tokens_per_second": 1000.0,
+        "wall_seconds": 10.0,
+        "curve": [{"updates": 5, "tokens": 10, "valid_ppl": 60.0}],
+        **changes,
+    }
+
+
+# --- from tables and YAML files to commands ---------------------------------------------------
+
+
+def test_table_2_becomes_one_run_for_every_row_attention_type_and_seed():
+    table = run_table.load_named("table2")
+    runs = run_table.runs(table, "small", [1, 2])
+    wanted = {
+        (row.encoding, attention, seed)
+        for row, seed in itertools.product(table.rows, (1, 2))
+        for attention in row.attention
+    }
+    assert {(r.position_encoding, r.attention_type, r.seed) for r in runs} == wanted
+    assert len(runs) == len(wanted) == len({r.result for r in runs}) == len({r.name for r in runs})
+
+
+@pytest.mark.parametrize("table", LM_TABLES)
+@pytest.mark.parametrize("scale", ["small", "paper"])
+def test_every_run_of_a_table_sets_only_keys_that_its_configuration_knows(table, scale):
+    for run in run_table.runs(run_table.load_named(table), scale, [1]):
+        plain = OmegaConf.load(CONFIGS / f"{run.config}.yaml")
+        missing = [key for key in run._chosen() if OmegaConf.select(plain, key) is None]
+        assert missing in ([], ["model.fidelity"])
+
+
+def test_a_cell_that_another_table_has_too_is_trained_there():
+    runs = run_table.runs(run_table.load_named("table5"), "small", [1])
+    homes = {run.position_encoding: run.experiment for run in runs}
+    assert homes["lrpe-type2"] == homes["lrpe-type6"] == "table2"
+    assert homes["lrpe:identity:rotation-learned"] == "table5"
+    results = {run.result for run in run_table.runs(run_table.load_named("table2"), "small", [1])}
+    assert {run.result for run in runs if run.experiment == "table2"} <= results
+
+
+def test_what_a_row_or_a_column_changes_reaches_the_command():
+    runs = run_table.runs(run_table.load_named("table2"), "paper", [3])
+    type8 = next(run for run in runs if run.label == "Type8")
+    assert "++optimization.clip_norm=1.0" in type8.command()
+    assert "++common.seed=3" in type8.command()
+    normalizers = run_table.runs(run_table.load_named("normalizers"), "small", [1])
+    type2 = {run.overrides for run in normalizers if run.position_encoding == "lrpe-type2"}
+    assert type2 == {
+        (),
+        ("model.attention_normalizer=content",),
+        ("model.attention_normalizer=layernorm",),
+    }
+
+
+def test_the_paper_scale_trains_65536_tokens_an_update_on_any_number_of_gpus(one_run):
+    run = replace(one_run, config="wikitext103")
+    batch = run.settings().dataset.max_tokens
+    for gpus in (1, 2, 4, 8, 16):
+        settings = OmegaConf.from_dotlist([o.lstrip("+") for o in run.command(gpus) if "=" in o])
+        frequency = OmegaConf.merge(run.settings(), settings).optimization.update_freq[0]
+        assert gpus * frequency * batch == 65536
+
+
+def test_a_number_of_gpus_that_cannot_share_the_batches_is_refused(one_run):
+    with pytest.raises(ValueError, match="cannot be shared by 3 processes"):
+        replace(one_run, config="wikitext103").command(3)
+
+
+def test_the_paper_scale_is_table_7():
+    config = OmegaConf.load(CONFIGS / "wikitext103.yaml")
+    assert config.optimizer.adam_betas == "(0.9, 0.98)"
+    assert (config.optimizer.adam_eps, config.optimizer.weight_decay) == (1e-8, 0.01)
+    assert (config.optimization.clip_norm, list(config.optimization.lr)) == (0.0, [5e-4])
+    assert config.lr_scheduler._name == "inverse_sqrt"
+    assert (config.lr_scheduler.warmup_updates, config.lr_scheduler.warmup_init_lr) == (4000, 1e-7)
+    assert (config.task.tokens_per_sample, config.task.sample_break_mode) == (512, "none")
+    assert (config.optimization.max_update, config.model.dropout) == (50000, 0.1)
+    assert config.model._name == "lrpe_lm"
+
+
+@pytest.mark.parametrize("config", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_every_configuration_resumes_exactly_and_says_how_to_start_it(config):
+    path = CONFIGS / f"{config}.yaml"
+    assert OmegaConf.load(path).dataset.update_epoch_batch_itr is True
+    top = path.read_text().split("defaults:")[0]
+    assert f"--config-name {config}" in top
+    assert "Expected" in top
+
+
+def test_a_value_that_hydra_would_misread_is_quoted():
+    assert lm._override("a.b", "lrpe:identity:rotation") == "++a.b=lrpe:identity:rotation"
+    assert lm._override("a.b", "my data, 'new'") == r"++a.b='my data, \'new\''"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["tableX"], "there is no table tableX; there are"),
+        (["table2", "--rows", "Typo"], "table table2 has no 'Typo'; it has Base"),
+        (["table2", "--scale", "huge"], "table table2 has no scale huge"),
+        (["table2", "--rows", "T5", "--attention", "linear"], "has no such cells"),
+    ],
+)
+def test_a_table_row_or_scale_that_is_not_there_is_named_in_one_sentence(arguments, said, capsys):
+    assert run_table.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_missing_data_is_reported_with_the_command_that_makes_it():
+    with pytest.raises(RunFailed, match=r"run .*data-prep/wikitext/prepare.py wikitext-2 --level"):
+        lm.require_data(Path("nowhere/wikitext-2-bpe"))
+
+
+# --- what fairseq prints ----------------------------------------------------------------------
+
+
+def test_an_evaluation_is_read_to_the_last_printed_digit():
+    output = (
+        "2026-01-01 10:00:00 | INFO | eval | Evaluated 24,913 tokens in 3.1s (8031.10 tokens/s)\n"
+        "2026-01-01 10:00:00 | INFO | eval | Loss (base 2): 5.6439, Perplexity: 50.00\n"
+    )
+    assert fairseq_log.parse_evaluation(output) == {
+        "loss": 5.6439,
+        "ppl": pytest.approx(50.0, abs=0.01),
+        "tokens": 24913,
+    }
+
+
+def test_an_evaluation_of_no_tokens_is_refused():
+    output = "Evaluated 0 tokens in 0.0s (0.00 tokens/s)\nLoss (base 2): 0.0000, Perplexity: 1.00"
+    with pytest.raises(ValueError, match="evaluated 0 tokens, so its perplexity means nothing"):
+        fairseq_log.parse_evaluation(output)
+
+
+def test_an_evaluation_of_a_part_of_the_split_is_refused(tmp_path):
+    log = tmp_path / "eval.log"
+    log.write_text("Evaluated 900 tokens in 1s\nLoss (base 2): 5.0, Perplexity: 32.00")
+    counts = {"tokens": 1000, "words_with_eos": 500}
+    (tmp_path / "manifest.json").write_text(json.dumps({"splits": {"test": counts}}))
+    with pytest.raises(RunFailed, match="900 of 1000 tokens"):
+        lm.read_evaluation(log, tmp_path, "test")
+
+
+def test_word_perplexity_spreads_the_loss_over_words_and_line_ends(tmp_path):
+    log = tmp_path / "eval.log"
+    log.write_text("Evaluated 1,000 tokens in 1s\nLoss (base 2): 5.0, Perplexity: 32.00")
+    counts = {"tokens": 1000, "words_with_eos": 500}
+    (tmp_path / "manifest.json").write_text(json.dumps({"splits": {"test": counts}}))
+    assert lm.read_evaluation(log, tmp_path, "test")["word_ppl"] == 2**10
+
+
+def test_a_resumed_training_has_one_curve_and_the_speed_of_its_steady_part(tmp_path):
+    log = tmp_path / "train.log"
+    first = [INNER.format(100, 10, 1), INNER.format(900, 20, 2), VALID.format(80, 20)]
+    killed = [INNER.format(910, 30, 3), VALID.format(70, 40), INNER.format(5, 40, 9)[:60]]
+    again = [INNER.format(920, 30, 4), INNER.format(50, 40, 5), VALID.format(69, 40)]
+    log.write_text("\n".join([*first, *killed, *again]))
+    found = fairseq_log.read_training_log(log)
+    assert found.curve() == [
+        {"updates": 20, "tokens": 20 * 2048, "valid_ppl": 80.0},
+        {"updates": 40, "tokens": 40 * 2048, "valid_ppl": 69.0},
+    ]
+    assert found.tokens_per_second() == 510.0  # of 100, 900, 920, 50
+    assert found.wall_seconds == 5.0
+    assert fairseq_log.last_update(log) == 40
+
+
+# --- finished, half done, broken --------------------------------------------------------------
+
+
+def test_a_run_is_finished_when_its_run_file_validates_not_when_a_folder_exists(one_run):
+    one_run.folder.mkdir()
+    assert not one_run.finished()
+    assert schedule.state(one_run) == "pending"
+    one_run.result.write_text('{"experiment": "trial"')  # as no writer of ours would leave it
+    assert not one_run.finished()
+    write_run(one_run.result, a_record())
+    assert one_run.finished()
+    assert schedule.state(one_run) == "done"
+
+
+def test_the_state_of_a_run_is_seen_from_another_process(one_run):
+    one_run.folder.mkdir()
+    one_run.log.write_text(INNER.format(100, 450, 9))
+    assert schedule.state(one_run) == "half done 450/900"
+    (one_run.folder / schedule.ERROR).write_text("out of memory\n")
+    assert schedule.state(one_run) == "failed: out of memory"
+    with processes.locked(one_run.folder):
+        assert schedule.state(one_run) == "running 450/900"
+
+
+def save(folder, name, update, age=0.0):
+    folder.mkdir(exist_ok=True)
+    state = {"cfg": {"task": {}}, "optimizer_history": [{"num_updates": update}]}
+    torch.save({**state, "model": {"weight": torch.zeros(500)}}, folder / name)
+    os.utime(folder / name, (time.time() - age,) * 2)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def test_an_intact_checkpoint_is_left_alone(tmp_path):
+    save(tmp_path, "checkpoint_last.pt", 30)
+    save(tmp_path, "checkpoint_best.pt", 20)
+    assert checkpoints.ready_to_resume(tmp_path, pytest.fail) == 30
+
+
+def test_after_a_truncated_checkpoint_the_newest_one_that_loads_is_resumed(tmp_path):
+    said = []
+    save(tmp_path, "checkpoint_last.pt", 40)
+    save(tmp_path, "checkpoint_1_30.pt", 30, age=10)
+    save(tmp_path, "checkpoint_1_20.pt", 20, age=20)
+    save(tmp_path, "checkpoint_best.pt", 10, age=30)
+    truncate(tmp_path / "checkpoint_last.pt")
+    truncate(tmp_path / "checkpoint_1_30.pt")
+    assert checkpoints.ready_to_resume(tmp_path, said.append) == 20
+    assert checkpoints.updates(checkpoints.load(tmp_path / "checkpoint_last.pt")) == 20
+    assert said[-1] == "going on from checkpoint_1_20.pt, update 20"
+    assert all("\n" not in line for line in said)
+
+
+def test_where_no_checkpoint_loads_training_starts_over(tmp_path):
+    said = []
+    for name in ("checkpoint_last.pt", "checkpoint_best.pt"):
+        save(tmp_path, name, 40)
+        truncate(tmp_path / name)
+    assert checkpoints.ready_to_resume(tmp_path, said.append) == 0
+    assert not (tmp_path / "checkpoint_last.pt").exists()
+    assert said[-1] == "no checkpoint loads, so training starts over"
+
+
+# --- the schedule -----------------------------------------------------------------------------
+
+
+class FakeJob:
+    """Runs ``script`` with Python in its folder; finished once that has written ``done``."""
+
+    def __init__(self, folder, script):
+        self.folder, self.script, self.name = folder, script, folder.name
+        folder.mkdir()
+
+    def finished(self):
+        return (self.folder / "done").exists()
+
+    def progress(self):
+        return (10 if self.finished() else 0), 10
+
+    def work(self, children, devices, say):
+        with processes.locked(self.folder) as lock:
+            command = [sys.executable, "-c", self.script]
+            log, env = self.folder / "log", devices.environment
+            try:
+                children.run(command, log, cwd=self.folder, environment=env, lock=lock)
+            except processes.ChildFailed:
+                raise RunFailed(fairseq_log.last_line(log)) from None
+
+
+DONE = "open('done', 'w').close()"
+TWICE = f"""
+import os
+if os.path.exists("tried"): {DONE}
+else: open("tried", "w").close(); raise SystemExit("no luck")
+"""
+
+
+def test_a_crashed_run_is_retried_once_and_its_neighbours_go_on(tmp_path, events, capsys):
+    bad = "print('before'); open('tries', 'a').write('x'); raise ValueError('bad luck')"
+    jobs = [
+        FakeJob(tmp_path / "lucky", TWICE),
+        FakeJob(tmp_path / "bad", bad),
+        FakeJob(tmp_path / "good", DONE),
+    ]
+    assert schedule.Schedule(jobs, 2, events).run() == 1
+    assert [job.finished() for job in jobs] == [True, False, True]
+    assert (tmp_path / "bad" / "tries").read_text() == "xx"
+    assert schedule.state(jobs[1]) == "failed: ValueError: bad luck"
+    said = capsys.readouterr().out
+    assert "lucky: crashed, trying again: no luck" in said
+    assert "bad: FAILED: ValueError: bad luck" in said
+    assert "2 runs finished, 1 failed" in said
+
+
+def test_a_finished_run_is_not_touched(tmp_path, events):
+    job = FakeJob(tmp_path / "old", "raise SystemExit('run again')")
+    (job.folder / "done").touch()
+    assert schedule.Schedule([job], 1, events).run() == 0
+    assert not (job.folder / "log").exists()
+
+
+def test_every_run_gets_its_share_of_the_cores(tmp_path, events):
+    script = f"import os; print(os.environ['OMP_NUM_THREADS']); {DONE}"
+    jobs = [FakeJob(tmp_path / name, script) for name in "ab"]
+    schedule.Schedule(jobs, 2, events).run()
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert [(job.folder / "log").read_text() for job in jobs] == [f"{share}\n"] * 2
+
+
+def test_two_runners_do_not_train_the_same_run(tmp_path):
+    with processes.locked(tmp_path), pytest.raises(Busy), processes.locked(tmp_path):
+        pytest.fail("both hold the lock")
+    with processes.locked(tmp_path):
+        pass
+
+
+def test_the_lock_holds_while_a_child_of_a_dead_runner_trains_on(tmp_path):
+    with processes.locked(tmp_path) as lock:
+        child = subprocess.Popen(["sleep", "60"], pass_fds=(lock,))
+    try:
+        assert processes.is_locked(tmp_path)
+    finally:
+        child.kill()
+        child.wait()
+    assert not processes.is_locked(tmp_path)
+
+
+def test_a_run_that_another_process_trains_is_waited_for(tmp_path, events, monkeypatch, capsys):
+    monkeypatch.setattr(schedule, "BUSY_SECONDS", 0.1)
+    job = FakeJob(tmp_path / "shared", DONE)
+    with processes.locked(job.folder) as lock:
+        other = subprocess.Popen(["sleep", "0.5"], pass_fds=(lock,))
+    assert schedule.Schedule([job], 1, events).run() == 0
+    assert other.wait() == 0
+    assert job.finished()
+    assert capsys.readouterr().out.count("another process is at it") == 1
+
+
+STOPPED = """
+import sys
+from pathlib import Path
+from tests.test_experiments import FakeJob
+from lrpe_fairseq.experiments import schedule
+folder = Path(sys.argv[1])
+job = FakeJob(folder / "long", "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+try:
+    schedule.Schedule([job], 1, schedule.Events(folder / "events.log")).run()
+except KeyboardInterrupt:
+    raise SystemExit(130)
+"""
+
+
+def test_sigterm_ends_the_children_and_leaves_no_lock(tmp_path):
+    runner = subprocess.Popen([sys.executable, "-c", STOPPED, str(tmp_path)], cwd=ROOT)
+    log = tmp_path / "long" / "log"
+    for _ in range(300):
+        if log.exists() and log.read_text().strip():
+            break
+        time.sleep(0.1)
+    runner.send_signal(signal.SIGTERM)
+    assert runner.wait(timeout=20) == 130
+    assert not processes.is_locked(tmp_path / "long")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text()), 0)
+
+
+# --- scripts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("*.sh")), ids=lambda p: p.name)
+def test_every_script_is_strict_and_says_how_it_is_used(script):
+    text = script.read_text()
+    assert "\nset -euo pipefail\n" in text
+    assert f"scripts/{script.name}" in text.split("set -euo")[0]
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+def test_the_launcher_forms_one_group_of_several_processes(tmp_path):
+    fakes = tmp_path / "bin"
+    fakes.mkdir()
+    (fakes / "torchrun").write_text('#!/bin/bash\nexport RANK=1\nexec "${@:5}"\n')
+    (fakes / "fairseq-train").write_text('#!/bin/bash\necho "ran: $*"\n')
+    for fake in fakes.iterdir():
+        fake.chmod(0o755)
+    copy = tmp_path / "scripts" / "train.sh"
+    copy.parent.mkdir()
+    copy.write_text(TRAIN_SH.read_text())
+    env = {**os.environ, "PROCS": "2", "PATH": f"{fakes}:{os.environ['PATH']}"}
+    command = ["bash", str(copy), "some data", "--cpu", "--arch", "lrpe_lm_tiny"]
+    said = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    shown, ran = said.splitlines()
+    assert "torchrun --standalone --no-python --nproc_per_node 2" in shown
+    assert ran.startswith("ran: some data --cpu --arch lrpe_lm_tiny --user-dir")
+    for option in (
+        "--distributed-world-size 2",
+        "--distributed-rank 1",
+        "--distributed-init-method env://",
+        "--distributed-backend gloo",
+        "--ddp-backend legacy_ddp",
+        "--distributed-no-spawn",
+    ):
+        assert option in ran
+
+
+# --- quickstart -------------------------------------------------------------------------------
+
+
+def test_the_quickstart_table_compares_with_base_of_the_same_attention():
+    def run(attention, encoding, ppl, speed):
+        metrics = {"test": {"blocks": {"ppl": ppl, "tokens": 1000}}}
+        names = {"attention_type": attention, "position_encoding": encoding}
+        return a_record(metrics=metrics, tokens_per_second=speed, **names)
+
+    runs = [
+        run("linear", "none", 100.0, 1000.0),
+        run("linear", "rope", 90.0, 900.0),
+        run("softmax", "none", 80.0, 500.0),
+        run("softmax", "lrpe-type2", 60.0, 450.0),
+    ]
+    lines = quickstart.table(runs).splitlines()
+    assert lines[3].startswith("| linear | rope | 90.00 | -10.0 % | 900 | 0.90 |")
+    assert lines[5].startswith("| softmax | lrpe-type2 | 60.00 | -25.0 % | 450 | 0.90 |")
+
+
+# --- the whole, once --------------------------------------------------------------------------
+
+
+@pytest.mark.end_to_end
+def test_a_run_is_trained_resumed_evaluated_and_recorded(corpus, one_run, events):
+    one_run.data.mkdir()
+    (one_run.data / "bin").symlink_to(corpus.data)
+    counts = {"tokens": corpus.token_count("test"), "words_with_eos": corpus.token_count("test")}
+    about = {"corpus": "toy", "level": "word", "splits": {"test": counts}}
+    (one_run.data / "manifest.json").write_text(json.dumps(about))
+    tiny = (
+        "task.tokens_per_sample=32",
+        "dataset.max_tokens=128",
+        "optimization.max_update=4",
+        "checkpoint.save_interval_updates=2",
+        "common.log_interval=1",
+        "model.decoder_layers=1",
+    )
+    run = replace(one_run, overrides=tiny, evaluations=(("test", lm.SLIDING),))
+    first = replace(run, overrides=(*tiny[:2], "optimization.max_update=2", *tiny[3:]))
+    run.folder.mkdir()
+    with processes.locked(run.folder) as lock:
+        first._train(Children(), Devices(), lock, pytest.fail)
+    assert run.progress() == (2, 4)
+
+    assert schedule.Schedule([run], 1, events).run() == 0
+    found = read_run(run.result)
+    assert found["dataset"] == "toy-word"
+    assert found["config"]["max-update"] == 4
+    assert found["config"]["arch"] == "lrpe_lm_tiny"
+    assert found["metrics"]["test"]["sliding"]["tokens"] == counts["tokens"]
+    assert [point["updates"] for point in found["curve"]] == [2, 4]
+    assert found["peak_memory_mb"] > 50
+    assert "going on at 2" in (events._log).read_text()
