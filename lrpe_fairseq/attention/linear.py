@@ -20,7 +20,7 @@ in RoFormer. ``layernorm``: no denominator here, a LayerNorm follows (TMLR). ``n
 EPS = 1e-6
 """Denominators are clamped to this from below, as the authors' code does."""
 
-CHUNK = 128
+CHUNK = 64
 """Longest chunk of the causal form; the cost per token is O(CHUNK + D)."""
 
 
@@ -81,8 +81,8 @@ def linear_attention(
             zero, which is clamped to :data:`EPS` (Type 8 does so often; see the docs).
         content: (q, k) un-encoded features, of equal width, needed by ``content`` only.
         log_decay: (H,), log of a per-token decay of the score; causal only, no gradient.
-    Returns: (B, H, T, E) in the dtype of ``v``; sums are taken in float32 or wider. A query
-        that sees no key gets zeros.
+    Returns: (B, H, T, E) in the dtype of ``v`` (float16 saturates); sums are taken in float32 or
+        wider. A query that sees no key gets zeros.
     Raises: ValueError for an unknown normalizer or arguments that do not fit together.
     """
     dtype = v.dtype
@@ -95,7 +95,7 @@ def linear_attention(
     if content is not None:
         keys = content[1].cumsum(-2) if causal else content[1].sum(-2, keepdim=True)
         denominator = (content[0] * keys).sum(-1)
-    return _narrow(_divide(out, denominator), dtype)
+    return _narrow(_divide(out, denominator), dtype, normalizer)
 
 
 def linear_attention_block(
@@ -131,7 +131,8 @@ def linear_attention_block(
         after = before.keys * whole.squeeze(-1) + (k * out_of).sum(-2)
         if own_denominator:
             denominator = denominator + ((q * into) * before.keys.unsqueeze(-2)).sum(-1)
-    return _narrow(_divide(numerator, denominator), dtype), LinearState(kv, after)
+    out = _narrow(_divide(numerator, denominator), dtype, normalizer)
+    return out, LinearState(kv, after)
 
 
 def reorder_state(state: LinearState, new_order: Tensor) -> LinearState:
@@ -176,14 +177,16 @@ def _divide(numerator: Tensor, denominator: Tensor | None) -> Tensor:
     return numerator / denominator.clamp_min(EPS).unsqueeze(-1)
 
 
-def _narrow(out: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast to ``dtype``; float16 saturates at 1/64 of its range.
+def _narrow(out: Tensor, dtype: torch.dtype, normalizer: str) -> Tensor:
+    """Cast to ``dtype``; float16 saturates, quotients at 1/64 of its range.
 
     A denominator at :data:`EPS` (Type 8 has many) means values near 1e8, beyond float16. The
-    margin keeps the projection that follows finite as well.
+    margin keeps the projection that follows finite as well. Sums without a denominator grow
+    with T: ask for float32 (a float32 ``v``) where they are still to be normalized.
     """
     if dtype == torch.float16:
-        limit = torch.finfo(dtype).max / 64
+        margin = 64 if normalizer in ("rotated", "content") else 1
+        limit = torch.finfo(dtype).max / margin
         out = out.clamp(-limit, limit)
     return out.to(dtype)
 
@@ -266,52 +269,54 @@ class _ChunkedAttention(torch.autograd.Function):
 
     Saves the N states, recomputes the C x C scores in the backward pass: memory is linear
     in T. With G the gradient of the numerators and g that of the denominators, g acts as the
-    gradient of one more value column of ones.
+    gradient of one more value column of ones. Inside, all chunks form one batch.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, wanted, log_decay):
-        decay = _ChunkDecay(log_decay, q) if log_decay is not None else None
-        scores = _mask(q @ k.transpose(-1, -2), decay)
-        k_in, q_in = (k * decay.out_of, q * decay.into) if decay else (k, q)
-        states = _scan(k_in.transpose(-1, -2) @ v, decay)
-        out = _add_matmul(scores @ v, q_in, states)
+        chunks = _Chunks(q.shape, log_decay, q)
+        q, k, v = (x.flatten(0, 2) for x in (q, k, v))
+        k_in, q_in = chunks.left_after(k), chunks.left_of_before(q)
+        scores = chunks.mask(torch.bmm(q, k.mT))
+        states = chunks.scan(torch.bmm(k_in.mT, v))
+        out = torch.bmm(scores, v).baddbmm_(q_in, states)
         keys = denominator = None
         if wanted != "numerator":
-            keys = _scan(k_in.sum(-2, keepdim=True), decay)
-            denominator = _add_matmul(scores.sum(-1, keepdim=True), q_in, keys.mT)
+            keys = chunks.scan(k_in.sum(1, keepdim=True))
+            denominator = scores.sum(-1, keepdim=True).baddbmm_(q_in, keys.mT)
         if wanted == "normalized":
             out /= denominator.clamp_min(EPS)
         kept = (out, denominator) if wanted == "normalized" else (None, None)
         ctx.save_for_backward(q, k, v, states, keys, *kept)
-        ctx.decay, ctx.wanted = decay, wanted
-        return out, denominator if wanted == "sums" else None
+        ctx.chunks, ctx.wanted = chunks, wanted
+        return chunks.split(out), chunks.split(denominator) if wanted == "sums" else None
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, grad_denominator):
         q, k, v, states, keys, out, denominator = ctx.saved_tensors
-        decay = ctx.decay
-        g = grad_denominator.unsqueeze(-1) if ctx.wanted == "sums" else None
+        chunks, grad, g = ctx.chunks, grad.flatten(0, 2), None
+        if ctx.wanted == "sums":
+            g = grad_denominator.flatten(0, 2)
         if ctx.wanted == "normalized":
             grad, g = _through_quotient(grad, out, denominator)
-        k_in, q_in = (k * decay.out_of, q * decay.into) if decay else (k, q)
-        scores = _mask(q @ k.transpose(-1, -2), decay)
-        grad_scores = grad @ v.transpose(-1, -2)
-        grad_states = _scan(q_in.transpose(-1, -2) @ grad, decay, reverse=True)
-        grad_q = grad @ states.transpose(-1, -2)
-        grad_k = v @ grad_states.transpose(-1, -2)
-        grad_v = _add_matmul(scores.transpose(-1, -2) @ grad, k_in, grad_states)
-        if g is not None:
-            grad_scores += g
+        k_in, q_in = chunks.left_after(k), chunks.left_of_before(q)
+        grad_states = chunks.scan(torch.bmm(q_in.mT, grad), reverse=True)
+        grad_q = torch.bmm(grad, states.mT)
+        grad_k = torch.bmm(v, grad_states.mT)
+        if g is None:
+            grad_scores = torch.bmm(grad, v.mT)
+        else:
+            grad_scores = torch.baddbmm(g, grad, v.mT)
             grad_q.addcmul_(g, keys)
-            grad_k += _scan(g.transpose(-1, -2) @ q_in, decay, reverse=True)
-        if decay:
-            grad_q, grad_k = grad_q * decay.into, grad_k * decay.out_of
-        grad_scores = _mask(grad_scores, decay)
-        grad_q = _add_matmul(grad_q, grad_scores, k)
-        grad_k = _add_matmul(grad_k, grad_scores.transpose(-1, -2), q)
-        return grad_q, grad_k, grad_v, None, None
+            grad_k += chunks.scan(torch.bmm(g.mT, q_in), reverse=True)
+        grad_q, grad_k = chunks.left_of_before(grad_q), chunks.left_after(grad_k)
+        grad_scores = chunks.mask(grad_scores)
+        grad_q.baddbmm_(grad_scores, k)
+        grad_k.baddbmm_(grad_scores.mT, q)
+        scores = chunks.mask(torch.bmm(q, k.mT))
+        grad_v = torch.bmm(scores.mT, grad).baddbmm_(k_in, grad_states)
+        return *(chunks.split(x) for x in (grad_q, grad_k, grad_v)), None, None
 
 
 def _through_quotient(grad: Tensor, out: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:
@@ -321,40 +326,45 @@ def _through_quotient(grad: Tensor, out: Tensor, denominator: Tensor) -> tuple[T
     return grad / clamped, g.masked_fill_(denominator < EPS, 0.0)
 
 
-class _ChunkDecay:
-    """The factors of one chunk, broadcastable over (B, H, N, C, .)."""
+class _Chunks:
+    """What joins B x H x N chunks that stand in one batch: masks, decay and running sums."""
 
-    def __init__(self, log_decay: Tensor, q: Tensor) -> None:
-        into, out_of, whole = _block_decay(log_decay, q)
-        self.within = _decay_matrix(log_decay, q.shape[-2], q).unsqueeze(1)  # H 1 C C
-        self.into, self.out_of = into.unsqueeze(1), out_of.unsqueeze(1)  # H 1 C 1
-        self.whole = whole  # H 1 1
+    def __init__(self, shape: torch.Size, log_decay: Tensor | None, like: Tensor) -> None:
+        self.shape = shape[:3]  # B H N
+        self.decays = log_decay is not None
+        if self.decays:
+            into, out_of, self.whole = _block_decay(log_decay, like)
+            self.into, self.out_of = into.unsqueeze(1), out_of.unsqueeze(1)  # H 1 C 1
+            self.within = _decay_matrix(log_decay, shape[3], like).unsqueeze(1)  # H 1 C C
 
+    def split(self, x: Tensor) -> Tensor:
+        """(B H N, C, .) -> (B, H, N, C, .)."""
+        return x.unflatten(0, self.shape)
 
-def _mask(scores: Tensor, decay: _ChunkDecay | None) -> Tensor:
-    """Zero above the diagonal and decay below it, in place."""
-    if decay is not None:
-        scores *= decay.within
-    return scores.tril_()
+    def mask(self, scores: Tensor) -> Tensor:
+        """Zero above the diagonal and decay below it, in place."""
+        if self.decays:
+            self.split(scores).mul_(self.within)
+        return scores.tril_()
 
+    def left_of_before(self, x: Tensor) -> Tensor:
+        """x times what is left, at each step of a chunk, of all that came before the chunk."""
+        return (self.split(x) * self.into).flatten(0, 2) if self.decays else x
 
-def _scan(parts: Tensor, decay: _ChunkDecay | None, reverse: bool = False) -> Tensor:
-    """Exclusive (decayed) running sum over chunks, axis 2 of (B, H, N, ., .)."""
-    sums = torch.empty_like(parts)
-    part, total = parts.unbind(2), sums.unbind(2)
-    if reverse:
-        part, total = part[::-1], total[::-1]
-    total[0].zero_()
-    for n in range(len(part) - 1):
-        if decay is None:
-            torch.add(total[n], part[n], out=total[n + 1])
-        else:
-            torch.addcmul(part[n], total[n], decay.whole, out=total[n + 1])
-    return sums
+    def left_after(self, x: Tensor) -> Tensor:
+        """x times what is left of each step at the end of its chunk."""
+        return (self.split(x) * self.out_of).flatten(0, 2) if self.decays else x
 
-
-def _add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """out + a b in place, for a contiguous ``out`` of five axes."""
-    flat = out.view(-1, *out.shape[-2:])
-    flat.baddbmm_(a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:]))
-    return out
+    def scan(self, parts: Tensor, reverse: bool = False) -> Tensor:
+        """Exclusive (decayed) running sum of (B H N, ., .) over the N chunks of a sequence."""
+        sums = torch.empty_like(parts)
+        part, total = (self.split(x).unbind(2) for x in (parts, sums))
+        if reverse:
+            part, total = part[::-1], total[::-1]
+        total[0].zero_()
+        for n in range(len(part) - 1):
+            if self.decays:
+                torch.addcmul(part[n], total[n], self.whole, out=total[n + 1])
+            else:
+                torch.add(total[n], part[n], out=total[n + 1])
+        return sums

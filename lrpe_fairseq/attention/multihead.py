@@ -158,8 +158,7 @@ class MultiheadAttention(nn.Module):
         positions = block_positions(x, key_padding_mask, state)
         attend = self._linear if self.attention_type == "linear" else self._softmax
         out, past = attend(x, positions, key_padding_mask, state, keep_state)
-        out = out.transpose(1, 2).flatten(2)
-        out = self.out_proj(out if self.norm is None else self.norm(out))
+        out = self.out_proj(self._normalized(out.transpose(1, 2).flatten(2)).to(x.dtype))
         if not keep_state:
             return out, None
         return out, AttentionState(past, _next_position(x, key_padding_mask, state))
@@ -201,6 +200,13 @@ class MultiheadAttention(nn.Module):
         q, k = (self.encoding.turn(self._folded(p, x), positions) for p in projections)
         return q, k, self._heads(self.v_proj(x))
 
+    def _normalized(self, out: Tensor) -> Tensor:
+        """LayerNorm over all heads (TMLR), in the precision of the sums; else as it is."""
+        if self.norm is None:
+            return out
+        weight, bias = (p.to(out.dtype) for p in (self.norm.weight, self.norm.bias))
+        return F.layer_norm(out, self.norm.normalized_shape, weight, bias, self.norm.eps)
+
     def _linear(
         self,
         x: Tensor,
@@ -210,6 +216,8 @@ class MultiheadAttention(nn.Module):
         keep_state: bool,
     ) -> tuple[Tensor, LinearState | None]:
         q, k, v = self._project(x)
+        if self.norm is not None:  # sums without a denominator outgrow float16
+            v = v.to(torch.promote_types(v.dtype, torch.float32))
         options = {"key_padding_mask": padding, "normalizer": self.normalizer}
         early = self.encoding.before_feature_map
         if not early:
@@ -328,7 +336,7 @@ def score_decay(log_decay: Tensor, q_positions: Tensor, k_positions: Tensor) -> 
 
 
 def _check_choices(embed_dim: int, num_heads: int, attention_type: str, normalizer: str) -> None:
-    if embed_dim % num_heads:
+    if num_heads < 1 or embed_dim % num_heads:
         raise ValueError(f"the width {embed_dim} is not divisible by {num_heads} attention heads")
     if attention_type not in ATTENTION_TYPES:
         raise ValueError(

@@ -46,6 +46,11 @@ def updates(state: dict[str, Any]) -> int:
     return state["optimizer_history"][-1]["num_updates"]
 
 
+def seconds(state: dict[str, Any]) -> float:
+    """Wall-clock seconds of the training until then, without the time it lay interrupted."""
+    return round(state["extra_state"]["previous_training_time"], 1)
+
+
 def options(state: dict[str, Any]) -> dict[str, Any]:
     """Every option of the training that wrote the checkpoint, by its command-line name.
 

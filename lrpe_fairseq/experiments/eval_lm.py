@@ -54,7 +54,7 @@ def evaluate(checkpoint: Path, data: Path, splits: list[str]) -> Run:
         "metrics": metrics,
         "protocol": lm.protocols(config["tokens-per-sample"], set(PROTOCOLS)),
         "tokens_per_second": _speed(state),
-        "wall_seconds": round(state["extra_state"]["previous_training_time"], 1),
+        "wall_seconds": checkpoints.seconds(state),
         **environment(),
     }
 

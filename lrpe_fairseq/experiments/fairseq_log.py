@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LINE = re.compile(r"\b(train_inner|train|valid)\b[ :|]+(\{.*\})\s*$")
+LINE = re.compile(r"\b(train_inner|valid)\b[ :|]+(\{.*\})\s*$")
 TOKENS = re.compile(r"Evaluated ([\d,]+) tokens")
 LOSS = re.compile(r"Loss \(base 2\): ([-\d.einfa]+), Perplexity")
 TAIL_BYTES = 16384
@@ -22,12 +22,10 @@ class TrainingLog:
     """What one training printed; a resumed one counts as one.
 
     inner: update -> what was logged there. valid: update -> what was validated there.
-    wall_seconds: fairseq's own clock, which goes on where a resumed training stopped.
     """
 
     inner: dict[int, dict[str, str]]
     valid: dict[int, dict[str, str]]
-    wall_seconds: float
 
     def curve(self) -> list[dict[str, float]]:
         """Validation perplexity by update, with the training tokens seen until then."""
@@ -61,14 +59,12 @@ def read_training_log(path: Path) -> TrainingLog:
     """Read a log of ``common.log_format: json``; of two lines on one update the later counts."""
     inner: dict[int, dict[str, str]] = {}
     valid: dict[int, dict[str, str]] = {}
-    wall = 0.0
     for kind, values in _entries(path.read_text(encoding="utf-8", errors="replace")):
         if kind == "valid":
             valid[int(values["valid_num_updates"])] = values
         elif kind == "train_inner":
             inner[int(values["num_updates"])] = values
-        wall = float(values.get("train_wall" if kind == "train" else "wall", wall))
-    return TrainingLog(inner, valid, wall)
+    return TrainingLog(inner, valid)
 
 
 def last_update(path: Path) -> int:

@@ -208,7 +208,10 @@ class LMRun:
         return metrics
 
     def _record(self, metrics: Run, threads: int) -> Run:
-        state = checkpoints.load(self.checkpoints / checkpoints.BEST)
+        best, last = (
+            checkpoints.load(self.checkpoints / name)
+            for name in (checkpoints.BEST, checkpoints.LAST)
+        )
         log = fairseq_log.read_training_log(self.log)
         tokens = int(self.settings().task.tokens_per_sample)
         return {
@@ -216,11 +219,11 @@ class LMRun:
             "label": self.label,
             "scale": self.scale,
             "dataset": dataset_name(self.data),
-            **described_by(state),
+            **described_by(best),
             "metrics": metrics,
             "protocol": protocols(tokens, {protocol for _, protocol in self.evaluations}),
             "tokens_per_second": round(log.tokens_per_second(), 1),
-            "wall_seconds": log.wall_seconds,
+            "wall_seconds": checkpoints.seconds(last),
             "curve": log.curve(),
             "threads": threads,
             **self._usage(),
