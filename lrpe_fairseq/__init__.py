@@ -1,6 +1,7 @@
 """Relative positional encodings for linear and softmax transformers, as a fairseq plugin.
 
-``fairseq-train ... --user-dir lrpe_fairseq`` imports this package, which registers the models.
+``fairseq-train ... --user-dir lrpe_fairseq`` imports this package, which registers the models
+and the tasks.
 Without fairseq, ``lrpe_fairseq.encodings`` and ``lrpe_fairseq.attention`` work on their own.
 """
 
@@ -11,4 +12,4 @@ if find_spec("fairseq") is not None:
 
     compat.apply()
 
-    from lrpe_fairseq import models  # noqa: F401  (registers the archs)
+    from lrpe_fairseq import models, tasks  # noqa: F401  (registers archs and tasks)

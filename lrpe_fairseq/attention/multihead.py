@@ -41,6 +41,14 @@ class AttentionState(NamedTuple):
     next_position: Tensor  # B, int64: real tokens seen so far
 
 
+class Memory(NamedTuple):
+    """What a segment sees besides itself (Transformer-XL, Section 3.2): inputs of earlier segments,
+    of which today's weights make keys and values."""
+
+    inputs: Tensor  # M B C, without gradient
+    hidden: Tensor | None = None  # B T M+T, true where a token must not see another
+
+
 class MultiheadAttention(nn.Module):
     """Self-attention of one layer.
 
@@ -117,12 +125,16 @@ class MultiheadAttention(nn.Module):
         """
         if attn_mask is not None:
             raise ValueError("attn_mask is not supported: build the module with causal=True")
-        state = None if incremental_state is None else self._get_input_buffer(incremental_state)
-        x = query.transpose(0, 1)
-        out, state = self.attend(x, key_padding_mask, state, incremental_state is not None)
-        if incremental_state is not None:
+        state = self._get_input_buffer(incremental_state)
+        keep_state = incremental_state is not None and not isinstance(state, Memory)
+        out, state = self.attend(query.transpose(0, 1), key_padding_mask, state, keep_state)
+        if keep_state:
             incremental_state[self._state_key] = state
         return out.transpose(0, 1), None
+
+    def remembering(self, memory: Memory) -> dict[str, Memory]:
+        """An ``incremental_state`` for :meth:`forward`: attend to ``memory`` too, keep nothing."""
+        return {self._state_key: memory}
 
     def reorder_incremental_state(self, incremental_state: dict, new_order: Tensor) -> None:
         """Follow beam search: keep the states of ``new_order`` (B',), as fairseq calls it."""
@@ -130,7 +142,7 @@ class MultiheadAttention(nn.Module):
         if state is not None:
             incremental_state[self._state_key] = reorder_attention_state(state, new_order)
 
-    def _get_input_buffer(self, incremental_state: dict | None) -> AttentionState | None:
+    def _get_input_buffer(self, incremental_state: dict | None) -> AttentionState | Memory | None:
         return None if incremental_state is None else incremental_state.get(self._state_key)
 
     @property
@@ -143,22 +155,25 @@ class MultiheadAttention(nn.Module):
         self,
         x: Tensor,
         key_padding_mask: Tensor | None = None,
-        state: AttentionState | None = None,
+        state: AttentionState | Memory | None = None,
         keep_state: bool = False,
     ) -> tuple[Tensor, AttentionState | None]:
         """Self-attention of x (B, T, C), continuing ``state``; returns (B, T, C) and the state.
 
         key_padding_mask: (B, T) of this block, true at padding, on either side. Positions
         count real tokens, so left- and right-padded batches agree. The state after the block
-        is returned if ``keep_state`` (causal only), else None.
+        is returned if ``keep_state`` (causal only), else None. After a Memory padding may stand
+        on the right only, where causality hides it.
         """
         if keep_state and not self.causal:
             raise ValueError("only causal attention can be continued: build it with causal=True")
+        if isinstance(state, Memory):
+            return self._project_out(self._after_memory(x, state), x), None
         key_padding_mask = None if self.sees_padding else key_padding_mask
         positions = block_positions(x, key_padding_mask, state)
         attend = self._linear if self.attention_type == "linear" else self._softmax
         out, past = attend(x, positions, key_padding_mask, state, keep_state)
-        out = self.out_proj(self._normalized(out.transpose(1, 2).flatten(2)).to(x.dtype))
+        out = self._project_out(out, x)
         if not keep_state:
             return out, None
         return out, AttentionState(past, _next_position(x, key_padding_mask, state))
@@ -200,6 +215,10 @@ class MultiheadAttention(nn.Module):
         q, k = (self.encoding.turn(self._folded(p, x), positions) for p in projections)
         return q, k, self._heads(self.v_proj(x))
 
+    def _project_out(self, out: Tensor, x: Tensor) -> Tensor:
+        """(B, H, T, E) -> (B, T, C), of x's type."""
+        return self.out_proj(self._normalized(out.transpose(1, 2).flatten(2)).to(x.dtype))
+
     def _normalized(self, out: Tensor) -> Tensor:
         """LayerNorm over all heads (TMLR), in the precision of the sums; else as it is."""
         if self.norm is None:
@@ -232,6 +251,14 @@ class MultiheadAttention(nn.Module):
             return linear_attention(q, k, v, causal=self.causal, **options), None
         return linear_attention_block(q, k, v, state=state and state.past, **options)
 
+    def _after_memory(self, x: Tensor, memory: Memory) -> Tensor:
+        """Attention of x (B, T, C) over [memory, x]: (B, H, T, E). Keys begin M before queries."""
+        if self.attention_type == "linear" or not self.causal:
+            raise ValueError("only causal softmax attention has a memory of earlier segments")
+        x = torch.cat([memory.inputs.transpose(0, 1), x], 1)
+        positions, first = _counted(x.shape[1], x.device), memory.inputs.shape[0]
+        return self._softmax(x, positions, memory.hidden, None, False, first)[0]
+
     def _softmax(
         self,
         x: Tensor,
@@ -239,9 +266,13 @@ class MultiheadAttention(nn.Module):
         padding: Tensor | None,
         state: AttentionState | None,
         keep_state: bool,
+        first: int = 0,
     ) -> tuple[Tensor, SoftmaxState | None]:
+        """Softmax attention; only tokens from the ``first`` on ask, all are seen."""
         q, k, v = self._encoded(x, positions)
         past, k_positions = None, positions
+        if first:
+            q, positions = q[:, :, first:], _counted(x.shape[1], x.device, first)
         if keep_state:
             past = _extend(state and state.past, k, v, positions, padding)
             k, v, k_positions, padding = past
@@ -293,9 +324,9 @@ _positions_of_mask = PositionCache()
 
 
 @lru_cache(maxsize=256)
-def _counted(length: int, device: torch.device) -> Tensor:
+def _counted(length: int, device: torch.device, first: int = 0) -> Tensor:
     with torch.inference_mode(False):
-        return torch.arange(length, device=device)
+        return torch.arange(first, length, device=device)
 
 
 def _next_position(

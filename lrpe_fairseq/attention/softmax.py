@@ -57,7 +57,8 @@ def softmax_attention(
         q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E), already encoded.
         causal: query i of T sees keys 0 .. S - T + i, so that a block may follow a cache.
         scale: D^-0.5 of the *original* head width; encoded features may be wider.
-        key_padding_mask: (B, S), true where a key is padding.
+        key_padding_mask: (B, S), true where a key is padding; or (B, T, S), where a query must
+            not see it.
         dropout: on the attention weights, as in the paper (softmax only).
         bias: broadcastable to (B, H, T, S), added to the scaled scores.
     Returns: (B, H, T, E). A query that sees no key gets zeros, never NaN.
@@ -87,7 +88,8 @@ def visible_keys(
         full = torch.ones(rows, columns, dtype=torch.bool, device=q.device)
         allowed = full.tril(columns - rows)[None, None]
     if key_padding_mask is not None:
-        alive = ~key_padding_mask.bool()[:, None, None, :]
+        hidden = key_padding_mask.bool()
+        alive = ~(hidden if hidden.dim() == 3 else hidden.unsqueeze(1)).unsqueeze(1)
         allowed = alive if allowed is None else allowed & alive
     return allowed
 

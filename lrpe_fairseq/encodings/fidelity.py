@@ -32,6 +32,9 @@ DEPARTURES: dict[str, str] = {
     "t5-unit-init": (
         "T5's biases start from N(0, 1), nn.Embedding's default, instead of N(0, 1/(H D))."
     ),
+    "xl-no-dropout": (
+        "Transformer-XL is trained without dropout of any kind, where every other row has 0.1."
+    ),
     "embed-dim-scale": (
         "Softmax attention with any relative encoding scales by (H D)^-0.5 instead of D^-0.5; "
         "Base alone, stock attention in the language model, keeps D^-0.5."

@@ -3,7 +3,8 @@
 Everything but self-attention is fairseq's own TransformerLanguageModel.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -18,6 +19,8 @@ from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from torch import Tensor, nn
 
+from lrpe_fairseq.attention.multihead import Memory
+from lrpe_fairseq.encodings.fidelity import parse_departures
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.models.options import (
     AttentionOptions,
@@ -27,6 +30,7 @@ from lrpe_fairseq.models.options import (
     one_sentence_errors,
     refuse_unrelated_processes,
 )
+from lrpe_fairseq.models.segment_memory import Segment, SegmentMemory, memories
 
 
 class DecoderLayer(TransformerDecoderLayerBase):
@@ -43,6 +47,25 @@ class DecoderLayer(TransformerDecoderLayerBase):
         heads = cfg.decoder.attention_heads
         return build_attention(self._options, embed_dim, heads, causal=True, layer=self._layer)
 
+    def forward(
+        self,
+        x: Tensor,
+        encoder_out: Sequence[Memory] | None = None,
+        encoder_padding_mask: None = None,
+        incremental_state: dict | None = None,
+        **keywords: Any,
+    ) -> tuple:
+        """fairseq's; there is no encoder, and the memories of all layers come in its place.
+
+        A memory is what entered the layer, so a layer that normalises first normalises it too.
+        """
+        if encoder_out is not None:
+            memory = encoder_out[self._layer]
+            if self.normalize_before:
+                memory = memory._replace(inputs=self.self_attn_layer_norm(memory.inputs))
+            incremental_state = self.self_attn.remembering(memory)
+        return super().forward(x, incremental_state=incremental_state, **keywords)
+
 
 class Decoder(TransformerDecoder):
     """fairseq's decoder with our layers and no T x T mask in memory."""
@@ -50,6 +73,7 @@ class Decoder(TransformerDecoder):
     def __init__(self, args: Any, *rest: Any, **keywords: Any) -> None:
         self._layer_count = count()
         super().__init__(args, *rest, **keywords)
+        self.memory = SegmentMemory(args.memory_length, len(self.layers))
 
     def build_decoder_layer(self, args: Any, no_encoder_attn: bool = False) -> nn.Module:
         """One layer, wrapped for checkpointing and sharding as stock layers are.
@@ -64,6 +88,36 @@ class Decoder(TransformerDecoder):
         smallest = 0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
         return fsdp_wrap(layer, min_num_params=smallest)
 
+    def forward(
+        self,
+        prev_output_tokens: Tensor,
+        *rest: Any,
+        segment: Segment | None = None,
+        **keywords: Any,
+    ) -> tuple[Tensor, dict]:
+        """fairseq's; with a ``segment`` the tokens go on from what is remembered before it.
+
+        Without one nothing is remembered, as in generation: training then refuses to go on.
+        """
+        if segment is None:
+            self._refuse_to_train_without_streams()
+        if segment is None or not (self.memory.length or "documents" in segment):
+            return super().forward(prev_output_tokens, *rest, **keywords)
+        like = self.layers[0].fc1.weight  # F C
+        past = self.memory.recall(segment, self.training, like)
+        in_its_place = {"encoder_out": [memories(segment, past)], "encoder_padding_mask": []}
+        keywords["encoder_out"] = in_its_place
+        x, extra = super().forward(prev_output_tokens, *rest, **keywords)
+        self.memory.keep(segment, self.training, past, extra["inner_states"][:-1])
+        return x, extra
+
+    def _refuse_to_train_without_streams(self) -> None:
+        if self.training and self.memory.length:
+            raise SystemExit(
+                f"lrpe_fairseq: a memory of {self.memory.length} tokens needs batches that go on "
+                "from each other: train with --task lrpe_truncated_bptt_lm"
+            )
+
     def buffered_future_mask(self, tensor: Tensor) -> None:
         """No mask: our attention is causal by itself, in O(T) memory."""
         return None
@@ -74,6 +128,14 @@ class Decoder(TransformerDecoder):
 class LRPELanguageModelConfig(TransformerLanguageModelConfig, AttentionOptions):
     """LRPE, Table 7, column ALM: 6 x 512, 8 heads, FFN 2048, ReLU, dropout 0.1, pre-norm with a
     final norm, tied embeddings, sinusoidal positions on."""
+
+    memory_length: int = field(
+        default=0,
+        metadata={
+            "help": "tokens of earlier segments that attention sees (Transformer-XL); needs "
+            "--task lrpe_truncated_bptt_lm and --no-token-positional-embeddings"
+        },
+    )
 
 
 @defaults(
@@ -103,6 +165,9 @@ class LRPELanguageModel(FlagsThatMeanWhatTheySay, TransformerLanguageModel):
         refuse_unrelated_processes()
         if args.adaptive_input or args.character_embeddings:
             args.share_decoder_input_output_embed = False  # nothing of one shape to share
+        with one_sentence_errors():
+            check_memory(args)
+            switch_dropout(args)
         layers, args.decoder_layers = args.decoder_layers, 0
         shell = super().build_model(args, task).decoder
         args.decoder_layers = args.decoder_layers or layers
@@ -111,7 +176,37 @@ class LRPELanguageModel(FlagsThatMeanWhatTheySay, TransformerLanguageModel):
             share_across_layers(decoder)
         return cls(decoder)
 
+    def reset_memory(self) -> None:
+        """Forget earlier segments; every stream goes on from nothing."""
+        self.decoder.memory.reset()
+
 
 @register_model("lrpe_lm_tiny", dataclass=LRPELanguageModelTinyConfig)
 class LRPELanguageModelTiny(LRPELanguageModel):
     """The tiny preset; ``--arch lrpe_lm_tiny``, or ``_name: lrpe_lm_tiny`` in a YAML."""
+
+
+def check_memory(options: Any) -> None:
+    """Raise ValueError if the model that ``options`` describe cannot remember earlier segments."""
+    length = options.memory_length
+    if length < 0:
+        raise ValueError(f"a memory cannot have {length} tokens")
+    if length and str(options.attention_type) == "linear":
+        raise ValueError(
+            "a memory of earlier segments needs softmax attention: the state of linear attention "
+            "would hold all of the text, not its last tokens"
+        )
+    if length and not options.no_token_positional_embeddings:
+        raise ValueError(
+            "absolute positions begin anew in every segment, so a memory of earlier ones needs "
+            "--no-token-positional-embeddings"
+        )
+    if length and options.decoder_layerdrop:
+        raise ValueError("a layer that is dropped remembers nothing: no layer drop with a memory")
+
+
+def switch_dropout(options: Any) -> None:
+    """Departure ``xl-no-dropout``: Transformer-XL trains without any."""
+    departs = "xl-no-dropout" in parse_departures(options.fidelity)
+    if departs and options.position_encoding == "transformer-xl":
+        options.dropout = options.attention_dropout = options.activation_dropout = 0.0

@@ -1,0 +1,593 @@
+"""Segment recurrence (Transformer-XL, Section 3.2): streams of text, read in segments with a memory
+of those before; in training, resumed or not, and in evaluation."""
+
+import logging
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fairseq import options
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models import BaseFairseqModel
+from fairseq_cli import eval_lm
+from torch import Tensor
+
+from lrpe_fairseq.attention.multihead import Memory, MultiheadAttention
+from lrpe_fairseq.encodings import ENCODINGS
+from lrpe_fairseq.encodings.transformer_xl import TransformerXL
+from lrpe_fairseq.tasks.truncated_bptt import LRPETruncatedBPTTTask, Streams, document_starts
+from tests.end_to_end.commands import (
+    PLUGIN,
+    SMALL,
+    TRAINING,
+    Corpus,
+    build,
+    last_loss,
+    run,
+    run_two,
+    saved,
+    side_by_side,
+)
+
+pytestmark = pytest.mark.end_to_end
+
+STREAMS = "--task lrpe_truncated_bptt_lm --no-token-positional-embeddings"
+SOFTMAX = "--attention-type softmax --position-encoding"
+XL = f"{STREAMS} {SOFTMAX} transformer-xl"
+SEGMENT = 8
+EXACT = {"rtol": 1e-6, "atol": 1e-6}  # of double precision: 1e9 roundings
+ALL = 10_000  # a memory that holds everything
+
+Batch = dict[str, Any]
+Built = tuple[BaseFairseqModel, LRPETruncatedBPTTTask]
+
+
+def built(corpus: Corpus, *arguments: object, memory: int = ALL, split: str = "valid") -> Built:
+    """A model in double precision without dropout, and its task with a split loaded."""
+    given = [SMALL, "--dropout 0", XL, f"--memory-length {memory}", *arguments]
+    model, task, _ = build(corpus, *given, f"--tokens-per-sample {SEGMENT}")
+    task.load_dataset(split)
+    return model.double().eval(), task
+
+
+def batches(task: LRPETruncatedBPTTTask, split: str = "valid", **how: Any) -> list[Batch]:
+    """What fairseq reads of a split, as a trainer asks for it."""
+    how = {"max_tokens": 3 * SEGMENT, "max_positions": SEGMENT, **how}
+    iterator = task.get_batch_iterator(task.dataset(split), **how)
+    return list(iterator.next_epoch_itr(shuffle=True))
+
+
+def segment(blocks: list[int], stream: int = 0, first: bool = False) -> dict[str, Any]:
+    return {"stream": stream, "blocks": blocks, "first": first}
+
+
+def text(corpus: Corpus, split: str = "valid") -> Tensor:
+    """Every token of a split, line ends included, as numbers."""
+    _, task = built(corpus, split=split)
+    return torch.cat([task.dataset(split).dataset.dataset[i] for i in range(lines_of(corpus))])
+
+
+def lines_of(corpus: Corpus) -> int:
+    return len(corpus.lines["valid"])
+
+
+# ---- attention ----
+
+
+def attention(name: str, attention_type: str = "softmax", causal: bool = True) -> Any:
+    torch.manual_seed(0)
+    module = MultiheadAttention(
+        16, 2, attention_type=attention_type, position_encoding=name, causal=causal
+    )
+    for parameter in module.encoding.parameters():  # tables that start at zero say nothing
+        torch.nn.init.normal_(parameter)
+    return module.double().eval()
+
+
+@pytest.mark.parametrize("memory", [0, 5, 64])
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_attention_after_a_memory_is_that_of_one_long_block(name: str, memory: int) -> None:
+    module, length = attention(name), 7
+    x = torch.randn(2, memory + length, 16, dtype=torch.float64)
+    weight = torch.randn(2, length, 16, dtype=torch.float64)
+    before, now = x[:, :memory], x[:, memory:].requires_grad_()
+    long = module.attend(torch.cat([before, now], 1))[0][:, memory:]
+    after = module.attend(now, state=Memory(before.transpose(0, 1)))[0]
+    torch.testing.assert_close(after, long, **EXACT)
+    learned = [now, *(p for p in module.parameters() if p.requires_grad)]
+    expected, found = (
+        torch.autograd.grad((out * weight).sum(), learned, materialize_grads=True)
+        for out in (long, after)
+    )
+    assert any(gradient.any() for gradient in expected[1:])
+    torch.testing.assert_close(found, expected, **EXACT)
+
+
+def test_transformer_xl_after_a_memory_uses_its_left_shift(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(TransformerXL, "_by_distance")
+    x = torch.randn(2, 9, 16, dtype=torch.float64)
+    attention("transformer-xl").attend(x[:, 5:], state=Memory(x[:, :5].transpose(0, 1)))
+
+
+@pytest.mark.parametrize(("attention_type", "causal"), [("linear", True), ("softmax", False)])
+def test_attention_that_cannot_remember_says_so(attention_type: str, causal: bool) -> None:
+    x = torch.randn(2, 4, 16, dtype=torch.float64)
+    with pytest.raises(ValueError, match="only causal softmax attention has a memory"):
+        attention("rope", attention_type, causal).attend(x, state=Memory(x.transpose(0, 1)))
+
+
+# ---- segments with memory are one long segment ----
+
+
+def embedded(model: BaseFairseqModel, tokens: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    """Features of ``tokens`` and the embeddings they came from."""
+    seen: list[Tensor] = []
+    hook = model.decoder.embed_tokens.register_forward_hook(lambda *call: seen.append(call[-1]))
+    features = model(tokens, features_only=True, **given)[0]
+    hook.remove()
+    return features, seen[0]
+
+
+def gradient_of(features: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
+    """By ``backward``: activations that are computed again know no other way."""
+    inputs.retain_grad()
+    (features * weight).sum().backward()
+    return inputs.grad
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize(
+    "model_options",
+    [
+        "",
+        "--no-decoder-normalize-before",
+        "--checkpoint-activations",
+        f"{SOFTMAX} rope",
+        f"{SOFTMAX} t5",
+        f"{SOFTMAX} permuteformer",
+        f"{SOFTMAX} lrpe-tmlr-type1",
+    ],
+)
+def test_segments_with_memory_are_one_long_segment(
+    corpus: Corpus, model_options: str, training: bool
+) -> None:
+    model, _ = built(corpus, model_options)
+    tokens = torch.randint(4, 24, (2, 3 * SEGMENT))
+    long, inputs = embedded(model.eval(), tokens)
+    weight = torch.randn_like(long[:, -SEGMENT:])
+    expected = gradient_of(long[:, -SEGMENT:], weight, inputs)
+    model.train(training)
+    found = []
+    for i, part in enumerate(tokens.split(SEGMENT, 1)):
+        features, inputs = embedded(model, part, segment=segment([i, 9 + i], first=i == 0))
+        found.append(features)
+    torch.testing.assert_close(torch.cat(found, 1), long, **EXACT)
+    gradient = gradient_of(features, weight, inputs)
+    torch.testing.assert_close(gradient, expected[:, -SEGMENT:], **EXACT)
+
+
+@pytest.mark.parametrize("memory", [5, SEGMENT, 12])
+def test_a_segment_sees_as_many_tokens_before_it_as_the_memory_is_long(
+    corpus: Corpus, memory: int
+) -> None:
+    model, _ = built(corpus, "--decoder-layers 1", memory=memory)
+    tokens = torch.randint(4, 24, (2, 3 * SEGMENT))
+    for i, part in enumerate(tokens.split(SEGMENT, 1)):
+        found = model(part, segment=segment([i, 9 + i], first=i == 0))[0]
+        end = (i + 1) * SEGMENT
+        window = tokens[:, max(0, i * SEGMENT - memory) : end]
+        torch.testing.assert_close(found, model(window)[0][:, -SEGMENT:], **EXACT)
+    nearer = model(tokens[:, 2 * SEGMENT - memory + 1 :])[0][:, -SEGMENT:]
+    assert (found - nearer).abs().max() > 1e-4
+
+
+def test_no_gradient_flows_into_earlier_segments(corpus: Corpus) -> None:
+    model, _ = built(corpus)
+    tokens = torch.randint(4, 24, (2, SEGMENT))
+    _, earlier = embedded(model.train(), tokens, segment=segment([0, 9], first=True))
+    features, now = embedded(model, tokens, segment=segment([1, 10]))
+    assert not model.decoder.memory.recall(segment([2, 11]), True, now).inputs.requires_grad
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(features.sum(), earlier)
+
+
+# ---- streams ----
+
+SIZES = [(1, 1, 1), (3, 1, 1), (2, 2, 1), (2, 1, 3), (1, 2, 2), (50, 2, 1)]
+
+
+def rounds(task: LRPETruncatedBPTTTask, rows: int, shards: int, updates: int) -> list[list[Batch]]:
+    """What each of ``shards`` processes reads in training, ``updates`` batches an update."""
+    task.args.train_subset, task.args.update_freq = "valid", [updates]
+    return [
+        batches(task, max_sentences=rows, max_tokens=None, num_shards=shards, shard_id=shard)
+        for shard in range(shards)
+    ]
+
+
+@pytest.mark.parametrize(("rows", "shards", "updates"), SIZES)
+def test_every_token_is_predicted_once_from_the_token_before_it(
+    corpus: Corpus, rows: int, shards: int, updates: int
+) -> None:
+    _, task = built(corpus)
+    targets = text(corpus)
+    eos, pad = task.dictionary.eos(), task.dictionary.pad()
+    sources = torch.cat([torch.tensor([eos]), targets[:-1]])
+    times = torch.zeros_like(targets)
+    assert len(targets) % SEGMENT  # the last segment is a partial one
+    for batch in (b for shard in rounds(task, rows, shards, updates) for b in shard if b):
+        for row, block in enumerate(batch["net_input"]["segment"]["blocks"]):
+            place = slice(block * SEGMENT, (block + 1) * SEGMENT)
+            real = batch["target"][row] != pad
+            times[place] += 1
+            assert torch.equal(batch["target"][row][real], targets[place])
+            assert torch.equal(batch["net_input"]["src_tokens"][row][real], sources[place])
+    assert (times == 1).all()
+
+
+@pytest.mark.parametrize(("rows", "shards", "updates"), SIZES)
+def test_each_row_goes_on_where_its_stream_was(
+    corpus: Corpus, rows: int, shards: int, updates: int
+) -> None:
+    _, task = built(corpus)
+    per_stream: dict[tuple[int, int], list[tuple[int, bool]]] = {}
+    for shard, read in enumerate(rounds(task, rows, shards, updates)):
+        for batch in filter(None, read):
+            where = batch["net_input"]["segment"]
+            for row, block in enumerate(where["blocks"]):
+                key = (shard, where["stream"] + row)
+                per_stream.setdefault(key, []).append((block, where["first"]))
+    lengths = {len(read) for read in per_stream.values()}
+    assert len(per_stream) == min(rows * shards * updates, len(task.dataset("valid")))
+    assert max(lengths) - min(lengths) <= 1
+    for blocks, firsts in (zip(*read, strict=True) for read in per_stream.values()):
+        assert list(blocks) == list(range(blocks[0], blocks[0] + len(blocks)))
+        assert firsts == (True,) + (False,) * (len(firsts) - 1)
+
+
+def test_an_update_reads_one_segment_of_every_stream_however_many_processes(
+    corpus: Corpus,
+) -> None:
+    _, task = built(corpus)
+    (alone,) = rounds(task, rows=2, shards=1, updates=4)
+    together = rounds(task, rows=2, shards=2, updates=2)
+    streams = [batch["net_input"]["segment"]["stream"] for batch in alone]
+    assert streams[:8] == [0, 2, 4, 6] * 2
+    read = [batch for pair in zip(*together, strict=True) for batch in pair if batch]
+    assert [b["id"].tolist() for b in read] == [b["id"].tolist() for b in alone]
+
+
+def test_workers_and_epochs_do_not_change_what_is_read(corpus: Corpus) -> None:
+    _, task = built(corpus)
+    expected = [batch["id"].tolist() for batch in batches(task)]
+    again = batches(task, epoch=7, seed=5, num_workers=2, data_buffer_size=3)
+    assert [batch["id"].tolist() for batch in again] == expected
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 7, 12, 13])
+@pytest.mark.parametrize("streams", [1, 2, 5, 7])
+def test_a_block_knows_its_stream(blocks: int, streams: int) -> None:
+    plan = Streams(blocks, min(streams, blocks))
+    bounds = [plan.start(stream) for stream in range(plan.streams + 1)]
+    assert (bounds[0], bounds[-1]) == (0, blocks)
+    for block in range(blocks):
+        stream = plan.stream_of(block)
+        assert bounds[stream] <= block < bounds[stream + 1]
+
+
+# ---- the memory between batches ----
+
+
+@torch.no_grad()
+def predictions(model: BaseFairseqModel, read: list[Batch]) -> dict[int, Tensor]:
+    """What ``model`` says of every word, for each target of each block."""
+    found = {}
+    for batch in read:
+        scores = model(**batch["net_input"])[0]
+        for row, block in enumerate(batch["id"].tolist()):
+            real = batch["target"][row] != model.decoder.padding_idx
+            found[block] = scores[row][real]
+    return found
+
+
+@torch.no_grad()
+def alone(model: BaseFairseqModel, tokens: Tensor, eos: int) -> Tensor:
+    """What ``model`` says for each of ``tokens`` as one segment without memory."""
+    source = torch.cat([torch.tensor([eos]), tokens[:-1]])
+    return model(source.unsqueeze(0))[0][0]
+
+
+def test_the_memory_is_carried_from_batch_to_batch(corpus: Corpus) -> None:
+    model, task = built(corpus)
+    found = predictions(model, batches(task))
+    plan, whole = Streams(len(found), 3), text(corpus)
+    for stream in range(3):
+        blocks = range(plan.start(stream), plan.start(stream + 1))
+        tokens = whole[blocks[0] * SEGMENT : (blocks[-1] + 1) * SEGMENT]
+        source = whole[blocks[0] * SEGMENT - 1] if stream else task.dictionary.eos()
+        expected = alone(model, tokens, int(source))
+        torch.testing.assert_close(torch.cat([found[b] for b in blocks]), expected, **EXACT)
+
+
+def test_without_a_memory_segments_know_nothing_of_each_other(corpus: Corpus) -> None:
+    remembering, task = built(corpus)
+    forgetful, _ = built(corpus, memory=0)
+    first, second, *_ = batches(task)
+    expected = predictions(forgetful, [second])
+    found = predictions(remembering, [first, second])
+    for block in expected:
+        assert (found[block] - expected[block]).abs().max() > 1e-4
+    assert_equal(predictions(forgetful, [first, second]), expected)
+
+
+def assert_equal(found: dict[int, Tensor], expected: dict[int, Tensor]) -> None:
+    """Whether the blocks of ``expected`` are the same in ``found``."""
+    for block, scores in expected.items():
+        torch.testing.assert_close(found[block], scores, rtol=0, atol=0)
+
+
+def test_a_reset_and_a_new_epoch_and_another_batch_size_begin_with_nothing(
+    corpus: Corpus, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, task = built(corpus)
+    read, wider = batches(task), batches(task, max_tokens=4 * SEGMENT)
+    epoch = predictions(model, read)
+    assert_equal(predictions(model, read), epoch)
+    forgetful, _ = built(corpus, memory=0)
+    model.reset_memory()
+    assert_equal(predictions(model, [read[1]]), predictions(forgetful, [read[1]]))
+    assert "nothing is remembered of the text before" in caplog.text
+    predictions(model, [read[0]])
+    assert_equal(predictions(model, [wider[1]]), predictions(forgetful, [wider[1]]))
+    predictions(model, [read[0]])
+    read[1]["net_input"]["segment"]["first"] = True  # as where one split ends and another begins
+    assert_equal(predictions(model, [read[1]]), predictions(forgetful, [read[1]]))
+
+
+def test_an_evaluation_within_a_training_leaves_no_trace(corpus: Corpus) -> None:
+    model, task = built(corpus)
+    first, second, *rest = batches(task)
+    expected = predictions(model.train(), [first, second])
+    evaluated = predictions(model.eval(), [first, second, *rest])
+    predictions(model.train(), [first])
+    assert_equal(predictions(model.eval(), [first, second, *rest]), evaluated)
+    assert_equal(
+        predictions(model.train(), [second]), {b: expected[b] for b in second["id"].tolist()}
+    )
+
+
+def test_generation_and_plain_batches_neither_see_nor_change_the_memory(corpus: Corpus) -> None:
+    model, task = built(corpus)
+    first, second, *_ = batches(task)
+    expected = predictions(model, [first, second])
+    tokens = torch.randint(4, 24, (3, SEGMENT))
+    predictions(model, [first])
+    state: dict = {}
+    steps = [model(tokens[:, : i + 1], incremental_state=state)[0] for i in range(SEGMENT)]
+    plain = model(tokens)[0]
+    torch.testing.assert_close(torch.cat(steps, 1), plain, **EXACT)
+    forgetful, _ = built(corpus, memory=0)
+    torch.testing.assert_close(plain, forgetful(tokens)[0], rtol=0, atol=0)
+    assert_equal(predictions(model, [second]), {b: expected[b] for b in second["id"].tolist()})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_memory_has_the_precision_of_the_model(corpus: Corpus, dtype: torch.dtype) -> None:
+    model, task = built(corpus)
+    first, second, *_ = batches(task)
+    expected = predictions(model, [first, second])
+    predictions(model, [first])
+    found = predictions(model.to(dtype), [second])  # the memory was kept in double precision
+    for block, scores in found.items():
+        assert scores.dtype == dtype
+        torch.testing.assert_close(scores.double(), expected[block], rtol=0.02, atol=0.05)
+    past = model.decoder.memory.recall(segment([2, 6, 10]), False, model.decoder.layers[0].fc1.bias)
+    assert past.inputs.dtype == dtype
+
+
+def test_the_memory_is_no_part_of_the_state_dict(corpus: Corpus) -> None:
+    model, task = built(corpus)
+    before = set(model.state_dict())
+    predictions(model, batches(task))
+    assert set(model.state_dict()) == before == set(built(corpus, memory=0)[0].state_dict())
+
+
+# ---- documents ----
+
+DOCUMENT_LINES = [1, 4, 5, 19]
+
+
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as data-prep writes it, for the valid split."""
+    folder = tmp_path_factory.mktemp("documents")
+    rows = [f"{line}\tTitle {i}\n" for i, line in enumerate(DOCUMENT_LINES)]
+    (folder / "valid.tsv").write_text("".join(rows))
+    return folder
+
+
+@pytest.mark.parametrize("encoding", ["transformer-xl", "permuteformer"])
+def test_a_document_is_read_as_if_it_stood_alone_when_asked(
+    corpus: Corpus, documents: Path, encoding: str
+) -> None:
+    given = f"{SOFTMAX} {encoding} --reset-at-documents {documents}"
+    model, task = built(corpus, given)
+    found = predictions(model, batches(task, max_tokens=SEGMENT))  # one stream
+    scores = torch.cat([found[block] for block in sorted(found)])
+    sizes = task.dataset("valid").dataset.dataset.sizes
+    bounds = [0, *np.cumsum(sizes)[np.array(DOCUMENT_LINES) - 1], sum(sizes)]
+    whole, eos = text(corpus), task.dictionary.eos()
+    for start, end in pairwise(bounds):
+        expected = alone(model, whole[start:end], eos)
+        torch.testing.assert_close(scores[start:end], expected, **EXACT)
+    mixed, task = built(corpus, f"{SOFTMAX} {encoding}")
+    other = predictions(mixed, batches(task, max_tokens=SEGMENT))
+    assert (torch.cat([other[block] for block in sorted(other)]) - scores).abs().max() > 1e-4
+
+
+def test_streams_keep_documents_apart_too(corpus: Corpus, documents: Path) -> None:
+    model, task = built(corpus, f"--reset-at-documents {documents}", memory=12)
+    read = batches(task)
+    assert {batch["net_input"]["segment"]["documents"].min().item() for batch in read} >= {0, -1}
+    predictions(model, read)
+
+
+@pytest.mark.parametrize("rows", ["0\ta\n0\tb\n", "3\ta\n2\tb\n", "-1\ta\n", "30\ta\n", "x\ta\n"])
+def test_documents_of_another_text_are_refused(tmp_path: Path, rows: str) -> None:
+    (tmp_path / "valid.tsv").write_text(rows)
+    with pytest.raises(ValueError, match=r"valid\.tsv"):
+        document_starts(tmp_path / "valid.tsv", np.full(30, 7))
+    with pytest.raises(ValueError, match=r"test\.tsv does not tell where documents begin"):
+        document_starts(tmp_path / "test.tsv", np.full(30, 7))
+
+
+# ---- training, resumed and not; two processes; evaluation ----
+
+MEMORY = 2 * SEGMENT
+TRAINED = f"{TRAINING} {SMALL} {XL} --tokens-per-sample {SEGMENT} --memory-length {MEMORY}"
+STOP, END = 150, 300  # in the middle of an epoch, which has 37 updates
+SAVED = f"--save-interval-updates {STOP // 3} --lr 1e-2"
+
+
+@pytest.fixture(scope="session")
+def trainings(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One training as it is, one stopped in the middle of an epoch and resumed; dropout on."""
+    folder = tmp_path_factory.mktemp("segments")
+    train = [corpus.data, TRAINED, SAVED, "--max-tokens 64 --update-freq 2 --save-dir"]
+
+    def interrupted() -> None:
+        for end in (STOP, END):
+            run("fairseq_cli.train", *train, folder / "resumed", f"--max-update {end}")
+
+    whole = [*train, folder / "whole", f"--max-update {END}"]
+    side_by_side(lambda: run("fairseq_cli.train", *whole), interrupted)
+    return {name: folder / name for name in ("whole", "resumed")}
+
+
+def test_a_resumed_training_is_the_uninterrupted_one(trainings: dict[str, Path]) -> None:
+    updates = {path.name: int(path.stem.split("_")[-1]) for path in interval_saves(trainings)}
+    assert sorted(updates.values()) == list(range(STOP // 3, END + 1, STOP // 3))
+    for name in [*updates, "checkpoint_last.pt"]:
+        whole, resumed = (saved(folder / name) for folder in trainings.values())
+        assert last_loss(trainings["resumed"] / name) == last_loss(trainings["whole"] / name)
+        for key, weight in whole["model"].items():
+            assert torch.equal(resumed["model"][key], weight), (name, key)
+
+
+def interval_saves(trainings: dict[str, Path]) -> list[Path]:
+    return list(trainings["whole"].glob("checkpoint_*_*.pt"))
+
+
+def test_a_checkpoint_holds_the_memory_of_every_stream(trainings: dict[str, Path]) -> None:
+    (stopped,) = (p for p in interval_saves(trainings) if p.stem.endswith(f"_{STOP}"))
+    state = saved(stopped)["extra_state"]
+    assert state["train_iterator"]["iterations_in_epoch"] > 0
+    kept = state["LRPETruncatedBPTTTask"]
+    assert sorted(kept) == [0, 8]  # two batches an update, of eight rows
+    for past in kept.values():
+        assert past["inputs"].shape == (2, MEMORY, 8, 32)
+
+
+def test_two_processes_train_as_one_with_twice_the_update_frequency(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    sgd = "--optimizer sgd --lr 0.3 --dropout 0 --disable-validation --max-update 5 --max-tokens 64"
+    train = [corpus.data, TRAINED, sgd, "--save-dir"]
+    run("fairseq_cli.train", *train, tmp_path / "alone", "--update-freq 2")
+    run_two(*train, tmp_path / "together")
+    one, two = (saved(tmp_path / name / "checkpoint_last.pt") for name in ("alone", "together"))
+    torch.testing.assert_close(two["model"], one["model"], rtol=1e-5, atol=1e-6)
+
+
+def evaluated(corpus: Corpus, checkpoint: Path, caplog: Any, *given: object) -> tuple[int, float]:
+    """Tokens and perplexity by ``fairseq-eval-lm``."""
+    arguments = [str(corpus.data), "--user-dir", str(PLUGIN), "--path", str(checkpoint), "--cpu"]
+    arguments += [word for part in given for word in str(part).split()]
+    arguments += ["--tokens-per-sample", str(SEGMENT), "--num-workers", "0", "--no-progress-bar"]
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        parsed = options.parse_args_and_arch(options.get_eval_lm_parser(), arguments)
+        found = eval_lm.main(convert_namespace_to_omegaconf(parsed))
+    (said,) = [r.getMessage() for r in caplog.records if "Evaluated" in r.getMessage()]
+    return int(said.split()[1].replace(",", "")), float(found["perplexity"])
+
+
+def test_the_memory_makes_evaluation_better_and_loses_no_token(
+    trainings: dict[str, Path], corpus: Corpus, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = trainings["whole"] / "checkpoint_last.pt"
+    streams = f"{STREAMS.split(' --no')[0]} --gen-subset test --max-tokens {3 * SEGMENT}"
+    tokens, remembered = evaluated(corpus, checkpoint, caplog, streams)
+    assert (tokens, remembered) == evaluated(corpus, checkpoint, caplog, streams)
+    blocks, forgotten = evaluated(corpus, checkpoint, caplog, "--gen-subset test")
+    assert tokens == blocks == corpus.token_count("test")
+    assert remembered < 0.97 * forgotten
+    assert math.isfinite(remembered)
+    cut = "--model-overrides {'memory_length':0}"
+    unordered = evaluated(corpus, checkpoint, caplog, streams, cut)
+    assert unordered == (tokens, pytest.approx(forgotten, rel=1e-5))
+
+
+# ---- what does not go together, and the departure ----
+
+REFUSED = {
+    "--attention-type linear --position-encoding rope": "needs softmax attention",
+    "--decoder-layerdrop 0.1": "a layer that is dropped remembers nothing",
+    "--memory-length -1": "a memory cannot have -1 tokens",
+    "--sample-break-mode complete": "takes sample_break_mode=none only",
+    "--add-bos-token": "takes add_bos_token=False only",
+    "--memory-length 0 --attention-type linear --position-encoding rope "
+    "--reset-at-documents nowhere": "--reset-at-documents needs softmax attention",
+}
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_what_does_not_go_together_is_refused_in_one_sentence(corpus: Corpus, given: str) -> None:
+    with pytest.raises(SystemExit, match=REFUSED[given]) as refusal:
+        built(corpus, given, memory=4)
+    assert "\n" not in str(refusal.value.code)
+
+
+def test_the_task_is_for_our_language_model_only(corpus: Corpus) -> None:
+    stock = SMALL.replace("lrpe_lm_tiny", "transformer_lm")
+    with pytest.raises(SystemExit, match="is for lrpe_lm and its presets only"):
+        build(corpus, stock, STREAMS)
+
+
+def test_absolute_positions_and_a_memory_are_refused(corpus: Corpus) -> None:
+    with pytest.raises(SystemExit, match="absolute positions begin anew in every segment"):
+        build(corpus, SMALL, f"{SOFTMAX} rope --memory-length 4")
+
+
+def test_a_memory_is_not_trained_without_streams(corpus: Corpus) -> None:
+    model, _ = built(corpus, "--task language_modeling")
+    tokens = torch.randint(4, 24, (2, SEGMENT))
+    model.eval()(tokens)
+    with pytest.raises(SystemExit, match="train with --task lrpe_truncated_bptt_lm"):
+        model.train()(tokens)
+
+
+def test_segments_that_are_too_long_and_context_windows_are_refused(corpus: Corpus) -> None:
+    _, task = built(corpus)
+    with pytest.raises(SystemExit, match="segments of 8 tokens are longer than the 7"):
+        batches(task, max_positions=SEGMENT - 1)
+    with pytest.raises(SystemExit, match="has no --context-window"):
+        task.eval_lm_dataloader(dataset=task.dataset("valid"), context_window=4)
+
+
+@pytest.mark.parametrize(
+    ("given", "dropout"),
+    [("", 0.1), ("--fidelity xl-no-dropout", 0.0), ("--fidelity published", 0.0),
+     ("--fidelity xl-no-dropout --position-encoding rope", 0.1)],
+)  # fmt: skip
+def test_the_published_transformer_xl_has_no_dropout(
+    corpus: Corpus, given: str, dropout: float
+) -> None:
+    rates = "--dropout 0.1 --attention-dropout 0.1 --activation-dropout 0.1"
+    layer = built(corpus, rates, given, memory=4)[0].decoder.layers[0]
+    found = {layer.dropout_module.p, layer.activation_dropout_module.p, layer.self_attn.dropout}
+    assert found == {dropout}
