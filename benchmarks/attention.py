@@ -28,7 +28,8 @@ def measure(device: str, dtype: torch.dtype, rounds: int) -> list[dict]:
                 "naive": step(naive, length, tokens, device, dtype),
                 "sdpa": step(sdpa, length, tokens, device, dtype),
             },
-            rounds if length < 4096 else max(2, rounds // 3),
+            rounds=rounds if length < 4096 else max(3, rounds // 2),
+            settle=1,
         )
         rows += [row(length, tokens, name, timings, "chunked") for name in timings]
     return rows
@@ -38,7 +39,9 @@ def measure_flatness(device: str, dtype: torch.dtype, rounds: int) -> list[dict]
     """Cost per token at growing length with the same number of tokens in every batch."""
     lengths = [512, 2048, FLAT_TOKENS]
     timings = contest(
-        {str(n): step(chunked, n, FLAT_TOKENS, device, dtype) for n in lengths}, rounds
+        {str(n): step(chunked, n, FLAT_TOKENS, device, dtype) for n in lengths},
+        rounds=rounds,
+        settle=1,
     )
     return [row(int(name), FLAT_TOKENS, name, timings, "512") for name in timings]
 

@@ -31,12 +31,19 @@ class Timing:
 
 
 def contest(
-    contestants: dict[str, Callable[[], object]], rounds: int, warmup: int = 1
+    contestants: dict[str, Callable[[], object]], rounds: int, warmup: int = 1, settle: int = 0
 ) -> dict[str, Timing]:
-    """Run every contestant once per round, in turn; the first ``warmup`` rounds do not count."""
+    """Time every contestant once per round, in turn; the first ``warmup`` rounds do not count.
+
+    ``settle``: untimed calls just before each timed one. A contestant that needs gigabytes
+    makes the allocator hand memory back, and the next one would pay for fetching it again,
+    which it never does in a training of its own.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for number in range(warmup + rounds):
         for name, run in contestants.items():
+            for _ in range(settle):
+                run()
             elapsed = _time(run)
             if number >= warmup:
                 seconds[name].append(elapsed)

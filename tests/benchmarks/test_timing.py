@@ -16,6 +16,12 @@ def test_contestants_run_in_turn_and_warm_up_rounds_do_not_count():
     assert [len(t.seconds) for t in result.values()] == [3, 3]
 
 
+def test_untimed_calls_settle_a_contestant_before_each_timed_one():
+    calls = []
+    contest({"a": lambda: calls.append("a")}, rounds=2, warmup=0, settle=2)
+    assert len(calls) == 2 * (2 + 1)
+
+
 def test_a_ratio_is_the_median_of_the_rounds_own_ratios():
     slow, fast = Timing((2.0, 40.0, 6.0)), Timing((1.0, 10.0, 3.0))
     assert slow.ratio(fast) == 2.0
