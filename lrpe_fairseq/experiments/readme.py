@@ -4,6 +4,7 @@
 """
 
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 QUICKSTART = ROOT / "results" / "quickstart" / "README.md"
+BENCH = ROOT / "results" / "bench" / "cpu.json"
 
 
 def main() -> None:
@@ -29,7 +31,11 @@ def main() -> None:
 
 def render(text: str) -> str:
     """``text`` with every generated part rendered anew."""
-    parts: dict[str, Callable[[], str]] = {"encodings": encodings_table, "quickstart": quickstart}
+    parts: dict[str, Callable[[], str]] = {
+        "encodings": encodings_table,
+        "quickstart": quickstart,
+        "bench": bench,
+    }
     for name, part in parts.items():
         text = between(text, name, part())
     return text
@@ -76,6 +82,31 @@ def quickstart() -> str:
     """The table that the last committed quickstart printed."""
     lines = QUICKSTART.read_text(encoding="utf-8").splitlines() if QUICKSTART.exists() else []
     return "\n".join(line for line in lines if line.startswith("|")) or "not run"
+
+
+def bench() -> str:
+    """Speed-ups and training speeds of the last committed ``make bench`` on a CPU."""
+    if not BENCH.exists():
+        return "not run"
+    figures = json.loads(BENCH.read_text(encoding="utf-8"))
+    ratios = {(row["length"], row["contestant"]): row for row in figures["attention"]}
+    lines = [
+        "| T | chunked linear against the naive form | against torch SDPA |",
+        "|---:|---:|---:|",
+    ]
+    for length in sorted({length for length, _ in ratios}):
+        pair = [ratios[length, form]["speed_up"] for form in ("naive", "sdpa")]
+        lines.append(f"| {length} | {pair[0]:.1f} x | {pair[1]:.1f} x |")
+    flat = max(figures["flatness"], key=lambda row: row["length"])
+    lines += ["", f"Cost per token at T = {flat['length']}: {flat['speed_up']:.2f} of that at 512."]
+    speed = {(row["encoding"], row["attention"]): row for row in figures["training"]}
+    lines += ["", "| training speed relative to Base | linear | softmax |", "|---|---:|---:|"]
+    for name in filter(lambda name: name != "none", ENCODINGS):
+        both = [speed.get((name, kind)) for kind in ("linear", "softmax")]
+        shown = [f"{row['relative_speed']:.2f}" if row else "–" for row in both]
+        lines.append(f"| `{name}` | {shown[0]} | {shown[1]} |")
+    machine = f"{figures['hardware']['cores']} cores, {figures['hardware']['cpu']}"
+    return "\n".join([*lines, "", f"({machine}; commit {figures['commit'][:8]}.)"])
 
 
 def _name_of(table: dict[str, type], module: object) -> str:
