@@ -211,8 +211,8 @@ class MultiheadAttention(nn.Module):
         if not self._folds(x):
             q, k, v = self._project(x)
             return *self.encoding(q, k, positions, positions), v
-        projections = (self.q_proj, self.k_proj)
-        q, k = (self.encoding.turn(self._folded(p, x), positions) for p in projections)
+        planes = (self._folded(p, x) for p in (self.q_proj, self.k_proj))
+        q, k = self.encoding.turn(*planes, positions, positions)
         return q, k, self._heads(self.v_proj(x))
 
     def _project_out(self, out: Tensor, x: Tensor) -> Tensor:

@@ -117,8 +117,8 @@ class QueryKeyEncoding(Encoding):
 
     serves_linear = True
     foldable: bool = False
-    """Whether it is ``turn(projection(x), positions)`` with a linear ``projection``, which
-    softmax attention folds into its weights at no cost per token."""
+    """Whether it is ``turn(projection(q), projection(k), ...)`` with a linear ``projection``,
+    which softmax attention folds into its weights at no cost per token."""
     before_feature_map: ClassVar[bool] = False
     """In linear attention: encode before phi (SPE filters q and k themselves), not after."""
 

@@ -173,15 +173,14 @@ class Rotation(nn.Module):
         self.theta = theta
         self.cache = PositionCache()
 
-    def phases(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    def at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """exp(i s theta) for every position: (T, E) or (B, 1, T, E), complex."""
         if self.theta.requires_grad:
             return phases(positions, self.theta, dtype)
         return self.cache.get(positions, dtype, lambda: phases(positions, self.theta, dtype))
 
-    def forward(self, planes: Planes, positions: Tensor) -> Planes:
-        """Turn every plane (..., T, D) at ``positions`` (T,) or (B, T)."""
-        turn = self.phases(positions, planes[0].dtype)
+    def forward(self, planes: Planes, turn: Tensor) -> Planes:
+        """Turn every plane (..., T, D) by what :meth:`at` gave."""
         return tuple(rotate_pairs(x, turn) for x in planes)
 
 
@@ -215,9 +214,8 @@ class Unitary(Rotation):
         exponent = torch.arange(spec.head_dim, dtype=torch.float64) * (-2.0 / spec.head_dim)
         self.register_frequencies(BASE**exponent)
 
-    def forward(self, planes: Planes, positions: Tensor) -> Planes:
+    def forward(self, planes: Planes, turn: Tensor) -> Planes:
         """One or two planes (..., T, D) -> the planes (re, im)."""
-        turn = self.phases(positions, planes[0].dtype)
         if len(planes) == 1:
             return planes[0] * turn.real, planes[0] * turn.imag
         re, im = planes
@@ -243,11 +241,14 @@ class Permutation(nn.Module):
         self.register_buffer("permutation", draw)
         self.cycles = CyclicPowers()
 
-    def forward(self, planes: Planes, positions: Tensor) -> Planes:
-        """Permute the last axis of every plane (..., T, D) at ``positions``."""
-        index, inverse = self.cycles.powers(self.permutation, positions)
-        index, inverse = over_heads(index, positions), over_heads(inverse, positions)
-        return tuple(permute(x, index, inverse) for x in planes)
+    def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Indices of pi^s and of its inverse, (T, D) or (B, 1, T, D) each."""
+        powers = self.cycles.powers(self.permutation, positions)
+        return tuple(over_heads(index, positions) for index in powers)
+
+    def forward(self, planes: Planes, powers: tuple[Tensor, ...]) -> Planes:
+        """Permute the last axis of every plane (..., T, D) by what :meth:`at` gave."""
+        return tuple(permute(x, *powers) for x in planes)
 
 
 def permute(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
@@ -329,9 +330,27 @@ def phases(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
     The angle is a float64 product: one float32 angle is off by 6e-3 rad at position 100,000.
     Cosine and sine are cast last, to ``dtype``.
     """
-    exact = torch.float32 if positions.device.type == "mps" else torch.float64
-    angle = positions.unsqueeze(-1).to(exact) * theta.to(exact).to(positions.device)
-    return over_heads(torch.complex(angle.cos().to(dtype), angle.sin().to(dtype)), positions)
+    return over_heads(_Phases.apply(theta, positions, dtype), positions)
+
+
+class _Phases(torch.autograd.Function):
+    """exp(i s theta); the gradient of theta is sum_s s Im(conj(phase) gradient)."""
+
+    @staticmethod
+    def forward(ctx, theta, positions, dtype):
+        exact = torch.float32 if positions.device.type == "mps" else torch.float64
+        s = positions.unsqueeze(-1).to(exact)
+        angle = s * theta.to(exact).to(positions.device)
+        phase = torch.complex(angle.cos().to(dtype), angle.sin().to(dtype))
+        ctx.save_for_backward(s, phase, theta)
+        return phase
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        s, phase, theta = ctx.saved_tensors
+        turned = (phase.conj() * grad).imag.to(s.dtype)
+        return (s * turned).flatten(0, -2).sum(0).to(theta), None, None
 
 
 def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:
@@ -419,26 +438,29 @@ class LRPE(QueryKeyEncoding):
     def forward(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Encode; see :meth:`QueryKeyEncoding.forward`."""
-        return self.encode(q, q_positions), self.encode(k, k_positions)
-
-    def encode(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Lambda^(s) P x for x (B, H, T, D): (B, H, T, D').
+        """Encode; see :meth:`QueryKeyEncoding.forward`.
 
         Half types are widened to float32 for the whole map and rounded once.
         """
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return self.turn(self.projection(wide), positions).to(x.dtype)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        planes = (self.projection(x.to(wide)) for x in (q, k))
+        turned = self.turn(*planes, q_positions, k_positions)
+        return tuple(x.to(q.dtype) for x in turned)
 
-    def turn(self, planes: Planes, positions: Tensor) -> Tensor:
-        """Lambda^(s) on the planes of P x; the part that a folded projection leaves to do.
+    def turn(
+        self, q: Planes, k: Planes, q_positions: Tensor, k_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Lambda^(s) on the planes of P q and P k; what a folded projection leaves to do."""
+        wide = torch.promote_types(q[0].dtype, torch.float32)
+        at_q = self.core.at(check_positions(q_positions), wide)
+        same = k_positions is q_positions
+        at_k = at_q if same else self.core.at(check_positions(k_positions), wide)
+        return self._turned(q, at_q, wide), self._turned(k, at_k, wide)
 
-        Half types are widened to float32 and rounded once.
-        """
-        dtype = planes[0].dtype
-        wide = torch.promote_types(dtype, torch.float32)
-        turned = self.core(tuple(x.to(wide) for x in planes), check_positions(positions))
-        return (turned[0] if len(turned) == 1 else torch.cat(turned, dim=-1)).to(dtype)
+    def _turned(self, planes: Planes, at: object, wide: torch.dtype) -> Tensor:
+        turned = self.core(tuple(x.to(wide) for x in planes), at)
+        turned = turned[0] if len(turned) == 1 else torch.cat(turned, dim=-1)
+        return turned.to(planes[0].dtype)
 
 
 def _named(table: dict[str, type], name: str, role: str) -> type:
