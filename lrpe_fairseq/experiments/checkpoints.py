@@ -31,6 +31,8 @@ def load(path: Path) -> dict[str, Any]:
 
     Raises: ValueError, one sentence, if it is absent, truncated or no checkpoint of fairseq.
     """
+    if not path.exists():
+        raise ValueError(f"{path} is not there")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises half a dozen types on a file that is cut short

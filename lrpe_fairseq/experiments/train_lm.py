@@ -54,7 +54,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("changes", nargs="*", metavar="key=value", help="such as model.dropout=0.2")
     parser.add_argument("--scale", default="paper", help="paper (the default) or small")
     parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_args(arguments)
+    return parser.parse_intermixed_args(arguments)
 
 
 def _run(options: argparse.Namespace) -> LMRun:
