@@ -68,7 +68,7 @@ def a_record(**changes):
         "scale": "small",
         "metrics": {"test": {"blocks": {"ppl": 50.0, "tokens": 1000}}},
         "protocol": {"blocks": "blocks."},
-        "config": {"max-update": 9},
+        "config": {},
         "commit": "0" * 40,
         "versions": {"python": "3.11", "torch": "2.13.0"},
         "hardware": {"cpu": "a CPU", "cores": 2, "gpus": []},
@@ -254,7 +254,21 @@ def test_a_run_is_finished_when_its_run_file_validates_not_when_a_folder_exists(
     assert schedule.state(one_run) == "done"
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("max-update", 5), ("lr", [1.0]), ("dropout", 0.9), ("arch", "lrpe_lm"), ("seed", 7)],
+)
+def test_a_run_of_other_settings_is_not_finished(one_run, option, value):
+    plain = OmegaConf.to_container(one_run.settings())
+    config = {"update-freq": [4], "lr": plain["optimization"]["lr"], "arch": "lrpe_lm_tiny"}
+    write_run(one_run.result, a_record(config=config))
+    assert one_run.finished()
+    write_run(one_run.result, a_record(config={**config, option: value}))
+    assert not one_run.finished()
+
+
 def test_the_state_of_a_run_is_seen_from_another_process(one_run):
+    one_run = replace(one_run, overrides=("optimization.max_update=900",))
     one_run.folder.mkdir()
     one_run.log.write_text(INNER.format(100, 450))
     assert schedule.state(one_run) == "half done 450/900"
@@ -264,11 +278,22 @@ def test_the_state_of_a_run_is_seen_from_another_process(one_run):
         assert schedule.state(one_run) == "running 450/900"
 
 
-def save(folder, name, update, age=0.0):
+def save(folder, name, update, age=0.0, **model):
     folder.mkdir(exist_ok=True)
-    state = {"cfg": {"task": {}}, "optimizer_history": [{"num_updates": update}]}
+    state = {"cfg": {"model": model}, "optimizer_history": [{"num_updates": update}]}
     torch.save({**state, "model": {"weight": torch.zeros(500)}}, folder / name)
     os.utime(folder / name, (time.time() - age,) * 2)
+
+
+def test_checkpoints_of_other_settings_are_not_resumed(one_run):
+    said = []
+    one_run.folder.mkdir()
+    save(one_run.checkpoints, "checkpoint_last.pt", 30, dropout=0.0)
+    assert one_run.ready_to_resume(pytest.fail) == 30
+    save(one_run.checkpoints, "checkpoint_last.pt", 30, dropout=0.7)
+    assert one_run.ready_to_resume(said.append) == 0
+    assert said == ["dropout changed, so training starts over"]
+    assert not list(one_run.checkpoints.glob("*.pt"))
 
 
 def truncate(path):

@@ -23,7 +23,7 @@ SECTIONS = (
     "optimizer",
     "lr_scheduler",
 )
-NAMES = {"model": "arch", "task": "task", "criterion": "criterion", "optimizer": "optimizer"}
+NAMES = {"model": "arch", "lr_scheduler": "lr-scheduler"}  # of a section's ``_name``
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -63,13 +63,16 @@ def options(state: dict[str, Any]) -> dict[str, Any]:
     for section in SECTIONS:
         values = state["cfg"].get(section) or {}
         for key, value in values.items():
-            name = key.replace("_", "-")
-            if name == "-name":
-                name = NAMES.get(section, section.replace("_", "-"))
+            name = option_name(section, key)
             if value is not None or name not in found:
                 found[name] = _plain(value)
     found.pop("common", None)
     return found
+
+
+def option_name(section: str, key: str) -> str:
+    """How an option of the configuration is called on the command line."""
+    return NAMES.get(section, section) if key == "_name" else key.replace("_", "-")
 
 
 def ready_to_resume(folder: Path, say: Callable[[str], None]) -> int:
@@ -98,6 +101,12 @@ def ready_to_resume(folder: Path, say: Callable[[str], None]) -> int:
 def drop_intermediate(folder: Path) -> None:
     """Keep the last and the best checkpoint of a finished run."""
     for path in folder.glob("checkpoint_*_*.pt"):
+        path.unlink()
+
+
+def remove_all(folder: Path) -> None:
+    """Remove every checkpoint."""
+    for path in folder.glob("checkpoint*.pt"):
         path.unlink()
 
 

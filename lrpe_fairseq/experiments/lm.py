@@ -29,6 +29,8 @@ PREPARE = {  # data folder -> what fills it
     "wikitext-2-bpe": "data-prep/wikitext/prepare.py wikitext-2 --level bpe",
     "wikitext-103-word": "data-prep/wikitext/prepare.py wikitext-103 --level word",
 }
+DECIDING = ("task", "model", "criterion", "optimizer", "lr_scheduler", "optimization")
+INCIDENTAL = {"data", "update-freq"}  # where the data lies; how many processes share an update
 BLOCKS, SLIDING = "blocks", "sliding"
 EVERYTHING = tuple((split, p) for split in ("valid", "test") for p in (BLOCKS, SLIDING))
 
@@ -137,12 +139,22 @@ class LMRun:
         )
 
     def finished(self) -> bool:
-        """Whether the run file is there and valid."""
+        """Whether the run file is there, valid, and of the settings that the run has now."""
         try:
-            read_run(self.result)
+            return not self.differences(read_run(self.result)["config"])
         except (OSError, ValueError):
             return False
-        return True
+
+    def differences(self, config: dict[str, Any]) -> set[str]:
+        """The options of a training, as in a run file, that decide the result and differ here."""
+        settings = OmegaConf.to_container(self.settings())
+        wanted = {
+            checkpoints.option_name(section, key): value
+            for section in DECIDING
+            for key, value in settings[section].items()
+        }
+        wanted |= {"seed": self.seed, "max-tokens": settings["dataset"]["max_tokens"]}
+        return {n for n in set(wanted) - INCIDENTAL if config.get(n, wanted[n]) != wanted[n]}
 
     def progress(self) -> tuple[int, int]:
         """(updates done, updates in all)."""
@@ -160,6 +172,19 @@ class LMRun:
                 metrics = self._evaluate(children, devices, lock)
                 write_run(self.result, self._record(metrics, devices.threads))
                 checkpoints.drop_intermediate(self.checkpoints)
+
+    def ready_to_resume(self, say: Callable[[str], None]) -> int:
+        """The updates that a sound checkpoint of these settings has seen; others are removed."""
+        seen = checkpoints.ready_to_resume(self.checkpoints, say)
+        if not seen:
+            return 0
+        config = checkpoints.options(checkpoints.load(self.checkpoints / checkpoints.LAST))
+        longer = {"max-update"} if seen <= self.max_update() else set()  # more of the same is fine
+        changed = sorted(self.differences(config) - longer)
+        if changed:
+            checkpoints.remove_all(self.checkpoints)
+            say(f"{', '.join(changed)} changed, so training starts over")
+        return 0 if changed else seen
 
     def _chosen(self) -> dict[str, str]:
         chosen = {
@@ -181,7 +206,7 @@ class LMRun:
     def _train(
         self, children: Children, devices: Devices, lock: int, say: Callable[[str], None]
     ) -> None:
-        seen = checkpoints.ready_to_resume(self.checkpoints, say)
+        seen = self.ready_to_resume(say)
         if seen >= self.max_update():
             return  # fairseq would train one update too many
         if not seen:
