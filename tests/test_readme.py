@@ -9,9 +9,22 @@ import pytest
 
 from lrpe_fairseq.encodings import ENCODINGS
 from lrpe_fairseq.encodings.fidelity import DEPARTURES
+from lrpe_fairseq.experiments import readme
 from lrpe_fairseq.experiments.readme import README, between, encodings_table, quickstart, render
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def committed_results(monkeypatch):
+    """Results as committed: the README speaks of those, not of a run made here since."""
+
+    def committed(path):
+        name = f"HEAD:{path.relative_to(ROOT).as_posix()}"
+        shown = subprocess.run(["git", "show", name], cwd=ROOT, capture_output=True, text=True)
+        return shown.stdout if shown.returncode == 0 else path.read_text(encoding="utf-8")
+
+    monkeypatch.setattr(readme, "read_result", committed)
 
 
 def test_the_generated_parts_of_the_readme_are_fresh():

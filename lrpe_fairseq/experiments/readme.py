@@ -79,16 +79,17 @@ def describe(encoding: Encoding) -> str:
 
 
 def quickstart() -> str:
-    """The table that the last committed quickstart printed."""
-    lines = QUICKSTART.read_text(encoding="utf-8").splitlines() if QUICKSTART.exists() else []
+    """The table that the last quickstart printed."""
+    lines = (read_result(QUICKSTART) or "").splitlines()
     return "\n".join(line for line in lines if line.startswith("|")) or "not run"
 
 
 def bench() -> str:
-    """Speed-ups and training speeds of the last committed ``make bench`` on a CPU."""
-    if not BENCH.exists():
+    """Speed-ups and training speeds of the last ``make bench`` on a CPU."""
+    measured = read_result(BENCH)
+    if measured is None:
         return "not run"
-    figures = json.loads(BENCH.read_text(encoding="utf-8"))
+    figures = json.loads(measured)
     ratios = {(row["length"], row["contestant"]): row for row in figures["attention"]}
     lines = [
         "| T | chunked linear against the naive form | against torch SDPA |",
@@ -107,6 +108,11 @@ def bench() -> str:
         lines.append(f"| `{name}` | {shown[0]} | {shown[1]} |")
     machine = f"{figures['hardware']['cores']} cores, {figures['hardware']['cpu']}"
     return "\n".join([*lines, "", f"({machine}; commit {figures['commit'][:8]}.)"])
+
+
+def read_result(path: Path) -> str | None:
+    """The text of a result in this folder, None if there is none."""
+    return path.read_text(encoding="utf-8") if path.exists() else None
 
 
 def _name_of(table: dict[str, type], module: object) -> str:
