@@ -32,6 +32,7 @@ PREPARE = {  # data folder -> what fills it
 DECIDING = ("task", "model", "criterion", "optimizer", "lr_scheduler", "optimization")
 INCIDENTAL = {"data", "update-freq"}  # where the data lies; how many processes share an update
 BLOCKS, SLIDING = "blocks", "sliding"
+PLAIN_TASK = "language_modeling"
 EVERYTHING = tuple((split, p) for split in ("valid", "test") for p in (BLOCKS, SLIDING))
 
 
@@ -136,6 +137,7 @@ class LMRun:
             tokens_per_sample=tokens,
             context_window=context_window(protocol, tokens),
             max_tokens=int(settings.dataset.max_tokens),
+            task=settings.task._name if protocol == BLOCKS else PLAIN_TASK,
         )
 
     def finished(self) -> bool:
@@ -279,7 +281,7 @@ def protocols(tokens_per_sample: int, names: set[str]) -> dict[str, str]:
     half = tokens_per_sample // 2
     said = {
         BLOCKS: f"fairseq-eval-lm over non-overlapping blocks of {tokens_per_sample} tokens; a "
-        "token sees what precedes it in its block.",
+        "token sees what precedes it in its block, and a model's memory of earlier blocks.",
         SLIDING: f"fairseq-eval-lm --context-window {half}: windows of {tokens_per_sample} tokens "
         f"moved on by {tokens_per_sample - half}; a token sees at least the {half} before it.",
     }
@@ -294,11 +296,16 @@ def evaluation_command(
     tokens_per_sample: int,
     context_window: int,
     max_tokens: int,
+    task: str = PLAIN_TASK,
 ) -> list[str]:
-    """fairseq-eval-lm for a checkpoint. Without --tokens-per-sample it would skip everything."""
+    """fairseq-eval-lm for a checkpoint. Without --tokens-per-sample it would skip everything.
+
+    ``task``: the one that carries a memory from block to block, where the model has one.
+    """
     return [
         str(BIN / "fairseq-eval-lm"),
         _relative(data / "bin"),
+        *("--task", task),
         *("--user-dir", "lrpe_fairseq"),
         *("--path", _relative(checkpoint)),
         *("--gen-subset", split),

@@ -24,6 +24,8 @@ OPTION_KEYS = {  # an option of a table -> fairseq's configuration
     "attention-normalizer": "model.attention_normalizer",
     "fidelity": "model.fidelity",
     "clip-norm": "optimization.clip_norm",
+    "task": "task._name",
+    "memory-length": "model.memory_length",
     "no-token-positional-embeddings": "model.no_token_positional_embeddings",
 }
 SEEDS = 2
