@@ -64,10 +64,9 @@ def runs(table: Table, scale: str, seeds: Sequence[int]) -> list[LMRun]:
 
     Raises: ValueError if the table has no such scale, or is not one of language models.
     """
-    homes = {cell.recipe: (table.name, cell) for cell in cells(table)}
-    for name in table.experiments[1:]:
-        shared = {c.recipe: (name, c) for c in cells(load_named(name)) if c.recipe in homes}
-        homes |= shared
+    homes = {cell.recipe: (table, cell) for cell in cells(table)}
+    for other in map(load_named, table.experiments[1:]):
+        homes |= {cell.recipe: (other, cell) for cell in cells(other) if cell.recipe in homes}
     config, data = _config(table, scale)
     return [
         _run(home, cell, scale, config, data, seed)
@@ -165,10 +164,10 @@ def _config(table: Table, scale: str) -> tuple[str, Path]:
     return path.stem, ROOT / Path(OmegaConf.load(path).task.data).parent
 
 
-def _run(home: str, cell: Cell, scale: str, config: str, data: Path, seed: int) -> LMRun:
+def _run(home: Table, cell: Cell, scale: str, config: str, data: Path, seed: int) -> LMRun:
     name = f"{scale}-{cell.name}-seed{seed}"
     return LMRun(
-        experiment=home,
+        experiment=home.name,
         label=cell.label,
         config=config,
         data=data,
@@ -176,10 +175,17 @@ def _run(home: str, cell: Cell, scale: str, config: str, data: Path, seed: int) 
         position_encoding=cell.encoding,
         seed=seed,
         scale=scale,
-        folder=ROOT / "runs" / home / name,
-        result=ROOT / "results" / "runs" / home / f"{name}.json",
+        folder=ROOT / "runs" / home.name / name,
+        result=ROOT / "results" / "runs" / home.name / f"{name}.json",
         overrides=tuple(f"{_key(option)}={_text(value)}" for option, value in cell.changed),
+        evaluations=_shown(home),
     )
+
+
+def _shown(table: Table) -> tuple[tuple[str, str], ...]:
+    """The (split, protocol) pairs that the columns of ``table`` show."""
+    pairs = ((column.split, column.protocol) for column in table.columns if column.split)
+    return tuple(dict.fromkeys(pairs))
 
 
 def _key(option: str) -> str:
