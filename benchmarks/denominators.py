@@ -38,10 +38,17 @@ def main() -> None:
 
 def cells(random: Tensor, trained: Tensor | None) -> list[str]:
     """A row: share of denominators under eps, and the smallest relative to un-encoded ones."""
-    under = f"{(random <= 0).double().mean():.2%}"
-    after = "not measured" if trained is None else f"{(trained <= 0).double().mean():.2%}"
+    under, after = share_under_eps(random), "not measured"
+    if trained is not None:
+        after = share_under_eps(trained)
     bad = (random <= 0).any() or (trained is not None and (trained <= 0).any())
     return [under, f"{random.min():.2f}", after, "use `layernorm` or `content` |" if bad else " |"]
+
+
+def share_under_eps(found: Tensor) -> str:
+    """The share of denominators that the clamp raised, in percent."""
+    share = (found <= 0).double().mean().item()
+    return "< 0.01%" if 0 < share < 5e-5 else f"{share:.2%}"
 
 
 def random_shares(name: str) -> Tensor:
