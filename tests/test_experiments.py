@@ -22,10 +22,12 @@ from lrpe_fairseq.experiments import (
     quickstart,
     run_table,
     schedule,
+    training,
 )
-from lrpe_fairseq.experiments.lm import CONFIGS, ROOT, Devices, LMRun, RunFailed
+from lrpe_fairseq.experiments.lm import LMRun
 from lrpe_fairseq.experiments.processes import Busy, Children
 from lrpe_fairseq.experiments.runs import read_run, write_run
+from lrpe_fairseq.experiments.training import CONFIGS, ROOT, Devices, RunFailed
 from tests.end_to_end.conftest import corpus  # noqa: F401  (a fixture)
 
 TRAIN_SH = ROOT / "scripts" / "train.sh"
@@ -98,7 +100,7 @@ def test_table_2_becomes_one_run_for_every_row_attention_type_and_seed():
 @pytest.mark.parametrize("scale", ["small", "paper"])
 def test_every_run_of_a_table_sets_only_keys_that_its_configuration_knows(table, scale):
     for run in run_table.runs(run_table.load_named(table), scale, [1]):
-        plain = OmegaConf.load(CONFIGS / f"{run.config}.yaml")
+        plain = OmegaConf.load(CONFIGS / "lm" / f"{run.config}.yaml")
         missing = [key for key in run._chosen() if OmegaConf.select(plain, key) is None]
         assert missing in ([], ["model.fidelity"])
 
@@ -141,7 +143,7 @@ def test_a_number_of_gpus_that_cannot_share_the_batches_is_refused(one_run):
 
 
 def test_the_paper_scale_is_table_7():
-    config = OmegaConf.load(CONFIGS / "wikitext103.yaml")
+    config = OmegaConf.load(CONFIGS / "lm" / "wikitext103.yaml")
     assert config.optimizer.adam_betas == "(0.9, 0.98)"
     assert (config.optimizer.adam_eps, config.optimizer.weight_decay) == (1e-8, 0.01)
     assert (config.optimization.clip_norm, list(config.optimization.lr)) == (0.0, [5e-4])
@@ -152,9 +154,9 @@ def test_the_paper_scale_is_table_7():
     assert config.model._name == "lrpe_lm"
 
 
-@pytest.mark.parametrize("config", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+@pytest.mark.parametrize("config", sorted(path.stem for path in (CONFIGS / "lm").glob("*.yaml")))
 def test_every_configuration_resumes_exactly_and_says_how_to_start_it(config):
-    path = CONFIGS / f"{config}.yaml"
+    path = CONFIGS / "lm" / f"{config}.yaml"
     assert OmegaConf.load(path).dataset.update_epoch_batch_itr is True
     top = path.read_text().split("defaults:")[0]
     assert f"--config-name {config}" in top
@@ -162,8 +164,8 @@ def test_every_configuration_resumes_exactly_and_says_how_to_start_it(config):
 
 
 def test_a_value_that_hydra_would_misread_is_quoted():
-    assert lm._override("a.b", "lrpe:identity:rotation") == "++a.b=lrpe:identity:rotation"
-    assert lm._override("a.b", "my data, 'new'") == r"++a.b='my data, \'new\''"
+    assert training._override("a.b", "lrpe:identity:rotation") == "++a.b=lrpe:identity:rotation"
+    assert training._override("a.b", "my data, 'new'") == r"++a.b='my data, \'new\''"
 
 
 @pytest.mark.parametrize(
@@ -184,7 +186,7 @@ def test_a_table_row_or_scale_that_is_not_there_is_named_in_one_sentence(argumen
 
 def test_missing_data_is_reported_with_the_command_that_makes_it():
     with pytest.raises(RunFailed, match=r"run .*data-prep/wikitext/prepare.py wikitext-2 --level"):
-        lm.require_data(Path("nowhere/wikitext-2-bpe"))
+        training.require_data(Path("nowhere/wikitext-2-bpe"))
 
 
 # --- what fairseq prints ----------------------------------------------------------------------

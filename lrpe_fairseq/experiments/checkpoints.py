@@ -3,7 +3,7 @@
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,25 +54,33 @@ def seconds(state: dict[str, Any]) -> float:
 
 
 def options(state: dict[str, Any]) -> dict[str, Any]:
-    """Every option of the training that wrote the checkpoint, by its command-line name.
+    """Every option of the training that wrote the checkpoint; see :func:`named`."""
+    return named({section: state["cfg"].get(section) or {} for section in SECTIONS})
+
+
+def named(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The values of a configuration by section, by their command-line names.
 
     The chosen classes stand under ``arch``, ``task``, ``criterion``, ``optimizer`` and
-    ``lr-scheduler``.
+    ``lr-scheduler``; a section in a section, such as a translation model's encoder, gives
+    ``encoder-embed-dim``.
     """
     found: dict[str, Any] = {}
-    for section in SECTIONS:
-        values = state["cfg"].get(section) or {}
-        for key, value in values.items():
-            name = option_name(section, key)
+    for section, values in config.items():
+        for name, value in _flat(section, values):
             if value is not None or name not in found:
                 found[name] = _plain(value)
     found.pop("common", None)
     return found
 
 
-def option_name(section: str, key: str) -> str:
-    """How an option of the configuration is called on the command line."""
-    return NAMES.get(section, section) if key == "_name" else key.replace("_", "-")
+def _flat(section: str, values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        name = NAMES.get(section, section) if key == "_name" else key.replace("_", "-")
+        if section == "model" and isinstance(value, dict):
+            yield from ((n, v) for n, v in _flat(section, value, f"{prefix}{name}-") if n != "arch")
+        else:
+            yield (name if key == "_name" else prefix + name), value
 
 
 def ready_to_resume(folder: Path, say: Callable[[str], None]) -> int:

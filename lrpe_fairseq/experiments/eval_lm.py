@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lrpe_fairseq.experiments import checkpoints, lm
+from lrpe_fairseq.experiments import checkpoints, lm, training
 from lrpe_fairseq.experiments.processes import Children, Stopped
 from lrpe_fairseq.experiments.runs import Run, environment, write_run
 
@@ -22,10 +22,10 @@ def main(arguments: list[str] | None = None) -> int:
     out = options.out or options.checkpoint.with_suffix(".json")
     data = options.data.parent if options.data.name == "bin" else options.data
     try:
-        lm.require_data(data)
+        training.require_data(data)
         run = evaluate(options.checkpoint, data, options.splits)
         write_run(out, run)
-    except (ValueError, OSError, lm.RunFailed, Stopped) as error:
+    except (ValueError, OSError, training.RunFailed, Stopped) as error:
         print(f"eval_lm: {error}", file=sys.stderr)
         return 1
     for split, by_protocol in run["metrics"].items():
@@ -49,8 +49,8 @@ def evaluate(checkpoint: Path, data: Path, splits: list[str]) -> Run:
     return {
         "experiment": "by-hand",
         "scale": "by-hand",
-        "dataset": lm.dataset_name(data),
-        **lm.described_by(state),
+        "dataset": training.dataset_name(data),
+        **training.described_by(state),
         "metrics": metrics,
         "protocol": lm.protocols(config["tokens-per-sample"], set(PROTOCOLS)),
         "tokens_per_second": _speed(state),
@@ -81,7 +81,7 @@ def _measure(checkpoint: Path, data: Path, split: str, protocol: str, config: Ru
     print(shlex.join(command), flush=True)
     log = checkpoint.absolute().with_name(f"eval-{checkpoint.stem}-{split}-{protocol}.log")
     log.unlink(missing_ok=True)
-    lm.run_child(Children(), command, log, lm.Devices(), None)
+    training.run_child(Children(), command, log, training.Devices(), None)
     return lm.read_evaluation(log, data, split)
 
 

@@ -13,9 +13,10 @@ import time
 from collections.abc import Sequence
 
 from lrpe_fairseq.experiments.curves import validation_curves
-from lrpe_fairseq.experiments.lm import BLOCKS, ROOT, LMRun, RunFailed
+from lrpe_fairseq.experiments.lm import BLOCKS, LMRun
 from lrpe_fairseq.experiments.runs import Run, read_run, write_run
 from lrpe_fairseq.experiments.schedule import Events, Schedule
+from lrpe_fairseq.experiments.training import ROOT, RunFailed
 
 DATA = ROOT / "data" / "pydoc"
 RESULTS = ROOT / "results" / "quickstart"

@@ -2,7 +2,7 @@
 
 The cells of ``configs/tables/<table>.yaml`` become runs at
 ``results/runs/<experiment>/<scale>-<row>-<attention>[-<what differs>]-seed<n>.json``; they work
-under ``runs/``. Language-model tables only, for now.
+under ``runs/``.
 """
 
 import argparse
@@ -18,7 +18,8 @@ from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments import schedule
 from lrpe_fairseq.experiments.layout import Column, Row, Table, load_table
-from lrpe_fairseq.experiments.lm import CONFIGS, ROOT, LMRun, RunFailed, require_data
+from lrpe_fairseq.experiments.lm import LMRun
+from lrpe_fairseq.experiments.training import CONFIGS, ROOT, RunFailed, TrainingRun, require_data
 
 OPTION_KEYS = {  # an option of a table -> fairseq's configuration
     "attention-normalizer": "model.attention_normalizer",
@@ -28,6 +29,7 @@ OPTION_KEYS = {  # an option of a table -> fairseq's configuration
     "memory-length": "model.memory_length",
     "no-token-positional-embeddings": "model.no_token_positional_embeddings",
 }
+FAMILIES = {"lm": LMRun}  # folder of configs/ -> its runs
 SEEDS = 2
 
 
@@ -57,21 +59,19 @@ def cells(table: Table) -> list[Cell]:
     return list(found)
 
 
-def runs(table: Table, scale: str, seeds: Sequence[int]) -> list[LMRun]:
+def runs(table: Table, scale: str, seeds: Sequence[int]) -> list[TrainingRun]:
     """Every run of ``table`` at ``scale``, seed by seed.
 
     A cell that another table of ``table.experiments`` has too is that table's run.
 
-    Raises: ValueError if the table has no such scale, or is not one of language models.
+    Raises: ValueError if the table has no such scale, or no family of models trains it.
     """
     homes = {cell.recipe: (table, cell) for cell in cells(table)}
     for other in map(load_named, table.experiments[1:]):
         homes |= {cell.recipe: (other, cell) for cell in cells(other) if cell.recipe in homes}
-    config, data = _config(table, scale)
+    config = _config(table, scale)
     return [
-        _run(home, cell, scale, config, data, seed)
-        for seed in seeds
-        for home, cell in homes.values()
+        _run(home, cell, scale, config, seed) for seed in seeds for home, cell in homes.values()
     ]
 
 
@@ -116,7 +116,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _select(options: argparse.Namespace) -> list[LMRun]:
+def _select(options: argparse.Namespace) -> list[TrainingRun]:
     table = load_named(options.table)
     labels = [table.row(label).label for label in options.rows or [r.label for r in table.rows]]
     if options.seeds < 1 or options.jobs < 1:
@@ -137,7 +137,7 @@ def _rows_only(table: Table, labels: Sequence[str]) -> Table:
     return Table(**{**vars(table), "rows": rows})
 
 
-def _show(chosen: Sequence[LMRun], *, status: bool) -> int:
+def _show(chosen: Sequence[TrainingRun], *, status: bool) -> int:
     for run in chosen:
         told = schedule.state(run) if status else shlex.join(run.command())
         print(f"{run.experiment}: {run.name}: {told}" if status else told)
@@ -152,25 +152,26 @@ def _cell(table: Table, row: Row, column: Column) -> Cell:
     return Cell(row.label, row.encoding, column.attention, changed, name)
 
 
-def _config(table: Table, scale: str) -> tuple[str, Path]:
-    """The configuration of a scale and the data folder it names."""
+def _config(table: Table, scale: str) -> Path:
+    """The configuration of a scale."""
     if scale not in table.scales:
         raise ValueError(f"table {table.name} has no scale {scale}; it has {list(table.scales)}")
     path = ROOT / table.scales[scale]
-    if path.parent != CONFIGS:
-        raise ValueError(f"table {table.name} is not one of language models")
+    if path.parent.parent != CONFIGS or path.parent.name not in FAMILIES:
+        raise ValueError(f"table {table.name} is of none of the families {', '.join(FAMILIES)}")
     if not path.exists():
         raise ValueError(f"{table.scales[scale]} is not there")
-    return path.stem, ROOT / Path(OmegaConf.load(path).task.data).parent
+    return path
 
 
-def _run(home: Table, cell: Cell, scale: str, config: str, data: Path, seed: int) -> LMRun:
+def _run(home: Table, cell: Cell, scale: str, config: Path, seed: int) -> TrainingRun:
     name = f"{scale}-{cell.name}-seed{seed}"
-    return LMRun(
+    kind = FAMILIES[config.parent.name]
+    return kind(
         experiment=home.name,
         label=cell.label,
-        config=config,
-        data=data,
+        config=config.stem,
+        data=ROOT / Path(OmegaConf.load(config).task.data).parent,
         attention_type=cell.attention,
         position_encoding=cell.encoding,
         seed=seed,

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
-from lrpe_fairseq.experiments.lm import Devices, RunFailed
 from lrpe_fairseq.experiments.processes import Busy, Children, Stopped, is_locked
+from lrpe_fairseq.experiments.training import Devices, RunFailed
 
 ATTEMPTS = 2
 BUSY_SECONDS = 5.0  # between two looks at a run that another process trains
@@ -28,7 +28,7 @@ ERROR = "error.txt"  # in the run folder: why the last attempt failed
 
 
 class Job(Protocol):
-    """What can be scheduled; ``lm.LMRun`` is one."""
+    """What can be scheduled; ``training.TrainingRun`` is one."""
 
     @property
     def name(self) -> str: ...

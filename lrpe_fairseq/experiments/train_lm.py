@@ -11,8 +11,8 @@ import sys
 from dataclasses import replace
 
 from lrpe_fairseq.experiments import checkpoints, run_table
-from lrpe_fairseq.experiments.lm import ROOT, Devices, LMRun, RunFailed, require_data
 from lrpe_fairseq.experiments.processes import Busy, locked
+from lrpe_fairseq.experiments.training import ROOT, Devices, RunFailed, TrainingRun, require_data
 
 TEE = 'set -o pipefail; "$@" 2>&1 | tee -a "$0"'
 
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     return status
 
 
-def train(run: LMRun) -> int:
+def train(run: TrainingRun) -> int:
     """Train ``run`` on the screen and into its log, from where it stopped if it did."""
     seen = run.ready_to_resume(print)
     if seen >= run.max_update():
@@ -57,7 +57,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
-def _run(options: argparse.Namespace) -> LMRun:
+def _run(options: argparse.Namespace) -> TrainingRun:
     table = run_table.load_named("table2")
     row = table.row(options.row)
     if options.attention not in row.attention:
