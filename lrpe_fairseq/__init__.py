@@ -12,8 +12,9 @@ if find_spec("fairseq") is not None:
     # on import its speech task asks for tensorboardX, which nothing here needs
     logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)
 
-    from lrpe_fairseq import compat
+    from lrpe_fairseq import compat, preemption
 
     compat.apply()
+    preemption.apply()
 
     from lrpe_fairseq import models, tasks  # noqa: F401  (registers archs and tasks)

@@ -2,9 +2,12 @@
 # Trains and evaluates the cells of a table of the paper; safe to stop and to repeat.
 #
 #   scripts/run_table.sh <table> [--rows ROW …] [--attention linear|softmax] [--seeds N]
-#                        [--scale small|paper] [--jobs J] [--dry-run] [--status]
+#                        [--scale small|paper] [--jobs J] [--gpus G] [--from DIR]
+#                        [--dry-run] [--status]
+#                        [--slurm [--partition P] [--time T] [--gpus-per-node G] [--nodes N]]
 #
 #   scripts/run_table.sh table2 --rows Base Type2 --seeds 2 --jobs 2
+#   scripts/run_table.sh table2 --scale paper --slurm --partition gpu --gpus-per-node 4
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python

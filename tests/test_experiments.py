@@ -253,7 +253,7 @@ def test_a_run_is_finished_when_its_run_file_validates_not_when_a_folder_exists(
     assert not one_run.finished()
     write_run(one_run.result, a_record())
     assert one_run.finished()
-    assert schedule.state(one_run) == "done"
+    assert schedule.state(one_run) == "done, test blocks ppl 50.00"
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,9 @@ def test_the_state_of_a_run_is_seen_from_another_process(one_run):
     (one_run.folder / schedule.ERROR).write_text("out of memory\n")
     assert schedule.state(one_run) == "failed: out of memory"
     with processes.locked(one_run.folder):
-        assert schedule.state(one_run) == "running 450/900"
+        assert (
+            schedule.state(one_run) == "running 450/900, ETA 2:33:36"
+        )  # 450 x 2048 tokens at 100/s
 
 
 def save(folder, name, update, age=0.0, **model):
@@ -342,6 +344,9 @@ class FakeJob:
         self.folder, self.script, self.name = folder, script, folder.name
         folder.mkdir()
 
+    def outcome(self):
+        return "ppl 1.00"
+
     def finished(self):
         return (self.folder / "done").exists()
 
@@ -373,7 +378,7 @@ def test_a_crashed_run_is_retried_once_and_its_neighbours_go_on(tmp_path, events
         FakeJob(tmp_path / "bad", bad),
         FakeJob(tmp_path / "good", DONE),
     ]
-    assert schedule.Schedule(jobs, 2, events).run() == 1
+    assert schedule.Schedule(jobs, schedule.shares(2), events).run() == 1
     assert [job.finished() for job in jobs] == [True, False, True]
     assert (tmp_path / "bad" / "tries").read_text() == "xx"
     assert schedule.state(jobs[1]) == "failed: ValueError: bad luck"
@@ -386,14 +391,14 @@ def test_a_crashed_run_is_retried_once_and_its_neighbours_go_on(tmp_path, events
 def test_a_finished_run_is_not_touched(tmp_path, events):
     job = FakeJob(tmp_path / "old", "raise SystemExit('run again')")
     (job.folder / "done").touch()
-    assert schedule.Schedule([job], 1, events).run() == 0
+    assert schedule.Schedule([job], schedule.shares(1), events).run() == 0
     assert not (job.folder / "log").exists()
 
 
 def test_every_run_gets_its_share_of_the_cores(tmp_path, events):
     script = f"import os; print(os.environ['OMP_NUM_THREADS']); {DONE}"
     jobs = [FakeJob(tmp_path / name, script) for name in "ab"]
-    schedule.Schedule(jobs, 2, events).run()
+    schedule.Schedule(jobs, schedule.shares(2), events).run()
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     assert [(job.folder / "log").read_text() for job in jobs] == [f"{share}\n"] * 2
 
@@ -421,7 +426,7 @@ def test_a_run_that_another_process_trains_is_waited_for(tmp_path, events, monke
     job = FakeJob(tmp_path / "shared", DONE)
     with processes.locked(job.folder) as lock:
         other = subprocess.Popen(["sleep", "0.5"], pass_fds=(lock,))
-    assert schedule.Schedule([job], 1, events).run() == 0
+    assert schedule.Schedule([job], schedule.shares(1), events).run() == 0
     assert other.wait() == 0
     assert job.finished()
     assert capsys.readouterr().out.count("another process is at it") == 1
@@ -435,7 +440,7 @@ from lrpe_fairseq.experiments import schedule
 folder = Path(sys.argv[1])
 job = FakeJob(folder / "long", "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
 try:
-    schedule.Schedule([job], 1, schedule.Events(folder / "events.log")).run()
+    schedule.Schedule([job], schedule.shares(1), schedule.Events(folder / "events.log")).run()
 except KeyboardInterrupt:
     raise SystemExit(130)
 """
@@ -539,7 +544,7 @@ def test_a_run_is_trained_resumed_evaluated_and_recorded(corpus, one_run, events
         first._train(Children(), Devices(), lock, pytest.fail)
     assert run.progress() == (2, 4)
 
-    assert schedule.Schedule([run], 1, events).run() == 0
+    assert schedule.Schedule([run], schedule.shares(1), events).run() == 0
     found = read_run(run.result)
     assert found["dataset"] == "toy-word"
     assert found["config"]["max-update"] == 4

@@ -45,6 +45,18 @@ class TrainingLog:
         speeds = [float(v["wps"]) for n, v in self.inner.items() if n > last / 10]
         return statistics.median(speed for speed in speeds if speed > 0)
 
+    def best(self) -> float | None:
+        """The lowest validation perplexity so far."""
+        return min((float(v["valid_ppl"]) for v in self.valid.values()), default=None)
+
+    def seconds_left(self, max_update: int) -> float | None:
+        """Seconds of training until ``max_update``, at the speed of the last logged update."""
+        if not self.inner:
+            return None
+        last = max(self.inner)
+        speed = float(self.inner[last]["wps"]) / float(self.inner[last]["wpb"])
+        return max(0, max_update - last) / speed if speed else None
+
     def _tokens_until(self, update: int) -> int:
         tokens, before = 0.0, 0
         for n, values in sorted(self.inner.items()):

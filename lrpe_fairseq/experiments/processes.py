@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 25.0  # a cluster kills after 30
 KIB = 1024
 
 
@@ -75,10 +75,14 @@ class Children:
         return usage.ru_maxrss / KIB
 
     def stop(self) -> None:
-        """End every child with its own children, politely first; later ones do not start."""
+        """End every child with its own children, politely first; later ones do not start.
+
+        SIGUSR1 makes a training save and ends everything else; SIGTERM would also end the
+        workers that load its data, and it with them.
+        """
         with self._guard:
             self._stopping.set()
-        self._signal(signal.SIGTERM)
+        self._signal(signal.SIGUSR1)
         waiting = threading.Event()
         for _ in range(int(GRACE_SECONDS * 10)):
             if not self._alive:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from lrpe_fairseq.experiments.curves import validation_curves
 from lrpe_fairseq.experiments.lm import BLOCKS, LMRun
 from lrpe_fairseq.experiments.runs import Run, read_run, write_run
-from lrpe_fairseq.experiments.schedule import Events, Schedule
+from lrpe_fairseq.experiments.schedule import Events, Schedule, shares
 from lrpe_fairseq.experiments.training import ROOT, RunFailed
 
 DATA = ROOT / "data" / "pydoc"
@@ -55,7 +55,7 @@ def main() -> int:
     events = Events(RESULTS / "work" / "events.log")
     try:
         prepare_corpus()
-        if Schedule(methods(), min(PARALLEL, _cores()), events).run():
+        if Schedule(methods(), shares(min(PARALLEL, _cores())), events).run():
             raise RunFailed("some runs failed; their logs are in results/quickstart/work")
         publish(methods())
     except (RunFailed, OSError, ValueError) as error:

@@ -6,9 +6,11 @@ under ``runs/``.
 """
 
 import argparse
+import os
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +18,17 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lrpe_fairseq.experiments import schedule
+from lrpe_fairseq.experiments import schedule, slurm, tables
 from lrpe_fairseq.experiments.layout import Column, Row, Table, load_table
 from lrpe_fairseq.experiments.lm import LMRun
-from lrpe_fairseq.experiments.training import CONFIGS, ROOT, RunFailed, TrainingRun, require_data
+from lrpe_fairseq.experiments.training import (
+    CONFIGS,
+    ROOT,
+    Devices,
+    RunFailed,
+    TrainingRun,
+    prepare_data,
+)
 
 OPTION_KEYS = {  # an option of a table -> fairseq's configuration
     "attention-normalizer": "model.attention_normalizer",
@@ -31,6 +40,7 @@ OPTION_KEYS = {  # an option of a table -> fairseq's configuration
 }
 FAMILIES = {"lm": LMRun}  # folder of configs/ -> its runs
 SEEDS = 2
+SITE_OPTIONS = {"partition": str, "time": str, "gpus_per_node": int, "nodes": int}
 
 
 @dataclass(frozen=True)
@@ -85,15 +95,17 @@ def load_named(name: str) -> Table:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a table, or show what would be run or how far it is; returns the exit status."""
-    options = _parse(arguments)
+    """Run a table, submit it, or show what would be run or how far it is; the exit status."""
+    given = sys.argv[1:] if arguments is None else arguments
+    options = _parse(given)
     try:
         chosen = _select(options)
         if options.status or options.dry_run:
-            return _show(chosen, status=options.status)
-        require_data(chosen[0].data)
-        events = schedule.Events(ROOT / "runs" / options.table / "events.log")
-        return 1 if schedule.Schedule(chosen, options.jobs, events).run() else 0
+            return _show(chosen, options)
+        prepare_data(chosen[0].data, options.source)
+        if options.slurm:
+            return _submit(chosen, options, given)
+        return _run_here(chosen, options)
     except (ValueError, OSError, RunFailed) as error:
         print(f"run_table: {error}", file=sys.stderr)
         return 2
@@ -101,18 +113,72 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="scripts/run_table.sh", description=__doc__.split("\n")[0]
+def _run_here(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:
+    """Run ``chosen`` on this machine and render the tables."""
+    if options.array_task is not None:
+        return _run_task(chosen, options)
+    events = schedule.Events(ROOT / "runs" / options.table / "events.log")
+    devices = schedule.shares(min(options.jobs, len(chosen)), options.gpus)
+    failed = schedule.Schedule(chosen, devices, events).run()
+    return 1 if tables.main([]) or failed else 0
+
+
+def _run_task(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:
+    """Run one element of a Slurm array with all that Slurm gave it; a later job renders."""
+    run = chosen[options.array_task]
+    events = schedule.Events(run.folder / "events.log")
+    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", "1"))  # not every cluster binds to them
+    devices = Devices(threads=cores, nodes=options.nodes or 1)
+    return 1 if schedule.Schedule([run], [devices], events).run() else 0
+
+
+def _submit(chosen: Sequence[TrainingRun], options: argparse.Namespace, given: list[str]) -> int:
+    tasks = [index for index, run in enumerate(chosen) if not run.finished()]
+    if not tasks:
+        print("every run is finished already")
+        return tables.main([])
+    settings = {name: getattr(options, name) for name in SITE_OPTIONS}
+    site = slurm.load_site(ROOT / "configs" / "slurm.yaml", settings)
+    own = [word for word in _without(given, SITE_OPTIONS) if word != "--slurm"]
+    job = slurm.submit(ROOT, options.table, [*own, "--nodes", str(site.nodes)], tasks, site)
+    print(
+        f"job array {job}: {len(tasks)} of {len(chosen)} runs; see how far they are with --status"
     )
-    parser.add_argument("table", help="a file of configs/tables, without .yaml")
-    parser.add_argument("--rows", nargs="+", metavar="ROW", help="labels; all rows if left out")
-    parser.add_argument("--attention", nargs="+", metavar="TYPE", choices=("linear", "softmax"))
-    parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help="seeds 1 to N")
-    parser.add_argument("--scale", default="small", help="small (the default) or paper")
-    parser.add_argument("--jobs", type=int, default=1, metavar="J", help="runs at a time")
-    parser.add_argument("--dry-run", action="store_true", help="print the training commands only")
-    parser.add_argument("--status", action="store_true", help="say how far every run is")
+    return 0
+
+
+def _without(given: Sequence[str], names: Sequence[str]) -> list[str]:
+    """A command line without these options and their values."""
+    kept, words = [], iter(given)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name.removeprefix("--").replace("-", "_") not in names:
+            kept.append(word)
+        elif not equals:
+            next(words, None)
+    return kept
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/run_table.sh", description=__doc__.split("\n")[0], allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("table", help="a file of configs/tables, without .yaml")
+    add("--rows", nargs="+", metavar="ROW", help="labels; all rows if left out")
+    add("--attention", nargs="+", metavar="TYPE", choices=("linear", "softmax"))
+    add("--seeds", type=int, default=SEEDS, metavar="N", help="seeds 1 to N")
+    add("--scale", default="small", help="small (the default) or paper")
+    add("--jobs", type=int, default=1, metavar="J", help="runs at a time")
+    add("--gpus", type=int, metavar="G", help="GPUs for each run (default: one, or all for one)")
+    add("--from", dest="source", type=Path, metavar="DIR", help="files to prepare the data from")
+    add("--dry-run", action="store_true", help="print the training commands only")
+    add("--status", action="store_true", help="say how far every run is")
+    cluster = parser.add_argument_group("Slurm", "settings of your cluster: configs/slurm.yaml")
+    cluster.add_argument("--slurm", action="store_true", help="submit the runs as one job array")
+    for name, kind in SITE_OPTIONS.items():
+        cluster.add_argument(f"--{name.replace('_', '-')}", type=kind)
+    cluster.add_argument("--array-task", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
@@ -137,10 +203,16 @@ def _rows_only(table: Table, labels: Sequence[str]) -> Table:
     return Table(**{**vars(table), "rows": rows})
 
 
-def _show(chosen: Sequence[TrainingRun], *, status: bool) -> int:
-    for run in chosen:
-        told = schedule.state(run) if status else shlex.join(run.command())
-        print(f"{run.experiment}: {run.name}: {told}" if status else told)
+def _show(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:
+    """The command of every run, or the state of every run and how many are in each."""
+    if options.dry_run:
+        print(*(shlex.join(run.command()) for run in chosen), sep="\n")
+        return 0
+    states = {run.name: schedule.state(run) for run in chosen}
+    for name, told in states.items():
+        print(f"{name}: {told}")
+    counts = Counter(re.match(r"[a-z ]*[a-z]", told)[0] for told in states.values())
+    print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
     return 0
 
 

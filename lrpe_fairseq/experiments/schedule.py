@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from lrpe_fairseq.experiments.processes import Busy, Children, Stopped, is_locked
-from lrpe_fairseq.experiments.training import Devices, RunFailed
+from lrpe_fairseq.experiments.training import Devices, RunFailed, clock
 
 ATTEMPTS = 2
 BUSY_SECONDS = 5.0  # between two looks at a run that another process trains
@@ -28,7 +28,7 @@ ERROR = "error.txt"  # in the run folder: why the last attempt failed
 
 
 class Job(Protocol):
-    """What can be scheduled; ``training.TrainingRun`` is one."""
+    """What can be scheduled; ``training.TrainingRun`` is one, and describes the members."""
 
     @property
     def name(self) -> str: ...
@@ -39,6 +39,8 @@ class Job(Protocol):
     def finished(self) -> bool: ...
 
     def progress(self) -> tuple[int, int]: ...
+
+    def outcome(self) -> str: ...
 
     def work(self, children: Children, devices: Devices, say: Callable[[str], None]) -> None: ...
 
@@ -73,11 +75,11 @@ class Events:
 
 
 class Schedule:
-    """Works off ``jobs`` with ``parallel`` threads, each with its share of the machine."""
+    """Works off ``jobs`` with as many threads as there are ``devices``, shares of the machine."""
 
-    def __init__(self, jobs: Sequence[Job], parallel: int, events: Events) -> None:
+    def __init__(self, jobs: Sequence[Job], devices: Sequence[Devices], events: Events) -> None:
         self._jobs = [job for job in jobs if not job.finished()]
-        self._parallel = max(1, min(parallel, len(self._jobs)))
+        self._devices = devices
         self._events, self._children = events, Children()
         self._waiting = collections.deque(self._jobs)
         self._running: dict[str, Job] = {}
@@ -96,7 +98,7 @@ class Schedule:
             self._events.say(f"{self._skipped} runs are finished already")
         threads = [
             threading.Thread(target=self._work, args=(devices,), daemon=True)
-            for devices in shares(self._parallel)
+            for devices in self._devices[: len(self._jobs)]
         ]
         with _terminated_like_interrupted():
             try:
@@ -141,7 +143,7 @@ class Schedule:
         (job.folder / ERROR).unlink(missing_ok=True)
         with self._guard:
             self._done += 1
-        self._events.say(f"{job.name}: finished after {_clock(time.monotonic() - begun)}")
+        self._events.say(f"{job.name}: finished after {clock(time.monotonic() - begun)}")
 
     def _put_off(self, job: Job) -> None:
         if job.name not in self._busy:
@@ -181,7 +183,7 @@ class Schedule:
         done = sum(min(job.progress()[0], total[job.name]) for job in self._jobs)
         left = sum(total.values()) - done
         gained = done - before
-        eta = _clock(seconds * left / gained) if gained > 0 else "?"
+        eta = clock(seconds * left / gained) if gained > 0 else "?"
         with self._guard:
             running = list(self._running.values())
         current = "; ".join(f"{j.name} {j.progress()[0]}/{total[j.name]}" for j in running)
@@ -189,22 +191,30 @@ class Schedule:
         return f"{runs}/{len(self._jobs) + self._skipped} runs, ETA {eta} | {current}"
 
 
-def shares(parallel: int) -> list[Devices]:
-    """The machine in ``parallel`` equal shares: cores, and a GPU for each where there are any."""
+def shares(parallel: int, gpus_per_run: int | None = None) -> list[Devices]:
+    """The machine in ``parallel`` equal shares: cores, and GPUs where there are any.
+
+    gpus_per_run: by default one, or all for a single run.
+    Raises: ValueError if there are not so many.
+    """
     threads = max(1, len(os.sched_getaffinity(0)) // parallel)
     gpus = torch.cuda.device_count()
-    if parallel == 1 or not gpus:
+    if (gpus_per_run or 0) > gpus:
+        raise ValueError(f"a run cannot have {gpus_per_run} GPUs: there are {gpus}")
+    if not gpus or (parallel == 1 and not gpus_per_run):
         return [Devices(threads)] * parallel
-    return [Devices(threads, (slot % gpus,)) for slot in range(parallel)]
+    each = gpus_per_run or 1
+    groups = [tuple(range(n * each, (n + 1) * each)) for n in range(gpus // each)]
+    return [Devices(threads, groups[slot % len(groups)]) for slot in range(parallel)]
 
 
 def state(job: Job) -> str:
     """``done``, ``running``, ``failed`` (and why), ``half done`` or ``pending``."""
     if job.finished():
-        return "done"
+        return f"done, {job.outcome()}"
     update, total = job.progress()
     if is_locked(job.folder):
-        return f"running {update}/{total}"
+        return f"running {update}/{total}, {job.outcome()}" if update else "running"
     error = job.folder / ERROR
     if error.exists():
         return f"failed: {error.read_text(encoding='utf-8').strip()}"
@@ -223,9 +233,3 @@ def _terminated_like_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}"

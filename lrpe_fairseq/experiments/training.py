@@ -8,8 +8,10 @@ run folder (checkpoints, logs) is work that a second call takes up where the fir
 """
 
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -43,16 +45,19 @@ class RunFailed(Exception):
 
 @dataclass(frozen=True)
 class Devices:
-    """What one run may use: CPU threads, and GPUs by index (all of them if None)."""
+    """What one run may use: CPU threads, GPUs by index (all of them if None), and Slurm nodes that
+    are all like this one."""
 
     threads: int = 1
     gpus: tuple[int, ...] | None = None
+    nodes: int = 1
 
     @property
     def processes(self) -> int:
         """How many processes fairseq will start: one for each GPU."""
         visible = torch.cuda.device_count()
-        return max(1, visible if self.gpus is None else min(visible, len(self.gpus)))
+        mine = visible if self.gpus is None else min(visible, len(self.gpus))
+        return max(1, mine) * self.nodes
 
     @property
     def environment(self) -> dict[str, str]:
@@ -61,6 +66,18 @@ class Devices:
         if self.gpus is not None:
             found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
         return found
+
+    def launch(self, command: list[str]) -> list[str]:
+        """``command``, a training, on every node; fairseq forms the group by Slurm's variables."""
+        if self.nodes == 1:
+            return command
+        port = 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000
+        group = {"distributed_port": port, "distributed_world_size": self.processes}
+        return [
+            *("srun", f"--nodes={self.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"),
+            *command,
+            *(f"++distributed_training.{key}={value}" for key, value in group.items()),
+        ]
 
 
 @dataclass(frozen=True)
@@ -164,6 +181,15 @@ class TrainingRun(ABC):
         """(updates done, updates in all)."""
         return fairseq_log.last_update(self.log), self.max_update()
 
+    def outcome(self) -> str:
+        """The first number of the run file, or the best so far and the training time left."""
+        if self.finished():
+            return _first_number(read_run(self.result)["metrics"])
+        log = fairseq_log.read_training_log(self.log)
+        best, left = log.best(), log.seconds_left(self.max_update())
+        parts = [f"best valid ppl {best:.2f}" if best else "", f"ETA {clock(left)}" if left else ""]
+        return ", ".join(filter(None, parts))
+
     def work(self, children: Children, devices: Devices, say: Callable[[str], None]) -> None:
         """Bring the run to its end: train what is missing, evaluate, write the run file.
 
@@ -213,11 +239,17 @@ class TrainingRun(ABC):
             return  # fairseq would train one update too many
         if not seen:
             self.log.unlink(missing_ok=True)
-        command = self.command(devices.processes)
+        command = devices.launch(self.command(devices.processes))
         (self.folder / "command.txt").write_text(shlex.join(command) + "\n", encoding="utf-8")
         memory = run_child(children, command, self.log, devices, lock)
+        self._require_the_end()
         peak = max(round(memory, 1), self._usage().get("peak_memory_mb", 0))
         write_json(self.folder / "usage.json", {"peak_memory_mb": peak})
+
+    def _require_the_end(self) -> None:
+        seen = checkpoints.updates(checkpoints.load(self.checkpoints / checkpoints.LAST))
+        if seen < self.max_update():
+            raise RunFailed(f"training ended after {seen} of {self.max_update()} updates")
 
     def _usage(self) -> dict[str, float]:
         """What finished parts of the training used; empty if the runner died before the child."""
@@ -259,6 +291,14 @@ def described_by(state: dict[str, Any]) -> Run:
     }
 
 
+def _first_number(metrics: Run) -> str:
+    """Such as ``valid blocks ppl 57.30``: perplexity where there is one."""
+    split, protocols = next(iter(metrics.items()))
+    protocol, measured = next(iter(protocols.items()))
+    name = "ppl" if "ppl" in measured else next(iter(measured))
+    return f"{split} {protocol} {name} {measured[name]:.2f}"
+
+
 def _sides(config: Run, option: str) -> str | dict[str, str]:
     """A name, or the names of encoder and decoder where the model has both."""
     if option in config:
@@ -278,12 +318,32 @@ def dataset_name(data: Path) -> str:
     return f"{known['corpus']}-{known['level']}" if "corpus" in known else data.name
 
 
+def prepare_data(data: Path, source: Path | None = None) -> None:
+    """Prepare ``data`` if it is not there: from the network, or from the files in ``source``.
+
+    Raises: RunFailed if that fails or nothing is known to prepare it.
+    """
+    if _prepared(data):
+        return
+    if data.name not in PREPARE:
+        require_data(data)
+    given = ["--from", str(source)] if source else []
+    script = [sys.executable, *shlex.split(PREPARE[data.name]), "--dest", str(data), *given]
+    print(shlex.join(script), flush=True)
+    if subprocess.run(script, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode:
+        raise RunFailed(f"{relative(data)} could not be prepared")
+
+
 def require_data(data: Path) -> None:
     """Raise RunFailed, with the command that helps, if ``data`` is not prepared."""
-    if not (data / "bin" / "dict.txt").exists():
+    if not _prepared(data):
         script = PREPARE.get(data.name)
         how = f"run .venv/bin/python {script} --dest {relative(data)}" if script else "prepare it"
         raise RunFailed(f"{relative(data)} is not there: {how}")
+
+
+def _prepared(data: Path) -> bool:
+    return any((data / "bin").glob("dict*.txt"))
 
 
 def run_child(
@@ -297,6 +357,13 @@ def run_child(
         return children.run(command, log, cwd=ROOT, environment=devices.environment, lock=lock)
     except ChildFailed as error:
         raise RunFailed(f"{fairseq_log.last_line(log)} ({error}, {relative(log)})") from None
+
+
+def clock(seconds: float) -> str:
+    """h:mm:ss."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"
 
 
 def _update_freq(settings: Any, processes: int) -> int:

@@ -69,11 +69,11 @@ def run(tool: str, *arguments: object, given: str = "") -> str:
     return _succeed(finish(start(tool, *arguments), given))
 
 
-def run_two(*arguments: object) -> str:
-    """Train in two processes that form one group, as our launcher starts them."""
+def run_together(processes: int, *arguments: object) -> str:
+    """Train in several processes that form one group, as our launcher starts them."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     command = ["bash", str(LAUNCHER), *words(arguments)]
-    return _succeed(finish(_start(command, env=environment(PROCS="2", PATH=path))))
+    return _succeed(finish(_start(command, env=environment(PROCS=str(processes), PATH=path))))
 
 
 def _start(command: list[str], **popen: Any) -> subprocess.Popen:

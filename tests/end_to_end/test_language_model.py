@@ -29,7 +29,7 @@ from tests.end_to_end.commands import (
     last_loss,
     load,
     run,
-    run_two,
+    run_together,
     saved,
     side_by_side,
     start,
@@ -277,29 +277,38 @@ def test_the_hub_interface_scores_and_samples_from_a_checkpoint(
     assert hub.sample("w1 w2", beam=2, max_len_b=MAX_LENGTH).startswith("w1 w2")
 
 
-# ---- two processes ----
+# ---- several processes ----
 
-# plain SGD compares the gradients themselves; Adam divides noise by noise where they vanish
-TOGETHER = f"{TRAINING} --optimizer sgd --lr 0.3 --dropout 0 --disable-validation {SMALL}"
-STEPS = 10
-STOPS = {"linear": [5, STEPS], "softmax": [STEPS]}  # two processes also resume together
+# plain SGD compares the gradients themselves; Adam divides noise by noise where they vanish, and so
+# does the rotated normaliser in heads of 8
+TOGETHER = (
+    f"{TRAINING} --optimizer sgd --lr 0.1 --dropout 0 --disable-validation --max-tokens 32 {SMALL}"
+)
+STEPS = 20
+STOPS = {  # (attention, processes) -> where the group stops, to go on from there
+    ("linear", 2): [7, STEPS],
+    ("softmax", 2): [STEPS],
+    ("linear", 4): [STEPS],
+    ("softmax", 4): [STEPS],
+}
 
 
-@pytest.fixture(scope="session", params=STOPS)
+@pytest.fixture(scope="session", params=STOPS, ids=lambda case: f"{case[0]}-{case[1]}")
 def alone_and_together(
     request: pytest.FixtureRequest, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:
-    """Checkpoints of every update: by one process, and by two."""
+    """Checkpoints of every update: by one process, and by a group."""
+    attention, processes = request.param
     folder = tmp_path_factory.mktemp("processes")
     alone, together = folder / "alone", folder / "together"
-    train = [corpus.data, TOGETHER, f"--attention-type {request.param} --save-interval-updates 1"]
-    run(TRAIN, *train, f"--max-update {STEPS} --update-freq 2 --save-dir", alone)
+    train = [corpus.data, TOGETHER, OPTIONS[attention], "--save-interval-updates 1"]
+    run(TRAIN, *train, f"--max-update {STEPS} --update-freq {processes} --save-dir", alone)
     for stop in STOPS[request.param]:
-        run_two(*train, f"--max-update {stop} --save-dir", together)
+        run_together(processes, *train, f"--max-update {stop} --save-dir", together)
     return alone, together
 
 
-def test_two_processes_train_as_one_with_twice_the_update_frequency(
+def test_a_group_of_processes_trains_as_one_with_the_matching_update_frequency(
     alone_and_together: tuple[Path, Path],
 ) -> None:
     alone, together = (
