@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Checks this environment before a long run, and says what to do about what it finds.
+#
+#   scripts/doctor.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=.venv/bin/python
+[ -x "$python" ] || python=python3
+exec "$python" -m lrpe_fairseq.experiments.doctor "$@"
