@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from lrpe_fairseq.experiments import schedule, slurm, tables
 from lrpe_fairseq.experiments.layout import Column, Row, Table, load_table
 from lrpe_fairseq.experiments.lm import LMRun
+from lrpe_fairseq.experiments.pretraining import PretrainingRun
 from lrpe_fairseq.experiments.training import (
     CONFIGS,
     ROOT,
@@ -38,7 +39,7 @@ OPTION_KEYS = {  # an option of a table -> fairseq's configuration
     "memory-length": "model.memory_length",
     "no-token-positional-embeddings": "model.no_token_positional_embeddings",
 }
-FAMILIES = {"lm": LMRun}  # folder of configs/ -> its runs
+FAMILIES = {run.family: run for run in (LMRun, PretrainingRun)}  # folder of configs/ -> runs
 SEEDS = 2
 SITE_OPTIONS = {"partition": str, "time": str, "gpus_per_node": int, "nodes": int}
 

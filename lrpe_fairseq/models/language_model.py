@@ -5,27 +5,23 @@ Everything but self-attention is fairseq's own TransformerLanguageModel.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
-from fairseq.distributed import fsdp_wrap
 from fairseq.models import register_model
-from fairseq.models.transformer import TransformerConfig, TransformerDecoder
+from fairseq.models.transformer import TransformerConfig
 from fairseq.models.transformer_lm import (
     TransformerLanguageModel,
     TransformerLanguageModelConfig,
 )
-from fairseq.modules.checkpoint_activations import checkpoint_wrapper
-from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from torch import Tensor, nn
 
 from lrpe_fairseq.attention.multihead import Memory
 from lrpe_fairseq.encodings.fidelity import parse_departures
 from lrpe_fairseq.encodings.sharing import share_across_layers
+from lrpe_fairseq.models.layers import Decoder, DecoderLayer, wrapped
 from lrpe_fairseq.models.options import (
     AttentionOptions,
     FlagsThatMeanWhatTheySay,
-    build_attention,
     defaults,
     one_sentence_errors,
     refuse_unrelated_processes,
@@ -33,19 +29,8 @@ from lrpe_fairseq.models.options import (
 from lrpe_fairseq.models.segment_memory import Segment, SegmentMemory, memories
 
 
-class DecoderLayer(TransformerDecoderLayerBase):
-    """fairseq's decoder layer around our causal self-attention."""
-
-    def __init__(self, cfg: Any, options: Any, layer: int, no_encoder_attn: bool) -> None:
-        self._options, self._layer = options, layer
-        super().__init__(cfg, no_encoder_attn=no_encoder_attn)
-
-    def build_self_attention(
-        self, embed_dim: int, cfg: Any, add_bias_kv: bool = False, add_zero_attn: bool = False
-    ) -> nn.Module:
-        """Called by fairseq's constructor."""
-        heads = cfg.decoder.attention_heads
-        return build_attention(self._options, embed_dim, heads, causal=True, layer=self._layer)
+class SegmentLayer(DecoderLayer):
+    """A decoder layer that may attend to earlier segments too."""
 
     def forward(
         self,
@@ -67,26 +52,20 @@ class DecoderLayer(TransformerDecoderLayerBase):
         return super().forward(x, incremental_state=incremental_state, **keywords)
 
 
-class Decoder(TransformerDecoder):
-    """fairseq's decoder with our layers and no T x T mask in memory."""
+class SegmentDecoder(Decoder):
+    """A decoder that may go on from earlier segments."""
 
-    def __init__(self, args: Any, *rest: Any, **keywords: Any) -> None:
-        self._layer_count = count()
-        super().__init__(args, *rest, **keywords)
+    def __init__(self, args: Any, dictionary: Any, embed_tokens: nn.Module) -> None:
+        """``args``: a LRPELanguageModelConfig, of which TransformerConfig drops our options."""
+        cfg = TransformerConfig.from_namespace(args)
+        super().__init__(cfg, dictionary, embed_tokens, args, no_encoder_attn=True)
+        self.args = args
         self.memory = SegmentMemory(args.memory_length, len(self.layers))
 
-    def build_decoder_layer(self, args: Any, no_encoder_attn: bool = False) -> nn.Module:
-        """One layer, wrapped for checkpointing and sharding as stock layers are.
-
-        ``args`` has been through TransformerConfig, which drops unknown fields; our options
-        are read from ``self.args``.
-        """
-        cfg = TransformerConfig.from_namespace(args)
-        layer = DecoderLayer(cfg, self.args, next(self._layer_count), no_encoder_attn)
-        if cfg.checkpoint_activations:
-            layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
-        smallest = 0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
-        return fsdp_wrap(layer, min_num_params=smallest)
+    def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
+        """Called by fairseq's constructor."""
+        layer = SegmentLayer(cfg, self._options, next(self._layer_count), no_encoder_attn)
+        return wrapped(layer, cfg)
 
     def forward(
         self,
@@ -117,10 +96,6 @@ class Decoder(TransformerDecoder):
                 f"lrpe_fairseq: a memory of {self.memory.length} tokens needs batches that go on "
                 "from each other: train with --task lrpe_truncated_bptt_lm"
             )
-
-    def buffered_future_mask(self, tensor: Tensor) -> None:
-        """No mask: our attention is causal by itself, in O(T) memory."""
-        return None
 
 
 @defaults(decoder_normalize_before=True, share_decoder_input_output_embed=True)
@@ -172,7 +147,7 @@ class LRPELanguageModel(FlagsThatMeanWhatTheySay, TransformerLanguageModel):
         shell = super().build_model(args, task).decoder
         args.decoder_layers = args.decoder_layers or layers
         with one_sentence_errors():
-            decoder = Decoder(args, shell.dictionary, shell.embed_tokens, no_encoder_attn=True)
+            decoder = SegmentDecoder(args, shell.dictionary, shell.embed_tokens)
             share_across_layers(decoder)
         return cls(decoder)
 

@@ -13,6 +13,7 @@ import fairseq.models
 import torch
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass import utils as dataclass_utils
+from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.modules.quant_noise import quant_noise
 from omegaconf.errors import OmegaConfBaseException
 
@@ -79,30 +80,27 @@ def encoding_options(options: Any) -> EncodingOptions:
 
 
 def build_attention(
-    options: Any, embed_dim: int, num_heads: int, *, causal: bool, layer: int
+    options: Any, cfg: Any, embed_dim: int, num_heads: int, *, causal: bool, layer: int
 ) -> MultiheadAttention:
-    """Self-attention of one layer from a model's configuration.
+    """Self-attention of one layer: ``options`` are an ``AttentionOptions``, ``cfg`` the
+    TransformerConfig of the whole model.
 
     Each layer draws its own fixed random parts, as in the authors' code: the encoding's seed
     is ``encoding_seed`` and the layer's index together.
     """
+    p, block = cfg.quant_noise.pq, cfg.quant_noise.pq_block_size
     return MultiheadAttention(
         embed_dim,
         num_heads,
         attention_type=str(options.attention_type),
         position_encoding=options.position_encoding,
         causal=causal,
-        dropout=options.attention_dropout,
+        dropout=cfg.attention_dropout,
         normalizer=str(options.attention_normalizer),
         seed=options.encoding_seed * 1000 + layer,
         options=encoding_options(options),
-        wrap_linear=_quantised(options),
+        wrap_linear=lambda linear: quant_noise(linear, p, block),
     )
-
-
-def _quantised(options: Any) -> Callable:
-    p, block = options.quant_noise_pq, options.quant_noise_pq_block_size
-    return lambda linear: quant_noise(linear, p, block)
 
 
 class FlagsThatMeanWhatTheySay:
@@ -115,13 +113,17 @@ class FlagsThatMeanWhatTheySay:
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """Add the configuration's options; fairseq skips those that exist already."""
-        for option in fields(getattr(cls, "__dataclass")):
+        """Add the configuration's options; fairseq skips those that exist already.
+
+        Not by ``super()``: fairseq's RoBERTa and Transformer would add options of their own.
+        """
+        config = getattr(cls, "__dataclass")
+        for option in fields(config):
             if option.default is True:
                 name = "--" + option.name.replace("_", "-")
                 help_text = option.metadata.get("help")
                 parser.add_argument(name, action=BooleanOptionalAction, help=help_text)
-        super().add_args(parser)
+        gen_parser_from_dataclass(parser, config(), delete_default=True, with_prefix="")
 
 
 @contextmanager

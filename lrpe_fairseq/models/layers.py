@@ -1,0 +1,84 @@
+"""fairseq's encoder and decoder layers around our self-attention, and stacks of them."""
+
+from itertools import count
+from typing import Any
+
+from fairseq.distributed import fsdp_wrap
+from fairseq.models.transformer import TransformerDecoderBase, TransformerEncoderBase
+from fairseq.modules.checkpoint_activations import checkpoint_wrapper
+from fairseq.modules.transformer_layer import (
+    TransformerDecoderLayerBase,
+    TransformerEncoderLayerBase,
+)
+from torch import Tensor, nn
+
+from lrpe_fairseq.models.options import build_attention
+
+
+class EncoderLayer(TransformerEncoderLayerBase):
+    """fairseq's encoder layer around our bidirectional self-attention."""
+
+    def __init__(self, cfg: Any, options: Any, layer: int) -> None:
+        self._options, self._layer = options, layer
+        super().__init__(cfg)
+
+    def build_self_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
+        """Called by fairseq's constructor."""
+        heads = cfg.encoder.attention_heads
+        return build_attention(
+            self._options, cfg, embed_dim, heads, causal=False, layer=self._layer
+        )
+
+
+class DecoderLayer(TransformerDecoderLayerBase):
+    """fairseq's decoder layer around our causal self-attention; cross-attention is stock."""
+
+    def __init__(self, cfg: Any, options: Any, layer: int, no_encoder_attn: bool) -> None:
+        self._options, self._layer = options, layer
+        super().__init__(cfg, no_encoder_attn=no_encoder_attn)
+
+    def build_self_attention(
+        self, embed_dim: int, cfg: Any, add_bias_kv: bool = False, add_zero_attn: bool = False
+    ) -> nn.Module:
+        """Called by fairseq's constructor."""
+        heads = cfg.decoder.attention_heads
+        return build_attention(self._options, cfg, embed_dim, heads, causal=True, layer=self._layer)
+
+
+class Encoder(TransformerEncoderBase):
+    """fairseq's encoder with our layers. ``options``: an ``AttentionOptions``."""
+
+    def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Module, options: Any) -> None:
+        self._options, self._layer_count = options, count()
+        super().__init__(cfg, dictionary, embed_tokens)
+
+    def build_encoder_layer(self, cfg: Any) -> nn.Module:
+        """Called by fairseq's constructor."""
+        return wrapped(EncoderLayer(cfg, self._options, next(self._layer_count)), cfg)
+
+
+class Decoder(TransformerDecoderBase):
+    """fairseq's decoder with our layers and no T x T mask in memory."""
+
+    def __init__(
+        self, cfg: Any, dictionary: Any, embed_tokens: nn.Module, options: Any, **keywords: Any
+    ) -> None:
+        self._options, self._layer_count = options, count()
+        super().__init__(cfg, dictionary, embed_tokens, **keywords)
+
+    def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
+        """Called by fairseq's constructor."""
+        layer = DecoderLayer(cfg, self._options, next(self._layer_count), no_encoder_attn)
+        return wrapped(layer, cfg)
+
+    def buffered_future_mask(self, tensor: Tensor) -> None:
+        """No mask: our attention is causal by itself, in O(T) memory."""
+        return None
+
+
+def wrapped(layer: nn.Module, cfg: Any) -> nn.Module:
+    """``layer`` as stock layers are: for activation checkpointing and for sharding."""
+    if cfg.checkpoint_activations:
+        layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
+    smallest = 0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
+    return fsdp_wrap(layer, min_num_params=smallest)

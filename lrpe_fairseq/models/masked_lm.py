@@ -1,0 +1,113 @@
+"""``lrpe_roberta``: fairseq's RoBERTa with bidirectional LRPE self-attention.
+
+Everything but self-attention is fairseq's own RobertaModel: pre-training (task ``masked_lm``),
+classification heads, fine-tuning (task ``sentence_prediction``) and the hub interface.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from fairseq import utils
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.models import register_model
+from fairseq.models.roberta.model import RobertaEncoder, RobertaModel
+from fairseq.models.transformer import DEFAULT_MIN_PARAMS_TO_WRAP, TransformerConfig
+from fairseq.modules.transformer_sentence_encoder import init_bert_params
+from omegaconf import OmegaConf
+from torch import nn
+
+from lrpe_fairseq.encodings.sharing import share_across_layers
+from lrpe_fairseq.models.layers import Encoder
+from lrpe_fairseq.models.options import (
+    AttentionOptions,
+    FlagsThatMeanWhatTheySay,
+    defaults,
+    one_sentence_errors,
+    refuse_unrelated_processes,
+)
+
+ACTIVATIONS = ChoiceEnum(utils.get_available_activation_fns())
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class LRPERobertaConfig(AttentionOptions, FairseqDataclass):
+    """LRPE, Table 7, column BLM: 12 x 768, 12 heads, FFN 3072, GELU, dropout and attention dropout
+    0.1, post-norm, learned absolute positions on."""
+
+    encoder_layers: int = _option(12, "layers")
+    encoder_embed_dim: int = _option(768, "width")
+    encoder_ffn_embed_dim: int = _option(3072, "width inside the feed-forward network")
+    encoder_attention_heads: int = _option(12, "heads")
+    encoder_normalize_before: bool = _option(False, "LayerNorm before each block, not after")
+    encoder_learned_pos: bool = _option(True, "learned absolute positions, else sinusoids")
+    no_token_positional_embeddings: bool = _option(False, "no absolute positions at all")
+    layernorm_embedding: bool = _option(True, "LayerNorm after the embeddings")
+    max_positions: Optional[int] = _option(None, "longest input (default: the task's)")
+    activation_fn: ACTIVATIONS = _option("gelu", "activation of the feed-forward network")
+    dropout: float = _option(0.1, "dropout")
+    attention_dropout: float = _option(0.1, "dropout on softmax attention weights")
+    activation_dropout: float = _option(0.0, "dropout after the activation")
+    untie_weights_roberta: bool = _option(False, "output weights apart from the embeddings")
+    pooler_activation_fn: ACTIVATIONS = _option("tanh", "activation of classification heads")
+    pooler_dropout: float = _option(0.0, "dropout in classification heads")
+    spectral_norm_classification_head: bool = _option(False, "spectral norm in heads")
+    load_checkpoint_heads: bool = _option(False, "load the classification heads of a checkpoint")
+    encoder_layerdrop: float = _option(0.0, "probability to drop a layer")
+    encoder_layers_to_keep: Optional[str] = _option(None, "layers to keep, comma-separated")
+    quant_noise_pq: float = _option(0.0, "quantisation noise on weights")
+    quant_noise_pq_block_size: int = _option(8, "block size of quantisation noise")
+    quant_noise_scalar: float = _option(0.0, "scalar quantisation noise")
+    checkpoint_activations: bool = _option(False, "recompute activations in the backward pass")
+    offload_activations: bool = _option(False, "keep recomputed activations on the CPU")
+    min_params_to_wrap: int = _option(DEFAULT_MIN_PARAMS_TO_WRAP, "smallest layer to shard")
+
+
+@defaults(
+    encoder_layers=3,
+    encoder_embed_dim=128,
+    encoder_ffn_embed_dim=512,
+    encoder_attention_heads=4,
+)
+@dataclass
+class LRPERobertaTinyConfig(LRPERobertaConfig):
+    """3 x 128, 4 heads, FFN 512: the shape of ``lrpe_roberta`` in minutes on a CPU."""
+
+
+class MaskedLMEncoder(RobertaEncoder):
+    """fairseq's RobertaEncoder with our layers."""
+
+    def build_encoder(self, args: Any, dictionary: Any, embed_tokens: nn.Module) -> Encoder:
+        """Called by fairseq's constructor."""
+        encoder = Encoder(TransformerConfig.from_namespace(args), dictionary, embed_tokens, args)
+        encoder.apply(init_bert_params)
+        share_across_layers(encoder)
+        return encoder
+
+
+@register_model("lrpe_roberta", dataclass=LRPERobertaConfig)
+class LRPERobertaModel(FlagsThatMeanWhatTheySay, RobertaModel):
+    """Encoder-only masked language model; ``--arch lrpe_roberta``."""
+
+    @classmethod
+    def hub_models(cls) -> dict[str, str]:
+        """No published checkpoints."""
+        return {}
+
+    @classmethod
+    def build_model(cls, args: Any, task: Any) -> "LRPERobertaModel":
+        """Build from a configuration; ``max_positions`` is the task's unless it is given."""
+        refuse_unrelated_processes()
+        if args.max_positions is None:
+            args.max_positions = task.max_positions()
+        options = OmegaConf.create(dict(args)) if OmegaConf.is_config(args) else args
+        with one_sentence_errors():
+            return cls(options, MaskedLMEncoder(options, task.source_dictionary))
+
+
+@register_model("lrpe_roberta_tiny", dataclass=LRPERobertaTinyConfig)
+class LRPERobertaTiny(LRPERobertaModel):
+    """The tiny preset; ``--arch lrpe_roberta_tiny``, or ``_name: lrpe_roberta_tiny`` in a YAML."""

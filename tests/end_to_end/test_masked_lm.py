@@ -1,0 +1,193 @@
+"""The masked language model's whole life: pre-trained, fine-tuned, predicting; and padding, which
+no sentence may notice, for every encoding."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
+from lrpe_fairseq.encodings import ENCODINGS, build_encoding
+from lrpe_fairseq.experiments.pretraining import PretrainingRun
+from lrpe_fairseq.models.masked_lm import LRPERobertaModel
+from tests.end_to_end.commands import PLUGIN, Corpus, build, load, run, saved
+
+pytestmark = pytest.mark.end_to_end
+
+TASK = f"--user-dir {PLUGIN} --task masked_lm --tokens-per-sample 32 --criterion masked_lm"
+SMALL = (
+    "--arch lrpe_roberta_tiny --encoder-layers 2 --encoder-embed-dim 32 --encoder-ffn-embed-dim 64"
+)
+PRETRAIN = (
+    f"{TASK} {SMALL} --optimizer adam --lr 3e-3 --max-tokens 256 --num-workers 0 --cpu "
+    "--no-epoch-checkpoints --log-format simple --max-update 250 --dropout 0"
+)
+OPTIONS = {  # none of them the default
+    "linear": "--attention-type linear --position-encoding lrpe-type3 --encoding-seed 5 "
+    "--attention-normalizer layernorm",
+    "softmax": "--attention-type softmax --position-encoding lrpe-type6 --encoding-seed 5",
+}
+CASES = [
+    (attention, name)
+    for name in ENCODINGS
+    for attention in ATTENTION_TYPES
+    if attention == "softmax" or build_encoding(name, head_dim=8, num_heads=4).serves_linear
+]
+
+
+def masked_lm(corpus: Corpus, options: str) -> LRPERobertaModel:
+    return build(corpus, TASK, SMALL, options)[0].eval()
+
+
+@pytest.mark.parametrize(("attention", "encoding"), CASES)
+def test_a_padded_batch_and_its_single_sentences_have_the_same_logits(
+    corpus: Corpus, attention: str, encoding: str
+) -> None:
+    options = f"--attention-type {attention} --position-encoding {encoding}"
+    model = masked_lm(corpus, options)
+    pad = model.encoder.dictionary.pad()
+    generator = torch.Generator().manual_seed(0)
+    sentences = [torch.randint(4, 24, (n,), generator=generator) for n in (20, 13, 1)]
+    right, left = torch.full((2, 3, 20), pad)
+    for row, sentence in enumerate(sentences):
+        right[row, : len(sentence)] = left[row, 20 - len(sentence) :] = sentence
+    with torch.no_grad():
+        alone = [model(sentence.unsqueeze(0))[0][0] for sentence in sentences]
+        on_the_right, on_the_left = model(right)[0], model(left)[0]
+    for row, expected in enumerate(alone):
+        size = len(expected)
+        torch.testing.assert_close(on_the_right[row, :size], expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(on_the_left[row, 20 - size :], expected, rtol=0, atol=1e-5)
+
+
+def test_the_architecture_is_table_7_column_blm(corpus: Corpus) -> None:
+    model, _, config = build(corpus, TASK, "--arch lrpe_roberta")
+    layers = model.encoder.sentence_encoder.layers
+    assert len(layers) == 12
+    layer = layers[0]
+    assert isinstance(layer.self_attn, MultiheadAttention)
+    assert (layer.embed_dim, layer.self_attn.num_heads) == (768, 12)
+    assert (layer.fc1.out_features, layer.normalize_before) == (3072, False)
+    assert layer.activation_fn(torch.tensor([-1.0])).item() == pytest.approx(-0.1587, abs=1e-3)
+    assert config.model.dropout == config.model.attention_dropout == layer.self_attn.dropout == 0.1
+    assert model.encoder.sentence_encoder.embed_positions.weight.requires_grad
+    assert not layer.self_attn.causal
+
+
+@pytest.fixture(scope="session", params=OPTIONS)
+def pretrained(
+    request: pytest.FixtureRequest, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    folder = tmp_path_factory.mktemp("pretrained") / request.param
+    run("fairseq_cli.train", corpus.data, PRETRAIN, OPTIONS[request.param], "--save-dir", folder)
+    return folder / "checkpoint_best.pt"
+
+
+def test_pretraining_learns_and_its_checkpoint_alone_restores_the_model(
+    pretrained: Path, corpus: Corpus
+) -> None:
+    model, _, config = load(pretrained)
+    assert config.model.encoding_seed == 5
+    assert (
+        f"--position-encoding {config.model.position_encoding}" in OPTIONS[pretrained.parent.name]
+    )
+    assert saved(pretrained)["extra_state"]["best"] < 4.0  # log2 of 20 words is 4.3
+    typed = masked_lm(corpus, OPTIONS[pretrained.parent.name])
+    typed.load_state_dict(saved(pretrained)["model"])
+    tokens = torch.randint(4, 24, (2, 30))
+    assert torch.equal(model(tokens)[0], typed(tokens)[0])
+
+
+def test_a_yaml_and_the_command_line_build_the_same_model(corpus: Corpus) -> None:
+    from lrpe_fairseq.models.masked_lm import LRPERobertaTiny, LRPERobertaTinyConfig
+
+    given = {"encoder_layers": 2, "encoder_embed_dim": 32, "encoder_ffn_embed_dim": 64}
+    typed, task, _ = build(corpus, TASK, SMALL, "--attention-type softmax")
+    config = OmegaConf.structured(LRPERobertaTinyConfig(attention_type="softmax", **given))
+    torch.manual_seed(1)
+    from_yaml = LRPERobertaTiny.build_model(config, task)
+    ours, theirs = from_yaml.state_dict(), typed.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# ---- fine-tuning ----
+
+SENTENCES = {"same": ("w1 w2 w3 w4", "w5 w6 w7 w8"), "other": ("w1 w3 w5 w7", "w9 w11 w13 w15")}
+FINETUNE = (
+    f"--user-dir {PLUGIN} --task sentence_prediction --criterion sentence_prediction "
+    f"--num-classes 2 --max-positions 32 {SMALL} --optimizer adam --lr 3e-3 --batch-size 16 "
+    "--num-workers 0 --cpu --no-epoch-checkpoints --log-format simple --max-update 40 "
+    "--reset-optimizer --reset-dataloader --reset-meters --best-checkpoint-metric accuracy "
+    "--maximize-best-checkpoint-metric --init-token 0"
+)
+
+
+@pytest.fixture(scope="session")
+def sentences(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Do the words count on by one, or by two? Binarised with the dictionary of pre-training."""
+    folder = tmp_path_factory.mktemp("sentences")
+    lines = [(f"{i % 2}", line) for i in range(64) for line in [_counting(i, 1 + i % 2)]]
+    for split in ("train", "valid"):
+        (folder / f"{split}.input0").write_text("".join(line + "\n" for _, line in lines))
+        (folder / f"{split}.label").write_text("".join(label + "\n" for label, _ in lines))
+    common = "--only-source --workers 1"
+    for part, dictionary in (("input0", f"--srcdict {corpus.data / 'dict.txt'}"), ("label", "")):
+        files = [
+            f"--{key}pref {folder / split}.{part}"
+            for split, key in (("train", "train"), ("valid", "valid"))
+        ]
+        run(
+            "fairseq_cli.preprocess", common, dictionary, *files, "--destdir", folder / "bin" / part
+        )
+    return folder / "bin"
+
+
+def _counting(first: int, step: int) -> str:
+    return " ".join(f"w{(first + i * step) % 20}" for i in range(6))
+
+
+def test_a_pretrained_model_is_fine_tuned_and_predicts(
+    pretrained: Path, sentences: Path, tmp_path: Path
+) -> None:
+    options = OPTIONS[pretrained.parent.name]
+    restore = f"--restore-file {pretrained}"
+    run("fairseq_cli.train", sentences, FINETUNE, options, restore, "--save-dir", tmp_path)
+    hub = LRPERobertaModel.from_pretrained(
+        str(tmp_path), "checkpoint_best.pt", str(sentences), user_dir=str(PLUGIN), bpe=None
+    )
+    hub.eval()
+    words = hub.task.source_dictionary
+    right = 0
+    for index in range(40):
+        tokens = words.encode_line(f"<s> {_counting(index, 1 + index % 2)}", add_if_not_exist=False)
+        label = hub.predict("sentence_classification_head", tokens.long()).argmax().item()
+        right += hub.task.label_dictionary.string(
+            [label + hub.task.label_dictionary.nspecial]
+        ) == str(index % 2)
+    assert right >= 36
+    assert hub.extract_features(tokens.long()).shape == (1, len(tokens), 32)
+
+
+def test_a_run_is_scored_with_the_same_masks_whatever_its_seed(
+    pretrained: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    from lrpe_fairseq.experiments.processes import Children
+    from lrpe_fairseq.experiments.training import Devices
+
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "checkpoints").symlink_to(pretrained.parent)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "bin").symlink_to(corpus.data)
+    names = {"experiment": "trial", "label": "x", "config": "pretrain-small", "scale": "small"}
+    sides = {"attention_type": "linear", "position_encoding": "none"}
+    places = {"folder": tmp_path / "work", "result": tmp_path / "run.json"}
+    runs = [
+        PretrainingRun(**names, **sides, **places, data=tmp_path / "data", seed=seed)
+        for seed in (1, 2)
+    ]
+    first, second = (run.measure(Children(), Devices(), None)["metrics"] for run in runs)
+    assert first == second
+    assert 0 < first["valid"]["masked"]["loss"] < 4.0
+    assert first["test"]["masked"]["ppl"] == 2 ** first["test"]["masked"]["loss"]
