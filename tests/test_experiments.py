@@ -24,6 +24,7 @@ from lrpe_fairseq.experiments import (
     schedule,
     training,
 )
+from lrpe_fairseq.experiments.layout import load_table
 from lrpe_fairseq.experiments.lm import LMRun
 from lrpe_fairseq.experiments.processes import Busy, Children
 from lrpe_fairseq.experiments.runs import read_run, write_run
@@ -31,7 +32,10 @@ from lrpe_fairseq.experiments.training import CONFIGS, ROOT, Devices, RunFailed
 from tests.end_to_end.conftest import corpus  # noqa: F401  (a fixture)
 
 TRAIN_SH = ROOT / "scripts" / "train.sh"
-LM_TABLES = sorted(path.stem for path in (ROOT / "configs" / "tables").glob("*.yaml"))
+TABLES = [load_table(path) for path in sorted((ROOT / "configs" / "tables").glob("*.yaml"))]
+FAMILY_CONFIGS = sorted(
+    path for folder in run_table.FAMILIES for path in (CONFIGS / folder).glob("*")
+)
 INNER = (
     '2026-01-01 10:00:00 | INFO | train_inner | {{"wps": "{}", "wpb": "2048", "num_updates": "{}"}}'
 )
@@ -96,11 +100,12 @@ def test_table_2_becomes_one_run_for_every_row_attention_type_and_seed():
     assert len(runs) == len(wanted) == len({r.result for r in runs}) == len({r.name for r in runs})
 
 
-@pytest.mark.parametrize("table", LM_TABLES)
-@pytest.mark.parametrize("scale", ["small", "paper"])
+@pytest.mark.parametrize(
+    ("table", "scale"), [pytest.param(t, s, id=f"{t.name}-{s}") for t in TABLES for s in t.scales]
+)
 def test_every_run_of_a_table_sets_only_keys_that_its_configuration_knows(table, scale):
-    for run in run_table.runs(run_table.load_named(table), scale, [1]):
-        plain = OmegaConf.load(CONFIGS / "lm" / f"{run.config}.yaml")
+    for run in run_table.runs(table, scale, [1]):
+        plain = OmegaConf.load(CONFIGS / run.family / f"{run.config}.yaml")
         missing = [key for key in run._chosen() if OmegaConf.select(plain, key) is None]
         assert missing in ([], ["model.fidelity"])
 
@@ -154,12 +159,11 @@ def test_the_paper_scale_is_table_7():
     assert config.model._name == "lrpe_lm"
 
 
-@pytest.mark.parametrize("config", sorted(path.stem for path in (CONFIGS / "lm").glob("*.yaml")))
-def test_every_configuration_resumes_exactly_and_says_how_to_start_it(config):
-    path = CONFIGS / "lm" / f"{config}.yaml"
+@pytest.mark.parametrize("path", FAMILY_CONFIGS, ids=lambda path: path.stem)
+def test_every_configuration_resumes_exactly_and_says_how_to_start_it(path):
     assert OmegaConf.load(path).dataset.update_epoch_batch_itr is True
     top = path.read_text().split("defaults:")[0]
-    assert f"--config-name {config}" in top
+    assert f"--config-name {path.stem}" in top
     assert "Expected" in top
 
 
