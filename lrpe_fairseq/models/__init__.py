@@ -1,6 +1,10 @@
 """fairseq models: registration, presets and shared options. fairseq glue only."""
 
-from lrpe_fairseq.models import language_model, masked_lm  # noqa: F401  (register the archs)
+from lrpe_fairseq.models import (  # noqa: F401  (register the archs)
+    language_model,
+    masked_lm,
+    translation,
+)
 from lrpe_fairseq.models.options import explain_bad_options
 
 explain_bad_options()

@@ -118,12 +118,21 @@ class FlagsThatMeanWhatTheySay:
         Not by ``super()``: fairseq's RoBERTa and Transformer would add options of their own.
         """
         config = getattr(cls, "__dataclass")
-        for option in fields(config):
+        for prefix, option in _options_of(config):
             if option.default is True:
-                name = "--" + option.name.replace("_", "-")
+                name = "--" + f"{prefix}{option.name}".replace("_", "-")
                 help_text = option.metadata.get("help")
                 parser.add_argument(name, action=BooleanOptionalAction, help=help_text)
         gen_parser_from_dataclass(parser, config(), delete_default=True, with_prefix="")
+
+
+def _options_of(config: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of a configuration and of those in it, with their prefix on the command line."""
+    for option in fields(config):
+        if isinstance(option.type, type) and issubclass(option.type, FairseqDataclass):
+            yield from _options_of(option.type, f"{prefix}{option.name}_")
+        else:
+            yield prefix, option
 
 
 @contextmanager

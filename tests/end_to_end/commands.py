@@ -148,10 +148,15 @@ def last_loss(checkpoint: Path) -> float:
 def build(
     corpus: Corpus, *arguments: object, seed: int = 1
 ) -> tuple[BaseFairseqModel, FairseqTask, Any]:
-    """Model, task and configuration that ``fairseq-train`` makes of ``arguments``."""
+    """Language model, task and configuration that ``fairseq-train`` makes of ``arguments``."""
+    return built(corpus.data, TRAINING, *arguments, seed=seed)
+
+
+def built(*arguments: object, seed: int = 1) -> tuple[BaseFairseqModel, FairseqTask, Any]:
+    """Model, task and configuration that ``fairseq-train`` makes of its whole command line."""
     parser = options.get_training_parser()
-    given = words([corpus.data, TRAINING, *arguments])
-    config = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, given))
+    parsed = options.parse_args_and_arch(parser, words(arguments))
+    config = convert_namespace_to_omegaconf(parsed)
     torch.manual_seed(seed)
     task = tasks.setup_task(config.task)
     return task.build_model(config.model), task, config

@@ -1,0 +1,230 @@
+"""The translation model's whole life: decoded a token at a time as it was trained, by beam search
+in any batch, from a prefix; trained, and read by fairseq's three ways to translate."""
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fairseq.data import data_utils
+from torch import Tensor
+
+from lrpe_fairseq.attention.linear import LinearState
+from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
+from lrpe_fairseq.encodings import ENCODINGS, build_encoding
+from tests.end_to_end.commands import PLUGIN, built, load, run
+
+pytestmark = pytest.mark.end_to_end
+
+TASK = f"--user-dir {PLUGIN} --task translation -s en -t de --cpu"
+SMALL = (
+    "--arch lrpe_transformer_tiny --encoder-layers 2 --decoder-layers 2 --encoder-embed-dim 32 "
+    "--decoder-embed-dim 32 --encoder-ffn-embed-dim 64 --decoder-ffn-embed-dim 64"
+)
+TRAINING = (
+    f"{TASK} --optimizer adam --lr 3e-3 --max-tokens 512 --num-workers 0 --no-epoch-checkpoints "
+    "--log-format simple --criterion label_smoothed_cross_entropy --label-smoothing 0.1"
+)
+CASES = [
+    (attention, name)
+    for name in ENCODINGS
+    for attention in ATTENTION_TYPES
+    if attention == "softmax" or build_encoding(name, head_dim=8, num_heads=4).serves_linear
+]
+SIDES = ("encoder", "decoder")
+LENGTHS = (9, 5, 1)  # of three sources
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Words to be said again in capitals; two dictionaries."""
+    folder, rng = tmp_path_factory.mktemp("pairs"), random.Random(0)
+    for split, size in {"train": 400, "valid": 30, "test": 30}.items():
+        lines = [[f"w{rng.randrange(12)}" for _ in range(rng.randint(2, 8))] for _ in range(size)]
+        (folder / f"{split}.en").write_text("".join(" ".join(line) + "\n" for line in lines))
+        (folder / f"{split}.de").write_text(
+            "".join(" ".join(line).upper() + "\n" for line in lines)
+        )
+    files = " ".join(f"--{split}pref {folder / split}" for split in ("train", "valid", "test"))
+    run("fairseq_cli.preprocess", "-s en -t de --workers 1", files, "--destdir", folder / "data")
+    return folder / "data"
+
+
+def model_of(pairs: Path, options: str) -> tuple[Any, Any]:
+    model, task, _ = built(pairs, TRAINING, SMALL, options)
+    return model.eval(), task
+
+
+def option(side: str, attention: str, encoding: str) -> str:
+    return f"--{side}-attention-type {attention} --{side}-position-encoding {encoding}"
+
+
+def sources() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.cat([torch.randint(4, 16, (n,), generator=generator), torch.tensor([2])])
+        for n in LENGTHS
+    ]
+
+
+def batch(rows: list[Tensor], left_pad: bool = True) -> dict[str, Any]:
+    tokens = data_utils.collate_tokens(rows, 1, 2, left_pad=left_pad)
+    lengths = torch.tensor([len(row) for row in rows])
+    return {
+        "id": torch.arange(len(rows)),
+        "net_input": {"src_tokens": tokens, "src_lengths": lengths},
+    }
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(("attention", "encoding"), CASES)
+def test_decoding_token_by_token_gives_the_logits_of_training(
+    pairs: Path, side: str, attention: str, encoding: str
+) -> None:
+    model, _ = model_of(pairs, option(side, attention, encoding))
+    net_input = batch(sources())["net_input"]
+    generator = torch.Generator().manual_seed(1)
+    previous = torch.cat(
+        [torch.full((3, 1), 2), torch.randint(4, 16, (3, 12), generator=generator)], 1
+    )
+    with torch.no_grad():
+        expected, _ = model(**net_input, prev_output_tokens=previous)
+        encoded, state = model.encoder(**net_input), {}
+        steps = [
+            model.decoder(previous[:, : n + 1], encoder_out=encoded, incremental_state=state)[0]
+            for n in range(previous.shape[1])
+        ]
+    torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(("attention", "encoding"), CASES)
+def test_beam_search_depends_on_neither_batch_nor_padding_side(
+    pairs: Path, side: str, attention: str, encoding: str
+) -> None:
+    model, task = model_of(pairs, option(side, attention, encoding))
+    generator = task.build_generator([model], beam_options(beam=4))
+    rows = sources()
+    alone = [generator.generate([model], batch([row]))[0][0] for row in rows]
+    for left_pad in (True, False):
+        together = generator.generate([model], batch(rows, left_pad))
+        for one, all_of_them in zip(alone, together, strict=True):
+            torch.testing.assert_close(all_of_them[0]["score"], one["score"], rtol=0, atol=1e-4)
+            assert all_of_them[0]["tokens"].tolist() == one["tokens"].tolist()
+
+
+def beam_options(**changes: Any) -> Any:
+    from fairseq.dataclass.configs import GenerationConfig
+
+    return GenerationConfig(**{"max_len_a": 0.0, "max_len_b": 12, **changes})
+
+
+@pytest.mark.parametrize("attention", ATTENTION_TYPES)
+def test_a_forced_prefix_is_kept_and_scored_as_training_scores_it(
+    pairs: Path, attention: str
+) -> None:
+    model, task = model_of(pairs, option("decoder", attention, "lrpe-type2"))
+    generator = task.build_generator([model], beam_options(beam=4))
+    prefix = torch.tensor([[7, 9, 4], [5, 5, 6], [8, 4, 4]])
+    sample = batch(sources())
+    for row, found in enumerate(generator.generate([model], sample, prefix_tokens=prefix)):
+        tokens = found[0]["tokens"]
+        assert tokens[:3].tolist() == prefix[row].tolist()
+        previous = torch.cat([torch.tensor([2]), tokens[:-1]]).unsqueeze(0)
+        with torch.no_grad():
+            net = batch([sources()[row]])["net_input"]
+            scores = model(**net, prev_output_tokens=previous)[0].log_softmax(-1)[0]
+        expected = scores.gather(1, tokens.unsqueeze(1)).squeeze(1)
+        torch.testing.assert_close(found[0]["positional_scores"], expected, rtol=0, atol=1e-4)
+
+
+def test_a_linear_decoder_has_a_state_of_constant_size(pairs: Path) -> None:
+    model, _ = model_of(pairs, option("decoder", "linear", "lrpe-type2"))
+    encoded, state, sizes = model.encoder(**batch(sources())["net_input"]), {}, set()
+    previous = torch.full((3, 40), 5)
+    for n in range(1, 41):
+        model.decoder(previous[:, :n], encoder_out=encoded, incremental_state=state)
+        pasts = [value.past for key, value in state.items() if key.startswith("lrpe_attention")]
+        assert all(isinstance(past, LinearState) for past in pasts)
+        sizes.add(sum(t.numel() for past in pasts for t in past if isinstance(t, Tensor)))
+    assert len(sizes) == 1
+
+
+def test_the_architecture_is_table_7_column_mt_and_only_the_encoder_is_encoded(pairs: Path) -> None:
+    model, _, config = built(pairs, TRAINING, "--arch lrpe_transformer")
+    assert (len(model.encoder.layers), len(model.decoder.layers)) == (6, 6)
+    for side, layer in (("encoder", model.encoder.layers[0]), ("decoder", model.decoder.layers[0])):
+        attention = layer.self_attn
+        assert isinstance(attention, MultiheadAttention)
+        assert (layer.embed_dim, attention.num_heads, layer.fc1.out_features) == (512, 8, 2048)
+        assert attention.causal == (side == "decoder")
+        assert not layer.normalize_before
+    assert model.decoder.layers[0].self_attn.attention_type == "softmax"
+    assert config.model.decoder.position_encoding == "none"
+    assert (config.model.dropout, config.model.activation_fn) == (0.1, "relu")
+    assert not model.encoder.embed_positions.weights.requires_grad
+
+
+# ---- trained, averaged, translating ----
+
+OPTIONS = (
+    "--encoder-attention-type linear --encoder-position-encoding lrpe-type3 "
+    "--decoder-attention-type linear --decoder-position-encoding rope "
+    "--decoder-attention-normalizer content"
+)
+
+
+@dataclass(frozen=True)
+class Trained:
+    folder: Path
+    sentences: list[str]
+
+
+@pytest.fixture(scope="session")
+def trained(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("translation")
+    saving = "--max-update 300 --save-interval-updates 100 --keep-interval-updates 3"
+    run(
+        "fairseq_cli.train",
+        pairs,
+        TRAINING,
+        SMALL,
+        OPTIONS,
+        saving,
+        "--dropout 0 --save-dir",
+        folder,
+    )
+    return Trained(folder, (pairs.parent / "test.en").read_text().splitlines()[:6])
+
+
+def translations(output: str) -> dict[int, str]:
+    """Sentence -> the best hypothesis that fairseq printed."""
+    lines = [line.split("\t") for line in output.splitlines() if line.startswith("H-")]
+    return {int(number.removeprefix("H-")): text for number, _, text in lines}
+
+
+def test_generate_interactive_and_the_hub_agree(trained: Trained, pairs: Path) -> None:
+    from lrpe_fairseq.models.translation import LRPETransformer
+
+    model = f"--user-dir {PLUGIN} --path {trained.folder / 'checkpoint_best.pt'} --cpu --beam 4"
+    generated = translations(run("fairseq_cli.generate", pairs, model, "--num-workers 0"))
+    typed = "".join(sentence + "\n" for sentence in trained.sentences)
+    interactive = run("fairseq_cli.interactive", pairs, model, "-s en -t de", given=typed)
+    hub = LRPETransformer.from_pretrained(
+        str(trained.folder), "checkpoint_best.pt", str(pairs), user_dir=str(PLUGIN), bpe=None
+    )
+    expected = [generated[n] for n in range(len(trained.sentences))]
+    assert [translations(interactive)[n] for n in range(len(expected))] == expected
+    assert [hub.translate(sentence, beam=4) for sentence in trained.sentences] == expected
+    right = [s.upper() == e for s, e in zip(trained.sentences, expected, strict=True)]
+    assert sum(right) >= 4, expected
+
+
+def test_a_checkpoint_alone_restores_both_sides(trained: Trained, pairs: Path) -> None:
+    model, _, config = load(trained.folder / "checkpoint_best.pt")
+    assert config.model.encoder.position_encoding == "lrpe-type3"
+    assert config.model.decoder.attention_normalizer == "content"
+    assert model.decoder.layers[0].self_attn.normalizer == "content"
+    assert len(model.encoder.layers) == len(model.decoder.layers) == 2
