@@ -10,6 +10,7 @@ import itertools
 import os
 import random
 import re
+import shutil
 import sys
 import sysconfig
 import threading
@@ -37,7 +38,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
-pydoc, wikitext = load("pydoc"), load("wikitext")
+pydoc, wikitext, multi30k = load("pydoc"), load("wikitext"), load("multi30k")
 
 
 def sha256(content: bytes) -> str:
@@ -519,3 +520,90 @@ def test_real_wikitext_2_has_the_published_counts_and_600_articles(
     assert tokens == [2_088_628, 217_646, 245_569]
     assert [counts["documents"] for counts in manifest["splits"].values()] == [600, 60, 60]
     assert manifest["dictionary"] == {"size": 33_280, "symbols": 33_276}
+
+
+# --------------------------------------------------------------------------------------- multi30k
+
+
+@pytest.fixture(scope="module")
+def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Parallel text under the published names, the train split packed."""
+    folder, rng = tmp_path_factory.mktemp("captions"), random.Random(2)
+    for split, name in multi30k.FILES.items():
+        lines = [sentence(rng) for _ in range(300 if split == "train" else 20)]
+        for language, text in (("en", lines), ("de", [line.upper() for line in lines])):
+            content = "".join(line + "\n" for line in text).encode()
+            if split == "train":
+                (folder / f"{name}.{language}.gz").write_bytes(gzip.compress(content))
+            else:
+                (folder / f"{name}.{language}").write_bytes(content)
+    return folder
+
+
+def plain_checksums(folder: Path) -> dict[str, str]:
+    """Checksums of the plain files, packed ones included."""
+    packed = {p.stem: sha256(gzip.decompress(p.read_bytes())) for p in folder.glob("*.gz")}
+    return packed | {p.name: sha256(p.read_bytes()) for p in folder.glob("*.[de][en]")}
+
+
+PAIRS = {"train": 300, "valid": 20, "test": 20, "test1": 20}
+
+
+def prepare_captions(dest: Path, folder: Path, **changed: object) -> dict:
+    given = {"sha256": plain_checksums(folder), "pairs": PAIRS, "vocab_size": 60}
+    return multi30k.prepare(dest, from_dir=folder, **(given | changed))
+
+
+def test_parallel_text_has_one_model_and_a_dictionary_for_each_language(
+    captions: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    manifest = prepare_captions(tmp_path, captions)
+    assert {split: counts["pairs"] for split, counts in manifest["splits"].items()} == PAIRS
+    assert manifest["texts"]["test1"] == "raw/test_2017_flickr"
+    model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spm" / "spm.model"))
+    for language in ("en", "de"):
+        raw = (tmp_path / "raw" / f"val.{language}").read_text().splitlines()
+        pieces = (tmp_path / "pieces" / f"valid.{language}").read_text().splitlines()
+        assert [model.decode(line.split()) for line in pieces] == raw
+        assert manifest["splits"]["train"][language]["unknown"] == 0
+        names = (f"{split}.en-de.{language}.{kind}" for split in PAIRS for kind in ("bin", "idx"))
+        assert {*names, f"dict.{language}.txt"} <= set(os.listdir(tmp_path / "bin"))
+    dictionaries = [(tmp_path / "bin" / f"dict.{name}.txt").read_text() for name in ("en", "de")]
+    assert dictionaries[0] != dictionaries[1]
+    before = {path: (tmp_path / path).stat().st_mtime_ns for path in files(tmp_path)}
+    capsys.readouterr()
+    prepare_captions(tmp_path, captions)
+    assert capsys.readouterr().out.count("already done") == 3
+    assert before == {path: (tmp_path / path).stat().st_mtime_ns for path in files(tmp_path)}
+
+
+def test_sides_of_different_length_are_refused_before_anything_is_trained(
+    captions: Path, tmp_path: Path
+) -> None:
+    shorter = tmp_path / "shorter"
+    shutil.copytree(captions, shorter)
+    lines = (shorter / "val.de").read_text().splitlines(keepends=True)
+    (shorter / "val.de").write_text("".join(lines[:-1]))
+    said = refusal(prepare_captions, tmp_path / "dest", shorter)
+    assert "20 lines of en and 19 lines of de" in said
+    assert not (tmp_path / "dest" / "spm").exists()
+
+
+def test_another_number_of_pairs_than_the_published_one_is_refused(
+    captions: Path, tmp_path: Path
+) -> None:
+    said = refusal(prepare_captions, tmp_path, captions, pairs={**PAIRS, "train": 29_000})
+    assert "fetch its files again" in said
+
+
+def test_a_packed_download_is_unpacked_checked_and_not_kept(tmp_path: Path) -> None:
+    """By way of file:// addresses, which urllib serves as it does http."""
+    (tmp_path / "there").mkdir()
+    packed = tmp_path / "there" / "val.en.gz"
+    packed.write_bytes(gzip.compress(b"A dog runs.\n"))
+    into = tmp_path / "here"
+    found = prep.obtain("val.en", [packed.as_uri()], sha256(b"A dog runs.\n"), into, packed=True)
+    assert found.read_bytes() == b"A dog runs.\n"
+    assert files(into) == ["val.en"]
+    said = refusal(prep.obtain, "x.en", [packed.as_uri()], sha256(b"no"), into, packed=True)
+    assert "truncated or not the expected version" in said

@@ -314,6 +314,37 @@ def test_an_intact_checkpoint_is_left_alone(tmp_path):
     assert checkpoints.ready_to_resume(tmp_path, pytest.fail) == 30
 
 
+def test_the_mean_of_checkpoints_is_that_of_their_weights_and_needs_equal_permutations(tmp_path):
+    def state(update, weight, order):
+        model = {"weight": torch.tensor(weight), "order": torch.tensor(order)}
+        history = [{"num_updates": update}]
+        return {"cfg": {"model": {}}, "optimizer_history": history, "model": model}
+
+    for update, weight in ((9, [1.0, 2.0]), (100, [3.0, 5.0]), (20, [8.0, 8.0])):
+        torch.save(state(update, weight, [1, 0]), tmp_path / f"checkpoint_1_{update}.pt")
+    newest = checkpoints.newest(tmp_path, 2)
+    assert [path.name for path in newest] == ["checkpoint_1_20.pt", "checkpoint_1_100.pt"]
+    checkpoints.average(newest, tmp_path / "mean.pt")
+    mean = checkpoints.load(tmp_path / "mean.pt")
+    assert mean["model"]["weight"].tolist() == [5.5, 6.5]
+    assert checkpoints.updates(mean) == 100
+    torch.save(state(101, [0.0, 0.0], [0, 1]), tmp_path / "checkpoint_1_101.pt")
+    with pytest.raises(ValueError, match="differ in order"):
+        checkpoints.average(checkpoints.newest(tmp_path, 2), tmp_path / "bad.pt")
+    assert not (tmp_path / "bad.pt").exists()
+
+
+def test_options_of_an_encoder_and_a_decoder_have_their_command_line_names():
+    model = {"_name": "lrpe_transformer", "dropout": 0.1, "encoder": {"_name": None, "layers": 3}}
+    found = checkpoints.named({"model": model, "task": {"_name": "translation"}})
+    assert found == {
+        "arch": "lrpe_transformer",
+        "task": "translation",
+        "dropout": 0.1,
+        "encoder-layers": 3,
+    }
+
+
 def test_after_a_truncated_checkpoint_the_newest_one_that_loads_is_resumed(tmp_path):
     said = []
     save(tmp_path, "checkpoint_last.pt", 40)

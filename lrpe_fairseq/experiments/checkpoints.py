@@ -3,7 +3,7 @@
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,28 @@ def ready_to_resume(folder: Path, say: Callable[[str], None]) -> int:
     return 0
 
 
+def average(paths: Sequence[Path], target: Path) -> None:
+    """Write the mean of the models of several checkpoints; all else is the last one's.
+
+    Integer tensors, such as permutations, must agree. Raises: ValueError if they do not.
+    """
+    states = [load(path) for path in paths]
+    models = [state["model"] for state in states]
+    mean = {name: _mean(name, [model[name] for model in models]) for name in models[-1]}
+    _write({**states[-1], "model": mean, "last_optimizer_state": None}, target)
+
+
+def newest(folder: Path, count: int) -> list[Path]:
+    """The ``count`` periodic checkpoints with the most updates, or those that there are, ascending.
+
+    Raises: ValueError if there is none.
+    """
+    found = sorted(folder.glob("checkpoint_*_*.pt"), key=lambda path: int(path.stem.split("_")[-1]))
+    if not found:
+        raise ValueError(f"{folder} has no periodic checkpoints to average")
+    return found[-count:]
+
+
 def drop_intermediate(folder: Path) -> None:
     """Keep the last and the best checkpoint of a finished run."""
     for path in folder.glob("checkpoint_*_*.pt"):
@@ -123,6 +145,20 @@ def _newest_first(folder: Path) -> list[Path]:
     others = [path for path in folder.glob("checkpoint*.pt") if path.name != LAST]
     others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
     return [path for path in (folder / LAST, *others) if path.exists()]
+
+
+def _mean(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    if tensors[0].is_floating_point():
+        return torch.stack([tensor.double() for tensor in tensors]).mean(0).to(tensors[0].dtype)
+    if not all(torch.equal(tensor, tensors[0]) for tensor in tensors):
+        raise ValueError(f"the checkpoints differ in {name}, which has no mean")
+    return tensors[0]
+
+
+def _write(state: dict[str, Any], target: Path) -> None:
+    part = target.with_name(f"{target.name}.part")
+    torch.save(state, part)
+    os.replace(part, target)
 
 
 def _put(source: Path, target: Path) -> None:

@@ -115,6 +115,7 @@ def obtain(
     from_dir: Path | None = None,
     *,
     attempts: int = 3,
+    packed: bool = False,
 ) -> Path:
     """Return ``into / file`` with the right content: already there, from a folder, or downloaded.
 
@@ -124,6 +125,7 @@ def obtain(
 
     Args:
         sha256: checksum of the plain file; an md5 or a sha1 serves where that is what is known.
+        packed: the URLs serve the file through gzip.
 
     Raises:
         SystemExit: the file is absent, truncated or another version; nothing is left under its
@@ -133,6 +135,12 @@ def obtain(
     if not has_checksum(target, sha256):
         if from_dir is not None:
             _take(file, from_dir, sha256, target)
+        elif packed:
+            part = target.with_name(f"{file}.gz")
+            part.parent.mkdir(parents=True, exist_ok=True)
+            _try_urls(file, urls, part, attempts)
+            _take(file, into, sha256, target)
+            part.unlink()
         else:
             _download(file, urls, sha256, target, attempts)
     return target
@@ -326,22 +334,31 @@ def write_dictionary(model: Path, train_pieces: Path, target: Path) -> None:
 
 
 def binarise(
-    texts: Mapping[str, Path], bin_dir: Path, dictionary: Path | None = None, workers: int = 1
+    texts: Mapping[str, Path],
+    bin_dir: Path,
+    dictionary: Path | None = None,
+    workers: int = 1,
+    languages: Sequence[str] = (),
 ) -> None:
-    """Run ``fairseq-preprocess --only-source`` on the splits; ``bin_dir`` appears whole.
+    """Run ``fairseq-preprocess`` on the splits; ``bin_dir`` appears whole.
 
     Args:
-        texts: split name -> text of one sample a line, symbols separated by blanks.
+        texts: split name -> text of one sample a line, symbols separated by blanks. Splits named
+            ``test``, ``test1``, ... are fairseq's test sets in this order.
         dictionary: a ``dict.txt`` to use; without it, one is built from the train split.
+        languages: source and target of parallel text; the files are then ``<text>.<language>``,
+            and each language has a dictionary of its own.
 
     Raises:
         SystemExit: fairseq-preprocess failed; its last line of output is quoted.
     """
     part = bin_dir.with_name(f"{bin_dir.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    command = [sys.executable, "-m", "fairseq_cli.preprocess", "--only-source"]
-    for split, text in texts.items():
-        command += [f"--{split}pref", str(text.resolve())]
+    command = [sys.executable, "-m", "fairseq_cli.preprocess"]
+    command += ["-s", languages[0], "-t", languages[1]] if languages else ["--only-source"]
+    for kind in SPLITS:
+        same_kind = [str(text.resolve()) for split, text in texts.items() if split.startswith(kind)]
+        command += [f"--{kind}pref", ",".join(same_kind)] if same_kind else []
     command += ["--destdir", str(part.resolve()), "--workers", str(workers)]
     command += ["--srcdict", str(dictionary.resolve())] if dictionary else []
     try:

@@ -30,16 +30,21 @@ from lrpe_fairseq.experiments.training import (
     TrainingRun,
     prepare_data,
 )
+from lrpe_fairseq.experiments.translation import TranslationRun
 
 OPTION_KEYS = {  # an option of a table -> fairseq's configuration
     "attention-normalizer": "model.attention_normalizer",
     "fidelity": "model.fidelity",
+    "encoder-attention-normalizer": "model.encoder.attention_normalizer",
+    "encoder-fidelity": "model.encoder.fidelity",
     "clip-norm": "optimization.clip_norm",
     "task": "task._name",
     "memory-length": "model.memory_length",
     "no-token-positional-embeddings": "model.no_token_positional_embeddings",
 }
-FAMILIES = {run.family: run for run in (LMRun, PretrainingRun)}  # folder of configs/ -> runs
+FAMILIES = {
+    run.family: run for run in (LMRun, PretrainingRun, TranslationRun)
+}  # folder of configs/ -> runs
 SEEDS = 2
 SITE_OPTIONS = {"partition": str, "time": str, "gpus_per_node": int, "nodes": int}
 

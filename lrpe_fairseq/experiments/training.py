@@ -33,6 +33,7 @@ BIN = Path(sys.executable).parent
 PREPARE = {  # data folder -> what fills it
     "pydoc": "data-prep/pydoc/prepare.py",
     "wikitext-2-bpe": "data-prep/wikitext/prepare.py wikitext-2 --level bpe",
+    "multi30k": "data-prep/multi30k/prepare.py",
     "wikitext-103-word": "data-prep/wikitext/prepare.py wikitext-103 --level word",
 }
 DECIDING = ("task", "model", "criterion", "optimizer", "lr_scheduler", "optimization")

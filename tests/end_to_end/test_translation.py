@@ -1,7 +1,9 @@
 """The translation model's whole life: decoded a token at a time as it was trained, by beam search
 in any batch, from a prefix; trained, and read by fairseq's three ways to translate."""
 
+import json
 import random
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,11 @@ from torch import Tensor
 from lrpe_fairseq.attention.linear import LinearState
 from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
 from lrpe_fairseq.encodings import ENCODINGS, build_encoding
-from tests.end_to_end.commands import PLUGIN, built, load, run
+from lrpe_fairseq.experiments import checkpoints
+from lrpe_fairseq.experiments.processes import Children
+from lrpe_fairseq.experiments.training import Devices, RunFailed
+from lrpe_fairseq.experiments.translation import AVERAGED, Decoding, TranslationRun, score, scores
+from tests.end_to_end.commands import PLUGIN, built, load, run, saved
 
 pytestmark = pytest.mark.end_to_end
 
@@ -228,3 +234,59 @@ def test_a_checkpoint_alone_restores_both_sides(trained: Trained, pairs: Path) -
     assert config.model.decoder.attention_normalizer == "content"
     assert model.decoder.layers[0].self_attn.normalizer == "content"
     assert len(model.encoder.layers) == len(model.decoder.layers) == 2
+
+
+def test_a_run_is_scored_on_the_raw_references_by_the_mean_of_its_last_checkpoints(
+    trained: Trained, pairs: Path, tmp_path: Path
+) -> None:
+    work, data = tmp_path / "work", tmp_path / "data"
+    (data / "raw").mkdir(parents=True)
+    (data / "bin").symlink_to(pairs)
+    lines = (pairs.parent / "test.de").read_text().replace(" ", "")  # as joined pieces are
+    (data / "raw" / "test.de").write_text(lines)
+    manifest = {"languages": ["en", "de"], "texts": {"test": "raw/test"}}
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    shutil.copytree(trained.folder, work / "checkpoints")
+    run_of = TranslationRun(
+        experiment="trial",
+        label="x",
+        config="multi30k",
+        data=data,
+        attention_type="linear",
+        position_encoding="rope",
+        seed=1,
+        scale="small",
+        folder=work,
+        result=tmp_path / "run.json",
+        evaluations=(("test", "beam"),),
+        decoding=Decoding(beam=2, length_penalty=1.0, average=2),
+    )
+    measured = run_of.measure(Children(), Devices(), None)
+    assert measured["metrics"]["test"]["beam"]["sentences"] == 30
+    assert measured["metrics"]["test"]["beam"]["chrf"] > 60
+    said = measured["protocol"]["beam"]
+    assert "mean of the last 2 checkpoints, beam 2, length penalty 1" in said
+    assert "tok:13a" in said
+    halves = [saved(path)["model"] for path in checkpoints.newest(work / "checkpoints", 2)]
+    name = "encoder.layers.0.fc1.weight"
+    mean = saved(work / "checkpoints" / AVERAGED)["model"][name]
+    torch.testing.assert_close(mean, (halves[0][name] + halves[1][name]) / 2)
+
+
+def test_a_sentence_that_was_not_translated_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "test.de").write_text("eins\nzwei\n")
+    manifest = {"languages": ["en", "de"], "texts": {"test": "raw/test"}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / "log").write_text("H-1\t-0.5\tzwei\n")
+    with pytest.raises(RunFailed, match="1 of 2 sentences"):
+        score(tmp_path / "log", tmp_path, "test")
+
+
+def test_bleu_is_of_detokenised_text_with_its_signature() -> None:
+    found, signature = scores(
+        ["Ein Hund läuft über die Wiese."], ["Ein Hund läuft über die Wiese."]
+    )
+    assert found["bleu"] == pytest.approx(100)
+    assert found["chrf"] == pytest.approx(100)
+    assert signature.startswith("nrefs:1|case:mixed|eff:no|tok:13a")

@@ -1,0 +1,120 @@
+"""What every data-prep script of parallel text does after it has the text: see ``corpus``.
+
+A text is named without its language: ``text/train`` stands for ``text/train.en`` and
+``text/train.de``. Both sides share one sentencepiece model; each has a dictionary of its own, as
+in Table 7 of the LRPE paper.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lrpe_fairseq.experiments import corpus as prep
+
+
+def side(text: Path, language: str) -> Path:
+    """The file of one language."""
+    return text.with_name(f"{text.name}.{language}")
+
+
+def require_pairs(texts: Mapping[str, Path], languages: Sequence[str]) -> dict[str, int]:
+    """Pairs of each split. Raises: SystemExit where the two sides differ in lines."""
+    counted = {}
+    for split, text in texts.items():
+        lines = {language: _count(side(text, language)) for language in languages}
+        if len(set(lines.values())) != 1:
+            said = " and ".join(f"{n:,} lines of {language}" for language, n in lines.items())
+            raise SystemExit(
+                f"{text} has {said}, so its lines are no pairs: fetch both sides again."
+            )
+        counted[split] = lines[languages[0]]
+    return counted
+
+
+def run_pieces(
+    steps: prep.Steps,
+    texts: Mapping[str, Path],
+    languages: Sequence[str],
+    vocab_size: int,
+    workers: int = 1,
+) -> dict[str, Path]:
+    """Steps: ``spm/`` trained on both sides of the train split, ``pieces/`` of all, ``bin/``."""
+    model = steps.dest / "spm" / "spm.model"
+    pieces = {split: steps.dest / "pieces" / split for split in texts}
+    every = list(itertools.product(texts, languages))
+
+    def train() -> None:
+        sides = (prep.read_lines(side(texts["train"], language)) for language in languages)
+        prep.train_sentencepiece(itertools.chain(*sides), model, vocab_size)
+
+    def encode_all() -> None:
+        for split, language in every:
+            source, target = side(texts[split], language), side(pieces[split], language)
+            prep.encode(model, source, target, workers)
+
+    given = {f"train {language}": side(texts["train"], language) for language in languages}
+    steps.run("train sentencepiece", {**given, "vocab_size": vocab_size}, [model], train)
+    reads = {f"{split} {language}": side(texts[split], language) for split, language in every}
+    encoded = [side(pieces[split], language) for split, language in every]
+    steps.run("encode", {**reads, "model": model}, encoded, encode_all)
+    _run_binarise(steps, pieces, languages, workers)
+    return pieces
+
+
+def _run_binarise(
+    steps: prep.Steps, pieces: Mapping[str, Path], languages: Sequence[str], workers: int
+) -> None:
+    pair, bin_dir = "-".join(languages), steps.dest / "bin"
+    every = list(itertools.product(pieces, languages))
+    reads = {f"{split} {language}": side(pieces[split], language) for split, language in every}
+    names = [f"{split}.{pair}.{language}" for split, language in every]
+    files = [f"{name}.{kind}" for name in names for kind in ("bin", "idx")]
+    writes = [bin_dir / file for file in (*files, *(f"dict.{name}.txt" for name in languages))]
+
+    def make() -> None:
+        prep.binarise(pieces, bin_dir, workers=workers, languages=languages)
+
+    steps.run("binarise", reads, writes, make)
+
+
+def count(dest: Path, texts: Mapping[str, Path], languages: Sequence[str]) -> dict[str, Any]:
+    """Count a finished destination: pairs of every split, words and tokens of each side."""
+    pairs, pair = require_pairs(texts, languages), "-".join(languages)
+    splits: dict[str, Any] = {}
+    for split, text in texts.items():
+        splits[split] = {"pairs": pairs[split]}
+        for language in languages:
+            prefix = dest / "bin" / f"{split}.{pair}.{language}"
+            splits[split][language] = prep.count_split(side(text, language), prefix)
+    sizes = {name: prep.count_types(dest / "bin" / f"dict.{name}.txt") for name in languages}
+    where = {split: str(text.relative_to(dest)) for split, text in texts.items()}
+    return {
+        "languages": list(languages),
+        "texts": where,
+        "splits": splits,
+        "dictionary": sizes,
+    }
+
+
+def report(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Print the counts of a finished destination and return its manifest."""
+    for split, counts in manifest["splits"].items():
+        sides = ", ".join(
+            f"{counts[name]['tokens']:,} tokens of {name} ({counts[name]['unknown']:,} <unk>)"
+            for name in manifest["languages"]
+        )
+        prep.say(f"  {split}: {counts['pairs']:,} pairs, {sides}")
+    sizes = " and ".join(f"{size['size']:,}" for size in manifest["dictionary"].values())
+    prep.say(f"  dictionaries of {sizes} types: ready for fairseq-train")
+    return manifest
+
+
+def _count(path: Path) -> int:
+    return sum(1 for _ in _lines(path))
+
+
+def _lines(path: Path) -> Iterator[str]:
+    if not path.is_file():
+        raise SystemExit(f"{path} is not there: both sides of a parallel text are needed.")
+    return prep.read_lines(path)

@@ -1,0 +1,123 @@
+"""Translation runs: :class:`TrainingRun` scored by BLEU and chrF of detokenised text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from sacrebleu.metrics import BLEU, CHRF
+
+from lrpe_fairseq.experiments import checkpoints
+from lrpe_fairseq.experiments.parallel import side
+from lrpe_fairseq.experiments.processes import Children
+from lrpe_fairseq.experiments.runs import Run
+from lrpe_fairseq.experiments.training import (
+    BIN,
+    Devices,
+    RunFailed,
+    TrainingRun,
+    manifest,
+    relative,
+    run_child,
+)
+
+BEAM = "beam"
+AVERAGED = "checkpoint_averaged.pt"
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How sentences are translated. average: how many of the last periodic checkpoints."""
+
+    beam: int = 4
+    length_penalty: float = 0.6
+    average: int = 5
+
+    def sentence(self, signature: str) -> str:
+        """The protocol, as a run file states it."""
+        return (
+            f"fairseq-generate, mean of the last {self.average} checkpoints, beam {self.beam}, "
+            f"length penalty {self.length_penalty:g}, pieces joined by sentencepiece; sacrebleu on "
+            f"the raw references, {signature}."
+        )
+
+
+@dataclass(frozen=True)
+class TranslationRun(TrainingRun):
+    """One encoder-decoder model; ``attention_type`` and ``position_encoding`` are the encoder's."""
+
+    family: ClassVar[str] = "translation"
+    evaluations: tuple[tuple[str, str], ...] = (("valid", BEAM), ("test", BEAM))
+    decoding: Decoding = Decoding()
+
+    def encoding_choices(self) -> dict[str, str]:
+        """The encoder's attention and encoding; the decoder stays as the YAML has it."""
+        return {
+            "model.encoder.attention_type": self.attention_type,
+            "model.encoder.position_encoding": self.position_encoding,
+            "model.encoder.encoding_seed": str(self.seed),
+            "model.decoder.encoding_seed": str(self.seed),
+        }
+
+    def measure(self, children: Children, devices: Devices, lock: int) -> Run:
+        """BLEU and chrF of every split of ``evaluations``."""
+        averaged = self.checkpoints / AVERAGED
+        checkpoints.average(checkpoints.newest(self.checkpoints, self.decoding.average), averaged)
+        metrics: Run = {}
+        for split, protocol in self.evaluations:
+            log = self.folder / f"eval-{split}-{protocol}.log"
+            log.unlink(missing_ok=True)
+            command = generate_command(averaged, self.data, split, self.decoding)
+            run_child(children, command, log, devices, lock)
+            metrics.setdefault(split, {})[protocol], said = score(log, self.data, split)
+        return {"metrics": metrics, "protocol": {BEAM: self.decoding.sentence(said)}}
+
+
+def generate_command(checkpoint: Path, data: Path, split: str, decoding: Decoding) -> list[str]:
+    """fairseq-generate for one split; a bare --remove-bpe would leave the pieces."""
+    return [
+        str(BIN / "fairseq-generate"),
+        relative(data / "bin"),
+        *("--user-dir", "lrpe_fairseq"),
+        *("--path", relative(checkpoint)),
+        *("--gen-subset", split),
+        *("--beam", str(decoding.beam)),
+        *("--lenpen", str(decoding.length_penalty)),
+        *("--remove-bpe", "sentencepiece"),
+        *("--max-tokens", "4000"),
+        *("--num-workers", "0"),
+        "--no-progress-bar",
+    ]
+
+
+def score(log: Path, data: Path, split: str) -> tuple[dict[str, float], str]:
+    """``bleu``, ``chrf`` and ``sentences`` of what fairseq-generate printed, and the signature.
+
+    Raises: RunFailed if a sentence is missing.
+    """
+    texts, languages = (manifest(data)[key] for key in ("texts", "languages"))
+    reference = side(data / texts[split], languages[1]).read_text(encoding="utf-8").splitlines()
+    found = hypotheses(log.read_text(encoding="utf-8"))
+    if sorted(found) != list(range(len(reference))):
+        raise RunFailed(f"{log}: {len(found)} of {len(reference)} sentences were translated")
+    translated = [found[index] for index in range(len(reference))]
+    return scores(translated, reference)
+
+
+def scores(translated: Sequence[str], reference: Sequence[str]) -> tuple[dict[str, float], str]:
+    """Corpus BLEU and chrF of detokenised text, and BLEU's signature."""
+    bleu, chrf = BLEU(), CHRF()
+    found = {
+        "bleu": bleu.corpus_score(list(translated), [list(reference)]).score,
+        "chrf": chrf.corpus_score(list(translated), [list(reference)]).score,
+        "sentences": len(reference),
+    }
+    return found, str(bleu.get_signature())
+
+
+def hypotheses(output: str) -> dict[int, str]:
+    """Sentence -> the best translation that fairseq-generate printed."""
+    lines: list[list[Any]] = [
+        line.split("\t") for line in output.splitlines() if line.startswith("H-")
+    ]
+    return {int(number.removeprefix("H-")): text for number, _, text in lines}
