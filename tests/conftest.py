@@ -4,6 +4,24 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from pathlib import Path
+
+import pytest
 import torch
 
+from tests.end_to_end.commands import Corpus
+from tests.end_to_end.conftest import corpus  # noqa: F401  (a fixture, for all tests)
+from tests.tiny_table import repository, run_table
+
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def undisturbed_table(
+    corpus: Corpus,  # noqa: F811
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """A checkout whose small table was run in peace."""
+    folder = repository(tmp_path_factory.mktemp("undisturbed") / "checkout", corpus)
+    run_table(folder, "--jobs", "2")
+    return folder

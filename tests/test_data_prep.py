@@ -38,7 +38,8 @@ def load(name: str) -> ModuleType:
     return module
 
 
-pydoc, wikitext, multi30k = load("pydoc"), load("wikitext"), load("multi30k")
+pydoc, wikitext = load("pydoc"), load("wikitext")
+multi30k, newstest = load("multi30k"), load("newstest")
 
 
 def sha256(content: bytes) -> str:
@@ -607,3 +608,33 @@ def test_a_packed_download_is_unpacked_checked_and_not_kept(tmp_path: Path) -> N
     assert files(into) == ["val.en"]
     said = refusal(prep.obtain, "x.en", [packed.as_uri()], sha256(b"no"), into, packed=True)
     assert "truncated or not the expected version" in said
+
+
+# --------------------------------------------------------------------------------------- newstest
+
+
+def test_the_held_out_years_are_in_no_training_text_and_odd_separators_cut_no_line(
+    tmp_path: Path,
+) -> None:
+    folder, rng = tmp_path / "given", random.Random(3)
+    folder.mkdir()
+    pairs = {"newstest2012": 150, "newstest2013": 10, "newstest2014": 10, "newstest2015": 150}
+    for name, count in pairs.items():
+        lines = [f"{sentence(rng)}\x85{sentence(rng)}" for _ in range(count)]
+        for language in ("en", "de"):
+            text = "".join(f"{line} {language}\n" for line in lines)
+            (folder / f"{name}.{language}").write_text(text, newline="\n")
+    checksums = {p.name: sha256(p.read_bytes()) for p in folder.iterdir()}
+    dest = tmp_path / "dest"
+    given = {"sha256": checksums, "pairs": pairs, "vocab_size": 60}
+    manifest = newstest.prepare(dest, from_dir=folder, **given)
+    counted = {split: counts["pairs"] for split, counts in manifest["splits"].items()}
+    assert counted == {"train": 300, "valid": 10, "test": 10}
+    train = (dest / "text" / "train.en").read_text()
+    for name, kept in (("newstest2012", True), ("newstest2013", False), ("newstest2014", False)):
+        assert ((folder / f"{name}.en").read_text() in train) == kept
+    assert manifest["texts"] == {
+        "train": "text/train",
+        "valid": "raw/newstest2013",
+        "test": "raw/newstest2014",
+    }

@@ -8,20 +8,25 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from lrpe_fairseq.experiments import slurm
-from lrpe_fairseq.experiments.runs import Run, read_runs
 from lrpe_fairseq.experiments.training import ROOT
 from tests.end_to_end.commands import Corpus
-from tests.end_to_end.conftest import corpus  # noqa: F401  (a fixture)
+from tests.tiny_table import (
+    assert_same_results,
+    finished,
+    log_of,
+    processes,
+    reached,
+    repository,
+    run_table,
+    wait_until,
+)
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 PATIENCE = 420  # seconds for the disturbed table
@@ -52,54 +57,6 @@ MpiDefault=none
 NodeName={host} NodeAddr=127.0.0.1 CPUs=2
 PartitionName=main Nodes=ALL Default=YES State=UP
 """
-
-TABLE = """
-title: "A table for a test"
-text: "Four small models."
-experiments: [tiny]
-scales: {tiny: configs/lm/tiny.yaml}
-baseline: Base
-better: lower
-columns:
-  - {key: linear, title: valid, attention: linear, split: valid, protocol: blocks, metric: ppl}
-  - {key: softmax, title: valid, attention: softmax, split: valid, protocol: blocks, metric: ppl}
-rows:
-  - {label: Base, encoding: none, attention: [linear, softmax]}
-  - {label: RoPE, encoding: rope, attention: [linear, softmax]}
-"""
-
-
-def repository(folder: Path, corpus: Corpus) -> Path:  # noqa: F811
-    """A checkout with one table of four runs, some fifteen seconds each."""
-    for name in ("lrpe_fairseq", "scripts"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("configs/tables", "configs/lm", "results/runs", "results/paper"):
-        (folder / name).mkdir(parents=True)
-    (folder / ".venv").symlink_to(sys.prefix)
-    (folder / "configs" / "tables" / "tiny.yaml").write_text(TABLE)
-    config = yaml.safe_load((ROOT / "configs" / "lm" / "wikitext2.yaml").read_text())
-    config["task"] |= {"data": "data/tiny/bin", "tokens_per_sample": 32}
-    width = {f"decoder_{part}_dim": 32 for part in ("embed", "input", "output", "ffn_embed")}
-    config["model"] |= width
-    config["optimization"]["max_update"] = 900
-    config["dataset"] |= {"max_tokens": 128, "validate_interval_updates": 300}
-    config["checkpoint"]["save_interval_updates"] = 300
-    (folder / "configs" / "lm" / "tiny.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-    (folder / "configs" / "slurm.yaml").write_text("{gpus_per_node: 0, cpus_per_task: 1}")
-    shutil.copytree(corpus.data, folder / "data" / "tiny" / "bin")
-    return folder
-
-
-def run_table(folder: Path, *arguments: str, **environment: str) -> str:
-    command = ["bash", str(folder / "scripts" / "run_table.sh"), "tiny", "--scale", "tiny"]
-    done = subprocess.run(
-        [*command, "--seeds", "1", *arguments],
-        env={**os.environ, "PYTHONPATH": str(folder), **environment},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 class Cluster:
@@ -139,6 +96,12 @@ class Cluster:
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         return done.stdout
 
+    def is_done(self, job: str) -> bool:
+        """Whether no job is left; one that was requeued need not wait for its two minutes."""
+        for number in range(4):
+            self.ask("scontrol", "update", f"jobid={job}_{number}", "StartTime=now")
+        return not self.ask("squeue", "-h")
+
     def stop(self) -> None:
         self.ask("scancel", "--user", getpass.getuser())
         wait_until(lambda: not self.ask("squeue", "-h"), 60)
@@ -167,31 +130,10 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-def wait_until(true: Callable[[], Any], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.2)
-
-
-def processes(*words: str) -> list[int]:
-    """Those whose command line has all the words, oldest first."""
-    found = []
-    for command in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if all(word in command.read_text() for word in words):
-                found.append(int(command.parent.name))
-    return sorted(found)
-
-
-def reached(folder: Path, name: str, update: int) -> bool:
-    log = folder / "runs" / "tiny" / name / "train.log"
-    return log.exists() and f'"num_updates": "{update}"' in log.read_text()
-
-
 def test_a_disturbed_array_ends_in_the_table_of_an_undisturbed_run(
     cluster: Cluster,
-    corpus: Corpus,  # noqa: F811
+    corpus: Corpus,
+    undisturbed_table: Path,
     tmp_path: Path,
 ) -> None:
     disturbed = repository(tmp_path / "disturbed", corpus)
@@ -210,33 +152,13 @@ def test_a_disturbed_array_ends_in_the_table_of_an_undisturbed_run(
     for pid in processes("--array-task\0001") + processes(f"runs/tiny/{second}"):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not cluster.ask("squeue", "-h"), PATIENCE)
+    wait_until(lambda: cluster.is_done(job), PATIENCE)
 
-    undisturbed = repository(tmp_path / "undisturbed", corpus)
-    run_table(undisturbed, "--jobs", "2", OMP_NUM_THREADS="1")
-    ours, theirs = (read_runs(f / "results" / "runs") for f in (disturbed, undisturbed))
-    assert ours.keys() == theirs.keys()
-    assert len(ours) == 4
-    for name, run in ours.items():
-        assert run["metrics"] == theirs[name]["metrics"]
-        assert curve(run) == curve(theirs[name])
+    assert_same_results(disturbed, undisturbed_table)
     assert "told to end: saved" in log_of(disturbed, first)
     rendered = (disturbed / "results" / "README.md").read_text()
     assert "not run" not in rendered.split("## A table for a test")[1]
     assert "4 done" in run_table(disturbed, "--status")
-
-
-def curve(run: Run) -> list[tuple[float, float]]:
-    """Without its tokens, which count logged averages: a resumed log begins one anew."""
-    return [(point["updates"], point["valid_ppl"]) for point in run["curve"]]
-
-
-def finished(folder: Path, name: str) -> bool:
-    return (folder / "results" / "runs" / "tiny" / f"{name}.json").exists()
-
-
-def log_of(folder: Path, name: str) -> str:
-    return (folder / "runs" / "tiny" / name / "train.log").read_text()
 
 
 def test_the_settings_of_a_cluster_reach_sbatch_and_the_command_line_wins(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def score(log: Path, data: Path, split: str) -> tuple[dict[str, float], str]:
     Raises: RunFailed if a sentence is missing.
     """
     texts, languages = (manifest(data)[key] for key in ("texts", "languages"))
-    reference = side(data / texts[split], languages[1]).read_text(encoding="utf-8").splitlines()
+    reference = text_lines(side(data / texts[split], languages[1]).read_text(encoding="utf-8"))
     found = hypotheses(log.read_text(encoding="utf-8"))
     if sorted(found) != list(range(len(reference))):
         raise RunFailed(f"{log}: {len(found)} of {len(reference)} sentences were translated")
@@ -118,6 +118,11 @@ def scores(translated: Sequence[str], reference: Sequence[str]) -> tuple[dict[st
 def hypotheses(output: str) -> dict[int, str]:
     """Sentence -> the best translation that fairseq-generate printed."""
     lines: list[list[Any]] = [
-        line.split("\t") for line in output.splitlines() if line.startswith("H-")
+        line.split("\t") for line in text_lines(output) if line.startswith("H-")
     ]
     return {int(number.removeprefix("H-")): text for number, _, text in lines}
+
+
+def text_lines(text: str) -> list[str]:
+    """The lines of a text. Not ``splitlines``: newstest2009 has U+0085 inside lines."""
+    return text.removesuffix("\n").split("\n")

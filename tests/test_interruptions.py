@@ -1,0 +1,87 @@
+"""kill -9 at any moment, of the runner or of what it started: nothing lost, nothing twice."""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from lrpe_fairseq.experiments.runs import read_runs, write_run
+from tests.end_to_end.commands import Corpus
+from tests.test_experiments import a_record
+from tests.tiny_table import (
+    assert_same_results,
+    command,
+    environment,
+    processes,
+    repository,
+    run_table,
+)
+
+KILLS = 20
+
+
+def test_a_table_survives_kill_9_at_twenty_random_moments(
+    corpus: Corpus,
+    undisturbed_table: Path,
+    tmp_path: Path,
+) -> None:
+    folder, rng = repository(tmp_path / "checkout", corpus), random.Random(0)
+    for _ in range(KILLS):
+        runner = subprocess.Popen(
+            command(folder, "--jobs", "2"),
+            env=environment(folder),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        time.sleep(rng.uniform(1, 9))
+        victims = processes(f"{folder}/") if rng.random() < 0.5 else []  # else the runner alone
+        for pid in {runner.pid, *victims}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        runner.wait()
+        read_runs(folder / "results" / "runs")  # whole files only, each in its place
+    run_table(folder, "--jobs", "2")
+    assert_same_results(folder, undisturbed_table)
+    assert not list((folder / "results").rglob("*.tmp"))
+
+
+def test_a_results_folder_that_cannot_be_written_is_one_sentence_and_the_work_is_kept(
+    undisturbed_table: Path,
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "checkout"
+    shutil.copytree(undisturbed_table, folder, symlinks=True)
+    shutil.rmtree(folder / "results" / "runs")
+    (folder / "results" / "runs").write_text("a file where the folder should be")
+    done = subprocess.run(
+        command(folder, "--rows", "Base", "--attention", "linear"),
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "cannot write the run file" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+    (folder / "results" / "runs").unlink()
+    said = run_table(folder, "--rows", "Base", "--attention", "linear")
+    assert "going on at 900" in said
+    assert len(read_runs(folder / "results" / "runs")) == 1
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)])
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a small file system")
+    try:
+        big = a_record(curve=[{"updates": n, "tokens": n, "valid_ppl": 1.0} for n in range(5000)])
+        with pytest.raises(OSError, match="cannot write the run file: No space left"):
+            write_run(tmp_path / "run.json", big)
+        assert not list(tmp_path.iterdir())
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
