@@ -5,7 +5,6 @@
 See the README beside this file for source, terms, checksums and counts.
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -62,12 +61,7 @@ def prepare(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare the corpus."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--dest", type=Path, required=True, help="folder to fill")
-    parser.add_argument("--vocab-size", type=int, default=4000, help="sentencepiece pieces")
-    parser.add_argument("--from", dest="from_dir", type=Path, help="folder that has the files")
-    parser.add_argument("--workers", type=int, default=1, help="processes of fairseq-preprocess")
-    args = parser.parse_args(argv)
+    args = parallel.arguments(__doc__, argv)
     prepare(args.dest, vocab_size=args.vocab_size, from_dir=args.from_dir, workers=args.workers)
 
 

@@ -5,12 +5,23 @@ A text is named without its language: ``text/train`` stands for ``text/train.en`
 in Table 7 of the LRPE paper.
 """
 
+import argparse
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lrpe_fairseq.experiments import corpus as prep
+
+
+def arguments(description: str, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line of a script for parallel text: dest, vocab_size, from_dir, workers."""
+    parser = argparse.ArgumentParser(description=description.split("\n")[0])
+    parser.add_argument("--dest", type=Path, required=True, help="folder to fill")
+    parser.add_argument("--vocab-size", type=int, default=4000, help="sentencepiece pieces")
+    parser.add_argument("--from", dest="from_dir", type=Path, help="folder that has the files")
+    parser.add_argument("--workers", type=int, default=1, help="processes of fairseq-preprocess")
+    return parser.parse_args(argv)
 
 
 def side(text: Path, language: str) -> Path:
