@@ -23,6 +23,7 @@ import pytest
 import sentencepiece
 
 from lrpe_fairseq.experiments import corpus as prep
+from lrpe_fairseq.experiments.pieces import SentencePiece
 
 DATA_PREP = Path(__file__).resolve().parents[1] / "data-prep"
 
@@ -289,7 +290,7 @@ def test_pieces_encode_the_very_words_and_unk_is_one_piece(release: Path, tmp_pa
     """Decoding gives back every word, line for line, empty lines kept."""
     text, model, pieces = release / "wiki.train.tokens", tmp_path / "m", tmp_path / "pieces"
     prep.train_sentencepiece(prep.read_lines(text), model, 60)
-    prep.encode(model, text, pieces)
+    prep.encode(SentencePiece(model), text, pieces)
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     encoded = [line.split() for line in prep.read_lines(pieces)]
     assert [processor.decode(line) for line in encoded] == list(prep.read_lines(text))
@@ -302,8 +303,8 @@ def test_a_piece_absent_from_the_encoded_train_split_is_still_in_the_dictionary(
     """BPE merges "ab" away in train, yet "a" alone must not become <unk> elsewhere."""
     prep.train_sentencepiece(["ab ab cab cab dab"] * 9, tmp_path / "m", 9)
     (tmp_path / "train").write_text("ab ab\n")
-    prep.encode(tmp_path / "m", tmp_path / "train", tmp_path / "pieces")
-    prep.write_dictionary(tmp_path / "m", tmp_path / "pieces", tmp_path / "dict.txt")
+    prep.encode(SentencePiece(tmp_path / "m"), tmp_path / "train", tmp_path / "pieces")
+    prep.write_dictionary(SentencePiece(tmp_path / "m"), tmp_path / "pieces", tmp_path / "dict.txt")
     rows = [line.split() for line in prep.read_lines(tmp_path / "dict.txt")]
     counts = {piece: int(count) for piece, count in rows}
     assert counts["a"] == 0

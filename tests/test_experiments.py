@@ -34,7 +34,7 @@ from tests.end_to_end.conftest import corpus  # noqa: F401  (a fixture)
 TRAIN_SH = ROOT / "scripts" / "train.sh"
 TABLES = [load_table(path) for path in sorted((ROOT / "configs" / "tables").glob("*.yaml"))]
 FAMILY_CONFIGS = sorted(
-    path for folder in run_table.FAMILIES for path in (CONFIGS / folder).glob("*")
+    path for kind in run_table.KINDS.values() for path in (CONFIGS / kind.family).glob("*")
 )
 INNER = (
     '2026-01-01 10:00:00 | INFO | train_inner | {{"wps": "{}", "wpb": "2048", "num_updates": "{}"}}'

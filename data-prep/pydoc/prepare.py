@@ -171,7 +171,8 @@ def prepare(
     steps = prep.Steps(dest, "pydoc", "bpe")
     stdlib = stdlib or Path(sysconfig.get_path("stdlib"))
     texts = run_texts(steps, stdlib, own_topics if topics is None else topics)
-    prep.run_pieces(steps, texts, vocab_size)
+    tokenizer = prep.run_sentencepiece(steps, {"train": texts["train"]}, vocab_size)
+    prep.run_pieces(steps, texts, tokenizer)
 
     def results() -> dict:
         return {"python": platform.python_version(), **prep.count_corpus(dest, texts)}

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lrpe_fairseq.experiments import corpus as prep
+from lrpe_fairseq.experiments.pieces import GPT2, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,14 @@ MIRRORS = (
     "https://wikitext.smerity.com/",  # by the author of the data set
     "https://s3.amazonaws.com/research.metamind.io/wikitext/",  # where it was published; closed
 )
+GPT2_MIRRORS = (
+    "https://dl.fbaipublicfiles.com/fairseq/gpt2_bpe/",
+    "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/",
+)
+GPT2_SHA256 = {
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+}
 CORPORA = {
     "wikitext-2": WikiText(
         archive="wikitext-2-v1.zip",
@@ -115,6 +124,27 @@ def run_documents(steps: prep.Steps, texts: Mapping[str, Path]) -> None:
     steps.run("documents", texts, writes, lambda: list_documents(texts, folder))
 
 
+def obtain_gpt2(
+    folder: Path, from_dir: Path | None, sha256: Mapping[str, str] = GPT2_SHA256
+) -> GPT2:
+    """The byte-level BPE of GPT-2, verified."""
+    for file, checksum in sha256.items():
+        prep.obtain(file, [mirror + file for mirror in GPT2_MIRRORS], checksum, folder, from_dir)
+    return GPT2(folder)
+
+
+def _tokenizer(
+    steps: prep.Steps,
+    texts: Mapping[str, Path],
+    level: str,
+    vocab_size: int,
+    from_dir: Path | None,
+) -> Tokenizer:
+    if level == "gpt2":
+        return obtain_gpt2(steps.dest / "gpt2", from_dir)
+    return prep.run_sentencepiece(steps, {"train": texts["train"]}, vocab_size)
+
+
 def verify(corpus: WikiText, level: str, results: Mapping[str, dict]) -> None:
     """Refuse counts that are not those of the published corpus."""
     key = "tokens" if level == "word" else "words_with_eos"
@@ -156,7 +186,9 @@ def prepare(
     if level == "word":
         prep.run_binarise(steps, texts, workers=workers)
     else:
-        prep.run_pieces(steps, texts, vocab_size, workers)
+        prep.run_pieces(
+            steps, texts, _tokenizer(steps, texts, level, vocab_size, from_dir), workers
+        )
 
     def results() -> dict:
         counted = prep.count_corpus(dest, texts)
@@ -174,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare one corpus."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("corpus", choices=sorted(CORPORA))
-    parser.add_argument("--level", choices=("word", "bpe"), required=True)
+    parser.add_argument("--level", choices=("word", "bpe", "gpt2"), required=True)
     parser.add_argument("--dest", type=Path, required=True, help="folder to fill")
     parser.add_argument("--vocab-size", type=int, default=4000, help="pieces, at level bpe")
     parser.add_argument("--from", dest="from_dir", type=Path, help="folder that has the files")

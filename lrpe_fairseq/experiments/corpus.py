@@ -37,6 +37,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from lrpe_fairseq.experiments.pieces import SPM, SentencePiece, Tokenizer
+
 SPLITS = ("train", "valid", "test")
 UNKNOWN_WORD = "<unk>"  # of a corpus whose rare words are replaced; fairseq's name for it too
 FAIRSEQ_SPECIALS = 4  # <s>, <pad>, </s>, <unk>: in every fairseq dictionary, in no dict.txt
@@ -44,6 +46,7 @@ FAIRSEQ_UNK = 3
 DICTIONARY_MULTIPLE = 8  # fairseq-preprocess pads the dictionaries it builds to this multiple
 BLOCK = 1 << 20
 UNREADABLE = (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile)
+Opener = Callable[[], AbstractContextManager[IO[bytes]]]
 USER_AGENT = "lrpe-fairseq data-prep"  # some mirrors refuse Python's own
 
 
@@ -150,12 +153,55 @@ def extract(archive: Path, file: str, sha256: str, into: Path) -> Path:
     """Return ``into / file`` from whatever folder of a zip archive, checked as by ``obtain``."""
     target = into / file
     if not has_checksum(target, sha256):
-        _unpack(lambda: _zip_member(archive, file), sha256, target, archive)
+        _unpack(lambda: zip_member(archive, file), sha256, target, archive)
+    return target
+
+
+def download(
+    file: str,
+    urls: Sequence[str],
+    into: Path,
+    sound: Callable[[Path], bool] = lambda path: True,
+    attempts: int = 3,
+) -> Path:
+    """Return ``into / file``, downloaded whole, of a source that publishes no checksum.
+
+    Raises:
+        SystemExit: it could not be fetched, or it is not ``sound``; it is deleted then.
+    """
+    target = into / file
+    if not target.is_file():
+        part = target.with_name(f"{file}.part")
+        part.parent.mkdir(parents=True, exist_ok=True)
+        _try_urls(file, urls, part, attempts)
+        if not sound(part):
+            part.unlink()
+            raise SystemExit(
+                f"The downloaded {file} is not what it should be and was deleted: run the same "
+                f"command again, or fetch {file} yourself and pass its folder with --from."
+            )
+        os.replace(part, target)
+    return target
+
+
+def copy_whole(opener: Opener, target: Path) -> Path:
+    """Write what ``opener`` opens to ``target`` unless that is there; whole or not at all.
+
+    Raises:
+        SystemExit: the source is truncated or holds no such file.
+    """
+    if not target.is_file():
+        try:
+            with opener() as stream, written_whole(target, "wb") as out:
+                shutil.copyfileobj(stream, out, BLOCK)
+        except (ValueError, *UNREADABLE) as why:
+            raise SystemExit(f"{target.name} cannot be unpacked ({why}): fetch it again.") from None
     return target
 
 
 @contextlib.contextmanager
-def _zip_member(archive: Path, file: str) -> Iterator[IO[bytes]]:
+def zip_member(archive: Path, file: str) -> Iterator[IO[bytes]]:
+    """Open a member of an archive by its name, in whatever folder of it."""
     with zipfile.ZipFile(archive) as zipped:
         members = [name for name in zipped.namelist() if PurePosixPath(name).name == file]
         if len(members) != 1:
@@ -171,7 +217,7 @@ def _take(file: str, from_dir: Path, checksum: str, target: Path) -> None:
     elif packed.is_file():
         _unpack(functools.partial(gzip.open, packed), checksum, target, packed)
     elif zipped.is_file():
-        _unpack(lambda: _zip_member(zipped, file), checksum, target, zipped)
+        _unpack(lambda: zip_member(zipped, file), checksum, target, zipped)
     else:
         raise SystemExit(
             f"{from_dir} holds no {file}, {file}.gz or {file}.zip: put the file there, "
@@ -180,7 +226,7 @@ def _take(file: str, from_dir: Path, checksum: str, target: Path) -> None:
 
 
 def _unpack(
-    opener: Callable[[], AbstractContextManager[IO[bytes]]],
+    opener: Opener,
     checksum: str,
     target: Path,
     source: Path,
@@ -297,33 +343,24 @@ def train_sentencepiece(lines: Iterable[str], model: Path, vocab_size: int) -> N
         out.write(trained.getvalue())
 
 
-def encode(model: Path, source: Path, target: Path, threads: int = 1) -> None:
+def encode(tokenizer: Tokenizer, source: Path, target: Path, threads: int = 1) -> None:
     """Write ``source`` as pieces, line for line, empty lines kept."""
-    import sentencepiece
-
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     lines = read_lines(source)
     with written_whole(target) as out:
         while batch := list(itertools.islice(lines, 20_000)):
-            for pieces in processor.encode(batch, out_type=str, num_threads=threads):
-                out.write(" ".join(pieces) + "\n")
+            out.writelines(f"{pieces}\n" for pieces in tokenizer.cut(batch, threads))
 
 
-def write_dictionary(model: Path, train_pieces: Path, target: Path) -> None:
-    """Write a fairseq dictionary of every piece of a model, the most frequent first.
+def write_dictionary(tokenizer: Tokenizer, train_pieces: Path, target: Path) -> None:
+    """Write a fairseq dictionary of every piece of a tokenizer, the most frequent first.
 
     A dictionary that fairseq-preprocess builds knows only the pieces that occur in the encoded
     train split; a piece that BPE uses up there, but not in other words, would become ``<unk>``.
     """
-    import sentencepiece
-
     counts: Counter[str] = Counter()
     for line in read_lines(train_pieces):
         counts.update(line.split())
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    size = processor.get_piece_size()
-    pieces = [processor.id_to_piece(i) for i in range(size) if not processor.is_unknown(i)]
-    pieces.sort(key=lambda piece: (-counts[piece], piece))
+    pieces = sorted(tokenizer.vocabulary(), key=lambda piece: (-counts[piece], piece))
     filler = -(len(pieces) + FAIRSEQ_SPECIALS) % DICTIONARY_MULTIPLE
     pieces += [f"madeupword{i:04d}" for i in range(filler)]  # as fairseq names them
     with written_whole(target) as out:
@@ -505,25 +542,32 @@ def run_binarise(
     steps.run("binarise", reads, writes, lambda: binarise(texts, bin_dir, dictionary, workers))
 
 
-def run_pieces(
-    steps: Steps, texts: Mapping[str, Path], vocab_size: int, workers: int = 1
-) -> dict[str, Path]:
-    """Steps: ``spm/`` trained on the train split, ``pieces/`` of every split, ``bin/``."""
-    model, dictionary = steps.dest / "spm" / "spm.model", steps.dest / "spm" / "dict.txt"
-    pieces = {split: steps.dest / "pieces" / f"{split}.txt" for split in texts}
+def run_sentencepiece(steps: Steps, texts: Mapping[str, Path], vocab_size: int) -> SentencePiece:
+    """Step: ``spm/`` trained on these texts, one after the other."""
+    model = steps.dest / SPM
 
-    def train() -> None:
-        train_sentencepiece(read_lines(texts["train"]), model, vocab_size)
+    def make() -> None:
+        lines = itertools.chain.from_iterable(map(read_lines, texts.values()))
+        train_sentencepiece(lines, model, vocab_size)
+
+    steps.run("train sentencepiece", {**texts, "vocab_size": vocab_size}, [model], make)
+    return SentencePiece(model)
+
+
+def run_pieces(
+    steps: Steps, texts: Mapping[str, Path], tokenizer: Tokenizer, workers: int = 1
+) -> dict[str, Path]:
+    """Steps: ``pieces/`` of every split with the dictionary of the tokenizer, ``bin/``."""
+    dictionary = steps.dest / "pieces" / "dict.txt"
+    pieces = {split: steps.dest / "pieces" / f"{split}.txt" for split in texts}
 
     def encode_all() -> None:
         for split, text in texts.items():
-            encode(model, text, pieces[split], workers)
-        write_dictionary(model, pieces["train"], dictionary)
+            encode(tokenizer, text, pieces[split], workers)
+        write_dictionary(tokenizer, pieces["train"], dictionary)
 
-    reads = {"train": texts["train"], "vocab_size": vocab_size}
-    steps.run("train sentencepiece", reads, [model], train)
-    writes = [*pieces.values(), dictionary]
-    steps.run("encode", {**texts, "model": model}, writes, encode_all)
+    reads = {**texts, **{file.name: file for file in tokenizer.files}}
+    steps.run("encode", reads, [*pieces.values(), dictionary], encode_all)
     run_binarise(steps, pieces, dictionary, workers)
     return pieces
 

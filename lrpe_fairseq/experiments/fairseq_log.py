@@ -28,10 +28,12 @@ class TrainingLog:
     valid: dict[int, dict[str, str]]
 
     def curve(self) -> list[dict[str, float]]:
-        """Validation perplexity by update, with the training tokens seen until then."""
+        """Validation perplexity by update, with the training tokens seen until then; empty where
+        something else was validated."""
         return [
             {"updates": n, "tokens": self._tokens_until(n), "valid_ppl": float(v["valid_ppl"])}
             for n, v in sorted(self.valid.items())
+            if "valid_ppl" in v
         ]
 
     def tokens_per_second(self) -> float:
@@ -47,7 +49,7 @@ class TrainingLog:
 
     def best(self) -> float | None:
         """The lowest validation perplexity so far."""
-        return min((float(v["valid_ppl"]) for v in self.valid.values()), default=None)
+        return min((point["valid_ppl"] for point in self.curve()), default=None)
 
     def seconds_left(self, max_update: int) -> float | None:
         """Seconds of training until ``max_update``, at the speed of the last logged update."""

@@ -72,7 +72,9 @@ class Table:
     scales: scale -> training configuration, in order of display. options: the options that tell
     cells apart, each with its usual value. same: options that all runs of one scale must share.
     decoder: ``encoding`` and ``attention`` of the decoder, for encoder-decoder models (rows and
-    columns then speak of the encoder). curves: labels of the rows in the figure of validation
+    columns then speak of the encoder). pretrained: the table whose runs of seed 1 are fine-tuned.
+    rates: scale -> learning rates to try with every cell; a scale without any uses its
+    configuration's. curves: labels of the rows in the figure of validation
     curves. notes: scale -> text; it states numbers as ``[[row label | column key]]`` only.
     """
 
@@ -88,6 +90,8 @@ class Table:
     options: Options = field(default_factory=dict)
     same: list[str] = field(default_factory=list)
     decoder: dict[str, str] = field(default_factory=dict)
+    pretrained: str = ""
+    rates: dict[str, list[float]] = field(default_factory=dict)
     curves: list[str] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
 

@@ -51,24 +51,20 @@ def run_pieces(
     workers: int = 1,
 ) -> dict[str, Path]:
     """Steps: ``spm/`` trained on both sides of the train split, ``pieces/`` of all, ``bin/``."""
-    model = steps.dest / "spm" / "spm.model"
     pieces = {split: steps.dest / "pieces" / split for split in texts}
     every = list(itertools.product(texts, languages))
-
-    def train() -> None:
-        sides = (prep.read_lines(side(texts["train"], language)) for language in languages)
-        prep.train_sentencepiece(itertools.chain(*sides), model, vocab_size)
+    sides = {f"train {language}": side(texts["train"], language) for language in languages}
+    tokenizer = prep.run_sentencepiece(steps, sides, vocab_size)
 
     def encode_all() -> None:
         for split, language in every:
             source, target = side(texts[split], language), side(pieces[split], language)
-            prep.encode(model, source, target, workers)
+            prep.encode(tokenizer, source, target, workers)
 
-    given = {f"train {language}": side(texts["train"], language) for language in languages}
-    steps.run("train sentencepiece", {**given, "vocab_size": vocab_size}, [model], train)
     reads = {f"{split} {language}": side(texts[split], language) for split, language in every}
+    reads |= {file.name: file for file in tokenizer.files}
     encoded = [side(pieces[split], language) for split, language in every]
-    steps.run("encode", {**reads, "model": model}, encoded, encode_all)
+    steps.run("encode", reads, encoded, encode_all)
     _run_binarise(steps, pieces, languages, workers)
     return pieces
 

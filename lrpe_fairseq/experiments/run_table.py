@@ -6,6 +6,7 @@ under ``runs/``.
 """
 
 import argparse
+import itertools
 import os
 import re
 import shlex
@@ -18,7 +19,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lrpe_fairseq.experiments import schedule, slurm, tables
+from lrpe_fairseq.experiments import checkpoints, schedule, slurm, tables
+from lrpe_fairseq.experiments.finetuning import FinetuningRun, Source, finetuning_runs
 from lrpe_fairseq.experiments.layout import Column, Row, Table, load_table
 from lrpe_fairseq.experiments.lm import LMRun
 from lrpe_fairseq.experiments.pretraining import PretrainingRun
@@ -42,9 +44,12 @@ OPTION_KEYS = {  # an option of a table -> fairseq's configuration
     "memory-length": "model.memory_length",
     "no-token-positional-embeddings": "model.no_token_positional_embeddings",
 }
-FAMILIES = {
-    run.family: run for run in (LMRun, PretrainingRun, TranslationRun)
-}  # folder of configs/ -> runs
+KINDS = {  # task of a configuration -> how its runs are trained and measured
+    "language_modeling": LMRun,
+    "masked_lm": PretrainingRun,
+    "sentence_prediction": FinetuningRun,
+    "translation": TranslationRun,
+}
 SEEDS = 2
 SITE_OPTIONS = {"partition": str, "time": str, "gpus_per_node": int, "nodes": int}
 
@@ -57,12 +62,13 @@ class Cell:
     encoding: str
     attention: str
     changed: tuple[tuple[str, Any], ...]
+    dataset: str  # where the columns are data sets; otherwise that of the configuration
     name: str  # of files: ``Type2-linear``; what its column changes is spelled out after it
 
     @property
     def recipe(self) -> tuple[Any, ...]:
         """What two cells of different tables must share for a run to serve both."""
-        return self.encoding, self.attention, self.changed
+        return self.encoding, self.attention, self.changed, self.dataset
 
 
 def cells(table: Table) -> list[Cell]:
@@ -86,9 +92,9 @@ def runs(table: Table, scale: str, seeds: Sequence[int]) -> list[TrainingRun]:
     for other in map(load_named, table.experiments[1:]):
         homes |= {cell.recipe: (other, cell) for cell in cells(other) if cell.recipe in homes}
     config = _config(table, scale)
-    return [
-        _run(home, cell, scale, config, seed) for seed in seeds for home, cell in homes.values()
-    ]
+    make = _finetuning if table.pretrained else _run
+    made = (make(*home, scale, config, seed) for seed in seeds for home in homes.values())
+    return list(itertools.chain.from_iterable(made))
 
 
 def load_named(name: str) -> Table:
@@ -108,7 +114,8 @@ def main(arguments: list[str] | None = None) -> int:
         chosen = _select(options)
         if options.status or options.dry_run:
             return _show(chosen, options)
-        prepare_data(chosen[0].data, options.source)
+        for data in dict.fromkeys(run.data for run in chosen):
+            prepare_data(data, options.source)
         if options.slurm:
             return _submit(chosen, options, given)
         return _run_here(chosen, options)
@@ -227,7 +234,7 @@ def _cell(table: Table, row: Row, column: Column) -> Cell:
     changed = tuple(sorted((k, v) for k, v in options.items() if v != table.options[k]))
     named = [f"{k}={v}" for k, v in changed if k not in row.overrides]
     name = re.sub(r"[^\w.=-]", "_", "-".join([row.label, column.attention, *named]))
-    return Cell(row.label, row.encoding, column.attention, changed, name)
+    return Cell(row.label, row.encoding, column.attention, changed, column.dataset, name)
 
 
 def _config(table: Table, scale: str) -> Path:
@@ -235,17 +242,20 @@ def _config(table: Table, scale: str) -> Path:
     if scale not in table.scales:
         raise ValueError(f"table {table.name} has no scale {scale}; it has {list(table.scales)}")
     path = ROOT / table.scales[scale]
-    if path.parent.parent != CONFIGS or path.parent.name not in FAMILIES:
-        raise ValueError(f"table {table.name} is of none of the families {', '.join(FAMILIES)}")
     if not path.exists():
         raise ValueError(f"{table.scales[scale]} is not there")
+    if path.parent.parent != CONFIGS or _task(path) not in KINDS:
+        raise ValueError(f"{table.scales[scale]} is of none of the tasks {', '.join(KINDS)}")
     return path
 
 
-def _run(home: Table, cell: Cell, scale: str, config: Path, seed: int) -> TrainingRun:
+def _task(config: Path) -> str:
+    return OmegaConf.load(config).task._name
+
+
+def _run(home: Table, cell: Cell, scale: str, config: Path, seed: int) -> list[TrainingRun]:
     name = f"{scale}-{cell.name}-seed{seed}"
-    kind = FAMILIES[config.parent.name]
-    return kind(
+    run = KINDS[_task(config)](
         experiment=home.name,
         label=cell.label,
         config=config.stem,
@@ -259,6 +269,20 @@ def _run(home: Table, cell: Cell, scale: str, config: Path, seed: int) -> Traini
         overrides=tuple(f"{_key(option)}={_text(value)}" for option, value in cell.changed),
         evaluations=_shown(home),
     )
+    return [run]
+
+
+def _finetuning(home: Table, cell: Cell, scale: str, config: Path, seed: int) -> list[TrainingRun]:
+    """The runs of a cell whose data set is a task of GLUE, one for each learning rate."""
+    pretrained = ROOT / "runs" / home.pretrained / f"{scale}-{cell.label}-{cell.attention}-seed1"
+    source = Source(
+        pretrained / "checkpoints" / checkpoints.BEST,
+        cell.label,
+        cell.attention,
+        cell.encoding,
+    )
+    tasks = [cell.dataset.removeprefix("glue-")]
+    return finetuning_runs(source, config, scale, tasks, home.rates.get(scale, []), [seed])
 
 
 def _shown(table: Table) -> tuple[tuple[str, str], ...]:

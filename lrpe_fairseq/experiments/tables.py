@@ -201,7 +201,7 @@ def _versus(root: Path, table: Table, group: Group, row: Row, column: Column) ->
 
 def _published(root: Path, row: Row, column: Column) -> paper.Cell | None:
     method = row.method.get(column.key, "") if isinstance(row.method, dict) else row.method
-    if not column.paper or not method:
+    if not column.paper or not method or column.attention not in row.attention:
         return None
     selectors = {**column.paper, "method": method}
     return paper.find_cell(root / "results" / "paper" / selectors.pop("file"), selectors)

@@ -34,6 +34,7 @@ PREPARE = {  # data folder -> what fills it
     "pydoc": "data-prep/pydoc/prepare.py",
     "wikitext-2-bpe": "data-prep/wikitext/prepare.py wikitext-2 --level bpe",
     "multi30k": "data-prep/multi30k/prepare.py",
+    "wikitext-103-gpt2": "data-prep/wikitext/prepare.py wikitext-103 --level gpt2",
     "wikitext-103-word": "data-prep/wikitext/prepare.py wikitext-103 --level word",
 }
 DECIDING = ("task", "model", "criterion", "optimizer", "lr_scheduler", "optimization")
@@ -136,15 +137,19 @@ class TrainingRun(ABC):
         """Where training saves."""
         return self.folder / "checkpoints"
 
-    def settings(self) -> Any:
-        """The YAML with this run's overrides. Raises: ValueError if there is no such YAML."""
+    def yaml(self) -> Any:
+        """The YAML as it is. Raises: ValueError if there is no such YAML."""
         folder = CONFIGS / self.family
         path = folder / f"{self.config}.yaml"
         if not path.exists():
             known = ", ".join(sorted(found.stem for found in folder.glob("*.yaml")))
             raise ValueError(f"configs/{self.family} has no {self.config}.yaml; it has {known}")
+        return OmegaConf.load(path)
+
+    def settings(self) -> Any:
+        """The YAML with this run's overrides. Raises: ValueError if there is no such YAML."""
         chosen = OmegaConf.from_dotlist([f"{k}={v}" for k, v in self._chosen().items()])
-        return OmegaConf.merge(OmegaConf.load(path), chosen)
+        return OmegaConf.merge(self.yaml(), chosen)
 
     def max_update(self) -> int:
         """The number of updates after which the run ends."""
@@ -175,7 +180,7 @@ class TrainingRun(ABC):
         """The options of a training, as in a run file, that decide the result and differ here."""
         settings = OmegaConf.to_container(self.settings())
         wanted = checkpoints.named({section: settings[section] for section in DECIDING})
-        wanted |= {"seed": self.seed, "max-tokens": settings["dataset"]["max_tokens"]}
+        wanted |= {"seed": self.seed, **_batch(settings["dataset"])}
         return {n for n in set(wanted) - INCIDENTAL if config.get(n, wanted[n]) != wanted[n]}
 
     def progress(self) -> tuple[int, int]:
@@ -196,13 +201,17 @@ class TrainingRun(ABC):
 
         Raises: RunFailed, Stopped, or processes.Busy if another process is at it.
         """
-        require_data(self.data)
+        self.require_inputs()
         with processes.locked(self.folder) as lock:
             if not self.finished():
                 self._train(children, devices, lock, say)
                 measured = self.measure(children, devices, lock)
                 write_run(self.result, self._record(measured, devices.threads))
                 checkpoints.drop_intermediate(self.checkpoints)
+
+    def require_inputs(self) -> None:
+        """Raise RunFailed, with what helps, if something that the run reads is not there."""
+        require_data(self.data)
 
     def ready_to_resume(self, say: Callable[[str], None]) -> int:
         """The updates that a sound checkpoint of these settings has seen; others are removed."""
@@ -292,6 +301,12 @@ def described_by(state: dict[str, Any]) -> Run:
     }
 
 
+def _batch(dataset: dict[str, Any]) -> dict[str, Any]:
+    """How much a process takes at once: tokens, or sentences."""
+    known = [key for key in ("max_tokens", "batch_size") if key in dataset]
+    return {key.replace("_", "-"): dataset[key] for key in known}
+
+
 def _first_number(metrics: Run) -> str:
     """Such as ``valid blocks ppl 57.30``: perplexity where there is one."""
     split, protocols = next(iter(metrics.items()))
@@ -326,10 +341,10 @@ def prepare_data(data: Path, source: Path | None = None) -> None:
     """
     if _prepared(data):
         return
-    if data.name not in PREPARE:
+    command = _preparation(data)
+    if not command:
         require_data(data)
-    given = ["--from", str(source)] if source else []
-    script = [sys.executable, *shlex.split(PREPARE[data.name]), "--dest", str(data), *given]
+    script = [sys.executable, *command, *(["--from", str(source)] if source else [])]
     print(shlex.join(script), flush=True)
     if subprocess.run(script, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode:
         raise RunFailed(f"{relative(data)} could not be prepared")
@@ -338,13 +353,23 @@ def prepare_data(data: Path, source: Path | None = None) -> None:
 def require_data(data: Path) -> None:
     """Raise RunFailed, with the command that helps, if ``data`` is not prepared."""
     if not _prepared(data):
-        script = PREPARE.get(data.name)
-        how = f"run .venv/bin/python {script} --dest {relative(data)}" if script else "prepare it"
+        command = _preparation(data)
+        how = f"run .venv/bin/python {shlex.join(command)}" if command else "prepare it"
         raise RunFailed(f"{relative(data)} is not there: {how}")
 
 
+def _preparation(data: Path) -> list[str]:
+    """The script that prepares a folder, and its arguments; empty if none is known."""
+    home, pieces = data.parent, data.parent.name.removeprefix("glue-")
+    if pieces != home.name:  # data/glue-<what the model was pre-trained on>/<task>
+        script = f"data-prep/glue/prepare.py {data.name} --tokens-of"
+        return [*script.split(), relative(home.parent / pieces), "--dest", relative(home)]
+    known = PREPARE.get(data.name)
+    return [*known.split(), "--dest", relative(data)] if known else []
+
+
 def _prepared(data: Path) -> bool:
-    return any((data / "bin").glob("dict*.txt"))
+    return any((data / "bin").rglob("dict*.txt"))
 
 
 def run_child(

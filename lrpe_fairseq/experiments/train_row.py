@@ -1,6 +1,6 @@
-"""Train one row of Table 2, here and now: ``scripts/train_lm.sh``.
+"""Train one row of a table, here and now: ``scripts/train_lm.sh`` and its like.
 
-Without ``key=value`` this is the very run of ``scripts/run_table.sh table2`` and that script will
+Without ``key=value`` this is the very run of ``scripts/run_table.sh <table>`` and that script will
 evaluate it; with them it works in a folder of its own under ``runs/by-hand``.
 """
 
@@ -14,6 +14,11 @@ from lrpe_fairseq.experiments import checkpoints, run_table
 from lrpe_fairseq.experiments.processes import Busy, locked
 from lrpe_fairseq.experiments.training import ROOT, Devices, RunFailed, TrainingRun, require_data
 
+NEXT = {  # family of configurations -> what to do with a trained model
+    "lm": "evaluate with: scripts/eval_lm.sh {best} {data}",
+    "roberta": "fine-tune with: scripts/finetune_glue.sh {best} all",
+    "translation": "evaluate with: scripts/eval_mt.sh {best} {data}",
+}
 TEE = 'set -o pipefail; "$@" 2>&1 | tee -a "$0"'
 
 
@@ -26,13 +31,13 @@ def main(arguments: list[str] | None = None) -> int:
         with locked(run.folder):
             status = train(run)
     except (ValueError, OSError, RunFailed, Busy) as error:
-        print(f"train_lm: {error}", file=sys.stderr)
+        print(f"train_row: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     if status == 0:
         best = (run.checkpoints / checkpoints.BEST).relative_to(ROOT)
-        print(f"evaluate with: scripts/eval_lm.sh {best} {run.data.relative_to(ROOT)}")
+        print(NEXT[run.family].format(best=best, data=run.data.relative_to(ROOT)))
     return status
 
 
@@ -48,8 +53,9 @@ def train(run: TrainingRun) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scripts/train_lm.sh", description=__doc__.split("\n")[0])
-    parser.add_argument("row", help="a label of configs/tables/table2.yaml")
+    parser = argparse.ArgumentParser(prog="train_row", description=__doc__.split("\n")[0])
+    parser.add_argument("table", help="a file of configs/tables, without .yaml")
+    parser.add_argument("row", help="a label of that table")
     parser.add_argument("attention", choices=("linear", "softmax"))
     parser.add_argument("changes", nargs="*", metavar="key=value", help="such as model.dropout=0.2")
     parser.add_argument("--scale", default="paper", help="paper (the default) or small")
@@ -58,7 +64,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace) -> TrainingRun:
-    table = run_table.load_named("table2")
+    table = run_table.load_named(options.table)
     row = table.row(options.row)
     if options.attention not in row.attention:
         raise ValueError(f"{row.label} serves {' and '.join(row.attention)} attention only")

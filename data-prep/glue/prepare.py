@@ -1,0 +1,319 @@
+"""Prepare tasks of GLUE for fine-tuning with fairseq: obtain, check, tokenise, binarise.
+
+    python data-prep/glue/prepare.py all --tokens-of data/wikitext-2-bpe \
+        --dest data/glue-wikitext-2-bpe
+
+See the README beside this file for sources, counts and what a subset is.
+"""
+
+import argparse
+import csv
+import functools
+import gzip
+import io
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lrpe_fairseq.experiments import corpus as prep
+from lrpe_fairseq.experiments.glue import TASKS, GlueTask, named
+from lrpe_fairseq.experiments.pieces import Tokenizer, tokenizer_of
+
+GLUE = "https://dl.fbaipublicfiles.com/glue/data/"
+ARCHIVES = {
+    "CoLA": "CoLA.zip",
+    "SST-2": "SST-2.zip",
+    "STS-B": "STS-B.zip",
+    "QQP": "QQP-clean.zip",
+    "MNLI": "MNLI.zip",
+    "QNLI": "QNLIv2.zip",
+    "RTE": "RTE.zip",
+}
+MRPC_PAIRS = "https://dl.fbaipublicfiles.com/senteval/senteval_data/msr_paraphrase_train.txt"
+MRPC_DEV_IDS = GLUE + "mrpc_dev_ids.tsv"
+SHA256 = {  # of the official files, where they are known
+    "CoLA/train.tsv": "cb368ebeb9f27d7ad03720d27ddc95687a311bdb100781a2fe59a5f5b1bc0624",
+    "CoLA/dev.tsv": "8c013e21dc39957cac37378d87bebe225b694a0d5fe13eded66c2856628833fd",
+    "RTE/train.tsv": "41e3a9b063433392343fad9e962cf2f58b681c78d8f71592f4186f0837246c5c",
+    "RTE/dev.tsv": "80230dfa1347282e7b532b06a1004a76a710087541189bf874223ddf0e3819fb",
+    "SST-2/train.tsv": "48eac26399f8456935f81dd9e3a745c1430adb6c62e233ccfe22db4a0d15d1d1",
+    "SST-2/dev.tsv": "54a9c12c77e402fc14d6a66a506f24d999f596b0176eb777c972cccc2f9cc4b0",
+    "STS-B/train.tsv": "41c4d978b6162abdcada7e49a982211954cca5459c228db478af333124b257a2",
+    "STS-B/dev.tsv": "fe7dc0632a5033562f3cadff991f6e8d9b9b6311861660e78c3c82eb7db67f59",
+    "QNLI/dev.tsv": "ac19409dcb04631eaaa094bdebdcf621086bc352503dfb6a1a648b614986f4fd",
+}
+OPTIONAL = ("valid1",)  # MNLI's mismatched half may be absent from --from
+
+Example = tuple[list[str], str]  # the sentences, the label as the file has it
+
+
+# ---------------------------------------------------------------------------------------- obtain
+
+
+def obtain(name: str, raw: Path, from_dir: Path | None) -> dict[str, Path]:
+    """Split -> TSV file under ``raw``. Raises: SystemExit if one is absent or does not unpack."""
+    if from_dir is not None:
+        return _take(name, raw, from_dir / name)
+    files = {split: raw / f"{file}.tsv" for split, file in TASKS[name].files.items()}
+    if not all(file.is_file() for file in files.values()):
+        fetch_mrpc(raw) if name == "MRPC" else fetch_archive(name, raw)
+    return files
+
+
+def fetch_archive(name: str, raw: Path) -> None:
+    """Download and unpack the official archive of one task."""
+    archive = prep.download(ARCHIVES[name], [GLUE + ARCHIVES[name]], raw, zipfile.is_zipfile)
+    for file in TASKS[name].files.values():
+        opener = functools.partial(prep.zip_member, archive, f"{file}.tsv")
+        prep.copy_whole(opener, raw / f"{file}.tsv")
+    archive.unlink()
+
+
+def fetch_mrpc(raw: Path) -> None:
+    """Download MRPC, which has no archive: the pairs, and which of them are the dev split."""
+    pairs = prep.download("msr_paraphrase_train.txt", [MRPC_PAIRS], raw)
+    ids = prep.download("mrpc_dev_ids.tsv", [MRPC_DEV_IDS], raw)
+    split_mrpc(pairs, ids, raw)
+    pairs.unlink()
+    ids.unlink()
+
+
+def split_mrpc(pairs: Path, ids: Path, raw: Path) -> None:
+    """Write ``train.tsv`` and ``dev.tsv`` in the official form; dev is what ``ids`` lists."""
+    dev = {tuple(row) for row in _rows(ids)}
+    header, *rows = _rows(pairs)
+    halves = {"train": [header], "dev": [header]}
+    for row in rows:
+        halves["dev" if tuple(row[1:3]) in dev else "train"].append(row)
+    for file, kept in halves.items():
+        with prep.written_whole(raw / f"{file}.tsv") as out:
+            out.writelines("\t".join(row) + "\n" for row in kept)
+
+
+def _take(name: str, raw: Path, folder: Path) -> dict[str, Path]:
+    """The files of a folder: ``train.tsv``, packed or not, or a subset like ``train.x.tsv``."""
+    taken = {}
+    for split, file in TASKS[name].files.items():
+        found = [p for kind in (".tsv", ".tsv.gz", ".*.tsv") for p in folder.glob(f"{file}{kind}")]
+        if found:
+            opener = functools.partial(_open, found[0])
+            taken[split] = prep.copy_whole(opener, raw / f"{file}.tsv")
+        elif split not in OPTIONAL:
+            raise SystemExit(
+                f"{folder} holds no {file}.tsv or {file}.tsv.gz: put the file there, "
+                f"or leave --from out to download it."
+            )
+    return taken
+
+
+def _open(path: Path) -> io.BufferedIOBase:
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+
+
+# ------------------------------------------------------------------------------------------ read
+
+
+def read_examples(path: Path, task: GlueTask) -> Iterator[Example]:
+    """The examples of a TSV file: quotes are text, a byte order mark is not.
+
+    Raises: SystemExit, naming the line, where a column is missing or the label is none.
+    """
+    rows = _rows(path)
+    if task.header:
+        next(rows, None)
+    for number, row in enumerate(rows, start=2 if task.header else 1):
+        try:
+            sentences = [" ".join(row[column].split()) for column in task.inputs]
+            label = row[task.label].strip()
+        except IndexError:
+            raise SystemExit(
+                f"{path}, line {number}, has {len(row)} columns only: fetch the file again."
+            ) from None
+        _require_label(label, task, f"{path}, line {number}")
+        yield sentences, label
+
+
+def _rows(path: Path) -> Iterator[list[str]]:
+    with open(path, encoding="utf-8-sig", newline="\n") as text:
+        yield from csv.reader(
+            (line.rstrip("\r\n") for line in text), delimiter="\t", quoting=csv.QUOTE_NONE
+        )
+
+
+def _require_label(label: str, task: GlueTask, where: str) -> None:
+    if task.labels and label not in task.labels:
+        raise SystemExit(
+            f"{where}, has the label {label!r}, which is none of {', '.join(task.labels)}: "
+            f"the file is of another task or form."
+        )
+    if not task.labels:
+        try:
+            float(label)
+        except ValueError:
+            raise SystemExit(f"{where}, has the score {label!r}, which is no number.") from None
+
+
+def require_official(name: str, file: str, path: Path, found: int, official: int) -> None:
+    """Refuse a file with more examples than the official one, or as many of another content."""
+    known = SHA256.get(f"{name}/{file}.tsv")
+    if found == 0 or found > official:
+        raise SystemExit(f"{path} has {found:,} examples, officially {official:,}: fetch it again.")
+    if found == official and known and not prep.has_checksum(path, known):
+        raise SystemExit(f"{path} differs from the official file (sha256 {known}): fetch it again.")
+
+
+# --------------------------------------------------------------------------------------- prepare
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What the model was pre-trained on: its tokenizer and its dictionary."""
+
+    name: str
+    tokenizer: Tokenizer
+    dictionary: Path
+
+    @property
+    def reads(self) -> dict[str, Path]:
+        """Its files, as a step reads them."""
+        return {file.name: file for file in (*self.tokenizer.files, self.dictionary)}
+
+
+def pieces_of(folder: Path) -> Pieces:
+    """Those of a prepared corpus. Raises: SystemExit if it is not prepared."""
+    tokenizer, dictionary = tokenizer_of(folder), folder / "bin" / "dict.txt"
+    if not dictionary.is_file():
+        raise SystemExit(f"{dictionary} is not there: prepare {folder} first.")
+    return Pieces(folder.name, tokenizer, dictionary)
+
+
+def prepare(name: str, dest: Path, pieces: Pieces, from_dir: Path | None, workers: int = 1) -> dict:
+    """Bring ``dest/<name>`` to completion and return its manifest."""
+    task, folder = named(name), dest / name
+    prep.say(f"GLUE {name} -> {folder}")
+    steps = prep.Steps(folder, "glue", name)
+    raw = obtain(name, folder / "raw", from_dir)
+    counts = {}
+    for split, path in raw.items():
+        counts[split] = sum(1 for _ in read_examples(path, task))
+        require_official(name, task.files[split], path, counts[split], task.examples[split])
+    _run_text(steps, raw, task, pieces)
+    _run_binarise(steps, raw, task, pieces, workers)
+    return _report(steps.finish(lambda: _results(task, counts, pieces)))
+
+
+def _run_text(steps: prep.Steps, raw: Mapping[str, Path], task: GlueTask, pieces: Pieces) -> None:
+    parts = _parts(task)
+    writes = [steps.dest / "text" / f"{split}.{part}" for split in raw for part in parts]
+
+    def make() -> None:
+        for split, path in raw.items():
+            examples = list(read_examples(path, task))
+            _write_split(steps.dest / "text", split, examples, task, pieces)
+
+    reads = {**raw, **pieces.reads}
+    steps.run("encode", reads, writes, make)
+
+
+def _write_split(
+    text: Path, split: str, examples: Sequence[Example], task: GlueTask, pieces: Pieces
+) -> None:
+    for index in range(len(task.inputs)):
+        encoded = pieces.tokenizer.cut([sentences[index] for sentences, _ in examples])
+        _write_lines(text / f"{split}.input{index}", encoded)
+    labels = (_label(label, task) for _, label in examples)
+    _write_lines(text / f"{split}.label", labels)
+
+
+def _label(label: str, task: GlueTask) -> str:
+    return str(task.labels.index(label)) if task.labels else label
+
+
+def _write_lines(path: Path, lines: Iterable[str]) -> None:
+    with prep.written_whole(path) as out:
+        out.writelines(f"{line}\n" for line in lines)
+
+
+def _parts(task: GlueTask) -> list[str]:
+    return [*(f"input{index}" for index in range(len(task.inputs))), "label"]
+
+
+def _run_binarise(
+    steps: prep.Steps, raw: Mapping[str, Path], task: GlueTask, pieces: Pieces, workers: int
+) -> None:
+    text, bin_dir = steps.dest / "text", steps.dest / "bin"
+    for part in _parts(task):
+        texts = {split: text / f"{split}.{part}" for split in raw}
+        writes, make = _binary(
+            texts, bin_dir / part, _dictionary(task, part, pieces, text), workers
+        )
+        if part == "label" and not task.labels:
+            writes, make = _values(texts, bin_dir / part)
+        steps.run(f"binarise {part}", {**texts, **pieces.reads}, writes, make)
+
+
+def _binary(
+    texts: Mapping[str, Path], bin_dir: Path, dictionary: Path, workers: int
+) -> tuple[list[Path], Callable[[], None]]:
+    files = ["dict.txt", *(f"{split}.{kind}" for split in texts for kind in ("bin", "idx"))]
+    make = functools.partial(prep.binarise, texts, bin_dir, dictionary, workers)
+    return [bin_dir / file for file in files], make
+
+
+def _values(texts: Mapping[str, Path], folder: Path) -> tuple[list[Path], Callable[[], None]]:
+    """fairseq reads the targets of a regression as text, one number a line."""
+
+    def make() -> None:
+        for split, path in texts.items():
+            _write_lines(folder / f"{split}.label", prep.read_lines(path))
+
+    return [folder / f"{split}.label" for split in texts], make
+
+
+def _dictionary(task: GlueTask, part: str, pieces: Pieces, text: Path) -> Path:
+    """That of the pieces; that of the labels has every class at its number."""
+    if part != "label":
+        return pieces.dictionary
+    path = text / "classes.txt"
+    _write_lines(path, (f"{number} 1" for number in range(task.classes)))
+    return path
+
+
+def _results(task: GlueTask, counts: Mapping[str, int], pieces: Pieces) -> dict:
+    splits = {
+        split: {"examples": found, "official": task.examples[split]}
+        for split, found in counts.items()
+    }
+    absent = [split for split in task.files if split not in counts]
+    return {"splits": splits, "absent": absent, "tokens_of": pieces.name}
+
+
+def _report(manifest: dict) -> dict:
+    for split, count in manifest["splits"].items():
+        found, official = count["examples"], count["official"]
+        subset = "" if found == official else f", a SUBSET of the official {official:,}"
+        prep.say(f"  {split}: {found:,} examples{subset}")
+    for split in manifest["absent"]:
+        prep.say(f"  {split}: absent")
+    return manifest
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the command line and prepare the tasks."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("tasks", nargs="+", choices=["all", *TASKS], metavar="task", help="or all")
+    parser.add_argument("--dest", type=Path, required=True, help="gets one folder for each task")
+    parser.add_argument(
+        "--tokens-of", type=Path, required=True, help="data that the model was pre-trained on"
+    )
+    parser.add_argument("--from", dest="from_dir", type=Path, help="folder that has TASK/train.tsv")
+    parser.add_argument("--workers", type=int, default=1, help="processes of fairseq-preprocess")
+    args = parser.parse_args(argv)
+    pieces = pieces_of(args.tokens_of)
+    for name in TASKS if "all" in args.tasks else args.tasks:
+        prepare(name, args.dest, pieces, args.from_dir, args.workers)
+
+
+if __name__ == "__main__":
+    main()

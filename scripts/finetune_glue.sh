@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Fine-tunes a pre-trained checkpoint on a task of GLUE, or on all; safe to stop and to repeat.
+#
+#   scripts/finetune_glue.sh <checkpoint> <task|all> [--lr LR …] [--seeds N] [--scale paper|small]
+#                            [--jobs J] [--from DIR]
+#
+#   scripts/finetune_glue.sh runs/table8/paper-Type5-linear-seed1/checkpoints/checkpoint_best.pt all
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=.venv/bin/python
+[ -x "$python" ] || python=python3
+exec "$python" -m lrpe_fairseq.experiments.finetune "$@"

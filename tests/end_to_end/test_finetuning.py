@@ -1,0 +1,278 @@
+"""Fine-tuning on GLUE: the checkpoint's own model, resumed where it stopped, scored exactly, and
+one sentence for what does not fit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lrpe_fairseq.experiments import checkpoints, eval_glue, finetune, finetuning, glue
+from lrpe_fairseq.experiments import corpus as prep
+from lrpe_fairseq.experiments.finetuning import FinetuningRun
+from lrpe_fairseq.experiments.processes import Children
+from lrpe_fairseq.experiments.run_table import load_named, runs
+from lrpe_fairseq.experiments.training import CONFIGS, Devices, RunFailed
+from tests.end_to_end.commands import PLUGIN, run
+from tests.test_data_prep import load
+
+pytestmark = pytest.mark.end_to_end
+
+prepare_glue = load("glue")
+PRETRAIN = (
+    f"--user-dir {PLUGIN} --task masked_lm --tokens-per-sample 32 --criterion masked_lm "
+    "--arch lrpe_roberta_tiny --encoder-layers 2 --encoder-embed-dim 32 "
+    "--encoder-ffn-embed-dim 64 --optimizer adam --lr 3e-3 --max-tokens 256 --num-workers 0 --cpu "
+    "--no-epoch-checkpoints --log-format simple --max-update 40 --position-encoding lrpe-type3 "
+    "--encoding-seed 5"
+)
+NUMBERS = [f"number{letter}" for letter in "abcdefghijkl"]
+
+
+def counted(first: int, size: int) -> str:
+    return " ".join(NUMBERS[(first + i) % 12] for i in range(size))
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pre-training data with a tokenizer of its own."""
+    folder = tmp_path_factory.mktemp("words")
+    for split, size in (("train", 400), ("valid", 30)):
+        text = "".join(f"{counted(i, 3 + i % 7)}\n" for i in range(size))
+        (folder / split).write_text(text)
+    texts = {split: folder / split for split in ("train", "valid")}
+    steps = prep.Steps(folder, "words", "bpe")
+    prep.run_pieces(steps, texts, prep.run_sentencepiece(steps, {"train": texts["train"]}, 48))
+    return folder
+
+
+@pytest.fixture(scope="session", params=["linear", "softmax"])
+def pretrained(
+    request: pytest.FixtureRequest, words: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    folder = tmp_path_factory.mktemp("pretrained") / f"{request.param}-seed1" / "checkpoints"
+    options = f"--attention-type {request.param}"
+    run("fairseq_cli.train", words / "bin", PRETRAIN, options, "--save-dir", folder)
+    return folder / checkpoints.BEST
+
+
+@pytest.fixture(scope="session")
+def tasks(words: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """RTE: does the second sentence count on? STS-B: by how much do the beginnings differ?"""
+    folder = tmp_path_factory.mktemp("glue")
+    for split, size in (("train", 160), ("dev", 48)):
+        tags, scores = [["index", "a", "b", "label"]], [["c"] * 10]
+        for i in range(size):
+            apart = i % 2 * 5
+            pair = [counted(i, 4), counted(i + 4 + apart, 4)]
+            tags.append([str(i), *pair, prepare_glue.TASKS["RTE"].labels[i % 2]])
+            scores.append([*["x"] * 7, *pair, f"{apart:.3f}"])
+        for name, rows in (("RTE", tags), ("STS-B", scores)):
+            path = folder / "from" / name / f"{split}.tsv"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join("\t".join(row) + "\n" for row in rows))
+    pieces = prepare_glue.pieces_of(words)
+    for name in ("RTE", "STS-B"):
+        prepare_glue.prepare(name, folder / "glue-words", pieces, folder / "from")
+    return folder / "glue-words"
+
+
+def finetuning_run(pretrained: Path, data: Path, folder: Path, **changes: object) -> FinetuningRun:
+    made = FinetuningRun(
+        experiment="trial",
+        label="Type3",
+        config="finetune-small",
+        data=data,
+        attention_type=pretrained.parent.parent.name.partition("-")[0],
+        position_encoding="lrpe-type3",
+        seed=1,
+        scale="small",
+        folder=folder / "work",
+        result=folder / "run.json",
+        overrides=("dataset.batch_size=8", "checkpoint.save_interval_updates=5"),
+        checkpoint=pretrained,
+        lr=3e-3,
+    )
+    return replace(made, **changes)
+
+
+def work(made: FinetuningRun) -> dict:
+    made.work(Children(), Devices(), print)
+    return json.loads(made.result.read_text())
+
+
+@pytest.mark.parametrize("name", ["RTE", "STS-B"])
+def test_a_task_is_learnt_by_the_model_of_the_checkpoint(
+    pretrained: Path, tasks: Path, name: str, tmp_path: Path
+) -> None:
+    made = finetuning_run(pretrained, tasks / name, tmp_path)
+    found = work(made)
+    assert made.finished()
+    assert (found["dataset"], found["task"]) == (f"glue-{name}", "sentence_prediction")
+    model = found["config"]
+    assert (model["arch"], model["encoder-layers"]) == ("lrpe_roberta_tiny", 2)
+    assert (model["encoding-seed"], model["encoder-embed-dim"]) == (5, 32)
+    assert model["max-update"] == 3 * 20
+    assert found["attention_type"] == made.attention_type
+    assert "a subset: 160 of" in found["protocol"]["glue"]
+    predicted, right = eval_glue.predict(made.checkpoints / checkpoints.BEST, made.data, "valid")
+    expected = glue.scores(glue.TASKS[name], predicted, right)
+    assert found["metrics"]["valid"]["glue"] == pytest.approx(expected)
+    assert len(right) == 48
+    first = glue.TASKS[name].metrics[0]
+    reported = checkpoints.load(made.checkpoints / checkpoints.BEST)["extra_state"]["best"]
+    assert expected[first] == pytest.approx(reported, abs=0.06)  # fairseq rounds to 0.1
+
+
+def test_fine_tuning_begins_with_the_pretrained_weights(
+    pretrained: Path, tasks: Path, tmp_path: Path
+) -> None:
+    made = finetuning_run(pretrained, tasks / "RTE", tmp_path, lr=0.0)
+    made = replace(made, overrides=(*made.overrides, "optimizer.weight_decay=0.0"))
+    work(made)
+    start = checkpoints.load(pretrained)["model"]
+    end = checkpoints.load(made.checkpoints / checkpoints.LAST)["model"]
+    assert all(torch.equal(start[key], end[key]) for key in start)
+    assert set(end) - set(start) == {key for key in end if key.startswith("classification_heads")}
+
+
+def test_it_goes_on_where_a_kill_stopped_it_and_ends_where_it_would_have(
+    pretrained: Path, tasks: Path, tmp_path: Path
+) -> None:
+    whole = finetuning_run(pretrained, tasks / "RTE", tmp_path / "whole")
+    expected = work(whole)
+    made = finetuning_run(pretrained, tasks / "RTE", tmp_path / "cut")
+    made.checkpoints.mkdir(parents=True)
+    with open(made.log, "w") as log:
+        child = subprocess.Popen(
+            made.command(), stdout=log, stderr=log, cwd=CONFIGS.parent, env=environment()
+        )
+        end = time.monotonic() + 120
+        while not list(made.checkpoints.glob("checkpoint_*_10.pt")):
+            assert time.monotonic() < end
+            assert child.poll() is None, made.log.read_text()[-500:]
+            time.sleep(0.05)
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    said: list[str] = []
+    made.work(Children(), Devices(), said.append)
+    found = json.loads(made.result.read_text())
+    assert found["metrics"] == expected["metrics"]
+    ours, theirs = (
+        checkpoints.load(r.checkpoints / checkpoints.LAST)["model"] for r in (made, whole)
+    )
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PLUGIN.parent)}
+
+
+def test_another_model_than_the_checkpoints_is_refused(
+    pretrained: Path, tasks: Path, tmp_path: Path
+) -> None:
+    made = finetuning_run(pretrained, tasks / "RTE", tmp_path)
+    with pytest.raises(ValueError, match=r"encoder_layers is 2 in .*, and cannot become 3"):
+        replace(made, overrides=("model.encoder_layers=3",)).command()
+    with pytest.raises(ValueError, match="encoding of the checkpoint is lrpe-type3, not rope"):
+        replace(made, position_encoding="rope").command()
+    free = replace(made, overrides=("model.dropout=0.3",)).command()
+    assert "++model.dropout=0.3" in free
+
+
+def refused(made: FinetuningRun) -> str:
+    with pytest.raises(RunFailed) as error:
+        made.work(Children(), Devices(), print)
+    assert not made.folder.exists()
+    assert not made.result.exists()
+    return str(error.value)
+
+
+def test_what_does_not_fit_together_gets_one_sentence_and_nothing_is_begun(
+    pretrained: Path, tasks: Path, tmp_path: Path
+) -> None:
+    made = finetuning_run(pretrained, tasks / "RTE", tmp_path / "run")
+    assert "pre-train it first" in refused(replace(made, checkpoint=tmp_path / "absent.pt"))
+    assert "is not there: run" in refused(replace(made, data=tmp_path / "glue-words" / "RTE"))
+
+    def copy(change: str) -> Path:
+        target = tmp_path / change / "RTE"
+        subprocess.run(["cp", "-r", str(tasks / "RTE"), str(target.parent)], check=False)
+        target.parent.mkdir(exist_ok=True)
+        subprocess.run(["cp", "-r", str(tasks / "RTE"), str(target.parent)], check=True)
+        return target
+
+    data = copy("split")
+    (data / "bin" / "input0" / "valid.idx").unlink()
+    assert "has no split valid" in refused(replace(made, data=data))
+    data = copy("words")
+    lines = (data / "bin" / "input0" / "dict.txt").read_text().splitlines()
+    (data / "bin" / "input0" / "dict.txt").write_text("\n".join(reversed(lines)) + "\n")
+    assert "with another dictionary" in refused(replace(made, data=data))
+    data = copy("labels")
+    (data / "bin" / "label" / "dict.txt").write_text("0 1\n")
+    assert "does not hold the 2 classes" in refused(replace(made, data=data))
+    state = torch.load(pretrained, weights_only=True)
+    state["model"][finetuning.HEAD] = torch.zeros(3, 32)
+    torch.save(state, tmp_path / "three.pt")
+    assert "a head for 3 classes, and RTE needs 2" in refused(
+        replace(made, checkpoint=tmp_path / "three.pt")
+    )
+    with pytest.raises(ValueError, match="no task 'rte' here"):
+        replace(made, data=tasks / "rte").command()
+
+
+def test_a_checkpoint_of_another_task_or_split_is_not_scored(
+    pretrained: Path, tasks: Path, tmp_path: Path
+) -> None:
+    made = finetuning_run(pretrained, tasks / "RTE", tmp_path)
+    work(made)
+    best = made.checkpoints / checkpoints.BEST
+    with pytest.raises(ValueError, match="no split valid7"):
+        eval_glue.predict(best, made.data, "valid7")
+    with pytest.raises(ValueError, match="a head for 2 classes, and STS-B needs 1"):
+        eval_glue.predict(best, tasks / "STS-B", "valid")
+
+
+def test_the_grid_is_every_task_rate_and_seed_and_its_best_rate_fills_the_table() -> None:
+    table = load_named("table3")
+    grid = [run for run in runs(table, "paper", [1, 2]) if run.label == "Type5"]
+    found = {(run.data.name, run.lr, run.seed) for run in grid}
+    assert len(grid) == len(found) == 8 * 4 * 2
+    assert {lr for _, lr, _ in found} == {1e-5, 3e-5, 6e-5, 1e-4}
+    assert all(column.best_over == "lr" for column in table.columns if not column.mean_of)
+    by_hand = finetuning.finetuning_runs(
+        finetuning.Source(grid[0].checkpoint, "Type5", "linear", "lrpe-type5"),
+        CONFIGS / "roberta" / "finetune.yaml",
+        "paper",
+        ["RTE"],
+        finetune.RATES,
+        [1],
+    )
+    assert set(by_hand) <= set(grid)
+
+
+def test_the_script_refuses_in_one_sentence(tmp_path: Path) -> None:
+    script = CONFIGS.parent / "scripts" / "finetune_glue.sh"
+    for arguments, sentence in (
+        (["absent.pt", "RTE"], "absent.pt is not there"),
+        (["absent.pt", "rte"], "GLUE has no task 'rte' here"),
+        (["absent.pt", "RTE", "--scale", "big"], "no scale big"),
+    ):
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        done = subprocess.run(
+            ["bash", str(script), *arguments],
+            capture_output=True,
+            text=True,
+            env={**environment(), "PATH": path},
+        )
+        assert done.returncode == 2
+        assert done.stderr.startswith("finetune_glue: ")
+        assert sentence in done.stderr
+        assert done.stderr.count("\n") == 1

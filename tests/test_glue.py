@@ -1,0 +1,240 @@
+"""GLUE: the files as published, labels at their numbers, metrics as GLUE defines them."""
+
+import gzip
+import io
+import itertools
+import json
+import random
+import shutil
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+from sklearn import metrics
+
+from lrpe_fairseq.experiments import corpus as prep
+from lrpe_fairseq.experiments import glue
+from lrpe_fairseq.experiments.pieces import GPT2, SentencePiece, tokenizer_of
+from tests.test_data_prep import load, refusal
+
+prepare_glue = load("glue")
+wikitext = load("wikitext")
+
+SENTENCES = ['a "cat sat', "the dog\u2028ran", "no bird sings", "it rains", 'quotes "" stay']
+
+
+def write_task(folder: Path, name: str, sizes: dict[str, int], bom: bool = False) -> None:
+    """Random files of one task in the official form."""
+    task, rng = glue.TASKS[name], random.Random(0)
+    for split, size in sizes.items():
+        rows = [["column"] * 12] if task.header else []
+        for _ in range(size):
+            row = ["x"] * 12
+            for column in task.inputs:
+                row[column] = rng.choice(SENTENCES)
+            row[task.label] = rng.choice(task.labels or ["0.000", "2.5", "5.000"])
+            rows.append(row)
+        path = folder / name / f"{task.files[split]}.tsv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = "".join("\t".join(row) + "\n" for row in rows)
+        path.write_text("\ufeff" * bom + text, encoding="utf-8", newline="\n")
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared corpus: its tokenizer and dictionary."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "train").write_text("\n".join(SENTENCES * 5) + "\n", encoding="utf-8")
+    steps = prep.Steps(folder, "test", "bpe")
+    texts = {"train": folder / "train"}
+    prep.run_pieces(steps, texts, prep.run_sentencepiece(steps, texts, 40))
+    return folder
+
+
+def run(name: str, dest: Path, pieces: Path, source: Path) -> dict:
+    return prepare_glue.prepare(name, dest, prepare_glue.pieces_of(pieces), source)
+
+
+@pytest.mark.parametrize("name", glue.TASKS)
+def test_every_task_is_prepared_line_for_line_with_its_labels_at_their_numbers(
+    name: str, tmp_path: Path, pieces: Path
+) -> None:
+    task = glue.TASKS[name]
+    sizes = dict.fromkeys(task.files, 6)
+    write_task(tmp_path / "from", name, sizes, bom=True)
+    if name == "QQP":
+        (tmp_path / "from/QQP/train.tsv").rename(tmp_path / "from/QQP/train.fewshot.tsv")
+    if name == "RTE":
+        plain = tmp_path / "from" / name / "dev.tsv"
+        with gzip.open(f"{plain}.gz", "wb") as out:
+            out.write(plain.read_bytes())
+        plain.unlink()
+    manifest = run(name, tmp_path / "dest", pieces, tmp_path / "from")
+    assert {s: c["examples"] for s, c in manifest["splits"].items()} == sizes
+    assert manifest["splits"]["train"]["official"] == task.examples["train"]
+    folder = tmp_path / "dest" / name
+    processor = tokenizer_of(pieces)._processor
+    for split in task.files:
+        read = list(prepare_glue.read_examples(folder / "raw" / f"{task.files[split]}.tsv", task))
+        for index in range(len(task.inputs)):
+            encoded = list(prep.read_lines(folder / "text" / f"{split}.input{index}"))
+            decoded = [processor.decode(line.split()) for line in encoded]
+            assert decoded == [s[index] for s, _ in read]
+            binary = prep.count_binary(folder / "bin" / f"input{index}" / split)
+            assert binary["samples"] == 6
+            assert binary["tokens"] == sum(len(line.split()) + 1 for line in encoded)
+        labels = [label for _, label in read]
+        if task.labels:
+            labels = [str(task.labels.index(label)) for label in labels]
+            words = prep.read_lines(folder / "bin" / "label" / "dict.txt")
+            assert [w.split()[0] for w in words] == [str(n) for n in range(task.classes)]
+            assert prep.count_binary(folder / "bin" / "label" / split)["unknown"] == 0
+        else:
+            found = list(prep.read_lines(folder / "bin" / "label" / f"{split}.label"))
+            assert found == labels
+        assert list(prep.read_lines(folder / "text" / f"{split}.label")) == labels
+    assert (folder / "bin" / "input0" / "dict.txt").read_text() == (
+        pieces / "bin" / "dict.txt"
+    ).read_text()
+
+
+def test_mnli_may_lack_its_mismatched_half_and_says_so(tmp_path: Path, pieces: Path) -> None:
+    write_task(tmp_path, "MNLI", {"train": 5, "valid": 5})
+    manifest = run("MNLI", tmp_path / "dest", pieces, tmp_path)
+    assert manifest["absent"] == ["valid1"]
+    assert set(manifest["splits"]) == {"train", "valid"}
+
+
+def test_what_is_not_the_task_is_refused_in_one_sentence(tmp_path: Path, pieces: Path) -> None:
+    write_task(tmp_path / "short", "RTE", {"train": 5})
+    assert "holds no dev.tsv" in refusal(run, "RTE", tmp_path / "d", pieces, tmp_path / "short")
+    write_task(tmp_path / "many", "RTE", {"train": 5, "valid": 278})
+    said = refusal(run, "RTE", tmp_path / "e", pieces, tmp_path / "many")
+    assert "278 examples, officially 277" in said
+    write_task(tmp_path / "other", "RTE", {"train": 5, "valid": 277})
+    assert "differs from the official" in refusal(
+        run, "RTE", tmp_path / "f", pieces, tmp_path / "other"
+    )
+    write_task(tmp_path / "label", "RTE", {"train": 5, "valid": 5})
+    path = tmp_path / "label" / "RTE" / "dev.tsv"
+    path.write_text(path.read_text().replace("entailment\n", "perhaps\n", 1))
+    said = refusal(run, "RTE", tmp_path / "g", pieces, tmp_path / "label")
+    assert "line 2" in said
+    assert "perhaps" in said
+    path.write_text("index\ta\tb\tlabel\n0\tonly two\n")
+    assert "2 columns only" in refusal(run, "RTE", tmp_path / "h", pieces, tmp_path / "label")
+    assert "keeps no tokenizer" in refusal(prepare_glue.pieces_of, tmp_path)
+    for folder in "defgh":
+        assert not (tmp_path / folder / "RTE" / "bin").exists()
+
+
+def test_the_official_archive_is_unpacked_and_a_broken_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_task(tmp_path / "from", "QNLI", {"train": 3, "valid": 3})
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for file in ("train", "dev"):
+            archive.write(tmp_path / "from" / "QNLI" / f"{file}.tsv", f"QNLI/{file}.tsv")
+    served = tmp_path / "served"
+    served.mkdir()
+    (served / "QNLIv2.zip").write_bytes(packed.getvalue())
+    monkeypatch.setattr(prepare_glue, "GLUE", f"{served.as_uri()}/")
+    monkeypatch.setattr(prep, "_fetch", lambda url, part: shutil.copy(url[len("file://") :], part))
+    found = prepare_glue.obtain("QNLI", tmp_path / "raw", None)
+    assert found["valid"].read_text() == (tmp_path / "from" / "QNLI" / "dev.tsv").read_text()
+    assert sorted(path.name for path in (tmp_path / "raw").iterdir()) == ["dev.tsv", "train.tsv"]
+    (served / "QNLIv2.zip").write_bytes(packed.getvalue()[:-40])
+    assert "not what it should be" in refusal(prepare_glue.obtain, "QNLI", tmp_path / "cut", None)
+    assert list((tmp_path / "cut").iterdir()) == []
+
+
+def test_mrpc_is_put_together_from_its_pairs_and_the_list_of_dev_pairs(tmp_path: Path) -> None:
+    header = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n"
+    rows = [f'{n % 2}\t{n}\t{n + 1}\tsay "one\tsay two\r\n' for n in range(0, 10, 2)]
+    (tmp_path / "pairs").write_text(header + "".join(rows), encoding="utf-8", newline="")
+    (tmp_path / "ids").write_text("2\t3\n6\t7\n")
+    prepare_glue.split_mrpc(tmp_path / "pairs", tmp_path / "ids", tmp_path)
+    task = glue.TASKS["MRPC"]
+    train, dev = (
+        list(prepare_glue.read_examples(tmp_path / f"{f}.tsv", task)) for f in ("train", "dev")
+    )
+    assert (len(train), len(dev)) == (3, 2)
+    assert dev[0] == (['say "one', "say two"], "0")
+
+
+def test_metrics_are_those_of_scikit_learn_and_scipy() -> None:
+    rng = np.random.default_rng(0)
+    wanted, predicted = rng.integers(0, 2, 50), rng.integers(0, 2, 50)
+    cola = glue.scores(glue.TASKS["CoLA"], predicted, wanted)
+    expected = 100 * metrics.matthews_corrcoef(wanted, predicted)
+    assert cola == pytest.approx({"matthews": expected, "examples": 50})
+    mrpc = glue.scores(glue.TASKS["MRPC"], predicted, wanted)
+    assert mrpc["accuracy"] == pytest.approx(100 * metrics.accuracy_score(wanted, predicted))
+    assert mrpc["f1"] == pytest.approx(100 * metrics.f1_score(wanted, predicted))
+    values, said = rng.integers(0, 6, 50) / 1.0, rng.normal(size=50)
+    stsb = glue.scores(glue.TASKS["STS-B"], said, values)
+    assert stsb["pearson"] == pytest.approx(100 * stats.pearsonr(values, said)[0])
+    assert stsb["spearman"] == pytest.approx(100 * stats.spearmanr(values, said)[0])
+
+
+@pytest.mark.parametrize("name", ["CoLA", "MRPC", "STS-B"])
+def test_predictions_that_are_all_equal_say_nothing_and_are_no_error(name: str) -> None:
+    found = glue.scores(glue.TASKS[name], [0, 0, 0], [0, 1, 1])
+    assert all(np.isfinite(list(found.values())))
+    assert found.get("matthews", 0) == found.get("pearson", 0) == found.get("f1", 0) == 0
+    with pytest.raises(ValueError, match="0 predictions for 0 examples"):
+        glue.scores(glue.TASKS[name], [], [])
+
+
+# ---- GPT-2's pieces ----
+
+
+def gpt2_files(folder: Path) -> Path:
+    """The 256 bytes and two merges, in the form of the published files."""
+    from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
+
+    folder.mkdir(parents=True)
+    letters = list(bytes_to_unicode().values())
+    merges = ["t h", "th e"]
+    names = [*letters, "th", "the", "<|endoftext|>"]
+    (folder / "encoder.json").write_text(json.dumps({n: i for i, n in enumerate(names)}))
+    (folder / "vocab.bpe").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    return folder
+
+
+def test_gpt2_pieces_give_the_text_back_and_all_have_a_place_in_the_dictionary(
+    tmp_path: Path,
+) -> None:
+    tokenizer = GPT2(gpt2_files(tmp_path / "gpt2"))
+    lines = ["the cat — the <unk>", "", " = Title = "]
+    cut = list(tokenizer.cut(lines))
+    assert [tokenizer._encoder.decode(map(int, line.split())) for line in cut] == lines
+    assert cut[0].split()[0] == str(257)  # "the"
+    (tmp_path / "pieces").write_text("\n".join(cut) + "\n")
+    prep.write_dictionary(tokenizer, tmp_path / "pieces", tmp_path / "dict.txt")
+    assert prep.count_types(tmp_path / "dict.txt") == {"size": 264, "symbols": 259}
+    assert isinstance(tokenizer_of(tmp_path), GPT2)
+
+
+def test_the_dictionary_of_gpt2_has_robertas_size_with_mask() -> None:
+    pieces = 50_257
+    filler = -(pieces + prep.FAIRSEQ_SPECIALS) % prep.DICTIONARY_MULTIPLE
+    assert pieces + filler + prep.FAIRSEQ_SPECIALS + 1 == 50_265
+
+
+def test_gpt2_files_are_verified(tmp_path: Path) -> None:
+    gpt2_files(tmp_path / "from")
+    said = refusal(wikitext.obtain_gpt2, tmp_path / "to", tmp_path / "from")
+    assert "not the expected version of encoder.json" in said
+    known = {f: prep.digest(tmp_path / "from" / f) for f in ("encoder.json", "vocab.bpe")}
+    wikitext.obtain_gpt2(tmp_path / "to", tmp_path / "from", known)
+
+
+def test_sentencepiece_and_its_vocabulary_are_what_they_were(pieces: Path) -> None:
+    vocabulary = SentencePiece(pieces / "spm" / "spm.model").vocabulary()
+    assert len(vocabulary) == 39
+    assert "▁<unk>" in vocabulary
+    assert len(set(itertools.chain(vocabulary))) == 39
