@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import hashlib
 import http.server
 import importlib.util
+import io
 import itertools
 import os
 import random
@@ -13,6 +15,7 @@ import re
 import shutil
 import sys
 import sysconfig
+import tarfile
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -40,7 +43,7 @@ def load(name: str) -> ModuleType:
 
 
 pydoc, wikitext = load("pydoc"), load("wikitext")
-multi30k, newstest = load("multi30k"), load("newstest")
+multi30k, newstest, wmt14 = load("multi30k"), load("newstest"), load("wmt14-en-de")
 
 
 def sha256(content: bytes) -> str:
@@ -591,6 +594,16 @@ def test_sides_of_different_length_are_refused_before_anything_is_trained(
     assert not (tmp_path / "dest" / "spm").exists()
 
 
+def test_an_empty_line_is_named_and_nothing_is_binarised(captions: Path, tmp_path: Path) -> None:
+    given = tmp_path / "given"
+    shutil.copytree(captions, given)
+    lines = (given / "val.de").read_text().splitlines(keepends=True)
+    (given / "val.de").write_text("".join([*lines[:4], " \n", *lines[5:]]))
+    said = refusal(prepare_captions, tmp_path / "dest", given)
+    assert "val.de, line 5, is empty" in said
+    assert not (tmp_path / "dest" / "bin").exists()
+
+
 def test_another_number_of_pairs_than_the_published_one_is_refused(
     captions: Path, tmp_path: Path
 ) -> None:
@@ -639,3 +652,87 @@ def test_the_held_out_years_are_in_no_training_text_and_odd_separators_cut_no_li
         "valid": "raw/newstest2013",
         "test": "raw/newstest2014",
     }
+
+
+# ----------------------------------------------------------------------------------------- wmt'14
+
+
+@pytest.fixture(scope="module")
+def wmt14_archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list]:
+    """Archives of the published form, with pairs that are not clean."""
+    folder, rng = tmp_path_factory.mktemp("wmt14"), random.Random(4)
+    made = []
+    for archive in wmt14.ARCHIVES:
+        with tarfile.open(folder / archive.file, "w:gz") as out:
+            for ours, theirs in archive.members.items():
+                rng.seed(archive.file)
+                lines = [sentence(rng) for _ in range(60)]
+                lines = [line.upper() for line in lines] if ours.endswith("de") else lines
+                if "europarl" in ours:
+                    lines[5] = "" if ours.endswith("de") else lines[5]
+                    lines[6] = lines[6] * 4 if ours.endswith("en") else lines[6]
+                    lines[7] = lines[7] * 90
+                text = "".join(f"{line}\n" for line in lines)
+                if theirs.endswith(".sgm"):
+                    text = "".join(
+                        f'<seg id="{n}">{line} &amp; so</seg>\n' for n, line in enumerate(lines)
+                    )
+                content = text.encode()
+                info = tarfile.TarInfo(f"some/folder/{theirs}")
+                info.size = len(content)
+                out.addfile(info, io.BytesIO(content))
+        known = sha256((folder / archive.file).read_bytes())
+        made.append(dataclasses.replace(archive, checksum=known))
+    return folder, made
+
+
+HELD_OUT = {"valid": ("newstest2013", 60), "test": ("newstest2014", 60)}
+
+
+def test_wmt14_is_joined_cleaned_and_counted_at_every_step(
+    wmt14_archives: tuple[Path, list], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder, archives = wmt14_archives
+    given = {"from_dir": folder, "archives": archives, "held_out": HELD_OUT, "vocab_size": 60}
+    manifest = wmt14.prepare(tmp_path, **given)
+    assert manifest["sources"]["europarl-v7"] == 60
+    assert (manifest["joined"], manifest["clean"]) == (180, 177)
+    assert manifest["splits"]["test"]["pairs"] == 60
+    assert (tmp_path / "raw" / "newstest2014.en").read_text().splitlines()[0].endswith("&amp; so")
+    joined = (tmp_path / "text" / "joined" / "train.de").read_text().splitlines()
+    clean = (tmp_path / "text" / "clean" / "train.de").read_text().splitlines()
+    assert clean == [*joined[:5], *joined[8:]]
+    assert sorted(p.name for p in (tmp_path / "raw").iterdir()) == sorted(
+        f"{name}.{language}" for name in manifest["sources"] for language in ("en", "de")
+    )
+    capsys.readouterr()
+    wmt14.prepare(tmp_path, **given)
+    assert capsys.readouterr().out.count("already done") == 6
+
+
+def test_wmt14_refuses_what_is_cut_short_and_takes_plain_texts(
+    wmt14_archives: tuple[Path, list], tmp_path: Path
+) -> None:
+    folder, archives = wmt14_archives
+    cut = tmp_path / "cut"
+    shutil.copytree(folder, cut)
+    name = archives[0].file
+    (cut / name).write_bytes((folder / name).read_bytes()[:-100])
+    said = refusal(wmt14.obtain, tmp_path / "raw", cut, archives)
+    assert "truncated or not the expected version" in said
+    assert not list((tmp_path / "raw").glob("europarl*"))
+    plain = tmp_path / "plain"
+    wmt14.obtain(plain, folder, archives)
+    wmt14.obtain(tmp_path / "again", plain, archives)
+    assert files(tmp_path / "again") == files(plain)
+    (plain / "newstest2014.de").write_text("one\n")
+    (plain / "newstest2014.en").write_text("one\n")
+    said = refusal(
+        wmt14.prepare, tmp_path / "d", from_dir=plain, archives=archives, held_out=HELD_OUT
+    )
+    assert "has 1 pairs, not 60" in said
+
+
+def test_a_wmt14_test_set_reads_as_the_published_plain_one() -> None:
+    given = b'<seg id="1">A  &quot;B&quot;\nC</seg>\n<seg id="2">\xc2\x85D</seg>'
+    assert wmt14.Segments(io.BytesIO(given)).read() == b"A &quot;B&quot; C\nD\n"

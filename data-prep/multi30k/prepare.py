@@ -55,7 +55,8 @@ def prepare(
     found = parallel.require_pairs(texts, LANGUAGES)
     if found != pairs:
         raise SystemExit(f"Multi30k has {pairs} pairs, not {found}: fetch its files again.")
-    parallel.run_pieces(steps, texts, LANGUAGES, vocab_size, workers)
+    tokenizer = parallel.run_sentencepiece(steps, texts["train"], LANGUAGES, vocab_size)
+    parallel.run_pieces(steps, texts, LANGUAGES, tokenizer, workers)
     return parallel.report(steps.finish(lambda: parallel.count(dest, texts, LANGUAGES)))
 
 

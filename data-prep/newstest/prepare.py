@@ -94,7 +94,8 @@ def prepare(
     steps.run("join", reads, writes, lambda: join(raw, rest, train))
     texts = {"train": train, **{split: raw / name for split, name in HELD_OUT.items()}}
     languages = list(LANGUAGES)
-    parallel.run_pieces(steps, texts, languages, vocab_size, workers)
+    tokenizer = parallel.run_sentencepiece(steps, train, languages, vocab_size)
+    parallel.run_pieces(steps, texts, languages, tokenizer, workers)
     return parallel.report(steps.finish(lambda: parallel.count(dest, texts, languages)))
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from omegaconf import OmegaConf
 
-from lrpe_fairseq.experiments import checkpoints, glue
+from lrpe_fairseq.experiments import checkpoints, dictionaries, glue
 from lrpe_fairseq.experiments.processes import Children
 from lrpe_fairseq.experiments.runs import Run
 from lrpe_fairseq.experiments.training import (
@@ -301,14 +301,8 @@ def _require_head(checkpoint: Path, state: Run, data: Path, task: glue.GlueTask)
 
 
 def _require_dictionary(checkpoint: Path, state: Run, data: Path) -> None:
-    """The same words at the same numbers; where the words are not at hand, as many of them."""
-    ours = (data / "bin" / "input0" / "dict.txt").read_text(encoding="utf-8")
-    theirs = ROOT / str(checkpoints.options(state).get("data", "")) / "dict.txt"
-    special = 5  # <s>, <pad>, </s>, <unk>, <mask>
-    same = len(state["model"][EMBEDDING]) == ours.count("\n") + special
-    if same and theirs.is_file() and "input0" not in theirs.parts:
-        same = _words(theirs.read_text(encoding="utf-8")) == _words(ours)
-    if not same:
+    ours = data / "bin" / "input0" / "dict.txt"
+    if not dictionaries.agree(state, EMBEDDING, ours, added=1):  # <mask>
         raise RunFailed(
             f"{relative(checkpoint)} was pre-trained with another dictionary than "
             f"{relative(data)} has: prepare it with data-prep/glue/prepare.py --tokens-of "
@@ -316,13 +310,9 @@ def _require_dictionary(checkpoint: Path, state: Run, data: Path) -> None:
         )
 
 
-def _words(dictionary: str) -> list[str]:
-    return [line.rpartition(" ")[0] for line in dictionary.splitlines()]
-
-
 def _require_labels(data: Path, task: glue.GlueTask) -> None:
     path = data / "bin" / "label" / "dict.txt"
-    if task.labels and _words(path.read_text("utf-8")) != [str(n) for n in range(task.classes)]:
+    if task.labels and dictionaries.words(path) != [str(n) for n in range(task.classes)]:
         raise RunFailed(
             f"{relative(path)} does not hold the {task.classes} classes of {data.name}, so labels "
             "would be missing or wrong: prepare it with data-prep/glue"

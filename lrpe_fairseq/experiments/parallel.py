@@ -6,6 +6,7 @@ in Table 7 of the LRPE paper.
 """
 
 import argparse
+import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,11 +15,13 @@ from typing import Any
 from lrpe_fairseq.experiments import corpus as prep
 
 
-def arguments(description: str, argv: Sequence[str] | None) -> argparse.Namespace:
+def arguments(
+    description: str, argv: Sequence[str] | None, vocab_size: int = 4000
+) -> argparse.Namespace:
     """The command line of a script for parallel text: dest, vocab_size, from_dir, workers."""
     parser = argparse.ArgumentParser(description=description.split("\n")[0])
     parser.add_argument("--dest", type=Path, required=True, help="folder to fill")
-    parser.add_argument("--vocab-size", type=int, default=4000, help="sentencepiece pieces")
+    parser.add_argument("--vocab-size", type=int, default=vocab_size, help="sentencepiece pieces")
     parser.add_argument("--from", dest="from_dir", type=Path, help="folder that has the files")
     parser.add_argument("--workers", type=int, default=1, help="processes of fairseq-preprocess")
     return parser.parse_args(argv)
@@ -43,18 +46,26 @@ def require_pairs(texts: Mapping[str, Path], languages: Sequence[str]) -> dict[s
     return counted
 
 
+def run_sentencepiece(
+    steps: prep.Steps, train: Path, languages: Sequence[str], vocab_size: int
+) -> prep.SentencePiece:
+    """Step: ``spm/`` trained on both sides of the train split."""
+    sides = {f"train {language}": side(train, language) for language in languages}
+    return prep.run_sentencepiece(steps, sides, vocab_size)
+
+
 def run_pieces(
     steps: prep.Steps,
     texts: Mapping[str, Path],
     languages: Sequence[str],
-    vocab_size: int,
+    tokenizer: prep.Tokenizer,
     workers: int = 1,
 ) -> dict[str, Path]:
-    """Steps: ``spm/`` trained on both sides of the train split, ``pieces/`` of all, ``bin/``."""
+    """Steps: ``pieces/`` of all splits in both languages, ``bin/``."""
     pieces = {split: steps.dest / "pieces" / split for split in texts}
     every = list(itertools.product(texts, languages))
-    sides = {f"train {language}": side(texts["train"], language) for language in languages}
-    tokenizer = prep.run_sentencepiece(steps, sides, vocab_size)
+    for split, language in every:
+        _require_no_empty_line(side(texts[split], language))
 
     def encode_all() -> None:
         for split, language in every:
@@ -67,6 +78,34 @@ def run_pieces(
     steps.run("encode", reads, encoded, encode_all)
     _run_binarise(steps, pieces, languages, workers)
     return pieces
+
+
+def clean(
+    source: Path,
+    target: Path,
+    languages: Sequence[str],
+    tokenizer: prep.Tokenizer,
+    *,
+    longest: int = 250,
+    ratio: float = 1.5,
+    threads: int = 1,
+) -> None:
+    """Copy the pairs of which neither side is empty, longer than ``longest`` pieces, or more than
+    ``ratio`` times as long as the other."""
+    with contextlib.ExitStack() as stack:
+        lines = [prep.read_lines(side(source, name)) for name in languages]
+        outs = [stack.enter_context(prep.written_whole(side(target, n))) for n in languages]
+        while batch := list(itertools.islice(zip(*lines, strict=True), 20_000)):
+            columns = [list(column) for column in zip(*batch, strict=True)]
+            lengths = [_lengths(tokenizer, column, threads) for column in columns]
+            for pair, sizes in zip(batch, zip(*lengths, strict=True), strict=True):
+                if min(sizes) > 0 and max(sizes) <= min(longest, ratio * min(sizes)):
+                    for out, text in zip(outs, pair, strict=True):
+                        out.write(f"{text}\n")
+
+
+def _lengths(tokenizer: prep.Tokenizer, lines: Sequence[str], threads: int) -> list[int]:
+    return [len(pieces.split()) for pieces in tokenizer.cut(lines, threads)]
 
 
 def _run_binarise(
@@ -115,6 +154,12 @@ def report(manifest: dict[str, Any]) -> dict[str, Any]:
     sizes = " and ".join(f"{size['size']:,}" for size in manifest["dictionary"].values())
     prep.say(f"  dictionaries of {sizes} types: ready for fairseq-train")
     return manifest
+
+
+def _require_no_empty_line(path: Path) -> None:
+    for number, line in enumerate(_lines(path), start=1):
+        if not line:
+            raise SystemExit(f"{path}, line {number}, is empty: remove that line from both sides.")
 
 
 def _count(path: Path) -> int:

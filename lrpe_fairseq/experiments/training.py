@@ -34,6 +34,8 @@ PREPARE = {  # data folder -> what fills it
     "pydoc": "data-prep/pydoc/prepare.py",
     "wikitext-2-bpe": "data-prep/wikitext/prepare.py wikitext-2 --level bpe",
     "multi30k": "data-prep/multi30k/prepare.py",
+    "newstest": "data-prep/newstest/prepare.py",
+    "wmt14-en-de": "data-prep/wmt14-en-de/prepare.py",
     "wikitext-103-gpt2": "data-prep/wikitext/prepare.py wikitext-103 --level gpt2",
     "wikitext-103-word": "data-prep/wikitext/prepare.py wikitext-103 --level word",
 }

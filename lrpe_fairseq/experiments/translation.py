@@ -1,13 +1,14 @@
 """Translation runs: :class:`TrainingRun` scored by BLEU and chrF of detokenised text."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from sacrebleu.metrics import BLEU, CHRF
 
-from lrpe_fairseq.experiments import checkpoints
+from lrpe_fairseq.experiments import checkpoints, dictionaries
 from lrpe_fairseq.experiments.parallel import side
 from lrpe_fairseq.experiments.processes import Children
 from lrpe_fairseq.experiments.runs import Run
@@ -35,8 +36,9 @@ class Decoding:
 
     def sentence(self, signature: str) -> str:
         """The protocol, as a run file states it."""
+        model = f"mean of the last {self.average} checkpoints" if self.average > 1 else "one model"
         return (
-            f"fairseq-generate, mean of the last {self.average} checkpoints, beam {self.beam}, "
+            f"fairseq-generate, {model}, beam {self.beam}, "
             f"length penalty {self.length_penalty:g}, pieces joined by sentencepiece; sacrebleu on "
             f"the raw references, {signature}."
         )
@@ -63,14 +65,48 @@ class TranslationRun(TrainingRun):
         """BLEU and chrF of every split of ``evaluations``."""
         averaged = self.checkpoints / AVERAGED
         checkpoints.average(checkpoints.newest(self.checkpoints, self.decoding.average), averaged)
-        metrics: Run = {}
-        for split, protocol in self.evaluations:
-            log = self.folder / f"eval-{split}-{protocol}.log"
-            log.unlink(missing_ok=True)
-            command = generate_command(averaged, self.data, split, self.decoding)
-            run_child(children, command, log, devices, lock)
-            metrics.setdefault(split, {})[protocol], said = score(log, self.data, split)
-        return {"metrics": metrics, "protocol": {BEAM: self.decoding.sentence(said)}}
+        splits = [split for split, _ in self.evaluations]
+        generate = functools.partial(run_child, children, devices=devices, lock=lock)
+        return measure(averaged, self.data, splits, self.decoding, self.folder, generate)
+
+
+def measure(
+    checkpoint: Path,
+    data: Path,
+    splits: Sequence[str],
+    decoding: Decoding,
+    logs: Path,
+    generate: Callable[[list[str], Path], Any],
+) -> Run:
+    """``metrics`` and ``protocol`` of a checkpoint.
+
+    ``generate`` runs a command and puts what it prints into a log, which will lie in ``logs``.
+
+    Raises: RunFailed if the dictionaries are not the checkpoint's, fairseq-generate fails (a
+        source that is too long, say), or a sentence is missing.
+    """
+    require_dictionaries(checkpoint, data)
+    metrics: Run = {}
+    for split in splits:
+        log = logs / f"eval-{split}-{BEAM}.log"
+        log.unlink(missing_ok=True)
+        generate(generate_command(checkpoint, data, split, decoding), log)
+        metrics[split] = {}
+        metrics[split][BEAM], said = score(log, data, split)
+    return {"metrics": metrics, "protocol": {BEAM: decoding.sentence(said)}}
+
+
+def require_dictionaries(checkpoint: Path, data: Path) -> None:
+    """Raise RunFailed unless ``data`` has the dictionaries that the model was trained with."""
+    state = checkpoints.load(checkpoint)
+    languages = manifest(data).get("languages", [])
+    for part, language in zip(("encoder", "decoder"), languages, strict=False):
+        dictionary = data / "bin" / f"dict.{language}.txt"
+        if not dictionaries.agree(state, f"{part}.embed_tokens.weight", dictionary):
+            raise RunFailed(
+                f"{relative(dictionary)} is not the dictionary that {relative(checkpoint)} was "
+                "trained with: evaluate it on the data of its training"
+            )
 
 
 def generate_command(checkpoint: Path, data: Path, split: str, decoding: Decoding) -> list[str]:

@@ -16,8 +16,9 @@ from torch import Tensor
 from lrpe_fairseq.attention.linear import LinearState
 from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
 from lrpe_fairseq.encodings import ENCODINGS, build_encoding
-from lrpe_fairseq.experiments import checkpoints
+from lrpe_fairseq.experiments import checkpoints, eval_mt
 from lrpe_fairseq.experiments.processes import Children
+from lrpe_fairseq.experiments.runs import read_run
 from lrpe_fairseq.experiments.training import Devices, RunFailed
 from lrpe_fairseq.experiments.translation import AVERAGED, Decoding, TranslationRun, score, scores
 from tests.end_to_end.commands import PLUGIN, built, load, run, saved
@@ -271,6 +272,76 @@ def test_a_run_is_scored_on_the_raw_references_by_the_mean_of_its_last_checkpoin
     name = "encoder.layers.0.fc1.weight"
     mean = saved(work / "checkpoints" / AVERAGED)["model"][name]
     torch.testing.assert_close(mean, (halves[0][name] + halves[1][name]) / 2)
+
+
+@pytest.fixture
+def prepared(pairs: Path, tmp_path: Path) -> Path:
+    """What data-prep leaves, as far as evaluation reads it."""
+    data = tmp_path / "data"
+    shutil.copytree(pairs, data / "bin")
+    (data / "raw").mkdir()
+    shutil.copy(pairs.parent / "test.de", data / "raw" / "test.de")
+    manifest = {"languages": ["en", "de"], "texts": {"test": "raw/test"}}
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    return data
+
+
+def test_the_script_scores_a_checkpoint_or_the_mean_of_the_last(
+    trained: Trained, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = tmp_path / "trained"
+    shutil.copytree(trained.folder, folder)
+    given = [str(folder / "checkpoint_last.pt"), str(prepared / "bin"), "--splits", "test"]
+    out = ["--out", str(tmp_path / "run.json")]
+    assert eval_mt.main([*given, "--average", "2", "--beam", "2", *out]) == 0
+    found = read_run(tmp_path / "run.json")
+    assert "mean of the last 2 checkpoints, beam 2, length penalty 0.6" in found["protocol"]["beam"]
+    assert found["position_encoding"]["encoder"] == "lrpe-type3"
+    assert found["metrics"]["test"]["beam"]["sentences"] == 30
+    assert "test, beam: bleu" in capsys.readouterr().out
+    assert eval_mt.main([*given, "--average", "1"]) == 0
+    assert "one model, beam 4" in read_run(folder / "checkpoint_last.json")["protocol"]["beam"]
+
+
+def test_what_cannot_be_translated_gets_one_sentence_and_no_result(
+    trained: Trained, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    checkpoint, out = str(trained.folder / "checkpoint_best.pt"), tmp_path / "run.json"
+    options = ["--splits", "test", "--average", "1", "--out", str(out)]
+
+    def said(*given: str) -> str:
+        assert eval_mt.main([*given, *options]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("eval_mt: ")
+        assert error.count("\n") == 1
+        assert not out.exists()
+        return error
+
+    assert "nowhere is not there" in said(checkpoint, "nowhere")
+    assert "absent.pt is not there" in said(str(tmp_path / "absent.pt"), str(prepared))
+    words = (prepared / "bin" / "dict.de.txt").read_text()
+    (prepared / "bin" / "dict.de.txt").write_text("".join(reversed(words.splitlines(True))))
+    assert "dict.de.txt is not the dictionary" in said(checkpoint, str(prepared))
+    (prepared / "bin" / "dict.de.txt").write_text(words)
+    lines = (trained.folder / "long.en", trained.folder / "long.de")
+    symbol = words.split()[0].lower()
+    lines[0].write_text(f"{symbol} " * 1100 + "\n")
+    lines[1].write_text("X\n")
+    dictionaries = [
+        f"--{side}dict {prepared / 'bin' / f'dict.{language}.txt'}"
+        for side, language in (("src", "en"), ("tgt", "de"))
+    ]
+    run(
+        "fairseq_cli.preprocess",
+        "-s en -t de --workers 1",
+        f"--testpref {trained.folder / 'long'}",
+        *dictionaries,
+        "--destdir",
+        tmp_path / "long",
+    )
+    for path in (tmp_path / "long").glob("test*"):
+        shutil.copy(path, prepared / "bin")
+    assert "since max_positions=(1024, 1024)" in said(checkpoint, str(prepared))
 
 
 def test_a_sentence_that_was_not_translated_is_noticed(tmp_path: Path) -> None:

@@ -1,0 +1,220 @@
+"""Prepare WMT'14, English to German, for fairseq: obtain, verify, join, clean, tokenise, binarise.
+
+    python data-prep/wmt14-en-de/prepare.py --dest data/wmt14-en-de --workers 8
+
+See the README beside this file for sources, checksums, cleaning and counts.
+"""
+
+import contextlib
+import functools
+import re
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from lrpe_fairseq.experiments import corpus as prep
+from lrpe_fairseq.experiments import parallel
+
+LANGUAGES = ("en", "de")
+VOCAB_SIZE = 40_000
+TRAIN_LINES = 4_000_000  # of both languages, that sentencepiece is trained on
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A published archive. members: ours -> the name of the member, whatever its folder."""
+
+    url: str
+    checksum: str
+    members: Mapping[str, str]
+
+    @property
+    def file(self) -> str:
+        """Its name."""
+        return PurePosixPath(self.url).name
+
+
+def _both(ours: str, theirs: str) -> dict[str, str]:
+    return {f"{ours}.{language}": theirs.format(language) for language in LANGUAGES}
+
+
+ARCHIVES = (
+    Archive(
+        "http://www.statmt.org/wmt13/training-parallel-europarl-v7.tgz",
+        "0224c7c710c8a063dfd893b0cc0830202d61f4c75c17eb8e31836103d27d96e7",
+        _both("europarl-v7", "europarl-v7.de-en.{}"),
+    ),
+    Archive(
+        "http://www.statmt.org/wmt13/training-parallel-commoncrawl.tgz",
+        "c7a74e2ea01ac6c920123108627e35278d4ccb5701e15428ffa34de86fa3a9e5",
+        _both("commoncrawl", "commoncrawl.de-en.{}"),
+    ),
+    Archive(
+        "http://www.statmt.org/wmt14/training-parallel-nc-v9.tgz",
+        "cb8953f292298e6877ae433c98912b927cb0766b303f4540512ddd286c748485",
+        _both("news-commentary-v9", "news-commentary-v9.de-en.{}"),
+    ),
+    Archive(
+        "http://data.statmt.org/wmt19/translation-task/dev.tgz",
+        "7a7deccf82ebb05ba508dba5eb21356492224e8f630ec4f992132b029b4b25e7",
+        {
+            "newstest2013.en": "newstest2013-src.en.sgm",
+            "newstest2013.de": "newstest2013-ref.de.sgm",
+        },
+    ),
+    Archive(
+        "https://www.statmt.org/wmt14/test-full.tgz",
+        "a8cd784e006feb32ac6f3d9ec7eb389a",
+        {
+            "newstest2014.en": "newstest2014-deen-src.en.sgm",
+            "newstest2014.de": "newstest2014-deen-ref.de.sgm",
+        },
+    ),
+)
+TRAIN = ("europarl-v7", "commoncrawl", "news-commentary-v9")
+HELD_OUT = {"valid": ("newstest2013", 3_000), "test": ("newstest2014", 3_003)}
+
+
+# ---------------------------------------------------------------------------------------- obtain
+
+
+def obtain(raw: Path, from_dir: Path | None, archives: Sequence[Archive] = ARCHIVES) -> None:
+    """Every text in both languages under ``raw``: from plain files, or from the archives.
+
+    Raises: SystemExit if something is absent, truncated or another version.
+    """
+    for archive in archives:
+        missing = [ours for ours in archive.members if not (raw / ours).is_file()]
+        if from_dir is not None:
+            missing = [ours for ours in missing if not _take_plain(ours, raw, from_dir)]
+        if missing:
+            packed = prep.obtain(archive.file, [archive.url], archive.checksum, raw, from_dir)
+            _unpack(packed, {ours: archive.members[ours] for ours in missing}, raw)
+            packed.unlink()
+
+
+def _take_plain(ours: str, raw: Path, from_dir: Path) -> bool:
+    source = from_dir / ours
+    if source.is_file():
+        prep.copy_whole(lambda: source.open("rb"), raw / ours)
+    return source.is_file()
+
+
+def _unpack(packed: Path, members: Mapping[str, str], raw: Path) -> None:
+    with tarfile.open(packed) as archive:
+        found = {PurePosixPath(member.name).name: member for member in archive}
+        for ours, theirs in members.items():
+            if theirs not in found:
+                raise SystemExit(f"{packed} holds no {theirs}: fetch it again.")
+            prep.copy_whole(lambda member=found[theirs]: _member(archive, member), raw / ours)
+
+
+@contextlib.contextmanager
+def _member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> Iterator[IO[bytes]]:
+    """A member as plain text: of SGML, its segments, one a line."""
+    with archive.extractfile(member) as stream:
+        yield Segments(stream) if member.name.endswith(".sgm") else stream
+
+
+class Segments:
+    """The segments of an SGML file as a stream of lines; entities stay, as in sacrebleu."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        """Read the whole file, which is a test set."""
+        text = stream.read().decode("utf-8")
+        found = re.findall(r"<seg[^>]*>(.*?)</seg>", text, flags=re.DOTALL)
+        self._rest = "".join(f"{' '.join(segment.split())}\n" for segment in found).encode()
+
+    def read(self, size: int = -1) -> bytes:
+        """The next bytes."""
+        size = len(self._rest) if size < 0 else size
+        block, self._rest = self._rest[:size], self._rest[size:]
+        return block
+
+
+# --------------------------------------------------------------------------------------- prepare
+
+
+def join(raw: Path, target: Path, stride: int = 1) -> None:
+    """All training texts, one after the other, every ``stride``-th line."""
+    for language in LANGUAGES:
+        with prep.written_whole(parallel.side(target, language)) as out:
+            for name in TRAIN:
+                for number, line in enumerate(prep.read_lines(raw / f"{name}.{language}")):
+                    if number % stride == 0:
+                        out.write(f"{line}\n")
+
+
+def prepare(
+    dest: Path,
+    *,
+    vocab_size: int = VOCAB_SIZE,
+    from_dir: Path | None = None,
+    workers: int = 1,
+    archives: Sequence[Archive] = ARCHIVES,
+    held_out: Mapping[str, tuple[str, int]] = HELD_OUT,
+) -> dict:
+    """Bring ``dest`` to completion and return its manifest; finished steps are not repeated."""
+    prep.say(f"WMT'14, English to German -> {dest}")
+    steps, raw, text = prep.Steps(dest, "wmt14-en-de", "bpe"), dest / "raw", dest / "text"
+    obtain(raw, from_dir, archives)
+    counts = _require_counts(raw, held_out)
+    train = _run_join(steps, "join", raw, text / "joined" / "train")
+    lines = len(LANGUAGES) * sum(counts[name] for name in TRAIN)
+    stride = -(-lines // TRAIN_LINES)
+    sample = _run_join(steps, "sample", raw, text / "sample" / "train", stride)
+    tokenizer = parallel.run_sentencepiece(steps, sample, LANGUAGES, vocab_size)
+    texts = {"train": _run_clean(steps, train, text / "clean" / "train", tokenizer, workers)}
+    texts |= {split: raw / name for split, (name, _) in held_out.items()}
+    parallel.run_pieces(steps, texts, LANGUAGES, tokenizer, workers)
+
+    def results() -> dict:
+        found = parallel.count(dest, texts, LANGUAGES)
+        kept = found["splits"]["train"]["pairs"]
+        return {**found, "sources": counts, "joined": sum(map(counts.get, TRAIN)), "clean": kept}
+
+    manifest = parallel.report(steps.finish(results))
+    prep.say(f"  train: {manifest['clean']:,} of {manifest['joined']:,} pairs are clean")
+    return manifest
+
+
+def _require_counts(raw: Path, held_out: Mapping[str, tuple[str, int]]) -> dict[str, int]:
+    names = [*TRAIN, *(name for name, _ in held_out.values())]
+    counts = parallel.require_pairs({name: raw / name for name in names}, LANGUAGES)
+    for name, official in held_out.values():
+        if counts[name] != official:
+            raise SystemExit(
+                f"{raw / name} has {counts[name]:,} pairs, not {official:,}: fetch it again."
+            )
+    return counts
+
+
+def _run_join(steps: prep.Steps, step: str, raw: Path, target: Path, stride: int = 1) -> Path:
+    files = [f"{name}.{language}" for name in TRAIN for language in LANGUAGES]
+    reads = {**{file: raw / file for file in files}, "stride": stride}
+    writes = [parallel.side(target, language) for language in LANGUAGES]
+    steps.run(step, reads, writes, lambda: join(raw, target, stride))
+    return target
+
+
+def _run_clean(
+    steps: prep.Steps, train: Path, target: Path, tokenizer: prep.Tokenizer, workers: int
+) -> Path:
+    reads = {f"train {language}": parallel.side(train, language) for language in LANGUAGES}
+    reads |= {file.name: file for file in tokenizer.files}
+    writes = [parallel.side(target, language) for language in LANGUAGES]
+    make = functools.partial(parallel.clean, train, target, LANGUAGES, tokenizer, threads=workers)
+    steps.run("clean", reads, writes, make)
+    return target
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the command line and prepare the corpus."""
+    args = parallel.arguments(__doc__, argv, VOCAB_SIZE)
+    prepare(args.dest, vocab_size=args.vocab_size, from_dir=args.from_dir, workers=args.workers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Translates and scores with a checkpoint, or with the mean of the last ones beside it, and writes a
+# run file: detokenised sacrebleu and chrF with their signature, and how it was decoded.
+#
+#   scripts/eval_mt.sh <checkpoint> <data> [--splits valid test] [--average N] [--beam N]
+#                      [--lenpen X] [--out FILE.json]
+#
+#   scripts/eval_mt.sh runs/multi30k/checkpoints/checkpoint_last.pt data/multi30k --average 5
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=.venv/bin/python
+[ -x "$python" ] || python=python3
+exec "$python" -m lrpe_fairseq.experiments.eval_mt "$@"
