@@ -1,6 +1,6 @@
-"""Causal linear attention against the naive form and torch's SDPA, forward and backward."""
+"""Linear attention against the naive form and SDPA, forward and backward, causal and not."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from lrpe_fairseq.attention.linear import linear_attention, linear_attention_nai
 
 HEADS, WIDTH = 8, 64
 LENGTHS = (512, 8192)
+BIDIRECTIONAL_LENGTHS = (128, 512, 2048, 8192)
 FLAT_TOKENS = 16384
 
 
@@ -35,6 +36,23 @@ def measure(device: str, dtype: torch.dtype, rounds: int) -> list[dict]:
     return rows
 
 
+def measure_bidirectional(
+    device: str, dtype: torch.dtype, rounds: int, lengths: Sequence[int] = BIDIRECTIONAL_LENGTHS
+) -> list[dict]:
+    """Rows as of :func:`measure`, of attention to all tokens, as in RoBERTa; by length."""
+    rows = []
+    for length in lengths:
+        tokens = max(4096, length)
+        forms = {"linear": bidirectional, "sdpa": F.scaled_dot_product_attention}
+        timings = contest(
+            {name: step(form, length, tokens, device, dtype) for name, form in forms.items()},
+            rounds=rounds if length < 4096 else max(3, rounds // 2),
+            settle=1,
+        )
+        rows += [row(length, tokens, name, timings, "linear") for name in timings]
+    return rows
+
+
 def measure_flatness(device: str, dtype: torch.dtype, rounds: int) -> list[dict]:
     """Cost per token at growing length with the same number of tokens in every batch."""
     lengths = [512, 2048, FLAT_TOKENS]
@@ -49,17 +67,23 @@ def measure_flatness(device: str, dtype: torch.dtype, rounds: int) -> list[dict]
 def check() -> None:
     """Raise AssertionError unless the contestants agree (a speed-up of something else is none)."""
     inputs = [torch.rand(1, 2, 300, 16, dtype=torch.float64).requires_grad_() for _ in range(3)]
-    results = []
-    for form in (linear_attention, linear_attention_naive):
-        out = form(*inputs, causal=True)
-        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
-    for fast, slow in zip(*results, strict=True):
-        torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-9)
+    for causal in (True, False):
+        results = []
+        for form in (linear_attention, linear_attention_naive):
+            out = form(*inputs, causal=causal)
+            results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+        for fast, slow in zip(*results, strict=True):
+            torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-9)
 
 
 def chunked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Our causal linear attention."""
     return linear_attention(q, k, v, causal=True)
+
+
+def bidirectional(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Our linear attention to all tokens."""
+    return linear_attention(q, k, v, causal=False)
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

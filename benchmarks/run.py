@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import attention, training
+from benchmarks import attention, decoding, training
 from lrpe_fairseq.experiments.runs import environment
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "bench"
@@ -28,6 +28,13 @@ def main() -> None:
     show(figures["attention"], "speed_up", "chunked is faster by")
     figures["flatness"] = attention.measure_flatness(options.device, dtype, options.rounds)
     show(figures["flatness"], "speed_up", "cost per token over that at 512")
+    figures["bidirectional"] = attention.measure_bidirectional(
+        options.device, dtype, options.rounds
+    )
+    show(figures["bidirectional"], "speed_up", "bidirectional linear is faster by")
+    figures["decoding"] = decoding.measure(options.device, options.rounds)
+    show(figures["decoding"], "speed_up", "the linear decoder is faster by")
+    show_states(figures["decoding"])
     figures["training"] = []
     for kind in () if options.no_training else ("linear", "softmax"):
         rows = training.measure(kind, options.device, options.tokens, options.rounds)
@@ -56,6 +63,14 @@ def show(rows: list[dict], ratio: str, meaning: str) -> None:
             f"{row[label[0]]:>9}  {row[label[1]]:<18}{row['seconds'] * 1e3:>10.1f}"
             f"{row['spread']:>9.0%}{row['tokens_per_second']:>11.0f}  {row[ratio]:.2f}"
         )
+    print(flush=True)
+
+
+def show_states(rows: list[dict]) -> None:
+    """Print what the self-attention states of decoding weigh."""
+    print(f"{'length':>9}  {'decoder':<18}{'state MB':>10}")
+    for row in rows:
+        print(f"{row['length']:>9}  {row['contestant']:<18}{row['state_mb']:>10.2f}")
     print(flush=True)
 
 

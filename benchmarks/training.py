@@ -48,9 +48,7 @@ def step(name: str, attention_type: str, device: str, tokens: int) -> Callable[[
 
 def build_model(name: str, attention_type: str) -> LRPELanguageModel:
     """``lrpe_lm`` with the given attention on a made-up dictionary."""
-    dictionary = Dictionary()
-    for index in range(VOCABULARY - len(dictionary)):
-        dictionary.add_symbol(str(index))
+    dictionary = dictionary_of(VOCABULARY)
     cfg = LRPELanguageModelConfig(
         attention_type=attention_type,
         position_encoding=name,
@@ -62,6 +60,14 @@ def build_model(name: str, attention_type: str) -> LRPELanguageModel:
     task = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
     torch.manual_seed(0)
     return LRPELanguageModel.build_model(cfg, task)
+
+
+def dictionary_of(size: int) -> Dictionary:
+    """A dictionary of ``size`` symbols."""
+    dictionary = Dictionary()
+    for index in range(size - len(dictionary)):
+        dictionary.add_symbol(str(index))
+    return dictionary
 
 
 def _row(attention_type: str, name: str, tokens: int, timings: dict[str, Timing]) -> dict:

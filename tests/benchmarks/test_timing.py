@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import attention, timing
+from benchmarks import attention, decoding, timing
 from benchmarks.timing import Timing, contest
 
 
@@ -49,3 +49,19 @@ def test_a_row_states_the_speed_up_over_the_contestant(monkeypatch):
 def test_every_contestant_makes_a_step():
     for form in (attention.chunked, attention.naive, attention.sdpa):
         attention.step(form, 8, 16, "cpu", torch.float32)()
+
+
+def test_bidirectional_rows_compare_with_sdpa_at_every_length():
+    rows = attention.measure_bidirectional("cpu", torch.float32, rounds=1, lengths=(16, 32))
+    assert [(r["length"], r["contestant"]) for r in rows] == [
+        (n, name) for n in (16, 32) for name in ("linear", "sdpa")
+    ]
+    assert all(r["speed_up"] == 1.0 for r in rows if r["contestant"] == "linear")
+
+
+def test_the_state_of_a_linear_decoder_does_not_grow_and_that_of_a_softmax_one_does():
+    rows = decoding.measure("cpu", rounds=1, lengths=(4, 40))
+    sizes = {(r["contestant"], r["length"]): r["state_mb"] for r in rows}
+    assert sizes["linear", 4] == sizes["linear", 40] > 0
+    assert sizes["softmax", 40] == pytest.approx(10 * sizes["softmax", 4], rel=0.01)
+    assert sizes["softmax", 4] == pytest.approx(6 * 2 * 4 * 4 * 512 * 4 / 1e6, rel=0.01)
