@@ -23,7 +23,7 @@ setup(
         "tensorboard",
     ],
     extras_require={
-        "test": ["pytest", "pytest-timeout", "ruff"],
+        "test": ["pytest", "pytest-timeout", "ruff", "triton; sys_platform == 'linux'"],
         "plots": ["matplotlib"],
     },
 )

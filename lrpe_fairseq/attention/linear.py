@@ -6,7 +6,11 @@ the same arguments and give the same result; the naive one is the reference of t
 Axes: B batch, H heads, T query time, S key time, D key width, E value width.
 """
 
+import importlib.util
 import math
+import os
+from functools import lru_cache, partial
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -85,11 +89,14 @@ def linear_attention(
         wider. A query that sees no key gets zeros.
     Raises: ValueError for an unknown normalizer or arguments that do not fit together.
     """
-    dtype = v.dtype
-    q, k, v, content = _prepare(q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
+    dtype, fast = v.dtype, kernels() if causal else None
+    fast = fast if fast is not None and fast.serves(q, v) else None
+    given = (q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
+    q, k, v, content = _prepare(*given, widen=fast is None)
     if causal:
         wanted = "normalized" if normalizer == "rotated" else "numerator"
-        out, denominator = _chunked(q, k, v, wanted, log_decay)[0], None
+        sums = _chunked if fast is None else partial(fast.causal_sums, eps=EPS)
+        out, denominator = sums(q, k, v, wanted, log_decay)[0], None
     else:
         out, denominator = _full_sums(q, k, v, normalizer == "rotated")
     if content is not None:
@@ -135,6 +142,19 @@ def linear_attention_block(
     return out, LinearState(kv, after)
 
 
+@lru_cache(maxsize=1)
+def kernels() -> ModuleType | None:
+    """``attention.fused`` where there are a GPU, Triton and the wish, else None.
+
+    The wish is the environment variable LRPE_FAIRSEQ_KERNELS=1: the kernels are proved in Triton's
+    interpreter and have not been run on a GPU yet.
+    """
+    wished = os.environ.get("LRPE_FAIRSEQ_KERNELS") == "1"
+    if not wished or not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("lrpe_fairseq.attention.fused")
+
+
 def reorder_state(state: LinearState, new_order: Tensor) -> LinearState:
     """The state of beams ``new_order`` (B',), int64 indices into the batch."""
     return LinearState(*(part.index_select(0, new_order) for part in state))
@@ -152,8 +172,12 @@ def _prepare(
     normalizer: str,
     content: tuple[Tensor, Tensor] | None,
     log_decay: Tensor | None,
+    widen: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """Check, widen to at least float32, and drop padded keys; content only where it is used."""
+    """Check, widen to at least float32, and drop padded keys; content only where it is used.
+
+    Without ``widen`` q, k and v keep their type: what follows sums in float32 by itself.
+    """
     if normalizer not in NORMALIZERS:
         raise ValueError(f"unknown normalizer {normalizer!r}; choose one of {NORMALIZERS}")
     if normalizer == "content" and content is None:
@@ -163,12 +187,13 @@ def _prepare(
     if log_decay is not None and not causal:
         raise ValueError("a decay is defined for causal attention only: t > s would grow")
     wide = torch.promote_types(v.dtype, torch.float32)
-    keys = [k.to(wide), v.to(wide)] + ([content[1].to(wide)] if normalizer == "content" else [])
+    own = wide if widen else v.dtype
+    keys = [k.to(own), v.to(own)] + ([content[1].to(wide)] if normalizer == "content" else [])
     if key_padding_mask is not None:
         dead = key_padding_mask.bool()[:, None, :, None]
         keys = [x.masked_fill(dead, 0.0) for x in keys]
     used = (content[0].to(wide), keys[2]) if normalizer == "content" else None
-    return q.to(wide), keys[0], keys[1], used
+    return q.to(own), keys[0], keys[1], used
 
 
 def _divide(numerator: Tensor, denominator: Tensor | None) -> Tensor:
