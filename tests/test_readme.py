@@ -9,8 +9,9 @@ import pytest
 
 from lrpe_fairseq.encodings import ENCODINGS
 from lrpe_fairseq.encodings.fidelity import DEPARTURES
-from lrpe_fairseq.experiments import readme
+from lrpe_fairseq.experiments import cost, readme
 from lrpe_fairseq.experiments.readme import README, between, encodings_table, quickstart, render
+from lrpe_fairseq.experiments.runs import read_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -88,3 +89,22 @@ def test_every_departure_has_its_row_on_the_page():
     page = (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8")
     rows = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
     assert rows == set(DEPARTURES)
+
+
+def test_the_cost_page_is_that_of_the_configurations_and_run_files():
+    page = cost.PAGE.read_text(encoding="utf-8")
+    runs = read_runs(ROOT / "results" / "runs")
+    assert cost.paper_table(runs) in page, "run python -m lrpe_fairseq.experiments.cost"
+
+
+def test_the_cost_of_a_table_is_trainings_times_updates_times_tokens():
+    runs = {
+        "x": {"experiment": "table2", "scale": "paper", "tokens_per_second": 1e6},
+        "y": {"experiment": "table2", "scale": "small", "tokens_per_second": 1.0},
+    }
+    row = next(line for line in cost.paper_table(runs).splitlines() if line.startswith("| table2"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[1:3] == ["26", "50,000 x 65,536"]
+    assert cells[3] == f"{26 * 50_000 * 65_536 / 1e9:.1f} G"
+    assert cells[4:] == ["1,000,000", f"{26 * 50_000 * 65_536 / 1e6 / 3600:.0f}"]
+    assert "not measured | not measured" in cost.paper_table({})

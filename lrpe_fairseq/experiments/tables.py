@@ -320,6 +320,9 @@ def _provenance(table: Table, group: Group) -> str:
         ])  # fmt: skip
     text = _markdown(["row", "runs", "commit", "hardware", "how to run these cells"], rows)
     named = [f"- [{index}] {machine}" for index, machine in enumerate(machines, 1)]
+    if group.runs:
+        hours = sum(run["wall_seconds"] for run in group.runs.values()) / 3600
+        named.append(f"- {len(group.runs)} trainings, {hours:.1f} hours one after the other")
     return "\n".join([text, *named, ""] if named else [text])
 
 
