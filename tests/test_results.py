@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lrpe_fairseq.experiments import cells, tables
+from lrpe_fairseq.experiments import cells, run_table, tables
 from lrpe_fairseq.experiments.curves import mean_curve, validation_curves
 from lrpe_fairseq.experiments.layout import load_table, load_tables
 from lrpe_fairseq.experiments.runs import (
@@ -419,14 +419,27 @@ def test_a_relative_column_divides_by_the_mean_of_the_baseline_row(root):
     assert scores(root, "RoPE", "speed") == {1: 0.5}
 
 
-def test_encoder_decoder_rows_want_the_stated_decoder(root):
-    edit_table(root, "baseline:", "decoder: {encoding: none, attention: softmax}\nbaseline:")
-    attention = {"encoder": "linear", "decoder": "softmax"}
-    for name, seed, decoder in [("a", 1, "none"), ("b", 2, "rope")]:
-        encoding = {"encoder": "rope", "decoder": decoder}
+@pytest.mark.parametrize(("side", "other"), [("decoder", "encoder"), ("encoder", "decoder")])
+def test_rows_of_encoder_decoder_models_want_the_fixed_half_as_stated(root, side, other):
+    fixed = f"fixed: {{side: {side}, encoding: none, attention: softmax}}"
+    edit_table(root, "baseline:", f"{fixed}\nbaseline:")
+    attention = {other: "linear", side: "softmax"}
+    for name, seed, stated in [("a", 1, "none"), ("b", 2, "rope")]:
+        encoding = {other: "rope", side: stated}
         save(root, name, seed=seed, attention_type=attention, position_encoding=encoding)
     save(root, "c", seed=3, position_encoding="rope")
     assert set(scores(root, "RoPE", "valid")) == {1}
+
+
+def test_the_runs_of_a_table_change_the_half_that_is_not_fixed():
+    for name, own, fixed in [("table4", "encoder", "decoder"), ("decoders", "decoder", "encoder")]:
+        table = load_table(ROOT / "configs" / "tables" / f"{name}.yaml")
+        for run in run_table.runs(table, "small", [1]):
+            chosen = run.encoding_choices()
+            assert chosen[f"model.{own}.position_encoding"] == run.position_encoding
+            assert chosen[f"model.{own}.attention_type"] == run.attention_type
+            assert chosen[f"model.{fixed}.position_encoding"] == "none"
+            assert chosen[f"model.{fixed}.attention_type"] == "softmax"
 
 
 WRONG_TABLES = {
@@ -438,6 +451,7 @@ WRONG_TABLES = {
     "no such baseline": ("baseline: Base", "baseline: Bass", "has no 'Bass'"),
     "an unknown attention": ("[softmax]", "[vanilla]", "row T5 needs attention types"),
     "a split without protocol": ("protocol: blocks, ", "", "split and protocol together"),
+    "half a fixed half": ("baseline:", "fixed: {side: decoder}\nbaseline:", "fixed needs side"),
     "a number in a note": ("curves:", "notes: {small: it is 5.5}\ncurves:", "states 5.5 itself"),
 }
 

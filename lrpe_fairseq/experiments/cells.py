@@ -53,8 +53,8 @@ def fills(table: Table, row: Row, column: Column, run: Run) -> bool:
     return (
         run["experiment"] in table.experiments
         and column.attention in row.attention
-        and run["position_encoding"] == _sides(row.encoding, table.decoder.get("encoding"))
-        and run["attention_type"] == _sides(column.attention, table.decoder.get("attention"))
+        and run["position_encoding"] == _sides(row.encoding, "encoding", table.fixed)
+        and run["attention_type"] == _sides(column.attention, "attention", table.fixed)
         and column.dataset in ("", run["dataset"])
         and _options_agree(table, row, column, run)
     )
@@ -144,8 +144,10 @@ def _scale_order(table: Table, scale: str, dataset: str) -> tuple[int, str, str]
     return (order.index(scale) if scale in order else len(order), scale, dataset)
 
 
-def _sides(own: str, decoder: str | None) -> str | dict[str, str]:
-    return own if decoder is None else {"encoder": own, "decoder": decoder}
+def _sides(own: str, what: str, fixed: dict[str, str]) -> str | dict[str, str]:
+    """As a run file names it: by itself, or for encoder and decoder."""
+    sides = dict.fromkeys(("encoder", "decoder"), own)
+    return {**sides, fixed["side"]: fixed[what]} if fixed else own
 
 
 def _options_agree(table: Table, row: Row, column: Column, run: Run) -> bool:

@@ -71,11 +71,12 @@ class Table:
     experiments: folders under results/runs; new runs go to the first, cells are filled from all.
     scales: scale -> training configuration, in order of display. options: the options that tell
     cells apart, each with its usual value. same: options that all runs of one scale must share.
-    decoder: ``encoding`` and ``attention`` of the decoder, for encoder-decoder models (rows and
-    columns then speak of the encoder). pretrained: the table whose runs of seed 1 are fine-tuned.
-    rates: scale -> learning rates to try with every cell; a scale without any uses its
-    configuration's. curves: labels of the rows in the figure of validation
-    curves. notes: scale -> text; it states numbers as ``[[row label | column key]]`` only.
+    fixed: ``side`` (encoder or decoder), ``encoding`` and ``attention`` of the half that all cells
+    share, for encoder-decoder models (rows and columns speak of the other half). pretrained: the
+    table whose runs of seed 1 are fine-tuned. rates: scale -> learning rates to try with every
+    cell; a scale without any uses its configuration's. curves: labels of the rows in the figure of
+    validation curves. notes: scale -> text; it states numbers as ``[[row label | column key]]``
+    only.
     """
 
     name: str
@@ -89,7 +90,7 @@ class Table:
     rows: list[Row]
     options: Options = field(default_factory=dict)
     same: list[str] = field(default_factory=list)
-    decoder: dict[str, str] = field(default_factory=dict)
+    fixed: dict[str, str] = field(default_factory=dict)
     pretrained: str = ""
     rates: dict[str, list[float]] = field(default_factory=dict)
     curves: list[str] = field(default_factory=list)
@@ -158,6 +159,8 @@ def _check(table: Table) -> None:
         _check_row(table, row)
     for column in table.columns:
         _check_column(table, column)
+    if table.fixed and set(table.fixed) != {"side", "encoding", "attention"}:
+        raise ValueError("fixed needs side, encoding and attention, and nothing else")
     for text in table.notes.values():
         _check_note(table, text)
 

@@ -32,13 +32,14 @@ from lrpe_fairseq.experiments.training import (
     TrainingRun,
     prepare_data,
 )
-from lrpe_fairseq.experiments.translation import TranslationRun
+from lrpe_fairseq.experiments.translation import Half, TranslationRun
 
 OPTION_KEYS = {  # an option of a table -> fairseq's configuration
     "attention-normalizer": "model.attention_normalizer",
     "fidelity": "model.fidelity",
     "encoder-attention-normalizer": "model.encoder.attention_normalizer",
     "encoder-fidelity": "model.encoder.fidelity",
+    "decoder-attention-normalizer": "model.decoder.attention_normalizer",
     "clip-norm": "optimization.clip_norm",
     "task": "task._name",
     "memory-length": "model.memory_length",
@@ -255,6 +256,7 @@ def _task(config: Path) -> str:
 
 def _run(home: Table, cell: Cell, scale: str, config: Path, seed: int) -> list[TrainingRun]:
     name = f"{scale}-{cell.name}-seed{seed}"
+    sides = {"fixed": Half(**home.fixed)} if home.fixed else {}
     run = KINDS[_task(config)](
         experiment=home.name,
         label=cell.label,
@@ -268,6 +270,7 @@ def _run(home: Table, cell: Cell, scale: str, config: Path, seed: int) -> list[T
         result=ROOT / "results" / "runs" / home.name / f"{name}.json",
         overrides=tuple(f"{_key(option)}={_text(value)}" for option, value in cell.changed),
         evaluations=_shown(home),
+        **sides,
     )
     return [run]
 

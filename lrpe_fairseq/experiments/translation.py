@@ -45,20 +45,38 @@ class Decoding:
 
 
 @dataclass(frozen=True)
+class Half:
+    """One half of an encoder-decoder model: its attention and encoding."""
+
+    side: str
+    attention: str
+    encoding: str
+
+
+@dataclass(frozen=True)
 class TranslationRun(TrainingRun):
-    """One encoder-decoder model; ``attention_type`` and ``position_encoding`` are the encoder's."""
+    """One encoder-decoder model.
+
+    ``attention_type`` and ``position_encoding`` are those of the half that is not ``fixed``.
+    """
 
     family: ClassVar[str] = "translation"
     evaluations: tuple[tuple[str, str], ...] = (("valid", BEAM), ("test", BEAM))
     decoding: Decoding = Decoding()
+    fixed: Half = Half("decoder", "softmax", "none")
 
     def encoding_choices(self) -> dict[str, str]:
-        """The encoder's attention and encoding; the decoder stays as the YAML has it."""
+        """Attention and encoding of both halves."""
+        side = "encoder" if self.fixed.side == "decoder" else "decoder"
+        own = Half(side, self.attention_type, self.position_encoding)
         return {
-            "model.encoder.attention_type": self.attention_type,
-            "model.encoder.position_encoding": self.position_encoding,
-            "model.encoder.encoding_seed": str(self.seed),
-            "model.decoder.encoding_seed": str(self.seed),
+            f"model.{half.side}.{option}": value
+            for half in (own, self.fixed)
+            for option, value in (
+                ("attention_type", half.attention),
+                ("position_encoding", half.encoding),
+                ("encoding_seed", str(self.seed)),
+            )
         }
 
     def measure(self, children: Children, devices: Devices, lock: int) -> Run:
