@@ -12,26 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lrpe_fairseq.attention import linear, softmax
 from lrpe_fairseq.attention.linear import (
     NORMALIZERS,
     LinearState,
     linear_attention,
     linear_attention_block,
 )
-from lrpe_fairseq.attention.softmax import softmax_attention, softmax_attention_naive
+from lrpe_fairseq.attention.softmax import (
+    SoftmaxState,
+    softmax_attention,
+    softmax_attention_naive,
+)
 from lrpe_fairseq.encodings import EncodingOptions, ScoreEncoding, build_encoding
 from lrpe_fairseq.encodings.base import PositionCache
 
 ATTENTION_TYPES = ("linear", "softmax")
-
-
-class SoftmaxState(NamedTuple):
-    """What causal softmax attention remembers: every key, encoded where that is possible."""
-
-    keys: Tensor  # B H S D
-    values: Tensor  # B H S E
-    positions: Tensor  # B S
-    padding: Tensor  # B S, true where a key is padding
 
 
 class AttentionState(NamedTuple):
@@ -275,7 +271,7 @@ class MultiheadAttention(nn.Module):
             q, positions = q[:, :, first:], _counted(x.shape[1], x.device, first)
         if keep_state:
             past = _extend(state and state.past, k, v, positions, padding)
-            k, v, k_positions, padding = past
+            k, v, k_positions, padding = past.parts
             padding = padding if padding.any() else None
         options = {
             "causal": self.causal,
@@ -342,7 +338,8 @@ def _next_position(
 
 def reorder_attention_state(state: AttentionState, new_order: Tensor) -> AttentionState:
     """The state of rows ``new_order`` (B',), int64 indices into the batch."""
-    past = type(state.past)(*(part.index_select(0, new_order) for part in state.past))
+    form = linear if isinstance(state.past, LinearState) else softmax
+    past = form.reorder_state(state.past, new_order)
     return AttentionState(past, state.next_position.index_select(0, new_order))
 
 
@@ -353,10 +350,7 @@ def _extend(
     if padding is None:
         padding = torch.zeros(batch, length, dtype=torch.bool, device=k.device)
     new = SoftmaxState(k, v, positions.expand(batch, length), padding.bool())
-    if past is None:
-        return new
-    axes = (2, 2, 1, 1)
-    return SoftmaxState(*(torch.cat(p, axis) for *p, axis in zip(past, new, axes, strict=True)))
+    return softmax.extend_state(past, new)
 
 
 def score_decay(log_decay: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:

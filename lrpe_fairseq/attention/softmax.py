@@ -1,15 +1,97 @@
-"""Softmax attention through torch's scaled_dot_product_attention, and its naive reference.
+"""Softmax attention through torch's scaled_dot_product_attention, its naive reference, its state.
 
 Axes: B batch, H heads, T query time, S key time, D key width, E value width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 Rescore = Callable[[Tensor], Tensor]
+
+
+class Room:
+    """Buffers with room for tokens to come, each (B, ., tokens, .) with its tokens on ``AXES``.
+
+    ``used`` tokens of them belong to the newest state; only that one may be continued in place.
+    """
+
+    AXES = (2, 2, 1, 1)
+
+    def __init__(self, parts: Iterable[Tensor], tokens: int) -> None:
+        """Room for ``tokens`` tokens like ``parts``, with nothing in it."""
+        self.buffers = []
+        for part, axis in zip(parts, self.AXES, strict=True):
+            shape = list(part.shape)
+            shape[axis] = tokens
+            self.buffers.append(part.new_empty(shape))
+        self.tokens, self.used = tokens, 0
+
+    def at(self, first: int, last: int) -> tuple[Tensor, ...]:
+        """Views of tokens ``first`` to ``last`` (exclusive) of every buffer."""
+        pairs = zip(self.buffers, self.AXES, strict=True)
+        return tuple(buffer.narrow(axis, first, last - first) for buffer, axis in pairs)
+
+    def append(self, parts: Iterable[Tensor], tokens: int) -> tuple[Tensor, ...]:
+        """Write ``tokens`` tokens after the used ones; views of all of them."""
+        for place, part in zip(self.at(self.used, self.used + tokens), parts, strict=True):
+            place.copy_(part)
+        self.used += tokens
+        return self.at(0, self.used)
+
+
+class SoftmaxState(NamedTuple):
+    """What causal softmax attention remembers: every key, encoded where that is possible.
+
+    The tensors may be views of ``room``, in which the next tokens are written; see
+    :func:`extend_state`.
+    """
+
+    keys: Tensor  # B H S D
+    values: Tensor  # B H S E
+    positions: Tensor  # B S
+    padding: Tensor  # B S, true where a key is padding
+    room: Room | None = None
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The tensors alone."""
+        return self[:4]
+
+
+def extend_state(past: SoftmaxState | None, new: SoftmaxState) -> SoftmaxState:
+    """The state after the tokens of ``new``; ``past`` stays as it is.
+
+    Without gradients the tokens are written into room kept for them, which is doubled when it is
+    full: a token costs O(1) copies on average, not O(S). With gradients all is copied.
+    """
+    if past is None:
+        return new
+    if torch.is_grad_enabled():
+        pairs = zip(past.parts, new.parts, strict=True)
+        return SoftmaxState(*map(torch.cat, pairs, Room.AXES))
+    seen, more = past.keys.shape[2], new.keys.shape[2]
+    room = past.room
+    if room is None or room.used != seen or room.tokens < seen + more:
+        room = Room(past.parts, 2 * (seen + more))
+        room.append(past.parts, seen)
+    return SoftmaxState(*room.append(new.parts, more), room)
+
+
+def reorder_state(state: SoftmaxState, new_order: Tensor) -> SoftmaxState:
+    """The state of beams ``new_order`` (B',), int64 indices into the batch; keeps as much room."""
+    if state.room is None:
+        return SoftmaxState(*(part.index_select(0, new_order) for part in state.parts))
+    seen = state.keys.shape[2]
+    first = (part[:1].expand(len(new_order), *part.shape[1:]) for part in state.parts)
+    room = Room(first, state.room.tokens)
+    for place, part in zip(room.at(0, seen), state.parts, strict=True):
+        torch.index_select(part, 0, new_order, out=place)
+    room.used = seen
+    return SoftmaxState(*room.at(0, seen), room)
 
 
 def softmax_attention_naive(

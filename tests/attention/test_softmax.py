@@ -5,7 +5,13 @@ import itertools
 import pytest
 import torch
 
-from lrpe_fairseq.attention.softmax import softmax_attention, softmax_attention_naive
+from lrpe_fairseq.attention.softmax import (
+    SoftmaxState,
+    extend_state,
+    reorder_state,
+    softmax_attention,
+    softmax_attention_naive,
+)
 
 BATCH, HEADS, D = 3, 2, 6
 
@@ -71,3 +77,57 @@ def test_a_rescoring_function_acts_before_masking_and_softmax():
         q, k, v, causal=True, scale=1.0, rescore=lambda scores: scores * 0.5
     )
     torch.testing.assert_close(halved, softmax_attention(q, k, v, causal=True, scale=0.5))
+
+
+def state_of(tokens, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, 3, 2, tokens, 4, generator=generator)
+    padding = torch.rand(3, tokens, generator=generator) < 0.3
+    return SoftmaxState(keys, values, torch.arange(tokens).expand(3, tokens), padding)
+
+
+def joined(states):
+    parts = zip(*(state.parts for state in states), strict=True)
+    return list(map(torch.cat, parts, (2, 2, 1, 1)))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_state_extended_token_by_token_holds_all_of_them(grad):
+    blocks, state = [state_of(n, seed=n) for n in (3, 1, 1, 5, 1, 1, 1, 1, 30)], None
+    with torch.set_grad_enabled(grad):
+        for block in blocks:
+            state = extend_state(state, block)
+    torch.testing.assert_close(list(state.parts), joined(blocks), rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_a_state_continued_twice_gives_two_states():
+    start, a, b = extend_state(state_of(2), state_of(1, 1)), state_of(1, 2), state_of(1, 3)
+    kept = [part.clone() for part in start.parts]
+    first, second = extend_state(start, a), extend_state(start, b)
+    torch.testing.assert_close(list(first.parts), joined([start, a]), rtol=0, atol=0)
+    torch.testing.assert_close(list(second.parts), joined([start, b]), rtol=0, atol=0)
+    torch.testing.assert_close(list(start.parts), kept, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_a_reordered_state_goes_on_without_touching_the_original():
+    start, order = extend_state(state_of(2), state_of(1, 1)), torch.tensor([2, 2, 0, 1])
+    expected = [part[order] for part in start.parts]
+    swapped = reorder_state(start, order)
+    torch.testing.assert_close(list(swapped.parts), expected, rtol=0, atol=0)
+    more = SoftmaxState(*(part[order] for part in state_of(1, 2).parts))
+    after = extend_state(swapped, more)
+    torch.testing.assert_close(list(after.parts), joined([swapped, more]), rtol=0, atol=0)
+    other = extend_state(start, state_of(1, 3))
+    torch.testing.assert_close(list(other.parts), joined([start, state_of(1, 3)]), rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_tokens_are_written_into_room_that_is_kept():
+    state = extend_state(state_of(4), state_of(1))
+    addresses = set()
+    for _ in range(100):
+        state = extend_state(state, state_of(1))
+        addresses.add(state.keys.data_ptr())
+    assert len(addresses) <= 5  # 10, 22, 46, 94, 190 tokens
