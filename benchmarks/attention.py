@@ -12,7 +12,6 @@ from lrpe_fairseq.attention.linear import linear_attention, linear_attention_nai
 HEADS, WIDTH = 8, 64
 LENGTHS = (512, 8192)
 BIDIRECTIONAL_LENGTHS = (128, 512, 2048, 8192)
-FLAT_TOKENS = 16384
 
 
 def measure(device: str, dtype: torch.dtype, rounds: int) -> list[dict]:
@@ -51,17 +50,6 @@ def measure_bidirectional(
         )
         rows += [row(length, tokens, name, timings, "linear") for name in timings]
     return rows
-
-
-def measure_flatness(device: str, dtype: torch.dtype, rounds: int) -> list[dict]:
-    """Cost per token at growing length with the same number of tokens in every batch."""
-    lengths = [512, 2048, FLAT_TOKENS]
-    timings = contest(
-        {str(n): step(chunked, n, FLAT_TOKENS, device, dtype) for n in lengths},
-        rounds=rounds,
-        settle=1,
-    )
-    return [row(int(name), FLAT_TOKENS, name, timings, "512") for name in timings]
 
 
 def check() -> None:

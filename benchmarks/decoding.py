@@ -1,4 +1,7 @@
-"""Decoding with a linear and a softmax decoder: speed and state against the output's length."""
+"""Decoding with a linear and a softmax decoder: speed and state against the output's length.
+
+Both start from a state of the wanted length, filled in blocks, and go on token by token.
+"""
 
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
@@ -11,68 +14,89 @@ from benchmarks.timing import Timing, contest
 from benchmarks.training import dictionary_of
 from lrpe_fairseq.models.translation import LRPETransformer, LRPETransformerConfig
 
-LENGTHS = (32, 128, 512, 1024, 2048, 4096)
-SOURCE, ROWS, WINDOW = 32, 4, 16  # ROWS: one sentence with beam 4
+LENGTHS = (32, 64, 128, 512, 1024, 2048, 4096, 8192)
+SOURCE, ROWS, WINDOW = 32, 4, 4  # ROWS: one sentence with beam 4
+BLOCK = 512
 ENCODINGS = {"linear": "lrpe-type2", "softmax": "lrpe-type2"}
 
 
 def measure(device: str, rounds: int, lengths: Sequence[int] = LENGTHS) -> list[dict]:
-    """Rows of {length, contestant, seconds, spread, tokens_per_second, speed_up, state_mb}.
+    """Rows of {length, contestant, seconds, spread, tokens_per_second, speed_up, flatness,
+    state_mb}.
 
     A decoder of ``lrpe_transformer`` (6 x 512) has put out ``length`` tokens for each of ``ROWS``
-    hypotheses; ``seconds`` are those of the next ``WINDOW`` ones. ``speed_up`` is the linear
-    decoder's over the contestant, ``state_mb`` the size of the self-attention states.
+    hypotheses, as the mean over rounds; ``seconds`` are those of ``WINDOW`` more. ``speed_up`` is
+    the linear decoder's over the contestant, ``flatness`` its time over that of the same decoder at
+    length 64 (or the shortest), all in the same rounds. ``state_mb``: self-attention's states.
     """
+    ahead = (rounds + 1) * WINDOW // 2  # half of what the rounds put out, warm-up included
+    longest = max(lengths) + 2 * ahead
+    models = {kind: build_model(kind, longest).to(device).eval() for kind in ENCODINGS}
     decoders = {
-        kind: Decoder(kind, device, max(lengths) + 8 * WINDOW * rounds) for kind in ENCODINGS
+        (n, kind): Decoder(models[kind], max(0, n - ahead)) for n in lengths for kind in ENCODINGS
     }
-    rows = []
-    for length in lengths:
-        for decoder in decoders.values():
-            decoder.go_to(length)
-        timings = contest({kind: d.window for kind, d in decoders.items()}, rounds)
-        rows += [_row(length, kind, timings, d.state_bytes) for kind, d in decoders.items()]
-    return rows
+    timings = contest({key: decoder.window for key, decoder in decoders.items()}, rounds)
+    first = 64 if 64 in lengths else lengths[0]
+    return [_row(*key, timings, first, d.state_bytes) for key, d in decoders.items()]
+
+
+def check() -> None:
+    """Raise AssertionError unless token by token a decoder says what it says of a whole text."""
+    for kind in ENCODINGS:
+        decoder = Decoder(build_model(kind, 64).eval(), 0)
+        with torch.no_grad():
+            whole, _ = decoder.model.decoder(decoder.tokens[:, :40], encoder_out=decoder.encoded)
+            single = torch.cat([decoder.next_token() for _ in range(40)], 1)
+        torch.testing.assert_close(single, whole, rtol=1e-3, atol=1e-4)
 
 
 class Decoder:
-    """Decodes random tokens one by one, as beam search does."""
+    """Decodes random tokens one by one, as beam search does, ``length`` of them being there."""
 
-    def __init__(self, attention_type: str, device: str, longest: int) -> None:
-        """Build the model and encode one source."""
-        self._model = build_model(attention_type, longest).to(device).eval()
+    def __init__(self, model: LRPETransformer, length: int) -> None:
+        """Encode one source and fill the states of self-attention in blocks."""
+        self.model = model
+        device = next(model.parameters()).device
         generator = torch.Generator().manual_seed(0)
-        source = torch.randint(4, 1000, (ROWS, SOURCE), generator=generator).to(device)
+        longest = model.decoder.max_target_positions
+        self.tokens = torch.randint(4, 1000, (ROWS, longest), generator=generator).to(device)
+        source, sizes = self.tokens[:, :SOURCE], torch.full((ROWS,), SOURCE)
         with torch.no_grad():
-            self._encoded = self._model.encoder(source, torch.full((ROWS,), SOURCE))
+            self.encoded = model.encoder(source, sizes)
         self._state: dict[str, Any] = {}
-        self._tokens = torch.randint(4, 1000, (ROWS, longest), generator=generator).to(device)
-        self._done = 0
-        self.state_bytes = 0
+        self._done = length
+        self._fill()
 
-    def go_to(self, length: int) -> None:
-        """Put out tokens until there are ``length``; from the start if there are more."""
-        if self._done > length:
-            self._state, self._done = {}, 0
-        while self._done < length:
-            self._step()
-        self.state_bytes = sum(
-            tensor.numel() * tensor.element_size()
+    @torch.no_grad()
+    def _fill(self) -> None:
+        for layer in self.model.decoder.layers:
+            for start in range(0, self._done, BLOCK):
+                block = min(BLOCK, self._done - start)
+                x = torch.randn(block, ROWS, layer.embed_dim, device=self.tokens.device)
+                layer.self_attn(x, incremental_state=self._state)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that the states of self-attention hold, room for more included."""
+        found = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for key, value in self._state.items()
             if key.startswith("lrpe_attention")
             for tensor in tensors(value)
-        )
+        }
+        return sum(found.values())
 
     def window(self) -> None:
         """The next ``WINDOW`` tokens."""
         for _ in range(WINDOW):
-            self._step()
+            self.next_token()
 
     @torch.no_grad()
-    def _step(self) -> None:
+    def next_token(self) -> Tensor:
+        """The decoder's output (ROWS, 1, V) at the next token."""
         self._done += 1
-        previous = self._tokens[:, : self._done]
-        self._model.decoder(previous, encoder_out=self._encoded, incremental_state=self._state)
+        previous = self.tokens[:, : self._done]
+        return self.model.decoder(previous, self.encoded, incremental_state=self._state)[0]
 
 
 def tensors(value: Any) -> Iterable[Tensor]:
@@ -98,14 +122,17 @@ def build_model(attention_type: str, longest: int) -> LRPETransformer:
     return LRPETransformer.build_model(config, task)
 
 
-def _row(length: int, kind: str, timings: dict[str, Timing], state: int) -> dict:
-    timing = timings[kind]
+def _row(
+    length: int, kind: str, timings: dict[tuple[int, str], Timing], first: int, state: int
+) -> dict:
+    timing = timings[length, kind]
     return {
         "length": length,
         "contestant": kind,
         "seconds": timing.median,
         "spread": timing.spread,
         "tokens_per_second": ROWS * WINDOW / timing.median,
-        "speed_up": timing.ratio(timings["linear"]),
+        "speed_up": timing.ratio(timings[length, "linear"]),
+        "flatness": timing.ratio(timings[first, kind]),
         "state_mb": state / 1e6,
     }

@@ -9,7 +9,7 @@ import pytest
 
 from lrpe_fairseq.encodings import ENCODINGS
 from lrpe_fairseq.encodings.fidelity import DEPARTURES
-from lrpe_fairseq.experiments import cost, readme
+from lrpe_fairseq.experiments import cost, readme, speed
 from lrpe_fairseq.experiments.readme import README, between, encodings_table, quickstart, render
 from lrpe_fairseq.experiments.runs import read_runs
 
@@ -108,3 +108,50 @@ def test_the_cost_of_a_table_is_trainings_times_updates_times_tokens():
     assert cells[3] == f"{26 * 50_000 * 65_536 / 1e9:.1f} G"
     assert cells[4:] == ["1,000,000", f"{26 * 50_000 * 65_536 / 1e6 / 3600:.0f}"]
     assert "not measured | not measured" in cost.paper_table({})
+
+
+def test_docs_speed_is_that_of_the_committed_clocks():
+    text = speed.PAGE.read_text(encoding="utf-8")
+    assert speed.render(text) == text, "run python -m lrpe_fairseq.experiments.speed"
+
+
+def test_a_part_that_was_not_measured_says_so(monkeypatch):
+    monkeypatch.setattr(readme, "read_result", lambda path: None)
+    assert speed.section("causal", speed.causal) == "not measured"
+    assert speed.measured("lengths") == []
+
+
+def length_rows(speed_ups):
+    return [{"length": n, "contestant": "sdpa", "speed_up": s} for n, s in speed_ups.items()]
+
+
+@pytest.mark.parametrize(
+    ("speed_ups", "first"),
+    [
+        ({128: 0.7, 256: 0.9, 512: 1.5, 1024: 2.0}, 512),
+        ({128: 1.1, 256: 0.9, 512: 1.5}, 512),
+        ({128: 1.1, 256: 1.9}, 128),
+        ({128: 1.1, 256: 0.9}, None),
+    ],
+)
+def test_the_crossover_is_the_shortest_length_from_which_on_linear_wins(speed_ups, first):
+    assert speed.crossover(length_rows(speed_ups)) == first
+
+
+def test_the_figure_of_lengths_is_drawn(tmp_path):
+    rows = [
+        {"length": n, "contestant": c, "seconds_per_token": 1e-6, "speed_up": n / 300, "peak_mb": n}
+        for n in (128, 512)
+        for c in ("chunked", "sdpa")
+    ]
+    speed.draw(tmp_path / "lengths.png", rows)
+    assert (tmp_path / "lengths.png").stat().st_size > 10_000
+
+
+def test_table_9_has_a_row_for_every_encoding_and_the_printed_speeds():
+    row = {"model": "lm", "attention": "linear", "encoding": "lrpe-type3", "relative_speed": 0.985}
+    lines = {line.split("`")[1]: line for line in speed.table9([row]).splitlines()[2:]}
+    assert list(lines) == list(ENCODINGS)
+    assert lines["lrpe-type3"] == "| `lrpe-type3` | 0.98 | – | – | – | 0.91 | 0.95 | – |"
+    assert lines["t5"].endswith("| – | 0.70 | – |")
+    assert lines["lrpe-tmlr-type1"].endswith("| – | – | 0.82 |")

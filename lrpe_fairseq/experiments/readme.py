@@ -4,12 +4,10 @@
 """
 
 import inspect
-import json
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from lrpe_fairseq.encodings import ENCODINGS, Encoding, QueryKeyEncoding, build_encoding
 from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
@@ -17,7 +15,6 @@ from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 QUICKSTART = ROOT / "results" / "quickstart" / "README.md"
-BENCH = ROOT / "results" / "bench" / "cpu.json"
 
 
 def main() -> None:
@@ -35,7 +32,6 @@ def render(text: str) -> str:
     parts: dict[str, Callable[[], str]] = {
         "encodings": encodings_table,
         "quickstart": quickstart,
-        "bench": bench,
     }
     for name, part in parts.items():
         text = between(text, name, part())
@@ -83,74 +79,6 @@ def quickstart() -> str:
     """The table that the last quickstart printed."""
     lines = (read_result(QUICKSTART) or "").splitlines()
     return "\n".join(line for line in lines if line.startswith("|")) or "not run"
-
-
-def bench() -> str:
-    """What the last ``make bench`` on a CPU found, as ratios."""
-    measured = read_result(BENCH)
-    if measured is None:
-        return "not run"
-    figures = json.loads(measured)
-    parts = [
-        _speed_ups(figures["attention"], ("naive", "sdpa")),
-        _flatness(figures["flatness"]),
-        _bidirectional(figures.get("bidirectional", [])),
-        _decoding(figures.get("decoding", [])),
-        _training(figures["training"]),
-    ]
-    machine = f"{figures['hardware']['cores']} cores, {figures['hardware']['cpu']}"
-    parts.append(f"({machine}; commit {figures['commit'][:8]}.)")
-    return "\n\n".join(filter(None, parts))
-
-
-def _speed_ups(rows: list[dict[str, Any]], against: tuple[str, str]) -> str:
-    found = _by(rows, "length", "contestant")
-    lines = ["| T | chunked linear against the naive form | against torch SDPA |"]
-    lines += ["|---:|---:|---:|"]
-    for length in sorted({row["length"] for row in rows}):
-        pair = [found[length, form]["speed_up"] for form in against]
-        lines.append(f"| {length} | {pair[0]:.1f} x | {pair[1]:.1f} x |")
-    return "\n".join(lines)
-
-
-def _flatness(rows: list[dict[str, Any]]) -> str:
-    flat = max(rows, key=lambda row: row["length"])
-    return f"Cost per token at T = {flat['length']}: {flat['speed_up']:.2f} of that at 512."
-
-
-def _bidirectional(rows: list[dict[str, Any]]) -> str:
-    if not rows:
-        return ""
-    lines = ["| T | bidirectional linear against torch SDPA |", "|---:|---:|"]
-    rows = [row for row in rows if row["contestant"] == "sdpa"]
-    return "\n".join([*lines, *(f"| {row['length']} | {row['speed_up']:.2f} x |" for row in rows)])
-
-
-def _decoding(rows: list[dict[str, Any]]) -> str:
-    if not rows:
-        return ""
-    found = _by(rows, "length", "contestant")
-    lines = ["| tokens put out | linear decoder against softmax | its state | softmax's |"]
-    lines += ["|---:|---:|---:|---:|"]
-    for length in sorted({row["length"] for row in rows}):
-        linear, softmax = found[length, "linear"], found[length, "softmax"]
-        sizes = " | ".join(f"{row['state_mb']:.2f} MB" for row in (linear, softmax))
-        lines.append(f"| {length} | {softmax['speed_up']:.2f} x | {sizes} |")
-    return "\n".join(lines)
-
-
-def _training(rows: list[dict[str, Any]]) -> str:
-    speed = _by(rows, "encoding", "attention")
-    lines = ["| training speed relative to Base | linear | softmax |", "|---|---:|---:|"]
-    for name in filter(lambda name: name != "none", ENCODINGS):
-        both = [speed.get((name, kind)) for kind in ("linear", "softmax")]
-        shown = [f"{row['relative_speed']:.2f}" if row else "–" for row in both]
-        lines.append(f"| `{name}` | {shown[0]} | {shown[1]} |")
-    return "\n".join(lines)
-
-
-def _by(rows: list[dict[str, Any]], *keys: str) -> dict[tuple[Any, ...], dict[str, Any]]:
-    return {tuple(row[key] for key in keys): row for row in rows}
 
 
 def read_result(path: Path) -> str | None:

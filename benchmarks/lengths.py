@@ -1,0 +1,105 @@
+"""Causal attention from T = 128 to 65536: time per token, and peak memory of one sequence."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.attention import chunked, naive, sdpa, step
+from benchmarks.timing import Timing, contest
+
+LENGTHS = tuple(2**n for n in range(7, 17))
+FORMS = {"chunked": chunked, "sdpa": sdpa, "naive": naive}
+LONGEST = {"chunked": 2**16, "sdpa": 2**16, "naive": 2**12}  # the naive one needs O(T^2) memory
+TOKENS = 2**16  # of every batch of the linear form
+
+
+def measure(
+    device: str,
+    dtype: torch.dtype,
+    rounds: int,
+    lengths: Sequence[int] = LENGTHS,
+    tokens: int = TOKENS,
+) -> list[dict]:
+    """Rows of {length, contestant, seconds_per_token, spread, speed_up, flatness, peak_mb}.
+
+    ``speed_up`` of the chunked linear form over the contestant, in the same rounds. ``flatness``,
+    of the chunked form only: its time per token over that at T = 512 (or the shortest), ``tokens``
+    tokens in every batch. ``peak_mb``: memory of a forward and backward pass on one sequence,
+    inputs not counted.
+    """
+    flat = flatness(device, dtype, rounds, lengths, tokens)
+    rows = []
+    for length in lengths:
+        names = [name for name in FORMS if length <= LONGEST[name]]
+        steps = {n: step(FORMS[n], length, max(4096, length), device, dtype) for n in names}
+        timings = contest(steps, rounds=_rounds(rounds, length), settle=length <= 4096)
+        for name in names:
+            peak = peak_memory(name, length, device, dtype)
+            rows.append(_row(length, name, timings, flat[length], peak))
+    return rows
+
+
+def flatness(
+    device: str, dtype: torch.dtype, rounds: int, lengths: Sequence[int], tokens: int
+) -> dict[int, float]:
+    """Time of the chunked form on ``tokens`` tokens at each length, over that at 512."""
+    steps = {str(n): step(chunked, n, tokens, device, dtype) for n in lengths}
+    timings = contest(steps, rounds=rounds, settle=1)
+    base = timings["512"] if "512" in timings else timings[str(lengths[0])]
+    return {int(name): timing.ratio(base) for name, timing in timings.items()}
+
+
+def peak_memory(name: str, length: int, device: str, dtype: torch.dtype) -> float:
+    """Megabytes that a pass over one sequence adds at its peak; on CPU in a process of its own."""
+    if device != "cpu":
+        run = step(FORMS[name], length, length, device, dtype)
+        run()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        return (torch.cuda.max_memory_allocated() - before) / 1e6
+    command = [sys.executable, "-m", "benchmarks.lengths", name, str(length), str(dtype)[6:]]
+    root = Path(__file__).resolve().parents[1]
+    return float(subprocess.run(command, cwd=root, check=True, stdout=subprocess.PIPE).stdout)
+
+
+def _own_peak(name: str, length: int, dtype: torch.dtype) -> float:
+    """Megabytes by which this process grows in one pass."""
+    step(FORMS[name], 64, 64, "cpu", dtype)()
+    run = step(FORMS[name], length, length, "cpu", dtype)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _status("VmRSS")
+    run()
+    return (_status("VmHWM") - before) / 1e3
+
+
+def _status(name: str) -> int:
+    """A figure of this process in kilobytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1])
+    raise ValueError(f"/proc/self/status has no {name}")
+
+
+def _rounds(rounds: int, length: int) -> int:
+    return rounds if length <= 4096 else max(1, rounds * 4096 // length)
+
+
+def _row(length: int, name: str, timings: dict[str, Timing], flat: float, peak: float) -> dict:
+    timing = timings[name]
+    return {
+        "length": length,
+        "contestant": name,
+        "seconds_per_token": timing.median / max(4096, length),
+        "spread": timing.spread,
+        "speed_up": timing.ratio(timings["chunked"]),
+        "flatness": flat if name == "chunked" else None,
+        "peak_mb": peak,
+    }
+
+
+if __name__ == "__main__":
+    print(_own_peak(sys.argv[1], int(sys.argv[2]), getattr(torch, sys.argv[3])))

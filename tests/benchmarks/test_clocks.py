@@ -1,0 +1,148 @@
+"""The contest counts rounds in turn and compares within a round."""
+
+import pytest
+import torch
+
+from benchmarks import attention, decoding, lengths, phases, profiles, run, timing, training
+from benchmarks.timing import Timing, contest
+from lrpe_fairseq.attention import linear, multihead
+
+
+def test_contestants_run_in_turn_and_warm_up_rounds_do_not_count():
+    calls = []
+    result = contest(
+        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=3, warmup=2
+    )
+    assert calls == ["a", "b"] * 5
+    assert [len(t.seconds) for t in result.values()] == [3, 3]
+
+
+def test_untimed_calls_settle_a_contestant_before_each_timed_one():
+    calls = []
+    contest({"a": lambda: calls.append("a")}, rounds=2, warmup=0, settle=2)
+    assert len(calls) == 2 * (2 + 1)
+
+
+def test_a_ratio_is_the_median_of_the_rounds_own_ratios():
+    slow, fast = Timing((2.0, 40.0, 6.0)), Timing((1.0, 10.0, 3.0))
+    assert slow.ratio(fast) == 2.0
+    assert fast.ratio(slow) == 0.5
+    assert slow.median == 6.0
+    assert slow.spread == pytest.approx(38 / 6)
+
+
+def test_a_speed_up_of_something_else_is_not_shown(monkeypatch):
+    attention.check()
+    monkeypatch.setattr(attention, "linear_attention", lambda q, k, v, causal: q * k * v)
+    with pytest.raises(AssertionError):
+        attention.check()
+
+
+def test_a_row_states_the_speed_up_over_the_contestant(monkeypatch):
+    clock = iter([1.0, 3.0, 1.0, 3.0])
+    monkeypatch.setattr(timing, "_time", lambda run: next(clock))
+    timings = contest({"chunked": lambda: None, "sdpa": lambda: None}, rounds=2, warmup=0)
+    row = attention.row(512, 4096, "sdpa", timings, "chunked")
+    assert row["speed_up"] == 3.0
+    assert row["tokens_per_second"] == pytest.approx(4096 / 3)
+
+
+def test_every_contestant_makes_a_step():
+    for form in (attention.chunked, attention.naive, attention.sdpa):
+        attention.step(form, 8, 16, "cpu", torch.float32)()
+
+
+def test_bidirectional_rows_compare_with_sdpa_at_every_length():
+    rows = attention.measure_bidirectional("cpu", torch.float32, rounds=1, lengths=(16, 32))
+    assert [(r["length"], r["contestant"]) for r in rows] == [
+        (n, name) for n in (16, 32) for name in ("linear", "sdpa")
+    ]
+    assert all(r["speed_up"] == 1.0 for r in rows if r["contestant"] == "linear")
+
+
+def test_the_state_of_a_linear_decoder_does_not_grow_and_that_of_a_softmax_one_does():
+    rows = decoding.measure("cpu", rounds=1, lengths=(4, 40))
+    sizes = {(r["contestant"], r["length"]): r["state_mb"] for r in rows}
+    assert sizes["linear", 4] == sizes["linear", 40] > 0
+    assert sizes["softmax", 40] > 5 * sizes["softmax", 4]
+    assert sizes["softmax", 40] >= 6 * 2 * 40 * 4 * 512 * 4 / 1e6
+    flat = {(r["contestant"], r["length"]): r["flatness"] for r in rows}
+    assert flat["linear", 4] == flat["softmax", 4] == 1.0
+
+
+def test_a_decoder_that_says_something_else_token_by_token_is_not_timed(monkeypatch):
+    decoding.check()
+    monkeypatch.setattr(linear, "_advance_by_one", linear._advance)
+    decoding.check()
+    monkeypatch.setattr(
+        linear, "_advance_by_one", lambda q, k, v, before, *rest, **options: (v, None, before)
+    )
+    with pytest.raises(AssertionError):
+        decoding.check()
+
+
+def test_lengths_state_time_and_memory_of_every_form(monkeypatch):
+    monkeypatch.setattr(lengths, "LONGEST", {"chunked": 64, "sdpa": 64, "naive": 32})
+    rows = lengths.measure("cpu", torch.float32, 1, lengths=(32, 64), tokens=128)
+    assert [(r["length"], r["contestant"]) for r in rows] == [
+        (32, "chunked"),
+        (32, "sdpa"),
+        (32, "naive"),
+        (64, "chunked"),
+        (64, "sdpa"),
+    ]
+    assert [r["flatness"] is None for r in rows] == [False, True, True, False, True]
+    assert all(r["peak_mb"] >= 0 for r in rows)
+
+
+def test_memory_of_the_naive_form_is_that_of_its_matrices():
+    peak = lengths.peak_memory("naive", 1024, "cpu", torch.float32)
+    assert peak > 2 * 8 * 1024**2 * 4 / 1e6
+
+
+def test_phases_of_rounded_angles_are_off_and_ours_are_not():
+    rows = {(r["position"], r["dtype"]): r for r in phases.measure("cpu", (512, 1_000_000))}
+    assert rows[1_000_000, "float32"]["ours"] < 1e-7
+    assert rows[1_000_000, "float32"]["float32_angle"] > 1e-2
+    assert rows[512, "bfloat16"]["own_angle"] > 1
+    assert rows[1_000_000, "float16"]["own_angle"] is None
+
+
+def test_operators_are_counted_under_their_kind():
+    assert profiles.kind_of("aten::baddbmm_") == "matrix products"
+    assert (
+        profiles.kind_of("aten::_scaled_dot_product_flash_attention_for_cpu") == "softmax attention"
+    )
+    assert profiles.kind_of("aten::_fused_adam_") == "optimizer"
+    assert profiles.kind_of("aten::add_") == profiles.REST
+
+
+def test_the_plain_forms_are_those_of_the_definitions():
+    with profiles.plain():
+        assert multihead.linear_attention is linear.linear_attention_naive
+    assert multihead.linear_attention is linear.linear_attention
+
+
+def test_training_compares_every_encoding_with_base(monkeypatch):
+    monkeypatch.setattr(training, "ENCODINGS", {"none": None, "t5": None})
+    monkeypatch.setattr(training, "step", lambda *choices: lambda: None)
+    rows = training.measure("cpu", 512, 1)
+    assert [(r["model"], r["attention"], r["encoding"]) for r in rows] == [
+        (model, *rest)
+        for model in ("lm", "roberta")
+        for rest in (("linear", "none"), ("softmax", "none"), ("softmax", "t5"))
+    ]
+
+
+@pytest.mark.parametrize("model", ["lm", "roberta"])
+def test_a_training_step_runs(model, monkeypatch):
+    monkeypatch.setattr(training, "LENGTH", 8)
+    monkeypatch.setattr(training, "ROBERTA_LAYERS", 1)
+    training.step(model, "none", "linear", "cpu", 16)()
+
+
+def test_an_unknown_part_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["run", "decode"])
+    with pytest.raises(SystemExit):
+        run.parse()
+    assert "there is no part decode; there are causal" in capsys.readouterr().err
