@@ -23,8 +23,9 @@ def committed_results(monkeypatch):
     def committed(path):
         name = f"HEAD:{path.relative_to(ROOT).as_posix()}"
         shown = subprocess.run(["git", "show", name], cwd=ROOT, capture_output=True, text=True)
-        return shown.stdout if shown.returncode == 0 else path.read_text(encoding="utf-8")
+        return shown.stdout if shown.returncode == 0 else as_it_lies(path)
 
+    as_it_lies = readme.read_result
     monkeypatch.setattr(readme, "read_result", committed)
 
 

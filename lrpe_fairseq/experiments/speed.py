@@ -151,7 +151,7 @@ def _published(name: str) -> list[str]:
     for file, attention in PUBLISHED:
         printed = {r["encoding"]: r["printed"] for r in _paper(file) if r["attention"] == attention}
         shared = printed.get("", "–") if name.startswith("lrpe-type") else "–"
-        cells.append(printed.get(name, shared))
+        cells.append(printed.get(name, shared).replace("-", "–"))
     return cells
 
 
