@@ -4,7 +4,7 @@ Axes: B batch, H heads, T query time, S key time, D key width, E value width.
 """
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -147,9 +147,7 @@ def softmax_attention(
     """
     square = q.shape[-2] == k.shape[-2]
     if bias is None and key_padding_mask is None and (square or not causal):
-        return F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=causal, scale=scale
-        )
+        return _fused(q, k, v, dropout_p=dropout, is_causal=causal, scale=scale)
     allowed = visible_keys(q, k, causal, key_padding_mask)
     if allowed is None:
         return _attend(q, k, v, bias, dropout, scale)
@@ -181,7 +179,17 @@ def _attend(
 ) -> Tensor:
     if mask is not None and mask.is_floating_point():
         mask = mask.to(q.dtype)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
+    return _fused(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """torch's kernel; complex features make q and k wider than v, which only the slow one takes,
+    so v gets zeros beside it."""
+    missing = q.shape[-1] - v.shape[-1]
+    if missing <= 0:
+        return F.scaled_dot_product_attention(q, k, v, **options)
+    out = F.scaled_dot_product_attention(q, k, F.pad(v, (0, missing)), **options)
+    return out[..., : v.shape[-1]]
 
 
 def _softmax(scores: Tensor, like: Tensor) -> Tensor:

@@ -79,6 +79,19 @@ def test_a_rescoring_function_acts_before_masking_and_softmax():
     torch.testing.assert_close(halved, softmax_attention(q, k, v, causal=True, scale=0.5))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_values_narrower_than_keys_are_attended_to_like_any(causal):
+    q, k, v = example(9, 9)
+    narrow = v.detach()[..., :4].clone().requires_grad_()
+    fast, naive = (
+        form(q, k, narrow, causal=causal, scale=0.3)
+        for form in (softmax_attention, softmax_attention_naive)
+    )
+    torch.testing.assert_close(fast, naive)
+    grads = (torch.autograd.grad(out.square().sum(), (q, k, narrow)) for out in (fast, naive))
+    torch.testing.assert_close(*grads)
+
+
 def state_of(tokens, seed=0):
     generator = torch.Generator().manual_seed(seed)
     keys, values = torch.randn(2, 3, 2, tokens, 4, generator=generator)
