@@ -17,19 +17,16 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lrpe_fairseq.encodings.kernels import on_device
+
 CHUNK = 64
 WIDEST_BLOCK = 64  # columns of D or E that a program holds
 MINIMUM = 16  # of every side of a tl.dot
 
 
 def serves(q: Tensor, v: Tensor) -> bool:
-    """Whether the kernels are for these tensors: on a GPU since Ampere, not float64."""
-    return (
-        q.is_cuda
-        and q.dtype == v.dtype
-        and q.dtype in (torch.float16, torch.bfloat16, torch.float32)
-        and torch.cuda.get_device_capability(q.device) >= (8, 0)
-    )
+    """Whether the kernels are for these tensors: a fit device and one type."""
+    return on_device(q) and q.dtype == v.dtype
 
 
 def causal_sums(

@@ -6,16 +6,15 @@ the same arguments and give the same result; the naive one is the reference of t
 Axes: B batch, H heads, T query time, S key time, D key width, E value width.
 """
 
-import importlib.util
 import math
-import os
-from functools import lru_cache, partial
-from types import ModuleType
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from lrpe_fairseq.encodings import kernels
 
 NORMALIZERS = ("rotated", "content", "layernorm", "none")
 """``rotated``: sum of the scores themselves (Eq. 39). ``content``: sum of un-encoded scores, as
@@ -23,6 +22,8 @@ in RoFormer. ``layernorm``: no denominator here, a LayerNorm follows (TMLR). ``n
 
 EPS = 1e-6
 """Denominators are clamped to this from below, as the authors' code does."""
+
+KERNELS = "lrpe_fairseq.attention.fused"
 
 CHUNK = 64
 """Longest chunk of the causal form; the cost per token is O(CHUNK + D)."""
@@ -90,7 +91,7 @@ def linear_attention(
         wider. A query that sees no key gets zeros.
     Raises: ValueError for an unknown normalizer or arguments that do not fit together.
     """
-    dtype, fast = v.dtype, kernels() if causal else None
+    dtype, fast = v.dtype, kernels.load(KERNELS) if causal else None
     fast = fast if fast is not None and fast.serves(q, v) else None
     given = (q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
     q, k, v, content = _prepare(*given, widen=fast is None)
@@ -134,19 +135,6 @@ def linear_attention_block(
         keys = before.keys.unsqueeze(-2) + content[1].cumsum(-2)
         denominator, after = (content[0] * keys).sum(-1), after._replace(keys=keys[..., -1, :])
     return _narrow(_divide(numerator, denominator), dtype, normalizer), after
-
-
-@lru_cache(maxsize=1)
-def kernels() -> ModuleType | None:
-    """``attention.fused`` where there are a GPU, Triton and the wish, else None.
-
-    The wish is the environment variable LRPE_FAIRSEQ_KERNELS=1: the kernels are proved in Triton's
-    interpreter and have not been run on a GPU yet.
-    """
-    wished = os.environ.get("LRPE_FAIRSEQ_KERNELS") == "1"
-    if not wished or not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
-        return None
-    return importlib.import_module("lrpe_fairseq.attention.fused")
 
 
 def reorder_state(state: LinearState, new_order: Tensor) -> LinearState:

@@ -234,18 +234,23 @@ class MultiheadAttention(nn.Module):
         if self.norm is not None:  # sums without a denominator outgrow float16
             v = v.to(torch.promote_types(v.dtype, torch.float32))
         options = {"key_padding_mask": padding, "normalizer": self.normalizer}
-        early = self.encoding.before_feature_map
-        if not early:
-            q, k = feature_map(q), feature_map(k)
         if self.normalizer == "content":
-            options["content"] = (feature_map(q), feature_map(k)) if early else (q, k)
-        q, k = self.encoding(q, k, positions, positions)
-        if early:
-            q, k = feature_map(q), feature_map(k)
+            options["content"] = feature_map(q), feature_map(k)
+        q, k = self._features(q, k, positions)
         options["log_decay"] = self.encoding.log_decay()
         if not keep_state:
             return linear_attention(q, k, v, causal=self.causal, **options), None
         return linear_attention_block(q, k, v, state=state and state.past, **options)
+
+    def _features(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """phi and the encoding of q and k (B, H, T, D), in the order that the encoding wants."""
+        one_pass = self.encoding.one_pass(q)
+        if one_pass is not None:
+            return one_pass(q, positions), one_pass(k, positions)
+        if self.encoding.before_feature_map:
+            q, k = self.encoding(q, k, positions, positions)
+            return feature_map(q), feature_map(k)
+        return self.encoding(feature_map(q), feature_map(k), positions, positions)
 
     def _after_memory(self, x: Tensor, memory: Memory) -> Tensor:
         """Attention of x (B, T, C) over [memory, x]: (B, H, T, E). Keys begin M before queries."""

@@ -139,6 +139,10 @@ class QueryKeyEncoding(Encoding):
         """Width D' of the encoded features."""
         return self.spec.head_dim
 
+    def one_pass(self, x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """(x, positions) -> the encoding of 1 + elu(x) by one kernel; None where there is none."""
+        return None
+
     def log_decay(self) -> Tensor | None:
         """(H,) float32 natural log of a per-token decay of the score, or None.
 

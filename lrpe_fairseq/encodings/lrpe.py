@@ -9,11 +9,13 @@ product of two results is Re(q~^H k~).
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lrpe_fairseq.encodings import kernels
 from lrpe_fairseq.encodings.base import (
     EncodingSpec,
     PositionCache,
@@ -23,6 +25,8 @@ from lrpe_fairseq.encodings.base import (
 )
 
 Planes = tuple[Tensor, ...]
+
+KERNELS = "lrpe_fairseq.encodings.fused"
 
 BASE = 10000.0
 """Base of the frequencies alpha_t = 10000^(-2t/d) (C.7)."""
@@ -55,6 +59,11 @@ class Householder(nn.Module):
     def forward(self, x: Tensor) -> Planes:
         """(..., D) -> one plane (..., D), the mirror image of x."""
         return (reflect(x, self.v),)
+
+    @property
+    def unit(self) -> Tensor:
+        """v of length 1, float32."""
+        return _unit(self.v.float())
 
 
 class LearnedHouseholder(Householder):
@@ -107,8 +116,11 @@ class Fourier(nn.Module):
 
 def reflect(x: Tensor, v: Tensor) -> Tensor:
     """x - 2 v (v^T x) / (v^T v) for every row of x (..., D) and one vector v (D,)."""
-    v = v.to(x.dtype)
-    return _Reflection.apply(x, v / v.norm().clamp_min(EPS))
+    return _Reflection.apply(x, _unit(v.to(x.dtype)))
+
+
+def _unit(v: Tensor) -> Tensor:
+    return v / v.norm().clamp_min(EPS)
 
 
 class _Reflection(torch.autograd.Function):
@@ -456,6 +468,27 @@ class LRPE(QueryKeyEncoding):
         same = k_positions is q_positions
         at_k = at_q if same else self.core.at(check_positions(k_positions), wide)
         return self._turned(q, at_q, wide), self._turned(k, at_k, wide)
+
+    def one_pass(self, x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """(x, positions) -> the encoded phi(x) in one pass over memory, where a kernel can do it.
+
+        phi is 1 + elu. None where no kernel serves x (B, H, T, D), P is a Fourier matrix or Lambda
+        a permutation: use :meth:`forward`.
+        """
+        fused = kernels.load(KERNELS)
+        fits = not isinstance(self.projection, Fourier) and isinstance(self.core, Rotation)
+        if fused is None or not fits or not fused.serves(x):
+            return None
+        form = fused.Form(
+            halves=isinstance(self.projection, OddEven), wide=isinstance(self.core, Unitary)
+        )
+        unit = self.projection.unit if isinstance(self.projection, Householder) else None
+
+        def encode(x: Tensor, positions: Tensor) -> Tensor:
+            at = self.core.at(check_positions(positions), torch.float32)
+            return fused.encode(x, unit, at, form)
+
+        return encode
 
     def _turned(self, planes: Planes, at: object, wide: torch.dtype) -> Tensor:
         turned = self.core(tuple(x.to(wide) for x in planes), at)

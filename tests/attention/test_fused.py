@@ -8,6 +8,7 @@ import torch
 
 from lrpe_fairseq.attention import linear
 from lrpe_fairseq.attention.linear import EPS, linear_attention, linear_attention_naive
+from lrpe_fairseq.encodings import kernels
 
 pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
 
@@ -122,7 +123,7 @@ def test_linear_attention_gives_the_same_with_and_without_the_kernels(
     expected = linear_attention(q, k, v, **options)
     calls = []
     monkeypatch.setattr(fused, "serves", lambda q, v: calls.append(1) or True)
-    monkeypatch.setattr(linear, "kernels", lambda: fused)
+    monkeypatch.setattr(kernels, "load", lambda name: fused)
     found = linear_attention(q, k, v, **options)
     assert calls
     assert found.dtype == expected.dtype == dtype
@@ -130,8 +131,11 @@ def test_linear_attention_gives_the_same_with_and_without_the_kernels(
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_without_a_gpu_the_kernels_are_not_asked():
+def test_without_a_gpu_the_kernels_are_not_asked(monkeypatch):
     if DEVICE == "cpu":
-        assert linear.kernels() is None
+        assert kernels.load(linear.KERNELS) is None
+        monkeypatch.setenv("LRPE_FAIRSEQ_KERNELS", "1")
+        kernels.load.cache_clear()
+        assert kernels.load(linear.KERNELS) is None
         q = torch.rand(1, 1, 4, 16)
         assert not fused.serves(q, q)
