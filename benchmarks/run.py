@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import attention, decoding, lengths, phases, profiles, training
+from benchmarks import attention, decoding, encoding, lengths, phases, profiles, training
 from lrpe_fairseq.experiments.runs import environment
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "bench"
@@ -21,6 +21,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[dict]]] = {
     "causal": lambda o: attention.measure(o.device, o.dtype, o.rounds),
     "bidirectional": lambda o: attention.measure_bidirectional(o.device, o.dtype, o.rounds),
     "lengths": lambda o: lengths.measure(o.device, o.dtype, o.rounds),
+    "encoding": lambda o: encoding.measure(o.device, o.dtype, o.rounds),
     "decoding": lambda o: decoding.measure(o.device, o.rounds),
     "table9": lambda o: training.measure(o.device, o.tokens, o.rounds),
     "profiles": lambda o: profiles.measure(o.device, o.tokens),

@@ -161,6 +161,15 @@ def _paper(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def encoding(rows: Rows) -> str:
+    """phi and encoding as multiples of a copy."""
+    lines = [
+        [f"`{r['encoding']}`", r["form"], f"{r['copies']:.1f}", f"{r['copies_backward']:.1f}"]
+        for r in rows
+    ]
+    return _table(["encoding", "form", "copies, forward", "copies, gradient"], lines)
+
+
 def profiles(rows: Rows) -> str:
     """Shares of the kinds of work in a training step, plain forms and ours."""
     other = ("attention", "encoding", "form", "seconds")
@@ -191,6 +200,7 @@ PARTS: dict[str, Callable[[Rows], str]] = {
     "causal": causal,
     "bidirectional": bidirectional,
     "lengths": lengths,
+    "encoding": encoding,
     "decoding": decoding,
     "table9": table9,
     "profiles": profiles,

@@ -3,9 +3,20 @@
 import pytest
 import torch
 
-from benchmarks import attention, decoding, lengths, phases, profiles, run, timing, training
+from benchmarks import (
+    attention,
+    decoding,
+    encoding,
+    lengths,
+    phases,
+    profiles,
+    run,
+    timing,
+    training,
+)
 from benchmarks.timing import Timing, contest
 from lrpe_fairseq.attention import linear, multihead
+from lrpe_fairseq.encodings import ENCODINGS
 
 
 def test_contestants_run_in_turn_and_warm_up_rounds_do_not_count():
@@ -98,6 +109,14 @@ def test_lengths_state_time_and_memory_of_every_form(monkeypatch):
 def test_memory_of_the_naive_form_is_that_of_its_matrices():
     peak = lengths.peak_memory("naive", 1024, "cpu", torch.float32)
     assert peak > 2 * 8 * 1024**2 * 4 / 1e6
+
+
+def test_encoding_is_compared_with_a_copy(monkeypatch):
+    monkeypatch.setitem(encoding.SHAPES, "cpu", (1, 2, 8, 16))
+    rows = encoding.measure("cpu", torch.float32, 1)
+    names = [name for name in ENCODINGS if training.serves_linear(name) and name != "spe"]
+    assert [(r["encoding"], r["form"]) for r in rows] == [(name, "torch") for name in names]
+    assert all(r["copies"] > 0 < r["copies_backward"] for r in rows)
 
 
 def test_phases_of_rounded_angles_are_off_and_ours_are_not():
