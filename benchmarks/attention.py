@@ -22,15 +22,8 @@ def measure(device: str, dtype: torch.dtype, rounds: int) -> list[dict]:
     rows = []
     for length in LENGTHS:
         tokens = max(4096, length)
-        timings = contest(
-            {
-                "chunked": step(chunked, length, tokens, device, dtype),
-                "naive": step(naive, length, tokens, device, dtype),
-                "sdpa": step(sdpa, length, tokens, device, dtype),
-            },
-            rounds=rounds if length < 4096 else max(3, rounds // 2),
-            settle=1,
-        )
+        forms = {"chunked": chunked, "naive": naive, "sdpa": sdpa}
+        timings = _contest(forms, length, tokens, device, dtype, rounds)
         rows += [row(length, tokens, name, timings, "chunked") for name in timings]
     return rows
 
@@ -43,13 +36,21 @@ def measure_bidirectional(
     for length in lengths:
         tokens = max(4096, length)
         forms = {"linear": bidirectional, "sdpa": F.scaled_dot_product_attention}
-        timings = contest(
-            {name: step(form, length, tokens, device, dtype) for name, form in forms.items()},
-            rounds=rounds if length < 4096 else max(3, rounds // 2),
-            settle=1,
-        )
+        timings = _contest(forms, length, tokens, device, dtype, rounds)
         rows += [row(length, tokens, name, timings, "linear") for name in timings]
     return rows
+
+
+def _contest(
+    forms: dict[str, Callable],
+    length: int,
+    tokens: int,
+    device: str,
+    dtype: torch.dtype,
+    rounds: int,
+) -> dict[str, Timing]:
+    steps = {name: step(form, length, tokens, device, dtype) for name, form in forms.items()}
+    return contest(steps, rounds if length < 4096 else max(3, rounds // 2), settle=steps)
 
 
 def check() -> None:

@@ -2,8 +2,9 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -31,18 +32,21 @@ class Timing:
 
 
 def contest(
-    contestants: dict[str, Callable[[], object]], rounds: int, warmup: int = 1, settle: int = 0
-) -> dict[str, Timing]:
+    contestants: dict[Any, Callable[[], object]],
+    rounds: int,
+    warmup: int = 1,
+    settle: Collection[Any] = (),
+) -> dict[Any, Timing]:
     """Time every contestant once per round, in turn; the first ``warmup`` rounds do not count.
 
-    ``settle``: untimed calls just before each timed one. A contestant that needs gigabytes
-    makes the allocator hand memory back, and the next one would pay for fetching it again,
+    ``settle``: the contestants that get an untimed call just before each timed one. One that needs
+    gigabytes makes the allocator hand memory back, and the next would pay for fetching it again,
     which it never does in a training of its own.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    seconds: dict[Any, list[float]] = {name: [] for name in contestants}
     for number in range(warmup + rounds):
         for name, run in contestants.items():
-            for _ in range(settle):
+            if name in settle:
                 run()
             elapsed = _time(run)
             if number >= warmup:

@@ -1,10 +1,10 @@
 """Validation curves as a picture, in the manner of the paper's Fig. 2."""
 
-import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lrpe_fairseq.experiments import pictures
 from lrpe_fairseq.experiments.cells import Group, cell_runs
 from lrpe_fairseq.experiments.layout import Row, Table
 from lrpe_fairseq.experiments.runs import Run
@@ -33,24 +33,14 @@ def panels(table: Table, group: Group) -> dict[str, dict[str, Curve]]:
 def validation_curves(path: Path, curves: dict[str, dict[str, Curve]]) -> None:
     """Draw one panel for each attention type and write it to ``path`` as PNG.
 
-    The bytes depend on the curves and on the installed matplotlib, on nothing else.
-
     Raises: ImportError if matplotlib, which comes with the extra [plots], is not installed.
     """
-    # fairseq turns every logger up to DEBUG; matplotlib then tells about each font it meets.
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.5 * len(curves), 4), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pictures.blank(5.5 * len(curves), 4)
     all_axes = figure.subplots(1, len(curves), squeeze=False)[0]
     labels = list(dict.fromkeys(label for lines in curves.values() for label in lines))
     for axes, (attention, lines) in zip(all_axes, curves.items(), strict=True):
         _draw(axes, attention, lines, labels)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Without a Software entry the file does not name the matplotlib that drew it.
-    figure.savefig(path, format="png", metadata={"Software": None})
+    pictures.save(figure, path)
 
 
 def _runs_with_curve(table: Table, row: Row, attention: str, group: Group) -> list[Run]:

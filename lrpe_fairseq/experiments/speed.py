@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lrpe_fairseq.encodings import ENCODINGS
-from lrpe_fairseq.experiments import readme
+from lrpe_fairseq.experiments import pictures, readme
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "speed.md"
@@ -213,9 +213,7 @@ def draw(path: Path, rows: Rows) -> None:
     """Time per token and peak memory against T, the crossover with SDPA marked."""
     if not rows:
         return
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = pictures.blank(9, 3.6)
     time, memory = figure.subplots(1, 2)
     for name in _values(rows, "contestant"):
         own = [row for row in rows if row["contestant"] == name]
@@ -223,13 +221,16 @@ def draw(path: Path, rows: Rows) -> None:
         time.plot(at, [row["seconds_per_token"] * 1e6 for row in own], marker=".", label=name)
         memory.plot(at, [row["peak_mb"] for row in own], marker=".", label=name)
     first = crossover(rows)
+    titles = ["microseconds per token", "peak memory, MB"]
     if first is not None:
-        time.axvline(first, color="grey", linestyle=":", label=f"crossover with SDPA, T = {first}")
-    for axes, title in ((time, "microseconds per token"), (memory, "peak memory, MB")):
-        axes.set(xscale="log", yscale="log", xlabel="T", title=title)
+        time.axvline(first, color="grey", linestyle=":")
+        titles[0] += f" (dotted: crossover with SDPA, T = {first})"
+    for axes, title in zip((time, memory), titles, strict=True):
+        axes.set(yscale="log", xlabel="T")
         axes.set_xscale("log", base=2)
-        axes.legend(fontsize="small")
-    figure.savefig(path, format="png", metadata={"Software": None})
+        axes.set_title(title, fontsize="medium")
+    memory.legend(fontsize="small")
+    pictures.save(figure, path)
 
 
 def _table(heads: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:

@@ -30,8 +30,9 @@ def test_contestants_run_in_turn_and_warm_up_rounds_do_not_count():
 
 def test_untimed_calls_settle_a_contestant_before_each_timed_one():
     calls = []
-    contest({"a": lambda: calls.append("a")}, rounds=2, warmup=0, settle=2)
-    assert len(calls) == 2 * (2 + 1)
+    both = {name: lambda name=name: calls.append(name) for name in ("a", "b")}
+    contest(both, rounds=2, warmup=0, settle=["a"])
+    assert calls == ["a", "a", "b"] * 2
 
 
 def test_a_ratio_is_the_median_of_the_rounds_own_ratios():
