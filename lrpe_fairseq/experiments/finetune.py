@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from lrpe_fairseq.experiments import glue, schedule, tables
 from lrpe_fairseq.experiments.finetuning import finetuning_runs, source_of
 from lrpe_fairseq.experiments.run_table import load_named
@@ -31,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _work(runs: Sequence[TrainingRun], jobs: int) -> int:
     events = schedule.Events(ROOT / "runs" / "table3" / "events.log")
-    devices = schedule.shares(min(jobs, len(runs)), 1)
+    one = 1 if torch.cuda.is_available() else None  # GPU; a task is too small for several
+    devices = schedule.shares(min(jobs, len(runs)), one)
     try:
         failed = schedule.Schedule(runs, devices, events).run()
     except KeyboardInterrupt:

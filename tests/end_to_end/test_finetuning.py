@@ -258,6 +258,18 @@ def test_the_grid_is_every_task_rate_and_seed_and_its_best_rate_fills_the_table(
     assert set(by_hand) <= set(grid)
 
 
+def test_the_command_works_off_its_runs_on_this_machine_and_says_what_came_out(
+    pretrained: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    made = finetuning_run(pretrained, tasks / "RTE", tmp_path)
+    monkeypatch.setattr(finetune, "_runs", lambda options: [made])
+    monkeypatch.setattr(finetune, "prepare_data", lambda data, source: None)
+    monkeypatch.setattr(finetune.tables, "main", lambda arguments: 0)
+    assert finetune.main(["unread.pt", "RTE", "--jobs", "2"]) == 0
+    assert made.finished()
+    assert f"{made.folder.name}: {made.outcome()}" in capsys.readouterr().out
+
+
 def test_the_script_refuses_in_one_sentence(tmp_path: Path) -> None:
     script = CONFIGS.parent / "scripts" / "finetune_glue.sh"
     for arguments, sentence in (
