@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.attention import chunked, naive, sdpa, step
+from benchmarks.attention import fits, naive, ours, sdpa, step, tokens_of
 from benchmarks.timing import Timing, contest
 
 LENGTHS = tuple(2**n for n in range(7, 17))
-FORMS = {"chunked": chunked, "sdpa": sdpa, "naive": naive}
+FORMS = {"chunked": ours, "sdpa": sdpa, "naive": naive}
 LONGEST = {"chunked": 2**16, "sdpa": 2**16, "naive": 2**12}  # the naive one needs O(T^2) memory
 SETTLES = 2**14  # beyond, fetching memory is nothing to the seconds that SDPA computes
 TOKENS = 2**16  # of every batch of the linear form
@@ -35,12 +35,14 @@ def measure(
     rows = []
     for length in lengths:
         names = [name for name in FORMS if length <= LONGEST[name]]
-        steps = {n: step(FORMS[n], length, max(4096, length), device, dtype) for n in names}
+        names = [name for name in names if name != "naive" or fits(device, length)]
+        batch = tokens_of(device, length)
+        steps = {n: step(FORMS[n], length, batch, device, dtype) for n in names}
         settle = steps if length <= SETTLES else ("chunked",)
         timings = contest(steps, rounds=_rounds(rounds, length), settle=settle)
         for name in names:
             peak = peak_memory(name, length, device, dtype)
-            rows.append(_row(length, name, timings, flat[length], peak))
+            rows.append(_row(length, name, timings, batch, flat[length], peak))
     return rows
 
 
@@ -48,7 +50,7 @@ def flatness(
     device: str, dtype: torch.dtype, rounds: int, lengths: Sequence[int], tokens: int
 ) -> dict[int, float]:
     """Time of the chunked form on ``tokens`` tokens at each length, over that at 512."""
-    steps = {str(n): step(chunked, n, tokens, device, dtype) for n in lengths}
+    steps = {str(n): step(ours, n, tokens, device, dtype) for n in lengths}
     timings = contest(steps, rounds=rounds, settle=steps)
     base = timings["512"] if "512" in timings else timings[str(lengths[0])]
     return {int(name): timing.ratio(base) for name, timing in timings.items()}
@@ -90,12 +92,14 @@ def _rounds(rounds: int, length: int) -> int:
     return rounds if length <= 4096 else max(1, rounds * 4096 // length)
 
 
-def _row(length: int, name: str, timings: dict[str, Timing], flat: float, peak: float) -> dict:
+def _row(
+    length: int, name: str, timings: dict[str, Timing], tokens: int, flat: float, peak: float
+) -> dict:
     timing = timings[name]
     return {
         "length": length,
         "contestant": name,
-        "seconds_per_token": timing.median / max(4096, length),
+        "seconds_per_token": timing.median / tokens,
         "spread": timing.spread,
         "speed_up": timing.ratio(timings["chunked"]),
         "flatness": flat if name == "chunked" else None,

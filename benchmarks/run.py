@@ -35,7 +35,7 @@ def main() -> None:
     options = parse()
     stated = environment()
     print(f"{stated['hardware']}\n{stated['versions']}\ncommit {stated['commit']}")
-    attention.check()
+    attention.check(options.device)
     decoding.check()
     print("fast forms = their definitions: speed-ups may be shown\n", flush=True)
     for part in options.parts:

@@ -118,8 +118,9 @@ def test_docs_speed_is_that_of_the_committed_clocks():
 
 def test_a_part_that_was_not_measured_says_so(monkeypatch):
     monkeypatch.setattr(readme, "read_result", lambda path: None)
-    assert speed.section("causal", speed.causal) == "not measured"
-    assert speed.measured("lengths") == []
+    said = "On a CPU: not measured.\n\nOn a GPU: not measured."
+    assert speed.section("causal", speed.causal) == said
+    assert speed.measured("lengths", "cpu") == []
 
 
 def length_rows(speed_ups):

@@ -16,8 +16,9 @@ from lrpe_fairseq.experiments import pictures, readme
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "speed.md"
-FIGURE = ROOT / "results" / "figures" / "lengths-cpu.png"
-RESULTS = ROOT / "results" / "bench" / "cpu"
+FIGURES = ROOT / "results" / "figures"
+RESULTS = ROOT / "results" / "bench"
+DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 PUBLISHED = (("iclr-table9", "linear"), ("iclr-table9", "softmax"), ("tmlr-table6", "linear"))
 ERRORS = ("ours", "float32_angle", "own_angle")
 NOT_MEASURED = "not measured"
@@ -30,7 +31,8 @@ def main() -> None:
     fresh = render(text)
     if "--check" not in sys.argv:
         PAGE.write_text(fresh, encoding="utf-8")
-        draw(FIGURE, measured("lengths"))
+        for device in DEVICES:
+            draw(figure(device), measured("lengths", device))
     elif fresh != text:
         sys.exit("docs/speed.md is stale: run python -m lrpe_fairseq.experiments.speed")
 
@@ -43,26 +45,43 @@ def render(text: str) -> str:
 
 
 def section(name: str, part: Callable[[Rows], str]) -> str:
-    """One part, and under it where it was measured."""
-    figures = _figures(name)
-    return NOT_MEASURED if figures is None else f"{part(figures['rows'])}\n\n{_machine(figures)}"
+    """One part on every device, each with the machine that it was measured on."""
+    found = []
+    for device, shown in DEVICES.items():
+        figures = _figures(name, device)
+        if figures is None:
+            found.append(f"On a {shown}: {NOT_MEASURED}.")
+        else:
+            picture = f"\n\n{_picture(device)}" if name == "lengths" else ""
+            found.append(f"{part(figures['rows'])}{picture}\n\n{_machine(figures)}")
+    return "\n\n".join(found)
 
 
-def measured(name: str) -> Rows:
+def measured(name: str, device: str) -> Rows:
     """The rows of a part; none if it was not measured."""
-    figures = _figures(name)
+    figures = _figures(name, device)
     return [] if figures is None else figures["rows"]
 
 
-def _figures(name: str) -> dict[str, Any] | None:
-    text = readme.read_result(RESULTS / f"{name}.json")
+def figure(device: str) -> Path:
+    """Where the picture of the lengths lies."""
+    return FIGURES / f"lengths-{device}.png"
+
+
+def _picture(device: str) -> str:
+    return f"![time and memory by length](../{figure(device).relative_to(ROOT).as_posix()})"
+
+
+def _figures(name: str, device: str) -> dict[str, Any] | None:
+    text = readme.read_result(RESULTS / device / f"{name}.json")
     return None if text is None else json.loads(text)
 
 
 def _machine(figures: dict[str, Any]) -> str:
     machine = figures["hardware"]
+    gpus = "".join(f"{name}, " for name in machine["gpus"])
     return (
-        f"({machine['cores']} cores, {machine['cpu']}, {figures['threads']} threads, "
+        f"({gpus}{machine['cores']} cores, {machine['cpu']}, {figures['threads']} threads, "
         f"{figures['dtype']}; torch {figures['versions']['torch']}; "
         f"commit {figures['commit'][:8]}.)"
     )
@@ -71,11 +90,17 @@ def _machine(figures: dict[str, Any]) -> str:
 def causal(rows: Rows) -> str:
     """Chunked causal linear attention against both references."""
     found = _by(rows, "length", "contestant")
+    others = {"naive": "the naive form", "sdpa": "torch SDPA"}
+    if "kernel" in _values(rows, "contestant"):
+        others |= {"chunked": "our PyTorch form", "fla": "fla's chunk_linear_attn"}
     lines = [
-        [n, *(f"{found[n, form]['speed_up']:.1f} x" for form in ("naive", "sdpa"))]
-        for n in _values(rows, "length")
+        [n, *(_times(found.get((n, form))) for form in others)] for n in _values(rows, "length")
     ]
-    return _table(["T", "chunked linear against the naive form", "against torch SDPA"], lines)
+    return _table(["T", *(f"causal linear against {name}" for name in others.values())], lines)
+
+
+def _times(row: dict[str, Any] | None) -> str:
+    return f"{row['speed_up']:.1f} x" if row else "–"
 
 
 def bidirectional(rows: Rows) -> str:
@@ -95,10 +120,7 @@ def lengths(rows: Rows) -> str:
         lines.append([n, f"{forms[0]['flatness']:.2f}", *times, *memory])
     heads = ["T", "time per token against T = 512", "speed-up over SDPA", "over the naive form"]
     heads += ["peak MB, chunked", "SDPA", "naive"]
-    figure = FIGURE.relative_to(ROOT).as_posix()
-    return (
-        f"{_table(heads, lines)}\n\n{_crossing(rows)}\n\n![time and memory by length](../{figure})"
-    )
+    return f"{_table(heads, lines)}\n\n{_crossing(rows)}"
 
 
 def crossover(rows: Rows) -> int | None:
