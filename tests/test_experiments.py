@@ -595,3 +595,12 @@ def test_a_run_is_trained_resumed_evaluated_and_recorded(corpus, one_run, events
     assert [point["updates"] for point in found["curve"]] == [2, 4]
     assert found["peak_memory_mb"] > 50
     assert "going on at 2" in (events._log).read_text()
+
+
+def test_the_number_of_a_run_is_its_metric_and_not_how_much_was_scored():
+    for metrics, number in (
+        ({"valid": {"glue": {"examples": 9, "matthews": 12.0}}}, "valid glue matthews 12.00"),
+        ({"valid": {"blocks": {"loss": 5.0, "ppl": 32.0}}}, "valid blocks ppl 32.00"),
+        ({"valid": {"beam": {"sentences": 3, "bleu": 7.5}}}, "valid beam bleu 7.50"),
+    ):
+        assert training._first_number(metrics) == number

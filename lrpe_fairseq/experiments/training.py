@@ -313,7 +313,8 @@ def _first_number(metrics: Run) -> str:
     """Such as ``valid blocks ppl 57.30``: perplexity where there is one."""
     split, protocols = next(iter(metrics.items()))
     protocol, measured = next(iter(protocols.items()))
-    name = "ppl" if "ppl" in measured else next(iter(measured))
+    counts = ("examples", "sentences", "tokens")
+    name = "ppl" if "ppl" in measured else next(key for key in measured if key not in counts)
     return f"{split} {protocol} {name} {measured[name]:.2f}"
 
 
