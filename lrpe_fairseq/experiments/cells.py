@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lrpe_fairseq.experiments.layout import Column, Row, Table
-from lrpe_fairseq.experiments.runs import Run
+from lrpe_fairseq.experiments.runs import Run, plain
 
 Runs = dict[str, Run]  # by path relative to results/runs
 Scores = dict[int, float]  # by seed
@@ -75,7 +75,7 @@ def shared_options(table: Table, runs: Runs) -> dict[str, Any]:
         values = {run_name: option(run, name) for run_name, run in runs.items()}
         first, *others = values
         for other in others:
-            if _plain(values[other]) != _plain(values[first]):
+            if plain(values[other]) != plain(values[first]):
                 raise ValueError(
                     f"{first} and {other} would share a table, but differ in {name}: "
                     f"{values[first]} and {values[other]}"
@@ -153,20 +153,9 @@ def _sides(own: str, what: str, fixed: dict[str, str]) -> str | dict[str, str]:
 def _options_agree(table: Table, row: Row, column: Column, run: Run) -> bool:
     wanted = {**table.options, **row.overrides, **column.overrides}
     return all(
-        _plain(option(run, name, table.options[name])) == _plain(value)
+        plain(option(run, name, table.options[name])) == plain(value)
         for name, value in wanted.items()
     )
-
-
-def _plain(value: Any) -> Any:
-    """A value to compare by: 1, 1.0 and "1" are one, and so are True and "true"."""
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    text = str(value).strip().lower()
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def _raw_scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:

@@ -140,6 +140,17 @@ def hardware() -> Run:
     return {"cpu": _cpu_model(), "cores": _cores(), "gpus": _gpu_names()}
 
 
+def plain(value: Any) -> Any:
+    """A value to compare by: 1, 1.0 and "1" are one, and so are True and "true"."""
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    text = str(value).strip().lower()
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def _is(value: Any, *types: type) -> bool:
     """isinstance, except that True is no number."""
     return isinstance(value, types) and not isinstance(value, bool)

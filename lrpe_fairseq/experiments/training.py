@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 from lrpe_fairseq.experiments import checkpoints, fairseq_log, processes
 from lrpe_fairseq.experiments.corpus import write_json
 from lrpe_fairseq.experiments.processes import ChildFailed, Children
-from lrpe_fairseq.experiments.runs import Run, environment, read_run, write_run
+from lrpe_fairseq.experiments.runs import Run, environment, plain, read_run, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -183,7 +183,11 @@ class TrainingRun(ABC):
         settings = OmegaConf.to_container(self.settings())
         wanted = checkpoints.named({section: settings[section] for section in DECIDING})
         wanted |= {"seed": self.seed, **_batch(settings["dataset"])}
-        return {n for n in set(wanted) - INCIDENTAL if config.get(n, wanted[n]) != wanted[n]}
+        return {
+            name
+            for name in set(wanted) - INCIDENTAL  # fairseq keeps "3000" of a YAML as 3000.0
+            if plain(config.get(name, wanted[name])) != plain(wanted[name])
+        }
 
     def progress(self) -> tuple[int, int]:
         """(updates done, updates in all)."""

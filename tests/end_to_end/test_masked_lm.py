@@ -1,6 +1,7 @@
 """The masked language model's whole life: pre-trained, fine-tuned, predicting; and padding, which
 no sentence may notice, for every encoding."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -191,3 +192,40 @@ def test_a_run_is_scored_with_the_same_masks_whatever_its_seed(
     assert first == second
     assert 0 < first["valid"]["masked"]["loss"] < 4.0
     assert first["test"]["masked"]["ppl"] == 2 ** first["test"]["masked"]["loss"]
+
+
+def test_a_finished_run_is_finished_and_a_longer_one_goes_on_from_it(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    """fairseq keeps the string "3000" of the YAML's total_num_update as 3000.0."""
+    from lrpe_fairseq.experiments.processes import Children
+    from lrpe_fairseq.experiments.training import Devices
+
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "bin").symlink_to(corpus.data)
+    tiny = ["encoder_layers=1", "encoder_embed_dim=16", "encoder_attention_heads=2"]
+    run = PretrainingRun(
+        experiment="trial",
+        label="x",
+        config="pretrain-small",
+        scale="small",
+        data=tmp_path / "data",
+        attention_type="linear",
+        position_encoding="none",
+        seed=1,
+        folder=tmp_path / "work",
+        result=tmp_path / "run.json",
+        overrides=(
+            *(f"model.{option}" for option in tiny),
+            "common.log_interval=1",
+            "optimization.max_update=2",
+        ),
+    )
+    run.work(Children(), Devices(), print)
+    assert run.finished()
+    assert "total_num_update" not in " ".join(run.overrides)
+    longer = replace(run, overrides=(*run.overrides[:-1], "optimization.max_update=3"))
+    said: list[str] = []
+    assert not longer.finished()
+    assert longer.ready_to_resume(said.append) == 2
+    assert said == []
