@@ -26,7 +26,6 @@ class Form(NamedTuple):
     """What is done to x. halves: pairs are (j, D/2 + j), as after the odd-even permutation, not
     (2j, 2j + 1). wide: the unitary diagonal of real features, which doubles the width."""
 
-    phi: bool = True
     halves: bool = False
     wide: bool = False
 
@@ -121,7 +120,6 @@ def _constants(x: Tensor, unit: Tensor | None, turn: Tensor, form: Form) -> dict
         "D": x.shape[-1],
         "E": turn.shape[-1],
         "BT": ROWS,
-        "PHI": form.phi,
         "REFLECTS": unit is not None,
         "HALVES": form.halves,
         "WIDE": form.wide,
@@ -139,11 +137,9 @@ def _turns(turn, rows, T, E: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def _phi(x, PHI: tl.constexpr):
+def _phi(x):
     """1 + elu(x)."""
-    if PHI:
-        x = tl.where(x > 0, x + 1.0, tl.exp(tl.minimum(x, 0.0)))
-    return x
+    return tl.where(x > 0, x + 1.0, tl.exp(tl.minimum(x, 0.0)))
 
 
 @triton.jit
@@ -187,7 +183,6 @@ def _encode(
     D: tl.constexpr,
     E: tl.constexpr,
     BT: tl.constexpr,
-    PHI: tl.constexpr,
     REFLECTS: tl.constexpr,
     HALVES: tl.constexpr,
     WIDE: tl.constexpr,
@@ -203,7 +198,7 @@ def _encode(
     to = out + b.to(tl.int64) * H * T * width + rows[:, None] * width + columns[None, :]
     for h in range(H):
         z = tl.load(at + h * xh, mask=here, other=0.0).to(tl.float32)
-        z = _reflected(_phi(z, PHI), u, REFLECTS)
+        z = _reflected(_phi(z), u, REFLECTS)
         start = to + h * T * width
         if WIDE:
             tl.store(start, (z * cos).to(out.dtype.element_ty), mask=here)
@@ -235,7 +230,6 @@ def _encode_gradient(
     D: tl.constexpr,
     E: tl.constexpr,
     BT: tl.constexpr,
-    PHI: tl.constexpr,
     REFLECTS: tl.constexpr,
     HALVES: tl.constexpr,
     WIDE: tl.constexpr,
@@ -256,7 +250,7 @@ def _encode_gradient(
     of_unit = tl.zeros((D,), tl.float32)
     for h in range(H):
         given = tl.load(at + h * xh, mask=here, other=0.0).to(tl.float32)
-        p = _phi(given, PHI)
+        p = _phi(given)
         z = _reflected(p, u, REFLECTS)
         first = tl.load(of + h * T * width, mask=here, other=0.0).to(tl.float32)
         if WIDE:
@@ -275,8 +269,7 @@ def _encode_gradient(
             if UNIT_LEARNS:
                 of_unit += tl.sum(-2.0 * (tl.sum(p * u[None, :], 1)[:, None] * g + along * p), 0)
             g = g - 2.0 * along * u[None, :]
-        if PHI:
-            g = tl.where(given > 0, g, g * p)
+        g = tl.where(given > 0, g, g * p)  # phi is its own derivative below zero
         tl.store(to + h * gh, g.to(grad_x.dtype.element_ty), mask=here)
     if TURN_LEARNS:
         pairs = tl.arange(0, W)

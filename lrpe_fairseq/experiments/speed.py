@@ -1,4 +1,4 @@
-"""What the clocks found: docs/speed.md and the README's part, from results/bench/<device>/*.json.
+"""What the clocks found: docs/speed.md, from results/bench/<device>/*.json.
 
 ``python -m lrpe_fairseq.experiments.speed`` renders the page and its figure, ``--check`` fails when
 the page is stale. A part that was not measured is said to be so.
