@@ -20,7 +20,9 @@ from torch.autograd.function import once_differentiable
 from lrpe_fairseq.encodings.kernels import on_device
 
 CHUNK = 64
-WIDEST_BLOCK = 64  # columns of D or E that a program holds
+WIDEST_BLOCK = {True: 32, False: 64}
+"""Columns of D or E that a program holds, in float32 (True) and in half types: a float32 product is
+three of tf32 parts, which take more registers."""
 MINIMUM = 16  # of every side of a tl.dot
 
 
@@ -107,7 +109,8 @@ def _through_quotient(
 
 def _shape_of(q: Tensor, v: Tensor) -> _Shape:
     batch, heads, time, keys = q.shape
-    blocks = (min(WIDEST_BLOCK, _power_of_two(width)) for width in (keys, v.shape[-1]))
+    widest = WIDEST_BLOCK[v.dtype == torch.float32]
+    blocks = (min(widest, _power_of_two(width)) for width in (keys, v.shape[-1]))
     chunks = max(1, math.ceil(time / CHUNK))
     return _Shape(batch * heads, heads, time, chunks, keys, v.shape[-1], *blocks)
 
@@ -125,7 +128,7 @@ def _constants(shape: _Shape, like: Tensor, decay: Tensor | None) -> dict:
         "BD": shape.key_block,
         "BE": shape.value_block,
         "DECAYS": decay is not None,
-        "PRECISION": "ieee" if like.dtype == torch.float32 else "tf32",
+        "PRECISION": "tf32x3" if like.dtype == torch.float32 else "tf32",
         "num_warps": 4,
     }
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from lrpe_fairseq.encodings.kernels import on_device
 
-ROWS = 32
+NUMBERS = 2048  # of a head that a program holds in its registers
 
 
 class Form(NamedTuple):
@@ -106,8 +106,13 @@ class _Encoded(torch.autograd.Function):
         return grad_x, grad_unit, grad_turn, None
 
 
+def _rows(x: Tensor) -> int:
+    """Positions that one program takes: a power of two."""
+    return min(32, max(1, NUMBERS // x.shape[-1]))
+
+
 def _grid(x: Tensor) -> tuple[int, int]:
-    return triton.cdiv(x.shape[2], ROWS), x.shape[0]
+    return triton.cdiv(x.shape[2], _rows(x)), x.shape[0]
 
 
 def _sizes(x: Tensor, parts: Tensor) -> tuple[int, ...]:
@@ -119,12 +124,22 @@ def _constants(x: Tensor, unit: Tensor | None, turn: Tensor, form: Form) -> dict
     return {
         "D": x.shape[-1],
         "E": turn.shape[-1],
-        "BT": ROWS,
+        "BT": _rows(x),
         "REFLECTS": unit is not None,
         "HALVES": form.halves,
         "WIDE": form.wide,
         "num_warps": 4,
     }
+
+
+@triton.jit
+def _place(BT: tl.constexpr):
+    """Positions (BT,) and sequence of this program, 64 bits wide as all that is computed of them:
+    a batch may hold more than 2^31 numbers."""
+    return (
+        tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT),
+        tl.program_id(1).to(tl.int64),
+    )
 
 
 @triton.jit
@@ -187,26 +202,27 @@ def _encode(
     HALVES: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    rows, b = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1)
+    rows, b = _place(BT)
     columns = tl.arange(0, D)
     here = (rows < T)[:, None] & (columns >= 0)[None, :]
     W: tl.constexpr = D if WIDE else D // 2
     cos, sin = _turns(turn + b * tb, rows, T, E, W)
     u = tl.load(unit + columns).to(tl.float32)
-    at = x + b.to(tl.int64) * xb + rows[:, None].to(tl.int64) * xt + columns[None, :]
+    at = x + b * xb + rows[:, None] * xt + columns[None, :]
     width: tl.constexpr = 2 * D if WIDE else D
-    to = out + b.to(tl.int64) * H * T * width + rows[:, None] * width + columns[None, :]
-    for h in range(H):
-        z = tl.load(at + h * xh, mask=here, other=0.0).to(tl.float32)
+    to = out + (b * H * T + rows[:, None]) * width + columns[None, :]
+    for _ in range(H):
+        z = tl.load(at, mask=here, other=0.0).to(tl.float32)
         z = _reflected(_phi(z), u, REFLECTS)
-        start = to + h * T * width
         if WIDE:
-            tl.store(start, (z * cos).to(out.dtype.element_ty), mask=here)
-            tl.store(start + D, (z * sin).to(out.dtype.element_ty), mask=here)
+            tl.store(to, (z * cos).to(out.dtype.element_ty), mask=here)
+            tl.store(to + D, (z * sin).to(out.dtype.element_ty), mask=here)
         else:
             a, c = _apart(z, BT, D, HALVES)
             y = _together(a * cos - c * sin, a * sin + c * cos, BT, D, False)
-            tl.store(start, y.to(out.dtype.element_ty), mask=here)
+            tl.store(to, y.to(out.dtype.element_ty), mask=here)
+        at += xh
+        to += T * width
 
 
 @triton.jit
@@ -236,25 +252,25 @@ def _encode_gradient(
     TURN_LEARNS: tl.constexpr,
     UNIT_LEARNS: tl.constexpr,
 ):
-    block, b = tl.program_id(0), tl.program_id(1)
-    rows, columns = block * BT + tl.arange(0, BT), tl.arange(0, D)
+    rows, b = _place(BT)
+    columns = tl.arange(0, D)
     here = (rows < T)[:, None] & (columns >= 0)[None, :]
     W: tl.constexpr = D if WIDE else D // 2
     cos, sin = _turns(turn + b * tb, rows, T, E, W)
     u = tl.load(unit + columns).to(tl.float32)
-    at = x + b.to(tl.int64) * xb + rows[:, None].to(tl.int64) * xt + columns[None, :]
-    to = grad_x + b.to(tl.int64) * gb + rows[:, None].to(tl.int64) * gt + columns[None, :]
+    at = x + b * xb + rows[:, None] * xt + columns[None, :]
+    to = grad_x + b * gb + rows[:, None] * gt + columns[None, :]
     width: tl.constexpr = 2 * D if WIDE else D
-    of = grad + b.to(tl.int64) * H * T * width + rows[:, None] * width + columns[None, :]
+    of = grad + (b * H * T + rows[:, None]) * width + columns[None, :]
     of_cos, of_sin = tl.zeros((BT, W), tl.float32), tl.zeros((BT, W), tl.float32)
     of_unit = tl.zeros((D,), tl.float32)
-    for h in range(H):
-        given = tl.load(at + h * xh, mask=here, other=0.0).to(tl.float32)
+    for _ in range(H):
+        given = tl.load(at, mask=here, other=0.0).to(tl.float32)
         p = _phi(given)
         z = _reflected(p, u, REFLECTS)
-        first = tl.load(of + h * T * width, mask=here, other=0.0).to(tl.float32)
+        first = tl.load(of, mask=here, other=0.0).to(tl.float32)
         if WIDE:
-            second = tl.load(of + h * T * width + D, mask=here, other=0.0).to(tl.float32)
+            second = tl.load(of + D, mask=here, other=0.0).to(tl.float32)
             of_cos += first * z
             of_sin += second * z
             g = first * cos + second * sin
@@ -270,7 +286,10 @@ def _encode_gradient(
                 of_unit += tl.sum(-2.0 * (tl.sum(p * u[None, :], 1)[:, None] * g + along * p), 0)
             g = g - 2.0 * along * u[None, :]
         g = tl.where(given > 0, g, g * p)  # phi is its own derivative below zero
-        tl.store(to + h * gh, g.to(grad_x.dtype.element_ty), mask=here)
+        tl.store(to, g.to(grad_x.dtype.element_ty), mask=here)
+        at += xh
+        to += gh
+        of += T * width
     if TURN_LEARNS:
         pairs = tl.arange(0, W)
         place = turned + (b * T + rows[:, None]) * (2 * E) + 2 * pairs[None, :]
@@ -278,4 +297,5 @@ def _encode_gradient(
         tl.store(place, of_cos, mask=known)
         tl.store(place + 1, of_sin, mask=known)
     if UNIT_LEARNS:
-        tl.store(reflected + (b * tl.num_programs(0) + block) * D + columns, of_unit)
+        program = b * tl.num_programs(0) + tl.program_id(0)
+        tl.store(reflected + program * D + columns, of_unit)

@@ -15,7 +15,7 @@ def load(module: str) -> ModuleType | None:
     """The module of kernels of that name where there are a GPU, Triton and the wish, else None.
 
     The wish is the environment variable LRPE_FAIRSEQ_KERNELS=1: the kernels are proved in Triton's
-    interpreter and have not been run on a GPU yet.
+    interpreter and compile for A100 and H100, but have not been run on a GPU yet.
     """
     wished = os.environ.get("LRPE_FAIRSEQ_KERNELS") == "1"
     if not wished or not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
