@@ -3,7 +3,7 @@
 The same sums, chunk by chunk, with the normaliser in the same pass: a scan writes the state before
 every chunk, in float32; then all chunks work side by side, each from its own rows and its state.
 Nothing of size T x T, and no widened copy of q, k or v, is ever in memory. The reference is
-``linear._chunked``, whose results these are in outputs and gradients.
+``chunked.causal_sums``, whose results these are in outputs and gradients.
 
 Inside: L = B H sequences, T time, N chunks of C rows, D key width, E value width.
 """
@@ -34,12 +34,7 @@ def serves(q: Tensor, v: Tensor) -> bool:
 def causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """The causal sums of q, k (B, H, T, D) and v (B, H, T, E), in float32.
-
-    ``wanted``: "numerator", sum_{t<=s} (q_s . k_t) v_t; "sums", that and the denominator
-    sum_{t<=s} q_s . k_t (B, H, T); "normalized", their quotient, clamped to ``eps`` from below.
-    ``log_decay`` (H,) multiplies the score of (s, t) by exp(log_decay (s - t)).
-    """
+    """As ``chunked.causal_sums``; the results are float32."""
     out, denominator = _Fused.apply(q, k, v, wanted, log_decay, eps)
     return out, denominator if wanted == "sums" else None
 
@@ -66,8 +61,8 @@ class _Shape(NamedTuple):
 
 
 class _Fused(torch.autograd.Function):
-    """(result, denominator). As in ``linear._ChunkedAttention``, g is the gradient of the
-    denominators: that of one more value column, of ones."""
+    """(result, denominator). As in ``chunked``, g is the gradient of the denominators: that of one
+    more value column, of ones."""
 
     @staticmethod
     def forward(ctx, q, k, v, wanted, log_decay, eps):

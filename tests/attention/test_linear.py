@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from lrpe_fairseq.attention import chunked
 from lrpe_fairseq.attention.linear import (
-    CHUNK,
     NORMALIZERS,
     linear_attention,
     linear_attention_block,
@@ -50,7 +50,11 @@ def outputs_and_gradients(function, inputs, **options):
 @pytest.mark.parametrize("decay", [None, (-0.2, -0.01)], ids=["plain", "decay"])
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_chunked_equals_naive_in_outputs_and_gradients(length, normalizer, decay, mask):
+@pytest.mark.parametrize("piece", [chunked.PIECE, 400, 130])
+def test_chunked_equals_naive_in_outputs_and_gradients(
+    piece, length, normalizer, decay, mask, monkeypatch
+):
+    monkeypatch.setattr(chunked, "PIECE", piece)  # all sequences, some of them, parts of one
     options = {
         "causal": True,
         "normalizer": normalizer,
@@ -185,7 +189,7 @@ def test_memory_is_linear_in_length():
             linear_attention(q, k, v, causal=True)
         return sum(sizes)
 
-    assert saved(16 * CHUNK) < 9 * saved(2 * CHUNK)
+    assert saved(16 * chunked.CHUNK) < 9 * saved(2 * chunked.CHUNK)
 
 
 @pytest.mark.parametrize(
