@@ -437,12 +437,21 @@ def test_a_finished_run_is_not_touched(tmp_path, events):
     assert not (job.folder / "log").exists()
 
 
-def test_every_run_gets_its_share_of_the_cores(tmp_path, events):
+def test_every_run_gets_its_share_of_the_cores(tmp_path, events, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     script = f"import os; print(os.environ['OMP_NUM_THREADS']); {DONE}"
     jobs = [FakeJob(tmp_path / name, script) for name in "ab"]
     schedule.Schedule(jobs, schedule.shares(2), events).run()
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     assert [(job.folder / "log").read_text() for job in jobs] == [f"{share}\n"] * 2
+
+
+def test_a_wish_for_fewer_threads_is_heard(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert [schedule.shares(n)[0].threads for n in (1, 2, 4, 8)] == [2, 2, 2, 1]
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert schedule.shares(2)[0].threads == 4
 
 
 def test_two_runners_do_not_train_the_same_run(tmp_path):

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 CHUNK = 64
 """Longest chunk; the cost per token is O(CHUNK + D)."""
 
-PIECE = 2048
+PIECE = 4096
 """Tokens of a head that a CPU works on at a time, so that what lies between arguments and results
 stays in its cache and is not allocated anew. A GPU takes all at once."""
 

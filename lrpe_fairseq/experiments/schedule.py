@@ -194,10 +194,13 @@ class Schedule:
 def shares(parallel: int, gpus_per_run: int | None = None) -> list[Devices]:
     """The machine in ``parallel`` equal shares: cores, and GPUs where there are any.
 
+    No run has more threads than OMP_NUM_THREADS, where that is set.
     gpus_per_run: by default one, or all for a single run.
     Raises: ValueError if there are not so many.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // parallel)
+    if (wished := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
+        threads = max(1, min(threads, int(wished)))
     gpus = torch.cuda.device_count()
     if (gpus_per_run or 0) > gpus:
         raise ValueError(f"a run cannot have {gpus_per_run} GPUs: there are {gpus}")
