@@ -407,6 +407,19 @@ def test_a_mean_column_averages_columns_over_the_seeds_they_share(root):
     assert scores(root, "Base", "mean") == {1: 15.0}
 
 
+def test_a_mean_of_published_columns_is_computed_and_what_was_printed_stands_beside_it():
+    table = load_table(ROOT / "configs" / "tables" / "table3.yaml")
+
+    def shown(row, column):
+        return tables._published_text(ROOT, table, table.row(row), table.column(column))
+
+    assert shown("Base", "linear-avg4") == "83.23 (printed: 81.65)"  # which is the mean of five
+    assert shown("Base", "linear-avg5") == "81.65"
+    assert shown("Type5", "linear-avg4") == "83.01"
+    assert shown("T5", "linear-avg4") == tables.NO_CELL
+    assert shown("Base", "linear-rte") == tables.NO_CELL
+
+
 def test_a_relative_column_divides_by_the_mean_of_the_baseline_row(root):
     extra = (
         "  - {key: speed, title: speed, attention: linear, metric: tokens_per_second,"

@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable
+from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ def _grid(root: Path, table: Table, group: Group, columns: list[Column]) -> str:
     with_speed = all(column.overrides == columns[0].overrides for column in columns)
     head = ["row", "encoding"]
     for column in columns:
-        head += _column_head(column)
+        head += _column_head(table, column)
     rows = []
     for row in table.rows:
         line = [row.label, f"`{row.encoding}`"]
@@ -151,19 +152,19 @@ def _grid(root: Path, table: Table, group: Group, columns: list[Column]) -> str:
     return _markdown(head + (["tokens/s", "speed", "peak MB"] if with_speed else []), rows)
 
 
-def _column_head(column: Column) -> list[str]:
+def _column_head(table: Table, column: Column) -> list[str]:
     head = [column.title]
-    if column.paper:
+    if _has_paper(table, column):
         head += ["paper", "difference"]
     return head if column.relative else [*head, "vs baseline"]
 
 
 def _cell(root: Path, table: Table, group: Group, row: Row, column: Column) -> list[str]:
     ours = cells.scores(table, row, column, group.runs)
-    published = _published(root, row, column)
     parts = [_ours(ours, row, column)]
-    if column.paper:
-        parts.append(published["printed"] if published and published["value"] else NO_CELL)
+    if _has_paper(table, column):
+        published = _published_number(root, table, row, column)
+        parts.append(_published_text(root, table, row, column))
         parts.append(_difference(ours, published, column))
     return parts if column.relative else [*parts, _versus(root, table, group, row, column)]
 
@@ -180,11 +181,10 @@ def _ours(ours: Scores, row: Row, column: Column) -> str:
     return f"{text} ({len(ours)})"
 
 
-def _difference(ours: Scores, published: paper.Cell | None, column: Column) -> str:
-    value = paper.number(published) if published else None
-    if not ours or value is None:
+def _difference(ours: Scores, published: float | None, column: Column) -> str:
+    if not ours or published is None:
         return NO_CELL
-    return _signed(cells.mean(ours) - value, column.decimals)
+    return _signed(cells.mean(ours) - published, column.decimals)
 
 
 def _versus(root: Path, table: Table, group: Group, row: Row, column: Column) -> str:
@@ -193,7 +193,7 @@ def _versus(root: Path, table: Table, group: Group, row: Row, column: Column) ->
     if row is base:
         return NO_CELL
     ours = [cells.scores(table, r, column, group.runs) for r in (row, base)]
-    theirs = [_published_number(root, r, column) for r in (row, base)]
+    theirs = [_published_number(root, table, r, column) for r in (row, base)]
     first = _percent(*map(cells.mean, ours)) if all(ours) else NO_CELL
     second = _percent(*theirs) if None not in theirs else NO_CELL
     return first if second == NO_CELL else f"{first} / {second}"
@@ -207,9 +207,31 @@ def _published(root: Path, row: Row, column: Column) -> paper.Cell | None:
     return paper.find_cell(root / "results" / "paper" / selectors.pop("file"), selectors)
 
 
-def _published_number(root: Path, row: Row, column: Column) -> float | None:
+def _published_number(root: Path, table: Table, row: Row, column: Column) -> float | None:
+    """A mean is that of the published columns: what is printed as one may be of others."""
+    if not column.mean_of:
+        cell = _published(root, row, column)
+        return paper.number(cell) if cell else None
+    parts = [_published_number(root, table, row, table.column(key)) for key in column.mean_of]
+    return None if None in parts else _mean(parts)
+
+
+def _published_text(root: Path, table: Table, row: Row, column: Column) -> str:
+    """As printed; a mean as computed, and as printed where that is something else."""
     cell = _published(root, row, column)
-    return paper.number(cell) if cell else None
+    printed = cell["printed"] if cell and cell["value"] else NO_CELL
+    value = _published_number(root, table, row, column) if column.mean_of else None
+    if value is None:
+        return printed
+    last = Decimal(1).scaleb(-column.decimals)
+    computed = str(Decimal(f"{value:.6f}").quantize(last, ROUND_HALF_UP))  # as people do
+    return computed if printed in (computed, NO_CELL) else f"{computed} (printed: {printed})"
+
+
+def _has_paper(table: Table, column: Column) -> bool:
+    """Whether there are published values for the column, or for all that it is the mean of."""
+    parts = [table.column(key) for key in column.mean_of]
+    return bool(column.paper) or (bool(parts) and all(part.paper for part in parts))
 
 
 # --- speed and memory -------------------------------------------------------------------------
@@ -253,7 +275,7 @@ def _named_runs(table: Table, group: Group, row: Row, columns: list[Column]) -> 
 
 def _ranks(root: Path, table: Table, group: Group) -> list[str]:
     lines = []
-    for column in (column for column in table.columns if column.paper):
+    for column in (column for column in table.columns if _has_paper(table, column)):
         if line := _rank_line(root, table, group, column):
             lines.append(f"- {column.attention}, {column.title}: {line}")
     if not lines:
@@ -266,7 +288,7 @@ def _rank_line(root: Path, table: Table, group: Group, column: Column) -> str:
     labels, ours, theirs = [], [], []
     for row in table.rows:
         values = cells.scores(table, row, column, group.runs)
-        published = _published_number(root, row, column)
+        published = _published_number(root, table, row, column)
         if values and published is not None:
             labels.append(row.label)
             ours.append(sign * cells.mean(values))
