@@ -111,12 +111,13 @@ class _CausalSums(torch.autograd.Function):
         grad, g = grad.flatten(0, 1), None if g is None else g.flatten(0, 1)
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         after = _nothing(states), _nothing(keys)
-        for piece in reversed(ctx.pieces):
-            grad_here, g_here = piece.of(grad, g)
-            if ctx.wanted == "normalized":
-                grad_here, g_here = _through_quotient(grad_here, *piece.of(*kept), ctx.eps)
-            parts = piece.of(q, k, v, states, keys, *grads)
-            _gradients(piece, after, grad_here, g_here, *parts)
+        with torch.autocast(q.device.type, enabled=False):
+            for piece in reversed(ctx.pieces):
+                grad_here, g_here = piece.of(grad, g)
+                if ctx.wanted == "normalized":
+                    grad_here, g_here = _through_quotient(grad_here, *piece.of(*kept), ctx.eps)
+                parts = piece.of(q, k, v, states, keys, *grads)
+                _gradients(piece, after, grad_here, g_here, *parts)
         return *(x.unflatten(0, ctx.rows) for x in grads), None, None, None
 
 

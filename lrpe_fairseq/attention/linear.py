@@ -6,7 +6,9 @@ the same arguments and give the same result; the naive one is the reference of t
 Axes: B batch, H heads, T query time, S key time, D key width, E value width.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +38,20 @@ class LinearState(NamedTuple):
     keys: Tensor
 
 
+def _without_autocast(function: Callable) -> Callable:
+    """The function of q and more, in the types of its arguments: autocast would round the sums."""
+
+    @wraps(function)
+    def exact(q: Tensor, *args: Any, **options: Any) -> Any:
+        if not torch.is_autocast_enabled(q.device.type):
+            return function(q, *args, **options)
+        with torch.autocast(q.device.type, enabled=False):
+            return function(q, *args, **options)
+
+    return exact
+
+
+@_without_autocast
 def linear_attention_naive(
     q: Tensor,
     k: Tensor,
@@ -62,6 +78,7 @@ def linear_attention_naive(
     return numerator / scores.sum(-1, keepdim=True).clamp_min(EPS)
 
 
+@_without_autocast
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -103,6 +120,7 @@ def linear_attention(
     return _narrow(_divide(out, denominator), dtype, normalizer)
 
 
+@_without_autocast
 def linear_attention_block(
     q: Tensor,
     k: Tensor,

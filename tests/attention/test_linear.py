@@ -179,6 +179,33 @@ def test_float32_stays_accurate_over_16384_tokens():
     assert (out - exact).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_autocast_rounds_no_sum(causal, normalizer):
+    plain, inside = (example(150, dtype=torch.float32) for _ in range(2))
+    *qkv, cq, ck = inside
+    options = {"normalizer": normalizer, "content": (cq, ck)}
+    wanted = linear_attention(*plain[:3], causal=causal, normalizer=normalizer, content=plain[3:])
+    with torch.autocast("cpu", torch.bfloat16):
+        forms = [linear_attention, linear_attention_naive]
+        found = [form(*qkv, causal=causal, **options) for form in forms]
+        found += [linear_attention_block(*qkv, state=None, **options)[0]] if causal else []
+    for out in found:
+        torch.testing.assert_close(out, wanted)
+    grads = [torch.autograd.grad(x.sum(), y[:3]) for x, y in ((found[0], inside), (wanted, plain))]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_backward_pass_inside_autocast_is_that_outside():
+    outside, inside = (example(150, dtype=torch.float32) for _ in range(2))
+    wanted = outputs_and_gradients(linear_attention, outside, causal=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = outputs_and_gradients(linear_attention, inside, causal=True)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_memory_is_linear_in_length():
     def saved(length):
         q, k, v = (torch.rand(1, 1, length, 4).requires_grad_() for _ in range(3))
