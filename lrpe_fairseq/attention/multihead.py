@@ -5,7 +5,7 @@ Axes: B batch, H heads, T query time, S key time, D key width, E value width, C 
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -303,25 +303,30 @@ def feature_map(x: Tensor) -> Tensor:
 def block_positions(
     x: Tensor, key_padding_mask: Tensor | None, state: AttentionState | None
 ) -> Tensor:
-    """int64 positions of the block x (B, T, C): (T,) at the start without padding, else (B, T).
+    """int64 positions of the block x (B, T, C): (T,) where all rows count alike, else (B, T).
 
-    Real tokens are counted; padding repeats its neighbour's position and is masked anyway.
+    Real tokens are counted first and padding, which is masked anyway, after them: padding at the
+    end of the rows leaves (T,), which costs encodings least.
     The same tensor object comes back for the same length or mask, so encodings can cache.
     """
-    if state is None and key_padding_mask is None:
-        return _counted(x.shape[1], x.device)
     if key_padding_mask is None:
         steps = _counted(x.shape[1], x.device)
     else:
-        steps = _positions_of_mask.get(
-            key_padding_mask,
-            None,
-            lambda: ((~key_padding_mask.bool()).cumsum(1) - 1).clamp_min(0),
-        )
+        count = partial(_count_real_first, key_padding_mask)
+        steps = _positions_of_mask.get(key_padding_mask, None, count)
     return steps if state is None else state.next_position.unsqueeze(1) + steps
 
 
 _positions_of_mask = PositionCache()
+
+
+def _count_real_first(key_padding_mask: Tensor) -> Tensor:
+    padding = key_padding_mask.bool()
+    real = ~padding
+    after = real.sum(1, keepdim=True) + padding.cumsum(1)
+    steps = torch.where(padding, after, real.cumsum(1)) - 1
+    same = _counted(steps.shape[1], steps.device)
+    return same if torch.equal(steps, same.expand_as(steps)) else steps
 
 
 @lru_cache(maxsize=256)

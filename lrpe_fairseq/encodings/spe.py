@@ -6,6 +6,7 @@ alone. A filter sums features against the code, so that R numbers carry q_s and 
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -216,7 +217,8 @@ class SPE(QueryKeyEncoding):
     convolution's by its seed.
 
     Costs O(D R) per token and head, and H T D R numbers of memory for a code, whatever the
-    batch. Positions (B, T) gather the code row by row and recompute that in the backward pass.
+    batch. Positions (B, T) cost the same where every row has the same ones in some order (padding);
+    else they gather the code row by row and recompute that in the backward pass.
 
     The trap: with ``spe_shared`` (:func:`lrpe_fairseq.encodings.sharing.share_across_layers`)
     the layer that owns the code draws the noise for those after it, so it must run first.
@@ -293,19 +295,19 @@ class SPE(QueryKeyEncoding):
         fixed = not (self.training or "spe-noise-at-eval" in self.spec.options.fidelity)
         if not fixed and (self._draws or self.code.drawn is None):
             self.code.draw()
-        q_distinct, q_index = self._distinct(q_positions)
+        q_distinct, q_rows = self._distinct(q_positions)
         same = k_positions is q_positions
-        k_distinct, k_index = (q_distinct, q_index) if same else self._distinct(k_positions)
+        k_distinct, k_rows = (q_distinct, q_rows) if same else self._distinct(k_positions)
         qbar, kbar = self.code(q_distinct, k_distinct, fixed)
         through = self._through_gate(fixed)
-        q = self._apply_code(q, qbar, q_index, through)
-        return q, self._apply_code(k, kbar, k_index, through)
+        q = self._apply_code(q, qbar, q_rows, through)
+        return q, self._apply_code(k, kbar, k_rows, through)
 
-    def _distinct(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(T,) as it is; (B, T) as its distinct positions (N,) and indices (B, T) into them."""
+    def _distinct(self, positions: Tensor) -> tuple[Tensor, "Rows | None"]:
+        """(T,) as it is; (B, T) as its distinct positions (N,) and where each row has them."""
         if positions.dim() == 1:
             return positions, None
-        return self._rows.get(positions, None, lambda: positions.unique(return_inverse=True))
+        return self._rows.get(positions, None, lambda: distinct_of_rows(positions))
 
     def _through_gate(self, fixed: bool) -> tuple[Tensor, Tensor] | None:
         """sqrt(1-g) (H, 1, D) and sqrt(g) eps (H, D, R)."""
@@ -319,7 +321,7 @@ class SPE(QueryKeyEncoding):
         self,
         x: Tensor,
         code: Tensor,
-        index: Tensor | None,
+        rows: "Rows | None",
         through: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         """x (B, H, T, D) through code (H, N, D, R) and the gate: (B, H, T, R).
@@ -329,25 +331,54 @@ class SPE(QueryKeyEncoding):
         """
         scale = self.realizations**-0.5
         if through is None:
-            return filter_features(x * scale, code.to(x.dtype), index)
+            return filter_features(x * scale, code.to(x.dtype), rows)
         keep, constant = (scale * part for part in through)
-        coded = filter_features(x * keep.to(x.dtype), code.to(x.dtype), index)
+        coded = filter_features(x * keep.to(x.dtype), code.to(x.dtype), rows)
         return coded + x @ constant.to(x.dtype)
 
 
-def filter_features(x: Tensor, code: Tensor, index: Tensor | None) -> Tensor:
-    """sum_d x[b,h,t,d] code[h,n,d,r] with n = t, or n = index[b,t]: (B, H, T, R).
+class Rows(NamedTuple):
+    """Where the rows of a batch stand among N distinct positions.
 
-    A code of each row's own would be B times as large; it is gathered for as many rows at a
-    time as :data:`GATHERED` allows, and again in the backward pass.
+    index: int64 (B, T), the place of each token among the N. order: int64 (B, N), the token at
+    each place, where every row has every place once; else None.
     """
-    if index is None:
+
+    index: Tensor
+    order: Tensor | None
+
+
+def distinct_of_rows(positions: Tensor) -> tuple[Tensor, Rows]:
+    """The distinct positions (N,) of int64 (B, T), and where each row has them."""
+    distinct, index = positions.unique(return_inverse=True)
+    if len(distinct) != index.shape[1]:
+        return distinct, Rows(index, None)
+    order = index.argsort(1)
+    every = torch.arange(len(distinct), device=index.device).expand_as(index)
+    return distinct, Rows(index, order if torch.equal(index.gather(1, order), every) else None)
+
+
+def filter_features(x: Tensor, code: Tensor, rows: Rows | None) -> Tensor:
+    """sum_d x[b,h,t,d] code[h,n,d,r] with n = t, or n = rows.index[b,t]: (B, H, T, R).
+
+    Rows that have every position once (a padded batch) are filtered in the order of the code.
+    Elsewhere a code of each row's own would be B times as large; it is gathered for as many rows
+    at a time as :data:`GATHERED` allows, and again in the backward pass.
+    """
+    if rows is None:
         return torch.einsum("bhtd,htdr->bhtr", x, code)
-    per_row = code[:, 0].numel() * max(1, index.shape[-1])
-    rows = max(1, GATHERED // per_row)
-    parts = zip(x.split(rows), index.split(rows), strict=True)
+    if rows.order is not None:
+        return _taken(filter_features(_taken(x, rows.order), code, None), rows.index)
+    per_row = code[:, 0].numel() * max(1, rows.index.shape[-1])
+    count = max(1, GATHERED // per_row)
+    parts = zip(x.split(count), rows.index.split(count), strict=True)
     settings = {"use_reentrant": False, "preserve_rng_state": False}
     return torch.cat([checkpoint(_filter_rows, x, code, own, **settings) for x, own in parts])
+
+
+def _taken(x: Tensor, places: Tensor) -> Tensor:
+    """x (B, H, T, D) at places (B, T) of its third axis."""
+    return x.gather(2, places[:, None, :, None].expand_as(x))
 
 
 def _filter_rows(x: Tensor, code: Tensor, index: Tensor) -> Tensor:

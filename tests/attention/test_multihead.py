@@ -71,8 +71,14 @@ def test_the_softmax_scale_is_that_of_the_original_width():
 def test_positions_count_real_tokens_on_either_side():
     x = torch.empty(2, 4, WIDTH)
     mask = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 1]]).bool()
-    assert block_positions(x, mask, None).tolist() == [[0, 0, 0, 1], [0, 1, 2, 2]]
+    assert block_positions(x, mask, None).tolist() == [[2, 3, 0, 1], [0, 1, 2, 3]]
     assert block_positions(x, None, None).tolist() == [0, 1, 2, 3]
+
+
+def test_rows_that_are_padded_at_the_end_share_their_positions():
+    x = torch.empty(2, 4, WIDTH)
+    mask = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 1]]).bool()
+    assert block_positions(x, mask, None).tolist() == [0, 1, 2, 3]
 
 
 def test_what_is_cached_follows_a_change_of_length_mask_and_device_dtype():

@@ -248,13 +248,23 @@ def test_a_token_at_a_time_gives_the_features_of_the_parallel_form(code):
         torch.testing.assert_close(k_one, k_whole[:, :, i : i + 1])
 
 
+PLACES = {
+    "any": [[0, 1, 2, 3, 4], [0, 0, 0, 1, 2], [40, 41, 7, 300, 2]],
+    "five, some twice": [[0, 1, 2, 3, 4], [0, 0, 0, 1, 2], [4, 3, 2, 1, 0]],
+    "padding": [[0, 1, 2, 3, 4], [3, 4, 0, 1, 2], [2, 3, 0, 4, 1]],
+}
+
+
 @pytest.mark.parametrize("gathered", [1, 2**24])
+@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("code", CODES)
-def test_a_batch_axis_of_positions_encodes_every_row_at_its_own_place(code, gathered, monkeypatch):
+def test_a_batch_axis_of_positions_encodes_every_row_at_its_own_place(
+    code, places, gathered, monkeypatch
+):
     monkeypatch.setattr(spe_module, "GATHERED", gathered)
     encoding = build(code).eval()
     q, k = example(5, batch=3)
-    positions = torch.tensor([[0, 1, 2, 3, 4], [0, 0, 0, 1, 2], [40, 41, 7, 300, 2]])
+    positions = torch.tensor(places)
     together = encoding(q, k, positions, positions)
     for row in range(3):
         alone = encoding(q[row : row + 1], k[row : row + 1], positions[row], positions[row])
@@ -265,15 +275,18 @@ def test_a_batch_axis_of_positions_encodes_every_row_at_its_own_place(code, gath
 @pytest.mark.parametrize("code", CODES)
 def test_gradients_are_the_same_with_and_without_a_batch_axis_of_positions(code):
     encoding = build(code).double().eval()
-    q, k = example(5).double().requires_grad_()
+    q, k = example(5, batch=3).double().requires_grad_()
+    alike = torch.arange(5).repeat(3, 1)
+    apart = torch.cat([alike[:2], 7 * alike[2:]])  # no common order: gathered row by row
     grads = []
-    for positions in (torch.arange(5), torch.arange(5).repeat(2, 1)):
+    for positions in (torch.arange(5), alike, apart):
         q2, k2 = encoding(q, k, positions, positions)
-        loss = (q2 @ k2.transpose(-1, -2)).tanh().sum()
+        loss = (q2 @ k2.transpose(-1, -2))[:2].tanh().sum()
         grads.append(torch.autograd.grad(loss, [q, k, *encoding.parameters()]))
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b)
-        assert a.abs().max() > 0
+    for other in grads[1:]:
+        for a, b in zip(grads[0], other, strict=True):
+            torch.testing.assert_close(a, b)
+            assert a.abs().max() > 0
 
 
 @pytest.mark.parametrize("code", CODES)
