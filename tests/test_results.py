@@ -541,6 +541,16 @@ def test_a_cell_shows_mean_deviation_seeds_paper_difference_and_distance_from_ba
     assert line_of(text, "T5") == "| T5 | `t5` | — | — | — | — | — | — | — | — | — |"
 
 
+def test_a_brief_table_shows_our_number_and_the_papers_alone(root):
+    layout = root / "configs" / "tables" / "demo.yaml"
+    layout.write_text(layout.read_text().replace("baseline: Base", "baseline: Base\nbrief: true"))
+    save(root, "a", metrics=ppl(45.0), position_encoding="rope")
+    text = tables.render(root)
+    head = "| row | encoding | valid | paper | test | tokens/s | speed | peak MB |"
+    assert head in text.splitlines()
+    assert line_of(text, "RoPE").startswith("| RoPE | `rope` | 45.00 (1) | 20.0 | not run |")
+
+
 def test_nothing_is_relative_to_a_baseline_of_zero(root):
     save(root, "a", metrics=ppl(0.0, "test"))
     save(root, "b", metrics=ppl(5.0, "test"), position_encoding="rope")

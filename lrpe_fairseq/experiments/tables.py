@@ -155,17 +155,19 @@ def _grid(root: Path, table: Table, group: Group, columns: list[Column]) -> str:
 def _column_head(table: Table, column: Column) -> list[str]:
     head = [column.title]
     if _has_paper(table, column):
-        head += ["paper", "difference"]
-    return head if column.relative else [*head, "vs baseline"]
+        head += ["paper"] if table.brief else ["paper", "difference"]
+    return head if column.relative or table.brief else [*head, "vs baseline"]
 
 
 def _cell(root: Path, table: Table, group: Group, row: Row, column: Column) -> list[str]:
     ours = cells.scores(table, row, column, group.runs)
     parts = [_ours(ours, row, column)]
     if _has_paper(table, column):
-        published = _published_number(root, table, row, column)
         parts.append(_published_text(root, table, row, column))
-        parts.append(_difference(ours, published, column))
+    if table.brief:
+        return parts
+    if _has_paper(table, column):
+        parts.append(_difference(ours, _published_number(root, table, row, column), column))
     return parts if column.relative else [*parts, _versus(root, table, group, row, column)]
 
 
