@@ -1,6 +1,8 @@
 # `make quickstart` and `make test` set up everything they need in .venv by themselves.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# processes of `make test`
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -28,7 +30,7 @@ quickstart: install  ## train LRPE beside its baselines on real text; prints one
 	$(BIN)/python -m lrpe_fairseq.experiments.quickstart
 
 test: install  ## prove that it is right, end-to-end cases included
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 lint: install  ## check style
 	$(BIN)/ruff check .

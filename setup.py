@@ -23,7 +23,13 @@ setup(
         "tensorboard",
     ],
     extras_require={
-        "test": ["pytest", "pytest-timeout", "ruff", "triton; sys_platform == 'linux'"],
+        "test": [
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "ruff",
+            "triton; sys_platform == 'linux'",
+        ],
         "plots": ["matplotlib"],
     },
 )

@@ -59,6 +59,7 @@ def _save_if_told(
     losses, should_stop = validate_and_save(cfg, trainer, task, epoch_itr, *rest)
     if not should_stop and told_anywhere(trainer):
         checkpoint_utils.save_checkpoint(cfg.checkpoint, trainer, epoch_itr, None)
+        told_anywhere(trainer)  # wait for the process that writes: the end of one ends all
         logger.info(f"told to end: saved at update {trainer.get_num_updates()}")
         raise SystemExit(SAVED)
     return losses, should_stop

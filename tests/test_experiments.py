@@ -300,6 +300,11 @@ def save(folder, name, update, age=0.0, **model):
     os.utime(folder / name, (time.time() - age,) * 2)
 
 
+def test_the_seconds_of_a_group_of_processes_are_a_tensor_in_their_checkpoint():
+    for seconds in (30.06, torch.tensor(30.06)):
+        assert checkpoints.seconds({"extra_state": {"previous_training_time": seconds}}) == 30.1
+
+
 def test_checkpoints_of_other_settings_are_not_resumed(one_run):
     said = []
     one_run.folder.mkdir()

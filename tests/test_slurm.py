@@ -1,5 +1,6 @@
-"""A whole table on a real Slurm of one node, which the test starts: an array whose elements are
-preempted, killed and left alone by their node's daemon ends in the table of an undisturbed run."""
+"""A whole table on a real Slurm, which the test starts: an array whose elements are preempted,
+killed and left alone by their node's daemon ends in the table of an undisturbed run. Two nodes of
+one machine share a training."""
 
 import contextlib
 import getpass
@@ -8,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 import yaml
 
 from lrpe_fairseq.experiments import slurm
+from lrpe_fairseq.experiments.runs import read_runs
 from lrpe_fairseq.experiments.training import ROOT
 from tests.end_to_end.commands import Corpus
 from tests.tiny_table import (
@@ -29,6 +32,7 @@ from tests.tiny_table import (
 )
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
+NODES = ("n1", "n2")
 PATIENCE = 420  # seconds for the disturbed table
 MISSING = [name for name in (*DAEMONS, "sbatch") if not shutil.which(name)]
 
@@ -36,17 +40,16 @@ CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
-SlurmdPort={ports[1]}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=2
 SlurmUser={user}
 SlurmdUser={user}
 StateSaveLocation={folder}
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -54,20 +57,22 @@ ReturnToService=2
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 MpiDefault=none
-NodeName={host} NodeAddr=127.0.0.1 CPUs=2
-PartitionName=main Nodes=ALL Default=YES State=UP
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2
+PartitionName=one Nodes=n1 Default=YES State=UP
+PartitionName=both Nodes=n1,n2 State=UP
 """
 
 
 class Cluster:
-    """One node, its controller and their authentication."""
+    """Two nodes, their controller and its authentication."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.alive = folder, {}
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
 
     def start(self) -> None:
-        settings = {"host": socket.gethostname().split(".")[0], "ports": free_ports(2)}
+        settings = {"host": socket.gethostname().split(".")[0], "ports": free_ports(3)}
         settings |= {"folder": self.folder, "user": getpass.getuser()}
         (self.folder / "slurm.conf").write_text(CONF.format(**settings))
         key = self.folder / "key"
@@ -77,19 +82,22 @@ class Cluster:
         files |= {name: self.folder / f"munge.{name}" for name in ("pid", "log", "seed")}
         names = {"key": "key-file", "pid": "pid-file", "log": "log-file", "seed": "seed-file"}
         told = [f"--{names.get(name, name)}={path}" for name, path in files.items()]
-        self.spawn("munged", "--foreground", "--force", *told)
+        self.alive["munged"] = self.spawn("munged", "--foreground", "--force", *told)
         wait_until(files["socket"].exists, 10)
-        self.spawn("slurmctld", "-D")
-        self.spawn("slurmd", "-D")
-        wait_until(lambda: "idle" in self.ask("sinfo", "-h"), 30)
+        self.alive["slurmctld"] = self.spawn("slurmctld", "-D")
+        for node in NODES:
+            self.start_node(node)
+        wait_until(lambda: "idle" in self.ask("sinfo", "-h", "-p", "one"), 30)
+        wait_until(lambda: " 2 " in self.ask("sinfo", "-h", "-p", "both", "-t", "idle"), 30)
 
-    def spawn(self, daemon: str, *arguments: str) -> None:
+    def start_node(self, node: str) -> None:
+        self.alive[node] = self.spawn("slurmd", "-D", "-N", node)
+
+    def spawn(self, daemon: str, *arguments: str) -> subprocess.Popen:
         environment = {**os.environ, **self.environment}
-        command = [daemon, *arguments]
         output = (self.folder / f"{daemon}.out").open("ab")
-        self.alive[daemon] = subprocess.Popen(
-            command, stdout=output, stderr=output, env=environment
-        )
+        command = [daemon, *arguments]
+        return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
 
     def ask(self, *command: str) -> str:
         environment = {**os.environ, **self.environment}
@@ -105,9 +113,9 @@ class Cluster:
     def stop(self) -> None:
         self.ask("scancel", "--user", getpass.getuser())
         wait_until(lambda: not self.ask("squeue", "-h"), 60)
-        for daemon in reversed(DAEMONS):
-            self.alive[daemon].terminate()
-            self.alive[daemon].wait(30)
+        for daemon in reversed(self.alive.values()):
+            daemon.terminate()
+            daemon.wait(30)
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +151,9 @@ def test_a_disturbed_array_ends_in_the_table_of_an_undisturbed_run(
         f"tiny-{row}-{kind}-seed1" for row in ("Base", "RoPE") for kind in ("linear", "softmax")
     )
     wait_until(lambda: reached(disturbed, first, 20), 120)
-    cluster.alive["slurmd"].kill()  # jobs do not need it; it finds them when it is back
-    cluster.alive["slurmd"].wait()
-    cluster.spawn("slurmd", "-D")
+    cluster.alive["n1"].kill()  # jobs do not need it; it finds them when it is back
+    cluster.alive["n1"].wait()
+    cluster.start_node("n1")
     wait_until(lambda: reached(disturbed, first, 400), 120)
     cluster.ask("scontrol", "requeue", f"{job}_0")
     wait_until(lambda: reached(disturbed, second, 400) or finished(disturbed, second), 120)
@@ -159,6 +167,61 @@ def test_a_disturbed_array_ends_in_the_table_of_an_undisturbed_run(
     rendered = (disturbed / "results" / "README.md").read_text()
     assert "not run" not in rendered.split("## A table for a test")[1]
     assert "4 done" in run_table(disturbed, "--status")
+
+
+def test_two_nodes_share_a_training_and_save_together_when_they_are_preempted(
+    cluster: Cluster, corpus: Corpus, tmp_path: Path
+) -> None:
+    folders = [repository(tmp_path / name, corpus) for name in ("one process", "two nodes")]
+    for folder in folders:
+        path = folder / "configs" / "lm" / "tiny.yaml"
+        config = yaml.safe_load(path.read_text())
+        config["dataset"]["max_tokens"], config["optimization"]["update_freq"] = 64, [2]
+        path.write_text(yaml.safe_dump(config, sort_keys=False))
+    alone, shared = folders
+    one = ("--rows", "Base", "--attention", "linear")
+    run_table(alone, *one)
+    both = ("--slurm", "--partition", "both", "--nodes", "2")
+    said = run_table(shared, *one, *both, **cluster.environment)
+    job, name = said.split("job array ")[1].split(":")[0], "tiny-Base-linear-seed1"
+    wait_until(lambda: reached(shared, name, 400), 120)
+    cluster.ask("scontrol", "requeue", f"{job}_0")
+    wait_until(lambda: cluster.is_done(job), PATIENCE)
+
+    log = log_of(shared, name)
+    assert "distributed init (rank 1)" in log
+    assert "told to end: saved" in log
+    assert "Loaded checkpoint" in log
+    ours, theirs = (next(iter(read_runs(f / "results" / "runs").values())) for f in folders[::-1])
+    assert ours["config"]["distributed-world-size"] == 2
+    assert ours["config"]["update-freq"] == [1]
+    ppl = (run["metrics"]["valid"]["blocks"]["ppl"] for run in (ours, theirs))
+    assert next(ppl) == pytest.approx(next(ppl), rel=1e-3)
+
+
+RANKS = """
+import torch
+from fairseq.dataclass.configs import DistributedTrainingConfig
+from fairseq.distributed.utils import infer_init_method
+from omegaconf import OmegaConf
+from lrpe_fairseq.experiments.training import Devices
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 4
+words = Devices(nodes=2).launch(["fairseq-hydra-train"])
+told = dict(word.split(".", 1)[1].split("=") for word in words if word.startswith("++"))
+config = OmegaConf.structured(DistributedTrainingConfig(tpu=False))
+config.merge_with({key: int(value) for key, value in told.items()})
+infer_init_method(config)
+print(config.distributed_init_method, config.distributed_rank, config.distributed_world_size)
+"""
+
+
+def test_fairseq_counts_the_gpus_of_both_nodes(cluster: Cluster) -> None:
+    where = ("--partition=both", "--nodes=2", "--ntasks-per-node=1", f"--chdir={ROOT}")
+    said = cluster.ask("srun", *where, sys.executable, "-c", RANKS)
+    found = sorted(line.split() for line in said.splitlines() if line.startswith("tcp://"))
+    address = found[0][0]
+    assert found == [[address, "0", "8"], [address, "4", "8"]]
+    assert address.startswith("tcp://n1:")
 
 
 def test_the_settings_of_a_cluster_reach_sbatch_and_the_command_line_wins(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def updates(state: dict[str, Any]) -> int:
 
 def seconds(state: dict[str, Any]) -> float:
     """Wall-clock seconds of the training until then, without the time it lay interrupted."""
-    return round(state["extra_state"]["previous_training_time"], 1)
+    return round(float(state["extra_state"]["previous_training_time"]), 1)  # a group's is a tensor
 
 
 def options(state: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from abc import ABC, abstractmethod
@@ -77,11 +78,23 @@ class Devices:
         return found
 
     def launch(self, command: list[str]) -> list[str]:
-        """``command``, a training, on every node; fairseq forms the group by Slurm's variables."""
+        """``command``, a training, on every node.
+
+        fairseq forms the group of GPUs by Slurm's variables; it counts no processes without a
+        GPU, so that those are told their ranks.
+        """
         if self.nodes == 1:
             return command
         port = 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000
-        group = {"distributed_port": port, "distributed_world_size": self.processes}
+        group: dict[str, Any] = {"distributed_world_size": self.processes}
+        if torch.cuda.is_available():
+            group["distributed_port"] = port
+        else:
+            group["distributed_init_method"] = f"tcp://{socket.gethostname()}:{port}"
+            group |= {"distributed_no_spawn": True, "distributed_backend": "gloo"}
+            group |= {"ddp_backend": "legacy_ddp"}
+            ranked = 'exec "$@" ++distributed_training.distributed_rank=$SLURM_PROCID'
+            command = ["bash", "-c", ranked, "rank", *command]
         return [
             *("srun", f"--nodes={self.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"),
             *command,
