@@ -541,9 +541,15 @@ def test_a_cell_shows_mean_deviation_seeds_paper_difference_and_distance_from_ba
     assert line_of(text, "T5") == "| T5 | `t5` | — | — | — | — | — | — | — | — | — |"
 
 
+def test_a_table_that_names_its_rates_shows_no_others(root):
+    save(root, "a", metrics=ppl(45.0), config={"lr": [0.001]})
+    assert "| 45.00 (1) |" in line_of(tables.render(root), "Base")
+    edit_table(root, "baseline: Base", "baseline: Base\nrates: {small: [0.002]}")
+    assert "| not run |" in line_of(tables.render(root), "Base")
+
+
 def test_a_brief_table_shows_our_number_and_the_papers_alone(root):
-    layout = root / "configs" / "tables" / "demo.yaml"
-    layout.write_text(layout.read_text().replace("baseline: Base", "baseline: Base\nbrief: true"))
+    edit_table(root, "baseline: Base", "baseline: Base\nbrief: true")
     save(root, "a", metrics=ppl(45.0), position_encoding="rope")
     text = tables.render(root)
     head = "| row | encoding | valid | paper | test | tokens/s | speed | peak MB |"

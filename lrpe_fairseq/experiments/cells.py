@@ -56,15 +56,19 @@ def fills(table: Table, row: Row, column: Column, run: Run) -> bool:
         and run["position_encoding"] == _sides(row.encoding, "encoding", table.fixed)
         and run["attention_type"] == _sides(column.attention, "attention", table.fixed)
         and column.dataset in ("", run["dataset"])
+        and option(run, "lr") in _rates(table, run)
         and _options_agree(table, row, column, run)
     )
 
 
 def option(run: Run, name: str, default: Any = None) -> Any:
-    """Option ``name`` of ``run``, spelled with dashes or underscores."""
+    """Option ``name`` of ``run``, spelled with dashes or underscores.
+
+    A list of one value, as fairseq keeps the rate of every epoch, is that value.
+    """
     for key, value in run["config"].items():
         if key.replace("_", "-") == name.replace("_", "-"):
-            return value
+            return value[0] if isinstance(value, list) and len(value) == 1 else value
     return default
 
 
@@ -148,6 +152,11 @@ def _sides(own: str, what: str, fixed: dict[str, str]) -> str | dict[str, str]:
     """As a run file names it: by itself, or for encoder and decoder."""
     sides = dict.fromkeys(("encoder", "decoder"), own)
     return {**sides, fixed["side"]: fixed[what]} if fixed else own
+
+
+def _rates(table: Table, run: Run) -> list[Any]:
+    """The learning rates that the table shows; the run's own where it names none."""
+    return table.rates.get(run["scale"]) or [option(run, "lr")]
 
 
 def _options_agree(table: Table, row: Row, column: Column, run: Run) -> bool:

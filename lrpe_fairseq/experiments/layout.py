@@ -74,10 +74,10 @@ class Table:
     fixed: ``side`` (encoder or decoder), ``encoding`` and ``attention`` of the half that all cells
     share, for encoder-decoder models (rows and columns speak of the other half). pretrained: the
     table whose runs of seed 1 are fine-tuned. rates: scale -> learning rates to try with every
-    cell; a scale without any uses its configuration's. brief: a cell is our number and the
-    paper's alone, without their difference and the distance from the baseline. curves: labels of
-    the rows in the figure of validation curves. notes: scale -> text; it states numbers as
-    ``[[row label | column key]]`` only.
+    cell, and to show; a scale without any uses its configuration's. brief: a cell is our number
+    and the paper's alone, without their difference and the distance from the baseline. curves:
+    labels of the rows in the figure of validation curves. notes: scale -> text; it states numbers
+    as ``[[row label | column key]]`` only.
     """
 
     name: str

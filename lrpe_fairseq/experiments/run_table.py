@@ -98,7 +98,8 @@ def runs(table: Table, scale: str, seeds: Sequence[int]) -> list[TrainingRun]:
     config = _config(table, scale)
     make = _finetuning if table.pretrained else _run
     made = (make(*home, scale, config, seed) for seed in seeds for home in homes.values())
-    return list(itertools.chain.from_iterable(made))
+    named = {run.name: run for run in itertools.chain.from_iterable(made)}
+    return list(named.values())  # columns that tell rates apart share their runs
 
 
 def load_named(name: str) -> Table:
