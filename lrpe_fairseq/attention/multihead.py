@@ -321,6 +321,7 @@ _positions_of_mask = PositionCache()
 
 
 def _count_real_first(key_padding_mask: Tensor) -> Tensor:
+    """Of a mask (B, T), true at padding: (T,) or (B, T). A GPU is waited for, once a mask."""
     padding = key_padding_mask.bool()
     real = ~padding
     after = real.sum(1, keepdim=True) + padding.cumsum(1)

@@ -164,11 +164,11 @@ def _cell(root: Path, table: Table, group: Group, row: Row, column: Column) -> l
     parts = [_ours(ours, row, column)]
     if _has_paper(table, column):
         parts.append(_published_text(root, table, row, column))
-    if table.brief:
+        if not table.brief:
+            parts.append(_difference(ours, _published_number(root, table, row, column), column))
+    if column.relative or table.brief:
         return parts
-    if _has_paper(table, column):
-        parts.append(_difference(ours, _published_number(root, table, row, column), column))
-    return parts if column.relative else [*parts, _versus(root, table, group, row, column)]
+    return [*parts, _versus(root, table, group, row, column)]
 
 
 def _ours(ours: Scores, row: Row, column: Column) -> str:

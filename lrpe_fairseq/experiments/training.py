@@ -90,9 +90,12 @@ class Devices:
         if torch.cuda.is_available():
             group["distributed_port"] = port
         else:
-            group["distributed_init_method"] = f"tcp://{socket.gethostname()}:{port}"
-            group |= {"distributed_no_spawn": True, "distributed_backend": "gloo"}
-            group |= {"ddp_backend": "legacy_ddp"}
+            group |= {
+                "distributed_init_method": f"tcp://{socket.gethostname()}:{port}",
+                "distributed_no_spawn": True,
+                "distributed_backend": "gloo",
+                "ddp_backend": "legacy_ddp",
+            }
             ranked = 'exec "$@" ++distributed_training.distributed_rank=$SLURM_PROCID'
             command = ["bash", "-c", ranked, "rank", *command]
         return [
