@@ -1,5 +1,6 @@
 """Runs, their schedule and tables: what is trained, what counts as finished, what survives."""
 
+import argparse
 import itertools
 import json
 import os
@@ -17,12 +18,14 @@ from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments import (
     checkpoints,
+    cost,
     fairseq_log,
     lm,
     processes,
     quickstart,
     run_table,
     schedule,
+    sweeps,
     training,
 )
 from lrpe_fairseq.experiments.layout import load_table
@@ -440,6 +443,44 @@ def test_a_finished_run_is_not_touched(tmp_path, events):
     (job.folder / "done").touch()
     assert schedule.Schedule([job], schedule.shares(1), events).run() == 0
     assert not (job.folder / "log").exists()
+
+
+def run_fakes(monkeypatch, root, jobs, **options):
+    """What ``run_table`` does with ``jobs`` under ``root``: the exit status."""
+    monkeypatch.setattr(run_table, "ROOT", root)
+    monkeypatch.setattr(run_table.tables, "main", lambda arguments: 0)
+    given = {"table": "table2", "scale": "small", "seeds": 1, "jobs": 2, "gpus": None}
+    options = argparse.Namespace(**given, **{"rows": None, "attention": None, **options})
+    return run_table._run_here(jobs, options, time.monotonic() - 100)
+
+
+def test_the_time_of_a_whole_table_is_kept(tmp_path, monkeypatch, capsys):
+    jobs = [FakeJob(tmp_path / name, DONE) for name in "abc"]
+    assert run_fakes(monkeypatch, tmp_path, jobs) == 0
+    (kept,) = sweeps.read_sweeps(tmp_path / "results" / "sweeps")
+    assert (kept["table"], kept["trainings"], kept["jobs"]) == ("table2", 3, 2)
+    assert 100 < kept["wall_seconds"] < 200
+    assert "table2: 0:01:4" in capsys.readouterr().out
+    line = cost.measured_table([kept]).splitlines()[-1]
+    assert line.startswith("| table2 | small | 3 | 2 | 0:01:4")
+
+
+@pytest.mark.parametrize("why", ["something was there", "a part was asked for", "a run failed"])
+def test_other_times_are_not_kept(tmp_path, monkeypatch, why):
+    jobs = [FakeJob(tmp_path / name, DONE) for name in "ab"]
+    if why == "something was there":
+        (jobs[0].folder / "done").touch()
+    if why == "a run failed":
+        jobs.append(FakeJob(tmp_path / "bad", "raise SystemExit('bad luck')"))
+    rows = ["Base"] if why == "a part was asked for" else None
+    run_fakes(monkeypatch, tmp_path, jobs, rows=rows)
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_damaged_time_of_a_table_is_named(tmp_path):
+    (tmp_path / "table2-small.json").write_text('{"table": "table2"}')
+    with pytest.raises(ValueError, match=r"table2-small\.json does not tell a table's time"):
+        sweeps.read_sweeps(tmp_path)
 
 
 def test_every_run_gets_its_share_of_the_cores(tmp_path, events, monkeypatch):

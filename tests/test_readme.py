@@ -12,6 +12,7 @@ from lrpe_fairseq.encodings.fidelity import DEPARTURES
 from lrpe_fairseq.experiments import cost, readme, speed
 from lrpe_fairseq.experiments.readme import README, between, encodings_table, quickstart, render
 from lrpe_fairseq.experiments.runs import read_runs
+from lrpe_fairseq.experiments.sweeps import read_sweeps
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -96,6 +97,8 @@ def test_the_cost_page_is_that_of_the_configurations_and_run_files():
     page = cost.PAGE.read_text(encoding="utf-8")
     runs = read_runs(ROOT / "results" / "runs")
     assert cost.paper_table(runs) in page, "run python -m lrpe_fairseq.experiments.cost"
+    sweeps = read_sweeps(ROOT / "results" / "sweeps")
+    assert cost.measured_table(sweeps) in page, "run python -m lrpe_fairseq.experiments.cost"
 
 
 def test_the_cost_of_a_table_is_trainings_times_updates_times_tokens():

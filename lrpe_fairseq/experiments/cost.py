@@ -1,6 +1,6 @@
 """What the paper's tables cost: docs/cost.md, from the configurations and from measured speeds.
 
-``python -m lrpe_fairseq.experiments.cost`` rewrites its table.
+``python -m lrpe_fairseq.experiments.cost`` rewrites its tables.
 """
 
 import statistics
@@ -12,15 +12,17 @@ from lrpe_fairseq.experiments import glue, run_table
 from lrpe_fairseq.experiments.layout import Table, load_tables
 from lrpe_fairseq.experiments.readme import replace_between
 from lrpe_fairseq.experiments.runs import Run, read_runs
-from lrpe_fairseq.experiments.training import ROOT
+from lrpe_fairseq.experiments.sweeps import Sweep, read_sweeps
+from lrpe_fairseq.experiments.training import ROOT, clock
 
 PAGE = ROOT / "docs" / "cost.md"
 NOT_MEASURED = "not measured"
 
 
 def main() -> None:
-    """Rewrite the table of the page."""
+    """Rewrite the tables of the page."""
     replace_between(PAGE, "paper", paper_table(read_runs(ROOT / "results" / "runs")))
+    replace_between(PAGE, "small", measured_table(read_sweeps(ROOT / "results" / "sweeps")))
 
 
 def paper_table(runs: dict[str, Run]) -> str:
@@ -33,6 +35,21 @@ def paper_table(runs: dict[str, Run]) -> str:
     for table in load_tables(ROOT / "configs" / "tables"):
         if "paper" in table.scales:
             lines.append(_paper_row(table, runs))
+    return "\n".join(lines)
+
+
+def measured_table(sweeps: list[Sweep]) -> str:
+    """A row for every table that one call made from nothing: its time, and where."""
+    lines = [
+        "| table | scale | trainings | at a time | h:mm:ss in all | on | commit |",
+        "|---|---|---:|---:|---:|---|---|",
+    ]
+    for sweep in sweeps:
+        hardware = sweep["hardware"]
+        where = ", ".join([f"{hardware['cores']} cores, {hardware['cpu']}", *hardware["gpus"]])
+        cells = [sweep["table"], sweep["scale"], sweep["trainings"], sweep["jobs"]]
+        cells += [clock(sweep["wall_seconds"]), where, f"`{sweep['commit'][:8]}`"]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
 

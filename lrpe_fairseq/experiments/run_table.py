@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lrpe_fairseq.experiments import checkpoints, schedule, slurm, tables
+from lrpe_fairseq.experiments import checkpoints, schedule, slurm, sweeps, tables
 from lrpe_fairseq.experiments.finetuning import FinetuningRun, Source, finetuning_runs
 from lrpe_fairseq.experiments.layout import Column, Row, Table, load_table
 from lrpe_fairseq.experiments.lm import LMRun
@@ -30,6 +31,7 @@ from lrpe_fairseq.experiments.training import (
     Devices,
     RunFailed,
     TrainingRun,
+    clock,
     prepare_data,
 )
 from lrpe_fairseq.experiments.translation import Half, TranslationRun
@@ -114,7 +116,7 @@ def load_named(name: str) -> Table:
 def main(arguments: list[str] | None = None) -> int:
     """Run a table, submit it, or show what would be run or how far it is; the exit status."""
     given = sys.argv[1:] if arguments is None else arguments
-    options = _parse(given)
+    options, begun = _parse(given), time.monotonic()
     try:
         chosen = _select(options)
         if options.status or options.dry_run:
@@ -123,7 +125,9 @@ def main(arguments: list[str] | None = None) -> int:
             prepare_data(data, options.source)
         if options.slurm:
             return _submit(chosen, options, given)
-        return _run_here(chosen, options)
+        if options.array_task is not None:
+            return _run_task(chosen, options)
+        return _run_here(chosen, options, begun)
     except (ValueError, OSError, RunFailed) as error:
         print(f"run_table: {error}", file=sys.stderr)
         return 2
@@ -131,14 +135,26 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
-def _run_here(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:
-    """Run ``chosen`` on this machine and render the tables."""
-    if options.array_task is not None:
-        return _run_task(chosen, options)
+def _run_here(chosen: Sequence[TrainingRun], options: argparse.Namespace, begun: float) -> int:
+    """Run ``chosen`` on this machine and render the tables; keep the time of a whole table."""
     events = schedule.Events(ROOT / "runs" / options.table / "events.log")
     devices = schedule.shares(min(options.jobs, len(chosen)), options.gpus)
+    whole = not (options.rows or options.attention) and sweeps.untouched(chosen)
     failed = schedule.Schedule(chosen, devices, events).run()
-    return 1 if tables.main([]) or failed else 0
+    failed = tables.main([]) or failed
+    seconds = time.monotonic() - begun
+    events.say(f"{options.table}: {clock(seconds)} in all")
+    if whole and not failed:
+        sweeps.write_sweep(
+            ROOT / "results" / "sweeps",
+            table=options.table,
+            scale=options.scale,
+            seeds=options.seeds,
+            trainings=len(chosen),
+            jobs=len(devices),
+            wall_seconds=round(seconds, 1),
+        )
+    return 1 if failed else 0
 
 
 def _run_task(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:

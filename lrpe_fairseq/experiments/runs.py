@@ -73,8 +73,12 @@ def write_run(path: Path | str, run: Run) -> None:
     Raises: ValueError for an invalid run (nothing is touched), OSError naming ``path``.
     """
     validate(run)
-    text = json.dumps(run, indent=1, sort_keys=True, allow_nan=False) + "\n"
-    target = Path(path)
+    write_whole(Path(path), run)
+
+
+def write_whole(target: Path, content: Run) -> None:
+    """Write ``content`` as JSON to ``target`` whole or not at all. Raises: OSError naming it."""
+    text = json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _replace(target, text)
