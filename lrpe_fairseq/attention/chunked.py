@@ -16,6 +16,9 @@ from torch.autograd.function import once_differentiable
 CHUNK = 64
 """Longest chunk; the cost per token is O(CHUNK + D)."""
 
+SCAN = 64
+"""Chunks whose running sum of keys is one product, of a matrix of SCAN x SCAN."""
+
 PIECE = 4096
 """Tokens of a head that a CPU works on at a time, so that what lies between arguments and results
 stays in its cache and is not allocated anew. A GPU takes all at once."""
@@ -146,7 +149,7 @@ def _results(
     torch.bmm(scores, v, out=out).baddbmm_(q_in, states)
     if wanted == "numerator":
         return
-    piece.scan(k_in.sum(1, keepdim=True), before[1], out=keys)
+    piece.scan_rows(k_in.sum(1, keepdim=True), before[1], out=keys)
     torch.sum(scores, -1, keepdim=True, out=denominator).baddbmm_(q_in, keys.mT)
     if wanted == "normalized":
         out /= denominator.clamp_min(eps)
@@ -176,7 +179,7 @@ def _gradients(
     else:
         grad_scores = torch.baddbmm(g, grad, v.mT)
         grad_q.addcmul_(g, keys)
-        grad_k += piece.scan(torch.bmm(g.mT, q_in), after[1], reverse=True)
+        grad_k += piece.scan_rows(torch.bmm(g.mT, q_in), after[1], reverse=True)
     piece.left_of_before(grad_q, out=grad_q)
     piece.left_after(grad_k, out=grad_k)
     grad_scores = piece.mask(grad_scores)
@@ -208,10 +211,14 @@ class _Decay(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Chunks that are worked on together: those of R whole sequences, or a part of one."""
+    """Chunks that are worked on together: those of R whole sequences, or a part of one.
+
+    ``steps``: what is left of a chunk when later ones begin, (R or 1, S, S) lower triangular.
+    """
 
     rows: slice
     span: slice
+    steps: Tensor
     decay: _Decay | None
 
     def of(self, *whole: Tensor | None) -> list[Tensor | None]:
@@ -260,6 +267,29 @@ class _Piece(NamedTuple):
                 torch.addcmul(part, here, self.decay.whole, out=following)
         return out
 
+    def scan_rows(
+        self, parts: Tensor, total: Tensor, out: Tensor | None = None, reverse: bool = False
+    ) -> Tensor:
+        """:meth:`scan` of rows (M, 1, .) by one product: a loop would cost more than its sums.
+
+        ``total`` is one row more, before the first or after the last.
+        """
+        out = torch.empty_like(parts) if out is None else out
+        given, sums = (self._by_row(x).squeeze(2).split(SCAN, 1) for x in (parts, out))  # R N .
+        blocks = list(zip(given, sums, strict=True))
+        total = total[self.rows]
+        for part, here in reversed(blocks) if reverse else blocks:
+            steps = self.steps[:, : part.shape[1] + 1, : part.shape[1] + 1]
+            if reverse:
+                seen = steps.mT @ torch.cat([part, total], 1)
+                following, seen = seen.split([1, part.shape[1]], 1)
+            else:
+                seen = steps @ torch.cat([total, part], 1)
+                seen, following = seen.split([part.shape[1], 1], 1)
+            here.copy_(seen)
+            total.copy_(following)
+        return out
+
 
 def _pieces(q: Tensor, log_decay: Tensor | None) -> list[_Piece]:
     """All chunks of q (B, H, N, C, D), in the order of time."""
@@ -267,15 +297,20 @@ def _pieces(q: Tensor, log_decay: Tensor | None) -> list[_Piece]:
     sequences = batch * heads
     at_once = max(1, PIECE // size) if q.device.type == "cpu" else sequences * chunks
     rows, span = max(1, at_once // chunks), min(at_once, chunks)
-    decay = None if log_decay is None else _decay(log_decay.repeat(batch), size, q)
+    steps = min(span, SCAN) + 1
+    if log_decay is None:
+        steps, decay = q.new_ones(1, steps, steps).tril_(), None
+    else:
+        log_decay = log_decay.to(q).repeat(batch)
+        steps = decay_matrix(log_decay * size, steps, q).tril_()
+        within = decay_matrix(log_decay, size, q)
+        decay = _Decay(*block_decay(log_decay, size, q), within)
     pieces = []
     for row in range(0, sequences, rows):
         here = slice(row, min(row + rows, sequences))
         of_rows = None if decay is None else _Decay(*(factor[here] for factor in decay))
+        steps_here = steps if decay is None else steps[here]
         for chunk in range(0, chunks, span):
-            pieces.append(_Piece(here, slice(chunk, min(chunk + span, chunks)), of_rows))
+            part = slice(chunk, min(chunk + span, chunks))
+            pieces.append(_Piece(here, part, steps_here, of_rows))
     return pieces
-
-
-def _decay(log_decay: Tensor, size: int, like: Tensor) -> _Decay:
-    return _Decay(*block_decay(log_decay, size, like), decay_matrix(log_decay, size, like))

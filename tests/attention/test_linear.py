@@ -50,11 +50,12 @@ def outputs_and_gradients(function, inputs, **options):
 @pytest.mark.parametrize("decay", [None, (-0.2, -0.01)], ids=["plain", "decay"])
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("piece", [chunked.PIECE, 400, 130])
+@pytest.mark.parametrize(("piece", "scan"), [(chunked.PIECE, chunked.SCAN), (400, 2), (130, 1)])
 def test_chunked_equals_naive_in_outputs_and_gradients(
-    piece, length, normalizer, decay, mask, monkeypatch
+    piece, scan, length, normalizer, decay, mask, monkeypatch
 ):
     monkeypatch.setattr(chunked, "PIECE", piece)  # all sequences, some of them, parts of one
+    monkeypatch.setattr(chunked, "SCAN", scan)
     options = {
         "causal": True,
         "normalizer": normalizer,
