@@ -16,7 +16,7 @@ SHAPES = {"cpu": (1, 8, 4096, 64), "cuda": (12, 12, 32768, 128)}  # batch, heads
 def measure(device: str, dtype: torch.dtype, rounds: int) -> list[dict]:
     """Rows of {encoding, form, seconds, spread, copies, copies_backward}.
 
-    ``form``: "torch", or "kernel" where there is one (see ``encodings.kernels``). ``copies``: the
+    ``form``: "step by step", or "one pass" where that can be done. ``copies``: the
     time of phi and encoding of one tensor, over that of reading it and writing a copy, in the same
     rounds; ``copies_backward``: the same of the gradient alone.
     """
@@ -51,29 +51,29 @@ def contestants(x: Tensor, encode: "Encode") -> dict[str, Callable[[], object]]:
 class Encode:
     """phi and one encoding, on queries alone."""
 
-    def __init__(self, encoding: QueryKeyEncoding, x: Tensor, kernel: bool) -> None:
-        """``kernel``: in one pass."""
+    def __init__(self, encoding: QueryKeyEncoding, x: Tensor, one_pass: bool) -> None:
+        """``one_pass``: phi, P and Lambda together."""
         self.parameters = [p for p in encoding.parameters() if p.requires_grad]
         self._positions = torch.arange(x.shape[2], device=x.device)
-        self._encoding, self._one_pass = encoding, encoding.one_pass(x) if kernel else None
+        self._encoding, self._one_pass = encoding, one_pass
 
     def __call__(self, x: Tensor) -> Tensor:
         """(B, H, T, D) -> (B, H, T, D')."""
-        if self._one_pass is not None:
-            return self._one_pass(x, self._positions)
+        if self._one_pass:
+            return self._encoding.one_pass(x, self._positions)(x)
         first = x[:, :, :1]  # a key of one token costs nothing
         at = self._positions
         return self._encoding(feature_map(x), feature_map(first), at, at[:1])[0]
 
 
 def forms(x: Tensor) -> dict[tuple[str, str], Encode]:
-    """Every encoding of linear attention, as torch does it and as a kernel does."""
+    """Every encoding of linear attention, as torch does it and in one pass."""
     found = {}
     for name in filter(serves_linear, ENCODINGS):
         encoding = build_encoding(name, x.shape[-1], x.shape[1], causal=True).to(x.device)
         if encoding.before_feature_map:
             continue  # SPE: not after phi
-        found[name, "torch"] = Encode(encoding, x, kernel=False)
-        if encoding.one_pass(x) is not None:
-            found[name, "kernel"] = Encode(encoding, x, kernel=True)
+        found[name, "step by step"] = Encode(encoding, x, one_pass=False)
+        if encoding.one_pass(x, torch.arange(x.shape[2], device=x.device)) is not None:
+            found[name, "one pass"] = Encode(encoding, x, one_pass=True)
     return found

@@ -192,13 +192,10 @@ class MultiheadAttention(nn.Module):
 
     def _folded(self, projection: nn.Linear, x: Tensor) -> tuple[Tensor, ...]:
         """The planes of P W x + P b, (B, H, T, D) each, with P W formed once per call."""
-        weight = projection.weight.unflatten(0, (self.num_heads, self.head_dim))  # H D C
-        bias = projection.bias.view(self.num_heads, self.head_dim, 1)
-        planes = self.encoding.projection(torch.cat([weight, bias], -1).transpose(1, 2))
-        return tuple(
-            self._heads(F.linear(x, p[:, :-1].transpose(1, 2).flatten(0, 1), p[:, -1].flatten()))
-            for p in planes
-        )
+        weight = projection.weight.unflatten(0, (self.num_heads, self.head_dim)).mT  # H C D
+        bias = projection.bias.unflatten(0, (self.num_heads, self.head_dim))  # H D
+        planes = zip(*map(self.encoding.projection, (weight, bias)), strict=True)
+        return tuple(self._heads(F.linear(x, w.mT.flatten(0, 1), b.flatten())) for w, b in planes)
 
     def _encoded(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q~, k~, v of softmax attention; score encodings leave q and k as they are."""
@@ -244,9 +241,9 @@ class MultiheadAttention(nn.Module):
 
     def _features(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """phi and the encoding of q and k (B, H, T, D), in the order that the encoding wants."""
-        one_pass = self.encoding.one_pass(q)
+        one_pass = self.encoding.one_pass(q, positions)
         if one_pass is not None:
-            return one_pass(q, positions), one_pass(k, positions)
+            return one_pass(q), one_pass(k)
         if self.encoding.before_feature_map:
             q, k = self.encoding(q, k, positions, positions)
             return feature_map(q), feature_map(k)

@@ -139,8 +139,8 @@ class QueryKeyEncoding(Encoding):
         """Width D' of the encoded features."""
         return self.spec.head_dim
 
-    def one_pass(self, x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """(x, positions) -> the encoding of 1 + elu(x) by one kernel; None where there is none."""
+    def one_pass(self, x: Tensor, positions: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """The encoding of 1 + elu(x) in one pass over memory; None where there is none."""
         return None
 
     def log_decay(self) -> Tensor | None:

@@ -9,25 +9,16 @@ A program takes BT positions of one sequence and all its heads, so that the grad
 needs no atomic additions.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lrpe_fairseq.encodings.blocks import Form
 from lrpe_fairseq.encodings.kernels import on_device
 
 NUMBERS = 2048  # of a head that a program holds in its registers
-
-
-class Form(NamedTuple):
-    """What is done to x. halves: pairs are (j, D/2 + j), as after the odd-even permutation, not
-    (2j, 2j + 1). wide: the unitary diagonal of real features, which doubles the width."""
-
-    halves: bool = False
-    wide: bool = False
 
 
 def serves(x: Tensor) -> bool:
@@ -43,6 +34,7 @@ def encode(x: Tensor, unit: Tensor | None, turn: Tensor, form: Form) -> Tensor:
         x: (B, H, T, D), last axis contiguous. unit: (D,), float32, of the reflection, or None.
         turn: exp(i s theta), complex64, (T, E) or (B, 1, T, E); E pairs (features if ``wide``)
             are turned, the others stay.
+        form: phi always comes first here.
     """
     return _Encoded.apply(x, unit, turn, form)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lrpe_fairseq.encodings import kernels
+from lrpe_fairseq.encodings import blocks, kernels
 from lrpe_fairseq.encodings.base import (
     EncodingSpec,
     PositionCache,
@@ -58,12 +58,11 @@ class Householder(nn.Module):
 
     def forward(self, x: Tensor) -> Planes:
         """(..., D) -> one plane (..., D), the mirror image of x."""
-        return (reflect(x, self.v),)
+        return (reflect(x, self.unit(x.dtype)),)
 
-    @property
-    def unit(self) -> Tensor:
-        """v of length 1, float32."""
-        return _unit(self.v.float())
+    def unit(self, dtype: torch.dtype) -> Tensor:
+        """v of length 1."""
+        return _unit(self.v.to(dtype))
 
 
 class LearnedHouseholder(Householder):
@@ -84,11 +83,19 @@ class OddEven(nn.Module):
         super().__init__()
 
     def forward(self, x: Tensor) -> Planes:
-        """(..., D) -> one plane (..., D)."""
-        pairs = x.shape[-1] // 2
-        half = x.shape[-1] - pairs
-        y = torch.stack([x[..., :pairs], x[..., half:]], dim=-1).flatten(-2)
-        return (y if pairs == half else torch.cat([y, x[..., pairs:half]], dim=-1),)
+        """(..., D) -> one plane (..., D), in the order of memory that x has."""
+        if x.stride(-1) != 1 and x.dim() > 1:
+            return (_shuffled(x.mT, -2).mT,)
+        return (_shuffled(x, -1),)
+
+
+def _shuffled(x: Tensor, axis: int) -> Tensor:
+    """Eq. 75 on an axis counted from the end, by one copy, and by one for the gradient."""
+    pairs, odd = divmod(x.shape[axis], 2)
+    if odd:
+        first, middle, last = x.split([pairs, 1, pairs], axis)
+        return torch.cat([_shuffled(torch.cat([first, last], axis), axis), middle], axis)
+    return x.unflatten(axis, (2, pairs)).transpose(axis - 1, axis).flatten(axis - 1, axis)
 
 
 class Fourier(nn.Module):
@@ -114,9 +121,9 @@ class Fourier(nn.Module):
         return self.copies[dtype, device]
 
 
-def reflect(x: Tensor, v: Tensor) -> Tensor:
-    """x - 2 v (v^T x) / (v^T v) for every row of x (..., D) and one vector v (D,)."""
-    return _Reflection.apply(x, _unit(v.to(x.dtype)))
+def reflect(x: Tensor, unit: Tensor) -> Tensor:
+    """x - 2 u (u^T x) for every row of x (..., D) and one vector u (D,) of length 1."""
+    return _Reflection.apply(x, unit)
 
 
 def _unit(v: Tensor) -> Tensor:
@@ -147,7 +154,13 @@ class _Reflection(torch.autograd.Function):
 
 
 def _mirror(x: Tensor, unit: Tensor) -> Tensor:
-    return torch.addcmul(x, (x @ unit).unsqueeze(-1), unit, value=-2)
+    along = (x.transpose(1, 2) @ unit).transpose(1, 2) if _heads_inside(x) else x @ unit
+    return torch.addcmul(x, along.unsqueeze(-1), unit, value=-2)
+
+
+def _heads_inside(x: Tensor) -> bool:
+    """Whether x (B, H, T, D) lies in memory as (B, T, H, D), which ``@`` would copy."""
+    return x.dim() == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
 
 
 def _householder_vector(spec: EncodingSpec) -> Tensor:
@@ -370,6 +383,8 @@ def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:
 
     The first 2E features are multiplied as complex numbers x[2i] + i x[2i+1]; the rest stay.
     """
+    if blocks.serves(x):
+        return blocks.encode(x, None, turn, blocks.Form(phi=False))
     width = 2 * turn.shape[-1]
     turned = _TurnedPairs.apply(x[..., :width], turn)
     return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], dim=-1)
@@ -469,26 +484,29 @@ class LRPE(QueryKeyEncoding):
         at_k = at_q if same else self.core.at(check_positions(k_positions), wide)
         return self._turned(q, at_q, wide), self._turned(k, at_k, wide)
 
-    def one_pass(self, x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """(x, positions) -> the encoded phi(x) in one pass over memory, where a kernel can do it.
+    def one_pass(self, x: Tensor, positions: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """The encoding of phi(x) in one pass over memory, for tensors like x at ``positions``.
 
-        phi is 1 + elu. None where no kernel serves x (B, H, T, D), P is a Fourier matrix or Lambda
-        a permutation: use :meth:`forward`.
+        phi is 1 + elu. By a kernel on a GPU, by blocks on a CPU. None where neither serves
+        x (B, H, T, D), P is a Fourier matrix or Lambda a permutation: use :meth:`forward`.
         """
-        fused = kernels.load(KERNELS)
-        fits = not isinstance(self.projection, Fourier) and isinstance(self.core, Rotation)
-        if fused is None or not fits or not fused.serves(x):
+        form = self._form()
+        able = (m for m in (kernels.load(KERNELS), blocks) if m is not None and m.serves(x))
+        fast = next(able, None)
+        if form is None or fast is None:
             return None
-        form = fused.Form(
+        wide = torch.promote_types(x.dtype, torch.float32)
+        unit = self.projection.unit(wide) if isinstance(self.projection, Householder) else None
+        at = self.core.at(check_positions(positions), wide)
+        return lambda x: fast.encode(x, unit, at, form)
+
+    def _form(self) -> blocks.Form | None:
+        """What is done in one pass; None where it cannot."""
+        if isinstance(self.projection, Fourier) or not isinstance(self.core, Rotation):
+            return None
+        return blocks.Form(
             halves=isinstance(self.projection, OddEven), wide=isinstance(self.core, Unitary)
         )
-        unit = self.projection.unit if isinstance(self.projection, Householder) else None
-
-        def encode(x: Tensor, positions: Tensor) -> Tensor:
-            at = self.core.at(check_positions(positions), torch.float32)
-            return fused.encode(x, unit, at, form)
-
-        return encode
 
     def _turned(self, planes: Planes, at: object, wide: torch.dtype) -> Tensor:
         turned = self.core(tuple(x.to(wide) for x in planes), at)

@@ -1,20 +1,18 @@
-"""The one-pass kernel of phi, P and Lambda against the encodings themselves, with gradients.
+"""phi, P and Lambda in one pass against the encodings themselves, with gradients.
 
-Without a GPU it runs in Triton's interpreter (TRITON_INTERPRET=1, set in tests/conftest.py).
+``fused`` is a Triton kernel; without a GPU it runs in Triton's interpreter (TRITON_INTERPRET=1, set
+in tests/conftest.py). ``blocks`` is for CPUs.
 """
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
-from lrpe_fairseq.encodings import ENCODINGS, QueryKeyEncoding, build_encoding, kernels
+from lrpe_fairseq.encodings import ENCODINGS, QueryKeyEncoding, blocks, build_encoding, kernels
 from lrpe_fairseq.encodings import base as encodings_base
-
-pytest.importorskip("triton", reason="the kernel needs triton, which is a test dependency")
-
-from lrpe_fairseq.encodings import fused
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, HEADS = 2, 3
@@ -33,11 +31,27 @@ SERVED = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def asked(monkeypatch):
-    """Kernels are taken wherever width and layout fit, in the interpreter without a GPU."""
-    monkeypatch.setattr(fused, "on_device", lambda x: True)
+@pytest.fixture(autouse=True, params=["fused", "blocks", "blocks of few"])
+def form(request, monkeypatch):
+    """The form in question is taken wherever width and layout fit; kernels without a GPU too."""
+    fused = None
+    if request.param == "fused":
+        pytest.importorskip("triton", reason="the kernel needs triton, a test dependency")
+        from lrpe_fairseq.encodings import fused
+
+        monkeypatch.setattr(fused, "on_device", lambda x: True)
+    elif DEVICE != "cpu":
+        pytest.skip("blocks are for CPUs")
+    elif request.param == "blocks of few":
+        monkeypatch.setattr(blocks, "BLOCK", 500)  # parts of a sequence
     monkeypatch.setattr(kernels, "load", lambda name: fused)
+    return request.param
+
+
+def by_definition(encoding, x, positions):
+    """Lambda P phi(x), step by step."""
+    with mock.patch.object(blocks, "serves", return_value=False):
+        return encoding(*[feature_map(x)] * 2, *[positions] * 2)[0]
 
 
 def example(time, width=16, dtype=torch.float32):
@@ -72,9 +86,9 @@ def gradients(out, encoding, x):
 def test_one_pass_gives_the_encoding_and_its_gradients(name, time, kind):
     encoding, (x, positions) = built(name), example(time)
     x.requires_grad_()
-    found = encoding.one_pass(heads(x))(heads(x), positions[kind])
+    found = encoding.one_pass(heads(x), positions[kind])(heads(x))
     exact, wide = copy.deepcopy(encoding).double(), x.detach().double().requires_grad_()
-    expected, _ = exact(*[feature_map(heads(wide))] * 2, *[positions[kind]] * 2)
+    expected = by_definition(exact, heads(wide), positions[kind])
     assert_near(found, expected, 1e-6)
     both = gradients(found, encoding, x), gradients(expected, exact, wide)
     for grad, wanted in zip(*both, strict=True):
@@ -88,35 +102,53 @@ def assert_near(found, wanted, scale):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_types_are_rounded_once(dtype):
+def test_half_types_are_rounded_once(dtype, form):
     encoding, (x, positions) = built("lrpe-type2"), example(40, dtype=dtype)
-    exact, _ = encoding(*[feature_map(heads(x.float()))] * 2, *[positions["shared"]] * 2)
-    found = encoding.one_pass(heads(x))(heads(x), positions["shared"])
+    if form != "fused":
+        assert encoding.one_pass(heads(x), positions["shared"]) is None
+        return
+    exact = by_definition(encoding, heads(x.float()), positions["shared"])
+    found = encoding.one_pass(heads(x), positions["shared"])(heads(x))
     assert found.dtype == dtype
     torch.testing.assert_close(found, exact.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-3)
 
 
-def test_what_no_kernel_serves_is_left_to_the_encoding():
-    x, _ = example(8)
+@pytest.mark.parametrize("kind", ["shared", "own"])
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("form", ["blocks", "blocks of few"], indirect=True)
+def test_float64_is_exact(name, kind):
+    encoding, (x, positions) = built(name).double(), example(45, dtype=torch.float64)
+    x.requires_grad_()
+    found = encoding.one_pass(heads(x), positions[kind])(heads(x))
+    expected = by_definition(encoding, heads(x), positions[kind])
+    pairs = zip(gradients(found, encoding, x), gradients(expected, encoding, x), strict=True)
+    for one, other in [(found, expected), *pairs]:
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_what_no_form_serves_is_left_to_the_encoding():
+    x, positions = example(8)
+    at = positions["shared"]
     for name in ENCODINGS:
         encoding = build_encoding(name, 16, HEADS)
         if isinstance(encoding, QueryKeyEncoding):
-            assert (encoding.one_pass(heads(x)) is not None) == (name in SERVED), name
-    odd, _ = example(8, width=20)
-    assert build_encoding("rope", 20, HEADS).one_pass(heads(odd)) is None
-    assert encodings_base.QueryKeyEncoding.one_pass(encoding, x) is None
+            assert (encoding.one_pass(heads(x), at) is not None) == (name in SERVED), name
+    odd, _ = example(8, width=15)
+    assert build_encoding("rope", 15, HEADS).one_pass(heads(odd), at) is None
+    assert encodings_base.QueryKeyEncoding.one_pass(encoding, x, at) is None
 
 
 @pytest.mark.parametrize("name", ["lrpe-type2", "lrpe-type5", "lrpe-tmlr-type1"])
 @pytest.mark.parametrize("normalizer", ["rotated", "content"])
-def test_linear_attention_is_the_same_with_and_without_the_kernel(name, normalizer, monkeypatch):
+def test_linear_attention_is_the_same_with_and_without_it(name, normalizer, monkeypatch):
     torch.manual_seed(0)
     options = {"attention_type": "linear", "position_encoding": name, "causal": False}
     module = MultiheadAttention(32, 2, normalizer=normalizer, **options).to(DEVICE)
     x = torch.randn(2, 9, 32, device=DEVICE)
     padding = torch.zeros(2, 9, dtype=torch.bool, device=DEVICE)
     padding[0, :4] = True
-    with_kernel, _ = module.attend(x, padding)
+    in_one_pass, _ = module.attend(x, padding)
     monkeypatch.setattr(kernels, "load", lambda name: None)
-    without, _ = module.attend(x, padding)
-    torch.testing.assert_close(with_kernel, without, rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr(blocks, "serves", lambda x: False)
+    step_by_step, _ = module.attend(x, padding)
+    torch.testing.assert_close(in_one_pass, step_by_step, rtol=1e-4, atol=1e-5)
