@@ -297,20 +297,18 @@ def _pieces(q: Tensor, log_decay: Tensor | None) -> list[_Piece]:
     sequences = batch * heads
     at_once = max(1, PIECE // size) if q.device.type == "cpu" else sequences * chunks
     rows, span = max(1, at_once // chunks), min(at_once, chunks)
-    steps = min(span, SCAN) + 1
-    if log_decay is None:
-        steps, decay = q.new_ones(1, steps, steps).tril_(), None
-    else:
+    count = min(span, SCAN) + 1
+    steps, decay = q.new_ones(1, count, count).tril_(), None
+    if log_decay is not None:
         log_decay = log_decay.to(q).repeat(batch)
-        steps = decay_matrix(log_decay * size, steps, q).tril_()
-        within = decay_matrix(log_decay, size, q)
-        decay = _Decay(*block_decay(log_decay, size, q), within)
+        steps = decay_matrix(log_decay * size, count, q).tril_()
+        decay = _Decay(*block_decay(log_decay, size, q), decay_matrix(log_decay, size, q))
     pieces = []
     for row in range(0, sequences, rows):
         here = slice(row, min(row + rows, sequences))
         of_rows = None if decay is None else _Decay(*(factor[here] for factor in decay))
-        steps_here = steps if decay is None else steps[here]
+        own_steps = steps if decay is None else steps[here]
         for chunk in range(0, chunks, span):
             part = slice(chunk, min(chunk + span, chunks))
-            pieces.append(_Piece(here, part, steps_here, of_rows))
+            pieces.append(_Piece(here, part, own_steps, of_rows))
     return pieces
