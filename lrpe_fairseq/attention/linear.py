@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.attention import chunked
+from lrpe_fairseq.attention import chunked, native
 from lrpe_fairseq.attention.chunked import block_decay, decay_matrix
 from lrpe_fairseq.encodings import kernels
 
@@ -110,7 +110,7 @@ def linear_attention(
     q, k, v, content = _prepare(*given, widen=fast is None)
     if causal:
         wanted = "normalized" if normalizer == "rotated" else "numerator"
-        sums = (chunked if fast is None else fast).causal_sums
+        sums = _causal_sums if fast is None else fast.causal_sums
         out, denominator = sums(q, k, v, wanted, log_decay, EPS)[0], None
     else:
         out, denominator = _full_sums(q, k, v, normalizer == "rotated")
@@ -192,6 +192,14 @@ def _prepare(
     return q.to(own), keys[0], keys[1], used
 
 
+def _causal_sums(
+    q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """As ``chunked.causal_sums``, by the fastest form for widened tensors."""
+    form = native if native.serves(q, k, v) else chunked
+    return form.causal_sums(q, k, v, wanted, log_decay, eps)
+
+
 def _divide(numerator: Tensor, denominator: Tensor | None) -> Tensor:
     if denominator is None:
         return numerator
@@ -244,7 +252,7 @@ def _advance(
     Without a denominator the state's keys are left as they are.
     """
     wanted = "sums" if with_denominator else "numerator"
-    numerator, denominator = chunked.causal_sums(q, k, v, wanted, log_decay, EPS)
+    numerator, denominator = _causal_sums(q, k, v, wanted, log_decay, EPS)
     kv, keys = before
     if log_decay is not None:
         decay = block_decay(log_decay, q.shape[-2], q)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lrpe_fairseq.attention import chunked
+from lrpe_fairseq.attention import chunked, native
 from lrpe_fairseq.attention.linear import (
     NORMALIZERS,
     linear_attention,
@@ -46,16 +46,35 @@ def outputs_and_gradients(function, inputs, **options):
     return [out, *(g for g in grads if g is not None)]
 
 
+FORMS = {  # all sequences at a time, some of them, parts of one
+    "chunked": {},
+    "chunked, some at a time": {"PIECE": 400, "SCAN": 2},
+    "chunked, parts at a time": {"PIECE": 130, "SCAN": 1},
+    "native": {},
+    "native, short segments": {"SEGMENT": 64},
+}
+
+
+def use(form, monkeypatch):
+    """Let linear attention take that of FORMS."""
+    name = form.split(",")[0]
+    if name == "chunked":
+        monkeypatch.setattr(native, "serves", lambda *_: False)
+    elif native.library() is None:
+        pytest.skip("native.cpp does not compile here")
+    for setting, value in FORMS[form].items():
+        monkeypatch.setattr({"chunked": chunked, "native": native}[name], setting, value)
+
+
 @pytest.mark.parametrize("mask", [False, True], ids=["unpadded", "padded"])
 @pytest.mark.parametrize("decay", [None, (-0.2, -0.01)], ids=["plain", "decay"])
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize(("piece", "scan"), [(chunked.PIECE, chunked.SCAN), (400, 2), (130, 1)])
-def test_chunked_equals_naive_in_outputs_and_gradients(
-    piece, scan, length, normalizer, decay, mask, monkeypatch
+@pytest.mark.parametrize("form", FORMS)
+def test_every_fast_form_equals_the_naive_one_in_outputs_and_gradients(
+    form, length, normalizer, decay, mask, monkeypatch
 ):
-    monkeypatch.setattr(chunked, "PIECE", piece)  # all sequences, some of them, parts of one
-    monkeypatch.setattr(chunked, "SCAN", scan)
+    use(form, monkeypatch)
     options = {
         "causal": True,
         "normalizer": normalizer,
@@ -207,7 +226,10 @@ def test_a_backward_pass_inside_autocast_is_that_outside():
         torch.testing.assert_close(a, b)
 
 
-def test_memory_is_linear_in_length():
+@pytest.mark.parametrize("form", ["chunked", "native"])
+def test_memory_is_linear_in_length(form, monkeypatch):
+    use(form, monkeypatch)
+
     def saved(length):
         q, k, v = (torch.rand(1, 1, length, 4).requires_grad_() for _ in range(3))
         sizes = []
@@ -217,7 +239,7 @@ def test_memory_is_linear_in_length():
             linear_attention(q, k, v, causal=True)
         return sum(sizes)
 
-    assert saved(16 * chunked.CHUNK) < 9 * saved(2 * chunked.CHUNK)
+    assert saved(4096) < 9 * saved(512)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +263,9 @@ def test_causal_attention_over_fewer_keys_is_refused():
         linear_attention(q, k, v, causal=True)
 
 
-def test_gradcheck_of_the_chunked_form():
+@pytest.mark.parametrize("form", ["chunked", "native"])
+def test_gradcheck(form, monkeypatch):
+    use(form, monkeypatch)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.rand(1, 1, 3, 2, generator=generator, dtype=torch.float64).requires_grad_()
