@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.timing import Timing, contest
+from lrpe_fairseq.attention import native
 from lrpe_fairseq.attention.linear import KERNELS, linear_attention, linear_attention_naive
 from lrpe_fairseq.encodings import kernels
 
@@ -22,7 +23,7 @@ def measure(device: str, dtype: torch.dtype, rounds: int) -> list[dict]:
     """Rows of {length, tokens, contestant, seconds, spread, tokens_per_second, speed_up}.
 
     ``speed_up`` of our linear attention over the row's contestant, in the same rounds: of the
-    Triton kernel where it can be used, else of the chunked form.
+    kernel where it can be used (C++ on a CPU, Triton on a GPU), else of the PyTorch form.
     """
     forms = causal_forms(device)
     best, rows = ("kernel" if "kernel" in forms else "chunked"), []
@@ -35,13 +36,18 @@ def measure(device: str, dtype: torch.dtype, rounds: int) -> list[dict]:
 
 
 def causal_forms(device: str) -> dict[str, Callable]:
-    """Our forms and the others; on a GPU with our kernel and fla's, where they can be used."""
+    """Our forms and the others; with our kernel for the device and fla's where they are."""
     forms = {"chunked": chunked, "naive": naive, "sdpa": sdpa}
-    if device != "cpu" and kernels.load(KERNELS) is not None:
+    if has_kernel(device):
         forms["kernel"] = ours
     if device != "cpu" and importlib.util.find_spec("fla") is not None:
         forms["fla"] = fla
     return forms
+
+
+def has_kernel(device: str) -> bool:
+    """Whether causal linear attention has a kernel there."""
+    return (native.library() if device == "cpu" else kernels.load(KERNELS)) is not None
 
 
 def tokens_of(device: str, length: int) -> int:
@@ -81,38 +87,34 @@ def _contest(
 
 def check(device: str = "cpu") -> None:
     """Raise AssertionError unless the contestants agree (a speed-up of something else is none)."""
-    if device != "cpu" and kernels.load(KERNELS) is not None:
-        _check_kernel(device)
-    inputs = [torch.rand(1, 2, 300, 16, dtype=torch.float64).requires_grad_() for _ in range(3)]
-    for causal in (True, False):
-        results = []
-        for form in (linear_attention, linear_attention_naive):
-            out = form(*inputs, causal=causal)
-            results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
-        for fast, slow in zip(*results, strict=True):
-            torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-9)
+    exact = torch.rand(3, 1, 2, 300, 16, dtype=torch.float64)
+    for form, definition in ((chunked, naive), (ours, naive), (bidirectional, naive_bidirectional)):
+        _agree(form, exact, definition, exact, tolerance=1e-9)
+    if has_kernel(device):
+        given = torch.rand(3, 2, 2, 300, 64, device=device)
+        _agree(ours, given, naive, given.double(), tolerance=1e-4)
 
 
-def _check_kernel(device: str) -> None:
-    """The kernel against the naive form in float64, both on the GPU."""
-    inputs = [torch.rand(2, 2, 300, 64, device=device).requires_grad_() for _ in range(3)]
-    exact = [x.detach().double().requires_grad_() for x in inputs]
+def _agree(fast: Callable, given: Tensor, slow: Callable, exact: Tensor, tolerance: float) -> None:
+    """In outputs and gradients, of q, k and v stacked."""
     results = []
-    for form, given in ((ours, inputs), (naive, exact)):
-        out = form(*given)
-        results.append([out, *torch.autograd.grad(out.square().sum(), given)])
-    for fast, slow in zip(*results, strict=True):
-        torch.testing.assert_close(fast.double(), slow, rtol=1e-4, atol=1e-4)
+    for form, stacked in ((fast, given), (slow, exact)):
+        inputs = [x.clone().requires_grad_() for x in stacked]
+        out = form(*inputs)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance)
 
 
 def chunked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Our causal linear attention in PyTorch."""
-    with mock.patch.object(kernels, "load", return_value=None):
+    nowhere = mock.patch.object(native, "serves", return_value=False)
+    with nowhere, mock.patch.object(kernels, "load", return_value=None):
         return linear_attention(q, k, v, causal=True)
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Our causal linear attention, by the Triton kernel where it can be used."""
+    """Our causal linear attention, by the kernel for its device where there is one."""
     return linear_attention(q, k, v, causal=True)
 
 
@@ -131,6 +133,11 @@ def bidirectional(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def naive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The same through the T x T matrix, as the authors' code does."""
     return linear_attention_naive(q, k, v, causal=True)
+
+
+def naive_bidirectional(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The definition of attention to all tokens."""
+    return linear_attention_naive(q, k, v, causal=False)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from benchmarks.attention import fits, naive, ours, sdpa, step, tokens_of
 from benchmarks.timing import Timing, contest
 
 LENGTHS = tuple(2**n for n in range(7, 17))
-FORMS = {"chunked": ours, "sdpa": sdpa, "naive": naive}
-LONGEST = {"chunked": 2**16, "sdpa": 2**16, "naive": 2**12}  # the naive one needs O(T^2) memory
+FORMS = {"linear": ours, "sdpa": sdpa, "naive": naive}
+LONGEST = {"linear": 2**16, "sdpa": 2**16, "naive": 2**12}  # the naive one needs O(T^2) memory
 SETTLES = 2**14  # beyond, fetching memory is nothing to the seconds that SDPA computes
 TOKENS = 2**16  # of every batch of the linear form
 
@@ -26,8 +26,8 @@ def measure(
 ) -> list[dict]:
     """Rows of {length, contestant, seconds_per_token, spread, speed_up, flatness, peak_mb}.
 
-    ``speed_up`` of the chunked linear form over the contestant, in the same rounds. ``flatness``,
-    of the chunked form only: its time per token over that at T = 512 (or the shortest), ``tokens``
+    ``speed_up`` of our linear attention over the contestant, in the same rounds. ``flatness``,
+    of ours only: its time per token over that at T = 512 (or the shortest), ``tokens``
     tokens in every batch. ``peak_mb``: memory of a forward and backward pass on one sequence,
     inputs not counted.
     """
@@ -38,7 +38,7 @@ def measure(
         names = [name for name in names if name != "naive" or fits(device, length)]
         batch = tokens_of(device, length)
         steps = {n: step(FORMS[n], length, batch, device, dtype) for n in names}
-        settle = steps if length <= SETTLES else ("chunked",)
+        settle = steps if length <= SETTLES else ("linear",)
         timings = contest(steps, rounds=_rounds(rounds, length), settle=settle)
         for name in names:
             peak = peak_memory(name, length, device, dtype)
@@ -49,7 +49,7 @@ def measure(
 def flatness(
     device: str, dtype: torch.dtype, rounds: int, lengths: Sequence[int], tokens: int
 ) -> dict[int, float]:
-    """Time of the chunked form on ``tokens`` tokens at each length, over that at 512."""
+    """Time of ours on ``tokens`` tokens at each length, over that at 512."""
     steps = {str(n): step(ours, n, tokens, device, dtype) for n in lengths}
     timings = contest(steps, rounds=rounds, settle=steps)
     base = timings["512"] if "512" in timings else timings[str(lengths[0])]
@@ -101,8 +101,8 @@ def _row(
         "contestant": name,
         "seconds_per_token": timing.median / tokens,
         "spread": timing.spread,
-        "speed_up": timing.ratio(timings["chunked"]),
-        "flatness": flat if name == "chunked" else None,
+        "speed_up": timing.ratio(timings["linear"]),
+        "flatness": flat if name == "linear" else None,
         "peak_mb": peak,
     }
 

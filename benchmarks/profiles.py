@@ -12,6 +12,7 @@ from lrpe_fairseq.attention import linear, multihead
 STEPS = 3
 KINDS = {  # kind of work -> beginnings of the names of torch's operators
     "matrix products": ("mm", "addmm", "bmm", "baddbmm", "addbmm", "dot", "mv"),
+    "causal sums": ("_Native", "_CausalSums", "_Fused"),
     "softmax attention": ("_scaled_dot_product", "_flash_attention", "_softmax"),
     "loss": ("_log_softmax", "nll_loss", "log_softmax"),
     "normalisation": ("native_layer_norm", "native_dropout"),
