@@ -13,7 +13,7 @@ setup(
     license="MIT",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["lrpe_fairseq", "lrpe_fairseq.*"]),
-    package_data={"lrpe_fairseq.attention": ["*.cpp"]},
+    package_data={"lrpe_fairseq": ["*/*.cpp", "*/*.h"]},
     install_requires=[
         "torch>=2.6",  # safe checkpoint loading is the default from 2.6 on
         "numpy",

@@ -47,7 +47,9 @@ def causal_forms(device: str) -> dict[str, Callable]:
 
 def has_kernel(device: str) -> bool:
     """Whether causal linear attention has a kernel there."""
-    return (native.library() if device == "cpu" else kernels.load(KERNELS)) is not None
+    return (
+        kernels.compiled(native.SOURCE) if device == "cpu" else kernels.load(KERNELS)
+    ) is not None
 
 
 def tokens_of(device: str, length: int) -> int:

@@ -10,32 +10,16 @@
 // Names: q, k, v queries, keys, values; G and g the gradients of numerators and denominators;
 // dq, dk, dv those of q, k, v. D key width, E value width, both filled up to whole vectors.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <memory>
-#include <utility>
+#include "vectors.h"
 
-#if defined(__AVX512F__)
-constexpr int BYTES = 64, ROWS = 8;
-#elif defined(__AVX__)
-constexpr int BYTES = 32, ROWS = 4;
-#elif defined(__aarch64__)
-constexpr int BYTES = 16, ROWS = 8;
+// A tile of a product is ROWS rows of one or two vectors: it fits the registers.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int ROWS = 8;
 #else
-constexpr int BYTES = 16, ROWS = 4;
+constexpr int ROWS = 4;
 #endif
-// A tile of a product is ROWS rows of one or two vectors of BYTES bytes: it fits the registers.
 
 constexpr int CHUNK = 32;  // a multiple of ROWS and of the elements of a vector
-
-// A (batch, head, time, width) tensor whose width is contiguous; strides in elements.
-struct Tensor {
-    void *data;
-    int64_t batch, head, time;
-};
 
 enum Wanted { NUMERATOR, SUMS, NORMALIZED };
 
@@ -47,15 +31,6 @@ struct Call {
 };
 
 namespace {
-
-template <typename T>
-struct Lanes {
-    typedef T Vector __attribute__((vector_size(BYTES)));
-    static constexpr int COUNT = BYTES / sizeof(T);
-    static int filled(int64_t width) { return int((width + COUNT - 1) / COUNT * COUNT); }
-    static Vector &at(T *x) { return *reinterpret_cast<Vector *>(x); }
-    static const Vector &at(const T *x) { return *reinterpret_cast<const Vector *>(x); }
-};
 
 // A matrix in the cache, row by row; `transposed` is a view for the left side of a product.
 template <typename T>
@@ -144,38 +119,6 @@ void transpose(Matrix<T> to, Matrix<T> from, int rows, int columns) {
         }
 }
 
-template <int STEP, typename V, int... J>
-inline V folded(V x, std::integer_sequence<int, J...> order) {
-    if constexpr (STEP == 0) return x;
-    else return folded<STEP / 2>(x + __builtin_shufflevector(x, x, (J ^ STEP)...), order);
-}
-
-template <typename T>
-T total(typename Lanes<T>::Vector x) {
-    constexpr int N = Lanes<T>::COUNT;
-    return folded<N / 2>(x, std::make_integer_sequence<int, N>{})[0];
-}
-
-template <typename T>
-T dot(const T *a, const T *b, int width) {
-    using L = Lanes<T>;
-    typename L::Vector sum{};
-    for (int j = 0; j < width; j += L::COUNT) sum += L::at(a + j) * L::at(b + j);
-    return total<T>(sum);
-}
-
-// y += factor x
-template <typename T>
-void add(T *y, const T *x, T factor, int width) {
-    for (int j = 0; j < width; j += Lanes<T>::COUNT)
-        Lanes<T>::at(y + j) += factor * Lanes<T>::at(x + j);
-}
-
-template <typename T>
-void scale(T *x, T factor, int64_t width) {
-    for (int64_t j = 0; j < width; j += Lanes<T>::COUNT) Lanes<T>::at(x + j) *= factor;
-}
-
 // Rooms in the cache, each at the start of a line, handed out one after the other.
 template <typename T>
 class Rooms {
@@ -203,7 +146,7 @@ template <typename T>
 struct Decay {
     Matrix<T> within;  // r^(s-t) of the scores
     T *into, *out_of;  // r^(i+1) of what came before the chunk; r^(CHUNK-1-i) after the chunk
-    T whole;           // r^CHUNK
+    T whole = 1;       // r^CHUNK
 
     void set(double log_rate) {
         for (int s = 0; s < CHUNK; s++) {

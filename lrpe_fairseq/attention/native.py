@@ -2,20 +2,11 @@
 
 The same sums, chunk by chunk, with everything between arguments and results in the cache of the
 core that works on a sequence, the triangle above the diagonal left out, and the states formed again
-in the backward pass instead of kept. ``native.cpp`` is compiled once for a machine, by ``$CXX`` or
-``c++``, into the user's cache folder; where that fails, or is not wished, ``chunked`` serves.
+in the backward pass instead of kept. Where ``native.cpp`` is not compiled ``chunked`` serves.
 """
 
 import ctypes
-import hashlib
-import logging
 import math
-import os
-import platform
-import shlex
-import subprocess
-import tempfile
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -25,7 +16,6 @@ from torch.autograd.function import once_differentiable
 from lrpe_fairseq.encodings import kernels
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 WANTED = ("numerator", "sums", "normalized")  # in the order of native.cpp
 SEGMENT = 256
 """Tokens between the states that are kept for the backward pass; what it does to a segment stays in
@@ -33,8 +23,6 @@ a core's cache. A multiple of the chunks of ``native.cpp``."""
 
 WIDEST = 256
 """Of keys and values: beyond, the state is too large for a core's cache."""
-
-logger = logging.getLogger(__name__)
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -48,7 +36,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and q.dtype in (torch.float32, torch.float64)
         and all(x.device.type == "cpu" and x.dtype == q.dtype for x in given)
         and not torch.compiler.is_compiling()
-        and library() is not None
+        and kernels.compiled(SOURCE) is not None
     )
 
 
@@ -64,7 +52,7 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, wanted, log_decay, eps):
-        q, k, v = (_rows(x) for x in (q, k, v))
+        q, k, v = (kernels.rows(x) for x in (q, k, v))
         states = _states(q, v) if any(ctx.needs_input_grad) else None
         out = torch.empty_like(v)
         denominator = None if wanted == "numerator" else q.new_empty(q.shape[:3])
@@ -79,7 +67,8 @@ class _Native(torch.autograd.Function):
     def backward(ctx, grad, g):
         q, k, v, *kept = ctx.saved_tensors
         grads = [torch.empty_like(x) for x in (q, k, v)]
-        _call("causal_backward", ctx.settings, q, k, v, *kept, _rows(grad), g, *grads)
+        g = None if g is None else g.contiguous()
+        _call("causal_backward", ctx.settings, q, k, v, *kept, kernels.rows(grad), g, *grads)
         return *grads, None, None, None
 
 
@@ -87,27 +76,6 @@ def _states(q: Tensor, v: Tensor) -> Tensor:
     """Room for the state before every segment: D x E sums of k v^T, then D of k."""
     segments = math.ceil(q.shape[-2] / SEGMENT)
     return q.new_empty(*q.shape[:2], segments, q.shape[-1] * (v.shape[-1] + 1))
-
-
-def _rows(x: Tensor) -> Tensor:
-    """``x`` with every row as it is, in one piece of memory."""
-    x = x.resolve_neg()
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-# --- the library -------------------------------------------------------------------------------
-
-
-class _Tensor(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        *((n, ctypes.c_int64) for n in ("batch", "head", "time")),
-    ]
-
-    @classmethod
-    def of(cls, x: Tensor | None) -> "_Tensor":
-        """Of x (B, H, T, .) or (B, H, T)."""
-        return cls() if x is None else cls(x.data_ptr(), *x.stride()[:3])
 
 
 class _Call(ctypes.Structure):
@@ -133,55 +101,5 @@ def _call(name: str, settings: tuple[str, Tensor | None, float], *tensors: Tenso
         eps,
         None if rates is None else rates.data_ptr(),
     )
-    views = (_Tensor * len(tensors))(*(_Tensor.of(x) for x in tensors))
-    getattr(library(), name)(ctypes.byref(call), views, int(q.dtype == torch.float64))
-
-
-@lru_cache(maxsize=1)
-def library() -> ctypes.CDLL | None:
-    """``native.cpp``, compiled; None where it is not wanted or cannot be compiled."""
-    if not kernels.wished(unasked=True):
-        return None
-    try:
-        return ctypes.CDLL(str(_compiled()))
-    except (OSError, subprocess.SubprocessError) as error:
-        why = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        logger.warning(
-            "linear attention runs in PyTorch, more slowly than in C++: %s does not compile (%s); "
-            "set CXX to a C++17 compiler, or LRPE_FAIRSEQ_KERNELS=0 to have it so",
-            SOURCE.name,
-            why[-1] if why else type(error).__name__,
-        )
-        return None
-
-
-def _compiled() -> Path:
-    """The library for this machine, from the cache folder or put there, whole, now."""
-    command = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS]
-    made_of = (SOURCE.read_bytes(), " ".join(command).encode(), _processor().encode())
-    name = hashlib.sha256(b"\0".join(made_of)).hexdigest()[:16]
-    target = _cache() / f"native-{name}.so"
-    if not target.exists():
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            built = Path(folder, target.name)
-            done = [*command, "-o", str(built), str(SOURCE)]
-            subprocess.run(done, check=True, capture_output=True, text=True, timeout=300)
-            built.replace(target)
-    return target
-
-
-def _cache() -> Path:
-    """The user's folder for what can be made again."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lrpe_fairseq")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def _processor() -> str:
-    """What -march=native depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine() + platform.processor()
-    kept = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
-    return "\n".join(sorted(kept))
+    run = getattr(kernels.compiled(SOURCE), name)
+    run(ctypes.byref(call), kernels.views(*tensors), int(q.dtype == torch.float64))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lrpe_fairseq.encodings import blocks, kernels
+from lrpe_fairseq.encodings import blocks, kernels, native
 from lrpe_fairseq.encodings.base import (
     EncodingSpec,
     PositionCache,
@@ -383,8 +383,9 @@ def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:
 
     The first 2E features are multiplied as complex numbers x[2i] + i x[2i+1]; the rest stay.
     """
-    if blocks.serves(x):
-        return blocks.encode(x, None, turn, blocks.Form(phi=False))
+    for form in (native, blocks):
+        if form.serves(x):
+            return form.encode(x, None, turn, blocks.Form(phi=False))
     width = 2 * turn.shape[-1]
     turned = _TurnedPairs.apply(x[..., :width], turn)
     return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], dim=-1)
@@ -487,12 +488,12 @@ class LRPE(QueryKeyEncoding):
     def one_pass(self, x: Tensor, positions: Tensor) -> Callable[[Tensor], Tensor] | None:
         """The encoding of phi(x) in one pass over memory, for tensors like x at ``positions``.
 
-        phi is 1 + elu. By a kernel on a GPU, by blocks on a CPU. None where neither serves
+        phi is 1 + elu. By a kernel, or by blocks on a CPU. None where neither serves
         x (B, H, T, D), P is a Fourier matrix or Lambda a permutation: use :meth:`forward`.
         """
         form = self._form()
-        able = (m for m in (kernels.load(KERNELS), blocks) if m is not None and m.serves(x))
-        fast = next(able, None)
+        forms = (kernels.load(KERNELS), native, blocks)
+        fast = next((m for m in forms if m is not None and m.serves(x)), None)
         if form is None or fast is None:
             return None
         wide = torch.promote_types(x.dtype, torch.float32)

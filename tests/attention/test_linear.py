@@ -11,6 +11,7 @@ from lrpe_fairseq.attention.linear import (
     linear_attention_naive,
     reorder_state,
 )
+from lrpe_fairseq.encodings import kernels
 
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 200, 300)
 BATCH, HEADS, D, E = 3, 2, 6, 5
@@ -60,7 +61,7 @@ def use(form, monkeypatch):
     name = form.split(",")[0]
     if name == "chunked":
         monkeypatch.setattr(native, "serves", lambda *_: False)
-    elif native.library() is None:
+    elif kernels.compiled(native.SOURCE) is None:
         pytest.skip("native.cpp does not compile here")
     for setting, value in FORMS[form].items():
         monkeypatch.setattr({"chunked": chunked, "native": native}[name], setting, value)

@@ -1,7 +1,7 @@
 """phi, P and Lambda in one pass against the encodings themselves, with gradients.
 
 ``fused`` is a Triton kernel; without a GPU it runs in Triton's interpreter (TRITON_INTERPRET=1, set
-in tests/conftest.py). ``blocks`` is for CPUs.
+in tests/conftest.py). ``native`` is in C++, and ``blocks`` in PyTorch; both are for CPUs.
 """
 
 import copy
@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
-from lrpe_fairseq.encodings import ENCODINGS, QueryKeyEncoding, blocks, build_encoding, kernels
+from lrpe_fairseq.encodings import (
+    ENCODINGS,
+    QueryKeyEncoding,
+    blocks,
+    build_encoding,
+    kernels,
+    native,
+)
 from lrpe_fairseq.encodings import base as encodings_base
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,7 +38,7 @@ SERVED = [
 ]
 
 
-@pytest.fixture(autouse=True, params=["fused", "blocks", "blocks of few"])
+@pytest.fixture(autouse=True, params=["fused", "native", "blocks", "blocks of few"])
 def form(request, monkeypatch):
     """The form in question is taken wherever width and layout fit; kernels without a GPU too."""
     fused = None
@@ -41,8 +48,13 @@ def form(request, monkeypatch):
 
         monkeypatch.setattr(fused, "on_device", lambda x: True)
     elif DEVICE != "cpu":
-        pytest.skip("blocks are for CPUs")
-    elif request.param == "blocks of few":
+        pytest.skip("these forms are for CPUs")
+    if request.param == "native":
+        if kernels.compiled(native.SOURCE) is None:
+            pytest.skip("native.cpp does not compile here")
+    else:
+        monkeypatch.setattr(native, "serves", lambda x: False)
+    if request.param == "blocks of few":
         monkeypatch.setattr(blocks, "BLOCK", 500)  # parts of a sequence
     monkeypatch.setattr(kernels, "load", lambda name: fused)
     return request.param
@@ -50,7 +62,8 @@ def form(request, monkeypatch):
 
 def by_definition(encoding, x, positions):
     """Lambda P phi(x), step by step."""
-    with mock.patch.object(blocks, "serves", return_value=False):
+    none = {"return_value": False}
+    with mock.patch.object(blocks, "serves", **none), mock.patch.object(native, "serves", **none):
         return encoding(*[feature_map(x)] * 2, *[positions] * 2)[0]
 
 
@@ -149,6 +162,7 @@ def test_linear_attention_is_the_same_with_and_without_it(name, normalizer, monk
     padding[0, :4] = True
     in_one_pass, _ = module.attend(x, padding)
     monkeypatch.setattr(kernels, "load", lambda name: None)
-    monkeypatch.setattr(blocks, "serves", lambda x: False)
+    for form in (blocks, native):
+        monkeypatch.setattr(form, "serves", lambda x: False)
     step_by_step, _ = module.attend(x, padding)
     torch.testing.assert_close(in_one_pass, step_by_step, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,86 @@
+"""phi, P and Lambda on a CPU in C++: every row is read once and its features are written once.
+
+As ``blocks``, which serves in float64 and where ``native.cpp`` is not compiled. Nothing is kept
+for the backward pass but the arguments.
+"""
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lrpe_fairseq.encodings import kernels
+from lrpe_fairseq.encodings.blocks import Form
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+WIDEST = 1024
+
+
+def serves(x: Tensor) -> bool:
+    """Whether :func:`encode` is for x (B, H, T, D): float32 on a CPU, D even."""
+    return (
+        x.dim() == 4
+        and x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and x.numel() > 0
+        and x.shape[-1] % 2 == 0
+        and x.shape[-1] <= WIDEST
+        and not torch.compiler.is_compiling()
+        and kernels.compiled(SOURCE) is not None
+    )
+
+
+def encode(x: Tensor, unit: Tensor | None, turn: Tensor, form: Form) -> Tensor:
+    """Lambda P phi(x), (B, H, T, D) or twice as wide; arguments as of ``blocks.encode``."""
+    shape = (x.shape[2], -1) if turn.dim() == 2 else (x.shape[0], 1, x.shape[2], -1)
+    return _Encoded.apply(x, unit, turn.to(torch.complex64).expand(shape), form)
+
+
+class _Encoded(torch.autograd.Function):
+    """Turns of shape (T, E) are those of every sequence."""
+
+    @staticmethod
+    def forward(ctx, x, unit, turn, form):
+        x, unit = kernels.rows(x), None if unit is None else unit.contiguous()
+        turn = turn.resolve_conj().contiguous()
+        out = x.new_empty(*x.shape[:3], x.shape[-1] * (2 if form.wide else 1))
+        call = _Call(*x.shape, turn.shape[-1], *form, torch.get_num_threads())
+        _run("encode_forward", call, kernels.views(x, out, _over_batch(turn, x)), unit)
+        ctx.save_for_backward(x, unit, turn)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, unit, turn = ctx.saved_tensors
+        grad, grad_x, grad_units = kernels.rows(grad), torch.empty_like(x), None
+        if ctx.needs_input_grad[1]:  # of every thread, as their sum must not depend on a race
+            grad_units = unit.new_zeros(ctx.call.threads, len(unit))
+        grad_turn = torch.empty_like(turn) if ctx.needs_input_grad[2] else None
+        turns = [None if t is None else _over_batch(t, x) for t in (turn, grad_turn)]
+        views = kernels.views(x, grad, turns[0], grad_x, turns[1])
+        _run("encode_backward", ctx.call, views, unit, grad_units)
+        grad_unit = None if grad_units is None else grad_units.sum(0)
+        return grad_x, grad_unit, grad_turn, None
+
+
+def _over_batch(turn: Tensor, x: Tensor) -> Tensor:
+    """turn (T, E) or (B, 1, T, E) as real numbers (B, 1, T, 2E); a view."""
+    real = torch.view_as_real(turn).flatten(-2)
+    return real.expand(x.shape[0], 1, -1, -1)
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        *((n, ctypes.c_int64) for n in ("batch", "heads", "time", "width", "turned")),
+        *((n, ctypes.c_int64) for n in ("phi", "halves", "wide", "threads")),
+    ]
+
+
+def _run(name: str, call: _Call, views: ctypes.Array, *vectors: Tensor | None) -> None:
+    """A function of the library."""
+    pointers = (ctypes.c_void_p(None if x is None else x.data_ptr()) for x in vectors)
+    getattr(kernels.compiled(SOURCE), name)(ctypes.byref(call), views, *pointers)

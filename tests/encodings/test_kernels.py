@@ -1,0 +1,102 @@
+"""How the kernels in C++ come to be loaded."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from lrpe_fairseq.attention.linear import linear_attention, linear_attention_naive
+from lrpe_fairseq.attention.native import SOURCE
+from lrpe_fairseq.encodings import kernels
+
+pytestmark = pytest.mark.skipif(
+    kernels.compiled(SOURCE) is None, reason="native.cpp does not compile here"
+)
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """An empty cache folder, and a library that is not loaded yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernels.compiled.cache_clear()
+    yield tmp_path / "lrpe_fairseq"
+    kernels.compiled.cache_clear()
+
+
+def test_it_is_compiled_once(fresh, monkeypatch):
+    with ThreadPoolExecutor(2) as pool:  # as two processes would, at the same time
+        first, second = pool.map(lambda _: kernels._library(SOURCE), range(2))
+    assert first == second
+    assert [x.name for x in fresh.iterdir()] == [first.name]
+    monkeypatch.setattr(subprocess, "run", None)
+    assert isinstance(kernels.compiled(SOURCE), ctypes.CDLL)
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_compiler_linear_attention_runs_and_says_what_to_do(
+    compiler, fresh, monkeypatch, caplog
+):
+    monkeypatch.setenv("CXX", compiler)
+    inputs = torch.rand(3, 2, 2, 70, 16, dtype=torch.float64).unbind()
+    found = linear_attention(*inputs, causal=True)
+    torch.testing.assert_close(found, linear_attention_naive(*inputs, causal=True))
+    assert "set CXX to a C++17 compiler, or LRPE_FAIRSEQ_KERNELS=0" in caplog.text
+    assert len(caplog.records) == 1
+    assert not list(fresh.iterdir())
+
+
+def test_it_can_be_switched_off(fresh, monkeypatch, caplog):
+    monkeypatch.setenv("LRPE_FAIRSEQ_KERNELS", "0")
+    assert kernels.compiled(SOURCE) is None
+    assert not caplog.text
+
+
+def test_a_cache_folder_that_cannot_be_written_costs_speed_only(monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    kernels.compiled.cache_clear()
+    try:
+        assert kernels.compiled(SOURCE) is None
+    finally:
+        kernels.compiled.cache_clear()
+    assert "more slowly" in caplog.text
+
+
+def test_every_read_and_write_is_inside_its_arrays(tmp_path):
+    """By the address sanitizer, on widths and lengths that fill nothing up."""
+    compiler = os.environ.get("CXX", "c++")
+    found = subprocess.run(
+        [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if not os.path.isabs(found) or shutil.which(compiler) is None:
+        pytest.skip("the compiler brings no address sanitizer")
+    script = (
+        "import torch\n"
+        "from lrpe_fairseq.attention import native\n"
+        "from lrpe_fairseq.encodings import build_encoding, kernels\n"
+        "kernels.FLAGS = (*kernels.FLAGS, '-fsanitize=address', '-O1')\n"
+        "for keys, values, length in ((6, 3, 70), (16, 16, 32), (34, 17, 300)):\n"
+        "    shapes = [(1, 2, length, n) for n in (keys, keys, values)]\n"
+        "    q, k, v = (torch.rand(s, requires_grad=True) for s in shapes)\n"
+        "    rates = torch.tensor([-0.1, -0.2])\n"
+        "    assert native.serves(q, k, v)\n"
+        "    for wanted in native.WANTED:\n"
+        "        out, _ = native.causal_sums(q, k, v, wanted, rates, 1e-6)\n"
+        "        out.sum().backward()\n"
+        "    for name in ('lrpe-type3', 'lrpe-type5', 'lrpe-tmlr-type1'):\n"
+        "        encoding = build_encoding(name, keys, 2)\n"
+        "        encoding.one_pass(q, torch.arange(length))(q).sum().backward()\n"
+        "print('clean')\n"
+    )
+    environment = dict(
+        os.environ, LD_PRELOAD=found, ASAN_OPTIONS="detect_leaks=0", XDG_CACHE_HOME=str(tmp_path)
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "clean", done.stderr[-2000:]
