@@ -383,9 +383,10 @@ def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:
 
     The first 2E features are multiplied as complex numbers x[2i] + i x[2i+1]; the rest stay.
     """
-    for form in (native, blocks):
-        if form.serves(x):
-            return form.encode(x, None, turn, blocks.Form(phi=False))
+    form = blocks.Form(phi=False)
+    for able in (native, blocks):
+        if able.serves(x, form):
+            return able.encode(x, None, turn, form)
     width = 2 * turn.shape[-1]
     turned = _TurnedPairs.apply(x[..., :width], turn)
     return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], dim=-1)
@@ -489,25 +490,23 @@ class LRPE(QueryKeyEncoding):
         """The encoding of phi(x) in one pass over memory, for tensors like x at ``positions``.
 
         phi is 1 + elu. By a kernel, or by blocks on a CPU. None where neither serves
-        x (B, H, T, D), P is a Fourier matrix or Lambda a permutation: use :meth:`forward`.
+        x (B, H, T, D) or P is a Fourier matrix: use :meth:`forward`.
         """
-        form = self._form()
+        if isinstance(self.projection, Fourier):
+            return None
+        form = blocks.Form(
+            halves=isinstance(self.projection, OddEven),
+            wide=isinstance(self.core, Unitary),
+            permutes=isinstance(self.core, Permutation),
+        )
         forms = (kernels.load(KERNELS), native, blocks)
-        fast = next((m for m in forms if m is not None and m.serves(x)), None)
-        if form is None or fast is None:
+        fast = next((m for m in forms if m is not None and m.serves(x, form)), None)
+        if fast is None:
             return None
         wide = torch.promote_types(x.dtype, torch.float32)
         unit = self.projection.unit(wide) if isinstance(self.projection, Householder) else None
         at = self.core.at(check_positions(positions), wide)
         return lambda x: fast.encode(x, unit, at, form)
-
-    def _form(self) -> blocks.Form | None:
-        """What is done in one pass; None where it cannot."""
-        if isinstance(self.projection, Fourier) or not isinstance(self.core, Rotation):
-            return None
-        return blocks.Form(
-            halves=isinstance(self.projection, OddEven), wide=isinstance(self.core, Unitary)
-        )
 
     def _turned(self, planes: Planes, at: object, wide: torch.dtype) -> Tensor:
         turned = self.core(tuple(x.to(wide) for x in planes), at)

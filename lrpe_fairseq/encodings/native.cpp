@@ -5,7 +5,7 @@
 //
 // Names: p = P' phi(x) in the order of an odd-even P; u the unit vector of a reflection, z its
 // image of p; turn = exp(i s theta), of the pairs (2j, 2j + 1) or, in the wide form, of every
-// feature, which gives twice as many.
+// feature, which gives twice as many; order the indices of a Lambda that is a permutation.
 
 #include <omp.h>
 
@@ -14,7 +14,7 @@
 struct Call {
     int64_t batch, heads, time, width;
     int64_t turned;  // complex numbers of a row of turn; the features beyond stay
-    int64_t phi, halves, wide, threads;
+    int64_t phi, halves, wide, permutes, threads;
 };
 
 namespace {
@@ -66,6 +66,11 @@ inline V mixed(V x, V y, std::integer_sequence<int, J...>) {
 }
 inline V swapped(V x) { return swapped(x, ORDER); }
 
+template <typename T = float>
+T *row_of(const Tensor &x, int64_t batch, int64_t head, int64_t time) {
+    return static_cast<T *>(x.data) + batch * x.batch + head * x.head + time * x.time;
+}
+
 // A row in the cache, filled up to whole vectors.
 struct Row {
     static constexpr int WIDEST = 1024;
@@ -85,6 +90,7 @@ struct Rows {
     Row x, f, p, z, u;      // f = phi(x) or x, in the order of x
     Row turn, along, across;  // Lambda z = along z + across swapped(z); wide: both times z
     Row g, sum_re, sum_im, sum_u;
+    const int64_t *order = nullptr;
 
     Rows(const Call &call, const float *unit)
         : call(call), D(call.width), filled(L::filled(call.width)), unit(unit) {
@@ -107,6 +113,14 @@ struct Rows {
         }
     }
 
+    // Take what Lambda does at (batch, time).
+    void stand_at(const Tensor &at, int64_t batch, int64_t time) {
+        if (call.permutes)
+            order = row_of<const int64_t>(at, batch, 0, time);
+        else
+            turn_by(row_of<const float>(at, batch, 0, time));
+    }
+
     // y - 2 u (u . y)
     void reflect(Row &y) {
         if (unit) add(y.data, u.data, -2 * dot(y.data, u.data, filled), filled);
@@ -127,6 +141,10 @@ struct Rows {
 
     void forward(const float *from, float *to) {
         features(from);
+        if (call.permutes) {
+            for (int64_t j = 0; j < D; j++) to[j] = z[order[j]];
+            return;
+        }
         if (call.wide) {
             for (int j = 0; j < filled; j += L::COUNT) g.at(j) = z.at(j) * across.at(j);
             for (int j = 0; j < filled; j += L::COUNT) z.at(j) *= along.at(j);
@@ -160,6 +178,10 @@ struct Rows {
 
     // g = Lambda^H grad, the gradient of z; that of turn is grad conj(z).
     void turn_back(const float *grad, bool of_turn) {
+        if (call.permutes) {
+            for (int64_t j = 0; j < D; j++) g[order[j]] = grad[j];
+            return;
+        }
         g.read(grad, D);
         if (call.wide) {
             Row im;
@@ -192,15 +214,11 @@ struct Rows {
     }
 };
 
-float *row_of(const Tensor &x, int64_t batch, int64_t head, int64_t time) {
-    return static_cast<float *>(x.data) + batch * x.batch + head * x.head + time * x.time;
-}
-
 // Do something with every row of every head, token by token: one(rows, batch, head, time), then
-// done(rows, batch, time) where the next row turns by something else. turn: (batch, time); the
+// done(rows, batch, time) where Lambda is another one next. at: turn or order, (batch, time); the
 // stride of batch is 0 where all share it. grad_units: room for the sum of every thread, or null.
 template <typename One, typename Done>
-void each(const Call &call, const float *unit, const Tensor &turn, float *grad_units, One one,
+void each(const Call &call, const float *unit, const Tensor &at, float *grad_units, One one,
           Done done) {
 #pragma omp parallel num_threads(int(call.threads))
     {
@@ -208,9 +226,9 @@ void each(const Call &call, const float *unit, const Tensor &turn, float *grad_u
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < call.time; t++)
             for (int64_t b = 0; b < call.batch; b++) {
-                if (b == 0 || turn.batch) rows->turn_by(row_of(turn, b, 0, t));
+                if (b == 0 || at.batch) rows->stand_at(at, b, t);
                 for (int64_t h = 0; h < call.heads; h++) one(*rows, b, h, t);
-                if (b == call.batch - 1 || turn.batch) done(*rows, b, t);
+                if (b == call.batch - 1 || at.batch) done(*rows, b, t);
             }
         if (grad_units)
             std::memcpy(grad_units + omp_get_thread_num() * call.width, rows->sum_u.data,
@@ -220,7 +238,7 @@ void each(const Call &call, const float *unit, const Tensor &turn, float *grad_u
 
 }  // namespace
 
-// x: x, out, turn (batch, 1, time). unit: or null.
+// x: x, out, turn or order (batch, 1, time). unit: or null.
 extern "C" void encode_forward(const Call *call, const Tensor *x, const float *unit) {
     each(
         *call, unit, x[2], nullptr,
@@ -230,7 +248,7 @@ extern "C" void encode_forward(const Call *call, const Tensor *x, const float *u
         [](Rows &, int64_t, int64_t) {});
 }
 
-// x: x, the gradient of out, turn, that of x, that of turn or none. grad_units: zeros (threads, width), whose
+// x: x, the gradient of out, turn or order, that of x, that of turn or none. grad_units: zeros (threads, width), whose
 // sum is that of unit, or null.
 extern "C" void encode_backward(const Call *call, const Tensor *x, const float *unit,
                                 float *grad_units) {

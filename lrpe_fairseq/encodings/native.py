@@ -18,7 +18,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 WIDEST = 1024
 
 
-def serves(x: Tensor) -> bool:
+def serves(x: Tensor, form: Form) -> bool:
     """Whether :func:`encode` is for x (B, H, T, D): float32 on a CPU, D even."""
     return (
         x.dim() == 4
@@ -32,51 +32,61 @@ def serves(x: Tensor) -> bool:
     )
 
 
-def encode(x: Tensor, unit: Tensor | None, turn: Tensor, form: Form) -> Tensor:
-    """Lambda P phi(x), (B, H, T, D) or twice as wide; arguments as of ``blocks.encode``."""
-    shape = (x.shape[2], -1) if turn.dim() == 2 else (x.shape[0], 1, x.shape[2], -1)
-    return _Encoded.apply(x, unit, turn.to(torch.complex64).expand(shape), form)
+def encode(
+    x: Tensor, unit: Tensor | None, at: Tensor | tuple[Tensor, Tensor], form: Form
+) -> Tensor:
+    """Lambda P phi(x), (B, H, T, D) or twice as wide.
+
+    Args:
+        x: (B, H, T, D), see :func:`serves`.
+        unit: (D,), of the reflection, or None.
+        at: exp(i s theta), complex, (T, E) or (B, 1, T, E); what is beyond E stays. Of a
+            permutation the indices (T, D) or (B, 1, T, D), int64, and those of its inverse.
+    """
+    at = at[0] if form.permutes else at.to(torch.complex64)
+    shape = (x.shape[2], -1) if at.dim() == 2 else (x.shape[0], 1, x.shape[2], -1)
+    return _Encoded.apply(x, unit, at.expand(shape), form)
 
 
 class _Encoded(torch.autograd.Function):
-    """Turns of shape (T, E) are those of every sequence."""
+    """What ``at`` says of (T, .) is for every sequence."""
 
     @staticmethod
-    def forward(ctx, x, unit, turn, form):
+    def forward(ctx, x, unit, at, form):
         x, unit = kernels.rows(x), None if unit is None else unit.contiguous()
-        turn = turn.resolve_conj().contiguous()
+        at = at.resolve_conj().contiguous()
         out = x.new_empty(*x.shape[:3], x.shape[-1] * (2 if form.wide else 1))
-        call = _Call(*x.shape, turn.shape[-1], *form, torch.get_num_threads())
-        _run("encode_forward", call, kernels.views(x, out, _over_batch(turn, x)), unit)
-        ctx.save_for_backward(x, unit, turn)
+        call = _Call(*x.shape, at.shape[-1], *form, torch.get_num_threads())
+        _run("encode_forward", call, kernels.views(x, out, _over_batch(at, x)), unit)
+        ctx.save_for_backward(x, unit, at)
         ctx.call = call
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, unit, turn = ctx.saved_tensors
+        x, unit, at = ctx.saved_tensors
         grad, grad_x, grad_units = kernels.rows(grad), torch.empty_like(x), None
         if ctx.needs_input_grad[1]:  # of every thread, as their sum must not depend on a race
             grad_units = unit.new_zeros(ctx.call.threads, len(unit))
-        grad_turn = torch.empty_like(turn) if ctx.needs_input_grad[2] else None
-        turns = [None if t is None else _over_batch(t, x) for t in (turn, grad_turn)]
-        views = kernels.views(x, grad, turns[0], grad_x, turns[1])
+        grad_at = torch.empty_like(at) if ctx.needs_input_grad[2] else None
+        of_turn = None if grad_at is None else _over_batch(grad_at, x)
+        views = kernels.views(x, grad, _over_batch(at, x), grad_x, of_turn)
         _run("encode_backward", ctx.call, views, unit, grad_units)
         grad_unit = None if grad_units is None else grad_units.sum(0)
-        return grad_x, grad_unit, grad_turn, None
+        return grad_x, grad_unit, grad_at, None
 
 
-def _over_batch(turn: Tensor, x: Tensor) -> Tensor:
-    """turn (T, E) or (B, 1, T, E) as real numbers (B, 1, T, 2E); a view."""
-    real = torch.view_as_real(turn).flatten(-2)
+def _over_batch(at: Tensor, x: Tensor) -> Tensor:
+    """(T, E) or (B, 1, T, E) as (B, 1, T, E), complex numbers as two real ones; a view."""
+    real = torch.view_as_real(at).flatten(-2) if at.is_complex() else at
     return real.expand(x.shape[0], 1, -1, -1)
 
 
 class _Call(ctypes.Structure):
     _fields_ = [
         *((n, ctypes.c_int64) for n in ("batch", "heads", "time", "width", "turned")),
-        *((n, ctypes.c_int64) for n in ("phi", "halves", "wide", "threads")),
+        *((n, ctypes.c_int64) for n in ("phi", "halves", "wide", "permutes", "threads")),
     ]
 
 

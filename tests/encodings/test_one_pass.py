@@ -36,6 +36,8 @@ SERVED = [
     "lrpe:odd-even:rotation",
     "lrpe:identity:unitary",
 ]
+PERMUTED = ["lrpe-type4", "lrpe-type7", "lrpe-tmlr-type3", "lrpe:householder-learned:permutation"]
+"""In C++ only: elsewhere a gather of its own costs no more."""
 
 
 @pytest.fixture(autouse=True, params=["fused", "native", "blocks", "blocks of few"])
@@ -53,7 +55,7 @@ def form(request, monkeypatch):
         if kernels.compiled(native.SOURCE) is None:
             pytest.skip("native.cpp does not compile here")
     else:
-        monkeypatch.setattr(native, "serves", lambda x: False)
+        monkeypatch.setattr(native, "serves", lambda x, form: False)
     if request.param == "blocks of few":
         monkeypatch.setattr(blocks, "BLOCK", 500)  # parts of a sequence
     monkeypatch.setattr(kernels, "load", lambda name: fused)
@@ -97,6 +99,19 @@ def gradients(out, encoding, x):
 @pytest.mark.parametrize("time", [1, 32, 45])
 @pytest.mark.parametrize("name", SERVED)
 def test_one_pass_gives_the_encoding_and_its_gradients(name, time, kind):
+    assert_one_pass_is_the_encoding(name, time, kind)
+
+
+@pytest.mark.parametrize("kind", ["shared", "own"])
+@pytest.mark.parametrize("time", [1, 32, 45])
+@pytest.mark.parametrize("name", PERMUTED)
+@pytest.mark.parametrize("form", ["native"], indirect=True)
+def test_one_pass_permutes(name, time, kind):
+    assert_one_pass_is_the_encoding(name, time, kind)
+
+
+def assert_one_pass_is_the_encoding(name, time, kind):
+    """In outputs and in gradients of x and of what is learned."""
     encoding, (x, positions) = built(name), example(time)
     x.requires_grad_()
     found = encoding.one_pass(heads(x), positions[kind])(heads(x))
@@ -139,13 +154,14 @@ def test_float64_is_exact(name, kind):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-def test_what_no_form_serves_is_left_to_the_encoding():
+def test_what_no_form_serves_is_left_to_the_encoding(form):
+    served = SERVED + PERMUTED if form == "native" else SERVED
     x, positions = example(8)
     at = positions["shared"]
     for name in ENCODINGS:
         encoding = build_encoding(name, 16, HEADS)
         if isinstance(encoding, QueryKeyEncoding):
-            assert (encoding.one_pass(heads(x), at) is not None) == (name in SERVED), name
+            assert (encoding.one_pass(heads(x), at) is not None) == (name in served), name
     odd, _ = example(8, width=15)
     assert build_encoding("rope", 15, HEADS).one_pass(heads(odd), at) is None
     assert encodings_base.QueryKeyEncoding.one_pass(encoding, x, at) is None
@@ -162,7 +178,7 @@ def test_linear_attention_is_the_same_with_and_without_it(name, normalizer, monk
     padding[0, :4] = True
     in_one_pass, _ = module.attend(x, padding)
     monkeypatch.setattr(kernels, "load", lambda name: None)
-    for form in (blocks, native):
-        monkeypatch.setattr(form, "serves", lambda x: False)
+    for able in (blocks, native):
+        monkeypatch.setattr(able, "serves", lambda x, form: False)
     step_by_step, _ = module.attend(x, padding)
     torch.testing.assert_close(in_one_pass, step_by_step, rtol=1e-4, atol=1e-5)
