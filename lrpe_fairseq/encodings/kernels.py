@@ -62,7 +62,7 @@ def compiled(source: Path) -> ctypes.CDLL | None:
         return None
     try:
         return ctypes.CDLL(str(_library(source)))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # no home, no compiler
         why = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         logger.warning(
             "%s of lrpe_fairseq runs in PyTorch, more slowly than in C++: %s does not compile "
