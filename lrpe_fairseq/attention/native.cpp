@@ -13,10 +13,10 @@
 #include "vectors.h"
 
 // A tile of a product is ROWS rows of one or two vectors: it fits the registers.
-#if defined(__AVX512F__) || defined(__aarch64__)
+#if defined(__aarch64__)
 constexpr int ROWS = 8;
 #else
-constexpr int ROWS = 4;
+constexpr int ROWS = BYTES == 64 ? 8 : 4;
 #endif
 
 constexpr int CHUNK = 32;  // a multiple of ROWS and of the elements of a vector
@@ -124,7 +124,8 @@ template <typename T>
 class Rooms {
   public:
     explicit Rooms(int64_t elements)  // and what lies between them
-        : elements_(elements + 32 * 64 / sizeof(T)), data_(static_cast<T *>(std::aligned_alloc(64, bytes(elements_)))) {}
+        : elements_(elements + 32 * 64 / sizeof(T)),
+          data_(static_cast<T *>(std::aligned_alloc(64, bytes(elements_)))) {}
     ~Rooms() { std::free(data_); }
     Rooms(const Rooms &) = delete;
     Rooms &operator=(const Rooms &) = delete;

@@ -10,7 +10,9 @@
 #include <memory>
 #include <utility>
 
-#if defined(__AVX512F__)
+#if defined(VECTOR_BYTES)
+constexpr int BYTES = VECTOR_BYTES;
+#elif defined(__AVX512F__)
 constexpr int BYTES = 64;
 #elif defined(__AVX__)
 constexpr int BYTES = 32;

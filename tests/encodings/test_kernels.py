@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from lrpe_fairseq.attention.linear import linear_attention, linear_attention_naive
+from lrpe_fairseq.attention.multihead import feature_map
 from lrpe_fairseq.attention.native import SOURCE
-from lrpe_fairseq.encodings import kernels
+from lrpe_fairseq.encodings import build_encoding, kernels
 
 pytestmark = pytest.mark.skipif(
     kernels.compiled(SOURCE) is None, reason="native.cpp does not compile here"
@@ -65,6 +66,20 @@ def test_a_cache_folder_that_cannot_be_written_costs_speed_only(monkeypatch, tmp
     finally:
         kernels.compiled.cache_clear()
     assert "more slowly" in caplog.text
+
+
+@pytest.mark.parametrize("size", [16, 32, 64])
+def test_vectors_of_every_processor_give_the_same(size, fresh, monkeypatch):
+    inputs = torch.rand(3, 2, 2, 70, 24, dtype=torch.float64).unbind()
+    encoding, x = build_encoding("lrpe-type5", 24, 2), torch.randn(2, 2, 70, 24)
+    positions = torch.arange(70)
+    monkeypatch.setattr(kernels, "FLAGS", (*kernels.FLAGS, f"-DVECTOR_BYTES={size}"))
+    kernels.compiled.cache_clear()
+    found = linear_attention(*inputs, causal=True)
+    torch.testing.assert_close(found, linear_attention_naive(*inputs, causal=True))
+    expected = encoding(*[feature_map(x)] * 2, *[positions] * 2)[0]
+    torch.testing.assert_close(encoding.one_pass(x, positions)(x), expected)
+    assert len(list(fresh.iterdir())) == 2
 
 
 def test_every_read_and_write_is_inside_its_arrays(tmp_path):
