@@ -1,7 +1,7 @@
 // phi, P and Lambda on a CPU, a row at a time; native.py compiles, loads and calls this.
 //
 // A row of a head is read once and its features are written once. The backward pass forms again,
-// from x, what it needs: nothing but arguments is kept. All in float32.
+// from x, what it needs. All in float32.
 //
 // Names: p = P' phi(x) in the order of an odd-even P; u the unit vector of a reflection, z its
 // image of p; turn = exp(i s theta), of the pairs (2j, 2j + 1) or, in the wide form, of every
@@ -158,12 +158,12 @@ struct Rows {
 
     // From the gradient of a row of features that of x; those of turn and u are added to the sums.
     void backward(const float *from, const float *grad, float *to, bool of_turn, bool of_unit) {
-        features(from);
+        if (call.phi || of_turn || of_unit) features(from);
         turn_back(grad, of_turn);
         if (unit) {
-            const float along_p = dot(u.data, p.data, filled), along_g = dot(u.data, g.data, filled);
+            const float along_g = dot(u.data, g.data, filled);
             if (of_unit) {
-                add(sum_u.data, g.data, -2 * along_p, filled);
+                add(sum_u.data, g.data, -2 * dot(u.data, p.data, filled), filled);
                 add(sum_u.data, p.data, -2 * along_g, filled);
             }
             add(g.data, u.data, -2 * along_g, filled);
@@ -248,8 +248,9 @@ extern "C" void encode_forward(const Call *call, const Tensor *x, const float *u
         [](Rows &, int64_t, int64_t) {});
 }
 
-// x: x, the gradient of out, turn or order, that of x, that of turn or none. grad_units: zeros (threads, width), whose
-// sum is that of unit, or null.
+// x: x (none where neither phi nor a parameter asks for it), the gradient of out, turn or order,
+// that of x, that of turn or none. grad_units: zeros (threads, width), whose sum is that of unit, or
+// null.
 extern "C" void encode_backward(const Call *call, const Tensor *x, const float *unit,
                                 float *grad_units) {
     const bool of_turn = x[4].data, of_unit = grad_units;

@@ -1,7 +1,7 @@
 """phi, P and Lambda on a CPU in C++: every row is read once and its features are written once.
 
 As ``blocks``, which serves in float64 and where ``native.cpp`` is not compiled. Nothing is kept
-for the backward pass but the arguments.
+for the backward pass but the arguments, and x only where its gradient or a parameter's asks for it.
 """
 
 import ctypes
@@ -58,20 +58,22 @@ class _Encoded(torch.autograd.Function):
         out = x.new_empty(*x.shape[:3], x.shape[-1] * (2 if form.wide else 1))
         call = _Call(*x.shape, at.shape[-1], *form, torch.get_num_threads())
         _run("encode_forward", call, kernels.views(x, out, _over_batch(at, x)), unit)
-        ctx.save_for_backward(x, unit, at)
-        ctx.call = call
+        asked = form.phi or any(ctx.needs_input_grad[1:3])
+        ctx.save_for_backward(x if asked else None, unit, at)
+        ctx.call, ctx.layout = call, torch.empty_like(x, device="meta")
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         x, unit, at = ctx.saved_tensors
-        grad, grad_x, grad_units = kernels.rows(grad), torch.empty_like(x), None
+        grad, grad_units = kernels.rows(grad), None
+        grad_x = torch.empty_like(ctx.layout, device=grad.device)
         if ctx.needs_input_grad[1]:  # of every thread, as their sum must not depend on a race
             grad_units = unit.new_zeros(ctx.call.threads, len(unit))
         grad_at = torch.empty_like(at) if ctx.needs_input_grad[2] else None
-        of_turn = None if grad_at is None else _over_batch(grad_at, x)
-        views = kernels.views(x, grad, _over_batch(at, x), grad_x, of_turn)
+        of_turn = None if grad_at is None else _over_batch(grad_at, grad)
+        views = kernels.views(x, grad, _over_batch(at, grad), grad_x, of_turn)
         _run("encode_backward", ctx.call, views, unit, grad_units)
         grad_unit = None if grad_units is None else grad_units.sum(0)
         return grad_x, grad_unit, grad_at, None

@@ -182,3 +182,25 @@ def test_linear_attention_is_the_same_with_and_without_it(name, normalizer, monk
         monkeypatch.setattr(able, "serves", lambda x, form: False)
     step_by_step, _ = module.attend(x, padding)
     torch.testing.assert_close(in_one_pass, step_by_step, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "kept"), [("rope", False), ("lrpe-type2", True)])
+@pytest.mark.parametrize("form", ["native"], indirect=True)
+def test_a_fixed_rotation_keeps_nothing_of_x(name, kept, form):
+    x, positions = example(40)
+    encoding, x = built(name), heads(x.requires_grad_())
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: sizes.append(t.numel()) or t, lambda t: t
+    ):
+        plane = (x,)
+        q, k = encoding.turn(plane, plane, positions["shared"], positions["shared"])
+    assert (x.numel() in sizes) == kept
+    exact = [y.double() for y in plane]
+    with mock.patch.object(blocks, "serves", return_value=False):
+        wanted = encoding.turn(exact, exact, positions["shared"], positions["shared"])[0]
+    assert_near(q, wanted, 1e-6)
+    weights = torch.linspace(-1, 1, q.numel()).view_as(q)
+    found, expected = (torch.autograd.grad(y, x, weights.to(y))[0] for y in (k, wanted))
+    assert found.stride() == x.stride()
+    assert_near(found, expected.double(), 1e-5)
