@@ -22,21 +22,24 @@ class Form(NamedTuple):
 
     phi: 1 + elu comes first. halves: pairs are (j, D/2 + j), as after the odd-even permutation, not
     (2j, 2j + 1). wide: the unitary diagonal of real features, which doubles the width. permutes:
-    Lambda is a permutation.
+    Lambda is a permutation. fourier: P is a Fourier matrix, Lambda unitary.
     """
 
     phi: bool = True
     halves: bool = False
     wide: bool = False
     permutes: bool = False
+    fourier: bool = False
+
+    @property
+    def simple(self) -> bool:
+        """Whether Lambda only turns and P at most reflects: what all forms can do."""
+        return not self.permutes and not self.fourier
 
 
 def serves(x: Tensor, form: Form) -> bool:
-    """Whether :func:`encode` is for x (B, H, T, D): on a CPU, not of a half type, D even.
-
-    Not where Lambda is a permutation.
-    """
-    fit = x.dim() == 4 and x.shape[-1] % 2 == 0 and x.stride(-1) == 1 and not form.permutes
+    """Whether :func:`encode` is for x (B, H, T, D): on a CPU, not of a half type, D even."""
+    fit = form.simple and x.dim() == 4 and x.shape[-1] % 2 == 0 and x.stride(-1) == 1
     return fit and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
 
 

@@ -22,13 +22,10 @@ NUMBERS = 2048  # of a head that a program holds in its registers
 
 
 def serves(x: Tensor, form: Form) -> bool:
-    """Whether the kernels are for x (B, H, T, D): a fit device and type, D a power of two.
-
-    Not where Lambda is a permutation.
-    """
+    """Whether the kernels are for x (B, H, T, D): a fit device and type, D a power of two."""
     width = x.shape[-1]
     fit = width >= 16 and width & (width - 1) == 0 and x.stride(-1) == 1
-    return fit and not form.permutes and on_device(x)
+    return form.simple and fit and on_device(x)
 
 
 def encode(x: Tensor, unit: Tensor | None, turn: Tensor, form: Form) -> Tensor:

@@ -490,23 +490,29 @@ class LRPE(QueryKeyEncoding):
         """The encoding of phi(x) in one pass over memory, for tensors like x at ``positions``.
 
         phi is 1 + elu. By a kernel, or by blocks on a CPU. None where neither serves
-        x (B, H, T, D) or P is a Fourier matrix: use :meth:`forward`.
+        x (B, H, T, D) or P is a Fourier matrix and Lambda not unitary: use :meth:`forward`.
         """
-        if isinstance(self.projection, Fourier):
+        fourier = isinstance(self.projection, Fourier)
+        if fourier and not isinstance(self.core, Unitary):
             return None
         form = blocks.Form(
             halves=isinstance(self.projection, OddEven),
             wide=isinstance(self.core, Unitary),
             permutes=isinstance(self.core, Permutation),
+            fourier=fourier,
         )
         forms = (kernels.load(KERNELS), native, blocks)
         fast = next((m for m in forms if m is not None and m.serves(x, form)), None)
         if fast is None:
             return None
         wide = torch.promote_types(x.dtype, torch.float32)
-        unit = self.projection.unit(wide) if isinstance(self.projection, Householder) else None
+        projection = None
+        if isinstance(self.projection, Householder):
+            projection = self.projection.unit(wide)
+        elif fourier:
+            projection = self.projection.matrix(wide, x.device)
         at = self.core.at(check_positions(positions), wide)
-        return lambda x: fast.encode(x, unit, at, form)
+        return lambda x: fast.encode(x, projection, at, form)
 
     def _turned(self, planes: Planes, at: object, wide: torch.dtype) -> Tensor:
         turned = self.core(tuple(x.to(wide) for x in planes), at)

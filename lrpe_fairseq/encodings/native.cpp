@@ -5,16 +5,18 @@
 //
 // Names: p = P' phi(x) in the order of an odd-even P; u the unit vector of a reflection, z its
 // image of p; turn = exp(i s theta), of the pairs (2j, 2j + 1) or, in the wide form, of every
-// feature, which gives twice as many; order the indices of a Lambda that is a permutation.
+// feature, which gives twice as many; order the indices of a Lambda that is a permutation. A Fourier
+// matrix P turns all heads of a token at once.
 
 #include <omp.h>
 
-#include "vectors.h"
+#include "products.h"
 
 struct Call {
     int64_t batch, heads, time, width;
     int64_t turned;  // complex numbers of a row of turn; the features beyond stay
-    int64_t phi, halves, wide, permutes, threads;
+    int64_t phi, halves, wide, permutes;
+    int64_t of_unit, threads;  // of_unit: whether the backward pass is asked for the gradient of u
 };
 
 namespace {
@@ -66,8 +68,10 @@ inline V mixed(V x, V y, std::integer_sequence<int, J...>) {
 }
 inline V swapped(V x) { return swapped(x, ORDER); }
 
+// Null where x is none.
 template <typename T = float>
 T *row_of(const Tensor &x, int64_t batch, int64_t head, int64_t time) {
+    if (!x.data) return nullptr;
     return static_cast<T *>(x.data) + batch * x.batch + head * x.head + time * x.time;
 }
 
@@ -139,6 +143,18 @@ struct Rows {
         reflect(z);
     }
 
+    void forward(const Tensor &from, const Tensor &to, int64_t batch, int64_t time) {
+        for (int64_t h = 0; h < call.heads; h++)
+            forward(row_of(from, batch, h, time), row_of(to, batch, h, time));
+    }
+
+    void backward(const Tensor &from, const Tensor &grad, const Tensor &to, int64_t batch,
+                  int64_t time, bool of_turn) {
+        for (int64_t h = 0; h < call.heads; h++)
+            backward(row_of(from, batch, h, time), row_of(grad, batch, h, time),
+                     row_of(to, batch, h, time), of_turn);
+    }
+
     void forward(const float *from, float *to) {
         features(from);
         if (call.permutes) {
@@ -157,12 +173,12 @@ struct Rows {
     }
 
     // From the gradient of a row of features that of x; those of turn and u are added to the sums.
-    void backward(const float *from, const float *grad, float *to, bool of_turn, bool of_unit) {
-        if (call.phi || of_turn || of_unit) features(from);
+    void backward(const float *from, const float *grad, float *to, bool of_turn) {
+        if (from) features(from);
         turn_back(grad, of_turn);
         if (unit) {
             const float along_g = dot(u.data, g.data, filled);
-            if (of_unit) {
+            if (call.of_unit) {
                 add(sum_u.data, g.data, -2 * dot(u.data, p.data, filled), filled);
                 add(sum_u.data, p.data, -2 * along_g, filled);
             }
@@ -214,38 +230,144 @@ struct Rows {
     }
 };
 
-// Do something with every row of every head, token by token: one(rows, batch, head, time), then
-// done(rows, batch, time) where Lambda is another one next. at: turn or order, (batch, time); the
-// stride of batch is 0 where all share it. grad_units: room for the sum of every thread, or null.
-template <typename One, typename Done>
-void each(const Call &call, const float *unit, const Tensor &at, float *grad_units, One one,
-          Done done) {
+// What one thread needs for all heads of one token, where P is a Fourier matrix and Lambda unitary.
+struct Spectra {
+    const Call &call;
+    const int64_t D;
+    const int F, rows;  // D and the heads, filled up
+    Rooms<float> rooms;
+    Matrix<float> x, p, z, g, dp;          // z = p F and its gradient: real parts, imaginary parts
+    Matrix<float> fourier, turned_fourier;  // (F, 2F), and the other way round
+    Matrix<float> along, across, sums;
+
+    Spectra(const Call &call, const float *matrix)
+        : call(call), D(call.width), F(L::filled(call.width)),
+          rows(int((call.heads + ROWS - 1) / ROWS * ROWS)),
+          rooms(7 * int64_t(rows) * F + 4 * F * F + 4 * F) {
+        x = rooms.matrix(rows, F), p = rooms.matrix(rows, F), dp = rooms.matrix(rows, F);
+        z = rooms.matrix(rows, 2 * F), g = rooms.matrix(rows, 2 * F);
+        fourier = rooms.matrix(F, 2 * F), turned_fourier = rooms.matrix(2 * F, F);
+        along = rooms.matrix(1, F), across = rooms.matrix(1, F), sums = rooms.matrix(1, 2 * F);
+        rooms.clear();
+        for (int i = 0; i < D; i++)
+            for (int part = 0; part < 2; part++)
+                for (int j = 0; j < D; j++)
+                    fourier[i][part * F + j] = turned_fourier[part * F + j][i] =
+                        matrix[(2 * i + part) * D + j];
+    }
+
+    void stand_at(const Tensor &at, int64_t batch, int64_t time) {
+        const float *turn = row_of<const float>(at, batch, 0, time);
+        for (int64_t j = 0; j < D; j++) along.data[j] = turn[2 * j], across.data[j] = turn[2 * j + 1];
+    }
+
+    // x, p and z of a token.
+    void features(const Tensor &from, int64_t batch, int64_t time) {
+        for (int h = 0; h < call.heads; h++) {
+            std::memcpy(x[h], row_of(from, batch, h, time), D * sizeof(float));
+            for (int j = 0; j < F; j += L::COUNT)
+                L::at(p[h] + j) = call.phi ? phi(L::at(x[h] + j)) : L::at(x[h] + j);
+        }
+        product<FULL, false>(z, p, fourier, rows, int(D), 2 * F);
+    }
+
+    // Every row times turn, or times its conjugate.
+    void turn(Matrix<float> y, float sign) {
+        for (int h = 0; h < call.heads; h++)
+            for (int j = 0; j < F; j += L::COUNT) {
+                V &re = L::at(y[h] + j), &im = L::at(y[h] + F + j);
+                const V real = re, by = sign * L::at(across.data + j);
+                re = real * L::at(along.data + j) - im * by;
+                im = real * by + im * L::at(along.data + j);
+            }
+    }
+
+    void forward(const Tensor &from, const Tensor &to, int64_t batch, int64_t time) {
+        features(from, batch, time);
+        turn(z, 1);
+        for (int h = 0; h < call.heads; h++)
+            for (int part = 0; part < 2; part++)
+                std::memcpy(row_of(to, batch, h, time) + part * D, z[h] + part * F,
+                            D * sizeof(float));
+    }
+
+    void backward(const Tensor &from, const Tensor &grad, const Tensor &to, int64_t batch,
+                  int64_t time, bool of_turn) {
+        if (from.data) features(from, batch, time);
+        for (int h = 0; h < call.heads; h++)
+            for (int part = 0; part < 2; part++)
+                std::memcpy(g[h] + part * F, row_of(grad, batch, h, time) + part * D,
+                            D * sizeof(float));
+        if (of_turn) add_gradient_of_turn();
+        turn(g, -1);
+        product<FULL, false>(dp, g, turned_fourier, rows, 2 * F, F);
+        for (int h = 0; h < call.heads; h++) {
+            for (int j = 0; call.phi && j < F; j += L::COUNT)
+                L::at(dp[h] + j) *= slope_of_phi(L::at(x[h] + j), L::at(p[h] + j));
+            std::memcpy(row_of(to, batch, h, time), dp[h], D * sizeof(float));
+        }
+    }
+
+    // The sum of grad conj(z).
+    void add_gradient_of_turn() {
+        for (int h = 0; h < call.heads; h++)
+            for (int j = 0; j < F; j += L::COUNT) {
+                const V re = L::at(g[h] + j), im = L::at(g[h] + F + j);
+                const V z_re = L::at(z[h] + j), z_im = L::at(z[h] + F + j);
+                L::at(sums.data + j) += re * z_re + im * z_im;
+                L::at(sums.data + F + j) += im * z_re - re * z_im;
+            }
+    }
+
+    void give_turn(float *to) {
+        for (int64_t j = 0; j < D; j++) to[2 * j] = sums.data[j], to[2 * j + 1] = sums.data[F + j];
+        std::memset(sums.data, 0, 2 * F * sizeof(float));
+    }
+};
+
+// Do something with every token: token(work, batch, time), then done(work, batch, time) where Lambda
+// is another one next; last(work) once for every thread. at: turn or order, (batch, time); the stride
+// of batch is 0 where all share it.
+template <typename Work, typename Token, typename Done, typename Last>
+void each(const Call &call, const float *p, const Tensor &at, Token token, Done done, Last last) {
 #pragma omp parallel num_threads(int(call.threads))
     {
-        const auto rows = std::make_unique<Rows>(call, unit);
+        const auto work = std::make_unique<Work>(call, p);
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < call.time; t++)
             for (int64_t b = 0; b < call.batch; b++) {
-                if (b == 0 || at.batch) rows->stand_at(at, b, t);
-                for (int64_t h = 0; h < call.heads; h++) one(*rows, b, h, t);
-                if (b == call.batch - 1 || at.batch) done(*rows, b, t);
+                if (b == 0 || at.batch) work->stand_at(at, b, t);
+                token(*work, b, t);
+                if (b == call.batch - 1 || at.batch) done(*work, b, t);
             }
-        if (grad_units)
-            std::memcpy(grad_units + omp_get_thread_num() * call.width, rows->sum_u.data,
-                        call.width * sizeof(float));
+        last(*work);
     }
+}
+
+template <typename Work>
+void forward(const Call &call, const Tensor *x, const float *p) {
+    each<Work>(
+        call, p, x[2], [&](Work &work, int64_t b, int64_t t) { work.forward(x[0], x[1], b, t); },
+        [](Work &, int64_t, int64_t) {}, [](Work &) {});
+}
+
+template <typename Work, typename Last>
+void backward(const Call &call, const Tensor *x, const float *p, Last last) {
+    const bool of_turn = x[4].data;
+    each<Work>(
+        call, p, x[2],
+        [&](Work &work, int64_t b, int64_t t) { work.backward(x[0], x[1], x[3], b, t, of_turn); },
+        [&](Work &work, int64_t b, int64_t t) {
+            if (of_turn) work.give_turn(row_of(x[4], b, 0, t));
+        },
+        last);
 }
 
 }  // namespace
 
-// x: x, out, turn or order (batch, 1, time). unit: or null.
+// x: x, out, turn or order (batch, 1, time). unit: of a reflection, or null.
 extern "C" void encode_forward(const Call *call, const Tensor *x, const float *unit) {
-    each(
-        *call, unit, x[2], nullptr,
-        [&](Rows &rows, int64_t b, int64_t h, int64_t t) {
-            rows.forward(row_of(x[0], b, h, t), row_of(x[1], b, h, t));
-        },
-        [](Rows &, int64_t, int64_t) {});
+    forward<Rows>(*call, x, unit);
 }
 
 // x: x (none where neither phi nor a parameter asks for it), the gradient of out, turn or order,
@@ -253,14 +375,18 @@ extern "C" void encode_forward(const Call *call, const Tensor *x, const float *u
 // null.
 extern "C" void encode_backward(const Call *call, const Tensor *x, const float *unit,
                                 float *grad_units) {
-    const bool of_turn = x[4].data, of_unit = grad_units;
-    each(
-        *call, unit, x[2], grad_units,
-        [&](Rows &rows, int64_t b, int64_t h, int64_t t) {
-            rows.backward(row_of(x[0], b, h, t), row_of(x[1], b, h, t), row_of(x[3], b, h, t),
-                          of_turn, of_unit);
-        },
-        [&](Rows &rows, int64_t b, int64_t t) {
-            if (of_turn) rows.give_turn(row_of(x[4], b, 0, t));
-        });
+    backward<Rows>(*call, x, unit, [&](Rows &rows) {
+        if (grad_units)
+            std::memcpy(grad_units + omp_get_thread_num() * call->width, rows.sum_u.data,
+                        call->width * sizeof(float));
+    });
+}
+
+// The same where P is a Fourier matrix: its real and imaginary parts, (width, 2 width).
+extern "C" void fourier_forward(const Call *call, const Tensor *x, const float *matrix) {
+    forward<Spectra>(*call, x, matrix);
+}
+
+extern "C" void fourier_backward(const Call *call, const Tensor *x, const float *matrix, float *) {
+    backward<Spectra>(*call, x, matrix, [](Spectra &) {});
 }

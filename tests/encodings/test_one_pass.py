@@ -36,8 +36,15 @@ SERVED = [
     "lrpe:odd-even:rotation",
     "lrpe:identity:unitary",
 ]
-PERMUTED = ["lrpe-type4", "lrpe-type7", "lrpe-tmlr-type3", "lrpe:householder-learned:permutation"]
-"""In C++ only: elsewhere a gather of its own costs no more."""
+NATIVE = [
+    "lrpe-type4",
+    "lrpe-type7",
+    "lrpe-type8",
+    "lrpe-tmlr-type3",
+    "lrpe:householder-learned:permutation",
+    "lrpe:fourier:unitary-learned",
+]
+"""Served in C++ only: permutations, and Fourier matrices with a unitary Lambda."""
 
 
 @pytest.fixture(autouse=True, params=["fused", "native", "blocks", "blocks of few"])
@@ -104,9 +111,9 @@ def test_one_pass_gives_the_encoding_and_its_gradients(name, time, kind):
 
 @pytest.mark.parametrize("kind", ["shared", "own"])
 @pytest.mark.parametrize("time", [1, 32, 45])
-@pytest.mark.parametrize("name", PERMUTED)
+@pytest.mark.parametrize("name", NATIVE)
 @pytest.mark.parametrize("form", ["native"], indirect=True)
-def test_one_pass_permutes(name, time, kind):
+def test_one_pass_in_cpp_gives_the_encoding_and_its_gradients(name, time, kind):
     assert_one_pass_is_the_encoding(name, time, kind)
 
 
@@ -155,7 +162,7 @@ def test_float64_is_exact(name, kind):
 
 
 def test_what_no_form_serves_is_left_to_the_encoding(form):
-    served = SERVED + PERMUTED if form == "native" else SERVED
+    served = SERVED + NATIVE if form == "native" else SERVED
     x, positions = example(8)
     at = positions["shared"]
     for name in ENCODINGS:
