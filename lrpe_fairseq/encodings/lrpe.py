@@ -278,6 +278,9 @@ class Permutation(nn.Module):
 
 def permute(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     """x[..., index[..., j]] for x (..., D), where ``inverse`` undoes ``index``; broadcasts."""
+    form = blocks.Form(phi=False, permutes=True)
+    if native.serves(x, form):
+        return native.encode(x, None, (index, inverse), form)
     return _Permuted.apply(x, index.expand_as(x), inverse.expand_as(x))
 
 

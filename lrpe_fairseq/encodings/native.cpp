@@ -94,7 +94,8 @@ struct Rows {
     Row x, f, p, z, u;      // f = phi(x) or x, in the order of x
     Row turn, along, across;  // Lambda z = along z + across swapped(z); wide: both times z
     Row g, sum_re, sum_im, sum_u;
-    const int64_t *order = nullptr;
+    const int64_t *order = nullptr;  // of the first head; of the next that far on
+    int64_t order_of_next = 0;
 
     Rows(const Call &call, const float *unit)
         : call(call), D(call.width), filled(L::filled(call.width)), unit(unit) {
@@ -120,7 +121,7 @@ struct Rows {
     // Take what Lambda does at (batch, time).
     void stand_at(const Tensor &at, int64_t batch, int64_t time) {
         if (call.permutes)
-            order = row_of<const int64_t>(at, batch, 0, time);
+            order = row_of<const int64_t>(at, batch, 0, time), order_of_next = at.head;
         else
             turn_by(row_of<const float>(at, batch, 0, time));
     }
@@ -145,20 +146,21 @@ struct Rows {
 
     void forward(const Tensor &from, const Tensor &to, int64_t batch, int64_t time) {
         for (int64_t h = 0; h < call.heads; h++)
-            forward(row_of(from, batch, h, time), row_of(to, batch, h, time));
+            forward(row_of(from, batch, h, time), row_of(to, batch, h, time), h);
     }
 
     void backward(const Tensor &from, const Tensor &grad, const Tensor &to, int64_t batch,
                   int64_t time, bool of_turn) {
         for (int64_t h = 0; h < call.heads; h++)
             backward(row_of(from, batch, h, time), row_of(grad, batch, h, time),
-                     row_of(to, batch, h, time), of_turn);
+                     row_of(to, batch, h, time), of_turn, h);
     }
 
-    void forward(const float *from, float *to) {
+    void forward(const float *from, float *to, int64_t head) {
         features(from);
         if (call.permutes) {
-            for (int64_t j = 0; j < D; j++) to[j] = z[order[j]];
+            const int64_t *own = order + head * order_of_next;
+            for (int64_t j = 0; j < D; j++) to[j] = z[own[j]];
             return;
         }
         if (call.wide) {
@@ -173,9 +175,9 @@ struct Rows {
     }
 
     // From the gradient of a row of features that of x; those of turn and u are added to the sums.
-    void backward(const float *from, const float *grad, float *to, bool of_turn) {
+    void backward(const float *from, const float *grad, float *to, bool of_turn, int64_t head) {
         if (from) features(from);
-        turn_back(grad, of_turn);
+        turn_back(grad, of_turn, head);
         if (unit) {
             const float along_g = dot(u.data, g.data, filled);
             if (call.of_unit) {
@@ -193,9 +195,10 @@ struct Rows {
     }
 
     // g = Lambda^H grad, the gradient of z; that of turn is grad conj(z).
-    void turn_back(const float *grad, bool of_turn) {
+    void turn_back(const float *grad, bool of_turn, int64_t head) {
         if (call.permutes) {
-            for (int64_t j = 0; j < D; j++) g[order[j]] = grad[j];
+            const int64_t *own = order + head * order_of_next;
+            for (int64_t j = 0; j < D; j++) g[own[j]] = grad[j];
             return;
         }
         g.read(grad, D);

@@ -41,11 +41,12 @@ def encode(x: Tensor, p: Tensor | None, at: Tensor | tuple[Tensor, Tensor], form
         x: (B, H, T, D), see :func:`serves`.
         p: of a reflection the unit vector (D,); the Fourier matrix [Re, Im], (D, 2D); or None.
         at: exp(i s theta), complex, (T, E) or (B, 1, T, E); what is beyond E stays. Of a
-            permutation the indices (T, D) or (B, 1, T, D), int64, and those of its inverse.
+            permutation the indices, int64, to be expanded to x, and those of its inverse.
     """
-    at = at[0] if form.permutes else at.to(torch.complex64)
+    if form.permutes:
+        return _Encoded.apply(x, p, at[0].expand(x.shape), form)
     shape = (x.shape[2], -1) if at.dim() == 2 else (x.shape[0], 1, x.shape[2], -1)
-    return _Encoded.apply(x, p, at.expand(shape), form)
+    return _Encoded.apply(x, p, at.to(torch.complex64).expand(shape), form)
 
 
 class _Encoded(torch.autograd.Function):
@@ -54,7 +55,7 @@ class _Encoded(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, p, at, form):
         x, p = kernels.rows(x), None if p is None else p.contiguous()
-        at = at.resolve_conj().contiguous()
+        at = kernels.rows(at) if form.permutes else at.resolve_conj().contiguous()
         out = x.new_empty(*x.shape[:3], x.shape[-1] * (2 if form.wide else 1))
         *simple, fourier = form
         ctx.kind = "fourier" if fourier else "encode"
@@ -83,9 +84,10 @@ class _Encoded(torch.autograd.Function):
 
 
 def _over_batch(at: Tensor, x: Tensor) -> Tensor:
-    """(T, E) or (B, 1, T, E) as (B, 1, T, E), complex numbers as two real ones; a view."""
-    real = torch.view_as_real(at).flatten(-2) if at.is_complex() else at
-    return real.expand(x.shape[0], 1, -1, -1)
+    """(T, E) or (B, 1, T, E) as (B, 1, T, 2E), complex numbers as two real ones; a view."""
+    if not at.is_complex():
+        return at
+    return torch.view_as_real(at).flatten(-2).expand(x.shape[0], 1, -1, -1)
 
 
 class _Call(ctypes.Structure):

@@ -1,10 +1,14 @@
 """PermuteFormer (Chen, 2021): features permuted by position, and a decay where it is causal."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lrpe_fairseq.encodings import native
 from lrpe_fairseq.encodings.base import EncodingSpec, QueryKeyEncoding, check_positions
+from lrpe_fairseq.encodings.blocks import Form
 from lrpe_fairseq.encodings.lrpe import CyclicPowers, permute
 
 PUBLISHED_SEED = 0xDEADBEEFDEADBEEF
@@ -50,8 +54,20 @@ class PermuteFormer(QueryKeyEncoding):
 
     def permute(self, x: Tensor, positions: Tensor) -> Tensor:
         """(B, H, T, D) at positions (T,) or (B, T) -> (B, H, T, D), exact in any dtype."""
+        return permute(x, *self._orders(positions))
+
+    def one_pass(self, x: Tensor, positions: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """Permuted 1 + elu(x) where C++ serves x; see :meth:`QueryKeyEncoding.one_pass`."""
+        form = Form(permutes=True)
+        if self._grows or not native.serves(x, form):
+            return None
+        orders = self._orders(positions)
+        return lambda x: native.encode(x, None, orders, form)
+
+    def _orders(self, positions: Tensor) -> tuple[Tensor, ...]:
+        """Indices of pi_h^s and of its inverse, (H, T, D) or (B, H, T, D) each."""
         powers = self.cycles.powers(self.permutation, check_positions(positions))
-        return permute(x, *(index.transpose(-3, -2) for index in powers))
+        return tuple(index.transpose(-3, -2) for index in powers)
 
     def log_decay(self) -> Tensor | None:
         """(H,) float32 log r_h, all negative; None in a bidirectional model."""

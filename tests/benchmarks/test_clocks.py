@@ -119,7 +119,7 @@ def test_encoding_is_compared_with_a_copy(monkeypatch):
     forms = {(r["encoding"], r["form"]) for r in rows}
     assert [r["encoding"] for r in rows if r["form"] == "step by step"] == names
     assert ("lrpe-type2", "one pass") in forms
-    assert ("permuteformer", "one pass") not in forms  # its permutations are of each head
+    assert ("none", "one pass") not in forms  # nothing to do after phi
     assert all(r["copies"] > 0 < r["copies_backward"] for r in rows)
 
 

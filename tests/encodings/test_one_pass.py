@@ -37,6 +37,7 @@ SERVED = [
     "lrpe:identity:unitary",
 ]
 NATIVE = [
+    "permuteformer",
     "lrpe-type4",
     "lrpe-type7",
     "lrpe-type8",
