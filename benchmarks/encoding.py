@@ -17,13 +17,14 @@ def measure(device: str, dtype: torch.dtype, rounds: int) -> list[dict]:
     """Rows of {encoding, form, seconds, spread, copies, copies_backward}.
 
     ``form``: "step by step", or "one pass" where that can be done. ``copies``: the
-    time of phi and encoding of one tensor, over that of reading it and writing a copy, in the same
-    rounds; ``copies_backward``: the same of the gradient alone.
+    time of phi and encoding of queries and keys, over that of reading both and writing copies, in
+    the same rounds; ``copies_backward``: the same of the gradient alone.
     """
-    x = torch.randn(SHAPES[device.split(":")[0]], device=device, dtype=dtype).requires_grad_()
+    shape = (2, *SHAPES[device.split(":")[0]])
+    pair = [x.requires_grad_() for x in torch.randn(shape, device=device, dtype=dtype)]
     rows = []
-    for (name, form), encode in forms(x).items():
-        timings = contest(contestants(x, encode), rounds)
+    for (name, form), encode in forms(pair[0]).items():
+        timings = contest(contestants(pair, encode), rounds)
         rows.append(
             {
                 "encoding": name,
@@ -37,19 +38,21 @@ def measure(device: str, dtype: torch.dtype, rounds: int) -> list[dict]:
     return rows
 
 
-def contestants(x: Tensor, encode: "Encode") -> dict[str, Callable[[], object]]:
-    """A copy of x, encoding it, and the gradient of that."""
-    data, copy, out = x.detach(), torch.empty_like(x), encode(x)
-    grad, inputs = torch.randn_like(out), [x, *encode.parameters]
+def contestants(pair: list[Tensor], encode: "Encode") -> dict[str, Callable[[], object]]:
+    """Copies of queries and keys, encoding them, and the gradient of that."""
+    data = [x.detach() for x in pair]
+    copies = [torch.empty_like(x) for x in pair]
+    out = encode(pair)
+    grads, inputs = [torch.randn_like(x) for x in out], [*pair, *encode.parameters]
     return {
-        "copy": lambda: copy.copy_(data),
+        "copy": lambda: [copy.copy_(x) for copy, x in zip(copies, data, strict=True)],
         "forward": lambda: encode(data),
-        "backward": lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True),
+        "backward": lambda: torch.autograd.grad(out, inputs, grads, retain_graph=True),
     }
 
 
 class Encode:
-    """phi and one encoding, on queries alone."""
+    """phi and one encoding, on queries and keys."""
 
     def __init__(self, encoding: QueryKeyEncoding, x: Tensor, one_pass: bool) -> None:
         """``one_pass``: phi, P and Lambda together."""
@@ -57,13 +60,13 @@ class Encode:
         self._positions = torch.arange(x.shape[2], device=x.device)
         self._encoding, self._one_pass = encoding, one_pass
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """(B, H, T, D) -> (B, H, T, D')."""
-        if self._one_pass:
-            return self._encoding.one_pass(x, self._positions)(x)
-        first = x[:, :, :1]  # a key of one token costs nothing
+    def __call__(self, pair: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Twice (B, H, T, D) -> twice (B, H, T, D')."""
         at = self._positions
-        return self._encoding(feature_map(x), feature_map(first), at, at[:1])[0]
+        if self._one_pass:
+            encode = self._encoding.one_pass(pair[0], at)
+            return encode(pair[0]), encode(pair[1])
+        return self._encoding(*map(feature_map, pair), at, at)
 
 
 def forms(x: Tensor) -> dict[tuple[str, str], Encode]:
