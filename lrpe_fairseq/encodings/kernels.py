@@ -63,15 +63,20 @@ def compiled(source: Path) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(_library(source)))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # no home, no compiler
-        why = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         logger.warning(
             "%s of lrpe_fairseq runs in PyTorch, more slowly than in C++: %s does not compile "
-            "(%s); set CXX to a C++17 compiler, or LRPE_FAIRSEQ_KERNELS=0 to have it so",
+            "(%s); set CXX to GCC 12, clang 14 or newer, or LRPE_FAIRSEQ_KERNELS=0 to have it so",
             source.parent.name,
             source.name,
-            why[-1] if why else type(error).__name__,
+            _reason(error),
         )
         return None
+
+
+def _reason(error: Exception) -> str:
+    """The line that says what is wrong: of a compiler's, its first error."""
+    lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+    return next((line for line in lines if "error" in line), [*lines, type(error).__name__][0])
 
 
 def _library(source: Path) -> Path:

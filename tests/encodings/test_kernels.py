@@ -46,8 +46,16 @@ def test_without_a_compiler_linear_attention_runs_and_says_what_to_do(
     inputs = torch.rand(3, 2, 2, 70, 16, dtype=torch.float64).unbind()
     found = linear_attention(*inputs, causal=True)
     torch.testing.assert_close(found, linear_attention_naive(*inputs, causal=True))
-    assert "set CXX to a C++17 compiler, or LRPE_FAIRSEQ_KERNELS=0" in caplog.text
+    assert "set CXX to GCC 12, clang 14 or newer, or LRPE_FAIRSEQ_KERNELS=0" in caplog.text
     assert len(caplog.records) == 1
+    assert not list(fresh.iterdir())
+
+
+def test_an_error_of_the_compiler_is_told_in_its_own_words(fresh, monkeypatch, caplog):
+    monkeypatch.setattr(kernels, "FLAGS", (*kernels.FLAGS, "-DVECTOR_BYTES=nonsense"))
+    assert kernels.compiled(SOURCE) is None
+    assert "error: " in caplog.text
+    assert "nonsense" in caplog.text
     assert not list(fresh.iterdir())
 
 
