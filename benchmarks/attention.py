@@ -47,9 +47,8 @@ def causal_forms(device: str) -> dict[str, Callable]:
 
 def has_kernel(device: str) -> bool:
     """Whether causal linear attention has a kernel there."""
-    return (
-        kernels.compiled(native.SOURCE) if device == "cpu" else kernels.load(KERNELS)
-    ) is not None
+    found = kernels.compiled(native.SOURCE) if device == "cpu" else kernels.load(KERNELS)
+    return found is not None
 
 
 def tokens_of(device: str, length: int) -> int:

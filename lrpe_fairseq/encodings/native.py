@@ -42,7 +42,14 @@ def encode(x: Tensor, p: Tensor | None, at: Tensor | tuple[Tensor, Tensor], form
         p: of a reflection the unit vector (D,); the Fourier matrix [Re, Im], (D, 2D); or None.
         at: exp(i s theta), complex, (T, E) or (B, 1, T, E); what is beyond E stays. Of a
             permutation the indices, int64, to be expanded to x, and those of its inverse.
+    Raises: ValueError where ``p`` or ``at`` are of another width: C++ would read what is not there.
     """
+    width = x.shape[-1]
+    turned = width if form.permutes else at.shape[-1] * (1 if form.wide else 2)
+    if turned > width or (form.wide and turned != width):
+        raise ValueError(f"x has {width} features, but its encoding turns {turned}")
+    if p is not None and p.shape != ((width, 2 * width) if form.fourier else (width,)):
+        raise ValueError(f"x has {width} features, but P is for {p.shape[0]}")
     if form.permutes:
         return _Encoded.apply(x, p, at[0].expand(x.shape), form)
     shape = (x.shape[2], -1) if at.dim() == 2 else (x.shape[0], 1, x.shape[2], -1)
