@@ -45,26 +45,14 @@ inline V exponential(V x) {
 
 inline V phi(V x) { return x > V{} ? x + 1.0f : exponential(x); }
 
-inline V slope_of_phi(V x, V phi_of_x) { return x > V{} ? V{} + 1.0f : phi_of_x; }
+inline V slope_of_phi(V phi_of_x) { return phi_of_x > 1.0f ? V{} + 1.0f : phi_of_x; }
 
 constexpr auto ORDER = std::make_integer_sequence<int, L::COUNT>{};
 
-// Of pairs (a, b): (b, a); (a, a); (b, b); and (a, d) with (c, d) those of y.
+// Of pairs (a, b): (b, a).
 template <int... J>
 inline V swapped(V x, std::integer_sequence<int, J...>) {
     return __builtin_shufflevector(x, x, (J ^ 1)...);
-}
-template <int... J>
-inline V firsts(V x, std::integer_sequence<int, J...>) {
-    return __builtin_shufflevector(x, x, (J & ~1)...);
-}
-template <int... J>
-inline V seconds(V x, std::integer_sequence<int, J...>) {
-    return __builtin_shufflevector(x, x, (J | 1)...);
-}
-template <int... J>
-inline V mixed(V x, V y, std::integer_sequence<int, J...>) {
-    return __builtin_shufflevector(x, y, (J & 1 ? L::COUNT + J : J)...);
 }
 inline V swapped(V x) { return swapped(x, ORDER); }
 
@@ -75,161 +63,212 @@ T *row_of(const Tensor &x, int64_t batch, int64_t head, int64_t time) {
     return static_cast<T *>(x.data) + batch * x.batch + head * x.head + time * x.time;
 }
 
-// A row in the cache, filled up to whole vectors.
-struct Row {
-    static constexpr int WIDEST = 1024;
-    alignas(64) float data[WIDEST];
-    float &operator[](int64_t j) { return data[j]; }
-    V &at(int j) { return L::at(data + j); }
-    void read(const float *from, int64_t width) { std::memcpy(data, from, width * sizeof(float)); }
-    void clear(int64_t width) { std::memset(data, 0, L::filled(width) * sizeof(float)); }
+// Some heads of one token.
+struct Heads {
+    int64_t batch, time, first;
+    int count;
 };
 
-// What one thread needs for one row at a time.
+// Zeros from the end of a row to that of its last vector: a NaN of another row must not stay there.
+inline void fill_up(float *row, int64_t width) {
+    for (int64_t j = width; j < L::filled(width); j++) row[j] = 0;
+}
+
+// Rows of x in the cache, and back: ``width`` numbers from ``offset`` on.
+inline void read(Matrix<float> to, const Tensor &x, Heads of, int64_t offset, int64_t width) {
+    for (int h = 0; h < of.count; h++) {
+        copy(to[h], row_of(x, of.batch, of.first + h, of.time) + offset, width);
+        fill_up(to[h], width);
+    }
+}
+inline void write(Matrix<float> from, const Tensor &x, Heads of, int64_t offset, int64_t width) {
+    for (int h = 0; h < of.count; h++)
+        copy(row_of(x, of.batch, of.first + h, of.time) + offset, from[h], width);
+}
+
+// What one thread needs for the heads of one token. A step is done for all of them before the next:
+// the sums of one row need not be waited for.
 struct Rows {
+    static constexpr int AT_ONCE = 16;  // heads: they fit the first cache
     const Call &call;
-    const int64_t D;
-    const int filled;
-    const float *unit;
-    Row x, f, p, z, u;      // f = phi(x) or x, in the order of x
-    Row turn, along, across;  // Lambda z = along z + across swapped(z); wide: both times z
-    Row g, sum_re, sum_im, sum_u;
-    const int64_t *order = nullptr;  // of the first head; of the next that far on
-    int64_t order_of_next = 0;
+    const int D, F;  // D, filled up to whole vectors
+    const bool reflects;
+    Rooms<float> rooms;
+    Matrix<float> f, p, z;  // f = phi(x) or x, in the order of x; where nothing is between, they are one
+    Matrix<float> g, imaginary;  // gradients, or features before they are written, of wide ones
+    Matrix<float> u, along, across;  // Lambda z = along z + across swapped(z); wide: both times z
+    Matrix<float> sum_re, sum_im, sum_u;
+    Tensor order{};  // of a permutation
 
     Rows(const Call &call, const float *unit)
-        : call(call), D(call.width), filled(L::filled(call.width)), unit(unit) {
-        for (Row *row : {&x, &f, &p, &z, &u, &along, &across, &g, &sum_re, &sum_im, &sum_u})
-            row->clear(Row::WIDEST);
-        for (int64_t j = 0; j < Row::WIDEST; j++) turn[j] = j % 2 == 0;  // beyond E: 1 + 0i
-        if (unit) u.read(unit, D);
-    }
-
-    // From a row of complex numbers.
-    void turn_by(const float *by) {
-        if (call.wide) {
-            for (int64_t j = 0; j < D; j++) along[j] = by[2 * j], across[j] = by[2 * j + 1];
-            return;
-        }
-        turn.read(by, 2 * call.turned);
-        for (int j = 0; j < filled; j += L::COUNT) {
-            const V im = seconds(turn.at(j), ORDER);
-            along.at(j) = firsts(turn.at(j), ORDER), across.at(j) = mixed(-im, im, ORDER);
-        }
+        : call(call), D(int(call.width)), F(L::filled(D)), reflects(unit),
+          rooms(5 * AT_ONCE * F + 6 * F) {
+        for (Matrix<float> *rows : {&f, &p, &z, &g, &imaginary}) *rows = rooms.matrix(AT_ONCE, F);
+        for (Matrix<float> *row : {&u, &along, &across, &sum_re, &sum_im, &sum_u})
+            *row = rooms.matrix(1, F);
+        rooms.clear();
+        if (!call.halves) p = f;
+        if (!reflects) z = p;
+        if (reflects) copy(u.data, unit, D);
+        for (int j = 0; j < F; j++) along.data[j] = 1;  // beyond E: 1 + 0i
     }
 
     // Take what Lambda does at (batch, time).
     void stand_at(const Tensor &at, int64_t batch, int64_t time) {
-        if (call.permutes)
-            order = row_of<const int64_t>(at, batch, 0, time), order_of_next = at.head;
-        else
-            turn_by(row_of<const float>(at, batch, 0, time));
-    }
-
-    // y - 2 u (u . y)
-    void reflect(Row &y) {
-        if (unit) add(y.data, u.data, -2 * dot(y.data, u.data, filled), filled);
-    }
-
-    // p and z of a row of x.
-    void features(const float *from) {
-        x.read(from, D);
-        for (int j = 0; j < filled; j += L::COUNT) f.at(j) = call.phi ? phi(x.at(j)) : x.at(j);
-        if (call.halves)
-            for (int64_t j = 0; j < D / 2; j++) p[2 * j] = f[j], p[2 * j + 1] = f[D / 2 + j];
-        else
-            for (int j = 0; j < filled; j += L::COUNT) p.at(j) = f.at(j);
-        for (int j = 0; j < filled; j += L::COUNT) z.at(j) = p.at(j);
-        for (int64_t j = D; j < filled; j++) z[j] = 0;
-        reflect(z);
-    }
-
-    void forward(const Tensor &from, const Tensor &to, int64_t batch, int64_t time) {
-        for (int64_t h = 0; h < call.heads; h++)
-            forward(row_of(from, batch, h, time), row_of(to, batch, h, time), h);
-    }
-
-    void backward(const Tensor &from, const Tensor &grad, const Tensor &to, int64_t batch,
-                  int64_t time, bool of_turn) {
-        for (int64_t h = 0; h < call.heads; h++)
-            backward(row_of(from, batch, h, time), row_of(grad, batch, h, time),
-                     row_of(to, batch, h, time), of_turn, h);
-    }
-
-    void forward(const float *from, float *to, int64_t head) {
-        features(from);
         if (call.permutes) {
-            const int64_t *own = order + head * order_of_next;
-            for (int64_t j = 0; j < D; j++) to[j] = z[own[j]];
+            order = at;
+            return;
+        }
+        const float *turn = row_of<const float>(at, batch, 0, time);
+        for (int64_t j = 0; j < call.turned; j++) {
+            const float re = turn[2 * j], im = turn[2 * j + 1];
+            if (call.wide) {
+                along.data[j] = re, across.data[j] = im;
+            } else {
+                along.data[2 * j] = along.data[2 * j + 1] = re;
+                across.data[2 * j] = -im, across.data[2 * j + 1] = im;
+            }
+        }
+    }
+
+    // Do work(heads) with all heads of a token, as many as fit at a time.
+    template <typename Work>
+    void in_parts(int64_t batch, int64_t time, Work work) {
+        for (int64_t first = 0; first < call.heads; first += AT_ONCE)
+            work(Heads{batch, time, first, int(std::min<int64_t>(AT_ONCE, call.heads - first))});
+    }
+
+    // Do work(h, j) with every vector of the first ``count`` rows.
+    template <typename Work>
+    void every(int count, Work work) {
+        for (int h = 0; h < count; h++)
+            for (int j = 0; j < F; j += L::COUNT) work(h, j);
+    }
+
+    void features_before_reflection(const Tensor &x, Heads of) {
+        read(f, x, of, 0, D);
+        if (call.phi) every(of.count, [&](int h, int j) { f.at(h, j) = phi(f.at(h, j)); });
+        for (int h = 0; call.halves && h < of.count; h++)
+            for (int j = 0; j < D / 2; j++) p[h][2 * j] = f[h][j], p[h][2 * j + 1] = f[h][D / 2 + j];
+    }
+
+    // to = y - 2 u (u . y), of what is within D
+    void reflect(Matrix<float> to, Matrix<float> y, int count) {
+        for (int h = 0; h < count; h++) {
+            const float by = -2 * dot(y[h], u.data, F);
+            for (int j = 0; j < F; j += L::COUNT) to.at(h, j) = y.at(h, j) + by * u.at(0, j);
+        }
+    }
+
+    void features(const Tensor &x, Heads of) {
+        features_before_reflection(x, of);
+        if (reflects) reflect(z, p, of.count);
+    }
+
+    void forward(const Tensor &x, const Tensor &out, int64_t batch, int64_t time) {
+        in_parts(batch, time, [&](Heads of) { forward(x, out, of); });
+    }
+
+    void forward(const Tensor &x, const Tensor &out, Heads of) {
+        features(x, of);
+        if (call.permutes) {
+            permute(out, of);
             return;
         }
         if (call.wide) {
-            for (int j = 0; j < filled; j += L::COUNT) g.at(j) = z.at(j) * across.at(j);
-            for (int j = 0; j < filled; j += L::COUNT) z.at(j) *= along.at(j);
-            std::memcpy(to + D, g.data, D * sizeof(float));
+            every(of.count, [&](int h, int j) {
+                imaginary.at(h, j) = z.at(h, j) * across.at(0, j), z.at(h, j) *= along.at(0, j);
+            });
+            write(imaginary, out, of, D, D);
         } else {
-            for (int j = 0; j < filled; j += L::COUNT)
-                z.at(j) = z.at(j) * along.at(j) + swapped(z.at(j)) * across.at(j);
+            every(of.count, [&](int h, int j) {
+                z.at(h, j) = z.at(h, j) * along.at(0, j) + swapped(z.at(h, j)) * across.at(0, j);
+            });
         }
-        std::memcpy(to, z.data, D * sizeof(float));
+        write(z, out, of, 0, D);
     }
 
-    // From the gradient of a row of features that of x; those of turn and u are added to the sums.
-    void backward(const float *from, const float *grad, float *to, bool of_turn, int64_t head) {
-        if (from) features(from);
-        turn_back(grad, of_turn, head);
-        if (unit) {
-            const float along_g = dot(u.data, g.data, filled);
-            if (call.of_unit) {
-                add(sum_u.data, g.data, -2 * dot(u.data, p.data, filled), filled);
-                add(sum_u.data, p.data, -2 * along_g, filled);
-            }
-            add(g.data, u.data, -2 * along_g, filled);
+    void permute(const Tensor &out, Heads of) {
+        for (int h = 0; h < of.count; h++) {
+            const auto *own = row_of<const int64_t>(order, of.batch, of.first + h, of.time);
+            float *to = row_of(out, of.batch, of.first + h, of.time);
+            for (int j = 0; j < D; j++) to[j] = z[h][own[j]];
         }
-        Row &features = call.halves ? z : g;
-        for (int64_t j = 0; call.halves && j < D / 2; j++)
-            z[j] = g[2 * j], z[D / 2 + j] = g[2 * j + 1];
-        for (int j = 0; call.phi && j < filled; j += L::COUNT)
-            features.at(j) *= slope_of_phi(x.at(j), f.at(j));
-        std::memcpy(to, features.data, D * sizeof(float));
+    }
+
+    void backward(const Tensor &x, const Tensor &grad, const Tensor &to, int64_t batch, int64_t time,
+                  bool of_turn) {
+        in_parts(batch, time, [&](Heads of) { backward(x, grad, to, of, of_turn); });
+    }
+
+    // From the gradient of the features that of x; those of turn and u are added to the sums.
+    void backward(const Tensor &x, const Tensor &grad, const Tensor &to, Heads of, bool of_turn) {
+        if (of_turn)
+            features(x, of);
+        else if (x.data)
+            features_before_reflection(x, of);
+        turn_back(grad, of, of_turn);
+        for (int h = 0; call.of_unit && h < of.count; h++) {
+            add(sum_u.data, g[h], -2 * dot(u.data, p[h], F), F);
+            add(sum_u.data, p[h], -2 * dot(u.data, g[h], F), F);
+        }
+        if (reflects) reflect(g, g, of.count);
+        const Matrix<float> done = call.halves ? p : g;
+        for (int h = 0; call.halves && h < of.count; h++)
+            for (int j = 0; j < D / 2; j++)
+                done[h][j] = g[h][2 * j], done[h][D / 2 + j] = g[h][2 * j + 1];
+        if (call.phi)
+            every(of.count, [&](int h, int j) { done.at(h, j) *= slope_of_phi(f.at(h, j)); });
+        write(done, to, of, 0, D);
     }
 
     // g = Lambda^H grad, the gradient of z; that of turn is grad conj(z).
-    void turn_back(const float *grad, bool of_turn, int64_t head) {
+    void turn_back(const Tensor &grad, Heads of, bool of_turn) {
         if (call.permutes) {
-            const int64_t *own = order + head * order_of_next;
-            for (int64_t j = 0; j < D; j++) g[own[j]] = grad[j];
+            permute_back(grad, of);
             return;
         }
-        g.read(grad, D);
-        if (call.wide) {
-            Row im;
-            im.clear(D);
-            im.read(grad + D, D);
-            for (int j = 0; j < filled; j += L::COUNT) {
-                if (of_turn) sum_re.at(j) += g.at(j) * z.at(j), sum_im.at(j) += im.at(j) * z.at(j);
-                g.at(j) = g.at(j) * along.at(j) + im.at(j) * across.at(j);
-            }
-            return;
+        read(g, grad, of, 0, D);
+        if (call.wide) read(imaginary, grad, of, D, D);
+        if (of_turn) add_gradient_of_turn(of.count);
+        if (call.wide)
+            every(of.count, [&](int h, int j) {
+                g.at(h, j) = g.at(h, j) * along.at(0, j) + imaginary.at(h, j) * across.at(0, j);
+            });
+        else
+            every(of.count, [&](int h, int j) {
+                g.at(h, j) = g.at(h, j) * along.at(0, j) - swapped(g.at(h, j)) * across.at(0, j);
+            });
+    }
+
+    void permute_back(const Tensor &grad, Heads of) {
+        for (int h = 0; h < of.count; h++) {
+            const auto *own = row_of<const int64_t>(order, of.batch, of.first + h, of.time);
+            const float *from = row_of(grad, of.batch, of.first + h, of.time);
+            for (int j = 0; j < D; j++) g[h][own[j]] = from[j];
+            fill_up(g[h], D);
         }
-        for (int j = 0; j < filled; j += L::COUNT) {
-            if (of_turn) {
-                sum_re.at(j) += g.at(j) * z.at(j);
-                sum_im.at(j) += g.at(j) * swapped(z.at(j));
+    }
+
+    void add_gradient_of_turn(int count) {
+        for (int j = 0; j < F; j += L::COUNT) {
+            V re = sum_re.at(0, j), other = sum_im.at(0, j);
+            for (int h = 0; h < count; h++) {
+                re += g.at(h, j) * z.at(h, j);
+                other += call.wide ? imaginary.at(h, j) * z.at(h, j) : g.at(h, j) * swapped(z.at(h, j));
             }
-            g.at(j) = g.at(j) * along.at(j) - swapped(g.at(j)) * across.at(j);
+            sum_re.at(0, j) = re, sum_im.at(0, j) = other;
         }
     }
 
     // Hand the sums over turn out, (re, im) by (re, im), and begin anew.
     void give_turn(float *to) {
-        for (int64_t j = 0; call.wide && j < D; j++) to[2 * j] = sum_re[j], to[2 * j + 1] = sum_im[j];
-        for (int j = 0; !call.wide && j < filled; j += L::COUNT) {
-            const V re = sum_re.at(j) + swapped(sum_re.at(j));
-            g.at(j) = mixed(re, sum_im.at(j) - swapped(sum_im.at(j)), ORDER);
+        const float *re = sum_re.data, *im = sum_im.data;
+        for (int64_t j = 0; j < call.turned; j++) {
+            to[2 * j] = call.wide ? re[j] : re[2 * j] + re[2 * j + 1];
+            to[2 * j + 1] = call.wide ? im[j] : im[2 * j + 1] - im[2 * j];
         }
-        if (!call.wide) std::memcpy(to, g.data, 2 * call.turned * sizeof(float));
-        sum_re.clear(D), sum_im.clear(D);
+        for (Matrix<float> sum : {sum_re, sum_im}) std::memset(sum.data, 0, F * sizeof(float));
     }
 };
 
@@ -239,15 +278,15 @@ struct Spectra {
     const int64_t D;
     const int F, rows;  // D and the heads, filled up
     Rooms<float> rooms;
-    Matrix<float> x, p, z, g, dp;          // z = p F and its gradient: real parts, imaginary parts
+    Matrix<float> p, z, g, dp;              // z = p F and its gradient: real parts, imaginary parts
     Matrix<float> fourier, turned_fourier;  // (F, 2F), and the other way round
     Matrix<float> along, across, sums;
 
     Spectra(const Call &call, const float *matrix)
         : call(call), D(call.width), F(L::filled(call.width)),
           rows(int((call.heads + ROWS - 1) / ROWS * ROWS)),
-          rooms(7 * int64_t(rows) * F + 4 * F * F + 4 * F) {
-        x = rooms.matrix(rows, F), p = rooms.matrix(rows, F), dp = rooms.matrix(rows, F);
+          rooms(6 * int64_t(rows) * F + 4 * F * F + 4 * F) {
+        p = rooms.matrix(rows, F), dp = rooms.matrix(rows, F);
         z = rooms.matrix(rows, 2 * F), g = rooms.matrix(rows, 2 * F);
         fourier = rooms.matrix(F, 2 * F), turned_fourier = rooms.matrix(2 * F, F);
         along = rooms.matrix(1, F), across = rooms.matrix(1, F), sums = rooms.matrix(1, 2 * F);
@@ -259,18 +298,20 @@ struct Spectra {
                         matrix[(2 * i + part) * D + j];
     }
 
+    Matrix<float> imaginary(Matrix<float> y) const { return {y.data + F, y.row}; }
+
     void stand_at(const Tensor &at, int64_t batch, int64_t time) {
         const float *turn = row_of<const float>(at, batch, 0, time);
         for (int64_t j = 0; j < D; j++) along.data[j] = turn[2 * j], across.data[j] = turn[2 * j + 1];
     }
 
-    // x, p and z of a token.
-    void features(const Tensor &from, int64_t batch, int64_t time) {
-        for (int h = 0; h < call.heads; h++) {
-            std::memcpy(x[h], row_of(from, batch, h, time), D * sizeof(float));
-            for (int j = 0; j < F; j += L::COUNT)
-                L::at(p[h] + j) = call.phi ? phi(L::at(x[h] + j)) : L::at(x[h] + j);
-        }
+    Heads heads(int64_t batch, int64_t time) const { return {batch, time, 0, int(call.heads)}; }
+
+    // p and z of a token.
+    void features(const Tensor &x, int64_t batch, int64_t time) {
+        read(p, x, heads(batch, time), 0, D);
+        for (int h = 0; call.phi && h < call.heads; h++)
+            for (int j = 0; j < F; j += L::COUNT) p.at(h, j) = phi(p.at(h, j));
         product<FULL, false>(z, p, fourier, rows, int(D), 2 * F);
     }
 
@@ -278,47 +319,41 @@ struct Spectra {
     void turn(Matrix<float> y, float sign) {
         for (int h = 0; h < call.heads; h++)
             for (int j = 0; j < F; j += L::COUNT) {
-                V &re = L::at(y[h] + j), &im = L::at(y[h] + F + j);
-                const V real = re, by = sign * L::at(across.data + j);
-                re = real * L::at(along.data + j) - im * by;
-                im = real * by + im * L::at(along.data + j);
+                V &re = y.at(h, j), &im = y.at(h, F + j);
+                const V real = re, by = sign * across.at(0, j);
+                re = real * along.at(0, j) - im * by;
+                im = real * by + im * along.at(0, j);
             }
     }
 
     void forward(const Tensor &from, const Tensor &to, int64_t batch, int64_t time) {
         features(from, batch, time);
         turn(z, 1);
-        for (int h = 0; h < call.heads; h++)
-            for (int part = 0; part < 2; part++)
-                std::memcpy(row_of(to, batch, h, time) + part * D, z[h] + part * F,
-                            D * sizeof(float));
+        write(z, to, heads(batch, time), 0, D);
+        write(imaginary(z), to, heads(batch, time), D, D);
     }
 
     void backward(const Tensor &from, const Tensor &grad, const Tensor &to, int64_t batch,
                   int64_t time, bool of_turn) {
         if (from.data) features(from, batch, time);
-        for (int h = 0; h < call.heads; h++)
-            for (int part = 0; part < 2; part++)
-                std::memcpy(g[h] + part * F, row_of(grad, batch, h, time) + part * D,
-                            D * sizeof(float));
+        read(g, grad, heads(batch, time), 0, D);
+        read(imaginary(g), grad, heads(batch, time), D, D);
         if (of_turn) add_gradient_of_turn();
         turn(g, -1);
         product<FULL, false>(dp, g, turned_fourier, rows, 2 * F, F);
-        for (int h = 0; h < call.heads; h++) {
-            for (int j = 0; call.phi && j < F; j += L::COUNT)
-                L::at(dp[h] + j) *= slope_of_phi(L::at(x[h] + j), L::at(p[h] + j));
-            std::memcpy(row_of(to, batch, h, time), dp[h], D * sizeof(float));
-        }
+        for (int h = 0; call.phi && h < call.heads; h++)
+            for (int j = 0; j < F; j += L::COUNT) dp.at(h, j) *= slope_of_phi(p.at(h, j));
+        write(dp, to, heads(batch, time), 0, D);
     }
 
     // The sum of grad conj(z).
     void add_gradient_of_turn() {
         for (int h = 0; h < call.heads; h++)
             for (int j = 0; j < F; j += L::COUNT) {
-                const V re = L::at(g[h] + j), im = L::at(g[h] + F + j);
-                const V z_re = L::at(z[h] + j), z_im = L::at(z[h] + F + j);
-                L::at(sums.data + j) += re * z_re + im * z_im;
-                L::at(sums.data + F + j) += im * z_re - re * z_im;
+                const V re = g.at(h, j), im = g.at(h, F + j);
+                const V z_re = z.at(h, j), z_im = z.at(h, F + j);
+                sums.at(0, j) += re * z_re + im * z_im;
+                sums.at(0, F + j) += im * z_re - re * z_im;
             }
     }
 

@@ -19,6 +19,7 @@ struct Matrix {
     T *data;
     int row, column = 1;
     T *operator[](int i) const { return data + int64_t(i) * row; }
+    typename Lanes<T>::Vector &at(int i, int j) const { return Lanes<T>::at((*this)[i] + j); }
     Matrix transposed() const { return {data, column, row}; }
 };
 

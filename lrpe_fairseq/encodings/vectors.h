@@ -31,6 +31,7 @@ namespace {
 template <typename T>
 struct Lanes {
     typedef T Vector __attribute__((vector_size(BYTES)));
+    typedef T Anywhere __attribute__((vector_size(BYTES), aligned(sizeof(T))));  // in memory
     static constexpr int COUNT = BYTES / sizeof(T);
     static int filled(int64_t width) { return int((width + COUNT - 1) / COUNT * COUNT); }
     static Vector &at(T *x) { return *reinterpret_cast<Vector *>(x); }
@@ -62,6 +63,17 @@ template <typename T>
 void add(T *y, const T *x, T factor, int width) {
     for (int j = 0; j < width; j += Lanes<T>::COUNT)
         Lanes<T>::at(y + j) += factor * Lanes<T>::at(x + j);
+}
+
+// Rows are short: a call of memcpy costs more than they do.
+template <typename T>
+inline void copy(T *to, const T *from, int64_t width) {
+    using L = Lanes<T>;
+    int64_t j = 0;
+    for (; j + L::COUNT <= width; j += L::COUNT)
+        reinterpret_cast<typename L::Anywhere &>(to[j]) =
+            reinterpret_cast<const typename L::Anywhere &>(from[j]);
+    for (; j < width; j++) to[j] = from[j];
 }
 
 template <typename T>

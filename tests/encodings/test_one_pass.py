@@ -118,9 +118,38 @@ def test_one_pass_in_cpp_gives_the_encoding_and_its_gradients(name, time, kind):
     assert_one_pass_is_the_encoding(name, time, kind)
 
 
-def assert_one_pass_is_the_encoding(name, time, kind):
+@pytest.mark.parametrize(("count", "width"), [(1, 64), (17, 10), (35, 24), (12, 128)])
+@pytest.mark.parametrize("name", ["lrpe-type3", "lrpe-type6", "lrpe-tmlr-type1", *NATIVE])
+@pytest.mark.parametrize("form", ["native"], indirect=True)
+def test_any_number_of_heads_of_any_width(name, count, width, monkeypatch):
+    monkeypatch.setitem(globals(), "HEADS", count)
+    assert_one_pass_is_the_encoding(name, 5, "own", width)
+
+
+@pytest.mark.parametrize("name", [*SERVED, *NATIVE])
+@pytest.mark.parametrize("form", ["native"], indirect=True)
+def test_a_row_that_is_not_finite_stays_alone(name):
+    """Rows share a cache, up to the end of their last vector, which 20 numbers do not fill."""
+    encoding, (x, positions) = built(name, 20), example(9, 20)
+    encode = encoding.one_pass(heads(x), positions["shared"])
+    clean = [heads(x).detach().requires_grad_() for _ in range(2)]
+    weights = torch.randn_like(encode(clean[0]))
+    expected = torch.autograd.grad(encode(clean[0]), clean[0], weights)[0]
+    with torch.no_grad():
+        clean[1][0, 1, 4] = float("nan")
+    weights[1, 0, 3] = float("inf")
+    out = encode(clean[1])
+    found = torch.autograd.grad(out, clean[1], weights)[0]
+    others = torch.ones(x.shape[0], HEADS, x.shape[1], dtype=torch.bool)
+    others[0, 1, 4] = False
+    assert torch.equal(out[others], encode(clean[0])[others])
+    others[1, 0, 3] = False
+    assert torch.equal(found[others], expected[others])
+
+
+def assert_one_pass_is_the_encoding(name, time, kind, width=16):
     """In outputs and in gradients of x and of what is learned."""
-    encoding, (x, positions) = built(name), example(time)
+    encoding, (x, positions) = built(name, width), example(time, width)
     x.requires_grad_()
     found = encoding.one_pass(heads(x), positions[kind])(heads(x))
     exact, wide = copy.deepcopy(encoding).double(), x.detach().double().requires_grad_()
