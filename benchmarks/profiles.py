@@ -1,6 +1,7 @@
 """Where the time of a training step of ``lrpe_lm`` goes, with our forms and with the plain ones."""
 
-from collections.abc import Iterator
+import statistics
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from unittest import mock
 
@@ -9,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import training
 from lrpe_fairseq.attention import linear, multihead
 
-STEPS = 3
+ROUNDS = 5
 KINDS = {  # kind of work -> beginnings of the names of torch's operators
     "matrix products": ("mm", "addmm", "bmm", "baddbmm", "addbmm", "dot", "mv"),
     "causal sums": ("_Native", "_CausalSums", "_Fused"),
@@ -32,32 +33,35 @@ def measure(device: str, tokens: int) -> list[dict]:
     """Rows of {attention, encoding, form, seconds, and the share of each kind of work}.
 
     ``form``: "ours", or "plain": the T x T matrix in linear attention, P applied to every token.
-    ``seconds`` are those that torch's profiler saw in one step.
+    ``seconds`` are those that torch's profiler saw in a step, the median over rounds in which every
+    contestant has its turn; shares are of all rounds together.
     """
-    return [
-        _row(attention, encoding, form, device, tokens)
-        for attention, encoding in CONTESTANTS
-        for form in ("plain", "ours")
-    ]
+    named = [(*pair, form) for pair in CONTESTANTS for form in FORMS]
+    steps = {key: training.step("lm", key[1], key[0], device, tokens) for key in named}
+    seen = {key: [] for key in named}
+    for _ in range(1 + ROUNDS):
+        for key, step in steps.items():
+            with FORMS[key[2]]():
+                seen[key].append(_profiled(step, device))
+    return [_row(*key, seen[key][1:]) for key in named]
 
 
-def _row(attention: str, encoding: str, form: str, device: str, tokens: int) -> dict:
-    with plain() if form == "plain" else nullcontext():
-        step = training.step("lm", encoding, attention, device, tokens)
+def _profiled(step: Callable[[], None], device: str) -> dict[str, float]:
+    """Seconds of each kind of work in one step."""
+    on_gpu = [] if device == "cpu" else [ProfilerActivity.CUDA]
+    with profile(activities=[ProfilerActivity.CPU, *on_gpu]) as watched:
         step()
-        activities = [ProfilerActivity.CPU]
-        if device != "cpu":
-            activities.append(ProfilerActivity.CUDA)
-        with profile(activities=activities) as watched:
-            for _ in range(STEPS):
-                step()
     spent = dict.fromkeys([*KINDS, REST], 0.0)
     for event in watched.key_averages():
-        own = event.self_cpu_time_total if device == "cpu" else event.self_device_time_total
-        spent[kind_of(event.key)] += own
-    total = sum(spent.values())
-    shares = {kind: value / total for kind, value in spent.items()}
-    seconds = total / STEPS / 1e6
+        own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        spent[kind_of(event.key)] += own / 1e6
+    return spent
+
+
+def _row(attention: str, encoding: str, form: str, steps: list[dict[str, float]]) -> dict:
+    seconds = statistics.median(sum(step.values()) for step in steps)
+    total = sum(sum(step.values()) for step in steps)
+    shares = {kind: sum(step[kind] for step in steps) / total for kind in steps[0]}
     return {"attention": attention, "encoding": encoding, "form": form, "seconds": seconds} | shares
 
 
@@ -75,3 +79,6 @@ def plain() -> Iterator[None]:
         mock.patch.object(multihead.MultiheadAttention, "_folds", return_value=False),
     ):
         yield
+
+
+FORMS = {"plain": plain, "ours": nullcontext}

@@ -146,6 +146,24 @@ def test_the_plain_forms_are_those_of_the_definitions():
     assert multihead.linear_attention is linear.linear_attention
 
 
+def test_steps_are_profiled_in_turn_each_in_its_own_form(monkeypatch):
+    monkeypatch.setattr(profiles, "CONTESTANTS", (("linear", "none"), ("softmax", "none")))
+    taken = []
+
+    def step(model, encoding, attention, *rest):
+        def run():
+            taken.append((attention, multihead.linear_attention is linear.linear_attention_naive))
+            torch.ones(2) + 1
+
+        return run
+
+    monkeypatch.setattr(training, "step", step)
+    rows = profiles.measure("cpu", 512)
+    turn = [(attention, plain) for attention in ("linear", "softmax") for plain in (True, False)]
+    assert taken == turn * (1 + profiles.ROUNDS)
+    assert [(r["attention"], r["form"] == "plain") for r in rows] == turn
+
+
 def test_training_compares_every_encoding_with_base(monkeypatch):
     monkeypatch.setattr(training, "ENCODINGS", {"none": None, "t5": None})
     monkeypatch.setattr(training, "step", lambda *choices: lambda: None)
