@@ -1,4 +1,4 @@
-// phi, P and Lambda on a CPU, a row at a time; native.py compiles, loads and calls this.
+// phi, P and Lambda on a CPU, a token at a time; native.py compiles, loads and calls this.
 //
 // A row of a head is read once and its features are written once. The backward pass forms again,
 // from x, what it needs. All in float32.
