@@ -132,19 +132,20 @@ def test_a_row_that_is_not_finite_stays_alone(name):
     """Rows share a cache, up to the end of their last vector, which 20 numbers do not fill."""
     encoding, (x, positions) = built(name, 20), example(9, 20)
     encode = encoding.one_pass(heads(x), positions["shared"])
-    clean = [heads(x).detach().requires_grad_() for _ in range(2)]
-    weights = torch.randn_like(encode(clean[0]))
-    expected = torch.autograd.grad(encode(clean[0]), clean[0], weights)[0]
+    clean, broken = (heads(x).detach().requires_grad_() for _ in range(2))
+    wanted = encode(clean)
+    weights = torch.linspace(-1, 1, wanted.numel()).view_as(wanted)
+    wanted_gradient = torch.autograd.grad(wanted, clean, weights)[0]
     with torch.no_grad():
-        clean[1][0, 1, 4] = float("nan")
+        broken[0, 1, 4] = float("nan")
     weights[1, 0, 3] = float("inf")
-    out = encode(clean[1])
-    found = torch.autograd.grad(out, clean[1], weights)[0]
-    others = torch.ones(x.shape[0], HEADS, x.shape[1], dtype=torch.bool)
+    found = encode(broken)
+    gradient = torch.autograd.grad(found, broken, weights)[0]
+    others = torch.ones(broken.shape[:3], dtype=torch.bool)
     others[0, 1, 4] = False
-    assert torch.equal(out[others], encode(clean[0])[others])
+    assert torch.equal(found[others], wanted[others])
     others[1, 0, 3] = False
-    assert torch.equal(found[others], expected[others])
+    assert torch.equal(gradient[others], wanted_gradient[others])
 
 
 def assert_one_pass_is_the_encoding(name, time, kind, width=16):
