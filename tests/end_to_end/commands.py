@@ -1,15 +1,20 @@
 """fairseq's commands as a user types them, the checkpoints they leave, and models built from the
 same options without starting a process."""
 
+import contextlib
+import importlib
+import io
 import os
 import shlex
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from fairseq import checkpoint_utils, options, tasks
@@ -67,6 +72,21 @@ def finish(process: subprocess.Popen, given: str = "") -> subprocess.CompletedPr
 def run(tool: str, *arguments: object, given: str = "") -> str:
     """Run ``python -m tool`` and return what it wrote; it must succeed."""
     return _succeed(finish(start(tool, *arguments), given))
+
+
+def run_here(tool: str, *arguments: object, given: str = "") -> str:
+    """As :func:`run`, but within this process: what it printed, without its log."""
+    called = importlib.import_module(tool)
+    output, typed = io.StringIO(), io.StringIO(given)
+    with (
+        mock.patch.object(sys, "argv", [tool, *words(arguments)]),
+        mock.patch.object(sys, "stdin", typed),
+        contextlib.redirect_stdout(output),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        called.cli_main()
+    return output.getvalue()
 
 
 def run_together(processes: int, *arguments: object) -> str:
@@ -160,6 +180,24 @@ def built(*arguments: object, seed: int = 1) -> tuple[BaseFairseqModel, FairseqT
     torch.manual_seed(seed)
     task = tasks.setup_task(config.task)
     return task.build_model(config.model), task, config
+
+
+def save(model: BaseFairseqModel, config: Any, checkpoint: Path) -> None:
+    """Write a checkpoint as a training would, without having trained."""
+    history = {
+        "criterion_name": "",
+        "optimizer_name": "",
+        "lr_scheduler_state": {},
+        "num_updates": 0,
+    }
+    state = {
+        "args": None,
+        "cfg": OmegaConf.to_container(config, resolve=True, enum_to_str=True),
+        "model": model.state_dict(),
+        "optimizer_history": [history],
+        "extra_state": {"train_iterator": {"epoch": 1}},
+    }
+    torch.save(state, checkpoint)
 
 
 def load(checkpoint: Path) -> tuple[BaseFairseqModel, FairseqTask, Any]:

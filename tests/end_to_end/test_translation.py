@@ -4,6 +4,7 @@ in any batch, from a prefix; trained, and read by fairseq's three ways to transl
 import json
 import random
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from fairseq.data import data_utils
 from torch import Tensor
 
-from lrpe_fairseq.attention.linear import LinearState
+from lrpe_fairseq.attention.linear import NORMALIZERS, LinearState
 from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
 from lrpe_fairseq.encodings import ENCODINGS, build_encoding
 from lrpe_fairseq.experiments import checkpoints, eval_mt
@@ -21,7 +22,8 @@ from lrpe_fairseq.experiments.processes import Children
 from lrpe_fairseq.experiments.runs import read_run
 from lrpe_fairseq.experiments.training import Devices, RunFailed
 from lrpe_fairseq.experiments.translation import AVERAGED, Decoding, TranslationRun, score, scores
-from tests.end_to_end.commands import PLUGIN, built, load, run, saved
+from lrpe_fairseq.models.translation import LRPETransformer
+from tests.end_to_end.commands import PLUGIN, built, load, run, run_here, save, saved
 
 pytestmark = pytest.mark.end_to_end
 
@@ -35,12 +37,20 @@ TRAINING = (
     "--log-format simple --criterion label_smoothed_cross_entropy --label-smoothing 0.1"
 )
 CASES = [
-    (attention, name)
+    (attention, name, "rotated")
     for name in ENCODINGS
     for attention in ATTENTION_TYPES
     if attention == "softmax" or build_encoding(name, head_dim=8, num_heads=4).serves_linear
-]
+] + [("linear", "lrpe-type2", other) for other in NORMALIZERS if other != "rotated"]
 SIDES = ("encoder", "decoder")
+
+
+def every_case(test: Callable) -> Callable:
+    """Every encoding, attention type and normalizer in the encoder, and in the decoder."""
+    cases = pytest.mark.parametrize(("attention", "encoding", "normalizer"), CASES)(test)
+    return pytest.mark.parametrize("side", SIDES)(cases)
+
+
 LENGTHS = (9, 5, 1)  # of three sources
 
 
@@ -64,8 +74,11 @@ def model_of(pairs: Path, options: str) -> tuple[Any, Any]:
     return model.eval(), task
 
 
-def option(side: str, attention: str, encoding: str) -> str:
-    return f"--{side}-attention-type {attention} --{side}-position-encoding {encoding}"
+def option(side: str, attention: str, encoding: str, normalizer: str = "rotated") -> str:
+    return (
+        f"--{side}-attention-type {attention} --{side}-position-encoding {encoding} "
+        f"--{side}-attention-normalizer {normalizer}"
+    )
 
 
 def sources() -> list[Tensor]:
@@ -85,12 +98,11 @@ def batch(rows: list[Tensor], left_pad: bool = True) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize(("attention", "encoding"), CASES)
+@every_case
 def test_decoding_token_by_token_gives_the_logits_of_training(
-    pairs: Path, side: str, attention: str, encoding: str
+    pairs: Path, side: str, attention: str, encoding: str, normalizer: str
 ) -> None:
-    model, _ = model_of(pairs, option(side, attention, encoding))
+    model, _ = model_of(pairs, option(side, attention, encoding, normalizer))
     net_input = batch(sources())["net_input"]
     generator = torch.Generator().manual_seed(1)
     previous = torch.cat(
@@ -106,12 +118,11 @@ def test_decoding_token_by_token_gives_the_logits_of_training(
     torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize(("attention", "encoding"), CASES)
+@every_case
 def test_beam_search_depends_on_neither_batch_nor_padding_side(
-    pairs: Path, side: str, attention: str, encoding: str
+    pairs: Path, side: str, attention: str, encoding: str, normalizer: str
 ) -> None:
-    model, task = model_of(pairs, option(side, attention, encoding))
+    model, task = model_of(pairs, option(side, attention, encoding, normalizer))
     generator = task.build_generator([model], beam_options(beam=4))
     rows = sources()
     alone = [generator.generate([model], batch([row]))[0][0] for row in rows]
@@ -128,11 +139,11 @@ def beam_options(**changes: Any) -> Any:
     return GenerationConfig(**{"max_len_a": 0.0, "max_len_b": 12, **changes})
 
 
-@pytest.mark.parametrize("attention", ATTENTION_TYPES)
+@every_case
 def test_a_forced_prefix_is_kept_and_scored_as_training_scores_it(
-    pairs: Path, attention: str
+    pairs: Path, side: str, attention: str, encoding: str, normalizer: str
 ) -> None:
-    model, task = model_of(pairs, option("decoder", attention, "lrpe-type2"))
+    model, task = model_of(pairs, option(side, attention, encoding, normalizer))
     generator = task.build_generator([model], beam_options(beam=4))
     prefix = torch.tensor([[7, 9, 4], [5, 5, 6], [8, 4, 4]])
     sample = batch(sources())
@@ -212,19 +223,44 @@ def translations(output: str) -> dict[int, str]:
     return {int(number.removeprefix("H-")): text for number, _, text in lines}
 
 
-def test_generate_interactive_and_the_hub_agree(trained: Trained, pairs: Path) -> None:
-    from lrpe_fairseq.models.translation import LRPETransformer
-
-    model = f"--user-dir {PLUGIN} --path {trained.folder / 'checkpoint_best.pt'} --cpu --beam 4"
-    generated = translations(run("fairseq_cli.generate", pairs, model, "--num-workers 0"))
-    typed = "".join(sentence + "\n" for sentence in trained.sentences)
-    interactive = run("fairseq_cli.interactive", pairs, model, "-s en -t de", given=typed)
-    hub = LRPETransformer.from_pretrained(
-        str(trained.folder), "checkpoint_best.pt", str(pairs), user_dir=str(PLUGIN), bpe=None
+def translated_three_ways(
+    call: Callable[..., str], checkpoint: Path, pairs: Path, sentences: list[str]
+) -> list[list[str]]:
+    """The same sentences by fairseq-generate, fairseq-interactive and the hub."""
+    model = f"--user-dir {PLUGIN} --path {checkpoint} --cpu --beam 4 --max-len-b 12"
+    generated = translations(call("fairseq_cli.generate", pairs, model, "--num-workers 0"))
+    typed = "".join(sentence + "\n" for sentence in sentences)
+    answered = translations(
+        call("fairseq_cli.interactive", pairs, model, "-s en -t de", given=typed)
     )
-    expected = [generated[n] for n in range(len(trained.sentences))]
-    assert [translations(interactive)[n] for n in range(len(expected))] == expected
-    assert [hub.translate(sentence, beam=4) for sentence in trained.sentences] == expected
+    hub = LRPETransformer.from_pretrained(
+        str(checkpoint.parent), checkpoint.name, str(pairs), user_dir=str(PLUGIN), bpe=None
+    )
+    numbers = range(len(sentences))
+    return [
+        [generated[n] for n in numbers],
+        [answered[n] for n in numbers],
+        [hub.translate(sentence, beam=4, max_len_b=12) for sentence in sentences],
+    ]
+
+
+@every_case
+def test_generate_interactive_and_the_hub_agree(
+    pairs: Path, tmp_path: Path, side: str, attention: str, encoding: str, normalizer: str
+) -> None:
+    model, _, config = built(pairs, TRAINING, SMALL, option(side, attention, encoding, normalizer))
+    save(model, config, tmp_path / "untrained.pt")
+    sentences = (pairs.parent / "test.en").read_text().splitlines()[:4]
+    expected, *others = translated_three_ways(run_here, tmp_path / "untrained.pt", pairs, sentences)
+    assert others == [expected, expected]
+    assert len(set(expected)) > 1
+
+
+def test_the_three_ways_agree_on_what_was_learned(trained: Trained, pairs: Path) -> None:
+    expected, *others = translated_three_ways(
+        run, trained.folder / "checkpoint_best.pt", pairs, trained.sentences
+    )
+    assert others == [expected, expected]
     right = [s.upper() == e for s, e in zip(trained.sentences, expected, strict=True)]
     assert sum(right) >= 4, expected
 
