@@ -185,6 +185,32 @@ def test_the_architecture_is_table_7_column_mt_and_only_the_encoder_is_encoded(p
     assert not model.encoder.embed_positions.weights.requires_grad
 
 
+@pytest.fixture(scope="session")
+def joined(pairs: Path) -> Path:
+    """The same pairs, with one dictionary for both languages."""
+    folder = pairs.parent
+    files = " ".join(f"--{split}pref {folder / split}" for split in ("train", "valid", "test"))
+    options = f"-s en -t de --joined-dictionary --workers 1 --destdir {folder / 'joined'}"
+    run("fairseq_cli.preprocess", options, files)
+    return folder / "joined"
+
+
+def test_a_joined_dictionary_may_have_one_embedding(joined: Path, tmp_path: Path) -> None:
+    model, _, config = built(joined, TRAINING, SMALL, "--share-all-embeddings")
+    shared = model.encoder.embed_tokens.weight
+    assert shared is model.decoder.embed_tokens.weight
+    assert shared is model.decoder.output_projection.weight
+    save(model, config, tmp_path / "untrained.pt")
+    sentences = (joined.parent / "test.en").read_text().splitlines()[:2]
+    ways = translated_three_ways(run_here, tmp_path / "untrained.pt", joined, sentences)
+    assert ways[0] == ways[1] == ways[2]
+
+
+def test_separate_dictionaries_cannot_share_one_embedding(pairs: Path) -> None:
+    with pytest.raises(SystemExit, match="requires a joined dictionary"):
+        built(pairs, TRAINING, SMALL, "--share-all-embeddings")
+
+
 # ---- trained, averaged, translating ----
 
 OPTIONS = (
