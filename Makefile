@@ -43,5 +43,6 @@ format: install  ## fix style
 bench: install  ## time attention and every encoding against their baselines
 	$(BIN)/python -m benchmarks.run
 
-tables: install  ## render results/README.md from the run files
+tables: install  ## render results/README.md and docs/cost.md from the run files
 	$(BIN)/python -m lrpe_fairseq.experiments.tables
+	$(BIN)/python -m lrpe_fairseq.experiments.cost

@@ -66,7 +66,7 @@ def test_a_results_folder_that_cannot_be_written_is_one_sentence_and_the_work_is
         text=True,
     )
     assert done.returncode == 1
-    assert "cannot write the run file" in done.stdout
+    assert "cannot write this result" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
     (folder / "results" / "runs").unlink()
     said = run_table(folder, "--rows", "Base", "--attention", "linear")
@@ -80,7 +80,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
         pytest.skip("needs the right to mount a small file system")
     try:
         big = a_record(curve=[{"updates": n, "tokens": n, "valid_ppl": 1.0} for n in range(5000)])
-        with pytest.raises(OSError, match="cannot write the run file: No space left"):
+        with pytest.raises(OSError, match="cannot write this result: No space left"):
             write_run(tmp_path / "run.json", big)
         assert not list(tmp_path.iterdir())
     finally:

@@ -96,9 +96,9 @@ def test_every_departure_has_its_row_on_the_page():
 def test_the_cost_page_is_that_of_the_configurations_and_run_files():
     page = cost.PAGE.read_text(encoding="utf-8")
     runs = read_runs(ROOT / "results" / "runs")
-    assert cost.paper_table(runs) in page, "run python -m lrpe_fairseq.experiments.cost"
+    assert cost.paper_table(runs) in page, "run make tables"
     sweeps = read_sweeps(ROOT / "results" / "sweeps")
-    assert cost.measured_table(sweeps) in page, "run python -m lrpe_fairseq.experiments.cost"
+    assert cost.measured_table(sweeps) in page, "run make tables"
 
 
 def test_the_cost_of_a_table_is_trainings_times_updates_times_tokens():

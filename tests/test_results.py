@@ -231,7 +231,7 @@ def test_a_failing_disk_leaves_the_old_run_whole_and_says_which_file(tmp_path, m
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(call, full)
-    with pytest.raises(OSError, match=r"cannot write the run file: No space.*a\.json"):
+    with pytest.raises(OSError, match=r"cannot write this result: No space.*a\.json"):
         write_run(path, make_run(seed=2))
     assert read_run(path)["seed"] == 1
     assert [p.name for p in path.parent.iterdir()] == ["a.json"]

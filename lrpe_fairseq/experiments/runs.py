@@ -83,7 +83,7 @@ def write_whole(target: Path, content: Run) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         _replace(target, text)
     except OSError as error:
-        message = f"cannot write the run file: {error.strerror}"
+        message = f"cannot write this result: {error.strerror}"
         raise OSError(error.errno, message, str(target)) from error
 
 
