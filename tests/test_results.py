@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lrpe_fairseq.experiments import cells, run_table, tables
-from lrpe_fairseq.experiments.curves import mean_curve, validation_curves
+from lrpe_fairseq.experiments.curves import mean_curve, panels, validation_curves
 from lrpe_fairseq.experiments.layout import load_table, load_tables
 from lrpe_fairseq.experiments.runs import (
     FIELDS,
@@ -646,6 +646,20 @@ def test_a_mean_curve_stands_where_all_seeds_were_validated():
     higher = [{**point, "valid_ppl": point["valid_ppl"] + 2} for point in CURVE[1:]]
     runs = [make_run(curve=CURVE), make_run(seed=2, curve=higher)]
     assert mean_curve(runs) == [(20, 81.0), (30, 71.0)]
+
+
+def test_trainings_of_different_columns_have_curves_of_their_own(root):
+    clipped = "  - {key: clipped, title: clipped, attention: linear, split: valid, metric: ppl,"
+    clipped += " protocol: blocks, overrides: {clip-norm: 1.0}}"
+    edit_table(root, "columns:\n", f"columns:\n{clipped}\n")
+    other = [{**point, "valid_ppl": point["valid_ppl"] + 2} for point in CURVE]
+    save(root, "plain", curve=CURVE)
+    save(root, "clipped", curve=other, config={"max_update": 900, "clip_norm": 1.0})
+    ((table, group),) = tables.figures(root).values()
+    assert panels(table, group) == {
+        "linear attention, 1.0": {"Base": [(10, 92.0), (20, 82.0), (30, 72.0)]},
+        "linear attention": {"Base": [(10, 90.0), (20, 80.0), (30, 70.0)]},
+    }
 
 
 def test_the_same_curves_give_the_same_picture(tmp_path):

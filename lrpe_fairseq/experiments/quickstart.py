@@ -171,7 +171,8 @@ def _curves(runs: Sequence[Run]) -> dict[str, dict[str, list[tuple[float, float]
     found: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for run in runs:
         curve = [(point["updates"], point["valid_ppl"]) for point in run["curve"]]
-        found.setdefault(run["attention_type"], {})[run["position_encoding"]] = curve
+        title = f"{run['attention_type']} attention"
+        found.setdefault(title, {})[run["position_encoding"]] = curve
     return found
 
 
