@@ -28,12 +28,14 @@ from lrpe_fairseq.experiments import (
     sweeps,
     training,
 )
+from lrpe_fairseq.experiments.corpus import SPLITS
 from lrpe_fairseq.experiments.layout import load_table
 from lrpe_fairseq.experiments.lm import LMRun
 from lrpe_fairseq.experiments.processes import Busy, Children
 from lrpe_fairseq.experiments.runs import read_run, write_run
 from lrpe_fairseq.experiments.training import CONFIGS, ROOT, Devices, RunFailed
 from tests.end_to_end.conftest import corpus  # noqa: F401  (a fixture)
+from tests.test_data_prep import multi30k, newstest, wmt14
 
 TRAIN_SH = ROOT / "scripts" / "train.sh"
 TABLES = [load_table(path) for path in sorted((ROOT / "configs" / "tables").glob("*.yaml"))]
@@ -118,6 +120,30 @@ def test_every_run_of_a_table_sets_only_keys_that_its_configuration_knows(table,
             if all(OmegaConf.select(config, key) is None for config in known)
         ]
         assert missing in ([], ["model.fidelity"])
+
+
+TEST_SETS = {  # of data with other splits than train, valid and test
+    "multi30k": set(multi30k.FILES),
+    "newstest": {"train", *newstest.HELD_OUT},
+    "wmt14-en-de": {"train", *wmt14.HELD_OUT},
+}
+
+
+@pytest.mark.parametrize(
+    ("table", "scale"), [pytest.param(t, s, id=f"{t.name}-{s}") for t in TABLES for s in t.scales]
+)
+def test_a_table_shows_no_split_that_is_not_prepared(table, scale):
+    for run in run_table.runs(table, scale, [1]):
+        assert {split for split, _ in run.evaluations} <= TEST_SETS.get(run.data.name, set(SPLITS))
+
+
+def test_a_split_that_is_not_there_is_noticed_before_anything_is_trained(one_run):
+    (one_run.data / "bin").mkdir(parents=True)
+    (one_run.data / "bin" / "dict.txt").touch()
+    one_run.require_inputs()  # without a manifest nothing is known
+    (one_run.data / "manifest.json").write_text(json.dumps({"splits": {"train": {}, "valid": {}}}))
+    with pytest.raises(RunFailed, match="has no split test, which is to be evaluated"):
+        one_run.require_inputs()
 
 
 def test_a_cell_that_another_table_has_too_is_trained_there():

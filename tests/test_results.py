@@ -366,6 +366,16 @@ def test_runs_with_unequal_budgets_do_not_share_a_table(root):
         tables.render(root)
 
 
+def test_a_column_of_one_scale_is_not_shown_at_another(root):
+    edit_table(root, "key: test, title: test,", "key: test, title: test, scales: [small],")
+    save(root, "a", metrics=ppl(60.0))
+    save(root, "b", metrics=ppl(50.0), scale="paper")
+    small, large = tables.render(root).split("### ")[1:]
+    assert "| test |" in small
+    assert "| test |" not in large
+    assert "| valid |" in large
+
+
 def test_scales_and_data_sets_are_shown_apart(root):
     save(root, "a", metrics=ppl(11.0))
     save(root, "b", metrics=ppl(22.0), scale="paper")
@@ -464,6 +474,7 @@ WRONG_TABLES = {
     "no such baseline": ("baseline: Base", "baseline: Bass", "has no 'Bass'"),
     "an unknown attention": ("[softmax]", "[vanilla]", "row T5 needs attention types"),
     "a split without protocol": ("protocol: blocks, ", "", "split and protocol together"),
+    "a column of no scale": ("title: test,", "title: test, scales: [huge],", "no scale huge"),
     "half a fixed half": ("baseline:", "fixed: {side: decoder}\nbaseline:", "fixed needs side"),
     "a number in a note": ("curves:", "notes: {small: it is 5.5}\ncurves:", "states 5.5 itself"),
 }

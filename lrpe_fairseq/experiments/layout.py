@@ -27,7 +27,8 @@ class Column:
     key: its name in ``method`` and in notes. title: its heading. attention: ``linear`` or
     ``softmax``. metric, with split and protocol: a number of the run's ``metrics``; without
     them: a field of the run, such as ``tokens_per_second``. dataset: only runs on it (columns
-    of one table that differ in data set). overrides: options that differ. relative: as a
+    of one table that differ in data set). scales: those whose data have the split; all if left
+    out. overrides: options that differ. relative: as a
     fraction of the baseline row. best_over: an option; of each seed's runs that differ in it
     only the best counts. mean_of: keys of the columns that this one averages, instead of a
     metric. paper: the published cell beside it: ``file`` and the values of its columns.
@@ -40,6 +41,7 @@ class Column:
     split: str = ""
     protocol: str = ""
     dataset: str = ""
+    scales: list[str] = field(default_factory=list)
     overrides: Options = field(default_factory=dict)
     relative: bool = False
     best_over: str = ""
@@ -97,6 +99,11 @@ class Table:
     brief: bool = False
     curves: list[str] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
+
+    def at(self, scale: str) -> "Table":
+        """The table with the columns that this scale has."""
+        kept = [column for column in self.columns if scale in (column.scales or [scale])]
+        return dataclasses.replace(self, columns=kept)
 
     def column(self, key: str) -> Column:
         """The column called ``key``. Raises: ValueError if there is none."""
@@ -195,6 +202,9 @@ def _check_column(table: Table, column: Column) -> None:
         raise ValueError(f"column {column.key} needs either a metric or mean_of")
     if bool(column.split) != bool(column.protocol):
         raise ValueError(f"column {column.key} needs split and protocol together, or neither")
+    for scale in column.scales:
+        if scale not in table.scales:
+            raise ValueError(f"column {column.key} is for no scale {scale} of the table")
     for key in column.mean_of:
         table.column(key)
 

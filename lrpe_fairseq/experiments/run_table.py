@@ -94,8 +94,9 @@ def runs(table: Table, scale: str, seeds: Sequence[int]) -> list[TrainingRun]:
 
     Raises: ValueError if the table has no such scale, or no family of models trains it.
     """
+    table, *others = (t.at(scale) for t in (table, *map(load_named, table.experiments[1:])))
     homes = {cell.recipe: (table, cell) for cell in cells(table)}
-    for other in map(load_named, table.experiments[1:]):
+    for other in others:
         homes |= {cell.recipe: (other, cell) for cell in cells(other) if cell.recipe in homes}
     config = _config(table, scale)
     make = _finetuning if table.pretrained else _run

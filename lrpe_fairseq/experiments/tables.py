@@ -114,6 +114,7 @@ def _table(root: Path, table: Table, runs: Runs) -> list[str]:
 
 
 def _group(root: Path, table: Table, group: Group) -> list[str]:
+    table = table.at(group.scale)
     scale = f"scale {group.scale}"
     if group.scale in table.scales:
         scale += f" (`{table.scales[group.scale]}`)"

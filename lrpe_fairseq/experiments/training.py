@@ -239,6 +239,13 @@ class TrainingRun(ABC):
     def require_inputs(self) -> None:
         """Raise RunFailed, with what helps, if something that the run reads is not there."""
         require_data(self.data)
+        splits = manifest(self.data).get("splits", {})
+        for split, _ in self.evaluations:
+            if splits and split not in splits:
+                raise RunFailed(
+                    f"{relative(self.data)} has no split {split}, which is to be evaluated; it has "
+                    f"{', '.join(splits)}"
+                )
 
     def ready_to_resume(self, say: Callable[[str], None]) -> int:
         """The updates that a sound checkpoint of these settings has seen; others are removed."""
