@@ -376,6 +376,16 @@ def test_a_column_of_one_scale_is_not_shown_at_another(root):
     assert "| valid |" in large
 
 
+def test_a_scale_may_have_some_rows_only(root):
+    edit_table(root, "curves:", "rows_of: {paper: [Base, SPE]}\ncurves:")
+    save(root, "a", metrics=ppl(60.0), curve=CURVE)
+    save(root, "b", metrics=ppl(50.0), curve=CURVE, scale="paper")
+    small, large = tables.render(root).split("### ")[1:]
+    assert "| RoPE | `rope` | not run" in small
+    assert "| SPE | `spe` | not run" in large
+    assert "RoPE" not in large
+
+
 def test_scales_and_data_sets_are_shown_apart(root):
     save(root, "a", metrics=ppl(11.0))
     save(root, "b", metrics=ppl(22.0), scale="paper")
@@ -475,6 +485,8 @@ WRONG_TABLES = {
     "an unknown attention": ("[softmax]", "[vanilla]", "row T5 needs attention types"),
     "a split without protocol": ("protocol: blocks, ", "", "split and protocol together"),
     "a column of no scale": ("title: test,", "title: test, scales: [huge],", "no scale huge"),
+    "rows of no scale": ("curves:", "rows_of: {huge: [Base]}\ncurves:", "no scale huge"),
+    "a scale's row that is not there": ("curves:", "rows_of: {small: [X]}\ncurves:", "has no 'X'"),
     "half a fixed half": ("baseline:", "fixed: {side: decoder}\nbaseline:", "fixed needs side"),
     "a number in a note": ("curves:", "notes: {small: it is 5.5}\ncurves:", "states 5.5 itself"),
 }

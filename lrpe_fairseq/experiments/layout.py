@@ -7,6 +7,7 @@ by the row's and the column's ``overrides``) has the cell's value in the run's `
 """
 
 import dataclasses
+import itertools
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,7 +72,8 @@ class Table:
     """One table.
 
     experiments: folders under results/runs; new runs go to the first, cells are filled from all.
-    scales: scale -> training configuration, in order of display. options: the options that tell
+    scales: scale -> training configuration, in order of display. rows_of: scale -> labels of the
+    rows that it has, where it is not to have all. options: the options that tell
     cells apart, each with its usual value. same: options that all runs of one scale must share.
     fixed: ``side`` (encoder or decoder), ``encoding`` and ``attention`` of the half that all cells
     share, for encoder-decoder models (rows and columns speak of the other half). pretrained: the
@@ -91,6 +93,7 @@ class Table:
     better: str
     columns: list[Column]
     rows: list[Row]
+    rows_of: dict[str, list[str]] = field(default_factory=dict)
     options: Options = field(default_factory=dict)
     same: list[str] = field(default_factory=list)
     fixed: dict[str, str] = field(default_factory=dict)
@@ -101,9 +104,11 @@ class Table:
     notes: dict[str, str] = field(default_factory=dict)
 
     def at(self, scale: str) -> "Table":
-        """The table with the columns that this scale has."""
-        kept = [column for column in self.columns if scale in (column.scales or [scale])]
-        return dataclasses.replace(self, columns=kept)
+        """The table with the columns and rows that this scale has."""
+        columns = [column for column in self.columns if scale in (column.scales or [scale])]
+        rows = [row for row in self.rows if row.label in self.rows_of.get(scale, [row.label])]
+        curves = [label for label in self.curves if label in {row.label for row in rows}]
+        return dataclasses.replace(self, columns=columns, rows=rows, curves=curves)
 
     def column(self, key: str) -> Column:
         """The column called ``key``. Raises: ValueError if there is none."""
@@ -160,9 +165,12 @@ def _check(table: Table) -> None:
     _check_unique([row.label for row in table.rows])
     _check_unique([column.key for column in table.columns])
     _check_overrides(table)
+    for scale in itertools.chain(table.rows_of, *(column.scales for column in table.columns)):
+        if scale not in table.scales:
+            raise ValueError(f"there is no scale {scale}; there are {', '.join(table.scales)}")
     if table.better not in ("lower", "higher"):
         raise ValueError(f"better must be lower or higher, not {table.better!r}")
-    for label in [table.baseline, *table.curves]:
+    for label in [table.baseline, *table.curves, *itertools.chain(*table.rows_of.values())]:
         table.row(label)
     for row in table.rows:
         _check_row(table, row)
@@ -202,9 +210,6 @@ def _check_column(table: Table, column: Column) -> None:
         raise ValueError(f"column {column.key} needs either a metric or mean_of")
     if bool(column.split) != bool(column.protocol):
         raise ValueError(f"column {column.key} needs split and protocol together, or neither")
-    for scale in column.scales:
-        if scale not in table.scales:
-            raise ValueError(f"column {column.key} is for no scale {scale} of the table")
     for key in column.mean_of:
         table.column(key)
 
