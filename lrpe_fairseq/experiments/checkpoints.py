@@ -124,7 +124,9 @@ def newest(folder: Path, count: int) -> list[Path]:
     """
     found = sorted(folder.glob("checkpoint_*_*.pt"), key=lambda path: int(path.stem.split("_")[-1]))
     if not found:
-        raise ValueError(f"{folder} has no periodic checkpoints to average")
+        raise ValueError(
+            f"{folder} has no periodic checkpoints to average: evaluate one alone (--average 1)"
+        )
     return found[-count:]
 
 

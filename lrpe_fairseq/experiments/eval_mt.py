@@ -34,10 +34,10 @@ def evaluate(checkpoint: Path, data: Path, splits: list[str], decoding: Decoding
     Raises: ValueError if there are no such checkpoints, RunFailed if they do not fit the data or
         a sentence is not translated.
     """
+    checkpoints.load(checkpoint)
     used = checkpoint
     if decoding.average > 1:
-        used = checkpoint.parent / translation.AVERAGED
-        checkpoints.average(checkpoints.newest(checkpoint.parent, decoding.average), used)
+        used, decoding = decoding.mean(checkpoint.parent)
     logs = checkpoint.absolute().parent
     generate = functools.partial(
         training.run_child, Children(), devices=training.Devices(), lock=None

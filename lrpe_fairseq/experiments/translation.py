@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,6 +33,16 @@ class Decoding:
     beam: int = 4
     length_penalty: float = 0.6
     average: int = 5
+
+    def mean(self, folder: Path) -> "tuple[Path, Decoding]":
+        """The mean of the last checkpoints in ``folder``, written beside them; and what it is:
+        if there are fewer than ``average``, of as many as there are.
+
+        Raises: ValueError if there is none.
+        """
+        found = checkpoints.newest(folder, self.average)
+        checkpoints.average(found, folder / AVERAGED)
+        return folder / AVERAGED, replace(self, average=len(found))
 
     def sentence(self, signature: str) -> str:
         """The protocol, as a run file states it."""
@@ -81,11 +91,10 @@ class TranslationRun(TrainingRun):
 
     def measure(self, children: Children, devices: Devices, lock: int) -> Run:
         """BLEU and chrF of every split of ``evaluations``."""
-        averaged = self.checkpoints / AVERAGED
-        checkpoints.average(checkpoints.newest(self.checkpoints, self.decoding.average), averaged)
+        averaged, decoding = self.decoding.mean(self.checkpoints)
         splits = [split for split, _ in self.evaluations]
         generate = functools.partial(run_child, children, devices=devices, lock=lock)
-        return measure(averaged, self.data, splits, self.decoding, self.folder, generate)
+        return measure(averaged, self.data, splits, decoding, self.folder, generate)
 
 
 def measure(

@@ -361,6 +361,10 @@ def test_the_script_scores_a_checkpoint_or_the_mean_of_the_last(
     assert found["position_encoding"]["encoder"] == "lrpe-type3"
     assert found["metrics"]["test"]["beam"]["sentences"] == 30
     assert "test, beam: bleu" in capsys.readouterr().out
+    assert eval_mt.main([*given, "--average", "9", "--beam", "1", *out]) == 0
+    there = len(list(folder.glob("checkpoint_*_*.pt")))  # fewer than nine
+    said = read_run(tmp_path / "run.json")["protocol"]["beam"]
+    assert f"mean of the last {there} checkpoints, beam 1" in said
     assert eval_mt.main([*given, "--average", "1"]) == 0
     assert "one model, beam 4" in read_run(folder / "checkpoint_last.json")["protocol"]["beam"]
 
@@ -380,7 +384,10 @@ def test_what_cannot_be_translated_gets_one_sentence_and_no_result(
         return error
 
     assert "nowhere is not there" in said(checkpoint, "nowhere")
-    assert "absent.pt is not there" in said(str(tmp_path / "absent.pt"), str(prepared))
+    absent = str(tmp_path / "absent.pt")
+    assert eval_mt.main([absent, str(prepared)]) == 1  # averaging, as it does by default
+    assert "absent.pt is not there" in capsys.readouterr().err
+    assert "absent.pt is not there" in said(absent, str(prepared))
     words = (prepared / "bin" / "dict.de.txt").read_text()
     (prepared / "bin" / "dict.de.txt").write_text("".join(reversed(words.splitlines(True))))
     assert "dict.de.txt is not the dictionary" in said(checkpoint, str(prepared))
