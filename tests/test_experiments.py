@@ -214,6 +214,7 @@ def test_a_value_that_hydra_would_misread_is_quoted():
         (["tableX"], "there is no table tableX; there are"),
         (["table2", "--rows", "Typo"], "table table2 has no 'Typo'; it has Base"),
         (["table2", "--scale", "huge"], "table table2 has no scale huge"),
+        (["table4", "--scale", "newstest", "--rows", "Base", "T5"], "no 'T5'; it has Base, Type2"),
         (["table2", "--rows", "T5", "--attention", "linear"], "has no such cells"),
     ],
 )

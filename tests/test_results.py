@@ -486,7 +486,8 @@ WRONG_TABLES = {
     "a split without protocol": ("protocol: blocks, ", "", "split and protocol together"),
     "a column of no scale": ("title: test,", "title: test, scales: [huge],", "no scale huge"),
     "rows of no scale": ("curves:", "rows_of: {huge: [Base]}\ncurves:", "no scale huge"),
-    "a scale's row that is not there": ("curves:", "rows_of: {small: [X]}\ncurves:", "has no 'X'"),
+    "no such row": ("curves:", "rows_of: {small: [Base, X]}\ncurves:", "has no 'X'"),
+    "no baseline": ("curves:", "rows_of: {small: [T5]}\ncurves:", "lacks the baseline"),
     "half a fixed half": ("baseline:", "fixed: {side: decoder}\nbaseline:", "fixed needs side"),
     "a number in a note": ("curves:", "notes: {small: it is 5.5}\ncurves:", "states 5.5 itself"),
 }

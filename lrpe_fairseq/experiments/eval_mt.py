@@ -34,7 +34,7 @@ def evaluate(checkpoint: Path, data: Path, splits: list[str], decoding: Decoding
     Raises: ValueError if there are no such checkpoints, RunFailed if they do not fit the data or
         a sentence is not translated.
     """
-    checkpoints.load(checkpoint)
+    checkpoints.load(checkpoint)  # or raises, before a mean is written
     used = checkpoint
     if decoding.average > 1:
         used, decoding = decoding.mean(checkpoint.parent)

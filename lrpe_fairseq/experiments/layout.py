@@ -28,8 +28,8 @@ class Column:
     key: its name in ``method`` and in notes. title: its heading. attention: ``linear`` or
     ``softmax``. metric, with split and protocol: a number of the run's ``metrics``; without
     them: a field of the run, such as ``tokens_per_second``. dataset: only runs on it (columns
-    of one table that differ in data set). scales: those whose data have the split; all if left
-    out. overrides: options that differ. relative: as a
+    of one table that differ in data set). scales: those that have the column, such as the ones
+    whose data have the split; all if left out. overrides: options that differ. relative: as a
     fraction of the baseline row. best_over: an option; of each seed's runs that differ in it
     only the best counts. mean_of: keys of the columns that this one averages, instead of a
     metric. paper: the published cell beside it: ``file`` and the values of its columns.
@@ -73,15 +73,15 @@ class Table:
 
     experiments: folders under results/runs; new runs go to the first, cells are filled from all.
     scales: scale -> training configuration, in order of display. rows_of: scale -> labels of the
-    rows that it has, where it is not to have all. options: the options that tell
-    cells apart, each with its usual value. same: options that all runs of one scale must share.
-    fixed: ``side`` (encoder or decoder), ``encoding`` and ``attention`` of the half that all cells
-    share, for encoder-decoder models (rows and columns speak of the other half). pretrained: the
-    table whose runs of seed 1 are fine-tuned. rates: scale -> learning rates to try with every
-    cell, and to show; a scale without any uses its configuration's. brief: a cell is our number
-    and the paper's alone, without their difference and the distance from the baseline. curves:
-    labels of the rows in the figure of validation curves. notes: scale -> text; it states numbers
-    as ``[[row label | column key]]`` only.
+    rows that it has, where it is not to have all; the baseline is one of them. options: the options
+    that tell cells apart, each with its usual value. same: options that all runs of one scale
+    must share. fixed: ``side`` (encoder or decoder), ``encoding`` and ``attention`` of the half
+    that all cells share, for encoder-decoder models (rows and columns speak of the other half).
+    pretrained: the table whose runs of seed 1 are fine-tuned. rates: scale -> learning rates to
+    try with every cell, and to show; a scale without any uses its configuration's. brief: a cell
+    is our number and the paper's alone, without their difference and the distance from the
+    baseline. curves: labels of the rows in the figure of validation curves. notes: scale -> text;
+    it states numbers as ``[[row label | column key]]`` only.
     """
 
     name: str
@@ -168,6 +168,9 @@ def _check(table: Table) -> None:
     for scale in itertools.chain(table.rows_of, *(column.scales for column in table.columns)):
         if scale not in table.scales:
             raise ValueError(f"there is no scale {scale}; there are {', '.join(table.scales)}")
+    for scale, labels in table.rows_of.items():
+        if table.baseline not in labels:
+            raise ValueError(f"rows_of {scale} lacks the baseline {table.baseline}")
     if table.better not in ("lower", "higher"):
         raise ValueError(f"better must be lower or higher, not {table.better!r}")
     for label in [table.baseline, *table.curves, *itertools.chain(*table.rows_of.values())]:

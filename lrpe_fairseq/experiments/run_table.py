@@ -6,6 +6,7 @@ under ``runs/``.
 """
 
 import argparse
+import dataclasses
 import itertools
 import os
 import re
@@ -203,7 +204,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--rows", nargs="+", metavar="ROW", help="labels; all rows if left out")
     add("--attention", nargs="+", metavar="TYPE", choices=("linear", "softmax"))
     add("--seeds", type=int, default=SEEDS, metavar="N", help="seeds 1 to N")
-    add("--scale", default="small", help="small (the default) or paper")
+    add("--scale", default="small", help="small (the default), paper or another of the table's")
     add("--jobs", type=int, default=1, metavar="J", help="runs at a time")
     add("--gpus", type=int, metavar="G", help="GPUs for each run (default: one, or all for one)")
     add("--from", dest="source", type=Path, metavar="DIR", help="files to prepare the data from")
@@ -218,7 +219,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _select(options: argparse.Namespace) -> list[TrainingRun]:
-    table = load_named(options.table)
+    table = load_named(options.table).at(options.scale)
     labels = [table.row(label).label for label in options.rows or [r.label for r in table.rows]]
     if options.seeds < 1 or options.jobs < 1:
         raise ValueError("--seeds and --jobs must be at least 1")
@@ -235,7 +236,7 @@ def _select(options: argparse.Namespace) -> list[TrainingRun]:
 
 def _rows_only(table: Table, labels: Sequence[str]) -> Table:
     rows = [row for row in table.rows if row.label in labels]
-    return Table(**{**vars(table), "rows": rows})
+    return dataclasses.replace(table, rows=rows)
 
 
 def _show(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:

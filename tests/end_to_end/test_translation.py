@@ -46,7 +46,8 @@ SIDES = ("encoder", "decoder")
 
 
 def every_case(test: Callable) -> Callable:
-    """Every encoding, attention type and normalizer in the encoder, and in the decoder."""
+    """In the encoder and in the decoder: every encoding with every attention type, and the other
+    normalizers with Type 2."""
     cases = pytest.mark.parametrize(("attention", "encoding", "normalizer"), CASES)(test)
     return pytest.mark.parametrize("side", SIDES)(cases)
 
