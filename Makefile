@@ -27,7 +27,7 @@ $(INSTALLED): setup.py
 	touch $@
 
 quickstart: install  ## train LRPE beside its baselines on real text; prints one table
-	$(BIN)/python -m lrpe_fairseq.experiments.quickstart
+	$(BIN)/python -m lrpe_fairseq.experiments.commands.quickstart
 
 test: install  ## prove that it is right, end-to-end cases included
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
@@ -44,5 +44,5 @@ bench: install  ## time attention and every encoding against their baselines
 	$(BIN)/python -m benchmarks.run
 
 tables: install  ## render results/README.md and docs/cost.md from the run files
-	$(BIN)/python -m lrpe_fairseq.experiments.tables
-	$(BIN)/python -m lrpe_fairseq.experiments.cost
+	$(BIN)/python -m lrpe_fairseq.experiments.report.tables
+	$(BIN)/python -m lrpe_fairseq.experiments.report.cost

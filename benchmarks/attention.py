@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.timing import Timing, contest
-from lrpe_fairseq.attention import native
 from lrpe_fairseq.attention.linear import KERNELS, linear_attention, linear_attention_naive
-from lrpe_fairseq.encodings import kernels
+from lrpe_fairseq.kernels import causal_cpu, loader
 
 HEADS, WIDTH = 8, 64
 TOKENS = {"cpu": 2**12, "cuda": 2**18}  # of a batch, unless one sequence is longer
@@ -47,7 +46,7 @@ def causal_forms(device: str) -> dict[str, Callable]:
 
 def has_kernel(device: str) -> bool:
     """Whether causal linear attention has a kernel there."""
-    found = kernels.compiled(native.SOURCE) if device == "cpu" else kernels.load(KERNELS)
+    found = loader.compiled(causal_cpu.SOURCE) if device == "cpu" else loader.load(KERNELS)
     return found is not None
 
 
@@ -109,8 +108,8 @@ def _agree(fast: Callable, given: Tensor, slow: Callable, exact: Tensor, toleran
 
 def chunked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Our causal linear attention in PyTorch."""
-    nowhere = mock.patch.object(native, "serves", return_value=False)
-    with nowhere, mock.patch.object(kernels, "load", return_value=None):
+    nowhere = mock.patch.object(causal_cpu, "serves", return_value=False)
+    with nowhere, mock.patch.object(loader, "load", return_value=None):
         return linear_attention(q, k, v, causal=True)
 
 

@@ -17,7 +17,7 @@ from benchmarks.training import serves_linear
 from lrpe_fairseq.attention.linear import EPS
 from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
 from lrpe_fairseq.encodings import ENCODINGS, QueryKeyEncoding, build_encoding
-from lrpe_fairseq.experiments.readme import replace_between
+from lrpe_fairseq.experiments.report.readme import replace_between
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "denominators.md"
 HEADS, WIDTH, LENGTH, DRAWS = 8, 64, 512, 20

@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.run [PART …]`` measures all parts or those named, prints each as a table and
 writes it to results/bench/<device>/<part>.json with its provenance; docs/speed.md is rendered from
-these files (``python -m lrpe_fairseq.experiments.speed``). A speed-up is measured only after the
-contestants have been found equal.
+these files (``python -m lrpe_fairseq.experiments.report.speed``). A speed-up is measured only after
+the contestants have been found equal.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import attention, decoding, encoding, lengths, phases, profiles, training
-from lrpe_fairseq.experiments.runs import environment
+from lrpe_fairseq.experiments.records.runs import environment
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "bench"
 PARTS: dict[str, Callable[[argparse.Namespace], list[dict]]] = {

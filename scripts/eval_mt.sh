@@ -10,4 +10,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python
 [ -x "$python" ] || python=python3
-exec "$python" -m lrpe_fairseq.experiments.eval_mt "$@"
+exec "$python" -m lrpe_fairseq.experiments.commands.eval_mt "$@"

@@ -25,8 +25,8 @@ from types import ModuleType
 import pytest
 import sentencepiece
 
-from lrpe_fairseq.experiments import corpus as prep
-from lrpe_fairseq.experiments.pieces import SentencePiece
+from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.data.pieces import SentencePiece
 
 DATA_PREP = Path(__file__).resolve().parents[1] / "data-prep"
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lrpe_fairseq.experiments import doctor
+from lrpe_fairseq.experiments.commands import doctor
 
 
 def test_a_sound_environment_passes_every_check(capsys):

@@ -16,24 +16,17 @@ import torch
 from fairseq.dataclass.configs import FairseqConfig
 from omegaconf import OmegaConf
 
-from lrpe_fairseq.experiments import (
-    checkpoints,
-    cost,
-    fairseq_log,
-    lm,
-    processes,
-    quickstart,
-    run_table,
-    schedule,
-    sweeps,
-    training,
-)
-from lrpe_fairseq.experiments.corpus import SPLITS
-from lrpe_fairseq.experiments.layout import load_table
-from lrpe_fairseq.experiments.lm import LMRun
-from lrpe_fairseq.experiments.processes import Busy, Children
-from lrpe_fairseq.experiments.runs import read_run, write_run
-from lrpe_fairseq.experiments.training import CONFIGS, ROOT, Devices, RunFailed
+from lrpe_fairseq.experiments.commands import quickstart, run_table
+from lrpe_fairseq.experiments.data.corpus import SPLITS
+from lrpe_fairseq.experiments.families import lm
+from lrpe_fairseq.experiments.families.lm import LMRun
+from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, sweeps
+from lrpe_fairseq.experiments.records.layout import load_table
+from lrpe_fairseq.experiments.records.runs import read_run, write_run
+from lrpe_fairseq.experiments.report import cost
+from lrpe_fairseq.experiments.runner import processes, schedule, training
+from lrpe_fairseq.experiments.runner.processes import Busy, Children
+from lrpe_fairseq.experiments.runner.training import CONFIGS, ROOT, Devices, RunFailed
 from tests.end_to_end.conftest import corpus  # noqa: F401  (a fixture)
 from tests.test_data_prep import multi30k, newstest, wmt14
 
@@ -560,7 +553,7 @@ STOPPED = """
 import sys
 from pathlib import Path
 from tests.test_experiments import FakeJob
-from lrpe_fairseq.experiments import schedule
+from lrpe_fairseq.experiments.runner import schedule
 folder = Path(sys.argv[1])
 job = FakeJob(folder / "long", "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
 try:

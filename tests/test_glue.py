@@ -14,9 +14,9 @@ import pytest
 from scipy import stats
 from sklearn import metrics
 
-from lrpe_fairseq.experiments import corpus as prep
-from lrpe_fairseq.experiments import glue
-from lrpe_fairseq.experiments.pieces import GPT2, SentencePiece, tokenizer_of
+from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.data import glue
+from lrpe_fairseq.experiments.data.pieces import GPT2, SentencePiece, tokenizer_of
 from tests.test_data_prep import load, refusal
 
 prepare_glue = load("glue")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lrpe_fairseq.experiments.runs import read_runs, write_run
+from lrpe_fairseq.experiments.records.runs import read_runs, write_run
 from tests.end_to_end.commands import Corpus
 from tests.test_experiments import a_record
 from tests.tiny_table import (

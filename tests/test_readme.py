@@ -9,10 +9,16 @@ import pytest
 
 from lrpe_fairseq.encodings import ENCODINGS
 from lrpe_fairseq.encodings.fidelity import DEPARTURES
-from lrpe_fairseq.experiments import cost, readme, speed
-from lrpe_fairseq.experiments.readme import README, between, encodings_table, quickstart, render
-from lrpe_fairseq.experiments.runs import read_runs
-from lrpe_fairseq.experiments.sweeps import read_sweeps
+from lrpe_fairseq.experiments.records.runs import read_runs
+from lrpe_fairseq.experiments.records.sweeps import read_sweeps
+from lrpe_fairseq.experiments.report import cost, readme, speed
+from lrpe_fairseq.experiments.report.readme import (
+    README,
+    between,
+    encodings_table,
+    quickstart,
+    render,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -32,7 +38,7 @@ def committed_results(monkeypatch):
 
 def test_the_generated_parts_of_the_readme_are_fresh():
     text = README.read_text(encoding="utf-8")
-    assert render(text) == text, "run python -m lrpe_fairseq.experiments.readme"
+    assert render(text) == text, "run python -m lrpe_fairseq.experiments.report.readme"
 
 
 def test_the_encodings_table_has_a_row_for_every_name():
@@ -116,7 +122,7 @@ def test_the_cost_of_a_table_is_trainings_times_updates_times_tokens():
 
 def test_docs_speed_is_that_of_the_committed_clocks():
     text = speed.PAGE.read_text(encoding="utf-8")
-    assert speed.render(text) == text, "run python -m lrpe_fairseq.experiments.speed"
+    assert speed.render(text) == text, "run python -m lrpe_fairseq.experiments.report.speed"
 
 
 def test_a_part_that_was_not_measured_says_so(monkeypatch):

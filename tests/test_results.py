@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lrpe_fairseq.experiments import cells, run_table, tables
-from lrpe_fairseq.experiments.curves import mean_curve, panels, validation_curves
-from lrpe_fairseq.experiments.layout import load_table, load_tables
-from lrpe_fairseq.experiments.runs import (
+from lrpe_fairseq.experiments.commands import run_table
+from lrpe_fairseq.experiments.records.layout import load_table, load_tables
+from lrpe_fairseq.experiments.records.runs import (
     FIELDS,
     environment,
     read_run,
@@ -21,6 +20,8 @@ from lrpe_fairseq.experiments.runs import (
     validate,
     write_run,
 )
+from lrpe_fairseq.experiments.report import cells, tables
+from lrpe_fairseq.experiments.report.curves import mean_curve, panels, validation_curves
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPER = ROOT / "results" / "paper"

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lrpe_fairseq.experiments import corpus as prep
-from lrpe_fairseq.experiments.glue import TASKS, GlueTask, named
-from lrpe_fairseq.experiments.pieces import Tokenizer, tokenizer_of
+from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.data.glue import TASKS, GlueTask, named
+from lrpe_fairseq.experiments.data.pieces import Tokenizer, tokenizer_of
 
 GLUE = "https://dl.fbaipublicfiles.com/glue/data/"
 ARCHIVES = {

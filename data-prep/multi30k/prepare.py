@@ -8,8 +8,8 @@ See the README beside this file for source, terms, checksums and counts.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lrpe_fairseq.experiments import corpus as prep
-from lrpe_fairseq.experiments import parallel
+from lrpe_fairseq.experiments.data import bitext
+from lrpe_fairseq.experiments.data import corpus as prep
 
 URL = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw/"
 LANGUAGES = ("en", "de")
@@ -52,17 +52,17 @@ def prepare(
     prep.say(f"Multi30k, English to German -> {dest}")
     steps = prep.Steps(dest, "multi30k", "bpe")
     texts = obtain(dest / "raw", from_dir, sha256)
-    found = parallel.require_pairs(texts, LANGUAGES)
+    found = bitext.require_pairs(texts, LANGUAGES)
     if found != pairs:
         raise SystemExit(f"Multi30k has {pairs} pairs, not {found}: fetch its files again.")
-    tokenizer = parallel.run_sentencepiece(steps, texts["train"], LANGUAGES, vocab_size)
-    parallel.run_pieces(steps, texts, LANGUAGES, tokenizer, workers)
-    return parallel.report(steps.finish(lambda: parallel.count(dest, texts, LANGUAGES)))
+    tokenizer = bitext.run_sentencepiece(steps, texts["train"], LANGUAGES, vocab_size)
+    bitext.run_pieces(steps, texts, LANGUAGES, tokenizer, workers)
+    return bitext.report(steps.finish(lambda: bitext.count(dest, texts, LANGUAGES)))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare the corpus."""
-    args = parallel.arguments(__doc__, argv)
+    args = bitext.arguments(__doc__, argv)
     prepare(args.dest, vocab_size=args.vocab_size, from_dir=args.from_dir, workers=args.workers)
 
 

@@ -9,8 +9,8 @@ train. See the README beside this file: this is a check of the WMT path, not the
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from lrpe_fairseq.experiments import corpus as prep
-from lrpe_fairseq.experiments import parallel
+from lrpe_fairseq.experiments.data import bitext
+from lrpe_fairseq.experiments.data import corpus as prep
 
 URL = "https://raw.githubusercontent.com/Helsinki-NLP/OPUS-MT-testsets/master/testsets/eng-deu/"
 LANGUAGES = {"en": "eng", "de": "deu"}  # ours -> the repository's
@@ -62,7 +62,7 @@ def obtain(
         for ours, theirs in LANGUAGES.items():
             file = f"{name}.{ours}"
             prep.obtain(file, [f"{URL}{name}.{theirs}"], sha256[file], raw, from_dir)
-    found = parallel.require_pairs({name: raw / name for name in pairs}, list(LANGUAGES))
+    found = bitext.require_pairs({name: raw / name for name in pairs}, list(LANGUAGES))
     if found != pairs:
         raise SystemExit(f"The test sets have {pairs} pairs, not {found}: fetch them again.")
 
@@ -70,7 +70,7 @@ def obtain(
 def join(raw: Path, names: Iterable[str], target: Path) -> None:
     """The train split: all sets that are not held out, in order."""
     for language in LANGUAGES:
-        with prep.written_whole(parallel.side(target, language)) as out:
+        with prep.written_whole(bitext.side(target, language)) as out:
             for name in names:
                 out.write((raw / f"{name}.{language}").read_text(encoding="utf-8"))
 
@@ -90,18 +90,18 @@ def prepare(
     obtain(raw, from_dir, pairs, sha256)
     rest = [name for name in pairs if name not in HELD_OUT.values()]
     reads = {f"{n}.{language}": raw / f"{n}.{language}" for n in rest for language in LANGUAGES}
-    writes = [parallel.side(train, language) for language in LANGUAGES]
+    writes = [bitext.side(train, language) for language in LANGUAGES]
     steps.run("join", reads, writes, lambda: join(raw, rest, train))
     texts = {"train": train, **{split: raw / name for split, name in HELD_OUT.items()}}
     languages = list(LANGUAGES)
-    tokenizer = parallel.run_sentencepiece(steps, train, languages, vocab_size)
-    parallel.run_pieces(steps, texts, languages, tokenizer, workers)
-    return parallel.report(steps.finish(lambda: parallel.count(dest, texts, languages)))
+    tokenizer = bitext.run_sentencepiece(steps, train, languages, vocab_size)
+    bitext.run_pieces(steps, texts, languages, tokenizer, workers)
+    return bitext.report(steps.finish(lambda: bitext.count(dest, texts, languages)))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare the corpus."""
-    args = parallel.arguments(__doc__, argv)
+    args = bitext.arguments(__doc__, argv)
     prepare(args.dest, vocab_size=args.vocab_size, from_dir=args.from_dir, workers=args.workers)
 
 

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from lrpe_fairseq.experiments import corpus as prep
+from lrpe_fairseq.experiments.data import corpus as prep
 
 # Test suites and third-party packages; the same on every platform, whatever is installed.
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "_bundled"}

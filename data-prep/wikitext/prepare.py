@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lrpe_fairseq.experiments import corpus as prep
-from lrpe_fairseq.experiments.pieces import GPT2, Tokenizer
+from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.data.pieces import GPT2, Tokenizer
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from lrpe_fairseq.experiments import corpus as prep
-from lrpe_fairseq.experiments import parallel
+from lrpe_fairseq.experiments.data import bitext
+from lrpe_fairseq.experiments.data import corpus as prep
 
 LANGUAGES = ("en", "de")
 VOCAB_SIZE = 40_000
@@ -140,7 +140,7 @@ class Segments:
 def join(raw: Path, target: Path, stride: int = 1) -> None:
     """All training texts, one after the other, every ``stride``-th line."""
     for language in LANGUAGES:
-        with prep.written_whole(parallel.side(target, language)) as out:
+        with prep.written_whole(bitext.side(target, language)) as out:
             for name in TRAIN:
                 for number, line in enumerate(prep.read_lines(raw / f"{name}.{language}")):
                     if number % stride == 0:
@@ -165,24 +165,24 @@ def prepare(
     lines = len(LANGUAGES) * sum(counts[name] for name in TRAIN)
     stride = -(-lines // TRAIN_LINES)
     sample = _run_join(steps, "sample", raw, text / "sample" / "train", stride)
-    tokenizer = parallel.run_sentencepiece(steps, sample, LANGUAGES, vocab_size)
+    tokenizer = bitext.run_sentencepiece(steps, sample, LANGUAGES, vocab_size)
     texts = {"train": _run_clean(steps, train, text / "clean" / "train", tokenizer, workers)}
     texts |= {split: raw / name for split, (name, _) in held_out.items()}
-    parallel.run_pieces(steps, texts, LANGUAGES, tokenizer, workers)
+    bitext.run_pieces(steps, texts, LANGUAGES, tokenizer, workers)
 
     def results() -> dict:
-        found = parallel.count(dest, texts, LANGUAGES)
+        found = bitext.count(dest, texts, LANGUAGES)
         kept = found["splits"]["train"]["pairs"]
         return {**found, "sources": counts, "joined": sum(map(counts.get, TRAIN)), "clean": kept}
 
-    manifest = parallel.report(steps.finish(results))
+    manifest = bitext.report(steps.finish(results))
     prep.say(f"  train: {manifest['clean']:,} of {manifest['joined']:,} pairs are clean")
     return manifest
 
 
 def _require_counts(raw: Path, held_out: Mapping[str, tuple[str, int]]) -> dict[str, int]:
     names = [*TRAIN, *(name for name, _ in held_out.values())]
-    counts = parallel.require_pairs({name: raw / name for name in names}, LANGUAGES)
+    counts = bitext.require_pairs({name: raw / name for name in names}, LANGUAGES)
     for name, official in held_out.values():
         if counts[name] != official:
             raise SystemExit(
@@ -194,7 +194,7 @@ def _require_counts(raw: Path, held_out: Mapping[str, tuple[str, int]]) -> dict[
 def _run_join(steps: prep.Steps, step: str, raw: Path, target: Path, stride: int = 1) -> Path:
     files = [f"{name}.{language}" for name in TRAIN for language in LANGUAGES]
     reads = {**{file: raw / file for file in files}, "stride": stride}
-    writes = [parallel.side(target, language) for language in LANGUAGES]
+    writes = [bitext.side(target, language) for language in LANGUAGES]
     steps.run(step, reads, writes, lambda: join(raw, target, stride))
     return target
 
@@ -202,17 +202,17 @@ def _run_join(steps: prep.Steps, step: str, raw: Path, target: Path, stride: int
 def _run_clean(
     steps: prep.Steps, train: Path, target: Path, tokenizer: prep.Tokenizer, workers: int
 ) -> Path:
-    reads = {f"train {language}": parallel.side(train, language) for language in LANGUAGES}
+    reads = {f"train {language}": bitext.side(train, language) for language in LANGUAGES}
     reads |= {file.name: file for file in tokenizer.files}
-    writes = [parallel.side(target, language) for language in LANGUAGES]
-    make = functools.partial(parallel.clean, train, target, LANGUAGES, tokenizer, threads=workers)
+    writes = [bitext.side(target, language) for language in LANGUAGES]
+    make = functools.partial(bitext.clean, train, target, LANGUAGES, tokenizer, threads=workers)
     steps.run("clean", reads, writes, make)
     return target
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare the corpus."""
-    args = parallel.arguments(__doc__, argv, VOCAB_SIZE)
+    args = bitext.arguments(__doc__, argv, VOCAB_SIZE)
     prepare(args.dest, vocab_size=args.vocab_size, from_dir=args.from_dir, workers=args.workers)
 
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.attention import chunked, native
+from lrpe_fairseq.attention import chunked
 from lrpe_fairseq.attention.chunked import block_decay, decay_matrix
-from lrpe_fairseq.encodings import kernels
+from lrpe_fairseq.kernels import causal_cpu, loader
 
 NORMALIZERS = ("rotated", "content", "layernorm", "none")
 """``rotated``: sum of the scores themselves (Eq. 39). ``content``: sum of un-encoded scores, as
@@ -24,7 +24,7 @@ in RoFormer. ``layernorm``: no denominator here, a LayerNorm follows (TMLR). ``n
 EPS = 1e-6
 """Denominators are clamped to this from below, as the authors' code does."""
 
-KERNELS = "lrpe_fairseq.attention.fused"
+KERNELS = "lrpe_fairseq.kernels.causal_triton"
 
 
 class LinearState(NamedTuple):
@@ -104,7 +104,7 @@ def linear_attention(
         wider. A query that sees no key gets zeros.
     Raises: ValueError for an unknown normalizer or arguments that do not fit together.
     """
-    dtype, fast = v.dtype, kernels.load(KERNELS) if causal else None
+    dtype, fast = v.dtype, loader.load(KERNELS) if causal else None
     fast = fast if fast is not None and fast.serves(q, v) else None
     given = (q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
     q, k, v, content = _prepare(*given, widen=fast is None)
@@ -196,7 +196,7 @@ def _causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
     """As ``chunked.causal_sums``, by the fastest form for widened tensors."""
-    form = native if native.serves(q, k, v) else chunked
+    form = causal_cpu if causal_cpu.serves(q, k, v) else chunked
     return form.causal_sums(q, k, v, wanted, log_decay, eps)
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lrpe_fairseq.encodings import blocks, kernels, native
 from lrpe_fairseq.encodings.base import (
     EncodingSpec,
     PositionCache,
@@ -23,10 +22,11 @@ from lrpe_fairseq.encodings.base import (
     check_positions,
     over_heads,
 )
+from lrpe_fairseq.kernels import encode_blocks, encode_cpu, loader
 
 Planes = tuple[Tensor, ...]
 
-KERNELS = "lrpe_fairseq.encodings.fused"
+KERNELS = "lrpe_fairseq.kernels.encode_triton"
 
 BASE = 10000.0
 """Base of the frequencies alpha_t = 10000^(-2t/d) (C.7)."""
@@ -278,9 +278,9 @@ class Permutation(nn.Module):
 
 def permute(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     """x[..., index[..., j]] for x (..., D), where ``inverse`` undoes ``index``; broadcasts."""
-    form = blocks.Form(phi=False, permutes=True)
-    if native.serves(x, form):
-        return native.encode(x, None, (index, inverse), form)
+    form = encode_blocks.Form(phi=False, permutes=True)
+    if encode_cpu.serves(x, form):
+        return encode_cpu.encode(x, None, (index, inverse), form)
     return _Permuted.apply(x, index.expand_as(x), inverse.expand_as(x))
 
 
@@ -386,8 +386,8 @@ def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:
 
     The first 2E features are multiplied as complex numbers x[2i] + i x[2i+1]; the rest stay.
     """
-    form = blocks.Form(phi=False)
-    for able in (native, blocks):
+    form = encode_blocks.Form(phi=False)
+    for able in (encode_cpu, encode_blocks):
         if able.serves(x, form):
             return able.encode(x, None, turn, form)
     width = 2 * turn.shape[-1]
@@ -498,13 +498,13 @@ class LRPE(QueryKeyEncoding):
         fourier = isinstance(self.projection, Fourier)
         if fourier and not isinstance(self.core, Unitary):
             return None
-        form = blocks.Form(
+        form = encode_blocks.Form(
             halves=isinstance(self.projection, OddEven),
             wide=isinstance(self.core, Unitary),
             permutes=isinstance(self.core, Permutation),
             fourier=fourier,
         )
-        forms = (kernels.load(KERNELS), native, blocks)
+        forms = (loader.load(KERNELS), encode_cpu, encode_blocks)
         fast = next((m for m in forms if m is not None and m.serves(x, form)), None)
         if fast is None:
             return None

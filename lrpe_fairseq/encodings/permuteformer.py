@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings import native
 from lrpe_fairseq.encodings.base import EncodingSpec, QueryKeyEncoding, check_positions
-from lrpe_fairseq.encodings.blocks import Form
 from lrpe_fairseq.encodings.lrpe import CyclicPowers, permute
+from lrpe_fairseq.kernels import encode_cpu
+from lrpe_fairseq.kernels.encode_blocks import Form
 
 PUBLISHED_SEED = 0xDEADBEEFDEADBEEF
 """Seed of the one permutation of the departure ``permuteformer-shared-permutation``."""
@@ -59,10 +59,10 @@ class PermuteFormer(QueryKeyEncoding):
     def one_pass(self, x: Tensor, positions: Tensor) -> Callable[[Tensor], Tensor] | None:
         """Permuted 1 + elu(x) where C++ serves x; see :meth:`QueryKeyEncoding.one_pass`."""
         form = Form(permutes=True)
-        if self._grows or not native.serves(x, form):
+        if self._grows or not encode_cpu.serves(x, form):
             return None
         orders = self._orders(positions)
-        return lambda x: native.encode(x, None, orders, form)
+        return lambda x: encode_cpu.encode(x, None, orders, form)
 
     def _orders(self, positions: Tensor) -> tuple[Tensor, ...]:
         """Indices of pi_h^s and of its inverse, (H, T, D) or (B, H, T, D) each."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lrpe_fairseq.attention import chunked, native
+from lrpe_fairseq.attention import chunked
 from lrpe_fairseq.attention.linear import (
     NORMALIZERS,
     linear_attention,
@@ -11,7 +11,7 @@ from lrpe_fairseq.attention.linear import (
     linear_attention_naive,
     reorder_state,
 )
-from lrpe_fairseq.encodings import kernels
+from lrpe_fairseq.kernels import causal_cpu, loader
 
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 200, 300)
 BATCH, HEADS, D, E = 3, 2, 6, 5
@@ -60,11 +60,11 @@ def use(form, monkeypatch):
     """Let linear attention take that of FORMS."""
     name = form.split(",")[0]
     if name == "chunked":
-        monkeypatch.setattr(native, "serves", lambda *_: False)
-    elif kernels.compiled(native.SOURCE) is None:
-        pytest.skip("native.cpp does not compile here")
+        monkeypatch.setattr(causal_cpu, "serves", lambda *_: False)
+    elif loader.compiled(causal_cpu.SOURCE) is None:
+        pytest.skip("causal_cpu.cpp does not compile here")
     for setting, value in FORMS[form].items():
-        monkeypatch.setattr({"chunked": chunked, "native": native}[name], setting, value)
+        monkeypatch.setattr({"chunked": chunked, "native": causal_cpu}[name], setting, value)
 
 
 @pytest.mark.parametrize("mask", [False, True], ids=["unpadded", "padded"])

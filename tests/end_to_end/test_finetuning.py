@@ -13,12 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from lrpe_fairseq.experiments import checkpoints, eval_glue, finetune, finetuning, glue
-from lrpe_fairseq.experiments import corpus as prep
-from lrpe_fairseq.experiments.finetuning import FinetuningRun
-from lrpe_fairseq.experiments.processes import Children
-from lrpe_fairseq.experiments.run_table import load_named, runs
-from lrpe_fairseq.experiments.training import CONFIGS, Devices, RunFailed
+from lrpe_fairseq.experiments.commands import eval_glue, finetune
+from lrpe_fairseq.experiments.commands.run_table import load_named, runs
+from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.data import glue
+from lrpe_fairseq.experiments.families import finetuning
+from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
+from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.runner.processes import Children
+from lrpe_fairseq.experiments.runner.training import CONFIGS, Devices, RunFailed
 from tests.end_to_end.commands import PLUGIN, run
 from tests.test_data_prep import load
 

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
 from lrpe_fairseq.encodings import ENCODINGS, build_encoding
-from lrpe_fairseq.experiments.pretraining import PretrainingRun
+from lrpe_fairseq.experiments.families.pretraining import PretrainingRun
 from lrpe_fairseq.models.masked_lm import LRPERobertaModel
 from tests.end_to_end.commands import PLUGIN, Corpus, build, load, run, saved
 
@@ -174,8 +174,8 @@ def test_a_pretrained_model_is_fine_tuned_and_predicts(
 def test_a_run_is_scored_with_the_same_masks_whatever_its_seed(
     pretrained: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
-    from lrpe_fairseq.experiments.processes import Children
-    from lrpe_fairseq.experiments.training import Devices
+    from lrpe_fairseq.experiments.runner.processes import Children
+    from lrpe_fairseq.experiments.runner.training import Devices
 
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "checkpoints").symlink_to(pretrained.parent)
@@ -198,8 +198,8 @@ def test_a_finished_run_is_finished_and_a_longer_one_goes_on_from_it(
     corpus: Corpus, tmp_path: Path
 ) -> None:
     """fairseq keeps the string "3000" of the YAML's total_num_update as 3000.0."""
-    from lrpe_fairseq.experiments.processes import Children
-    from lrpe_fairseq.experiments.training import Devices
+    from lrpe_fairseq.experiments.runner.processes import Children
+    from lrpe_fairseq.experiments.runner.training import Devices
 
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "bin").symlink_to(corpus.data)

@@ -17,11 +17,18 @@ from torch import Tensor
 from lrpe_fairseq.attention.linear import NORMALIZERS, LinearState
 from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
 from lrpe_fairseq.encodings import ENCODINGS, build_encoding
-from lrpe_fairseq.experiments import checkpoints, eval_mt
-from lrpe_fairseq.experiments.processes import Children
-from lrpe_fairseq.experiments.runs import read_run
-from lrpe_fairseq.experiments.training import Devices, RunFailed
-from lrpe_fairseq.experiments.translation import AVERAGED, Decoding, TranslationRun, score, scores
+from lrpe_fairseq.experiments.commands import eval_mt
+from lrpe_fairseq.experiments.families.translation import (
+    AVERAGED,
+    Decoding,
+    TranslationRun,
+    score,
+    scores,
+)
+from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records.runs import read_run
+from lrpe_fairseq.experiments.runner.processes import Children
+from lrpe_fairseq.experiments.runner.training import Devices, RunFailed
 from lrpe_fairseq.models.translation import LRPETransformer
 from tests.end_to_end.commands import PLUGIN, built, load, run, run_here, save, saved
 

@@ -1,0 +1,64 @@
+"""Evaluate a checkpoint of a language model under both protocols: ``scripts/eval_lm.sh``.
+
+Everything about the training is read from the checkpoint; the result is a run file.
+"""
+
+import shlex
+import sys
+from pathlib import Path
+
+from lrpe_fairseq.experiments.commands import by_hand
+from lrpe_fairseq.experiments.families import lm
+from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.runner import training
+from lrpe_fairseq.experiments.runner.processes import Children, Stopped
+
+PROTOCOLS = (lm.BLOCKS, lm.SLIDING)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Evaluate, print the perplexities, write the run file; returns the exit status."""
+    options = by_hand.arguments("scripts/eval_lm.sh", __doc__).parse_args(arguments)
+    try:
+        data = by_hand.data_folder(options.data)
+        run = evaluate(options.checkpoint, data, options.splits)
+        by_hand.report(run, options.out or options.checkpoint.with_suffix(".json"))
+    except (ValueError, OSError, training.RunFailed, Stopped) as error:
+        print(f"eval_lm: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def evaluate(checkpoint: Path, data: Path, splits: list[str]) -> Run:
+    """The run file of ``checkpoint``, evaluated on ``splits`` of a data folder.
+
+    Raises: ValueError if it is no checkpoint, RunFailed if an evaluation fails or is empty.
+    """
+    config = checkpoints.options(checkpoints.load(checkpoint))
+    metrics: Run = {}
+    for split in splits:
+        metrics[split] = {p: _measure(checkpoint, data, split, p, config) for p in PROTOCOLS}
+    protocol = lm.protocols(config["tokens-per-sample"], set(PROTOCOLS))
+    return by_hand.record(checkpoint, data, metrics, protocol)
+
+
+def _measure(checkpoint: Path, data: Path, split: str, protocol: str, config: Run) -> Run:
+    tokens = config["tokens-per-sample"]
+    command = lm.evaluation_command(
+        checkpoint,
+        data,
+        split,
+        tokens_per_sample=tokens,
+        context_window=lm.context_window(protocol, tokens),
+        max_tokens=config["max-tokens"] or tokens,
+    )
+    print(shlex.join(command), flush=True)
+    log = checkpoint.absolute().with_name(f"eval-{checkpoint.stem}-{split}-{protocol}.log")
+    log.unlink(missing_ok=True)
+    training.run_child(Children(), command, log, training.Devices(), None)
+    return lm.read_evaluation(log, data, split)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Translate and score with a checkpoint, or with the mean of the last ones: ``scripts/eval_mt.sh``.
+
+Everything about the training is read from the checkpoint; the result is a run file.
+"""
+
+import argparse
+import functools
+import sys
+from pathlib import Path
+
+from lrpe_fairseq.experiments.commands import by_hand
+from lrpe_fairseq.experiments.families import translation
+from lrpe_fairseq.experiments.families.translation import Decoding
+from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.runner import training
+from lrpe_fairseq.experiments.runner.processes import Children, Stopped
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Translate, print the scores, write the run file; returns the exit status."""
+    options = _parse(arguments)
+    decoding = Decoding(options.beam, options.lenpen, options.average)
+    try:
+        data = by_hand.data_folder(options.data)
+        run = evaluate(options.checkpoint, data, options.splits, decoding)
+        by_hand.report(run, options.out or options.checkpoint.with_suffix(".json"))
+    except (ValueError, OSError, training.RunFailed, Stopped) as error:
+        print(f"eval_mt: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def evaluate(checkpoint: Path, data: Path, splits: list[str], decoding: Decoding) -> Run:
+    """The run file of ``checkpoint``, or of the mean of the last ones of its folder.
+
+    Raises: ValueError if there are no such checkpoints, RunFailed if they do not fit the data or
+        a sentence is not translated.
+    """
+    checkpoints.load(checkpoint)  # or raises, before a mean is written
+    used = checkpoint
+    if decoding.average > 1:
+        used, decoding = decoding.mean(checkpoint.parent)
+    logs = checkpoint.absolute().parent
+    generate = functools.partial(
+        training.run_child, Children(), devices=training.Devices(), lock=None
+    )
+    measured = translation.measure(used, data, splits, decoding, logs, generate)
+    return by_hand.record(checkpoint, data, measured["metrics"], measured["protocol"])
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = by_hand.arguments("scripts/eval_mt.sh", __doc__)
+    usual = Decoding()
+    parser.add_argument("--beam", type=int, default=usual.beam)
+    parser.add_argument("--lenpen", type=float, default=usual.length_penalty)
+    parser.add_argument(
+        "--average",
+        type=int,
+        default=usual.average,
+        metavar="N",
+        help="mean of the last N periodic checkpoints beside this one; 1: this one alone",
+    )
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

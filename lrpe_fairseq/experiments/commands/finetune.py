@@ -1,0 +1,81 @@
+"""Fine-tune a checkpoint on tasks of GLUE, here and now: ``scripts/finetune_glue.sh``."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from lrpe_fairseq.experiments.commands.run_table import load_named
+from lrpe_fairseq.experiments.data import glue
+from lrpe_fairseq.experiments.families.finetuning import finetuning_runs, source_of
+from lrpe_fairseq.experiments.report import tables
+from lrpe_fairseq.experiments.runner import schedule
+from lrpe_fairseq.experiments.runner.training import ROOT, RunFailed, TrainingRun, prepare_data
+
+RATES = (1e-5, 3e-5, 6e-5, 1e-4)
+SEEDS = 5
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Fine-tune with every learning rate and seed; finished runs are not repeated."""
+    options = _parse(arguments)
+    try:
+        runs = _runs(options)
+        for data in dict.fromkeys(run.data for run in runs):
+            prepare_data(data, options.source)
+        for run in runs:
+            run.require_inputs()
+    except (ValueError, OSError, RunFailed) as error:
+        print(f"finetune_glue: {error}", file=sys.stderr)
+        return 2
+    return _work(runs, options.jobs)
+
+
+def _work(runs: Sequence[TrainingRun], jobs: int) -> int:
+    events = schedule.Events(ROOT / "runs" / "table3" / "events.log")
+    one = 1 if torch.cuda.is_available() else None  # GPU; a task is too small for several
+    devices = schedule.shares(min(jobs, len(runs)), one)
+    try:
+        failed = schedule.Schedule(runs, devices, events).run()
+    except KeyboardInterrupt:
+        return 130
+    _print_best(runs)
+    return 1 if tables.main([]) or failed else 0
+
+
+def _print_best(runs: Sequence[TrainingRun]) -> None:
+    for run in runs:
+        if run.finished():
+            print(f"{run.folder.name}: {run.outcome()}")
+
+
+def _runs(options: argparse.Namespace) -> list[TrainingRun]:
+    table = load_named("table3")
+    if options.scale not in table.scales:
+        raise ValueError(f"table3 has no scale {options.scale}; it has {list(table.scales)}")
+    tasks = (
+        list(glue.TASKS) if options.task == "all" else [glue.named(options.task) and options.task]
+    )
+    source = source_of(options.checkpoint)
+    config = ROOT / table.scales[options.scale]
+    seeds = range(1, options.seeds + 1)
+    return finetuning_runs(source, config, options.scale, tasks, options.lr, seeds)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/finetune_glue.sh", description=__doc__)
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="of pre-training")
+    add("task", help=f"one of {', '.join(glue.TASKS)}, or all")
+    add("--lr", type=float, nargs="+", default=list(RATES), metavar="LR", help="peak rates to try")
+    add("--seeds", type=int, default=SEEDS, metavar="N", help="seeds 1 to N")
+    add("--scale", default="paper", help="paper (the default) or small")
+    add("--jobs", type=int, default=1, metavar="J", help="runs at a time")
+    add("--from", dest="source", type=Path, metavar="DIR", help="files to prepare the data from")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

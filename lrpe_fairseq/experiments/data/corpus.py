@@ -1,0 +1,592 @@
+"""What every data-prep script does: obtain files, tokenise, binarise, count, and remember it.
+
+A script under ``data-prep/`` names its sources and its splits; everything else is here. Three
+rules hold throughout. A file appears under its name whole or not at all. Wrong input is refused
+in one sentence that says what to do (``SystemExit``). A step that is finished is not done again
+unless something it read, or something it wrote, has changed.
+
+Words are ``str.split()`` words of one line of text, as fairseq and the published token counts
+have them. Nothing here imports fairseq: fairseq-preprocess runs as a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gzip
+import hashlib
+import http.client
+import io
+import itertools
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+import numpy as np
+
+from lrpe_fairseq.experiments.data.pieces import SPM, SentencePiece, Tokenizer
+
+SPLITS = ("train", "valid", "test")
+UNKNOWN_WORD = "<unk>"  # of a corpus whose rare words are replaced; fairseq's name for it too
+FAIRSEQ_SPECIALS = 4  # <s>, <pad>, </s>, <unk>: in every fairseq dictionary, in no dict.txt
+FAIRSEQ_UNK = 3
+DICTIONARY_MULTIPLE = 8  # fairseq-preprocess pads the dictionaries it builds to this multiple
+BLOCK = 1 << 20
+UNREADABLE = (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile)
+Opener = Callable[[], AbstractContextManager[IO[bytes]]]
+USER_AGENT = "lrpe-fairseq data-prep"  # some mirrors refuse Python's own
+
+
+def say(message: str) -> None:
+    """Print one line of progress at once, also into a pipe."""
+    print(message, flush=True)
+
+
+# ---------------------------------------------------------------------------------------- files
+
+
+@contextlib.contextmanager
+def written_whole(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
+    """Open ``path`` for writing so that it appears whole, or, after any error, not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part-{os.getpid()}")
+    text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
+    try:
+        with open(part, mode, **text) as out:
+            yield out
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as readable JSON, whole or not at all."""
+    with written_whole(path) as out:
+        json.dump(value, out, indent=1, ensure_ascii=False)
+        out.write("\n")
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    r"""Yield the lines of a text, white space collapsed and ends stripped.
+
+    Lines end at "\n" only: U+0085, U+2028 and "\r" within a line are white space, not ends.
+    """
+    with open(path, encoding="utf-8", newline="\n") as text:
+        for line in text:
+            yield " ".join(line.split())
+
+
+def _hasher(checksum: str) -> Any:
+    return hashlib.new({32: "md5", 40: "sha1", 64: "sha256"}[len(checksum)])
+
+
+def digest(path: Path, like: str = "0" * 64) -> str:
+    """Return the checksum of a file, of the kind (md5, sha1, sha256) whose length ``like`` has."""
+    hasher = _hasher(like)
+    with open(path, "rb") as stream:
+        while block := stream.read(BLOCK):
+            hasher.update(block)
+    return hasher.hexdigest()
+
+
+def has_checksum(path: Path, checksum: str) -> bool:
+    """Tell whether ``path`` is a file with this md5, sha1 or sha256."""
+    return path.is_file() and digest(path, checksum) == checksum
+
+
+# --------------------------------------------------------------------------------------- obtain
+
+
+def obtain(
+    file: str,
+    urls: Sequence[str],
+    sha256: str,
+    into: Path,
+    from_dir: Path | None = None,
+    *,
+    attempts: int = 3,
+    packed: bool = False,
+) -> Path:
+    """Return ``into / file`` with the right content: already there, from a folder, or downloaded.
+
+    With ``from_dir`` the file is taken from there (plain, ``.gz`` or ``.zip``) and the network is
+    not touched. Otherwise the URLs are tried in turn, each ``attempts`` times; an interrupted
+    download stays as ``file.part`` and is resumed by the next attempt or the next call.
+
+    Args:
+        sha256: checksum of the plain file; an md5 or a sha1 serves where that is what is known.
+        packed: the URLs serve the file through gzip.
+
+    Raises:
+        SystemExit: the file is absent, truncated or another version; nothing is left under its
+            name.
+    """
+    target = into / file
+    if not has_checksum(target, sha256):
+        if from_dir is not None:
+            _take(file, from_dir, sha256, target)
+        elif packed:
+            part = target.with_name(f"{file}.gz")
+            part.parent.mkdir(parents=True, exist_ok=True)
+            _try_urls(file, urls, part, attempts)
+            _take(file, into, sha256, target)
+            part.unlink()
+        else:
+            _download(file, urls, sha256, target, attempts)
+    return target
+
+
+def extract(archive: Path, file: str, sha256: str, into: Path) -> Path:
+    """Return ``into / file`` from whatever folder of a zip archive, checked as by ``obtain``."""
+    target = into / file
+    if not has_checksum(target, sha256):
+        _unpack(lambda: zip_member(archive, file), sha256, target, archive)
+    return target
+
+
+def download(
+    file: str,
+    urls: Sequence[str],
+    into: Path,
+    sound: Callable[[Path], bool] = lambda path: True,
+    attempts: int = 3,
+) -> Path:
+    """Return ``into / file``, downloaded whole, of a source that publishes no checksum.
+
+    Raises:
+        SystemExit: it could not be fetched, or it is not ``sound``; it is deleted then.
+    """
+    target = into / file
+    if not target.is_file():
+        part = target.with_name(f"{file}.part")
+        part.parent.mkdir(parents=True, exist_ok=True)
+        _try_urls(file, urls, part, attempts)
+        if not sound(part):
+            part.unlink()
+            raise SystemExit(
+                f"The downloaded {file} is not what it should be and was deleted: run the same "
+                f"command again, or fetch {file} yourself and pass its folder with --from."
+            )
+        os.replace(part, target)
+    return target
+
+
+def copy_whole(opener: Opener, target: Path) -> Path:
+    """Write what ``opener`` opens to ``target`` unless that is there; whole or not at all.
+
+    Raises:
+        SystemExit: the source is truncated or holds no such file.
+    """
+    if not target.is_file():
+        try:
+            with opener() as stream, written_whole(target, "wb") as out:
+                shutil.copyfileobj(stream, out, BLOCK)
+        except (ValueError, *UNREADABLE) as why:
+            raise SystemExit(f"{target.name} cannot be unpacked ({why}): fetch it again.") from None
+    return target
+
+
+@contextlib.contextmanager
+def zip_member(archive: Path, file: str) -> Iterator[IO[bytes]]:
+    """Open a member of an archive by its name, in whatever folder of it."""
+    with zipfile.ZipFile(archive) as zipped:
+        members = [name for name in zipped.namelist() if PurePosixPath(name).name == file]
+        if len(members) != 1:
+            raise ValueError(f"it has {len(members)} members of that name")
+        with zipped.open(members[0]) as stream:
+            yield stream
+
+
+def _take(file: str, from_dir: Path, checksum: str, target: Path) -> None:
+    plain, packed, zipped = (from_dir / f"{file}{suffix}" for suffix in ("", ".gz", ".zip"))
+    if plain.is_file():
+        _unpack(lambda: plain.open("rb"), checksum, target, plain)
+    elif packed.is_file():
+        _unpack(functools.partial(gzip.open, packed), checksum, target, packed)
+    elif zipped.is_file():
+        _unpack(lambda: zip_member(zipped, file), checksum, target, zipped)
+    else:
+        raise SystemExit(
+            f"{from_dir} holds no {file}, {file}.gz or {file}.zip: put the file there, "
+            f"or leave --from out to download it."
+        )
+
+
+def _unpack(
+    opener: Opener,
+    checksum: str,
+    target: Path,
+    source: Path,
+) -> None:
+    hasher = _hasher(checksum)
+    try:
+        with opener() as stream, written_whole(target, "wb") as out:
+            while block := stream.read(BLOCK):
+                hasher.update(block)
+                out.write(block)
+            if hasher.hexdigest() != checksum:
+                raise ValueError(f"its {hasher.name} is {hasher.hexdigest()}, not {checksum}")
+    except (ValueError, *UNREADABLE) as why:
+        raise SystemExit(
+            f"{source} is truncated or not the expected version of {target.name} ({why}): "
+            f"fetch it again and run the same command."
+        ) from None
+
+
+def _download(file: str, urls: Sequence[str], checksum: str, target: Path, attempts: int) -> None:
+    part = target.with_name(f"{file}.part")
+    part.parent.mkdir(parents=True, exist_ok=True)
+    if not has_checksum(part, checksum):
+        _try_urls(file, urls, part, attempts)
+    if not has_checksum(part, checksum):
+        part.unlink()
+        raise SystemExit(
+            f"The downloaded {file} has the wrong checksum and was deleted: run the same command "
+            f"again, or fetch {file} yourself and pass its folder with --from."
+        )
+    os.replace(part, target)
+
+
+def _try_urls(file: str, urls: Sequence[str], part: Path, attempts: int) -> None:
+    reason = "no address is known"
+    for url in urls:
+        for attempt in range(attempts):
+            try:
+                return _fetch(url, part)
+            except (OSError, http.client.HTTPException) as error:
+                reason = f"{url}: {error}"
+                say(f"  {reason}")
+                if isinstance(error, urllib.error.HTTPError) and error.code != 416:
+                    break  # the server answered: asking it again changes nothing
+                time.sleep(min(attempt, 5))
+    raise SystemExit(
+        f"Could not download {file} ({reason}): run the same command again to resume, "
+        f"or fetch {file} yourself and pass its folder with --from."
+    )
+
+
+def _fetch(url: str, part: Path) -> None:
+    """Continue ``part`` from ``url``, or begin anew where the server knows no ranges."""
+    start = part.stat().st_size if part.is_file() else 0
+    ranges = {"Range": f"bytes={start}-"} if start else {}
+    request = urllib.request.Request(url, headers={"User-Agent": USER_AGENT, **ranges})
+    say(f"  {url}" + (f" (resuming at {start:,} bytes)" if start else ""))
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            resumed = answer.status == 206
+            with open(part, "ab" if resumed else "wb") as out:
+                _copy(answer, out, answer.headers.get("Content-Length"))
+    except urllib.error.HTTPError as error:
+        if error.code == 416:  # the part is longer than the file: it is some other file's
+            part.unlink(missing_ok=True)
+        raise
+
+
+def _copy(answer: IO[bytes], out: IO[bytes], length: str | None) -> None:
+    received, total, tenth = 0, int(length or 0), 1
+    while block := answer.read(BLOCK):
+        out.write(block)
+        received += len(block)
+        if total > 10 * BLOCK and received * 10 >= total * tenth:
+            say(f"  {received:,} of {total:,} bytes")
+            tenth = received * 10 // total + 1
+    if received < total:  # urllib reports a connection that closes early as a plain end
+        raise OSError(f"the connection closed after {received:,} of {total:,} bytes")
+
+
+# --------------------------------------------------------------------------------- sentencepiece
+
+
+def train_sentencepiece(lines: Iterable[str], model: Path, vocab_size: int) -> None:
+    """Train a BPE model of ``vocab_size`` pieces, in one thread: the same lines, the same model.
+
+    Words are kept as they are (no Unicode normalisation), every character has a piece, and the
+    corpus' own ``<unk>`` is one piece, so that pieces and words encode the same text.
+    """
+    import sentencepiece
+
+    trained = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(line for line in lines if line),
+            model_writer=trained,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            character_coverage=1.0,
+            normalization_rule_name="identity",
+            max_sentence_length=1 << 20,  # by default lines above 4,192 bytes are left out
+            num_threads=1,
+            bos_id=-1,
+            eos_id=-1,
+            user_defined_symbols=[f"▁{UNKNOWN_WORD}"],
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise SystemExit(
+            f"sentencepiece cannot make {vocab_size} pieces of this text ({error}): "
+            f"give another --vocab-size."
+        ) from None
+    with written_whole(model, "wb") as out:
+        out.write(trained.getvalue())
+
+
+def encode(tokenizer: Tokenizer, source: Path, target: Path, threads: int = 1) -> None:
+    """Write ``source`` as pieces, line for line, empty lines kept."""
+    lines = read_lines(source)
+    with written_whole(target) as out:
+        while batch := list(itertools.islice(lines, 20_000)):
+            out.writelines(f"{pieces}\n" for pieces in tokenizer.cut(batch, threads))
+
+
+def write_dictionary(tokenizer: Tokenizer, train_pieces: Path, target: Path) -> None:
+    """Write a fairseq dictionary of every piece of a tokenizer, the most frequent first.
+
+    A dictionary that fairseq-preprocess builds knows only the pieces that occur in the encoded
+    train split; a piece that BPE uses up there, but not in other words, would become ``<unk>``.
+    """
+    counts: Counter[str] = Counter()
+    for line in read_lines(train_pieces):
+        counts.update(line.split())
+    pieces = sorted(tokenizer.vocabulary(), key=lambda piece: (-counts[piece], piece))
+    filler = -(len(pieces) + FAIRSEQ_SPECIALS) % DICTIONARY_MULTIPLE
+    pieces += [f"madeupword{i:04d}" for i in range(filler)]  # as fairseq names them
+    with written_whole(target) as out:
+        out.writelines(f"{piece} {counts[piece]}\n" for piece in pieces)
+
+
+# ----------------------------------------------------------------------------- binarise and count
+
+
+def binarise(
+    texts: Mapping[str, Path],
+    bin_dir: Path,
+    dictionary: Path | None = None,
+    workers: int = 1,
+    languages: Sequence[str] = (),
+) -> None:
+    """Run ``fairseq-preprocess`` on the splits; ``bin_dir`` appears whole.
+
+    Args:
+        texts: split name -> text of one sample a line, symbols separated by blanks. Splits named
+            ``test``, ``test1``, ... are fairseq's test sets in this order.
+        dictionary: a ``dict.txt`` to use; without it, one is built from the train split.
+        languages: source and target of parallel text; the files are then ``<text>.<language>``,
+            and each language has a dictionary of its own.
+
+    Raises:
+        SystemExit: fairseq-preprocess failed; its last line of output is quoted.
+    """
+    part = bin_dir.with_name(f"{bin_dir.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    command = [sys.executable, "-m", "fairseq_cli.preprocess"]
+    command += ["-s", languages[0], "-t", languages[1]] if languages else ["--only-source"]
+    for kind in SPLITS:
+        same_kind = [str(text.resolve()) for split, text in texts.items() if split.startswith(kind)]
+        command += [f"--{kind}pref", ",".join(same_kind)] if same_kind else []
+    command += ["--destdir", str(part.resolve()), "--workers", str(workers)]
+    command += ["--srcdict", str(dictionary.resolve())] if dictionary else []
+    try:
+        _run(command)
+        (part / "preprocess.log").unlink()  # it speaks of the folder's passing name
+        shutil.rmtree(bin_dir, ignore_errors=True)
+        os.replace(part, bin_dir)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+        raise SystemExit(
+            f"fairseq-preprocess failed ({' '.join(last)}): mend that, and run the same command "
+            f"again; what it ran was: {' '.join(command)}"
+        )
+
+
+def count_words(text: Path) -> dict[str, int]:
+    """Count the lines and the words of a text; ``words_with_eos`` has one end a line besides."""
+    lines = words = 0
+    for line in read_lines(text):
+        lines += 1
+        words += line.count(" ") + 1 if line else 0
+    return {"lines": lines, "words": words, "words_with_eos": words + lines}
+
+
+def count_binary(prefix: Path) -> dict[str, int]:
+    """Count what fairseq will read from ``prefix``.bin and .idx.
+
+    ``tokens`` has one end-of-sentence a line, as fairseq's own count and its perplexities have;
+    ``unknown`` is how many of them are ``<unk>``.
+    """
+    with open(f"{prefix}.idx", "rb") as index:
+        if index.read(9) != b"MMIDIDX\x00\x00":
+            raise SystemExit(f"{prefix}.idx is not a fairseq index: delete it and run again.")
+        _version, _dtype, samples = struct.unpack("<QBQ", index.read(17))
+        tokens = int(np.fromfile(index, dtype=np.int32, count=samples).sum(dtype=np.int64))
+    width = os.path.getsize(f"{prefix}.bin") // max(tokens, 1)
+    stored = np.memmap(f"{prefix}.bin", dtype={2: np.uint16, 4: np.int32}[width], mode="r")
+    return {"samples": samples, "tokens": tokens, "unknown": int((stored == FAIRSEQ_UNK).sum())}
+
+
+def count_types(dictionary: Path) -> dict[str, int]:
+    """Count a fairseq dictionary: ``size`` is the width of the model's embedding."""
+    symbols = [line.rsplit(" ", 1)[0] for line in read_lines(dictionary)]
+    filler = sum(symbol.startswith("madeupword") for symbol in symbols)
+    return {"size": len(symbols) + FAIRSEQ_SPECIALS, "symbols": len(symbols) - filler}
+
+
+def count_split(text: Path, prefix: Path) -> dict[str, int]:
+    """Count one split as words of its text and as tokens of its binary form.
+
+    The two together make perplexities of different tokenisations comparable: with a loss in bits
+    per token, the perplexity per word is ``2 ** (loss * tokens / words_with_eos)``.
+    """
+    words, binary = count_words(text), count_binary(prefix)
+    if binary.pop("samples") != words["lines"]:
+        raise SystemExit(f"{prefix}.bin and {text} differ in lines: delete both and run again.")
+    return {**words, "pieces": binary["tokens"] - words["lines"], **binary}
+
+
+# ---------------------------------------------------------------------------------------- memory
+
+
+class Steps:
+    """The finished steps of one destination, kept in its ``manifest.json``.
+
+    A step is skipped when what it read (files by their sha256, settings by value) and what it
+    wrote are as the manifest has them. ``finish`` adds the results; until then there are none, so
+    a manifest that has ``splits`` describes a destination that is complete.
+    """
+
+    def __init__(self, dest: Path, corpus: str, level: str) -> None:
+        """Take up the manifest in ``dest``, refusing one of another corpus or level."""
+        self.dest, self.path = dest, dest / "manifest.json"
+        self.head = {"corpus": corpus, "level": level}
+        self.old, self.done = self._load(), {}
+        found = {key: self.old.get(key, value) for key, value in self.head.items()}
+        if found != self.head:
+            raise SystemExit(
+                f"{dest} holds {found['corpus']} at {found['level']} level: "
+                f"choose another --dest, or delete it."
+            )
+
+    def run(
+        self, name: str, reads: Mapping[str, Any], writes: Sequence[Path], make: Callable[[], None]
+    ) -> None:
+        """Run ``make`` unless it has run on the same ``reads`` and left these ``writes``."""
+        inputs = {key: self._fingerprint(value) for key, value in sorted(reads.items())}
+        steps = self.old.get("steps", {})
+        if steps.get(name) == {"reads": inputs, "writes": self._outputs(writes)}:
+            say(f"  {name}: already done")
+        else:
+            steps.pop(name, None)
+            self._save({"steps": steps})  # no results: the destination is not complete now
+            began = time.monotonic()
+            make()
+            say(f"  {name}: {time.monotonic() - began:.1f} s")
+            steps[name] = {"reads": inputs, "writes": self._outputs(writes)}
+            self._save({"steps": steps})
+        self.done[name] = steps[name]
+
+    def finish(self, results: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Record the results, counted anew if any step ran, and return the whole manifest."""
+        if "splits" not in self.old:
+            self._save({**results(), "steps": self.done})
+        return self.old
+
+    def _save(self, content: dict[str, Any]) -> None:
+        self.old = {**self.head, **content}
+        write_json(self.path, self.old)
+
+    def _load(self) -> dict[str, Any]:
+        try:
+            return json.loads(self.path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return {}
+
+    def _outputs(self, writes: Sequence[Path]) -> dict[str, str]:
+        return {str(path.relative_to(self.dest)): self._fingerprint(path) for path in writes}
+
+    @staticmethod
+    def _fingerprint(value: Any) -> Any:
+        if not isinstance(value, Path):
+            return value
+        return digest(value) if value.is_file() else "absent"
+
+
+# ------------------------------------------------------------------------- steps of every script
+
+
+def run_binarise(
+    steps: Steps, texts: Mapping[str, Path], dictionary: Path | None = None, workers: int = 1
+) -> None:
+    """Step: ``bin/`` with fairseq's dictionary and the binary form of each split."""
+    bin_dir = steps.dest / "bin"
+    files = ["dict.txt", *(f"{split}.{kind}" for split in texts for kind in ("bin", "idx"))]
+    reads = {**texts, "dictionary": dictionary}
+    writes = [bin_dir / file for file in files]
+    steps.run("binarise", reads, writes, lambda: binarise(texts, bin_dir, dictionary, workers))
+
+
+def run_sentencepiece(steps: Steps, texts: Mapping[str, Path], vocab_size: int) -> SentencePiece:
+    """Step: ``spm/`` trained on these texts, one after the other."""
+    model = steps.dest / SPM
+
+    def make() -> None:
+        lines = itertools.chain.from_iterable(map(read_lines, texts.values()))
+        train_sentencepiece(lines, model, vocab_size)
+
+    steps.run("train sentencepiece", {**texts, "vocab_size": vocab_size}, [model], make)
+    return SentencePiece(model)
+
+
+def run_pieces(
+    steps: Steps, texts: Mapping[str, Path], tokenizer: Tokenizer, workers: int = 1
+) -> dict[str, Path]:
+    """Steps: ``pieces/`` of every split with the dictionary of the tokenizer, ``bin/``."""
+    dictionary = steps.dest / "pieces" / "dict.txt"
+    pieces = {split: steps.dest / "pieces" / f"{split}.txt" for split in texts}
+
+    def encode_all() -> None:
+        for split, text in texts.items():
+            encode(tokenizer, text, pieces[split], workers)
+        write_dictionary(tokenizer, pieces["train"], dictionary)
+
+    reads = {**texts, **{file.name: file for file in tokenizer.files}}
+    steps.run("encode", reads, [*pieces.values(), dictionary], encode_all)
+    run_binarise(steps, pieces, dictionary, workers)
+    return pieces
+
+
+def count_corpus(dest: Path, texts: Mapping[str, Path]) -> dict[str, Any]:
+    """Count a finished destination: per split as ``count_split``, and the dictionary."""
+    splits = {split: count_split(text, dest / "bin" / split) for split, text in texts.items()}
+    for split, counts in splits.items():
+        counts["documents"] = sum(1 for _ in read_lines(dest / "documents" / f"{split}.tsv"))
+    return {"splits": splits, "dictionary": count_types(dest / "bin" / "dict.txt")}
+
+
+def report(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Print the counts of a finished destination and return its manifest."""
+    say(f"  {'':6}{'documents':>12}{'words+eos':>13}{'tokens':>13}{'<unk>':>9}")
+    for split, counts in manifest["splits"].items():
+        say(
+            f"  {split:6}{counts['documents']:12,}{counts['words_with_eos']:13,}"
+            f"{counts['tokens']:13,}{counts['unknown']:9,}"
+        )
+    say(f"  dictionary of {manifest['dictionary']['size']:,} types: ready for fairseq-train")
+    return manifest

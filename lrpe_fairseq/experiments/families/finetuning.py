@@ -1,0 +1,320 @@
+"""Fine-tuning runs: a pre-trained model on one task of GLUE, scored on its development set.
+
+The model's options are those of the checkpoint: fairseq alone forgets them and trains whatever
+the command line says.
+"""
+
+import itertools
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from omegaconf import OmegaConf
+
+from lrpe_fairseq.experiments.data import glue
+from lrpe_fairseq.experiments.records import checkpoints, dictionaries
+from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.runner.processes import Children
+from lrpe_fairseq.experiments.runner.training import (
+    ROOT,
+    Devices,
+    RunFailed,
+    TrainingRun,
+    manifest,
+    relative,
+    run_child,
+)
+
+EXPERIMENT = "table3"
+GLUE = "glue"
+WARM_UP = 0.06  # of the updates, as RoBERTa was fine-tuned
+FREE = {  # options of a model that fine-tuning may choose
+    "dropout",
+    "attention-dropout",
+    "activation-dropout",
+    "pooler-dropout",
+    "pooler-activation-fn",
+    "checkpoint-activations",
+    "load-checkpoint-heads",
+    "max-positions",
+}
+HEAD = "classification_heads.sentence_classification_head.out_proj.weight"
+EMBEDDING = "encoder.sentence_encoder.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class FinetuningRun(TrainingRun):
+    """One model on one task, ``data.name``; ``checkpoint`` is where it starts.
+
+    ``lr``: peak learning rate. The other fields are those of any run.
+    """
+
+    family: ClassVar[str] = "roberta"
+    checkpoint: Path = Path()
+    lr: float = 1e-5
+
+    @property
+    def task(self) -> glue.GlueTask:
+        """The task. Raises: ValueError if the data folder is called otherwise."""
+        return glue.named(self.data.name)
+
+    def encoding_choices(self) -> dict[str, str]:
+        """The model of the checkpoint, the head and metric of the task, its updates."""
+        return {**self._model(), **self._task(), **self._budget()}
+
+    def require_inputs(self) -> None:
+        """Also: checkpoint, data and task must fit together."""
+        super().require_inputs()
+        require_match(self.checkpoint, self.data, self.task)
+
+    def max_update(self) -> int:
+        """The number of updates after which the run ends; 0 as long as there are no data."""
+        return int(self.settings().optimization.max_update) if manifest(self.data) else 0
+
+    def outcome(self) -> str:
+        """The metrics of a finished run."""
+        return super().outcome() if self.finished() else ""
+
+    def measure(self, children: Children, devices: Devices, lock: int) -> Run:
+        """The task's metrics on every development set of the data."""
+        metrics: Run = {}
+        for split in evaluated(self.data):
+            log, found = (self.folder / f"eval-{split}.{kind}" for kind in ("log", "json"))
+            log.unlink(missing_ok=True)
+            found.unlink(missing_ok=True)
+            best = self.checkpoints / checkpoints.BEST
+            run_child(
+                children, evaluation_command(best, self.data, split, found), log, devices, lock
+            )
+            metrics[split] = {GLUE: json.loads(found.read_text(encoding="utf-8"))}
+        return {"metrics": metrics, "protocol": {GLUE: self._protocol()}}
+
+    def _record(self, measured: Run, threads: int) -> Run:
+        pretrained = checkpoints.load(self.checkpoint)
+        return {
+            **super()._record(measured, threads),
+            "pretrained": {
+                "checkpoint": relative(self.checkpoint),
+                "seed": checkpoints.options(pretrained)["seed"],
+                "updates": checkpoints.updates(pretrained),
+            },
+        }
+
+    def _protocol(self) -> str:
+        metric = self.task.metrics[0]
+        found = manifest(self.data)["splits"]["train"]
+        part = (
+            ""
+            if found["examples"] == found["official"]
+            else (f" Trained on a subset: {found['examples']:,} of {found['official']:,} examples.")
+        )
+        return (
+            f"The development set of GLUE, with the checkpoint of the epoch that has the best "
+            f"{metric} there; {', '.join(self.task.metrics)} times 100.{part}"
+        )
+
+    def _model(self) -> dict[str, str]:
+        """Every option of the checkpoint's model that is not free, where there is a checkpoint."""
+        if not self.checkpoint.is_file():
+            return super().encoding_choices()
+        model = model_options(self.checkpoint)
+        _require_same("attention type", self.attention_type, model["model.attention_type"])
+        _require_same("encoding", self.position_encoding, model["model.position_encoding"])
+        for key, equals, value in (override.partition("=") for override in self.overrides):
+            if key in model and equals and value != model[key]:
+                raise ValueError(
+                    f"{key} is {model[key]} in {relative(self.checkpoint)}, and cannot become "
+                    f"{value}: pre-train a model with it"
+                )
+        return {**model, "task.max_positions": str(max_positions(self.checkpoint))}
+
+    def _task(self) -> dict[str, str]:
+        best, _ = glue.CRITERION[self.task.metrics[0]]
+        reports = {glue.CRITERION[metric][1] for metric in self.task.metrics} - {""}
+        return {
+            "task.num_classes": str(self.task.classes),
+            "criterion.regression_target": str(not self.task.labels).lower(),
+            **{f"criterion.{report}": "true" for report in sorted(reports)},
+            "checkpoint.best_checkpoint_metric": best,
+            "checkpoint.finetune_from_model": relative(self.checkpoint),
+            "optimization.lr": f"[{self.lr:g}]",
+        }
+
+    def _budget(self) -> dict[str, str]:
+        """Updates for the epochs of the YAML, or its max_update if that comes first, and the
+        schedule's; nothing without data."""
+        splits = manifest(self.data).get("splits")
+        if not splits:
+            return {}
+        settings = OmegaConf.merge(self.yaml(), OmegaConf.from_dotlist(list(self.overrides)))
+        batches = math.ceil(splits["train"]["examples"] / settings.dataset.batch_size)
+        updates = batches * settings.optimization.max_epoch
+        updates = min(updates, settings.optimization.max_update or updates)
+        return {
+            "optimization.max_update": str(updates),
+            "lr_scheduler.total_num_update": str(updates),
+            "lr_scheduler.warmup_updates": str(round(WARM_UP * updates)),
+        }
+
+
+@dataclass(frozen=True)
+class Source:
+    """A pre-trained model: its checkpoint, how a table calls it, and what it is."""
+
+    checkpoint: Path
+    label: str
+    attention_type: str
+    position_encoding: str
+
+
+def source_of(checkpoint: Path) -> Source:
+    """What a checkpoint says of itself; its label is its encoding.
+
+    Raises: ValueError if it does not load or is not of lrpe_roberta.
+    """
+    model = model_options(checkpoint)
+    encoding = model["model.position_encoding"]
+    return Source(checkpoint, encoding, model["model.attention_type"], encoding)
+
+
+def finetuning_runs(
+    source: Source,
+    config: Path,
+    scale: str,
+    tasks: Sequence[str],
+    rates: Sequence[float],
+    seeds: Sequence[int],
+) -> list[TrainingRun]:
+    """One run for each task, learning rate (the one of ``config`` if none is given) and seed.
+
+    Raises: ValueError for a task that GLUE does not have.
+    """
+    settings = OmegaConf.load(config)
+    home = ROOT / Path(settings.task.data).parent.parent
+    rates = rates or list(settings.optimization.lr)
+    started = source.checkpoint.absolute().parent.parent.name
+    made = []
+    for seed, task, lr in itertools.product(seeds, tasks, rates):
+        glue.named(task)
+        name = f"{started}-{task}-lr{lr:g}-seed{seed}"
+        made.append(
+            FinetuningRun(
+                experiment=EXPERIMENT,
+                label=source.label,
+                config=config.stem,
+                data=home / task,
+                attention_type=source.attention_type,
+                position_encoding=source.position_encoding,
+                seed=seed,
+                scale=scale,
+                folder=ROOT / "runs" / EXPERIMENT / name,
+                result=ROOT / "results" / "runs" / EXPERIMENT / f"{name}.json",
+                checkpoint=source.checkpoint,
+                lr=lr,
+            )
+        )
+    return made
+
+
+def model_options(checkpoint: Path) -> dict[str, str]:
+    """``model.key`` -> value for all options that fine-tuning must keep.
+
+    Raises: ValueError if the checkpoint does not load or is not of lrpe_roberta.
+    """
+    model = _model_config(checkpoint)
+    if not str(model.get("_name", "")).startswith("lrpe_roberta"):
+        raise ValueError(f"{relative(checkpoint)} is of {model.get('_name')}, not of lrpe_roberta")
+    kept = _of_our_dataclass(model)
+    return {f"model.{key}": _text(value) for key, value in kept.items() if value is not None}
+
+
+def max_positions(checkpoint: Path) -> int:
+    """The longest input that the model of ``checkpoint`` has positions for."""
+    known = checkpoints.options(checkpoints.load(checkpoint))
+    return int(known.get("max-positions") or known["tokens-per-sample"])
+
+
+def _model_config(checkpoint: Path) -> dict[str, Any]:
+    model = checkpoints.load(checkpoint)["cfg"]["model"]
+    return model if isinstance(model, dict) else vars(model)
+
+
+def _of_our_dataclass(model: dict[str, Any]) -> dict[str, Any]:
+    """Without what fairseq puts beside a model's own options."""
+    from lrpe_fairseq.models.masked_lm import LRPERobertaConfig
+
+    own = {"_name", *LRPERobertaConfig.__dataclass_fields__}
+    free = {name.replace("-", "_") for name in FREE}
+    return {key: value for key, value in model.items() if key in own - free}
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _require_same(what: str, wanted: str, found: str) -> None:
+    if wanted != found:
+        raise ValueError(f"the {what} of the checkpoint is {found}, not {wanted}")
+
+
+def evaluated(data: Path) -> list[str]:
+    """The development sets that ``data`` has."""
+    return [split for split in manifest(data)["splits"] if split != "train"]
+
+
+def evaluation_command(checkpoint: Path, data: Path, split: str, found: Path) -> list[str]:
+    """What scores a fine-tuned checkpoint on a split and writes the metrics to ``found``."""
+    return [
+        *(sys.executable, "-m", "lrpe_fairseq.experiments.commands.eval_glue"),
+        *(relative(checkpoint), relative(data), "--split", split, "--out", relative(found)),
+    ]
+
+
+def require_match(checkpoint: Path, data: Path, task: glue.GlueTask) -> None:
+    """Raise RunFailed, one sentence, unless the checkpoint can be fine-tuned on ``data``."""
+    try:
+        state = checkpoints.load(checkpoint)
+    except ValueError as error:
+        raise RunFailed(
+            f"{error}: pre-train it first, with scripts/pretrain_roberta.sh or "
+            "scripts/run_table.sh table8"
+        ) from None
+    for split in ("train", *task.evaluations[:1]):
+        if not any((data / "bin" / "input0").glob(f"{split}.idx")):
+            raise RunFailed(
+                f"{relative(data)} has no split {split}: prepare it with data-prep/glue"
+            )
+    _require_head(checkpoint, state, data, task)
+    _require_dictionary(checkpoint, state, data)
+    _require_labels(data, task)
+
+
+def _require_head(checkpoint: Path, state: Run, data: Path, task: glue.GlueTask) -> None:
+    if HEAD in state["model"] and len(state["model"][HEAD]) != task.classes:
+        raise RunFailed(
+            f"{relative(checkpoint)} has a head for {len(state['model'][HEAD])} classes, and "
+            f"{data.name} needs {task.classes}: start from a pre-trained checkpoint instead"
+        )
+
+
+def _require_dictionary(checkpoint: Path, state: Run, data: Path) -> None:
+    ours = data / "bin" / "input0" / "dict.txt"
+    if not dictionaries.agree(state, EMBEDDING, ours, added=1):  # <mask>
+        raise RunFailed(
+            f"{relative(checkpoint)} was pre-trained with another dictionary than "
+            f"{relative(data)} has: prepare it with data-prep/glue/prepare.py --tokens-of "
+            "the data of pre-training"
+        )
+
+
+def _require_labels(data: Path, task: glue.GlueTask) -> None:
+    path = data / "bin" / "label" / "dict.txt"
+    if task.labels and dictionaries.words(path) != [str(n) for n in range(task.classes)]:
+        raise RunFailed(
+            f"{relative(path)} does not hold the {task.classes} classes of {data.name}, so labels "
+            "would be missing or wrong: prepare it with data-prep/glue"
+        )

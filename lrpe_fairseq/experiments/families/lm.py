@@ -1,0 +1,126 @@
+"""Language-model runs: :class:`TrainingRun` with perplexities under two stated protocols."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from lrpe_fairseq.experiments.records import checkpoints, fairseq_log
+from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.runner.processes import Children
+from lrpe_fairseq.experiments.runner.training import (
+    BIN,
+    Devices,
+    RunFailed,
+    TrainingRun,
+    manifest,
+    relative,
+    run_child,
+)
+
+BLOCKS, SLIDING = "blocks", "sliding"
+PLAIN_TASK = "language_modeling"
+EVERYTHING = tuple((split, p) for split in ("valid", "test") for p in (BLOCKS, SLIDING))
+
+
+@dataclass(frozen=True)
+class LMRun(TrainingRun):
+    """One language model."""
+
+    family: ClassVar[str] = "lm"
+    evaluations: tuple[tuple[str, str], ...] = EVERYTHING
+
+    def evaluation_command(self, split: str, protocol: str) -> list[str]:
+        """The fairseq-eval-lm command of one (split, protocol) pair."""
+        settings = self.settings()
+        tokens = int(settings.task.tokens_per_sample)
+        return evaluation_command(
+            self.checkpoints / checkpoints.BEST,
+            self.data,
+            split,
+            tokens_per_sample=tokens,
+            context_window=context_window(protocol, tokens),
+            max_tokens=int(settings.dataset.max_tokens),
+            task=settings.task._name if protocol == BLOCKS else PLAIN_TASK,
+        )
+
+    def measure(self, children: Children, devices: Devices, lock: int) -> Run:
+        """Perplexities of every (split, protocol) pair of ``evaluations``."""
+        metrics: Run = {}
+        for split, protocol in self.evaluations:
+            log = self.folder / f"eval-{split}-{protocol}.log"
+            log.unlink(missing_ok=True)
+            run_child(children, self.evaluation_command(split, protocol), log, devices, lock)
+            measured = read_evaluation(log, self.data, split)
+            metrics.setdefault(split, {})[protocol] = measured
+        tokens = int(self.settings().task.tokens_per_sample)
+        used = {protocol for _, protocol in self.evaluations}
+        return {"metrics": metrics, "protocol": protocols(tokens, used)}
+
+
+def context_window(protocol: str, tokens_per_sample: int) -> int:
+    """fairseq's --context-window for a protocol: none, or half of what the model sees at once."""
+    return {BLOCKS: 0, SLIDING: tokens_per_sample // 2}[protocol]
+
+
+def protocols(tokens_per_sample: int, names: set[str]) -> dict[str, str]:
+    """One sentence for each protocol that was used."""
+    half = tokens_per_sample // 2
+    said = {
+        BLOCKS: f"fairseq-eval-lm over non-overlapping blocks of {tokens_per_sample} tokens; a "
+        "token sees what precedes it in its block, and a model's memory of earlier blocks.",
+        SLIDING: f"fairseq-eval-lm --context-window {half}: windows of {tokens_per_sample} tokens "
+        f"moved on by {tokens_per_sample - half}; a token sees at least the {half} before it.",
+    }
+    return {name: said[name] for name in sorted(names)}
+
+
+def evaluation_command(
+    checkpoint: Path,
+    data: Path,
+    split: str,
+    *,
+    tokens_per_sample: int,
+    context_window: int,
+    max_tokens: int,
+    task: str = PLAIN_TASK,
+) -> list[str]:
+    """fairseq-eval-lm for a checkpoint. Without --tokens-per-sample it would skip everything.
+
+    ``task``: the one that carries a memory from block to block, where the model has one.
+    """
+    return [
+        str(BIN / "fairseq-eval-lm"),
+        relative(data / "bin"),
+        *("--task", task),
+        *("--user-dir", "lrpe_fairseq"),
+        *("--path", relative(checkpoint)),
+        *("--gen-subset", split),
+        *("--tokens-per-sample", str(tokens_per_sample)),
+        *("--context-window", str(context_window)),
+        *("--sample-break-mode", "none"),
+        *("--max-tokens", str(max_tokens)),
+        *("--num-workers", "0"),
+        "--no-progress-bar",
+    ]
+
+
+def read_evaluation(log: Path, data: Path, split: str) -> dict[str, float]:
+    """loss, ppl and tokens of a finished evaluation, and ``word_ppl`` where words were counted.
+
+    Word perplexity spreads the same total log-probability over the words and line ends of the
+    text, so that it does not depend on how the text was cut into pieces.
+
+    Raises: RunFailed if nothing, or not the whole split, was evaluated.
+    """
+    try:
+        measured = fairseq_log.parse_evaluation(log.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RunFailed(f"{error} ({log})") from None
+    counts = manifest(data).get("splits", {}).get(split, {})
+    expected = counts.get("tokens", measured["tokens"])
+    if measured["tokens"] != expected:
+        raise RunFailed(f"{log}: {measured['tokens']} of {expected} tokens were evaluated")
+    if "words_with_eos" in counts:
+        bits = measured["loss"] * measured["tokens"] / counts["words_with_eos"]
+        measured["word_ppl"] = 2**bits
+    return measured

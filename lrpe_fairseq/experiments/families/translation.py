@@ -1,0 +1,191 @@
+"""Translation runs: :class:`TrainingRun` scored by BLEU and chrF of detokenised text."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from sacrebleu.metrics import BLEU, CHRF
+
+from lrpe_fairseq.experiments.data.bitext import side
+from lrpe_fairseq.experiments.records import checkpoints, dictionaries
+from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.runner.processes import Children
+from lrpe_fairseq.experiments.runner.training import (
+    BIN,
+    Devices,
+    RunFailed,
+    TrainingRun,
+    manifest,
+    relative,
+    run_child,
+)
+
+BEAM = "beam"
+AVERAGED = "checkpoint_averaged.pt"
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How sentences are translated. average: how many of the last periodic checkpoints."""
+
+    beam: int = 4
+    length_penalty: float = 0.6
+    average: int = 5
+
+    def mean(self, folder: Path) -> "tuple[Path, Decoding]":
+        """The mean of the last checkpoints in ``folder``, written beside them; and what it is:
+        if there are fewer than ``average``, of as many as there are.
+
+        Raises: ValueError if there is none.
+        """
+        found = checkpoints.newest(folder, self.average)
+        checkpoints.average(found, folder / AVERAGED)
+        return folder / AVERAGED, replace(self, average=len(found))
+
+    def sentence(self, signature: str) -> str:
+        """The protocol, as a run file states it."""
+        model = f"mean of the last {self.average} checkpoints" if self.average > 1 else "one model"
+        return (
+            f"fairseq-generate, {model}, beam {self.beam}, "
+            f"length penalty {self.length_penalty:g}, pieces joined by sentencepiece; sacrebleu on "
+            f"the raw references, {signature}."
+        )
+
+
+@dataclass(frozen=True)
+class Half:
+    """One half of an encoder-decoder model: its attention and encoding."""
+
+    side: str
+    attention: str
+    encoding: str
+
+
+@dataclass(frozen=True)
+class TranslationRun(TrainingRun):
+    """One encoder-decoder model.
+
+    ``attention_type`` and ``position_encoding`` are those of the half that is not ``fixed``.
+    """
+
+    family: ClassVar[str] = "translation"
+    evaluations: tuple[tuple[str, str], ...] = (("valid", BEAM), ("test", BEAM))
+    decoding: Decoding = Decoding()
+    fixed: Half = Half("decoder", "softmax", "none")
+
+    def encoding_choices(self) -> dict[str, str]:
+        """Attention and encoding of both halves."""
+        side = "encoder" if self.fixed.side == "decoder" else "decoder"
+        own = Half(side, self.attention_type, self.position_encoding)
+        return {
+            f"model.{half.side}.{option}": value
+            for half in (own, self.fixed)
+            for option, value in (
+                ("attention_type", half.attention),
+                ("position_encoding", half.encoding),
+                ("encoding_seed", str(self.seed)),
+            )
+        }
+
+    def measure(self, children: Children, devices: Devices, lock: int) -> Run:
+        """BLEU and chrF of every split of ``evaluations``."""
+        averaged, decoding = self.decoding.mean(self.checkpoints)
+        splits = [split for split, _ in self.evaluations]
+        generate = functools.partial(run_child, children, devices=devices, lock=lock)
+        return measure(averaged, self.data, splits, decoding, self.folder, generate)
+
+
+def measure(
+    checkpoint: Path,
+    data: Path,
+    splits: Sequence[str],
+    decoding: Decoding,
+    logs: Path,
+    generate: Callable[[list[str], Path], Any],
+) -> Run:
+    """``metrics`` and ``protocol`` of a checkpoint.
+
+    ``generate`` runs a command and puts what it prints into a log, which will lie in ``logs``.
+
+    Raises: RunFailed if the dictionaries are not the checkpoint's, fairseq-generate fails (a
+        source that is too long, say), or a sentence is missing.
+    """
+    require_dictionaries(checkpoint, data)
+    metrics: Run = {}
+    for split in splits:
+        log = logs / f"eval-{split}-{BEAM}.log"
+        log.unlink(missing_ok=True)
+        generate(generate_command(checkpoint, data, split, decoding), log)
+        metrics[split] = {}
+        metrics[split][BEAM], said = score(log, data, split)
+    return {"metrics": metrics, "protocol": {BEAM: decoding.sentence(said)}}
+
+
+def require_dictionaries(checkpoint: Path, data: Path) -> None:
+    """Raise RunFailed unless ``data`` has the dictionaries that the model was trained with."""
+    state = checkpoints.load(checkpoint)
+    languages = manifest(data).get("languages", [])
+    for part, language in zip(("encoder", "decoder"), languages, strict=False):
+        dictionary = data / "bin" / f"dict.{language}.txt"
+        if not dictionaries.agree(state, f"{part}.embed_tokens.weight", dictionary):
+            raise RunFailed(
+                f"{relative(dictionary)} is not the dictionary that {relative(checkpoint)} was "
+                "trained with: evaluate it on the data of its training"
+            )
+
+
+def generate_command(checkpoint: Path, data: Path, split: str, decoding: Decoding) -> list[str]:
+    """fairseq-generate for one split; a bare --remove-bpe would leave the pieces."""
+    return [
+        str(BIN / "fairseq-generate"),
+        relative(data / "bin"),
+        *("--user-dir", "lrpe_fairseq"),
+        *("--path", relative(checkpoint)),
+        *("--gen-subset", split),
+        *("--beam", str(decoding.beam)),
+        *("--lenpen", str(decoding.length_penalty)),
+        *("--remove-bpe", "sentencepiece"),
+        *("--max-tokens", "4000"),
+        *("--num-workers", "0"),
+        "--no-progress-bar",
+    ]
+
+
+def score(log: Path, data: Path, split: str) -> tuple[dict[str, float], str]:
+    """``bleu``, ``chrf`` and ``sentences`` of what fairseq-generate printed, and the signature.
+
+    Raises: RunFailed if a sentence is missing.
+    """
+    texts, languages = (manifest(data)[key] for key in ("texts", "languages"))
+    reference = text_lines(side(data / texts[split], languages[1]).read_text(encoding="utf-8"))
+    found = hypotheses(log.read_text(encoding="utf-8"))
+    if sorted(found) != list(range(len(reference))):
+        raise RunFailed(f"{log}: {len(found)} of {len(reference)} sentences were translated")
+    translated = [found[index] for index in range(len(reference))]
+    return scores(translated, reference)
+
+
+def scores(translated: Sequence[str], reference: Sequence[str]) -> tuple[dict[str, float], str]:
+    """Corpus BLEU and chrF of detokenised text, and BLEU's signature."""
+    bleu, chrf = BLEU(), CHRF()
+    found = {
+        "bleu": bleu.corpus_score(list(translated), [list(reference)]).score,
+        "chrf": chrf.corpus_score(list(translated), [list(reference)]).score,
+        "sentences": len(reference),
+    }
+    return found, str(bleu.get_signature())
+
+
+def hypotheses(output: str) -> dict[int, str]:
+    """Sentence -> the best translation that fairseq-generate printed."""
+    lines: list[list[Any]] = [
+        line.split("\t") for line in text_lines(output) if line.startswith("H-")
+    ]
+    return {int(number.removeprefix("H-")): text for number, _, text in lines}
+
+
+def text_lines(text: str) -> list[str]:
+    """The lines of a text. Not ``splitlines``: newstest2009 has U+0085 inside lines."""
+    return text.removesuffix("\n").split("\n")

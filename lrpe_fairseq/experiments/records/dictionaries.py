@@ -1,0 +1,28 @@
+"""Does a data folder number its words as the data did that a checkpoint was trained on?"""
+
+from pathlib import Path
+from typing import Any
+
+from lrpe_fairseq.experiments.records import checkpoints
+
+SPECIALS = 4  # <s>, <pad>, </s>, <unk>: in every fairseq dictionary, in no dict.txt
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def agree(state: dict[str, Any], embedding: str, dictionary: Path, added: int = 0) -> bool:
+    """Whether ``dictionary`` is that of a checkpoint's ``embedding``.
+
+    The same words at the same numbers, where the data of the training are at hand; otherwise as
+    many. added: symbols that the task adds, such as ``<mask>``.
+    """
+    size = len(state["model"][embedding])
+    if not dictionary.is_file() or len(words(dictionary)) + SPECIALS + added != size:
+        return False
+    trained = ROOT / str(checkpoints.options(state).get("data", "")) / dictionary.name
+    return not trained.is_file() or words(trained) == words(dictionary)
+
+
+def words(dictionary: Path) -> list[str]:
+    """The symbols of a ``dict.txt`` in their order."""
+    lines = dictionary.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    return [line.rpartition(" ")[0] for line in lines]

@@ -1,0 +1,285 @@
+"""The run file: one JSON for one trained and evaluated model, written whole or not at all.
+
+A run file lies at ``results/runs/<experiment>/<anything>.json``. It is a plain dict with the
+fields of :data:`FIELDS`; :data:`OPTIONAL` ones are checked when present and further fields are
+kept. Nothing here needs fairseq, and torch only to name the GPUs.
+"""
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Run = dict[str, Any]
+
+NAME = (str,)
+ONE_OR_TWO = (str, dict)  # a name, or {"encoder": name, "decoder": name}
+NUMBER = (int, float)
+
+FIELDS: dict[str, tuple[type, ...]] = {
+    "experiment": NAME,  # the folder under results/runs
+    "dataset": NAME,
+    "task": NAME,  # fairseq's task
+    "attention_type": ONE_OR_TWO,
+    "position_encoding": ONE_OR_TWO,
+    "seed": (int,),
+    "scale": NAME,  # "paper", "small", ...: runs of different scales never share a table
+    "metrics": (dict,),  # split -> protocol -> metric -> number
+    "protocol": (dict,),  # protocol -> one sentence that says how it measures
+    "config": (dict,),  # every option, by its command-line name without the leading dashes
+    "commit": NAME,
+    "versions": (dict,),
+    "hardware": (dict,),
+    "tokens_per_second": NUMBER,  # of training
+    "wall_seconds": NUMBER,  # of training
+}
+OPTIONAL: dict[str, tuple[type, ...]] = {
+    "peak_memory_mb": NUMBER,
+    "curve": (list,),  # of {"updates", "tokens", "valid_ppl"}, updates ascending
+}
+CURVE_FIELDS = ("updates", "tokens", "valid_ppl")
+WORDS = {str: "a string", dict: "an object", int: "an integer", list: "a list"}
+
+
+def validate(run: Run) -> None:
+    """Raise ValueError, one sentence, for the first thing that keeps ``run`` from being a run."""
+    if not _is(run, dict):
+        raise ValueError(f"a run is an object of fields, not {type(run).__name__}")
+    for name, types in FIELDS.items():
+        if name not in run:
+            raise ValueError(f"the run lacks the field '{name}'")
+        _check_type(name, run[name], types)
+    for name, types in OPTIONAL.items():
+        if name in run:
+            _check_type(name, run[name], types)
+    _check_finite("run", run)
+    _check_names(run)
+    _check_metrics(run["metrics"], run["protocol"])
+    _check_positive(run)
+    _check_curve(run.get("curve", []))
+
+
+def write_run(path: Path | str, run: Run) -> None:
+    """Write ``run`` to ``path`` whole or not at all.
+
+    The text goes to a temporary file in the same folder, reaches the disk, and only then takes
+    the name, so that a reader or a crash never meets half a file.
+
+    Raises: ValueError for an invalid run (nothing is touched), OSError naming ``path``.
+    """
+    validate(run)
+    write_whole(Path(path), run)
+
+
+def write_whole(target: Path, content: Run) -> None:
+    """Write ``content`` as JSON to ``target`` whole or not at all. Raises: OSError naming it."""
+    text = json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _replace(target, text)
+    except OSError as error:
+        message = f"cannot write this result: {error.strerror}"
+        raise OSError(error.errno, message, str(target)) from error
+
+
+def read_run(path: Path | str) -> Run:
+    """The run at ``path``. Raises: ValueError naming the file if it is no valid run."""
+    try:
+        run = json.loads(Path(path).read_text(encoding="utf-8"))
+        validate(run)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a run file: {error}") from error
+    return run
+
+
+def read_runs(root: Path | str) -> dict[str, Run]:
+    """Every run under ``root`` (``results/runs``), by path relative to it, in sorted order.
+
+    Raises: ValueError for a file that is no run or that lies in another experiment's folder.
+    """
+    runs = {}
+    for path in sorted(Path(root).rglob("*.json")):
+        if path.name.startswith("."):
+            continue
+        name = path.relative_to(root).as_posix()
+        runs[name] = read_run(path)
+        if runs[name]["experiment"] != name.split("/")[0]:
+            raise ValueError(f"{name} says that its experiment is {runs[name]['experiment']!r}")
+    return runs
+
+
+def environment() -> Run:
+    """The fields ``commit``, ``versions`` and ``hardware`` of a run made here and now."""
+    return {"commit": commit(), "versions": versions(), "hardware": hardware()}
+
+
+def commit() -> str:
+    """The commit of this checkout, ``-dirty`` if anything but results/ differs from it."""
+    root = Path(__file__).resolve().parents[3]
+    head = _git(root, "rev-parse", "HEAD")
+    # A sweep adds files under results/ itself; they do not change what the next run computes.
+    dirty = _git(root, "status", "--porcelain", "--", ".", ":!results")
+    return (head + "-dirty" if dirty else head) if head else "unknown"
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that numbers depend on."""
+    found = {"python": platform.python_version()}
+    for name, distributions in {
+        "torch": ["torch"],
+        "numpy": ["numpy"],
+        "fairseq": ["fairseq-fixed", "fairseq"],
+    }.items():
+        found[name] = next(filter(None, map(_version, distributions)), "not installed")
+    return found
+
+
+def hardware() -> Run:
+    """CPU model, cores this process may use, and the names of the GPUs."""
+    return {"cpu": _cpu_model(), "cores": _cores(), "gpus": _gpu_names()}
+
+
+def plain(value: Any) -> Any:
+    """A value to compare by: 1, 1.0 and "1" are one, and so are True and "true"."""
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    text = str(value).strip().lower()
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _is(value: Any, *types: type) -> bool:
+    """isinstance, except that True is no number."""
+    return isinstance(value, types) and not isinstance(value, bool)
+
+
+def _check_type(name: str, value: Any, types: tuple[type, ...]) -> None:
+    if not _is(value, *types):
+        wanted = "a number" if types == NUMBER else " or ".join(WORDS[t] for t in types)
+        raise ValueError(f"the run's field '{name}' must be {wanted}, not {type(value).__name__}")
+
+
+def _check_finite(path: str, value: Any) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"the run's value {path} is {value}, not a finite number")
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _check_finite(f"{path}.{key}", inner)
+    if isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            _check_finite(f"{path}[{index}]", inner)
+
+
+def _check_names(run: Run) -> None:
+    for name in (n for n, types in FIELDS.items() if str in types):
+        value = run[name]
+        sides = value if isinstance(value, dict) else {"encoder": value, "decoder": value}
+        if set(sides) != {"encoder", "decoder"}:
+            raise ValueError(f"the run's field '{name}' must name encoder and decoder, no other")
+        if not all(_is(side, str) and side for side in sides.values()):
+            raise ValueError(f"the run's field '{name}' must not be empty")
+
+
+def _check_metrics(metrics: Run, protocols: Run) -> None:
+    measured = list(_leaves(metrics))
+    if not measured:
+        raise ValueError("the run's field 'metrics' holds no number")
+    for path, value in measured:
+        if len(path) != 3 or not _is(value, *NUMBER):
+            raise ValueError(
+                f"the run's metric {'.'.join(path)} is not split.protocol.metric with a number"
+            )
+        if not _is(protocols.get(path[1]), str):
+            raise ValueError(f"the run's field 'protocol' does not describe '{path[1]}'")
+
+
+def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if not isinstance(tree, dict):
+        yield path, tree
+        return
+    for key, inner in tree.items():
+        yield from _leaves(inner, (*path, key))
+
+
+def _check_positive(run: Run) -> None:
+    for name in ("tokens_per_second", "wall_seconds", "peak_memory_mb"):
+        if name in run and run[name] <= 0:
+            raise ValueError(f"the run's field '{name}' must be positive, not {run[name]}")
+
+
+def _check_curve(curve: list[Any]) -> None:
+    for index, point in enumerate(curve):
+        if not _is(point, dict) or any(name not in point for name in CURVE_FIELDS):
+            raise ValueError(f"point {index} of the run's curve lacks {', '.join(CURVE_FIELDS)}")
+        for name in CURVE_FIELDS:
+            _check_type(f"curve[{index}].{name}", point[name], NUMBER)
+    updates = [point["updates"] for point in curve]
+    if sorted(set(updates)) != updates:
+        raise ValueError("the updates of the run's curve do not ascend")
+
+
+def _replace(target: Path, text: str) -> None:
+    # A leading dot keeps the temporary file out of read_runs.
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        _sync_folder(target.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _gpu_names() -> list[str]:
+    if _version("torch") is None:
+        return []
+    from torch import cuda  # slow to import, and only these names need it
+
+    return [cuda.get_device_name(index) for index in range(cuda.device_count())]

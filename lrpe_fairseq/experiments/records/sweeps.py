@@ -1,0 +1,55 @@
+"""How long one call took for a whole table: ``results/sweeps/<table>-<scale>.json``.
+
+Written by ``run_table`` where it began with nothing and ended with everything; read by ``cost``.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lrpe_fairseq.experiments.records import runs
+from lrpe_fairseq.experiments.runner.schedule import Job
+
+Sweep = dict[str, Any]
+FIELDS = {
+    "table": str,
+    "scale": str,
+    "seeds": int,
+    "trainings": int,
+    "jobs": int,  # at a time
+    "wall_seconds": float,  # data, trainings, evaluation and rendering
+    "commit": str,
+    "versions": dict,
+    "hardware": dict,
+}
+
+
+def untouched(jobs: Sequence[Job]) -> bool:
+    """Whether none of ``jobs`` is finished or half done."""
+    return not any(job.finished() or job.progress()[0] for job in jobs)
+
+
+def write_sweep(folder: Path, **measured: Any) -> None:
+    """Write the fields of :data:`FIELDS`; those of the environment are added here."""
+    sweep = {**measured, **runs.environment()}
+    _check(sweep)
+    runs.write_whole(folder / f"{sweep['table']}-{sweep['scale']}.json", sweep)
+
+
+def read_sweeps(folder: Path) -> list[Sweep]:
+    """All of ``folder``, by name. Raises: ValueError naming a file that is none."""
+    sweeps = []
+    for path in sorted(folder.glob("[!.]*.json")):
+        try:
+            sweeps.append(json.loads(path.read_text(encoding="utf-8")))
+            _check(sweeps[-1])
+        except ValueError as error:
+            raise ValueError(f"{path} does not tell a table's time: {error}") from error
+    return sweeps
+
+
+def _check(sweep: Sweep) -> None:
+    for name, kind in FIELDS.items():
+        if not isinstance(sweep.get(name), kind):
+            raise ValueError(f"its field '{name}' must be of type {kind.__name__}")

@@ -1,0 +1,1 @@
+"""Cells, tables, curves, pictures and generated pages, from run files."""

@@ -1,0 +1,197 @@
+"""From run files to the cells of a table: which runs fill a cell, and what they say together."""
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lrpe_fairseq.experiments.records.layout import Column, Row, Table
+from lrpe_fairseq.experiments.records.runs import Run, plain
+
+Runs = dict[str, Run]  # by path relative to results/runs
+Scores = dict[int, float]  # by seed
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that may be compared with each other: one scale and, unless columns name their own,
+    one data set (otherwise empty)."""
+
+    scale: str
+    dataset: str
+    runs: Runs
+
+
+def groups(table: Table, runs: Runs) -> list[Group]:
+    """The runs that fill cells of ``table``, split into comparable groups, in scale order.
+
+    Raises: ValueError if runs of a group differ in an option that the table wants the same.
+    """
+    keys = {name: _group_key(table, run) for name, run in runs.items() if shown(table, run)}
+    found = []
+    for scale, dataset in sorted(set(keys.values()), key=lambda key: _scale_order(table, *key)):
+        members = {n: runs[n] for n, key in sorted(keys.items()) if key == (scale, dataset)}
+        shared_options(table, members)
+        found.append(Group(scale, dataset, members))
+    return found
+
+
+def shown(table: Table, run: Run) -> bool:
+    """Whether ``run`` fills any cell of ``table``."""
+    return any(
+        fills(table, row, column, run)
+        for column in table.columns
+        if not column.mean_of
+        for row in table.rows
+    )
+
+
+def fills(table: Table, row: Row, column: Column, run: Run) -> bool:
+    """Whether ``run`` belongs to the cell at ``row`` and ``column``."""
+    return (
+        run["experiment"] in table.experiments
+        and column.attention in row.attention
+        and run["position_encoding"] == _sides(row.encoding, "encoding", table.fixed)
+        and run["attention_type"] == _sides(column.attention, "attention", table.fixed)
+        and column.dataset in ("", run["dataset"])
+        and option(run, "lr") in _rates(table, run)
+        and _options_agree(table, row, column, run)
+    )
+
+
+def option(run: Run, name: str, default: Any = None) -> Any:
+    """Option ``name`` of ``run``, spelled with dashes or underscores.
+
+    A list of one value, as fairseq keeps the rate of every epoch, is that value.
+    """
+    for key, value in run["config"].items():
+        if key.replace("_", "-") == name.replace("_", "-"):
+            return value[0] if isinstance(value, list) and len(value) == 1 else value
+    return default
+
+
+def shared_options(table: Table, runs: Runs) -> dict[str, Any]:
+    """The values of ``table.same`` in ``runs``. Raises: ValueError where two runs differ."""
+    shared = {}
+    for name in table.same:
+        values = {run_name: option(run, name) for run_name, run in runs.items()}
+        first, *others = values
+        for other in others:
+            if plain(values[other]) != plain(values[first]):
+                raise ValueError(
+                    f"{first} and {other} would share a table, but differ in {name}: "
+                    f"{values[first]} and {values[other]}"
+                )
+        shared[name] = values[first]
+    return shared
+
+
+def cell_runs(table: Table, row: Row, column: Column, runs: Runs) -> Runs:
+    """The runs of ``runs`` that belong to one cell."""
+    return {name: run for name, run in runs.items() if fills(table, row, column, run)}
+
+
+def scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:
+    """The number of one cell for each seed; empty where nothing was run.
+
+    Raises: ValueError where two runs claim the same seed of the same cell.
+    """
+    if column.attention not in row.attention:
+        return {}
+    if column.mean_of:
+        return _mean_scores([scores(table, row, table.column(k), runs) for k in column.mean_of])
+    found = _raw_scores(table, row, column, runs)
+    if not column.relative or not found:
+        return found
+    base = _raw_scores(table, table.row(table.baseline), column, runs)
+    return {seed: value / mean(base) for seed, value in found.items()} if base else {}
+
+
+def mean(values: Scores) -> float:
+    """The mean over seeds; it does not depend on their order."""
+    return math.fsum(values.values()) / len(values)
+
+
+def deviation(values: Scores) -> float | None:
+    """The sample standard deviation over seeds; None for a single one."""
+    return statistics.stdev(values[seed] for seed in sorted(values)) if len(values) > 1 else None
+
+
+def average_ranks(values: list[float]) -> list[float]:
+    """Ranks from 1 for the smallest; equal values share the mean of their ranks."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    shared = np.cumsum(counts) - (counts - 1) / 2
+    return shared[inverse].tolist()
+
+
+def spearman(first: list[float], second: list[float]) -> float | None:
+    """Spearman's rank correlation, ties by average ranks; None where a side is constant.
+
+    Raises: ValueError for lists of different lengths or with fewer than two values.
+    """
+    if len(first) != len(second) or len(first) < 2:
+        raise ValueError(f"no rank correlation of {len(first)} with {len(second)} values")
+    a, b = (np.array(average_ranks(x)) - (len(x) + 1) / 2 for x in (first, second))
+    norm = math.sqrt(float(a @ a) * float(b @ b))
+    return float(a @ b) / norm if norm else None
+
+
+def _group_key(table: Table, run: Run) -> tuple[str, str]:
+    own_data = any(column.dataset for column in table.columns)
+    return run["scale"], "" if own_data else run["dataset"]
+
+
+def _scale_order(table: Table, scale: str, dataset: str) -> tuple[int, str, str]:
+    order = list(table.scales)
+    return (order.index(scale) if scale in order else len(order), scale, dataset)
+
+
+def _sides(own: str, what: str, fixed: dict[str, str]) -> str | dict[str, str]:
+    """As a run file names it: by itself, or for encoder and decoder."""
+    sides = dict.fromkeys(("encoder", "decoder"), own)
+    return {**sides, fixed["side"]: fixed[what]} if fixed else own
+
+
+def _rates(table: Table, run: Run) -> list[Any]:
+    """The learning rates that the table shows; the run's own where it names none."""
+    return table.rates.get(run["scale"]) or [option(run, "lr")]
+
+
+def _options_agree(table: Table, row: Row, column: Column, run: Run) -> bool:
+    wanted = {**table.options, **row.overrides, **column.overrides}
+    return all(
+        plain(option(run, name, table.options[name])) == plain(value)
+        for name, value in wanted.items()
+    )
+
+
+def _raw_scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:
+    found: dict[tuple[int, str], str] = {}
+    values: dict[int, list[float]] = {}
+    for name, run in cell_runs(table, row, column, runs).items():
+        value = _value(run, column)
+        if value is None:
+            continue
+        choice = (run["seed"], str(option(run, column.best_over)) if column.best_over else "")
+        if choice in found:
+            raise ValueError(
+                f"{found[choice]} and {name} both fill seed {run['seed']} of row {row.label}, "
+                f"column {column.key}"
+            )
+        found[choice] = name
+        values.setdefault(run["seed"], []).append(value)
+    best = min if table.better == "lower" else max
+    return {seed: best(values[seed]) for seed in sorted(values)}
+
+
+def _value(run: Run, column: Column) -> float | None:
+    if not column.split:
+        return run.get(column.metric)
+    return run["metrics"].get(column.split, {}).get(column.protocol, {}).get(column.metric)
+
+
+def _mean_scores(parts: list[Scores]) -> Scores:
+    seeds = sorted(set.intersection(*(set(part) for part in parts)))
+    return {seed: math.fsum(part[seed] for part in parts) / len(parts) for seed in seeds}

@@ -1,0 +1,86 @@
+"""Validation curves as a picture, in the manner of the paper's Fig. 2."""
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from lrpe_fairseq.experiments.records.layout import Column, Row, Table
+from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.report import pictures
+from lrpe_fairseq.experiments.report.cells import Group, cell_runs
+
+Curve = list[tuple[float, float]]  # (updates, validation perplexity), updates ascending
+PANELS_ACROSS = 3
+
+
+def mean_curve(runs: Iterable[Run]) -> Curve:
+    """The mean over runs at every update where all of them were validated."""
+    curves = [{p["updates"]: p["valid_ppl"] for p in run["curve"]} for run in runs]
+    shared = sorted(set.intersection(*map(set, curves))) if curves else []
+    return [(update, sum(curve[update] for curve in curves) / len(curves)) for update in shared]
+
+
+def panels(table: Table, group: Group) -> dict[str, dict[str, Curve]]:
+    """title -> row label -> curve, for the rows that ``table.curves`` asks for.
+
+    A panel is an attention type, with what its columns override: other options, other trainings.
+    """
+    found: dict[str, dict[str, Curve]] = {}
+    columns = [column for column in table.columns if not column.mean_of]
+    for title in dict.fromkeys(map(_panel, columns)):
+        trained = [column for column in columns if _panel(column) == title]
+        for label in table.curves:
+            runs = _runs_with_curve(table, table.row(label), trained, group)
+            if curve := mean_curve(runs):
+                found.setdefault(title, {})[label] = curve
+    return found
+
+
+def _panel(column: Column) -> str:
+    return ", ".join([f"{column.attention} attention", *map(str, column.overrides.values())])
+
+
+def validation_curves(path: Path, curves: dict[str, dict[str, Curve]]) -> None:
+    """Draw a panel for each title of ``curves`` and write the picture to ``path`` as PNG.
+
+    Raises: ImportError if matplotlib, which comes with the extra [plots], is not installed.
+    """
+    across = min(len(curves), PANELS_ACROSS)
+    down = math.ceil(len(curves) / across)
+    figure = pictures.blank(5.5 * across + 1, 4 * down)  # an inch for the legend
+    all_axes = list(figure.subplots(down, across, squeeze=False).flat)
+    labels = list(dict.fromkeys(label for lines in curves.values() for label in lines))
+    for axes, (title, lines) in zip(all_axes, curves.items(), strict=False):
+        _draw(axes, title, lines, labels)
+    for axes in all_axes[len(curves) :]:
+        axes.remove()
+    drawn = {line.get_label(): line for axes in figure.axes for line in axes.get_lines()}
+    figure.legend([drawn[label] for label in labels], labels, loc="outside right upper")
+    pictures.save(figure, path)
+
+
+def _runs_with_curve(table: Table, row: Row, columns: list[Column], group: Group) -> list[Run]:
+    runs: dict[str, Run] = {}
+    for column in columns:
+        runs |= cell_runs(table, row, column, group.runs)
+    return [runs[name] for name in sorted(runs) if runs[name].get("curve")]
+
+
+def _draw(axes: Any, title: str, lines: dict[str, Curve], labels: list[str]) -> None:
+    for label, curve in lines.items():
+        index = labels.index(label)  # a row has one colour in all panels
+        style = {"color": f"C{index % 10}", "linestyle": "-" if index < 10 else "--"}
+        axes.plot(*zip(*curve, strict=True), label=label, linewidth=1.2, **style)
+    # The first validations are far above the rest and would hide what separates the rows.
+    last = [curve[-1][1] for curve in lines.values()]
+    lowest, highest = min(last) * 0.95, max(last) * 1.6
+    axes.set_ylim(lowest, highest)
+    axes.set_xlim(left=min(_entry(curve, highest) for curve in lines.values()))
+    axes.set(xlabel="updates", ylabel="validation perplexity", title=title)
+    axes.grid(alpha=0.3)
+
+
+def _entry(curve: Curve, height: float) -> float:
+    """The last update at which ``curve`` is above ``height``, or its first."""
+    return max([update for update, value in curve if value > height], default=curve[0][0])

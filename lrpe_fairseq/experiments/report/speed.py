@@ -1,0 +1,274 @@
+"""What the clocks found: docs/speed.md, from results/bench/<device>/*.json.
+
+``python -m lrpe_fairseq.experiments.report.speed`` renders it; ``--check`` fails when
+the page is stale. A part that was not measured is said to be so.
+"""
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lrpe_fairseq.encodings import ENCODINGS
+from lrpe_fairseq.experiments.report import pictures, readme
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = ROOT / "docs" / "speed.md"
+FIGURES = ROOT / "results" / "figures"
+RESULTS = ROOT / "results" / "bench"
+DEVICES = {"cpu": "CPU", "cuda": "GPU"}
+PUBLISHED = (("iclr-table9", "linear"), ("iclr-table9", "softmax"), ("tmlr-table6", "linear"))
+ERRORS = ("ours", "float32_angle", "own_angle")
+NOT_MEASURED = "not measured"
+Rows = list[dict[str, Any]]
+
+
+def main() -> None:
+    """Rewrite the page and the figure, or with ``--check`` say whether the page is stale."""
+    text = PAGE.read_text(encoding="utf-8")
+    fresh = render(text)
+    if "--check" not in sys.argv:
+        PAGE.write_text(fresh, encoding="utf-8")
+        for device in DEVICES:
+            draw(figure(device), measured("lengths", device))
+    elif fresh != text:
+        sys.exit("docs/speed.md is stale: run python -m lrpe_fairseq.experiments.report.speed")
+
+
+def render(text: str) -> str:
+    """``text`` with every generated part rendered anew."""
+    for name, part in PARTS.items():
+        text = readme.between(text, name, section(name, part))
+    return text
+
+
+def section(name: str, part: Callable[[Rows], str]) -> str:
+    """One part on every device, each with the machine that it was measured on."""
+    found = []
+    for device, shown in DEVICES.items():
+        figures = _figures(name, device)
+        if figures is None:
+            found.append(f"On a {shown}: {NOT_MEASURED}.")
+        else:
+            picture = f"\n\n{_picture(device)}" if name == "lengths" else ""
+            found.append(f"{part(figures['rows'])}{picture}\n\n{_machine(figures)}")
+    return "\n\n".join(found)
+
+
+def measured(name: str, device: str) -> Rows:
+    """The rows of a part; none if it was not measured."""
+    figures = _figures(name, device)
+    return [] if figures is None else figures["rows"]
+
+
+def figure(device: str) -> Path:
+    """Where the picture of the lengths lies."""
+    return FIGURES / f"lengths-{device}.png"
+
+
+def _picture(device: str) -> str:
+    return f"![time and memory by length](../{figure(device).relative_to(ROOT).as_posix()})"
+
+
+def _figures(name: str, device: str) -> dict[str, Any] | None:
+    text = readme.read_result(RESULTS / device / f"{name}.json")
+    return None if text is None else json.loads(text)
+
+
+def _machine(figures: dict[str, Any]) -> str:
+    machine = figures["hardware"]
+    gpus = "".join(f"{name}, " for name in machine["gpus"])
+    return (
+        f"({gpus}{machine['cores']} cores, {machine['cpu']}, {figures['threads']} threads, "
+        f"{figures['dtype']}; torch {figures['versions']['torch']}; "
+        f"commit {figures['commit'][:8]}.)"
+    )
+
+
+def causal(rows: Rows) -> str:
+    """Causal linear attention against both references and our PyTorch form."""
+    found = _by(rows, "length", "contestant")
+    others = {"naive": "the naive form", "sdpa": "torch SDPA"}
+    if "kernel" in _values(rows, "contestant"):
+        others["chunked"] = "our PyTorch form"
+    if "fla" in _values(rows, "contestant"):
+        others["fla"] = "fla's chunk_linear_attn"
+    lines = [
+        [n, *(_times(found.get((n, form))) for form in others)] for n in _values(rows, "length")
+    ]
+    return _table(["T", *(f"causal linear against {name}" for name in others.values())], lines)
+
+
+def _times(row: dict[str, Any] | None) -> str:
+    return f"{row['speed_up']:.1f} x" if row else "–"
+
+
+def bidirectional(rows: Rows) -> str:
+    """Bidirectional linear attention against SDPA."""
+    lines = [[r["length"], f"{r['speed_up']:.2f} x"] for r in rows if r["contestant"] == "sdpa"]
+    return _table(["T", "bidirectional linear against torch SDPA"], lines)
+
+
+def lengths(rows: Rows) -> str:
+    """The sweep over T, a sentence on the crossover, and the figure."""
+    found = _by(rows, "length", "contestant")
+    lines = []
+    for n in _values(rows, "length"):
+        forms = [found.get((n, form)) for form in ("linear", "sdpa", "naive")]
+        times = [f"{r['speed_up']:.2f} x" if r else "–" for r in forms[1:]]
+        memory = [f"{r['peak_mb']:,.0f}" if r else "–" for r in forms]
+        lines.append([n, f"{forms[0]['flatness']:.2f}", *times, *memory])
+    heads = ["T", "time per token against T = 512", "speed-up over SDPA", "over the naive form"]
+    heads += ["peak MB, linear", "SDPA", "naive"]
+    return f"{_table(heads, lines)}\n\n{_crossing(rows)}"
+
+
+def crossover(rows: Rows) -> int | None:
+    """The shortest T from which on linear attention is faster than SDPA; None if it never is."""
+    wins = {r["length"]: r["speed_up"] > 1 for r in rows if r["contestant"] == "sdpa"}
+    always = [n for n in wins if all(win for m, win in wins.items() if m >= n)]
+    return min(always, default=None)
+
+
+def _crossing(rows: Rows) -> str:
+    first = crossover(rows)
+    if first is None:
+        return "Linear attention is not faster than SDPA at the longest T."
+    return f"Linear attention is faster than SDPA from T = {first} on."
+
+
+def decoding(rows: Rows) -> str:
+    """Token by token: speed and state by the length put out so far."""
+    found = _by(rows, "length", "contestant")
+    lines = []
+    for n in _values(rows, "length"):
+        linear, softmax = found[n, "linear"], found[n, "softmax"]
+        flat = [f"{r['flatness']:.2f}" for r in (linear, softmax)]
+        sizes = [f"{r['state_mb']:.1f} MB" for r in (linear, softmax)]
+        lines.append([n, *flat, f"{softmax['speed_up']:.2f} x", *sizes])
+    heads = ["tokens put out", "linear: time of a token against that at 64", "softmax: the same"]
+    heads += ["linear against softmax", "linear: state", "softmax: state"]
+    return _table(heads, lines)
+
+
+def table9(rows: Rows) -> str:
+    """Training speed of every method relative to Base, beside what the papers print."""
+    found = _by(rows, "encoding", "model", "attention")
+    kinds = [(m, a) for m in ("lm", "roberta") for a in ("linear", "softmax")]
+    lines = []
+    for name in ENCODINGS:
+        ours = [_speed(found.get((name, *kind))) for kind in kinds]
+        lines.append([f"`{name}`", *ours, *_published(name)])
+    heads = ["speed relative to Base", *(f"{m}, {a}" for m, a in kinds)]
+    return _table([*heads, "LRPE, Table 9: linear", "softmax", "TMLR, Table 6: linear"], lines)
+
+
+def _speed(row: dict[str, Any] | None) -> str:
+    return f"{row['relative_speed']:.2f}" if row else "–"
+
+
+def _published(name: str) -> list[str]:
+    """The papers' cells for an encoding; Table 9 has one number for all types of LRPE."""
+    cells = []
+    for file, attention in PUBLISHED:
+        printed = {r["encoding"]: r["printed"] for r in _paper(file) if r["attention"] == attention}
+        shared = printed.get("", "–") if name.startswith("lrpe-type") else "–"
+        cells.append(printed.get(name, shared).replace("-", "–"))
+    return cells
+
+
+def _paper(name: str) -> list[dict[str, str]]:
+    path = ROOT / "results" / "paper" / f"{name}.csv"
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def encoding(rows: Rows) -> str:
+    """phi and encoding as multiples of a copy."""
+    lines = [
+        [f"`{r['encoding']}`", r["form"], f"{r['copies']:.1f}", f"{r['copies_backward']:.1f}"]
+        for r in rows
+    ]
+    return _table(["encoding", "form", "copies, forward", "copies, gradient"], lines)
+
+
+def profiles(rows: Rows) -> str:
+    """Shares of the kinds of work in a training step, plain forms and ours."""
+    other = ("attention", "encoding", "form", "seconds")
+    kinds = [key for key in rows[0] if key not in other]
+    kinds.sort(key=lambda kind: -sum(row[kind] for row in rows))
+    base = _by(rows, "attention", "encoding", "form")
+    lines = []
+    for row in rows:
+        whole = base[row["attention"], "none", "ours"]["seconds"]
+        label = [row["attention"], f"`{row['encoding']}`", row["form"]]
+        time = f"{row['seconds'] / whole:.2f}"
+        lines.append([*label, time, *(f"{row[kind]:.0%}" for kind in kinds)])
+    return _table(["attention", "encoding", "form", "time against Base, ours", *kinds], lines)
+
+
+def phases(rows: Rows) -> str:
+    """Phase errors by position and type."""
+    lines = [[f"{r['position']:,}", r["dtype"], *(_error(r[k]) for k in ERRORS)] for r in rows]
+    heads = ["position", "type", "angle in float64 (ours)", "angle in float32", "angle in the type"]
+    return _table(heads, lines)
+
+
+def _error(value: float | None) -> str:
+    return "beyond its range" if value is None else f"{value:.1e}"
+
+
+PARTS: dict[str, Callable[[Rows], str]] = {
+    "causal": causal,
+    "bidirectional": bidirectional,
+    "lengths": lengths,
+    "encoding": encoding,
+    "decoding": decoding,
+    "table9": table9,
+    "profiles": profiles,
+    "phases": phases,
+}
+"""Marked place in the page, also the part's file -> what stands there."""
+
+
+def draw(path: Path, rows: Rows) -> None:
+    """Time per token and peak memory against T, the crossover with SDPA marked."""
+    if not rows:
+        return
+    figure = pictures.blank(9, 3.6)
+    time, memory = figure.subplots(1, 2)
+    for name in _values(rows, "contestant"):
+        own = [row for row in rows if row["contestant"] == name]
+        at = [row["length"] for row in own]
+        time.plot(at, [row["seconds_per_token"] * 1e6 for row in own], marker=".", label=name)
+        memory.plot(at, [row["peak_mb"] for row in own], marker=".", label=name)
+    first = crossover(rows)
+    titles = ["microseconds per token", "peak memory, MB"]
+    if first is not None:
+        time.axvline(first, color="grey", linestyle=":")
+        titles[0] += f" (dotted: crossover with SDPA, T = {first})"
+    for axes, title in zip((time, memory), titles, strict=True):
+        axes.set(yscale="log", xlabel="T")
+        axes.set_xscale("log", base=2)
+        axes.set_title(title, fontsize="medium")
+    memory.legend(fontsize="small")
+    pictures.save(figure, path)
+
+
+def _table(heads: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
+    lines = [heads, ["---"] + ["---:"] * (len(heads) - 1), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def _values(rows: Rows, key: str) -> list[Any]:
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
+def _by(rows: Rows, *keys: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+    return {tuple(row[key] for key in keys): row for row in rows}
+
+
+if __name__ == "__main__":
+    main()

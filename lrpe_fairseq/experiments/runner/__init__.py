@@ -1,0 +1,1 @@
+"""Processes, devices, schedules and Slurm: one training after another, to the end."""

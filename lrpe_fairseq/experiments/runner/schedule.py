@@ -1,0 +1,238 @@
+"""Many runs, some at a time: skips the finished, resumes the half-done, retries a crashed one once.
+
+Every event is one line, on the screen and in a log; a terminal also gets a live line. Ctrl-C and
+SIGTERM end the children and leave everything so that the same command goes on.
+"""
+
+import collections
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from lrpe_fairseq.experiments.runner.processes import Busy, Children, Stopped, is_locked
+from lrpe_fairseq.experiments.runner.training import Devices, RunFailed, clock
+
+ATTEMPTS = 2
+BUSY_SECONDS = 5.0  # between two looks at a run that another process trains
+LIVE_SECONDS = 1.0
+QUIET_SECONDS = 60.0  # between two progress lines where there is no terminal
+ERROR = "error.txt"  # in the run folder: why the last attempt failed
+
+
+class Job(Protocol):
+    """What can be scheduled; ``training.TrainingRun`` is one, and describes the members."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def folder(self) -> Path: ...
+
+    def finished(self) -> bool: ...
+
+    def progress(self) -> tuple[int, int]: ...
+
+    def outcome(self) -> str: ...
+
+    def work(self, children: Children, devices: Devices, say: Callable[[str], None]) -> None: ...
+
+
+class Events:
+    """One line for each event, with the time, to the screen and to ``log``."""
+
+    def __init__(self, log: Path) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._log, self._guard = log, threading.Lock()
+        self.terminal = sys.stdout.isatty()
+
+    def say(self, text: str) -> None:
+        """Report an event."""
+        line = f"{time.strftime('%H:%M:%S')} {text}"
+        with self._guard:
+            self._clear()
+            print(line, flush=True)
+            with open(self._log, "a", encoding="utf-8") as log:
+                log.write(f"{time.strftime('%Y-%m-%d')} {line}\n")
+
+    def live(self, text: str) -> None:
+        """Show ``text`` on the terminal's last line until the next event."""
+        with self._guard:
+            self._clear()
+            width = os.get_terminal_size().columns - 1
+            print(text[:width], end="", flush=True)
+
+    def _clear(self) -> None:
+        if self.terminal:
+            print("\r\033[K", end="")
+
+
+class Schedule:
+    """Works off ``jobs`` with as many threads as there are ``devices``, shares of the machine."""
+
+    def __init__(self, jobs: Sequence[Job], devices: Sequence[Devices], events: Events) -> None:
+        self._jobs = [job for job in jobs if not job.finished()]
+        self._devices = devices
+        self._events, self._children = events, Children()
+        self._waiting = collections.deque(self._jobs)
+        self._running: dict[str, Job] = {}
+        self._attempts: collections.Counter[str] = collections.Counter()
+        self._busy: set[str] = set()
+        self._done, self._failed = 0, 0
+        self._guard = threading.Lock()
+        self._skipped = len(jobs) - len(self._jobs)
+
+    def run(self) -> int:
+        """Work until nothing is left, and return how many runs failed.
+
+        Raises: KeyboardInterrupt after Ctrl-C or SIGTERM, when every child has ended.
+        """
+        if self._skipped:
+            self._events.say(f"{self._skipped} runs are finished already")
+        threads = [
+            threading.Thread(target=self._work, args=(devices,), daemon=True)
+            for devices in self._devices[: len(self._jobs)]
+        ]
+        with _terminated_like_interrupted():
+            try:
+                for thread in threads:
+                    thread.start()
+                self._watch(threads)
+            except KeyboardInterrupt:
+                self._events.say("stopping; the same command goes on from here")
+                self._children.stop()
+                raise
+        self._events.say(f"{self._done + self._skipped} runs finished, {self._failed} failed")
+        return self._failed
+
+    def _work(self, devices: Devices) -> None:
+        while not self._children.stopping and (job := self._next()):
+            try:
+                self._attempt(job, devices)
+            except Stopped:
+                return
+            except Busy:
+                self._put_off(job)
+            except Exception as error:  # one broken run must not end the others
+                self._fail(job, error)
+            finally:
+                with self._guard:
+                    self._running.pop(job.name, None)
+
+    def _next(self) -> Job | None:
+        with self._guard:
+            if not self._waiting:
+                return None
+            job = self._waiting.popleft()
+            self._running[job.name] = job
+            return job
+
+    def _attempt(self, job: Job, devices: Devices) -> None:
+        if job.name not in self._busy:
+            update, _ = job.progress()
+            self._events.say(f"{job.name}: {f'going on at {update}' if update else 'started'}")
+        begun = time.monotonic()
+        job.work(self._children, devices, lambda text: self._events.say(f"{job.name}: {text}"))
+        (job.folder / ERROR).unlink(missing_ok=True)
+        with self._guard:
+            self._done += 1
+        self._events.say(f"{job.name}: finished after {clock(time.monotonic() - begun)}")
+
+    def _put_off(self, job: Job) -> None:
+        if job.name not in self._busy:
+            self._busy.add(job.name)
+            self._events.say(f"{job.name}: another process is at it; will look again")
+        with self._guard:
+            self._waiting.append(job)
+        time.sleep(BUSY_SECONDS)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        reason = str(error) if isinstance(error, (RunFailed, ValueError, OSError)) else repr(error)
+        job.folder.mkdir(parents=True, exist_ok=True)
+        (job.folder / ERROR).write_text(reason + "\n", encoding="utf-8")
+        with self._guard:
+            self._attempts[job.name] += 1
+            again = self._attempts[job.name] < ATTEMPTS
+            if again:
+                self._waiting.appendleft(job)
+            self._failed += not again
+        self._events.say(f"{job.name}: {'crashed, trying again' if again else 'FAILED'}: {reason}")
+
+    def _watch(self, threads: Sequence[threading.Thread]) -> None:
+        """Show progress until every thread has ended; here, so that signals find a main thread."""
+        total = {job.name: job.progress()[1] for job in self._jobs}
+        before = sum(job.progress()[0] for job in self._jobs)
+        begun = shown = time.monotonic()
+        while any(thread.is_alive() for thread in threads):
+            time.sleep(LIVE_SECONDS / 5)
+            now = time.monotonic()
+            if now - shown < (LIVE_SECONDS if self._events.terminal else QUIET_SECONDS):
+                continue
+            shown = now
+            show = self._events.live if self._events.terminal else self._events.say
+            show(self._line(total, before, now - begun))
+
+    def _line(self, total: dict[str, int], before: int, seconds: float) -> str:
+        done = sum(min(job.progress()[0], total[job.name]) for job in self._jobs)
+        left = sum(total.values()) - done
+        gained = done - before
+        eta = clock(seconds * left / gained) if gained > 0 else "?"
+        with self._guard:
+            running = list(self._running.values())
+        current = "; ".join(f"{j.name} {j.progress()[0]}/{total[j.name]}" for j in running)
+        runs = self._done + self._failed + self._skipped
+        return f"{runs}/{len(self._jobs) + self._skipped} runs, ETA {eta} | {current}"
+
+
+def shares(parallel: int, gpus_per_run: int | None = None) -> list[Devices]:
+    """The machine in ``parallel`` equal shares: cores, and GPUs where there are any.
+
+    No run has more threads than OMP_NUM_THREADS, where that is set.
+    gpus_per_run: by default one, or all for a single run.
+    Raises: ValueError if there are not so many.
+    """
+    threads = max(1, len(os.sched_getaffinity(0)) // parallel)
+    if (wished := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
+        threads = max(1, min(threads, int(wished)))
+    gpus = torch.cuda.device_count()
+    if (gpus_per_run or 0) > gpus:
+        raise ValueError(f"a run cannot have {gpus_per_run} GPUs: there are {gpus}")
+    if not gpus or (parallel == 1 and not gpus_per_run):
+        return [Devices(threads)] * parallel
+    each = gpus_per_run or 1
+    groups = [tuple(range(n * each, (n + 1) * each)) for n in range(gpus // each)]
+    return [Devices(threads, groups[slot % len(groups)]) for slot in range(parallel)]
+
+
+def state(job: Job) -> str:
+    """``done``, ``running``, ``failed`` (and why), ``half done`` or ``pending``."""
+    if job.finished():
+        return f"done, {job.outcome()}"
+    update, total = job.progress()
+    if is_locked(job.folder):
+        return f"running {update}/{total}, {job.outcome()}" if update else "running"
+    error = job.folder / ERROR
+    if error.exists():
+        return f"failed: {error.read_text(encoding='utf-8').strip()}"
+    return f"half done {update}/{total}" if update else "pending"
+
+
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """Treat SIGTERM as Ctrl-C."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,460 @@
+"""Causal linear attention on CUDA: the chunked form of ``attention.linear`` as Triton kernels.
+
+The same sums, chunk by chunk, with the normaliser in the same pass: a scan writes the state before
+every chunk, in float32; then all chunks work side by side, each from its own rows and its state.
+Nothing of size T x T, and no widened copy of q, k or v, is ever in memory. The reference is
+``chunked.causal_sums``, whose results these are in outputs and gradients.
+
+Inside: L = B H sequences, T time, N chunks of C rows, D key width, E value width.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lrpe_fairseq.kernels.loader import on_device
+
+CHUNK = 64
+WIDEST_BLOCK = {True: 32, False: 64}
+"""Columns of D or E that a program holds, in float32 (True) and in half types: a float32 product is
+three of tf32 parts, which take more registers."""
+MINIMUM = 16  # of every side of a tl.dot
+
+
+def serves(q: Tensor, v: Tensor) -> bool:
+    """Whether the kernels are for these tensors: a fit device and one type."""
+    return on_device(q) and q.dtype == v.dtype
+
+
+def causal_sums(
+    q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """As ``chunked.causal_sums``; the results are float32."""
+    out, denominator = _Fused.apply(q, k, v, wanted, log_decay, eps)
+    return out, denominator if wanted == "sums" else None
+
+
+class _Shape(NamedTuple):
+    """What every kernel of one call needs to know."""
+
+    sequences: int
+    heads: int
+    time: int
+    chunks: int
+    keys: int
+    values: int
+    key_block: int
+    value_block: int
+
+    @property
+    def key_blocks(self) -> int:
+        return triton.cdiv(self.keys, self.key_block)
+
+    @property
+    def value_blocks(self) -> int:
+        return triton.cdiv(self.values, self.value_block)
+
+
+class _Fused(torch.autograd.Function):
+    """(result, denominator). As in ``chunked``, g is the gradient of the denominators: that of one
+    more value column, of ones."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, wanted, log_decay, eps):
+        shape = _shape_of(q, v)
+        q, k, v = (x.contiguous().flatten(0, 1) for x in (q, k, v))
+        decay = None if log_decay is None else log_decay.float().contiguous()
+        with_keys = wanted != "numerator"
+        states, keys = _scan(k, v, None, decay, shape, with_keys, reverse=False)
+        out, denominator = _outputs(q, k, v, states, keys, decay, shape, wanted, eps)
+        kept = (out, denominator) if wanted == "normalized" else (None, None)
+        ctx.save_for_backward(q, k, v, states, keys, decay, *kept)
+        ctx.shape, ctx.wanted, ctx.eps = shape, wanted, eps
+        rows = (shape.sequences // shape.heads, shape.heads)
+        ctx.mark_non_differentiable(*([] if with_keys else [denominator]))
+        return out.unflatten(0, rows), denominator.unflatten(0, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, grad_denominator):
+        q, k, v, states, keys, decay, out, denominator = ctx.saved_tensors
+        grad, g = grad.contiguous().flatten(0, 1).float(), None
+        if ctx.wanted == "sums":
+            g = grad_denominator.contiguous().flatten(0, 1).float()
+        if ctx.wanted == "normalized":
+            grad, g = _through_quotient(grad, out, denominator, ctx.eps)
+        grads = _gradients(q, k, v, grad, g, states, keys, decay, ctx.shape)
+        rows = (ctx.shape.sequences // ctx.shape.heads, ctx.shape.heads)
+        return *(x.unflatten(0, rows) for x in grads), None, None, None
+
+
+def _through_quotient(
+    grad: Tensor, out: Tensor, denominator: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients of numerator (L, T, E) and denominator (L, T) of their clamped quotient."""
+    clamped = denominator.clamp_min(eps)
+    g = -(grad * out).sum(-1) / clamped
+    return grad / clamped.unsqueeze(-1), g.masked_fill(denominator < eps, 0.0)
+
+
+def _shape_of(q: Tensor, v: Tensor) -> _Shape:
+    batch, heads, time, keys = q.shape
+    widest = WIDEST_BLOCK[v.dtype == torch.float32]
+    blocks = (min(widest, _power_of_two(width)) for width in (keys, v.shape[-1]))
+    chunks = max(1, math.ceil(time / CHUNK))
+    return _Shape(batch * heads, heads, time, chunks, keys, v.shape[-1], *blocks)
+
+
+def _power_of_two(width: int) -> int:
+    return max(MINIMUM, triton.next_power_of_2(width))
+
+
+def _constants(shape: _Shape, like: Tensor, decay: Tensor | None) -> dict:
+    """The compile-time arguments that all kernels share."""
+    return {
+        "D": shape.keys,
+        "E": shape.values,
+        "C": CHUNK,
+        "BD": shape.key_block,
+        "BE": shape.value_block,
+        "DECAYS": decay is not None,
+        "PRECISION": "tf32x3" if like.dtype == torch.float32 else "tf32",
+        "num_warps": 4,
+    }
+
+
+def _scan(
+    a: Tensor,
+    b: Tensor,
+    weights: Tensor | None,
+    decay: Tensor | None,
+    shape: _Shape,
+    with_keys: bool,
+    reverse: bool,
+) -> tuple[Tensor, Tensor]:
+    """The sums of a^T b and of a times ``weights`` (ones if None) over all chunks before each one,
+    or after it: (L, N, D, E) and (L, N, D), float32."""
+    options = {"dtype": torch.float32, "device": a.device}
+    states = torch.empty(shape.sequences, shape.chunks, shape.keys, shape.values, **options)
+    keys = torch.empty(shape.sequences, shape.chunks, shape.keys, **options)
+    _scan_kernel[shape.sequences, shape.key_blocks, shape.value_blocks](
+        *(a, b, a if weights is None else weights, states, keys),
+        *(a if decay is None else decay, shape.time, shape.chunks, shape.heads),
+        KEYS=with_keys,
+        WEIGHTED=weights is not None,
+        REVERSE=reverse,
+        **_constants(shape, a, decay),
+    )
+    return states, keys
+
+
+def _outputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    states: Tensor,
+    keys: Tensor,
+    decay: Tensor | None,
+    shape: _Shape,
+    wanted: str,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """(L, T, E) and the denominators (L, T)."""
+    options = {"dtype": torch.float32, "device": q.device}
+    out = torch.empty(shape.sequences, shape.time, shape.values, **options)
+    denominator = torch.empty(shape.sequences, shape.time, **options)
+    _output_kernel[shape.chunks, shape.value_blocks, shape.sequences](
+        *(q, k, v, states, keys, q if decay is None else decay, out, denominator),
+        *(shape.time, shape.chunks, shape.heads, eps),
+        KEYS=wanted != "numerator",
+        NORMALIZE=wanted == "normalized",
+        **_constants(shape, q, decay),
+    )
+    return out, denominator
+
+
+def _gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    g: Tensor | None,
+    states: Tensor,
+    keys: Tensor,
+    decay: Tensor | None,
+    shape: _Shape,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of q, k and v, given those of the numerators and the denominators."""
+    after, keys_after = _scan(q, grad, g, decay, shape, g is not None, reverse=True)
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    rate = q if decay is None else decay
+    sizes = (shape.time, shape.chunks, shape.heads)
+    constants = _constants(shape, q, decay)
+    _key_gradient_kernel[shape.chunks, shape.key_blocks, shape.sequences](
+        *(q, k, v, grad, grad if g is None else g, states, keys, after, keys_after),
+        *(rate, grads[0], grads[1], *sizes),
+        KEYS=g is not None,
+        **constants,
+    )
+    _value_gradient_kernel[shape.chunks, shape.value_blocks, shape.sequences](
+        *(q, k, grad, after, rate, grads[2], *sizes), **constants
+    )
+    return grads
+
+
+# --- kernels -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rows(base, sequence, t, column, inside, T, WIDTH: tl.constexpr):
+    """A block of (L, T, WIDTH) as float32, zero outside."""
+    at = sequence * T * WIDTH + t[:, None] * WIDTH + column[None, :]
+    return tl.load(base + at, mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0).to(
+        tl.float32
+    )
+
+
+@triton.jit
+def _state(base, sequence, n, N, d, e, D: tl.constexpr, E: tl.constexpr):
+    """A block of the states (L, N, D, E), zero outside."""
+    at = (sequence * N + n) * D * E + d[:, None] * E + e[None, :]
+    return tl.load(base + at, mask=(d < D)[:, None] & (e < E)[None, :], other=0.0)
+
+
+@triton.jit
+def _scan_kernel(
+    a_ptr,
+    b_ptr,
+    weight_ptr,
+    state_ptr,
+    key_ptr,
+    decay_ptr,
+    T,
+    N,
+    H,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    C: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    DECAYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    KEYS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """One block of the states of one sequence, chunk after chunk."""
+    sequence = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    e = tl.program_id(2) * BE + tl.arange(0, BE)
+    row = tl.arange(0, C)
+    state = tl.zeros((BD, BE), dtype=tl.float32)
+    key = tl.zeros((BD,), dtype=tl.float32)
+    for i in range(N):
+        n = N - 1 - i if REVERSE else i
+        at = (sequence * N + n) * D * E + d[:, None] * E + e[None, :]
+        tl.store(state_ptr + at, state, mask=(d < D)[:, None] & (e < E)[None, :])
+        if KEYS:  # noqa: SIM102  (known at compile time; what follows is not)
+            if tl.program_id(2) == 0:
+                tl.store(key_ptr + (sequence * N + n) * D + d, key, mask=d < D)
+        t = n * C + row
+        inside = t < T
+        a = _rows(a_ptr, sequence, t, d, inside, T, D)
+        b = _rows(b_ptr, sequence, t, e, inside, T, E)
+        if DECAYS:
+            rate = tl.load(decay_ptr + sequence % H)
+            lag = row + 1 if REVERSE else C - 1 - row
+            a = a * tl.exp(rate * lag)[:, None]
+            state = state * tl.exp(rate * C)
+            key = key * tl.exp(rate * C)
+        state += tl.dot(tl.trans(a), b, input_precision=PRECISION)
+        if KEYS:
+            if WEIGHTED:
+                weight = tl.load(weight_ptr + sequence * T + t, mask=inside, other=0.0)
+                a = a * weight[:, None]
+            key += tl.sum(a, axis=0)
+
+
+@triton.jit
+def _output_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    state_ptr,
+    key_ptr,
+    decay_ptr,
+    out_ptr,
+    denominator_ptr,
+    T,
+    N,
+    H,
+    eps,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    C: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    DECAYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    KEYS: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):
+    """One block of columns of the results of one chunk."""
+    n = tl.program_id(0)
+    e = tl.program_id(1) * BE + tl.arange(0, BE)
+    sequence = tl.program_id(2).to(tl.int64)
+    row = tl.arange(0, C)
+    t = n * C + row
+    inside = t < T
+    scores = tl.zeros((C, C), dtype=tl.float32)
+    out = tl.zeros((C, BE), dtype=tl.float32)
+    denominator = tl.zeros((C,), dtype=tl.float32)
+    rate = tl.load(decay_ptr + sequence % H).to(tl.float32)
+    for block in tl.static_range(0, D, BD):
+        d = block + tl.arange(0, BD)
+        q = _rows(q_ptr, sequence, t, d, inside, T, D)
+        k = _rows(k_ptr, sequence, t, d, inside, T, D)
+        scores += tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if DECAYS:
+            q = q * tl.exp(rate * (row + 1))[:, None]
+        state = _state(state_ptr, sequence, n, N, d, e, D, E)
+        out += tl.dot(q, state, input_precision=PRECISION)
+        if KEYS:
+            key = tl.load(key_ptr + (sequence * N + n) * D + d, mask=d < D, other=0.0)
+            denominator += tl.sum(q * key[None, :], axis=1)
+    lag = row[:, None] - row[None, :]
+    if DECAYS:
+        scores = scores * tl.exp(rate * tl.maximum(lag, 0))
+    scores = tl.where(lag >= 0, scores, 0.0)
+    v = _rows(v_ptr, sequence, t, e, inside, T, E)
+    out += tl.dot(scores, v, input_precision=PRECISION)
+    if KEYS:
+        denominator += tl.sum(scores, axis=1)
+        if tl.program_id(1) == 0:
+            tl.store(denominator_ptr + sequence * T + t, denominator, mask=inside)
+    if NORMALIZE:
+        out = out / tl.maximum(denominator, eps)[:, None]
+    at = sequence * T * E + t[:, None] * E + e[None, :]
+    tl.store(out_ptr + at, out, mask=inside[:, None] & (e < E)[None, :])
+
+
+@triton.jit
+def _key_gradient_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    grad_ptr,
+    g_ptr,
+    state_ptr,
+    key_ptr,
+    after_ptr,
+    key_after_ptr,
+    decay_ptr,
+    grad_q_ptr,
+    grad_k_ptr,
+    T,
+    N,
+    H,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    C: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    DECAYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """One block of columns of the gradients of q and k of one chunk."""
+    n = tl.program_id(0)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    sequence = tl.program_id(2).to(tl.int64)
+    row = tl.arange(0, C)
+    t = n * C + row
+    inside = t < T
+    grad_scores = tl.zeros((C, C), dtype=tl.float32)
+    grad_q = tl.zeros((C, BD), dtype=tl.float32)
+    grad_k = tl.zeros((C, BD), dtype=tl.float32)
+    rate = tl.load(decay_ptr + sequence % H).to(tl.float32)
+    for block in tl.static_range(0, E, BE):
+        e = block + tl.arange(0, BE)
+        grad = _rows(grad_ptr, sequence, t, e, inside, T, E)
+        v = _rows(v_ptr, sequence, t, e, inside, T, E)
+        grad_scores += tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+        state = _state(state_ptr, sequence, n, N, d, e, D, E)
+        grad_q += tl.dot(grad, tl.trans(state), input_precision=PRECISION)
+        after = _state(after_ptr, sequence, n, N, d, e, D, E)
+        grad_k += tl.dot(v, tl.trans(after), input_precision=PRECISION)
+    if KEYS:
+        g = tl.load(g_ptr + sequence * T + t, mask=inside, other=0.0)
+        at = (sequence * N + n) * D + d
+        grad_scores += g[:, None]
+        grad_q += g[:, None] * tl.load(key_ptr + at, mask=d < D, other=0.0)[None, :]
+        grad_k += tl.load(key_after_ptr + at, mask=d < D, other=0.0)[None, :]
+    lag = row[:, None] - row[None, :]
+    if DECAYS:
+        grad_scores = grad_scores * tl.exp(rate * tl.maximum(lag, 0))
+        grad_q = grad_q * tl.exp(rate * (row + 1))[:, None]
+        grad_k = grad_k * tl.exp(rate * (C - 1 - row))[:, None]
+    grad_scores = tl.where(lag >= 0, grad_scores, 0.0)
+    q = _rows(q_ptr, sequence, t, d, inside, T, D)
+    k = _rows(k_ptr, sequence, t, d, inside, T, D)
+    grad_q += tl.dot(grad_scores, k, input_precision=PRECISION)
+    grad_k += tl.dot(tl.trans(grad_scores), q, input_precision=PRECISION)
+    at = sequence * T * D + t[:, None] * D + d[None, :]
+    mask = inside[:, None] & (d < D)[None, :]
+    tl.store(grad_q_ptr + at, grad_q.to(grad_q_ptr.dtype.element_ty), mask=mask)
+    tl.store(grad_k_ptr + at, grad_k.to(grad_k_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _value_gradient_kernel(
+    q_ptr,
+    k_ptr,
+    grad_ptr,
+    after_ptr,
+    decay_ptr,
+    grad_v_ptr,
+    T,
+    N,
+    H,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    C: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    DECAYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One block of columns of the gradient of v of one chunk."""
+    n = tl.program_id(0)
+    e = tl.program_id(1) * BE + tl.arange(0, BE)
+    sequence = tl.program_id(2).to(tl.int64)
+    row = tl.arange(0, C)
+    t = n * C + row
+    inside = t < T
+    scores = tl.zeros((C, C), dtype=tl.float32)
+    grad_v = tl.zeros((C, BE), dtype=tl.float32)
+    rate = tl.load(decay_ptr + sequence % H).to(tl.float32)
+    for block in tl.static_range(0, D, BD):
+        d = block + tl.arange(0, BD)
+        q = _rows(q_ptr, sequence, t, d, inside, T, D)
+        k = _rows(k_ptr, sequence, t, d, inside, T, D)
+        scores += tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if DECAYS:
+            k = k * tl.exp(rate * (C - 1 - row))[:, None]
+        after = _state(after_ptr, sequence, n, N, d, e, D, E)
+        grad_v += tl.dot(k, after, input_precision=PRECISION)
+    lag = row[:, None] - row[None, :]
+    if DECAYS:
+        scores = scores * tl.exp(rate * tl.maximum(lag, 0))
+    scores = tl.where(lag >= 0, scores, 0.0)
+    grad = _rows(grad_ptr, sequence, t, e, inside, T, E)
+    grad_v += tl.dot(tl.trans(scores), grad, input_precision=PRECISION)
+    at = sequence * T * E + t[:, None] * E + e[None, :]
+    mask = inside[:, None] & (e < E)[None, :]
+    tl.store(grad_v_ptr + at, grad_v.to(grad_v_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,113 @@
+"""Compile every Triton kernel for a GPU that need not be there; one line of JSON for each.
+
+    .venv/bin/python -m tests.kernels.compile_triton 90
+
+The kernels are launched as in training, but every launch ends at the machine code: registers,
+bytes of registers spilled to memory and shared memory of a block are printed. The argument is the
+compute capability (80: A100, 90: H100).
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from lrpe_fairseq.kernels import causal_triton as attention
+from lrpe_fairseq.kernels import encode_triton as encodings
+
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+
+
+class Compiled:
+    """In place of a kernel: ``self[grid](*args, **constants)`` compiles it and prints a line."""
+
+    case = ""  # what is being launched, for the line
+
+    def __init__(self, kernel, capability):
+        self.kernel, self.capability = kernel, capability
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *args, num_warps, **constants):
+        names = self.kernel.arg_names
+        given = dict(zip((n for n in names if n not in constants), args, strict=True))
+        kinds = {n: kind(given[n]) if n in given else "constexpr" for n in names}
+        aligned = [i for i, n in enumerate(names) if n in given and is_aligned(given[n])]
+        hints = {(i,): [["tt.divisibility", 16]] for i in aligned}
+        compiled = triton.compile(
+            ASTSource(self.kernel, kinds, constants, hints),
+            target=GPUTarget("cuda", self.capability, 32),
+            options={"num_warps": num_warps},
+        )
+        registers, spilled = assembled(compiled.asm["ptx"], self.capability)
+        found = {
+            "case": self.case,
+            "kernel": self.kernel.fn.__name__,
+            "registers": registers,
+            "spilled_bytes": spilled,
+            "shared_bytes": compiled.metadata.shared,
+        }
+        print(json.dumps(found), flush=True)
+
+
+def kind(argument):
+    """Triton's name of the type of a kernel's argument."""
+    if isinstance(argument, torch.Tensor):
+        return TYPES[argument.dtype]
+    return "fp32" if isinstance(argument, float) else "i32"
+
+
+def is_aligned(argument):
+    """Whether Triton takes the argument for a multiple of 16: tensors, and such numbers."""
+    return isinstance(argument, torch.Tensor) or argument % 16 == 0
+
+
+def assembled(ptx, capability):
+    """(registers of a thread, bytes spilled), by NVIDIA's assembler."""
+    target = f"sm_{capability}{'a' if capability == 90 else ''}"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [get_ptxas(capability).path, "-v", f"--gpu-name={target}", file.name]
+        done = subprocess.run([*command, "-o", "/dev/null"], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    spills = re.findall(r"(\d+) bytes spill", done.stderr)
+    return int(re.search(r"Used (\d+) registers", done.stderr)[1]), sum(map(int, spills))
+
+
+def random(*shape, dtype=torch.float32):
+    return torch.randn(*shape).to(dtype).requires_grad_()
+
+
+def main(capability):
+    for module in (attention, encodings):
+        for name, kernel in vars(module).copy().items():
+            if isinstance(kernel, triton.JITFunction) and launched(name):
+                setattr(module, name, Compiled(kernel, capability))
+    for dtype in (torch.bfloat16, torch.float32):
+        Compiled.case = f"attention, {dtype}"
+        q, k, v = (random(1, 2, 256, 64, dtype=dtype) for _ in "qkv")
+        attention.causal_sums(q, k, v, "normalized", None, 1e-6)[0].sum().backward()
+    for width, form in ((64, encodings.Form()), (128, encodings.Form(wide=True))):
+        Compiled.case = f"encoding, {width} wide, {form}"
+        x = random(1, 2, 256, width, dtype=torch.bfloat16)
+        turn = random(256, width if form.wide else width // 2, dtype=torch.complex64)
+        encodings.encode(x, random(width), turn, form).sum().backward()
+
+
+def launched(name):
+    """Whether a function of a module is a kernel and not a part of one."""
+    return name.endswith("_kernel") or name.startswith("_encode")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

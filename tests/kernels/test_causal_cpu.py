@@ -1,0 +1,168 @@
+"""The causal sums in C++: what ``test_linear`` does not ask of every form."""
+
+import pytest
+import torch
+
+from lrpe_fairseq.attention import chunked
+from lrpe_fairseq.attention.linear import EPS, linear_attention, linear_attention_naive
+from lrpe_fairseq.kernels import causal_cpu, loader
+
+BATCH, HEADS = 2, 3
+
+pytestmark = pytest.mark.skipif(
+    loader.compiled(causal_cpu.SOURCE) is None, reason="causal_cpu.cpp does not compile here"
+)
+
+
+def example(length, keys=20, values=24, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(length)
+    shapes = ((BATCH, HEADS, length, width) for width in (keys, keys, values))
+    return [torch.rand(s, generator=generator, dtype=dtype).requires_grad_() for s in shapes]
+
+
+def weights_of(out):
+    """As different from neighbour to neighbour as the terms of a gradient: few cancel."""
+    return torch.arange(out.numel(), dtype=torch.float64).cos().to(out.dtype).view_as(out)
+
+
+def results(form, inputs, wanted="normalized", log_decay=None):
+    """Outputs and gradients, the denominators' among them."""
+    out, denominator = form.causal_sums(*inputs, wanted, log_decay, EPS)
+    loss = (out * weights_of(out)).sum()
+    if denominator is not None:
+        loss = loss + (denominator * weights_of(denominator)).sum()
+    given = [out] if denominator is None else [out, denominator]
+    return [*given, *torch.autograd.grad(loss, inputs)]
+
+
+def assert_near(found, wanted, scale):
+    for a, b in zip(found, wanted, strict=True):
+        assert a.shape == b.shape
+        assert (a.double() - b.double()).abs().max() <= scale * b.abs().max().clamp_min(0.1)
+
+
+@pytest.mark.parametrize("decay", [None, (-3.0, -0.3, -0.01)], ids=["plain", "decay"])
+@pytest.mark.parametrize("wanted", causal_cpu.WANTED)
+@pytest.mark.parametrize(
+    ("keys", "values"), [(3, 1), (5, 3), (16, 16), (64, 64), (128, 64), (200, 96), (256, 256)]
+)
+def test_every_width_is_served_in_float32(keys, values, wanted, decay):
+    inputs = example(70, keys, values)
+    log_decay = None if decay is None else torch.tensor(decay)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    assert causal_cpu.serves(*inputs)
+    found = results(causal_cpu, inputs, wanted, log_decay)
+    assert_near(found, results(chunked, exact, wanted, log_decay), 1e-5)
+
+
+def test_a_clamped_denominator_has_no_gradient():
+    inputs = example(80, dtype=torch.float64)
+    with torch.no_grad():
+        inputs[1].sub_(0.5)  # denominators of either sign
+    denominators = (inputs[0] @ inputs[1].mT).tril().sum(-1)
+    assert (denominators < EPS).any()
+    assert (denominators > EPS).any()
+    assert_near(results(causal_cpu, inputs), results(chunked, inputs), 1e-9)
+
+
+def heads_inside(x):
+    """(B, H, T, D) of memory B T H D, as a projection leaves it."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def part_of_more(x):
+    return torch.cat([x, x + 1, x], -1)[..., x.shape[-1] : 2 * x.shape[-1]] - 1
+
+
+def minus_in_name(x):
+    """With torch's bit for a minus that is not in memory yet, as .imag of a conjugate has it."""
+    return torch.view_as_complex(torch.stack([x, -x], -1)).conj().imag
+
+
+@pytest.mark.parametrize(
+    "layout", [heads_inside, part_of_more, minus_in_name, lambda x: x.mT.contiguous().mT]
+)
+def test_any_layout_in_memory_is_read_right(layout):
+    inputs = example(70, dtype=torch.float64)
+    given = [layout(x.detach()).requires_grad_() for x in inputs]
+    assert_near(results(causal_cpu, given), results(chunked, inputs), 1e-9)
+
+
+def test_results_lie_in_memory_as_the_arguments_do():
+    inputs = [heads_inside(x.detach()).requires_grad_() for x in example(70)]
+    out, _, _, grad_v = results(causal_cpu, inputs)
+    assert out.stride() == grad_v.stride() == inputs[2].stride()
+
+
+def test_a_gradient_that_is_one_number_everywhere():
+    inputs = example(40, dtype=torch.float64)
+    wanted = torch.autograd.grad(linear_attention_naive(*inputs, causal=True).sum(), inputs)
+    assert_near(
+        torch.autograd.grad(linear_attention(*inputs, causal=True).sum(), inputs), wanted, 1e-9
+    )
+
+
+def test_a_sequence_gives_the_same_bits_in_any_batch_and_on_any_number_of_threads():
+    inputs = example(300)
+    together = results(causal_cpu, inputs)
+    one = [x.detach()[1:].contiguous().requires_grad_() for x in inputs]
+    alone = torch.autograd.grad(
+        causal_cpu.causal_sums(*one, "normalized", None, EPS)[0],
+        one,
+        weights_of(together[0])[1:],
+    )
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        threaded = results(causal_cpu, inputs)
+    finally:
+        torch.set_num_threads(threads)
+    for a, b, c in zip(together[1:], threaded[1:], alone, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a[1:], c)
+
+
+def test_nothing_from_the_future_reaches_a_result():
+    q, k, v = example(70)
+    before = linear_attention(q, k, v, causal=True)
+    with torch.no_grad():
+        k[:, :, 50:], v[:, :, 50:] = 1e6, -1e6
+    after = linear_attention(q, k, v, causal=True)
+    assert torch.equal(before[:, :, :50], after[:, :, :50])
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda *x: [y.bfloat16() for y in x], "half types are widened first"),
+        (lambda q, k, v: (q.double(), k, v), "one type"),
+        (lambda q, k, v: (q, k[:, :1], v), "one shape: no broadcasting"),
+        (lambda q, k, v: (q, k, v[:, :, :-1]), "as many values as keys"),
+        (lambda q, k, v: (q[:, :, :0], k[:, :, :0], v[:, :, :0]), "no token"),
+        (lambda q, k, v: (q, k, v.repeat(1, 1, 1, 20)), "too wide"),
+        (lambda *x: [y.to("meta") for y in x], "no memory"),
+    ],
+)
+def test_what_is_left_to_the_pytorch_form(change, why):
+    inputs = example(20)
+    assert causal_cpu.serves(*inputs)
+    assert not causal_cpu.serves(*change(*inputs)), why
+
+
+def test_a_thread_without_a_sequence_leaves_all_to_the_pytorch_form(monkeypatch):
+    inputs = example(20)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: BATCH * HEADS + 1)
+    assert not causal_cpu.serves(*inputs)
+
+
+def test_a_decay_that_is_not_one_of_each_head_is_refused():
+    with pytest.raises(RuntimeError, match="expand"):
+        causal_cpu.causal_sums(*example(20), "normalized", torch.zeros(HEADS - 1), EPS)
+
+
+def test_the_backward_pass_has_no_derivative_and_says_so():
+    inputs = example(20)
+    out = linear_attention(*inputs, causal=True)
+    (grad,) = torch.autograd.grad(out.square().sum(), inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()

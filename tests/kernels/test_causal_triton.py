@@ -1,0 +1,141 @@
+"""The Triton kernels against the naive form in float64, in outputs and gradients.
+
+Without a GPU they run in Triton's interpreter (TRITON_INTERPRET=1, set in tests/conftest.py).
+"""
+
+import pytest
+import torch
+
+from lrpe_fairseq.attention import linear
+from lrpe_fairseq.attention.linear import EPS, linear_attention, linear_attention_naive
+from lrpe_fairseq.kernels import loader
+
+pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
+
+from lrpe_fairseq.kernels import causal_triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BATCH, HEADS = 2, 2
+
+
+def example(length, keys=20, values=24, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(length)
+    widths = (keys, keys, values)
+    drawn = (torch.rand(BATCH, HEADS, length, w, generator=generator) for w in widths)
+    return [x.to(DEVICE, dtype).requires_grad_() for x in drawn]
+
+
+def naive(inputs, normalizer, decay):
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    rate = None if decay is None else decay.double()
+    out = linear_attention_naive(*exact, causal=True, normalizer=normalizer, log_decay=rate)
+    return out, exact
+
+
+def decay_of(kind):
+    return None if kind == "plain" else torch.tensor([-0.3, -0.01], device=DEVICE)
+
+
+def assert_near(found, wanted, scale):
+    assert found.shape == wanted.shape
+    bound = scale * wanted.abs().max().clamp_min(0.1)  # sums of terms near one may cancel
+    assert (found.double() - wanted).abs().max() <= bound
+
+
+@pytest.mark.parametrize("kind", ["plain", "decay"])
+@pytest.mark.parametrize("normalizer", ["rotated", "none"])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 150])
+def test_the_kernels_equal_the_naive_form_in_outputs_and_gradients(length, normalizer, kind):
+    inputs, decay = example(length), decay_of(kind)
+    wanted = "normalized" if normalizer == "rotated" else "numerator"
+    out, _ = causal_triton.causal_sums(*inputs, wanted, decay, EPS)
+    expected, exact = naive(inputs, normalizer, decay)
+    assert_near(out, expected, 2e-6)
+    weights = torch.linspace(-1, 1, out.numel(), device=DEVICE).view_as(out)
+    grads = torch.autograd.grad(out, inputs, weights)
+    exact_grads = torch.autograd.grad(expected, exact, weights.double())
+    for grad, exact_grad in zip(grads, exact_grads, strict=True):
+        assert_near(grad, exact_grad, 1e-5)
+
+
+@pytest.mark.parametrize(("keys", "values"), [(32, 32), (64, 64), (128, 64), (200, 96), (5, 3)])
+def test_every_width_is_served_complex_features_too(keys, values):
+    inputs = example(70, keys, values)
+    out, denominator = causal_triton.causal_sums(*inputs, "sums", None, EPS)
+    numerator, exact = naive(inputs, "none", None)
+    scores = (exact[0] @ exact[1].mT).tril().sum(-1)
+    assert_near(out, numerator, 2e-6)
+    assert_near(denominator, scores, 2e-6)
+    weights = torch.linspace(-1, 1, denominator.numel(), device=DEVICE).view_as(denominator)
+    loss = (out * weights.unsqueeze(-1)).sum() + (denominator * weights.flip(-1)).sum()
+    weights = weights.double()
+    expected = (numerator * weights.unsqueeze(-1)).sum() + (scores * weights.flip(-1)).sum()
+    pairs = zip(
+        torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, exact), strict=True
+    )
+    for grad, exact_grad in pairs:
+        assert_near(grad, exact_grad, 1e-5)
+
+
+def test_a_clamped_denominator_has_no_gradient():
+    q, k, v = example(80)
+    with torch.no_grad():
+        k.sub_(0.5)  # denominators of either sign
+    out, _ = causal_triton.causal_sums(q, k, v, "normalized", None, EPS)
+    reference = linear_attention(q, k, v, causal=True)
+    den = (q @ k.mT).tril().sum(-1)
+    # between the two float32 noise decides the quotient
+    for part in (den > 0.5, den < -0.5):
+        assert_near(out * part.unsqueeze(-1), (reference * part.unsqueeze(-1)).double(), 1e-5)
+    assert (den < EPS).any()
+    assert (den > EPS).any()
+    weights = torch.where(den > 0.5, 1.0, 0.0).unsqueeze(-1).expand_as(out)
+    ours = torch.autograd.grad(out, (q, k, v), weights)
+    theirs = torch.autograd.grad(reference, (q, k, v), weights)
+    for grad, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(grad, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_inputs_are_summed_in_float32(dtype):
+    inputs = example(130, dtype=dtype)
+    out, _ = causal_triton.causal_sums(*inputs, "normalized", None, EPS)
+    expected, exact = naive(inputs, "rotated", None)
+    assert out.dtype == torch.float32
+    assert_near(out, expected, 2e-6 if DEVICE == "cpu" else 2e-3)
+    grads = torch.autograd.grad(out.sum(), inputs)
+    exact_grads = torch.autograd.grad(expected.sum(), exact)
+    for grad, exact_grad in zip(grads, exact_grads, strict=True):
+        assert grad.dtype == dtype
+        assert_near(grad, exact_grad, 2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("normalizer", linear.NORMALIZERS)
+def test_linear_attention_gives_the_same_with_and_without_the_kernels(
+    normalizer, dtype, monkeypatch
+):
+    q, k, v = example(100, 16, 16, dtype)
+    mask = torch.zeros(BATCH, 100, dtype=torch.bool, device=DEVICE)
+    mask[0, :30] = True
+    options = {"causal": True, "normalizer": normalizer, "key_padding_mask": mask}
+    options["content"] = (q, k)
+    expected = linear_attention(q, k, v, **options)
+    calls = []
+    monkeypatch.setattr(causal_triton, "serves", lambda q, v: calls.append(1) or True)
+    monkeypatch.setattr(loader, "load", lambda name: causal_triton)
+    found = linear_attention(q, k, v, **options)
+    assert calls
+    assert found.dtype == expected.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_without_a_gpu_the_kernels_are_not_asked(monkeypatch):
+    if DEVICE == "cpu":
+        assert loader.load(linear.KERNELS) is None
+        monkeypatch.setenv("LRPE_FAIRSEQ_KERNELS", "1")
+        loader.load.cache_clear()
+        assert loader.load(linear.KERNELS) is None
+        q = torch.rand(1, 1, 4, 16)
+        assert not causal_triton.serves(q, q)

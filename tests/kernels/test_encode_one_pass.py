@@ -1,0 +1,250 @@
+"""phi, P and Lambda in one pass against the encodings themselves, with gradients.
+
+``fused`` is a Triton kernel; without a GPU it runs in Triton's interpreter (TRITON_INTERPRET=1, set
+in tests/conftest.py). ``native`` is in C++, and ``blocks`` in PyTorch; both are for CPUs.
+"""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+
+from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
+from lrpe_fairseq.encodings import ENCODINGS, QueryKeyEncoding, build_encoding
+from lrpe_fairseq.encodings import base as encodings_base
+from lrpe_fairseq.kernels import encode_blocks, encode_cpu, loader
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BATCH, HEADS = 2, 3
+SERVED = [
+    "rope",
+    "lrpe-type1",
+    "lrpe-type2",
+    "lrpe-type3",
+    "lrpe-type5",
+    "lrpe-type6",
+    "lrpe-tmlr-type1",
+    "lrpe-tmlr-type2",
+    "lrpe:householder-learned:unitary-learned",
+    "lrpe:odd-even:rotation",
+    "lrpe:identity:unitary",
+]
+NATIVE = [
+    "permuteformer",
+    "lrpe-type4",
+    "lrpe-type7",
+    "lrpe-type8",
+    "lrpe-tmlr-type3",
+    "lrpe:householder-learned:permutation",
+    "lrpe:fourier:unitary-learned",
+]
+"""Served in C++ only: permutations, and Fourier matrices with a unitary Lambda."""
+
+
+@pytest.fixture(autouse=True, params=["fused", "native", "blocks", "blocks of few"])
+def form(request, monkeypatch):
+    """The form in question is taken wherever width and layout fit; kernels without a GPU too."""
+    encode_triton = None
+    if request.param == "fused":
+        pytest.importorskip("triton", reason="the kernel needs triton, a test dependency")
+        from lrpe_fairseq.kernels import encode_triton
+
+        monkeypatch.setattr(encode_triton, "on_device", lambda x: True)
+    elif DEVICE != "cpu":
+        pytest.skip("these forms are for CPUs")
+    if request.param == "native":
+        if loader.compiled(encode_cpu.SOURCE) is None:
+            pytest.skip("encode_cpu.cpp does not compile here")
+    else:
+        monkeypatch.setattr(encode_cpu, "serves", lambda x, form: False)
+    if request.param == "blocks of few":
+        monkeypatch.setattr(encode_blocks, "BLOCK", 500)  # parts of a sequence
+    monkeypatch.setattr(loader, "load", lambda name: encode_triton)
+    return request.param
+
+
+def by_definition(encoding, x, positions):
+    """Lambda P phi(x), step by step."""
+    none = {"return_value": False}
+    with (
+        mock.patch.object(encode_blocks, "serves", **none),
+        mock.patch.object(encode_cpu, "serves", **none),
+    ):
+        return encoding(*[feature_map(x)] * 2, *[positions] * 2)[0]
+
+
+def example(time, width=16, dtype=torch.float32):
+    """x (B, H, T, D) as a projection leaves it, and positions of a batch and of each row."""
+    generator = torch.Generator().manual_seed(time)
+    x = torch.randn(BATCH, time, HEADS * width, generator=generator).to(DEVICE, dtype)
+    shared = torch.arange(5, time + 5, device=DEVICE)
+    return x, {"shared": shared, "own": torch.stack([shared, shared + 1000])}
+
+
+def heads(x):
+    return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
+def built(name, width=16):
+    encoding = build_encoding(name, width, HEADS, seed=1).to(DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():  # a learned v of length one would hide a wrong gradient of its length
+        for parameter in encoding.parameters():
+            parameter.mul_(1 + torch.rand(parameter.shape, generator=generator).to(DEVICE))
+    return encoding
+
+
+def gradients(out, encoding, x):
+    weights = torch.linspace(-1, 1, out.numel(), device=DEVICE).view_as(out).to(out.dtype)
+    return torch.autograd.grad(out, [x, *encoding.parameters()], weights)
+
+
+@pytest.mark.parametrize("kind", ["shared", "own"])
+@pytest.mark.parametrize("time", [1, 32, 45])
+@pytest.mark.parametrize("name", SERVED)
+def test_one_pass_gives_the_encoding_and_its_gradients(name, time, kind):
+    assert_one_pass_is_the_encoding(name, time, kind)
+
+
+@pytest.mark.parametrize("kind", ["shared", "own"])
+@pytest.mark.parametrize("time", [1, 32, 45])
+@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("form", ["native"], indirect=True)
+def test_one_pass_in_cpp_gives_the_encoding_and_its_gradients(name, time, kind):
+    assert_one_pass_is_the_encoding(name, time, kind)
+
+
+@pytest.mark.parametrize(("count", "width"), [(1, 64), (17, 10), (35, 24), (12, 128)])
+@pytest.mark.parametrize("name", ["lrpe-type3", "lrpe-type6", "lrpe-tmlr-type1", *NATIVE])
+@pytest.mark.parametrize("form", ["native"], indirect=True)
+def test_any_number_of_heads_of_any_width(name, count, width, monkeypatch):
+    monkeypatch.setitem(globals(), "HEADS", count)
+    assert_one_pass_is_the_encoding(name, 5, "own", width)
+
+
+@pytest.mark.parametrize("name", [*SERVED, *NATIVE])
+@pytest.mark.parametrize("form", ["native"], indirect=True)
+def test_a_row_that_is_not_finite_stays_alone(name):
+    """Rows share a cache, up to the end of their last vector, which 20 numbers do not fill."""
+    encoding, (x, positions) = built(name, 20), example(9, 20)
+    encode = encoding.one_pass(heads(x), positions["shared"])
+    clean, broken = (heads(x).detach().requires_grad_() for _ in range(2))
+    wanted = encode(clean)
+    weights = torch.linspace(-1, 1, wanted.numel()).view_as(wanted)
+    wanted_gradient = torch.autograd.grad(wanted, clean, weights)[0]
+    with torch.no_grad():
+        broken[0, 1, 4] = float("nan")
+    weights[1, 0, 3] = float("inf")
+    found = encode(broken)
+    gradient = torch.autograd.grad(found, broken, weights)[0]
+    others = torch.ones(broken.shape[:3], dtype=torch.bool)
+    others[0, 1, 4] = False
+    assert torch.equal(found[others], wanted[others])
+    others[1, 0, 3] = False
+    assert torch.equal(gradient[others], wanted_gradient[others])
+
+
+def assert_one_pass_is_the_encoding(name, time, kind, width=16):
+    """In outputs and in gradients of x and of what is learned."""
+    encoding, (x, positions) = built(name, width), example(time, width)
+    x.requires_grad_()
+    found = encoding.one_pass(heads(x), positions[kind])(heads(x))
+    exact, wide = copy.deepcopy(encoding).double(), x.detach().double().requires_grad_()
+    expected = by_definition(exact, heads(wide), positions[kind])
+    assert_near(found, expected, 1e-6)
+    both = gradients(found, encoding, x), gradients(expected, exact, wide)
+    for grad, wanted in zip(*both, strict=True):
+        assert_near(grad, wanted, 1e-5)
+
+
+def assert_near(found, wanted, scale):
+    assert found.shape == wanted.shape
+    bound = scale * wanted.abs().max().clamp_min(1.0)  # sums of terms near one may cancel
+    assert (found.double() - wanted).abs().max() <= bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_are_rounded_once(dtype, form):
+    encoding, (x, positions) = built("lrpe-type2"), example(40, dtype=dtype)
+    if form != "fused":
+        assert encoding.one_pass(heads(x), positions["shared"]) is None
+        return
+    exact = by_definition(encoding, heads(x.float()), positions["shared"])
+    found = encoding.one_pass(heads(x), positions["shared"])(heads(x))
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, exact.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["shared", "own"])
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("form", ["blocks", "blocks of few"], indirect=True)
+def test_float64_is_exact(name, kind):
+    encoding, (x, positions) = built(name).double(), example(45, dtype=torch.float64)
+    x.requires_grad_()
+    found = encoding.one_pass(heads(x), positions[kind])(heads(x))
+    expected = by_definition(encoding, heads(x), positions[kind])
+    pairs = zip(gradients(found, encoding, x), gradients(expected, encoding, x), strict=True)
+    for one, other in [(found, expected), *pairs]:
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_what_no_form_serves_is_left_to_the_encoding(form):
+    served = SERVED + NATIVE if form == "native" else SERVED
+    x, positions = example(8)
+    at = positions["shared"]
+    for name in ENCODINGS:
+        encoding = build_encoding(name, 16, HEADS)
+        if isinstance(encoding, QueryKeyEncoding):
+            assert (encoding.one_pass(heads(x), at) is not None) == (name in served), name
+    odd, _ = example(8, width=15)
+    assert build_encoding("rope", 15, HEADS).one_pass(heads(odd), at) is None
+    assert encodings_base.QueryKeyEncoding.one_pass(encoding, x, at) is None
+
+
+@pytest.mark.parametrize("name", ["lrpe-type2", "lrpe-type5", "lrpe-tmlr-type1"])
+@pytest.mark.parametrize("normalizer", ["rotated", "content"])
+def test_linear_attention_is_the_same_with_and_without_it(name, normalizer, monkeypatch):
+    torch.manual_seed(0)
+    options = {"attention_type": "linear", "position_encoding": name, "causal": False}
+    module = MultiheadAttention(32, 2, normalizer=normalizer, **options).to(DEVICE)
+    x = torch.randn(2, 9, 32, device=DEVICE)
+    padding = torch.zeros(2, 9, dtype=torch.bool, device=DEVICE)
+    padding[0, :4] = True
+    in_one_pass, _ = module.attend(x, padding)
+    monkeypatch.setattr(loader, "load", lambda name: None)
+    for able in (encode_blocks, encode_cpu):
+        monkeypatch.setattr(able, "serves", lambda x, form: False)
+    step_by_step, _ = module.attend(x, padding)
+    torch.testing.assert_close(in_one_pass, step_by_step, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "kept"), [("rope", False), ("lrpe-type2", True)])
+@pytest.mark.parametrize("form", ["native"], indirect=True)
+def test_a_fixed_rotation_keeps_nothing_of_x(name, kept, form):
+    x, positions = example(40)
+    encoding, x = built(name), heads(x.requires_grad_())
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: sizes.append(t.numel()) or t, lambda t: t
+    ):
+        plane = (x,)
+        q, k = encoding.turn(plane, plane, positions["shared"], positions["shared"])
+    assert (x.numel() in sizes) == kept
+    exact = [y.double() for y in plane]
+    with mock.patch.object(encode_blocks, "serves", return_value=False):
+        wanted = encoding.turn(exact, exact, positions["shared"], positions["shared"])[0]
+    assert_near(q, wanted, 1e-6)
+    weights = torch.linspace(-1, 1, q.numel()).view_as(q)
+    found, expected = (torch.autograd.grad(y, x, weights.to(y))[0] for y in (k, wanted))
+    assert found.stride() == x.stride()
+    assert_near(found, expected.double(), 1e-5)
+
+
+@pytest.mark.parametrize("width", [8, 32])
+@pytest.mark.parametrize("name", ["lrpe-type2", "lrpe-type4", "lrpe-type8", "lrpe-tmlr-type1"])
+@pytest.mark.parametrize("form", ["native"], indirect=True)
+def test_another_width_than_that_of_the_encoding_is_refused(name, width, form):
+    x, positions = example(8, width=width)
+    with pytest.raises((ValueError, RuntimeError), match=r"features|size"):
+        built(name).one_pass(heads(x), positions["shared"])(heads(x))
