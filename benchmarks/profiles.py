@@ -16,7 +16,7 @@ KINDS = {  # kind of work -> beginnings of the names of torch's operators
     "causal sums": ("_Native", "_CausalSums", "_Fused"),
     "softmax attention": ("_scaled_dot_product", "_flash_attention", "_softmax"),
     "loss": ("_log_softmax", "nll_loss", "log_softmax"),
-    "normalisation": ("native_layer_norm", "native_dropout"),
+    "normalization": ("native_layer_norm", "native_dropout"),
     "optimizer": ("_foreach", "_fused_adam"),
     "copies and fills": ("copy_", "cat", "clone", "fill_", "zero_", "constant_pad", "gather"),
 }

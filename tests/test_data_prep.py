@@ -161,7 +161,7 @@ def test_a_second_run_repeats_nothing(
     embedded: Path, library: Path, topics: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither text nor pieces nor binaries are made again; the manifest is the same."""
-    for step in ("binarise", "encode", "train_sentencepiece"):
+    for step in ("binarize", "encode", "train_sentencepiece"):
         monkeypatch.setattr(prep, step, None)
     monkeypatch.setattr(pydoc, "gather", None)
     before = (embedded / "manifest.json").read_bytes()
@@ -500,7 +500,7 @@ def test_an_interrupted_step_leaves_a_manifest_without_results(tmp_path: Path) -
 def test_a_failing_preprocess_is_reported_and_leaves_no_binary(tmp_path: Path) -> None:
     """Its last line of output is in the message; neither bin/ nor bin.part/ stays."""
     with pytest.raises(SystemExit, match=r"fairseq-preprocess failed .*absent"):
-        prep.binarise({"train": tmp_path / "absent"}, tmp_path / "bin")
+        prep.binarize({"train": tmp_path / "absent"}, tmp_path / "bin")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -594,7 +594,7 @@ def test_sides_of_different_length_are_refused_before_anything_is_trained(
     assert not (tmp_path / "dest" / "spm").exists()
 
 
-def test_an_empty_line_is_named_and_nothing_is_binarised(captions: Path, tmp_path: Path) -> None:
+def test_an_empty_line_is_named_and_nothing_is_binarized(captions: Path, tmp_path: Path) -> None:
     given = tmp_path / "given"
     shutil.copytree(captions, given)
     lines = (given / "val.de").read_text().splitlines(keepends=True)

@@ -22,7 +22,7 @@ def test_a_damaged_data_file_is_named_with_the_command_that_restores_it(tmp_path
     folder = tmp_path / "data" / "pydoc"
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "train.bin").write_bytes(b"half of it")
-    steps = {"binarise": {"writes": {"bin/train.bin": "0" * 64}}}
+    steps = {"binarize": {"writes": {"bin/train.bin": "0" * 64}}}
     (folder / "manifest.json").write_text(json.dumps({"steps": steps}))
     monkeypatch.setattr(doctor, "ROOT", tmp_path)
     with pytest.raises(doctor.Ailment, match=r"bin/train.bin differs.*data-prep/pydoc/prepare.py"):

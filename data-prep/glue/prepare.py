@@ -1,4 +1,4 @@
-"""Prepare tasks of GLUE for fine-tuning with fairseq: obtain, check, tokenise, binarise.
+"""Prepare tasks of GLUE for fine-tuning with fairseq: obtain, check, tokenize, binarize.
 
     python data-prep/glue/prepare.py all --tokens-of data/wikitext-2-bpe \
         --dest data/glue-wikitext-2-bpe
@@ -199,7 +199,7 @@ def prepare(name: str, dest: Path, pieces: Pieces, from_dir: Path | None, worker
         counts[split] = sum(1 for _ in read_examples(path, task))
         require_official(name, task.files[split], path, counts[split], task.examples[split])
     _run_text(steps, raw, task, pieces)
-    _run_binarise(steps, raw, task, pieces, workers)
+    _run_binarize(steps, raw, task, pieces, workers)
     return _report(steps.finish(lambda: _results(task, counts, pieces)))
 
 
@@ -239,7 +239,7 @@ def _parts(task: GlueTask) -> list[str]:
     return [*(f"input{index}" for index in range(len(task.inputs))), "label"]
 
 
-def _run_binarise(
+def _run_binarize(
     steps: prep.Steps, raw: Mapping[str, Path], task: GlueTask, pieces: Pieces, workers: int
 ) -> None:
     text, bin_dir = steps.dest / "text", steps.dest / "bin"
@@ -250,14 +250,14 @@ def _run_binarise(
         )
         if part == "label" and not task.labels:
             writes, make = _values(texts, bin_dir / part)
-        steps.run(f"binarise {part}", {**texts, **pieces.reads}, writes, make)
+        steps.run(f"binarize {part}", {**texts, **pieces.reads}, writes, make)
 
 
 def _binary(
     texts: Mapping[str, Path], bin_dir: Path, dictionary: Path, workers: int
 ) -> tuple[list[Path], Callable[[], None]]:
     files = ["dict.txt", *(f"{split}.{kind}" for split in texts for kind in ("bin", "idx"))]
-    make = functools.partial(prep.binarise, texts, bin_dir, dictionary, workers)
+    make = functools.partial(prep.binarize, texts, bin_dir, dictionary, workers)
     return [bin_dir / file for file in files], make
 
 

@@ -1,4 +1,4 @@
-"""Prepare Multi30k, task 1, English to German, for fairseq: obtain, verify, tokenise, binarise.
+"""Prepare Multi30k, task 1, English to German, for fairseq: obtain, verify, tokenize, binarize.
 
     python data-prep/multi30k/prepare.py --dest data/multi30k
 

@@ -1,4 +1,4 @@
-"""Prepare WikiText-2 or WikiText-103 for fairseq: obtain, verify, tokenise, binarise.
+"""Prepare WikiText-2 or WikiText-103 for fairseq: obtain, verify, tokenize, binarize.
 
     python data-prep/wikitext/prepare.py wikitext-2 --level bpe --dest data/wikitext-2-bpe
 
@@ -184,7 +184,7 @@ def prepare(
     texts = obtain_splits(corpus, dest / "raw", from_dir, mirrors)
     run_documents(steps, texts)
     if level == "word":
-        prep.run_binarise(steps, texts, workers=workers)
+        prep.run_binarize(steps, texts, workers=workers)
     else:
         prep.run_pieces(
             steps, texts, _tokenizer(steps, texts, level, vocab_size, from_dir), workers

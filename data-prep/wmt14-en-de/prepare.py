@@ -1,4 +1,4 @@
-"""Prepare WMT'14, English to German, for fairseq: obtain, verify, join, clean, tokenise, binarise.
+"""Prepare WMT'14, English to German, for fairseq: obtain, verify, join, clean, tokenize, binarize.
 
     python data-prep/wmt14-en-de/prepare.py --dest data/wmt14-en-de --workers 8
 

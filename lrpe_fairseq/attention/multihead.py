@@ -58,7 +58,7 @@ class MultiheadAttention(nn.Module):
             paper (Table 7: "attention dropout is only used for vanilla attention").
         normalizer: of linear attention, see ``attention.linear.NORMALIZERS``.
         seed: of the encoding's fixed random parts. options: knobs of single encodings.
-        wrap_linear: applied to each projection, e.g. fairseq's quantisation noise.
+        wrap_linear: applied to each projection, e.g. fairseq's quantization noise.
     Raises: ValueError for an unknown name, a width that H does not divide, or an encoding
         that the attention type cannot use.
     """
@@ -185,7 +185,7 @@ class MultiheadAttention(nn.Module):
     def _folds(self, x: Tensor) -> bool:
         """Whether P goes into the weights: cheaper than per token once tokens outnumber C.
 
-        Not where a hook rewrites the weights on each call (quantisation noise).
+        Not where a hook rewrites the weights on each call (quantization noise).
         """
         plain = not (self.q_proj._forward_pre_hooks or self.k_proj._forward_pre_hooks)
         return plain and self.encoding.foldable and x.shape[0] * x.shape[1] >= x.shape[2]

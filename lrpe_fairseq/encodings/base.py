@@ -192,7 +192,7 @@ class PositionCache:
     """Remembers what was last computed for one positions tensor, outside the state dict.
 
     Attention hands the *same* tensor object to every layer and step of one length, so identity
-    is the key: no comparison of values, no synchronisation with a device.
+    is the key: no comparison of values, no synchronization with a device.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Stochastic positional encoding, SPE (Liutkus et al., 2021): sine and convolutional, gated.
 
 A *code* is a pair of random signals qbar and kbar for every head and feature, in R independent
-realisations, whose cross-covariance E[qbar(s) kbar(t)] = c(s - t) depends on the distance
+realizations, whose cross-covariance E[qbar(s) kbar(t)] = c(s - t) depends on the distance
 alone. A filter sums features against the code, so that R numbers carry q_s and its place s.
 """
 
@@ -258,7 +258,7 @@ class SPE(QueryKeyEncoding):
 
     @property
     def feature_dim(self) -> int:
-        """R, the number of realisations."""
+        """R, the number of realizations."""
         return self.realizations
 
     @property

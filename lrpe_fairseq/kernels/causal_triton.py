@@ -1,6 +1,6 @@
 """Causal linear attention on CUDA: the chunked form of ``attention.linear`` as Triton kernels.
 
-The same sums, chunk by chunk, with the normaliser in the same pass: a scan writes the state before
+The same sums, chunk by chunk, with the normalizer in the same pass: a scan writes the state before
 every chunk, in float32; then all chunks work side by side, each from its own rows and its state.
 Nothing of size T x T, and no widened copy of q, k or v, is ever in memory. The reference is
 ``chunked.causal_sums``, whose results these are in outputs and gradients.

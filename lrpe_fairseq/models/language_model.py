@@ -42,7 +42,7 @@ class SegmentLayer(DecoderLayer):
     ) -> tuple:
         """fairseq's; there is no encoder, and the memories of all layers come in its place.
 
-        A memory is what entered the layer, so a layer that normalises first normalises it too.
+        A memory is what entered the layer, so a layer that normalizes first normalizes it too.
         """
         if encoder_out is not None:
             memory = encoder_out[self._layer]
@@ -101,7 +101,7 @@ class SegmentDecoder(Decoder):
 @defaults(decoder_normalize_before=True, share_decoder_input_output_embed=True)
 @dataclass
 class LRPELanguageModelConfig(TransformerLanguageModelConfig, AttentionOptions):
-    """LRPE, Table 7, column ALM: 6 x 512, 8 heads, FFN 2048, ReLU, dropout 0.1, pre-norm with a
+    """LRPE, Table 7, column AML: 6 x 512, 8 heads, FFN 2048, ReLU, dropout 0.1, pre-norm with a
     final norm, tied embeddings, sinusoidal positions on."""
 
     memory_length: int = field(

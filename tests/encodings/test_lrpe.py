@@ -88,8 +88,8 @@ def test_both_attentions_equal_the_dense_definition_in_outputs_and_gradients(for
         assert_same_with_gradients(linear, linear_attention(q2, k2, v, causal=True), inputs)
     ours = softmax_attention(q2, k2, v, causal=True, scale=width**-0.5)
     assert_same_with_gradients(softmax, ours, inputs)
-    unnormalised = linear_attention(q2, k2, v, causal=True, normalizer="none")
-    assert_same_with_gradients(weights @ v, unnormalised, inputs, scale=length)
+    unnormalized = linear_attention(q2, k2, v, causal=True, normalizer="none")
+    assert_same_with_gradients(weights @ v, unnormalized, inputs, scale=length)
 
 
 def assert_same_with_gradients(expected, actual, inputs, scale=1):

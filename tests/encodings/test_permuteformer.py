@@ -115,7 +115,7 @@ def test_half_precision_inputs_of_4096_tokens_stay_finite_and_right():
 
 
 def dense_row(encoding, q, k, v, s):
-    """The normalised output (H, D) of query s, with pi^(s-t) by repeated composition."""
+    """The normalized output (H, D) of query s, with pi^(s-t) by repeated composition."""
     rows = []
     for h in range(q.shape[1]):
         pi, power = encoding.permutation[h], torch.arange(q.shape[-1])

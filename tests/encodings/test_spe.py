@@ -117,7 +117,7 @@ def test_mean_scores_of_one_content_are_toeplitz_and_vary_with_the_distance(code
 
 @cache
 def trained_like(code):
-    """One encoding of many realisations, so that a single draw is close to its mean."""
+    """One encoding of many realizations, so that a single draw is close to its mean."""
     return build(code, spe_realizations=40_000, spe_gated=False).eval()
 
 

@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Corpus:
-    """A binarised corpus, and the text it was made from."""
+    """A binarized corpus, and the text it was made from."""
 
     data: Path
     lines: dict[str, list[str]]

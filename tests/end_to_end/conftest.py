@@ -1,4 +1,4 @@
-"""A small language with some regularity, binarised once."""
+"""A small language with some regularity, binarized once."""
 
 import random
 

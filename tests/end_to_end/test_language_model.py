@@ -280,7 +280,7 @@ def test_the_hub_interface_scores_and_samples_from_a_checkpoint(
 # ---- several processes ----
 
 # plain SGD compares the gradients themselves; Adam divides noise by noise where they vanish, and so
-# does the rotated normaliser in heads of 8
+# does the rotated normalizer in heads of 8
 TOGETHER = (
     f"{TRAINING} --optimizer sgd --lr 0.1 --dropout 0 --disable-validation --max-tokens 32 {SMALL}"
 )

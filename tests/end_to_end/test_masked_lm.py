@@ -127,7 +127,7 @@ FINETUNE = (
 
 @pytest.fixture(scope="session")
 def sentences(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Do the words count on by one, or by two? Binarised with the dictionary of pre-training."""
+    """Do the words count on by one, or by two? Binarized with the dictionary of pre-training."""
     folder = tmp_path_factory.mktemp("sentences")
     lines = [(f"{i % 2}", line) for i in range(64) for line in [_counting(i, 1 + i % 2)]]
     for split in ("train", "valid"):

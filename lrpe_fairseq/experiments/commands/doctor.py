@@ -122,7 +122,7 @@ def disk(folder: Path) -> str:
 
 
 def data(folder: Path) -> str:
-    """The binarised files are those that data-prep wrote."""
+    """The binarized files are those that data-prep wrote."""
     steps = manifest(folder).get("steps", {})
     written = {f: s for step in steps.values() for f, s in step.get("writes", {}).items()}
     binary = {f: s for f, s in written.items() if f.startswith("bin/")}

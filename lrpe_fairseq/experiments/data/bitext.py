@@ -76,7 +76,7 @@ def run_pieces(
     reads |= {file.name: file for file in tokenizer.files}
     encoded = [side(pieces[split], language) for split, language in every]
     steps.run("encode", reads, encoded, encode_all)
-    _run_binarise(steps, pieces, languages, workers)
+    _run_binarize(steps, pieces, languages, workers)
     return pieces
 
 
@@ -108,7 +108,7 @@ def _lengths(tokenizer: prep.Tokenizer, lines: Sequence[str], threads: int) -> l
     return [len(pieces.split()) for pieces in tokenizer.cut(lines, threads)]
 
 
-def _run_binarise(
+def _run_binarize(
     steps: prep.Steps, pieces: Mapping[str, Path], languages: Sequence[str], workers: int
 ) -> None:
     pair, bin_dir = "-".join(languages), steps.dest / "bin"
@@ -119,9 +119,9 @@ def _run_binarise(
     writes = [bin_dir / file for file in (*files, *(f"dict.{name}.txt" for name in languages))]
 
     def make() -> None:
-        prep.binarise(pieces, bin_dir, workers=workers, languages=languages)
+        prep.binarize(pieces, bin_dir, workers=workers, languages=languages)
 
-    steps.run("binarise", reads, writes, make)
+    steps.run("binarize", reads, writes, make)
 
 
 def count(dest: Path, texts: Mapping[str, Path], languages: Sequence[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What every data-prep script does: obtain files, tokenise, binarise, count, and remember it.
+"""What every data-prep script does: obtain files, tokenize, binarize, count, and remember it.
 
 A script under ``data-prep/`` names its sources and its splits; everything else is here. Three
 rules hold throughout. A file appears under its name whole or not at all. Wrong input is refused
@@ -313,7 +313,7 @@ def _copy(answer: IO[bytes], out: IO[bytes], length: str | None) -> None:
 def train_sentencepiece(lines: Iterable[str], model: Path, vocab_size: int) -> None:
     """Train a BPE model of ``vocab_size`` pieces, in one thread: the same lines, the same model.
 
-    Words are kept as they are (no Unicode normalisation), every character has a piece, and the
+    Words are kept as they are (no Unicode normalization), every character has a piece, and the
     corpus' own ``<unk>`` is one piece, so that pieces and words encode the same text.
     """
     import sentencepiece
@@ -367,10 +367,10 @@ def write_dictionary(tokenizer: Tokenizer, train_pieces: Path, target: Path) -> 
         out.writelines(f"{piece} {counts[piece]}\n" for piece in pieces)
 
 
-# ----------------------------------------------------------------------------- binarise and count
+# ----------------------------------------------------------------------------- binarize and count
 
 
-def binarise(
+def binarize(
     texts: Mapping[str, Path],
     bin_dir: Path,
     dictionary: Path | None = None,
@@ -452,7 +452,7 @@ def count_types(dictionary: Path) -> dict[str, int]:
 def count_split(text: Path, prefix: Path) -> dict[str, int]:
     """Count one split as words of its text and as tokens of its binary form.
 
-    The two together make perplexities of different tokenisations comparable: with a loss in bits
+    The two together make perplexities of different tokenizations comparable: with a loss in bits
     per token, the perplexity per word is ``2 ** (loss * tokens / words_with_eos)``.
     """
     words, binary = count_words(text), count_binary(prefix)
@@ -531,7 +531,7 @@ class Steps:
 # ------------------------------------------------------------------------- steps of every script
 
 
-def run_binarise(
+def run_binarize(
     steps: Steps, texts: Mapping[str, Path], dictionary: Path | None = None, workers: int = 1
 ) -> None:
     """Step: ``bin/`` with fairseq's dictionary and the binary form of each split."""
@@ -539,7 +539,7 @@ def run_binarise(
     files = ["dict.txt", *(f"{split}.{kind}" for split in texts for kind in ("bin", "idx"))]
     reads = {**texts, "dictionary": dictionary}
     writes = [bin_dir / file for file in files]
-    steps.run("binarise", reads, writes, lambda: binarise(texts, bin_dir, dictionary, workers))
+    steps.run("binarize", reads, writes, lambda: binarize(texts, bin_dir, dictionary, workers))
 
 
 def run_sentencepiece(steps: Steps, texts: Mapping[str, Path], vocab_size: int) -> SentencePiece:
@@ -568,7 +568,7 @@ def run_pieces(
 
     reads = {**texts, **{file.name: file for file in tokenizer.files}}
     steps.run("encode", reads, [*pieces.values(), dictionary], encode_all)
-    run_binarise(steps, pieces, dictionary, workers)
+    run_binarize(steps, pieces, dictionary, workers)
     return pieces
 
 

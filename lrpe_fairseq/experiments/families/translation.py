@@ -1,4 +1,4 @@
-"""Translation runs: :class:`TrainingRun` scored by BLEU and chrF of detokenised text."""
+"""Translation runs: :class:`TrainingRun` scored by BLEU and chrF of detokenized text."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -168,7 +168,7 @@ def score(log: Path, data: Path, split: str) -> tuple[dict[str, float], str]:
 
 
 def scores(translated: Sequence[str], reference: Sequence[str]) -> tuple[dict[str, float], str]:
-    """Corpus BLEU and chrF of detokenised text, and BLEU's signature."""
+    """Corpus BLEU and chrF of detokenized text, and BLEU's signature."""
     bleu, chrf = BLEU(), CHRF()
     found = {
         "bleu": bleu.corpus_score(list(translated), [list(reference)]).score,
