@@ -27,6 +27,7 @@ import sentencepiece
 
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data.pieces import SentencePiece
+from lrpe_fairseq.experiments.records.console import UserError
 
 DATA_PREP = Path(__file__).resolve().parents[1] / "data-prep"
 
@@ -58,7 +59,7 @@ def files(folder: Path) -> list[str]:
 
 def refusal(call, *args, **kwargs) -> str:
     """Return the one sentence with which a call refuses its input."""
-    with pytest.raises(SystemExit) as refused:
+    with pytest.raises(UserError) as refused:
         call(*args, **kwargs)
     message = str(refused.value)
     assert "\n" not in message
@@ -317,7 +318,7 @@ def test_a_piece_absent_from_the_encoded_train_split_is_still_in_the_dictionary(
 
 def test_an_impossible_vocabulary_is_refused_in_one_sentence(tmp_path: Path) -> None:
     """sentencepiece's own complaint does not reach the user as a traceback."""
-    with pytest.raises(SystemExit, match="--vocab-size"):
+    with pytest.raises(UserError, match="--vocab-size"):
         prep.train_sentencepiece(["too little text"], tmp_path / "m", 4000)
     assert files(tmp_path) == []
 
@@ -499,7 +500,7 @@ def test_an_interrupted_step_leaves_a_manifest_without_results(tmp_path: Path) -
 
 def test_a_failing_preprocess_is_reported_and_leaves_no_binary(tmp_path: Path) -> None:
     """Its last line of output is in the message; neither bin/ nor bin.part/ stays."""
-    with pytest.raises(SystemExit, match=r"fairseq-preprocess failed .*absent"):
+    with pytest.raises(UserError, match=r"fairseq-preprocess failed .*absent"):
         prep.binarize({"train": tmp_path / "absent"}, tmp_path / "bin")
     assert list(tmp_path.iterdir()) == []
 

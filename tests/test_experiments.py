@@ -17,23 +17,27 @@ from fairseq.dataclass.configs import FairseqConfig
 from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments.commands import quickstart, run_table
+from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.data.corpus import SPLITS
-from lrpe_fairseq.experiments.families import lm
+from lrpe_fairseq.experiments.families import FAMILIES, lm, plan
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, sweeps
+from lrpe_fairseq.experiments.records.console import UserError
+from lrpe_fairseq.experiments.records.fairseq_log import Curve
+from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import read_run, write_run
 from lrpe_fairseq.experiments.report import cost
-from lrpe_fairseq.experiments.runner import processes, schedule, training
-from lrpe_fairseq.experiments.runner.processes import Busy, Children
-from lrpe_fairseq.experiments.runner.training import CONFIGS, ROOT, Devices, RunFailed
+from lrpe_fairseq.experiments.runner import launch, processes, recording, schedule
+from lrpe_fairseq.experiments.runner.devices import Devices
+from lrpe_fairseq.experiments.runner.processes import Busy, Children, RunFailed
 from tests.end_to_end.conftest import corpus  # noqa: F401  (a fixture)
 from tests.test_data_prep import multi30k, newstest, wmt14
 
 TRAIN_SH = ROOT / "scripts" / "train.sh"
 TABLES = [load_table(path) for path in sorted((ROOT / "configs" / "tables").glob("*.yaml"))]
 FAMILY_CONFIGS = sorted(
-    path for kind in run_table.KINDS.values() for path in (CONFIGS / kind.family).glob("*")
+    {path for kind in FAMILIES.values() for path in (CONFIGS / kind.configs).glob("*")}
 )
 INNER = (
     '2026-01-01 10:00:00 | INFO | train_inner | {{"wps": "{}", "wpb": "2048", "num_updates": "{}"}}'
@@ -88,8 +92,8 @@ def a_record(**changes):
 
 
 def test_table_2_becomes_one_run_for_every_row_attention_type_and_seed():
-    table = run_table.load_named("table2")
-    runs = run_table.runs(table, "small", [1, 2])
+    table = plan.load_named("table2")
+    runs = plan.runs(table, "small", [1, 2])
     wanted = {
         (row.encoding, attention, seed)
         for row, seed in itertools.product(table.rows, (1, 2))
@@ -103,16 +107,11 @@ def test_table_2_becomes_one_run_for_every_row_attention_type_and_seed():
     ("table", "scale"), [pytest.param(t, s, id=f"{t.name}-{s}") for t in TABLES for s in t.scales]
 )
 def test_every_run_of_a_table_sets_only_keys_that_its_configuration_knows(table, scale):
-    fairseqs = OmegaConf.structured(FairseqConfig)
-    for run in run_table.runs(table, scale, [1]):
-        plain = OmegaConf.load(CONFIGS / run.family / f"{run.config}.yaml")
-        known = [plain, fairseqs]
-        missing = [
-            key
-            for key in run._chosen()
-            if all(OmegaConf.select(config, key) is None for config in known)
-        ]
-        assert missing in ([], ["model.fidelity"])
+    runs = plan.runs(table, scale, [1])
+    known = [runs[0].yaml(), OmegaConf.structured(FairseqConfig)]
+    chosen = {key for run in runs for key in run.chosen()}
+    missing = {k for k in chosen if all(OmegaConf.select(config, k) is None for config in known)}
+    assert missing <= {"model.fidelity"}
 
 
 TEST_SETS = {  # of data with other splits than train, valid and test
@@ -126,7 +125,7 @@ TEST_SETS = {  # of data with other splits than train, valid and test
     ("table", "scale"), [pytest.param(t, s, id=f"{t.name}-{s}") for t in TABLES for s in t.scales]
 )
 def test_a_table_shows_no_split_that_is_not_prepared(table, scale):
-    for run in run_table.runs(table, scale, [1]):
+    for run in plan.runs(table, scale, [1]):
         assert {split for split, _ in run.evaluations} <= TEST_SETS.get(run.data.name, set(SPLITS))
 
 
@@ -135,25 +134,25 @@ def test_a_split_that_is_not_there_is_noticed_before_anything_is_trained(one_run
     (one_run.data / "bin" / "dict.txt").touch()
     one_run.require_inputs()  # without a manifest nothing is known
     (one_run.data / "manifest.json").write_text(json.dumps({"splits": {"train": {}, "valid": {}}}))
-    with pytest.raises(RunFailed, match="has no split test, which is to be evaluated"):
+    with pytest.raises(UserError, match="has no split test, which is to be evaluated"):
         one_run.require_inputs()
 
 
 def test_a_cell_that_another_table_has_too_is_trained_there():
-    runs = run_table.runs(run_table.load_named("table5"), "small", [1])
+    runs = plan.runs(plan.load_named("table5"), "small", [1])
     homes = {run.position_encoding: run.experiment for run in runs}
     assert homes["lrpe-type2"] == homes["lrpe-type6"] == "table2"
     assert homes["lrpe:identity:rotation-learned"] == "table5"
-    results = {run.result for run in run_table.runs(run_table.load_named("table2"), "small", [1])}
+    results = {run.result for run in plan.runs(plan.load_named("table2"), "small", [1])}
     assert {run.result for run in runs if run.experiment == "table2"} <= results
 
 
 def test_what_a_row_or_a_column_changes_reaches_the_command():
-    runs = run_table.runs(run_table.load_named("table2"), "paper", [3])
+    runs = plan.runs(plan.load_named("table2"), "paper", [3])
     type8 = next(run for run in runs if run.label == "Type8")
     assert "++optimization.clip_norm=1.0" in type8.command()
     assert "++common.seed=3" in type8.command()
-    normalizers = run_table.runs(run_table.load_named("normalizers"), "small", [1])
+    normalizers = plan.runs(plan.load_named("normalizers"), "small", [1])
     type2 = {run.overrides for run in normalizers if run.position_encoding == "lrpe-type2"}
     assert type2 == {
         (),
@@ -197,8 +196,8 @@ def test_every_configuration_resumes_exactly_and_says_how_to_start_it(path):
 
 
 def test_a_value_that_hydra_would_misread_is_quoted():
-    assert training._override("a.b", "lrpe:identity:rotation") == "++a.b=lrpe:identity:rotation"
-    assert training._override("a.b", "my data, 'new'") == r"++a.b='my data, \'new\''"
+    assert launch.hydra_override("a.b", "lrpe:identity:rotation") == "++a.b=lrpe:identity:rotation"
+    assert launch.hydra_override("a.b", "my data, 'new'") == r"++a.b='my data, \'new\''"
 
 
 @pytest.mark.parametrize(
@@ -219,8 +218,9 @@ def test_a_table_row_or_scale_that_is_not_there_is_named_in_one_sentence(argumen
 
 
 def test_missing_data_is_reported_with_the_command_that_makes_it():
-    with pytest.raises(RunFailed, match=r"run .*data-prep/wikitext/prepare.py wikitext-2 --level"):
-        training.require_data(Path("nowhere/wikitext-2-bpe"))
+    data = Path("nowhere/wikitext-2-bpe")
+    with pytest.raises(UserError, match=r"run .*data-prep/wikitext/prepare.py wikitext-2 --level"):
+        folders.require(data, lm.LMRun.preparation_of(data))
 
 
 # --- what fairseq prints ----------------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_a_resumed_training_has_one_curve_and_the_speed_of_its_steady_part(tmp_p
     again = [INNER.format(920, 30), INNER.format(50, 40), VALID.format(69, 40)]
     log.write_text("\n".join([*first, *killed, *again]))
     found = fairseq_log.read_training_log(log)
-    assert found.curve() == [
+    assert found.curve(Curve("valid_ppl", "lower")) == [
         {"updates": 20, "tokens": 20 * 2048, "valid_ppl": 80.0},
         {"updates": 40, "tokens": 40 * 2048, "valid_ppl": 69.0},
     ]
@@ -658,7 +658,7 @@ def test_a_run_is_trained_resumed_evaluated_and_recorded(corpus, one_run, events
     first = replace(run, overrides=(*tiny[:2], "optimization.max_update=2", *tiny[3:]))
     run.folder.mkdir()
     with processes.locked(run.folder) as lock:
-        first._train(Children(), Devices(), lock, pytest.fail)
+        first.train(Children(), Devices(), lock, pytest.fail)
     assert run.progress() == (2, 4)
 
     assert schedule.Schedule([run], schedule.shares(1), events).run() == 0
@@ -678,4 +678,4 @@ def test_the_number_of_a_run_is_its_metric_and_not_how_much_was_scored():
         ({"valid": {"blocks": {"loss": 5.0, "ppl": 32.0}}}, "valid blocks ppl 32.00"),
         ({"valid": {"beam": {"sentences": 3, "bleu": 7.5}}}, "valid beam bleu 7.50"),
     ):
-        assert training._first_number(metrics) == number
+        assert recording.first_number(metrics) == number

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lrpe_fairseq.experiments.commands import run_table
+from lrpe_fairseq.experiments.families import plan
 from lrpe_fairseq.experiments.records.layout import load_table, load_tables
 from lrpe_fairseq.experiments.records.runs import (
     FIELDS,
@@ -468,7 +468,7 @@ def test_rows_of_encoder_decoder_models_want_the_fixed_half_as_stated(root, side
 def test_the_runs_of_a_table_change_the_half_that_is_not_fixed():
     for name, own, fixed in [("table4", "encoder", "decoder"), ("decoders", "decoder", "encoder")]:
         table = load_table(ROOT / "configs" / "tables" / f"{name}.yaml")
-        for run in run_table.runs(table, "small", [1]):
+        for run in plan.runs(table, "small", [1]):
             chosen = run.encoding_choices()
             assert chosen[f"model.{own}.position_encoding"] == run.position_encoding
             assert chosen[f"model.{own}.attention_type"] == run.attention_type

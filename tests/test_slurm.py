@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.runs import read_runs
 from lrpe_fairseq.experiments.runner import slurm
-from lrpe_fairseq.experiments.runner.training import ROOT
 from tests.end_to_end.commands import Corpus
 from tests.tiny_table import (
     assert_same_results,
@@ -204,7 +204,7 @@ import torch
 from fairseq.dataclass.configs import DistributedTrainingConfig
 from fairseq.distributed.utils import infer_init_method
 from omegaconf import OmegaConf
-from lrpe_fairseq.experiments.runner.training import Devices
+from lrpe_fairseq.experiments.runner.devices import Devices
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 4
 words = Devices(nodes=2).launch(["fairseq-hydra-train"])
 told = dict(word.split(".", 1)[1].split("=") for word in words if word.startswith("++"))

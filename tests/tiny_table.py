@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
+from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.runs import Run, read_runs
-from lrpe_fairseq.experiments.runner.training import ROOT
 from tests.end_to_end.commands import Corpus
 
 TABLE = """

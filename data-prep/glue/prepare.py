@@ -11,6 +11,7 @@ import csv
 import functools
 import gzip
 import io
+import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from pathlib import Path
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data.glue import TASKS, GlueTask, named
 from lrpe_fairseq.experiments.data.pieces import Tokenizer, tokenizer_of
+from lrpe_fairseq.experiments.records.console import UserError, command
 
 GLUE = "https://dl.fbaipublicfiles.com/glue/data/"
 ARCHIVES = {
@@ -52,7 +54,7 @@ Example = tuple[list[str], str]  # the sentences, the label as the file has it
 
 
 def obtain(name: str, raw: Path, from_dir: Path | None) -> dict[str, Path]:
-    """Split -> TSV file under ``raw``. Raises: SystemExit if one is absent or does not unpack."""
+    """Split -> TSV file under ``raw``. Raises: UserError if one is absent or does not unpack."""
     if from_dir is not None:
         return _take(name, raw, from_dir / name)
     files = {split: raw / f"{file}.tsv" for split, file in TASKS[name].files.items()}
@@ -100,7 +102,7 @@ def _take(name: str, raw: Path, folder: Path) -> dict[str, Path]:
             opener = functools.partial(_open, found[0])
             taken[split] = prep.copy_whole(opener, raw / f"{file}.tsv")
         elif split not in OPTIONAL:
-            raise SystemExit(
+            raise UserError(
                 f"{folder} holds no {file}.tsv or {file}.tsv.gz: put the file there, "
                 f"or leave --from out to download it."
             )
@@ -117,7 +119,7 @@ def _open(path: Path) -> io.BufferedIOBase:
 def read_examples(path: Path, task: GlueTask) -> Iterator[Example]:
     """The examples of a TSV file: quotes are text, a byte order mark is not.
 
-    Raises: SystemExit, naming the line, where a column is missing or the label is none.
+    Raises: UserError, naming the line, where a column is missing or the label is none.
     """
     rows = _rows(path)
     if task.header:
@@ -127,7 +129,7 @@ def read_examples(path: Path, task: GlueTask) -> Iterator[Example]:
             sentences = [" ".join(row[column].split()) for column in task.inputs]
             label = row[task.label].strip()
         except IndexError:
-            raise SystemExit(
+            raise UserError(
                 f"{path}, line {number}, has {len(row)} columns only: fetch the file again."
             ) from None
         _require_label(label, task, f"{path}, line {number}")
@@ -143,7 +145,7 @@ def _rows(path: Path) -> Iterator[list[str]]:
 
 def _require_label(label: str, task: GlueTask, where: str) -> None:
     if task.labels and label not in task.labels:
-        raise SystemExit(
+        raise UserError(
             f"{where}, has the label {label!r}, which is none of {', '.join(task.labels)}: "
             f"the file is of another task or form."
         )
@@ -151,16 +153,16 @@ def _require_label(label: str, task: GlueTask, where: str) -> None:
         try:
             float(label)
         except ValueError:
-            raise SystemExit(f"{where}, has the score {label!r}, which is no number.") from None
+            raise UserError(f"{where}, has the score {label!r}, which is no number.") from None
 
 
 def require_official(name: str, file: str, path: Path, found: int, official: int) -> None:
     """Refuse a file with more examples than the official one, or as many of another content."""
     known = SHA256.get(f"{name}/{file}.tsv")
     if found == 0 or found > official:
-        raise SystemExit(f"{path} has {found:,} examples, officially {official:,}: fetch it again.")
+        raise UserError(f"{path} has {found:,} examples, officially {official:,}: fetch it again.")
     if found == official and known and not prep.has_checksum(path, known):
-        raise SystemExit(f"{path} differs from the official file (sha256 {known}): fetch it again.")
+        raise UserError(f"{path} differs from the official file (sha256 {known}): fetch it again.")
 
 
 # --------------------------------------------------------------------------------------- prepare
@@ -181,10 +183,10 @@ class Pieces:
 
 
 def pieces_of(folder: Path) -> Pieces:
-    """Those of a prepared corpus. Raises: SystemExit if it is not prepared."""
+    """Those of a prepared corpus. Raises: UserError if it is not prepared."""
     tokenizer, dictionary = tokenizer_of(folder), folder / "bin" / "dict.txt"
     if not dictionary.is_file():
-        raise SystemExit(f"{dictionary} is not there: prepare {folder} first.")
+        raise UserError(f"{dictionary} is not there: prepare {folder} first.")
     return Pieces(folder.name, tokenizer, dictionary)
 
 
@@ -299,6 +301,7 @@ def _report(manifest: dict) -> dict:
     return manifest
 
 
+@command("data-prep/glue/prepare.py")
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare the tasks."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -316,4 +319,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,11 +5,13 @@
 See the README beside this file for source, terms, checksums and counts.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lrpe_fairseq.experiments.data import bitext
 from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.records.console import UserError, command
 
 URL = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw/"
 LANGUAGES = ("en", "de")
@@ -54,12 +56,13 @@ def prepare(
     texts = obtain(dest / "raw", from_dir, sha256)
     found = bitext.require_pairs(texts, LANGUAGES)
     if found != pairs:
-        raise SystemExit(f"Multi30k has {pairs} pairs, not {found}: fetch its files again.")
+        raise UserError(f"Multi30k has {pairs} pairs, not {found}: fetch its files again.")
     tokenizer = bitext.run_sentencepiece(steps, texts["train"], LANGUAGES, vocab_size)
     bitext.run_pieces(steps, texts, LANGUAGES, tokenizer, workers)
     return bitext.report(steps.finish(lambda: bitext.count(dest, texts, LANGUAGES)))
 
 
+@command("data-prep/multi30k/prepare.py")
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare the corpus."""
     args = bitext.arguments(__doc__, argv)
@@ -67,4 +70,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

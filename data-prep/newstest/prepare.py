@@ -6,11 +6,13 @@ newstest2013 validates and newstest2014 (full, 3,003 pairs) tests, as for WMT'14
 train. See the README beside this file: this is a check of the WMT path, not the paper's data.
 """
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from lrpe_fairseq.experiments.data import bitext
 from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.records.console import UserError, command
 
 URL = "https://raw.githubusercontent.com/Helsinki-NLP/OPUS-MT-testsets/master/testsets/eng-deu/"
 LANGUAGES = {"en": "eng", "de": "deu"}  # ours -> the repository's
@@ -64,7 +66,7 @@ def obtain(
             prep.obtain(file, [f"{URL}{name}.{theirs}"], sha256[file], raw, from_dir)
     found = bitext.require_pairs({name: raw / name for name in pairs}, list(LANGUAGES))
     if found != pairs:
-        raise SystemExit(f"The test sets have {pairs} pairs, not {found}: fetch them again.")
+        raise UserError(f"The test sets have {pairs} pairs, not {found}: fetch them again.")
 
 
 def join(raw: Path, names: Iterable[str], target: Path) -> None:
@@ -99,6 +101,7 @@ def prepare(
     return bitext.report(steps.finish(lambda: bitext.count(dest, texts, languages)))
 
 
+@command("data-prep/newstest/prepare.py")
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare the corpus."""
     args = bitext.arguments(__doc__, argv)
@@ -106,4 +109,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,12 +14,14 @@ import hashlib
 import inspect
 import platform
 import re
+import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.records.console import command
 
 # Test suites and third-party packages; the same on every platform, whatever is installed.
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "_bundled"}
@@ -180,6 +182,7 @@ def prepare(
     return prep.report(steps.finish(results))
 
 
+@command("data-prep/pydoc/prepare.py")
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare the corpus."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -190,4 +193,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,12 +11,14 @@ import argparse
 import itertools
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data.pieces import GPT2, Tokenizer
+from lrpe_fairseq.experiments.records.console import UserError, command
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ def verify(corpus: WikiText, level: str, results: Mapping[str, dict]) -> None:
         if found[name] != count
     ]
     if wrong:
-        raise SystemExit(
+        raise UserError(
             f"The counts are not those of the published corpus: {', '.join(wrong)}; "
             f"delete the --dest folder and run the same command again."
         )
@@ -194,7 +196,7 @@ def prepare(
         counted = prep.count_corpus(dest, texts)
         try:
             verify(corpus, level, counted)
-        except SystemExit:
+        except UserError:
             shutil.rmtree(dest / "bin")
             raise
         return counted
@@ -202,6 +204,7 @@ def prepare(
     return prep.report(steps.finish(results))
 
 
+@command("data-prep/wikitext/prepare.py")
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare one corpus."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -223,4 +226,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,6 +8,7 @@ See the README beside this file for sources, checksums, cleaning and counts.
 import contextlib
 import functools
 import re
+import sys
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import IO
 
 from lrpe_fairseq.experiments.data import bitext
 from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.records.console import UserError, command
 
 LANGUAGES = ("en", "de")
 VOCAB_SIZE = 40_000
@@ -83,7 +85,7 @@ HELD_OUT = {"valid": ("newstest2013", 3_000), "test": ("newstest2014", 3_003)}
 def obtain(raw: Path, from_dir: Path | None, archives: Sequence[Archive] = ARCHIVES) -> None:
     """Every text in both languages under ``raw``: from plain files, or from the archives.
 
-    Raises: SystemExit if something is absent, truncated or another version.
+    Raises: UserError if something is absent, truncated or another version.
     """
     for archive in archives:
         missing = [ours for ours in archive.members if not (raw / ours).is_file()]
@@ -107,7 +109,7 @@ def _unpack(packed: Path, members: Mapping[str, str], raw: Path) -> None:
         found = {PurePosixPath(member.name).name: member for member in archive}
         for ours, theirs in members.items():
             if theirs not in found:
-                raise SystemExit(f"{packed} holds no {theirs}: fetch it again.")
+                raise UserError(f"{packed} holds no {theirs}: fetch it again.")
             prep.copy_whole(lambda member=found[theirs]: _member(archive, member), raw / ours)
 
 
@@ -185,7 +187,7 @@ def _require_counts(raw: Path, held_out: Mapping[str, tuple[str, int]]) -> dict[
     counts = bitext.require_pairs({name: raw / name for name in names}, LANGUAGES)
     for name, official in held_out.values():
         if counts[name] != official:
-            raise SystemExit(
+            raise UserError(
                 f"{raw / name} has {counts[name]:,} pairs, not {official:,}: fetch it again."
             )
     return counts
@@ -210,6 +212,7 @@ def _run_clean(
     return target
 
 
+@command("data-prep/wmt14-en-de/prepare.py")
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare the corpus."""
     args = bitext.arguments(__doc__, argv, VOCAB_SIZE)
@@ -217,4 +220,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

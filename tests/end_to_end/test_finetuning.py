@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from lrpe_fairseq.experiments.commands import eval_glue, finetune
-from lrpe_fairseq.experiments.commands.run_table import load_named, runs
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import glue
 from lrpe_fairseq.experiments.families import finetuning
 from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
+from lrpe_fairseq.experiments.families.plan import load_named, runs
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.runner.processes import Children
 from lrpe_fairseq.experiments.runner.training import CONFIGS, Devices, RunFailed

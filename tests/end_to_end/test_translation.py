@@ -384,7 +384,7 @@ def test_what_cannot_be_translated_gets_one_sentence_and_no_result(
     options = ["--splits", "test", "--average", "1", "--out", str(out)]
 
     def said(*given: str) -> str:
-        assert eval_mt.main([*given, *options]) == 1
+        assert eval_mt.main([*given, *options]) == 2
         error = capsys.readouterr().err
         assert error.startswith("eval_mt: ")
         assert error.count("\n") == 1
@@ -393,7 +393,7 @@ def test_what_cannot_be_translated_gets_one_sentence_and_no_result(
 
     assert "nowhere is not there" in said(checkpoint, "nowhere")
     absent = str(tmp_path / "absent.pt")
-    assert eval_mt.main([absent, str(prepared)]) == 1  # averaging, as it does by default
+    assert eval_mt.main([absent, str(prepared)]) == 2  # averaging, as it does by default
     assert "absent.pt is not there" in capsys.readouterr().err
     assert "absent.pt is not there" in said(absent, str(prepared))
     words = (prepared / "bin" / "dict.de.txt").read_text()

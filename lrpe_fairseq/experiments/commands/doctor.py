@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import math
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,11 @@ from pathlib import Path
 import torch
 
 from lrpe_fairseq.experiments.data.corpus import has_checksum
-from lrpe_fairseq.experiments.runner.training import BIN, PREPARE, ROOT, manifest
+from lrpe_fairseq.experiments.data.folders import manifest
+from lrpe_fairseq.experiments.families import known_data, preparation_of
+from lrpe_fairseq.experiments.records.console import FAILED, command
+from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.runner.launch import BIN
 
 FREE_GB = 20
 """What the checkpoints of one table at paper scale need at least."""
@@ -29,11 +34,12 @@ class Ailment(Exception):
     """A failed check; the text says what is wrong and what to do."""
 
 
+@command("doctor")
 def main() -> int:
     """Print every check; returns the exit status."""
     failed = sum(not passed(name, check) for name, check in checks())
     print(f"{failed} checks failed" if failed else "everything is in order")
-    return 1 if failed else 0
+    return FAILED if failed else 0
 
 
 def passed(name: str, check: Check) -> bool:
@@ -56,9 +62,9 @@ def checks() -> Iterator[tuple[str, Check]]:
     yield "plugin", plugin
     yield "fairseq commands", commands
     yield "disk", lambda: disk(ROOT)
-    for name in PREPARE:
-        if (ROOT / "data" / name).exists():
-            yield f"data/{name}", lambda name=name: data(ROOT / "data" / name)
+    for folder in known_data():
+        if folder.exists():
+            yield f"data/{folder.name}", lambda folder=folder: data(folder)
     yield "GPU", gpus
     for device in devices():
         yield f"a training step on {device}", lambda device=device: training_step(device)
@@ -129,7 +135,7 @@ def data(folder: Path) -> str:
     damaged = [f for f, s in binary.items() if not _intact(folder / f, s)]
     if damaged or not binary:
         what = f"{', '.join(damaged)} differs from what was written" if damaged else "unfinished"
-        raise Ailment(f"{what}; run {PREPARE[folder.name]} --dest {folder.relative_to(ROOT)} again")
+        raise Ailment(f"{what}; run {shlex.join(preparation_of(folder))} again")
     return f"{len(binary)} files intact"
 
 

@@ -10,17 +10,18 @@ from fairseq import checkpoint_utils, utils
 
 import lrpe_fairseq  # noqa: F401  registers the models
 from lrpe_fairseq.experiments.data import glue
-from lrpe_fairseq.experiments.data.corpus import write_json
 from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records.console import command
+from lrpe_fairseq.experiments.records.files import write_json
 
 HEAD = "sentence_classification_head"
 
 
 @torch.no_grad()
 def predict(checkpoint: Path, data: Path, split: str) -> tuple[list[float], list[float]]:
-    """What the model says of every example, and what is right: classes or values.
+    """The predictions for every example of a split, and the labels: classes or values.
 
-    Raises: ValueError if the split is not there or the head is of another number of classes.
+    Raises: ValueError if the split is absent or the head has another number of classes.
     """
     if not (data / "bin" / "input0" / f"{split}.idx").is_file():
         raise ValueError(f"{data} has no split {split}: prepare it with data-prep/glue")
@@ -48,21 +49,17 @@ def predict(checkpoint: Path, data: Path, split: str) -> tuple[list[float], list
     return predicted, right
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the metrics as JSON; the exit status."""
+@command("eval_glue")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the metrics as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("data", type=Path, help="a folder of data-prep/glue, such as …/RTE")
     parser.add_argument("--split", default="valid")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
-    try:
-        predicted, right = predict(options.checkpoint, options.data, options.split)
-        write_json(options.out, glue.scores(glue.named(options.data.name), predicted, right))
-    except (ValueError, OSError) as error:
-        print(f"eval_glue: {error}", file=sys.stderr)
-        return 2
-    return 0
+    predicted, right = predict(options.checkpoint, options.data, options.split)
+    write_json(options.out, glue.scores(glue.named(options.data.name), predicted, right))
 
 
 if __name__ == "__main__":

@@ -7,27 +7,24 @@ import shlex
 import sys
 from pathlib import Path
 
-from lrpe_fairseq.experiments.commands import by_hand
-from lrpe_fairseq.experiments.families import lm
+from lrpe_fairseq.experiments.families import lm, preparation_of
 from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.runs import Run
-from lrpe_fairseq.experiments.runner import training
-from lrpe_fairseq.experiments.runner.processes import Children, Stopped
+from lrpe_fairseq.experiments.runner import by_hand
+from lrpe_fairseq.experiments.runner.devices import Devices
+from lrpe_fairseq.experiments.runner.processes import Children, run_child
 
 PROTOCOLS = (lm.BLOCKS, lm.SLIDING)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Evaluate, print the perplexities, write the run file; returns the exit status."""
+@command("eval_lm")
+def main(arguments: list[str] | None = None) -> None:
+    """Evaluate, print the perplexities, write the run file."""
     options = by_hand.arguments("scripts/eval_lm.sh", __doc__).parse_args(arguments)
-    try:
-        data = by_hand.data_folder(options.data)
-        run = evaluate(options.checkpoint, data, options.splits)
-        by_hand.report(run, options.out or options.checkpoint.with_suffix(".json"))
-    except (ValueError, OSError, training.RunFailed, Stopped) as error:
-        print(f"eval_lm: {error}", file=sys.stderr)
-        return 1
-    return 0
+    data = by_hand.data_folder(options.data, preparation_of)
+    run = evaluate(options.checkpoint, data, options.splits)
+    by_hand.report(run, options.out or options.checkpoint.with_suffix(".json"))
 
 
 def evaluate(checkpoint: Path, data: Path, splits: list[str]) -> Run:
@@ -45,7 +42,7 @@ def evaluate(checkpoint: Path, data: Path, splits: list[str]) -> Run:
 
 def _measure(checkpoint: Path, data: Path, split: str, protocol: str, config: Run) -> Run:
     tokens = config["tokens-per-sample"]
-    command = lm.evaluation_command(
+    words = lm.evaluation_command(
         checkpoint,
         data,
         split,
@@ -53,10 +50,10 @@ def _measure(checkpoint: Path, data: Path, split: str, protocol: str, config: Ru
         context_window=lm.context_window(protocol, tokens),
         max_tokens=config["max-tokens"] or tokens,
     )
-    print(shlex.join(command), flush=True)
+    print(shlex.join(words), flush=True)
     log = checkpoint.absolute().with_name(f"eval-{checkpoint.stem}-{split}-{protocol}.log")
     log.unlink(missing_ok=True)
-    training.run_child(Children(), command, log, training.Devices(), None)
+    run_child(Children(), words, log, Devices(), None)
     return lm.read_evaluation(log, data, split)
 
 

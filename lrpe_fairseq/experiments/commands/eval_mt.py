@@ -8,27 +8,24 @@ import functools
 import sys
 from pathlib import Path
 
-from lrpe_fairseq.experiments.commands import by_hand
-from lrpe_fairseq.experiments.families import translation
+from lrpe_fairseq.experiments.families import preparation_of, translation
 from lrpe_fairseq.experiments.families.translation import Decoding
 from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.runs import Run
-from lrpe_fairseq.experiments.runner import training
-from lrpe_fairseq.experiments.runner.processes import Children, Stopped
+from lrpe_fairseq.experiments.runner import by_hand
+from lrpe_fairseq.experiments.runner.devices import Devices
+from lrpe_fairseq.experiments.runner.processes import Children, run_child
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Translate, print the scores, write the run file; returns the exit status."""
+@command("eval_mt")
+def main(arguments: list[str] | None = None) -> None:
+    """Translate, print the scores, write the run file."""
     options = _parse(arguments)
     decoding = Decoding(options.beam, options.lenpen, options.average)
-    try:
-        data = by_hand.data_folder(options.data)
-        run = evaluate(options.checkpoint, data, options.splits, decoding)
-        by_hand.report(run, options.out or options.checkpoint.with_suffix(".json"))
-    except (ValueError, OSError, training.RunFailed, Stopped) as error:
-        print(f"eval_mt: {error}", file=sys.stderr)
-        return 1
-    return 0
+    data = by_hand.data_folder(options.data, preparation_of)
+    run = evaluate(options.checkpoint, data, options.splits, decoding)
+    by_hand.report(run, options.out or options.checkpoint.with_suffix(".json"))
 
 
 def evaluate(checkpoint: Path, data: Path, splits: list[str], decoding: Decoding) -> Run:
@@ -42,9 +39,7 @@ def evaluate(checkpoint: Path, data: Path, splits: list[str], decoding: Decoding
     if decoding.average > 1:
         used, decoding = decoding.mean(checkpoint.parent)
     logs = checkpoint.absolute().parent
-    generate = functools.partial(
-        training.run_child, Children(), devices=training.Devices(), lock=None
-    )
+    generate = functools.partial(run_child, Children(), devices=Devices(), lock=None)
     measured = translation.measure(used, data, splits, decoding, logs, generate)
     return by_hand.record(checkpoint, data, measured["metrics"], measured["protocol"])
 

@@ -1,4 +1,4 @@
-"""Fine-tune a checkpoint on tasks of GLUE, here and now: ``scripts/finetune_glue.sh``."""
+"""Fine-tune a checkpoint on tasks of GLUE on this machine: ``scripts/finetune_glue.sh``."""
 
 import argparse
 import sys
@@ -7,29 +7,28 @@ from pathlib import Path
 
 import torch
 
-from lrpe_fairseq.experiments.commands.run_table import load_named
 from lrpe_fairseq.experiments.data import glue
 from lrpe_fairseq.experiments.families.finetuning import finetuning_runs, source_of
+from lrpe_fairseq.experiments.families.plan import config_of, load_named
+from lrpe_fairseq.experiments.records.console import FAILED, command
+from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.report import tables
 from lrpe_fairseq.experiments.runner import schedule
-from lrpe_fairseq.experiments.runner.training import ROOT, RunFailed, TrainingRun, prepare_data
+from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 RATES = (1e-5, 3e-5, 6e-5, 1e-4)
 SEEDS = 5
 
 
+@command("finetune_glue")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fine-tune with every learning rate and seed; finished runs are not repeated."""
     options = _parse(arguments)
-    try:
-        runs = _runs(options)
-        for data in dict.fromkeys(run.data for run in runs):
-            prepare_data(data, options.source)
-        for run in runs:
-            run.require_inputs()
-    except (ValueError, OSError, RunFailed) as error:
-        print(f"finetune_glue: {error}", file=sys.stderr)
-        return 2
+    runs = _runs(options)
+    for run in {run.data: run for run in runs}.values():
+        run.prepare_data(options.source)
+    for run in runs:
+        run.require_inputs()
     return _work(runs, options.jobs)
 
 
@@ -37,12 +36,9 @@ def _work(runs: Sequence[TrainingRun], jobs: int) -> int:
     events = schedule.Events(ROOT / "runs" / "table3" / "events.log")
     one = 1 if torch.cuda.is_available() else None  # GPU; a task is too small for several
     devices = schedule.shares(min(jobs, len(runs)), one)
-    try:
-        failed = schedule.Schedule(runs, devices, events).run()
-    except KeyboardInterrupt:
-        return 130
+    failed = schedule.Schedule(runs, devices, events).run()
     _print_best(runs)
-    return 1 if tables.main([]) or failed else 0
+    return FAILED if tables.main([]) or failed else 0
 
 
 def _print_best(runs: Sequence[TrainingRun]) -> None:
@@ -53,13 +49,11 @@ def _print_best(runs: Sequence[TrainingRun]) -> None:
 
 def _runs(options: argparse.Namespace) -> list[TrainingRun]:
     table = load_named("table3")
-    if options.scale not in table.scales:
-        raise ValueError(f"table3 has no scale {options.scale}; it has {list(table.scales)}")
     tasks = (
         list(glue.TASKS) if options.task == "all" else [glue.named(options.task) and options.task]
     )
     source = source_of(options.checkpoint)
-    config = ROOT / table.scales[options.scale]
+    config = config_of(table, options.scale)
     seeds = range(1, options.seeds + 1)
     return finetuning_runs(source, config, options.scale, tasks, options.lr, seeds)
 

@@ -13,10 +13,12 @@ import time
 from collections.abc import Sequence
 
 from lrpe_fairseq.experiments.families.lm import BLOCKS, LMRun
+from lrpe_fairseq.experiments.records.console import command
+from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.runs import Run, read_run, write_run
 from lrpe_fairseq.experiments.report.curves import validation_curves
+from lrpe_fairseq.experiments.runner.processes import RunFailed
 from lrpe_fairseq.experiments.runner.schedule import Events, Schedule, shares
-from lrpe_fairseq.experiments.runner.training import ROOT, RunFailed
 
 DATA = ROOT / "data" / "pydoc"
 RESULTS = ROOT / "results" / "quickstart"
@@ -49,20 +51,15 @@ sinusoidal positions only. Speed is training tokens per second of one process wi
 """
 
 
+@command("quickstart")
 def main() -> int:
     """Do it all, or what is still missing of it; returns the exit status."""
     begun = time.monotonic()
     events = Events(RESULTS / "work" / "events.log")
-    try:
-        prepare_corpus()
-        if Schedule(methods(), shares(min(PARALLEL, _cores())), events).run():
-            raise RunFailed("some runs failed; their logs are in results/quickstart/work")
-        publish(methods())
-    except (RunFailed, OSError, ValueError) as error:
-        print(f"quickstart: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    prepare_corpus()
+    if Schedule(methods(), shares(min(PARALLEL, _cores())), events).run():
+        raise RunFailed("some runs failed; their logs are in results/quickstart/work")
+    publish(methods())
     minutes, seconds = divmod(round(time.monotonic() - begun), 60)
     print(f"done in {minutes} min {seconds} s; results/quickstart/README.md has this table")
     return 0
@@ -75,8 +72,8 @@ def methods() -> list[LMRun]:
 
 def prepare_corpus() -> None:
     """Fill data/pydoc, or find it filled. Raises: RunFailed."""
-    command = [sys.executable, "data-prep/pydoc/prepare.py", "--dest", str(DATA)]
-    status = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    words = [sys.executable, "data-prep/pydoc/prepare.py", "--dest", str(DATA)]
+    status = subprocess.run(words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
     if status.returncode:
         raise RunFailed("the corpus could not be prepared")
 

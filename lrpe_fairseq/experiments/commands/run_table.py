@@ -1,13 +1,7 @@
-"""Train and evaluate every cell of a table: ``scripts/run_table.sh``.
-
-The cells of ``configs/tables/<table>.yaml`` become runs at
-``results/runs/<experiment>/<scale>-<row>-<attention>[-<what differs>]-seed<n>.json``; they work
-under ``runs/``.
-"""
+"""Train and evaluate every cell of a table: ``scripts/run_table.sh``."""
 
 import argparse
 import dataclasses
-import itertools
 import os
 import re
 import shlex
@@ -15,135 +9,44 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from omegaconf import OmegaConf
-
-from lrpe_fairseq.experiments.families.finetuning import FinetuningRun, Source, finetuning_runs
-from lrpe_fairseq.experiments.families.lm import LMRun
-from lrpe_fairseq.experiments.families.pretraining import PretrainingRun
-from lrpe_fairseq.experiments.families.translation import Half, TranslationRun
-from lrpe_fairseq.experiments.records import checkpoints, sweeps
-from lrpe_fairseq.experiments.records.layout import Column, Row, Table, load_table
+from lrpe_fairseq.experiments.families.plan import load_named, runs
+from lrpe_fairseq.experiments.records import sweeps
+from lrpe_fairseq.experiments.records.console import FAILED, clock, command
+from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.records.layout import Table
 from lrpe_fairseq.experiments.report import tables
 from lrpe_fairseq.experiments.runner import schedule, slurm
-from lrpe_fairseq.experiments.runner.training import (
-    CONFIGS,
-    ROOT,
-    Devices,
-    RunFailed,
-    TrainingRun,
-    clock,
-    prepare_data,
-)
+from lrpe_fairseq.experiments.runner.devices import Devices
+from lrpe_fairseq.experiments.runner.training import TrainingRun
 
-OPTION_KEYS = {  # an option of a table -> fairseq's configuration
-    "attention-normalizer": "model.attention_normalizer",
-    "fidelity": "model.fidelity",
-    "encoder-attention-normalizer": "model.encoder.attention_normalizer",
-    "encoder-fidelity": "model.encoder.fidelity",
-    "decoder-attention-normalizer": "model.decoder.attention_normalizer",
-    "clip-norm": "optimization.clip_norm",
-    "max-update": "optimization.max_update",
-    "bf16": "common.bf16",
-    "fp16": "common.fp16",
-    "task": "task._name",
-    "memory-length": "model.memory_length",
-    "no-token-positional-embeddings": "model.no_token_positional_embeddings",
-}
-KINDS = {  # task of a configuration -> how its runs are trained and measured
-    "language_modeling": LMRun,
-    "masked_lm": PretrainingRun,
-    "sentence_prediction": FinetuningRun,
-    "translation": TranslationRun,
-}
 SEEDS = 2
 SITE_OPTIONS = {"partition": str, "time": str, "gpus_per_node": int, "nodes": int}
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One thing to train: a row under an attention type, with the options that differ."""
-
-    label: str
-    encoding: str
-    attention: str
-    changed: tuple[tuple[str, Any], ...]
-    dataset: str  # where the columns are data sets; otherwise that of the configuration
-    name: str  # of files: ``Type2-linear``; what its column changes is spelled out after it
-
-    @property
-    def recipe(self) -> tuple[Any, ...]:
-        """What two cells of different tables must share for a run to serve both."""
-        return self.encoding, self.attention, self.changed, self.dataset
-
-
-def cells(table: Table) -> list[Cell]:
-    """The cells of ``table`` that need a training of their own, row by row."""
-    found: dict[Cell, None] = {}
-    for row in table.rows:
-        for column in table.columns:
-            if column.attention in row.attention and not column.mean_of:
-                found[_cell(table, row, column)] = None
-    return list(found)
-
-
-def runs(table: Table, scale: str, seeds: Sequence[int]) -> list[TrainingRun]:
-    """Every run of ``table`` at ``scale``, seed by seed.
-
-    A cell that another table of ``table.experiments`` has too is that table's run.
-
-    Raises: ValueError if the table has no such scale, or no family of models trains it.
-    """
-    table, *others = (t.at(scale) for t in (table, *map(load_named, table.experiments[1:])))
-    homes = {cell.recipe: (table, cell) for cell in cells(table)}
-    for other in others:
-        homes |= {cell.recipe: (other, cell) for cell in cells(other) if cell.recipe in homes}
-    config = _config(table, scale)
-    make = _finetuning if table.pretrained else _run
-    made = (make(*home, scale, config, seed) for seed in seeds for home in homes.values())
-    named = {run.name: run for run in itertools.chain.from_iterable(made)}
-    return list(named.values())  # columns that tell rates apart share their runs
-
-
-def load_named(name: str) -> Table:
-    """``configs/tables/<name>.yaml``. Raises: ValueError, naming those that there are."""
-    folder = ROOT / "configs" / "tables"
-    if not (folder / f"{name}.yaml").exists():
-        known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
-        raise ValueError(f"there is no table {name}; there are {known}")
-    return load_table(folder / f"{name}.yaml")
-
-
+@command("run_table")
 def main(arguments: list[str] | None = None) -> int:
     """Run a table, submit it, or show what would be run or how far it is; the exit status."""
     given = sys.argv[1:] if arguments is None else arguments
     options, begun = _parse(given), time.monotonic()
-    try:
-        chosen = _select(options)
-        if options.status or options.dry_run:
-            return _show(chosen, options)
-        for data in dict.fromkeys(run.data for run in chosen):
-            prepare_data(data, options.source)
-        if options.slurm:
-            return _submit(chosen, options, given)
-        if options.array_task is not None:
-            return _run_task(chosen, options)
-        return _run_here(chosen, options, begun)
-    except (ValueError, OSError, RunFailed) as error:
-        print(f"run_table: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    chosen = _select(options)
+    if options.status or options.dry_run:
+        return _show(chosen, options)
+    for run in {run.data: run for run in chosen}.values():
+        run.prepare_data(options.source)
+    if options.slurm:
+        return _submit(chosen, options, given)
+    if options.array_task is not None:
+        return _run_task(chosen, options)
+    return _run_here(chosen, options, begun)
 
 
 def _run_here(chosen: Sequence[TrainingRun], options: argparse.Namespace, begun: float) -> int:
     """Run ``chosen`` on this machine and render the tables; keep the time of a whole table."""
     events = schedule.Events(ROOT / "runs" / options.table / "events.log")
     devices = schedule.shares(min(options.jobs, len(chosen)), options.gpus)
-    whole = not (options.rows or options.attention) and sweeps.untouched(chosen)
+    whole = not (options.rows or options.attention) and schedule.untouched(chosen)
     failed = schedule.Schedule(chosen, devices, events).run()
     failed = tables.main([]) or failed
     seconds = time.monotonic() - begun
@@ -158,7 +61,7 @@ def _run_here(chosen: Sequence[TrainingRun], options: argparse.Namespace, begun:
             jobs=len(devices),
             wall_seconds=round(seconds, 1),
         )
-    return 1 if failed else 0
+    return FAILED if failed else 0
 
 
 def _run_task(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:
@@ -167,7 +70,7 @@ def _run_task(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int
     events = schedule.Events(run.folder / "events.log")
     cores = int(os.environ.get("SLURM_CPUS_PER_TASK", "1"))  # not every cluster binds to them
     devices = Devices(threads=cores, nodes=options.nodes or 1)
-    return 1 if schedule.Schedule([run], [devices], events).run() else 0
+    return FAILED if schedule.Schedule([run], [devices], events).run() else 0
 
 
 def _submit(chosen: Sequence[TrainingRun], options: argparse.Namespace, given: list[str]) -> int:
@@ -252,80 +155,6 @@ def _show(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:
     counts = Counter(re.match(r"[a-z ]*[a-z]", told)[0] for told in states.values())
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
     return 0
-
-
-def _cell(table: Table, row: Row, column: Column) -> Cell:
-    options = {**table.options, **row.overrides, **column.overrides}
-    changed = tuple(sorted((k, v) for k, v in options.items() if v != table.options[k]))
-    named = [f"{k}={v}" for k, v in changed if k not in row.overrides]
-    name = re.sub(r"[^\w.=-]", "_", "-".join([row.label, column.attention, *named]))
-    return Cell(row.label, row.encoding, column.attention, changed, column.dataset, name)
-
-
-def _config(table: Table, scale: str) -> Path:
-    """The configuration of a scale."""
-    if scale not in table.scales:
-        raise ValueError(f"table {table.name} has no scale {scale}; it has {list(table.scales)}")
-    path = ROOT / table.scales[scale]
-    if not path.exists():
-        raise ValueError(f"{table.scales[scale]} is not there")
-    if path.parent.parent != CONFIGS or _task(path) not in KINDS:
-        raise ValueError(f"{table.scales[scale]} is of none of the tasks {', '.join(KINDS)}")
-    return path
-
-
-def _task(config: Path) -> str:
-    return OmegaConf.load(config).task._name
-
-
-def _run(home: Table, cell: Cell, scale: str, config: Path, seed: int) -> list[TrainingRun]:
-    name = f"{scale}-{cell.name}-seed{seed}"
-    sides = {"fixed": Half(**home.fixed)} if home.fixed else {}
-    run = KINDS[_task(config)](
-        experiment=home.name,
-        label=cell.label,
-        config=config.stem,
-        data=ROOT / Path(OmegaConf.load(config).task.data).parent,
-        attention_type=cell.attention,
-        position_encoding=cell.encoding,
-        seed=seed,
-        scale=scale,
-        folder=ROOT / "runs" / home.name / name,
-        result=ROOT / "results" / "runs" / home.name / f"{name}.json",
-        overrides=tuple(f"{_key(option)}={_text(value)}" for option, value in cell.changed),
-        evaluations=_shown(home),
-        **sides,
-    )
-    return [run]
-
-
-def _finetuning(home: Table, cell: Cell, scale: str, config: Path, seed: int) -> list[TrainingRun]:
-    """The runs of a cell whose data set is a task of GLUE, one for each learning rate."""
-    pretrained = ROOT / "runs" / home.pretrained / f"{scale}-{cell.label}-{cell.attention}-seed1"
-    source = Source(
-        pretrained / "checkpoints" / checkpoints.BEST,
-        cell.label,
-        cell.attention,
-        cell.encoding,
-    )
-    tasks = [cell.dataset.removeprefix("glue-")]
-    return finetuning_runs(source, config, scale, tasks, home.rates.get(scale, []), [seed])
-
-
-def _shown(table: Table) -> tuple[tuple[str, str], ...]:
-    """The (split, protocol) pairs that the columns of ``table`` show."""
-    pairs = ((column.split, column.protocol) for column in table.columns if column.split)
-    return tuple(dict.fromkeys(pairs))
-
-
-def _key(option: str) -> str:
-    if option not in OPTION_KEYS:
-        raise ValueError(f"no key of fairseq's configuration is known for the option {option!r}")
-    return OPTION_KEYS[option]
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 if __name__ == "__main__":

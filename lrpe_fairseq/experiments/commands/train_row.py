@@ -1,6 +1,6 @@
-"""Train one row of a table, here and now: ``scripts/train_lm.sh`` and its like.
+"""Train one row of a table on this machine: ``scripts/train_lm.sh`` and its like.
 
-Without ``key=value`` this is the very run of ``scripts/run_table.sh <table>`` and that script will
+Without ``key=value`` this is the run of ``scripts/run_table.sh <table>``, and that script will
 evaluate it; with them it works in a folder of its own under ``runs/by-hand``.
 """
 
@@ -10,41 +10,30 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from lrpe_fairseq.experiments.commands import run_table
+from lrpe_fairseq.experiments.data import folders
+from lrpe_fairseq.experiments.families import plan
 from lrpe_fairseq.experiments.records import checkpoints
-from lrpe_fairseq.experiments.runner.processes import Busy, locked
-from lrpe_fairseq.experiments.runner.training import (
-    ROOT,
-    Devices,
-    RunFailed,
-    TrainingRun,
-    require_data,
-)
+from lrpe_fairseq.experiments.records.console import command
+from lrpe_fairseq.experiments.records.files import ROOT, relative
+from lrpe_fairseq.experiments.runner.devices import Devices
+from lrpe_fairseq.experiments.runner.processes import locked
+from lrpe_fairseq.experiments.runner.training import TrainingRun
 
-NEXT = {  # family of configurations -> what to do with a trained model
-    "lm": "evaluate with: scripts/eval_lm.sh {best} {data}",
-    "roberta": "fine-tune with: scripts/finetune_glue.sh {best} all",
-    "translation": "evaluate with: scripts/eval_mt.sh {best} {data}",
-}
 TEE = 'set -o pipefail; "$@" 2>&1 | tee -a "$0"'
 
 
+@command("train_row")
 def main(arguments: list[str] | None = None) -> int:
     """Print and run the training command; returns its exit status."""
     options = _parse(arguments)
-    try:
-        run = _run(options)
-        require_data(run.data)
-        with locked(run.folder):
-            status = train(run)
-    except (ValueError, OSError, RunFailed, Busy) as error:
-        print(f"train_row: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    run = _run(options)
+    folders.require(run.data, run.preparation_of(run.data))
+    with locked(run.folder):
+        status = train(run)
     if status == 0:
-        best = (run.checkpoints / checkpoints.BEST).relative_to(ROOT)
-        print(NEXT[run.family].format(best=best, data=run.data.relative_to(ROOT)))
+        best, data = relative(run.checkpoints / checkpoints.BEST), relative(run.data)
+        where = {"table": options.table, "scale": options.scale}
+        print(run.next_step.format(best=best, data=data, **where))
     return status
 
 
@@ -54,9 +43,9 @@ def train(run: TrainingRun) -> int:
     if seen >= run.max_update():
         print(f"{run.name} has its {seen} updates already")
         return 0
-    command = run.command(Devices().processes)
-    print(shlex.join(command), flush=True)
-    return subprocess.run(["bash", "-c", TEE, str(run.log), *command], cwd=ROOT).returncode
+    words = run.command(Devices().processes)
+    print(shlex.join(words), flush=True)
+    return subprocess.run(["bash", "-c", TEE, str(run.log), *words], cwd=ROOT).returncode
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -71,12 +60,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace) -> TrainingRun:
-    table = run_table.load_named(options.table)
+    table = plan.load_named(options.table)
     row = table.row(options.row)
     if options.attention not in row.attention:
         raise ValueError(f"{row.label} serves {' and '.join(row.attention)} attention only")
     wanted = replace(table, rows=[row])
-    found = run_table.runs(wanted, options.scale, [options.seed])
+    found = plan.runs(wanted, options.scale, [options.seed])
     run = next(run for run in found if run.attention_type == options.attention)
     if not options.changes:
         return run

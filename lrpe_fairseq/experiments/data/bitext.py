@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.records.console import UserError
 
 
 def arguments(
@@ -33,13 +34,13 @@ def side(text: Path, language: str) -> Path:
 
 
 def require_pairs(texts: Mapping[str, Path], languages: Sequence[str]) -> dict[str, int]:
-    """Pairs of each split. Raises: SystemExit where the two sides differ in lines."""
+    """Pairs of each split. Raises: UserError where the two sides differ in lines."""
     counted = {}
     for split, text in texts.items():
         lines = {language: _count(side(text, language)) for language in languages}
         if len(set(lines.values())) != 1:
             said = " and ".join(f"{n:,} lines of {language}" for language, n in lines.items())
-            raise SystemExit(
+            raise UserError(
                 f"{text} has {said}, so its lines are no pairs: fetch both sides again."
             )
         counted[split] = lines[languages[0]]
@@ -159,7 +160,7 @@ def report(manifest: dict[str, Any]) -> dict[str, Any]:
 def _require_no_empty_line(path: Path) -> None:
     for number, line in enumerate(_lines(path), start=1):
         if not line:
-            raise SystemExit(f"{path}, line {number}, is empty: remove that line from both sides.")
+            raise UserError(f"{path}, line {number}, is empty: remove that line from both sides.")
 
 
 def _count(path: Path) -> int:
@@ -168,5 +169,5 @@ def _count(path: Path) -> int:
 
 def _lines(path: Path) -> Iterator[str]:
     if not path.is_file():
-        raise SystemExit(f"{path} is not there: both sides of a parallel text are needed.")
+        raise UserError(f"{path} is not there: both sides of a parallel text are needed.")
     return prep.read_lines(path)

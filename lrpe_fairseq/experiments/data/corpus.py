@@ -2,7 +2,7 @@
 
 A script under ``data-prep/`` names its sources and its splits; everything else is here. Three
 rules hold throughout. A file appears under its name whole or not at all. Wrong input is refused
-in one sentence that says what to do (``SystemExit``). A step that is finished is not done again
+in one sentence that says what to do (``UserError``). A step that is finished is not done again
 unless something it read, or something it wrote, has changed.
 
 Words are ``str.split()`` words of one line of text, as fairseq and the published token counts
@@ -38,6 +38,8 @@ from typing import IO, Any
 import numpy as np
 
 from lrpe_fairseq.experiments.data.pieces import SPM, SentencePiece, Tokenizer
+from lrpe_fairseq.experiments.records.console import UserError
+from lrpe_fairseq.experiments.records.files import write_json, written_whole
 
 SPLITS = ("train", "valid", "test")
 UNKNOWN_WORD = "<unk>"  # of a corpus whose rare words are replaced; fairseq's name for it too
@@ -56,27 +58,6 @@ def say(message: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------- files
-
-
-@contextlib.contextmanager
-def written_whole(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """Open ``path`` for writing so that it appears whole, or, after any error, not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part-{os.getpid()}")
-    text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
-    try:
-        with open(part, mode, **text) as out:
-            yield out
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write ``value`` as readable JSON, whole or not at all."""
-    with written_whole(path) as out:
-        json.dump(value, out, indent=1, ensure_ascii=False)
-        out.write("\n")
 
 
 def read_lines(path: Path) -> Iterator[str]:
@@ -131,7 +112,7 @@ def obtain(
         packed: the URLs serve the file through gzip.
 
     Raises:
-        SystemExit: the file is absent, truncated or another version; nothing is left under its
+        UserError: the file is absent, truncated or another version; nothing is left under its
             name.
     """
     target = into / file
@@ -167,7 +148,7 @@ def download(
     """Return ``into / file``, downloaded whole, of a source that publishes no checksum.
 
     Raises:
-        SystemExit: it could not be fetched, or it is not ``sound``; it is deleted then.
+        UserError: it could not be fetched, or it is not ``sound``; it is deleted then.
     """
     target = into / file
     if not target.is_file():
@@ -176,7 +157,7 @@ def download(
         _try_urls(file, urls, part, attempts)
         if not sound(part):
             part.unlink()
-            raise SystemExit(
+            raise UserError(
                 f"The downloaded {file} is not what it should be and was deleted: run the same "
                 f"command again, or fetch {file} yourself and pass its folder with --from."
             )
@@ -188,14 +169,14 @@ def copy_whole(opener: Opener, target: Path) -> Path:
     """Write what ``opener`` opens to ``target`` unless that is there; whole or not at all.
 
     Raises:
-        SystemExit: the source is truncated or holds no such file.
+        UserError: the source is truncated or holds no such file.
     """
     if not target.is_file():
         try:
             with opener() as stream, written_whole(target, "wb") as out:
                 shutil.copyfileobj(stream, out, BLOCK)
         except (ValueError, *UNREADABLE) as why:
-            raise SystemExit(f"{target.name} cannot be unpacked ({why}): fetch it again.") from None
+            raise UserError(f"{target.name} cannot be unpacked ({why}): fetch it again.") from None
     return target
 
 
@@ -219,7 +200,7 @@ def _take(file: str, from_dir: Path, checksum: str, target: Path) -> None:
     elif zipped.is_file():
         _unpack(lambda: zip_member(zipped, file), checksum, target, zipped)
     else:
-        raise SystemExit(
+        raise UserError(
             f"{from_dir} holds no {file}, {file}.gz or {file}.zip: put the file there, "
             f"or leave --from out to download it."
         )
@@ -240,7 +221,7 @@ def _unpack(
             if hasher.hexdigest() != checksum:
                 raise ValueError(f"its {hasher.name} is {hasher.hexdigest()}, not {checksum}")
     except (ValueError, *UNREADABLE) as why:
-        raise SystemExit(
+        raise UserError(
             f"{source} is truncated or not the expected version of {target.name} ({why}): "
             f"fetch it again and run the same command."
         ) from None
@@ -253,7 +234,7 @@ def _download(file: str, urls: Sequence[str], checksum: str, target: Path, attem
         _try_urls(file, urls, part, attempts)
     if not has_checksum(part, checksum):
         part.unlink()
-        raise SystemExit(
+        raise UserError(
             f"The downloaded {file} has the wrong checksum and was deleted: run the same command "
             f"again, or fetch {file} yourself and pass its folder with --from."
         )
@@ -272,7 +253,7 @@ def _try_urls(file: str, urls: Sequence[str], part: Path, attempts: int) -> None
                 if isinstance(error, urllib.error.HTTPError) and error.code != 416:
                     break  # the server answered: asking it again changes nothing
                 time.sleep(min(attempt, 5))
-    raise SystemExit(
+    raise UserError(
         f"Could not download {file} ({reason}): run the same command again to resume, "
         f"or fetch {file} yourself and pass its folder with --from."
     )
@@ -335,7 +316,7 @@ def train_sentencepiece(lines: Iterable[str], model: Path, vocab_size: int) -> N
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise SystemExit(
+        raise UserError(
             f"sentencepiece cannot make {vocab_size} pieces of this text ({error}): "
             f"give another --vocab-size."
         ) from None
@@ -387,7 +368,7 @@ def binarize(
             and each language has a dictionary of its own.
 
     Raises:
-        SystemExit: fairseq-preprocess failed; its last line of output is quoted.
+        UserError: fairseq-preprocess failed; its last line of output is quoted.
     """
     part = bin_dir.with_name(f"{bin_dir.name}.part")
     shutil.rmtree(part, ignore_errors=True)
@@ -411,7 +392,7 @@ def _run(command: Sequence[str]) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-        raise SystemExit(
+        raise UserError(
             f"fairseq-preprocess failed ({' '.join(last)}): mend that, and run the same command "
             f"again; what it ran was: {' '.join(command)}"
         )
@@ -434,7 +415,7 @@ def count_binary(prefix: Path) -> dict[str, int]:
     """
     with open(f"{prefix}.idx", "rb") as index:
         if index.read(9) != b"MMIDIDX\x00\x00":
-            raise SystemExit(f"{prefix}.idx is not a fairseq index: delete it and run again.")
+            raise UserError(f"{prefix}.idx is not a fairseq index: delete it and run again.")
         _version, _dtype, samples = struct.unpack("<QBQ", index.read(17))
         tokens = int(np.fromfile(index, dtype=np.int32, count=samples).sum(dtype=np.int64))
     width = os.path.getsize(f"{prefix}.bin") // max(tokens, 1)
@@ -457,7 +438,7 @@ def count_split(text: Path, prefix: Path) -> dict[str, int]:
     """
     words, binary = count_words(text), count_binary(prefix)
     if binary.pop("samples") != words["lines"]:
-        raise SystemExit(f"{prefix}.bin and {text} differ in lines: delete both and run again.")
+        raise UserError(f"{prefix}.bin and {text} differ in lines: delete both and run again.")
     return {**words, "pieces": binary["tokens"] - words["lines"], **binary}
 
 
@@ -479,7 +460,7 @@ class Steps:
         self.old, self.done = self._load(), {}
         found = {key: self.old.get(key, value) for key, value in self.head.items()}
         if found != self.head:
-            raise SystemExit(
+            raise UserError(
                 f"{dest} holds {found['corpus']} at {found['level']} level: "
                 f"choose another --dest, or delete it."
             )

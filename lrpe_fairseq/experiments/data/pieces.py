@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from lrpe_fairseq.experiments.records.console import UserError
+
 SPM, GPT2_FOLDER = "spm/spm.model", "gpt2"
 GPT2_FILES = ("encoder.json", "vocab.bpe")
 
@@ -67,12 +69,12 @@ class GPT2:
 
 
 def tokenizer_of(folder: Path) -> Tokenizer:
-    """The tokenizer of a prepared corpus. Raises: SystemExit if it keeps none."""
+    """The tokenizer of a prepared corpus. Raises: UserError if it keeps none."""
     if (folder / SPM).is_file():
         return SentencePiece(folder / SPM)
     if all((folder / GPT2_FOLDER / file).is_file() for file in GPT2_FILES):
         return GPT2(folder / GPT2_FOLDER)
-    raise SystemExit(
+    raise UserError(
         f"{folder} keeps no tokenizer: prepare it with data-prep/wikitext/prepare.py "
         f"--level bpe or --level gpt2."
     )

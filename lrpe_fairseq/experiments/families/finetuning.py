@@ -16,18 +16,15 @@ from typing import Any, ClassVar
 from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments.data import glue
+from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records import checkpoints, dictionaries
+from lrpe_fairseq.experiments.records.files import ROOT, relative
+from lrpe_fairseq.experiments.records.layout import Table
+from lrpe_fairseq.experiments.records.recipes import Cell
 from lrpe_fairseq.experiments.records.runs import Run
-from lrpe_fairseq.experiments.runner.processes import Children
-from lrpe_fairseq.experiments.runner.training import (
-    ROOT,
-    Devices,
-    RunFailed,
-    TrainingRun,
-    manifest,
-    relative,
-    run_child,
-)
+from lrpe_fairseq.experiments.runner.devices import Devices
+from lrpe_fairseq.experiments.runner.processes import Children, RunFailed, run_child
+from lrpe_fairseq.experiments.runner.training import Budget, TrainingRun
 
 EXPERIMENT = "table3"
 GLUE = "glue"
@@ -53,23 +50,50 @@ class FinetuningRun(TrainingRun):
     ``lr``: peak learning rate. The other fields are those of any run.
     """
 
-    family: ClassVar[str] = "roberta"
+    configs: ClassVar[str] = "roberta"
+    task: ClassVar[str] = "sentence_prediction"
     checkpoint: Path = Path()
     lr: float = 1e-5
 
     @property
-    def task(self) -> glue.GlueTask:
+    def glue_task(self) -> glue.GlueTask:
         """The task. Raises: ValueError if the data folder is called otherwise."""
         return glue.named(self.data.name)
 
+    @classmethod
+    def of_cell(
+        cls, table: Table, cell: Cell, scale: str, config: Path, seed: int
+    ) -> list[TrainingRun]:
+        """The runs of a cell, whose data set is a task of GLUE: one for each learning rate."""
+        folder = f"{scale}-{cell.label}-{cell.attention}-seed1"
+        best = ROOT / "runs" / table.pretrained / folder / "checkpoints" / checkpoints.BEST
+        source = Source(best, cell.label, cell.attention, cell.encoding)
+        tasks = [cell.dataset.removeprefix("glue-")]
+        return finetuning_runs(source, config, scale, tasks, table.rates.get(scale, []), [seed])
+
+    @classmethod
+    def preparation_of(cls, data: Path) -> list[str]:
+        """For data/glue-<data of pre-training>/<task>: the task in the pieces of those data."""
+        home, pieces = data.parent, data.parent.name.removeprefix("glue-")
+        if pieces == home.name:
+            return []
+        script = f"data-prep/glue/prepare.py {data.name} --tokens-of"
+        return [*script.split(), relative(home.parent / pieces), "--dest", relative(home)]
+
+    def budget(self) -> Budget:
+        """Epochs of the task's training set; sentences, since their length is in the data only."""
+        epochs = self.yaml().optimization.max_epoch
+        examples = self.glue_task.examples["train"]
+        return Budget(f"{epochs} epochs of a task", epochs * examples, "sentences")
+
     def encoding_choices(self) -> dict[str, str]:
         """The model of the checkpoint, the head and metric of the task, its updates."""
-        return {**self._model(), **self._task(), **self._budget()}
+        return {**self._model(), **self._task(), **self._updates()}
 
     def require_inputs(self) -> None:
         """Also: checkpoint, data and task must fit together."""
         super().require_inputs()
-        require_match(self.checkpoint, self.data, self.task)
+        require_match(self.checkpoint, self.data, self.glue_task)
 
     def max_update(self) -> int:
         """The number of updates after which the run ends; 0 as long as there are no data."""
@@ -93,10 +117,10 @@ class FinetuningRun(TrainingRun):
             metrics[split] = {GLUE: json.loads(found.read_text(encoding="utf-8"))}
         return {"metrics": metrics, "protocol": {GLUE: self._protocol()}}
 
-    def _record(self, measured: Run, threads: int) -> Run:
+    def record(self, measured: Run, threads: int) -> Run:
         pretrained = checkpoints.load(self.checkpoint)
         return {
-            **super()._record(measured, threads),
+            **super().record(measured, threads),
             "pretrained": {
                 "checkpoint": relative(self.checkpoint),
                 "seed": checkpoints.options(pretrained)["seed"],
@@ -105,7 +129,7 @@ class FinetuningRun(TrainingRun):
         }
 
     def _protocol(self) -> str:
-        metric = self.task.metrics[0]
+        metric = self.glue_task.metrics[0]
         found = manifest(self.data)["splits"]["train"]
         part = (
             ""
@@ -114,7 +138,7 @@ class FinetuningRun(TrainingRun):
         )
         return (
             f"The development set of GLUE, with the checkpoint of the epoch that has the best "
-            f"{metric} there; {', '.join(self.task.metrics)} times 100.{part}"
+            f"{metric} there; {', '.join(self.glue_task.metrics)} times 100.{part}"
         )
 
     def _model(self) -> dict[str, str]:
@@ -133,18 +157,18 @@ class FinetuningRun(TrainingRun):
         return {**model, "task.max_positions": str(max_positions(self.checkpoint))}
 
     def _task(self) -> dict[str, str]:
-        best, _ = glue.CRITERION[self.task.metrics[0]]
-        reports = {glue.CRITERION[metric][1] for metric in self.task.metrics} - {""}
+        best, _ = glue.CRITERION[self.glue_task.metrics[0]]
+        reports = {glue.CRITERION[metric][1] for metric in self.glue_task.metrics} - {""}
         return {
-            "task.num_classes": str(self.task.classes),
-            "criterion.regression_target": str(not self.task.labels).lower(),
+            "task.num_classes": str(self.glue_task.classes),
+            "criterion.regression_target": str(not self.glue_task.labels).lower(),
             **{f"criterion.{report}": "true" for report in sorted(reports)},
             "checkpoint.best_checkpoint_metric": best,
             "checkpoint.finetune_from_model": relative(self.checkpoint),
             "optimization.lr": f"[{self.lr:g}]",
         }
 
-    def _budget(self) -> dict[str, str]:
+    def _updates(self) -> dict[str, str]:
         """Updates for the epochs of the YAML, or its max_update if that comes first, and the
         schedule's; nothing without data."""
         splits = manifest(self.data).get("splits")

@@ -1,21 +1,18 @@
 """Language-model runs: :class:`TrainingRun` with perplexities under two stated protocols."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records import checkpoints, fairseq_log
+from lrpe_fairseq.experiments.records.files import relative
 from lrpe_fairseq.experiments.records.runs import Run
-from lrpe_fairseq.experiments.runner.processes import Children
-from lrpe_fairseq.experiments.runner.training import (
-    BIN,
-    Devices,
-    RunFailed,
-    TrainingRun,
-    manifest,
-    relative,
-    run_child,
-)
+from lrpe_fairseq.experiments.runner.devices import Devices
+from lrpe_fairseq.experiments.runner.launch import BIN
+from lrpe_fairseq.experiments.runner.processes import Children, RunFailed, run_child
+from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 BLOCKS, SLIDING = "blocks", "sliding"
 PLAIN_TASK = "language_modeling"
@@ -26,7 +23,18 @@ EVERYTHING = tuple((split, p) for split in ("valid", "test") for p in (BLOCKS, S
 class LMRun(TrainingRun):
     """One language model."""
 
-    family: ClassVar[str] = "lm"
+    configs: ClassVar[str] = "lm"
+    data_scripts: ClassVar[Mapping[str, str]] = {
+        "pydoc": "data-prep/pydoc/prepare.py",
+        "wikitext-2-bpe": "data-prep/wikitext/prepare.py wikitext-2 --level bpe",
+        "wikitext-103-word": "data-prep/wikitext/prepare.py wikitext-103 --level word",
+        "wikitext-103-gpt2": "data-prep/wikitext/prepare.py wikitext-103 --level gpt2",
+    }
+    option_keys: ClassVar[Mapping[str, str]] = {
+        "task": "task._name",
+        "memory-length": "model.memory_length",
+    }
+    next_step: ClassVar[str] = "evaluate with: scripts/eval_lm.sh {best} {data}"
     evaluations: tuple[tuple[str, str], ...] = EVERYTHING
 
     def evaluation_command(self, split: str, protocol: str) -> list[str]:

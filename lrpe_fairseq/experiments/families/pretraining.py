@@ -2,21 +2,18 @@
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records.files import relative
 from lrpe_fairseq.experiments.records.runs import Run
-from lrpe_fairseq.experiments.runner.processes import Children
-from lrpe_fairseq.experiments.runner.training import (
-    BIN,
-    Devices,
-    RunFailed,
-    TrainingRun,
-    relative,
-    run_child,
-)
+from lrpe_fairseq.experiments.runner.devices import Devices
+from lrpe_fairseq.experiments.runner.launch import BIN
+from lrpe_fairseq.experiments.runner.processes import Children, RunFailed, run_child
+from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 MASKED = "masked"
 MASK_SEED = 1
@@ -30,7 +27,13 @@ PROTOCOL = {
 class PretrainingRun(TrainingRun):
     """One masked language model."""
 
-    family: ClassVar[str] = "roberta"
+    configs: ClassVar[str] = "roberta"
+    task: ClassVar[str] = "masked_lm"
+    data_scripts: ClassVar[Mapping[str, str]] = {
+        "wikitext-2-bpe": "data-prep/wikitext/prepare.py wikitext-2 --level bpe",
+        "wikitext-103-gpt2": "data-prep/wikitext/prepare.py wikitext-103 --level gpt2",
+    }
+    next_step: ClassVar[str] = "fine-tune with: scripts/finetune_glue.sh {best} all"
     evaluations: tuple[tuple[str, str], ...] = (("valid", MASKED), ("test", MASKED))
 
     def validation_command(self, split: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Translation runs: :class:`TrainingRun` scored by BLEU and chrF of detokenized text."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,18 +9,15 @@ from typing import Any, ClassVar
 from sacrebleu.metrics import BLEU, CHRF
 
 from lrpe_fairseq.experiments.data.bitext import side
+from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records import checkpoints, dictionaries
+from lrpe_fairseq.experiments.records.files import relative
+from lrpe_fairseq.experiments.records.layout import Table
 from lrpe_fairseq.experiments.records.runs import Run
-from lrpe_fairseq.experiments.runner.processes import Children
-from lrpe_fairseq.experiments.runner.training import (
-    BIN,
-    Devices,
-    RunFailed,
-    TrainingRun,
-    manifest,
-    relative,
-    run_child,
-)
+from lrpe_fairseq.experiments.runner.devices import Devices
+from lrpe_fairseq.experiments.runner.launch import BIN
+from lrpe_fairseq.experiments.runner.processes import Children, RunFailed, run_child
+from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 BEAM = "beam"
 AVERAGED = "checkpoint_averaged.pt"
@@ -70,10 +67,26 @@ class TranslationRun(TrainingRun):
     ``attention_type`` and ``position_encoding`` are those of the half that is not ``fixed``.
     """
 
-    family: ClassVar[str] = "translation"
+    configs: ClassVar[str] = "translation"
+    data_scripts: ClassVar[Mapping[str, str]] = {
+        "multi30k": "data-prep/multi30k/prepare.py",
+        "newstest": "data-prep/newstest/prepare.py",
+        "wmt14-en-de": "data-prep/wmt14-en-de/prepare.py",
+    }
+    option_keys: ClassVar[Mapping[str, str]] = {
+        "encoder-attention-normalizer": "model.encoder.attention_normalizer",
+        "encoder-fidelity": "model.encoder.fidelity",
+        "decoder-attention-normalizer": "model.decoder.attention_normalizer",
+    }
+    next_step: ClassVar[str] = "evaluate with: scripts/eval_mt.sh {best} {data}"
     evaluations: tuple[tuple[str, str], ...] = (("valid", BEAM), ("test", BEAM))
     decoding: Decoding = Decoding()
     fixed: Half = Half("decoder", "softmax", "none")
+
+    @classmethod
+    def fields_of(cls, table: Table) -> dict[str, Any]:
+        """The half that all cells of the table share."""
+        return {"fixed": Half(**table.fixed)} if table.fixed else {}
 
     def encoding_choices(self) -> dict[str, str]:
         """Attention and encoding of both halves."""

@@ -1,13 +1,14 @@
 """fairseq's checkpoints, read without fairseq: does one load, and what options does it hold?"""
 
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from lrpe_fairseq.experiments.records.files import written_whole
 
 LAST = "checkpoint_last.pt"
 BEST = "checkpoint_best.pt"
@@ -158,15 +159,13 @@ def _mean(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _write(state: dict[str, Any], target: Path) -> None:
-    part = target.with_name(f"{target.name}.part")
-    torch.save(state, part)
-    os.replace(part, target)
+    with written_whole(target, "wb") as file:
+        torch.save(state, file)
 
 
 def _put(source: Path, target: Path) -> None:
-    part = target.with_name(f"{target.name}.part")  # no name that fairseq or we would load
-    shutil.copyfile(source, part)
-    os.replace(part, target)
+    with open(source, "rb") as content, written_whole(target, "wb") as file:
+        shutil.copyfileobj(content, file, 1 << 20)
 
 
 def _plain(value: Any) -> Any:

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records.files import ROOT
 
 SPECIALS = 4  # <s>, <pad>, </s>, <unk>: in every fairseq dictionary, in no dict.txt
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def agree(state: dict[str, Any], embedding: str, dictionary: Path, added: int = 0) -> bool:

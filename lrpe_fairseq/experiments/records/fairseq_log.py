@@ -18,8 +18,20 @@ TAIL_BYTES = 16384
 
 
 @dataclass(frozen=True)
+class Curve:
+    """A metric that fairseq prints at every validation.
+
+    metric: fairseq's name, such as ``valid_ppl`` or ``valid_accuracy``. better: ``lower`` or
+    ``higher``.
+    """
+
+    metric: str
+    better: str
+
+
+@dataclass(frozen=True)
 class TrainingLog:
-    """What one training printed; a resumed one counts as one.
+    """What one training printed; a resumed training counts as one.
 
     inner: update -> what was logged there. valid: update -> what was validated there.
     """
@@ -27,13 +39,15 @@ class TrainingLog:
     inner: dict[int, dict[str, str]]
     valid: dict[int, dict[str, str]]
 
-    def curve(self) -> list[dict[str, float]]:
-        """Validation perplexity by update, with the training tokens seen until then; empty where
-        something else was validated."""
+    def curve(self, curve: Curve) -> list[dict[str, float]]:
+        """The metric of ``curve`` by update, with the training tokens seen until then.
+
+        Empty if fairseq did not print that metric.
+        """
         return [
-            {"updates": n, "tokens": self._tokens_until(n), "valid_ppl": float(v["valid_ppl"])}
+            {"updates": n, "tokens": self._tokens_until(n), curve.metric: float(v[curve.metric])}
             for n, v in sorted(self.valid.items())
-            if "valid_ppl" in v
+            if curve.metric in v
         ]
 
     def tokens_per_second(self) -> float:
@@ -47,9 +61,10 @@ class TrainingLog:
         speeds = [float(v["wps"]) for n, v in self.inner.items() if n > last / 10]
         return statistics.median(speed for speed in speeds if speed > 0)
 
-    def best(self) -> float | None:
-        """The lowest validation perplexity so far."""
-        return min((point["valid_ppl"] for point in self.curve()), default=None)
+    def best(self, curve: Curve) -> float | None:
+        """The best value of the curve so far; None before the first validation."""
+        choose = min if curve.better == "lower" else max
+        return choose((point[curve.metric] for point in self.curve(curve)), default=None)
 
     def seconds_left(self, max_update: int) -> float | None:
         """Seconds of training until ``max_update``, at the speed of the last logged update."""

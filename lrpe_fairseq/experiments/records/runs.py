@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lrpe_fairseq.experiments.records.files import ROOT, write_json
+
 Run = dict[str, Any]
 
 NAME = (str,)
@@ -40,9 +42,9 @@ FIELDS: dict[str, tuple[type, ...]] = {
 }
 OPTIONAL: dict[str, tuple[type, ...]] = {
     "peak_memory_mb": NUMBER,
-    "curve": (list,),  # of {"updates", "tokens", "valid_ppl"}, updates ascending
+    "curve": (list,),  # of {"updates", "tokens", a metric such as "valid_ppl"}, updates ascending
 }
-CURVE_FIELDS = ("updates", "tokens", "valid_ppl")
+CURVE_AXES = ("updates", "tokens")
 WORDS = {str: "a string", dict: "an object", int: "an integer", list: "a list"}
 
 
@@ -61,14 +63,11 @@ def validate(run: Run) -> None:
     _check_names(run)
     _check_metrics(run["metrics"], run["protocol"])
     _check_positive(run)
-    _check_curve(run.get("curve", []))
+    _check_curve(run)
 
 
 def write_run(path: Path | str, run: Run) -> None:
     """Write ``run`` to ``path`` whole or not at all.
-
-    The text goes to a temporary file in the same folder, reaches the disk, and only then takes
-    the name, so that a reader or a crash never meets half a file.
 
     Raises: ValueError for an invalid run (nothing is touched), OSError naming ``path``.
     """
@@ -78,10 +77,8 @@ def write_run(path: Path | str, run: Run) -> None:
 
 def write_whole(target: Path, content: Run) -> None:
     """Write ``content`` as JSON to ``target`` whole or not at all. Raises: OSError naming it."""
-    text = json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n"
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _replace(target, text)
+        write_json(target, content, sort_keys=True)
     except OSError as error:
         message = f"cannot write this result: {error.strerror}"
         raise OSError(error.errno, message, str(target)) from error
@@ -120,10 +117,9 @@ def environment() -> Run:
 
 def commit() -> str:
     """The commit of this checkout, ``-dirty`` if anything but results/ differs from it."""
-    root = Path(__file__).resolve().parents[3]
-    head = _git(root, "rev-parse", "HEAD")
+    head = _git(ROOT, "rev-parse", "HEAD")
     # A sweep adds files under results/ itself; they do not change what the next run computes.
-    dirty = _git(root, "status", "--porcelain", "--", ".", ":!results")
+    dirty = _git(ROOT, "status", "--porcelain", "--", ".", ":!results")
     return (head + "-dirty" if dirty else head) if head else "unknown"
 
 
@@ -214,37 +210,25 @@ def _check_positive(run: Run) -> None:
             raise ValueError(f"the run's field '{name}' must be positive, not {run[name]}")
 
 
-def _check_curve(curve: list[Any]) -> None:
+def curve_metric(run: Run) -> str:
+    """The metric of the run's curve, such as ``valid_ppl``; empty if the run has no curve."""
+    curve = run.get("curve") or [{}]
+    return next((name for name in curve[0] if name not in CURVE_AXES), "")
+
+
+def _check_curve(run: Run) -> None:
+    curve = run.get("curve", [])
+    if not all(_is(point, dict) for point in curve):
+        raise ValueError("a point of the run's curve is an object")
+    wanted = (*CURVE_AXES, curve_metric(run) or "a metric")
     for index, point in enumerate(curve):
-        if not _is(point, dict) or any(name not in point for name in CURVE_FIELDS):
-            raise ValueError(f"point {index} of the run's curve lacks {', '.join(CURVE_FIELDS)}")
-        for name in CURVE_FIELDS:
+        if set(point) != set(wanted):
+            raise ValueError(f"point {index} of the run's curve needs exactly {', '.join(wanted)}")
+        for name in wanted:
             _check_type(f"curve[{index}].{name}", point[name], NUMBER)
     updates = [point["updates"] for point in curve]
     if sorted(set(updates)) != updates:
         raise ValueError("the updates of the run's curve do not ascend")
-
-
-def _replace(target: Path, text: str) -> None:
-    # A leading dot keeps the temporary file out of read_runs.
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-        _sync_folder(target.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _git(root: Path, *arguments: str) -> str:

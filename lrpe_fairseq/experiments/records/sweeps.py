@@ -4,12 +4,10 @@ Written by ``run_table`` where it began with nothing and ended with everything; 
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lrpe_fairseq.experiments.records import runs
-from lrpe_fairseq.experiments.runner.schedule import Job
 
 Sweep = dict[str, Any]
 FIELDS = {
@@ -23,11 +21,6 @@ FIELDS = {
     "versions": dict,
     "hardware": dict,
 }
-
-
-def untouched(jobs: Sequence[Job]) -> bool:
-    """Whether none of ``jobs`` is finished or half done."""
-    return not any(job.finished() or job.progress()[0] for job in jobs)
 
 
 def write_sweep(folder: Path, **measured: Any) -> None:

@@ -4,17 +4,15 @@
 """
 
 import statistics
-from typing import Any
+from collections.abc import Sequence
 
-from omegaconf import OmegaConf
-
-from lrpe_fairseq.experiments.commands import run_table
-from lrpe_fairseq.experiments.data import glue
+from lrpe_fairseq.experiments.families import plan
+from lrpe_fairseq.experiments.records.console import clock
+from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.layout import Table, load_tables
 from lrpe_fairseq.experiments.records.runs import Run, read_runs
 from lrpe_fairseq.experiments.records.sweeps import Sweep, read_sweeps
 from lrpe_fairseq.experiments.report.readme import replace_between
-from lrpe_fairseq.experiments.runner.training import ROOT, clock
 
 PAGE = ROOT / "docs" / "cost.md"
 NOT_MEASURED = "not measured"
@@ -50,44 +48,30 @@ def measured_table(sweeps: list[Sweep]) -> str:
         where = ", ".join([f"{hardware['cores']} cores, {hardware['cpu']}", *hardware["gpus"]])
         cells = [sweep["table"], sweep["scale"], sweep["trainings"], sweep["jobs"]]
         cells += [clock(sweep["wall_seconds"]), where, f"`{sweep['commit'][:8]}`"]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
+        lines.append(_line(cells))
     return "\n".join(lines)
 
 
 def _paper_row(table: Table, runs: dict[str, Run]) -> str:
-    trainings = len(run_table.runs(table, "paper", [1]))
-    settings = OmegaConf.load(ROOT / table.scales["paper"])
-    if table.pretrained:
-        return _finetuning_row(table, trainings, settings)
-    updates, tokens = budget(settings)
+    """The budget of one seed of a table; hours are known where its speed was measured."""
+    budgets = [run.budget() for run in plan.runs(table, "paper", [1])]
+    in_all, unit = sum(budget.amount for budget in budgets), budgets[0].unit
+    cells = [table.name, len(budgets), budgets[0].text]
+    if unit != "tokens":  # their length is not in the configuration
+        cells += [f"{in_all / 1e6:,.0f} M {unit}", NOT_MEASURED, NOT_MEASURED]
+        return _line(cells)
     speeds = [
         run["tokens_per_second"]
         for run in runs.values()
         if run["experiment"] in table.experiments and run["scale"] == "paper"
     ]
-    in_all = trainings * updates * tokens
     speed = f"{statistics.median(speeds):,.0f}" if speeds else NOT_MEASURED
     hours = f"{in_all / statistics.median(speeds) / 3600:,.0f}" if speeds else NOT_MEASURED
-    one = f"{updates:,} x {tokens:,}"
-    return f"| {table.name} | {trainings} | {one} | {in_all / 1e9:,.1f} G | {speed} | {hours} |"
+    return _line([*cells, f"{in_all / 1e9:,.1f} G", speed, hours])
 
 
-def budget(settings: Any) -> tuple[int, int]:
-    """Updates of a training, and tokens of an update."""
-    tokens = settings.dataset.max_tokens * settings.optimization.update_freq[0]
-    return settings.optimization.max_update, tokens
-
-
-def _finetuning_row(table: Table, trainings: int, settings: Any) -> str:
-    """Sentences instead of tokens: their length is not in the configuration."""
-    epochs = settings.optimization.max_epoch
-    examples = sum(task.examples["train"] for task in glue.TASKS.values())
-    in_all = trainings // len(glue.TASKS) * epochs * examples
-    one = f"{epochs} epochs of a task"
-    in_millions = f"{in_all / 1e6:,.0f} M sentences"
-    return (
-        f"| {table.name} | {trainings} | {one} | {in_millions} | {NOT_MEASURED} | {NOT_MEASURED} |"
-    )
+def _line(cells: Sequence[object]) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 if __name__ == "__main__":

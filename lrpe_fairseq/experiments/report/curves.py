@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lrpe_fairseq.experiments.records.layout import Column, Row, Table
-from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.records.runs import Run, curve_metric
 from lrpe_fairseq.experiments.report import pictures
 from lrpe_fairseq.experiments.report.cells import Group, cell_runs
 
@@ -16,7 +16,7 @@ PANELS_ACROSS = 3
 
 def mean_curve(runs: Iterable[Run]) -> Curve:
     """The mean over runs at every update where all of them were validated."""
-    curves = [{p["updates"]: p["valid_ppl"] for p in run["curve"]} for run in runs]
+    curves = [{p["updates"]: p[curve_metric(run)] for p in run["curve"]} for run in runs]
     shared = sorted(set.intersection(*map(set, curves))) if curves else []
     return [(update, sum(curve[update] for curve in curves) / len(curves)) for update in shared]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from lrpe_fairseq.encodings import ENCODINGS, Encoding, QueryKeyEncoding, build_encoding
 from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
+from lrpe_fairseq.experiments.records.files import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "README.md"
 QUICKSTART = ROOT / "results" / "quickstart" / "README.md"
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from lrpe_fairseq.encodings import ENCODINGS
+from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.report import pictures, readme
 
-ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "speed.md"
 FIGURES = ROOT / "results" / "figures"
 RESULTS = ROOT / "results" / "bench"

@@ -14,13 +14,13 @@ from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
+from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.layout import REFERENCE, Column, Row, Table, load_tables
 from lrpe_fairseq.experiments.records.runs import Run, read_runs
 from lrpe_fairseq.experiments.report import cells, paper
 from lrpe_fairseq.experiments.report.cells import Group, Runs, Scores
 from lrpe_fairseq.experiments.report.curves import panels, validation_curves
 
-ROOT = Path(__file__).resolve().parents[3]
 NOT_RUN = "not run"
 NO_CELL = "—"
 MIXED = "several machines"

@@ -14,16 +14,25 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from lrpe_fairseq.experiments.records import fairseq_log
+from lrpe_fairseq.experiments.records.console import UserError
+from lrpe_fairseq.experiments.records.files import ROOT, relative
+from lrpe_fairseq.experiments.runner.devices import Devices
+
 GRACE_SECONDS = 25.0  # a cluster kills after 30
 KIB = 1024
 
 
 class Stopped(Exception):
-    """The runner was told to stop while this child ran."""
+    """The runner was stopped while this child ran."""
 
 
-class Busy(Exception):
+class Busy(UserError):
     """Another process holds the lock of the run folder."""
+
+
+class RunFailed(UserError):
+    """A training or an evaluation ended with an error; the text is its last line."""
 
 
 class ChildFailed(Exception):
@@ -119,6 +128,19 @@ class Children:
             for pid in self._alive:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, number)
+
+
+def run_child(
+    children: Children, command: list[str], log: Path, devices: Devices, lock: int | None
+) -> float:
+    """Run one command from the repository root and return its peak memory in MB.
+
+    Raises: Stopped; RunFailed with the last line it printed.
+    """
+    try:
+        return children.run(command, log, cwd=ROOT, environment=devices.environment, lock=lock)
+    except ChildFailed as error:
+        raise RunFailed(f"{fairseq_log.last_line(log)} ({error}, {relative(log)})") from None
 
 
 @contextlib.contextmanager

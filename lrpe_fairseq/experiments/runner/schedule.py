@@ -17,8 +17,9 @@ from typing import Any, Protocol
 
 import torch
 
+from lrpe_fairseq.experiments.records.console import UserError, clock
+from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Busy, Children, Stopped, is_locked
-from lrpe_fairseq.experiments.runner.training import Devices, RunFailed, clock
 
 ATTEMPTS = 2
 BUSY_SECONDS = 5.0  # between two looks at a run that another process trains
@@ -154,7 +155,7 @@ class Schedule:
         time.sleep(BUSY_SECONDS)
 
     def _fail(self, job: Job, error: Exception) -> None:
-        reason = str(error) if isinstance(error, (RunFailed, ValueError, OSError)) else repr(error)
+        reason = str(error) if isinstance(error, (UserError, ValueError, OSError)) else repr(error)
         job.folder.mkdir(parents=True, exist_ok=True)
         (job.folder / ERROR).write_text(reason + "\n", encoding="utf-8")
         with self._guard:
@@ -209,6 +210,11 @@ def shares(parallel: int, gpus_per_run: int | None = None) -> list[Devices]:
     each = gpus_per_run or 1
     groups = [tuple(range(n * each, (n + 1) * each)) for n in range(gpus // each)]
     return [Devices(threads, groups[slot % len(groups)]) for slot in range(parallel)]
+
+
+def untouched(jobs: Sequence[Job]) -> bool:
+    """True if none of ``jobs`` is finished or half done."""
+    return not any(job.finished() or job.progress()[0] for job in jobs)
 
 
 def state(job: Job) -> str:

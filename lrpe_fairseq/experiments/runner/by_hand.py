@@ -1,16 +1,18 @@
-"""What the scripts share that evaluate one checkpoint: its run file, on the screen and on disk."""
+"""Evaluate one checkpoint by hand: the command line, and the run file on screen and on disk."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.runs import Run, environment, write_run
-from lrpe_fairseq.experiments.runner import training
+from lrpe_fairseq.experiments.runner.recording import described_by
 
 
 def arguments(script: str, description: str) -> argparse.ArgumentParser:
-    """The command line that they share: checkpoint, data, splits, out."""
+    """The options that all evaluations share: checkpoint, data, splits, out."""
     parser = argparse.ArgumentParser(prog=script, description=description.split("\n")[0])
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("data", type=Path, help="a folder of data-prep, or its bin")
@@ -19,21 +21,24 @@ def arguments(script: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def data_folder(given: Path) -> Path:
-    """The folder of data-prep. Raises: RunFailed if nothing is prepared there."""
+def data_folder(given: Path, preparation_of: Callable[[Path], list[str]]) -> Path:
+    """The folder of data-prep, also if its ``bin`` is given.
+
+    preparation_of: what prepares a folder. Raises: UserError if nothing is prepared there.
+    """
     data = given.parent if given.name == "bin" else given
-    training.require_data(data)
+    folders.require(data, preparation_of(data))
     return data
 
 
 def record(checkpoint: Path, data: Path, metrics: Run, protocol: Run) -> Run:
-    """The run file; everything about the training is read from the checkpoint."""
+    """The run file of an evaluation; the checkpoint says everything about the training."""
     state = checkpoints.load(checkpoint)
     return {
         "experiment": "by-hand",
         "scale": "by-hand",
-        "dataset": training.dataset_name(data),
-        **training.described_by(state),
+        "dataset": folders.dataset_name(data),
+        **described_by(state),
         "metrics": metrics,
         "protocol": protocol,
         "tokens_per_second": _speed(state),
@@ -43,7 +48,7 @@ def record(checkpoint: Path, data: Path, metrics: Run, protocol: Run) -> Run:
 
 
 def report(run: Run, out: Path) -> None:
-    """Write the run file and print what it says."""
+    """Write the run file and print its metrics."""
     write_run(out, run)
     for split, by_protocol in run["metrics"].items():
         for protocol, measured in by_protocol.items():

@@ -1,0 +1,47 @@
+"""How every command ends: 0 success, 1 work that failed, 2 bad input, 130 Ctrl-C."""
+
+import functools
+import sys
+from collections.abc import Callable
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+Main = Callable[..., int | None]
+
+
+class UserError(Exception):
+    """Something that the user can put right; the text is one sentence that says how."""
+
+
+def command(name: str) -> Callable[[Main], Callable[..., int]]:
+    """Decorate the ``main`` of a command: errors for users become one line and status 2.
+
+    Errors for users are UserError, ValueError and OSError. Any other exception keeps its
+    traceback. ``main`` returns its exit status; None counts as 0.
+    """
+
+    def decorate(main: Main) -> Callable[..., int]:
+        @functools.wraps(main)
+        def guarded(*arguments: object, **named: object) -> int:
+            try:
+                return main(*arguments, **named) or 0
+            except (UserError, ValueError, OSError) as error:
+                print(f"{name}: {one_line(error)}", file=sys.stderr)
+                return BAD_INPUT
+            except KeyboardInterrupt:
+                return INTERRUPTED
+
+        return guarded
+
+    return decorate
+
+
+def one_line(error: BaseException) -> str:
+    """The text of ``error`` without line breaks; its type if it has no text."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def clock(seconds: float) -> str:
+    """A duration as h:mm:ss."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"

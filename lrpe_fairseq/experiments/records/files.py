@@ -1,0 +1,66 @@
+"""The repository's folders, and files that are written whole or not at all."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIGS = ROOT / "configs"
+
+
+def relative(path: Path) -> str:
+    """``path`` relative to the repository root, where every command runs; otherwise absolute."""
+    absolute = path.absolute()
+    return str(absolute.relative_to(ROOT) if absolute.is_relative_to(ROOT) else absolute)
+
+
+@contextlib.contextmanager
+def written_whole(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
+    """Open ``path`` for writing; it appears under its name only after everything is on the disk.
+
+    The content goes to a temporary file in the same folder, so that a reader or a crash never
+    meets half a file. After an error nothing is left, and an older file is unchanged. The
+    temporary name begins with a dot: no reader of run files or checkpoints matches it.
+
+    Raises: OSError if the folder cannot be made or written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
+    try:
+        with open(temporary, mode, **text) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any, *, sort_keys: bool = False) -> None:
+    """Write ``value`` as readable JSON, whole or not at all. Raises: ValueError for nan or inf."""
+    text = json.dumps(value, indent=1, ensure_ascii=False, sort_keys=sort_keys, allow_nan=False)
+    with written_whole(path) as file:
+        file.write(text + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in ``path``; {} without such a file. Raises: ValueError if it is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,52 @@
+"""The trainings that a table needs: one cell can fill several columns, and serve two tables."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from lrpe_fairseq.experiments.records.layout import Column, Row, Table
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model to train: a row under an attention type, with the options that differ.
+
+    dataset: where the columns are data sets; otherwise that of the configuration decides. name:
+    of files, such as ``Type2-linear``; options that the column changes are spelled out after it.
+    """
+
+    label: str
+    encoding: str
+    attention: str
+    changed: tuple[tuple[str, Any], ...]
+    dataset: str
+    name: str
+
+    @property
+    def recipe(self) -> tuple[Any, ...]:
+        """What two cells of different tables must share for a run to serve both."""
+        return self.encoding, self.attention, self.changed, self.dataset
+
+
+def cells(table: Table) -> list[Cell]:
+    """The cells of ``table`` that need a training of their own, row by row."""
+    found: dict[Cell, None] = {}
+    for row in table.rows:
+        for column in table.columns:
+            if column.attention in row.attention and not column.mean_of:
+                found[_cell(table, row, column)] = None
+    return list(found)
+
+
+def evaluations(table: Table) -> tuple[tuple[str, str], ...]:
+    """The (split, protocol) pairs that the columns of ``table`` show."""
+    pairs = ((column.split, column.protocol) for column in table.columns if column.split)
+    return tuple(dict.fromkeys(pairs))
+
+
+def _cell(table: Table, row: Row, column: Column) -> Cell:
+    options = {**table.options, **row.overrides, **column.overrides}
+    changed = tuple(sorted((k, v) for k, v in options.items() if v != table.options[k]))
+    named = [f"{k}={v}" for k, v in changed if k not in row.overrides]
+    name = re.sub(r"[^\w.=-]", "_", "-".join([row.label, column.attention, *named]))
+    return Cell(row.label, row.encoding, column.attention, changed, column.dataset, name)

@@ -1,0 +1,67 @@
+"""The share of the machine that one run may use, and how fairseq is launched on it."""
+
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What one run may use.
+
+    threads: CPU threads. gpus: indices; all GPUs if None. nodes: Slurm nodes, all like this one.
+    """
+
+    threads: int = 1
+    gpus: tuple[int, ...] | None = None
+    nodes: int = 1
+
+    @property
+    def processes(self) -> int:
+        """The number of processes that fairseq will start: one for each GPU."""
+        visible = torch.cuda.device_count()
+        mine = visible if self.gpus is None else min(visible, len(self.gpus))
+        return max(1, mine) * self.nodes
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables for the child processes.
+
+        Waiting threads do not spin: beside other work, spinning makes a training of two threads
+        several times slower, and on an idle machine it gains nothing.
+        """
+        found = {"OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1"}
+        found["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "passive")
+        if self.gpus is not None:
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
+        return found
+
+    def launch(self, command: list[str]) -> list[str]:
+        """``command``, a training, on every node.
+
+        With GPUs, fairseq forms the process group from Slurm's variables. Without GPUs it counts
+        no processes, so each process is told its rank.
+        """
+        if self.nodes == 1:
+            return command
+        port = 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000
+        group: dict[str, Any] = {"distributed_world_size": self.processes}
+        if torch.cuda.is_available():
+            group["distributed_port"] = port
+        else:
+            group |= {
+                "distributed_init_method": f"tcp://{socket.gethostname()}:{port}",
+                "distributed_no_spawn": True,
+                "distributed_backend": "gloo",
+                "ddp_backend": "legacy_ddp",
+            }
+            ranked = 'exec "$@" ++distributed_training.distributed_rank=$SLURM_PROCID'
+            command = ["bash", "-c", ranked, "rank", *command]
+        return [
+            *("srun", f"--nodes={self.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"),
+            *command,
+            *(f"++distributed_training.{key}={value}" for key, value in group.items()),
+        ]

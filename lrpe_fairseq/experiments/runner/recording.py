@@ -1,0 +1,36 @@
+"""The parts of a run file that a checkpoint and a training log provide."""
+
+from typing import Any
+
+from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records.runs import Run
+
+COUNTS = ("examples", "sentences", "tokens")  # metrics that say how much was evaluated
+
+
+def described_by(state: dict[str, Any]) -> Run:
+    """The fields of a run file that a loaded checkpoint provides."""
+    config = checkpoints.options(state)
+    return {
+        "task": config["task"],
+        "attention_type": _sides(config, "attention-type"),
+        "position_encoding": _sides(config, "position-encoding"),
+        "seed": config["seed"],
+        "config": config,
+        "evaluated_update": checkpoints.updates(state),
+    }
+
+
+def first_number(metrics: Run) -> str:
+    """The first metric in words, such as ``valid blocks ppl 57.30``; perplexity if there is one."""
+    split, protocols = next(iter(metrics.items()))
+    protocol, measured = next(iter(protocols.items()))
+    name = "ppl" if "ppl" in measured else next(key for key in measured if key not in COUNTS)
+    return f"{split} {protocol} {name} {measured[name]:.2f}"
+
+
+def _sides(config: Run, option: str) -> str | dict[str, str]:
+    """The option's value, or its values of encoder and decoder if the model has both."""
+    if option in config:
+        return config[option]
+    return {side: config[f"{side}-{option}"] for side in ("encoder", "decoder")}
