@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from lrpe_fairseq.experiments.families.lm import BLOCKS, LMRun
-from lrpe_fairseq.experiments.records.console import command
+from lrpe_fairseq.experiments.records.console import FAILED, command
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.runs import Run, read_run, write_run
 from lrpe_fairseq.experiments.report.curves import validation_curves
@@ -58,7 +58,8 @@ def main() -> int:
     events = Events(RESULTS / "work" / "events.log")
     prepare_corpus()
     if Schedule(methods(), shares(min(PARALLEL, _cores())), events).run():
-        raise RunFailed("some runs failed; their logs are in results/quickstart/work")
+        print("quickstart: some runs failed; see results/quickstart/work", file=sys.stderr)
+        return FAILED
     publish(methods())
     minutes, seconds = divmod(round(time.monotonic() - begun), 60)
     print(f"done in {minutes} min {seconds} s; results/quickstart/README.md has this table")

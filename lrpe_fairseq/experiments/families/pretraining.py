@@ -1,13 +1,11 @@
 """RoBERTa pre-training runs: :class:`TrainingRun` scored by masked-language-model loss."""
 
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records import checkpoints, fairseq_log
 from lrpe_fairseq.experiments.records.files import relative
 from lrpe_fairseq.experiments.records.runs import Run
 from lrpe_fairseq.experiments.runner.devices import Devices
@@ -68,8 +66,8 @@ def read_validation(log: Path, split: str) -> dict[str, float]:
 
     Raises: RunFailed if it printed none.
     """
-    found = re.findall(rf"\| {split} \| (\{{.*\}})", log.read_text(encoding="utf-8"))
-    if not found:
-        raise RunFailed(f"fairseq-validate printed no loss of {split} ({log})")
-    loss = float(json.loads(found[-1])[f"{split}_loss"])
+    try:
+        loss = fairseq_log.parse_validation(log.read_text(encoding="utf-8"), split)["loss"]
+    except ValueError as error:
+        raise RunFailed(f"{error} ({log})") from None
     return {"loss": loss, "ppl": 2**loss}

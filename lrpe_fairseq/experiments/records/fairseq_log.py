@@ -1,4 +1,4 @@
-"""What fairseq prints, as numbers: training logs in JSON format and the output of eval-lm.
+"""Numbers from what fairseq prints: training logs in JSON format, eval-lm and validate.
 
 Validation losses are means per token in base 2, as fairseq prints them; perplexity is 2 to the
 loss.
@@ -138,6 +138,20 @@ def parse_evaluation(output: str) -> dict[str, float]:
             "--tokens-per-sample no greater than the one of training"
         )
     return {"loss": float(loss[-1]), "ppl": 2 ** float(loss[-1]), "tokens": count}
+
+
+def parse_validation(output: str, split: str) -> dict[str, float]:
+    """The numbers that fairseq-validate printed for ``split``, such as ``loss`` and ``accuracy``.
+
+    Raises: ValueError if it printed none.
+    """
+    found = re.findall(rf"\| {re.escape(split)} \| (\{{.*\}})", output)
+    if not found:
+        raise ValueError(f"fairseq-validate printed no numbers for {split}")
+    values = {
+        name.removeprefix(f"{split}_"): value for name, value in json.loads(found[-1]).items()
+    }
+    return {name: float(value) for name, value in values.items() if name != "epoch"}
 
 
 def _entries(text: str) -> list[tuple[str, dict[str, Any]]]:

@@ -1,0 +1,91 @@
+"""Every command ends bad input with exit status 2 and one line on standard error."""
+
+import importlib
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lrpe_fairseq.experiments.records.console import UserError, command
+from lrpe_fairseq.experiments.records.files import ROOT
+
+COMMANDS = ROOT / "lrpe_fairseq" / "experiments" / "commands"
+NO_INPUT = {"doctor", "quickstart"}  # they take no arguments
+BAD = {  # command -> arguments, with {absent} for a path that does not exist
+    "eval_glue": "{absent}/a.pt {absent}/RTE --out {absent}/o.json",
+    "eval_lm": "{absent}/a.pt {absent}",
+    "eval_mt": "{absent}/a.pt {absent}",
+    "finetune": "{absent}/a.pt RTE",
+    "run_table": "table0",
+    "train_row": "table2 Nobody linear",
+}
+BAD_DATA = {  # folder of data-prep -> arguments, with {other} for the data of another corpus
+    "glue": "RTE --dest {absent} --tokens-of {absent}",
+    "multi30k": "--dest {other}",
+    "newstest": "--dest {other}",
+    "pydoc": "--dest {other}",
+    "wikitext": "wikitext-2 --level word --dest {other}",
+    "wmt14-en-de": "--dest {other}",
+}
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> dict[str, Path]:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "manifest.json").write_text('{"corpus": "mine", "level": "mine"}')
+    return {"absent": tmp_path / "absent", "other": tmp_path / "other"}
+
+
+def assert_refused(
+    main: Callable[[list[str]], int], arguments: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(arguments.split()) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "Traceback" not in said
+
+
+def test_no_command_is_forgotten_here() -> None:
+    modules = {path.stem for path in COMMANDS.glob("*.py")} - {"__init__"}
+    assert modules == BAD.keys() | NO_INPUT
+    assert {path.parent.name for path in ROOT.glob("data-prep/*/prepare.py")} == BAD_DATA.keys()
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_command_refuses_bad_input_with_status_2(
+    name: str, places: dict[str, Path], capsys: pytest.CaptureFixture
+) -> None:
+    module = importlib.import_module(f"lrpe_fairseq.experiments.commands.{name}")
+    assert_refused(module.main, BAD[name].format(**places), capsys)
+    assert not places["absent"].exists()
+
+
+@pytest.mark.parametrize("name", BAD_DATA)
+def test_data_preparation_refuses_bad_input_with_status_2(
+    name: str, places: dict[str, Path], capsys: pytest.CaptureFixture
+) -> None:
+    main = runpy.run_path(str(ROOT / "data-prep" / name / "prepare.py"))["main"]
+    assert_refused(main, BAD_DATA[name].format(**places), capsys)
+
+
+@pytest.mark.parametrize("error", [UserError("a\nb"), ValueError("a b"), OSError("a  b")])
+def test_errors_for_users_become_one_line(error: Exception, capsys: pytest.CaptureFixture) -> None:
+    @command("it")
+    def main() -> None:
+        raise error
+
+    assert main() == 2
+    assert capsys.readouterr().err == "it: a b\n"
+
+
+def test_other_errors_keep_their_traceback_and_ctrl_c_is_130() -> None:
+    @command("it")
+    def main(error: BaseException | None = None) -> None:
+        if error:
+            raise error
+
+    with pytest.raises(KeyError):
+        main(KeyError("a bug"))
+    assert main(KeyboardInterrupt()) == 130
+    assert main() == 0

@@ -1,0 +1,143 @@
+"""Families of experiments: who owns a configuration, and what a new family needs."""
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from lrpe_fairseq.experiments.families import FAMILIES, family_of, known_data, preparation_of
+from lrpe_fairseq.experiments.families.lm import LMRun
+from lrpe_fairseq.experiments.families.plan import load_named, runs
+from lrpe_fairseq.experiments.families.translation import TranslationRun
+from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT
+from lrpe_fairseq.experiments.records.runs import curve_metric, read_runs, validate
+from lrpe_fairseq.experiments.runner.launch import update_freq
+from tests.test_experiments import a_record
+from tests.toy_checkout import checkout
+
+
+def owners(config: Path) -> list[str]:
+    task = OmegaConf.load(config).task._name
+    return [
+        name
+        for name, family in FAMILIES.items()
+        if config.parent.name == family.configs and family.task in ("", task)
+    ]
+
+
+def test_every_configuration_belongs_to_exactly_one_family() -> None:
+    found = {
+        path: owners(path) for path in CONFIGS.glob("*/*.yaml") if path.parent.name != "tables"
+    }
+    assert {path: names for path, names in found.items() if len(names) != 1} == {}
+    assert set().union(*found.values()) == set(FAMILIES)
+
+
+def test_two_families_may_share_a_folder_or_a_task_but_not_both() -> None:
+    owned = [(family.configs, family.task) for family in FAMILIES.values()]
+    for folder, task in owned:
+        sharing = [t for f, t in owned if f == folder and ("" in (task, t) or t == task)]
+        assert len(sharing) == 1
+
+
+def test_a_configuration_without_family_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"absent\.yaml is not there"):
+        family_of(CONFIGS / "lm" / "absent.yaml")
+    (tmp_path / "x.yaml").write_text("task: {_name: language_modeling}")
+    with pytest.raises(ValueError, match="none of the families lm, pretraining"):
+        family_of(tmp_path / "x.yaml")
+
+
+def test_families_agree_on_the_script_that_fills_a_data_folder() -> None:
+    for data in known_data():
+        said = {f.data_scripts[data.name] for f in FAMILIES.values() if data.name in f.data_scripts}
+        assert len(said) == 1
+        assert (ROOT / said.pop().split()[0]).is_file()
+        assert preparation_of(data)[-1] == f"data/{data.name}"
+
+
+def test_the_data_of_fine_tuning_are_prepared_in_the_pieces_of_pre_training() -> None:
+    words = preparation_of(ROOT / "data" / "glue-wikitext-2-bpe" / "RTE")
+    assert words[:3] == ["data-prep/glue/prepare.py", "RTE", "--tokens-of"]
+    assert words[3:] == ["data/wikitext-2-bpe", "--dest", "data/glue-wikitext-2-bpe"]
+    assert preparation_of(ROOT / "data" / "unknown") == []
+
+
+def test_an_option_has_a_key_in_the_families_that_know_it() -> None:
+    assert LMRun.override("memory-length", 64) == "model.memory_length=64"
+    assert LMRun.override("bf16", True) == "common.bf16=true"
+    with pytest.raises(ValueError, match="is known for the option 'memory-length'"):
+        TranslationRun.override("memory-length", 64)
+
+
+def test_the_budget_of_a_run_counts_what_its_configuration_counts() -> None:
+    whole = runs(load_named("table2"), "paper", [1])[0].budget()
+    assert (whole.text, whole.amount, whole.unit) == ("50,000 x 65,536", 50_000 * 65_536, "tokens")
+    tuned = next(r for r in runs(load_named("table3"), "paper", [1]) if r.data.name == "RTE")
+    assert (tuned.budget().amount, tuned.budget().unit) == (3 * 2_490, "sentences")
+
+
+def test_batches_of_samples_that_cannot_be_shared_are_called_samples() -> None:
+    text = "{optimization: {update_freq: [2]}, dataset: {batch_size: 8}}"
+    with pytest.raises(ValueError, match=r"2 batches of 8 samples .* set dataset\.batch_size and"):
+        update_freq(OmegaConf.create(text), 3)
+
+
+def test_a_curve_is_of_one_metric_which_need_not_be_perplexity() -> None:
+    points = [{"updates": n, "tokens": 10 * n, "valid_accuracy": 50.0 + n} for n in (1, 2)]
+    validate(a_record(curve=points))
+    assert curve_metric(a_record(curve=points)) == "valid_accuracy"
+    mixed = [points[0], {"updates": 2, "tokens": 20, "valid_ppl": 3.0}]
+    with pytest.raises(ValueError, match="point 1 of the run's curve needs exactly"):
+        validate(a_record(curve=mixed))
+    with pytest.raises(ValueError, match="needs exactly updates, tokens, a metric"):
+        validate(a_record(curve=[{"updates": 1, "tokens": 10}]))
+
+
+# --- a new family, as CONTRIBUTING.md adds it --------------------------------------------------
+
+DRIVER = """
+from lrpe_fairseq.experiments.commands import run_table, train_row
+from lrpe_fairseq.experiments.report import cost
+
+table = ["digits", "--scale", "paper", "--seeds", "1"]
+print("first", run_table.main(table))
+print("second", run_table.main(table))
+print("row", train_row.main(["digits", "Base", "linear", "--scale", "paper"]))
+print(cost.paper_table({}))
+"""
+
+
+def snippets() -> Iterator[str]:
+    """The code of CONTRIBUTING.md's section on families, and its entry of FAMILIES."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.partition("## Add an experiment family")[2].partition("\n## ")[0]
+    code = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
+    yield re.sub(r"^   ", "", code, flags=re.MULTILINE)
+    yield re.search(r"Add the entry\*\* `(.*?)`", section)[1]
+
+
+def test_a_family_is_one_file_and_one_entry(tmp_path: Path) -> None:
+    folder = checkout(tmp_path, *snippets())
+    driver = [str(folder / ".venv" / "bin" / "python"), "-c", DRIVER]
+    done = subprocess.run(
+        driver, cwd=folder, env={"PYTHONPATH": str(folder)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout
+    assert "first 0" in said
+    assert "2 runs are finished already" in said.partition("first 0")[2]
+    assert "evaluate with: scripts/run_table.sh digits --scale paper\nrow 0" in said
+    assert "| digits | 2 | 4 x 16 | 0 M samples | not measured | not measured |" in said
+    found = read_runs(folder / "results" / "runs")
+    assert sorted(found) == [f"digits/paper-{row}-linear-seed1.json" for row in ("Base", "First")]
+    for run in found.values():
+        assert [point["valid_accuracy"] for point in run["curve"]] == [61.0, 62.0]
+        assert run["metrics"] == {"test": {"whole": {"accuracy": 62.5}}}
+    assert [run["config"]["pooling"] for run in found.values()] == ["mean", "first"]
+    assert "62.50" in (folder / "results" / "README.md").read_text()
+    assert json.loads((folder / "data" / "digits" / "manifest.json").read_text())
