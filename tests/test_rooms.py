@@ -1,4 +1,4 @@
-"""The rooms of experiments/ import one way, and none but the commands' callers needs a command."""
+"""The rooms of experiments/ import one way, and no module imports a command."""
 
 import ast
 import subprocess
@@ -29,11 +29,9 @@ def imported(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")[: len(package.split(".")) - node.level + 1]
-            base = (
-                ".".join([*parents, node.module or ""]).rstrip(".") if node.level else node.module
-            )
-            found = [f"{base}.{alias.name}" for alias in node.names] + [str(base)]
+            parents = package.split(".")[: 1 - node.level or None] if node.level else []
+            base = ".".join([*parents, *filter(None, [node.module])])
+            found = [base, *(f"{base}.{alias.name}" for alias in node.names)]
         yield from (target for target in found if target in known and target != package)
 
 
