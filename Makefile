@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format bench tables
+.PHONY: help install quickstart test lint format bench docs tables
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,6 +43,7 @@ format: install  ## fix style
 bench: install  ## time attention and every encoding against their baselines
 	$(BIN)/python -m benchmarks.run
 
-tables: install  ## render results/README.md and docs/cost.md from the run files
-	$(BIN)/python -m lrpe_fairseq.experiments.report.tables
-	$(BIN)/python -m lrpe_fairseq.experiments.report.cost
+docs: install  ## regenerate every generated page from the run files
+	$(BIN)/python -m lrpe_fairseq.experiments.report.docs
+
+tables: docs

@@ -1,54 +1,62 @@
-"""How often Eq. 39's denominator falls under eps, for every encoding: docs/denominators.md.
+"""How often Eq. 39's denominator falls under eps, for every encoding of linear attention.
 
-    python -m benchmarks.denominators [CHECKPOINT_FOLDER DATA]
+    python -m benchmarks.denominators                          # random features
+    python -m benchmarks.denominators --trained FOLDER DATA    # features of trained models
 
 Random features are phi(x), x ~ N(0, 1), 8 heads of 64, 512 tokens, causal. Trained features are
-those of every layer of the language models under CHECKPOINT_FOLDER (each subfolder's
-checkpoint_best.pt, linear attention only) on the validation text of DATA.
+those of every layer of the language models under FOLDER (each subfolder's checkpoint_best.pt,
+linear attention with the normalizer ``rotated`` only) on the validation text of DATA.
+
+Each call writes one run file, results/bench/cpu/denominators.json or denominators-trained.json;
+``make docs`` renders docs/denominators.md from both.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks.run import show, write
 from benchmarks.training import serves_linear
 from lrpe_fairseq.attention.linear import EPS
 from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
 from lrpe_fairseq.encodings import ENCODINGS, QueryKeyEncoding, build_encoding
-from lrpe_fairseq.experiments.report.readme import replace_between
+from lrpe_fairseq.experiments.records.runs import environment
+from lrpe_fairseq.experiments.report.denominators import RANDOM, TRAINED
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "denominators.md"
 HEADS, WIDTH, LENGTH, DRAWS = 8, 64, 512, 20
 BLOCKS = 16
 
 
-def main() -> None:
-    """Measure and rewrite the table of the page."""
-    trained = trained_shares(Path(sys.argv[1]), sys.argv[2]) if len(sys.argv) == 3 else {}
-    lines = ["| encoding | random: under eps | random: smallest share | trained: under eps | |"]
-    lines += ["|---|---:|---:|---:|---|"]
-    for name in filter(serves_linear, ENCODINGS):
-        lines.append(f"| `{name}` | " + " | ".join(cells(random_shares(name), trained.get(name))))
-    table = "\n".join(lines)
-    replace_between(PAGE, "denominators", table)
-    print(table)
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print and write one run file."""
+    parser = argparse.ArgumentParser(prog="benchmarks.denominators")
+    parser.add_argument("--trained", nargs=2, metavar=("FOLDER", "DATA"), help="measure models")
+    options = parser.parse_args(arguments)
+    if options.trained:
+        folder, data = options.trained
+        part, found = TRAINED, trained_shares(Path(folder), data)
+    else:
+        part, found = (
+            RANDOM,
+            {name: random_shares(name) for name in filter(serves_linear, ENCODINGS)},
+        )
+    if not found:
+        parser.error(f"{folder} holds no linear model with the normalizer rotated")
+    rows = [{"encoding": name, **summary(values)} for name, values in found.items()]
+    show(part, rows)
+    settings = {"threads": torch.get_num_threads(), "dtype": "float32"}
+    write("cpu", part, {"part": part, **environment(), **settings, "rows": rows})
 
 
-def cells(random: Tensor, trained: Tensor | None) -> list[str]:
-    """A row: share of denominators under eps, and the smallest relative to un-encoded ones."""
-    under, after = share_under_eps(random), "not measured"
-    if trained is not None:
-        after = share_under_eps(trained)
-    bad = (random <= 0).any() or (trained is not None and (trained <= 0).any())
-    return [under, f"{random.min():.2f}", after, "use `layernorm` or `content` |" if bad else " |"]
-
-
-def share_under_eps(found: Tensor) -> str:
-    """The share of denominators that the clamp raised, in percent."""
-    share = (found <= 0).double().mean().item()
-    return "< 0.01%" if 0 < share < 5e-5 else f"{share:.2%}"
+def summary(found: Tensor) -> dict[str, float]:
+    """Share of denominators that the clamp raises, and the smallest share (see :func:`shares`)."""
+    return {
+        "under_eps": (found <= 0).double().mean().item(),
+        "smallest_share": found.min().item(),
+        "denominators": found.numel(),
+    }
 
 
 def random_shares(name: str) -> Tensor:

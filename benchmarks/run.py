@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.run [PART …]`` measures all parts or those named, prints each as a table and
 writes it to results/bench/<device>/<part>.json with its provenance; docs/speed.md is rendered from
-these files (``python -m lrpe_fairseq.experiments.report.speed``). A speed-up is measured only after
+these files (``make docs``). A speed-up is measured only after
 the contestants have been found equal.
 """
 

@@ -1,24 +1,18 @@
 """README and docs: generated parts are fresh, and no number stands there without a run."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from lrpe_fairseq.encodings import ENCODINGS
+from lrpe_fairseq.encodings import ENCODINGS, build_encoding
+from lrpe_fairseq.encodings.base import EncodingSpec
 from lrpe_fairseq.encodings.fidelity import DEPARTURES
-from lrpe_fairseq.experiments.records.runs import read_runs
-from lrpe_fairseq.experiments.records.sweeps import read_sweeps
-from lrpe_fairseq.experiments.report import cost, readme, speed
-from lrpe_fairseq.experiments.report.readme import (
-    README,
-    between,
-    encodings_table,
-    quickstart,
-    render,
-)
+from lrpe_fairseq.experiments.report import cost, denominators, docs, markdown, readme, speed
+from lrpe_fairseq.experiments.report.readme import encodings_table, quickstart
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -32,13 +26,44 @@ def committed_results(monkeypatch):
         shown = subprocess.run(["git", "show", name], cwd=ROOT, capture_output=True, text=True)
         return shown.stdout if shown.returncode == 0 else as_it_lies(path)
 
-    as_it_lies = readme.read_result
-    monkeypatch.setattr(readme, "read_result", committed)
+    as_it_lies = markdown.read_result
+    monkeypatch.setattr(markdown, "read_result", committed)
 
 
-def test_the_generated_parts_of_the_readme_are_fresh():
-    text = README.read_text(encoding="utf-8")
-    assert render(text) == text, "run python -m lrpe_fairseq.experiments.report.readme"
+def test_every_generated_page_is_fresh():
+    assert docs.stale(ROOT, list(docs.PARTS)) == [], "run make docs"
+
+
+def test_the_check_names_what_is_stale_and_the_pages_are_written_by_the_same_command(
+    tmp_path, capsys
+):
+    text = (ROOT / "docs" / "cost.md").read_text(encoding="utf-8")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "cost.md").write_text(text.replace("table2", "table1"))
+    arguments = ["cost", "--root", str(tmp_path)]
+    assert docs.main([*arguments, "--check"]) == 1
+    assert capsys.readouterr().err == "docs: stale: docs/cost.md; run 'make docs'\n"
+    assert docs.main(arguments) == 0
+    assert docs.main([*arguments, "--check"]) == 0
+
+
+def test_contributing_names_every_generated_page():
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for path in docs.render(ROOT, docs.PARTS):
+        named = f"`{path}`" in page
+        assert named or (path.startswith("results/") and "`results/<table>.md`" in page), path
+
+
+def test_a_bar_in_a_cell_does_not_break_the_table(monkeypatch):
+    class Barred(type(build_encoding("none", head_dim=64, num_heads=8))):
+        """P(s | t) for |s - t| < 2."""
+
+    monkeypatch.setattr(readme, "ENCODINGS", ["barred"])
+    spec = EncodingSpec(head_dim=64, num_heads=8)
+    monkeypatch.setattr(readme, "build_encoding", lambda *_, **__: Barred(spec))
+    head, _, row, _ = encodings_table().splitlines()
+    assert len(re.findall(r"(?<!\\)\|", row)) == head.count("|")
+    assert r"P(s \| t) for \|s - t\| < 2" in row
 
 
 def test_the_encodings_table_has_a_row_for_every_name():
@@ -47,18 +72,22 @@ def test_the_encodings_table_has_a_row_for_every_name():
 
 
 def test_the_quickstart_table_is_that_of_the_committed_runs():
-    assert quickstart() != "not run"
-    assert quickstart() in README.read_text(encoding="utf-8")
+    assert quickstart(ROOT) != "not run"
+    assert quickstart(ROOT) in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_part_without_its_place_is_refused():
     with pytest.raises(ValueError, match="no place marked"):
-        between("text", "encodings", "content")
+        markdown.between("text", "encodings", "content")
 
 
 def test_every_make_target_that_the_readme_names_exists():
     targets = (ROOT / "Makefile").read_text(encoding="utf-8")
-    named = {w.split()[1].strip("`.,") for w in README.read_text().split("\n") if "make " in w[:6]}
+    named = {
+        w.split()[1].strip("`.,")
+        for w in (ROOT / "README.md").read_text().split("\n")
+        if "make " in w[:6]
+    }
     assert all(f"\n{target}:" in targets for target in named)
 
 
@@ -99,14 +128,6 @@ def test_every_departure_has_its_row_on_the_page():
     assert rows == set(DEPARTURES)
 
 
-def test_the_cost_page_is_that_of_the_configurations_and_run_files():
-    page = cost.PAGE.read_text(encoding="utf-8")
-    runs = read_runs(ROOT / "results" / "runs")
-    assert cost.paper_table(runs) in page, "run make tables"
-    sweeps = read_sweeps(ROOT / "results" / "sweeps")
-    assert cost.measured_table(sweeps) in page, "run make tables"
-
-
 def test_the_cost_of_a_table_is_trainings_times_updates_times_tokens():
     runs = {
         "x": {"experiment": "table2", "scale": "paper", "tokens_per_second": 1e6},
@@ -120,16 +141,23 @@ def test_the_cost_of_a_table_is_trainings_times_updates_times_tokens():
     assert "not measured | not measured" in cost.paper_table({})
 
 
-def test_docs_speed_is_that_of_the_committed_clocks():
-    text = speed.PAGE.read_text(encoding="utf-8")
-    assert speed.render(text) == text, "run python -m lrpe_fairseq.experiments.report.speed"
-
-
 def test_a_part_that_was_not_measured_says_so(monkeypatch):
-    monkeypatch.setattr(readme, "read_result", lambda path: None)
+    monkeypatch.setattr(markdown, "read_result", lambda path: None)
+    assert denominators.section() == "Not measured."
     said = "On a CPU: not measured.\n\nOn a GPU: not measured."
     assert speed.section("causal", speed.causal) == said
     assert speed.measured("lengths", "cpu") == []
+
+
+def test_a_trained_column_appears_only_where_trained_models_were_measured():
+    random = {"rope": {"under_eps": 0.0, "smallest_share": 0.19}}
+    trained = {"rope": {"under_eps": 1e-5, "smallest_share": 0.0}}
+    assert "| `rope` | 0.00% | 0.19 |" in denominators.table(random, None).splitlines()
+    assert "trained" not in denominators.table(random, None)
+    assert "| `rope` | 0.00% | 0.19 | < 0.01% |" in denominators.table(random, trained)
+    assert "| `none` | not measured | not measured | not measured |" in (
+        denominators.table(random, trained)
+    )
 
 
 def length_rows(speed_ups):

@@ -1,6 +1,5 @@
-"""The published numbers, the run file, and the rendering of results/README.md."""
+"""The published numbers, the run file, and the pages of results/."""
 
-import csv
 import json
 import re
 import shutil
@@ -10,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from lrpe_fairseq.experiments.data.correlation import average_ranks, spearman
 from lrpe_fairseq.experiments.families import plan
+from lrpe_fairseq.experiments.records import notes
 from lrpe_fairseq.experiments.records.layout import load_table, load_tables
 from lrpe_fairseq.experiments.records.runs import (
     FIELDS,
@@ -20,8 +21,9 @@ from lrpe_fairseq.experiments.records.runs import (
     validate,
     write_run,
 )
-from lrpe_fairseq.experiments.report import cells, tables
+from lrpe_fairseq.experiments.report import cells, claims, markdown, pages, paper, scatter, tables
 from lrpe_fairseq.experiments.report.curves import mean_curve, panels, validation_curves
+from lrpe_fairseq.experiments.report.sheet import Sheet, sheets
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPER = ROOT / "results" / "paper"
@@ -56,8 +58,7 @@ OURS = re.compile(r"\d+\.\d+(?: ± \d+\.\d+)? \(\d+\)")
 
 
 def published(name):
-    with open(PAPER / f"{name}.csv", newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return paper.read_table(PAPER / f"{name}.csv")
 
 
 def values(name, *keys):
@@ -335,6 +336,20 @@ def scores(root, row, column):
     return cells.scores(table, table.row(row), table.column(column), runs)
 
 
+def page(root):
+    return pages.pages(root)["results/demo.md"]
+
+
+def index(root):
+    return pages.pages(root)["results/README.md"]
+
+
+def sheet(root):
+    table = load_table(root / "configs" / "tables" / "demo.yaml")
+    (found,) = sheets(root, table, read_runs(root / "results" / "runs"))
+    return found
+
+
 def line_of(text, label):
     return next(line for line in text.splitlines() if line.startswith(f"| {label} | `"))
 
@@ -348,8 +363,7 @@ def test_a_run_fills_a_cell_only_with_the_options_of_that_cell(root):
     save(root, "e", seed=5, metrics=ppl(54.0), position_encoding="lrpe-type8", config=clipped)
     assert scores(root, "Base", "valid") == {1: 50.0}
     assert scores(root, "Type8", "valid") == {5: 54.0}
-    text = tables.render(root)
-    leftovers = text.partition("## Runs that no table shows")[2]
+    leftovers = index(root).partition("Runs that no table shows")[2]
     assert re.findall(r"runs/demo/(\w)\.json", leftovers) == ["b", "c", "d"]
 
 
@@ -357,23 +371,23 @@ def test_two_runs_of_one_seed_in_one_cell_are_refused_by_name(root):
     save(root, "a", seed=1)
     save(root, "b", seed=1)
     with pytest.raises(ValueError, match=r"a\.json and demo/b\.json both fill seed 1 of row Base"):
-        tables.render(root)
+        page(root)
 
 
 def test_runs_with_unequal_budgets_do_not_share_a_table(root):
     save(root, "a", seed=1)
     save(root, "b", seed=2, position_encoding="rope", config={"max_update": 901})
     with pytest.raises(ValueError, match=r"a\.json and .*b\.json .* differ in max-update: 900"):
-        tables.render(root)
+        page(root)
 
 
 def test_a_column_of_one_scale_is_not_shown_at_another(root):
     edit_table(root, "key: test, title: test,", "key: test, title: test, scales: [small],")
     save(root, "a", metrics=ppl(60.0))
     save(root, "b", metrics=ppl(50.0), scale="paper")
-    small, large = tables.render(root).split("### ")[1:]
-    assert "| test |" in small
-    assert "| test |" not in large
+    small, large = page(root).split("\n## ")[1:]
+    assert "Not run: test." in small
+    assert "test" not in large
     assert "| valid |" in large
 
 
@@ -381,8 +395,8 @@ def test_a_scale_may_have_some_rows_only(root):
     edit_table(root, "curves:", "rows_of: {paper: [Base, SPE]}\ncurves:")
     save(root, "a", metrics=ppl(60.0), curve=CURVE)
     save(root, "b", metrics=ppl(50.0), curve=CURVE, scale="paper")
-    small, large = tables.render(root).split("### ")[1:]
-    assert "| RoPE | `rope` | not run" in small
+    small, large = page(root).split("\n## ")[1:]
+    assert "| RoPE | `rope` | not run |" in small
     assert "| SPE | `spe` | not run" in large
     assert "RoPE" not in large
 
@@ -391,11 +405,11 @@ def test_scales_and_data_sets_are_shown_apart(root):
     save(root, "a", metrics=ppl(11.0))
     save(root, "b", metrics=ppl(22.0), scale="paper")
     save(root, "c", metrics=ppl(33.0), dataset="wikitext-103")
-    shown = re.findall(r"^### (.*)|^\| Base \| `none` \| ([\d.]+)", tables.render(root), re.M)
+    shown = re.findall(r"^## (.*)|^\| Base \| `none` \| ([\d.]+)", page(root), re.M)
     assert [a or b for a, b in shown] == [
-        "wikitext-103, scale small (`configs/small.yaml`)", "33.00",
-        "wikitext-2, scale small (`configs/small.yaml`)", "11.00",
-        "wikitext-2, scale paper (`configs/paper.yaml`)", "22.00",
+        "Scale small (wikitext-103)", "33.00",
+        "Scale small (wikitext-2)", "11.00",
+        "Scale paper (wikitext-2)", "22.00",
     ]  # fmt: skip
 
 
@@ -407,9 +421,8 @@ def test_columns_may_be_data_sets(root):
     save(root, "c", dataset="mrpc", metrics=ppl(3.0))
     assert scores(root, "Base", "valid") == {1: 1.0}
     assert scores(root, "Base", "test") == {1: 2.0}
-    text = tables.render(root)
-    assert text.count("### ") == 1
-    assert re.findall(r"runs/demo/(\w)\.json", text) == ["c"]
+    assert page(root).count("\n## ") == 1
+    assert re.findall(r"runs/demo/(\w)\.json", index(root)) == ["c"]
 
 
 def test_only_the_best_of_a_seeds_learning_rates_counts_where_the_column_says_so(root):
@@ -431,14 +444,16 @@ def test_a_mean_column_averages_columns_over_the_seeds_they_share(root):
 def test_a_mean_of_published_columns_is_computed_and_what_was_printed_stands_beside_it():
     table = load_table(ROOT / "configs" / "tables" / "table3.yaml")
 
+    whole = Sheet(ROOT, table, cells.Group("small", "", {}))
+
     def shown(row, column):
-        return tables._published_text(ROOT, table, table.row(row), table.column(column))
+        return whole.printed(table.row(row), table.column(column))
 
     assert shown("Base", "linear-avg4") == "83.23 (printed: 81.65)"  # which is the mean of five
     assert shown("Base", "linear-avg5") == "81.65"
     assert shown("Type5", "linear-avg4") == "83.01"
-    assert shown("T5", "linear-avg4") == tables.NO_CELL
-    assert shown("Base", "linear-rte") == tables.NO_CELL
+    assert shown("T5", "linear-avg4") == markdown.NO_CELL
+    assert shown("Base", "linear-rte") == markdown.NO_CELL
 
 
 def test_a_relative_column_divides_by_the_mean_of_the_baseline_row(root):
@@ -490,7 +505,28 @@ WRONG_TABLES = {
     "no such row": ("curves:", "rows_of: {small: [Base, X]}\ncurves:", "has no 'X'"),
     "no baseline": ("curves:", "rows_of: {small: [T5]}\ncurves:", "lacks the baseline"),
     "half a fixed half": ("baseline:", "fixed: {side: decoder}\nbaseline:", "fixed needs side"),
+    "no such headline": ("curves:", "headline: [vaild]\ncurves:", "has no 'vaild'"),
+    "a wrong comparison": ("curves:", "compare: cells\ncurves:", "compare must be rows or columns"),
     "a number in a note": ("curves:", "notes: {small: it is 5.5}\ncurves:", "states 5.5 itself"),
+    "an integer in a note": ("curves:", "notes: {small: 12 rows}\ncurves:", "states 12 itself"),
+    "a number word in a note": (
+        "curves:",
+        "notes: {small: two rows}\ncurves:",
+        "states two itself",
+    ),
+    "a number in the text": ("text: A table.", "text: A table of 7.", "states 7 itself"),
+    "an order in a note": (
+        "curves:",
+        "notes: {small: PER is ahead}\ncurves:",
+        "says 'ahead' itself",
+    ),
+    "half a reference": ("curves:", "notes: {small: '[[Base]]'}\ncurves:", "[[Base]] is neither"),
+    "a reference to no row": ("curves:", "notes: {small: '[[X | valid]]'}\ncurves:", "has no 'X'"),
+    "a reference to no scale": (
+        "curves:",
+        "notes: {small: '[[option lr at huge]]'}\ncurves:",
+        "there is no scale huge",
+    ),
 }
 
 
@@ -498,7 +534,7 @@ WRONG_TABLES = {
 def test_a_wrong_table_file_gets_one_sentence_that_names_it(root, wrong, capsys):
     old, new, sentence = wrong
     edit_table(root, old, new)
-    assert tables.main(["--root", str(root)]) == 1
+    assert tables.main(["--root", str(root)]) == 2
     message = capsys.readouterr().err
     assert "demo.yaml" in message
     assert sentence in message
@@ -508,35 +544,35 @@ def test_a_wrong_table_file_gets_one_sentence_that_names_it(root, wrong, capsys)
 def test_a_reference_to_a_published_cell_that_is_not_there_is_refused(root):
     edit_table(root, "method: SPE", "method: SPF")
     with pytest.raises(ValueError, match=r"0 cells with .*SPF"):
-        tables.render(root)
+        index(root)
 
 
 # --- rank correlation -------------------------------------------------------------------------
 
 
 def test_equal_values_share_the_mean_of_their_ranks():
-    assert cells.average_ranks([30.0, 10.0, 20.0, 20.0]) == [4.0, 1.0, 2.5, 2.5]
-    assert cells.average_ranks([5.0, 5.0, 5.0, 1.0]) == [3.0, 3.0, 3.0, 1.0]
+    assert average_ranks([30.0, 10.0, 20.0, 20.0]).tolist() == [4.0, 1.0, 2.5, 2.5]
+    assert average_ranks([5.0, 5.0, 5.0, 1.0]).tolist() == [3.0, 3.0, 3.0, 1.0]
 
 
 def test_spearman_equals_examples_worked_by_hand():
-    assert cells.spearman([1, 2, 3], [10, 20, 99]) == pytest.approx(1.0)
-    assert cells.spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1.0)
+    assert spearman([1, 2, 3], [10, 20, 99]) == pytest.approx(1.0)
+    assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1.0)
     # no ties: 1 - 6 * 4 / (4 * 15)
-    assert cells.spearman([1, 2, 3, 4], [2, 1, 4, 3]) == pytest.approx(0.6)
+    assert spearman([1, 2, 3, 4], [2, 1, 4, 3]) == pytest.approx(0.6)
     # ranks 1, 2.5, 2.5, 4 against 1, 2, 3, 4: 4.5 / sqrt(4.5 * 5)
-    assert cells.spearman([1, 2, 2, 4], [10, 20, 30, 40]) == pytest.approx(4.5 / 22.5**0.5)
+    assert spearman([1, 2, 2, 4], [10, 20, 30, 40]) == pytest.approx(4.5 / 22.5**0.5)
     # ties on both sides, ranks 1.5, 1.5, 3 against 1, 2.5, 2.5: 0.75 / 1.5
-    assert cells.spearman([7, 7, 9], [1, 4, 4]) == pytest.approx(0.5)
+    assert spearman([7, 7, 9], [1, 4, 4]) == pytest.approx(0.5)
 
 
 def test_spearman_of_a_constant_column_is_undefined():
-    assert cells.spearman([1, 1, 1], [1, 2, 3]) is None
+    assert spearman([1, 1, 1], [1, 2, 3]) is None
 
 
 def test_spearman_refuses_columns_of_different_lengths():
-    with pytest.raises(ValueError, match="2 with 3"):
-        cells.spearman([1, 2], [1, 2, 3])
+    with pytest.raises(ValueError, match="2 values with 3"):
+        spearman([1, 2], [1, 2, 3])
 
 
 # --- the rendered text ------------------------------------------------------------------------
@@ -550,93 +586,205 @@ def save_four(root):
         save(root, encoding, position_encoding=encoding, metrics=ppl(value))
 
 
-def test_a_cell_shows_mean_deviation_seeds_paper_difference_and_distance_from_baseline(root):
+def test_a_cell_shows_mean_deviation_seeds_paper_and_distance_from_baseline(root):
     save(root, "a", seed=1, metrics=ppl(50.0))
     save(root, "b", seed=2, metrics=ppl(50.0))
     save(root, "c", seed=1, metrics=ppl(44.0), position_encoding="rope", tokens_per_second=900)
     save(root, "d", seed=2, metrics=ppl(46.0), position_encoding="rope", peak_memory_mb=77)
-    text = tables.render(root)
+    text = page(root)
     assert line_of(text, "RoPE") == (
-        "| RoPE | `rope` | 45.00 ± 1.41 (2) | 20.0 | +25.00 | -10.0 % / -33.3 % "
-        "| not run | — | 950 | 0.95 | 77 |"
+        "| RoPE | `rope` | 45.00 ± 1.41 (2) | 20.0 | -10.0 % / -33.3 % |"
     )
-    assert line_of(text, "SPE") == (
-        "| SPE | `spe` | not run | 40.0 | — | — / +33.3 % | not run | — | — | — | — |"
-    )
-    assert line_of(text, "T5") == "| T5 | `t5` | — | — | — | — | — | — | — | — | — |"
+    assert line_of(text, "SPE") == "| SPE | `spe` | not run | 40.0 | — / +33.3 % |"
+    assert "| T5 |" not in text.partition("Memory")[0]  # no cell under linear attention
+    assert "Not run: test." in text
+    assert "| RoPE | 77 |" in text
+
+
+@pytest.mark.parametrize(
+    ("scale", "dataset", "shown"),
+    [("paper", "wikitext-103", True), ("paper", "other", False), ("small", "wikitext-103", False)],
+)
+def test_a_difference_is_shown_only_where_data_and_scale_are_the_papers(
+    root, scale, dataset, shown
+):
+    edit_table(root, "baseline: Base", "baseline: Base\npaper_dataset: wikitext-103")
+    save(root, "a", metrics=ppl(32.0), scale=scale, dataset=dataset)
+    assert ("| difference |" in page(root)) == shown
+    assert ("| +2.00 |" in page(root)) == shown
+
+
+def test_no_table_is_wider_than_eight_columns_and_the_index_is_one_screen():
+    texts = pages.pages(ROOT)
+    for path, text in texts.items():
+        for line in text.splitlines():
+            assert line.count(" | ") < pages.WIDEST, path
+    assert texts["results/README.md"].count("\n") <= 60
+
+
+def test_columns_are_split_in_order_and_evenly():
+    widths = dict(zip("abcdefgh", (3, 3, 2, 1, 1, 1, 1, 1), strict=True))
+    assert pages.split(list("abc"), widths.get, 6) == [["a"], ["b", "c"]]
+    assert pages.split(list("abcdefgh"), widths.get, 6) == [["a"], ["b", "c"], list("defgh")]
+    assert pages.split([], widths.get, 6) == []
 
 
 def test_a_table_that_names_its_rates_shows_no_others(root):
     save(root, "a", metrics=ppl(45.0), config={"lr": [0.001]})
-    assert "| 45.00 (1) |" in line_of(tables.render(root), "Base")
+    assert "| 45.00 (1) |" in line_of(page(root), "Base")
     edit_table(root, "baseline: Base", "baseline: Base\nrates: {small: [0.002]}")
-    assert "| not run |" in line_of(tables.render(root), "Base")
+    assert "Runs that no table shows: `runs/demo/a.json`" in index(root)
 
 
 def test_a_brief_table_shows_our_number_and_the_papers_alone(root):
     edit_table(root, "baseline: Base", "baseline: Base\nbrief: true")
     save(root, "a", metrics=ppl(45.0), position_encoding="rope")
-    text = tables.render(root)
-    head = "| row | encoding | valid | paper | test | tokens/s | speed | peak MB |"
-    assert head in text.splitlines()
-    assert line_of(text, "RoPE").startswith("| RoPE | `rope` | 45.00 (1) | 20.0 | not run |")
+    text = page(root)
+    assert "| row | encoding | valid | paper |" in text.splitlines()
+    assert line_of(text, "RoPE") == "| RoPE | `rope` | 45.00 (1) | 20.0 |"
 
 
 def test_nothing_is_relative_to_a_baseline_of_zero(root):
     save(root, "a", metrics=ppl(0.0, "test"))
     save(root, "b", metrics=ppl(5.0, "test"), position_encoding="rope")
-    assert "| 5.00 (1) | — |" in line_of(tables.render(root), "RoPE")
-
-
-def test_speed_is_compared_on_the_same_hardware_only(root):
-    other = {"cpu": "Another CPU", "cores": 64, "gpus": ["A GPU"]}
-    save(root, "a", seed=1, tokens_per_second=1000)
-    save(root, "b", seed=1, position_encoding="rope", hardware=other, tokens_per_second=9000)
-    text = tables.render(root)
-    assert line_of(text, "RoPE").endswith("| 9000 | — | — |")
-    save(root, "c", seed=2, position_encoding="rope", tokens_per_second=800)
-    assert line_of(tables.render(root), "RoPE").endswith("| several machines | 0.80 | — |")
+    assert "| 5.00 (1) | — |" in line_of(page(root), "RoPE")
 
 
 def test_rank_correlation_and_the_rows_far_off_are_stated(root):
     save_four(root)
-    line = next(line for line in tables.render(root).splitlines() if "linear, valid:" in line)
+    line = next(line for line in page(root).splitlines() if "linear, valid:" in line)
     # ours 1, 3, 2, 4 against 3, 2, 4, 1: sum of squares 4 + 1 + 4 + 9
-    assert line == (
-        "- linear, valid: -0.80 over 4 rows; 3 ranks or more away: PER (4 for the paper's 1)."
-    )
+    assert line == ("- linear, valid: -0.80 over 4 rows; 3 ranks or more away: PER (4; paper 1).")
+    assert "| linear -0.80 |" in index(root)
 
 
 def test_rank_one_is_the_best_also_where_higher_is_better(root):
     edit_table(root, "better: lower", "better: higher")
     save_four(root)
-    assert "PER (1 for the paper's 4)" in tables.render(root)
+    assert "PER (1; paper 4)" in page(root)
 
 
-def test_a_note_takes_its_numbers_from_runs(root):
-    note = 'notes: {small: "RoPE: [[RoPE | valid]], SPE: [[SPE|valid]]."}\ncurves:'
-    edit_table(root, "curves:", note)
-    save(root, "a", position_encoding="rope", metrics=ppl(44.4))
-    assert "RoPE: 44.40, SPE: not run." in tables.render(root)
+def add_note(root, note):
+    edit_table(root, "curves:", f'notes: {{small: "{note}"}}\ncurves:')
 
 
-def test_every_row_has_provenance_and_a_command(root):
+def test_a_note_takes_its_numbers_from_runs_papers_and_options(root):
+    add_note(root, "RoPE: [[RoPE | valid]] ([[paper RoPE|valid]]), SPE: [[SPE|valid]].")
+    edit_table(root, "text: A table.", "text: '[[option max-update at paper]] updates.'")
+    edit_table(root, "SPE: [[SPE|valid]].", "SPE: [[SPE|valid]], [[option tokens-per-update]].")
+    (root / "configs" / "paper.yaml").write_text("optimization: {max_update: 50000}")
+    config = {"max_update": 900, "max_tokens": 1024, "update_freq": [2]}
+    save(root, "a", position_encoding="rope", metrics=ppl(44.4), config=config)
+    assert "RoPE: 44.40 (20.0), SPE: not run, 2,048." in page(root)
+    assert "50,000 updates." in page(root)
+
+
+def test_an_option_in_which_runs_differ_is_refused(root):
+    add_note(root, "[[option lr]]")
+    save(root, "a", seed=1, config={"max_update": 900, "lr": [0.1]})
+    save(root, "b", seed=2, config={"max_update": 900, "lr": [0.2]})
+    with pytest.raises(ValueError, match="do not share one value of lr"):
+        page(root)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Types 1, 2 and 5 of Table 2, Eq. 39, WikiText-103, test2016, T5 and `lrpe-type2`",
+        "[[Base | valid]] after [[option max-update]] updates, see [x](table2.md)",
+    ],
+)
+def test_names_and_references_are_no_bare_numbers(text):
+    notes.check_note(text)
+
+
+def test_an_order_in_a_note_is_stated_only_where_the_runs_support_it(root):
+    add_note(root, "[[RoPE ahead of Base, SPE, PER | valid]].")
+    for name, (one, two) in {
+        "rope": (40.0, 41.0),
+        "none": (50.0, 51.0),
+        "spe": (41.0, 40.5),  # better in one seed only
+        "permuteformer": (41.1, 42.1),  # better in both, by less than twice the deviation
+    }.items():
+        save(root, f"{name}1", position_encoding=name, metrics=ppl(one), seed=1)
+        save(root, f"{name}2", position_encoding=name, metrics=ppl(two), seed=2)
+    text = page(root).replace("\n", " ")
+    assert "RoPE (40.50) is ahead of Base (50.50); its order with SPE (40.75) and PER" in text
+    (root / "results" / "runs" / "demo" / "none2.json").unlink()
+    assert "the order of RoPE (40.50) and Base (50.00), SPE (40.75) and" in page(root)
+
+
+def test_one_cell_is_ahead_where_seeds_agree_and_the_gap_is_twice_the_pooled_deviation():
+    low, high = {1: 1.0, 2: 2.0}, {1: 3.0, 2: 4.0}
+    assert claims.pooled_deviation(low, high) == pytest.approx(0.5**0.5)
+    assert claims.ahead(low, high, "lower")
+    assert not claims.ahead(low, high, "higher")
+    assert claims.ahead(high, low, "higher")
+    assert not claims.ahead(low, {1: 2.4, 2: 3.4}, "lower")  # 1.4 < 2 * 0.71
+    assert not claims.ahead(low, {1: 30.0}, "lower")  # one shared seed
+    assert not claims.ahead({1: 1.0, 2: 9.0}, {1: 20.0, 2: 8.9}, "lower")
+
+
+def test_the_finding_names_the_leaders_and_the_rows_ahead_of_the_baseline(root):
+    for name, value in {**FOUR, "permuteformer": 40.0}.items():
+        for seed in (1, 2):
+            save(root, f"{name}{seed}", position_encoding=name, seed=seed,
+                 metrics=ppl(value + seed / 10))  # fmt: skip
+    assert claims.finding(sheet(root)) == (
+        "Linear, valid: PER (40.15) is ahead of the other 3; 1 of 3 are ahead of Base (50.15), "
+        "RoPE and SPE behind."
+    )
+    for name in ("spe", "permuteformer"):
+        (root / "results" / "runs" / "demo" / f"{name}2.json").unlink()
+    assert claims.finding(sheet(root)) == (
+        "Linear, valid: of the 2 rows with several seeds, Base (50.15) is ahead of the other 1; "
+        "none is ahead of Base (50.15), RoPE behind."
+    )
+
+
+def test_with_one_seed_no_order_is_claimed(root):
+    save_four(root)
+    assert claims.finding(sheet(root)) == (
+        "Linear, valid: one seed: no order is claimed (50.00 to 65.00 over 4 rows)."
+    )
+
+
+def test_columns_are_compared_row_by_row(root):
+    edit_table(root, "curves:", "compare: columns\nheadline: [valid, test]\ncurves:")
+    edit_table(root, "split: test,", "split: valid, overrides: {fidelity: published},")
+    for seed in (1, 2):
+        save(root, f"a{seed}", seed=seed, metrics=ppl(50.0 + seed / 10))
+        config = {"max_update": 900, "fidelity": "published"}
+        save(root, f"b{seed}", seed=seed, metrics=ppl(40.0 + seed / 10), config=config)
+    save(root, "c", position_encoding="rope")
+    save(root, "d", position_encoding="rope", config=config)
+    assert claims.finding(sheet(root)) == ("test against valid: ahead for Base, one seed for RoPE.")
+
+
+def test_a_group_has_one_line_of_provenance_and_an_unrun_scale_a_command(root):
     save(root, "a", commit="fedcba9876543210-dirty")
-    text = tables.render(root)
-    command = "`scripts/run_table.sh demo --rows Base --scale small`"
-    assert f"| Base | 1 | fedcba9876-dirty | [1] | {command} |" in text
-    assert "| Type8 | not run | — | — | `scripts/run_table.sh demo --rows Type8" in text
-    assert "- [1] A CPU, 2 cores, no GPU; torch 2.13.0" in text
-    assert "Not run at scale paper: `scripts/run_table.sh demo --scale paper`." in text
+    (line,) = (line for line in page(root).splitlines() if line.startswith("Provenance"))
+    assert line == (
+        "Provenance: 1 training, 1 seed, 0.0 hours in all; commit `fedcba9876-dirty`; "
+        "A CPU, 2 cores, no GPU; python 3.11.7, torch 2.13.0; "
+        "`scripts/run_table.sh demo --scale small`."
+    )
+    assert "Not run at scale paper: `scripts/run_table.sh demo --scale paper`." in page(root)
+    assert "Not run: scale `paper` of demo." in index(root)
+
+
+def test_a_table_without_runs_is_one_line_of_the_index(root):
+    assert list(pages.pages(root)) == ["results/README.md"]
+    assert "Not run: scale `small` of demo; scale `paper` of demo." in index(root)
 
 
 def test_the_text_is_the_same_in_whatever_order_the_runs_were_written(root):
     save_four(root)
-    first = tables.render(root)
+    first = page(root)
     shutil.rmtree(root / "results" / "runs")
     for encoding in reversed(FOUR):
         save(root, encoding, position_encoding=encoding, metrics=ppl(FOUR[encoding]))
-    assert tables.render(root) == first
+    assert page(root) == first
 
 
 def test_a_stale_text_fails_the_check_in_one_sentence(root, capsys):
@@ -648,17 +796,15 @@ def test_a_stale_text_fails_the_check_in_one_sentence(root, capsys):
     capsys.readouterr()
     assert tables.main(["--root", str(root), "--check"]) == 1
     message = capsys.readouterr().err
-    assert re.fullmatch(r"tables: \S*README\.md is stale; run 'make tables'\n", message)
+    assert message == "docs: stale: results/README.md, results/demo.md; run 'make docs'\n"
 
 
 def test_no_number_of_ours_stands_without_its_run(root):
     save_four(root)
-    found = OURS.findall(tables.render(root))
+    found = OURS.findall(page(root))
     assert found == [f"{value:.2f} (1)" for value in FOUR.values()]
     (root / "results" / "runs" / "demo" / "spe.json").unlink()
-    assert OURS.findall(tables.render(root)) == [v for v in found if v != "55.00 (1)"]
-    shutil.rmtree(root / "results" / "runs")
-    assert OURS.findall(tables.render(root)) == []
+    assert OURS.findall(page(root)) == [v for v in found if v != "55.00 (1)"]
 
 
 # --- figures ----------------------------------------------------------------------------------
@@ -680,8 +826,8 @@ def test_trainings_of_different_columns_have_curves_of_their_own(root):
     other = [{**point, "valid_ppl": point["valid_ppl"] + 2} for point in CURVE]
     save(root, "plain", curve=CURVE)
     save(root, "clipped", curve=other, config={"max_update": 900, "clip_norm": 1.0})
-    ((table, group),) = tables.figures(root).values()
-    assert panels(table, group) == {
+    shown = sheet(root)
+    assert panels(shown.table, shown.group) == {
         "linear attention, 1.0": {"Base": [(10, 92.0), (20, 82.0), (30, 72.0)]},
         "linear attention": {"Base": [(10, 90.0), (20, 80.0), (30, 70.0)]},
     }
@@ -703,24 +849,44 @@ def test_a_missing_figure_fails_the_check(root, capsys):
     save(root, "a", curve=CURVE)
     assert tables.main(["--root", str(root)]) == 0
     picture = root / "results" / "figures" / "demo-wikitext-2-small.png"
-    assert "](figures/demo-wikitext-2-small.png)" in (root / "results/README.md").read_text()
+    assert "](figures/demo-wikitext-2-small.png)" in (root / "results/demo.md").read_text()
     assert tables.main(["--root", str(root), "--check"]) == 0
     picture.unlink()
     assert tables.main(["--root", str(root), "--check"]) == 1
-    assert "is missing" in capsys.readouterr().err
+    assert "demo-wikitext-2-small.png (missing)" in capsys.readouterr().err
 
 
 def test_without_matplotlib_the_text_is_the_same_and_one_sentence_says_so(
     root, monkeypatch, capsys
 ):
     save(root, "a", curve=CURVE)
-    text = tables.render(root)
+    text = page(root)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     assert tables.main(["--root", str(root)]) == 0
     assert capsys.readouterr().out.count("matplotlib") == 1
-    assert (root / "results" / "README.md").read_text() == text
+    assert (root / "results" / "demo.md").read_text() == text
     assert not (root / "results" / "figures").exists()
+
+
+def test_the_same_points_give_the_same_picture_and_a_far_one_stays_at_the_edge(tmp_path):
+    pytest.importorskip("matplotlib")
+    points = [scatter.Point(f"R{i}", 30.0 + i, 90.0 + i, 0.5) for i in range(6)]
+    points.append(scatter.Point("far", 31.0, 900.0, 0.0))
+    panel = scatter.Panel("linear attention, valid", "linear", "lower", tuple(points))
+    for name in "ab":
+        scatter.draw(tmp_path / f"{name}.png", [panel])
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    assert scatter.limits([p.ours for p in points], [0.0] * 7)[1] < 100
+
+
+def test_a_row_is_a_point_where_both_numbers_are_there(root):
+    save_four(root)
+    (panel,) = scatter.panels(sheet(root))
+    assert [(p.label, p.paper, p.ours) for p in panel.points] == [
+        ("Base", 30.0, 50.0), ("RoPE", 20.0, 60.0), ("SPE", 40.0, 55.0), ("PER", 10.0, 65.0),
+    ]  # fmt: skip
+    assert "![Ours against the paper](figures/demo-wikitext-2-small-paper.png)" in page(root)
 
 
 # --- this repository --------------------------------------------------------------------------
@@ -733,9 +899,9 @@ def test_the_results_of_this_repository_are_up_to_date():
 def test_the_tables_of_this_repository_show_no_number_of_ours_without_runs(tmp_path):
     shutil.copytree(ROOT / "configs" / "tables", tmp_path / "configs" / "tables")
     shutil.copytree(PAPER, tmp_path / "results" / "paper")
-    text = tables.render(tmp_path)
-    assert OURS.findall(text) == []
-    assert text.count("not run") > 100
+    texts = pages.pages(tmp_path)
+    assert list(texts) == ["results/README.md"]
+    assert OURS.findall(texts["results/README.md"]) == []
 
 
 def test_table_2_lists_all_fourteen_methods_and_the_cells_the_paper_has():

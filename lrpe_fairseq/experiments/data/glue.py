@@ -4,12 +4,13 @@ Classes are numbered as in the official scripts; in fairseq's label dictionary t
 ``0``, ``1`` and so on, so that a class is its number there too.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from lrpe_fairseq.experiments.data import correlation
 
 PAIR_TAGS = ("entailment", "not_entailment")
 BINARY = ("0", "1")
@@ -106,16 +107,12 @@ def _f1(wanted: Any, predicted: Any) -> float:
 
 
 def _pearson(wanted: Any, predicted: Any) -> float:
-    """Of two columns of 0 and 1 it is Matthews' correlation."""
-    a, b = wanted - wanted.mean(), predicted - predicted.mean()
-    norm = math.sqrt(float(a @ a) * float(b @ b))
-    return float(a @ b) / norm if norm else 0.0
+    """Of two columns of 0 and 1 it is Matthews' correlation; 0 where a side is constant."""
+    return correlation.pearson(wanted, predicted) or 0.0
 
 
 def _spearman(wanted: Any, predicted: Any) -> float:
-    from scipy.stats import rankdata
-
-    return _pearson(rankdata(wanted), rankdata(predicted))
+    return correlation.spearman(wanted, predicted) or 0.0
 
 
 METRICS: dict[str, Callable[[Any, Any], float]] = {

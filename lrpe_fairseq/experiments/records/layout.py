@@ -15,10 +15,11 @@ from typing import Any
 
 import yaml
 
+from lrpe_fairseq.experiments.records import notes
+
 Options = dict[str, Any]
 ATTENTION = ("linear", "softmax")
-REFERENCE = re.compile(r"\[\[\s*([^|\]]+?)\s*\|\s*([^\]]+?)\s*\]\]")
-"""``[[row label | column key]]`` in a note: stands for our number in that cell."""
+COMPARE = ("rows", "columns")
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,12 @@ class Table:
     try with every cell, and to show; a scale without any uses its configuration's. brief: a cell
     is our number and the paper's alone, without their difference and the distance from the
     baseline. curves: labels of the rows in the figure of validation curves. notes: scale -> text;
-    it states numbers as ``[[row label | column key]]`` only.
+    it and ``text`` state numbers and orders as references only (:mod:`.notes`). headline: keys of
+    the columns that the finding, the index and the figure against the paper use, by default the
+    first of each attention type; at most one of each, unless compare is ``columns``. compare:
+    ``rows`` of a column with each other, or ``columns`` of a row with the first headline.
+    paper_dataset: the data set of scale ``paper``; a difference from the published number is
+    shown there only.
     """
 
     name: str
@@ -102,13 +108,23 @@ class Table:
     brief: bool = False
     curves: list[str] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
+    headline: list[str] = field(default_factory=list)
+    compare: str = "rows"
+    paper_dataset: str = ""
 
     def at(self, scale: str) -> "Table":
         """The table with the columns and rows that this scale has."""
         columns = [column for column in self.columns if scale in (column.scales or [scale])]
         rows = [row for row in self.rows if row.label in self.rows_of.get(scale, [row.label])]
         curves = [label for label in self.curves if label in {row.label for row in rows}]
-        return dataclasses.replace(self, columns=columns, rows=rows, curves=curves)
+        headline = [key for key in self.headlines() if key in {c.key for c in columns}]
+        parts = {"columns": columns, "rows": rows, "curves": curves, "headline": headline}
+        return dataclasses.replace(self, **parts)
+
+    def headlines(self) -> list[str]:
+        """``headline``, or the first column of each attention type."""
+        first = {column.attention: column.key for column in reversed(self.columns)}
+        return self.headline or [first[kind] for kind in ATTENTION if kind in first]
 
     def column(self, key: str) -> Column:
         """The column called ``key``. Raises: ValueError if there is none."""
@@ -181,8 +197,11 @@ def _check(table: Table) -> None:
         _check_column(table, column)
     if table.fixed and set(table.fixed) != {"side", "encoding", "attention"}:
         raise ValueError("fixed needs side, encoding and attention, and nothing else")
-    for text in table.notes.values():
-        _check_note(table, text)
+    for key in table.headline:
+        table.column(key)
+    if table.compare not in COMPARE:
+        raise ValueError(f"compare must be rows or columns, not {table.compare!r}")
+    _check_texts(table)
 
 
 def _check_unique(names: list[str]) -> None:
@@ -217,13 +236,27 @@ def _check_column(table: Table, column: Column) -> None:
         table.column(key)
 
 
-def _check_note(table: Table, text: str) -> None:
-    for label, key in REFERENCE.findall(text):
+def _check_texts(table: Table) -> None:
+    notes.check_text(f"{table.title} {table.text}")
+    for text in table.notes.values():
+        notes.check_note(text)
+    for reference in notes.references(" ".join([table.text, *table.notes.values()])):
+        _check_reference(table, reference)
+
+
+def _check_reference(table: Table, reference: notes.Option | notes.Value | notes.Order) -> None:
+    if isinstance(reference, notes.Option):
+        if reference.scale not in ("", *table.scales):
+            raise ValueError(f"there is no scale {reference.scale}")
+        return
+    table.column(reference.column)
+    labels = (
+        [reference.first, *reference.others]
+        if isinstance(reference, notes.Order)
+        else [reference.row]
+    )
+    for label in labels:
         table.row(label)
-        table.column(key)
-    bare = re.search(r"\d+\.\d+", REFERENCE.sub("", text))
-    if bare:
-        raise ValueError(f"a note states {bare[0]} itself; refer to a cell as [[row | column]]")
 
 
 def _order(table: Table) -> tuple[bool, int, str]:

@@ -1,11 +1,9 @@
-"""From run files to the cells of a table: which runs fill a cell, and what they say together."""
+"""Cells of a table: which runs fill a cell, and its number for each seed."""
 
 import math
 import statistics
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from lrpe_fairseq.experiments.records.layout import Column, Row, Table
 from lrpe_fairseq.experiments.records.runs import Run, plain
@@ -16,8 +14,7 @@ Scores = dict[int, float]  # by seed
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that may be compared with each other: one scale and, unless columns name their own,
-    one data set (otherwise empty)."""
+    """Comparable runs: one scale and one data set (empty where columns name their own)."""
 
     scale: str
     dataset: str
@@ -27,7 +24,7 @@ class Group:
 def groups(table: Table, runs: Runs) -> list[Group]:
     """The runs that fill cells of ``table``, split into comparable groups, in scale order.
 
-    Raises: ValueError if runs of a group differ in an option that the table wants the same.
+    Raises: ValueError if runs of a group differ in an option of ``table.same``.
     """
     keys = {name: _group_key(table, run) for name, run in runs.items() if shown(table, run)}
     found = []
@@ -39,7 +36,7 @@ def groups(table: Table, runs: Runs) -> list[Group]:
 
 
 def shown(table: Table, run: Run) -> bool:
-    """Whether ``run`` fills any cell of ``table``."""
+    """True if ``run`` fills any cell of ``table``."""
     return any(
         fills(table, row, column, run)
         for column in table.columns
@@ -49,7 +46,7 @@ def shown(table: Table, run: Run) -> bool:
 
 
 def fills(table: Table, row: Row, column: Column, run: Run) -> bool:
-    """Whether ``run`` belongs to the cell at ``row`` and ``column``."""
+    """True if ``run`` belongs to the cell at ``row`` and ``column``."""
     return (
         run["experiment"] in table.experiments
         and column.attention in row.attention
@@ -64,7 +61,7 @@ def fills(table: Table, row: Row, column: Column, run: Run) -> bool:
 def option(run: Run, name: str, default: Any = None) -> Any:
     """Option ``name`` of ``run``, spelled with dashes or underscores.
 
-    A list of one value, as fairseq keeps the rate of every epoch, is that value.
+    A list of one value, such as fairseq's learning rate per epoch, becomes that value.
     """
     for key, value in run["config"].items():
         if key.replace("_", "-") == name.replace("_", "-"):
@@ -81,7 +78,7 @@ def shared_options(table: Table, runs: Runs) -> dict[str, Any]:
         for other in others:
             if plain(values[other]) != plain(values[first]):
                 raise ValueError(
-                    f"{first} and {other} would share a table, but differ in {name}: "
+                    f"{first} and {other} cannot share a table; they differ in {name}: "
                     f"{values[first]} and {values[other]}"
                 )
         shared[name] = values[first]
@@ -119,25 +116,6 @@ def deviation(values: Scores) -> float | None:
     return statistics.stdev(values[seed] for seed in sorted(values)) if len(values) > 1 else None
 
 
-def average_ranks(values: list[float]) -> list[float]:
-    """Ranks from 1 for the smallest; equal values share the mean of their ranks."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    shared = np.cumsum(counts) - (counts - 1) / 2
-    return shared[inverse].tolist()
-
-
-def spearman(first: list[float], second: list[float]) -> float | None:
-    """Spearman's rank correlation, ties by average ranks; None where a side is constant.
-
-    Raises: ValueError for lists of different lengths or with fewer than two values.
-    """
-    if len(first) != len(second) or len(first) < 2:
-        raise ValueError(f"no rank correlation of {len(first)} with {len(second)} values")
-    a, b = (np.array(average_ranks(x)) - (len(x) + 1) / 2 for x in (first, second))
-    norm = math.sqrt(float(a @ a) * float(b @ b))
-    return float(a @ b) / norm if norm else None
-
-
 def _group_key(table: Table, run: Run) -> tuple[str, str]:
     own_data = any(column.dataset for column in table.columns)
     return run["scale"], "" if own_data else run["dataset"]
@@ -149,13 +127,13 @@ def _scale_order(table: Table, scale: str, dataset: str) -> tuple[int, str, str]
 
 
 def _sides(own: str, what: str, fixed: dict[str, str]) -> str | dict[str, str]:
-    """As a run file names it: by itself, or for encoder and decoder."""
+    """The run file's form: a name, or one name each for encoder and decoder."""
     sides = dict.fromkeys(("encoder", "decoder"), own)
     return {**sides, fixed["side"]: fixed[what]} if fixed else own
 
 
 def _rates(table: Table, run: Run) -> list[Any]:
-    """The learning rates that the table shows; the run's own where it names none."""
+    """The learning rates that the table shows at this scale; by default the run's own."""
     return table.rates.get(run["scale"]) or [option(run, "lr")]
 
 

@@ -1,10 +1,8 @@
-"""What the paper's tables cost: docs/cost.md, from the configurations and from measured speeds.
-
-``python -m lrpe_fairseq.experiments.report.cost`` rewrites its tables.
-"""
+"""What the paper's tables cost: ``docs/cost.md``, from configurations and measured speeds."""
 
 import statistics
-from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from lrpe_fairseq.experiments.families import plan
 from lrpe_fairseq.experiments.records.console import clock
@@ -12,54 +10,48 @@ from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.layout import Table, load_tables
 from lrpe_fairseq.experiments.records.runs import Run, read_runs
 from lrpe_fairseq.experiments.records.sweeps import Sweep, read_sweeps
-from lrpe_fairseq.experiments.report.readme import replace_between
+from lrpe_fairseq.experiments.report import markdown
+from lrpe_fairseq.experiments.report.markdown import NOT_MEASURED
 
-PAGE = ROOT / "docs" / "cost.md"
-NOT_MEASURED = "not measured"
+PAGE = "docs/cost.md"
 
 
-def main() -> None:
-    """Rewrite the tables of the page."""
-    replace_between(PAGE, "paper", paper_table(read_runs(ROOT / "results" / "runs")))
-    replace_between(PAGE, "small", measured_table(read_sweeps(ROOT / "results" / "sweeps")))
+def pages(root: Path) -> dict[str, str]:
+    """The page with both tables rendered anew."""
+    text = (root / PAGE).read_text(encoding="utf-8")
+    text = markdown.between(text, "paper", paper_table(read_runs(root / "results" / "runs")))
+    sweeps = read_sweeps(root / "results" / "sweeps")
+    return {PAGE: markdown.between(text, "small", measured_table(sweeps))}
 
 
 def paper_table(runs: dict[str, Run]) -> str:
     """A row for every table with a scale ``paper``: the budget, and the hours where it was run."""
-    lines = [
-        "| table | trainings a seed | updates x tokens of one | tokens a seed | tokens/s | "
-        "GPU-hours a seed |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    for table in load_tables(ROOT / "configs" / "tables"):
-        if "paper" in table.scales:
-            lines.append(_paper_row(table, runs))
-    return "\n".join(lines)
+    head = ["table", "trainings a seed", "updates x tokens of one", "tokens a seed"]
+    tables = [t for t in load_tables(ROOT / "configs" / "tables") if "paper" in t.scales]
+    rows = [_paper_row(table, runs) for table in tables]
+    return markdown.table([*head, "tokens/s", "GPU-hours a seed"], rows, numbers=True)
 
 
 def measured_table(sweeps: list[Sweep]) -> str:
     """A row for every table that one call made from nothing: its time, and where."""
-    lines = [
-        "| table | scale | trainings | at a time | h:mm:ss in all | on | commit |",
-        "|---|---|---:|---:|---:|---|---|",
-    ]
-    for sweep in sweeps:
-        hardware = sweep["hardware"]
-        where = ", ".join([f"{hardware['cores']} cores, {hardware['cpu']}", *hardware["gpus"]])
-        cells = [sweep["table"], sweep["scale"], sweep["trainings"], sweep["jobs"]]
-        cells += [clock(sweep["wall_seconds"]), where, f"`{sweep['commit'][:8]}`"]
-        lines.append(_line(cells))
-    return "\n".join(lines)
+    head = ["table", "scale", "trainings", "at a time", "h:mm:ss in all", "on", "commit"]
+    return markdown.table(head, map(_sweep_row, sweeps))
 
 
-def _paper_row(table: Table, runs: dict[str, Run]) -> str:
+def _sweep_row(sweep: Sweep) -> list[Any]:
+    hardware = sweep["hardware"]
+    where = ", ".join([f"{hardware['cores']} cores, {hardware['cpu']}", *hardware["gpus"]])
+    cells = [sweep["table"], sweep["scale"], sweep["trainings"], sweep["jobs"]]
+    return [*cells, clock(sweep["wall_seconds"]), where, f"`{markdown.short(sweep['commit'])}`"]
+
+
+def _paper_row(table: Table, runs: dict[str, Run]) -> list[Any]:
     """The budget of one seed of a table; hours are known where its speed was measured."""
     budgets = [run.budget() for run in plan.runs(table, "paper", [1])]
     in_all, unit = sum(budget.amount for budget in budgets), budgets[0].unit
     cells = [table.name, len(budgets), budgets[0].text]
     if unit != "tokens":  # their length is not in the configuration
-        cells += [f"{in_all / 1e6:,.0f} M {unit}", NOT_MEASURED, NOT_MEASURED]
-        return _line(cells)
+        return [*cells, f"{in_all / 1e6:,.0f} M {unit}", NOT_MEASURED, NOT_MEASURED]
     speeds = [
         run["tokens_per_second"]
         for run in runs.values()
@@ -67,12 +59,4 @@ def _paper_row(table: Table, runs: dict[str, Run]) -> str:
     ]
     speed = f"{statistics.median(speeds):,.0f}" if speeds else NOT_MEASURED
     hours = f"{in_all / statistics.median(speeds) / 3600:,.0f}" if speeds else NOT_MEASURED
-    return _line([*cells, f"{in_all / 1e9:,.1f} G", speed, hours])
-
-
-def _line(cells: Sequence[object]) -> str:
-    return "| " + " | ".join(map(str, cells)) + " |"
-
-
-if __name__ == "__main__":
-    main()
+    return [*cells, f"{in_all / 1e9:,.1f} G", speed, hours]

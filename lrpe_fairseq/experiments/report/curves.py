@@ -69,16 +69,22 @@ def _runs_with_curve(table: Table, row: Row, columns: list[Column], group: Group
 
 def _draw(axes: Any, title: str, lines: dict[str, Curve], labels: list[str]) -> None:
     for label, curve in lines.items():
-        index = labels.index(label)  # a row has one colour in all panels
+        index = labels.index(label)  # one colour for a row in all panels
         style = {"color": f"C{index % 10}", "linestyle": "-" if index < 10 else "--"}
         axes.plot(*zip(*curve, strict=True), label=label, linewidth=1.2, **style)
-    # The first validations are far above the rest and would hide what separates the rows.
-    last = [curve[-1][1] for curve in lines.values()]
-    lowest, highest = min(last) * 0.95, max(last) * 1.6
+    lowest, highest = _range(lines)
     axes.set_ylim(lowest, highest)
     axes.set_xlim(left=min(_entry(curve, highest) for curve in lines.values()))
     axes.set(xlabel="updates", ylabel="validation perplexity", title=title)
     axes.grid(alpha=0.3)
+    above = [f"{n} ends at {c[-1][1]:.4g}" for n, c in lines.items() if c[-1][1] > highest]
+    axes.text(0.98, 0.97, "\n".join(above), transform=axes.transAxes, ha="right", va="top")
+
+
+def _range(lines: dict[str, Curve]) -> tuple[float, float]:
+    """Where the bulk of the curves end; the first validations would hide what separates them."""
+    low, high = pictures.bulk([curve[-1][1] for curve in lines.values()])
+    return low * 0.95, high * 1.6
 
 
 def _entry(curve: Curve, height: float) -> float:

@@ -1,68 +1,35 @@
-"""The generated parts of README.md: the encodings' table and the quickstart's numbers.
-
-``python -m lrpe_fairseq.experiments.report.readme`` rewrites them; ``--check`` tells if stale.
-"""
+"""The generated parts of README.md: the encodings' table and the quickstart's numbers."""
 
 import inspect
-import re
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from lrpe_fairseq.encodings import ENCODINGS, Encoding, QueryKeyEncoding, build_encoding
 from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
-from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.report import markdown
 
-README = ROOT / "README.md"
-QUICKSTART = ROOT / "results" / "quickstart" / "README.md"
-
-
-def main() -> None:
-    """Rewrite README.md, or with ``--check`` say whether it is stale."""
-    text = README.read_text(encoding="utf-8")
-    fresh = render(text)
-    if "--check" not in sys.argv:
-        README.write_text(fresh, encoding="utf-8")
-    elif fresh != text:
-        sys.exit("README.md is stale: run python -m lrpe_fairseq.experiments.report.readme")
+PAGE = "README.md"
+QUICKSTART = "results/quickstart/README.md"
 
 
-def render(text: str) -> str:
-    """``text`` with every generated part rendered anew."""
-    parts: dict[str, Callable[[], str]] = {
-        "encodings": encodings_table,
-        "quickstart": quickstart,
-    }
-    for name, part in parts.items():
-        text = between(text, name, part())
-    return text
-
-
-def between(text: str, name: str, content: str) -> str:
-    """``text`` with ``content`` between ``<!-- name -->`` and ``<!-- /name -->``."""
-    pattern = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-    if not pattern.search(text):
-        raise ValueError(f"there is no place marked <!-- {name} --> ... <!-- /{name} -->")
-    return pattern.sub(lambda found: f"{found[1]}{content}\n{found[2]}", text)
-
-
-def replace_between(path: Path, name: str, content: str) -> None:
-    """:func:`between` on a file."""
-    path.write_text(between(path.read_text(encoding="utf-8"), name, content), encoding="utf-8")
+def pages(root: Path) -> dict[str, str]:
+    """README.md with every generated part rendered anew."""
+    text = (root / PAGE).read_text(encoding="utf-8")
+    text = markdown.between(text, "encodings", encodings_table())
+    return {PAGE: markdown.between(text, "quickstart", quickstart(root))}
 
 
 def encodings_table() -> str:
     """One row for every name of ENCODINGS, from the built encoding itself."""
-    rows = ["| `--position-encoding` | what it is | linear | softmax | learned parameters |"]
-    rows += ["|---|---|:-:|:-:|---:|"]
+    rows = []
     for name in ENCODINGS:
         encoding = build_encoding(name, head_dim=64, num_heads=8, causal=True)
         linear = "yes" if encoding.serves_linear else "–"
         learned = sum(p.numel() for p in encoding.parameters() if p.requires_grad)
-        rows.append(f"| `{name}` | {describe(encoding)} | {linear} | yes | {learned:,} |")
+        rows.append([f"`{name}`", describe(encoding), linear, "yes", f"{learned:,}"])
     free = f"P in {{{', '.join(PROJECTIONS)}}}, Lambda in {{{', '.join(CORES)}}}"
-    rows.append(f"| `lrpe:<P>:<Lambda>` | the free form: {free} | yes | yes | |")
-    return "\n".join(rows)
+    rows.append(["`lrpe:<P>:<Lambda>`", f"the free form: {free}", "yes", "yes", ""])
+    head = ["`--position-encoding`", "what it is", "linear", "softmax", "learned parameters"]
+    return markdown.table(head, rows)
 
 
 def describe(encoding: Encoding) -> str:
@@ -75,20 +42,11 @@ def describe(encoding: Encoding) -> str:
     return " ".join(sentence.split()).rstrip(".") + kind
 
 
-def quickstart() -> str:
+def quickstart(root: Path) -> str:
     """The table that the last quickstart printed."""
-    lines = (read_result(QUICKSTART) or "").splitlines()
-    return "\n".join(line for line in lines if line.startswith("|")) or "not run"
-
-
-def read_result(path: Path) -> str | None:
-    """The text of a result in this folder, None if there is none."""
-    return path.read_text(encoding="utf-8") if path.exists() else None
+    lines = (markdown.read_result(root / QUICKSTART) or "").splitlines()
+    return "\n".join(line for line in lines if line.startswith("|")) or markdown.NOT_RUN
 
 
 def _name_of(table: dict[str, type], module: object) -> str:
     return next(name for name, kind in table.items() if type(module) is kind)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,89 +1,88 @@
-"""What the clocks found: docs/speed.md, from results/bench/<device>/*.json.
+"""What the benchmarks measured: ``docs/speed.md``, from ``results/bench/<device>/*.json``.
 
-``python -m lrpe_fairseq.experiments.report.speed`` renders it; ``--check`` fails when
-the page is stale. A part that was not measured is said to be so.
+A part that was not measured says so.
 """
 
-import csv
 import json
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lrpe_fairseq.encodings import ENCODINGS
 from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.report import pictures, readme
+from lrpe_fairseq.experiments.report import markdown, paper
+from lrpe_fairseq.experiments.report import pictures as drawing
+from lrpe_fairseq.experiments.report.markdown import NOT_MEASURED
 
-PAGE = ROOT / "docs" / "speed.md"
-FIGURES = ROOT / "results" / "figures"
+PAGE = "docs/speed.md"
+FIGURES = "results/figures"
 RESULTS = ROOT / "results" / "bench"
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 PUBLISHED = (("iclr-table9", "linear"), ("iclr-table9", "softmax"), ("tmlr-table6", "linear"))
 ERRORS = ("ours", "float32_angle", "own_angle")
-NOT_MEASURED = "not measured"
 Rows = list[dict[str, Any]]
 
 
-def main() -> None:
-    """Rewrite the page and the figure, or with ``--check`` say whether the page is stale."""
-    text = PAGE.read_text(encoding="utf-8")
-    fresh = render(text)
-    if "--check" not in sys.argv:
-        PAGE.write_text(fresh, encoding="utf-8")
-        for device in DEVICES:
-            draw(figure(device), measured("lengths", device))
-    elif fresh != text:
-        sys.exit("docs/speed.md is stale: run python -m lrpe_fairseq.experiments.report.speed")
-
-
-def render(text: str) -> str:
-    """``text`` with every generated part rendered anew."""
+def pages(root: Path) -> dict[str, str]:
+    """The page with every generated part rendered anew."""
+    text = (root / PAGE).read_text(encoding="utf-8")
     for name, part in PARTS.items():
-        text = readme.between(text, name, section(name, part))
-    return text
+        text = markdown.between(text, name, section(name, part))
+    return {PAGE: text}
+
+
+def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
+    """The picture of the lengths, for every device that was measured."""
+    return {
+        figure(device): lambda path, rows=rows: draw(path, rows)
+        for device in DEVICES
+        if (rows := measured("lengths", device))
+    }
 
 
 def section(name: str, part: Callable[[Rows], str]) -> str:
     """One part on every device, each with the machine that it was measured on."""
     found = []
     for device, shown in DEVICES.items():
-        figures = _figures(name, device)
-        if figures is None:
+        measurement = figures(name, device)
+        if measurement is None:
             found.append(f"On a {shown}: {NOT_MEASURED}.")
         else:
             picture = f"\n\n{_picture(device)}" if name == "lengths" else ""
-            found.append(f"{part(figures['rows'])}{picture}\n\n{_machine(figures)}")
+            text = f"{part(measurement['rows'])}{picture}"
+            found.append(f"{text}\n\n{measured_on(measurement)}")
     return "\n\n".join(found)
 
 
 def measured(name: str, device: str) -> Rows:
     """The rows of a part; none if it was not measured."""
-    figures = _figures(name, device)
-    return [] if figures is None else figures["rows"]
+    found = figures(name, device)
+    return [] if found is None else found["rows"]
 
 
-def figure(device: str) -> Path:
-    """Where the picture of the lengths lies."""
-    return FIGURES / f"lengths-{device}.png"
+def figure(device: str) -> str:
+    """Where the picture of the lengths lies, relative to the repository."""
+    return f"{FIGURES}/lengths-{device}.png"
 
 
 def _picture(device: str) -> str:
-    return f"![time and memory by length](../{figure(device).relative_to(ROOT).as_posix()})"
+    return f"![time and memory by length](../{figure(device)})"
 
 
-def _figures(name: str, device: str) -> dict[str, Any] | None:
-    text = readme.read_result(RESULTS / device / f"{name}.json")
+def figures(name: str, device: str) -> dict[str, Any] | None:
+    """The run file of a benchmark; None if it was not measured."""
+    text = markdown.read_result(RESULTS / device / f"{name}.json")
     return None if text is None else json.loads(text)
 
 
-def _machine(figures: dict[str, Any]) -> str:
+def measured_on(figures: dict[str, Any]) -> str:
+    """Machine, versions and commit of a benchmark."""
     machine = figures["hardware"]
     gpus = "".join(f"{name}, " for name in machine["gpus"])
     return (
         f"({gpus}{machine['cores']} cores, {machine['cpu']}, {figures['threads']} threads, "
         f"{figures['dtype']}; torch {figures['versions']['torch']}; "
-        f"commit {figures['commit'][:8]}.)"
+        f"commit {markdown.short(figures['commit'])}.)"
     )
 
 
@@ -98,7 +97,9 @@ def causal(rows: Rows) -> str:
     lines = [
         [n, *(_times(found.get((n, form))) for form in others)] for n in _values(rows, "length")
     ]
-    return _table(["T", *(f"causal linear against {name}" for name in others.values())], lines)
+    return markdown.table(
+        ["T", *(f"causal linear against {name}" for name in others.values())], lines, numbers=True
+    )
 
 
 def _times(row: dict[str, Any] | None) -> str:
@@ -108,7 +109,7 @@ def _times(row: dict[str, Any] | None) -> str:
 def bidirectional(rows: Rows) -> str:
     """Bidirectional linear attention against SDPA."""
     lines = [[r["length"], f"{r['speed_up']:.2f} x"] for r in rows if r["contestant"] == "sdpa"]
-    return _table(["T", "bidirectional linear against torch SDPA"], lines)
+    return markdown.table(["T", "bidirectional linear against torch SDPA"], lines, numbers=True)
 
 
 def lengths(rows: Rows) -> str:
@@ -122,7 +123,7 @@ def lengths(rows: Rows) -> str:
         lines.append([n, f"{forms[0]['flatness']:.2f}", *times, *memory])
     heads = ["T", "time per token against T = 512", "speed-up over SDPA", "over the naive form"]
     heads += ["peak MB, linear", "SDPA", "naive"]
-    return f"{_table(heads, lines)}\n\n{_crossing(rows)}"
+    return f"{markdown.table(heads, lines, numbers=True)}\n\n{_crossing(rows)}"
 
 
 def crossover(rows: Rows) -> int | None:
@@ -150,7 +151,7 @@ def decoding(rows: Rows) -> str:
         lines.append([n, *flat, f"{softmax['speed_up']:.2f} x", *sizes])
     heads = ["tokens put out", "linear: time of a token against that at 64", "softmax: the same"]
     heads += ["linear against softmax", "linear: state", "softmax: state"]
-    return _table(heads, lines)
+    return markdown.table(heads, lines, numbers=True)
 
 
 def table9(rows: Rows) -> str:
@@ -162,7 +163,9 @@ def table9(rows: Rows) -> str:
         ours = [_speed(found.get((name, *kind))) for kind in kinds]
         lines.append([f"`{name}`", *ours, *_published(name)])
     heads = ["speed relative to Base", *(f"{m}, {a}" for m, a in kinds)]
-    return _table([*heads, "LRPE, Table 9: linear", "softmax", "TMLR, Table 6: linear"], lines)
+    return markdown.table(
+        [*heads, "LRPE, Table 9: linear", "softmax", "TMLR, Table 6: linear"], lines, numbers=True
+    )
 
 
 def _speed(row: dict[str, Any] | None) -> str:
@@ -170,19 +173,14 @@ def _speed(row: dict[str, Any] | None) -> str:
 
 
 def _published(name: str) -> list[str]:
-    """The papers' cells for an encoding; Table 9 has one number for all types of LRPE."""
+    """The papers' cells for an encoding; ICLR Table 9 has one number for all types of LRPE."""
     cells = []
     for file, attention in PUBLISHED:
-        printed = {r["encoding"]: r["printed"] for r in _paper(file) if r["attention"] == attention}
+        rows = paper.read_table(ROOT / "results" / "paper" / f"{file}.csv")
+        printed = {r["encoding"]: r["printed"] for r in rows if r["attention"] == attention}
         shared = printed.get("", "–") if name.startswith("lrpe-type") else "–"
         cells.append(printed.get(name, shared).replace("-", "–"))
     return cells
-
-
-def _paper(name: str) -> list[dict[str, str]]:
-    path = ROOT / "results" / "paper" / f"{name}.csv"
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def encoding(rows: Rows) -> str:
@@ -191,7 +189,9 @@ def encoding(rows: Rows) -> str:
         [f"`{r['encoding']}`", r["form"], f"{r['copies']:.1f}", f"{r['copies_backward']:.1f}"]
         for r in rows
     ]
-    return _table(["encoding", "form", "copies, forward", "copies, gradient"], lines)
+    return markdown.table(
+        ["encoding", "form", "copies, forward", "copies, gradient"], lines, numbers=True
+    )
 
 
 def profiles(rows: Rows) -> str:
@@ -206,14 +206,16 @@ def profiles(rows: Rows) -> str:
         label = [row["attention"], f"`{row['encoding']}`", row["form"]]
         time = f"{row['seconds'] / whole:.2f}"
         lines.append([*label, time, *(f"{row[kind]:.0%}" for kind in kinds)])
-    return _table(["attention", "encoding", "form", "time against Base, ours", *kinds], lines)
+    return markdown.table(
+        ["attention", "encoding", "form", "time against Base, ours", *kinds], lines, numbers=True
+    )
 
 
 def phases(rows: Rows) -> str:
     """Phase errors by position and type."""
     lines = [[f"{r['position']:,}", r["dtype"], *(_error(r[k]) for k in ERRORS)] for r in rows]
     heads = ["position", "type", "angle in float64 (ours)", "angle in float32", "angle in the type"]
-    return _table(heads, lines)
+    return markdown.table(heads, lines, numbers=True)
 
 
 def _error(value: float | None) -> str:
@@ -230,14 +232,12 @@ PARTS: dict[str, Callable[[Rows], str]] = {
     "profiles": profiles,
     "phases": phases,
 }
-"""Marked place in the page, also the part's file -> what stands there."""
+"""Marker in the page and name of the run file -> what renders it."""
 
 
 def draw(path: Path, rows: Rows) -> None:
     """Time per token and peak memory against T, the crossover with SDPA marked."""
-    if not rows:
-        return
-    figure = pictures.blank(9, 3.6)
+    figure = drawing.blank(9, 3.6)
     time, memory = figure.subplots(1, 2)
     for name in _values(rows, "contestant"):
         own = [row for row in rows if row["contestant"] == name]
@@ -254,12 +254,7 @@ def draw(path: Path, rows: Rows) -> None:
         axes.set_xscale("log", base=2)
         axes.set_title(title, fontsize="medium")
     memory.legend(fontsize="small")
-    pictures.save(figure, path)
-
-
-def _table(heads: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
-    lines = [heads, ["---"] + ["---:"] * (len(heads) - 1), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    drawing.save(figure, path)
 
 
 def _values(rows: Rows, key: str) -> list[Any]:
@@ -268,7 +263,3 @@ def _values(rows: Rows, key: str) -> list[Any]:
 
 def _by(rows: Rows, *keys: str) -> dict[tuple[Any, ...], dict[str, Any]]:
     return {tuple(row[key] for key in keys): row for row in rows}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,34 @@
+"""Correlation of two columns of numbers: Pearson's, and Spearman's by average ranks."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def average_ranks(values: Sequence[float]) -> np.ndarray:
+    """Ranks from 1 for the smallest, (n,); equal values share the mean of their ranks."""
+    _, inverse, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
+    shared = np.cumsum(counts) - (counts - 1) / 2
+    return shared[inverse]
+
+
+def pearson(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Pearson's correlation; None where a side is constant.
+
+    Raises: ValueError for lists of different lengths.
+    """
+    a, b = (np.asarray(side, dtype=float) for side in (first, second))
+    if len(a) != len(b):
+        raise ValueError(f"cannot correlate {len(a)} values with {len(b)}")
+    a, b = a - a.mean(), b - b.mean()
+    norm = math.sqrt(float(a @ a) * float(b @ b))
+    return float(a @ b) / norm if norm else None
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Spearman's rank correlation, ties by average ranks; None where a side is constant.
+
+    Raises: ValueError for lists of different lengths.
+    """
+    return pearson(average_ranks(first), average_ranks(second))

@@ -1,0 +1,99 @@
+"""References in the texts of ``configs/tables/*.yaml``, and the check that refuses bare numbers.
+
+A text states no number itself. It refers to one:
+
+- ``[[Row | column]]``: our number in that cell.
+- ``[[paper Row | column]]``: the published number in that cell.
+- ``[[option NAME]]``: an option that all runs of the group share; ``tokens-per-update`` is
+  ``max-tokens`` times ``update-freq``.
+- ``[[option NAME at SCALE]]``: the same from the configuration of another scale.
+- ``[[Row ahead of Row, Row | column]]``: our numbers, with an order only where the runs support it.
+"""
+
+import re
+from dataclasses import dataclass
+
+REFERENCE = re.compile(r"\[\[\s*([^\]]+?)\s*\]\]")
+NAMES = re.compile(  # names that contain digits
+    r"`[a-z-]+:?[a-z]+\d[\w.-]*`"  # `lrpe-type2`, `table8`
+    r"|\bTypes? \d(?:(?:, | and )(?:Type )?\d)*"
+    r"|\b(?:Table|Fig\.|Eq\.|Section) \d+"
+    r"|\b(?:WikiText-\d+|WMT'14|Multi30k|SST-2|F1|T5)\b"
+    r"|\b(?:test|newstest)20\d\d\b|\bb?float(?:16|32)\b"
+    r"|\([\w./-]+\.md\)"  # the target of a link
+)
+NUMBER = re.compile(
+    r"\d[\d.,]*\b|\b(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|dozen|hundred"
+    r"|thousand|million)\b",
+    re.IGNORECASE,
+)
+ORDER = re.compile(
+    r"\b(?:ahead|behind|beats?|best|better|worst|worse|outperforms?)\b", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class Option:
+    """``[[option name]]``; scale is empty for the group's own runs."""
+
+    name: str
+    scale: str = ""
+
+
+@dataclass(frozen=True)
+class Value:
+    """``[[row | column]]``, ours or the published one."""
+
+    row: str
+    column: str
+    published: bool = False
+
+
+@dataclass(frozen=True)
+class Order:
+    """``[[first ahead of others | column]]``."""
+
+    first: str
+    others: tuple[str, ...]
+    column: str
+
+
+def parse(reference: str) -> Option | Value | Order:
+    """The inside of one ``[[...]]``. Raises: ValueError if it has none of the forms."""
+    if found := re.fullmatch(r"option ([\w-]+)(?: at ([\w-]+))?", reference):
+        return Option(found[1], found[2] or "")
+    left, bar, column = (part.strip() for part in reference.partition("|"))
+    if not (left and bar and column):
+        raise ValueError(f"[[{reference}]] is neither [[row | column]] nor [[option name]]")
+    if " ahead of " in left:
+        first, _, others = left.partition(" ahead of ")
+        return Order(first.strip(), tuple(o.strip() for o in others.split(",")), column)
+    label = left.removeprefix("paper ")
+    return Value(label, column, published=label != left)
+
+
+def references(text: str) -> list[Option | Value | Order]:
+    """Every reference of ``text``, in order."""
+    return [parse(inside) for inside in REFERENCE.findall(text)]
+
+
+def check_text(text: str) -> None:
+    """Refuse a number that is not a reference. Raises: ValueError naming it."""
+    if bare := NUMBER.search(_prose(text)):
+        raise ValueError(
+            f"a text states {bare[0]} itself; refer to a cell as [[row | column]] or to an "
+            f"option as [[option name]]"
+        )
+
+
+def check_note(text: str) -> None:
+    """:func:`check_text`; also refuse words of order. Raises: ValueError naming the word."""
+    check_text(text)
+    if word := ORDER.search(_prose(text)):
+        raise ValueError(
+            f"a note says '{word[0]}' itself; state an order as [[row ahead of row | column]]"
+        )
+
+
+def _prose(text: str) -> str:
+    return NAMES.sub("", REFERENCE.sub("", " ".join(text.split())))

@@ -1,0 +1,202 @@
+"""What the runs support: orders between cells, rank correlations, and the finding of a table.
+
+A is ahead of B where at least two seeds have both, A is better in every one of them, and the
+difference of the means exceeds twice the pooled deviation.
+"""
+
+import math
+import statistics
+
+from lrpe_fairseq.experiments.data.correlation import average_ranks, spearman
+from lrpe_fairseq.experiments.records.layout import Column, Row
+from lrpe_fairseq.experiments.report import cells
+from lrpe_fairseq.experiments.report.cells import Scores
+from lrpe_fairseq.experiments.report.markdown import NOT_RUN, fixed, listed
+from lrpe_fairseq.experiments.report.sheet import Sheet
+
+FAR = 3  # ranks
+FEWEST = 4  # rows, for a rank correlation
+ONE_SEED = "one seed: no order is claimed"
+RULE = (
+    "An order is stated only where all seeds agree and the difference of the means exceeds twice "
+    "the pooled deviation; rows with one seed are not ordered."
+)
+
+
+def pooled_deviation(first: Scores, second: Scores) -> float:
+    """The pooled sample deviation of two cells, each with two seeds or more."""
+    squares = [(len(s) - 1) * statistics.variance(s.values()) for s in (first, second)]
+    return math.sqrt(math.fsum(squares) / (len(first) + len(second) - 2))
+
+
+def ahead(first: Scores, second: Scores, better: str) -> bool:
+    """True if the runs support that ``first`` is better than ``second``; see the module."""
+    shared = sorted(set(first) & set(second))
+    if len(shared) < 2:
+        return False
+    sign = -1 if better == "lower" else 1
+    agreed = all(sign * (first[seed] - second[seed]) > 0 for seed in shared)
+    gap = sign * (cells.mean(first) - cells.mean(second))
+    return agreed and gap > 2 * pooled_deviation(first, second)
+
+
+def stated_order(sheet: Sheet, first: str, others: tuple[str, ...], key: str) -> str:
+    """``first`` against ``others`` in a column: an order where supported, else the values."""
+    column, better = sheet.table.column(key), sheet.table.better
+    own = sheet.ours(sheet.table.row(first), column)
+    after, open_ = [], []
+    for label in others:
+        other = sheet.ours(sheet.table.row(label), column)
+        (after if ahead(own, other, better) else open_).append(label)
+    named = [valued(sheet, label, column) for label in (first, *after)]
+    text = f"{named[0]} is ahead of {listed(named[1:])}" if after else ""
+    if not open_:
+        return text
+    rest = listed([valued(sheet, label, column) for label in open_])
+    return f"{text}; its order with {rest} is open" if text else (
+        f"the order of {named[0]} and {rest} is open"
+    )  # fmt: skip
+
+
+def valued(sheet: Sheet, label: str, column: Column) -> str:
+    """A row with our number in parentheses."""
+    values = sheet.ours(sheet.table.row(label), column)
+    return f"{label} ({fixed(cells.mean(values), column.decimals) if values else NOT_RUN})"
+
+
+# --- rank correlation -------------------------------------------------------------------------
+
+
+def correlation(sheet: Sheet, column: Column) -> float | None:
+    """Spearman's correlation of our column with the published one; None with too few rows."""
+    pairs = sheet.pairs(column)
+    if len(pairs) < FEWEST:
+        return None
+    return spearman([cells.mean(ours) for _, ours, _ in pairs], [value for *_, value in pairs])
+
+
+def rank_line(sheet: Sheet, column: Column) -> str:
+    """The correlation and the rows that are :data:`FAR` ranks away; empty with too few rows."""
+    pairs = sheet.pairs(column)
+    if len(pairs) < FEWEST:
+        return ""
+    value = correlation(sheet, column)
+    shown = "undefined" if value is None else fixed(value, 2)
+    return f"{shown} over {len(pairs)} rows; {_disagreements(sheet, pairs)}"
+
+
+def _disagreements(sheet: Sheet, pairs: list[tuple[Row, Scores, float]]) -> str:
+    sign = 1 if sheet.table.better == "lower" else -1  # rank 1 is the best
+    ours = average_ranks([sign * cells.mean(values) for _, values, _ in pairs])
+    theirs = average_ranks([sign * value for *_, value in pairs])
+    labels = [row.label for row, *_ in pairs]
+    ranks = zip(labels, ours, theirs, strict=True)
+    far = [(abs(a - b), label, a, b) for label, a, b in ranks if abs(a - b) >= FAR]
+    if not far:
+        return f"no row is {FAR} ranks or more away"
+    far.sort(key=lambda entry: (-entry[0], entry[1]))
+    named = (f"{label} ({a:g}; paper {b:g})" for _, label, a, b in far)
+    return f"{FAR} ranks or more away: {', '.join(named)}"
+
+
+# --- the finding ------------------------------------------------------------------------------
+
+
+def finding(sheet: Sheet) -> str:
+    """What the headline columns show, generated from the runs of a group that has some."""
+    if sheet.table.compare == "columns":
+        return _columns_finding(sheet)
+    parts = [
+        f"{_title(sheet, column)}: {rows_finding(sheet, column)}" for column in sheet.headlines
+    ]
+    return ". ".join(parts) + "."
+
+
+def rows_finding(sheet: Sheet, column: Column) -> str:
+    """The best row of a column, those level with it, and the rows ahead of the baseline."""
+    found = {row.label: sheet.ours(row, column) for row in sheet.table.rows}
+    found = {label: values for label, values in found.items() if values}
+    ordered = {label: values for label, values in found.items() if len(values) > 1}
+    if len(ordered) < 2:
+        reason = "too few rows with several seeds" if ordered else ONE_SEED
+        return f"{reason} ({_span(sheet, column, found)})"
+    among = f"of the {len(ordered)} rows with several seeds, " if len(ordered) < len(found) else ""
+    return among + "; ".join(filter(None, [_leaders(sheet, column, ordered),
+                                           _against_baseline(sheet, column, ordered)]))  # fmt: skip
+
+
+def _leaders(sheet: Sheet, column: Column, found: dict[str, Scores]) -> str:
+    better = sheet.table.better
+    sign = 1 if better == "lower" else -1
+    best = min(found, key=lambda label: sign * cells.mean(found[label]))
+    level = [o for o in found if o != best and not ahead(found[best], found[o], better)]
+    named, others = valued(sheet, best, column), len(found) - 1
+    if not level:
+        return f"{named} is ahead of the other {others}"
+    if len(level) == others:
+        return f"none is ahead of all others ({_span(sheet, column, found)})"
+    return f"{named} is ahead of {others - len(level)}, but not of {_abridged(level)}"
+
+
+def _against_baseline(sheet: Sheet, column: Column, found: dict[str, Scores]) -> str:
+    base, better = sheet.table.baseline, sheet.table.better
+    if base not in found:
+        return ""
+    others = [label for label in found if label != base]
+    first = [label for label in others if ahead(found[label], found[base], better)]
+    last = [label for label in others if ahead(found[base], found[label], better)]
+    count = f"{len(first)} of {len(others)} are" if first else "none is"
+    count = "all are" if len(first) == len(others) else count
+    text = f"{count} ahead of {valued(sheet, base, column)}"
+    return text + (f", {_abridged(last)} behind" if last else "")
+
+
+def _abridged(labels: list[str], most: int = 5) -> str:
+    return listed(labels) if len(labels) <= most else f"{len(labels)} rows"
+
+
+def _span(sheet: Sheet, column: Column, found: dict[str, Scores]) -> str:
+    means = [fixed(cells.mean(values), column.decimals) for values in found.values()]
+    low, high = min(means, key=float), max(means, key=float)
+    return f"{low} to {high} over {len(found)} rows" if len(found) > 1 else low
+
+
+def _columns_finding(sheet: Sheet) -> str:
+    """Every headline column against the first one of the same attention, data and metric."""
+    families: dict[tuple[str, ...], list[Column]] = {}
+    for c in sheet.headlines:
+        families.setdefault((c.attention, c.dataset, c.split, c.metric), []).append(c)
+    found = {
+        f"{_title(sheet, column)} against {first.title}": _column_against(sheet, first, column)
+        for first, *others in families.values()
+        for column in others
+    }
+    if set(found.values()) <= {ONE_SEED}:
+        return f"{ONE_SEED.capitalize()}."
+    return ". ".join(f"{place}: {text}" for place, text in found.items()) + "."
+
+
+def _column_against(sheet: Sheet, first: Column, second: Column) -> str:
+    pairs = {r.label: (sheet.ours(r, second), sheet.ours(r, first)) for r in sheet.table.rows}
+    pairs = {label: pair for label, pair in pairs.items() if all(pair)}
+    several = {label: pair for label, pair in pairs.items() if min(map(len, pair)) > 1}
+    if not several:
+        return ONE_SEED
+    better = sheet.table.better
+    gains = [label for label, (a, b) in several.items() if ahead(a, b, better)]
+    losses = [label for label, (a, b) in several.items() if ahead(b, a, better)]
+    parts = [f"ahead for {listed(gains)}"] if gains else []
+    parts += [f"behind for {listed(losses)}"] if losses else []
+    unsure = [label for label in several if label not in {*gains, *losses}]
+    parts += [f"no order for {_abridged(unsure)}"] if unsure else []
+    single = [label for label in pairs if label not in several]
+    parts += [f"one seed for {_abridged(single)}"] if single else []
+    return ", ".join(parts)
+
+
+def _title(sheet: Sheet, column: Column) -> str:
+    """``Linear, valid``; the attention type alone where the headlines differ in nothing else."""
+    titles = {c.title for c in sheet.headlines}
+    kinds = {c.attention for c in sheet.headlines}
+    parts = [column.attention] if len(kinds) > 1 or len(titles) == 1 else []
+    return ", ".join([*parts, column.title]).capitalize() if parts else column.title

@@ -1,0 +1,97 @@
+"""Regenerate every generated page: ``make docs``, or with ``--check`` name those that are stale.
+
+``python -m lrpe_fairseq.experiments.report.docs [--check] [--root DIR] [PART ...]`` writes all
+parts or those named: a part is a module with ``pages`` (path -> text) and, optionally,
+``pictures`` (path -> what draws it). Every number comes from a run file, a configuration or
+``results/paper``.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+
+from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.report import cost, denominators, fidelity, pages, readme, speed
+
+PARTS: dict[str, ModuleType] = {
+    "results": pages,
+    "readme": readme,
+    "cost": cost,
+    "speed": speed,
+    "denominators": denominators,
+    "fidelity": fidelity,
+}
+GENERATED = ("results/*.md", "results/figures/*.png")
+"""Where no file is written by hand."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write or check the pages; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="docs", description="Render the generated pages.")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all of them")
+    parser.add_argument("--check", action="store_true", help="exit 1, naming what is stale")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
+    options = parser.parse_args(arguments)
+    unknown = sorted(set(options.parts) - set(PARTS))
+    if unknown:
+        parser.error(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    parts = options.parts or list(PARTS)
+    try:
+        return _check(options.root, parts) if options.check else write(options.root, parts)
+    except (ValueError, OSError) as error:
+        print(f"docs: {error}", file=sys.stderr)
+        return 2
+
+
+def render(root: Path, parts: Iterable[str]) -> dict[str, str]:
+    """Path relative to ``root`` -> text of every page of ``parts``."""
+    return {path: text for part in parts for path, text in PARTS[part].pages(root).items()}
+
+
+def pictures(root: Path, parts: Iterable[str]) -> dict[str, Callable[[Path], None]]:
+    """Path relative to ``root`` -> what draws the picture there."""
+    modules = [PARTS[part] for part in parts if hasattr(PARTS[part], "pictures")]
+    return {path: draw for module in modules for path, draw in module.pictures(root).items()}
+
+
+def write(root: Path, parts: Iterable[str]) -> int:
+    """Write the pages and pictures of ``parts``; returns 0."""
+    texts, drawings = render(root, parts), pictures(root, parts)  # errors come before writing
+    for path, text in texts.items():
+        (root / path).write_text(text, encoding="utf-8")
+    try:
+        for path, draw in drawings.items():
+            draw(root / path)
+    except ImportError:
+        print("docs: no pictures, since matplotlib (extra [plots]) is not installed.")
+    return 0
+
+
+def stale(root: Path, parts: Iterable[str]) -> list[str]:
+    """Pages that differ and pictures that are missing; of all parts, also files that none makes."""
+    texts, drawings = render(root, parts), pictures(root, parts)
+    found = [path for path, text in texts.items() if _read(root / path) != text]
+    found += [f"{path} (missing)" for path in drawings if not (root / path).exists()]
+    if set(parts) < set(PARTS):
+        return found
+    there = [p.relative_to(root).as_posix() for g in GENERATED for p in sorted(root.glob(g))]
+    return found + [
+        f"{p} (not generated: delete it)" for p in there if p not in {*texts, *drawings}
+    ]
+
+
+def _check(root: Path, parts: list[str]) -> int:
+    found = stale(root, parts)
+    if found:
+        print(f"docs: stale: {', '.join(found)}; run 'make docs'", file=sys.stderr)
+    return 1 if found else 0
+
+
+def _read(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.exists() else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

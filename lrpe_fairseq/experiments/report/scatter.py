@@ -1,0 +1,155 @@
+"""Our numbers against the published ones as a picture: a point for every row, a panel a column.
+
+No line is drawn: neither equality nor a trend is meant. A bar is one standard deviation over seeds.
+A row far from the others is drawn hollow at the edge, with its numbers (paper, ours).
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lrpe_fairseq.experiments.report import cells, pictures
+from lrpe_fairseq.experiments.report.sheet import Sheet
+
+FEWEST = 3  # points of a panel
+STYLES = {"linear": ("C0", "o"), "softmax": ("C3", "s")}  # colour and marker
+OFFSETS = [  # of a label from its point, in points; the first free one is taken
+    (r * math.cos(a * math.pi / 6), r * math.sin(a * math.pi / 6))
+    for r in (9, 16, 26, 38)
+    for a in (0, 6, 1, 11, 5, 7, 3, 9, 2, 4, 8, 10)
+]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One row: the published number, our mean and deviation (0 with one seed)."""
+
+    label: str
+    paper: float
+    ours: float
+    deviation: float
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One headline column. better: ``lower`` or ``higher``."""
+
+    title: str
+    attention: str
+    better: str
+    points: tuple[Point, ...]
+
+
+def panels(sheet: Sheet) -> list[Panel]:
+    """The headline columns with at least :data:`FEWEST` rows that have both numbers."""
+    found = []
+    for column in sheet.headlines:
+        points = tuple(
+            Point(row.label, theirs, cells.mean(ours), cells.deviation(ours) or 0.0)
+            for row, ours, theirs in sheet.pairs(column)
+        )
+        if len(points) >= FEWEST:
+            title = f"{column.attention} attention, {column.title}"
+            found.append(Panel(title, column.attention, sheet.table.better, points))
+    return found
+
+
+def draw(path: Path, found: list[Panel]) -> None:
+    """Draw the panels side by side and write the picture to ``path`` as PNG.
+
+    Raises: ImportError if matplotlib, which comes with the extra [plots], is not installed.
+    """
+    figure = pictures.blank(5.4 * len(found), 4.6)
+    all_axes = list(figure.subplots(1, len(found), squeeze=False).flat)
+    for axes, panel in zip(all_axes, found, strict=True):
+        _points(axes, panel)
+    figure.canvas.draw()  # fixes the place of every point before labels look for room
+    figure.set_layout_engine("none")
+    for axes, panel in zip(all_axes, found, strict=True):
+        _labels(axes, panel)
+    pictures.save(figure, path)
+
+
+def limits(values: list[float], deviations: list[float]) -> tuple[float, float]:
+    """The range of an axis: the bulk of ``values`` with their bars, and a margin."""
+    low, high = pictures.bulk(values)
+    bars = [(v - d, v + d) for v, d in zip(values, deviations, strict=True) if low <= v <= high]
+    low, high = min(bar[0] for bar in bars), max(bar[1] for bar in bars)
+    margin = 0.12 * (high - low) or 0.1 * abs(high) or 1.0
+    return low - margin, high + margin
+
+
+def _points(axes: Any, panel: Panel) -> None:
+    colour, marker = STYLES[panel.attention]
+    x_range = limits([p.paper for p in panel.points], [0.0] * len(panel.points))
+    y_range = limits([p.ours for p in panel.points], [p.deviation for p in panel.points])
+    for point in panel.points:
+        x, y = _clamped(point.paper, x_range), _clamped(point.ours, y_range)
+        off = (x, y) != (point.paper, point.ours)
+        axes.plot(x, y, marker=marker, color=colour, fillstyle="none" if off else "full", zorder=3)
+        if point.deviation and not off:
+            axes.errorbar(x, y, yerr=point.deviation, color=colour, linewidth=0.8, zorder=2)
+    words = f"{panel.better} is better"
+    axes.set(xlim=x_range, ylim=y_range, title=panel.title)
+    axes.set(xlabel=f"paper ({words})", ylabel=f"ours ({words})")
+    axes.grid(alpha=0.3)
+
+
+def _clamped(value: float, limits: tuple[float, float]) -> float:
+    inset = 0.03 * (limits[1] - limits[0])
+    return min(max(value, limits[0] + inset), limits[1] - inset)
+
+
+def _labels(axes: Any, panel: Panel) -> None:
+    """Place every label where it covers no point and no earlier label, the most crowded last."""
+    to_pixels = axes.transData.transform
+    x_range, y_range = axes.get_xlim(), axes.get_ylim()
+    shown = [(_clamped(p.paper, x_range), _clamped(p.ours, y_range)) for p in panel.points]
+    pixels = [tuple(to_pixels(place)) for place in shown]
+    taken = [_box(x, y, 9, 9) for x, y in pixels]
+    for point, place, pixel in sorted(zip(panel.points, shown, pixels, strict=True), key=_key):
+        off = place != (point.paper, point.ours)
+        text = f"{point.label} ({point.paper:g}, {point.ours:.4g})" if off else point.label
+        _label(axes, text, place, pixel, taken)
+
+
+def _key(entry: tuple[Point, Any, tuple[float, float]]) -> tuple[float, float, str]:
+    point, _, (x, y) = entry
+    return (-y, x, point.label)
+
+
+def _label(axes: Any, text: str, place: Any, pixel: Any, taken: list[Any]) -> None:
+    """Write ``text`` at the offset that overlaps least, with a thin line where it is far."""
+    scale = axes.figure.dpi / 72
+    width, height = (5.2 * len(text) + 4) * scale, 11 * scale
+    frame = axes.get_window_extent()
+    boxes = []
+    for dx, dy in OFFSETS:
+        x = pixel[0] + dx * scale + math.copysign(width / 2, round(dx, 6)) * (abs(dx) > 1)
+        boxes.append(_box(x, pixel[1] + dy * scale, width, height))
+    costs = [sum(_overlap(box, other) for other in taken) + _outside(box, frame) for box in boxes]
+    best = costs.index(min(costs))
+    taken.append(boxes[best])
+    centre = ((boxes[best][0] + boxes[best][2]) / 2, (boxes[best][1] + boxes[best][3]) / 2)
+    offset = ((centre[0] - pixel[0]) / scale, (centre[1] - pixel[1]) / scale)
+    arrow = {"arrowstyle": "-", "linewidth": 0.5, "color": "grey", "shrinkA": 0, "shrinkB": 3}
+    axes.annotate(
+        text, place, xytext=offset, textcoords="offset points", fontsize=8, ha="center",
+        va="center", arrowprops=arrow if best >= 12 else None,
+    )  # fmt: skip
+
+
+def _box(x: float, y: float, width: float, height: float) -> tuple[float, float, float, float]:
+    return x - width / 2, y - height / 2, x + width / 2, y + height / 2
+
+
+def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> float:
+    width = min(a[2], b[2]) - max(a[0], b[0])
+    height = min(a[3], b[3]) - max(a[1], b[1])
+    return width * height if width > 0 and height > 0 else 0.0
+
+
+def _outside(box: tuple[float, ...], frame: Any) -> float:
+    beyond = [frame.x0 - box[0], frame.y0 - box[1], box[2] - frame.x1, box[3] - frame.y1]
+    return 1e4 * sum(max(0.0, pixels) for pixels in beyond)
