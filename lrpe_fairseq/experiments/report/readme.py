@@ -1,16 +1,24 @@
-"""The generated parts of README.md: the encodings' table and the quickstart's numbers.
+"""The generated parts of README.md: the tables of encodings and their options, and the
+quickstart's numbers.
 
-``python -m lrpe_fairseq.experiments.report.readme`` rewrites them; ``--check`` tells if stale.
+``python -m lrpe_fairseq.experiments.report.readme`` rewrites them; ``--check`` fails if they are
+stale.
 """
 
-import inspect
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
-from lrpe_fairseq.encodings import ENCODINGS, Encoding, QueryKeyEncoding, build_encoding
-from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
+from lrpe_fairseq.encodings import (
+    ENCODINGS,
+    Encoding,
+    QueryKeyEncoding,
+    build_encoding,
+    encoding_class,
+)
+from lrpe_fairseq.encodings.lrpe import CORES, PROJECTIONS
 
 ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "README.md"
@@ -18,7 +26,7 @@ QUICKSTART = ROOT / "results" / "quickstart" / "README.md"
 
 
 def main() -> None:
-    """Rewrite README.md, or with ``--check`` say whether it is stale."""
+    """Rewrite README.md, or with ``--check`` fail if it is stale."""
     text = README.read_text(encoding="utf-8")
     fresh = render(text)
     if "--check" not in sys.argv:
@@ -30,7 +38,7 @@ def main() -> None:
 def render(text: str) -> str:
     """``text`` with every generated part rendered anew."""
     parts: dict[str, Callable[[], str]] = {
-        "encodings": encodings_table,
+        "encodings": lambda: f"{encodings_table()}\n\n{options_table()}",
         "quickstart": quickstart,
     }
     for name, part in parts.items():
@@ -65,14 +73,27 @@ def encodings_table() -> str:
     return "\n".join(rows)
 
 
+def options_table() -> str:
+    """One row for every option of an encoding, from the classes of ENCODINGS."""
+    rows = ["| option of an encoding | default | what it sets |", "|---|---|---|"]
+    for kind in dict.fromkeys(encoding_class(name).Options for name in ENCODINGS):
+        for own in fields(kind):
+            flag = "--" + own.name.replace("_", "-")
+            choices = own.metadata["choices"]
+            flag += f" {{{','.join(choices)}}}" if choices else ""
+            rows.append(f"| `{flag}` | {own.default} | {cell(own.metadata['help'])} |")
+    return "\n".join(rows)
+
+
 def describe(encoding: Encoding) -> str:
-    """What the encoding is: P x Lambda, or the first sentence of its class."""
-    if isinstance(encoding, LRPE):
-        names = [_name_of(PROJECTIONS, encoding.projection), _name_of(CORES, encoding.core)]
-        return " x ".join(names)
-    sentence = (inspect.getdoc(type(encoding)) or "").split(". ")[0].split("\n\n")[0]
+    """What the encoding is, and whether it needs the score matrix."""
     kind = "" if isinstance(encoding, QueryKeyEncoding) else " (needs the score matrix)"
-    return " ".join(sentence.split()).rstrip(".") + kind
+    return cell(encoding.summary() + kind)
+
+
+def cell(text: str) -> str:
+    """``text`` as it may stand in a cell of a table."""
+    return text.replace("|", "\\|")
 
 
 def quickstart() -> str:
@@ -84,10 +105,6 @@ def quickstart() -> str:
 def read_result(path: Path) -> str | None:
     """The text of a result in this folder, None if there is none."""
     return path.read_text(encoding="utf-8") if path.exists() else None
-
-
-def _name_of(table: dict[str, type], module: object) -> str:
-    return next(name for name, kind in table.items() if type(module) is kind)
 
 
 if __name__ == "__main__":
