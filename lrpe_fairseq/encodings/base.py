@@ -41,8 +41,8 @@ class EncodingOptions:
     fidelity: names of departures of the authors' code from the papers; empty is correct.
     values: the options that differ from their defaults; see each class's ``Options``.
 
-    >>> EncodingOptions(spe_code="convolution").values
-    {'spe_code': 'convolution'}
+    >>> EncodingOptions(toy_size=3).values
+    {'toy_size': 3}
     """
 
     fidelity: frozenset[str]

@@ -1,14 +1,16 @@
 """What encodings remember is never stale, never half-written, and safe between threads."""
 
 import os
+import sys
 import threading
 import time
 
 import pytest
 import torch
 
+from lrpe_fairseq.attention import multihead
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.encodings import build_encoding
+from lrpe_fairseq.encodings import build_encoding, lrpe
 from lrpe_fairseq.encodings.base import PositionCache
 
 SECONDS = float(os.environ.get("LRPE_THREAD_TEST_SECONDS", "2"))
@@ -54,6 +56,27 @@ def test_a_value_replaced_while_it_is_computed_is_still_the_callers_own():
         return "mine"
 
     assert cache.get(mine, None, compute) == "mine"
+    assert cache.get(theirs, None, lambda: "theirs") == "theirs"
+
+
+@pytest.fixture
+def often_switching(monkeypatch):
+    """Threads take turns while positions are computed, so that a race shows within a second."""
+    monkeypatch.setattr(multihead, "_count_real_first", slow(multihead._count_real_first))
+    monkeypatch.setattr(lrpe, "_along_cycles", slow(lrpe._along_cycles))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def slow(function):
+    def waits(*arguments):
+        value = function(*arguments)
+        time.sleep(1e-4)
+        return value
+
+    return waits
 
 
 @pytest.mark.parametrize(
@@ -61,7 +84,9 @@ def test_a_value_replaced_while_it_is_computed_is_still_the_callers_own():
     [("lrpe-type2", "linear"), ("lrpe-type4", "linear"), ("permuteformer", "linear"),
      ("spe", "linear"), ("t5", "softmax"), ("transformer-xl", "softmax")],
 )  # fmt: skip
-def test_two_threads_with_different_masks_get_the_results_of_one(name, attention_type):
+def test_two_threads_with_different_masks_get_the_results_of_one(
+    name, attention_type, often_switching
+):
     torch.manual_seed(0)
     module = MultiheadAttention(
         16, 2, attention_type=attention_type, position_encoding=name, causal=True
