@@ -9,6 +9,7 @@ from benchmarks.timing import contest
 from benchmarks.training import serves_linear
 from lrpe_fairseq.attention.multihead import feature_map
 from lrpe_fairseq.encodings import ENCODINGS, QueryKeyEncoding, build_encoding
+from lrpe_fairseq.encodings.base import ELU_PLUS_ONE
 
 SHAPES = {"cpu": (1, 8, 4096, 64), "cuda": (12, 12, 32768, 128)}  # batch, heads, T, width
 
@@ -64,7 +65,7 @@ class Encode:
         """Twice (B, H, T, D) -> twice (B, H, T, D')."""
         at = self._positions
         if self._one_pass:
-            encode = self._encoding.one_pass(pair[0], at)
+            encode = self._encoding.one_pass(pair[0], at, ELU_PLUS_ONE)
             return encode(pair[0]), encode(pair[1])
         return self._encoding(*map(feature_map, pair), at, at)
 
@@ -77,6 +78,7 @@ def forms(x: Tensor) -> dict[tuple[str, str], Encode]:
         if encoding.before_feature_map:
             continue  # SPE: not after phi
         found[name, "step by step"] = Encode(encoding, x, one_pass=False)
-        if encoding.one_pass(x, torch.arange(x.shape[2], device=x.device)) is not None:
+        positions = torch.arange(x.shape[2], device=x.device)
+        if encoding.one_pass(x, positions, ELU_PLUS_ONE) is not None:
             found[name, "one pass"] = Encode(encoding, x, one_pass=True)
     return found

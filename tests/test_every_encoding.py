@@ -1,18 +1,51 @@
-"""The properties every encoding must have, for every name in ENCODINGS and every free form.
+"""The properties every encoding must have: each name of ENCODINGS, each free form, and a
+multiplicative score encoding that exists here only.
 
-An exception is a capability field on the class, which the tests read; nothing is skipped.
+An exception is a capability field on the class, which a test asserts; no name is skipped.
 """
 
 import math
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
+from lrpe_fairseq.attention import multihead
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.encodings import ENCODINGS, FREE_FORMS, ScoreEncoding, build_encoding
+from lrpe_fairseq.encodings import (
+    ENCODINGS,
+    FREE_FORMS,
+    QueryKeyEncoding,
+    ScoreEncoding,
+    build_encoding,
+)
+from lrpe_fairseq.encodings.base import check_positions
+from lrpe_fairseq.encodings.lrpe import LRPE
 from tests.references import score_matrix
 
-NAMES = (*ENCODINGS, *FREE_FORMS)
+
+class Multiplicative(ScoreEncoding):
+    """score_st (1 + w_h[clipped s - t]): neither additive nor decomposable."""
+
+    REACH = 4
+
+    def __init__(self, spec):
+        super().__init__(spec)
+        shape = (2 * self.REACH + 1, spec.num_heads)
+        self.table = nn.Parameter(0.3 * torch.randn(shape, generator=spec.generator(9)))
+
+    def forward(self, scores, q, k, q_positions, k_positions, visible=None):
+        check_positions(q_positions, q), check_positions(k_positions, k)
+        lag = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
+        index = lag.clamp(-self.REACH, self.REACH) + self.REACH
+        return scores * F.embedding(index, (1 + self.table).to(scores.dtype)).movedim(-1, -3)
+
+
+HERE_ONLY = {"multiplicative": Multiplicative}
+NAMES = (*ENCODINGS, *HERE_ONLY, *FREE_FORMS)
 WIDTH, HEADS, D = 16, 2, 8
 
 
@@ -22,8 +55,15 @@ def example(length=6, dtype=torch.float64, batch=2):
     return [torch.rand(shape, generator=generator, dtype=dtype) for _ in range(2)]
 
 
+@pytest.fixture(autouse=True)
+def _registered():
+    with mock.patch.dict(ENCODINGS, HERE_ONLY):
+        yield
+
+
 def encoding_of(name, causal=True, seed=0):
-    return build_encoding(name, D, HEADS, causal=causal, seed=seed).eval()
+    with mock.patch.dict(ENCODINGS, HERE_ONLY):
+        return build_encoding(name, D, HEADS, causal=causal, seed=seed).eval()
 
 
 def expected_scores(name, q, k, q_positions, k_positions, causal=True):
@@ -68,12 +108,16 @@ PAIRS = [
     if attention_type == "softmax" or encoding_of(name).serves_linear
 ]
 
+DECOMPOSABLE = [n for n in NAMES if isinstance(encoding_of(n), QueryKeyEncoding)]
+NORMS_KEPT = [n for n in DECOMPOSABLE if encoding_of(n).keeps_norm]
+
 
 # --- the score ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-@pytest.mark.parametrize("shift", [1, 7, 500, 100_000])
+@pytest.mark.parametrize(
+    ("shift", "causal"), [(7, True), (500, False), (100_000, True), (100_000, False)]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_score_depends_on_t_minus_s_only(name, shift, causal):
     q, k = example()
@@ -97,32 +141,41 @@ def test_the_score_does_depend_on_t_minus_s(name):
     assert (scores[..., 5, :] - scores[..., 5, 5:]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NORMS_KEPT)
 def test_at_lag_zero_the_score_is_that_of_the_content(name):
-    encoding = encoding_of(name)
     q, k = example()
     for position in (0, 3, 100_000):
         at = torch.full((6,), position)
-        scores, error = expected_scores(name, q, k, at, at)
-        plain = q @ k.transpose(-1, -2)
-        if isinstance(encoding, ScoreEncoding):
-            plain = encoding(plain, q, k, torch.zeros(6).long(), torch.zeros(6).long())
-        elif not encoding.keeps_norm:
-            continue  # a random code scales each feature; its own tests hold it to its template
-        assert ((scores - plain).abs() - 5 * error).max() < 1e-9
+        scores = score_matrix(encoding_of(name), q, k, at, at)
+        torch.testing.assert_close(scores, q @ k.transpose(-1, -2), rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NORMS_KEPT)
 def test_norms_are_kept(name):
     encoding = encoding_of(name)
-    if isinstance(encoding, ScoreEncoding) or not encoding.keeps_norm:
-        assert isinstance(encoding, ScoreEncoding) or encoding.relative == "in expectation"
-        return
     q, k = example()
     positions = torch.tensor([0, 1, 2, 511, 100_000, 2**31 - 1])
     for before, after in zip((q, k), encoding(q, k, positions, positions), strict=True):
         assert after.shape[-1] == encoding.feature_dim
         torch.testing.assert_close(after.norm(dim=-1), before.norm(dim=-1), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", sorted({*DECOMPOSABLE} - {*NORMS_KEPT}))
+def test_only_random_codes_do_not_keep_norms(name):
+    encoding, (q, k), at = encoding_of(name), example(), torch.arange(6)
+    assert encoding.relative == "in expectation"
+    found = encoding(q, k, at, at)[0].norm(dim=-1)
+    assert ((found / q.norm(dim=-1)).log().abs() > 0.1).any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_positions_that_do_not_fit_the_queries_are_refused(name):
+    encoding, (q, k), at = encoding_of(name), example(), torch.arange(6)
+    wrong = torch.zeros(6, 2), torch.zeros(5), torch.zeros(3, 6), torch.zeros(1, 2, 6)
+    for positions in (*(w.long() for w in wrong), torch.zeros(6)):
+        for pair in ((positions, at), (at, positions)):
+            with pytest.raises(ValueError, match=r"int64 tensor of shape \(T,\) or \(B, T\)"):
+                score_matrix(encoding, q, k, *pair)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -148,8 +201,9 @@ def test_half_types_are_finite_and_right_within_their_own_rounding(name, dtype):
     q, k = (x.to(dtype) for x in example())
     positions = torch.tensor([0, 1, 511, 4096, 16383, 16384])
     if isinstance(exact, ScoreEncoding):
-        wanted = [exact.bias(q.double(), k.double(), positions, positions)]
-        got = [rounded.bias(q, k, positions, positions)]
+        scores = q @ k.transpose(-1, -2)
+        wanted = [exact(scores.double(), q.double(), k.double(), positions, positions)]
+        got = [rounded(scores, q, k, positions, positions)]
         slack = 8 * WIDTH  # a projection of the model's width is summed in the type itself
     else:
         wanted = exact(q.double(), k.double(), positions, positions)
@@ -192,13 +246,40 @@ def test_incremental_through_beam_reorder_equals_parallel(name, attention_type):
 
 
 @pytest.mark.parametrize(("name", "attention_type"), PAIRS)
-def test_a_prefix_in_one_block_then_single_tokens_equals_parallel(name, attention_type):
+def test_blocks_with_padding_anywhere_then_tokens_equal_parallel(name, attention_type):
     module = attention_of(name, attention_type)
-    x = torch.randn(9, 2, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    state = {}
-    parts = [module(x[cut], incremental_state=state)[0] for cut in (slice(0, 5), slice(5, 6))]
-    parts.append(module(x[6:], incremental_state=state)[0])
-    torch.testing.assert_close(torch.cat(parts), module(x)[0], rtol=1e-9, atol=1e-9)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(12, 2, WIDTH, dtype=torch.float64, generator=generator)
+    padding = torch.zeros(2, 12, dtype=torch.bool)
+    padding[0, [0, 3, 4, 6, 8]] = True  # left, inside and right of the prompt; then between tokens
+    state, parts = {}, []
+    for cut in (slice(0, 5), slice(5, 9), slice(9, 10), slice(10, 12)):
+        mask = padding[:, cut] if padding[:, cut].any() else None
+        parts.append(module(x[cut], key_padding_mask=mask, incremental_state=state)[0])
+    out, at_once = torch.cat(parts), module(x, key_padding_mask=padding)[0]
+    for row, real in enumerate(~padding):
+        alone, _ = module(x[real, row : row + 1])
+        torch.testing.assert_close(out[real, row : row + 1], alone, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(at_once[real, row : row + 1], alone, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("name", "attention_type"), PAIRS)
+def test_explicit_positions_are_checked_and_used(name, attention_type):
+    module = attention_of(name, attention_type)
+    x = torch.randn(2, 6, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    plain, _ = module.attend(x)
+    at = torch.arange(6)
+    assert torch.equal(module.attend(x, positions=at)[0], plain)
+    if module.encoding.relative == "exact":
+        rows = torch.stack([at + 1000, at + 5])
+        state, parts = None, []
+        for cut in (slice(0, 4), slice(4, 6)):
+            out, state = module.attend(x[:, cut], None, state, True, positions=rows[:, cut])
+            parts.append(out)
+        torch.testing.assert_close(torch.cat(parts, 1), plain, rtol=1e-9, atol=1e-9)
+        assert state.next_position.tolist() == [1006, 11]
+    with pytest.raises(ValueError, match=r"shape \(T,\) or \(B, T\)"):
+        module.attend(x, positions=torch.zeros(6, 2).long())
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
@@ -234,7 +315,10 @@ def test_a_module_in_half_precision_is_finite(name, attention_type, dtype):
     vanishes = encoding_of(name).denominator_vanishes and dtype == torch.float16
     x = torch.randn(200, 2, WIDTH, generator=torch.Generator().manual_seed(4)).to(dtype)
     x.requires_grad_()
-    assert attention_of(name, attention_type).to(dtype)(x)[0].isfinite().all()
+    multihead._warn_once.cache_clear()
+    warns = vanishes and attention_type == "linear"
+    with pytest.warns(UserWarning, match="'layernorm'") if warns else nullcontext():
+        assert attention_of(name, attention_type).to(dtype)(x)[0].isfinite().all()
     normalizer = "layernorm" if vanishes else "rotated"
     out, _ = attention_of(name, attention_type, normalizer=normalizer).to(dtype)(x)
     out.float().sum().backward()
@@ -262,12 +346,23 @@ def test_the_random_parts_are_saved(name, attention_type):
     assert torch.equal(one(x)[0], two(x)[0])
 
 
+def draws_at_construction(encoding):
+    """True if some part of the encoding starts at random, by its definition."""
+    if isinstance(encoding, LRPE):
+        return any(part in encoding.summary() for part in ("householder", "permutation"))
+    return encoding.name != "none"
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_two_layers_of_one_seed_draw_the_same_and_of_two_seeds_differ(name):
-    state, same, other = (encoding_of(name, seed=s).state_dict() for s in (5, 5, 6))
-    assert all(torch.equal(state[key], same[key]) for key in state)
-    random = [key for key in state if key.endswith(("v", "permutation"))]
-    assert all(not torch.equal(state[key], other[key]) for key in random)
+def test_one_seed_gives_one_encoding_and_another_seed_another(name):
+    one, same, other = (encoding_of(name, seed=s) for s in (5, 5, 6))
+    states = [encoding.state_dict() for encoding in (one, same, other)]
+    equal = [all(torch.equal(states[0][key], state[key]) for key in state) for state in states]
+    assert equal == [True, True, not draws_at_construction(one)]
+    (q, k), at = example(), torch.arange(6)
+    scores = [score_matrix(encoding, q, k, at, at) for encoding in (one, same, other)]
+    assert torch.equal(scores[0], scores[1])
+    assert torch.equal(scores[0], scores[2]) == (not draws_at_construction(one))
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if not encoding_of(n).serves_linear])

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.attention import chunked
-from lrpe_fairseq.attention.chunked import block_decay, decay_matrix
+from lrpe_fairseq.attention import chunked, token_decay
+from lrpe_fairseq.attention.chunked import BlockDecay
 from lrpe_fairseq.kernels import causal_cpu, loader
 
 NORMALIZERS = ("rotated", "content", "layernorm", "none")
@@ -65,9 +65,10 @@ def linear_attention_naive(
 ) -> Tensor:
     """The T x S definition, O(T S) in time and memory; see :func:`linear_attention`."""
     q, k, v, content = _prepare(q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
+    log_decay = _without_padding(log_decay, key_padding_mask)
     scores = q @ k.transpose(-1, -2)
     if log_decay is not None:
-        scores = scores * decay_matrix(log_decay, q.shape[-2], q)
+        scores = scores * _decay_matrix(log_decay, q)
     scores = scores.tril() if causal else scores
     numerator = scores @ v
     if normalizer in ("layernorm", "none"):
@@ -99,15 +100,19 @@ def linear_attention(
         normalizer: one of :data:`NORMALIZERS`. ``rotated`` may meet a denominator near or below
             zero, which is clamped to :data:`EPS` (Type 8 does so often; see the docs).
         content: (q, k) un-encoded features, of equal width, needed by ``content`` only.
-        log_decay: (H,), log of a per-token decay of the score; causal only, no gradient.
+        log_decay: causal only, at most 0; multiplies the score of (s, t) by exp(its sum over
+            t+1..s). (H,): constant, counts every slot, padding included, and has no gradient.
+            (B, H, T): of each token, with gradient; padding has 0.
     Returns: (B, H, T, E) in the dtype of ``v`` (float16 saturates); sums are taken in float32 or
         wider. A query that sees no key gets zeros.
     Raises: ValueError for an unknown normalizer or arguments that do not fit together.
     """
-    dtype, fast = v.dtype, loader.load(KERNELS) if causal else None
+    dtype, per_token = v.dtype, log_decay is not None and log_decay.dim() == 3
+    fast = loader.load(KERNELS) if causal and not per_token else None
     fast = fast if fast is not None and fast.serves(q, v) else None
     given = (q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
     q, k, v, content = _prepare(*given, widen=fast is None)
+    log_decay = _without_padding(log_decay, key_padding_mask)
     if causal:
         wanted = "normalized" if normalizer == "rotated" else "numerator"
         sums = _causal_sums if fast is None else fast.causal_sums
@@ -140,6 +145,7 @@ def linear_attention_block(
     """
     dtype = v.dtype
     q, k, v, content = _prepare(q, k, v, True, key_padding_mask, normalizer, content, log_decay)
+    log_decay = _without_padding(log_decay, key_padding_mask)
     before = state or _empty_state(q, v, content)
     advance = _advance_by_one if q.shape[-2] == 1 else _advance
     numerator, denominator, after = advance(
@@ -182,6 +188,11 @@ def _prepare(
         raise ValueError(f"causal needs as many queries as keys: {q.shape[-2]}, {k.shape[-2]}")
     if log_decay is not None and not causal:
         raise ValueError("a decay is defined for causal attention only: t > s would grow")
+    if log_decay is not None and log_decay.shape not in (q.shape[1:2], q.shape[:3]):
+        raise ValueError(
+            f"log_decay must have shape (H,) or (B, H, T), here {tuple(q.shape[1:2])} or "
+            f"{tuple(q.shape[:3])}, got {tuple(log_decay.shape)}"
+        )
     wide = torch.promote_types(v.dtype, torch.float32)
     own = wide if widen else v.dtype
     keys = [k.to(own), v.to(own)] + ([content[1].to(wide)] if normalizer == "content" else [])
@@ -192,11 +203,33 @@ def _prepare(
     return q.to(own), keys[0], keys[1], used
 
 
+def _without_padding(log_decay: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
+    """A decay per token is log 1 = 0 at padding; a constant one counts every slot."""
+    if log_decay is None or log_decay.dim() == 1 or key_padding_mask is None:
+        return log_decay
+    return log_decay.masked_fill(key_padding_mask.bool().unsqueeze(1), 0.0)
+
+
+def _decay_matrix(log_decay: Tensor, like: Tensor) -> Tensor:
+    """Factors of the scores on and below the diagonal, (H, T, T) or (B, H, T, T)."""
+    if log_decay.dim() == 3:
+        return token_decay.decay_matrix(log_decay, like)
+    return chunked.decay_matrix(log_decay, like.shape[-2], like)
+
+
+def _block_decay(log_decay: Tensor, like: Tensor) -> BlockDecay:
+    """Factors of a block of all T tokens of ``like`` (B, H, T, D)."""
+    if log_decay.dim() == 3:
+        return token_decay.block_decay(log_decay, like)
+    return chunked.block_decay(log_decay, like.shape[-2], like)
+
+
 def _causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
     """As ``chunked.causal_sums``, by the fastest form for widened tensors."""
     form = causal_cpu if causal_cpu.serves(q, k, v) else chunked
+    form = token_decay if log_decay is not None and log_decay.dim() == 3 else form
     return form.causal_sums(q, k, v, wanted, log_decay, eps)
 
 
@@ -255,7 +288,7 @@ def _advance(
     numerator, denominator = _causal_sums(q, k, v, wanted, log_decay, EPS)
     kv, keys = before
     if log_decay is not None:
-        decay = block_decay(log_decay, q.shape[-2], q)
+        decay = _block_decay(log_decay, q)
         q, k, kv = q * decay.into, k * decay.out_of, kv * decay.whole
     numerator = numerator + q @ before.kv
     kv = kv + k.transpose(-1, -2) @ v
@@ -276,7 +309,8 @@ def _advance_by_one(
     """:func:`_advance` for T = 1, a fifth of its time: the state first, then what q reads of it."""
     kv, keys = before
     if log_decay is not None:
-        rate = torch.exp(log_decay.to(q)).unsqueeze(-1)
+        rate = torch.exp(log_decay.to(q))
+        rate = rate.unsqueeze(-1) if rate.dim() == 1 else rate  # H 1, or B H 1
         kv, keys = kv * rate.unsqueeze(-1), keys * rate
     kv = torch.addcmul(kv, k.transpose(-1, -2), v)
     denominator = None

@@ -1,12 +1,13 @@
 """Multi-head self-attention, linear or softmax, with any encoding: projections, masks,
-positions, incremental state and beam reorder. The one module that fairseq's layers call.
+positions, incremental state and beam reorder. fairseq's layers call this module only.
 
 Axes: B batch, H heads, T query time, S key time, D key width, E value width, C = H D.
 """
 
+import warnings
 from collections.abc import Callable
-from functools import lru_cache, partial
-from typing import NamedTuple
+from functools import cache, lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,8 @@ from lrpe_fairseq.attention.softmax import (
     softmax_attention_naive,
 )
 from lrpe_fairseq.encodings import EncodingOptions, ScoreEncoding, build_encoding
-from lrpe_fairseq.encodings.base import PositionCache
+from lrpe_fairseq.encodings.base import ELU_PLUS_ONE, PositionCache, check_positions
+from lrpe_fairseq.errors import ChoiceError
 
 ATTENTION_TYPES = ("linear", "softmax")
 
@@ -39,7 +41,7 @@ class AttentionState(NamedTuple):
 
 class Memory(NamedTuple):
     """What a segment sees besides itself (Transformer-XL, Section 3.2): inputs of earlier segments,
-    of which today's weights make keys and values."""
+    from which the present weights compute keys and values."""
 
     inputs: Tensor  # M B C, without gradient
     hidden: Tensor | None = None  # B T M+T, true where a token must not see another
@@ -57,9 +59,9 @@ class MultiheadAttention(nn.Module):
         dropout: on softmax weights. Linear attention forms no weights and has none, as in the
             paper (Table 7: "attention dropout is only used for vanilla attention").
         normalizer: of linear attention, see ``attention.linear.NORMALIZERS``.
-        seed: of the encoding's fixed random parts. options: knobs of single encodings.
+        seed: of the encoding's fixed random parts. options: options of single encodings.
         wrap_linear: applied to each projection, e.g. fairseq's quantization noise.
-    Raises: ValueError for an unknown name, a width that H does not divide, or an encoding
+    Raises: ChoiceError for an unknown name, a width that H does not divide, or an encoding
         that the attention type cannot use.
     """
 
@@ -89,7 +91,7 @@ class MultiheadAttention(nn.Module):
             position_encoding, self.head_dim, num_heads, causal=causal, seed=seed, options=options
         )
         if attention_type == "linear" and not self.encoding.serves_linear:
-            raise ValueError(
+            raise ChoiceError(
                 f"position encoding {position_encoding!r} needs the score matrix, which linear "
                 "attention never forms; use it with softmax attention"
             )
@@ -99,7 +101,7 @@ class MultiheadAttention(nn.Module):
         use_norm = attention_type == "linear" and normalizer == "layernorm"
         self.norm = nn.LayerNorm(embed_dim) if use_norm else None
 
-    # --- fairseq's door: (T, B, C), and a dictionary of states ---------------------------------
+    # --- fairseq's interface: (T, B, C), and a dictionary of states ----------------------------
 
     def forward(
         self,
@@ -113,7 +115,7 @@ class MultiheadAttention(nn.Module):
         attn_mask: Tensor | None = None,
         need_head_weights: bool = False,
     ) -> tuple[Tensor, None]:
-        """fairseq's call: query (T, B, C) -> ((T, B, C), None); attention weights never exist.
+        """fairseq's call: query (T, B, C) -> ((T, B, C), None); attention weights are not returned.
 
         ``key`` and ``value`` are the query in self-attention and are not read. Causality is
         the module's own, so ``attn_mask`` is refused. With ``incremental_state`` the query is
@@ -153,26 +155,41 @@ class MultiheadAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         state: AttentionState | Memory | None = None,
         keep_state: bool = False,
+        positions: Tensor | None = None,
     ) -> tuple[Tensor, AttentionState | None]:
         """Self-attention of x (B, T, C), continuing ``state``; returns (B, T, C) and the state.
 
-        key_padding_mask: (B, T) of this block, true at padding, on either side. Positions
-        count real tokens, so left- and right-padded batches agree. The state after the block
-        is returned if ``keep_state`` (causal only), else None. After a Memory padding may stand
-        on the right only, where causality hides it.
+        Args:
+            key_padding_mask: (B, T) of this block, true at padding, which may stand anywhere.
+                After a Memory it may stand on the right only, where causality hides it.
+            state: what an earlier block returned, or a Memory.
+            keep_state: return the state after the block (causal only), else None.
+            positions: int64 (T,) or (B, T) of this block; None counts real tokens, so that left-
+                and right-padded batches agree. A decay counts real tokens in either case. Not
+                with a Memory.
+        Raises: ValueError for arguments that do not fit together.
         """
         if keep_state and not self.causal:
             raise ValueError("only causal attention can be continued: build it with causal=True")
+        if positions is not None:
+            check_positions(positions, x)
         if isinstance(state, Memory):
+            if positions is not None:
+                raise ValueError("explicit positions cannot be combined with a memory of segments")
             return self._project_out(self._after_memory(x, state), x), None
         key_padding_mask = None if self.sees_padding else key_padding_mask
-        positions = block_positions(x, key_padding_mask, state)
+        explicit = positions is not None
+        positions = positions if explicit else block_positions(x, key_padding_mask, state)
         attend = self._linear if self.attention_type == "linear" else self._softmax
         out, past = attend(x, positions, key_padding_mask, state, keep_state)
         out = self._project_out(out, x)
         if not keep_state:
             return out, None
-        return out, AttentionState(past, _next_position(x, key_padding_mask, state))
+        if explicit:
+            following = positions.expand(x.shape[:2]).amax(1) + 1
+        else:
+            following = _next_position(x, key_padding_mask, state)
+        return out, AttentionState(past, following)
 
     def _heads(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, H, T, D)."""
@@ -183,9 +200,9 @@ class MultiheadAttention(nn.Module):
         return tuple(self._heads(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj))
 
     def _folds(self, x: Tensor) -> bool:
-        """Whether P goes into the weights: cheaper than per token once tokens outnumber C.
+        """True if P is multiplied into the weights: cheaper than per token from C tokens on.
 
-        Not where a hook rewrites the weights on each call (quantization noise).
+        Not if a hook rewrites the weights on each call (quantization noise).
         """
         plain = not (self.q_proj._forward_pre_hooks or self.k_proj._forward_pre_hooks)
         return plain and self.encoding.foldable and x.shape[0] * x.shape[1] >= x.shape[2]
@@ -234,20 +251,46 @@ class MultiheadAttention(nn.Module):
         if self.normalizer == "content":
             options["content"] = feature_map(q), feature_map(k)
         q, k = self._features(q, k, positions)
-        options["log_decay"] = self.encoding.log_decay()
+        options["log_decay"] = self._log_decay(padding, state, keep_state)
         if not keep_state:
             return linear_attention(q, k, v, causal=self.causal, **options), None
         return linear_attention_block(q, k, v, state=state and state.past, **options)
 
+    def _log_decay(
+        self, padding: Tensor | None, state: AttentionState | None, keep_state: bool
+    ) -> Tensor | None:
+        """The decay (H,), or (B, H, T) where padding stands after tokens that are still seen.
+
+        A constant decay counts slots, which are tokens only if no padding stands between.
+        """
+        log_decay = self.encoding.log_decay()
+        if log_decay is None or padding is None:
+            return log_decay
+        between, after = _gaps_of_mask.get(padding, None, partial(_gaps, padding))
+        if not (between or (keep_state and (after or state is not None))):
+            return log_decay
+        batch, length = padding.shape
+        return log_decay[:, None].expand(batch, -1, length)
+
     def _features(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """phi and the encoding of q and k (B, H, T, D), in the order that the encoding wants."""
-        one_pass = self.encoding.one_pass(q, positions)
+        """The feature map and the encoding of q and k (B, H, T, D), in the encoding's order."""
+        if self.encoding.denominator_vanishes and q.dtype == torch.float16:
+            self._warn_of_the_denominator()
+        one_pass = self.encoding.one_pass(q, positions, FEATURE_MAP)
         if one_pass is not None:
             return one_pass(q), one_pass(k)
         if self.encoding.before_feature_map:
             q, k = self.encoding(q, k, positions, positions)
             return feature_map(q), feature_map(k)
         return self.encoding(feature_map(q), feature_map(k), positions, positions)
+
+    def _warn_of_the_denominator(self) -> None:
+        if self.normalizer == "rotated":
+            _warn_once(
+                f"{self.encoding.name}: the denominator of normalizer 'rotated' is often near "
+                "zero, so float16 gradients overflow; use normalizer 'layernorm' or 'content', or "
+                "bfloat16"
+            )
 
     def _after_memory(self, x: Tensor, memory: Memory) -> Tensor:
         """Attention of x (B, T, C) over [memory, x]: (B, H, T, E). Keys begin M before queries."""
@@ -281,20 +324,45 @@ class MultiheadAttention(nn.Module):
             "key_padding_mask": padding,
             "dropout": self.dropout if self.training else 0.0,
         }
+        return self._attended(q, k, v, positions, k_positions, options), past
+
+    def _attended(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_positions: Tensor,
+        k_positions: Tensor,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """Softmax attention (B, H, T, E) with what the encoding does to the scores."""
         if isinstance(self.encoding, ScoreEncoding):
-            scaled = q * options["scale"]
-            options["bias"] = self.encoding.bias(scaled, k, positions, k_positions)
-            return softmax_attention(q, k, v, **options), past
+            given = q * self.scale, k, q_positions, k_positions
+            if self.encoding.additive:
+                return softmax_attention(q, k, v, bias=self.encoding.bias(*given), **options)
+            options["weigh"] = self.encoding.weigh
+            options["rescore"] = lambda scores, visible: self.encoding(scores, *given, visible)
+            return softmax_attention_naive(q, k, v, **options)
         log_decay = self.encoding.log_decay()
         if log_decay is None:
-            return softmax_attention(q, k, v, **options), past
-        decay = score_decay(log_decay, positions, k_positions)
-        return softmax_attention_naive(q, k, v, rescore=decay.mul, **options), past
+            return softmax_attention(q, k, v, **options)
+        decay = score_decay(log_decay, q.shape[-2], k.shape[-2], options["key_padding_mask"])
+        options["rescore"] = lambda scores, visible: scores * decay
+        return softmax_attention_naive(q, k, v, **options)
 
 
 def feature_map(x: Tensor) -> Tensor:
     """phi(x) = 1 + elu(x), positive (Katharopoulos et al. 2020; LRPE section 4.1)."""
     return F.elu(x).add_(1.0)
+
+
+FEATURE_MAP = ELU_PLUS_ONE
+"""The name under which encodings know :func:`feature_map`."""
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
 
 
 def block_positions(
@@ -315,6 +383,16 @@ def block_positions(
 
 
 _positions_of_mask = PositionCache()
+_gaps_of_mask = PositionCache()
+
+
+def _gaps(key_padding_mask: Tensor) -> tuple[bool, bool]:
+    """True if padding of a mask (B, T) stands between real tokens, and if it stands after one."""
+    real = ~key_padding_mask.bool()
+    before = real.cumsum(1) > 0
+    after = real.flip(1).cumsum(1).flip(1) > 0
+    padded = before & ~real
+    return tuple(torch.stack([(padded & after).any(), padded.any()]).tolist())
 
 
 def _count_real_first(key_padding_mask: Tensor) -> Tensor:
@@ -361,22 +439,32 @@ def _extend(
     return softmax.extend_state(past, new)
 
 
-def score_decay(log_decay: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-    """exp(log_decay (s - t)) for t <= s, 1 beyond: (H, T, S) or (B, H, T, S)."""
-    lag = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
+def score_decay(
+    log_decay: Tensor, rows: int, columns: int, key_padding_mask: Tensor | None
+) -> Tensor:
+    """exp(log_decay n), n the number of real tokens in t+1..s, 1 for t > s.
+
+    ``rows`` queries are the last of ``columns`` keys; a mask (B, S) is true at padding.
+    Returns: (H, T, S), or (B, H, T, S) where there is a mask.
+    """
+    if key_padding_mask is None or key_padding_mask.dim() == 3:  # hidden keys are real tokens
+        count = _counted(columns, log_decay.device)
+    else:
+        count = (~key_padding_mask.bool()).cumsum(-1)
+    lag = count[..., columns - rows :].unsqueeze(-1) - count.unsqueeze(-2)
     lag = lag.clamp_min(0).unsqueeze(-3).to(log_decay.dtype)
     return torch.exp(log_decay.view(-1, 1, 1) * lag)
 
 
 def _check_choices(embed_dim: int, num_heads: int, attention_type: str, normalizer: str) -> None:
     if num_heads < 1 or embed_dim % num_heads:
-        raise ValueError(f"the width {embed_dim} is not divisible by {num_heads} attention heads")
+        raise ChoiceError(f"the width {embed_dim} is not divisible by {num_heads} attention heads")
     if attention_type not in ATTENTION_TYPES:
-        raise ValueError(
+        raise ChoiceError(
             f"unknown attention type {attention_type!r}; choose one of {', '.join(ATTENTION_TYPES)}"
         )
     if normalizer not in NORMALIZERS:
-        raise ValueError(
+        raise ChoiceError(
             f"unknown normalizer {normalizer!r}; choose one of {', '.join(NORMALIZERS)}"
         )
 

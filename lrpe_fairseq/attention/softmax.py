@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Rescore = Callable[[Tensor], Tensor]
+from lrpe_fairseq.encodings.base import masked_softmax
+
+Rescore = Callable[[Tensor, Tensor | None], Tensor]
+"""(scores, visible) -> scores, see ``ScoreEncoding.forward``."""
+
+Weigh = Callable[[Tensor, Tensor | None, torch.dtype], Tensor]
+"""(scores, visible, dtype) -> weights, see ``ScoreEncoding.weigh``."""
 
 
 class Room:
@@ -105,21 +111,19 @@ def softmax_attention_naive(
     dropout: float = 0.0,
     bias: Tensor | None = None,
     rescore: Rescore | None = None,
+    weigh: Weigh = masked_softmax,
 ) -> Tensor:
     """The definition, with the score matrix in memory; see :func:`softmax_attention`.
 
-    Args (beyond those): rescore: maps the scaled scores (B, H, T, S) to new ones before
-        masking, for encodings that are not additive.
+    Args (beyond those): rescore: maps the scaled scores (B, H, T, S) and the visible keys to new
+        scores, for encodings that are not additive. weigh: maps scores, visible keys and a dtype
+        to weights, 0 where not visible.
     """
     scores = (q * scale) @ k.transpose(-1, -2)
     scores = scores if bias is None else scores + bias
-    scores = scores if rescore is None else rescore(scores)
-    allowed = visible_keys(q, k, causal, key_padding_mask)
-    if allowed is None:
-        return F.dropout(_softmax(scores, v), dropout) @ v
-    scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
-    weights = F.dropout(_softmax(scores, v), dropout)
-    return weights.masked_fill(~allowed, 0.0) @ v
+    visible = visible_keys(q, k, causal, key_padding_mask)
+    scores = scores if rescore is None else rescore(scores, visible)
+    return F.dropout(weigh(scores, visible, v.dtype), dropout) @ v
 
 
 def softmax_attention(
@@ -190,8 +194,3 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, **options)
     out = F.scaled_dot_product_attention(q, k, F.pad(v, (0, missing)), **options)
     return out[..., : v.shape[-1]]
-
-
-def _softmax(scores: Tensor, like: Tensor) -> Tensor:
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    return scores.softmax(-1, dtype=wide).to(like.dtype)

@@ -4,7 +4,8 @@
 README's table all come from it. To add an encoding, write one file and add one line here.
 """
 
-from collections.abc import Callable
+from dataclasses import Field, fields
+from functools import partial
 
 from lrpe_fairseq.encodings.base import (
     Encoding,
@@ -19,6 +20,7 @@ from lrpe_fairseq.encodings.permuteformer import PermuteFormer
 from lrpe_fairseq.encodings.spe import SPE
 from lrpe_fairseq.encodings.t5 import T5Bias
 from lrpe_fairseq.encodings.transformer_xl import TransformerXL
+from lrpe_fairseq.errors import ChoiceError
 
 __all__ = [
     "ENCODINGS",
@@ -29,20 +31,21 @@ __all__ = [
     "QueryKeyEncoding",
     "ScoreEncoding",
     "build_encoding",
+    "encoding_class",
+    "options_of_encodings",
 ]
 
 
-def _lrpe(projection: str, core: str) -> Callable[[EncodingSpec], Encoding]:
+Constructor = type[Encoding] | partial[Encoding]
+"""A class, or a class with some of its arguments; called with an :class:`EncodingSpec`."""
+
+
+def _lrpe(projection: str, core: str) -> partial[Encoding]:
     """A constructor of one member of the LRPE family."""
-
-    def construct(spec: EncodingSpec) -> Encoding:
-        return LRPE(spec, projection, core)
-
-    construct.__doc__ = f"{projection} x {core}"
-    return construct
+    return partial(LRPE, projection=projection, core=core)
 
 
-ENCODINGS: dict[str, Callable[[EncodingSpec], Encoding]] = {
+ENCODINGS: dict[str, Constructor] = {
     "none": NoEncoding,
     "rope": _lrpe("identity", "rotation"),
     "permuteformer": PermuteFormer,
@@ -64,21 +67,44 @@ ENCODINGS: dict[str, Callable[[EncodingSpec], Encoding]] = {
 
 DEFAULTS = EncodingOptions()
 
+DEFAULT = "lrpe-type2"
+"""The encoding of a model that names none."""
+
 FREE_FORMS: tuple[str, ...] = tuple(f"lrpe:{p}:{core}" for p in PROJECTIONS for core in CORES)
 """Every name of the free form ``lrpe:<P>:<Lambda>``."""
 
 
-def constructor_of(name: str) -> Callable[[EncodingSpec], Encoding]:
-    """The constructor of ``name``; ValueError, listing the names, if there is none."""
+def constructor_of(name: str) -> Constructor:
+    """The constructor of ``name``; ChoiceError, listing the names, if there is none."""
     if name in ENCODINGS:
         return ENCODINGS[name]
     if name in FREE_FORMS:
         return _lrpe(*name.split(":")[1:])
-    raise ValueError(
+    raise ChoiceError(
         f"unknown position encoding {name!r}; choose one of {', '.join(ENCODINGS)}, "
         f"or lrpe:<P>:<Lambda> with P in {{{', '.join(PROJECTIONS)}}} "
         f"and Lambda in {{{', '.join(CORES)}}}"
     )
+
+
+def encoding_class(name: str) -> type[Encoding]:
+    """The class that ``name`` is built from; ChoiceError if there is none."""
+    constructor = constructor_of(name)
+    return constructor.func if isinstance(constructor, partial) else constructor
+
+
+def options_of_encodings() -> dict[str, Field]:
+    """Every option of every encoding: its field by its name, in the order of ENCODINGS.
+
+    Raises: TypeError if two classes declare one name, or an option has no help text.
+    """
+    found: dict[str, Field] = {}
+    for kind in dict.fromkeys(encoding_class(name).Options for name in ENCODINGS):
+        for own in fields(kind):
+            if own.name in found or not own.metadata.get("help"):
+                raise TypeError(f"{kind.__qualname__}.{own.name} needs a new name and a help text")
+            found[own.name] = own
+    return found
 
 
 def build_encoding(
@@ -96,10 +122,17 @@ def build_encoding(
         name: a key of :data:`ENCODINGS` or the free form ``lrpe:<P>:<Lambda>``.
         head_dim: width D of one head. num_heads: H.
         causal: whether the attention it serves is causal.
-        seed: of the encoding's fixed random parts. options: knobs of single methods.
-    Raises: ValueError for an unknown name (listing the names) or an impossible width.
+        seed: of the encoding's fixed random parts. options: options of single methods; those of
+            other methods are ignored.
+    Raises: ChoiceError for an unknown name (listing the names), an unknown option or an
+        impossible width.
 
     >>> enc = build_encoding("lrpe-type1", head_dim=64, num_heads=8)
     >>> q2, k2 = enc(q, k, positions, positions)  # q, k: (B, H, T, D)
     """
-    return constructor_of(name)(EncodingSpec(head_dim, num_heads, causal, seed, options))
+    unknown = sorted(options.values.keys() - options_of_encodings().keys())
+    if unknown:
+        raise ChoiceError(f"no encoding has the option {', '.join(unknown)}")
+    encoding = constructor_of(name)(EncodingSpec(head_dim, num_heads, causal, seed, options))
+    encoding.name = name
+    return encoding

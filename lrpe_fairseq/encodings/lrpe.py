@@ -10,21 +10,24 @@ product of two results is Re(q~^H k~).
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lrpe_fairseq.encodings.base import (
+    ELU_PLUS_ONE,
     EncodingSpec,
+    Planes,
     PositionCache,
     QueryKeyEncoding,
     check_positions,
+    option,
     over_heads,
 )
+from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import encode_blocks, encode_cpu, loader
-
-Planes = tuple[Tensor, ...]
 
 KERNELS = "lrpe_fairseq.kernels.encode_triton"
 
@@ -32,7 +35,19 @@ BASE = 10000.0
 """Base of the frequencies alpha_t = 10000^(-2t/d) (C.7)."""
 
 EPS = 1e-6
-"""Keeps a learned Householder vector's direction defined when the vector vanishes."""
+"""Smallest norm that a learned Householder vector is divided by."""
+
+
+@dataclass(frozen=True)
+class LRPEOptions:
+    """Options of the learned Householder map."""
+
+    lrpe_householder_start: str = option(
+        "normal",
+        "LRPE, learned Householder vector: start from N(0, I), as in the paper, or at norm 1, "
+        "where it turns faster",
+        choices=("normal", "unit"),
+    )
 
 
 # --- P: the fixed unitary map, on the last axis ------------------------------------------------
@@ -54,7 +69,8 @@ class Householder(nn.Module):
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
-        self.register_buffer("v", _householder_vector(spec))
+        v = _householder_vector(spec)
+        self.register_buffer("v", v / v.norm())
 
     def forward(self, x: Tensor) -> Planes:
         """(..., D) -> one plane (..., D), the mirror image of x."""
@@ -66,11 +82,19 @@ class Householder(nn.Module):
 
 
 class LearnedHouseholder(Householder):
-    """The Householder map whose v is a parameter; its length does not matter."""
+    """The Householder map whose v is a parameter, started from N(0, I) (Type 3's pseudo-code).
+
+    The map depends on the direction of v only, but learning depends on its length: the gradient
+    is orthogonal to v and inversely proportional to its norm, and a step of an adaptive optimizer
+    turns v by an angle inversely proportional to it. N(0, I) has norm sqrt(D) or so; a start at
+    norm 1 (``lrpe_householder_start="unit"``) turns about sqrt(D) times as fast.
+    """
 
     def __init__(self, spec: EncodingSpec) -> None:
         nn.Module.__init__(self)
-        self.v = nn.Parameter(_householder_vector(spec))
+        v = _householder_vector(spec)
+        unit = spec.options.of(LRPEOptions).lrpe_householder_start == "unit"
+        self.v = nn.Parameter(v / v.norm() if unit else v)
 
 
 class OddEven(nn.Module):
@@ -164,8 +188,8 @@ def _heads_inside(x: Tensor) -> bool:
 
 
 def _householder_vector(spec: EncodingSpec) -> Tensor:
-    v = torch.randn(spec.head_dim, generator=spec.generator(stream=1))
-    return v / v.norm()
+    """(D,) from N(0, I)."""
+    return torch.randn(spec.head_dim, generator=spec.generator(stream=1))
 
 
 # --- Lambda^(s): the one-parameter group, on the last axis of every plane ----------------------
@@ -185,9 +209,9 @@ class Rotation(nn.Module):
 
     @staticmethod
     def turned(head_dim: int) -> int:
-        """How many leading features turn; ValueError where none can."""
+        """How many leading features turn; ChoiceError if none can."""
         if head_dim < 2:
-            raise ValueError(f"a rotation needs a head width of at least 2, got {head_dim}")
+            raise ChoiceError(f"a rotation needs a head width of at least 2, got {head_dim}")
         return head_dim - head_dim % 2
 
     def register_frequencies(self, theta: Tensor) -> None:
@@ -200,9 +224,10 @@ class Rotation(nn.Module):
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """exp(i s theta) for every position: (T, E) or (B, 1, T, E), complex."""
-        if self.theta.requires_grad:
+        if self.cache is None:
             return phases(positions, self.theta, dtype)
-        return self.cache.get(positions, dtype, lambda: phases(positions, self.theta, dtype))
+        sources = positions, self.theta
+        return self.cache.get(sources, dtype, lambda: phases(positions, self.theta, dtype))
 
     def forward(self, planes: Planes, turn: Tensor) -> Planes:
         """Turn every plane (..., T, D) by what :meth:`at` gave."""
@@ -213,8 +238,12 @@ class LearnedRotation(Rotation):
     """The rotation whose angles are parameters, started at those of :class:`Rotation`."""
 
     def register_frequencies(self, theta: Tensor) -> None:
-        """Make ``theta`` a float32 parameter."""
+        """Make ``theta`` a float32 parameter.
+
+        Phases are not cached, frozen or not: nothing tells an edit through ``.data``.
+        """
         self.theta = nn.Parameter(theta.float())
+        self.cache = None
 
 
 class HalfRotation(Rotation):
@@ -222,9 +251,9 @@ class HalfRotation(Rotation):
 
     @staticmethod
     def turned(head_dim: int) -> int:
-        """d // 2 made even; ValueError below width 3, where nothing would be left alone."""
+        """d // 2 made even; ChoiceError below width 3, where every feature would turn."""
         if head_dim < 3:
-            raise ValueError(f"rotation-half needs a head width of at least 3, got {head_dim}")
+            raise ChoiceError(f"rotation-half needs a head width of at least 3, got {head_dim}")
         return head_dim // 2 + (head_dim // 2) % 2
 
 
@@ -299,22 +328,59 @@ class _Permuted(torch.autograd.Function):
 
 
 class CyclicPowers:
-    """Powers of permutations by index arithmetic on their cycles."""
+    """Powers of permutations by index arithmetic on their cycles.
+
+    The cycles are kept as long as the permutation has the same values. On a GPU, where comparing
+    them would wait for the device at every call, the same tensor, version and memory stand for
+    the same values: there, an edit in place through ``.data`` goes unnoticed.
+    """
 
     def __init__(self) -> None:
-        self._of_permutation, self._of_positions = PositionCache(), PositionCache()
+        self._of_positions = PositionCache()
+        self._known: tuple | None = None
 
     def powers(self, permutation: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """pi^s(j) and pi^-s(j) for pi (D,) or (H, D) and s of any shape.
 
         Both int64, of shape s.shape + pi.shape; the second undoes the first.
         """
-        form = self._of_permutation.get(permutation, None, lambda: cycle_form(permutation))
+        form = self._cycles_of(permutation)
         return self._of_positions.get(
-            positions,
-            (id(permutation), permutation._version),
+            (positions, *form),
+            None,
             lambda: (_along_cycles(form, positions), _along_cycles(form, -positions)),
         )
+
+    def _cycles_of(self, permutation: Tensor) -> tuple[Tensor, ...]:
+        known = self._known
+        if known is not None and _unchanged(permutation, *known[:2]):
+            return known[2]
+        with torch.inference_mode(False):  # the form outlives the call
+            copy = torch.tensor(permutation.tolist(), device=permutation.device)
+            form = cycle_form(copy)
+        mark = copy if permutation.device.type == "cpu" else _identity(permutation)
+        self._known = permutation, mark, form
+        return form
+
+    def __deepcopy__(self, memo: dict) -> "CyclicPowers":
+        return CyclicPowers()
+
+    def __reduce__(self) -> tuple:
+        return CyclicPowers, ()
+
+
+def _unchanged(permutation: Tensor, known: Tensor, mark: Tensor | tuple) -> bool:
+    """True if ``permutation`` has the values that it had when it was marked."""
+    if permutation.device != known.device:
+        return False
+    if isinstance(mark, Tensor):
+        return torch.equal(permutation, mark)
+    return permutation is known and _identity(permutation) == mark
+
+
+def _identity(tensor: Tensor) -> tuple[int, int]:
+    """Version (inference tensors have none) and memory."""
+    return -1 if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
 
 def cycle_form(permutation: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -448,19 +514,26 @@ class LRPE(QueryKeyEncoding):
     Args:
         spec: widths and seed.
         projection: a name of :data:`PROJECTIONS`. core: a name of :data:`CORES`.
-    Raises: ValueError for an unknown name or a width the core cannot turn.
+    Raises: ChoiceError for an unknown name or a width the core cannot turn.
 
     Costs O(D) per token and head (O(D^2) with fourier). Any position up to 2^31.
     """
 
+    Options = LRPEOptions
+
     def __init__(self, spec: EncodingSpec, projection: str, core: str) -> None:
         super().__init__(spec)
+        self._parts = projection, core
         self.projection = _named(PROJECTIONS, projection, "P")(spec)
         self.core = _named(CORES, core, "Lambda")(spec)
         self._planes = 2 if projection == "fourier" or core.startswith("unitary") else 1
         self.foldable = projection != "identity"
         # the transform of a positive vector has its mass in bin 0, which turns fastest
         self.denominator_vanishes = projection == "fourier"
+
+    def summary(self) -> str:
+        """P x Lambda, by their names."""
+        return " x ".join(self._parts)
 
     @property
     def feature_dim(self) -> int:
@@ -484,27 +557,32 @@ class LRPE(QueryKeyEncoding):
     ) -> tuple[Tensor, Tensor]:
         """Lambda^(s) on the planes of P q and P k; what a folded projection leaves to do."""
         wide = torch.promote_types(q[0].dtype, torch.float32)
-        at_q = self.core.at(check_positions(q_positions), wide)
-        same = k_positions is q_positions
-        at_k = at_q if same else self.core.at(check_positions(k_positions), wide)
+        check_positions(q_positions, q[0]), check_positions(k_positions, k[0])
+        at_q = self.core.at(q_positions, wide)
+        at_k = at_q if k_positions is q_positions else self.core.at(k_positions, wide)
         return self._turned(q, at_q, wide), self._turned(k, at_k, wide)
 
-    def one_pass(self, x: Tensor, positions: Tensor) -> Callable[[Tensor], Tensor] | None:
-        """The encoding of phi(x) in one pass over memory, for tensors like x at ``positions``.
+    def one_pass(
+        self, x: Tensor, positions: Tensor, feature_map: str | None
+    ) -> Callable[[Tensor], Tensor] | None:
+        """By a kernel, or by blocks on a CPU; see :meth:`QueryKeyEncoding.one_pass`.
 
-        phi is 1 + elu. By a kernel, or by blocks on a CPU. None where neither serves
-        x (B, H, T, D) or P is a Fourier matrix and Lambda not unitary: use :meth:`forward`.
+        None if neither serves x (B, H, T, D), or if P is a Fourier matrix and Lambda not unitary.
         """
         fourier = isinstance(self.projection, Fourier)
         if fourier and not isinstance(self.core, Unitary):
             return None
+        if feature_map not in (None, ELU_PLUS_ONE):
+            return None
         form = encode_blocks.Form(
+            phi=feature_map is not None,
             halves=isinstance(self.projection, OddEven),
             wide=isinstance(self.core, Unitary),
             permutes=isinstance(self.core, Permutation),
             fourier=fourier,
         )
-        forms = (loader.load(KERNELS), encode_cpu, encode_blocks)
+        triton = loader.load(KERNELS) if form.phi else None  # which always begins with phi
+        forms = (triton, encode_cpu, encode_blocks)
         fast = next((m for m in forms if m is not None and m.serves(x, form)), None)
         if fast is None:
             return None
@@ -514,7 +592,7 @@ class LRPE(QueryKeyEncoding):
             projection = self.projection.unit(wide)
         elif fourier:
             projection = self.projection.matrix(wide, x.device)
-        at = self.core.at(check_positions(positions), wide)
+        at = self.core.at(check_positions(positions, x), wide)
         return lambda x: fast.encode(x, projection, at, form)
 
     def _turned(self, planes: Planes, at: object, wide: torch.dtype) -> Tensor:
@@ -525,5 +603,5 @@ class LRPE(QueryKeyEncoding):
 
 def _named(table: dict[str, type], name: str, role: str) -> type:
     if name not in table:
-        raise ValueError(f"unknown {role} {name!r}; choose one of {', '.join(table)}")
+        raise ChoiceError(f"unknown {role} {name!r}; choose one of {', '.join(table)}")
     return table[name]

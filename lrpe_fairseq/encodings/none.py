@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import QueryKeyEncoding
+from lrpe_fairseq.encodings.base import QueryKeyEncoding, check_positions
 
 
 class NoEncoding(QueryKeyEncoding):
@@ -11,5 +11,6 @@ class NoEncoding(QueryKeyEncoding):
     def forward(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return q and k as they are."""
+        """Return q and k unchanged."""
+        check_positions(q_positions, q), check_positions(k_positions, k)
         return q, k

@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import EncodingSpec, QueryKeyEncoding, check_positions
+from lrpe_fairseq.encodings.base import (
+    ELU_PLUS_ONE,
+    EncodingSpec,
+    QueryKeyEncoding,
+    check_positions,
+)
 from lrpe_fairseq.encodings.lrpe import CyclicPowers, permute
 from lrpe_fairseq.kernels import encode_cpu
 from lrpe_fairseq.kernels.encode_blocks import Form
@@ -20,19 +25,28 @@ class PermuteFormer(QueryKeyEncoding):
 
     The score of (s, t) depends on pi_h^(s-t) alone and, in causal attention, is multiplied by
     r_h^(s-t) with r_h = sigmoid(2 + 3h/H), h = 0..H-1 (PermuteFormer's language model). The
-    factor is left to the attention (:meth:`log_decay`): on its own r^-t leaves float16 after
+    attention applies the factor (:meth:`log_decay`), because r^-t on its own leaves float16 after
     87 tokens. A bidirectional model has no factor, since r^(s-t) grows without bound for t > s.
 
     Costs O(D) per token and head, any position up to 2^31: no table of powers is kept. pi is
     int64 (H, D), drawn from the spec's own generator and saved in the checkpoint.
 
-    Departures (``spec.options.fidelity``): ``permuteformer-shared-permutation`` and
-    ``permuteformer-bidirectional-ratio``, see :mod:`lrpe_fairseq.encodings.fidelity`. The trap
-    of the latter: with a denominator that sums the scores, r^s cancels, and every query of
-    linear attention weighs the keys by r^-t, that is, sees little but the end of the text. The
-    features are then float32 whatever q is, and overflow where keys span more than about 1300
-    tokens; softmax scores already overflow at about 690.
+    The trap of the departure ``permuteformer-bidirectional-ratio``: with a denominator that sums
+    the scores, r^s cancels, and every query of linear attention weighs the keys by r^-t, that is,
+    sees little but the end of the text. The features are then float32 for any type of q, and
+    overflow if keys span more than about 1300 tokens; softmax scores overflow at about 690.
     """
+
+    departures = {
+        "permuteformer-shared-permutation": (
+            "PermuteFormer uses one permutation, drawn from the seed 0xdeadbeefdeadbeef, for all "
+            "heads and layers, instead of one per head."
+        ),
+        "permuteformer-bidirectional-ratio": (
+            "PermuteFormer keeps the weight r^(s-t) in bidirectional models, where it grows "
+            "without bound for t > s."
+        ),
+    }
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)
@@ -54,19 +68,23 @@ class PermuteFormer(QueryKeyEncoding):
 
     def permute(self, x: Tensor, positions: Tensor) -> Tensor:
         """(B, H, T, D) at positions (T,) or (B, T) -> (B, H, T, D), exact in any dtype."""
-        return permute(x, *self._orders(positions))
+        return permute(x, *self._orders(check_positions(positions, x)))
 
-    def one_pass(self, x: Tensor, positions: Tensor) -> Callable[[Tensor], Tensor] | None:
-        """Permuted 1 + elu(x) where C++ serves x; see :meth:`QueryKeyEncoding.one_pass`."""
-        form = Form(permutes=True)
-        if self._grows or not encode_cpu.serves(x, form):
+    def one_pass(
+        self, x: Tensor, positions: Tensor, feature_map: str | None
+    ) -> Callable[[Tensor], Tensor] | None:
+        """In C++ where it serves x; see :meth:`QueryKeyEncoding.one_pass`."""
+        if self._grows or feature_map not in (None, ELU_PLUS_ONE):
             return None
-        orders = self._orders(positions)
+        form = Form(phi=feature_map is not None, permutes=True)
+        if not encode_cpu.serves(x, form):
+            return None
+        orders = self._orders(check_positions(positions, x))
         return lambda x: encode_cpu.encode(x, None, orders, form)
 
     def _orders(self, positions: Tensor) -> tuple[Tensor, ...]:
         """Indices of pi_h^s and of its inverse, (H, T, D) or (B, H, T, D) each."""
-        powers = self.cycles.powers(self.permutation, check_positions(positions))
+        powers = self.cycles.powers(self.permutation, positions)
         return tuple(index.transpose(-3, -2) for index in powers)
 
     def log_decay(self) -> Tensor | None:

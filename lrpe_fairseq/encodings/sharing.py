@@ -1,23 +1,21 @@
-"""Parameters that several layers hold in common."""
+"""Parameters that several layers share."""
 
 from torch import nn
 
-from lrpe_fairseq.encodings.spe import SPE
-from lrpe_fairseq.encodings.t5 import T5Bias
+from lrpe_fairseq.encodings.base import Encoding
 
 
 def share_across_layers(model: nn.Module) -> None:
-    """Let the encodings of ``model`` share what their options ask to share.
+    """Share the parameters of those encodings of ``model`` whose options ask for it.
 
-    SPE with ``spe_shared``: the code and its noise, while each layer keeps its gate. T5 with
-    ``t5_shared``: the table. The first encoding of a kind owns what the others use. Call it
-    once, on a stack of layers run in order, before an optimizer is made: an encoder and a
-    decoder each need a call of their own.
+    An encoding with ``shared`` true uses the parameters of the first one of its class and name
+    (``Encoding.share_with``). Call it once on a stack of layers that run in order, before an
+    optimizer is made: an encoder and a decoder each need a call of their own.
     """
-    owners: dict[type, SPE | T5Bias] = {}
+    owners: dict[tuple[type, str], Encoding] = {}
     for module in list(model.modules()):
-        if not isinstance(module, (SPE, T5Bias)) or not module.shared:
+        if not isinstance(module, Encoding) or not module.shared:
             continue
-        owner = owners.setdefault(type(module), module)
+        owner = owners.setdefault((type(module), module.name), module)
         if owner is not module:
             module.share_with(owner)

@@ -6,7 +6,8 @@ alone. A filter sums features against the code, so that R numbers carry q_s and 
 """
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +19,27 @@ from lrpe_fairseq.encodings.base import (
     PositionCache,
     QueryKeyEncoding,
     check_positions,
+    option,
 )
+from lrpe_fairseq.errors import ChoiceError
 
 BLOCK = 256
 """Positions whose noise is drawn at once in the convolutional code."""
 
 GATHERED = 2**24
 """Code entries that are gathered at once where positions have a batch axis (64 MB)."""
+
+
+@dataclass(frozen=True)
+class SPEOptions:
+    """The kind of code and its sizes."""
+
+    spe_code: str = option("sine", "SPE: kind of code", choices=("sine", "convolution"))
+    spe_realizations: Optional[int] = option(None, "SPE: realizations R (default: the head width)")
+    spe_sines: int = option(10, "SPE: sines per feature")
+    spe_kernel: int = option(128, "SPE: taps of the convolution")
+    spe_gated: bool = option(True, "SPE: let features pass without position")
+    spe_shared: bool = option(False, "SPE: one code in all layers")
 
 
 # --- codes: positions -> random signals with a covariance of the distance alone ----------------
@@ -40,7 +55,8 @@ class SineCode(nn.Module):
 
     def __init__(self, spec: EncodingSpec, realizations: int) -> None:
         super().__init__()
-        sines = 1 if "spe-one-sine" in spec.options.fidelity else spec.options.spe_sines
+        one = "spe-one-sine" in spec.options.fidelity
+        sines = 1 if one else spec.options.of(SPEOptions).spe_sines
         generator = spec.generator(stream=6)
         shape = (spec.num_heads, spec.head_dim, sines)
         frequency, offset, gain = torch.randn(3, *shape, generator=generator)
@@ -108,7 +124,7 @@ class ConvCode(nn.Module):
 
     def __init__(self, spec: EncodingSpec, realizations: int) -> None:
         super().__init__()
-        taps = spec.options.spe_kernel
+        taps = spec.options.of(SPEOptions).spe_kernel
         self.shape = (spec.num_heads, spec.head_dim, realizations)
         draw = torch.rand(2, *self.shape[:2], taps, generator=spec.generator(stream=6))
         self.kernels = nn.Parameter(draw / math.sqrt(taps / 2.0))  # of qbar, of kbar
@@ -159,14 +175,15 @@ class ConvCode(nn.Module):
         seed = int(self.seed) if fixed else self.drawn
         start = first // BLOCK
         keys = [(seed, fixed, block) for block in range(start, (stop - 1) // BLOCK + 1)]
-        self._blocks = {key: self._block(key) for key in keys}
-        z = torch.cat([*self._blocks.values()], dim=-1)
+        blocks = {key: self._block(key) for key in keys}
+        self._blocks = blocks
+        z = torch.cat([*blocks.values()], dim=-1)
         return z[..., first - start * BLOCK : stop - start * BLOCK].to(self.kernels.dtype)
 
     def _block(self, key: tuple[int, bool, int]) -> Tensor:
-        device = self.kernels.device
-        if key in self._blocks and self._blocks[key].device == device:
-            return self._blocks[key]
+        device, known = self.kernels.device, self._blocks.get(key)
+        if known is not None and known.device == device:
+            return known
         seed, fixed, block = key
         where = torch.device("cpu") if fixed else device  # evaluation is alike on all devices
         generator = torch.Generator(where).manual_seed(seed * 1_000_003 + 1_000 + block)
@@ -223,10 +240,27 @@ class SPE(QueryKeyEncoding):
     The trap: with ``spe_shared`` (:func:`lrpe_fairseq.encodings.sharing.share_across_layers`)
     the layer that owns the code draws the noise for those after it, so it must run first.
 
-    Departures (``spec.options.fidelity``): ``spe-along-batch``, ``spe-after-feature-map``,
-    ``spe-noise-at-eval``, ``spe-one-sine``; see :mod:`lrpe_fairseq.encodings.fidelity`.
-    Raises: ValueError for an unknown ``spe_code`` or a count below 1.
+    Raises: ChoiceError for an unknown ``spe_code`` or a count below 1.
     """
+
+    Options = SPEOptions
+    departures = {
+        "spe-along-batch": (
+            "SPE's codes are indexed by the place in the batch and constant along the sequence, "
+            "so that they carry no position at all."
+        ),
+        "spe-after-feature-map": (
+            "SPE filters phi(q) and phi(k), so that the features which linear attention sums are "
+            "signed, instead of filtering q and k and applying phi to the result."
+        ),
+        "spe-noise-at-eval": (
+            "SPE draws new noise at every forward in evaluation too, so that scores are random "
+            "and decoding token by token disagrees with the parallel form."
+        ),
+        "spe-one-sine": (
+            "SineSPE has one sine per feature where SPE's own experiments have 5 to 10."
+        ),
+    }
 
     relative = "in expectation"
     keeps_norm = False
@@ -234,17 +268,14 @@ class SPE(QueryKeyEncoding):
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)
-        options = spec.options
-        if options.spe_code not in CODES:
-            raise ValueError(
-                f"unknown spe_code {options.spe_code!r}; choose one of {', '.join(CODES)}"
-            )
+        options = self.options
+        self.shared = options.spe_shared
         self.realizations = options.spe_realizations or spec.head_dim
         if min(self.realizations, options.spe_sines, options.spe_kernel) < 1:
-            raise ValueError("spe_realizations, spe_sines and spe_kernel must be positive")
+            raise ChoiceError("spe_realizations, spe_sines and spe_kernel must be positive")
         self.code = CODES[options.spe_code](spec, self.realizations)
         self.gate = self._make_gate() if options.spe_gated else None
-        self.before_feature_map = "spe-after-feature-map" not in options.fidelity
+        self.before_feature_map = "spe-after-feature-map" not in spec.options.fidelity
         self._draws = True  # a layer that shares another's code leaves drawing to it
         self._rows = PositionCache()
 
@@ -261,11 +292,6 @@ class SPE(QueryKeyEncoding):
         """R, the number of realizations."""
         return self.realizations
 
-    @property
-    def shared(self) -> bool:
-        """Whether the options ask for one code in all layers."""
-        return self.spec.options.spe_shared
-
     def share_with(self, owner: "SPE") -> None:
         """Use ``owner``'s code and noise from now on; the gate stays this layer's own."""
         self.code, self._draws = owner.code, False
@@ -274,7 +300,7 @@ class SPE(QueryKeyEncoding):
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Filter; see :meth:`QueryKeyEncoding.forward`. Widths become R."""
-        check_positions(q_positions), check_positions(k_positions)
+        check_positions(q_positions, q), check_positions(k_positions, k)
         if "spe-along-batch" not in self.spec.options.fidelity:
             return self._filter(q, k, q_positions, k_positions)
         places = torch.arange(q.shape[0], device=q.device)
@@ -338,7 +364,7 @@ class SPE(QueryKeyEncoding):
 
 
 class Rows(NamedTuple):
-    """Where the rows of a batch stand among N distinct positions.
+    """Which of N distinct positions the tokens of a batch have.
 
     index: int64 (B, T), the place of each token among the N. order: int64 (B, N), the token at
     each place, where every row has every place once; else None.

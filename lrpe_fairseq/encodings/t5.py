@@ -1,5 +1,7 @@
 """T5's relative position bias (Raffel et al., 2020, Section 2.1): one scalar per bucket."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -9,7 +11,9 @@ from lrpe_fairseq.encodings.base import (
     PositionCache,
     ScoreEncoding,
     check_positions,
+    option,
 )
+from lrpe_fairseq.errors import ChoiceError
 
 
 class T5Bias(ScoreEncoding):
@@ -25,28 +29,37 @@ class T5Bias(ScoreEncoding):
     (Table 2), each layer has its own unless ``t5_shared`` is set and the model calls
     :func:`lrpe_fairseq.encodings.sharing.share_across_layers`.
 
-    Departures (``spec.options.fidelity``): ``t5-shared-bias`` and ``t5-unit-init``, see
-    :mod:`lrpe_fairseq.encodings.fidelity`.
-    Raises: ValueError for numbers of buckets or distances that leave no logarithmic bucket.
+    Raises: ChoiceError for numbers of buckets or distances that leave no logarithmic bucket.
     """
+
+    @dataclass(frozen=True)
+    class Options:
+        """Sizes of the table, and whether layers share it."""
+
+        t5_buckets: int = option(32, "T5: buckets of distances")
+        t5_max_distance: int = option(128, "T5: distance from which on all share the last bucket")
+        t5_shared: bool = option(False, "T5: one table in all layers")
+
+    departures = {
+        "t5-shared-bias": "T5 has one bias for all heads of a layer instead of one per head.",
+        "t5-unit-init": (
+            "T5's biases start from N(0, 1), nn.Embedding's default, instead of N(0, 1/(H D))."
+        ),
+    }
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)
-        options = spec.options
+        options, fidelity = self.options, spec.options.fidelity
+        self.shared = options.t5_shared
         one_way = options.t5_buckets if spec.causal else options.t5_buckets // 2
         starts = bucket_starts(one_way, options.t5_max_distance)
         self.register_buffer("starts", torch.tensor(starts), persistent=False)
-        heads = 1 if "t5-shared-bias" in options.fidelity else spec.num_heads
+        heads = 1 if "t5-shared-bias" in fidelity else spec.num_heads
         std = (spec.num_heads * spec.head_dim) ** -0.5
-        std = 1.0 if "t5-unit-init" in options.fidelity else std
+        std = 1.0 if "t5-unit-init" in fidelity else std
         draw = torch.randn(heads, options.t5_buckets, generator=spec.generator(stream=4))
         self.table = nn.Parameter(std * draw)
         self._cache = PositionCache()
-
-    @property
-    def shared(self) -> bool:
-        """Whether the options ask for one table in all layers."""
-        return self.spec.options.t5_shared
 
     def share_with(self, owner: "T5Bias") -> None:
         """Use ``owner``'s table from now on."""
@@ -54,21 +67,20 @@ class T5Bias(ScoreEncoding):
 
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """(H, T, S), or (B, H, T, S) where positions have a batch axis; the dtype of q."""
+        check_positions(q_positions, q), check_positions(k_positions, k)
         table = self.table.t().to(q.dtype)
         return F.embedding(self.buckets(q_positions, k_positions), table).movedim(-1, -3)
 
     def buckets(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """int64 bucket of every pair, (T, S) or (B, T, S); computed once per pair of tensors."""
-        check_positions(q_positions), check_positions(k_positions)
-        of_keys = self._cache.get(q_positions, None, PositionCache)
-        return of_keys.get(
-            k_positions,
+        return self._cache.get(
+            (q_positions, k_positions, self.starts),
             None,
             lambda: self.bucket(q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)),
         )
 
     def bucket(self, distance: Tensor) -> Tensor:
-        """Bucket of s - t, int64 of any shape; a key after a causal query counts as distance 0."""
+        """Bucket of s - t, int64 of any shape; a key after a causal query has distance 0."""
         if self.spec.causal:
             return torch.bucketize(distance.clamp_min(0), self.starts, right=True)
         one_way = torch.bucketize(distance.abs(), self.starts, right=True)
@@ -81,14 +93,14 @@ def bucket_starts(buckets: int, max_distance: int) -> list[int]:
     With e = buckets // 2, distance n < e has bucket n and a larger one
     e + floor((buckets - e) log(n/e) / log(max_distance/e)), at most buckets - 1. The
     inequality is solved in integers, so that no rounded logarithm decides at a boundary.
-    Raises: ValueError unless buckets >= 2 and max_distance > buckets // 2.
+    Raises: ChoiceError unless buckets >= 2 and max_distance > buckets // 2.
 
     >>> bucket_starts(8, 16)
     [1, 2, 3, 4, 6, 8, 12]
     """
     exact = buckets // 2
     if exact < 1 or max_distance <= exact:
-        raise ValueError(
+        raise ChoiceError(
             f"T5 needs at least 2 buckets in one direction and a largest distance above half of "
             f"them, got {buckets} and {max_distance}"
         )

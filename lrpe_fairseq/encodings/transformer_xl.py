@@ -21,7 +21,7 @@ class TransformerXL(ScoreEncoding):
     """score_st = q_s.k_t (a) + q_s.W R_(s-t) (b) + u.k_t (c) + v.W R_(s-t) (d), all over sqrt D.
 
     W (H D x H D, the paper's W_kR) maps the sinusoid R of the model's width to every head's
-    keys of position; u and v (H, D) replace the query where it must not know its place. Each
+    keys of position; u and v (H, D) replace the query where its position must not count. Each
     layer has its own. W starts like a key projection of fairseq (Xavier, gain 1/sqrt 2), u and
     v from N(0, 0.02^2), drawn from the spec's own generator.
 
@@ -33,6 +33,12 @@ class TransformerXL(ScoreEncoding):
 
     The trap: q arrives scaled by D^-0.5, so u and v are scaled here, and W R is not.
     """
+
+    departures = {
+        "xl-no-dropout": (
+            "Transformer-XL is trained without dropout of any kind, where every other row has 0.1."
+        ),
+    }
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)
@@ -47,12 +53,10 @@ class TransformerXL(ScoreEncoding):
 
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Terms (b), (c) and (d), (B, H, T, S); ``q`` is already scaled by D^-0.5."""
-        check_positions(q_positions), check_positions(k_positions)
+        check_positions(q_positions, q), check_positions(k_positions, k)
         q, of_keys = self._content(q, k)
-        of_keys_positions = self._layouts.get(q_positions, None, PositionCache)
-        aligned = of_keys_positions.get(
-            k_positions, None, lambda: end_together(q_positions, k_positions)
-        )
+        both = q_positions, k_positions
+        aligned = self._layouts.get(both, None, lambda: end_together(*both))
         if aligned:
             return of_keys + self._by_shift(q, q_positions, k.shape[-2])
         return of_keys + self._by_distance(q, q_positions, k_positions)
@@ -131,7 +135,7 @@ def left_shift(x: Tensor, width: int) -> Tensor:
 
 
 def end_together(q_positions: Tensor, k_positions: Tensor) -> bool:
-    """Whether the T queries stand at the last T of S keys whose positions count up by one."""
+    """True if the T queries are the last T of S keys whose positions count up by one."""
     memory = k_positions.shape[-1] - q_positions.shape[-1]
     if q_positions.dim() != 1 or k_positions.dim() != 1 or memory < 0:
         return False

@@ -1,10 +1,17 @@
 """fairseq models: registration, presets and shared options. fairseq glue only."""
 
-from lrpe_fairseq.models import (  # noqa: F401  (register the archs)
+import fairseq  # noqa: F401  (first, so that the package mends it before a model uses it)
+
+from lrpe_fairseq import compat, preemption
+
+compat.apply()
+preemption.apply()
+
+from lrpe_fairseq.models import (  # noqa: E402, F401  (register the archs)
     language_model,
     masked_lm,
     translation,
 )
-from lrpe_fairseq.models.options import explain_bad_options
+from lrpe_fairseq.models.options import explain_bad_options  # noqa: E402
 
 explain_bad_options()

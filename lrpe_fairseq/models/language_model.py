@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lrpe_fairseq.attention.multihead import Memory
 from lrpe_fairseq.encodings.fidelity import parse_departures
 from lrpe_fairseq.encodings.sharing import share_across_layers
+from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.models.layers import Decoder, DecoderLayer, wrapped
 from lrpe_fairseq.models.options import (
     AttentionOptions,
@@ -162,22 +163,22 @@ class LRPELanguageModelTiny(LRPELanguageModel):
 
 
 def check_memory(options: Any) -> None:
-    """Raise ValueError if the model that ``options`` describe cannot remember earlier segments."""
+    """Raise ChoiceError if the model that ``options`` describe cannot remember earlier segments."""
     length = options.memory_length
     if length < 0:
-        raise ValueError(f"a memory cannot have {length} tokens")
+        raise ChoiceError(f"a memory cannot have {length} tokens")
     if length and str(options.attention_type) == "linear":
-        raise ValueError(
+        raise ChoiceError(
             "a memory of earlier segments needs softmax attention: the state of linear attention "
             "would hold all of the text, not its last tokens"
         )
     if length and not options.no_token_positional_embeddings:
-        raise ValueError(
+        raise ChoiceError(
             "absolute positions begin anew in every segment, so a memory of earlier ones needs "
             "--no-token-positional-embeddings"
         )
     if length and options.decoder_layerdrop:
-        raise ValueError("a layer that is dropped remembers nothing: no layer drop with a memory")
+        raise ChoiceError("a layer that is dropped remembers nothing: no layer drop with a memory")
 
 
 def switch_dropout(options: Any) -> None:

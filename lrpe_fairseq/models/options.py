@@ -4,10 +4,11 @@ import os
 from argparse import BooleanOptionalAction
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
+from enum import Enum
 from functools import partial
-from typing import Any, Optional
+from typing import Any
 
 import fairseq.models
 import torch
@@ -19,19 +20,38 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
-from lrpe_fairseq.encodings import ENCODINGS, EncodingOptions
+from lrpe_fairseq.encodings import DEFAULT, ENCODINGS, EncodingOptions, options_of_encodings
 from lrpe_fairseq.encodings.fidelity import DEPARTURES, parse_departures
+from lrpe_fairseq.errors import ChoiceError
+
+
+def with_encoding_options(cls: type) -> type:
+    """Add the option of every encoding to a configuration, before it becomes a dataclass."""
+    for name, own in options_of_encodings().items():
+        cls.__annotations__[name] = _type_for_fairseq(own)
+        setattr(cls, name, field(default=own.default, metadata={"help": own.metadata["help"]}))
+    return cls
+
+
+def _type_for_fairseq(own: Field) -> Any:
+    """The type of an option: fairseq's parser takes an enumeration for one with choices."""
+    choices = own.metadata["choices"]
+    return ChoiceEnum(list(choices)) if choices else own.type
 
 
 @dataclass
+@with_encoding_options
 class AttentionOptions(FairseqDataclass):
-    """How self-attention works; mixed into every model's configuration."""
+    """How self-attention works; part of every model's configuration.
+
+    The options of single encodings follow those below; each encoding class declares its own.
+    """
 
     attention_type: ChoiceEnum(list(ATTENTION_TYPES)) = field(
         default="linear", metadata={"help": "self-attention: linear (1+elu kernel) or softmax"}
     )
     position_encoding: str = field(
-        default="lrpe-type2",
+        default=DEFAULT,
         metadata={
             "help": "relative position encoding: "
             + ", ".join(ENCODINGS)
@@ -53,30 +73,18 @@ class AttentionOptions(FairseqDataclass):
             "(all), or a comma-separated list of " + ", ".join(DEPARTURES)
         },
     )
-    spe_code: ChoiceEnum(["sine", "convolution"]) = field(
-        default="sine", metadata={"help": "SPE: kind of code"}
-    )
-    spe_realizations: Optional[int] = field(
-        default=None, metadata={"help": "SPE: realizations R (default: the head width)"}
-    )
-    spe_sines: int = field(default=10, metadata={"help": "SPE: sines per feature"})
-    spe_kernel: int = field(default=128, metadata={"help": "SPE: taps of the convolution"})
-    spe_gated: bool = field(
-        default=True, metadata={"help": "SPE: let features pass without position"}
-    )
-    spe_shared: bool = field(default=False, metadata={"help": "SPE: one code in all layers"})
-    t5_buckets: int = field(default=32, metadata={"help": "T5: buckets of distances"})
-    t5_max_distance: int = field(
-        default=128, metadata={"help": "T5: distance from which on all share the last bucket"}
-    )
-    t5_shared: bool = field(default=False, metadata={"help": "T5: one table in all layers"})
 
 
 def encoding_options(options: Any) -> EncodingOptions:
-    """The knobs of single encodings in a model's configuration."""
-    knobs = {f.name: getattr(options, f.name) for f in fields(EncodingOptions)}
-    knobs |= {"fidelity": parse_departures(options.fidelity), "spe_code": str(options.spe_code)}
-    return EncodingOptions(**knobs)
+    """The options of single encodings in a model's configuration.
+
+    A checkpoint may be older than an option, which then has its default.
+    """
+    given = {
+        name: getattr(options, name, own.default) for name, own in options_of_encodings().items()
+    }
+    plain = {name: str(v) if isinstance(v, Enum) else v for name, v in given.items()}
+    return EncodingOptions(parse_departures(options.fidelity), **plain)
 
 
 def build_attention(
@@ -137,10 +145,10 @@ def _options_of(config: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def one_sentence_errors() -> Iterator[None]:
-    """Turn a ValueError about the user's choice into one sentence and exit status 1."""
+    """End with one sentence and exit status 1 on a choice that the user can correct."""
     try:
         yield
-    except ValueError as error:
+    except ChoiceError as error:
         raise SystemExit(f"lrpe_fairseq: {error}") from None
 
 

@@ -14,6 +14,7 @@ from fairseq.models.transformer.transformer_config import DecoderConfig, EncDecB
 from torch import nn
 
 from lrpe_fairseq.encodings.sharing import share_across_layers
+from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.models.layers import Decoder, Encoder
 from lrpe_fairseq.models.options import (
     AttentionOptions,
@@ -76,6 +77,7 @@ class LRPETransformer(FlagsThatMeanWhatTheySay, TransformerModelBase):
         """Build from a configuration; see fairseq's TransformerModelBase for its options."""
         refuse_unrelated_processes()
         with one_sentence_errors():
+            check_shared_embeddings(cfg, task)
             model = super().build_model(cfg, task)
             share_across_layers(model.encoder)
             share_across_layers(model.decoder)
@@ -96,3 +98,17 @@ class LRPETransformer(FlagsThatMeanWhatTheySay, TransformerModelBase):
 @register_model("lrpe_transformer_tiny", dataclass=LRPETransformerTinyConfig)
 class LRPETransformerTiny(LRPETransformer):
     """The tiny preset; ``--arch lrpe_transformer_tiny``, or ``_name: lrpe_transformer_tiny``."""
+
+
+def check_shared_embeddings(cfg: Any, task: Any) -> None:
+    """Raise ChoiceError if --share-all-embeddings does not fit the model or its dictionaries."""
+    if not cfg.share_all_embeddings:
+        return
+    if task.source_dictionary != task.target_dictionary:
+        raise ChoiceError("--share-all-embeddings requires a joined dictionary")
+    if cfg.encoder.embed_dim != cfg.decoder.embed_dim:
+        raise ChoiceError(
+            "--share-all-embeddings requires --encoder-embed-dim to match --decoder-embed-dim"
+        )
+    if cfg.decoder.embed_path not in (None, "", cfg.encoder.embed_path):
+        raise ChoiceError("--share-all-embeddings is not compatible with --decoder-embed-path")

@@ -21,6 +21,7 @@ from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageMode
 from omegaconf import II
 from torch import Tensor
 
+from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.models.language_model import LRPELanguageModel
 from lrpe_fairseq.models.options import one_sentence_errors
 from lrpe_fairseq.models.segment_memory import Segment
@@ -115,9 +116,9 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
         self._model = super().build_model(args, from_checkpoint)
         with one_sentence_errors():
             if not isinstance(self._model, LRPELanguageModel):
-                raise ValueError(f"the task {NAME} is for lrpe_lm and its presets only")
+                raise ChoiceError(f"the task {NAME} is for lrpe_lm and its presets only")
             if self.args.reset_at_documents and str(args.attention_type) == "linear":
-                raise ValueError("--reset-at-documents needs softmax attention")
+                raise ChoiceError("--reset-at-documents needs softmax attention")
         return self._model
 
     def get_checkpoint_dict(self) -> dict[str, Any]:
@@ -189,7 +190,7 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
     ) -> int:
         """Rows of a batch."""
         if max_positions is not None and segment > max_positions:
-            raise ValueError(
+            raise ChoiceError(
                 f"segments of {segment} tokens are longer than the {max_positions} that the model "
                 "and --max-tokens allow"
             )
@@ -234,27 +235,27 @@ def document_starts(path: Path, lines: np.ndarray) -> np.ndarray:
     """The first token of every document, from the numbers of their first lines, and the lengths
     of all lines, ends included.
 
-    Raises: ValueError if the file is not there, or cannot belong to this text.
+    Raises: ChoiceError if the file is not there, or cannot belong to this text.
     """
     try:
         rows = path.read_text(encoding="utf-8").splitlines()
         numbers = np.array([int(row.split("\t")[0]) for row in rows], dtype=np.int64)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} does not tell where documents begin: {error}") from None
+        raise ChoiceError(f"{path} does not tell where documents begin: {error}") from None
     known = np.concatenate([[0], np.cumsum(lines)])
     ordered = (np.diff(numbers) > 0).all() and (numbers >= 0).all()
     if not ordered or (numbers >= len(lines)).any():
-        raise ValueError(f"{path} is not of this text of {len(lines)} lines")
+        raise ChoiceError(f"{path} is not of this text of {len(lines)} lines")
     return known[numbers]
 
 
 def check_options(options: Any) -> None:
-    """Raise ValueError for what streams of segments cannot be."""
+    """Raise ChoiceError for what streams of segments cannot be."""
     for name, only in ONLY.items():
         if str(getattr(options, name)).lower() != str(only).lower():
-            raise ValueError(f"the task {NAME} takes {name}={only} only")
+            raise ChoiceError(f"the task {NAME} takes {name}={only} only")
     if options.reset_at_documents and ":" in options.data:
-        raise ValueError("--reset-at-documents needs data in one folder")
+        raise ChoiceError("--reset-at-documents needs data in one folder")
 
 
 def _numbers(starts: np.ndarray, tokens: Tensor) -> Tensor:

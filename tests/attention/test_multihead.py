@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lrpe_fairseq.attention.multihead import MultiheadAttention, block_positions
-from lrpe_fairseq.encodings import ENCODINGS, FREE_FORMS
+from lrpe_fairseq.attention.multihead import Memory, MultiheadAttention, block_positions
+from lrpe_fairseq.encodings import ENCODINGS, FREE_FORMS, ScoreEncoding
 
 WIDTH, HEADS = 16, 2
 FOLDABLE = [name for name in FREE_FORMS if ":identity:" not in name]
@@ -134,3 +134,49 @@ def test_a_mask_of_scores_and_a_bidirectional_cache_are_refused():
         module_of()(x, attn_mask=torch.zeros(3, 3))
     with pytest.raises(ValueError, match="causal=True"):
         module_of(causal=False)(x, incremental_state={})
+
+
+class Average(ScoreEncoding):
+    """Weights that are no softmax: all visible keys count alike, and so do their positions."""
+
+    def forward(self, scores, q, k, q_positions, k_positions, visible=None):
+        self.seen = visible
+        return torch.zeros_like(scores)
+
+    def weigh(self, scores, visible, dtype):
+        seen = torch.ones_like(scores) if visible is None else visible.expand_as(scores)
+        seen = seen.to(dtype)
+        return seen / seen.sum(-1, keepdim=True).clamp_min(1)
+
+
+def test_a_score_encoding_may_replace_the_softmax_and_count_visible_keys(monkeypatch):
+    monkeypatch.setitem(ENCODINGS, "average", Average)
+    assert not Average.additive
+    module = MultiheadAttention(
+        8, 2, attention_type="softmax", position_encoding="average", causal=True
+    ).double()
+    module.out_proj = torch.nn.Identity()
+    x = torch.randn(2, 6, 8, dtype=torch.float64)
+    padding = torch.zeros(2, 6, dtype=torch.bool)
+    padding[0, 2:4] = True
+    out, _ = module.attend(x, padding)
+    assert module.encoding.seen.shape == (2, 1, 6, 6)
+    v = module.v_proj(x)
+    for row in range(2):
+        for s in range(6):
+            keys = v[row, : s + 1][~padding[row, : s + 1]]
+            torch.testing.assert_close(out[row, s], keys.mean(0))
+    state, parts = None, []
+    for s in range(6):
+        part, state = module.attend(x[:, s : s + 1], padding[:, s : s + 1], state, True)
+        parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, 1), out)
+
+
+def test_positions_given_by_hand_do_not_go_with_a_memory():
+    module = MultiheadAttention(
+        8, 2, attention_type="softmax", position_encoding="rope", causal=True
+    )
+    with pytest.raises(ValueError, match="cannot be combined with a memory"):
+        module.attend(torch.zeros(1, 2, 8), None, Memory(torch.zeros(3, 1, 8)), False,
+                      positions=torch.arange(2))  # fmt: skip

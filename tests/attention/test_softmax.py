@@ -74,7 +74,7 @@ def test_what_stands_at_padding_leaks_nowhere():
 def test_a_rescoring_function_acts_before_masking_and_softmax():
     q, k, v = (x.detach() for x in example(5, 5))
     halved = softmax_attention_naive(
-        q, k, v, causal=True, scale=1.0, rescore=lambda scores: scores * 0.5
+        q, k, v, causal=True, scale=1.0, rescore=lambda scores, visible: scores * 0.5
     )
     torch.testing.assert_close(halved, softmax_attention(q, k, v, causal=True, scale=0.5))
 

@@ -1,13 +1,17 @@
 """LRPE against dense matrices built from the equations."""
 
 import itertools
+import math
+import warnings
 
 import pytest
 import torch
 
+from lrpe_fairseq.attention import multihead
 from lrpe_fairseq.attention.linear import EPS, linear_attention
+from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.softmax import softmax_attention
-from lrpe_fairseq.encodings import ENCODINGS, FREE_FORMS, build_encoding
+from lrpe_fairseq.encodings import ENCODINGS, FREE_FORMS, EncodingOptions, build_encoding
 from lrpe_fairseq.encodings.lrpe import CORES, PROJECTIONS, CyclicPowers
 from tests.references import dense_lambda, dense_p, dense_scores, dense_w, frequencies
 
@@ -200,3 +204,78 @@ def test_odd_even_before_rotation_is_half_split_rotation():
     a, b = q[..., :4], q[..., 4:]
     turned = [a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()]
     torch.testing.assert_close(ours, torch.stack(turned, -1).flatten(-2), rtol=0, atol=1e-12)
+
+
+def learns(name):
+    return next(build_encoding(name, 8, 2).parameters(), None) is not None
+
+
+LEARNED = [n for n in (*ENCODINGS, *FREE_FORMS) if n.startswith("lrpe") and learns(n)]
+
+
+@pytest.mark.parametrize("attention_type", ["linear", "softmax"])
+@pytest.mark.parametrize("name", LEARNED)
+def test_frozen_learned_parts_give_what_trainable_ones_give(name, attention_type):
+    torch.manual_seed(0)
+    module = MultiheadAttention(
+        16, 2, attention_type=attention_type, position_encoding=name, causal=True
+    ).eval()
+    x = torch.randn(2, 7, 16)
+    wanted, _ = module.attend(x)
+    module.encoding.requires_grad_(False)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            torch.testing.assert_close(module.attend(x)[0], wanted, rtol=1e-5, atol=1e-6)
+    module.attend(x)[0].sum().backward()
+    assert all(p.grad is None for p in module.encoding.parameters())
+    assert module.q_proj.weight.grad.abs().sum() > 0
+
+
+def reflection(start, seed=0, width=64):
+    options = EncodingOptions(lrpe_householder_start=start)
+    name = "lrpe:householder-learned:rotation"
+    return build_encoding(name, width, 1, seed=seed, options=options).projection
+
+
+def test_the_learned_reflection_starts_from_a_standard_normal():
+    norms = torch.stack([reflection("normal", seed).v.detach().norm() for seed in range(50)])
+    assert abs(norms.mean() - 8) < 0.3  # sqrt(64)
+    assert float(reflection("unit").v.detach().norm()) == pytest.approx(1)
+    plain = build_encoding("lrpe-type3", 64, 1).projection.v
+    assert torch.equal(plain, reflection("normal").v)
+
+
+def test_a_start_at_norm_one_turns_the_reflection_several_times_as_fast():
+    """The length of v does not change the map, but it changes what an optimizer's step does."""
+    turned = {}
+    for start in ("normal", "unit"):
+        p = reflection(start)
+        torch.manual_seed(0)
+        x = torch.randn(256, 64)
+        target = reflection("normal", seed=7)(x)[0].detach()
+        first = p.v.detach().clone()
+        optimizer = torch.optim.Adam(p.parameters(), lr=3e-4)
+        for _ in range(200):
+            loss = (p(x)[0] - target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        cosine = torch.cosine_similarity(first, p.v.detach(), dim=0)
+        turned[start] = math.degrees(math.acos(min(1.0, float(cosine))))
+    assert turned["normal"] < 5
+    assert turned["unit"] > 4 * turned["normal"]
+
+
+def test_type_8_in_float16_with_the_rotated_normalizer_warns_once():
+    multihead._warn_once.cache_clear()
+    options = {"attention_type": "linear", "position_encoding": "lrpe-type8", "causal": True}
+    x = torch.randn(1, 5, 16).half()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        MultiheadAttention(16, 2, **options).attend(x.float())
+        MultiheadAttention(16, 2, normalizer="layernorm", **options).half().attend(x)
+        assert caught == []
+        for _ in range(2):
+            MultiheadAttention(16, 2, **options).half().attend(x)
+    (warning,) = caught
+    assert "use normalizer 'layernorm' or 'content'" in str(warning.message)

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from lrpe_fairseq.attention.linear import linear_attention, linear_attention_naive
+from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 
 
@@ -96,6 +97,24 @@ def test_linear_attention_is_the_dense_toeplitz_form_with_decay(form, normalizer
     q2, k2 = encoding(q, k, positions, positions)
     out = form(q2, k2, v, causal=True, normalizer=normalizer, log_decay=encoding.log_decay())
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)  # log_decay is float32
+
+
+@pytest.mark.parametrize("normalizer", ["rotated", "content", "layernorm"])
+@pytest.mark.parametrize("attention_type", ["linear", "softmax"])
+def test_the_decay_counts_tokens_not_padding(attention_type, normalizer):
+    torch.manual_seed(0)
+    module = MultiheadAttention(
+        24, 3, attention_type=attention_type, position_encoding="permuteformer", causal=True,
+        normalizer=normalizer,
+    ).double().eval()  # fmt: skip
+    x, padding = torch.randn(1, 30, 24).double(), torch.zeros(1, 30).bool()
+    padding[0, 3:23] = True  # 20 slots between tokens, then a continued prompt
+    alone, _ = module.attend(x[~padding].unsqueeze(0))
+    together, _ = module.attend(x, padding)
+    torch.testing.assert_close(together[~padding].unsqueeze(0), alone, rtol=1e-9, atol=1e-9)
+    _, state = module.attend(x[:, :20], padding[:, :20], None, True)
+    rest, _ = module.attend(x[:, 20:], padding[:, 20:], state, True)
+    torch.testing.assert_close(rest[:, 3:], alone[:, 3:], rtol=1e-9, atol=1e-9)
 
 
 def test_half_precision_inputs_of_4096_tokens_stay_finite_and_right():

@@ -13,6 +13,7 @@ import torch
 from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
 from lrpe_fairseq.encodings import ENCODINGS, QueryKeyEncoding, build_encoding
 from lrpe_fairseq.encodings import base as encodings_base
+from lrpe_fairseq.encodings.base import ELU_PLUS_ONE
 from lrpe_fairseq.kernels import encode_blocks, encode_cpu, loader
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -128,7 +129,7 @@ def test_any_number_of_heads_of_any_width(name, count, width, monkeypatch):
 def test_a_row_that_is_not_finite_stays_alone(name):
     """Rows share a cache, up to the end of their last vector, which 20 numbers do not fill."""
     encoding, (x, positions) = built(name, 20), example(9, 20)
-    encode = encoding.one_pass(heads(x), positions["shared"])
+    encode = encoding.one_pass(heads(x), positions["shared"], ELU_PLUS_ONE)
     clean, broken = (heads(x).detach().requires_grad_() for _ in range(2))
     wanted = encode(clean)
     weights = torch.linspace(-1, 1, wanted.numel()).view_as(wanted)
@@ -149,7 +150,7 @@ def assert_one_pass_is_the_encoding(name, time, kind, width=16):
     """In outputs and in gradients of x and of what is learned."""
     encoding, (x, positions) = built(name, width), example(time, width)
     x.requires_grad_()
-    found = encoding.one_pass(heads(x), positions[kind])(heads(x))
+    found = encoding.one_pass(heads(x), positions[kind], ELU_PLUS_ONE)(heads(x))
     exact, wide = copy.deepcopy(encoding).double(), x.detach().double().requires_grad_()
     expected = by_definition(exact, heads(wide), positions[kind])
     assert_near(found, expected, 1e-6)
@@ -168,10 +169,10 @@ def assert_near(found, wanted, scale):
 def test_half_types_are_rounded_once(dtype, form):
     encoding, (x, positions) = built("lrpe-type2"), example(40, dtype=dtype)
     if form != "fused":
-        assert encoding.one_pass(heads(x), positions["shared"]) is None
+        assert encoding.one_pass(heads(x), positions["shared"], ELU_PLUS_ONE) is None
         return
     exact = by_definition(encoding, heads(x.float()), positions["shared"])
-    found = encoding.one_pass(heads(x), positions["shared"])(heads(x))
+    found = encoding.one_pass(heads(x), positions["shared"], ELU_PLUS_ONE)(heads(x))
     assert found.dtype == dtype
     torch.testing.assert_close(found, exact.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-3)
 
@@ -182,7 +183,7 @@ def test_half_types_are_rounded_once(dtype, form):
 def test_float64_is_exact(name, kind):
     encoding, (x, positions) = built(name).double(), example(45, dtype=torch.float64)
     x.requires_grad_()
-    found = encoding.one_pass(heads(x), positions[kind])(heads(x))
+    found = encoding.one_pass(heads(x), positions[kind], ELU_PLUS_ONE)(heads(x))
     expected = by_definition(encoding, heads(x), positions[kind])
     pairs = zip(gradients(found, encoding, x), gradients(expected, encoding, x), strict=True)
     for one, other in [(found, expected), *pairs]:
@@ -196,10 +197,11 @@ def test_what_no_form_serves_is_left_to_the_encoding(form):
     for name in ENCODINGS:
         encoding = build_encoding(name, 16, HEADS)
         if isinstance(encoding, QueryKeyEncoding):
-            assert (encoding.one_pass(heads(x), at) is not None) == (name in served), name
+            one_pass = encoding.one_pass(heads(x), at, ELU_PLUS_ONE)
+            assert (one_pass is not None) == (name in served), name
     odd, _ = example(8, width=15)
-    assert build_encoding("rope", 15, HEADS).one_pass(heads(odd), at) is None
-    assert encodings_base.QueryKeyEncoding.one_pass(encoding, x, at) is None
+    assert build_encoding("rope", 15, HEADS).one_pass(heads(odd), at, ELU_PLUS_ONE) is None
+    assert encodings_base.QueryKeyEncoding.one_pass(encoding, x, at, ELU_PLUS_ONE) is None
 
 
 @pytest.mark.parametrize("name", ["lrpe-type2", "lrpe-type5", "lrpe-tmlr-type1"])
@@ -247,4 +249,4 @@ def test_a_fixed_rotation_keeps_nothing_of_x(name, kept, form):
 def test_another_width_than_that_of_the_encoding_is_refused(name, width, form):
     x, positions = example(8, width=width)
     with pytest.raises((ValueError, RuntimeError), match=r"features|size"):
-        built(name).one_pass(heads(x), positions["shared"])(heads(x))
+        built(name).one_pass(heads(x), positions["shared"], ELU_PLUS_ONE)(heads(x))

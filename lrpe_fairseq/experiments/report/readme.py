@@ -1,10 +1,16 @@
-"""The generated parts of README.md: the encodings' table and the quickstart's numbers."""
+"""The generated parts of README.md: tables of encodings and options, the quickstart's numbers."""
 
-import inspect
+from dataclasses import fields
 from pathlib import Path
 
-from lrpe_fairseq.encodings import ENCODINGS, Encoding, QueryKeyEncoding, build_encoding
-from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
+from lrpe_fairseq.encodings import (
+    ENCODINGS,
+    Encoding,
+    QueryKeyEncoding,
+    build_encoding,
+    encoding_class,
+)
+from lrpe_fairseq.encodings.lrpe import CORES, PROJECTIONS
 from lrpe_fairseq.experiments.report import markdown
 
 PAGE = "README.md"
@@ -14,7 +20,7 @@ QUICKSTART = "results/quickstart/README.md"
 def pages(root: Path) -> dict[str, str]:
     """README.md with every generated part rendered anew."""
     text = (root / PAGE).read_text(encoding="utf-8")
-    text = markdown.between(text, "encodings", encodings_table())
+    text = markdown.between(text, "encodings", f"{encodings_table()}\n\n{options_table()}")
     return {PAGE: markdown.between(text, "quickstart", quickstart(root))}
 
 
@@ -32,21 +38,25 @@ def encodings_table() -> str:
     return markdown.table(head, rows)
 
 
+def options_table() -> str:
+    """One row for every option of an encoding, from the classes of ENCODINGS."""
+    rows = []
+    for kind in dict.fromkeys(encoding_class(name).Options for name in ENCODINGS):
+        for own in fields(kind):
+            choices = own.metadata["choices"]
+            flag = "--" + own.name.replace("_", "-")
+            flag += f" {{{','.join(choices)}}}" if choices else ""
+            rows.append([f"`{flag}`", own.default, own.metadata["help"]])
+    return markdown.table(["option of an encoding", "default", "what it sets"], rows)
+
+
 def describe(encoding: Encoding) -> str:
-    """What the encoding is: P x Lambda, or the first sentence of its class."""
-    if isinstance(encoding, LRPE):
-        names = [_name_of(PROJECTIONS, encoding.projection), _name_of(CORES, encoding.core)]
-        return " x ".join(names)
-    sentence = (inspect.getdoc(type(encoding)) or "").split(". ")[0].split("\n\n")[0]
+    """What the encoding is, and whether it needs the score matrix."""
     kind = "" if isinstance(encoding, QueryKeyEncoding) else " (needs the score matrix)"
-    return " ".join(sentence.split()).rstrip(".") + kind
+    return encoding.summary() + kind
 
 
 def quickstart(root: Path) -> str:
     """The table that the last quickstart printed."""
     lines = (markdown.read_result(root / QUICKSTART) or "").splitlines()
     return "\n".join(line for line in lines if line.startswith("|")) or markdown.NOT_RUN
-
-
-def _name_of(table: dict[str, type], module: object) -> str:
-    return next(name for name, kind in table.items() if type(module) is kind)

@@ -1,0 +1,105 @@
+"""Linear attention with a decay per token: every form against the definition."""
+
+import pytest
+import torch
+
+from lrpe_fairseq.attention.linear import (
+    NORMALIZERS,
+    linear_attention,
+    linear_attention_block,
+    linear_attention_naive,
+)
+
+B, H, D, E = 2, 3, 4, 5
+
+
+def example(length, seed=0):
+    """q, k, v, log_decay in float64; some gates are nearly shut."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k = torch.rand(2, B, H, length, D, generator=generator, dtype=torch.float64)
+    v = torch.randn(B, H, length, E, generator=generator, dtype=torch.float64)
+    gates = torch.randn(B, H, length, generator=generator, dtype=torch.float64)
+    gates = torch.nn.functional.logsigmoid(2 + 3 * gates)
+    return [x.requires_grad_() for x in (q, k, v, gates)]
+
+
+def dense(q, k, v, gates, normalizer, eps=1e-6):
+    """The sum of each pair written out."""
+    length = q.shape[-2]
+    total = torch.cat([gates.new_zeros(B, H, 1), gates.cumsum(-1)], -1)
+    out = torch.zeros_like(v)
+    for s in range(length):
+        factor = torch.exp(total[..., s + 1, None] - total[..., 1 : s + 2])
+        scores = (q[:, :, s, None] * k[:, :, : s + 1]).sum(-1) * factor
+        row = (scores.unsqueeze(-1) * v[:, :, : s + 1]).sum(-2)
+        if normalizer == "rotated":
+            row = row / scores.sum(-1, keepdim=True).clamp_min(eps)
+        out = out.index_put((torch.arange(B)[:, None], torch.arange(H), torch.tensor(s)), row)
+    return out
+
+
+@pytest.mark.parametrize("normalizer", ["rotated", "none"])
+@pytest.mark.parametrize("form", [linear_attention_naive, linear_attention])
+@pytest.mark.parametrize("length", [1, 5, 64, 131])
+def test_outputs_and_gradients_are_those_of_the_definition(form, length, normalizer):
+    inputs = example(length)
+    q, k, v, gates = inputs
+    found = form(q, k, v, causal=True, normalizer=normalizer, log_decay=gates)
+    wanted = dense(*inputs, normalizer)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    weights = torch.linspace(-1, 1, wanted.numel(), dtype=torch.float64).view_as(wanted)
+    pairs = [torch.autograd.grad(out, inputs, weights) for out in (found, wanted)]
+    for one, other in zip(*pairs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+def test_any_split_into_blocks_is_the_whole(normalizer):
+    q, k, v, gates = (x.detach() for x in example(150))
+    mask = torch.zeros(B, 150, dtype=torch.bool)
+    mask[0, [0, 1, 70, 71, 140, 149]] = True
+    options = {"normalizer": normalizer}
+
+    def piece(cut):
+        content = (q[:, :, cut], k[:, :, cut]) if normalizer == "content" else None
+        given = {"key_padding_mask": mask[:, cut], "content": content, **options}
+        return (x[:, :, cut] for x in (q, k, v)), given, gates[:, :, cut]
+
+    rows, given, own = piece(slice(None))
+    whole = linear_attention(*rows, causal=True, log_decay=own, **given)
+    rows, given, own = piece(slice(None))
+    naive = linear_attention_naive(*rows, causal=True, log_decay=own, **given)
+    torch.testing.assert_close(whole, naive, rtol=1e-9, atol=1e-9)
+    state, parts = None, []
+    for first, last in ((0, 1), (1, 71), (71, 72), (72, 150)):
+        rows, given, own = piece(slice(first, last))
+        out, state = linear_attention_block(*rows, state=state, log_decay=own, **given)
+        parts.append(out)
+    torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-9, atol=1e-9)
+
+
+def test_a_constant_decay_is_the_same_decay_of_every_token():
+    q, k, v, _ = (x.detach() for x in example(100))
+    rate = torch.tensor([-0.2, -0.01, 0.0], dtype=torch.float64)
+    constant = linear_attention(q, k, v, causal=True, log_decay=rate)
+    each = rate[:, None].expand(B, H, 100)
+    per_token = linear_attention(q, k, v, causal=True, log_decay=each)
+    torch.testing.assert_close(constant, per_token, rtol=1e-9, atol=1e-9)
+
+
+def test_a_strong_decay_over_a_long_text_stays_finite():
+    q, k, v, _ = (x.detach().float() for x in example(500))
+    gates = torch.full((B, H, 500), -50.0).requires_grad_()
+    out = linear_attention(q, k, v, causal=True, log_decay=gates)
+    out.sum().backward()
+    assert out.isfinite().all()
+    assert gates.grad.isfinite().all()
+    torch.testing.assert_close(out, v, rtol=1e-5, atol=1e-5)  # only the token itself is left
+
+
+@pytest.mark.parametrize("shape", [(2,), (B, H), (B, H, 4), (1, H, 5)])
+def test_a_decay_of_another_shape_is_refused(shape):
+    q, k, v, _ = example(5)
+    for form in (linear_attention_naive, linear_attention):
+        with pytest.raises(ValueError, match=r"log_decay must have shape \(H,\) or \(B, H, T\)"):
+            form(q, k, v, causal=True, log_decay=torch.zeros(shape))

@@ -1,0 +1,163 @@
+"""What encodings remember is never stale, never half-written, and safe between threads."""
+
+import os
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from lrpe_fairseq.attention import multihead
+from lrpe_fairseq.attention.multihead import MultiheadAttention
+from lrpe_fairseq.encodings import build_encoding, lrpe
+from lrpe_fairseq.encodings.base import PositionCache
+
+SECONDS = float(os.environ.get("LRPE_THREAD_TEST_SECONDS", "2"))
+"""How long two threads are compared; ten seconds find what two may miss."""
+
+
+def test_an_exception_while_computing_leaves_nothing_behind():
+    cache, positions = PositionCache(), torch.arange(4)
+
+    def fails():
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        cache.get(positions, None, fails)
+    assert cache.get(positions, None, lambda: "value") == "value"
+    with pytest.raises(MemoryError):
+        cache.get(torch.arange(4), None, fails)
+    assert cache.get(positions, None, fails) == "value"
+
+
+def test_an_entry_belongs_to_the_same_tensors_in_the_same_version_and_key():
+    cache, one, other = PositionCache(), torch.arange(4), torch.arange(4)
+    count = iter(range(100))
+
+    def next_value():
+        return next(count)
+
+    assert [cache.get(one, "a", next_value) for _ in range(3)] == [0, 0, 0]
+    assert cache.get(one, "b", next_value) == 1
+    assert cache.get((one, other), "b", next_value) == 2
+    assert cache.get((other, one), "b", next_value) == 3
+    one += 1
+    assert cache.get((other, one), "b", next_value) == 4
+    with torch.inference_mode():
+        assert cache.get((other, one), "b", next_value) == 5
+
+
+def test_a_value_replaced_while_it_is_computed_is_still_the_callers_own():
+    cache, mine, theirs = PositionCache(), torch.arange(2), torch.arange(3)
+
+    def compute():
+        cache.get(theirs, None, lambda: "theirs")  # as another thread would
+        return "mine"
+
+    assert cache.get(mine, None, compute) == "mine"
+    assert cache.get(theirs, None, lambda: "theirs") == "theirs"
+
+
+@pytest.fixture
+def often_switching(monkeypatch):
+    """Threads take turns while positions are computed, so that a race shows within a second."""
+    monkeypatch.setattr(multihead, "_count_real_first", slow(multihead._count_real_first))
+    monkeypatch.setattr(lrpe, "_along_cycles", slow(lrpe._along_cycles))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def slow(function):
+    def waits(*arguments):
+        value = function(*arguments)
+        time.sleep(1e-4)
+        return value
+
+    return waits
+
+
+@pytest.mark.parametrize(
+    ("name", "attention_type"),
+    [("lrpe-type2", "linear"), ("lrpe-type4", "linear"), ("permuteformer", "linear"),
+     ("spe", "linear"), ("t5", "softmax"), ("transformer-xl", "softmax")],
+)  # fmt: skip
+def test_two_threads_with_different_masks_get_the_results_of_one(
+    name, attention_type, often_switching
+):
+    torch.manual_seed(0)
+    module = MultiheadAttention(
+        16, 2, attention_type=attention_type, position_encoding=name, causal=True
+    ).eval()
+    x = torch.randn(2, 9, 16)
+    masks = [torch.zeros(2, 9).bool() for _ in range(2)]
+    masks[0][0, :4], masks[1][1, 2:5] = True, True
+    with torch.no_grad():
+        wanted = [module.attend(x, mask)[0] for mask in masks]
+    wrong, end = [], time.monotonic() + SECONDS / 6
+
+    def work(mask, expected):
+        try:
+            while time.monotonic() < end:
+                with torch.no_grad():
+                    found = module.attend(x, mask)[0]
+                if not torch.equal(found, expected):
+                    wrong.append((found - expected).abs().max())
+        except Exception as error:
+            wrong.append(error)
+
+    pairs = zip(masks, wanted, strict=True)
+    threads = [threading.Thread(target=work, args=pair) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def edit_data_in_place(tensor, new):
+    tensor.data.copy_(new)
+
+
+def replace_data(tensor, new):
+    tensor.data = new
+
+
+def copy_in_place(tensor, new):
+    with torch.no_grad():
+        tensor.copy_(new)
+
+
+@pytest.mark.parametrize("edit", [edit_data_in_place, replace_data, copy_in_place])
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    "name", ["lrpe-type2", "lrpe-type3", "lrpe-type4", "lrpe-tmlr-type1", "permuteformer"]
+)
+def test_an_edited_permutation_or_parameter_is_used_at_once(name, frozen, inference, edit):
+    encoding, other = (build_encoding(name, 8, 2, seed=s).eval() for s in (0, 1))
+    for parameter in encoding.parameters():
+        parameter.requires_grad_(not frozen)
+    for parameter in other.parameters():
+        parameter.data.mul_(1.5)
+    q, at = torch.rand(1, 2, 6, 8), torch.arange(6)
+    with torch.inference_mode(inference):
+        before = encoding(q, q, at, at)[0]
+        for (_, own), (_, new) in zip(encoding.named_tensors(), other.named_tensors(), strict=True):
+            edit(own, new.detach().clone())
+        after, wanted = encoding(q, q, at, at)[0], other(q, q, at, at)[0]
+    assert torch.equal(after, wanted)
+    assert not torch.equal(after, before)
+
+
+def test_cycles_made_in_inference_mode_serve_training():
+    encoding = build_encoding("permuteformer", 8, 2)
+    q, at = torch.rand(1, 2, 6, 8), torch.arange(6)
+    with torch.inference_mode():
+        wanted = encoding(q, q, at, at)[0]
+    q.requires_grad_()
+    found = encoding(q, q, at, at)[0]
+    found.sum().backward()
+    assert torch.equal(found, wanted)

@@ -1,0 +1,120 @@
+"""Options, departures and sharing are declared by the method and reach users from there."""
+
+import copy
+import pickle
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from lrpe_fairseq.encodings import (
+    ENCODINGS,
+    EncodingOptions,
+    build_encoding,
+    encoding_class,
+    options_of_encodings,
+)
+from lrpe_fairseq.encodings.fidelity import DEPARTURES, OF_ATTENTION
+from lrpe_fairseq.encodings.sharing import share_across_layers
+from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.models.options import AttentionOptions, encoding_options, one_sentence_errors
+from tests.encodings.toy import Toy
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_configuration_has_every_option_with_its_default_and_help_text():
+    found = {field.name: field for field in fields(AttentionOptions)}
+    for name, own in options_of_encodings().items():
+        assert found[name].default == own.default
+        assert found[name].metadata["help"] == own.metadata["help"]
+
+
+def test_the_published_names_of_options_stay():
+    kept = {"spe_code", "spe_realizations", "spe_sines", "spe_kernel", "spe_gated", "spe_shared",
+            "t5_buckets", "t5_max_distance", "t5_shared"}  # fmt: skip
+    assert kept <= options_of_encodings().keys()
+
+
+def test_a_configuration_older_than_an_option_has_its_default():
+    old = Namespace(fidelity="t5-unit-init", spe_code="convolution", t5_buckets=8)
+    options = encoding_options(old)
+    assert options.fidelity == {"t5-unit-init"}
+    assert options.of(encoding_class("spe").Options).spe_code == "convolution"
+    assert options.of(encoding_class("t5").Options).t5_buckets == 8
+    assert options.of(encoding_class("rope").Options).lrpe_householder_start == "normal"
+
+
+def test_options_can_be_copied_and_pickled():
+    options = EncodingOptions(frozenset(["t5-unit-init"]), t5_buckets=8)
+    assert copy.deepcopy(options) == pickle.loads(pickle.dumps(options)) == options
+
+
+def test_unknown_options_and_values_are_refused():
+    with pytest.raises(ChoiceError, match="no encoding has the option t5_bucket"):
+        build_encoding("t5", 8, 2, options=EncodingOptions(t5_bucket=8))
+    options = EncodingOptions(lrpe_householder_start="zero")
+    with pytest.raises(ChoiceError, match="choose one of normal, unit"):
+        build_encoding("lrpe-type3", 8, 2, options=options)
+
+
+def test_departures_are_those_of_the_methods_and_of_attention():
+    of_methods = [encoding_class(name).departures for name in ENCODINGS]
+    assert DEPARTURES.keys() == {d for own in of_methods for d in own} | OF_ATTENTION.keys()
+
+
+@pytest.mark.parametrize("file", ["encodings/base.py", "encodings/sharing.py", "models/options.py"])
+def test_what_serves_all_methods_names_none(file):
+    text = (ROOT / "lrpe_fairseq" / file).read_text(encoding="utf-8")
+    methods = {re.split("[-_]", name)[0] for name in [*ENCODINGS, *options_of_encodings()]}
+    methods -= {"none", "lrpe", "transformer"}  # a word, the package, fairseq's models
+    named = [m for m in methods if re.search(rf"\b{m}\b|\b{m}_|--{m}", text, re.IGNORECASE)]
+    assert named == []
+
+
+def test_any_encoding_can_share_its_parameters(monkeypatch):
+    monkeypatch.setitem(ENCODINGS, "toy", Toy)
+    for shared in (True, False):
+        options = EncodingOptions(toy_shared=shared)
+        layers = nn.ModuleList(build_encoding("toy", 4, 1, options=options) for _ in range(3))
+        share_across_layers(layers)
+        assert len(list(layers.parameters())) == (1 if shared else 3)
+    with pytest.raises(NotImplementedError, match="no parameters to share"):
+        build_encoding("none", 4, 1).share_with(build_encoding("none", 4, 1))
+
+
+def test_one_line_in_encodings_brings_options_departures_and_documentation():
+    code = (
+        "import sys\n"
+        "from lrpe_fairseq.encodings import ENCODINGS\n"
+        "from tests.encodings.toy import Toy\n"
+        "ENCODINGS['toy'] = Toy\n"
+        "from lrpe_fairseq import models\n"
+        "from fairseq import options\n"
+        "parser = options.get_training_parser()\n"
+        "given = ['x', '--arch', 'lrpe_lm', '--position-encoding', 'toy', '--toy-kind', 'right',\n"
+        "    '--fidelity', 'toy-doubled', '--task', 'language_modeling']\n"
+        "args = options.parse_args_and_arch(parser, given)\n"
+        "from lrpe_fairseq.models.options import encoding_options\n"
+        "print(encoding_options(args))\n"
+        "from lrpe_fairseq.experiments.report.readme import encodings_table, options_table\n"
+        "print('`toy`' in encodings_table(), '`--toy-kind {left,right}`' in options_table())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert "'toy_kind': 'right'" in said[-2]
+    assert "toy-doubled" in said[-2]
+    assert said[-1] == "True True"
+
+
+def test_only_a_users_choice_loses_its_traceback():
+    with pytest.raises(SystemExit, match="lrpe_fairseq: choose another"), one_sentence_errors():
+        raise ChoiceError("choose another")
+    with pytest.raises(ValueError, match="a defect"), one_sentence_errors():
+        raise ValueError("a defect")
