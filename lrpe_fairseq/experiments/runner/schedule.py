@@ -55,12 +55,12 @@ class Events:
         self.terminal = sys.stdout.isatty()
 
     def say(self, text: str) -> None:
-        """Report an event."""
+        """Report an event; on the screen only if the log cannot be written."""
         line = f"{time.strftime('%H:%M:%S')} {text}"
         with self._guard:
             self._clear()
             print(line, flush=True)
-            with open(self._log, "a", encoding="utf-8") as log:
+            with contextlib.suppress(OSError), open(self._log, "a", encoding="utf-8") as log:
                 log.write(f"{time.strftime('%Y-%m-%d')} {line}\n")
 
     def live(self, text: str) -> None:
@@ -87,11 +87,13 @@ class Schedule:
         self._attempts: collections.Counter[str] = collections.Counter()
         self._busy: set[str] = set()
         self._done, self._failed = 0, 0
+        self.trained = 0
+        """Runs that this process brought to their end, none of them with another process."""
         self._guard = threading.Lock()
         self._skipped = len(jobs) - len(self._jobs)
 
     def run(self) -> int:
-        """Work until nothing is left, and return how many runs failed.
+        """Work until nothing is left, and return how many runs are not finished.
 
         Raises: KeyboardInterrupt after Ctrl-C or SIGTERM, when every child has ended.
         """
@@ -110,6 +112,7 @@ class Schedule:
                 self._events.say("stopping; the same command goes on from here")
                 self._children.stop()
                 raise
+        self._failed = len(self._jobs) - self._done  # also those that no thread was left for
         self._events.say(f"{self._done + self._skipped} runs finished, {self._failed} failed")
         return self._failed
 
@@ -139,11 +142,13 @@ class Schedule:
         if job.name not in self._busy:
             update, _ = job.progress()
             self._events.say(f"{job.name}: {f'going on at {update}' if update else 'started'}")
-        begun = time.monotonic()
+        begun, ours = time.monotonic(), job.name not in self._busy and not job.finished()
         job.work(self._children, devices, lambda text: self._events.say(f"{job.name}: {text}"))
-        (job.folder / ERROR).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (job.folder / ERROR).unlink(missing_ok=True)
         with self._guard:
             self._done += 1
+            self.trained += ours
         self._events.say(f"{job.name}: finished after {clock(time.monotonic() - begun)}")
 
     def _put_off(self, job: Job) -> None:
@@ -156,8 +161,9 @@ class Schedule:
 
     def _fail(self, job: Job, error: Exception) -> None:
         reason = str(error) if isinstance(error, (UserError, ValueError, OSError)) else repr(error)
-        job.folder.mkdir(parents=True, exist_ok=True)
-        (job.folder / ERROR).write_text(reason + "\n", encoding="utf-8")
+        with contextlib.suppress(OSError):  # a full disk may be why the run failed
+            job.folder.mkdir(parents=True, exist_ok=True)
+            (job.folder / ERROR).write_text(reason + "\n", encoding="utf-8")
         with self._guard:
             self._attempts[job.name] += 1
             again = self._attempts[job.name] < ATTEMPTS
