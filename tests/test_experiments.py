@@ -22,6 +22,7 @@ from lrpe_fairseq.experiments.data.corpus import SPLITS
 from lrpe_fairseq.experiments.families import FAMILIES, lm, plan
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, sweeps
+from lrpe_fairseq.experiments.records import runs as run_files
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.fairseq_log import Curve
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT
@@ -281,6 +282,17 @@ def test_a_resumed_training_has_one_curve_and_the_speed_of_its_steady_part(tmp_p
     ]
     assert found.tokens_per_second() == 500.0  # of 50, 100, 900, 920
     assert fairseq_log.last_update(log) == 40
+
+
+def test_a_repository_around_a_copy_of_ours_is_not_our_commit(tmp_path, monkeypatch):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "theirs"], check=True)
+    (tmp_path / "copy").mkdir()
+    monkeypatch.setattr(run_files, "ROOT", tmp_path / "copy")
+    assert run_files.commit() == "unknown"
+    monkeypatch.setattr(run_files, "ROOT", tmp_path)
+    assert len(run_files.commit().partition("-")[0]) == 40
 
 
 # --- finished, half done, broken --------------------------------------------------------------
