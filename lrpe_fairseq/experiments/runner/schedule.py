@@ -1,7 +1,7 @@
-"""Many runs, some at a time: skips the finished, resumes the half-done, retries a crashed one once.
+"""Several runs at a time: finished ones are skipped, a crashed one is tried once more.
 
-Every event is one line, on the screen and in a log; a terminal also gets a live line. Ctrl-C and
-SIGTERM end the children and leave everything so that the same command goes on.
+Every event is one line, on the screen and in a log; a terminal also gets a live line. After Ctrl-C
+or SIGTERM the children have ended, and the same command resumes.
 """
 
 import collections
@@ -22,7 +22,7 @@ from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Busy, Children, Stopped, is_locked
 
 ATTEMPTS = 2
-BUSY_SECONDS = 5.0  # between two looks at a run that another process trains
+BUSY_SECONDS = 5.0  # between two tries of a run that another process trains
 LIVE_SECONDS = 1.0
 QUIET_SECONDS = 60.0  # between two progress lines where there is no terminal
 ERROR = "error.txt"  # in the run folder: why the last attempt failed
@@ -76,7 +76,7 @@ class Events:
 
 
 class Schedule:
-    """Works off ``jobs`` with as many threads as there are ``devices``, shares of the machine."""
+    """Runs ``jobs`` in one thread for each of ``devices``, shares of the machine."""
 
     def __init__(self, jobs: Sequence[Job], devices: Sequence[Devices], events: Events) -> None:
         self._jobs = [job for job in jobs if not job.finished()]
@@ -173,7 +173,7 @@ class Schedule:
         self._events.say(f"{job.name}: {'crashed, trying again' if again else 'FAILED'}: {reason}")
 
     def _watch(self, threads: Sequence[threading.Thread]) -> None:
-        """Show progress until every thread has ended; here, so that signals find a main thread."""
+        """Show progress until every thread has ended; the main thread must be free for signals."""
         total = {job.name: job.progress()[1] for job in self._jobs}
         before = sum(job.progress()[0] for job in self._jobs)
         begun = shown = time.monotonic()
@@ -206,8 +206,8 @@ def shares(parallel: int, gpus_per_run: int | None = None) -> list[Devices]:
     Raises: ValueError if there are not so many.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // parallel)
-    if (wished := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
-        threads = max(1, min(threads, int(wished)))
+    if (limit := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
+        threads = max(1, min(threads, int(limit)))
     gpus = torch.cuda.device_count()
     if (gpus_per_run or 0) > gpus:
         raise ValueError(f"a run cannot have {gpus_per_run} GPUs: there are {gpus}")
