@@ -22,13 +22,14 @@ from lrpe_fairseq.experiments.data.corpus import SPLITS
 from lrpe_fairseq.experiments.families import FAMILIES, lm, plan
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, sweeps
+from lrpe_fairseq.experiments.records import runs as run_files
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.fairseq_log import Curve
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import read_run, write_run
 from lrpe_fairseq.experiments.report import cost
-from lrpe_fairseq.experiments.runner import launch, processes, recording, schedule
+from lrpe_fairseq.experiments.runner import identity, launch, processes, recording, schedule
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Busy, Children, RunFailed
 from tests.end_to_end.conftest import corpus  # noqa: F401  (a fixture)
@@ -58,6 +59,7 @@ def one_run(tmp_path):
         scale="small",
         folder=tmp_path / "work",
         result=tmp_path / "run.json",
+        evaluations=(("test", lm.BLOCKS),),
     )
 
 
@@ -86,6 +88,12 @@ def a_record(**changes):
         "curve": [{"updates": 5, "tokens": 10, "valid_ppl": 60.0}],
         **changes,
     }
+
+
+def trained(run, **changes):
+    """The options that a training of ``run`` would record, but for some changes."""
+    config = identity.options(identity.resolved(run.settings()))
+    return {**config, **{name.replace("_", "-"): value for name, value in changes.items()}}
 
 
 # --- from tables and YAML files to commands ---------------------------------------------------
@@ -276,6 +284,17 @@ def test_a_resumed_training_has_one_curve_and_the_speed_of_its_steady_part(tmp_p
     assert fairseq_log.last_update(log) == 40
 
 
+def test_a_repository_around_a_copy_of_ours_is_not_our_commit(tmp_path, monkeypatch):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "theirs"], check=True)
+    (tmp_path / "copy").mkdir()
+    monkeypatch.setattr(run_files, "ROOT", tmp_path / "copy")
+    assert run_files.commit() == "unknown"
+    monkeypatch.setattr(run_files, "ROOT", tmp_path)
+    assert len(run_files.commit().partition("-")[0]) == 40
+
+
 # --- finished, half done, broken --------------------------------------------------------------
 
 
@@ -285,22 +304,83 @@ def test_a_run_is_finished_when_its_run_file_validates_not_when_a_folder_exists(
     assert schedule.state(one_run) == "pending"
     one_run.result.write_text('{"experiment": "trial"')  # as no writer of ours would leave it
     assert not one_run.finished()
-    write_run(one_run.result, a_record())
+    write_run(one_run.result, a_record(config=trained(one_run)))
     assert one_run.finished()
     assert schedule.state(one_run) == "done, test blocks ppl 50.00"
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("max-update", 5), ("lr", [1.0]), ("dropout", 0.9), ("arch", "lrpe_lm"), ("seed", 7)],
-)
-def test_a_run_of_other_settings_is_not_finished(one_run, option, value):
-    plain = OmegaConf.to_container(one_run.settings())
-    config = {"update-freq": [4], "lr": plain["optimization"]["lr"], "arch": "lrpe_lm_tiny"}
-    write_run(one_run.result, a_record(config=config))
+DECIDING = {  # options of a training that make it another one
+    "max_update": 5,
+    "lr": [1.0],
+    "dropout": 0.9,
+    "arch": "lrpe_lm",
+    "seed": 7,
+    "fp16": True,
+    "bf16": True,
+    "update_freq": [4],
+    "max_tokens": 512,
+    "train_subset": "valid",
+    "valid_subset": "test",
+    "data": "data/mine/bin",
+    "restore_file": "other.pt",
+    "weight_decay": 0.3,
+    "warmup_updates": 7,
+    "decoder_embed_dim": 64,
+    "validate_interval_updates": 9,
+}
+
+
+def test_a_run_of_other_settings_is_not_finished(one_run):
+    write_run(one_run.result, a_record(config=trained(one_run)))
     assert one_run.finished()
-    write_run(one_run.result, a_record(config={**config, option: value}))
+    for option, value in DECIDING.items():
+        changes = {option: value}
+        name = option.replace("_", "-")
+        assert one_run.differences(trained(one_run, **changes)) == {name}
+    write_run(one_run.result, a_record(config=trained(one_run, **changes)))
     assert not one_run.finished()
+
+
+def test_where_a_run_writes_and_how_it_logs_are_incidental(one_run):
+    other = {"save_dir": "x", "tensorboard_logdir": "y", "log_interval": 3, "num_workers": 9}
+    assert one_run.differences(trained(one_run, **other)) == set()
+    assert one_run.differences(trained(one_run, ddp_backend="no_c10d", device_id=3)) == set()
+
+
+@pytest.mark.parametrize("option", ["weight_decay", "warmup_updates", "dropout"])
+def test_an_option_that_was_deleted_from_the_yaml_is_compared_by_its_default(
+    one_run, monkeypatch, option
+):
+    before = one_run.yaml()
+    section = {"weight_decay": "optimizer", "warmup_updates": "lr_scheduler"}.get(option, "model")
+    config = trained(one_run, **{option: 0.25})
+    del before[section][option]
+    monkeypatch.setattr(LMRun, "yaml", lambda run: before)
+    assert one_run.differences(config) == {option.replace("_", "-")}
+
+
+def test_an_option_that_a_training_did_not_know_had_its_default(one_run):
+    config = trained(one_run)
+    del config["memory-length"]
+    assert one_run.differences(config) == set()
+    with_memory = replace(one_run, overrides=("model.memory_length=64",))
+    assert with_memory.differences(config) == {"memory-length"}
+
+
+def test_processes_that_share_an_update_do_not_make_another_training(one_run):
+    shared = replace(one_run, overrides=("optimization.update_freq=[4]",))
+    for frequency, processes_ in (([4], 1), ([2], 2), ([1], 4)):
+        config = trained(shared, update_freq=frequency, distributed_world_size=processes_)
+        assert shared.differences(config) == set()
+    config = trained(shared, update_freq=[4], distributed_world_size=2)
+    assert shared.differences(config) == {"update-freq"}
+
+
+def test_a_run_without_an_evaluation_that_the_table_shows_is_not_finished(one_run):
+    write_run(one_run.result, a_record(config=trained(one_run)))
+    assert one_run.finished()
+    for wanted in (("valid", lm.BLOCKS), ("test", lm.SLIDING)):
+        assert not replace(one_run, evaluations=(("test", lm.BLOCKS), wanted)).finished()
 
 
 def test_the_state_of_a_run_is_seen_from_another_process(one_run):
@@ -316,9 +396,9 @@ def test_the_state_of_a_run_is_seen_from_another_process(one_run):
         )  # 450 x 2048 tokens at 100/s
 
 
-def save(folder, name, update, age=0.0, **model):
+def save(folder, name, update, age=0.0, cfg=None):
     folder.mkdir(exist_ok=True)
-    state = {"cfg": {"model": model}, "optimizer_history": [{"num_updates": update}]}
+    state = {"cfg": cfg or {"model": {}}, "optimizer_history": [{"num_updates": update}]}
     torch.save({**state, "model": {"weight": torch.zeros(500)}}, folder / name)
     os.utime(folder / name, (time.time() - age,) * 2)
 
@@ -331,9 +411,11 @@ def test_the_seconds_of_a_group_of_processes_are_a_tensor_in_their_checkpoint():
 def test_checkpoints_of_other_settings_are_not_resumed(one_run):
     said = []
     one_run.folder.mkdir()
-    save(one_run.checkpoints, "checkpoint_last.pt", 30, dropout=0.0)
+    cfg = json.loads(json.dumps(identity.resolved(one_run.settings()), default=str))
+    save(one_run.checkpoints, "checkpoint_last.pt", 30, cfg=cfg)
     assert one_run.ready_to_resume(pytest.fail) == 30
-    save(one_run.checkpoints, "checkpoint_last.pt", 30, dropout=0.7)
+    cfg["model"]["dropout"] = 0.7
+    save(one_run.checkpoints, "checkpoint_last.pt", 30, cfg=cfg)
     assert one_run.ready_to_resume(said.append) == 0
     assert said == ["dropout changed, so training starts over"]
     assert not list(one_run.checkpoints.glob("*.pt"))
@@ -465,6 +547,29 @@ def test_a_finished_run_is_not_touched(tmp_path, events):
     assert not (job.folder / "log").exists()
 
 
+def test_a_run_folder_that_cannot_be_written_fails_that_run_only(tmp_path, events, capsys):
+    jobs = [FakeJob(tmp_path / name, DONE) for name in ("bad", "good")]
+    jobs[0].folder.rmdir()
+    jobs[0].folder.write_text("a file where the folder should be")
+    assert schedule.Schedule(jobs, schedule.shares(1), events).run() == 1
+    assert [job.finished() for job in jobs] == [False, True]
+    assert "1 runs finished, 1 failed" in capsys.readouterr().out
+
+
+def test_runs_that_no_thread_was_left_for_count_as_failed(tmp_path, events, monkeypatch):
+    monkeypatch.setattr(schedule.Schedule, "_work", lambda work, devices: None)  # dies at once
+    jobs = [FakeJob(tmp_path / name, DONE) for name in "ab"]
+    assert schedule.Schedule(jobs, schedule.shares(1), events).run() == 2
+
+
+def test_events_are_shown_when_their_log_cannot_be_written(tmp_path, capsys):
+    events = schedule.Events(tmp_path / "logs" / "events.log")
+    (tmp_path / "logs").rmdir()
+    (tmp_path / "logs").write_text("a file where the folder should be")
+    events.say("still here")
+    assert "still here" in capsys.readouterr().out
+
+
 def run_fakes(monkeypatch, root, jobs, **options):
     """What ``run_table`` does with ``jobs`` under ``root``: the exit status."""
     monkeypatch.setattr(run_table, "ROOT", root)
@@ -485,13 +590,19 @@ def test_the_time_of_a_whole_table_is_kept(tmp_path, monkeypatch, capsys):
     assert line.startswith("| table2 | small | 3 | 2 | 0:01:4")
 
 
-@pytest.mark.parametrize("why", ["something was there", "a part was asked for", "a run failed"])
+@pytest.mark.parametrize(
+    "why", ["something was there", "a part was asked for", "a run failed", "another trained one"]
+)
 def test_other_times_are_not_kept(tmp_path, monkeypatch, why):
     jobs = [FakeJob(tmp_path / name, DONE) for name in "ab"]
     if why == "something was there":
         (jobs[0].folder / "done").touch()
     if why == "a run failed":
         jobs.append(FakeJob(tmp_path / "bad", "raise SystemExit('bad luck')"))
+    if why == "another trained one":
+        monkeypatch.setattr(schedule, "BUSY_SECONDS", 0.1)
+        with processes.locked(jobs[0].folder) as lock:
+            subprocess.Popen(["sleep", "1"], pass_fds=(lock,))
     rows = ["Base"] if why == "a part was asked for" else None
     run_fakes(monkeypatch, tmp_path, jobs, rows=rows)
     assert not (tmp_path / "results").exists()

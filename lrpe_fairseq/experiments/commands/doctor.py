@@ -1,6 +1,6 @@
 """Check this environment before a long run: ``scripts/doctor.sh``.
 
-One line for each check, and for each that fails what to do about it; exit status 1 if any does.
+One line for each check; a failed one says what to do. Exit status 1 if any check failed.
 """
 
 import importlib
@@ -25,7 +25,7 @@ from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.runner.launch import BIN
 
 FREE_GB = 20
-"""What the checkpoints of one table at paper scale need at least."""
+"""Disk space that the checkpoints of one table at paper scale need at least."""
 
 Check = Callable[[], str]
 
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def passed(name: str, check: Check) -> bool:
-    """Do one check and print its line."""
+    """Run one check and print its line."""
     try:
         found = check()
     except Exception as error:  # whatever breaks here would break a run
@@ -86,7 +86,7 @@ def torch_version() -> str:
 
 
 def fairseq_version() -> str:
-    """The one that the compatibility module is made for."""
+    """The version that compat.py was written for."""
     found = importlib.metadata.version("fairseq-fixed")
     if found != "0.12.3.1":
         raise Ailment(f"fairseq-fixed {found}; run make install for 0.12.3.1")
@@ -106,14 +106,14 @@ def plugin() -> str:
 
 
 def commands() -> str:
-    """fairseq's scripts lie beside this Python."""
+    """fairseq's scripts are installed beside this Python."""
     if not (BIN / "fairseq-hydra-train").exists():
         raise Ailment(f"{BIN} has no fairseq-hydra-train; run make install, then use {BIN}")
     return str(BIN)
 
 
 def disk(folder: Path) -> str:
-    """Room for checkpoints, and leave to write them."""
+    """runs/ can be written, and there is space for checkpoints."""
     probe = folder / "runs" / ".doctor"
     try:
         probe.parent.mkdir(exist_ok=True)
@@ -128,7 +128,7 @@ def disk(folder: Path) -> str:
 
 
 def data(folder: Path) -> str:
-    """The binarized files are those that data-prep wrote."""
+    """The binarized files have the checksums of those that data-prep wrote."""
     steps = manifest(folder).get("steps", {})
     written = {f: s for step in steps.values() for f, s in step.get("writes", {}).items()}
     binary = {f: s for f, s in written.items() if f.startswith("bin/")}
@@ -140,7 +140,7 @@ def data(folder: Path) -> str:
 
 
 def gpus() -> str:
-    """Every GPU by name, and NCCL where several are to train together."""
+    """Every GPU by name; with several GPUs, NCCL must be available."""
     count = torch.cuda.device_count()
     if not count:
         return "none; runs use the CPU"
@@ -150,7 +150,7 @@ def gpus() -> str:
 
 
 def devices() -> list[str]:
-    """What a training could run on."""
+    """The devices that a training can use."""
     return ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
 
 
@@ -163,7 +163,7 @@ def training_step(device: str) -> str:
 
 
 def slurm() -> str:
-    """Whether --slurm has anything to talk to; nobody needs it to."""
+    """Is --slurm available? It is optional."""
     if not shutil.which("sbatch"):
         return "not here; --slurm is not available"
     done = subprocess.run(["sinfo", "--noheader"], capture_output=True, text=True)

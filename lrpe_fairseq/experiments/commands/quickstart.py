@@ -22,7 +22,7 @@ from lrpe_fairseq.experiments.runner.schedule import Events, Schedule, shares
 
 DATA = ROOT / "data" / "pydoc"
 RESULTS = ROOT / "results" / "quickstart"
-METHODS = (  # slowest first, so that the last ones to end end together
+METHODS = (  # slowest first, so that the last two end at about the same time
     ("linear", "lrpe-type3"),
     ("linear", "lrpe-type2"),
     ("linear", "rope"),
@@ -53,7 +53,7 @@ sinusoidal positions only. Speed is training tokens per second of one process wi
 
 @command("quickstart")
 def main() -> int:
-    """Do it all, or what is still missing of it; returns the exit status."""
+    """Run every step that is not finished; returns the exit status."""
     begun = time.monotonic()
     events = Events(RESULTS / "work" / "events.log")
     prepare_corpus()

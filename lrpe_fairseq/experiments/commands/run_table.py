@@ -47,11 +47,12 @@ def _run_here(chosen: Sequence[TrainingRun], options: argparse.Namespace, begun:
     events = schedule.Events(ROOT / "runs" / options.table / "events.log")
     devices = schedule.shares(min(options.jobs, len(chosen)), options.gpus)
     whole = not (options.rows or options.attention) and schedule.untouched(chosen)
-    failed = schedule.Schedule(chosen, devices, events).run()
+    work = schedule.Schedule(chosen, devices, events)
+    failed = work.run()
     failed = tables.main([]) or failed
     seconds = time.monotonic() - begun
     events.say(f"{options.table}: {clock(seconds)} in all")
-    if whole and not failed:
+    if whole and not failed and work.trained == len(chosen):
         sweeps.write_sweep(
             ROOT / "results" / "sweeps",
             table=options.table,

@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def train(run: TrainingRun) -> int:
-    """Train ``run`` on the screen and into its log, from where it stopped if it did."""
+    """Train ``run``, resuming if it was stopped; output goes to the screen and its log."""
     seen = run.ready_to_resume(print)
     if seen >= run.max_update():
         print(f"{run.name} has its {seen} updates already")

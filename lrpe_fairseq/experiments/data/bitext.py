@@ -1,4 +1,4 @@
-"""What every data-prep script of parallel text does after it has the text: see ``corpus``.
+"""Parallel text after it was obtained: what all its data-prep scripts share; see ``corpus``.
 
 A text is named without its language: ``text/train`` stands for ``text/train.en`` and
 ``text/train.de``. Both sides share one sentencepiece model; each has a dictionary of its own, as

@@ -2,7 +2,7 @@
 
 A script under ``data-prep/`` names its sources and its splits; everything else is here. Three
 rules hold throughout. A file appears under its name whole or not at all. Wrong input is refused
-in one sentence that says what to do (``UserError``). A step that is finished is not done again
+with one sentence that says what to do (``UserError``). A step that is finished is not done again
 unless something it read, or something it wrote, has changed.
 
 Words are ``str.split()`` words of one line of text, as fairseq and the published token counts
@@ -393,7 +393,7 @@ def _run(command: Sequence[str]) -> None:
     if done.returncode:
         last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
         raise UserError(
-            f"fairseq-preprocess failed ({' '.join(last)}): mend that, and run the same command "
+            f"fairseq-preprocess failed ({' '.join(last)}): fix that, and run the same command "
             f"again; what it ran was: {' '.join(command)}"
         )
 

@@ -1,7 +1,7 @@
-"""What text is cut into: sentencepiece trained on the corpus, or GPT-2's published byte pairs.
+"""Tokenizers: sentencepiece trained on the corpus, or GPT-2's published byte pairs.
 
-A prepared corpus keeps its tokenizer, so that other text can be cut the same way: a model can be
-fine-tuned on the pieces only that it was pre-trained on.
+A prepared corpus keeps its tokenizer, so that other text can be tokenized the same way: a
+model is fine-tuned on the pieces that it was pre-trained on.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Does a data folder number its words as the data did that a checkpoint was trained on?"""
+"""Is the dictionary of a data folder the one that a checkpoint was trained with?"""
 
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,10 @@ SPECIALS = 4  # <s>, <pad>, </s>, <unk>: in every fairseq dictionary, in no dict
 
 
 def agree(state: dict[str, Any], embedding: str, dictionary: Path, added: int = 0) -> bool:
-    """Whether ``dictionary`` is that of a checkpoint's ``embedding``.
+    """True if ``dictionary`` is that of a checkpoint's ``embedding``.
 
-    The same words at the same numbers, where the data of the training are at hand; otherwise as
-    many. added: symbols that the task adds, such as ``<mask>``.
+    The words and their numbers are compared if the data of the training are there; otherwise only
+    the number of words. added: symbols that the task adds, such as ``<mask>``.
     """
     size = len(state["model"][embedding])
     if not dictionary.is_file() or len(words(dictionary)) + SPECIALS + added != size:

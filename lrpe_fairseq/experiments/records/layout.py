@@ -1,4 +1,4 @@
-"""What a table of ours looks like: ``configs/tables/*.yaml``, read and checked.
+"""The layout of our tables: ``configs/tables/*.yaml``, read and checked.
 
 A table is rows x columns. A row says which encoding was trained and what else differs; a column
 says which attention, and where in a run file its number stands. A run fills a cell when its

@@ -116,7 +116,12 @@ def environment() -> Run:
 
 
 def commit() -> str:
-    """The commit of this checkout, ``-dirty`` if anything but results/ differs from it."""
+    """The commit of this checkout, ``-dirty`` if anything but results/ differs from it.
+
+    ``unknown`` outside a checkout: a repository around a copy of ours says nothing about it.
+    """
+    if _git(ROOT, "rev-parse", "--show-toplevel") != str(ROOT):
+        return "unknown"
     head = _git(ROOT, "rev-parse", "HEAD")
     # A sweep adds files under results/ itself; they do not change what the next run computes.
     dirty = _git(ROOT, "status", "--porcelain", "--", ".", ":!results")

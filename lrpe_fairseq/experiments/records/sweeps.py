@@ -1,6 +1,6 @@
-"""How long one call took for a whole table: ``results/sweeps/<table>-<scale>.json``.
+"""The time that one call took for a whole table: ``results/sweeps/<table>-<scale>.json``.
 
-Written by ``run_table`` where it began with nothing and ended with everything; read by ``cost``.
+Written by ``run_table`` if it trained every run of the table itself; read by ``cost``.
 """
 
 import json

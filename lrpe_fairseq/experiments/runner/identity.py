@@ -1,5 +1,13 @@
-"""Is a finished training the one that is configured now? Options compared by name and value."""
+"""Is a finished training the one that is configured now? Resolved options, compared by name.
 
+A configuration is resolved as fairseq-hydra-train does it: the YAML and the overrides over the
+defaults of fairseq and of our models. So an option that was deleted from a YAML is compared by its
+default, and not forgotten.
+"""
+
+import functools
+import importlib
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,26 +16,88 @@ from omegaconf import OmegaConf
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.runs import plain
 
-DECIDING = ("task", "model", "criterion", "optimizer", "lr_scheduler", "optimization")
-INCIDENTAL = {"data", "update-freq"}  # where the data lies; how many processes share an update
+Config = dict[str, dict[str, Any]]
+Names = tuple[tuple[str, str | None], ...]
+PLAIN = ("common", "distributed_training", "dataset", "optimization", "checkpoint")
+"""Sections with one class; the others have one for each ``_name``."""
+
+INCIDENTAL = {
+    *("log-file", "log-format", "log-interval", "no-progress-bar", "reset-logging", "profile"),
+    *("aim-repo", "aim-run-hash", "azureml-logging", "tensorboard-logdir", "wandb-project"),
+    *("save-dir", "no-save-optimizer-state", "write-checkpoints-asynchronously", "user-dir"),
+    *("num-workers", "num-workers-valid", "data-buffer-size", "use-plasma-view", "plasma-path"),
+    *("max-tokens-valid", "batch-size-valid", "all-gather-list-size", "empty-cache-freq"),
+    *("stop-time-hours", "suppress-crashes"),
+}
+"""Options that do not change what is trained: logs, paths of output, loading, validation batches.
+Those of ``distributed_training`` do not either, but the number of processes counts."""
+
+WORLD = "distributed-world-size"
 
 
-def differences(settings: Any, seed: int, config: Mapping[str, Any]) -> set[str]:
-    """The options of a training, as in a run file, that decide the result and differ.
+def resolved(settings: Any) -> Config:
+    """``settings`` over the defaults of every section, interpolations resolved."""
+    chosen = {part: settings[part] for part in checkpoints.SECTIONS if settings.get(part)}
+    merged = OmegaConf.merge(_defaults(_names(settings)), chosen)
+    return OmegaConf.to_container(merged, resolve=True)
 
-    settings: the configuration of the run. config: the options of the finished training.
+
+def options(config: Config) -> dict[str, Any]:
+    """A resolved configuration by command-line names, as a run file has it."""
+    return checkpoints.named({part: config.get(part) or {} for part in checkpoints.SECTIONS})
+
+
+def differences(settings: Any, config: Mapping[str, Any]) -> set[str]:
+    """The options in which a training, ``config`` of its run file, differs from ``settings``.
+
+    Updates are compared by the tokens of all processes. An option that the training did not know
+    had the effect of its default.
     """
-    sections = OmegaConf.to_container(settings)
-    wanted = checkpoints.named({section: sections[section] for section in DECIDING})
-    wanted |= {"seed": seed, **_batch(sections["dataset"])}
-    return {
-        name
-        for name in set(wanted) - INCIDENTAL  # fairseq keeps "3000" of a YAML as 3000.0
-        if plain(config.get(name, wanted[name])) != plain(wanted[name])
-    }
+    wanted, usual = options(resolved(settings)), _usual(_names(settings))
+    had = {**{name: usual.get(name, wanted[name]) for name in wanted}, **config}
+    spread = OmegaConf.select(settings, "distributed_training.distributed_world_size", default=1)
+    names = wanted.keys() - INCIDENTAL - _launching() - {"update-freq"}
+    changed = {name for name in names if plain(had[name]) != plain(wanted[name])}
+    ours, theirs = _accumulated(wanted, spread), _accumulated(had, config.get(WORLD, 1))
+    return changed | ({"update-freq"} if ours != theirs else set())
 
 
-def _batch(dataset: Mapping[str, Any]) -> dict[str, Any]:
-    """What one process takes at once: tokens, or sentences."""
-    known = [key for key in ("max_tokens", "batch_size") if key in dataset]
-    return {key.replace("_", "-"): dataset[key] for key in known}
+def _accumulated(config: Mapping[str, Any], processes: int) -> list[float]:
+    """Batches of one update, over all processes, by epoch."""
+    return [float(frequency) * processes for frequency in config.get("update-freq") or [1]]
+
+
+def _names(settings: Any) -> Names:
+    """(section, ``_name``) of the sections that have a class for each name."""
+    parts = [part for part in checkpoints.SECTIONS if part not in PLAIN and settings.get(part)]
+    return tuple((part, settings[part].get("_name")) for part in parts)
+
+
+@functools.cache
+def _usual(names: Names) -> dict[str, Any]:
+    """The options of a training whose YAML only names the classes."""
+    return options(OmegaConf.to_container(_defaults(names), resolve=True))
+
+
+@functools.cache
+def _defaults(names: Names) -> Any:
+    """The defaults of all sections, where those with a ``_name`` are of these classes."""
+    from fairseq.dataclass.configs import FairseqConfig
+    from fairseq.dataclass.initialize import add_defaults
+
+    importlib.import_module("lrpe_fairseq.models")  # registers our classes
+    importlib.import_module("lrpe_fairseq.tasks")
+    kinds = {part: FairseqConfig.__dataclass_fields__[part].default for part in PLAIN}
+    values = {part: OmegaConf.to_container(OmegaConf.structured(k)) for part, k in kinds.items()}
+    config = OmegaConf.create({**values, **{part: {"_name": name} for part, name in names}})
+    add_defaults(config)
+    return OmegaConf.create(OmegaConf.to_container(config))  # without types and read-only flags
+
+
+@functools.cache
+def _launching() -> frozenset[str]:
+    """Options of ``distributed_training`` that no other section has."""
+    parts = _defaults(())
+    others = (values for part, values in parts.items() if part != "distributed_training")
+    own = set(parts.distributed_training) - set(itertools.chain.from_iterable(others))
+    return frozenset(name.replace("_", "-") for name in own)

@@ -1,4 +1,4 @@
-"""Child processes that a runner starts, measures, and never leaves behind by accident.
+"""Child processes: started, measured, and ended with the runner.
 
 A run folder is locked while anything trains in it. The lock is an open file that every child
 inherits, so it holds as long as one of them lives: after ``kill -9`` of the runner, a second
@@ -53,7 +53,7 @@ class Children:
 
     @property
     def stopping(self) -> bool:
-        """Whether :meth:`stop` was called."""
+        """True after :meth:`stop` was called."""
         return self._stopping.is_set()
 
     def run(
@@ -84,7 +84,7 @@ class Children:
         return usage.ru_maxrss / KIB
 
     def stop(self) -> None:
-        """End every child with its own children, politely first; later ones do not start.
+        """End every child and its own children, by signal and then by SIGKILL; start no more.
 
         SIGUSR1 makes a training save and ends everything else; SIGTERM would also end the
         workers that load its data, and it with them.
@@ -159,7 +159,7 @@ def locked(folder: Path) -> Iterator[int]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether some process trains in the run folder."""
+    """True if some process trains in the run folder."""
     if not (folder / "lock").exists():
         return False
     try:

@@ -1,7 +1,7 @@
-"""Many runs, some at a time: skips the finished, resumes the half-done, retries a crashed one once.
+"""Several runs at a time: finished ones are skipped, a crashed one is tried once more.
 
-Every event is one line, on the screen and in a log; a terminal also gets a live line. Ctrl-C and
-SIGTERM end the children and leave everything so that the same command goes on.
+Every event is one line, on the screen and in a log; a terminal also gets a live line. After Ctrl-C
+or SIGTERM the children have ended, and the same command resumes.
 """
 
 import collections
@@ -22,7 +22,7 @@ from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Busy, Children, Stopped, is_locked
 
 ATTEMPTS = 2
-BUSY_SECONDS = 5.0  # between two looks at a run that another process trains
+BUSY_SECONDS = 5.0  # between two tries of a run that another process trains
 LIVE_SECONDS = 1.0
 QUIET_SECONDS = 60.0  # between two progress lines where there is no terminal
 ERROR = "error.txt"  # in the run folder: why the last attempt failed
@@ -55,12 +55,12 @@ class Events:
         self.terminal = sys.stdout.isatty()
 
     def say(self, text: str) -> None:
-        """Report an event."""
+        """Report an event; on the screen only if the log cannot be written."""
         line = f"{time.strftime('%H:%M:%S')} {text}"
         with self._guard:
             self._clear()
             print(line, flush=True)
-            with open(self._log, "a", encoding="utf-8") as log:
+            with contextlib.suppress(OSError), open(self._log, "a", encoding="utf-8") as log:
                 log.write(f"{time.strftime('%Y-%m-%d')} {line}\n")
 
     def live(self, text: str) -> None:
@@ -76,7 +76,7 @@ class Events:
 
 
 class Schedule:
-    """Works off ``jobs`` with as many threads as there are ``devices``, shares of the machine."""
+    """Runs ``jobs`` in one thread for each of ``devices``, shares of the machine."""
 
     def __init__(self, jobs: Sequence[Job], devices: Sequence[Devices], events: Events) -> None:
         self._jobs = [job for job in jobs if not job.finished()]
@@ -87,11 +87,13 @@ class Schedule:
         self._attempts: collections.Counter[str] = collections.Counter()
         self._busy: set[str] = set()
         self._done, self._failed = 0, 0
+        self.trained = 0
+        """Runs that this process brought to their end, none of them with another process."""
         self._guard = threading.Lock()
         self._skipped = len(jobs) - len(self._jobs)
 
     def run(self) -> int:
-        """Work until nothing is left, and return how many runs failed.
+        """Work until nothing is left, and return how many runs are not finished.
 
         Raises: KeyboardInterrupt after Ctrl-C or SIGTERM, when every child has ended.
         """
@@ -110,6 +112,7 @@ class Schedule:
                 self._events.say("stopping; the same command goes on from here")
                 self._children.stop()
                 raise
+        self._failed = len(self._jobs) - self._done  # also those that no thread was left for
         self._events.say(f"{self._done + self._skipped} runs finished, {self._failed} failed")
         return self._failed
 
@@ -139,11 +142,13 @@ class Schedule:
         if job.name not in self._busy:
             update, _ = job.progress()
             self._events.say(f"{job.name}: {f'going on at {update}' if update else 'started'}")
-        begun = time.monotonic()
+        begun, ours = time.monotonic(), job.name not in self._busy and not job.finished()
         job.work(self._children, devices, lambda text: self._events.say(f"{job.name}: {text}"))
-        (job.folder / ERROR).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (job.folder / ERROR).unlink(missing_ok=True)
         with self._guard:
             self._done += 1
+            self.trained += ours
         self._events.say(f"{job.name}: finished after {clock(time.monotonic() - begun)}")
 
     def _put_off(self, job: Job) -> None:
@@ -156,8 +161,9 @@ class Schedule:
 
     def _fail(self, job: Job, error: Exception) -> None:
         reason = str(error) if isinstance(error, (UserError, ValueError, OSError)) else repr(error)
-        job.folder.mkdir(parents=True, exist_ok=True)
-        (job.folder / ERROR).write_text(reason + "\n", encoding="utf-8")
+        with contextlib.suppress(OSError):  # a full disk may be why the run failed
+            job.folder.mkdir(parents=True, exist_ok=True)
+            (job.folder / ERROR).write_text(reason + "\n", encoding="utf-8")
         with self._guard:
             self._attempts[job.name] += 1
             again = self._attempts[job.name] < ATTEMPTS
@@ -167,7 +173,7 @@ class Schedule:
         self._events.say(f"{job.name}: {'crashed, trying again' if again else 'FAILED'}: {reason}")
 
     def _watch(self, threads: Sequence[threading.Thread]) -> None:
-        """Show progress until every thread has ended; here, so that signals find a main thread."""
+        """Show progress until every thread has ended; the main thread must be free for signals."""
         total = {job.name: job.progress()[1] for job in self._jobs}
         before = sum(job.progress()[0] for job in self._jobs)
         begun = shown = time.monotonic()
@@ -200,8 +206,8 @@ def shares(parallel: int, gpus_per_run: int | None = None) -> list[Devices]:
     Raises: ValueError if there are not so many.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // parallel)
-    if (wished := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
-        threads = max(1, min(threads, int(wished)))
+    if (limit := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
+        threads = max(1, min(threads, int(limit)))
     gpus = torch.cuda.device_count()
     if (gpus_per_run or 0) > gpus:
         raise ValueError(f"a run cannot have {gpus_per_run} GPUs: there are {gpus}")

@@ -241,15 +241,18 @@ class TrainingRun(ABC):
     # How far the run is.
 
     def finished(self) -> bool:
-        """True if the run file is there, valid, and of the settings that the run has now."""
+        """True if the run file is valid, of the present settings, and has every evaluation."""
         try:
-            return not self.differences(read_run(self.result)["config"])
+            run = read_run(self.result)
         except (OSError, ValueError):
             return False
+        metrics = run["metrics"]
+        evaluated = all(protocol in metrics.get(split, {}) for split, protocol in self.evaluations)
+        return evaluated and not self.differences(run["config"])
 
     def differences(self, config: Mapping[str, Any]) -> set[str]:
         """The options of a training, as in a run file, that decide the result and differ here."""
-        return identity.differences(self.settings(), self.seed, config)
+        return identity.differences(self.settings(), config)
 
     def progress(self) -> tuple[int, int]:
         """(updates done, updates in all)."""
