@@ -20,16 +20,16 @@ PAGE = "docs/cost.md"
 def pages(root: Path) -> dict[str, str]:
     """The page with both tables rendered anew."""
     text = (root / PAGE).read_text(encoding="utf-8")
-    text = markdown.between(text, "paper", paper_table(read_runs(root / "results" / "runs")))
+    text = markdown.between(text, "paper", paper_table(read_runs(root / "results" / "runs"), root))
     sweeps = read_sweeps(root / "results" / "sweeps")
     return {PAGE: markdown.between(text, "small", measured_table(sweeps))}
 
 
-def paper_table(runs: dict[str, Run]) -> str:
+def paper_table(runs: dict[str, Run], root: Path = ROOT) -> str:
     """A row for every table with a scale ``paper``: the budget, and the hours where it was run."""
     head = ["table", "trainings a seed", "updates x tokens of one", "tokens a seed"]
-    tables = [t for t in load_tables(ROOT / "configs" / "tables") if "paper" in t.scales]
-    rows = [_paper_row(table, runs) for table in tables]
+    tables = [t for t in load_tables(root / "configs" / "tables") if "paper" in t.scales]
+    rows = [_paper_row(root, table, runs) for table in tables]
     return markdown.table([*head, "tokens/s", "GPU-hours a seed"], rows, numbers=True)
 
 
@@ -59,10 +59,9 @@ def budget(settings: Any) -> tuple[int, int]:
 
 def _changed(table: Table, row: Row, column: Column) -> str:
     options = {**table.options, **row.overrides, **column.overrides}
-    rated = {"lr"} if table.rates else set()  # columns that tell rates apart share trainings
-    return repr(
-        sorted((k, v) for k, v in options.items() if v != table.options[k] and k not in rated)
-    )
+    if table.rates:
+        options.pop("lr", None)  # columns that tell rates apart share trainings
+    return repr(sorted((k, v) for k, v in options.items() if v != table.options[k]))
 
 
 def _sweep_row(sweep: Sweep) -> list[Any]:
@@ -72,9 +71,9 @@ def _sweep_row(sweep: Sweep) -> list[Any]:
     return [*cells, clock(sweep["wall_seconds"]), where, f"`{markdown.short(sweep['commit'])}`"]
 
 
-def _paper_row(table: Table, runs: dict[str, Run]) -> list[str]:
+def _paper_row(root: Path, table: Table, runs: dict[str, Run]) -> list[str]:
     count = trainings(table, "paper")
-    settings = OmegaConf.load(ROOT / table.scales["paper"])
+    settings = OmegaConf.load(root / table.scales["paper"])
     if table.pretrained:
         return _finetuning_row(table, count, settings)
     updates, tokens = budget(settings)
