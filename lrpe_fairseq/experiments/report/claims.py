@@ -172,7 +172,8 @@ def _columns_finding(sheet: Sheet) -> str:
         for column in others
     }
     if set(found.values()) <= {ONE_SEED}:
-        return f"{ONE_SEED.capitalize()} ({', '.join(_column_span(sheet, c) for c in sheet.headlines)})."
+        spans = ", ".join(_column_span(sheet, column) for column in sheet.headlines)
+        return f"{ONE_SEED.capitalize()} ({spans})."
     return ". ".join(f"{place}: {text}" for place, text in found.items()) + "."
 
 
