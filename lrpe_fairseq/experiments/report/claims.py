@@ -172,8 +172,15 @@ def _columns_finding(sheet: Sheet) -> str:
         for column in others
     }
     if set(found.values()) <= {ONE_SEED}:
-        return f"{ONE_SEED.capitalize()}."
+        spans = ", ".join(_column_span(sheet, column) for column in sheet.headlines)
+        return f"{ONE_SEED.capitalize()} ({spans})."
     return ". ".join(f"{place}: {text}" for place, text in found.items()) + "."
+
+
+def _column_span(sheet: Sheet, column: Column) -> str:
+    found = {row.label: sheet.ours(row, column) for row in sheet.table.rows}
+    span = _span(sheet, column, {label: values for label, values in found.items() if values})
+    return f"{column.title} {span.partition(' over ')[0]}"
 
 
 def _column_against(sheet: Sheet, first: Column, second: Column) -> str:

@@ -19,15 +19,15 @@ PAGE = "docs/cost.md"
 def pages(root: Path) -> dict[str, str]:
     """The page with both tables rendered anew."""
     text = (root / PAGE).read_text(encoding="utf-8")
-    text = markdown.between(text, "paper", paper_table(read_runs(root / "results" / "runs")))
+    text = markdown.between(text, "paper", paper_table(read_runs(root / "results" / "runs"), root))
     sweeps = read_sweeps(root / "results" / "sweeps")
     return {PAGE: markdown.between(text, "small", measured_table(sweeps))}
 
 
-def paper_table(runs: dict[str, Run]) -> str:
+def paper_table(runs: dict[str, Run], root: Path = ROOT) -> str:
     """A row for every table with a scale ``paper``: the budget, and the hours where it was run."""
     head = ["table", "trainings a seed", "updates x tokens of one", "tokens a seed"]
-    tables = [t for t in load_tables(ROOT / "configs" / "tables") if "paper" in t.scales]
+    tables = [t for t in load_tables(root / "configs" / "tables") if "paper" in t.scales]
     rows = [_paper_row(table, runs) for table in tables]
     return markdown.table([*head, "tokens/s", "GPU-hours a seed"], rows, numbers=True)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from lrpe_fairseq.encodings import ENCODINGS, build_encoding
 from lrpe_fairseq.experiments.report import markdown
-from lrpe_fairseq.experiments.report.markdown import NOT_MEASURED
+from lrpe_fairseq.experiments.report.markdown import NOT_MEASURED, ROOT
 from lrpe_fairseq.experiments.report.speed import DEVICES, figures, measured_on
 
 PAGE = "docs/denominators.md"
@@ -16,17 +16,17 @@ Measured = dict[str, dict[str, Any]]
 def pages(root: Path) -> dict[str, str]:
     """The page with its table rendered anew."""
     text = (root / PAGE).read_text(encoding="utf-8")
-    return {PAGE: markdown.between(text, "denominators", section())}
+    return {PAGE: markdown.between(text, "denominators", section(root))}
 
 
-def section() -> str:
+def section(root: Path = ROOT) -> str:
     """The table of every device that was measured, with trained models where they were."""
-    parts = [_device(device) for device in DEVICES if figures(RANDOM, device)]
+    parts = [_device(root, device) for device in DEVICES if figures(RANDOM, device, root)]
     return "\n\n".join(parts) or f"{NOT_MEASURED.capitalize()}."
 
 
-def _device(device: str) -> str:
-    random, trained = figures(RANDOM, device), figures(TRAINED, device)
+def _device(root: Path, device: str) -> str:
+    random, trained = (figures(name, device, root) for name in (RANDOM, TRAINED))
     parts = [table(_by(random), _by(trained) if trained else None), measured_on(random)]
     if trained:
         parts.append(f"Trained models: {measured_on(trained)}")

@@ -16,7 +16,7 @@ from lrpe_fairseq.experiments.report.markdown import NOT_MEASURED
 
 PAGE = "docs/speed.md"
 FIGURES = "results/figures"
-RESULTS = ROOT / "results" / "bench"
+RESULTS = "results/bench"
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 PUBLISHED = (("iclr-table9", "linear"), ("iclr-table9", "softmax"), ("tmlr-table6", "linear"))
 ERRORS = ("ours", "float32_angle", "own_angle")
@@ -27,7 +27,7 @@ def pages(root: Path) -> dict[str, str]:
     """The page with every generated part rendered anew."""
     text = (root / PAGE).read_text(encoding="utf-8")
     for name, part in PARTS.items():
-        text = markdown.between(text, name, section(name, part))
+        text = markdown.between(text, name, section(name, part, root))
     return {PAGE: text}
 
 
@@ -36,15 +36,15 @@ def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
     return {
         figure(device): lambda path, rows=rows: draw(path, rows)
         for device in DEVICES
-        if (rows := measured("lengths", device))
+        if (rows := measured("lengths", device, root))
     }
 
 
-def section(name: str, part: Callable[[Rows], str]) -> str:
+def section(name: str, part: Callable[[Rows], str], root: Path = ROOT) -> str:
     """One part on every device, each with the machine that it was measured on."""
     found = []
     for device, shown in DEVICES.items():
-        measurement = figures(name, device)
+        measurement = figures(name, device, root)
         if measurement is None:
             found.append(f"On a {shown}: {NOT_MEASURED}.")
         else:
@@ -54,9 +54,9 @@ def section(name: str, part: Callable[[Rows], str]) -> str:
     return "\n\n".join(found)
 
 
-def measured(name: str, device: str) -> Rows:
+def measured(name: str, device: str, root: Path = ROOT) -> Rows:
     """The rows of a part; none if it was not measured."""
-    found = figures(name, device)
+    found = figures(name, device, root)
     return [] if found is None else found["rows"]
 
 
@@ -69,9 +69,9 @@ def _picture(device: str) -> str:
     return f"![time and memory by length](../{figure(device)})"
 
 
-def figures(name: str, device: str) -> dict[str, Any] | None:
+def figures(name: str, device: str, root: Path = ROOT) -> dict[str, Any] | None:
     """The run file of a benchmark; None if it was not measured."""
-    text = markdown.read_result(RESULTS / device / f"{name}.json")
+    text = markdown.read_result(root / RESULTS / device / f"{name}.json")
     return None if text is None else json.loads(text)
 
 
