@@ -26,6 +26,7 @@ from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.families.pretraining import PretrainingRun
 from lrpe_fairseq.experiments.families.translation import Half, TranslationRun
 from lrpe_fairseq.experiments.records import checkpoints, sweeps
+from lrpe_fairseq.experiments.records.checkout import require_checkout
 from lrpe_fairseq.experiments.records.layout import Column, Row, Table, load_table
 from lrpe_fairseq.experiments.report import tables
 from lrpe_fairseq.experiments.runner import schedule, slurm
@@ -110,6 +111,7 @@ def runs(table: Table, scale: str, seeds: Sequence[int]) -> list[TrainingRun]:
 
 def load_named(name: str) -> Table:
     """``configs/tables/<name>.yaml``. Raises: ValueError, naming those that there are."""
+    require_checkout()
     folder = ROOT / "configs" / "tables"
     if not (folder / f"{name}.yaml").exists():
         known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))

@@ -10,10 +10,11 @@ import json
 import math
 import os
 import platform
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from lrpe_fairseq.experiments.records.checkout import commit
 
 Run = dict[str, Any]
 
@@ -116,15 +117,6 @@ def read_runs(root: Path | str) -> dict[str, Run]:
 def environment() -> Run:
     """The fields ``commit``, ``versions`` and ``hardware`` of a run made here and now."""
     return {"commit": commit(), "versions": versions(), "hardware": hardware()}
-
-
-def commit() -> str:
-    """The commit of this checkout, ``-dirty`` if anything but results/ differs from it."""
-    root = Path(__file__).resolve().parents[3]
-    head = _git(root, "rev-parse", "HEAD")
-    # A sweep adds files under results/ itself; they do not change what the next run computes.
-    dirty = _git(root, "status", "--porcelain", "--", ".", ":!results")
-    return (head + "-dirty" if dirty else head) if head else "unknown"
 
 
 def versions() -> dict[str, str]:
@@ -245,14 +237,6 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _git(root: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(root), *arguments]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
 
 
 def _version(distribution: str) -> str | None:
