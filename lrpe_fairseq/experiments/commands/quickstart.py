@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 
 from lrpe_fairseq.experiments.families.lm import BLOCKS, LMRun
+from lrpe_fairseq.experiments.records.checkout import require_checkout
 from lrpe_fairseq.experiments.records.runs import Run, read_run, write_run
 from lrpe_fairseq.experiments.report.curves import validation_curves
 from lrpe_fairseq.experiments.runner.schedule import Events, Schedule, shares
@@ -54,6 +55,7 @@ def main() -> int:
     begun = time.monotonic()
     events = Events(RESULTS / "work" / "events.log")
     try:
+        require_checkout()
         prepare_corpus()
         if Schedule(methods(), shares(min(PARALLEL, _cores())), events).run():
             raise RunFailed("some runs failed; their logs are in results/quickstart/work")
