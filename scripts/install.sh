@@ -18,10 +18,9 @@ case $wanted in
 3.11 | 3.12) ;;
 *) echo "Python 3.11 or 3.12 is needed, $PYTHON is $wanted: make PYTHON=python3.11 install" >&2 && exit 2 ;;
 esac
-found=$("$python" -c 'import sys; print(*sys.version_info[:2], sep=".")' 2>/dev/null || true)
-clear=()
-[ "$found" = "$wanted" ] || [ ! -e "$venv" ] || clear=(--clear)
-"$PYTHON" -m venv "${clear[@]}" "$venv"
+found=$("$python" -c 'import pip, sys; print(*sys.version_info[:2], sep=".")' 2>/dev/null || true)
+# .venv may be a link to another disk, which venv itself does not accept
+[ "$found" = "$wanted" ] || "$PYTHON" -m venv --clear "$(readlink -f "$venv")"
 
 # pip's notices and warnings go into a log. A step that fails shows the end of it.
 log=$venv/install.log

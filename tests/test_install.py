@@ -101,10 +101,20 @@ def test_another_torch_removes_the_fairseq_that_was_built_against_the_old_one(st
 
 
 def test_another_version_of_python_makes_the_environment_anew(stub, tmp_path):
-    install(tmp_path, stub())
-    assert not any("--clear" in call["arguments"] for call in calls(tmp_path))
-    install(tmp_path, stub("python3.12", "3.12"))
-    assert any("--clear" in call["arguments"] for call in calls(tmp_path))
+    def made(name: str, version: str) -> bool:
+        install(tmp_path, stub(name, version))
+        return any(call["arguments"][:3] == ["-m", "venv", "--clear"] for call in calls(tmp_path))
+
+    assert made("python3.11", "3.11")
+    assert not made("python3.11", "3.11")
+    assert made("python3.12", "3.12")
+
+
+def test_the_environment_may_be_a_link_to_another_disk(stub, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "venv").symlink_to(tmp_path / "disk")
+    assert install(tmp_path, stub()).returncode == 0
+    assert (tmp_path / "disk" / "bin" / "python").exists()
 
 
 def test_a_python_that_fairseq_does_not_support_is_refused_in_one_sentence(stub, tmp_path):
