@@ -31,6 +31,10 @@ test_pair() {
     work=$folder/py$python-torch$torch
     mkdir -p "$work"
     echo "Python $python, torch $torch"
+    if ! "python$python" -c "" 2>"$work/python.log"; then
+        "$main" "$report" record "$python" "$torch" --not-run "python$python is not installed"
+        return
+    fi
     if ! PYTHON=python$python TORCH=torch==$torch scripts/install.sh "$work/venv" test; then
         "$main" "$report" record "$python" "$torch" --not-run "the installation failed"
         return

@@ -136,6 +136,7 @@ def test_code_runs_on_later_minor_versions_and_intermediate_code_on_all_later_on
 @pytest.mark.parametrize(
     ("name", "capability", "compiled", "command"),
     [
+        ("P100", (6, 0), ["sm_75", "sm_80"], r"P100 is sm_60.*torch==2.6.0 install"),
         ("V100", (7, 0), ["sm_75", "sm_80"], r"V100 is sm_70.*torch==2.10.0 install"),
         ("B200", (10, 0), ["sm_70", "sm_90"], r"B200 is sm_100.*torch==2.13.0 install"),
     ],

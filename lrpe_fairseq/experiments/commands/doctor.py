@@ -28,7 +28,10 @@ FREE_GB = 20
 """What the checkpoints of one table at paper scale need at least."""
 
 DEFAULT_TORCH = "make TORCH=torch==2.13.0 install"
-OLDER_GPUS = (((7, 0), "make TORCH=torch==2.10.0 install"),)
+OLDER_GPUS = (
+    ((6, 2), "make TORCH=torch==2.6.0 install"),
+    ((7, 2), "make TORCH=torch==2.10.0 install"),
+)
 """Compute capability up to which the default torch has no code -> the command that helps."""
 
 Check = Callable[[], str]
