@@ -1,42 +1,62 @@
 # `make quickstart` and `make test` set up everything they need in .venv by themselves.
-PYTHON ?= python3
-TORCH ?= torch==2.13.0
-# processes of `make test`
-WORKERS ?= 2
+DEFAULT_PYTHON := python3
+DEFAULT_TORCH := torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+TOOLS := $(VENV)/.installed-test
+SETTINGS := $(VENV)/.settings
+# what $(VENV) was made with: a choice holds until another is given
+-include $(SETTINGS)
+PYTHON ?= $(or $(CHOSEN_PYTHON),$(DEFAULT_PYTHON))
+TORCH ?= $(or $(CHOSEN_TORCH),$(DEFAULT_TORCH))
+# processes of `make test`
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format bench docs tables
+.PHONY: help install quickstart test test-all versions lint format bench docs tables FORCE
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
 
 install: $(INSTALLED)  ## make .venv with torch, fairseq and this package (TORCH=torch==... for another build)
 
-# fairseq's build asks for a torch of its own; without isolation it uses the one just installed
-$(INSTALLED): setup.py
-	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or 3.12 is needed: make PYTHON=python3.11") if sys.version_info[:2] not in [(3, 11), (3, 12)] else None'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet numpy cython
-	$(BIN)/python -m pip install --quiet --no-build-isolation fairseq-fixed==0.12.3.1
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[test,plots]'
-	touch $@
+ifneq ($(INSTALLED_PYTHON) $(INSTALLED_TORCH),$(PYTHON) $(TORCH))
+$(INSTALLED): FORCE
+endif
+
+# matplotlib (the extra "plots") draws the curves of the quickstart and of the tables
+$(INSTALLED): setup.py scripts/install.sh
+	@rm -f $(INSTALLED) $(TOOLS) $(SETTINGS)
+	@echo "installing $(TORCH), fairseq and this package in $(VENV): a few minutes"
+	@PYTHON='$(PYTHON)' TORCH='$(TORCH)' scripts/install.sh '$(VENV)' plots
+	@printf '%s\n' 'INSTALLED_PYTHON := $(PYTHON)' 'INSTALLED_TORCH := $(TORCH)' \
+	    'CHOSEN_PYTHON := $(filter-out $(DEFAULT_PYTHON),$(PYTHON))' \
+	    'CHOSEN_TORCH := $(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),$(TORCH))' > $(SETTINGS)
+	@touch $@
+
+$(TOOLS): $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
+	    --no-build-isolation --editable '.[test,plots]'
+	@touch $@
 
 quickstart: install  ## train LRPE beside its baselines on real text; prints one table
 	$(BIN)/python -m lrpe_fairseq.experiments.commands.quickstart
 
-test: install  ## prove that it is right, end-to-end cases included
+test: $(TOOLS)  ## run the tests, end-to-end cases included
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not exhaustive'
+
+test-all: $(TOOLS)  ## run every test, the exhaustive ones included
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-lint: install  ## check style
+versions:  ## test other versions of torch and Python; hours
+	scripts/test_versions.sh
+
+lint: $(TOOLS)  ## check style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: install  ## fix style
+format: $(TOOLS)  ## fix style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

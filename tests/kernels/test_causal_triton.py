@@ -13,6 +13,9 @@ from lrpe_fairseq.kernels import loader
 pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
 
 from lrpe_fairseq.kernels import causal_triton
+from tests import triton_probe
+
+pytestmark = pytest.mark.skipif(bool(triton_probe.why_not()), reason=triton_probe.why_not())
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, HEADS = 2, 2

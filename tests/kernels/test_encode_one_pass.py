@@ -49,6 +49,10 @@ def form(request, monkeypatch):
     encode_triton = None
     if request.param == "fused":
         pytest.importorskip("triton", reason="the kernel needs triton, a test dependency")
+        from tests import triton_probe
+
+        if reason := triton_probe.why_not():
+            pytest.skip(reason)
         from lrpe_fairseq.kernels import encode_triton
 
         monkeypatch.setattr(encode_triton, "on_device", lambda x: True)

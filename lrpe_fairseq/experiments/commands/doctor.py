@@ -1,12 +1,17 @@
 """Check this environment before a long run: ``scripts/doctor.sh``.
 
-One line for each check; a failed one says what to do. Exit status 1 if any check failed.
+Prints one line for each check, and for each that fails what to do about it. The exit status is 1
+if any check fails. The file imports nothing of torch, fairseq or this package until a check needs
+it, so that it also runs where one of them is missing or broken.
 """
 
 import importlib
 import importlib.metadata
+import json
+import logging
 import math
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -14,32 +19,38 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
-import torch
-
-from lrpe_fairseq.experiments.data.corpus import has_checksum
-from lrpe_fairseq.experiments.data.folders import manifest
-from lrpe_fairseq.experiments.families import known_data, preparation_of
-from lrpe_fairseq.experiments.records.console import FAILED, command
-from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.runner.launch import BIN
-
+ROOT = Path(__file__).resolve().parents[3]
+BIN = Path(sys.executable).parent
+FAIRSEQ = "0.12.3.1"
 FREE_GB = 20
 """Disk space that the checkpoints of one table at paper scale need at least."""
 
+DEFAULT_TORCH = "make TORCH=torch==2.13.0 install"
+OLDER_GPUS = (
+    ((6, 2), "make TORCH=torch==2.6.0 install"),
+    ((7, 2), "make TORCH=torch==2.10.0 install"),
+)
+"""Compute capability up to which the default torch has no code -> the command that helps."""
+
 Check = Callable[[], str]
+Named = Iterator[tuple[str, Check]]
 
 
 class Ailment(Exception):
     """A failed check; the text says what is wrong and what to do."""
 
 
-@command("doctor")
 def main() -> int:
     """Print every check; returns the exit status."""
-    failed = sum(not passed(name, check) for name, check in checks())
+    failed = _failed(basics())
+    if failed:
+        print(f"{failed} checks failed; the others need what failed and were not run")
+        return 1
+    failed = _failed(checks())
     print(f"{failed} checks failed" if failed else "everything is in order")
-    return FAILED if failed else 0
+    return 1 if failed else 0
 
 
 def passed(name: str, check: Check) -> bool:
@@ -47,24 +58,29 @@ def passed(name: str, check: Check) -> bool:
     try:
         found = check()
     except Exception as error:  # whatever breaks here would break a run
-        reason = str(error) if isinstance(error, Ailment) else f"{type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, Ailment) else _first_line(error)
         print(f"FAIL  {name}: {reason}", flush=True)
         return False
     print(f"ok    {name}: {found}", flush=True)
     return True
 
 
-def checks() -> Iterator[tuple[str, Check]]:
-    """Name and function of every check, in order."""
+def basics() -> Named:
+    """Name and function of the checks without which no other can run."""
     yield "python", python
     yield "torch", torch_version
     yield "fairseq", fairseq_version
+    yield "checkout", checkout
+
+
+def checks() -> Named:
+    """Name and function of the other checks, in order."""
     yield "plugin", plugin
     yield "fairseq commands", commands
     yield "disk", lambda: disk(ROOT)
-    for folder in known_data():
-        if folder.exists():
-            yield f"data/{folder.name}", lambda folder=folder: data(folder)
+    for folder in data_folders(ROOT / "data"):
+        name = folder.relative_to(ROOT).as_posix()
+        yield name, lambda folder=folder: data(folder)
     yield "GPU", gpus
     for device in devices():
         yield f"a training step on {device}", lambda device=device: training_step(device)
@@ -80,22 +96,39 @@ def python() -> str:
 
 def torch_version() -> str:
     """2.6 or later, where safe loading of checkpoints is the default."""
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):
-        raise Ailment(f"{torch.__version__} loads checkpoints unsafely; 2.6 or later is needed")
-    return torch.__version__
-
-
-def fairseq_version() -> str:
-    """The version that compat.py was written for."""
-    found = importlib.metadata.version("fairseq-fixed")
-    if found != "0.12.3.1":
-        raise Ailment(f"fairseq-fixed {found}; run make install for 0.12.3.1")
-    importlib.import_module("fairseq")
+    found = _import("torch").__version__
+    if tuple(map(int, found.split(".")[:2])) < (2, 6):
+        raise Ailment(f"{found} loads checkpoints unsafely; 2.6 or later is needed")
     return found
 
 
+def fairseq_version() -> str:
+    """The one that the compatibility module is made for, with its compiled modules."""
+    try:
+        found = importlib.metadata.version("fairseq-fixed")
+    except importlib.metadata.PackageNotFoundError:
+        raise Ailment("fairseq-fixed is not installed; run make install") from None
+    if found != FAIRSEQ:
+        raise Ailment(f"fairseq-fixed {found}; run make install for {FAIRSEQ}")
+    # on import its speech task asks for tensorboardX, which nothing here needs
+    logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)
+    _import("fairseq.data.data_utils_fast")
+    return found
+
+
+def checkout() -> str:
+    """The configurations and scripts, which a wheel lacks."""
+    from lrpe_fairseq.experiments.records.checkout import require_checkout
+
+    try:
+        require_checkout(ROOT)
+    except ValueError as error:
+        raise Ailment(str(error)) from None
+    return str(ROOT)
+
+
 def plugin() -> str:
-    """Our models are known to fairseq."""
+    """Our models are registered with fairseq."""
     from fairseq.models import ARCH_MODEL_REGISTRY
 
     importlib.import_module("lrpe_fairseq")
@@ -113,7 +146,7 @@ def commands() -> str:
 
 
 def disk(folder: Path) -> str:
-    """runs/ can be written, and there is space for checkpoints."""
+    """Free space for checkpoints, and permission to write them."""
     probe = folder / "runs" / ".doctor"
     try:
         probe.parent.mkdir(exist_ok=True)
@@ -127,30 +160,67 @@ def disk(folder: Path) -> str:
     return f"{free:.0f} GB free"
 
 
+def data_folders(root: Path) -> list[Path]:
+    """The data folders under ``root`` that data-prep can make, tasks of GLUE included."""
+    found = [*root.glob("*"), *root.glob("glue-*/*")]
+    return sorted(path for path in found if path.is_dir() and _preparation(path))
+
+
 def data(folder: Path) -> str:
-    """The binarized files have the checksums of those that data-prep wrote."""
-    steps = manifest(folder).get("steps", {})
-    written = {f: s for step in steps.values() for f, s in step.get("writes", {}).items()}
+    """The binarized files are those that data-prep wrote."""
+    again = f"run .venv/bin/python {_preparation(folder)} again"
+    try:
+        steps = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["steps"]
+        written = {f: s for step in steps.values() for f, s in step.get("writes", {}).items()}
+    except FileNotFoundError:
+        raise Ailment(f"unfinished; {again}") from None
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        raise Ailment(f"{folder / 'manifest.json'} cannot be read; {again}") from None
     binary = {f: s for f, s in written.items() if f.startswith("bin/")}
     damaged = [f for f, s in binary.items() if not _intact(folder / f, s)]
     if damaged or not binary:
         what = f"{', '.join(damaged)} differs from what was written" if damaged else "unfinished"
-        raise Ailment(f"{what}; run {shlex.join(preparation_of(folder))} again")
+        raise Ailment(f"{what}; {again}")
     return f"{len(binary)} files intact"
 
 
 def gpus() -> str:
-    """Every GPU by name; with several GPUs, NCCL must be available."""
+    """Every GPU by name, code for each in this torch, and NCCL if there are several."""
+    import torch
+
     count = torch.cuda.device_count()
     if not count:
         return "none; runs use the CPU"
+    for index in range(count):
+        _require_code(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
     if count > 1 and not torch.distributed.is_nccl_available():
-        raise Ailment("this torch has no NCCL; install a CUDA build: make TORCH=... install")
+        raise Ailment(f"this torch has no NCCL; install a CUDA build: {DEFAULT_TORCH}")
     return ", ".join(torch.cuda.get_device_name(index) for index in range(count))
 
 
+def runs_on(capability: tuple[int, int], architectures: list[str]) -> bool:
+    """True if a torch compiled for ``architectures`` has code for a GPU of ``capability``.
+
+    Code for ``sm_XY`` runs on major version X from minor version Y on, ``sm_XYa`` on exactly X.Y;
+    the intermediate code ``compute_XY`` is compiled on first use for anything later.
+    """
+    for name in architectures:
+        parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", name)
+        if not parts:
+            continue
+        kind, target = parts[1], (int(parts[2]), int(parts[3]))
+        if capability == target:
+            return True
+        later = capability > target and not parts[4]
+        if later and (kind == "compute" or capability[0] == target[0]):
+            return True
+    return False
+
+
 def devices() -> list[str]:
-    """The devices that a training can use."""
+    """What a training could run on."""
+    import torch
+
     return ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
 
 
@@ -163,21 +233,63 @@ def training_step(device: str) -> str:
 
 
 def slurm() -> str:
-    """Is --slurm available? It is optional."""
+    """Whether ``--slurm`` can be used; it is optional."""
     if not shutil.which("sbatch"):
-        return "not here; --slurm is not available"
+        return "not installed; --slurm is not available"
     done = subprocess.run(["sinfo", "--noheader"], capture_output=True, text=True)
     if done.returncode:
         return "installed, but no cluster answers; --slurm is not available from here"
     return f"{len(done.stdout.splitlines())} partitions and states; see sinfo"
 
 
+def _failed(named: Named) -> int:
+    return sum(not passed(name, check) for name, check in named)
+
+
+def _import(name: str) -> ModuleType:
+    """Import a module. Raises: Ailment if it is missing or broken."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # a broken binary raises OSError, RuntimeError and others
+        package = name.split(".")[0]
+        missing = isinstance(error, ModuleNotFoundError) and error.name == package
+        problem = "is not installed" if missing else f"does not import ({_first_line(error)})"
+        raise Ailment(f"{package} {problem}; run make install") from None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _preparation(folder: Path) -> str:
+    """The command that prepares a data folder; empty if none is known."""
+    from lrpe_fairseq.experiments.families import preparation_of
+
+    return shlex.join(preparation_of(folder))
+
+
 def _intact(path: Path, checksum: str) -> bool:
-    return path.exists() and has_checksum(path, checksum)
+    from lrpe_fairseq.experiments.data.corpus import has_checksum
+
+    return has_checksum(path, checksum)
+
+
+def _require_code(name: str, capability: tuple[int, int]) -> None:
+    """Check that this torch has code for a GPU. Raises: Ailment with the command that helps."""
+    import torch
+
+    compiled = torch.cuda.get_arch_list()
+    if not runs_on(capability, compiled):
+        command = next((c for limit, c in OLDER_GPUS if capability <= limit), DEFAULT_TORCH)
+        raise Ailment(
+            f"{name} is sm_{capability[0]}{capability[1]}, torch {torch.__version__} has code for "
+            f"{', '.join(compiled) or 'no GPU'} only; run {command}"
+        )
 
 
 def _losses(device: str, attention: str) -> tuple[float, float]:
     """Cross entropy of 2 x 64 random tokens before and after one step of SGD."""
+    import torch
     from fairseq.data import Dictionary
 
     from lrpe_fairseq.models.language_model import LRPELanguageModelTiny as Tiny

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lrpe_fairseq.experiments.families import family_of
+from lrpe_fairseq.experiments.records.checkout import require_checkout
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT
 from lrpe_fairseq.experiments.records.layout import Table, load_table
 from lrpe_fairseq.experiments.records.recipes import cells
@@ -18,6 +19,7 @@ from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 def load_named(name: str) -> Table:
     """``configs/tables/<name>.yaml``. Raises: ValueError, naming the tables that exist."""
+    require_checkout()
     folder = CONFIGS / "tables"
     if not (folder / f"{name}.yaml").exists():
         known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))

@@ -10,12 +10,12 @@ import json
 import math
 import os
 import platform
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lrpe_fairseq.experiments.records.files import ROOT, write_json
+from lrpe_fairseq.experiments.records.checkout import commit
+from lrpe_fairseq.experiments.records.files import write_json
 
 Run = dict[str, Any]
 
@@ -113,19 +113,6 @@ def read_runs(root: Path | str) -> dict[str, Run]:
 def environment() -> Run:
     """The fields ``commit``, ``versions`` and ``hardware`` of a run made here and now."""
     return {"commit": commit(), "versions": versions(), "hardware": hardware()}
-
-
-def commit() -> str:
-    """The commit of this checkout, ``-dirty`` if anything but results/ differs from it.
-
-    ``unknown`` outside a checkout: a repository around a copy of ours says nothing about it.
-    """
-    if _git(ROOT, "rev-parse", "--show-toplevel") != str(ROOT):
-        return "unknown"
-    head = _git(ROOT, "rev-parse", "HEAD")
-    # A sweep adds files under results/ itself; they do not change what the next run computes.
-    dirty = _git(ROOT, "status", "--porcelain", "--", ".", ":!results")
-    return (head + "-dirty" if dirty else head) if head else "unknown"
 
 
 def versions() -> dict[str, str]:
@@ -234,14 +221,6 @@ def _check_curve(run: Run) -> None:
     updates = [point["updates"] for point in curve]
     if sorted(set(updates)) != updates:
         raise ValueError("the updates of the run's curve do not ascend")
-
-
-def _git(root: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(root), *arguments]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
 
 
 def _version(distribution: str) -> str | None:

@@ -1,0 +1,48 @@
+"""The checkout that this package runs from, if it runs from one."""
+
+import os
+import subprocess
+from pathlib import Path
+
+from lrpe_fairseq.experiments.records.files import ROOT
+
+ELSEWHERE = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"}
+"""Variables that name another repository; git sets them inside its hooks."""
+
+
+def require_checkout(root: Path = ROOT) -> None:
+    """Check that ``root`` holds the configurations and scripts, which a wheel lacks.
+
+    Raises: ValueError saying what to do.
+    """
+    missing = [name for name in ("configs", "scripts") if not (root / name).is_dir()]
+    if missing:
+        raise ValueError(
+            f"{root} has no {', '.join(missing)}: this command needs a checkout of the repository "
+            "(git clone, then make install); an installed wheel holds the package only"
+        )
+
+
+def commit(root: Path = ROOT) -> str:
+    """The commit of the repository at ``root``, with ``-dirty`` if files outside results/ differ.
+
+    ``unknown`` if ``root`` is not the top folder of a git repository: a wheel may be installed
+    inside a repository of another project.
+    """
+    top = _git(root, "rev-parse", "--show-toplevel")
+    if not top or Path(top).resolve() != root.resolve():
+        return "unknown"
+    head = _git(root, "rev-parse", "HEAD")
+    # A sweep adds files under results/ itself; they do not change what the next run computes.
+    dirty = _git(root, "status", "--porcelain", "--", ".", ":!results")
+    return (head + "-dirty" if dirty else head) if head else "unknown"
+
+
+def _git(root: Path, *arguments: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name not in ELSEWHERE}
+    command = ["git", "-C", str(root), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip()

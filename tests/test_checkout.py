@@ -1,0 +1,57 @@
+"""A run file names the commit of our own checkout; a wheel says what it lacks."""
+
+import subprocess
+
+import pytest
+
+from lrpe_fairseq.experiments.commands import run_table
+from lrpe_fairseq.experiments.records import checkout
+
+
+def git(folder, *arguments):
+    who = ("-c", "user.name=a", "-c", "user.email=a@b.example")
+    command = ["git", "-C", str(folder), *who, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A git repository with one commit of two files."""
+    git(tmp_path, "init", "--quiet")
+    (tmp_path / "code.py").write_text("1")
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "a.json").write_text("{}")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "--message", "one")
+    return tmp_path
+
+
+def test_the_commit_is_marked_dirty_by_every_change_outside_results(repository):
+    head = git(repository, "rev-parse", "HEAD")
+    (repository / "results" / "a.json").write_text("[]")
+    assert checkout.commit(repository) == head
+    (repository / "code.py").write_text("2")
+    assert checkout.commit(repository) == f"{head}-dirty"
+
+
+def test_a_package_inside_another_repository_does_not_record_its_commit(repository):
+    site = repository / ".venv" / "lib" / "site-packages"
+    site.mkdir(parents=True)
+    assert checkout.commit(site) == "unknown"
+
+
+def test_variables_of_a_git_hook_do_not_name_another_repository(repository, tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_DIR", str(repository / "nowhere"))
+    assert checkout.commit(repository) != "unknown"
+
+
+def test_a_folder_without_repository_has_no_commit(tmp_path):
+    assert checkout.commit(tmp_path) == "unknown"
+
+
+def test_an_installed_wheel_says_that_tables_need_a_checkout(tmp_path, monkeypatch, capsys):
+    with pytest.raises(ValueError, match="has no configs, scripts: this command needs a checkout"):
+        checkout.require_checkout(tmp_path)
+    monkeypatch.setattr(checkout.require_checkout, "__defaults__", (tmp_path,))
+    assert run_table.main(["table2", "--status"]) == 2
+    assert "needs a checkout of the repository" in capsys.readouterr().err

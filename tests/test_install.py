@@ -1,0 +1,169 @@
+"""scripts/install.sh and the Makefile's stamps, with a Python that only records its arguments."""
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+STUB = """#!{python} -IS
+import json, os, shutil, sys
+arguments, log = sys.argv[1:], {log!r}
+versions = os.environ.get("STUB_VERSIONS", "{{}}")
+if arguments[0] == "-c" and "version_info" in arguments[1]:
+    print("{version}")
+elif arguments[0] == "-c" and "metadata" in arguments[1]:
+    print(open(log + ".torch").read() if os.path.exists(log + ".torch") else sys.exit(1))
+elif arguments[0] == "-c":
+    sys.exit(0)
+elif arguments[:3] == ["-m", "pip", "cache"]:
+    print("/cache") if not os.environ.get("PIP_NO_CACHE_DIR") else sys.exit(1)
+else:
+    extra = os.environ.get("DIST_EXTRA_CONFIG")
+    seen = {{"arguments": arguments, "CUDA_HOME": os.environ.get("CUDA_HOME")}}
+    seen["config"] = open(extra).read() if extra else None
+    with open(log, "a") as file:
+        file.write(json.dumps(seen) + "\\n")
+    if arguments[:2] == ["-m", "venv"]:
+        os.makedirs(arguments[-1] + "/bin", exist_ok=True)
+        shutil.copy(sys.argv[0], arguments[-1] + "/bin/python")
+    for word in arguments:
+        if word.startswith("torch=="):
+            open(log + ".torch", "w").write(word.removeprefix("torch=="))
+    if os.environ.get("STUB_FAILS", "-") in arguments:
+        sys.exit("ERROR: no matching distribution")
+"""
+
+
+@pytest.fixture
+def stub(tmp_path):
+    """Make a Python of that version that appends what it is asked to ``tmp_path/log``."""
+
+    def make(name: str = "python3.11", version: str = "3.11") -> Path:
+        path = tmp_path / name
+        log = str(tmp_path / "log")
+        path.write_text(STUB.format(python=sys.executable, log=log, version=version))
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        return path
+
+    return make
+
+
+def calls(folder: Path) -> list[dict]:
+    """What the stub was asked since the last call."""
+    log = folder / "log"
+    found = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    log.unlink(missing_ok=True)
+    return found
+
+
+def install(folder: Path, python: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHON": str(python), "TORCH": "torch==2.13.0", **more}
+    command = [ROOT / "scripts" / "install.sh", folder / "venv", "plots"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def fairseq_call(folder: Path) -> dict:
+    return next(call for call in calls(folder) if "fairseq-fixed==0.12.3.1" in call["arguments"])
+
+
+def test_fairseq_is_built_in_parallel_without_cuda_home_and_with_a_cache_of_its_torch(
+    stub, tmp_path
+):
+    done = install(tmp_path, stub(), CUDA_HOME="/a/folder/without/nvcc")
+    assert done.returncode == 0, done.stderr
+    call = fairseq_call(tmp_path)
+    assert call["CUDA_HOME"] is None
+    assert call["config"].startswith("[build_ext]\nparallel = ")
+    assert "/cache/fairseq-torch-2.13.0" in call["arguments"]
+    assert call["arguments"][-1] == ".[plots]"
+
+
+def test_without_a_cache_of_pip_fairseq_is_built_without_one(stub, tmp_path):
+    assert install(tmp_path, stub(), PIP_NO_CACHE_DIR="1").returncode == 0
+    assert "--no-cache-dir" in fairseq_call(tmp_path)["arguments"]
+
+
+def test_another_torch_removes_the_fairseq_that_was_built_against_the_old_one(stub, tmp_path):
+    install(tmp_path, stub())
+    assert any("uninstall" in call["arguments"] for call in calls(tmp_path))
+    install(tmp_path, stub())
+    assert not any("uninstall" in call["arguments"] for call in calls(tmp_path))
+    install(tmp_path, stub(), TORCH="torch==2.10.0 --index-url URL")
+    seen = calls(tmp_path)
+    assert any(call["arguments"][-3:] == ["--quiet", "--yes", "fairseq-fixed"] for call in seen)
+    assert any({"torch==2.10.0", "--index-url", "URL"} <= set(c["arguments"]) for c in seen)
+
+
+def test_another_version_of_python_makes_the_environment_anew(stub, tmp_path):
+    def made(name: str, version: str) -> bool:
+        install(tmp_path, stub(name, version))
+        return any(call["arguments"][:3] == ["-m", "venv", "--clear"] for call in calls(tmp_path))
+
+    assert made("python3.11", "3.11")
+    assert not made("python3.11", "3.11")
+    assert made("python3.12", "3.12")
+
+
+def test_the_environment_may_be_a_link_to_another_disk(stub, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "venv").symlink_to(tmp_path / "disk")
+    assert install(tmp_path, stub()).returncode == 0
+    assert (tmp_path / "disk" / "bin" / "python").exists()
+
+
+def test_a_python_that_fairseq_does_not_support_is_refused_in_one_sentence(stub, tmp_path):
+    done = install(tmp_path, stub("python3.13", "3.13"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("Python 3.11 or 3.12 is needed, ")
+    assert not (tmp_path / "venv").exists()
+
+
+def test_pip_is_heard_only_where_it_fails(stub, tmp_path):
+    done = install(tmp_path, stub())
+    assert len(done.stdout.splitlines()) == 3
+    assert done.stderr == ""
+    done = install(tmp_path, stub(), STUB_FAILS="--editable")
+    assert done.returncode == 1
+    assert "ERROR: no matching distribution" in done.stderr
+    assert "venv/install.log" in done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
+def test_make_installs_again_when_torch_or_python_change_and_keeps_a_choice(stub, tmp_path):
+    for name in ("Makefile", "setup.py", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    older, newer = stub(), stub("python3.12", "3.12")
+
+    def make(*arguments: str) -> str:
+        clean = {k: v for k, v in os.environ.items() if k not in ("TORCH", "PYTHON", "MAKEFLAGS")}
+        command = ["make", f"DEFAULT_PYTHON={older}", "install", *arguments]
+        subprocess.run(command, cwd=tmp_path, env=clean, check=True, capture_output=True)
+        seen = calls(tmp_path)
+        return " ".join(a for call in seen for a in call["arguments"] if a.startswith("torch="))
+
+    assert make() == "torch==2.13.0"
+    assert make() == ""
+    assert make("TORCH=torch==2.10.0") == "torch==2.10.0"
+    assert make("TORCH=torch==2.10.0") == ""
+    assert make() == ""  # the choice holds
+    assert make(f"PYTHON={newer}") == "torch==2.10.0"
+    assert make() == ""
+    assert make("TORCH=torch==2.13.0") == "torch==2.13.0"
+    assert make() == ""
+    assert make(f"PYTHON={older}") == "torch==2.13.0"
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
+def test_make_test_leaves_out_the_exhaustive_tests_and_make_test_all_runs_them():
+    def shown(target: str) -> str:
+        command = ["make", "--dry-run", "INSTALLED=setup.py", "TOOLS=setup.py", target]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    assert "-m 'not exhaustive'" in shown("test")
+    assert "exhaustive" not in shown("test-all")
