@@ -3,6 +3,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # processes of `make test`
 WORKERS ?= 2
+# trainings of every row of `make quickstart`
+SEEDS ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -26,8 +28,8 @@ $(INSTALLED): setup.py
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[test,plots]'
 	touch $@
 
-quickstart: install  ## train LRPE beside its baselines on real text; prints one table
-	$(BIN)/python -m lrpe_fairseq.experiments.commands.quickstart
+quickstart: install  ## train LRPE beside its baselines on real text; prints one table (SEEDS=3)
+	$(BIN)/python -m lrpe_fairseq.experiments.commands.quickstart --seeds $(SEEDS)
 
 test: install  ## prove that it is right, end-to-end cases included
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile

@@ -10,7 +10,7 @@ from lrpe_fairseq.experiments.commands import quickstart
 from lrpe_fairseq.experiments.report import quickstart as report
 from lrpe_fairseq.experiments.report.quickstart import Row, separated
 from lrpe_fairseq.experiments.runner.processes import ChildFailed, Stopped, locked
-from lrpe_fairseq.experiments.runner.warm import WarmChildren
+from lrpe_fairseq.experiments.runner.warm import WarmChildren, warm_up
 
 INNER = '2026-01-01 10:00:00 | INFO | train_inner | {"wpb": "1024", "num_updates": "20"}\n'
 VALIDATION = (
@@ -78,19 +78,19 @@ def test_a_run_is_checked_against_the_published_order():
 
 
 def test_every_row_is_published_with_the_same_three_seeds():
-    found = report.rows(quickstart.published_runs())
-    assert [(r.attention, r.encoding) for r in found] == list(quickstart.METHODS)
+    found = report.rows(report.published(quickstart.RUNS))
+    assert [(r.attention, r.encoding) for r in found] == quickstart.METHODS
     assert {tuple(r.ppl) for r in found} == {(1, 2, 3)}
 
 
 def test_the_page_is_that_of_the_committed_runs():
     page = (quickstart.RESULTS / "README.md").read_text(encoding="utf-8")
-    assert page == report.page(quickstart.published_runs())
+    assert page == report.page(report.published(quickstart.RUNS))
 
 
 def test_the_published_runs_have_the_settings_of_the_configuration():
     published = {
-        (r["attention_type"], r["position_encoding"]): r for r in quickstart.published_runs()
+        (r["attention_type"], r["position_encoding"]): r for r in report.published(quickstart.RUNS)
     }
     for method in quickstart.methods(1):
         run = published[method.attention_type, method.position_encoding]
@@ -98,7 +98,7 @@ def test_the_published_runs_have_the_settings_of_the_configuration():
 
 
 def test_every_relative_encoding_beats_base_in_the_published_runs():
-    found = report.rows(quickstart.published_runs())
+    found = report.rows(report.published(quickstart.RUNS))
     stated = {(a.attention, a.encoding, b.encoding) for a, b in report.stated(found)}
     expected = {(a, e, "none") for a, e in quickstart.METHODS if e != "none"}
     assert expected <= stated
@@ -123,8 +123,14 @@ def test_validations_are_reported_once_each_as_they_appear(tmp_path):
 # --- children that need no new interpreter ------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def server() -> None:
+    """The fork server, which imports fairseq once for these tests."""
+    warm_up()
+
+
 @pytest.fixture
-def arguments(tmp_path: Path) -> dict:
+def arguments(server: None, tmp_path: Path) -> dict:
     """Where a child runs."""
     return {"cwd": tmp_path, "environment": {"OMP_NUM_THREADS": "1"}}
 

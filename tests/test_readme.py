@@ -16,7 +16,7 @@ from lrpe_fairseq.experiments.report.readme import (
     README,
     between,
     encodings_table,
-    quickstart,
+    quickstart_numbers,
     render,
 )
 
@@ -46,9 +46,8 @@ def test_the_encodings_table_has_a_row_for_every_name():
     assert [row.split("`")[1] for row in rows] == list(ENCODINGS)
 
 
-def test_the_quickstart_table_is_that_of_the_committed_runs():
-    assert quickstart() != "not run"
-    assert quickstart() in README.read_text(encoding="utf-8")
+def test_the_quickstart_numbers_are_those_of_the_committed_runs():
+    assert quickstart_numbers() in README.read_text(encoding="utf-8")
 
 
 def test_a_part_without_its_place_is_refused():

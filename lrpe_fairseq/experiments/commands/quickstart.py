@@ -17,6 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.experiments.families.lm import BLOCKS, LMRun
 from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.runs import Run, read_run, write_run
@@ -29,15 +32,8 @@ from lrpe_fairseq.experiments.runner.training import ROOT, Devices, RunFailed
 
 DATA = ROOT / "data" / "pydoc"
 RESULTS = ROOT / "results" / "quickstart"
-WORK = RESULTS / "work"
-METHODS = (
-    ("linear", "none"),
-    ("linear", "rope"),
-    ("linear", "lrpe-type2"),
-    ("softmax", "none"),
-    ("softmax", "rope"),
-    ("softmax", "lrpe-type2"),
-)
+RUNS, WORK = RESULTS / "runs", RESULTS / "work"
+METHODS = [(attention, e) for attention in ("linear", "softmax") for e in report.ENCODINGS]
 PARALLEL = 2
 LOOK_SECONDS = 0.5  # between two looks at the log of a training
 
@@ -57,7 +53,10 @@ class QuickstartRun(LMRun):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do it all, or what is still missing of it; returns the exit status."""
     begun = time.monotonic()
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.seeds < 1:
+        parser.error("--seeds must be at least 1")
     try:
         measure(methods(options.seeds))
         show(methods(options.seeds))
@@ -83,9 +82,12 @@ def methods(seeds: int) -> list[QuickstartRun]:
 def measure(wanted: Sequence[QuickstartRun]) -> None:
     """Prepare the corpus, then train and evaluate what is not finished. Raises: RunFailed."""
     devices = shares(min(PARALLEL, _cores()))
-    os.environ |= devices[0].environment  # the server is to import torch with these
-    warm.warm_up()
+    os.environ |= Devices(devices[0].threads).environment  # before the server imports torch
+    warm.warm_up("lrpe_fairseq.experiments.commands.quickstart")
+    compilation = warm.CONTEXT.Process(target=compile_kernels)
+    compilation.start()
     prepare_corpus()
+    compilation.join()
     schedule = Schedule(wanted, devices, Events(WORK / "events.log"), warm.WarmChildren())
     if schedule.run():
         raise RunFailed(f"some runs failed; their logs are in {_relative(WORK)}")
@@ -99,31 +101,36 @@ def prepare_corpus() -> None:
         raise RunFailed("the corpus could not be prepared")
 
 
+def compile_kernels() -> None:
+    """Train one layer for one update: the C++ kernels are compiled on their first use.
+
+    This takes some ten seconds of a core, while another one prepares the corpus; without it, two
+    trainings would compile the same kernels side by side.
+    """
+    choices = {"attention_type": "linear", "position_encoding": "lrpe-type2"}
+    layer = MultiheadAttention(64, 2, causal=True, normalizer="layernorm", **choices)
+    layer(torch.rand(32, 2, 64))[0].sum().backward()
+
+
 def show(finished: Sequence[QuickstartRun]) -> None:
     """Print the table, and say whether the published order holds; draw the curves."""
     runs = [read_run(run.result) for run in finished]
     found = report.rows(runs)
     print("\n" + report.table(found, aligned=True))
-    if published := report.rows(published_runs()):
+    if published := report.rows(report.published(RUNS)):
         print("\n".join(report.comparison(found, published)) + "\n")
     draw(runs, WORK / "validation.png")
 
 
 def publish(finished: Sequence[QuickstartRun]) -> None:
     """Replace the committed run files, curves and page by those of ``finished``."""
-    for old in (RESULTS / "runs").glob("*.json"):
+    for old in RUNS.glob("*.json"):
         old.unlink()
     for run in finished:
-        write_run(RESULTS / "runs" / f"{run.folder.name}.json", read_run(run.result))
-    runs = published_runs()
+        write_run(RUNS / f"{run.folder.name}.json", read_run(run.result))
+    runs = report.published(RUNS)
     (RESULTS / "README.md").write_text(report.page(runs), encoding="utf-8")
     draw(runs, RESULTS / "validation.png")
-
-
-def published_runs() -> list[Run]:
-    """The committed run files, by row and seed."""
-    runs = [read_run(path) for path in sorted((RESULTS / "runs").glob("*.json"))]
-    return sorted(runs, key=lambda run: (METHODS.index(_row(run)), run["seed"]))
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
@@ -142,8 +149,8 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 @contextlib.contextmanager
 def validations_reported(log: Path, updates: int, say: Callable[[str], None]) -> Iterator[None]:
     """Say every validation that appears in ``log``, a growing training log of ``updates``."""
-    ended = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(log, updates, say, ended), daemon=True)
+    ended, seen = threading.Event(), len(_curve(log))
+    watcher = threading.Thread(target=_watch, args=(log, updates, seen, say, ended), daemon=True)
     watcher.start()
     try:
         yield
@@ -152,8 +159,9 @@ def validations_reported(log: Path, updates: int, say: Callable[[str], None]) ->
         watcher.join()
 
 
-def _watch(log: Path, updates: int, say: Callable[[str], None], ended: threading.Event) -> None:
-    seen = len(_curve(log))
+def _watch(
+    log: Path, updates: int, seen: int, say: Callable[[str], None], ended: threading.Event
+) -> None:
     while not ended.wait(LOOK_SECONDS):
         curve = _curve(log)
         for point in curve[seen:]:

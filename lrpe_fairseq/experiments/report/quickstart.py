@@ -8,12 +8,14 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
+from pathlib import Path
 
-from lrpe_fairseq.experiments.families.lm import BLOCKS
-from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.records.runs import Run, read_run
 
 HEAD = ("attention", "encoding", "test perplexity", "vs Base")
 BASE = "none"
+ENCODINGS = (BASE, "rope", "lrpe-type2")  # the rows under each attention type, in this order
+PROTOCOL = "blocks"
 DEVIATIONS = 2.0
 PAGE = """# Quickstart
 
@@ -25,8 +27,7 @@ training has not seen ({evaluated} characters), {protocol}
 Base is the encoding `none`: sinusoidal positions only. The other rows have them too, as in the
 paper. Linear attention is normalized by a LayerNorm in every row, as in the TMLR paper.
 
-{table}
-{order}
+{numbers}
 
 The run files are in [runs/](runs/). {machine}.
 
@@ -58,12 +59,25 @@ class Row:
         return "Base" if self.encoding == BASE else self.encoding
 
 
+def published(folder: Path) -> list[Run]:
+    """The run files of ``folder`` by attention type, encoding and seed."""
+    runs = [read_run(path) for path in sorted(folder.glob("*.json"))]
+    return sorted(
+        runs,
+        key=lambda run: (
+            run["attention_type"],
+            ENCODINGS.index(run["position_encoding"]),
+            run["seed"],
+        ),
+    )
+
+
 def rows(runs: Iterable[Run]) -> list[Row]:
     """The runs by attention type and encoding, in the order of their first appearance."""
     found: dict[tuple[str, str], dict[int, float]] = {}
     for run in runs:
         name = (run["attention_type"], run["position_encoding"])
-        found.setdefault(name, {})[run["seed"]] = run["metrics"]["test"][BLOCKS]["ppl"]
+        found.setdefault(name, {})[run["seed"]] = run["metrics"]["test"][PROTOCOL]["ppl"]
     return [Row(*name, ppl) for name, ppl in found.items()]
 
 
@@ -130,13 +144,13 @@ def comparison(found: Sequence[Row], published: Sequence[Row]) -> list[str]:
     ]
 
 
-def order_text(found: Sequence[Row]) -> str:
-    """:func:`order` as a Markdown paragraph with a list."""
+def numbers(found: Sequence[Row]) -> str:
+    """:func:`table` and :func:`order` as Markdown."""
     rule = (
-        "Lower is better. `<` stands where all seeds agree and the difference of the means is more "
-        "than twice the pooled standard deviation, `≈` where it is not:"
+        "Lower is better. `<` stands where all seeds agree and the difference of the means is\n"
+        "more than twice the pooled standard deviation, `≈` where one of these does not hold:"
     )
-    return "\n".join([rule, "", *(f"- {line}" for line in order(found))])
+    return "\n".join([table(found), rule, "", *(f"- {line}" for line in order(found))])
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -152,10 +166,9 @@ def page(runs: Sequence[Run]) -> str:
         seeds=f"seed {seeds[0]}"
         if len(seeds) == 1
         else f"mean ± deviation over {len(seeds)} seeds",
-        evaluated=f"{first['metrics']['test'][BLOCKS]['tokens']:,}",
+        evaluated=f"{first['metrics']['test'][PROTOCOL]['tokens']:,}",
         protocol=f"in non-overlapping blocks of {config['tokens-per-sample']}.",
-        table=table(found),
-        order=order_text(found),
+        numbers=numbers(found),
         machine=f"{machine['cpu']}, {machine['cores']} cores; torch {first['versions']['torch']}",
     )
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from lrpe_fairseq.encodings import ENCODINGS, Encoding, QueryKeyEncoding, build_encoding
 from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
+from lrpe_fairseq.experiments.report import quickstart
 
 ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "README.md"
-QUICKSTART = ROOT / "results" / "quickstart" / "README.md"
+QUICKSTART = ROOT / "results" / "quickstart" / "runs"
 
 
 def main() -> None:
@@ -31,7 +32,7 @@ def render(text: str) -> str:
     """``text`` with every generated part rendered anew."""
     parts: dict[str, Callable[[], str]] = {
         "encodings": encodings_table,
-        "quickstart": quickstart,
+        "quickstart": quickstart_numbers,
     }
     for name, part in parts.items():
         text = between(text, name, part())
@@ -75,10 +76,9 @@ def describe(encoding: Encoding) -> str:
     return " ".join(sentence.split()).rstrip(".") + kind
 
 
-def quickstart() -> str:
-    """The table that the last quickstart printed."""
-    lines = (read_result(QUICKSTART) or "").splitlines()
-    return "\n".join(line for line in lines if line.startswith("|")) or "not run"
+def quickstart_numbers() -> str:
+    """The quickstart's table and the order that its committed runs support."""
+    return quickstart.numbers(quickstart.rows(quickstart.published(QUICKSTART)))
 
 
 def read_result(path: Path) -> str | None:

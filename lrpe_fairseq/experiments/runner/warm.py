@@ -21,13 +21,13 @@ from typing import Any
 
 from lrpe_fairseq.experiments.runner.processes import KIB, ChildFailed, Children, Stopped
 
-PRELOADED = ["fairseq_cli.hydra_train", "fairseq_cli.eval_lm", "lrpe_fairseq.models"]
+PRELOADED = "lrpe_fairseq.experiments.runner.preloaded"
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
-def warm_up(modules: Sequence[str] = PRELOADED) -> None:
-    """Start the server, which imports ``modules``, and return at once."""
-    CONTEXT.set_forkserver_preload(list(modules))
+def warm_up(*modules: str) -> None:
+    """Start the server, which imports fairseq and ``modules``, and return at once."""
+    CONTEXT.set_forkserver_preload([PRELOADED, *modules])
     forkserver.ensure_running()
 
 
