@@ -34,6 +34,11 @@ DATA = ROOT / "data" / "pydoc"
 RESULTS = ROOT / "results" / "quickstart"
 RUNS, WORK = RESULTS / "runs", RESULTS / "work"
 METHODS = [(attention, e) for attention in ("linear", "softmax") for e in report.ENCODINGS]
+NEEDED = (  # by this module, which every child imports: multiprocessing has it so
+    "lrpe_fairseq.attention.multihead",
+    "lrpe_fairseq.experiments.families.lm",
+    "lrpe_fairseq.experiments.report.curves",
+)
 PARALLEL = 2
 LOOK_SECONDS = 0.5  # between two looks at the log of a training
 
@@ -83,7 +88,7 @@ def measure(wanted: Sequence[QuickstartRun]) -> None:
     """Prepare the corpus, then train and evaluate what is not finished. Raises: RunFailed."""
     devices = shares(min(PARALLEL, _cores()))
     os.environ |= Devices(devices[0].threads).environment  # before the server imports torch
-    warm.warm_up("lrpe_fairseq.experiments.commands.quickstart")
+    warm.warm_up(*NEEDED)
     compilation = warm.CONTEXT.Process(target=compile_kernels)
     compilation.start()
     prepare_corpus()
