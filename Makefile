@@ -12,6 +12,8 @@ PYTHON ?= $(or $(CHOSEN_PYTHON),$(DEFAULT_PYTHON))
 TORCH ?= $(or $(CHOSEN_TORCH),$(DEFAULT_TORCH))
 # processes of `make test`
 WORKERS ?= 2
+# trainings of every row of `make quickstart`
+SEEDS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-all versions lint format bench docs tables FORCE
@@ -40,8 +42,8 @@ $(TOOLS): $(INSTALLED)
 	    --no-build-isolation --editable '.[test,plots]'
 	@touch $@
 
-quickstart: install  ## train LRPE beside its baselines on real text; prints one table
-	$(BIN)/python -m lrpe_fairseq.experiments.commands.quickstart
+quickstart: install  ## train LRPE beside its baselines on real text; prints one table (SEEDS=3)
+	$(BIN)/python -m lrpe_fairseq.experiments.commands.quickstart --seeds $(SEEDS)
 
 test: $(TOOLS)  ## run the tests, end-to-end cases included
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not exhaustive'

@@ -183,6 +183,19 @@ def test_the_manifest_counts_words_with_one_eos_a_line_and_tokens_as_fairseq_doe
         assert counts["tokens"] == len(pieces.split()) + pieces.count("\n")
 
 
+def test_without_a_vocabulary_size_the_text_is_cut_into_characters(
+    embedded: Path, library: Path, topics: dict, tmp_path: Path
+) -> None:
+    """One token a character and one a line end; the text can be read back from the pieces."""
+    counts = pydoc.prepare(tmp_path / "dest", None, library, topics)["splits"]
+    for split in prep.SPLITS:
+        text = (embedded / "text" / f"{split}.txt").read_text()
+        pieces = (tmp_path / "dest" / "pieces" / f"{split}.txt").read_text()
+        assert pieces.replace(" ", "").replace("▁", " ") == text
+        assert counts[split]["tokens"] == len(text)
+        assert counts[split]["unknown"] == 0
+
+
 def test_this_interpreter_carries_a_corpus_whose_held_out_text_is_new() -> None:
     """Some 300,000 words, 5 % in valid and in test, next to none of them copied from train."""
     from pydoc_data.topics import topics

@@ -16,7 +16,7 @@ import torch
 from fairseq.dataclass.configs import FairseqConfig
 from omegaconf import OmegaConf
 
-from lrpe_fairseq.experiments.commands import quickstart, run_table
+from lrpe_fairseq.experiments.commands import run_table
 from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.data.corpus import SPLITS
 from lrpe_fairseq.experiments.families import FAMILIES, lm, plan
@@ -725,26 +725,6 @@ def test_the_launcher_forms_one_group_of_several_processes(tmp_path):
         "--distributed-no-spawn",
     ):
         assert option in ran
-
-
-# --- quickstart -------------------------------------------------------------------------------
-
-
-def test_the_quickstart_table_compares_with_base_of_the_same_attention():
-    def run(attention, encoding, ppl, speed):
-        metrics = {"test": {"blocks": {"ppl": ppl, "tokens": 1000}}}
-        names = {"attention_type": attention, "position_encoding": encoding}
-        return a_record(metrics=metrics, tokens_per_second=speed, **names)
-
-    runs = [
-        run("linear", "none", 100.0, 1000.0),
-        run("linear", "rope", 90.0, 900.0),
-        run("softmax", "none", 80.0, 500.0),
-        run("softmax", "lrpe-type2", 60.0, 450.0),
-    ]
-    lines = quickstart.table(runs).splitlines()
-    assert lines[3].startswith("| linear | rope | 90.00 | -10.0 % | 900 | 0.90 |")
-    assert lines[5].startswith("| softmax | lrpe-type2 | 60.00 | -25.0 % | 450 | 0.90 |")
 
 
 # --- the whole, once --------------------------------------------------------------------------

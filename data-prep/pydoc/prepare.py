@@ -25,10 +25,14 @@ from lrpe_fairseq.experiments.records.console import command
 
 # Test suites and third-party packages; the same on every platform, whatever is installed.
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "_bundled"}
+# Tables in Python: a tenth of the library's source and next to no text. The topics of pydoc_data
+# are imported instead.
+TABLES = {"encodings", "pydoc_data"}
 SHARE = {"test": 0.05, "valid": 0.05}  # of the documents; the rest is train
 SALT = "969"  # chosen on the text alone: see "The split" in the README
 RULE = re.compile(r"[\W_]+")  # a line without one letter or digit: an underline, a table border
 MIN_WORDS = 3  # "Examples:", "See also:", a lone name
+MOST_CHARACTERS = 8000  # no CPython has so many different ones; all are kept
 MIN_LETTERS = 0.65  # of the characters that are not blank: below that, it is code or a table
 
 Documents = dict[str, list[str]]  # name -> paragraphs
@@ -40,19 +44,27 @@ Documents = dict[str, list[str]]  # name -> paragraphs
 def stdlib_sources(stdlib: Path) -> list[Path]:
     """Return the modules of the standard library in a fixed order."""
     modules = (path.relative_to(stdlib) for path in stdlib.rglob("*.py"))
-    return [stdlib / path for path in sorted(modules) if not SKIPPED & set(path.parts)]
+    left_out = SKIPPED | TABLES
+    return [stdlib / path for path in sorted(modules) if not left_out & set(path.parts)]
 
 
 def docstrings(source: bytes) -> Iterator[str]:
     """Yield the docstrings of a module, its classes and functions, in the order of the lines."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # old modules have invalid escapes
-        nodes = list(ast.walk(ast.parse(source)))
+        tree = ast.parse(source)
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    documented = [node for node in nodes if isinstance(node, kinds)]
-    for node in sorted(documented, key=lambda node: getattr(node, "lineno", 0)):
-        if text := ast.get_docstring(node):
+    for node in (tree, *statements(tree)):
+        if isinstance(node, kinds) and (text := ast.get_docstring(node)):
             yield text
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the statements below a node in the order of the lines, without their expressions."""
+    for field in ("body", "handlers", "cases", "orelse", "finalbody"):
+        for child in getattr(node, field, ()):
+            yield child
+            yield from statements(child)
 
 
 def gather(stdlib: Path, topics: Mapping[str, str]) -> dict[str, list[str]]:
@@ -162,18 +174,23 @@ def run_texts(steps: prep.Steps, stdlib: Path, topics: Mapping[str, str]) -> dic
 
 def prepare(
     dest: Path,
-    vocab_size: int = 4000,
+    vocab_size: int | None = None,
     stdlib: Path | None = None,
     topics: Mapping[str, str] | None = None,
 ) -> dict:
-    """Bring ``dest`` to completion and return its manifest; finished steps are not repeated."""
+    """Bring ``dest`` to completion and return its manifest; finished steps are not repeated.
+
+    ``vocab_size``: BPE pieces; None cuts the text into characters.
+    """
     from pydoc_data.topics import topics as own_topics
 
     prep.say(f"pydoc: the English text of CPython {platform.python_version()} -> {dest}")
-    steps = prep.Steps(dest, "pydoc", "bpe")
+    kind = "bpe" if vocab_size else "char"
+    steps = prep.Steps(dest, "pydoc", kind)
     stdlib = stdlib or Path(sysconfig.get_path("stdlib"))
     texts = run_texts(steps, stdlib, own_topics if topics is None else topics)
-    tokenizer = prep.run_sentencepiece(steps, {"train": texts["train"]}, vocab_size)
+    train = {"train": texts["train"]}
+    tokenizer = prep.run_sentencepiece(steps, train, vocab_size or MOST_CHARACTERS, kind)
     prep.run_pieces(steps, texts, tokenizer)
 
     def results() -> dict:
@@ -187,7 +204,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare the corpus."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--dest", type=Path, required=True, help="folder to fill")
-    parser.add_argument("--vocab-size", type=int, default=4000, help="sentencepiece pieces")
+    parser.add_argument(
+        "--vocab-size", type=int, help="that many sentencepiece BPE pieces instead of characters"
+    )
     args = parser.parse_args(argv)
     prepare(args.dest, args.vocab_size)
 

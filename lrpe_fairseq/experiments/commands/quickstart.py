@@ -1,74 +1,100 @@
 """LRPE beside its baselines on real text, in minutes on two CPU cores: ``make quickstart``.
 
-Prepares the English text that CPython carries, trains ``lrpe_lm_tiny`` six times through fairseq,
-evaluates each model on held-out documents and writes ``results/quickstart/``: one table
-(README.md), the validation curves (validation.png) and the run files (runs/). Checkpoints, logs
-and TensorBoard logs lie in ``results/quickstart/work/``; a second call reuses them.
+Prepares the English text that CPython carries, trains a small language model for every row of
+:data:`METHODS` through fairseq, evaluates each on documents it has not seen, and prints one table.
+Checkpoints, logs, run files and TensorBoard logs are in ``results/quickstart/work/``; a second
+call reuses them. ``--seeds 3 --publish`` makes the committed page of ``results/quickstart/``.
 """
 
+import argparse
+import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
+import torch
+
+from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.experiments.families.lm import BLOCKS, LMRun
-from lrpe_fairseq.experiments.records.console import FAILED, command
+from lrpe_fairseq.experiments.records import fairseq_log
+from lrpe_fairseq.experiments.records.checkout import require_checkout
+from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.runs import Run, read_run, write_run
-from lrpe_fairseq.experiments.report.curves import validation_curves
-from lrpe_fairseq.experiments.runner.processes import RunFailed
+from lrpe_fairseq.experiments.report import quickstart as report
+from lrpe_fairseq.experiments.report.curves import mean_curve, validation_curves
+from lrpe_fairseq.experiments.runner import warm
+from lrpe_fairseq.experiments.runner.devices import Devices
+from lrpe_fairseq.experiments.runner.processes import Children, RunFailed
 from lrpe_fairseq.experiments.runner.schedule import Events, Schedule, shares
 
 DATA = ROOT / "data" / "pydoc"
 RESULTS = ROOT / "results" / "quickstart"
-METHODS = (  # slowest first, so that the last two end at about the same time
-    ("linear", "lrpe-type3"),
-    ("linear", "lrpe-type2"),
-    ("linear", "rope"),
-    ("linear", "none"),
-    ("softmax", "lrpe-type2"),
-    ("softmax", "none"),
+RUNS, WORK = RESULTS / "runs", RESULTS / "work"
+METHODS = [(attention, e) for attention in ("linear", "softmax") for e in report.ENCODINGS]
+NEEDED = (  # modules that every child process needs; the fork server imports them once
+    "lrpe_fairseq.attention.multihead",
+    "lrpe_fairseq.experiments.families.lm",
+    "lrpe_fairseq.experiments.report.curves",
 )
-ORDER = ("none", "rope", "lrpe-type2", "lrpe-type3")
 PARALLEL = 2
-HEAD = ("attention", "encoding", "test perplexity", "vs Base", "tokens/s", "vs Base", "TensorBoard")
-TEXT = """# Quickstart
+LOOK_SECONDS = 0.5  # between two looks at the log of a training
 
-Written by `make quickstart`: `lrpe_lm_tiny` ({parameters}) on the English text that CPython
-{python} carries, {updates} updates of {tokens} tokens, seed {seed}. Perplexity is per sentencepiece
-piece on held-out documents ({evaluated} pieces), {protocol} Base is the encoding `none`:
-sinusoidal positions only. Speed is training tokens per second of one process with
-{threads}; it varies with what else the machine does.
 
-{table}
-`tensorboard --logdir results/quickstart/work` shows the training logs; the run files are in
-[runs/](runs/).
+@dataclass(frozen=True)
+class QuickstartRun(LMRun):
+    """A language model that reports each validation, and its test perplexity at the end."""
 
-![Validation curves](validation.png)
-
-{machine}.
-"""
+    def work(self, children: Children, devices: Devices, say: Callable[[str], None]) -> None:
+        """Like :meth:`TrainingRun.work`."""
+        with validations_reported(self.log, self.max_update(), say):
+            super().work(children, devices, say)
+        ppl = read_run(self.result)["metrics"]["test"][BLOCKS]["ppl"]
+        say(f"test perplexity {ppl:.2f}")
 
 
 @command("quickstart")
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run every step that is not finished; returns the exit status."""
     begun = time.monotonic()
-    events = Events(RESULTS / "work" / "events.log")
-    prepare_corpus()
-    if Schedule(methods(), shares(min(PARALLEL, _cores())), events).run():
-        print("quickstart: some runs failed; see results/quickstart/work", file=sys.stderr)
-        return FAILED
-    publish(methods())
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.seeds < 1:
+        parser.error("--seeds must be at least 1")
+    require_checkout()
+    measure(methods(options.seeds))
+    show(methods(options.seeds))
+    if options.publish:
+        publish(methods(options.seeds))
     minutes, seconds = divmod(round(time.monotonic() - begun), 60)
-    print(f"done in {minutes} min {seconds} s; results/quickstart/README.md has this table")
+    print(
+        f"Done in {minutes} min {seconds} s. `tensorboard --logdir {_relative(WORK)}` shows more."
+    )
     return 0
 
 
-def methods() -> list[LMRun]:
-    """The six trainings."""
-    return [_method(attention, encoding) for attention, encoding in METHODS]
+def methods(seeds: int) -> list[QuickstartRun]:
+    """One training for each row and seed; the rows of the first seed come first."""
+    return [_method(*row, seed) for seed in range(1, seeds + 1) for row in METHODS]
+
+
+def measure(wanted: Sequence[QuickstartRun]) -> None:
+    """Prepare the corpus, then train and evaluate what is not finished. Raises: RunFailed."""
+    devices = shares(min(PARALLEL, _cores()))
+    os.environ |= Devices(devices[0].threads).environment  # before the server imports torch
+    warm.warm_up(*NEEDED)
+    compilation = warm.CONTEXT.Process(target=compile_kernels)
+    compilation.start()
+    prepare_corpus()
+    compilation.join()
+    schedule = Schedule(wanted, devices, Events(WORK / "events.log"), warm.WarmChildren())
+    if schedule.run():
+        raise RunFailed(f"some runs failed; their logs are in {_relative(WORK)}")
 
 
 def prepare_corpus() -> None:
@@ -79,99 +105,111 @@ def prepare_corpus() -> None:
         raise RunFailed("the corpus could not be prepared")
 
 
-def publish(finished: Sequence[LMRun]) -> None:
-    """Copy the run files, draw the curves, write the README and print the table."""
-    runs = sorted((read_run(run.result) for run in finished), key=_order)
-    for run in runs:
-        name = f"{run['attention_type']}-{run['position_encoding']}.json"
-        write_run(RESULTS / "runs" / name, run)
-    text = readme(runs)
-    (RESULTS / "README.md").write_text(text, encoding="utf-8")
-    print("\n" + table(runs, aligned=True))
+def compile_kernels() -> None:
+    """Train one layer for one update: the C++ kernels are compiled on their first use.
+
+    This takes some ten seconds of a core, while another one prepares the corpus; without it, two
+    trainings would compile the same kernels side by side.
+    """
+    choices = {"attention_type": "linear", "position_encoding": "lrpe-type2"}
+    layer = MultiheadAttention(64, 2, causal=True, normalizer="layernorm", **choices)
+    layer(torch.rand(32, 2, 64))[0].sum().backward()
+
+
+def show(finished: Sequence[QuickstartRun]) -> None:
+    """Print the table, and say whether the published order holds; draw the curves."""
+    runs = [read_run(run.result) for run in finished]
+    found = report.rows(runs)
+    print("\n" + report.table(found, aligned=True))
+    if published := report.rows(report.published(RUNS)):
+        print("\n".join(report.comparison(found, published)) + "\n")
+    draw(runs, WORK / "validation.png")
+
+
+def publish(finished: Sequence[QuickstartRun]) -> None:
+    """Replace the committed run files, curves and page by those of ``finished``."""
+    for old in RUNS.glob("*.json"):
+        old.unlink()
+    for run in finished:
+        write_run(RUNS / f"{run.folder.name}.json", read_run(run.result))
+    runs = report.published(RUNS)
+    (RESULTS / "README.md").write_text(report.page(runs), encoding="utf-8")
+    draw(runs, RESULTS / "validation.png")
+
+
+def draw(runs: Sequence[Run], path: Path) -> None:
+    """Draw the validation curves, the mean over the seeds; needs matplotlib."""
+    curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in dict.fromkeys(map(_row, runs)):
+        attention, encoding = row
+        curve = mean_curve(run for run in runs if _row(run) == row)
+        curves.setdefault(f"{attention} attention", {})[encoding] = curve
     try:
-        validation_curves(RESULTS / "validation.png", _curves(runs))
+        validation_curves(path, curves)
     except ImportError:
-        print("no validation.png: matplotlib is not installed (pip install matplotlib)")
+        print(f"no {path.name}: matplotlib is not installed (pip install matplotlib)")
 
 
-def readme(runs: Sequence[Run]) -> str:
-    """The text of results/quickstart/README.md; every number in it is from ``runs``."""
-    first = runs[0]
-    machine = first["hardware"]
-    measured = first["metrics"]["test"][BLOCKS]
-    config = first["config"]
-    return TEXT.format(
-        parameters=f"{config['decoder-layers']} x {config['decoder-embed-dim']}",
-        python=first["versions"]["python"],
-        updates=config["max-update"],
-        tokens=f"{config['max-tokens'] * config['update-freq'][0]:,}",
-        seed=first["seed"],
-        evaluated=f"{measured['tokens']:,}",
-        protocol=f"in non-overlapping blocks of {config['tokens-per-sample']}.",
-        threads="one thread" if first["threads"] == 1 else f"{first['threads']} threads",
-        table=table(runs),
-        machine=f"{machine['cpu']}, {machine['cores']} cores; torch {first['versions']['torch']}",
-    )
+@contextlib.contextmanager
+def validations_reported(log: Path, updates: int, say: Callable[[str], None]) -> Iterator[None]:
+    """Say every validation that appears in ``log``, a growing training log of ``updates``."""
+    ended, seen = threading.Event(), len(_curve(log))
+    watcher = threading.Thread(target=_watch, args=(log, updates, seen, say, ended), daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
 
 
-def table(runs: Sequence[Run], aligned: bool = False) -> str:
-    """The runs as a Markdown table, each beside Base of its attention type."""
-    lines = [list(HEAD), *(_cells(run, _base(run, runs)) for run in runs)]
-    widths = [max(map(len, column)) if aligned else 3 for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    padded = [[c.ljust(w) for c, w in zip(line, widths, strict=True)] for line in lines]
-    return "".join("| " + " | ".join(line) + " |\n" for line in padded)
+def _watch(
+    log: Path, updates: int, seen: int, say: Callable[[str], None], ended: threading.Event
+) -> None:
+    while not ended.wait(LOOK_SECONDS):
+        curve = _curve(log)
+        for point in curve[seen:]:
+            ppl = point["valid_ppl"]
+            say(f"{point['updates']} of {updates} updates, validation perplexity {ppl:.2f}")
+        seen = max(seen, len(curve))
 
 
-def _method(attention: str, encoding: str) -> LMRun:
-    folder = RESULTS / "work" / f"{attention}-{encoding}"
-    return LMRun(
+def _curve(log: Path) -> list[dict[str, float]]:
+    return fairseq_log.read_training_log(log).curve(LMRun.curve) if log.exists() else []
+
+
+def _method(attention: str, encoding: str, seed: int) -> QuickstartRun:
+    folder = WORK / f"{attention}-{encoding}-seed{seed}"
+    return QuickstartRun(
         experiment="quickstart",
         label=encoding,
         config="quickstart",
         data=DATA,
         attention_type=attention,
         position_encoding=encoding,
-        seed=1,
+        seed=seed,
         scale="quickstart",
         folder=folder,
-        result=folder / "run.json",  # published when all are done
+        result=folder / "run.json",
         evaluations=(("test", BLOCKS),),
     )
 
 
-def _cells(run: Run, base: Run) -> list[str]:
-    ppl, base_ppl = (r["metrics"]["test"][BLOCKS]["ppl"] for r in (run, base))
-    speed, base_speed = (r["tokens_per_second"] for r in (run, base))
-    name = f"{run['attention_type']}-{run['position_encoding']}"
-    same = run is base
-    return [
-        run["attention_type"],
-        "none (Base)" if same else run["position_encoding"],
-        f"{ppl:.2f}",
-        "—" if same else f"{100 * (ppl / base_ppl - 1):+.1f} %",
-        f"{speed:,.0f}",
-        "—" if same else f"{speed / base_speed:.2f}",
-        f"work/{name}/tensorboard",
-    ]
+def _row(run: Run) -> tuple[str, str]:
+    return run["attention_type"], run["position_encoding"]
 
 
-def _base(run: Run, runs: Sequence[Run]) -> Run:
-    wanted = (run["attention_type"], "none")
-    return next(r for r in runs if (r["attention_type"], r["position_encoding"]) == wanted)
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="make quickstart", description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=1, help="trainings of every row (default 1)")
+    parser.add_argument(
+        "--publish", action="store_true", help="replace the committed results by these"
+    )
+    return parser
 
 
-def _order(run: Run) -> tuple[str, int]:
-    return run["attention_type"], ORDER.index(run["position_encoding"])
-
-
-def _curves(runs: Sequence[Run]) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for run in runs:
-        curve = [(point["updates"], point["valid_ppl"]) for point in run["curve"]]
-        title = f"{run['attention_type']} attention"
-        found.setdefault(title, {})[run["position_encoding"]] = curve
-    return found
+def _relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 def _cores() -> int:

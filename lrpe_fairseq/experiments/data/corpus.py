@@ -291,28 +291,37 @@ def _copy(answer: IO[bytes], out: IO[bytes], length: str | None) -> None:
 # --------------------------------------------------------------------------------- sentencepiece
 
 
-def train_sentencepiece(lines: Iterable[str], model: Path, vocab_size: int) -> None:
-    """Train a BPE model of ``vocab_size`` pieces, in one thread: the same lines, the same model.
+def train_sentencepiece(
+    lines: Iterable[str], model: Path, vocab_size: int, kind: str = "bpe"
+) -> None:
+    """Train a sentencepiece model in one thread: the same lines, the same model.
 
     Words are kept as they are (no Unicode normalization), every character has a piece, and the
     corpus' own ``<unk>`` is one piece, so that pieces and words encode the same text.
+
+    Args:
+        vocab_size: the number of pieces; at most that many with ``kind="char"``.
+        kind: "bpe", or "char" for one piece a character, a blank being ``▁``.
     """
     import sentencepiece
 
     trained = io.BytesIO()
+    characters = kind == "char"
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=(line for line in lines if line),
             model_writer=trained,
-            model_type="bpe",
+            model_type=kind,
             vocab_size=vocab_size,
+            hard_vocab_limit=not characters,
+            add_dummy_prefix=not characters,  # a blank before the first word of a line
             character_coverage=1.0,
             normalization_rule_name="identity",
             max_sentence_length=1 << 20,  # by default lines above 4,192 bytes are left out
             num_threads=1,
             bos_id=-1,
             eos_id=-1,
-            user_defined_symbols=[f"▁{UNKNOWN_WORD}"],
+            user_defined_symbols=[] if characters else [f"▁{UNKNOWN_WORD}"],
             minloglevel=2,
         )
     except RuntimeError as error:
@@ -523,15 +532,18 @@ def run_binarize(
     steps.run("binarize", reads, writes, lambda: binarize(texts, bin_dir, dictionary, workers))
 
 
-def run_sentencepiece(steps: Steps, texts: Mapping[str, Path], vocab_size: int) -> SentencePiece:
+def run_sentencepiece(
+    steps: Steps, texts: Mapping[str, Path], vocab_size: int, kind: str = "bpe"
+) -> SentencePiece:
     """Step: ``spm/`` trained on these texts, one after the other."""
     model = steps.dest / SPM
 
     def make() -> None:
         lines = itertools.chain.from_iterable(map(read_lines, texts.values()))
-        train_sentencepiece(lines, model, vocab_size)
+        train_sentencepiece(lines, model, vocab_size, kind)
 
-    steps.run("train sentencepiece", {**texts, "vocab_size": vocab_size}, [model], make)
+    reads = {**texts, "vocab_size": vocab_size, **({} if kind == "bpe" else {"kind": kind})}
+    steps.run("train sentencepiece", reads, [model], make)
     return SentencePiece(model)
 
 

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from lrpe_fairseq.encodings import ENCODINGS, build_encoding
+from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.report import markdown
-from lrpe_fairseq.experiments.report.markdown import NOT_MEASURED, ROOT
+from lrpe_fairseq.experiments.report.markdown import NOT_MEASURED
 from lrpe_fairseq.experiments.report.speed import DEVICES, figures, measured_on
 
 PAGE = "docs/denominators.md"

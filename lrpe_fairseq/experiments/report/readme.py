@@ -11,17 +11,17 @@ from lrpe_fairseq.encodings import (
     encoding_class,
 )
 from lrpe_fairseq.encodings.lrpe import CORES, PROJECTIONS
-from lrpe_fairseq.experiments.report import markdown
+from lrpe_fairseq.experiments.report import markdown, quickstart
 
 PAGE = "README.md"
-QUICKSTART = "results/quickstart/README.md"
+QUICKSTART = "results/quickstart/runs"
 
 
 def pages(root: Path) -> dict[str, str]:
     """README.md with every generated part rendered anew."""
     text = (root / PAGE).read_text(encoding="utf-8")
     text = markdown.between(text, "encodings", f"{encodings_table()}\n\n{options_table()}")
-    return {PAGE: markdown.between(text, "quickstart", quickstart(root))}
+    return {PAGE: markdown.between(text, "quickstart", quickstart_numbers(root))}
 
 
 def encodings_table() -> str:
@@ -56,7 +56,6 @@ def describe(encoding: Encoding) -> str:
     return encoding.summary() + kind
 
 
-def quickstart(root: Path) -> str:
-    """The table that the last quickstart printed."""
-    lines = (markdown.read_result(root / QUICKSTART) or "").splitlines()
-    return "\n".join(line for line in lines if line.startswith("|")) or markdown.NOT_RUN
+def quickstart_numbers(root: Path) -> str:
+    """The quickstart's table and the order that its committed runs support."""
+    return quickstart.numbers(quickstart.rows(quickstart.published(root / QUICKSTART)))

@@ -78,10 +78,16 @@ class Events:
 class Schedule:
     """Runs ``jobs`` in one thread for each of ``devices``, shares of the machine."""
 
-    def __init__(self, jobs: Sequence[Job], devices: Sequence[Devices], events: Events) -> None:
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        devices: Sequence[Devices],
+        events: Events,
+        children: Children | None = None,
+    ) -> None:
         self._jobs = [job for job in jobs if not job.finished()]
         self._devices = devices
-        self._events, self._children = events, Children()
+        self._events, self._children = events, children or Children()
         self._waiting = collections.deque(self._jobs)
         self._running: dict[str, Job] = {}
         self._attempts: collections.Counter[str] = collections.Counter()

@@ -1,0 +1,117 @@
+"""Console scripts in processes that are forked, not started: fairseq is imported once for all.
+
+A new interpreter needs several seconds of processor time to import torch and fairseq, which is
+much of a run that takes a minute. :class:`WarmChildren` asks the fork server of multiprocessing,
+which has imported them and does nothing else, for a copy of itself. The commands, the run folders
+and the results are those of :class:`~lrpe_fairseq.experiments.runner.processes.Children`.
+"""
+
+import importlib.metadata
+import multiprocessing
+import os
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+from typing import Any
+
+from lrpe_fairseq.experiments.runner.processes import KIB, ChildFailed, Children, Stopped
+
+PRELOADED = "lrpe_fairseq.experiments.runner.preloaded"
+CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def warm_up(*modules: str) -> None:
+    """Start the server, which imports fairseq and ``modules``, and return at once."""
+    CONTEXT.set_forkserver_preload([PRELOADED, *modules])
+    forkserver.ensure_running()
+
+
+class WarmChildren(Children):
+    """Children that run console scripts without a new interpreter."""
+
+    def run(
+        self,
+        command: Sequence[str],
+        log: Path,
+        *,
+        cwd: Path,
+        environment: Mapping[str, str],
+        lock: int | None = None,
+    ) -> float:
+        """Like :meth:`Children.run`; ``command`` begins with the path of a console script."""
+        reader, writer = CONTEXT.Pipe(duplex=False)
+        inherited = writer, None if lock is None else DupFd(lock)
+        words = (list(command), str(log), str(cwd), dict(environment), *inherited)
+        process = CONTEXT.Process(target=_run_script, args=words)
+        with reader:
+            self._begin(process)
+            writer.close()
+            process.join()
+            with self._guard:
+                self._alive.discard(process.pid)
+            if self.stopping:
+                raise Stopped
+            if process.exitcode:
+                raise ChildFailed(process.exitcode)
+            return reader.recv()
+
+    def _begin(self, process: BaseProcess) -> None:
+        with self._guard:
+            if self.stopping:
+                raise Stopped
+            process.start()
+            self._alive.add(process.pid)
+
+
+def _run_script(
+    command: list[str],
+    log: str,
+    folder: str,
+    environment: dict[str, str],
+    memory: Connection,
+    lock: Any,
+) -> None:
+    """The child: run a console script and send the peak memory in MB to ``memory``.
+
+    ``lock`` (a DupFd) stays open until the process ends.
+    """
+    os.setsid()  # a group of its own: Ctrl-C reaches the runner only
+    held = None if lock is None else lock.detach()
+    if held is not None:
+        os.set_inheritable(held, True)
+    _write_to(log)
+    os.chdir(folder)
+    os.environ.update(environment)
+    _limit_threads(environment.get("OMP_NUM_THREADS", ""))
+    sys.argv = command
+    try:
+        sys.exit(_script(Path(command[0]).name)())
+    finally:
+        memory.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / KIB)
+
+
+def _write_to(log: str) -> None:
+    with open(log, "ab") as output:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(output.fileno(), stream.fileno())
+            stream.reconfigure(line_buffering=True)
+
+
+def _limit_threads(threads: str) -> None:
+    """torch read OMP_NUM_THREADS when the server imported it."""
+    if threads.isdigit():
+        import torch
+
+        torch.set_num_threads(int(threads))
+
+
+def _script(name: str) -> Any:
+    """The function behind a console script, such as ``fairseq-eval-lm``."""
+    (found,) = importlib.metadata.entry_points(group="console_scripts", name=name)
+    return found.load()

@@ -1,0 +1,171 @@
+"""The quickstart: its table, the orders that it states, and children forked from a warm server."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lrpe_fairseq.experiments.commands import quickstart
+from lrpe_fairseq.experiments.report import quickstart as report
+from lrpe_fairseq.experiments.report.quickstart import Row, separated
+from lrpe_fairseq.experiments.runner.processes import ChildFailed, Stopped, locked
+from lrpe_fairseq.experiments.runner.warm import WarmChildren, warm_up
+
+INNER = '2026-01-01 10:00:00 | INFO | train_inner | {"wpb": "1024", "num_updates": "20"}\n'
+VALIDATION = (
+    '2026-01-01 10:00:00 | INFO | valid | {{"valid_ppl": "{}", "valid_num_updates": "{}"}}\n'
+)
+
+
+def row(encoding: str, *ppl: float, attention: str = "linear") -> Row:
+    """A row whose seeds are 1, 2, ..."""
+    return Row(attention, encoding, dict(enumerate(ppl, start=1)))
+
+
+# --- the table and the order --------------------------------------------------------------------
+
+
+def test_a_row_is_compared_with_base_of_the_same_attention():
+    found = [
+        row("none", 100.0, 102.0),
+        row("rope", 90.0, 91.8),
+        row("none", 80.0, 80.0, attention="softmax"),
+        row("lrpe-type2", 60.0, 60.0, attention="softmax"),
+    ]
+    lines = report.table(found).splitlines()
+    assert lines[2].startswith("| linear | none (Base) | 101.00 ± 1.41 | — ")
+    assert lines[3].startswith("| linear | rope | 90.90 ± 1.27 | -10 % |")
+    assert lines[5].startswith("| softmax | lrpe-type2 | 60.00 ± 0.00 | -25 % |")
+
+
+def test_one_seed_has_no_deviation_and_supports_no_order():
+    assert "±" not in report.table([row("none", 100.0)])
+    assert not separated(row("rope", 1.0), row("none", 100.0))
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "expected"),
+    [
+        pytest.param((9.0, 9.1, 9.2), (10.0, 10.1, 10.2), True, id="clear"),
+        pytest.param((9.0, 9.1, 10.3), (10.0, 10.1, 10.2), False, id="one-seed-differs"),
+        pytest.param((8.0, 9.0, 10.0), (9.5, 10.5, 11.5), False, id="within-two-deviations"),
+        pytest.param((9.0, 9.1), (10.0, 10.1, 10.2), False, id="other-seeds"),
+    ],
+)
+def test_an_order_needs_all_seeds_and_twice_the_pooled_deviation(better, worse, expected):
+    assert separated(row("rope", *better), row("none", *worse)) is expected
+    assert not separated(row("none", *worse), row("rope", *better))
+
+
+def test_the_order_names_neighbours_that_are_not_separated():
+    found = [row("none", 10.0, 10.1), row("rope", 8.0, 8.2), row("lrpe-type2", 8.1, 8.3)]
+    assert report.order(found) == ["linear attention: rope ≈ lrpe-type2 < Base"]
+
+
+def test_a_run_is_checked_against_the_published_order():
+    published = [row("none", 10.0, 10.1), row("rope", 8.0, 8.2), row("lrpe-type2", 8.1, 8.3)]
+    assert (
+        report.contradicted([row("none", 9), row("rope", 8), row("lrpe-type2", 7)], published) == []
+    )
+    contradicting = [row("none", 9), row("rope", 9.5), row("lrpe-type2", 7)]
+    assert report.contradicted(contradicting, published) == [
+        "linear attention: rope does not beat Base"
+    ]
+
+
+# --- what is committed --------------------------------------------------------------------------
+
+
+def test_every_row_is_published_with_the_same_three_seeds():
+    found = report.rows(report.published(quickstart.RUNS))
+    assert [(r.attention, r.encoding) for r in found] == quickstart.METHODS
+    assert {tuple(r.ppl) for r in found} == {(1, 2, 3)}
+
+
+def test_the_page_is_that_of_the_committed_runs():
+    page = (quickstart.RESULTS / "README.md").read_text(encoding="utf-8")
+    assert page == report.page(report.published(quickstart.RUNS))
+
+
+def test_the_published_runs_have_the_settings_of_the_configuration():
+    published = {
+        (r["attention_type"], r["position_encoding"]): r for r in report.published(quickstart.RUNS)
+    }
+    for method in quickstart.methods(1):
+        run = published[method.attention_type, method.position_encoding]
+        assert method.differences({**run["config"], "seed": 1, "encoding-seed": 1}) == set()
+
+
+def test_every_relative_encoding_beats_base_in_the_published_runs():
+    found = report.rows(report.published(quickstart.RUNS))
+    stated = {(a.attention, a.encoding, b.encoding) for a, b in report.stated(found)}
+    expected = {(a, e, "none") for a, e in quickstart.METHODS if e != "none"}
+    assert expected <= stated
+
+
+# --- progress -----------------------------------------------------------------------------------
+
+
+def test_validations_are_reported_once_each_as_they_appear(tmp_path):
+    log, said = tmp_path / "train.log", []
+    log.write_text(INNER + VALIDATION.format(90, 100))  # of an earlier, interrupted call
+    with quickstart.validations_reported(log, 400, said.append):
+        with open(log, "a") as growing:
+            growing.write(VALIDATION.format(80.125, 200))
+        deadline = time.monotonic() + 30
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(2 * quickstart.LOOK_SECONDS)
+    assert said == ["200 of 400 updates, validation perplexity 80.12"]
+
+
+# --- children that need no new interpreter ------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server() -> None:
+    """The fork server, which imports fairseq once for these tests."""
+    warm_up()
+
+
+@pytest.fixture
+def arguments(server: None, tmp_path: Path) -> dict:
+    """Where a child runs."""
+    return {"cwd": tmp_path, "environment": {"OMP_NUM_THREADS": "1"}}
+
+
+def test_a_warm_child_runs_a_console_script_and_reports_its_memory(tmp_path, arguments):
+    log = tmp_path / "log"
+    with locked(tmp_path / "run") as lock:
+        memory = WarmChildren().run(["bin/pytest", "--version"], log, lock=lock, **arguments)
+    assert "pytest" in log.read_text()
+    assert memory > 1
+
+
+def test_a_warm_child_that_fails_says_so(tmp_path, arguments):
+    with pytest.raises(ChildFailed) as failed:
+        WarmChildren().run(["pytest", "no-such-file.py"], tmp_path / "log", **arguments)
+    assert failed.value.status == 4  # pytest's status for wrong usage
+    assert "no-such-file.py" in (tmp_path / "log").read_text()
+
+
+def test_stopping_ends_a_warm_child_and_starts_no_other(tmp_path, arguments):
+    (tmp_path / "test_sleep.py").write_text("import time\ndef test_it():\n    time.sleep(600)\n")
+    children, ended = WarmChildren(), threading.Event()
+
+    def run() -> None:
+        with pytest.raises(Stopped):
+            children.run(["pytest", "test_sleep.py"], tmp_path / "log", **arguments)
+        ended.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "log").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    children.stop()
+    thread.join(60)
+    assert ended.is_set()
+    with pytest.raises(Stopped):
+        children.run(["pytest", "--version"], tmp_path / "log", **arguments)
