@@ -15,7 +15,7 @@ from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass import utils as dataclass_utils
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.modules.quant_noise import quant_noise
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
@@ -135,6 +135,14 @@ def _options_of(config: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix, option
 
 
+def _dotted_options_of(config: type, section: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of a configuration and of those in it, with the section of a YAML they are in."""
+    for option in fields(config):
+        yield section, option
+        if isinstance(option.type, type) and issubclass(option.type, FairseqDataclass):
+            yield from _dotted_options_of(option.type, f"{section}.{option.name}".lstrip("."))
+
+
 @contextmanager
 def one_sentence_errors() -> Iterator[None]:
     """Turn a ValueError about the user's choice into one sentence and exit status 1."""
@@ -167,11 +175,12 @@ def _merge_or_explain(merge: Callable, config: Any, given: Any, *rest: Any, **ke
 
 
 def _explanation(cls: type, error: OmegaConfBaseException) -> str:
-    option = str(error.key)
-    names = [known.name for known in fields(cls)]
-    if option in names:
+    option = str(error.full_key or error.key or "")
+    names = [f"{prefix}.{known.name}".lstrip(".") for prefix, known in _dotted_options_of(cls)]
+    if option in names or not isinstance(error, ConfigKeyError):
         reason = str(error.msg).partition("\n")[0]
-        return f"bad value of model option {option!r}: {reason}"
+        named = f" option {option!r}" if option else ""
+        return f"bad value of model{named}: {reason}"
     close = get_close_matches(option, names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"unknown model option {option!r}{hint}"

@@ -536,8 +536,8 @@ def test_the_memory_makes_evaluation_better_and_loses_no_token(
 
 REFUSED = {
     "--attention-type linear --position-encoding rope": "needs softmax attention",
-    "--decoder-layerdrop 0.1": "a layer that is dropped remembers nothing",
-    "--memory-length -1": "a memory cannot have -1 tokens",
+    "--decoder-layerdrop 0.1": "--decoder-layerdrop cannot be used with a memory",
+    "--memory-length -1": "--memory-length -1 is negative",
     "--sample-break-mode complete": "takes sample_break_mode=none only",
     "--add-bos-token": "takes add_bos_token=False only",
     "--memory-length 0 --attention-type linear --position-encoding rope "
