@@ -303,7 +303,7 @@ def evaluate_literal(text: str) -> Any:
 def open_checked_archive(name: str, mode: str = "r") -> tarfile.TarFile:
     """Open a tar archive whose members are regular files and folders with relative names.
 
-    Raises: tarfile.TarError, one sentence, for any other member.
+    Raises: tarfile.ReadError, one sentence, for any other member.
     """
     with tarfile.open(name, mode) as archive:
         for member in archive:
@@ -315,7 +315,7 @@ def _check_member(archive: str, member: tarfile.TarInfo) -> None:
     path = PurePosixPath(member.name.replace("\\", "/"))
     inside = not path.is_absolute() and ".." not in path.parts
     if not inside or not (member.isfile() or member.isdir()):
-        raise tarfile.TarError(
+        raise tarfile.ReadError(
             f"{archive} is refused: its member {member.name!r} is not a regular file or folder "
             "below the archive's own folder, so extracting it could write elsewhere"
         )
