@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lrpe_fairseq.attention.multihead import Memory
 from lrpe_fairseq.encodings.fidelity import parse_departures
 from lrpe_fairseq.encodings.sharing import share_across_layers
+from lrpe_fairseq.models.checks import check_language_model
 from lrpe_fairseq.models.inference import RetainedDropout
 from lrpe_fairseq.models.layers import Decoder, DecoderLayer, wrapped
 from lrpe_fairseq.models.options import (
@@ -143,6 +144,7 @@ class LRPELanguageModel(FlagsThatMeanWhatTheySay, RetainedDropout, TransformerLa
             args.share_decoder_input_output_embed = False  # their shapes differ
         with one_sentence_errors():
             check_memory(args)
+            check_language_model(args)
             switch_dropout(args)
         layers, args.decoder_layers = args.decoder_layers, 0
         shell = super().build_model(args, task).decoder

@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from lrpe_fairseq.encodings.sharing import share_across_layers
+from lrpe_fairseq.models.checks import check_translation
 from lrpe_fairseq.models.inference import RetainedDropout
 from lrpe_fairseq.models.layers import Decoder, Encoder
 from lrpe_fairseq.models.options import (
@@ -105,7 +106,7 @@ class LRPETransformer(FlagsThatMeanWhatTheySay, RetainedDropout, TransformerMode
         refuse_unrelated_processes()
         cfg = getattr(cls, "__dataclass").from_namespace(cfg)
         with one_sentence_errors():
-            check_options(cfg)
+            check_translation(cfg)
             keep_layers(cfg)
             model = super().build_model(cfg, task)
             share_across_layers(model.encoder)
@@ -135,15 +136,6 @@ class LRPETransformer(FlagsThatMeanWhatTheySay, RetainedDropout, TransformerMode
 @register_model("lrpe_transformer_tiny", dataclass=LRPETransformerTinyConfig)
 class LRPETransformerTiny(LRPETransformer):
     """The tiny preset: ``--arch lrpe_transformer_tiny`` or ``_name: lrpe_transformer_tiny``."""
-
-
-def check_options(cfg: Any) -> None:
-    """Raise ValueError for an option of fairseq that our attention does not support."""
-    if cfg.cross_self_attention:
-        raise ValueError(
-            "--cross-self-attention is not supported: our self-attention has no keys of the "
-            "encoder; leave it out"
-        )
 
 
 def keep_layers(cfg: Any) -> None:

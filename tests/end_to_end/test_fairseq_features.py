@@ -240,10 +240,49 @@ def test_a_namespace_without_options_has_the_defaults_of_its_preset(pairs: Path)
     assert model.decoder.output_projection.weight.shape == (len(task.target_dictionary), 128)
 
 
-def test_cross_self_attention_is_refused_when_the_model_is_built(pairs: Path) -> None:
-    with pytest.raises(SystemExit, match="--cross-self-attention is not supported") as refusal:
-        built(pairs, PAIRS, "--cross-self-attention")
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("--cross-self-attention", "--cross-self-attention is not supported"),
+        (
+            "--share-decoder-input-output-embed --decoder-output-dim 16",
+            "require equal widths, not 32 and 16",
+        ),
+        ("--encoder-xformers-att-config {}", "xFormers attention is not supported"),
+        ("--quant-noise-pq 0.1 --quant-noise-pq-block-size 7", "7 must divide the widths"),
+    ],
+)
+def test_a_translation_model_that_would_fail_later_is_refused_when_it_is_built(
+    pairs: Path, given: str, sentence: str
+) -> None:
+    with pytest.raises(SystemExit, match=sentence) as refusal:
+        built(pairs, PAIRS, given)
     assert "\n" not in str(refusal.value.code)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("--adaptive-input", "--adaptive-input requires --adaptive-input-cutoff"),
+        (
+            f"{ADAPTIVE} --tie-adaptive-weights --adaptive-input --adaptive-input-cutoff 4",
+            "--tie-adaptive-weights requires equal cutoffs",
+        ),
+        ("--decoder-output-dim 16", "require equal widths, not 32 and 16"),
+        ("--decoder-xformers-att-config {}", "xFormers attention is not supported"),
+        ("--quant-noise-pq 0.1 --quant-noise-pq-block-size 7", "7 must divide the widths"),
+    ],
+)
+def test_a_language_model_that_would_fail_later_is_refused_when_it_is_built(
+    corpus: Corpus, given: str, sentence: str
+) -> None:
+    with pytest.raises(SystemExit, match=sentence) as refusal:
+        build(corpus, SMALL, given)
+    assert "\n" not in str(refusal.value.code)
+
+
+def test_an_adaptive_softmax_may_have_another_width_than_the_embeddings(corpus: Corpus) -> None:
+    build(corpus, SMALL, ADAPTIVE, "--decoder-output-dim 16")
 
 
 # ---- inference ----
