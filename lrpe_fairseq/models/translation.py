@@ -127,9 +127,16 @@ class LRPETransformer(FlagsThatMeanWhatTheySay, RetainedDropout, TransformerMode
     def load_state_dict(
         self, state_dict: dict, strict: bool = True, model_cfg: Any = None, args: Any = None
     ) -> Any:
-        """As fairseq's, whose pruning of layers reads flat names of options only."""
+        """As fairseq's, whose pruning of layers reads flat names of options only.
+
+        A checkpoint that has no more layers than the model was pruned when it was trained.
+        """
         if model_cfg is not None:
-            model_cfg = DictConfig({"_name": "lrpe_transformer", **flat_layers_to_keep(model_cfg)})
+            kept = flat_layers_to_keep(model_cfg)
+            for side in ("encoder", "decoder"):
+                if count_layers(state_dict, side) <= len(getattr(self, side).layers):
+                    kept[f"{side}_layers_to_keep"] = None
+            model_cfg = DictConfig({"_name": "lrpe_transformer", **kept})
         return super().load_state_dict(state_dict, strict, model_cfg, args)
 
 
@@ -146,6 +153,13 @@ def keep_layers(cfg: Any) -> None:
     for side in (cfg.encoder, cfg.decoder):
         if side.layers_to_keep:
             side.layers, side.layers_to_keep = len(side.layers_to_keep), None
+
+
+def count_layers(state_dict: dict, side: str) -> int:
+    """Count the layers of the encoder or the decoder in a state dict."""
+    prefix = f"{side}.layers."
+    names = [name.removeprefix(prefix) for name in state_dict if name.startswith(prefix)]
+    return len({name.partition(".")[0] for name in names})
 
 
 def flat_layers_to_keep(cfg: Any) -> dict[str, str | None]:

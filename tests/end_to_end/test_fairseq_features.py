@@ -154,6 +154,16 @@ def test_layers_to_keep_are_read_from_the_command_line(pairs: Path) -> None:
     assert (len(model.encoder.layers), len(model.decoder.layers)) == (2, 1)
 
 
+def test_a_model_that_was_trained_with_layers_to_keep_is_not_pruned_again(
+    pairs: Path, tmp_path: Path
+) -> None:
+    model, _, config = built(pairs, PAIRS, "--encoder-layers-to-keep 1 --decoder-layers-to-keep 1")
+    save(model, config, tmp_path / "pruned.pt")
+    loaded = overridden(tmp_path / "pruned.pt")
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, loaded.state_dict()[name]), name
+
+
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
