@@ -129,13 +129,15 @@ class LRPETransformer(FlagsThatMeanWhatTheySay, RetainedDropout, TransformerMode
     ) -> Any:
         """As fairseq's, whose pruning of layers reads flat names of options only.
 
-        A checkpoint that has no more layers than the model was pruned when it was trained.
+        A checkpoint that has no more layers than the model was pruned when it was trained. All
+        layers of a side that is not pruned are named: fairseq drops those that are not.
         """
         if model_cfg is not None:
             kept = flat_layers_to_keep(model_cfg)
             for side in ("encoder", "decoder"):
-                if count_layers(state_dict, side) <= len(getattr(self, side).layers):
-                    kept[f"{side}_layers_to_keep"] = None
+                layers = count_layers(state_dict, side)
+                if layers <= len(getattr(self, side).layers):
+                    kept[f"{side}_layers_to_keep"] = ",".join(map(str, range(layers)))
             model_cfg = DictConfig({"_name": "lrpe_transformer", **kept})
         return super().load_state_dict(state_dict, strict, model_cfg, args)
 

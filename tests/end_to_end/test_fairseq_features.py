@@ -149,6 +149,14 @@ def test_layers_to_keep_prune_a_translation_model(translation: Path) -> None:
         assert torch.equal(weight, weights[f"{side}.layers.{kept}.fc1.weight"])
 
 
+def test_one_side_of_a_translation_model_is_pruned_alone(translation: Path) -> None:
+    model = overridden(translation, encoder_layers_to_keep="1")
+    assert (len(model.encoder.layers), len(model.decoder.layers)) == (1, 2)
+    weights = saved(translation)["model"]
+    assert torch.equal(model.encoder.layers[0].fc1.weight, weights["encoder.layers.1.fc1.weight"])
+    assert torch.equal(model.decoder.layers[1].fc1.weight, weights["decoder.layers.1.fc1.weight"])
+
+
 def test_layers_to_keep_are_read_from_the_command_line(pairs: Path) -> None:
     model, _, _ = built(pairs, PAIRS, "--encoder-layers-to-keep 0,1 --decoder-layers-to-keep 1")
     assert (len(model.encoder.layers), len(model.decoder.layers)) == (2, 1)
