@@ -1,14 +1,14 @@
-"""What the pinned fairseq (fairseq-fixed 0.12.3.1) needs under today's torch and numpy.
+"""Fixes for the pinned fairseq (fairseq-fixed 0.12.3.1) under current torch and numpy.
 
-``apply()`` runs every fix in ``FIXES``. Each fix names the break it mends, looks whether the break
-is there, and leaves fairseq, numpy and torch alone where it is not, so that a repaired fairseq
-needs no change here. The package imports this module first, and ``--user-dir`` imports the package
-before fairseq has parsed an option or opened a checkpoint; a command without ``--user-dir`` (or
-without ``import lrpe_fairseq``) runs unmended.
+``apply()`` runs every fix in ``FIXES``. The docstring of each fix describes the break. A fix first
+tests whether the break exists and changes nothing otherwise, so a repaired fairseq needs no change
+here. The package imports this module first, and ``--user-dir`` imports the package before fairseq
+parses an option or opens a checkpoint. A command without ``--user-dir`` (or without
+``import lrpe_fairseq``) runs without the fixes.
 
-Checkpoints load under torch's safe ``weights_only`` loading (the default since torch 2.6, the
-oldest torch supported). It is never switched off: the few names that a fairseq checkpoint needs are
-allowed, and none of them can run code.
+Checkpoints load with torch's safe ``weights_only`` loading (the default since torch 2.6, the
+oldest supported torch). It is never disabled: only the few names that a fairseq checkpoint needs
+are allowed, and none of them can run code.
 """
 
 import argparse
@@ -19,20 +19,24 @@ import inspect
 import io
 import logging
 import sys
+import tarfile
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import PurePosixPath
 from pickle import UnpicklingError
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from fairseq import file_utils
 from fairseq.data import bucket_pad_length_dataset, data_utils
 from fairseq.data.audio import raw_audio_dataset
 from fairseq.dataclass import FairseqDataclass
 from fairseq.dataclass import utils as dataclass_utils
 from fairseq.distributed import utils as distributed_utils
-from fairseq.models.transformer import TransformerConfig
+from fairseq.models.ema.ema import EMA
+from fairseq.models.transformer import TransformerConfig, TransformerDecoderBase
 from omegaconf import OmegaConf
 
 logger = logging.getLogger(__name__)
@@ -62,8 +66,9 @@ _EVALUATING_MODULES = (
     "fairseq.utils",
 )
 
-# What the text of an option may consist of: literals, containers, arithmetic. No name, no call, no
-# attribute, no subscript, hence nothing that could reach a function. (No power either: 9**9**9.)
+# The syntax allowed in the text of an option: literals, containers and arithmetic. Names, calls,
+# attributes and subscripts are excluded, so no function is reachable. Powers are excluded because
+# 9**9**9 does not end.
 _LITERAL_NODES = (
     ast.Expression,
     ast.Constant,
@@ -84,13 +89,13 @@ _LITERAL_NODES = (
 
 
 def restore_numpy_names() -> None:
-    """Give numpy back the three removed names that fairseq uses.
+    """Restore three names that fairseq uses and numpy removed.
 
     Break: ``np.compat.long`` (``token_block_dataset.py`` for ``--sample-break-mode eos``,
     ``language_pair_dataset.py`` for ``--num-batch-buckets``), ``np.int`` (``data_utils.py``, span
-    masks) and ``np.float`` (``dynamic_crf_layer.py``) raise AttributeError. They were other names
-    of the builtins, so the builtins restore them. A name that numpy has is left alone. (Span masks
-    without overlap stay broken: fairseq asks numpy's new generator for ``randint`` there.)
+    masks) and ``np.float`` (``dynamic_crf_layer.py``) raise AttributeError. They were aliases of
+    builtins, so the builtins replace them. Existing names are not changed. (Span masks without
+    overlap stay broken: fairseq calls ``randint`` of numpy's new generator, which has none.)
     """
     if not hasattr(np, "compat"):
         np.compat = SimpleNamespace()
@@ -100,19 +105,18 @@ def restore_numpy_names() -> None:
 
 
 def allow_checkpoint_globals() -> None:
-    """Allow under safe loading the globals that fairseq's checkpoints hold, and no more.
+    """Allow the globals that fairseq's checkpoints hold under safe loading, and no others.
 
-    Break: ``checkpoint_utils.load_checkpoint_to_cpu`` says nothing of ``weights_only`` to
-    ``torch.load``; since torch 2.6 that refuses ``argparse.Namespace`` (the options of a model,
-    task or optimizer without a dataclass) and numpy's arrays and scalars (the state of the bleu,
-    pearson and mcc meters, best metric included), so that resuming and generating fail. A model
-    with a dataclass and a plain loss as its metric holds neither.
+    Break: ``checkpoint_utils.load_checkpoint_to_cpu`` does not pass ``weights_only`` to
+    ``torch.load``. Since torch 2.6 the default refuses ``argparse.Namespace`` (the options of a
+    model, task or optimizer without a dataclass) and numpy's arrays and scalars (the state of the
+    bleu, pearson and mcc meters and of the best metric), so resuming and generating fail. The
+    checkpoint of a model with a dataclass and a plain loss as its metric contains neither.
 
     Trap: numpy's own globals are not safe to allow. The state of a dtype comes from the file, and
-    one that hides its object flag makes numpy read the file's bytes as addresses of Python objects
-    (a crash at least, code at worst). Stand-ins that only build numbers are registered under
-    numpy's names instead, the new ones and those that numpy 1 wrote. torch before 2.6 has neither
-    safe loading by default nor stand-ins.
+    a state that hides its object flag makes numpy read bytes of the file as addresses of Python
+    objects, which crashes or runs code. Stand-ins that only build numbers are registered under
+    numpy's names instead, for the names of numpy 2 and of numpy 1.
     """
     if not _loading_is_safe():
         logger.warning(
@@ -125,11 +129,11 @@ def allow_checkpoint_globals() -> None:
 def share_checkpoint_between_processes() -> None:
     """Let several processes resume from one checkpoint.
 
-    Break: rank 0 reads the checkpoint and ``distributed.utils.broadcast_object`` sends it on by
-    ``torch.save`` and ``torch.load``; safe loading refuses fairseq's own ``_TensorPlaceholder`` and
-    the omegaconf ``DictConfig`` that ``load_checkpoint_to_cpu`` has made of the options, so every
-    other rank dies. The placeholder (one int) is allowed; the options travel as the plain dict that
-    they are in the file.
+    Break: rank 0 reads the checkpoint and ``distributed.utils.broadcast_object`` sends it with
+    ``torch.save`` and ``torch.load``. Safe loading refuses fairseq's ``_TensorPlaceholder`` and
+    the omegaconf ``DictConfig`` that ``load_checkpoint_to_cpu`` builds from the options, so every
+    other rank fails. The placeholder (one int) is allowed. The options are sent as a plain dict,
+    as the file stores them.
     """
     torch.serialization.add_safe_globals([distributed_utils._TensorPlaceholder])
     if not _loads(OmegaConf.create({})):
@@ -137,14 +141,14 @@ def share_checkpoint_between_processes() -> None:
 
 
 def evaluate_options_as_literals() -> None:
-    """Keep fairseq from running the text of an option as a program.
+    """Prevent fairseq from running the text of an option as code.
 
     Break: fairseq calls ``eval`` on option strings (``utils.eval_str_list`` for
-    ``--adaptive-softmax-cutoff``, ``fconv`` for ``--encoder-layers``, ...), and a loaded checkpoint
-    brings its own options: one whose cutoff is ``__import__('os').system(...)`` runs it when the
-    model is built, safe loading or not. Each of those modules gets an ``eval`` of its own, which
-    takes literals and arithmetic (``[(512, 3)] * 20``) and refuses the rest. The builtin, and the
-    command-line tools' own ``eval`` of ``--model-overrides``, stay as they are.
+    ``--adaptive-softmax-cutoff``, ``fconv`` for ``--encoder-layers``, ...), and a checkpoint
+    contains options. A cutoff of ``__import__('os').system(...)`` runs when the model is built,
+    even under safe loading. Each of those modules gets its own ``eval``, which accepts literals and
+    arithmetic (``[(512, 3)] * 20``) and refuses everything else. The builtin is not changed, nor
+    is the ``eval`` of ``--model-overrides`` in the command-line tools, which the user types.
     """
     for name in _EVALUATING_MODULES:
         module = sys.modules.get(name)
@@ -155,12 +159,12 @@ def evaluate_options_as_literals() -> None:
 def keep_bf16_off_the_tpu() -> None:
     """Let ``--bf16`` and ``--memory-efficient-bf16`` train on a CPU or a CUDA device.
 
-    Break: ``options.parse_args_and_arch`` sets ``tpu`` whenever ``bf16`` is set, and without
-    torch_xla the trainer dies on "NoneType has no attribute xla_device". (Through hydra there is no
-    such rule, and ``common.bf16=true`` trains.) The rule is undone where the options become a
-    config, ``override_module_args``: ``parse_args_and_arch`` may be running already when
-    ``--user-dir`` imports this module, and a patch of it would come too late. With torch_xla the
-    rule stands, and a ``--tpu`` given on the command line is obeyed.
+    Break: ``options.parse_args_and_arch`` sets ``tpu`` whenever ``bf16`` is set. Without torch_xla
+    the trainer then fails with "NoneType has no attribute xla_device". (fairseq-hydra-train has no
+    such rule, so ``common.bf16=true`` works.) The fix resets ``tpu`` in ``override_module_args``,
+    where the options become a config: ``parse_args_and_arch`` may already be running when
+    ``--user-dir`` imports this module, so patching it would be too late. With torch_xla installed
+    nothing changes, and ``--tpu`` on the command line is kept.
     """
     implied = argparse.Namespace(bf16=True, tpu=True)
     overrides, _ = dataclass_utils.override_module_args(implied)
@@ -171,9 +175,9 @@ def keep_bf16_off_the_tpu() -> None:
 def bucket_by_percentile_method() -> None:
     """Make ``--num-batch-buckets N`` work.
 
-    Break: ``data_utils.get_buckets`` calls ``np.percentile(..., interpolation="lower")``; numpy 2.4
-    has only the newer name ``method``, so it raises TypeError. Trap: two modules hold the function
-    under a name of their own, so it is replaced there too.
+    Break: ``data_utils.get_buckets`` calls ``np.percentile(..., interpolation="lower")``. numpy 2.4
+    has only the new name ``method``, so it raises TypeError. Trap: two other modules import the
+    function by name, so it is replaced there too.
     """
     try:
         data_utils.get_buckets(np.arange(3), 1)
@@ -183,11 +187,11 @@ def bucket_by_percentile_method() -> None:
 
 
 def keep_the_last_batch() -> None:
-    """Batch every sample, in evaluation above all.
+    """Keep every sample when batching, which matters most in evaluation.
 
-    Break: ``data_utils.batch_by_size`` throws the last batch away when its size is no multiple of
-    ``--required-batch-size-multiple`` (8 by default), although it promises "less than N or a
-    multiple of N": a perplexity silently misses up to a batch of text, and five short sentences
+    Break: ``data_utils.batch_by_size`` drops the last batch if its size is not a multiple of
+    ``--required-batch-size-multiple`` (default 8), although it documents "less than N or a
+    multiple of N". A perplexity silently omits up to one batch of text, and five short sentences
     give no batch at all.
     """
     if len(_batches_of(np.arange(2))) == 0:
@@ -200,18 +204,63 @@ def flatten_nested_options() -> None:
     Break: the nested defaults of ``TransformerConfig`` are classes (``encoder: EncDecBaseConfig =
     field(default=EncDecBaseConfig)``), which ``dataclass.utils._override_attr`` writes into hydra's
     overrides as ``model.encoder=<class ...>``: OverrideParseException. With instances it would read
-    ``args.embed_dim`` for encoder and decoder alike. Here ``model.encoder.embed_dim`` is read from
+    ``args.embed_dim`` for both encoder and decoder. The fix reads ``model.encoder.embed_dim`` from
     ``args.encoder_embed_dim``, the name that ``--encoder-embed-dim``, the presets and
     ``TransformerConfig.from_namespace`` use.
 
-    Trap: ``TransformerModelBase.add_args`` offers the options of ``TransformerConfig`` itself, with
-    their defaults. A model with fields or presets of its own overrides it with
-    ``gen_parser_from_dataclass(parser, ItsConfig(), delete_default=True, with_prefix="")``. And the
-    file of a config may not postpone its annotations: fairseq reads types, not text.
+    Trap: ``TransformerModelBase.add_args`` adds the options of ``TransformerConfig`` itself, with
+    their defaults. A model with its own fields or presets overrides it with
+    ``gen_parser_from_dataclass(parser, ItsConfig(), delete_default=True, with_prefix="")``. The
+    file that defines a config must not postpone its annotations: fairseq needs types, not strings.
     """
     overrides = dataclass_utils._override_attr("model", TransformerConfig, argparse.Namespace())
     if any("<class" in override for override in overrides):
         _replace(dataclass_utils, "_override_attr", _override_flat_attr)
+
+
+def load_adaptive_softmax() -> None:
+    """Load checkpoints of decoders with an adaptive softmax and shared embeddings.
+
+    Break: ``TransformerDecoderBase.upgrade_state_dict_named`` adds ``output_projection.weight``, a
+    copy of the shared embeddings, to every checkpoint without one. A decoder with an adaptive
+    softmax has no ``output_projection``, so resuming and evaluating fail with
+    ``Unexpected key(s) in state_dict``.
+    """
+    decoder = SimpleNamespace(share_input_output_embed=True, num_layers=0, output_projection=None)
+    state = {"embed_tokens.weight": torch.zeros(1), "version": torch.tensor([3.0])}
+    named = {f"decoder.{name}": value for name, value in state.items()}
+    TransformerDecoderBase.upgrade_state_dict_named(decoder, named, "decoder")
+    if len(named) > len(state):
+        _replace_method(TransformerDecoderBase, "upgrade_state_dict_named", _upgrade_decoder)
+
+
+def copy_buffers_to_the_average() -> None:
+    """Train with ``--store-ema`` when a model has integer buffers, such as permutations.
+
+    Break: ``EMA._step_internal`` multiplies every entry of the state dict by the decay, which
+    raises RuntimeError for integers. It also adds a rounding error to constant buffers at every
+    update. The fix copies buffers instead of averaging them, as ``torch.optim.swa_utils`` does by
+    default.
+    """
+    model = torch.nn.Module()
+    model.register_buffer("permutation", torch.arange(2))
+    config = SimpleNamespace(ema_decay=0.5, ema_seed_model=None, ema_fp32=False, ema_update_freq=1)
+    try:
+        EMA(model, config).step(model)
+    except RuntimeError:
+        _replace_method(EMA, "__init__", _start_average)
+
+
+def refuse_unsafe_archives() -> None:
+    """Refuse archives that could write outside the folder that they are extracted to.
+
+    Break: ``from_pretrained`` of an archive calls ``file_utils.load_archive_file``, which extracts
+    with ``extractall`` and no filter: a member ``../x`` or a link writes anywhere. It then moves
+    the common prefix of all names into place, so an archive whose members begin with ``/home``
+    moves that folder. Only regular files and folders with relative names are accepted.
+    """
+    if file_utils.tarfile is tarfile:
+        file_utils.tarfile = SimpleNamespace(open=open_checked_archive)
 
 
 FIXES: tuple[Callable[[], None], ...] = (
@@ -223,21 +272,24 @@ FIXES: tuple[Callable[[], None], ...] = (
     bucket_by_percentile_method,
     keep_the_last_batch,
     flatten_nested_options,
+    load_adaptive_softmax,
+    copy_buffers_to_the_average,
+    refuse_unsafe_archives,
 )
 
 
 @functools.cache
 def apply() -> None:
-    """Apply every fix that is needed; a second call does nothing."""
+    """Apply every fix that is needed. A second call does nothing."""
     for fix in FIXES:
         fix()
 
 
 def evaluate_literal(text: str) -> Any:
-    """Return the value of ``text``: literals, their containers, and + - * / between them.
+    """Return the value of ``text``: literals, containers of literals, and + - * / between them.
 
-    Raises ValueError for any other expression, a name or a call above all; SyntaxError for what is
-    not an expression; TypeError for what is not text (``utils.eval_bool`` counts on that one).
+    Raises: ValueError for any other expression, such as a name or a call. SyntaxError if it is not
+        an expression. TypeError if it is not a string (``utils.eval_bool`` relies on that).
     """
     if not isinstance(text, str):
         raise TypeError(f"expected text, got {type(text).__name__}")
@@ -248,11 +300,32 @@ def evaluate_literal(text: str) -> Any:
     return eval(compile(tree, "<option>", "eval"), {"__builtins__": {}})
 
 
+def open_checked_archive(name: str, mode: str = "r") -> tarfile.TarFile:
+    """Open a tar archive whose members are regular files and folders with relative names.
+
+    Raises: tarfile.ReadError, one sentence, for any other member.
+    """
+    with tarfile.open(name, mode) as archive:
+        for member in archive:
+            _check_member(name, member)
+    return tarfile.open(name, mode)
+
+
+def _check_member(archive: str, member: tarfile.TarInfo) -> None:
+    path = PurePosixPath(member.name.replace("\\", "/"))
+    inside = not path.is_absolute() and ".." not in path.parts
+    if not inside or not (member.isfile() or member.isdir()):
+        raise tarfile.ReadError(
+            f"{archive} is refused: its member {member.name!r} is not a regular file or folder "
+            "below the archive's own folder, so extracting it could write elsewhere"
+        )
+
+
 # ---- stand-ins for numpy's globals in a checkpoint ----
 
 
 class _NumericDtype:
-    """Stands for ``numpy.dtype`` while a checkpoint loads: the code of a number type, no more."""
+    """Replaces ``numpy.dtype`` while a checkpoint loads. Holds the code of a number type only."""
 
     def __init__(self, code: str, align: bool = False, copy: bool = False) -> None:
         self.str = _numeric(code).str
@@ -262,14 +335,14 @@ class _NumericDtype:
 
 
 class _NumericArray(np.ndarray):
-    """Stands for ``numpy.ndarray`` while a checkpoint loads, and saves as a plain array again."""
+    """Replaces ``numpy.ndarray`` while a checkpoint loads. It is saved as a plain array."""
 
     def __new__(cls) -> "_NumericArray":
         return super().__new__(cls, (0,))
 
     def __setstate__(self, state: tuple) -> None:
         _, shape, dtype, fortran, data = state
-        if self.size:  # a tensor made from this array may share the memory that would be freed
+        if self.size:  # a tensor made from this array may share its memory, which would be freed
             raise UnpicklingError("an array in a checkpoint is filled twice")
         super().__setstate__((1, shape, _numeric(dtype.str), fortran, data))
 
@@ -278,7 +351,7 @@ class _NumericArray(np.ndarray):
 
 
 def _numeric(code: str) -> np.dtype:
-    """Return the dtype, made anew from its code: nothing else that the file says of it counts."""
+    """Return the dtype of ``code``, ignoring everything else that the file says about it."""
     dtype = np.dtype(code)
     if dtype.kind not in _NUMERIC_KINDS:
         raise UnpicklingError(f"a checkpoint may hold numbers only, not the dtype {code!r}")
@@ -286,7 +359,8 @@ def _numeric(code: str) -> np.dtype:
 
 
 def _reconstruct(kind: type, shape: tuple, code: bytes) -> _NumericArray:
-    """Return an array for ``__setstate__`` to fill, as numpy pickles one; no argument matters."""
+    """Return an array for ``__setstate__`` to fill. The arguments, as numpy pickles them, are not
+    needed."""
     return _NumericArray()
 
 
@@ -303,7 +377,7 @@ def _numpy_stand_ins() -> list[tuple[Callable, str]]:
     return stand_ins
 
 
-# ---- replacements of fairseq's functions: each takes the original as its first argument ----
+# ---- replacements of fairseq's functions: the first argument is the original ----
 
 
 def _broadcast_plain_config(original: Callable, obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -328,7 +402,7 @@ def _batches_of(indices: np.ndarray) -> list:
 
 
 def _batch_every_sample(original: Callable, indices: Any, *rest: Any, **keywords: Any) -> list:
-    """``original``, and its samples (a prefix of ``indices``) completed by those it dropped."""
+    """``original``'s batches, and one more batch of the samples at the end that it dropped."""
     if not isinstance(indices, np.ndarray):
         indices = np.fromiter(indices, dtype=np.int64, count=-1)
     batches = list(original(indices, *rest, **keywords))
@@ -370,11 +444,32 @@ def _without_prefix(args: argparse.Namespace, prefix: str) -> argparse.Namespace
     return argparse.Namespace(**{k.removeprefix(prefix): v for k, v in found.items()})
 
 
-# ---- how the fixes look and patch ----
+def _upgrade_decoder(original: Callable, self: Any, state_dict: dict, name: str) -> dict:
+    key = f"{name}.output_projection.weight"
+    known = key in state_dict
+    state_dict = original(self, state_dict, name)
+    if not known and self.output_projection is None:
+        state_dict.pop(key, None)
+    return state_dict
+
+
+def _start_average(
+    original: Callable,
+    self: Any,
+    model: torch.nn.Module,
+    config: Any,
+    device: Any = None,
+    skip_keys: Any = None,
+) -> None:
+    buffers = {name for name, _ in model.named_buffers()}
+    original(self, model, config, device, buffers | set(skip_keys or ()))
+
+
+# ---- how the fixes test and patch ----
 
 
 def _loads(sample: object) -> bool:
-    """Whether ``torch.load``, called as fairseq calls it, accepts what ``torch.save`` wrote."""
+    """True if ``torch.load``, called as fairseq calls it, accepts what ``torch.save`` wrote."""
     buffer = io.BytesIO()
     torch.save(sample, buffer)
     buffer.seek(0)
@@ -386,11 +481,25 @@ def _loads(sample: object) -> bool:
 
 
 def _loading_is_safe() -> bool:
-    return not _loads(timedelta())  # a type that no state dict needs and nobody allows
+    return not _loads(timedelta())  # a type that no state dict contains and nothing allows
 
 
 def _replace(module: ModuleType, name: str, replacement: Callable) -> None:
-    """Put ``replacement`` in front of ``module.name``, once."""
+    """Set ``module.name`` to ``replacement`` with the original as its first argument, once."""
     original = getattr(module, name)
     if getattr(original, "func", None) is not replacement:
         setattr(module, name, functools.partial(replacement, original))
+
+
+def _replace_method(cls: type, name: str, replacement: Callable) -> None:
+    """As :func:`_replace` for a method: ``replacement`` gets the original, then ``self``."""
+    original = getattr(cls, name)
+    if getattr(original, "replacement", None) is replacement:
+        return
+
+    @functools.wraps(original)
+    def method(*arguments: Any, **keywords: Any) -> Any:
+        return replacement(original, *arguments, **keywords)
+
+    method.replacement = replacement
+    setattr(cls, name, method)

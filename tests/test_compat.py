@@ -6,6 +6,7 @@ second process that never imports the package: ``PROBES`` run there, and in a th
 
 import argparse
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,11 +26,14 @@ import pytest
 pytest.importorskip("fairseq")
 
 import torch
-from fairseq import checkpoint_utils, utils
+from fairseq import checkpoint_utils, file_utils, utils
 from fairseq.data import Dictionary, bucket_pad_length_dataset, data_utils
 from fairseq.data.indexed_dataset import make_builder
 from fairseq.dataclass import utils as dataclass_utils
 from fairseq.distributed import utils as distributed_utils
+from fairseq.models import BaseFairseqModel
+from fairseq.models.ema.ema import EMA
+from fairseq.models.transformer import TransformerDecoderBase
 
 from lrpe_fairseq import compat
 
@@ -187,6 +192,69 @@ model = convert_namespace_to_omegaconf(Namespace(arch="probe", **given)).model
 assert (model.encoder.embed_dim, model.encoder.layers) == (8, 6)
 assert (model.decoder.embed_dim, model.decoder.input_dim, model.decoder.layers) == (512, 512, 3)
 assert (model.quant_noise.pq, model.dropout, model._name) == (0.1, 0.2, "probe")
+""",
+    ),
+    "adaptive softmax with shared embeddings": (
+        "RuntimeError",
+        "works",
+        """
+import torch
+from argparse import Namespace
+from fairseq.data import Dictionary
+from fairseq.models.transformer import TransformerConfig, TransformerDecoderBase
+cfg = TransformerConfig.from_namespace(Namespace(
+    decoder_embed_dim=8, decoder_output_dim=8, decoder_layers=0,
+    adaptive_softmax_cutoff="2,3", share_decoder_input_output_embed=True,
+))
+decoder = TransformerDecoderBase(cfg, Dictionary(), torch.nn.Embedding(4, 8, 1), True)
+module = torch.nn.ModuleDict({"decoder": decoder})
+state = module.state_dict()
+names = list(state)
+decoder.upgrade_state_dict_named(state, "decoder")
+module.load_state_dict(state)
+assert list(state) == names
+""",
+    ),
+    "average of a model with integers": (
+        "RuntimeError",
+        "works",
+        """
+import torch
+from types import SimpleNamespace
+from fairseq.models.ema.ema import EMA
+model = torch.nn.Linear(1, 1)
+model.register_buffer("order", torch.arange(3))
+model.register_buffer("vector", torch.full((9,), 0.1))
+config = SimpleNamespace(ema_decay=0.3, ema_seed_model=None, ema_fp32=False, ema_update_freq=1)
+average = EMA(model, config)
+torch.nn.init.constant_(model.weight, 1.0)
+torch.nn.init.constant_(average.get_model().weight, 0.0)
+for _ in range(9):
+    average.step(model)
+assert average.get_model().order.tolist() == [0, 1, 2]
+assert torch.equal(average.get_model().vector, model.vector)
+assert 0.9 < average.get_model().weight < 1
+""",
+    ),
+    "archive that writes outside its folder": (
+        "works",
+        "ReadError",
+        """
+import io, tarfile, tempfile
+from pathlib import Path
+from fairseq import file_utils
+folder = Path(tempfile.mkdtemp())
+with tarfile.open(folder / "model.tar.gz", "w:gz") as archive:
+    archive.addfile(tarfile.TarInfo("model"))
+    archive.addfile(tarfile.TarInfo("../" * 20 + str(folder / "outside")[1:]))
+try:
+    file_utils.load_archive_file(str(folder / "model.tar.gz"))
+except tarfile.ReadError:
+    assert not (folder / "outside").exists()
+    raise
+except OSError:
+    pass  # raised after the extraction
+assert (folder / "outside").exists()
 """,
     ),
 }
@@ -500,6 +568,54 @@ def test_loading_that_is_not_safe_is_reported(
     assert "a checkpoint can run code" in caplog.text
 
 
+# ---- archives ----
+
+
+def _archive(path: Path, *members: tarfile.TarInfo) -> Path:
+    with tarfile.open(path, "w:gz") as archive:
+        for member in members:
+            archive.addfile(member, io.BytesIO(b"x" * member.size))
+    return path
+
+
+def _member(name: str, **fields: object) -> tarfile.TarInfo:
+    member = tarfile.TarInfo(name)
+    vars_of = {"size": 0 if "type" in fields else 1, **fields}
+    for field, value in vars_of.items():
+        setattr(member, field, value)
+    return member
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        _member("../outside"),
+        _member("model/../../outside"),
+        _member("/tmp/outside"),
+        _member("model/link", type=tarfile.SYMTYPE, linkname="/etc/passwd"),
+        _member("model/hard", type=tarfile.LNKTYPE, linkname="model/model.pt"),
+        _member("model/pipe", type=tarfile.FIFOTYPE),
+        _member("model/disk", type=tarfile.BLKTYPE),
+    ],
+    ids=lambda member: f"{member.name} {member.type.decode()}",
+)
+def test_from_pretrained_refuses_an_archive_that_could_write_elsewhere(
+    tmp_path: Path, member: tarfile.TarInfo
+) -> None:
+    path = _archive(tmp_path / "model.tar.gz", _member("model/model.pt"), member)
+    with pytest.raises(tarfile.ReadError, match="is refused: its member") as refusal:
+        BaseFairseqModel.from_pretrained(str(path))
+    assert "\n" not in str(refusal.value)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_archive_of_files_and_folders_is_extracted(tmp_path: Path) -> None:
+    folder = _member("model", type=tarfile.DIRTYPE, mode=0o755)
+    path = _archive(tmp_path / "model.tar.gz", folder, _member("model/model.pt"))
+    extracted = Path(file_utils.load_archive_file(str(path)))
+    assert (extracted / "model.pt").read_bytes() == b"x"
+
+
 # ---- options are not programs ----
 
 
@@ -574,6 +690,8 @@ def test_applying_twice_changes_nothing() -> None:
     def patched() -> tuple:
         functions = (dataclass_utils.override_module_args, dataclass_utils._override_attr)
         functions += (data_utils.get_buckets, distributed_utils.broadcast_object, np.compat)
+        functions += (TransformerDecoderBase.upgrade_state_dict_named, EMA.__init__)
+        functions += (file_utils.tarfile,)
         return *functions, frozenset(torch.serialization.get_safe_globals())
 
     compat.apply()

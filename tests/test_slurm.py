@@ -163,7 +163,7 @@ def test_a_disturbed_array_ends_in_the_table_of_an_undisturbed_run(
     wait_until(lambda: cluster.is_done(job), PATIENCE)
 
     assert_same_results(disturbed, undisturbed_table)
-    assert "told to end: saved" in log_of(disturbed, first)
+    assert "received a signal: saved" in log_of(disturbed, first)
     rendered = (disturbed / "results" / "README.md").read_text()
     assert "not run" not in rendered.split("## A table for a test")[1]
     assert "4 done" in run_table(disturbed, "--status")
@@ -190,7 +190,7 @@ def test_two_nodes_share_a_training_and_save_together_when_they_are_preempted(
 
     log = log_of(shared, name)
     assert "distributed init (rank 1)" in log
-    assert "told to end: saved" in log
+    assert "received a signal: saved" in log
     assert "Loaded checkpoint" in log
     ours, theirs = (next(iter(read_runs(f / "results" / "runs").values())) for f in folders[::-1])
     assert ours["config"]["distributed-world-size"] == 2

@@ -30,6 +30,10 @@ from lrpe_fairseq.encodings.base import ELU_PLUS_ONE, PositionCache, check_posit
 from lrpe_fairseq.errors import ChoiceError
 
 ATTENTION_TYPES = ("linear", "softmax")
+NOT_EXPORTED = (
+    "TorchScript, torch.jit.trace and ONNX are not supported by lrpe_fairseq's attention; run the "
+    "model in Python"
+)
 
 
 class AttentionState(NamedTuple):
@@ -83,7 +87,7 @@ class MultiheadAttention(nn.Module):
         _check_choices(embed_dim, num_heads, attention_type, normalizer)
         self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
         self.attention_type, self.normalizer = attention_type, normalizer
-        self.causal, self.dropout = causal, dropout
+        self.causal, self.dropout, self.retain_dropout = causal, dropout, False
         self.sees_padding = "padding-ignored" in options.fidelity
         published = "embed-dim-scale" in options.fidelity and position_encoding != "none"
         self.scale = (embed_dim if published else self.head_dim) ** -0.5
@@ -123,12 +127,31 @@ class MultiheadAttention(nn.Module):
         """
         if attn_mask is not None:
             raise ValueError("attn_mask is not supported: build the module with causal=True")
+        if torch.jit.is_tracing():
+            raise NotImplementedError(NOT_EXPORTED)
         state = self._get_input_buffer(incremental_state)
         keep_state = incremental_state is not None and not isinstance(state, Memory)
         out, state = self.attend(query.transpose(0, 1), key_padding_mask, state, keep_state)
         if keep_state:
             incremental_state[self._state_key] = state
         return out.transpose(0, 1), None
+
+    def make_generation_fast_(
+        self,
+        name: str = "",
+        retain_dropout: bool = False,
+        retain_dropout_modules: list[str] | None = None,
+        **keywords: Any,
+    ) -> None:
+        """fairseq's call before inference: keep attention dropout for ``--retain-dropout``."""
+        modules = retain_dropout_modules
+        self.retain_dropout = retain_dropout and (
+            modules is None or "MultiheadAttention" in modules
+        )
+
+    def __prepare_scriptable__(self) -> None:
+        """Called by ``torch.jit.script``, also for a model that contains this module."""
+        raise NotImplementedError(NOT_EXPORTED)
 
     def remembering(self, memory: Memory) -> dict[str, Memory]:
         """An ``incremental_state`` for :meth:`forward`: attend to ``memory`` too, keep nothing."""
@@ -322,7 +345,7 @@ class MultiheadAttention(nn.Module):
             "causal": self.causal,
             "scale": self.scale,
             "key_padding_mask": padding,
-            "dropout": self.dropout if self.training else 0.0,
+            "dropout": self.dropout if self.training or self.retain_dropout else 0.0,
         }
         return self._attended(q, k, v, positions, k_positions, options), past
 

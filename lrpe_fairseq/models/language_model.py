@@ -19,6 +19,8 @@ from lrpe_fairseq.attention.multihead import Memory
 from lrpe_fairseq.encodings.fidelity import parse_departures
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.models.checks import check_language_model
+from lrpe_fairseq.models.inference import RetainedDropout
 from lrpe_fairseq.models.layers import Decoder, DecoderLayer, wrapped
 from lrpe_fairseq.models.options import (
     AttentionOptions,
@@ -31,7 +33,7 @@ from lrpe_fairseq.models.segment_memory import Segment, SegmentMemory, memories
 
 
 class SegmentLayer(DecoderLayer):
-    """A decoder layer that may attend to earlier segments too."""
+    """A decoder layer that can also attend to earlier segments."""
 
     def forward(
         self,
@@ -41,9 +43,9 @@ class SegmentLayer(DecoderLayer):
         incremental_state: dict | None = None,
         **keywords: Any,
     ) -> tuple:
-        """fairseq's; there is no encoder, and the memories of all layers come in its place.
+        """As fairseq's. ``encoder_out`` holds the memories of all layers; there is no encoder.
 
-        A memory is what entered the layer, so a layer that normalizes first normalizes it too.
+        A memory is the input of the layer, so a pre-norm layer normalizes it as well.
         """
         if encoder_out is not None:
             memory = encoder_out[self._layer]
@@ -54,10 +56,10 @@ class SegmentLayer(DecoderLayer):
 
 
 class SegmentDecoder(Decoder):
-    """A decoder that may go on from earlier segments."""
+    """A decoder that can continue from earlier segments."""
 
     def __init__(self, args: Any, dictionary: Any, embed_tokens: nn.Module) -> None:
-        """``args``: a LRPELanguageModelConfig, of which TransformerConfig drops our options."""
+        """``args``: a LRPELanguageModelConfig. TransformerConfig drops its encoding options."""
         cfg = TransformerConfig.from_namespace(args)
         super().__init__(cfg, dictionary, embed_tokens, args, no_encoder_attn=True)
         self.args = args
@@ -75,9 +77,9 @@ class SegmentDecoder(Decoder):
         segment: Segment | None = None,
         **keywords: Any,
     ) -> tuple[Tensor, dict]:
-        """fairseq's; with a ``segment`` the tokens go on from what is remembered before it.
+        """As fairseq's. With a ``segment`` the tokens continue the memory of the text before it.
 
-        Without one nothing is remembered, as in generation: training then refuses to go on.
+        Without one, as in generation, there is no memory, and training with a memory is refused.
         """
         if segment is None:
             self._refuse_to_train_without_streams()
@@ -94,8 +96,8 @@ class SegmentDecoder(Decoder):
     def _refuse_to_train_without_streams(self) -> None:
         if self.training and self.memory.length:
             raise SystemExit(
-                f"lrpe_fairseq: a memory of {self.memory.length} tokens needs batches that go on "
-                "from each other: train with --task lrpe_truncated_bptt_lm"
+                f"lrpe_fairseq: a memory of {self.memory.length} tokens needs batches of "
+                "consecutive segments: train with --task lrpe_truncated_bptt_lm"
             )
 
 
@@ -108,7 +110,7 @@ class LRPELanguageModelConfig(TransformerLanguageModelConfig, AttentionOptions):
     memory_length: int = field(
         default=0,
         metadata={
-            "help": "tokens of earlier segments that attention sees (Transformer-XL); needs "
+            "help": "tokens of earlier segments that attention sees (Transformer-XL); requires "
             "--task lrpe_truncated_bptt_lm and --no-token-positional-embeddings"
         },
     )
@@ -124,25 +126,26 @@ class LRPELanguageModelConfig(TransformerLanguageModelConfig, AttentionOptions):
 )
 @dataclass
 class LRPELanguageModelTinyConfig(LRPELanguageModelConfig):
-    """3 x 128, 4 heads, FFN 512: the shape of ``lrpe_lm`` in minutes on a CPU."""
+    """3 x 128, 4 heads, FFN 512: ``lrpe_lm`` at a size that trains in minutes on a CPU."""
 
 
 @register_model("lrpe_lm", dataclass=LRPELanguageModelConfig)
-class LRPELanguageModel(FlagsThatMeanWhatTheySay, TransformerLanguageModel):
-    """Decoder-only language model; ``--arch lrpe_lm``."""
+class LRPELanguageModel(FlagsThatMeanWhatTheySay, RetainedDropout, TransformerLanguageModel):
+    """Decoder-only language model: ``--arch lrpe_lm``."""
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "LRPELanguageModel":
         """Build from a configuration; see fairseq's TransformerLanguageModel for its options.
 
-        fairseq's own ``build_model`` names its decoder class, so it is asked for a model of no
-        layers: it checks the options and makes the embeddings that our decoder then uses.
+        fairseq's ``build_model`` names its own decoder class. It is called for a model without
+        layers, which checks the options and builds the embeddings that our decoder uses.
         """
         refuse_unrelated_processes()
         if args.adaptive_input or args.character_embeddings:
-            args.share_decoder_input_output_embed = False  # nothing of one shape to share
+            args.share_decoder_input_output_embed = False  # their shapes differ
         with one_sentence_errors():
             check_memory(args)
+            check_language_model(args)
             switch_dropout(args)
         layers, args.decoder_layers = args.decoder_layers, 0
         shell = super().build_model(args, task).decoder
@@ -153,36 +156,39 @@ class LRPELanguageModel(FlagsThatMeanWhatTheySay, TransformerLanguageModel):
         return cls(decoder)
 
     def reset_memory(self) -> None:
-        """Forget earlier segments; every stream goes on from nothing."""
+        """Forget earlier segments: every stream starts with an empty memory."""
         self.decoder.memory.reset()
 
 
 @register_model("lrpe_lm_tiny", dataclass=LRPELanguageModelTinyConfig)
 class LRPELanguageModelTiny(LRPELanguageModel):
-    """The tiny preset; ``--arch lrpe_lm_tiny``, or ``_name: lrpe_lm_tiny`` in a YAML."""
+    """The tiny preset: ``--arch lrpe_lm_tiny`` or ``_name: lrpe_lm_tiny``."""
 
 
 def check_memory(options: Any) -> None:
-    """Raise ChoiceError if the model that ``options`` describe cannot remember earlier segments."""
+    """Raise ChoiceError if the options of a model do not allow a memory of earlier segments."""
     length = options.memory_length
     if length < 0:
-        raise ChoiceError(f"a memory cannot have {length} tokens")
+        raise ChoiceError(f"--memory-length {length} is negative")
     if length and str(options.attention_type) == "linear":
         raise ChoiceError(
-            "a memory of earlier segments needs softmax attention: the state of linear attention "
-            "would hold all of the text, not its last tokens"
+            "a memory of earlier segments requires softmax attention: the state of linear "
+            "attention sums over the whole text and cannot be limited to the last tokens"
         )
     if length and not options.no_token_positional_embeddings:
         raise ChoiceError(
-            "absolute positions begin anew in every segment, so a memory of earlier ones needs "
-            "--no-token-positional-embeddings"
+            "a memory of earlier segments requires --no-token-positional-embeddings: absolute "
+            "positions restart in every segment"
         )
     if length and options.decoder_layerdrop:
-        raise ChoiceError("a layer that is dropped remembers nothing: no layer drop with a memory")
+        raise ChoiceError(
+            "--decoder-layerdrop cannot be used with a memory of earlier segments: a dropped layer "
+            "has no input to store"
+        )
 
 
 def switch_dropout(options: Any) -> None:
-    """Departure ``xl-no-dropout``: Transformer-XL trains without any."""
+    """Apply the departure ``xl-no-dropout``: train Transformer-XL without dropout."""
     departs = "xl-no-dropout" in parse_departures(options.fidelity)
     if departs and options.position_encoding == "transformer-xl":
         options.dropout = options.attention_dropout = options.activation_dropout = 0.0

@@ -1,4 +1,4 @@
-"""fairseq's encoder and decoder layers around our self-attention, and stacks of them."""
+"""fairseq's encoder and decoder, and their layers, with our self-attention."""
 
 from itertools import count
 from typing import Any
@@ -12,15 +12,17 @@ from fairseq.modules.transformer_layer import (
 )
 from torch import Tensor, nn
 
+from lrpe_fairseq.models.inference import name_dropout
 from lrpe_fairseq.models.options import build_attention
 
 
 class EncoderLayer(TransformerEncoderLayerBase):
-    """fairseq's encoder layer around our bidirectional self-attention."""
+    """fairseq's encoder layer with our bidirectional self-attention."""
 
     def __init__(self, cfg: Any, options: Any, layer: int) -> None:
         self._options, self._layer = options, layer
         super().__init__(cfg)
+        name_dropout(self, "TransformerEncoderLayer")
 
     def build_self_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
         """Called by fairseq's constructor."""
@@ -31,11 +33,12 @@ class EncoderLayer(TransformerEncoderLayerBase):
 
 
 class DecoderLayer(TransformerDecoderLayerBase):
-    """fairseq's decoder layer around our causal self-attention; cross-attention is stock."""
+    """fairseq's decoder layer with our causal self-attention and fairseq's cross-attention."""
 
     def __init__(self, cfg: Any, options: Any, layer: int, no_encoder_attn: bool) -> None:
         self._options, self._layer = options, layer
         super().__init__(cfg, no_encoder_attn=no_encoder_attn)
+        name_dropout(self, "TransformerDecoderLayer")
 
     def build_self_attention(
         self, embed_dim: int, cfg: Any, add_bias_kv: bool = False, add_zero_attn: bool = False
@@ -51,6 +54,7 @@ class Encoder(TransformerEncoderBase):
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Module, options: Any) -> None:
         self._options, self._layer_count = options, count()
         super().__init__(cfg, dictionary, embed_tokens)
+        name_dropout(self, "TransformerEncoder")
 
     def build_encoder_layer(self, cfg: Any) -> nn.Module:
         """Called by fairseq's constructor."""
@@ -58,26 +62,40 @@ class Encoder(TransformerEncoderBase):
 
 
 class Decoder(TransformerDecoderBase):
-    """fairseq's decoder with our layers and no T x T mask in memory."""
+    """fairseq's decoder with our layers and without a T x T mask. ``options``: as in Encoder."""
 
     def __init__(
         self, cfg: Any, dictionary: Any, embed_tokens: nn.Module, options: Any, **keywords: Any
     ) -> None:
         self._options, self._layer_count = options, count()
         super().__init__(cfg, dictionary, embed_tokens, **keywords)
+        name_dropout(self, "TransformerDecoder")
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
         """Called by fairseq's constructor."""
         layer = DecoderLayer(cfg, self._options, next(self._layer_count), no_encoder_attn)
         return wrapped(layer, cfg)
 
+    def extract_features(
+        self, *rest: Any, full_context_alignment: bool = False, **keywords: Any
+    ) -> tuple[Tensor, dict]:
+        """As fairseq's; see TransformerDecoderBase.
+
+        Raises: ValueError for ``full_context_alignment``, which asks for attention to later tokens.
+        """
+        if full_context_alignment:
+            raise ValueError(
+                "full_context_alignment is not supported: our decoder's self-attention is causal"
+            )
+        return super().extract_features(*rest, **keywords)
+
     def buffered_future_mask(self, tensor: Tensor) -> None:
-        """No mask: our attention is causal by itself, in O(T) memory."""
+        """Return no mask: our attention is causal without one, in O(T) memory."""
         return None
 
 
 def wrapped(layer: nn.Module, cfg: Any) -> nn.Module:
-    """``layer`` as stock layers are: for activation checkpointing and for sharding."""
+    """Wrap ``layer`` as fairseq wraps its own, for activation checkpointing and for FSDP."""
     if cfg.checkpoint_activations:
         layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
     smallest = 0 if cfg.checkpoint_activations else cfg.min_params_to_wrap

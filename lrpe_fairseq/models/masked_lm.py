@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from lrpe_fairseq.encodings.sharing import share_across_layers
+from lrpe_fairseq.models.inference import RetainedDropout
 from lrpe_fairseq.models.layers import Encoder
 from lrpe_fairseq.models.options import (
     AttentionOptions,
@@ -38,12 +39,12 @@ class LRPERobertaConfig(AttentionOptions, FairseqDataclass):
     """LRPE, Table 7, column BLM: 12 x 768, 12 heads, FFN 3072, GELU, dropout and attention dropout
     0.1, post-norm, learned absolute positions on."""
 
-    encoder_layers: int = _option(12, "layers")
-    encoder_embed_dim: int = _option(768, "width")
-    encoder_ffn_embed_dim: int = _option(3072, "width inside the feed-forward network")
-    encoder_attention_heads: int = _option(12, "heads")
-    encoder_normalize_before: bool = _option(False, "LayerNorm before each block, not after")
-    encoder_learned_pos: bool = _option(True, "learned absolute positions, else sinusoids")
+    encoder_layers: int = _option(12, "number of layers")
+    encoder_embed_dim: int = _option(768, "embedding dimension")
+    encoder_ffn_embed_dim: int = _option(3072, "embedding dimension of the feed-forward network")
+    encoder_attention_heads: int = _option(12, "number of attention heads")
+    encoder_normalize_before: bool = _option(False, "LayerNorm before each block instead of after")
+    encoder_learned_pos: bool = _option(True, "learned absolute positions instead of sinusoids")
     no_token_positional_embeddings: bool = _option(False, "no absolute positions at all")
     layernorm_embedding: bool = _option(True, "LayerNorm after the embeddings")
     max_positions: Optional[int] = _option(None, "longest input (default: the task's)")
@@ -51,10 +52,10 @@ class LRPERobertaConfig(AttentionOptions, FairseqDataclass):
     dropout: float = _option(0.1, "dropout")
     attention_dropout: float = _option(0.1, "dropout on softmax attention weights")
     activation_dropout: float = _option(0.0, "dropout after the activation")
-    untie_weights_roberta: bool = _option(False, "output weights apart from the embeddings")
+    untie_weights_roberta: bool = _option(False, "do not share output weights with the embeddings")
     pooler_activation_fn: ACTIVATIONS = _option("tanh", "activation of classification heads")
     pooler_dropout: float = _option(0.0, "dropout in classification heads")
-    spectral_norm_classification_head: bool = _option(False, "spectral norm in heads")
+    spectral_norm_classification_head: bool = _option(False, "spectral norm in the heads")
     load_checkpoint_heads: bool = _option(False, "load the classification heads of a checkpoint")
     encoder_layerdrop: float = _option(0.0, "probability to drop a layer")
     encoder_layers_to_keep: Optional[str] = _option(None, "layers to keep, comma-separated")
@@ -62,7 +63,7 @@ class LRPERobertaConfig(AttentionOptions, FairseqDataclass):
     quant_noise_pq_block_size: int = _option(8, "block size of quantization noise")
     quant_noise_scalar: float = _option(0.0, "scalar quantization noise")
     checkpoint_activations: bool = _option(False, "recompute activations in the backward pass")
-    offload_activations: bool = _option(False, "keep recomputed activations on the CPU")
+    offload_activations: bool = _option(False, "checkpoint activations and store them on the CPU")
     min_params_to_wrap: int = _option(DEFAULT_MIN_PARAMS_TO_WRAP, "smallest layer to shard")
 
 
@@ -74,7 +75,7 @@ class LRPERobertaConfig(AttentionOptions, FairseqDataclass):
 )
 @dataclass
 class LRPERobertaTinyConfig(LRPERobertaConfig):
-    """3 x 128, 4 heads, FFN 512: the shape of ``lrpe_roberta`` in minutes on a CPU."""
+    """3 x 128, 4 heads, FFN 512: ``lrpe_roberta`` at a size that trains in minutes on a CPU."""
 
 
 class MaskedLMEncoder(RobertaEncoder):
@@ -89,17 +90,17 @@ class MaskedLMEncoder(RobertaEncoder):
 
 
 @register_model("lrpe_roberta", dataclass=LRPERobertaConfig)
-class LRPERobertaModel(FlagsThatMeanWhatTheySay, RobertaModel):
-    """Encoder-only masked language model; ``--arch lrpe_roberta``."""
+class LRPERobertaModel(FlagsThatMeanWhatTheySay, RetainedDropout, RobertaModel):
+    """Encoder-only masked language model: ``--arch lrpe_roberta``."""
 
     @classmethod
     def hub_models(cls) -> dict[str, str]:
-        """No published checkpoints."""
+        """There are no published checkpoints."""
         return {}
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "LRPERobertaModel":
-        """Build from a configuration; ``max_positions`` is the task's unless it is given."""
+        """Build from a configuration. ``max_positions`` defaults to that of the task."""
         refuse_unrelated_processes()
         if args.max_positions is None:
             args.max_positions = task.max_positions()
@@ -110,4 +111,4 @@ class LRPERobertaModel(FlagsThatMeanWhatTheySay, RobertaModel):
 
 @register_model("lrpe_roberta_tiny", dataclass=LRPERobertaTinyConfig)
 class LRPERobertaTiny(LRPERobertaModel):
-    """The tiny preset; ``--arch lrpe_roberta_tiny``, or ``_name: lrpe_roberta_tiny`` in a YAML."""
+    """The tiny preset: ``--arch lrpe_roberta_tiny`` or ``_name: lrpe_roberta_tiny``."""

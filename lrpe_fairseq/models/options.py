@@ -1,4 +1,4 @@
-"""The options that the three model families share, and what turns them into attention."""
+"""Options shared by the model families, and the attention that is built from them."""
 
 import os
 from argparse import BooleanOptionalAction
@@ -16,7 +16,7 @@ from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass import utils as dataclass_utils
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.modules.quant_noise import quant_noise
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
@@ -90,11 +90,11 @@ def encoding_options(options: Any) -> EncodingOptions:
 def build_attention(
     options: Any, cfg: Any, embed_dim: int, num_heads: int, *, causal: bool, layer: int
 ) -> MultiheadAttention:
-    """Self-attention of one layer: ``options`` are an ``AttentionOptions``, ``cfg`` the
-    TransformerConfig of the whole model.
+    """Build the self-attention of one layer.
 
-    Each layer draws its own fixed random parts, as in the authors' code: the encoding's seed
-    is ``encoding_seed`` and the layer's index together.
+    options: an ``AttentionOptions``. cfg: the TransformerConfig of the whole model. Each layer
+    draws its own fixed random parts, as in the authors' code: the seed of the encoding is
+    1000 ``encoding_seed`` + ``layer``.
     """
     p, block = cfg.quant_noise.pq, cfg.quant_noise.pq_block_size
     return MultiheadAttention(
@@ -112,18 +112,17 @@ def build_attention(
 
 
 class FlagsThatMeanWhatTheySay:
-    """Mixin for models whose configuration has a boolean that is True by default.
+    """Mixin for models whose configuration has booleans that are True by default.
 
-    fairseq gives such an option the action ``store_false``: retyping
-    ``--decoder-normalize-before`` from a recipe would silently switch it *off*. Here --flag
-    sets it and --no-flag clears it.
+    fairseq gives such an option the action ``store_false``: ``--decoder-normalize-before``, copied
+    from a recipe, silently switches it *off*. Here --flag sets it and --no-flag clears it.
     """
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """Add the configuration's options; fairseq skips those that exist already.
+        """Add the options of the configuration. fairseq skips those that exist already.
 
-        Not by ``super()``: fairseq's RoBERTa and Transformer would add options of their own.
+        It does not call ``super()``: fairseq's RoBERTa and Transformer would add their own options.
         """
         config = getattr(cls, "__dataclass")
         for prefix, option in _options_of(config):
@@ -135,12 +134,20 @@ class FlagsThatMeanWhatTheySay:
 
 
 def _options_of(config: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The fields of a configuration and of those in it, with their prefix on the command line."""
+    """The fields of a configuration and of nested ones, with their prefix on the command line."""
     for option in fields(config):
         if isinstance(option.type, type) and issubclass(option.type, FairseqDataclass):
             yield from _options_of(option.type, f"{prefix}{option.name}_")
         else:
             yield prefix, option
+
+
+def _dotted_options_of(config: type, section: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of a configuration and of nested ones, with their section in a YAML."""
+    for option in fields(config):
+        yield section, option
+        if isinstance(option.type, type) and issubclass(option.type, FairseqDataclass):
+            yield from _dotted_options_of(option.type, f"{section}.{option.name}".lstrip("."))
 
 
 @contextmanager
@@ -153,10 +160,10 @@ def one_sentence_errors() -> Iterator[None]:
 
 
 def explain_bad_options() -> None:
-    """Have a mistyped option of one of our models refused in one sentence.
+    """Refuse a mistyped option of one of our models with one sentence.
 
     fairseq merges a YAML into the model's configuration before any code of the model runs, and
-    lets omegaconf's exception through with its traceback. Two modules hold that function.
+    does not catch omegaconf's exception. Two modules import that function by name.
     """
     for module in (dataclass_utils, fairseq.models):
         merge = module.merge_with_parent
@@ -175,20 +182,21 @@ def _merge_or_explain(merge: Callable, config: Any, given: Any, *rest: Any, **ke
 
 
 def _explanation(cls: type, error: OmegaConfBaseException) -> str:
-    option = str(error.key)
-    names = [known.name for known in fields(cls)]
-    if option in names:
+    option = str(error.full_key or error.key or "")
+    names = [f"{prefix}.{known.name}".lstrip(".") for prefix, known in _dotted_options_of(cls)]
+    if option in names or not isinstance(error, ConfigKeyError):
         reason = str(error.msg).partition("\n")[0]
-        return f"bad value of model option {option!r}: {reason}"
+        named = f" option {option!r}" if option else ""
+        return f"bad value of model{named}: {reason}"
     close = get_close_matches(option, names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"unknown model option {option!r}{hint}"
 
 
 def refuse_unrelated_processes() -> None:
-    """Stop if a launcher started several processes that fairseq did not join into one group.
+    """Stop if a launcher started several processes that form no process group.
 
-    ``torchrun fairseq-train`` starts that many *unrelated* trainings which overwrite each
+    ``torchrun fairseq-train`` starts that many *unrelated* trainings, which overwrite each
     other's checkpoints and exit with status 0.
     """
     started = int(os.environ.get("WORLD_SIZE", "1"))
@@ -201,7 +209,7 @@ def refuse_unrelated_processes() -> None:
 
 
 def defaults(**changes: Any) -> Callable[[type], type]:
-    """Class decorator: new defaults for inherited dataclass fields, help texts kept.
+    """Class decorator that changes defaults of inherited dataclass fields and keeps their help.
 
     A preset is a configuration class of its own, because a preset *function* is silently
     ignored when a hydra YAML names it.

@@ -1,4 +1,4 @@
-"""What a language model remembers of earlier segments (Transformer-XL, Section 3.2).
+"""Memory of earlier segments for language models (Transformer-XL, Section 3.2).
 
 Axes: L layers, M memory, B batch, T time, C width.
 """
@@ -16,13 +16,13 @@ logger = logging.getLogger(__name__)
 
 
 class Segment(TypedDict):
-    """Which text a batch is, as the task tells the model: a plain dict, as batches are made of.
+    """The position of a batch in the text, passed from the task to the model in the batch.
 
-    stream: the number of the first row's stream; the other rows are the streams after it.
-    blocks: the number of each row's segment in the text; a row goes on where its last one ended.
-    first: whether the streams begin here, so that nothing is before them.
-    documents: (B, T) the number of each target's document, -1 at padding; absent if tokens may
-        see other documents.
+    stream: index of the first row's stream; the other rows are the streams that follow it.
+    blocks: index of each row's segment in the text; a row continues its previous segment.
+    first: true for the first segments of the streams, which have no memory.
+    documents: (B, T) the index of each target's document, -1 at padding; absent if tokens may
+        attend to other documents.
     """
 
     stream: int
@@ -32,21 +32,21 @@ class Segment(TypedDict):
 
 
 class Past(NamedTuple):
-    """The last M tokens, or fewer, of some streams, and which segments go on from there."""
+    """The last M tokens, or fewer, of some streams, and the segments that continue them."""
 
     blocks: list[int]
-    inputs: Tensor  # L M B C, what entered each layer, without gradient
+    inputs: Tensor  # L M B C, the inputs of each layer, without gradient
     documents: Tensor | None  # B M
 
 
 class SegmentMemory:
-    """The past of every stream, outside the model's state dict.
+    """The past of every stream. It is not part of the model's state dict.
 
-    Training and evaluation have one each, so that an evaluation in the middle of a training
-    leaves no trace. A stream costs L x M x C numbers: what entered each layer, of which every
-    step makes keys and values with the weights of the day.
+    Training and evaluation have separate memories, so an evaluation during training does not
+    change the training. A stream stores L x M x C numbers, the inputs of each layer; keys and
+    values are computed from them with the current weights.
 
-    Args: length: M, how many tokens to remember; 0 for none. layers: L.
+    Args: length: M, tokens to store; 0 for none. layers: L.
     """
 
     def __init__(self, length: int, layers: int) -> None:
@@ -54,10 +54,10 @@ class SegmentMemory:
         self._pasts: dict[bool, dict[int, Past]] = {True: {}, False: {}}
 
     def recall(self, segment: Segment, training: bool, like: Tensor) -> Past:
-        """What was before ``segment`` in its streams, of the type and place of ``like`` (..., C).
+        """Return the past of ``segment``'s streams, with dtype and device of ``like`` (..., C).
 
-        Nothing at the beginning of the streams; and nothing, with a warning, where the text
-        before them was not the last that was kept: once another process resumes, for instance.
+        It is empty at the start of the streams. It is also empty, with a warning, if the text
+        stored last does not precede the segment, for instance after resuming in another process.
         """
         blocks, kept = segment["blocks"], self._pasts[training].get(segment["stream"])
         rows = len(blocks)
@@ -65,11 +65,11 @@ class SegmentMemory:
             documents = None if kept.documents is None else kept.documents[:rows].to(like.device)
             return Past(blocks, kept.inputs[:, :, :rows].to(like), documents)
         if self.length and not segment["first"]:
-            logger.warning("nothing is remembered of the text before segments %s", blocks)
+            logger.warning("there is no memory of the text before segments %s", blocks)
         return Past(blocks, like.new_empty(self.layers, 0, rows, like.shape[-1]), None)
 
     def keep(self, segment: Segment, training: bool, past: Past, inputs: Sequence[Tensor]) -> None:
-        """Remember ``segment``, after ``past``: it entered the layers as ``inputs`` (T, B, C)."""
+        """Store ``segment`` after ``past``. ``inputs``: (T, B, C) for each layer."""
         if not self.length:
             return
         new = torch.stack([x.detach()[-self.length :] for x in inputs])
@@ -81,31 +81,31 @@ class SegmentMemory:
         self._pasts[training][segment["stream"]] = kept
 
     def reset(self) -> None:
-        """Forget everything, in training and in evaluation."""
+        """Clear the memories of training and of evaluation."""
         for pasts in self._pasts.values():
             pasts.clear()
 
     def state(self) -> dict[int, dict[str, Any]]:
-        """The memory of training, on the CPU, of types that torch's safe loading takes."""
+        """Return the memory of training on the CPU, in types that torch's safe loading accepts."""
         return {
             stream: {"blocks": blocks, "inputs": x.cpu(), "documents": d if d is None else d.cpu()}
             for stream, (blocks, x, d) in self._pasts[True].items()
         }
 
     def load(self, state: dict[int, dict[str, Any]]) -> None:
-        """Remember what :meth:`state` had."""
+        """Restore the memory of training from :meth:`state`."""
         self._pasts[True] = {stream: Past(**past) for stream, past in state.items()}
 
 
 def memories(segment: Segment, past: Past) -> list[Memory]:
-    """What each layer's attention remembers; a token sees its own document only."""
+    """Return the memory of each layer's attention. Tokens of other documents are hidden."""
     own, documents = segment.get("documents"), _documents(segment, past)
     hidden = None if own is None else own.unsqueeze(-1) != documents.unsqueeze(-2)  # B T M+T
     return [Memory(inputs, hidden) for inputs in past.inputs]
 
 
 def _documents(segment: Segment, past: Past) -> Tensor | None:
-    """(B, M+T): the documents of the past and of the segment."""
+    """Document indices of the past and of the segment: (B, M+T)."""
     own = segment.get("documents")
     if own is None or past.documents is None:
         return own

@@ -5,16 +5,19 @@ Attention type and encoding are chosen apart for the encoder's and the decoder's
 ``model.decoder.*`` in a YAML). Cross-attention and everything else are fairseq's own.
 """
 
-from dataclasses import dataclass, field
+from argparse import Namespace
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from fairseq.models import register_model
 from fairseq.models.transformer import TransformerConfig, TransformerModelBase
 from fairseq.models.transformer.transformer_config import DecoderConfig, EncDecBaseConfig
+from omegaconf import DictConfig
 from torch import nn
 
 from lrpe_fairseq.encodings.sharing import share_across_layers
-from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.models.checks import check_translation
+from lrpe_fairseq.models.inference import RetainedDropout
 from lrpe_fairseq.models.layers import Decoder, Encoder
 from lrpe_fairseq.models.options import (
     AttentionOptions,
@@ -23,19 +26,20 @@ from lrpe_fairseq.models.options import (
     one_sentence_errors,
     refuse_unrelated_processes,
 )
+from lrpe_fairseq.models.overrides import without_prefix
 
 TINY = {"embed_dim": 128, "ffn_embed_dim": 512, "layers": 3, "attention_heads": 4}
 
 
 @dataclass
 class EncoderOptions(EncDecBaseConfig, AttentionOptions):
-    """The encoder: LRPE, as in the paper."""
+    """Options of the encoder. The default is LRPE, as in the paper."""
 
 
 @defaults(attention_type="softmax", position_encoding="none")
 @dataclass
 class DecoderOptions(DecoderConfig, AttentionOptions):
-    """The decoder: stock softmax attention with sinusoids, as in the paper."""
+    """Options of the decoder. The default is softmax attention with sinusoids, as in the paper."""
 
 
 @dataclass
@@ -43,9 +47,33 @@ class LRPETransformerConfig(TransformerConfig):
     """LRPE, Table 7, column MT: 6+6 x 512, 8 heads, FFN 2048, ReLU, post-norm, dropout 0.1,
     sinusoidal positions on."""
 
-    # fairseq reads the classes of nested defaults, not instances
+    # fairseq needs the classes of nested defaults, not instances
     encoder: EncoderOptions = field(default=EncoderOptions)
     decoder: DecoderOptions = field(default=DecoderOptions)
+
+    @classmethod
+    def from_namespace(cls, args: Any) -> Any:
+        """Return the configuration for flat options (``args.encoder_embed_dim``).
+
+        fairseq's own reads the stock fields only and ignores the defaults of a preset. A
+        configuration, as which a checkpoint or hydra gives them, is returned as it is.
+        """
+        if not isinstance(args, Namespace):
+            return args
+        given = {}
+        for option in fields(cls):
+            if is_dataclass(option.type):
+                given[option.name] = _built(option.type, without_prefix(vars(args), option.name))
+            elif hasattr(args, option.name):
+                given[option.name] = getattr(args, option.name)
+        return cls(**given)
+
+
+def _built(config: type, options: dict[str, Any]) -> Any:
+    """An instance of ``config`` with those of ``options`` that it has, unresolved ones excepted."""
+    known = {option.name for option in fields(config)}
+    unset = {name for name, value in options.items() if str(value).startswith("${")}
+    return config(**{name: options[name] for name in known - unset if name in options})
 
 
 @defaults(**TINY)
@@ -62,22 +90,24 @@ class TinyDecoderOptions(DecoderOptions):
 
 @dataclass
 class LRPETransformerTinyConfig(LRPETransformerConfig):
-    """3+3 x 128: the shape of ``lrpe_transformer`` in minutes on a CPU."""
+    """3+3 x 128: ``lrpe_transformer`` at a size that trains in minutes on a CPU."""
 
     encoder: TinyEncoderOptions = field(default=TinyEncoderOptions)
     decoder: TinyDecoderOptions = field(default=TinyDecoderOptions)
 
 
 @register_model("lrpe_transformer", dataclass=LRPETransformerConfig)
-class LRPETransformer(FlagsThatMeanWhatTheySay, TransformerModelBase):
-    """Encoder-decoder model; ``--arch lrpe_transformer``."""
+class LRPETransformer(FlagsThatMeanWhatTheySay, RetainedDropout, TransformerModelBase):
+    """Encoder-decoder model: ``--arch lrpe_transformer``."""
 
     @classmethod
     def build_model(cls, cfg: Any, task: Any) -> "LRPETransformer":
-        """Build from a configuration; see fairseq's TransformerModelBase for its options."""
+        """Build from a configuration or a flat Namespace; see TransformerModelBase for options."""
         refuse_unrelated_processes()
+        cfg = getattr(cls, "__dataclass").from_namespace(cfg)
         with one_sentence_errors():
-            check_shared_embeddings(cfg, task)
+            check_translation(cfg, task)
+            keep_layers(cfg)
             model = super().build_model(cfg, task)
             share_across_layers(model.encoder)
             share_across_layers(model.decoder)
@@ -94,21 +124,50 @@ class LRPETransformer(FlagsThatMeanWhatTheySay, TransformerModelBase):
         alone = {"no_encoder_attn": cfg.no_cross_attention}
         return Decoder(cfg, tgt_dict, embed_tokens, cfg.decoder, **alone)
 
+    def load_state_dict(
+        self, state_dict: dict, strict: bool = True, model_cfg: Any = None, args: Any = None
+    ) -> Any:
+        """As fairseq's, whose pruning of layers reads flat names of options only.
+
+        A checkpoint that has no more layers than the model was pruned when it was trained. All
+        layers of a side that is not pruned are named: fairseq drops those that are not.
+        """
+        if model_cfg is not None:
+            kept = flat_layers_to_keep(model_cfg)
+            for side in ("encoder", "decoder"):
+                layers = count_layers(state_dict, side)
+                if layers <= len(getattr(self, side).layers):
+                    kept[f"{side}_layers_to_keep"] = ",".join(map(str, range(layers)))
+            model_cfg = DictConfig({"_name": "lrpe_transformer", **kept})
+        return super().load_state_dict(state_dict, strict, model_cfg, args)
+
 
 @register_model("lrpe_transformer_tiny", dataclass=LRPETransformerTinyConfig)
 class LRPETransformerTiny(LRPETransformer):
-    """The tiny preset; ``--arch lrpe_transformer_tiny``, or ``_name: lrpe_transformer_tiny``."""
+    """The tiny preset: ``--arch lrpe_transformer_tiny`` or ``_name: lrpe_transformer_tiny``."""
 
 
-def check_shared_embeddings(cfg: Any, task: Any) -> None:
-    """Raise ChoiceError if --share-all-embeddings does not fit the model or its dictionaries."""
-    if not cfg.share_all_embeddings:
-        return
-    if task.source_dictionary != task.target_dictionary:
-        raise ChoiceError("--share-all-embeddings requires a joined dictionary")
-    if cfg.encoder.embed_dim != cfg.decoder.embed_dim:
-        raise ChoiceError(
-            "--share-all-embeddings requires --encoder-embed-dim to match --decoder-embed-dim"
-        )
-    if cfg.decoder.embed_path not in (None, "", cfg.encoder.embed_path):
-        raise ChoiceError("--share-all-embeddings is not compatible with --decoder-embed-path")
+def keep_layers(cfg: Any) -> None:
+    """Apply ``--encoder-layers-to-keep`` and ``--decoder-layers-to-keep`` to the layer counts.
+
+    fairseq splits them at commas, although they are lists in a nested configuration.
+    """
+    for side in (cfg.encoder, cfg.decoder):
+        if side.layers_to_keep:
+            side.layers, side.layers_to_keep = len(side.layers_to_keep), None
+
+
+def count_layers(state_dict: dict, side: str) -> int:
+    """Count the layers of the encoder or the decoder in a state dict."""
+    prefix = f"{side}.layers."
+    names = [name.removeprefix(prefix) for name in state_dict if name.startswith(prefix)]
+    return len({name.partition(".")[0] for name in names})
+
+
+def flat_layers_to_keep(cfg: Any) -> dict[str, str | None]:
+    """The layers to keep under the names and in the form that fairseq's pruning reads."""
+    flat: dict[str, str | None] = {}
+    for name in ("encoder", "decoder"):
+        kept = getattr(getattr(cfg, name, None), "layers_to_keep", None)
+        flat[f"{name}_layers_to_keep"] = ",".join(map(str, kept)) if kept else None
+    return flat

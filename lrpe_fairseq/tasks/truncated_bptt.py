@@ -1,7 +1,7 @@
-"""``lrpe_truncated_bptt_lm``: a language model reads its text in contiguous streams.
+"""``lrpe_truncated_bptt_lm``: language modelling over contiguous streams of text.
 
-Truncated back-propagation through time with a memory (Transformer-XL, Section 3.2). Everything
-but the order of the batches is fairseq's own language modelling.
+Truncated back-propagation through time with a memory (Transformer-XL, Section 3.2). Only the order
+of the batches differs from fairseq's ``language_modeling``.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from lrpe_fairseq.models.options import one_sentence_errors
 from lrpe_fairseq.models.segment_memory import Segment
 
 NAME = "lrpe_truncated_bptt_lm"
-ONLY = {  # options of language_modeling that would make a batch something else than segments
+ONLY = {  # other values of these options would give batches that are not consecutive segments
     "sample_break_mode": "none",
     "shorten_method": "none",
     "add_bos_token": False,
@@ -40,13 +40,13 @@ ONLY = {  # options of language_modeling that would make a batch something else 
 
 @dataclass
 class TruncatedBPTTConfig(LanguageModelingConfig):
-    """That of language_modeling; ``tokens_per_sample`` is the length of a segment."""
+    """Options of ``language_modeling``. ``tokens_per_sample`` is the length of a segment."""
 
     reset_at_documents: Optional[str] = field(
         default=None,
         metadata={
             "help": "folder with {split}.tsv, whose lines begin with the number of each document's "
-            "first line: a token sees nothing of the documents before its own"
+            "first line; tokens do not attend to earlier documents"
         },
     )
     update_freq: List[int] = II("optimization.update_freq")  # noqa: UP006
@@ -55,48 +55,51 @@ class TruncatedBPTTConfig(LanguageModelingConfig):
 
 @dataclass(frozen=True)
 class Streams:
-    """``blocks`` segments of a text dealt out, in order, to ``streams`` of equal length, or one
-    more for the first ones: every segment stands in one stream once."""
+    """A text of ``blocks`` segments split into ``streams`` consecutive parts.
+
+    The lengths of the parts differ by at most one, the longer ones first.
+    """
 
     blocks: int
     streams: int
 
     def start(self, stream: int) -> int:
-        """The first block of a stream."""
+        """Return the first block of a stream."""
         length, longer = divmod(self.blocks, self.streams)
         return stream * length + min(stream, longer)
 
     def stream_of(self, block: int) -> int:
-        """The stream that a block stands in."""
+        """Return the stream that contains a block."""
         length, longer = divmod(self.blocks, self.streams)
         if block < longer * (length + 1):
             return block // (length + 1)
         return (block - longer) // length
 
     def batches(self, rows: int) -> list[list[int]]:
-        """Blocks of every batch: in a round, ``rows`` streams after ``rows`` streams go on by one.
+        """Return the blocks of every batch.
 
-        The last round has the longer streams only, so that its batches are fewer or smaller.
+        A round takes the next block of every stream, ``rows`` streams per batch. The last round
+        has the longer streams only, so its batches are fewer or smaller.
         """
         bounds = list(pairwise(self.start(stream) for stream in range(self.streams + 1)))
         found = []
         for number in range(-(-self.blocks // self.streams)):
-            going_on = [start + number for start, end in bounds if start + number < end]
-            found += [going_on[row : row + rows] for row in range(0, len(going_on), rows)]
+            blocks = [start + number for start, end in bounds if start + number < end]
+            found += [blocks[row : row + rows] for row in range(0, len(blocks), rows)]
         return found
 
 
 @register_task(NAME, dataclass=TruncatedBPTTConfig)
 class LRPETruncatedBPTTTask(LanguageModelingTask):
-    """Language modelling over B contiguous streams, each batch the next segment of each.
+    """Language modelling over B contiguous streams. A batch has the next segment of each.
 
-    An update reads one segment of every stream, so that B is the rows of a batch (--batch-size,
-    or --max-tokens over the segment's length) x --update-freq x processes; in evaluation, rows x
-    processes. Nothing is shuffled, and every token is predicted exactly once an epoch. The
-    memory of training is part of the checkpoint, so that a resumed training goes on exactly;
-    of several processes, only the first one's.
+    An update reads one segment of every stream. B is therefore the rows of a batch (--batch-size,
+    or --max-tokens divided by the segment length) x --update-freq x processes; in evaluation, rows
+    x processes. Batches are not shuffled, and every token is predicted exactly once per epoch. The
+    checkpoint contains the memory of training, so a resumed training is exact. With several
+    processes it contains the memory of the first one only.
 
-    Raises: SystemExit, one sentence, for options that do not go together.
+    Raises: SystemExit, one sentence, for options that cannot be combined.
     """
 
     @classmethod
@@ -112,27 +115,27 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
         self._document_starts: dict[MonolingualDataset, np.ndarray] = {}
 
     def build_model(self, args: Any, from_checkpoint: bool = False) -> BaseFairseqModel:
-        """fairseq's; only our language model understands segments."""
+        """As fairseq's. Only our language model supports segments."""
         self._model = super().build_model(args, from_checkpoint)
         with one_sentence_errors():
             if not isinstance(self._model, LRPELanguageModel):
-                raise ChoiceError(f"the task {NAME} is for lrpe_lm and its presets only")
+                raise ChoiceError(f"the task {NAME} supports lrpe_lm and its presets only")
             if self.args.reset_at_documents and str(args.attention_type) == "linear":
-                raise ChoiceError("--reset-at-documents needs softmax attention")
+                raise ChoiceError("--reset-at-documents requires softmax attention")
         return self._model
 
     def get_checkpoint_dict(self) -> dict[str, Any]:
-        """What fairseq saves of the task; under the name of the class, by which it is found."""
+        """Return the task's part of a checkpoint. fairseq looks it up by the name of the class."""
         return {type(self).__name__: self._model.decoder.memory.state()}
 
     def set_checkpoint_dict(self, state: dict[int, Any]) -> None:
-        """Called by fairseq before a resumed training."""
+        """Called by fairseq before training resumes."""
         self._model.decoder.memory.load(state)
 
     # --- data ----------------------------------------------------------------------------------
 
     def load_dataset(self, split: str, *rest: Any, **keywords: Any) -> None:
-        """fairseq's blocks of a split, and where its documents begin if that is asked."""
+        """Load fairseq's blocks of a split, and the starts of its documents if needed."""
         super().load_dataset(split, *rest, **keywords)
         dataset = self.datasets[split]
         if self.args.reset_at_documents:
@@ -149,7 +152,7 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
         max_positions: int | None = None,
         **options: Any,
     ) -> EpochBatchIterator:
-        """The segments of a split in order; what is no split, such as prompts, as in fairseq."""
+        """Return the segments of a split in order; other data, such as prompts, as in fairseq."""
         if not isinstance(dataset, MonolingualDataset):
             return super().get_batch_iterator(
                 dataset, max_tokens, max_sentences, max_positions, **options
@@ -173,11 +176,11 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
         )
 
     def eval_lm_dataloader(self, dataset: Any, context_window: int = 0, **options: Any) -> Any:
-        """Batches of fairseq-eval-lm."""
+        """Return the batches of fairseq-eval-lm."""
         if context_window:
             raise SystemExit(
-                f"lrpe_fairseq: {NAME} has no --context-window: the memory is what a token sees "
-                "before its segment"
+                f"lrpe_fairseq: {NAME} does not support --context-window: the memory is the "
+                "context of a segment"
             )
         return super().eval_lm_dataloader(dataset, **options)
 
@@ -188,7 +191,7 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
         max_sentences: int | None,
         max_positions: int | None,
     ) -> int:
-        """Rows of a batch."""
+        """Return the number of rows of a batch."""
         if max_positions is not None and segment > max_positions:
             raise ChoiceError(
                 f"segments of {segment} tokens are longer than the {max_positions} that the model "
@@ -199,7 +202,7 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
         return max(1, min(by_tokens + by_rows, default=1))
 
     def _batches_per_update(self, dataset: MonolingualDataset, epoch: int) -> int:
-        """--update-freq in training, else 1."""
+        """Return --update-freq of the epoch in training, else 1."""
         if dataset is not self.datasets.get(self.args.train_subset):
             return 1
         frequencies = self.args.update_freq
@@ -215,7 +218,7 @@ def collate(
     starts: np.ndarray | None,
     samples: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """fairseq's batch, and the :class:`Segment` of its streams; {} for none, as in fairseq."""
+    """Return fairseq's batch with its :class:`Segment`; {} for no samples, as in fairseq."""
     batch = dataset.collater(samples)
     if not samples:
         return batch
@@ -232,32 +235,34 @@ def collate(
 
 
 def document_starts(path: Path, lines: np.ndarray) -> np.ndarray:
-    """The first token of every document, from the numbers of their first lines, and the lengths
-    of all lines, ends included.
+    """Return the index of the first token of every document.
 
-    Raises: ChoiceError if the file is not there, or cannot belong to this text.
+    path: lines that begin with the number of a document's first line. lines: (lines of the text,)
+    their lengths in tokens, including the end of sentence.
+
+    Raises: ChoiceError if the file is missing or does not match the text.
     """
     try:
         rows = path.read_text(encoding="utf-8").splitlines()
         numbers = np.array([int(row.split("\t")[0]) for row in rows], dtype=np.int64)
     except (OSError, ValueError) as error:
-        raise ChoiceError(f"{path} does not tell where documents begin: {error}") from None
+        raise ChoiceError(f"{path} does not list the starts of documents: {error}") from None
     known = np.concatenate([[0], np.cumsum(lines)])
     ordered = (np.diff(numbers) > 0).all() and (numbers >= 0).all()
     if not ordered or (numbers >= len(lines)).any():
-        raise ChoiceError(f"{path} is not of this text of {len(lines)} lines")
+        raise ChoiceError(f"{path} does not match the text, which has {len(lines)} lines")
     return known[numbers]
 
 
 def check_options(options: Any) -> None:
-    """Raise ChoiceError for what streams of segments cannot be."""
+    """Raise ChoiceError for options that do not give consecutive segments."""
     for name, only in ONLY.items():
         if str(getattr(options, name)).lower() != str(only).lower():
-            raise ChoiceError(f"the task {NAME} takes {name}={only} only")
+            raise ChoiceError(f"the task {NAME} supports {name}={only} only")
     if options.reset_at_documents and ":" in options.data:
-        raise ChoiceError("--reset-at-documents needs data in one folder")
+        raise ChoiceError("--reset-at-documents requires data in one folder")
 
 
 def _numbers(starts: np.ndarray, tokens: Tensor) -> Tensor:
-    """How many documents have begun at each of ``tokens``."""
+    """Count the documents that start at or before each of ``tokens``."""
     return torch.searchsorted(torch.from_numpy(starts), tokens, right=True)

@@ -340,7 +340,7 @@ def test_a_reset_and_a_new_epoch_and_another_batch_size_begin_with_nothing(
     forgetful, _ = built(corpus, memory=0)
     model.reset_memory()
     assert_equal(predictions(model, [read[1]]), predictions(forgetful, [read[1]]))
-    assert "nothing is remembered of the text before" in caplog.text
+    assert "there is no memory of the text before" in caplog.text
     predictions(model, [read[0]])
     assert_equal(predictions(model, [wider[1]]), predictions(forgetful, [wider[1]]))
     predictions(model, [read[0]])
@@ -441,7 +441,7 @@ def test_documents_of_another_text_are_refused(tmp_path: Path, rows: str) -> Non
     (tmp_path / "valid.tsv").write_text(rows)
     with pytest.raises(ValueError, match=r"valid\.tsv"):
         document_starts(tmp_path / "valid.tsv", np.full(30, 7))
-    with pytest.raises(ValueError, match=r"test\.tsv does not tell where documents begin"):
+    with pytest.raises(ValueError, match=r"test\.tsv does not list the starts of documents"):
         document_starts(tmp_path / "test.tsv", np.full(30, 7))
 
 
@@ -535,13 +535,13 @@ def test_the_memory_makes_evaluation_better_and_loses_no_token(
 # ---- what does not go together, and the departure ----
 
 REFUSED = {
-    "--attention-type linear --position-encoding rope": "needs softmax attention",
-    "--decoder-layerdrop 0.1": "a layer that is dropped remembers nothing",
-    "--memory-length -1": "a memory cannot have -1 tokens",
-    "--sample-break-mode complete": "takes sample_break_mode=none only",
-    "--add-bos-token": "takes add_bos_token=False only",
+    "--attention-type linear --position-encoding rope": "requires softmax attention",
+    "--decoder-layerdrop 0.1": "--decoder-layerdrop cannot be used with a memory",
+    "--memory-length -1": "--memory-length -1 is negative",
+    "--sample-break-mode complete": "supports sample_break_mode=none only",
+    "--add-bos-token": "supports add_bos_token=False only",
     "--memory-length 0 --attention-type linear --position-encoding rope "
-    "--reset-at-documents nowhere": "--reset-at-documents needs softmax attention",
+    "--reset-at-documents nowhere": "--reset-at-documents requires softmax attention",
 }
 
 
@@ -554,12 +554,12 @@ def test_what_does_not_go_together_is_refused_in_one_sentence(corpus: Corpus, gi
 
 def test_the_task_is_for_our_language_model_only(corpus: Corpus) -> None:
     stock = SMALL.replace("lrpe_lm_tiny", "transformer_lm")
-    with pytest.raises(SystemExit, match="is for lrpe_lm and its presets only"):
+    with pytest.raises(SystemExit, match="supports lrpe_lm and its presets only"):
         build(corpus, stock, STREAMS)
 
 
 def test_absolute_positions_and_a_memory_are_refused(corpus: Corpus) -> None:
-    with pytest.raises(SystemExit, match="absolute positions begin anew in every segment"):
+    with pytest.raises(SystemExit, match="absolute positions restart in every segment"):
         build(corpus, SMALL, f"{SOFTMAX} rope --memory-length 4")
 
 
@@ -575,7 +575,7 @@ def test_segments_that_are_too_long_and_context_windows_are_refused(corpus: Corp
     _, task = built(corpus)
     with pytest.raises(SystemExit, match="segments of 8 tokens are longer than the 7"):
         batches(task, max_positions=SEGMENT - 1)
-    with pytest.raises(SystemExit, match="has no --context-window"):
+    with pytest.raises(SystemExit, match="does not support --context-window"):
         task.eval_lm_dataloader(dataset=task.dataset("valid"), context_window=4)
 
 

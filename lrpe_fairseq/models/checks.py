@@ -1,0 +1,92 @@
+"""Combinations of fairseq's options that fail later or are ignored, refused when a model is built.
+
+Every function raises ChoiceError with one sentence.
+"""
+
+from typing import Any
+
+from lrpe_fairseq.errors import ChoiceError
+
+
+def check_language_model(options: Any) -> None:
+    """Check the flat options of ``lrpe_lm``."""
+    if options.adaptive_input and not options.adaptive_input_cutoff:
+        raise ChoiceError("--adaptive-input requires --adaptive-input-cutoff")
+    if options.tie_adaptive_weights:
+        check_tied_adaptive(options)
+    check_shared_output(options, options.decoder_input_dim, options.decoder_output_dim)
+    check_xformers(options.decoder_xformers_att_config)
+    widths = (options.decoder_embed_dim, options.decoder_ffn_embed_dim)
+    check_quantization_blocks(options.quant_noise_pq, options.quant_noise_pq_block_size, *widths)
+
+
+def check_translation(cfg: Any, task: Any) -> None:
+    """Check the nested options of ``lrpe_transformer``."""
+    if cfg.cross_self_attention:
+        raise ChoiceError(
+            "--cross-self-attention is not supported: our self-attention cannot attend to the "
+            "encoder's output"
+        )
+    check_shared_embeddings(cfg, task)
+    check_shared_output(cfg, cfg.decoder.embed_dim, cfg.decoder.output_dim)
+    for side in (cfg.encoder, cfg.decoder):
+        check_xformers(side.xformers_att_config)
+        widths = (side.embed_dim, side.ffn_embed_dim)
+        check_quantization_blocks(cfg.quant_noise.pq, cfg.quant_noise.pq_block_size, *widths)
+
+
+def check_shared_embeddings(cfg: Any, task: Any) -> None:
+    """``--share-all-embeddings`` needs one dictionary, one width and one embedding file."""
+    if not cfg.share_all_embeddings:
+        return
+    if task.source_dictionary != task.target_dictionary:
+        raise ChoiceError("--share-all-embeddings requires a joined dictionary")
+    if cfg.encoder.embed_dim != cfg.decoder.embed_dim:
+        raise ChoiceError(
+            "--share-all-embeddings requires --encoder-embed-dim to match --decoder-embed-dim"
+        )
+    if cfg.decoder.embed_path not in (None, "", cfg.encoder.embed_path):
+        raise ChoiceError("--share-all-embeddings is not compatible with --decoder-embed-path")
+
+
+def check_tied_adaptive(options: Any) -> None:
+    """fairseq asserts these conditions without a message."""
+    conditions = {
+        "--adaptive-input": options.adaptive_input,
+        "equal cutoffs of adaptive input and softmax": options.adaptive_input_cutoff
+        == options.adaptive_softmax_cutoff,
+        "equal factors of adaptive input and softmax": options.adaptive_input_factor
+        == options.adaptive_softmax_factor,
+        "equal --decoder-input-dim and --decoder-output-dim": options.decoder_input_dim
+        == options.decoder_output_dim,
+    }
+    missing = [condition for condition, holds in conditions.items() if not holds]
+    if missing:
+        raise ChoiceError(f"--tie-adaptive-weights requires {' and '.join(missing)}")
+
+
+def check_shared_output(options: Any, input_dim: int, output_dim: int) -> None:
+    """Output weights shared with the embeddings have their width."""
+    shared = options.share_decoder_input_output_embed or getattr(
+        options, "share_all_embeddings", False
+    )
+    if shared and not options.adaptive_softmax_cutoff and int(output_dim) != int(input_dim):
+        raise ChoiceError(
+            f"shared input and output embeddings require equal widths, not {input_dim} and "
+            f"{output_dim}: pass --no-share-decoder-input-output-embed or equal dimensions"
+        )
+
+
+def check_xformers(config: str | None) -> None:
+    """Our attention would ignore a configuration of xFormers."""
+    if config:
+        raise ChoiceError("xFormers attention is not supported: leave out xformers-att-config")
+
+
+def check_quantization_blocks(probability: float, block: int, *widths: int) -> None:
+    """Quantization noise acts on blocks of columns."""
+    if probability and any(width % block for width in widths):
+        raise ChoiceError(
+            f"--quant-noise-pq-block-size {block} must divide the widths of the layers, "
+            + " and ".join(map(str, widths))
+        )

@@ -1,0 +1,118 @@
+"""``--model-overrides`` of our models: flat names reach nested options, unknown names are refused.
+
+fairseq overrides an option of a checkpoint wherever the name occurs in its configuration, and
+ignores a name that occurs nowhere. ``encoder_layers`` occurs nowhere in ``lrpe_transformer``, whose
+configuration has ``encoder.layers``.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+from fairseq import checkpoint_utils
+from fairseq.dataclass.configs import FairseqConfig
+from fairseq.models import MODEL_DATACLASS_REGISTRY
+from fairseq.registry import REGISTRIES
+from omegaconf import DictConfig, open_dict
+
+HUB_NAMES = ("data", "generation_args", "is_vocoder", "user_dir")
+"""Names that ``from_pretrained`` passes besides options."""
+
+
+def apply_flat_overrides() -> None:
+    """Replace the function that overrides options of a checkpoint. A second call does nothing."""
+    override = checkpoint_utils.overwrite_args_by_name
+    if getattr(override, "func", None) is not _override:
+        checkpoint_utils.overwrite_args_by_name = partial(_override, override)
+
+
+def without_prefix(options: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """The options named ``prefix_<name>``, by name."""
+    start = f"{prefix}_"
+    return {k.removeprefix(start): v for k, v in options.items() if k.startswith(start)}
+
+
+def _override(original: Callable, config: DictConfig, overrides: dict[str, Any]) -> None:
+    family = _our_config(config)
+    if family is not None:
+        _refuse_unknown_names(config, family, overrides)
+    original(config, overrides)
+    if family is not None:
+        with open_dict(config):
+            _override_sections(config.model, family, overrides)
+
+
+def _our_config(config: DictConfig) -> type | None:
+    """The configuration class of the checkpoint's model, if it is one of ours."""
+    name = getattr(config.get("model"), "_name", None)
+    family = MODEL_DATACLASS_REGISTRY.get(name)
+    ours = family is not None and family.__module__.startswith("lrpe_fairseq.")
+    return family if ours else None
+
+
+def _override_sections(model: DictConfig, family: type, overrides: dict[str, Any]) -> None:
+    """Set ``model.encoder.layers`` to the value of ``encoder_layers``, and so on."""
+    for section, options in _sections(family):
+        for name, value in without_prefix(overrides, section).items():
+            if name in options:
+                model[section][name] = _value(name, value)
+
+
+def _value(name: str, value: Any) -> Any:
+    """fairseq's text form of layers to keep, "0,2", as the list of a nested configuration."""
+    if name == "layers_to_keep" and isinstance(value, str):
+        return [int(layer) for layer in value.split(",")]
+    return value
+
+
+def _sections(family: type) -> Iterator[tuple[str, set[str]]]:
+    """The nested configurations of ``family``, and the names of their options."""
+    for option in fields(family):
+        if is_dataclass(option.type):
+            yield option.name, {nested.name for nested in fields(option.type)}
+
+
+def _refuse_unknown_names(config: DictConfig, family: type, overrides: dict[str, Any]) -> None:
+    """Stop with one sentence at a name that overrides nothing.
+
+    A part of the configuration that is a Namespace takes any name.
+    """
+    if any(isinstance(config[key], Namespace) for key in config if key in config):
+        return
+    model = set(_flat_names(family))
+    known = {*model, *_names(config), *_known_to_fairseq(), *HUB_NAMES}
+    for name in overrides:
+        if name not in known:
+            close = get_close_matches(name, model, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise SystemExit(f"lrpe_fairseq: unknown option {name!r} in the overrides{hint}")
+
+
+def _flat_names(family: type) -> Iterator[str]:
+    sections = dict(_sections(family))
+    for option in fields(family):
+        if option.name in sections:
+            yield from (f"{option.name}_{name}" for name in sections[option.name])
+        else:
+            yield option.name
+
+
+def _names(config: DictConfig) -> Iterator[str]:
+    """Every key of a configuration and of those nested in it."""
+    for name in config:
+        yield str(name)
+        if name in config and isinstance(config[name], DictConfig):
+            yield from _names(config[name])
+
+
+def _known_to_fairseq() -> Iterator[str]:
+    """Options of fairseq's own sections, and of tokenizers, BPE, criteria and the like."""
+    yield from (option.name for option in fields(FairseqConfig))
+    parts = [option.type for option in fields(FairseqConfig)]
+    for registry in REGISTRIES.values():
+        parts += registry["dataclass_registry"].values()
+    for part in filter(is_dataclass, parts):
+        yield from (option.name for option in fields(part))

@@ -1,0 +1,393 @@
+"""Features of fairseq that depend on the model class: checkpoints, overrides, inference, export."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import fairseq.models
+import pytest
+import torch
+from fairseq import checkpoint_utils, options, tasks
+from fairseq.dataclass.configs import EMAConfig
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models.ema import build_ema
+from fairseq.modules import FairseqDropout
+from omegaconf import OmegaConf
+
+from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
+from lrpe_fairseq.models.inference import DROPOUT_MODULES
+from tests.end_to_end.commands import (
+    PLUGIN,
+    SMALL,
+    TRAINING,
+    Corpus,
+    build,
+    built,
+    run_here,
+    save,
+    saved,
+    words,
+)
+
+pytestmark = pytest.mark.end_to_end
+
+ADAPTIVE = "--criterion adaptive_loss --adaptive-softmax-cutoff 8,16 --ddp-backend legacy_ddp"
+EVALUATION = (
+    f"--user-dir {PLUGIN} --task language_modeling --tokens-per-sample 32 --cpu --num-workers 0"
+)
+PAIRS = (
+    f"--user-dir {PLUGIN} --task translation -s en -t de --cpu --optimizer adam --max-tokens 128 "
+    "--arch lrpe_transformer_tiny "
+    + " ".join(
+        f"--{side}-layers 2 --{side}-embed-dim 32 --{side}-ffn-embed-dim 32"
+        for side in ("encoder", "decoder")
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def pairs(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the two dictionaries of a translation task, and no text."""
+    folder = tmp_path_factory.mktemp("dictionaries")
+    for language in ("en", "de"):
+        (folder / f"dict.{language}.txt").write_bytes((corpus.data / "dict.txt").read_bytes())
+    return folder
+
+
+def train(corpus: Corpus, save_dir: Path, updates: int, *arguments: object) -> dict[str, Any]:
+    """Train in this process, resuming what ``save_dir`` holds; the last checkpoint."""
+    steps = f"--max-update {updates} --save-dir"
+    run_here("fairseq_cli.train", corpus.data, TRAINING, SMALL, *arguments, steps, save_dir)
+    return saved(save_dir / "checkpoint_last.pt")
+
+
+def tokens(rows: int = 2, length: int = 7) -> torch.Tensor:
+    return torch.randint(4, 20, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+# ---- checkpoints ----
+
+
+def test_an_adaptive_softmax_with_shared_embeddings_resumes_and_is_evaluated(
+    corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = train(corpus, tmp_path, 1, ADAPTIVE)
+    assert "decoder.output_projection.weight" not in first["model"]
+    resumed = train(corpus, tmp_path, 2, ADAPTIVE)
+    assert resumed["optimizer_history"][-1]["num_updates"] == 2
+    assert list(resumed["model"]) == list(first["model"])
+    with caplog.at_level("INFO"):
+        path = tmp_path / "checkpoint_last.pt"
+        run_here("fairseq_cli.eval_lm", corpus.data, EVALUATION, "--gen-subset test --path", path)
+    assert f"Evaluated {corpus.token_count('test')} tokens" in caplog.text
+
+
+@pytest.mark.parametrize("encoding", ["lrpe-type4", "lrpe-type2"])
+def test_the_average_of_weights_keeps_the_buffers_of_an_encoding(
+    corpus: Corpus, tmp_path: Path, encoding: str
+) -> None:
+    average = f"--store-ema --ema-decay 0.9 --position-encoding {encoding}"
+    state = train(corpus, tmp_path, 2, average)
+    averaged = state["extra_state"]["ema"]
+    learned = {"theta"}
+    drawn = {k for k in averaged if "self_attn.encoding" in k and k.split(".")[-1] not in learned}
+    assert drawn
+    for name in drawn:
+        assert torch.equal(averaged[name], state["model"][name]), name
+    name = "decoder.layers.0.fc1.weight"
+    assert not torch.equal(averaged[name], state["model"][name])
+
+
+def test_the_averaged_model_of_learned_angles_computes_and_follows_its_parameters(
+    corpus: Corpus,
+) -> None:
+    model, _, _ = build(corpus, SMALL, "--position-encoding lrpe-type2")
+    average = build_ema(model, OmegaConf.structured(EMAConfig(store_ema=True, ema_decay=0.0)), None)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+        frozen = average.get_model().eval()
+        before = frozen(tokens())[0]
+        average.step(model)
+        assert not torch.equal(frozen(tokens())[0], before)
+        assert torch.equal(frozen(tokens())[0], model.eval()(tokens())[0])
+
+
+# ---- --model-overrides ----
+
+
+@pytest.fixture(scope="module")
+def translation(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of an untrained translation model with two layers on either side."""
+    model, _, config = built(pairs, PAIRS)
+    path = tmp_path_factory.mktemp("translation") / "checkpoint.pt"
+    save(model, config, path)
+    return path
+
+
+def overridden(path: Path, **overrides: Any) -> Any:
+    models, _, _ = checkpoint_utils.load_model_ensemble_and_task([str(path)], overrides)
+    return models[0]
+
+
+def test_a_flat_name_overrides_a_nested_option(translation: Path) -> None:
+    model = overridden(translation, encoder_attention_type="softmax", quant_noise_pq_block_size=4)
+    assert model.encoder.layers[0].self_attn.attention_type == "softmax"
+    assert model.decoder.layers[0].self_attn.attention_type == "softmax"  # its default
+    assert model.cfg.quant_noise.pq_block_size == 4
+
+
+def test_layers_to_keep_prune_a_translation_model(translation: Path) -> None:
+    weights = saved(translation)["model"]
+    model = overridden(translation, encoder_layers_to_keep="1", decoder_layers_to_keep="0")
+    assert (len(model.encoder.layers), len(model.decoder.layers)) == (1, 1)
+    for side, kept in (("encoder", 1), ("decoder", 0)):
+        weight = getattr(model, side).layers[0].fc1.weight
+        assert torch.equal(weight, weights[f"{side}.layers.{kept}.fc1.weight"])
+
+
+def test_one_side_of_a_translation_model_is_pruned_alone(translation: Path) -> None:
+    model = overridden(translation, encoder_layers_to_keep="1")
+    assert (len(model.encoder.layers), len(model.decoder.layers)) == (1, 2)
+    weights = saved(translation)["model"]
+    assert torch.equal(model.encoder.layers[0].fc1.weight, weights["encoder.layers.1.fc1.weight"])
+    assert torch.equal(model.decoder.layers[1].fc1.weight, weights["decoder.layers.1.fc1.weight"])
+
+
+def test_layers_to_keep_are_read_from_the_command_line(pairs: Path) -> None:
+    model, _, _ = built(pairs, PAIRS, "--encoder-layers-to-keep 0,1 --decoder-layers-to-keep 1")
+    assert (len(model.encoder.layers), len(model.decoder.layers)) == (2, 1)
+
+
+def test_a_model_that_was_trained_with_layers_to_keep_is_not_pruned_again(
+    pairs: Path, tmp_path: Path
+) -> None:
+    model, _, config = built(pairs, PAIRS, "--encoder-layers-to-keep 1 --decoder-layers-to-keep 1")
+    save(model, config, tmp_path / "pruned.pt")
+    loaded = overridden(tmp_path / "pruned.pt")
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, loaded.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("encoder_atention_type", "; did you mean 'encoder_attention_type'?"),
+        ("zzz", ""),
+    ],
+)
+def test_an_unknown_override_is_refused(translation: Path, name: str, hint: str) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        overridden(translation, **{name: 1})
+    assert refusal.value.code == f"lrpe_fairseq: unknown option {name!r} in the overrides{hint}"
+
+
+def test_what_from_pretrained_passes_is_no_unknown_override(translation: Path) -> None:
+    data = saved(translation)["cfg"]["task"]["data"]
+    overridden(translation, data=data, user_dir=str(PLUGIN), bpe="sentencepiece", beam=2,
+               sentencepiece_model="pieces.model", tokenizer=None, bpe_codes="codes")  # fmt: skip
+
+
+# ---- options ----
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (
+            {"decoder": {"attention_type": "sofmax"}},
+            "bad value of model option 'decoder.attention_type': Invalid value 'sofmax', expected "
+            "one of [linear, softmax]",
+        ),
+        (
+            {"encoder": {"atention_type": "softmax"}},
+            "unknown model option 'encoder.atention_type'; did you mean 'encoder.attention_type'?",
+        ),
+        (
+            {"encoder": 3},
+            "bad value of model: Merge error: int is not a subclass of TinyEncoderOptions. "
+            "value: 3",
+        ),
+    ],
+)
+def test_a_bad_nested_option_is_explained_in_one_sentence(model: dict, sentence: str) -> None:
+    config = OmegaConf.create({"model": model})
+    preset = fairseq.models.MODEL_DATACLASS_REGISTRY["lrpe_transformer_tiny"]
+    with pytest.raises(SystemExit) as refusal:
+        fairseq.models.merge_with_parent(preset(), config.model)
+    assert refusal.value.code == f"lrpe_fairseq: {sentence}"
+
+
+@pytest.mark.parametrize(
+    "given", ["", "--decoder-attention-type linear --encoder-attention-heads 2"]
+)
+def test_a_translation_model_is_built_from_a_namespace(pairs: Path, given: str) -> None:
+    parser = options.get_training_parser()
+    namespace = options.parse_args_and_arch(parser, words([pairs, PAIRS, given]))
+    config = convert_namespace_to_omegaconf(namespace)
+    task = tasks.setup_task(config.task)
+    expected, actual = (task.build_model(given) for given in (config.model, namespace))
+    assert str(actual) == str(expected)
+    for section in (actual.cfg.encoder, actual.cfg.decoder):
+        assert section.embed_dim == 32
+    assert differences(expected.cfg, actual.cfg) == []
+
+
+def differences(config: Any, other: Any) -> list[str]:
+    """The options, nested ones too, that differ."""
+    found = []
+    for option in fields(type(other)):
+        if option.name.startswith("_"):
+            continue
+        ours, theirs = getattr(config, option.name), getattr(other, option.name)
+        if is_dataclass(theirs):
+            found += [f"{option.name}.{name}" for name in differences(ours, theirs)]
+        elif ours != theirs and str(ours) != str(theirs):  # choices of either form
+            found.append(option.name)
+    return found
+
+
+def test_a_namespace_without_options_has_the_defaults_of_its_preset(pairs: Path) -> None:
+    _, task, _ = built(pairs, PAIRS)
+    model = task.build_model(Namespace(arch="lrpe_transformer_tiny"))
+    assert [len(side.layers) for side in (model.encoder, model.decoder)] == [3, 3]
+    assert model.encoder.layers[0].self_attn.attention_type == "linear"
+    assert model.decoder.output_projection.weight.shape == (len(task.target_dictionary), 128)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("--cross-self-attention", "--cross-self-attention is not supported"),
+        (
+            "--share-decoder-input-output-embed --decoder-output-dim 16",
+            "require equal widths, not 32 and 16",
+        ),
+        ("--encoder-xformers-att-config {}", "xFormers attention is not supported"),
+        ("--quant-noise-pq 0.1 --quant-noise-pq-block-size 7", "7 must divide the widths"),
+    ],
+)
+def test_a_translation_model_that_would_fail_later_is_refused_when_it_is_built(
+    pairs: Path, given: str, sentence: str
+) -> None:
+    with pytest.raises(SystemExit, match=sentence) as refusal:
+        built(pairs, PAIRS, given)
+    assert "\n" not in str(refusal.value.code)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("--adaptive-input", "--adaptive-input requires --adaptive-input-cutoff"),
+        (
+            f"{ADAPTIVE} --tie-adaptive-weights --adaptive-input --adaptive-input-cutoff 4",
+            "--tie-adaptive-weights requires equal cutoffs",
+        ),
+        ("--decoder-output-dim 16", "require equal widths, not 32 and 16"),
+        ("--decoder-xformers-att-config {}", "xFormers attention is not supported"),
+        ("--quant-noise-pq 0.1 --quant-noise-pq-block-size 7", "7 must divide the widths"),
+    ],
+)
+def test_a_language_model_that_would_fail_later_is_refused_when_it_is_built(
+    corpus: Corpus, given: str, sentence: str
+) -> None:
+    with pytest.raises(SystemExit, match=sentence) as refusal:
+        build(corpus, SMALL, given)
+    assert "\n" not in str(refusal.value.code)
+
+
+def test_an_adaptive_softmax_may_have_another_width_than_the_embeddings(corpus: Corpus) -> None:
+    build(corpus, SMALL, ADAPTIVE, "--decoder-output-dim 16")
+
+
+# ---- inference ----
+
+
+def dropouts(model: Any) -> dict[str, bool]:
+    """Whether the dropout of each named module is on at inference."""
+    found = {
+        m.module_name: m.apply_during_inference
+        for m in model.modules()
+        if isinstance(m, FairseqDropout) and m.module_name in DROPOUT_MODULES
+    }
+    own = {m.retain_dropout for m in model.modules() if isinstance(m, MultiheadAttention)}
+    assert own == {found["MultiheadAttention"]}  # ours as the stock cross-attention
+    return found
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept"),
+    [
+        (None, set(DROPOUT_MODULES)),
+        (["TransformerEncoderLayer"], {"TransformerEncoderLayer"}),
+        (["TransformerDecoderLayerBase"], {"TransformerDecoderLayer"}),
+        (
+            ["MultiheadAttention", "TransformerEncoder"],
+            {"MultiheadAttention", "TransformerEncoder"},
+        ),
+    ],
+)
+def test_dropout_is_retained_in_the_modules_that_are_named(
+    pairs: Path, asked: list[str] | None, kept: set[str]
+) -> None:
+    model, _, _ = built(pairs, PAIRS, "--attention-dropout 0.1 --encoder-attention-type softmax")
+    model.make_generation_fast_(retain_dropout=True, retain_dropout_modules=asked)
+    assert {name for name, on in dropouts(model).items() if on} == kept
+
+
+@pytest.mark.parametrize("arch", ["lrpe_lm_tiny", "lrpe_transformer_tiny"])
+def test_retained_dropout_of_an_unknown_module_is_refused(
+    corpus: Corpus, pairs: Path, arch: str
+) -> None:
+    model = (build(corpus, SMALL) if arch == "lrpe_lm_tiny" else built(pairs, PAIRS))[0]
+    with pytest.raises(SystemExit, match="unknown module 'EncoderLayr'") as refusal:
+        model.make_generation_fast_(retain_dropout=True, retain_dropout_modules=["EncoderLayr"])
+    assert "\n" not in str(refusal.value.code)
+
+
+def test_retained_attention_dropout_changes_the_output(corpus: Corpus) -> None:
+    given = "--attention-type softmax --attention-dropout 0.5"
+    for modules, changes in (["MultiheadAttention"], True), (["TransformerEncoder"], False):
+        model, _, _ = build(corpus, SMALL, given)
+        model.make_generation_fast_(retain_dropout=True, retain_dropout_modules=modules)
+        with torch.no_grad():
+            first, second = (model(tokens())[0] for _ in range(2))
+        assert torch.equal(first, second) is not changes
+
+
+def test_full_context_alignment_is_refused(pairs: Path) -> None:
+    model, _, _ = built(pairs, PAIRS)
+    with pytest.raises(ValueError, match="full_context_alignment is not supported"):
+        model.decoder(tokens(), full_context_alignment=True)
+
+
+# ---- export ----
+
+
+def script(model: Any) -> None:
+    torch.jit.script(model)
+
+
+def trace(model: Any) -> None:
+    torch.jit.trace(model, tokens(), strict=False)
+
+
+@pytest.mark.parametrize("export", [script, trace])
+@pytest.mark.parametrize("attention", ATTENTION_TYPES)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_torchscript_is_refused_in_one_sentence(
+    corpus: Corpus, attention: str, export: Callable
+) -> None:
+    model, _, _ = build(corpus, SMALL, f"--attention-type {attention}")
+    with pytest.raises(NotImplementedError, match="TorchScript") as refusal:
+        export(model.eval())
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_of_an_encoder_decoder_is_refused(pairs: Path) -> None:
+    with pytest.raises(NotImplementedError, match="TorchScript"):
+        script(built(pairs, PAIRS)[0].eval())
