@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from lrpe_fairseq.attention import chunked
-from lrpe_fairseq.attention.chunked import block_decay, decay_matrix
+from lrpe_fairseq.attention.chunked import block_decay, varies
 from lrpe_fairseq.kernels import causal_cpu, loader
+from lrpe_fairseq.kernels.causal import decay_matrix
 
 NORMALIZERS = ("rotated", "content", "layernorm", "none")
 """``rotated``: sum of the scores themselves (Eq. 39). ``content``: sum of un-encoded scores, as
@@ -39,7 +40,7 @@ class LinearState(NamedTuple):
 
 
 def _without_autocast(function: Callable) -> Callable:
-    """The function of q and more, in the types of its arguments: autocast would round the sums."""
+    """Run the function in the types of its arguments: autocast would round the sums."""
 
     @wraps(function)
     def exact(q: Tensor, *args: Any, **options: Any) -> Any:
@@ -99,13 +100,16 @@ def linear_attention(
         normalizer: one of :data:`NORMALIZERS`. ``rotated`` may meet a denominator near or below
             zero, which is clamped to :data:`EPS` (Type 8 does so often; see the docs).
         content: (q, k) un-encoded features, of equal width, needed by ``content`` only.
-        log_decay: (H,), log of a per-token decay of the score; causal only, no gradient.
+        log_decay: logarithms, at most 0, of a decay of the state, constant (H,) or per token
+            (B, H, T); causal only. The score of (s, t) is multiplied by exp of their sum over
+            t+1..s. Per token, or where it needs a gradient, PyTorch forms serve.
     Returns: (B, H, T, E) in the dtype of ``v`` (float16 saturates); sums are taken in float32 or
         wider. A query that sees no key gets zeros.
     Raises: ValueError for an unknown normalizer or arguments that do not fit together.
     """
-    dtype, fast = v.dtype, loader.load(KERNELS) if causal else None
-    fast = fast if fast is not None and fast.serves(q, v) else None
+    dtype, fast = v.dtype, loader.triton_kernels(KERNELS) if causal else None
+    able = fast is not None and not varies(log_decay) and fast.serves(q, v)
+    fast = fast if able else None
     given = (q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
     q, k, v, content = _prepare(*given, widen=fast is None)
     if causal:
@@ -170,9 +174,9 @@ def _prepare(
     log_decay: Tensor | None,
     widen: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """Check, widen to at least float32, and drop padded keys; content only where it is used.
+    """Check, widen to at least float32, and zero padded keys; content only where it is used.
 
-    Without ``widen`` q, k and v keep their type: what follows sums in float32 by itself.
+    Without ``widen`` q, k and v keep their type: the kernel sums in float32 by itself.
     """
     if normalizer not in NORMALIZERS:
         raise ValueError(f"unknown normalizer {normalizer!r}; choose one of {NORMALIZERS}")
@@ -182,6 +186,11 @@ def _prepare(
         raise ValueError(f"causal needs as many queries as keys: {q.shape[-2]}, {k.shape[-2]}")
     if log_decay is not None and not causal:
         raise ValueError("a decay is defined for causal attention only: t > s would grow")
+    if log_decay is not None and log_decay.shape not in (q.shape[1:2], q.shape[:3]):
+        raise ValueError(
+            f"log_decay must be (H,) or (B, H, T), here {tuple(q.shape[1:2])} or "
+            f"{tuple(q.shape[:3])}, not {tuple(log_decay.shape)}"
+        )
     wide = torch.promote_types(v.dtype, torch.float32)
     own = wide if widen else v.dtype
     keys = [k.to(own), v.to(own)] + ([content[1].to(wide)] if normalizer == "content" else [])
@@ -196,7 +205,8 @@ def _causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
     """As ``chunked.causal_sums``, by the fastest form for widened tensors."""
-    form = causal_cpu if causal_cpu.serves(q, k, v) else chunked
+    native = not varies(log_decay) and causal_cpu.serves(q, k, v)
+    form = causal_cpu if native else chunked
     return form.causal_sums(q, k, v, wanted, log_decay, eps)
 
 
@@ -276,7 +286,8 @@ def _advance_by_one(
     """:func:`_advance` for T = 1, a fifth of its time: the state first, then what q reads of it."""
     kv, keys = before
     if log_decay is not None:
-        rate = torch.exp(log_decay.to(q)).unsqueeze(-1)
+        rate = torch.exp(log_decay.to(q))  # H, or B H 1
+        rate = rate.unsqueeze(-1) if log_decay.dim() == 1 else rate
         kv, keys = kv * rate.unsqueeze(-1), keys * rate
     kv = torch.addcmul(kv, k.transpose(-1, -2), v)
     denominator = None

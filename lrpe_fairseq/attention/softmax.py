@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lrpe_fairseq.kernels.dispatch import is_plain
+
 Rescore = Callable[[Tensor], Tensor]
 
 
@@ -144,6 +146,8 @@ def softmax_attention(
         dropout: on the attention weights, as in the paper (softmax only).
         bias: broadcastable to (B, H, T, S), added to the scaled scores.
     Returns: (B, H, T, E). A query that sees no key gets zeros, never NaN.
+    Second derivatives need torch's own kernel, ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``;
+        fused kernels have none and say so.
     """
     square = q.shape[-2] == k.shape[-2]
     if bias is None and key_padding_mask is None and (square or not causal):
@@ -183,13 +187,40 @@ def _attend(
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """torch's kernel; complex features make q and k wider than v, which only the slow one takes,
-    so v gets zeros beside it."""
+    """torch's fused kernel, with v filled up by zeros to the width of q and k.
+
+    Complex features make q and k wider than v, which only torch's slow kernel accepts.
+    """
     missing = q.shape[-1] - v.shape[-1]
-    if missing <= 0:
-        return F.scaled_dot_product_attention(q, k, v, **options)
-    out = F.scaled_dot_product_attention(q, k, F.pad(v, (0, missing)), **options)
-    return out[..., : v.shape[-1]]
+    v = F.pad(v, (0, missing)) if missing > 0 else v
+    out = F.scaled_dot_product_attention(q, k, v, **options)
+    if is_plain(out) and out.requires_grad and "ScaledDotProduct" in out.grad_fn.name():
+        out.grad_fn.register_hook(_refuse_second_derivatives)
+    return out[..., :-missing] if missing > 0 else out
+
+
+def _refuse_second_derivatives(
+    grads: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...] | None:
+    """Under create_graph, make the gradients of a fused kernel say that they have no derivative."""
+    if not torch.is_grad_enabled():
+        return None
+    return tuple(None if g is None else _NoSecondDerivative.apply(g) for g in grads)
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """The identity; its derivative is an error that says what to do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError(
+            "torch's fused softmax attention has no second derivative: run the forward pass under "
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )
 
 
 def _softmax(scores: Tensor, like: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lrpe_fairseq.encodings.base import (
     EncodingSpec,
@@ -22,7 +21,8 @@ from lrpe_fairseq.encodings.base import (
     check_positions,
     over_heads,
 )
-from lrpe_fairseq.kernels import encode_blocks, encode_cpu, loader
+from lrpe_fairseq.kernels import encode, encode_cpu, loader
+from lrpe_fairseq.kernels.dispatch import is_plain
 
 Planes = tuple[Tensor, ...]
 
@@ -123,6 +123,8 @@ class Fourier(nn.Module):
 
 def reflect(x: Tensor, unit: Tensor) -> Tensor:
     """x - 2 u (u^T x) for every row of x (..., D) and one vector u (D,) of length 1."""
+    if not is_plain(x, unit):
+        return x - 2.0 * (x @ unit).unsqueeze(-1) * unit
     return _Reflection.apply(x, unit)
 
 
@@ -134,23 +136,22 @@ class _Reflection(torch.autograd.Function):
     """The mirror image of x in the plane normal to a unit vector u; its own transpose.
 
     Hence the gradient of x is the mirror image of the gradient: two passes over memory where
-    automatic differentiation takes six.
+    automatic differentiation takes six. Differentiable any number of times.
     """
 
     @staticmethod
     def forward(ctx, x, unit):
-        ctx.save_for_backward(unit, x if unit.requires_grad else None)
+        ctx.save_for_backward(unit, x if ctx.needs_input_grad[1] else None)
         return _mirror(x, unit)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         unit, x = ctx.saved_tensors
+        grad_x = reflect(grad, unit) if ctx.needs_input_grad[0] else None
         if x is None:
-            return _mirror(grad, unit), None
+            return grad_x, None
         g, x = grad.reshape(-1, unit.numel()), x.reshape(-1, unit.numel())
-        grad_unit = -2 * (x.T @ (g @ unit) + g.T @ (x @ unit))
-        return _mirror(grad, unit), grad_unit
+        return grad_x, -2 * (x.T @ (g @ unit) + g.T @ (x @ unit))
 
 
 def _mirror(x: Tensor, unit: Tensor) -> Tensor:
@@ -278,24 +279,29 @@ class Permutation(nn.Module):
 
 def permute(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     """x[..., index[..., j]] for x (..., D), where ``inverse`` undoes ``index``; broadcasts."""
-    form = encode_blocks.Form(phi=False, permutes=True)
+    form = encode.Form(phi=False, permutes=True)
     if encode_cpu.serves(x, form):
         return encode_cpu.encode(x, None, (index, inverse), form)
+    if not is_plain(x):
+        return x.gather(-1, index.expand_as(x))
     return _Permuted.apply(x, index.expand_as(x), inverse.expand_as(x))
 
 
 class _Permuted(torch.autograd.Function):
-    """A gather whose gradient is the inverse gather, not a slow scatter that adds."""
+    """A gather whose gradient is the inverse gather, not a slow scatter that adds.
+
+    Differentiable any number of times.
+    """
 
     @staticmethod
     def forward(ctx, x, index, inverse):
-        ctx.save_for_backward(inverse)
+        ctx.save_for_backward(index, inverse)
         return x.gather(-1, index)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        return grad.gather(-1, ctx.saved_tensors[0]), None, None
+        index, inverse = ctx.saved_tensors
+        return _Permuted.apply(grad, inverse, index), None, None
 
 
 class CyclicPowers:
@@ -362,7 +368,10 @@ def phases(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Phases(torch.autograd.Function):
-    """exp(i s theta); the gradient of theta is sum_s s Im(conj(phase) gradient)."""
+    """exp(i s theta); the gradient of theta is sum_s s Im(conj(phase) gradient).
+
+    Differentiable any number of times: the saved phase is the result, which autograd knows.
+    """
 
     @staticmethod
     def forward(ctx, theta, positions, dtype):
@@ -374,7 +383,6 @@ class _Phases(torch.autograd.Function):
         return phase
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         s, phase, theta = ctx.saved_tensors
         turned = (phase.conj() * grad).imag.to(s.dtype)
@@ -386,31 +394,14 @@ def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:
 
     The first 2E features are multiplied as complex numbers x[2i] + i x[2i+1]; the rest stay.
     """
-    form = encode_blocks.Form(phi=False)
-    for able in (encode_cpu, encode_blocks):
-        if able.serves(x, form):
-            return able.encode(x, None, turn, form)
+    form = encode.Form(phi=False)
+    if encode_cpu.serves(x, form):
+        return encode_cpu.encode(x, None, turn, form)
+    if not is_plain(x, turn):
+        return encode.rotated(x, turn)  # compilers do without complex numbers
     width = 2 * turn.shape[-1]
-    turned = _TurnedPairs.apply(x[..., :width], turn)
+    turned = torch.view_as_real(_pairs(x[..., :width]) * turn).flatten(-2)
     return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], dim=-1)
-
-
-class _TurnedPairs(torch.autograd.Function):
-    """Complex multiplication of pairs by a unit number; the gradient turns back."""
-
-    @staticmethod
-    def forward(ctx, x, turn):
-        pairs = _pairs(x)
-        ctx.save_for_backward(turn, pairs if turn.requires_grad else None)
-        return torch.view_as_real(pairs * turn).flatten(-2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        turn, pairs = ctx.saved_tensors
-        grad = _pairs(grad)
-        grad_turn = None if pairs is None else (grad * pairs.conj()).sum_to_size(turn.shape)
-        return torch.view_as_real(grad * turn.conj()).flatten(-2), grad_turn
 
 
 def _pairs(x: Tensor) -> Tensor:
@@ -492,19 +483,19 @@ class LRPE(QueryKeyEncoding):
     def one_pass(self, x: Tensor, positions: Tensor) -> Callable[[Tensor], Tensor] | None:
         """The encoding of phi(x) in one pass over memory, for tensors like x at ``positions``.
 
-        phi is 1 + elu. By a kernel, or by blocks on a CPU. None where neither serves
-        x (B, H, T, D) or P is a Fourier matrix and Lambda not unitary: use :meth:`forward`.
+        phi is 1 + elu. None where no kernel serves x (B, H, T, D), or P is a Fourier matrix and
+        Lambda not unitary: use :meth:`forward`.
         """
         fourier = isinstance(self.projection, Fourier)
         if fourier and not isinstance(self.core, Unitary):
             return None
-        form = encode_blocks.Form(
+        form = encode.Form(
             halves=isinstance(self.projection, OddEven),
             wide=isinstance(self.core, Unitary),
             permutes=isinstance(self.core, Permutation),
             fourier=fourier,
         )
-        forms = (loader.load(KERNELS), encode_cpu, encode_blocks)
+        forms = (loader.triton_kernels(KERNELS), encode_cpu)
         fast = next((m for m in forms if m is not None and m.serves(x, form)), None)
         if fast is None:
             return None

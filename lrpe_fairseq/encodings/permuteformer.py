@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from lrpe_fairseq.encodings.base import EncodingSpec, QueryKeyEncoding, check_positions
 from lrpe_fairseq.encodings.lrpe import CyclicPowers, permute
 from lrpe_fairseq.kernels import encode_cpu
-from lrpe_fairseq.kernels.encode_blocks import Form
+from lrpe_fairseq.kernels.encode import Form
 
 PUBLISHED_SEED = 0xDEADBEEFDEADBEEF
 """Seed of the one permutation of the departure ``permuteformer-shared-permutation``."""
