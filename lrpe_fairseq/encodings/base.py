@@ -64,7 +64,7 @@ class EncodingSpec:
 
     def generator(self, stream: int = 0) -> torch.Generator:
         """A CPU generator of this encoding's own; ``stream`` separates independent draws."""
-        return torch.Generator().manual_seed(self.seed * 1_000_003 + stream)
+        return torch.Generator("cpu").manual_seed(self.seed * 1_000_003 + stream)
 
 
 class Encoding(nn.Module):
@@ -203,6 +203,8 @@ class PositionCache:
 
     def get(self, positions: Tensor, key: Any, compute: Callable[[], Any]) -> Any:
         """``compute()`` once per (positions object, key); ``key`` names dtype and the like."""
+        if torch.compiler.is_compiling():
+            return compute()  # the compiler traces what is computed, and cannot compare identities
         if torch.is_inference_mode_enabled() or positions.is_inference():
             return compute()  # inference tensors have no version and must not reach training
         fresh = positions is self._positions and positions._version == self._version

@@ -22,7 +22,7 @@ from lrpe_fairseq.encodings.base import (
     over_heads,
 )
 from lrpe_fairseq.kernels import encode, encode_cpu, loader
-from lrpe_fairseq.kernels.dispatch import is_plain
+from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed
 
 Planes = tuple[Tensor, ...]
 
@@ -103,7 +103,7 @@ class Fourier(nn.Module):
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
-        index = torch.arange(spec.head_dim, dtype=torch.int64)
+        index = torch.arange(spec.head_dim, dtype=torch.int64, device="cpu")
         turn = torch.outer(index, index) % spec.head_dim
         angle = turn.double() * (2 * math.pi / spec.head_dim)
         self.exact = torch.cat([angle.cos(), -angle.sin()], dim=1) / math.sqrt(spec.head_dim)
@@ -165,7 +165,7 @@ def _heads_inside(x: Tensor) -> bool:
 
 
 def _householder_vector(spec: EncodingSpec) -> Tensor:
-    v = torch.randn(spec.head_dim, generator=spec.generator(stream=1))
+    v = torch.randn(spec.head_dim, generator=spec.generator(stream=1), device="cpu")
     return v / v.norm()
 
 
@@ -181,7 +181,7 @@ class Rotation(nn.Module):
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
         width = self.turned(spec.head_dim)
-        exponent = torch.arange(width // 2, dtype=torch.float64) * (-2.0 / width)
+        exponent = torch.arange(width // 2, dtype=torch.float64, device="cpu") * (-2.0 / width)
         self.register_frequencies(BASE**exponent)
 
     @staticmethod
@@ -237,8 +237,8 @@ class Unitary(Rotation):
 
     def __init__(self, spec: EncodingSpec) -> None:
         nn.Module.__init__(self)
-        exponent = torch.arange(spec.head_dim, dtype=torch.float64) * (-2.0 / spec.head_dim)
-        self.register_frequencies(BASE**exponent)
+        exponent = torch.arange(spec.head_dim, dtype=torch.float64, device="cpu")
+        self.register_frequencies(BASE ** (exponent * (-2.0 / spec.head_dim)))
 
     def forward(self, planes: Planes, turn: Tensor) -> Planes:
         """One or two planes (..., T, D) -> the planes (re, im)."""
@@ -263,7 +263,7 @@ class Permutation(nn.Module):
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
-        draw = torch.randperm(spec.head_dim, generator=spec.generator(stream=2))
+        draw = torch.randperm(spec.head_dim, generator=spec.generator(stream=2), device="cpu")
         self.register_buffer("permutation", draw)
         self.cycles = CyclicPowers()
 
@@ -327,27 +327,22 @@ def cycle_form(permutation: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cycle decomposition of pi (..., D): start, step, length of each j's cycle, and members.
 
     ``members`` lists the elements cycle after cycle; j stands at start[j] + step[j], and
-    pi^s(j) = members[start[j] + (step[j] + s) mod length[j]].
+    pi^s(j) = members[start[j] + (step[j] + s) mod length[j]]. Tensor operations only, so that it
+    works on any device, fake tensors and under torch.compile.
     """
-    rows = permutation.reshape(-1, permutation.shape[-1]).tolist()
-    forms = [_cycle_form_of_row(row) for row in rows]
-    parts = (torch.tensor(part, device=permutation.device) for part in zip(*forms, strict=True))
-    return tuple(part.reshape(permutation.shape) for part in parts)
-
-
-def _cycle_form_of_row(row: list[int]) -> tuple[list[int], list[int], list[int], list[int]]:
-    start, step, length = ([-1] * len(row) for _ in range(3))
-    members: list[int] = []
-    for first in range(len(row)):
-        if start[first] >= 0:
-            continue
-        cycle, j = [], first
-        while not cycle or j != first:
-            cycle.append(j)
-            j = row[j]
-        for place, j in enumerate(cycle):
-            start[j], step[j], length[j] = len(members), place, len(cycle)
-        members += cycle
+    width = permutation.shape[-1]
+    own = torch.arange(width, device=permutation.device).expand_as(permutation)
+    powers = own.unsqueeze(0)  # pi^n for n = 0, 1, ..., at least width
+    jump = permutation  # pi^(number of rows of powers)
+    while powers.shape[0] <= width:
+        powers = torch.cat([powers, jump.expand_as(powers).gather(-1, powers)])
+        jump = jump.gather(-1, jump)
+    first = powers.amin(0)  # the smallest element of each cycle
+    length = 1 + (powers[1:] == own).int().argmax(0)
+    step = (-(powers == first).int().argmax(0)) % length
+    heads = (first == own).long() * length  # the length, once for each cycle
+    start = (heads.cumsum(-1) - heads).gather(-1, first)
+    members = torch.empty_like(permutation).scatter(-1, start + step, own)
     return start, step, length, members
 
 
@@ -364,7 +359,15 @@ def phases(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
     The angle is a float64 product: one float32 angle is off by 6e-3 rad at position 100,000.
     Cosine and sine are cast last, to ``dtype``.
     """
-    return over_heads(_Phases.apply(theta, positions, dtype), positions)
+    form = _phases if is_transformed() else _Phases.apply
+    return over_heads(form(theta, positions, dtype), positions)
+
+
+def _phases(theta: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """exp(i s theta), (..., E), in differentiable operations."""
+    exact = torch.float32 if positions.device.type == "mps" else torch.float64
+    angle = positions.unsqueeze(-1).to(exact) * theta.to(exact).to(positions.device)
+    return torch.complex(angle.cos().to(dtype), angle.sin().to(dtype))
 
 
 class _Phases(torch.autograd.Function):
@@ -375,17 +378,15 @@ class _Phases(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, theta, positions, dtype):
-        exact = torch.float32 if positions.device.type == "mps" else torch.float64
-        s = positions.unsqueeze(-1).to(exact)
-        angle = s * theta.to(exact).to(positions.device)
-        phase = torch.complex(angle.cos().to(dtype), angle.sin().to(dtype))
-        ctx.save_for_backward(s, phase, theta)
+        phase = _phases(theta, positions, dtype)
+        ctx.save_for_backward(positions, phase, theta)
         return phase
 
     @staticmethod
     def backward(ctx, grad):
-        s, phase, theta = ctx.saved_tensors
-        turned = (phase.conj() * grad).imag.to(s.dtype)
+        positions, phase, theta = ctx.saved_tensors
+        exact = torch.float32 if positions.device.type == "mps" else torch.float64
+        s, turned = positions.unsqueeze(-1).to(exact), (phase.conj() * grad).imag.to(exact)
         return (s * turned).flatten(0, -2).sum(0).to(theta), None, None
 
 

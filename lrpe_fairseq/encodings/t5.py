@@ -34,12 +34,14 @@ class T5Bias(ScoreEncoding):
         super().__init__(spec)
         options = spec.options
         one_way = options.t5_buckets if spec.causal else options.t5_buckets // 2
-        starts = bucket_starts(one_way, options.t5_max_distance)
-        self.register_buffer("starts", torch.tensor(starts), persistent=False)
+        # no buffer: ``to_empty`` would lose it, and no checkpoint holds it
+        self._starts = bucket_starts(one_way, options.t5_max_distance)
         heads = 1 if "t5-shared-bias" in options.fidelity else spec.num_heads
         std = (spec.num_heads * spec.head_dim) ** -0.5
         std = 1.0 if "t5-unit-init" in options.fidelity else std
-        draw = torch.randn(heads, options.t5_buckets, generator=spec.generator(stream=4))
+        draw = torch.randn(
+            heads, options.t5_buckets, generator=spec.generator(stream=4), device="cpu"
+        )
         self.table = nn.Parameter(std * draw)
         self._cache = PositionCache()
 
@@ -69,10 +71,11 @@ class T5Bias(ScoreEncoding):
 
     def bucket(self, distance: Tensor) -> Tensor:
         """Bucket of s - t, int64 of any shape; a key after a causal query counts as distance 0."""
+        starts = torch.tensor(self._starts, device=distance.device)
         if self.spec.causal:
-            return torch.bucketize(distance.clamp_min(0), self.starts, right=True)
-        one_way = torch.bucketize(distance.abs(), self.starts, right=True)
-        return one_way + (distance < 0) * (self.starts.numel() + 1)
+            return torch.bucketize(distance.clamp_min(0), starts, right=True)
+        one_way = torch.bucketize(distance.abs(), starts, right=True)
+        return one_way + (distance < 0) * (starts.numel() + 1)
 
 
 def bucket_starts(buckets: int, max_distance: int) -> list[int]:

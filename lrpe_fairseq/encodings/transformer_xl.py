@@ -41,8 +41,8 @@ class TransformerXL(ScoreEncoding):
         self.r_proj = nn.utils.skip_init(nn.Linear, width, width, bias=False)
         nn.init.xavier_uniform_(self.r_proj.weight, gain=math.sqrt(0.5), generator=generator)
         shape = (spec.num_heads, spec.head_dim)
-        self.u = nn.Parameter(0.02 * torch.randn(shape, generator=generator))
-        self.v = nn.Parameter(0.02 * torch.randn(shape, generator=generator))
+        self.u = nn.Parameter(0.02 * torch.randn(shape, generator=generator, device="cpu"))
+        self.v = nn.Parameter(0.02 * torch.randn(shape, generator=generator, device="cpu"))
         self._layouts, self._sinusoids = PositionCache(), PositionCache()
 
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:

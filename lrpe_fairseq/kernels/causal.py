@@ -29,7 +29,7 @@ def definition(
     """
     length = q.shape[-2]
     chunks, size = chunks_of(length)
-    q, k, v = (cut(x, chunks, size) for x in (q, k, v))
+    q, k, v = (_cut(x, chunks, size) for x in (q, k, v))
     scores, q_in, k_in, steps = (q @ k.mT).tril(), q, k, None
     if log_decay is not None:
         left = _left(log_decay, length, chunks, size)  # B H N C
@@ -56,14 +56,6 @@ def chunks_of(length: int) -> tuple[int, int]:
     return chunks, max(1, -(-length // chunks))
 
 
-def cut(x: Tensor, chunks: int, size: int) -> Tensor:
-    """(B, H, T, .) -> (B, H, N, C, .), filled up with zero rows."""
-    missing = chunks * size - x.shape[2]
-    # contiguous once, or every product of the two passes would copy the strided heads again
-    x = F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
-    return x.reshape(*x.shape[:2], chunks, size, x.shape[-1])
-
-
 def decay_matrix(log_decay: Tensor, length: int, like: Tensor) -> Tensor:
     """The factor of every score, 1 above the diagonal: (H, T, T), or (B, H, T, T) per token.
 
@@ -80,6 +72,17 @@ def decay_matrix(log_decay: Tensor, length: int, like: Tensor) -> Tensor:
 def present(*results: Tensor | None) -> tuple[Tensor, ...]:
     """The results that are not None."""
     return tuple(x for x in results if x is not None)
+
+
+def _cut(x: Tensor, chunks: int, size: int) -> Tensor:
+    """(B, H, T, .) -> (B, H, N, C, .), filled up with zero rows.
+
+    Not by F.pad: its gradient has other strides than torch.compile expects.
+    """
+    missing = chunks * size - x.shape[2]
+    if missing:
+        x = torch.cat([x, x.new_zeros(*x.shape[:2], missing, x.shape[-1])], 2)
+    return x.unflatten(2, (chunks, size))
 
 
 def _left(log_decay: Tensor, length: int, chunks: int, size: int) -> Tensor:

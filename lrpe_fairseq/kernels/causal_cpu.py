@@ -50,13 +50,13 @@ def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """True if the C++ kernel supports these (B, H, T, .) and has a sequence for every thread."""
     given = (q, k, v)
     return (
-        q.shape == k.shape
+        is_plain(*given)
+        and q.shape == k.shape
         and q.shape[:3] == v.shape[:3]
         and all(x.numel() > 0 and x.shape[-1] <= WIDEST for x in given)
         and q.shape[0] * q.shape[1] >= torch.get_num_threads()
         and q.dtype in (torch.float32, torch.float64)
         and all(x.device.type == "cpu" and x.dtype == q.dtype for x in given)
-        and is_plain(*given)
         and library() is not None
     )
 

@@ -1,8 +1,8 @@
 """The causal sums of linear attention on CUDA as Triton kernels.
 
 A scan writes the state before every chunk in float32; then all chunks are computed in parallel,
-each from its own rows and its state, with the normalizer in the same pass. Nothing of size T x T and no
-widened copy of q, k or v is stored. The definition is ``causal.definition``.
+each from its own rows and its state, with the normalizer in the same pass. Nothing of size T x T
+and no widened copy of q, k or v is stored. The definition is ``causal.definition``.
 
 Inside: L = B H sequences, T time, N chunks of C rows, D key width, E value width.
 """
@@ -26,14 +26,14 @@ MINIMUM = 16  # smallest side of a tl.dot
 
 
 def serves(q: Tensor, v: Tensor) -> bool:
-    """True if the kernels support these tensors: on a GPU since Ampere, not float64, of one type."""
-    return on_device(q) and q.dtype == v.dtype and is_plain(q, v)
+    """True if the kernels support q and v: on a GPU since Ampere, of one type, not float64."""
+    return is_plain(q, v) and on_device(q) and q.dtype == v.dtype
 
 
 def causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """As :func:`causal.definition`, in float32; ``log_decay`` (H,) is constant, without gradient."""
+    """As :func:`causal.definition`, in float32; ``log_decay`` (H,) gets no gradient."""
     rows = (x.contiguous() for x in (q, k, v))  # here, where autograd sees the copies
     out, denominator = _CausalSums.apply(*rows, wanted, log_decay, eps)
     return out, denominator if wanted == "sums" else None

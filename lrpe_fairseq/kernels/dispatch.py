@@ -20,13 +20,15 @@ def is_plain(*tensors: Tensor | None) -> bool:
     differentiation; for subclasses, tensors wrapped by torch.func (grad, vmap, ...), tensors
     without memory (device meta), and empty tensors. Use the definition there.
     """
-    return not _is_transformed() and all(_has_memory(x) for x in tensors if x is not None)
+    return not is_transformed() and all(_has_memory(x) for x in tensors if x is not None)
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
+    """True under torch.compile, torch.func, tracing, a dispatch mode, forward-mode derivatives."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
         or torch.jit.is_tracing()
         or forward_ad._current_level >= 0
     )

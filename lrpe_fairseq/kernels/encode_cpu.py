@@ -40,13 +40,13 @@ def library() -> ctypes.CDLL | None:
 def serves(x: Tensor, form: Form) -> bool:
     """True if :func:`encode` supports x (B, H, T, D): float32 on a CPU, D even."""
     return (
-        x.dim() == 4
+        is_plain(x)
+        and x.dim() == 4
         and x.device.type == "cpu"
         and x.dtype == torch.float32
         and x.numel() > 0
         and x.shape[-1] % 2 == 0
         and x.shape[-1] <= (WIDEST_SPECTRUM if form.fourier else WIDEST)
-        and is_plain(x)
         and library() is not None
     )
 

@@ -21,9 +21,11 @@ NUMBERS = 2048  # of one head in the registers of a program
 
 def serves(x: Tensor, form: Form) -> bool:
     """True if the kernels support x (B, H, T, D): a fit device and type, D a power of two."""
+    if not is_plain(x):
+        return False
     width = x.shape[-1]
     fit = width >= 16 and width & (width - 1) == 0 and x.stride(-1) == 1
-    return form.simple and fit and on_device(x) and is_plain(x)
+    return form.simple and fit and on_device(x)
 
 
 def encode(x: Tensor, unit: Tensor | None, turn: Tensor, form: Form) -> Tensor:

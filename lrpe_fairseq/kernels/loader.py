@@ -30,6 +30,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from lrpe_fairseq.kernels.dispatch import is_transformed
+
 VARIABLE = "LRPE_FAIRSEQ_KERNELS"
 HEADERS = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", f"-I{HEADERS}")
@@ -89,9 +91,16 @@ def _forms_of(device: str) -> tuple[dict[str, str], str]:
 # --- Triton ------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=8)
 def triton_kernels(module: str) -> ModuleType | None:
-    """Import the Triton kernels, or return None without opt-in, a GPU since Ampere, or Triton."""
+    """Import the Triton kernels, or return None without opt-in, a GPU since Ampere, or Triton.
+
+    None under torch.compile and the like, where the PyTorch forms serve.
+    """
+    return None if is_transformed() else _triton_kernels(module)
+
+
+@lru_cache(maxsize=8)
+def _triton_kernels(module: str) -> ModuleType | None:
     reason = _why_no_triton()
     if reason and kernels_enabled(default=False) and torch.cuda.is_available():
         logger.warning("the Triton kernels of %s are not used: %s", module, reason)

@@ -135,7 +135,7 @@ def test_without_a_gpu_the_kernels_are_not_asked(monkeypatch):
     if DEVICE == "cpu":
         assert loader.triton_kernels(linear.KERNELS) is None
         monkeypatch.setenv("LRPE_FAIRSEQ_KERNELS", "1")
-        loader.triton_kernels.cache_clear()
+        loader._triton_kernels.cache_clear()
         assert loader.triton_kernels(linear.KERNELS) is None
         q = torch.rand(1, 1, 4, 16)
         assert not causal_triton.serves(q, q)
