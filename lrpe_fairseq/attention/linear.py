@@ -205,11 +205,7 @@ def _prepare(
 def _causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """As ``chunked.causal_sums``, by the fastest form for widened tensors.
-
-    torch.compile leaves it as it is (a graph break): the C++ kernel is faster than what a compiler
-    makes of the PyTorch form, whose gradient some backends get wrong strides for.
-    """
+    """As ``chunked.causal_sums``, by the fastest form for widened tensors; never compiled."""
     native = not varies(log_decay) and causal_cpu.serves(q, k, v)
     form = causal_cpu if native else chunked
     return form.causal_sums(q, k, v, wanted, log_decay, eps)

@@ -148,6 +148,7 @@ class MultiheadAttention(nn.Module):
 
     # --- inside: (B, T, C) ---------------------------------------------------------------------
 
+    @torch.compiler.disable  # runs as it is: compiled backward passes of linear attention fail
     def attend(
         self,
         x: Tensor,

@@ -49,6 +49,8 @@ class TransformerXL(ScoreEncoding):
         """Terms (b), (c) and (d), (B, H, T, S); ``q`` is already scaled by D^-0.5."""
         check_positions(q_positions), check_positions(k_positions)
         q, of_keys = self._content(q, k)
+        if q.numel() == 0:
+            return of_keys
         of_keys_positions = self._layouts.get(q_positions, None, PositionCache)
         aligned = of_keys_positions.get(
             k_positions, None, lambda: end_together(q_positions, k_positions)
