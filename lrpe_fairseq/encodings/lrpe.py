@@ -398,8 +398,9 @@ def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:
     form = encode.Form(phi=False)
     if encode_cpu.serves(x, form):
         return encode_cpu.encode(x, None, turn, form)
-    if not is_plain(x, turn):
-        return encode.rotated(x, turn)  # compilers do without complex numbers
+    if x.shape[-1] % 2 or not is_plain(x, turn):
+        # an odd width splits complex numbers in memory, and compilers do without them
+        return encode.rotated(x, turn)
     width = 2 * turn.shape[-1]
     turned = torch.view_as_real(_pairs(x[..., :width]) * turn).flatten(-2)
     return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], dim=-1)
