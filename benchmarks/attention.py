@@ -46,7 +46,7 @@ def causal_forms(device: str) -> dict[str, Callable]:
 
 def has_kernel(device: str) -> bool:
     """Whether causal linear attention has a kernel there."""
-    found = loader.compiled(causal_cpu.SOURCE) if device == "cpu" else loader.load(KERNELS)
+    found = causal_cpu.library() if device == "cpu" else loader.triton_kernels(KERNELS)
     return found is not None
 
 
@@ -109,7 +109,7 @@ def _agree(fast: Callable, given: Tensor, slow: Callable, exact: Tensor, toleran
 def chunked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Our causal linear attention in PyTorch."""
     nowhere = mock.patch.object(causal_cpu, "serves", return_value=False)
-    with nowhere, mock.patch.object(loader, "load", return_value=None):
+    with nowhere, mock.patch.object(loader, "triton_kernels", return_value=None):
         return linear_attention(q, k, v, causal=True)
 
 

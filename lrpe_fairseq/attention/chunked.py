@@ -1,44 +1,41 @@
 """The causal sums of linear attention in PyTorch, chunk by chunk: O(T) in time and memory.
 
-Within a chunk the scores are formed; what came before enters through the state. The reference is
-``linear.linear_attention_naive``; ``fused`` has the same sums as Triton kernels.
+Within a chunk the scores are formed; earlier tokens enter through the state. The definition is
+``kernels.causal.definition``; the same sums in C++ and Triton are in ``kernels``.
 
 Axes: L = B H sequences of N chunks of C tokens, D key width, E value width.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-CHUNK = 64
-"""Longest chunk; the cost per token is O(CHUNK + D)."""
+from lrpe_fairseq.kernels import causal
+from lrpe_fairseq.kernels.causal import chunks_of, decay_matrix, present
+from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain
 
 SCAN = 64
 """Chunks whose running sum of keys is one product, of a matrix of SCAN x SCAN."""
 
 PIECE = 4096
-"""Tokens of a head that a CPU works on at a time, so that what lies between arguments and results
-stays in its cache and is not allocated anew. A GPU takes all at once."""
+"""Tokens of a head that a CPU works on at a time, so that intermediate results stay in its cache
+and their memory is reused. A GPU takes all at once."""
 
 
 def causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """The causal sums of q, k (B, H, T, D) and v (B, H, T, E).
+    """As :func:`causal.definition`, in half the time and memory for a constant ``log_decay`` (H,).
 
-    ``wanted``: "numerator", sum_{t<=s} (q_s . k_t) v_t; "sums", that and the denominator
-    sum_{t<=s} q_s . k_t (B, H, T); "normalized", their quotient, clamped to ``eps`` from below.
-    ``log_decay`` (H,) multiplies the score of (s, t) by exp(log_decay (s - t)).
-
-    T is cut into equal chunks of at most :data:`CHUNK`; the few zero rows that fill the last one
-    never reach the caller.
+    T is cut into equal chunks of at most ``causal.CHUNK``; the few zero rows that fill the last one
+    are cut off again. The definition itself serves a decay per token or one that needs a gradient,
+    and wherever :func:`is_plain` is false.
     """
+    if not is_plain(q, k, v) or varies(log_decay):
+        return causal.definition(q, k, v, wanted, log_decay, eps)
     batch, heads, length, _ = q.shape
-    chunks = max(1, math.ceil(length / CHUNK))
-    size = math.ceil(length / chunks)
+    chunks, size = chunks_of(length)
     rows = (_cut(x, chunks, size) for x in (q, k, v))
     out, denominator = _CausalSums.apply(*rows, wanted, log_decay, eps)
     out = out.reshape(batch, heads, chunks * size, -1)[:, :, :length]
@@ -47,18 +44,26 @@ def causal_sums(
     return out, denominator.reshape(batch, heads, chunks * size)[:, :, :length]
 
 
-def decay_matrix(log_decay: Tensor, length: int, like: Tensor) -> Tensor:
-    """(H, T, T): exp(log_decay (s - t)) for t <= s, 1 above the diagonal. Never overflows."""
-    step = torch.arange(length, device=like.device)
-    lag = (step.unsqueeze(-1) - step).clamp_min(0).to(like.dtype)
-    return torch.exp(log_decay.to(like)[:, None, None] * lag)
+def varies(log_decay: Tensor | None) -> bool:
+    """True for a decay per token or one that needs a gradient."""
+    if log_decay is None:
+        return False
+    return log_decay.dim() == 3 or (log_decay.requires_grad and torch.is_grad_enabled())
+
+
+def _cut(x: Tensor, chunks: int, size: int) -> Tensor:
+    """(B, H, T, .) -> (B, H, N, C, .), filled up with zero rows."""
+    missing = chunks * size - x.shape[2]
+    # contiguous once, or every product of the two passes would copy the strided heads again
+    x = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
+    return x.reshape(*x.shape[:2], chunks, size, x.shape[-1])
 
 
 class BlockDecay(NamedTuple):
-    """Factors for one block of T tokens, each (H, T or 1, 1).
+    """Factors for one block of T tokens, each (H, T or 1, 1), or (B, H, T or 1, 1) per token.
 
-    ``into``: what is left at step i of what came before the block, r^(i+1). ``out_of``: what
-    is left of step i after the block, r^(T-1-i). ``whole``: over the whole block, r^T.
+    ``into``: of the state before the block at step i, r^(i+1). ``out_of``: of step i in the
+    state after the block, r^(T-1-i). ``whole``: of the state over the whole block, r^T.
     """
 
     into: Tensor
@@ -67,19 +72,15 @@ class BlockDecay(NamedTuple):
 
 
 def block_decay(log_decay: Tensor, length: int, like: Tensor) -> BlockDecay:
-    """Those of a block of ``length`` tokens."""
-    step = torch.arange(length, device=like.device, dtype=like.dtype).unsqueeze(-1)
-    rate = log_decay.to(like)[:, None, None]
-    powers = (rate * (step + 1), rate * (length - 1 - step), rate * length)
-    return BlockDecay(*(torch.exp(power) for power in powers))
-
-
-def _cut(x: Tensor, chunks: int, size: int) -> Tensor:
-    """(B, H, T, D) -> (B, H, N, C, D), filled up with zero rows."""
-    missing = chunks * size - x.shape[-2]
-    # contiguous once, or every product of the two passes would copy the strided heads again
-    x = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
-    return x.reshape(*x.shape[:2], chunks, size, x.shape[-1])
+    """The factors for ``length`` tokens of log_decay (H,) or (B, H, T)."""
+    if log_decay.dim() == 3:
+        left = log_decay.double().cumsum(-1).unsqueeze(-1)
+        powers = (left, left[..., -1:, :] - left, left[..., -1:, :])
+    else:
+        step = torch.arange(length, device=like.device, dtype=like.dtype).unsqueeze(-1)
+        rate = log_decay.to(like)[:, None, None]
+        powers = (rate * (step + 1), rate * (length - 1 - step), rate * length)
+    return BlockDecay(*(torch.exp(power).to(like) for power in powers))
 
 
 class _CausalSums(torch.autograd.Function):
@@ -92,8 +93,9 @@ class _CausalSums(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, wanted, log_decay, eps):
-        ctx.rows, ctx.wanted, ctx.eps = q.shape[:2], wanted, eps
+        ctx.rows, ctx.settings = q.shape[:2], (wanted, log_decay, eps)
         ctx.pieces = _pieces(q, log_decay)
+        given_rows = q, k, v
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # L N C .
         out, denominator = torch.empty_like(v), q.new_empty(*q.shape[:3], 1)
         keys = q.new_empty(*q.shape[:2], 1, q.shape[-1])
@@ -103,29 +105,46 @@ class _CausalSums(torch.autograd.Function):
             parts = piece.of(q, k, v, out, denominator, states, keys)
             _results(piece, before, *parts, wanted, eps)
         kept = (out, denominator) if wanted == "normalized" else (None, None)
-        ctx.save_for_backward(*kept, q, k, v, states, keys)
+        ctx.save_for_backward(*given_rows, *kept, states, keys)
         given = denominator.unflatten(0, ctx.rows) if wanted == "sums" else None
         return out.unflatten(0, ctx.rows), given
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad, g):
-        *kept, q, k, v, states, keys = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _again(ctx, grad, g)
+        *given_rows, out, denominator, states, keys = ctx.saved_tensors
+        q, k, v = (x.flatten(0, 1) for x in given_rows)
+        wanted, _, eps = ctx.settings
         grad, g = grad.flatten(0, 1), None if g is None else g.flatten(0, 1)
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         after = _nothing(states), _nothing(keys)
         with torch.autocast(q.device.type, enabled=False):
             for piece in reversed(ctx.pieces):
                 grad_here, g_here = piece.of(grad, g)
-                if ctx.wanted == "normalized":
-                    grad_here, g_here = _through_quotient(grad_here, *piece.of(*kept), ctx.eps)
+                if wanted == "normalized":
+                    kept = piece.of(out, denominator)
+                    grad_here, g_here = _through_quotient(grad_here, *kept, eps)
                 parts = piece.of(q, k, v, states, keys, *grads)
                 _gradients(piece, after, grad_here, g_here, *parts)
         return *(x.unflatten(0, ctx.rows) for x in grads), None, None, None
 
 
+def _again(ctx, grad: Tensor, g: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of a call as a graph, for second derivatives."""
+    chunks = ctx.saved_tensors[0].shape[2:4]
+
+    def definition(*rows: Tensor) -> tuple[Tensor, ...]:
+        results = causal.definition(*(x.flatten(2, 3) for x in rows), *ctx.settings)
+        return tuple(x.unflatten(2, chunks) for x in present(*results))
+
+    grads = present(grad, None if g is None else g.squeeze(-1))
+    inputs, needed = ctx.saved_tensors[:3], ctx.needs_input_grad[:3]
+    return *gradients_of(definition, inputs, needed, grads), None, None, None
+
+
 def _nothing(sums: Tensor) -> Tensor:
-    """A running total of ``sums`` (L, N, ., .) before the first: zeros (L, ., .)."""
+    """Zeros (L, ., .), the running total of ``sums`` (L, N, ., .) before the first."""
     return sums.new_zeros(sums.shape[0], *sums.shape[2:])
 
 
@@ -142,7 +161,7 @@ def _results(
     wanted: str,
     eps: float,
 ) -> None:
-    """Fill in ``out``, ``denominator``, ``states`` and ``keys`` of a piece."""
+    """Compute ``out``, ``denominator``, ``states`` and ``keys`` of a piece."""
     k_in, q_in = piece.left_after(k), piece.left_of_before(q)
     scores = piece.mask(torch.bmm(q, k.mT))
     piece.scan(torch.bmm(k_in.mT, v), before[0], out=states)
@@ -169,7 +188,7 @@ def _gradients(
     grad_k: Tensor,
     grad_v: Tensor,
 ) -> None:
-    """Fill in the last three of a piece."""
+    """Compute ``grad_q``, ``grad_k`` and ``grad_v`` of a piece."""
     k_in, q_in = piece.left_after(k), piece.left_of_before(q)
     grad_states = piece.scan(torch.bmm(q_in.mT, grad), after[0], reverse=True)
     torch.bmm(grad, states.mT, out=grad_q)
@@ -211,9 +230,9 @@ class _Decay(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Chunks that are worked on together: those of R whole sequences, or a part of one.
+    """Chunks that are processed together: all of R sequences, or a part of one.
 
-    ``steps``: what is left of a chunk when later ones begin, (R or 1, S, S) lower triangular.
+    ``steps``: decay from each chunk to later ones, (R or 1, S, S) lower triangular.
     """
 
     rows: slice
@@ -222,7 +241,7 @@ class _Piece(NamedTuple):
     decay: _Decay | None
 
     def of(self, *whole: Tensor | None) -> list[Tensor | None]:
-        """The piece of every (L, N, ., .): its M chunks in one batch, (M, ., .)."""
+        """The M chunks of this piece of every (L, N, ., .), as one batch (M, ., .)."""
         return [x if x is None else x[self.rows, self.span].flatten(0, 1) for x in whole]
 
     def _by_row(self, x: Tensor) -> Tensor:
@@ -236,11 +255,11 @@ class _Piece(NamedTuple):
         return scores.tril_()
 
     def left_of_before(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x times what is left, at each step of a chunk, of all that came before the chunk."""
+        """x times ``decay.into``."""
         return x if self.decay is None else self._times(x, self.decay.into, out)
 
     def left_after(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x times what is left of each step at the end of its chunk."""
+        """x times ``decay.out_of``."""
         return x if self.decay is None else self._times(x, self.decay.out_of, out)
 
     def _times(self, x: Tensor, factor: Tensor, out: Tensor | None) -> Tensor:
@@ -253,7 +272,7 @@ class _Piece(NamedTuple):
     ) -> Tensor:
         """Exclusive (decayed) running sum of (M, ., .) over the chunks of every sequence.
 
-        ``total`` (L, ., .): of all sequences, what came before this piece; then, what comes after.
+        ``total`` (L, ., .), the sum before this piece of all sequences, becomes the sum after it.
         """
         out = torch.empty_like(parts) if out is None else out
         order = slice(None, None, -1 if reverse else 1)
@@ -270,9 +289,9 @@ class _Piece(NamedTuple):
     def scan_rows(
         self, parts: Tensor, total: Tensor, out: Tensor | None = None, reverse: bool = False
     ) -> Tensor:
-        """:meth:`scan` of rows (M, 1, .) by one product: a loop would cost more than its sums.
+        """:meth:`scan` of rows (M, 1, .) by one product, which is faster than a loop.
 
-        ``total`` is one row more, before the first or after the last.
+        ``total`` becomes one more row, before the first or after the last.
         """
         out = torch.empty_like(parts) if out is None else out
         given, sums = (self._by_row(x).squeeze(2).split(SCAN, 1) for x in (parts, out))  # R N .

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.attention import chunked, token_decay
-from lrpe_fairseq.attention.chunked import BlockDecay
+from lrpe_fairseq.attention import chunked
+from lrpe_fairseq.attention.chunked import block_decay, varies
 from lrpe_fairseq.kernels import causal_cpu, loader
+from lrpe_fairseq.kernels.causal import decay_matrix
 
 NORMALIZERS = ("rotated", "content", "layernorm", "none")
 """``rotated``: sum of the scores themselves (Eq. 39). ``content``: sum of un-encoded scores, as
@@ -39,7 +40,7 @@ class LinearState(NamedTuple):
 
 
 def _without_autocast(function: Callable) -> Callable:
-    """The function of q and more, in the types of its arguments: autocast would round the sums."""
+    """Run the function in the types of its arguments: autocast would round the sums."""
 
     @wraps(function)
     def exact(q: Tensor, *args: Any, **options: Any) -> Any:
@@ -68,7 +69,7 @@ def linear_attention_naive(
     log_decay = _without_padding(log_decay, key_padding_mask)
     scores = q @ k.transpose(-1, -2)
     if log_decay is not None:
-        scores = scores * _decay_matrix(log_decay, q)
+        scores = scores * decay_matrix(log_decay, q.shape[-2], q)
     scores = scores.tril() if causal else scores
     numerator = scores @ v
     if normalizer in ("layernorm", "none"):
@@ -101,15 +102,15 @@ def linear_attention(
             zero, which is clamped to :data:`EPS` (Type 8 does so often; see the docs).
         content: (q, k) un-encoded features, of equal width, needed by ``content`` only.
         log_decay: causal only, at most 0; multiplies the score of (s, t) by exp(its sum over
-            t+1..s). (H,): constant, counts every slot, padding included, and has no gradient.
-            (B, H, T): of each token, with gradient; padding has 0.
+            t+1..s). (H,): constant; counts every slot, padding included. (B, H, T): of each
+            token; 0 at padding. Per token, or where it needs a gradient, PyTorch forms serve.
     Returns: (B, H, T, E) in the dtype of ``v`` (float16 saturates); sums are taken in float32 or
         wider. A query that sees no key gets zeros.
     Raises: ValueError for an unknown normalizer or arguments that do not fit together.
     """
-    dtype, per_token = v.dtype, log_decay is not None and log_decay.dim() == 3
-    fast = loader.load(KERNELS) if causal and not per_token else None
-    fast = fast if fast is not None and fast.serves(q, v) else None
+    dtype, fast = v.dtype, loader.triton_kernels(KERNELS) if causal else None
+    able = fast is not None and not varies(log_decay) and fast.serves(q, v)
+    fast = fast if able else None
     given = (q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
     q, k, v, content = _prepare(*given, widen=fast is None)
     log_decay = _without_padding(log_decay, key_padding_mask)
@@ -176,9 +177,9 @@ def _prepare(
     log_decay: Tensor | None,
     widen: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """Check, widen to at least float32, and drop padded keys; content only where it is used.
+    """Check, widen to at least float32, and zero padded keys; content only where it is used.
 
-    Without ``widen`` q, k and v keep their type: what follows sums in float32 by itself.
+    Without ``widen`` q, k and v keep their type: the kernel sums in float32 by itself.
     """
     if normalizer not in NORMALIZERS:
         raise ValueError(f"unknown normalizer {normalizer!r}; choose one of {NORMALIZERS}")
@@ -191,7 +192,7 @@ def _prepare(
     if log_decay is not None and log_decay.shape not in (q.shape[1:2], q.shape[:3]):
         raise ValueError(
             f"log_decay must have shape (H,) or (B, H, T), here {tuple(q.shape[1:2])} or "
-            f"{tuple(q.shape[:3])}, got {tuple(log_decay.shape)}"
+            f"{tuple(q.shape[:3])}, not {tuple(log_decay.shape)}"
         )
     wide = torch.promote_types(v.dtype, torch.float32)
     own = wide if widen else v.dtype
@@ -210,26 +211,13 @@ def _without_padding(log_decay: Tensor | None, key_padding_mask: Tensor | None) 
     return log_decay.masked_fill(key_padding_mask.bool().unsqueeze(1), 0.0)
 
 
-def _decay_matrix(log_decay: Tensor, like: Tensor) -> Tensor:
-    """Factors of the scores on and below the diagonal, (H, T, T) or (B, H, T, T)."""
-    if log_decay.dim() == 3:
-        return token_decay.decay_matrix(log_decay, like)
-    return chunked.decay_matrix(log_decay, like.shape[-2], like)
-
-
-def _block_decay(log_decay: Tensor, like: Tensor) -> BlockDecay:
-    """Factors of a block of all T tokens of ``like`` (B, H, T, D)."""
-    if log_decay.dim() == 3:
-        return token_decay.block_decay(log_decay, like)
-    return chunked.block_decay(log_decay, like.shape[-2], like)
-
-
+@torch.compiler.disable
 def _causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """As ``chunked.causal_sums``, by the fastest form for widened tensors."""
-    form = causal_cpu if causal_cpu.serves(q, k, v) else chunked
-    form = token_decay if log_decay is not None and log_decay.dim() == 3 else form
+    """As ``chunked.causal_sums``, by the fastest form for widened tensors; never compiled."""
+    native = not varies(log_decay) and causal_cpu.serves(q, k, v)
+    form = causal_cpu if native else chunked
     return form.causal_sums(q, k, v, wanted, log_decay, eps)
 
 
@@ -288,7 +276,7 @@ def _advance(
     numerator, denominator = _causal_sums(q, k, v, wanted, log_decay, EPS)
     kv, keys = before
     if log_decay is not None:
-        decay = _block_decay(log_decay, q)
+        decay = block_decay(log_decay, q.shape[-2], q)
         q, k, kv = q * decay.into, k * decay.out_of, kv * decay.whole
     numerator = numerator + q @ before.kv
     kv = kv + k.transpose(-1, -2) @ v
@@ -309,8 +297,8 @@ def _advance_by_one(
     """:func:`_advance` for T = 1, a fifth of its time: the state first, then what q reads of it."""
     kv, keys = before
     if log_decay is not None:
-        rate = torch.exp(log_decay.to(q))
-        rate = rate.unsqueeze(-1) if rate.dim() == 1 else rate  # H 1, or B H 1
+        rate = torch.exp(log_decay.to(q))  # H, or B H 1
+        rate = rate.unsqueeze(-1) if log_decay.dim() == 1 else rate
         kv, keys = kv * rate.unsqueeze(-1), keys * rate
     kv = torch.addcmul(kv, k.transpose(-1, -2), v)
     denominator = None

@@ -28,6 +28,7 @@ from lrpe_fairseq.attention.softmax import (
 from lrpe_fairseq.encodings import EncodingOptions, ScoreEncoding, build_encoding
 from lrpe_fairseq.encodings.base import ELU_PLUS_ONE, PositionCache, check_positions
 from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.kernels.dispatch import is_transformed
 
 ATTENTION_TYPES = ("linear", "softmax")
 NOT_EXPORTED = (
@@ -172,6 +173,7 @@ class MultiheadAttention(nn.Module):
 
     # --- inside: (B, T, C) ---------------------------------------------------------------------
 
+    @torch.compiler.disable  # runs as it is: compiled backward passes of linear attention fail
     def attend(
         self,
         x: Tensor,
@@ -428,8 +430,15 @@ def _count_real_first(key_padding_mask: Tensor) -> Tensor:
     return same if torch.equal(steps, same.expand_as(steps)) else steps
 
 
-@lru_cache(maxsize=256)
 def _counted(length: int, device: torch.device, first: int = 0) -> Tensor:
+    """first, ..., length - 1; the same tensor for the same arguments."""
+    if is_transformed():  # a traced or fake tensor must not be kept
+        return torch.arange(first, length, device=device)
+    return _kept_count(length, device, first)
+
+
+@lru_cache(maxsize=256)
+def _kept_count(length: int, device: torch.device, first: int) -> Tensor:
     with torch.inference_mode(False):
         return torch.arange(first, length, device=device)
 

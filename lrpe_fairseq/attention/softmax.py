@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.base import masked_softmax
+from lrpe_fairseq.kernels.dispatch import is_plain
 
 Rescore = Callable[[Tensor, Tensor | None], Tensor]
 """(scores, visible) -> scores, see ``ScoreEncoding.forward``."""
@@ -19,7 +20,7 @@ Weigh = Callable[[Tensor, Tensor | None, torch.dtype], Tensor]
 """(scores, visible, dtype) -> weights, see ``ScoreEncoding.weigh``."""
 
 
-class Room:
+class KVBuffer:
     """Buffers with room for tokens to come, each (B, ., tokens, .) with its tokens on ``AXES``.
 
     ``used`` tokens of them belong to the newest state; only that one may be continued in place.
@@ -28,7 +29,7 @@ class Room:
     AXES = (2, 2, 1, 1)
 
     def __init__(self, parts: Iterable[Tensor], tokens: int) -> None:
-        """Room for ``tokens`` tokens like ``parts``, with nothing in it."""
+        """KVBuffer for ``tokens`` tokens like ``parts``, with nothing in it."""
         self.buffers = []
         for part, axis in zip(parts, self.AXES, strict=True):
             shape = list(part.shape)
@@ -60,7 +61,7 @@ class SoftmaxState(NamedTuple):
     values: Tensor  # B H S E
     positions: Tensor  # B S
     padding: Tensor  # B S, true where a key is padding
-    room: Room | None = None
+    room: KVBuffer | None = None
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -78,11 +79,11 @@ def extend_state(past: SoftmaxState | None, new: SoftmaxState) -> SoftmaxState:
         return new
     if torch.is_grad_enabled():
         pairs = zip(past.parts, new.parts, strict=True)
-        return SoftmaxState(*map(torch.cat, pairs, Room.AXES))
+        return SoftmaxState(*map(torch.cat, pairs, KVBuffer.AXES))
     seen, more = past.keys.shape[2], new.keys.shape[2]
     room = past.room
     if room is None or room.used != seen or room.tokens < seen + more:
-        room = Room(past.parts, 2 * (seen + more))
+        room = KVBuffer(past.parts, 2 * (seen + more))
         room.append(past.parts, seen)
     return SoftmaxState(*room.append(new.parts, more), room)
 
@@ -93,7 +94,7 @@ def reorder_state(state: SoftmaxState, new_order: Tensor) -> SoftmaxState:
         return SoftmaxState(*(part.index_select(0, new_order) for part in state.parts))
     seen = state.keys.shape[2]
     first = (part[:1].expand(len(new_order), *part.shape[1:]) for part in state.parts)
-    room = Room(first, state.room.tokens)
+    room = KVBuffer(first, state.room.tokens)
     for place, part in zip(room.at(0, seen), state.parts, strict=True):
         torch.index_select(part, 0, new_order, out=place)
     room.used = seen
@@ -148,6 +149,8 @@ def softmax_attention(
         dropout: on the attention weights, as in the paper (softmax only).
         bias: broadcastable to (B, H, T, S), added to the scaled scores.
     Returns: (B, H, T, E). A query that sees no key gets zeros, never NaN.
+    Second derivatives need torch's own kernel, ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``;
+        fused kernels have none and say so.
     """
     square = q.shape[-2] == k.shape[-2]
     if bias is None and key_padding_mask is None and (square or not causal):
@@ -187,10 +190,37 @@ def _attend(
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """torch's kernel; complex features make q and k wider than v, which only the slow one takes,
-    so v gets zeros beside it."""
+    """torch's fused kernel, with v filled up by zeros to the width of q and k.
+
+    Complex features make q and k wider than v, which only torch's slow kernel accepts.
+    """
     missing = q.shape[-1] - v.shape[-1]
-    if missing <= 0:
-        return F.scaled_dot_product_attention(q, k, v, **options)
-    out = F.scaled_dot_product_attention(q, k, F.pad(v, (0, missing)), **options)
-    return out[..., : v.shape[-1]]
+    v = F.pad(v, (0, missing)) if missing > 0 else v
+    out = F.scaled_dot_product_attention(q, k, v, **options)
+    if is_plain(out) and out.requires_grad and "ScaledDotProduct" in out.grad_fn.name():
+        out.grad_fn.register_hook(_refuse_second_derivatives)
+    return out[..., :-missing] if missing > 0 else out
+
+
+def _refuse_second_derivatives(
+    grads: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...] | None:
+    """Under create_graph, make the gradients of a fused kernel say that they have no derivative."""
+    if not torch.is_grad_enabled():
+        return None
+    return tuple(None if g is None else _NoSecondDerivative.apply(g) for g in grads)
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """The identity; its derivative is an error that says what to do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError(
+            "torch's fused softmax attention has no second derivative: run the forward pass under "
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )

@@ -92,7 +92,7 @@ class EncodingSpec:
 
     def generator(self, stream: int = 0) -> torch.Generator:
         """A CPU generator for this encoding only; ``stream`` separates independent draws."""
-        return torch.Generator().manual_seed(self.seed * 1_000_003 + stream)
+        return torch.Generator("cpu").manual_seed(self.seed * 1_000_003 + stream)
 
 
 # --- the protocols -----------------------------------------------------------------------------
@@ -345,6 +345,8 @@ class PositionCache:
         self, sources: Tensor | tuple[Tensor, ...], key: Any, compute: Callable[[], Any]
     ) -> Any:
         """``compute()`` once per (source objects, key); ``key`` names dtype and the like."""
+        if torch.compiler.is_compiling():
+            return compute()  # the compiler traces what is computed and cannot compare identities
         sources = sources if isinstance(sources, tuple) else (sources,)
         if torch.is_inference_mode_enabled() or any(s.is_inference() for s in sources):
             return compute()  # inference tensors have no version and must not reach training

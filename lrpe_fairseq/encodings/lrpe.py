@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lrpe_fairseq.encodings.base import (
     ELU_PLUS_ONE,
@@ -27,7 +26,8 @@ from lrpe_fairseq.encodings.base import (
     over_heads,
 )
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.kernels import encode_blocks, encode_cpu, loader
+from lrpe_fairseq.kernels import encode, encode_cpu, loader
+from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed
 
 KERNELS = "lrpe_fairseq.kernels.encode_triton"
 
@@ -127,7 +127,7 @@ class Fourier(nn.Module):
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
-        index = torch.arange(spec.head_dim, dtype=torch.int64)
+        index = torch.arange(spec.head_dim, dtype=torch.int64, device="cpu")
         turn = torch.outer(index, index) % spec.head_dim
         angle = turn.double() * (2 * math.pi / spec.head_dim)
         self.exact = torch.cat([angle.cos(), -angle.sin()], dim=1) / math.sqrt(spec.head_dim)
@@ -147,6 +147,8 @@ class Fourier(nn.Module):
 
 def reflect(x: Tensor, unit: Tensor) -> Tensor:
     """x - 2 u (u^T x) for every row of x (..., D) and one vector u (D,) of length 1."""
+    if not is_plain(x, unit):
+        return x - 2.0 * (x @ unit).unsqueeze(-1) * unit
     return _Reflection.apply(x, unit)
 
 
@@ -158,23 +160,22 @@ class _Reflection(torch.autograd.Function):
     """The mirror image of x in the plane normal to a unit vector u; its own transpose.
 
     Hence the gradient of x is the mirror image of the gradient: two passes over memory where
-    automatic differentiation takes six.
+    automatic differentiation takes six. Differentiable any number of times.
     """
 
     @staticmethod
     def forward(ctx, x, unit):
-        ctx.save_for_backward(unit, x if unit.requires_grad else None)
+        ctx.save_for_backward(unit, x if ctx.needs_input_grad[1] else None)
         return _mirror(x, unit)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         unit, x = ctx.saved_tensors
+        grad_x = reflect(grad, unit) if ctx.needs_input_grad[0] else None
         if x is None:
-            return _mirror(grad, unit), None
+            return grad_x, None
         g, x = grad.reshape(-1, unit.numel()), x.reshape(-1, unit.numel())
-        grad_unit = -2 * (x.T @ (g @ unit) + g.T @ (x @ unit))
-        return _mirror(grad, unit), grad_unit
+        return grad_x, -2 * (x.T @ (g @ unit) + g.T @ (x @ unit))
 
 
 def _mirror(x: Tensor, unit: Tensor) -> Tensor:
@@ -189,7 +190,7 @@ def _heads_inside(x: Tensor) -> bool:
 
 def _householder_vector(spec: EncodingSpec) -> Tensor:
     """(D,) from N(0, I)."""
-    return torch.randn(spec.head_dim, generator=spec.generator(stream=1))
+    return torch.randn(spec.head_dim, generator=spec.generator(stream=1), device="cpu")
 
 
 # --- Lambda^(s): the one-parameter group, on the last axis of every plane ----------------------
@@ -204,7 +205,7 @@ class Rotation(nn.Module):
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
         width = self.turned(spec.head_dim)
-        exponent = torch.arange(width // 2, dtype=torch.float64) * (-2.0 / width)
+        exponent = torch.arange(width // 2, dtype=torch.float64, device="cpu") * (-2.0 / width)
         self.register_frequencies(BASE**exponent)
 
     @staticmethod
@@ -265,8 +266,8 @@ class Unitary(Rotation):
 
     def __init__(self, spec: EncodingSpec) -> None:
         nn.Module.__init__(self)
-        exponent = torch.arange(spec.head_dim, dtype=torch.float64) * (-2.0 / spec.head_dim)
-        self.register_frequencies(BASE**exponent)
+        exponent = torch.arange(spec.head_dim, dtype=torch.float64, device="cpu")
+        self.register_frequencies(BASE ** (exponent * (-2.0 / spec.head_dim)))
 
     def forward(self, planes: Planes, turn: Tensor) -> Planes:
         """One or two planes (..., T, D) -> the planes (re, im)."""
@@ -291,7 +292,7 @@ class Permutation(nn.Module):
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
-        draw = torch.randperm(spec.head_dim, generator=spec.generator(stream=2))
+        draw = torch.randperm(spec.head_dim, generator=spec.generator(stream=2), device="cpu")
         self.register_buffer("permutation", draw)
         self.cycles = CyclicPowers()
 
@@ -307,24 +308,29 @@ class Permutation(nn.Module):
 
 def permute(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     """x[..., index[..., j]] for x (..., D), where ``inverse`` undoes ``index``; broadcasts."""
-    form = encode_blocks.Form(phi=False, permutes=True)
+    form = encode.Form(phi=False, permutes=True)
     if encode_cpu.serves(x, form):
         return encode_cpu.encode(x, None, (index, inverse), form)
+    if not is_plain(x):
+        return x.gather(-1, index.expand_as(x))
     return _Permuted.apply(x, index.expand_as(x), inverse.expand_as(x))
 
 
 class _Permuted(torch.autograd.Function):
-    """A gather whose gradient is the inverse gather, not a slow scatter that adds."""
+    """A gather whose gradient is the inverse gather, not a slow scatter that adds.
+
+    Differentiable any number of times.
+    """
 
     @staticmethod
     def forward(ctx, x, index, inverse):
-        ctx.save_for_backward(inverse)
+        ctx.save_for_backward(index, inverse)
         return x.gather(-1, index)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        return grad.gather(-1, ctx.saved_tensors[0]), None, None
+        index, inverse = ctx.saved_tensors
+        return _Permuted.apply(grad, inverse, index), None, None
 
 
 class CyclicPowers:
@@ -387,27 +393,22 @@ def cycle_form(permutation: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cycle decomposition of pi (..., D): start, step, length of each j's cycle, and members.
 
     ``members`` lists the elements cycle after cycle; j stands at start[j] + step[j], and
-    pi^s(j) = members[start[j] + (step[j] + s) mod length[j]].
+    pi^s(j) = members[start[j] + (step[j] + s) mod length[j]]. Tensor operations only, so that it
+    works on any device, fake tensors and under torch.compile.
     """
-    rows = permutation.reshape(-1, permutation.shape[-1]).tolist()
-    forms = [_cycle_form_of_row(row) for row in rows]
-    parts = (torch.tensor(part, device=permutation.device) for part in zip(*forms, strict=True))
-    return tuple(part.reshape(permutation.shape) for part in parts)
-
-
-def _cycle_form_of_row(row: list[int]) -> tuple[list[int], list[int], list[int], list[int]]:
-    start, step, length = ([-1] * len(row) for _ in range(3))
-    members: list[int] = []
-    for first in range(len(row)):
-        if start[first] >= 0:
-            continue
-        cycle, j = [], first
-        while not cycle or j != first:
-            cycle.append(j)
-            j = row[j]
-        for place, j in enumerate(cycle):
-            start[j], step[j], length[j] = len(members), place, len(cycle)
-        members += cycle
+    width = permutation.shape[-1]
+    own = torch.arange(width, device=permutation.device).expand_as(permutation)
+    powers = own.unsqueeze(0)  # pi^n for n = 0, 1, ..., at least width
+    jump = permutation  # pi^(number of rows of powers)
+    while powers.shape[0] <= width:
+        powers = torch.cat([powers, jump.expand_as(powers).gather(-1, powers)])
+        jump = jump.gather(-1, jump)
+    first = powers.amin(0)  # the smallest element of each cycle
+    length = 1 + (powers[1:] == own).int().argmax(0)
+    step = (-(powers == first).int().argmax(0)) % length
+    heads = (first == own).long() * length  # the length, once for each cycle
+    start = (heads.cumsum(-1) - heads).gather(-1, first)
+    members = torch.empty_like(permutation).scatter(-1, start + step, own)
     return start, step, length, members
 
 
@@ -424,26 +425,34 @@ def phases(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
     The angle is a float64 product: one float32 angle is off by 6e-3 rad at position 100,000.
     Cosine and sine are cast last, to ``dtype``.
     """
-    return over_heads(_Phases.apply(theta, positions, dtype), positions)
+    form = _phases if is_transformed() else _Phases.apply
+    return over_heads(form(theta, positions, dtype), positions)
+
+
+def _phases(theta: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """exp(i s theta), (..., E), in differentiable operations."""
+    exact = torch.float32 if positions.device.type == "mps" else torch.float64
+    angle = positions.unsqueeze(-1).to(exact) * theta.to(exact).to(positions.device)
+    return torch.complex(angle.cos().to(dtype), angle.sin().to(dtype))
 
 
 class _Phases(torch.autograd.Function):
-    """exp(i s theta); the gradient of theta is sum_s s Im(conj(phase) gradient)."""
+    """exp(i s theta); the gradient of theta is sum_s s Im(conj(phase) gradient).
+
+    Differentiable any number of times: the saved phase is the result, which autograd knows.
+    """
 
     @staticmethod
     def forward(ctx, theta, positions, dtype):
-        exact = torch.float32 if positions.device.type == "mps" else torch.float64
-        s = positions.unsqueeze(-1).to(exact)
-        angle = s * theta.to(exact).to(positions.device)
-        phase = torch.complex(angle.cos().to(dtype), angle.sin().to(dtype))
-        ctx.save_for_backward(s, phase, theta)
+        phase = _phases(theta, positions, dtype)
+        ctx.save_for_backward(positions, phase, theta)
         return phase
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        s, phase, theta = ctx.saved_tensors
-        turned = (phase.conj() * grad).imag.to(s.dtype)
+        positions, phase, theta = ctx.saved_tensors
+        exact = torch.float32 if positions.device.type == "mps" else torch.float64
+        s, turned = positions.unsqueeze(-1).to(exact), (phase.conj() * grad).imag.to(exact)
         return (s * turned).flatten(0, -2).sum(0).to(theta), None, None
 
 
@@ -452,31 +461,15 @@ def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:
 
     The first 2E features are multiplied as complex numbers x[2i] + i x[2i+1]; the rest stay.
     """
-    form = encode_blocks.Form(phi=False)
-    for able in (encode_cpu, encode_blocks):
-        if able.serves(x, form):
-            return able.encode(x, None, turn, form)
+    form = encode.Form(phi=False)
+    if encode_cpu.serves(x, form):
+        return encode_cpu.encode(x, None, turn, form)
+    if x.shape[-1] % 2 or not is_plain(x, turn):
+        # an odd width splits complex numbers in memory, and compilers do without them
+        return encode.rotated(x, turn)
     width = 2 * turn.shape[-1]
-    turned = _TurnedPairs.apply(x[..., :width], turn)
+    turned = torch.view_as_real(_pairs(x[..., :width]) * turn).flatten(-2)
     return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], dim=-1)
-
-
-class _TurnedPairs(torch.autograd.Function):
-    """Complex multiplication of pairs by a unit number; the gradient turns back."""
-
-    @staticmethod
-    def forward(ctx, x, turn):
-        pairs = _pairs(x)
-        ctx.save_for_backward(turn, pairs if turn.requires_grad else None)
-        return torch.view_as_real(pairs * turn).flatten(-2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        turn, pairs = ctx.saved_tensors
-        grad = _pairs(grad)
-        grad_turn = None if pairs is None else (grad * pairs.conj()).sum_to_size(turn.shape)
-        return torch.view_as_real(grad * turn.conj()).flatten(-2), grad_turn
 
 
 def _pairs(x: Tensor) -> Tensor:
@@ -565,24 +558,26 @@ class LRPE(QueryKeyEncoding):
     def one_pass(
         self, x: Tensor, positions: Tensor, feature_map: str | None
     ) -> Callable[[Tensor], Tensor] | None:
-        """By a kernel, or by blocks on a CPU; see :meth:`QueryKeyEncoding.one_pass`.
+        """By a kernel; see :meth:`QueryKeyEncoding.one_pass`.
 
-        None if neither serves x (B, H, T, D), or if P is a Fourier matrix and Lambda not unitary.
+        None if no kernel serves x (B, H, T, D), or if P is a Fourier matrix and Lambda not unitary.
         """
         fourier = isinstance(self.projection, Fourier)
         if fourier and not isinstance(self.core, Unitary):
             return None
         if feature_map not in (None, ELU_PLUS_ONE):
             return None
-        form = encode_blocks.Form(
+        form = encode.Form(
             phi=feature_map is not None,
             halves=isinstance(self.projection, OddEven),
             wide=isinstance(self.core, Unitary),
             permutes=isinstance(self.core, Permutation),
             fourier=fourier,
         )
-        triton = loader.load(KERNELS) if form.phi else None  # which always begins with phi
-        forms = (triton, encode_cpu, encode_blocks)
+        triton = (
+            loader.triton_kernels(KERNELS) if form.phi else None
+        )  # which always begins with phi
+        forms = (triton, encode_cpu)
         fast = next((m for m in forms if m is not None and m.serves(x, form)), None)
         if fast is None:
             return None

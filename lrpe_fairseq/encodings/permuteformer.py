@@ -14,7 +14,7 @@ from lrpe_fairseq.encodings.base import (
 )
 from lrpe_fairseq.encodings.lrpe import CyclicPowers, permute
 from lrpe_fairseq.kernels import encode_cpu
-from lrpe_fairseq.kernels.encode_blocks import Form
+from lrpe_fairseq.kernels.encode import Form
 
 PUBLISHED_SEED = 0xDEADBEEFDEADBEEF
 """Seed of the one permutation of the departure ``permuteformer-shared-permutation``."""
@@ -103,10 +103,15 @@ class PermuteFormer(QueryKeyEncoding):
 
 def _draw(spec: EncodingSpec) -> Tensor:
     generator = spec.generator(stream=3)
-    draws = [torch.randperm(spec.head_dim, generator=generator) for _ in range(spec.num_heads)]
+    draws = [
+        torch.randperm(spec.head_dim, generator=generator, device="cpu")
+        for _ in range(spec.num_heads)
+    ]
     return torch.stack(draws)
 
 
 def _shared_draw(spec: EncodingSpec) -> Tensor:
     generator = torch.Generator().manual_seed(PUBLISHED_SEED)
-    return torch.randperm(spec.head_dim, generator=generator).repeat(spec.num_heads, 1)
+    return torch.randperm(spec.head_dim, generator=generator, device="cpu").repeat(
+        spec.num_heads, 1
+    )

@@ -59,11 +59,11 @@ class SineCode(nn.Module):
         sines = 1 if one else spec.options.of(SPEOptions).spe_sines
         generator = spec.generator(stream=6)
         shape = (spec.num_heads, spec.head_dim, sines)
-        frequency, offset, gain = torch.randn(3, *shape, generator=generator)
+        frequency, offset, gain = torch.randn(3, *shape, generator=generator, device="cpu")
         self.frequency = nn.Parameter(frequency - 4.0)
         self.offset = nn.Parameter(offset)
         self.gain = nn.Parameter(gain * 2.0 / gain.norm(dim=-1, keepdim=True).sqrt())
-        noise = torch.randn(*shape[:2], 2 * sines, realizations, generator=generator)
+        noise = torch.randn(*shape[:2], 2 * sines, realizations, generator=generator, device="cpu")
         self.register_buffer("noise", noise)
         self.drawn: Tensor | None = None
 
@@ -126,9 +126,10 @@ class ConvCode(nn.Module):
         super().__init__()
         taps = spec.options.of(SPEOptions).spe_kernel
         self.shape = (spec.num_heads, spec.head_dim, realizations)
-        draw = torch.rand(2, *self.shape[:2], taps, generator=spec.generator(stream=6))
+        generator = spec.generator(stream=6)
+        draw = torch.rand(2, *self.shape[:2], taps, generator=generator, device="cpu")
         self.kernels = nn.Parameter(draw / math.sqrt(taps / 2.0))  # of qbar, of kbar
-        self.register_buffer("seed", torch.tensor(spec.seed))  # of evaluation
+        self.register_buffer("seed", torch.tensor(spec.seed, device="cpu"))  # of evaluation
         self.drawn: int | None = None
         self._blocks: dict[tuple, Tensor] = {}
 
@@ -282,8 +283,8 @@ class SPE(QueryKeyEncoding):
     def _make_gate(self) -> nn.Parameter:
         generator = self.spec.generator(stream=7)
         shape = (self.spec.num_heads, self.spec.head_dim)
-        draw = torch.randn(shape, generator=generator)
-        eps = torch.randn(*shape, self.realizations, generator=generator)
+        draw = torch.randn(shape, generator=generator, device="cpu")
+        eps = torch.randn(*shape, self.realizations, generator=generator, device="cpu")
         self.register_buffer("gate_noise", eps)
         return nn.Parameter(draw)
 

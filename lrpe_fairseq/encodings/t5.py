@@ -52,12 +52,13 @@ class T5Bias(ScoreEncoding):
         options, fidelity = self.options, spec.options.fidelity
         self.shared = options.t5_shared
         one_way = options.t5_buckets if spec.causal else options.t5_buckets // 2
-        starts = bucket_starts(one_way, options.t5_max_distance)
-        self.register_buffer("starts", torch.tensor(starts), persistent=False)
+        # no buffer: ``to_empty`` would lose it, and no checkpoint holds it
+        self._starts = bucket_starts(one_way, options.t5_max_distance)
         heads = 1 if "t5-shared-bias" in fidelity else spec.num_heads
         std = (spec.num_heads * spec.head_dim) ** -0.5
         std = 1.0 if "t5-unit-init" in fidelity else std
-        draw = torch.randn(heads, options.t5_buckets, generator=spec.generator(stream=4))
+        generator = spec.generator(stream=4)
+        draw = torch.randn(heads, options.t5_buckets, generator=generator, device="cpu")
         self.table = nn.Parameter(std * draw)
         self._cache = PositionCache()
 
@@ -74,17 +75,18 @@ class T5Bias(ScoreEncoding):
     def buckets(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """int64 bucket of every pair, (T, S) or (B, T, S); computed once per pair of tensors."""
         return self._cache.get(
-            (q_positions, k_positions, self.starts),
+            (q_positions, k_positions),
             None,
             lambda: self.bucket(q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)),
         )
 
     def bucket(self, distance: Tensor) -> Tensor:
         """Bucket of s - t, int64 of any shape; a key after a causal query has distance 0."""
+        starts = torch.tensor(self._starts, device=distance.device)
         if self.spec.causal:
-            return torch.bucketize(distance.clamp_min(0), self.starts, right=True)
-        one_way = torch.bucketize(distance.abs(), self.starts, right=True)
-        return one_way + (distance < 0) * (self.starts.numel() + 1)
+            return torch.bucketize(distance.clamp_min(0), starts, right=True)
+        one_way = torch.bucketize(distance.abs(), starts, right=True)
+        return one_way + (distance < 0) * (starts.numel() + 1)
 
 
 def bucket_starts(buckets: int, max_distance: int) -> list[int]:

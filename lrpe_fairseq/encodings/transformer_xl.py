@@ -47,14 +47,16 @@ class TransformerXL(ScoreEncoding):
         self.r_proj = nn.utils.skip_init(nn.Linear, width, width, bias=False)
         nn.init.xavier_uniform_(self.r_proj.weight, gain=math.sqrt(0.5), generator=generator)
         shape = (spec.num_heads, spec.head_dim)
-        self.u = nn.Parameter(0.02 * torch.randn(shape, generator=generator))
-        self.v = nn.Parameter(0.02 * torch.randn(shape, generator=generator))
+        self.u = nn.Parameter(0.02 * torch.randn(shape, generator=generator, device="cpu"))
+        self.v = nn.Parameter(0.02 * torch.randn(shape, generator=generator, device="cpu"))
         self._layouts, self._sinusoids = PositionCache(), PositionCache()
 
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Terms (b), (c) and (d), (B, H, T, S); ``q`` is already scaled by D^-0.5."""
         check_positions(q_positions, q), check_positions(k_positions, k)
         q, of_keys = self._content(q, k)
+        if q.numel() == 0:
+            return of_keys
         both = q_positions, k_positions
         aligned = self._layouts.get(both, None, lambda: end_together(*both))
         if aligned:

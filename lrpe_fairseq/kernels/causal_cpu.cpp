@@ -1,27 +1,50 @@
-// The causal sums of linear attention on a CPU; causal_cpu.py compiles, loads and calls this.
+// Causal sums of linear attention on a CPU; causal_cpu.py compiles, loads and calls this.
 //
-// One sequence after the other goes through the cache in chunks of CHUNK tokens. Within a chunk the
-// scores on and below the diagonal are formed; what came before enters through the state, S = sum
-// of k v^T and z = sum of k. Only the states at the start of every segment, of many chunks, are
-// kept; the backward pass goes from the last segment to the first, and twice through each: in the
-// order of time for dq, which needs the states, and against it for dk and dv, which need what comes
-// after. `product` is where time is to be spent.
+// A thread takes one sequence after the other, in chunks of CHUNK tokens. Within a chunk it forms the
+// scores on and below the diagonal; earlier tokens enter through the state, S = sum of k v^T and
+// z = sum of k. Only the states at the start of every segment (many chunks) are saved. The backward
+// pass takes the segments from last to first, and the chunks of each twice: forwards for dq, which
+// needs the states, then backwards for dk and dv, which need sums over later tokens. Almost all time
+// is spent in `product`.
 //
 // Names: q, k, v queries, keys, values; G and g the gradients of numerators and denominators;
-// dq, dk, dv those of q, k, v. D key width, E value width, both filled up to whole vectors.
+// dq, dk, dv those of q, k, v. D key width, E value width, both padded to whole vectors.
 
 #include "products.h"
 
 constexpr int CHUNK = 32;  // a multiple of ROWS and of the elements of a vector
 
-enum Wanted { NUMERATOR, SUMS, NORMALIZED };
+typedef const double *Rates;
 
-struct Call {
-    int64_t batch, heads, time, keys, values;
-    int64_t segment, wanted, threads;  // segment: tokens, a multiple of CHUNK
-    double eps;
-    const double *log_decay;  // of each head, or null
-};
+// segment: tokens, a multiple of CHUNK. double_precision: the type of all tensors. denominators:
+// whether they are summed. normalizes: whether out is the quotient. log_decay: of each head, or null.
+// The forward pass writes out, denominators and states; the backward pass reads these, grad and
+// grad_denominators, and writes grad_q, grad_k and grad_v.
+#define CALL_FIELDS(F)                  \
+    F(Call, int64_t, batch)             \
+    F(Call, int64_t, heads)             \
+    F(Call, int64_t, time)              \
+    F(Call, int64_t, keys)              \
+    F(Call, int64_t, values)            \
+    F(Call, int64_t, segment)           \
+    F(Call, int64_t, threads)           \
+    F(Call, int64_t, double_precision)  \
+    F(Call, int64_t, with_denominators) \
+    F(Call, int64_t, normalizes)        \
+    F(Call, double, eps)                \
+    F(Call, Rates, log_decay)           \
+    F(Call, Tensor, q)                  \
+    F(Call, Tensor, k)                  \
+    F(Call, Tensor, v)                  \
+    F(Call, Tensor, states)             \
+    F(Call, Tensor, out)                \
+    F(Call, Tensor, denominators)       \
+    F(Call, Tensor, grad)               \
+    F(Call, Tensor, grad_denominators)  \
+    F(Call, Tensor, grad_q)             \
+    F(Call, Tensor, grad_k)             \
+    F(Call, Tensor, grad_v)
+DEFINE_STRUCT(Call, CALL_FIELDS, call_fields)
 
 namespace {
 
@@ -32,7 +55,7 @@ inline V exchanged(V a, V b, std::integer_sequence<int, J...>) {
     return __builtin_shufflevector(a, b, ((J & STEP) ? N + J - STEP : J)...);
 }
 
-// Transpose a square of vectors: exchange quarters, then their quarters.
+// Transpose a square of vectors: exchange quadrants, then recursively their quadrants.
 template <int STEP, typename T>
 inline void exchange(typename Lanes<T>::Vector *x) {
     if constexpr (STEP > 0) {
@@ -61,11 +84,11 @@ void transpose(Matrix<T> to, Matrix<T> from, int rows, int columns) {
         }
 }
 
-// What a decay of r per token leaves within a chunk.
+// The factors of a decay r per token within a chunk.
 template <typename T>
 struct Decay {
-    Matrix<T> within;  // r^(s-t) of the scores
-    T *into, *out_of;  // r^(i+1) of what came before the chunk; r^(CHUNK-1-i) after the chunk
+    Matrix<T> within;  // r^(s-t), for the scores
+    T *into, *out_of;  // r^(i+1), for the state before; r^(CHUNK-1-i), for token i in the state after
     T whole = 1;       // r^CHUNK
 
     void set(double log_rate) {
@@ -78,7 +101,7 @@ struct Decay {
     }
 };
 
-// What one thread needs for one sequence at a time, in either direction.
+// What forward and backward share; every thread has one and works on one sequence at a time.
 template <typename T>
 struct Worker {
     using L = Lanes<T>;
@@ -91,13 +114,13 @@ struct Worker {
         : call(call), D(L::filled(call.keys)), E(L::filled(call.values)) {}
 
     bool decays() const { return call.log_decay != nullptr; }
-    bool counts() const { return call.wanted != NUMERATOR; }
+    bool counts() const { return call.with_denominators; }
 
-    // The rooms that `decay` needs.
+    // Elements that `decay` needs.
     static constexpr int64_t DECAY = CHUNK * (CHUNK + 2);
-    void place_decay(Rooms<T> &rooms) {
-        decay.within = rooms.matrix(CHUNK, CHUNK);
-        decay.into = rooms.matrix(1, CHUNK).data, decay.out_of = rooms.matrix(1, CHUNK).data;
+    void place_decay(Workspace<T> &space) {
+        decay.within = space.matrix(CHUNK, CHUNK);
+        decay.into = space.matrix(1, CHUNK).data, decay.out_of = space.matrix(1, CHUNK).data;
     }
 
     void begin(int64_t sequence) {
@@ -111,7 +134,7 @@ struct Worker {
 
     int length(int64_t start) const { return int(std::min<int64_t>(CHUNK, call.time - start)); }
 
-    // The chunk of x that starts there, filled up with zeros.
+    // Read the chunk of x that starts there; missing rows become zeros.
     void load(Matrix<T> to, const Tensor &x, int64_t start, int64_t width) const {
         const int here = length(start);
         for (int i = 0; i < here; i++)
@@ -128,20 +151,20 @@ struct Worker {
         for (int i = 0; decays() && i < CHUNK; i++) scale(x[i], factors[i], x.row);
     }
 
-    // x with its rows decayed, in `room` unless nothing decays.
-    Matrix<T> decayed(Matrix<T> x, const T *factors, Matrix<T> room) const {
+    // x with decayed rows: a copy in `buffer`, or x itself without decay.
+    Matrix<T> decayed(Matrix<T> x, const T *factors, Matrix<T> buffer) const {
         if (!decays()) return x;
-        std::memcpy(room.data, x.data, sizeof(T) * CHUNK * x.row);
-        decay_rows(room, factors);
-        return room;
+        std::memcpy(buffer.data, x.data, sizeof(T) * CHUNK * x.row);
+        decay_rows(buffer, factors);
+        return buffer;
     }
 
-    // What a chunk leaves of a sum of rows or products.
+    // Decay a state (or its row z) over a whole chunk.
     void decay_whole(Matrix<T> sum, int rows) const {
         if (decays()) scale(sum.data, decay.whole, int64_t(rows) * sum.row);
     }
 
-    // Decay the scores and zero those above the diagonal, as far as a product wrote any.
+    // Decay the scores and zero those above the diagonal, in the columns that `product` wrote.
     void mask(Matrix<T> x) const {
         for (int i = 0; i < CHUNK; i++) {
             const int end = std::min(CHUNK, L::filled(i / ROWS * ROWS + ROWS));
@@ -162,33 +185,32 @@ template <typename T>
 struct Forward : Worker<T> {
     using Base = Worker<T>;
     using Base::call, Base::D, Base::E, Base::decay, Base::decays, Base::counts;
-    Rooms<T> rooms;
+    Workspace<T> space;
     Matrix<T> q, k, v, turned_k, scores, sums, state, z;
 
     explicit Forward(const Call &call)
-        : Base(call), rooms(CHUNK * int64_t(3 * D + 2 * E + CHUNK) + D * E + D + Base::DECAY) {
-        q = rooms.matrix(CHUNK, D), k = rooms.matrix(CHUNK, D), v = rooms.matrix(CHUNK, E);
-        turned_k = rooms.matrix(D, CHUNK), scores = rooms.matrix(CHUNK, CHUNK);
-        sums = rooms.matrix(CHUNK, E), state = rooms.matrix(D, E), z = rooms.matrix(1, D);
-        Base::place_decay(rooms);
+        : Base(call), space(CHUNK * int64_t(3 * D + 2 * E + CHUNK) + D * E + D + Base::DECAY) {
+        q = space.matrix(CHUNK, D), k = space.matrix(CHUNK, D), v = space.matrix(CHUNK, E);
+        turned_k = space.matrix(D, CHUNK), scores = space.matrix(CHUNK, CHUNK);
+        sums = space.matrix(CHUNK, E), state = space.matrix(D, E), z = space.matrix(1, D);
+        Base::place_decay(space);
     }
 
-    // x: q, k, v, states, out, denominators.
-    void run(int64_t sequence, const Tensor *x) {
-        rooms.clear();
+    void run(int64_t sequence) {
+        space.clear();
         this->begin(sequence);
         for (int64_t start = 0; start < call.time; start += CHUNK) {
-            if (x[3].data && start % call.segment == 0) keep(x[3], start / call.segment);
-            this->load(q, x[0], start, call.keys), this->load(k, x[1], start, call.keys);
-            this->load(v, x[2], start, call.values);
+            if (call.states.data && start % call.segment == 0) keep(start / call.segment);
+            this->load(q, call.q, start, call.keys), this->load(k, call.k, start, call.keys);
+            this->load(v, call.v, start, call.values);
             transpose(turned_k, k, CHUNK, D);
             product<LOWER, false>(scores, q, turned_k, CHUNK, D, CHUNK);
             this->mask(scores);
             product<LEFT_LOWER, false>(sums, scores, v, CHUNK, CHUNK, E);
             this->decay_rows(q, decay.into);
             product<FULL, true>(sums, q, state, CHUNK, D, E);
-            if (counts()) count(x[5], start);
-            this->store(x[4], sums, start, call.values);
+            if (counts()) count(start);
+            this->store(call.out, sums, start, call.values);
             this->decay_rows(k, decay.out_of);
             this->decay_whole(state, D);
             product<FULL, true>(state, k.transposed(), v, D, CHUNK, E);
@@ -197,17 +219,18 @@ struct Forward : Worker<T> {
         }
     }
 
-    // The denominators of a chunk; divide by them where that is wanted.
-    void count(const Tensor &denominators, int64_t start) const {
-        T *to = this->row_of(denominators, start);
+    // Write the denominators of a chunk; divide the sums by them if out is the quotient.
+    void count(int64_t start) const {
+        T *to = this->row_of(call.denominators, start);
         for (int i = 0; i < this->length(start); i++) {
             to[i] = dot(q[i], z.data, D) + this->sum_of_row(scores, i);
-            if (call.wanted == NORMALIZED) scale(sums[i], T(1) / std::max(to[i], T(call.eps)), E);
+            if (call.normalizes) scale(sums[i], T(1) / std::max(to[i], T(call.eps)), E);
         }
     }
 
-    void keep(const Tensor &states, int64_t segment) const {
-        T *to = this->row_of(states, segment);
+    // Save the state before a segment for the backward pass.
+    void keep(int64_t segment) const {
+        T *to = this->row_of(call.states, segment);
         for (int n = 0; n < call.keys; n++, to += call.values)
             std::memcpy(to, state[n], call.values * sizeof(T));
         std::memcpy(to, z.data, call.keys * sizeof(T));
@@ -218,64 +241,63 @@ template <typename T>
 struct Backward : Worker<T> {
     using Base = Worker<T>;
     using Base::call, Base::D, Base::E, Base::decay, Base::decays, Base::counts;
-    Rooms<T> rooms;
+    Workspace<T> space;
     // of a segment
     Matrix<T> all_q, all_k, all_v, all_G, all_dscores;
     T *all_g;
     // of a chunk
     Matrix<T> q, k, v, G, dscores, turned_k, turned_v, scores, dq, dk, dv;
     T *g;
-    // S^T and z before the chunk; dS, dS^T and dz, the sums of q G^T and q g, after it
+    // S^T and z before the chunk; dS, dS^T and dz (sums of q G^T and q g) after it
     Matrix<T> turned_state, z, dstate, turned_dstate, dz;
-    Matrix<T> room;
+    Matrix<T> buffer;
 
     explicit Backward(const Call &call)
         : Base(call),
-          rooms(call.segment * (2 * D + 2 * E + CHUNK + 1) +
+          space(call.segment * (2 * D + 2 * E + CHUNK + 1) +
                 CHUNK * int64_t(3 * D + 2 * E + CHUNK) + 3 * D * E + 2 * D + Base::DECAY) {
         const int segment = int(call.segment);
-        all_q = rooms.matrix(segment, D), all_k = rooms.matrix(segment, D);
-        all_v = rooms.matrix(segment, E), all_G = rooms.matrix(segment, E);
-        all_dscores = rooms.matrix(segment, CHUNK), all_g = rooms.matrix(1, segment).data;
-        turned_k = rooms.matrix(D, CHUNK), turned_v = rooms.matrix(E, CHUNK);
-        scores = rooms.matrix(CHUNK, CHUNK);
-        dq = dk = rooms.matrix(CHUNK, D), dv = rooms.matrix(CHUNK, E);
-        turned_state = rooms.matrix(E, D), turned_dstate = rooms.matrix(E, D);
-        dstate = rooms.matrix(D, E);
-        z = rooms.matrix(1, D), dz = rooms.matrix(1, D), room = rooms.matrix(CHUNK, D);
-        Base::place_decay(rooms);
+        all_q = space.matrix(segment, D), all_k = space.matrix(segment, D);
+        all_v = space.matrix(segment, E), all_G = space.matrix(segment, E);
+        all_dscores = space.matrix(segment, CHUNK), all_g = space.matrix(1, segment).data;
+        turned_k = space.matrix(D, CHUNK), turned_v = space.matrix(E, CHUNK);
+        scores = space.matrix(CHUNK, CHUNK);
+        dq = dk = space.matrix(CHUNK, D), dv = space.matrix(CHUNK, E);
+        turned_state = space.matrix(E, D), turned_dstate = space.matrix(E, D);
+        dstate = space.matrix(D, E);
+        z = space.matrix(1, D), dz = space.matrix(1, D), buffer = space.matrix(CHUNK, D);
+        Base::place_decay(space);
     }
 
-    // x: q, k, v, states, out, denominators, their gradients, dq, dk, dv.
-    void run(int64_t sequence, const Tensor *x) {
-        rooms.clear();
+    void run(int64_t sequence) {
+        space.clear();
         this->begin(sequence);
         for (int64_t n = (call.time - 1) / call.segment; n >= 0; n--) {
             const int64_t begin = n * call.segment, end = std::min(begin + call.segment, call.time);
-            recall(x[3], n);
+            recall(n);
             int64_t start = begin;
             for (; start < end; start += CHUNK) {
                 look_at(start - begin);
-                load_chunk(x, start);
+                load_chunk(start);
                 gradient_of_scores();
                 gradient_of_queries();
-                this->store(x[8], dq, start, call.keys);
+                this->store(call.grad_q, dq, start, call.keys);
             }
             while (start > begin) {
                 start -= CHUNK;
                 look_at(start - begin);
                 gradient_of_keys();
-                this->store(x[9], dk, start, call.keys);
+                this->store(call.grad_k, dk, start, call.keys);
                 gradient_of_values();
-                this->store(x[10], dv, start, call.values);
+                this->store(call.grad_v, dv, start, call.values);
                 advance();
             }
         }
     }
 
-    // The state before a segment.
-    void recall(const Tensor &states, int64_t segment) {
-        const T *from = this->row_of(states, segment);
+    // Read the state before a segment.
+    void recall(int64_t segment) {
+        const T *from = this->row_of(call.states, segment);
         for (int n = 0; n < call.keys; n++)
             for (int j = 0; j < call.values; j++) turned_state[j][n] = *from++;
         std::memcpy(z.data, from, call.keys * sizeof(T));
@@ -287,19 +309,22 @@ struct Backward : Worker<T> {
         dscores = from(all_dscores), g = all_g + row;
     }
 
-    // q, k, v, G and, where denominators count, g.
-    void load_chunk(const Tensor *x, int64_t start) {
-        this->load(q, x[0], start, call.keys), this->load(k, x[1], start, call.keys);
-        this->load(v, x[2], start, call.values), this->load(G, x[6], start, call.values);
+    // q, k, v, G and, with denominators, g.
+    void load_chunk(int64_t start) {
+        this->load(q, call.q, start, call.keys), this->load(k, call.k, start, call.keys);
+        this->load(v, call.v, start, call.values), this->load(G, call.grad, start, call.values);
         std::fill(g, g + CHUNK, T(0));
         const int here = this->length(start);
-        if (call.wanted == SUMS) std::memcpy(g, this->row_of(x[7], start), here * sizeof(T));
-        if (call.wanted == NORMALIZED) through_quotient(x[4], this->row_of(x[5], start), start);
+        if (call.normalizes)
+            through_quotient(start);
+        else if (counts())
+            std::memcpy(g, this->row_of(call.grad_denominators, start), here * sizeof(T));
     }
 
-    // of out = numerators / max(denominators, eps)
-    void through_quotient(const Tensor &out, const T *denominators, int64_t start) {
-        this->load(dv, out, start, call.values);
+    // G and g from the gradient of out = numerators / max(denominators, eps).
+    void through_quotient(int64_t start) {
+        const T *denominators = this->row_of(call.denominators, start);
+        this->load(dv, call.out, start, call.values);
         for (int i = 0; i < this->length(start); i++) {
             scale(G[i], T(1) / std::max(denominators[i], T(call.eps)), E);
             g[i] = denominators[i] < T(call.eps) ? T(0) : -dot(G[i], dv[i], E);
@@ -313,13 +338,13 @@ struct Backward : Worker<T> {
         this->mask(dscores);
     }
 
-    // dq; then the state after the chunk.
+    // Compute dq; then advance the state over the chunk.
     void gradient_of_queries() {
         product<FULL, false>(dq, G, turned_state, CHUNK, E, D);
         for (int i = 0; counts() && i < CHUNK; i++) add(dq[i], z.data, g[i], D);
         this->decay_rows(dq, decay.into);
         product<LEFT_LOWER, true>(dq, dscores, k, CHUNK, CHUNK, D);
-        const Matrix<T> left = this->decayed(k, decay.out_of, room);
+        const Matrix<T> left = this->decayed(k, decay.out_of, buffer);
         this->decay_whole(turned_state, E);
         product<FULL, true>(turned_state, v.transposed(), left, E, CHUNK, D);
         this->decay_whole(z, 1);
@@ -338,13 +363,13 @@ struct Backward : Worker<T> {
         transpose(turned_k, k, CHUNK, D);
         product<LOWER, false>(scores, q, turned_k, CHUNK, D, CHUNK);
         this->mask(scores);
-        product<FULL, false>(dv, this->decayed(k, decay.out_of, room), dstate, CHUNK, D, E);
+        product<FULL, false>(dv, this->decayed(k, decay.out_of, buffer), dstate, CHUNK, D, E);
         product<LEFT_UPPER, true>(dv, scores.transposed(), G, CHUNK, CHUNK, E);
     }
 
-    // dS and dz, from after the chunk to before it.
+    // Move dS and dz from after the chunk to before it.
     void advance() {
-        const Matrix<T> seen = this->decayed(q, decay.into, room);
+        const Matrix<T> seen = this->decayed(q, decay.into, buffer);
         this->decay_whole(dstate, D);
         product<FULL, true>(dstate, seen.transposed(), G, D, CHUNK, E);
         this->decay_whole(dz, 1);
@@ -352,25 +377,22 @@ struct Backward : Worker<T> {
     }
 };
 
-// A sequence at a time for every thread.
 template <typename Direction>
-void run(const Call &call, const Tensor *x) {
+void run(const Call &call) {
 #pragma omp parallel num_threads(int(call.threads))
     {
         Direction direction(call);
 #pragma omp for schedule(dynamic)
-        for (int64_t n = 0; n < call.batch * call.heads; n++) direction.run(n, x);
+        for (int64_t n = 0; n < call.batch * call.heads; n++) direction.run(n);
     }
 }
 
 }  // namespace
 
-// x: q, k, v, states, out, denominators.
-extern "C" void causal_forward(const Call *call, const Tensor *x, int wide) {
-    wide ? run<Forward<double>>(*call, x) : run<Forward<float>>(*call, x);
+extern "C" void causal_forward(const Call *call) {
+    call->double_precision ? run<Forward<double>>(*call) : run<Forward<float>>(*call);
 }
 
-// x: q, k, v, states, out, denominators, grad, that of the denominators, dq, dk, dv.
-extern "C" void causal_backward(const Call *call, const Tensor *x, int wide) {
-    wide ? run<Backward<double>>(*call, x) : run<Backward<float>>(*call, x);
+extern "C" void causal_backward(const Call *call) {
+    call->double_precision ? run<Backward<double>>(*call) : run<Backward<float>>(*call);
 }

@@ -1,8 +1,8 @@
-"""The causal sums of linear attention on a CPU in C++: ``chunked`` without what PyTorch moves.
+"""The causal sums of linear attention in C++ for a CPU.
 
-The same sums, chunk by chunk, with everything between arguments and results in the cache of the
-core that works on a sequence, the triangle above the diagonal left out, and the states formed again
-in the backward pass instead of kept. Where ``causal_cpu.cpp`` is not compiled ``chunked`` serves.
+The same sums as ``chunked``, chunk by chunk. Intermediate results stay in the cache of the core
+that works on a sequence, the scores above the diagonal are not computed, and the states are
+recomputed in the backward pass. ``chunked`` serves where ``causal_cpu.cpp`` does not compile.
 """
 
 import ctypes
@@ -11,95 +11,126 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from lrpe_fairseq.kernels import loader
+from lrpe_fairseq.kernels import causal, loader
+from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-WANTED = ("numerator", "sums", "normalized")  # in the order of causal_cpu.cpp
+WANTED = ("numerator", "sums", "normalized")
 SEGMENT = 256
-"""Tokens between the states that are kept for the backward pass; what it does to a segment stays in
-a core's cache. A multiple of the chunks of ``causal_cpu.cpp``."""
+"""Tokens between saved states; the backward pass of one segment stays in a core's cache. A multiple
+of CHUNK in ``causal_cpu.cpp``."""
 
 WIDEST = 256
-"""Of keys and values: beyond, the state is too large for a core's cache."""
+"""Widest keys and values: the state of wider ones does not fit a core's cache."""
+
+TENSORS = ("q", "k", "v", "states", "out", "denominators", "grad", "grad_denominators")
+GRADIENTS = ("grad_q", "grad_k", "grad_v")
+
+
+class _Call(ctypes.Structure):
+    """``Call`` of causal_cpu.cpp; the loader checks that the two agree."""
+
+    _fields_ = [
+        *((n, ctypes.c_int64) for n in ("batch", "heads", "time", "keys", "values", "segment")),
+        *((n, ctypes.c_int64) for n in ("threads", "double_precision")),
+        *((n, ctypes.c_int64) for n in ("with_denominators", "normalizes")),
+        ("eps", ctypes.c_double),
+        ("log_decay", ctypes.c_void_p),
+        *((n, loader.View) for n in (*TENSORS, *GRADIENTS)),
+    ]
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled kernel; None where kernels are off or it does not compile."""
+    return loader.compiled(SOURCE, _Call)
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether this form is for these (B, H, T, .): on a CPU, a sequence for every thread."""
+    """True if the C++ kernel supports these (B, H, T, .) and has a sequence for every thread."""
     given = (q, k, v)
     return (
-        q.shape == k.shape
+        is_plain(*given)
+        and q.shape == k.shape
         and q.shape[:3] == v.shape[:3]
         and all(x.numel() > 0 and x.shape[-1] <= WIDEST for x in given)
         and q.shape[0] * q.shape[1] >= torch.get_num_threads()
         and q.dtype in (torch.float32, torch.float64)
         and all(x.device.type == "cpu" and x.dtype == q.dtype for x in given)
-        and not torch.compiler.is_compiling()
-        and loader.compiled(SOURCE) is not None
+        and library() is not None
     )
 
 
 def causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """As ``chunked.causal_sums``."""
-    return _Native.apply(q, k, v, wanted, log_decay, eps)
+    """As :func:`causal.definition`, with a constant ``log_decay`` (H,) that gets no gradient."""
+    rows = (loader.contiguous_rows(x) for x in (q, k, v))  # here, where autograd sees the copies
+    return _CausalSums.apply(*rows, wanted, log_decay, eps)
 
 
-class _Native(torch.autograd.Function):
+class _CausalSums(torch.autograd.Function):
     """(result, denominator)."""
 
     @staticmethod
     def forward(ctx, q, k, v, wanted, log_decay, eps):
-        q, k, v = (loader.rows(x) for x in (q, k, v))
         states = _states(q, v) if any(ctx.needs_input_grad) else None
         out = torch.empty_like(v)
-        denominator = None if wanted == "numerator" else q.new_empty(q.shape[:3])
+        denominators = None if wanted == "numerator" else q.new_empty(q.shape[:3])
         ctx.settings = wanted, log_decay, eps
-        _call("causal_forward", ctx.settings, q, k, v, states, out, denominator)
-        kept = (out, denominator) if wanted == "normalized" else (None, None)
+        tensors = {"states": states, "out": out, "denominators": denominators}
+        _run("causal_forward", ctx.settings, q=q, k=k, v=v, **tensors)
+        kept = (out, denominators) if wanted == "normalized" else (None, None)
         ctx.save_for_backward(q, k, v, states, *kept)
-        return out, denominator if wanted == "sums" else None
+        return out, denominators if wanted == "sums" else None
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad, g):
-        q, k, v, *kept = ctx.saved_tensors
-        grads = [torch.empty_like(x) for x in (q, k, v)]
-        g = None if g is None else g.contiguous()
-        _call("causal_backward", ctx.settings, q, k, v, *kept, loader.rows(grad), g, *grads)
-        return *grads, None, None, None
+    def backward(ctx, grad, grad_denominators):
+        if torch.is_grad_enabled():
+            return _again(ctx, grad, grad_denominators)
+        q, k, v, states, out, denominators = ctx.saved_tensors
+        grads = {name: torch.empty_like(x) for name, x in zip(GRADIENTS, (q, k, v), strict=True)}
+        kept = {"states": states, "out": out, "denominators": denominators}
+        if grad_denominators is not None:
+            kept["grad_denominators"] = grad_denominators.contiguous()
+        grad = loader.contiguous_rows(grad)
+        _run("causal_backward", ctx.settings, q=q, k=k, v=v, grad=grad, **kept, **grads)
+        return *grads.values(), None, None, None
+
+
+def _again(ctx, grad: Tensor, grad_denominators: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of a call as a graph, for second derivatives."""
+    inputs, needed = ctx.saved_tensors[:3], ctx.needs_input_grad[:3]
+    grads = causal.present(grad, grad_denominators)
+    found = gradients_of(
+        lambda *x: causal.present(*causal.definition(*x, *ctx.settings)), inputs, needed, grads
+    )
+    return *found, None, None, None
 
 
 def _states(q: Tensor, v: Tensor) -> Tensor:
-    """Room for the state before every segment: D x E sums of k v^T, then D of k."""
+    """Memory for the state before every segment: D x E sums of k v^T, then D sums of k."""
     segments = math.ceil(q.shape[-2] / SEGMENT)
     return q.new_empty(*q.shape[:2], segments, q.shape[-1] * (v.shape[-1] + 1))
 
 
-class _Call(ctypes.Structure):
-    _fields_ = [
-        *((n, ctypes.c_int64) for n in ("batch", "heads", "time", "keys", "values")),
-        *((n, ctypes.c_int64) for n in ("segment", "wanted", "threads")),
-        ("eps", ctypes.c_double),
-        ("log_decay", ctypes.c_void_p),
-    ]
-
-
-def _call(name: str, settings: tuple[str, Tensor | None, float], *tensors: Tensor | None) -> None:
-    """Run a function of the library on tensors, of which the first and third are q and v."""
-    q, v = tensors[0], tensors[2]
+def _run(name: str, settings: tuple[str, Tensor | None, float], **tensors: Tensor | None) -> None:
+    """Call a function of the library on named tensors."""
     wanted, log_decay, eps = settings
-    rates = None if log_decay is None else log_decay.double().expand(q.shape[1]).contiguous()
+    q, v = tensors["q"], tensors["v"]
+    rates = None if log_decay is None else log_decay.detach().double().expand(q.shape[1])
+    rates = None if rates is None else rates.contiguous()
+    sizes = dict(zip(("batch", "heads", "time", "keys"), q.shape, strict=True))
     call = _Call(
-        *q.shape,
-        v.shape[-1],
-        SEGMENT,
-        WANTED.index(wanted),
-        torch.get_num_threads(),
-        eps,
-        None if rates is None else rates.data_ptr(),
+        **sizes,
+        values=v.shape[-1],
+        segment=SEGMENT,
+        threads=torch.get_num_threads(),
+        double_precision=q.dtype == torch.float64,
+        with_denominators=wanted != "numerator",
+        normalizes=wanted == "normalized",
+        eps=eps,
+        log_decay=loader.pointer(rates),
+        **{name: loader.view(x) for name, x in tensors.items()},
     )
-    run = getattr(loader.compiled(SOURCE), name)
-    run(ctypes.byref(call), loader.views(*tensors), int(q.dtype == torch.float64))
+    getattr(library(), name)(ctypes.byref(call))

@@ -1,46 +1,46 @@
-"""Causal linear attention on CUDA: the chunked form of ``attention.linear`` as Triton kernels.
+"""The causal sums of linear attention on CUDA as Triton kernels.
 
-The same sums, chunk by chunk, with the normalizer in the same pass: a scan writes the state before
-every chunk, in float32; then all chunks work side by side, each from its own rows and its state.
-Nothing of size T x T, and no widened copy of q, k or v, is ever in memory. The reference is
-``chunked.causal_sums``, whose results these are in outputs and gradients.
+A scan writes the state before every chunk in float32; then all chunks are computed in parallel,
+each from its own rows and its state, with the normalizer in the same pass. Nothing of size T x T
+and no widened copy of q, k or v is stored. The definition is ``causal.definition``.
 
 Inside: L = B H sequences, T time, N chunks of C rows, D key width, E value width.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from lrpe_fairseq.kernels import causal
+from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain
 from lrpe_fairseq.kernels.loader import on_device
 
 CHUNK = 64
 WIDEST_BLOCK = {True: 32, False: 64}
-"""Columns of D or E that a program holds, in float32 (True) and in half types: a float32 product is
-three of tf32 parts, which take more registers."""
-MINIMUM = 16  # of every side of a tl.dot
+"""Columns of D or E in one program, in float32 (True) and in half types: a float32 product is three
+products of tf32 parts, which take more registers."""
+MINIMUM = 16  # smallest side of a tl.dot
 
 
 def serves(q: Tensor, v: Tensor) -> bool:
-    """Whether the kernels are for these tensors: a fit device and one type."""
-    return on_device(q) and q.dtype == v.dtype
+    """True if the kernels support q and v: on a GPU since Ampere, of one type, not float64."""
+    return is_plain(q, v) and on_device(q) and q.dtype == v.dtype
 
 
 def causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """As ``chunked.causal_sums``; the results are float32."""
-    out, denominator = _Fused.apply(q, k, v, wanted, log_decay, eps)
+    """As :func:`causal.definition`, in float32; ``log_decay`` (H,) gets no gradient."""
+    rows = (x.contiguous() for x in (q, k, v))  # here, where autograd sees the copies
+    out, denominator = _CausalSums.apply(*rows, wanted, log_decay, eps)
     return out, denominator if wanted == "sums" else None
 
 
 class _Shape(NamedTuple):
-    """What every kernel of one call needs to know."""
+    """Sizes that every kernel of one call takes."""
 
     sequences: int
     heads: int
@@ -60,43 +60,58 @@ class _Shape(NamedTuple):
         return triton.cdiv(self.values, self.value_block)
 
 
-class _Fused(torch.autograd.Function):
-    """(result, denominator). As in ``chunked``, g is the gradient of the denominators: that of one
-    more value column, of ones."""
+class _CausalSums(torch.autograd.Function):
+    """(result, denominator). g is the gradient of the denominators, which act as one more value
+    column of ones."""
 
     @staticmethod
     def forward(ctx, q, k, v, wanted, log_decay, eps):
         shape = _shape_of(q, v)
-        q, k, v = (x.contiguous().flatten(0, 1) for x in (q, k, v))
-        decay = None if log_decay is None else log_decay.float().contiguous()
+        given = q, k, v
+        q, k, v = (x.flatten(0, 1) for x in given)
+        decay = None if log_decay is None else log_decay.detach().float().contiguous()
         with_keys = wanted != "numerator"
         states, keys = _scan(k, v, None, decay, shape, with_keys, reverse=False)
         out, denominator = _outputs(q, k, v, states, keys, decay, shape, wanted, eps)
         kept = (out, denominator) if wanted == "normalized" else (None, None)
-        ctx.save_for_backward(q, k, v, states, keys, decay, *kept)
-        ctx.shape, ctx.wanted, ctx.eps = shape, wanted, eps
+        ctx.save_for_backward(*given, states, keys, decay, *kept)
+        ctx.shape, ctx.settings = shape, (wanted, log_decay, eps)
         rows = (shape.sequences // shape.heads, shape.heads)
         ctx.mark_non_differentiable(*([] if with_keys else [denominator]))
         return out.unflatten(0, rows), denominator.unflatten(0, rows)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad, grad_denominator):
-        q, k, v, states, keys, decay, out, denominator = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _again(ctx, grad, grad_denominator)
+        *given, states, keys, decay, out, denominator = ctx.saved_tensors
+        q, k, v = (x.flatten(0, 1) for x in given)
         grad, g = grad.contiguous().flatten(0, 1).float(), None
-        if ctx.wanted == "sums":
+        wanted, _, eps = ctx.settings
+        if wanted == "sums":
             g = grad_denominator.contiguous().flatten(0, 1).float()
-        if ctx.wanted == "normalized":
-            grad, g = _through_quotient(grad, out, denominator, ctx.eps)
+        if wanted == "normalized":
+            grad, g = _through_quotient(grad, out, denominator, eps)
         grads = _gradients(q, k, v, grad, g, states, keys, decay, ctx.shape)
         rows = (ctx.shape.sequences // ctx.shape.heads, ctx.shape.heads)
         return *(x.unflatten(0, rows) for x in grads), None, None, None
 
 
+def _again(ctx, grad: Tensor, grad_denominator: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of a call as a graph, for second derivatives."""
+
+    def definition(*x: Tensor) -> tuple[Tensor, ...]:
+        return causal.present(*causal.definition(*(y.float() for y in x), *ctx.settings))
+
+    grads = (grad, grad_denominator) if ctx.settings[0] == "sums" else (grad,)
+    inputs, needed = ctx.saved_tensors[:3], ctx.needs_input_grad[:3]
+    return *gradients_of(definition, inputs, needed, grads), None, None, None
+
+
 def _through_quotient(
     grad: Tensor, out: Tensor, denominator: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of numerator (L, T, E) and denominator (L, T) of their clamped quotient."""
+    """Gradients of numerators (L, T, E) and denominators (L, T) from that of their quotient."""
     clamped = denominator.clamp_min(eps)
     g = -(grad * out).sum(-1) / clamped
     return grad / clamped.unsqueeze(-1), g.masked_fill(denominator < eps, 0.0)
@@ -106,7 +121,7 @@ def _shape_of(q: Tensor, v: Tensor) -> _Shape:
     batch, heads, time, keys = q.shape
     widest = WIDEST_BLOCK[v.dtype == torch.float32]
     blocks = (min(widest, _power_of_two(width)) for width in (keys, v.shape[-1]))
-    chunks = max(1, math.ceil(time / CHUNK))
+    chunks = max(1, triton.cdiv(time, CHUNK))
     return _Shape(batch * heads, heads, time, chunks, keys, v.shape[-1], *blocks)
 
 
@@ -137,8 +152,8 @@ def _scan(
     with_keys: bool,
     reverse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The sums of a^T b and of a times ``weights`` (ones if None) over all chunks before each one,
-    or after it: (L, N, D, E) and (L, N, D), float32."""
+    """Sums of a^T b, (L, N, D, E), and of a times ``weights`` (ones if None), (L, N, D), over all
+    chunks before each one, or after it if ``reverse``; float32."""
     options = {"dtype": torch.float32, "device": a.device}
     states = torch.empty(shape.sequences, shape.chunks, shape.keys, shape.values, **options)
     keys = torch.empty(shape.sequences, shape.chunks, shape.keys, **options)
@@ -164,7 +179,7 @@ def _outputs(
     wanted: str,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """(L, T, E) and the denominators (L, T)."""
+    """The results (L, T, E) and the denominators (L, T)."""
     options = {"dtype": torch.float32, "device": q.device}
     out = torch.empty(shape.sequences, shape.time, shape.values, **options)
     denominator = torch.empty(shape.sequences, shape.time, **options)
@@ -189,7 +204,7 @@ def _gradients(
     decay: Tensor | None,
     shape: _Shape,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of q, k and v, given those of the numerators and the denominators."""
+    """Gradients of q, k and v from those of the numerators and the denominators."""
     after, keys_after = _scan(q, grad, g, decay, shape, g is not None, reverse=True)
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     rate = q if decay is None else decay
@@ -227,6 +242,37 @@ def _state(base, sequence, n, N, d, e, D: tl.constexpr, E: tl.constexpr):
 
 
 @triton.jit
+def _chunk(n, T, C: tl.constexpr):
+    """Index within the chunk, time, and whether that time exists, of the rows of chunk n."""
+    row = tl.arange(0, C)
+    return row, n * C + row, n * C + row < T
+
+
+@triton.jit
+def _visible(scores, row, rate, DECAYS: tl.constexpr):
+    """Scores (C, C) of a chunk, decayed, and zero above the diagonal."""
+    lag = row[:, None] - row[None, :]
+    if DECAYS:
+        scores = scores * tl.exp(rate * tl.maximum(lag, 0))
+    return tl.where(lag >= 0, scores, 0.0)
+
+
+@triton.jit
+def _store_rows(base, x, sequence, t, column, inside, T, WIDTH: tl.constexpr):
+    """Write a block of (L, T, WIDTH), in the type of the memory."""
+    at = sequence * T * WIDTH + t[:, None] * WIDTH + column[None, :]
+    mask = inside[:, None] & (column < WIDTH)[None, :]
+    tl.store(base + at, x.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_state(base, x, sequence, n, N, d, e, D: tl.constexpr, E: tl.constexpr):
+    """Write a block of the states (L, N, D, E)."""
+    at = (sequence * N + n) * D * E + d[:, None] * E + e[None, :]
+    tl.store(base + at, x, mask=(d < D)[:, None] & (e < E)[None, :])
+
+
+@triton.jit
 def _scan_kernel(
     a_ptr,
     b_ptr,
@@ -252,18 +298,15 @@ def _scan_kernel(
     sequence = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     e = tl.program_id(2) * BE + tl.arange(0, BE)
-    row = tl.arange(0, C)
     state = tl.zeros((BD, BE), dtype=tl.float32)
     key = tl.zeros((BD,), dtype=tl.float32)
     for i in range(N):
         n = N - 1 - i if REVERSE else i
-        at = (sequence * N + n) * D * E + d[:, None] * E + e[None, :]
-        tl.store(state_ptr + at, state, mask=(d < D)[:, None] & (e < E)[None, :])
+        _store_state(state_ptr, state, sequence, n, N, d, e, D, E)
         if KEYS:  # noqa: SIM102  (known at compile time; what follows is not)
             if tl.program_id(2) == 0:
                 tl.store(key_ptr + (sequence * N + n) * D + d, key, mask=d < D)
-        t = n * C + row
-        inside = t < T
+        row, t, inside = _chunk(n, T, C)
         a = _rows(a_ptr, sequence, t, d, inside, T, D)
         b = _rows(b_ptr, sequence, t, e, inside, T, E)
         if DECAYS:
@@ -278,6 +321,13 @@ def _scan_kernel(
                 weight = tl.load(weight_ptr + sequence * T + t, mask=inside, other=0.0)
                 a = a * weight[:, None]
             key += tl.sum(a, axis=0)
+
+
+@triton.jit
+def _times_key(q, key_ptr, sequence, n, N, d, D: tl.constexpr):
+    """q (C, BD) times the sum of keys before chunk n: (C,)."""
+    key = tl.load(key_ptr + (sequence * N + n) * D + d, mask=d < D, other=0.0)
+    return tl.sum(q * key[None, :], axis=1)
 
 
 @triton.jit
@@ -305,14 +355,10 @@ def _output_kernel(
     NORMALIZE: tl.constexpr,
 ):
     """One block of columns of the results of one chunk."""
-    n = tl.program_id(0)
-    e = tl.program_id(1) * BE + tl.arange(0, BE)
+    n, e = tl.program_id(0), tl.program_id(1) * BE + tl.arange(0, BE)
     sequence = tl.program_id(2).to(tl.int64)
-    row = tl.arange(0, C)
-    t = n * C + row
-    inside = t < T
-    scores = tl.zeros((C, C), dtype=tl.float32)
-    out = tl.zeros((C, BE), dtype=tl.float32)
+    row, t, inside = _chunk(n, T, C)
+    scores, out = tl.zeros((C, C), dtype=tl.float32), tl.zeros((C, BE), dtype=tl.float32)
     denominator = tl.zeros((C,), dtype=tl.float32)
     rate = tl.load(decay_ptr + sequence % H).to(tl.float32)
     for block in tl.static_range(0, D, BD):
@@ -325,22 +371,52 @@ def _output_kernel(
         state = _state(state_ptr, sequence, n, N, d, e, D, E)
         out += tl.dot(q, state, input_precision=PRECISION)
         if KEYS:
-            key = tl.load(key_ptr + (sequence * N + n) * D + d, mask=d < D, other=0.0)
-            denominator += tl.sum(q * key[None, :], axis=1)
-    lag = row[:, None] - row[None, :]
-    if DECAYS:
-        scores = scores * tl.exp(rate * tl.maximum(lag, 0))
-    scores = tl.where(lag >= 0, scores, 0.0)
-    v = _rows(v_ptr, sequence, t, e, inside, T, E)
-    out += tl.dot(scores, v, input_precision=PRECISION)
+            denominator += _times_key(q, key_ptr, sequence, n, N, d, D)
+    scores = _visible(scores, row, rate, DECAYS)
+    out += tl.dot(scores, _rows(v_ptr, sequence, t, e, inside, T, E), input_precision=PRECISION)
     if KEYS:
         denominator += tl.sum(scores, axis=1)
         if tl.program_id(1) == 0:
             tl.store(denominator_ptr + sequence * T + t, denominator, mask=inside)
     if NORMALIZE:
         out = out / tl.maximum(denominator, eps)[:, None]
-    at = sequence * T * E + t[:, None] * E + e[None, :]
-    tl.store(out_ptr + at, out, mask=inside[:, None] & (e < E)[None, :])
+    _store_rows(out_ptr, out, sequence, t, e, inside, T, E)
+
+
+@triton.jit
+def _through_values(
+    v_ptr,
+    grad_ptr,
+    state_ptr,
+    after_ptr,
+    sequence,
+    n,
+    d,
+    t,
+    inside,
+    T,
+    N,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    C: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """G v^T (C, C), G S^T and v dS^T (C, BD): the sums over E in the gradients of q and k."""
+    grad_scores = tl.zeros((C, C), dtype=tl.float32)
+    grad_q = tl.zeros((C, BD), dtype=tl.float32)
+    grad_k = tl.zeros((C, BD), dtype=tl.float32)
+    for block in tl.static_range(0, E, BE):
+        e = block + tl.arange(0, BE)
+        grad = _rows(grad_ptr, sequence, t, e, inside, T, E)
+        v = _rows(v_ptr, sequence, t, e, inside, T, E)
+        grad_scores += tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+        state = _state(state_ptr, sequence, n, N, d, e, D, E)
+        grad_q += tl.dot(grad, tl.trans(state), input_precision=PRECISION)
+        after = _state(after_ptr, sequence, n, N, d, e, D, E)
+        grad_k += tl.dot(v, tl.trans(after), input_precision=PRECISION)
+    return grad_scores, grad_q, grad_k
 
 
 @triton.jit
@@ -370,45 +446,30 @@ def _key_gradient_kernel(
     KEYS: tl.constexpr,
 ):
     """One block of columns of the gradients of q and k of one chunk."""
-    n = tl.program_id(0)
-    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    n, d = tl.program_id(0), tl.program_id(1) * BD + tl.arange(0, BD)
     sequence = tl.program_id(2).to(tl.int64)
-    row = tl.arange(0, C)
-    t = n * C + row
-    inside = t < T
-    grad_scores = tl.zeros((C, C), dtype=tl.float32)
-    grad_q = tl.zeros((C, BD), dtype=tl.float32)
-    grad_k = tl.zeros((C, BD), dtype=tl.float32)
-    rate = tl.load(decay_ptr + sequence % H).to(tl.float32)
-    for block in tl.static_range(0, E, BE):
-        e = block + tl.arange(0, BE)
-        grad = _rows(grad_ptr, sequence, t, e, inside, T, E)
-        v = _rows(v_ptr, sequence, t, e, inside, T, E)
-        grad_scores += tl.dot(grad, tl.trans(v), input_precision=PRECISION)
-        state = _state(state_ptr, sequence, n, N, d, e, D, E)
-        grad_q += tl.dot(grad, tl.trans(state), input_precision=PRECISION)
-        after = _state(after_ptr, sequence, n, N, d, e, D, E)
-        grad_k += tl.dot(v, tl.trans(after), input_precision=PRECISION)
+    row, t, inside = _chunk(n, T, C)
+    grad_scores, grad_q, grad_k = _through_values(
+        *(v_ptr, grad_ptr, state_ptr, after_ptr, sequence, n, d, t, inside, T, N),
+        *(D, E, C, BD, BE, PRECISION),
+    )
     if KEYS:
         g = tl.load(g_ptr + sequence * T + t, mask=inside, other=0.0)
         at = (sequence * N + n) * D + d
         grad_scores += g[:, None]
         grad_q += g[:, None] * tl.load(key_ptr + at, mask=d < D, other=0.0)[None, :]
         grad_k += tl.load(key_after_ptr + at, mask=d < D, other=0.0)[None, :]
-    lag = row[:, None] - row[None, :]
+    rate = tl.load(decay_ptr + sequence % H).to(tl.float32)
     if DECAYS:
-        grad_scores = grad_scores * tl.exp(rate * tl.maximum(lag, 0))
         grad_q = grad_q * tl.exp(rate * (row + 1))[:, None]
         grad_k = grad_k * tl.exp(rate * (C - 1 - row))[:, None]
-    grad_scores = tl.where(lag >= 0, grad_scores, 0.0)
+    grad_scores = _visible(grad_scores, row, rate, DECAYS)
     q = _rows(q_ptr, sequence, t, d, inside, T, D)
     k = _rows(k_ptr, sequence, t, d, inside, T, D)
     grad_q += tl.dot(grad_scores, k, input_precision=PRECISION)
     grad_k += tl.dot(tl.trans(grad_scores), q, input_precision=PRECISION)
-    at = sequence * T * D + t[:, None] * D + d[None, :]
-    mask = inside[:, None] & (d < D)[None, :]
-    tl.store(grad_q_ptr + at, grad_q.to(grad_q_ptr.dtype.element_ty), mask=mask)
-    tl.store(grad_k_ptr + at, grad_k.to(grad_k_ptr.dtype.element_ty), mask=mask)
+    _store_rows(grad_q_ptr, grad_q, sequence, t, d, inside, T, D)
+    _store_rows(grad_k_ptr, grad_k, sequence, t, d, inside, T, D)
 
 
 @triton.jit
@@ -434,9 +495,7 @@ def _value_gradient_kernel(
     n = tl.program_id(0)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     sequence = tl.program_id(2).to(tl.int64)
-    row = tl.arange(0, C)
-    t = n * C + row
-    inside = t < T
+    row, t, inside = _chunk(n, T, C)
     scores = tl.zeros((C, C), dtype=tl.float32)
     grad_v = tl.zeros((C, BE), dtype=tl.float32)
     rate = tl.load(decay_ptr + sequence % H).to(tl.float32)
@@ -449,12 +508,7 @@ def _value_gradient_kernel(
             k = k * tl.exp(rate * (C - 1 - row))[:, None]
         after = _state(after_ptr, sequence, n, N, d, e, D, E)
         grad_v += tl.dot(k, after, input_precision=PRECISION)
-    lag = row[:, None] - row[None, :]
-    if DECAYS:
-        scores = scores * tl.exp(rate * tl.maximum(lag, 0))
-    scores = tl.where(lag >= 0, scores, 0.0)
+    scores = _visible(scores, row, rate, DECAYS)
     grad = _rows(grad_ptr, sequence, t, e, inside, T, E)
     grad_v += tl.dot(tl.trans(scores), grad, input_precision=PRECISION)
-    at = sequence * T * E + t[:, None] * E + e[None, :]
-    mask = inside[:, None] & (e < E)[None, :]
-    tl.store(grad_v_ptr + at, grad_v.to(grad_v_ptr.dtype.element_ty), mask=mask)
+    _store_rows(grad_v_ptr, grad_v, sequence, t, e, inside, T, E)

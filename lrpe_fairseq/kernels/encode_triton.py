@@ -1,11 +1,9 @@
-"""phi, P and Lambda in one pass over memory: a Triton kernel and its gradient.
+"""Lambda P phi(x) on CUDA: a Triton kernel and its gradient, for P a reflection or odd-even.
 
-x is read once and the encoded features are written once, whatever of phi (1 + elu), a Householder
-reflection or the odd-even permutation, and a rotation or the unitary diagonal is to be done; the
-gradient reads x and the gradient once and makes the rest anew. Sums are float32. The reference is
-``LRPE.forward`` of ``feature_map``.
+x is read once and the encoded features are written once; the gradient reads x and the incoming
+gradient once and recomputes the rest. Sums are float32. The meaning is ``encode.definition``.
 
-A program takes BT positions of one sequence and all its heads, so that the gradient of the angles
+A program takes BT positions of one sequence with all heads, so that the gradient of the angles
 needs no atomic additions.
 """
 
@@ -13,16 +11,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from lrpe_fairseq.kernels.encode_blocks import Form
+from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain
+from lrpe_fairseq.kernels.encode import Form, definition
 from lrpe_fairseq.kernels.loader import on_device
 
-NUMBERS = 2048  # of a head that a program holds in its registers
+NUMBERS = 2048  # of one head in the registers of a program
 
 
 def serves(x: Tensor, form: Form) -> bool:
-    """Whether the kernels are for x (B, H, T, D): a fit device and type, D a power of two."""
+    """True if the kernels support x (B, H, T, D): a fit device and type, D a power of two."""
+    if not is_plain(x):
+        return False
     width = x.shape[-1]
     fit = width >= 16 and width & (width - 1) == 0 and x.stride(-1) == 1
     return form.simple and fit and on_device(x)
@@ -37,17 +37,17 @@ def encode(x: Tensor, unit: Tensor | None, turn: Tensor, form: Form) -> Tensor:
             are turned, the others stay.
         form: phi always comes first here.
     """
-    return _Encoded.apply(x, unit, turn, form)
+    return _Encoded.apply(x, unit, turn.resolve_conj().contiguous(), form)
 
 
 class _Encoded(torch.autograd.Function):
-    """The gradient of ``turn`` has its real part where that of the cosine stands, as torch's."""
+    """The gradient of ``turn`` is complex: of cosines in its real part, of sines in the other."""
 
     @staticmethod
     def forward(ctx, x, unit, turn, form):
         batch, heads, time, width = x.shape
         out = x.new_empty(batch, heads, time, width * (2 if form.wide else 1))
-        parts = torch.view_as_real(turn.contiguous())
+        parts = torch.view_as_real(turn)
         _encode[_grid(x)](
             x,
             x if unit is None else unit,
@@ -61,42 +61,45 @@ class _Encoded(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         x, unit, turn = ctx.saved_tensors
-        grad, parts = grad.contiguous(), torch.view_as_real(turn.contiguous())
-        batch, _, time, width = x.shape
-        grid, grad_x = _grid(x), torch.empty_like(x)
-        learns = {
-            "TURN_LEARNS": turn.requires_grad,
-            "UNIT_LEARNS": unit is not None and unit.requires_grad,
-        }
-        turned = x.new_empty(
-            (batch, time, turn.shape[-1], 2) if learns["TURN_LEARNS"] else (1,), dtype=torch.float32
-        )
-        reflected = x.new_empty(
-            (grid[0] * grid[1], width) if learns["UNIT_LEARNS"] else (1,), dtype=torch.float32
-        )
-        _encode_gradient[grid](
-            x,
-            x if unit is None else unit,
-            parts,
-            grad,
-            grad_x,
-            turned,
-            reflected,
-            *_sizes(x, parts),
-            *grad_x.stride()[:3],
-            **_constants(x, unit, turn, ctx.form),
-            **learns,
-        )
+        if torch.is_grad_enabled():
+            found = gradients_of(
+                lambda *inputs: definition(*inputs, ctx.form).to(x.dtype),
+                ctx.saved_tensors,
+                ctx.needs_input_grad[:3],
+                (grad,),
+            )
+            return *found, None
+        grad_x, turned, reflected = _gradients(x, unit, turn, grad.contiguous(), ctx)
         grad_turn = grad_unit = None
-        if learns["TURN_LEARNS"]:
+        if ctx.needs_input_grad[2]:
             sums = torch.view_as_complex(turned)
             grad_turn = sums.sum(0) if turn.dim() == 2 else sums.unsqueeze(1)
-        if learns["UNIT_LEARNS"]:
+        if ctx.needs_input_grad[1]:
             grad_unit = reflected.sum(0)
         return grad_x, grad_unit, grad_turn, None
+
+
+def _gradients(
+    x: Tensor, unit: Tensor | None, turn: Tensor, grad: Tensor, ctx
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of x; of turn for each sequence (B, T, E, 2); of unit for each program (., D)."""
+    parts, grid, grad_x = torch.view_as_real(turn), _grid(x), torch.empty_like(x)
+    batch, _, time, width = x.shape
+    _, unit_learns, turn_learns, _ = ctx.needs_input_grad
+    options = {"dtype": torch.float32, "device": x.device}
+    turned = torch.empty((batch, time, turn.shape[-1], 2) if turn_learns else (1,), **options)
+    reflected = torch.empty((grid[0] * grid[1], width) if unit_learns else (1,), **options)
+    _encode_gradient[grid](
+        *(x, x if unit is None else unit, parts, grad, grad_x, turned, reflected),
+        *_sizes(x, parts),
+        *grad_x.stride()[:3],
+        **_constants(x, unit, turn, ctx.form),
+        TURN_LEARNS=turn_learns,
+        UNIT_LEARNS=unit_learns,
+    )
+    return grad_x, turned, reflected
 
 
 def _rows(x: Tensor) -> int:
@@ -127,8 +130,7 @@ def _constants(x: Tensor, unit: Tensor | None, turn: Tensor, form: Form) -> dict
 
 @triton.jit
 def _place(BT: tl.constexpr):
-    """Positions (BT,) and sequence of this program, 64 bits wide as all that is computed of them:
-    a batch may hold more than 2^31 numbers."""
+    """Positions (BT,) and sequence of this program, int64: a batch may hold over 2^31 numbers."""
     return (
         tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT),
         tl.program_id(1).to(tl.int64),
@@ -142,6 +144,16 @@ def _turns(turn, rows, T, E: tl.constexpr, W: tl.constexpr):
     at = rows[:, None] * (2 * E) + 2 * columns[None, :]
     known = (rows[:, None] < T) & (columns[None, :] < E)
     return tl.load(turn + at, mask=known, other=1.0), tl.load(turn + at + 1, mask=known, other=0.0)
+
+
+@triton.jit
+def _begin(unit, turn, T, tb, D: tl.constexpr, E: tl.constexpr, W: tl.constexpr, BT: tl.constexpr):
+    """Positions and sequence of this program, its columns and mask (BT, D), turns, and u (D,)."""
+    rows, b = _place(BT)
+    columns = tl.arange(0, D)
+    here = (rows < T)[:, None] & (columns >= 0)[None, :]
+    cos, sin = _turns(turn + b * tb, rows, T, E, W)
+    return rows, b, columns, here, cos, sin, tl.load(unit + columns).to(tl.float32)
 
 
 @triton.jit
@@ -169,11 +181,68 @@ def _apart(z, BT: tl.constexpr, D: tl.constexpr, HALVES: tl.constexpr):
 
 @triton.jit
 def _together(a, c, BT: tl.constexpr, D: tl.constexpr, HALVES: tl.constexpr):
-    """What :func:`_apart` took apart."""
+    """The inverse of :func:`_apart`."""
     pairs = tl.join(a, c)
     if HALVES:
         pairs = tl.permute(pairs, (0, 2, 1))
     return tl.reshape(pairs, (BT, D))
+
+
+@triton.jit
+def _turned_back(grad, z, cos, sin, BT: tl.constexpr, D: tl.constexpr, HALVES: tl.constexpr):
+    """Gradients of z (BT, D) and of its cosines and sines (BT, D / 2)."""
+    re, im = _apart(grad, BT, D, False)
+    a, c = _apart(z, BT, D, HALVES)
+    g = _together(re * cos + im * sin, im * cos - re * sin, BT, D, HALVES)
+    return g, re * a + im * c, im * a - re * c
+
+
+@triton.jit
+def _of_unit(g, p, u):
+    """Gradient (D,) of u in p - 2 u (u . p), from the gradient g of that; summed over rows."""
+    g_along = tl.sum(g * u[None, :], 1)[:, None]
+    p_along = tl.sum(p * u[None, :], 1)[:, None]
+    return tl.sum(-2.0 * (p_along * g + g_along * p), 0)
+
+
+@triton.jit
+def _store_turns(to, of_cos, of_sin, rows, T, E: tl.constexpr, W: tl.constexpr):
+    """Write the gradients (BT, W) of the E cosines and sines of the rows."""
+    pairs = tl.arange(0, W)
+    place = to + rows[:, None] * (2 * E) + 2 * pairs[None, :]
+    known = (rows[:, None] < T) & (pairs[None, :] < E)
+    tl.store(place, of_cos, mask=known)
+    tl.store(place + 1, of_sin, mask=known)
+
+
+@triton.jit
+def _through(
+    x,
+    first,
+    second,
+    u,
+    cos,
+    sin,
+    BT: tl.constexpr,
+    D: tl.constexpr,
+    REFLECTS: tl.constexpr,
+    HALVES: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Gradients of x (BT, D), cosines, sines and u from that of a head's features.
+
+    ``second`` is the gradient of the second half of wide features. What is not used costs nothing:
+    the compiler removes it.
+    """
+    p = _phi(x)
+    z = _reflected(p, u, REFLECTS)
+    if WIDE:
+        g, of_cos, of_sin = first * cos + second * sin, first * z, second * z
+    else:
+        g, of_cos, of_sin = _turned_back(first, z, cos, sin, BT, D, HALVES)
+    of_unit = _of_unit(g, p, u)
+    g = _reflected(g, u, REFLECTS)
+    return tl.where(x > 0, g, g * p), of_cos, of_sin, of_unit  # below zero phi' = phi
 
 
 @triton.jit
@@ -195,12 +264,8 @@ def _encode(
     HALVES: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    rows, b = _place(BT)
-    columns = tl.arange(0, D)
-    here = (rows < T)[:, None] & (columns >= 0)[None, :]
     W: tl.constexpr = D if WIDE else D // 2
-    cos, sin = _turns(turn + b * tb, rows, T, E, W)
-    u = tl.load(unit + columns).to(tl.float32)
+    rows, b, columns, here, cos, sin, u = _begin(unit, turn, T, tb, D, E, W, BT)
     at = x + b * xb + rows[:, None] * xt + columns[None, :]
     width: tl.constexpr = 2 * D if WIDE else D
     to = out + (b * H * T + rows[:, None]) * width + columns[None, :]
@@ -245,12 +310,9 @@ def _encode_gradient(
     TURN_LEARNS: tl.constexpr,
     UNIT_LEARNS: tl.constexpr,
 ):
-    rows, b = _place(BT)
-    columns = tl.arange(0, D)
-    here = (rows < T)[:, None] & (columns >= 0)[None, :]
+    """Gradients of x, and sums for those of turn and unit."""
     W: tl.constexpr = D if WIDE else D // 2
-    cos, sin = _turns(turn + b * tb, rows, T, E, W)
-    u = tl.load(unit + columns).to(tl.float32)
+    rows, b, columns, here, cos, sin, u = _begin(unit, turn, T, tb, D, E, W, BT)
     at = x + b * xb + rows[:, None] * xt + columns[None, :]
     to = grad_x + b * gb + rows[:, None] * gt + columns[None, :]
     width: tl.constexpr = 2 * D if WIDE else D
@@ -259,36 +321,16 @@ def _encode_gradient(
     of_unit = tl.zeros((D,), tl.float32)
     for _ in range(H):
         given = tl.load(at, mask=here, other=0.0).to(tl.float32)
-        p = _phi(given)
-        z = _reflected(p, u, REFLECTS)
         first = tl.load(of, mask=here, other=0.0).to(tl.float32)
-        if WIDE:
-            second = tl.load(of + D, mask=here, other=0.0).to(tl.float32)
-            of_cos += first * z
-            of_sin += second * z
-            g = first * cos + second * sin
-        else:
-            re, im = _apart(first, BT, D, False)
-            a, c = _apart(z, BT, D, HALVES)
-            of_cos += re * a + im * c
-            of_sin += im * a - re * c
-            g = _together(re * cos + im * sin, im * cos - re * sin, BT, D, HALVES)
-        if REFLECTS:
-            along = tl.sum(g * u[None, :], 1)[:, None]
-            if UNIT_LEARNS:
-                of_unit += tl.sum(-2.0 * (tl.sum(p * u[None, :], 1)[:, None] * g + along * p), 0)
-            g = g - 2.0 * along * u[None, :]
-        g = tl.where(given > 0, g, g * p)  # phi is its own derivative below zero
+        second = tl.load(of + (D if WIDE else 0), mask=here, other=0.0).to(tl.float32)
+        g, d_cos, d_sin, d_u = _through(
+            given, first, second, u, cos, sin, BT, D, REFLECTS, HALVES, WIDE
+        )
+        of_cos, of_sin, of_unit = of_cos + d_cos, of_sin + d_sin, of_unit + d_u
         tl.store(to, g.to(grad_x.dtype.element_ty), mask=here)
-        at += xh
-        to += gh
-        of += T * width
+        at, to, of = at + xh, to + gh, of + T * width
     if TURN_LEARNS:
-        pairs = tl.arange(0, W)
-        place = turned + (b * T + rows[:, None]) * (2 * E) + 2 * pairs[None, :]
-        known = (rows[:, None] < T) & (pairs[None, :] < E)
-        tl.store(place, of_cos, mask=known)
-        tl.store(place + 1, of_sin, mask=known)
+        _store_turns(turned + b * T * (2 * E), of_cos, of_sin, rows, T, E, W)
     if UNIT_LEARNS:
         program = b * tl.num_programs(0) + tl.program_id(0)
         tl.store(reflected + program * D + columns, of_unit)

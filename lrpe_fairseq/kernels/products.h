@@ -1,10 +1,10 @@
-// Products of matrices in the cache of a core; shared by the kernels in C++.
+// Products of small matrices that fit a core's cache; shared by the C++ kernels.
 
 #pragma once
 
 #include "vectors.h"
 
-// A tile of a product is ROWS rows of one or two vectors: it fits the registers.
+// A tile of a product is ROWS rows of one or two vectors, so that it fits the registers.
 #if defined(__aarch64__)
 constexpr int ROWS = 8;
 #else
@@ -13,7 +13,7 @@ constexpr int ROWS = BYTES == 64 ? 8 : 4;
 
 namespace {
 
-// A matrix in the cache, row by row; `transposed` is a view for the left side of a product.
+// A row-major matrix; `transposed` is a view for the left side of a product.
 template <typename T>
 struct Matrix {
     T *data;
@@ -23,8 +23,8 @@ struct Matrix {
     Matrix transposed() const { return {data, column, row}; }
 };
 
-// What of c = a b is wanted or not zero. LOWER: c on and below the diagonal. LEFT_LOWER: a is lower
-// triangular. LEFT_UPPER: a is upper triangular.
+// The part of c = a b to compute. LOWER: c on and below the diagonal only. LEFT_LOWER, LEFT_UPPER: a
+// is lower or upper triangular.
 enum Shape { FULL, LOWER, LEFT_LOWER, LEFT_UPPER };
 
 // ROWS rows and W vectors of c = a b, or c += a b, over the inner indices first to last.
@@ -65,16 +65,16 @@ void product(Matrix<T> c, Matrix<T> a, Matrix<T> b, int rows, int inner, int col
         }
 }
 
-// Rooms in the cache, each at the start of a line, handed out one after the other.
+// One allocation from which matrices are handed out, each aligned to a cache line.
 template <typename T>
-class Rooms {
+class Workspace {
   public:
-    explicit Rooms(int64_t elements)  // and what lies between them
+    explicit Workspace(int64_t elements)  // of all matrices, without padding
         : elements_(elements + 32 * 64 / sizeof(T)),
           data_(static_cast<T *>(std::aligned_alloc(64, bytes(elements_)))) {}
-    ~Rooms() { std::free(data_); }
-    Rooms(const Rooms &) = delete;
-    Rooms &operator=(const Rooms &) = delete;
+    ~Workspace() { std::free(data_); }
+    Workspace(const Workspace &) = delete;
+    Workspace &operator=(const Workspace &) = delete;
     Matrix<T> matrix(int rows, int columns) {
         T *here = data_ + used_;
         used_ += bytes(int64_t(rows) * columns) / sizeof(T);

@@ -1,13 +1,15 @@
-// Rows of numbers as vectors of the processor; shared by the kernels in C++.
+// SIMD vectors, and the structs that Python fills in; shared by the C++ kernels.
 
 #pragma once
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <type_traits>
 #include <utility>
 
 #if defined(VECTOR_BYTES)
@@ -20,18 +22,48 @@ constexpr int BYTES = 32;
 constexpr int BYTES = 16;
 #endif
 
-// A (batch, head, time, width) tensor whose width is contiguous; strides in elements. No data: none.
-struct Tensor {
-    void *data;
-    int64_t batch, head, time;
+// One field of a struct that Python fills in. loader.py compares a table of these with its own
+// struct when it loads the library.
+struct Field {
+    const char *name, *kind;
+    int64_t offset, size;
 };
+
+template <typename T>
+constexpr const char *kind_of() {
+    if (std::is_same<T, int64_t>::value) return "int64";
+    if (std::is_same<T, double>::value) return "double";
+    return std::is_pointer<T>::value ? "pointer" : "Tensor";
+}
+
+// Define struct NAME and its table from one list, FIELDS(F), of F(NAME, type, field). The last row
+// of the table has no name and the size of the struct.
+#define DECLARE_FIELD(NAME, TYPE, FIELD) TYPE FIELD;
+#define DESCRIBE_FIELD(NAME, TYPE, FIELD) \
+    {#FIELD, kind_of<TYPE>(), offsetof(NAME, FIELD), sizeof(TYPE)},
+#define DEFINE_STRUCT(NAME, FIELDS, TABLE) \
+    struct NAME {                          \
+        FIELDS(DECLARE_FIELD)              \
+    };                                     \
+    extern "C" const Field TABLE[];        \
+    const Field TABLE[] = {FIELDS(DESCRIBE_FIELD){nullptr, nullptr, 0, sizeof(NAME)}};
+
+// A (batch, head, time, width) tensor with a contiguous last axis; strides in elements. data is null
+// where there is no tensor.
+typedef void *Pointer;
+#define TENSOR_FIELDS(F)      \
+    F(Tensor, Pointer, data)  \
+    F(Tensor, int64_t, batch) \
+    F(Tensor, int64_t, head)  \
+    F(Tensor, int64_t, time)
+DEFINE_STRUCT(Tensor, TENSOR_FIELDS, tensor_fields)
 
 namespace {
 
 template <typename T>
 struct Lanes {
     typedef T Vector __attribute__((vector_size(BYTES)));
-    typedef T Anywhere __attribute__((vector_size(BYTES), aligned(sizeof(T))));  // in memory
+    typedef T Anywhere __attribute__((vector_size(BYTES), aligned(sizeof(T))));  // unaligned
     static constexpr int COUNT = BYTES / sizeof(T);
     static int filled(int64_t width) { return int((width + COUNT - 1) / COUNT * COUNT); }
     static Vector &at(T *x) { return *reinterpret_cast<Vector *>(x); }
@@ -65,7 +97,7 @@ void add(T *y, const T *x, T factor, int width) {
         Lanes<T>::at(y + j) += factor * Lanes<T>::at(x + j);
 }
 
-// Rows are short: a call of memcpy costs more than they do.
+// For short rows, where calling memcpy would cost more than the copy.
 template <typename T>
 inline void copy(T *to, const T *from, int64_t width) {
     using L = Lanes<T>;

@@ -11,7 +11,7 @@ from lrpe_fairseq.attention.linear import (
     linear_attention_naive,
     reorder_state,
 )
-from lrpe_fairseq.kernels import causal_cpu, loader
+from lrpe_fairseq.kernels import causal_cpu
 
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 200, 300)
 BATCH, HEADS, D, E = 3, 2, 6, 5
@@ -61,7 +61,7 @@ def use(form, monkeypatch):
     name = form.split(",")[0]
     if name == "chunked":
         monkeypatch.setattr(causal_cpu, "serves", lambda *_: False)
-    elif loader.compiled(causal_cpu.SOURCE) is None:
+    elif causal_cpu.library() is None:
         pytest.skip("causal_cpu.cpp does not compile here")
     for setting, value in FORMS[form].items():
         monkeypatch.setattr({"chunked": chunked, "native": causal_cpu}[name], setting, value)

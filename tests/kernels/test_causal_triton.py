@@ -126,7 +126,7 @@ def test_linear_attention_gives_the_same_with_and_without_the_kernels(
     expected = linear_attention(q, k, v, **options)
     calls = []
     monkeypatch.setattr(causal_triton, "serves", lambda q, v: calls.append(1) or True)
-    monkeypatch.setattr(loader, "load", lambda name: causal_triton)
+    monkeypatch.setattr(loader, "triton_kernels", lambda name: causal_triton)
     found = linear_attention(q, k, v, **options)
     assert calls
     assert found.dtype == expected.dtype == dtype
@@ -136,9 +136,9 @@ def test_linear_attention_gives_the_same_with_and_without_the_kernels(
 
 def test_without_a_gpu_the_kernels_are_not_asked(monkeypatch):
     if DEVICE == "cpu":
-        assert loader.load(linear.KERNELS) is None
+        assert loader.triton_kernels(linear.KERNELS) is None
         monkeypatch.setenv("LRPE_FAIRSEQ_KERNELS", "1")
-        loader.load.cache_clear()
-        assert loader.load(linear.KERNELS) is None
+        loader._triton_kernels.cache_clear()
+        assert loader.triton_kernels(linear.KERNELS) is None
         q = torch.rand(1, 1, 4, 16)
         assert not causal_triton.serves(q, q)

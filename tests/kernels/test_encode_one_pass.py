@@ -1,7 +1,7 @@
 """phi, P and Lambda in one pass against the encodings themselves, with gradients.
 
 ``fused`` is a Triton kernel; without a GPU it runs in Triton's interpreter (TRITON_INTERPRET=1, set
-in tests/conftest.py). ``native`` is in C++, and ``blocks`` in PyTorch; both are for CPUs.
+in tests/conftest.py). ``native`` is in C++ for CPUs.
 """
 
 import copy
@@ -14,7 +14,7 @@ from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
 from lrpe_fairseq.encodings import ENCODINGS, QueryKeyEncoding, build_encoding
 from lrpe_fairseq.encodings import base as encodings_base
 from lrpe_fairseq.encodings.base import ELU_PLUS_ONE
-from lrpe_fairseq.kernels import encode_blocks, encode_cpu, loader
+from lrpe_fairseq.kernels import encode_cpu, loader
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, HEADS = 2, 3
@@ -43,7 +43,7 @@ NATIVE = [
 """Served in C++ only: permutations, and Fourier matrices with a unitary Lambda."""
 
 
-@pytest.fixture(autouse=True, params=["fused", "native", "blocks", "blocks of few"])
+@pytest.fixture(autouse=True, params=["fused", "native"])
 def form(request, monkeypatch):
     """The form in question is taken wherever width and layout fit; kernels without a GPU too."""
     encode_triton = None
@@ -57,25 +57,19 @@ def form(request, monkeypatch):
 
         monkeypatch.setattr(encode_triton, "on_device", lambda x: True)
     elif DEVICE != "cpu":
-        pytest.skip("these forms are for CPUs")
+        pytest.skip("this form is for CPUs")
     if request.param == "native":
-        if loader.compiled(encode_cpu.SOURCE) is None:
+        if encode_cpu.library() is None:
             pytest.skip("encode_cpu.cpp does not compile here")
     else:
         monkeypatch.setattr(encode_cpu, "serves", lambda x, form: False)
-    if request.param == "blocks of few":
-        monkeypatch.setattr(encode_blocks, "BLOCK", 500)  # parts of a sequence
-    monkeypatch.setattr(loader, "load", lambda name: encode_triton)
+    monkeypatch.setattr(loader, "triton_kernels", lambda name: encode_triton)
     return request.param
 
 
 def by_definition(encoding, x, positions):
     """Lambda P phi(x), step by step."""
-    none = {"return_value": False}
-    with (
-        mock.patch.object(encode_blocks, "serves", **none),
-        mock.patch.object(encode_cpu, "serves", **none),
-    ):
+    with mock.patch.object(encode_cpu, "serves", return_value=False):
         return encoding(*[feature_map(x)] * 2, *[positions] * 2)[0]
 
 
@@ -181,19 +175,6 @@ def test_half_types_are_rounded_once(dtype, form):
     torch.testing.assert_close(found, exact.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["shared", "own"])
-@pytest.mark.parametrize("name", SERVED)
-@pytest.mark.parametrize("form", ["blocks", "blocks of few"], indirect=True)
-def test_float64_is_exact(name, kind):
-    encoding, (x, positions) = built(name).double(), example(45, dtype=torch.float64)
-    x.requires_grad_()
-    found = encoding.one_pass(heads(x), positions[kind], ELU_PLUS_ONE)(heads(x))
-    expected = by_definition(encoding, heads(x), positions[kind])
-    pairs = zip(gradients(found, encoding, x), gradients(expected, encoding, x), strict=True)
-    for one, other in [(found, expected), *pairs]:
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
-
-
 def test_what_no_form_serves_is_left_to_the_encoding(form):
     served = SERVED + NATIVE if form == "native" else SERVED
     x, positions = example(8)
@@ -218,9 +199,8 @@ def test_linear_attention_is_the_same_with_and_without_it(name, normalizer, monk
     padding = torch.zeros(2, 9, dtype=torch.bool, device=DEVICE)
     padding[0, :4] = True
     in_one_pass, _ = module.attend(x, padding)
-    monkeypatch.setattr(loader, "load", lambda name: None)
-    for able in (encode_blocks, encode_cpu):
-        monkeypatch.setattr(able, "serves", lambda x, form: False)
+    monkeypatch.setattr(loader, "triton_kernels", lambda name: None)
+    monkeypatch.setattr(encode_cpu, "serves", lambda x, form: False)
     step_by_step, _ = module.attend(x, padding)
     torch.testing.assert_close(in_one_pass, step_by_step, rtol=1e-4, atol=1e-5)
 
@@ -238,8 +218,7 @@ def test_a_fixed_rotation_keeps_nothing_of_x(name, kept, form):
         q, k = encoding.turn(plane, plane, positions["shared"], positions["shared"])
     assert (x.numel() in sizes) == kept
     exact = [y.double() for y in plane]
-    with mock.patch.object(encode_blocks, "serves", return_value=False):
-        wanted = encoding.turn(exact, exact, positions["shared"], positions["shared"])[0]
+    wanted = encoding.turn(exact, exact, positions["shared"], positions["shared"])[0]
     assert_near(q, wanted, 1e-6)
     weights = torch.linspace(-1, 1, q.numel()).view_as(q)
     found, expected = (torch.autograd.grad(y, x, weights.to(y))[0] for y in (k, wanted))

@@ -1,11 +1,10 @@
-"""How the kernels in C++ come to be loaded."""
+"""How kernels are chosen, compiled, cached and loaded."""
 
 import ctypes
 import os
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,11 +13,11 @@ from lrpe_fairseq.attention.linear import linear_attention, linear_attention_nai
 from lrpe_fairseq.attention.multihead import feature_map
 from lrpe_fairseq.encodings import build_encoding
 from lrpe_fairseq.encodings.base import ELU_PLUS_ONE
-from lrpe_fairseq.kernels import loader
+from lrpe_fairseq.kernels import causal_cpu, loader
 from lrpe_fairseq.kernels.causal_cpu import SOURCE
 
 pytestmark = pytest.mark.skipif(
-    loader.compiled(SOURCE) is None, reason="causal_cpu.cpp does not compile here"
+    causal_cpu.library() is None, reason="causal_cpu.cpp does not compile here"
 )
 
 
@@ -31,13 +30,119 @@ def fresh(monkeypatch, tmp_path):
     loader.compiled.cache_clear()
 
 
-def test_it_is_compiled_once(fresh, monkeypatch):
-    with ThreadPoolExecutor(2) as pool:  # as two processes would, at the same time
-        first, second = pool.map(lambda _: loader._library(SOURCE), range(2))
-    assert first == second
-    assert [x.name for x in fresh.iterdir()] == [first.name]
+@pytest.fixture
+def quick(monkeypatch):
+    """Compile without optimization."""
+    monkeypatch.setattr(loader, "FLAGS", (*loader.FLAGS, "-O0"))
+
+
+def test_it_is_compiled_once(fresh, quick, monkeypatch):
+    library = loader._library(SOURCE)
+    assert [x.name for x in fresh.iterdir()] == [library.name]
     monkeypatch.setattr(subprocess, "run", None)
-    assert isinstance(loader.compiled(SOURCE), ctypes.CDLL)
+    assert isinstance(causal_cpu.library(), ctypes.CDLL)
+
+
+def test_four_processes_compile_at_once(tmp_path):
+    script = (
+        "import torch\n"
+        "from lrpe_fairseq.kernels import causal_cpu, loader\n"
+        "loader.FLAGS = (*loader.FLAGS, '-O0')\n"
+        "q = torch.rand(1, 2, 70, 16)\n"
+        "assert causal_cpu.library() is not None\n"
+        "out, _ = causal_cpu.causal_sums(q, q, q, 'normalized', None, 1e-6)\n"
+        "print(out.isfinite().all().item())"
+    )
+    environment = dict(os.environ, XDG_CACHE_HOME=str(tmp_path), OMP_NUM_THREADS="1")
+    command = [sys.executable, "-c", script]
+    options = {"env": environment, "stdout": subprocess.PIPE, "text": True}
+    together = [subprocess.Popen(command, **options) for _ in range(4)]
+    assert [process.communicate()[0].strip() for process in together] == ["True"] * 4
+    assert len(list((tmp_path / "lrpe_fairseq").iterdir())) == 1
+
+
+def test_the_cache_is_for_the_user_alone(fresh, quick):
+    umask = os.umask(0)
+    try:
+        library = loader._library(SOURCE)
+    finally:
+        os.umask(umask)
+    assert fresh.stat().st_mode & 0o777 == 0o700
+    assert library.parent == fresh
+    assert library.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.999])
+def test_a_library_that_was_cut_off_is_compiled_again(kept, fresh, quick):
+    library = loader._library(SOURCE)
+    content = library.read_bytes()
+    library.write_bytes(content[: int(kept * len(content))])
+    assert causal_cpu.library() is not None
+    assert loader._is_whole(library)
+
+
+def test_a_library_of_which_one_byte_changed_is_compiled_again(fresh, quick):
+    library = loader._library(SOURCE)
+    content = bytearray(library.read_bytes())
+    content[len(content) // 2] ^= 1
+    library.write_bytes(content)
+    assert loader._library(SOURCE) == library
+    assert loader._is_whole(library)
+
+
+def world_writable(path):
+    path.chmod(0o777)
+
+
+def owned_by_another(path):
+    if os.getuid() != 0:
+        pytest.skip("only root can give files away")
+    os.chown(path, 12345, -1)
+
+
+def linked_elsewhere(path):
+    moved = path.with_name("moved")
+    path.rename(moved)
+    path.symlink_to(moved)
+
+
+@pytest.mark.parametrize("what", ["library", "folder"])
+@pytest.mark.parametrize("change", [world_writable, owned_by_another, linked_elsewhere])
+def test_what_others_could_have_written_is_not_loaded(change, what, fresh, quick, caplog):
+    library = loader._library(SOURCE)
+    change(library if what == "library" else fresh)
+    elsewhere = loader._library(SOURCE)
+    assert elsewhere.parent == loader._temporary_folder()
+    assert elsewhere.parent.stat().st_mode & 0o777 == 0o700
+    assert len(caplog.records) == 1
+    assert "ours alone" in caplog.text
+
+
+@pytest.mark.parametrize("table", ["call_fields", "tensor_fields"])
+def test_a_struct_that_differs_between_python_and_cpp_is_an_error(table, fresh, quick):
+    library = causal_cpu.library()
+    ours = {"call_fields": causal_cpu._Call, "tensor_fields": loader.View}[table]
+    loader.check_layout(library, table, ours)
+
+    def changed(fields):
+        return type("Changed", (ctypes.Structure,), {"_fields_": fields})
+
+    first, second, *rest = ours._fields_
+    for fields in (
+        [second, first, *rest],  # other order
+        [("other", first[1]), second, *rest],  # other name
+        [(first[0], ctypes.c_double), second, *rest],  # other type of the same size
+        [first, second, *rest, ("more", ctypes.c_int64)],
+        [first, second, *rest[:-1]],
+    ):
+        with pytest.raises(loader.LayoutError, match="C\\+\\+"):
+            loader.check_layout(library, table, changed(fields))
+
+
+def test_a_mismatch_is_raised_when_the_library_is_loaded(fresh, quick):
+    wrong = type("Wrong", (ctypes.Structure,), {"_fields_": causal_cpu._Call._fields_[:-1]})
+    with pytest.raises(loader.LayoutError):
+        loader.compiled(SOURCE, wrong)
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
@@ -55,27 +160,67 @@ def test_without_a_compiler_linear_attention_runs_and_says_what_to_do(
 
 def test_an_error_of_the_compiler_is_told_in_its_own_words(fresh, monkeypatch, caplog):
     monkeypatch.setattr(loader, "FLAGS", (*loader.FLAGS, "-DVECTOR_BYTES=nonsense"))
-    assert loader.compiled(SOURCE) is None
+    assert causal_cpu.library() is None
     assert "error: " in caplog.text
     assert "nonsense" in caplog.text
     assert not list(fresh.iterdir())
 
 
-def test_it_can_be_switched_off(fresh, monkeypatch, caplog):
+def test_kernels_can_be_switched_off(fresh, monkeypatch, caplog):
     monkeypatch.setenv("LRPE_FAIRSEQ_KERNELS", "0")
-    assert loader.compiled(SOURCE) is None
+    assert causal_cpu.library() is None
     assert not caplog.text
+    found = loader.kernels_in_use("cpu")
+    assert found == {
+        "device": "cpu",
+        "causal": "pytorch",
+        "encode": "pytorch",
+        "reason": "LRPE_FAIRSEQ_KERNELS=0",
+    }
 
 
-def test_a_cache_folder_that_cannot_be_written_costs_speed_only(monkeypatch, tmp_path, caplog):
+@pytest.mark.parametrize("value", ["", "yes", "2", "01", " 1"])
+def test_an_unknown_value_is_refused(value, fresh, monkeypatch):
+    monkeypatch.setenv("LRPE_FAIRSEQ_KERNELS", value)
+    for look in (causal_cpu.library, loader.kernels_in_use):
+        with pytest.raises(ValueError, match=r"must be 0 .* 1 .* or unset"):
+            look()
+
+
+def test_run_files_can_say_which_kernels_ran():
+    assert loader.kernels_in_use("cpu") == {
+        "device": "cpu",
+        "causal": "cpu-c++",
+        "encode": "cpu-c++",
+    }
+    assert "LRPE_FAIRSEQ_KERNELS=1" in loader.kernels_in_use("cuda")["reason"]
+
+
+def test_a_gpu_before_ampere_leaves_all_to_pytorch_and_says_so_once(monkeypatch, caplog):
+    monkeypatch.setenv("LRPE_FAIRSEQ_KERNELS", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla V100")
+    monkeypatch.setattr(loader.importlib.util, "find_spec", lambda name: True)
+    loader._triton_kernels.cache_clear()
+    try:
+        for _ in range(2):
+            assert loader.triton_kernels("lrpe_fairseq.kernels.causal_triton") is None
+    finally:
+        loader._triton_kernels.cache_clear()
+    assert len(caplog.records) == 1
+    assert "Tesla V100 is older than Ampere" in caplog.text
+    assert loader.kernels_in_use()["causal"] == "pytorch"
+
+
+def test_without_a_usable_cache_folder_kernels_are_compiled_elsewhere(
+    fresh, quick, monkeypatch, tmp_path, caplog
+):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    loader.compiled.cache_clear()
-    try:
-        assert loader.compiled(SOURCE) is None
-    finally:
-        loader.compiled.cache_clear()
-    assert "more slowly" in caplog.text
+    assert causal_cpu.library() is not None
+    assert len(caplog.records) == 1
+    assert str(loader._temporary_folder()) in caplog.text
 
 
 @pytest.mark.parametrize("size", [16, 32, 64])
@@ -102,9 +247,9 @@ def test_every_read_and_write_is_inside_its_arrays(tmp_path):
         pytest.skip("the compiler brings no address sanitizer")
     script = (
         "import torch\n"
-        "from lrpe_fairseq.attention import native\n"
-        "from lrpe_fairseq.encodings import build_encoding, kernels\n"
-        "kernels.FLAGS = (*loader.FLAGS, '-fsanitize=address', '-O1')\n"
+        "from lrpe_fairseq.kernels import causal_cpu as native, loader\n"
+        "from lrpe_fairseq.encodings import build_encoding\n"
+        "loader.FLAGS = (*loader.FLAGS, '-fsanitize=address', '-O1')\n"
         "for keys, values, length in ((6, 3, 70), (16, 16, 32), (34, 17, 300)):\n"
         "    shapes = [(1, 2, length, n) for n in (keys, keys, values)]\n"
         "    q, k, v = (torch.rand(s, requires_grad=True) for s in shapes)\n"

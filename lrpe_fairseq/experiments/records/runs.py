@@ -2,7 +2,8 @@
 
 A run file lies at ``results/runs/<experiment>/<anything>.json``. It is a plain dict with the
 fields of :data:`FIELDS`; :data:`OPTIONAL` ones are checked when present and further fields are
-kept. Nothing here needs fairseq, and torch only to name the GPUs.
+kept. Nothing here needs fairseq, and torch only to name the GPUs and the
+kernels, imported when they are asked for.
 """
 
 import importlib.metadata
@@ -41,6 +42,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "wall_seconds": NUMBER,  # of training
 }
 OPTIONAL: dict[str, tuple[type, ...]] = {
+    "kernels": (dict,),  # which form computed causal sums and encodings; old runs lack it
     "peak_memory_mb": NUMBER,
     "curve": (list,),  # of {"updates", "tokens", a metric such as "valid_ppl"}, updates ascending
 }
@@ -111,8 +113,9 @@ def read_runs(root: Path | str) -> dict[str, Run]:
 
 
 def environment() -> Run:
-    """The fields ``commit``, ``versions`` and ``hardware`` of a run made here and now."""
-    return {"commit": commit(), "versions": versions(), "hardware": hardware()}
+    """The fields ``commit``, ``versions``, ``hardware`` and ``kernels`` of a run made here."""
+    found = {"commit": commit(), "versions": versions(), "hardware": hardware()}
+    return {**found, "kernels": _kernels()}
 
 
 def versions() -> dict[str, str]:
@@ -243,6 +246,14 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _kernels() -> dict[str, str]:
+    if _version("torch") is None:
+        return {"reason": "torch is not installed"}
+    from lrpe_fairseq.kernels.loader import kernels_in_use  # imports torch, which is slow
+
+    return kernels_in_use()
 
 
 def _gpu_names() -> list[str]:

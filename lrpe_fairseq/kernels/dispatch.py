@@ -1,0 +1,71 @@
+"""When a compiled form may run, and how its gradient is differentiated again.
+
+Every compiled form and every hand-written gradient has a definition beside it: the same function
+of ordinary differentiable PyTorch operations. The definition serves wherever something other than
+plain execution is going on (torch.compile, torch.func, fake tensors, tracing) and for second
+derivatives.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+
+def is_plain(*tensors: Tensor | None) -> bool:
+    """True if code may read and write the memory of ``tensors`` and define their gradient.
+
+    False under torch.compile, tracing, a dispatch mode (fake tensors, make_fx) and forward-mode
+    differentiation; for subclasses, tensors wrapped by torch.func (grad, vmap, ...), tensors
+    without memory (device meta), and empty tensors. Use the definition there.
+    """
+    return not is_transformed() and all(_has_memory(x) for x in tensors if x is not None)
+
+
+def is_transformed() -> bool:
+    """True under torch.compile, torch.func, tracing, a dispatch mode, forward-mode derivatives."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch.jit.is_tracing()
+        or forward_ad._current_level >= 0
+    )
+
+
+def _has_memory(x: Tensor) -> bool:
+    return (
+        type(x) in (Tensor, nn.Parameter)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        and not x.is_meta
+        and x.numel() > 0
+    )
+
+
+def gradients_of(
+    definition: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    grads: Sequence[Tensor],
+) -> list[Tensor | None]:
+    """Gradients of ``definition(*inputs)`` that can be differentiated again.
+
+    For the backward pass of a torch.autograd.Function where ``torch.is_grad_enabled()``, that is
+    under create_graph. The trap: ``inputs`` must be the Function's own arguments, as
+    ctx.saved_tensors gives them; a copy that forward made is cut off from the graph, and second
+    derivatives through it would silently be zero.
+
+    Args:
+        inputs: arguments of ``definition``. needed: ctx.needs_input_grad, for each of them.
+        grads: the gradients of its results.
+    Returns: a gradient, or None, for every input.
+    """
+    with torch.enable_grad():
+        # views: where one input depends on another, its part must not be counted twice
+        own = [x.view_as(x) if need else x for x, need in zip(inputs, needed, strict=True)]
+        results = definition(*own)
+        results = (results,) if isinstance(results, Tensor) else results
+        wanted = [x for x, need in zip(own, needed, strict=True) if need]
+        found = iter(torch.autograd.grad(results, wanted, grads, create_graph=True))
+    return [next(found) if need else None for need in needed]

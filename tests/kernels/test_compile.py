@@ -1,0 +1,44 @@
+"""torch.compile agrees with eager execution, forwards and backwards, at two lengths."""
+
+import pytest
+import torch
+
+from lrpe_fairseq.attention.multihead import MultiheadAttention
+from lrpe_fairseq.encodings import ENCODINGS, build_encoding
+
+PAIRS = [
+    (name, attention_type)
+    for name in ENCODINGS
+    for attention_type in ("linear", "softmax")
+    if attention_type == "softmax" or build_encoding(name, 8, 2).serves_linear
+]
+
+
+def assert_compiled_is_eager(name, attention_type, backend):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    options = {"attention_type": attention_type, "position_encoding": name, "causal": True}
+    module = MultiheadAttention(32, 2, **options).double().eval()
+    compiled = torch.compile(module.attend, backend=backend)
+    for length in (70, 33):
+        x = torch.randn(2, length, 32, dtype=torch.float64).requires_grad_()
+        inputs = [x, *(p for p in module.parameters() if p.requires_grad)]
+        results = []
+        for attend in (module.attend, compiled):
+            out, _ = attend(x)
+            weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+            results.append([out, *torch.autograd.grad(out, inputs, weights, allow_unused=True)])
+        for found, wanted in zip(*results[::-1], strict=True):
+            if wanted is not None:
+                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "attention_type"), [("none", "linear"), ("lrpe-type1", "linear")])
+def test_compiled_by_aot_eager(name, attention_type):
+    assert_compiled_is_eager(name, attention_type, "aot_eager")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "attention_type"), PAIRS)
+def test_compiled_by_inductor(name, attention_type):
+    assert_compiled_is_eager(name, attention_type, "inductor")
