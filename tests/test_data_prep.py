@@ -196,6 +196,25 @@ def test_without_a_vocabulary_size_the_text_is_cut_into_characters(
         assert counts[split]["unknown"] == 0
 
 
+@pytest.mark.parametrize("filler", [0, 65_500], ids=["two-bytes", "four-bytes"])
+def test_pieces_are_binarized_as_fairseq_preprocess_does(
+    embedded: Path, tmp_path: Path, filler: int
+) -> None:
+    """The same bytes, unknown symbols included, for a small and a large dictionary."""
+    symbols = (embedded / "pieces" / "dict.txt").read_text().splitlines()[5:]
+    symbols += [f"filler{number} 0" for number in range(filler)]
+    symbols += [f"padding{n} 0" for n in range(-(len(symbols) + 4) % 8)]
+    dictionary = tmp_path / "dict.txt"
+    dictionary.write_text("".join(f"{line}\n" for line in symbols))
+    texts = {split: embedded / "pieces" / f"{split}.txt" for split in prep.SPLITS}
+    prep.binarize(texts, tmp_path / "theirs", dictionary)
+    prep.binarize_pieces(texts, tmp_path / "ours", dictionary)
+    assert files(tmp_path / "ours") == files(tmp_path / "theirs")
+    for file in files(tmp_path / "ours"):
+        assert (tmp_path / "ours" / file).read_bytes() == (tmp_path / "theirs" / file).read_bytes()
+    assert prep.count_binary(tmp_path / "ours" / "train")["unknown"] > 0
+
+
 def test_this_interpreter_carries_a_corpus_whose_held_out_text_is_new() -> None:
     """Some 300,000 words, 5 % in valid and in test, next to none of them copied from train."""
     from pydoc_data.topics import topics

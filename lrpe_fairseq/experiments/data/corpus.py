@@ -44,7 +44,8 @@ from lrpe_fairseq.experiments.records.files import write_json, written_whole
 SPLITS = ("train", "valid", "test")
 UNKNOWN_WORD = "<unk>"  # of a corpus whose rare words are replaced; fairseq's name for it too
 FAIRSEQ_SPECIALS = 4  # <s>, <pad>, </s>, <unk>: in every fairseq dictionary, in no dict.txt
-FAIRSEQ_UNK = 3
+FAIRSEQ_EOS, FAIRSEQ_UNK = 2, 3
+FAIRSEQ_UINT16 = 65500  # a dictionary below this size is stored in two bytes a token
 DICTIONARY_MULTIPLE = 8  # fairseq-preprocess pads the dictionaries it builds to this multiple
 BLOCK = 1 << 20
 UNREADABLE = (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile)
@@ -397,6 +398,42 @@ def binarize(
         shutil.rmtree(part, ignore_errors=True)
 
 
+def binarize_pieces(texts: Mapping[str, Path], bin_dir: Path, dictionary: Path) -> None:
+    """Write what :func:`binarize` writes for one language and a dictionary, without fairseq.
+
+    Importing fairseq takes longer than writing a small corpus.
+    """
+    part = bin_dir.with_name(f"{bin_dir.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    symbols = [line.rsplit(" ", 1)[0] for line in read_lines(dictionary)]
+    numbers = {symbol: n for n, symbol in enumerate(symbols, start=FAIRSEQ_SPECIALS)}
+    try:
+        part.mkdir(parents=True)
+        shutil.copyfile(dictionary, part / "dict.txt")
+        for split, text in texts.items():
+            _write_binary(text, part / split, numbers)
+        shutil.rmtree(bin_dir, ignore_errors=True)
+        os.replace(part, bin_dir)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _write_binary(text: Path, prefix: Path, numbers: Mapping[str, int]) -> None:
+    """Write fairseq's MMapIndexedDataset: the token ids, and the length and place of each line."""
+    small = len(numbers) + FAIRSEQ_SPECIALS < FAIRSEQ_UINT16
+    code, kind = (8, np.uint16) if small else (9, np.uint32)
+    lengths = []
+    with open(f"{prefix}.bin", "wb") as out:
+        for line in read_lines(text):
+            ids = [numbers.get(symbol, FAIRSEQ_UNK) for symbol in line.split()]
+            out.write(np.array([*ids, FAIRSEQ_EOS], dtype=kind).tobytes())
+            lengths.append(len(ids) + 1)
+    places = np.cumsum([0, *lengths[:-1]], dtype=np.int64) * kind().itemsize
+    with open(f"{prefix}.idx", "wb") as out:
+        out.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQ", 1, code, len(lengths)))
+        out.write(np.array(lengths, dtype=np.int32).tobytes() + places.tobytes())
+
+
 def _run(command: Sequence[str]) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
@@ -529,7 +566,14 @@ def run_binarize(
     files = ["dict.txt", *(f"{split}.{kind}" for split in texts for kind in ("bin", "idx"))]
     reads = {**texts, "dictionary": dictionary}
     writes = [bin_dir / file for file in files]
-    steps.run("binarize", reads, writes, lambda: binarize(texts, bin_dir, dictionary, workers))
+
+    def make() -> None:
+        if dictionary and workers == 1:
+            binarize_pieces(texts, bin_dir, dictionary)
+        else:
+            binarize(texts, bin_dir, dictionary, workers)
+
+    steps.run("binarize", reads, writes, make)
 
 
 def run_sentencepiece(
