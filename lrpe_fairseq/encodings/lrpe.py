@@ -184,7 +184,7 @@ def _mirror(x: Tensor, unit: Tensor) -> Tensor:
 
 
 def _heads_inside(x: Tensor) -> bool:
-    """Whether x (B, H, T, D) lies in memory as (B, T, H, D), which ``@`` would copy."""
+    """True if x (B, H, T, D) lies in memory as (B, T, H, D), which ``@`` would copy."""
     return x.dim() == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
 
 
