@@ -1,7 +1,9 @@
-"""Each break of the pinned fairseq, shown without its fix, mended with it, left alone where absent.
+"""Each defect of the pinned fairseq is shown without its fix and with it, and a fairseq that lacks
+the defect is left alone.
 
-A fix acts on the whole process and the package applies it on import, so the breaks are shown in a
-second process that never imports the package: ``PROBES`` run there, and in a third one with it.
+A fix acts on the whole process, and the package applies it on import. The defects are therefore
+shown in a second process that never imports the package: ``PROBES`` run there, and in a third
+process with the fixes.
 """
 
 import argparse
@@ -36,6 +38,7 @@ from fairseq.models.ema.ema import EMA
 from fairseq.models.transformer import TransformerDecoderBase
 
 from lrpe_fairseq import compat
+from tests.end_to_end.forked import run_forked
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -388,9 +391,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _train(workspace: Path, data: str, options: str) -> Path:
     save_dir = workspace / f"checkpoints-{data}"
-    command = [sys.executable, "-m", "fairseq_cli.train", data, "--user-dir", "compat_plugin"]
-    command += [*shlex.split(COMMON + options), "--save-dir", str(save_dir)]
-    run = subprocess.run(command, cwd=workspace, env=_environment(), capture_output=True, text=True)
+    command = [data, "--user-dir", "compat_plugin", *shlex.split(COMMON + options)]
+    run = run_forked("fairseq_cli.train", [*command, "--save-dir", str(save_dir)], cwd=workspace)
     assert run.returncode == 0, run.stdout + run.stderr
     return save_dir / "checkpoint_last.pt"
 

@@ -1,7 +1,13 @@
 """fairseq's commands as a user types them, the checkpoints they leave, and models built from the
-same options without starting a process."""
+same options without starting a process.
+
+:func:`start` is a new interpreter, for what concerns processes; :func:`run` forks a process that
+has fairseq imported already; :func:`run_here` calls the command in this process.
+"""
 
 import contextlib
+import copy
+import functools
 import importlib
 import io
 import os
@@ -24,10 +30,10 @@ from fairseq.tasks import FairseqTask
 from omegaconf import OmegaConf
 
 import lrpe_fairseq
+from tests.end_to_end.forked import PATIENCE, run_forked
 
 PLUGIN = Path(lrpe_fairseq.__file__).parent
 LAUNCHER = Path(__file__).parents[2] / "scripts" / "train.sh"
-PATIENCE = 240  # seconds that one command may take before it counts as hung
 
 TASK = f"--user-dir {shlex.quote(str(PLUGIN))} --task language_modeling --tokens-per-sample 32"
 SMALL = (
@@ -70,8 +76,8 @@ def finish(process: subprocess.Popen, given: str = "") -> subprocess.CompletedPr
 
 
 def run(tool: str, *arguments: object, given: str = "") -> str:
-    """Run ``python -m tool`` and return what it wrote; it must succeed."""
-    return _succeed(finish(start(tool, *arguments), given))
+    """Run a fairseq command in a forked process, and return what it wrote; it must succeed."""
+    return _succeed(run_forked(tool, words(arguments), given=given))
 
 
 def run_here(tool: str, *arguments: object, given: str = "") -> str:
@@ -174,12 +180,17 @@ def build(
 
 def built(*arguments: object, seed: int = 1) -> tuple[BaseFairseqModel, FairseqTask, Any]:
     """Model, task and configuration that ``fairseq-train`` makes of its whole command line."""
-    parser = options.get_training_parser()
-    parsed = options.parse_args_and_arch(parser, words(arguments))
-    config = convert_namespace_to_omegaconf(parsed)
+    config = copy.deepcopy(_configuration(tuple(words(arguments))))
     torch.manual_seed(seed)
     task = tasks.setup_task(config.task)
     return task.build_model(config.model), task, config
+
+
+@functools.cache
+def _configuration(command_line: tuple[str, ...]) -> Any:
+    """What fairseq reads from a command line; hydra takes a third of a second for it."""
+    parser = options.get_training_parser()
+    return convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, list(command_line)))
 
 
 def save(model: BaseFairseqModel, config: Any, checkpoint: Path) -> None:

@@ -21,8 +21,10 @@ from tests.end_to_end.commands import (
     hydra,
     side_by_side,
     start,
+    words,
     yaml_config,
 )
+from tests.end_to_end.forked import run_forked
 
 pytestmark = pytest.mark.end_to_end
 
@@ -36,6 +38,7 @@ READ = {
     "mistyped option": {"postion_encoding": "rope"},
     "mistyped number": {"decoder_layers": "six"},
 }
+IN_AN_INTERPRETER = {"unknown encoding", "mistyped option"}
 UNRELATED = "two processes that form no group"
 SENTENCES = {
     "unknown encoding": f"unknown position encoding 'lrpe-type9'; choose one of "
@@ -59,15 +62,22 @@ def save_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def refusals(corpus: Corpus, save_dir: Path) -> Refusals:
-    """What became of every command that cannot work."""
+    """What became of every command that cannot work; one of each kind in an interpreter."""
     train = [corpus.data, TRAINING, SMALL, "--max-update 1 --save-dir", save_dir]
     jobs: dict[str, Callable[[], subprocess.CompletedProcess]] = {}
+
+    def job(label: str, tool: str, *arguments: object) -> None:
+        new = label in IN_AN_INTERPRETER
+        jobs[label] = lambda: (
+            finish(start(tool, *arguments)) if new else run_forked(tool, words(arguments))
+        )
+
     for label, options in TYPED.items():
-        jobs[label] = lambda o=options: finish(start("fairseq_cli.train", *train, o))
+        job(label, "fairseq_cli.train", *train, options)
     for label, model in READ.items():
         config = yaml_config(corpus, save_dir, model)
         arguments = hydra(save_dir.parent / label.replace(" ", "-"), config)
-        jobs[label] = lambda a=arguments: finish(start("fairseq_cli.hydra_train", *a))
+        job(label, "fairseq_cli.hydra_train", *arguments)
     torchrun = ["--nproc_per_node 2 --module fairseq_cli.train", *train]
     jobs[UNRELATED] = lambda: finish(start("torch.distributed.run", *torchrun))
     return dict(zip(jobs, side_by_side(*jobs.values()), strict=True))

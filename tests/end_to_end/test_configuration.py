@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import fields
+from itertools import cycle, product
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder, LearnedPositi
 from fairseq.modules.quantization.scalar.modules import IntLinear
 
 from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
+from tests.end_to_end.cases import sampled
 from tests.end_to_end.commands import (
     SMALL,
     TRAINING,
@@ -156,8 +158,13 @@ def train_step(corpus: Corpus, *options: object, seed: int = 1) -> tuple[BaseFai
     return model, loss.item() / size
 
 
-@pytest.mark.parametrize("options", STOCK_OPTIONS)
-@pytest.mark.parametrize("attention_type", ATTENTION_TYPES)
+@pytest.mark.parametrize(
+    ("attention_type", "options"),
+    sampled(
+        list(product(ATTENTION_TYPES, STOCK_OPTIONS)),
+        zip(cycle(ATTENTION_TYPES), STOCK_OPTIONS, strict=False),
+    ),
+)
 def test_an_option_of_fairseq_trains_every_parameter(
     corpus: Corpus, attention_type: str, options: str
 ) -> None:

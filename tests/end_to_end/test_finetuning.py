@@ -1,18 +1,23 @@
-"""Fine-tuning on GLUE: the checkpoint's own model, resumed where it stopped, scored exactly, and
-one sentence for what does not fit."""
+"""Fine-tuning on GLUE: it takes the checkpoint's own model, resumes where it stopped, scores
+exactly, and refuses in one sentence what does not fit."""
 
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from lrpe_fairseq.attention.multihead import ATTENTION_TYPES
 from lrpe_fairseq.experiments.commands import eval_glue, finetune
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import glue
@@ -22,10 +27,12 @@ from lrpe_fairseq.experiments.families.plan import load_named, runs
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.runner.processes import Children
 from lrpe_fairseq.experiments.runner.training import CONFIGS, Devices, RunFailed
+from tests.end_to_end.cases import sampled
 from tests.end_to_end.commands import PLUGIN, run
+from tests.end_to_end.forked import run_child_forked
 from tests.test_data_prep import load
 
-pytestmark = pytest.mark.end_to_end
+pytestmark = [pytest.mark.end_to_end, pytest.mark.usefixtures("forked_children")]
 
 prepare_glue = load("glue")
 PRETRAIN = (
@@ -35,6 +42,8 @@ PRETRAIN = (
     "--no-epoch-checkpoints --log-format simple --max-update 40 --position-encoding lrpe-type3 "
     "--encoding-seed 5"
 )
+TASKS = ("RTE", "STS-B")
+one_attention = pytest.mark.parametrize("pretrained", ["linear"], indirect=True)
 NUMBERS = [f"number{letter}" for letter in "abcdefghijkl"]
 
 
@@ -55,14 +64,23 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session", params=["linear", "softmax"])
-def pretrained(
-    request: pytest.FixtureRequest, words: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    folder = tmp_path_factory.mktemp("pretrained") / f"{request.param}-seed1" / "checkpoints"
-    options = f"--attention-type {request.param}"
-    run("fairseq_cli.train", words / "bin", PRETRAIN, options, "--save-dir", folder)
-    return folder / checkpoints.BEST
+@pytest.fixture(scope="session")
+def pretrain(words: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Pre-trains a model with an attention type, once; the best checkpoint."""
+
+    @functools.cache
+    def train_once(attention: str) -> Path:
+        folder = tmp_path_factory.mktemp("pretrained") / f"{attention}-seed1" / "checkpoints"
+        options = f"--attention-type {attention}"
+        run("fairseq_cli.train", words / "bin", PRETRAIN, options, "--save-dir", folder)
+        return folder / checkpoints.BEST
+
+    return train_once
+
+
+@pytest.fixture(params=ATTENTION_TYPES)
+def pretrained(request: pytest.FixtureRequest, pretrain: Callable[[str], Path]) -> Path:
+    return pretrain(request.param)
 
 
 @pytest.fixture(scope="session")
@@ -110,12 +128,30 @@ def work(made: FinetuningRun) -> dict:
     return json.loads(made.result.read_text())
 
 
-@pytest.mark.parametrize("name", ["RTE", "STS-B"])
+@pytest.fixture(scope="session")
+def finished(tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., FinetuningRun]:
+    """Fine-tunes a checkpoint on a task, once for all tests that read the run."""
+
+    @functools.cache
+    def run_once(pretrained: Path, name: str) -> FinetuningRun:
+        made = finetuning_run(pretrained, tasks / name, tmp_path_factory.mktemp("finished"))
+        with mock.patch.object(Children, "run", run_child_forked):
+            work(made)
+        return made
+
+    return run_once
+
+
+@pytest.mark.parametrize(
+    ("pretrained", "name"),
+    sampled(list(product(ATTENTION_TYPES, TASKS)), [("linear", "RTE"), ("softmax", "STS-B")]),
+    indirect=["pretrained"],
+)
 def test_a_task_is_learnt_by_the_model_of_the_checkpoint(
-    pretrained: Path, tasks: Path, name: str, tmp_path: Path
+    pretrained: Path, finished: Callable[..., FinetuningRun], name: str
 ) -> None:
-    made = finetuning_run(pretrained, tasks / name, tmp_path)
-    found = work(made)
+    made = finished(pretrained, name)
+    found = json.loads(made.result.read_text())
     assert made.finished()
     assert (found["dataset"], found["task"]) == (f"glue-{name}", "sentence_prediction")
     model = found["config"]
@@ -133,6 +169,7 @@ def test_a_task_is_learnt_by_the_model_of_the_checkpoint(
     assert expected[first] == pytest.approx(reported, abs=0.06)  # fairseq rounds to 0.1
 
 
+@pytest.mark.parametrize("pretrained", ["softmax"], indirect=True)
 def test_fine_tuning_begins_with_the_pretrained_weights(
     pretrained: Path, tasks: Path, tmp_path: Path
 ) -> None:
@@ -145,11 +182,12 @@ def test_fine_tuning_begins_with_the_pretrained_weights(
     assert set(end) - set(start) == {key for key in end if key.startswith("classification_heads")}
 
 
+@one_attention
 def test_it_goes_on_where_a_kill_stopped_it_and_ends_where_it_would_have(
-    pretrained: Path, tasks: Path, tmp_path: Path
+    pretrained: Path, finished: Callable[..., FinetuningRun], tasks: Path, tmp_path: Path
 ) -> None:
-    whole = finetuning_run(pretrained, tasks / "RTE", tmp_path / "whole")
-    expected = work(whole)
+    whole = finished(pretrained, "RTE")
+    expected = json.loads(whole.result.read_text())
     made = finetuning_run(pretrained, tasks / "RTE", tmp_path / "cut")
     made.checkpoints.mkdir(parents=True)
     with open(made.log, "w") as log:
@@ -177,6 +215,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PLUGIN.parent)}
 
 
+@one_attention
 def test_another_model_than_the_checkpoints_is_refused(
     pretrained: Path, tasks: Path, tmp_path: Path
 ) -> None:
@@ -197,6 +236,7 @@ def refused(made: FinetuningRun) -> str:
     return str(error.value)
 
 
+@one_attention
 def test_what_does_not_fit_together_gets_one_sentence_and_nothing_is_begun(
     pretrained: Path, tasks: Path, tmp_path: Path
 ) -> None:
@@ -231,11 +271,11 @@ def test_what_does_not_fit_together_gets_one_sentence_and_nothing_is_begun(
         replace(made, data=tasks / "rte").command()
 
 
+@one_attention
 def test_a_checkpoint_of_another_task_or_split_is_not_scored(
-    pretrained: Path, tasks: Path, tmp_path: Path
+    pretrained: Path, finished: Callable[..., FinetuningRun], tasks: Path
 ) -> None:
-    made = finetuning_run(pretrained, tasks / "RTE", tmp_path)
-    work(made)
+    made = finished(pretrained, "RTE")
     best = made.checkpoints / checkpoints.BEST
     with pytest.raises(ValueError, match="no split valid7"):
         eval_glue.predict(best, made.data, "valid7")
@@ -261,6 +301,7 @@ def test_the_grid_is_every_task_rate_and_seed_and_its_best_rate_fills_the_table(
     assert set(by_hand) <= set(grid)
 
 
+@one_attention
 def test_the_command_works_off_its_runs_on_this_machine_and_says_what_came_out(
     pretrained: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
@@ -273,21 +314,31 @@ def test_the_command_works_off_its_runs_on_this_machine_and_says_what_came_out(
     assert f"{made.folder.name}: {made.outcome()}" in capsys.readouterr().out
 
 
-def test_the_script_refuses_in_one_sentence(tmp_path: Path) -> None:
+REFUSED = {  # sentence -> arguments
+    "absent.pt is not there": ["absent.pt", "RTE"],
+    "GLUE has no task 'rte' here": ["absent.pt", "rte"],
+    "no scale big": ["absent.pt", "RTE", "--scale", "big"],
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_the_command_refuses_in_one_sentence(sentence: str, capsys: pytest.CaptureFixture) -> None:
+    assert finetune.main(REFUSED[sentence]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("finetune_glue: ")
+    assert sentence in said
+    assert said.count("\n") == 1
+
+
+def test_the_script_ends_with_the_status_and_the_sentence_of_the_command() -> None:
     script = CONFIGS.parent / "scripts" / "finetune_glue.sh"
-    for arguments, sentence in (
-        (["absent.pt", "RTE"], "absent.pt is not there"),
-        (["absent.pt", "rte"], "GLUE has no task 'rte' here"),
-        (["absent.pt", "RTE", "--scale", "big"], "no scale big"),
-    ):
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        done = subprocess.run(
-            ["bash", str(script), *arguments],
-            capture_output=True,
-            text=True,
-            env={**environment(), "PATH": path},
-        )
-        assert done.returncode == 2
-        assert done.stderr.startswith("finetune_glue: ")
-        assert sentence in done.stderr
-        assert done.stderr.count("\n") == 1
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", str(script), "absent.pt", "RTE"],
+        capture_output=True,
+        text=True,
+        env={**environment(), "PATH": path},
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("finetune_glue: absent.pt is not there")
+    assert done.stderr.count("\n") == 1

@@ -5,7 +5,6 @@ import math
 import re
 import subprocess
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from fairseq.models import BaseFairseqModel
 from fairseq.tasks import FairseqTask
 from torch import Tensor
 
-from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
-from lrpe_fairseq.encodings import ENCODINGS
+from tests.end_to_end.cases import each_encoding_once, sampled, usable
 from tests.end_to_end.commands import (
     PLUGIN,
     SMALL,
@@ -47,6 +45,7 @@ OPTIONS = {  # none of them the default, so that one that got lost is noticed
 SAVED_AT, UPDATES = 40, 80  # an epoch has 33 updates
 PROMPTS = ["w1 w2", "w3 w5 w7", "w9", "w4 w4 w4 w4 w4"]
 MAX_LENGTH = 16
+GREEDY = [("linear", "lrpe-type2"), ("linear", "permuteformer"), ("softmax", "transformer-xl")]
 
 
 # ---- train, kill -9, resume, evaluate, generate ----
@@ -206,20 +205,7 @@ def untrained(corpus: Corpus) -> Any:
     return construct
 
 
-def usable() -> Iterator[tuple[str, str]]:
-    """Every attention type with every encoding that it can use."""
-    for attention_type in ATTENTION_TYPES:
-        for name in ENCODINGS:
-            try:
-                MultiheadAttention(
-                    32, 4, attention_type=attention_type, position_encoding=name, causal=True
-                )
-            except ValueError:
-                continue
-            yield attention_type, name
-
-
-@pytest.mark.parametrize(("attention_type", "encoding"), usable())
+@pytest.mark.parametrize(("attention_type", "encoding"), sampled(usable(), each_encoding_once()))
 def test_a_hypothesis_of_beam_search_has_the_score_of_full_context(
     untrained: Any, attention_type: str, encoding: str
 ) -> None:
@@ -232,7 +218,7 @@ def test_a_hypothesis_of_beam_search_has_the_score_of_full_context(
             assert float(hypothesis["score"]) == pytest.approx(expected.mean().item(), abs=1e-4)
 
 
-@pytest.mark.parametrize(("attention_type", "encoding"), usable())
+@pytest.mark.parametrize(("attention_type", "encoding"), sampled(usable(), GREEDY))
 def test_greedy_generation_takes_the_most_likely_token_of_full_context(
     untrained: Any, attention_type: str, encoding: str
 ) -> None:
@@ -291,9 +277,13 @@ STOPS = {  # (attention, processes) -> where the group stops, to go on from ther
     ("linear", 4): [STEPS],
     ("softmax", 4): [STEPS],
 }
+GROUPS = [  # softmax in two processes is in test_segment_recurrence.py, too
+    pytest.param(case, marks=() if case == ("linear", 2) else pytest.mark.exhaustive)
+    for case in STOPS
+]
 
 
-@pytest.fixture(scope="session", params=STOPS, ids=lambda case: f"{case[0]}-{case[1]}")
+@pytest.fixture(scope="session", params=GROUPS, ids=lambda case: f"{case[0]}-{case[1]}")
 def alone_and_together(
     request: pytest.FixtureRequest, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:

@@ -8,13 +8,13 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
-from lrpe_fairseq.encodings import ENCODINGS, build_encoding
+from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.experiments.families.pretraining import PretrainingRun
 from lrpe_fairseq.models.masked_lm import LRPERobertaModel
+from tests.end_to_end.cases import each_encoding_once, sampled, usable
 from tests.end_to_end.commands import PLUGIN, Corpus, build, load, run, saved
 
-pytestmark = pytest.mark.end_to_end
+pytestmark = [pytest.mark.end_to_end, pytest.mark.usefixtures("forked_children")]
 
 TASK = f"--user-dir {PLUGIN} --task masked_lm --tokens-per-sample 32 --criterion masked_lm"
 SMALL = (
@@ -29,19 +29,13 @@ OPTIONS = {  # none of them the default
     "--attention-normalizer layernorm",
     "softmax": "--attention-type softmax --position-encoding lrpe-type6 --encoding-seed 5",
 }
-CASES = [
-    (attention, name)
-    for name in ENCODINGS
-    for attention in ATTENTION_TYPES
-    if attention == "softmax" or build_encoding(name, head_dim=8, num_heads=4).serves_linear
-]
 
 
 def masked_lm(corpus: Corpus, options: str) -> LRPERobertaModel:
     return build(corpus, TASK, SMALL, options)[0].eval()
 
 
-@pytest.mark.parametrize(("attention", "encoding"), CASES)
+@pytest.mark.parametrize(("attention", "encoding"), sampled(usable(), each_encoding_once(first=1)))
 def test_a_padded_batch_and_its_single_sentences_have_the_same_logits(
     corpus: Corpus, attention: str, encoding: str
 ) -> None:

@@ -449,7 +449,7 @@ def test_documents_of_another_text_are_refused(tmp_path: Path, rows: str) -> Non
 
 MEMORY = 2 * SEGMENT
 TRAINED = f"{TRAINING} {SMALL} {XL} --tokens-per-sample {SEGMENT} --memory-length {MEMORY}"
-STOP, END = 150, 300  # in the middle of an epoch, which has 37 updates
+STOP, END = 60, 120  # in the middle of an epoch, which has 37 updates
 SAVED = f"--save-interval-updates {STOP // 3} --lr 1e-2"
 
 

@@ -15,8 +15,7 @@ from fairseq.data import data_utils
 from torch import Tensor
 
 from lrpe_fairseq.attention.linear import NORMALIZERS, LinearState
-from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
-from lrpe_fairseq.encodings import ENCODINGS, build_encoding
+from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.experiments.commands import eval_mt
 from lrpe_fairseq.experiments.families.translation import (
     AVERAGED,
@@ -30,9 +29,10 @@ from lrpe_fairseq.experiments.records.runs import read_run
 from lrpe_fairseq.experiments.runner.processes import Children
 from lrpe_fairseq.experiments.runner.training import Devices, RunFailed
 from lrpe_fairseq.models.translation import LRPETransformer
+from tests.end_to_end.cases import each_encoding_once, sampled, usable
 from tests.end_to_end.commands import PLUGIN, built, load, run, run_here, save, saved
 
-pytestmark = pytest.mark.end_to_end
+pytestmark = [pytest.mark.end_to_end, pytest.mark.usefixtures("forked_children")]
 
 TASK = f"--user-dir {PLUGIN} --task translation -s en -t de --cpu"
 SMALL = (
@@ -43,20 +43,30 @@ TRAINING = (
     f"{TASK} --optimizer adam --lr 3e-3 --max-tokens 512 --num-workers 0 --no-epoch-checkpoints "
     "--log-format simple --criterion label_smoothed_cross_entropy --label-smoothing 0.1"
 )
-CASES = [
-    (attention, name, "rotated")
-    for name in ENCODINGS
-    for attention in ATTENTION_TYPES
-    if attention == "softmax" or build_encoding(name, head_dim=8, num_heads=4).serves_linear
-] + [("linear", "lrpe-type2", other) for other in NORMALIZERS if other != "rotated"]
-SIDES = ("encoder", "decoder")
+OTHER_NORMALIZERS = [("linear", "lrpe-type2", name) for name in NORMALIZERS if name != "rotated"]
+CASES = [  # (side, attention, encoding, normalizer)
+    (side, *case)
+    for side in ("encoder", "decoder")
+    for case in [*((*pair, "rotated") for pair in usable()), *OTHER_NORMALIZERS]
+]
+ONCE = [
+    *(("encoder", *pair, "rotated") for pair in each_encoding_once()),
+    *(("decoder", *pair, "rotated") for pair in each_encoding_once(first=1)),
+    *(("decoder", *case) for case in OTHER_NORMALIZERS),
+]
+FEW = [
+    ("encoder", "linear", "lrpe-type3", "rotated"),
+    ("encoder", "softmax", "t5", "rotated"),
+    ("decoder", "linear", "permuteformer", "rotated"),
+    ("decoder", "linear", "lrpe-type2", "content"),
+    ("decoder", "softmax", "transformer-xl", "rotated"),
+]
 
 
-def every_case(test: Callable) -> Callable:
-    """In the encoder and in the decoder: every encoding with every attention type, and the other
-    normalizers with Type 2."""
-    cases = pytest.mark.parametrize(("attention", "encoding", "normalizer"), CASES)(test)
-    return pytest.mark.parametrize("side", SIDES)(cases)
+def with_cases(default: list[tuple]) -> Callable:
+    """Parameters of a test: ``default`` in ``make test``, all of CASES in ``make test-all``."""
+    names = ("side", "attention", "encoding", "normalizer")
+    return pytest.mark.parametrize(names, sampled(CASES, default))
 
 
 LENGTHS = (9, 5, 1)  # of three sources
@@ -106,7 +116,7 @@ def batch(rows: list[Tensor], left_pad: bool = True) -> dict[str, Any]:
     }
 
 
-@every_case
+@with_cases([case for case in ONCE if case[0] == "decoder"])
 def test_decoding_token_by_token_gives_the_logits_of_training(
     pairs: Path, side: str, attention: str, encoding: str, normalizer: str
 ) -> None:
@@ -126,7 +136,7 @@ def test_decoding_token_by_token_gives_the_logits_of_training(
     torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=1e-4, atol=1e-5)
 
 
-@every_case
+@with_cases(ONCE)
 def test_beam_search_depends_on_neither_batch_nor_padding_side(
     pairs: Path, side: str, attention: str, encoding: str, normalizer: str
 ) -> None:
@@ -147,7 +157,7 @@ def beam_options(**changes: Any) -> Any:
     return GenerationConfig(**{"max_len_a": 0.0, "max_len_b": 12, **changes})
 
 
-@every_case
+@with_cases(FEW)
 def test_a_forced_prefix_is_kept_and_scored_as_training_scores_it(
     pairs: Path, side: str, attention: str, encoding: str, normalizer: str
 ) -> None:
@@ -278,7 +288,7 @@ def translated_three_ways(
     ]
 
 
-@every_case
+@with_cases(FEW)
 def test_generate_interactive_and_the_hub_agree(
     pairs: Path, tmp_path: Path, side: str, attention: str, encoding: str, normalizer: str
 ) -> None:
