@@ -12,7 +12,7 @@ from lrpe_fairseq.encodings.base import (
     QueryKeyEncoding,
     check_positions,
 )
-from lrpe_fairseq.encodings.lrpe import CyclicPowers, permute
+from lrpe_fairseq.encodings.permutations import CyclicPowers, permute
 from lrpe_fairseq.kernels import encode_cpu
 from lrpe_fairseq.kernels.encode import Form
 
