@@ -19,9 +19,10 @@ BASE = 10000.0
 
 
 class Rotation(nn.Module):
-    """Lambda^(s) turns the pair (2i, 2i+1) by s alpha_i, alpha_i = 10000^(-2i/e) (Eq. 24).
+    """Lambda^(s) rotates the pair (2i, 2i+1) by s alpha_i, alpha_i = 10000^(-2i/e) (Eq. 24).
 
-    e is the width made even; an odd width leaves its last feature alone (q = 1 in Eq. 24).
+    e is the largest even number up to d. If d is odd, the last feature is unchanged (q = 1 in
+    Eq. 24). Angles are in radians.
     """
 
     def __init__(self, spec: EncodingSpec) -> None:
@@ -32,49 +33,57 @@ class Rotation(nn.Module):
 
     @staticmethod
     def turned(head_dim: int) -> int:
-        """How many leading features turn; ChoiceError if none can."""
+        """Return the number of leading features that are rotated.
+
+        Raises: ChoiceError if ``head_dim`` is too small for a rotation.
+        """
         if head_dim < 2:
             raise ChoiceError(f"a rotation needs a head width of at least 2, got {head_dim}")
         return head_dim - head_dim % 2
 
     def register_frequencies(self, theta: Tensor) -> None:
-        """Keep ``theta`` (float64, radians per token) fixed.
+        """Store the fixed frequencies ``theta`` (float64, radians per token).
 
-        Not a buffer: nothing that casts or broadcasts a model's buffers may touch it.
+        They are not a buffer, because casting or broadcasting a model's buffers would change them.
         """
         self.theta = theta
         self.cache = PositionCache()
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """exp(i s theta) for every position: (T, E) or (B, 1, T, E), complex."""
+        """Return exp(i s theta) for every position: (T, E) or (B, 1, T, E), complex."""
         if self.cache is None:
             return phases(positions, self.theta, dtype)
         sources = positions, self.theta
         return self.cache.get(sources, dtype, lambda: phases(positions, self.theta, dtype))
 
     def forward(self, planes: Planes, turn: Tensor) -> Planes:
-        """Turn every plane (..., T, D) by what :meth:`at` gave."""
+        """Rotate every plane (..., T, D) by ``turn``, the result of :meth:`at`."""
         return tuple(rotate_pairs(x, turn) for x in planes)
 
 
 class LearnedRotation(Rotation):
-    """The rotation whose angles are parameters, started at those of :class:`Rotation`."""
+    """The rotation with learned frequencies, initialized to those of :class:`Rotation`."""
 
     def register_frequencies(self, theta: Tensor) -> None:
-        """Make ``theta`` a float32 parameter.
+        """Register ``theta`` as a float32 parameter.
 
-        Phases are not cached, frozen or not: nothing tells an edit through ``.data``.
+        Phases are not cached, not even for a frozen parameter, because an edit through ``.data``
+        cannot be detected.
         """
         self.theta = nn.Parameter(theta.float())
         self.cache = None
 
 
 class HalfRotation(Rotation):
-    """The rotation of the first e = d // 2 features (made even), identity on the rest (C.7)."""
+    """The rotation of the first e = d // 2 features (rounded up to even); the others are unchanged
+    (C.7)."""
 
     @staticmethod
     def turned(head_dim: int) -> int:
-        """d // 2 made even; ChoiceError below width 3, where every feature would turn."""
+        """Return d // 2, rounded up to even.
+
+        Raises: ChoiceError below width 3, where every feature would be rotated.
+        """
         if head_dim < 3:
             raise ChoiceError(f"rotation-half needs a head width of at least 3, got {head_dim}")
         return head_dim // 2 + (head_dim // 2) % 2
@@ -100,7 +109,7 @@ class Unitary(Rotation):
 
 
 class LearnedUnitary(Unitary):
-    """The unitary diagonal whose angles are parameters (TMLR Type 1)."""
+    """The unitary diagonal with learned frequencies (TMLR, Type 1)."""
 
     register_frequencies = LearnedRotation.register_frequencies
 
@@ -108,8 +117,8 @@ class LearnedUnitary(Unitary):
 class Permutation(nn.Module):
     """Lambda^(s) = (I)_{pi^s}: feature j at position s is feature pi^s(j) (Eq. 25, 59).
 
-    pi is drawn once and kept. pi^s comes from pi's cycles: step s along j's cycle, modulo its
-    length, so any position up to 2^31 costs the same and no table is kept.
+    pi is drawn once and saved in the checkpoint. pi^s(j) is s steps along the cycle of j, modulo
+    its length, so every position up to 2^31 costs the same and no table is stored.
     """
 
     def __init__(self, spec: EncodingSpec) -> None:
@@ -119,27 +128,27 @@ class Permutation(nn.Module):
         self.cycles = CyclicPowers()
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Indices of pi^s and of its inverse, (T, D) or (B, 1, T, D) each."""
+        """Return the indices of pi^s and of its inverse, (T, D) or (B, 1, T, D) each."""
         powers = self.cycles.powers(self.permutation, positions)
         return tuple(over_heads(index, positions) for index in powers)
 
     def forward(self, planes: Planes, powers: tuple[Tensor, ...]) -> Planes:
-        """Permute the last axis of every plane (..., T, D) by what :meth:`at` gave."""
+        """Permute the last axis of every plane (..., T, D) by ``powers``, from :meth:`at`."""
         return tuple(permute(x, *powers) for x in planes)
 
 
 def phases(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
-    """exp(i s theta), complex, shape (T, E) or (B, 1, T, E), for (T,) or (B, T) positions.
+    """Compute exp(i s theta), complex (T, E) or (B, 1, T, E), for positions s (T,) or (B, T).
 
-    The angle is a float64 product: one float32 angle is off by 6e-3 rad at position 100,000.
-    Cosine and sine are cast last, to ``dtype``.
+    The angle s theta (radians) is computed in float64, because in float32 it is off by 6e-3 rad at
+    position 100,000. Its cosine and sine are then cast to ``dtype``.
     """
-    form = _phases if is_transformed() else _Phases.apply
-    return over_heads(form(theta, positions, dtype), positions)
+    compute = _phases if is_transformed() else _Phases.apply
+    return over_heads(compute(theta, positions, dtype), positions)
 
 
 def _phases(theta: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """exp(i s theta), (..., E), in differentiable operations."""
+    """Compute exp(i s theta), (..., E), in differentiable operations."""
     exact = torch.float32 if positions.device.type == "mps" else torch.float64
     angle = positions.unsqueeze(-1).to(exact) * theta.to(exact).to(positions.device)
     return torch.complex(angle.cos().to(dtype), angle.sin().to(dtype))
@@ -148,7 +157,7 @@ def _phases(theta: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
 class _Phases(torch.autograd.Function):
     """exp(i s theta); the gradient of theta is sum_s s Im(conj(phase) gradient).
 
-    Differentiable any number of times: the saved phase is the result, which autograd knows.
+    Differentiable any number of times, because the saved phase is an output of the function.
     """
 
     @staticmethod
@@ -166,15 +175,16 @@ class _Phases(torch.autograd.Function):
 
 
 def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:
-    """Turn the pairs (2i, 2i+1) of the leading features of x (..., T, D) by ``turn`` (..., T, E).
+    """Rotate the pairs (2i, 2i+1) of x (..., T, D) by the complex ``turn`` (..., T, E).
 
-    The first 2E features are multiplied as complex numbers x[2i] + i x[2i+1]; the rest stay.
+    The first 2E features are multiplied as complex numbers x[2i] + i x[2i+1]. The remaining
+    features are unchanged.
     """
     form = encode.Form(phi=False)
     if encode_cpu.serves(x, form):
         return encode_cpu.encode(x, None, turn, form)
     if x.shape[-1] % 2 or not is_plain(x, turn):
-        # an odd width splits complex numbers in memory, and compilers do without them
+        # rows of odd width are not aligned to complex numbers; compilers do not support them
         return encode.rotated(x, turn)
     width = 2 * turn.shape[-1]
     turned = torch.view_as_real(_pairs(x[..., :width]) * turn).flatten(-2)
@@ -182,7 +192,7 @@ def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:
 
 
 def _pairs(x: Tensor) -> Tensor:
-    """(..., 2E) real -> (..., E) complex; copies where a view would split a pair."""
+    """(..., 2E) real -> (..., E) complex; a copy if x is not aligned to pairs."""
     x = x.contiguous()
     x = x.clone() if x.storage_offset() % 2 else x
     return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
@@ -196,4 +206,4 @@ CORES = {
     "unitary-learned": LearnedUnitary,
     "permutation": Permutation,
 }
-"""Lambda by name."""
+"""Lambda by name: the cores of the free form ``lrpe:<P>:<Lambda>``."""

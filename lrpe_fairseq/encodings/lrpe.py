@@ -41,9 +41,9 @@ class LRPE(QueryKeyEncoding):
     Args:
         spec: widths and seed.
         projection: a name of :data:`PROJECTIONS`. core: a name of :data:`CORES`.
-    Raises: ChoiceError for an unknown name or a width the core cannot turn.
+    Raises: ChoiceError for an unknown name or a head width that the core does not support.
 
-    Costs O(D) per token and head (O(D^2) with fourier). Any position up to 2^31.
+    Costs O(D) per token and head, or O(D^2) with fourier. Supports positions up to 2^31.
     """
 
     Options = LRPEOptions
@@ -55,16 +55,16 @@ class LRPE(QueryKeyEncoding):
         self.core = _named(CORES, core, "Lambda")(spec)
         self._planes = 2 if projection == "fourier" or core.startswith("unitary") else 1
         self.foldable = projection != "identity"
-        # the transform of a positive vector has its mass in bin 0, which turns fastest
+        # the Fourier transform of a positive vector is largest in bin 0, which turns fastest
         self.denominator_vanishes = projection == "fourier"
 
     def summary(self) -> str:
-        """P x Lambda, by their names."""
+        """Return the names of P and Lambda, joined by " x "."""
         return " x ".join(self._parts)
 
     @property
     def feature_dim(self) -> int:
-        """D, or 2D where features are complex."""
+        """D, or 2D if features are complex."""
         return self._planes * self.spec.head_dim
 
     def forward(
@@ -72,7 +72,7 @@ class LRPE(QueryKeyEncoding):
     ) -> tuple[Tensor, Tensor]:
         """Encode; see :meth:`QueryKeyEncoding.forward`.
 
-        Half types are widened to float32 for the whole map and rounded once.
+        Half-precision inputs are converted to float32 first, and the result is rounded once.
         """
         wide = torch.promote_types(q.dtype, torch.float32)
         planes = (self.projection(x.to(wide)) for x in (q, k))
@@ -82,7 +82,7 @@ class LRPE(QueryKeyEncoding):
     def turn(
         self, q: Planes, k: Planes, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Lambda^(s) on the planes of P q and P k; what a folded projection leaves to do."""
+        """Apply Lambda^(s) to the planes of P q and P k; see :meth:`QueryKeyEncoding.turn`."""
         wide = torch.promote_types(q[0].dtype, torch.float32)
         check_positions(q_positions, q[0]), check_positions(k_positions, k[0])
         at_q = self.core.at(q_positions, wide)
@@ -92,9 +92,10 @@ class LRPE(QueryKeyEncoding):
     def one_pass(
         self, x: Tensor, positions: Tensor, feature_map: str | None
     ) -> Callable[[Tensor], Tensor] | None:
-        """By a kernel; see :meth:`QueryKeyEncoding.one_pass`.
+        """Use a compiled kernel; see :meth:`QueryKeyEncoding.one_pass`.
 
-        None if no kernel serves x (B, H, T, D), or if P is a Fourier matrix and Lambda not unitary.
+        Returns: None if no kernel supports x (B, H, T, D), or if P is a Fourier matrix and Lambda
+            is not unitary.
         """
         fourier = isinstance(self.projection, Fourier)
         if fourier and not isinstance(self.core, Unitary):
@@ -108,12 +109,11 @@ class LRPE(QueryKeyEncoding):
             permutes=isinstance(self.core, Permutation),
             fourier=fourier,
         )
-        triton = (
-            loader.triton_kernels(KERNELS) if form.phi else None
-        )  # which always begins with phi
-        forms = (triton, encode_cpu)
-        fast = next((m for m in forms if m is not None and m.serves(x, form)), None)
-        if fast is None:
+        # the Triton kernel always applies phi
+        triton = loader.triton_kernels(KERNELS) if form.phi else None
+        kernels = (triton, encode_cpu)
+        kernel = next((m for m in kernels if m is not None and m.serves(x, form)), None)
+        if kernel is None:
             return None
         wide = torch.promote_types(x.dtype, torch.float32)
         projection = None
@@ -122,7 +122,7 @@ class LRPE(QueryKeyEncoding):
         elif fourier:
             projection = self.projection.matrix(wide, x.device)
         at = self.core.at(check_positions(positions, x), wide)
-        return lambda x: fast.encode(x, projection, at, form)
+        return lambda x: kernel.encode(x, projection, at, form)
 
     def _turned(self, planes: Planes, at: object, wide: torch.dtype) -> Tensor:
         turned = self.core(tuple(x.to(wide) for x in planes), at)

@@ -13,7 +13,10 @@ from lrpe_fairseq.kernels.dispatch import is_plain
 
 
 def permute(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """x[..., index[..., j]] for x (..., D), where ``inverse`` undoes ``index``; broadcasts."""
+    """Return x[..., index[..., j]] for x (..., D). ``inverse`` is the inverse of ``index``.
+
+    Both are int64 and broadcast to the shape of x.
+    """
     form = encode.Form(phi=False, permutes=True)
     if encode_cpu.serves(x, form):
         return encode_cpu.encode(x, None, (index, inverse), form)
@@ -23,7 +26,7 @@ def permute(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
 
 
 class _Permuted(torch.autograd.Function):
-    """A gather whose gradient is the inverse gather, not a slow scatter that adds.
+    """A gather whose gradient is the inverse gather, which is faster than a scatter-add.
 
     Differentiable any number of times.
     """
@@ -42,9 +45,9 @@ class _Permuted(torch.autograd.Function):
 class CyclicPowers:
     """Powers of permutations by index arithmetic on their cycles.
 
-    The cycles are kept as long as the permutation has the same values. On a GPU, where comparing
-    them would wait for the device at every call, the same tensor, version and memory stand for
-    the same values: there, an edit in place through ``.data`` goes unnoticed.
+    The cycles are cached until the values of the permutation change. On a GPU a comparison of
+    values would synchronize the device at every call, so the tensor's identity, version and memory
+    address are compared instead. Trap: an in-place edit through ``.data`` is not detected there.
     """
 
     def __init__(self) -> None:
@@ -52,9 +55,9 @@ class CyclicPowers:
         self._known: tuple | None = None
 
     def powers(self, permutation: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """pi^s(j) and pi^-s(j) for pi (D,) or (H, D) and s of any shape.
+        """Return pi^s(j) and pi^-s(j) for pi (D,) or (H, D) and positions s of any shape.
 
-        Both int64, of shape s.shape + pi.shape; the second undoes the first.
+        Both are int64 of shape s.shape + pi.shape, and inverse to each other.
         """
         form = self._cycles_of(permutation)
         return self._of_positions.get(
@@ -67,7 +70,7 @@ class CyclicPowers:
         known = self._known
         if known is not None and _unchanged(permutation, *known[:2]):
             return known[2]
-        with torch.inference_mode(False):  # the form outlives the call
+        with torch.inference_mode(False):  # the cached form must be usable in training
             copy = torch.tensor(permutation.tolist(), device=permutation.device)
             form = cycle_form(copy)
         mark = copy if permutation.device.type == "cpu" else _identity(permutation)
@@ -82,7 +85,7 @@ class CyclicPowers:
 
 
 def _unchanged(permutation: Tensor, known: Tensor, mark: Tensor | tuple) -> bool:
-    """True if ``permutation`` has the values that it had when it was marked."""
+    """True if ``permutation`` has the same values as when ``mark`` was computed from it."""
     if permutation.device != known.device:
         return False
     if isinstance(mark, Tensor):
@@ -91,16 +94,16 @@ def _unchanged(permutation: Tensor, known: Tensor, mark: Tensor | tuple) -> bool
 
 
 def _identity(tensor: Tensor) -> tuple[int, int]:
-    """Version (inference tensors have none) and memory."""
+    """Return the version (-1 for inference tensors, which have none) and the memory address."""
     return -1 if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
 
 def cycle_form(permutation: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cycle decomposition of pi (..., D): start, step, length of each j's cycle, and members.
+    """Return the cycles of pi (..., D): start, step, length and members, (..., D) each.
 
-    ``members`` lists the elements cycle after cycle; j stands at start[j] + step[j], and
-    pi^s(j) = members[start[j] + (step[j] + s) mod length[j]]. Tensor operations only, so that it
-    works on any device, fake tensors and under torch.compile.
+    ``members`` lists the elements cycle by cycle. j is at index start[j] + step[j], its cycle has
+    length[j] elements, and pi^s(j) = members[start[j] + (step[j] + s) mod length[j]]. Only tensor
+    operations are used, so this works on any device, with fake tensors and under torch.compile.
     """
     width = permutation.shape[-1]
     own = torch.arange(width, device=permutation.device).expand_as(permutation)
@@ -112,13 +115,14 @@ def cycle_form(permutation: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     first = powers.amin(0)  # the smallest element of each cycle
     length = 1 + (powers[1:] == own).int().argmax(0)
     step = (-(powers == first).int().argmax(0)) % length
-    heads = (first == own).long() * length  # the length, once for each cycle
-    start = (heads.cumsum(-1) - heads).gather(-1, first)
+    lengths = (first == own).long() * length  # at the first element of each cycle, else 0
+    start = (lengths.cumsum(-1) - lengths).gather(-1, first)
     members = torch.empty_like(permutation).scatter(-1, start + step, own)
     return start, step, length, members
 
 
 def _along_cycles(form: tuple[Tensor, Tensor, Tensor, Tensor], positions: Tensor) -> Tensor:
+    """Return pi^s(j) from the cycle form of pi."""
     start, step, length, members = form
     s = positions.reshape(positions.shape + (1,) * start.dim())
     place = start + (step + s) % length

@@ -24,7 +24,7 @@ class LRPEOptions:
     lrpe_householder_start: str = option(
         "normal",
         "LRPE, learned Householder vector: start from N(0, I), as in the paper, or at norm 1, "
-        "where it turns faster",
+        "which learns faster",
         choices=("normal", "unit"),
     )
 
@@ -41,7 +41,7 @@ class Identity(nn.Module):
 
 
 class Householder(nn.Module):
-    """P = I - 2 v v^T / (v^T v) with v drawn from a standard normal, fixed (Eq. 74)."""
+    """P = I - 2 v v^T / (v^T v) with a fixed v drawn from N(0, I) (Eq. 74)."""
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
@@ -49,21 +49,22 @@ class Householder(nn.Module):
         self.register_buffer("v", v / v.norm())
 
     def forward(self, x: Tensor) -> Planes:
-        """(..., D) -> one plane (..., D), the mirror image of x."""
+        """(..., D) -> one plane (..., D), the reflection of x."""
         return (reflect(x, self.unit(x.dtype)),)
 
     def unit(self, dtype: torch.dtype) -> Tensor:
-        """v of length 1."""
+        """Return v normalized to length 1, (D,)."""
         return _unit(self.v.to(dtype))
 
 
 class LearnedHouseholder(Householder):
-    """The Householder map whose v is a parameter, started from N(0, I) (Type 3's pseudo-code).
+    """The Householder map with a learned v, initialized from N(0, I) (pseudo-code of Type 3).
 
-    The map depends on the direction of v only, but learning depends on its length: the gradient
-    is orthogonal to v and inversely proportional to its norm, and a step of an adaptive optimizer
-    turns v by an angle inversely proportional to it. N(0, I) has norm sqrt(D) or so; a start at
-    norm 1 (``lrpe_householder_start="unit"``) turns about sqrt(D) times as fast.
+    The map depends only on the direction of v, but the speed of learning depends on its norm: the
+    gradient is orthogonal to v and inversely proportional to its norm, and a step of an adaptive
+    optimizer turns v by an angle inversely proportional to it. A sample of N(0, I) has a norm of
+    about sqrt(D); with norm 1 (``lrpe_householder_start="unit"``) v turns about sqrt(D) times as
+    fast.
     """
 
     def __init__(self, spec: EncodingSpec) -> None:
@@ -76,25 +77,26 @@ class LearnedHouseholder(Householder):
 class OddEven(nn.Module):
     """P = the permutation y[2k] = x[k], y[2k+1] = x[ceil(d/2) + k] (Eq. 75 and pseudo-code).
 
-    Eq. 75 prints floor(d/2) + 1 for the odd case, a misprint: it would not be a permutation.
+    Trap: Eq. 75 has a misprint for odd d. With its floor(d/2) + 1 it is not a permutation.
     """
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
 
     def forward(self, x: Tensor) -> Planes:
-        """(..., D) -> one plane (..., D), in the order of memory that x has."""
+        """(..., D) -> one plane (..., D), with the memory layout of x."""
         if x.stride(-1) != 1 and x.dim() > 1:
-            return (_shuffled(x.mT, -2).mT,)
-        return (_shuffled(x, -1),)
+            return (_interleave_halves(x.mT, -2).mT,)
+        return (_interleave_halves(x, -1),)
 
 
-def _shuffled(x: Tensor, axis: int) -> Tensor:
-    """Eq. 75 on an axis counted from the end, by one copy, and by one for the gradient."""
+def _interleave_halves(x: Tensor, axis: int) -> Tensor:
+    """Apply Eq. 75 to a negative ``axis`` with one copy, and one more for the gradient."""
     pairs, odd = divmod(x.shape[axis], 2)
     if odd:
         first, middle, last = x.split([pairs, 1, pairs], axis)
-        return torch.cat([_shuffled(torch.cat([first, last], axis), axis), middle], axis)
+        even = _interleave_halves(torch.cat([first, last], axis), axis)
+        return torch.cat([even, middle], axis)
     return x.unflatten(axis, (2, pairs)).transpose(axis - 1, axis).flatten(axis - 1, axis)
 
 
@@ -114,7 +116,8 @@ class Fourier(nn.Module):
         return (x @ self.matrix(x.dtype, x.device)).chunk(2, dim=-1)
 
     def matrix(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[Re F, Im F], (D, 2D); one copy per dtype and device, outside the state dict."""
+        """Return [Re F, Im F], (D, 2D). One copy per dtype and device is kept, outside the state
+        dict."""
         if (dtype, device) not in self.copies:
             with torch.inference_mode(False):
                 self.copies[dtype, device] = self.exact.to(dtype=dtype, device=device)
@@ -122,7 +125,7 @@ class Fourier(nn.Module):
 
 
 def reflect(x: Tensor, unit: Tensor) -> Tensor:
-    """x - 2 u (u^T x) for every row of x (..., D) and one vector u (D,) of length 1."""
+    """Compute x - 2 u (u^T x) for every row of x (..., D) and one unit vector u (D,)."""
     if not is_plain(x, unit):
         return x - 2.0 * (x @ unit).unsqueeze(-1) * unit
     return _Reflection.apply(x, unit)
@@ -133,16 +136,16 @@ def _unit(v: Tensor) -> Tensor:
 
 
 class _Reflection(torch.autograd.Function):
-    """The mirror image of x in the plane normal to a unit vector u; its own transpose.
+    """The reflection of x in the hyperplane normal to a unit vector u.
 
-    Hence the gradient of x is the mirror image of the gradient: two passes over memory where
-    automatic differentiation takes six. Differentiable any number of times.
+    The map is symmetric, so the gradient of x is the reflected gradient: two passes over memory
+    instead of the six of automatic differentiation. Differentiable any number of times.
     """
 
     @staticmethod
     def forward(ctx, x, unit):
         ctx.save_for_backward(unit, x if ctx.needs_input_grad[1] else None)
-        return _mirror(x, unit)
+        return _reflected(x, unit)
 
     @staticmethod
     def backward(ctx, grad):
@@ -154,18 +157,18 @@ class _Reflection(torch.autograd.Function):
         return grad_x, -2 * (x.T @ (g @ unit) + g.T @ (x @ unit))
 
 
-def _mirror(x: Tensor, unit: Tensor) -> Tensor:
-    along = (x.transpose(1, 2) @ unit).transpose(1, 2) if _heads_inside(x) else x @ unit
+def _reflected(x: Tensor, unit: Tensor) -> Tensor:
+    along = (x.transpose(1, 2) @ unit).transpose(1, 2) if _is_time_major(x) else x @ unit
     return torch.addcmul(x, along.unsqueeze(-1), unit, value=-2)
 
 
-def _heads_inside(x: Tensor) -> bool:
-    """True if x (B, H, T, D) lies in memory as (B, T, H, D), which ``@`` would copy."""
+def _is_time_major(x: Tensor) -> bool:
+    """True if the memory layout of x (B, H, T, D) is (B, T, H, D), which ``@`` would copy."""
     return x.dim() == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
 
 
 def _householder_vector(spec: EncodingSpec) -> Tensor:
-    """(D,) from N(0, I)."""
+    """Draw v (D,) from N(0, I)."""
     return torch.randn(spec.head_dim, generator=spec.generator(stream=1), device="cpu")
 
 
@@ -176,4 +179,4 @@ PROJECTIONS = {
     "odd-even": OddEven,
     "fourier": Fourier,
 }
-"""P by name."""
+"""P by name: the projections of the free form ``lrpe:<P>:<Lambda>``."""

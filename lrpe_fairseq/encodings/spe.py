@@ -26,27 +26,29 @@ GATHERED = 2**24
 class SPE(QueryKeyEncoding):
     """q~_s[r] = sum_d qbar_dr(s) q_s[d], k~_t[r] = sum_d kbar_dr(t) k_t[d], r = 1..R.
 
-    With the gate g = sigmoid(.) of a head's feature (learned, from N(0, 1)) a code becomes
-    sqrt(1-g) times itself plus sqrt(g) eps, eps standard normal noise that is constant in
-    position and common to q and k. Codes are divided by sqrt(R), hence
+    With a gate g = sigmoid(.) for every head and feature (learned, initialized from N(0, 1)), a
+    code is replaced by sqrt(1-g) times the code plus sqrt(g) eps. eps is standard normal noise
+    that does not depend on the position and is common to q and k. Codes are divided by sqrt(R),
+    hence
 
-        E[q~_s . k~_t] = sum_d q_s[d] k_t[d] ((1 - g_d) c_d(s - t) + g_d),
+        E[q~_s . k~_t] = sum_d q_s[d] k_t[d] ((1 - g_d) c_d(s - t) + g_d).
 
-    the plain score with a template; the caller's D^-0.5 is right as it is. Where R = D, the
-    default, that is SPE's own (R D)^(-1/4); elsewhere SPE's features are (R/D)^(1/4) times
-    these, which its softmax scores take back. The filter acts before the feature map.
+    This is the plain score with a template, so the caller's factor D^-0.5 is unchanged. For R = D,
+    the default, the scaling equals SPE's (R D)^(-1/4). Otherwise SPE's features are (R/D)^(1/4)
+    times these, and its softmax compensates for the factor. The filter is applied before the
+    feature map.
 
-    Noise is common to the batch, and to q and k of one call. In training every forward draws
-    its own; evaluation has fixed noise, a function of the position, so that decoding token by
-    token gives the features of the parallel form. The sine's is saved in the checkpoint, the
-    convolution's by its seed.
+    The noise is common to the batch and to q and k of one call. In training each forward pass draws
+    new noise. Evaluation uses fixed noise, a function of the position, so that decoding token by
+    token gives the same features as the parallel form. The checkpoint stores the noise of the sine
+    code and the seed of the convolutional code.
 
-    Costs O(D R) per token and head, and H T D R numbers of memory for a code, whatever the
-    batch. Positions (B, T) cost the same where every row has the same ones in some order (padding);
-    else they gather the code row by row and recompute that in the backward pass.
+    Costs O(D R) per token and head. A code takes H T D R numbers of memory, independently of the
+    batch size. Positions (B, T) cost the same if all rows have the same positions in any order
+    (padding). Otherwise the code is gathered row by row, and again in the backward pass.
 
-    The trap: with ``spe_shared`` (:func:`lrpe_fairseq.encodings.sharing.share_across_layers`)
-    the layer that owns the code draws the noise for those after it, so it must run first.
+    Trap: with ``spe_shared`` (:func:`lrpe_fairseq.encodings.sharing.share_across_layers`) the
+    layer that owns the code draws the noise for the later layers, so it must run first.
 
     Raises: ChoiceError for an unknown ``spe_code`` or a count below 1.
     """
@@ -55,7 +57,7 @@ class SPE(QueryKeyEncoding):
     departures = {
         "spe-along-batch": (
             "SPE's codes are indexed by the place in the batch and constant along the sequence, "
-            "so that they carry no position at all."
+            "so that they contain no position at all."
         ),
         "spe-after-feature-map": (
             "SPE filters phi(q) and phi(k), so that the features which linear attention sums are "
@@ -84,7 +86,7 @@ class SPE(QueryKeyEncoding):
         self.code = CODES[options.spe_code](spec, self.realizations)
         self.gate = self._make_gate() if options.spe_gated else None
         self.before_feature_map = "spe-after-feature-map" not in spec.options.fidelity
-        self._draws = True  # a layer that shares another's code leaves drawing to it
+        self._draws = True  # False if another layer owns the code and draws its noise
         self._rows = PositionCache()
 
     def _make_gate(self) -> nn.Parameter:
@@ -101,13 +103,13 @@ class SPE(QueryKeyEncoding):
         return self.realizations
 
     def share_with(self, owner: "SPE") -> None:
-        """Use ``owner``'s code and noise from now on; the gate stays this layer's own."""
+        """Use the code and noise of ``owner``. Each layer keeps a separate gate."""
         self.code, self._draws = owner.code, False
 
     def forward(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Filter; see :meth:`QueryKeyEncoding.forward`. Widths become R."""
+        """Filter q and k; see :meth:`QueryKeyEncoding.forward`. The encoded width is R."""
         check_positions(q_positions, q), check_positions(k_positions, k)
         if "spe-along-batch" not in self.spec.options.fidelity:
             return self._filter(q, k, q_positions, k_positions)
@@ -116,7 +118,7 @@ class SPE(QueryKeyEncoding):
         return q.transpose(0, 2), k.transpose(0, 2)
 
     def template(self, lags: Tensor) -> Tensor:
-        """(1 - g) c(n) + g for int64 lags (N,): (H, D, N) float64."""
+        """Return (1 - g) c(n) + g for int64 lags n (N,): (H, D, N) float64."""
         c = self.code.template(lags)
         if self.gate is None:
             return c
@@ -138,13 +140,13 @@ class SPE(QueryKeyEncoding):
         return q, self._apply_code(k, kbar, k_rows, through)
 
     def _distinct(self, positions: Tensor) -> tuple[Tensor, "Rows | None"]:
-        """(T,) as it is; (B, T) as its distinct positions (N,) and where each row has them."""
+        """Return positions (T,) unchanged, or the distinct ones (N,) of (B, T) and their rows."""
         if positions.dim() == 1:
             return positions, None
         return self._rows.get(positions, None, lambda: distinct_of_rows(positions))
 
     def _through_gate(self, fixed: bool) -> tuple[Tensor, Tensor] | None:
-        """sqrt(1-g) (H, 1, D) and sqrt(g) eps (H, D, R)."""
+        """Return sqrt(1-g) (H, 1, D) and sqrt(g) eps (H, D, R), or None without gates."""
         if self.gate is None:
             return None
         eps = self.gate_noise if fixed else torch.randn_like(self.gate_noise)
@@ -172,10 +174,10 @@ class SPE(QueryKeyEncoding):
 
 
 class Rows(NamedTuple):
-    """Which of N distinct positions the tokens of a batch have.
+    """Indices of the tokens' positions (B, T) into N distinct positions.
 
-    index: int64 (B, T), the place of each token among the N. order: int64 (B, N), the token at
-    each place, where every row has every place once; else None.
+    index: int64 (B, T), the index of each token's position. order: int64 (B, N), the token with
+    each position, if every row has every position exactly once; else None.
     """
 
     index: Tensor
@@ -183,7 +185,7 @@ class Rows(NamedTuple):
 
 
 def distinct_of_rows(positions: Tensor) -> tuple[Tensor, Rows]:
-    """The distinct positions (N,) of int64 (B, T), and where each row has them."""
+    """Return the distinct values (N,) of int64 positions (B, T), and their indices."""
     distinct, index = positions.unique(return_inverse=True)
     if len(distinct) != index.shape[1]:
         return distinct, Rows(index, None)
@@ -193,16 +195,16 @@ def distinct_of_rows(positions: Tensor) -> tuple[Tensor, Rows]:
 
 
 def filter_features(x: Tensor, code: Tensor, rows: Rows | None) -> Tensor:
-    """sum_d x[b,h,t,d] code[h,n,d,r] with n = t, or n = rows.index[b,t]: (B, H, T, R).
+    """Compute sum_d x[b,h,t,d] code[h,n,d,r], n = t or rows.index[b,t]: (B, H, T, R).
 
-    Rows that have every position once (a padded batch) are filtered in the order of the code.
-    Elsewhere a code of each row's own would be B times as large; it is gathered for as many rows
-    at a time as :data:`GATHERED` allows, and again in the backward pass.
+    If every row has every position once (a padded batch), the tokens are sorted by position first.
+    Otherwise the code is gathered per row. For the whole batch this would take B times the memory,
+    so it is done for at most :data:`GATHERED` entries at once, and again in the backward pass.
     """
     if rows is None:
         return torch.einsum("bhtd,htdr->bhtr", x, code)
     if rows.order is not None:
-        return _taken(filter_features(_taken(x, rows.order), code, None), rows.index)
+        return _gathered(filter_features(_gathered(x, rows.order), code, None), rows.index)
     per_row = code[:, 0].numel() * max(1, rows.index.shape[-1])
     count = max(1, GATHERED // per_row)
     parts = zip(x.split(count), rows.index.split(count), strict=True)
@@ -210,8 +212,8 @@ def filter_features(x: Tensor, code: Tensor, rows: Rows | None) -> Tensor:
     return torch.cat([checkpoint(_filter_rows, x, code, own, **settings) for x, own in parts])
 
 
-def _taken(x: Tensor, places: Tensor) -> Tensor:
-    """x (B, H, T, D) at places (B, T) of its third axis."""
+def _gathered(x: Tensor, places: Tensor) -> Tensor:
+    """Gather x (B, H, T, D) at indices ``places`` (B, T) of its third axis."""
     return x.gather(2, places[:, None, :, None].expand_as(x))
 
 

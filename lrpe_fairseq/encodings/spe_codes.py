@@ -22,22 +22,23 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class SPEOptions:
-    """The kind of code and its sizes."""
+    """Options of SPE: the kind of code and its sizes."""
 
     spe_code: str = option("sine", "SPE: kind of code", choices=("sine", "convolution"))
     spe_realizations: Optional[int] = option(None, "SPE: realizations R (default: the head width)")
     spe_sines: int = option(10, "SPE: sines per feature")
     spe_kernel: int = option(128, "SPE: taps of the convolution")
-    spe_gated: bool = option(True, "SPE: let features pass without position")
+    spe_gated: bool = option(True, "SPE: learned gates add a position-independent part")
     spe_shared: bool = option(False, "SPE: one code in all layers")
 
 
 class SineCode(nn.Module):
-    """qbar, kbar = gained sums of sines under common noise (SPE, Section 3.1; SineSPE).
+    """qbar, kbar = weighted sums of sines with common noise (SPE, Section 3.1; SineSPE).
 
-    c(n) = 1/(2K) sum_k g_k^2 cos(2 pi f_k n + o_k) per head and feature, with frequencies
-    f = sigmoid(.)/2 and gains g = softplus(.), all learned. They start at N(0, 1), frequencies
-    4 lower (long waves), gains divided by sqrt(norm over k) / 2, as in the authors' code.
+    c(n) = 1/(2K) sum_k g_k^2 cos(2 pi f_k n + o_k) per head and feature, with learned frequencies
+    f = sigmoid(.)/2, gains g = softplus(.) and offsets o. All parameters are initialized from
+    N(0, 1). Then, as in the authors' code, 4 is subtracted from the frequencies (long waves), and
+    the gains are divided by sqrt(norm over k) / 2.
     """
 
     def __init__(self, spec: EncodingSpec, realizations: int) -> None:
@@ -55,15 +56,15 @@ class SineCode(nn.Module):
         self.drawn: Tensor | None = None
 
     def draw(self) -> None:
-        """Draw the noise of the next training forward from torch's global generator."""
+        """Draw the noise of the next forward pass in training from torch's global generator."""
         self.drawn = torch.randn_like(self.noise)
 
     def forward(
         self, q_positions: Tensor, k_positions: Tensor, fixed: bool
     ) -> tuple[Tensor, Tensor]:
-        """qbar (H, T, D, R) at int64 (T,) and kbar (H, S, D, R) at (S,).
+        """Return qbar (H, T, D, R) at int64 positions (T,) and kbar (H, S, D, R) at (S,).
 
-        ``fixed``: use the noise of evaluation, not the one drawn last.
+        fixed: True for the fixed noise of evaluation, False for the noise drawn last.
         """
         z_q, z_k = self._weights(self.noise if fixed else self.drawn)
         q_waves = self.waves(q_positions)
@@ -72,41 +73,45 @@ class SineCode(nn.Module):
         return torch.einsum(code, q_waves, z_q), torch.einsum(code, k_waves, z_k)
 
     def waves(self, positions: Tensor) -> Tensor:
-        """[cos, sin](2 pi f s) at int64 (T,): (H, T, D, 2K), counted in float64 turns."""
+        """Return [cos, sin](2 pi f s) at int64 positions s (T,): (H, T, D, 2K).
+
+        The number of turns f s is computed in float64.
+        """
         turns = torch.frac(positions[:, None, None].double() * self._frequency().unsqueeze(1))
         angle = 2.0 * math.pi * turns.to(self.frequency.dtype)
         return torch.cat([angle.cos(), angle.sin()], dim=-1)
 
     def template(self, lags: Tensor) -> Tensor:
-        """c(n) for int64 lags (N,): (H, D, N) float64."""
+        """Return c(n) for int64 lags n (N,): (H, D, N) float64."""
         turns = lags[:, None].double() * self._frequency().unsqueeze(-2)  # H D N K
         waves = torch.cos(2.0 * math.pi * turns + self.offset.double().unsqueeze(-2))
         return (F.softplus(self.gain.double()).square().unsqueeze(-2) * waves).mean(-1) / 2.0
 
     def _frequency(self) -> Tensor:
-        """(H, D, K) float64 turns per token, between 0 and 1/2."""
+        """Return the frequencies (H, D, K) in turns per token, float64, between 0 and 1/2."""
         return torch.sigmoid(self.frequency.double()) / 2.0
 
     def _weights(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Noise (H, D, 2K, R) as weights of the waves, for qbar and kbar.
+        """Convert noise (H, D, 2K, R) into the weights of the waves for qbar and for kbar.
 
-        cos(a + o) and sin(a + o) are turned cos(a) and sin(a): turning the noise by the offset
-        once spares qbar waves of its own.
+        cos(a + o) and sin(a + o) are cos(a) and sin(a) rotated by o. The noise is rotated by the
+        offset instead, so that qbar and kbar use the same waves.
         """
         gain = F.softplus(self.gain).unsqueeze(-1) / math.sqrt(z.shape[-2])
         cos_part, sin_part = (gain * half for half in z.chunk(2, dim=-2))
         cos, sin = self.offset.cos().unsqueeze(-1), self.offset.sin().unsqueeze(-1)
-        turned = [cos * cos_part + sin * sin_part, cos * sin_part - sin * cos_part]
-        return torch.cat(turned, dim=-2), torch.cat([cos_part, sin_part], dim=-2)
+        rotated = [cos * cos_part + sin * sin_part, cos * sin_part - sin * cos_part]
+        return torch.cat(rotated, dim=-2), torch.cat([cos_part, sin_part], dim=-2)
 
 
 class ConvCode(nn.Module):
     """qbar, kbar = white noise under two learned filters of P taps (SPE, Section 3.2; ConvSPE).
 
     qbar(s) = sum_p a_p z(s + p) and kbar(t) = sum_p b_p z(t + p), hence
-    c(n) = sum_p a_p b_(p+n), zero from distance P on. Taps start at U(0, 1) / sqrt(P/2).
-    The noise z is a function of (seed, position), made in blocks: a forward draws a seed, and
-    any window of it, even one token, agrees with any other. Costs O(log) of an FFT per token.
+    c(n) = sum_p a_p b_(p+n), which is zero for distances of at least P. Taps are initialized from
+    U(0, 1) / sqrt(P/2). The noise z is a function of (seed, position), generated in blocks of
+    :data:`BLOCK` positions. A forward pass in training draws a seed, so overlapping windows of any
+    length agree. The FFT costs O(log T) per token.
     """
 
     def __init__(self, spec: EncodingSpec, realizations: int) -> None:
@@ -121,19 +126,19 @@ class ConvCode(nn.Module):
         self._blocks: dict[tuple, Tensor] = {}
 
     def draw(self) -> None:
-        """Draw the seed of the next training forward from torch's global generator."""
+        """Draw the seed of the next forward pass in training from torch's global generator."""
         self.drawn = int(torch.randint(2**31, ()))
 
     def forward(
         self, q_positions: Tensor, k_positions: Tensor, fixed: bool
     ) -> tuple[Tensor, Tensor]:
-        """As :meth:`SineCode.forward`."""
+        """Return the codes; see :meth:`SineCode.forward`."""
         q_kernel, k_kernel = self.kernels
         qbar = self._code(q_kernel, q_positions, fixed)
         return qbar, self._code(k_kernel, k_positions, fixed)
 
     def template(self, lags: Tensor) -> Tensor:
-        """c(n) for int64 lags (N,): (H, D, N) float64."""
+        """Return c(n) for int64 lags n (N,): (H, D, N) float64."""
         q_kernel, k_kernel = self.kernels.double()
         taps = q_kernel.shape[-1]
         index = torch.arange(taps, device=lags.device) + lags.clamp(-taps, taps).unsqueeze(-1)
@@ -141,14 +146,14 @@ class ConvCode(nn.Module):
         return (q_kernel.unsqueeze(-2) * shifted).sum(-1)
 
     def _code(self, kernel: Tensor, positions: Tensor, fixed: bool) -> Tensor:
-        """(H, T, D, R) of one filter at int64 (T,)."""
+        """Return the code of one filter at int64 positions (T,): (H, T, D, R)."""
         runs, index = contiguous_runs(positions, gap=kernel.shape[-1])
         parts = [self._correlate(kernel, first, last, fixed) for first, last in runs]
         code = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         return code if index is None else code.index_select(1, index)
 
     def _correlate(self, kernel: Tensor, first: int, last: int, fixed: bool) -> Tensor:
-        """sum_p kernel_p z(s + p) for s = first..last: (H, last - first + 1, D, R)."""
+        """Return sum_p kernel_p z(s + p) for s = first..last: (H, last - first + 1, D, R)."""
         window = last - first + kernel.shape[-1]
         z = self._noise(first, first + window, fixed)  # H D R W
         spectrum = torch.fft.rfft(kernel.unsqueeze(-2), n=window).conj()
@@ -156,9 +161,9 @@ class ConvCode(nn.Module):
         return signal[..., : last - first + 1].movedim(-1, 1)
 
     def _noise(self, first: int, stop: int, fixed: bool) -> Tensor:
-        """White noise at positions first..stop-1: (H, D, R, stop - first).
+        """Return white noise at positions first..stop-1: (H, D, R, stop - first).
 
-        The blocks of the last window are kept, so that a token at a time draws nothing twice.
+        The blocks of the last window are cached, so decoding token by token draws each block once.
         """
         seed = int(self.seed) if fixed else self.drawn
         start = first // BLOCK
@@ -173,17 +178,18 @@ class ConvCode(nn.Module):
         if known is not None and known.device == device:
             return known
         seed, fixed, block = key
-        where = torch.device("cpu") if fixed else device  # evaluation is alike on all devices
+        where = torch.device("cpu") if fixed else device  # evaluation is equal on all devices
         generator = torch.Generator(where).manual_seed(seed * 1_000_003 + 1_000 + block)
         draw = torch.randn(*self.shape, BLOCK, generator=generator, device=where)
         return draw.to(device)
 
 
 def contiguous_runs(positions: Tensor, gap: int) -> tuple[list[tuple[int, int]], Tensor | None]:
-    """Runs [(first, last), ...] that cover int64 ``positions`` (T,), and each one's index.
+    """Return runs [(first, last), ...] that cover int64 ``positions`` (T,), and an index (T,).
 
-    Positions less than ``gap`` apart stand in one run. The index (T,) counts through all runs
-    and is None where it would be 0, 1, ..., T-1 and nothing else is covered.
+    Neighbouring positions less than ``gap`` apart are in the same run. The index locates each
+    position in the concatenation of all runs. It is None if it would be 0, 1, ..., T-1 and the runs
+    contain nothing else.
     """
     distinct = positions.unique()
     breaks = distinct.diff() >= gap
@@ -198,4 +204,4 @@ def contiguous_runs(positions: Tensor, gap: int) -> tuple[list[tuple[int, int]],
 
 
 CODES = {"sine": SineCode, "convolution": ConvCode}
-"""Codes by the name that ``spe_code`` takes."""
+"""Codes by their ``spe_code`` names."""
