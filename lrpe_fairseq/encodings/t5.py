@@ -73,7 +73,7 @@ class T5Bias(ScoreEncoding):
         return F.embedding(self.buckets(q_positions, k_positions), table).movedim(-1, -3)
 
     def buckets(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        """Return the bucket of every pair, int64 (T, S) or (B, T, S), cached for the two tensors."""
+        """Return the bucket of every pair, int64 (T, S) or (B, T, S). The result is cached."""
         return self._cache.get(
             (q_positions, k_positions),
             None,
