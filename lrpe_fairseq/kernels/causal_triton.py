@@ -247,7 +247,7 @@ def _state(base, sequence, n, N, d, e, D: tl.constexpr, E: tl.constexpr):
 
 @triton.jit
 def _chunk(n, T, C: tl.constexpr):
-    """Return, for the rows of chunk n: index in the chunk, time, and True if the time is below T."""
+    """Return the rows of chunk n: index in the chunk, time, and a mask of times below T."""
     row = tl.arange(0, C)
     return row, n * C + row, n * C + row < T
 
