@@ -117,7 +117,7 @@ def test_torchrun_cannot_start_unrelated_trainings(refusals: Refusals) -> None:
     assert ended.returncode != 0
     assert said(ended)
     for sentence in said(ended):
-        assert sentence.startswith("2 processes were started but form no process group")
+        assert sentence.startswith("2 processes were started without a process group")
         assert sentence.endswith("start them with scripts/train.sh")
 
 
