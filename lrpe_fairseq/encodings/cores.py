@@ -1,8 +1,8 @@
 """The position-dependent unitary maps Lambda^(s) of the LRPE family (Eq. 23-25, C.7).
 
-A core is constructed from an :class:`EncodingSpec`. ``core.at(positions, dtype)`` returns what
-depends on the positions alone, and ``core(planes, core.at(...))`` applies Lambda^(s) to the last
-axis of every plane (..., T, D).
+A core is constructed from an :class:`EncodingSpec`. ``core.at(positions, dtype)`` returns the
+phases or indices, which depend only on the positions. ``core(planes, core.at(...))`` applies
+Lambda^(s) to the last axis of every plane (..., T, D).
 """
 
 import torch
@@ -75,8 +75,10 @@ class LearnedRotation(Rotation):
 
 
 class HalfRotation(Rotation):
-    """The rotation of the first e = d // 2 features (rounded up to even); the others are unchanged
-    (C.7)."""
+    """The rotation of the first e = d // 2 features, rounded up to even (C.7).
+
+    The remaining features are unchanged.
+    """
 
     @staticmethod
     def turned(head_dim: int) -> int:

@@ -13,7 +13,7 @@ from lrpe_fairseq.errors import ChoiceError
 OF_ATTENTION: dict[str, str] = {
     "embed-dim-scale": (
         "Softmax attention with any relative encoding scales by (H D)^-0.5 instead of D^-0.5; "
-        "Base alone, stock attention in the language model, keeps D^-0.5."
+        "only Base, stock attention in the language model, uses D^-0.5."
     ),
     "padding-ignored": (
         "Both attentions treat padding as tokens, and positions count it from the left."

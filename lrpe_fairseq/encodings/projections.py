@@ -116,8 +116,10 @@ class Fourier(nn.Module):
         return (x @ self.matrix(x.dtype, x.device)).chunk(2, dim=-1)
 
     def matrix(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return [Re F, Im F], (D, 2D). One copy per dtype and device is kept, outside the state
-        dict."""
+        """Return [Re F, Im F], (D, 2D).
+
+        One copy per dtype and device is cached, outside the state dict.
+        """
         if (dtype, device) not in self.copies:
             with torch.inference_mode(False):
                 self.copies[dtype, device] = self.exact.to(dtype=dtype, device=device)

@@ -160,10 +160,10 @@ class SPE(QueryKeyEncoding):
         rows: "Rows | None",
         through: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        """x (B, H, T, D) through code (H, N, D, R) and the gate: (B, H, T, R).
+        """Apply code (H, N, D, R) and gate to x (B, H, T, D): (B, H, T, R).
 
-        The gate's constant part is a product of its own, and its sqrt(1-g) multiplies x: no
-        second tensor of the code's size is made.
+        sqrt(1-g) multiplies x instead of the code, and the constant part of the gate is a separate
+        product, so no second tensor of the code's size is allocated.
         """
         scale = self.realizations**-0.5
         if through is None:

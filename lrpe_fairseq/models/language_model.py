@@ -116,7 +116,7 @@ class LRPELanguageModelConfig(TransformerLanguageModelConfig, AttentionOptions):
     memory_length: int = field(
         default=0,
         metadata={
-            "help": "tokens of earlier segments that attention sees (Transformer-XL); requires "
+            "help": "number of tokens of earlier segments to attend to (Transformer-XL); requires "
             "--task lrpe_truncated_bptt_lm and --no-token-positional-embeddings"
         },
     )
