@@ -51,17 +51,23 @@ def names_table() -> str:
 
 
 def numbered(names: Iterable[str]) -> list[str]:
-    """The names in code marks; neighbours that differ in a final number become a range.
+    """The names in code marks; neighbours whose final numbers count up by 1 become a range.
 
     >>> numbered(["rope", "x1", "x2", "x3"])
     ['`rope`', '`x1` to `x3`']
     """
     found = []
-    for stem, group in groupby(names, key=lambda name: re.sub(r"\d+$", "#", name)):
-        first, *_, last = [*group] * 2
-        whole = stem.endswith("#") and first != last
-        found.append(f"`{first}` to `{last}`" if whole else f"`{first}`")
+    for _, group in groupby(enumerate(names), key=_series):
+        first, *_, last = [name for _, name in group] * 2
+        found.append(f"`{first}`" if first == last else f"`{first}` to `{last}`")
     return found
+
+
+def _series(place: tuple[int, str]) -> tuple[str, int]:
+    """Equal for neighbours whose final numbers count up; different for any other two."""
+    index, name = place
+    stem, number = re.fullmatch(r"(.*?)(\d*)", name).groups()
+    return stem, int(number or 0) - index
 
 
 def encodings_table() -> str:
