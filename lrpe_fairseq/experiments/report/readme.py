@@ -67,7 +67,7 @@ def _series(place: tuple[int, str]) -> tuple[str, int]:
     """Equal for neighbours whose final numbers count up; different for any other two."""
     index, name = place
     stem, number = re.fullmatch(r"(.*?)(\d*)", name).groups()
-    return stem, int(number or 0) - index
+    return (stem, int(number) - index) if number else (f"{name} ", index)
 
 
 def encodings_table() -> str:
