@@ -95,7 +95,7 @@ def separated(better: Row, worse: Row) -> bool:
 
 def table(found: Sequence[Row], aligned: bool = False) -> str:
     """The rows as a Markdown table, each beside Base of its attention type."""
-    lines = [list(HEAD), *(_cells(row, _base(row, found)) for row in found)]
+    lines = [list(HEAD), *(_cells(row, base_of(row, found)) for row in found)]
     widths = [max(map(len, column)) if aligned else 3 for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     padded = [[c.ljust(w) for c, w in zip(line, widths, strict=True)] for line in lines]
@@ -173,13 +173,18 @@ def page(runs: Sequence[Run]) -> str:
     )
 
 
+def change(row: Row, base: Row) -> str:
+    """The row's mean relative to that of ``base``, in per cent; a dash for ``base`` itself."""
+    return "—" if row is base else f"{100 * (row.mean / base.mean - 1):+.0f} %"
+
+
 def _cells(row: Row, base: Row) -> list[str]:
     spread = f" ± {row.deviation:.2f}" if len(row.ppl) > 1 else ""
-    change = "—" if row is base else f"{100 * (row.mean / base.mean - 1):+.0f} %"
     name = f"{row.encoding} (Base)" if row is base else row.encoding
-    return [row.attention, name, f"{row.mean:.2f}{spread}", change]
+    return [row.attention, name, f"{row.mean:.2f}{spread}", change(row, base)]
 
 
-def _base(row: Row, found: Sequence[Row]) -> Row:
+def base_of(row: Row, found: Sequence[Row]) -> Row:
+    """Base of the row's attention type. Raises: StopIteration if ``found`` lacks it."""
     wanted = (row.attention, BASE)
     return next(r for r in found if (r.attention, r.encoding) == wanted)

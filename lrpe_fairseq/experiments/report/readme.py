@@ -1,6 +1,10 @@
-"""The generated parts of README.md: tables of encodings and options, the quickstart's numbers."""
+"""The generated parts of README.md and docs/encodings.md, and the picture of the quickstart."""
 
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import fields
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 from lrpe_fairseq.encodings import (
@@ -11,17 +15,59 @@ from lrpe_fairseq.encodings import (
     encoding_class,
 )
 from lrpe_fairseq.encodings.lrpe import CORES, PROJECTIONS
-from lrpe_fairseq.experiments.report import markdown, quickstart
+from lrpe_fairseq.experiments.report import dots, markdown, quickstart
 
 PAGE = "README.md"
+ENCODINGS_PAGE = "docs/encodings.md"
+PICTURE = "results/figures/quickstart.png"
 QUICKSTART = "results/quickstart/runs"
 
 
 def pages(root: Path) -> dict[str, str]:
-    """README.md with every generated part rendered anew."""
+    """README.md and docs/encodings.md with every generated part rendered anew."""
     text = (root / PAGE).read_text(encoding="utf-8")
-    text = markdown.between(text, "encodings", f"{encodings_table()}\n\n{options_table()}")
-    return {PAGE: markdown.between(text, "quickstart", quickstart_numbers(root))}
+    text = markdown.between(text, "encodings", names_table())
+    own = (root / ENCODINGS_PAGE).read_text(encoding="utf-8")
+    own = markdown.between(own, "encodings", encodings_table())
+    return {
+        PAGE: markdown.between(text, "quickstart", quickstart_numbers(root)),
+        ENCODINGS_PAGE: markdown.between(own, "options", options_table()),
+    }
+
+
+def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
+    """The quickstart's test perplexities as dots; none without its run files."""
+    found = quickstart.rows(quickstart.published(root / QUICKSTART))
+    return {PICTURE: partial(dots.draw, found=found)} if found else {}
+
+
+def names_table() -> str:
+    """The names of ENCODINGS by the attention types that they serve."""
+    linear = {name: encoding_class(name).serves_linear for name in ENCODINGS}
+    both = [*numbered(name for name in ENCODINGS if linear[name]), "`lrpe:<P>:<Lambda>`"]
+    softmax = numbered(name for name in ENCODINGS if not linear[name])
+    rows = [["linear, softmax", ", ".join(both)], ["softmax", ", ".join(softmax)]]
+    return markdown.table(["attention", "`--position-encoding`"], rows)
+
+
+def numbered(names: Iterable[str]) -> list[str]:
+    """The names in code marks; neighbours whose final numbers count up by 1 become a range.
+
+    >>> numbered(["rope", "x1", "x2", "x3"])
+    ['`rope`', '`x1` to `x3`']
+    """
+    found = []
+    for _, group in groupby(enumerate(names), key=_series):
+        first, *_, last = [name for _, name in group] * 2
+        found.append(f"`{first}`" if first == last else f"`{first}` to `{last}`")
+    return found
+
+
+def _series(place: tuple[int, str]) -> tuple[str, int]:
+    """Equal for neighbours whose final numbers count up; different for any other two."""
+    index, name = place
+    stem, number = re.fullmatch(r"(.*?)(\d*)", name).groups()
+    return (stem, int(number) - index) if number else (f"{name} ", index)
 
 
 def encodings_table() -> str:
