@@ -125,7 +125,7 @@ def test_what_is_not_the_task_is_refused_in_one_sentence(tmp_path: Path, pieces:
     assert "perhaps" in said
     path.write_text("index\ta\tb\tlabel\n0\tonly two\n")
     assert "2 columns only" in refusal(run, "RTE", tmp_path / "h", pieces, tmp_path / "label")
-    assert "keeps no tokenizer" in refusal(prepare_glue.pieces_of, tmp_path)
+    assert "has no tokenizer" in refusal(prepare_glue.pieces_of, tmp_path)
     for folder in "defgh":
         assert not (tmp_path / folder / "RTE" / "bin").exists()
 
@@ -147,7 +147,7 @@ def test_the_official_archive_is_unpacked_and_a_broken_one_is_refused(
     assert found["valid"].read_text() == (tmp_path / "from" / "QNLI" / "dev.tsv").read_text()
     assert sorted(path.name for path in (tmp_path / "raw").iterdir()) == ["dev.tsv", "train.tsv"]
     (served / "QNLIv2.zip").write_bytes(packed.getvalue()[:-40])
-    assert "not what it should be" in refusal(prepare_glue.obtain, "QNLI", tmp_path / "cut", None)
+    assert "is invalid and was deleted" in refusal(prepare_glue.obtain, "QNLI", tmp_path / "cut", None)
     assert list((tmp_path / "cut").iterdir()) == []
 
 
