@@ -147,7 +147,9 @@ def test_the_official_archive_is_unpacked_and_a_broken_one_is_refused(
     assert found["valid"].read_text() == (tmp_path / "from" / "QNLI" / "dev.tsv").read_text()
     assert sorted(path.name for path in (tmp_path / "raw").iterdir()) == ["dev.tsv", "train.tsv"]
     (served / "QNLIv2.zip").write_bytes(packed.getvalue()[:-40])
-    assert "is invalid and was deleted" in refusal(prepare_glue.obtain, "QNLI", tmp_path / "cut", None)
+    assert "is invalid and was deleted" in refusal(
+        prepare_glue.obtain, "QNLI", tmp_path / "cut", None
+    )
     assert list((tmp_path / "cut").iterdir()) == []
 
 

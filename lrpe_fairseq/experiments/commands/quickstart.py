@@ -26,9 +26,9 @@ from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.checkout import require_checkout
 from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.records.runs import Run, read_run, write_run
+from lrpe_fairseq.experiments.records.runs import read_run, write_run
+from lrpe_fairseq.experiments.report import docs
 from lrpe_fairseq.experiments.report import quickstart as report
-from lrpe_fairseq.experiments.report.curves import mean_curve, validation_curves
 from lrpe_fairseq.experiments.runner import warm
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children, RunFailed
@@ -36,7 +36,7 @@ from lrpe_fairseq.experiments.runner.schedule import Events, Schedule, shares
 
 DATA = ROOT / "data" / "pydoc"
 RESULTS = ROOT / "results" / "quickstart"
-RUNS, WORK = RESULTS / "runs", RESULTS / "work"
+RUNS, WORK = ROOT / report.RUNS, RESULTS / "work"
 METHODS = [(attention, e) for attention in ("linear", "softmax") for e in report.ENCODINGS]
 NEEDED = (  # modules that every child process needs, imported once by the fork server
     "lrpe_fairseq.attention.multihead",
@@ -124,31 +124,20 @@ def show(finished: Sequence[QuickstartRun]) -> None:
     print("\n" + report.table(found, aligned=True))
     if published := report.rows(report.published(RUNS)):
         print("\n".join(report.comparison(found, published)) + "\n")
-    draw(runs, WORK / "validation.png")
+    picture = WORK / "validation.png"
+    try:
+        report.draw(picture, runs)
+    except ImportError:
+        print(f"no {picture.name}: matplotlib is not installed (pip install matplotlib)")
 
 
 def publish(finished: Sequence[QuickstartRun]) -> None:
-    """Replace the committed run files, curves and page by those of ``finished``."""
+    """Replace the committed run files by those of ``finished``; render their page and picture."""
     for old in RUNS.glob("*.json"):
         old.unlink()
     for run in finished:
         write_run(RUNS / f"{run.folder.name}.json", read_run(run.result))
-    runs = report.published(RUNS)
-    (RESULTS / "README.md").write_text(report.page(runs), encoding="utf-8")
-    draw(runs, RESULTS / "validation.png")
-
-
-def draw(runs: Sequence[Run], path: Path) -> None:
-    """Draw the validation curves (mean over seeds); needs matplotlib."""
-    curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for row in dict.fromkeys(map(_row, runs)):
-        attention, encoding = row
-        curve = mean_curve(run for run in runs if _row(run) == row)
-        curves.setdefault(f"{attention} attention", {})[encoding] = curve
-    try:
-        validation_curves(path, curves)
-    except ImportError:
-        print(f"no {path.name}: matplotlib is not installed (pip install matplotlib)")
+    docs.write(ROOT, ["quickstart", "readme"])
 
 
 @contextlib.contextmanager
@@ -194,10 +183,6 @@ def _method(attention: str, encoding: str, seed: int) -> QuickstartRun:
         result=folder / "run.json",
         evaluations=(("test", BLOCKS),),
     )
-
-
-def _row(run: Run) -> tuple[str, str]:
-    return run["attention_type"], run["position_encoding"]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,18 +14,17 @@ from lrpe_fairseq.encodings.lrpe import CORES, PROJECTIONS
 from lrpe_fairseq.experiments.report import markdown, quickstart
 
 PAGE = "README.md"
-QUICKSTART = "results/quickstart/runs"
 
 
 def pages(root: Path) -> dict[str, str]:
-    """README.md with every generated part rendered anew."""
+    """Return README.md with every generated part regenerated."""
     text = (root / PAGE).read_text(encoding="utf-8")
     text = markdown.between(text, "encodings", f"{encodings_table()}\n\n{options_table()}")
     return {PAGE: markdown.between(text, "quickstart", quickstart_numbers(root))}
 
 
 def encodings_table() -> str:
-    """One row for every name of ENCODINGS, from the built encoding itself."""
+    """Return one row per name of ENCODINGS, read from the built encoding."""
     rows = []
     for name in ENCODINGS:
         encoding = build_encoding(name, head_dim=64, num_heads=8, causal=True)
@@ -34,12 +33,12 @@ def encodings_table() -> str:
         rows.append([f"`{name}`", describe(encoding), linear, "yes", f"{learned:,}"])
     free = f"P in {{{', '.join(PROJECTIONS)}}}, Lambda in {{{', '.join(CORES)}}}"
     rows.append(["`lrpe:<P>:<Lambda>`", f"the free form: {free}", "yes", "yes", ""])
-    head = ["`--position-encoding`", "what it is", "linear", "softmax", "learned parameters"]
+    head = ["`--position-encoding`", "description", "linear", "softmax", "learned parameters"]
     return markdown.table(head, rows)
 
 
 def options_table() -> str:
-    """One row for every option of an encoding, from the classes of ENCODINGS."""
+    """Return one row per option of an encoding, from the classes of ENCODINGS."""
     rows = []
     for kind in dict.fromkeys(encoding_class(name).Options for name in ENCODINGS):
         for own in fields(kind):
@@ -47,15 +46,15 @@ def options_table() -> str:
             flag = "--" + own.name.replace("_", "-")
             flag += f" {{{','.join(choices)}}}" if choices else ""
             rows.append([f"`{flag}`", own.default, own.metadata["help"]])
-    return markdown.table(["option of an encoding", "default", "what it sets"], rows)
+    return markdown.table(["option of an encoding", "default", "description"], rows)
 
 
 def describe(encoding: Encoding) -> str:
-    """What the encoding is, and whether it needs the score matrix."""
+    """Describe the encoding, and note if it needs the score matrix."""
     kind = "" if isinstance(encoding, QueryKeyEncoding) else " (needs the score matrix)"
     return encoding.summary() + kind
 
 
 def quickstart_numbers(root: Path) -> str:
-    """The quickstart's table and the order that its committed runs support."""
-    return quickstart.numbers(quickstart.rows(quickstart.published(root / QUICKSTART)))
+    """Return the quickstart's table and the order supported by its committed runs."""
+    return quickstart.numbers(quickstart.rows(quickstart.published(root / quickstart.RUNS)))
