@@ -770,7 +770,7 @@ def test_a_group_has_one_line_of_provenance_and_an_unrun_scale_a_command(root):
     save(root, "a", commit="fedcba9876543210-dirty")
     (line,) = (line for line in page(root).splitlines() if line.startswith("Provenance"))
     assert line == (
-        "Provenance: 1 training, 1 seed, 0.0 hours; commit `fedcba9876-dirty`; "
+        "Provenance: 1 training, 1 seed, 0.0 hours in total; commit `fedcba9876-dirty`; "
         "A CPU, 2 cores, no GPU; python 3.11.7, torch 2.13.0; "
         "`scripts/run_table.sh demo --scale small`."
     )

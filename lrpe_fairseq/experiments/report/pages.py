@@ -332,7 +332,8 @@ def _provenance(sheet: Sheet) -> str:
     kernels = sorted({str(run["kernels"]) for run in runs if "kernels" in run})
     hours = sum(run["wall_seconds"] for run in runs) / 3600
     parts = [
-        f"Provenance: {_counted(len(runs), 'training')}, {_seeds(sheet)}, {hours:.1f} hours",
+        f"Provenance: {_counted(len(runs), 'training')}, {_seeds(sheet)}, "
+        f"{hours:.1f} hours in total",
         f"commit {', '.join(f'`{c}`' for c in commits)}",
         *([f"kernels {'; '.join(kernels)}"] if kernels else []),
         " or ".join(machines),
