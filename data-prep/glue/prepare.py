@@ -103,8 +103,8 @@ def _take(name: str, raw: Path, folder: Path) -> dict[str, Path]:
             taken[split] = prep.copy_whole(opener, raw / f"{file}.tsv")
         elif split not in OPTIONAL:
             raise UserError(
-                f"{folder} holds no {file}.tsv or {file}.tsv.gz: put the file there, "
-                f"or leave --from out to download it."
+                f"{folder} contains no {file}.tsv or {file}.tsv.gz: put the file there, "
+                f"or omit --from to download it."
             )
     return taken
 
@@ -147,7 +147,7 @@ def _require_label(label: str, task: GlueTask, where: str) -> None:
     if task.labels and label not in task.labels:
         raise UserError(
             f"{where}, has the label {label!r}, which is none of {', '.join(task.labels)}: "
-            f"the file is of another task or form."
+            f"the file belongs to another task or has another format."
         )
     if not task.labels:
         try:

@@ -201,8 +201,8 @@ def _take(file: str, from_dir: Path, checksum: str, target: Path) -> None:
         _unpack(lambda: zip_member(zipped, file), checksum, target, zipped)
     else:
         raise UserError(
-            f"{from_dir} holds no {file}, {file}.gz or {file}.zip: put the file there, "
-            f"or leave --from out to download it."
+            f"{from_dir} contains no {file}, {file}.gz or {file}.zip: put the file there, "
+            f"or omit --from to download it."
         )
 
 
