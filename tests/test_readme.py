@@ -103,7 +103,7 @@ def test_the_quickstart_numbers_are_those_of_the_committed_runs():
 
 
 def test_a_part_without_its_place_is_refused():
-    with pytest.raises(ValueError, match="no place marked"):
+    with pytest.raises(ValueError, match="the markers <!-- encodings -->"):
         markdown.between("text", "encodings", "content")
 
 

@@ -19,9 +19,9 @@ HEAD = "sentence_classification_head"
 
 @torch.no_grad()
 def predict(checkpoint: Path, data: Path, split: str) -> tuple[list[float], list[float]]:
-    """The predictions for every example of a split, and the labels: classes or values.
+    """Return the predictions for every example of a split, and the labels: classes or values.
 
-    Raises: ValueError if the split is absent or the head has another number of classes.
+    Raises: ValueError if the split is missing or the head has another number of classes.
     """
     if not (data / "bin" / "input0" / f"{split}.idx").is_file():
         raise ValueError(f"{data} has no split {split}: prepare it with data-prep/glue")
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Write the metrics as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("data", type=Path, help="a folder of data-prep/glue, such as …/RTE")
+    parser.add_argument("data", type=Path, help="a folder made by data-prep/glue, such as …/RTE")
     parser.add_argument("--split", default="valid")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)

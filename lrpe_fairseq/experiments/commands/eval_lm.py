@@ -1,6 +1,6 @@
 """Evaluate a checkpoint of a language model under both protocols: ``scripts/eval_lm.sh``.
 
-Everything about the training is read from the checkpoint; the result is a run file.
+The facts about the training are read from the checkpoint; the result is a run file.
 """
 
 import shlex
@@ -28,9 +28,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def evaluate(checkpoint: Path, data: Path, splits: list[str]) -> Run:
-    """The run file of ``checkpoint``, evaluated on ``splits`` of a data folder.
+    """Evaluate ``checkpoint`` on ``splits`` of a data folder and return the run file.
 
-    Raises: ValueError if it is no checkpoint, RunFailed if an evaluation fails or is empty.
+    Raises: ValueError if it is not a checkpoint, RunFailed if an evaluation fails or is empty.
     """
     config = checkpoints.options(checkpoints.load(checkpoint))
     metrics: Run = {}

@@ -20,7 +20,6 @@ from lrpe_fairseq.experiments.report import dots, markdown, quickstart
 PAGE = "README.md"
 ENCODINGS_PAGE = "docs/encodings.md"
 PICTURE = "results/figures/quickstart.png"
-QUICKSTART = "results/quickstart/runs"
 
 
 def pages(root: Path) -> dict[str, str]:
@@ -37,7 +36,7 @@ def pages(root: Path) -> dict[str, str]:
 
 def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
     """The quickstart's test perplexities as dots; none without its run files."""
-    found = quickstart.rows(quickstart.published(root / QUICKSTART))
+    found = quickstart.rows(quickstart.published(root / quickstart.RUNS))
     return {PICTURE: partial(dots.draw, found=found)} if found else {}
 
 
@@ -71,7 +70,7 @@ def _series(place: tuple[int, str]) -> tuple[str, int]:
 
 
 def encodings_table() -> str:
-    """One row for every name of ENCODINGS, from the built encoding itself."""
+    """Return one row per name of ENCODINGS, read from the built encoding."""
     rows = []
     for name in ENCODINGS:
         encoding = build_encoding(name, head_dim=64, num_heads=8, causal=True)
@@ -80,12 +79,12 @@ def encodings_table() -> str:
         rows.append([f"`{name}`", describe(encoding), linear, "yes", f"{learned:,}"])
     free = f"P in {{{', '.join(PROJECTIONS)}}}, Lambda in {{{', '.join(CORES)}}}"
     rows.append(["`lrpe:<P>:<Lambda>`", f"the free form: {free}", "yes", "yes", ""])
-    head = ["`--position-encoding`", "what it is", "linear", "softmax", "learned parameters"]
+    head = ["`--position-encoding`", "description", "linear", "softmax", "learned parameters"]
     return markdown.table(head, rows)
 
 
 def options_table() -> str:
-    """One row for every option of an encoding, from the classes of ENCODINGS."""
+    """Return one row per option of an encoding, from the classes of ENCODINGS."""
     rows = []
     for kind in dict.fromkeys(encoding_class(name).Options for name in ENCODINGS):
         for own in fields(kind):
@@ -93,15 +92,15 @@ def options_table() -> str:
             flag = "--" + own.name.replace("_", "-")
             flag += f" {{{','.join(choices)}}}" if choices else ""
             rows.append([f"`{flag}`", own.default, own.metadata["help"]])
-    return markdown.table(["option of an encoding", "default", "what it sets"], rows)
+    return markdown.table(["option of an encoding", "default", "description"], rows)
 
 
 def describe(encoding: Encoding) -> str:
-    """What the encoding is, and whether it needs the score matrix."""
+    """Describe the encoding, and note if it needs the score matrix."""
     kind = "" if isinstance(encoding, QueryKeyEncoding) else " (needs the score matrix)"
     return encoding.summary() + kind
 
 
 def quickstart_numbers(root: Path) -> str:
-    """The quickstart's table and the order that its committed runs support."""
-    return quickstart.numbers(quickstart.rows(quickstart.published(root / QUICKSTART)))
+    """Return the quickstart's table and the order supported by its committed runs."""
+    return quickstart.numbers(quickstart.rows(quickstart.published(root / quickstart.RUNS)))
