@@ -25,7 +25,7 @@ dataset: {batch_size: 8}
 """
 TABLE = """
 title: Digits
-text: Two small models.
+text: Small models.
 experiments: [digits]
 scales: {paper: configs/digits/digits.yaml}
 baseline: Base
@@ -86,6 +86,7 @@ def checkout(folder: Path, code: str, entry: str) -> Path:
     }.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(content)
+    (folder / "scripts").mkdir()
     _environment(folder / ".venv")
     return folder
 
