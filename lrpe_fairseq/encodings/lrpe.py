@@ -27,7 +27,7 @@ from lrpe_fairseq.encodings.base import (
 )
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import encode, encode_cpu, loader
-from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed
+from lrpe_fairseq.kernels.dispatch import has_values, is_plain, is_transformed
 
 KERNELS = "lrpe_fairseq.kernels.encode_triton"
 
@@ -358,6 +358,8 @@ class CyclicPowers:
         )
 
     def _cycles_of(self, permutation: Tensor) -> tuple[Tensor, ...]:
+        if not has_values(permutation):
+            return cycle_form(permutation)
         known = self._known
         if known is not None and _unchanged(permutation, *known[:2]):
             return known[2]

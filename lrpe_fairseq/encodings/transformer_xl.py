@@ -12,6 +12,7 @@ from lrpe_fairseq.encodings.base import (
     ScoreEncoding,
     check_positions,
 )
+from lrpe_fairseq.kernels.dispatch import has_values
 
 BASE = 10000.0
 """Base of the sinusoids of R."""
@@ -28,7 +29,8 @@ class TransformerXL(ScoreEncoding):
     Positions s and t may start anywhere: keys that begin M tokens before the queries are the
     memory. Where both count up by one and end together, terms (b) and (d) take one product
     with the S (bidirectional: S + T - 1) vectors W R and a left shift of each row (Appendix B);
-    other positions, of padded batches, gather by distance. A causal model leaves (b) and (d)
+    other positions, of padded batches, gather by distance. Where values cannot be read (fake
+    tensors, tracing) the naive form serves. A causal model leaves (b) and (d)
     at zero for keys after the query, as the appendix prints them; the mask removes (a) and (c).
 
     The trap: q arrives scaled by D^-0.5, so u and v are scaled here, and W R is not.
@@ -54,10 +56,12 @@ class TransformerXL(ScoreEncoding):
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Terms (b), (c) and (d), (B, H, T, S); ``q`` is already scaled by D^-0.5."""
         check_positions(q_positions, q), check_positions(k_positions, k)
+        both = q_positions, k_positions
+        if not has_values(*both):
+            return self.bias_naive(q, k, *both)
         q, of_keys = self._content(q, k)
         if q.numel() == 0:
             return of_keys
-        both = q_positions, k_positions
         aligned = self._layouts.get(both, None, lambda: end_together(*both))
         if aligned:
             return of_keys + self._by_shift(q, q_positions, k.shape[-2])
