@@ -69,6 +69,8 @@ def test_the_data_of_fine_tuning_are_prepared_in_the_pieces_of_pre_training() ->
 
 def test_an_option_has_a_key_in_the_families_that_know_it() -> None:
     assert LMRun.override("memory-length", 64) == "model.memory_length=64"
+    start = LMRun.override("lrpe-householder-start", "unit")
+    assert start == "model.lrpe_householder_start=unit"
     assert LMRun.override("bf16", True) == "common.bf16=true"
     with pytest.raises(ValueError, match="is known for the option 'memory-length'"):
         TranslationRun.override("memory-length", 64)

@@ -87,6 +87,7 @@ def checkout(folder: Path, code: str, entry: str) -> Path:
     }.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(content)
+    (folder / "scripts").mkdir()
     _environment(folder / ".venv")
     return folder
 

@@ -180,7 +180,6 @@ class MultiheadAttention(nn.Module):
 
     # --- inside: (B, T, C) ---------------------------------------------------------------------
 
-    @torch.compiler.disable  # compiled backward passes of linear attention fail
     def attend(
         self,
         x: Tensor,
@@ -199,8 +198,23 @@ class MultiheadAttention(nn.Module):
             positions: int64 (T,) or (B, T) of this block. None counts real tokens, so that left-
                 and right-padded batches give equal results. A decay always counts real tokens.
                 Not supported with a Memory.
+        Under torch.compile it runs outside the compiled graph and warns once.
         Raises: ValueError for incompatible arguments.
         """
+        if torch.compiler.is_compiling():
+            _warn_about_compiler()
+        return self._attend(x, key_padding_mask, state, keep_state, positions)
+
+    @torch.compiler.disable  # compiled backward passes of linear attention fail
+    def _attend(
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None,
+        state: AttentionState | Memory | None,
+        keep_state: bool,
+        positions: Tensor | None,
+    ) -> tuple[Tensor, AttentionState | None]:
+        """Compute :meth:`attend`, always in eager execution."""
         if keep_state and not self.causal:
             raise ValueError("keep_state needs causal attention: build the module with causal=True")
         if positions is not None:
@@ -395,6 +409,14 @@ FEATURE_MAP = ELU_PLUS_ONE
 @cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=2)
+
+
+@torch.compiler.disable
+def _warn_about_compiler() -> None:
+    _warn_once(
+        "torch.compile: attention of lrpe_fairseq stays outside the compiled graph and runs as in "
+        "eager execution"
+    )
 
 
 def block_positions(

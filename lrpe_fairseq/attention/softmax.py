@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.base import masked_softmax
-from lrpe_fairseq.kernels.dispatch import is_plain
+from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed
 
 Rescore = Callable[[Tensor, Tensor | None], Tensor]
 """(scores, visible) -> scores; see ``ScoreEncoding.forward``."""
@@ -159,6 +159,9 @@ def softmax_attention(
     Raises: RuntimeError for second derivatives, which fused kernels do not have. Use
         ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` for them.
     """
+    if bias is not None and is_transformed():  # torch's fused kernel refuses a learned bias there
+        masks = {"causal": causal, "key_padding_mask": key_padding_mask}
+        return softmax_attention_naive(q, k, v, scale=scale, dropout=dropout, bias=bias, **masks)
     square = q.shape[-2] == k.shape[-2]
     if bias is None and key_padding_mask is None and (square or not causal):
         return _fused(q, k, v, dropout_p=dropout, is_causal=causal, scale=scale)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lrpe_fairseq.encodings.base import PositionCache
 from lrpe_fairseq.kernels import encode, encode_cpu
-from lrpe_fairseq.kernels.dispatch import is_plain
+from lrpe_fairseq.kernels.dispatch import has_values, is_plain
 
 
 def permute(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
@@ -67,6 +67,8 @@ class CyclicPowers:
         )
 
     def _cycles_of(self, permutation: Tensor) -> tuple[Tensor, ...]:
+        if not has_values(permutation):
+            return cycle_form(permutation)
         known = self._known
         if known is not None and _unchanged(permutation, *known[:2]):
             return known[2]

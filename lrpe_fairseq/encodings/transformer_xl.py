@@ -12,6 +12,7 @@ from lrpe_fairseq.encodings.base import (
     ScoreEncoding,
     check_positions,
 )
+from lrpe_fairseq.kernels.dispatch import has_values
 
 BASE = 10000.0
 """Base of the frequencies of the sinusoids R."""
@@ -28,8 +29,8 @@ class TransformerXL(ScoreEncoding):
     Positions s and t may start anywhere. With a memory of M tokens the keys start M tokens before
     the queries. If queries and keys both count up by one and end together, terms (b) and (d) take
     one product with the S (bidirectional: S + T - 1) vectors W R and a left shift of each row
-    (Appendix B). For other positions (padded batches) the products are gathered by distance. A
-    causal model sets (b) and (d) to zero for keys after the query, as in the appendix; the mask
+    (Appendix B). For other positions (padded batches) the products are gathered by distance; the
+    naive form serves tensors without values (fake tensors, tracing). A causal model sets (b) and (d) to zero for keys after the query, as in the appendix; the mask
     removes (a) and (c).
 
     Trap: q is already scaled by D^-0.5, so u and v are scaled here, and W R is not.
@@ -55,10 +56,12 @@ class TransformerXL(ScoreEncoding):
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Return the sum of terms (b), (c) and (d), (B, H, T, S). ``q`` is scaled by D^-0.5."""
         check_positions(q_positions, q), check_positions(k_positions, k)
+        both = q_positions, k_positions
+        if not has_values(*both):
+            return self.bias_naive(q, k, *both)
         q, of_keys = self._content(q, k)
         if q.numel() == 0:
             return of_keys
-        both = q_positions, k_positions
         aligned = self._layouts.get(both, None, lambda: end_together(*both))
         if aligned:
             return of_keys + self._by_shift(q, q_positions, k.shape[-2])

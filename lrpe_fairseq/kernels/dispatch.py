@@ -22,23 +22,41 @@ def is_plain(*tensors: Tensor | None) -> bool:
     return not is_transformed() and all(_has_memory(x) for x in tensors if x is not None)
 
 
+def has_values(*tensors: Tensor) -> bool:
+    """True if code may decide by the values of ``tensors``.
+
+    False under torch.compile, tracing and a dispatch mode, and for subclasses, tensors wrapped
+    by torch.func and device meta. Take a form there that is right for all values.
+    """
+    return not _is_traced() and all(_is_concrete(x) for x in tensors)
+
+
 def is_transformed() -> bool:
     """True under torch.compile, torch.func, tracing, a dispatch mode or forward-mode AD."""
     return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
+        _is_traced()
         or torch._C._are_functorch_transforms_active()
-        or torch.jit.is_tracing()
         or forward_ad._current_level >= 0
     )
 
 
+def _is_traced() -> bool:
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.jit.is_tracing()
+    )
+
+
 def _has_memory(x: Tensor) -> bool:
+    return _is_concrete(x) and x.numel() > 0
+
+
+def _is_concrete(x: Tensor) -> bool:
     return (
         type(x) in (Tensor, nn.Parameter)
         and not torch._C._functorch.is_functorch_wrapped_tensor(x)
         and not x.is_meta
-        and x.numel() > 0
     )
 
 

@@ -4,9 +4,7 @@ import random
 
 import pytest
 
-from lrpe_fairseq.experiments.runner.processes import Children
 from tests.end_to_end.commands import Corpus, run
-from tests.end_to_end.forked import run_child_forked
 
 WORDS = 20
 
@@ -28,9 +26,3 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     files = [word for split in sizes for word in (f"--{split}pref", folder / split)]
     run("fairseq_cli.preprocess", "--only-source --workers 1", *files, "--destdir", folder / "data")
     return Corpus(folder / "data", lines)
-
-
-@pytest.fixture
-def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runs of an experiment fork their commands; they start no interpreters."""
-    monkeypatch.setattr(Children, "run", run_child_forked)

@@ -1,16 +1,9 @@
-"""What the process that :mod:`tests.end_to_end.forked` forks has done before: it imported fairseq's
-commands and read one command line, which fills the caches of hydra's parser."""
-
-import importlib
-
-# before the plugin, which looks for them, and before anything that sets up logging
-TOOLS = ("train", "hydra_train", "validate", "preprocess", "eval_lm", "generate", "interactive")
+"""What the fork server does for the tests beyond importing fairseq: it imports what the first
+optimizer does, and reads one command line, which fills the caches of hydra's parser."""
 
 
 def preload() -> None:
-    """Import what every command imports sooner or later."""
-    for tool in TOOLS:
-        importlib.import_module(f"fairseq_cli.{tool}")
+    """Do what every command does sooner or later."""
     import torch._dynamo  # torch.optim imports it when the first optimizer is made
     from fairseq import options
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -25,14 +24,13 @@ from lrpe_fairseq.experiments.families import finetuning
 from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
 from lrpe_fairseq.experiments.families.plan import load_named, runs
 from lrpe_fairseq.experiments.records import checkpoints
-from lrpe_fairseq.experiments.runner.processes import Children
 from lrpe_fairseq.experiments.runner.training import CONFIGS, Devices, RunFailed
+from lrpe_fairseq.experiments.runner.warm import WarmChildren
 from tests.end_to_end.cases import sampled
 from tests.end_to_end.commands import PLUGIN, run
-from tests.end_to_end.forked import run_child_forked
 from tests.test_data_prep import load
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.usefixtures("forked_children")]
+pytestmark = pytest.mark.end_to_end
 
 prepare_glue = load("glue")
 PRETRAIN = (
@@ -124,7 +122,7 @@ def finetuning_run(pretrained: Path, data: Path, folder: Path, **changes: object
 
 
 def work(made: FinetuningRun) -> dict:
-    made.work(Children(), Devices(), print)
+    made.work(WarmChildren(), Devices(), print)
     return json.loads(made.result.read_text())
 
 
@@ -135,8 +133,7 @@ def finished(tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     @functools.cache
     def run_once(pretrained: Path, name: str) -> FinetuningRun:
         made = finetuning_run(pretrained, tasks / name, tmp_path_factory.mktemp("finished"))
-        with mock.patch.object(Children, "run", run_child_forked):
-            work(made)
+        work(made)
         return made
 
     return run_once
@@ -202,7 +199,7 @@ def test_it_goes_on_where_a_kill_stopped_it_and_ends_where_it_would_have(
         child.send_signal(signal.SIGKILL)
         child.wait()
     said: list[str] = []
-    made.work(Children(), Devices(), said.append)
+    made.work(WarmChildren(), Devices(), said.append)
     found = json.loads(made.result.read_text())
     assert found["metrics"] == expected["metrics"]
     ours, theirs = (
@@ -230,7 +227,7 @@ def test_another_model_than_the_checkpoints_is_refused(
 
 def refused(made: FinetuningRun) -> str:
     with pytest.raises(RunFailed) as error:
-        made.work(Children(), Devices(), print)
+        made.work(WarmChildren(), Devices(), print)
     assert not made.folder.exists()
     assert not made.result.exists()
     return str(error.value)

@@ -26,13 +26,13 @@ from lrpe_fairseq.experiments.families.translation import (
 )
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.runs import read_run
-from lrpe_fairseq.experiments.runner.processes import Children
 from lrpe_fairseq.experiments.runner.training import Devices, RunFailed
+from lrpe_fairseq.experiments.runner.warm import WarmChildren
 from lrpe_fairseq.models.translation import LRPETransformer
 from tests.end_to_end.cases import each_encoding_once, sampled, usable
 from tests.end_to_end.commands import PLUGIN, built, load, run, run_here, save, saved
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.usefixtures("forked_children")]
+pytestmark = pytest.mark.end_to_end
 
 TASK = f"--user-dir {PLUGIN} --task translation -s en -t de --cpu"
 SMALL = (
@@ -342,7 +342,7 @@ def test_a_run_is_scored_on_the_raw_references_by_the_mean_of_its_last_checkpoin
         evaluations=(("test", "beam"),),
         decoding=Decoding(beam=2, length_penalty=1.0, average=2),
     )
-    measured = run_of.measure(Children(), Devices(), None)
+    measured = run_of.measure(WarmChildren(), Devices(), None)
     assert measured["metrics"]["test"]["beam"]["sentences"] == 30
     assert measured["metrics"]["test"]["beam"]["chrf"] > 60
     said = measured["protocol"]["beam"]

@@ -1,8 +1,11 @@
 """torch.compile agrees with eager execution, forwards and backwards, at two lengths."""
 
+import warnings
+
 import pytest
 import torch
 
+from lrpe_fairseq.attention import multihead
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import ENCODINGS, build_encoding
 
@@ -36,6 +39,32 @@ def assert_compiled_is_eager(name, attention_type, backend):
 @pytest.mark.parametrize(("name", "attention_type"), [("none", "linear"), ("lrpe-type1", "linear")])
 def test_compiled_by_aot_eager(name, attention_type):
     assert_compiled_is_eager(name, attention_type, "aot_eager")
+
+
+def test_a_compiled_model_is_right_and_warns_once_that_attention_is_not_in_its_graph():
+    torch._dynamo.reset()
+    multihead._warn_once.cache_clear()
+    options = {"attention_type": "linear", "position_encoding": "lrpe-type2", "causal": True}
+    layers = (MultiheadAttention(16, 2, seed=seed, **options) for seed in (0, 1))
+    first, second = (layer.double().eval() for layer in layers)
+
+    def model(x):
+        return second(first(torch.sin(x), key_padding_mask=None)[0], key_padding_mask=None)[0]
+
+    compiled = torch.compile(model, backend="aot_eager")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for length in (7, 5, 7):
+            x = torch.randn(length, 2, 16, dtype=torch.float64).requires_grad_()
+            wanted, found = model(x), compiled(x)
+            torch.testing.assert_close(found, wanted)
+            grads = (torch.autograd.grad(out.square().sum(), x) for out in (found, wanted))
+            torch.testing.assert_close(*grads)
+    ours = [str(w.message) for w in caught if "lrpe_fairseq" in str(w.message)]
+    assert ours == [
+        "torch.compile: attention of lrpe_fairseq stays outside the compiled graph and runs as in "
+        "eager execution"
+    ]
 
 
 @pytest.mark.exhaustive

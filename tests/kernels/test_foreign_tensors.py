@@ -20,12 +20,6 @@ PAIRS = [
 ]
 
 
-def unless(name, reason, pairs=PAIRS):
-    """The pairs, of which those of ``name`` are known to fail for that reason."""
-    mark = pytest.mark.xfail(reason=reason, strict=True)
-    return [pytest.param(*pair, marks=mark) if pair[0] == name else pair for pair in pairs]
-
-
 def module_of(name, attention_type, seed=0):
     torch.manual_seed(seed)
     options = {"attention_type": attention_type, "position_encoding": name, "causal": True}
@@ -52,9 +46,7 @@ def test_a_module_takes_an_empty_batch(name, attention_type, shape):
     assert out.shape == shape
 
 
-@pytest.mark.parametrize(
-    ("name", "attention_type"), unless("transformer-xl", "it reads values of its positions")
-)
+@pytest.mark.parametrize(("name", "attention_type"), PAIRS)
 def test_fake_tensors_find_the_shape_and_leave_nothing_behind(name, attention_type):
     module, x = module_of(name, attention_type), torch.rand(2, 7, WIDTH)
     wanted, _ = module.attend(x)
@@ -80,9 +72,7 @@ def test_a_module_built_on_the_meta_device_is_restored_by_its_checkpoint(name, a
     torch.testing.assert_close(moved.attend(x)[0], original.attend(x)[0])
 
 
-@pytest.mark.parametrize(
-    ("name", "attention_type"), unless("t5", "torch's kernel with a learned bias fails there")
-)
+@pytest.mark.parametrize(("name", "attention_type"), PAIRS)
 def test_gradients_of_torch_func_are_those_of_autograd(name, attention_type):
     module, x = module_of(name, attention_type), torch.rand(2, 7, WIDTH)
 

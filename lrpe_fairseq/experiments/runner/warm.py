@@ -1,4 +1,4 @@
-"""Console scripts in processes that are forked, not started: fairseq is imported once for all.
+"""Commands in processes that are forked, not started: fairseq is imported once for all.
 
 A new interpreter needs several seconds of processor time to import torch and fairseq, which is
 much of a run that takes a minute. :class:`WarmChildren` asks the fork server of multiprocessing,
@@ -6,10 +6,13 @@ which has imported them and does nothing else, for a copy of itself. The command
 and the results are those of :class:`~lrpe_fairseq.experiments.runner.processes.Children`.
 """
 
+import importlib
 import importlib.metadata
+import io
 import multiprocessing
 import os
 import resource
+import runpy
 import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
@@ -17,7 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lrpe_fairseq.experiments.runner.processes import KIB, ChildFailed, Children, Stopped
 
@@ -32,7 +35,7 @@ def warm_up(*modules: str) -> None:
 
 
 class WarmChildren(Children):
-    """Children that run console scripts without a new interpreter."""
+    """Children that run console scripts and modules without a new interpreter."""
 
     def run(
         self,
@@ -43,11 +46,11 @@ class WarmChildren(Children):
         environment: Mapping[str, str],
         lock: int | None = None,
     ) -> float:
-        """Like :meth:`Children.run`; ``command`` begins with the path of a console script."""
+        """Like :meth:`Children.run`; ``command`` is one that :func:`become` knows."""
         reader, writer = CONTEXT.Pipe(duplex=False)
         inherited = writer, None if lock is None else DupFd(lock)
-        words = (list(command), str(log), str(cwd), dict(environment), *inherited)
-        process = CONTEXT.Process(target=_run_script, args=words)
+        words = (list(command), str(log), str(cwd), {**os.environ, **environment}, *inherited)
+        process = CONTEXT.Process(target=_run_measured, args=words)
         with reader:
             self._begin(process)
             writer.close()
@@ -68,7 +71,7 @@ class WarmChildren(Children):
             self._alive.add(process.pid)
 
 
-def _run_script(
+def _run_measured(
     command: list[str],
     log: str,
     folder: str,
@@ -76,7 +79,7 @@ def _run_script(
     memory: Connection,
     lock: Any,
 ) -> None:
-    """The child: run a console script and send the peak memory in MB to ``memory``.
+    """The child: become ``command`` and send the peak memory in MB to ``memory``.
 
     ``lock`` (a DupFd) stays open until the process ends.
     """
@@ -84,23 +87,57 @@ def _run_script(
     held = None if lock is None else lock.detach()
     if held is not None:
         os.set_inheritable(held, True)
-    _write_to(log)
-    os.chdir(folder)
-    os.environ.update(environment)
-    _limit_threads(environment.get("OMP_NUM_THREADS", ""))
-    sys.argv = command
     try:
-        sys.exit(_script(Path(command[0]).name)())
+        become(command, (log, log), folder, environment)
     finally:
         memory.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / KIB)
 
 
-def _write_to(log: str) -> None:
-    with open(log, "ab") as output:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-            os.dup2(output.fileno(), stream.fileno())
-            stream.reconfigure(line_buffering=True)
+def become(
+    command: Sequence[str],
+    outputs: tuple[str, str],
+    folder: str,
+    environment: Mapping[str, str],
+    given: str = "",
+) -> NoReturn:
+    """Within a forked process: run ``command`` to its end and exit with its status.
+
+    Args:
+        command: the path of a console script, or ``python -m module``, and its arguments.
+        outputs: files to which standard output and standard error are appended.
+        folder: where it runs. environment: all of its variables. given: its standard input.
+    """
+    for descriptor, path in enumerate(outputs, start=1):
+        _write_to(descriptor, path)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    _limit_threads(environment.get("OMP_NUM_THREADS", ""))
+    sys.stdin = io.StringIO(given)
+    try:
+        sys.exit(_run(list(command)))
+    except Exception:  # as an interpreter ends; multiprocessing knows no hook
+        sys.excepthook(*sys.exc_info())
+        raise SystemExit(1) from None
+
+
+def _run(command: list[str]) -> Any:
+    if command[1:2] != ["-m"]:
+        sys.argv = command
+        return _script(Path(command[0]).name)()
+    sys.argv = command[2:]
+    if command[2].startswith("fairseq_cli."):  # imported already; the plugin has changed it
+        return importlib.import_module(command[2]).cli_main()
+    runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+    return 0
+
+
+def _write_to(descriptor: int, path: str) -> None:
+    stream = (sys.stdout, sys.stderr)[descriptor - 1]
+    with open(path, "ab") as output:
+        stream.flush()
+        os.dup2(output.fileno(), descriptor)
+    stream.reconfigure(line_buffering=True)
 
 
 def _limit_threads(threads: str) -> None:
