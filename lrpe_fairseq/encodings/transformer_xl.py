@@ -29,9 +29,9 @@ class TransformerXL(ScoreEncoding):
     Positions s and t may start anywhere. With a memory of M tokens the keys start M tokens before
     the queries. If queries and keys both count up by one and end together, terms (b) and (d) take
     one product with the S (bidirectional: S + T - 1) vectors W R and a left shift of each row
-    (Appendix B). For other positions (padded batches) the products are gathered by distance; the
-    naive form serves tensors without values (fake tensors, tracing). A causal model sets (b) and (d) to zero for keys after the query, as in the appendix; the mask
-    removes (a) and (c).
+    (Appendix B). For other positions (padded batches) the products are gathered by distance. The
+    naive form serves tensors without values (fake tensors, tracing). A causal model sets (b) and
+    (d) to zero for keys after the query, as in the appendix; the mask removes (a) and (c).
 
     Trap: q is already scaled by D^-0.5, so u and v are scaled here, and W R is not.
     """
