@@ -29,13 +29,22 @@ def is_prepared(data: Path) -> bool:
 
 
 def require(data: Path, preparation: Sequence[str]) -> None:
-    """Raise UserError, with the command that helps, if ``data`` is not prepared.
+    """Raise UserError, with the command that helps, if ``data`` is not prepared or damaged.
+
+    Damaged is a manifest that is not valid JSON, or a dictionary or binary file without content.
 
     preparation: the data-prep script and its arguments; empty if none is known.
     """
+    how = f"run .venv/bin/python {shlex.join(preparation)}" if preparation else "prepare it"
     if not is_prepared(data):
-        how = f"run .venv/bin/python {shlex.join(preparation)}" if preparation else "prepare it"
         raise UserError(f"{relative(data)} is not there: {how}")
+    try:
+        manifest(data)
+    except ValueError as error:
+        raise UserError(f"{error}: {how} again") from None
+    for path in sorted((data / "bin").rglob("*")):
+        if path.suffix in (".txt", ".bin", ".idx") and not path.stat().st_size:
+            raise UserError(f"{relative(path)} is empty: {how} again")
 
 
 def require_splits(data: Path, splits: Sequence[str]) -> None:
@@ -58,7 +67,7 @@ def prepare(data: Path, preparation: Sequence[str], source: Path | None = None) 
         return
     if not preparation:
         require(data, preparation)
-    script = [sys.executable, *preparation, *(["--from", str(source)] if source else [])]
+    script = [sys.executable, *preparation, *(["--from", str(source.absolute())] if source else [])]
     print(shlex.join(script), flush=True)
     if subprocess.run(script, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode:
         raise UserError(f"{relative(data)} could not be prepared")
