@@ -1,4 +1,4 @@
-"""Linear attention against the naive form and SDPA, forward and backward, causal and not."""
+"""Linear attention against the naive form and SDPA: forward and backward, causal and not."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -13,16 +13,16 @@ from lrpe_fairseq.attention.linear import KERNELS, linear_attention, linear_atte
 from lrpe_fairseq.kernels import causal_cpu, loader
 
 HEADS, WIDTH = 8, 64
-TOKENS = {"cpu": 2**12, "cuda": 2**18}  # of a batch, unless one sequence is longer
+TOKENS = {"cpu": 2**12, "cuda": 2**18}  # per batch, unless one sequence is longer
 LENGTHS = (512, 8192)
 BIDIRECTIONAL_LENGTHS = (128, 512, 2048, 8192)
 
 
 def measure(device: str, dtype: torch.dtype, rounds: int) -> list[dict]:
-    """Rows of {length, tokens, contestant, seconds, spread, tokens_per_second, speed_up}.
+    """Return rows of {length, tokens, contestant, seconds, spread, tokens_per_second, speed_up}.
 
-    ``speed_up`` of our linear attention over the row's contestant, in the same rounds: of the
-    kernel where it can be used (C++ on a CPU, Triton on a GPU), else of the PyTorch form.
+    ``speed_up``: speed of our linear attention over the row's contestant, in the same rounds.
+    Ours is the kernel if available (C++ on a CPU, Triton on a GPU), else the PyTorch form.
     """
     forms = causal_forms(device)
     best, rows = ("kernel" if "kernel" in forms else "chunked"), []
@@ -35,7 +35,7 @@ def measure(device: str, dtype: torch.dtype, rounds: int) -> list[dict]:
 
 
 def causal_forms(device: str) -> dict[str, Callable]:
-    """Our forms and the others; with our kernel for the device and fla's where they are."""
+    """Return the contestants, including our kernel and fla's if available on the device."""
     forms = {"chunked": chunked, "naive": naive, "sdpa": sdpa}
     if has_kernel(device):
         forms["kernel"] = ours
@@ -45,25 +45,25 @@ def causal_forms(device: str) -> dict[str, Callable]:
 
 
 def has_kernel(device: str) -> bool:
-    """Whether causal linear attention has a kernel there."""
+    """True if causal linear attention has a kernel for the device."""
     found = causal_cpu.library() if device == "cpu" else loader.triton_kernels(KERNELS)
     return found is not None
 
 
 def tokens_of(device: str, length: int) -> int:
-    """Tokens of a batch of sequences of that length."""
+    """Return the number of tokens of a batch of sequences of this length."""
     return max(TOKENS[device], length)
 
 
 def fits(device: str, length: int) -> bool:
-    """Whether the T x T matrices of a batch fit into memory."""
+    """True if the T x T matrices of a batch fit into memory."""
     return device == "cpu" or length <= 1024
 
 
 def measure_bidirectional(
     device: str, dtype: torch.dtype, rounds: int, lengths: Sequence[int] = BIDIRECTIONAL_LENGTHS
 ) -> list[dict]:
-    """Rows as of :func:`measure`, of attention to all tokens, as in RoBERTa; by length."""
+    """Return rows like :func:`measure` for bidirectional attention, as in RoBERTa."""
     rows = []
     for length in lengths:
         tokens = tokens_of(device, length)
@@ -86,7 +86,7 @@ def _contest(
 
 
 def check(device: str = "cpu") -> None:
-    """Raise AssertionError unless the contestants agree (a speed-up of something else is none)."""
+    """Raise AssertionError unless all contestants compute the same result."""
     exact = torch.rand(3, 1, 2, 300, 16, dtype=torch.float64)
     for form, definition in ((chunked, naive), (ours, naive), (bidirectional, naive_bidirectional)):
         _agree(form, exact, definition, exact, tolerance=1e-9)
@@ -96,7 +96,7 @@ def check(device: str = "cpu") -> None:
 
 
 def _agree(fast: Callable, given: Tensor, slow: Callable, exact: Tensor, tolerance: float) -> None:
-    """In outputs and gradients, of q, k and v stacked."""
+    """Compare outputs and gradients; ``given`` stacks q, k and v."""
     results = []
     for form, stacked in ((fast, given), (slow, exact)):
         inputs = [x.clone().requires_grad_() for x in stacked]
@@ -107,14 +107,14 @@ def _agree(fast: Callable, given: Tensor, slow: Callable, exact: Tensor, toleran
 
 
 def chunked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Our causal linear attention in PyTorch."""
+    """Our causal linear attention in PyTorch (chunked)."""
     nowhere = mock.patch.object(causal_cpu, "serves", return_value=False)
     with nowhere, mock.patch.object(loader, "triton_kernels", return_value=None):
         return linear_attention(q, k, v, causal=True)
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Our causal linear attention, by the kernel for its device where there is one."""
+    """Our causal linear attention, with the kernel for the device if available."""
     return linear_attention(q, k, v, causal=True)
 
 
@@ -126,17 +126,17 @@ def fla(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def bidirectional(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Our linear attention to all tokens."""
+    """Our bidirectional linear attention."""
     return linear_attention(q, k, v, causal=False)
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same through the T x T matrix, as the authors' code does."""
+    """Causal linear attention through the T x T matrix, as in the authors' code."""
     return linear_attention_naive(q, k, v, causal=True)
 
 
 def naive_bidirectional(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The definition of attention to all tokens."""
+    """The definition of bidirectional linear attention."""
     return linear_attention_naive(q, k, v, causal=False)
 
 
@@ -160,7 +160,7 @@ def step(
 
 
 def row(length: int, tokens: int, name: str, timings: dict[str, Timing], against: str) -> dict:
-    """One contestant's figures, with the speed-up of ``against`` over it."""
+    """Return one contestant's measurements, with the speed-up of ``against`` over it."""
     timing = timings[name]
     return {
         "length": length,

@@ -1,6 +1,6 @@
-"""Decoding with a linear and a softmax decoder: speed and state against the output's length.
+"""Decoding with a linear and a softmax decoder: speed and state size by output length.
 
-Both start from a state of the wanted length, filled in blocks, and go on token by token.
+Both start from a state of the given length, filled in blocks, and continue token by token.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,21 +15,22 @@ from benchmarks.training import dictionary_of
 from lrpe_fairseq.models.translation import LRPETransformer, LRPETransformerConfig
 
 LENGTHS = (32, 64, 128, 512, 1024, 2048, 4096, 8192)
-SOURCE, ROWS, WINDOW = 32, 4, 4  # ROWS: one sentence with beam 4
+SOURCE, ROWS, WINDOW = 32, 4, 4  # ROWS: one sentence with beam size 4
 BLOCK = 512
 ENCODINGS = {"linear": "lrpe-type2", "softmax": "lrpe-type2"}
 
 
 def measure(device: str, rounds: int, lengths: Sequence[int] = LENGTHS) -> list[dict]:
-    """Rows of {length, contestant, seconds, spread, tokens_per_second, speed_up, flatness,
+    """Return rows of {length, contestant, seconds, spread, tokens_per_second, speed_up, flatness,
     state_mb}.
 
-    A decoder of ``lrpe_transformer`` (6 x 512) has put out ``length`` tokens for each of ``ROWS``
-    hypotheses, as the mean over rounds; ``seconds`` are those of ``WINDOW`` more. ``speed_up`` is
-    the linear decoder's over the contestant, ``flatness`` its time over that of the same decoder at
-    length 64 (or the shortest), all in the same rounds. ``state_mb``: self-attention's states.
+    A decoder of ``lrpe_transformer`` (6 x 512) has generated ``length`` tokens for each of ``ROWS``
+    hypotheses (mean over rounds); ``seconds`` is the time of ``WINDOW`` further tokens.
+    ``speed_up``: speed of the linear decoder over the contestant. ``flatness``: time over that of
+    the same decoder at length 64 (or the shortest). All ratios are within rounds. ``state_mb``:
+    size of the self-attention states.
     """
-    ahead = (rounds + 1) * WINDOW // 2  # half of what the rounds put out, warm-up included
+    ahead = (rounds + 1) * WINDOW // 2  # half of the tokens of all rounds, warm-up included
     longest = max(lengths) + 2 * ahead
     models = {kind: build_model(kind, longest).to(device).eval() for kind in ENCODINGS}
     decoders = {
@@ -41,7 +42,7 @@ def measure(device: str, rounds: int, lengths: Sequence[int] = LENGTHS) -> list[
 
 
 def check() -> None:
-    """Raise AssertionError unless token by token a decoder says what it says of a whole text."""
+    """Raise AssertionError unless token-by-token decoding equals the parallel forward pass."""
     for kind in ENCODINGS:
         decoder = Decoder(build_model(kind, 64).eval(), 0)
         with torch.no_grad():
@@ -51,10 +52,10 @@ def check() -> None:
 
 
 class Decoder:
-    """Decodes random tokens one by one, as beam search does, ``length`` of them being there."""
+    """Decodes random tokens one by one, like beam search, after a prefix of ``length`` tokens."""
 
     def __init__(self, model: LRPETransformer, length: int) -> None:
-        """Encode one source and fill the states of self-attention in blocks."""
+        """Encode one source and fill the self-attention states in blocks."""
         self.model = model
         device = next(model.parameters()).device
         generator = torch.Generator().manual_seed(0)
@@ -77,7 +78,7 @@ class Decoder:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that the states of self-attention hold, room for more included."""
+        """Return the bytes of the self-attention states, including reserved capacity."""
         found = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for key, value in self._state.items()
@@ -87,20 +88,20 @@ class Decoder:
         return sum(found.values())
 
     def window(self) -> None:
-        """The next ``WINDOW`` tokens."""
+        """Decode the next ``WINDOW`` tokens."""
         for _ in range(WINDOW):
             self.next_token()
 
     @torch.no_grad()
     def next_token(self) -> Tensor:
-        """The decoder's output (ROWS, 1, V) at the next token."""
+        """Return the decoder's output (ROWS, 1, V) for the next token."""
         self._done += 1
         previous = self.tokens[:, : self._done]
         return self.model.decoder(previous, self.encoded, incremental_state=self._state)[0]
 
 
 def tensors(value: Any) -> Iterable[Tensor]:
-    """Every tensor in nested tuples, lists and dicts."""
+    """Yield every tensor in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
@@ -111,7 +112,7 @@ def tensors(value: Any) -> Iterable[Tensor]:
 
 
 def build_model(attention_type: str, longest: int) -> LRPETransformer:
-    """``lrpe_transformer`` with this attention in the decoder, on a made-up dictionary."""
+    """Build ``lrpe_transformer`` with this decoder attention and a synthetic dictionary."""
     words = dictionary_of(1000)
     config = LRPETransformerConfig(max_source_positions=SOURCE, max_target_positions=longest)
     config.encoder, config.decoder = config.encoder(), config.decoder()

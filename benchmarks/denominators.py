@@ -1,10 +1,10 @@
-"""How often Eq. 39's denominator falls under eps, for every encoding of linear attention.
+"""How often Eq. 39's denominator is below eps, for every encoding of linear attention.
 
     python -m benchmarks.denominators                          # random features
     python -m benchmarks.denominators --trained FOLDER DATA    # features of trained models
 
-Random features are phi(x), x ~ N(0, 1), 8 heads of 64, 512 tokens, causal. Trained features are
-those of every layer of the language models under FOLDER (each subfolder's checkpoint_best.pt,
+Random features: phi(x), x ~ N(0, 1), 8 heads of 64, 512 tokens, causal. Trained features: those
+of every layer of the language models under FOLDER (each subfolder's checkpoint_best.pt,
 linear attention with the normalizer ``rotated`` only) on the validation text of DATA.
 
 Each call writes one run file, results/bench/cpu/denominators.json or denominators-trained.json;
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
             {name: random_shares(name) for name in filter(serves_linear, ENCODINGS)},
         )
     if not found:
-        parser.error(f"{folder} holds no linear model with the normalizer rotated")
+        parser.error(f"{folder} contains no linear model with the normalizer rotated")
     rows = [{"encoding": name, **summary(values)} for name, values in found.items()]
     show(part, rows)
     settings = {"threads": torch.get_num_threads(), "dtype": "float32"}
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def summary(found: Tensor) -> dict[str, float]:
-    """Share of denominators that the clamp raises, and the smallest share (see :func:`shares`)."""
+    """Return the fraction of clamped denominators and the smallest share (see :func:`shares`)."""
     return {
         "under_eps": (found <= 0).double().mean().item(),
         "smallest_share": found.min().item(),
@@ -60,7 +60,7 @@ def summary(found: Tensor) -> dict[str, float]:
 
 
 def random_shares(name: str) -> Tensor:
-    """Shares (see :func:`shares`) of ``DRAWS`` draws of random features."""
+    """Return the shares (see :func:`shares`) of ``DRAWS`` draws of random features."""
     encoding = build_encoding(name, WIDTH, HEADS, causal=True).eval()
     generator = torch.Generator().manual_seed(0)
     shape = (2, 1, HEADS, LENGTH, WIDTH)
@@ -69,9 +69,9 @@ def random_shares(name: str) -> Tensor:
 
 
 def shares(encoding: QueryKeyEncoding, q: Tensor, k: Tensor) -> Tensor:
-    """Denominator of Eq. 39 over that of the un-encoded features, (B, H, T).
+    """Return the denominator of Eq. 39 over that of the un-encoded features, (B, H, T).
 
-    At most 0 where the denominator is under eps. q, k (B, H, T, D) are projections before phi.
+    At most 0 where the denominator is below eps. q, k (B, H, T, D) are projections before phi.
     """
     positions = torch.arange(q.shape[2])
     plain = (feature_map(q) * feature_map(k).cumsum(2)).sum(-1)
@@ -90,7 +90,7 @@ def shares(encoding: QueryKeyEncoding, q: Tensor, k: Tensor) -> Tensor:
 
 
 def trained_shares(folder: Path, data: str) -> dict[str, Tensor]:
-    """Shares of every trained linear model under ``folder``, by encoding."""
+    """Return the shares of every trained linear model under ``folder``, by encoding."""
     found: dict[str, list[Tensor]] = {}
     for path in sorted(folder.rglob("checkpoint_best.pt")):
         model, text = load(path, data)
@@ -103,7 +103,7 @@ def trained_shares(folder: Path, data: str) -> dict[str, Tensor]:
 
 
 def shares_of_layers(model, attentions: list[MultiheadAttention], text: Tensor) -> Tensor:
-    """Shares of all layers on ``text`` (B, T)."""
+    """Return the shares of all layers on ``text`` (B, T)."""
     collected = []
 
     def collect(module: MultiheadAttention, inputs: tuple, keywords: dict) -> None:
@@ -120,7 +120,7 @@ def shares_of_layers(model, attentions: list[MultiheadAttention], text: Tensor) 
 
 
 def load(path: Path, data: str) -> tuple[torch.nn.Module, Tensor]:
-    """The model of a checkpoint, and ``BLOCKS`` blocks of validation text (B, T)."""
+    """Load the model of a checkpoint, and ``BLOCKS`` blocks of validation text (B, T)."""
     from fairseq import checkpoint_utils
 
     (model,), cfg, task = checkpoint_utils.load_model_ensemble_and_task(

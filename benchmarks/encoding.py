@@ -1,4 +1,4 @@
-"""What encoding costs in linear attention: phi, P and Lambda, as multiples of a plain copy."""
+"""Cost of the encoding in linear attention (phi, P and Lambda) as multiples of a copy."""
 
 from collections.abc import Callable
 
@@ -15,11 +15,11 @@ SHAPES = {"cpu": (1, 8, 4096, 64), "cuda": (12, 12, 32768, 128)}  # batch, heads
 
 
 def measure(device: str, dtype: torch.dtype, rounds: int) -> list[dict]:
-    """Rows of {encoding, form, seconds, spread, copies, copies_backward}.
+    """Return rows of {encoding, form, seconds, spread, copies, copies_backward}.
 
-    ``form``: "step by step", or "one pass" where that can be done. ``copies``: the
-    time of phi and encoding of queries and keys, over that of reading both and writing copies, in
-    the same rounds; ``copies_backward``: the same of the gradient alone.
+    ``form``: "step by step", or "one pass" if supported. ``copies``: time of phi and encoding of
+    queries and keys over the time of copying both, in the same rounds; ``copies_backward``: the
+    same for the gradient only.
     """
     shape = (2, *SHAPES[device.split(":")[0]])
     pair = [x.requires_grad_() for x in torch.randn(shape, device=device, dtype=dtype)]
@@ -40,7 +40,7 @@ def measure(device: str, dtype: torch.dtype, rounds: int) -> list[dict]:
 
 
 def contestants(pair: list[Tensor], encode: "Encode") -> dict[str, Callable[[], object]]:
-    """Copies of queries and keys, encoding them, and the gradient of that."""
+    """Return the contestants: copying queries and keys, encoding them, and its gradient."""
     data = [x.detach() for x in pair]
     copies = [torch.empty_like(x) for x in pair]
     out = encode(pair)
@@ -53,16 +53,16 @@ def contestants(pair: list[Tensor], encode: "Encode") -> dict[str, Callable[[], 
 
 
 class Encode:
-    """phi and one encoding, on queries and keys."""
+    """phi and one encoding, applied to queries and keys."""
 
     def __init__(self, encoding: QueryKeyEncoding, x: Tensor, one_pass: bool) -> None:
-        """``one_pass``: phi, P and Lambda together."""
+        """Prepare the encoding. one_pass: compute phi, P and Lambda together."""
         self.parameters = [p for p in encoding.parameters() if p.requires_grad]
         self._positions = torch.arange(x.shape[2], device=x.device)
         self._encoding, self._one_pass = encoding, one_pass
 
     def __call__(self, pair: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Twice (B, H, T, D) -> twice (B, H, T, D')."""
+        """Encode two tensors (B, H, T, D) to two tensors (B, H, T, D')."""
         at = self._positions
         if self._one_pass:
             encode = self._encoding.one_pass(pair[0], at, ELU_PLUS_ONE)
@@ -71,12 +71,12 @@ class Encode:
 
 
 def forms(x: Tensor) -> dict[tuple[str, str], Encode]:
-    """Every encoding of linear attention, as torch does it and in one pass."""
+    """Return every encoding of linear attention, in torch operations and in one pass."""
     found = {}
     for name in filter(serves_linear, ENCODINGS):
         encoding = build_encoding(name, x.shape[-1], x.shape[1], causal=True).to(x.device)
         if encoding.before_feature_map:
-            continue  # SPE: not after phi
+            continue  # SPE is not applied after phi
         found[name, "step by step"] = Encode(encoding, x, one_pass=False)
         positions = torch.arange(x.shape[2], device=x.device)
         if encoding.one_pass(x, positions, ELU_PLUS_ONE) is not None:

@@ -12,9 +12,9 @@ from benchmarks.timing import Timing, contest
 
 LENGTHS = tuple(2**n for n in range(7, 17))
 FORMS = {"linear": ours, "sdpa": sdpa, "naive": naive}
-LONGEST = {"linear": 2**16, "sdpa": 2**16, "naive": 2**12}  # the naive one needs O(T^2) memory
-SETTLES = 2**14  # beyond, fetching memory is nothing to the seconds that SDPA computes
-TOKENS = 2**16  # of every batch of the linear form
+LONGEST = {"linear": 2**16, "sdpa": 2**16, "naive": 2**12}  # the naive form needs O(T^2) memory
+SETTLES = 2**14  # beyond, allocation time is negligible against the seconds of SDPA
+TOKENS = 2**16  # per batch of the linear form
 
 
 def measure(
@@ -24,12 +24,12 @@ def measure(
     lengths: Sequence[int] = LENGTHS,
     tokens: int = TOKENS,
 ) -> list[dict]:
-    """Rows of {length, contestant, seconds_per_token, spread, speed_up, flatness, peak_mb}.
+    """Return rows of {length, contestant, seconds_per_token, spread, speed_up, flatness, peak_mb}.
 
-    ``speed_up`` of our linear attention over the contestant, in the same rounds. ``flatness``,
-    of ours only: its time per token over that at T = 512 (or the shortest), ``tokens``
-    tokens in every batch. ``peak_mb``: memory of a forward and backward pass on one sequence,
-    inputs not counted.
+    ``speed_up``: speed of our linear attention over the contestant, in the same rounds.
+    ``flatness``, ours only: time per token over that at T = 512 (or the shortest), with ``tokens``
+    tokens per batch. ``peak_mb``: memory of a forward and backward pass on one sequence, without
+    the inputs.
     """
     flat = flatness(device, dtype, rounds, lengths, tokens)
     rows = []
@@ -49,7 +49,7 @@ def measure(
 def flatness(
     device: str, dtype: torch.dtype, rounds: int, lengths: Sequence[int], tokens: int
 ) -> dict[int, float]:
-    """Time of ours on ``tokens`` tokens at each length, over that at 512."""
+    """Return our time on ``tokens`` tokens at each length, over that at 512."""
     steps = {str(n): step(ours, n, tokens, device, dtype) for n in lengths}
     timings = contest(steps, rounds=rounds, settle=steps)
     base = timings["512"] if "512" in timings else timings[str(lengths[0])]
@@ -57,7 +57,7 @@ def flatness(
 
 
 def peak_memory(name: str, length: int, device: str, dtype: torch.dtype) -> float:
-    """Megabytes that a pass over one sequence adds at its peak; on CPU in a process of its own."""
+    """Return the peak memory in MB of a pass over one sequence; on CPU in a separate process."""
     if device != "cpu":
         run = step(FORMS[name], length, length, device, dtype)
         run()
@@ -71,17 +71,17 @@ def peak_memory(name: str, length: int, device: str, dtype: torch.dtype) -> floa
 
 
 def _own_peak(name: str, length: int, dtype: torch.dtype) -> float:
-    """Megabytes by which this process grows in one pass."""
+    """Return the MB by which this process grows in one pass."""
     step(FORMS[name], 64, 64, "cpu", dtype)()
     run = step(FORMS[name], length, length, "cpu", dtype)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")
     run()
     return (_status("VmHWM") - before) / 1e3
 
 
 def _status(name: str) -> int:
-    """A figure of this process in kilobytes."""
+    """Return a field of /proc/self/status in kilobytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1])

@@ -1,11 +1,11 @@
-"""Phase error of a rotation by position and type: our float64 angles against rounded ones."""
+"""Phase error of a rotation by position and number type: float64 against rounded angles."""
 
 import math
 from collections.abc import Sequence
 
 import torch
 
-from lrpe_fairseq.encodings.lrpe import BASE, phases
+from lrpe_fairseq.encodings.cores import BASE, phases
 
 POSITIONS = (512, 8192, 65536, 1_000_000)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -13,12 +13,12 @@ WIDTH, WINDOW = 64, 256
 
 
 def measure(device: str, positions: Sequence[int] = POSITIONS) -> list[dict]:
-    """Rows of {position, dtype, ours, float32_angle, own_angle}.
+    """Return rows of {position, dtype, ours, float32_angle, own_angle}.
 
-    Each is the largest |phase - exact phase| of a rotation of width 64 over the last 256 positions
-    before ``position``: ``ours`` takes the angle in float64 and rounds cosine and sine;
-    ``float32_angle`` and ``own_angle`` round the angle itself, to float32 or to the type (None
-    where the type does not reach so far).
+    Each error is the largest |phase - exact phase| of a rotation of width 64 over the last 256
+    positions before ``position``. ``ours`` computes the angle in float64 and rounds cosine and
+    sine; ``float32_angle`` and ``own_angle`` round the angle itself, to float32 or to ``dtype``
+    (None if the position is out of its range).
     """
     return [_row(end, dtype, device) for end in positions for dtype in DTYPES]
 
@@ -43,7 +43,7 @@ def _row(end: int, dtype: torch.dtype, device: str) -> dict:
 def _rounded_angle(
     s: torch.Tensor, theta: torch.Tensor, of_angle: torch.dtype, of_result: torch.dtype
 ) -> torch.Tensor:
-    """Cosine and sine of the angle as ``of_angle`` holds it, rounded to ``of_result``."""
+    """Return cosine and sine of the angle rounded to ``of_angle``, rounded to ``of_result``."""
     angle = (s.to(of_angle).unsqueeze(-1) * theta.to(of_angle)).double()
     parts = (part.to(of_result).double() for part in (angle.cos(), angle.sin()))
     return torch.complex(*parts)

@@ -1,4 +1,4 @@
-"""Where the time of a training step of ``lrpe_lm`` goes, with our forms and with the plain ones."""
+"""Time of a training step of ``lrpe_lm`` by kind of work, for our forms and the plain ones."""
 
 import statistics
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from benchmarks import training
 from lrpe_fairseq.attention import linear, multihead
 
 ROUNDS = 5
-KINDS = {  # kind of work -> beginnings of the names of torch's operators
+KINDS = {  # kind of work -> prefixes of torch operator names
     "matrix products": ("mm", "addmm", "bmm", "baddbmm", "addbmm", "dot", "mv"),
     "causal sums": ("_Native", "_CausalSums", "_Fused"),
     "softmax attention": ("_scaled_dot_product", "_flash_attention", "_softmax"),
@@ -30,11 +30,11 @@ CONTESTANTS = (
 
 
 def measure(device: str, tokens: int) -> list[dict]:
-    """Rows of {attention, encoding, form, seconds, and the share of each kind of work}.
+    """Return rows of {attention, encoding, form, seconds, and the share of each kind of work}.
 
     ``form``: "ours", or "plain": the T x T matrix in linear attention, P applied to every token.
-    ``seconds`` are those that torch's profiler saw in a step, the median over rounds in which every
-    contestant has its turn; shares are of all rounds together.
+    ``seconds``: profiled time of a step, median over rounds that run every contestant in turn;
+    shares are over all rounds.
     """
     named = [(*pair, form) for pair in CONTESTANTS for form in FORMS]
     steps = {key: training.step("lm", key[1], key[0], device, tokens) for key in named}
@@ -47,7 +47,7 @@ def measure(device: str, tokens: int) -> list[dict]:
 
 
 def _profiled(step: Callable[[], None], device: str) -> dict[str, float]:
-    """Seconds of each kind of work in one step."""
+    """Return the seconds of each kind of work in one step."""
     on_gpu = [] if device == "cpu" else [ProfilerActivity.CUDA]
     with profile(activities=[ProfilerActivity.CPU, *on_gpu]) as watched:
         step()
@@ -66,14 +66,14 @@ def _row(attention: str, encoding: str, form: str, steps: list[dict[str, float]]
 
 
 def kind_of(operator: str) -> str:
-    """The kind of work of a torch operator such as ``aten::bmm``."""
+    """Return the kind of work of a torch operator such as ``aten::bmm``."""
     name = operator.rpartition("::")[2]
     return next((kind for kind, begins in KINDS.items() if name.startswith(begins)), REST)
 
 
 @contextmanager
 def plain() -> Iterator[None]:
-    """Attention as the definitions have it."""
+    """Context in which attention uses its definitions."""
     with (
         mock.patch.object(multihead, "linear_attention", linear.linear_attention_naive),
         mock.patch.object(multihead.MultiheadAttention, "_folds", return_value=False),

@@ -1,9 +1,9 @@
-"""``make bench``: clocks of attention, training and decoding; every figure a ratio within its run.
+"""``make bench``: time attention, training and decoding; all results are ratios within a run.
 
-``python -m benchmarks.run [PART …]`` measures all parts or those named, prints each as a table and
-writes it to results/bench/<device>/<part>.json with its provenance; docs/speed.md is rendered from
-these files (``make docs``). A speed-up is measured only after
-the contestants have been found equal.
+``python -m benchmarks.run [PART …]`` measures all parts or the named ones, prints each as a table
+and writes it to results/bench/<device>/<part>.json with its provenance; ``make docs`` renders
+docs/speed.md from these files. Speed-ups are measured only after the contestants were compared and
+agree.
 """
 
 import argparse
@@ -27,17 +27,17 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[dict]]] = {
     "profiles": lambda o: profiles.measure(o.device, o.tokens),
     "phases": lambda o: phases.measure(o.device),
 }
-"""What can be measured, in this order."""
+"""The parts, in the order of measurement."""
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the chosen parts."""
     options = parse()
     stated = environment()
     print(f"{stated['hardware']}\n{stated['versions']}\ncommit {stated['commit']}")
     attention.check(options.device)
     decoding.check()
-    print("fast forms = their definitions: speed-ups may be shown\n", flush=True)
+    print("the fast forms agree with their definitions\n", flush=True)
     for part in options.parts:
         rows = PARTS[part](options)
         show(part, rows)
@@ -46,23 +46,23 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="benchmarks.run", description=__doc__.split("\n")[0])
     parser.add_argument("parts", nargs="*", default=list(PARTS), metavar="PART", help=f"{[*PARTS]}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--rounds", type=int, default=7, help="counted rounds of each contest")
-    parser.add_argument("--tokens", type=int, default=1024, help="tokens of a training step")
+    parser.add_argument("--rounds", type=int, default=7, help="counted rounds per contest")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens per training step")
     options = parser.parse_args()
     unknown = sorted(set(options.parts) - set(PARTS))
     if unknown:
-        parser.error(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+        parser.error(f"unknown part {', '.join(unknown)}; choose from {', '.join(PARTS)}")
     options.dtype = getattr(torch, options.dtype)
     return options
 
 
 def show(part: str, rows: list[dict]) -> None:
-    """Print rows as aligned columns under their common keys."""
+    """Print rows as aligned columns with their common keys as the head."""
     keys = list(rows[0])
     cells = [[_shown(row.get(key)) for key in keys] for row in rows]
     widths = [max(map(len, column)) for column in zip(keys, *cells, strict=True)]
@@ -77,7 +77,7 @@ def _shown(value: object) -> str:
 
 
 def write(device: str, part: str, figures: dict) -> None:
-    """Keep the figures beside the other results."""
+    """Write the measurements to results/bench."""
     path = RESULTS / device / f"{part}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n", encoding="utf-8")

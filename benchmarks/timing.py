@@ -1,4 +1,4 @@
-"""Timing by contest: all contestants in one run, in turn; ratios survive a noisy machine."""
+"""Timing by contest: all contestants run in turn, so that ratios are robust to noise."""
 
 import statistics
 import time
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one contestant in every round, in the order of the rounds."""
+    """Seconds of one contestant per round, in order."""
 
     seconds: tuple[float, ...]
 
@@ -22,11 +22,11 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """(max - min) / median: how noisy the machine was."""
+        """(max - min) / median, a measure of the machine's noise."""
         return (max(self.seconds) - min(self.seconds)) / self.median
 
     def ratio(self, other: "Timing") -> float:
-        """Median over rounds of this one's seconds over the other's in the same round."""
+        """Return the median over rounds of this contestant's time over the other's."""
         pairs = zip(self.seconds, other.seconds, strict=True)
         return statistics.median(mine / theirs for mine, theirs in pairs)
 
@@ -37,11 +37,11 @@ def contest(
     warmup: int = 1,
     settle: Collection[Any] = (),
 ) -> dict[Any, Timing]:
-    """Time every contestant once per round, in turn; the first ``warmup`` rounds do not count.
+    """Time every contestant once per round, in turn, after ``warmup`` uncounted rounds.
 
-    ``settle``: the contestants that get an untimed call just before each timed one. One that needs
-    gigabytes makes the allocator hand memory back, and the next would pay for fetching it again,
-    which it never does in a training of its own.
+    ``settle``: contestants that get an untimed call before each timed one. After a contestant that
+    needs gigabytes the allocator returns memory to the system; without ``settle`` the next
+    contestant would pay for allocating it again, which does not happen in a real training.
     """
     seconds: dict[Any, list[float]] = {name: [] for name in contestants}
     for number in range(warmup + rounds):

@@ -1,4 +1,4 @@
-"""Training speed of every encoding relative to Base (LRPE, Table 9), ``lrpe_lm`` and RoBERTa."""
+"""Training speed of every encoding relative to Base (LRPE, Table 9): ``lrpe_lm`` and RoBERTa."""
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -15,16 +15,16 @@ from lrpe_fairseq.models.masked_lm import LRPERobertaConfig, LRPERobertaModel
 VOCABULARY = 8192
 LENGTH = 512
 MODELS = ("lm", "roberta")
-ROBERTA_LAYERS = 4  # of 12, each as in the paper: ratios in a third of the time
+ROBERTA_LAYERS = 4  # instead of 12, each as in the paper: same ratios in a third of the time
 
 
 def measure(device: str, tokens: int, rounds: int, models: Sequence[str] = MODELS) -> list[dict]:
     """Rows of {model, attention, encoding, seconds, spread, tokens_per_second, relative_speed}.
 
-    Each encoding is timed in turn with Base alone: a machine's speed drifts within a round of
-    sixteen. One step is forward, loss, backward and fused Adam on ``tokens`` tokens in sequences
-    of 512. The vocabulary is small, so that the encodings weigh more than in the paper's 267,744
-    words.
+    Each encoding is timed in turn with Base only, because the machine's speed drifts within a round
+    of sixteen. One step is forward, loss, backward and fused Adam on ``tokens`` tokens in sequences
+    of 512. The vocabulary is small, so that the encodings' share of the time is larger than with
+    the paper's 267,744 words.
     """
     rows = []
     for model in models:
@@ -38,14 +38,14 @@ def measure(device: str, tokens: int, rounds: int, models: Sequence[str] = MODEL
 
 
 def serves_linear(name: str) -> bool:
-    """Whether linear attention can use the encoding."""
+    """True if the encoding supports linear attention."""
     return build_encoding(name, head_dim=64, num_heads=8).serves_linear
 
 
 def step(
     model: str, name: str, attention_type: str, device: str, tokens: int
 ) -> Callable[[], None]:
-    """One training step of ``lrpe_lm`` (6 x 512) or ``lrpe_roberta`` (4 x 768) on random text."""
+    """Return a training step of ``lrpe_lm`` (6 x 512) or ``lrpe_roberta`` (4 x 768)."""
     build = {"lm": build_lm, "roberta": build_roberta}[model]
     trained = build(name, attention_type).to(device)
     optimizer = torch.optim.Adam(trained.parameters(), lr=1e-4, fused=True)
@@ -61,7 +61,7 @@ def step(
 
 
 def build_lm(name: str, attention_type: str) -> LRPELanguageModel:
-    """``lrpe_lm`` with the given attention on a made-up dictionary."""
+    """Build ``lrpe_lm`` with the given attention and a synthetic dictionary."""
     cfg = LRPELanguageModelConfig(
         attention_type=attention_type,
         position_encoding=name,
@@ -74,7 +74,7 @@ def build_lm(name: str, attention_type: str) -> LRPELanguageModel:
 
 
 def build_roberta(name: str, attention_type: str) -> LRPERobertaModel:
-    """Layers of ``lrpe_roberta`` with the given attention, on a made-up dictionary."""
+    """Build a shorter ``lrpe_roberta`` with the given attention and a synthetic dictionary."""
     cfg = LRPERobertaConfig(
         attention_type=attention_type,
         position_encoding=name,
@@ -91,7 +91,7 @@ def _task() -> SimpleNamespace:
 
 
 def dictionary_of(size: int) -> Dictionary:
-    """A dictionary of ``size`` symbols."""
+    """Return a dictionary of ``size`` symbols."""
     dictionary = Dictionary()
     for index in range(size - len(dictionary)):
         dictionary.add_symbol(str(index))

@@ -1,9 +1,9 @@
 """Relative positional encodings for linear and softmax transformers, as a fairseq plugin.
 
-``fairseq-train ... --user-dir lrpe_fairseq`` imports this package, which then mends fairseq and
-registers the models and tasks. That happens once fairseq is loaded, in either order of imports.
-A program that never imports fairseq can use ``lrpe_fairseq.encodings`` and
-``lrpe_fairseq.attention``: they import and patch nothing of it.
+``fairseq-train ... --user-dir lrpe_fairseq`` imports this package, which applies the fixes for
+fairseq (``compat``) and registers the models and tasks. This happens as soon as both fairseq and
+this package are imported, in either order. A program without fairseq can use
+``lrpe_fairseq.encodings`` and ``lrpe_fairseq.attention``, which neither import nor patch it.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def _register() -> None:
-    """Mend fairseq and register models and tasks; fairseq is loaded."""
+    """Apply the fixes for fairseq, and register models and tasks. fairseq is already loaded."""
     from lrpe_fairseq import compat, preemption
 
     compat.apply()
@@ -27,30 +27,33 @@ def _register() -> None:
 
 
 def _after_fairseq() -> None:
-    """Called when fairseq has been loaded.
+    """Register models and tasks after the import of fairseq.
 
-    Whoever imports ``compat`` or ``preemption`` by name loads fairseq in the middle of that import,
-    when nothing of them can be used yet. They patch nothing by being imported.
+    An import of ``compat`` or ``preemption`` by name loads fairseq before that module is complete,
+    so it cannot be used yet. Nothing is registered then. Importing them patches nothing.
     """
     if not {"lrpe_fairseq.compat", "lrpe_fairseq.preemption"} & sys.modules.keys():
         _register()
 
 
 def _after_fairseq_train() -> None:
-    """``fairseq_cli.train`` may be imported after fairseq and this package."""
+    """Patch ``fairseq_cli.train``, which may be imported after fairseq and this package."""
     from lrpe_fairseq import preemption
 
     preemption.apply()
 
 
 class _AfterImport(MetaPathFinder):
-    """Calls a function after a module is imported for the first time."""
+    """An import hook that calls a function after the first import of a module.
+
+    actions: the functions by the name of the module.
+    """
 
     def __init__(self, actions: dict[str, Callable[[], None]]) -> None:
         self.actions = actions
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """The module's own spec, with the call added; None for any other module."""
+        """Return the module's spec with the call added, or None for any other module."""
         action = self.actions.pop(name, None)
         spec = None if action is None else importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
@@ -66,7 +69,7 @@ class _AfterImport(MetaPathFinder):
         return spec
 
 
-# at import its speech task asks for tensorboardX, which is not needed here
+# on import fairseq's speech task warns that tensorboardX is missing, which is not needed here
 logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)
 
 sys.meta_path.insert(0, _AfterImport({"fairseq_cli.train": _after_fairseq_train}))

@@ -351,7 +351,7 @@ class _NumericArray(np.ndarray):
 
 
 def _numeric(code: str) -> np.dtype:
-    """Return the dtype of ``code``, ignoring everything else that the file says about it."""
+    """Return the dtype of ``code``. Everything else in the file about the dtype is ignored."""
     dtype = np.dtype(code)
     if dtype.kind not in _NUMERIC_KINDS:
         raise UnpicklingError(f"a checkpoint may hold numbers only, not the dtype {code!r}")
@@ -422,7 +422,7 @@ def _override_flat_attr(
     if not nested:
         return original(sub_node, data_class, args)
     plain = {k: f for k, f in data_class.__dataclass_fields__.items() if k not in nested}
-    # the original reads nothing of the class but its table of fields
+    # the original reads only the field table of the class
     fields_only = type(data_class.__name__, (FairseqDataclass,), {"__dataclass_fields__": plain})
     overrides = original(sub_node, fields_only, args)
     for name, config in nested.items():
@@ -469,7 +469,7 @@ def _start_average(
 
 
 def _loads(sample: object) -> bool:
-    """True if ``torch.load``, called as fairseq calls it, accepts what ``torch.save`` wrote."""
+    """True if ``torch.load``, called as in fairseq, accepts the output of ``torch.save``."""
     buffer = io.BytesIO()
     torch.save(sample, buffer)
     buffer.seek(0)
@@ -481,7 +481,7 @@ def _loads(sample: object) -> bool:
 
 
 def _loading_is_safe() -> bool:
-    return not _loads(timedelta())  # a type that no state dict contains and nothing allows
+    return not _loads(timedelta())  # a type that is not allowed and occurs in no state dict
 
 
 def _replace(module: ModuleType, name: str, replacement: Callable) -> None:

@@ -1,9 +1,9 @@
-"""The error for choices that a user can correct. It imports nothing, so every room may use it."""
+"""The error for options that a user can correct. This module imports nothing else."""
 
 
 class ChoiceError(ValueError):
-    """An option, name or size that the user chose is not possible.
+    """An option, name or size given by the user is invalid.
 
-    Its message is one sentence that says what to do. Commands print the sentence without a
-    traceback; every other error keeps its traceback.
+    Its message is one sentence that says what to do. Commands print it without a traceback. All
+    other errors keep their traceback.
     """

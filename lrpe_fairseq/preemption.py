@@ -55,12 +55,14 @@ def _record(number: int, frame: FrameType | None) -> None:
 def _save_if_signaled(
     validate_and_save: Any, cfg: Any, trainer: Any, task: Any, epoch_itr: Any, *rest: Any
 ) -> Any:
-    """Run fairseq's ``validate_and_save``, which it calls after every update, then save and exit
-    after a signal."""
+    """Run fairseq's ``validate_and_save``, then save and exit if a signal was received.
+
+    fairseq calls it after every update.
+    """
     losses, should_stop = validate_and_save(cfg, trainer, task, epoch_itr, *rest)
     if not should_stop and signaled_anywhere(trainer):
         checkpoint_utils.save_checkpoint(cfg.checkpoint, trainer, epoch_itr, None)
-        signaled_anywhere(trainer)  # wait for the process that writes: one exit ends all
+        signaled_anywhere(trainer)  # wait for the writing process: the first exit ends all
         logger.info(f"received a signal: saved at update {trainer.get_num_updates()}")
         raise SystemExit(SAVED)
     return losses, should_stop

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Evaluates a checkpoint under two protocols, non-overlapping blocks and sliding context (half a
-# block is always context), and writes a run file. Refuses an evaluation that scored nothing.
+# Evaluates a checkpoint under two protocols, non-overlapping blocks and sliding context (at least
+# half a block of context), and writes a run file. Fails if an evaluation scored nothing.
 #
 #   scripts/eval_lm.sh <checkpoint> <data> [--splits valid test] [--out FILE.json]
 #

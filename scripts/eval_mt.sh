@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Translates and scores with a checkpoint, or with the mean of the last ones beside it, and writes a
-# run file: detokenized sacrebleu and chrF with their signature, and how it was decoded.
+# Translates with a checkpoint, or with the mean of the last ones in its folder, scores the result
+# and writes a run file: detokenized sacrebleu and chrF with their signature, and the decoding options.
 #
 #   scripts/eval_mt.sh <checkpoint> <data> [--splits valid test] [--average N] [--beam N]
 #                      [--lenpen X] [--out FILE.json]

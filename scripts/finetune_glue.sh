@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fine-tunes a pre-trained checkpoint on a task of GLUE, or on all; safe to stop and to repeat.
+# Fine-tunes a pre-trained checkpoint on one GLUE task or on all; can be stopped and repeated safely.
 #
 #   scripts/finetune_glue.sh <checkpoint> <task|all> [--lr LR …] [--seeds N] [--scale paper|small]
 #                            [--jobs J] [--from DIR]

@@ -5,7 +5,7 @@
 #
 # `make install` calls this. PYTHON: an interpreter of version 3.11 or 3.12. TORCH: arguments of
 # pip, such as "torch==2.10.0" or "torch --index-url URL". EXTRAS: extras of setup.py, such as
-# "plots,test". An environment of another Python version is made anew.
+# "plots,test". An environment of another Python version is recreated.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${1:?the folder of the virtual environment is missing} extras=${2:-}
@@ -19,10 +19,10 @@ case $wanted in
 *) echo "Python 3.11 or 3.12 is needed, $PYTHON is $wanted: make PYTHON=python3.11 install" >&2 && exit 2 ;;
 esac
 found=$("$python" -c 'import pip, sys; print(*sys.version_info[:2], sep=".")' 2>/dev/null || true)
-# .venv may be a link to another disk, which venv itself does not accept
+# .venv may be a link to another disk, which venv does not accept
 [ "$found" = "$wanted" ] || "$PYTHON" -m venv --clear "$(readlink -f "$venv")"
 
-# pip's notices and warnings go into a log. A step that fails shows the end of it.
+# pip's output goes to a log; a failing step prints the end of it.
 log=$venv/install.log
 : >"$log"
 step() {
@@ -31,28 +31,28 @@ step() {
     "$@" >>"$log" 2>&1 || { tail -n 40 "$log" >&2 && echo "failed; all output is in $log" >&2 && exit 1; }
 }
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
-# --no-compile: the import at the end compiles the modules that are used, a small part of all.
+# --no-compile: the final import compiles only the modules in use, a small part of all.
 install=("$python" -m pip install --progress-bar off --no-compile)
 version() { "$python" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null; }
 before=$(version || true)
 step "installing $TORCH" "${install[@]}" "${torch[@]}" numpy cython setuptools wheel
-# fairseq is built against one torch; pip would keep the build for another.
+# fairseq is built against one torch; pip would keep a build for another version.
 [ "$before" = "$(version)" ] || "$python" -m pip uninstall --quiet --yes fairseq-fixed >>"$log" 2>&1
 
-# fairseq's six extensions are compiled side by side, each with up to 2 GB of memory. Those of
-# them that this package uses set -O3 themselves; for the others -O1 without debug symbols
-# takes half of the time and gives the same results.
+# fairseq's six extensions are compiled in parallel, each with up to 2 GB of memory. The ones that
+# this package uses set -O3 themselves; for the others, -O1 without debug symbols takes half the
+# time and gives the same results.
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 jobs=$("$python" -c 'import os; print(min(4, len(os.sched_getaffinity(0))))' 2>/dev/null || echo 2)
 printf '[build_ext]\nparallel = %s\n' "$jobs" >"$work/parallel.cfg"
-# pip's cache does not know which torch a wheel was built against: one cache for each.
+# pip's cache does not record which torch a wheel was built against: use one cache per torch.
 cache=(--no-cache-dir)
 if folder=$("$python" -m pip cache dir 2>/dev/null); then
     cache=(--cache-dir "$folder/fairseq-torch-$(version)")
 fi
-# fairseq's build asks for a torch of its own; without isolation it uses the one just installed.
-# Under CUDA_HOME it would build CUDA extensions whose sources its archive lacks.
+# An isolated build of fairseq would install another torch; --no-build-isolation uses this one.
+# With CUDA_HOME set it would build CUDA extensions, whose sources are not in its archive.
 step "building fairseq, installing it and this package" \
     env -u CUDA_HOME DIST_EXTRA_CONFIG="$work/parallel.cfg" \
     CFLAGS="${CFLAGS:-} -O1 -g0" CXXFLAGS="${CXXFLAGS:-} -O1 -g0" \

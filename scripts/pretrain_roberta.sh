@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Pre-trains one row of Table 8 on every GPU there is, or on the CPU; prints the full command.
+# Pre-trains one row of Table 8 on all GPUs, or on the CPU; prints the full command.
 #
 #   scripts/pretrain_roberta.sh <row> <attention> [key=value …] [--scale paper|small] [--seed N]
 #

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains and evaluates the cells of a table of the paper; safe to stop and to repeat.
+# Trains and evaluates the cells of a table; can be stopped and repeated safely.
 #
 #   scripts/run_table.sh <table> [--rows ROW …] [--attention linear|softmax] [--seeds N]
 #                        [--scale small|paper] [--jobs J] [--gpus G] [--from DIR]

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Tests this package under other versions of Python and torch: unit tests, compat tests and one
-# end-to-end training. Each pair gets an environment of its own.
+# Tests this package with other versions of Python and torch: unit tests, compat tests and one
+# end-to-end training. Each pair has a separate environment.
 #
 #   scripts/test_versions.sh                       # the pairs of docs/installing.md
 #   scripts/test_versions.sh 3.11:2.6.0 3.12:2.13.0
 #
 # Writes results/versions/py<PYTHON>-torch<TORCH>.json for each pair and the table in
-# docs/installing.md. Environments (6 GB each with CUDA) and logs lie in runs/versions, or in
-# $VERSIONS_DIR; a second call reuses the environments. WORKERS: processes of pytest.
+# docs/installing.md. Environments (6 GB each with CUDA) and logs are in runs/versions or
+# $VERSIONS_DIR; a second call reuses the environments. WORKERS: number of pytest processes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=${VERSIONS_DIR:-runs/versions} report=lrpe_fairseq/experiments/report/versions.py
@@ -50,4 +50,4 @@ test_pair() {
 for pair in "${pairs[@]}"; do
     test_pair "$pair"
 done
-"$main" "$report" render
+"$main" -m lrpe_fairseq.experiments.report.docs versions

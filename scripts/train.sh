@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Prints and runs one fairseq-train command with this plugin, in one process or in a group of N.
+# Prints and runs one fairseq-train command with this plugin, in one process or in N processes.
 #
 #   [PROCS=N] scripts/train.sh <fairseq-train arguments>
 #
 #   scripts/train.sh data/pydoc/bin --task language_modeling --arch lrpe_lm_tiny …
-#   PROCS=2 scripts/train.sh …     # 2 GPUs, or 2 CPU processes over gloo: one training, shared
+#   PROCS=2 scripts/train.sh …     # one training on 2 GPUs, or in 2 CPU processes over gloo
 #
-# N processes train on N times --max-tokens an update: divide --update-freq by N to keep them.
+# N processes use N times --max-tokens per update: divide --update-freq by N to compensate.
 # A plain `torchrun fairseq-train` would start N unrelated trainings in one folder instead.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 [ -d "$root/.venv/bin" ] && PATH="$root/.venv/bin:$PATH"
 procs=${PROCS:-1}
 
-[[ $procs =~ ^[1-9][0-9]*$ ]] || { echo "train.sh: PROCS is a number, not '$procs'" >&2; exit 2; }
+[[ $procs =~ ^[1-9][0-9]*$ ]] || { echo "train.sh: PROCS must be a positive integer, not '$procs'" >&2; exit 2; }
 [ $# -gt 0 ] || { sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
 command=(fairseq-train "$@")
 [[ " $* " == *" --user-dir"* ]] || command+=(--user-dir "$root/lrpe_fairseq")
@@ -23,15 +23,15 @@ if [ "$procs" -gt 1 ] && [[ " $* " != *" --cpu "* ]]; then
   gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 fi
 if [ "$procs" -gt 1 ] && [ "$gpus" -ge "$procs" ]; then
-  command+=(--distributed-world-size "$procs")  # fairseq starts one process for each GPU
+  command+=(--distributed-world-size "$procs")  # fairseq starts one process per GPU
 elif [ "$procs" -gt 1 ] && [ "$gpus" -gt 0 ]; then
-  echo "train.sh: $procs processes need $procs GPUs, there are $gpus (or say --cpu)" >&2
+  echo "train.sh: $procs processes need $procs GPUs, found $gpus (or pass --cpu)" >&2
   exit 2
 elif [ "$procs" -gt 1 ]; then
   [[ " $* " == *" --cpu "* ]] || command+=(--cpu)
   command+=(--ddp-backend legacy_ddp --distributed-backend gloo --distributed-no-spawn
     --distributed-init-method env:// --distributed-world-size "$procs")
-  ranked='exec "$@" --distributed-rank "$RANK"'  # RANK is known inside torchrun only
+  ranked='exec "$@" --distributed-rank "$RANK"'  # RANK is set only inside torchrun
   command=(torchrun --standalone --no-python --nproc_per_node "$procs"
     bash -c "$ranked" rank "${command[@]}")
 fi

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains one row of Table 4 on every GPU there is, or on the CPU; prints the full command.
+# Trains one row of Table 4 on all GPUs, or on the CPU; prints the full command.
 #
 #   scripts/train_mt.sh <row> <attention> [key=value …] [--scale paper|small] [--seed N]
 #

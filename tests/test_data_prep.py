@@ -763,7 +763,7 @@ def test_wmt14_refuses_what_is_cut_short_and_takes_plain_texts(
     said = refusal(
         wmt14.prepare, tmp_path / "d", from_dir=plain, archives=archives, held_out=HELD_OUT
     )
-    assert "has 1 pairs, not 60" in said
+    assert "has 1 pairs instead of 60" in said
 
 
 def test_a_wmt14_test_set_reads_as_the_published_plain_one() -> None:

@@ -64,7 +64,9 @@ def test_a_missing_or_broken_package_is_one_sentence_without_a_traceback(
     assert done.returncode == 1
     assert f"FAIL  {sentence}" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].endswith("the others need what failed and were not run")
+    assert done.stdout.splitlines()[-1].endswith(
+        "the other checks depend on these and were not run"
+    )
 
 
 def prepared(root: Path, name: str, content: bytes = b"half of it") -> Path:

@@ -142,7 +142,7 @@ def test_a_split_that_is_not_there_is_noticed_before_anything_is_trained(one_run
     (one_run.data / "bin" / "dict.txt").write_text("word 1\n")
     one_run.require_inputs()  # without a manifest nothing is known
     (one_run.data / "manifest.json").write_text(json.dumps({"splits": {"train": {}, "valid": {}}}))
-    with pytest.raises(UserError, match="has no split test, which is to be evaluated"):
+    with pytest.raises(UserError, match="has no split test to evaluate"):
         one_run.require_inputs()
 
 

@@ -109,10 +109,10 @@ def test_mnli_may_lack_its_mismatched_half_and_says_so(tmp_path: Path, pieces: P
 
 def test_what_is_not_the_task_is_refused_in_one_sentence(tmp_path: Path, pieces: Path) -> None:
     write_task(tmp_path / "short", "RTE", {"train": 5})
-    assert "holds no dev.tsv" in refusal(run, "RTE", tmp_path / "d", pieces, tmp_path / "short")
+    assert "contains no dev.tsv" in refusal(run, "RTE", tmp_path / "d", pieces, tmp_path / "short")
     write_task(tmp_path / "many", "RTE", {"train": 5, "valid": 278})
     said = refusal(run, "RTE", tmp_path / "e", pieces, tmp_path / "many")
-    assert "278 examples, officially 277" in said
+    assert "278 examples instead of 277" in said
     write_task(tmp_path / "other", "RTE", {"train": 5, "valid": 277})
     assert "differs from the official" in refusal(
         run, "RTE", tmp_path / "f", pieces, tmp_path / "other"
@@ -124,8 +124,8 @@ def test_what_is_not_the_task_is_refused_in_one_sentence(tmp_path: Path, pieces:
     assert "line 2" in said
     assert "perhaps" in said
     path.write_text("index\ta\tb\tlabel\n0\tonly two\n")
-    assert "2 columns only" in refusal(run, "RTE", tmp_path / "h", pieces, tmp_path / "label")
-    assert "keeps no tokenizer" in refusal(prepare_glue.pieces_of, tmp_path)
+    assert "only 2 columns" in refusal(run, "RTE", tmp_path / "h", pieces, tmp_path / "label")
+    assert "has no tokenizer" in refusal(prepare_glue.pieces_of, tmp_path)
     for folder in "defgh":
         assert not (tmp_path / folder / "RTE" / "bin").exists()
 
@@ -147,7 +147,9 @@ def test_the_official_archive_is_unpacked_and_a_broken_one_is_refused(
     assert found["valid"].read_text() == (tmp_path / "from" / "QNLI" / "dev.tsv").read_text()
     assert sorted(path.name for path in (tmp_path / "raw").iterdir()) == ["dev.tsv", "train.tsv"]
     (served / "QNLIv2.zip").write_bytes(packed.getvalue()[:-40])
-    assert "not what it should be" in refusal(prepare_glue.obtain, "QNLI", tmp_path / "cut", None)
+    assert "is invalid and was deleted" in refusal(
+        prepare_glue.obtain, "QNLI", tmp_path / "cut", None
+    )
     assert list((tmp_path / "cut").iterdir()) == []
 
 

@@ -83,11 +83,6 @@ def test_every_row_is_published_with_the_same_three_seeds():
     assert {tuple(r.ppl) for r in found} == {(1, 2, 3)}
 
 
-def test_the_page_is_that_of_the_committed_runs():
-    page = (quickstart.RESULTS / "README.md").read_text(encoding="utf-8")
-    assert page == report.page(report.published(quickstart.RUNS))
-
-
 def test_the_published_runs_have_the_settings_of_the_configuration():
     published = {
         (r["attention_type"], r["position_encoding"]): r for r in report.published(quickstart.RUNS)

@@ -49,7 +49,7 @@ def test_contributing_names_every_generated_page():
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     own = [module.PAGE for module in docs.PARTS.values() if hasattr(module, "PAGE")]
     assert len(own) == len(docs.PARTS) - 1  # the part `results` makes a page for every table
-    for path in [*own, "results/README.md", "results/<table>.md"]:
+    for path in [*own, readme.ENCODINGS_PAGE, "results/README.md", "results/<table>.md"]:
         assert f"`{path}`" in page, path
 
 
@@ -70,23 +70,41 @@ def test_the_encodings_table_has_a_row_for_every_name():
     assert [row.split("`")[1] for row in rows] == list(ENCODINGS)
 
 
+def test_the_readme_names_every_encoding_once():
+    text = readme.names_table()
+    shown = re.findall(r"`([^`]+)`", text)[1:]
+    assert len(shown) == len(set(shown))
+    assert text.index("`rope`") < text.index("\n| softmax |") < text.index("`t5`")
+    ranges = re.findall(r"`([a-z-]+?)(\d+)` to `\1(\d+)`", text)
+    within = {f"{s}{n}" for s, a, b in ranges for n in range(int(a), int(b) + 1)}
+    assert set(ENCODINGS) == {name for name in shown if "<" not in name} | within
+
+
+def test_only_neighbours_that_count_up_become_a_range():
+    assert readme.numbered(["x1", "x2", "x3"]) == ["`x1` to `x3`"]
+    assert readme.numbered(["x1", "x2", "y", "x4"]) == ["`x1` to `x2`", "`y`", "`x4`"]
+    assert readme.numbered(["x1", "x3", "x4"]) == ["`x1`", "`x3` to `x4`"]
+    assert readme.numbered(["rope", "t5"]) == ["`rope`", "`t5`"]
+
+
+def test_the_picture_of_the_quickstart_is_drawn_from_the_committed_runs(tmp_path):
+    [(path, draw)] = readme.pictures(ROOT).items()
+    draw(tmp_path / "first.png")
+    draw(tmp_path / "second.png")
+    first = (tmp_path / "first.png").read_bytes()
+    assert first == (tmp_path / "second.png").read_bytes()
+    assert len(first) > 10_000
+    assert f"]({path})" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme.pictures(tmp_path) == {}
+
+
 def test_the_quickstart_numbers_are_those_of_the_committed_runs():
     assert quickstart_numbers(ROOT) in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_part_without_its_place_is_refused():
-    with pytest.raises(ValueError, match="no place marked"):
+    with pytest.raises(ValueError, match="the markers <!-- encodings -->"):
         markdown.between("text", "encodings", "content")
-
-
-def test_every_make_target_that_the_readme_names_exists():
-    targets = (ROOT / "Makefile").read_text(encoding="utf-8")
-    named = {
-        w.split()[1].strip("`.,")
-        for w in (ROOT / "README.md").read_text().split("\n")
-        if "make " in w[:6]
-    }
-    assert all(f"\n{target}:" in targets for target in named)
 
 
 def test_every_departure_has_its_row_on_the_page():

@@ -22,7 +22,12 @@ from lrpe_fairseq.experiments.records.runs import (
     write_run,
 )
 from lrpe_fairseq.experiments.report import cells, claims, markdown, pages, paper, scatter, tables
-from lrpe_fairseq.experiments.report.curves import mean_curve, panels, validation_curves
+from lrpe_fairseq.experiments.report.curves import (
+    axis_label,
+    mean_curve,
+    panels,
+    validation_curves,
+)
 from lrpe_fairseq.experiments.report.sheet import Sheet, sheets
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -363,7 +368,7 @@ def test_a_run_fills_a_cell_only_with_the_options_of_that_cell(root):
     save(root, "e", seed=5, metrics=ppl(54.0), position_encoding="lrpe-type8", config=clipped)
     assert scores(root, "Base", "valid") == {1: 50.0}
     assert scores(root, "Type8", "valid") == {5: 54.0}
-    leftovers = index(root).partition("Runs that no table shows")[2]
+    leftovers = index(root).partition("Runs that are in no table")[2]
     assert re.findall(r"runs/demo/(\w)\.json", leftovers) == ["b", "c", "d"]
 
 
@@ -633,7 +638,7 @@ def test_a_table_that_names_its_rates_shows_no_others(root):
     save(root, "a", metrics=ppl(45.0), config={"lr": [0.001]})
     assert "| 45.00 (1) |" in line_of(page(root), "Base")
     edit_table(root, "baseline: Base", "baseline: Base\nrates: {small: [0.002]}")
-    assert "Runs that no table shows: `runs/demo/a.json`" in index(root)
+    assert "Runs that are in no table: `runs/demo/a.json`" in index(root)
 
 
 def test_a_brief_table_shows_our_number_and_the_papers_alone(root):
@@ -765,7 +770,7 @@ def test_a_group_has_one_line_of_provenance_and_an_unrun_scale_a_command(root):
     save(root, "a", commit="fedcba9876543210-dirty")
     (line,) = (line for line in page(root).splitlines() if line.startswith("Provenance"))
     assert line == (
-        "Provenance: 1 training, 1 seed, 0.0 hours in all; commit `fedcba9876-dirty`; "
+        "Provenance: 1 training, 1 seed, 0.0 hours in total; commit `fedcba9876-dirty`; "
         "A CPU, 2 cores, no GPU; python 3.11.7, torch 2.13.0; "
         "`scripts/run_table.sh demo --scale small`."
     )
@@ -817,6 +822,15 @@ def test_a_mean_curve_stands_where_all_seeds_were_validated():
     higher = [{**point, "valid_ppl": point["valid_ppl"] + 2} for point in CURVE[1:]]
     runs = [make_run(curve=CURVE), make_run(seed=2, curve=higher)]
     assert mean_curve(runs) == [(20, 81.0), (30, 71.0)]
+
+
+def test_the_axis_of_the_curves_is_labeled_by_their_metric():
+    accuracy = [{"updates": 10, "tokens": 20, "valid_accuracy": 0.5}]
+    runs = [make_run(curve=CURVE), make_run(curve=accuracy), make_run()]
+    assert axis_label(runs[::2]) == "validation perplexity"
+    assert axis_label(runs[1:]) == "validation accuracy"
+    with pytest.raises(ValueError, match="cannot show curves of valid_accuracy and valid_ppl"):
+        axis_label(runs)
 
 
 def test_trainings_of_different_columns_have_curves_of_their_own(root):

@@ -35,19 +35,15 @@ def test_a_run_without_a_result_or_a_test_is_a_failure(tmp_path, text):
 
 
 def test_a_recorded_pair_has_a_row_for_each_suite_and_others_are_not_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(versions, "RESULTS", tmp_path)
+    monkeypatch.setattr(versions, "ROOT", tmp_path)
     (tmp_path / "unit.xml").write_text(XML)
     versions.main(["record", "3.11", "2.6.0", str(tmp_path / "unit.xml")])
     versions.main(["record", "3.12", "2.6.0", "--not-run", "no such Python"])
-    lines = versions.table(versions.results()).splitlines()
+    lines = versions.table(versions.results(tmp_path)).splitlines()
     assert sum("| unit | 1 | 2 | 2 |" in line for line in lines) == 1
     assert "not run: no such Python" in next(line for line in lines if "| 3.12 | 2.6.0" in line)
     assert sum("not run: no result" in line for line in lines) == len(versions.CLAIMED) - 2
     assert lines[-1].startswith("- no GPU: 2 under 3.1")
-
-
-def test_the_table_of_the_page_is_that_of_the_committed_results():
-    assert versions.render(check=True) == 0
 
 
 def test_the_claimed_pairs_are_listed_without_importing_torch(tmp_path):
@@ -65,6 +61,6 @@ def test_every_test_that_the_script_names_exists():
 
 
 def test_every_result_is_named_by_its_pair():
-    for path in versions.RESULTS.glob("*.json"):
+    for path in (ROOT / versions.RESULTS).glob("*.json"):
         found = json.loads(path.read_text(encoding="utf-8"))
         assert path.stem == f"py{found['python']}-torch{found['torch']}"

@@ -1,9 +1,9 @@
-"""Prepare tasks of GLUE for fine-tuning with fairseq: obtain, check, tokenize, binarize.
+"""Prepare GLUE tasks for fine-tuning with fairseq: download, verify, tokenize, binarize.
 
     python data-prep/glue/prepare.py all --tokens-of data/wikitext-2-bpe \
         --dest data/glue-wikitext-2-bpe
 
-See the README beside this file for sources, counts and what a subset is.
+See the README in this folder for sources, counts and subsets.
 """
 
 import argparse
@@ -34,7 +34,7 @@ ARCHIVES = {
 }
 MRPC_PAIRS = "https://dl.fbaipublicfiles.com/senteval/senteval_data/msr_paraphrase_train.txt"
 MRPC_DEV_IDS = GLUE + "mrpc_dev_ids.tsv"
-SHA256 = {  # of the official files, where they are known
+SHA256 = {  # of the official files, if known
     "CoLA/train.tsv": "cb368ebeb9f27d7ad03720d27ddc95687a311bdb100781a2fe59a5f5b1bc0624",
     "CoLA/dev.tsv": "8c013e21dc39957cac37378d87bebe225b694a0d5fe13eded66c2856628833fd",
     "RTE/train.tsv": "41e3a9b063433392343fad9e962cf2f58b681c78d8f71592f4186f0837246c5c",
@@ -47,14 +47,14 @@ SHA256 = {  # of the official files, where they are known
 }
 OPTIONAL = ("valid1",)  # MNLI's mismatched half may be absent from --from
 
-Example = tuple[list[str], str]  # the sentences, the label as the file has it
+Example = tuple[list[str], str]  # the sentences, the label as in the file
 
 
 # ---------------------------------------------------------------------------------------- obtain
 
 
 def obtain(name: str, raw: Path, from_dir: Path | None) -> dict[str, Path]:
-    """Split -> TSV file under ``raw``. Raises: UserError if one is absent or does not unpack."""
+    """Return split -> TSV file in ``raw``. Raises: UserError if one is missing or corrupt."""
     if from_dir is not None:
         return _take(name, raw, from_dir / name)
     files = {split: raw / f"{file}.tsv" for split, file in TASKS[name].files.items()}
@@ -73,7 +73,7 @@ def fetch_archive(name: str, raw: Path) -> None:
 
 
 def fetch_mrpc(raw: Path) -> None:
-    """Download MRPC, which has no archive: the pairs, and which of them are the dev split."""
+    """Download MRPC, which has no archive: the pairs, and the ids of the dev split."""
     pairs = prep.download("msr_paraphrase_train.txt", [MRPC_PAIRS], raw)
     ids = prep.download("mrpc_dev_ids.tsv", [MRPC_DEV_IDS], raw)
     split_mrpc(pairs, ids, raw)
@@ -82,7 +82,7 @@ def fetch_mrpc(raw: Path) -> None:
 
 
 def split_mrpc(pairs: Path, ids: Path, raw: Path) -> None:
-    """Write ``train.tsv`` and ``dev.tsv`` in the official form; dev is what ``ids`` lists."""
+    """Write ``train.tsv`` and ``dev.tsv`` in the official format; dev has the pairs in ``ids``."""
     dev = {tuple(row) for row in _rows(ids)}
     header, *rows = _rows(pairs)
     halves = {"train": [header], "dev": [header]}
@@ -94,7 +94,7 @@ def split_mrpc(pairs: Path, ids: Path, raw: Path) -> None:
 
 
 def _take(name: str, raw: Path, folder: Path) -> dict[str, Path]:
-    """The files of a folder: ``train.tsv``, packed or not, or a subset like ``train.x.tsv``."""
+    """Take a folder's files: ``train.tsv``, plain or ``.gz``, or a subset ``train.x.tsv``."""
     taken = {}
     for split, file in TASKS[name].files.items():
         found = [p for kind in (".tsv", ".tsv.gz", ".*.tsv") for p in folder.glob(f"{file}{kind}")]
@@ -103,8 +103,8 @@ def _take(name: str, raw: Path, folder: Path) -> dict[str, Path]:
             taken[split] = prep.copy_whole(opener, raw / f"{file}.tsv")
         elif split not in OPTIONAL:
             raise UserError(
-                f"{folder} holds no {file}.tsv or {file}.tsv.gz: put the file there, "
-                f"or leave --from out to download it."
+                f"{folder} contains no {file}.tsv or {file}.tsv.gz: put the file there, "
+                f"or omit --from to download it."
             )
     return taken
 
@@ -117,9 +117,9 @@ def _open(path: Path) -> io.BufferedIOBase:
 
 
 def read_examples(path: Path, task: GlueTask) -> Iterator[Example]:
-    """The examples of a TSV file: quotes are text, a byte order mark is not.
+    """Yield the examples of a TSV file; quotes are text, a byte order mark is removed.
 
-    Raises: UserError, naming the line, where a column is missing or the label is none.
+    Raises: UserError with the line number if a column is missing or the label is invalid.
     """
     rows = _rows(path)
     if task.header:
@@ -130,7 +130,7 @@ def read_examples(path: Path, task: GlueTask) -> Iterator[Example]:
             label = row[task.label].strip()
         except IndexError:
             raise UserError(
-                f"{path}, line {number}, has {len(row)} columns only: fetch the file again."
+                f"{path}, line {number}, has only {len(row)} columns: fetch the file again."
             ) from None
         _require_label(label, task, f"{path}, line {number}")
         yield sentences, label
@@ -158,20 +158,20 @@ def _require_label(label: str, task: GlueTask, where: str) -> None:
     if task.labels and label not in task.labels:
         raise UserError(
             f"{where}, has the label {label!r}, which is none of {', '.join(task.labels)}: "
-            f"the file is of another task or form."
+            f"the file belongs to another task or has another format."
         )
     if not task.labels:
         try:
             float(label)
         except ValueError:
-            raise UserError(f"{where}, has the score {label!r}, which is no number.") from None
+            raise UserError(f"{where}, has the score {label!r}, which is not a number.") from None
 
 
 def require_official(name: str, file: str, path: Path, found: int, official: int) -> None:
-    """Refuse a file with more examples than the official one, or as many of another content."""
+    """Raise UserError for more examples than in the official file, or as many but different."""
     known = SHA256.get(f"{name}/{file}.tsv")
     if found == 0 or found > official:
-        raise UserError(f"{path} has {found:,} examples, officially {official:,}: fetch it again.")
+        raise UserError(f"{path} has {found:,} examples instead of {official:,}: fetch it again.")
     if found == official and known and not prep.has_checksum(path, known):
         raise UserError(f"{path} differs from the official file (sha256 {known}): fetch it again.")
 
@@ -181,7 +181,7 @@ def require_official(name: str, file: str, path: Path, found: int, official: int
 
 @dataclass(frozen=True)
 class Pieces:
-    """What the model was pre-trained on: its tokenizer and its dictionary."""
+    """The tokenizer and the dictionary of the pre-training data."""
 
     name: str
     tokenizer: Tokenizer
@@ -189,20 +189,20 @@ class Pieces:
 
     @property
     def reads(self) -> dict[str, Path]:
-        """Its files, as a step reads them."""
+        """The files, as inputs of a step."""
         return {file.name: file for file in (*self.tokenizer.files, self.dictionary)}
 
 
 def pieces_of(folder: Path) -> Pieces:
-    """Those of a prepared corpus. Raises: UserError if it is not prepared."""
+    """Read the pieces of a prepared corpus. Raises: UserError if it is not prepared."""
     tokenizer, dictionary = tokenizer_of(folder), folder / "bin" / "dict.txt"
     if not dictionary.is_file():
-        raise UserError(f"{dictionary} is not there: prepare {folder} first.")
+        raise UserError(f"{dictionary} does not exist: prepare {folder} first.")
     return Pieces(folder.name, tokenizer, dictionary)
 
 
 def prepare(name: str, dest: Path, pieces: Pieces, from_dir: Path | None, workers: int = 1) -> dict:
-    """Bring ``dest/<name>`` to completion and return its manifest."""
+    """Prepare ``dest/<name>`` and return its manifest."""
     task, folder = named(name), dest / name
     prep.say(f"GLUE {name} -> {folder}")
     steps = prep.Steps(folder, "glue", name)
@@ -275,7 +275,7 @@ def _binary(
 
 
 def _values(texts: Mapping[str, Path], folder: Path) -> tuple[list[Path], Callable[[], None]]:
-    """fairseq reads the targets of a regression as text, one number a line."""
+    """Return a step for regression targets, which fairseq reads as text, one number per line."""
 
     def make() -> None:
         for split, path in texts.items():
@@ -285,7 +285,7 @@ def _values(texts: Mapping[str, Path], folder: Path) -> tuple[list[Path], Callab
 
 
 def _dictionary(task: GlueTask, part: str, pieces: Pieces, text: Path) -> Path:
-    """That of the pieces; that of the labels has every class at its number."""
+    """Return the dictionary of a part: that of the pieces, or the classes in their order."""
     if part != "label":
         return pieces.dictionary
     path = text / "classes.txt"
@@ -308,7 +308,7 @@ def _report(manifest: dict) -> dict:
         subset = "" if found == official else f", a SUBSET of the official {official:,}"
         prep.say(f"  {split}: {found:,} examples{subset}")
     for split in manifest["absent"]:
-        prep.say(f"  {split}: absent")
+        prep.say(f"  {split}: missing")
     return manifest
 
 
@@ -317,12 +317,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare the tasks."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("tasks", nargs="+", choices=["all", *TASKS], metavar="task", help="or all")
-    parser.add_argument("--dest", type=Path, required=True, help="gets one folder for each task")
     parser.add_argument(
-        "--tokens-of", type=Path, required=True, help="data that the model was pre-trained on"
+        "--dest", type=Path, required=True, help="output folder, with one subfolder per task"
     )
-    parser.add_argument("--from", dest="from_dir", type=Path, help="folder that has TASK/train.tsv")
-    parser.add_argument("--workers", type=int, default=1, help="processes of fairseq-preprocess")
+    parser.add_argument("--tokens-of", type=Path, required=True, help="the pre-training data")
+    parser.add_argument("--from", dest="from_dir", type=Path, help="folder with TASK/train.tsv")
+    parser.add_argument("--workers", type=int, default=1, help="worker processes")
     args = parser.parse_args(argv)
     pieces = pieces_of(args.tokens_of)
     for name in TASKS if "all" in args.tasks else args.tasks:

@@ -1,8 +1,8 @@
-"""Prepare Multi30k, task 1, English to German, for fairseq: obtain, verify, tokenize, binarize.
+"""Prepare Multi30k, task 1, English to German, for fairseq: download, verify, tokenize, binarize.
 
     python data-prep/multi30k/prepare.py --dest data/multi30k
 
-See the README beside this file for source, terms, checksums and counts.
+See the README in this folder for source, terms, checksums and counts.
 """
 
 import sys
@@ -15,7 +15,7 @@ from lrpe_fairseq.experiments.records.console import UserError, command
 
 URL = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw/"
 LANGUAGES = ("en", "de")
-FILES = {  # fairseq's name of a split -> the published one
+FILES = {  # fairseq's split name -> published name
     "train": "train",
     "valid": "val",
     "test": "test_2016_flickr",
@@ -35,7 +35,7 @@ SHA256 = {  # of the plain files
 
 
 def obtain(raw: Path, from_dir: Path | None, sha256: Mapping[str, str]) -> dict[str, Path]:
-    """Split -> verified text under ``raw``, without its language."""
+    """Return split -> verified text in ``raw``, without the language suffix."""
     for name in (f"{file}.{language}" for file in FILES.values() for language in LANGUAGES):
         prep.obtain(name, [f"{URL}{name}.gz"], sha256[name], raw, from_dir, packed=True)
     return {split: raw / file for split, file in FILES.items()}
@@ -50,13 +50,15 @@ def prepare(
     sha256: Mapping[str, str] = SHA256,
     pairs: Mapping[str, int] = PAIRS,
 ) -> dict:
-    """Bring ``dest`` to completion and return its manifest; finished steps are not repeated."""
+    """Prepare ``dest`` and return its manifest; finished steps are skipped."""
     prep.say(f"Multi30k, English to German -> {dest}")
     steps = prep.Steps(dest, "multi30k", "bpe")
     texts = obtain(dest / "raw", from_dir, sha256)
     found = bitext.require_pairs(texts, LANGUAGES)
     if found != pairs:
-        raise UserError(f"Multi30k has {pairs} pairs, not {found}: fetch its files again.")
+        raise UserError(
+            f"Multi30k has {pairs} pairs, but {found} were found: fetch its files again."
+        )
     tokenizer = bitext.run_sentencepiece(steps, texts["train"], LANGUAGES, vocab_size)
     bitext.run_pieces(steps, texts, LANGUAGES, tokenizer, workers)
     return bitext.report(steps.finish(lambda: bitext.count(dest, texts, LANGUAGES)))

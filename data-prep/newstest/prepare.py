@@ -2,8 +2,9 @@
 
     python data-prep/newstest/prepare.py --dest data/newstest
 
-newstest2013 validates and newstest2014 (full, 3,003 pairs) tests, as for WMT'14; the other years
-train. See the README beside this file: this is a check of the WMT path, not the paper's data.
+newstest2013 is the validation set and newstest2014 (full, 3,003 pairs) the test set, as for WMT'14;
+the other years are the training set. This is a smoke test of the WMT'14 pipeline, not the paper's
+data; see the README in this folder.
 """
 
 import sys
@@ -15,7 +16,7 @@ from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.records.console import UserError, command
 
 URL = "https://raw.githubusercontent.com/Helsinki-NLP/OPUS-MT-testsets/master/testsets/eng-deu/"
-LANGUAGES = {"en": "eng", "de": "deu"}  # ours -> the repository's
+LANGUAGES = {"en": "eng", "de": "deu"}  # our code -> the repository's code
 HELD_OUT = {"valid": "newstest2013", "test": "newstest2014"}
 PAIRS = {
     "news-test2008": 2_051,
@@ -59,18 +60,20 @@ SHA256 = {
 def obtain(
     raw: Path, from_dir: Path | None, pairs: Mapping[str, int], sha256: Mapping[str, str]
 ) -> None:
-    """Every set in both languages, verified, under ``raw``."""
+    """Return every set in ``raw``, verified, in both languages."""
     for name in pairs:
         for ours, theirs in LANGUAGES.items():
             file = f"{name}.{ours}"
             prep.obtain(file, [f"{URL}{name}.{theirs}"], sha256[file], raw, from_dir)
     found = bitext.require_pairs({name: raw / name for name in pairs}, list(LANGUAGES))
     if found != pairs:
-        raise UserError(f"The test sets have {pairs} pairs, not {found}: fetch them again.")
+        raise UserError(
+            f"The test sets have {pairs} pairs, but {found} were found: fetch them again."
+        )
 
 
 def join(raw: Path, names: Iterable[str], target: Path) -> None:
-    """The train split: all sets that are not held out, in order."""
+    """Write the train split: all sets that are not held out, in order."""
     for language in LANGUAGES:
         with prep.written_whole(bitext.side(target, language)) as out:
             for name in names:
@@ -86,7 +89,7 @@ def prepare(
     sha256: Mapping[str, str] = SHA256,
     pairs: Mapping[str, int] = PAIRS,
 ) -> dict:
-    """Bring ``dest`` to completion and return its manifest; finished steps are not repeated."""
+    """Prepare ``dest`` and return its manifest; finished steps are skipped."""
     prep.say(f"WMT's news test sets, English to German -> {dest}")
     steps, raw, train = prep.Steps(dest, "newstest", "bpe"), dest / "raw", dest / "text" / "train"
     obtain(raw, from_dir, pairs, sha256)

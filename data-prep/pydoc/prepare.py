@@ -1,9 +1,9 @@
-"""Prepare the embedded corpus: the English text that every CPython carries.
+"""Prepare the embedded corpus: the English text contained in every CPython.
 
     python data-prep/pydoc/prepare.py --dest data/pydoc
 
-Takes pydoc's topics and the docstrings of the standard library from the running interpreter, so
-that it needs no network. See the README beside this file for what is kept and how it is split.
+Reads pydoc's topics and the docstrings of the standard library from the running interpreter,
+without network access. See the README in this folder for the filters and the split.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from pathlib import Path
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.records.console import command
 
-# Test suites and third-party packages; the same on every platform, whatever is installed.
+# Test suites and third-party packages; the rest is the same on every platform.
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "_bundled"}
-# Tables in Python: a tenth of the library's source and next to no text. The topics of pydoc_data
+# Tables in Python: a tenth of the library's source with almost no text. The topics of pydoc_data
 # are imported instead.
 TABLES = {"encodings", "pydoc_data"}
-SHARE = {"test": 0.05, "valid": 0.05}  # of the documents; the rest is train
+SHARE = {"test": 0.05, "valid": 0.05}  # fractions of the documents; the rest is train
 SALT = "969"  # chosen on the text alone: see "The split" in the README
-RULE = re.compile(r"[\W_]+")  # a line without one letter or digit: an underline, a table border
-MIN_WORDS = 3  # "Examples:", "See also:", a lone name
-MOST_CHARACTERS = 8000  # no CPython has so many different ones; all are kept
-MIN_LETTERS = 0.65  # of the characters that are not blank: below that, it is code or a table
+RULE = re.compile(r"[\W_]+")  # a line without letters and digits: an underline, a table border
+MIN_WORDS = 3  # excludes "Examples:", "See also:", single names
+MOST_CHARACTERS = 8000  # more than in any CPython, so that all are kept
+MIN_LETTERS = 0.65  # of the non-space characters; below that, it is code or a table
 
 Documents = dict[str, list[str]]  # name -> paragraphs
 
@@ -49,7 +49,7 @@ def stdlib_sources(stdlib: Path) -> list[Path]:
 
 
 def docstrings(source: bytes) -> Iterator[str]:
-    """Yield the docstrings of a module, its classes and functions, in the order of the lines."""
+    """Yield the docstrings of a module, its classes and functions, in source order."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # old modules have invalid escapes
         tree = ast.parse(source)
@@ -60,7 +60,7 @@ def docstrings(source: bytes) -> Iterator[str]:
 
 
 def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the statements below a node in the order of the lines, without their expressions."""
+    """Yield the statements below a node in source order, without their expressions."""
     for field in ("body", "handlers", "cases", "orelse", "finalbody"):
         for child in getattr(node, field, ()):
             yield child
@@ -68,7 +68,7 @@ def statements(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def gather(stdlib: Path, topics: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return document name -> its texts: one document a topic, one a module."""
+    """Return document name -> texts, with one document per topic and per module."""
     gathered = {f"topic:{name}": [text] for name, text in topics.items()}
     for path in stdlib_sources(stdlib):
         module = ".".join(path.relative_to(stdlib).with_suffix("").parts)
@@ -81,7 +81,7 @@ def gather(stdlib: Path, topics: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    """Yield the paragraphs of a text, one line each: no underlines, no code, no grammar."""
+    """Yield the paragraphs of a text, one per line, without underlines, code and grammar."""
     for block in re.split(r"\n\s*\n", inspect.cleandoc(text)):
         lines = (line.strip() for line in block.split("\n"))
         paragraph = " ".join(" ".join(line for line in lines if not RULE.fullmatch(line)).split())
@@ -90,7 +90,7 @@ def paragraphs(text: str) -> Iterator[str]:
 
 
 def is_prose(paragraph: str) -> bool:
-    """Tell English from doctests, grammar rules, tables and headings of a word or two."""
+    """True for English prose; False for doctests, grammar rules, tables and short headings."""
     words = paragraph.split()
     letters = sum(map(str.isalpha, paragraph))
     return (
@@ -101,9 +101,9 @@ def is_prose(paragraph: str) -> bool:
 
 
 def deduplicate(documents: Mapping[str, Sequence[str]]) -> Documents:
-    """Keep each paragraph in the first document that has it, so that no two splits share one.
+    """Keep each paragraph only in the first document that has it, so that splits are disjoint.
 
-    Two paragraphs are the same if they differ only in case, blanks and punctuation.
+    Paragraphs that differ only in case, whitespace and punctuation count as the same.
     """
     seen: set[str] = set()
     kept: Documents = {}
@@ -120,10 +120,10 @@ def deduplicate(documents: Mapping[str, Sequence[str]]) -> Documents:
 
 
 def split_of(name: str) -> str:
-    """Return the split of a document: by its name alone, so the same in every CPython.
+    """Return the split of a document, which depends only on its name, not on the CPython version.
 
-    ``io`` and ``_pyio``, ``decimal`` and ``_pydecimal`` document the same thing in almost the same
-    words: such twins go to the same split.
+    Twins such as ``io`` and ``_pyio``, or ``decimal`` and ``_pydecimal``, have almost the same
+    text and are put into the same split.
     """
     twin = re.sub(r"(?<=[:.])_+(py)?", "", name)
     place = int(hashlib.sha256(f"{SALT}:{twin}".encode()).hexdigest()[:8], 16) / 2**32
@@ -137,8 +137,8 @@ def split_of(name: str) -> str:
 def write_texts(documents: Documents, dest: Path) -> None:
     """Write ``text/<split>.txt`` and ``documents/<split>.tsv`` (first line from 0, name).
 
-    One paragraph a line, an empty line after each document: where fairseq's
-    ``--sample-break-mode complete_doc`` looks for its end.
+    One paragraph per line, and an empty line after each document, which is the end of a document
+    for fairseq's ``--sample-break-mode complete_doc``.
     """
     for split in prep.SPLITS:
         line = 0
@@ -153,11 +153,11 @@ def write_texts(documents: Documents, dest: Path) -> None:
                     line += len(kept) + 1
 
 
-# --------------------------------------------------------------------------------------- the whole
+# ---------------------------------------------------------------------------------------- prepare
 
 
 def run_texts(steps: prep.Steps, stdlib: Path, topics: Mapping[str, str]) -> dict[str, Path]:
-    """Step: the text of every split, from this interpreter and by this script."""
+    """Step: write the text of every split; its inputs are this interpreter and this script."""
     texts = {split: steps.dest / "text" / f"{split}.txt" for split in prep.SPLITS}
     documents = [steps.dest / "documents" / f"{split}.tsv" for split in prep.SPLITS]
     hasher = hashlib.sha256(repr(sorted(topics.items())).encode())
@@ -178,9 +178,9 @@ def prepare(
     stdlib: Path | None = None,
     topics: Mapping[str, str] | None = None,
 ) -> dict:
-    """Bring ``dest`` to completion and return its manifest; finished steps are not repeated.
+    """Prepare ``dest`` and return its manifest; finished steps are skipped.
 
-    ``vocab_size``: BPE pieces; None cuts the text into characters.
+    ``vocab_size``: number of BPE pieces; None for characters.
     """
     from pydoc_data.topics import topics as own_topics
 
@@ -203,9 +203,9 @@ def prepare(
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare the corpus."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--dest", type=Path, required=True, help="folder to fill")
+    parser.add_argument("--dest", type=Path, required=True, help="output folder")
     parser.add_argument(
-        "--vocab-size", type=int, help="that many sentencepiece BPE pieces instead of characters"
+        "--vocab-size", type=int, help="number of sentencepiece BPE pieces (default: characters)"
     )
     args = parser.parse_args(argv)
     prepare(args.dest, args.vocab_size)

@@ -1,8 +1,8 @@
-"""Prepare WikiText-2 or WikiText-103 for fairseq: obtain, verify, tokenize, binarize.
+"""Prepare WikiText-2 or WikiText-103 for fairseq: download, verify, tokenize, binarize.
 
     python data-prep/wikitext/prepare.py wikitext-2 --level bpe --dest data/wikitext-2-bpe
 
-See the README beside this file for sources, licence, checksums and counts.
+See the README in this folder for sources, licence, checksums and counts.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from lrpe_fairseq.experiments.records.console import UserError, command
 
 @dataclass(frozen=True)
 class WikiText:
-    """What one release of WikiText must be; ``tokens`` count one end of sentence a line."""
+    """The expected contents of a WikiText release; ``tokens`` include one </s> per line."""
 
     archive: str
     archive_sha256: str
     checksums: Mapping[str, str]
     tokens: Mapping[str, int]
-    word_types: int  # in the train split, <unk> included, end of sentence not
-    dictionary_size: int  # of fairseq: word types, <s>, <pad>, </s>, padded to a multiple of 8
+    word_types: int  # in the train split, including <unk>, without </s>
+    dictionary_size: int  # in fairseq: word types, <s>, <pad>, </s>, padded to a multiple of 8
 
 
 MIRRORS = (
-    "https://wikitext.smerity.com/",  # by the author of the data set
-    "https://s3.amazonaws.com/research.metamind.io/wikitext/",  # where it was published; closed
+    "https://wikitext.smerity.com/",  # run by the author of the data set
+    "https://s3.amazonaws.com/research.metamind.io/wikitext/",  # original location; closed
 )
 GPT2_MIRRORS = (
     "https://dl.fbaipublicfiles.com/fairseq/gpt2_bpe/",
@@ -76,9 +76,9 @@ CORPORA = {
 def obtain_splits(
     corpus: WikiText, raw: Path, from_dir: Path | None, mirrors: Sequence[str] = MIRRORS
 ) -> dict[str, Path]:
-    """Return split -> verified ``wiki.*.tokens`` under ``raw``.
+    """Return split -> verified ``wiki.*.tokens`` in ``raw``.
 
-    ``from_dir`` holds either the archive as published or the three files, plain or packed.
+    ``from_dir`` contains either the published archive or the three files, plain or compressed.
     """
     files = {split: f"wiki.{split}.tokens" for split in prep.SPLITS}
     if all(prep.has_checksum(raw / files[split], corpus.checksums[split]) for split in files):
@@ -101,8 +101,8 @@ def obtain_splits(
 def find_articles(text: Path) -> Iterator[tuple[int, str]]:
     """Yield (line number from 0, title) of every article.
 
-    An article begins at `` = Title = `` with an empty line before and after it. The empty lines
-    matter: tables and formulas have lines that look like headings.
+    An article starts at `` = Title = `` with an empty line before and after it. The empty lines
+    are required because tables and formulas have lines that look like headings.
     """
     lines = prep.read_lines(text)
     before, line = "", next(lines, "")
@@ -120,7 +120,7 @@ def list_documents(texts: Mapping[str, Path], folder: Path) -> None:
 
 
 def run_documents(steps: prep.Steps, texts: Mapping[str, Path]) -> None:
-    """Record where the documents begin."""
+    """Step: record the line at which each document starts."""
     folder = steps.dest / "documents"
     writes = [folder / f"{split}.tsv" for split in texts]
     steps.run("documents", texts, writes, lambda: list_documents(texts, folder))
@@ -129,7 +129,7 @@ def run_documents(steps: prep.Steps, texts: Mapping[str, Path]) -> None:
 def obtain_gpt2(
     folder: Path, from_dir: Path | None, sha256: Mapping[str, str] = GPT2_SHA256
 ) -> GPT2:
-    """The byte-level BPE of GPT-2, verified."""
+    """Return the verified byte-level BPE of GPT-2."""
     for file, checksum in sha256.items():
         prep.obtain(file, [mirror + file for mirror in GPT2_MIRRORS], checksum, folder, from_dir)
     return GPT2(folder)
@@ -148,13 +148,15 @@ def _tokenizer(
 
 
 def verify(corpus: WikiText, level: str, results: Mapping[str, dict]) -> None:
-    """Refuse counts that are not those of the published corpus."""
+    """Raise UserError if the counts differ from those of the published corpus."""
     key = "tokens" if level == "word" else "words_with_eos"
     found = {split: counts[key] for split, counts in results["splits"].items()}
     expected = dict(corpus.tokens)
     if level == "word":
         found["dictionary size"] = results["dictionary"]["size"]
-        found["word types"] = results["dictionary"]["symbols"] + 1  # <unk> is one of fairseq's own
+        found["word types"] = (
+            results["dictionary"]["symbols"] + 1
+        )  # <unk> is a special symbol of fairseq
         expected |= {"dictionary size": corpus.dictionary_size, "word types": corpus.word_types}
     wrong = [
         f"{name} {found[name]:,} (not {count:,})"
@@ -163,7 +165,7 @@ def verify(corpus: WikiText, level: str, results: Mapping[str, dict]) -> None:
     ]
     if wrong:
         raise UserError(
-            f"The counts are not those of the published corpus: {', '.join(wrong)}; "
+            f"The counts differ from the published corpus: {', '.join(wrong)}; "
             f"delete the --dest folder and run the same command again."
         )
 
@@ -179,7 +181,7 @@ def prepare(
     corpora: Mapping[str, WikiText] = CORPORA,
     mirrors: Sequence[str] = MIRRORS,
 ) -> dict:
-    """Bring ``dest`` to completion and return its manifest; finished steps are not repeated."""
+    """Prepare ``dest`` and return its manifest; finished steps are skipped."""
     corpus = corpora[name]
     prep.say(f"{name}, {level} level -> {dest}")
     steps = prep.Steps(dest, name, level)
@@ -210,10 +212,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("corpus", choices=sorted(CORPORA))
     parser.add_argument("--level", choices=("word", "bpe", "gpt2"), required=True)
-    parser.add_argument("--dest", type=Path, required=True, help="folder to fill")
-    parser.add_argument("--vocab-size", type=int, default=4000, help="pieces, at level bpe")
-    parser.add_argument("--from", dest="from_dir", type=Path, help="folder that has the files")
-    parser.add_argument("--workers", type=int, default=1, help="processes of fairseq-preprocess")
+    parser.add_argument("--dest", type=Path, required=True, help="output folder")
+    parser.add_argument(
+        "--vocab-size", type=int, default=4000, help="number of pieces at level bpe"
+    )
+    parser.add_argument("--from", dest="from_dir", type=Path, help="folder with the source files")
+    parser.add_argument("--workers", type=int, default=1, help="worker processes")
     args = parser.parse_args(argv)
     prepare(
         args.corpus,

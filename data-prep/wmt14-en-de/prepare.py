@@ -1,8 +1,8 @@
-"""Prepare WMT'14, English to German, for fairseq: obtain, verify, join, clean, tokenize, binarize.
+"""Prepare WMT'14, English to German, for fairseq: download, verify, clean, tokenize, binarize.
 
     python data-prep/wmt14-en-de/prepare.py --dest data/wmt14-en-de --workers 8
 
-See the README beside this file for sources, checksums, cleaning and counts.
+See the README in this folder for sources, checksums, cleaning and counts.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from lrpe_fairseq.experiments.records.console import UserError, command
 
 LANGUAGES = ("en", "de")
 VOCAB_SIZE = 40_000
-TRAIN_LINES = 4_000_000  # of both languages, that sentencepiece is trained on
+TRAIN_LINES = 4_000_000  # maximum number of lines, both languages, to train sentencepiece on
 
 
 @dataclass(frozen=True)
 class Archive:
-    """A published archive. members: ours -> the name of the member, whatever its folder."""
+    """A published archive. members: our name -> file name of the member, in any folder."""
 
     url: str
     checksum: str
@@ -83,9 +83,9 @@ HELD_OUT = {"valid": ("newstest2013", 3_000), "test": ("newstest2014", 3_003)}
 
 
 def obtain(raw: Path, from_dir: Path | None, archives: Sequence[Archive] = ARCHIVES) -> None:
-    """Every text in both languages under ``raw``: from plain files, or from the archives.
+    """Write every text in both languages to ``raw``, from plain files or from the archives.
 
-    Raises: UserError if something is absent, truncated or another version.
+    Raises: UserError if a file is missing, truncated or another version.
     """
     for archive in archives:
         missing = [ours for ours in archive.members if not (raw / ours).is_file()]
@@ -109,7 +109,7 @@ def _unpack(packed: Path, members: Mapping[str, str], raw: Path) -> None:
         found = {PurePosixPath(member.name).name: member for member in archive}
         for ours, theirs in members.items():
             if theirs not in found:
-                raise UserError(f"{packed} holds no {theirs}: fetch it again.")
+                raise UserError(f"{packed} contains no {theirs}: fetch it again.")
             if not found[theirs].isfile():
                 raise UserError(
                     f"{packed} has a link or a device in place of the file {theirs}: fetch it "
@@ -120,22 +120,22 @@ def _unpack(packed: Path, members: Mapping[str, str], raw: Path) -> None:
 
 @contextlib.contextmanager
 def _member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> Iterator[IO[bytes]]:
-    """A member as plain text: of SGML, its segments, one a line."""
+    """Open a member as plain text; SGML is reduced to its segments, one per line."""
     with archive.extractfile(member) as stream:
         yield Segments(stream) if member.name.endswith(".sgm") else stream
 
 
 class Segments:
-    """The segments of an SGML file as a stream of lines; entities stay, as in sacrebleu."""
+    """The segments of an SGML file as a stream of lines; entities are kept, as in sacrebleu."""
 
     def __init__(self, stream: IO[bytes]) -> None:
-        """Read the whole file, which is a test set."""
+        """Read the whole file; only the small test sets are SGML."""
         text = stream.read().decode("utf-8")
         found = re.findall(r"<seg[^>]*>(.*?)</seg>", text, flags=re.DOTALL)
         self._rest = "".join(f"{' '.join(segment.split())}\n" for segment in found).encode()
 
     def read(self, size: int = -1) -> bytes:
-        """The next bytes."""
+        """Return the next ``size`` bytes; all if negative."""
         size = len(self._rest) if size < 0 else size
         block, self._rest = self._rest[:size], self._rest[size:]
         return block
@@ -145,7 +145,7 @@ class Segments:
 
 
 def join(raw: Path, target: Path, stride: int = 1) -> None:
-    """All training texts, one after the other, every ``stride``-th line."""
+    """Write every ``stride``-th line of the concatenated training texts."""
     for language in LANGUAGES:
         with prep.written_whole(bitext.side(target, language)) as out:
             for name in TRAIN:
@@ -163,7 +163,7 @@ def prepare(
     archives: Sequence[Archive] = ARCHIVES,
     held_out: Mapping[str, tuple[str, int]] = HELD_OUT,
 ) -> dict:
-    """Bring ``dest`` to completion and return its manifest; finished steps are not repeated."""
+    """Prepare ``dest`` and return its manifest; finished steps are skipped."""
     prep.say(f"WMT'14, English to German -> {dest}")
     steps, raw, text = prep.Steps(dest, "wmt14-en-de", "bpe"), dest / "raw", dest / "text"
     obtain(raw, from_dir, archives)
@@ -193,7 +193,7 @@ def _require_counts(raw: Path, held_out: Mapping[str, tuple[str, int]]) -> dict[
     for name, official in held_out.values():
         if counts[name] != official:
             raise UserError(
-                f"{raw / name} has {counts[name]:,} pairs, not {official:,}: fetch it again."
+                f"{raw / name} has {counts[name]:,} pairs instead of {official:,}: fetch it again."
             )
     return counts
 

@@ -1,7 +1,7 @@
 """The causal sums of linear attention in PyTorch, chunk by chunk: O(T) in time and memory.
 
-Within a chunk the scores are formed; earlier tokens enter through the state. The definition is
-``kernels.causal.definition``; the same sums in C++ and Triton are in ``kernels``.
+Scores are computed within a chunk; earlier tokens contribute through the state. The definition is
+``kernels.causal.definition``. The C++ and Triton forms are in ``kernels``.
 
 Axes: L = B H sequences of N chunks of C tokens, D key width, E value width.
 """
@@ -16,21 +16,21 @@ from lrpe_fairseq.kernels.causal import chunks_of, decay_matrix, present
 from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain
 
 SCAN = 64
-"""Chunks whose running sum of keys is one product, of a matrix of SCAN x SCAN."""
+"""Number of chunks whose running sums of keys are computed by one SCAN x SCAN product."""
 
 PIECE = 4096
-"""Tokens of a head that a CPU works on at a time, so that intermediate results stay in its cache
-and their memory is reused. A GPU takes all at once."""
+"""Tokens of a head that a CPU processes at a time, so that intermediate results stay in its cache
+and their memory is reused. A GPU processes all tokens at once."""
 
 
 def causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """As :func:`causal.definition`, in half the time and memory for a constant ``log_decay`` (H,).
+    """Compute :func:`causal.definition` in half the time and memory for a constant decay (H,).
 
-    T is cut into equal chunks of at most ``causal.CHUNK``; the few zero rows that fill the last one
-    are cut off again. The definition itself serves a decay per token or one that needs a gradient,
-    and wherever :func:`is_plain` is false.
+    T is split into equal chunks of at most ``causal.CHUNK`` tokens; the last one is padded with
+    zero rows. The definition itself is used for a decay per token, for a decay that needs a
+    gradient, and where :func:`is_plain` is false.
     """
     if not is_plain(q, k, v) or varies(log_decay):
         return causal.definition(q, k, v, wanted, log_decay, eps)
@@ -45,25 +45,25 @@ def causal_sums(
 
 
 def varies(log_decay: Tensor | None) -> bool:
-    """True for a decay per token or one that needs a gradient."""
+    """True for a decay per token, or one that needs a gradient."""
     if log_decay is None:
         return False
     return log_decay.dim() == 3 or (log_decay.requires_grad and torch.is_grad_enabled())
 
 
 def _cut(x: Tensor, chunks: int, size: int) -> Tensor:
-    """(B, H, T, .) -> (B, H, N, C, .), filled up with zero rows."""
+    """(B, H, T, .) -> (B, H, N, C, .), padded with zero rows."""
     missing = chunks * size - x.shape[2]
-    # contiguous once, or every product of the two passes would copy the strided heads again
+    # contiguous once; otherwise every product of both passes would copy the strided heads
     x = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
     return x.reshape(*x.shape[:2], chunks, size, x.shape[-1])
 
 
 class BlockDecay(NamedTuple):
-    """Factors for one block of T tokens, each (H, T or 1, 1), or (B, H, T or 1, 1) per token.
+    """Decay factors for a block of T tokens, (H, T or 1, 1), or (B, H, T or 1, 1) per token.
 
-    ``into``: of the state before the block at step i, r^(i+1). ``out_of``: of step i in the
-    state after the block, r^(T-1-i). ``whole``: of the state over the whole block, r^T.
+    into: r^(i+1), from the state before the block to token i. out_of: r^(T-1-i), from token i to
+    the state after the block. whole: r^T, from the state before the block to the one after it.
     """
 
     into: Tensor
@@ -72,7 +72,7 @@ class BlockDecay(NamedTuple):
 
 
 def block_decay(log_decay: Tensor, length: int, like: Tensor) -> BlockDecay:
-    """The factors for ``length`` tokens of log_decay (H,) or (B, H, T)."""
+    """Return the factors for ``length`` tokens with log_decay (H,) or (B, H, T)."""
     if log_decay.dim() == 3:
         left = log_decay.double().cumsum(-1).unsqueeze(-1)
         powers = (left, left[..., -1:, :] - left, left[..., -1:, :])
@@ -86,9 +86,9 @@ def block_decay(log_decay: Tensor, length: int, like: Tensor) -> BlockDecay:
 class _CausalSums(torch.autograd.Function):
     """(result, denominator) of (B, H, N, C, .) chunks.
 
-    Saves the N states, recomputes the C x C scores in the backward pass: memory is linear
-    in T. With G the gradient of the numerators and g that of the denominators, g acts as the
-    gradient of one more value column of ones.
+    The N states are saved, and the C x C scores are recomputed in the backward pass, so memory is
+    linear in T. G is the gradient of the numerators and g that of the denominators. A denominator
+    is a numerator whose values are 1, so g acts as one more column of G.
     """
 
     @staticmethod
@@ -100,7 +100,7 @@ class _CausalSums(torch.autograd.Function):
         out, denominator = torch.empty_like(v), q.new_empty(*q.shape[:3], 1)
         keys = q.new_empty(*q.shape[:2], 1, q.shape[-1])
         states = q.new_empty(*q.shape[:2], q.shape[-1], v.shape[-1])
-        before = _nothing(states), _nothing(keys)
+        before = _zero_total(states), _zero_total(keys)
         for piece in ctx.pieces:
             parts = piece.of(q, k, v, out, denominator, states, keys)
             _results(piece, before, *parts, wanted, eps)
@@ -112,13 +112,13 @@ class _CausalSums(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, g):
         if torch.is_grad_enabled():
-            return _again(ctx, grad, g)
+            return _gradients_as_graph(ctx, grad, g)
         *given_rows, out, denominator, states, keys = ctx.saved_tensors
         q, k, v = (x.flatten(0, 1) for x in given_rows)
         wanted, _, eps = ctx.settings
         grad, g = grad.flatten(0, 1), None if g is None else g.flatten(0, 1)
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        after = _nothing(states), _nothing(keys)
+        after = _zero_total(states), _zero_total(keys)
         with torch.autocast(q.device.type, enabled=False):
             for piece in reversed(ctx.pieces):
                 grad_here, g_here = piece.of(grad, g)
@@ -130,8 +130,8 @@ class _CausalSums(torch.autograd.Function):
         return *(x.unflatten(0, ctx.rows) for x in grads), None, None, None
 
 
-def _again(ctx, grad: Tensor, g: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients of a call as a graph, for second derivatives."""
+def _gradients_as_graph(ctx, grad: Tensor, g: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of a call with their graph, for second derivatives."""
     chunks = ctx.saved_tensors[0].shape[2:4]
 
     def definition(*rows: Tensor) -> tuple[Tensor, ...]:
@@ -143,8 +143,8 @@ def _again(ctx, grad: Tensor, g: Tensor | None) -> tuple[Tensor | None, ...]:
     return *gradients_of(definition, inputs, needed, grads), None, None, None
 
 
-def _nothing(sums: Tensor) -> Tensor:
-    """Zeros (L, ., .), the running total of ``sums`` (L, N, ., .) before the first."""
+def _zero_total(sums: Tensor) -> Tensor:
+    """Return zeros (L, ., .), the initial running total of ``sums`` (L, N, ., .)."""
     return sums.new_zeros(sums.shape[0], *sums.shape[2:])
 
 
@@ -162,7 +162,7 @@ def _results(
     eps: float,
 ) -> None:
     """Compute ``out``, ``denominator``, ``states`` and ``keys`` of a piece."""
-    k_in, q_in = piece.left_after(k), piece.left_of_before(q)
+    k_in, q_in = piece.decayed_out_of(k), piece.decayed_into(q)
     scores = piece.mask(torch.bmm(q, k.mT))
     piece.scan(torch.bmm(k_in.mT, v), before[0], out=states)
     torch.bmm(scores, v, out=out).baddbmm_(q_in, states)
@@ -189,7 +189,7 @@ def _gradients(
     grad_v: Tensor,
 ) -> None:
     """Compute ``grad_q``, ``grad_k`` and ``grad_v`` of a piece."""
-    k_in, q_in = piece.left_after(k), piece.left_of_before(q)
+    k_in, q_in = piece.decayed_out_of(k), piece.decayed_into(q)
     grad_states = piece.scan(torch.bmm(q_in.mT, grad), after[0], reverse=True)
     torch.bmm(grad, states.mT, out=grad_q)
     torch.bmm(v, grad_states.mT, out=grad_k)
@@ -199,8 +199,8 @@ def _gradients(
         grad_scores = torch.baddbmm(g, grad, v.mT)
         grad_q.addcmul_(g, keys)
         grad_k += piece.scan_rows(torch.bmm(g.mT, q_in), after[1], reverse=True)
-    piece.left_of_before(grad_q, out=grad_q)
-    piece.left_after(grad_k, out=grad_k)
+    piece.decayed_into(grad_q, out=grad_q)
+    piece.decayed_out_of(grad_k, out=grad_k)
     grad_scores = piece.mask(grad_scores)
     grad_q.baddbmm_(grad_scores, k)
     grad_k.baddbmm_(grad_scores.mT, q)
@@ -211,7 +211,7 @@ def _gradients(
 def _through_quotient(
     grad: Tensor, out: Tensor, denominator: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of numerator and denominator of out = numerator / max(denominator, eps)."""
+    """Return the gradients of both parts of out = numerator / max(denominator, eps)."""
     clamped = denominator.clamp_min(eps)
     g = (grad * out).sum(-1, keepdim=True).div_(clamped).neg_()
     return grad / clamped, g.masked_fill_(denominator < eps, 0.0)
@@ -221,7 +221,7 @@ def _through_quotient(
 
 
 class _Decay(NamedTuple):
-    """A :class:`BlockDecay` of R sequences' chunks, and the decay ``within`` a chunk, (R, C, C)."""
+    """A :class:`BlockDecay` for the chunks of R sequences, and ``within`` a chunk, (R, C, C)."""
 
     into: Tensor
     out_of: Tensor
@@ -230,9 +230,10 @@ class _Decay(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Chunks that are processed together: all of R sequences, or a part of one.
+    """Chunks that are processed together: all chunks of R sequences, or some of one sequence.
 
-    ``steps``: decay from each chunk to later ones, (R or 1, S, S) lower triangular.
+    rows: the sequences. span: the chunks. steps: decay from each chunk to later ones, (R or 1, S,
+    S), lower triangular. decay: the factors within a chunk, or None.
     """
 
     rows: slice
@@ -241,7 +242,7 @@ class _Piece(NamedTuple):
     decay: _Decay | None
 
     def of(self, *whole: Tensor | None) -> list[Tensor | None]:
-        """The M chunks of this piece of every (L, N, ., .), as one batch (M, ., .)."""
+        """Return the M chunks of this piece from every (L, N, ., .), as one batch (M, ., .)."""
         return [x if x is None else x[self.rows, self.span].flatten(0, 1) for x in whole]
 
     def _by_row(self, x: Tensor) -> Tensor:
@@ -249,17 +250,17 @@ class _Piece(NamedTuple):
         return x.unflatten(0, (self.rows.stop - self.rows.start, -1))
 
     def mask(self, scores: Tensor) -> Tensor:
-        """Zero above the diagonal and decay below it, in place."""
+        """Apply the causal mask and the decay to scores (M, C, C), in place."""
         if self.decay is not None:
             self._by_row(scores).mul_(self.decay.within.unsqueeze(1))
         return scores.tril_()
 
-    def left_of_before(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x times ``decay.into``."""
+    def decayed_into(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return x times ``decay.into``."""
         return x if self.decay is None else self._times(x, self.decay.into, out)
 
-    def left_after(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x times ``decay.out_of``."""
+    def decayed_out_of(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return x times ``decay.out_of``."""
         return x if self.decay is None else self._times(x, self.decay.out_of, out)
 
     def _times(self, x: Tensor, factor: Tensor, out: Tensor | None) -> Tensor:
@@ -270,9 +271,10 @@ class _Piece(NamedTuple):
     def scan(
         self, parts: Tensor, total: Tensor, out: Tensor | None = None, reverse: bool = False
     ) -> Tensor:
-        """Exclusive (decayed) running sum of (M, ., .) over the chunks of every sequence.
+        """Compute the exclusive (decayed) running sum of (M, ., .) over each sequence's chunks.
 
-        ``total`` (L, ., .), the sum before this piece of all sequences, becomes the sum after it.
+        ``total`` (L, ., .) holds the sums of all sequences before this piece. It is updated in
+        place to the sums after it.
         """
         out = torch.empty_like(parts) if out is None else out
         order = slice(None, None, -1 if reverse else 1)
@@ -289,9 +291,9 @@ class _Piece(NamedTuple):
     def scan_rows(
         self, parts: Tensor, total: Tensor, out: Tensor | None = None, reverse: bool = False
     ) -> Tensor:
-        """:meth:`scan` of rows (M, 1, .) by one product, which is faster than a loop.
+        """Compute :meth:`scan` of rows (M, 1, .) with one product, which is faster than a loop.
 
-        ``total`` becomes one more row, before the first or after the last.
+        ``total`` is one more row of that product, before the first or after the last.
         """
         out = torch.empty_like(parts) if out is None else out
         given, sums = (self._by_row(x).squeeze(2).split(SCAN, 1) for x in (parts, out))  # R N .
@@ -311,7 +313,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(q: Tensor, log_decay: Tensor | None) -> list[_Piece]:
-    """All chunks of q (B, H, N, C, D), in the order of time."""
+    """Return pieces that cover all chunks of q (B, H, N, C, D), in the order of time."""
     batch, heads, chunks, size, _ = q.shape
     sequences = batch * heads
     at_once = max(1, PIECE // size) if q.device.type == "cpu" else sequences * chunks

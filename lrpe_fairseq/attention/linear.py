@@ -1,7 +1,7 @@
 """Linear attention on encoded features: naive, chunked, recurrent, bidirectional.
 
-out_s = sum_t (q~_s . k~_t) v_t / den_s over the visible t (LRPE, Eq. 3 and 39). All forms take
-the same arguments and give the same result; the naive one is the reference of the others.
+out_s = sum_t (q~_s . k~_t) v_t / den_s over the visible t (LRPE, Eq. 3 and 39). All forms take the
+same arguments and give the same result. The naive form is the reference for the others.
 
 Axes: B batch, H heads, T query time, S key time, D key width, E value width.
 """
@@ -19,20 +19,21 @@ from lrpe_fairseq.kernels import causal_cpu, loader
 from lrpe_fairseq.kernels.causal import decay_matrix
 
 NORMALIZERS = ("rotated", "content", "layernorm", "none")
-"""``rotated``: sum of the scores themselves (Eq. 39). ``content``: sum of un-encoded scores, as
-in RoFormer. ``layernorm``: no denominator here, a LayerNorm follows (TMLR). ``none``: nothing."""
+"""Denominators. ``rotated``: sum of the scores (Eq. 39). ``content``: sum of the scores without
+encoding, as in RoFormer. ``layernorm``: none here, but a LayerNorm follows (TMLR). ``none``: none.
+"""
 
 EPS = 1e-6
-"""Denominators are clamped to this from below, as the authors' code does."""
+"""Smallest denominator: smaller ones are clamped to it, as in the authors' code."""
 
 KERNELS = "lrpe_fairseq.kernels.causal_triton"
 
 
 class LinearState(NamedTuple):
-    """Everything a causal linear attention remembers, in float32 (or wider).
+    """The complete state of causal linear attention, in float32 or wider.
 
-    kv: (B, H, D, E) = sum_t k~_t v_t^T. keys: (B, H, D') = sum of the denominator's keys.
-    Zeros where there is no denominator.
+    kv: (B, H, D, E) = sum_t k~_t v_t^T. keys: (B, H, D') = sum of the denominator's keys; zeros
+    without a denominator.
     """
 
     kv: Tensor
@@ -40,7 +41,7 @@ class LinearState(NamedTuple):
 
 
 def _without_autocast(function: Callable) -> Callable:
-    """Run the function in the types of its arguments: autocast would round the sums."""
+    """Disable autocast in ``function``, because it would round the sums."""
 
     @wraps(function)
     def exact(q: Tensor, *args: Any, **options: Any) -> Any:
@@ -64,7 +65,7 @@ def linear_attention_naive(
     content: tuple[Tensor, Tensor] | None = None,
     log_decay: Tensor | None = None,
 ) -> Tensor:
-    """The T x S definition, O(T S) in time and memory; see :func:`linear_attention`."""
+    """Compute the T x S definition in O(T S) time and memory; see :func:`linear_attention`."""
     q, k, v, content = _prepare(q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
     log_decay = _without_padding(log_decay, key_padding_mask)
     scores = q @ k.transpose(-1, -2)
@@ -92,31 +93,32 @@ def linear_attention(
     content: tuple[Tensor, Tensor] | None = None,
     log_decay: Tensor | None = None,
 ) -> Tensor:
-    """Linear attention in O(T) time and memory, any T.
+    """Compute linear attention in O(T) time and memory, for any T.
 
     Args:
         q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E), encoded features; S = T if causal.
-        causal: whether s sees only t <= s.
-        key_padding_mask: (B, S), true where a key is padding; such keys count nowhere.
-        normalizer: one of :data:`NORMALIZERS`. ``rotated`` may meet a denominator near or below
-            zero, which is clamped to :data:`EPS` (Type 8 does so often; see the docs).
-        content: (q, k) un-encoded features, of equal width, needed by ``content`` only.
-        log_decay: causal only, at most 0; multiplies the score of (s, t) by exp(its sum over
-            t+1..s). (H,): constant; counts every slot, padding included. (B, H, T): of each
-            token; 0 at padding. Per token, or where it needs a gradient, PyTorch forms serve.
-    Returns: (B, H, T, E) in the dtype of ``v`` (float16 saturates); sums are taken in float32 or
-        wider. A query that sees no key gets zeros.
-    Raises: ValueError for an unknown normalizer or arguments that do not fit together.
+        causal: True if s attends to t <= s only.
+        key_padding_mask: (B, S), true where a key is padding. Such keys are ignored.
+        normalizer: one of :data:`NORMALIZERS`. Trap: with ``rotated`` a denominator may be close
+            to zero or negative; it is clamped to :data:`EPS` (often for Type 8; see the docs).
+        content: features (q, k) without encoding, of equal width; for normalizer ``content`` only.
+        log_decay: causal only, at most 0. The score of (s, t) is multiplied by exp(sum of
+            log_decay over t+1..s). (H,): constant, and counts every slot, padding included.
+            (B, H, T): per token, 0 at padding. A decay per token, or one that needs a gradient,
+            is computed in PyTorch.
+    Returns: (B, H, T, E) in the dtype of ``v`` (float16 saturates). Sums are computed in float32 or
+        wider. A query without a visible key gets zeros.
+    Raises: ValueError for an unknown normalizer or incompatible arguments.
     """
-    dtype, fast = v.dtype, loader.triton_kernels(KERNELS) if causal else None
-    able = fast is not None and not varies(log_decay) and fast.serves(q, v)
-    fast = fast if able else None
+    dtype, kernels = v.dtype, loader.triton_kernels(KERNELS) if causal else None
+    supported = kernels is not None and not varies(log_decay) and kernels.serves(q, v)
+    kernels = kernels if supported else None
     given = (q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
-    q, k, v, content = _prepare(*given, widen=fast is None)
+    q, k, v, content = _prepare(*given, widen=kernels is None)
     log_decay = _without_padding(log_decay, key_padding_mask)
     if causal:
         wanted = "normalized" if normalizer == "rotated" else "numerator"
-        sums = _causal_sums if fast is None else fast.causal_sums
+        sums = _causal_sums if kernels is None else kernels.causal_sums
         out, denominator = sums(q, k, v, wanted, log_decay, EPS)[0], None
     else:
         out, denominator = _full_sums(q, k, v, normalizer == "rotated")
@@ -138,11 +140,11 @@ def linear_attention_block(
     content: tuple[Tensor, Tensor] | None = None,
     log_decay: Tensor | None = None,
 ) -> tuple[Tensor, LinearState]:
-    """Causal attention of the next T >= 1 tokens given the state before them.
+    """Compute causal attention of the next T >= 1 tokens from the state before them.
 
-    Arguments as in :func:`linear_attention` (causal), for the block alone; ``state`` is None
-    before the first token. Returns the block's (B, H, T, E) and the state after it. One token
-    costs O(D E) wherever it stands.
+    Arguments are those of :func:`linear_attention` (causal) for this block only. ``state`` is None
+    before the first token. Returns (B, H, T, E) and the state after the block. One token costs
+    O(D E) at any position.
     """
     dtype = v.dtype
     q, k, v, content = _prepare(q, k, v, True, key_padding_mask, normalizer, content, log_decay)
@@ -159,7 +161,7 @@ def linear_attention_block(
 
 
 def reorder_state(state: LinearState, new_order: Tensor) -> LinearState:
-    """The state of beams ``new_order`` (B',), int64 indices into the batch."""
+    """Return the state of the beams ``new_order`` (B',), int64 indices into the batch."""
     return LinearState(*(part.index_select(0, new_order) for part in state))
 
 
@@ -177,35 +179,38 @@ def _prepare(
     log_decay: Tensor | None,
     widen: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """Check, widen to at least float32, and zero padded keys; content only where it is used.
+    """Check the arguments, convert to at least float32, and set padded keys to zero.
 
-    Without ``widen`` q, k and v keep their type: the kernel sums in float32 by itself.
+    The content features are returned only for normalizer ``content``. Without ``widen`` q, k and v
+    keep their dtype, because the kernel computes its sums in float32.
     """
     if normalizer not in NORMALIZERS:
         raise ValueError(f"unknown normalizer {normalizer!r}; choose one of {NORMALIZERS}")
     if normalizer == "content" and content is None:
-        raise ValueError("normalizer 'content' needs content=(q, k), the un-encoded features")
+        raise ValueError("normalizer 'content' needs content=(q, k), the features before encoding")
     if causal and q.shape[-2] != k.shape[-2]:
-        raise ValueError(f"causal needs as many queries as keys: {q.shape[-2]}, {k.shape[-2]}")
+        raise ValueError(
+            f"causal attention needs as many queries as keys, got {q.shape[-2]} and {k.shape[-2]}"
+        )
     if log_decay is not None and not causal:
-        raise ValueError("a decay is defined for causal attention only: t > s would grow")
+        raise ValueError("log_decay needs causal=True: scores with t > s would grow without bound")
     if log_decay is not None and log_decay.shape not in (q.shape[1:2], q.shape[:3]):
         raise ValueError(
             f"log_decay must have shape (H,) or (B, H, T), here {tuple(q.shape[1:2])} or "
-            f"{tuple(q.shape[:3])}, not {tuple(log_decay.shape)}"
+            f"{tuple(q.shape[:3])}, got {tuple(log_decay.shape)}"
         )
     wide = torch.promote_types(v.dtype, torch.float32)
     own = wide if widen else v.dtype
     keys = [k.to(own), v.to(own)] + ([content[1].to(wide)] if normalizer == "content" else [])
     if key_padding_mask is not None:
-        dead = key_padding_mask.bool()[:, None, :, None]
-        keys = [x.masked_fill(dead, 0.0) for x in keys]
+        padded = key_padding_mask.bool()[:, None, :, None]
+        keys = [x.masked_fill(padded, 0.0) for x in keys]
     used = (content[0].to(wide), keys[2]) if normalizer == "content" else None
     return q.to(own), keys[0], keys[1], used
 
 
 def _without_padding(log_decay: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
-    """A decay per token is log 1 = 0 at padding; a constant one counts every slot."""
+    """Set a decay per token to log 1 = 0 at padding. A constant decay is not changed."""
     if log_decay is None or log_decay.dim() == 1 or key_padding_mask is None:
         return log_decay
     return log_decay.masked_fill(key_padding_mask.bool().unsqueeze(1), 0.0)
@@ -215,10 +220,10 @@ def _without_padding(log_decay: Tensor | None, key_padding_mask: Tensor | None) 
 def _causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """As ``chunked.causal_sums``, by the fastest form for widened tensors; never compiled."""
+    """Compute ``chunked.causal_sums`` in C++ if supported. Not traced by torch.compile."""
     native = not varies(log_decay) and causal_cpu.serves(q, k, v)
-    form = causal_cpu if native else chunked
-    return form.causal_sums(q, k, v, wanted, log_decay, eps)
+    module = causal_cpu if native else chunked
+    return module.causal_sums(q, k, v, wanted, log_decay, eps)
 
 
 def _divide(numerator: Tensor, denominator: Tensor | None) -> Tensor:
@@ -228,11 +233,11 @@ def _divide(numerator: Tensor, denominator: Tensor | None) -> Tensor:
 
 
 def _narrow(out: Tensor, dtype: torch.dtype, normalizer: str) -> Tensor:
-    """Cast to ``dtype``; float16 saturates, quotients at 1/64 of its range.
+    """Cast to ``dtype``. float16 saturates, and quotients saturate at 1/64 of its range.
 
-    A denominator at :data:`EPS` (Type 8 has many) means values near 1e8, beyond float16. The
-    margin keeps the projection that follows finite as well. Sums without a denominator grow
-    with T: ask for float32 (a float32 ``v``) where they are still to be normalized.
+    A denominator of :data:`EPS` (frequent for Type 8) gives values near 1e8, which overflow
+    float16. The margin of 64 also keeps the following projection finite. Sums without a denominator
+    grow with T: pass a float32 ``v`` if they are normalized later.
     """
     if dtype == torch.float16:
         margin = 64 if normalizer in ("rotated", "content") else 1
@@ -244,7 +249,7 @@ def _narrow(out: Tensor, dtype: torch.dtype, normalizer: str) -> Tensor:
 def _full_sums(
     q: Tensor, k: Tensor, v: Tensor, with_denominator: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """sum_t (q_s . k_t) v_t and, if wanted, sum_t q_s . k_t, over all t."""
+    """Return sum_t (q_s . k_t) v_t and, with ``with_denominator``, sum_t q_s . k_t, over all t."""
     numerator = q @ (k.transpose(-1, -2) @ v)
     return numerator, (q @ k.sum(-2).unsqueeze(-1)).squeeze(-1) if with_denominator else None
 
@@ -268,9 +273,9 @@ def _advance(
     log_decay: Tensor | None,
     with_denominator: bool,
 ) -> tuple[Tensor, Tensor | None, LinearState]:
-    """The sums over all that a block of T tokens sees, and the state after it.
+    """Return numerator and denominator for a block of T tokens, and the state after it.
 
-    Without a denominator the state's keys are left as they are.
+    Without a denominator the state's keys are not changed.
     """
     wanted = "sums" if with_denominator else "numerator"
     numerator, denominator = _causal_sums(q, k, v, wanted, log_decay, EPS)
@@ -294,7 +299,7 @@ def _advance_by_one(
     log_decay: Tensor | None,
     with_denominator: bool,
 ) -> tuple[Tensor, Tensor | None, LinearState]:
-    """:func:`_advance` for T = 1, a fifth of its time: the state first, then what q reads of it."""
+    """Compute :func:`_advance` for T = 1 in a fifth of its time: update the state first."""
     kv, keys = before
     if log_decay is not None:
         rate = torch.exp(log_decay.to(q))  # H, or B H 1

@@ -1,5 +1,7 @@
-"""Multi-head self-attention, linear or softmax, with any encoding: projections, masks,
-positions, incremental state and beam reorder. fairseq's layers call this module only.
+"""Multi-head self-attention, linear or softmax, with any encoding.
+
+This module contains projections, masks, positions, incremental state and the reordering of beams.
+fairseq's layers call this module only.
 
 Axes: B batch, H heads, T query time, S key time, D key width, E value width, C = H D.
 """
@@ -41,15 +43,17 @@ class AttentionState(NamedTuple):
     """State of one attention module between calls."""
 
     past: LinearState | SoftmaxState
-    next_position: Tensor  # B, int64: real tokens seen so far
+    next_position: Tensor  # B, int64: number of real tokens so far
 
 
 class Memory(NamedTuple):
-    """What a segment sees besides itself (Transformer-XL, Section 3.2): inputs of earlier segments,
-    from which the present weights compute keys and values."""
+    """Inputs of earlier segments that a segment attends to (Transformer-XL, Section 3.2).
+
+    Keys and values are computed from them with the current weights.
+    """
 
     inputs: Tensor  # M B C, without gradient
-    hidden: Tensor | None = None  # B T M+T, true where a token must not see another
+    hidden: Tensor | None = None  # B T M+T, true where a token must not attend to another
 
 
 class MultiheadAttention(nn.Module):
@@ -57,17 +61,17 @@ class MultiheadAttention(nn.Module):
 
     Args:
         embed_dim: C. num_heads: H; must divide C.
-        attention_type: "linear" (phi(x) = 1 + elu(x) first, then the encoding) or "softmax"
-            (the encoding acts on the projected q, k; scale D^-0.5).
-        position_encoding: a name of ENCODINGS or the free form.
-        causal: whether a token sees only itself and what came before.
-        dropout: on softmax weights. Linear attention forms no weights and has none, as in the
+        attention_type: "linear" (first phi(x) = 1 + elu(x), then the encoding) or "softmax"
+            (the encoding is applied to the projected q and k; scale D^-0.5).
+        position_encoding: a name in ENCODINGS or the free form.
+        causal: True if a token attends only to itself and earlier tokens.
+        dropout: on softmax weights. Linear attention has no weights and ignores it, as in the
             paper (Table 7: "attention dropout is only used for vanilla attention").
-        normalizer: of linear attention, see ``attention.linear.NORMALIZERS``.
-        seed: of the encoding's fixed random parts. options: options of single encodings.
-        wrap_linear: applied to each projection, e.g. fairseq's quantization noise.
-    Raises: ChoiceError for an unknown name, a width that H does not divide, or an encoding
-        that the attention type cannot use.
+        normalizer: of linear attention; see ``attention.linear.NORMALIZERS``.
+        seed: seed of the encoding's fixed random parts. options: options of individual encodings.
+        wrap_linear: applied to each projection, for example fairseq's quantization noise.
+    Raises: ChoiceError for an unknown name, a width that is not divisible by H, or an encoding
+        that the attention type does not support.
     """
 
     def __init__(
@@ -98,7 +102,7 @@ class MultiheadAttention(nn.Module):
         if attention_type == "linear" and not self.encoding.serves_linear:
             raise ChoiceError(
                 f"position encoding {position_encoding!r} needs the score matrix, which linear "
-                "attention never forms; use it with softmax attention"
+                "attention does not compute; use it with softmax attention"
             )
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
             wrap_linear(_xavier_linear(embed_dim, gain)) for gain in (*[2**-0.5] * 3, 1.0)
@@ -120,11 +124,11 @@ class MultiheadAttention(nn.Module):
         attn_mask: Tensor | None = None,
         need_head_weights: bool = False,
     ) -> tuple[Tensor, None]:
-        """fairseq's call: query (T, B, C) -> ((T, B, C), None); attention weights are not returned.
+        """Called by fairseq: query (T, B, C) -> ((T, B, C), None). No weights are returned.
 
-        ``key`` and ``value`` are the query in self-attention and are not read. Causality is
-        the module's own, so ``attn_mask`` is refused. With ``incremental_state`` the query is
-        the next block (usually one token) and its mask is the block's own.
+        ``key`` and ``value`` are not used, because they equal the query in self-attention. With
+        ``incremental_state`` the query and its mask are the next block, usually one token.
+        Raises: ValueError for an ``attn_mask``; causality is an argument of the constructor.
         """
         if attn_mask is not None:
             raise ValueError("attn_mask is not supported: build the module with causal=True")
@@ -144,22 +148,25 @@ class MultiheadAttention(nn.Module):
         retain_dropout_modules: list[str] | None = None,
         **keywords: Any,
     ) -> None:
-        """fairseq's call before inference: keep attention dropout for ``--retain-dropout``."""
+        """Called by fairseq before inference: keep attention dropout for ``--retain-dropout``."""
         modules = retain_dropout_modules
         self.retain_dropout = retain_dropout and (
             modules is None or "MultiheadAttention" in modules
         )
 
     def __prepare_scriptable__(self) -> None:
-        """Called by ``torch.jit.script``, also for a model that contains this module."""
+        """Called by ``torch.jit.script`` for this module or a model that contains it."""
         raise NotImplementedError(NOT_EXPORTED)
 
     def remembering(self, memory: Memory) -> dict[str, Memory]:
-        """An ``incremental_state`` for :meth:`forward`: attend to ``memory`` too, keep nothing."""
+        """Return an ``incremental_state`` with which :meth:`forward` also attends to ``memory``.
+
+        The call stores no state in it.
+        """
         return {self._state_key: memory}
 
     def reorder_incremental_state(self, incremental_state: dict, new_order: Tensor) -> None:
-        """Follow beam search: keep the states of ``new_order`` (B',), as fairseq calls it."""
+        """Called by fairseq in beam search: select the states of ``new_order`` (B',)."""
         state = self._get_input_buffer(incremental_state)
         if state is not None:
             incremental_state[self._state_key] = reorder_attention_state(state, new_order)
@@ -173,7 +180,7 @@ class MultiheadAttention(nn.Module):
 
     # --- inside: (B, T, C) ---------------------------------------------------------------------
 
-    @torch.compiler.disable  # runs as it is: compiled backward passes of linear attention fail
+    @torch.compiler.disable  # compiled backward passes of linear attention fail
     def attend(
         self,
         x: Tensor,
@@ -182,20 +189,20 @@ class MultiheadAttention(nn.Module):
         keep_state: bool = False,
         positions: Tensor | None = None,
     ) -> tuple[Tensor, AttentionState | None]:
-        """Self-attention of x (B, T, C), continuing ``state``; returns (B, T, C) and the state.
+        """Compute self-attention of x (B, T, C) from ``state``; return (B, T, C) and the new state.
 
         Args:
-            key_padding_mask: (B, T) of this block, true at padding, which may stand anywhere.
-                After a Memory it may stand on the right only, where causality hides it.
-            state: what an earlier block returned, or a Memory.
-            keep_state: return the state after the block (causal only), else None.
-            positions: int64 (T,) or (B, T) of this block; None counts real tokens, so that left-
-                and right-padded batches agree. A decay counts real tokens in either case. Not
-                with a Memory.
-        Raises: ValueError for arguments that do not fit together.
+            key_padding_mask: (B, T) of this block, true at padding, which may be anywhere. After a
+                Memory padding must be on the right, where the causal mask hides it.
+            state: the state that the previous block returned, or a Memory.
+            keep_state: True to return the state after the block (causal only), else None.
+            positions: int64 (T,) or (B, T) of this block. None counts real tokens, so that left-
+                and right-padded batches give equal results. A decay always counts real tokens.
+                Not supported with a Memory.
+        Raises: ValueError for incompatible arguments.
         """
         if keep_state and not self.causal:
-            raise ValueError("only causal attention can be continued: build it with causal=True")
+            raise ValueError("keep_state needs causal attention: build the module with causal=True")
         if positions is not None:
             check_positions(positions, x)
         if isinstance(state, Memory):
@@ -221,26 +228,26 @@ class MultiheadAttention(nn.Module):
         return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v (B, H, T, D) of x (B, T, C)."""
+        """Return q, k and v, (B, H, T, D) each, of x (B, T, C)."""
         return tuple(self._heads(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj))
 
     def _folds(self, x: Tensor) -> bool:
-        """True if P is multiplied into the weights: cheaper than per token from C tokens on.
+        """True if P is multiplied into the weights, which is cheaper for at least C tokens.
 
-        Not if a hook rewrites the weights on each call (quantization noise).
+        False if a hook changes the weights in each call (quantization noise).
         """
         plain = not (self.q_proj._forward_pre_hooks or self.k_proj._forward_pre_hooks)
         return plain and self.encoding.foldable and x.shape[0] * x.shape[1] >= x.shape[2]
 
     def _folded(self, projection: nn.Linear, x: Tensor) -> tuple[Tensor, ...]:
-        """The planes of P W x + P b, (B, H, T, D) each, with P W formed once per call."""
+        """Return the planes of (P W) x + P b, (B, H, T, D) each; P W is computed once per call."""
         weight = projection.weight.unflatten(0, (self.num_heads, self.head_dim)).mT  # H C D
         bias = projection.bias.unflatten(0, (self.num_heads, self.head_dim))  # H D
         planes = zip(*map(self.encoding.projection, (weight, bias)), strict=True)
         return tuple(self._heads(F.linear(x, w.mT.flatten(0, 1), b.flatten())) for w, b in planes)
 
     def _encoded(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q~, k~, v of softmax attention; score encodings leave q and k as they are."""
+        """Return q~, k~ and v of softmax attention; score encodings do not change q and k."""
         if isinstance(self.encoding, ScoreEncoding):
             return self._project(x)
         if not self._folds(x):
@@ -251,11 +258,11 @@ class MultiheadAttention(nn.Module):
         return q, k, self._heads(self.v_proj(x))
 
     def _project_out(self, out: Tensor, x: Tensor) -> Tensor:
-        """(B, H, T, E) -> (B, T, C), of x's type."""
+        """(B, H, T, E) -> (B, T, C) in the dtype of x."""
         return self.out_proj(self._normalized(out.transpose(1, 2).flatten(2)).to(x.dtype))
 
     def _normalized(self, out: Tensor) -> Tensor:
-        """LayerNorm over all heads (TMLR), in the precision of the sums; else as it is."""
+        """Apply the optional LayerNorm over all heads (TMLR) in the precision of the sums."""
         if self.norm is None:
             return out
         weight, bias = (p.to(out.dtype) for p in (self.norm.weight, self.norm.bias))
@@ -270,7 +277,7 @@ class MultiheadAttention(nn.Module):
         keep_state: bool,
     ) -> tuple[Tensor, LinearState | None]:
         q, k, v = self._project(x)
-        if self.norm is not None:  # sums without a denominator outgrow float16
+        if self.norm is not None:  # sums without a denominator overflow float16
             v = v.to(torch.promote_types(v.dtype, torch.float32))
         options = {"key_padding_mask": padding, "normalizer": self.normalizer}
         if self.normalizer == "content":
@@ -284,9 +291,9 @@ class MultiheadAttention(nn.Module):
     def _log_decay(
         self, padding: Tensor | None, state: AttentionState | None, keep_state: bool
     ) -> Tensor | None:
-        """The decay (H,), or (B, H, T) where padding stands after tokens that are still seen.
+        """Return the decay (H,), or (B, H, T) if padding follows tokens that are still visible.
 
-        A constant decay counts slots, which are tokens only if no padding stands between.
+        A constant decay counts slots, which is correct only if no padding lies between tokens.
         """
         log_decay = self.encoding.log_decay()
         if log_decay is None or padding is None:
@@ -298,9 +305,9 @@ class MultiheadAttention(nn.Module):
         return log_decay[:, None].expand(batch, -1, length)
 
     def _features(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The feature map and the encoding of q and k (B, H, T, D), in the encoding's order."""
+        """Apply feature map and encoding to q and k (B, H, T, D), in the order of the encoding."""
         if self.encoding.denominator_vanishes and q.dtype == torch.float16:
-            self._warn_of_the_denominator()
+            self._warn_about_denominator()
         one_pass = self.encoding.one_pass(q, positions, FEATURE_MAP)
         if one_pass is not None:
             return one_pass(q), one_pass(k)
@@ -309,7 +316,7 @@ class MultiheadAttention(nn.Module):
             return feature_map(q), feature_map(k)
         return self.encoding(feature_map(q), feature_map(k), positions, positions)
 
-    def _warn_of_the_denominator(self) -> None:
+    def _warn_about_denominator(self) -> None:
         if self.normalizer == "rotated":
             _warn_once(
                 f"{self.encoding.name}: the denominator of normalizer 'rotated' is often near "
@@ -318,7 +325,7 @@ class MultiheadAttention(nn.Module):
             )
 
     def _after_memory(self, x: Tensor, memory: Memory) -> Tensor:
-        """Attention of x (B, T, C) over [memory, x]: (B, H, T, E). Keys begin M before queries."""
+        """Compute attention of x (B, T, C) over [memory, x]: (B, H, T, E). Keys start M earlier."""
         if self.attention_type == "linear" or not self.causal:
             raise ValueError("only causal softmax attention has a memory of earlier segments")
         x = torch.cat([memory.inputs.transpose(0, 1), x], 1)
@@ -334,7 +341,7 @@ class MultiheadAttention(nn.Module):
         keep_state: bool,
         first: int = 0,
     ) -> tuple[Tensor, SoftmaxState | None]:
-        """Softmax attention; only tokens from the ``first`` on ask, all are seen."""
+        """Compute softmax attention. Queries are the tokens from ``first`` on, keys are all."""
         q, k, v = self._encoded(x, positions)
         past, k_positions = None, positions
         if first:
@@ -360,7 +367,7 @@ class MultiheadAttention(nn.Module):
         k_positions: Tensor,
         options: dict[str, Any],
     ) -> Tensor:
-        """Softmax attention (B, H, T, E) with what the encoding does to the scores."""
+        """Compute softmax attention (B, H, T, E), including encodings that act on the scores."""
         if isinstance(self.encoding, ScoreEncoding):
             given = q * self.scale, k, q_positions, k_positions
             if self.encoding.additive:
@@ -377,12 +384,12 @@ class MultiheadAttention(nn.Module):
 
 
 def feature_map(x: Tensor) -> Tensor:
-    """phi(x) = 1 + elu(x), positive (Katharopoulos et al. 2020; LRPE section 4.1)."""
+    """Compute phi(x) = 1 + elu(x) > 0 (Katharopoulos et al., 2020; LRPE, Section 4.1)."""
     return F.elu(x).add_(1.0)
 
 
 FEATURE_MAP = ELU_PLUS_ONE
-"""The name under which encodings know :func:`feature_map`."""
+"""The name of :func:`feature_map` in ``QueryKeyEncoding.one_pass``."""
 
 
 @cache
@@ -393,11 +400,11 @@ def _warn_once(message: str) -> None:
 def block_positions(
     x: Tensor, key_padding_mask: Tensor | None, state: AttentionState | None
 ) -> Tensor:
-    """int64 positions of the block x (B, T, C): (T,) where all rows count alike, else (B, T).
+    """Return int64 positions of the block x (B, T, C): (T,) if all rows are equal, else (B, T).
 
-    Real tokens are counted first and padding, which is masked anyway, after them: padding at the
-    end of the rows leaves (T,), which costs encodings least.
-    The same tensor object comes back for the same length or mask, so encodings can cache.
+    Real tokens are counted first, then padding, which is masked. Positions of batches that are
+    padded on the right are therefore (T,), the cheapest case for encodings. The same tensor object
+    is returned for the same length or mask, so that encodings can cache.
     """
     if key_padding_mask is None:
         steps = _counted(x.shape[1], x.device)
@@ -412,7 +419,7 @@ _gaps_of_mask = PositionCache()
 
 
 def _gaps(key_padding_mask: Tensor) -> tuple[bool, bool]:
-    """True if padding of a mask (B, T) stands between real tokens, and if it stands after one."""
+    """Return two flags for a mask (B, T): padding lies between real tokens; padding follows one."""
     real = ~key_padding_mask.bool()
     before = real.cumsum(1) > 0
     after = real.flip(1).cumsum(1).flip(1) > 0
@@ -421,7 +428,10 @@ def _gaps(key_padding_mask: Tensor) -> tuple[bool, bool]:
 
 
 def _count_real_first(key_padding_mask: Tensor) -> Tensor:
-    """Of a mask (B, T), true at padding: (T,) or (B, T). A GPU is waited for, once a mask."""
+    """Return the positions for a mask (B, T), true at padding: (T,) or (B, T).
+
+    This synchronizes a GPU once per mask.
+    """
     padding = key_padding_mask.bool()
     real = ~padding
     after = real.sum(1, keepdim=True) + padding.cumsum(1)
@@ -431,14 +441,14 @@ def _count_real_first(key_padding_mask: Tensor) -> Tensor:
 
 
 def _counted(length: int, device: torch.device, first: int = 0) -> Tensor:
-    """first, ..., length - 1; the same tensor for the same arguments."""
-    if is_transformed():  # a traced or fake tensor must not be kept
+    """Return first, ..., length - 1 (int64); the same tensor object for the same arguments."""
+    if is_transformed():  # a traced or fake tensor must not be cached
         return torch.arange(first, length, device=device)
-    return _kept_count(length, device, first)
+    return _cached_count(length, device, first)
 
 
 @lru_cache(maxsize=256)
-def _kept_count(length: int, device: torch.device, first: int) -> Tensor:
+def _cached_count(length: int, device: torch.device, first: int) -> Tensor:
     with torch.inference_mode(False):
         return torch.arange(first, length, device=device)
 
@@ -455,9 +465,9 @@ def _next_position(
 
 
 def reorder_attention_state(state: AttentionState, new_order: Tensor) -> AttentionState:
-    """The state of rows ``new_order`` (B',), int64 indices into the batch."""
-    form = linear if isinstance(state.past, LinearState) else softmax
-    past = form.reorder_state(state.past, new_order)
+    """Return the state of the rows ``new_order`` (B',), int64 indices into the batch."""
+    module = linear if isinstance(state.past, LinearState) else softmax
+    past = module.reorder_state(state.past, new_order)
     return AttentionState(past, state.next_position.index_select(0, new_order))
 
 
@@ -474,10 +484,11 @@ def _extend(
 def score_decay(
     log_decay: Tensor, rows: int, columns: int, key_padding_mask: Tensor | None
 ) -> Tensor:
-    """exp(log_decay n), n the number of real tokens in t+1..s, 1 for t > s.
+    """Return exp(log_decay n), n the number of real tokens in t+1..s; 1 for t > s.
 
-    ``rows`` queries are the last of ``columns`` keys; a mask (B, S) is true at padding.
-    Returns: (H, T, S), or (B, H, T, S) where there is a mask.
+    log_decay: (H,). rows: T; the queries are the last T keys. columns: S. key_padding_mask: (B, S),
+    true at padding, or None.
+    Returns: (H, T, S), or (B, H, T, S) with a mask.
     """
     if key_padding_mask is None or key_padding_mask.dim() == 3:  # hidden keys are real tokens
         count = _counted(columns, log_decay.device)

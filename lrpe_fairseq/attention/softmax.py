@@ -1,4 +1,4 @@
-"""Softmax attention through torch's scaled_dot_product_attention, its naive reference, its state.
+"""Softmax attention with torch's scaled_dot_product_attention, a naive reference, and the state.
 
 Axes: B batch, H heads, T query time, S key time, D key width, E value width.
 """
@@ -14,22 +14,23 @@ from lrpe_fairseq.encodings.base import masked_softmax
 from lrpe_fairseq.kernels.dispatch import is_plain
 
 Rescore = Callable[[Tensor, Tensor | None], Tensor]
-"""(scores, visible) -> scores, see ``ScoreEncoding.forward``."""
+"""(scores, visible) -> scores; see ``ScoreEncoding.forward``."""
 
 Weigh = Callable[[Tensor, Tensor | None, torch.dtype], Tensor]
-"""(scores, visible, dtype) -> weights, see ``ScoreEncoding.weigh``."""
+"""(scores, visible, dtype) -> weights; see ``ScoreEncoding.weigh``."""
 
 
 class KVBuffer:
-    """Buffers with room for tokens to come, each (B, ., tokens, .) with its tokens on ``AXES``.
+    """Preallocated buffers for the tensors of a :class:`SoftmaxState`.
 
-    ``used`` tokens of them belong to the newest state; only that one may be continued in place.
+    AXES: the axis of the tokens in each buffer. tokens: their capacity. used: the number of tokens
+    written so far. Trap: only the newest state, with ``used`` tokens, may be extended in place.
     """
 
     AXES = (2, 2, 1, 1)
 
     def __init__(self, parts: Iterable[Tensor], tokens: int) -> None:
-        """KVBuffer for ``tokens`` tokens like ``parts``, with nothing in it."""
+        """Allocate empty buffers for ``tokens`` tokens, with the other axes of ``parts``."""
         self.buffers = []
         for part, axis in zip(parts, self.AXES, strict=True):
             shape = list(part.shape)
@@ -38,12 +39,12 @@ class KVBuffer:
         self.tokens, self.used = tokens, 0
 
     def at(self, first: int, last: int) -> tuple[Tensor, ...]:
-        """Views of tokens ``first`` to ``last`` (exclusive) of every buffer."""
+        """Return views of tokens ``first`` to ``last`` (exclusive) of every buffer."""
         pairs = zip(self.buffers, self.AXES, strict=True)
         return tuple(buffer.narrow(axis, first, last - first) for buffer, axis in pairs)
 
     def append(self, parts: Iterable[Tensor], tokens: int) -> tuple[Tensor, ...]:
-        """Write ``tokens`` tokens after the used ones; views of all of them."""
+        """Write ``tokens`` tokens after the used ones, and return views of all tokens."""
         for place, part in zip(self.at(self.used, self.used + tokens), parts, strict=True):
             place.copy_(part)
         self.used += tokens
@@ -51,29 +52,30 @@ class KVBuffer:
 
 
 class SoftmaxState(NamedTuple):
-    """What causal softmax attention remembers: every key, encoded where that is possible.
+    """State of causal softmax attention: all keys and values so far.
 
-    The tensors may be views of ``room``, in which the next tokens are written; see
-    :func:`extend_state`.
+    Keys are encoded if the encoding is decomposable. The tensors may be views of ``buffer``, to
+    which the next tokens are appended; see :func:`extend_state`.
     """
 
     keys: Tensor  # B H S D
     values: Tensor  # B H S E
     positions: Tensor  # B S
     padding: Tensor  # B S, true where a key is padding
-    room: KVBuffer | None = None
+    buffer: KVBuffer | None = None
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """The tensors alone."""
+        """The four tensors without the buffer."""
         return self[:4]
 
 
 def extend_state(past: SoftmaxState | None, new: SoftmaxState) -> SoftmaxState:
-    """The state after the tokens of ``new``; ``past`` stays as it is.
+    """Return the state after the tokens of ``new``. ``past`` stays valid.
 
-    Without gradients the tokens are written into room kept for them, which is doubled when it is
-    full: a token costs O(1) copies on average, not O(S). With gradients all is copied.
+    Without gradients the tokens are appended to a preallocated buffer, whose capacity is doubled
+    when it is full, so a token costs O(1) copies on average instead of O(S). With gradients all
+    tensors are concatenated.
     """
     if past is None:
         return new
@@ -81,24 +83,27 @@ def extend_state(past: SoftmaxState | None, new: SoftmaxState) -> SoftmaxState:
         pairs = zip(past.parts, new.parts, strict=True)
         return SoftmaxState(*map(torch.cat, pairs, KVBuffer.AXES))
     seen, more = past.keys.shape[2], new.keys.shape[2]
-    room = past.room
-    if room is None or room.used != seen or room.tokens < seen + more:
-        room = KVBuffer(past.parts, 2 * (seen + more))
-        room.append(past.parts, seen)
-    return SoftmaxState(*room.append(new.parts, more), room)
+    buffer = past.buffer
+    if buffer is None or buffer.used != seen or buffer.tokens < seen + more:
+        buffer = KVBuffer(past.parts, 2 * (seen + more))
+        buffer.append(past.parts, seen)
+    return SoftmaxState(*buffer.append(new.parts, more), buffer)
 
 
 def reorder_state(state: SoftmaxState, new_order: Tensor) -> SoftmaxState:
-    """The state of beams ``new_order`` (B',), int64 indices into the batch; keeps as much room."""
-    if state.room is None:
+    """Return the state of the beams ``new_order`` (B',), int64 indices into the batch.
+
+    The new buffer has the capacity of the old one.
+    """
+    if state.buffer is None:
         return SoftmaxState(*(part.index_select(0, new_order) for part in state.parts))
     seen = state.keys.shape[2]
     first = (part[:1].expand(len(new_order), *part.shape[1:]) for part in state.parts)
-    room = KVBuffer(first, state.room.tokens)
-    for place, part in zip(room.at(0, seen), state.parts, strict=True):
+    buffer = KVBuffer(first, state.buffer.tokens)
+    for place, part in zip(buffer.at(0, seen), state.parts, strict=True):
         torch.index_select(part, 0, new_order, out=place)
-    room.used = seen
-    return SoftmaxState(*room.at(0, seen), room)
+    buffer.used = seen
+    return SoftmaxState(*buffer.at(0, seen), buffer)
 
 
 def softmax_attention_naive(
@@ -114,11 +119,12 @@ def softmax_attention_naive(
     rescore: Rescore | None = None,
     weigh: Weigh = masked_softmax,
 ) -> Tensor:
-    """The definition, with the score matrix in memory; see :func:`softmax_attention`.
+    """Compute the definition, with the score matrix in memory; see :func:`softmax_attention`.
 
-    Args (beyond those): rescore: maps the scaled scores (B, H, T, S) and the visible keys to new
-        scores, for encodings that are not additive. weigh: maps scores, visible keys and a dtype
-        to weights, 0 where not visible.
+    Additional arguments:
+        rescore: maps the scaled scores (B, H, T, S) and the visible keys to new scores, for
+            encodings that are not additive.
+        weigh: maps scores, visible keys and a dtype to weights, 0 where not visible.
     """
     scores = (q * scale) @ k.transpose(-1, -2)
     scores = scores if bias is None else scores + bias
@@ -138,19 +144,20 @@ def softmax_attention(
     dropout: float = 0.0,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale q k^T + bias) v by torch's fused kernels (LRPE, Eq. 2).
+    """Compute softmax(scale q k^T + bias) v with torch's fused kernels (LRPE, Eq. 2).
 
     Args:
         q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E), already encoded.
-        causal: query i of T sees keys 0 .. S - T + i, so that a block may follow a cache.
-        scale: D^-0.5 of the *original* head width; encoded features may be wider.
-        key_padding_mask: (B, S), true where a key is padding; or (B, T, S), where a query must
-            not see it.
+        causal: True if query i of T attends to keys 0 .. S - T + i, so that a block may follow a
+            cache.
+        scale: D^-0.5 of the *original* head width. Encoded features may be wider.
+        key_padding_mask: (B, S), true where a key is padding; or (B, T, S), true where a query
+            must not attend to a key.
         dropout: on the attention weights, as in the paper (softmax only).
         bias: broadcastable to (B, H, T, S), added to the scaled scores.
-    Returns: (B, H, T, E). A query that sees no key gets zeros, never NaN.
-    Second derivatives need torch's own kernel, ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``;
-        fused kernels have none and say so.
+    Returns: (B, H, T, E). A query without a visible key gets zeros, never NaN.
+    Raises: RuntimeError for second derivatives, which fused kernels do not have. Use
+        ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` for them.
     """
     square = q.shape[-2] == k.shape[-2]
     if bias is None and key_padding_mask is None and (square or not causal):
@@ -168,7 +175,10 @@ def softmax_attention(
 def visible_keys(
     q: Tensor, k: Tensor, causal: bool, key_padding_mask: Tensor | None
 ) -> Tensor | None:
-    """Boolean (B or 1, 1, T, S), true where query may see key; None if everywhere."""
+    """Return a bool mask (B or 1, 1, T, S), true if the query may attend to the key.
+
+    Returns: None if every query may attend to every key.
+    """
     rows, columns = q.shape[-2], k.shape[-2]
     allowed = None
     if causal and rows > 1:
@@ -176,8 +186,8 @@ def visible_keys(
         allowed = full.tril(columns - rows)[None, None]
     if key_padding_mask is not None:
         hidden = key_padding_mask.bool()
-        alive = ~(hidden if hidden.dim() == 3 else hidden.unsqueeze(1)).unsqueeze(1)
-        allowed = alive if allowed is None else allowed & alive
+        shown = ~(hidden if hidden.dim() == 3 else hidden.unsqueeze(1)).unsqueeze(1)
+        allowed = shown if allowed is None else allowed & shown
     return allowed
 
 
@@ -190,9 +200,9 @@ def _attend(
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """torch's fused kernel, with v filled up by zeros to the width of q and k.
+    """Call torch's fused kernel, with v padded with zeros to the width of q and k.
 
-    Complex features make q and k wider than v, which only torch's slow kernel accepts.
+    Complex features make q and k wider than v, which only torch's slow kernel supports.
     """
     missing = q.shape[-1] - v.shape[-1]
     v = F.pad(v, (0, missing)) if missing > 0 else v
@@ -205,14 +215,14 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 def _refuse_second_derivatives(
     grads: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...] | None:
-    """Under create_graph, make the gradients of a fused kernel say that they have no derivative."""
+    """Under create_graph, let the derivative of a fused kernel's gradients raise an error."""
     if not torch.is_grad_enabled():
         return None
     return tuple(None if g is None else _NoSecondDerivative.apply(g) for g in grads)
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """The identity; its derivative is an error that says what to do."""
+    """The identity map, whose derivative raises an error that says what to do."""
 
     @staticmethod
     def forward(ctx, x):

@@ -1,7 +1,7 @@
 """Relative positional encodings by name. Pure PyTorch; fairseq is not needed.
 
-:data:`ENCODINGS` is the one table: command-line choices, tests, benchmark rows and the
-README's table all come from it. To add an encoding, write one file and add one line here.
+Command-line choices, tests, benchmark rows and the README's table are derived from
+:data:`ENCODINGS`. To add an encoding, write one file and add one line here.
 """
 
 from dataclasses import Field, fields
@@ -37,11 +37,11 @@ __all__ = [
 
 
 Constructor = type[Encoding] | partial[Encoding]
-"""A class, or a class with some of its arguments; called with an :class:`EncodingSpec`."""
+"""An encoding class, or one with some arguments bound; called with an :class:`EncodingSpec`."""
 
 
 def _lrpe(projection: str, core: str) -> partial[Encoding]:
-    """A constructor of one member of the LRPE family."""
+    """Return a constructor of one member of the LRPE family."""
     return partial(LRPE, projection=projection, core=core)
 
 
@@ -68,14 +68,14 @@ ENCODINGS: dict[str, Constructor] = {
 DEFAULTS = EncodingOptions()
 
 DEFAULT = "lrpe-type2"
-"""The encoding of a model that names none."""
+"""The encoding of a model whose configuration does not name one."""
 
 FREE_FORMS: tuple[str, ...] = tuple(f"lrpe:{p}:{core}" for p in PROJECTIONS for core in CORES)
-"""Every name of the free form ``lrpe:<P>:<Lambda>``."""
+"""All names of the free form ``lrpe:<P>:<Lambda>``."""
 
 
 def constructor_of(name: str) -> Constructor:
-    """The constructor of ``name``; ChoiceError, listing the names, if there is none."""
+    """Return the constructor of ``name``. Raises: ChoiceError, listing the names, if unknown."""
     if name in ENCODINGS:
         return ENCODINGS[name]
     if name in FREE_FORMS:
@@ -88,15 +88,15 @@ def constructor_of(name: str) -> Constructor:
 
 
 def encoding_class(name: str) -> type[Encoding]:
-    """The class that ``name`` is built from; ChoiceError if there is none."""
+    """Return the class of the encoding ``name``. Raises: ChoiceError if it is unknown."""
     constructor = constructor_of(name)
     return constructor.func if isinstance(constructor, partial) else constructor
 
 
 def options_of_encodings() -> dict[str, Field]:
-    """Every option of every encoding: its field by its name, in the order of ENCODINGS.
+    """Return the options of all encodings as {name: field}, in the order of ENCODINGS.
 
-    Raises: TypeError if two classes declare one name, or an option has no help text.
+    Raises: TypeError if two classes declare the same name, or an option has no help text.
     """
     found: dict[str, Field] = {}
     for kind in dict.fromkeys(encoding_class(name).Options for name in ENCODINGS):
@@ -116,16 +116,16 @@ def build_encoding(
     seed: int = 0,
     options: EncodingOptions = DEFAULTS,
 ) -> Encoding:
-    """Build the encoding called ``name``.
+    """Build the encoding ``name``.
 
     Args:
         name: a key of :data:`ENCODINGS` or the free form ``lrpe:<P>:<Lambda>``.
         head_dim: width D of one head. num_heads: H.
-        causal: whether the attention it serves is causal.
-        seed: of the encoding's fixed random parts. options: options of single methods; those of
-            other methods are ignored.
-    Raises: ChoiceError for an unknown name (listing the names), an unknown option or an
-        impossible width.
+        causal: True if the attention is causal.
+        seed: seed of the encoding's fixed random parts.
+        options: options of individual methods; those of other methods are ignored.
+    Raises: ChoiceError for an unknown name (listing the names), an unknown option or a width that
+        the method does not support.
 
     >>> enc = build_encoding("lrpe-type1", head_dim=64, num_heads=8)
     >>> q2, k2 = enc(q, k, positions, positions)  # q, k: (B, H, T, D)

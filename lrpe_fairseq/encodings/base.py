@@ -1,9 +1,9 @@
 """The two protocols of relative positional encoding and their capability fields.
 
-A relative encoding is *decomposable* if the score of (s, t) is an inner product of a query that
-depends on s only and a key that depends on t only (LRPE, Definition 3.1, Eq. 13). Decomposable
-encodings implement :class:`QueryKeyEncoding` and serve linear and softmax attention. The others
-need the score matrix, implement :class:`ScoreEncoding` and serve softmax attention only.
+A relative encoding is *decomposable* if the score of (s, t) is the inner product of a query that
+depends only on s and a key that depends only on t (LRPE, Definition 3.1, Eq. 13). Decomposable
+encodings implement :class:`QueryKeyEncoding` and support linear and softmax attention. The others
+need the score matrix, implement :class:`ScoreEncoding` and support softmax attention only.
 
 Axes: B batch, H heads, T query time, S key time, D key width.
 """
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from lrpe_fairseq.errors import ChoiceError
 
 ELU_PLUS_ONE = "elu+1"
-"""Name of the feature map phi(x) = 1 + elu(x), see :meth:`QueryKeyEncoding.one_pass`."""
+"""Name of the feature map phi(x) = 1 + elu(x); see :meth:`QueryKeyEncoding.one_pass`."""
 
 Planes = tuple[Tensor, ...]
-"""A real tensor as (re,), a complex one as (re, im)."""
+"""A real tensor as (re,) or a complex tensor as (re, im)."""
 
 OptionsOf = TypeVar("OptionsOf")
 
@@ -30,16 +30,17 @@ OptionsOf = TypeVar("OptionsOf")
 
 
 def option(default: Any, help_text: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A field of an encoding's ``Options``: default, help text, and the values it can take."""
+    """Return a field of an encoding's ``Options``: default, help text and allowed values."""
     return field(default=default, metadata={"help": help_text, "choices": choices})
 
 
 @dataclass(frozen=True, init=False)
 class EncodingOptions:
-    """Options of single methods by name, and the departures that are switched on.
+    """Options of individual methods, and the departures that are switched on.
 
-    fidelity: names of departures of the authors' code from the papers; empty is correct.
-    values: the options that differ from their defaults; see each class's ``Options``.
+    fidelity: names of departures of the authors' code from the papers. Empty means that the papers
+        are followed.
+    values: the options that differ from their defaults, by name; see each class's ``Options``.
 
     >>> EncodingOptions(toy_size=3).values
     {'toy_size': 3}
@@ -53,9 +54,9 @@ class EncodingOptions:
         object.__setattr__(self, "values", values)
 
     def of(self, kind: type[OptionsOf]) -> OptionsOf:
-        """The options of one method; ``kind`` is its ``Options`` class.
+        """Return the options of one method, whose ``Options`` class is ``kind``.
 
-        Raises: ChoiceError for a value that is none of an option's choices.
+        Raises: ChoiceError for a value that is not among an option's choices.
         """
         own = {f.name: self.values[f.name] for f in fields(kind) if f.name in self.values}
         for f in fields(kind):
@@ -69,12 +70,13 @@ class EncodingOptions:
 
 @dataclass(frozen=True)
 class EncodingSpec:
-    """What every encoding is built from; each constructor takes exactly this.
+    """The argument of every encoding's constructor.
 
-    head_dim: width D of one head. num_heads: H. causal: True if s sees t <= s only.
-    seed: seeds the encoding's own generator of fixed random parts (Householder vectors,
-    permutations, noise in evaluation), so that two encodings under one training seed start
-    from the same weights everywhere else. options: options of single methods.
+    head_dim: width D of one head. num_heads: H. causal: True if s attends to t <= s only.
+    seed: seed of a separate generator for the encoding's fixed random parts (Householder vectors,
+        permutations, noise in evaluation). Models that differ in their encoding only therefore
+        start from the same weights under one training seed.
+    options: options of individual methods.
     Raises: ChoiceError unless both sizes are positive.
     """
 
@@ -91,7 +93,7 @@ class EncodingSpec:
             )
 
     def generator(self, stream: int = 0) -> torch.Generator:
-        """A CPU generator for this encoding only; ``stream`` separates independent draws."""
+        """Return a CPU generator for this encoding; each ``stream`` is independent."""
         return torch.Generator("cpu").manual_seed(self.seed * 1_000_003 + stream)
 
 
@@ -99,38 +101,38 @@ class EncodingSpec:
 
 
 class Encoding(nn.Module):
-    """What both protocols share: options, capability fields, parameters that stay float32.
+    """Base class of both protocols: options, capability fields, and parameters kept in float32.
 
-    A capability field is an exception to a property that the test suite demands of every
-    encoding. The suite reads the field and asserts it; it never skips.
+    A capability field states an exception to a property that the test suite checks for every
+    encoding. The suite reads the field and asserts the exception; it never skips the check.
     """
 
     @dataclass(frozen=True)
     class Options:
-        """Options of this method; a subclass replaces it. Fields are made by :func:`option`.
+        """Options of this method; a subclass overrides it with fields from :func:`option`.
 
-        Each field becomes a command-line option and a hydra field of the same name, so a name
-        starts with the method's.
+        Each field becomes a command-line option and a hydra field of the same name, so its name
+        starts with the name of the method.
         """
 
     departures: ClassVar[Mapping[str, str]] = {}
-    """Departures of published code that this method can reproduce: name -> one sentence."""
+    """Departures of the published code that this method can reproduce: name -> one sentence."""
 
     name: str = ""
-    """The name it was built by; set by ``build_encoding``."""
+    """The name passed to ``build_encoding``, which sets it."""
     serves_linear: ClassVar[bool] = False
-    """True if linear attention can use it (decomposable encodings only)."""
+    """True if linear attention supports it (decomposable encodings only)."""
     relative: ClassVar[str] = "exact"
-    """How the score depends on t - s only: "exact", or "in expectation" (random codes)."""
+    """The score depends on t - s only: "exact", or "in expectation" for random codes."""
     keeps_norm: ClassVar[bool] = True
     """True if an encoded query or key has the norm of the original."""
     shared: bool = False
-    """True if all layers use one set of parameters; see :meth:`share_with`."""
+    """True if all layers share one set of parameters; see :meth:`share_with`."""
 
     denominator_vanishes: bool = False
-    """True if Eq. 39's denominator is often near or below zero, so that linear attention with
-    normalizer "rotated" divides by the clamp: finite in float32 and bfloat16, but float16
-    gradients overflow. Use normalizer "layernorm" or "content" instead."""
+    """True if the denominator of Eq. 39 is often close to zero or negative. Linear attention with
+    normalizer "rotated" then divides by the clamp: results are finite in float32 and bfloat16, but
+    float16 gradients overflow. Use normalizer "layernorm" or "content" instead."""
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
@@ -138,27 +140,28 @@ class Encoding(nn.Module):
 
     @property
     def options(self) -> Any:
-        """This method's own options, an instance of its ``Options``."""
+        """The options of this method, an instance of its ``Options``."""
         return self.spec.options.of(self.Options)
 
     def share_with(self, owner: "Encoding") -> None:
-        """Use the parameters of ``owner``, an encoding of the same name, from now on.
+        """Replace the parameters by those of ``owner``, an encoding of the same name.
 
-        Called by :func:`lrpe_fairseq.encodings.sharing.share_across_layers` where
-        :attr:`shared` is true.
+        Called by :func:`lrpe_fairseq.encodings.sharing.share_across_layers` if :attr:`shared` is
+        true.
         """
         raise NotImplementedError(f"{type(self).__name__} has no parameters to share")
 
     def summary(self) -> str:
-        """What the encoding is, in one line: by default the first sentence of the class."""
+        """Describe the encoding in one line: by default the first sentence of the docstring."""
         sentence = (type(self).__doc__ or "").split(". ")[0].split("\n\n")[0]
         return " ".join(sentence.split()).rstrip(".")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Encoding":
-        """Move with ``.to(device)`` but never round below float32.
+        """Follow ``.to(device)``, but keep floating-point tensors in float32 or wider.
 
-        fairseq's trainer calls ``.half()`` or ``.to(bfloat16)`` on the whole model; a learned
-        frequency rounded to half precision is off by whole turns at position 10,000.
+        fairseq's trainer calls ``.half()`` or ``.to(bfloat16)`` on the whole model. A learned
+        frequency in half precision would give a phase that is wrong by several full rotations at
+        position 10,000.
         """
         exact = {name: t.detach() for name, t in self.named_tensors() if t.is_floating_point()}
         super()._apply(fn, recurse)
@@ -168,38 +171,38 @@ class Encoding(nn.Module):
         return self
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
-        """All parameters and buffers of this module and its children."""
+        """Return all parameters and buffers of this module and its children, with their names."""
         return [*self.named_parameters(), *self.named_buffers()]
 
 
 class QueryKeyEncoding(Encoding):
-    """(q, k, positions) -> (q~, k~); the score is the plain inner product of q~ and k~.
+    """(q, k, positions) -> (q~, k~); the score is the inner product of q~ and k~.
 
-    Widths may grow: complex features become [Re, Im], so that the real inner product is
-    Re(q~^H k~). Softmax attention still scales by the *original* width's D^-0.5.
+    The width may grow: complex features become [Re, Im], so that the real inner product is
+    Re(q~^H k~). Trap: softmax attention still scales by D^-0.5 of the *original* width.
     """
 
     serves_linear = True
     before_feature_map: ClassVar[bool] = False
-    """In linear attention: encode before the feature map, not after it."""
+    """True if linear attention encodes before the feature map instead of after it."""
 
     foldable: bool = False
-    """True if the encoding is ``turn(projection(q), projection(k), ...)`` with a linear
+    """True if the encoding equals ``turn(projection(q), projection(k), ...)`` with a linear
     :attr:`projection`. Softmax attention then multiplies P into its weights once per call, at
-    no cost per token. A foldable encoding has :attr:`projection` and :meth:`turn`."""
+    no cost per token. A foldable encoding defines :attr:`projection` and :meth:`turn`."""
     projection: nn.Module
-    """Only if :attr:`foldable`: the linear map P, a module that takes (..., D) to its planes,
-    each (..., D). It must not depend on positions."""
+    """Only if :attr:`foldable`: the linear map P, a module that maps (..., D) to planes of shape
+    (..., D). It must not depend on positions."""
 
     def turn(
         self, q: Planes, k: Planes, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Only if :attr:`foldable`: encode the planes of P q and P k.
+        """Encode the planes of P q and P k; only if :attr:`foldable`.
 
         Args:
-            q, k: what :attr:`projection` returns, (B, H, T, D) and (B, H, S, D) each.
+            q, k: the results of :attr:`projection`, (B, H, T, D) and (B, H, S, D) each.
             q_positions, k_positions: as in :meth:`forward`.
-        Returns: what :meth:`forward` returns.
+        Returns: as :meth:`forward`.
         """
         raise NotImplementedError(f"{type(self).__name__} is not foldable")
 
@@ -209,8 +212,8 @@ class QueryKeyEncoding(Encoding):
         """Encode queries and keys.
 
         Args:
-            q, k: (B, H, T, D) and (B, H, S, D), any floating dtype; kept in the result.
-            q_positions, k_positions: int64, (T,) or (B, T), and (S,) or (B, S); checked by
+            q, k: (B, H, T, D) and (B, H, S, D), any floating dtype, which the result has too.
+            q_positions, k_positions: int64, (T,) or (B, T), and (S,) or (B, S). Checked by
                 :func:`check_positions`.
         Returns: q~ (B, H, T, D') and k~ (B, H, S, D') with D' = :attr:`feature_dim`.
         """
@@ -224,22 +227,23 @@ class QueryKeyEncoding(Encoding):
     def one_pass(
         self, x: Tensor, positions: Tensor, feature_map: str | None
     ) -> Callable[[Tensor], Tensor] | None:
-        """The encoding after a feature map in one pass over memory, or None if there is none.
+        """Return a function that applies a feature map and the encoding in one pass over memory.
 
         Args:
-            x: (B, H, T, D), an example of what the result will be called with.
+            x: (B, H, T, D), an example of the function's argument.
             positions: as in :meth:`forward`.
-            feature_map: the map that attention applies before the encoding, by its name
-                (:data:`ELU_PLUS_ONE`); None for no map.
-        Returns: a function of tensors like ``x``, equal to the encoding of feature_map(x).
+            feature_map: name of the map that attention applies before the encoding
+                (:data:`ELU_PLUS_ONE`), or None for no map.
+        Returns: a function of tensors like ``x``, equal to the encoding of feature_map(x); None if
+            there is no such kernel.
         """
         return None
 
     def log_decay(self) -> Tensor | None:
-        """(H,) float32 natural log of a decay per token of the score, or None.
+        """Return the natural logarithm of the score's decay per token, (H,) float32, or None.
 
-        A causal score is multiplied by exp(log_decay n), n the number of real tokens in
-        t+1..s. The attention applies it, because r^s and r^-t on their own overflow.
+        A causal score is multiplied by exp(log_decay n), where n is the number of real tokens in
+        t+1..s. Attention applies this factor, because r^s and r^-t overflow separately.
         """
         return None
 
@@ -247,14 +251,14 @@ class QueryKeyEncoding(Encoding):
 class ScoreEncoding(Encoding):
     """(scores, q, k, positions, visible) -> scores, for encodings that need the score matrix.
 
-    An additive method implements :meth:`bias` only, which fused kernels take as a mask. Any
-    other method overrides :meth:`forward`, and :meth:`weigh` if its weights are no softmax;
-    attention then keeps the score matrix in memory.
+    An additive method implements :meth:`bias` only, which fused kernels accept as a mask. Other
+    methods override :meth:`forward`, and also :meth:`weigh` if their weights are not a softmax.
+    Attention then stores the score matrix.
     """
 
     additive: ClassVar[bool] = True
-    """True if :meth:`bias` says everything. Derived: False where a class overrides
-    :meth:`forward` or :meth:`weigh`."""
+    """True if :meth:`bias` defines the encoding completely. Computed: False for a class that
+    overrides :meth:`forward` or :meth:`weigh`."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -276,26 +280,27 @@ class ScoreEncoding(Encoding):
             scores: (B, H, T, S) = q k^T.
             q: (B, H, T, D), already scaled by D^-0.5. k: (B, H, S, D).
             q_positions, k_positions: as in :meth:`QueryKeyEncoding.forward`.
-            visible: (B or 1, 1, T, S) bool, true where the query may see the key; None if
-                everywhere. For methods that count keys; attention masks by itself.
+            visible: (B or 1, 1, T, S) bool, true if the query may attend to the key; None if it
+                always may. For methods that count keys. Attention applies the mask itself.
         Returns: (B, H, T, S).
         """
         return scores + self.bias(q, k, q_positions, k_positions)
 
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        """The additive part, broadcastable to (B, H, T, S); arguments as in :meth:`forward`."""
+        """Return the additive term, broadcastable to (B, H, T, S); see :meth:`forward`."""
         raise NotImplementedError(f"{type(self).__name__} is not additive: call forward")
 
     def weigh(self, scores: Tensor, visible: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Attention weights (B, H, T, S) in ``dtype`` of encoded scores, 0 where not visible.
+        """Return the attention weights (B, H, T, S) in ``dtype``, 0 where ``visible`` is false.
 
-        The softmax, unless a method replaces it. A query that sees no key has zeros.
+        The default is the softmax of the encoded scores. The weights of a query without a visible
+        key are all zero.
         """
         return masked_softmax(scores, visible, dtype)
 
 
 def masked_softmax(scores: Tensor, visible: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Softmax over visible keys in float32 or wider; see :meth:`ScoreEncoding.weigh`."""
+    """Compute a softmax over visible keys, in float32 or wider; see :meth:`ScoreEncoding.weigh`."""
     wide = torch.promote_types(scores.dtype, torch.float32)
     if visible is None:
         return scores.softmax(-1, dtype=wide).to(dtype)
@@ -309,9 +314,9 @@ def masked_softmax(scores: Tensor, visible: Tensor | None, dtype: torch.dtype) -
 def check_positions(positions: Tensor, x: Tensor) -> Tensor:
     """Return ``positions`` if it is int64 of shape (T,) or (B, T) for x (B, ..., T, D).
 
-    Floating positions are refused because float32 cannot count beyond 2^24; any other shape,
-    such as (T, 2), because it would broadcast as a batch.
-    Raises: ValueError.
+    Floating-point positions are refused because float32 cannot represent all integers above 2^24.
+    Other shapes, such as (T, 2), are refused because they would broadcast as a batch.
+    Raises: ValueError for these.
     """
     batch, length = x.shape[0], x.shape[-2]
     if positions.dtype != torch.int64 or positions.shape not in ((length,), (batch, length)):
@@ -323,17 +328,17 @@ def check_positions(positions: Tensor, x: Tensor) -> Tensor:
 
 
 def over_heads(per_position: Tensor, positions: Tensor) -> Tensor:
-    """(T, X) stays; (B, T, X) becomes (B, 1, T, X), to broadcast over (B, H, T, X)."""
+    """Add an axis for the heads: (T, X) is returned unchanged, (B, T, X) as (B, 1, T, X)."""
     return per_position if positions.dim() == 1 else per_position.unsqueeze(1)
 
 
 class PositionCache:
-    """Remembers what was last computed from some tensors, outside the state dict.
+    """A cache of the last value computed from some tensors, outside the state dict.
 
-    Attention passes the *same* positions object to every layer and step of one length, so the
-    key is identity: values are not compared and no device is synchronized. An edit in place
-    counts as a new tensor; one through ``.data`` goes unnoticed, so nothing that a user may edit
-    (a parameter or a buffer) belongs among the sources without a check of its values.
+    Attention passes the *same* positions object to every layer and step of one length, so tensors
+    are compared by identity: no values are compared and no device is synchronized. An in-place
+    edit invalidates the entry. Trap: an edit through ``.data`` does not, so a parameter or buffer
+    may be a source only if its values are checked as well.
 
     Threads may share a cache: the entry is one tuple, replaced after the value is computed.
     """
@@ -344,15 +349,18 @@ class PositionCache:
     def get(
         self, sources: Tensor | tuple[Tensor, ...], key: Any, compute: Callable[[], Any]
     ) -> Any:
-        """``compute()`` once per (source objects, key); ``key`` names dtype and the like."""
+        """Return the cached value, or ``compute()`` if the source objects or ``key`` changed.
+
+        ``key`` holds everything else that the value depends on, such as its dtype.
+        """
         if torch.compiler.is_compiling():
-            return compute()  # the compiler traces what is computed and cannot compare identities
+            return compute()  # the compiler cannot compare object identities
         sources = sources if isinstance(sources, tuple) else (sources,)
         if torch.is_inference_mode_enabled() or any(s.is_inference() for s in sources):
-            return compute()  # inference tensors have no version and must not reach training
+            return compute()  # inference tensors have no version and cannot be used in training
         versions = [s._version for s in sources]
         entry = self._entry
-        if entry is not None and entry[1:3] == (versions, key) and _same(entry[0], sources):
+        if entry is not None and entry[1:3] == (versions, key) and _same_objects(entry[0], sources):
             return entry[3]
         value = compute()
         self._entry = sources, versions, key, value
@@ -365,6 +373,6 @@ class PositionCache:
         return PositionCache, ()
 
 
-def _same(some: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
-    """True if both hold the same objects."""
+def _same_objects(some: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
+    """True if both tuples hold the same objects."""
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))

@@ -1,8 +1,8 @@
-"""Where the code behind the published numbers departs from the papers it compares.
+"""Departures of the code behind the published numbers from the papers that it compares.
 
-Each departure has a name; ``EncodingOptions.fidelity`` holds the names that are switched on. None
-is on by default. A method declares its departures (``Encoding.departures``) and reads their names;
-the two below belong to attention itself.
+Each departure has a name. ``EncodingOptions.fidelity`` holds the names that are switched on, by
+default none. A method declares its departures in ``Encoding.departures``. The two below concern
+attention under any encoding.
 """
 
 from collections.abc import Iterable
@@ -13,27 +13,27 @@ from lrpe_fairseq.errors import ChoiceError
 OF_ATTENTION: dict[str, str] = {
     "embed-dim-scale": (
         "Softmax attention with any relative encoding scales by (H D)^-0.5 instead of D^-0.5; "
-        "Base alone, stock attention in the language model, keeps D^-0.5."
+        "only Base, stock attention in the language model, uses D^-0.5."
     ),
     "padding-ignored": (
-        "Both attentions see padding as tokens, and positions count it, from the left."
+        "Both attentions treat padding as tokens, and positions count it from the left."
     ),
 }
-"""Departures of attention under any encoding."""
+"""Departures of attention under any encoding: name -> one sentence."""
 
 DEPARTURES: dict[str, str] = {
     departure: sentence
     for name in ENCODINGS
     for departure, sentence in encoding_class(name).departures.items()
 } | OF_ATTENTION
-"""Name -> what the published code does, in one sentence; each method declares its own."""
+"""All departures: name -> what the published code does, in one sentence."""
 
 
 def parse_departures(text: str) -> frozenset[str]:
-    """The departures that ``--fidelity TEXT`` names.
+    """Return the departures that ``--fidelity TEXT`` names.
 
-    ``correct`` is none, ``published`` is all, else a comma-separated list of their names.
-    Raises: ChoiceError, listing the known ones, if one is unknown.
+    TEXT is ``correct`` (none), ``published`` (all), or a comma-separated list of names.
+    Raises: ChoiceError, listing the known names, if one is unknown.
 
     >>> sorted(parse_departures("t5-unit-init,t5-shared-bias"))
     ['t5-shared-bias', 't5-unit-init']
@@ -44,7 +44,9 @@ def parse_departures(text: str) -> frozenset[str]:
 
 
 def check_departures(names: Iterable[str]) -> frozenset[str]:
-    """``names`` as a set; ChoiceError, listing the known ones, if one is unknown.
+    """Return ``names`` as a set.
+
+    Raises: ChoiceError, listing the known names, if one is unknown.
 
     >>> sorted(check_departures(["t5-unit-init"]))
     ['t5-unit-init']

@@ -1,4 +1,4 @@
-"""No relative encoding: the baseline ("Base" of LRPE, Table 2, keeps absolute positions only)."""
+"""No relative encoding: the baseline ("Base" in LRPE, Table 2, with absolute positions only)."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from lrpe_fairseq.encodings.base import QueryKeyEncoding, check_positions
 
 
 class NoEncoding(QueryKeyEncoding):
-    """q~ = q, k~ = k. Costs nothing; positions, if any, come from the embeddings."""
+    """q~ = q, k~ = k. Costs nothing. Absolute positions may be added to the embeddings."""
 
     def forward(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor

@@ -1,4 +1,4 @@
-"""PermuteFormer (Chen, 2021): features permuted by position, and a decay where it is causal."""
+"""PermuteFormer (Chen, 2021): features permuted by position, and a decay in causal attention."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from lrpe_fairseq.encodings.base import (
     QueryKeyEncoding,
     check_positions,
 )
-from lrpe_fairseq.encodings.lrpe import CyclicPowers, permute
+from lrpe_fairseq.encodings.permutations import CyclicPowers, permute
 from lrpe_fairseq.kernels import encode_cpu
 from lrpe_fairseq.kernels.encode import Form
 
@@ -21,20 +21,20 @@ PUBLISHED_SEED = 0xDEADBEEFDEADBEEF
 
 
 class PermuteFormer(QueryKeyEncoding):
-    """x~_s[j] = x_s[pi_h^s(j)] with a permutation pi_h of each head's own; norms are kept.
+    """x~_s[j] = x_s[pi_h^s(j)] with a separate permutation pi_h for each head; norms are preserved.
 
-    The score of (s, t) depends on pi_h^(s-t) alone and, in causal attention, is multiplied by
-    r_h^(s-t) with r_h = sigmoid(2 + 3h/H), h = 0..H-1 (PermuteFormer's language model). The
-    attention applies the factor (:meth:`log_decay`), because r^-t on its own leaves float16 after
-    87 tokens. A bidirectional model has no factor, since r^(s-t) grows without bound for t > s.
+    The score of (s, t) depends on pi_h^(s-t) only. In causal attention it is multiplied by
+    r_h^(s-t) with r_h = sigmoid(2 + 3h/H), h = 0..H-1 (PermuteFormer's language model). Attention
+    applies the factor (:meth:`log_decay`), because r^-t alone overflows float16 after 87 tokens.
+    A bidirectional model has no factor, since r^(s-t) grows without bound for t > s.
 
-    Costs O(D) per token and head, any position up to 2^31: no table of powers is kept. pi is
-    int64 (H, D), drawn from the spec's own generator and saved in the checkpoint.
+    Costs O(D) per token and head for any position up to 2^31: no table of powers is stored. pi is
+    int64 (H, D), drawn from the spec's generator and saved in the checkpoint.
 
-    The trap of the departure ``permuteformer-bidirectional-ratio``: with a denominator that sums
-    the scores, r^s cancels, and every query of linear attention weighs the keys by r^-t, that is,
-    sees little but the end of the text. The features are then float32 for any type of q, and
-    overflow if keys span more than about 1300 tokens; softmax scores overflow at about 690.
+    Trap of the departure ``permuteformer-bidirectional-ratio``: if the denominator sums the scores,
+    r^s cancels, and every query of linear attention weights the keys by r^-t, so that it attends
+    almost exclusively to the end of the text. The features are then float32 for any dtype of q, and
+    overflow if keys span more than about 1300 tokens. Softmax scores overflow at about 690.
     """
 
     departures = {
@@ -59,7 +59,7 @@ class PermuteFormer(QueryKeyEncoding):
     def forward(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Permute; see :meth:`QueryKeyEncoding.forward`."""
+        """Permute the features of q and k; see :meth:`QueryKeyEncoding.forward`."""
         q, k = self.permute(q, q_positions), self.permute(k, k_positions)
         if not self._grows:
             return q, k
@@ -67,13 +67,13 @@ class PermuteFormer(QueryKeyEncoding):
         return q * self._power(q_positions - middle), k * self._power(middle - k_positions)
 
     def permute(self, x: Tensor, positions: Tensor) -> Tensor:
-        """(B, H, T, D) at positions (T,) or (B, T) -> (B, H, T, D), exact in any dtype."""
+        """Permute x (B, H, T, D) at positions (T,) or (B, T); exact in any dtype."""
         return permute(x, *self._orders(check_positions(positions, x)))
 
     def one_pass(
         self, x: Tensor, positions: Tensor, feature_map: str | None
     ) -> Callable[[Tensor], Tensor] | None:
-        """In C++ where it serves x; see :meth:`QueryKeyEncoding.one_pass`."""
+        """Use the C++ kernel if it supports x; see :meth:`QueryKeyEncoding.one_pass`."""
         if self._grows or feature_map not in (None, ELU_PLUS_ONE):
             return None
         form = Form(phi=feature_map is not None, permutes=True)
@@ -83,21 +83,21 @@ class PermuteFormer(QueryKeyEncoding):
         return lambda x: encode_cpu.encode(x, None, orders, form)
 
     def _orders(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """Indices of pi_h^s and of its inverse, (H, T, D) or (B, H, T, D) each."""
+        """Return the indices of pi_h^s and of its inverse, (H, T, D) or (B, H, T, D) each."""
         powers = self.cycles.powers(self.permutation, positions)
         return tuple(index.transpose(-3, -2) for index in powers)
 
     def log_decay(self) -> Tensor | None:
-        """(H,) float32 log r_h, all negative; None in a bidirectional model."""
+        """Return log r_h, (H,) float32, all negative; None in a bidirectional model."""
         return self.log_ratio() if self.spec.causal else None
 
     def log_ratio(self) -> Tensor:
-        """(H,) float32 log sigmoid(2 + 3h/H): -0.127 for the first head, -0.007 at most."""
+        """Return log sigmoid(2 + 3h/H), (H,) float32: -0.127 for the first head, at most -0.007."""
         head = torch.arange(self.spec.num_heads, device=self.permutation.device)
         return F.logsigmoid(2.0 + 3.0 * head / self.spec.num_heads)
 
     def _power(self, exponent: Tensor) -> Tensor:
-        """r_h^e as (H, T, 1) or (B, H, T, 1), for e (T,) or (B, T)."""
+        """Return r_h^e, (H, T, 1) or (B, H, T, 1), for e (T,) or (B, T)."""
         return torch.exp(self.log_ratio()[:, None] * exponent.unsqueeze(-2)).unsqueeze(-1)
 
 

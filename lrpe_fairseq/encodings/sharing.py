@@ -1,4 +1,4 @@
-"""Parameters that several layers share."""
+"""Encoding parameters shared between layers."""
 
 from torch import nn
 
@@ -6,11 +6,11 @@ from lrpe_fairseq.encodings.base import Encoding
 
 
 def share_across_layers(model: nn.Module) -> None:
-    """Share the parameters of those encodings of ``model`` whose options ask for it.
+    """Share parameters between the encodings of ``model`` whose ``shared`` is true.
 
-    An encoding with ``shared`` true uses the parameters of the first one of its class and name
-    (``Encoding.share_with``). Call it once on a stack of layers that run in order, before an
-    optimizer is made: an encoder and a decoder each need a call of their own.
+    Each of them uses the parameters of the first encoding of the same class and name
+    (``Encoding.share_with``). Call this once for each stack of layers that run in order, before an
+    optimizer is created: once for an encoder and once for a decoder.
     """
     owners: dict[tuple[type, str], Encoding] = {}
     for module in list(model.modules()):

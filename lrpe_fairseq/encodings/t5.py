@@ -19,25 +19,25 @@ from lrpe_fairseq.errors import ChoiceError
 class T5Bias(ScoreEncoding):
     """score_st + b_h[bucket(s - t)], a learned table b (H, buckets) per layer.
 
-    Distances up to half the buckets of one direction have a bucket each; the others are
-    logarithmic up to ``t5_max_distance``, beyond which all share the last (see
-    :func:`bucket_starts`). A causal model gives all buckets to the past, a bidirectional one
-    half to each direction. O(T S) like the scores. The table starts from N(0, 1/(H D)), as in
-    the public T5 implementation, drawn from the spec's own generator.
+    With n buckets per direction, each distance below n/2 has one bucket. Buckets are logarithmic
+    from there to ``t5_max_distance``, and all larger distances share the last one (see
+    :func:`bucket_starts`). A causal model uses all buckets for earlier keys, a bidirectional model
+    half of them for each direction. Costs O(T S), as the scores do. The table is initialized from
+    N(0, 1/(H D)), as in the public T5 implementation, with the spec's generator.
 
-    The trap: T5 shares one table among all layers. Here, as in the comparison of LRPE
-    (Table 2), each layer has its own unless ``t5_shared`` is set and the model calls
+    Trap: T5 shares one table between all layers. Here, as in the comparison of LRPE (Table 2), each
+    layer has a separate table unless ``t5_shared`` is set and the model calls
     :func:`lrpe_fairseq.encodings.sharing.share_across_layers`.
 
-    Raises: ChoiceError for numbers of buckets or distances that leave no logarithmic bucket.
+    Raises: ChoiceError if there are too few buckets, or too small distances, for a logarithmic one.
     """
 
     @dataclass(frozen=True)
     class Options:
-        """Sizes of the table, and whether layers share it."""
+        """Options of T5: sizes of the table, and True if all layers share it."""
 
-        t5_buckets: int = option(32, "T5: buckets of distances")
-        t5_max_distance: int = option(128, "T5: distance from which on all share the last bucket")
+        t5_buckets: int = option(32, "T5: number of buckets of distances")
+        t5_max_distance: int = option(128, "T5: all distances from this on share the last bucket")
         t5_shared: bool = option(False, "T5: one table in all layers")
 
     departures = {
@@ -52,7 +52,7 @@ class T5Bias(ScoreEncoding):
         options, fidelity = self.options, spec.options.fidelity
         self.shared = options.t5_shared
         one_way = options.t5_buckets if spec.causal else options.t5_buckets // 2
-        # no buffer: ``to_empty`` would lose it, and no checkpoint holds it
+        # not a buffer: ``to_empty`` would discard it, and no checkpoint restores it
         self._starts = bucket_starts(one_way, options.t5_max_distance)
         heads = 1 if "t5-shared-bias" in fidelity else spec.num_heads
         std = (spec.num_heads * spec.head_dim) ** -0.5
@@ -63,17 +63,17 @@ class T5Bias(ScoreEncoding):
         self._cache = PositionCache()
 
     def share_with(self, owner: "T5Bias") -> None:
-        """Use ``owner``'s table from now on."""
+        """Use the table of ``owner``."""
         self.table = owner.table
 
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        """(H, T, S), or (B, H, T, S) where positions have a batch axis; the dtype of q."""
+        """Return b (H, T, S), or (B, H, T, S) if positions have a batch axis, in the dtype of q."""
         check_positions(q_positions, q), check_positions(k_positions, k)
         table = self.table.t().to(q.dtype)
         return F.embedding(self.buckets(q_positions, k_positions), table).movedim(-1, -3)
 
     def buckets(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        """int64 bucket of every pair, (T, S) or (B, T, S); computed once per pair of tensors."""
+        """Return the bucket of every pair, int64 (T, S) or (B, T, S). The result is cached."""
         return self._cache.get(
             (q_positions, k_positions),
             None,
@@ -81,7 +81,10 @@ class T5Bias(ScoreEncoding):
         )
 
     def bucket(self, distance: Tensor) -> Tensor:
-        """Bucket of s - t, int64 of any shape; a key after a causal query has distance 0."""
+        """Return the bucket of s - t, int64 of any shape.
+
+        In a causal model a key after the query is treated as distance 0; attention masks it.
+        """
         starts = torch.tensor(self._starts, device=distance.device)
         if self.spec.causal:
             return torch.bucketize(distance.clamp_min(0), starts, right=True)
@@ -90,11 +93,11 @@ class T5Bias(ScoreEncoding):
 
 
 def bucket_starts(buckets: int, max_distance: int) -> list[int]:
-    """The smallest distance of bucket 1, 2, ..., buckets - 1 of one direction.
+    """Return the smallest distances of the buckets 1, 2, ..., buckets - 1 of one direction.
 
-    With e = buckets // 2, distance n < e has bucket n and a larger one
-    e + floor((buckets - e) log(n/e) / log(max_distance/e)), at most buckets - 1. The
-    inequality is solved in integers, so that no rounded logarithm decides at a boundary.
+    With e = buckets // 2, a distance n < e has bucket n, and a larger one has bucket
+    e + floor((buckets - e) log(n/e) / log(max_distance/e)), at most buckets - 1. The boundaries
+    are computed in integers, so they do not depend on the rounding of logarithms.
     Raises: ChoiceError unless buckets >= 2 and max_distance > buckets // 2.
 
     >>> bucket_starts(8, 16)

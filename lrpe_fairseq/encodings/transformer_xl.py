@@ -14,29 +14,30 @@ from lrpe_fairseq.encodings.base import (
 )
 
 BASE = 10000.0
-"""Base of the sinusoids of R."""
+"""Base of the frequencies of the sinusoids R."""
 
 
 class TransformerXL(ScoreEncoding):
     """score_st = q_s.k_t (a) + q_s.W R_(s-t) (b) + u.k_t (c) + v.W R_(s-t) (d), all over sqrt D.
 
-    W (H D x H D, the paper's W_kR) maps the sinusoid R of the model's width to every head's
-    keys of position; u and v (H, D) replace the query where its position must not count. Each
-    layer has its own. W starts like a key projection of fairseq (Xavier, gain 1/sqrt 2), u and
-    v from N(0, 0.02^2), drawn from the spec's own generator.
+    W (H D x H D, the paper's W_kR) maps the sinusoid R, whose width is that of the model, to
+    position keys of every head. u and v (H, D) replace the query in the terms that must not depend
+    on its position. Every layer has separate parameters. W is initialized like a key projection of
+    fairseq (Xavier, gain 1/sqrt 2), and u and v from N(0, 0.02^2), with the spec's generator.
 
-    Positions s and t may start anywhere: keys that begin M tokens before the queries are the
-    memory. Where both count up by one and end together, terms (b) and (d) take one product
-    with the S (bidirectional: S + T - 1) vectors W R and a left shift of each row (Appendix B);
-    other positions, of padded batches, gather by distance. A causal model leaves (b) and (d)
-    at zero for keys after the query, as the appendix prints them; the mask removes (a) and (c).
+    Positions s and t may start anywhere. With a memory of M tokens the keys start M tokens before
+    the queries. If queries and keys both count up by one and end together, terms (b) and (d) take
+    one product with the S (bidirectional: S + T - 1) vectors W R and a left shift of each row
+    (Appendix B). For other positions (padded batches) the products are gathered by distance. A
+    causal model sets (b) and (d) to zero for keys after the query, as in the appendix; the mask
+    removes (a) and (c).
 
-    The trap: q arrives scaled by D^-0.5, so u and v are scaled here, and W R is not.
+    Trap: q is already scaled by D^-0.5, so u and v are scaled here, and W R is not.
     """
 
     departures = {
         "xl-no-dropout": (
-            "Transformer-XL is trained without dropout of any kind, where every other row has 0.1."
+            "Transformer-XL is trained without dropout of any kind, while every other row has 0.1."
         ),
     }
 
@@ -52,7 +53,7 @@ class TransformerXL(ScoreEncoding):
         self._layouts, self._sinusoids = PositionCache(), PositionCache()
 
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        """Terms (b), (c) and (d), (B, H, T, S); ``q`` is already scaled by D^-0.5."""
+        """Return the sum of terms (b), (c) and (d), (B, H, T, S). ``q`` is scaled by D^-0.5."""
         check_positions(q_positions, q), check_positions(k_positions, k)
         q, of_keys = self._content(q, k)
         if q.numel() == 0:
@@ -64,7 +65,7 @@ class TransformerXL(ScoreEncoding):
         return of_keys + self._by_distance(q, q_positions, k_positions)
 
     def bias_naive(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        """:meth:`bias` from W R of every single pair, O(T S (H D)^2): the reference."""
+        """Compute :meth:`bias` from W R of every pair in O(T S (H D)^2), as a reference."""
         q, of_keys = self._content(q, k)
         distance = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
         keys = self.position_keys(sinusoid(distance, self.r_proj.in_features), q.dtype)
@@ -75,7 +76,7 @@ class TransformerXL(ScoreEncoding):
         return of_keys + of_position
 
     def position_keys(self, r: Tensor, dtype: torch.dtype) -> Tensor:
-        """W R for the sinusoids r (..., N, H D): (..., H, N, D), or (H, T, S, D) for pairs."""
+        """Return W R for sinusoids r (..., N, H D): (..., H, N, D), or (H, T, S, D) for pairs."""
         weight = self.r_proj.weight
         wide = torch.promote_types(weight.dtype, dtype)
         keys = F.linear(r.to(wide), weight.to(wide)).to(dtype)
@@ -83,13 +84,14 @@ class TransformerXL(ScoreEncoding):
         return keys.movedim(-2, 0 if r.dim() < 4 else 1)
 
     def _content(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q + v (B, H, T, D) and term (c) (B, H, 1, S), both scaled."""
+        """Return q + v (B, H, T, D) and term (c) (B, H, 1, S), both scaled."""
         scale = self.spec.head_dim**-0.5
         u, v = (scale * self.u).to(q.dtype), (scale * self.v).to(q.dtype)
         return q + v.unsqueeze(-2), (k @ u.unsqueeze(-1)).transpose(-1, -2)
 
     def _by_shift(self, q: Tensor, q_positions: Tensor, keys: int) -> Tensor:
-        """Appendix B: one product with W R at distances S-1, S-2, ..., then left shifts."""
+        """Compute (b) + (d) with one product with W R at distances S-1, S-2, ..., and left shifts
+        (Appendix B)."""
         last = 0 if self.spec.causal else 1 - q.shape[-2]
 
         def all_distances() -> Tensor:
@@ -100,11 +102,11 @@ class TransformerXL(ScoreEncoding):
         return left_shift(q @ self.position_keys(r, q.dtype).transpose(-1, -2), keys)
 
     def _by_distance(self, q: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        """The product with W R at every distance that occurs, then one gather."""
+        """Compute (b) + (d) with a product with W R at every distance that occurs, and a gather."""
         distance = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
         after = (distance < 0).unsqueeze(-3)
         distance = distance.clamp_min(0) if self.spec.causal else distance
-        occurring, index = _numbered(distance)
+        occurring, index = _distinct_distances(distance)
         r = sinusoid(occurring, self.r_proj.in_features)
         scores = q @ self.position_keys(r, q.dtype).transpose(-1, -2)  # B H T N
         index = index.unsqueeze(-3).expand(*scores.shape[:-1], -1)
@@ -113,10 +115,10 @@ class TransformerXL(ScoreEncoding):
 
 
 def sinusoid(distance: Tensor, width: int) -> Tensor:
-    """R of int64 distances (...): (..., width) float64, [sin(d w_i), cos(d w_i)].
+    """Return R = [sin(d w_i), cos(d w_i)] for int64 distances d (...): (..., width) float64.
 
-    w_i = 10000^(-2i/width); an odd width drops the last cosine. Never stored in a buffer,
-    which half precision would round.
+    w_i = 10000^(-2i/width). An odd width has no last cosine. R is not stored in a buffer, because
+    half precision would round it.
     """
     exponent = torch.arange(0, width, 2, dtype=torch.float64, device=distance.device) / width
     angle = distance.unsqueeze(-1).double() * BASE**-exponent
@@ -124,10 +126,10 @@ def sinusoid(distance: Tensor, width: int) -> Tensor:
 
 
 def left_shift(x: Tensor, width: int) -> Tensor:
-    """Shift row i of x (..., T, W) left by T-1-i and keep ``width`` columns (Appendix B).
+    """Shift row i of x (..., T, W) left by T-1-i and return ``width`` columns (Appendix B).
 
-    Columns beyond W are zero. With T-1 zeros of slack a row is one shorter than its stride in
-    the flat tensor, which moves each next row one step to the right: no index is formed.
+    Columns from W on are zero. The padded rows are flattened and read with a stride that is one
+    smaller, so that each row starts one column earlier than the row above. No index is formed.
     """
     rows = x.shape[-2]
     stride = width + rows
@@ -137,16 +139,16 @@ def left_shift(x: Tensor, width: int) -> Tensor:
 
 
 def end_together(q_positions: Tensor, k_positions: Tensor) -> bool:
-    """True if the T queries are the last T of S keys whose positions count up by one."""
+    """True if key positions count up by one and the T queries have the last T of them."""
     memory = k_positions.shape[-1] - q_positions.shape[-1]
     if q_positions.dim() != 1 or k_positions.dim() != 1 or memory < 0:
         return False
     return bool((k_positions.diff() == 1).all()) and torch.equal(q_positions, k_positions[memory:])
 
 
-def _numbered(distance: Tensor) -> tuple[Tensor, Tensor]:
-    """Distances (N,) that cover all of ``distance`` (..., T, S), and the index of each pair."""
+def _distinct_distances(distance: Tensor) -> tuple[Tensor, Tensor]:
+    """Return distances (N,) that include all of ``distance`` (..., T, S), and each pair's index."""
     low, high = (int(end) for end in distance.aminmax())
-    if high - low < sum(distance.shape[-2:]):  # always so when padding alone is irregular
+    if high - low < sum(distance.shape[-2:]):  # true if padding is the only irregularity
         return torch.arange(low, high + 1, device=distance.device), distance - low
     return distance.unique(return_inverse=True)

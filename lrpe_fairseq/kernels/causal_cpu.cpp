@@ -1,14 +1,15 @@
 // Causal sums of linear attention on a CPU; causal_cpu.py compiles, loads and calls this.
 //
-// A thread takes one sequence after the other, in chunks of CHUNK tokens. Within a chunk it forms the
-// scores on and below the diagonal; earlier tokens enter through the state, S = sum of k v^T and
-// z = sum of k. Only the states at the start of every segment (many chunks) are saved. The backward
-// pass takes the segments from last to first, and the chunks of each twice: forwards for dq, which
-// needs the states, then backwards for dk and dv, which need sums over later tokens. Almost all time
-// is spent in `product`.
+// A thread processes one sequence at a time, in chunks of CHUNK tokens. Within a chunk it computes
+// the scores on and below the diagonal. Earlier tokens contribute through the state, S = sum of k v^T
+// and z = sum of k. Only the states at the start of every segment (many chunks) are saved. The
+// backward pass processes the segments from last to first, and the chunks of each segment twice:
+// forwards for dq, which needs the states, then backwards for dk and dv, which need sums over later
+// tokens. Almost all time is spent in `product`.
 //
-// Names: q, k, v queries, keys, values; G and g the gradients of numerators and denominators;
-// dq, dk, dv those of q, k, v. D key width, E value width, both padded to whole vectors.
+// Names: q, k, v are queries, keys and values; G and g the gradients of numerators and denominators;
+// dq, dk, dv the gradients of q, k, v. D is the key width and E the value width, both padded to whole
+// vectors. `turned` means transposed.
 
 #include "products.h"
 
@@ -16,10 +17,10 @@ constexpr int CHUNK = 32;  // a multiple of ROWS and of the elements of a vector
 
 typedef const double *Rates;
 
-// segment: tokens, a multiple of CHUNK. double_precision: the type of all tensors. denominators:
-// whether they are summed. normalizes: whether out is the quotient. log_decay: of each head, or null.
-// The forward pass writes out, denominators and states; the backward pass reads these, grad and
-// grad_denominators, and writes grad_q, grad_k and grad_v.
+// segment: length in tokens, a multiple of CHUNK. double_precision: 1 if all tensors are double, 0 if
+// float. with_denominators: 1 if denominators are computed. normalizes: 1 if out is the quotient.
+// log_decay: one number per head, or null. The forward pass writes out, denominators and states. The
+// backward pass reads these, grad and grad_denominators, and writes grad_q, grad_k and grad_v.
 #define CALL_FIELDS(F)                  \
     F(Call, int64_t, batch)             \
     F(Call, int64_t, heads)             \
@@ -55,7 +56,7 @@ inline V exchanged(V a, V b, std::integer_sequence<int, J...>) {
     return __builtin_shufflevector(a, b, ((J & STEP) ? N + J - STEP : J)...);
 }
 
-// Transpose a square of vectors: exchange quadrants, then recursively their quadrants.
+// Transpose a square of vectors: exchange two quadrants, then recurse into all four.
 template <int STEP, typename T>
 inline void exchange(typename Lanes<T>::Vector *x) {
     if constexpr (STEP > 0) {
@@ -84,11 +85,11 @@ void transpose(Matrix<T> to, Matrix<T> from, int rows, int columns) {
         }
 }
 
-// The factors of a decay r per token within a chunk.
+// Factors within a chunk for a decay r per token.
 template <typename T>
 struct Decay {
     Matrix<T> within;  // r^(s-t), for the scores
-    T *into, *out_of;  // r^(i+1), for the state before; r^(CHUNK-1-i), for token i in the state after
+    T *into, *out_of;  // r^(i+1), from the state to token i; r^(CHUNK-1-i), from token i to the state
     T whole = 1;       // r^CHUNK
 
     void set(double log_rate) {
@@ -101,7 +102,7 @@ struct Decay {
     }
 };
 
-// What forward and backward share; every thread has one and works on one sequence at a time.
+// Base class of Forward and Backward. Each thread has one and processes one sequence at a time.
 template <typename T>
 struct Worker {
     using L = Lanes<T>;
@@ -116,7 +117,7 @@ struct Worker {
     bool decays() const { return call.log_decay != nullptr; }
     bool counts() const { return call.with_denominators; }
 
-    // Elements that `decay` needs.
+    // Number of elements of `decay`.
     static constexpr int64_t DECAY = CHUNK * (CHUNK + 2);
     void place_decay(Workspace<T> &space) {
         decay.within = space.matrix(CHUNK, CHUNK);
@@ -134,7 +135,7 @@ struct Worker {
 
     int length(int64_t start) const { return int(std::min<int64_t>(CHUNK, call.time - start)); }
 
-    // Read the chunk of x that starts there; missing rows become zeros.
+    // Read the chunk of x from `start`. Rows after the last token are zero.
     void load(Matrix<T> to, const Tensor &x, int64_t start, int64_t width) const {
         const int here = length(start);
         for (int i = 0; i < here; i++)
@@ -151,7 +152,7 @@ struct Worker {
         for (int i = 0; decays() && i < CHUNK; i++) scale(x[i], factors[i], x.row);
     }
 
-    // x with decayed rows: a copy in `buffer`, or x itself without decay.
+    // Return x with decayed rows: a copy in `buffer`, or x itself without a decay.
     Matrix<T> decayed(Matrix<T> x, const T *factors, Matrix<T> buffer) const {
         if (!decays()) return x;
         std::memcpy(buffer.data, x.data, sizeof(T) * CHUNK * x.row);
@@ -159,12 +160,12 @@ struct Worker {
         return buffer;
     }
 
-    // Decay a state (or its row z) over a whole chunk.
+    // Decay a state (or its row z) over one chunk.
     void decay_whole(Matrix<T> sum, int rows) const {
         if (decays()) scale(sum.data, decay.whole, int64_t(rows) * sum.row);
     }
 
-    // Decay the scores and zero those above the diagonal, in the columns that `product` wrote.
+    // Apply the decay and the causal mask to the scores, in the columns that `product` wrote.
     void mask(Matrix<T> x) const {
         for (int i = 0; i < CHUNK; i++) {
             const int end = std::min(CHUNK, L::filled(i / ROWS * ROWS + ROWS));
@@ -219,7 +220,7 @@ struct Forward : Worker<T> {
         }
     }
 
-    // Write the denominators of a chunk; divide the sums by them if out is the quotient.
+    // Write the denominators of a chunk, and divide the sums by them if out is the quotient.
     void count(int64_t start) const {
         T *to = this->row_of(call.denominators, start);
         for (int i = 0; i < this->length(start); i++) {
@@ -242,10 +243,10 @@ struct Backward : Worker<T> {
     using Base = Worker<T>;
     using Base::call, Base::D, Base::E, Base::decay, Base::decays, Base::counts;
     Workspace<T> space;
-    // of a segment
+    // for a segment
     Matrix<T> all_q, all_k, all_v, all_G, all_dscores;
     T *all_g;
-    // of a chunk
+    // for a chunk
     Matrix<T> q, k, v, G, dscores, turned_k, turned_v, scores, dq, dk, dv;
     T *g;
     // S^T and z before the chunk; dS, dS^T and dz (sums of q G^T and q g) after it
@@ -295,7 +296,7 @@ struct Backward : Worker<T> {
         }
     }
 
-    // Read the state before a segment.
+    // Read the saved state before a segment.
     void recall(int64_t segment) {
         const T *from = this->row_of(call.states, segment);
         for (int n = 0; n < call.keys; n++)
@@ -309,7 +310,7 @@ struct Backward : Worker<T> {
         dscores = from(all_dscores), g = all_g + row;
     }
 
-    // q, k, v, G and, with denominators, g.
+    // Read q, k, v, G and, with denominators, g.
     void load_chunk(int64_t start) {
         this->load(q, call.q, start, call.keys), this->load(k, call.k, start, call.keys);
         this->load(v, call.v, start, call.values), this->load(G, call.grad, start, call.values);
@@ -321,7 +322,7 @@ struct Backward : Worker<T> {
             std::memcpy(g, this->row_of(call.grad_denominators, start), here * sizeof(T));
     }
 
-    // G and g from the gradient of out = numerators / max(denominators, eps).
+    // Compute G and g from the gradient of out = numerators / max(denominators, eps).
     void through_quotient(int64_t start) {
         const T *denominators = this->row_of(call.denominators, start);
         this->load(dv, call.out, start, call.values);
@@ -338,7 +339,7 @@ struct Backward : Worker<T> {
         this->mask(dscores);
     }
 
-    // Compute dq; then advance the state over the chunk.
+    // Compute dq, then advance the state over the chunk.
     void gradient_of_queries() {
         product<FULL, false>(dq, G, turned_state, CHUNK, E, D);
         for (int i = 0; counts() && i < CHUNK; i++) add(dq[i], z.data, g[i], D);
@@ -367,7 +368,7 @@ struct Backward : Worker<T> {
         product<LEFT_UPPER, true>(dv, scores.transposed(), G, CHUNK, CHUNK, E);
     }
 
-    // Move dS and dz from after the chunk to before it.
+    // Advance dS and dz from the end of the chunk to its start.
     void advance() {
         const Matrix<T> seen = this->decayed(q, decay.into, buffer);
         this->decay_whole(dstate, D);

@@ -1,8 +1,8 @@
 """The causal sums of linear attention in C++ for a CPU.
 
-The same sums as ``chunked``, chunk by chunk. Intermediate results stay in the cache of the core
-that works on a sequence, the scores above the diagonal are not computed, and the states are
-recomputed in the backward pass. ``chunked`` serves where ``causal_cpu.cpp`` does not compile.
+The sums equal those of ``chunked``. Intermediate results stay in the cache of the core that
+processes a sequence, scores above the diagonal are not computed, and states are recomputed in the
+backward pass. ``chunked`` is used if ``causal_cpu.cpp`` does not compile.
 """
 
 import ctypes
@@ -18,18 +18,18 @@ from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain
 SOURCE = Path(__file__).with_suffix(".cpp")
 WANTED = ("numerator", "sums", "normalized")
 SEGMENT = 256
-"""Tokens between saved states; the backward pass of one segment stays in a core's cache. A multiple
-of CHUNK in ``causal_cpu.cpp``."""
+"""Number of tokens between saved states, so that the backward pass of a segment fits a core's
+cache. A multiple of CHUNK in ``causal_cpu.cpp``."""
 
 WIDEST = 256
-"""Widest keys and values: the state of wider ones does not fit a core's cache."""
+"""Largest supported width of keys and values. A wider state does not fit a core's cache."""
 
 TENSORS = ("q", "k", "v", "states", "out", "denominators", "grad", "grad_denominators")
 GRADIENTS = ("grad_q", "grad_k", "grad_v")
 
 
 class _Call(ctypes.Structure):
-    """``Call`` of causal_cpu.cpp; the loader checks that the two agree."""
+    """``Call`` of causal_cpu.cpp. The loader checks that both definitions are equal."""
 
     _fields_ = [
         *((n, ctypes.c_int64) for n in ("batch", "heads", "time", "keys", "values", "segment")),
@@ -42,12 +42,12 @@ class _Call(ctypes.Structure):
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled kernel; None where kernels are off or it does not compile."""
+    """Return the compiled kernel, or None if kernels are disabled or it does not compile."""
     return loader.compiled(SOURCE, _Call)
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True if the C++ kernel supports these (B, H, T, .) and has a sequence for every thread."""
+    """True if the kernel supports q, k, v (B, H, T, .) and each thread has a sequence or more."""
     given = (q, k, v)
     return (
         is_plain(*given)
@@ -64,13 +64,13 @@ def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """As :func:`causal.definition`, with a constant ``log_decay`` (H,) that gets no gradient."""
-    rows = (loader.contiguous_rows(x) for x in (q, k, v))  # here, where autograd sees the copies
+    """Compute :func:`causal.definition` for a constant ``log_decay`` (H,) without gradient."""
+    rows = (loader.contiguous_rows(x) for x in (q, k, v))  # copied here, inside the autograd graph
     return _CausalSums.apply(*rows, wanted, log_decay, eps)
 
 
 class _CausalSums(torch.autograd.Function):
-    """(result, denominator)."""
+    """The causal sums as (result, denominator), with a hand-written gradient."""
 
     @staticmethod
     def forward(ctx, q, k, v, wanted, log_decay, eps):
@@ -87,7 +87,7 @@ class _CausalSums(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, grad_denominators):
         if torch.is_grad_enabled():
-            return _again(ctx, grad, grad_denominators)
+            return _gradients_as_graph(ctx, grad, grad_denominators)
         q, k, v, states, out, denominators = ctx.saved_tensors
         grads = {name: torch.empty_like(x) for name, x in zip(GRADIENTS, (q, k, v), strict=True)}
         kept = {"states": states, "out": out, "denominators": denominators}
@@ -98,8 +98,10 @@ class _CausalSums(torch.autograd.Function):
         return *grads.values(), None, None, None
 
 
-def _again(ctx, grad: Tensor, grad_denominators: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients of a call as a graph, for second derivatives."""
+def _gradients_as_graph(
+    ctx, grad: Tensor, grad_denominators: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of a call with their graph, for second derivatives."""
     inputs, needed = ctx.saved_tensors[:3], ctx.needs_input_grad[:3]
     grads = causal.present(grad, grad_denominators)
     found = gradients_of(
@@ -109,13 +111,13 @@ def _again(ctx, grad: Tensor, grad_denominators: Tensor | None) -> tuple[Tensor 
 
 
 def _states(q: Tensor, v: Tensor) -> Tensor:
-    """Memory for the state before every segment: D x E sums of k v^T, then D sums of k."""
+    """Allocate memory for the state before every segment: D x E for k v^T, then D for k."""
     segments = math.ceil(q.shape[-2] / SEGMENT)
     return q.new_empty(*q.shape[:2], segments, q.shape[-1] * (v.shape[-1] + 1))
 
 
 def _run(name: str, settings: tuple[str, Tensor | None, float], **tensors: Tensor | None) -> None:
-    """Call a function of the library on named tensors."""
+    """Call the function ``name`` of the library with named tensors."""
     wanted, log_decay, eps = settings
     q, v = tensors["q"], tensors["v"]
     rates = None if log_decay is None else log_decay.detach().double().expand(q.shape[1])

@@ -1,10 +1,10 @@
 """The causal sums of linear attention on CUDA as Triton kernels.
 
-A scan writes the state before every chunk in float32; then all chunks are computed in parallel,
-each from its own rows and its state, with the normalizer in the same pass. Nothing of size T x T
-and no widened copy of q, k or v is stored. The definition is ``causal.definition``.
+A scan writes the state before every chunk in float32. Then all chunks are computed in parallel from
+their rows and their states. The same pass divides by the denominator. No T x T matrix and no
+float32 copy of q, k or v is stored. The definition is ``causal.definition``.
 
-Inside: L = B H sequences, T time, N chunks of C rows, D key width, E value width.
+Axes: L = B H sequences, T time, N chunks of C rows, D key width, E value width.
 """
 
 from typing import NamedTuple
@@ -20,27 +20,27 @@ from lrpe_fairseq.kernels.loader import on_device
 
 CHUNK = 64
 WIDEST_BLOCK = {True: 32, False: 64}
-"""Columns of D or E in one program, in float32 (True) and in half types: a float32 product is three
-products of tf32 parts, which take more registers."""
+"""Maximum number of columns of D or E per program, in float32 (True) and in half precision. A
+float32 product consists of three tf32 products, which need more registers."""
 MINIMUM = 16  # smallest side of a tl.dot
 
 
 def serves(q: Tensor, v: Tensor) -> bool:
-    """True if the kernels support q and v: on a GPU since Ampere, of one type, not float64."""
+    """True if the kernels support q and v: on an Ampere or newer GPU, of one dtype, not float64."""
     return is_plain(q, v) and on_device(q) and q.dtype == v.dtype
 
 
 def causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """As :func:`causal.definition`, in float32; ``log_decay`` (H,) gets no gradient."""
-    rows = (x.contiguous() for x in (q, k, v))  # here, where autograd sees the copies
+    """Compute :func:`causal.definition` in float32. ``log_decay`` (H,) gets no gradient."""
+    rows = (x.contiguous() for x in (q, k, v))  # copied here, inside the autograd graph
     out, denominator = _CausalSums.apply(*rows, wanted, log_decay, eps)
     return out, denominator if wanted == "sums" else None
 
 
 class _Shape(NamedTuple):
-    """Sizes that every kernel of one call takes."""
+    """Sizes of one call, passed to every kernel."""
 
     sequences: int
     heads: int
@@ -61,8 +61,10 @@ class _Shape(NamedTuple):
 
 
 class _CausalSums(torch.autograd.Function):
-    """(result, denominator). g is the gradient of the denominators, which act as one more value
-    column of ones."""
+    """(result, denominator) with a hand-written gradient.
+
+    g is the gradient of the denominators. A denominator is a numerator whose values are 1.
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, wanted, log_decay, eps):
@@ -83,7 +85,7 @@ class _CausalSums(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, grad_denominator):
         if torch.is_grad_enabled():
-            return _again(ctx, grad, grad_denominator)
+            return _gradients_as_graph(ctx, grad, grad_denominator)
         *given, states, keys, decay, out, denominator = ctx.saved_tensors
         q, k, v = (x.flatten(0, 1) for x in given)
         grad, g = grad.contiguous().flatten(0, 1).float(), None
@@ -97,8 +99,8 @@ class _CausalSums(torch.autograd.Function):
         return *(x.unflatten(0, rows) for x in grads), None, None, None
 
 
-def _again(ctx, grad: Tensor, grad_denominator: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of a call as a graph, for second derivatives."""
+def _gradients_as_graph(ctx, grad: Tensor, grad_denominator: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of a call with their graph, for second derivatives."""
 
     def definition(*x: Tensor) -> tuple[Tensor, ...]:
         return causal.present(*causal.definition(*(y.float() for y in x), *ctx.settings))
@@ -111,7 +113,7 @@ def _again(ctx, grad: Tensor, grad_denominator: Tensor) -> tuple[Tensor | None, 
 def _through_quotient(
     grad: Tensor, out: Tensor, denominator: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of numerators (L, T, E) and denominators (L, T) from that of their quotient."""
+    """Return the gradients of numerators (L, T, E) and denominators (L, T) of a quotient."""
     clamped = denominator.clamp_min(eps)
     g = -(grad * out).sum(-1) / clamped
     return grad / clamped.unsqueeze(-1), g.masked_fill(denominator < eps, 0.0)
@@ -130,7 +132,7 @@ def _power_of_two(width: int) -> int:
 
 
 def _constants(shape: _Shape, like: Tensor, decay: Tensor | None) -> dict:
-    """The compile-time arguments that all kernels share."""
+    """Return the compile-time arguments of all kernels."""
     return {
         "D": shape.keys,
         "E": shape.values,
@@ -152,8 +154,10 @@ def _scan(
     with_keys: bool,
     reverse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Sums of a^T b, (L, N, D, E), and of a times ``weights`` (ones if None), (L, N, D), over all
-    chunks before each one, or after it if ``reverse``; float32."""
+    """Compute float32 sums over all chunks before each chunk, or after it if ``reverse``.
+
+    Returns: the sums of a^T b, (L, N, D, E), and of a times ``weights`` (ones if None), (L, N, D).
+    """
     options = {"dtype": torch.float32, "device": a.device}
     states = torch.empty(shape.sequences, shape.chunks, shape.keys, shape.values, **options)
     keys = torch.empty(shape.sequences, shape.chunks, shape.keys, **options)
@@ -179,7 +183,7 @@ def _outputs(
     wanted: str,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """The results (L, T, E) and the denominators (L, T)."""
+    """Return the results (L, T, E) and the denominators (L, T)."""
     options = {"dtype": torch.float32, "device": q.device}
     out = torch.empty(shape.sequences, shape.time, shape.values, **options)
     denominator = torch.empty(shape.sequences, shape.time, **options)
@@ -204,7 +208,7 @@ def _gradients(
     decay: Tensor | None,
     shape: _Shape,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from those of the numerators and the denominators."""
+    """Return the gradients of q, k and v from those of numerators and denominators."""
     after, keys_after = _scan(q, grad, g, decay, shape, g is not None, reverse=True)
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     rate = q if decay is None else decay
@@ -227,7 +231,7 @@ def _gradients(
 
 @triton.jit
 def _rows(base, sequence, t, column, inside, T, WIDTH: tl.constexpr):
-    """A block of (L, T, WIDTH) as float32, zero outside."""
+    """Load a block of (L, T, WIDTH) as float32, zero outside."""
     at = sequence * T * WIDTH + t[:, None] * WIDTH + column[None, :]
     return tl.load(base + at, mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0).to(
         tl.float32
@@ -236,21 +240,21 @@ def _rows(base, sequence, t, column, inside, T, WIDTH: tl.constexpr):
 
 @triton.jit
 def _state(base, sequence, n, N, d, e, D: tl.constexpr, E: tl.constexpr):
-    """A block of the states (L, N, D, E), zero outside."""
+    """Load a block of the states (L, N, D, E), zero outside."""
     at = (sequence * N + n) * D * E + d[:, None] * E + e[None, :]
     return tl.load(base + at, mask=(d < D)[:, None] & (e < E)[None, :], other=0.0)
 
 
 @triton.jit
 def _chunk(n, T, C: tl.constexpr):
-    """Index within the chunk, time, and whether that time exists, of the rows of chunk n."""
+    """Return the rows of chunk n: index in the chunk, time, and a mask of times below T."""
     row = tl.arange(0, C)
     return row, n * C + row, n * C + row < T
 
 
 @triton.jit
 def _visible(scores, row, rate, DECAYS: tl.constexpr):
-    """Scores (C, C) of a chunk, decayed, and zero above the diagonal."""
+    """Apply the decay and the causal mask to the scores (C, C) of a chunk."""
     lag = row[:, None] - row[None, :]
     if DECAYS:
         scores = scores * tl.exp(rate * tl.maximum(lag, 0))
@@ -259,7 +263,7 @@ def _visible(scores, row, rate, DECAYS: tl.constexpr):
 
 @triton.jit
 def _store_rows(base, x, sequence, t, column, inside, T, WIDTH: tl.constexpr):
-    """Write a block of (L, T, WIDTH), in the type of the memory."""
+    """Write a block of (L, T, WIDTH), cast to the dtype of the memory."""
     at = sequence * T * WIDTH + t[:, None] * WIDTH + column[None, :]
     mask = inside[:, None] & (column < WIDTH)[None, :]
     tl.store(base + at, x.to(base.dtype.element_ty), mask=mask)
@@ -294,7 +298,7 @@ def _scan_kernel(
     WEIGHTED: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """One block of the states of one sequence, chunk after chunk."""
+    """Compute one block of the states of one sequence, chunk by chunk."""
     sequence = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     e = tl.program_id(2) * BE + tl.arange(0, BE)
@@ -303,7 +307,7 @@ def _scan_kernel(
     for i in range(N):
         n = N - 1 - i if REVERSE else i
         _store_state(state_ptr, state, sequence, n, N, d, e, D, E)
-        if KEYS:  # noqa: SIM102  (known at compile time; what follows is not)
+        if KEYS:  # noqa: SIM102  (KEYS is known at compile time, the next condition is not)
             if tl.program_id(2) == 0:
                 tl.store(key_ptr + (sequence * N + n) * D + d, key, mask=d < D)
         row, t, inside = _chunk(n, T, C)
@@ -325,7 +329,7 @@ def _scan_kernel(
 
 @triton.jit
 def _times_key(q, key_ptr, sequence, n, N, d, D: tl.constexpr):
-    """q (C, BD) times the sum of keys before chunk n: (C,)."""
+    """Return q (C, BD) times the sum of keys before chunk n, (C,)."""
     key = tl.load(key_ptr + (sequence * N + n) * D + d, mask=d < D, other=0.0)
     return tl.sum(q * key[None, :], axis=1)
 
@@ -354,7 +358,7 @@ def _output_kernel(
     KEYS: tl.constexpr,
     NORMALIZE: tl.constexpr,
 ):
-    """One block of columns of the results of one chunk."""
+    """Compute one block of columns of the results of one chunk."""
     n, e = tl.program_id(0), tl.program_id(1) * BE + tl.arange(0, BE)
     sequence = tl.program_id(2).to(tl.int64)
     row, t, inside = _chunk(n, T, C)
@@ -403,7 +407,7 @@ def _through_values(
     BE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """G v^T (C, C), G S^T and v dS^T (C, BD): the sums over E in the gradients of q and k."""
+    """Return G v^T (C, C), G S^T and v dS^T (C, BD): sums over E in the gradients of q and k."""
     grad_scores = tl.zeros((C, C), dtype=tl.float32)
     grad_q = tl.zeros((C, BD), dtype=tl.float32)
     grad_k = tl.zeros((C, BD), dtype=tl.float32)
@@ -445,7 +449,7 @@ def _key_gradient_kernel(
     PRECISION: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """One block of columns of the gradients of q and k of one chunk."""
+    """Compute one block of columns of the gradients of q and k of one chunk."""
     n, d = tl.program_id(0), tl.program_id(1) * BD + tl.arange(0, BD)
     sequence = tl.program_id(2).to(tl.int64)
     row, t, inside = _chunk(n, T, C)
@@ -491,7 +495,7 @@ def _value_gradient_kernel(
     DECAYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One block of columns of the gradient of v of one chunk."""
+    """Compute one block of columns of the gradient of v of one chunk."""
     n = tl.program_id(0)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     sequence = tl.program_id(2).to(tl.int64)

@@ -1,9 +1,8 @@
-"""When a compiled form may run, and how its gradient is differentiated again.
+"""Conditions for compiled forms, and second derivatives of their gradients.
 
-Every compiled form and every hand-written gradient has a definition beside it: the same function
-of ordinary differentiable PyTorch operations. The definition serves wherever something other than
-plain execution is going on (torch.compile, torch.func, fake tensors, tracing) and for second
-derivatives.
+Every compiled form and every hand-written gradient has a definition: the same function in ordinary
+differentiable PyTorch operations. The definition is used for second derivatives, and under
+torch.compile, torch.func, fake tensors and tracing.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,17 +13,17 @@ from torch.autograd import forward_ad
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """True if code may read and write the memory of ``tensors`` and define their gradient.
+    """True if code may access the memory of ``tensors`` directly and define their gradient.
 
     False under torch.compile, tracing, a dispatch mode (fake tensors, make_fx) and forward-mode
-    differentiation; for subclasses, tensors wrapped by torch.func (grad, vmap, ...), tensors
-    without memory (device meta), and empty tensors. Use the definition there.
+    differentiation. Also False for subclasses, tensors wrapped by torch.func (grad, vmap, ...),
+    tensors without memory (device meta) and empty tensors. Use the definition in these cases.
     """
     return not is_transformed() and all(_has_memory(x) for x in tensors if x is not None)
 
 
 def is_transformed() -> bool:
-    """True under torch.compile, torch.func, tracing, a dispatch mode, forward-mode derivatives."""
+    """True under torch.compile, torch.func, tracing, a dispatch mode or forward-mode AD."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -49,11 +48,11 @@ def gradients_of(
     needed: Sequence[bool],
     grads: Sequence[Tensor],
 ) -> list[Tensor | None]:
-    """Gradients of ``definition(*inputs)`` that can be differentiated again.
+    """Compute gradients of ``definition(*inputs)`` that can be differentiated again.
 
-    For the backward pass of a torch.autograd.Function where ``torch.is_grad_enabled()``, that is
-    under create_graph. The trap: ``inputs`` must be the Function's own arguments, as
-    ctx.saved_tensors gives them; a copy that forward made is cut off from the graph, and second
+    Call this in the backward pass of a torch.autograd.Function if ``torch.is_grad_enabled()``, that
+    is, under create_graph. Trap: ``inputs`` must be the arguments of the Function, as in
+    ctx.saved_tensors. A copy made in its forward pass is detached from the graph, and second
     derivatives through it would silently be zero.
 
     Args:
@@ -62,7 +61,7 @@ def gradients_of(
     Returns: a gradient, or None, for every input.
     """
     with torch.enable_grad():
-        # views: where one input depends on another, its part must not be counted twice
+        # views, so that an input that depends on another one is not counted twice
         own = [x.view_as(x) if need else x for x, need in zip(inputs, needed, strict=True)]
         results = definition(*own)
         results = (results,) if isinstance(results, Tensor) else results

@@ -1,9 +1,9 @@
-"""Lambda P phi(x) of the LRPE family in one call: what every compiled form computes.
+"""The definition of Lambda P phi(x) of the LRPE family in one call.
 
-:class:`Form` names the variant and :func:`definition` is its meaning in PyTorch; the compiled
-forms are ``encode_cpu`` (C++) and ``encode_triton``.
+:class:`Form` selects the variant and :func:`definition` computes it in PyTorch. The compiled forms
+are ``encode_cpu`` (C++) and ``encode_triton``.
 
-Axes: B batch, H heads, T time, D width, E pairs (features of a wide form) that turn.
+Axes: B batch, H heads, T time, D width, E rotated pairs (in a wide form: rotated features).
 """
 
 from typing import NamedTuple
@@ -14,11 +14,12 @@ from torch.nn import functional as F
 
 
 class Form(NamedTuple):
-    """What is done to x.
+    """A variant of Lambda P phi.
 
-    phi: 1 + elu comes first. halves: pairs are (j, D/2 + j), as after the odd-even permutation, not
-    (2j, 2j + 1). wide: the unitary diagonal of real features, which doubles the width. permutes:
-    Lambda is a permutation. fourier: P is a Fourier matrix, Lambda unitary.
+    phi: True if 1 + elu is applied first. halves: True if pairs are (j, D/2 + j), as after the
+    odd-even permutation, instead of (2j, 2j + 1). wide: True if Lambda is the unitary diagonal of
+    real features, which doubles the width. permutes: True if Lambda is a permutation. fourier: True
+    if P is a Fourier matrix and Lambda unitary.
     """
 
     phi: bool = True
@@ -29,18 +30,18 @@ class Form(NamedTuple):
 
     @property
     def simple(self) -> bool:
-        """True if Lambda is a rotation or the unitary diagonal and P at most a reflection."""
+        """True if Lambda is a rotation or unitary diagonal, and P is not a Fourier matrix."""
         return not self.permutes and not self.fourier
 
 
 def definition(x: Tensor, p: Tensor | None, at: Tensor, form: Form) -> Tensor:
-    """Lambda P phi(x), (B, H, T, D) or twice as wide, in differentiable operations.
+    """Compute Lambda P phi(x), (B, H, T, D) or twice as wide, in differentiable operations.
 
     Args:
         x: (B, H, T, D).
-        p: of a reflection the unit vector (D,); the Fourier matrix [Re, Im], (D, 2D); or None.
-        at: exp(i s theta), complex, (T, E) or (B, 1, T, E); the features beyond E stay. Of a
-            permutation the indices, int64 (B, H, T, D).
+        p: the unit vector (D,) of a reflection, the Fourier matrix [Re, Im] (D, 2D), or None.
+        at: exp(i s theta), complex, (T, E) or (B, 1, T, E); the remaining features are unchanged.
+            For a permutation its indices, int64 (B, H, T, D).
     """
     z = F.elu(x) + 1.0 if form.phi else x
     z = z.unflatten(-1, (2, -1)).mT.flatten(-2) if form.halves else z
@@ -57,7 +58,10 @@ def definition(x: Tensor, p: Tensor | None, at: Tensor, form: Form) -> Tensor:
 
 
 def rotated(x: Tensor, turn: Tensor) -> Tensor:
-    """Pairs (2i, 2i+1) of x (..., T, D) turned by complex ``turn`` (..., T, E), in real numbers."""
+    """Rotate the pairs (2i, 2i+1) of x (..., T, D) by complex ``turn`` (..., T, E).
+
+    Only real operations are used. Features from 2E on are unchanged.
+    """
     width = 2 * turn.shape[-1]
     a, b = x[..., :width].unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = turn.real, turn.imag

@@ -1,12 +1,12 @@
 // phi, P and Lambda on a CPU, token by token, in float32; encode_cpu.py compiles, loads and calls this.
 //
 // Each row of a head is read once and its features are written once. The backward pass recomputes
-// from x what it needs.
+// intermediate results from x.
 //
-// Names: p = phi(x), in the order of an odd-even P; u the unit vector of a reflection, z the mirror
-// image of p; turn = exp(i s theta), one complex number for each pair (2j, 2j + 1) or, in the wide
-// form, for each feature, which doubles the width; order the indices of a permutation. With a Fourier
-// matrix P all heads of a token are transformed in one product.
+// Names: p = phi(x), permuted if P is odd-even; u is the unit vector of a reflection and z the
+// reflection of p; turn = exp(i s theta), one complex number for each pair (2j, 2j + 1) or, in the
+// wide form, for each feature, which doubles the width; order holds the indices of a permutation. With
+// a Fourier matrix P all heads of a token are transformed in one product.
 
 #include <omp.h>
 
@@ -15,11 +15,12 @@
 typedef const float *Floats;
 typedef float *Sums;
 
-// turned: complex numbers of a row of turn; the features beyond stay. at: turn, as pairs of floats, or
-// order, (batch, 1, time); its stride of batch is 0 where all sequences share it. p: u of a
+// turned: complex numbers in a row of turn; the remaining features are unchanged. at: turn, as pairs of
+// floats, or order, (batch, 1, time); its batch stride is 0 if all sequences share it. p: u of a
 // reflection, the real and imaginary parts (width, 2 width) of a Fourier matrix, or null.
-// The backward pass reads grad and, unless it has no data, x; it writes grad_x and, unless they have
-// no data, grad_at and grad_units: zeros (threads, width), whose sum over threads is the gradient of u.
+// The backward pass reads grad and x, and writes grad_x, grad_at and grad_units; x, grad_at and
+// grad_units may be null. grad_units (threads, width) must be zero before; its sum over threads is the
+// gradient of u.
 #define CALL_FIELDS(F)        \
     F(Call, int64_t, batch)   \
     F(Call, int64_t, heads)   \
@@ -47,7 +48,7 @@ using L = Lanes<float>;
 using V = L::Vector;
 typedef int32_t Integers __attribute__((vector_size(BYTES)));
 
-// e^x for x <= 0, to two units in the last place; results below the float32 range become 2^-126.
+// e^x for x <= 0, accurate to two units in the last place. Results below 2^-126 become 2^-126.
 inline V exponential(V x) {
     const V lowest = V{} - 87.336f;
     x = x < lowest ? lowest : x;
@@ -71,32 +72,32 @@ inline V slope_of_phi(V phi_of_x) { return phi_of_x > 1.0f ? V{} + 1.0f : phi_of
 
 constexpr auto ORDER = std::make_integer_sequence<int, L::COUNT>{};
 
-// Pairs (a, b) as (b, a).
+// Exchange the elements of every pair (a, b).
 template <int... J>
 inline V swapped(V x, std::integer_sequence<int, J...>) {
     return __builtin_shufflevector(x, x, (J ^ 1)...);
 }
 inline V swapped(V x) { return swapped(x, ORDER); }
 
-// Null where x has no data.
+// The address of a row; null if x has no data.
 template <typename T = float>
 T *row_of(const Tensor &x, int64_t batch, int64_t head, int64_t time) {
     if (!x.data) return nullptr;
     return static_cast<T *>(x.data) + batch * x.batch + head * x.head + time * x.time;
 }
 
-// Some heads of one token.
+// `count` heads of one token, from the head `first` on.
 struct Heads {
     int64_t batch, time, first;
     int count;
 };
 
-// Zero a row from its width to the end of its last vector: a NaN of another row must not stay there.
+// Zero a row from its width to the end of its last vector, which may contain a NaN of another row.
 inline void fill_up(float *row, int64_t width) {
     for (int64_t j = width; j < L::filled(width); j++) row[j] = 0;
 }
 
-// Copy ``width`` numbers from ``offset`` on of each head's row of x into a matrix, and back.
+// Copy `width` numbers from `offset` on, of each head's row of x, into a matrix; `write` copies back.
 inline void read(Matrix<float> to, const Tensor &x, Heads of, int64_t offset, int64_t width) {
     for (int h = 0; h < of.count; h++) {
         copy(to[h], row_of(x, of.batch, of.first + h, of.time) + offset, width);
@@ -108,15 +109,15 @@ inline void write(Matrix<float> from, const Tensor &x, Heads of, int64_t offset,
         copy(row_of(x, of.batch, of.first + h, of.time) + offset, from[h], width);
 }
 
-// The work of one thread on the heads of one token. Each step is done for all heads before the next,
-// so that the processor need not wait for the sums of one row.
+// Work of one thread on the heads of one token. Each step is done for all heads before the next step,
+// so that the processor does not wait for the sums of one row.
 struct Rows {
     static constexpr int AT_ONCE = 16;  // heads, so that their rows fit the L1 cache
     const Call &call;
-    const int D, F;  // D, filled up to whole vectors
+    const int D, F;  // F: D, padded to whole vectors
     const bool reflects;
     Workspace<float> space;
-    Matrix<float> f, p, z;  // f = phi(x) or x, in the order of x; equal ones share their memory
+    Matrix<float> f, p, z;  // f = phi(x) or x, in the order of x; equal matrices share memory
     Matrix<float> g, imaginary;  // gradients; the second half of wide rows
     Matrix<float> u, along, across;  // Lambda z = along z + across swapped(z); wide: both times z
     Matrix<float> sum_re, sum_im, sum_u;
@@ -131,7 +132,7 @@ struct Rows {
         if (!call.halves) p = f;
         if (!reflects) z = p;
         if (reflects) copy(u.data, call.p, D);
-        for (int j = 0; j < F; j++) along.data[j] = 1;  // beyond E: 1 + 0i
+        for (int j = 0; j < F; j++) along.data[j] = 1;  // 1 + 0i for the features from E on
     }
 
     // Read turn at (batch, time).
@@ -149,14 +150,14 @@ struct Rows {
         }
     }
 
-    // Call work(heads) for all heads of a token, AT_ONCE at a time.
+    // Call work(heads) for all heads of a token, with at most AT_ONCE heads per call.
     template <typename Work>
     void in_parts(int64_t batch, int64_t time, Work work) {
         for (int64_t first = 0; first < call.heads; first += AT_ONCE)
             work(Heads{batch, time, first, int(std::min<int64_t>(AT_ONCE, call.heads - first))});
     }
 
-    // Call work(h, j) for every vector of the first ``count`` rows.
+    // Call work(h, j) for every vector of the first `count` rows.
     template <typename Work>
     void every(int count, Work work) {
         for (int h = 0; h < count; h++)
@@ -218,7 +219,7 @@ struct Rows {
         in_parts(batch, time, [&](Heads of) { backward(of); });
     }
 
-    // Compute grad_x; add the gradients of turn and u to their sums.
+    // Compute grad_x, and add the gradients of turn and u to their sums.
     void backward(Heads of) {
         if (call.grad_at.data)
             features(of);
@@ -290,11 +291,11 @@ struct Rows {
     }
 };
 
-// The same where P is a Fourier matrix and Lambda unitary: all heads of a token in one product.
+// As Rows, for a Fourier matrix P and a unitary Lambda: all heads of a token in one product.
 struct Spectra {
     const Call &call;
     const int64_t D;
-    const int F, rows;  // D and the heads, filled up
+    const int F, rows;  // D and the number of heads, padded
     Workspace<float> space;
     Matrix<float> p, z, g, dp;              // z = p F and its gradient: real, then imaginary parts
     Matrix<float> fourier, turned_fourier;  // (F, 2F), and its transpose
@@ -325,7 +326,7 @@ struct Spectra {
 
     Heads heads(int64_t batch, int64_t time) const { return {batch, time, 0, int(call.heads)}; }
 
-    // p and z of a token.
+    // Compute p and z of a token.
     void features(int64_t batch, int64_t time) {
         read(p, call.x, heads(batch, time), 0, D);
         for (int h = 0; call.phi && h < call.heads; h++)
@@ -333,7 +334,7 @@ struct Spectra {
         product<FULL, false>(z, p, fourier, rows, int(D), 2 * F);
     }
 
-    // Every row times turn, or times its conjugate.
+    // Multiply every row by turn or by its conjugate.
     void turn(Matrix<float> y, float sign) {
         for (int h = 0; h < call.heads; h++)
             for (int j = 0; j < F; j += L::COUNT) {
@@ -381,8 +382,8 @@ struct Spectra {
     }
 };
 
-// Call token(work, batch, time) for every token, done(work, batch, time) after the last token that
-// shares its Lambda, and last(work) once per thread.
+// Call token(work, batch, time) for every token, done(work, batch, time) after the last token with the
+// same Lambda, and last(work) once per thread.
 template <typename Work, typename Token, typename Done, typename Last>
 void each(const Call &call, Token token, Done done, Last last) {
 #pragma omp parallel num_threads(int(call.threads))
@@ -428,7 +429,7 @@ extern "C" void encode_backward(const Call *call) {
     });
 }
 
-// The same where P is a Fourier matrix.
+// Entry points for a Fourier matrix P.
 extern "C" void fourier_forward(const Call *call) { forward<Spectra>(*call); }
 
 extern "C" void fourier_backward(const Call *call) {

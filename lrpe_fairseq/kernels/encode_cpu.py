@@ -1,8 +1,7 @@
 """Lambda P phi(x) on a CPU in C++: every row is read once and its features are written once.
 
-The meaning of a form is ``encode.definition``, which serves in float64 and where ``encode_cpu.cpp``
-does not compile. Only the arguments are saved for the backward pass, and x only if its gradient or
-a parameter's needs it.
+The definition is ``encode.definition``. It is used in float64, and if ``encode_cpu.cpp`` does not
+compile. Only the arguments are saved for the backward pass, and x only if a gradient depends on it.
 """
 
 import ctypes
@@ -17,12 +16,14 @@ from lrpe_fairseq.kernels.encode import Form, definition
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 WIDEST = 1024
+"""Largest supported width of rows."""
+
 WIDEST_SPECTRUM = 128
-"""Widest rows with a Fourier matrix: a larger matrix does not fit a core's cache."""
+"""Largest supported width with a Fourier matrix. A larger matrix does not fit a core's cache."""
 
 
 class _Call(ctypes.Structure):
-    """``Call`` of encode_cpu.cpp; the loader checks that the two agree."""
+    """``Call`` of encode_cpu.cpp. The loader checks that both definitions are equal."""
 
     _fields_ = [
         *((n, ctypes.c_int64) for n in ("batch", "heads", "time", "width", "turned")),
@@ -33,7 +34,7 @@ class _Call(ctypes.Structure):
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled kernel; None where kernels are off or it does not compile."""
+    """Return the compiled kernel, or None if kernels are disabled or it does not compile."""
     return loader.compiled(SOURCE, _Call)
 
 
@@ -52,22 +53,22 @@ def serves(x: Tensor, form: Form) -> bool:
 
 
 def encode(x: Tensor, p: Tensor | None, at: Tensor | tuple[Tensor, Tensor], form: Form) -> Tensor:
-    """Lambda P phi(x), (B, H, T, D) or twice as wide.
+    """Compute Lambda P phi(x), (B, H, T, D) or twice as wide.
 
     Args:
-        x: (B, H, T, D), see :func:`serves`.
-        p: of a reflection the unit vector (D,); the Fourier matrix [Re, Im], (D, 2D); or None.
-        at: exp(i s theta), complex, (T, E) or (B, 1, T, E); the features beyond E stay. Of a
-            permutation the indices, int64, to be expanded to x, and those of its inverse.
-    Raises: ValueError where ``p`` or ``at`` are of another width: C++ would read out of bounds.
+        x: (B, H, T, D); see :func:`serves`.
+        p: the unit vector (D,) of a reflection, the Fourier matrix [Re, Im] (D, 2D), or None.
+        at: exp(i s theta), complex, (T, E) or (B, 1, T, E); the remaining features are unchanged.
+            For a permutation its indices and those of its inverse, int64, which broadcast to x.
+    Raises: ValueError if the width of ``p`` or ``at`` is wrong: C++ would read out of bounds.
     """
     width = x.shape[-1]
     turned = width if form.permutes else at.shape[-1] * (1 if form.wide else 2)
     if turned > width or (form.wide and turned != width):
-        raise ValueError(f"x has {width} features, but its encoding turns {turned}")
+        raise ValueError(f"x has {width} features, but Lambda is for {turned} features")
     if p is not None and p.shape != ((width, 2 * width) if form.fourier else (width,)):
-        raise ValueError(f"x has {width} features, but P is for {p.shape[0]}")
-    # every copy is made here, where autograd sees it
+        raise ValueError(f"x has {width} features, but P is for {p.shape[0]} features")
+    # copies are made here, inside the autograd graph
     x, p = loader.contiguous_rows(x), None if p is None else p.contiguous()
     if form.permutes:
         return _Encoded.apply(x, p, loader.contiguous_rows(at[0].expand(x.shape)), form)
@@ -77,15 +78,15 @@ def encode(x: Tensor, p: Tensor | None, at: Tensor | tuple[Tensor, Tensor], form
 
 
 class _Encoded(torch.autograd.Function):
-    """``at`` of shape (T, .) is shared by every sequence."""
+    """Lambda P phi with a hand-written gradient. ``at`` (T, .) is shared by all sequences."""
 
     @staticmethod
     def forward(ctx, x, p, at, form):
         out = x.new_empty(*x.shape[:3], x.shape[-1] * (2 if form.wide else 1))
         ctx.form, ctx.threads = form, torch.get_num_threads()
         _run("forward", ctx, x.shape, p, at, x=x, out=out)
-        asked = form.phi or any(ctx.needs_input_grad[1:3])
-        ctx.save_for_backward(x if asked else None, p, at)
+        needs_x = form.phi or any(ctx.needs_input_grad[1:3])
+        ctx.save_for_backward(x if needs_x else None, p, at)
         ctx.layout = torch.empty_like(x, device="meta")
         return out
 
@@ -93,9 +94,9 @@ class _Encoded(torch.autograd.Function):
     def backward(ctx, grad):
         x, p, at = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _again(ctx, grad)
+            return _gradients_as_graph(ctx, grad)
         grad_x, grad_units = torch.empty_like(ctx.layout, device=grad.device), None
-        if ctx.needs_input_grad[1]:  # one row a thread: the order of the sum is always the same
+        if ctx.needs_input_grad[1]:  # one row per thread, so the order of the sum is fixed
             grad_units = p.new_zeros(ctx.threads, len(p))
         grad_at = torch.empty_like(at) if ctx.needs_input_grad[2] else None
         tensors = {"x": x, "grad": loader.contiguous_rows(grad), "grad_x": grad_x}
@@ -104,8 +105,8 @@ class _Encoded(torch.autograd.Function):
         return grad_x, grad_p, grad_at, None
 
 
-def _again(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of a call as a graph, for second derivatives."""
+def _gradients_as_graph(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of a call with their graph, for second derivatives."""
     x, p, at = ctx.saved_tensors
     if x is None:  # the map is linear in x, so any x has the same gradient
         x = torch.zeros_like(ctx.layout, device=grad.device, requires_grad=True)
@@ -116,7 +117,7 @@ def _again(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _over_batch(at: Tensor | None, batch: int) -> Tensor | None:
-    """(T, E) or (B, 1, T, E) as (B, 1, T, 2E), complex numbers as two real ones; a view."""
+    """Return a real view (B, 1, T, 2E) of complex (T, E) or (B, 1, T, E)."""
     if at is None or not at.is_complex():
         return at
     return torch.view_as_real(at).flatten(-2).expand(batch, 1, -1, -1)
@@ -132,7 +133,7 @@ def _run(
     grad_units: Tensor | None = None,
     **tensors: Tensor | None,
 ) -> None:
-    """Call a function of the library on named tensors."""
+    """Call the library's function for ``direction`` with named tensors."""
     simple = ctx.form._asdict()
     name = "fourier" if simple.pop("fourier") else "encode"
     tensors["at"], tensors["grad_at"] = (_over_batch(x, shape[0]) for x in (at, grad_at))

@@ -1,9 +1,10 @@
 """Lambda P phi(x) on CUDA: a Triton kernel and its gradient, for P a reflection or odd-even.
 
-x is read once and the encoded features are written once; the gradient reads x and the incoming
-gradient once and recomputes the rest. Sums are float32. The meaning is ``encode.definition``.
+The kernel reads x once and writes the encoded features once. The gradient reads x and the incoming
+gradient once and recomputes intermediate results. Sums are computed in float32. The definition is
+``encode.definition``.
 
-A program takes BT positions of one sequence with all heads, so that the gradient of the angles
+A program processes BT positions of one sequence with all heads, so that the gradient of the angles
 needs no atomic additions.
 """
 
@@ -16,11 +17,11 @@ from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain
 from lrpe_fairseq.kernels.encode import Form, definition
 from lrpe_fairseq.kernels.loader import on_device
 
-NUMBERS = 2048  # of one head in the registers of a program
+NUMBERS = 2048  # maximum number of elements of one head in the registers of a program
 
 
 def serves(x: Tensor, form: Form) -> bool:
-    """True if the kernels support x (B, H, T, D): a fit device and type, D a power of two."""
+    """True if the kernels support x (B, H, T, D): its device, its dtype, and D a power of two."""
     if not is_plain(x):
         return False
     width = x.shape[-1]
@@ -29,19 +30,24 @@ def serves(x: Tensor, form: Form) -> bool:
 
 
 def encode(x: Tensor, unit: Tensor | None, turn: Tensor, form: Form) -> Tensor:
-    """Lambda P phi(x), (B, H, T, D) or twice as wide, in the type of x.
+    """Compute Lambda P phi(x), (B, H, T, D) or twice as wide, in the dtype of x.
 
     Args:
-        x: (B, H, T, D), last axis contiguous. unit: (D,), float32, of the reflection, or None.
-        turn: exp(i s theta), complex64, (T, E) or (B, 1, T, E); E pairs (features if ``wide``)
-            are turned, the others stay.
-        form: phi always comes first here.
+        x: (B, H, T, D), last axis contiguous.
+        unit: the unit vector (D,) of the reflection, float32, or None.
+        turn: exp(i s theta), complex64, (T, E) or (B, 1, T, E). E pairs (features if ``wide``) are
+            rotated, the others are unchanged.
+        form: the variant. ``phi`` must be true.
     """
     return _Encoded.apply(x, unit, turn.resolve_conj().contiguous(), form)
 
 
 class _Encoded(torch.autograd.Function):
-    """The gradient of ``turn`` is complex: of cosines in its real part, of sines in the other."""
+    """Lambda P phi with a hand-written gradient.
+
+    The gradient of ``turn`` is complex: the real part is that of the cosines, the imaginary part
+    that of the sines.
+    """
 
     @staticmethod
     def forward(ctx, x, unit, turn, form):
@@ -84,7 +90,8 @@ class _Encoded(torch.autograd.Function):
 def _gradients(
     x: Tensor, unit: Tensor | None, turn: Tensor, grad: Tensor, ctx
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of x; of turn for each sequence (B, T, E, 2); of unit for each program (., D)."""
+    """Return the gradients of x, of turn for each sequence (B, T, E, 2), and of unit for each
+    program (., D)."""
     parts, grid, grad_x = torch.view_as_real(turn), _grid(x), torch.empty_like(x)
     batch, _, time, width = x.shape
     _, unit_learns, turn_learns, _ = ctx.needs_input_grad
@@ -103,7 +110,7 @@ def _gradients(
 
 
 def _rows(x: Tensor) -> int:
-    """Positions that one program takes: a power of two."""
+    """Return the number of positions per program, a power of two."""
     return min(32, max(1, NUMBERS // x.shape[-1]))
 
 
@@ -112,7 +119,7 @@ def _grid(x: Tensor) -> tuple[int, int]:
 
 
 def _sizes(x: Tensor, parts: Tensor) -> tuple[int, ...]:
-    """Heads, time, strides of x, stride of ``parts`` from sequence to sequence."""
+    """Return heads, time, the strides of x, and the batch stride of ``parts``."""
     return x.shape[1], x.shape[2], *x.stride()[:3], parts.stride(0) if parts.dim() == 5 else 0
 
 
@@ -130,7 +137,10 @@ def _constants(x: Tensor, unit: Tensor | None, turn: Tensor, form: Form) -> dict
 
 @triton.jit
 def _place(BT: tl.constexpr):
-    """Positions (BT,) and sequence of this program, int64: a batch may hold over 2^31 numbers."""
+    """Return the positions (BT,) and the sequence of this program.
+
+    Both are int64, because a batch may have more than 2^31 elements.
+    """
     return (
         tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT),
         tl.program_id(1).to(tl.int64),
@@ -139,7 +149,7 @@ def _place(BT: tl.constexpr):
 
 @triton.jit
 def _turns(turn, rows, T, E: tl.constexpr, W: tl.constexpr):
-    """Cosines and sines (BT, W) of the rows; 1 and 0 beyond the E that turn."""
+    """Load the cosines and sines (BT, W) of the rows; 1 and 0 for columns from E on."""
     columns = tl.arange(0, W)
     at = rows[:, None] * (2 * E) + 2 * columns[None, :]
     known = (rows[:, None] < T) & (columns[None, :] < E)
@@ -148,7 +158,7 @@ def _turns(turn, rows, T, E: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def _begin(unit, turn, T, tb, D: tl.constexpr, E: tl.constexpr, W: tl.constexpr, BT: tl.constexpr):
-    """Positions and sequence of this program, its columns and mask (BT, D), turns, and u (D,)."""
+    """Return this program's positions, sequence, columns, mask (BT, D), turns and u (D,)."""
     rows, b = _place(BT)
     columns = tl.arange(0, D)
     here = (rows < T)[:, None] & (columns >= 0)[None, :]
@@ -158,12 +168,13 @@ def _begin(unit, turn, T, tb, D: tl.constexpr, E: tl.constexpr, W: tl.constexpr,
 
 @triton.jit
 def _phi(x):
-    """1 + elu(x)."""
+    """Compute 1 + elu(x)."""
     return tl.where(x > 0, x + 1.0, tl.exp(tl.minimum(x, 0.0)))
 
 
 @triton.jit
 def _reflected(p, u, REFLECTS: tl.constexpr):
+    """Reflect the rows of p (BT, D) in the hyperplane normal to u, if REFLECTS."""
     if REFLECTS:
         p = p - 2.0 * tl.sum(p * u[None, :], 1)[:, None] * u[None, :]
     return p
@@ -171,7 +182,7 @@ def _reflected(p, u, REFLECTS: tl.constexpr):
 
 @triton.jit
 def _apart(z, BT: tl.constexpr, D: tl.constexpr, HALVES: tl.constexpr):
-    """First and second of every pair of z (BT, D): (BT, D / 2) each."""
+    """Split z (BT, D) into the first and second elements of its pairs, (BT, D / 2) each."""
     if HALVES:
         pairs = tl.permute(tl.reshape(z, (BT, 2, D // 2)), (0, 2, 1))
     else:
@@ -181,7 +192,7 @@ def _apart(z, BT: tl.constexpr, D: tl.constexpr, HALVES: tl.constexpr):
 
 @triton.jit
 def _together(a, c, BT: tl.constexpr, D: tl.constexpr, HALVES: tl.constexpr):
-    """The inverse of :func:`_apart`."""
+    """Join the elements of pairs: the inverse of :func:`_apart`."""
     pairs = tl.join(a, c)
     if HALVES:
         pairs = tl.permute(pairs, (0, 2, 1))
@@ -190,7 +201,7 @@ def _together(a, c, BT: tl.constexpr, D: tl.constexpr, HALVES: tl.constexpr):
 
 @triton.jit
 def _turned_back(grad, z, cos, sin, BT: tl.constexpr, D: tl.constexpr, HALVES: tl.constexpr):
-    """Gradients of z (BT, D) and of its cosines and sines (BT, D / 2)."""
+    """Return the gradients of z (BT, D) and of the cosines and sines (BT, D / 2)."""
     re, im = _apart(grad, BT, D, False)
     a, c = _apart(z, BT, D, HALVES)
     g = _together(re * cos + im * sin, im * cos - re * sin, BT, D, HALVES)
@@ -199,7 +210,7 @@ def _turned_back(grad, z, cos, sin, BT: tl.constexpr, D: tl.constexpr, HALVES: t
 
 @triton.jit
 def _of_unit(g, p, u):
-    """Gradient (D,) of u in p - 2 u (u . p), from the gradient g of that; summed over rows."""
+    """Return the gradient (D,) of u in p - 2 u (u . p), whose gradient is g, summed over rows."""
     g_along = tl.sum(g * u[None, :], 1)[:, None]
     p_along = tl.sum(p * u[None, :], 1)[:, None]
     return tl.sum(-2.0 * (p_along * g + g_along * p), 0)
@@ -229,10 +240,10 @@ def _through(
     HALVES: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Gradients of x (BT, D), cosines, sines and u from that of a head's features.
+    """Return the gradients of x (BT, D), cosines, sines and u from that of a head's features.
 
-    ``second`` is the gradient of the second half of wide features. What is not used costs nothing:
-    the compiler removes it.
+    ``second`` is the gradient of the second half of wide features. Unused results cost nothing,
+    because the compiler removes them.
     """
     p = _phi(x)
     z = _reflected(p, u, REFLECTS)
@@ -264,6 +275,7 @@ def _encode(
     HALVES: tl.constexpr,
     WIDE: tl.constexpr,
 ):
+    """Compute the features of all heads at the positions of this program."""
     W: tl.constexpr = D if WIDE else D // 2
     rows, b, columns, here, cos, sin, u = _begin(unit, turn, T, tb, D, E, W, BT)
     at = x + b * xb + rows[:, None] * xt + columns[None, :]
@@ -310,7 +322,7 @@ def _encode_gradient(
     TURN_LEARNS: tl.constexpr,
     UNIT_LEARNS: tl.constexpr,
 ):
-    """Gradients of x, and sums for those of turn and unit."""
+    """Compute the gradient of x, and the sums over heads for those of turn and unit."""
     W: tl.constexpr = D if WIDE else D // 2
     rows, b, columns, here, cos, sin, u = _begin(unit, turn, T, tb, D, E, W, BT)
     at = x + b * xb + rows[:, None] * xt + columns[None, :]

@@ -1,13 +1,13 @@
 """Find, compile and load the kernels: C++ on a CPU, Triton on a GPU.
 
-The environment variable ``LRPE_FAIRSEQ_KERNELS`` decides which kernels may run:
+The environment variable ``LRPE_FAIRSEQ_KERNELS`` selects the kernels:
 
-- unset: those in C++. The Triton kernels pass their tests in Triton's interpreter and compile for
-  A100 and H100, but have not been run on a GPU yet.
-- ``0``: none; the PyTorch forms run everywhere.
-- ``1``: all, those in Triton included.
+- unset: the C++ kernels. The Triton kernels pass their tests in Triton's interpreter and compile
+  for A100 and H100, but have not been run on a GPU yet.
+- ``0``: no kernels; PyTorch is used everywhere.
+- ``1``: all kernels, including the Triton kernels.
 
-Any other value is refused with a ValueError when a kernel is first looked for.
+Any other value raises ValueError when a kernel is first requested.
 """
 
 import atexit
@@ -36,7 +36,7 @@ VARIABLE = "LRPE_FAIRSEQ_KERNELS"
 HEADERS = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", f"-I{HEADERS}")
 AMPERE = (8, 0)
-"""Compute capability that the Triton kernels need."""
+"""Minimum compute capability of the Triton kernels."""
 
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
@@ -44,13 +44,13 @@ logger = logging.getLogger(__name__)
 
 
 class LayoutError(ImportError):
-    """A struct differs between C++ and Python. Never turned into a slower form: it is a bug."""
+    """A struct differs between C++ and Python. This is a bug, so PyTorch is not used instead."""
 
 
 def kernels_enabled(default: bool) -> bool:
-    """What ``LRPE_FAIRSEQ_KERNELS`` says; ``default`` where it is unset.
+    """Return True if ``LRPE_FAIRSEQ_KERNELS`` is 1, False if it is 0, and ``default`` if unset.
 
-    Raises: ValueError for a value other than 0 and 1.
+    Raises: ValueError for any other value.
     """
     value = os.environ.get(VARIABLE)
     if value not in (None, "0", "1"):
@@ -61,11 +61,12 @@ def kernels_enabled(default: bool) -> bool:
 
 
 def kernels_in_use(device: str | None = None) -> dict[str, str]:
-    """Which form computes causal sums and encodings on ``device``, for run files.
+    """Return the forms that compute causal sums and encodings on ``device``, for run files.
 
+    Args: device: "cuda" or "cpu"; None means "cuda" if a GPU is available.
     Returns: ``device``; ``causal`` and ``encode``, each "cpu-c++", "triton" or "pytorch"; and
-        ``reason`` where PyTorch serves. Single calls may still need PyTorch, for example in half
-        types on a CPU. ``device`` is "cuda" or "cpu"; None means "cuda" where there is a GPU.
+        ``reason`` if PyTorch is used. Some calls use PyTorch in any case, for example those in half
+        precision on a CPU.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     forms, reason = _forms_of(device)
@@ -84,7 +85,7 @@ def _forms_of(device: str) -> tuple[dict[str, str], str]:
     modules = (importlib.import_module(f"lrpe_fairseq.kernels.{name}_cpu") for name in names)
     loaded = (module.library() is not None for module in modules)
     return {
-        n: "cpu-c++" if able else "pytorch" for n, able in zip(names, loaded, strict=True)
+        n: "cpu-c++" if found else "pytorch" for n, found in zip(names, loaded, strict=True)
     }, reason
 
 
@@ -92,9 +93,9 @@ def _forms_of(device: str) -> tuple[dict[str, str], str]:
 
 
 def triton_kernels(module: str) -> ModuleType | None:
-    """Import the Triton kernels, or return None without opt-in, a GPU since Ampere, or Triton.
+    """Import the Triton kernels, or return None without opt-in, Triton, or an Ampere or newer GPU.
 
-    None under torch.compile and the like, where the PyTorch forms serve.
+    Also None under torch.compile and similar transformations, where PyTorch is used.
     """
     return None if is_transformed() else _triton_kernels(module)
 
@@ -108,21 +109,21 @@ def _triton_kernels(module: str) -> ModuleType | None:
 
 
 def _why_no_triton() -> str:
-    """The reason for which no Triton kernel runs here; empty if they do."""
+    """Return the reason why the Triton kernels cannot run, or an empty string if they can."""
     if not kernels_enabled(default=False):
         return f"the Triton kernels run only with {VARIABLE}=1"
     if not torch.cuda.is_available():
-        return "there is no GPU"
+        return "no GPU is available"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if torch.cuda.get_device_capability() < AMPERE:
         name = torch.cuda.get_device_name()
-        return f"{name} is older than Ampere (compute capability 8.0), so the PyTorch forms run"
+        return f"{name} is older than Ampere (compute capability 8.0), so PyTorch is used"
     return ""
 
 
 def on_device(x: Tensor) -> bool:
-    """True if Triton kernels can take ``x``: on a GPU since Ampere, not float64."""
+    """True if Triton kernels support ``x``: on an Ampere or newer GPU, not float64."""
     return (
         x.is_cuda
         and x.dtype in (torch.float16, torch.bfloat16, torch.float32)
@@ -135,11 +136,12 @@ def on_device(x: Tensor) -> bool:
 
 @lru_cache(maxsize=8)
 def compiled(source: Path, call: type[ctypes.Structure]) -> ctypes.CDLL | None:
-    """Load the library of that .cpp file; None where kernels are off or it does not compile.
+    """Load the library of the .cpp file ``source``.
 
-    It is compiled once for a machine, by ``$CXX`` or ``c++``, into the user's cache folder.
-    ``call`` is the Python form of the C++ struct ``Call``.
-    Raises: LayoutError if the two, or those of ``Tensor``, differ.
+    It is compiled once per machine with ``$CXX`` or ``c++`` into the user's cache folder. ``call``
+    is the Python equivalent of the C++ struct ``Call``.
+    Returns: None, with a warning, if it does not compile; None if kernels are disabled.
+    Raises: LayoutError if ``Call`` or ``Tensor`` differs between C++ and Python.
     """
     if not kernels_enabled(default=True):
         return None
@@ -147,7 +149,7 @@ def compiled(source: Path, call: type[ctypes.Structure]) -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(_library(source)))
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         logger.warning(
-            "the kernel %s does not compile, so PyTorch runs in its place, more slowly (%s); "
+            "the kernel %s does not compile, so the slower PyTorch form is used (%s); "
             "set CXX to GCC 12, clang 14 or newer, or %s=0",
             source.name,
             _reason(error),
@@ -160,13 +162,13 @@ def compiled(source: Path, call: type[ctypes.Structure]) -> ctypes.CDLL | None:
 
 
 def _reason(error: Exception) -> str:
-    """The first error line of a compiler's output, or the first line of another error."""
+    """Return the first error line of a compiler's output, or the first line of another error."""
     lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
     return next((line for line in lines if "error" in line), [*lines, type(error).__name__][0])
 
 
 def _library(source: Path) -> Path:
-    """The library for this machine, from the cache folder or compiled into it now."""
+    """Return the path of the library for this machine; compile it if it is not in the cache."""
     command = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS]
     read = [path.read_bytes() for path in (source, *sorted(HEADERS.glob("*.h")))]
     made_of = (*read, " ".join(command).encode(), _processor().encode())
@@ -175,16 +177,18 @@ def _library(source: Path) -> Path:
     target = _cache() / name
     if target.is_symlink() or target.exists():
         if not _is_private(target):
-            logger.warning("%s is not ours alone, so the kernel is compiled elsewhere", target)
+            logger.warning(
+                "%s is not a private file of this user, so the kernel is compiled elsewhere", target
+            )
             target = _temporary_folder() / name
-        if _is_whole(target):
+        if _is_complete(target):
             return target
     _compile([*command, str(source)], target)
     return target
 
 
 def _compile(command: list[str], target: Path) -> None:
-    """Compile into ``target`` whole or not at all, readable by the user alone, with a checksum."""
+    """Compile to ``target`` atomically, with a checksum appended, accessible to this user only."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder, target.name)
         done = [*command, "-o", str(built)]
@@ -198,10 +202,10 @@ def _compile(command: list[str], target: Path) -> None:
         built.replace(target)
 
 
-def _is_whole(library: Path) -> bool:
-    """True if the file ends with the checksum of all before it, which :func:`_compile` appended.
+def _is_complete(library: Path) -> bool:
+    """True if the file ends with the checksum of its content, which :func:`_compile` appended.
 
-    The dynamic linker ignores what follows the sections. Loading half a library would end the
+    The dynamic linker ignores data after the sections. Loading a truncated library would crash the
     process without a message.
     """
     try:
@@ -213,22 +217,22 @@ def _is_whole(library: Path) -> bool:
 
 
 def _is_private(path: Path) -> bool:
-    """True for a plain file or folder of this user that nobody else can write."""
+    """True for a regular file or folder that is owned by, and writable for, this user only."""
     found = path.lstat()
     plain = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)
     return plain and found.st_uid == os.getuid() and not found.st_mode & WRITABLE_BY_OTHERS
 
 
 def _cache() -> Path:
-    """The user's cache folder, mode 0700, or a private temporary folder where it cannot serve."""
+    """Return the user's cache folder, mode 0700, or a temporary folder if it cannot be used."""
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = root / "lrpe_fairseq"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        reason = "" if _is_private(folder) else "is not ours alone"
+        reason = "" if _is_private(folder) else "is not a private folder of this user"
         if not os.access(folder, os.W_OK | os.X_OK):
             reason = "is not writable"
-    except (OSError, RuntimeError) as error:  # no home
+    except (OSError, RuntimeError) as error:  # no home folder
         folder, reason = "the cache folder", f"cannot be used ({error})"
     if not reason:
         return folder
@@ -239,14 +243,14 @@ def _cache() -> Path:
 
 @lru_cache(maxsize=1)
 def _temporary_folder() -> Path:
-    """A folder of this process, mode 0700, removed at its end."""
+    """Create a folder for this process, mode 0700, which is removed at exit."""
     folder = tempfile.mkdtemp(prefix="lrpe_fairseq-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
 
 
 def _processor() -> str:
-    """The properties of the processor that -march=native depends on."""
+    """Return the properties of the processor on which -march=native depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -288,7 +292,7 @@ KINDS = {
 def check_layout(library: ctypes.CDLL, table: str, structure: type[ctypes.Structure]) -> None:
     """Compare the fields of ``structure`` with the C++ struct that ``table`` describes.
 
-    ``table`` is an array of Field; its last row has no name and the size of the whole struct.
+    ``table`` is an array of Field. Its last row has no name and contains the size of the struct.
     Raises: LayoutError, naming the first difference.
     """
     names = [name for name, _ in structure._fields_]
@@ -298,23 +302,23 @@ def check_layout(library: ctypes.CDLL, table: str, structure: type[ctypes.Struct
         ours = (name.encode(), KINDS[kind], place.offset, place.size)
         theirs = (row.name, row.kind, row.offset, row.size)
         if ours != theirs:
-            raise LayoutError(f"{structure.__name__} in Python has {ours}, C++ has {theirs}")
+            raise LayoutError(f"{structure.__name__} has {ours} in Python but {theirs} in C++")
     last = rows[len(names)]
     if last.name is not None or last.size != ctypes.sizeof(structure):
-        raise LayoutError(f"{structure.__name__} has another size in C++ than in Python")
+        raise LayoutError(f"{structure.__name__} has a different size in C++ than in Python")
 
 
 def view(x: Tensor | None) -> View:
-    """What C++ sees of a tensor (B, H, T, .) or (B, H, T); no data for None."""
+    """Return the C++ view of a tensor (B, H, T, .) or (B, H, T), without data for None."""
     return View() if x is None else View(x.data_ptr(), *x.stride()[:3])
 
 
 def pointer(x: Tensor | None) -> int | None:
-    """The address of a contiguous tensor's data."""
+    """Return the address of a contiguous tensor's data, or None."""
     return None if x is None else x.data_ptr()
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """``x``, copied unless every row (last axis) is contiguous in memory."""
+    """Return ``x``, copied unless every row (last axis) is contiguous in memory."""
     x = x.resolve_neg()
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -1,10 +1,10 @@
-// Products of small matrices that fit a core's cache; shared by the C++ kernels.
+// Products of small matrices that fit a core's cache. Used by all C++ kernels.
 
 #pragma once
 
 #include "vectors.h"
 
-// A tile of a product is ROWS rows of one or two vectors, so that it fits the registers.
+// A tile of a product has ROWS rows of one or two vectors, so that it fits the registers.
 #if defined(__aarch64__)
 constexpr int ROWS = 8;
 #else
@@ -13,7 +13,7 @@ constexpr int ROWS = BYTES == 64 ? 8 : 4;
 
 namespace {
 
-// A row-major matrix; `transposed` is a view for the left side of a product.
+// A row-major matrix. `transposed` returns a view for the left operand of a product.
 template <typename T>
 struct Matrix {
     T *data;
@@ -23,11 +23,11 @@ struct Matrix {
     Matrix transposed() const { return {data, column, row}; }
 };
 
-// The part of c = a b to compute. LOWER: c on and below the diagonal only. LEFT_LOWER, LEFT_UPPER: a
-// is lower or upper triangular.
+// The structure of c = a b. LOWER: compute c on and below the diagonal only. LEFT_LOWER, LEFT_UPPER:
+// a is lower or upper triangular.
 enum Shape { FULL, LOWER, LEFT_LOWER, LEFT_UPPER };
 
-// ROWS rows and W vectors of c = a b, or c += a b, over the inner indices first to last.
+// Compute ROWS rows and W vectors of c = a b, or c += a b, over inner indices first to last - 1.
 template <int W, bool ADD, typename T>
 inline void tile(Matrix<T> c, Matrix<T> a, Matrix<T> b, int first, int last) {
     using L = Lanes<T>;
@@ -46,7 +46,7 @@ inline void tile(Matrix<T> c, Matrix<T> a, Matrix<T> b, int first, int last) {
         for (int w = 0; w < W; w++) L::at(c[i] + w * L::COUNT) = sum[i][w];
 }
 
-// c (rows x columns) = a (rows x inner) b (inner x columns), or c += a b.
+// Compute c (rows x columns) = a (rows x inner) b (inner x columns), or c += a b.
 template <Shape SHAPE, bool ADD, typename T>
 void product(Matrix<T> c, Matrix<T> a, Matrix<T> b, int rows, int inner, int columns) {
     constexpr int LANES = Lanes<T>::COUNT;
@@ -65,11 +65,11 @@ void product(Matrix<T> c, Matrix<T> a, Matrix<T> b, int rows, int inner, int col
         }
 }
 
-// One allocation from which matrices are handed out, each aligned to a cache line.
+// One allocation for several matrices, each aligned to a cache line.
 template <typename T>
 class Workspace {
   public:
-    explicit Workspace(int64_t elements)  // of all matrices, without padding
+    explicit Workspace(int64_t elements)  // total number of elements, without padding
         : elements_(elements + 32 * 64 / sizeof(T)),
           data_(static_cast<T *>(std::aligned_alloc(64, bytes(elements_)))) {}
     ~Workspace() { std::free(data_); }

@@ -1,4 +1,4 @@
-// SIMD vectors, and the structs that Python fills in; shared by the C++ kernels.
+// SIMD vectors, and structs that are filled in by Python. Used by all C++ kernels.
 
 #pragma once
 
@@ -22,8 +22,8 @@ constexpr int BYTES = 32;
 constexpr int BYTES = 16;
 #endif
 
-// One field of a struct that Python fills in. loader.py compares a table of these with its own
-// struct when it loads the library.
+// A field of a struct that is filled in by Python. When loader.py loads the library, it compares a
+// table of these fields with the Python struct.
 struct Field {
     const char *name, *kind;
     int64_t offset, size;
@@ -36,8 +36,8 @@ constexpr const char *kind_of() {
     return std::is_pointer<T>::value ? "pointer" : "Tensor";
 }
 
-// Define struct NAME and its table from one list, FIELDS(F), of F(NAME, type, field). The last row
-// of the table has no name and the size of the struct.
+// Define struct NAME and its table of fields from a list FIELDS(F) of F(NAME, type, field). The last
+// row of the table has no name and contains the size of the struct.
 #define DECLARE_FIELD(NAME, TYPE, FIELD) TYPE FIELD;
 #define DESCRIBE_FIELD(NAME, TYPE, FIELD) \
     {#FIELD, kind_of<TYPE>(), offsetof(NAME, FIELD), sizeof(TYPE)},
@@ -48,8 +48,8 @@ constexpr const char *kind_of() {
     extern "C" const Field TABLE[];        \
     const Field TABLE[] = {FIELDS(DESCRIBE_FIELD){nullptr, nullptr, 0, sizeof(NAME)}};
 
-// A (batch, head, time, width) tensor with a contiguous last axis; strides in elements. data is null
-// where there is no tensor.
+// A (batch, head, time, width) tensor with a contiguous last axis. Strides are in elements. data is
+// null if there is no tensor.
 typedef void *Pointer;
 #define TENSOR_FIELDS(F)      \
     F(Tensor, Pointer, data)  \
@@ -97,7 +97,7 @@ void add(T *y, const T *x, T factor, int width) {
         Lanes<T>::at(y + j) += factor * Lanes<T>::at(x + j);
 }
 
-// For short rows, where calling memcpy would cost more than the copy.
+// Copy a short row. For these a call of memcpy takes longer than the copy.
 template <typename T>
 inline void copy(T *to, const T *from, int64_t width) {
     using L = Lanes<T>;

@@ -1,6 +1,6 @@
-"""fairseq models: registration, presets and shared options. fairseq glue only."""
+"""fairseq models: registration, presets and shared options."""
 
-import fairseq  # noqa: F401  (first, so that the package mends it before a model uses it)
+import fairseq  # noqa: F401  (first, so that the fixes are applied before a model uses it)
 
 from lrpe_fairseq import compat, preemption
 

@@ -1,6 +1,7 @@
-"""Combinations of fairseq's options that fail later or are ignored, refused when a model is built.
+"""Checks of fairseq's options when a model is built.
 
-Every function raises ChoiceError with one sentence.
+They refuse combinations that would fail later or be ignored. Every function raises ChoiceError with
+one sentence.
 """
 
 from typing import Any
@@ -26,7 +27,7 @@ def check_translation(cfg: Any, task: Any) -> None:
     """Check the nested options of ``lrpe_transformer``."""
     if cfg.cross_self_attention:
         raise ChoiceError(
-            "--cross-self-attention is not supported: our self-attention cannot attend to the "
+            "--cross-self-attention is not supported: LRPE self-attention cannot attend to the "
             "encoder's output"
         )
     check_shared_embeddings(cfg, task)
@@ -40,7 +41,7 @@ def check_translation(cfg: Any, task: Any) -> None:
 
 
 def check_shared_embeddings(cfg: Any, task: Any) -> None:
-    """``--share-all-embeddings`` needs one dictionary, one width and one embedding file."""
+    """Check that ``--share-all-embeddings`` has one dictionary, width and embedding file."""
     if not cfg.share_all_embeddings:
         return
     if task.source_dictionary != task.target_dictionary:
@@ -54,7 +55,7 @@ def check_shared_embeddings(cfg: Any, task: Any) -> None:
 
 
 def check_tied_adaptive(options: Any) -> None:
-    """fairseq asserts these conditions without a message."""
+    """Check ``--tie-adaptive-weights``. fairseq asserts its conditions without a message."""
     conditions = {
         "--adaptive-input": options.adaptive_input,
         "equal cutoffs of adaptive input and softmax": options.adaptive_input_cutoff
@@ -70,7 +71,7 @@ def check_tied_adaptive(options: Any) -> None:
 
 
 def check_shared_output(options: Any, input_dim: int, output_dim: int) -> None:
-    """Output weights shared with the embeddings have their width."""
+    """Check that output weights shared with the embeddings have the same width."""
     shared = options.share_decoder_input_output_embed or getattr(
         options, "share_all_embeddings", False
     )
@@ -98,13 +99,13 @@ def check_probabilities(options: Any) -> None:
 
 
 def check_xformers(config: str | None) -> None:
-    """Our attention would ignore a configuration of xFormers."""
+    """Refuse a configuration of xFormers, which LRPE self-attention would ignore."""
     if config:
-        raise ChoiceError("xFormers attention is not supported: leave out xformers-att-config")
+        raise ChoiceError("xFormers attention is not supported: remove xformers-att-config")
 
 
 def check_quantization_blocks(probability: float, block: int, *widths: int) -> None:
-    """Quantization noise acts on blocks of columns."""
+    """Check that the blocks of columns of quantization noise divide the widths."""
     if probability and any(width % block for width in widths):
         raise ChoiceError(
             f"--quant-noise-pq-block-size {block} must divide the widths of the layers, "

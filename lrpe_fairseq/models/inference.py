@@ -1,4 +1,4 @@
-"""fairseq's inference options for our models: ``--retain-dropout`` and its modules."""
+"""Support for fairseq's inference options ``--retain-dropout`` and ``--retain-dropout-modules``."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,15 +16,15 @@ DROPOUT_MODULES = {
     "TransformerDecoderLayer": "residual branches and activations of its layers",
     "MultiheadAttention": "weights of softmax attention, self and cross",
 }
-"""Names that ``--retain-dropout-modules`` accepts, and which dropout each of them keeps."""
+"""Names that ``--retain-dropout-modules`` accepts, and the dropout that each of them keeps."""
 
 
 class RetainedDropout:
-    """Mixin for models: ``--retain-dropout-modules`` takes the names of fairseq's own modules.
+    """Mixin for models: ``--retain-dropout-modules`` accepts the names of fairseq's own modules.
 
-    fairseq compares the names with those of the classes and ignores a name that matches none.
-    Here the name of a stock class, with or without its suffix ``Base``, means our class in its
-    place, and an unknown name is refused.
+    fairseq compares these names with class names and ignores unknown ones. Here the name of a stock
+    class, with or without its suffix ``Base``, selects the class that replaces it, and an unknown
+    name is refused.
     """
 
     def make_generation_fast_(

@@ -24,7 +24,7 @@ from lrpe_fairseq.models.inference import RetainedDropout
 from lrpe_fairseq.models.layers import Decoder, DecoderLayer, wrapped
 from lrpe_fairseq.models.options import (
     AttentionOptions,
-    FlagsThatMeanWhatTheySay,
+    BooleanFlags,
     defaults,
     one_sentence_errors,
     refuse_unrelated_processes,
@@ -33,7 +33,7 @@ from lrpe_fairseq.models.segment_memory import Segment, SegmentMemory, memories
 
 
 class SegmentLayer(DecoderLayer):
-    """A decoder layer that can also attend to earlier segments."""
+    """A decoder layer that can attend to earlier segments."""
 
     def forward(
         self,
@@ -43,9 +43,10 @@ class SegmentLayer(DecoderLayer):
         incremental_state: dict | None = None,
         **keywords: Any,
     ) -> tuple:
-        """As fairseq's. ``encoder_out`` holds the memories of all layers; there is no encoder.
+        """Compute the layer as fairseq does; ``encoder_out`` contains the memories of all layers.
 
-        A memory is the input of the layer, so a pre-norm layer normalizes it as well.
+        There is no encoder. A memory consists of earlier inputs of the layer, so a pre-norm layer
+        normalizes it as well.
         """
         if encoder_out is not None:
             memory = encoder_out[self._layer]
@@ -59,7 +60,10 @@ class SegmentDecoder(Decoder):
     """A decoder that can continue from earlier segments."""
 
     def __init__(self, args: Any, dictionary: Any, embed_tokens: nn.Module) -> None:
-        """``args``: a LRPELanguageModelConfig. TransformerConfig drops its encoding options."""
+        """Build from ``args``, a LRPELanguageModelConfig.
+
+        It is stored, because the TransformerConfig made from it has no encoding options.
+        """
         cfg = TransformerConfig.from_namespace(args)
         super().__init__(cfg, dictionary, embed_tokens, args, no_encoder_attn=True)
         self.args = args
@@ -77,9 +81,10 @@ class SegmentDecoder(Decoder):
         segment: Segment | None = None,
         **keywords: Any,
     ) -> tuple[Tensor, dict]:
-        """As fairseq's. With a ``segment`` the tokens continue the memory of the text before it.
+        """Compute the decoder as fairseq does; with a ``segment`` the tokens attend to its memory.
 
-        Without one, as in generation, there is no memory, and training with a memory is refused.
+        Without a segment, as in generation, there is no memory.
+        Raises: SystemExit if a model with a memory is trained without segments.
         """
         if segment is None:
             self._refuse_to_train_without_streams()
@@ -87,8 +92,9 @@ class SegmentDecoder(Decoder):
             return super().forward(prev_output_tokens, *rest, **keywords)
         like = self.layers[0].fc1.weight  # F C
         past = self.memory.recall(segment, self.training, like)
-        in_its_place = {"encoder_out": [memories(segment, past)], "encoder_padding_mask": []}
-        keywords["encoder_out"] = in_its_place
+        # fairseq passes encoder_out to every layer
+        encoder_out = {"encoder_out": [memories(segment, past)], "encoder_padding_mask": []}
+        keywords["encoder_out"] = encoder_out
         x, extra = super().forward(prev_output_tokens, *rest, **keywords)
         self.memory.keep(segment, self.training, past, extra["inner_states"][:-1])
         return x, extra
@@ -110,7 +116,7 @@ class LRPELanguageModelConfig(TransformerLanguageModelConfig, AttentionOptions):
     memory_length: int = field(
         default=0,
         metadata={
-            "help": "tokens of earlier segments that attention sees (Transformer-XL); requires "
+            "help": "number of tokens of earlier segments to attend to (Transformer-XL); requires "
             "--task lrpe_truncated_bptt_lm and --no-token-positional-embeddings"
         },
     )
@@ -130,15 +136,15 @@ class LRPELanguageModelTinyConfig(LRPELanguageModelConfig):
 
 
 @register_model("lrpe_lm", dataclass=LRPELanguageModelConfig)
-class LRPELanguageModel(FlagsThatMeanWhatTheySay, RetainedDropout, TransformerLanguageModel):
+class LRPELanguageModel(BooleanFlags, RetainedDropout, TransformerLanguageModel):
     """Decoder-only language model: ``--arch lrpe_lm``."""
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "LRPELanguageModel":
         """Build from a configuration; see fairseq's TransformerLanguageModel for its options.
 
-        fairseq's ``build_model`` names its own decoder class. It is called for a model without
-        layers, which checks the options and builds the embeddings that our decoder uses.
+        fairseq's ``build_model`` always builds its own decoder class. It is called for a model
+        without layers, to check the options and to build the embeddings for our decoder.
         """
         refuse_unrelated_processes()
         if args.adaptive_input or args.character_embeddings:
@@ -156,7 +162,7 @@ class LRPELanguageModel(FlagsThatMeanWhatTheySay, RetainedDropout, TransformerLa
         return cls(decoder)
 
     def reset_memory(self) -> None:
-        """Forget earlier segments: every stream starts with an empty memory."""
+        """Clear the memory of all streams."""
         self.decoder.memory.reset()
 
 

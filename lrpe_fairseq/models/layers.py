@@ -62,7 +62,10 @@ class Encoder(TransformerEncoderBase):
 
 
 class Decoder(TransformerDecoderBase):
-    """fairseq's decoder with our layers and without a T x T mask. ``options``: as in Encoder."""
+    """fairseq's decoder with our layers and without a T x T mask.
+
+    ``options``: an ``AttentionOptions``.
+    """
 
     def __init__(
         self, cfg: Any, dictionary: Any, embed_tokens: nn.Module, options: Any, **keywords: Any
@@ -79,13 +82,13 @@ class Decoder(TransformerDecoderBase):
     def extract_features(
         self, *rest: Any, full_context_alignment: bool = False, **keywords: Any
     ) -> tuple[Tensor, dict]:
-        """As fairseq's; see TransformerDecoderBase.
+        """Compute features as fairseq does; see TransformerDecoderBase.
 
-        Raises: ValueError for ``full_context_alignment``, which asks for attention to later tokens.
+        Raises: ValueError for ``full_context_alignment``, which needs attention to later tokens.
         """
         if full_context_alignment:
             raise ValueError(
-                "full_context_alignment is not supported: our decoder's self-attention is causal"
+                "full_context_alignment is not supported: LRPE decoders are always causal"
             )
         return super().extract_features(*rest, **keywords)
 

@@ -22,7 +22,7 @@ from lrpe_fairseq.models.inference import RetainedDropout
 from lrpe_fairseq.models.layers import Encoder
 from lrpe_fairseq.models.options import (
     AttentionOptions,
-    FlagsThatMeanWhatTheySay,
+    BooleanFlags,
     defaults,
     one_sentence_errors,
     refuse_unrelated_processes,
@@ -46,7 +46,7 @@ class LRPERobertaConfig(AttentionOptions, FairseqDataclass):
     encoder_attention_heads: int = _option(12, "number of attention heads")
     encoder_normalize_before: bool = _option(False, "LayerNorm before each block instead of after")
     encoder_learned_pos: bool = _option(True, "learned absolute positions instead of sinusoids")
-    no_token_positional_embeddings: bool = _option(False, "no absolute positions at all")
+    no_token_positional_embeddings: bool = _option(False, "no absolute positions")
     layernorm_embedding: bool = _option(True, "LayerNorm after the embeddings")
     max_positions: Optional[int] = _option(None, "longest input (default: the task's)")
     activation_fn: ACTIVATIONS = _option("gelu", "activation of the feed-forward network")
@@ -91,12 +91,12 @@ class MaskedLMEncoder(RobertaEncoder):
 
 
 @register_model("lrpe_roberta", dataclass=LRPERobertaConfig)
-class LRPERobertaModel(FlagsThatMeanWhatTheySay, RetainedDropout, RobertaModel):
+class LRPERobertaModel(BooleanFlags, RetainedDropout, RobertaModel):
     """Encoder-only masked language model: ``--arch lrpe_roberta``."""
 
     @classmethod
     def hub_models(cls) -> dict[str, str]:
-        """There are no published checkpoints."""
+        """Return no models: there are no published checkpoints."""
         return {}
 
     @classmethod

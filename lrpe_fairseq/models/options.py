@@ -1,4 +1,4 @@
-"""Options shared by the model families, and the attention that is built from them."""
+"""Options that all model families share, and the attention built from them."""
 
 import os
 from argparse import BooleanOptionalAction
@@ -26,7 +26,7 @@ from lrpe_fairseq.errors import ChoiceError
 
 
 def with_encoding_options(cls: type) -> type:
-    """Add the option of every encoding to a configuration, before it becomes a dataclass."""
+    """Class decorator that adds the options of all encodings; apply it before ``dataclass``."""
     for name, own in options_of_encodings().items():
         cls.__annotations__[name] = _type_for_fairseq(own)
         setattr(cls, name, field(default=own.default, metadata={"help": own.metadata["help"]}))
@@ -34,7 +34,7 @@ def with_encoding_options(cls: type) -> type:
 
 
 def _type_for_fairseq(own: Field) -> Any:
-    """The type of an option: fairseq's parser takes an enumeration for one with choices."""
+    """Return the type of an option: an enumeration, as fairseq's parser needs it, for choices."""
     choices = own.metadata["choices"]
     return ChoiceEnum(list(choices)) if choices else own.type
 
@@ -42,9 +42,9 @@ def _type_for_fairseq(own: Field) -> Any:
 @dataclass
 @with_encoding_options
 class AttentionOptions(FairseqDataclass):
-    """How self-attention works; part of every model's configuration.
+    """Options of self-attention, part of every model's configuration.
 
-    The options of single encodings follow those below; each encoding class declares its own.
+    The decorator adds the options of individual encodings, which each encoding class declares.
     """
 
     attention_type: ChoiceEnum(list(ATTENTION_TYPES)) = field(
@@ -76,9 +76,9 @@ class AttentionOptions(FairseqDataclass):
 
 
 def encoding_options(options: Any) -> EncodingOptions:
-    """The options of single encodings in a model's configuration.
+    """Return the options of individual encodings from a model's configuration.
 
-    A checkpoint may be older than an option, which then has its default.
+    An option that a checkpoint does not contain yet has its default.
     """
     given = {
         name: getattr(options, name, own.default) for name, own in options_of_encodings().items()
@@ -111,18 +111,18 @@ def build_attention(
     )
 
 
-class FlagsThatMeanWhatTheySay:
-    """Mixin for models whose configuration has booleans that are True by default.
+class BooleanFlags:
+    """Mixin for models with boolean options that are True by default.
 
-    fairseq gives such an option the action ``store_false``: ``--decoder-normalize-before``, copied
-    from a recipe, silently switches it *off*. Here --flag sets it and --no-flag clears it.
+    fairseq gives such an option the action ``store_false``, so ``--decoder-normalize-before``
+    silently switches it *off*. Here --flag switches it on and --no-flag switches it off.
     """
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """Add the options of the configuration. fairseq skips those that exist already.
+        """Add the options of the configuration. fairseq skips options that already exist.
 
-        It does not call ``super()``: fairseq's RoBERTa and Transformer would add their own options.
+        ``super()`` is not called, because fairseq's RoBERTa and Transformer would add options.
         """
         config = getattr(cls, "__dataclass")
         for prefix, option in _options_of(config):
@@ -134,7 +134,7 @@ class FlagsThatMeanWhatTheySay:
 
 
 def _options_of(config: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The fields of a configuration and of nested ones, with their prefix on the command line."""
+    """Yield the fields of a configuration and of nested ones, with their command-line prefix."""
     for option in fields(config):
         if isinstance(option.type, type) and issubclass(option.type, FairseqDataclass):
             yield from _options_of(option.type, f"{prefix}{option.name}_")
@@ -143,7 +143,7 @@ def _options_of(config: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _dotted_options_of(config: type, section: str = "") -> Iterator[tuple[str, Any]]:
-    """The fields of a configuration and of nested ones, with their section in a YAML."""
+    """Yield the fields of a configuration and of nested ones, with their section in a YAML."""
     for option in fields(config):
         yield section, option
         if isinstance(option.type, type) and issubclass(option.type, FairseqDataclass):
@@ -152,7 +152,7 @@ def _dotted_options_of(config: type, section: str = "") -> Iterator[tuple[str, A
 
 @contextmanager
 def one_sentence_errors() -> Iterator[None]:
-    """End with one sentence and exit status 1 on a choice that the user can correct."""
+    """Turn a ChoiceError into SystemExit with one sentence and exit status 1."""
     try:
         yield
     except ChoiceError as error:
@@ -160,10 +160,11 @@ def one_sentence_errors() -> Iterator[None]:
 
 
 def explain_bad_options() -> None:
-    """Refuse a mistyped option of one of our models with one sentence.
+    """Report a mistyped option of one of our models in one sentence.
 
     fairseq merges a YAML into the model's configuration before any code of the model runs, and
-    does not catch omegaconf's exception. Two modules import that function by name.
+    does not catch omegaconf's exception. The merging function is replaced in both modules that
+    import it by name.
     """
     for module in (dataclass_utils, fairseq.models):
         merge = module.merge_with_parent
@@ -194,16 +195,16 @@ def _explanation(cls: type, error: OmegaConfBaseException) -> str:
 
 
 def refuse_unrelated_processes() -> None:
-    """Stop if a launcher started several processes that form no process group.
+    """Stop if a launcher started several processes without a process group.
 
-    ``torchrun fairseq-train`` starts that many *unrelated* trainings, which overwrite each
-    other's checkpoints and exit with status 0.
+    ``torchrun fairseq-train`` starts several *independent* trainings, which overwrite each other's
+    checkpoints and exit with status 0.
     """
     started = int(os.environ.get("WORLD_SIZE", "1"))
     joined = torch.distributed.is_available() and torch.distributed.is_initialized()
     if started > 1 and "RANK" in os.environ and not joined:
         raise SystemExit(
-            f"lrpe_fairseq: {started} processes were started but form no process group, so they "
+            f"lrpe_fairseq: {started} processes were started without a process group, so they "
             "would train unrelated models in one folder; start them with scripts/train.sh"
         )
 
@@ -211,8 +212,8 @@ def refuse_unrelated_processes() -> None:
 def defaults(**changes: Any) -> Callable[[type], type]:
     """Class decorator that changes defaults of inherited dataclass fields and keeps their help.
 
-    A preset is a configuration class of its own, because a preset *function* is silently
-    ignored when a hydra YAML names it.
+    Presets are configuration classes, because hydra silently ignores the preset *functions* of
+    fairseq.
     """
 
     def redefine(cls: type) -> type:
@@ -223,7 +224,7 @@ def defaults(**changes: Any) -> Callable[[type], type]:
             setattr(cls, name, field(default=value, metadata=known[name].metadata))
             cls.__annotations__[name] = known[name].type
         if "__init__" in vars(cls):
-            del cls.__init__  # dataclass() would keep it, and with it the old defaults
+            del cls.__init__  # dataclass() would keep it with the old defaults
         return dataclass(cls)
 
     return redefine

@@ -1,8 +1,8 @@
-"""``--model-overrides`` of our models: flat names reach nested options, unknown names are refused.
+"""``--model-overrides`` for our models: support flat names of nested options, refuse unknown names.
 
-fairseq overrides an option of a checkpoint wherever the name occurs in its configuration, and
-ignores a name that occurs nowhere. ``encoder_layers`` occurs nowhere in ``lrpe_transformer``, whose
-configuration has ``encoder.layers``.
+fairseq overrides an option of a checkpoint wherever its name occurs in the configuration, and
+silently ignores a name that does not occur. ``encoder_layers`` does not occur in
+``lrpe_transformer``, whose configuration has ``encoder.layers``.
 """
 
 from argparse import Namespace
@@ -19,7 +19,7 @@ from fairseq.registry import REGISTRIES
 from omegaconf import DictConfig, open_dict
 
 HUB_NAMES = ("data", "generation_args", "is_vocoder", "user_dir")
-"""Names that ``from_pretrained`` passes besides options."""
+"""Names that ``from_pretrained`` passes in addition to options."""
 
 
 def apply_flat_overrides() -> None:
@@ -30,7 +30,7 @@ def apply_flat_overrides() -> None:
 
 
 def without_prefix(options: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """The options named ``prefix_<name>``, by name."""
+    """Return the options named ``prefix_<name>`` as {name: value}."""
     start = f"{prefix}_"
     return {k.removeprefix(start): v for k, v in options.items() if k.startswith(start)}
 
@@ -46,7 +46,7 @@ def _override(original: Callable, config: DictConfig, overrides: dict[str, Any])
 
 
 def _our_config(config: DictConfig) -> type | None:
-    """The configuration class of the checkpoint's model, if it is one of ours."""
+    """Return the configuration class of the checkpoint's model, or None if it is not ours."""
     name = getattr(config.get("model"), "_name", None)
     family = MODEL_DATACLASS_REGISTRY.get(name)
     ours = family is not None and family.__module__.startswith("lrpe_fairseq.")
@@ -62,23 +62,23 @@ def _override_sections(model: DictConfig, family: type, overrides: dict[str, Any
 
 
 def _value(name: str, value: Any) -> Any:
-    """fairseq's text form of layers to keep, "0,2", as the list of a nested configuration."""
+    """Convert layers to keep from fairseq's text form, "0,2", to the list of a configuration."""
     if name == "layers_to_keep" and isinstance(value, str):
         return [int(layer) for layer in value.split(",")]
     return value
 
 
 def _sections(family: type) -> Iterator[tuple[str, set[str]]]:
-    """The nested configurations of ``family``, and the names of their options."""
+    """Yield the nested configurations of ``family`` and the names of their options."""
     for option in fields(family):
         if is_dataclass(option.type):
             yield option.name, {nested.name for nested in fields(option.type)}
 
 
 def _refuse_unknown_names(config: DictConfig, family: type, overrides: dict[str, Any]) -> None:
-    """Stop with one sentence at a name that overrides nothing.
+    """Stop with one sentence if a name overrides nothing.
 
-    A part of the configuration that is a Namespace takes any name.
+    If a part of the configuration is a Namespace, every name is accepted.
     """
     if any(isinstance(config[key], Namespace) for key in config if key in config):
         return
@@ -101,7 +101,7 @@ def _flat_names(family: type) -> Iterator[str]:
 
 
 def _names(config: DictConfig) -> Iterator[str]:
-    """Every key of a configuration and of those nested in it."""
+    """Yield every key of a configuration and of nested configurations."""
     for name in config:
         yield str(name)
         if name in config and isinstance(config[name], DictConfig):
@@ -109,7 +109,7 @@ def _names(config: DictConfig) -> Iterator[str]:
 
 
 def _known_to_fairseq() -> Iterator[str]:
-    """Options of fairseq's own sections, and of tokenizers, BPE, criteria and the like."""
+    """Yield the options of fairseq's sections and of its tokenizers, BPE, criteria and so on."""
     yield from (option.name for option in fields(FairseqConfig))
     parts = [option.type for option in fields(FairseqConfig)]
     for registry in REGISTRIES.values():

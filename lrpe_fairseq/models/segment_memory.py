@@ -40,7 +40,7 @@ class Past(NamedTuple):
 
 
 class SegmentMemory:
-    """The past of every stream. It is not part of the model's state dict.
+    """The memory of every stream. It is not part of the model's state dict.
 
     Training and evaluation have separate memories, so an evaluation during training does not
     change the training. A stream stores L x M x C numbers, the inputs of each layer; keys and
@@ -65,7 +65,10 @@ class SegmentMemory:
             documents = None if kept.documents is None else kept.documents[:rows].to(like.device)
             return Past(blocks, kept.inputs[:, :, :rows].to(like), documents)
         if self.length and not segment["first"]:
-            logger.warning("there is no memory of the text before segments %s", blocks)
+            logger.warning(
+                "no memory is stored for the text before segments %s; they start without one",
+                blocks,
+            )
         return Past(blocks, like.new_empty(self.layers, 0, rows, like.shape[-1]), None)
 
     def keep(self, segment: Segment, training: bool, past: Past, inputs: Sequence[Tensor]) -> None:

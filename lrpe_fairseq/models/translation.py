@@ -1,6 +1,6 @@
 """``lrpe_transformer``: fairseq's encoder-decoder Transformer with LRPE self-attention.
 
-Attention type and encoding are chosen apart for the encoder's and the decoder's self-attention
+Attention type and encoding are chosen separately for the encoder's and the decoder's self-attention
 (``--encoder-position-encoding``, ``--decoder-position-encoding``, ...; ``model.encoder.*`` and
 ``model.decoder.*`` in a YAML). Cross-attention and everything else are fairseq's own.
 """
@@ -21,7 +21,7 @@ from lrpe_fairseq.models.inference import RetainedDropout
 from lrpe_fairseq.models.layers import Decoder, Encoder
 from lrpe_fairseq.models.options import (
     AttentionOptions,
-    FlagsThatMeanWhatTheySay,
+    BooleanFlags,
     defaults,
     one_sentence_errors,
     refuse_unrelated_processes,
@@ -55,8 +55,8 @@ class LRPETransformerConfig(TransformerConfig):
     def from_namespace(cls, args: Any) -> Any:
         """Return the configuration for flat options (``args.encoder_embed_dim``).
 
-        fairseq's own reads the stock fields only and ignores the defaults of a preset. A
-        configuration, as which a checkpoint or hydra gives them, is returned as it is.
+        fairseq's method reads only the stock fields and ignores the defaults of a preset. A
+        configuration, which checkpoints and hydra use, is returned unchanged.
         """
         if not isinstance(args, Namespace):
             return args
@@ -70,7 +70,7 @@ class LRPETransformerConfig(TransformerConfig):
 
 
 def _built(config: type, options: dict[str, Any]) -> Any:
-    """An instance of ``config`` with those of ``options`` that it has, unresolved ones excepted."""
+    """Return an instance of ``config`` from the ``options`` that it has and that are resolved."""
     known = {option.name for option in fields(config)}
     unset = {name for name, value in options.items() if str(value).startswith("${")}
     return config(**{name: options[name] for name in known - unset if name in options})
@@ -97,7 +97,7 @@ class LRPETransformerTinyConfig(LRPETransformerConfig):
 
 
 @register_model("lrpe_transformer", dataclass=LRPETransformerConfig)
-class LRPETransformer(FlagsThatMeanWhatTheySay, RetainedDropout, TransformerModelBase):
+class LRPETransformer(BooleanFlags, RetainedDropout, TransformerModelBase):
     """Encoder-decoder model: ``--arch lrpe_transformer``."""
 
     @classmethod
@@ -121,16 +121,17 @@ class LRPETransformer(FlagsThatMeanWhatTheySay, RetainedDropout, TransformerMode
     @classmethod
     def build_decoder(cls, cfg: Any, tgt_dict: Any, embed_tokens: nn.Module) -> Decoder:
         """Called by fairseq's ``build_model``."""
-        alone = {"no_encoder_attn": cfg.no_cross_attention}
-        return Decoder(cfg, tgt_dict, embed_tokens, cfg.decoder, **alone)
+        no_encoder_attn = cfg.no_cross_attention
+        return Decoder(cfg, tgt_dict, embed_tokens, cfg.decoder, no_encoder_attn=no_encoder_attn)
 
     def load_state_dict(
         self, state_dict: dict, strict: bool = True, model_cfg: Any = None, args: Any = None
     ) -> Any:
-        """As fairseq's, whose pruning of layers reads flat names of options only.
+        """Load a state dict as fairseq does, and prune its layers to those of ``model_cfg``.
 
-        A checkpoint that has no more layers than the model was pruned when it was trained. All
-        layers of a side that is not pruned are named: fairseq drops those that are not.
+        fairseq's pruning reads flat option names only, so these are passed. If a checkpoint has no
+        more layers than the model, it was already pruned in training. Then all its layers are
+        listed, because fairseq drops layers that are not listed.
         """
         if model_cfg is not None:
             kept = flat_layers_to_keep(model_cfg)
@@ -165,7 +166,7 @@ def count_layers(state_dict: dict, side: str) -> int:
 
 
 def flat_layers_to_keep(cfg: Any) -> dict[str, str | None]:
-    """The layers to keep under the names and in the form that fairseq's pruning reads."""
+    """Return the layers to keep, with the names and in the form that fairseq's pruning reads."""
     flat: dict[str, str | None] = {}
     for name in ("encoder", "decoder"):
         kept = getattr(getattr(cfg, name, None), "layers_to_keep", None)

@@ -27,7 +27,7 @@ from lrpe_fairseq.models.options import one_sentence_errors
 from lrpe_fairseq.models.segment_memory import Segment
 
 NAME = "lrpe_truncated_bptt_lm"
-ONLY = {  # other values of these options would give batches that are not consecutive segments
+ONLY = {  # with other values batches would not be consecutive segments
     "sample_break_mode": "none",
     "shorten_method": "none",
     "add_bos_token": False,
@@ -115,7 +115,11 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
         self._document_starts: dict[MonolingualDataset, np.ndarray] = {}
 
     def build_model(self, args: Any, from_checkpoint: bool = False) -> BaseFairseqModel:
-        """As fairseq's. Only our language model supports segments."""
+        """Build the model as fairseq does.
+
+        Raises: SystemExit for a model other than ``lrpe_lm``, or for linear attention with
+            ``--reset-at-documents``.
+        """
         self._model = super().build_model(args, from_checkpoint)
         with one_sentence_errors():
             if not isinstance(self._model, LRPELanguageModel):
@@ -152,7 +156,7 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
         max_positions: int | None = None,
         **options: Any,
     ) -> EpochBatchIterator:
-        """Return the segments of a split in order; other data, such as prompts, as in fairseq."""
+        """Return the segments of a split in order. Other data, such as prompts, as in fairseq."""
         if not isinstance(dataset, MonolingualDataset):
             return super().get_batch_iterator(
                 dataset, max_tokens, max_sentences, max_positions, **options

@@ -248,7 +248,7 @@ def test_memory_is_linear_in_length(form, monkeypatch):
     [
         ({"normalizer": "softmax"}, "unknown normalizer"),
         ({"normalizer": "content"}, "content="),
-        ({"causal": False, "log_decay": torch.zeros(HEADS)}, "causal attention only"),
+        ({"causal": False, "log_decay": torch.zeros(HEADS)}, "log_decay needs causal=True"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(options, message):

@@ -186,4 +186,4 @@ def test_an_unknown_part_is_refused(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["run", "decode"])
     with pytest.raises(SystemExit):
         run.parse()
-    assert "there is no part decode; there are causal" in capsys.readouterr().err
+    assert "unknown part decode; choose from causal" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import torch
 
 from lrpe_fairseq.attention import multihead
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.encodings import build_encoding, lrpe
+from lrpe_fairseq.encodings import build_encoding, permutations
 from lrpe_fairseq.encodings.base import PositionCache
 
 SECONDS = float(os.environ.get("LRPE_THREAD_TEST_SECONDS", "2"))
@@ -63,7 +63,7 @@ def test_a_value_replaced_while_it_is_computed_is_still_the_callers_own():
 def often_switching(monkeypatch):
     """Threads take turns while positions are computed, so that a race shows within a second."""
     monkeypatch.setattr(multihead, "_count_real_first", slow(multihead._count_real_first))
-    monkeypatch.setattr(lrpe, "_along_cycles", slow(lrpe._along_cycles))
+    monkeypatch.setattr(permutations, "_along_cycles", slow(permutations._along_cycles))
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield

@@ -12,7 +12,8 @@ from lrpe_fairseq.attention.linear import EPS, linear_attention
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.softmax import softmax_attention
 from lrpe_fairseq.encodings import ENCODINGS, FREE_FORMS, EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.lrpe import CORES, PROJECTIONS, CyclicPowers
+from lrpe_fairseq.encodings.lrpe import CORES, PROJECTIONS
+from lrpe_fairseq.encodings.permutations import CyclicPowers
 from tests.references import dense_lambda, dense_p, dense_scores, dense_w, frequencies
 
 LENGTHS = (1, 2, 63, 64, 65, 200)

@@ -13,7 +13,7 @@ from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.encodings import spe as spe_module
 from lrpe_fairseq.encodings.fidelity import DEPARTURES, check_departures
 from lrpe_fairseq.encodings.sharing import share_across_layers
-from lrpe_fairseq.encodings.spe import BLOCK, contiguous_runs
+from lrpe_fairseq.encodings.spe_codes import BLOCK, contiguous_runs
 
 CODES = ("sine", "convolution")
 HEADS, WIDTH = 2, 4

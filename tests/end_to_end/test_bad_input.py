@@ -44,7 +44,7 @@ SENTENCES = {
     "unknown encoding": f"unknown position encoding 'lrpe-type9'; choose one of "
     f"{', '.join(ENCODINGS)}, or lrpe:<P>:<Lambda> with P in ",
     "score encoding": "position encoding 't5' needs the score matrix, which linear attention "
-    "never forms; use it with softmax attention",
+    "does not compute; use it with softmax attention",
     "heads that do not divide the width": "the width 32 is not divisible by 5 attention heads",
     "mistyped option": "unknown model option 'postion_encoding'; did you mean 'position_encoding'?",
     "mistyped number": "bad value of model option 'decoder_layers': Value 'six' of type 'str' "
@@ -117,7 +117,7 @@ def test_torchrun_cannot_start_unrelated_trainings(refusals: Refusals) -> None:
     assert ended.returncode != 0
     assert said(ended)
     for sentence in said(ended):
-        assert sentence.startswith("2 processes were started but form no process group")
+        assert sentence.startswith("2 processes were started without a process group")
         assert sentence.endswith("start them with scripts/train.sh")
 
 

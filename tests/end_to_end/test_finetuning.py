@@ -221,7 +221,7 @@ def test_another_model_than_the_checkpoints_is_refused(
     pretrained: Path, tasks: Path, tmp_path: Path
 ) -> None:
     made = finetuning_run(pretrained, tasks / "RTE", tmp_path)
-    with pytest.raises(ValueError, match=r"encoder_layers is 2 in .*, and cannot become 3"):
+    with pytest.raises(ValueError, match=r"encoder_layers is 2 in .* and cannot become 3"):
         replace(made, overrides=("model.encoder_layers=3",)).command()
     with pytest.raises(ValueError, match="encoding of the checkpoint is lrpe-type3, not rope"):
         replace(made, position_encoding="rope").command()
@@ -243,7 +243,7 @@ def test_what_does_not_fit_together_gets_one_sentence_and_nothing_is_begun(
 ) -> None:
     made = finetuning_run(pretrained, tasks / "RTE", tmp_path / "run")
     assert "pre-train it first" in refused(replace(made, checkpoint=tmp_path / "absent.pt"))
-    assert "is not there: run" in refused(replace(made, data=tmp_path / "glue-words" / "RTE"))
+    assert "is not prepared: run" in refused(replace(made, data=tmp_path / "glue-words" / "RTE"))
 
     def copy(change: str) -> Path:
         target = tmp_path / change / "RTE"
@@ -317,7 +317,7 @@ def test_the_command_works_off_its_runs_on_this_machine_and_says_what_came_out(
 
 REFUSED = {  # sentence -> arguments
     "absent.pt is not there": ["absent.pt", "RTE"],
-    "GLUE has no task 'rte' here": ["absent.pt", "rte"],
+    "unknown GLUE task 'rte'": ["absent.pt", "rte"],
     "no scale big": ["absent.pt", "RTE", "--scale", "big"],
 }
 

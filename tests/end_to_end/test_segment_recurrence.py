@@ -340,7 +340,7 @@ def test_a_reset_and_a_new_epoch_and_another_batch_size_begin_with_nothing(
     forgetful, _ = built(corpus, memory=0)
     model.reset_memory()
     assert_equal(predictions(model, [read[1]]), predictions(forgetful, [read[1]]))
-    assert "there is no memory of the text before" in caplog.text
+    assert "no memory is stored for the text before" in caplog.text
     predictions(model, [read[0]])
     assert_equal(predictions(model, [wider[1]]), predictions(forgetful, [wider[1]]))
     predictions(model, [read[0]])

@@ -400,7 +400,7 @@ def test_what_cannot_be_translated_gets_one_sentence_and_no_result(
         assert not out.exists()
         return error
 
-    assert "nowhere is not there" in said(checkpoint, "nowhere")
+    assert "nowhere is not prepared" in said(checkpoint, "nowhere")
     absent = str(tmp_path / "absent.pt")
     assert eval_mt.main([absent, str(prepared)]) == 2  # averaging, as it does by default
     assert "absent.pt is not there" in capsys.readouterr().err

@@ -78,7 +78,7 @@ def test_a_library_that_was_cut_off_is_compiled_again(kept, fresh, quick):
     content = library.read_bytes()
     library.write_bytes(content[: int(kept * len(content))])
     assert causal_cpu.library() is not None
-    assert loader._is_whole(library)
+    assert loader._is_complete(library)
 
 
 def test_a_library_of_which_one_byte_changed_is_compiled_again(fresh, quick):
@@ -87,7 +87,7 @@ def test_a_library_of_which_one_byte_changed_is_compiled_again(fresh, quick):
     content[len(content) // 2] ^= 1
     library.write_bytes(content)
     assert loader._library(SOURCE) == library
-    assert loader._is_whole(library)
+    assert loader._is_complete(library)
 
 
 def world_writable(path):
@@ -115,7 +115,7 @@ def test_what_others_could_have_written_is_not_loaded(change, what, fresh, quick
     assert elsewhere.parent == loader._temporary_folder()
     assert elsewhere.parent.stat().st_mode & 0o777 == 0o700
     assert len(caplog.records) == 1
-    assert "ours alone" in caplog.text
+    assert "is not a private" in caplog.text
 
 
 @pytest.mark.parametrize("table", ["call_fields", "tensor_fields"])

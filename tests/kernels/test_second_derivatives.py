@@ -8,7 +8,9 @@ from lrpe_fairseq.attention import chunked
 from lrpe_fairseq.attention.linear import EPS, linear_attention, linear_attention_naive
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import ENCODINGS, build_encoding
-from lrpe_fairseq.encodings.lrpe import permute, phases, reflect, rotate_pairs
+from lrpe_fairseq.encodings.cores import phases, rotate_pairs
+from lrpe_fairseq.encodings.permutations import permute
+from lrpe_fairseq.encodings.projections import reflect
 from lrpe_fairseq.kernels import causal, causal_cpu, encode, encode_cpu
 
 WIDTH, HEADS, TIME = 8, 2, 5

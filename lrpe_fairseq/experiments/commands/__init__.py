@@ -1,1 +1,1 @@
-"""The command-line entry points."""
+"""Command-line entry points."""

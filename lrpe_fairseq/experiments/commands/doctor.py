@@ -1,8 +1,8 @@
 """Check this environment before a long run: ``scripts/doctor.sh``.
 
-Prints one line for each check, and for each that fails what to do about it. The exit status is 1
-if any check fails. The file imports nothing of torch, fairseq or this package until a check needs
-it, so that it also runs where one of them is missing or broken.
+Prints one line per check and, for a failed check, what to do. The exit status is 1 if any check
+fails. torch, fairseq and this package are imported only by the checks that need them, so that the
+script also runs where one of them is missing or broken.
 """
 
 import importlib
@@ -25,39 +25,39 @@ ROOT = Path(__file__).resolve().parents[3]
 BIN = Path(sys.executable).parent
 FAIRSEQ = "0.12.3.1"
 FREE_GB = 20
-"""Disk space that the checkpoints of one table at paper scale need at least."""
+"""Minimum disk space in GB for the checkpoints of one table at paper scale."""
 
 DEFAULT_TORCH = "make TORCH=torch==2.13.0 install"
 OLDER_GPUS = (
     ((6, 2), "make TORCH=torch==2.6.0 install"),
     ((7, 2), "make TORCH=torch==2.10.0 install"),
 )
-"""Compute capability up to which the default torch has no code -> the command that helps."""
+"""Highest compute capability without code in the default torch -> install command."""
 
 Check = Callable[[], str]
 Named = Iterator[tuple[str, Check]]
 
 
 class Ailment(Exception):
-    """A failed check; the text says what is wrong and what to do."""
+    """A failed check; the message says what is wrong and what to do."""
 
 
 def main() -> int:
-    """Print every check; returns the exit status."""
+    """Run and print every check; return the exit status."""
     failed = _failed(basics())
     if failed:
-        print(f"{failed} checks failed; the others need what failed and were not run")
+        print(f"{failed} checks failed; the other checks depend on these and were not run")
         return 1
     failed = _failed(checks())
-    print(f"{failed} checks failed" if failed else "everything is in order")
+    print(f"{failed} checks failed" if failed else "all checks passed")
     return 1 if failed else 0
 
 
 def passed(name: str, check: Check) -> bool:
-    """Run one check and print its line."""
+    """Run one check and print its line. Returns True if it passed."""
     try:
         found = check()
-    except Exception as error:  # whatever breaks here would break a run
+    except Exception as error:  # any exception here would also break a run
         reason = str(error) if isinstance(error, Ailment) else _first_line(error)
         print(f"FAIL  {name}: {reason}", flush=True)
         return False
@@ -66,7 +66,7 @@ def passed(name: str, check: Check) -> bool:
 
 
 def basics() -> Named:
-    """Name and function of the checks without which no other can run."""
+    """Yield name and function of the checks that all others depend on."""
     yield "python", python
     yield "torch", torch_version
     yield "fairseq", fairseq_version
@@ -74,7 +74,7 @@ def basics() -> Named:
 
 
 def checks() -> Named:
-    """Name and function of the other checks, in order."""
+    """Yield name and function of the other checks, in order."""
     yield "plugin", plugin
     yield "fairseq commands", commands
     yield "disk", lambda: disk(ROOT)
@@ -88,14 +88,14 @@ def checks() -> Named:
 
 
 def python() -> str:
-    """3.11 or 3.12."""
+    """Require Python 3.11 or 3.12."""
     if sys.version_info[:2] not in ((3, 11), (3, 12)):
         raise Ailment(f"{platform.python_version()}; install with make PYTHON=python3.11 install")
     return platform.python_version()
 
 
 def torch_version() -> str:
-    """2.6 or later, where safe loading of checkpoints is the default."""
+    """Require torch 2.6 or later, which loads checkpoints safely by default."""
     found = _import("torch").__version__
     if tuple(map(int, found.split(".")[:2])) < (2, 6):
         raise Ailment(f"{found} loads checkpoints unsafely; 2.6 or later is needed")
@@ -103,21 +103,21 @@ def torch_version() -> str:
 
 
 def fairseq_version() -> str:
-    """The one that the compatibility module is made for, with its compiled modules."""
+    """Require the version that compat.py supports, with its compiled modules."""
     try:
         found = importlib.metadata.version("fairseq-fixed")
     except importlib.metadata.PackageNotFoundError:
         raise Ailment("fairseq-fixed is not installed; run make install") from None
     if found != FAIRSEQ:
         raise Ailment(f"fairseq-fixed {found}; run make install for {FAIRSEQ}")
-    # on import its speech task asks for tensorboardX, which nothing here needs
+    # its speech task prints a request for tensorboardX on import, which is not needed
     logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)
     _import("fairseq.data.data_utils_fast")
     return found
 
 
 def checkout() -> str:
-    """The configurations and scripts, which a wheel lacks."""
+    """Require the configurations and scripts, which a wheel does not contain."""
     from lrpe_fairseq.experiments.records.checkout import require_checkout
 
     try:
@@ -128,7 +128,7 @@ def checkout() -> str:
 
 
 def plugin() -> str:
-    """Our models are registered with fairseq."""
+    """Require that the models are registered with fairseq."""
     from fairseq.models import ARCH_MODEL_REGISTRY
 
     importlib.import_module("lrpe_fairseq")
@@ -139,14 +139,14 @@ def plugin() -> str:
 
 
 def commands() -> str:
-    """fairseq's scripts are installed beside this Python."""
+    """Require fairseq's scripts in the folder of this Python."""
     if not (BIN / "fairseq-hydra-train").exists():
         raise Ailment(f"{BIN} has no fairseq-hydra-train; run make install, then use {BIN}")
     return str(BIN)
 
 
 def disk(folder: Path) -> str:
-    """Free space for checkpoints, and permission to write them."""
+    """Require free space for checkpoints, and write permission."""
     probe = folder / "runs" / ".doctor"
     try:
         probe.parent.mkdir(exist_ok=True)
@@ -161,13 +161,13 @@ def disk(folder: Path) -> str:
 
 
 def data_folders(root: Path) -> list[Path]:
-    """The data folders under ``root`` that data-prep can make, tasks of GLUE included."""
+    """Return the data folders under ``root`` that data-prep can make, including GLUE tasks."""
     found = [*root.glob("*"), *root.glob("glue-*/*")]
     return sorted(path for path in found if path.is_dir() and _preparation(path))
 
 
 def data(folder: Path) -> str:
-    """The binarized files are those that data-prep wrote."""
+    """Require that the binarized files match the checksums of the manifest."""
     again = f"run .venv/bin/python {_preparation(folder)} again"
     try:
         steps = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["steps"]
@@ -179,13 +179,13 @@ def data(folder: Path) -> str:
     binary = {f: s for f, s in written.items() if f.startswith("bin/")}
     damaged = [f for f, s in binary.items() if not _intact(folder / f, s)]
     if damaged or not binary:
-        what = f"{', '.join(damaged)} differs from what was written" if damaged else "unfinished"
+        what = f"{', '.join(damaged)} differs from the manifest" if damaged else "unfinished"
         raise Ailment(f"{what}; {again}")
     return f"{len(binary)} files intact"
 
 
 def gpus() -> str:
-    """Every GPU by name, code for each in this torch, and NCCL if there are several."""
+    """List the GPUs; require a torch with code for each, and NCCL for several."""
     import torch
 
     count = torch.cuda.device_count()
@@ -218,28 +218,28 @@ def runs_on(capability: tuple[int, int], architectures: list[str]) -> bool:
 
 
 def devices() -> list[str]:
-    """What a training could run on."""
+    """Return the devices that a training can use."""
     import torch
 
     return ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
 
 
 def training_step(device: str) -> str:
-    """One update of ``lrpe_lm_tiny`` under each attention; its loss is finite before and after."""
+    """Train ``lrpe_lm_tiny`` for one update per attention type; losses must be finite."""
     losses = [_losses(device, attention) for attention in ("linear", "softmax")]
     if not all(math.isfinite(loss) for pair in losses for loss in pair):
-        raise Ailment(f"losses {losses}; run make test to see what is broken")
+        raise Ailment(f"losses {losses}; run make test to find the defect")
     return "; ".join(f"loss {before:.3f} -> {after:.3f}" for before, after in losses)
 
 
 def slurm() -> str:
-    """Whether ``--slurm`` can be used; it is optional."""
+    """Report if ``--slurm`` is available; it is optional."""
     if not shutil.which("sbatch"):
         return "not installed; --slurm is not available"
     done = subprocess.run(["sinfo", "--noheader"], capture_output=True, text=True)
     if done.returncode:
         return "installed, but no cluster answers; --slurm is not available from here"
-    return f"{len(done.stdout.splitlines())} partitions and states; see sinfo"
+    return f"{len(done.stdout.splitlines())} partition states; see sinfo"
 
 
 def _failed(named: Named) -> int:
@@ -262,7 +262,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _preparation(folder: Path) -> str:
-    """The command that prepares a data folder; empty if none is known."""
+    """Return the command that prepares a data folder; empty if unknown."""
     from lrpe_fairseq.experiments.families import preparation_of
 
     return shlex.join(preparation_of(folder))
@@ -275,7 +275,7 @@ def _intact(path: Path, checksum: str) -> bool:
 
 
 def _require_code(name: str, capability: tuple[int, int]) -> None:
-    """Check that this torch has code for a GPU. Raises: Ailment with the command that helps."""
+    """Require that this torch has code for a GPU. Raises: Ailment with the install command."""
     import torch
 
     compiled = torch.cuda.get_arch_list()
@@ -288,7 +288,7 @@ def _require_code(name: str, capability: tuple[int, int]) -> None:
 
 
 def _losses(device: str, attention: str) -> tuple[float, float]:
-    """Cross entropy of 2 x 64 random tokens before and after one step of SGD."""
+    """Return the cross entropy of 2 x 64 random tokens before and after one step of SGD."""
     import torch
     from fairseq.data import Dictionary
 

@@ -19,7 +19,7 @@ HEAD = "sentence_classification_head"
 
 @torch.no_grad()
 def predict(checkpoint: Path, data: Path, split: str) -> tuple[list[float], list[float]]:
-    """The predictions for every example of a split, and the labels: classes or values.
+    """Return the predictions for every example of a split, and the labels: classes or values.
 
     Raises: ValueError if the split is absent, the head has another number of classes, or the
         checkpoint is damaged, diverged or of another model.
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Write the metrics as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("data", type=Path, help="a folder of data-prep/glue, such as …/RTE")
+    parser.add_argument("data", type=Path, help="a folder made by data-prep/glue, such as …/RTE")
     parser.add_argument("--split", default="valid")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)

@@ -1,6 +1,6 @@
 """Evaluate a checkpoint of a language model under both protocols: ``scripts/eval_lm.sh``.
 
-Everything about the training is read from the checkpoint; the result is a run file.
+The facts about the training are read from the checkpoint; the result is a run file.
 """
 
 import shlex
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def evaluate(checkpoint: Path, data: Path, splits: list[str]) -> Run:
-    """The run file of ``checkpoint``, evaluated on ``splits`` of a data folder.
+    """Evaluate ``checkpoint`` on ``splits`` of a data folder and return the run file.
 
     Raises: ValueError for a damaged or diverged checkpoint, one of another model, or data with
         another dictionary; RunFailed if an evaluation fails or is empty.

@@ -1,6 +1,6 @@
-"""Translate and score with a checkpoint, or with the mean of the last ones: ``scripts/eval_mt.sh``.
+"""Translate with a checkpoint, or the mean of the last ones, and score: ``scripts/eval_mt.sh``.
 
-Everything about the training is read from the checkpoint; the result is a run file.
+The facts about the training are read from the checkpoint; the result is a run file.
 """
 
 import argparse
@@ -26,13 +26,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def evaluate(checkpoint: Path, data: Path, splits: list[str], decoding: Decoding) -> Run:
-    """The run file of ``checkpoint``, or of the mean of the last ones of its folder.
+    """Return the run file of ``checkpoint``, or of the mean of the last ones in its folder.
 
     Raises: ValueError if there are no such checkpoints, or for a damaged or diverged one or one of
-        another model; RunFailed if they do not fit the data or a sentence is not translated.
+        another model; RunFailed if they do not match the data or a sentence is not translated.
     """
     checkpoints.require_model(checkpoint, "lrpe_transformer")
-    translation.require_dictionaries(checkpoint, data)  # or raises, before a mean is written
+    translation.require_dictionaries(checkpoint, data)  # raises before a mean is written
     used = checkpoint
     if decoding.average > 1:
         used, decoding = decoding.mean(checkpoint.parent)
@@ -51,7 +51,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         type=int,
         default=usual.average,
         metavar="N",
-        help="mean of the last N periodic checkpoints beside this one; 1: this one alone",
+        help="average the last N periodic checkpoints of this folder; 1: this checkpoint only",
     )
     return parser.parse_args(arguments)
 

@@ -1,4 +1,4 @@
-"""Fine-tune a checkpoint on tasks of GLUE on this machine: ``scripts/finetune_glue.sh``."""
+"""Fine-tune a checkpoint on GLUE tasks on this machine: ``scripts/finetune_glue.sh``."""
 
 import argparse
 import math
@@ -23,7 +23,7 @@ SEEDS = 5
 
 @command("finetune_glue")
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fine-tune with every learning rate and seed; finished runs are not repeated."""
+    """Fine-tune with every learning rate and seed; skip finished runs."""
     options = _parse(arguments)
     _require_possible(options)
     runs = _runs(options)
@@ -44,7 +44,7 @@ def _require_possible(options: argparse.Namespace) -> None:
 
 def _work(runs: Sequence[TrainingRun], jobs: int) -> int:
     events = schedule.Events(ROOT / "runs" / "table3" / "events.log")
-    one = 1 if torch.cuda.is_available() else None  # GPU; a task is too small for several
+    one = 1 if torch.cuda.is_available() else None  # GPU; the tasks are too small for several
     devices = schedule.shares(min(jobs, len(runs)), one)
     failed = schedule.Schedule(runs, devices, events).run()
     _print_best(runs)
@@ -73,11 +73,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("checkpoint", type=Path, help="of pre-training")
     add("task", help=f"one of {', '.join(glue.TASKS)}, or all")
-    add("--lr", type=float, nargs="+", default=list(RATES), metavar="LR", help="peak rates to try")
+    add(
+        "--lr",
+        type=float,
+        nargs="+",
+        default=list(RATES),
+        metavar="LR",
+        help="peak learning rates to try",
+    )
     add("--seeds", type=int, default=SEEDS, metavar="N", help="seeds 1 to N")
     add("--scale", default="paper", help="paper (the default) or small")
-    add("--jobs", type=int, default=1, metavar="J", help="runs at a time")
-    add("--from", dest="source", type=Path, metavar="DIR", help="files to prepare the data from")
+    add("--jobs", type=int, default=1, metavar="J", help="concurrent runs")
+    add("--from", dest="source", type=Path, metavar="DIR", help="folder with the source data")
     return parser.parse_args(arguments)
 
 

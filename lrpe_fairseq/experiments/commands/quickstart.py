@@ -1,9 +1,10 @@
-"""LRPE beside its baselines on real text, in minutes on two CPU cores: ``make quickstart``.
+"""Compare LRPE with its baselines on real text, in minutes on two CPU cores: ``make quickstart``.
 
-Prepares the English text that CPython carries, trains a small language model for every row of
-:data:`METHODS` through fairseq, evaluates each on documents it has not seen, and prints one table.
+Prepares the English text contained in CPython, trains a small language model for every row of
+:data:`METHODS` with fairseq, evaluates each on held-out documents, and prints one table.
 Checkpoints, logs, run files and TensorBoard logs are in ``results/quickstart/work/``; a second
-call reuses them. ``--seeds 3 --publish`` makes the committed page of ``results/quickstart/``.
+call reuses them. ``--seeds 3 --publish`` replaces the committed run files of
+``results/quickstart/``.
 """
 
 import argparse
@@ -25,9 +26,9 @@ from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.checkout import require_checkout
 from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.records.runs import Run, read_run, write_run
+from lrpe_fairseq.experiments.records.runs import read_run, write_run
+from lrpe_fairseq.experiments.report import docs
 from lrpe_fairseq.experiments.report import quickstart as report
-from lrpe_fairseq.experiments.report.curves import mean_curve, validation_curves
 from lrpe_fairseq.experiments.runner import warm
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children, RunFailed
@@ -35,20 +36,20 @@ from lrpe_fairseq.experiments.runner.schedule import Events, Schedule, shares
 
 DATA = ROOT / "data" / "pydoc"
 RESULTS = ROOT / "results" / "quickstart"
-RUNS, WORK = RESULTS / "runs", RESULTS / "work"
+RUNS, WORK = ROOT / report.RUNS, RESULTS / "work"
 METHODS = [(attention, e) for attention in ("linear", "softmax") for e in report.ENCODINGS]
-NEEDED = (  # modules that every child process needs; the fork server imports them once
+NEEDED = (  # modules that every child process needs, imported once by the fork server
     "lrpe_fairseq.attention.multihead",
     "lrpe_fairseq.experiments.families.lm",
     "lrpe_fairseq.experiments.report.curves",
 )
 PARALLEL = 2
-LOOK_SECONDS = 0.5  # between two looks at the log of a training
+LOOK_SECONDS = 0.5  # polling interval of a training log
 
 
 @dataclass(frozen=True)
 class QuickstartRun(LMRun):
-    """A language model that reports each validation, and its test perplexity at the end."""
+    """A language-model run that reports each validation and the final test perplexity."""
 
     def work(self, children: Children, devices: Devices, say: Callable[[str], None]) -> None:
         """Like :meth:`TrainingRun.work`."""
@@ -60,7 +61,7 @@ class QuickstartRun(LMRun):
 
 @command("quickstart")
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run every step that is not finished; returns the exit status."""
+    """Run all unfinished steps; return the exit status."""
     begun = time.monotonic()
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -79,14 +80,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def methods(seeds: int) -> list[QuickstartRun]:
-    """One training for each row and seed; the rows of the first seed come first."""
+    """Return one run per row and seed, ordered by seed."""
     return [_method(*row, seed) for seed in range(1, seeds + 1) for row in METHODS]
 
 
 def measure(wanted: Sequence[QuickstartRun]) -> None:
-    """Prepare the corpus, then train and evaluate what is not finished. Raises: RunFailed."""
+    """Prepare the corpus, then train and evaluate unfinished runs. Raises: RunFailed."""
     devices = shares(min(PARALLEL, _cores()))
-    os.environ |= Devices(devices[0].threads).environment  # before the server imports torch
+    os.environ |= Devices(devices[0].threads).environment  # before the fork server imports torch
     warm.warm_up(*NEEDED)
     compilation = warm.CONTEXT.Process(target=compile_kernels)
     compilation.start()
@@ -98,18 +99,18 @@ def measure(wanted: Sequence[QuickstartRun]) -> None:
 
 
 def prepare_corpus() -> None:
-    """Fill data/pydoc, or find it filled. Raises: RunFailed."""
+    """Prepare data/pydoc unless it is complete. Raises: RunFailed."""
     words = [sys.executable, "data-prep/pydoc/prepare.py", "--dest", str(DATA)]
     status = subprocess.run(words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
     if status.returncode:
-        raise RunFailed("the corpus could not be prepared")
+        raise RunFailed("the preparation of the corpus failed")
 
 
 def compile_kernels() -> None:
-    """Train one layer for one update: the C++ kernels are compiled on their first use.
+    """Train one layer for one update, which compiles the C++ kernels.
 
-    This takes some ten seconds of a core, while another one prepares the corpus; without it, two
-    trainings would compile the same kernels side by side.
+    Compilation takes about ten seconds of one core while another core prepares the corpus. Without
+    this step, two concurrent trainings would both compile the kernels.
     """
     choices = {"attention_type": "linear", "position_encoding": "lrpe-type2"}
     layer = MultiheadAttention(64, 2, causal=True, normalizer="layernorm", **choices)
@@ -117,42 +118,31 @@ def compile_kernels() -> None:
 
 
 def show(finished: Sequence[QuickstartRun]) -> None:
-    """Print the table, and say whether the published order holds; draw the curves."""
+    """Print the table and its agreement with the published order; draw the curves."""
     runs = [read_run(run.result) for run in finished]
     found = report.rows(runs)
     print("\n" + report.table(found, aligned=True))
     if published := report.rows(report.published(RUNS)):
         print("\n".join(report.comparison(found, published)) + "\n")
-    draw(runs, WORK / "validation.png")
+    picture = WORK / "validation.png"
+    try:
+        report.draw(picture, runs)
+    except ImportError:
+        print(f"no {picture.name}: matplotlib is not installed (pip install matplotlib)")
 
 
 def publish(finished: Sequence[QuickstartRun]) -> None:
-    """Replace the committed run files, curves and page by those of ``finished``."""
+    """Replace the committed run files by those of ``finished``; render their page and picture."""
     for old in RUNS.glob("*.json"):
         old.unlink()
     for run in finished:
         write_run(RUNS / f"{run.folder.name}.json", read_run(run.result))
-    runs = report.published(RUNS)
-    (RESULTS / "README.md").write_text(report.page(runs), encoding="utf-8")
-    draw(runs, RESULTS / "validation.png")
-
-
-def draw(runs: Sequence[Run], path: Path) -> None:
-    """Draw the validation curves, the mean over the seeds; needs matplotlib."""
-    curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for row in dict.fromkeys(map(_row, runs)):
-        attention, encoding = row
-        curve = mean_curve(run for run in runs if _row(run) == row)
-        curves.setdefault(f"{attention} attention", {})[encoding] = curve
-    try:
-        validation_curves(path, curves)
-    except ImportError:
-        print(f"no {path.name}: matplotlib is not installed (pip install matplotlib)")
+    docs.write(ROOT, ["quickstart", "readme"])
 
 
 @contextlib.contextmanager
 def validations_reported(log: Path, updates: int, say: Callable[[str], None]) -> Iterator[None]:
-    """Say every validation that appears in ``log``, a growing training log of ``updates``."""
+    """Report each validation that is appended to ``log``, the log of a running training."""
     ended, seen = threading.Event(), len(_curve(log))
     watcher = threading.Thread(target=_watch, args=(log, updates, seen, say, ended), daemon=True)
     watcher.start()
@@ -195,15 +185,11 @@ def _method(attention: str, encoding: str, seed: int) -> QuickstartRun:
     )
 
 
-def _row(run: Run) -> tuple[str, str]:
-    return run["attention_type"], run["position_encoding"]
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="make quickstart", description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=1, help="trainings of every row (default 1)")
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds per row (default 1)")
     parser.add_argument(
-        "--publish", action="store_true", help="replace the committed results by these"
+        "--publish", action="store_true", help="replace the committed results with these"
     )
     return parser
 

@@ -27,7 +27,7 @@ SITE_OPTIONS = {"partition": str, "time": str, "gpus_per_node": int, "nodes": in
 
 @command("run_table")
 def main(arguments: list[str] | None = None) -> int:
-    """Run a table, submit it, or show what would be run or how far it is; the exit status."""
+    """Run a table, submit it, or print its commands or progress; return the exit status."""
     given = sys.argv[1:] if arguments is None else arguments
     options, begun = _parse(given), time.monotonic()
     chosen = _select(options)
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run_here(chosen: Sequence[TrainingRun], options: argparse.Namespace, begun: float) -> int:
-    """Run ``chosen`` on this machine and render the tables; keep the time of a whole table."""
+    """Run ``chosen`` on this machine and render the tables; record the time of a full table."""
     events = schedule.Events(ROOT / "runs" / options.table / "events.log")
     devices = schedule.shares(min(options.jobs, len(chosen)), options.gpus)
     whole = not (options.rows or options.attention) and schedule.untouched(chosen)
@@ -53,7 +53,7 @@ def _run_here(chosen: Sequence[TrainingRun], options: argparse.Namespace, begun:
     failed = work.run()
     failed = tables.main([]) or failed
     seconds = time.monotonic() - begun
-    events.say(f"{options.table}: {clock(seconds)} in all")
+    events.say(f"{options.table}: {clock(seconds)} in total")
     if whole and not failed and work.trained == len(chosen):
         sweeps.write_sweep(
             ROOT / "results" / "sweeps",
@@ -68,7 +68,7 @@ def _run_here(chosen: Sequence[TrainingRun], options: argparse.Namespace, begun:
 
 
 def _run_task(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:
-    """Run one element of a Slurm array with all that Slurm gave it; a later job renders.
+    """Run one element of a Slurm array with all its resources; a later job renders.
 
     Raises: ValueError if the table has no such element.
     """
@@ -79,7 +79,7 @@ def _run_task(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int
         )
     run = chosen[options.array_task]
     events = schedule.Events(run.folder / "events.log")
-    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", "1"))  # not every cluster binds to them
+    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", "1"))  # some clusters do not set the affinity
     devices = Devices(threads=cores, nodes=options.nodes or 1)
     return FAILED if schedule.Schedule([run], [devices], events).run() else 0
 
@@ -87,20 +87,18 @@ def _run_task(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int
 def _submit(chosen: Sequence[TrainingRun], options: argparse.Namespace, given: list[str]) -> int:
     tasks = [index for index, run in enumerate(chosen) if not run.finished()]
     if not tasks:
-        print("every run is finished already")
+        print("all runs are already finished")
         return tables.main([])
     settings = {name: getattr(options, name) for name in SITE_OPTIONS}
     site = slurm.load_site(ROOT / "configs" / "slurm.yaml", settings)
     own = [word for word in _without(given, [*SITE_OPTIONS, "from"]) if word != "--slurm"]
     job = slurm.submit(ROOT, options.table, [*own, "--nodes", str(site.nodes)], tasks, site)
-    print(
-        f"job array {job}: {len(tasks)} of {len(chosen)} runs; see how far they are with --status"
-    )
+    print(f"job array {job}: {len(tasks)} of {len(chosen)} runs; see their progress with --status")
     return 0
 
 
 def _without(given: Sequence[str], names: Sequence[str]) -> list[str]:
-    """A command line without these options and their values."""
+    """Return a command line without these options and their values."""
     kept, words = [], iter(given)
     for word in words:
         name, equals, _ = word.partition("=")
@@ -117,15 +115,15 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("table", help="a file of configs/tables, without .yaml")
-    add("--rows", nargs="+", metavar="ROW", help="labels; all rows if left out")
+    add("--rows", nargs="+", metavar="ROW", help="row labels (default: all)")
     add("--attention", nargs="+", metavar="TYPE", choices=("linear", "softmax"))
     add("--seeds", type=int, default=SEEDS, metavar="N", help="seeds 1 to N")
-    add("--scale", default="small", help="small (the default), paper or another of the table's")
-    add("--jobs", type=int, default=1, metavar="J", help="runs at a time")
-    add("--gpus", type=int, metavar="G", help="GPUs for each run (default: one, or all for one)")
-    add("--from", dest="source", type=Path, metavar="DIR", help="files to prepare the data from")
+    add("--scale", default="small", help="small (the default), paper or another scale of the table")
+    add("--jobs", type=int, default=1, metavar="J", help="concurrent runs")
+    add("--gpus", type=int, metavar="G", help="GPUs per run (default: 1; all for a single run)")
+    add("--from", dest="source", type=Path, metavar="DIR", help="folder with the source data")
     add("--dry-run", action="store_true", help="print the training commands only")
-    add("--status", action="store_true", help="say how far every run is")
+    add("--status", action="store_true", help="print the progress of every run")
     cluster = parser.add_argument_group("Slurm", "settings of your cluster: configs/slurm.yaml")
     cluster.add_argument("--slurm", action="store_true", help="submit the runs as one job array")
     for name, kind in SITE_OPTIONS.items():
@@ -158,7 +156,7 @@ def _rows_only(table: Table, labels: Sequence[str]) -> Table:
 
 
 def _show(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:
-    """The command of every run, or the state of every run and how many are in each."""
+    """Print the command of every run, or the state of every run and a count of the states."""
     if options.dry_run:
         print(*(shlex.join(run.command()) for run in chosen), sep="\n")
         return 0

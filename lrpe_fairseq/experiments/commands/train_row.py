@@ -1,7 +1,7 @@
-"""Train one row of a table on this machine: ``scripts/train_lm.sh`` and its like.
+"""Train one row of a table on this machine: ``scripts/train_lm.sh`` and similar scripts.
 
-Without ``key=value`` this is the run of ``scripts/run_table.sh <table>``, and that script will
-evaluate it; with them it works in a folder of its own under ``runs/by-hand``.
+Without ``key=value`` arguments this is the run of ``scripts/run_table.sh <table>``, which also
+evaluates it; with such arguments it has a separate folder under ``runs/by-hand``.
 """
 
 import argparse
@@ -38,10 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def train(run: TrainingRun) -> int:
-    """Train ``run``, resuming if it was stopped; output goes to the screen and its log."""
+    """Train or resume ``run``; output goes to the screen and to its log."""
     seen = run.ready_to_resume(print)
     if seen >= run.max_update():
-        print(f"{run.name} has its {seen} updates already")
+        print(f"{run.name} already has its {seen} updates")
         return 0
     if not seen:
         dictionaries.remember(run.checkpoints, run.data)
@@ -55,7 +55,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("table", help="a file of configs/tables, without .yaml")
     parser.add_argument("row", help="a label of that table")
     parser.add_argument("attention", choices=("linear", "softmax"))
-    parser.add_argument("changes", nargs="*", metavar="key=value", help="such as model.dropout=0.2")
+    parser.add_argument(
+        "changes",
+        nargs="*",
+        metavar="key=value",
+        help="configuration overrides, such as model.dropout=0.2",
+    )
     parser.add_argument("--scale", default="paper", help="paper (the default) or small")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_intermixed_args(arguments)
@@ -65,7 +70,7 @@ def _run(options: argparse.Namespace) -> TrainingRun:
     table = plan.load_named(options.table)
     row = table.row(options.row)
     if options.attention not in row.attention:
-        raise ValueError(f"{row.label} serves {' and '.join(row.attention)} attention only")
+        raise ValueError(f"{row.label} supports only {' and '.join(row.attention)} attention")
     wanted = replace(table, rows=[row])
     found = plan.runs(wanted, options.scale, [options.seed])
     run = next(run for run in found if run.attention_type == options.attention)

@@ -1,1 +1,2 @@
-"""Corpora, bitext, pieces and GLUE: what data-prep/ calls. No fairseq is needed to download."""
+"""Data preparation used by data-prep/: corpora, bitext, tokenizers, GLUE. Downloads need no
+fairseq."""

@@ -1,8 +1,8 @@
-"""Parallel text after it was obtained: what all its data-prep scripts share; see ``corpus``.
+"""Steps shared by the data-prep scripts for parallel text, after the download; see ``corpus``.
 
-A text is named without its language: ``text/train`` stands for ``text/train.en`` and
-``text/train.de``. Both sides share one sentencepiece model; each has a dictionary of its own, as
-in Table 7 of the LRPE paper.
+A path without a language suffix names both sides: ``text/train`` means ``text/train.en`` and
+``text/train.de``. Both sides share one sentencepiece model; each has a separate dictionary, as in
+Table 7 of the LRPE paper.
 """
 
 import argparse
@@ -19,29 +19,31 @@ from lrpe_fairseq.experiments.records.console import UserError
 def arguments(
     description: str, argv: Sequence[str] | None, vocab_size: int = 4000
 ) -> argparse.Namespace:
-    """The command line of a script for parallel text: dest, vocab_size, from_dir, workers."""
+    """Parse the options of a parallel-text script: dest, vocab_size, from_dir, workers."""
     parser = argparse.ArgumentParser(description=description.split("\n")[0])
-    parser.add_argument("--dest", type=Path, required=True, help="folder to fill")
-    parser.add_argument("--vocab-size", type=int, default=vocab_size, help="sentencepiece pieces")
-    parser.add_argument("--from", dest="from_dir", type=Path, help="folder that has the files")
-    parser.add_argument("--workers", type=int, default=1, help="processes of fairseq-preprocess")
+    parser.add_argument("--dest", type=Path, required=True, help="output folder")
+    parser.add_argument(
+        "--vocab-size", type=int, default=vocab_size, help="number of sentencepiece pieces"
+    )
+    parser.add_argument("--from", dest="from_dir", type=Path, help="folder with the source files")
+    parser.add_argument("--workers", type=int, default=1, help="worker processes")
     return parser.parse_args(argv)
 
 
 def side(text: Path, language: str) -> Path:
-    """The file of one language."""
+    """Return the path of one language's file."""
     return text.with_name(f"{text.name}.{language}")
 
 
 def require_pairs(texts: Mapping[str, Path], languages: Sequence[str]) -> dict[str, int]:
-    """Pairs of each split. Raises: UserError where the two sides differ in lines."""
+    """Count the pairs of each split. Raises: UserError if the two sides differ in length."""
     counted = {}
     for split, text in texts.items():
         lines = {language: _count(side(text, language)) for language in languages}
         if len(set(lines.values())) != 1:
             said = " and ".join(f"{n:,} lines of {language}" for language, n in lines.items())
             raise UserError(
-                f"{text} has {said}, so its lines are no pairs: fetch both sides again."
+                f"{text} has {said}, so its lines do not pair up: fetch both sides again."
             )
         counted[split] = lines[languages[0]]
     return counted
@@ -50,7 +52,7 @@ def require_pairs(texts: Mapping[str, Path], languages: Sequence[str]) -> dict[s
 def run_sentencepiece(
     steps: prep.Steps, train: Path, languages: Sequence[str], vocab_size: int
 ) -> prep.SentencePiece:
-    """Step: ``spm/`` trained on both sides of the train split."""
+    """Step: train ``spm/`` on both sides of the train split."""
     sides = {f"train {language}": side(train, language) for language in languages}
     return prep.run_sentencepiece(steps, sides, vocab_size)
 
@@ -62,7 +64,7 @@ def run_pieces(
     tokenizer: prep.Tokenizer,
     workers: int = 1,
 ) -> dict[str, Path]:
-    """Steps: ``pieces/`` of all splits in both languages, ``bin/``."""
+    """Steps: write ``pieces/`` for all splits and both languages, then ``bin/``."""
     pieces = {split: steps.dest / "pieces" / split for split in texts}
     every = list(itertools.product(texts, languages))
     for split, language in every:
@@ -91,8 +93,8 @@ def clean(
     ratio: float = 1.5,
     threads: int = 1,
 ) -> None:
-    """Copy the pairs of which neither side is empty, longer than ``longest`` pieces, or more than
-    ``ratio`` times as long as the other."""
+    """Copy the pairs that pass the length filter: neither side is empty, longer than ``longest``
+    pieces, or more than ``ratio`` times as long as the other."""
     with contextlib.ExitStack() as stack:
         lines = [prep.read_lines(side(source, name)) for name in languages]
         outs = [stack.enter_context(prep.written_whole(side(target, n))) for n in languages]
@@ -126,7 +128,7 @@ def _run_binarize(
 
 
 def count(dest: Path, texts: Mapping[str, Path], languages: Sequence[str]) -> dict[str, Any]:
-    """Count a finished destination: pairs of every split, words and tokens of each side."""
+    """Count a finished destination: pairs per split, words and tokens per side."""
     pairs, pair = require_pairs(texts, languages), "-".join(languages)
     splits: dict[str, Any] = {}
     for split, text in texts.items():
@@ -153,14 +155,14 @@ def report(manifest: dict[str, Any]) -> dict[str, Any]:
         )
         prep.say(f"  {split}: {counts['pairs']:,} pairs, {sides}")
     sizes = " and ".join(f"{size['size']:,}" for size in manifest["dictionary"].values())
-    prep.say(f"  dictionaries of {sizes} types: ready for fairseq-train")
+    prep.say(f"  dictionaries: {sizes} types; ready for fairseq-train")
     return manifest
 
 
 def _require_no_empty_line(path: Path) -> None:
     for number, line in enumerate(_lines(path), start=1):
         if not line:
-            raise UserError(f"{path}, line {number}, is empty: remove that line from both sides.")
+            raise UserError(f"{path}, line {number}, is empty: remove this line from both sides.")
 
 
 def _count(path: Path) -> int:
@@ -169,5 +171,5 @@ def _count(path: Path) -> int:
 
 def _lines(path: Path) -> Iterator[str]:
     if not path.is_file():
-        raise UserError(f"{path} is not there: both sides of a parallel text are needed.")
+        raise UserError(f"{path} does not exist: parallel text needs both sides.")
     return prep.read_lines(path)

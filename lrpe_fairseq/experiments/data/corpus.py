@@ -1,12 +1,11 @@
-"""What every data-prep script does: obtain files, tokenize, binarize, count, and remember it.
+"""Steps shared by the data-prep scripts: download, tokenize, binarize, count, record.
 
-A script under ``data-prep/`` names its sources and its splits; everything else is here. Three
-rules hold throughout. A file appears under its name whole or not at all. Wrong input is refused
-with one sentence that says what to do (``UserError``). A step that is finished is not done again
-unless something it read, or something it wrote, has changed.
+A script under ``data-prep/`` declares its sources and splits; this module does the rest. Files are
+written atomically. Invalid input raises ``UserError`` with one sentence that says what to do. A
+finished step runs again only if one of its inputs or outputs has changed.
 
-Words are ``str.split()`` words of one line of text, as fairseq and the published token counts
-have them. Nothing here imports fairseq: fairseq-preprocess runs as a process of its own.
+Words are the ``str.split()`` words of a line, as in fairseq and in the published token counts. This
+module does not import fairseq: fairseq-preprocess runs as a separate process.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import write_json, written_whole
 
 SPLITS = ("train", "valid", "test")
-UNKNOWN_WORD = "<unk>"  # of a corpus whose rare words are replaced; fairseq's name for it too
+UNKNOWN_WORD = "<unk>"  # replaces rare words in WikiText; also fairseq's unknown symbol
 FAIRSEQ_SPECIALS = 4  # <s>, <pad>, </s>, <unk>: in every fairseq dictionary, in no dict.txt
 FAIRSEQ_EOS, FAIRSEQ_UNK = 2, 3
-FAIRSEQ_UINT16 = 65500  # a dictionary below this size is stored in two bytes a token
+FAIRSEQ_UINT16 = 65500  # dictionaries smaller than this are stored with two bytes per token
 DICTIONARY_MULTIPLE = 8  # fairseq-preprocess pads the dictionaries it builds to this multiple
 BLOCK = 1 << 20
 UNREADABLE = (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile)
@@ -56,7 +55,7 @@ USER_AGENT = "lrpe-fairseq data-prep"  # some mirrors refuse Python's own
 
 
 def say(message: str) -> None:
-    """Print one line of progress at once, also into a pipe."""
+    """Print one line of progress and flush, so that it also appears through a pipe."""
     print(message, flush=True)
 
 
@@ -64,9 +63,9 @@ def say(message: str) -> None:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    r"""Yield the lines of a text, white space collapsed and ends stripped.
+    r"""Yield the lines of a text with whitespace collapsed and stripped.
 
-    Lines end at "\n" only: U+0085, U+2028 and "\r" within a line are white space, not ends.
+    Lines end at "\n" only: U+0085, U+2028 and "\r" within a line are whitespace, not line ends.
     """
     with open(path, encoding="utf-8", newline="\n") as text:
         for line in text:
@@ -78,7 +77,7 @@ def _hasher(checksum: str) -> Any:
 
 
 def digest(path: Path, like: str = "0" * 64) -> str:
-    """Return the checksum of a file, of the kind (md5, sha1, sha256) whose length ``like`` has."""
+    """Return the checksum of a file; the length of ``like`` selects md5, sha1 or sha256."""
     hasher = _hasher(like)
     with open(path, "rb") as stream:
         while block := stream.read(BLOCK):
@@ -87,7 +86,7 @@ def digest(path: Path, like: str = "0" * 64) -> str:
 
 
 def has_checksum(path: Path, checksum: str) -> bool:
-    """Tell whether ``path`` is a file with this md5, sha1 or sha256."""
+    """True if ``path`` is a file with this md5, sha1 or sha256."""
     return path.is_file() and digest(path, checksum) == checksum
 
 
@@ -104,18 +103,18 @@ def obtain(
     attempts: int = 3,
     packed: bool = False,
 ) -> Path:
-    """Return ``into / file`` with the right content: already there, from a folder, or downloaded.
+    """Return ``into / file`` with a verified checksum: reused, copied from a folder, or downloaded.
 
-    With ``from_dir`` the file is taken from there (plain, ``.gz`` or ``.zip``) and the network is
-    not touched. Otherwise the URLs are tried in turn, each ``attempts`` times; an interrupted
-    download stays as ``file.part`` and is resumed by the next attempt or the next call.
+    With ``from_dir`` the file is read from there (plain, ``.gz`` or ``.zip``) without network
+    access. Otherwise the URLs are tried in turn, each ``attempts`` times; an interrupted download
+    is kept as ``file.part`` and resumed by the next attempt or the next call.
 
     Args:
-        sha256: checksum of the plain file; an md5 or a sha1 serves where that is what is known.
-        packed: the URLs serve the file through gzip.
+        sha256: checksum of the plain file; an md5 or sha1 is accepted if no sha256 is known.
+        packed: the URLs serve the file compressed with gzip.
 
     Raises:
-        UserError: the file is absent, truncated or another version; nothing is left under its
+        UserError: the file is missing, truncated or another version; no file is left under its
             name.
     """
     target = into / file
@@ -134,7 +133,7 @@ def obtain(
 
 
 def extract(archive: Path, file: str, sha256: str, into: Path) -> Path:
-    """Return ``into / file`` from whatever folder of a zip archive, checked as by ``obtain``."""
+    """Return ``into / file``, extracted from any folder of a zip archive and verified."""
     target = into / file
     if not has_checksum(target, sha256):
         _unpack(lambda: zip_member(archive, file), sha256, target, archive)
@@ -148,10 +147,10 @@ def download(
     sound: Callable[[Path], bool] = lambda path: True,
     attempts: int = 3,
 ) -> Path:
-    """Return ``into / file``, downloaded whole, of a source that publishes no checksum.
+    """Return ``into / file`` from a source that publishes no checksum; the write is atomic.
 
     Raises:
-        UserError: it could not be fetched, or it is not ``sound``; it is deleted then.
+        UserError: the download failed, or ``sound`` rejected the file, which is then deleted.
     """
     target = into / file
     if not target.is_file():
@@ -161,7 +160,7 @@ def download(
         if not sound(part):
             part.unlink()
             raise UserError(
-                f"The downloaded {file} is not what it should be and was deleted: run the same "
+                f"The downloaded {file} is invalid and was deleted: run the same "
                 f"command again, or fetch {file} yourself and pass its folder with --from."
             )
         os.replace(part, target)
@@ -169,10 +168,10 @@ def download(
 
 
 def copy_whole(opener: Opener, target: Path) -> Path:
-    """Write what ``opener`` opens to ``target`` unless that is there; whole or not at all.
+    """Copy the stream of ``opener`` to ``target`` unless it exists; the write is atomic.
 
     Raises:
-        UserError: the source is truncated or holds no such file.
+        UserError: the source is truncated or does not contain the file.
     """
     if not target.is_file():
         try:
@@ -185,7 +184,7 @@ def copy_whole(opener: Opener, target: Path) -> Path:
 
 @contextlib.contextmanager
 def zip_member(archive: Path, file: str) -> Iterator[IO[bytes]]:
-    """Open a member of an archive by its name, in whatever folder of it."""
+    """Open the archive member with this file name, in any folder of the archive."""
     with zipfile.ZipFile(archive) as zipped:
         members = [name for name in zipped.namelist() if PurePosixPath(name).name == file]
         if len(members) != 1:
@@ -207,8 +206,8 @@ def _take(file: str, from_dir: Path, checksum: str, target: Path) -> None:
         _unpack(lambda: zip_member(zipped, file), checksum, target, zipped)
     else:
         raise UserError(
-            f"{from_dir} holds no {file}, {file}.gz or {file}.zip: put the file there, "
-            f"or leave --from out to download it."
+            f"{from_dir} contains no {file}, {file}.gz or {file}.zip: put the file there, "
+            f"or omit --from to download it."
         )
 
 
@@ -248,7 +247,7 @@ def _download(file: str, urls: Sequence[str], checksum: str, target: Path, attem
 
 
 def _try_urls(file: str, urls: Sequence[str], part: Path, attempts: int) -> None:
-    reason = "no address is known"
+    reason = "no URL is known"
     for url in urls:
         for attempt in range(attempts):
             try:
@@ -257,7 +256,7 @@ def _try_urls(file: str, urls: Sequence[str], part: Path, attempts: int) -> None
                 reason = f"{url}: {error}"
                 say(f"  {reason}")
                 if isinstance(error, urllib.error.HTTPError) and error.code != 416:
-                    break  # the server answered: asking it again changes nothing
+                    break  # a definite answer of the server: retrying is useless
                 time.sleep(min(attempt, 5))
     raise UserError(
         f"Could not download {file} ({reason}): run the same command again to resume, "
@@ -266,7 +265,7 @@ def _try_urls(file: str, urls: Sequence[str], part: Path, attempts: int) -> None
 
 
 def _fetch(url: str, part: Path) -> None:
-    """Continue ``part`` from ``url``, or begin anew where the server knows no ranges."""
+    """Resume ``part`` from ``url``, or restart if the server does not support ranges."""
     start = part.stat().st_size if part.is_file() else 0
     ranges = {"Range": f"bytes={start}-"} if start else {}
     request = urllib.request.Request(url, headers={"User-Agent": USER_AGENT, **ranges})
@@ -277,7 +276,7 @@ def _fetch(url: str, part: Path) -> None:
             with open(part, "ab" if resumed else "wb") as out:
                 _copy(answer, out, answer.headers.get("Content-Length"))
     except urllib.error.HTTPError as error:
-        if error.code == 416:  # the part is longer than the file: it is some other file's
+        if error.code == 416:  # the part is longer than the file, so it belongs to another
             part.unlink(missing_ok=True)
         raise
 
@@ -290,7 +289,7 @@ def _copy(answer: IO[bytes], out: IO[bytes], length: str | None) -> None:
         if total > 10 * BLOCK and received * 10 >= total * tenth:
             say(f"  {received:,} of {total:,} bytes")
             tenth = received * 10 // total + 1
-    if received < total:  # urllib reports a connection that closes early as a plain end
+    if received < total:  # urllib reports an early close as end of file
         raise OSError(f"the connection closed after {received:,} of {total:,} bytes")
 
 
@@ -300,14 +299,14 @@ def _copy(answer: IO[bytes], out: IO[bytes], length: str | None) -> None:
 def train_sentencepiece(
     lines: Iterable[str], model: Path, vocab_size: int, kind: str = "bpe"
 ) -> None:
-    """Train a sentencepiece model in one thread: the same lines, the same model.
+    """Train a sentencepiece model in one thread, so that the result is deterministic.
 
-    Words are kept as they are (no Unicode normalization), every character has a piece, and the
-    corpus' own ``<unk>`` is one piece, so that pieces and words encode the same text.
+    There is no Unicode normalization, every character has a piece, and the ``<unk>`` of the corpus
+    is one piece, so that pieces and words encode the same text.
 
     Args:
         vocab_size: the number of pieces; at most that many with ``kind="char"``.
-        kind: "bpe", or "char" for one piece a character, a blank being ``▁``.
+        kind: "bpe", or "char" for one piece per character, with ``▁`` for a space.
     """
     import sentencepiece
 
@@ -320,10 +319,10 @@ def train_sentencepiece(
             model_type=kind,
             vocab_size=vocab_size,
             hard_vocab_limit=not characters,
-            add_dummy_prefix=not characters,  # a blank before the first word of a line
+            add_dummy_prefix=not characters,  # a space before the first word of a line
             character_coverage=1.0,
             normalization_rule_name="identity",
-            max_sentence_length=1 << 20,  # by default lines above 4,192 bytes are left out
+            max_sentence_length=1 << 20,  # the default drops lines above 4,192 bytes
             num_threads=1,
             bos_id=-1,
             eos_id=-1,
@@ -333,14 +332,14 @@ def train_sentencepiece(
     except RuntimeError as error:
         raise UserError(
             f"sentencepiece cannot make {vocab_size} pieces of this text ({error}): "
-            f"give another --vocab-size."
+            f"choose another --vocab-size."
         ) from None
     with written_whole(model, "wb") as out:
         out.write(trained.getvalue())
 
 
 def encode(tokenizer: Tokenizer, source: Path, target: Path, threads: int = 1) -> None:
-    """Write ``source`` as pieces, line for line, empty lines kept."""
+    """Encode ``source`` line by line as pieces; empty lines are kept."""
     lines = read_lines(source)
     with written_whole(target) as out:
         while batch := list(itertools.islice(lines, 20_000)):
@@ -348,17 +347,17 @@ def encode(tokenizer: Tokenizer, source: Path, target: Path, threads: int = 1) -
 
 
 def write_dictionary(tokenizer: Tokenizer, train_pieces: Path, target: Path) -> None:
-    """Write a fairseq dictionary of every piece of a tokenizer, the most frequent first.
+    """Write a fairseq dictionary of all pieces of a tokenizer, most frequent first.
 
-    A dictionary that fairseq-preprocess builds knows only the pieces that occur in the encoded
-    train split; a piece that BPE uses up there, but not in other words, would become ``<unk>``.
+    fairseq-preprocess would list only the pieces in the encoded train split. A piece that BPE
+    always merges there, but not in another split, would become ``<unk>``.
     """
     counts: Counter[str] = Counter()
     for line in read_lines(train_pieces):
         counts.update(line.split())
     pieces = sorted(tokenizer.vocabulary(), key=lambda piece: (-counts[piece], piece))
     filler = -(len(pieces) + FAIRSEQ_SPECIALS) % DICTIONARY_MULTIPLE
-    pieces += [f"madeupword{i:04d}" for i in range(filler)]  # as fairseq names them
+    pieces += [f"madeupword{i:04d}" for i in range(filler)]  # fairseq's names
     with written_whole(target) as out:
         out.writelines(f"{piece} {counts[piece]}\n" for piece in pieces)
 
@@ -373,14 +372,14 @@ def binarize(
     workers: int = 1,
     languages: Sequence[str] = (),
 ) -> None:
-    """Run ``fairseq-preprocess`` on the splits; ``bin_dir`` appears whole.
+    """Run ``fairseq-preprocess`` on the splits; ``bin_dir`` is written atomically.
 
     Args:
-        texts: split name -> text of one sample a line, symbols separated by blanks. Splits named
-            ``test``, ``test1``, ... are fairseq's test sets in this order.
-        dictionary: a ``dict.txt`` to use; without it, one is built from the train split.
+        texts: split name -> text with one sample per line and symbols separated by spaces. The
+            splits ``test``, ``test1``, ... become fairseq's test sets in this order.
+        dictionary: the ``dict.txt`` to use; by default one is built from the train split.
         languages: source and target of parallel text; the files are then ``<text>.<language>``,
-            and each language has a dictionary of its own.
+            and each language has a separate dictionary.
 
     Raises:
         UserError: fairseq-preprocess failed; its last line of output is quoted.
@@ -396,7 +395,7 @@ def binarize(
     command += ["--srcdict", str(dictionary.resolve())] if dictionary else []
     try:
         _run(command)
-        (part / "preprocess.log").unlink()  # it speaks of the folder's passing name
+        (part / "preprocess.log").unlink()  # it contains the temporary folder's name
         shutil.rmtree(bin_dir, ignore_errors=True)
         os.replace(part, bin_dir)
     finally:
@@ -404,7 +403,7 @@ def binarize(
 
 
 def binarize_pieces(texts: Mapping[str, Path], bin_dir: Path, dictionary: Path) -> None:
-    """Write what :func:`binarize` writes for one language and a dictionary, without fairseq.
+    """Write the same files as :func:`binarize` for one language and a dictionary, without fairseq.
 
     Importing fairseq takes longer than writing a small corpus.
     """
@@ -424,7 +423,7 @@ def binarize_pieces(texts: Mapping[str, Path], bin_dir: Path, dictionary: Path) 
 
 
 def _write_binary(text: Path, prefix: Path, numbers: Mapping[str, int]) -> None:
-    """Write fairseq's MMapIndexedDataset: the token ids, and the length and place of each line."""
+    """Write fairseq's MMapIndexedDataset: token ids, and the length and offset of each line."""
     small = len(numbers) + FAIRSEQ_SPECIALS < FAIRSEQ_UINT16
     code, kind = (8, np.uint16) if small else (9, np.uint32)
     lengths = []
@@ -444,13 +443,13 @@ def _run(command: Sequence[str]) -> None:
     if done.returncode:
         last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
         raise UserError(
-            f"fairseq-preprocess failed ({' '.join(last)}): fix that, and run the same command "
-            f"again; what it ran was: {' '.join(command)}"
+            f"fairseq-preprocess failed ({' '.join(last)}): fix that and run the same command "
+            f"again; the failed command was: {' '.join(command)}"
         )
 
 
 def count_words(text: Path) -> dict[str, int]:
-    """Count the lines and the words of a text; ``words_with_eos`` has one end a line besides."""
+    """Count lines and words of a text; ``words_with_eos`` adds one end of line per line."""
     lines = words = 0
     for line in read_lines(text):
         lines += 1
@@ -459,10 +458,10 @@ def count_words(text: Path) -> dict[str, int]:
 
 
 def count_binary(prefix: Path) -> dict[str, int]:
-    """Count what fairseq will read from ``prefix``.bin and .idx.
+    """Count the tokens that fairseq reads from ``prefix``.bin and .idx.
 
-    ``tokens`` has one end-of-sentence a line, as fairseq's own count and its perplexities have;
-    ``unknown`` is how many of them are ``<unk>``.
+    ``tokens`` includes one end of sentence per line, as do fairseq's counts and perplexities;
+    ``unknown`` is the number of ``<unk>`` among them.
     """
     with open(f"{prefix}.idx", "rb") as index:
         if index.read(9) != b"MMIDIDX\x00\x00":
@@ -482,30 +481,32 @@ def count_types(dictionary: Path) -> dict[str, int]:
 
 
 def count_split(text: Path, prefix: Path) -> dict[str, int]:
-    """Count one split as words of its text and as tokens of its binary form.
+    """Count one split: words of its text and tokens of its binary form.
 
-    The two together make perplexities of different tokenizations comparable: with a loss in bits
+    The two counts make perplexities of different tokenizations comparable: with a loss in bits
     per token, the perplexity per word is ``2 ** (loss * tokens / words_with_eos)``.
     """
     words, binary = count_words(text), count_binary(prefix)
     if binary.pop("samples") != words["lines"]:
-        raise UserError(f"{prefix}.bin and {text} differ in lines: delete both and run again.")
+        raise UserError(
+            f"{prefix}.bin and {text} have different numbers of lines: delete both and run again."
+        )
     return {**words, "pieces": binary["tokens"] - words["lines"], **binary}
 
 
-# ---------------------------------------------------------------------------------------- memory
+# -------------------------------------------------------------------------------------- manifest
 
 
 class Steps:
-    """The finished steps of one destination, kept in its ``manifest.json``.
+    """The finished steps of one destination, recorded in its ``manifest.json``.
 
-    A step is skipped when what it read (files by their sha256, settings by value) and what it
-    wrote are as the manifest has them. ``finish`` adds the results; until then there are none, so
-    a manifest that has ``splits`` describes a destination that is complete.
+    A step is skipped if its inputs (files by sha256, settings by value) and outputs match the
+    manifest. Only ``finish`` writes the results, so a manifest with ``splits`` describes a complete
+    destination.
     """
 
     def __init__(self, dest: Path, corpus: str, level: str) -> None:
-        """Take up the manifest in ``dest``, refusing one of another corpus or level."""
+        """Read the manifest of ``dest``. Raises: UserError if it is of another corpus or level."""
         self.dest, self.path = dest, dest / "manifest.json"
         _require_writable(dest)
         self.head = {"corpus": corpus, "level": level}
@@ -513,21 +514,21 @@ class Steps:
         found = {key: self.old.get(key, value) for key, value in self.head.items()}
         if found != self.head:
             raise UserError(
-                f"{dest} holds {found['corpus']} at {found['level']} level: "
+                f"{dest} contains {found['corpus']} at {found['level']} level: "
                 f"choose another --dest, or delete it."
             )
 
     def run(
         self, name: str, reads: Mapping[str, Any], writes: Sequence[Path], make: Callable[[], None]
     ) -> None:
-        """Run ``make`` unless it has run on the same ``reads`` and left these ``writes``."""
+        """Run ``make`` unless its inputs ``reads`` and outputs ``writes`` are unchanged."""
         inputs = {key: self._fingerprint(value) for key, value in sorted(reads.items())}
         steps = self.old.get("steps", {})
         if steps.get(name) == {"reads": inputs, "writes": self._outputs(writes)}:
             say(f"  {name}: already done")
         else:
             steps.pop(name, None)
-            self._save({"steps": steps})  # no results: the destination is not complete now
+            self._save({"steps": steps})  # without results: the destination is incomplete
             began = time.monotonic()
             make()
             say(f"  {name}: {time.monotonic() - began:.1f} s")
@@ -536,7 +537,7 @@ class Steps:
         self.done[name] = steps[name]
 
     def finish(self, results: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Record the results, counted anew if any step ran, and return the whole manifest."""
+        """Record the results, recounted if any step ran, and return the whole manifest."""
         if "splits" not in self.old:
             self._save({**results(), "steps": self.done})
         return self.old
@@ -579,7 +580,7 @@ def _require_writable(dest: Path) -> None:
 def run_binarize(
     steps: Steps, texts: Mapping[str, Path], dictionary: Path | None = None, workers: int = 1
 ) -> None:
-    """Step: ``bin/`` with fairseq's dictionary and the binary form of each split."""
+    """Step: write ``bin/``, fairseq's dictionary and the binary form of each split."""
     bin_dir = steps.dest / "bin"
     files = ["dict.txt", *(f"{split}.{kind}" for split in texts for kind in ("bin", "idx"))]
     reads = {**texts, "dictionary": dictionary}
@@ -597,7 +598,7 @@ def run_binarize(
 def run_sentencepiece(
     steps: Steps, texts: Mapping[str, Path], vocab_size: int, kind: str = "bpe"
 ) -> SentencePiece:
-    """Step: ``spm/`` trained on these texts, one after the other."""
+    """Step: train ``spm/`` on the concatenation of these texts."""
     model = steps.dest / SPM
 
     def make() -> None:
@@ -612,7 +613,7 @@ def run_sentencepiece(
 def run_pieces(
     steps: Steps, texts: Mapping[str, Path], tokenizer: Tokenizer, workers: int = 1
 ) -> dict[str, Path]:
-    """Steps: ``pieces/`` of every split with the dictionary of the tokenizer, ``bin/``."""
+    """Steps: write ``pieces/`` with the tokenizer's dictionary, then ``bin/``."""
     dictionary = steps.dest / "pieces" / "dict.txt"
     pieces = {split: steps.dest / "pieces" / f"{split}.txt" for split in texts}
 
@@ -628,7 +629,7 @@ def run_pieces(
 
 
 def count_corpus(dest: Path, texts: Mapping[str, Path]) -> dict[str, Any]:
-    """Count a finished destination: per split as ``count_split``, and the dictionary."""
+    """Count a finished destination: each split with ``count_split``, and the dictionary."""
     splits = {split: count_split(text, dest / "bin" / split) for split, text in texts.items()}
     for split, counts in splits.items():
         counts["documents"] = sum(1 for _ in read_lines(dest / "documents" / f"{split}.tsv"))
@@ -643,5 +644,5 @@ def report(manifest: dict[str, Any]) -> dict[str, Any]:
             f"  {split:6}{counts['documents']:12,}{counts['words_with_eos']:13,}"
             f"{counts['tokens']:13,}{counts['unknown']:9,}"
         )
-    say(f"  dictionary of {manifest['dictionary']['size']:,} types: ready for fairseq-train")
+    say(f"  dictionary of {manifest['dictionary']['size']:,} types; ready for fairseq-train")
     return manifest

@@ -1,4 +1,4 @@
-"""Correlation of two columns of numbers: Pearson's, and Spearman's by average ranks."""
+"""Pearson and Spearman correlation of two columns of numbers; ties get average ranks."""
 
 import math
 from collections.abc import Sequence
@@ -7,14 +7,14 @@ import numpy as np
 
 
 def average_ranks(values: Sequence[float]) -> np.ndarray:
-    """Ranks from 1 for the smallest, (n,); equal values share the mean of their ranks."""
+    """Return ranks (n,), 1 for the smallest; equal values share the mean of their ranks."""
     _, inverse, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
     shared = np.cumsum(counts) - (counts - 1) / 2
     return shared[inverse]
 
 
 def pearson(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Pearson's correlation; None where a side is constant.
+    """Return Pearson's correlation; None if a side is constant.
 
     Raises: ValueError for lists of different lengths.
     """
@@ -27,7 +27,7 @@ def pearson(first: Sequence[float], second: Sequence[float]) -> float | None:
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Spearman's rank correlation, ties by average ranks; None where a side is constant.
+    """Return Spearman's rank correlation with average ranks for ties; None if a side is constant.
 
     Raises: ValueError for lists of different lengths.
     """

@@ -1,4 +1,4 @@
-"""Prepared data folders: ``bin/`` and the ``manifest.json`` that data-prep writes beside it."""
+"""Prepared data folders: ``bin/`` and the ``manifest.json`` that data-prep writes next to it."""
 
 import os
 import shlex
@@ -13,18 +13,18 @@ from lrpe_fairseq.experiments.records.files import ROOT, read_json, relative
 
 
 def manifest(data: Path) -> dict[str, Any]:
-    """What data-prep wrote about a data folder; empty if it was made by other means."""
+    """Return the manifest of a data folder; empty if data-prep did not make the folder."""
     return read_json(data / "manifest.json")
 
 
 def dataset_name(data: Path) -> str:
-    """Corpus and level, such as ``wikitext-2-bpe``; the folder's name without a manifest."""
+    """Return corpus and level, such as ``wikitext-2-bpe``; the folder's name if no manifest."""
     known = manifest(data)
     return f"{known['corpus']}-{known['level']}" if "corpus" in known else data.name
 
 
 def is_prepared(data: Path) -> bool:
-    """True if ``data`` holds binarized text with its dictionary."""
+    """True if ``data`` contains binarized text with its dictionary."""
     return any((data / "bin").rglob("dict*.txt"))
 
 
@@ -33,35 +33,34 @@ def require(data: Path, preparation: Sequence[str]) -> None:
 
     Damaged is a manifest that is not valid JSON, or a dictionary or binary file without content.
 
-    preparation: the data-prep script and its arguments; empty if none is known.
+    preparation: the data-prep script and its arguments; empty if unknown.
     """
-    how = f"run .venv/bin/python {shlex.join(preparation)}" if preparation else "prepare it"
+    how = f"run .venv/bin/python {shlex.join(preparation)}" if preparation else "prepare it first"
     if not is_prepared(data):
-        raise UserError(f"{relative(data)} is not there: {how}")
+        raise UserError(f"{relative(data)} is not prepared: {how}")
     try:
         manifest(data)
     except ValueError as error:
-        raise UserError(f"{error}: {how} again") from None
+        raise UserError(f"{error}: {how}") from None
     for path in sorted((data / "bin").rglob("*")):
         if path.suffix in (".txt", ".bin", ".idx") and not path.stat().st_size:
-            raise UserError(f"{relative(path)} is empty: {how} again")
+            raise UserError(f"{relative(path)} is empty: {how}")
 
 
 def require_splits(data: Path, splits: Sequence[str]) -> None:
-    """Raise UserError if ``data`` lacks one of ``splits``; without a manifest nothing is known."""
+    """Raise UserError if the manifest of ``data`` lacks one of ``splits``."""
     known = manifest(data).get("splits", {})
     for split in splits:
         if known and split not in known:
             raise UserError(
-                f"{relative(data)} has no split {split}, which is to be evaluated; it has "
-                f"{', '.join(known)}"
+                f"{relative(data)} has no split {split} to evaluate; it has {', '.join(known)}"
             )
 
 
 def prepare(data: Path, preparation: Sequence[str], source: Path | None = None) -> None:
-    """Run ``preparation`` unless ``data`` is prepared: from the network, or from ``source``.
+    """Run ``preparation`` unless ``data`` is prepared; ``source`` replaces the download.
 
-    Raises: UserError if the script fails, or if there is none.
+    Raises: UserError if the script fails, or if none is known.
     """
     if is_prepared(data):
         return
@@ -70,4 +69,4 @@ def prepare(data: Path, preparation: Sequence[str], source: Path | None = None) 
     script = [sys.executable, *preparation, *(["--from", str(source.absolute())] if source else [])]
     print(shlex.join(script), flush=True)
     if subprocess.run(script, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode:
-        raise UserError(f"{relative(data)} could not be prepared")
+        raise UserError(f"the preparation of {relative(data)} failed")

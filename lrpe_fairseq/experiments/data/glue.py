@@ -1,7 +1,7 @@
-"""The tasks of GLUE: where their text stands in the official files, and how they are scored.
+"""The tasks of GLUE: the columns of the official files, and the metrics.
 
-Classes are numbered as in the official scripts; in fairseq's label dictionary they are called
-``0``, ``1`` and so on, so that a class is its number there too.
+Classes are numbered as in the official scripts. fairseq's label dictionary lists them as ``0``,
+``1``, ... in this order, so that a class has the same number there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +20,10 @@ BINARY = ("0", "1")
 class GlueTask:
     """One task.
 
-    inputs: columns of the sentence, or of the two. label: its column. labels: class -> what the
-    files call it; empty for a regression. metrics: those of GLUE, the first one decides which
-    checkpoint is best. files: split -> published name, without ``.tsv``. examples: of each
-    split, officially. header: whether the files begin with names of columns.
+    inputs: columns of the one or two sentences. label: column of the label. labels: class ->
+    label in the files; empty for a regression. metrics: GLUE's metrics; the first selects the best
+    checkpoint. files: split -> published name, without ``.tsv``. examples: official number of
+    examples per split. header: True if the files start with a line of column names.
     """
 
     inputs: tuple[int, ...]
@@ -36,12 +36,12 @@ class GlueTask:
 
     @property
     def classes(self) -> int:
-        """Outputs of the head: the classes, or one number."""
+        """Number of outputs of the head: the classes, or 1 for a regression."""
         return len(self.labels) or 1
 
     @property
     def evaluations(self) -> tuple[str, ...]:
-        """The splits that are scored."""
+        """The splits to score."""
         return tuple(split for split in self.files if split != "train")
 
 
@@ -65,7 +65,7 @@ TASKS = {
     "RTE": GlueTask((1, 2), -1, PAIR_TAGS, ("accuracy",), {"train": 2_490, "valid": 277}),
 }
 
-CRITERION = {  # metric -> how fairseq's criterion calls it, and the option that makes it report it
+CRITERION = {  # metric -> its name in fairseq's criterion, and the option that enables it
     "accuracy": ("accuracy", ""),
     "f1": ("f1", "report_acc_and_f1"),
     "matthews": ("mcc", "report_mcc"),
@@ -75,19 +75,19 @@ CRITERION = {  # metric -> how fairseq's criterion calls it, and the option that
 
 
 def named(name: str) -> GlueTask:
-    """The task called ``name``. Raises: ValueError, naming those that there are."""
+    """Return the task called ``name``. Raises: ValueError, which lists the known tasks."""
     if name not in TASKS:
-        raise ValueError(f"GLUE has no task {name!r} here; there are {', '.join(TASKS)}")
+        raise ValueError(f"unknown GLUE task {name!r}; choose from {', '.join(TASKS)}")
     return TASKS[name]
 
 
 def scores(task: GlueTask, predicted: Sequence[float], wanted: Sequence[float]) -> dict[str, float]:
-    """Every metric of ``task``, times 100, and the number of ``examples``.
+    """Return every metric of ``task``, times 100, and the number of ``examples``.
 
-    predicted, wanted: class numbers, or values of a regression. A correlation with predictions
-    that are all equal is 0: they say nothing.
+    predicted, wanted: class numbers, or values of a regression. A correlation with constant
+    predictions is 0.
 
-    Raises: ValueError where the lengths differ or nothing was predicted.
+    Raises: ValueError if the lengths differ or there are no predictions.
     """
     if len(predicted) != len(wanted) or not len(wanted):
         raise ValueError(f"{len(predicted)} predictions for {len(wanted)} examples")
@@ -101,13 +101,13 @@ def _accuracy(wanted: Any, predicted: Any) -> float:
 
 
 def _f1(wanted: Any, predicted: Any) -> float:
-    """Of class 1; 0 where nothing of it was found."""
+    """F1 of class 1; 0 without a true positive."""
     both = float(((wanted == 1) & (predicted == 1)).sum())
     return 2 * both / (float((wanted == 1).sum() + (predicted == 1).sum()) or 1.0)
 
 
 def _pearson(wanted: Any, predicted: Any) -> float:
-    """Of two columns of 0 and 1 it is Matthews' correlation; 0 where a side is constant."""
+    """Equals Matthews' correlation for columns of 0 and 1; 0 if a side is constant."""
     return correlation.pearson(wanted, predicted) or 0.0
 
 

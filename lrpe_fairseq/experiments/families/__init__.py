@@ -1,8 +1,8 @@
-"""One file for each family of experiments, and the list of the families.
+"""One file per family of experiments, and the list of families.
 
-A family is a subclass of :class:`TrainingRun`. It declares its configurations, what prepares its
-data, the curve that its run files keep, its budget, its options in tables, and the next step
-after a training; and it measures a trained model.
+A family is a subclass of :class:`TrainingRun`. It declares its configurations, data preparation,
+validation curve, budget, table options and the next step after a training; and it measures a
+trained model.
 """
 
 from pathlib import Path
@@ -23,28 +23,28 @@ FAMILIES: dict[str, type[TrainingRun]] = {
 
 
 def family_of(config: Path) -> type[TrainingRun]:
-    """The family that trains with ``config``, a file of configs/<folder>.
+    """Return the family that trains with ``config``, a file of configs/<folder>.
 
-    Raises: ValueError if there is no such file, or no family has it.
+    Raises: ValueError if the file does not exist or belongs to no family.
     """
     if not config.exists():
-        raise ValueError(f"{relative(config)} is not there")
+        raise ValueError(f"{relative(config)} does not exist")
     task = load_config(config).task._name
     for family in FAMILIES.values():
         if config.parent == CONFIGS / family.configs and family.task in ("", task):
             return family
     raise ValueError(
-        f"{relative(config)}, of task {task}, is of none of the families {', '.join(FAMILIES)}"
+        f"{relative(config)} has task {task}, which no family trains ({', '.join(FAMILIES)})"
     )
 
 
 def preparation_of(data: Path) -> list[str]:
-    """The script that prepares ``data`` for any family, and its arguments; empty if none does."""
+    """Return the script that prepares ``data``, with its arguments; empty if no family has one."""
     found = (family.preparation_of(data) for family in FAMILIES.values())
     return next(filter(None, found), [])
 
 
 def known_data() -> list[Path]:
-    """Every data folder that a family knows by name."""
+    """Return every data folder that a family names."""
     names = (name for family in FAMILIES.values() for name in family.data_scripts)
     return [ROOT / "data" / name for name in dict.fromkeys(names)]

@@ -1,7 +1,7 @@
-"""Fine-tuning runs: a pre-trained model on one task of GLUE, scored on its development set.
+"""Fine-tuning runs: a pre-trained model on one GLUE task, scored on its development set.
 
-The model's options are those of the checkpoint: fairseq alone forgets them and trains whatever
-the command line says.
+The model's options are copied from the checkpoint; fairseq itself would ignore them and use those
+of the command line.
 """
 
 import itertools
@@ -28,8 +28,8 @@ from lrpe_fairseq.experiments.runner.training import Budget, TrainingRun
 
 EXPERIMENT = "table3"
 GLUE = "glue"
-WARM_UP = 0.06  # of the updates, as RoBERTa was fine-tuned
-FREE = {  # options of a model that fine-tuning may choose
+WARM_UP = 0.06  # fraction of the updates, as in RoBERTa's fine-tuning
+FREE = {  # model options that fine-tuning may set
     "dropout",
     "attention-dropout",
     "activation-dropout",
@@ -45,9 +45,9 @@ EMBEDDING = "encoder.sentence_encoder.embed_tokens.weight"
 
 @dataclass(frozen=True)
 class FinetuningRun(TrainingRun):
-    """One model on one task, ``data.name``; ``checkpoint`` is where it starts.
+    """One model on the task ``data.name``, starting from ``checkpoint``.
 
-    ``lr``: peak learning rate. The other fields are those of any run.
+    ``lr``: peak learning rate. The other fields are those of every run.
     """
 
     configs: ClassVar[str] = "roberta"
@@ -57,14 +57,14 @@ class FinetuningRun(TrainingRun):
 
     @property
     def glue_task(self) -> glue.GlueTask:
-        """The task. Raises: ValueError if the data folder is called otherwise."""
+        """The GLUE task. Raises: ValueError if the data folder is not named after one."""
         return glue.named(self.data.name)
 
     @classmethod
     def of_cell(
         cls, table: Table, cell: Cell, scale: str, config: Path, seed: int
     ) -> list[TrainingRun]:
-        """The runs of a cell, whose data set is a task of GLUE: one for each learning rate."""
+        """Return the runs of a cell, whose data set is a GLUE task: one per learning rate."""
         folder = f"{scale}-{file_name(f'{cell.label}-{cell.attention}')}-seed1"
         best = ROOT / "runs" / table.pretrained / folder / "checkpoints" / checkpoints.BEST
         source = Source(best, cell.label, cell.attention, cell.encoding)
@@ -73,7 +73,7 @@ class FinetuningRun(TrainingRun):
 
     @classmethod
     def preparation_of(cls, data: Path) -> list[str]:
-        """For data/glue-<data of pre-training>/<task>: the task in the pieces of those data."""
+        """Return the command for data/glue-<pre-training data>/<task>, with that data's pieces."""
         home, pieces = data.parent, data.parent.name.removeprefix("glue-")
         if pieces == home.name:
             return []
@@ -81,30 +81,30 @@ class FinetuningRun(TrainingRun):
         return [*script.split(), relative(home.parent / pieces), "--dest", relative(home)]
 
     def budget(self) -> Budget:
-        """Epochs of the task's training set; sentences, since their length is in the data only."""
+        """Epochs of the task's training set, in sentences: token counts depend on the data."""
         epochs = self.yaml().optimization.max_epoch
         examples = self.glue_task.examples["train"]
         return Budget(f"{epochs} epochs of a task", epochs * examples, "sentences")
 
     def encoding_choices(self) -> dict[str, str]:
-        """The model of the checkpoint, the head and metric of the task, its updates."""
+        """Options of the checkpoint's model, the task's head and metric, and its updates."""
         return {**self._model(), **self._task(), **self._updates()}
 
     def require_inputs(self) -> None:
-        """Also: checkpoint, data and task must fit together."""
+        """Also require that checkpoint, data and task match."""
         super().require_inputs()
         require_match(self.checkpoint, self.data, self.glue_task)
 
     def max_update(self) -> int:
-        """The number of updates after which the run ends; 0 as long as there are no data."""
+        """The number of updates of the whole run; 0 while the data is not prepared."""
         return int(self.settings().optimization.max_update) if manifest(self.data) else 0
 
     def outcome(self) -> str:
-        """The metrics of a finished run."""
+        """The metrics of a finished run, as text."""
         return super().outcome() if self.finished() else ""
 
     def measure(self, children: Children, devices: Devices, lock: int) -> Run:
-        """The task's metrics on every development set of the data."""
+        """Return the task's metrics on every development set of the data."""
         metrics: Run = {}
         for split in evaluated(self.data):
             log, found = (self.folder / f"eval-{split}.{kind}" for kind in ("log", "json"))
@@ -142,7 +142,7 @@ class FinetuningRun(TrainingRun):
         )
 
     def _model(self) -> dict[str, str]:
-        """Every option of the checkpoint's model that is not free, where there is a checkpoint."""
+        """Every option of the checkpoint's model that fine-tuning must keep."""
         if not self.checkpoint.is_file():
             return super().encoding_choices()
         model = model_options(self.checkpoint)
@@ -151,7 +151,7 @@ class FinetuningRun(TrainingRun):
         for key, equals, value in (override.partition("=") for override in self.overrides):
             if key in model and equals and value != model[key]:
                 raise ValueError(
-                    f"{key} is {model[key]} in {relative(self.checkpoint)}, and cannot become "
+                    f"{key} is {model[key]} in {relative(self.checkpoint)} and cannot become "
                     f"{value}: pre-train a model with it"
                 )
         return {**model, "task.max_positions": str(max_positions(self.checkpoint))}
@@ -169,8 +169,8 @@ class FinetuningRun(TrainingRun):
         }
 
     def _updates(self) -> dict[str, str]:
-        """Updates for the epochs of the YAML, or its max_update if that comes first, and the
-        schedule's; nothing without data."""
+        """The updates of the YAML's epochs, at most its max_update, and the schedule; empty
+        without data."""
         splits = manifest(self.data).get("splits")
         if not splits:
             return {}
@@ -187,7 +187,7 @@ class FinetuningRun(TrainingRun):
 
 @dataclass(frozen=True)
 class Source:
-    """A pre-trained model: its checkpoint, how a table calls it, and what it is."""
+    """A pre-trained model: its checkpoint, its label in tables, and its encoding."""
 
     checkpoint: Path
     label: str
@@ -196,9 +196,9 @@ class Source:
 
 
 def source_of(checkpoint: Path) -> Source:
-    """What a checkpoint says of itself; its label is its encoding.
+    """Describe a checkpoint; its label is its encoding.
 
-    Raises: ValueError if it does not load or is not of lrpe_roberta.
+    Raises: ValueError if it does not load or is not an lrpe_roberta model.
     """
     model = model_options(checkpoint)
     encoding = model["model.position_encoding"]
@@ -213,9 +213,9 @@ def finetuning_runs(
     rates: Sequence[float],
     seeds: Sequence[int],
 ) -> list[TrainingRun]:
-    """One run for each task, learning rate (the one of ``config`` if none is given) and seed.
+    """Return one run per task, learning rate (default: that of ``config``) and seed.
 
-    Raises: ValueError for a task that GLUE does not have.
+    Raises: ValueError for an unknown task.
     """
     settings = load_config(config)
     home = ROOT / Path(settings.task.data).parent.parent
@@ -245,19 +245,21 @@ def finetuning_runs(
 
 
 def model_options(checkpoint: Path) -> dict[str, str]:
-    """``model.key`` -> value for all options that fine-tuning must keep.
+    """Return ``model.key`` -> value for all options that fine-tuning must keep.
 
-    Raises: ValueError if the checkpoint does not load or is not of lrpe_roberta.
+    Raises: ValueError if the checkpoint does not load or is not an lrpe_roberta model.
     """
     model = _model_config(checkpoint)
     if not str(model.get("_name", "")).startswith("lrpe_roberta"):
-        raise ValueError(f"{relative(checkpoint)} is of {model.get('_name')}, not of lrpe_roberta")
+        raise ValueError(
+            f"{relative(checkpoint)} is a model of {model.get('_name')}, not of lrpe_roberta"
+        )
     kept = _of_our_dataclass(model)
     return {f"model.{key}": _text(value) for key, value in kept.items() if value is not None}
 
 
 def max_positions(checkpoint: Path) -> int:
-    """The longest input that the model of ``checkpoint`` has positions for."""
+    """Return the longest input that the checkpoint's model accepts, in tokens."""
     known = checkpoints.options(checkpoints.load(checkpoint))
     return int(known.get("max-positions") or known["tokens-per-sample"])
 
@@ -268,7 +270,7 @@ def _model_config(checkpoint: Path) -> dict[str, Any]:
 
 
 def _of_our_dataclass(model: dict[str, Any]) -> dict[str, Any]:
-    """Without what fairseq puts beside a model's own options."""
+    """Drop the entries that fairseq adds to a model's own options."""
     from lrpe_fairseq.models.masked_lm import LRPERobertaConfig
 
     own = {"_name", *LRPERobertaConfig.__dataclass_fields__}
@@ -286,12 +288,12 @@ def _require_same(what: str, wanted: str, found: str) -> None:
 
 
 def evaluated(data: Path) -> list[str]:
-    """The development sets that ``data`` has."""
+    """Return the development sets of ``data``."""
     return [split for split in manifest(data)["splits"] if split != "train"]
 
 
 def evaluation_command(checkpoint: Path, data: Path, split: str, found: Path) -> list[str]:
-    """What scores a fine-tuned checkpoint on a split and writes the metrics to ``found``."""
+    """Return the command that scores a checkpoint on a split and writes metrics to ``found``."""
     return [
         *(sys.executable, "-m", "lrpe_fairseq.experiments.commands.eval_glue"),
         *(relative(checkpoint), relative(data), "--split", split, "--out", relative(found)),
@@ -299,7 +301,7 @@ def evaluation_command(checkpoint: Path, data: Path, split: str, found: Path) ->
 
 
 def require_match(checkpoint: Path, data: Path, task: glue.GlueTask) -> None:
-    """Raise RunFailed, one sentence, unless the checkpoint can be fine-tuned on ``data``."""
+    """Raise RunFailed unless the checkpoint can be fine-tuned on ``data``."""
     try:
         state = checkpoints.require_model(checkpoint, "lrpe_roberta")
     except ValueError as error:

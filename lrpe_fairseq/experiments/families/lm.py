@@ -1,4 +1,4 @@
-"""Language-model runs: :class:`TrainingRun` with perplexities under two stated protocols."""
+"""Language-model runs: :class:`TrainingRun` scored by perplexity under two protocols."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ EVERYTHING = tuple((split, p) for split in ("valid", "test") for p in (BLOCKS, S
 
 @dataclass(frozen=True)
 class LMRun(TrainingRun):
-    """One language model."""
+    """The training and evaluation of one language model."""
 
     configs: ClassVar[str] = "lm"
     data_scripts: ClassVar[Mapping[str, str]] = {
@@ -38,7 +38,7 @@ class LMRun(TrainingRun):
     evaluations: tuple[tuple[str, str], ...] = EVERYTHING
 
     def evaluation_command(self, split: str, protocol: str) -> list[str]:
-        """The fairseq-eval-lm command of one (split, protocol) pair."""
+        """Return the fairseq-eval-lm command of one (split, protocol) pair."""
         settings = self.settings()
         tokens = int(settings.task.tokens_per_sample)
         return evaluation_command(
@@ -52,7 +52,7 @@ class LMRun(TrainingRun):
         )
 
     def measure(self, children: Children, devices: Devices, lock: int) -> Run:
-        """Perplexities of every (split, protocol) pair of ``evaluations``."""
+        """Return the perplexities of every (split, protocol) pair of ``evaluations``."""
         metrics: Run = {}
         for split, protocol in self.evaluations:
             log = self.folder / f"eval-{split}-{protocol}.log"
@@ -66,12 +66,12 @@ class LMRun(TrainingRun):
 
 
 def context_window(protocol: str, tokens_per_sample: int) -> int:
-    """fairseq's --context-window for a protocol: none, or half of what the model sees at once."""
+    """Return fairseq's --context-window for a protocol: 0, or half of ``tokens_per_sample``."""
     return {BLOCKS: 0, SLIDING: tokens_per_sample // 2}[protocol]
 
 
 def protocols(tokens_per_sample: int, names: set[str]) -> dict[str, str]:
-    """One sentence for each protocol that was used."""
+    """Return a one-sentence description of each protocol in ``names``."""
     half = tokens_per_sample // 2
     said = {
         BLOCKS: f"fairseq-eval-lm over non-overlapping blocks of {tokens_per_sample} tokens; a "
@@ -92,9 +92,9 @@ def evaluation_command(
     max_tokens: int,
     task: str = PLAIN_TASK,
 ) -> list[str]:
-    """fairseq-eval-lm for a checkpoint. Without --tokens-per-sample it would skip everything.
+    """Return the fairseq-eval-lm command; without --tokens-per-sample it would skip everything.
 
-    ``task``: the one that carries a memory from block to block, where the model has one.
+    ``task``: the task that carries the memory between blocks, for models that have one.
     """
     return [
         str(BIN / "fairseq-eval-lm"),
@@ -113,12 +113,12 @@ def evaluation_command(
 
 
 def read_evaluation(log: Path, data: Path, split: str) -> dict[str, float]:
-    """loss, ppl and tokens of a finished evaluation, and ``word_ppl`` where words were counted.
+    """Return loss, ppl and tokens of an evaluation, and ``word_ppl`` if words were counted.
 
-    Word perplexity spreads the same total log-probability over the words and line ends of the
-    text, so that it does not depend on how the text was cut into pieces.
+    Word perplexity divides the total log-probability by the words and line ends of the text, so
+    that it does not depend on the tokenization.
 
-    Raises: RunFailed if nothing, or not the whole split, was evaluated.
+    Raises: RunFailed if the split was not evaluated completely.
     """
     try:
         measured = fairseq_log.parse_evaluation(log.read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
-"""From a table to its runs.
+"""The runs of a table.
 
-The cells of ``configs/tables/<table>.yaml`` become runs at
-``results/runs/<experiment>/<scale>-<row>-<attention>[-<what differs>]-seed<n>.json``; they work
-under ``runs/``.
+The cells of ``configs/tables/<table>.yaml`` become runs with the run files
+``results/runs/<experiment>/<scale>-<row>-<attention>[-<difference>]-seed<n>.json``; their working
+folders are under ``runs/``.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 
 def load_named(name: str) -> Table:
-    """``configs/tables/<name>.yaml``. Raises: ValueError, naming the tables that exist."""
+    """Load ``configs/tables/<name>.yaml``. Raises: ValueError, which lists the existing tables."""
     require_checkout()
     folder = CONFIGS / "tables"
     if not (folder / f"{name}.yaml").exists():
@@ -28,18 +28,18 @@ def load_named(name: str) -> Table:
 
 
 def config_of(table: Table, scale: str) -> Path:
-    """The configuration of a scale. Raises: ValueError if the table has no such scale."""
+    """Return the configuration of a scale. Raises: ValueError if the table lacks the scale."""
     if scale not in table.scales:
         raise ValueError(f"table {table.name} has no scale {scale}; it has {list(table.scales)}")
     return ROOT / table.scales[scale]
 
 
 def runs(table: Table, scale: str, seeds: Sequence[int]) -> list[TrainingRun]:
-    """Every run of ``table`` at ``scale``, seed by seed.
+    """Return every run of ``table`` at ``scale``, seed by seed.
 
-    A cell that another table of ``table.experiments`` has too is that table's run.
+    A cell that also occurs in another table of ``table.experiments`` uses that table's run.
 
-    Raises: ValueError if the table has no such scale, or no family of experiments trains it.
+    Raises: ValueError if the table lacks the scale, or no family trains it.
     """
     table, *others = (t.at(scale) for t in (table, *map(load_named, table.experiments[1:])))
     homes = {cell.recipe: (table, cell) for cell in cells(table)}
@@ -49,4 +49,4 @@ def runs(table: Table, scale: str, seeds: Sequence[int]) -> list[TrainingRun]:
     family = family_of(config)
     made = (family.of_cell(*home, scale, config, seed) for seed in seeds for home in homes.values())
     named = {run.name: run for run in itertools.chain.from_iterable(made)}
-    return list(named.values())  # columns that tell rates apart share their runs
+    return list(named.values())  # columns that separate learning rates share their runs

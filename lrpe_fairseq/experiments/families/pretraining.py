@@ -23,7 +23,7 @@ PROTOCOL = {
 
 @dataclass(frozen=True)
 class PretrainingRun(TrainingRun):
-    """One masked language model."""
+    """The pre-training and validation of one masked language model."""
 
     configs: ClassVar[str] = "roberta"
     task: ClassVar[str] = "masked_lm"
@@ -35,7 +35,7 @@ class PretrainingRun(TrainingRun):
     evaluations: tuple[tuple[str, str], ...] = (("valid", MASKED), ("test", MASKED))
 
     def validation_command(self, split: str) -> list[str]:
-        """fairseq-validate of the best checkpoint on one split, with the masks of all models."""
+        """Return fairseq-validate of the best checkpoint on one split, with the shared masks."""
         return [
             str(BIN / "fairseq-validate"),
             relative(self.data / "bin"),
@@ -51,7 +51,7 @@ class PretrainingRun(TrainingRun):
         ]
 
     def measure(self, children: Children, devices: Devices, lock: int) -> Run:
-        """Loss and perplexity of every split of ``evaluations``."""
+        """Return loss and perplexity of every split of ``evaluations``."""
         metrics: Run = {}
         for split, protocol in self.evaluations:
             log = self.folder / f"eval-{split}-{protocol}.log"
@@ -62,9 +62,9 @@ class PretrainingRun(TrainingRun):
 
 
 def read_validation(log: Path, split: str) -> dict[str, float]:
-    """``loss`` (bits) and ``ppl`` from what fairseq-validate printed.
+    """Read ``loss`` (bits) and ``ppl`` from the output of fairseq-validate.
 
-    Raises: RunFailed if it printed none.
+    Raises: RunFailed if the output has none.
     """
     try:
         loss = fairseq_log.parse_validation(log.read_text(encoding="utf-8"), split)["loss"]

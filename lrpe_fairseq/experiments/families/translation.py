@@ -25,7 +25,7 @@ BEAM = "beam"
 
 @dataclass(frozen=True)
 class Decoding:
-    """How sentences are translated. average: how many of the last periodic checkpoints."""
+    """Options of decoding. average: number of last periodic checkpoints to average."""
 
     beam: int = 4
     length_penalty: float = 0.6
@@ -41,8 +41,10 @@ class Decoding:
             raise ValueError(f"--lenpen must be a finite number, not {self.length_penalty}")
 
     def mean(self, folder: Path) -> "tuple[Path, Decoding]":
-        """The mean of the last checkpoints in ``folder``, written beside them; and what it is:
-        if there are fewer than ``average``, of as many as there are.
+        """Average the last checkpoints in ``folder`` and write the result next to them.
+
+        Returns the path and the options with the actual number of checkpoints, which is smaller
+        than ``average`` if the folder has fewer.
 
         Raises: ValueError if there is none.
         """
@@ -52,7 +54,7 @@ class Decoding:
         return averaged, replace(self, average=len(found))
 
     def sentence(self, signature: str) -> str:
-        """The protocol, as a run file states it."""
+        """Return the protocol as stated in a run file."""
         model = f"mean of the last {self.average} checkpoints" if self.average > 1 else "one model"
         return (
             f"fairseq-generate, {model}, beam {self.beam}, "
@@ -95,7 +97,7 @@ class TranslationRun(TrainingRun):
 
     @classmethod
     def fields_of(cls, table: Table) -> dict[str, Any]:
-        """The half that all cells of the table share."""
+        """Return the half that all cells of the table share."""
         return {"fixed": Half(**table.fixed)} if table.fixed else {}
 
     def encoding_choices(self) -> dict[str, str]:
@@ -113,7 +115,7 @@ class TranslationRun(TrainingRun):
         }
 
     def measure(self, children: Children, devices: Devices, lock: int) -> Run:
-        """BLEU and chrF of every split of ``evaluations``."""
+        """Return BLEU and chrF of every split of ``evaluations``."""
         averaged, decoding = self.decoding.mean(self.checkpoints)
         splits = [split for split, _ in self.evaluations]
         generate = functools.partial(run_child, children, devices=devices, lock=lock)
@@ -128,12 +130,12 @@ def measure(
     logs: Path,
     generate: Callable[[list[str], Path], Any],
 ) -> Run:
-    """``metrics`` and ``protocol`` of a checkpoint.
+    """Return ``metrics`` and ``protocol`` of a checkpoint.
 
-    ``generate`` runs a command and puts what it prints into a log, which will lie in ``logs``.
+    ``generate`` runs a command and writes its output to a log in ``logs``.
 
-    Raises: RunFailed if the dictionaries are not the checkpoint's, fairseq-generate fails (a
-        source that is too long, say), or a sentence is missing.
+    Raises: RunFailed if the dictionaries differ from the checkpoint's, fairseq-generate fails (for
+        example on a source that is too long), or a sentence is missing.
     """
     require_dictionaries(checkpoint, data)
     metrics: Run = {}
@@ -159,12 +161,12 @@ def require_dictionaries(checkpoint: Path, data: Path) -> None:
         if not dictionaries.agree(checkpoint, f"{part}.embed_tokens.weight", dictionary, say=print):
             raise RunFailed(
                 f"{relative(dictionary)} is not the dictionary that {relative(checkpoint)} was "
-                "trained with: evaluate it on the data of its training"
+                "trained with: evaluate it on its training data"
             )
 
 
 def generate_command(checkpoint: Path, data: Path, split: str, decoding: Decoding) -> list[str]:
-    """fairseq-generate for one split; a bare --remove-bpe would leave the pieces."""
+    """Return the fairseq-generate command; a bare --remove-bpe would not join the pieces."""
     return [
         str(BIN / "fairseq-generate"),
         relative(data / "bin"),
@@ -181,7 +183,7 @@ def generate_command(checkpoint: Path, data: Path, split: str, decoding: Decodin
 
 
 def score(log: Path, data: Path, split: str) -> tuple[dict[str, float], str]:
-    """``bleu``, ``chrf`` and ``sentences`` of what fairseq-generate printed, and the signature.
+    """Score the output of fairseq-generate: ``bleu``, ``chrf``, ``sentences``; and the signature.
 
     Raises: RunFailed if a sentence is missing.
     """
@@ -189,13 +191,13 @@ def score(log: Path, data: Path, split: str) -> tuple[dict[str, float], str]:
     reference = text_lines(side(data / texts[split], languages[1]).read_text(encoding="utf-8"))
     found = hypotheses(log.read_text(encoding="utf-8"))
     if sorted(found) != list(range(len(reference))):
-        raise RunFailed(f"{log}: {len(found)} of {len(reference)} sentences were translated")
+        raise RunFailed(f"{log}: only {len(found)} of {len(reference)} sentences were translated")
     translated = [found[index] for index in range(len(reference))]
     return scores(translated, reference)
 
 
 def scores(translated: Sequence[str], reference: Sequence[str]) -> tuple[dict[str, float], str]:
-    """Corpus BLEU and chrF of detokenized text, and BLEU's signature."""
+    """Return corpus BLEU and chrF of detokenized text, and BLEU's signature."""
     bleu, chrf = BLEU(), CHRF()
     found = {
         "bleu": bleu.corpus_score(list(translated), [list(reference)]).score,
@@ -206,7 +208,7 @@ def scores(translated: Sequence[str], reference: Sequence[str]) -> tuple[dict[st
 
 
 def hypotheses(output: str) -> dict[int, str]:
-    """Sentence -> the best translation that fairseq-generate printed."""
+    """Return sentence number -> best translation in the output of fairseq-generate."""
     lines: list[list[Any]] = [
         line.split("\t") for line in text_lines(output) if line.startswith("H-")
     ]
@@ -214,5 +216,5 @@ def hypotheses(output: str) -> dict[int, str]:
 
 
 def text_lines(text: str) -> list[str]:
-    """The lines of a text. Not ``splitlines``: newstest2009 has U+0085 inside lines."""
+    """Split a text at newlines. Not ``splitlines``: newstest2009 has U+0085 inside lines."""
     return text.removesuffix("\n").split("\n")

@@ -1,4 +1,4 @@
-"""Cells of a table: which runs fill a cell, and its number for each seed."""
+"""Cells of a table: the runs that fill a cell, and its value per seed."""
 
 import math
 import statistics
@@ -14,7 +14,7 @@ Scores = dict[int, float]  # by seed
 
 @dataclass(frozen=True)
 class Group:
-    """Comparable runs: one scale and one data set (empty where columns name their own)."""
+    """Comparable runs: one scale and one data set (empty if columns name their data sets)."""
 
     scale: str
     dataset: str
@@ -22,7 +22,7 @@ class Group:
 
 
 def groups(table: Table, runs: Runs) -> list[Group]:
-    """The runs that fill cells of ``table``, split into comparable groups, in scale order.
+    """Return the runs that fill cells of ``table`` as comparable groups, in scale order.
 
     Raises: ValueError if runs of a group differ in an option of ``table.same``.
     """
@@ -59,9 +59,9 @@ def fills(table: Table, row: Row, column: Column, run: Run) -> bool:
 
 
 def option(run: Run, name: str, default: Any = None) -> Any:
-    """Option ``name`` of ``run``, spelled with dashes or underscores.
+    """Return option ``name`` of ``run``; the name may use dashes or underscores.
 
-    A list of one value, such as fairseq's learning rate per epoch, becomes that value.
+    A list of one value, such as fairseq's learning rate per epoch, is returned as that value.
     """
     for key, value in run["config"].items():
         if key.replace("_", "-") == name.replace("_", "-"):
@@ -70,7 +70,7 @@ def option(run: Run, name: str, default: Any = None) -> Any:
 
 
 def shared_options(table: Table, runs: Runs) -> dict[str, Any]:
-    """The values of ``table.same`` in ``runs``. Raises: ValueError where two runs differ."""
+    """Return the values of ``table.same`` in ``runs``. Raises: ValueError if two runs differ."""
     shared = {}
     for name in table.same:
         values = {run_name: option(run, name) for run_name, run in runs.items()}
@@ -78,7 +78,7 @@ def shared_options(table: Table, runs: Runs) -> dict[str, Any]:
         for other in others:
             if plain(values[other]) != plain(values[first]):
                 raise ValueError(
-                    f"{first} and {other} cannot share a table; they differ in {name}: "
+                    f"{first} and {other} cannot be in one table because they differ in {name}: "
                     f"{values[first]} and {values[other]}"
                 )
         shared[name] = values[first]
@@ -86,14 +86,14 @@ def shared_options(table: Table, runs: Runs) -> dict[str, Any]:
 
 
 def cell_runs(table: Table, row: Row, column: Column, runs: Runs) -> Runs:
-    """The runs of ``runs`` that belong to one cell."""
+    """Return the runs that belong to one cell."""
     return {name: run for name, run in runs.items() if fills(table, row, column, run)}
 
 
 def scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:
-    """The number of one cell for each seed; empty where nothing was run.
+    """Return the value of one cell per seed; empty without runs.
 
-    Raises: ValueError where two runs claim the same seed of the same cell.
+    Raises: ValueError if two runs have the same cell and seed.
     """
     if column.attention not in row.attention:
         return {}
@@ -107,12 +107,12 @@ def scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:
 
 
 def mean(values: Scores) -> float:
-    """The mean over seeds; it does not depend on their order."""
+    """Return the mean over seeds, independent of their order."""
     return math.fsum(values.values()) / len(values)
 
 
 def deviation(values: Scores) -> float | None:
-    """The sample standard deviation over seeds; None for a single one."""
+    """Return the sample standard deviation over seeds; None for a single seed."""
     return statistics.stdev(values[seed] for seed in sorted(values)) if len(values) > 1 else None
 
 
@@ -127,13 +127,13 @@ def _scale_order(table: Table, scale: str, dataset: str) -> tuple[int, str, str]
 
 
 def _sides(own: str, what: str, fixed: dict[str, str]) -> str | dict[str, str]:
-    """The run file's form: a name, or one name each for encoder and decoder."""
+    """Return the run file's form: one name, or a name each for encoder and decoder."""
     sides = dict.fromkeys(("encoder", "decoder"), own)
     return {**sides, fixed["side"]: fixed[what]} if fixed else own
 
 
 def _rates(table: Table, run: Run) -> list[Any]:
-    """The learning rates that the table shows at this scale; by default the run's own."""
+    """Return the learning rates that the table shows at this scale; default: the run's."""
     return table.rates.get(run["scale"]) or [option(run, "lr")]
 
 

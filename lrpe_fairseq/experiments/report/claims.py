@@ -1,6 +1,6 @@
-"""What the runs support: orders between cells, rank correlations, and the finding of a table.
+"""Statements supported by the runs: orders of cells, rank correlations, findings of tables.
 
-A is ahead of B where at least two seeds have both, A is better in every one of them, and the
+A is ahead of B if both have at least two common seeds, A is better for every seed, and the
 difference of the means exceeds twice the pooled deviation.
 """
 
@@ -15,7 +15,7 @@ from lrpe_fairseq.experiments.report.markdown import NOT_RUN, fixed, listed
 from lrpe_fairseq.experiments.report.sheet import Sheet
 
 FAR = 3  # ranks
-FEWEST = 4  # rows, for a rank correlation
+FEWEST = 4  # minimum number of rows for a rank correlation
 ONE_SEED = "one seed: no order is claimed"
 RULE = (
     "An order is stated only where all seeds agree and the difference of the means exceeds twice "
@@ -24,13 +24,13 @@ RULE = (
 
 
 def pooled_deviation(first: Scores, second: Scores) -> float:
-    """The pooled sample deviation of two cells, each with two seeds or more."""
+    """Return the pooled sample deviation of two cells with at least two seeds each."""
     squares = [(len(s) - 1) * statistics.variance(s.values()) for s in (first, second)]
     return math.sqrt(math.fsum(squares) / (len(first) + len(second) - 2))
 
 
 def ahead(first: Scores, second: Scores, better: str) -> bool:
-    """True if the runs support that ``first`` is better than ``second``; see the module."""
+    """True if ``first`` is ahead of ``second`` by the rule of this module."""
     shared = sorted(set(first) & set(second))
     if len(shared) < 2:
         return False
@@ -41,7 +41,7 @@ def ahead(first: Scores, second: Scores, better: str) -> bool:
 
 
 def stated_order(sheet: Sheet, first: str, others: tuple[str, ...], key: str) -> str:
-    """``first`` against ``others`` in a column: an order where supported, else the values."""
+    """State the order of ``first`` and ``others`` in a column if supported, else the values."""
     column, better = sheet.table.column(key), sheet.table.better
     own = sheet.ours(sheet.table.row(first), column)
     after, open_ = [], []
@@ -59,7 +59,7 @@ def stated_order(sheet: Sheet, first: str, others: tuple[str, ...], key: str) ->
 
 
 def valued(sheet: Sheet, label: str, column: Column) -> str:
-    """A row with our number in parentheses."""
+    """Return a row label with our value in parentheses."""
     values = sheet.ours(sheet.table.row(label), column)
     return f"{label} ({fixed(cells.mean(values), column.decimals) if values else NOT_RUN})"
 
@@ -68,7 +68,7 @@ def valued(sheet: Sheet, label: str, column: Column) -> str:
 
 
 def correlation(sheet: Sheet, column: Column) -> float | None:
-    """Spearman's correlation of our column with the published one; None with too few rows."""
+    """Return Spearman's correlation with the published column; None with too few rows."""
     pairs = sheet.pairs(column)
     if len(pairs) < FEWEST:
         return None
@@ -76,7 +76,7 @@ def correlation(sheet: Sheet, column: Column) -> float | None:
 
 
 def rank_line(sheet: Sheet, column: Column) -> str:
-    """The correlation and the rows that are :data:`FAR` ranks away; empty with too few rows."""
+    """Return the correlation and the rows :data:`FAR` ranks apart; empty with too few rows."""
     pairs = sheet.pairs(column)
     if len(pairs) < FEWEST:
         return ""
@@ -103,7 +103,7 @@ def _disagreements(sheet: Sheet, pairs: list[tuple[Row, Scores, float]]) -> str:
 
 
 def finding(sheet: Sheet) -> str:
-    """What the headline columns show, generated from the runs of a group that has some."""
+    """Return the finding of the headline columns, generated from the runs of a group."""
     if sheet.table.compare == "columns":
         return _columns_finding(sheet)
     parts = [
@@ -113,7 +113,7 @@ def finding(sheet: Sheet) -> str:
 
 
 def rows_finding(sheet: Sheet, column: Column) -> str:
-    """The best row of a column, those level with it, and the rows ahead of the baseline."""
+    """State a column's best row, those not separated from it, and those ahead of the baseline."""
     found = {row.label: sheet.ours(row, column) for row in sheet.table.rows}
     found = {label: values for label, values in found.items() if values}
     ordered = {label: values for label, values in found.items() if len(values) > 1}
@@ -162,7 +162,7 @@ def _span(sheet: Sheet, column: Column, found: dict[str, Scores]) -> str:
 
 
 def _columns_finding(sheet: Sheet) -> str:
-    """Every headline column against the first one of the same attention, data and metric."""
+    """Compare each headline column with the first of the same attention, data and metric."""
     families: dict[tuple[str, ...], list[Column]] = {}
     for c in sheet.headlines:
         families.setdefault((c.attention, c.dataset, c.split, c.metric), []).append(c)
@@ -202,7 +202,8 @@ def _column_against(sheet: Sheet, first: Column, second: Column) -> str:
 
 
 def _title(sheet: Sheet, column: Column) -> str:
-    """``Linear, valid``; the attention type alone where the headlines differ in nothing else."""
+    """Return ``Linear, valid``, or only the attention type if the headlines differ in nothing
+    else."""
     titles = {c.title for c in sheet.headlines}
     kinds = {c.attention for c in sheet.headlines}
     parts = [column.attention] if len(kinds) > 1 or len(titles) == 1 else []

@@ -1,4 +1,4 @@
-"""What the paper's tables cost: ``docs/cost.md``, from configurations and measured speeds."""
+"""The cost of the paper's tables: ``docs/cost.md``, from configurations and measured speeds."""
 
 import statistics
 from pathlib import Path
@@ -17,7 +17,7 @@ PAGE = "docs/cost.md"
 
 
 def pages(root: Path) -> dict[str, str]:
-    """The page with both tables rendered anew."""
+    """Return the page with both tables regenerated."""
     text = (root / PAGE).read_text(encoding="utf-8")
     text = markdown.between(text, "paper", paper_table(read_runs(root / "results" / "runs"), root))
     sweeps = read_sweeps(root / "results" / "sweeps")
@@ -25,16 +25,16 @@ def pages(root: Path) -> dict[str, str]:
 
 
 def paper_table(runs: dict[str, Run], root: Path = ROOT) -> str:
-    """A row for every table with a scale ``paper``: the budget, and the hours where it was run."""
-    head = ["table", "trainings a seed", "updates x tokens of one", "tokens a seed"]
+    """Return a row per table with a scale ``paper``: its budget, and hours if measured."""
+    head = ["table", "trainings per seed", "updates x tokens of one", "tokens per seed"]
     tables = [t for t in load_tables(root / "configs" / "tables") if "paper" in t.scales]
     rows = [_paper_row(table, runs) for table in tables]
-    return markdown.table([*head, "tokens/s", "GPU-hours a seed"], rows, numbers=True)
+    return markdown.table([*head, "tokens/s", "GPU-hours per seed"], rows, numbers=True)
 
 
 def measured_table(sweeps: list[Sweep]) -> str:
-    """A row for every table that one call made from nothing: its time, and where."""
-    head = ["table", "scale", "trainings", "at a time", "h:mm:ss in all", "on", "commit"]
+    """Return a row per table that one command ran completely: its time and hardware."""
+    head = ["table", "scale", "trainings", "concurrent", "total h:mm:ss", "hardware", "commit"]
     return markdown.table(head, map(_sweep_row, sweeps))
 
 
@@ -46,11 +46,11 @@ def _sweep_row(sweep: Sweep) -> list[Any]:
 
 
 def _paper_row(table: Table, runs: dict[str, Run]) -> list[Any]:
-    """The budget of one seed of a table; hours are known where its speed was measured."""
+    """Return the budget of one seed of a table, with hours if its speed was measured."""
     budgets = [run.budget() for run in plan.runs(table, "paper", [1])]
     in_all, unit = sum(budget.amount for budget in budgets), budgets[0].unit
     cells = [table.name, len(budgets), budgets[0].text]
-    if unit != "tokens":  # their length is not in the configuration
+    if unit != "tokens":  # the configuration does not determine their length
         return [*cells, f"{in_all / 1e6:,.0f} M {unit}", NOT_MEASURED, NOT_MEASURED]
     speeds = [
         run["tokens_per_second"]

@@ -15,13 +15,13 @@ Measured = dict[str, dict[str, Any]]
 
 
 def pages(root: Path) -> dict[str, str]:
-    """The page with its table rendered anew."""
+    """Return the page with its table regenerated."""
     text = (root / PAGE).read_text(encoding="utf-8")
     return {PAGE: markdown.between(text, "denominators", section(root))}
 
 
 def section(root: Path = ROOT) -> str:
-    """The table of every device that was measured, with trained models where they were."""
+    """Return the table of every measured device, with trained models if measured."""
     parts = [_device(root, device) for device in DEVICES if figures(RANDOM, device, root)]
     return "\n\n".join(parts) or f"{NOT_MEASURED.capitalize()}."
 
@@ -35,7 +35,7 @@ def _device(root: Path, device: str) -> str:
 
 
 def table(random: Measured, trained: Measured | None) -> str:
-    """A row for every encoding that serves linear attention."""
+    """Return a row per encoding that supports linear attention."""
     head = ["encoding", "denominators under eps", "smallest share"]
     head += ["trained: under eps"] if trained is not None else []
     rows = []
@@ -48,7 +48,7 @@ def table(random: Measured, trained: Measured | None) -> str:
 
 
 def serves_linear(name: str) -> bool:
-    """True if linear attention can use the encoding."""
+    """True if the encoding supports linear attention."""
     return build_encoding(name, head_dim=64, num_heads=8, causal=True).serves_linear
 
 
@@ -57,7 +57,7 @@ def _by(measurement: dict[str, Any]) -> Measured:
 
 
 def _share(row: dict[str, Any] | None) -> str:
-    """The share of denominators that the clamp raised, in percent."""
+    """Return the share of denominators raised by the clamp, in percent."""
     if row is None:
         return NOT_MEASURED
     share = row["under_eps"]

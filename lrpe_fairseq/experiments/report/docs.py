@@ -1,9 +1,9 @@
-"""Regenerate every generated page: ``make docs``, or with ``--check`` name those that are stale.
+"""Regenerate the generated pages (``make docs``), or name the stale ones (``--check``).
 
 ``python -m lrpe_fairseq.experiments.report.docs [--check] [--root DIR] [PART ...]`` writes all
-parts or those named: a part is a module with ``pages`` (path -> text) and, optionally,
-``pictures`` (path -> what draws it). Every number comes from a run file, a configuration or
-``results/paper``.
+parts or the named ones. A part is a module with ``pages`` (path -> text) and, optionally,
+``pictures`` (path -> function that draws it). Every number comes from a run file, a
+configuration or ``results/paper``.
 """
 
 import argparse
@@ -13,30 +13,43 @@ from pathlib import Path
 from types import ModuleType
 
 from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.report import cost, denominators, fidelity, pages, readme, speed
+from lrpe_fairseq.experiments.report import (
+    cost,
+    denominators,
+    fidelity,
+    pages,
+    quickstart,
+    readme,
+    speed,
+    versions,
+)
 
 PARTS: dict[str, ModuleType] = {
     "results": pages,
+    "quickstart": quickstart,
     "readme": readme,
     "cost": cost,
     "speed": speed,
     "denominators": denominators,
     "fidelity": fidelity,
+    "versions": versions,
 }
 GENERATED = ("results/*.md", "results/figures/*.png")
-"""Where no file is written by hand."""
+"""Patterns of files that are never written by hand."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write or check the pages; returns the exit status."""
+    """Write or check the pages; return the exit status."""
     parser = argparse.ArgumentParser(prog="docs", description="Render the generated pages.")
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all of them")
-    parser.add_argument("--check", action="store_true", help="exit 1, naming what is stale")
-    parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)"
+    )
+    parser.add_argument("--check", action="store_true", help="name stale files and exit with 1")
+    parser.add_argument("--root", type=Path, default=ROOT, help="root of the repository")
     options = parser.parse_args(arguments)
     unknown = sorted(set(options.parts) - set(PARTS))
     if unknown:
-        parser.error(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+        parser.error(f"unknown part {', '.join(unknown)}; choose from {', '.join(PARTS)}")
     parts = options.parts or list(PARTS)
     try:
         return _check(options.root, parts) if options.check else write(options.root, parts)
@@ -46,31 +59,34 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def render(root: Path, parts: Iterable[str]) -> dict[str, str]:
-    """Path relative to ``root`` -> text of every page of ``parts``."""
+    """Return path relative to ``root`` -> text, for every page of ``parts``."""
     return {path: text for part in parts for path, text in PARTS[part].pages(root).items()}
 
 
 def pictures(root: Path, parts: Iterable[str]) -> dict[str, Callable[[Path], None]]:
-    """Path relative to ``root`` -> what draws the picture there."""
+    """Return path relative to ``root`` -> function that draws the picture."""
     modules = [PARTS[part] for part in parts if hasattr(PARTS[part], "pictures")]
     return {path: draw for module in modules for path, draw in module.pictures(root).items()}
 
 
 def write(root: Path, parts: Iterable[str]) -> int:
-    """Write the pages and pictures of ``parts``; returns 0."""
-    texts, drawings = render(root, parts), pictures(root, parts)  # errors come before writing
+    """Write the pages and pictures of ``parts``; return 0."""
+    texts, drawings = (
+        render(root, parts),
+        pictures(root, parts),
+    )  # raises before anything is written
     for path, text in texts.items():
         (root / path).write_text(text, encoding="utf-8")
     try:
         for path, draw in drawings.items():
             draw(root / path)
     except ImportError:
-        print("docs: no pictures, since matplotlib (extra [plots]) is not installed.")
+        print("docs: no pictures, because matplotlib (extra [plots]) is not installed.")
     return 0
 
 
 def stale(root: Path, parts: Iterable[str]) -> list[str]:
-    """Pages that differ and pictures that are missing; of all parts, also files that none makes."""
+    """Return stale pages and missing pictures; for all parts, also files that no part makes."""
     texts, drawings = render(root, parts), pictures(root, parts)
     found = [path for path, text in texts.items() if _read(root / path) != text]
     found += [f"{path} (missing)" for path in drawings if not (root / path).exists()]

@@ -1,4 +1,4 @@
-"""The measured part of ``docs/fidelity.md``: what the departures of the authors' code cost."""
+"""The measured part of ``docs/fidelity.md``: the effect of the authors' departures."""
 
 from pathlib import Path
 
@@ -11,13 +11,13 @@ PAGE = "docs/fidelity.md"
 
 
 def pages(root: Path) -> dict[str, str]:
-    """The page with its finding rendered anew."""
+    """Return the page with its finding regenerated."""
     text = (root / PAGE).read_text(encoding="utf-8")
     return {PAGE: markdown.between(text, "measured", measured(root))}
 
 
 def measured(root: Path) -> str:
-    """The finding of the table ``fidelity`` at every scale that was run."""
+    """Return the finding of the table ``fidelity`` at every scale with runs."""
     table = load_table(root / "configs" / "tables" / "fidelity.yaml")
     found = sheets(root, table, read_runs(root / "results" / "runs"))
     lines = [f"- {sheet.place}: {claims.finding(sheet)}" for sheet in found]

@@ -1,4 +1,4 @@
-"""Text of generated pages: Markdown tables, numbers, and parts between markers."""
+"""Text of generated pages: Markdown tables, numbers, and sections between markers."""
 
 import re
 import textwrap
@@ -12,31 +12,33 @@ NO_CELL = "—"
 
 
 def table(head: Sequence[Any], rows: Iterable[Sequence[Any]], numbers: bool = False) -> str:
-    """A Markdown table; a ``|`` in a cell is escaped. numbers: align all columns but the first
-    to the right."""
+    """Return a Markdown table; ``|`` in cells is escaped.
+
+    numbers: right-align all columns but the first.
+    """
     right = ["---:"] * (len(head) - 1) if numbers else ["---"] * (len(head) - 1)
     lines = [_line(map(_escape, head)), _line(["---", *right])]
     return "\n".join([*lines, *(_line(map(_escape, row)) for row in rows)])
 
 
 def between(text: str, name: str, content: str) -> str:
-    """``text`` with ``content`` between ``<!-- name -->`` and ``<!-- /name -->``.
+    """Return ``text`` with ``content`` between ``<!-- name -->`` and ``<!-- /name -->``.
 
-    Raises: ValueError if ``text`` has no such markers.
+    Raises: ValueError if ``text`` lacks these markers.
     """
     pattern = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     if not pattern.search(text):
-        raise ValueError(f"there is no place marked <!-- {name} --> ... <!-- /{name} -->")
+        raise ValueError(f"the markers <!-- {name} --> ... <!-- /{name} --> are missing")
     return pattern.sub(lambda found: f"{found[1]}{content}\n{found[2]}", text)
 
 
 def read_result(path: Path) -> str | None:
-    """The text of a file under ``results/``; None if there is none."""
+    """Return the text of a file under ``results/``; None if it does not exist."""
     return path.read_text(encoding="utf-8") if path.exists() else None
 
 
 def fixed(value: float, decimals: int) -> str:
-    """``value`` with that many decimals; never a negative zero."""
+    """Return ``value`` with that many decimals, without a negative zero."""
     return f"{round(value, decimals) + 0.0:.{decimals}f}"
 
 
@@ -46,19 +48,19 @@ def signed(value: float, decimals: int) -> str:
 
 
 def percent(value: float, base: float) -> str:
-    """``value`` relative to ``base``; a dash for a base of zero (a Matthews correlation)."""
+    """Return ``value`` relative to ``base``; a dash if ``base`` is 0 (Matthews correlation)."""
     return f"{signed(100 * (value / base - 1), 1)} %" if base else NO_CELL
 
 
 def plain_number(value: Any) -> str:
-    """An option as text: integers with thousands separators, anything else as it is."""
+    """Return an option as text, integers with thousands separators."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
 def wrapped(text: str) -> str:
-    """Paragraphs and list items of ``text``, each filled to 100 columns."""
+    """Fill the paragraphs and list items of ``text`` to 100 columns."""
     blocks = re.split(r"\n\s*\n|\n(?=- )", text.strip())
     result, previous = "", ""
     for block in blocks:
@@ -75,19 +77,19 @@ def wrapped(text: str) -> str:
 
 
 def listed(words: Sequence[str]) -> str:
-    """``a``, ``a and b``, ``a, b and c``."""
+    """Join words: ``a``, ``a and b``, ``a, b and c``."""
     *first, last = words
     return f"{', '.join(first)} and {last}" if first else last
 
 
 def machine(hardware: dict[str, Any]) -> str:
-    """Processor, cores and GPUs of a run file."""
+    """Return processor, cores and GPUs of a run file as text."""
     gpus = ", ".join(hardware.get("gpus", [])) or "no GPU"
     return f"{hardware.get('cpu', 'unknown CPU')}, {hardware.get('cores', '?')} cores, {gpus}"
 
 
 def short(commit: str) -> str:
-    """The first digits of a commit; ``-dirty`` stays."""
+    """Return the first digits of a commit; a suffix ``-dirty`` is kept."""
     name, _, dirty = commit.partition("-")
     return name[:10] + (f"-{dirty}" if dirty else "")
 

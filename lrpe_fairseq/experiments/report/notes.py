@@ -1,4 +1,4 @@
-"""Put numbers into the texts of a table: every ``[[reference]]`` becomes what it refers to."""
+"""Resolve ``[[reference]]`` in the texts of a table to numbers from runs and papers."""
 
 import re
 
@@ -10,7 +10,7 @@ from lrpe_fairseq.experiments.report.sheet import Sheet
 
 
 def render(sheet: Sheet, text: str) -> str:
-    """``text`` with its references resolved. Raises: ValueError for one that has no value."""
+    """Return ``text`` with its references resolved. Raises: ValueError if one has no value."""
     return REFERENCE.sub(lambda found: _resolved(sheet, found), text)
 
 

@@ -1,4 +1,4 @@
-"""Pictures whose bytes depend only on what they show and on the installed matplotlib."""
+"""Reproducible pictures: the bytes depend only on the content and the matplotlib version."""
 
 import logging
 import statistics
@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 REACH = 6.0
-"""Interquartile ranges beyond the quartiles within which a value belongs to the bulk."""
+"""Distance from the quartiles, in interquartile ranges, up to which a value is in the bulk."""
 
 
 def blank(width: float, height: float, **options: Any) -> Any:
-    """An empty figure of that many inches.
+    """Create an empty figure; sizes in inches.
 
     Raises: ImportError if matplotlib, which comes with the extra [plots], is not installed.
     """
-    # fairseq sets every logger to DEBUG; matplotlib would log each font that it finds.
+    # fairseq sets every logger to DEBUG, so matplotlib would log each font it finds.
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -28,12 +28,12 @@ def blank(width: float, height: float, **options: Any) -> Any:
 def save(figure: Any, path: Path) -> None:
     """Write ``figure`` as PNG."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Without a Software entry the file does not name the matplotlib that drew it.
+    # Software=None keeps the matplotlib version out of the file.
     figure.savefig(path, format="png", metadata={"Software": None})
 
 
 def bulk(values: Sequence[float]) -> tuple[float, float]:
-    """The smallest and largest of ``values`` without those :data:`REACH` off the quartiles."""
+    """Return the range of ``values`` without those beyond :data:`REACH` off the quartiles."""
     if len(values) < 4:
         return min(values), max(values)
     first, _, third = statistics.quantiles(values, method="inclusive")

@@ -1,30 +1,34 @@
-"""The quickstart's numbers as text: one table, and the order that they support.
+"""The quickstart's results as text: one table, and the order of its rows.
 
-An order of two rows is stated only where every seed agrees and the difference of the means exceeds
+An order of two rows is stated only if every seed agrees and the difference of the means exceeds
 twice the pooled standard deviation.
 """
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from pathlib import Path
 
 from lrpe_fairseq.experiments.records.runs import Run, read_run
+from lrpe_fairseq.experiments.report import curves
 
 HEAD = ("attention", "encoding", "test perplexity", "vs Base")
 BASE = "none"
-ENCODINGS = (BASE, "rope", "lrpe-type2")  # the rows under each attention type, in this order
+ENCODINGS = (BASE, "rope", "lrpe-type2")  # the rows of each attention type, in this order
 PROTOCOL = "blocks"
 DEVIATIONS = 2.0
-PAGE = """# Quickstart
+PAGE = "results/quickstart/README.md"
+PICTURE = "results/quickstart/validation.png"
+RUNS = "results/quickstart/runs"
+TEMPLATE = """# Quickstart
 
-Written by `python -m lrpe_fairseq.experiments.commands.quickstart --seeds 3 --publish`:
-`lrpe_lm_tiny` ({shape}) on the English text that CPython
-{python} carries, read character by character. {updates} updates of {tokens} characters, a cosine
-schedule annealed to zero, {seeds}. Perplexity is per character on documents that
-training has not seen ({evaluated} characters), {protocol}
-Base is the encoding `none`: sinusoidal positions only. The other rows have them too, as in the
+Run files written by `python -m lrpe_fairseq.experiments.commands.quickstart --seeds 3 --publish`,
+page rendered by `make docs`: `lrpe_lm_tiny` ({shape}) on the English text contained in CPython
+{python}, at character level. {updates} updates of {tokens} characters, a cosine schedule annealed
+to zero, {seeds}. Perplexity is per character on held-out documents
+({evaluated} characters), {protocol}
+Base is the encoding `none`: sinusoidal positions only. The other rows use them too, as in the
 paper. Linear attention is normalized by a LayerNorm in every row, as in the TMLR paper.
 
 {numbers}
@@ -45,12 +49,12 @@ class Row:
 
     @property
     def mean(self) -> float:
-        """The mean over the seeds."""
+        """Mean over the seeds."""
         return statistics.fmean(self.ppl.values())
 
     @property
     def deviation(self) -> float:
-        """The standard deviation over the seeds; 0 for a single one."""
+        """Standard deviation over the seeds; 0 for a single seed."""
         return statistics.stdev(self.ppl.values()) if len(self.ppl) > 1 else 0.0
 
     @property
@@ -60,7 +64,7 @@ class Row:
 
 
 def published(folder: Path) -> list[Run]:
-    """The run files of ``folder`` by attention type, encoding and seed."""
+    """Return the run files of ``folder``, sorted by attention type, encoding and seed."""
     runs = [read_run(path) for path in sorted(folder.glob("*.json"))]
     return sorted(
         runs,
@@ -73,18 +77,17 @@ def published(folder: Path) -> list[Run]:
 
 
 def rows(runs: Iterable[Run]) -> list[Row]:
-    """The runs by attention type and encoding, in the order of their first appearance."""
+    """Group runs by attention type and encoding, in order of first appearance."""
     found: dict[tuple[str, str], dict[int, float]] = {}
     for run in runs:
-        name = (run["attention_type"], run["position_encoding"])
-        found.setdefault(name, {})[run["seed"]] = run["metrics"]["test"][PROTOCOL]["ppl"]
+        found.setdefault(_key(run), {})[run["seed"]] = run["metrics"]["test"][PROTOCOL]["ppl"]
     return [Row(*name, ppl) for name, ppl in found.items()]
 
 
 def separated(better: Row, worse: Row) -> bool:
-    """True if the numbers support that ``better`` has the lower perplexity.
+    """True if ``better`` has the lower perplexity by the rule of this module.
 
-    Needs the same two or more seeds in both. The pooled deviation is the root of the mean variance.
+    Requires the same two or more seeds in both. The pooled deviation is the root mean variance.
     """
     if set(better.ppl) != set(worse.ppl) or len(better.ppl) < 2:
         return False
@@ -95,7 +98,7 @@ def separated(better: Row, worse: Row) -> bool:
 
 def table(found: Sequence[Row], aligned: bool = False) -> str:
     """The rows as a Markdown table, each beside Base of its attention type."""
-    lines = [list(HEAD), *(_cells(row, _base(row, found)) for row in found)]
+    lines = [list(HEAD), *(_cells(row, base_of(row, found)) for row in found)]
     widths = [max(map(len, column)) if aligned else 3 for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     padded = [[c.ljust(w) for c, w in zip(line, widths, strict=True)] for line in lines]
@@ -103,9 +106,9 @@ def table(found: Sequence[Row], aligned: bool = False) -> str:
 
 
 def order(found: Sequence[Row]) -> list[str]:
-    """One line for each attention type: its rows from the best to the worst.
+    """Return one line per attention type, with its rows from best to worst.
 
-    ``<`` joins two rows that are separated, ``≈`` two neighbours that are not.
+    ``<`` joins neighbors that are separated, ``≈`` neighbors that are not.
     """
     lines = []
     for attention in dict.fromkeys(row.attention for row in found):
@@ -117,14 +120,14 @@ def order(found: Sequence[Row]) -> list[str]:
 
 
 def stated(found: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """Every separated pair (better, worse) of rows with the same attention type."""
+    """Return every separated pair (better, worse) of rows with the same attention type."""
     pairs = [pair for pair in combinations(found, 2) if pair[0].attention == pair[1].attention]
     both = [*pairs, *((second, first) for first, second in pairs)]
     return [pair for pair in both if separated(*pair)]
 
 
 def contradicted(found: Sequence[Row], published: Sequence[Row]) -> list[str]:
-    """The orders of the published rows that the means of ``found`` contradict, as sentences."""
+    """Return, as sentences, the published orders that the means of ``found`` contradict."""
     mean = {(row.attention, row.encoding): row.mean for row in found}
     return [
         f"{better.attention} attention: {better.name} does not beat {worse.name}"
@@ -134,7 +137,7 @@ def contradicted(found: Sequence[Row], published: Sequence[Row]) -> list[str]:
 
 
 def comparison(found: Sequence[Row], published: Sequence[Row]) -> list[str]:
-    """The published orders, and whether ``found`` agrees with them, as lines for the screen."""
+    """Return the published orders and the agreement of ``found`` with them, as screen lines."""
     differing = contradicted(found, published)
     agrees = "The table above agrees with every `<`."
     return [
@@ -147,18 +150,44 @@ def comparison(found: Sequence[Row], published: Sequence[Row]) -> list[str]:
 def numbers(found: Sequence[Row]) -> str:
     """:func:`table` and :func:`order` as Markdown."""
     rule = (
-        "Lower is better. `<` stands where all seeds agree and the difference of the means is\n"
-        "more than twice the pooled standard deviation, `≈` where one of these does not hold:"
+        "Lower is better. `<` means that all seeds agree and the difference of the means exceeds\n"
+        "twice the pooled standard deviation, `≈` that one of these does not hold:"
     )
     return "\n".join([table(found), rule, "", *(f"- {line}" for line in order(found))])
 
 
+def pages(root: Path) -> dict[str, str]:
+    """Return the page, rendered from the committed run files."""
+    return {PAGE: page(published(root / RUNS))}
+
+
+def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
+    """Return path relative to ``root`` -> function that draws the picture."""
+    return {PICTURE: lambda path: draw(path, published(root / RUNS))}
+
+
+def draw(path: Path, runs: Sequence[Run]) -> None:
+    """Draw the validation curves (mean over seeds) to ``path`` as PNG.
+
+    Raises: ImportError if matplotlib, which comes with the extra [plots], is not installed.
+    """
+    found: dict[str, dict[str, curves.Curve]] = {}
+    for attention, encoding in dict.fromkeys(map(_key, runs)):
+        curve = curves.mean_curve(run for run in runs if _key(run) == (attention, encoding))
+        found.setdefault(f"{attention} attention", {})[encoding] = curve
+    curves.validation_curves(path, found, curves.axis_label(runs))
+
+
+def _key(run: Run) -> tuple[str, str]:
+    return run["attention_type"], run["position_encoding"]
+
+
 def page(runs: Sequence[Run]) -> str:
-    """The text of results/quickstart/README.md; every number in it is from ``runs``."""
+    """Return the text of results/quickstart/README.md; every number is from ``runs``."""
     found, first = rows(runs), runs[0]
     config, machine = first["config"], first["hardware"]
     seeds = sorted({run["seed"] for run in runs})
-    return PAGE.format(
+    return TEMPLATE.format(
         shape=f"{config['decoder-layers']} x {config['decoder-embed-dim']}",
         python=first["versions"]["python"],
         updates=config["max-update"],
@@ -173,13 +202,18 @@ def page(runs: Sequence[Run]) -> str:
     )
 
 
+def change(row: Row, base: Row) -> str:
+    """The row's mean relative to that of ``base``, in per cent; a dash for ``base`` itself."""
+    return "—" if row is base else f"{100 * (row.mean / base.mean - 1):+.0f} %"
+
+
 def _cells(row: Row, base: Row) -> list[str]:
     spread = f" ± {row.deviation:.2f}" if len(row.ppl) > 1 else ""
-    change = "—" if row is base else f"{100 * (row.mean / base.mean - 1):+.0f} %"
     name = f"{row.encoding} (Base)" if row is base else row.encoding
-    return [row.attention, name, f"{row.mean:.2f}{spread}", change]
+    return [row.attention, name, f"{row.mean:.2f}{spread}", change(row, base)]
 
 
-def _base(row: Row, found: Sequence[Row]) -> Row:
+def base_of(row: Row, found: Sequence[Row]) -> Row:
+    """Base of the row's attention type. Raises: StopIteration if ``found`` lacks it."""
     wanted = (row.attention, BASE)
     return next(r for r in found if (r.attention, r.encoding) == wanted)

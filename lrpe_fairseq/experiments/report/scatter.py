@@ -1,7 +1,7 @@
-"""Our numbers against the published ones as a picture: a point for every row, a panel a column.
+"""Scatter plots of our numbers against the published ones: one point per row, one panel per column.
 
-No line is drawn: neither equality nor a trend is meant. A bar is one standard deviation over seeds.
-A row far from the others is drawn hollow at the edge, with its numbers (paper, ours).
+No line is drawn, because neither equality nor a trend is expected. Bars are one standard deviation
+over seeds. Outliers are drawn hollow at the edge, labeled with their numbers (paper, ours).
 """
 
 import math
@@ -12,9 +12,9 @@ from typing import Any
 from lrpe_fairseq.experiments.report import cells, pictures
 from lrpe_fairseq.experiments.report.sheet import Sheet
 
-FEWEST = 3  # points of a panel
-STYLES = {"linear": ("C0", "o"), "softmax": ("C3", "s")}  # colour and marker
-OFFSETS = [  # of a label from its point, in points; the first free one is taken
+FEWEST = 3  # minimum number of points of a panel
+STYLES = {"linear": ("C0", "o"), "softmax": ("C3", "s")}  # color and marker
+OFFSETS = [  # of a label from its point, in points; the first free one is used
     (r * math.cos(a * math.pi / 6), r * math.sin(a * math.pi / 6))
     for r in (9, 16, 26, 38)
     for a in (0, 6, 1, 11, 5, 7, 3, 9, 2, 4, 8, 10)
@@ -42,7 +42,7 @@ class Panel:
 
 
 def panels(sheet: Sheet) -> list[Panel]:
-    """The headline columns with at least :data:`FEWEST` rows that have both numbers."""
+    """Return the headline columns with at least :data:`FEWEST` rows that have both numbers."""
     found = []
     for column in sheet.headlines:
         points = tuple(
@@ -64,7 +64,7 @@ def draw(path: Path, found: list[Panel]) -> None:
     all_axes = list(figure.subplots(1, len(found), squeeze=False).flat)
     for axes, panel in zip(all_axes, found, strict=True):
         _points(axes, panel)
-    figure.canvas.draw()  # fixes the place of every point before labels look for room
+    figure.canvas.draw()  # fixes the positions of the points before labels are placed
     figure.set_layout_engine("none")
     for axes, panel in zip(all_axes, found, strict=True):
         _labels(axes, panel)
@@ -72,7 +72,7 @@ def draw(path: Path, found: list[Panel]) -> None:
 
 
 def limits(values: list[float], deviations: list[float]) -> tuple[float, float]:
-    """The range of an axis: the bulk of ``values`` with their bars, and a margin."""
+    """Return the range of an axis: the bulk of ``values`` with bars, plus a margin."""
     low, high = pictures.bulk(values)
     bars = [(v - d, v + d) for v, d in zip(values, deviations, strict=True) if low <= v <= high]
     low, high = min(bar[0] for bar in bars), max(bar[1] for bar in bars)
@@ -102,7 +102,7 @@ def _clamped(value: float, limits: tuple[float, float]) -> float:
 
 
 def _labels(axes: Any, panel: Panel) -> None:
-    """Place every label where it covers no point and no earlier label, the most crowded last."""
+    """Place labels so that they cover no point and no earlier label, the most crowded last."""
     to_pixels = axes.transData.transform
     x_range, y_range = axes.get_xlim(), axes.get_ylim()
     shown = [(_clamped(p.paper, x_range), _clamped(p.ours, y_range)) for p in panel.points]
@@ -120,7 +120,7 @@ def _key(entry: tuple[Point, Any, tuple[float, float]]) -> tuple[float, float, s
 
 
 def _label(axes: Any, text: str, place: Any, pixel: Any, taken: list[Any]) -> None:
-    """Write ``text`` at the offset that overlaps least, with a thin line where it is far."""
+    """Draw ``text`` at the offset with the least overlap; distant labels get a thin line."""
     scale = axes.figure.dpi / 72
     width, height = (5.2 * len(text) + 4) * scale, 11 * scale
     frame = axes.get_window_extent()

@@ -42,25 +42,25 @@ class Sheet:
         return f"Scale {self.group.scale}{data}"
 
     def ours(self, row: Row, column: Column) -> Scores:
-        """Our number of a cell for each seed; empty where nothing was run."""
+        """Return our value of a cell per seed; empty without runs."""
         key = (row.label, column.key)
         if key not in self._found:
             self._found[key] = cells.scores(self.table, row, column, self.group.runs)
         return self._found[key]
 
     def printed(self, row: Row, column: Column) -> str:
-        """The published cell as printed; a mean as computed, and as printed where it differs."""
+        """Return the published cell as printed; a mean as computed, with any other printed."""
         cell = self._cell(row, column)
         text = cell["printed"] if cell and cell["value"] else NO_CELL
         value = self.published(row, column) if column.mean_of else None
         if value is None:
             return text
         last = Decimal(1).scaleb(-column.decimals)
-        computed = str(Decimal(f"{value:.6f}").quantize(last, ROUND_HALF_UP))  # as people do
+        computed = str(Decimal(f"{value:.6f}").quantize(last, ROUND_HALF_UP))  # as in the papers
         return computed if text in (computed, NO_CELL) else f"{computed} (printed: {text})"
 
     def published(self, row: Row, column: Column) -> float | None:
-        """The published number; a mean column averages the published columns it is made of."""
+        """Return the published number; a mean column averages its published columns."""
         if not column.mean_of:
             cell = self._cell(row, column)
             return paper.number(cell) if cell else None
@@ -73,17 +73,17 @@ class Sheet:
         return bool(column.paper) or (bool(parts) and all(part.paper for part in parts))
 
     def is_papers(self) -> bool:
-        """True if data and scale are the paper's, so that a difference means something."""
+        """True if data and scale are the paper's, so that differences are meaningful."""
         return self.group.scale == "paper" and self.group.dataset in (
             self.table.paper_dataset or self.group.dataset
         )
 
     def run(self, column: Column) -> bool:
-        """True if any cell of the column has a number of ours."""
+        """True if any cell of the column has runs."""
         return any(self.ours(row, column) for row in self.table.rows)
 
     def pairs(self, column: Column) -> list[tuple[Row, Scores, float]]:
-        """(row, ours, published) for the rows that have both."""
+        """Return (row, ours, published) for the rows that have both."""
         if not self.has_paper(column):
             return []
         found = [(r, self.ours(r, column), self.published(r, column)) for r in self.table.rows]
@@ -91,12 +91,12 @@ class Sheet:
 
     @cached_property
     def headlines(self) -> list[Column]:
-        """The headline columns that were run."""
+        """The headline columns with runs."""
         columns = [self.table.column(key) for key in self.table.headline]
         return [column for column in columns if self.run(column)]
 
     def runs_of(self, row: Row, columns: Iterable[Column]) -> list[Run]:
-        """The runs behind some cells of a row, in the order of their names."""
+        """Return the runs of some cells of a row, sorted by name."""
         found: cells.Runs = {}
         for column in columns:
             if not column.mean_of:
@@ -104,9 +104,9 @@ class Sheet:
         return [run for _, run in sorted(found.items())]
 
     def option(self, name: str, scale: str = "") -> Any:
-        """An option that all runs share, or that of the configuration of another scale.
+        """Return an option shared by all runs, or that of another scale's configuration.
 
-        Raises: ValueError where runs differ in it, or nothing has it.
+        Raises: ValueError if runs differ in it, or if it is not set.
         """
         if name == "tokens-per-update":
             return self.option("max-tokens", scale) * self.option("update-freq", scale)
@@ -130,7 +130,7 @@ class Sheet:
 
 
 def sheets(root: Path, table: Table, runs: cells.Runs) -> list[Sheet]:
-    """A sheet for every comparable group of runs; none where nothing was run."""
+    """Return a sheet per comparable group of runs; none without runs."""
     return [Sheet(root, table, group) for group in cells.groups(table, runs)]
 
 

@@ -1,6 +1,6 @@
-"""What the benchmarks measured: ``docs/speed.md``, from ``results/bench/<device>/*.json``.
+"""Benchmark results: ``docs/speed.md``, from ``results/bench/<device>/*.json``.
 
-A part that was not measured says so.
+Parts without a run file are marked as not measured.
 """
 
 import json
@@ -24,7 +24,7 @@ Rows = list[dict[str, Any]]
 
 
 def pages(root: Path) -> dict[str, str]:
-    """The page with every generated part rendered anew."""
+    """Return the page with every generated part regenerated."""
     text = (root / PAGE).read_text(encoding="utf-8")
     for name, part in PARTS.items():
         text = markdown.between(text, name, section(name, part, root))
@@ -32,7 +32,7 @@ def pages(root: Path) -> dict[str, str]:
 
 
 def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
-    """The picture of the lengths, for every device that was measured."""
+    """Return the picture of the length sweep for every measured device."""
     return {
         figure(device): lambda path, rows=rows: draw(path, rows)
         for device in DEVICES
@@ -41,7 +41,7 @@ def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
 
 
 def section(name: str, part: Callable[[Rows], str], root: Path = ROOT) -> str:
-    """One part on every device, each with the machine that it was measured on."""
+    """Return one part for every device, each with the machine it was measured on."""
     found = []
     for device, shown in DEVICES.items():
         measurement = figures(name, device, root)
@@ -55,13 +55,13 @@ def section(name: str, part: Callable[[Rows], str], root: Path = ROOT) -> str:
 
 
 def measured(name: str, device: str, root: Path = ROOT) -> Rows:
-    """The rows of a part; none if it was not measured."""
+    """Return the rows of a part; empty if it was not measured."""
     found = figures(name, device, root)
     return [] if found is None else found["rows"]
 
 
 def figure(device: str) -> str:
-    """Where the picture of the lengths lies, relative to the repository."""
+    """Return the path of the picture of the length sweep, relative to the repository."""
     return f"{FIGURES}/lengths-{device}.png"
 
 
@@ -70,13 +70,13 @@ def _picture(device: str) -> str:
 
 
 def figures(name: str, device: str, root: Path = ROOT) -> dict[str, Any] | None:
-    """The run file of a benchmark; None if it was not measured."""
+    """Return the run file of a benchmark; None if it was not measured."""
     text = markdown.read_result(root / RESULTS / device / f"{name}.json")
     return None if text is None else json.loads(text)
 
 
 def measured_on(figures: dict[str, Any]) -> str:
-    """Machine, versions and commit of a benchmark."""
+    """Return machine, versions and commit of a benchmark as text."""
     machine = figures["hardware"]
     gpus = "".join(f"{name}, " for name in machine["gpus"])
     return (
@@ -87,7 +87,7 @@ def measured_on(figures: dict[str, Any]) -> str:
 
 
 def causal(rows: Rows) -> str:
-    """Causal linear attention against both references and our PyTorch form."""
+    """Compare causal linear attention with both references and our PyTorch form."""
     found = _by(rows, "length", "contestant")
     others = {"naive": "the naive form", "sdpa": "torch SDPA"}
     if "kernel" in _values(rows, "contestant"):
@@ -107,13 +107,13 @@ def _times(row: dict[str, Any] | None) -> str:
 
 
 def bidirectional(rows: Rows) -> str:
-    """Bidirectional linear attention against SDPA."""
+    """Compare bidirectional linear attention with SDPA."""
     lines = [[r["length"], f"{r['speed_up']:.2f} x"] for r in rows if r["contestant"] == "sdpa"]
     return markdown.table(["T", "bidirectional linear against torch SDPA"], lines, numbers=True)
 
 
 def lengths(rows: Rows) -> str:
-    """The sweep over T, a sentence on the crossover, and the figure."""
+    """Return the sweep over T, a sentence on the crossover, and the figure."""
     found = _by(rows, "length", "contestant")
     lines = []
     for n in _values(rows, "length"):
@@ -127,7 +127,7 @@ def lengths(rows: Rows) -> str:
 
 
 def crossover(rows: Rows) -> int | None:
-    """The shortest T from which on linear attention is faster than SDPA; None if it never is."""
+    """Return the smallest T from which linear attention is always faster than SDPA, or None."""
     wins = {r["length"]: r["speed_up"] > 1 for r in rows if r["contestant"] == "sdpa"}
     always = [n for n in wins if all(win for m, win in wins.items() if m >= n)]
     return min(always, default=None)
@@ -141,7 +141,7 @@ def _crossing(rows: Rows) -> str:
 
 
 def decoding(rows: Rows) -> str:
-    """Token by token: speed and state by the length put out so far."""
+    """Token-by-token decoding: speed and state size by output length so far."""
     found = _by(rows, "length", "contestant")
     lines = []
     for n in _values(rows, "length"):
@@ -149,13 +149,13 @@ def decoding(rows: Rows) -> str:
         flat = [f"{r['flatness']:.2f}" for r in (linear, softmax)]
         sizes = [f"{r['state_mb']:.1f} MB" for r in (linear, softmax)]
         lines.append([n, *flat, f"{softmax['speed_up']:.2f} x", *sizes])
-    heads = ["tokens put out", "linear: time of a token against that at 64", "softmax: the same"]
+    heads = ["output tokens", "linear: time per token relative to 64", "softmax: the same"]
     heads += ["linear against softmax", "linear: state", "softmax: state"]
     return markdown.table(heads, lines, numbers=True)
 
 
 def table9(rows: Rows) -> str:
-    """Training speed of every method relative to Base, beside what the papers print."""
+    """Training speed of every method relative to Base, with the papers' numbers."""
     found = _by(rows, "encoding", "model", "attention")
     kinds = [(m, a) for m in ("lm", "roberta") for a in ("linear", "softmax")]
     lines = []
@@ -173,7 +173,7 @@ def _speed(row: dict[str, Any] | None) -> str:
 
 
 def _published(name: str) -> list[str]:
-    """The papers' cells for an encoding; ICLR Table 9 has one number for all types of LRPE."""
+    """Return the papers' cells of an encoding; ICLR Table 9 has one number for all LRPE types."""
     cells = []
     for file, attention in PUBLISHED:
         rows = paper.read_table(ROOT / "results" / "paper" / f"{file}.csv")
@@ -184,7 +184,7 @@ def _published(name: str) -> list[str]:
 
 
 def encoding(rows: Rows) -> str:
-    """phi and encoding as multiples of a copy."""
+    """Time of phi and encoding as multiples of a copy."""
     lines = [
         [f"`{r['encoding']}`", r["form"], f"{r['copies']:.1f}", f"{r['copies_backward']:.1f}"]
         for r in rows
@@ -195,7 +195,7 @@ def encoding(rows: Rows) -> str:
 
 
 def profiles(rows: Rows) -> str:
-    """Shares of the kinds of work in a training step, plain forms and ours."""
+    """Share of each kind of work in a training step, for the plain forms and ours."""
     other = ("attention", "encoding", "form", "seconds")
     kinds = [key for key in rows[0] if key not in other]
     kinds.sort(key=lambda kind: -sum(row[kind] for row in rows))
@@ -212,14 +212,14 @@ def profiles(rows: Rows) -> str:
 
 
 def phases(rows: Rows) -> str:
-    """Phase errors by position and type."""
+    """Phase errors by position and number type."""
     lines = [[f"{r['position']:,}", r["dtype"], *(_error(r[k]) for k in ERRORS)] for r in rows]
     heads = ["position", "type", "angle in float64 (ours)", "angle in float32", "angle in the type"]
     return markdown.table(heads, lines, numbers=True)
 
 
 def _error(value: float | None) -> str:
-    return "beyond its range" if value is None else f"{value:.1e}"
+    return "out of range" if value is None else f"{value:.1e}"
 
 
 PARTS: dict[str, Callable[[Rows], str]] = {
@@ -232,11 +232,11 @@ PARTS: dict[str, Callable[[Rows], str]] = {
     "profiles": profiles,
     "phases": phases,
 }
-"""Marker in the page and name of the run file -> what renders it."""
+"""Marker in the page and name of the run file -> function that renders it."""
 
 
 def draw(path: Path, rows: Rows) -> None:
-    """Time per token and peak memory against T, the crossover with SDPA marked."""
+    """Draw time per token and peak memory against T, with the crossover with SDPA marked."""
     figure = drawing.blank(9, 3.6)
     time, memory = figure.subplots(1, 2)
     for name in _values(rows, "contestant"):

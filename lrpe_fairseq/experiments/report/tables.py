@@ -1,4 +1,4 @@
-"""Render ``results/`` alone after a training: the part ``results`` of ``make docs``."""
+"""Render only ``results/``, after a training: the part ``results`` of ``make docs``."""
 
 import sys
 
@@ -6,7 +6,7 @@ from lrpe_fairseq.experiments.report import docs
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """:func:`docs.main` for the part ``results``; returns the exit status."""
+    """Run :func:`docs.main` for the part ``results``; return the exit status."""
     return docs.main(["results", *(sys.argv[1:] if arguments is None else arguments)])
 
 

@@ -1,9 +1,8 @@
-"""Which versions of Python and torch are tested: the table of docs/installing.md.
+"""The tested versions of Python and torch: the table of docs/installing.md.
 
-``scripts/test_versions.sh`` runs the tests and calls this file: ``claimed`` lists the pairs,
-``record`` writes ``results/versions/*.json`` from pytest's XML files, ``render`` (``--check``)
-writes the table. The file imports this package inside functions only, so that ``claimed`` works
-without torch.
+``scripts/test_versions.sh`` runs the tests and calls this file: ``claimed`` lists the pairs, and
+``record`` writes ``results/versions/*.json`` from pytest's XML files. ``make docs`` renders the
+table. This package is imported only inside functions, so that ``claimed`` works without torch.
 """
 
 import argparse
@@ -16,8 +15,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = ROOT / "docs" / "installing.md"
-RESULTS = ROOT / "results" / "versions"
+PAGE = "docs/installing.md"
+RESULTS = "results/versions"
 CLAIMED = (
     ("3.11", "2.6.0"),
     ("3.11", "2.10.0"),
@@ -25,7 +24,7 @@ CLAIMED = (
     ("3.12", "2.6.0"),
     ("3.12", "2.13.0"),
 )
-"""Pairs of Python and torch: both ends of each range, and the last torch with code for a V100."""
+"""Supported pairs: both ends of each range, and the last torch with code for a V100."""
 
 COUNTS = ("passed", "failed", "skipped")
 HEAD = ("Python", "torch", "numpy", "triton", "tests", *COUNTS, "commit")
@@ -34,19 +33,17 @@ Result = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do one of the three commands; returns the exit status."""
+    """List the pairs or record a result; return the exit status."""
     options = _parse(arguments)
     if options.command == "claimed":
         print("\n".join(":".join(pair) for pair in CLAIMED))
-    elif options.command == "record":
-        record(options.python, options.torch, options.xml, options.not_run)
     else:
-        return render(options.check)
+        record(options.python, options.torch, options.xml, options.not_run)
     return 0
 
 
 def record(python: str, torch: str, files: Sequence[Path], not_run: str = "") -> Path:
-    """Write the result of one pair: the counts of each of pytest's XML ``files``, or why not."""
+    """Write the result of one pair: the counts of pytest's XML ``files``, or why nothing ran."""
     from lrpe_fairseq.experiments.records.runs import environment, write_whole
 
     result: Result = {"python": python, "torch": torch}
@@ -55,15 +52,16 @@ def record(python: str, torch: str, files: Sequence[Path], not_run: str = "") ->
     else:
         result |= environment() | {"suites": {path.stem: counts(path) for path in files}}
         result["versions"]["triton"] = _version("triton")
-    target = RESULTS / f"py{python}-torch{torch}.json"
+    target = ROOT / RESULTS / f"py{python}-torch{torch}.json"
     write_whole(target, result)
     return target
 
 
 def counts(path: Path) -> Result:
-    """Passed, failed (errors included) and skipped tests of a JUnit XML file, with skip reasons.
+    """Count passed, failed (including errors) and skipped tests of a JUnit XML file.
 
-    A run that left no readable file, or ran no test, counts as one failure.
+    The skip reasons are counted too. A missing or unreadable file, or one without tests, counts as
+    one failure.
     """
     try:
         cases = list(ElementTree.parse(path).getroot().iter("testcase"))
@@ -77,24 +75,18 @@ def counts(path: Path) -> Result:
     return {**{name: found[name] for name in COUNTS}, "reasons": dict(sorted(reasons.items()))}
 
 
-def render(check: bool = False) -> int:
-    """Write the table into the page, or with ``check`` say whether it is stale."""
-    from lrpe_fairseq.experiments.report.readme import between
+def pages(root: Path) -> dict[str, str]:
+    """Return the page with its table regenerated."""
+    from lrpe_fairseq.experiments.report import markdown
 
-    text = PAGE.read_text(encoding="utf-8")
-    fresh = between(text, "versions", table(results()))
-    if not check:
-        PAGE.write_text(fresh, encoding="utf-8")
-    elif fresh != text:
-        print(f"{PAGE.relative_to(ROOT)} is stale: run {Path(__file__).name} render")
-        return 1
-    return 0
+    text = (root / PAGE).read_text(encoding="utf-8")
+    return {PAGE: markdown.between(text, "versions", table(results(root)))}
 
 
-def results() -> list[Result]:
-    """The claimed pairs, then other recorded ones; a pair without a file is not run."""
+def results(root: Path) -> list[Result]:
+    """Return the claimed pairs, then other recorded ones; a pair without a file is not run."""
     recorded = {}
-    for path in sorted(RESULTS.glob("*.json")):
+    for path in sorted((root / RESULTS).glob("*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
         recorded[found["python"], found["torch"]] = found
     pairs = dict.fromkeys([*CLAIMED, *recorded])
@@ -103,7 +95,7 @@ def results() -> list[Result]:
 
 
 def table(found: Sequence[Result]) -> str:
-    """One row for each suite of each pair, and under the table why tests were skipped."""
+    """Return a table with one row per pair and suite, followed by the skip reasons."""
     rows = [row for result in found for row in _rows(result)]
     lines = [HEAD, ["---"] * len(HEAD), *rows]
     text = "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
@@ -124,7 +116,7 @@ def _rows(result: Result) -> list[list[Any]]:
 
 
 def _reasons(found: Sequence[Result]) -> str:
-    """Every reason for which tests were skipped, with the pairs and their numbers of tests."""
+    """Return every skip reason with its pairs and numbers of tests."""
     skipped: dict[str, list[str]] = {}
     for result in found:
         total: Counter[str] = Counter()
@@ -159,9 +151,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("python")
     made.add_argument("torch")
     made.add_argument("xml", nargs="*", type=Path)
-    made.add_argument("--not-run", default="", help="why nothing was run")
-    shown = commands.add_parser("render", help="write the table of docs/installing.md")
-    shown.add_argument("--check", action="store_true", help="fail if the table is stale")
+    made.add_argument("--not-run", default="", help="reason why nothing was run")
     return parser.parse_args(arguments)
 
 

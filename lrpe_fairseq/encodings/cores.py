@@ -1,0 +1,211 @@
+"""The position-dependent unitary maps Lambda^(s) of the LRPE family (Eq. 23-25, C.7).
+
+A core is constructed from an :class:`EncodingSpec`. ``core.at(positions, dtype)`` returns the
+phases or indices, which depend only on the positions. ``core(planes, core.at(...))`` applies
+Lambda^(s) to the last axis of every plane (..., T, D).
+"""
+
+import torch
+from torch import Tensor, nn
+
+from lrpe_fairseq.encodings.base import EncodingSpec, Planes, PositionCache, over_heads
+from lrpe_fairseq.encodings.permutations import CyclicPowers, permute
+from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.kernels import encode, encode_cpu
+from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed
+
+BASE = 10000.0
+"""Base of the frequencies alpha_t = 10000^(-2t/d) (C.7)."""
+
+
+class Rotation(nn.Module):
+    """Lambda^(s) rotates the pair (2i, 2i+1) by s alpha_i, alpha_i = 10000^(-2i/e) (Eq. 24).
+
+    e is the largest even number up to d. If d is odd, the last feature is unchanged (q = 1 in
+    Eq. 24). Angles are in radians.
+    """
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__()
+        width = self.turned(spec.head_dim)
+        exponent = torch.arange(width // 2, dtype=torch.float64, device="cpu") * (-2.0 / width)
+        self.register_frequencies(BASE**exponent)
+
+    @staticmethod
+    def turned(head_dim: int) -> int:
+        """Return the number of leading features that are rotated.
+
+        Raises: ChoiceError if ``head_dim`` is too small for a rotation.
+        """
+        if head_dim < 2:
+            raise ChoiceError(f"a rotation needs a head width of at least 2, got {head_dim}")
+        return head_dim - head_dim % 2
+
+    def register_frequencies(self, theta: Tensor) -> None:
+        """Store the fixed frequencies ``theta`` (float64, radians per token).
+
+        They are not a buffer, because casting or broadcasting a model's buffers would change them.
+        """
+        self.theta = theta
+        self.cache = PositionCache()
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return exp(i s theta) for every position: (T, E) or (B, 1, T, E), complex."""
+        if self.cache is None:
+            return phases(positions, self.theta, dtype)
+        sources = positions, self.theta
+        return self.cache.get(sources, dtype, lambda: phases(positions, self.theta, dtype))
+
+    def forward(self, planes: Planes, turn: Tensor) -> Planes:
+        """Rotate every plane (..., T, D) by ``turn``, the result of :meth:`at`."""
+        return tuple(rotate_pairs(x, turn) for x in planes)
+
+
+class LearnedRotation(Rotation):
+    """The rotation with learned frequencies, initialized to those of :class:`Rotation`."""
+
+    def register_frequencies(self, theta: Tensor) -> None:
+        """Register ``theta`` as a float32 parameter.
+
+        Phases are not cached, not even for a frozen parameter, because an edit through ``.data``
+        cannot be detected.
+        """
+        self.theta = nn.Parameter(theta.float())
+        self.cache = None
+
+
+class HalfRotation(Rotation):
+    """The rotation of the first e = d // 2 features, rounded up to even (C.7).
+
+    The remaining features are unchanged.
+    """
+
+    @staticmethod
+    def turned(head_dim: int) -> int:
+        """Return d // 2, rounded up to even.
+
+        Raises: ChoiceError below width 3, where every feature would be rotated.
+        """
+        if head_dim < 3:
+            raise ChoiceError(f"rotation-half needs a head width of at least 3, got {head_dim}")
+        return head_dim // 2 + (head_dim // 2) % 2
+
+
+class Unitary(Rotation):
+    """Lambda^(s) = diag(exp(i s alpha_t)), alpha_t = 10000^(-2t/d), t = 0..d-1 (Eq. 23).
+
+    A real input becomes complex, so the encoded width doubles.
+    """
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        nn.Module.__init__(self)
+        exponent = torch.arange(spec.head_dim, dtype=torch.float64, device="cpu")
+        self.register_frequencies(BASE ** (exponent * (-2.0 / spec.head_dim)))
+
+    def forward(self, planes: Planes, turn: Tensor) -> Planes:
+        """One or two planes (..., T, D) -> the planes (re, im)."""
+        if len(planes) == 1:
+            return planes[0] * turn.real, planes[0] * turn.imag
+        re, im = planes
+        return re * turn.real - im * turn.imag, re * turn.imag + im * turn.real
+
+
+class LearnedUnitary(Unitary):
+    """The unitary diagonal with learned frequencies (TMLR, Type 1)."""
+
+    register_frequencies = LearnedRotation.register_frequencies
+
+
+class Permutation(nn.Module):
+    """Lambda^(s) = (I)_{pi^s}: feature j at position s is feature pi^s(j) (Eq. 25, 59).
+
+    pi is drawn once and saved in the checkpoint. pi^s(j) is s steps along the cycle of j, modulo
+    its length, so every position up to 2^31 costs the same and no table is stored.
+    """
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__()
+        draw = torch.randperm(spec.head_dim, generator=spec.generator(stream=2), device="cpu")
+        self.register_buffer("permutation", draw)
+        self.cycles = CyclicPowers()
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return the indices of pi^s and of its inverse, (T, D) or (B, 1, T, D) each."""
+        powers = self.cycles.powers(self.permutation, positions)
+        return tuple(over_heads(index, positions) for index in powers)
+
+    def forward(self, planes: Planes, powers: tuple[Tensor, ...]) -> Planes:
+        """Permute the last axis of every plane (..., T, D) by ``powers``, from :meth:`at`."""
+        return tuple(permute(x, *powers) for x in planes)
+
+
+def phases(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute exp(i s theta), complex (T, E) or (B, 1, T, E), for positions s (T,) or (B, T).
+
+    The angle s theta (radians) is computed in float64, because in float32 it is off by 6e-3 rad at
+    position 100,000. Its cosine and sine are then cast to ``dtype``.
+    """
+    compute = _phases if is_transformed() else _Phases.apply
+    return over_heads(compute(theta, positions, dtype), positions)
+
+
+def _phases(theta: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute exp(i s theta), (..., E), in differentiable operations."""
+    exact = torch.float32 if positions.device.type == "mps" else torch.float64
+    angle = positions.unsqueeze(-1).to(exact) * theta.to(exact).to(positions.device)
+    return torch.complex(angle.cos().to(dtype), angle.sin().to(dtype))
+
+
+class _Phases(torch.autograd.Function):
+    """exp(i s theta); the gradient of theta is sum_s s Im(conj(phase) gradient).
+
+    Differentiable any number of times, because the saved phase is an output of the function.
+    """
+
+    @staticmethod
+    def forward(ctx, theta, positions, dtype):
+        phase = _phases(theta, positions, dtype)
+        ctx.save_for_backward(positions, phase, theta)
+        return phase
+
+    @staticmethod
+    def backward(ctx, grad):
+        positions, phase, theta = ctx.saved_tensors
+        exact = torch.float32 if positions.device.type == "mps" else torch.float64
+        s, turned = positions.unsqueeze(-1).to(exact), (phase.conj() * grad).imag.to(exact)
+        return (s * turned).flatten(0, -2).sum(0).to(theta), None, None
+
+
+def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:
+    """Rotate the pairs (2i, 2i+1) of x (..., T, D) by the complex ``turn`` (..., T, E).
+
+    The first 2E features are multiplied as complex numbers x[2i] + i x[2i+1]. The remaining
+    features are unchanged.
+    """
+    form = encode.Form(phi=False)
+    if encode_cpu.serves(x, form):
+        return encode_cpu.encode(x, None, turn, form)
+    if x.shape[-1] % 2 or not is_plain(x, turn):
+        # rows of odd width are not aligned to complex numbers; compilers do not support them
+        return encode.rotated(x, turn)
+    width = 2 * turn.shape[-1]
+    turned = torch.view_as_real(_pairs(x[..., :width]) * turn).flatten(-2)
+    return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], dim=-1)
+
+
+def _pairs(x: Tensor) -> Tensor:
+    """(..., 2E) real -> (..., E) complex; a copy if x is not aligned to pairs."""
+    x = x.contiguous()
+    x = x.clone() if x.storage_offset() % 2 else x
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+
+
+CORES = {
+    "rotation": Rotation,
+    "rotation-learned": LearnedRotation,
+    "rotation-half": HalfRotation,
+    "unitary": Unitary,
+    "unitary-learned": LearnedUnitary,
+    "permutation": Permutation,
+}
+"""Lambda by name: the cores of the free form ``lrpe:<P>:<Lambda>``."""

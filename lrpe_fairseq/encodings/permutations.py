@@ -1,0 +1,129 @@
+"""Powers pi^s of a permutation, and the permutation of features by them.
+
+pi^s(j) is found on the cycle that contains j, so every position up to 2^31 costs the same and no
+table of powers is stored.
+"""
+
+import torch
+from torch import Tensor
+
+from lrpe_fairseq.encodings.base import PositionCache
+from lrpe_fairseq.kernels import encode, encode_cpu
+from lrpe_fairseq.kernels.dispatch import is_plain
+
+
+def permute(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    """Return x[..., index[..., j]] for x (..., D). ``inverse`` is the inverse of ``index``.
+
+    Both are int64 and broadcast to the shape of x.
+    """
+    form = encode.Form(phi=False, permutes=True)
+    if encode_cpu.serves(x, form):
+        return encode_cpu.encode(x, None, (index, inverse), form)
+    if not is_plain(x):
+        return x.gather(-1, index.expand_as(x))
+    return _Permuted.apply(x, index.expand_as(x), inverse.expand_as(x))
+
+
+class _Permuted(torch.autograd.Function):
+    """A gather whose gradient is the inverse gather, which is faster than a scatter-add.
+
+    Differentiable any number of times.
+    """
+
+    @staticmethod
+    def forward(ctx, x, index, inverse):
+        ctx.save_for_backward(index, inverse)
+        return x.gather(-1, index)
+
+    @staticmethod
+    def backward(ctx, grad):
+        index, inverse = ctx.saved_tensors
+        return _Permuted.apply(grad, inverse, index), None, None
+
+
+class CyclicPowers:
+    """Powers of permutations by index arithmetic on their cycles.
+
+    The cycles are cached until the values of the permutation change. On a GPU a comparison of
+    values would synchronize the device at every call, so the tensor's identity, version and memory
+    address are compared instead. Trap: an in-place edit through ``.data`` is not detected there.
+    """
+
+    def __init__(self) -> None:
+        self._of_positions = PositionCache()
+        self._known: tuple | None = None
+
+    def powers(self, permutation: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return pi^s(j) and pi^-s(j) for pi (D,) or (H, D) and positions s of any shape.
+
+        Both are int64 of shape s.shape + pi.shape, and inverse to each other.
+        """
+        form = self._cycles_of(permutation)
+        return self._of_positions.get(
+            (positions, *form),
+            None,
+            lambda: (_along_cycles(form, positions), _along_cycles(form, -positions)),
+        )
+
+    def _cycles_of(self, permutation: Tensor) -> tuple[Tensor, ...]:
+        known = self._known
+        if known is not None and _unchanged(permutation, *known[:2]):
+            return known[2]
+        with torch.inference_mode(False):  # the cached form must be usable in training
+            copy = torch.tensor(permutation.tolist(), device=permutation.device)
+            form = cycle_form(copy)
+        mark = copy if permutation.device.type == "cpu" else _identity(permutation)
+        self._known = permutation, mark, form
+        return form
+
+    def __deepcopy__(self, memo: dict) -> "CyclicPowers":
+        return CyclicPowers()
+
+    def __reduce__(self) -> tuple:
+        return CyclicPowers, ()
+
+
+def _unchanged(permutation: Tensor, known: Tensor, mark: Tensor | tuple) -> bool:
+    """True if ``permutation`` has the same values as when ``mark`` was computed from it."""
+    if permutation.device != known.device:
+        return False
+    if isinstance(mark, Tensor):
+        return torch.equal(permutation, mark)
+    return permutation is known and _identity(permutation) == mark
+
+
+def _identity(tensor: Tensor) -> tuple[int, int]:
+    """Return the version (-1 for inference tensors, which have none) and the memory address."""
+    return -1 if tensor.is_inference() else tensor._version, tensor.data_ptr()
+
+
+def cycle_form(permutation: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the cycles of pi (..., D): start, step, length and members, (..., D) each.
+
+    ``members`` lists the elements cycle by cycle. j is at index start[j] + step[j], its cycle has
+    length[j] elements, and pi^s(j) = members[start[j] + (step[j] + s) mod length[j]]. Only tensor
+    operations are used, so this works on any device, with fake tensors and under torch.compile.
+    """
+    width = permutation.shape[-1]
+    own = torch.arange(width, device=permutation.device).expand_as(permutation)
+    powers = own.unsqueeze(0)  # pi^n for n = 0, 1, ..., at least width
+    jump = permutation  # pi^(number of rows of powers)
+    while powers.shape[0] <= width:
+        powers = torch.cat([powers, jump.expand_as(powers).gather(-1, powers)])
+        jump = jump.gather(-1, jump)
+    first = powers.amin(0)  # the smallest element of each cycle
+    length = 1 + (powers[1:] == own).int().argmax(0)
+    step = (-(powers == first).int().argmax(0)) % length
+    lengths = (first == own).long() * length  # at the first element of each cycle, else 0
+    start = (lengths.cumsum(-1) - lengths).gather(-1, first)
+    members = torch.empty_like(permutation).scatter(-1, start + step, own)
+    return start, step, length, members
+
+
+def _along_cycles(form: tuple[Tensor, Tensor, Tensor, Tensor], positions: Tensor) -> Tensor:
+    """Return pi^s(j) from the cycle form of pi."""
+    start, step, length, members = form
+    s = positions.reshape(positions.shape + (1,) * start.dim())
+    place = start + (step + s) % length
+    return members.expand(place.shape).gather(-1, place)

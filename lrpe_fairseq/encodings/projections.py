@@ -1,0 +1,184 @@
+"""The unitary maps P of the LRPE family, on the last axis (LRPE ICLR, Eq. 74, 75 and C.7).
+
+A complex vector is represented by its *planes*, the tuple (re, im), and a real vector by (re,).
+Each map takes a real x (..., D) and returns its planes, each (..., D).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lrpe_fairseq.encodings.base import EncodingSpec, Planes, option
+from lrpe_fairseq.kernels.dispatch import is_plain
+
+EPS = 1e-6
+"""Smallest norm by which a learned Householder vector is divided."""
+
+
+@dataclass(frozen=True)
+class LRPEOptions:
+    """Options of the learned Householder map."""
+
+    lrpe_householder_start: str = option(
+        "normal",
+        "LRPE, learned Householder vector: start from N(0, I), as in the paper, or at norm 1, "
+        "which learns faster",
+        choices=("normal", "unit"),
+    )
+
+
+class Identity(nn.Module):
+    """P = I."""
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Planes:
+        """(..., D) -> one plane (..., D)."""
+        return (x,)
+
+
+class Householder(nn.Module):
+    """P = I - 2 v v^T / (v^T v) with a fixed v drawn from N(0, I) (Eq. 74)."""
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__()
+        v = _householder_vector(spec)
+        self.register_buffer("v", v / v.norm())
+
+    def forward(self, x: Tensor) -> Planes:
+        """(..., D) -> one plane (..., D), the reflection of x."""
+        return (reflect(x, self.unit(x.dtype)),)
+
+    def unit(self, dtype: torch.dtype) -> Tensor:
+        """Return v normalized to length 1, (D,)."""
+        return _unit(self.v.to(dtype))
+
+
+class LearnedHouseholder(Householder):
+    """The Householder map with a learned v, initialized from N(0, I) (pseudo-code of Type 3).
+
+    The map depends only on the direction of v, but the speed of learning depends on its norm: the
+    gradient is orthogonal to v and inversely proportional to its norm, and a step of an adaptive
+    optimizer turns v by an angle inversely proportional to it. A sample of N(0, I) has a norm of
+    about sqrt(D); with norm 1 (``lrpe_householder_start="unit"``) v turns about sqrt(D) times as
+    fast.
+    """
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        nn.Module.__init__(self)
+        v = _householder_vector(spec)
+        unit = spec.options.of(LRPEOptions).lrpe_householder_start == "unit"
+        self.v = nn.Parameter(v / v.norm() if unit else v)
+
+
+class OddEven(nn.Module):
+    """P = the permutation y[2k] = x[k], y[2k+1] = x[ceil(d/2) + k] (Eq. 75 and pseudo-code).
+
+    Trap: Eq. 75 has a misprint for odd d. With its floor(d/2) + 1 it is not a permutation.
+    """
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Planes:
+        """(..., D) -> one plane (..., D), with the memory layout of x."""
+        if x.stride(-1) != 1 and x.dim() > 1:
+            return (_interleave_halves(x.mT, -2).mT,)
+        return (_interleave_halves(x, -1),)
+
+
+def _interleave_halves(x: Tensor, axis: int) -> Tensor:
+    """Apply Eq. 75 to a negative ``axis`` with one copy, and one more for the gradient."""
+    pairs, odd = divmod(x.shape[axis], 2)
+    if odd:
+        first, middle, last = x.split([pairs, 1, pairs], axis)
+        even = _interleave_halves(torch.cat([first, last], axis), axis)
+        return torch.cat([even, middle], axis)
+    return x.unflatten(axis, (2, pairs)).transpose(axis - 1, axis).flatten(axis - 1, axis)
+
+
+class Fourier(nn.Module):
+    """P = the unitary discrete Fourier matrix F_jk = exp(-2 pi i jk / d) / sqrt(d)."""
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__()
+        index = torch.arange(spec.head_dim, dtype=torch.int64, device="cpu")
+        turn = torch.outer(index, index) % spec.head_dim
+        angle = turn.double() * (2 * math.pi / spec.head_dim)
+        self.exact = torch.cat([angle.cos(), -angle.sin()], dim=1) / math.sqrt(spec.head_dim)
+        self.copies: dict[tuple, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Planes:
+        """(..., D) -> the planes (re, im), each (..., D)."""
+        return (x @ self.matrix(x.dtype, x.device)).chunk(2, dim=-1)
+
+    def matrix(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return [Re F, Im F], (D, 2D).
+
+        One copy per dtype and device is cached, outside the state dict.
+        """
+        if (dtype, device) not in self.copies:
+            with torch.inference_mode(False):
+                self.copies[dtype, device] = self.exact.to(dtype=dtype, device=device)
+        return self.copies[dtype, device]
+
+
+def reflect(x: Tensor, unit: Tensor) -> Tensor:
+    """Compute x - 2 u (u^T x) for every row of x (..., D) and one unit vector u (D,)."""
+    if not is_plain(x, unit):
+        return x - 2.0 * (x @ unit).unsqueeze(-1) * unit
+    return _Reflection.apply(x, unit)
+
+
+def _unit(v: Tensor) -> Tensor:
+    return v / v.norm().clamp_min(EPS)
+
+
+class _Reflection(torch.autograd.Function):
+    """The reflection of x in the hyperplane normal to a unit vector u.
+
+    The map is symmetric, so the gradient of x is the reflected gradient: two passes over memory
+    instead of the six of automatic differentiation. Differentiable any number of times.
+    """
+
+    @staticmethod
+    def forward(ctx, x, unit):
+        ctx.save_for_backward(unit, x if ctx.needs_input_grad[1] else None)
+        return _reflected(x, unit)
+
+    @staticmethod
+    def backward(ctx, grad):
+        unit, x = ctx.saved_tensors
+        grad_x = reflect(grad, unit) if ctx.needs_input_grad[0] else None
+        if x is None:
+            return grad_x, None
+        g, x = grad.reshape(-1, unit.numel()), x.reshape(-1, unit.numel())
+        return grad_x, -2 * (x.T @ (g @ unit) + g.T @ (x @ unit))
+
+
+def _reflected(x: Tensor, unit: Tensor) -> Tensor:
+    along = (x.transpose(1, 2) @ unit).transpose(1, 2) if _is_time_major(x) else x @ unit
+    return torch.addcmul(x, along.unsqueeze(-1), unit, value=-2)
+
+
+def _is_time_major(x: Tensor) -> bool:
+    """True if the memory layout of x (B, H, T, D) is (B, T, H, D), which ``@`` would copy."""
+    return x.dim() == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
+
+
+def _householder_vector(spec: EncodingSpec) -> Tensor:
+    """Draw v (D,) from N(0, I)."""
+    return torch.randn(spec.head_dim, generator=spec.generator(stream=1), device="cpu")
+
+
+PROJECTIONS = {
+    "identity": Identity,
+    "householder": Householder,
+    "householder-learned": LearnedHouseholder,
+    "odd-even": OddEven,
+    "fourier": Fourier,
+}
+"""P by name: the projections of the free form ``lrpe:<P>:<Lambda>``."""

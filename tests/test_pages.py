@@ -1,0 +1,294 @@
+"""Every command, option, path and Python block of the pages is one that works today.
+
+Shell blocks and code in backquotes are parsed by the programs that they name, without running a
+training. CONTRIBUTING's recipe for an encoding is followed in a copy of the repository; its recipe
+for a family is followed in test_families.py.
+"""
+
+import importlib
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from fairseq import options
+
+import lrpe_fairseq.models  # noqa: F401  (registers the archs)
+from lrpe_fairseq.experiments.commands import finetune, run_table, train_row
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("data-prep/*/README.md")])
+FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+EXAMPLES = re.compile(r"yours|digits|<|\*|\.\.\.|…|runs/table8|/(work|\.installed)")
+"""Paths of what a reader makes, or patterns of paths."""
+
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of ``page`` in ``language`` ("" for shell), without their indent."""
+    found = FENCED.findall(page.read_text(encoding="utf-8"))
+    return [
+        re.sub(f"^{indent}", "", text, flags=re.MULTILINE)
+        for indent, named, text in found
+        if named == language
+    ]
+
+
+def inline(page: Path) -> list[str]:
+    """What stands between backquotes outside fenced blocks, line breaks as spaces."""
+    prose = FENCED.sub("", page.read_text(encoding="utf-8"))
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+
+
+# --- commands ----------------------------------------------------------------------------------
+
+STARTS = ("make ", "scripts/", "data-prep/", "python ", "fairseq-", ".venv/bin/", "PROCS=")
+SHELL_ONLY = {"pip", "source"}
+PARSERS = {
+    "scripts/run_table.sh": run_table._parse,
+    "scripts/train_lm.sh": lambda words: train_row._parse(["table2", *words]),
+    "scripts/pretrain_roberta.sh": lambda words: train_row._parse(["table8", *words]),
+    "scripts/train_mt.sh": lambda words: train_row._parse(["table4", *words]),
+    "scripts/finetune_glue.sh": finetune._parse,
+}
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of every command of ``page``, without variables before it."""
+    lines = [line for text in blocks(page, "") for line in text.replace("\\\n", " ").splitlines()]
+    lines += [code for code in inline(page) if f"{code} ".startswith(STARTS)]
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            words.pop(0)
+        if words:
+            yield words
+
+
+def check_command(name: str, words: list[str]) -> None:
+    """Fail unless the program ``name`` exists and takes ``words``."""
+    name = name.removeprefix(".venv/bin/")
+    complete = words and not {"...", "…"} & set(words)
+    if name == "make":
+        makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+        assert [w for w in words if "=" not in w and f"\n{w}:" not in makefile] == []
+    elif name.startswith(("scripts/", "data-prep/")):
+        assert os.access(ROOT / name, os.X_OK if name.endswith(".sh") else os.R_OK)
+        if complete and name in PARSERS:
+            PARSERS[name](words)
+    elif name == "python":
+        check_python(words)
+    elif name.startswith("fairseq-"):
+        if complete and words[0] != "--task":  # a task named in prose is no whole command
+            check_fairseq(name, words)
+    else:
+        assert name in SHELL_ONLY, f"nothing checks the command {name}"
+
+
+def check_python(words: list[str]) -> None:
+    """A module that can be imported, a file that exists, or code that compiles."""
+    if words[0] == "-m":
+        assert importlib.util.find_spec(words[1]), words
+        assert all(
+            (ROOT / w).exists() for w in words[2:] if w.startswith(("tests/", "benchmarks/"))
+        )
+    elif words[0] == "-c":
+        compile(words[1], "-c", "exec")
+    else:
+        assert (ROOT / words[0]).is_file(), words
+
+
+def check_fairseq(name: str, words: list[str]) -> None:
+    """fairseq's own parser takes the words; a configuration of hydra's exists."""
+    if name == "fairseq-hydra-train":
+        folder, config = (words[words.index(w) + 1] for w in ("--config-dir", "--config-name"))
+        assert (ROOT / folder.replace("$PWD", str(ROOT)) / f"{config}.yaml").is_file()
+    elif name == "fairseq-train":
+        args = options.parse_args_and_arch(options.get_training_parser(), words)
+        assert args.position_encoding
+    elif name == "fairseq-eval-lm":
+        options.parse_args_and_arch(options.get_eval_lm_parser(), words)
+    elif name == "fairseq-preprocess":
+        options.get_preprocessing_parser().parse_args(words)
+    else:
+        pytest.fail(f"nothing checks the options of {name}")
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@by_page
+def test_every_command_of_a_page_is_taken_by_the_program_that_it_names(page):
+    for name, *words in commands(page):
+        check_command(name, words)
+
+
+def test_a_command_that_does_not_exist_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```\nmake absent\nscripts/run_table.sh table2 --absent\nabsent x\n```\n")
+    for name, *words in commands(page):
+        with pytest.raises((AssertionError, SystemExit)):
+            check_command(name, words)
+
+
+# --- options, paths, names, links --------------------------------------------------------------
+
+
+ARCHS = {
+    "language_modeling": "lrpe_lm",
+    "masked_lm": "lrpe_roberta",
+    "translation": "lrpe_transformer",
+}
+
+
+@cache
+def known_options() -> set[str]:
+    """The options of fairseq's commands with each of our archs, and those of our programs."""
+    parsers = [
+        options.get_generation_parser(),
+        options.get_eval_lm_parser(),
+        options.get_validation_parser(),
+        options.get_preprocessing_parser(),
+    ]
+    for task, arch in ARCHS.items():
+        parsers.append(options.get_training_parser())
+        words = ["x", "--task", task, "--arch", arch, "--optimizer", "adam"]
+        options.parse_args_and_arch(parsers[-1], [*words, "--lr-scheduler", "inverse_sqrt"])
+    found = {o for parser in parsers for a in parser._actions for o in a.option_strings}
+    programs = [*ROOT.glob("lrpe_fairseq/**/*.py"), *ROOT.glob("benchmarks/*.py")]
+    programs += [*ROOT.glob("data-prep/*/*.py"), *ROOT.glob("scripts/*.sh")]
+    texts = [path.read_text(encoding="utf-8") for path in programs]
+    texts.append((ROOT / "configs" / "slurm.yaml").read_text(encoding="utf-8"))
+    found |= {o for text in texts for o in re.findall(r"--[a-z][a-z0-9-]*", text)}
+    return found | {"--" + key.replace("_", "-") for key in re.findall(r"^(\w+):", texts[-1], re.M)}
+
+
+@by_page
+def test_every_option_that_a_page_names_exists(page):
+    named = {
+        word for code in inline(page) for word in re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", code)
+    }
+    patterns = {o for o in named if o.endswith("-")} | {"--yours-base", "--flag", "--no-flag"}
+    foreign = {"--joined-dictionary", "--no-build-isolation", "--index-url"}
+    assert named - patterns - foreign - known_options() == set()
+
+
+@by_page
+def test_every_path_that_a_page_names_exists(page):
+    rooms = r"(?:lrpe_fairseq|configs|scripts|data-prep|results|docs|benchmarks|tests)/[^\s`:,)]*"
+    named = {
+        path.rstrip("/.")
+        for code in inline(page)
+        for path in re.findall(rf"(?<![\w/.]){rooms}", code)
+        if not EXAMPLES.search(path)
+    }
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+@by_page
+def test_every_name_of_this_package_in_a_page_can_be_imported(page):
+    text = page.read_text(encoding="utf-8")
+    for name in set(re.findall(r"\blrpe_fairseq(?:\.[A-Za-z]\w+)+", text)):
+        if not name.endswith("digits") and not EXAMPLES.search(name):
+            resolve(name)
+
+
+def resolve(name: str) -> object:
+    """The module, or the attribute of a module, called ``name``."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        module, _, attribute = name.rpartition(".")
+        return getattr(importlib.import_module(module), attribute)
+
+
+@by_page
+def test_every_link_between_pages_leads_somewhere(page):
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    local = {target for target in targets if "://" not in target}
+    assert [target for target in sorted(local) if not (page.parent / target).exists()] == []
+
+
+def test_the_readme_links_every_page():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    wanted = [page.relative_to(ROOT).as_posix() for page in PAGES if page.name != "README.md"]
+    assert [page for page in wanted if f"]({page})" not in readme] == []
+
+
+# --- Python ------------------------------------------------------------------------------------
+
+
+@by_page
+def test_the_python_of_a_page_runs(page):
+    languages = {named for _, named, _ in FENCED.findall(page.read_text(encoding="utf-8"))}
+    assert languages <= {"", "python"}  # no block escapes the checks
+    found = blocks(page, "python")
+    if page.name == "CONTRIBUTING.md":
+        assert len(found) == 2  # followed below, and in test_families.py
+        return
+    for text in found:
+        exec(compile(text, page.name, "exec"), {})
+
+
+PROPERTIES = "minus_s or norms or half_types or incremental or do_not_fit"
+DRIVER = """
+import sys
+import pytest
+
+suite = ["-p", "no:cacheprovider", "--noconftest", "tests/test_every_encoding.py", "-k"]
+status = pytest.main([*suite, f"yours and ({sys.argv[1]})"])
+from fairseq import options
+import lrpe_fairseq.models
+from lrpe_fairseq.experiments.report import docs
+
+parser = options.get_training_parser("language_modeling")
+words = "x --arch lrpe_lm_tiny --position-encoding yours --yours-base 50".split()
+base = options.parse_args_and_arch(parser, words).yours_base
+print("driver:", int(status), docs.main(["readme"]), base, lrpe_fairseq.__file__)
+"""
+
+
+def follow_the_recipe(folder: Path) -> None:
+    """CONTRIBUTING's encoding in a copy of the repository: its file, its line, its import."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    ignored = shutil.ignore_patterns("__pycache__", "work")
+    for name in ("lrpe_fairseq", "tests", "docs", "results/quickstart"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for name in ("README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder / name)
+    room = folder / "lrpe_fairseq" / "encodings"
+    path = re.search(r"Write the file\*\* `(lrpe_fairseq/encodings/.*?)`", text)[1]
+    (folder / path).write_text(blocks(ROOT / "CONTRIBUTING.md", "python")[0])
+    line = re.search(r"Add the line\*\* `(.*?)` to `ENCODINGS`", text)[1]
+    table = (room / "__init__.py").read_text()
+    first, head, rest = table.partition("ENCODINGS: dict[str, Constructor] = {\n")
+    imported = "from lrpe_fairseq.encodings.yours import Yours\n\n"
+    (room / "__init__.py").write_text(f"{first}{imported}{head}    {line}\n{rest}")
+
+
+def test_an_encoding_is_one_file_and_one_line(tmp_path):
+    follow_the_recipe(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", DRIVER, PROPERTIES],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    said = done.stdout
+    assert f"driver: 0 0 50.0 {tmp_path}" in said, said + done.stderr
+    assert int(re.search(r"(\d+) passed", said)[1]) >= 10
+    page = (tmp_path / "docs" / "encodings.md").read_text(encoding="utf-8")
+    assert "| `yours` | Features j and j + D/2 turn by" in page
+    assert "| `--yours-base` | 100.0 |" in page
+    assert "`yours`" in (tmp_path / "README.md").read_text(encoding="utf-8")
