@@ -6,6 +6,7 @@
 #
 #   scripts/eval_lm.sh runs/wikitext2/checkpoints/checkpoint_best.pt data/wikitext-2-bpe
 set -euo pipefail
+export LRPE_STARTED_IN="$PWD"  # relative paths count from here
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python
 [ -x "$python" ] || python=python3

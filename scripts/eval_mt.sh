@@ -7,6 +7,7 @@
 #
 #   scripts/eval_mt.sh runs/multi30k/checkpoints/checkpoint_last.pt data/multi30k --average 5
 set -euo pipefail
+export LRPE_STARTED_IN="$PWD"  # relative paths count from here
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python
 [ -x "$python" ] || python=python3

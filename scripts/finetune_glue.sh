@@ -6,6 +6,7 @@
 #
 #   scripts/finetune_glue.sh runs/table8/paper-Type5-linear-seed1/checkpoints/checkpoint_best.pt all
 set -euo pipefail
+export LRPE_STARTED_IN="$PWD"  # relative paths count from here
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python
 [ -x "$python" ] || python=python3

@@ -9,6 +9,7 @@
 #   scripts/run_table.sh table2 --rows Base Type2 --seeds 2 --jobs 2
 #   scripts/run_table.sh table2 --scale paper --slurm --partition gpu --gpus-per-node 4
 set -euo pipefail
+export LRPE_STARTED_IN="$PWD"  # relative paths count from here
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python
 [ -x "$python" ] || python=python3

@@ -139,7 +139,7 @@ def test_a_table_shows_no_split_that_is_not_prepared(table, scale):
 
 def test_a_split_that_is_not_there_is_noticed_before_anything_is_trained(one_run):
     (one_run.data / "bin").mkdir(parents=True)
-    (one_run.data / "bin" / "dict.txt").touch()
+    (one_run.data / "bin" / "dict.txt").write_text("word 1\n")
     one_run.require_inputs()  # without a manifest nothing is known
     (one_run.data / "manifest.json").write_text(json.dumps({"splits": {"train": {}, "valid": {}}}))
     with pytest.raises(UserError, match="has no split test to evaluate"):

@@ -11,7 +11,7 @@ import json, sys
 from pathlib import Path
 data = Path(sys.argv[sys.argv.index("--dest") + 1])
 (data / "bin").mkdir(parents=True)
-(data / "bin" / "dict.txt").touch()
+(data / "bin" / "dict.txt").write_text("word 1")
 (data / "manifest.json").write_text(json.dumps({"splits": {"train": {}, "test": {}}}))
 """
 CONFIG = """
@@ -47,7 +47,7 @@ config = OmegaConf.load(Path(words[1]) / (words[3] + ".yaml"))
 chosen = [word.lstrip("+") for word in words[4:]]
 config = OmegaConf.to_container(OmegaConf.merge(config, OmegaConf.from_dotlist(chosen)))
 folder = Path(config["checkpoint"]["save_dir"])
-folder.mkdir(parents=True)
+folder.mkdir(parents=True, exist_ok=True)
 for update in (2, 4):
     print("train_inner | " + json.dumps({{"wps": "100", "wpb": "16", "num_updates": str(update)}}))
     valid = {{"valid_accuracy": str(60 + update / 2), "valid_num_updates": str(update)}}

@@ -137,10 +137,21 @@ def read_examples(path: Path, task: GlueTask) -> Iterator[Example]:
 
 
 def _rows(path: Path) -> Iterator[list[str]]:
+    """The fields of every line. Raises: UserError if a line is not UTF-8 or too long."""
     with open(path, encoding="utf-8-sig", newline="\n") as text:
-        yield from csv.reader(
+        rows = csv.reader(
             (line.rstrip("\r\n") for line in text), delimiter="\t", quoting=csv.QUOTE_NONE
         )
+        try:
+            yield from rows
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{path} is not UTF-8 after line {rows.line_num} ({error.reason}): fetch it again."
+            ) from None
+        except csv.Error as error:
+            raise UserError(
+                f"{path}, line {rows.line_num}, cannot be read ({error}): fetch it again."
+            ) from None
 
 
 def _require_label(label: str, task: GlueTask, where: str) -> None:

@@ -110,6 +110,11 @@ def _unpack(packed: Path, members: Mapping[str, str], raw: Path) -> None:
         for ours, theirs in members.items():
             if theirs not in found:
                 raise UserError(f"{packed} contains no {theirs}: fetch it again.")
+            if not found[theirs].isfile():
+                raise UserError(
+                    f"{packed} has a link or a device in place of the file {theirs}: fetch it "
+                    "from its publisher again."
+                )
             prep.copy_whole(lambda member=found[theirs]: _member(archive, member), raw / ours)
 
 

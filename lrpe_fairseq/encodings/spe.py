@@ -80,7 +80,8 @@ class SPE(QueryKeyEncoding):
         super().__init__(spec)
         options = self.options
         self.shared = options.spe_shared
-        self.realizations = options.spe_realizations or spec.head_dim
+        given = options.spe_realizations
+        self.realizations = spec.head_dim if given is None else given
         if min(self.realizations, options.spe_sines, options.spe_kernel) < 1:
             raise ChoiceError("spe_realizations, spe_sines and spe_kernel must be positive")
         self.code = CODES[options.spe_code](spec, self.realizations)

@@ -19,6 +19,8 @@ def check_language_model(options: Any) -> None:
     check_xformers(options.decoder_xformers_att_config)
     widths = (options.decoder_embed_dim, options.decoder_ffn_embed_dim)
     check_quantization_blocks(options.quant_noise_pq, options.quant_noise_pq_block_size, *widths)
+    check_sizes({"--decoder-layers": options.decoder_layers})
+    check_probabilities(options)
 
 
 def check_translation(cfg: Any, task: Any) -> None:
@@ -30,6 +32,8 @@ def check_translation(cfg: Any, task: Any) -> None:
         )
     check_shared_embeddings(cfg, task)
     check_shared_output(cfg, cfg.decoder.embed_dim, cfg.decoder.output_dim)
+    check_sizes({f"--{n}-layers": getattr(cfg, n).layers for n in ("encoder", "decoder")})
+    check_probabilities(cfg)
     for side in (cfg.encoder, cfg.decoder):
         check_xformers(side.xformers_att_config)
         widths = (side.embed_dim, side.ffn_embed_dim)
@@ -76,6 +80,22 @@ def check_shared_output(options: Any, input_dim: int, output_dim: int) -> None:
             f"shared input and output embeddings require equal widths, not {input_dim} and "
             f"{output_dim}: pass --no-share-decoder-input-output-embed or equal dimensions"
         )
+
+
+def check_sizes(sizes: dict[str, int]) -> None:
+    """A model has at least one layer."""
+    for option, size in sizes.items():
+        if int(size) < 1:
+            raise ChoiceError(f"{option} must be at least 1, not {size}")
+
+
+def check_probabilities(options: Any) -> None:
+    """A probability of dropout is at least 0 and less than 1."""
+    for name in ("dropout", "attention_dropout", "activation_dropout", "pooler_dropout"):
+        value = float(getattr(options, name, 0) or 0)
+        if not 0 <= value < 1:
+            option = name.replace("_", "-")
+            raise ChoiceError(f"--{option} must be at least 0 and less than 1, not {value:g}")
 
 
 def check_xformers(config: str | None) -> None:

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from lrpe_fairseq.encodings.sharing import share_across_layers
+from lrpe_fairseq.models.checks import check_probabilities, check_sizes
 from lrpe_fairseq.models.inference import RetainedDropout
 from lrpe_fairseq.models.layers import Encoder
 from lrpe_fairseq.models.options import (
@@ -106,6 +107,8 @@ class LRPERobertaModel(BooleanFlags, RetainedDropout, RobertaModel):
             args.max_positions = task.max_positions()
         options = OmegaConf.create(dict(args)) if OmegaConf.is_config(args) else args
         with one_sentence_errors():
+            check_sizes({"--encoder-layers": options.encoder_layers})
+            check_probabilities(options)
             return cls(options, MaskedLMEncoder(options, task.source_dictionary))
 
 

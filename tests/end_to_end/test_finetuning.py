@@ -24,7 +24,8 @@ from lrpe_fairseq.experiments.families import finetuning
 from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
 from lrpe_fairseq.experiments.families.plan import load_named, runs
 from lrpe_fairseq.experiments.records import checkpoints
-from lrpe_fairseq.experiments.runner.training import CONFIGS, Devices, RunFailed
+from lrpe_fairseq.experiments.records.console import UserError
+from lrpe_fairseq.experiments.runner.training import CONFIGS, Devices
 from lrpe_fairseq.experiments.runner.warm import WarmChildren
 from tests.end_to_end.cases import sampled
 from tests.end_to_end.commands import PLUGIN, run
@@ -226,7 +227,7 @@ def test_another_model_than_the_checkpoints_is_refused(
 
 
 def refused(made: FinetuningRun) -> str:
-    with pytest.raises(RunFailed) as error:
+    with pytest.raises(UserError) as error:
         made.work(WarmChildren(), Devices(), print)
     assert not made.folder.exists()
     assert not made.result.exists()
@@ -304,7 +305,7 @@ def test_the_command_works_off_its_runs_on_this_machine_and_says_what_came_out(
 ) -> None:
     made = finetuning_run(pretrained, tasks / "RTE", tmp_path)
     monkeypatch.setattr(finetune, "_runs", lambda options: [made])
-    monkeypatch.setattr(finetune, "prepare_data", lambda data, source: None)
+    monkeypatch.setattr(FinetuningRun, "prepare_data", lambda self, source: None)
     monkeypatch.setattr(finetune.tables, "main", lambda arguments: 0)
     assert finetune.main(["unread.pt", "RTE", "--jobs", "2"]) == 0
     assert made.finished()

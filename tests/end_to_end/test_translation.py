@@ -18,7 +18,6 @@ from lrpe_fairseq.attention.linear import NORMALIZERS, LinearState
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.experiments.commands import eval_mt
 from lrpe_fairseq.experiments.families.translation import (
-    AVERAGED,
     Decoding,
     TranslationRun,
     score,
@@ -350,7 +349,7 @@ def test_a_run_is_scored_on_the_raw_references_by_the_mean_of_its_last_checkpoin
     assert "tok:13a" in said
     halves = [saved(path)["model"] for path in checkpoints.newest(work / "checkpoints", 2)]
     name = "encoder.layers.0.fc1.weight"
-    mean = saved(work / "checkpoints" / AVERAGED)["model"][name]
+    mean = saved(work / "checkpoints" / checkpoints.AVERAGED)["model"][name]
     torch.testing.assert_close(mean, (halves[0][name] + halves[1][name]) / 2)
 
 

@@ -21,12 +21,15 @@ HEAD = "sentence_classification_head"
 def predict(checkpoint: Path, data: Path, split: str) -> tuple[list[float], list[float]]:
     """Return the predictions for every example of a split, and the labels: classes or values.
 
-    Raises: ValueError if the split is missing or the head has another number of classes.
+    Raises: ValueError if the split is absent, the head has another number of classes, or the
+        checkpoint is damaged, diverged or of another model.
     """
     if not (data / "bin" / "input0" / f"{split}.idx").is_file():
         raise ValueError(f"{data} has no split {split}: prepare it with data-prep/glue")
     wanted = glue.named(data.name)
-    trained = checkpoints.options(checkpoints.load(checkpoint)).get("num-classes", 0)
+    trained = checkpoints.options(checkpoints.require_model(checkpoint, "lrpe_roberta")).get(
+        "num-classes", 0
+    )
     if trained != wanted.classes:
         raise ValueError(
             f"{checkpoint} has a head for {trained} classes, and {data.name} needs {wanted.classes}"

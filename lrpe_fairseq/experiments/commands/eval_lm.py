@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 
 from lrpe_fairseq.experiments.families import lm, preparation_of
-from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records import checkpoints, dictionaries
 from lrpe_fairseq.experiments.records.console import command
+from lrpe_fairseq.experiments.records.files import relative
 from lrpe_fairseq.experiments.records.runs import Run
 from lrpe_fairseq.experiments.runner import by_hand
-from lrpe_fairseq.experiments.runner.devices import Devices
-from lrpe_fairseq.experiments.runner.processes import Children, run_child
 
 PROTOCOLS = (lm.BLOCKS, lm.SLIDING)
+EMBEDDING = "decoder.embed_tokens.weight"
 
 
 @command("eval_lm")
@@ -30,14 +30,25 @@ def main(arguments: list[str] | None = None) -> None:
 def evaluate(checkpoint: Path, data: Path, splits: list[str]) -> Run:
     """Evaluate ``checkpoint`` on ``splits`` of a data folder and return the run file.
 
-    Raises: ValueError if it is not a checkpoint, RunFailed if an evaluation fails or is empty.
+    Raises: ValueError for a damaged or diverged checkpoint, one of another model, or data with
+        another dictionary; RunFailed if an evaluation fails or is empty.
     """
-    config = checkpoints.options(checkpoints.load(checkpoint))
+    config = checkpoints.options(checkpoints.require_model(checkpoint, "lrpe_lm"))
+    _require_dictionary(checkpoint, data)
     metrics: Run = {}
     for split in splits:
         metrics[split] = {p: _measure(checkpoint, data, split, p, config) for p in PROTOCOLS}
     protocol = lm.protocols(config["tokens-per-sample"], set(PROTOCOLS))
     return by_hand.record(checkpoint, data, metrics, protocol)
+
+
+def _require_dictionary(checkpoint: Path, data: Path) -> None:
+    dictionary = data / "bin" / "dict.txt"
+    if not dictionaries.agree(checkpoint, EMBEDDING, dictionary, say=print):
+        raise ValueError(
+            f"{relative(dictionary)} is not the dictionary that {relative(checkpoint)} was trained "
+            "with: evaluate it on data with the dictionary of its training"
+        )
 
 
 def _measure(checkpoint: Path, data: Path, split: str, protocol: str, config: Run) -> Run:
@@ -53,7 +64,7 @@ def _measure(checkpoint: Path, data: Path, split: str, protocol: str, config: Ru
     print(shlex.join(words), flush=True)
     log = checkpoint.absolute().with_name(f"eval-{checkpoint.stem}-{split}-{protocol}.log")
     log.unlink(missing_ok=True)
-    run_child(Children(), words, log, Devices(), None)
+    by_hand.run(words, log)
     return lm.read_evaluation(log, data, split)
 
 

@@ -4,7 +4,6 @@ The facts about the training are read from the checkpoint; the result is a run f
 """
 
 import argparse
-import functools
 import sys
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.runs import Run
 from lrpe_fairseq.experiments.runner import by_hand
-from lrpe_fairseq.experiments.runner.devices import Devices
-from lrpe_fairseq.experiments.runner.processes import Children, run_child
 
 
 @command("eval_mt")
@@ -31,16 +28,16 @@ def main(arguments: list[str] | None = None) -> None:
 def evaluate(checkpoint: Path, data: Path, splits: list[str], decoding: Decoding) -> Run:
     """Return the run file of ``checkpoint``, or of the mean of the last ones in its folder.
 
-    Raises: ValueError if there are no such checkpoints, RunFailed if they do not match the data or
-        a sentence is not translated.
+    Raises: ValueError if there are no such checkpoints, or for a damaged or diverged one or one of
+        another model; RunFailed if they do not match the data or a sentence is not translated.
     """
-    checkpoints.load(checkpoint)  # raises before a mean is written
+    checkpoints.require_model(checkpoint, "lrpe_transformer")
+    translation.require_dictionaries(checkpoint, data)  # raises before a mean is written
     used = checkpoint
     if decoding.average > 1:
         used, decoding = decoding.mean(checkpoint.parent)
     logs = checkpoint.absolute().parent
-    generate = functools.partial(run_child, Children(), devices=Devices(), lock=None)
-    measured = translation.measure(used, data, splits, decoding, logs, generate)
+    measured = translation.measure(used, data, splits, decoding, logs, by_hand.run)
     return by_hand.record(checkpoint, data, measured["metrics"], measured["protocol"])
 
 

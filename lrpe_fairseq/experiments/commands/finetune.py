@@ -1,6 +1,7 @@
 """Fine-tune a checkpoint on GLUE tasks on this machine: ``scripts/finetune_glue.sh``."""
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,12 +25,21 @@ SEEDS = 5
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fine-tune with every learning rate and seed; skip finished runs."""
     options = _parse(arguments)
+    _require_possible(options)
     runs = _runs(options)
     for run in {run.data: run for run in runs}.values():
         run.prepare_data(options.source)
     for run in runs:
         run.require_inputs()
     return _work(runs, options.jobs)
+
+
+def _require_possible(options: argparse.Namespace) -> None:
+    """Raise ValueError for numbers that leave nothing to do."""
+    if options.seeds < 1 or options.jobs < 1:
+        raise ValueError("--seeds and --jobs must be at least 1")
+    if not all(0 < lr < math.inf for lr in options.lr):
+        raise ValueError(f"--lr must be positive, not {' '.join(map(str, options.lr))}")
 
 
 def _work(runs: Sequence[TrainingRun], jobs: int) -> int:

@@ -33,6 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = _select(options)
     if options.status or options.dry_run:
         return _show(chosen, options)
+    if options.slurm:
+        slurm.require_sbatch()
     for run in {run.data: run for run in chosen}.values():
         run.prepare_data(options.source)
     if options.slurm:
@@ -66,7 +68,15 @@ def _run_here(chosen: Sequence[TrainingRun], options: argparse.Namespace, begun:
 
 
 def _run_task(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:
-    """Run one element of a Slurm array with all its resources; a later job renders."""
+    """Run one element of a Slurm array with all its resources; a later job renders.
+
+    Raises: ValueError if the table has no such element.
+    """
+    if not 0 <= options.array_task < len(chosen):
+        raise ValueError(
+            f"--array-task must be from 0 to {len(chosen) - 1}, not {options.array_task}: submit "
+            "the table again with --slurm"
+        )
     run = chosen[options.array_task]
     events = schedule.Events(run.folder / "events.log")
     cores = int(os.environ.get("SLURM_CPUS_PER_TASK", "1"))  # some clusters do not set the affinity
@@ -81,7 +91,7 @@ def _submit(chosen: Sequence[TrainingRun], options: argparse.Namespace, given: l
         return tables.main([])
     settings = {name: getattr(options, name) for name in SITE_OPTIONS}
     site = slurm.load_site(ROOT / "configs" / "slurm.yaml", settings)
-    own = [word for word in _without(given, SITE_OPTIONS) if word != "--slurm"]
+    own = [word for word in _without(given, [*SITE_OPTIONS, "from"]) if word != "--slurm"]
     job = slurm.submit(ROOT, options.table, [*own, "--nodes", str(site.nodes)], tasks, site)
     print(f"job array {job}: {len(tasks)} of {len(chosen)} runs; see their progress with --status")
     return 0
@@ -127,6 +137,8 @@ def _select(options: argparse.Namespace) -> list[TrainingRun]:
     labels = [table.row(label).label for label in options.rows or [r.label for r in table.rows]]
     if options.seeds < 1 or options.jobs < 1:
         raise ValueError("--seeds and --jobs must be at least 1")
+    if options.gpus is not None and options.gpus < 1:
+        raise ValueError(f"--gpus must be at least 1, not {options.gpus}")
     wanted = _rows_only(table, labels)
     chosen = [
         run

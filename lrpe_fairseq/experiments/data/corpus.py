@@ -20,9 +20,11 @@ import itertools
 import json
 import os
 import shutil
+import stat
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -187,6 +189,9 @@ def zip_member(archive: Path, file: str) -> Iterator[IO[bytes]]:
         members = [name for name in zipped.namelist() if PurePosixPath(name).name == file]
         if len(members) != 1:
             raise ValueError(f"it has {len(members)} members of that name")
+        kind = stat.S_IFMT(zipped.getinfo(members[0]).external_attr >> 16)
+        if kind not in (0, stat.S_IFREG):
+            raise ValueError("it is a link or a device in the archive")
         with zipped.open(members[0]) as stream:
             yield stream
 
@@ -503,6 +508,7 @@ class Steps:
     def __init__(self, dest: Path, corpus: str, level: str) -> None:
         """Read the manifest of ``dest``. Raises: UserError if it is of another corpus or level."""
         self.dest, self.path = dest, dest / "manifest.json"
+        _require_writable(dest)
         self.head = {"corpus": corpus, "level": level}
         self.old, self.done = self._load(), {}
         found = {key: self.old.get(key, value) for key, value in self.head.items()}
@@ -554,6 +560,18 @@ class Steps:
         if not isinstance(value, Path):
             return value
         return digest(value) if value.is_file() else "absent"
+
+
+def _require_writable(dest: Path) -> None:
+    """Raise UserError unless ``dest`` is a folder, or can be made, and files can be made in it."""
+    try:
+        dest.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=dest):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"{dest} is no folder that can be written ({error.strerror}): choose another --dest."
+        ) from None
 
 
 # ------------------------------------------------------------------------- steps of every script

@@ -29,15 +29,22 @@ def is_prepared(data: Path) -> bool:
 
 
 def require(data: Path, preparation: Sequence[str]) -> None:
-    """Raise UserError, with the command to run, if ``data`` is not prepared.
+    """Raise UserError, with the command that helps, if ``data`` is not prepared or damaged.
+
+    Damaged is a manifest that is not valid JSON, or a dictionary or binary file without content.
 
     preparation: the data-prep script and its arguments; empty if unknown.
     """
+    how = f"run .venv/bin/python {shlex.join(preparation)}" if preparation else "prepare it first"
     if not is_prepared(data):
-        how = (
-            f"run .venv/bin/python {shlex.join(preparation)}" if preparation else "prepare it first"
-        )
         raise UserError(f"{relative(data)} is not prepared: {how}")
+    try:
+        manifest(data)
+    except ValueError as error:
+        raise UserError(f"{error}: {how}") from None
+    for path in sorted((data / "bin").rglob("*")):
+        if path.suffix in (".txt", ".bin", ".idx") and not path.stat().st_size:
+            raise UserError(f"{relative(path)} is empty: {how}")
 
 
 def require_splits(data: Path, splits: Sequence[str]) -> None:
@@ -59,7 +66,7 @@ def prepare(data: Path, preparation: Sequence[str], source: Path | None = None) 
         return
     if not preparation:
         require(data, preparation)
-    script = [sys.executable, *preparation, *(["--from", str(source)] if source else [])]
+    script = [sys.executable, *preparation, *(["--from", str(source.absolute())] if source else [])]
     print(shlex.join(script), flush=True)
     if subprocess.run(script, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode:
         raise UserError(f"the preparation of {relative(data)} failed")

@@ -7,13 +7,11 @@ trained model.
 
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.families.pretraining import PretrainingRun
 from lrpe_fairseq.experiments.families.translation import TranslationRun
-from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, relative
+from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, load_config, relative
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 FAMILIES: dict[str, type[TrainingRun]] = {
@@ -31,7 +29,7 @@ def family_of(config: Path) -> type[TrainingRun]:
     """
     if not config.exists():
         raise ValueError(f"{relative(config)} does not exist")
-    task = OmegaConf.load(config).task._name
+    task = load_config(config).task._name
     for family in FAMILIES.values():
         if config.parent == CONFIGS / family.configs and family.task in ("", task):
             return family

@@ -18,8 +18,8 @@ from omegaconf import OmegaConf
 from lrpe_fairseq.experiments.data import glue
 from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records import checkpoints, dictionaries
-from lrpe_fairseq.experiments.records.files import ROOT, relative
-from lrpe_fairseq.experiments.records.layout import Table
+from lrpe_fairseq.experiments.records.files import ROOT, load_config, relative
+from lrpe_fairseq.experiments.records.layout import Table, file_name
 from lrpe_fairseq.experiments.records.recipes import Cell
 from lrpe_fairseq.experiments.records.runs import Run
 from lrpe_fairseq.experiments.runner.devices import Devices
@@ -65,7 +65,7 @@ class FinetuningRun(TrainingRun):
         cls, table: Table, cell: Cell, scale: str, config: Path, seed: int
     ) -> list[TrainingRun]:
         """Return the runs of a cell, whose data set is a GLUE task: one per learning rate."""
-        folder = f"{scale}-{cell.label}-{cell.attention}-seed1"
+        folder = f"{scale}-{file_name(f'{cell.label}-{cell.attention}')}-seed1"
         best = ROOT / "runs" / table.pretrained / folder / "checkpoints" / checkpoints.BEST
         source = Source(best, cell.label, cell.attention, cell.encoding)
         tasks = [cell.dataset.removeprefix("glue-")]
@@ -217,7 +217,7 @@ def finetuning_runs(
 
     Raises: ValueError for an unknown task.
     """
-    settings = OmegaConf.load(config)
+    settings = load_config(config)
     home = ROOT / Path(settings.task.data).parent.parent
     rates = rates or list(settings.optimization.lr)
     started = source.checkpoint.absolute().parent.parent.name
@@ -303,7 +303,7 @@ def evaluation_command(checkpoint: Path, data: Path, split: str, found: Path) ->
 def require_match(checkpoint: Path, data: Path, task: glue.GlueTask) -> None:
     """Raise RunFailed unless the checkpoint can be fine-tuned on ``data``."""
     try:
-        state = checkpoints.load(checkpoint)
+        state = checkpoints.require_model(checkpoint, "lrpe_roberta")
     except ValueError as error:
         raise RunFailed(
             f"{error}: pre-train it first, with scripts/pretrain_roberta.sh or "
@@ -315,7 +315,7 @@ def require_match(checkpoint: Path, data: Path, task: glue.GlueTask) -> None:
                 f"{relative(data)} has no split {split}: prepare it with data-prep/glue"
             )
     _require_head(checkpoint, state, data, task)
-    _require_dictionary(checkpoint, state, data)
+    _require_dictionary(checkpoint, data)
     _require_labels(data, task)
 
 
@@ -327,9 +327,9 @@ def _require_head(checkpoint: Path, state: Run, data: Path, task: glue.GlueTask)
         )
 
 
-def _require_dictionary(checkpoint: Path, state: Run, data: Path) -> None:
+def _require_dictionary(checkpoint: Path, data: Path) -> None:
     ours = data / "bin" / "input0" / "dict.txt"
-    if not dictionaries.agree(state, EMBEDDING, ours, added=1):  # <mask>
+    if not dictionaries.agree(checkpoint, EMBEDDING, ours, added=1):  # <mask>
         raise RunFailed(
             f"{relative(checkpoint)} was pre-trained with another dictionary than "
             f"{relative(data)} has: prepare it with data-prep/glue/prepare.py --tokens-of "

@@ -1,6 +1,7 @@
 """Translation runs: :class:`TrainingRun` scored by BLEU and chrF of detokenized text."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,6 @@ from lrpe_fairseq.experiments.runner.processes import Children, RunFailed, run_c
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 BEAM = "beam"
-AVERAGED = "checkpoint_averaged.pt"
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,15 @@ class Decoding:
     length_penalty: float = 0.6
     average: int = 5
 
+    def __post_init__(self) -> None:
+        """Raises: ValueError for a number that fairseq-generate cannot use."""
+        if self.average < 1:
+            raise ValueError(f"--average must be at least 1, not {self.average}")
+        if self.beam < 1:
+            raise ValueError(f"--beam must be at least 1, not {self.beam}")
+        if not math.isfinite(self.length_penalty):
+            raise ValueError(f"--lenpen must be a finite number, not {self.length_penalty}")
+
     def mean(self, folder: Path) -> "tuple[Path, Decoding]":
         """Average the last checkpoints in ``folder`` and write the result next to them.
 
@@ -40,8 +49,9 @@ class Decoding:
         Raises: ValueError if there is none.
         """
         found = checkpoints.newest(folder, self.average)
-        checkpoints.average(found, folder / AVERAGED)
-        return folder / AVERAGED, replace(self, average=len(found))
+        averaged = folder / checkpoints.AVERAGED
+        checkpoints.average(found, averaged)
+        return averaged, replace(self, average=len(found))
 
     def sentence(self, signature: str) -> str:
         """Return the protocol as stated in a run file."""
@@ -140,11 +150,15 @@ def measure(
 
 def require_dictionaries(checkpoint: Path, data: Path) -> None:
     """Raise RunFailed unless ``data`` has the dictionaries that the model was trained with."""
-    state = checkpoints.load(checkpoint)
-    languages = manifest(data).get("languages", [])
-    for part, language in zip(("encoder", "decoder"), languages, strict=False):
+    known = manifest(data)
+    if not known.get("languages") or "texts" not in known:
+        raise RunFailed(
+            f"{relative(data / 'manifest.json')} names no languages and texts to score with: "
+            "prepare the data with a script of data-prep"
+        )
+    for part, language in zip(("encoder", "decoder"), known["languages"], strict=True):
         dictionary = data / "bin" / f"dict.{language}.txt"
-        if not dictionaries.agree(state, f"{part}.embed_tokens.weight", dictionary):
+        if not dictionaries.agree(checkpoint, f"{part}.embed_tokens.weight", dictionary, say=print):
             raise RunFailed(
                 f"{relative(dictionary)} is not the dictionary that {relative(checkpoint)} was "
                 "trained with: evaluate it on its training data"

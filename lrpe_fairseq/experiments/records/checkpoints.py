@@ -1,7 +1,11 @@
 """fairseq's checkpoints, read without fairseq: does one load, and what options does it hold?"""
 
 import math
+import pickle
+import re
 import shutil
+import zipfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,9 @@ from lrpe_fairseq.experiments.records.files import written_whole
 
 LAST = "checkpoint_last.pt"
 BEST = "checkpoint_best.pt"
+AVERAGED = "checkpoint_averaged.pt"
+PERIODIC = re.compile(r"checkpoint_\d+_(\d+)\.pt")
+"""Name of a checkpoint that fairseq saves at an update; the number is that of the updates."""
 SECTIONS = (
     "common",
     "distributed_training",
@@ -36,12 +43,63 @@ def load(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not there")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError:
+        raise ValueError(
+            f"{path} does not load: it is damaged, or it holds Python objects that could run a "
+            "program"
+        ) from None
     except Exception as error:  # torch raises half a dozen types on a file that is cut short
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(f"{path} does not load: {reason[0]}") from None
     if not isinstance(state, dict) or "optimizer_history" not in state or not state.get("cfg"):
         raise ValueError(f"{path} is no checkpoint of fairseq-train")
     return state
+
+
+def load_sound(path: Path) -> dict[str, Any]:
+    """Like :func:`load`, after the checksums of the archive were compared with its content.
+
+    torch does not compare them, so damaged weights load without a word.
+
+    Raises: ValueError, one sentence, also if a checksum is wrong.
+    """
+    state = load(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, EOFError, OSError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if damaged:
+        raise ValueError(f"{path} is damaged: the checksum of {damaged} is wrong")
+    return state
+
+
+def require_model(path: Path, arch: str) -> dict[str, Any]:
+    """The content of a sound checkpoint of ``arch`` or of one of its presets.
+
+    Raises: ValueError, one sentence, for a damaged or diverged checkpoint or one of another model.
+    """
+    state = load_sound(path)
+    found = str(options(state).get("arch"))
+    if found != arch and not found.startswith(f"{arch}_"):
+        raise ValueError(f"{path} is of {found}, not of {arch}")
+    for name, tensor in state["model"].items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ValueError(f"{path} has diverged: {name} holds values that are not finite")
+    return state
+
+
+def require_best(folder: Path) -> None:
+    """Check the best checkpoint of a training that is complete.
+
+    Raises: ValueError, with the way out, if it is absent or damaged.
+    """
+    try:
+        load_sound(folder / BEST)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}: restore {BEST} from a copy, or delete {folder} to train again"
+        ) from None
 
 
 def updates(state: dict[str, Any]) -> int:
@@ -56,7 +114,9 @@ def seconds(state: dict[str, Any]) -> float:
 
 def options(state: dict[str, Any]) -> dict[str, Any]:
     """Every option of the training that wrote the checkpoint; see :func:`named`."""
-    return named({section: state["cfg"].get(section) or {} for section in SECTIONS})
+    sections = {section: state["cfg"].get(section) or {} for section in SECTIONS}
+    plain = {k: vars(v) if isinstance(v, Namespace) else v for k, v in sections.items()}
+    return named(plain)
 
 
 def named(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -87,24 +147,22 @@ def _flat(section: str, values: dict[str, Any], prefix: str = "") -> Iterator[tu
 def ready_to_resume(folder: Path, say: Callable[[str], None]) -> int:
     """Make ``checkpoint_last.pt`` loadable, or absent, and return the updates it has seen.
 
-    If it is truncated, the newest checkpoint of ``folder`` that loads takes its place; if none
-    does, training will start over. Stock fairseq dies on a truncated checkpoint instead.
+    The sound checkpoint of ``folder`` with the most updates takes its place if it is damaged or
+    older; without a sound one, training will start over. Stock fairseq fails on a damaged
+    checkpoint. A mean of checkpoints has no state of the optimizer and is never resumed.
     """
-    last = folder / LAST
-    for path in _newest_first(folder):
-        try:
-            seen = updates(load(path))
-        except ValueError as error:
-            say(str(error))
-            continue
-        if path != last:
-            _put(path, last)
-            say(f"going on from {path.name}, update {seen}")
-        return seen
-    if last.exists():
-        last.unlink()
-        say("no checkpoint loads, so training starts over")
-    return 0
+    last, found = folder / LAST, _resumable(folder, say)
+    if not found:
+        if last.exists():
+            last.unlink()
+            say("no checkpoint loads, so training starts over")
+        return 0
+    seen = max(found.values())
+    path = next(path for path, count in found.items() if count == seen)
+    if path != last:
+        _put(path, last)
+        say(f"going on from {path.name}, update {seen}")
+    return seen
 
 
 def average(paths: Sequence[Path], target: Path) -> None:
@@ -112,7 +170,7 @@ def average(paths: Sequence[Path], target: Path) -> None:
 
     Integer tensors, such as permutations, must agree. Raises: ValueError if they do not.
     """
-    states = [load(path) for path in paths]
+    states = [load_sound(path) for path in paths]
     models = [state["model"] for state in states]
     mean = {name: _mean(name, [model[name] for model in models]) for name in models[-1]}
     _write({**states[-1], "model": mean, "last_optimizer_state": None}, target)
@@ -123,7 +181,8 @@ def newest(folder: Path, count: int) -> list[Path]:
 
     Raises: ValueError if there is none.
     """
-    found = sorted(folder.glob("checkpoint_*_*.pt"), key=lambda path: int(path.stem.split("_")[-1]))
+    numbered = [(PERIODIC.fullmatch(path.name), path) for path in folder.glob("checkpoint_*_*.pt")]
+    found = [path for _, path in sorted((int(name[1]), path) for name, path in numbered if name)]
     if not found:
         raise ValueError(
             f"{folder} has no periodic checkpoints to average: evaluate one alone (--average 1)"
@@ -143,11 +202,23 @@ def remove_all(folder: Path) -> None:
         path.unlink()
 
 
-def _newest_first(folder: Path) -> list[Path]:
-    """``checkpoint_last.pt``, then the others by age."""
-    others = [path for path in folder.glob("checkpoint*.pt") if path.name != LAST]
-    others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    return [path for path in (folder / LAST, *others) if path.exists()]
+def _resumable(folder: Path, say: Callable[[str], None]) -> dict[Path, int]:
+    """Path -> updates of the sound checkpoints; ``checkpoint_last.pt`` comes first."""
+    others = sorted(folder.glob("checkpoint*.pt"), key=lambda path: path.name != LAST)
+    found = {}
+    for path in others:
+        if path.name == AVERAGED:
+            continue
+        try:
+            state = load_sound(path)
+        except ValueError as error:
+            say(str(error))
+            continue
+        if state.get("last_optimizer_state", {}) is None:
+            say(f"{path} is a mean of checkpoints and is not resumed")
+        else:
+            found[path] = updates(state)
+    return found
 
 
 def _mean(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

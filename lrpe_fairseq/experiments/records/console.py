@@ -1,8 +1,12 @@
 """How every command ends: 0 success, 1 work that failed, 2 bad input, 130 Ctrl-C."""
 
 import functools
+import os
 import sys
 from collections.abc import Callable
+
+STARTED_IN = "LRPE_STARTED_IN"
+"""Environment variable: the folder in which the user called a script, which then changed it."""
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 Main = Callable[..., int | None]
@@ -23,6 +27,7 @@ def command(name: str) -> Callable[[Main], Callable[..., int]]:
         @functools.wraps(main)
         def guarded(*arguments: object, **named: object) -> int:
             try:
+                _return_to_the_user()
                 return main(*arguments, **named) or 0
             except (UserError, ValueError, OSError) as error:
                 print(f"{name}: {one_line(error)}", file=sys.stderr)
@@ -33,6 +38,13 @@ def command(name: str) -> Callable[[Main], Callable[..., int]]:
         return guarded
 
     return decorate
+
+
+def _return_to_the_user() -> None:
+    """Change to the folder where the user called the script, so that relative paths count from
+    there. Child processes do not inherit the variable: their paths count from the root."""
+    if folder := os.environ.pop(STARTED_IN, ""):
+        os.chdir(folder)
 
 
 def one_line(error: BaseException) -> str:

@@ -1,25 +1,68 @@
-"""Is the dictionary of a data folder the one that a checkpoint was trained with?"""
+"""Is the dictionary of a data folder the one that a checkpoint was trained with?
 
+A training keeps the checksums of its dictionaries beside its checkpoints (:func:`remember`). For a
+checkpoint without them, the dictionary in the data folder of its training is compared; where that
+is gone, the number of words is all that can be compared.
+"""
+
+import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lrpe_fairseq.experiments.records import checkpoints
-from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.records.files import ROOT, read_json, write_json
+
+FILE = "dictionaries.json"
+"""Beside the checkpoints: name of a dictionary -> sha256 of its words in their order."""
 
 SPECIALS = 4  # <s>, <pad>, </s>, <unk>: in every fairseq dictionary, in no dict.txt
 
 
-def agree(state: dict[str, Any], embedding: str, dictionary: Path, added: int = 0) -> bool:
-    """True if ``dictionary`` is that of a checkpoint's ``embedding``.
+def remember(folder: Path, data: Path) -> None:
+    """Keep the checksums of the dictionaries of ``data`` in a folder of checkpoints."""
+    found = sorted((data / "bin").glob("dict*.txt"))
+    write_json(folder / FILE, {path.name: _sha256(path) for path in found})
 
-    The words and their numbers are compared if the data of the training are there; otherwise only
-    the number of words. added: symbols that the task adds, such as ``<mask>``.
+
+def agree(
+    checkpoint: Path,
+    embedding: str,
+    dictionary: Path,
+    added: int = 0,
+    say: Callable[[str], None] = lambda text: None,
+) -> bool:
+    """True if ``dictionary`` is that of the ``embedding`` of ``checkpoint``.
+
+    added: symbols that the task adds, such as ``<mask>``. say: is told if only the numbers of
+    words could be compared. An adaptive input has no single embedding; its size is not compared.
+
+    Raises: ValueError if the checkpoint does not load.
     """
-    size = len(state["model"][embedding])
-    if not dictionary.is_file() or len(words(dictionary)) + SPECIALS + added != size:
+    state = checkpoints.load(checkpoint)
+    if not dictionary.is_file():
         return False
-    trained = ROOT / str(checkpoints.options(state).get("data", "")) / dictionary.name
-    return not trained.is_file() or words(trained) == words(dictionary)
+    weight = state["model"].get(embedding)
+    if weight is not None and len(words(dictionary)) + SPECIALS + added != len(weight):
+        return False
+    trained = _trained_with(checkpoint, state, dictionary.name)
+    if not trained:
+        say(
+            f"{checkpoint} does not tell the words of its dictionary and the data of its training "
+            f"are gone: only the number of words of {dictionary} was compared"
+        )
+    return trained in ("", _sha256(dictionary))
+
+
+def _trained_with(checkpoint: Path, state: dict[str, Any], name: str) -> str:
+    """The sha256 of the dictionary of the training; empty if it is not known any more."""
+    kept = read_json(checkpoint.with_name(FILE)).get(name)
+    there = ROOT / str(checkpoints.options(state).get("data", "")).split(":")[0] / name
+    return str(kept) if kept else _sha256(there) if there.is_file() else ""
+
+
+def _sha256(dictionary: Path) -> str:
+    return hashlib.sha256("\n".join(words(dictionary)).encode()).hexdigest()
 
 
 def words(dictionary: Path) -> list[str]:

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = ROOT / "configs"
 
@@ -56,6 +59,17 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
+
+
+def load_config(path: Path) -> Any:
+    """A configuration of fairseq. Raises: ValueError if it is not valid YAML, or has no task."""
+    try:
+        config = OmegaConf.load(path)
+    except (yaml.YAMLError, OSError) as error:
+        raise ValueError(f"{relative(path)} does not load: {error}") from None
+    if not isinstance(config, DictConfig) or not OmegaConf.select(config, "task._name"):
+        raise ValueError(f"{relative(path)} is no configuration of fairseq: it has no task._name")
+    return config
 
 
 def _sync_folder(folder: Path) -> None:

@@ -143,7 +143,10 @@ def load_tables(folder: Path) -> list[Table]:
 def load_table(path: Path) -> Table:
     """Read and check one table. Raises: ValueError naming the file and what is wrong in it."""
     try:
-        content = {"name": path.stem, **yaml.safe_load(path.read_text(encoding="utf-8"))}
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(given, dict):
+            raise ValueError("a table holds keys and values")
+        content = {"name": path.stem, **given}
         content["columns"] = [_build(Column, column) for column in content.get("columns", [])]
         content["rows"] = [_build(Row, row) for row in content.get("rows", [])]
         table = _build(Table, content)
@@ -151,6 +154,12 @@ def load_table(path: Path) -> Table:
     except (ValueError, TypeError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: {error}") from error
     return table
+
+
+def file_name(name: str) -> str:
+    """``name`` as it stands in file names: other characters than letters, digits and ``.=-`` become
+    ``_``, so that no label leads out of a folder."""
+    return re.sub(r"[^\w.=-]", "_", name)
 
 
 def _build(kind: Any, content: Options) -> Any:
@@ -179,6 +188,7 @@ def _named(items: list[Any], attribute: str, name: str, table: str) -> Any:
 
 def _check(table: Table) -> None:
     _check_unique([row.label for row in table.rows])
+    _check_file_names([row.label for row in table.rows])
     _check_unique([column.key for column in table.columns])
     _check_overrides(table)
     for scale in itertools.chain(table.rows_of, *(column.scales for column in table.columns)):
@@ -208,6 +218,17 @@ def _check_unique(names: list[str]) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"{', '.join(twice)} stands there twice")
+
+
+def _check_file_names(labels: list[str]) -> None:
+    homes: dict[str, str] = {}
+    for label in labels:
+        other = homes.setdefault(file_name(label), label)
+        if other != label:
+            raise ValueError(
+                f"the labels {other!r} and {label!r} have one file name, {file_name(label)}: "
+                "rename one of them"
+            )
 
 
 def _check_overrides(table: Table) -> None:

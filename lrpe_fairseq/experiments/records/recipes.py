@@ -1,10 +1,9 @@
 """The trainings that a table needs: one cell can fill several columns, and serve two tables."""
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
-from lrpe_fairseq.experiments.records.layout import Column, Row, Table
+from lrpe_fairseq.experiments.records.layout import Column, Row, Table, file_name
 
 
 @dataclass(frozen=True)
@@ -48,5 +47,5 @@ def _cell(table: Table, row: Row, column: Column) -> Cell:
     options = {**table.options, **row.overrides, **column.overrides}
     changed = tuple(sorted((k, v) for k, v in options.items() if v != table.options[k]))
     named = [f"{k}={v}" for k, v in changed if k not in row.overrides]
-    name = re.sub(r"[^\w.=-]", "_", "-".join([row.label, column.attention, *named]))
+    name = file_name("-".join([row.label, column.attention, *named]))
     return Cell(row.label, row.encoding, column.attention, changed, column.dataset, name)

@@ -1,13 +1,18 @@
 """Evaluate one checkpoint by hand: the command line, and the run file on screen and on disk."""
 
 import argparse
-from collections.abc import Callable
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.runs import Run, environment, write_run
+from lrpe_fairseq.experiments.runner.devices import Devices
+from lrpe_fairseq.experiments.runner.processes import Children, run_child
 from lrpe_fairseq.experiments.runner.recording import described_by
 
 
@@ -29,6 +34,30 @@ def data_folder(given: Path, preparation_of: Callable[[Path], list[str]]) -> Pat
     data = given.parent if given.name == "bin" else given
     folders.require(data, preparation_of(data))
     return data
+
+
+def run(command: Sequence[str], log: Path) -> None:
+    """Run an evaluation from the repository root. Raises: RunFailed with its last line."""
+    with without_colons(command) as words:
+        run_child(Children(), words, log, Devices(), None)
+
+
+@contextlib.contextmanager
+def without_colons(command: Sequence[str]) -> Iterator[list[str]]:
+    """``command`` with links in place of files and folders that have a colon in their path.
+
+    fairseq takes such a path for several paths. Free forms of encodings, as in
+    ``lrpe:identity:rotation``, put colons into the names of run folders.
+    """
+    with tempfile.TemporaryDirectory(prefix="lrpe-") as folder:
+        words = list(command)
+        for index, word in enumerate(words):
+            target = ROOT / word
+            if ":" in word and target.exists():
+                link = Path(folder, f"{index}{target.suffix}")
+                link.symlink_to(target)
+                words[index] = str(link)
+        yield words
 
 
 def record(checkpoint: Path, data: Path, metrics: Run, protocol: Run) -> Run:

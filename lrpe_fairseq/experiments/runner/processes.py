@@ -159,11 +159,15 @@ def locked(folder: Path) -> Iterator[int]:
 
 
 def is_locked(folder: Path) -> bool:
-    """True if some process trains in the run folder."""
-    if not (folder / "lock").exists():
+    """True if some process trains in the run folder. Needs no write access."""
+    try:
+        descriptor = os.open(folder / "lock", os.O_RDONLY)
+    except FileNotFoundError:
         return False
     try:
-        with locked(folder):
-            return False
-    except Busy:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
         return True
+    finally:
+        os.close(descriptor)

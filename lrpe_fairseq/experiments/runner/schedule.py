@@ -244,13 +244,15 @@ def state(job: Job) -> str:
 
 @contextlib.contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """Treat SIGTERM as Ctrl-C."""
+    """Treat SIGTERM as Ctrl-C; ignore further ones, which must not disturb the end."""
 
     def interrupt(*_: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if signal.getsignal(signal.SIGTERM) is interrupt:
+            signal.signal(signal.SIGTERM, before)

@@ -7,6 +7,7 @@ when all have ended.
 """
 
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -68,14 +69,53 @@ class Site:
 def load_site(path: Path, chosen: Mapping[str, Any]) -> Site:
     """The settings of ``path`` with those of ``chosen`` that are not None in their place.
 
-    Raises: ValueError for a key that sbatch would not be told about.
+    A single string for ``setup`` is one shell line; for ``sbatch`` it is split as a shell does.
+
+    Raises: ValueError for malformed YAML, a key that sbatch would not be told about, or a value of
+        another type.
     """
-    settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} must hold keys and values; see configs/slurm.yaml")
     settings |= {key: value for key, value in chosen.items() if value is not None}
     unknown = sorted(set(settings) - {f.name for f in fields(Site)})
     if unknown:
         raise ValueError(f"{path} has no key {', '.join(unknown)}; see configs/slurm.yaml")
+    for name, split in (("setup", lambda line: [line]), ("sbatch", shlex.split)):
+        if isinstance(settings.get(name), str):
+            settings[name] = split(settings[name])
+    _check_types(path, settings)
     return Site(**settings)
+
+
+def _check_types(path: Path, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError for a list that is none, or a number that cannot be."""
+    for name in ("setup", "sbatch"):
+        lines = settings.get(name, [])
+        if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+            raise ValueError(f"{path}: {name} must be a list of strings, not {lines!r}")
+    if not isinstance(settings.get("time", ""), str | None):
+        raise ValueError(
+            f'{path}: write time in quotes, such as "24:00:00": YAML reads it as the number '
+            f"{settings['time']}"
+        )
+    least = {"nodes": 1, "gpus_per_node": 0, "cpus_per_task": 1, "warning": 1, "running": 1}
+    for name, smallest in least.items():
+        value = settings.get(name, smallest)
+        if name == "running" and value is None:
+            continue
+        if type(value) is not int or value < smallest:
+            option = f"{name} (--{name.replace('_', '-')})"
+            raise ValueError(f"{path}: {option} must be an integer >= {smallest}, not {value!r}")
+
+
+def require_sbatch() -> None:
+    """Raise ValueError if there is no sbatch."""
+    if not shutil.which("sbatch"):
+        raise ValueError("there is no sbatch here: --slurm needs a Slurm cluster")
 
 
 def submit(
@@ -86,6 +126,7 @@ def submit(
     arguments: of run_table, without those that are about Slurm. Returns the array's job id.
     Raises: ValueError with what sbatch said where it refuses.
     """
+    require_sbatch()
     folder = root / "runs" / table / "slurm"
     folder.mkdir(parents=True, exist_ok=True)
     runner = [sys.executable, "-m", "lrpe_fairseq.experiments.commands.run_table", *arguments]
@@ -103,7 +144,13 @@ def submit(
     after = [f"--dependency=afterany:{job}", f"--job-name=lrpe-{table}-tables"]
     where = [f"--chdir={root}", f"--output={folder}/tables.log"]
     partition = [f"--partition={site.partition}"] if site.partition else []
-    _sbatch([*after, *where, *partition, f"--wrap={render}"])
+    try:
+        _sbatch([*after, *where, *partition, f"--wrap={render}"])
+    except ValueError as error:
+        raise ValueError(
+            f"job array {job} was submitted, but not the job that renders the tables after it "
+            f"({error}): run make tables when the array has ended"
+        ) from None
     return job
 
 
@@ -118,11 +165,12 @@ def job_script(root: Path, command: Sequence[str], site: Site) -> str:
 
 
 def _sbatch(options: Sequence[str]) -> str:
-    """Call sbatch and return the job id."""
-    try:
-        done = subprocess.run(["sbatch", "--parsable", *options], capture_output=True, text=True)
-    except FileNotFoundError:
-        raise ValueError("there is no sbatch here: --slurm needs a Slurm cluster") from None
+    """Call sbatch and return the job id. Raises: ValueError with the last line that it printed."""
+    done = subprocess.run(["sbatch", "--parsable", *options], capture_output=True, text=True)
+    job = done.stdout.strip().partition(";")[0]
     if done.returncode:
-        raise ValueError(f"sbatch refused: {done.stderr.strip().splitlines()[-1]}")
-    return done.stdout.strip().partition(";")[0]
+        said = done.stderr.strip().splitlines() or ["it printed no reason"]
+        raise ValueError(f"sbatch failed with status {done.returncode}: {said[-1]}")
+    if not job.isdigit():
+        raise ValueError(f"sbatch printed no job id, but {done.stdout.strip()!r}")
+    return job

@@ -17,12 +17,13 @@ from typing import Any, ClassVar
 from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments.data import folders
-from lrpe_fairseq.experiments.records import checkpoints, fairseq_log
+from lrpe_fairseq.experiments.records import checkpoints, dictionaries, fairseq_log
 from lrpe_fairseq.experiments.records.console import clock
 from lrpe_fairseq.experiments.records.fairseq_log import Curve
 from lrpe_fairseq.experiments.records.files import (
     CONFIGS,
     ROOT,
+    load_config,
     read_json,
     relative,
     write_json,
@@ -117,7 +118,7 @@ class TrainingRun(ABC):
             experiment=table.name,
             label=cell.label,
             config=config.stem,
-            data=ROOT / Path(OmegaConf.load(config).task.data).parent,
+            data=ROOT / Path(load_config(config).task.data).parent,
             attention_type=cell.attention,
             position_encoding=cell.encoding,
             seed=seed,
@@ -197,7 +198,7 @@ class TrainingRun(ABC):
         if not path.exists():
             known = ", ".join(sorted(found.stem for found in folder.glob("*.yaml")))
             raise ValueError(f"configs/{self.configs} has no {self.config}.yaml; it has {known}")
-        return OmegaConf.load(path)
+        return load_config(path)
 
     def settings(self) -> Any:
         """The YAML with this run's overrides. Raises: ValueError if there is no such YAML."""
@@ -292,6 +293,7 @@ class TrainingRun(ABC):
         with processes.locked(self.folder) as lock:
             if not self.finished():
                 self.train(children, devices, lock, say)
+                checkpoints.require_best(self.checkpoints)
                 measured = self.measure(children, devices, lock)
                 write_run(self.result, self.record(measured, devices.threads))
                 checkpoints.drop_intermediate(self.checkpoints)
@@ -303,6 +305,7 @@ class TrainingRun(ABC):
             return  # fairseq would train one update too many
         if not seen:
             self.log.unlink(missing_ok=True)
+            dictionaries.remember(self.checkpoints, self.data)
         command = devices.launch(self.command(devices.processes))
         (self.folder / "command.txt").write_text(shlex.join(command) + "\n", encoding="utf-8")
         memory = run_child(children, command, self.log, devices, lock)

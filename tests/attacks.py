@@ -1,0 +1,728 @@
+"""Bad inputs and attacks on the commands, and what becomes of each: ``python -m tests.attacks``.
+
+Each attack runs in this process. A child process that a command would start counts as accepted
+input, so nothing is trained or evaluated here. The outcome to have is one sentence.
+"""
+
+import contextlib
+import io
+import logging
+import os
+import re
+import runpy
+import shutil
+import stat
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from lrpe_fairseq.experiments.commands import eval_glue, eval_lm, eval_mt, finetune, run_table
+from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.data import folders, glue
+from lrpe_fairseq.experiments.families import family_of, preparation_of
+from lrpe_fairseq.experiments.records import checkpoints, dictionaries
+from lrpe_fairseq.experiments.records.console import command
+from lrpe_fairseq.experiments.records.files import ROOT, write_json
+from lrpe_fairseq.experiments.records.layout import load_table
+from lrpe_fairseq.experiments.runner import schedule, slurm
+from lrpe_fairseq.experiments.runner.processes import Children
+from lrpe_fairseq.experiments.runner.training import TrainingRun
+from lrpe_fairseq.kernels import causal_cpu, loader
+from tests.end_to_end.commands import PLUGIN, SMALL, TRAINING, built, save, words
+
+WORDS = [f"w{n}" for n in range(20)]
+OTHERS = [f"v{n}" for n in range(20)]
+LINES = {"train": 40, "valid": 4, "test": 4}
+PAIR = ("en", "de")
+TRANSLATION = (
+    f"--user-dir {PLUGIN} --task translation -s en -t de --cpu --optimizer adam --max-tokens 64 "
+    "--arch lrpe_transformer_tiny --encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 32 "
+    "--decoder-embed-dim 32 --encoder-ffn-embed-dim 32 --decoder-ffn-embed-dim 32"
+)
+MASKED = (
+    f"--user-dir {PLUGIN} --task masked_lm --tokens-per-sample 32 --cpu --optimizer adam "
+    "--arch lrpe_roberta_tiny --encoder-layers 1 --encoder-embed-dim 32 "
+    "--encoder-ffn-embed-dim 32 --max-tokens 64 --criterion masked_lm"
+)
+STOCK = TRAINING + " --arch transformer_lm --decoder-layers 1 --decoder-embed-dim 32"
+
+
+class Accepted(BaseException):
+    """The command went on to its work."""
+
+
+class Evil:
+    """A pickle that writes a file where it is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch '{self.mark}'",)
+
+
+class Lab:
+    """Small data folders and checkpoints in ``folder``, made when they are first needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = folder / "a-program-ran"
+
+    @cached_property
+    def lm_data(self) -> Path:
+        """Data of the language model."""
+        return self.text_data("lm", WORDS)
+
+    @cached_property
+    def mt_data(self) -> Path:
+        """Data of the translation model."""
+        return self.pair_data("mt", WORDS)
+
+    @cached_property
+    def lm(self) -> Path:
+        """A language model that was not trained."""
+        return self.model("lm", self.lm_data, TRAINING, SMALL)
+
+    @cached_property
+    def mt(self) -> Path:
+        """A translation model that was not trained."""
+        return self.model("mt", self.mt_data, TRANSLATION)
+
+    @cached_property
+    def masked(self) -> Path:
+        """A masked language model that was not trained."""
+        return self.model("masked", self.lm_data, MASKED)
+
+    @cached_property
+    def stock(self) -> Path:
+        """A language model of fairseq, without our options."""
+        return self.model("stock", self.lm_data, STOCK)
+
+    def text_data(self, name: str, symbols: list[str]) -> Path:
+        """A prepared folder of one language with these words."""
+        folder = self.folder / "data" / name
+        texts, dictionary = self._texts(folder, symbols)
+        prep.binarize_pieces(texts, folder / "bin", dictionary)
+        write_json(folder / "manifest.json", {"corpus": name, "level": "word"})
+        return folder
+
+    def pair_data(self, name: str, symbols: list[str]) -> Path:
+        """A prepared folder of parallel text with these words."""
+        folder = self.folder / "data" / name
+        texts, dictionary = self._texts(folder, symbols)
+        (folder / "bin").mkdir()
+        for language in PAIR:
+            prep.binarize_pieces(texts, folder / language, dictionary)
+            for file in (folder / language).iterdir():
+                split, _, kind = file.name.partition(".")
+                new = f"dict.{language}.txt" if split == "dict" else f"{split}.en-de.{language}."
+                file.rename(folder / "bin" / (new if split == "dict" else new + kind))
+        content = {"corpus": name, "level": "word", "languages": list(PAIR), "texts": {}}
+        write_json(folder / "manifest.json", content)
+        return folder
+
+    def model(self, name: str, data: Path, *options: str) -> Path:
+        """The best checkpoint of a run folder, with weights that were not trained."""
+        folder = self.folder / "runs" / name / "checkpoints"
+        folder.mkdir(parents=True)
+        model, _, config = built(data / "bin", *options)
+        save(model, config, folder / checkpoints.BEST)
+        return folder / checkpoints.BEST
+
+    def changed(self, checkpoint: Path, name: str, change: Callable[[dict], None]) -> Path:
+        """A copy of a checkpoint whose content was changed, in a run folder of its own."""
+        state = torch.load(checkpoint, weights_only=True)
+        change(state)
+        copy = self.folder / "runs" / name / "checkpoints" / checkpoint.name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(state, copy)
+        return copy
+
+    def copied(self, data: Path, name: str) -> Path:
+        """A copy of a data folder."""
+        return Path(shutil.copytree(data, self.folder / "copies" / name, dirs_exist_ok=True))
+
+    def pickled(self) -> Path:
+        """A checkpoint that holds a program."""
+        state = {"cfg": {"model": {}}, "optimizer_history": [Evil(self.mark)]}
+        path = self.folder / "runs" / "evil" / "checkpoints" / checkpoints.BEST
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(state, path)
+        return path
+
+    def zeroed(self, checkpoint: Path) -> Path:
+        """A copy of a checkpoint with 2 kB of zeros among its weights."""
+        copy = self.folder / "runs" / f"zeroed-{checkpoint.parts[-3]}" / checkpoint.name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        content = bytearray(checkpoint.read_bytes())
+        with zipfile.ZipFile(checkpoint) as archive:
+            weights = [member for member in archive.infolist() if "/data/" in member.filename]
+        largest = max(weights, key=lambda member: member.file_size)
+        middle = largest.header_offset + 512
+        content[middle : middle + 2048] = bytes(2048)
+        copy.write_bytes(content)
+        return copy
+
+    def written(self, name: str, content: str | bytes) -> Path:
+        """A file."""
+        path = self.folder / "files" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    def _texts(self, folder: Path, symbols: list[str]) -> tuple[dict[str, Path], Path]:
+        folder.mkdir(parents=True)
+        dictionary = folder / "dict.txt"
+        dictionary.write_text("".join(f"{word} 1\n" for word in symbols))
+        for split, size in LINES.items():
+            lines = (" ".join(symbols[(i + j) % 20] for j in range(6)) for i in range(size))
+            (folder / f"{split}.txt").write_text("".join(f"{line}\n" for line in lines))
+        return {split: folder / f"{split}.txt" for split in LINES}, dictionary
+
+
+Provoke = Callable[[Lab], int | None]
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One bad input: how to provoke it, and a part of the sentence that answers it."""
+
+    name: str
+    provoke: Provoke
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of an attack. kind: ``sentence``, ``accepted``, ``traceback`` or ``raw``."""
+
+    kind: str
+    said: str
+
+
+def outcome(attack: Attack, lab: Lab) -> Outcome:
+    """Provoke ``attack`` and look at how the command ended."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()), _apart():
+            status = attack.provoke(lab)
+    except Accepted:
+        return Outcome("accepted", "the command went on to its work")
+    except SystemExit as end:  # argparse, and our models
+        text = end.code if isinstance(end.code, str) else said.getvalue()
+        return _judged(attack, text.strip().splitlines()[-1:])
+    except Exception as error:
+        return Outcome("traceback", f"{type(error).__name__}: {error}".splitlines()[0])
+    if not status:
+        return Outcome("accepted", "exit status 0")
+    return _judged(attack, said.getvalue().strip().splitlines())
+
+
+def _judged(attack: Attack, lines: list[str]) -> Outcome:
+    text = " / ".join(lines)
+    good = len(lines) == 1 and re.search(attack.sentence, text)
+    return Outcome("sentence" if good else "raw", text)
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """Children, schedules, downloads and Slurm are not started."""
+    with (
+        mock.patch.object(Children, "run", side_effect=Accepted),
+        mock.patch.object(schedule.Schedule, "run", side_effect=Accepted),
+        mock.patch.object(TrainingRun, "prepare_data"),
+        mock.patch.object(folders, "prepare"),
+        mock.patch.object(TrainingRun, "require_inputs"),
+    ):
+        yield
+
+
+def guarded(work: Callable[[], object]) -> int:
+    """``work`` within a command."""
+    return command("it")(lambda: work() and None)()
+
+
+# ---- checkpoints ----
+
+
+def lm(checkpoint: Callable[[Lab], Path], data: Callable[[Lab], Path] | None = None) -> Provoke:
+    """``eval_lm`` on a checkpoint."""
+    return lambda lab: eval_lm.main([str(checkpoint(lab)), str((data or _lm_data)(lab))])
+
+
+def mt(
+    checkpoint: Callable[[Lab], Path], *options: str, data: Callable[[Lab], Path] | None = None
+) -> Provoke:
+    """``eval_mt`` on a checkpoint; without other options on this one alone."""
+    chosen = options or ("--average", "1")
+    return lambda lab: eval_mt.main([str(checkpoint(lab)), str((data or _mt_data)(lab)), *chosen])
+
+
+def glue_of(checkpoint: Callable[[Lab], Path]) -> Provoke:
+    """``eval_glue`` on a checkpoint."""
+
+    def provoke(lab: Lab) -> int:
+        data = lab.folder / "data" / "RTE"
+        for file in ("bin/input0/valid.idx", "bin/input0/dict.txt"):
+            (data / file).parent.mkdir(parents=True, exist_ok=True)
+            (data / file).write_text("a 1\n")
+        return eval_glue.main([str(checkpoint(lab)), str(data), "--out", str(lab.folder / "o")])
+
+    return provoke
+
+
+def tuned(checkpoint: Callable[[Lab], Path], *options: str) -> Provoke:
+    """``finetune_glue`` from a checkpoint."""
+    return lambda lab: finetune.main([str(checkpoint(lab)), "RTE", *options])
+
+
+def resumed(checkpoint: Callable[[Lab], Path]) -> Provoke:
+    """A folder that holds only this checkpoint: training starts over, and says why."""
+
+    def provoke(lab: Lab) -> int:
+        folder = Path(tempfile.mkdtemp(dir=lab.folder))
+        shutil.copyfile(checkpoint(lab), folder / "checkpoint_1_5.pt")
+        said: list[str] = []
+        seen = checkpoints.ready_to_resume(folder, said.append)
+        print("; ".join(said), file=sys.stderr)
+        return 0 if seen else 2
+
+    return provoke
+
+
+def _lm_data(lab: Lab) -> Path:
+    return lab.lm_data
+
+
+def _mt_data(lab: Lab) -> Path:
+    return lab.mt_data
+
+
+def _truncated(lab: Lab) -> Path:
+    return lab.written("cut.pt", lab.lm.read_bytes()[:4000])
+
+
+def _diverged(lab: Lab) -> Path:
+    def change(state: dict) -> None:
+        state["model"]["decoder.embed_tokens.weight"][3, 3] = float("nan")
+
+    return lab.changed(lab.lm, "diverged", change)
+
+
+def _other_words(lab: Lab) -> Path:
+    folder = lab.folder / "data" / "others"
+    return folder if folder.exists() else lab.text_data("others", OTHERS)
+
+
+def _other_pair(lab: Lab) -> Path:
+    folder = lab.folder / "data" / "other-pair"
+    return folder if folder.exists() else lab.pair_data("other-pair", OTHERS)
+
+
+def _away(lab: Lab) -> Path:
+    """A checkpoint whose data are gone; its run folder remembers the dictionary."""
+
+    def change(state: dict) -> None:
+        state["cfg"]["task"]["data"] = str(lab.folder / "gone" / "bin")
+
+    away = lab.changed(lab.lm, "away", change)
+    remember = getattr(dictionaries, "remember", None)
+    if remember:
+        remember(away.parent, lab.lm_data)
+    return away
+
+
+def _replaced(lab: Lab) -> Path:
+    """The very folder of the training, prepared again with other words."""
+    folder = lab.copied(_other_words(lab), "replaced")
+
+    def change(state: dict) -> None:
+        state["cfg"]["task"]["data"] = str(folder / "bin")
+
+    checkpoint = lab.changed(lab.lm, "replaced", change)
+    remember = getattr(dictionaries, "remember", None)
+    if remember:
+        remember(checkpoint.parent, lab.lm_data)
+    return checkpoint
+
+
+def _without_manifest(lab: Lab) -> Path:
+    folder = lab.copied(lab.mt_data, "no-manifest")
+    (folder / "manifest.json").unlink(missing_ok=True)
+    return folder
+
+
+def _averaged(lab: Lab) -> Path:
+    def change(state: dict) -> None:
+        state["last_optimizer_state"] = None
+
+    return lab.changed(lab.lm, "averaged", change)
+
+
+def _pickled(lab: Lab) -> Path:
+    return lab.pickled()
+
+
+DOORS = {
+    "eval_lm": lm,
+    "eval_mt": mt,
+    "eval_glue": glue_of,
+    "finetune": tuned,
+    "resume": resumed,
+}
+CHECKPOINTS = [
+    *(
+        Attack(f"{door}: a pickle that runs a program", opened(_pickled), "could run a program")
+        for door, opened in DOORS.items()
+    ),
+    Attack("eval_lm: 2 kB of zeros in the weights", lm(lambda lab: lab.zeroed(lab.lm)), "damaged"),
+    Attack("eval_mt: 2 kB of zeros in the weights", mt(lambda lab: lab.zeroed(lab.mt)), "damaged"),
+    Attack(
+        "eval_glue: 2 kB of zeros in the weights",
+        glue_of(lambda lab: lab.zeroed(lab.masked)),
+        "damaged",
+    ),
+    Attack(
+        "finetune: 2 kB of zeros in the weights",
+        tuned(lambda lab: lab.zeroed(lab.masked)),
+        "damaged",
+    ),
+    Attack(
+        "resume: 2 kB of zeros in the weights", resumed(lambda lab: lab.zeroed(lab.lm)), "damaged"
+    ),
+    Attack("resume: a mean of checkpoints", resumed(_averaged), "mean of checkpoints"),
+    Attack("eval_lm: a truncated checkpoint", lm(_truncated), "does not load"),
+    Attack("eval_lm: a folder", lm(lambda lab: lab.folder), "does not load"),
+    Attack("eval_lm: a translation model", lm(lambda lab: lab.mt), "not of lrpe_lm"),
+    Attack("eval_lm: a masked language model", lm(lambda lab: lab.masked), "not of lrpe_lm"),
+    Attack("eval_lm: a model of fairseq", lm(lambda lab: lab.stock), "not of lrpe_lm"),
+    Attack("eval_lm: a diverged model", lm(_diverged), "diverged"),
+    Attack(
+        "eval_lm: another dictionary of equal size",
+        lm(lambda lab: lab.lm, _other_words),
+        "is not the dictionary",
+    ),
+    Attack(
+        "eval_lm: another dictionary, the data of the training gone",
+        lm(_away, _other_words),
+        "is not the dictionary",
+    ),
+    Attack(
+        "eval_lm: the data were prepared again with other words",
+        lm(_replaced, lambda lab: lab.folder / "copies" / "replaced"),
+        "is not the dictionary",
+    ),
+    Attack("eval_mt: a language model", mt(lambda lab: lab.lm), "not of lrpe_transformer"),
+    Attack(
+        "eval_mt: data without manifest",
+        mt(lambda lab: lab.mt, data=_without_manifest),
+        "manifest.json",
+    ),
+    Attack(
+        "eval_mt: another pair's dictionary of equal size",
+        mt(lambda lab: lab.mt, data=_other_pair),
+        "is not the dictionary",
+    ),
+    *(
+        Attack(f"eval_mt: {option} {value}", mt(lambda lab: lab.mt, *alone, option, value), said)
+        for alone in (("--average", "1"),)
+        for option, value, said in (
+            ("--average", "0", "--average must be at least 1"),
+            ("--average", "-3", "--average must be at least 1"),
+            ("--beam", "0", "--beam must be at least 1"),
+            ("--lenpen", "nan", "--lenpen must be a finite number"),
+            ("--lenpen", "inf", "--lenpen must be a finite number"),
+        )
+    ),
+    Attack(
+        "eval_mt: no periodic checkpoint to average",
+        mt(lambda lab: lab.mt, "--average", "5"),
+        "no periodic checkpoints",
+    ),
+    Attack("eval_glue: a language model", glue_of(lambda lab: lab.lm), "not of lrpe_roberta"),
+    Attack("finetune: a language model", tuned(lambda lab: lab.lm), "not of lrpe_roberta"),
+    *(
+        Attack(f"finetune: {option} {value}", tuned(lambda lab: lab.masked, option, value), said)
+        for option, value, said in (
+            ("--seeds", "0", "--seeds and --jobs must be at least 1"),
+            ("--jobs", "0", "--seeds and --jobs must be at least 1"),
+            ("--lr", "nan", "--lr must be positive"),
+            ("--lr", "-1", "--lr must be positive"),
+        )
+    ),
+]
+
+# ---- tables and clusters ----
+
+
+def table(*options: str, **settings: str) -> Provoke:
+    """``run_table table2``."""
+    return lambda lab: run_table.main(["table2", *options])
+
+
+def config(name: str, content: str) -> Provoke:
+    """A configuration of a table."""
+
+    def provoke(lab: Lab) -> int:
+        return guarded(lambda: family_of(lab.written(name, content)))
+
+    return provoke
+
+
+def layout(content: str) -> Provoke:
+    """A table."""
+    return lambda lab: guarded(lambda: load_table(lab.written("t.yaml", content)))
+
+
+def site(content: str) -> Provoke:
+    """The settings of a cluster."""
+    return lambda lab: guarded(lambda: slurm.load_site(lab.written("slurm.yaml", content), {}))
+
+
+def sbatch(script: str) -> Provoke:
+    """``run_table --slurm`` with an sbatch of ours; none if ``script`` is empty."""
+
+    def provoke(lab: Lab) -> int:
+        bin_dir = Path(tempfile.mkdtemp(dir=lab.folder))
+        if script:
+            (bin_dir / "sbatch").write_text(f"#!/bin/sh\n{script}\n")
+            (bin_dir / "sbatch").chmod(0o755)
+        write = mock.patch.object(slurm, "job_script", return_value="")
+        with mock.patch.dict(os.environ, PATH=f"{bin_dir}:/bin"), write:
+            return guarded(lambda: slurm.submit(lab.folder, "table2", [], [0], slurm.Site()))
+
+    return provoke
+
+
+TABLE = """
+title: T
+text: T
+experiments: [t]
+scales: {small: configs/lm/wikitext2.yaml}
+baseline: A b
+better: lower
+columns: [{key: c, title: c, attention: linear, metric: ppl, split: valid, protocol: blocks}]
+rows:
+  - {label: "A b", encoding: none, attention: [linear]}
+  - {label: "A/b", encoding: rope, attention: [linear]}
+"""
+TABLES = [
+    Attack("run_table: --array-task 999", table("--array-task", "999"), "--array-task"),
+    Attack("run_table: --array-task -1", table("--array-task", "-1"), "--array-task"),
+    Attack("run_table: --gpus -1", table("--gpus", "-1"), "--gpus must be"),
+    Attack("run_table: --gpus 0", table("--gpus", "0"), "--gpus must be"),
+    Attack("run_table: --gpus 64", table("--gpus", "64"), "cannot have 64 GPUs"),
+    Attack("run_table: --seeds 0", table("--seeds", "0"), "at least 1"),
+    Attack("run_table: --jobs 0", table("--jobs", "0"), "at least 1"),
+    Attack("slurm.yaml: nodes 0", site("nodes: 0"), "--nodes"),
+    Attack("slurm.yaml: time without quotes", site("time: 24:00:00"), "in quotes"),
+    Attack("run_table: --slurm without sbatch", table("--slurm"), "no sbatch"),
+    Attack("run_table: a row that is a program", table("--rows", "$(id)"), "has no"),
+    Attack("sbatch: is not there", sbatch(""), "no sbatch"),
+    Attack("sbatch: fails without a word", sbatch("exit 3"), "sbatch failed with status 3"),
+    Attack("sbatch: refuses", sbatch("echo bad account >&2; exit 1"), "bad account"),
+    Attack("sbatch: prints no job id", sbatch("exit 0"), "no job id"),
+    Attack("table: malformed YAML", layout("rows: [1, {"), r"t\.yaml"),
+    Attack("table: no mapping", layout("- 1"), r"t\.yaml"),
+    Attack("table: two labels with one file name", layout(TABLE), "one file name"),
+    Attack("configuration: malformed YAML", config("c.yaml", "task: [1, {"), r"c\.yaml"),
+    Attack("configuration: without a task", config("c.yaml", "model: {}"), r"c\.yaml"),
+    Attack("configuration: no mapping", config("c.yaml", "text"), r"c\.yaml"),
+    Attack("slurm.yaml: malformed YAML", site("setup: [1, {"), r"slurm\.yaml"),
+    Attack("slurm.yaml: no mapping", site("- 1"), r"slurm\.yaml"),
+    Attack("slurm.yaml: an unknown key", site("gpu: 1"), "gpu"),
+    Attack("slurm.yaml: nodes as a word", site("nodes: two"), "nodes"),
+    Attack("slurm.yaml: setup as a mapping", site("setup: {a: 1}"), "setup"),
+]
+
+# ---- data ----
+
+
+def prepared(change: Callable[[Path], object]) -> Provoke:
+    """Evaluation data that something has changed."""
+
+    def provoke(lab: Lab) -> int:
+        folder = Path(tempfile.mkdtemp(dir=lab.folder)) / "wikitext-2-bpe"
+        shutil.copytree(lab.lm_data, folder)
+        change(folder)
+        return guarded(lambda: folders.require(folder, preparation_of(folder)))
+
+    return provoke
+
+
+def examples(content: bytes) -> Provoke:
+    """A file of RTE."""
+
+    def provoke(lab: Lab) -> int:
+        reads = runpy.run_path(str(ROOT / "data-prep" / "glue" / "prepare.py"))["read_examples"]
+        path = lab.written("train.tsv", b"index\ta\tb\tlabel\n" + content)
+        return guarded(lambda: list(reads(path, glue.TASKS["RTE"])))
+
+    return provoke
+
+
+def destination(dest: Callable[[Lab], Path]) -> Provoke:
+    """A data-prep script with this ``--dest``."""
+
+    def provoke(lab: Lab) -> int:
+        main = runpy.run_path(str(ROOT / "data-prep" / "multi30k" / "prepare.py"))["main"]
+        return main(["--dest", str(dest(lab)), "--from", str(lab.folder)])
+
+    return provoke
+
+
+def zipped(name: str, mode: int) -> Provoke:
+    """A zip archive with one special member."""
+
+    def provoke(lab: Lab) -> int:
+        member = zipfile.ZipInfo(name)
+        member.external_attr = (mode | 0o644) << 16
+        archive = lab.folder / "special.zip"
+        with zipfile.ZipFile(archive, "w") as file:
+            file.writestr(member, "/etc/passwd")
+        out = lab.folder / "unpacked" / "dev.tsv"
+        return guarded(
+            lambda: prep.copy_whole(partial(prep.zip_member, archive, "dev.tsv"), out) and None
+        )
+
+    return provoke
+
+
+def tarred(kind: bytes) -> Provoke:
+    """A tar archive with one special member."""
+
+    def provoke(lab: Lab) -> int:
+        unpack = runpy.run_path(str(ROOT / "data-prep" / "wmt14-en-de" / "prepare.py"))["_unpack"]
+        archive = lab.folder / "special.tar"
+        member = tarfile.TarInfo("training/news.en")
+        member.type, member.linkname = kind, "/etc/passwd"
+        with tarfile.open(archive, "w") as file:
+            file.addfile(member)
+        return guarded(lambda: unpack(archive, {"a.en": "news.en"}, lab.folder / "unpacked"))
+
+    return provoke
+
+
+DATA = [
+    Attack(
+        "data: a truncated manifest",
+        prepared(lambda data: (data / "manifest.json").write_text('{"corpus": "wiki')),
+        r"manifest\.json.*data-prep/wikitext/prepare\.py",
+    ),
+    Attack(
+        "data: a test.bin of 0 bytes",
+        prepared(lambda data: (data / "bin" / "test.bin").write_bytes(b"")),
+        r"test\.bin.*data-prep/wikitext/prepare\.py",
+    ),
+    Attack(
+        "data: a dictionary of 0 bytes",
+        prepared(lambda data: (data / "bin" / "dict.txt").write_bytes(b"")),
+        r"dict\.txt.*data-prep/wikitext/prepare\.py",
+    ),
+    Attack(
+        "data: no dictionary",
+        prepared(lambda data: (data / "bin" / "dict.txt").unlink()),
+        r"data-prep/wikitext/prepare\.py",
+    ),
+    Attack(
+        "GLUE: Latin-1",
+        examples("0\tcafé\tb\tentailment\n".encode("latin-1")),
+        r"train\.tsv.*UTF-8",
+    ),
+    Attack(
+        "GLUE: UTF-16", examples("0\ta\tb\tentailment\n".encode("utf-16")), r"train\.tsv.*UTF-8"
+    ),
+    Attack(
+        "GLUE: a field of 200 kB",
+        examples(b"0\t" + b"a" * 200_000 + b"\tb\tentailment\n"),
+        r"train\.tsv, line 2",
+    ),
+    Attack("GLUE: a missing column", examples(b"0\ta\n"), r"train\.tsv, line 2"),
+    Attack("GLUE: an unknown label", examples(b"0\ta\tb\tmaybe\n"), r"train\.tsv, line 2"),
+    Attack(
+        "--dest: a file", destination(lambda lab: lab.written("d", "")), "choose another --dest"
+    ),
+    Attack(
+        "--dest: cannot be written",
+        destination(lambda lab: Path("/proc/lrpe")),
+        "choose another --dest",
+    ),
+    Attack("zip: a link", zipped("a/dev.tsv", stat.S_IFLNK), "link or a device"),
+    Attack("zip: a device", zipped("a/dev.tsv", stat.S_IFCHR), "link or a device"),
+    Attack("tar: a symbolic link", tarred(tarfile.SYMTYPE), "link or a device"),
+    Attack("tar: a hard link", tarred(tarfile.LNKTYPE), "link or a device"),
+    Attack("tar: a device", tarred(tarfile.CHRTYPE), "link or a device"),
+    Attack("tar: a folder", tarred(tarfile.DIRTYPE), "link or a device"),
+]
+
+# ---- models and kernels ----
+
+
+def built_with(options: str) -> Provoke:
+    """A language model with these options."""
+
+    def provoke(lab: Lab) -> None:
+        built(lab.lm_data / "bin", TRAINING, SMALL, *words([options]))
+
+    return provoke
+
+
+def compiler(name: str) -> Provoke:
+    """``CXX``: PyTorch runs in place of the kernels, and one line says why."""
+
+    def provoke(lab: Lab) -> int:
+        said = logging.StreamHandler(sys.stderr)
+        loader.logger.addHandler(said)
+        loader.compiled.cache_clear()
+        try:
+            with mock.patch.dict(os.environ, CXX=name):
+                return 0 if causal_cpu.library() else 2
+        finally:
+            loader.logger.removeHandler(said)
+            loader.compiled.cache_clear()
+
+    return provoke
+
+
+MODELS = [
+    Attack("model: --spe-realizations 0", built_with("--position-encoding spe "
+           "--attention-type linear --spe-realizations 0"), "must be positive"),
+    Attack("model: --decoder-layers -1", built_with("--decoder-layers -1"), "decoder-layers"),
+    Attack("model: --decoder-layers 0", built_with("--decoder-layers 0"), "decoder-layers"),
+    Attack("model: --dropout 2", built_with("--dropout 2"), "dropout"),
+    Attack("model: --dropout nan", built_with("--dropout nan"), "dropout"),
+    Attack("model: --attention-dropout -0.1", built_with("--attention-dropout -0.1"), "dropout"),
+    Attack("CXX: does not parse", compiler('c++ "'), "No closing quotation"),
+    Attack("CXX: is not there", compiler("no-such-compiler"), "no-such-compiler"),
+]  # fmt: skip
+
+ATTACKS = [*CHECKPOINTS, *TABLES, *DATA, *MODELS]
+
+
+def main() -> int:
+    """Print the outcome of every attack, and how many get one sentence."""
+    with tempfile.TemporaryDirectory() as folder:
+        lab = Lab(Path(folder))
+        found = [(attack, outcome(attack, lab)) for attack in ATTACKS]
+        print("| attack | outcome |\n|---|---|")
+        for attack, ended in found:
+            said = ended.said.replace(folder, "").replace(str(ROOT), "").replace("|", "\\|")
+            print(f"| {attack.name} | {ended.kind}: {said} |")
+        if lab.mark.exists():
+            print("a program of a checkpoint RAN")
+    good = sum(ended.kind == "sentence" for _, ended in found)
+    print(f"\n{good} of {len(found)} bad inputs get one sentence.")
+    return 0 if good == len(found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,270 @@
+"""Every bad input of tests/attacks.py gets one sentence; what is no error works."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from lrpe_fairseq.experiments.commands import eval_mt
+from lrpe_fairseq.experiments.families.lm import LMRun
+from lrpe_fairseq.experiments.records import checkpoints, dictionaries
+from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.records.layout import file_name
+from lrpe_fairseq.experiments.runner import by_hand, processes, schedule, slurm, training
+from lrpe_fairseq.experiments.runner.devices import Devices
+from lrpe_fairseq.experiments.runner.processes import Children
+from tests import attacks
+from tests.attacks import ATTACKS, Accepted, Attack, Lab, outcome
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """Small data folders and checkpoints, made when they are first needed."""
+    return Lab(tmp_path_factory.mktemp("lab"))
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+def test_a_bad_input_gets_one_sentence_and_runs_no_program(attack: Attack, lab: Lab) -> None:
+    ended = outcome(attack, lab)
+    assert ended.kind == "sentence", ended
+    assert not lab.mark.exists()
+
+
+def test_the_pickle_of_the_attacks_would_run_a_program(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    torch.load(lab.pickled(), weights_only=False)
+    assert lab.mark.exists()
+
+
+# ---- checkpoints ----
+
+
+def checkpoint(path: Path, updates: int, **more: object) -> Path:
+    """A checkpoint that has seen some updates."""
+    state = {
+        "cfg": {"model": {"_name": "lrpe_lm"}},
+        "model": {"w": torch.full((1000,), float(updates))},
+        "optimizer_history": [{"num_updates": updates}],
+        "last_optimizer_state": {},
+        **more,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(state, path)
+    return path
+
+
+def test_the_checkpoint_with_the_most_updates_is_resumed_whatever_its_age(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "checkpoint_1_30.pt", 30)
+    checkpoint(tmp_path / checkpoints.LAST, 20)
+    newer = checkpoint(tmp_path / "checkpoint_1_10.pt", 10)
+    os.utime(newer, (2e9, 2e9))
+    said: list[str] = []
+    assert checkpoints.ready_to_resume(tmp_path, said.append) == 30
+    assert said == ["going on from checkpoint_1_30.pt, update 30"]
+    assert checkpoints.updates(checkpoints.load(tmp_path / checkpoints.LAST)) == 30
+
+
+def test_a_mean_of_checkpoints_is_never_resumed(tmp_path: Path) -> None:
+    parts = [checkpoint(tmp_path / f"checkpoint_1_{n}.pt", n) for n in (10, 20)]
+    checkpoints.average(parts, tmp_path / checkpoints.AVERAGED)
+    shutil.copyfile(tmp_path / checkpoints.AVERAGED, tmp_path / "checkpoint_mean.pt")
+    for path in parts:
+        path.unlink()
+    (tmp_path / checkpoints.LAST).write_bytes(b"")
+    said: list[str] = []
+    assert checkpoints.ready_to_resume(tmp_path, said.append) == 0
+    assert not (tmp_path / checkpoints.LAST).exists()
+    assert "mean of checkpoints" in " ".join(said)
+
+
+def test_checkpoints_are_averaged_in_the_order_of_their_updates(tmp_path: Path) -> None:
+    for epoch, updates in ((2, 9), (1, 100), (3, 20)):
+        checkpoint(tmp_path / f"checkpoint_{epoch}_{updates}.pt", updates)
+    checkpoint(tmp_path / "checkpoint_best_mine.pt", 500)
+    found = [path.name for path in checkpoints.newest(tmp_path, 2)]
+    assert found == ["checkpoint_3_20.pt", "checkpoint_1_100.pt"]
+
+
+@pytest.fixture
+def run(lab: Lab, tmp_path: Path) -> LMRun:
+    """A language-model run that has not begun."""
+    return LMRun(
+        experiment="trial",
+        label="Base",
+        config="wikitext2",
+        data=lab.lm_data,
+        attention_type="linear",
+        position_encoding="none",
+        seed=1,
+        scale="small",
+        folder=tmp_path / "work",
+        result=tmp_path / "run.json",
+        evaluations=(),
+    )
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "zeroed"])
+def test_a_bad_best_checkpoint_after_the_last_update_says_the_way_out(
+    run: LMRun, damage: str
+) -> None:
+    checkpoint(run.checkpoints / checkpoints.LAST, run.max_update())
+    best = run.checkpoints / checkpoints.BEST
+    if damage != "missing":
+        content = bytearray(checkpoint(best, 5).read_bytes())
+        content = content[:1000] if damage == "truncated" else content
+        start = content.find(b"\x00\x00\xa0\x40" * 500)  # 5.0
+        content[start : start + 2000] = bytes(2000) if damage == "zeroed" else b""
+        best.write_bytes(content)
+    with (
+        mock.patch.object(LMRun, "train"),
+        mock.patch.object(Children, "run", side_effect=Accepted),
+        pytest.raises(ValueError, match=r"checkpoint_best\.pt.* to train again"),
+    ):
+        run.work(Children(), Devices(), print)
+
+
+def test_a_training_keeps_the_checksum_of_its_dictionary(lab: Lab, run: LMRun) -> None:
+    with (
+        mock.patch.object(training, "run_child", side_effect=Accepted),
+        contextlib.suppress(Accepted),
+    ):
+        run.train(Children(), Devices(), 0, print)
+    assert len(training.read_json(run.checkpoints / dictionaries.FILE)["dict.txt"]) == 64
+
+
+def test_where_only_the_size_of_a_dictionary_is_known_this_is_said(lab: Lab) -> None:
+    def change(state: dict) -> None:
+        state["cfg"]["task"]["data"] = "/no/such/folder"
+
+    away = lab.changed(lab.lm, "size-only", change)
+    said: list[str] = []
+    dictionary = lab.lm_data / "bin" / "dict.txt"
+    assert dictionaries.agree(away, "decoder.embed_tokens.weight", dictionary, say=said.append)
+    assert "only the number of words" in said[0]
+
+
+# ---- paths ----
+
+
+def test_a_colon_in_a_path_is_evaluated(lab: Lab, tmp_path: Path) -> None:
+    """The free forms of encodings put colons into the names of run folders."""
+    folder = tmp_path / "lrpe:identity:rotation"
+    shutil.copytree(lab.mt.parent, folder)
+    data = shutil.copytree(lab.mt_data, tmp_path / "a:b")
+    seen: list[Path] = []
+
+    def look(_: Children, command: list[str], *rest: object, **more: object) -> None:
+        where = command[command.index("--path") + 1]
+        assert ":" not in where + command[1]
+        seen.extend((Path(where).resolve(), Path(command[1]).resolve()))
+        raise Accepted
+
+    with mock.patch.object(Children, "run", look), pytest.raises(Accepted):
+        eval_mt.main([str(folder / lab.mt.name), str(data), "--average", "1"])
+    assert seen == [folder / lab.mt.name, Path(data) / "bin"]
+
+
+def test_words_without_a_file_keep_their_colons() -> None:
+    with by_hand.without_colons(["--lr", "a:b", "README.md"]) as words:
+        assert words == ["--lr", "a:b", "README.md"]
+
+
+@pytest.mark.parametrize("script", ["eval_lm", "eval_mt", "finetune_glue", "run_table"])
+def test_scripts_hand_on_where_the_user_stands(script: str, tmp_path: Path) -> None:
+    text = (ROOT / "scripts" / f"{script}.sh").read_text()
+    assert text.index('export LRPE_STARTED_IN="$PWD"') < text.index("cd ")
+
+
+def test_relative_paths_count_from_where_the_user_stands(tmp_path: Path) -> None:
+    (tmp_path / "here.pt").write_bytes(b"no checkpoint")
+    (tmp_path / "data" / "bin").mkdir(parents=True)
+    (tmp_path / "data" / "bin" / "dict.txt").write_text("a 1\n")
+    command = ["bash", str(ROOT / "scripts" / "eval_lm.sh"), "here.pt", "data"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert "here.pt does not load" in ended.stderr
+
+
+# ---- the runner ----
+
+
+def test_setup_as_one_string_is_one_command(tmp_path: Path) -> None:
+    (tmp_path / "slurm.yaml").write_text('{setup: "module load cuda", sbatch: "-C a100 --x"}')
+    site = slurm.load_site(tmp_path / "slurm.yaml", {})
+    assert site.setup == ["module load cuda"]
+    assert site.options()[-3:] == ["-C", "a100", "--x"]
+    assert "\nmodule load cuda\n" in slurm.job_script(tmp_path, ["true"], site)
+
+
+def test_shell_text_in_paths_and_labels_is_no_program(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    root = tmp_path / f"$(touch {mark.name})"
+    root.mkdir()
+    script = slurm.job_script(root, ["true", f"; touch {mark}", f"`touch {mark}`"], slurm.Site())
+    given = {**os.environ, "SLURM_ARRAY_TASK_ID": "0"}
+    subprocess.run(["bash", "-c", script], cwd=tmp_path, env=given, check=True)
+    assert not mark.exists()
+    assert not (root / mark.name).exists()
+    assert file_name("../$(id)/a b") == ".._$_id__a_b".replace("$", "_")
+
+
+@pytest.fixture
+def no_writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a file system that is mounted read-only."""
+    original = os.open
+
+    def read_only(path: object, flags: int, *rest: object, **more: object) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise OSError(30, "Read-only file system", str(path))
+        return original(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", read_only)
+    return
+
+
+def test_the_status_needs_no_write_access(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    (tmp_path / "free").mkdir()
+    with processes.locked(tmp_path / "free"), processes.locked(tmp_path / "held"):
+        assert processes.is_locked(tmp_path / "held")
+        request.getfixturevalue("no_writing")
+        assert processes.is_locked(tmp_path / "held")
+    assert not processes.is_locked(tmp_path / "free")
+    assert not processes.is_locked(tmp_path / "absent")
+
+
+def _stopped_twice() -> bool:
+    """True if what follows the first SIGTERM came to its end in spite of a second one."""
+    with schedule._terminated_like_interrupted():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        except KeyboardInterrupt:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
+            return True
+    return False
+
+
+def test_a_second_sigterm_does_not_disturb_the_end() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert _stopped_twice()
+        os.kill(os.getpid(), signal.SIGTERM)  # on the way to the exit status
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_the_table_of_attacks_ends_with_their_count(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(attacks, "ATTACKS", [a for a in ATTACKS if a.name.startswith("table")])
+    assert attacks.main() == 0
+    assert capsys.readouterr().out.endswith("\n3 of 3 bad inputs get one sentence.\n")
