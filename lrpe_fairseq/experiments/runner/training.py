@@ -283,18 +283,21 @@ class TrainingRun(ABC):
 
     # The work.
 
-    def work(self, children: Children, devices: Devices, say: Say) -> None:
+    def work(self, children: Children, devices: Devices, say: Say) -> bool:
         """Train what is missing, evaluate, and write the run file.
 
+        Returns: False if the run was finished already, by another process, say.
         Raises: UserError, Stopped, or processes.Busy if another process trains this run.
         """
         self.require_inputs()
         with processes.locked(self.folder) as lock:
-            if not self.finished():
-                self.train(children, devices, lock, say)
-                measured = self.measure(children, devices, lock)
-                write_run(self.result, self.record(measured, devices.threads))
-                checkpoints.drop_intermediate(self.checkpoints)
+            if self.finished():
+                return False
+            self.train(children, devices, lock, say)
+            measured = self.measure(children, devices, lock)
+            write_run(self.result, self.record(measured, devices.threads))
+            checkpoints.drop_intermediate(self.checkpoints)
+        return True
 
     def train(self, children: Children, devices: Devices, lock: int, say: Say) -> None:
         """Train to the last update, from the newest checkpoint if there is one."""
