@@ -10,7 +10,6 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.families import plan
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import command
@@ -27,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Print and run the training command; returns its exit status."""
     options = _parse(arguments)
     run = _run(options)
-    folders.require(run.data, run.preparation_of(run.data))
+    run.require_inputs()
     with locked(run.folder):
         status = train(run)
     if status == 0:
@@ -39,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def train(run: TrainingRun) -> int:
     """Train ``run``, resuming if it was stopped; output goes to the screen and its log."""
-    seen = run.ready_to_resume(print)
+    seen = run.begin(print)
     if seen >= run.max_update():
         print(f"{run.name} has its {seen} updates already")
         return 0

@@ -167,18 +167,32 @@ def download(
 
 
 def copy_whole(opener: Opener, target: Path) -> Path:
-    """Write what ``opener`` opens to ``target`` unless that is there; whole or not at all.
+    """Write what ``opener`` opens to ``target``, whole or not at all; or find it there already.
 
     Raises:
-        UserError: the source is truncated or holds no such file.
+        UserError: the source is truncated or holds no such file, or ``target`` is there with
+            other content: it came from another source.
     """
-    if not target.is_file():
-        try:
+    try:
+        if target.is_file():
+            _require_same(opener, target)
+        else:
             with opener() as stream, written_whole(target, "wb") as out:
                 shutil.copyfileobj(stream, out, BLOCK)
-        except (ValueError, *UNREADABLE) as why:
-            raise UserError(f"{target.name} cannot be unpacked ({why}): fetch it again.") from None
+    except (ValueError, *UNREADABLE) as why:
+        raise UserError(f"{target.name} cannot be unpacked ({why}): fetch it again.") from None
     return target
+
+
+def _require_same(opener: Opener, target: Path) -> None:
+    with opener() as stream, open(target, "rb") as there:
+        ours, theirs = iter(lambda: there.read(BLOCK), b""), iter(lambda: stream.read(BLOCK), b"")
+        same = all(one == other for one, other in itertools.zip_longest(ours, theirs))
+    if not same:
+        raise UserError(
+            f"{target} was made from another source, with other content: delete "
+            f"{target.parent.parent} to prepare it anew, or choose another --dest."
+        )
 
 
 @contextlib.contextmanager

@@ -52,9 +52,11 @@ def require_splits(data: Path, splits: Sequence[str]) -> None:
 def prepare(data: Path, preparation: Sequence[str], source: Path | None = None) -> None:
     """Run ``preparation`` unless ``data`` is prepared: from the network, or from ``source``.
 
+    With ``source`` it always runs: finished steps are skipped, another source is refused.
+
     Raises: UserError if the script fails, or if there is none.
     """
-    if is_prepared(data):
+    if is_prepared(data) and source is None:
         return
     if not preparation:
         require(data, preparation)

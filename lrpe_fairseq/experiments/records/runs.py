@@ -44,6 +44,8 @@ FIELDS: dict[str, tuple[type, ...]] = {
 OPTIONAL: dict[str, tuple[type, ...]] = {
     "kernels": (dict,),  # which form computed causal sums and encodings; old runs lack it
     "peak_memory_mb": NUMBER,
+    "data": (dict,),  # split, or "dictionary" -> sha256; old runs lack it
+    "commits": (list,),  # of a training in several parts, in order; "commit" is the first
     "curve": (list,),  # of {"updates", "tokens", a metric such as "valid_ppl"}, updates ascending
 }
 CURVE_AXES = ("updates", "tokens")

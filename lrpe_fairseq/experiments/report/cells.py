@@ -24,13 +24,14 @@ class Group:
 def groups(table: Table, runs: Runs) -> list[Group]:
     """The runs that fill cells of ``table``, split into comparable groups, in scale order.
 
-    Raises: ValueError if runs of a group differ in an option of ``table.same``.
+    Raises: ValueError if runs of a group differ in an option of ``table.same``, or in their data.
     """
     keys = {name: _group_key(table, run) for name, run in runs.items() if shown(table, run)}
     found = []
     for scale, dataset in sorted(set(keys.values()), key=lambda key: _scale_order(table, *key)):
         members = {n: runs[n] for n, key in sorted(keys.items()) if key == (scale, dataset)}
         shared_options(table, members)
+        require_same_data(members)
         found.append(Group(scale, dataset, members))
     return found
 
@@ -83,6 +84,22 @@ def shared_options(table: Table, runs: Runs) -> dict[str, Any]:
                 )
         shared[name] = values[first]
     return shared
+
+
+def require_same_data(runs: Runs) -> None:
+    """Check that runs on a data set of one name read the same files, as far as they say.
+
+    Raises: ValueError naming two runs and the split (or the dictionary) in which they differ.
+    """
+    first: dict[tuple[str, str], str] = {}  # (data set, split) -> the run that names it first
+    for name, run in runs.items():
+        for split, checksum in run.get("data", {}).items():
+            other = first.setdefault((run["dataset"], split), name)
+            if runs[other]["data"][split] != checksum:
+                raise ValueError(
+                    f"{other} and {name} cannot share a table; their data differ: "
+                    f"{run['dataset']} ({split}) has another checksum"
+                )
 
 
 def cell_runs(table: Table, row: Row, column: Column, runs: Runs) -> Runs:

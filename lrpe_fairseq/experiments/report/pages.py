@@ -319,7 +319,8 @@ def _peak(sheet: Sheet, row: Row, columns: list[Column]) -> str:
 
 def _provenance(sheet: Sheet) -> str:
     runs = list(sheet.group.runs.values())
-    commits = sorted({markdown.short(run["commit"]) for run in runs})
+    named = (commit for run in runs for commit in run.get("commits", [run["commit"]]))
+    commits = sorted({markdown.short(commit) for commit in named})
     machines = sorted({markdown.machine(run["hardware"]) for run in runs})
     versions = sorted(
         {", ".join(f"{k} {v}" for k, v in sorted(r["versions"].items())) for r in runs}
