@@ -62,7 +62,7 @@ class PretrainingRun(TrainingRun):
 
 
 def read_validation(log: Path, split: str) -> dict[str, float]:
-    """``loss`` (bits) and ``ppl`` from what fairseq-validate printed.
+    """``loss`` (bits) and ``ppl``, or ``diverged``, from what fairseq-validate printed.
 
     Raises: RunFailed if it printed none.
     """
@@ -70,4 +70,4 @@ def read_validation(log: Path, split: str) -> dict[str, float]:
         loss = fairseq_log.parse_validation(log.read_text(encoding="utf-8"), split)["loss"]
     except ValueError as error:
         raise RunFailed(f"{error} ({log})") from None
-    return {"loss": loss, "ppl": 2**loss}
+    return fairseq_log.scored(loss)

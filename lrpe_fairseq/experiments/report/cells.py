@@ -5,6 +5,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
+from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.layout import Column, Row, Table
 from lrpe_fairseq.experiments.records.runs import Run, plain
 
@@ -123,6 +124,14 @@ def scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:
     return {seed: value / mean(base) for seed, value in found.items()} if base else {}
 
 
+def diverged(table: Table, row: Row, column: Column, runs: Runs) -> list[int]:
+    """The seeds of one cell whose evaluation was not finite, in order."""
+    if column.attention not in row.attention or column.mean_of:
+        return []
+    found = cell_runs(table, row, column, runs).values()
+    return sorted({run["seed"] for run in found if DIVERGED in _measured(run, column)})
+
+
 def mean(values: Scores) -> float:
     """The mean over seeds; it does not depend on their order."""
     return math.fsum(values.values()) / len(values)
@@ -184,7 +193,11 @@ def _raw_scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:
 def _value(run: Run, column: Column) -> float | None:
     if not column.split:
         return run.get(column.metric)
-    return run["metrics"].get(column.split, {}).get(column.protocol, {}).get(column.metric)
+    return _measured(run, column).get(column.metric)
+
+
+def _measured(run: Run, column: Column) -> Run:
+    return run["metrics"].get(column.split, {}).get(column.protocol, {})
 
 
 def _mean_scores(parts: list[Scores]) -> Scores:

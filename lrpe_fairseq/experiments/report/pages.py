@@ -12,7 +12,14 @@ from lrpe_fairseq.experiments.records.layout import Column, Row, Table, load_tab
 from lrpe_fairseq.experiments.records.runs import read_runs
 from lrpe_fairseq.experiments.report import cells, claims, curves, markdown, notes, scatter
 from lrpe_fairseq.experiments.report.cells import Group, Runs
-from lrpe_fairseq.experiments.report.markdown import NO_CELL, NOT_RUN, fixed, percent, signed
+from lrpe_fairseq.experiments.report.markdown import (
+    DIVERGED,
+    NO_CELL,
+    NOT_RUN,
+    fixed,
+    percent,
+    signed,
+)
 from lrpe_fairseq.experiments.report.sheet import Sheet, sheets
 
 WIDEST = 8  # columns of a table
@@ -232,14 +239,15 @@ def _cell(sheet: Sheet, row: Row, column: Column) -> list[str]:
 
 
 def _ours(sheet: Sheet, row: Row, column: Column) -> str:
-    ours = sheet.ours(row, column)
+    ours, diverged = sheet.ours(row, column), sheet.diverged(row, column)
+    lost = f"{DIVERGED} ({len(diverged)})" if diverged else ""
     if not ours:
-        return NOT_RUN
+        return lost or NOT_RUN
     spread = cells.deviation(ours)
     text = fixed(cells.mean(ours), column.decimals)
     if spread is not None:
         text += f" ± {fixed(spread, column.decimals)}"
-    return f"{text} ({len(ours)})"
+    return f"{text} ({len(ours)})" + (f", {lost}" if lost else "")
 
 
 def _difference(sheet: Sheet, row: Row, column: Column) -> str:
