@@ -62,7 +62,8 @@ def test_damaged_or_replaced_data_are_refused_before_training(prepared, name):
     checksums.verify(prepared.data)
     replace_file(prepared, name)
     with pytest.raises(UserError, match=f"bin/{name} is not the file that data-prep wrote"):
-        checksums.verify(prepared.data)
+        prepared.begin(pytest.fail)
+    assert not parts.read(prepared.folder)
 
 
 def test_a_run_on_other_data_is_not_finished(prepared):

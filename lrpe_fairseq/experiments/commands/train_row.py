@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.families import plan
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import command
@@ -26,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Print and run the training command; returns its exit status."""
     options = _parse(arguments)
     run = _run(options)
-    run.require_inputs()
+    folders.require(run.data, run.preparation_of(run.data))
     with locked(run.folder):
         status = train(run)
     if status == 0:

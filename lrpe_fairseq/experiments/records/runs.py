@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lrpe_fairseq.experiments.records.checkout import commit
+from lrpe_fairseq.experiments.records.cross_checks import cross_check
 from lrpe_fairseq.experiments.records.files import write_json
 
 Run = dict[str, Any]
@@ -68,6 +69,7 @@ def validate(run: Run) -> None:
     _check_metrics(run["metrics"], run["protocol"])
     _check_positive(run)
     _check_curve(run)
+    cross_check(run)
 
 
 def write_run(path: Path | str, run: Run) -> None:

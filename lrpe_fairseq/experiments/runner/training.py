@@ -156,12 +156,8 @@ class TrainingRun(ABC):
         return Budget(f"{updates:,} x {size:,}", updates * size, unit)
 
     def require_inputs(self) -> None:
-        """Raise UserError, with what helps, if something that the run reads is not there.
-
-        Data that differ from what data-prep wrote count as not there.
-        """
+        """Raise UserError, with what helps, if something that the run reads is not there."""
         folders.require(self.data, self.preparation_of(self.data))
-        checksums.verify(self.data)
         folders.require_splits(self.data, [split for split, _ in self.evaluations])
 
     # What the run is called, where it works, and its configuration.
@@ -334,7 +330,11 @@ class TrainingRun(ABC):
         parts.end(self.folder, memory)
 
     def begin(self, say: Say) -> int:
-        """The updates to go on from; if more are to come, their commit and data are remembered."""
+        """The updates to go on from; if more are to come, their commit and data are remembered.
+
+        Raises: UserError if the data are not what data-prep wrote.
+        """
+        checksums.verify(self.data)
         seen = self.ready_to_resume(say)
         if seen < self.max_update():
             if not seen:
