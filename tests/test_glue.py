@@ -18,6 +18,7 @@ from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import glue
 from lrpe_fairseq.experiments.data.pieces import GPT2, SentencePiece, tokenizer_of
 from lrpe_fairseq.experiments.families import finetuning
+from lrpe_fairseq.experiments.report import pages
 from tests.test_data_prep import load, refusal
 
 prepare_glue = load("glue")
@@ -283,3 +284,12 @@ def test_subsets_are_named_in_the_protocol():
         "Trained on a subset: 5 of 2,490 examples.",
         "Evaluated (valid1) on a subset: 3 of 9,832 examples.",
     ]
+
+
+def test_a_page_names_the_subsets_of_its_runs():
+    subset = "The development set. Trained on a subset: 5 of 2,490 examples."
+    runs = [
+        {"dataset": "glue-RTE", "protocol": {"glue": subset}},
+        {"dataset": "glue-MRPC", "protocol": {"glue": "The development set."}},
+    ]
+    assert pages._subsets(runs) == ["glue-RTE: trained on a subset: 5 of 2,490 examples"]

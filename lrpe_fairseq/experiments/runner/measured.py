@@ -8,6 +8,7 @@ FD: where the peak resident set in KiB is written. The exit status is that of th
 after signal n. SIGUSR1 and SIGTERM, sent to the whole group, are the command's to act on.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -27,7 +28,8 @@ def main() -> int:
         print(error)
         return NOT_STARTED
     _, status, usage = os.wait4(child, 0)
-    os.write(report, str(usage.ru_maxrss).encode())
+    with contextlib.suppress(OSError):  # the runner may have been killed
+        os.write(report, str(usage.ru_maxrss).encode())
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 
