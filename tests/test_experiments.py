@@ -763,6 +763,8 @@ def test_a_run_is_trained_resumed_evaluated_and_recorded(corpus, one_run, events
     assert found["metrics"]["test"]["sliding"]["tokens"] == counts["tokens"]
     assert [point["updates"] for point in found["curve"]] == [2, 4]
     assert found["peak_memory_mb"] > 50
+    assert set(found["data"]) == {"train", "valid", "test", "dictionary"}
+    assert found["commit"] == run_files.commit()
     assert "going on at 2" in (events._log).read_text()
 
 
