@@ -20,6 +20,7 @@ import io
 import logging
 import sys
 import tarfile
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import PurePosixPath
@@ -29,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fairseq import file_utils
+from fairseq import file_utils, trainer
 from fairseq.data import bucket_pad_length_dataset, data_utils
 from fairseq.data.audio import raw_audio_dataset
 from fairseq.dataclass import FairseqDataclass
@@ -263,6 +264,16 @@ def refuse_unsafe_archives() -> None:
         file_utils.tarfile = SimpleNamespace(open=open_checked_archive)
 
 
+def measure_training_time_monotonically() -> None:
+    """Measure the seconds of a training by a clock that is never set back.
+
+    Break: ``Trainer`` subtracts times of day. After the clock was set back, the training time in
+    a checkpoint is negative or too short, and after it was set forward, too long.
+    """
+    if trainer.time is time:
+        trainer.time = SimpleNamespace(time=time.monotonic)
+
+
 FIXES: tuple[Callable[[], None], ...] = (
     restore_numpy_names,
     allow_checkpoint_globals,
@@ -275,6 +286,7 @@ FIXES: tuple[Callable[[], None], ...] = (
     load_adaptive_softmax,
     copy_buffers_to_the_average,
     refuse_unsafe_archives,
+    measure_training_time_monotonically,
 )
 
 

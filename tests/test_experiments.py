@@ -507,12 +507,15 @@ class FakeJob:
 
     def work(self, children, devices, say):
         with processes.locked(self.folder) as lock:
+            if self.finished():
+                return False
             command = [sys.executable, "-c", self.script]
             log, env = self.folder / "log", devices.environment
             try:
                 children.run(command, log, cwd=self.folder, environment=env, lock=lock)
             except processes.ChildFailed:
                 raise RunFailed(fairseq_log.last_line(log)) from None
+            return True
 
 
 DONE = "open('done', 'w').close()"
@@ -657,7 +660,7 @@ def test_a_run_that_another_process_trains_is_waited_for(tmp_path, events, monke
     assert schedule.Schedule([job], schedule.shares(1), events).run() == 0
     assert other.wait() == 0
     assert job.finished()
-    assert capsys.readouterr().out.count("another process is at it") == 1
+    assert capsys.readouterr().out.count("another process trains this run") == 1
 
 
 STOPPED = """
@@ -760,6 +763,8 @@ def test_a_run_is_trained_resumed_evaluated_and_recorded(corpus, one_run, events
     assert found["metrics"]["test"]["sliding"]["tokens"] == counts["tokens"]
     assert [point["updates"] for point in found["curve"]] == [2, 4]
     assert found["peak_memory_mb"] > 50
+    assert set(found["data"]) == {"train", "valid", "test", "dictionary"}
+    assert found["commit"] == run_files.commit()
     assert "going on at 2" in (events._log).read_text()
 
 

@@ -17,6 +17,8 @@ from sklearn import metrics
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import glue
 from lrpe_fairseq.experiments.data.pieces import GPT2, SentencePiece, tokenizer_of
+from lrpe_fairseq.experiments.families import finetuning
+from lrpe_fairseq.experiments.report import pages
 from tests.test_data_prep import load, refusal
 
 prepare_glue = load("glue")
@@ -240,3 +242,56 @@ def test_sentencepiece_and_its_vocabulary_are_what_they_were(pieces: Path) -> No
     assert len(vocabulary) == 39
     assert "▁<unk>" in vocabulary
     assert len(set(itertools.chain(vocabulary))) == 39
+
+
+def test_a_missing_header_is_noticed_instead_of_losing_an_example(tmp_path, pieces):
+    for name in ("RTE", "MNLI", "STS-B"):
+        write_task(tmp_path, name, {"train": 5, "valid": 5})
+        path = tmp_path / name / "train.tsv"
+        path.write_text(path.read_text().split("\n", 1)[1])
+        said = refusal(run, name, tmp_path / "dest", pieces, tmp_path)
+        assert "train.tsv, line 1, is an example where the names of the columns belong" in said
+
+
+@pytest.mark.parametrize("score", ["nan", "inf", "5.001", "-0.2", "high"])
+def test_a_score_that_is_none_of_sts_b_is_refused(tmp_path, pieces, score):
+    write_task(tmp_path, "STS-B", {"train": 5, "valid": 5})
+    path = tmp_path / "STS-B" / "train.tsv"
+    lines = path.read_text().splitlines()
+    row = lines[2].split("\t")
+    row[glue.TASKS["STS-B"].label] = score
+    path.write_text("\n".join([*lines[:2], "\t".join(row), *lines[3:]]) + "\n")
+    said = refusal(run, "STS-B", tmp_path / "dest", pieces, tmp_path)
+    assert f"line 3, has the score {score!r}, which is no number from 0 to 5" in said
+
+
+def test_another_source_is_refused_instead_of_using_the_first(tmp_path, pieces):
+    for source in "ab":
+        write_task(tmp_path / source, "RTE", {"train": 5, "valid": 5})
+    path = tmp_path / "b" / "RTE" / "train.tsv"
+    path.write_text(path.read_text().replace("x", "y"))
+    first = run("RTE", tmp_path / "dest", pieces, tmp_path / "a")
+    said = refusal(run, "RTE", tmp_path / "dest", pieces, tmp_path / "b")
+    assert "train.tsv was made from another source" in said
+    assert run("RTE", tmp_path / "dest", pieces, tmp_path / "a") == first
+
+
+def test_subsets_are_named_in_the_protocol():
+    splits = {
+        "train": {"examples": 5, "official": 2490},
+        "valid": {"examples": 277, "official": 277},
+        "valid1": {"examples": 3, "official": 9832},
+    }
+    assert finetuning.subsets(splits) == [
+        "Trained on a subset: 5 of 2,490 examples.",
+        "Evaluated (valid1) on a subset: 3 of 9,832 examples.",
+    ]
+
+
+def test_a_page_names_the_subsets_of_its_runs():
+    subset = "The development set. Trained on a subset: 5 of 2,490 examples."
+    runs = [
+        {"dataset": "glue-RTE", "protocol": {"glue": subset}},
+        {"dataset": "glue-MRPC", "protocol": {"glue": "The development set."}},
+    ]
+    assert pages._subsets(runs) == ["glue-RTE: trained on a subset: 5 of 2,490 examples"]

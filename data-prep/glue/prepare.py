@@ -45,6 +45,7 @@ SHA256 = {  # of the official files, if known
     "STS-B/dev.tsv": "fe7dc0632a5033562f3cadff991f6e8d9b9b6311861660e78c3c82eb7db67f59",
     "QNLI/dev.tsv": "ac19409dcb04631eaaa094bdebdcf621086bc352503dfb6a1a648b614986f4fd",
 }
+SCORES = (0.0, 5.0)  # of STS-B
 OPTIONAL = ("valid1",)  # MNLI's mismatched half may be absent from --from
 
 Example = tuple[list[str], str]  # the sentences, the label as in the file
@@ -119,11 +120,12 @@ def _open(path: Path) -> io.BufferedIOBase:
 def read_examples(path: Path, task: GlueTask) -> Iterator[Example]:
     """Yield the examples of a TSV file; quotes are text, a byte order mark is removed.
 
-    Raises: UserError with the line number if a column is missing or the label is invalid.
+    Raises: UserError with the line number if a column is missing or the label is invalid, or if the
+        header is missing, since the first example would be lost.
     """
     rows = _rows(path)
     if task.header:
-        next(rows, None)
+        _require_header(next(rows, []), task, path)
     for number, row in enumerate(rows, start=2 if task.header else 1):
         try:
             sentences = [" ".join(row[column].split()) for column in task.inputs]
@@ -154,17 +156,32 @@ def _rows(path: Path) -> Iterator[list[str]]:
             ) from None
 
 
+def _require_header(row: Sequence[str], task: GlueTask, path: Path) -> None:
+    label = row[task.label].strip() if len(row) > task.label else ""
+    if label in task.labels or (not task.labels and _is_number(label)):
+        raise UserError(
+            f"{path}, line 1, is an example where the names of the columns belong: put the "
+            f"official header back."
+        )
+
+
 def _require_label(label: str, task: GlueTask, where: str) -> None:
     if task.labels and label not in task.labels:
         raise UserError(
             f"{where}, has the label {label!r}, which is none of {', '.join(task.labels)}: "
             f"the file belongs to another task or has another format."
         )
-    if not task.labels:
-        try:
-            float(label)
-        except ValueError:
-            raise UserError(f"{where}, has the score {label!r}, which is not a number.") from None
+    low, high = SCORES
+    if not task.labels and not (_is_number(label) and low <= float(label) <= high):
+        raise UserError(f"{where}, has the score {label!r}, which is no number from 0 to 5.")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def require_official(name: str, file: str, path: Path, found: int, official: int) -> None:

@@ -88,20 +88,20 @@ def obtain(raw: Path, from_dir: Path | None, archives: Sequence[Archive] = ARCHI
     Raises: UserError if a file is missing, truncated or another version.
     """
     for archive in archives:
-        missing = [ours for ours in archive.members if not (raw / ours).is_file()]
         if from_dir is not None:
-            missing = [ours for ours in missing if not _take_plain(ours, raw, from_dir)]
+            for ours in archive.members:
+                _take_plain(ours, raw, from_dir)
+        missing = [ours for ours in archive.members if not (raw / ours).is_file()]
         if missing:
             packed = prep.obtain(archive.file, [archive.url], archive.checksum, raw, from_dir)
             _unpack(packed, {ours: archive.members[ours] for ours in missing}, raw)
             packed.unlink()
 
 
-def _take_plain(ours: str, raw: Path, from_dir: Path) -> bool:
+def _take_plain(ours: str, raw: Path, from_dir: Path) -> None:
     source = from_dir / ours
     if source.is_file():
         prep.copy_whole(lambda: source.open("rb"), raw / ours)
-    return source.is_file()
 
 
 def _unpack(packed: Path, members: Mapping[str, str], raw: Path) -> None:

@@ -51,12 +51,13 @@ LOOK_SECONDS = 0.5  # polling interval of a training log
 class QuickstartRun(LMRun):
     """A language-model run that reports each validation and the final test perplexity."""
 
-    def work(self, children: Children, devices: Devices, say: Callable[[str], None]) -> None:
+    def work(self, children: Children, devices: Devices, say: Callable[[str], None]) -> bool:
         """Like :meth:`TrainingRun.work`."""
         with validations_reported(self.log, self.max_update(), say):
-            super().work(children, devices, say)
+            ours = super().work(children, devices, say)
         ppl = read_run(self.result)["metrics"]["test"][BLOCKS]["ppl"]
         say(f"test perplexity {ppl:.2f}")
+        return ours
 
 
 @command("quickstart")

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.families import plan
-from lrpe_fairseq.experiments.records import checkpoints, dictionaries
+from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import ROOT, relative
 from lrpe_fairseq.experiments.runner.devices import Devices
@@ -39,12 +39,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def train(run: TrainingRun) -> int:
     """Train or resume ``run``; output goes to the screen and to its log."""
-    seen = run.ready_to_resume(print)
+    seen = run.begin(print)
     if seen >= run.max_update():
         print(f"{run.name} already has its {seen} updates")
         return 0
-    if not seen:
-        dictionaries.remember(run.checkpoints, run.data)
     words = run.command(Devices().processes)
     print(shlex.join(words), flush=True)
     return subprocess.run(["bash", "-c", TEE, str(run.log), *words], cwd=ROOT).returncode

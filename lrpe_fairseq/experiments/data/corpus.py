@@ -171,15 +171,29 @@ def copy_whole(opener: Opener, target: Path) -> Path:
     """Copy the stream of ``opener`` to ``target`` unless it exists; the write is atomic.
 
     Raises:
-        UserError: the source is truncated or does not contain the file.
+        UserError: the source is truncated or does not contain the file, or ``target`` exists with
+            other content, because it came from another source.
     """
-    if not target.is_file():
-        try:
+    try:
+        if target.is_file():
+            _require_same(opener, target)
+        else:
             with opener() as stream, written_whole(target, "wb") as out:
                 shutil.copyfileobj(stream, out, BLOCK)
-        except (ValueError, *UNREADABLE) as why:
-            raise UserError(f"{target.name} cannot be unpacked ({why}): fetch it again.") from None
+    except (ValueError, *UNREADABLE) as why:
+        raise UserError(f"{target.name} cannot be unpacked ({why}): fetch it again.") from None
     return target
+
+
+def _require_same(opener: Opener, target: Path) -> None:
+    with opener() as stream, open(target, "rb") as there:
+        ours, theirs = iter(lambda: there.read(BLOCK), b""), iter(lambda: stream.read(BLOCK), b"")
+        same = all(one == other for one, other in itertools.zip_longest(ours, theirs))
+    if not same:
+        raise UserError(
+            f"{target} was made from another source, with other content: delete "
+            f"{target.parent.parent} to prepare it anew, or choose another --dest."
+        )
 
 
 @contextlib.contextmanager

@@ -60,9 +60,11 @@ def require_splits(data: Path, splits: Sequence[str]) -> None:
 def prepare(data: Path, preparation: Sequence[str], source: Path | None = None) -> None:
     """Run ``preparation`` unless ``data`` is prepared; ``source`` replaces the download.
 
+    With ``source`` the script always runs: it skips finished steps and refuses another source.
+
     Raises: UserError if the script fails, or if none is known.
     """
-    if is_prepared(data):
+    if is_prepared(data) and source is None:
         return
     if not preparation:
         require(data, preparation)

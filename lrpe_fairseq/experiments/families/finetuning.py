@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -95,6 +95,10 @@ class FinetuningRun(TrainingRun):
         super().require_inputs()
         require_match(self.checkpoint, self.data, self.glue_task)
 
+    def splits(self) -> set[str]:
+        """Also every development set."""
+        return super().splits() | set(evaluated(self.data))
+
     def max_update(self) -> int:
         """The number of updates of the whole run; 0 while the data is not prepared."""
         return int(self.settings().optimization.max_update) if manifest(self.data) else 0
@@ -130,12 +134,7 @@ class FinetuningRun(TrainingRun):
 
     def _protocol(self) -> str:
         metric = self.glue_task.metrics[0]
-        found = manifest(self.data)["splits"]["train"]
-        part = (
-            ""
-            if found["examples"] == found["official"]
-            else (f" Trained on a subset: {found['examples']:,} of {found['official']:,} examples.")
-        )
+        part = "".join(f" {text}" for text in subsets(manifest(self.data)["splits"]))
         return (
             f"The development set of GLUE, with the checkpoint of the epoch that has the best "
             f"{metric} there; {', '.join(self.glue_task.metrics)} times 100.{part}"
@@ -288,8 +287,19 @@ def _require_same(what: str, wanted: str, found: str) -> None:
 
 
 def evaluated(data: Path) -> list[str]:
-    """Return the development sets of ``data``."""
-    return [split for split in manifest(data)["splits"] if split != "train"]
+    """Return the development sets of ``data``; none if nothing is prepared."""
+    return [split for split in manifest(data).get("splits", {}) if split != "train"]
+
+
+def subsets(splits: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Return a sentence for each split of a manifest that is a subset of the official one."""
+    does = {"train": "Trained"}
+    return [
+        f"{does.get(split, f'Evaluated ({split})')} on a subset: {found['examples']:,} of "
+        f"{found['official']:,} examples."
+        for split, found in splits.items()
+        if found["examples"] != found["official"]
+    ]
 
 
 def evaluation_command(checkpoint: Path, data: Path, split: str, found: Path) -> list[str]:

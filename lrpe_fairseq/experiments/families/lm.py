@@ -1,5 +1,6 @@
 """Language-model runs: :class:`TrainingRun` scored by perplexity under two protocols."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,8 @@ def protocols(tokens_per_sample: int, names: set[str]) -> dict[str, str]:
     half = tokens_per_sample // 2
     said = {
         BLOCKS: f"fairseq-eval-lm over non-overlapping blocks of {tokens_per_sample} tokens; a "
-        "token sees what precedes it in its block, and a model's memory of earlier blocks.",
+        "token sees the tokens before it in its block, the one token before the block, and a "
+        "model's memory of earlier blocks.",
         SLIDING: f"fairseq-eval-lm --context-window {half}: windows of {tokens_per_sample} tokens "
         f"moved on by {tokens_per_sample - half}; a token sees at least the {half} before it.",
     }
@@ -116,6 +118,8 @@ def evaluation_command(
 def read_evaluation(log: Path, data: Path, split: str) -> dict[str, float]:
     """Return loss, ppl and tokens of an evaluation, and ``word_ppl`` if words were counted.
 
+    If a perplexity is not finite: ``diverged`` and tokens.
+
     Word perplexity divides the total log-probability by the words and line ends of the text, so
     that it does not depend on the tokenization.
 
@@ -129,7 +133,10 @@ def read_evaluation(log: Path, data: Path, split: str) -> dict[str, float]:
     expected = counts.get("tokens", measured["tokens"])
     if measured["tokens"] != expected:
         raise RunFailed(f"{log}: {measured['tokens']} of {expected} tokens were evaluated")
-    if "words_with_eos" in counts:
-        bits = measured["loss"] * measured["tokens"] / counts["words_with_eos"]
-        measured["word_ppl"] = 2**bits
-    return measured
+    if "loss" not in measured or "words_with_eos" not in counts:
+        return measured
+    bits = measured["loss"] * measured["tokens"] / counts["words_with_eos"]
+    word_ppl = fairseq_log.perplexity(bits)
+    if math.isinf(word_ppl):
+        return {fairseq_log.DIVERGED: 1, "tokens": measured["tokens"]}
+    return {**measured, "word_ppl": word_ppl}

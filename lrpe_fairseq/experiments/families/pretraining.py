@@ -62,7 +62,7 @@ class PretrainingRun(TrainingRun):
 
 
 def read_validation(log: Path, split: str) -> dict[str, float]:
-    """Read ``loss`` (bits) and ``ppl`` from the output of fairseq-validate.
+    """Read ``loss`` (bits) and ``ppl``, or ``diverged``, from the output of fairseq-validate.
 
     Raises: RunFailed if the output has none.
     """
@@ -70,4 +70,4 @@ def read_validation(log: Path, split: str) -> dict[str, float]:
         loss = fairseq_log.parse_validation(log.read_text(encoding="utf-8"), split)["loss"]
     except ValueError as error:
         raise RunFailed(f"{error} ({log})") from None
-    return {"loss": loss, "ppl": 2**loss}
+    return fairseq_log.scored(loss)

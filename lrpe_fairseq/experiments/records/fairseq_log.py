@@ -5,6 +5,7 @@ loss.
 """
 
 import json
+import math
 import re
 import statistics
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import Any
 LINE = re.compile(r"\b(train_inner|valid)\b[ :|]+(\{.*\})\s*$")
 TOKENS = re.compile(r"Evaluated ([\d,]+) tokens")
 LOSS = re.compile(r"Loss \(base 2\): ([-\d.einfa]+), Perplexity")
+INFINITE = "skipping tokens with inf scores"  # fairseq-eval-lm leaves them out, but counts them
+DIVERGED = "diverged"  # a metric: 1 in place of a loss and a perplexity that are not finite
 TAIL_BYTES = 16384
 
 
@@ -42,12 +45,12 @@ class TrainingLog:
     def curve(self, curve: Curve) -> list[dict[str, float]]:
         """The metric of ``curve`` by update, with the training tokens seen until then.
 
-        Empty if fairseq did not print that metric.
+        Empty if fairseq did not print that metric. Points that are not finite are left out.
         """
         return [
             {"updates": n, "tokens": self._tokens_until(n), curve.metric: float(v[curve.metric])}
             for n, v in sorted(self.valid.items())
-            if curve.metric in v
+            if math.isfinite(float(v.get(curve.metric, "nan")))
         ]
 
     def tokens_per_second(self) -> float:
@@ -123,7 +126,7 @@ def last_line(path: Path) -> str:
 
 
 def parse_evaluation(output: str) -> dict[str, float]:
-    """``loss`` (base 2), ``ppl`` and ``tokens`` from what fairseq-eval-lm printed.
+    """``tokens`` and :func:`scored` from what fairseq-eval-lm printed.
 
     Raises: ValueError where nothing was evaluated: fairseq then prints perplexity 1.00 and
         exits with status 0.
@@ -137,7 +140,24 @@ def parse_evaluation(output: str) -> dict[str, float]:
             "fairseq-eval-lm evaluated 0 tokens, so its perplexity means nothing: pass "
             "--tokens-per-sample no greater than the one of training"
         )
-    return {"loss": float(loss[-1]), "ppl": 2 ** float(loss[-1]), "tokens": count}
+    return {**scored(math.inf if INFINITE in output else float(loss[-1])), "tokens": count}
+
+
+def perplexity(loss: float) -> float:
+    """2 to ``loss``, which is in bits; inf where a float cannot hold it."""
+    try:
+        return 2.0**loss
+    except OverflowError:
+        return math.inf
+
+
+def scored(loss: float) -> dict[str, float]:
+    """``loss`` (bits) and ``ppl``, or ``diverged`` where these are not finite.
+
+    A run file cannot hold inf or nan.
+    """
+    ppl = perplexity(loss)
+    return {"loss": loss, "ppl": ppl} if math.isfinite(ppl) else {DIVERGED: 1}
 
 
 def parse_validation(output: str, split: str) -> dict[str, float]:

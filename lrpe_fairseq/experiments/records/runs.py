@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lrpe_fairseq.experiments.records.checkout import commit
+from lrpe_fairseq.experiments.records.cross_checks import cross_check
 from lrpe_fairseq.experiments.records.files import write_json
 
 Run = dict[str, Any]
@@ -44,6 +45,8 @@ FIELDS: dict[str, tuple[type, ...]] = {
 OPTIONAL: dict[str, tuple[type, ...]] = {
     "kernels": (dict,),  # which form computed causal sums and encodings; old runs lack it
     "peak_memory_mb": NUMBER,
+    "data": (dict,),  # split, or "dictionary" -> sha256; old runs lack it
+    "commits": (list,),  # of a training in several parts, in order; "commit" is the first
     "curve": (list,),  # of {"updates", "tokens", a metric such as "valid_ppl"}, updates ascending
 }
 CURVE_AXES = ("updates", "tokens")
@@ -66,6 +69,7 @@ def validate(run: Run) -> None:
     _check_metrics(run["metrics"], run["protocol"])
     _check_positive(run)
     _check_curve(run)
+    cross_check(run)
 
 
 def write_run(path: Path | str, run: Run) -> None:

@@ -5,6 +5,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
+from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.layout import Column, Row, Table
 from lrpe_fairseq.experiments.records.runs import Run, plain
 
@@ -24,13 +25,14 @@ class Group:
 def groups(table: Table, runs: Runs) -> list[Group]:
     """Return the runs that fill cells of ``table`` as comparable groups, in scale order.
 
-    Raises: ValueError if runs of a group differ in an option of ``table.same``.
+    Raises: ValueError if runs of a group differ in an option of ``table.same``, or in their data.
     """
     keys = {name: _group_key(table, run) for name, run in runs.items() if shown(table, run)}
     found = []
     for scale, dataset in sorted(set(keys.values()), key=lambda key: _scale_order(table, *key)):
         members = {n: runs[n] for n, key in sorted(keys.items()) if key == (scale, dataset)}
         shared_options(table, members)
+        require_same_data(members)
         found.append(Group(scale, dataset, members))
     return found
 
@@ -85,6 +87,22 @@ def shared_options(table: Table, runs: Runs) -> dict[str, Any]:
     return shared
 
 
+def require_same_data(runs: Runs) -> None:
+    """Check that runs on a data set of one name read the same files, as far as they say.
+
+    Raises: ValueError naming two runs and the split (or the dictionary) in which they differ.
+    """
+    first: dict[tuple[str, str], str] = {}  # (data set, split) -> the run that names it first
+    for name, run in runs.items():
+        for split, checksum in run.get("data", {}).items():
+            other = first.setdefault((run["dataset"], split), name)
+            if runs[other]["data"][split] != checksum:
+                raise ValueError(
+                    f"{other} and {name} cannot share a table; their data differ: "
+                    f"{run['dataset']} ({split}) has another checksum"
+                )
+
+
 def cell_runs(table: Table, row: Row, column: Column, runs: Runs) -> Runs:
     """Return the runs that belong to one cell."""
     return {name: run for name, run in runs.items() if fills(table, row, column, run)}
@@ -104,6 +122,14 @@ def scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:
         return found
     base = _raw_scores(table, table.row(table.baseline), column, runs)
     return {seed: value / mean(base) for seed, value in found.items()} if base else {}
+
+
+def diverged(table: Table, row: Row, column: Column, runs: Runs) -> list[int]:
+    """The seeds of one cell whose evaluation was not finite, in order."""
+    if column.attention not in row.attention or column.mean_of:
+        return []
+    found = cell_runs(table, row, column, runs).values()
+    return sorted({run["seed"] for run in found if DIVERGED in _measured(run, column)})
 
 
 def mean(values: Scores) -> float:
@@ -167,7 +193,11 @@ def _raw_scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:
 def _value(run: Run, column: Column) -> float | None:
     if not column.split:
         return run.get(column.metric)
-    return run["metrics"].get(column.split, {}).get(column.protocol, {}).get(column.metric)
+    return _measured(run, column).get(column.metric)
+
+
+def _measured(run: Run, column: Column) -> Run:
+    return run["metrics"].get(column.split, {}).get(column.protocol, {})
 
 
 def _mean_scores(parts: list[Scores]) -> Scores:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 NOT_RUN = "not run"
+DIVERGED = "diverged"
 NOT_MEASURED = "not measured"
 NO_CELL = "—"
 

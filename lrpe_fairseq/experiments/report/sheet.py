@@ -48,6 +48,10 @@ class Sheet:
             self._found[key] = cells.scores(self.table, row, column, self.group.runs)
         return self._found[key]
 
+    def diverged(self, row: Row, column: Column) -> list[int]:
+        """The seeds of a cell whose evaluation was not finite."""
+        return cells.diverged(self.table, row, column, self.group.runs)
+
     def printed(self, row: Row, column: Column) -> str:
         """Return the published cell as printed; a mean as computed, with any other printed."""
         cell = self._cell(row, column)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lrpe_fairseq.experiments.data import folders
+from lrpe_fairseq.experiments.data import checksums, folders
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.runs import Run, environment, write_run
+from lrpe_fairseq.experiments.runner import parts
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children, run_child
 from lrpe_fairseq.experiments.runner.recording import described_by
@@ -29,10 +30,12 @@ def arguments(script: str, description: str) -> argparse.ArgumentParser:
 def data_folder(given: Path, preparation_of: Callable[[Path], list[str]]) -> Path:
     """The folder of data-prep, also if its ``bin`` is given.
 
-    preparation_of: what prepares a folder. Raises: UserError if nothing is prepared there.
+    preparation_of: what prepares a folder. Raises: UserError if nothing is prepared there, or if
+        it is not what data-prep wrote.
     """
     data = given.parent if given.name == "bin" else given
     folders.require(data, preparation_of(data))
+    checksums.verify(data)
     return data
 
 
@@ -61,7 +64,7 @@ def without_colons(command: Sequence[str]) -> Iterator[list[str]]:
 
 
 def record(checkpoint: Path, data: Path, metrics: Run, protocol: Run) -> Run:
-    """The run file of an evaluation; the checkpoint says everything about the training."""
+    """The run file of an evaluation; checkpoint and run folder say all about the training."""
     state = checkpoints.load(checkpoint)
     return {
         "experiment": "by-hand",
@@ -72,7 +75,9 @@ def record(checkpoint: Path, data: Path, metrics: Run, protocol: Run) -> Run:
         "protocol": protocol,
         "tokens_per_second": _speed(state),
         "wall_seconds": checkpoints.seconds(state),
+        "data": checksums.checksums(data, set(metrics)),
         **environment(),
+        **parts.provenance(checkpoint.absolute().parent.parent),
     }
 
 

@@ -10,6 +10,7 @@ import fcntl
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,10 +18,13 @@ from pathlib import Path
 from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import ROOT, relative
+from lrpe_fairseq.experiments.runner import measured
 from lrpe_fairseq.experiments.runner.devices import Devices
 
 GRACE_SECONDS = 25.0  # a cluster kills after 30
 KIB = 1024
+MEASURED = (sys.executable, "-IS", str(Path(measured.__file__)))
+"""The process between the runner and a command, which reports the peak memory of the command."""
 
 
 class Stopped(Exception):
@@ -69,19 +73,24 @@ class Children:
 
         Its output is appended to ``log``. ``lock`` is a file descriptor that the child keeps open.
 
-        Raises: Stopped, ChildFailed, and OSError if the command cannot be started.
+        The peak is that of the command, not of this process: see :mod:`measured`.
+
+        Raises: Stopped, ChildFailed.
         """
-        with open(log, "ab") as output:
-            process = self._start(command, output.fileno(), cwd, environment, lock)
-        _, status, usage = os.wait4(process.pid, 0)
-        with self._guard:
-            self._alive.discard(process.pid)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if self.stopping:
-            raise Stopped
-        if process.returncode:
-            raise ChildFailed(process.returncode)
-        return usage.ru_maxrss / KIB
+        reader, writer = os.pipe()
+        with open(reader, encoding="ascii") as peak:
+            with open(log, "ab") as output, open(writer, "wb"):
+                words = [*MEASURED, str(writer), *command]
+                kept = (writer,) if lock is None else (writer, lock)
+                process = self._start(words, output.fileno(), cwd, environment, kept)
+            process.wait()
+            with self._guard:
+                self._alive.discard(process.pid)
+            if self.stopping:
+                raise Stopped
+            if process.returncode:
+                raise ChildFailed(process.returncode)
+            return int(peak.read()) / KIB
 
     def stop(self) -> None:
         """End every child and its own children, by signal and then by SIGKILL; start no more.
@@ -105,7 +114,7 @@ class Children:
         output: int,
         cwd: Path,
         environment: Mapping[str, str],
-        lock: int | None,
+        kept: tuple[int, ...],
     ) -> subprocess.Popen[bytes]:
         with self._guard:
             if self.stopping:
@@ -118,7 +127,7 @@ class Children:
                 cwd=cwd,
                 env={**os.environ, **environment},
                 start_new_session=True,  # a group of its own: Ctrl-C reaches the runner only
-                pass_fds=() if lock is None else (lock,),
+                pass_fds=kept,
             )
             self._alive.add(process.pid)
         return process

@@ -3,6 +3,7 @@
 from typing import Any
 
 from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.runs import Run
 
 COUNTS = ("examples", "sentences", "tokens")  # metrics that say how much was evaluated
@@ -25,6 +26,8 @@ def first_number(metrics: Run) -> str:
     """The first metric in words, such as ``valid blocks ppl 57.30``; perplexity if there is one."""
     split, protocols = next(iter(metrics.items()))
     protocol, measured = next(iter(protocols.items()))
+    if DIVERGED in measured:
+        return f"{split} {protocol} diverged"
     name = "ppl" if "ppl" in measured else next(key for key in measured if key not in COUNTS)
     return f"{split} {protocol} {name} {measured[name]:.2f}"
 

@@ -6,6 +6,7 @@ or SIGTERM the children have ended, and the same command resumes.
 
 import collections
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -43,7 +44,7 @@ class Job(Protocol):
 
     def outcome(self) -> str: ...
 
-    def work(self, children: Children, devices: Devices, say: Callable[[str], None]) -> None: ...
+    def work(self, children: Children, devices: Devices, say: Callable[[str], None]) -> bool: ...
 
 
 class Events:
@@ -55,11 +56,15 @@ class Events:
         self.terminal = sys.stdout.isatty()
 
     def say(self, text: str) -> None:
-        """Report an event; on the screen only if the log cannot be written."""
+        """Report an event on the screen and in the log, where these can be written.
+
+        The screen may be a file on a full disk, too: a report that fails must not end a worker.
+        """
         line = f"{time.strftime('%H:%M:%S')} {text}"
         with self._guard:
-            self._clear()
-            print(line, flush=True)
+            with contextlib.suppress(OSError):
+                self._clear()
+                print(line, flush=True)
             with contextlib.suppress(OSError), open(self._log, "a", encoding="utf-8") as log:
                 log.write(f"{time.strftime('%Y-%m-%d')} {line}\n")
 
@@ -94,7 +99,7 @@ class Schedule:
         self._busy: set[str] = set()
         self._done, self._failed = 0, 0
         self.trained = 0
-        """Runs that this process brought to their end, none of them with another process."""
+        """Runs that this process alone finished."""
         self._guard = threading.Lock()
         self._skipped = len(jobs) - len(self._jobs)
 
@@ -147,20 +152,24 @@ class Schedule:
     def _attempt(self, job: Job, devices: Devices) -> None:
         if job.name not in self._busy:
             update, _ = job.progress()
-            self._events.say(f"{job.name}: {f'going on at {update}' if update else 'started'}")
-        begun, ours = time.monotonic(), job.name not in self._busy and not job.finished()
-        job.work(self._children, devices, lambda text: self._events.say(f"{job.name}: {text}"))
+            self._say(job, f"going on at {update}" if update else "started")
+        begun, alone = time.monotonic(), job.name not in self._busy
+        say = functools.partial(self._say, job)
+        ours = job.work(self._children, devices, say) and alone
         with contextlib.suppress(OSError):
             (job.folder / ERROR).unlink(missing_ok=True)
         with self._guard:
             self._done += 1
             self.trained += ours
-        self._events.say(f"{job.name}: finished after {clock(time.monotonic() - begun)}")
+        say(f"finished after {clock(time.monotonic() - begun)}")
+
+    def _say(self, job: Job, text: str) -> None:
+        self._events.say(f"{job.name}: {text}")
 
     def _put_off(self, job: Job) -> None:
         if job.name not in self._busy:
             self._busy.add(job.name)
-            self._events.say(f"{job.name}: another process is at it; will look again")
+            self._say(job, "another process trains this run; will look again")
         with self._guard:
             self._waiting.append(job)
         time.sleep(BUSY_SECONDS)
@@ -176,7 +185,7 @@ class Schedule:
             if again:
                 self._waiting.appendleft(job)
             self._failed += not again
-        self._events.say(f"{job.name}: {'crashed, trying again' if again else 'FAILED'}: {reason}")
+        self._say(job, f"{'crashed, trying again' if again else 'FAILED'}: {reason}")
 
     def _watch(self, threads: Sequence[threading.Thread]) -> None:
         """Show progress until every thread has ended; the main thread must be free for signals."""

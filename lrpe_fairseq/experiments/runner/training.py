@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from omegaconf import OmegaConf
 
-from lrpe_fairseq.experiments.data import folders
+from lrpe_fairseq.experiments.data import checksums, folders
 from lrpe_fairseq.experiments.records import checkpoints, dictionaries, fairseq_log
 from lrpe_fairseq.experiments.records.console import clock
 from lrpe_fairseq.experiments.records.fairseq_log import Curve
@@ -24,14 +24,12 @@ from lrpe_fairseq.experiments.records.files import (
     CONFIGS,
     ROOT,
     load_config,
-    read_json,
     relative,
-    write_json,
 )
 from lrpe_fairseq.experiments.records.layout import Table
 from lrpe_fairseq.experiments.records.recipes import Cell, evaluations
 from lrpe_fairseq.experiments.records.runs import Run, environment, read_run, write_run
-from lrpe_fairseq.experiments.runner import identity, launch, processes
+from lrpe_fairseq.experiments.runner import identity, launch, parts, processes
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children, RunFailed, run_child
 from lrpe_fairseq.experiments.runner.recording import described_by, first_number
@@ -249,11 +247,29 @@ class TrainingRun(ABC):
             return False
         metrics = run["metrics"]
         evaluated = all(protocol in metrics.get(split, {}) for split, protocol in self.evaluations)
-        return evaluated and not self.differences(run["config"])
+        return evaluated and not self.differences(run["config"]) and not self.other_data(run)
 
     def differences(self, config: Mapping[str, Any]) -> set[str]:
         """The options of a training, as in a run file, that decide the result and differ here."""
         return identity.differences(self.settings(), config)
+
+    def splits(self) -> set[str]:
+        """The splits that the run reads: to train, to validate and to be evaluated on."""
+        chosen = self.settings().dataset
+        trained = chosen.get("train_subset") or "train"
+        validated = chosen.get("valid_subset") or "valid"
+        return {trained, *validated.split(","), *(split for split, _ in self.evaluations)}
+
+    def data_checksums(self) -> checksums.Checksums:
+        """The identity of the data of :meth:`splits`; empty if they are not prepared."""
+        return checksums.checksums(self.data, self.splits())
+
+    def other_data(self, known: Run) -> list[str]:
+        """The splits (or the dictionary) that differ from those of a run file or a half-done run.
+
+        Without checksums in ``known``, or without the data, there is nothing to compare.
+        """
+        return checksums.changed(known.get("data", {}), self.data_checksums())
 
     def progress(self) -> tuple[int, int]:
         """(updates done, updates in all)."""
@@ -270,13 +286,17 @@ class TrainingRun(ABC):
         return ", ".join(filter(None, parts))
 
     def ready_to_resume(self, say: Say) -> int:
-        """The updates of the newest sound checkpoint of these settings; others are removed."""
+        """The updates of the newest sound checkpoint of these settings and data.
+
+        Checkpoints of other settings or data are removed.
+        """
         seen = checkpoints.ready_to_resume(self.checkpoints, say)
         if not seen:
             return 0
         config = checkpoints.options(checkpoints.load(self.checkpoints / checkpoints.LAST))
         longer = {"max-update"} if seen <= self.max_update() else set()  # a longer training is fine
         changed = sorted(self.differences(config) - longer)
+        changed += [f"data ({part})" for part in self.other_data(parts.read(self.folder))]
         if changed:
             checkpoints.remove_all(self.checkpoints)
             say(f"{', '.join(changed)} changed, so training starts over")
@@ -284,37 +304,57 @@ class TrainingRun(ABC):
 
     # The work.
 
-    def work(self, children: Children, devices: Devices, say: Say) -> None:
+    def work(self, children: Children, devices: Devices, say: Say) -> bool:
         """Train what is missing, evaluate, and write the run file.
 
+        Returns: False if the run was finished already, by another process, say.
         Raises: UserError, Stopped, or processes.Busy if another process trains this run.
         """
         self.require_inputs()
         with processes.locked(self.folder) as lock:
-            if not self.finished():
-                self.train(children, devices, lock, say)
-                checkpoints.require_best(self.checkpoints)
-                measured = self.measure(children, devices, lock)
-                write_run(self.result, self.record(measured, devices.threads))
-                checkpoints.drop_intermediate(self.checkpoints)
+            if self.finished():
+                return False
+            self.train(children, devices, lock, say)
+            checkpoints.require_best(self.checkpoints)
+            measured = self.measure(children, devices, lock)
+            write_run(self.result, self.record(measured, devices.threads))
+            checkpoints.drop_intermediate(self.checkpoints)
+        return True
 
     def train(self, children: Children, devices: Devices, lock: int, say: Say) -> None:
         """Train to the last update, from the newest checkpoint if there is one."""
-        seen = self.ready_to_resume(say)
-        if seen >= self.max_update():
+        if self.begin(say) >= self.max_update():
             return  # fairseq would train one update too many
-        if not seen:
-            self.log.unlink(missing_ok=True)
-            dictionaries.remember(self.checkpoints, self.data)
         command = devices.launch(self.command(devices.processes))
         (self.folder / "command.txt").write_text(shlex.join(command) + "\n", encoding="utf-8")
         memory = run_child(children, command, self.log, devices, lock)
         self._require_the_end()
-        peak = max(round(memory, 1), self._usage().get("peak_memory_mb", 0))
-        write_json(self.folder / "usage.json", {"peak_memory_mb": peak})
+        parts.end(self.folder, memory)
+
+    def begin(self, say: Say) -> int:
+        """Return the updates already done; before further ones, store the commit and the data.
+
+        Raises: UserError if the data differ from those that data-prep wrote.
+        """
+        checksums.verify(self.data)
+        seen = self.ready_to_resume(say)
+        if seen < self.max_update():
+            if not seen:
+                self.log.unlink(missing_ok=True)
+                dictionaries.remember(self.checkpoints, self.data)
+            parts.begin(self.folder, self.data_checksums(), resumed=seen > 0)
+        return seen
 
     def record(self, measured: Run, threads: int) -> Run:
-        """The run file of the trained model; ``measured`` is what :meth:`measure` returned."""
+        """The run file of the trained model; ``measured`` is what :meth:`measure` returned.
+
+        Raises: RunFailed if the data have changed since the training began.
+        """
+        known = parts.read(self.folder)
+        if changed := self.other_data(known):
+            raise RunFailed(
+                f"{relative(self.data)} has changed since the training began ({', '.join(changed)})"
+            )
         best, last = (
             checkpoints.load(self.checkpoints / name)
             for name in (checkpoints.BEST, checkpoints.LAST)
@@ -331,15 +371,13 @@ class TrainingRun(ABC):
             "wall_seconds": checkpoints.seconds(last),
             "curve": log.curve(self.curve),
             "threads": threads,
-            **self._usage(),
+            **({"peak_memory_mb": known["peak_memory_mb"]} if "peak_memory_mb" in known else {}),
+            "data": self.data_checksums(),
             **environment(),
+            **parts.provenance(self.folder),
         }
 
     def _require_the_end(self) -> None:
         seen = checkpoints.updates(checkpoints.load(self.checkpoints / checkpoints.LAST))
         if seen < self.max_update():
             raise RunFailed(f"training ended after {seen} of {self.max_update()} updates")
-
-    def _usage(self) -> dict[str, float]:
-        """Peak memory of the finished parts of the training; empty if none was recorded."""
-        return read_json(self.folder / "usage.json")

@@ -1,0 +1,94 @@
+"""Fields of a run file that depend on each other: a careless edit of one is noticed."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+Run = dict[str, Any]
+ROUNDING = {"rel_tol": 1e-4, "abs_tol": 0.005}  # of a loss of 4 and a perplexity of 2 decimals
+VALIDATIONS = 0.1  # relative difference of fairseq's validation and the evaluation of the best
+NAMED = {  # field -> the option, of the model or of each half of it, that it repeats
+    "seed": "seed",
+    "task": "task",
+    "attention_type": "attention-type",
+    "position_encoding": "position-encoding",
+}
+
+
+def cross_check(run: Run) -> None:
+    """Raise ValueError, one sentence naming the field, where two fields contradict each other."""
+    for name, option in NAMED.items():
+        _check_option(run, name, option)
+    for split, protocols in run["metrics"].items():
+        for protocol, measured in protocols.items():
+            _check_perplexities(f"{split}.{protocol}", measured)
+        _check_tokens(split, protocols)
+    _check_updates(run)
+    _check_curve(run)
+
+
+def _check_option(run: Run, name: str, option: str) -> None:
+    value, config = run[name], run["config"]
+    sides = value if isinstance(value, dict) else {"": value}
+    for side, one in sides.items():
+        key = f"{side}-{option}" if side else option
+        if config.get(key, one) != one:
+            raise ValueError(
+                f"the run's field '{name}' is {one!r}, but its config has {key} {config[key]!r}"
+            )
+
+
+def _check_perplexities(where: str, measured: Run) -> None:
+    """ppl = 2^loss, and word_ppl = 2^(loss tokens / words) for a whole number of words."""
+    loss, ppl, word_ppl = (measured.get(name) for name in ("loss", "ppl", "word_ppl"))
+    if None not in (loss, ppl) and not (loss < 1024 and math.isclose(2**loss, ppl, **ROUNDING)):
+        raise ValueError(f"the run's metric {where}.ppl is {ppl}, not 2 to its loss of {loss}")
+    if loss is None or "tokens" not in measured or word_ppl is None or word_ppl <= 1:
+        return
+    words = loss * measured["tokens"] / math.log2(word_ppl)
+    if abs(words - round(words)) > 1e-3:
+        raise ValueError(
+            f"the run's metric {where}.word_ppl is {word_ppl}, which is 2^(loss tokens / words) "
+            "for no number of words"
+        )
+
+
+def _check_tokens(split: str, protocols: Run) -> None:
+    counts = {p: measured["tokens"] for p, measured in protocols.items() if "tokens" in measured}
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"the run's metric {split} counts different tokens: {counts}")
+    if any(count != int(count) or count < 1 for count in counts.values()):
+        raise ValueError(f"the run's metric {split} counts no whole number of tokens: {counts}")
+
+
+def _check_updates(run: Run) -> None:
+    last = run["config"].get("max-update") or math.inf
+    seen = [("evaluated_update", run.get("evaluated_update", 0))]
+    seen += [("curve", point["updates"]) for point in run.get("curve", [])[-1:]]
+    for name, updates in seen:
+        if updates > last:
+            raise ValueError(
+                f"the run's field '{name}' goes to update {updates}, but its config has "
+                f"max-update {last}"
+            )
+
+
+def _check_curve(run: Run) -> None:
+    """Tokens ascend; the point of the evaluated checkpoint is near its evaluation in blocks."""
+    tokens = [point["tokens"] for point in run.get("curve", [])]
+    if sorted(tokens) != tokens:
+        raise ValueError("the tokens of the run's field 'curve' do not ascend")
+    evaluated = run["metrics"].get("valid", {}).get("blocks", {}).get("ppl")
+    for validated in _validated(run):
+        if evaluated and abs(math.log(validated / evaluated)) > VALIDATIONS:
+            raise ValueError(
+                f"the run's field 'curve' has perplexity {validated} at its evaluated_update, but "
+                f"the metric valid.blocks.ppl is {evaluated}"
+            )
+
+
+def _validated(run: Run) -> Iterator[float]:
+    """The perplexity of the curve at the evaluated update, if it is there."""
+    for point in run.get("curve", []):
+        if point["updates"] == run.get("evaluated_update") and point.get("valid_ppl", 0) > 0:
+            yield point["valid_ppl"]

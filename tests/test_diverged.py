@@ -1,0 +1,87 @@
+"""A model that diverged is recorded and shown as diverged, not as an error or as not run."""
+
+import json
+import math
+
+import pytest
+
+from lrpe_fairseq.experiments.families import lm, pretraining
+from lrpe_fairseq.experiments.records import fairseq_log
+from lrpe_fairseq.experiments.records.fairseq_log import Curve
+from lrpe_fairseq.experiments.records.layout import Column, Row, Table
+from lrpe_fairseq.experiments.records.runs import read_run, write_run
+from lrpe_fairseq.experiments.report import pages
+from lrpe_fairseq.experiments.report.cells import Group
+from lrpe_fairseq.experiments.report.sheet import Sheet
+from lrpe_fairseq.experiments.runner.recording import first_number
+from tests.test_experiments import INNER, VALID, a_record
+
+EVALUATED = "Evaluated 1,000 tokens in 1s\n{}Loss (base 2): {}, Perplexity: {}"
+MESSAGE = "Message: 'skipping tokens with inf scores:'\n"
+LOST = {"diverged": 1, "tokens": 1000}
+
+
+def test_a_perplexity_beyond_floats_is_infinite():
+    assert fairseq_log.perplexity(3.0) == 8.0
+    assert fairseq_log.perplexity(5000.0) == math.inf
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        EVALUATED.format("", "5000.0000", "inf"),
+        EVALUATED.format("", "inf", "inf"),
+        EVALUATED.format("", "nan", "nan"),
+        EVALUATED.format(MESSAGE, "5.0000", "32.00"),
+        EVALUATED.format("", "600.0000", "4.1e180"),  # word perplexity 2 to the 1,200
+    ],
+)
+def test_an_evaluation_that_is_not_finite_has_diverged(tmp_path, output):
+    counts = {"tokens": 1000, "words_with_eos": 500}
+    (tmp_path / "manifest.json").write_text(json.dumps({"splits": {"test": counts}}))
+    log = tmp_path / "eval.log"
+    log.write_text(output)
+    assert lm.read_evaluation(log, tmp_path, "test") == LOST
+
+
+@pytest.mark.parametrize("loss", ["3000.5", "nan", "inf"])
+def test_a_masked_model_that_is_not_finite_has_diverged(tmp_path, loss):
+    log = tmp_path / "eval.log"
+    log.write_text(f'| INFO | valid | {{"epoch": 1, "valid_loss": "{loss}"}}')
+    assert pretraining.read_validation(log, "valid") == {"diverged": 1}
+
+
+def test_a_diverged_run_has_a_run_file_and_a_curve_of_its_finite_points(tmp_path):
+    log = tmp_path / "train.log"
+    lines = [INNER.format(100, 10), VALID.format(80, 10), VALID.format("inf", 20)]
+    log.write_text("\n".join([*lines, VALID.format("nan", 30)]))
+    curve = fairseq_log.read_training_log(log).curve(Curve("valid_ppl", "lower"))
+    assert [point["updates"] for point in curve] == [10]
+    run = a_record(metrics={"test": {"blocks": LOST}}, curve=curve)
+    write_run(tmp_path / "run.json", run)
+    assert read_run(tmp_path / "run.json") == run
+    assert first_number(run["metrics"]) == "test blocks diverged"
+
+
+def test_a_cell_says_how_many_seeds_diverged(tmp_path):
+    row = Row("Base", "none", ["linear"])
+    column = Column("c", "test", "linear", split="test", protocol="blocks", metric="ppl")
+    table = Table(
+        name="trial", title="", text="", experiments=["trial"], scales={"small": "x"},
+        rows=[row], columns=[column], baseline="Base", better="lower",
+    )  # fmt: skip
+
+    def shown(*metrics):
+        runs = {
+            f"trial/{seed}.json": a_record(seed=seed, metrics={"test": {"blocks": measured}})
+            for seed, measured in enumerate(metrics, 1)
+        }
+        return pages._ours(Sheet(tmp_path, table, Group("small", "toy", runs)), row, column)
+
+    assert shown() == "not run"
+    assert shown(LOST, LOST) == "diverged (2)"
+    assert shown({"ppl": 50.0, "tokens": 1000}, LOST) == "50.00 (1), diverged (1)"
+
+
+def test_the_protocol_names_the_token_before_the_block():
+    assert "the one token before the block" in lm.protocols(256, {lm.BLOCKS})[lm.BLOCKS]

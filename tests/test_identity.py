@@ -1,0 +1,174 @@
+"""What a run was trained on, and by which commit; data that differ never pass for the same."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from fairseq.trainer import Trainer
+
+from lrpe_fairseq import compat
+from lrpe_fairseq.experiments.data import checksums
+from lrpe_fairseq.experiments.data.corpus import digest
+from lrpe_fairseq.experiments.families import lm
+from lrpe_fairseq.experiments.records import checkout
+from lrpe_fairseq.experiments.records.console import UserError
+from lrpe_fairseq.experiments.records.runs import write_run
+from lrpe_fairseq.experiments.report import cells
+from lrpe_fairseq.experiments.runner import identity, parts, processes
+from lrpe_fairseq.experiments.runner.processes import ChildFailed, Children, RunFailed
+from tests.test_experiments import a_record, one_run, save, trained  # noqa: F401
+
+FILES = (
+    "dict.txt",
+    *(f"{s}.{kind}" for s in ("train", "valid", "test") for kind in ("bin", "idx")),
+)
+
+
+@pytest.fixture
+def prepared(one_run):  # noqa: F811
+    """A run whose data are prepared, with the manifest of data-prep."""
+    folder = one_run.data / "bin"
+    folder.mkdir(parents=True)
+    for name in FILES:
+        (folder / name).write_text(f"content of {name}")
+    writes = {f"bin/{name}": digest(folder / name) for name in FILES}
+    manifest = {"splits": {}, "steps": {"binarize": {"reads": {}, "writes": writes}}}
+    (one_run.data / "manifest.json").write_text(json.dumps(manifest))
+    one_run.folder.mkdir()
+    return one_run
+
+
+def replace_file(run, name):
+    (run.data / "bin" / name).write_text("another corpus")
+
+
+def test_a_run_file_has_one_checksum_for_each_split_and_the_dictionary(prepared):
+    found = prepared.data_checksums()
+    assert set(found) == {"train", "valid", "test", "dictionary"}
+    assert len(set(found.values())) == 4
+    only_valid = replace(prepared, evaluations=(("valid", lm.BLOCKS),))
+    assert only_valid.data_checksums() == {k: v for k, v in found.items() if k != "test"}
+    replace_file(prepared, "valid.idx")
+    assert checksums.changed(found, prepared.data_checksums()) == ["valid"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_damaged_or_replaced_data_are_refused_before_training(prepared, name):
+    checksums.verify(prepared.data)
+    replace_file(prepared, name)
+    with pytest.raises(UserError, match=f"bin/{name} is not the file that data-prep wrote"):
+        prepared.begin(pytest.fail)
+    assert not parts.read(prepared.folder)
+
+
+def test_a_run_on_other_data_is_not_finished(prepared):
+    write_run(prepared.result, a_record(config=trained(prepared)))
+    assert prepared.finished()  # a run file without checksums counts as before
+    record = a_record(config=trained(prepared), data=prepared.data_checksums())
+    write_run(prepared.result, record)
+    assert prepared.finished()
+    replace_file(prepared, "train.bin")
+    assert not prepared.finished()
+
+
+def test_checkpoints_of_other_data_are_not_resumed(prepared):
+    cfg = json.loads(json.dumps(identity.resolved(prepared.settings()), default=str))
+    save(prepared.checkpoints, "checkpoint_last.pt", 30, cfg=cfg)
+    parts.begin(prepared.folder, prepared.data_checksums(), resumed=False)
+    assert prepared.ready_to_resume(pytest.fail) == 30
+    replace_file(prepared, "train.bin")
+    said = []
+    assert prepared.ready_to_resume(said.append) == 0
+    assert said == ["data (train) changed, so training starts over"]
+
+
+def test_data_that_change_during_the_training_are_not_recorded(prepared):
+    parts.begin(prepared.folder, prepared.data_checksums(), resumed=False)
+    replace_file(prepared, "test.bin")
+    with pytest.raises(RunFailed, match=r"has changed since the training began \(test\)"):
+        prepared.record({}, threads=1)
+
+
+def test_runs_on_different_data_of_one_name_do_not_share_a_table():
+    old, one = a_record(), a_record(data={"train": "1", "dictionary": "2"})
+    elsewhere = a_record(dataset="other", data={"train": "3"})
+    cells.require_same_data({"old": old, "one": one, "again": one, "elsewhere": elsewhere})
+    other = a_record(data={"train": "3", "dictionary": "2"})
+    with pytest.raises(ValueError, match=r"^one and b cannot share a table; .*toy \(train\)"):
+        cells.require_same_data({"old": old, "one": one, "b": other})
+
+
+def test_the_commits_of_all_parts_of_a_training_are_named(tmp_path, monkeypatch):
+    def at(commit, *, resumed):
+        monkeypatch.setattr(parts, "commit", lambda: commit)
+        parts.begin(tmp_path, {}, resumed=resumed)
+        return parts.provenance(tmp_path)
+
+    assert parts.commit is checkout.commit
+    assert parts.provenance(tmp_path) == {}  # begun by an older version
+    assert at("a", resumed=False) == {"commit": "a"}
+    assert at("a", resumed=True) == {"commit": "a"}
+    parts.end(tmp_path, 300.04)
+    assert at("b", resumed=True) == {"commit": "a", "commits": ["a", "b"]}
+    parts.end(tmp_path, 200.0)
+    assert parts.read(tmp_path)["peak_memory_mb"] == 300.0
+    assert at("c", resumed=False) == {"commit": "c"}
+    assert "peak_memory_mb" not in parts.read(tmp_path)
+
+
+def test_a_clock_that_is_set_back_leaves_the_training_time_as_it_is(monkeypatch):
+    compat.apply()
+    trainer = Trainer.__new__(Trainer)
+    trainer._previous_training_time = 100.0
+    trainer._start_time = Trainer.__init__.__globals__["time"].time()
+    monkeypatch.setattr(time, "time", lambda: 0.0)  # 1970
+    assert 100.0 <= trainer._local_cumulative_training_time() < 110.0
+
+
+MEMORY = "import sys; bytearray(int(sys.argv[1]) << 20)"
+
+
+def test_the_peak_memory_is_that_of_the_command_and_not_of_the_runner(tmp_path):
+    ballast = bytearray(200 << 20)  # of the runner, beside torch and fairseq
+    given = {"log": tmp_path / "log", "cwd": tmp_path, "environment": {}}
+    assert Children().run(["/bin/true"], **given) < 40
+    small, large = (
+        Children().run([sys.executable, "-c", MEMORY, megabytes], **given)
+        for megabytes in ("1", "101")
+    )
+    assert large - small == pytest.approx(100, abs=5)
+    assert len(ballast) == 200 << 20
+
+
+def test_a_command_that_fails_dies_or_does_not_exist_keeps_its_status_and_its_output(tmp_path):
+    log = tmp_path / "log"
+    for command, status in (
+        (["sh", "-c", "echo before; exit 3"], 3),
+        (["sh", "-c", "kill -9 $$"], 137),
+        (["./no-such-command"], 127),
+    ):
+        with pytest.raises(ChildFailed) as failed:
+            Children().run(command, log, cwd=tmp_path, environment={})
+        assert failed.value.status == status
+    assert log.read_text().startswith("before\n")
+    assert "No such file or directory: './no-such-command'" in log.read_text()
+
+
+def test_a_signal_to_the_group_is_the_commands_to_act_on(tmp_path):
+    saving = "trap 'echo saved; exit 0' USR1; echo ready; while :; do sleep 0.05; done"
+    reader, writer = os.pipe()
+    words = [*processes.MEASURED, str(writer), "sh", "-c", saving]
+    child = subprocess.Popen(
+        words, stdout=subprocess.PIPE, text=True, pass_fds=(writer,), start_new_session=True
+    )
+    assert child.stdout.readline() == "ready\n"
+    os.killpg(child.pid, signal.SIGUSR1)
+    assert child.communicate(timeout=20) == ("saved\n", None)
+    assert child.returncode == 0
+    os.close(writer)
+    assert int(os.fdopen(reader).read()) > 0
