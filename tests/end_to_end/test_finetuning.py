@@ -265,7 +265,7 @@ def test_what_does_not_fit_together_gets_one_sentence_and_nothing_is_begun(
     assert "a head for 3 classes, and RTE needs 2" in refused(
         replace(made, checkpoint=tmp_path / "three.pt")
     )
-    with pytest.raises(ValueError, match="no task 'rte' here"):
+    with pytest.raises(ValueError, match="unknown GLUE task 'rte'"):
         replace(made, data=tasks / "rte").command()
 
 

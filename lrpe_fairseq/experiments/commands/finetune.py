@@ -62,8 +62,8 @@ def _runs(options: argparse.Namespace) -> list[TrainingRun]:
     tasks = (
         list(glue.TASKS) if options.task == "all" else [glue.named(options.task) and options.task]
     )
-    source = source_of(options.checkpoint)
     config = config_of(table, options.scale)
+    source = source_of(options.checkpoint)
     seeds = range(1, options.seeds + 1)
     return finetuning_runs(source, config, options.scale, tasks, options.lr, seeds)
 
