@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +32,7 @@ from lrpe_fairseq.experiments.report import cost
 from lrpe_fairseq.experiments.runner import identity, launch, processes, recording, schedule
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Busy, Children, RunFailed
+from lrpe_fairseq.models.options import AttentionOptions
 from tests.end_to_end.conftest import corpus  # noqa: F401  (a fixture)
 from tests.test_data_prep import multi30k, newstest, wmt14
 
@@ -119,7 +120,7 @@ def test_every_run_of_a_table_sets_only_keys_that_its_configuration_knows(table,
     known = [runs[0].yaml(), OmegaConf.structured(FairseqConfig)]
     chosen = {key for run in runs for key in run.chosen()}
     missing = {k for k in chosen if all(OmegaConf.select(config, k) is None for config in known)}
-    assert missing <= {"model.fidelity"}
+    assert missing <= {f"model.{option.name}" for option in fields(AttentionOptions)}
 
 
 TEST_SETS = {  # of data with other splits than train, valid and test
