@@ -285,17 +285,6 @@ def test_a_resumed_training_has_one_curve_and_the_speed_of_its_steady_part(tmp_p
     assert fairseq_log.last_update(log) == 40
 
 
-def test_a_repository_around_a_copy_of_ours_is_not_our_commit(tmp_path, monkeypatch):
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    subprocess.run([*git, "init", "--quiet"], check=True)
-    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "theirs"], check=True)
-    (tmp_path / "copy").mkdir()
-    monkeypatch.setattr(run_files, "ROOT", tmp_path / "copy")
-    assert run_files.commit() == "unknown"
-    monkeypatch.setattr(run_files, "ROOT", tmp_path)
-    assert len(run_files.commit().partition("-")[0]) == 40
-
-
 # --- finished, half done, broken --------------------------------------------------------------
 
 
