@@ -39,7 +39,8 @@ $(INSTALLED): setup.py scripts/install.sh
 
 $(TOOLS): $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
-	    --no-build-isolation --editable '.[test,plots]'
+	    --no-build-isolation --editable '.[test,plots]' > $(VENV)/install-test.log 2>&1 \
+	    || { tail -n 40 $(VENV)/install-test.log; exit 1; }
 	@touch $@
 
 quickstart: install  ## train LRPE beside its baselines on real text; prints one table (SEEDS=3)

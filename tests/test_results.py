@@ -743,7 +743,7 @@ def test_the_finding_names_the_leaders_and_the_rows_ahead_of_the_baseline(root):
         (root / "results" / "runs" / "demo" / f"{name}2.json").unlink()
     assert claims.finding(sheet(root)) == (
         "Linear, valid: of the 2 rows with several seeds, Base (50.15) is ahead of the other 1; "
-        "none is ahead of Base (50.15), RoPE behind."
+        "no row is ahead of Base (50.15), RoPE behind."
     )
 
 

@@ -4,6 +4,7 @@ A is ahead of B if both have at least two common seeds, A is better for every se
 difference of the means exceeds twice the pooled deviation.
 """
 
+import itertools
 import math
 import statistics
 
@@ -120,9 +121,18 @@ def rows_finding(sheet: Sheet, column: Column) -> str:
     if len(ordered) < 2:
         reason = "too few rows with several seeds" if ordered else ONE_SEED
         return f"{reason} ({_span(sheet, column, found)})"
+    if not _any_order(ordered, sheet.table.better):
+        return f"no order ({_span(sheet, column, ordered)})"
     among = f"of the {len(ordered)} rows with several seeds, " if len(ordered) < len(found) else ""
     return among + "; ".join(filter(None, [_leaders(sheet, column, ordered),
                                            _against_baseline(sheet, column, ordered)]))  # fmt: skip
+
+
+def _any_order(found: dict[str, Scores], better: str) -> bool:
+    """True if the runs order at least one pair of rows."""
+    return any(
+        ahead(one, other, better) for one, other in itertools.permutations(found.values(), 2)
+    )
 
 
 def _leaders(sheet: Sheet, column: Column, found: dict[str, Scores]) -> str:
@@ -134,7 +144,7 @@ def _leaders(sheet: Sheet, column: Column, found: dict[str, Scores]) -> str:
     if not level:
         return f"{named} is ahead of the other {others}"
     if len(level) == others:
-        return f"none is ahead of all others ({_span(sheet, column, found)})"
+        return f"no row is ahead of all others ({_span(sheet, column, found)})"
     return f"{named} is ahead of {others - len(level)}, but not of {_abridged(level)}"
 
 
@@ -145,7 +155,7 @@ def _against_baseline(sheet: Sheet, column: Column, found: dict[str, Scores]) ->
     others = [label for label in found if label != base]
     first = [label for label in others if ahead(found[label], found[base], better)]
     last = [label for label in others if ahead(found[base], found[label], better)]
-    count = f"{len(first)} of {len(others)} are" if first else "none is"
+    count = f"{len(first)} of {len(others)} are" if first else "no row is"
     count = "all are" if len(first) == len(others) else count
     text = f"{count} ahead of {valued(sheet, base, column)}"
     return text + (f", {_abridged(last)} behind" if last else "")
