@@ -16,7 +16,7 @@ import torch
 from lrpe_fairseq.experiments.commands import eval_mt
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.records import checkpoints, dictionaries
-from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.records.files import ROOT, read_json
 from lrpe_fairseq.experiments.records.layout import file_name
 from lrpe_fairseq.experiments.runner import by_hand, processes, schedule, slurm, training
 from lrpe_fairseq.experiments.runner.devices import Devices
@@ -137,7 +137,7 @@ def test_a_training_keeps_the_checksum_of_its_dictionary(lab: Lab, run: LMRun) -
         contextlib.suppress(Accepted),
     ):
         run.train(Children(), Devices(), 0, print)
-    assert len(training.read_json(run.checkpoints / dictionaries.FILE)["dict.txt"]) == 64
+    assert len(read_json(run.checkpoints / dictionaries.FILE)["dict.txt"]) == 64
 
 
 def test_where_only_the_size_of_a_dictionary_is_known_this_is_said(lab: Lab) -> None:

@@ -18,7 +18,7 @@ from tests.end_to_end.commands import Corpus
 
 TABLE = """
 title: "A table for a test"
-text: "Four small models."
+text: "Small models."
 experiments: [tiny]
 scales: {tiny: configs/lm/tiny.yaml}
 baseline: Base

@@ -70,7 +70,6 @@ def checkout(folder: Path, code: str, entry: str) -> Path:
     """A copy of the package with the family ``code`` under its ``entry`` of FAMILIES."""
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "lrpe_fairseq", folder / "lrpe_fairseq", ignore=ignored)
-    shutil.copytree(ROOT / "scripts", folder / "scripts")
     families = folder / "lrpe_fairseq" / "experiments" / "families"
     (families / "digits.py").write_text(code)
     name = entry.split(": ")[1].rstrip(",")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = ROOT / "configs"
@@ -62,13 +61,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_config(path: Path) -> Any:
-    """A configuration of fairseq. Raises: ValueError if it is not valid YAML, or has no task."""
+    """Load a configuration of fairseq. Raises: ValueError for invalid YAML or without a task."""
+    from omegaconf import DictConfig, OmegaConf  # data preparation needs this file without it
+
     try:
         config = OmegaConf.load(path)
     except (yaml.YAMLError, OSError) as error:
         raise ValueError(f"{relative(path)} does not load: {error}") from None
     if not isinstance(config, DictConfig) or not OmegaConf.select(config, "task._name"):
-        raise ValueError(f"{relative(path)} is no configuration of fairseq: it has no task._name")
+        raise ValueError(
+            f"{relative(path)} is not a configuration of fairseq: it has no task._name"
+        )
     return config
 
 
