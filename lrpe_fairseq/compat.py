@@ -241,7 +241,9 @@ def copy_buffers_to_the_average() -> None:
     Break: ``EMA._step_internal`` multiplies every entry of the state dict by the decay, which
     raises RuntimeError for integers. It also adds a rounding error to constant buffers at every
     update. The fix copies buffers instead of averaging them, as ``torch.optim.swa_utils`` does by
-    default.
+    default. ``EMA`` also leaves the ``version`` of a decoder out of the state that it loads, so
+    that the averaged model is loaded as a legacy one and loses its final LayerNorm; the fix keeps
+    the version.
     """
     model = torch.nn.Module()
     model.register_buffer("permutation", torch.arange(2))
@@ -250,6 +252,7 @@ def copy_buffers_to_the_average() -> None:
         EMA(model, config).step(model)
     except RuntimeError:
         _replace_method(EMA, "__init__", _start_average)
+        _replace_method(EMA, "restore", _restore_average)
 
 
 def refuse_unsafe_archives() -> None:
@@ -475,6 +478,15 @@ def _start_average(
 ) -> None:
     buffers = {name for name, _ in model.named_buffers()}
     original(self, model, config, device, buffers | set(skip_keys or ()))
+
+
+def _restore_average(
+    original: Callable, self: Any, state_dict: dict, *rest: Any, **named: Any
+) -> None:
+    """Load ``state_dict`` with the versions of the averaged model, which EMA leaves out."""
+    own = self.model.state_dict()
+    versions = {name: own[name] for name in own if "version" in name}
+    original(self, versions | dict(state_dict), *rest, **named)
 
 
 # ---- how the fixes test and patch ----
