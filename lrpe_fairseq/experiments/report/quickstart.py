@@ -32,8 +32,8 @@ Base is the encoding `none`: sinusoidal positions only. The other rows use them 
 paper. Linear attention is normalized by a LayerNorm in every row, as in the TMLR paper.
 
 The normalizer, the learning rate and the size were chosen by pilots on the validation loss of
-seed 1, which is one of the seeds below. With the default normalizer `rotated` the pilots did not show
-`lrpe-type2` ahead of `rope`, so the order of these two holds for LayerNorm only.
+seed 1, which is one of the seeds below. With the default normalizer `rotated` the pilots did not
+show `lrpe-type2` ahead of `rope`, so the order of these two holds for LayerNorm only.
 
 {numbers}
 
