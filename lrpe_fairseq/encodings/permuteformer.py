@@ -37,6 +37,7 @@ class PermuteFormer(QueryKeyEncoding):
     overflow if keys span more than about 1300 tokens. Softmax scores overflow at about 690.
     """
 
+    decay_on = "score"
     departures = {
         "permuteformer-shared-permutation": (
             "PermuteFormer uses one permutation, drawn from the seed 0xdeadbeefdeadbeef, for all "
