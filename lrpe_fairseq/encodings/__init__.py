@@ -14,9 +14,11 @@ from lrpe_fairseq.encodings.base import (
     QueryKeyEncoding,
     ScoreEncoding,
 )
+from lrpe_fairseq.encodings.kerple import KerpleLog, KerplePower
 from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
 from lrpe_fairseq.encodings.none import NoEncoding
 from lrpe_fairseq.encodings.permuteformer import PermuteFormer
+from lrpe_fairseq.encodings.sandwich import Sandwich
 from lrpe_fairseq.encodings.spe import SPE
 from lrpe_fairseq.encodings.t5 import T5Bias
 from lrpe_fairseq.encodings.transformer_xl import TransformerXL
@@ -63,6 +65,9 @@ ENCODINGS: dict[str, Constructor] = {
     "lrpe-tmlr-type1": _lrpe("householder", "unitary-learned"),
     "lrpe-tmlr-type2": _lrpe("householder", "rotation-learned"),
     "lrpe-tmlr-type3": _lrpe("householder", "permutation"),
+    "kerple-log": KerpleLog,
+    "kerple-power": KerplePower,
+    "sandwich": Sandwich,
 }
 
 DEFAULTS = EncodingOptions()
