@@ -14,6 +14,7 @@ from lrpe_fairseq.encodings.base import (
     QueryKeyEncoding,
     ScoreEncoding,
 )
+from lrpe_fairseq.encodings.fire import FIRE
 from lrpe_fairseq.encodings.kerple import KerpleLog, KerplePower
 from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
 from lrpe_fairseq.encodings.none import NoEncoding
@@ -68,6 +69,7 @@ ENCODINGS: dict[str, Constructor] = {
     "kerple-log": KerpleLog,
     "kerple-power": KerplePower,
     "sandwich": Sandwich,
+    "fire": FIRE,
 }
 
 DEFAULTS = EncodingOptions()
