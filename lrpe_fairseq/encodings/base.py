@@ -142,8 +142,10 @@ class Encoding(nn.Module):
     departures: ClassVar[Mapping[str, str]] = {}
     """Departures of the published code that this method can reproduce: name -> one sentence."""
 
-    card: Card
+    card: Card | None = None
     """The entry of the gallery; a class attribute, or set by the constructor."""
+    two_axes: ClassVar[bool] = False
+    """True if positions on a grid have two axes here; see ``EncodingOptions.grid_width``."""
     name: str = ""
     """The name passed to ``build_encoding``, which sets it."""
     serves_linear: ClassVar[bool] = False

@@ -17,6 +17,7 @@ from lrpe_fairseq.experiments.report import (
     cost,
     denominators,
     fidelity,
+    gallery,
     pages,
     quickstart,
     readme,
@@ -28,13 +29,14 @@ PARTS: dict[str, ModuleType] = {
     "results": pages,
     "quickstart": quickstart,
     "readme": readme,
+    "gallery": gallery,
     "cost": cost,
     "speed": speed,
     "denominators": denominators,
     "fidelity": fidelity,
     "versions": versions,
 }
-GENERATED = ("results/*.md", "results/figures/*.png")
+GENERATED = ("results/*.md", "results/figures/*.png", "docs/figures/encodings/*.png")
 """Patterns of files that are never written by hand."""
 
 
