@@ -13,6 +13,7 @@ from lrpe_fairseq.encodings.base import (
     QueryKeyEncoding,
     check_positions,
 )
+from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.encodings.permutations import CyclicPowers, permute
 from lrpe_fairseq.kernels import encode_cpu
 from lrpe_fairseq.kernels.encode import Form
@@ -47,13 +48,15 @@ class PermuteFormer(QueryKeyEncoding):
         source="PermuteFormer (Chen, 2021)",
     )
     departures = {
-        "permuteformer-shared-permutation": (
-            "PermuteFormer uses one permutation, drawn from the seed 0xdeadbeefdeadbeef, for all "
-            "heads and layers, instead of one per head."
+        "permuteformer-shared-permutation": Departure(
+            paper="a permutation per head (PermuteFormer, Chen 2021)",
+            code="one for all heads and layers, drawn from the seed 0xdeadbeefdeadbeef",
+            ours="one per head and layer",
         ),
-        "permuteformer-bidirectional-ratio": (
-            "PermuteFormer keeps the weight r^(s-t) in bidirectional models, where it grows "
-            "without bound for t > s."
+        "permuteformer-bidirectional-ratio": Departure(
+            paper="the weight r^(s-t) belongs to causal models",
+            code="kept in bidirectional ones, where it grows without bound for t > s",
+            ours="no weight in bidirectional models",
         ),
     }
 

@@ -14,6 +14,7 @@ from lrpe_fairseq.encodings.base import (
     check_positions,
     option,
 )
+from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.errors import ChoiceError
 
 
@@ -48,9 +49,15 @@ class T5Bias(ScoreEncoding):
         source="Raffel et al. (2020), Section 2.1",
     )
     departures = {
-        "t5-shared-bias": "T5 has one bias for all heads of a layer instead of one per head.",
-        "t5-unit-init": (
-            "T5's biases start from N(0, 1), nn.Embedding's default, instead of N(0, 1/(H D))."
+        "t5-shared-bias": Departure(
+            paper="a bias per head (T5, Raffel et al. 2020)",
+            code="one for all heads of a layer",
+            ours="one per head",
+        ),
+        "t5-unit-init": Departure(
+            paper="(T5 initializes by N(0, 1/width))",
+            code="N(0, 1), the default of nn.Embedding",
+            ours="N(0, 1/(H D))",
         ),
     }
 
