@@ -14,6 +14,7 @@ from lrpe_fairseq.encodings.base import (
     QueryKeyEncoding,
     ScoreEncoding,
 )
+from lrpe_fairseq.encodings.cape import CAPEFIRE, CAPEALiBi, CAPEKerple
 from lrpe_fairseq.encodings.fire import FIRE
 from lrpe_fairseq.encodings.kerple import KerpleLog, KerplePower
 from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
@@ -72,6 +73,9 @@ ENCODINGS: dict[str, Constructor] = {
     "kerple-power": KerplePower,
     "sandwich": Sandwich,
     "fire": FIRE,
+    "cape-alibi": CAPEALiBi,
+    "cape-kerple": CAPEKerple,
+    "cape-fire": CAPEFIRE,
 }
 
 DEFAULTS = EncodingOptions()
