@@ -14,9 +14,12 @@ from lrpe_fairseq.encodings.base import (
     QueryKeyEncoding,
     ScoreEncoding,
 )
+from lrpe_fairseq.encodings.fire import FIRE
+from lrpe_fairseq.encodings.kerple import KerpleLog, KerplePower
 from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
 from lrpe_fairseq.encodings.none import NoEncoding
 from lrpe_fairseq.encodings.permuteformer import PermuteFormer
+from lrpe_fairseq.encodings.sandwich import Sandwich
 from lrpe_fairseq.encodings.shaw import Shaw
 from lrpe_fairseq.encodings.spe import SPE
 from lrpe_fairseq.encodings.t5 import T5Bias
@@ -65,6 +68,10 @@ ENCODINGS: dict[str, Constructor] = {
     "lrpe-tmlr-type1": _lrpe("householder", "unitary-learned"),
     "lrpe-tmlr-type2": _lrpe("householder", "rotation-learned"),
     "lrpe-tmlr-type3": _lrpe("householder", "permutation"),
+    "kerple-log": KerpleLog,
+    "kerple-power": KerplePower,
+    "sandwich": Sandwich,
+    "fire": FIRE,
 }
 
 DEFAULTS = EncodingOptions()
