@@ -19,6 +19,7 @@ from lrpe_fairseq.encodings.none import NoEncoding
 from lrpe_fairseq.encodings.permuteformer import PermuteFormer
 from lrpe_fairseq.encodings.shaw import Shaw
 from lrpe_fairseq.encodings.spe import SPE
+from lrpe_fairseq.encodings.stick_breaking import StickBreaking
 from lrpe_fairseq.encodings.t5 import T5Bias
 from lrpe_fairseq.encodings.transformer_xl import TransformerXL
 from lrpe_fairseq.errors import ChoiceError
@@ -54,6 +55,7 @@ ENCODINGS: dict[str, Constructor] = {
     "t5": T5Bias,
     "transformer-xl": TransformerXL,
     "shaw": Shaw,
+    "stick-breaking": StickBreaking,
     "lrpe-type1": _lrpe("householder", "rotation-half"),
     "lrpe-type2": _lrpe("householder", "rotation-learned"),
     "lrpe-type3": _lrpe("householder-learned", "rotation-learned"),
