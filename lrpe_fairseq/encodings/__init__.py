@@ -14,6 +14,7 @@ from lrpe_fairseq.encodings.base import (
     QueryKeyEncoding,
     ScoreEncoding,
 )
+from lrpe_fairseq.encodings.cope import CoPE
 from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
 from lrpe_fairseq.encodings.none import NoEncoding
 from lrpe_fairseq.encodings.permuteformer import PermuteFormer
@@ -55,6 +56,7 @@ ENCODINGS: dict[str, Constructor] = {
     "t5": T5Bias,
     "transformer-xl": TransformerXL,
     "shaw": Shaw,
+    "cope": CoPE,
     "stick-breaking": StickBreaking,
     "lrpe-type1": _lrpe("householder", "rotation-half"),
     "lrpe-type2": _lrpe("householder", "rotation-learned"),

@@ -51,14 +51,11 @@ def test_weights_and_gradients_are_those_of_a_stick_broken_by_hand(rows, columns
         ]
     ).view_as(scores)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+    if columns == 1:
+        return  # no weight depends on the scores
     weight = example(rows, columns)
-    both = [
-        torch.autograd.grad((w.sin() * weight).sum(), scores, allow_unused=True)[0]
-        for w in (found, wanted)
-        if w.requires_grad
-    ]
-    for grad in both:
-        torch.testing.assert_close(grad, both[-1], rtol=1e-10, atol=1e-13)
+    grads = [torch.autograd.grad((w.sin() * weight).sum(), scores)[0] for w in (found, wanted)]
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-13)
 
 
 def test_a_row_sums_to_what_its_keys_took_from_one():
