@@ -76,14 +76,48 @@ def score_matrix(
     k: Tensor,
     q_positions: Tensor,
     k_positions: Tensor,
+    x: Tensor | None = None,
 ) -> Tensor:
-    """The score of every (s, t) under either protocol, decay included: (B, H, T, S)."""
+    """The score of every (s, t) under either protocol, (B, H, T, S), for q that is scaled already.
+
+    A decay of the weight is part of it: its logarithm is added. x: the layer's input (B, T, C), of
+    which the encoding computes gates; None for no gates.
+    """
     if isinstance(encoding, ScoreEncoding):
-        return encoding(q @ k.transpose(-1, -2), q, k, q_positions, k_positions)
+        q = q * encoding.content_scale
+        visible = visible_matrix(encoding, q, k)
+        return encoding(q @ k.transpose(-1, -2), q, k, q_positions, k_positions, visible)
+    gates = None if x is None else encoding.log_gates(x)
     q, k = encoding(q, k, q_positions, k_positions)
     scores = q @ k.transpose(-1, -2)
+    if gates is not None:
+        total = gates.double().cumsum(-1)
+        return scores + (total.unsqueeze(-1) - total.unsqueeze(-2)).tril()
     log_decay = encoding.log_decay()
     if log_decay is None:
         return scores
-    lag = (q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)).clamp_min(0)
-    return scores * torch.exp(log_decay.double()[:, None, None] * lag)
+    lag = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
+    lag = lag.clamp_min(0) if encoding.spec.causal else lag.abs()
+    exponent = log_decay.double()[:, None, None] * lag.unsqueeze(-3)
+    return scores * exponent.exp() if encoding.decay_on == "score" else scores + exponent
+
+
+def weight_matrix(
+    encoding: QueryKeyEncoding | ScoreEncoding, q: Tensor, k: Tensor, *rest: Tensor
+) -> Tensor:
+    """The weights of softmax attention, (B, H, T, S); arguments as of :func:`score_matrix`."""
+    scores, visible = score_matrix(encoding, q, k, *rest), visible_matrix(encoding, q, k)
+    if isinstance(encoding, ScoreEncoding):
+        return encoding.weigh(scores, visible, scores.dtype)
+    hidden = torch.zeros(()) if visible is None else ~visible
+    return scores.masked_fill(hidden.bool(), -math.inf).softmax(-1)
+
+
+def visible_matrix(
+    encoding: QueryKeyEncoding | ScoreEncoding, q: Tensor, k: Tensor
+) -> Tensor | None:
+    """The causal mask (1, 1, T, S), true where a query sees a key; None without a mask."""
+    if not encoding.spec.causal:
+        return None
+    rows, columns = q.shape[-2], k.shape[-2]
+    return torch.ones(1, 1, rows, columns, dtype=torch.bool).tril(columns - rows)

@@ -1,5 +1,5 @@
-"""The properties every encoding must have: each name of ENCODINGS, each free form, and a
-multiplicative score encoding that exists here only.
+"""The properties every encoding must have: each name of ENCODINGS, each free form, a
+multiplicative score encoding that exists here only, and "NAME@W", NAME on a grid of width W.
 
 An exception is a capability field on the class, which a test asserts; no name is skipped.
 """
@@ -18,13 +18,14 @@ from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import (
     ENCODINGS,
     FREE_FORMS,
+    EncodingOptions,
     EncodingSpec,
     QueryKeyEncoding,
     ScoreEncoding,
     build_encoding,
 )
 from lrpe_fairseq.encodings.base import check_positions
-from tests.references import score_matrix
+from tests.references import score_matrix, weight_matrix
 
 
 class Multiplicative(ScoreEncoding):
@@ -45,7 +46,8 @@ class Multiplicative(ScoreEncoding):
 
 
 HERE_ONLY = {"multiplicative": Multiplicative}
-NAMES = (*ENCODINGS, *HERE_ONLY, *FREE_FORMS)
+GRIDS = ()
+NAMES = (*ENCODINGS, *HERE_ONLY, *FREE_FORMS, *GRIDS)
 WIDTH, HEADS, D = 16, 2, 8
 
 
@@ -61,15 +63,29 @@ def _registered():
         yield
 
 
+def inputs(length=6, batch=2):
+    """The input of a layer, (B, T, C): the same for all tokens, so that all gates are equal."""
+    row = torch.rand(1, 1, WIDTH, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    return row.expand(batch, length, WIDTH)
+
+
+def parts_of(name):
+    """Return the name and the options of "NAME" or "NAME@W"."""
+    name, _, width = name.partition("@")
+    return name, EncodingOptions(grid_width=int(width or 0))
+
+
 def encoding_of(name, causal=True, seed=0):
     with mock.patch.dict(ENCODINGS, HERE_ONLY):
-        return build_encoding(name, D, HEADS, causal=causal, seed=seed).eval()
+        name, options = parts_of(name)
+        return build_encoding(name, D, HEADS, causal=causal, seed=seed, options=options).eval()
 
 
 def expected_scores(name, q, k, q_positions, k_positions, causal=True):
     """The score matrix; for random codes its mean over draws, with its standard error."""
-    if encoding_of(name).relative == "exact":
-        scores = score_matrix(encoding_of(name, causal), q, k, q_positions, k_positions)
+    if encoding_of(name).relative != "in expectation":
+        encoding = encoding_of(name, causal)
+        scores = score_matrix(encoding, q, k, q_positions, k_positions, inputs())
         return scores, torch.zeros_like(scores)
     draws = torch.stack(
         [
@@ -91,12 +107,13 @@ def same_parameters(name, causal, seed):
 
 def attention_of(name, attention_type, seed=0, **options):
     torch.manual_seed(seed)
+    name, own = parts_of(name)
     module = MultiheadAttention(
         WIDTH,
         HEADS,
         attention_type=attention_type,
         position_encoding=name,
-        **{"causal": True, **options},
+        **{"causal": True, "options": own, **options},
     )
     return module.double().eval()
 
@@ -108,6 +125,12 @@ PAIRS = [
     if attention_type == "softmax" or encoding_of(name).serves_linear
 ]
 
+MODES = [
+    (*pair, causal)
+    for pair in PAIRS
+    for causal in (True, False)
+    if causal or not encoding_of(pair[0]).causal_only
+]
 DECOMPOSABLE = [n for n in NAMES if isinstance(encoding_of(n), QueryKeyEncoding)]
 NORMS_KEPT = [n for n in DECOMPOSABLE if encoding_of(n).keeps_norm]
 
@@ -115,30 +138,55 @@ NORMS_KEPT = [n for n in DECOMPOSABLE if encoding_of(n).keeps_norm]
 # --- the score ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("shift", "causal"), [(7, True), (500, False), (100_000, True), (100_000, False)]
-)
-@pytest.mark.parametrize("name", NAMES)
-def test_the_score_depends_on_t_minus_s_only(name, shift, causal):
-    q, k = example()
+SHIFTS = [
+    (name, shift, causal)
+    for name in NAMES
+    for shift, causal in [(7, True), (500, False), (100_000, True), (100_000, False)]
+    if causal or not encoding_of(name).causal_only
+]
+
+
+@pytest.mark.parametrize(("name", "shift", "causal"), SHIFTS)
+def test_the_score_depends_on_t_minus_s_only_where_the_encoding_says_so(name, shift, causal):
+    encoding, (q, k) = encoding_of(name, causal), example()
+    shift *= encoding.shift_unit
+    limit = math.inf if encoding.relative_up_to is None else encoding.relative_up_to
     positions = torch.arange(6)
     here, error = expected_scores(name, q, k, positions, positions, causal)
     there, other = expected_scores(name, q, k, positions + shift, positions + shift, causal)
     seen = torch.ones(6, 6, dtype=torch.bool).tril() if causal else torch.ones(6, 6).bool()
     difference = ((here - there).abs() - 5 * (error + other)).masked_fill(~seen, 0)
-    assert difference.max() < 1e-9
+    if encoding.relative == "no" or shift + 5 > limit:
+        assert difference.max() > 1e-6
+    else:
+        assert difference.max() < 1e-9
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if encoding_of(n).shift_unit > 1])
+def test_a_shift_that_is_not_a_whole_row_changes_the_score(name):
+    encoding, (q, k), at = encoding_of(name), example(), torch.arange(6)
+    moved = at + encoding.shift_unit - 1
+    here, there = score_matrix(encoding, q, k, at, at), score_matrix(encoding, q, k, moved, moved)
+    assert (here - there).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if encoding_of(n).causal_only])
+def test_a_causal_encoding_is_refused_by_bidirectional_attention(name):
+    with pytest.raises(ValueError, match="defined for causal attention only; choose another"):
+        encoding_of(name, causal=False)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "none"])
-def test_the_score_does_depend_on_t_minus_s(name):
+def test_the_weights_do_depend_on_the_distance(name):
     q, k = example()
     q, k = q[:, :, :1].expand_as(q), k[:, :, :1].expand_as(k)  # the same content everywhere
     encoding = encoding_of(name)
     with torch.no_grad():
         for parameter in encoding.parameters():  # tables that start at zero say nothing yet
             parameter.add_(torch.rand(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    scores = score_matrix(encoding, q, k, torch.arange(6), torch.arange(6))
-    assert (scores[..., 5, :] - scores[..., 5, 5:]).abs().max() > 1e-3
+    at = 97 * torch.arange(6)  # coprime to all cycles of a permutation
+    weights = weight_matrix(encoding, q, k, at, at, inputs())
+    assert (weights[..., 5, :] - weights[..., 5, 5:]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", NORMS_KEPT)
@@ -161,9 +209,9 @@ def test_norms_are_kept(name):
 
 
 @pytest.mark.parametrize("name", sorted({*DECOMPOSABLE} - {*NORMS_KEPT}))
-def test_only_random_codes_do_not_keep_norms(name):
+def test_an_encoding_that_does_not_keep_norms_is_not_exactly_relative(name):
     encoding, (q, k), at = encoding_of(name), example(), torch.arange(6)
-    assert encoding.relative == "in expectation"
+    assert encoding.relative != "exact"
     found = encoding(q, k, at, at)[0].norm(dim=-1)
     assert ((found / q.norm(dim=-1)).log().abs() > 0.1).any()
 
@@ -271,19 +319,20 @@ def test_explicit_positions_are_checked_and_used(name, attention_type):
     at = torch.arange(6)
     assert torch.equal(module.attend(x, positions=at)[0], plain)
     if module.encoding.relative == "exact":
-        rows = torch.stack([at + 1000, at + 5])
+        unit, limit = module.encoding.shift_unit, module.encoding.relative_up_to
+        far = 1000 * unit if limit is None else limit - 6
+        rows = torch.stack([at + far, at + 5 * unit])
         state, parts = None, []
         for cut in (slice(0, 4), slice(4, 6)):
             out, state = module.attend(x[:, cut], None, state, True, positions=rows[:, cut])
             parts.append(out)
         torch.testing.assert_close(torch.cat(parts, 1), plain, rtol=1e-9, atol=1e-9)
-        assert state.next_position.tolist() == [1006, 11]
+        assert state.next_position.tolist() == [far + 6, 5 * unit + 6]
     with pytest.raises(ValueError, match=r"shape \(T,\) or \(B, T\)"):
         module.attend(x, positions=torch.zeros(6, 2).long())
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-@pytest.mark.parametrize(("name", "attention_type"), PAIRS)
+@pytest.mark.parametrize(("name", "attention_type", "causal"), MODES)
 def test_left_padded_equals_right_padded_equals_unpadded(name, attention_type, causal):
     module = attention_of(name, attention_type, causal=causal)
     x = torch.randn(5, 1, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -362,7 +411,8 @@ def test_one_seed_gives_one_encoding_and_another_seed_another(name):
     drawn = draws_at_construction(name)
     assert equal == [True, True, not drawn]
     (q, k), at = example(), torch.arange(6)
-    scores = [score_matrix(encoding, q, k, at, at) for encoding in (one, same, other)]
+    x = torch.rand(2, 6, WIDTH, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    scores = [score_matrix(encoding, q, k, at, at, x) for encoding in (one, same, other)]
     assert torch.equal(scores[0], scores[1])
     assert torch.equal(scores[0], scores[2]) == (not drawn)
 

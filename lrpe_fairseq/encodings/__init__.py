@@ -124,8 +124,8 @@ def build_encoding(
         causal: True if the attention is causal.
         seed: seed of the encoding's fixed random parts.
         options: options of individual methods; those of other methods are ignored.
-    Raises: ChoiceError for an unknown name (listing the names), an unknown option or a width that
-        the method does not support.
+    Raises: ChoiceError for an unknown name (listing the names), an unknown option, a width that
+        the method does not support, or a causal method without ``causal``.
 
     >>> enc = build_encoding("lrpe-type1", head_dim=64, num_heads=8)
     >>> q2, k2 = enc(q, k, positions, positions)  # q, k: (B, H, T, D)
@@ -133,6 +133,11 @@ def build_encoding(
     unknown = sorted(options.values.keys() - options_of_encodings().keys())
     if unknown:
         raise ChoiceError(f"no encoding has the option {', '.join(unknown)}")
+    if encoding_class(name).causal_only and not causal:
+        raise ChoiceError(
+            f"position encoding {name!r} is defined for causal attention only; choose another one "
+            "for an encoder"
+        )
     encoding = constructor_of(name)(EncodingSpec(head_dim, num_heads, causal, seed, options))
     encoding.name = name
     return encoding

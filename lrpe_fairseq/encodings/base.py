@@ -41,6 +41,8 @@ class EncodingOptions:
 
     fidelity: names of departures of the authors' code from the papers. Empty means that the papers
         are followed.
+    grid_width: W of a grid whose cells are numbered row by row: position s is row s // W, column
+        s mod W. 0: positions are on a line. Read by the encodings that have two axes.
     values: the options that differ from their defaults, by name; see each class's ``Options``.
 
     >>> EncodingOptions(toy_size=3).values
@@ -48,10 +50,16 @@ class EncodingOptions:
     """
 
     fidelity: frozenset[str]
+    grid_width: int
     values: Mapping[str, Any]
 
-    def __init__(self, fidelity: frozenset[str] = frozenset(), **values: Any) -> None:
+    def __init__(
+        self, fidelity: frozenset[str] = frozenset(), grid_width: int = 0, **values: Any
+    ) -> None:
+        if grid_width < 0:
+            raise ChoiceError(f"the width of a grid cannot be negative, got {grid_width}")
         object.__setattr__(self, "fidelity", fidelity)
+        object.__setattr__(self, "grid_width", grid_width)
         object.__setattr__(self, "values", values)
 
     def of(self, kind: type[OptionsOf]) -> OptionsOf:
@@ -67,6 +75,22 @@ class EncodingOptions:
                     f"unknown {f.name} {own[f.name]!r}; choose one of {', '.join(choices)}"
                 )
         return kind(**own)
+
+
+@dataclass(frozen=True)
+class Card:
+    """What the gallery (docs/encodings.md) says about an encoding.
+
+    equation: LaTeX without delimiters; s is the query's position, t the key's, n = s - t.
+    cost: additional cost of one layer, in the symbols of the code (B, H, T, S, D).
+    beyond: what the method promises for positions that training did not reach.
+    source: authors, year, section or equation.
+    """
+
+    equation: str
+    cost: str
+    beyond: str
+    source: str
 
 
 @dataclass(frozen=True)
@@ -119,12 +143,26 @@ class Encoding(nn.Module):
     departures: ClassVar[Mapping[str, Departure]] = {}
     """Departures of the published code that this method can reproduce, by name."""
 
+    card: Card | None = None
+    """The entry of the gallery; a class attribute, or set by the constructor."""
+    two_axes: ClassVar[bool] = False
+    """True if positions on a grid have two axes here; see ``EncodingOptions.grid_width``."""
     name: str = ""
     """The name passed to ``build_encoding``, which sets it."""
     serves_linear: ClassVar[bool] = False
     """True if linear attention supports it (decomposable encodings only)."""
-    relative: ClassVar[str] = "exact"
-    """The score depends on t - s only: "exact", or "in expectation" for random codes."""
+    relative: str = "exact"
+    """The score depends on t - s only: "exact", "in expectation" for random codes, or "no"."""
+    relative_up_to: int | None = None
+    """The largest position for which :attr:`relative` holds; None if there is no limit."""
+    shift_unit: int = 1
+    """Shifts by multiples of this number do not change a score: W on a grid of width W."""
+    causal_only: ClassVar[bool] = False
+    """True if the method is defined for causal attention only."""
+    contextual: ClassVar[bool] = False
+    """True if distances depend on the tokens in between, and not on positions."""
+    without_absolute: ClassVar[bool] = False
+    """True if the method is defined for models without absolute positions; others are warned."""
     keeps_norm: ClassVar[bool] = True
     """True if an encoded query or key has the norm of the original."""
     shared: bool = False
@@ -187,6 +225,10 @@ class QueryKeyEncoding(Encoding):
     before_feature_map: ClassVar[bool] = False
     """True if linear attention encodes before the feature map instead of after it."""
 
+    decay_on: ClassVar[str] = "weight"
+    """What a decay multiplies in softmax attention: the "weight" exp(score), so that log_decay n is
+    added to the score, or the "score" itself. In linear attention both are the same."""
+
     foldable: bool = False
     """True if the encoding equals ``turn(projection(q), projection(k), ...)`` with a linear
     :attr:`projection`. Softmax attention then multiplies P into its weights once per call, at
@@ -241,10 +283,21 @@ class QueryKeyEncoding(Encoding):
         return None
 
     def log_decay(self) -> Tensor | None:
-        """Return the natural logarithm of the score's decay per token, (H,) float32, or None.
+        """Return the natural logarithm of a constant decay per token, (H,) float32, or None.
 
-        A causal score is multiplied by exp(log_decay n), where n is the number of real tokens in
-        t+1..s. Attention applies this factor, because r^s and r^-t overflow separately.
+        Attention multiplies by exp(log_decay n), where n is the number of real tokens in t+1..s,
+        because r^s and r^-t overflow separately. :attr:`decay_on` says what is multiplied.
+        """
+        return None
+
+    def log_gates(self, x: Tensor) -> Tensor | None:
+        """Return the logarithms of a decay that depends on the tokens, or None.
+
+        Args:
+            x: the input of the layer, (B, T, C) with C = H D.
+        Returns: (B, H, T) float32, at most 0. Attention multiplies by the exponential of their sum
+            over t+1..s, and sets them to 0 at padding. An encoding has gates or a constant decay,
+            not both.
         """
         return None
 
@@ -260,6 +313,9 @@ class ScoreEncoding(Encoding):
     additive: ClassVar[bool] = True
     """True if :meth:`bias` defines the encoding completely. Computed: False for a class that
     overrides :meth:`forward` or :meth:`weigh`."""
+    content_scale: ClassVar[float] = 1.0
+    """Factor of the content score q k^T, in addition to D^-0.5. The q that the encoding receives
+    has this factor."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)

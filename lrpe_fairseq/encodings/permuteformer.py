@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.base import (
     ELU_PLUS_ONE,
+    Card,
     EncodingSpec,
     QueryKeyEncoding,
     check_positions,
@@ -38,6 +39,14 @@ class PermuteFormer(QueryKeyEncoding):
     overflow if keys span more than about 1300 tokens. Softmax scores overflow at about 690.
     """
 
+    decay_on = "score"
+    card = Card(
+        equation=r"r_h^{\,n}\, (\pi_h^s q_s)^\top (\pi_h^t k_t), \qquad "
+        r"r_h = \sigma(2 + 3h/H) \text{ in causal attention, } r_h = 1 \text{ else}",
+        cost="O(D) per token and head: a gather",
+        beyond="the permutation repeats after its period; the decay of causal attention stays",
+        source="PermuteFormer (Chen, 2021)",
+    )
     departures = {
         "permuteformer-shared-permutation": Departure(
             paper="a permutation per head (PermuteFormer, Chen 2021)",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lrpe_fairseq.encodings.base import (
+    Card,
     EncodingSpec,
     PositionCache,
     QueryKeyEncoding,
@@ -55,6 +56,13 @@ class SPE(QueryKeyEncoding):
     """
 
     Options = SPEOptions
+    card = Card(
+        equation=r"\mathbb{E}[\tilde q_s^\top \tilde k_t] ="
+        r" \sum_d q_{s,d}\, k_{t,d}\, \big((1 - g_d)\, c_d(s - t) + g_d\big)",
+        cost="O(D R) per token and head; a random code of H T D R numbers",
+        beyond="the learned templates continue as sums of sinusoids, or as 0 for the convolution",
+        source="Liutkus et al. (2021)",
+    )
     departures = {
         "spe-along-batch": Departure(
             paper="SPE's code is a function of the position (SPE, Liutkus et al. 2021)",

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.base import (
+    Card,
     EncodingSpec,
     PositionCache,
     ScoreEncoding,
@@ -41,6 +42,12 @@ class T5Bias(ScoreEncoding):
         t5_max_distance: int = option(128, "T5: all distances from this on share the last bucket")
         t5_shared: bool = option(False, "T5: one table in all layers")
 
+    card = Card(
+        equation=r"\frac{q_s^\top k_t}{\sqrt D} + b_{h,\,\mathrm{bucket}(s - t)}",
+        cost="O(T S) per head: a lookup",
+        beyond="all distances from t5_max_distance on share one bias",
+        source="Raffel et al. (2020), Section 2.1",
+    )
     departures = {
         "t5-shared-bias": Departure(
             paper="a bias per head (T5, Raffel et al. 2020)",

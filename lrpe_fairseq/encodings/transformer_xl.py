@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.base import (
+    Card,
     EncodingSpec,
     PositionCache,
     ScoreEncoding,
@@ -37,6 +38,13 @@ class TransformerXL(ScoreEncoding):
     Trap: q is already scaled by D^-0.5, so u and v are scaled here, and W R is not.
     """
 
+    card = Card(
+        equation=r"\frac{q_s^\top k_t + q_s^\top W R_{s-t} + u_h^\top k_t"
+        r" + v_h^\top W R_{s-t}}{\sqrt D}",
+        cost="a projection of S sinusoids, and O(T S D) per head for the second product",
+        beyond="sinusoids of larger distances, which training has not seen",
+        source="Dai et al. (2019), Section 3.3",
+    )
     departures = {
         "xl-no-dropout": Departure(
             paper="dropout 0.1 (Table 7)",

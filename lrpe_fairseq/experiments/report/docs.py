@@ -18,6 +18,7 @@ from lrpe_fairseq.experiments.report import (
     cost,
     denominators,
     fidelity,
+    gallery,
     pages,
     quickstart,
     readme,
@@ -29,13 +30,14 @@ PARTS: dict[str, ModuleType] = {
     "results": pages,
     "quickstart": quickstart,
     "readme": readme,
+    "gallery": gallery,
     "cost": cost,
     "speed": speed,
     "denominators": denominators,
     "fidelity": fidelity,
     "versions": versions,
 }
-GENERATED = ("results/*.md", "results/figures/*.png")
+GENERATED = ("results/*.md", "results/figures/*.png", "docs/figures/encodings/*.png")
 """Patterns of files that are never written by hand."""
 
 
