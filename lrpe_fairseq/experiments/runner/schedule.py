@@ -205,7 +205,7 @@ class Schedule:
         self._say(job, f"{'crashed, trying again' if again else 'FAILED'}: {reason}")
 
     def _watch(self, threads: Sequence[threading.Thread]) -> None:
-        """Show progress until every thread has ended. The main thread only waits: it gets signals."""
+        """Show progress until every thread has ended, in the main thread, which gets signals."""
         total = {job.name: job.progress()[1] for job in self._jobs}
         before = sum(job.progress()[0] for job in self._jobs)
         begun = shown = time.monotonic()
