@@ -13,6 +13,7 @@ from lrpe_fairseq.encodings.base import (
     ScoreEncoding,
     check_positions,
 )
+from lrpe_fairseq.encodings.biases import pick
 from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.kernels.dispatch import has_values
 
@@ -124,8 +125,7 @@ class TransformerXL(ScoreEncoding):
         occurring, index = _distinct_distances(distance)
         r = sinusoid(occurring, self.r_proj.in_features)
         scores = q @ self.position_keys(r, q.dtype).transpose(-1, -2)  # B H T N
-        index = index.unsqueeze(-3).expand(*scores.shape[:-1], -1)
-        scores = scores.gather(-1, index)
+        scores = pick(scores, index)
         return scores.masked_fill(after, 0.0) if self.spec.causal else scores
 
 
