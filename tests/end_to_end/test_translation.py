@@ -419,8 +419,8 @@ def test_what_cannot_be_translated_gets_one_sentence_and_no_result(
     assert "nowhere is not prepared" in said(checkpoint, "nowhere")
     absent = str(tmp_path / "absent.pt")
     assert eval_mt.main([absent, str(prepared)]) == 2  # averaging, as it does by default
-    assert "absent.pt is not there" in capsys.readouterr().err
-    assert "absent.pt is not there" in said(absent, str(prepared))
+    assert "absent.pt does not exist" in capsys.readouterr().err
+    assert "absent.pt does not exist" in said(absent, str(prepared))
     words = (prepared / "bin" / "dict.de.txt").read_text()
     (prepared / "bin" / "dict.de.txt").write_text("".join(reversed(words.splitlines(True))))
     assert "dict.de.txt is not the dictionary" in said(checkpoint, str(prepared))
