@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lrpe_fairseq.attention.multihead import ATTENTION_TYPES
-from lrpe_fairseq.encodings import ENCODINGS, build_encoding
+from lrpe_fairseq.encodings import ENCODINGS, encoding_class
 
 Pair = tuple[str, str]
 KINDS = ("decoder-only", "encoder-only", "encoder", "decoder")  # the last two of translation
@@ -28,7 +28,7 @@ def usable() -> list[Pair]:
         (attention, name)
         for name in ENCODINGS
         for attention in ATTENTION_TYPES
-        if attention == "softmax" or build_encoding(name, head_dim=8, num_heads=4).serves_linear
+        if attention == "softmax" or encoding_class(name).serves_linear
     ]
 
 
