@@ -13,6 +13,7 @@ from lrpe_fairseq.encodings.base import (
     option,
 )
 from lrpe_fairseq.encodings.biases import pick, query_scale, seen_keys
+from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.errors import ChoiceError
 
 
@@ -42,8 +43,10 @@ class CoPE(ScoreEncoding):
     causal_only = True
     contextual = True
     departures = {
-        "cope-unscaled-position": (
-            "CoPE's listing does not scale the position's term q.e by D^-0.5, unlike the score."
+        "cope-unscaled-position": Departure(
+            paper="softmax(q_s.k_t + q_s.e[p_st]), neither term scaled (CoPE, Golovneva et al. 2024)",
+            code="the paper's listing scales q_s.k_t in the gates by D^-0.5, but not q_s.e",
+            ours="every term is scaled by D^-0.5",
         ),
     }
     card = Card(
