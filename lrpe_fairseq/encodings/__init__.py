@@ -15,6 +15,7 @@ from lrpe_fairseq.encodings.base import (
     ScoreEncoding,
 )
 from lrpe_fairseq.encodings.cope import CoPE
+from lrpe_fairseq.encodings.deberta import DeBERTa
 from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
 from lrpe_fairseq.encodings.none import NoEncoding
 from lrpe_fairseq.encodings.permuteformer import PermuteFormer
@@ -56,6 +57,7 @@ ENCODINGS: dict[str, Constructor] = {
     "t5": T5Bias,
     "transformer-xl": TransformerXL,
     "shaw": Shaw,
+    "deberta": DeBERTa,
     "cope": CoPE,
     "stick-breaking": StickBreaking,
     "lrpe-type1": _lrpe("householder", "rotation-half"),
