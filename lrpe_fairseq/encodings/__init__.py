@@ -17,6 +17,7 @@ from lrpe_fairseq.encodings.base import (
 from lrpe_fairseq.encodings.cope import CoPE
 from lrpe_fairseq.encodings.fire import FIRE
 from lrpe_fairseq.encodings.kerple import KerpleLog, KerplePower
+from lrpe_fairseq.encodings.deberta import DeBERTa
 from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
 from lrpe_fairseq.encodings.none import NoEncoding
 from lrpe_fairseq.encodings.permuteformer import PermuteFormer
@@ -59,6 +60,7 @@ ENCODINGS: dict[str, Constructor] = {
     "t5": T5Bias,
     "transformer-xl": TransformerXL,
     "shaw": Shaw,
+    "deberta": DeBERTa,
     "cope": CoPE,
     "stick-breaking": StickBreaking,
     "lrpe-type1": _lrpe("householder", "rotation-half"),
