@@ -14,6 +14,7 @@ from lrpe_fairseq.encodings.base import (
     QueryKeyEncoding,
     ScoreEncoding,
 )
+from lrpe_fairseq.encodings.lie import ComRoPEAP, ComRoPELD, LieRE
 from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
 from lrpe_fairseq.encodings.none import NoEncoding
 from lrpe_fairseq.encodings.permuteformer import PermuteFormer
@@ -52,6 +53,9 @@ ENCODINGS: dict[str, Constructor] = {
     "spe": SPE,
     "t5": T5Bias,
     "transformer-xl": TransformerXL,
+    "liere": LieRE,
+    "comrope-ap": ComRoPEAP,
+    "comrope-ld": ComRoPELD,
     "lrpe-type1": _lrpe("householder", "rotation-half"),
     "lrpe-type2": _lrpe("householder", "rotation-learned"),
     "lrpe-type3": _lrpe("householder-learned", "rotation-learned"),
