@@ -46,7 +46,7 @@ class Multiplicative(ScoreEncoding):
 
 
 HERE_ONLY = {"multiplicative": Multiplicative}
-GRIDS = ()
+GRIDS = ("liere@4", "comrope-ap@4", "comrope-ld@4")
 NAMES = (*ENCODINGS, *HERE_ONLY, *FREE_FORMS, *GRIDS)
 WIDTH, HEADS, D = 16, 2, 8
 

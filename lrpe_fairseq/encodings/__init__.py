@@ -18,6 +18,7 @@ from lrpe_fairseq.encodings.cope import CoPE
 from lrpe_fairseq.encodings.fire import FIRE
 from lrpe_fairseq.encodings.kerple import KerpleLog, KerplePower
 from lrpe_fairseq.encodings.deberta import DeBERTa
+from lrpe_fairseq.encodings.lie import ComRoPEAP, ComRoPELD, LieRE
 from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
 from lrpe_fairseq.encodings.none import NoEncoding
 from lrpe_fairseq.encodings.permuteformer import PermuteFormer
@@ -63,6 +64,9 @@ ENCODINGS: dict[str, Constructor] = {
     "deberta": DeBERTa,
     "cope": CoPE,
     "stick-breaking": StickBreaking,
+    "liere": LieRE,
+    "comrope-ap": ComRoPEAP,
+    "comrope-ld": ComRoPELD,
     "lrpe-type1": _lrpe("householder", "rotation-half"),
     "lrpe-type2": _lrpe("householder", "rotation-learned"),
     "lrpe-type3": _lrpe("householder-learned", "rotation-learned"),
