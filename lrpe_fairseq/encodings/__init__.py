@@ -15,13 +15,17 @@ from lrpe_fairseq.encodings.base import (
     ScoreEncoding,
 )
 from lrpe_fairseq.encodings.cope import CoPE
-from lrpe_fairseq.encodings.fire import FIRE
-from lrpe_fairseq.encodings.kerple import KerpleLog, KerplePower
+from lrpe_fairseq.encodings.cosformer import CosFormer
 from lrpe_fairseq.encodings.deberta import DeBERTa
+from lrpe_fairseq.encodings.fire import FIRE
+from lrpe_fairseq.encodings.fope import FoPE
+from lrpe_fairseq.encodings.grid import GridEncoding
+from lrpe_fairseq.encodings.kerple import KerpleLog, KerplePower
 from lrpe_fairseq.encodings.lie import ComRoPEAP, ComRoPELD, LieRE
 from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
 from lrpe_fairseq.encodings.none import NoEncoding
 from lrpe_fairseq.encodings.permuteformer import PermuteFormer
+from lrpe_fairseq.encodings.rope_2d import RoPE2D, RoPE2DMixed
 from lrpe_fairseq.encodings.sandwich import Sandwich
 from lrpe_fairseq.encodings.shaw import Shaw
 from lrpe_fairseq.encodings.spe import SPE
@@ -82,6 +86,10 @@ ENCODINGS: dict[str, Constructor] = {
     "kerple-power": KerplePower,
     "sandwich": Sandwich,
     "fire": FIRE,
+    "cosformer": CosFormer,
+    "rope-2d": RoPE2D,
+    "rope-2d-mixed": RoPE2DMixed,
+    "fope": FoPE,
 }
 
 DEFAULTS = EncodingOptions()
@@ -142,9 +150,10 @@ def build_encoding(
         head_dim: width D of one head. num_heads: H.
         causal: True if the attention is causal.
         seed: seed of the encoding's fixed random parts.
-        options: options of individual methods; those of other methods are ignored.
-    Raises: ChoiceError for an unknown name (listing the names), an unknown option, a width that
-        the method does not support, or a causal method without ``causal``.
+        options: options of individual methods; those of other methods are ignored. With a
+            ``position_grid`` other than "flat" the encoding reads rows and columns.
+    Raises: ChoiceError for an unknown name (listing the names), an unknown option, a width or a
+        grid that the method does not support, or a causal method without ``causal``.
 
     >>> enc = build_encoding("lrpe-type1", head_dim=64, num_heads=8)
     >>> q2, k2 = enc(q, k, positions, positions)  # q, k: (B, H, T, D)
@@ -157,6 +166,8 @@ def build_encoding(
             f"position encoding {name!r} is defined for causal attention only; choose another one "
             "for an encoder"
         )
-    encoding = constructor_of(name)(EncodingSpec(head_dim, num_heads, causal, seed, options))
+    spec, construct = EncodingSpec(head_dim, num_heads, causal, seed, options), constructor_of(name)
+    flat = options.position_grid == "flat"
+    encoding = construct(spec) if flat else GridEncoding(spec, name, construct)
     encoding.name = name
     return encoding
