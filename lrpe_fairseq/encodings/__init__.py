@@ -7,6 +7,7 @@ Command-line choices, tests, benchmark rows and the README's table are derived f
 from dataclasses import Field, fields
 from functools import partial
 
+from lrpe_fairseq.encodings.alibi import ALiBi
 from lrpe_fairseq.encodings.base import (
     Encoding,
     EncodingOptions,
@@ -14,6 +15,7 @@ from lrpe_fairseq.encodings.base import (
     QueryKeyEncoding,
     ScoreEncoding,
 )
+from lrpe_fairseq.encodings.fox import FoX
 from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
 from lrpe_fairseq.encodings.none import NoEncoding
 from lrpe_fairseq.encodings.permuteformer import PermuteFormer
@@ -63,6 +65,8 @@ ENCODINGS: dict[str, Constructor] = {
     "lrpe-tmlr-type1": _lrpe("householder", "unitary-learned"),
     "lrpe-tmlr-type2": _lrpe("householder", "rotation-learned"),
     "lrpe-tmlr-type3": _lrpe("householder", "permutation"),
+    "alibi": ALiBi,
+    "fox": FoX,
 }
 
 DEFAULTS = EncodingOptions()
