@@ -218,8 +218,9 @@ def outcome(attack: Attack, lab: Lab) -> Outcome:
     except Accepted:
         return Outcome("accepted", "the command went on to its work")
     except SystemExit as end:  # argparse, and our models
-        text = end.code if isinstance(end.code, str) else said.getvalue()
-        return _judged(attack, text.strip().splitlines()[-1:])
+        if end.code != 2:
+            return Outcome("raw", f"exit status {end.code}")
+        return _judged(attack, said.getvalue().strip().splitlines()[-1:])
     except Exception as error:
         return Outcome("traceback", f"{type(error).__name__}: {error}".splitlines()[0])
     if not status:

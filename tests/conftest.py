@@ -6,6 +6,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not os.path.exists("/proc/driver/nvidia"):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels are proved where no GPU is
 
+import fcntl
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,14 @@ def undisturbed_table(
     corpus: Corpus,  # noqa: F811
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """A checkout whose small table was run in peace."""
-    folder = repository(tmp_path_factory.mktemp("undisturbed") / "checkout", corpus)
-    run_table(folder, "--jobs", "2")
-    return folder
+    """A checkout whose small table was run in peace; once for all workers of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "undisturbed"
+    shared.mkdir(exist_ok=True)
+    with open(shared / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / "done").exists():
+            shutil.rmtree(shared / "checkout", ignore_errors=True)
+            run_table(repository(shared / "checkout", corpus), "--jobs", "2")
+            (shared / "done").touch()
+    return shared / "checkout"

@@ -32,6 +32,7 @@ from lrpe_fairseq.experiments.report import cost
 from lrpe_fairseq.experiments.runner import identity, launch, processes, recording, schedule
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Busy, Children, RunFailed
+from lrpe_fairseq.experiments.runner.warm import WarmChildren
 from lrpe_fairseq.models.options import AttentionOptions
 from tests.end_to_end.conftest import corpus  # noqa: F401  (a fixture)
 from tests.test_data_prep import multi30k, newstest, wmt14
@@ -745,7 +746,8 @@ def test_a_run_is_trained_resumed_evaluated_and_recorded(corpus, one_run, events
         first.train(Children(), Devices(), lock, pytest.fail)
     assert run.progress() == (2, 4)
 
-    assert schedule.Schedule([run], schedule.shares(1), events).run() == 0
+    children = WarmChildren()  # the first training was in a new interpreter
+    assert schedule.Schedule([run], schedule.shares(1), events, children).run() == 0
     found = read_run(run.result)
     assert found["dataset"] == "toy-word"
     assert found["config"]["max-update"] == 4

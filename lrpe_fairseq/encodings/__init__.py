@@ -19,6 +19,7 @@ from lrpe_fairseq.encodings.fox import FoX
 from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
 from lrpe_fairseq.encodings.none import NoEncoding
 from lrpe_fairseq.encodings.permuteformer import PermuteFormer
+from lrpe_fairseq.encodings.shaw import Shaw
 from lrpe_fairseq.encodings.spe import SPE
 from lrpe_fairseq.encodings.t5 import T5Bias
 from lrpe_fairseq.encodings.transformer_xl import TransformerXL
@@ -54,6 +55,7 @@ ENCODINGS: dict[str, Constructor] = {
     "spe": SPE,
     "t5": T5Bias,
     "transformer-xl": TransformerXL,
+    "shaw": Shaw,
     "lrpe-type1": _lrpe("householder", "rotation-half"),
     "lrpe-type2": _lrpe("householder", "rotation-learned"),
     "lrpe-type3": _lrpe("householder-learned", "rotation-learned"),

@@ -113,8 +113,10 @@ def test_one_line_in_encodings_brings_options_departures_and_documentation():
     assert said[-1] == "True True"
 
 
-def test_only_a_users_choice_loses_its_traceback():
-    with pytest.raises(SystemExit, match="lrpe_fairseq: choose another"), one_sentence_errors():
+def test_only_a_users_choice_loses_its_traceback(capsys):
+    with pytest.raises(SystemExit) as refusal, one_sentence_errors():
         raise ChoiceError("choose another")
+    assert refusal.value.code == 2
+    assert capsys.readouterr().err == "lrpe_fairseq: choose another\n"
     with pytest.raises(ValueError, match="a defect"), one_sentence_errors():
         raise ValueError("a defect")

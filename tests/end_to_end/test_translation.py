@@ -25,6 +25,7 @@ from lrpe_fairseq.experiments.families.translation import (
 )
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.runs import read_run
+from lrpe_fairseq.experiments.runner import by_hand
 from lrpe_fairseq.experiments.runner.training import Devices, RunFailed
 from lrpe_fairseq.experiments.runner.warm import WarmChildren
 from lrpe_fairseq.models.translation import LRPETransformer
@@ -366,7 +367,11 @@ def prepared(pairs: Path, tmp_path: Path) -> Path:
 
 
 def test_the_script_scores_a_checkpoint_or_the_mean_of_the_last(
-    trained: Trained, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    trained: Trained,
+    prepared: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = tmp_path / "trained"
     shutil.copytree(trained.folder, folder)
@@ -378,6 +383,7 @@ def test_the_script_scores_a_checkpoint_or_the_mean_of_the_last(
     assert found["position_encoding"]["encoder"] == "lrpe-type3"
     assert found["metrics"]["test"]["beam"]["sentences"] == 30
     assert "test, beam: bleu" in capsys.readouterr().out
+    monkeypatch.setattr(by_hand, "Children", WarmChildren)  # above, in a new interpreter
     assert eval_mt.main([*given, "--average", "9", "--beam", "1", *out]) == 0
     there = len(list(folder.glob("checkpoint_*_*.pt")))  # fewer than nine
     said = read_run(tmp_path / "run.json")["protocol"]["beam"]
