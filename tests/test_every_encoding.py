@@ -1,4 +1,4 @@
-"""The properties every encoding must have: each name of ENCODINGS, each free form, a
+"""The properties every encoding must have: each name of ENCODINGS, the free forms, a
 multiplicative score encoding that exists here only, and "NAME@W" or "NAME@W:GRID", NAME on a grid
 of width W with ``position_grid`` GRID.
 
@@ -18,7 +18,7 @@ from lrpe_fairseq.attention import multihead, scored
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import (
     ENCODINGS,
-    FREE_FORMS,
+    FAMILIES,
     EncodingOptions,
     EncodingSpec,
     QueryKeyEncoding,
@@ -58,7 +58,11 @@ GRIDS = (
     "comrope-ap@4",
     "comrope-ld@4",
 )
-NAMES = (*ENCODINGS, *HERE_ONLY, *FREE_FORMS, *GRIDS)
+GATED = tuple(
+    f"gated:{name}"
+    for name in ("lrpe-type2", "rope", "lrpe-type4", "spe", "lrpe-type8", "permuteformer", "alibi")
+)
+NAMES = (*ENCODINGS, *HERE_ONLY, *FAMILIES["lrpe"].names, *GATED, *GRIDS)
 WIDTH, HEADS, D = 16, 2, 8
 
 

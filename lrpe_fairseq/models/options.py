@@ -20,7 +20,13 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
-from lrpe_fairseq.encodings import DEFAULT, ENCODINGS, EncodingOptions, options_of_encodings
+from lrpe_fairseq.encodings import (
+    DEFAULT,
+    ENCODINGS,
+    FAMILIES,
+    EncodingOptions,
+    options_of_encodings,
+)
 from lrpe_fairseq.encodings.base import POSITION_GRIDS
 from lrpe_fairseq.encodings.fidelity import DEPARTURES, parse_departures
 from lrpe_fairseq.errors import ChoiceError, refuse
@@ -56,7 +62,8 @@ class AttentionOptions(FairseqDataclass):
         metadata={
             "help": "relative position encoding: "
             + ", ".join(ENCODINGS)
-            + ", or the free form lrpe:<P>:<Lambda>"
+            + ", or a free form: "
+            + ", ".join(family.form for family in FAMILIES.values())
         },
     )
     attention_normalizer: ChoiceEnum(list(NORMALIZERS)) = field(
