@@ -111,7 +111,7 @@ class Family(NamedTuple):
     """A free form ``<prefix>:<rest>`` of names, which need no line of their own in ENCODINGS.
 
     form: how such a name is written. rest: what the rest may be, in words. names: examples, or all
-    names if there are few. build: maps the rest to a constructor; it returns None if the rest is
+    names if there are few. causal_only: True if all of them are. build: maps the rest to a constructor; it returns None if the rest is
     not understood, and raises ChoiceError to say more.
     """
 
@@ -119,6 +119,7 @@ class Family(NamedTuple):
     rest: str
     names: tuple[str, ...]
     build: Callable[[str], Constructor | None]
+    causal_only: bool = False
 
     def __str__(self) -> str:
         return f"{self.form} {self.rest}"
@@ -177,6 +178,7 @@ FAMILIES: dict[str, Family] = {
         "with the name of a decomposable encoding without gates",
         tuple(f"gated:{name}" for name in _without_gates()),
         _gated,
+        causal_only=True,
     ),
 }
 """The free forms by prefix."""

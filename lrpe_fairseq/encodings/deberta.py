@@ -16,6 +16,7 @@ from lrpe_fairseq.encodings.base import (
     option,
 )
 from lrpe_fairseq.encodings.biases import pick, query_scale
+from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import has_values
 
@@ -56,9 +57,10 @@ class DeBERTa(ScoreEncoding):
 
     content_scale = 3**-0.5
     departures = {
-        "deberta-p2c-index": (
-            "DeBERTa's code reads the row d(s, t) instead of d(t, s) in the term of the key and "
-            "the position's query, so that this term sees distances with the opposite sign."
+        "deberta-p2c-index": Departure(
+            paper="the key's term reads row delta(t, s) (DeBERTa, He et al. 2021, Eq. 4)",
+            code="reads row delta(s, t), so that this term sees distances with the opposite sign",
+            ours="row delta(t, s)",
         ),
     }
     card = Card(

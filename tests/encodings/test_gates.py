@@ -150,7 +150,7 @@ def test_constant_gates_are_alibi(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", (*FAMILIES["gated"].names, "fox"))
+@pytest.mark.parametrize("name", [*FAMILIES["gated"].names, "fox"])
 def test_open_gates_change_nothing(name, kind):
     plain = module_of("none" if name == "fox" else name.removeprefix("gated:"), kind)
     gated, x = module_of(name, kind), text(9)
