@@ -111,8 +111,8 @@ class Family(NamedTuple):
     """A free form ``<prefix>:<rest>`` of names, which need no line of their own in ENCODINGS.
 
     form: how such a name is written. rest: what the rest may be, in words. names: examples, or all
-    names if there are few. causal_only: True if all of them are. build: maps the rest to a constructor; it returns None if the rest is
-    not understood, and raises ChoiceError to say more.
+    names if there are few. build: maps the rest to a constructor; it returns None if the rest is
+    not understood, and raises ChoiceError to say more. causal_only: True if all of them are.
     """
 
     form: str

@@ -58,7 +58,7 @@ class DeBERTa(ScoreEncoding):
     content_scale = 3**-0.5
     departures = {
         "deberta-p2c-index": Departure(
-            paper="the key's term reads row delta(t, s) (DeBERTa, He et al. 2021, Eq. 4)",
+            paper="the key's term reads row delta(t, s) (DeBERTa, He et al. 2021)",
             code="reads row delta(s, t), so that this term sees distances with the opposite sign",
             ours="row delta(t, s)",
         ),

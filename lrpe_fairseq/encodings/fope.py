@@ -62,7 +62,7 @@ class FoPE(LRPE):
     departures = {
         DOUBLED: Departure(
             paper="a frequency below 2 pi / N is set to 0 (FoPE, Hua et al. 2025)",
-            code="multiplies such pairs by 1 + i instead of 1, which doubles their part of the score",
+            code="multiplies such pairs by 1 + i, which doubles their part of the score",
             ours="multiplies them by 1",
         )
     }

@@ -60,7 +60,8 @@ class LRPE(QueryKeyEncoding):
         self.core = _named(CORES, core, "Lambda")(spec) if isinstance(core, str) else core
         self._planes = 2 if projection == "fourier" or isinstance(self.core, Unitary) else 1
         self.foldable = projection != "identity"
-        self.card = _card(self.projection, self.core)
+        if type(self).card is None:  # a subclass has its own
+            self.card = _card(self.projection, self.core)
         # the Fourier transform of a positive vector is largest in bin 0, which turns fastest
         self.denominator_vanishes = projection == "fourier"
 
