@@ -8,8 +8,8 @@ import torch
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding, cape
 from lrpe_fairseq.encodings.sharing import share_across_layers
-from lrpe_fairseq.encodings.slopes import alibi_slopes
 from tests.encodings.lags import bias_of
+from tests.references import score_matrix
 
 NAMES = ["cape-alibi", "cape-kerple", "cape-fire"]
 
@@ -57,16 +57,12 @@ def test_scores_and_gradients_are_those_of_the_equation(name):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(("name", "base"), zip(NAMES, (None, "kerple-log", "fire"), strict=True))
+@pytest.mark.parametrize(("name", "base"), zip(NAMES, ("alibi", "kerple-log", "fire"), strict=True))
 def test_without_the_network_it_is_the_base_encoding(name, base):
     q, k, *at = example(heads=6)
     encoding = build(name, heads=6)
     torch.nn.init.zeros_(encoding.outer.weight), torch.nn.init.zeros_(encoding.outer.bias)
-    if base is None:
-        lag = (at[0][:, None] - at[1]).clamp_min(0)
-        expected = q @ k.mT - torch.tensor(alibi_slopes(6)).double()[:, None, None] * lag
-    else:
-        expected = encoded(build(base, heads=6), q, k, *at)
+    expected = score_matrix(build(base, heads=6), q, k, *at)
     torch.testing.assert_close(encoded(encoding, q, k, *at), expected, rtol=1e-13, atol=1e-13)
 
 
