@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.encodings.sharing import share_across_layers
 
@@ -102,6 +103,20 @@ def test_a_table_of_zeros_without_biases_is_no_encoding_with_a_third_of_the_vari
         for tensor in (encoding.table, encoding.key_proj.bias, encoding.query_proj.bias):
             tensor.zero_()
     torch.testing.assert_close(scores_of(encoding, q, k, at, at), q @ k.mT / math.sqrt(3 * WIDTH))
+
+
+def test_a_module_scales_the_content_of_the_score_too():
+    """With P = 0 the module is that of no encoding with its scores divided by sqrt 3."""
+
+    def module_of(name):
+        torch.manual_seed(0)
+        options = {"attention_type": "softmax", "position_encoding": name, "causal": True}
+        return MultiheadAttention(8, HEADS, **options).double()
+
+    module, plain, x = module_of("deberta"), module_of("none"), torch.randn(2, 9, 8).double()
+    torch.nn.init.zeros_(module.encoding.table)
+    plain.scale *= 3**-0.5
+    torch.testing.assert_close(module.attend(x)[0], plain.attend(x)[0])
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -282,3 +282,9 @@ def test_type_8_in_float16_with_the_rotated_normalizer_warns_once():
             MultiheadAttention(16, 2, **options).half().attend(x)
     (warning,) = caught
     assert "use normalizer 'layernorm' or 'content'" in str(warning.message)
+
+
+@pytest.mark.parametrize("name", ["cosformer", "rope-2d", "rope-2d-mixed", "fope"])
+def test_a_subclass_with_a_core_of_its_own_keeps_its_card(name):
+    encoding = build_encoding(name, 8, 2, causal=True)
+    assert encoding.card is type(encoding).card
