@@ -362,8 +362,8 @@ class _Turn(torch.autograd.Function):
             return grad_x, None, None
         a = half * _into(x, weight)
         grad_skew = _gradient_of_skew(c, a, values, basis, amounts)
-        grad_amounts = (c.conj() * a).imag.sum(1).to(values.dtype) @ values.unsqueeze(-1)
-        return grad_x, grad_skew, grad_amounts.squeeze(-1)
+        grad_amounts = _gradient_of_amounts(c, a, values) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_skew, grad_amounts
 
 
 def eigenbasis(skew: Tensor) -> tuple[Tensor, Tensor]:
@@ -406,11 +406,17 @@ def _gradient_of_skew(
 ) -> Tensor:
     """Return dA, float64 (G, b, b); see :class:`_Turn`. c, a: complex (G, K, M, b)."""
     gap = (values.unsqueeze(-1) - values.unsqueeze(-2)).unsqueeze(1) / (2 * math.pi)  # G 1 b b
-    total = torch.zeros_like(basis)
+    total = torch.zeros_like(torch.view_as_real(basis))
     step = max(1, ENTRIES // max(1, basis.numel()))
     for first in range(0, amounts.shape[1], step):
         part = slice(first, first + step)
         u = amounts[:, part, None, None]
+        factor = (u * torch.sinc(u * gap)).to(a.real.dtype).unsqueeze(-1)
         outer = torch.einsum("gkmj,gkml->gmjl", c[:, :, part], a[:, :, part].conj())
-        total += (u * torch.sinc(u * gap) * outer).sum(1)
-    return (basis @ total @ basis.mH).real
+        total += torch.view_as_real(outer).mul_(factor).sum(1, dtype=total.dtype)
+    return (basis @ torch.view_as_complex(total) @ basis.mH).real
+
+
+def _gradient_of_amounts(c: Tensor, a: Tensor, values: Tensor) -> Tensor:
+    """Return du, float64 (G, M); see :class:`_Turn`. c, a: complex (G, K, M, b)."""
+    return ((c.conj() * a).imag.sum(1).to(values.dtype) @ values.unsqueeze(-1)).squeeze(-1)
