@@ -23,9 +23,16 @@ PAIRS = [
 
 
 def module_of(name, attention_type, dtype=torch.float64):
+    """A module whose denominators do not vanish: finite differences across a clamp say nothing."""
     torch.manual_seed(0)
+    vanishes = build_encoding(name, WIDTH // HEADS, HEADS).denominator_vanishes
     module = MultiheadAttention(
-        WIDTH, HEADS, attention_type=attention_type, position_encoding=name, causal=True
+        WIDTH,
+        HEADS,
+        attention_type=attention_type,
+        position_encoding=name,
+        causal=True,
+        normalizer="content" if vanishes else "rotated",
     )
     return module.to(dtype).eval()
 
