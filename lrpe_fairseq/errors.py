@@ -1,4 +1,13 @@
-"""The error for options that a user can correct. This module imports nothing else."""
+"""Errors that a user can correct: one sentence, no traceback, exit status 2.
+
+This module imports nothing of this package, of torch or of fairseq.
+"""
+
+import sys
+from typing import NoReturn
+
+BAD_INPUT = 2
+"""Exit status after bad input, as argparse has it."""
 
 
 class ChoiceError(ValueError):
@@ -7,3 +16,22 @@ class ChoiceError(ValueError):
     Its message is one sentence that says what to do. Commands print it without a traceback. All
     other errors keep their traceback.
     """
+
+
+class Refusal(SystemExit):
+    """Exits with status 2. ``str(refusal)`` is the sentence; raise it with :func:`refuse`."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence)
+        self.code = BAD_INPUT
+
+
+def refuse(sentence: str) -> NoReturn:
+    """Print ``lrpe_fairseq: SENTENCE`` to standard error and exit with status 2.
+
+    For fairseq's commands, which would print a traceback for an exception. Commands of this
+    package use :func:`lrpe_fairseq.experiments.records.console.command`.
+    """
+    said = f"lrpe_fairseq: {sentence}"
+    print(said, file=sys.stderr, flush=True)
+    raise Refusal(said)

@@ -6,6 +6,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not os.path.exists("/proc/driver/nvidia"):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels are proved where no GPU is
 
+import fcntl
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,13 +19,42 @@ from tests.tiny_table import repository, run_table
 
 torch.set_num_threads(1)
 
+LONGEST_FIRST = (
+    "test_slurm",
+    "test_translation",
+    "test_interruptions",
+    "test_language_model",
+    "test_every_encoding",
+    "test_finetuning",
+    "test_compile",
+    "test_fairseq_features",
+    "test_segment_recurrence",
+    "test_masked_lm",
+    "test_compat",
+    "test_experiments",
+)
+"""Files that must not be left for the end, when the other worker has nothing to do."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files of LONGEST_FIRST; the order within a file stays."""
+    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
 
 @pytest.fixture(scope="session")
 def undisturbed_table(
     corpus: Corpus,  # noqa: F811
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """A checkout whose small table was run in peace."""
-    folder = repository(tmp_path_factory.mktemp("undisturbed") / "checkout", corpus)
-    run_table(folder, "--jobs", "2")
-    return folder
+    """A checkout whose small table was run in peace; once for all workers of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "undisturbed"
+    shared.mkdir(exist_ok=True)
+    with open(shared / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / "done").exists():
+            shutil.rmtree(shared / "checkout", ignore_errors=True)
+            run_table(repository(shared / "checkout", corpus), "--jobs", "2")
+            (shared / "done").touch()
+    return shared / "checkout"

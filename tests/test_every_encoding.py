@@ -1,4 +1,4 @@
-"""The properties every encoding must have: each name of ENCODINGS, each free form, a
+"""The properties every encoding must have: each name of ENCODINGS, the free forms, a
 multiplicative score encoding that exists here only, and "NAME@W" or "NAME@W:GRID", NAME on a grid
 of width W with ``position_grid`` GRID.
 
@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.attention import multihead
+from lrpe_fairseq.attention import multihead, scored
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import (
     ENCODINGS,
-    FREE_FORMS,
+    FAMILIES,
     EncodingOptions,
     EncodingSpec,
     QueryKeyEncoding,
@@ -54,8 +54,15 @@ GRIDS = (
     "lrpe-type2@4:sum",
     "spe@4:axial",
     "fope@4:axial",
+    "liere@4",
+    "comrope-ap@4",
+    "comrope-ld@4",
 )
-NAMES = (*ENCODINGS, *HERE_ONLY, *FREE_FORMS, *GRIDS)
+GATED = tuple(
+    f"gated:{name}"
+    for name in ("lrpe-type2", "rope", "lrpe-type4", "spe", "lrpe-type8", "permuteformer", "alibi")
+)
+NAMES = (*ENCODINGS, *HERE_ONLY, *FAMILIES["lrpe"].names, *GATED, *GRIDS)
 WIDTH, HEADS, D = 16, 2, 8
 
 
@@ -318,6 +325,38 @@ def test_blocks_with_padding_anywhere_then_tokens_equal_parallel(name, attention
         alone, _ = module(x[real, row : row + 1])
         torch.testing.assert_close(out[real, row : row + 1], alone, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(at_once[real, row : row + 1], alone, rtol=1e-9, atol=1e-9)
+
+
+def stores_pairs(name):
+    """True if softmax attention computes something for every pair of tokens in PyTorch."""
+    encoding = encoding_of(name)
+    if isinstance(encoding, ScoreEncoding):
+        return True
+    return encoding.log_decay() is not None or encoding.log_gates(inputs()) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "causal"), [(n, c) for n, kind, c in MODES if kind == "softmax" and stores_pairs(n)]
+)
+def test_blocks_of_query_rows_agree(name, causal):
+    module = attention_of(name, "softmax", causal=causal)
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(2, 7, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
+    padding = torch.zeros(2, 7, dtype=torch.bool)
+    padding[0, [0, 4]] = True
+    found = []
+    for limit in (1, 3 * 2 * HEADS * 7, scored.BLOCK):  # rows at a time: 1, 3, all
+        with mock.patch.object(scored, "BLOCK", limit):
+            parts = [module.attend(x)[0], module.attend(x, padding)[0]]
+            if causal:
+                _, state = module.attend(x[:, :2], padding[:, :2], None, True)
+                parts.append(module.attend(x[:, 2:], padding[:, 2:], state, True)[0])
+            out = torch.cat(parts, 1)
+            parameters = [p for p in module.parameters() if p.requires_grad]
+            grads = torch.autograd.grad(out.square().sum(), [x, *parameters], allow_unused=True)
+        found.append([out, *(g for g in grads if g is not None)])
+    for rows in found[:2]:
+        torch.testing.assert_close(rows, found[2], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(("name", "attention_type"), PAIRS)

@@ -32,6 +32,7 @@ from lrpe_fairseq.experiments.report import cost
 from lrpe_fairseq.experiments.runner import identity, launch, processes, recording, schedule
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Busy, Children, RunFailed
+from lrpe_fairseq.experiments.runner.warm import WarmChildren
 from lrpe_fairseq.models.options import AttentionOptions
 from tests.end_to_end.conftest import corpus  # noqa: F401  (a fixture)
 from tests.test_data_prep import multi30k, newstest, wmt14
@@ -462,7 +463,7 @@ def test_after_a_truncated_checkpoint_the_newest_one_that_loads_is_resumed(tmp_p
     truncate(tmp_path / "checkpoint_1_30.pt")
     assert checkpoints.ready_to_resume(tmp_path, said.append) == 20
     assert checkpoints.updates(checkpoints.load(tmp_path / "checkpoint_last.pt")) == 20
-    assert said[-1] == "going on from checkpoint_1_20.pt, update 20"
+    assert said[-1] == "resuming from checkpoint_1_20.pt, update 20"
     assert all("\n" not in line for line in said)
 
 
@@ -473,7 +474,7 @@ def test_where_no_checkpoint_loads_training_starts_over(tmp_path):
         truncate(tmp_path / name)
     assert checkpoints.ready_to_resume(tmp_path, said.append) == 0
     assert not (tmp_path / "checkpoint_last.pt").exists()
-    assert said[-1] == "no checkpoint loads, so training starts over"
+    assert said[-1] == "no checkpoint can be loaded; training starts over"
 
 
 # --- the schedule -----------------------------------------------------------------------------
@@ -745,7 +746,8 @@ def test_a_run_is_trained_resumed_evaluated_and_recorded(corpus, one_run, events
         first.train(Children(), Devices(), lock, pytest.fail)
     assert run.progress() == (2, 4)
 
-    assert schedule.Schedule([run], schedule.shares(1), events).run() == 0
+    children = WarmChildren()  # the first training was in a new interpreter
+    assert schedule.Schedule([run], schedule.shares(1), events, children).run() == 0
     found = read_run(run.result)
     assert found["dataset"] == "toy-word"
     assert found["config"]["max-update"] == 4
@@ -755,7 +757,7 @@ def test_a_run_is_trained_resumed_evaluated_and_recorded(corpus, one_run, events
     assert found["peak_memory_mb"] > 50
     assert set(found["data"]) == {"train", "valid", "test", "dictionary"}
     assert found["commit"] == run_files.commit()
-    assert "going on at 2" in (events._log).read_text()
+    assert "resumed at 2" in (events._log).read_text()
 
 
 def test_the_number_of_a_run_is_its_metric_and_not_how_much_was_scored():

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,37 +19,80 @@ from tests.tiny_table import (
     assert_same_results,
     command,
     environment,
+    finished,
     processes,
+    reached,
     repository,
     run_table,
+    wait_until,
 )
 
+FIRST = "tiny-Base-linear-seed1"
+POINTS: dict[str, tuple[Callable[[Path], bool], bool]] = {  # moment -> is it there, all killed
+    "as the first training begins": (lambda folder: log_of_run(folder, "train.log"), True),
+    "after its first checkpoint": (lambda folder: reached(folder, FIRST, 400), False),
+    "as a finished training is evaluated": (
+        lambda folder: log_of_run(folder, "eval-valid-blocks.log"),
+        True,
+    ),
+    "after the first result": (lambda folder: finished(folder, FIRST), False),
+}
 KILLS = 20
 
 
+def log_of_run(folder: Path, name: str) -> bool:
+    """Whether any of the four runs has begun to write this log."""
+    return any((folder / "runs").rglob(name))
+
+
+def after_random_seconds(rng: random.Random) -> Callable[[Path], bool]:
+    """True from one to nine seconds on."""
+    end = time.monotonic() + rng.uniform(1, 9)
+    return lambda folder: time.monotonic() > end
+
+
+def kill_at(folder: Path, there: Callable[[Path], bool], everything: bool) -> None:
+    """Start the table and kill -9 its runner once ``there``; or all of its processes."""
+    runner = subprocess.Popen(
+        command(folder, "--jobs", "2"),
+        env=environment(folder),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    wait_until(lambda: there(folder) or runner.poll() is not None, 240)
+    victims = processes(f"{folder}/") if everything else []
+    for pid in {runner.pid, *victims}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    runner.wait()
+    read_runs(folder / "results" / "runs")  # whole files only, each in its place
+
+
+def assert_survived(folder: Path, undisturbed: Path) -> None:
+    """The next run of the table ends as if nothing had happened."""
+    run_table(folder, "--jobs", "2")
+    assert_same_results(folder, undisturbed)
+    assert not list((folder / "results").rglob("*.tmp"))
+
+
+def test_a_table_survives_kill_9_in_every_stage_of_a_run(
+    corpus: Corpus, undisturbed_table: Path, tmp_path: Path
+) -> None:
+    folder = repository(tmp_path / "checkout", corpus)
+    for there, everything in POINTS.values():
+        kill_at(folder, there, everything)
+    assert_survived(folder, undisturbed_table)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
 def test_a_table_survives_kill_9_at_twenty_random_moments(
-    corpus: Corpus,
-    undisturbed_table: Path,
-    tmp_path: Path,
+    corpus: Corpus, undisturbed_table: Path, tmp_path: Path
 ) -> None:
     folder, rng = repository(tmp_path / "checkout", corpus), random.Random(0)
     for _ in range(KILLS):
-        runner = subprocess.Popen(
-            command(folder, "--jobs", "2"),
-            env=environment(folder),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        time.sleep(rng.uniform(1, 9))
-        victims = processes(f"{folder}/") if rng.random() < 0.5 else []  # else the runner alone
-        for pid in {runner.pid, *victims}:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        runner.wait()
-        read_runs(folder / "results" / "runs")  # whole files only, each in its place
-    run_table(folder, "--jobs", "2")
-    assert_same_results(folder, undisturbed_table)
-    assert not list((folder / "results").rglob("*.tmp"))
+        kill_at(folder, after_random_seconds(rng), rng.random() < 0.5)
+    assert_survived(folder, undisturbed_table)
 
 
 def test_a_results_folder_that_cannot_be_written_is_one_sentence_and_the_work_is_kept(
@@ -70,7 +114,7 @@ def test_a_results_folder_that_cannot_be_written_is_one_sentence_and_the_work_is
     assert "Traceback" not in done.stdout + done.stderr
     (folder / "results" / "runs").unlink()
     said = run_table(folder, "--rows", "Base", "--attention", "linear")
-    assert "going on at 900" in said
+    assert "resumed at 900" in said
     assert len(read_runs(folder / "results" / "runs")) == 1
 
 

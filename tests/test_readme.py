@@ -9,8 +9,19 @@ import pytest
 from lrpe_fairseq.encodings import ENCODINGS, build_encoding
 from lrpe_fairseq.encodings.base import EncodingSpec
 from lrpe_fairseq.encodings.fidelity import DEPARTURES
-from lrpe_fairseq.experiments.report import cost, denominators, docs, markdown, readme, speed
-from lrpe_fairseq.experiments.report.readme import encodings_table, quickstart_numbers
+from lrpe_fairseq.experiments.report import (
+    cost,
+    denominators,
+    docs,
+    fidelity,
+    gallery,
+    markdown,
+    portraits,
+    readme,
+    speed,
+)
+from lrpe_fairseq.experiments.report.gallery import encodings_table
+from lrpe_fairseq.experiments.report.readme import quickstart_numbers
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -49,7 +60,7 @@ def test_contributing_names_every_generated_page():
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     own = [module.PAGE for module in docs.PARTS.values() if hasattr(module, "PAGE")]
     assert len(own) == len(docs.PARTS) - 1  # the part `results` makes a page for every table
-    for path in [*own, readme.ENCODINGS_PAGE, "results/README.md", "results/<table>.md"]:
+    for path in [*own, "results/README.md", "results/<table>.md"]:
         assert f"`{path}`" in page, path
 
 
@@ -57,9 +68,9 @@ def test_a_bar_in_a_cell_does_not_break_the_table(monkeypatch):
     class Barred(type(build_encoding("none", head_dim=64, num_heads=8))):
         """P(s | t) for |s - t| < 2."""
 
-    monkeypatch.setattr(readme, "ENCODINGS", ["barred"])
+    monkeypatch.setattr(gallery, "ENCODINGS", ["barred"])
     spec = EncodingSpec(head_dim=64, num_heads=8)
-    monkeypatch.setattr(readme, "build_encoding", lambda *_, **__: Barred(spec))
+    monkeypatch.setattr(gallery, "build_encoding", lambda *_, **__: Barred(spec))
     head, _, row, _ = encodings_table().splitlines()
     assert len(re.findall(r"(?<!\\)\|", row)) == head.count("|")
     assert r"P(s \| t) for \|s - t\| < 2" in row
@@ -68,6 +79,25 @@ def test_a_bar_in_a_cell_does_not_break_the_table(monkeypatch):
 def test_the_encodings_table_has_a_row_for_every_name():
     rows = encodings_table().splitlines()[2:-1]
     assert [row.split("`")[1] for row in rows] == list(ENCODINGS)
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_every_encoding_has_an_entry_with_equation_and_source(name):
+    text, card = gallery.entry(name), gallery.built(name).card
+    assert card.equation.count("{") == card.equation.count("}")
+    assert f"$$\n{card.equation}\n$$" in text
+    for part in (card.cost, card.beyond, card.source):
+        assert part
+        assert part in text
+
+
+def test_every_kind_of_picture_is_drawn_and_reproducible(tmp_path):
+    for name in ("rope", "t5"):
+        for turn in ("first", "second"):
+            portraits.draw(name, tmp_path / f"{turn}.png", head_dim=8, num_heads=2, length=32)
+        first = (tmp_path / "first.png").read_bytes()
+        assert first == (tmp_path / "second.png").read_bytes()
+        assert len(first) > 5_000
 
 
 def test_the_readme_names_every_encoding_once():
@@ -107,10 +137,9 @@ def test_a_part_without_its_place_is_refused():
         markdown.between("text", "encodings", "content")
 
 
-def test_every_departure_has_its_row_on_the_page():
-    page = (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8")
-    rows = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
-    assert rows == set(DEPARTURES)
+def test_the_table_of_departures_is_generated_from_the_classes():
+    rows = [line.split("`")[1] for line in fidelity.departures_table().splitlines()[2:]]
+    assert rows == list(DEPARTURES)
 
 
 def test_the_cost_of_a_table_is_trainings_times_updates_times_tokens():

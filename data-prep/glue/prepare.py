@@ -287,7 +287,7 @@ def _binary(
     texts: Mapping[str, Path], bin_dir: Path, dictionary: Path, workers: int
 ) -> tuple[list[Path], Callable[[], None]]:
     files = ["dict.txt", *(f"{split}.{kind}" for split in texts for kind in ("bin", "idx"))]
-    make = functools.partial(prep.binarize, texts, bin_dir, dictionary, workers)
+    make = functools.partial(prep.binarize_text, texts, bin_dir, dictionary, workers)
     return [bin_dir / file for file in files], make
 
 

@@ -26,6 +26,9 @@ encoding, as in RoFormer. ``layernorm``: none here, but a LayerNorm follows (TML
 EPS = 1e-6
 """Smallest denominator: smaller ones are clamped to it, as in the authors' code."""
 
+LOWEST = -1000.0
+"""Smallest logarithm of a decay: smaller ones are clamped to it. exp(-1000) is 0 in float64."""
+
 KERNELS = "lrpe_fairseq.kernels.causal_triton"
 
 
@@ -66,11 +69,11 @@ def linear_attention_naive(
     log_decay: Tensor | None = None,
 ) -> Tensor:
     """Compute the T x S definition in O(T S) time and memory; see :func:`linear_attention`."""
-    q, k, v, content = _prepare(q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
-    log_decay = _without_padding(log_decay, key_padding_mask)
+    given = (q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
+    q, k, v, content, log_decay = _prepare(*given)
     scores = q @ k.transpose(-1, -2)
     if log_decay is not None:
-        scores = scores * decay_matrix(log_decay, q.shape[-2], q)
+        scores = scores * _factors(log_decay, q, causal, key_padding_mask)
     scores = scores.tril() if causal else scores
     numerator = scores @ v
     if normalizer in ("layernorm", "none"):
@@ -102,26 +105,26 @@ def linear_attention(
         normalizer: one of :data:`NORMALIZERS`. Trap: with ``rotated`` a denominator may be close
             to zero or negative; it is clamped to :data:`EPS` (often for Type 8; see the docs).
         content: features (q, k) without encoding, of equal width; for normalizer ``content`` only.
-        log_decay: causal only, at most 0. The score of (s, t) is multiplied by exp(sum of
-            log_decay over t+1..s). (H,): constant, and counts every slot, padding included.
-            (B, H, T): per token, 0 at padding. A decay per token, or one that needs a gradient,
-            is computed in PyTorch.
+        log_decay: logarithm of a decay, at most 0; -inf means a decay of 0. The score of (s, t) is
+            multiplied by exp(sum of log_decay over t+1..s). (H,): constant. (B, H, T): per token,
+            causal only; it is set to 0 at padding. Trap: in causal attention a constant decay
+            counts every slot, padding included. In bidirectional attention the factor is
+            exp(log_decay n), n the number of real tokens from the earlier one of s, t (not counted)
+            to the later one; it needs S = T.
     Returns: (B, H, T, E) in the dtype of ``v`` (float16 saturates). Sums are computed in float32 or
         wider. A query without a visible key gets zeros.
     Raises: ValueError for an unknown normalizer or incompatible arguments.
     """
-    dtype, kernels = v.dtype, loader.triton_kernels(KERNELS) if causal else None
+    scans = causal or log_decay is not None
+    dtype, kernels = v.dtype, loader.triton_kernels(KERNELS) if scans else None
     supported = kernels is not None and not varies(log_decay) and kernels.serves(q, v)
+    supported = supported and (causal or key_padding_mask is None)
     kernels = kernels if supported else None
     given = (q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
-    q, k, v, content = _prepare(*given, widen=kernels is None)
-    log_decay = _without_padding(log_decay, key_padding_mask)
-    if causal:
-        wanted = "normalized" if normalizer == "rotated" else "numerator"
-        sums = _causal_sums if kernels is None else kernels.causal_sums
-        out, denominator = sums(q, k, v, wanted, log_decay, EPS)[0], None
-    else:
-        out, denominator = _full_sums(q, k, v, normalizer == "rotated")
+    q, k, v, content, log_decay = _prepare(*given, widen=kernels is None)
+    sums = _causal_sums if kernels is None else kernels.causal_sums
+    padding = key_padding_mask
+    out, denominator = _sums(sums, q, k, v, normalizer == "rotated", causal, log_decay, padding)
     if content is not None:
         keys = content[1].cumsum(-2) if causal else content[1].sum(-2, keepdim=True)
         denominator = (content[0] * keys).sum(-1)
@@ -147,7 +150,8 @@ def linear_attention_block(
     O(D E) at any position.
     """
     dtype = v.dtype
-    q, k, v, content = _prepare(q, k, v, True, key_padding_mask, normalizer, content, log_decay)
+    given = (q, k, v, True, key_padding_mask, normalizer, content, log_decay)
+    q, k, v, content, log_decay = _prepare(*given)
     log_decay = _without_padding(log_decay, key_padding_mask)
     before = state or _empty_state(q, v, content)
     advance = _advance_by_one if q.shape[-2] == 1 else _advance
@@ -178,11 +182,12 @@ def _prepare(
     content: tuple[Tensor, Tensor] | None,
     log_decay: Tensor | None,
     widen: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None, Tensor | None]:
     """Check the arguments, convert to at least float32, and set padded keys to zero.
 
-    The content features are returned only for normalizer ``content``. Without ``widen`` q, k and v
-    keep their dtype, because the kernel computes its sums in float32.
+    ``log_decay`` is clamped to :data:`LOWEST`, so that -inf gives no NaN. The content features are
+    returned only for normalizer ``content``. Without ``widen`` q, k and v keep their dtype, because
+    the kernel computes its sums in float32.
     """
     if normalizer not in NORMALIZERS:
         raise ValueError(f"unknown normalizer {normalizer!r}; choose one of {NORMALIZERS}")
@@ -193,7 +198,7 @@ def _prepare(
             f"causal attention needs as many queries as keys, got {q.shape[-2]} and {k.shape[-2]}"
         )
     if log_decay is not None and not causal:
-        raise ValueError("log_decay needs causal=True: scores with t > s would grow without bound")
+        _check_both_ways(q, k, log_decay)
     if log_decay is not None and log_decay.shape not in (q.shape[1:2], q.shape[:3]):
         raise ValueError(
             f"log_decay must have shape (H,) or (B, H, T), here {tuple(q.shape[1:2])} or "
@@ -206,7 +211,34 @@ def _prepare(
         padded = key_padding_mask.bool()[:, None, :, None]
         keys = [x.masked_fill(padded, 0.0) for x in keys]
     used = (content[0].to(wide), keys[2]) if normalizer == "content" else None
-    return q.to(own), keys[0], keys[1], used
+    log_decay = None if log_decay is None else log_decay.clamp_min(LOWEST)
+    return q.to(own), keys[0], keys[1], used, log_decay
+
+
+def _check_both_ways(q: Tensor, k: Tensor, log_decay: Tensor) -> None:
+    """Refuse a decay that has no meaning in bidirectional attention."""
+    if log_decay.dim() == 3:
+        raise ValueError(
+            "log_decay of shape (B, H, T) needs causal=True; in bidirectional attention pass a "
+            "constant decay of shape (H,)"
+        )
+    if q.shape[-2] != k.shape[-2]:
+        raise ValueError(
+            f"log_decay needs as many queries as keys, got {q.shape[-2]} and {k.shape[-2]}"
+        )
+
+
+def _factors(log_decay: Tensor, q: Tensor, causal: bool, padding: Tensor | None) -> Tensor:
+    """Return the factor of every score, (H, T, T) or (B, H, T, T); see :func:`linear_attention`."""
+    length = q.shape[-2]
+    if causal:
+        return decay_matrix(_without_padding(log_decay, padding), length, q)
+    if padding is None:
+        count = torch.arange(length, device=q.device)
+    else:
+        count = (~padding.bool()).cumsum(-1)[:, None]  # B 1 T
+    lag = (count.unsqueeze(-1) - count.unsqueeze(-2)).abs()
+    return torch.exp(log_decay.double()[:, None, None] * lag).to(q)
 
 
 def _without_padding(log_decay: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
@@ -216,13 +248,60 @@ def _without_padding(log_decay: Tensor | None, key_padding_mask: Tensor | None) 
     return log_decay.masked_fill(key_padding_mask.bool().unsqueeze(1), 0.0)
 
 
+def _sums(
+    causal_sums: Callable,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    normalizes: bool,
+    causal: bool,
+    log_decay: Tensor | None,
+    padding: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the sums over all visible keys, and their denominators if they are not divided yet."""
+    if causal:
+        wanted = "normalized" if normalizes else "numerator"
+        return causal_sums(q, k, v, wanted, _without_padding(log_decay, padding), EPS)[0], None
+    if log_decay is None:
+        return _full_sums(q, k, v, normalizes)
+    wanted = "sums" if normalizes else "numerator"
+    return _decayed_sums(causal_sums, q, k, v, wanted, *_both_ways(log_decay, padding))
+
+
+def _both_ways(log_decay: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the decay (H,) for a sweep from left to right and for one over the reversed text.
+
+    With ``padding`` (B, T) both are per token, (B, H, T). The factor of (s, t) with t > s is the
+    decay over s+1..t, which is the one over t+1..s of the reversed text shifted by a token.
+    """
+    if padding is None:
+        return log_decay, log_decay
+    real = (~padding.bool()).unsqueeze(1)
+    ahead = log_decay.unsqueeze(-1) * real
+    return ahead, torch.cat([torch.zeros_like(ahead[..., :1]), ahead.flip(-1)[..., :-1]], -1)
+
+
+def _decayed_sums(
+    causal_sums: Callable, q: Tensor, k: Tensor, v: Tensor, wanted: str, ahead: Tensor, back: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the decayed sums over all t: those over t <= s and t >= s, less those over t = s.
+
+    wanted: "numerator" or "sums". ahead, back: the results of :func:`_both_ways`.
+    """
+    out, denominator = causal_sums(q, k, v, wanted, ahead, EPS)
+    flipped = (x.flip(-2) for x in (q, k, v))
+    later, more = causal_sums(*flipped, wanted, back, EPS)
+    own = (q.to(out) * k.to(out)).sum(-1)
+    out = out + later.flip(-2) - own.unsqueeze(-1) * v.to(out)
+    return out, None if denominator is None else denominator + more.flip(-1) - own
+
+
 @torch.compiler.disable
 def _causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
     """Compute ``chunked.causal_sums`` in C++ if supported. Not traced by torch.compile."""
-    native = not varies(log_decay) and causal_cpu.serves(q, k, v)
-    module = causal_cpu if native else chunked
+    module = causal_cpu if causal_cpu.serves(q, k, v, log_decay) else chunked
     return module.causal_sums(q, k, v, wanted, log_decay, eps)
 
 

@@ -22,11 +22,8 @@ from lrpe_fairseq.attention.linear import (
     linear_attention,
     linear_attention_block,
 )
-from lrpe_fairseq.attention.softmax import (
-    SoftmaxState,
-    softmax_attention,
-    softmax_attention_naive,
-)
+from lrpe_fairseq.attention.scored import Settings, Tokens, scored_attention
+from lrpe_fairseq.attention.softmax import SoftmaxState
 from lrpe_fairseq.encodings import EncodingOptions, ScoreEncoding, build_encoding
 from lrpe_fairseq.encodings.base import ELU_PLUS_ONE, PositionCache, check_positions
 from lrpe_fairseq.errors import ChoiceError
@@ -99,6 +96,8 @@ class MultiheadAttention(nn.Module):
         self.encoding = build_encoding(
             position_encoding, self.head_dim, num_heads, causal=causal, seed=seed, options=options
         )
+        if isinstance(self.encoding, ScoreEncoding):
+            self.scale *= self.encoding.content_scale
         if attention_type == "linear" and not self.encoding.serves_linear:
             raise ChoiceError(
                 f"position encoding {position_encoding!r} needs the score matrix, which linear "
@@ -297,26 +296,41 @@ class MultiheadAttention(nn.Module):
         if self.normalizer == "content":
             options["content"] = feature_map(q), feature_map(k)
         q, k = self._features(q, k, positions)
-        options["log_decay"] = self._log_decay(padding, state, keep_state)
+        options["log_decay"] = self._log_decay(x, padding, state, keep_state)
         if not keep_state:
             return linear_attention(q, k, v, causal=self.causal, **options), None
         return linear_attention_block(q, k, v, state=state and state.past, **options)
 
     def _log_decay(
-        self, padding: Tensor | None, state: AttentionState | None, keep_state: bool
+        self, x: Tensor, padding: Tensor | None, state: AttentionState | None, keep_state: bool
     ) -> Tensor | None:
-        """Return the decay (H,), or (B, H, T) if padding follows tokens that are still visible.
+        """Return the decay of linear attention: (B, H, T) per token, or (H,) for every token.
 
-        A constant decay counts slots, which is correct only if no padding lies between tokens.
+        The gates of x (B, T, C) are per token. A constant decay is (H,), except where a causal
+        model has padding before tokens that are still visible: there (H,) would count slots.
         """
-        log_decay = self.encoding.log_decay()
-        if log_decay is None or padding is None:
-            return log_decay
+        constant, gates = self.encoding.log_decay(), self._gates(x, padding)
+        if gates is not None:
+            return gates if constant is None else gates + constant.unsqueeze(-1)
+        if constant is None or padding is None or not self.causal:
+            return constant
         between, after = _gaps_of_mask.get(padding, None, partial(_gaps, padding))
         if not (between or (keep_state and (after or state is not None))):
-            return log_decay
+            return constant
         batch, length = padding.shape
-        return log_decay[:, None].expand(batch, -1, length)
+        return constant[:, None].expand(batch, -1, length)
+
+    def _gates(self, x: Tensor, padding: Tensor | None) -> Tensor | None:
+        """Return the logarithms of the gates of x (B, T, C): (B, H, T), or None without gates.
+
+        They are 0 where ``padding`` (B, T) is true. A mask of pairs (B, T, S) has no padding.
+        """
+        if isinstance(self.encoding, ScoreEncoding):
+            return None
+        gates = self.encoding.log_gates(x)
+        if gates is None or padding is None or padding.dim() == 3:
+            return gates
+        return gates.masked_fill(padding.bool().unsqueeze(1), 0.0)
 
     def _features(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Apply feature map and encoding to q and k (B, H, T, D), in the order of the encoding."""
@@ -357,44 +371,20 @@ class MultiheadAttention(nn.Module):
     ) -> tuple[Tensor, SoftmaxState | None]:
         """Compute softmax attention. Queries are the tokens from ``first`` on, keys are all."""
         q, k, v = self._encoded(x, positions)
-        past, k_positions = None, positions
+        past, keys = None, Tokens(positions, _running_sums(self._gates(x, padding), state))
+        queries = keys
         if first:
-            q, positions = q[:, :, first:], _counted(x.shape[1], x.device, first)
+            q, queries = q[:, :, first:], keys.of(slice(first, None))
+            queries = queries._replace(positions=_counted(x.shape[1], x.device, first))
         if keep_state:
-            past = _extend(state and state.past, k, v, positions, padding)
-            k, v, k_positions, padding = past.parts
+            past = _extend(state and state.past, k, v, keys, padding)
+            k, v, positions, padding, sums = past.parts
             padding = padding if padding.any() else None
-        options = {
-            "causal": self.causal,
-            "scale": self.scale,
-            "key_padding_mask": padding,
-            "dropout": self.dropout if self.training or self.retain_dropout else 0.0,
-        }
-        return self._attended(q, k, v, positions, k_positions, options), past
-
-    def _attended(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_positions: Tensor,
-        k_positions: Tensor,
-        options: dict[str, Any],
-    ) -> Tensor:
-        """Compute softmax attention (B, H, T, E), including encodings that act on the scores."""
-        if isinstance(self.encoding, ScoreEncoding):
-            given = q * self.scale, k, q_positions, k_positions
-            if self.encoding.additive:
-                return softmax_attention(q, k, v, bias=self.encoding.bias(*given), **options)
-            options["weigh"] = self.encoding.weigh
-            options["rescore"] = lambda scores, visible: self.encoding(scores, *given, visible)
-            return softmax_attention_naive(q, k, v, **options)
-        log_decay = self.encoding.log_decay()
-        if log_decay is None:
-            return softmax_attention(q, k, v, **options)
-        decay = score_decay(log_decay, q.shape[-2], k.shape[-2], options["key_padding_mask"])
-        options["rescore"] = lambda scores, visible: scores * decay
-        return softmax_attention_naive(q, k, v, **options)
+            keys = Tokens(positions, sums)
+        dropout = self.dropout if self.training or self.retain_dropout else 0.0
+        settings = Settings(self.causal, self.scale, dropout)
+        out = scored_attention(self.encoding, q, k, v, queries, keys, padding, settings)
+        return out, past
 
 
 def feature_map(x: Tensor) -> Tensor:
@@ -493,32 +483,26 @@ def reorder_attention_state(state: AttentionState, new_order: Tensor) -> Attenti
     return AttentionState(past, state.next_position.index_select(0, new_order))
 
 
+def _running_sums(gates: Tensor | None, state: AttentionState | None) -> Tensor | None:
+    """Return the sums of the log gates (B, H, T) of all tokens so far, float64, or None."""
+    if gates is None:
+        return None
+    sums = gates.double().cumsum(-1)
+    return sums if state is None else sums + state.past.sums[..., -1:]
+
+
 def _extend(
-    past: SoftmaxState | None, k: Tensor, v: Tensor, positions: Tensor, padding: Tensor | None
+    past: SoftmaxState | None, k: Tensor, v: Tensor, tokens: Tokens, padding: Tensor | None
 ) -> SoftmaxState:
     batch, length = k.shape[0], k.shape[2]
     if padding is None:
         padding = torch.zeros(batch, length, dtype=torch.bool, device=k.device)
-    new = SoftmaxState(k, v, positions.expand(batch, length), padding.bool())
+    sums = tokens.sums
+    if sums is None:
+        sums = k.new_empty(batch, 0, length, dtype=torch.float64)
+    positions = tokens.positions.expand(batch, length)
+    new = SoftmaxState(k, v, positions, padding.bool(), sums)
     return softmax.extend_state(past, new)
-
-
-def score_decay(
-    log_decay: Tensor, rows: int, columns: int, key_padding_mask: Tensor | None
-) -> Tensor:
-    """Return exp(log_decay n), n the number of real tokens in t+1..s; 1 for t > s.
-
-    log_decay: (H,). rows: T; the queries are the last T keys. columns: S. key_padding_mask: (B, S),
-    true at padding, or None.
-    Returns: (H, T, S), or (B, H, T, S) with a mask.
-    """
-    if key_padding_mask is None or key_padding_mask.dim() == 3:  # hidden keys are real tokens
-        count = _counted(columns, log_decay.device)
-    else:
-        count = (~key_padding_mask.bool()).cumsum(-1)
-    lag = count[..., columns - rows :].unsqueeze(-1) - count.unsqueeze(-2)
-    lag = lag.clamp_min(0).unsqueeze(-3).to(log_decay.dtype)
-    return torch.exp(log_decay.view(-1, 1, 1) * lag)
 
 
 def _check_choices(embed_dim: int, num_heads: int, attention_type: str, normalizer: str) -> None:

@@ -3,7 +3,7 @@
 Axes: B batch, H heads, T query time, S key time, D key width, E value width.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ class KVBuffer:
     written so far. Trap: only the newest state, with ``used`` tokens, may be extended in place.
     """
 
-    AXES = (2, 2, 1, 1)
+    AXES = (2, 2, 1, 1, 2)
 
     def __init__(self, parts: Iterable[Tensor], tokens: int) -> None:
         """Allocate empty buffers for ``tokens`` tokens, with the other axes of ``parts``."""
@@ -62,12 +62,13 @@ class SoftmaxState(NamedTuple):
     values: Tensor  # B H S E
     positions: Tensor  # B S
     padding: Tensor  # B S, true where a key is padding
+    sums: Tensor  # B H S, float64: sums of the log gates of all tokens so far; B 0 S without gates
     buffer: KVBuffer | None = None
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """The four tensors without the buffer."""
-        return self[:4]
+        """The five tensors without the buffer."""
+        return self[:5]
 
 
 def extend_state(past: SoftmaxState | None, new: SoftmaxState) -> SoftmaxState:
@@ -173,6 +174,20 @@ def softmax_attention(
     if bias is not None:
         mask = (bias + bias.new_zeros(mask.shape)).masked_fill(~mask, -torch.inf)
     return _attend(q, k, v, mask, dropout, scale).masked_fill(blind, 0.0)
+
+
+def query_blocks(q: Tensor, k: Tensor, causal: bool, limit: int) -> Iterator[tuple[slice, slice]]:
+    """Yield slices of the T queries and the S keys with at most ``limit`` scores each.
+
+    q: (B, H, T, D). k: (B, H, S, D). A block has R >= 1 rows with B H R S <= ``limit`` if R > 1.
+    In causal attention its keys end at the key of its last query, so that the last R keys are
+    those of the queries, as for the whole. There is one block, maybe empty, if T = 0.
+    """
+    batch, heads, rows, columns = *q.shape[:3], k.shape[2]
+    step = max(1, limit // max(1, batch * heads * columns))
+    for first in range(0, max(1, rows), step):
+        last = min(first + step, rows)
+        yield slice(first, last), slice(0, columns - rows + last if causal else columns)
 
 
 def visible_keys(

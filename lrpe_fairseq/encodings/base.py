@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.errors import ChoiceError
 
 ELU_PLUS_ONE = "elu+1"
@@ -163,11 +164,13 @@ class Encoding(nn.Module):
         starts with the name of the method.
         """
 
-    departures: ClassVar[Mapping[str, str]] = {}
-    """Departures of the published code that this method can reproduce: name -> one sentence."""
+    departures: ClassVar[Mapping[str, Departure]] = {}
+    """Departures of the published code that this method can reproduce, by name."""
 
-    card: Card
+    card: Card | None = None
     """The entry of the gallery; a class attribute, or set by the constructor."""
+    two_axes: ClassVar[bool] = False
+    """True if positions on a grid have two axes here; see ``EncodingOptions.grid_width``."""
     name: str = ""
     """The name passed to ``build_encoding``, which sets it."""
     serves_linear: ClassVar[bool] = False

@@ -25,6 +25,8 @@ class Rotation(nn.Module):
     Eq. 24). Angles are in radians.
     """
 
+    latex = r"\Lambda^{(s)} = \mathrm{diag}_i\, R(s\, \alpha_i),\ \alpha_i = 10000^{-2i/D}"
+
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
         width = self.turned(spec.head_dim)
@@ -64,6 +66,8 @@ class Rotation(nn.Module):
 class LearnedRotation(Rotation):
     """The rotation with learned frequencies, initialized to those of :class:`Rotation`."""
 
+    latex = r"\Lambda^{(s)} = \mathrm{diag}_i\, R(s\, \theta_i),\ \theta \text{ learned}"
+
     def register_frequencies(self, theta: Tensor) -> None:
         """Register ``theta`` as a float32 parameter.
 
@@ -79,6 +83,10 @@ class HalfRotation(Rotation):
 
     The remaining features are unchanged.
     """
+
+    latex = (
+        r"\Lambda^{(s)} = \mathrm{diag}(R(s\, \alpha_i),\, I),\ \text{half of the features turn}"
+    )
 
     @staticmethod
     def turned(head_dim: int) -> int:
@@ -96,6 +104,8 @@ class Unitary(Rotation):
 
     A real input becomes complex, so the encoded width doubles.
     """
+
+    latex = r"\Lambda^{(s)} = \mathrm{diag}_j\, e^{i s \alpha_j},\ \alpha_j = 10000^{-2j/D}"
 
     def __init__(self, spec: EncodingSpec) -> None:
         nn.Module.__init__(self)
@@ -122,6 +132,8 @@ class OneAngle(Unitary):
 class LearnedUnitary(Unitary):
     """The unitary diagonal with learned frequencies (TMLR, Type 1)."""
 
+    latex = r"\Lambda^{(s)} = \mathrm{diag}_j\, e^{i s \theta_j},\ \theta \text{ learned}"
+
     register_frequencies = LearnedRotation.register_frequencies
 
 
@@ -131,6 +143,8 @@ class Permutation(nn.Module):
     pi is drawn once and saved in the checkpoint. pi^s(j) is s steps along the cycle of j, modulo
     its length, so every position up to 2^31 costs the same and no table is stored.
     """
+
+    latex = r"\Lambda^{(s)} = \text{permutation } \pi^s"
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()

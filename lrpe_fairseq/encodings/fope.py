@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lrpe_fairseq.encodings.base import Card, EncodingSpec, Planes, PositionCache, option
 from lrpe_fairseq.encodings.cores import Rotation, phases, rotate_pairs
+from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.encodings.lrpe import LRPE
 from lrpe_fairseq.errors import ChoiceError
 
@@ -59,9 +60,10 @@ class FoPE(LRPE):
 
     Options = FoPEOptions
     departures = {
-        DOUBLED: (
-            "FoPE multiplies the pairs of frequency 0 by 1 + i instead of 1, which doubles their "
-            "part of the score."
+        DOUBLED: Departure(
+            paper="a frequency below 2 pi / N is set to 0 (FoPE, Hua et al. 2025)",
+            code="multiplies such pairs by 1 + i, which doubles their part of the score",
+            ours="multiplies them by 1",
         )
     }
     card = Card(

@@ -18,16 +18,18 @@ from torch import Tensor, nn
 
 from lrpe_fairseq.encodings.base import (
     ELU_PLUS_ONE,
+    Card,
     EncodingSpec,
     Planes,
     QueryKeyEncoding,
     check_positions,
 )
-from lrpe_fairseq.encodings.cores import CORES, Permutation, Unitary
+from lrpe_fairseq.encodings.cores import CORES, Permutation, Rotation, Unitary
 from lrpe_fairseq.encodings.projections import (
     PROJECTIONS,
     Fourier,
     Householder,
+    Identity,
     LRPEOptions,
     OddEven,
 )
@@ -58,6 +60,8 @@ class LRPE(QueryKeyEncoding):
         self.core = _named(CORES, core, "Lambda")(spec) if isinstance(core, str) else core
         self._planes = 2 if projection == "fourier" or isinstance(self.core, Unitary) else 1
         self.foldable = projection != "identity"
+        if type(self).card is None:  # a subclass has its own
+            self.card = _card(self.projection, self.core)
         # the Fourier transform of a positive vector is largest in bin 0, which turns fastest
         self.denominator_vanishes = projection == "fourier"
 
@@ -146,3 +150,19 @@ def _named(table: dict[str, type], name: str, role: str) -> type:
     if name not in table:
         raise ChoiceError(f"unknown {role} {name!r}; choose one of {', '.join(table)}")
     return table[name]
+
+
+def _card(projection: nn.Module, core: nn.Module) -> Card:
+    """Describe one combination of P and Lambda."""
+    rope = isinstance(projection, Identity) and type(core) is Rotation
+    return Card(
+        equation=r"\mathrm{Re}\big[(\Lambda^{(s)} P q_s)^{\mathsf H} \Lambda^{(t)} P k_t\big],"
+        rf" \qquad {projection.latex}, \qquad {core.latex}",
+        cost="O(D^2) per token and head" if isinstance(projection, Fourier) else "O(D) per token",
+        beyond="a permutation repeats after its period"
+        if isinstance(core, Permutation)
+        else "nothing: phases of distances that training has not seen",
+        source="RoFormer (Su et al., 2021); LRPE with P = I"
+        if rope
+        else "LRPE (ICLR submission, Table 1 and C.7)",
+    )

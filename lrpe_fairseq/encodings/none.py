@@ -2,11 +2,18 @@
 
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import QueryKeyEncoding, check_positions
+from lrpe_fairseq.encodings.base import Card, QueryKeyEncoding, check_positions
 
 
 class NoEncoding(QueryKeyEncoding):
     """q~ = q, k~ = k. Costs nothing. Absolute positions may be added to the embeddings."""
+
+    card = Card(
+        equation=r"q_s^\top k_t",
+        cost="none",
+        beyond="nothing; without absolute positions only the causal mask carries the order",
+        source="the row Base of LRPE (ICLR submission, Table 2)",
+    )
 
     def forward(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor

@@ -8,10 +8,12 @@ from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.base import (
     ELU_PLUS_ONE,
+    Card,
     EncodingSpec,
     QueryKeyEncoding,
     check_positions,
 )
+from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.encodings.permutations import CyclicPowers, permute
 from lrpe_fairseq.kernels import encode_cpu
 from lrpe_fairseq.kernels.encode import Form
@@ -38,14 +40,23 @@ class PermuteFormer(QueryKeyEncoding):
     """
 
     decay_on = "score"
+    card = Card(
+        equation=r"r_h^{\,n}\, (\pi_h^s q_s)^\top (\pi_h^t k_t), \qquad "
+        r"r_h = \sigma(2 + 3h/H) \text{ in causal attention, } r_h = 1 \text{ else}",
+        cost="O(D) per token and head: a gather",
+        beyond="the permutation repeats after its period; the decay of causal attention stays",
+        source="PermuteFormer (Chen, 2021)",
+    )
     departures = {
-        "permuteformer-shared-permutation": (
-            "PermuteFormer uses one permutation, drawn from the seed 0xdeadbeefdeadbeef, for all "
-            "heads and layers, instead of one per head."
+        "permuteformer-shared-permutation": Departure(
+            paper="a permutation per head (PermuteFormer, Chen 2021)",
+            code="one for all heads and layers, drawn from the seed 0xdeadbeefdeadbeef",
+            ours="one per head and layer",
         ),
-        "permuteformer-bidirectional-ratio": (
-            "PermuteFormer keeps the weight r^(s-t) in bidirectional models, where it grows "
-            "without bound for t > s."
+        "permuteformer-bidirectional-ratio": Departure(
+            paper="the weight r^(s-t) belongs to causal models",
+            code="kept in bidirectional ones, where it grows without bound for t > s",
+            ours="no weight in bidirectional models",
         ),
     }
 

@@ -32,6 +32,8 @@ class LRPEOptions:
 class Identity(nn.Module):
     """P = I."""
 
+    latex = r"P = I"
+
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
 
@@ -42,6 +44,8 @@ class Identity(nn.Module):
 
 class Householder(nn.Module):
     """P = I - 2 v v^T / (v^T v) with a fixed v drawn from N(0, I) (Eq. 74)."""
+
+    latex = r"P = I - 2\, v v^\top / v^\top v \text{ with a fixed } v"
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
@@ -67,6 +71,8 @@ class LearnedHouseholder(Householder):
     fast.
     """
 
+    latex = r"P = I - 2\, v v^\top / v^\top v \text{ with a learned } v"
+
     def __init__(self, spec: EncodingSpec) -> None:
         nn.Module.__init__(self)
         v = _householder_vector(spec)
@@ -79,6 +85,8 @@ class OddEven(nn.Module):
 
     Trap: Eq. 75 has a misprint for odd d. With its floor(d/2) + 1 it is not a permutation.
     """
+
+    latex = r"P = \text{odd-even permutation}"
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
@@ -102,6 +110,8 @@ def _interleave_halves(x: Tensor, axis: int) -> Tensor:
 
 class Fourier(nn.Module):
     """P = the unitary discrete Fourier matrix F_jk = exp(-2 pi i jk / d) / sqrt(d)."""
+
+    latex = r"P = \text{unitary Fourier matrix}"
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()

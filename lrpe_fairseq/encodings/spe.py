@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lrpe_fairseq.encodings.base import (
+    Card,
     EncodingSpec,
     PositionCache,
     QueryKeyEncoding,
     check_positions,
 )
+from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.encodings.spe_codes import CODES, SPEOptions
 from lrpe_fairseq.errors import ChoiceError
 
@@ -54,21 +56,35 @@ class SPE(QueryKeyEncoding):
     """
 
     Options = SPEOptions
+    card = Card(
+        equation=r"\mathbb{E}[\tilde q_s^\top \tilde k_t] ="
+        r" \sum_d q_{s,d}\, k_{t,d}\, \big((1 - g_d)\, c_d(s - t) + g_d\big)",
+        cost="O(D R) per token and head; a random code of H T D R numbers",
+        beyond="the learned templates continue as sums of sinusoids, or as 0 for the convolution",
+        source="Liutkus et al. (2021)",
+    )
     departures = {
-        "spe-along-batch": (
-            "SPE's codes are indexed by the place in the batch and constant along the sequence, "
-            "so that they contain no position at all."
+        "spe-along-batch": Departure(
+            paper="SPE's code is a function of the position (SPE, Liutkus et al. 2021)",
+            code="passes (length, batch) for (batch, length): the code varies over the batch and "
+            'is constant along the sequence, so the "SPE" rows contain no position',
+            ours="the code runs along the sequence and is shared by the batch",
         ),
-        "spe-after-feature-map": (
-            "SPE filters phi(q) and phi(k), so that the features which linear attention sums are "
-            "signed, instead of filtering q and k and applying phi to the result."
+        "spe-after-feature-map": Departure(
+            paper="q and k are filtered by the code, then mapped by phi",
+            code="phi first, so that the features which linear attention sums are signed",
+            ours="filter first",
         ),
-        "spe-noise-at-eval": (
-            "SPE draws new noise at every forward in evaluation too, so that scores are random "
-            "and decoding token by token disagrees with the parallel form."
+        "spe-noise-at-eval": Departure(
+            paper="(not stated)",
+            code="draws new noise in every forward, in evaluation too: scores are random",
+            ours="noise is fixed in evaluation, so that decoding token by token equals the "
+            "parallel form",
         ),
-        "spe-one-sine": (
-            "SineSPE has one sine per feature where SPE's own experiments have 5 to 10."
+        "spe-one-sine": Departure(
+            paper="5 to 10 sines per feature in SPE's own experiments",
+            code="1",
+            ours=f"{SPEOptions.spe_sines} (`--spe-sines`)",
         ),
     }
 

@@ -7,12 +7,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.base import (
+    Card,
     EncodingSpec,
     PositionCache,
     ScoreEncoding,
     check_positions,
     option,
 )
+from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.errors import ChoiceError
 
 
@@ -40,10 +42,22 @@ class T5Bias(ScoreEncoding):
         t5_max_distance: int = option(128, "T5: all distances from this on share the last bucket")
         t5_shared: bool = option(False, "T5: one table in all layers")
 
+    card = Card(
+        equation=r"\frac{q_s^\top k_t}{\sqrt D} + b_{h,\,\mathrm{bucket}(s - t)}",
+        cost="O(T S) per head: a lookup",
+        beyond="all distances from t5_max_distance on share one bias",
+        source="Raffel et al. (2020), Section 2.1",
+    )
     departures = {
-        "t5-shared-bias": "T5 has one bias for all heads of a layer instead of one per head.",
-        "t5-unit-init": (
-            "T5's biases start from N(0, 1), nn.Embedding's default, instead of N(0, 1/(H D))."
+        "t5-shared-bias": Departure(
+            paper="a bias per head (T5, Raffel et al. 2020)",
+            code="one for all heads of a layer",
+            ours="one per head",
+        ),
+        "t5-unit-init": Departure(
+            paper="(T5 initializes by N(0, 1/width))",
+            code="N(0, 1), the default of nn.Embedding",
+            ours="N(0, 1/(H D))",
         ),
     }
 

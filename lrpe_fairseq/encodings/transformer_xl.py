@@ -7,11 +7,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.base import (
+    Card,
     EncodingSpec,
     PositionCache,
     ScoreEncoding,
     check_positions,
 )
+from lrpe_fairseq.encodings.biases import pick
+from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.kernels.dispatch import has_values
 
 BASE = 10000.0
@@ -36,9 +39,19 @@ class TransformerXL(ScoreEncoding):
     Trap: q is already scaled by D^-0.5, so u and v are scaled here, and W R is not.
     """
 
+    card = Card(
+        equation=r"\frac{q_s^\top k_t + q_s^\top W R_{s-t} + u_h^\top k_t"
+        r" + v_h^\top W R_{s-t}}{\sqrt D}",
+        cost="a projection of S sinusoids, and O(T S D) per head for the second product",
+        beyond="sinusoids of larger distances, which training has not seen",
+        source="Dai et al. (2019), Section 3.3",
+    )
     departures = {
-        "xl-no-dropout": (
-            "Transformer-XL is trained without dropout of any kind, while every other row has 0.1."
+        "xl-no-dropout": Departure(
+            paper="dropout 0.1 (Table 7)",
+            code="assigns 0.0 to both dropouts of Transformer-XL, whatever the command line says, "
+            "so that one row of Table 2 is regularized less than the others",
+            ours="0.1, as for every row",
         ),
     }
 
@@ -112,8 +125,7 @@ class TransformerXL(ScoreEncoding):
         occurring, index = _distinct_distances(distance)
         r = sinusoid(occurring, self.r_proj.in_features)
         scores = q @ self.position_keys(r, q.dtype).transpose(-1, -2)  # B H T N
-        index = index.unsqueeze(-3).expand(*scores.shape[:-1], -1)
-        scores = scores.gather(-1, index)
+        scores = pick(scores, index)
         return scores.masked_fill(after, 0.0) if self.spec.causal else scores
 
 

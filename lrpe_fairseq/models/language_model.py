@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lrpe_fairseq.attention.multihead import Memory
 from lrpe_fairseq.encodings.fidelity import parse_departures
 from lrpe_fairseq.encodings.sharing import share_across_layers
-from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.models.checks import check_language_model
 from lrpe_fairseq.models.inference import RetainedDropout
 from lrpe_fairseq.models.layers import Decoder, DecoderLayer, wrapped
@@ -84,7 +84,7 @@ class SegmentDecoder(Decoder):
         """Compute the decoder as fairseq does; with a ``segment`` the tokens attend to its memory.
 
         Without a segment, as in generation, there is no memory.
-        Raises: SystemExit if a model with a memory is trained without segments.
+        Raises: Refusal if a model with a memory is trained without segments.
         """
         if segment is None:
             self._refuse_to_train_without_streams()
@@ -101,8 +101,8 @@ class SegmentDecoder(Decoder):
 
     def _refuse_to_train_without_streams(self) -> None:
         if self.training and self.memory.length:
-            raise SystemExit(
-                f"lrpe_fairseq: a memory of {self.memory.length} tokens needs batches of "
+            refuse(
+                f"a memory of {self.memory.length} tokens needs batches of "
                 "consecutive segments: train with --task lrpe_truncated_bptt_lm"
             )
 

@@ -20,10 +20,16 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
-from lrpe_fairseq.encodings import DEFAULT, ENCODINGS, EncodingOptions, options_of_encodings
+from lrpe_fairseq.encodings import (
+    DEFAULT,
+    ENCODINGS,
+    FAMILIES,
+    EncodingOptions,
+    options_of_encodings,
+)
 from lrpe_fairseq.encodings.base import POSITION_GRIDS
 from lrpe_fairseq.encodings.fidelity import DEPARTURES, parse_departures
-from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.errors import ChoiceError, refuse
 
 
 def with_encoding_options(cls: type) -> type:
@@ -56,7 +62,8 @@ class AttentionOptions(FairseqDataclass):
         metadata={
             "help": "relative position encoding: "
             + ", ".join(ENCODINGS)
-            + ", or the free form lrpe:<P>:<Lambda>"
+            + ", or a free form: "
+            + ", ".join(family.form for family in FAMILIES.values())
         },
     )
     attention_normalizer: ChoiceEnum(list(NORMALIZERS)) = field(
@@ -168,11 +175,11 @@ def _dotted_options_of(config: type, section: str = "") -> Iterator[tuple[str, A
 
 @contextmanager
 def one_sentence_errors() -> Iterator[None]:
-    """Turn a ChoiceError into SystemExit with one sentence and exit status 1."""
+    """Turn a ChoiceError into one sentence on standard error and exit status 2."""
     try:
         yield
     except ChoiceError as error:
-        raise SystemExit(f"lrpe_fairseq: {error}") from None
+        refuse(str(error))
 
 
 def explain_bad_options() -> None:
@@ -195,7 +202,7 @@ def _merge_or_explain(merge: Callable, config: Any, given: Any, *rest: Any, **ke
         cls = config if isinstance(config, type) else type(config)
         if cls.__module__.partition(".")[0] != __package__.partition(".")[0]:
             raise
-        raise SystemExit(f"lrpe_fairseq: {_explanation(cls, error)}") from None
+        refuse(_explanation(cls, error))
 
 
 def _explanation(cls: type, error: OmegaConfBaseException) -> str:
@@ -219,8 +226,8 @@ def refuse_unrelated_processes() -> None:
     started = int(os.environ.get("WORLD_SIZE", "1"))
     joined = torch.distributed.is_available() and torch.distributed.is_initialized()
     if started > 1 and "RANK" in os.environ and not joined:
-        raise SystemExit(
-            f"lrpe_fairseq: {started} processes were started without a process group, so they "
+        refuse(
+            f"{started} processes were started without a process group, so they "
             "would train unrelated models in one folder; start them with scripts/train.sh"
         )
 

@@ -18,6 +18,8 @@ from fairseq.models import MODEL_DATACLASS_REGISTRY
 from fairseq.registry import REGISTRIES
 from omegaconf import DictConfig, open_dict
 
+from lrpe_fairseq.errors import refuse
+
 HUB_NAMES = ("data", "generation_args", "is_vocoder", "user_dir")
 """Names that ``from_pretrained`` passes in addition to options."""
 
@@ -88,7 +90,7 @@ def _refuse_unknown_names(config: DictConfig, family: type, overrides: dict[str,
         if name not in known:
             close = get_close_matches(name, model, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise SystemExit(f"lrpe_fairseq: unknown option {name!r} in the overrides{hint}")
+            refuse(f"unknown option {name!r} in the overrides{hint}")
 
 
 def _flat_names(family: type) -> Iterator[str]:

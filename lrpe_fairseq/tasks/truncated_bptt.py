@@ -21,7 +21,7 @@ from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageMode
 from omegaconf import II
 from torch import Tensor
 
-from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.models.language_model import LRPELanguageModel
 from lrpe_fairseq.models.options import one_sentence_errors
 from lrpe_fairseq.models.segment_memory import Segment
@@ -99,7 +99,7 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
     checkpoint contains the memory of training, so a resumed training is exact. With several
     processes it contains the memory of the first one only.
 
-    Raises: SystemExit, one sentence, for options that cannot be combined.
+    Raises: Refusal for options that cannot be combined.
     """
 
     @classmethod
@@ -117,7 +117,7 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
     def build_model(self, args: Any, from_checkpoint: bool = False) -> BaseFairseqModel:
         """Build the model as fairseq does.
 
-        Raises: SystemExit for a model other than ``lrpe_lm``, or for linear attention with
+        Raises: Refusal for a model other than ``lrpe_lm``, or for linear attention with
             ``--reset-at-documents``.
         """
         self._model = super().build_model(args, from_checkpoint)
@@ -182,9 +182,8 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
     def eval_lm_dataloader(self, dataset: Any, context_window: int = 0, **options: Any) -> Any:
         """Return the batches of fairseq-eval-lm."""
         if context_window:
-            raise SystemExit(
-                f"lrpe_fairseq: {NAME} does not support --context-window: the memory is the "
-                "context of a segment"
+            refuse(
+                f"{NAME} does not support --context-window: the memory is the context of a segment"
             )
         return super().eval_lm_dataloader(dataset, **options)
 

@@ -103,6 +103,54 @@ def test_bidirectional_equals_naive_in_outputs_and_gradients(queries, keys, norm
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
+def decayed(function, inputs, rate, **options):
+    return outputs_and_gradients(function, inputs, causal=False, log_decay=rate, **options)
+
+
+@pytest.mark.parametrize("mask", [False, True], ids=["unpadded", "padded"])
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+@pytest.mark.parametrize("length", [1, 65, 130])
+def test_a_bidirectional_decay_equals_the_naive_one_and_the_equation(length, normalizer, mask):
+    rate = torch.tensor([-0.2, -3.0], dtype=torch.float64)
+    options = {"normalizer": normalizer, "key_padding_mask": padding(length) if mask else None}
+    wanted = decayed(linear_attention_naive, example(length), rate, **options)
+    got = decayed(linear_attention, example(length), rate, **options)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    if normalizer == "none" and not mask:
+        q, k, v, *_ = example(length)
+        step = torch.arange(length)
+        lag = (step[:, None] - step).abs()
+        equation = ((q @ k.mT) * torch.exp(rate[:, None, None] * lag)) @ v
+        torch.testing.assert_close(got[0], equation, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+def test_a_bidirectional_decay_counts_real_tokens_only(normalizer):
+    """Padding on the left, on the right and between gives the outputs of the unpadded text."""
+    places = {"left": range(5, 12), "right": range(7), "between": [0, 2, 3, 6, 7, 10, 11]}
+    rate, short = torch.tensor([-0.2, -1.0]), [x.detach()[:1] for x in example(7)]
+    options = {"causal": False, "normalizer": normalizer, "log_decay": rate}
+    wanted = linear_attention(*short[:3], content=tuple(short[3:]), **options)
+    for place in places.values():
+        padded = [torch.full((1, HEADS, 12, x.shape[-1]), 5.0, dtype=x.dtype) for x in short]
+        for x, y in zip(padded, short, strict=True):
+            x[:, :, list(place)] = y
+        mask = torch.ones(1, 12, dtype=torch.bool)
+        mask[0, list(place)] = False
+        options["key_padding_mask"] = mask
+        for form in (linear_attention, linear_attention_naive):
+            found = form(*padded[:3], content=tuple(padded[3:]), **options)[:, :, list(place)]
+            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_a_bidirectional_decay_over_other_keys_is_refused():
+    q, k, v, *_ = example(4, keys=3)
+    for form in (linear_attention, linear_attention_naive):
+        with pytest.raises(ValueError, match="log_decay needs as many queries as keys"):
+            form(q, k, v, causal=False, log_decay=torch.zeros(HEADS))
+
+
 @pytest.mark.parametrize("decay", [None, (-0.2, -0.01)], ids=["plain", "decay"])
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
 @pytest.mark.parametrize("blocks", [(1,) * 70, (5, 1, 64), (70,), (1, 69), (69, 1)])
@@ -248,7 +296,10 @@ def test_memory_is_linear_in_length(form, monkeypatch):
     [
         ({"normalizer": "softmax"}, "unknown normalizer"),
         ({"normalizer": "content"}, "content="),
-        ({"causal": False, "log_decay": torch.zeros(HEADS)}, "log_decay needs causal=True"),
+        (
+            {"causal": False, "log_decay": torch.zeros(BATCH, HEADS, 4)},
+            r"log_decay of shape \(B, H, T\) needs causal=True",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(options, message):

@@ -5,13 +5,17 @@ import itertools
 import pytest
 import torch
 
+from lrpe_fairseq.attention import scored
+from lrpe_fairseq.attention.scored import Settings, Tokens, scored_attention
 from lrpe_fairseq.attention.softmax import (
     SoftmaxState,
     extend_state,
+    query_blocks,
     reorder_state,
     softmax_attention,
     softmax_attention_naive,
 )
+from lrpe_fairseq.encodings import build_encoding
 
 BATCH, HEADS, D = 3, 2, 6
 
@@ -92,21 +96,22 @@ def test_values_narrower_than_keys_are_attended_to_like_any(causal):
     torch.testing.assert_close(*grads)
 
 
-def state_of(tokens, seed=0):
+def state_of(tokens, seed=0, gates=2):
     generator = torch.Generator().manual_seed(seed)
     keys, values = torch.randn(2, 3, 2, tokens, 4, generator=generator)
     padding = torch.rand(3, tokens, generator=generator) < 0.3
-    return SoftmaxState(keys, values, torch.arange(tokens).expand(3, tokens), padding)
+    sums = torch.randn(3, gates, tokens, generator=generator, dtype=torch.float64)
+    return SoftmaxState(keys, values, torch.arange(tokens).expand(3, tokens), padding, sums)
 
 
 def joined(states):
     parts = zip(*(state.parts for state in states), strict=True)
-    return list(map(torch.cat, parts, (2, 2, 1, 1)))
+    return list(map(torch.cat, parts, (2, 2, 1, 1, 2)))
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_a_state_extended_token_by_token_holds_all_of_them(grad):
-    blocks, state = [state_of(n, seed=n) for n in (3, 1, 1, 5, 1, 1, 1, 1, 30)], None
+@pytest.mark.parametrize(("grad", "gates"), [(True, 2), (False, 2), (True, 0), (False, 0)])
+def test_a_state_extended_token_by_token_holds_all_of_them(grad, gates):
+    blocks, state = [state_of(n, n, gates) for n in (3, 1, 1, 5, 1, 1, 1, 1, 30)], None
     with torch.set_grad_enabled(grad):
         for block in blocks:
             state = extend_state(state, block)
@@ -144,3 +149,42 @@ def test_tokens_are_written_into_room_that_is_kept():
         state = extend_state(state, state_of(1))
         addresses.add(state.keys.data_ptr())
     assert len(addresses) <= 5  # 10, 22, 46, 94, 190 tokens
+
+
+# --- blocks of queries -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("rows", "columns", "limit"), [(7, 7, 1), (5, 9, 60), (4, 4, 1000)])
+def test_blocks_cover_all_rows_within_the_limit(rows, columns, limit, causal):
+    q, k = torch.zeros(2, 3, rows, 1), torch.zeros(2, 3, columns, 1)
+    blocks = list(query_blocks(q, k, causal, limit))
+    assert [r for own, _ in blocks for r in range(rows)[own]] == list(range(rows))
+    for own, keys in blocks:
+        height = own.stop - own.start
+        assert height == 1 or 2 * 3 * height * columns <= limit
+        assert keys == slice(0, columns - rows + own.stop if causal else columns)
+
+
+def test_no_queries_are_one_empty_block():
+    assert list(query_blocks(torch.zeros(2, 3, 0, 1), torch.zeros(2, 3, 4, 1), True, 9)) == [
+        (slice(0, 0), slice(0, 4))
+    ]
+
+
+@pytest.mark.parametrize("name", ["t5", "permuteformer"])
+def test_dropout_acts_on_the_weights_of_every_block(name, monkeypatch):
+    length = 40
+    monkeypatch.setattr(scored, "BLOCK", 7 * 2 * length)
+    encoding = build_encoding(name, 4, 2, causal=True)
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 2, length, 4, generator=generator, dtype=torch.float64)
+    tokens, v = Tokens(torch.arange(length)), torch.eye(length).double().expand(1, 2, -1, -1)
+    whole, dropped = (
+        scored_attention(encoding, q, k, v, tokens, tokens, None, Settings(True, 0.5, p))
+        for p in (0.0, 0.3)
+    )
+    seen = torch.ones(length, length).tril().bool().expand_as(whole)
+    gone = dropped[seen] == 0
+    assert 0.25 < gone.double().mean() < 0.35
+    torch.testing.assert_close(dropped[seen][~gone], whole[seen][~gone] / 0.7)

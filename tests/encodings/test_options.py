@@ -102,7 +102,7 @@ def test_one_line_in_encodings_brings_options_departures_and_documentation():
         "args = options.parse_args_and_arch(parser, given)\n"
         "from lrpe_fairseq.models.options import encoding_options\n"
         "print(encoding_options(args))\n"
-        "from lrpe_fairseq.experiments.report.readme import encodings_table, options_table\n"
+        "from lrpe_fairseq.experiments.report.gallery import encodings_table, options_table\n"
         "print('`toy`' in encodings_table(), '`--toy-kind {left,right}`' in options_table())\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
@@ -113,8 +113,10 @@ def test_one_line_in_encodings_brings_options_departures_and_documentation():
     assert said[-1] == "True True"
 
 
-def test_only_a_users_choice_loses_its_traceback():
-    with pytest.raises(SystemExit, match="lrpe_fairseq: choose another"), one_sentence_errors():
+def test_only_a_users_choice_loses_its_traceback(capsys):
+    with pytest.raises(SystemExit) as refusal, one_sentence_errors():
         raise ChoiceError("choose another")
+    assert refusal.value.code == 2
+    assert capsys.readouterr().err == "lrpe_fairseq: choose another\n"
     with pytest.raises(ValueError, match="a defect"), one_sentence_errors():
         raise ValueError("a defect")

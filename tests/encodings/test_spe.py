@@ -432,7 +432,10 @@ def test_noise_at_evaluation_is_drawn_anew_under_its_departure(code):
 
 
 def test_departures_are_described_and_unknown_ones_are_refused():
-    assert all(text.endswith(".") for text in DEPARTURES.values())
+    for departure in DEPARTURES.values():
+        assert departure.code
+        assert departure.ours
+        assert not departure.code.endswith(".")
     assert check_departures(list(DEPARTURES)) == set(DEPARTURES)
     with pytest.raises(ValueError, match="spe-along-batch"):
         check_departures(["spe-along-bath"])

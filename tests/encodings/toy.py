@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from lrpe_fairseq.encodings.base import QueryKeyEncoding, option
+from lrpe_fairseq.encodings.departures import Departure
 
 
 class Toy(QueryKeyEncoding):
@@ -16,7 +17,7 @@ class Toy(QueryKeyEncoding):
         toy_kind: str = option("left", "Toy: the side", choices=("left", "right"))
         toy_shared: bool = option(False, "Toy: one scale in all layers")
 
-    departures = {"toy-doubled": "Toy is doubled."}
+    departures = {"toy-doubled": Departure("toy", "twice toy", "toy")}
 
     def __init__(self, spec):
         super().__init__(spec)

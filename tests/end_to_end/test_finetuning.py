@@ -25,6 +25,7 @@ from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
 from lrpe_fairseq.experiments.families.plan import load_named, runs
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import UserError
+from lrpe_fairseq.experiments.runner import schedule
 from lrpe_fairseq.experiments.runner.training import CONFIGS, Devices
 from lrpe_fairseq.experiments.runner.warm import WarmChildren
 from tests.end_to_end.cases import sampled
@@ -307,13 +308,14 @@ def test_the_command_works_off_its_runs_on_this_machine_and_says_what_came_out(
     monkeypatch.setattr(finetune, "_runs", lambda options: [made])
     monkeypatch.setattr(FinetuningRun, "prepare_data", lambda self, source: None)
     monkeypatch.setattr(finetune.tables, "main", lambda arguments: 0)
+    monkeypatch.setattr(schedule, "Children", WarmChildren)  # cold in the test of the kill
     assert finetune.main(["unread.pt", "RTE", "--jobs", "2"]) == 0
     assert made.finished()
     assert f"{made.folder.name}: {made.outcome()}" in capsys.readouterr().out
 
 
 REFUSED = {  # sentence -> arguments
-    "absent.pt is not there": ["absent.pt", "RTE"],
+    "absent.pt does not exist": ["absent.pt", "RTE"],
     "unknown GLUE task 'rte'": ["absent.pt", "rte"],
     "no scale big": ["absent.pt", "RTE", "--scale", "big"],
 }
@@ -338,5 +340,5 @@ def test_the_script_ends_with_the_status_and_the_sentence_of_the_command() -> No
         env={**environment(), "PATH": path},
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("finetune_glue: absent.pt is not there")
+    assert done.stderr.startswith("finetune_glue: absent.pt does not exist")
     assert done.stderr.count("\n") == 1

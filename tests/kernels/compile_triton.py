@@ -1,4 +1,4 @@
-"""Compile every Triton kernel for a GPU that need not be there; one line of JSON for each.
+"""Compile every Triton kernel for a GPU, without one; print one line of JSON per kernel.
 
     .venv/bin/python -m tests.kernels.compile_triton 90
 
@@ -15,8 +15,9 @@ import tempfile
 
 import torch
 import triton
+from triton.backends import compiler as backends
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
+from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
 from lrpe_fairseq.kernels import causal_triton as attention
@@ -26,7 +27,7 @@ TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"
 
 
 class Compiled:
-    """In place of a kernel: ``self[grid](*args, **constants)`` compiles it and prints a line."""
+    """Replaces a kernel: ``self[grid](*args, **constants)`` compiles it and prints a line."""
 
     case = ""  # what is being launched, for the line
 
@@ -41,9 +42,8 @@ class Compiled:
         given = dict(zip((n for n in names if n not in constants), args, strict=True))
         kinds = {n: kind(given[n]) if n in given else "constexpr" for n in names}
         aligned = [i for i, n in enumerate(names) if n in given and is_aligned(given[n])]
-        hints = {(i,): [["tt.divisibility", 16]] for i in aligned}
         compiled = triton.compile(
-            ASTSource(self.kernel, kinds, constants, hints),
+            source(self.kernel, kinds, constants, aligned),
             target=GPUTarget("cuda", self.capability, 32),
             options={"num_warps": num_warps},
         )
@@ -58,6 +58,23 @@ class Compiled:
         print(json.dumps(found), flush=True)
 
 
+def source(kernel, kinds, constants, aligned):
+    """The input of Triton's compiler; triton < 3.3 has another form of it."""
+    if hasattr(backends, "AttrsDescriptor"):
+        kinds = {name: kind for name, kind in kinds.items() if kind != "constexpr"}
+        hints = backends.AttrsDescriptor.from_hints(dict.fromkeys(aligned, 16))
+    else:
+        hints = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    return ASTSource(kernel, kinds, constants, hints)
+
+
+def ptxas(capability):
+    """The path of NVIDIA's assembler, which comes with Triton."""
+    if hasattr(nvidia, "get_ptxas"):
+        return nvidia.get_ptxas(capability).path
+    return nvidia._path_to_binary("ptxas")[0]
+
+
 def kind(argument):
     """Triton's name of the type of a kernel's argument."""
     if isinstance(argument, torch.Tensor):
@@ -66,7 +83,7 @@ def kind(argument):
 
 
 def is_aligned(argument):
-    """Whether Triton takes the argument for a multiple of 16: tensors, and such numbers."""
+    """True if Triton treats the argument as a multiple of 16: tensors, and such numbers."""
     return isinstance(argument, torch.Tensor) or argument % 16 == 0
 
 
@@ -76,7 +93,7 @@ def assembled(ptx, capability):
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [get_ptxas(capability).path, "-v", f"--gpu-name={target}", file.name]
+        command = [ptxas(capability), "-v", f"--gpu-name={target}", file.name]
         done = subprocess.run([*command, "-o", "/dev/null"], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr)
@@ -105,7 +122,7 @@ def main(capability):
 
 
 def launched(name):
-    """Whether a function of a module is a kernel and not a part of one."""
+    """True if a function of a module is launched by itself, not called by a kernel."""
     return name.endswith("_kernel") or name.startswith("_encode")
 
 

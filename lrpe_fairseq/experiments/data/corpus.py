@@ -416,6 +416,16 @@ def binarize(
         shutil.rmtree(part, ignore_errors=True)
 
 
+def binarize_text(
+    texts: Mapping[str, Path], bin_dir: Path, dictionary: Path | None, workers: int
+) -> None:
+    """Write the files of :func:`binarize` for one language in the faster of two ways."""
+    if dictionary and workers == 1:
+        binarize_pieces(texts, bin_dir, dictionary)
+    else:
+        binarize(texts, bin_dir, dictionary, workers)
+
+
 def binarize_pieces(texts: Mapping[str, Path], bin_dir: Path, dictionary: Path) -> None:
     """Write the same files as :func:`binarize` for one language and a dictionary, without fairseq.
 
@@ -600,12 +610,7 @@ def run_binarize(
     reads = {**texts, "dictionary": dictionary}
     writes = [bin_dir / file for file in files]
 
-    def make() -> None:
-        if dictionary and workers == 1:
-            binarize_pieces(texts, bin_dir, dictionary)
-        else:
-            binarize(texts, bin_dir, dictionary, workers)
-
+    make = functools.partial(binarize_text, texts, bin_dir, dictionary, workers)
     steps.run("binarize", reads, writes, make)
 
 

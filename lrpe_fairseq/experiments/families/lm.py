@@ -34,7 +34,6 @@ class LMRun(TrainingRun):
     option_keys: ClassVar[Mapping[str, str]] = {
         "task": "task._name",
         "memory-length": "model.memory_length",
-        "lrpe-householder-start": "model.lrpe_householder_start",
     }
     next_step: ClassVar[str] = "evaluate with: scripts/eval_lm.sh {best} {data}"
     evaluations: tuple[tuple[str, str], ...] = EVERYTHING

@@ -5,10 +5,12 @@ import os
 import sys
 from collections.abc import Callable
 
+from lrpe_fairseq.errors import BAD_INPUT
+
 STARTED_IN = "LRPE_STARTED_IN"
 """Environment variable: the folder in which the user called a script, which then changed it."""
 
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+FAILED, INTERRUPTED = 1, 130
 Main = Callable[..., int | None]
 
 

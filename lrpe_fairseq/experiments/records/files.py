@@ -1,6 +1,9 @@
 """The repository's folders, and files that are written whole or not at all."""
 
 import contextlib
+import copy
+import functools
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -61,11 +64,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_config(path: Path) -> Any:
-    """Load a configuration of fairseq. Raises: ValueError for invalid YAML or without a task."""
+    """Load a configuration of fairseq; a file that did not change is parsed only once.
+
+    Raises: ValueError for invalid YAML or without a task.
+    """
     from omegaconf import DictConfig, OmegaConf  # data preparation needs this file without it
 
     try:
-        config = OmegaConf.load(path)
+        config = copy.deepcopy(_parsed(path.read_text(encoding="utf-8")))
     except (yaml.YAMLError, OSError) as error:
         raise ValueError(f"{relative(path)} does not load: {error}") from None
     if not isinstance(config, DictConfig) or not OmegaConf.select(config, "task._name"):
@@ -73,6 +79,14 @@ def load_config(path: Path) -> Any:
             f"{relative(path)} is not a configuration of fairseq: it has no task._name"
         )
     return config
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(text: str) -> Any:
+    """The configuration in ``text``."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.load(io.StringIO(text))
 
 
 def _sync_folder(folder: Path) -> None:

@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 
+from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.report import (
     cost,
     denominators,
     fidelity,
+    gallery,
     pages,
     quickstart,
     readme,
@@ -28,16 +30,18 @@ PARTS: dict[str, ModuleType] = {
     "results": pages,
     "quickstart": quickstart,
     "readme": readme,
+    "gallery": gallery,
     "cost": cost,
     "speed": speed,
     "denominators": denominators,
     "fidelity": fidelity,
     "versions": versions,
 }
-GENERATED = ("results/*.md", "results/figures/*.png")
+GENERATED = ("results/*.md", "results/figures/*.png", "docs/figures/encodings/*.png")
 """Patterns of files that are never written by hand."""
 
 
+@command("docs")
 def main(arguments: list[str] | None = None) -> int:
     """Write or check the pages; return the exit status."""
     parser = argparse.ArgumentParser(prog="docs", description="Render the generated pages.")
@@ -51,11 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"unknown part {', '.join(unknown)}; choose from {', '.join(PARTS)}")
     parts = options.parts or list(PARTS)
-    try:
-        return _check(options.root, parts) if options.check else write(options.root, parts)
-    except (ValueError, OSError) as error:
-        print(f"docs: {error}", file=sys.stderr)
-        return 2
+    return _check(options.root, parts) if options.check else write(options.root, parts)
 
 
 def render(root: Path, parts: Iterable[str]) -> dict[str, str]:

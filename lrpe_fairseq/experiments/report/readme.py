@@ -1,37 +1,23 @@
-"""The generated parts of README.md and docs/encodings.md, and the picture of the quickstart."""
+"""The generated parts of README.md, and the picture of the quickstart."""
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import fields
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-from lrpe_fairseq.encodings import (
-    ENCODINGS,
-    Encoding,
-    QueryKeyEncoding,
-    build_encoding,
-    encoding_class,
-)
-from lrpe_fairseq.encodings.lrpe import CORES, PROJECTIONS
+from lrpe_fairseq.encodings import ENCODINGS, FAMILIES, encoding_class
 from lrpe_fairseq.experiments.report import dots, markdown, quickstart
 
 PAGE = "README.md"
-ENCODINGS_PAGE = "docs/encodings.md"
 PICTURE = "results/figures/quickstart.png"
 
 
 def pages(root: Path) -> dict[str, str]:
-    """README.md and docs/encodings.md with every generated part rendered anew."""
+    """README.md with every generated part rendered anew."""
     text = (root / PAGE).read_text(encoding="utf-8")
     text = markdown.between(text, "encodings", names_table())
-    own = (root / ENCODINGS_PAGE).read_text(encoding="utf-8")
-    own = markdown.between(own, "encodings", encodings_table())
-    return {
-        PAGE: markdown.between(text, "quickstart", quickstart_numbers(root)),
-        ENCODINGS_PAGE: markdown.between(own, "options", options_table()),
-    }
+    return {PAGE: markdown.between(text, "quickstart", quickstart_numbers(root))}
 
 
 def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
@@ -43,7 +29,8 @@ def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
 def names_table() -> str:
     """The names of ENCODINGS by the attention types that they serve."""
     linear = {name: encoding_class(name).serves_linear for name in ENCODINGS}
-    both = [*numbered(name for name in ENCODINGS if linear[name]), "`lrpe:<P>:<Lambda>`"]
+    both = [*numbered(name for name in ENCODINGS if linear[name])]
+    both += [f"`{family.form}`" for family in FAMILIES.values()]
     softmax = numbered(name for name in ENCODINGS if not linear[name])
     rows = [["linear, softmax", ", ".join(both)], ["softmax", ", ".join(softmax)]]
     return markdown.table(["attention", "`--position-encoding`"], rows)
@@ -67,38 +54,6 @@ def _series(place: tuple[int, str]) -> tuple[str, int]:
     index, name = place
     stem, number = re.fullmatch(r"(.*?)(\d*)", name).groups()
     return (stem, int(number) - index) if number else (f"{name} ", index)
-
-
-def encodings_table() -> str:
-    """Return one row per name of ENCODINGS, read from the built encoding."""
-    rows = []
-    for name in ENCODINGS:
-        encoding = build_encoding(name, head_dim=64, num_heads=8, causal=True)
-        linear = "yes" if encoding.serves_linear else "–"
-        learned = sum(p.numel() for p in encoding.parameters() if p.requires_grad)
-        rows.append([f"`{name}`", describe(encoding), linear, "yes", f"{learned:,}"])
-    free = f"P in {{{', '.join(PROJECTIONS)}}}, Lambda in {{{', '.join(CORES)}}}"
-    rows.append(["`lrpe:<P>:<Lambda>`", f"the free form: {free}", "yes", "yes", ""])
-    head = ["`--position-encoding`", "description", "linear", "softmax", "learned parameters"]
-    return markdown.table(head, rows)
-
-
-def options_table() -> str:
-    """Return one row per option of an encoding, from the classes of ENCODINGS."""
-    rows = []
-    for kind in dict.fromkeys(encoding_class(name).Options for name in ENCODINGS):
-        for own in fields(kind):
-            choices = own.metadata["choices"]
-            flag = "--" + own.name.replace("_", "-")
-            flag += f" {{{','.join(choices)}}}" if choices else ""
-            rows.append([f"`{flag}`", own.default, own.metadata["help"]])
-    return markdown.table(["option of an encoding", "default", "description"], rows)
-
-
-def describe(encoding: Encoding) -> str:
-    """Describe the encoding, and note if it needs the score matrix."""
-    kind = "" if isinstance(encoding, QueryKeyEncoding) else " (needs the score matrix)"
-    return encoding.summary() + kind
 
 
 def quickstart_numbers(root: Path) -> str:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from omegaconf import OmegaConf
 
+from lrpe_fairseq.encodings import options_of_encodings
 from lrpe_fairseq.experiments.data import checksums, folders
 from lrpe_fairseq.experiments.records import checkpoints, dictionaries, fairseq_log
 from lrpe_fairseq.experiments.records.console import clock
@@ -75,7 +76,7 @@ class TrainingRun(ABC):
     data_scripts: ClassVar[Mapping[str, str]] = {}
     """Name of a data folder -> the script, with its arguments, that fills it."""
     option_keys: ClassVar[Mapping[str, str]] = {}
-    """Options of tables beyond COMMON_OPTIONS -> fairseq's configuration."""
+    """Options of tables beyond COMMON_OPTIONS and encodings' -> fairseq's configuration."""
     curve: ClassVar[Curve] = Curve("valid_ppl", "lower")
     """What fairseq prints at every validation and the run file keeps as a curve."""
     next_step: ClassVar[str] = "evaluate with: scripts/run_table.sh {table} --scale {scale}"
@@ -181,7 +182,8 @@ class TrainingRun(ABC):
     @classmethod
     def override(cls, option: str, value: Any) -> str:
         """``section.key=value`` for an option of a table. Raises: ValueError if it has no key."""
-        keys = {**COMMON_OPTIONS, **cls.option_keys}
+        own = {name.replace("_", "-"): f"model.{name}" for name in options_of_encodings()}
+        keys = {**COMMON_OPTIONS, **own, **cls.option_keys}
         if option not in keys:
             raise ValueError(
                 f"no key of fairseq's configuration is known for the option {option!r}"

@@ -1,0 +1,177 @@
+"""Softmax attention with any encoding, in blocks of queries where pairs must be stored.
+
+An encoding that changes q and k only uses the fused kernel for all queries at once. Biases, decays
+and other functions of a pair are computed for blocks of query rows, so that their memory does not
+grow with the product of the lengths.
+
+Axes: B batch, H heads, T query time, S key time, D key width, E value width.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lrpe_fairseq.attention.softmax import (
+    query_blocks,
+    softmax_attention,
+    softmax_attention_naive,
+)
+from lrpe_fairseq.encodings.base import Encoding, QueryKeyEncoding
+from lrpe_fairseq.encodings.biases import LOWEST
+
+BLOCK = 2**24
+"""Maximum number of scores B H R S of a block of R queries: 64 MB in float32."""
+
+
+class Tokens(NamedTuple):
+    """What a score depends on besides the content of queries or keys, of N tokens each."""
+
+    positions: Tensor  # N or B N, int64
+    sums: Tensor | None = None  # B H N, float64: sum of the log gates up to each token
+    counts: Tensor | None = None  # N or B N, int64: number of real tokens up to each token
+
+    def of(self, part: slice) -> "Tokens":
+        """Return the tokens of a slice."""
+        return Tokens(*(x if x is None else x[..., part] for x in self))
+
+
+class Settings(NamedTuple):
+    """Arguments of :func:`softmax_attention` that all blocks share."""
+
+    causal: bool
+    scale: float
+    dropout: float = 0.0
+
+
+def scored_attention(
+    encoding: Encoding,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Tokens,
+    keys: Tokens,
+    key_padding_mask: Tensor | None,
+    settings: Settings,
+) -> Tensor:
+    """Compute softmax attention with ``encoding``.
+
+    A decay per token, constant or from gates, counts real tokens: the weight exp(score) of (s, t),
+    or the score itself for ``decay_on`` "score", is multiplied by exp(sum of log decays of the real
+    tokens in t+1..s), in a bidirectional model by the sum between the two tokens.
+
+    Args:
+        q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E), encoded by a :class:`QueryKeyEncoding`.
+            The queries are the last T keys.
+        queries, keys: positions, and sums of log gates if the encoding has gates. Counts are
+            computed here.
+        key_padding_mask: (B, S), true where a key is padding; (B, T, S), true for hidden pairs.
+    Returns: (B, H, T, E).
+    """
+    if isinstance(encoding, QueryKeyEncoding):
+        log_decay = encoding.log_decay()
+        if log_decay is None and queries.sums is None:
+            return softmax_attention(
+                q, k, v, key_padding_mask=key_padding_mask, **settings._asdict()
+            )
+        if log_decay is not None:
+            counts = real_tokens(k.shape[2], key_padding_mask, k.device)
+            queries = queries._replace(counts=counts[..., k.shape[2] - q.shape[2] :])
+            keys = keys._replace(counts=counts)
+    blocks = list(query_blocks(q, k, settings.causal, BLOCK))
+    if len(blocks) == 1:
+        return _block(encoding, q, k, v, queries, keys, key_padding_mask, settings)
+    parts = []
+    for rows, columns in blocks:
+        parts.append(
+            _block(
+                encoding,
+                *(q[:, :, rows], k[:, :, columns], v[:, :, columns]),
+                *(queries.of(rows), keys.of(columns)),
+                _cut_mask(key_padding_mask, rows, columns),
+                settings,
+            )
+        )
+    return torch.cat(parts, 2)
+
+
+def real_tokens(length: int, key_padding_mask: Tensor | None, device: torch.device) -> Tensor:
+    """Return the number of real tokens up to each of S keys, int64 (S,) or (B, S).
+
+    Differences of these numbers are the lags n that a decay counts. A mask (B, T, S) of hidden
+    pairs has no padding between real tokens.
+    """
+    if key_padding_mask is None or key_padding_mask.dim() == 3:
+        return torch.arange(length, device=device)
+    return (~key_padding_mask.bool()).cumsum(-1)
+
+
+def decay_exponent(log_decay: Tensor, queries: Tokens, keys: Tokens, causal: bool) -> Tensor:
+    """Return log_decay n, (H, T, S) or (B, H, T, S), for log_decay (H,) in its dtype.
+
+    n is the number of real tokens in t+1..s. For a key after the query it is 0 in a causal model,
+    and the number of real tokens in s+1..t in a bidirectional one.
+    """
+    lag = queries.counts.unsqueeze(-1) - keys.counts.unsqueeze(-2)
+    lag = lag.clamp_min(0) if causal else lag.abs()
+    return log_decay.view(-1, 1, 1) * lag.unsqueeze(-3).to(log_decay.dtype)
+
+
+def _cut_mask(key_padding_mask: Tensor | None, rows: slice, columns: slice) -> Tensor | None:
+    if key_padding_mask is None or key_padding_mask.dim() == 2:
+        return key_padding_mask if key_padding_mask is None else key_padding_mask[:, columns]
+    return key_padding_mask[:, rows, columns]
+
+
+def _block(
+    encoding: Encoding,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Tokens,
+    keys: Tokens,
+    key_padding_mask: Tensor | None,
+    settings: Settings,
+) -> Tensor:
+    """Compute :func:`scored_attention` of one block. In a causal model its last keys are its
+    queries."""
+    options = {"key_padding_mask": key_padding_mask, **settings._asdict()}
+    if isinstance(encoding, QueryKeyEncoding):
+        return _decayed(encoding, q, k, v, queries, keys, options)
+    given = q * settings.scale, k, queries.positions, keys.positions
+    if encoding.additive:
+        return softmax_attention(q, k, v, bias=encoding.bias(*given), **options)
+
+    def rescore(scores: Tensor, visible: Tensor | None) -> Tensor:
+        return encoding(scores, *given, visible)
+
+    return softmax_attention_naive(q, k, v, rescore=rescore, weigh=encoding.weigh, **options)
+
+
+def _decayed(
+    encoding: QueryKeyEncoding,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Tokens,
+    keys: Tokens,
+    options: dict,
+) -> Tensor:
+    """Compute a block of softmax attention with gates, a constant decay, or both."""
+    log_decay, causal = encoding.log_decay(), options["causal"]
+    exponents, on_score = [], None
+    if queries.sums is not None:
+        exponents.append(queries.sums.unsqueeze(-1) - keys.sums.unsqueeze(-2))
+    if log_decay is not None and encoding.decay_on == "score":
+        on_score = torch.exp(decay_exponent(log_decay, queries, keys, causal))
+    elif log_decay is not None:
+        wide = log_decay.to(torch.promote_types(log_decay.dtype, q.dtype))
+        exponents.append(decay_exponent(wide, queries, keys, causal))
+    bias = sum(exponents).clamp(LOWEST, 0.0).to(q.dtype) if exponents else None
+    if on_score is None:
+        return softmax_attention(q, k, v, bias=bias, **options)
+
+    def rescore(scores: Tensor, visible: Tensor | None) -> Tensor:
+        return scores * on_score if bias is None else scores * on_score + bias
+
+    return softmax_attention_naive(q, k, v, rescore=rescore, **options)

@@ -1,0 +1,73 @@
+"""Relative position representations (Shaw, Uszkoreit and Vaswani, 2018)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lrpe_fairseq.encodings.base import (
+    Card,
+    EncodingSpec,
+    ScoreEncoding,
+    check_positions,
+    option,
+)
+from lrpe_fairseq.encodings.biases import pick
+from lrpe_fairseq.errors import ChoiceError
+
+
+class Shaw(ScoreEncoding):
+    """score_st = q_s.(k_t + w[clip(t - s, -K, K)]) / sqrt D, a learned vector w (D,) per distance.
+
+    K is ``shaw_distance``. The table w is (2K + 1, D). A causal model needs the K + 1 rows with
+    t <= s only. Each layer has a separate table, which its heads share. It is initialized with
+    Xavier's uniform distribution and the spec's generator.
+
+    q.w is computed for every row of the table and gathered by distance, so no tensor of shape
+    (T, S, D) is formed.
+
+    The paper also adds such vectors to the values. They are left out here, as in LRPE's canonical
+    form of this method (Appendix C.1).
+
+    Raises: ChoiceError if ``shaw_distance`` is negative.
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        """Options of Shaw's representations: the largest distance."""
+
+        shaw_distance: int = option(16, "Shaw: all distances from this on share one vector")
+
+    card = Card(
+        equation=r"\frac{1}{\sqrt D}\, q_s^\top \left(k_t + w_{\operatorname{clip}(t - s, -K, K)}"
+        r"\right)",
+        cost="B H T (2 K + 1) D multiply-adds (causal: K + 1) and a gather of B H T S entries; "
+        "(2 K + 1) D parameters (causal: (K + 1) D)",
+        beyond="All distances from K on have one vector, so longer texts cause no error, but the "
+        "order of keys that are farther away is not represented.",
+        source="Shaw, Uszkoreit and Vaswani, 2018; without the vectors that are added to values",
+    )
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__(spec)
+        self.distance = self.options.shaw_distance
+        if self.distance < 0:
+            raise ChoiceError(f"shaw_distance cannot be negative, got {self.distance}")
+        rows = self.distance + 1 if spec.causal else 2 * self.distance + 1
+        table = torch.empty(rows, spec.head_dim, device="cpu")
+        nn.init.xavier_uniform_(table, generator=spec.generator(stream=31))
+        self.table = nn.Parameter(table)
+
+    def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        """Return q_s.w of every pair, (B, H, T, S) in the dtype of q, which is scaled already."""
+        check_positions(q_positions, q), check_positions(k_positions, k)
+        index = self.row(k_positions.unsqueeze(-2) - q_positions.unsqueeze(-1))
+        return pick(q @ self.table.to(q.dtype).mT, index)
+
+    def row(self, ahead: Tensor) -> Tensor:
+        """Return the row of the table for t - s, int64 of any shape.
+
+        In a causal model a key after the query is treated as distance 0; attention masks it.
+        """
+        last = 0 if self.spec.causal else self.distance
+        return ahead.clamp(-self.distance, last) + self.distance

@@ -1,0 +1,158 @@
+"""One picture per encoding, all in one style: a curve against the distance, or a map.
+
+The encoding is drawn as it starts, before training. Contents are random: q = k for curves and maps
+of a grid, different ones for contextual methods.
+
+    python -c "from lrpe_fairseq.experiments.report.portraits import draw; \\
+        draw('alibi', 'alibi.png', head_dim=64, num_heads=8, length=1024)"
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lrpe_fairseq.encodings import (
+    Encoding,
+    EncodingOptions,
+    QueryKeyEncoding,
+    ScoreEncoding,
+    build_encoding,
+)
+from lrpe_fairseq.experiments.report import pictures
+
+CONTENTS = 64
+"""Number of random contents over which a curve is averaged."""
+
+HEADS_SHOWN = 4
+"""Curves per picture; maps show the first and the last of these heads."""
+
+
+@torch.no_grad()
+def draw(
+    name: str,
+    path: Path | str,
+    head_dim: int = 32,
+    num_heads: int = 4,
+    length: int = 256,
+    grid_width: int = 16,
+) -> None:
+    """Draw the encoding ``name`` and write a PNG to ``path``.
+
+    Args:
+        head_dim: D. num_heads: H; at most four are shown. length: the largest distance, and four
+            times the tokens of a map. grid_width: W of the grid of a method with two axes.
+    A decomposable encoding is drawn as the score of a token and a copy of it n tokens earlier,
+    divided by their score without encoding, averaged over random contents; an additive one as its
+    bias; a contextual one as attention weights over random tokens; one with two axes as the score
+    of a cell with all cells of the grid.
+    Raises: ChoiceError for an unknown name. ImportError without matplotlib (extra [plots]).
+    """
+    build = partial(build_encoding, name, head_dim, num_heads, causal=True)
+    encoding = build().eval()
+    figure = pictures.blank(4.6, 2.3)
+    if encoding.two_axes:
+        encoding = build(options=EncodingOptions(grid_width=grid_width)).eval()
+        label = f"score of the cell in the center, {grid_width} x {grid_width} cells"
+        _maps(figure, cells(encoding, grid_width), label)
+    elif encoding.contextual or not _is_a_curve(encoding):
+        _maps(figure, weights(encoding, length // 4), "attention weights: query down, key across")
+    else:
+        _curves(figure, encoding, curve(encoding, length))
+    pictures.save(figure, Path(path))
+
+
+def curve(encoding: Encoding, length: int) -> Tensor:
+    """Return the score or the bias at the distances 0 .. length - 1, (H, length)."""
+    x = _contents(encoding, 1)
+    q_positions, k_positions = torch.tensor([length - 1]), torch.arange(length).flip(0)
+    keys = x.expand(-1, -1, length, -1)
+    if isinstance(encoding, ScoreEncoding):
+        q = x * encoding.spec.head_dim**-0.5 * encoding.content_scale
+        bias = encoding.bias(q, keys, q_positions, k_positions)
+        return bias.expand(len(x), encoding.spec.num_heads, 1, length).mean(0)[:, 0]
+    q, keys = encoding(x, keys, q_positions, k_positions)
+    scores = (q @ keys.mT).squeeze(2) / x.square().sum(-1)
+    return scores.mean(0) * _decay(encoding, torch.arange(length))
+
+
+def weights(encoding: Encoding, length: int) -> Tensor:
+    """Return causal attention weights over random tokens, (H, length, length)."""
+    q, k = _contents(encoding, length)[:1], _contents(encoding, length, seed=1)[:1]
+    at = torch.arange(length)
+    seen = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
+    q = q * encoding.spec.head_dim**-0.5
+    if isinstance(encoding, ScoreEncoding):
+        q = q * encoding.content_scale
+        scores = encoding(q @ k.mT, q, k, at, at, seen)
+        return encoding.weigh(scores, seen, torch.float32)[0]
+    q, k = encoding(q, k, at, at)
+    width = encoding.spec.head_dim * encoding.spec.num_heads
+    x = torch.randn(1, length, width, generator=torch.Generator().manual_seed(2))
+    total = encoding.log_gates(x).cumsum(-1)
+    scores = q @ k.mT + total.unsqueeze(-1) - total.unsqueeze(-2)
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1)[0]
+
+
+def cells(encoding: QueryKeyEncoding, width: int) -> Tensor:
+    """Return the score of the central cell of a grid with every cell, (H, width, width)."""
+    x = _contents(encoding, 1)
+    center = torch.tensor([width // 2 * width + width // 2])
+    keys = x.expand(-1, -1, width * width, -1)
+    q, keys = encoding(x, keys, center, torch.arange(width * width))
+    scores = (q @ keys.mT).squeeze(2) / x.square().sum(-1)
+    return scores.mean(0).unflatten(-1, (width, width))
+
+
+def _is_a_curve(encoding: Encoding) -> bool:
+    return isinstance(encoding, QueryKeyEncoding) or encoding.additive
+
+
+def _contents(encoding: Encoding, length: int, seed: int = 0) -> Tensor:
+    """Return random contents, (CONTENTS, H, length, D)."""
+    shape = CONTENTS, encoding.spec.num_heads, length, encoding.spec.head_dim
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _decay(encoding: QueryKeyEncoding, lag: Tensor) -> Tensor:
+    """Return the factor of a constant decay, (H, N), or 1."""
+    log_decay = encoding.log_decay()
+    return torch.ones(()) if log_decay is None else torch.exp(log_decay[:, None] * lag)
+
+
+def _curves(figure: Any, encoding: Encoding, values: Tensor) -> None:
+    """Draw a line for each head, or one line if all heads are equal."""
+    axes = figure.subplots()
+    same = torch.allclose(values, values[:1].expand_as(values), atol=1e-6)
+    shared = same or _averages_equal(encoding)
+    shown = values.mean(0, keepdim=True) if shared else values[:HEADS_SHOWN]
+    for head, line in enumerate(shown):
+        axes.plot(line.tolist(), linewidth=1.2, label=None if shared else f"head {head}")
+    axes.axhline(0, color="grey", linewidth=0.6)
+    bias = isinstance(encoding, ScoreEncoding)
+    axes.set_ylabel("added to the score" if bias else "score / plain score", size=8)
+    axes.set_xlabel("n = s - t", size=8)
+    if not shared:
+        axes.legend(fontsize=6, frameon=False, loc="upper right")
+    axes.tick_params(labelsize=7)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _averages_equal(encoding: Encoding) -> bool:
+    """True if heads differ by their random contents only: no parameters and no decay per head."""
+    heads = encoding.spec.num_heads
+    own = [t for _, t in encoding.named_tensors() if heads in t.shape]
+    return isinstance(encoding, QueryKeyEncoding) and not own and encoding.log_decay() is None
+
+
+def _maps(figure: Any, values: Tensor, label: str) -> None:
+    """Draw the maps (H, ., .) of the first and of the last shown head side by side."""
+    heads = sorted({0, min(len(values), HEADS_SHOWN) - 1})
+    for axes, head in zip(figure.subplots(1, len(heads), squeeze=False).flat, heads, strict=True):
+        axes.imshow(values[head], cmap="viridis", interpolation="nearest", aspect="equal")
+        axes.set_title(f"head {head}", size=8)
+        axes.tick_params(labelsize=6)
+    figure.supxlabel(label, size=8)

@@ -1,0 +1,101 @@
+"""Shaw's relative position representations against loops over pairs, and the canonical form."""
+
+import math
+
+import pytest
+import torch
+
+from lrpe_fairseq.encodings import EncodingOptions, build_encoding
+
+HEADS, WIDTH = 2, 4
+
+
+def build(causal=True, distance=3, seed=0):
+    options = EncodingOptions(shaw_distance=distance)
+    encoding = build_encoding("shaw", WIDTH, HEADS, causal=causal, seed=seed, options=options)
+    return encoding.double()
+
+
+def example(rows=5, columns=5):
+    generator = torch.Generator().manual_seed(columns)
+    shapes = [(2, HEADS, rows, WIDTH), (2, HEADS, columns, WIDTH)]
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes
+    ]
+
+
+def by_pairs(encoding, q, k, q_positions, k_positions):
+    """(q_s.k_t + q_s.w) / sqrt D, in a loop over pairs; for masked pairs w is taken as zero."""
+
+    def score(i, j):
+        ahead = int(k_positions[j] - q_positions[i])
+        key, reach = k[:, :, j], encoding.distance
+        if ahead <= 0 or not encoding.spec.causal:
+            key = key + encoding.table[max(-reach, min(reach, ahead)) + reach]
+        return (q[:, :, i] * key).sum(-1) / math.sqrt(WIDTH)
+
+    rows, columns = range(q.shape[-2]), range(k.shape[-2])
+    return torch.stack([torch.stack([score(i, j) for j in columns], -1) for i in rows], -2)
+
+
+def scores_of(encoding, q, k, q_positions, k_positions):
+    q = q * WIDTH**-0.5
+    return encoding(q @ k.transpose(-1, -2), q, k, q_positions, k_positions)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("distance", [0, 3, 20])
+def test_scores_and_gradients_are_the_definition_written_out_for_every_pair(causal, distance):
+    encoding, (q, k) = build(causal, distance), example(5, 9)
+    positions = torch.arange(104, 109), torch.arange(100, 109)
+    visible = (positions[0][:, None] >= positions[1]) | (not causal)
+    weight = torch.randn(5, 9, generator=torch.Generator().manual_seed(2)).double()
+    found, wanted = (form(encoding, q, k, *positions) for form in (scores_of, by_pairs))
+    torch.testing.assert_close(found * visible, wanted * visible, rtol=1e-12, atol=1e-12)
+    inputs = q, k, encoding.table
+    grads = [
+        torch.autograd.grad((scores.sin() * weight * visible).sum(), inputs)
+        for scores in (found, wanted)
+    ]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_the_canonical_form_of_lrpe_holds_with_a_vector_of_ones():
+    """LRPE, C.1: q^T k + (sum of features of q * w), with the vector 1_d in place of k."""
+    encoding, (q, k), at = build(False), example(), torch.arange(5)
+    w = encoding.table[(at - at[:, None]).clamp(-3, 3) + 3]  # T S D
+    canonical = torch.einsum("bhsd,std,d->bhst", q, w, torch.ones(WIDTH).double())
+    wanted = (q @ k.mT + canonical) / math.sqrt(WIDTH)
+    torch.testing.assert_close(scores_of(encoding, q, k, at, at), wanted)
+
+
+@pytest.mark.parametrize(("causal", "vectors"), [(True, 4), (False, 7)])
+def test_one_query_distinguishes_no_more_distances_than_the_table_has(causal, vectors):
+    encoding, (q, k) = build(causal), example(1, 30)
+    bias = encoding.bias(q, k, torch.tensor([15]), torch.arange(30))
+    assert bias[0, 0, 0].unique().numel() == vectors == encoding.table.shape[0]
+    beyond = bias[..., :13]  # distances from 3 on
+    assert torch.equal(beyond, beyond[..., :1].expand_as(beyond))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_table_that_is_not_clipped_is_the_same_for_any_larger_distance(causal):
+    small, large, (q, k) = build(causal, 5), build(causal, 40), example()
+    with torch.no_grad():
+        rows = slice(35, 41 if causal else 46)
+        small.table.copy_(large.table[rows])
+    at = torch.arange(5)
+    torch.testing.assert_close(small.bias(q, k, at, at), large.bias(q, k, at, at))
+
+
+def test_the_table_starts_uniform_by_xavier_and_stays_float32():
+    table = build_encoding("shaw", 64, HEADS, causal=False).half().table
+    bound = math.sqrt(6 / (33 + 64))
+    assert table.dtype == torch.float32
+    assert 0.95 * bound < table.abs().max() <= bound
+
+
+def test_impossible_distances_are_refused():
+    with pytest.raises(ValueError, match="shaw_distance cannot be negative"):
+        build(distance=-1)
