@@ -76,7 +76,7 @@ class TrainingRun(ABC):
     data_scripts: ClassVar[Mapping[str, str]] = {}
     """Name of a data folder -> the script that makes it, with arguments."""
     option_keys: ClassVar[Mapping[str, str]] = {}
-    """Options of tables, besides COMMON_OPTIONS and those of encodings -> fairseq's configuration."""
+    """Options of tables, besides the common ones and encodings' -> fairseq's configuration."""
     curve: ClassVar[Curve] = Curve("valid_ppl", "lower")
     """The metric of every validation that the run file keeps as a curve."""
     next_step: ClassVar[str] = "evaluate with: scripts/run_table.sh {table} --scale {scale}"

@@ -1,9 +1,8 @@
 """Run commands in forked processes, so that torch and fairseq are imported once.
 
 A new interpreter needs several seconds of CPU time to import them, a large part of a run of one
-minute. :class:`WarmChildren` forks multiprocessing's fork server, which has imported them. Commands,
-run folders and results are those of
-:class:`~lrpe_fairseq.experiments.runner.processes.Children`.
+minute. :class:`WarmChildren` forks multiprocessing's fork server, which has imported them. Run
+folders and results are those of :class:`~lrpe_fairseq.experiments.runner.processes.Children`.
 """
 
 import importlib
