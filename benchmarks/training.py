@@ -8,7 +8,7 @@ from fairseq.data import Dictionary
 from torch.nn import functional as F
 
 from benchmarks.timing import Timing, contest
-from lrpe_fairseq.encodings import ENCODINGS, build_encoding
+from lrpe_fairseq.encodings import ENCODINGS, encoding_class
 from lrpe_fairseq.models.language_model import LRPELanguageModel, LRPELanguageModelConfig
 from lrpe_fairseq.models.masked_lm import LRPERobertaConfig, LRPERobertaModel
 
@@ -39,7 +39,7 @@ def measure(device: str, tokens: int, rounds: int, models: Sequence[str] = MODEL
 
 def serves_linear(name: str) -> bool:
     """True if the encoding supports linear attention."""
-    return build_encoding(name, head_dim=64, num_heads=8).serves_linear
+    return encoding_class(name).serves_linear
 
 
 def step(

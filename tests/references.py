@@ -89,17 +89,16 @@ def score_matrix(
         return encoding(q @ k.transpose(-1, -2), q, k, q_positions, k_positions, visible)
     gates = None if x is None else encoding.log_gates(x)
     q, k = encoding(q, k, q_positions, k_positions)
-    scores = q @ k.transpose(-1, -2)
-    if gates is not None:
-        total = gates.double().cumsum(-1)
-        return scores + (total.unsqueeze(-1) - total.unsqueeze(-2)).tril()
-    log_decay = encoding.log_decay()
-    if log_decay is None:
+    scores, log_decay = q @ k.transpose(-1, -2), encoding.log_decay()
+    if log_decay is not None:
+        lag = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
+        lag = lag.clamp_min(0) if encoding.spec.causal else lag.abs()
+        exponent = log_decay.double()[:, None, None] * lag.unsqueeze(-3)
+        scores = scores * exponent.exp() if encoding.decay_on == "score" else scores + exponent
+    if gates is None:
         return scores
-    lag = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
-    lag = lag.clamp_min(0) if encoding.spec.causal else lag.abs()
-    exponent = log_decay.double()[:, None, None] * lag.unsqueeze(-3)
-    return scores * exponent.exp() if encoding.decay_on == "score" else scores + exponent
+    total = gates.double().cumsum(-1)
+    return scores + (total.unsqueeze(-1) - total.unsqueeze(-2)).tril()
 
 
 def weight_matrix(

@@ -121,16 +121,8 @@ def linear_attention(
     given = (q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
     q, k, v, content, log_decay = _prepare(*given, widen=kernels is None)
     sums = _causal_sums if kernels is None else kernels.causal_sums
-    if causal:
-        wanted = "normalized" if normalizer == "rotated" else "numerator"
-        log_decay = _without_padding(log_decay, key_padding_mask)
-        out, denominator = sums(q, k, v, wanted, log_decay, EPS)[0], None
-    elif log_decay is not None:
-        wanted = "sums" if normalizer == "rotated" else "numerator"
-        ahead, back = _both_ways(log_decay, key_padding_mask)
-        out, denominator = _decayed_sums(sums, q, k, v, wanted, ahead, back)
-    else:
-        out, denominator = _full_sums(q, k, v, normalizer == "rotated")
+    padding = key_padding_mask
+    out, denominator = _sums(sums, q, k, v, normalizer == "rotated", causal, log_decay, padding)
     if content is not None:
         keys = content[1].cumsum(-2) if causal else content[1].sum(-2, keepdim=True)
         denominator = (content[0] * keys).sum(-1)
@@ -254,6 +246,26 @@ def _without_padding(log_decay: Tensor | None, key_padding_mask: Tensor | None) 
     return log_decay.masked_fill(key_padding_mask.bool().unsqueeze(1), 0.0)
 
 
+def _sums(
+    causal_sums: Callable,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    normalizes: bool,
+    causal: bool,
+    log_decay: Tensor | None,
+    padding: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the sums over all visible keys, and their denominators if they are not divided yet."""
+    if causal:
+        wanted = "normalized" if normalizes else "numerator"
+        return causal_sums(q, k, v, wanted, _without_padding(log_decay, padding), EPS)[0], None
+    if log_decay is None:
+        return _full_sums(q, k, v, normalizes)
+    wanted = "sums" if normalizes else "numerator"
+    return _decayed_sums(causal_sums, q, k, v, wanted, *_both_ways(log_decay, padding))
+
+
 def _both_ways(log_decay: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the decay (H,) for a sweep from left to right and for one over the reversed text.
 
@@ -287,8 +299,7 @@ def _causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
     """Compute ``chunked.causal_sums`` in C++ if supported. Not traced by torch.compile."""
-    native = not varies(log_decay) and causal_cpu.serves(q, k, v)
-    module = causal_cpu if native else chunked
+    module = causal_cpu if causal_cpu.serves(q, k, v, log_decay) else chunked
     return module.causal_sums(q, k, v, wanted, log_decay, eps)
 
 

@@ -1,12 +1,16 @@
 """Relative positional encodings by name. Pure PyTorch; fairseq is not needed.
 
 Command-line choices, tests, benchmark rows and the README's table are derived from
-:data:`ENCODINGS`. To add an encoding, write one file and add one line here.
+:data:`ENCODINGS`, and the free forms of names from :data:`FAMILIES`. To add an encoding, write one
+file and add one line here.
 """
 
+from collections.abc import Callable
 from dataclasses import Field, fields
 from functools import partial
+from typing import NamedTuple
 
+from lrpe_fairseq.encodings.alibi import ALiBi
 from lrpe_fairseq.encodings.base import (
     Encoding,
     EncodingOptions,
@@ -14,12 +18,21 @@ from lrpe_fairseq.encodings.base import (
     QueryKeyEncoding,
     ScoreEncoding,
 )
+from lrpe_fairseq.encodings.cape import CAPEFIRE, CAPEALiBi, CAPEKerple
 from lrpe_fairseq.encodings.cope import CoPE
+from lrpe_fairseq.encodings.cosformer import CosFormer
+from lrpe_fairseq.encodings.deberta import DeBERTa
 from lrpe_fairseq.encodings.fire import FIRE
+from lrpe_fairseq.encodings.fope import FoPE
+from lrpe_fairseq.encodings.fox import FoX
+from lrpe_fairseq.encodings.gated import Gated, can_be_gated
+from lrpe_fairseq.encodings.grid import GridEncoding
 from lrpe_fairseq.encodings.kerple import KerpleLog, KerplePower
+from lrpe_fairseq.encodings.lie import ComRoPEAP, ComRoPELD, LieRE
 from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
 from lrpe_fairseq.encodings.none import NoEncoding
 from lrpe_fairseq.encodings.permuteformer import PermuteFormer
+from lrpe_fairseq.encodings.rope_2d import RoPE2D, RoPE2DMixed
 from lrpe_fairseq.encodings.sandwich import Sandwich
 from lrpe_fairseq.encodings.shaw import Shaw
 from lrpe_fairseq.encodings.spe import SPE
@@ -30,6 +43,7 @@ from lrpe_fairseq.errors import ChoiceError
 
 __all__ = [
     "ENCODINGS",
+    "FAMILIES",
     "FREE_FORMS",
     "Encoding",
     "EncodingOptions",
@@ -58,9 +72,6 @@ ENCODINGS: dict[str, Constructor] = {
     "spe": SPE,
     "t5": T5Bias,
     "transformer-xl": TransformerXL,
-    "shaw": Shaw,
-    "cope": CoPE,
-    "stick-breaking": StickBreaking,
     "lrpe-type1": _lrpe("householder", "rotation-half"),
     "lrpe-type2": _lrpe("householder", "rotation-learned"),
     "lrpe-type3": _lrpe("householder-learned", "rotation-learned"),
@@ -72,10 +83,26 @@ ENCODINGS: dict[str, Constructor] = {
     "lrpe-tmlr-type1": _lrpe("householder", "unitary-learned"),
     "lrpe-tmlr-type2": _lrpe("householder", "rotation-learned"),
     "lrpe-tmlr-type3": _lrpe("householder", "permutation"),
+    "alibi": ALiBi,
+    "fox": FoX,
+    "cosformer": CosFormer,
+    "rope-2d": RoPE2D,
+    "rope-2d-mixed": RoPE2DMixed,
+    "liere": LieRE,
+    "comrope-ap": ComRoPEAP,
+    "comrope-ld": ComRoPELD,
+    "fope": FoPE,
     "kerple-log": KerpleLog,
     "kerple-power": KerplePower,
     "sandwich": Sandwich,
     "fire": FIRE,
+    "cape-alibi": CAPEALiBi,
+    "cape-kerple": CAPEKerple,
+    "cape-fire": CAPEFIRE,
+    "shaw": Shaw,
+    "deberta": DeBERTa,
+    "cope": CoPE,
+    "stick-breaking": StickBreaking,
 }
 
 DEFAULTS = EncodingOptions()
@@ -83,27 +110,85 @@ DEFAULTS = EncodingOptions()
 DEFAULT = "lrpe-type2"
 """The encoding of a model whose configuration does not name one."""
 
-FREE_FORMS: tuple[str, ...] = tuple(f"lrpe:{p}:{core}" for p in PROJECTIONS for core in CORES)
-"""All names of the free form ``lrpe:<P>:<Lambda>``."""
+
+class Family(NamedTuple):
+    """A free form ``<prefix>:<rest>`` of names, which need no line of their own in ENCODINGS.
+
+    form: how such a name is written. rest: what the rest may be, in words. names: examples, or all
+    names if there are few. build: maps the rest to a constructor; it returns None if the rest is
+    not understood, and raises ChoiceError to say more. causal_only: True if all of them are.
+    """
+
+    form: str
+    rest: str
+    names: tuple[str, ...]
+    build: Callable[[str], Constructor | None]
+    causal_only: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.form} {self.rest}"
+
+
+def _free_lrpe(rest: str) -> Constructor | None:
+    """Return the constructor of ``lrpe:<P>:<Lambda>``."""
+    projection, _, core = rest.partition(":")
+    return _lrpe(projection, core) if projection in PROJECTIONS and core in CORES else None
+
+
+def _gated(name: str) -> Constructor:
+    """Return the constructor of ``gated:<name>``."""
+    if not can_be_gated(encoding_class(name)):
+        raise ChoiceError(
+            f"gated:{name}: gates can be added to decomposable encodings without gates; choose "
+            f"one of {', '.join(_without_gates())}, or lrpe:<P>:<Lambda>"
+        )
+    return partial(Gated, inner=constructor_of(name), name=name)
+
+
+def _without_gates() -> list[str]:
+    """Return the names in ENCODINGS that ``gated:<name>`` accepts."""
+    return [name for name in ENCODINGS if can_be_gated(encoding_class(name))]
 
 
 def constructor_of(name: str) -> Constructor:
     """Return the constructor of ``name``. Raises: ChoiceError, listing the names, if unknown."""
+    prefix, _, rest = name.partition(":")
     if name in ENCODINGS:
         return ENCODINGS[name]
-    if name in FREE_FORMS:
-        return _lrpe(*name.split(":")[1:])
-    raise ChoiceError(
-        f"unknown position encoding {name!r}; choose one of {', '.join(ENCODINGS)}, "
-        f"or lrpe:<P>:<Lambda> with P in {{{', '.join(PROJECTIONS)}}} "
-        f"and Lambda in {{{', '.join(CORES)}}}"
-    )
+    constructor = FAMILIES[prefix].build(rest) if prefix in FAMILIES else None
+    if constructor is None:
+        raise ChoiceError(
+            f"unknown position encoding {name!r}; choose one of {', '.join(ENCODINGS)}, "
+            + ", ".join(f"or {family}" for family in FAMILIES.values())
+        )
+    return constructor
 
 
 def encoding_class(name: str) -> type[Encoding]:
     """Return the class of the encoding ``name``. Raises: ChoiceError if it is unknown."""
     constructor = constructor_of(name)
     return constructor.func if isinstance(constructor, partial) else constructor
+
+
+FAMILIES: dict[str, Family] = {
+    "lrpe": Family(
+        "lrpe:<P>:<Lambda>",
+        f"with P in {{{', '.join(PROJECTIONS)}}} and Lambda in {{{', '.join(CORES)}}}",
+        tuple(f"lrpe:{p}:{core}" for p in PROJECTIONS for core in CORES),
+        _free_lrpe,
+    ),
+    "gated": Family(
+        "gated:<name>",
+        "with the name of a decomposable encoding without gates",
+        tuple(f"gated:{name}" for name in _without_gates()),
+        _gated,
+        causal_only=True,
+    ),
+}
+"""The free forms by prefix."""
+
+FREE_FORMS: tuple[str, ...] = tuple(name for family in FAMILIES.values() for name in family.names)
+"""Names of the free forms."""
 
 
 def options_of_encodings() -> dict[str, Field]:
@@ -132,13 +217,14 @@ def build_encoding(
     """Build the encoding ``name``.
 
     Args:
-        name: a key of :data:`ENCODINGS` or the free form ``lrpe:<P>:<Lambda>``.
+        name: a key of :data:`ENCODINGS` or a free form of :data:`FAMILIES`.
         head_dim: width D of one head. num_heads: H.
         causal: True if the attention is causal.
         seed: seed of the encoding's fixed random parts.
-        options: options of individual methods; those of other methods are ignored.
-    Raises: ChoiceError for an unknown name (listing the names), an unknown option, a width that
-        the method does not support, or a causal method without ``causal``.
+        options: options of individual methods; those of other methods are ignored. With a
+            ``position_grid`` other than "flat" the encoding reads rows and columns.
+    Raises: ChoiceError for an unknown name (listing the names), an unknown option, a width or a
+        grid that the method does not support, or a causal method without ``causal``.
 
     >>> enc = build_encoding("lrpe-type1", head_dim=64, num_heads=8)
     >>> q2, k2 = enc(q, k, positions, positions)  # q, k: (B, H, T, D)
@@ -151,6 +237,8 @@ def build_encoding(
             f"position encoding {name!r} is defined for causal attention only; choose another one "
             "for an encoder"
         )
-    encoding = constructor_of(name)(EncodingSpec(head_dim, num_heads, causal, seed, options))
+    spec, construct = EncodingSpec(head_dim, num_heads, causal, seed, options), constructor_of(name)
+    flat = options.position_grid == "flat"
+    encoding = construct(spec) if flat else GridEncoding(spec, name, construct)
     encoding.name = name
     return encoding

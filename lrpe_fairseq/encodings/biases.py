@@ -34,17 +34,18 @@ class LagBias(ScoreEncoding):
         check_positions(q_positions, q), check_positions(k_positions, k)
         lag = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
         lag = lag.clamp_min(0) if self.spec.causal else lag.abs()
-        return self._by_lag(lag).clamp_min(LOWEST).to(q.dtype).movedim(-1, -3)
+        wide = torch.promote_types(q.dtype, torch.float32)  # its gradient sums over pairs
+        return self._by_lag(lag, wide).to(q.dtype).movedim(-1, -3)
 
-    def _by_lag(self, lag: Tensor) -> Tensor:
-        """Return ``of_lag(lag)``, evaluated on the range of the lags if that is smaller."""
+    def _by_lag(self, lag: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the bias of every lag, evaluated on the range of the lags if that is smaller."""
         if lag.numel() == 0 or not has_values(lag):
-            return self.of_lag(lag)
+            return self.of_lag(lag).clamp_min(LOWEST).to(dtype)
         first, last = int(lag.min()), int(lag.max())
         if last - first >= lag.numel():
-            return self.of_lag(lag)
+            return self.of_lag(lag).clamp_min(LOWEST).to(dtype)
         table = self.of_lag(torch.arange(first, last + 1, device=lag.device))
-        return table[lag - first]
+        return table.clamp_min(LOWEST).to(dtype)[lag - first]
 
 
 def pick(table: Tensor, index: Tensor) -> Tensor:

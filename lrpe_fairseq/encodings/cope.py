@@ -44,7 +44,7 @@ class CoPE(ScoreEncoding):
     contextual = True
     departures = {
         "cope-unscaled-position": Departure(
-            paper="q_s.k_t + q_s.e[p_st], neither term scaled (CoPE, Golovneva et al. 2024)",
+            paper="neither q_s.k_t nor q_s.e[p_st] is scaled (CoPE, Golovneva et al. 2024)",
             code="the paper's listing scales q_s.k_t in the gates by D^-0.5, but not q_s.e",
             ours="every term is scaled by D^-0.5",
         ),

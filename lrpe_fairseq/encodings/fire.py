@@ -56,7 +56,7 @@ class FIRE(LagBias):
     card = Card(
         equation=r"b_{st} = f_\theta\!\left( \frac{\psi(n)}{\psi(\max(L, s))} \right)_{\!h}, "
         r"\quad \psi(x) = \log(1 + |c| x)",
-        cost="65 + 33 H parameters; 32 (1 + H) multiply-adds per lag up to L, per pair beyond",
+        cost="66 + 33 H parameters; 32 (1 + H) multiply-adds per lag up to L, per pair beyond",
         beyond="Beyond L the argument of f stays in [0, 1]: the oldest key has argument 1 at any "
         "length.",
         source="Li et al., 2024",

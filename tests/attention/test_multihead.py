@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from lrpe_fairseq.attention.multihead import Memory, MultiheadAttention, block_positions
-from lrpe_fairseq.encodings import ENCODINGS, FREE_FORMS, ScoreEncoding
+from lrpe_fairseq.encodings import ENCODINGS, FAMILIES, ScoreEncoding
 
 WIDTH, HEADS = 16, 2
-FOLDABLE = [name for name in FREE_FORMS if ":identity:" not in name]
+FOLDABLE = [name for name in FAMILIES["lrpe"].names if ":identity:" not in name]
 
 
 def module_of(**changes):

@@ -9,6 +9,7 @@ from lrpe_fairseq.encodings.kerple import inverse_softplus
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.encodings.slopes import alibi_slopes
 from tests.encodings.lags import bias_of, loop_bias
+from tests.references import score_matrix
 
 FORMS = ["kerple-log", "kerple-power"]
 LAGS = torch.tensor([0, 1, 2, 3, 10, 100, 4096, 16384])
@@ -51,13 +52,19 @@ def test_the_bias_and_its_gradients_are_those_of_the_equation(name, causal):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
-def test_power_with_exponent_one_is_alibi():
-    encoding = build("kerple-power", heads=6)
+@pytest.mark.parametrize("causal", [True, False])
+def test_power_with_exponent_one_is_alibi(causal):
+    encoding = build("kerple-power", causal, heads=6)
     with torch.no_grad():
         encoding.rho1.copy_(inverse_softplus(torch.tensor(alibi_slopes(6)).double()))
         encoding.rho2.zero_()
     found = bias_of(encoding, torch.tensor([16384]), 16384 - LAGS)[:, 0]
     torch.testing.assert_close(found, alibi(6, LAGS), rtol=1e-12, atol=0)
+    other = build_encoding("alibi", 4, 6, causal=causal).double()
+    q, k = torch.randn(2, 2, 6, 5, 4, dtype=torch.float64)
+    at = torch.arange(100_000, 100_005)
+    pair = (score_matrix(e, q, k, at, at) for e in (encoding, other))
+    torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-12)
 
 
 def test_log_approaches_alibi_as_r2_approaches_zero():

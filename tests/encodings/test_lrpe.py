@@ -11,10 +11,12 @@ from lrpe_fairseq.attention import multihead
 from lrpe_fairseq.attention.linear import EPS, linear_attention
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.softmax import softmax_attention
-from lrpe_fairseq.encodings import ENCODINGS, FREE_FORMS, EncodingOptions, build_encoding
+from lrpe_fairseq.encodings import ENCODINGS, FAMILIES, EncodingOptions, build_encoding
 from lrpe_fairseq.encodings.lrpe import CORES, PROJECTIONS
 from lrpe_fairseq.encodings.permutations import CyclicPowers
 from tests.references import dense_lambda, dense_p, dense_scores, dense_w, frequencies
+
+LRPE_FORMS = FAMILIES["lrpe"].names
 
 LENGTHS = (1, 2, 63, 64, 65, 200)
 TYPES = {
@@ -48,12 +50,12 @@ def test_the_types_of_table_1_and_of_the_second_paper_are_the_named_combinations
 
 
 def test_the_free_form_reaches_every_combination():
-    assert set(FREE_FORMS) == {f"lrpe:{p}:{c}" for p, c in itertools.product(PROJECTIONS, CORES)}
-    assert len(FREE_FORMS) == 30
+    assert set(LRPE_FORMS) == {f"lrpe:{p}:{c}" for p, c in itertools.product(PROJECTIONS, CORES)}
+    assert len(LRPE_FORMS) == 30
 
 
 @pytest.mark.parametrize("width", [8, 7])
-@pytest.mark.parametrize("form", FREE_FORMS)
+@pytest.mark.parametrize("form", LRPE_FORMS)
 def test_features_are_lambda_s_p_q_as_dense_matrices(form, width):
     _, p_name, core_name = form.split(":")
     encoding = build_encoding(form, head_dim=width, num_heads=2)
@@ -72,7 +74,7 @@ def test_features_are_lambda_s_p_q_as_dense_matrices(form, width):
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("width", [8, 7])
-@pytest.mark.parametrize("form", FREE_FORMS)
+@pytest.mark.parametrize("form", LRPE_FORMS)
 def test_both_attentions_equal_the_dense_definition_in_outputs_and_gradients(form, width, length):
     _, p_name, core_name = form.split(":")
     encoding = build_encoding(form, head_dim=width, num_heads=2, seed=3)
@@ -106,7 +108,7 @@ def assert_same_with_gradients(expected, actual, inputs, scale=1):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-8 * scale)
 
 
-@pytest.mark.parametrize("form", [f for f in FREE_FORMS if "learned" in f])
+@pytest.mark.parametrize("form", [f for f in LRPE_FORMS if "learned" in f])
 def test_gradients_reach_the_learned_parts_and_equal_finite_differences(form):
     encoding = build_encoding(form, head_dim=6, num_heads=1).double()
     for parameter in encoding.parameters():
@@ -123,7 +125,7 @@ def test_gradients_reach_the_learned_parts_and_equal_finite_differences(form):
     assert torch.autograd.gradcheck(score, learned)
 
 
-@pytest.mark.parametrize("form", FREE_FORMS)
+@pytest.mark.parametrize("form", LRPE_FORMS)
 def test_positions_up_to_2_to_the_31_need_no_table(form):
     encoding = build_encoding(form, head_dim=8, num_heads=2)
     q, k, _ = example(3, 8)
@@ -211,7 +213,7 @@ def learns(name):
     return next(build_encoding(name, 8, 2).parameters(), None) is not None
 
 
-LEARNED = [n for n in (*ENCODINGS, *FREE_FORMS) if n.startswith("lrpe") and learns(n)]
+LEARNED = [n for n in (*ENCODINGS, *LRPE_FORMS) if n.startswith("lrpe") and learns(n)]
 
 
 @pytest.mark.parametrize("attention_type", ["linear", "softmax"])
@@ -280,3 +282,9 @@ def test_type_8_in_float16_with_the_rotated_normalizer_warns_once():
             MultiheadAttention(16, 2, **options).half().attend(x)
     (warning,) = caught
     assert "use normalizer 'layernorm' or 'content'" in str(warning.message)
+
+
+@pytest.mark.parametrize("name", ["cosformer", "rope-2d", "rope-2d-mixed", "fope"])
+def test_a_subclass_with_a_core_of_its_own_keeps_its_card(name):
+    encoding = build_encoding(name, 8, 2, causal=True)
+    assert encoding.card is type(encoding).card

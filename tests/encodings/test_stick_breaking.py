@@ -1,12 +1,11 @@
 """Stick-breaking attention against a stick that is broken piece by piece."""
 
-import math
-
 import pytest
 import torch
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import build_encoding
+from tests.references import weight_matrix
 
 
 def build():
@@ -72,16 +71,19 @@ def test_without_a_mask_the_query_sees_the_keys_before_its_own():
     assert torch.equal(weigh(scores), weigh(scores, visible))
 
 
-def test_equal_scores_give_the_weights_of_a_linear_bias():
-    """beta (1 - beta)^(n - 1): normalized, those of ALiBi with the slope -log(1 - beta)."""
-    beta, lag = 0.3, torch.arange(6)[:, None] - torch.arange(6)
-    scores = torch.full((1, 1, 6, 6), math.log(beta / (1 - beta)), dtype=torch.float64)
-    weights = weigh(scores)[0, 0]
-    geometric = (beta * (1 - beta) ** (lag - 1.0).double()).masked_fill(lag < 1, 0)
-    torch.testing.assert_close(weights, geometric, rtol=1e-12, atol=1e-15)
-    linear = (math.log(1 - beta) * lag.double()).masked_fill(lag < 1, -math.inf)[1:].softmax(-1)
-    normalized = weights[1:] / weights[1:].sum(-1, keepdim=True)
-    torch.testing.assert_close(normalized, linear, rtol=1e-12, atol=1e-15)
+def test_equal_scores_give_geometric_weights_in_proportion_to_those_of_alibi():
+    """beta (1 - beta)^(n - 1), where ALiBi's slope is -log(1 - beta)."""
+    alibi, lag = build_encoding("alibi", 4, 2, causal=True), torch.arange(6)[:, None]
+    lag = (lag - lag.T).double()
+    beta = -torch.expm1(alibi.log_decay().double())[:, None, None]
+    weights = weigh(beta.logit().expand(1, 2, 6, 6))
+    geometric = (beta * (1 - beta) ** (lag - 1)).where(lag > 0, 0)
+    torch.testing.assert_close(weights[0], geometric, rtol=1e-12, atol=1e-15)
+    nothing, at = torch.zeros(1, 2, 6, 4).double(), torch.arange(6)
+    linear = weight_matrix(alibi, nothing, nothing, at, at).tril(-1)[:, :, 1:]
+    for found in (linear, weights[:, :, 1:]):
+        found /= found.sum(-1, keepdim=True)
+    torch.testing.assert_close(weights[:, :, 1:], linear, rtol=1e-12, atol=1e-15)
 
 
 def test_large_scores_attend_to_the_previous_token_alone():

@@ -30,6 +30,10 @@ SERVED = [
     "lrpe:householder-learned:unitary-learned",
     "lrpe:odd-even:rotation",
     "lrpe:identity:unitary",
+    "cosformer",
+    "rope-2d",
+    "rope-2d-mixed",
+    "fope",
 ]
 NATIVE = [
     "permuteformer",
@@ -180,7 +184,7 @@ def test_what_no_form_serves_is_left_to_the_encoding(form):
     x, positions = example(8)
     at = positions["shared"]
     for name in ENCODINGS:
-        encoding = build_encoding(name, 16, HEADS)
+        encoding = build_encoding(name, 16, HEADS, causal=True)
         if isinstance(encoding, QueryKeyEncoding):
             one_pass = encoding.one_pass(heads(x), at, ELU_PLUS_ONE)
             assert (one_pass is not None) == (name in served), name

@@ -55,7 +55,7 @@ def write_json(path: Path, value: Any, *, sort_keys: bool = False) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; {} if there is none. Raises: ValueError if it is not JSON."""
+    """Return the object in a JSON file; {} if it is missing. Raises: ValueError if invalid."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

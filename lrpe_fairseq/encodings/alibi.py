@@ -1,0 +1,45 @@
+"""ALiBi (Press, Smith and Lewis, 2022): attention with linear biases."""
+
+import torch
+from torch import Tensor
+
+from lrpe_fairseq.encodings.base import Card, EncodingSpec, QueryKeyEncoding, check_positions
+from lrpe_fairseq.encodings.slopes import alibi_slopes
+
+
+class ALiBi(QueryKeyEncoding):
+    """score_st - m_h n (Section 3): a decay e^(-m_h) per token, with a fixed slope m_h per head.
+
+    q and k are unchanged. In softmax attention -m_h n is added to the scaled score. Linear
+    attention multiplies the score of its kernel by the same factor e^(-m_h n). A bidirectional
+    model uses |n|, which the paper does not define. There are no parameters. n counts real tokens.
+
+    Trap: the slopes were designed for softmax attention. Linear attention keeps them, so that head
+    0 of 4 has a half-life of 2.8 tokens. With normalizer "content" the denominator is not decayed,
+    and the output of a head shrinks like 1/T.
+    """
+
+    without_absolute = True
+    card = Card(
+        equation=r"z_{st} - m_h\,|n|,\quad m_h = 2^{-8(h+1)/H}",
+        cost="one bias (H, T, S) in softmax attention; O(H T D^2) as before in linear attention",
+        beyond="Designed for it: far keys have vanishing weights, so perplexity does not rise.",
+        source="Press, Smith and Lewis (2022), Section 3",
+    )
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__(spec)
+        # the slopes themselves are no buffer: ``to_empty`` would discard them
+        self.register_buffer("device_of", torch.empty(0, device="cpu"), persistent=False)
+
+    def forward(
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return q and k unchanged."""
+        check_positions(q_positions, q), check_positions(k_positions, k)
+        return q, k
+
+    def log_decay(self) -> Tensor:
+        """Return -m_h, (H,) float32."""
+        slopes = alibi_slopes(self.spec.num_heads)
+        return -torch.tensor(slopes, dtype=torch.float32, device=self.device_of.device)

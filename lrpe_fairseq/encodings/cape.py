@@ -1,0 +1,157 @@
+"""CAPE (Zheng et al., 2024): a network over the heads corrects an additive bias at every pair.
+
+The published version calls the method DAPE. It is not the CAPE of Likhomanenko et al. (2021), which
+augments absolute positions.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lrpe_fairseq.encodings.base import Card, EncodingSpec, ScoreEncoding, option
+from lrpe_fairseq.encodings.biases import LagBias
+from lrpe_fairseq.encodings.fire import FIRE
+from lrpe_fairseq.encodings.kerple import KerpleLog
+from lrpe_fairseq.encodings.networks import linear
+from lrpe_fairseq.encodings.slopes import alibi_slopes
+from lrpe_fairseq.errors import ChoiceError
+
+SLOPE = 0.01
+"""Slope of the LeakyReLU for negative arguments."""
+
+BLOCK = 1 << 24
+"""Number of hidden activations that one block of queries may have."""
+
+
+def _card(base: str, beyond: str) -> Card:
+    """Return the card of CAPE over the method ``base``."""
+    return Card(
+        equation=r"z'_{st} = z_{st} + b_{st} + W_2 \, \mathrm{LeakyReLU}"
+        r"\big( W_1 [z_{st}; b_{st}] + c_1 \big) + c_2 "
+        rf"\quad \text{{over heads, }} b \text{{ of {base}}}",
+        cost="97 H + 32 parameters and those of the bias; 96 H multiply-adds per pair",
+        beyond=beyond,
+        source=f"Zheng et al., 2024, with the bias of {base}",
+    )
+
+
+class CAPE(ScoreEncoding):
+    """z + b + W2 LeakyReLU(W1 [z; b] + c1) + c2, vectors over the heads at each pair (s, t).
+
+    z is the scaled score and b the bias of another encoding, :attr:`base_class`. W1 (w, 2H) and
+    W2 (H, w) with w = ``cape_width`` belong to the layer and are initialized like ``nn.Linear``,
+    with the spec's generator. The parameters of the bias are those of its method, shared between
+    layers if its own option says so. A pair does not affect another pair, so scores are encoded
+    before masking. The encoding is relative if b is.
+
+    Computed in float32 or wider, in blocks of queries: a hidden activation has w / H times the size
+    of the scores. A result that float16 cannot represent becomes its largest number.
+
+    Trap: the paper's equation has no separate "+ b"; the authors' code does, and this class follows
+    it. With W2 = c2 = 0 it is the base encoding.
+
+    Raises: ChoiceError unless the width is positive.
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        """Option of CAPE: the width of the network."""
+
+        cape_width: int = option(32, "CAPE: width of the hidden layer over the heads")
+
+    without_absolute = True
+    base_class: ClassVar[type[LagBias]]
+    """The encoding whose bias is b."""
+    base_name: ClassVar[str]
+    """Name of :attr:`base_class`; bases with the same name share parameters."""
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__(spec)
+        width, heads = self.options.cape_width, spec.num_heads
+        if width < 1:
+            raise ChoiceError(f"cape_width must be positive, got {width}")
+        self.base = self.base_class(spec)
+        self.base.name = self.base_name
+        generator = spec.generator(stream=23)
+        self.inner = linear(2 * heads, width, generator)
+        self.outer = linear(width, heads, generator)
+
+    @property
+    def relative_up_to(self) -> int | None:
+        """As of the base encoding."""
+        return self.base.relative_up_to
+
+    def forward(
+        self,
+        scores: Tensor,
+        q: Tensor,
+        k: Tensor,
+        q_positions: Tensor,
+        k_positions: Tensor,
+        visible: Tensor | None = None,
+    ) -> Tensor:
+        """Correct the scores of all heads; see :meth:`ScoreEncoding.forward`."""
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        bias = self.base.bias(q.to(wide), k.to(wide), q_positions, k_positions)
+        pairs = scores[:, :1, :1].numel()  # of one query
+        rows = max(1, BLOCK // (max(1, pairs) * self.inner.out_features))
+        blocks = zip(scores.split(rows, -2), bias.split(rows, -2), strict=True)
+        return torch.cat([self._corrected(part, b) for part, b in blocks], -2)
+
+    def _corrected(self, scores: Tensor, bias: Tensor) -> Tensor:
+        """Return z' in the dtype of z (B, H, R, S), for b (H, R, S) or (B, H, R, S), float32."""
+        z = scores.to(bias.dtype).flatten(-2)
+        b = bias.flatten(-2)
+        of_z, of_b = self.inner.weight.to(z.dtype).tensor_split(2, -1)
+        hidden = of_z @ z + (of_b @ b + self.inner.bias.to(z.dtype).unsqueeze(-1))
+        hidden = F.leaky_relu(hidden, SLOPE)
+        change = self.outer.weight.to(z.dtype) @ hidden + self.outer.bias.to(z.dtype).unsqueeze(-1)
+        result = (z + b + change).unflatten(-1, scores.shape[-2:])
+        if result.dtype == scores.dtype:
+            return result
+        limits = torch.finfo(scores.dtype)
+        return result.clamp(limits.min, limits.max).to(scores.dtype)
+
+
+class LinearBias(LagBias):
+    """score_st - m_h n, n = |s - t|: the bias of ALiBi with its fixed slopes."""
+
+    def of_lag(self, lag: Tensor) -> Tensor:
+        """Return -m n, float64 (..., H)."""
+        slopes = alibi_slopes(self.spec.num_heads)
+        m = torch.tensor(slopes, dtype=torch.float64, device=lag.device)
+        return -m * lag.unsqueeze(-1)
+
+
+class CAPEALiBi(CAPE):
+    """z + b + f([z; b]) over the heads at each pair, with b = -m_h n of ALiBi.
+
+    See :class:`CAPE`.
+    """
+
+    base_class, base_name = LinearBias, "alibi"
+    card = _card("ALiBi", "The bias falls linearly; the network may undo that by content.")
+
+
+class CAPEKerple(CAPE):
+    """z + b + f([z; b]) over the heads at each pair, with b of KERPLE's logarithmic form.
+
+    See :class:`CAPE`.
+    """
+
+    base_class, base_name = KerpleLog, "kerple-log"
+    card = _card("KERPLE-log", "The bias falls logarithmically; the network may undo that.")
+
+
+class CAPEFIRE(CAPE):
+    """z + b + f([z; b]) over the heads at each pair, with b of FIRE, causal only.
+
+    See :class:`CAPE`. In the authors' code this FIRE has LeakyReLU; here it has ReLU, as alone.
+    """
+
+    base_class, base_name = FIRE, "fire"
+    causal_only = True
+    card = _card("FIRE", "As of FIRE: the argument of its function stays in [0, 1].")

@@ -1,0 +1,149 @@
+"""CAPE against a loop over pairs, against its base encodings, and its locality."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from lrpe_fairseq.attention.multihead import MultiheadAttention
+from lrpe_fairseq.encodings import EncodingOptions, build_encoding, cape
+from lrpe_fairseq.encodings.sharing import share_across_layers
+from tests.encodings.lags import bias_of
+from tests.references import score_matrix
+
+NAMES = ["cape-alibi", "cape-kerple", "cape-fire"]
+
+
+def build(name, heads=3, seed=0, causal=True, **options):
+    options = EncodingOptions(**options)
+    encoding = build_encoding(name, 4, heads, causal=causal, seed=seed, options=options)
+    return encoding.double()
+
+
+def example(heads=3, queries=5, keys=7, batch=2):
+    generator = torch.Generator().manual_seed(queries)
+    q = torch.randn(batch, heads, queries, 4, generator=generator, dtype=torch.float64)
+    k = torch.randn(batch, heads, keys, 4, generator=generator, dtype=torch.float64)
+    return q, k, torch.arange(keys - queries, keys), torch.arange(keys)
+
+
+def encoded(encoding, q, k, *positions):
+    return encoding(q @ k.mT, q, k, *positions)
+
+
+def by_equation(encoding, scores, bias):
+    """The equation at every pair on its own, for scores (B, H, T, S) and the bias (H, T, S)."""
+    result = torch.empty_like(scores)
+    for n, _, s, t in torch.ones_like(scores[:, :1]).nonzero().tolist():
+        z, b = scores[n, :, s, t], bias[:, s, t]
+        w1, w2 = encoding.inner.weight, encoding.outer.weight
+        hidden = w1 @ torch.cat([z, b]) + encoding.inner.bias
+        hidden = torch.where(hidden > 0, hidden, 0.01 * hidden)
+        result[n, :, s, t] = z + b + w2 @ hidden + encoding.outer.bias
+    return result
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scores_and_gradients_are_those_of_the_equation(name):
+    encoding, (q, k, *at) = build(name), example()
+    scores = (q @ k.mT).requires_grad_()
+    expected = by_equation(encoding, scores, bias_of(encoding.base, *at))
+    found = encoding(scores, q, k, *at)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    inputs, weight = [scores, *encoding.parameters()], torch.rand_like(expected)
+    grads = [torch.autograd.grad((x * weight).sum(), inputs) for x in (found, expected)]
+    for one, other in zip(*grads, strict=True):
+        assert other.abs().max() > 0
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("name", "base"), zip(NAMES, ("alibi", "kerple-log", "fire"), strict=True))
+def test_without_the_network_it_is_the_base_encoding(name, base):
+    q, k, *at = example(heads=6)
+    encoding = build(name, heads=6)
+    torch.nn.init.zeros_(encoding.outer.weight), torch.nn.init.zeros_(encoding.outer.bias)
+    expected = score_matrix(build(base, heads=6), q, k, *at)
+    torch.testing.assert_close(encoded(encoding, q, k, *at), expected, rtol=1e-13, atol=1e-13)
+
+
+def test_the_bias_of_alibi_is_even_in_a_bidirectional_model():
+    encoding, at = build("cape-alibi", heads=2, causal=False), torch.arange(9)
+    bias = bias_of(encoding.base, at, at)
+    assert torch.equal(bias, bias.mT)
+    assert torch.equal(bias[:, 0, 8], torch.tensor([-0.5, -8 / 256]).double())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_key_affects_no_score_of_another_key(name):
+    encoding, (q, k, *at) = build(name), example()
+    before = encoded(encoding, q, k, *at)
+    k[:, :, 3] = 1e6
+    after = encoded(encoding, q, k, *at)
+    rest = [0, 1, 2, 4, 5, 6]
+    assert torch.equal(before[..., rest], after[..., rest])
+    assert not torch.equal(before[..., 3], after[..., 3])
+
+
+def test_permuting_the_heads_and_the_columns_of_the_network_permutes_the_scores():
+    encoding, (q, k, *at) = build("cape-kerple"), example()
+    order, before = torch.tensor([2, 0, 1]), encoded(encoding, q, k, *at)
+    with torch.no_grad():
+        encoding.inner.weight.copy_(encoding.inner.weight[:, torch.cat([order, order + 3])])
+        encoding.outer.weight.copy_(encoding.outer.weight[order])
+        encoding.outer.bias.copy_(encoding.outer.bias[order])
+        encoding.base.rho1.copy_(encoding.base.rho1[order])
+        encoding.base.rho2.copy_(encoding.base.rho2[order])
+    after = encoded(encoding, q[:, order], k[:, order], *at)
+    torch.testing.assert_close(after, before[:, order], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_blocks_of_queries_give_the_scores_of_one_block(batch):
+    encoding, (q, k, *at) = build("cape-fire"), example()
+    at = [torch.stack([x, x + 600]) for x in at] if batch else at
+    whole = encoded(encoding, q, k, *at)
+    for block in (1, 2 * 2 * 7 * 32):
+        with mock.patch.object(cape, "BLOCK", block):
+            torch.testing.assert_close(encoded(encoding, q, k, *at), whole)
+
+
+def test_scores_that_float16_cannot_hold_saturate():
+    encoding = build("cape-alibi").float()
+    with torch.no_grad():
+        encoding.outer.bias.copy_(torch.tensor([1e6, -1e6, 0.0]))
+    q, k, *at = example()
+    scores = encoded(encoding, q.half(), k.half(), *at)
+    assert scores.dtype == torch.float16
+    assert scores.isfinite().all()
+    assert (scores[:, 0] == 65504).all()
+    assert (scores[:, 1] == -65504).all()
+
+
+def test_layers_share_what_the_base_shares_and_not_the_network():
+    shared = torch.nn.ModuleList([build("cape-kerple", seed=s) for s in range(3)])
+    own = torch.nn.ModuleList([build("cape-fire", seed=s) for s in range(2)])
+    share_across_layers(shared), share_across_layers(own)
+    network = 97 * 3 + 32
+    assert sum(p.numel() for p in shared.parameters()) == 3 * network + 2 * 3
+    assert sum(p.numel() for p in own.parameters()) == 2 * (network + 2 + 64 + 33 * 3)
+    assert shared[2].base.rho1 is shared[0].base.rho1
+
+
+def test_relative_up_to_the_threshold_of_fire_only():
+    assert build("cape-fire", fire_length=77).relative_up_to == 77
+    assert build("cape-kerple").relative_up_to is None
+
+
+def test_masked_keys_get_no_weight_in_attention():
+    torch.manual_seed(0)
+    options = {"attention_type": "softmax", "position_encoding": "cape-kerple", "causal": True}
+    module = MultiheadAttention(8, 2, **options).double().eval()
+    x = torch.randn(2, 6, 8, dtype=torch.float64)
+    mask = torch.zeros(2, 6).bool()
+    mask[:, 4:] = True
+    torch.testing.assert_close(module.attend(x, mask)[0][:, :4], module.attend(x[:, :4])[0])
+
+
+def test_a_width_below_one_is_refused():
+    with pytest.raises(ValueError, match="cape_width must be positive"):
+        build("cape-alibi", cape_width=0)

@@ -1,0 +1,263 @@
+"""ALiBi, FoX and ``gated:<name>`` against the equations, and against each other."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from lrpe_fairseq.attention import scored
+from lrpe_fairseq.attention.multihead import Memory, MultiheadAttention, feature_map
+from lrpe_fairseq.encodings import (
+    ENCODINGS,
+    FAMILIES,
+    EncodingOptions,
+    build_encoding,
+    encoding_class,
+)
+from lrpe_fairseq.encodings.slopes import alibi_slopes
+
+WIDTH, HEADS, D = 12, 3, 4
+KINDS = ("softmax", "linear")
+
+
+def module_of(name, kind, **options):
+    torch.manual_seed(0)
+    options = {"causal": True, **options}
+    module = MultiheadAttention(
+        WIDTH, HEADS, attention_type=kind, position_encoding=name, **options
+    )
+    return module.double().eval()
+
+
+def text(length, batch=2, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, length, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def set_gates(module, gates):
+    """Replace the gates of a module by constants in (0, 1], one per head."""
+    gate = module.encoding.gate
+    with torch.no_grad():
+        gate.weight.zero_()
+        gate.bias.copy_(torch.logit(torch.as_tensor(gates, dtype=torch.float64)))
+
+
+def written_out(module, x, exponents):
+    """Attention of x (B, T, C) pair by pair; ``exponents(row, head, s, t)`` is a log weight."""
+    q, k, v = (
+        p(x).unflatten(-1, (HEADS, D)) for p in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    linear = module.attention_type == "linear"
+    rows = []
+    for b in range(x.shape[0]):
+        for s in range(x.shape[1]):
+            heads = []
+            for h in range(HEADS):
+                last = s + 1 if module.causal else x.shape[1]
+                factors = torch.stack([exponents(b, h, s, t) for t in range(last)]).exp()
+                if linear:
+                    own = feature_map(k[b, :last, h]) @ feature_map(q[b, s, h])
+                else:
+                    own = (k[b, :last, h] @ q[b, s, h] / math.sqrt(D)).exp()
+                weights = own * factors
+                heads.append(weights @ v[b, :last, h] / weights.sum())
+            rows.append(torch.cat(heads))
+    return module.out_proj(torch.stack(rows).unflatten(0, x.shape[:2]))
+
+
+def assert_equal_with_gradients(module, found, wanted, x, tolerance=1e-9):
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    inputs = [x, *module.parameters()]
+    pairs = [torch.autograd.grad(out.square().sum(), inputs) for out in (found, wanted)]
+    for one, other in zip(*pairs, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+# --- ALiBi -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_alibi_is_the_sum_written_out(kind, causal):
+    module, x = module_of("alibi", kind, causal=causal), text(5).requires_grad_()
+    slopes = torch.tensor(alibi_slopes(HEADS), dtype=torch.float32).double()
+    wanted = written_out(module, x, lambda b, h, s, t: -slopes[h] * abs(s - t))
+    assert_equal_with_gradients(module, module.attend(x)[0], wanted, x)
+
+
+def test_equal_scores_give_geometric_weights():
+    module = module_of("alibi", "softmax")
+    weights = weights_of(module, torch.zeros(1, HEADS, 6, D, dtype=torch.float64), 6)
+    ratio = weights[..., 5, 1:] / weights[..., 5, :-1]
+    slopes = torch.tensor(alibi_slopes(HEADS)).double()
+    torch.testing.assert_close(ratio, slopes.exp()[:, None].expand(1, -1, 5), rtol=1e-6, atol=0)
+
+
+def weights_of(module, q, rows):
+    """The weights of the last ``rows`` queries, for queries equal to keys q (B, H, T, D)."""
+    length = q.shape[2]
+    tokens = scored.Tokens(torch.arange(length))
+    values = torch.eye(length, dtype=q.dtype).expand(*q.shape[:2], -1, -1)
+    settings = scored.Settings(module.causal, module.scale)
+    given = q[:, :, -rows:], q, values, tokens.of(slice(-rows, None)), tokens
+    return scored.scored_attention(module.encoding, *given, None, settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_bias_in_a_half_type_is_rounded_once(dtype):
+    """Products of a slope and a position, as in key-only biases, are wrong by 2 nats here."""
+    module = module_of("alibi", "softmax")
+    weights = weights_of(module, torch.zeros(1, HEADS, 2048, D, dtype=dtype), 1)[..., -9:]
+    exact = weights_of(module, torch.zeros(1, HEADS, 2048, D).double(), 1)[..., -9:]
+    torch.testing.assert_close(weights.double(), exact, rtol=0.02, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["alibi", "fox", "gated:lrpe-type2"])
+def test_decoding_at_an_offset_of_100000_equals_parallel(name, kind):
+    module, x, at = module_of(name, kind), text(7), 100_000 + torch.arange(7)
+    whole, _ = module.attend(x)
+    state, parts = None, []
+    for s in range(7):
+        part, state = module.attend(x[:, s : s + 1], None, state, True, positions=at[s : s + 1])
+        parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-8, atol=1e-8)
+
+
+# --- FoX ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fox_is_the_product_of_gates_written_out(kind):
+    module, x = module_of("fox", kind), text(5).requires_grad_()
+    with torch.no_grad():
+        module.encoding.gate.weight.mul_(50)
+    gates = torch.sigmoid(x @ module.encoding.gate.weight.mT + module.encoding.gate.bias)
+
+    def exponent(b, h, s, t):
+        return gates[b, t + 1 : s + 1, h].log().sum()
+
+    assert_equal_with_gradients(module, module.attend(x)[0], written_out(module, x, exponent), x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_constant_gates_are_alibi(kind):
+    fox, alibi, x = module_of("fox", kind), module_of("alibi", kind), text(70)
+    set_gates(fox, alibi.encoding.log_decay().double().exp())
+    fox.load_state_dict(alibi.state_dict(), strict=False)
+    torch.testing.assert_close(fox.attend(x)[0], alibi.attend(x)[0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [*FAMILIES["gated"].names, "fox"])
+def test_open_gates_change_nothing(name, kind):
+    plain = module_of("none" if name == "fox" else name.removeprefix("gated:"), kind)
+    gated, x = module_of(name, kind), text(9)
+    inner = {
+        key.replace("encoding.", "encoding.inner."): v for key, v in plain.state_dict().items()
+    }
+    gated.load_state_dict(inner, strict=False)
+    set_gates(gated, [1.0] * HEADS)
+    assert gated.encoding.feature_dim == plain.encoding.feature_dim
+    torch.testing.assert_close(gated.attend(x)[0], plain.attend(x)[0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_shut_gate_hides_earlier_tokens_and_nothing_else(kind):
+    module, x = module_of("fox", kind), text(8)
+    set_gates(module, [0.9] * HEADS)
+    open_, _ = module.attend(x)
+    gate = module.encoding.log_gates
+
+    def shut_at_3(x):
+        gates = gate(x).clone()
+        gates[..., 3] = -1e4
+        return gates
+
+    module.encoding.log_gates = shut_at_3
+    shut, _ = module.attend(x)
+    torch.testing.assert_close(shut[:, :3], open_[:, :3], rtol=1e-12, atol=1e-12)
+    module.encoding.log_gates = gate
+    torch.testing.assert_close(shut[:, 3:], module.attend(x[:, 3:])[0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["fox", "gated:lrpe-type2", "gated:permuteformer"])
+def test_a_text_split_at_any_token_is_the_whole(name, kind):
+    module, x = module_of(name, kind), text(6)
+    padding = torch.zeros(2, 6, dtype=torch.bool)
+    padding[0, :2], padding[1, 4:] = True, True
+    whole, _ = module.attend(x, padding)
+    for cut in range(1, 6):
+        first, state = module.attend(x[:, :cut], padding[:, :cut], None, True)
+        second, _ = module.attend(x[:, cut:], padding[:, cut:], state, True)
+        split = torch.cat([first, second], 1)
+        torch.testing.assert_close(split[~padding], whole[~padding], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["alibi", "fox", "gated:rope"])
+def test_a_memory_of_earlier_segments_is_the_text_before(name):
+    module, x = module_of(name, "softmax"), text(9)
+    after, _ = module.attend(x[:, 5:], None, Memory(x[:, :5].transpose(0, 1)))
+    torch.testing.assert_close(after, module.attend(x)[0][:, 5:], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["fox", "gated:lrpe-type2"])
+def test_float32_is_right_after_16384_tokens(name, kind):
+    """Differences of float32 sums of gates would be wrong by 7e-4 there."""
+    exact, x = module_of(name, kind), text(16_384, batch=1)
+    rounded = copy.deepcopy(exact).float()
+    results = []
+    for module in (exact, rounded):
+        own = x.to(module.q_proj.weight.dtype)
+        if kind == "softmax":  # the last rows only, in O(T)
+            memory = Memory(own[:, :-32].transpose(0, 1))
+            results.append(module.attend(own[:, -32:], None, memory)[0])
+        else:
+            results.append(module.attend(own)[0][:, -32:])
+    torch.testing.assert_close(results[1].double(), results[0], rtol=1e-4, atol=1e-5)
+
+
+def test_gates_are_computed_in_float32_under_autocast():
+    encoding = build_encoding("fox", 4, 3, causal=True)
+    x = text(5).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = encoding.log_gates(x)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, encoding.log_gates(x))
+    half = encoding.half()
+    assert half.log_gates(x.half()).dtype == torch.float32
+
+
+def test_the_option_fox_bias_opens_the_gates_at_the_start():
+    start = {"fox": 0.0, "gated:rope": 5.0}
+    for name, bias in start.items():
+        options = EncodingOptions(fox_bias=bias) if bias else EncodingOptions()
+        encoding = build_encoding(name, 4, 3, causal=True, options=options)
+        found = encoding.log_gates(torch.zeros(1, 2, WIDTH))
+        torch.testing.assert_close(found.exp(), torch.full((1, 3, 2), 1 / (1 + math.exp(-bias))))
+        assert encoding.gate.weight.std() < 0.04
+
+
+# --- the free form -----------------------------------------------------------------------------
+
+
+def test_every_decomposable_encoding_without_gates_can_be_gated():
+    linear = {name for name in ENCODINGS if encoding_class(name).serves_linear}
+    assert {f"gated:{name}" for name in linear - {"fox"}} == {*FAMILIES["gated"].names}
+    for name in FAMILIES["lrpe"].names:
+        assert build_encoding(f"gated:{name}", 4, 3, causal=True).inner.name == name
+
+
+@pytest.mark.parametrize("name", ["gated:t5", "gated:fox", "gated:gated:rope"])
+def test_an_encoding_that_cannot_be_gated_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name}: gates can be added to decomposable encodings"):
+        build_encoding(name, 4, 3, causal=True)
+
+
+@pytest.mark.parametrize("name", ["gated:", "gated:rop", "gated", "lrpe:x:rotation", "ape"])
+def test_an_unknown_free_form_is_refused_with_all_forms(name):
+    with pytest.raises(ValueError, match=r"unknown position encoding .*lrpe:<P>.*gated:<name>"):
+        build_encoding(name, 4, 3, causal=True)
