@@ -100,17 +100,15 @@ def linear_attention(
 
     Args:
         q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E), encoded features; S = T if causal.
-        causal: True if s attends to t <= s only.
-        key_padding_mask: (B, S), true where a key is padding. Such keys are ignored.
+        causal: True if s attends to t <= s only. key_padding_mask: (B, S), true at keys to ignore.
         normalizer: one of :data:`NORMALIZERS`. Trap: with ``rotated`` a denominator may be close
             to zero or negative; it is clamped to :data:`EPS` (often for Type 8; see the docs).
         content: features (q, k) without encoding, of equal width; for normalizer ``content`` only.
-        log_decay: logarithm of a decay, at most 0; -inf means a decay of 0. The score of (s, t) is
-            multiplied by exp(sum of log_decay over t+1..s). (H,): constant. (B, H, T): per token,
-            causal only; it is set to 0 at padding. Trap: in causal attention a constant decay
-            counts every slot, padding included. In bidirectional attention the factor is
-            exp(log_decay n), n the number of real tokens from the earlier one of s, t (not counted)
-            to the later one; it needs S = T.
+        log_decay: logarithm of a decay, at most 0; -inf means 0. The score of (s, t) is multiplied
+            by exp(sum of log_decay over t+1..s). (H,): constant. (B, H, T): per token, causal only;
+            set to 0 at padding. Trap: in causal attention a constant decay counts every slot,
+            padding included. In bidirectional attention the factor is exp(log_decay n), n the
+            number of real tokens after the earlier of s, t, up to the later one; it needs S = T.
     Returns: (B, H, T, E) in the dtype of ``v`` (float16 saturates). Sums are computed in float32 or
         wider. A query without a visible key gets zeros.
     Raises: ValueError for an unknown normalizer or incompatible arguments.

@@ -1,0 +1,1 @@
+"""Experiments: prepare data, train, evaluate, record and report. Six rooms import one way."""

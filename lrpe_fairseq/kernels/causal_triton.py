@@ -454,9 +454,8 @@ def _key_gradient_kernel(
     sequence = tl.program_id(2).to(tl.int64)
     row, t, inside = _chunk(n, T, C)
     grad_scores, grad_q, grad_k = _through_values(
-        # no starred arguments: triton 3.2 does not compile them
         v_ptr, grad_ptr, state_ptr, after_ptr, sequence, n, d, t, inside, T, N, D, E, C, BD, BE,
-        PRECISION,
+        PRECISION,  # not starred: triton 3.2
     )  # fmt: skip
     if KEYS:
         g = tl.load(g_ptr + sequence * T + t, mask=inside, other=0.0)

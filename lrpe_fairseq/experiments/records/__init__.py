@@ -1,1 +1,1 @@
-"""Run files, checkpoints, fairseq's logs and table layouts: what the other rooms read and write."""
+"""Read and write run files, checkpoints, fairseq's logs and table layouts."""

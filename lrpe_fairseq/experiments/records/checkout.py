@@ -1,4 +1,4 @@
-"""The checkout that this package runs from, if it runs from one."""
+"""The git checkout that contains this package, if any."""
 
 import os
 import subprocess
@@ -7,13 +7,13 @@ from pathlib import Path
 from lrpe_fairseq.experiments.records.files import ROOT
 
 ELSEWHERE = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"}
-"""Variables that name another repository; git sets them inside its hooks."""
+"""Environment variables that select another repository; git sets them in hooks."""
 
 
 def require_checkout(root: Path = ROOT) -> None:
-    """Check that ``root`` holds the configurations and scripts, which a wheel lacks.
+    """Check that ``root`` contains the configurations and scripts, which a wheel lacks.
 
-    Raises: ValueError saying what to do.
+    Raises: ValueError, which says what to do.
     """
     missing = [name for name in ("configs", "scripts") if not (root / name).is_dir()]
     if missing:
@@ -24,7 +24,7 @@ def require_checkout(root: Path = ROOT) -> None:
 
 
 def commit(root: Path = ROOT) -> str:
-    """The commit of the repository at ``root``, with ``-dirty`` if files outside results/ differ.
+    """Return the commit of the repository at ``root``; ``-dirty`` if files outside results/ differ.
 
     ``unknown`` if ``root`` is not the top folder of a git repository: a wheel may be installed
     inside a repository of another project.
@@ -33,7 +33,7 @@ def commit(root: Path = ROOT) -> str:
     if not top or Path(top).resolve() != root.resolve():
         return "unknown"
     head = _git(root, "rev-parse", "HEAD")
-    # A sweep adds files under results/ itself; they do not change what the next run computes.
+    # A sweep writes to results/, which has no effect on the next run.
     dirty = _git(root, "status", "--porcelain", "--", ".", ":!results")
     return (head + "-dirty" if dirty else head) if head else "unknown"
 

@@ -1,13 +1,18 @@
-"""Fields of a run file that depend on each other: a careless edit of one is noticed."""
+"""Check fields of a run file that depend on each other, to detect edits of one of them."""
 
 import math
 from collections.abc import Iterator
 from typing import Any
 
 Run = dict[str, Any]
-ROUNDING = {"rel_tol": 1e-4, "abs_tol": 0.005}  # of a loss of 4 and a perplexity of 2 decimals
-VALIDATIONS = 0.1  # relative difference of fairseq's validation and the evaluation of the best
-NAMED = {  # field -> the option, of the model or of each half of it, that it repeats
+ROUNDING = {
+    "rel_tol": 1e-4,
+    "abs_tol": 0.005,
+}  # rounding of a loss with 4 and a perplexity with 2 decimals
+VALIDATIONS = (
+    0.1  # relative difference between validation in training and evaluation of the best checkpoint
+)
+NAMED = {  # field -> the option of the model, or of its encoder and decoder, with the same value
     "seed": "seed",
     "task": "task",
     "attention_type": "attention-type",
@@ -16,7 +21,7 @@ NAMED = {  # field -> the option, of the model or of each half of it, that it re
 
 
 def cross_check(run: Run) -> None:
-    """Raise ValueError, one sentence naming the field, where two fields contradict each other."""
+    """Raise ValueError, naming the field, if two fields contradict each other."""
     for name, option in NAMED.items():
         _check_option(run, name, option)
     for split, protocols in run["metrics"].items():
@@ -39,7 +44,7 @@ def _check_option(run: Run, name: str, option: str) -> None:
 
 
 def _check_perplexities(where: str, measured: Run) -> None:
-    """ppl = 2^loss, and word_ppl = 2^(loss tokens / words) for a whole number of words."""
+    """Check ppl = 2^loss, and word_ppl = 2^(loss tokens / words) for an integer number of words."""
     loss, ppl, word_ppl = (measured.get(name) for name in ("loss", "ppl", "word_ppl"))
     if None not in (loss, ppl) and not (loss < 1024 and math.isclose(2**loss, ppl, **ROUNDING)):
         raise ValueError(f"the run's metric {where}.ppl is {ppl}, not 2 to its loss of {loss}")
@@ -74,7 +79,7 @@ def _check_updates(run: Run) -> None:
 
 
 def _check_curve(run: Run) -> None:
-    """Tokens ascend; the point of the evaluated checkpoint is near its evaluation in blocks."""
+    """Check that tokens ascend and the evaluated checkpoint's point is near its evaluation."""
     tokens = [point["tokens"] for point in run.get("curve", [])]
     if sorted(tokens) != tokens:
         raise ValueError("the tokens of the run's field 'curve' do not ascend")
@@ -88,7 +93,7 @@ def _check_curve(run: Run) -> None:
 
 
 def _validated(run: Run) -> Iterator[float]:
-    """The perplexity of the curve at the evaluated update, if it is there."""
+    """Return the perplexity of the curve at the evaluated update, or None."""
     for point in run.get("curve", []):
         if point["updates"] == run.get("evaluated_update") and point.get("valid_ppl", 0) > 0:
             yield point["valid_ppl"]

@@ -1,8 +1,8 @@
-"""Is the dictionary of a data folder the one that a checkpoint was trained with?
+"""Check that a data folder has the dictionary that a checkpoint was trained with.
 
-A training keeps the checksums of its dictionaries beside its checkpoints (:func:`remember`). For a
-checkpoint without them, the dictionary in the data folder of its training is compared; where that
-is gone, the number of words is all that can be compared.
+A training stores the checksums of its dictionaries next to its checkpoints (:func:`remember`). For
+a checkpoint without them, the dictionary in the data folder of its training is compared; if that
+was deleted, only the number of words is compared.
 """
 
 import hashlib
@@ -14,13 +14,13 @@ from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import ROOT, read_json, write_json
 
 FILE = "dictionaries.json"
-"""Beside the checkpoints: name of a dictionary -> sha256 of its words in their order."""
+"""File next to the checkpoints: name of a dictionary -> sha256 of its words in order."""
 
-SPECIALS = 4  # <s>, <pad>, </s>, <unk>: in every fairseq dictionary, in no dict.txt
+SPECIALS = 4  # <s>, <pad>, </s>, <unk>: in every fairseq dictionary, but not in dict.txt
 
 
 def remember(folder: Path, data: Path) -> None:
-    """Keep the checksums of the dictionaries of ``data`` in a folder of checkpoints."""
+    """Store the checksums of the dictionaries of ``data`` in a folder of checkpoints."""
     found = sorted((data / "bin").glob("dict*.txt"))
     write_json(folder / FILE, {path.name: _sha256(path) for path in found})
 
@@ -32,10 +32,11 @@ def agree(
     added: int = 0,
     say: Callable[[str], None] = lambda text: None,
 ) -> bool:
-    """True if ``dictionary`` is that of the ``embedding`` of ``checkpoint``.
+    """True if ``dictionary`` is the one of the ``embedding`` of ``checkpoint``.
 
-    added: symbols that the task adds, such as ``<mask>``. say: is told if only the numbers of
-    words could be compared. An adaptive input has no single embedding; its size is not compared.
+    added: symbols that the task adds, such as ``<mask>``. say: called with a sentence if only the
+    numbers of words were compared. The size of an adaptive input, which has no single embedding, is
+    not compared.
 
     Raises: ValueError if the checkpoint does not load.
     """
@@ -55,7 +56,7 @@ def agree(
 
 
 def _trained_with(checkpoint: Path, state: dict[str, Any], name: str) -> str:
-    """The sha256 of the dictionary of the training; empty if it is not known any more."""
+    """Return the sha256 of the dictionary of the training; empty if it is unknown."""
     kept = read_json(checkpoint.with_name(FILE)).get(name)
     there = ROOT / str(checkpoints.options(state).get("data", "")).split(":")[0] / name
     return str(kept) if kept else _sha256(there) if there.is_file() else ""
@@ -66,6 +67,6 @@ def _sha256(dictionary: Path) -> str:
 
 
 def words(dictionary: Path) -> list[str]:
-    """The symbols of a ``dict.txt`` in their order."""
+    """Return the symbols of a ``dict.txt`` in order."""
     lines = dictionary.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     return [line.rpartition(" ")[0] for line in lines]

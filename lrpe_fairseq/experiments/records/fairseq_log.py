@@ -1,4 +1,4 @@
-"""Numbers from what fairseq prints: training logs in JSON format, eval-lm and validate.
+"""Parse fairseq's output: training logs in JSON format, eval-lm and validate.
 
 Validation losses are means per token in base 2, as fairseq prints them; perplexity is 2 to the
 loss.
@@ -15,8 +15,10 @@ from typing import Any
 LINE = re.compile(r"\b(train_inner|valid)\b[ :|]+(\{.*\})\s*$")
 TOKENS = re.compile(r"Evaluated ([\d,]+) tokens")
 LOSS = re.compile(r"Loss \(base 2\): ([-\d.einfa]+), Perplexity")
-INFINITE = "skipping tokens with inf scores"  # fairseq-eval-lm leaves them out, but counts them
-DIVERGED = "diverged"  # a metric: 1 in place of a loss and a perplexity that are not finite
+INFINITE = (
+    "skipping tokens with inf scores"  # fairseq-eval-lm excludes them from the loss but counts them
+)
+DIVERGED = "diverged"  # a metric: 1 instead of a loss and a perplexity that are not finite
 TAIL_BYTES = 16384
 
 
@@ -34,18 +36,18 @@ class Curve:
 
 @dataclass(frozen=True)
 class TrainingLog:
-    """What one training printed; a resumed training counts as one.
+    """The log of one training, including its resumptions.
 
-    inner: update -> what was logged there. valid: update -> what was validated there.
+    inner: update -> logged training statistics. valid: update -> validation metrics.
     """
 
     inner: dict[int, dict[str, str]]
     valid: dict[int, dict[str, str]]
 
     def curve(self, curve: Curve) -> list[dict[str, float]]:
-        """The metric of ``curve`` by update, with the training tokens seen until then.
+        """Return the metric of ``curve`` by update, with the number of training tokens so far.
 
-        Empty if fairseq did not print that metric. Points that are not finite are left out.
+        Empty if fairseq did not print that metric. Points that are not finite are omitted.
         """
         return [
             {"updates": n, "tokens": self._tokens_until(n), curve.metric: float(v[curve.metric])}
@@ -54,9 +56,9 @@ class TrainingLog:
         ]
 
     def tokens_per_second(self) -> float:
-        """The median speed of training after its first tenth; validation is not in it.
+        """Return the median speed of training after its first tenth, without validation.
 
-        Raises: ValueError if training logged nothing.
+        Raises: ValueError if the training logged nothing.
         """
         if not self.inner:
             raise ValueError("the training log has no train_inner line; was log_format json?")
@@ -65,12 +67,12 @@ class TrainingLog:
         return statistics.median(speed for speed in speeds if speed > 0)
 
     def best(self, curve: Curve) -> float | None:
-        """The best value of the curve so far; None before the first validation."""
+        """Return the best value of the curve so far; None before the first validation."""
         choose = min if curve.better == "lower" else max
         return choose((point[curve.metric] for point in self.curve(curve)), default=None)
 
     def seconds_left(self, max_update: int) -> float | None:
-        """Seconds of training until ``max_update``, at the speed of the last logged update."""
+        """Return the seconds until ``max_update``, at the speed of the last logged update."""
         if not self.inner:
             return None
         last = max(self.inner)
@@ -88,7 +90,7 @@ class TrainingLog:
 
 
 def read_training_log(path: Path) -> TrainingLog:
-    """Read a log of ``common.log_format: json``; of two lines on one update the later counts."""
+    """Read a log of ``common.log_format: json``; a later line replaces one of the same update."""
     inner: dict[int, dict[str, str]] = {}
     valid: dict[int, dict[str, str]] = {}
     for kind, values in _entries(path.read_text(encoding="utf-8", errors="replace")):
@@ -100,7 +102,7 @@ def read_training_log(path: Path) -> TrainingLog:
 
 
 def last_update(path: Path) -> int:
-    """The update that a growing training log has reached; 0 if there is none."""
+    """Return the last update in the log of a running training; 0 if there is none."""
     try:
         with open(path, "rb") as log:
             log.seek(max(0, path.stat().st_size - TAIL_BYTES))
@@ -115,7 +117,7 @@ def last_update(path: Path) -> int:
 
 
 def last_line(path: Path) -> str:
-    """The last line of a log that says anything: of a crash, the exception."""
+    """Return the last informative line of a log; after a crash, the exception."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -126,10 +128,10 @@ def last_line(path: Path) -> str:
 
 
 def parse_evaluation(output: str) -> dict[str, float]:
-    """``tokens`` and :func:`scored` from what fairseq-eval-lm printed.
+    """Return ``tokens`` and :func:`scored` from the output of fairseq-eval-lm.
 
-    Raises: ValueError where nothing was evaluated: fairseq then prints perplexity 1.00 and
-        exits with status 0.
+    Raises: ValueError if nothing was evaluated; fairseq then prints perplexity 1.00 and exits with
+        status 0.
     """
     tokens, loss = TOKENS.findall(output), LOSS.findall(output)
     if not tokens or not loss:
@@ -144,7 +146,7 @@ def parse_evaluation(output: str) -> dict[str, float]:
 
 
 def perplexity(loss: float) -> float:
-    """2 to ``loss``, which is in bits; inf where a float cannot hold it."""
+    """Return 2^loss, ``loss`` in bits; inf if it overflows."""
     try:
         return 2.0**loss
     except OverflowError:
@@ -152,16 +154,16 @@ def perplexity(loss: float) -> float:
 
 
 def scored(loss: float) -> dict[str, float]:
-    """``loss`` (bits) and ``ppl``, or ``diverged`` where these are not finite.
+    """Return ``loss`` (bits) and ``ppl``, or ``diverged`` if these are not finite.
 
-    A run file cannot hold inf or nan.
+    Run files cannot contain inf or nan.
     """
     ppl = perplexity(loss)
     return {"loss": loss, "ppl": ppl} if math.isfinite(ppl) else {DIVERGED: 1}
 
 
 def parse_validation(output: str, split: str) -> dict[str, float]:
-    """The numbers that fairseq-validate printed for ``split``, such as ``loss`` and ``accuracy``.
+    """Return the metrics that fairseq-validate printed for ``split``, such as ``accuracy``.
 
     Raises: ValueError if it printed none.
     """
@@ -182,5 +184,5 @@ def _entries(text: str) -> list[tuple[str, dict[str, Any]]]:
             try:
                 found.append((match[1], json.loads(match[2])))
             except ValueError:
-                continue  # a line that a kill cut in two
+                continue  # a line that was truncated by a kill
     return found

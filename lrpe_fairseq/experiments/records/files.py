@@ -1,4 +1,4 @@
-"""The repository's folders, and files that are written whole or not at all."""
+"""The repository's folders, and atomic writing of files."""
 
 import contextlib
 import copy
@@ -17,20 +17,21 @@ CONFIGS = ROOT / "configs"
 
 
 def relative(path: Path) -> str:
-    """``path`` relative to the repository root, where every command runs; otherwise absolute."""
+    """Return ``path`` relative to the repository root if it is below it, otherwise absolute."""
     absolute = path.absolute()
     return str(absolute.relative_to(ROOT) if absolute.is_relative_to(ROOT) else absolute)
 
 
 @contextlib.contextmanager
 def written_whole(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """Open ``path`` for writing; it appears under its name only after everything is on the disk.
+    """Open ``path`` for writing atomically: the file appears after all of it is on the disk.
 
-    The content goes to a temporary file in the same folder, so that a reader or a crash never
-    meets half a file. After an error nothing is left, and an older file is unchanged. The
-    temporary name begins with a dot: no reader of run files or checkpoints matches it.
+    The content is written to a temporary file in the same folder, so that neither a reader nor a
+    crash leaves half a file. After an error the temporary file is deleted and an older file is
+    unchanged. The temporary name starts with a dot, which readers of run files and checkpoints
+    ignore.
 
-    Raises: OSError if the folder cannot be made or written.
+    Raises: OSError if the folder cannot be created or written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -47,14 +48,14 @@ def written_whole(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
 
 
 def write_json(path: Path, value: Any, *, sort_keys: bool = False) -> None:
-    """Write ``value`` as readable JSON, whole or not at all. Raises: ValueError for nan or inf."""
+    """Write ``value`` as indented JSON atomically. Raises: ValueError for nan or inf."""
     text = json.dumps(value, indent=1, ensure_ascii=False, sort_keys=sort_keys, allow_nan=False)
     with written_whole(path) as file:
         file.write(text + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in ``path``; {} without such a file. Raises: ValueError if it is not JSON."""
+    """Return the object in a JSON file; {} if it is missing. Raises: ValueError if invalid."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -64,11 +65,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_config(path: Path) -> Any:
-    """Load a configuration of fairseq; a file that did not change is parsed only once.
+    """Load a configuration of fairseq; an unchanged file is parsed only once.
 
-    Raises: ValueError for invalid YAML or without a task.
+    Raises: ValueError for invalid YAML or a missing task.
     """
-    from omegaconf import DictConfig, OmegaConf  # data preparation needs this file without it
+    from omegaconf import (
+        DictConfig,
+        OmegaConf,
+    )  # data preparation uses this module without omegaconf
 
     try:
         config = copy.deepcopy(_parsed(path.read_text(encoding="utf-8")))
@@ -83,7 +87,7 @@ def load_config(path: Path) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _parsed(text: str) -> Any:
-    """The configuration in ``text``."""
+    """Parse a configuration."""
     from omegaconf import OmegaConf
 
     return OmegaConf.load(io.StringIO(text))

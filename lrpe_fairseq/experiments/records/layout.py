@@ -1,9 +1,9 @@
-"""The layout of our tables: ``configs/tables/*.yaml``, read and checked.
+"""Read and check the layouts of tables: ``configs/tables/*.yaml``.
 
-A table is rows x columns. A row says which encoding was trained and what else differs; a column
-says which attention, and where in a run file its number stands. A run fills a cell when its
-encoding and attention are the cell's and every option that the table names (``options``, changed
-by the row's and the column's ``overrides``) has the cell's value in the run's ``config``.
+A table has rows and columns. A row selects an encoding and changed options; a column selects the
+attention type and a field of the run file. A run fills a cell if it has the cell's encoding and
+attention and if every option that the table names (``options``, changed by the ``overrides`` of row
+and column) has the cell's value in the run's ``config``.
 """
 
 import dataclasses
@@ -24,16 +24,16 @@ COMPARE = ("rows", "columns")
 
 @dataclass(frozen=True)
 class Column:
-    """Where the numbers of one column stand.
+    """One column, and the field of the run file that it shows.
 
     key: its name in ``method`` and in notes. title: its heading. attention: ``linear`` or
     ``softmax``. metric, with split and protocol: a number of the run's ``metrics``; without
-    them: a field of the run, such as ``tokens_per_second``. dataset: only runs on it (columns
-    of one table that differ in data set). scales: those that have the column, such as the ones
-    whose data have the split; all if left out. overrides: options that differ. relative: as a
-    fraction of the baseline row. best_over: an option; of each seed's runs that differ in it
-    only the best counts. mean_of: keys of the columns that this one averages, instead of a
-    metric. paper: the published cell beside it: ``file`` and the values of its columns.
+    them: a field of the run, such as ``tokens_per_second``. dataset: only runs on this data set
+    (for columns that differ in it). scales: the scales with this column, for example those whose
+    data have the split; default all. overrides: options that differ. relative: as a fraction of
+    the baseline row. best_over: an option; of each seed's runs that differ in it only the best
+    counts. mean_of: keys of the columns that this one averages, instead of a metric. paper: the
+    published cell: ``file`` and the values of its columns.
     """
 
     key: str
@@ -57,8 +57,8 @@ class Row:
     """One method.
 
     label: its name, also on the command line. encoding: our public name. attention: the types
-    that the row has cells for. overrides: options that differ. method: its label in the
-    published table, one for all columns or by column key; without one, no published number.
+    with cells in this row. overrides: options that differ. method: its label in the published
+    table, one for all columns or by column key; without it there is no published number.
     """
 
     label: str
@@ -73,21 +73,20 @@ class Table:
     """One table.
 
     experiments: folders under results/runs; new runs go to the first, cells are filled from all.
-    scales: scale -> training configuration, in order of display. rows_of: scale -> labels of the
-    rows that it has, where it is not to have all; the baseline is one of them. options: the options
-    that tell cells apart, each with its usual value. same: options that all runs of one scale
-    must share. fixed: ``side`` (encoder or decoder), ``encoding`` and ``attention`` of the half
-    that all cells share, for encoder-decoder models (rows and columns speak of the other half).
-    pretrained: the table whose runs of seed 1 are fine-tuned. rates: scale -> learning rates to
-    try with every cell, and to show; a scale without any uses its configuration's. brief: a cell
-    is our number and the paper's alone, without their difference and the distance from the
-    baseline. curves: labels of the rows in the figure of validation curves. notes: scale -> text;
-    it and ``text`` state numbers and orders as references only (:mod:`.notes`). headline: keys of
-    the columns that the finding, the index and the figure against the paper use, by default the
-    first of each attention type; at most one of each, unless compare is ``columns``. compare:
-    ``rows`` of a column with each other, or ``columns`` of a row with the first headline.
-    paper_dataset: the data set of scale ``paper``; a difference from the published number is
-    shown there only.
+    scales: scale -> training configuration, in order of display. rows_of: scale -> labels of its
+    rows, if it lacks some; the baseline is one of them. options: the options in which cells
+    differ, each with its default value. same: options that all runs of one scale must share.
+    fixed: ``side`` (encoder or decoder), ``encoding`` and ``attention`` of the half that all cells
+    share, for encoder-decoder models (rows and columns describe the other half). pretrained: the
+    table whose runs of seed 1 are fine-tuned. rates: scale -> learning rates to train every cell
+    with, and to show; default: that of the configuration. brief: show our number and the paper's
+    only, without their difference and the difference from the baseline. curves: labels of the rows
+    in the figure of validation curves. notes: scale -> text; like ``text``, they contain numbers
+    and orders as references only (:mod:`.notes`). headline: keys of the columns that the finding,
+    the index and the figure against the paper use, by default the first of each attention type; at
+    most one of each, unless compare is ``columns``. compare: ``rows`` of a column with each other,
+    or ``columns`` of a row with the first headline. paper_dataset: the data set of scale
+    ``paper``; a difference from the published number is shown there only.
     """
 
     name: str
@@ -113,7 +112,7 @@ class Table:
     paper_dataset: str = ""
 
     def at(self, scale: str) -> "Table":
-        """The table with the columns and rows that this scale has."""
+        """Return the table with the columns and rows of one scale."""
         columns = [column for column in self.columns if scale in (column.scales or [scale])]
         rows = [row for row in self.rows if row.label in self.rows_of.get(scale, [row.label])]
         curves = [label for label in self.curves if label in {row.label for row in rows}]
@@ -122,26 +121,26 @@ class Table:
         return dataclasses.replace(self, **parts)
 
     def headlines(self) -> list[str]:
-        """``headline``, or the first column of each attention type."""
+        """Return ``headline``, or by default the first column of each attention type."""
         first = {column.attention: column.key for column in reversed(self.columns)}
         return self.headline or [first[kind] for kind in ATTENTION if kind in first]
 
     def column(self, key: str) -> Column:
-        """The column called ``key``. Raises: ValueError if there is none."""
+        """Return the column ``key``. Raises: ValueError if there is none."""
         return _named(self.columns, "key", key, self.name)
 
     def row(self, label: str) -> Row:
-        """The row called ``label``. Raises: ValueError if there is none."""
+        """Return the row ``label``. Raises: ValueError if there is none."""
         return _named(self.rows, "label", label, self.name)
 
 
 def load_tables(folder: Path) -> list[Table]:
-    """Every table of ``folder``: the numbered ones first, then the others by name."""
+    """Return every table of ``folder``: numbered ones first, then the others by name."""
     return sorted((load_table(path) for path in folder.glob("*.yaml")), key=_order)
 
 
 def load_table(path: Path) -> Table:
-    """Read and check one table. Raises: ValueError naming the file and what is wrong in it."""
+    """Read and check one table. Raises: ValueError, which names the file and the error."""
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(given, dict):
@@ -157,8 +156,7 @@ def load_table(path: Path) -> Table:
 
 
 def file_name(name: str) -> str:
-    """``name`` as it stands in file names: other characters than letters, digits and ``.=-`` become
-    ``_``, so that no label leads out of a folder."""
+    """Replace characters other than letters, digits, ``_`` and ``.=-`` by ``_`` for a file name."""
     return re.sub(r"[^\w.=-]", "_", name)
 
 

@@ -1,6 +1,6 @@
-"""References in the texts of ``configs/tables/*.yaml``, and the check that refuses bare numbers.
+"""References in the texts of ``configs/tables/*.yaml``; bare numbers are refused.
 
-A text states no number itself. It refers to one:
+A text contains no numbers, only references to them:
 
 - ``[[Row | column]]``: our number in that cell.
 - ``[[paper Row | column]]``: the published number in that cell.
@@ -34,7 +34,7 @@ ORDER = re.compile(
 
 @dataclass(frozen=True)
 class Option:
-    """``[[option name]]``; scale is empty for the group's own runs."""
+    """``[[option name]]``; scale is empty for the group's runs."""
 
     name: str
     scale: str = ""
@@ -59,7 +59,7 @@ class Order:
 
 
 def parse(reference: str) -> Option | Value | Order:
-    """The inside of one ``[[...]]``. Raises: ValueError if it has none of the forms."""
+    """Parse the inside of one ``[[...]]``. Raises: ValueError if it has none of the forms."""
     if found := re.fullmatch(r"option ([\w-]+)(?: at ([\w-]+))?", reference):
         return Option(found[1], found[2] or "")
     left, bar, column = (part.strip() for part in reference.partition("|"))
@@ -73,12 +73,12 @@ def parse(reference: str) -> Option | Value | Order:
 
 
 def references(text: str) -> list[Option | Value | Order]:
-    """Every reference of ``text``, in order."""
+    """Return every reference of ``text``, in order."""
     return [parse(inside) for inside in REFERENCE.findall(text)]
 
 
 def check_text(text: str) -> None:
-    """Refuse a number that is not a reference. Raises: ValueError naming it."""
+    """Refuse a number that is not a reference. Raises: ValueError, which names it."""
     if bare := NUMBER.search(_prose(text)):
         raise ValueError(
             f"a text states {bare[0]} itself; refer to a cell as [[row | column]] or to an "
@@ -87,7 +87,7 @@ def check_text(text: str) -> None:
 
 
 def check_note(text: str) -> None:
-    """:func:`check_text`; also refuse words of order. Raises: ValueError naming the word."""
+    """:func:`check_text`; also refuse words of order. Raises: ValueError, which names the word."""
     check_text(text)
     if word := ORDER.search(_prose(text)):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The trainings that a table needs: one cell can fill several columns, and serve two tables."""
+"""The trainings of a table. One training can fill several columns and cells of two tables."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +10,8 @@ from lrpe_fairseq.experiments.records.layout import Column, Row, Table, file_nam
 class Cell:
     """One model to train: a row under an attention type, with the options that differ.
 
-    dataset: where the columns are data sets; otherwise that of the configuration decides. name:
-    of files, such as ``Type2-linear``; options that the column changes are spelled out after it.
+    dataset: set if the columns are data sets; otherwise that of the configuration. name: for file
+    names, such as ``Type2-linear``, followed by the options that the column changes.
     """
 
     label: str
@@ -23,12 +23,12 @@ class Cell:
 
     @property
     def recipe(self) -> tuple[Any, ...]:
-        """What two cells of different tables must share for a run to serve both."""
+        """Return a key that two cells of different tables share if one run fills both."""
         return self.encoding, self.attention, self.changed, self.dataset
 
 
 def cells(table: Table) -> list[Cell]:
-    """The cells of ``table`` that need a training of their own, row by row."""
+    """Return the cells of ``table`` that need separate trainings, row by row."""
     found: dict[Cell, None] = {}
     for row in table.rows:
         for column in table.columns:
@@ -38,7 +38,7 @@ def cells(table: Table) -> list[Cell]:
 
 
 def evaluations(table: Table) -> tuple[tuple[str, str], ...]:
-    """The (split, protocol) pairs that the columns of ``table`` show."""
+    """Return the (split, protocol) pairs that the columns of ``table`` show."""
     pairs = ((column.split, column.protocol) for column in table.columns if column.split)
     return tuple(dict.fromkeys(pairs))
 

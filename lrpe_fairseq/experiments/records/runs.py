@@ -1,9 +1,8 @@
-"""The run file: one JSON for one trained and evaluated model, written whole or not at all.
+"""The run file: one JSON file per trained and evaluated model, written atomically.
 
-A run file lies at ``results/runs/<experiment>/<anything>.json``. It is a plain dict with the
-fields of :data:`FIELDS`; :data:`OPTIONAL` ones are checked when present and further fields are
-kept. Nothing here needs fairseq, and torch only to name the GPUs and the
-kernels, imported when they are asked for.
+The path of a run file is ``results/runs/<experiment>/<anything>.json``. It is a plain dict with the
+fields of :data:`FIELDS`; :data:`OPTIONAL` ones are checked if present, and further fields are kept.
+This module does not need fairseq, and imports torch only to name GPUs and kernels.
 """
 
 import importlib.metadata
@@ -32,9 +31,9 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "attention_type": ONE_OR_TWO,
     "position_encoding": ONE_OR_TWO,
     "seed": (int,),
-    "scale": NAME,  # "paper", "small", ...: runs of different scales never share a table
+    "scale": NAME,  # "paper", "small", ...: runs of different scales are never in one table
     "metrics": (dict,),  # split -> protocol -> metric -> number
-    "protocol": (dict,),  # protocol -> one sentence that says how it measures
+    "protocol": (dict,),  # protocol -> one sentence that describes it
     "config": (dict,),  # every option, by its command-line name without the leading dashes
     "commit": NAME,
     "versions": (dict,),
@@ -43,7 +42,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "wall_seconds": NUMBER,  # of training
 }
 OPTIONAL: dict[str, tuple[type, ...]] = {
-    "kernels": (dict,),  # which form computed causal sums and encodings; old runs lack it
+    "kernels": (dict,),  # the forms that computed causal sums and encodings; old runs lack it
     "peak_memory_mb": NUMBER,
     "data": (dict,),  # split, or "dictionary" -> sha256; old runs lack it
     "commits": (list,),  # of a training in several parts, in order; "commit" is the first
@@ -54,7 +53,7 @@ WORDS = {str: "a string", dict: "an object", int: "an integer", list: "a list"}
 
 
 def validate(run: Run) -> None:
-    """Raise ValueError, one sentence, for the first thing that keeps ``run`` from being a run."""
+    """Raise ValueError, one sentence, for the first error of ``run``."""
     if not _is(run, dict):
         raise ValueError(f"a run is an object of fields, not {type(run).__name__}")
     for name, types in FIELDS.items():
@@ -73,16 +72,16 @@ def validate(run: Run) -> None:
 
 
 def write_run(path: Path | str, run: Run) -> None:
-    """Write ``run`` to ``path`` whole or not at all.
+    """Write ``run`` to ``path`` atomically.
 
-    Raises: ValueError for an invalid run (nothing is touched), OSError naming ``path``.
+    Raises: ValueError for an invalid run (nothing is written), OSError, which names ``path``.
     """
     validate(run)
     write_whole(Path(path), run)
 
 
 def write_whole(target: Path, content: Run) -> None:
-    """Write ``content`` as JSON to ``target`` whole or not at all. Raises: OSError naming it."""
+    """Write ``content`` as JSON to ``target`` atomically. Raises: OSError, which names it."""
     try:
         write_json(target, content, sort_keys=True)
     except OSError as error:
@@ -91,7 +90,7 @@ def write_whole(target: Path, content: Run) -> None:
 
 
 def read_run(path: Path | str) -> Run:
-    """The run at ``path``. Raises: ValueError naming the file if it is no valid run."""
+    """Read a run file. Raises: ValueError, which names the file, if it is invalid."""
     try:
         run = json.loads(Path(path).read_text(encoding="utf-8"))
         validate(run)
@@ -101,9 +100,9 @@ def read_run(path: Path | str) -> Run:
 
 
 def read_runs(root: Path | str) -> dict[str, Run]:
-    """Every run under ``root`` (``results/runs``), by path relative to it, in sorted order.
+    """Return every run under ``root`` (``results/runs``) by relative path, sorted.
 
-    Raises: ValueError for a file that is no run or that lies in another experiment's folder.
+    Raises: ValueError for an invalid run file, or one in another experiment's folder.
     """
     runs = {}
     for path in sorted(Path(root).rglob("*.json")):
@@ -117,13 +116,13 @@ def read_runs(root: Path | str) -> dict[str, Run]:
 
 
 def environment() -> Run:
-    """The fields ``commit``, ``versions``, ``hardware`` and ``kernels`` of a run made here."""
+    """Return the fields ``commit``, ``versions``, ``hardware`` and ``kernels`` of this process."""
     found = {"commit": commit(), "versions": versions(), "hardware": hardware()}
     return {**found, "kernels": _kernels()}
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that numbers depend on."""
+    """Return the versions of Python and of the packages that affect results."""
     found = {"python": platform.python_version()}
     for name, distributions in {
         "torch": ["torch"],
@@ -135,12 +134,12 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> Run:
-    """CPU model, cores this process may use, and the names of the GPUs."""
+    """Return the CPU model, the cores that this process may use, and the names of the GPUs."""
     return {"cpu": _cpu_model(), "cores": _cores(), "gpus": _gpu_names()}
 
 
 def plain(value: Any) -> Any:
-    """A value to compare by: 1, 1.0 and "1" are one, and so are True and "true"."""
+    """Return a canonical value: 1, 1.0 and "1" are equal, and so are True and "true"."""
     if isinstance(value, (list, tuple)):
         return [plain(inner) for inner in value]
     text = str(value).strip().lower()
@@ -151,7 +150,7 @@ def plain(value: Any) -> Any:
 
 
 def _is(value: Any, *types: type) -> bool:
-    """isinstance, except that True is no number."""
+    """As isinstance, except that True is not a number."""
     return isinstance(value, types) and not isinstance(value, bool)
 
 
@@ -210,7 +209,7 @@ def _check_positive(run: Run) -> None:
 
 
 def curve_metric(run: Run) -> str:
-    """The metric of the run's curve, such as ``valid_ppl``; empty if the run has no curve."""
+    """Return the metric of the run's curve, such as ``valid_ppl``; empty without a curve."""
     curve = run.get("curve") or [{}]
     return next((name for name in curve[0] if name not in CURVE_AXES), "")
 

@@ -1,4 +1,4 @@
-"""The time that one call took for a whole table: ``results/sweeps/<table>-<scale>.json``.
+"""The time of one call for a whole table: ``results/sweeps/<table>-<scale>.json``.
 
 Written by ``run_table`` if it trained every run of the table itself; read by ``cost``.
 """
@@ -15,8 +15,8 @@ FIELDS = {
     "scale": str,
     "seeds": int,
     "trainings": int,
-    "jobs": int,  # at a time
-    "wall_seconds": float,  # data, trainings, evaluation and rendering
+    "jobs": int,  # in parallel
+    "wall_seconds": float,  # for data, trainings, evaluation and rendering
     "commit": str,
     "versions": dict,
     "hardware": dict,
@@ -24,14 +24,14 @@ FIELDS = {
 
 
 def write_sweep(folder: Path, **measured: Any) -> None:
-    """Write the fields of :data:`FIELDS`; those of the environment are added here."""
+    """Write the fields of :data:`FIELDS`; this function adds those of the environment."""
     sweep = {**measured, **runs.environment()}
     _check(sweep)
     runs.write_whole(folder / f"{sweep['table']}-{sweep['scale']}.json", sweep)
 
 
 def read_sweeps(folder: Path) -> list[Sweep]:
-    """All of ``folder``, by name. Raises: ValueError naming a file that is none."""
+    """Read all files of ``folder``, by name. Raises: ValueError, which names an invalid file."""
     sweeps = []
     for path in sorted(folder.glob("[!.]*.json")):
         try:

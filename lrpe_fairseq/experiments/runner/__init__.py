@@ -1,1 +1,1 @@
-"""Processes, devices, schedules and Slurm: one training after another, to the end."""
+"""Run trainings: processes, devices, schedules and Slurm."""

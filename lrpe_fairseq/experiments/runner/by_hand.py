@@ -1,4 +1,4 @@
-"""Evaluate one checkpoint by hand: the command line, and the run file on screen and on disk."""
+"""Evaluate one checkpoint by hand: command line, run file and printed metrics."""
 
 import argparse
 import contextlib
@@ -18,7 +18,7 @@ from lrpe_fairseq.experiments.runner.recording import described_by
 
 
 def arguments(script: str, description: str) -> argparse.ArgumentParser:
-    """The options that all evaluations share: checkpoint, data, splits, out."""
+    """Return a parser with the options of all evaluations: checkpoint, data, splits, out."""
     parser = argparse.ArgumentParser(prog=script, description=description.split("\n")[0])
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("data", type=Path, help="a folder of data-prep, or its bin")
@@ -28,10 +28,10 @@ def arguments(script: str, description: str) -> argparse.ArgumentParser:
 
 
 def data_folder(given: Path, preparation_of: Callable[[Path], list[str]]) -> Path:
-    """The folder of data-prep, also if its ``bin`` is given.
+    """Return the data folder that a script of data-prep made; its ``bin`` may be given instead.
 
-    preparation_of: what prepares a folder. Raises: UserError if nothing is prepared there, or if
-        it is not what data-prep wrote.
+    preparation_of: returns the script that prepares a folder. Raises: UserError if the folder
+        contains no prepared data or differs from its manifest.
     """
     data = given.parent if given.name == "bin" else given
     folders.require(data, preparation_of(data))
@@ -47,10 +47,10 @@ def run(command: Sequence[str], log: Path) -> None:
 
 @contextlib.contextmanager
 def without_colons(command: Sequence[str]) -> Iterator[list[str]]:
-    """``command`` with links in place of files and folders that have a colon in their path.
+    """Replace paths that contain a colon by links in ``command``.
 
-    fairseq takes such a path for several paths. Free forms of encodings, as in
-    ``lrpe:identity:rotation``, put colons into the names of run folders.
+    fairseq splits a path at colons. Run folders of free forms of encodings, such as
+    ``lrpe:identity:rotation``, have colons in their names.
     """
     with tempfile.TemporaryDirectory(prefix="lrpe-") as folder:
         words = list(command)
@@ -64,7 +64,7 @@ def without_colons(command: Sequence[str]) -> Iterator[list[str]]:
 
 
 def record(checkpoint: Path, data: Path, metrics: Run, protocol: Run) -> Run:
-    """The run file of an evaluation; checkpoint and run folder say all about the training."""
+    """Return the run file of an evaluation; its training fields are from checkpoint and folder."""
     state = checkpoints.load(checkpoint)
     return {
         "experiment": "by-hand",
@@ -92,6 +92,6 @@ def report(run: Run, out: Path) -> None:
 
 
 def _speed(state: dict[str, Any]) -> float:
-    """Training tokens per second since the epoch of the checkpoint began."""
+    """Return training tokens per second since the start of the checkpoint's epoch."""
     meters = {name: values for _, name, _, values in state["extra_state"]["metrics"]["train"]}
     return round(meters["wps"]["n"] / meters["wps"]["init"], 1)

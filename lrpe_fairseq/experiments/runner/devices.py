@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Devices:
-    """What one run may use.
+    """The resources of one run.
 
     threads: CPU threads. gpus: indices; all GPUs if None. nodes: Slurm nodes, all like this one.
     """
@@ -21,17 +21,17 @@ class Devices:
 
     @property
     def processes(self) -> int:
-        """The number of processes that fairseq will start: one for each GPU."""
+        """Number of processes that fairseq starts: one per GPU."""
         visible = torch.cuda.device_count()
         mine = visible if self.gpus is None else min(visible, len(self.gpus))
         return max(1, mine) * self.nodes
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables for the child processes.
+        """Return environment variables for the child processes.
 
-        Waiting threads do not spin: beside other work, spinning makes a training of two threads
-        several times slower, and on an idle machine it gains nothing.
+        Waiting threads sleep instead of spinning: with other work on the machine, spinning makes a
+        training with two threads several times slower, and on an idle machine it gains nothing.
         """
         found = {"OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1"}
         found["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "passive")
@@ -40,10 +40,10 @@ class Devices:
         return found
 
     def launch(self, command: list[str]) -> list[str]:
-        """``command``, a training, on every node.
+        """Return the command that runs the training ``command`` on every node.
 
         With GPUs, fairseq forms the process group from Slurm's variables. Without GPUs it counts
-        no processes, so each process is told its rank.
+        no processes, so the rank of each process is passed on the command line.
         """
         if self.nodes == 1:
             return command

@@ -1,8 +1,8 @@
-"""Is a finished training the one that is configured now? Resolved options, compared by name.
+"""Compare the options of a finished training with the current configuration.
 
-A configuration is resolved as fairseq-hydra-train does it: the YAML and the overrides over the
-defaults of fairseq and of our models. So an option that was deleted from a YAML is compared by its
-default, and not forgotten.
+A configuration is resolved as in fairseq-hydra-train: defaults of fairseq and of our models, then
+the YAML, then overrides. An option that was deleted from a YAML is therefore compared with its
+default.
 """
 
 import functools
@@ -19,7 +19,7 @@ from lrpe_fairseq.experiments.records.runs import plain
 Config = dict[str, dict[str, Any]]
 Names = tuple[tuple[str, str | None], ...]
 PLAIN = ("common", "distributed_training", "dataset", "optimization", "checkpoint")
-"""Sections with one class; the others have one for each ``_name``."""
+"""Sections with one class; the others have a class per ``_name``."""
 
 INCIDENTAL = {
     *("log-file", "log-format", "log-interval", "no-progress-bar", "reset-logging", "profile"),
@@ -29,29 +29,29 @@ INCIDENTAL = {
     *("max-tokens-valid", "batch-size-valid", "all-gather-list-size", "empty-cache-freq"),
     *("stop-time-hours", "suppress-crashes"),
 }
-"""Options that do not change what is trained: logs, paths of output, loading, validation batches.
-Those of ``distributed_training`` do not either, but the number of processes counts."""
+"""Options without effect on the trained weights: logs, output paths, loading, validation batches.
+Those of ``distributed_training`` have none either, except for the number of processes."""
 
 WORLD = "distributed-world-size"
 
 
 def resolved(settings: Any) -> Config:
-    """``settings`` over the defaults of every section, interpolations resolved."""
+    """Return ``settings`` merged over the defaults of every section, and resolved."""
     chosen = {part: settings[part] for part in checkpoints.SECTIONS if settings.get(part)}
     merged = OmegaConf.merge(_defaults(_names(settings)), chosen)
     return OmegaConf.to_container(merged, resolve=True)
 
 
 def options(config: Config) -> dict[str, Any]:
-    """A resolved configuration by command-line names, as a run file has it."""
+    """Return the resolved configuration by command-line names, as in a run file."""
     return checkpoints.named({part: config.get(part) or {} for part in checkpoints.SECTIONS})
 
 
 def differences(settings: Any, config: Mapping[str, Any]) -> set[str]:
-    """The options in which a training, ``config`` of its run file, differs from ``settings``.
+    """Return the options in which ``config``, from a run file, differs from ``settings``.
 
-    Updates are compared by the tokens of all processes. An option that the training did not know
-    had the effect of its default.
+    Batch sizes are compared as tokens per update over all processes. An option that did not exist
+    when the training ran counts as its default.
     """
     wanted, usual = options(resolved(settings)), _usual(_names(settings))
     had = {**{name: usual.get(name, wanted[name]) for name in wanted}, **config}
@@ -63,25 +63,25 @@ def differences(settings: Any, config: Mapping[str, Any]) -> set[str]:
 
 
 def _accumulated(config: Mapping[str, Any], processes: int) -> list[float]:
-    """Batches of one update, over all processes, by epoch."""
+    """Return the batches per update over all processes, by epoch."""
     return [float(frequency) * processes for frequency in config.get("update-freq") or [1]]
 
 
 def _names(settings: Any) -> Names:
-    """(section, ``_name``) of the sections that have a class for each name."""
+    """Return (section, ``_name``) of the sections that have a class per name."""
     parts = [part for part in checkpoints.SECTIONS if part not in PLAIN and settings.get(part)]
     return tuple((part, settings[part].get("_name")) for part in parts)
 
 
 @functools.cache
 def _usual(names: Names) -> dict[str, Any]:
-    """The options of a training whose YAML only names the classes."""
+    """Return the options of a training whose YAML only names the classes."""
     return options(OmegaConf.to_container(_defaults(names), resolve=True))
 
 
 @functools.cache
 def _defaults(names: Names) -> Any:
-    """The defaults of all sections, where those with a ``_name`` are of these classes."""
+    """Return the defaults of all sections, with these classes for the sections with a ``_name``."""
     from fairseq.dataclass.configs import FairseqConfig
     from fairseq.dataclass.initialize import add_defaults
 
@@ -96,7 +96,7 @@ def _defaults(names: Names) -> Any:
 
 @functools.cache
 def _launching() -> frozenset[str]:
-    """Options of ``distributed_training`` that no other section has."""
+    """Return the options of ``distributed_training`` that no other section has."""
     parts = _defaults(())
     others = (values for part, values in parts.items() if part != "distributed_training")
     own = set(parts.distributed_training) - set(itertools.chain.from_iterable(others))

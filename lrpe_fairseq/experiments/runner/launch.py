@@ -1,4 +1,4 @@
-"""The commands that fairseq is started with: overrides in hydra's grammar, shared batches."""
+"""Parts of fairseq's command lines: overrides in hydra's grammar, gradient accumulation."""
 
 import re
 import sys
@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 BIN = Path(sys.executable).parent
-"""The folder of fairseq's scripts."""
+"""Return the folder of fairseq's scripts."""
 
 
 def hydra_override(key: str, value: str) -> str:
-    """``++key=value`` in hydra's grammar: sets the key whether or not the YAML has it."""
+    """Return ``++key=value`` in hydra's grammar, which sets a key that the YAML may lack."""
     if re.fullmatch(r"[\w./:+-]+|\[[\w.,+-]*\]", value):
         return f"++{key}={value}"
     escaped = value.replace("\\", "\\\\").replace("'", "\\'")
@@ -18,7 +18,7 @@ def hydra_override(key: str, value: str) -> str:
 
 
 def parse_overrides(overrides: tuple[str, ...]) -> dict[str, str]:
-    """``section.key=value`` words as a dictionary. Raises: ValueError for any other word."""
+    """Parse ``section.key=value`` words. Raises: ValueError for any other word."""
     found = {}
     for word in overrides:
         key, equals, value = word.partition("=")
@@ -29,9 +29,9 @@ def parse_overrides(overrides: tuple[str, ...]) -> dict[str, str]:
 
 
 def update_freq(settings: Any, processes: int) -> int:
-    """Gradient accumulation that keeps the size of an update on this many processes.
+    """Return the gradient accumulation that keeps the size of an update on this many processes.
 
-    Raises: ValueError if the batches of an update cannot be divided evenly.
+    Raises: ValueError if the number of batches per update is not divisible.
     """
     frequency = settings.optimization.update_freq[0]
     if frequency % processes:
@@ -45,7 +45,7 @@ def update_freq(settings: Any, processes: int) -> int:
 
 
 def batch(settings: Any) -> tuple[int, str, str]:
-    """The largest batch of one process: its size, the unit, and the key of the dataset section.
+    """Return the largest batch of one process: size, unit, and its key in the dataset section.
 
     The unit is ``tokens``, or ``samples`` where the configuration limits ``batch_size``.
     """

@@ -1,11 +1,12 @@
 """Run a command and report its peak memory: ``python -IS measured.py FD COMMAND...``.
 
-A program that is started by a large process counts that process's memory as its own: Linux keeps
-the peak of what was there before ``exec``. Between the runner and a training stands this small
-process, so that the peak is that of the training and of the processes that it waited for.
+Linux keeps the peak memory of a process through ``exec``, so a program started by a large process
+would report that process's memory. This small process is therefore started in between. The peak is
+that of the command and of its child processes.
 
-FD: where the peak resident set in KiB is written. The exit status is that of the command, 128 + n
-after signal n. SIGUSR1 and SIGTERM, sent to the whole group, are the command's to act on.
+FD: file descriptor to which the peak resident set in KiB is written. The exit status is that of the
+command, or 128 + n after signal n. This process ignores SIGUSR1 and SIGTERM, which are sent to the
+whole process group, so that the command handles them.
 """
 
 import contextlib
@@ -13,11 +14,11 @@ import os
 import signal
 import sys
 
-NOT_STARTED = 127  # as shells have it
+NOT_STARTED = 127  # as in shells
 
 
 def main() -> int:
-    """Run the command of the command line to its end."""
+    """Run the given command and return its exit status."""
     report, command = int(sys.argv[1]), sys.argv[2:]
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda *_: None)  # unlike SIG_IGN, not inherited by the command

@@ -1,6 +1,6 @@
-"""What a run folder remembers of its training beside checkpoints and logs: ``usage.json``.
+"""Commits, data checksums and peak memory of a training, in ``usage.json`` of its run folder.
 
-A training can have several parts, one for each time that it was started or resumed.
+A training has one part per start or resumption.
 """
 
 from pathlib import Path
@@ -13,31 +13,31 @@ FILE = "usage.json"
 
 
 def read(folder: Path) -> Run:
-    """``commits`` (in order), ``data`` (checksums) and ``peak_memory_mb``, as far as known.
+    """Return ``commits`` (in order), ``data`` (checksums) and ``peak_memory_mb``.
 
-    A training that an older version began lacks some of them.
+    If an older version started the training, some of them are missing.
     """
     return read_json(folder / FILE)
 
 
 def begin(folder: Path, data: dict[str, str], *, resumed: bool) -> None:
-    """Remember the commit and the data of a part that starts now."""
+    """Store the commit and the data checksums of a part that starts."""
     known = read(folder) if resumed else {}
     commits = list(dict.fromkeys([*known.get("commits", []), commit()]))
     write_json(folder / FILE, {**known, "commits": commits, "data": data})
 
 
 def end(folder: Path, memory: float) -> None:
-    """Remember the peak memory in MB of a finished part, the largest of all parts."""
+    """Store the peak memory in MB of a finished part; the largest of all parts is kept."""
     known = read(folder)
     peak = max(round(memory, 1), known.get("peak_memory_mb", 0))
     write_json(folder / FILE, {**known, "peak_memory_mb": peak})
 
 
 def provenance(folder: Path) -> Run:
-    """Fields of the run file: ``commit`` of the first part, and ``commits`` if there are several.
+    """Return fields of a run file: ``commit`` of the first part, ``commits`` if several.
 
-    Empty for a training that an older version began: the commit of its start is not known.
+    Empty if an older version started the training, whose commit is then unknown.
     """
     commits = read(folder).get("commits", [])
     first = {"commit": commits[0]} if commits else {}

@@ -1,4 +1,4 @@
-"""What the fork server of :mod:`~lrpe_fairseq.experiments.runner.warm` imports, without noise."""
+"""Imports of the fork server of :mod:`~lrpe_fairseq.experiments.runner.warm`, without warnings."""
 
 import importlib
 import logging
@@ -6,11 +6,11 @@ import warnings
 
 TOOLS = ("train", "hydra_train", "validate", "preprocess", "eval_lm", "generate", "interactive")
 
-# Asks for tensorboardX on import, which nothing here needs.
+# Its import logs a request for tensorboardX, which is not needed.
 logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # hydra asks fairseq for a version_base
-    for tool in TOOLS:  # before the plugin, which looks for them
+    warnings.simplefilter("ignore")  # hydra warns that fairseq gives no version_base
+    for tool in TOOLS:  # before the plugin, which patches them
         importlib.import_module(f"fairseq_cli.{tool}")
     import lrpe_fairseq.models  # noqa: F401

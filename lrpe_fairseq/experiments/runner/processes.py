@@ -1,8 +1,8 @@
-"""Child processes: started, measured, and ended with the runner.
+"""Start child processes, measure them, and end them with the runner.
 
-A run folder is locked while anything trains in it. The lock is an open file that every child
-inherits, so it holds as long as one of them lives: after ``kill -9`` of the runner, a second
-runner does not train into the folder of a training that goes on.
+A run folder is locked while a process trains in it. The lock is an open file that every child
+inherits, so it is held until the last child ends: after ``kill -9`` of the runner, a second runner
+does not write to the folder of a training that is still running.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ from lrpe_fairseq.experiments.records.files import ROOT, relative
 from lrpe_fairseq.experiments.runner import measured
 from lrpe_fairseq.experiments.runner.devices import Devices
 
-GRACE_SECONDS = 25.0  # a cluster kills after 30
+GRACE_SECONDS = 25.0  # a cluster sends SIGKILL after 30 s
 KIB = 1024
 MEASURED = (sys.executable, "-IS", str(Path(measured.__file__)))
-"""The process between the runner and a command, which reports the peak memory of the command."""
+"""Command of the intermediate process that reports the peak memory of a command."""
 
 
 class Stopped(Exception):
@@ -32,15 +32,15 @@ class Stopped(Exception):
 
 
 class Busy(UserError):
-    """Another process holds the lock of the run folder."""
+    """Another process has locked the run folder."""
 
 
 class RunFailed(UserError):
-    """A training or an evaluation ended with an error; the text is its last line."""
+    """A training or an evaluation failed; the text is the last line of its output."""
 
 
 class ChildFailed(Exception):
-    """A child ended with another status than 0; ``status`` is that status."""
+    """A child process ended with the nonzero exit status ``status``."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"exit status {status}")
@@ -69,11 +69,10 @@ class Children:
         environment: Mapping[str, str],
         lock: int | None = None,
     ) -> float:
-        """Run ``command`` to its end and return its peak memory in MB (largest resident set).
+        """Run ``command`` and return its peak memory in MB (largest resident set).
 
         Its output is appended to ``log``. ``lock`` is a file descriptor that the child keeps open.
-
-        The peak is that of the command, not of this process: see :mod:`measured`.
+        The peak excludes this process: see :mod:`measured`.
 
         Raises: Stopped, ChildFailed.
         """
@@ -93,10 +92,10 @@ class Children:
             return int(peak.read()) / KIB
 
     def stop(self) -> None:
-        """End every child and its own children, by signal and then by SIGKILL; start no more.
+        """End every child and its descendants, by SIGUSR1 and then SIGKILL; start no more.
 
-        SIGUSR1 makes a training save and ends everything else; SIGTERM would also end the
-        workers that load its data, and it with them.
+        On SIGUSR1 a training saves a checkpoint and exits, and other processes end. SIGTERM would
+        also end the training's data-loading workers, and the training would fail before saving.
         """
         with self._guard:
             self._stopping.set()
@@ -126,7 +125,7 @@ class Children:
                 stderr=subprocess.STDOUT,
                 cwd=cwd,
                 env={**os.environ, **environment},
-                start_new_session=True,  # a group of its own: Ctrl-C reaches the runner only
+                start_new_session=True,  # a separate group: Ctrl-C reaches the runner only
                 pass_fds=kept,
             )
             self._alive.add(process.pid)
@@ -144,7 +143,7 @@ def run_child(
 ) -> float:
     """Run one command from the repository root and return its peak memory in MB.
 
-    Raises: Stopped; RunFailed with the last line it printed.
+    Raises: Stopped; RunFailed with the last line of its output.
     """
     try:
         return children.run(command, log, cwd=ROOT, environment=devices.environment, lock=lock)
@@ -154,7 +153,7 @@ def run_child(
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[int]:
-    """Hold the lock of a run folder; yields the descriptor for the children. Raises: Busy."""
+    """Lock a run folder; yield the file descriptor for the children. Raises: Busy."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -164,11 +163,11 @@ def locked(folder: Path) -> Iterator[int]:
             raise Busy(f"{folder} is in use by another process") from None
         yield descriptor
     finally:
-        os.close(descriptor)  # the lock itself goes with its last holder
+        os.close(descriptor)  # the lock is released when its last holder ends
 
 
 def is_locked(folder: Path) -> bool:
-    """True if some process trains in the run folder. Needs no write access."""
+    """True if a process trains in the run folder. Needs no write access."""
     try:
         descriptor = os.open(folder / "lock", os.O_RDONLY)
     except FileNotFoundError:

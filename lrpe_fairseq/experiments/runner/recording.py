@@ -6,11 +6,11 @@ from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.runs import Run
 
-COUNTS = ("examples", "sentences", "tokens")  # metrics that say how much was evaluated
+COUNTS = ("examples", "sentences", "tokens")  # metrics that count what was evaluated
 
 
 def described_by(state: dict[str, Any]) -> Run:
-    """The fields of a run file that a loaded checkpoint provides."""
+    """Return the fields of a run file that a loaded checkpoint provides."""
     config = checkpoints.options(state)
     return {
         "task": config["task"],
@@ -23,7 +23,7 @@ def described_by(state: dict[str, Any]) -> Run:
 
 
 def first_number(metrics: Run) -> str:
-    """The first metric in words, such as ``valid blocks ppl 57.30``; perplexity if there is one."""
+    """Return a metric as text, such as ``valid blocks ppl 57.30``: perplexity, or the first one."""
     split, protocols = next(iter(metrics.items()))
     protocol, measured = next(iter(protocols.items()))
     if DIVERGED in measured:
@@ -33,7 +33,7 @@ def first_number(metrics: Run) -> str:
 
 
 def _sides(config: Run, option: str) -> str | dict[str, str]:
-    """The option's value, or its values of encoder and decoder if the model has both."""
+    """Return the option's value, or those of encoder and decoder if the model has both."""
     if option in config:
         return config[option]
     return {side: config[f"{side}-{option}"] for side in ("encoder", "decoder")}

@@ -1,9 +1,8 @@
-"""The runs of a table as one Slurm job array: ``scripts/run_table.sh <table> --slurm``.
+"""Submit the runs of a table as one Slurm job array: ``scripts/run_table.sh <table> --slurm``.
 
-Each element of the array is the same command with ``--array-task``, so that what is finished,
-resumed or retried is decided as on one machine. An element that is preempted, out of time or
-killed goes back into the queue, one that is cancelled does not, and a last job renders the tables
-when all have ended.
+Each element of the array runs the same command with ``--array-task``, which skips, resumes and
+retries runs as on one machine. An element that is preempted, killed or out of time is requeued; one
+that is cancelled is not. A final job renders the tables after all elements have ended.
 """
 
 import shlex
@@ -18,7 +17,7 @@ from typing import Any
 import yaml
 
 RESTARTS = 3
-"""How often a run that failed is put back; one that ran out of time always is."""
+"""How often a failed run is requeued. A run that is out of time is always requeued."""
 
 JOB = """#!/usr/bin/env bash
 set -uo pipefail
@@ -42,7 +41,7 @@ exit $status
 
 @dataclass(frozen=True)
 class Site:
-    """What sbatch is told about a cluster; the keys of configs/slurm.yaml."""
+    """Settings of a cluster for sbatch: the keys of configs/slurm.yaml."""
 
     partition: str | None = None
     account: str | None = None
@@ -58,7 +57,7 @@ class Site:
     setup: list[str] = field(default_factory=list)
 
     def options(self) -> list[str]:
-        """Options of sbatch for one run."""
+        """Return the options of sbatch for one run."""
         named = ("partition", "account", "qos", "time", "nodes", "cpus_per_task", "mem")
         found = [f"--{n.replace('_', '-')}={getattr(self, n)}" for n in named if getattr(self, n)]
         if self.gpus_per_node:
@@ -67,12 +66,11 @@ class Site:
 
 
 def load_site(path: Path, chosen: Mapping[str, Any]) -> Site:
-    """The settings of ``path`` with those of ``chosen`` that are not None in their place.
+    """Return the settings of ``path``, replaced by those of ``chosen`` that are not None.
 
-    A single string for ``setup`` is one shell line; for ``sbatch`` it is split as a shell does.
+    A single string for ``setup`` is one shell line; for ``sbatch`` it is split as by a shell.
 
-    Raises: ValueError for malformed YAML, a key that sbatch would not be told about, or a value of
-        another type.
+    Raises: ValueError for malformed YAML, an unknown key or a value of the wrong type.
     """
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
@@ -92,7 +90,7 @@ def load_site(path: Path, chosen: Mapping[str, Any]) -> Site:
 
 
 def _check_types(path: Path, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError for a list that is none, or a number that cannot be."""
+    """Raise ValueError for a value of the wrong type or an impossible number."""
     for name in ("setup", "sbatch"):
         lines = settings.get(name, [])
         if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
@@ -121,10 +119,10 @@ def require_sbatch() -> None:
 def submit(
     root: Path, table: str, arguments: Sequence[str], tasks: Sequence[int], site: Site
 ) -> str:
-    """Submit one array with the elements ``tasks`` and the job that renders the tables after it.
+    """Submit an array with the elements ``tasks`` and the job that renders the tables after it.
 
-    arguments: of run_table, without those that are about Slurm. Returns the array's job id.
-    Raises: ValueError with what sbatch said where it refuses.
+    arguments: those of run_table, without the ones for Slurm. Returns the array's job id.
+    Raises: ValueError with sbatch's message if it fails.
     """
     require_sbatch()
     folder = root / "runs" / table / "slurm"
@@ -155,7 +153,7 @@ def submit(
 
 
 def job_script(root: Path, command: Sequence[str], site: Site) -> str:
-    """The batch script of one element."""
+    """Return the batch script of one element."""
     return JOB.format(
         root=shlex.quote(str(root)),
         setup="\n".join(site.setup),

@@ -1,10 +1,10 @@
-"""One run: train it through fairseq-hydra-train, evaluate it, write its run file.
+"""One run: train it with fairseq-hydra-train, evaluate it, write its run file.
 
-:class:`TrainingRun` is the same for every family of experiments; a family declares which
-configurations are its own, what prepares its data, and how a trained model is measured.
+:class:`TrainingRun` is the base class of all families of experiments; a family declares its
+configurations, the scripts that prepare its data, and the evaluation of a trained model.
 
-A run is finished when its run file is valid and of the present settings, not when a folder
-exists. Everything else in the run folder (checkpoints, logs) is resumed by the next call.
+A run is finished if its run file is valid and has the current settings; an existing folder is not
+enough. The next call resumes from the checkpoints in the run folder.
 """
 
 import shlex
@@ -49,10 +49,10 @@ COMMON_OPTIONS = {  # an option of a table -> fairseq's configuration
 
 @dataclass(frozen=True)
 class Budget:
-    """What one training takes.
+    """The amount of data that one training reads.
 
-    text: in words, such as ``50,000 x 65,536``. amount: tokens, samples or sentences in all.
-    unit: which of these.
+    text: updates x batch, such as ``50,000 x 65,536``. amount: the total. unit: tokens, samples or
+    sentences.
     """
 
     text: str
@@ -72,15 +72,15 @@ class TrainingRun(ABC):
     configs: ClassVar[str]
     """The folder under configs/ with the family's configurations."""
     task: ClassVar[str] = ""
-    """fairseq's task, where two families share a folder of configurations."""
+    """fairseq's task, if two families share a folder of configurations."""
     data_scripts: ClassVar[Mapping[str, str]] = {}
-    """Name of a data folder -> the script, with its arguments, that fills it."""
+    """Name of a data folder -> the script that makes it, with arguments."""
     option_keys: ClassVar[Mapping[str, str]] = {}
-    """Options of tables beyond COMMON_OPTIONS and encodings' -> fairseq's configuration."""
+    """Options of tables, besides the common ones and encodings' -> fairseq's configuration."""
     curve: ClassVar[Curve] = Curve("valid_ppl", "lower")
-    """What fairseq prints at every validation and the run file keeps as a curve."""
+    """The metric of every validation that the run file keeps as a curve."""
     next_step: ClassVar[str] = "evaluate with: scripts/run_table.sh {table} --scale {scale}"
-    """What to do with a trained model; may name {best}, {data}, {table} and {scale}."""
+    """Text printed after a training; may contain {best}, {data}, {table} and {scale}."""
 
     experiment: str
     label: str
@@ -97,18 +97,18 @@ class TrainingRun(ABC):
 
     @abstractmethod
     def measure(self, children: Children, devices: Devices, lock: int) -> Run:
-        """Evaluate the trained model: the fields ``metrics`` and ``protocol`` of the run file.
+        """Evaluate the trained model; return ``metrics`` and ``protocol`` of the run file.
 
         Raises: RunFailed, Stopped.
         """
 
-    # What a family may replace.
+    # Methods that a family may override.
 
     @classmethod
     def of_cell(
         cls, table: Table, cell: Cell, scale: str, config: Path, seed: int
     ) -> "list[TrainingRun]":
-        """The runs that fill a cell of ``table``: one, unless the family searches a rate.
+        """Return the runs of a cell of ``table``: one, unless the family searches a learning rate.
 
         Raises: ValueError if the cell changes an option that has no key here.
         """
@@ -132,17 +132,17 @@ class TrainingRun(ABC):
 
     @classmethod
     def fields_of(cls, table: Table) -> dict[str, Any]:
-        """The fields of the family's own that a table decides."""
+        """Return the family's own fields that depend on the table."""
         return {}
 
     @classmethod
     def preparation_of(cls, data: Path) -> list[str]:
-        """The script that prepares ``data``, and its arguments; empty if none is known."""
+        """Return the script that prepares ``data``, with arguments; empty if none is known."""
         known = cls.data_scripts.get(data.name)
         return [*known.split(), "--dest", relative(data)] if known else []
 
     def encoding_choices(self) -> dict[str, str]:
-        """Attention type and encoding of the run as keys of fairseq's configuration."""
+        """Return attention type and encoding of the run as keys of fairseq's configuration."""
         return {
             "model.attention_type": self.attention_type,
             "model.position_encoding": self.position_encoding,
@@ -150,7 +150,7 @@ class TrainingRun(ABC):
         }
 
     def budget(self) -> Budget:
-        """Updates times tokens, or times samples where a batch is counted in samples."""
+        """Return updates x tokens, or updates x samples if batches are counted in samples."""
         settings = self.settings()
         size, unit, _ = launch.batch(settings)
         size *= settings.optimization.update_freq[0]
@@ -158,15 +158,15 @@ class TrainingRun(ABC):
         return Budget(f"{updates:,} x {size:,}", updates * size, unit)
 
     def require_inputs(self) -> None:
-        """Raise UserError, with what helps, if something that the run reads is not there."""
+        """Raise UserError, which says what to do, if an input of the run is missing."""
         folders.require(self.data, self.preparation_of(self.data))
         folders.require_splits(self.data, [split for split, _ in self.evaluations])
 
-    # What the run is called, where it works, and its configuration.
+    # Names, folders and configuration.
 
     @property
     def name(self) -> str:
-        """The run's name on the screen."""
+        """Name of the run on the screen."""
         return f"{self.experiment}/{self.folder.name}"
 
     @property
@@ -192,7 +192,7 @@ class TrainingRun(ABC):
         return f"{keys[option]}={text}"
 
     def yaml(self) -> Any:
-        """The YAML as it is. Raises: ValueError if there is no such YAML."""
+        """Return the YAML without overrides. Raises: ValueError if it does not exist."""
         folder = CONFIGS / self.configs
         path = folder / f"{self.config}.yaml"
         if not path.exists():
@@ -201,12 +201,12 @@ class TrainingRun(ABC):
         return load_config(path)
 
     def settings(self) -> Any:
-        """The YAML with this run's overrides. Raises: ValueError if there is no such YAML."""
+        """Return the YAML with this run's overrides. Raises: ValueError if it does not exist."""
         chosen = OmegaConf.from_dotlist([f"{k}={v}" for k, v in self.chosen().items()])
         return OmegaConf.merge(self.yaml(), chosen)
 
     def chosen(self) -> dict[str, str]:
-        """Every key of fairseq's configuration that the run sets itself."""
+        """Return every key of fairseq's configuration that the run sets."""
         return {
             "task.data": relative(self.data / "bin"),
             **self.encoding_choices(),
@@ -217,13 +217,13 @@ class TrainingRun(ABC):
         }
 
     def max_update(self) -> int:
-        """The number of updates after which the run ends."""
+        """Return the number of updates of the whole run."""
         return int(self.settings().optimization.max_update)
 
     def command(self, processes: int = 1) -> list[str]:
-        """The training command for this many processes; the tokens of an update stay the same.
+        """Return the training command for this many processes, with the same tokens per update.
 
-        Raises: ValueError if the batches of an update cannot be shared evenly.
+        Raises: ValueError if the number of batches per update is not divisible.
         """
         chosen = self.chosen()
         if processes > 1:
@@ -236,13 +236,13 @@ class TrainingRun(ABC):
         ]
 
     def prepare_data(self, source: Path | None = None) -> None:
-        """Prepare the data if they are not there, from ``source`` or the network."""
+        """Prepare the data if they are missing, from ``source`` or the network."""
         folders.prepare(self.data, self.preparation_of(self.data), source)
 
-    # How far the run is.
+    # Progress.
 
     def finished(self) -> bool:
-        """True if the run file is valid, of the present settings, and has every evaluation."""
+        """True if the run file is valid, has the current settings and every evaluation."""
         try:
             run = read_run(self.result)
         except (OSError, ValueError):
@@ -252,33 +252,33 @@ class TrainingRun(ABC):
         return evaluated and not self.differences(run["config"]) and not self.other_data(run)
 
     def differences(self, config: Mapping[str, Any]) -> set[str]:
-        """The options of a training, as in a run file, that decide the result and differ here."""
+        """Return the options that affect the result and differ from ``config`` of a run file."""
         return identity.differences(self.settings(), config)
 
     def splits(self) -> set[str]:
-        """The splits that the run reads: to train, to validate and to be evaluated on."""
+        """Return the splits that the run reads: training, validation and evaluation."""
         chosen = self.settings().dataset
         trained = chosen.get("train_subset") or "train"
         validated = chosen.get("valid_subset") or "valid"
         return {trained, *validated.split(","), *(split for split, _ in self.evaluations)}
 
     def data_checksums(self) -> checksums.Checksums:
-        """The identity of the data of :meth:`splits`; empty if they are not prepared."""
+        """Return the checksums of the data of :meth:`splits`; empty if they are not prepared."""
         return checksums.checksums(self.data, self.splits())
 
     def other_data(self, known: Run) -> list[str]:
-        """The splits (or the dictionary) that differ from those of a run file or a half-done run.
+        """Return the splits (or the dictionary) that differ from the checksums ``known``.
 
-        Without checksums in ``known``, or without the data, there is nothing to compare.
+        Empty without checksums in ``known`` or without the data.
         """
         return checksums.changed(known.get("data", {}), self.data_checksums())
 
     def progress(self) -> tuple[int, int]:
-        """(updates done, updates in all)."""
+        """Return (updates done, updates of the whole run)."""
         return fairseq_log.last_update(self.log), self.max_update()
 
     def outcome(self) -> str:
-        """The first number of the run file, or the best so far and the training time left."""
+        """Return the first metric of the run file, or the best so far and the remaining time."""
         if self.finished():
             return first_number(read_run(self.result)["metrics"])
         log = fairseq_log.read_training_log(self.log)
@@ -288,9 +288,9 @@ class TrainingRun(ABC):
         return ", ".join(filter(None, parts))
 
     def ready_to_resume(self, say: Say) -> int:
-        """The updates of the newest sound checkpoint of these settings and data.
+        """Return the updates of the newest undamaged checkpoint with these settings and data.
 
-        Checkpoints of other settings or data are removed.
+        Checkpoints with other settings or data are deleted.
         """
         seen = checkpoints.ready_to_resume(self.checkpoints, say)
         if not seen:
@@ -304,12 +304,12 @@ class TrainingRun(ABC):
             say(f"{', '.join(changed)} changed, so training starts over")
         return 0 if changed else seen
 
-    # The work.
+    # Training and evaluation.
 
     def work(self, children: Children, devices: Devices, say: Say) -> bool:
-        """Train what is missing, evaluate, and write the run file.
+        """Train the remaining updates, evaluate, and write the run file.
 
-        Returns: False if the run was finished already, by another process, say.
+        Returns: False if the run was finished already, for example by another process.
         Raises: UserError, Stopped, or processes.Busy if another process trains this run.
         """
         self.require_inputs()
@@ -324,7 +324,7 @@ class TrainingRun(ABC):
         return True
 
     def train(self, children: Children, devices: Devices, lock: int, say: Say) -> None:
-        """Train to the last update, from the newest checkpoint if there is one."""
+        """Train until the last update, from the newest checkpoint if there is one."""
         if self.begin(say) >= self.max_update():
             return  # fairseq would train one update too many
         command = devices.launch(self.command(devices.processes))
@@ -334,9 +334,9 @@ class TrainingRun(ABC):
         parts.end(self.folder, memory)
 
     def begin(self, say: Say) -> int:
-        """Return the updates already done; before further ones, store the commit and the data.
+        """Return the updates already done; if some are left, store the commit and the checksums.
 
-        Raises: UserError if the data differ from those that data-prep wrote.
+        Raises: UserError if the data differ from their manifest.
         """
         checksums.verify(self.data)
         seen = self.ready_to_resume(say)
@@ -348,9 +348,9 @@ class TrainingRun(ABC):
         return seen
 
     def record(self, measured: Run, threads: int) -> Run:
-        """The run file of the trained model; ``measured`` is what :meth:`measure` returned.
+        """Return the run file of the trained model; ``measured`` is the result of :meth:`measure`.
 
-        Raises: RunFailed if the data have changed since the training began.
+        Raises: RunFailed if the data have changed since the start of the training.
         """
         known = parts.read(self.folder)
         if changed := self.other_data(known):

@@ -1,9 +1,8 @@
-"""Commands in processes that are forked, not started: fairseq is imported once for all.
+"""Run commands in forked processes, so that torch and fairseq are imported once.
 
-A new interpreter needs several seconds of processor time to import torch and fairseq, which is
-much of a run that takes a minute. :class:`WarmChildren` asks the fork server of multiprocessing,
-which has imported them and does nothing else, for a copy of itself. The commands, the run folders
-and the results are those of :class:`~lrpe_fairseq.experiments.runner.processes.Children`.
+A new interpreter needs several seconds of CPU time to import them, a large part of a run of one
+minute. :class:`WarmChildren` forks multiprocessing's fork server, which has imported them. Run
+folders and results are those of :class:`~lrpe_fairseq.experiments.runner.processes.Children`.
 """
 
 import importlib
@@ -29,7 +28,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def warm_up(*modules: str) -> None:
-    """Start the server, which imports fairseq and ``modules``, and return at once."""
+    """Start the server, which imports fairseq and ``modules``, without waiting for it."""
     CONTEXT.set_forkserver_preload([PRELOADED, *modules])
     forkserver.ensure_running()
 
@@ -46,7 +45,7 @@ class WarmChildren(Children):
         environment: Mapping[str, str],
         lock: int | None = None,
     ) -> float:
-        """Like :meth:`Children.run`; ``command`` is one that :func:`become` knows."""
+        """As :meth:`Children.run`, for commands that :func:`become` supports."""
         reader, writer = CONTEXT.Pipe(duplex=False)
         inherited = writer, None if lock is None else DupFd(lock)
         words = (list(command), str(log), str(cwd), {**os.environ, **environment}, *inherited)
@@ -79,11 +78,11 @@ def _run_measured(
     memory: Connection,
     lock: Any,
 ) -> None:
-    """The child: become ``command`` and send the peak memory in MB to ``memory``.
+    """Run in the child: become ``command`` and send the peak memory in MB to ``memory``.
 
     ``lock`` (a DupFd) stays open until the process ends.
     """
-    os.setsid()  # a group of its own: Ctrl-C reaches the runner only
+    os.setsid()  # a separate group: Ctrl-C reaches the runner only
     held = None if lock is None else lock.detach()
     if held is not None:
         os.set_inheritable(held, True)
@@ -100,12 +99,12 @@ def become(
     environment: Mapping[str, str],
     given: str = "",
 ) -> NoReturn:
-    """Within a forked process: run ``command`` to its end and exit with its status.
+    """In a forked process: run ``command`` and exit with its status.
 
     Args:
         command: the path of a console script, or ``python -m module``, and its arguments.
         outputs: files to which standard output and standard error are appended.
-        folder: where it runs. environment: all of its variables. given: its standard input.
+        folder: working directory. environment: all its variables. given: its standard input.
     """
     for descriptor, path in enumerate(outputs, start=1):
         _write_to(descriptor, path)
@@ -116,7 +115,7 @@ def become(
     sys.stdin = io.StringIO(given)
     try:
         sys.exit(_run(list(command)))
-    except Exception:  # as an interpreter ends; multiprocessing knows no hook
+    except Exception:  # as an interpreter does; multiprocessing does not call the hook
         sys.excepthook(*sys.exc_info())
         raise SystemExit(1) from None
 
@@ -141,7 +140,7 @@ def _write_to(descriptor: int, path: str) -> None:
 
 
 def _limit_threads(threads: str) -> None:
-    """torch read OMP_NUM_THREADS when the server imported it."""
+    """Set the number of threads; torch read OMP_NUM_THREADS when the server imported it."""
     if threads.isdigit():
         import torch
 
@@ -149,6 +148,6 @@ def _limit_threads(threads: str) -> None:
 
 
 def _script(name: str) -> Any:
-    """The function behind a console script, such as ``fairseq-eval-lm``."""
+    """Return the function of a console script, such as ``fairseq-eval-lm``."""
     (found,) = importlib.metadata.entry_points(group="console_scripts", name=name)
     return found.load()
