@@ -12,6 +12,8 @@ PYTHON ?= $(or $(CHOSEN_PYTHON),$(DEFAULT_PYTHON))
 TORCH ?= $(or $(CHOSEN_TORCH),$(DEFAULT_TORCH))
 # processes of `make test`
 WORKERS ?= 2
+# the order of tests/conftest.py: the files that take longest come first
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # trainings of every row of `make quickstart`
 SEEDS ?= 1
 
@@ -47,10 +49,10 @@ quickstart: install  ## train LRPE beside its baselines on real text; prints one
 	$(BIN)/python -m lrpe_fairseq.experiments.commands.quickstart --seeds $(SEEDS)
 
 test: $(TOOLS)  ## run the tests, end-to-end cases included
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not exhaustive'
+	$(PYTEST) -m 'not exhaustive'
 
 test-all: $(TOOLS)  ## run every test, the exhaustive ones included
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(PYTEST)
 
 versions:  ## test other versions of torch and Python; hours
 	scripts/test_versions.sh

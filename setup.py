@@ -27,7 +27,7 @@ setup(
         "test": [
             "pytest",
             "pytest-timeout",
-            "pytest-xdist",
+            "pytest-xdist>=3.8",  # --no-loadscope-reorder
             "ruff",
             "triton; sys_platform == 'linux'",
         ],

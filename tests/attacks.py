@@ -382,7 +382,7 @@ DOORS = {
 }
 CHECKPOINTS = [
     *(
-        Attack(f"{door}: a pickle that runs a program", opened(_pickled), "could run a program")
+        Attack(f"{door}: a pickle that runs a program", opened(_pickled), "could run code")
         for door, opened in DOORS.items()
     ),
     Attack("eval_lm: 2 kB of zeros in the weights", lm(lambda lab: lab.zeroed(lab.lm)), "damaged"),
@@ -400,7 +400,7 @@ CHECKPOINTS = [
     Attack(
         "resume: 2 kB of zeros in the weights", resumed(lambda lab: lab.zeroed(lab.lm)), "damaged"
     ),
-    Attack("resume: a mean of checkpoints", resumed(_averaged), "mean of checkpoints"),
+    Attack("resume: a mean of checkpoints", resumed(_averaged), "average of checkpoints"),
     Attack("eval_lm: a truncated checkpoint", lm(_truncated), "does not load"),
     Attack("eval_lm: a folder", lm(lambda lab: lab.folder), "does not load"),
     Attack("eval_lm: a translation model", lm(lambda lab: lab.mt), "not of lrpe_lm"),

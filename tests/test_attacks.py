@@ -68,7 +68,7 @@ def test_the_checkpoint_with_the_most_updates_is_resumed_whatever_its_age(tmp_pa
     os.utime(newer, (2e9, 2e9))
     said: list[str] = []
     assert checkpoints.ready_to_resume(tmp_path, said.append) == 30
-    assert said == ["going on from checkpoint_1_30.pt, update 30"]
+    assert said == ["resuming from checkpoint_1_30.pt, update 30"]
     assert checkpoints.updates(checkpoints.load(tmp_path / checkpoints.LAST)) == 30
 
 
@@ -82,7 +82,7 @@ def test_a_mean_of_checkpoints_is_never_resumed(tmp_path: Path) -> None:
     said: list[str] = []
     assert checkpoints.ready_to_resume(tmp_path, said.append) == 0
     assert not (tmp_path / checkpoints.LAST).exists()
-    assert "mean of checkpoints" in " ".join(said)
+    assert "average of checkpoints" in " ".join(said)
 
 
 def test_checkpoints_are_averaged_in_the_order_of_their_updates(tmp_path: Path) -> None:

@@ -463,7 +463,7 @@ def test_after_a_truncated_checkpoint_the_newest_one_that_loads_is_resumed(tmp_p
     truncate(tmp_path / "checkpoint_1_30.pt")
     assert checkpoints.ready_to_resume(tmp_path, said.append) == 20
     assert checkpoints.updates(checkpoints.load(tmp_path / "checkpoint_last.pt")) == 20
-    assert said[-1] == "going on from checkpoint_1_20.pt, update 20"
+    assert said[-1] == "resuming from checkpoint_1_20.pt, update 20"
     assert all("\n" not in line for line in said)
 
 
@@ -474,7 +474,7 @@ def test_where_no_checkpoint_loads_training_starts_over(tmp_path):
         truncate(tmp_path / name)
     assert checkpoints.ready_to_resume(tmp_path, said.append) == 0
     assert not (tmp_path / "checkpoint_last.pt").exists()
-    assert said[-1] == "no checkpoint loads, so training starts over"
+    assert said[-1] == "no checkpoint can be loaded; training starts over"
 
 
 # --- the schedule -----------------------------------------------------------------------------
@@ -757,7 +757,7 @@ def test_a_run_is_trained_resumed_evaluated_and_recorded(corpus, one_run, events
     assert found["peak_memory_mb"] > 50
     assert set(found["data"]) == {"train", "valid", "test", "dictionary"}
     assert found["commit"] == run_files.commit()
-    assert "going on at 2" in (events._log).read_text()
+    assert "resumed at 2" in (events._log).read_text()
 
 
 def test_the_number_of_a_run_is_its_metric_and_not_how_much_was_scored():

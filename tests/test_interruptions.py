@@ -114,7 +114,7 @@ def test_a_results_folder_that_cannot_be_written_is_one_sentence_and_the_work_is
     assert "Traceback" not in done.stdout + done.stderr
     (folder / "results" / "runs").unlink()
     said = run_table(folder, "--rows", "Base", "--attention", "linear")
-    assert "going on at 900" in said
+    assert "resumed at 900" in said
     assert len(read_runs(folder / "results" / "runs")) == 1
 
 

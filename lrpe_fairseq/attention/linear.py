@@ -105,7 +105,8 @@ def linear_attention(
         normalizer: one of :data:`NORMALIZERS`. Trap: with ``rotated`` a denominator may be close
             to zero or negative; it is clamped to :data:`EPS` (often for Type 8; see the docs).
         content: features (q, k) without encoding, of equal width; for normalizer ``content`` only.
-        log_decay: logarithm of a decay, at most 0; -inf means 0. The score of (s, t) is multiplied by exp(sum of log_decay over t+1..s). (H,): constant.
+        log_decay: logarithm of a decay, at most 0; -inf means 0. The score of (s, t) is multiplied
+            by exp(sum of log_decay over t+1..s). (H,): constant.
             (B, H, T): per token, causal only; it is set to 0 at padding. Trap: in causal attention
             a constant decay counts every slot, padding included. In bidirectional attention the
             factor is exp(log_decay n), n the number of real tokens from the earlier one of s, t

@@ -18,13 +18,18 @@ from lrpe_fairseq.encodings.base import (
     QueryKeyEncoding,
     ScoreEncoding,
 )
+from lrpe_fairseq.encodings.cope import CoPE
+from lrpe_fairseq.encodings.fire import FIRE
 from lrpe_fairseq.encodings.fox import FoX
 from lrpe_fairseq.encodings.gated import Gated, can_be_gated
+from lrpe_fairseq.encodings.kerple import KerpleLog, KerplePower
 from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
 from lrpe_fairseq.encodings.none import NoEncoding
 from lrpe_fairseq.encodings.permuteformer import PermuteFormer
+from lrpe_fairseq.encodings.sandwich import Sandwich
 from lrpe_fairseq.encodings.shaw import Shaw
 from lrpe_fairseq.encodings.spe import SPE
+from lrpe_fairseq.encodings.stick_breaking import StickBreaking
 from lrpe_fairseq.encodings.t5 import T5Bias
 from lrpe_fairseq.encodings.transformer_xl import TransformerXL
 from lrpe_fairseq.errors import ChoiceError
@@ -61,6 +66,8 @@ ENCODINGS: dict[str, Constructor] = {
     "t5": T5Bias,
     "transformer-xl": TransformerXL,
     "shaw": Shaw,
+    "cope": CoPE,
+    "stick-breaking": StickBreaking,
     "lrpe-type1": _lrpe("householder", "rotation-half"),
     "lrpe-type2": _lrpe("householder", "rotation-learned"),
     "lrpe-type3": _lrpe("householder-learned", "rotation-learned"),
@@ -74,6 +81,10 @@ ENCODINGS: dict[str, Constructor] = {
     "lrpe-tmlr-type3": _lrpe("householder", "permutation"),
     "alibi": ALiBi,
     "fox": FoX,
+    "kerple-log": KerpleLog,
+    "kerple-power": KerplePower,
+    "sandwich": Sandwich,
+    "fire": FIRE,
 }
 
 DEFAULTS = EncodingOptions()

@@ -1,4 +1,4 @@
-"""Helpers of score encodings: biases that depend on the lag only, and lookups by distance.
+"""Helpers of score encodings: biases by lag, lookups by distance, and the keys that are counted.
 
 Axes: B batch, H heads, T query time, S key time.
 """
@@ -6,7 +6,7 @@ Axes: B batch, H heads, T query time, S key time.
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import ScoreEncoding, check_positions
+from lrpe_fairseq.encodings.base import EncodingSpec, ScoreEncoding, check_positions
 from lrpe_fairseq.kernels.dispatch import has_values
 
 LOWEST = -3e4
@@ -56,3 +56,28 @@ def pick(table: Tensor, index: Tensor) -> Tensor:
     """
     index = index.unsqueeze(1) if index.dim() == 3 else index
     return table.gather(-1, index.expand(*table.shape[:3], index.shape[-1]))
+
+
+def seen_keys(scores: Tensor, visible: Tensor | None, before: int = 0) -> Tensor:
+    """Return the keys that count in causal attention, a bool mask broadcastable to (B, H, T, S).
+
+    They are visible, and at least ``before`` columns before the query's own key, which is column
+    S - T + i for row i.
+
+    Args:
+        scores: (B, H, T, S), only for its shape and device. visible: as in
+            :meth:`ScoreEncoding.forward`.
+    """
+    rows, columns = scores.shape[-2:]
+    earlier = torch.ones(rows, columns, dtype=torch.bool, device=scores.device)
+    earlier = earlier.tril(columns - rows - before)
+    return earlier if visible is None else visible & earlier
+
+
+def query_scale(spec: EncodingSpec) -> float:
+    """Return the factor that the q of a score encoding has, without its ``content_scale``.
+
+    It is D^-0.5, or (H D)^-0.5 with the departure ``embed-dim-scale``.
+    """
+    wide = "embed-dim-scale" in spec.options.fidelity
+    return (spec.num_heads * spec.head_dim if wide else spec.head_dim) ** -0.5

@@ -1,4 +1,4 @@
-"""Relative position representations (Shaw, Uszkoreit and Vaswani, 2018, Section 3.2)."""
+"""Relative position representations (Shaw, Uszkoreit and Vaswani, 2018)."""
 
 from dataclasses import dataclass
 
@@ -23,8 +23,8 @@ class Shaw(ScoreEncoding):
     t <= s only. Each layer has a separate table, which its heads share. It is initialized with
     Xavier's uniform distribution and the spec's generator.
 
-    q.w is computed for every row of the table and gathered by distance (Shaw et al., Section 3.3),
-    so no tensor of shape (T, S, D) is formed.
+    q.w is computed for every row of the table and gathered by distance, so no tensor of shape
+    (T, S, D) is formed.
 
     The paper also adds such vectors to the values. They are left out here, as in LRPE's canonical
     form of this method (Appendix C.1).
@@ -45,7 +45,7 @@ class Shaw(ScoreEncoding):
         "(2 K + 1) D parameters (causal: (K + 1) D)",
         beyond="All distances from K on have one vector, so longer texts cause no error, but the "
         "order of keys that are farther away is not represented.",
-        source="Shaw, Uszkoreit and Vaswani, 2018, Eq. 4",
+        source="Shaw, Uszkoreit and Vaswani, 2018; without the vectors that are added to values",
     )
 
     def __init__(self, spec: EncodingSpec) -> None:

@@ -433,7 +433,8 @@ def test_noise_at_evaluation_is_drawn_anew_under_its_departure(code):
 
 def test_departures_are_described_and_unknown_ones_are_refused():
     for departure in DEPARTURES.values():
-        assert departure.code and departure.ours
+        assert departure.code
+        assert departure.ours
         assert not departure.code.endswith(".")
     assert check_departures(list(DEPARTURES)) == set(DEPARTURES)
     with pytest.raises(ValueError, match="spe-along-batch"):

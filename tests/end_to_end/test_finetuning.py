@@ -315,7 +315,7 @@ def test_the_command_works_off_its_runs_on_this_machine_and_says_what_came_out(
 
 
 REFUSED = {  # sentence -> arguments
-    "absent.pt is not there": ["absent.pt", "RTE"],
+    "absent.pt does not exist": ["absent.pt", "RTE"],
     "unknown GLUE task 'rte'": ["absent.pt", "rte"],
     "no scale big": ["absent.pt", "RTE", "--scale", "big"],
 }
@@ -340,5 +340,5 @@ def test_the_script_ends_with_the_status_and_the_sentence_of_the_command() -> No
         env={**environment(), "PATH": path},
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("finetune_glue: absent.pt is not there")
+    assert done.stderr.startswith("finetune_glue: absent.pt does not exist")
     assert done.stderr.count("\n") == 1

@@ -15,7 +15,7 @@ from fairseq.models import BaseFairseqModel
 from fairseq.tasks import FairseqTask
 from torch import Tensor
 
-from tests.end_to_end.cases import each_encoding_once, sampled, usable
+from tests.end_to_end.cases import each_encoding_once, in_turn, sampled, usable
 from tests.end_to_end.commands import (
     PLUGIN,
     SMALL,
@@ -205,7 +205,7 @@ def untrained(corpus: Corpus) -> Any:
     return construct
 
 
-@pytest.mark.parametrize(("attention_type", "encoding"), sampled(usable(), each_encoding_once()))
+@pytest.mark.parametrize(("attention_type", "encoding"), sampled(usable(), in_turn("decoder-only")))
 def test_a_hypothesis_of_beam_search_has_the_score_of_full_context(
     untrained: Any, attention_type: str, encoding: str
 ) -> None:
@@ -218,7 +218,10 @@ def test_a_hypothesis_of_beam_search_has_the_score_of_full_context(
             assert float(hypothesis["score"]) == pytest.approx(expected.mean().item(), abs=1e-4)
 
 
-@pytest.mark.parametrize(("attention_type", "encoding"), sampled(usable(), GREEDY))
+@pytest.mark.parametrize(
+    ("attention_type", "encoding"),
+    sampled(list(dict.fromkeys([*GREEDY, *each_encoding_once()])), GREEDY),
+)
 def test_greedy_generation_takes_the_most_likely_token_of_full_context(
     untrained: Any, attention_type: str, encoding: str
 ) -> None:

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.experiments.families.pretraining import PretrainingRun
 from lrpe_fairseq.models.masked_lm import LRPERobertaModel
-from tests.end_to_end.cases import each_encoding_once, sampled, usable
+from tests.end_to_end.cases import in_turn, sampled, usable
 from tests.end_to_end.commands import PLUGIN, Corpus, build, load, run, saved
 
 pytestmark = pytest.mark.end_to_end
@@ -35,7 +35,7 @@ def masked_lm(corpus: Corpus, options: str) -> LRPERobertaModel:
     return build(corpus, TASK, SMALL, options)[0].eval()
 
 
-@pytest.mark.parametrize(("attention", "encoding"), sampled(usable(), each_encoding_once(first=1)))
+@pytest.mark.parametrize(("attention", "encoding"), sampled(usable(), in_turn("encoder-only")))
 def test_a_padded_batch_and_its_single_sentences_have_the_same_logits(
     corpus: Corpus, attention: str, encoding: str
 ) -> None:

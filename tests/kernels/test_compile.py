@@ -7,17 +7,10 @@ import torch
 
 from lrpe_fairseq.attention import multihead
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.encodings import ENCODINGS, encoding_class
-
-PAIRS = [
-    (name, attention_type)
-    for name in ENCODINGS
-    for attention_type in ("linear", "softmax")
-    if attention_type == "softmax" or encoding_class(name).serves_linear
-]
+from tests.end_to_end.cases import each_encoding_once
 
 
-def assert_compiled_is_eager(name, attention_type, backend):
+def assert_compiled_is_eager(attention_type, name, backend):
     torch.manual_seed(0)
     torch._dynamo.reset()
     options = {"attention_type": attention_type, "position_encoding": name, "causal": True}
@@ -36,9 +29,9 @@ def assert_compiled_is_eager(name, attention_type, backend):
                 torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "attention_type"), [("none", "linear"), ("lrpe-type1", "linear")])
-def test_compiled_by_aot_eager(name, attention_type):
-    assert_compiled_is_eager(name, attention_type, "aot_eager")
+@pytest.mark.parametrize("name", ["none", "lrpe-type1"])
+def test_compiled_by_aot_eager(name):
+    assert_compiled_is_eager("linear", name, "aot_eager")
 
 
 def test_a_compiled_model_is_right_and_warns_once_that_attention_is_not_in_its_graph():
@@ -68,6 +61,6 @@ def test_a_compiled_model_is_right_and_warns_once_that_attention_is_not_in_its_g
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("name", "attention_type"), PAIRS)
-def test_compiled_by_inductor(name, attention_type):
-    assert_compiled_is_eager(name, attention_type, "inductor")
+@pytest.mark.parametrize(("attention_type", "name"), each_encoding_once())
+def test_compiled_by_inductor(attention_type, name):
+    assert_compiled_is_eager(attention_type, name, "inductor")

@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lrpe_fairseq.attention import chunked
 from lrpe_fairseq.attention.linear import EPS, linear_attention, linear_attention_naive
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.encodings import ENCODINGS, encoding_class
+from lrpe_fairseq.encodings import ENCODINGS, build_encoding, encoding_class
 from lrpe_fairseq.encodings.cores import phases, rotate_pairs
 from lrpe_fairseq.encodings.permutations import permute
 from lrpe_fairseq.encodings.projections import reflect
@@ -23,9 +23,19 @@ PAIRS = [
 
 
 def module_of(name, attention_type, dtype=torch.float64):
+    """Attention under the encoding; without Eq. 39 where its denominator is nearly zero.
+
+    Third derivatives of such a quotient reach 1e20, which finite differences do not resolve.
+    """
     torch.manual_seed(0)
+    vanishes = build_encoding(name, WIDTH // HEADS, HEADS, causal=True).denominator_vanishes
     module = MultiheadAttention(
-        WIDTH, HEADS, attention_type=attention_type, position_encoding=name, causal=True
+        WIDTH,
+        HEADS,
+        attention_type=attention_type,
+        position_encoding=name,
+        causal=True,
+        normalizer="content" if vanishes else "rotated",
     )
     return module.to(dtype).eval()
 

@@ -122,6 +122,7 @@ class FinetuningRun(TrainingRun):
         return {"metrics": metrics, "protocol": {GLUE: self._protocol()}}
 
     def record(self, measured: Run, threads: int) -> Run:
+        """Return the content of the run file, with the pre-trained checkpoint."""
         pretrained = checkpoints.load(self.checkpoint)
         return {
             **super().record(measured, threads),

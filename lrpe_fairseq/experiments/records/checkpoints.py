@@ -1,4 +1,4 @@
-"""fairseq's checkpoints, read without fairseq: does one load, and what options does it hold?"""
+"""Check, read, average and delete fairseq's checkpoints, without fairseq."""
 
 import math
 import pickle
@@ -18,7 +18,7 @@ LAST = "checkpoint_last.pt"
 BEST = "checkpoint_best.pt"
 AVERAGED = "checkpoint_averaged.pt"
 PERIODIC = re.compile(r"checkpoint_\d+_(\d+)\.pt")
-"""Name of a checkpoint that fairseq saves at an update; the number is that of the updates."""
+"""Name of a checkpoint that fairseq saves within an epoch; the number counts updates."""
 SECTIONS = (
     "common",
     "distributed_training",
@@ -31,37 +31,36 @@ SECTIONS = (
     "optimizer",
     "lr_scheduler",
 )
-NAMES = {"model": "arch", "lr_scheduler": "lr-scheduler"}  # of a section's ``_name``
+NAMES = {"model": "arch", "lr_scheduler": "lr-scheduler"}  # command-line name of ``_name``
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The content of a checkpoint, under torch's safe loading.
+    """Return the content of a checkpoint, read with torch's safe loading.
 
-    Raises: ValueError, one sentence, if it is absent, truncated or no checkpoint of fairseq.
+    Raises: ValueError, one sentence, if it is absent, damaged or not a checkpoint of fairseq.
     """
     if not path.exists():
-        raise ValueError(f"{path} is not there")
+        raise ValueError(f"{path} does not exist")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError:
         raise ValueError(
-            f"{path} does not load: it is damaged, or it holds Python objects that could run a "
-            "program"
+            f"{path} does not load: it is damaged, or contains Python objects that could run code"
         ) from None
-    except Exception as error:  # torch raises half a dozen types on a file that is cut short
+    except Exception as error:  # torch raises various types for a truncated file
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(f"{path} does not load: {reason[0]}") from None
     if not isinstance(state, dict) or "optimizer_history" not in state or not state.get("cfg"):
-        raise ValueError(f"{path} is no checkpoint of fairseq-train")
+        raise ValueError(f"{path} is not a checkpoint of fairseq-train")
     return state
 
 
 def load_sound(path: Path) -> dict[str, Any]:
-    """Like :func:`load`, after the checksums of the archive were compared with its content.
+    """Return the content of a checkpoint after verifying the checksums of its archive.
 
-    torch does not compare them, so damaged weights load without a word.
+    torch does not verify them, so damaged weights load without an error.
 
-    Raises: ValueError, one sentence, also if a checksum is wrong.
+    Raises: ValueError, one sentence, as :func:`load` does, and for a wrong checksum.
     """
     state = load(path)
     try:
@@ -75,24 +74,26 @@ def load_sound(path: Path) -> dict[str, Any]:
 
 
 def require_model(path: Path, arch: str) -> dict[str, Any]:
-    """The content of a sound checkpoint of ``arch`` or of one of its presets.
+    """Return the content of an undamaged checkpoint of ``arch`` or one of its presets.
 
-    Raises: ValueError, one sentence, for a damaged or diverged checkpoint or one of another model.
+    Raises: ValueError, one sentence, if it is damaged, diverged or of another model.
     """
     state = load_sound(path)
     found = str(options(state).get("arch"))
     if found != arch and not found.startswith(f"{arch}_"):
-        raise ValueError(f"{path} is of {found}, not of {arch}")
+        raise ValueError(f"{path} is a checkpoint of {found}, not of {arch}")
     for name, tensor in state["model"].items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise ValueError(f"{path} has diverged: {name} holds values that are not finite")
+            raise ValueError(
+                f"{path} is of a diverged training: {name} contains values that are not finite"
+            )
     return state
 
 
 def require_best(folder: Path) -> None:
-    """Check the best checkpoint of a training that is complete.
+    """Verify the best checkpoint of a finished training.
 
-    Raises: ValueError, with the way out, if it is absent or damaged.
+    Raises: ValueError, which says what to do, if it is absent or damaged.
     """
     try:
         load_sound(folder / BEST)
@@ -103,27 +104,28 @@ def require_best(folder: Path) -> None:
 
 
 def updates(state: dict[str, Any]) -> int:
-    """The number of updates that a loaded checkpoint has seen."""
+    """Return the number of updates before a loaded checkpoint was saved."""
     return state["optimizer_history"][-1]["num_updates"]
 
 
 def seconds(state: dict[str, Any]) -> float:
-    """Wall-clock seconds of the training until then, without the time it lay interrupted."""
-    return round(float(state["extra_state"]["previous_training_time"]), 1)  # a group's is a tensor
+    """Return the wall-clock seconds of training before it was saved, without interruptions."""
+    # a tensor if several processes trained
+    return round(float(state["extra_state"]["previous_training_time"]), 1)
 
 
 def options(state: dict[str, Any]) -> dict[str, Any]:
-    """Every option of the training that wrote the checkpoint; see :func:`named`."""
+    """Return every option of the training that saved the checkpoint; see :func:`named`."""
     sections = {section: state["cfg"].get(section) or {} for section in SECTIONS}
     plain = {k: vars(v) if isinstance(v, Namespace) else v for k, v in sections.items()}
     return named(plain)
 
 
 def named(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The values of a configuration by section, by their command-line names.
+    """Return the options of a configuration with sections, by their command-line names.
 
-    The chosen classes stand under ``arch``, ``task``, ``criterion``, ``optimizer`` and
-    ``lr-scheduler``; a section in a section, such as a translation model's encoder, gives
+    The names of the chosen classes are under ``arch``, ``task``, ``criterion``, ``optimizer`` and
+    ``lr-scheduler``. A nested section, such as a translation model's encoder, is a prefix:
     ``encoder-embed-dim``.
     """
     found: dict[str, Any] = {}
@@ -145,30 +147,31 @@ def _flat(section: str, values: dict[str, Any], prefix: str = "") -> Iterator[tu
 
 
 def ready_to_resume(folder: Path, say: Callable[[str], None]) -> int:
-    """Make ``checkpoint_last.pt`` loadable, or absent, and return the updates it has seen.
+    """Make ``checkpoint_last.pt`` resumable and return its number of updates.
 
-    The sound checkpoint of ``folder`` with the most updates takes its place if it is damaged or
-    older; without a sound one, training will start over. Stock fairseq fails on a damaged
-    checkpoint. A mean of checkpoints has no state of the optimizer and is never resumed.
+    If it is damaged or not the newest, it is replaced by the undamaged checkpoint of ``folder``
+    with the most updates. If there is none, it is deleted, 0 is returned, and training starts over.
+    Stock fairseq fails on a damaged checkpoint. Averaged checkpoints have no optimizer state and
+    are never resumed.
     """
     last, found = folder / LAST, _resumable(folder, say)
     if not found:
         if last.exists():
             last.unlink()
-            say("no checkpoint loads, so training starts over")
+            say("no checkpoint can be loaded; training starts over")
         return 0
     seen = max(found.values())
     path = next(path for path, count in found.items() if count == seen)
     if path != last:
         _put(path, last)
-        say(f"going on from {path.name}, update {seen}")
+        say(f"resuming from {path.name}, update {seen}")
     return seen
 
 
 def average(paths: Sequence[Path], target: Path) -> None:
-    """Write the mean of the models of several checkpoints; all else is the last one's.
+    """Write a checkpoint with the mean of the weights of ``paths``; the rest is from the last one.
 
-    Integer tensors, such as permutations, must agree. Raises: ValueError if they do not.
+    Raises: ValueError if integer tensors, such as permutations, differ.
     """
     states = [load_sound(path) for path in paths]
     models = [state["model"] for state in states]
@@ -177,7 +180,7 @@ def average(paths: Sequence[Path], target: Path) -> None:
 
 
 def newest(folder: Path, count: int) -> list[Path]:
-    """The ``count`` periodic checkpoints with the most updates, or those that there are, ascending.
+    """Return up to ``count`` periodic checkpoints, those with the most updates, ascending.
 
     Raises: ValueError if there is none.
     """
@@ -185,25 +188,25 @@ def newest(folder: Path, count: int) -> list[Path]:
     found = [path for _, path in sorted((int(name[1]), path) for name, path in numbered if name)]
     if not found:
         raise ValueError(
-            f"{folder} has no periodic checkpoints to average: evaluate one alone (--average 1)"
+            f"{folder} has no periodic checkpoints to average: evaluate a single one (--average 1)"
         )
     return found[-count:]
 
 
 def drop_intermediate(folder: Path) -> None:
-    """Keep the last and the best checkpoint of a finished run."""
+    """Delete the checkpoints of a finished run, except the last and the best."""
     for path in folder.glob("checkpoint_*_*.pt"):
         path.unlink()
 
 
 def remove_all(folder: Path) -> None:
-    """Remove every checkpoint."""
+    """Delete every checkpoint of a folder."""
     for path in folder.glob("checkpoint*.pt"):
         path.unlink()
 
 
 def _resumable(folder: Path, say: Callable[[str], None]) -> dict[Path, int]:
-    """Path -> updates of the sound checkpoints; ``checkpoint_last.pt`` comes first."""
+    """Return {path: updates} of the undamaged checkpoints; ``checkpoint_last.pt`` comes first."""
     others = sorted(folder.glob("checkpoint*.pt"), key=lambda path: path.name != LAST)
     found = {}
     for path in others:
@@ -215,7 +218,7 @@ def _resumable(folder: Path, say: Callable[[str], None]) -> dict[Path, int]:
             say(str(error))
             continue
         if state.get("last_optimizer_state", {}) is None:
-            say(f"{path} is a mean of checkpoints and is not resumed")
+            say(f"{path} is an average of checkpoints and is not resumed")
         else:
             found[path] = updates(state)
     return found
@@ -225,7 +228,7 @@ def _mean(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if tensors[0].is_floating_point():
         return torch.stack([tensor.double() for tensor in tensors]).mean(0).to(tensors[0].dtype)
     if not all(torch.equal(tensor, tensors[0]) for tensor in tensors):
-        raise ValueError(f"the checkpoints differ in {name}, which has no mean")
+        raise ValueError(f"the checkpoints differ in {name}, whose values cannot be averaged")
     return tensors[0]
 
 
@@ -240,7 +243,7 @@ def _put(source: Path, target: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON knows."""
+    """Convert a value to types that JSON supports."""
     if isinstance(value, dict):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -22,6 +22,7 @@ CLAIMED = (
     ("3.11", "2.10.0"),
     ("3.11", "2.13.0"),
     ("3.12", "2.6.0"),
+    ("3.12", "2.10.0"),
     ("3.12", "2.13.0"),
 )
 """Supported pairs: both ends of each range, and the last torch with code for a V100."""

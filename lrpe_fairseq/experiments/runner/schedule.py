@@ -1,7 +1,7 @@
-"""Several runs at a time: finished ones are skipped, a crashed one is tried once more.
+"""Run several trainings in parallel: skip finished ones, retry a crashed one once.
 
-Every event is one line, on the screen and in a log; a terminal also gets a live line. After Ctrl-C
-or SIGTERM the children have ended, and the same command resumes.
+Each event is one line on the screen and in a log; a terminal also shows a live line. Ctrl-C and
+SIGTERM end the child processes; the same command resumes the runs.
 """
 
 import collections
@@ -23,32 +23,48 @@ from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Busy, Children, Stopped, is_locked
 
 ATTEMPTS = 2
-BUSY_SECONDS = 5.0  # between two tries of a run that another process trains
+BUSY_SECONDS = 5.0  # between two attempts at a run that another process trains
 LIVE_SECONDS = 1.0
-QUIET_SECONDS = 60.0  # between two progress lines where there is no terminal
-ERROR = "error.txt"  # in the run folder: why the last attempt failed
+QUIET_SECONDS = 60.0  # between two progress lines without a terminal
+ERROR = "error.txt"  # in the run folder: the reason why the last attempt failed
 
 
 class Job(Protocol):
-    """What can be scheduled; ``training.TrainingRun`` is one, and describes the members."""
+    """A run that can be scheduled, such as ``training.TrainingRun``."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """A name that is unique among the jobs of a schedule."""
+        ...
 
     @property
-    def folder(self) -> Path: ...
+    def folder(self) -> Path:
+        """The folder of checkpoints and logs, which is locked while a process works in it."""
+        ...
 
-    def finished(self) -> bool: ...
+    def finished(self) -> bool:
+        """True if a valid run file exists."""
+        ...
 
-    def progress(self) -> tuple[int, int]: ...
+    def progress(self) -> tuple[int, int]:
+        """Return the updates of the last checkpoint or log line, and those of the whole run."""
+        ...
 
-    def outcome(self) -> str: ...
+    def outcome(self) -> str:
+        """Return the current metrics as short text."""
+        ...
 
-    def work(self, children: Children, devices: Devices, say: Callable[[str], None]) -> bool: ...
+    def work(self, children: Children, devices: Devices, say: Callable[[str], None]) -> bool:
+        """Train, evaluate and write the run file; return True if this process did all of it.
+
+        ``say`` reports an event. Raises: Busy if another process works in the folder; Stopped if
+            ``children`` are stopped; any other exception counts as a failed attempt.
+        """
+        ...
 
 
 class Events:
-    """One line for each event, with the time, to the screen and to ``log``."""
+    """Reports each event as one line with the time, on the screen and in ``log``."""
 
     def __init__(self, log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -56,9 +72,10 @@ class Events:
         self.terminal = sys.stdout.isatty()
 
     def say(self, text: str) -> None:
-        """Report an event on the screen and in the log, where these can be written.
+        """Print an event and append it to the log.
 
-        The screen may be a file on a full disk, too: a report that fails must not end a worker.
+        Errors of writing are ignored: standard output may be a file on a full disk, and a worker
+        must not end because of that.
         """
         line = f"{time.strftime('%H:%M:%S')} {text}"
         with self._guard:
@@ -81,7 +98,7 @@ class Events:
 
 
 class Schedule:
-    """Runs ``jobs`` in one thread for each of ``devices``, shares of the machine."""
+    """Runs ``jobs`` in one thread per entry of ``devices``, each a share of the machine."""
 
     def __init__(
         self,
@@ -99,14 +116,14 @@ class Schedule:
         self._busy: set[str] = set()
         self._done, self._failed = 0, 0
         self.trained = 0
-        """Runs that this process alone finished."""
+        """Number of runs that this process finished without another process."""
         self._guard = threading.Lock()
         self._skipped = len(jobs) - len(self._jobs)
 
     def run(self) -> int:
-        """Work until nothing is left, and return how many runs are not finished.
+        """Run all jobs; return the number of unfinished ones.
 
-        Raises: KeyboardInterrupt after Ctrl-C or SIGTERM, when every child has ended.
+        Raises: KeyboardInterrupt after Ctrl-C or SIGTERM, once every child process has ended.
         """
         if self._skipped:
             self._events.say(f"{self._skipped} runs are finished already")
@@ -120,10 +137,10 @@ class Schedule:
                     thread.start()
                 self._watch(threads)
             except KeyboardInterrupt:
-                self._events.say("stopping; the same command goes on from here")
+                self._events.say("stopping; the same command resumes")
                 self._children.stop()
                 raise
-        self._failed = len(self._jobs) - self._done  # also those that no thread was left for
+        self._failed = len(self._jobs) - self._done  # includes jobs that no thread took
         self._events.say(f"{self._done + self._skipped} runs finished, {self._failed} failed")
         return self._failed
 
@@ -135,7 +152,7 @@ class Schedule:
                 return
             except Busy:
                 self._put_off(job)
-            except Exception as error:  # one broken run must not end the others
+            except Exception as error:  # a failed run must not end the others
                 self._fail(job, error)
             finally:
                 with self._guard:
@@ -152,7 +169,7 @@ class Schedule:
     def _attempt(self, job: Job, devices: Devices) -> None:
         if job.name not in self._busy:
             update, _ = job.progress()
-            self._say(job, f"going on at {update}" if update else "started")
+            self._say(job, f"resumed at {update}" if update else "started")
         begun, alone = time.monotonic(), job.name not in self._busy
         say = functools.partial(self._say, job)
         ours = job.work(self._children, devices, say) and alone
@@ -169,14 +186,14 @@ class Schedule:
     def _put_off(self, job: Job) -> None:
         if job.name not in self._busy:
             self._busy.add(job.name)
-            self._say(job, "another process trains this run; will look again")
+            self._say(job, "another process trains this run; checking again later")
         with self._guard:
             self._waiting.append(job)
         time.sleep(BUSY_SECONDS)
 
     def _fail(self, job: Job, error: Exception) -> None:
         reason = str(error) if isinstance(error, (UserError, ValueError, OSError)) else repr(error)
-        with contextlib.suppress(OSError):  # a full disk may be why the run failed
+        with contextlib.suppress(OSError):  # the run may have failed because the disk is full
             job.folder.mkdir(parents=True, exist_ok=True)
             (job.folder / ERROR).write_text(reason + "\n", encoding="utf-8")
         with self._guard:
@@ -188,7 +205,7 @@ class Schedule:
         self._say(job, f"{'crashed, trying again' if again else 'FAILED'}: {reason}")
 
     def _watch(self, threads: Sequence[threading.Thread]) -> None:
-        """Show progress until every thread has ended; the main thread must be free for signals."""
+        """Show progress until every thread has ended, in the main thread, which gets signals."""
         total = {job.name: job.progress()[1] for job in self._jobs}
         before = sum(job.progress()[0] for job in self._jobs)
         begun = shown = time.monotonic()
@@ -214,11 +231,11 @@ class Schedule:
 
 
 def shares(parallel: int, gpus_per_run: int | None = None) -> list[Devices]:
-    """The machine in ``parallel`` equal shares: cores, and GPUs where there are any.
+    """Divide the machine into ``parallel`` equal shares of cores and, if it has any, GPUs.
 
-    No run has more threads than OMP_NUM_THREADS, where that is set.
-    gpus_per_run: by default one, or all for a single run.
-    Raises: ValueError if there are not so many.
+    OMP_NUM_THREADS, if set, limits the threads of each run.
+    gpus_per_run: default one, or all GPUs for a single run.
+    Raises: ValueError if the machine has fewer GPUs.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // parallel)
     if (limit := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
@@ -234,12 +251,12 @@ def shares(parallel: int, gpus_per_run: int | None = None) -> list[Devices]:
 
 
 def untouched(jobs: Sequence[Job]) -> bool:
-    """True if none of ``jobs`` is finished or half done."""
+    """True if none of ``jobs`` is finished or partly trained."""
     return not any(job.finished() or job.progress()[0] for job in jobs)
 
 
 def state(job: Job) -> str:
-    """``done``, ``running``, ``failed`` (and why), ``half done`` or ``pending``."""
+    """Return ``done``, ``running``, ``failed`` with the reason, ``half done`` or ``pending``."""
     if job.finished():
         return f"done, {job.outcome()}"
     update, total = job.progress()
@@ -253,7 +270,7 @@ def state(job: Job) -> str:
 
 @contextlib.contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """Treat SIGTERM as Ctrl-C; ignore further ones, which must not disturb the end."""
+    """Treat SIGTERM as Ctrl-C. Further ones are ignored, so that children end properly."""
 
     def interrupt(*_: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,0 +1,94 @@
+"""Contextual position encoding (CoPE; Golovneva, Wang, Weston and Sukhbaatar, 2024)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lrpe_fairseq.encodings.base import (
+    Card,
+    EncodingSpec,
+    ScoreEncoding,
+    check_positions,
+    option,
+)
+from lrpe_fairseq.encodings.biases import pick, query_scale, seen_keys
+from lrpe_fairseq.encodings.departures import Departure
+from lrpe_fairseq.errors import ChoiceError
+
+
+class CoPE(ScoreEncoding):
+    """score_st + q_s.e[p_st] / sqrt D at the contextual position p_st = sum_(t<=u<=s) g_su.
+
+    Keys are counted by the gates g_su = sigmoid(score_su), both ends included, and counts are
+    limited to P - 1 with P = ``cope_positions``. The learned table e (P, D) is interpolated between
+    floor(p) and ceil(p). Each layer has a separate table, which its heads share. It starts at zero.
+
+    Only visible keys are counted, in the order of the keys in memory; positions are not used.
+    Gates and counts are float32 or wider.
+
+    Trap: where p is an integer (saturated gates, or the limit P - 1) it has no gradient.
+
+    Raises: ChoiceError if ``cope_positions`` is less than 2.
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        """Options of CoPE: the size of the table."""
+
+        cope_positions: int = option(
+            64, "CoPE: number of positions; larger counts share the last one"
+        )
+
+    causal_only = True
+    contextual = True
+    departures = {
+        "cope-unscaled-position": Departure(
+            paper="(the equation has no scale at all)",
+            code="the paper's listing scales q.k by D^-0.5, and not the position's term q.e",
+            ours="both scaled by D^-0.5",
+        ),
+    }
+    card = Card(
+        equation=r"\frac{q_s^\top (k_t + e[p_{st}])}{\sqrt D}, \quad p_{st} = \min\left(P - 1, "
+        r"\sum_{u=t}^{s} \sigma\!\left(\tfrac{q_s^\top k_u}{\sqrt D}\right)\right)",
+        cost="B H T P D multiply-adds, and for B H T S entries a sigmoid, a cumulative sum and two "
+        "gathers; P D parameters",
+        beyond="Positions count the keys that the gates select, so they grow more slowly than the "
+        "text. All counts from P - 1 on share one vector.",
+        source="Golovneva, Wang, Weston and Sukhbaatar, 2024",
+    )
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__(spec)
+        count = self.options.cope_positions
+        if count < 2:
+            raise ChoiceError(f"cope_positions must be at least 2, got {count}")
+        self.table = nn.Parameter(torch.zeros(count, spec.head_dim, device="cpu"))
+        unscaled = "cope-unscaled-position" in spec.options.fidelity
+        self.scale = 1 / query_scale(spec) if unscaled else 1.0
+
+    def forward(
+        self,
+        scores: Tensor,
+        q: Tensor,
+        k: Tensor,
+        q_positions: Tensor,
+        k_positions: Tensor,
+        visible: Tensor | None = None,
+    ) -> Tensor:
+        """Add q_s.e[p_st] to the scores; see :meth:`ScoreEncoding.forward`."""
+        check_positions(q_positions, q), check_positions(k_positions, k)
+        at = self.counts(scores, visible)
+        by_position = self.scale * (q.to(at.dtype) @ self.table.to(at.dtype).mT)  # B H T P
+        low, high = at.floor(), at.ceil()
+        below, above = pick(by_position, low.long()), pick(by_position, high.long())
+        return scores + torch.lerp(below, above, at - low).to(scores.dtype)
+
+    def counts(self, scores: Tensor, visible: Tensor | None) -> Tensor:
+        """Return p (B, H, T, S), float32 or wider; its values for keys after s have no meaning."""
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        hidden = ~seen_keys(scores, visible)
+        gates = scores.to(wide).sigmoid().masked_fill(hidden, 0.0)
+        counts = gates.flip(-1).cumsum(-1).flip(-1)
+        return counts.clamp_max(self.table.shape[0] - 1)

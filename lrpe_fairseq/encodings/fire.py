@@ -1,0 +1,130 @@
+"""FIRE (Li et al., 2024): a learned function of the lag relative to the query's position."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from lrpe_fairseq.encodings.base import (
+    Card,
+    EncodingSpec,
+    check_positions,
+    option,
+)
+from lrpe_fairseq.encodings.biases import LOWEST, LagBias
+from lrpe_fairseq.encodings.networks import linear
+from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.kernels.dispatch import has_values
+
+EPS = 1e-6
+"""Added to the denominator, as in the published code."""
+
+BLOCK = 1 << 24
+"""Number of hidden activations that one block of queries may have."""
+
+
+class FIRE(LagBias):
+    """score_st + f(psi(n) / psi(max(L, s)))_h, n = s - t, psi(x) = log(1 + |c| x), causal only.
+
+    s is the position of the query. f maps a number to one bias per head: ``fire_layers`` hidden
+    layers of width ``fire_width`` with ReLU. Learned are f, c (initially 0.1) and a factor lambda
+    of the threshold L = |lambda| ``fire_length`` (initially 1), in every layer, or once in all
+    layers with ``fire_shared`` (FIRE-S). psi is float64; f has the precision of its weights. f is
+    initialized like ``nn.Linear``, with the spec's generator.
+
+    Costs one evaluation of f per lag if all queries are at positions s <= L, as in training as long
+    as the learned L is not below the length; otherwise one per pair, in blocks of queries.
+
+    Trap: for s > L the bias depends on s as well as on n. It is relative up to L only
+    (:attr:`relative_up_to`).
+
+    Raises: ChoiceError unless length and width are positive and the number of layers is at least 0.
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        """Options of FIRE: initial threshold, sizes of f, and True for FIRE-S."""
+
+        fire_length: int = option(512, "FIRE: initial threshold L, in tokens")
+        fire_width: int = option(32, "FIRE: width of the hidden layers of f")
+        fire_layers: int = option(1, "FIRE: number of hidden layers of f; 0: f is linear")
+        fire_shared: bool = option(False, "FIRE: one set of parameters in all layers (FIRE-S)")
+
+    causal_only = True
+    without_absolute = True
+    card = Card(
+        equation=r"b_{st} = f_\theta\!\left( \frac{\psi(n)}{\psi(\max(L, s))} \right)_{\!h}, "
+        r"\quad \psi(x) = \log(1 + |c| x)",
+        cost="65 + 33 H parameters; 32 (1 + H) multiply-adds per lag up to L, per pair beyond",
+        beyond="Beyond L the argument of f stays in [0, 1]: the oldest key has argument 1 at any "
+        "length.",
+        source="Li et al., 2024",
+    )
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__(spec)
+        options = self.options
+        if min(options.fire_length, options.fire_width) < 1 or options.fire_layers < 0:
+            raise ChoiceError(
+                "fire_length and fire_width must be positive and fire_layers at least 0, got "
+                f"{options.fire_length}, {options.fire_width} and {options.fire_layers}"
+            )
+        self.shared = options.fire_shared
+        self.c = nn.Parameter(torch.full((1,), 0.1, dtype=torch.float32))
+        self.threshold_factor = nn.Parameter(torch.ones(1, dtype=torch.float32))
+        widths = [1, *[options.fire_width] * options.fire_layers, spec.num_heads]
+        generator = spec.generator(stream=22)
+        layers = [linear(a, b, generator) for a, b in pairwise(widths)]
+        between = [part for layer in layers[:-1] for part in (layer, nn.ReLU())]
+        self.f = nn.Sequential(*between, layers[-1])
+
+    def share_with(self, owner: "FIRE") -> None:
+        """Use f, c and the threshold of ``owner``."""
+        self.f, self.c, self.threshold_factor = owner.f, owner.c, owner.threshold_factor
+
+    @property
+    def threshold(self) -> Tensor:
+        """L, float64 (1,), in tokens."""
+        return (self.threshold_factor.double() * self.options.fire_length).abs()
+
+    @property
+    def relative_up_to(self) -> int:
+        """The largest position at which the bias depends on the lag only, floor(L)."""
+        return int(self.threshold.detach())
+
+    def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        """Return (H, T, S), or (B, H, T, S) for positions with a batch axis, in the dtype of q."""
+        if self._all_below_threshold(q_positions):
+            return super().bias(q, k, q_positions, k_positions)
+        check_positions(q_positions, q), check_positions(k_positions, k)
+        pairs = k_positions.shape[-1] * q_positions[..., :1].numel()
+        rows = max(1, BLOCK // (max(1, pairs) * self.options.fire_width))
+        blocks = [
+            self._of_pairs(part.unsqueeze(-1), k_positions.unsqueeze(-2)).to(q.dtype)
+            for part in q_positions.split(rows, -1)
+        ]
+        return torch.cat(blocks, -3).movedim(-1, -3)
+
+    def _all_below_threshold(self, q_positions: Tensor) -> bool:
+        """True if it is known that every query is at s <= L."""
+        if q_positions.numel() == 0 or not has_values(q_positions, self.threshold_factor):
+            return False
+        return int(q_positions.max()) <= self.relative_up_to
+
+    def of_lag(self, lag: Tensor) -> Tensor:
+        """Return the bias of every lag (..., H) for queries at s <= L."""
+        return self._f(self._psi(lag.double()) / (self._psi(self.threshold) + EPS))
+
+    def _of_pairs(self, s: Tensor, t: Tensor) -> Tensor:
+        """Return the bias (..., H) of queries at s and keys at t (int64, broadcast)."""
+        scale = self._psi(torch.maximum(self.threshold, s.double())) + EPS
+        return self._f(self._psi((s - t).clamp_min(0).double()) / scale).clamp_min(LOWEST)
+
+    def _psi(self, x: Tensor) -> Tensor:
+        """Return log(1 + |c| x) for float64 x >= 0."""
+        return torch.log1p(self.c.double().abs() * x)
+
+    def _f(self, x: Tensor) -> Tensor:
+        """Apply f to x (...): (..., H)."""
+        return self.f(x.to(self.f[-1].weight.dtype).unsqueeze(-1))

@@ -1,0 +1,138 @@
+"""FIRE against a double loop, its two forms against each other, and against KERPLE."""
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+
+from lrpe_fairseq.encodings import EncodingOptions, build_encoding, fire
+from lrpe_fairseq.encodings.sharing import share_across_layers
+from tests.encodings.lags import bias_of, loop_bias
+
+
+def build(heads=3, seed=0, **options):
+    options = EncodingOptions(**options)
+    encoding = build_encoding("fire", 4, heads, causal=True, seed=seed, options=options)
+    return encoding.double()
+
+
+def by_equation(encoding, h, s, t):
+    """The paper's equation, with the 1e-6 that its code adds to the denominator."""
+    c, length = (
+        encoding.c.abs()[0],
+        encoding.threshold_factor.abs()[0] * encoding.options.fire_length,
+    )
+    x = torch.log(c * max(s - t, 0) + 1) / (torch.log(c * length.clamp_min(s) + 1) + 1e-6)
+    return encoding.f(x.view(1, 1))[0, h]
+
+
+@pytest.mark.parametrize(
+    ("length", "layers", "start"), [(512, 1, 50), (20, 1, 50), (52, 2, 50), (52, 0, 100_000)]
+)
+def test_the_bias_and_its_gradients_are_those_of_the_equation(length, layers, start):
+    encoding = build(fire_length=length, fire_layers=layers)
+    with torch.no_grad():  # any sign is allowed, and L is no whole number
+        encoding.c.fill_(-0.3), encoding.threshold_factor.fill_(-1.01)
+    q_positions, k_positions = torch.arange(start, start + 5), start - 50 + torch.arange(0, 77, 11)
+    expected = loop_bias(
+        lambda h, s, t: by_equation(encoding, h, s, t), q_positions, k_positions, 3
+    )
+    found = bias_of(encoding, q_positions, k_positions)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    weight = torch.rand_like(expected)
+    grads = [
+        torch.autograd.grad((x * weight).sum(), encoding.parameters()) for x in (found, expected)
+    ]
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_the_form_by_lag_equals_the_form_by_pair():
+    encoding, at = build(fire_length=40), torch.arange(41)
+    fast = bias_of(encoding, at, at)
+    with mock.patch.object(fire.FIRE, "of_lag", side_effect=AssertionError):
+        with mock.patch.object(fire.FIRE, "_all_below_threshold", return_value=False):
+            slow = bias_of(encoding, at, at)
+        bias_of(encoding, at + 1, at)  # one query is at 41 > L
+        with pytest.raises(AssertionError):
+            bias_of(encoding, at, at)
+    torch.testing.assert_close(fast, slow, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_blocks_of_queries_give_the_bias_of_one_block(batch):
+    encoding, at = build(fire_length=5), torch.arange(20)
+    x = torch.zeros(2, 3, 20, 4, dtype=torch.float64)
+    positions = torch.stack([at, at + 7]) if batch else at
+    whole = encoding.bias(x, x, positions, positions)
+    assert whole.shape == ((2, 3, 20, 20) if batch else (3, 20, 20))
+    for block in (1, 3 * 20 * 32 * 2):
+        with mock.patch.object(fire, "BLOCK", block):
+            torch.testing.assert_close(encoding.bias(x, x, positions, positions), whole)
+
+
+@pytest.mark.parametrize("r2", [0.02, 0.7])
+def test_with_a_linear_f_and_a_long_threshold_it_is_kerple(r2):
+    kerple = build_encoding("kerple-log", 4, 3, causal=True).double()
+    encoding, at = build(fire_layers=0, fire_length=10_000), torch.arange(0, 9000, 300)
+    with torch.no_grad():
+        kerple.rho2.fill_(math.log(math.expm1(r2)))
+        encoding.c.fill_(r2)
+        whole = torch.log1p(r2 * encoding.threshold) + fire.EPS
+        encoding.f[0].weight.copy_(-(kerple.r1 * whole).unsqueeze(-1))
+        encoding.f[0].bias.zero_()
+    found, expected = bias_of(encoding, at, at), bias_of(kerple, at, at)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_it_is_relative_up_to_the_threshold_and_not_beyond():
+    encoding, at = build(fire_length=100), torch.arange(10)
+    here = bias_of(encoding, at, at)
+    assert encoding.relative_up_to == 100
+    torch.testing.assert_close(bias_of(encoding, at + 91, at + 91), here, rtol=0, atol=1e-13)
+    there = bias_of(encoding, at + 92, at + 92)
+    assert ((there - here).abs() > 1e-6).any(-1).tolist() == [[False] * 9 + [True]] * 3
+    with torch.no_grad():
+        encoding.threshold_factor.fill_(-0.505)
+    assert encoding.relative_up_to == 50
+
+
+def test_the_oldest_key_has_the_same_bias_at_any_position_beyond_the_threshold():
+    encoding = build(fire_length=100)
+    zero = torch.zeros(1).long()
+    near, far = (bias_of(encoding, torch.tensor([s]), zero) for s in (200, 10**6))
+    torch.testing.assert_close(near, far, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("length", [4, 512])
+def test_gradients_reach_every_parameter(length):
+    encoding, at = build(fire_length=length), torch.arange(40)
+    bias_of(encoding, at, at).square().sum().backward()
+    for name, parameter in encoding.named_parameters():
+        assert parameter.grad.abs().max() > 0, name
+
+
+def test_shared_layers_have_one_set_and_unshared_layers_do_not():
+    shared = torch.nn.ModuleList([build(fire_shared=True, seed=s) for s in range(3)])
+    own = torch.nn.ModuleList([build(seed=s) for s in range(3)])
+    share_across_layers(shared), share_across_layers(own)
+    one = 2 + 32 + 32 + 32 * 3 + 3
+    assert sum(p.numel() for p in shared.parameters()) == one
+    assert sum(p.numel() for p in own.parameters()) == 3 * one
+    at = torch.arange(5)
+    assert torch.equal(bias_of(shared[0], at, at), bias_of(shared[2], at, at))
+
+
+def test_it_starts_like_the_published_code():
+    encoding = build(heads=500).float()
+    assert (encoding.c, encoding.threshold) == (torch.tensor([0.1]), torch.tensor([512.0]))
+    first, last = encoding.f[0], encoding.f[2]
+    assert (first.weight.abs().max() <= 1, first.weight.abs().max() > 0.8) == (True, True)
+    assert 0.99 * 32**-0.5 < last.weight.abs().max() <= 32**-0.5
+
+
+def test_impossible_sizes_are_refused():
+    for wrong in ({"fire_length": 0}, {"fire_width": 0}, {"fire_layers": -1}):
+        with pytest.raises(ValueError, match="must be positive and fire_layers at least 0"):
+            build(**wrong)

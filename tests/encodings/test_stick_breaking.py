@@ -1,0 +1,129 @@
+"""Stick-breaking attention against a stick that is broken piece by piece."""
+
+import math
+
+import pytest
+import torch
+
+from lrpe_fairseq.attention.multihead import MultiheadAttention
+from lrpe_fairseq.encodings import build_encoding
+
+
+def build():
+    return build_encoding("stick-breaking", 4, 2, causal=True)
+
+
+def example(rows=6, columns=6, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(rows * columns)
+    return 2 * torch.randn(2, 2, rows, columns, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def weigh(scores, visible=None):
+    return build().weigh(scores, visible, scores.dtype)
+
+
+def broken_by_hand(row, own, hidden=()):
+    """The weights of one query: from the newest key to the oldest, each takes its share."""
+    weights, left = [torch.zeros((), dtype=row.dtype) for _ in row], 1.0
+    for t in reversed(range(own)):
+        if t not in hidden:
+            share = torch.sigmoid(row[t])
+            weights[t], left = share * left, left * (1 - share)
+    return torch.stack(weights)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(6, 6), (3, 6), (1, 6), (1, 1)])
+def test_weights_and_gradients_are_those_of_a_stick_broken_by_hand(rows, columns):
+    scores = example(rows, columns).requires_grad_()
+    visible = torch.ones(2, 1, rows, columns, dtype=torch.bool)
+    visible[1, ..., : columns // 2] = False  # padding of the second text
+    found = weigh(scores, visible)
+    wanted = torch.stack(
+        [
+            torch.stack(
+                [
+                    broken_by_hand(row, columns - rows + i, range(columns // 2) if b else ())
+                    for i, row in enumerate(head)
+                ]
+            )
+            for b, text in enumerate(scores)
+            for head in text
+        ]
+    ).view_as(scores)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+    if columns == 1:
+        return  # no weight depends on the scores
+    weight = example(rows, columns)
+    grads = [torch.autograd.grad((w.sin() * weight).sum(), scores)[0] for w in (found, wanted)]
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-13)
+
+
+def test_a_row_sums_to_what_its_keys_took_from_one():
+    scores = example()
+    weights, kept = weigh(scores), torch.sigmoid(-scores)
+    for s in range(6):
+        rest = kept[..., s, :s].prod(-1)
+        torch.testing.assert_close(1 - weights[..., s, :].sum(-1), rest, rtol=1e-12, atol=1e-13)
+
+
+def test_without_a_mask_the_query_sees_the_keys_before_its_own():
+    scores = example(3, 6)
+    visible = torch.ones(3, 6, dtype=torch.bool).tril(3)[None, None]
+    assert torch.equal(weigh(scores), weigh(scores, visible))
+
+
+def test_equal_scores_give_the_weights_of_a_linear_bias():
+    """beta (1 - beta)^(n - 1): normalized, those of ALiBi with the slope -log(1 - beta)."""
+    beta, lag = 0.3, torch.arange(6)[:, None] - torch.arange(6)
+    scores = torch.full((1, 1, 6, 6), math.log(beta / (1 - beta)), dtype=torch.float64)
+    weights = weigh(scores)[0, 0]
+    geometric = (beta * (1 - beta) ** (lag - 1.0).double()).masked_fill(lag < 1, 0)
+    torch.testing.assert_close(weights, geometric, rtol=1e-12, atol=1e-15)
+    linear = (math.log(1 - beta) * lag.double()).masked_fill(lag < 1, -math.inf)[1:].softmax(-1)
+    normalized = weights[1:] / weights[1:].sum(-1, keepdim=True)
+    torch.testing.assert_close(normalized, linear, rtol=1e-12, atol=1e-15)
+
+
+def test_large_scores_attend_to_the_previous_token_alone():
+    weights = weigh(torch.full((1, 1, 6, 6), 800.0))
+    assert torch.equal(weights[0, 0], torch.eye(7)[1:, 1:].roll(1, 0).tril(-1))
+
+
+def test_the_newest_of_two_matches_wins():
+    scores = torch.full((1, 1, 6, 6), -20.0)
+    scores[..., [1, 3]] = 20.0
+    torch.testing.assert_close(weigh(scores)[0, 0, 5], torch.eye(6)[3], rtol=0, atol=1e-6)
+
+
+def test_a_constant_in_all_scores_changes_the_weights():
+    scores = example()
+    assert (weigh(scores) - weigh(scores + 1)).abs().max() > 1e-2
+
+
+def test_the_first_token_attends_to_nothing_and_has_a_finite_gradient():
+    module = MultiheadAttention(
+        8, 2, attention_type="softmax", position_encoding="stick-breaking", causal=True
+    )
+    x = torch.randn(1, 1, 8, requires_grad=True)
+    out, _ = module.attend(x)
+    torch.testing.assert_close(out[0, 0], module.out_proj.bias)
+    out.sum().backward()
+    assert not x.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_weights_in_other_types_are_right_within_their_rounding(dtype):
+    scores = (10 * example(64, 2048)).to(dtype)
+    wanted, found = weigh(scores.double()), weigh(scores)
+    assert found.dtype == dtype
+    eps, tiny = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
+    torch.testing.assert_close(found.double(), wanted, rtol=max(8 * eps, 1e-5), atol=tiny)
+
+
+def test_scores_of_any_size_give_finite_weights_and_gradients():
+    for value in (-6e4, -88.0, 88.0, 6e4):
+        scores = torch.full((1, 1, 5, 5), value, dtype=torch.float16, requires_grad=True)
+        weights = weigh(scores)
+        weights.sum().backward()
+        assert weights.isfinite().all()
+        assert scores.grad.isfinite().all()
