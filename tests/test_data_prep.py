@@ -28,6 +28,7 @@ import sentencepiece
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data.pieces import SentencePiece
 from lrpe_fairseq.experiments.records.console import UserError
+from tests.end_to_end.forked import run_forked
 
 DATA_PREP = Path(__file__).resolve().parents[1] / "data-prep"
 
@@ -75,6 +76,24 @@ def sentence(rng: random.Random) -> str:
 
 
 # ------------------------------------------------------------------------------------------ pydoc
+
+
+IN_AN_INTERPRETER = (
+    "test_pieces_are_binarized_as_fairseq_preprocess_does",
+    "test_a_failing_preprocess_is_reported_and_leaves_no_binary",
+)
+
+
+@pytest.fixture(autouse=True)
+def _preprocess_forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fairseq-preprocess in a forked process, but for two tests, which start it as a user does."""
+
+    def forked(command: list[str]) -> None:
+        done = run_forked(command[2], command[3:])
+        assert done.returncode == 0, done.stderr
+
+    if request.node.originalname not in IN_AN_INTERPRETER:
+        monkeypatch.setattr(prep, "_run", forked)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """The properties every encoding must have: each name of ENCODINGS, the free forms, a
-multiplicative score encoding that exists here only, and "NAME@W", NAME on a grid of width W.
+multiplicative score encoding that exists here only, and "NAME@W" or "NAME@W:GRID", NAME on a grid
+of width W with ``position_grid`` GRID.
 
 An exception is a capability field on the class, which a test asserts; no name is skipped.
 """
@@ -46,7 +47,17 @@ class Multiplicative(ScoreEncoding):
 
 
 HERE_ONLY = {"multiplicative": Multiplicative}
-GRIDS = ()
+GRIDS = (
+    "rope-2d@4",
+    "rope-2d-mixed@4",
+    "lrpe-type2@4:axial",
+    "lrpe-type2@4:sum",
+    "spe@4:axial",
+    "fope@4:axial",
+    "liere@4",
+    "comrope-ap@4",
+    "comrope-ld@4",
+)
 GATED = tuple(
     f"gated:{name}"
     for name in ("lrpe-type2", "rope", "lrpe-type4", "spe", "lrpe-type8", "permuteformer", "alibi")
@@ -74,9 +85,10 @@ def inputs(length=6, batch=2):
 
 
 def parts_of(name):
-    """Return the name and the options of "NAME" or "NAME@W"."""
-    name, _, width = name.partition("@")
-    return name, EncodingOptions(grid_width=int(width or 0))
+    """Return the name and the options of "NAME", "NAME@W" or "NAME@W:GRID"."""
+    name, _, grid = name.partition("@")
+    width, _, kind = grid.partition(":")
+    return name, EncodingOptions(grid_width=int(width or 0), position_grid=kind or "flat")
 
 
 def encoding_of(name, causal=True, seed=0):

@@ -105,12 +105,12 @@ def linear_attention(
         normalizer: one of :data:`NORMALIZERS`. Trap: with ``rotated`` a denominator may be close
             to zero or negative; it is clamped to :data:`EPS` (often for Type 8; see the docs).
         content: features (q, k) without encoding, of equal width; for normalizer ``content`` only.
-        log_decay: logarithm of a decay, at most 0; -inf means 0. The score of (s, t) is multiplied
-            by exp(sum of log_decay over t+1..s). (H,): constant.
-            (B, H, T): per token, causal only; it is set to 0 at padding. Trap: in causal attention
-            a constant decay counts every slot, padding included. In bidirectional attention the
-            factor is exp(log_decay n), n the number of real tokens from the earlier one of s, t
-            (not counted) to the later one; it needs S = T.
+        log_decay: logarithm of a decay, at most 0; -inf means a decay of 0. The score of (s, t) is
+            multiplied by exp(sum of log_decay over t+1..s). (H,): constant. (B, H, T): per token,
+            causal only; it is set to 0 at padding. Trap: in causal attention a constant decay
+            counts every slot, padding included. In bidirectional attention the factor is
+            exp(log_decay n), n the number of real tokens from the earlier one of s, t (not counted)
+            to the later one; it needs S = T.
     Returns: (B, H, T, E) in the dtype of ``v`` (float16 saturates). Sums are computed in float32 or
         wider. A query without a visible key gets zeros.
     Raises: ValueError for an unknown normalizer or incompatible arguments.
@@ -123,16 +123,8 @@ def linear_attention(
     given = (q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
     q, k, v, content, log_decay = _prepare(*given, widen=kernels is None)
     sums = _causal_sums if kernels is None else kernels.causal_sums
-    if causal:
-        wanted = "normalized" if normalizer == "rotated" else "numerator"
-        log_decay = _without_padding(log_decay, key_padding_mask)
-        out, denominator = sums(q, k, v, wanted, log_decay, EPS)[0], None
-    elif log_decay is not None:
-        wanted = "sums" if normalizer == "rotated" else "numerator"
-        ahead, back = _both_ways(log_decay, key_padding_mask)
-        out, denominator = _decayed_sums(sums, q, k, v, wanted, ahead, back)
-    else:
-        out, denominator = _full_sums(q, k, v, normalizer == "rotated")
+    padding = key_padding_mask
+    out, denominator = _sums(sums, q, k, v, normalizer == "rotated", causal, log_decay, padding)
     if content is not None:
         keys = content[1].cumsum(-2) if causal else content[1].sum(-2, keepdim=True)
         denominator = (content[0] * keys).sum(-1)
@@ -256,6 +248,26 @@ def _without_padding(log_decay: Tensor | None, key_padding_mask: Tensor | None) 
     return log_decay.masked_fill(key_padding_mask.bool().unsqueeze(1), 0.0)
 
 
+def _sums(
+    causal_sums: Callable,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    normalizes: bool,
+    causal: bool,
+    log_decay: Tensor | None,
+    padding: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the sums over all visible keys, and their denominators if they are not divided yet."""
+    if causal:
+        wanted = "normalized" if normalizes else "numerator"
+        return causal_sums(q, k, v, wanted, _without_padding(log_decay, padding), EPS)[0], None
+    if log_decay is None:
+        return _full_sums(q, k, v, normalizes)
+    wanted = "sums" if normalizes else "numerator"
+    return _decayed_sums(causal_sums, q, k, v, wanted, *_both_ways(log_decay, padding))
+
+
 def _both_ways(log_decay: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the decay (H,) for a sweep from left to right and for one over the reversed text.
 
@@ -289,8 +301,7 @@ def _causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
     """Compute ``chunked.causal_sums`` in C++ if supported. Not traced by torch.compile."""
-    native = not varies(log_decay) and causal_cpu.serves(q, k, v)
-    module = causal_cpu if native else chunked
+    module = causal_cpu if causal_cpu.serves(q, k, v, log_decay) else chunked
     return module.causal_sums(q, k, v, wanted, log_decay, eps)
 
 

@@ -19,13 +19,19 @@ from lrpe_fairseq.encodings.base import (
     ScoreEncoding,
 )
 from lrpe_fairseq.encodings.cope import CoPE
+from lrpe_fairseq.encodings.cosformer import CosFormer
+from lrpe_fairseq.encodings.deberta import DeBERTa
 from lrpe_fairseq.encodings.fire import FIRE
+from lrpe_fairseq.encodings.fope import FoPE
 from lrpe_fairseq.encodings.fox import FoX
 from lrpe_fairseq.encodings.gated import Gated, can_be_gated
+from lrpe_fairseq.encodings.grid import GridEncoding
 from lrpe_fairseq.encodings.kerple import KerpleLog, KerplePower
+from lrpe_fairseq.encodings.lie import ComRoPEAP, ComRoPELD, LieRE
 from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
 from lrpe_fairseq.encodings.none import NoEncoding
 from lrpe_fairseq.encodings.permuteformer import PermuteFormer
+from lrpe_fairseq.encodings.rope_2d import RoPE2D, RoPE2DMixed
 from lrpe_fairseq.encodings.sandwich import Sandwich
 from lrpe_fairseq.encodings.shaw import Shaw
 from lrpe_fairseq.encodings.spe import SPE
@@ -65,9 +71,6 @@ ENCODINGS: dict[str, Constructor] = {
     "spe": SPE,
     "t5": T5Bias,
     "transformer-xl": TransformerXL,
-    "shaw": Shaw,
-    "cope": CoPE,
-    "stick-breaking": StickBreaking,
     "lrpe-type1": _lrpe("householder", "rotation-half"),
     "lrpe-type2": _lrpe("householder", "rotation-learned"),
     "lrpe-type3": _lrpe("householder-learned", "rotation-learned"),
@@ -81,10 +84,21 @@ ENCODINGS: dict[str, Constructor] = {
     "lrpe-tmlr-type3": _lrpe("householder", "permutation"),
     "alibi": ALiBi,
     "fox": FoX,
+    "cosformer": CosFormer,
+    "rope-2d": RoPE2D,
+    "rope-2d-mixed": RoPE2DMixed,
+    "liere": LieRE,
+    "comrope-ap": ComRoPEAP,
+    "comrope-ld": ComRoPELD,
+    "fope": FoPE,
     "kerple-log": KerpleLog,
     "kerple-power": KerplePower,
     "sandwich": Sandwich,
     "fire": FIRE,
+    "shaw": Shaw,
+    "deberta": DeBERTa,
+    "cope": CoPE,
+    "stick-breaking": StickBreaking,
 }
 
 DEFAULTS = EncodingOptions()
@@ -98,13 +112,14 @@ class Family(NamedTuple):
 
     form: how such a name is written. rest: what the rest may be, in words. names: examples, or all
     names if there are few. build: maps the rest to a constructor; it returns None if the rest is
-    not understood, and raises ChoiceError to say more.
+    not understood, and raises ChoiceError to say more. causal_only: True if all of them are.
     """
 
     form: str
     rest: str
     names: tuple[str, ...]
     build: Callable[[str], Constructor | None]
+    causal_only: bool = False
 
     def __str__(self) -> str:
         return f"{self.form} {self.rest}"
@@ -163,6 +178,7 @@ FAMILIES: dict[str, Family] = {
         "with the name of a decomposable encoding without gates",
         tuple(f"gated:{name}" for name in _without_gates()),
         _gated,
+        causal_only=True,
     ),
 }
 """The free forms by prefix."""
@@ -201,9 +217,10 @@ def build_encoding(
         head_dim: width D of one head. num_heads: H.
         causal: True if the attention is causal.
         seed: seed of the encoding's fixed random parts.
-        options: options of individual methods; those of other methods are ignored.
-    Raises: ChoiceError for an unknown name (listing the names), an unknown option, a width that
-        the method does not support, or a causal method without ``causal``.
+        options: options of individual methods; those of other methods are ignored. With a
+            ``position_grid`` other than "flat" the encoding reads rows and columns.
+    Raises: ChoiceError for an unknown name (listing the names), an unknown option, a width or a
+        grid that the method does not support, or a causal method without ``causal``.
 
     >>> enc = build_encoding("lrpe-type1", head_dim=64, num_heads=8)
     >>> q2, k2 = enc(q, k, positions, positions)  # q, k: (B, H, T, D)
@@ -216,6 +233,8 @@ def build_encoding(
             f"position encoding {name!r} is defined for causal attention only; choose another one "
             "for an encoder"
         )
-    encoding = constructor_of(name)(EncodingSpec(head_dim, num_heads, causal, seed, options))
+    spec, construct = EncodingSpec(head_dim, num_heads, causal, seed, options), constructor_of(name)
+    flat = options.position_grid == "flat"
+    encoding = construct(spec) if flat else GridEncoding(spec, name, construct)
     encoding.name = name
     return encoding

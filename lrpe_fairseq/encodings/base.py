@@ -24,6 +24,10 @@ ELU_PLUS_ONE = "elu+1"
 Planes = tuple[Tensor, ...]
 """A real tensor as (re,) or a complex tensor as (re, im)."""
 
+POSITION_GRIDS = ("flat", "sum", "axial")
+"""Position of the cell at (row, column) of a grid: its number row by row; row + column; or the row
+for one half of the features and the column for the other half (``grid.GridEncoding``)."""
+
 OptionsOf = TypeVar("OptionsOf")
 
 
@@ -43,6 +47,7 @@ class EncodingOptions:
         are followed.
     grid_width: W of a grid whose cells are numbered row by row: position s is row s // W, column
         s mod W. 0: positions are on a line. Read by the encodings that have two axes.
+    position_grid: how the other encodings read a grid, a name in :data:`POSITION_GRIDS`.
     values: the options that differ from their defaults, by name; see each class's ``Options``.
 
     >>> EncodingOptions(toy_size=3).values
@@ -51,15 +56,20 @@ class EncodingOptions:
 
     fidelity: frozenset[str]
     grid_width: int
+    position_grid: str
     values: Mapping[str, Any]
 
     def __init__(
-        self, fidelity: frozenset[str] = frozenset(), grid_width: int = 0, **values: Any
+        self,
+        fidelity: frozenset[str] = frozenset(),
+        grid_width: int = 0,
+        position_grid: str = "flat",
+        **values: Any,
     ) -> None:
-        if grid_width < 0:
-            raise ChoiceError(f"the width of a grid cannot be negative, got {grid_width}")
+        _check_grid(grid_width, position_grid)
         object.__setattr__(self, "fidelity", fidelity)
         object.__setattr__(self, "grid_width", grid_width)
+        object.__setattr__(self, "position_grid", position_grid)
         object.__setattr__(self, "values", values)
 
     def of(self, kind: type[OptionsOf]) -> OptionsOf:
@@ -75,6 +85,20 @@ class EncodingOptions:
                     f"unknown {f.name} {own[f.name]!r}; choose one of {', '.join(choices)}"
                 )
         return kind(**own)
+
+
+def _check_grid(grid_width: int, position_grid: str) -> None:
+    if grid_width < 0:
+        raise ChoiceError(f"the width of a grid cannot be negative, got {grid_width}")
+    if position_grid not in POSITION_GRIDS:
+        raise ChoiceError(
+            f"unknown position grid {position_grid!r}; choose one of {', '.join(POSITION_GRIDS)}"
+        )
+    if position_grid != "flat" and not grid_width:
+        raise ChoiceError(
+            f"position grid {position_grid!r} needs the number of columns of the grid; set "
+            "--grid-width"
+        )
 
 
 @dataclass(frozen=True)
@@ -157,13 +181,15 @@ class Encoding(nn.Module):
     """The largest position for which :attr:`relative` holds; None if there is no limit."""
     shift_unit: int = 1
     """Shifts by multiples of this number do not change a score: W on a grid of width W."""
+    reads_grid: ClassVar[bool] = False
+    """True if the encoding reads ``grid_width`` itself and needs no ``position_grid``."""
     causal_only: ClassVar[bool] = False
     """True if the method is defined for causal attention only."""
     contextual: ClassVar[bool] = False
     """True if distances depend on the tokens in between, and not on positions."""
-    without_absolute: ClassVar[bool] = False
+    without_absolute: bool = False
     """True if the method is defined for models without absolute positions; others are warned."""
-    keeps_norm: ClassVar[bool] = True
+    keeps_norm: bool = True
     """True if an encoded query or key has the norm of the original."""
     shared: bool = False
     """True if all layers share one set of parameters; see :meth:`share_with`."""
@@ -222,7 +248,7 @@ class QueryKeyEncoding(Encoding):
     """
 
     serves_linear = True
-    before_feature_map: ClassVar[bool] = False
+    before_feature_map: bool = False
     """True if linear attention encodes before the feature map instead of after it."""
 
     decay_on: ClassVar[str] = "weight"

@@ -44,9 +44,9 @@ class CoPE(ScoreEncoding):
     contextual = True
     departures = {
         "cope-unscaled-position": Departure(
-            paper="(the equation has no scale at all)",
-            code="the paper's listing scales q.k by D^-0.5, and not the position's term q.e",
-            ours="both scaled by D^-0.5",
+            paper="neither q_s.k_t nor q_s.e[p_st] is scaled (CoPE, Golovneva et al. 2024)",
+            code="the paper's listing scales q_s.k_t in the gates by D^-0.5, but not q_s.e",
+            ours="every term is scaled by D^-0.5",
         ),
     }
     card = Card(

@@ -120,6 +120,15 @@ class Unitary(Rotation):
         return re * turn.real - im * turn.imag, re * turn.imag + im * turn.real
 
 
+class OneAngle(Unitary):
+    """Lambda^(s) = exp(i s theta) I, one ``angle`` theta for all features (radians per token)."""
+
+    def __init__(self, spec: EncodingSpec, angle: float) -> None:
+        nn.Module.__init__(self)
+        theta = torch.full((spec.head_dim,), angle, dtype=torch.float64, device="cpu")
+        self.register_frequencies(theta)
+
+
 class LearnedUnitary(Unitary):
     """The unitary diagonal with learned frequencies (TMLR, Type 1)."""
 
@@ -191,14 +200,16 @@ class _Phases(torch.autograd.Function):
 
 
 def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:
-    """Rotate the pairs (2i, 2i+1) of x (..., T, D) by the complex ``turn`` (..., T, E).
+    """Rotate the pairs (2i, 2i+1) of x (..., T, D) by the complex ``turn``.
+
+    turn: (T, E) or (B, 1, T, E), or one per head, (H, T, E) or (B, H, T, E).
 
     The first 2E features are multiplied as complex numbers x[2i] + i x[2i+1]. The remaining
     features are unchanged.
     """
     form = encode.Form(phi=False)
     if encode_cpu.serves(x, form):
-        return encode_cpu.encode(x, None, turn, form)
+        return encode.by_head(lambda x, at: encode_cpu.encode(x, None, at, form), x, turn)
     if x.shape[-1] % 2 or not is_plain(x, turn):
         # rows of odd width are not aligned to complex numbers; compilers do not support them
         return encode.rotated(x, turn)

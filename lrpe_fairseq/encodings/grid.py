@@ -1,6 +1,144 @@
-"""Positions on a grid of width W, numbered row by row."""
+"""Positions on a grid of width W, numbered row by row, for any decomposable encoding."""
 
-from torch import Tensor
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from lrpe_fairseq.encodings.base import (
+    Card,
+    Encoding,
+    EncodingOptions,
+    EncodingSpec,
+    Planes,
+    PositionCache,
+    QueryKeyEncoding,
+)
+from lrpe_fairseq.errors import ChoiceError
+
+AXES = {"sum": ("cell",), "axial": ("row", "column")}
+"""Names of the encodings of a :class:`GridEncoding`, by ``position_grid``."""
+
+
+class GridEncoding(QueryKeyEncoding):
+    """An encoding of sequences on a grid of width W: row s // W, column s mod W of position s.
+
+    ``position_grid`` "axial" splits the features of each head. One encoding of width D/2 encodes
+    the first half by the row, another one the second half by the column. They have separate
+    parameters and random parts, and the score is the sum of their scores. It depends on the
+    differences of rows and of columns.
+
+    "sum" encodes all features at the position row + column. Cells on one anti-diagonal have the
+    same position. The image code of TMLR LRPE does this; the paper does not mention it.
+
+    Norms, the kind of relativity and the feature map are those of the encoding. Parameters of one
+    axis are shared between layers if the encoding shares them.
+
+    Args:
+        spec: of the whole encoding; ``spec.options`` holds the grid.
+        name: the name of the encoding, a key of ENCODINGS.
+        construct: its constructor, called with a spec.
+    Raises: ChoiceError for an encoding that needs the score matrix, has a decay or reads the grid
+        itself, or for an odd head width under "axial".
+    """
+
+    def __init__(
+        self, spec: EncodingSpec, name: str, construct: Callable[[EncodingSpec], Encoding]
+    ) -> None:
+        super().__init__(spec)
+        self.grid, self._cells = spec.options.position_grid, PositionCache()
+        self._names = AXES[self.grid]
+        if spec.head_dim % len(self._names):
+            raise ChoiceError(
+                f"position grid {self.grid!r} halves the features of a head, so the head width "
+                f"must be even, got {spec.head_dim}"
+            )
+        own = EncodingOptions(spec.options.fidelity, **spec.options.values)
+        width = spec.head_dim // len(self._names)
+        for number, axis in enumerate(self._names):
+            seed = len(self._names) * spec.seed + number
+            part = construct(replace(spec, head_dim=width, seed=seed, options=own))
+            part.name = f"{name} ({axis})"
+            setattr(self, axis, part)
+        _check(part, name, self.grid)
+        self._take_capabilities(part)
+
+    def _take_capabilities(self, part: QueryKeyEncoding) -> None:
+        self.relative, self.keeps_norm = part.relative, part.keeps_norm
+        self.shift_unit = 1 if part.relative == "no" else self.spec.options.grid_width
+        self.before_feature_map = part.before_feature_map
+        self.denominator_vanishes = part.denominator_vanishes
+        self.without_absolute = part.without_absolute
+        self.foldable = part.foldable and self.grid == "sum"
+
+    @property
+    def parts(self) -> list[QueryKeyEncoding]:
+        """The encoding of row + column, or those of the row and of the column."""
+        return [getattr(self, axis) for axis in self._names]
+
+    @property
+    def card(self) -> Card:
+        """The entry of the gallery of the encoding without a grid."""
+        return self.parts[0].card
+
+    @property
+    def feature_dim(self) -> int:
+        """The sum of the widths of :attr:`parts`."""
+        return sum(part.feature_dim for part in self.parts)
+
+    @property
+    def projection(self) -> nn.Module:
+        """The projection of the encoding of row + column; only if ``foldable``."""
+        return self.parts[0].projection
+
+    def summary(self) -> str:
+        """Return the summary of the encoding and the kind of the grid."""
+        return f"{self.parts[0].summary()}, on a grid ({self.grid})"
+
+    def forward(
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Encode q and k by rows and columns; see :meth:`QueryKeyEncoding.forward`."""
+        at_q, at_k = self._positions(q_positions, k_positions)
+        each = zip(self.parts, self._split(q), self._split(k), at_q, at_k, strict=True)
+        encoded = [part(*given) for part, *given in each]
+        return tuple(_joined(halves) for halves in zip(*encoded, strict=True))
+
+    def turn(
+        self, q: Planes, k: Planes, q_positions: Tensor, k_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Encode the planes of P q and P k at row + column; see :meth:`QueryKeyEncoding.turn`."""
+        (at_q,), (at_k,) = self._positions(q_positions, k_positions)
+        return self.parts[0].turn(q, k, at_q, at_k)
+
+    def one_pass(
+        self, x: Tensor, positions: Tensor, feature_map: str | None
+    ) -> Callable[[Tensor], Tensor] | None:
+        """Use the kernels of the parts; see :meth:`QueryKeyEncoding.one_pass`."""
+        each = zip(self.parts, self._split(x), self._axes(positions), strict=True)
+        encode = [part.one_pass(*given, feature_map) for part, *given in each]
+        if None in encode:
+            return None
+        return lambda x: _joined([f(y) for f, y in zip(encode, self._split(x), strict=True)])
+
+    def _positions(
+        self, q_positions: Tensor, k_positions: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return the positions of q and of k on each axis; the same tensors if they are equal."""
+        at_q = self._axes(q_positions)
+        return at_q, at_q if k_positions is q_positions else self._axes(k_positions)
+
+    def _axes(self, positions: Tensor) -> tuple[Tensor, ...]:
+        """Return the positions of every part, cached because the parts cache by identity."""
+        return self._cells.get(positions, None, lambda: self._computed_axes(positions))
+
+    def _computed_axes(self, positions: Tensor) -> tuple[Tensor, ...]:
+        row, column = rows_and_columns(positions, self.spec.options.grid_width)
+        return (row + column,) if self.grid == "sum" else (row, column)
+
+    def _split(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x.chunk(len(self._names), -1)
 
 
 def rows_and_columns(positions: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -17,3 +155,19 @@ def rows_and_columns(positions: Tensor, width: int) -> tuple[Tensor, Tensor]:
     if width == 0:
         return positions, positions.new_zeros(positions.shape)
     return positions // width, positions % width
+
+
+def _check(part: Encoding, name: str, grid: str) -> None:
+    """Refuse an encoding that :class:`GridEncoding` does not support."""
+    refused = f"position encoding {name!r} cannot be used with position grid {grid!r}: "
+    if not isinstance(part, QueryKeyEncoding):
+        raise ChoiceError(refused + "it needs the score matrix, which has no rows and columns")
+    if part.reads_grid:
+        raise ChoiceError(refused + "it reads rows and columns itself; leave the grid at 'flat'")
+    gated = type(part).log_gates is not QueryKeyEncoding.log_gates
+    if gated or part.log_decay() is not None:
+        raise ChoiceError(refused + "its decay counts tokens, not rows and columns")
+
+
+def _joined(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), -1)

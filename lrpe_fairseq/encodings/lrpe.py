@@ -10,6 +10,8 @@ product of two results is Re(q~^H k~).
 """
 
 from collections.abc import Callable
+from functools import partial
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +44,8 @@ class LRPE(QueryKeyEncoding):
 
     Args:
         spec: widths and seed.
-        projection: a name of :data:`PROJECTIONS`. core: a name of :data:`CORES`.
+        projection: a name of :data:`PROJECTIONS`.
+        core: a name of :data:`CORES`, or a module like those of ``cores``.
     Raises: ChoiceError for an unknown name or a head width that the core does not support.
 
     Costs O(D) per token and head, or O(D^2) with fourier. Supports positions up to 2^31.
@@ -50,20 +53,21 @@ class LRPE(QueryKeyEncoding):
 
     Options = LRPEOptions
 
-    def __init__(self, spec: EncodingSpec, projection: str, core: str) -> None:
+    def __init__(self, spec: EncodingSpec, projection: str, core: str | nn.Module) -> None:
         super().__init__(spec)
-        self._parts = projection, core
+        self._parts = (projection, core) if isinstance(core, str) else ()
         self.projection = _named(PROJECTIONS, projection, "P")(spec)
-        self.core = _named(CORES, core, "Lambda")(spec)
-        self._planes = 2 if projection == "fourier" or core.startswith("unitary") else 1
+        self.core = _named(CORES, core, "Lambda")(spec) if isinstance(core, str) else core
+        self._planes = 2 if projection == "fourier" or isinstance(self.core, Unitary) else 1
         self.foldable = projection != "identity"
-        self.card = _card(self.projection, self.core)
+        if type(self).card is None:  # a subclass has its own
+            self.card = _card(self.projection, self.core)
         # the Fourier transform of a positive vector is largest in bin 0, which turns fastest
         self.denominator_vanishes = projection == "fourier"
 
     def summary(self) -> str:
-        """Return the names of P and Lambda, joined by " x "."""
-        return " x ".join(self._parts)
+        """Return the names of P and Lambda, joined by " x ", for a member of the family."""
+        return " x ".join(self._parts) or super().summary()
 
     @property
     def feature_dim(self) -> int:
@@ -125,12 +129,21 @@ class LRPE(QueryKeyEncoding):
         elif fourier:
             projection = self.projection.matrix(wide, x.device)
         at = self.core.at(check_positions(positions, x), wide)
-        return lambda x: kernel.encode(x, projection, at, form)
+        if form.permutes:
+            return lambda x: kernel.encode(x, projection, at, form)
+        run = partial(_run, kernel, projection, form)
+        return lambda x: encode.by_head(run, x, at)
 
     def _turned(self, planes: Planes, at: object, wide: torch.dtype) -> Tensor:
         turned = self.core(tuple(x.to(wide) for x in planes), at)
         turned = turned[0] if len(turned) == 1 else torch.cat(turned, dim=-1)
         return turned.to(planes[0].dtype)
+
+
+def _run(
+    kernel: ModuleType, projection: Tensor | None, form: encode.Form, x: Tensor, at: Tensor
+) -> Tensor:
+    return kernel.encode(x, projection, at, form)
 
 
 def _named(table: dict[str, type], name: str, role: str) -> type:

@@ -10,6 +10,10 @@
 // Names: q, k, v are queries, keys and values; G and g the gradients of numerators and denominators;
 // dq, dk, dv the gradients of q, k, v. D is the key width and E the value width, both padded to whole
 // vectors. `turned` means transposed.
+//
+// A decay is constant (one rate per head) or per token: the score of (s, t) is multiplied by the
+// factors f of tokens t+1..s. Only products of f within a chunk are formed, so nothing overflows, and
+// f may be 0. The gradient of log f_t is the sum over s >= t of q_s . dq_s - k_s . dk_s.
 
 #include "products.h"
 
@@ -19,8 +23,9 @@ typedef const double *Rates;
 
 // segment: length in tokens, a multiple of CHUNK. double_precision: 1 if all tensors are double, 0 if
 // float. with_denominators: 1 if denominators are computed. normalizes: 1 if out is the quotient.
-// log_decay: one number per head, or null. The forward pass writes out, denominators and states. The
-// backward pass reads these, grad and grad_denominators, and writes grad_q, grad_k and grad_v.
+// log_decay: one number per head, or null. factors: f as double, (batch, head, time), for a decay per
+// token. The forward pass writes out, denominators and states. The backward pass reads these, grad and
+// grad_denominators, and writes grad_q, grad_k, grad_v and, as double, grad_decay, that of log f.
 #define CALL_FIELDS(F)                  \
     F(Call, int64_t, batch)             \
     F(Call, int64_t, heads)             \
@@ -42,9 +47,11 @@ typedef const double *Rates;
     F(Call, Tensor, denominators)       \
     F(Call, Tensor, grad)               \
     F(Call, Tensor, grad_denominators)  \
+    F(Call, Tensor, factors)            \
     F(Call, Tensor, grad_q)             \
     F(Call, Tensor, grad_k)             \
-    F(Call, Tensor, grad_v)
+    F(Call, Tensor, grad_v)             \
+    F(Call, Tensor, grad_decay)
 DEFINE_STRUCT(Call, CALL_FIELDS, call_fields)
 
 namespace {
@@ -85,13 +92,14 @@ void transpose(Matrix<T> to, Matrix<T> from, int rows, int columns) {
         }
 }
 
-// Factors within a chunk for a decay r per token.
+// Factors within a chunk.
 template <typename T>
 struct Decay {
-    Matrix<T> within;  // r^(s-t), for the scores
-    T *into, *out_of;  // r^(i+1), from the state to token i; r^(CHUNK-1-i), from token i to the state
-    T whole = 1;       // r^CHUNK
+    Matrix<T> within;  // from token t to token s, for the scores
+    T *into, *out_of;  // from the state to token i; from token i to the state
+    T whole = 1;       // from the state before the chunk to the one after it
 
+    // A constant decay: powers of r = exp(log_rate).
     void set(double log_rate) {
         for (int s = 0; s < CHUNK; s++) {
             for (int t = 0; t < CHUNK; t++) within[s][t] = T(std::exp(log_rate * std::max(0, s - t)));
@@ -99,6 +107,26 @@ struct Decay {
             out_of[s] = T(std::exp(log_rate * (CHUNK - 1 - s)));
         }
         whole = T(std::exp(log_rate * CHUNK));
+    }
+
+    // A decay per token: products of f[0], f[step], .... It is 1 from token `length` on.
+    void set(const double *f, int64_t step, int length) {
+        double row[CHUNK] = {}, first = 1;  // the row of `within`, and the next number of `into`
+        for (int s = 0; s < CHUNK; s++) {
+            const double factor = s < length ? f[s * step] : 1;
+            for (int t = 0; t < CHUNK; t++) row[t] = without_denormals(row[t] * factor);
+            row[s] = 1, first = without_denormals(first * factor);
+            for (int t = 0; t < CHUNK; t++) within[s][t] = T(row[t]);
+            into[s] = T(first);
+        }
+        std::memcpy(out_of, within[CHUNK - 1], CHUNK * sizeof(T));
+        whole = T(first);
+    }
+
+    // Numbers close to the smallest normal one become 0, because denormal numbers are slow.
+    static double without_denormals(double x) {
+        using Limits = std::numeric_limits<T>;
+        return x < Limits::min() / Limits::epsilon() ? 0.0 : x;
     }
 };
 
@@ -114,7 +142,7 @@ struct Worker {
     explicit Worker(const Call &call)
         : call(call), D(L::filled(call.keys)), E(L::filled(call.values)) {}
 
-    bool decays() const { return call.log_decay != nullptr; }
+    bool decays() const { return call.log_decay || call.factors.data; }
     bool counts() const { return call.with_denominators; }
 
     // Number of elements of `decay`.
@@ -126,11 +154,18 @@ struct Worker {
 
     void begin(int64_t sequence) {
         batch = sequence / call.heads, head = sequence % call.heads;
-        if (decays()) decay.set(call.log_decay[head]);
+        if (call.log_decay) decay.set(call.log_decay[head]);
     }
 
-    T *row_of(const Tensor &x, int64_t time) const {
-        return static_cast<T *>(x.data) + batch * x.batch + head * x.head + time * x.time;
+    // Compute the factors of the chunk from `start` if the decay is per token.
+    void begin_chunk(int64_t start) {
+        const Tensor &f = call.factors;
+        if (f.data) decay.set(row_of<double>(f, start), f.time, length(start));
+    }
+
+    template <typename Element = T>
+    Element *row_of(const Tensor &x, int64_t time) const {
+        return static_cast<Element *>(x.data) + batch * x.batch + head * x.head + time * x.time;
     }
 
     int length(int64_t start) const { return int(std::min<int64_t>(CHUNK, call.time - start)); }
@@ -202,6 +237,7 @@ struct Forward : Worker<T> {
         this->begin(sequence);
         for (int64_t start = 0; start < call.time; start += CHUNK) {
             if (call.states.data && start % call.segment == 0) keep(start / call.segment);
+            this->begin_chunk(start);
             this->load(q, call.q, start, call.keys), this->load(k, call.k, start, call.keys);
             this->load(v, call.v, start, call.values);
             transpose(turned_k, k, CHUNK, D);
@@ -252,6 +288,7 @@ struct Backward : Worker<T> {
     // S^T and z before the chunk; dS, dS^T and dz (sums of q G^T and q g) after it
     Matrix<T> turned_state, z, dstate, turned_dstate, dz;
     Matrix<T> buffer;
+    double dlog_f;  // the gradient of the log f of the token after the chunk
 
     explicit Backward(const Call &call)
         : Base(call),
@@ -273,26 +310,32 @@ struct Backward : Worker<T> {
     void run(int64_t sequence) {
         space.clear();
         this->begin(sequence);
+        dlog_f = 0;
         for (int64_t n = (call.time - 1) / call.segment; n >= 0; n--) {
             const int64_t begin = n * call.segment, end = std::min(begin + call.segment, call.time);
             recall(n);
             int64_t start = begin;
             for (; start < end; start += CHUNK) {
                 look_at(start - begin);
+                this->begin_chunk(start);
                 load_chunk(start);
                 gradient_of_scores();
                 gradient_of_queries();
+                keep_for_decay(start);
                 this->store(call.grad_q, dq, start, call.keys);
             }
             while (start > begin) {
                 start -= CHUNK;
                 look_at(start - begin);
+                this->begin_chunk(start);
                 gradient_of_keys();
+                gradient_of_decay(start);
                 this->store(call.grad_k, dk, start, call.keys);
                 gradient_of_values();
                 this->store(call.grad_v, dv, start, call.values);
                 advance();
             }
+            if (call.grad_decay.data) dlog_f = across(n);
         }
     }
 
@@ -358,6 +401,33 @@ struct Backward : Worker<T> {
         for (int i = 0; counts() && i < CHUNK; i++) add(dk[i], dz.data, T(1), D);
         this->decay_rows(dk, decay.out_of);
         product<LEFT_UPPER, true>(dk, dscores.transposed(), q, CHUNK, CHUNK, D);
+    }
+
+    // Write q . dq of a chunk, for gradient_of_decay.
+    void keep_for_decay(int64_t start) const {
+        if (!call.grad_decay.data) return;
+        double *to = this->template row_of<double>(call.grad_decay, start);
+        for (int i = 0; i < this->length(start); i++) to[i] = dot(q[i], dq[i], D);
+    }
+
+    // Replace q . dq by the sum of q . dq - k . dk over this token and all later ones. The decay of
+    // the first token acts on nothing.
+    void gradient_of_decay(int64_t start) {
+        if (!call.grad_decay.data) return;
+        double *to = this->template row_of<double>(call.grad_decay, start);
+        for (int i = this->length(start) - 1; i >= 0; i--)
+            to[i] = dlog_f += to[i] - double(dot(k[i], dk[i], D));
+        if (start == 0) to[0] = 0;
+    }
+
+    // Return the same sum for the first token of a segment: the product of the states before it and
+    // of the gradients from it on. So rounding errors do not add up over segments.
+    double across(int64_t segment) {
+        recall(segment);
+        transpose(turned_dstate, dstate, D, E);
+        double sum = dot(z.data, dz.data, D);
+        for (int j = 0; j < E; j++) sum += dot(turned_state[j], turned_dstate[j], D);
+        return sum;
     }
 
     void gradient_of_values() {

@@ -24,8 +24,8 @@ cache. A multiple of CHUNK in ``causal_cpu.cpp``."""
 WIDEST = 256
 """Largest supported width of keys and values. A wider state does not fit a core's cache."""
 
-TENSORS = ("q", "k", "v", "states", "out", "denominators", "grad", "grad_denominators")
-GRADIENTS = ("grad_q", "grad_k", "grad_v")
+TENSORS = ("q", "k", "v", "states", "out", "denominators", "grad", "grad_denominators", "factors")
+GRADIENTS = ("grad_q", "grad_k", "grad_v", "grad_decay")
 
 
 class _Call(ctypes.Structure):
@@ -46,11 +46,11 @@ def library() -> ctypes.CDLL | None:
     return loader.compiled(SOURCE, _Call)
 
 
-def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def serves(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> bool:
     """True if the kernel supports q, k, v (B, H, T, .) and each thread has a sequence or more."""
     given = (q, k, v)
     return (
-        is_plain(*given)
+        is_plain(*given, log_decay)
         and q.shape == k.shape
         and q.shape[:3] == v.shape[:3]
         and all(x.numel() > 0 and x.shape[-1] <= WIDEST for x in given)
@@ -64,50 +64,58 @@ def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute :func:`causal.definition` for a constant ``log_decay`` (H,) without gradient."""
+    """Compute :func:`causal.definition`; a decay (H,) that needs a gradient is taken per token."""
+    if log_decay is not None and log_decay.dim() == 1 and log_decay.requires_grad:
+        log_decay = log_decay[None, :, None].expand(q.shape[:3])
     rows = (loader.contiguous_rows(x) for x in (q, k, v))  # copied here, inside the autograd graph
-    return _CausalSums.apply(*rows, wanted, log_decay, eps)
+    return _CausalSums.apply(*rows, log_decay, wanted, eps)
 
 
 class _CausalSums(torch.autograd.Function):
     """The causal sums as (result, denominator), with a hand-written gradient."""
 
     @staticmethod
-    def forward(ctx, q, k, v, wanted, log_decay, eps):
+    def forward(ctx, q, k, v, log_decay, wanted, eps):
         states = _states(q, v) if any(ctx.needs_input_grad) else None
         out = torch.empty_like(v)
         denominators = None if wanted == "numerator" else q.new_empty(q.shape[:3])
-        ctx.settings = wanted, log_decay, eps
+        ctx.settings = wanted, eps
         tensors = {"states": states, "out": out, "denominators": denominators}
-        _run("causal_forward", ctx.settings, q=q, k=k, v=v, **tensors)
+        _run("causal_forward", log_decay, ctx.settings, q=q, k=k, v=v, **tensors)
         kept = (out, denominators) if wanted == "normalized" else (None, None)
-        ctx.save_for_backward(q, k, v, states, *kept)
+        ctx.save_for_backward(q, k, v, log_decay, states, *kept)
         return out, denominators if wanted == "sums" else None
 
     @staticmethod
     def backward(ctx, grad, grad_denominators):
         if torch.is_grad_enabled():
             return _gradients_as_graph(ctx, grad, grad_denominators)
-        q, k, v, states, out, denominators = ctx.saved_tensors
-        grads = {name: torch.empty_like(x) for name, x in zip(GRADIENTS, (q, k, v), strict=True)}
+        q, k, v, log_decay, states, out, denominators = ctx.saved_tensors
+        grads = {name: torch.empty_like(x) for name, x in zip(GRADIENTS, (q, k, v), strict=False)}
+        if ctx.needs_input_grad[3]:
+            grads["grad_decay"] = q.new_empty(q.shape[:3], dtype=torch.float64)
         kept = {"states": states, "out": out, "denominators": denominators}
         if grad_denominators is not None:
             kept["grad_denominators"] = grad_denominators.contiguous()
         grad = loader.contiguous_rows(grad)
-        _run("causal_backward", ctx.settings, q=q, k=k, v=v, grad=grad, **kept, **grads)
-        return *grads.values(), None, None, None
+        _run("causal_backward", log_decay, ctx.settings, q=q, k=k, v=v, grad=grad, **kept, **grads)
+        grad_decay = grads.pop("grad_decay", None)
+        grad_decay = None if grad_decay is None else grad_decay.to(log_decay.dtype)
+        return *grads.values(), grad_decay, None, None
 
 
 def _gradients_as_graph(
     ctx, grad: Tensor, grad_denominators: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of a call with their graph, for second derivatives."""
-    inputs, needed = ctx.saved_tensors[:3], ctx.needs_input_grad[:3]
+    wanted, eps = ctx.settings
+
+    def definition(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> tuple[Tensor, ...]:
+        return causal.present(*causal.definition(q, k, v, wanted, log_decay, eps))
+
+    inputs, needed = ctx.saved_tensors[:4], ctx.needs_input_grad[:4]
     grads = causal.present(grad, grad_denominators)
-    found = gradients_of(
-        lambda *x: causal.present(*causal.definition(*x, *ctx.settings)), inputs, needed, grads
-    )
-    return *found, None, None, None
+    return *gradients_of(definition, inputs, needed, grads), None, None
 
 
 def _states(q: Tensor, v: Tensor) -> Tensor:
@@ -116,12 +124,13 @@ def _states(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty(*q.shape[:2], segments, q.shape[-1] * (v.shape[-1] + 1))
 
 
-def _run(name: str, settings: tuple[str, Tensor | None, float], **tensors: Tensor | None) -> None:
+def _run(
+    name: str, log_decay: Tensor | None, settings: tuple[str, float], **tensors: Tensor | None
+) -> None:
     """Call the function ``name`` of the library with named tensors."""
-    wanted, log_decay, eps = settings
+    wanted, eps = settings
     q, v = tensors["q"], tensors["v"]
-    rates = None if log_decay is None else log_decay.detach().double().expand(q.shape[1])
-    rates = None if rates is None else rates.contiguous()
+    rates, tensors["factors"] = _decay_of(log_decay, q)
     sizes = dict(zip(("batch", "heads", "time", "keys"), q.shape, strict=True))
     call = _Call(
         **sizes,
@@ -136,3 +145,13 @@ def _run(name: str, settings: tuple[str, Tensor | None, float], **tensors: Tenso
         **{name: loader.view(x) for name, x in tensors.items()},
     )
     getattr(library(), name)(ctypes.byref(call))
+
+
+def _decay_of(log_decay: Tensor | None, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the rates (H,) of a constant decay and the factors (B, H, T) of one per token."""
+    if log_decay is None:
+        return None, None
+    wide = log_decay.detach().double()
+    if log_decay.dim() == 1:
+        return wide.expand(q.shape[1]).contiguous(), None
+    return None, wide.expand(q.shape[:3]).exp()

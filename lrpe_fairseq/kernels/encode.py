@@ -6,6 +6,7 @@ are ``encode_cpu`` (C++) and ``encode_triton``.
 Axes: B batch, H heads, T time, D width, E rotated pairs (in a wide form: rotated features).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -55,6 +56,23 @@ def definition(x: Tensor, p: Tensor | None, at: Tensor, form: Form) -> Tensor:
     if form.wide:
         return torch.cat([z * at.real, z * at.imag], -1)
     return rotated(z, at)
+
+
+def by_head(encode: Callable[[Tensor, Tensor], Tensor], x: Tensor, at: Tensor) -> Tensor:
+    """Return ``encode(x, at)`` for a kernel that takes no phases per head.
+
+    The heads become the batch axis, or part of it.
+
+    Args:
+        encode: a function of x (B, H, T, D) and phases (T, E) or (B, 1, T, E).
+        x: (B, H, T, D). at: phases as above, or per head, (H, T, E) or (B, H, T, E).
+    """
+    if at.dim() == 3:
+        return encode(x.transpose(0, 1), at.unsqueeze(1)).transpose(0, 1)
+    if at.dim() == 2 or at.shape[1] == 1:
+        return encode(x, at)
+    out = encode(x.flatten(0, 1).unsqueeze(1), at.flatten(0, 1).unsqueeze(1))
+    return out.squeeze(1).unflatten(0, x.shape[:2])
 
 
 def rotated(x: Tensor, turn: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from lrpe_fairseq.encodings import (
     EncodingOptions,
     options_of_encodings,
 )
+from lrpe_fairseq.encodings.base import POSITION_GRIDS
 from lrpe_fairseq.encodings.fidelity import DEPARTURES, parse_departures
 from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.models.checks import warn_about_absolute_positions
@@ -70,6 +71,21 @@ class AttentionOptions(FairseqDataclass):
         default="rotated",
         metadata={"help": "denominator of linear attention (rotated is Eq. 39 of LRPE)"},
     )
+    grid_width: int = field(
+        default=0,
+        metadata={
+            "help": "columns W of a grid whose cells are numbered row by row: position s is row "
+            "s // W, column s mod W; 0: a sequence"
+        },
+    )
+    position_grid: ChoiceEnum(list(POSITION_GRIDS)) = field(
+        default="flat",
+        metadata={
+            "help": "how an encoding of sequences reads a grid: flat (the number of the cell), "
+            "axial (one half of each head's features by row, the other half by column) or sum "
+            "(row + column, as the image code of TMLR LRPE does)"
+        },
+    )
     encoding_seed: int = field(
         default=0,
         metadata={"help": "seed of the encoding's fixed random parts (vectors, permutations)"},
@@ -88,9 +104,9 @@ def encoding_options(options: Any) -> EncodingOptions:
 
     An option that a checkpoint does not contain yet has its default.
     """
-    given = {
-        name: getattr(options, name, own.default) for name, own in options_of_encodings().items()
-    }
+    defaults = {name: own.default for name, own in options_of_encodings().items()}
+    defaults |= {"grid_width": 0, "position_grid": "flat"}
+    given = {name: getattr(options, name, default) for name, default in defaults.items()}
     plain = {name: str(v) if isinstance(v, Enum) else v for name, v in given.items()}
     return EncodingOptions(parse_departures(options.fidelity), **plain)
 

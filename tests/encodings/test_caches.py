@@ -134,7 +134,7 @@ def copy_in_place(tensor, new):
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(
-    "name", ["lrpe-type2", "lrpe-type3", "lrpe-type4", "lrpe-tmlr-type1", "permuteformer"]
+    "name", ["lrpe-type2", "lrpe-type3", "lrpe-type4", "lrpe-tmlr-type1", "permuteformer", "liere"]
 )
 def test_an_edited_permutation_or_parameter_is_used_at_once(name, frozen, inference, edit):
     encoding, other = (build_encoding(name, 8, 2, seed=s).eval() for s in (0, 1))

@@ -30,6 +30,10 @@ SERVED = [
     "lrpe:householder-learned:unitary-learned",
     "lrpe:odd-even:rotation",
     "lrpe:identity:unitary",
+    "cosformer",
+    "rope-2d",
+    "rope-2d-mixed",
+    "fope",
 ]
 NATIVE = [
     "permuteformer",

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from lrpe_fairseq.encodings import (
     ENCODINGS,
+    FAMILIES,
     Encoding,
     QueryKeyEncoding,
     build_encoding,
     encoding_class,
 )
-from lrpe_fairseq.encodings.lrpe import CORES, PROJECTIONS
 from lrpe_fairseq.experiments.report import markdown, portraits
 
 PAGE = "docs/encodings.md"
@@ -51,8 +51,9 @@ def encodings_table() -> str:
         both = "–" if encoding.causal_only else "yes"
         learned = f"{_learned(encoding):,}"
         rows.append([f"[`{name}`](#{name})", describe(encoding), linear, "yes", both, learned])
-    free = f"P in {{{', '.join(PROJECTIONS)}}}, Lambda in {{{', '.join(CORES)}}}"
-    rows.append(["`lrpe:<P>:<Lambda>`", f"the free form: {free}", "yes", "yes", "yes", ""])
+    for family in FAMILIES.values():
+        row = [f"`{family.form}`", f"the free form {family.rest}", "yes", "yes"]
+        rows.append([*row, "–" if family.causal_only else "yes", ""])
     head = ["name", "description", "linear", "softmax", "bidirectional", "learned parameters"]
     return markdown.table(head, rows)
 

@@ -6,7 +6,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-from lrpe_fairseq.encodings import ENCODINGS, encoding_class
+from lrpe_fairseq.encodings import ENCODINGS, FAMILIES, encoding_class
 from lrpe_fairseq.experiments.report import dots, markdown, quickstart
 
 PAGE = "README.md"
@@ -29,7 +29,8 @@ def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
 def names_table() -> str:
     """The names of ENCODINGS by the attention types that they serve."""
     linear = {name: encoding_class(name).serves_linear for name in ENCODINGS}
-    both = [*numbered(name for name in ENCODINGS if linear[name]), "`lrpe:<P>:<Lambda>`"]
+    both = [*numbered(name for name in ENCODINGS if linear[name])]
+    both += [f"`{family.form}`" for family in FAMILIES.values()]
     softmax = numbered(name for name in ENCODINGS if not linear[name])
     rows = [["linear, softmax", ", ".join(both)], ["softmax", ", ".join(softmax)]]
     return markdown.table(["attention", "`--position-encoding`"], rows)

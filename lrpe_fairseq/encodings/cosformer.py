@@ -1,0 +1,56 @@
+"""cosFormer (Qin et al., 2022): linear attention whose weights fall as a cosine of the distance."""
+
+import math
+from dataclasses import dataclass
+
+from lrpe_fairseq.encodings.base import Card, EncodingSpec, option
+from lrpe_fairseq.encodings.cores import OneAngle
+from lrpe_fairseq.encodings.lrpe import LRPE
+from lrpe_fairseq.errors import ChoiceError
+
+
+@dataclass(frozen=True)
+class CosFormerOptions:
+    """Options of cosFormer."""
+
+    cosformer_length: int = option(
+        4096,
+        "cosFormer: M, the distance at which the weight is 0; set it to at least the length of the "
+        "longest text, also of those that are only evaluated",
+    )
+
+
+class CosFormer(LRPE):
+    """score_st = q_s.k_t cos(pi (s - t) / 2M): the unitary core of LRPE with one angle pi / 2M.
+
+    The cosine of a difference decomposes (cosFormer, Section 3.2, Eq. 9-10):
+
+        q~_s = [q_s cos(a s), q_s sin(a s)], k~_t likewise, a = pi / 2M.
+
+    This is LRPE with P = I and Lambda^(s) = exp(i a s) I (LRPE, C.1); any other P gives the same
+    scores. The encoded width is 2D. In linear attention q is phi(q). The feature map is the
+    project's 1 + elu; the paper's is ReLU. In softmax attention the cosine multiplies q.k before
+    the softmax, which the paper does not do.
+
+    M is ``cosformer_length``, and nothing is learned. M is fixed: the authors' causal code takes M
+    from the length of its input, so that a further token changes all earlier outputs.
+
+    Trap: beyond distance M the score is negative, and the denominator of Eq. 39 can vanish. With M
+    much larger than the text all weights are close to 1, as without an encoding.
+
+    Raises: ChoiceError unless M is positive.
+    """
+
+    Options = CosFormerOptions
+    card = Card(
+        equation=r"q_s^\top k_t \cos\frac{\pi n}{2M}",
+        cost="features of width 2D",
+        beyond="none beyond M: the score is 0 at distance M and negative from there to 3M",
+        source="Qin et al. 2022, cosFormer, Section 3.2",
+    )
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        length = spec.options.of(CosFormerOptions).cosformer_length
+        if length < 1:
+            raise ChoiceError(f"cosformer_length must be positive, got {length}")
+        super().__init__(spec, "identity", OneAngle(spec, math.pi / (2 * length)))

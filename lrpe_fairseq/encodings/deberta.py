@@ -1,0 +1,192 @@
+"""Disentangled attention (DeBERTa; He, Liu, Gao and Chen, 2021)."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lrpe_fairseq.encodings.base import (
+    Card,
+    EncodingSpec,
+    PositionCache,
+    ScoreEncoding,
+    check_positions,
+    option,
+)
+from lrpe_fairseq.encodings.biases import pick, query_scale
+from lrpe_fairseq.encodings.departures import Departure
+from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.kernels.dispatch import has_values
+
+Ends = tuple[int, int]
+"""The smallest and the largest difference of two positions that can occur."""
+
+
+class DeBERTa(ScoreEncoding):
+    """score_st = (q_s.k_t + q_s.Kr[d(s, t)] + k_t.Qr[d(t, s)]) / sqrt(3 D), Kr = P W_k, Qr = P W_q.
+
+    P (2K, H D) is a learned table with K = ``deberta_distance``, and d(a, b) = clip(a - b + K, 0,
+    2K - 1) is the row of a difference (so K - 1 and all larger differences share the last one). W_k
+    and W_q (H D x H D, with bias) split their results into heads, as the content projections do.
+
+    All layers share P, as in the paper, unless ``deberta_shared`` is false. Each layer has separate
+    projections. P is initialized from N(0, 0.02^2), W_k and W_q like fairseq's key projection
+    (Xavier, gain 1/sqrt 2), with the spec's generator. Dropout of P, the log buckets and the shared
+    projections of DeBERTa V2 and V3 are not part of this method.
+
+    Kr and Qr are computed for the differences that can occur. Without gradients they are computed
+    once for all differences, and again when the weights change.
+
+    Trap: q is already scaled by (3 D)^-0.5, so the term of k_t is scaled here.
+
+    Raises: ChoiceError if ``deberta_distance`` is less than 1.
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        """Options of DeBERTa: the largest distance, and True if all layers share the table P."""
+
+        deberta_distance: int = option(
+            512, "DeBERTa: all distances from this on share one vector; the table has twice as many"
+        )
+        deberta_shared: bool = option(
+            True, "DeBERTa: one table in all layers (projections stay separate)"
+        )
+
+    content_scale = 3**-0.5
+    departures = {
+        "deberta-p2c-index": Departure(
+            paper="the key's term reads row delta(t, s) (DeBERTa, He et al. 2021)",
+            code="reads row delta(s, t), so that this term sees distances with the opposite sign",
+            ours="row delta(t, s)",
+        ),
+    }
+    card = Card(
+        equation=r"\frac{q_s^\top k_t + q_s^\top K^r_{\delta(s,t)} + k_t^\top Q^r_{\delta(t,s)}}"
+        r"{\sqrt{3D}}, \quad \delta(a, b) = \operatorname{clip}(a - b + K, 0, 2K - 1)",
+        cost="up to 4 K (H D)^2 multiply-adds for two projections of the table, 2 B H T 2 K D for "
+        "products with it, and two gathers of B H T S entries; 2 K H D parameters in all layers "
+        "together and 2 (H D)^2 + 2 H D in each",
+        beyond="All distances from K on have one vector, so longer texts cause no error, but the "
+        "order of keys that are farther away is not represented.",
+        source="He, Liu, Gao and Chen, 2021, first version (V1)",
+    )
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__(spec)
+        self.distance, self.shared = self.options.deberta_distance, self.options.deberta_shared
+        if self.distance < 1:
+            raise ChoiceError(f"deberta_distance must be at least 1, got {self.distance}")
+        generator = spec.generator(stream=32)
+        shape = 2 * self.distance, spec.num_heads * spec.head_dim
+        self.table = nn.Parameter(0.02 * torch.randn(shape, generator=generator, device="cpu"))
+        self.key_proj, self.query_proj = (_projection(shape[1], generator) for _ in range(2))
+        self.key_scale = self.content_scale * query_scale(spec)
+        self._opposite = "deberta-p2c-index" not in spec.options.fidelity
+        self._ends, self._key_rows, self._query_rows = PositionCache(), KeptRows(), KeptRows()
+
+    def share_with(self, owner: "DeBERTa") -> None:
+        """Use the table of ``owner``. Each layer keeps separate projections."""
+        self.table = owner.table
+
+    def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        """Return both terms of positions, (B, H, T, S). ``q`` is scaled by (3 D)^-0.5.
+
+        In a causal model a key after the query is treated as distance 0; attention masks it.
+        """
+        check_positions(q_positions, q), check_positions(k_positions, k)
+        lag = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
+        lag = lag.clamp_min(0) if self.spec.causal else lag
+        low, high = self.ends(q_positions, k_positions)
+        of_queries = self._term(q, self.key_proj, self._key_rows, lag, (low, high))
+        if self._opposite:
+            lag, low, high = -lag, -high, -low
+        k = self.key_scale * k
+        return of_queries + self._term(k, self.query_proj, self._query_rows, lag.mT, (low, high)).mT
+
+    def row(self, difference: Tensor) -> Tensor:
+        """Return d of the difference a - b, int64 of any shape."""
+        return (difference + self.distance).clamp(0, 2 * self.distance - 1)
+
+    def ends(self, q_positions: Tensor, k_positions: Tensor) -> Ends:
+        """Return bounds of s - t, between -K and K. The result is cached."""
+        if not has_values(q_positions, k_positions) or not q_positions.numel():
+            return -self.distance, self.distance
+
+        def compute() -> Ends:
+            low = int(q_positions.min() - k_positions.max())
+            high = int(q_positions.max() - k_positions.min())
+            least = 0 if self.spec.causal else -self.distance
+            return tuple(min(max(end, least), self.distance) for end in (low, high))
+
+        return self._ends.get((q_positions, k_positions), None, compute)
+
+    def _term(
+        self, x: Tensor, projection: nn.Linear, kept: "KeptRows", difference: Tensor, ends: Ends
+    ) -> Tensor:
+        """Return the product of x_a and the projected row d(a, b).
+
+        Args:
+            x: (B, H, A, D). difference: a - b, int64 (A, B') or (B, A, B'). ends: its bounds.
+        Returns: (B, H, A, B').
+        """
+        first, last = (min(end + self.distance, 2 * self.distance - 1) for end in ends)
+        rows = kept.rows(self.table, projection, slice(first, last + 1), x.dtype)
+        rows = rows.unflatten(-1, (self.spec.num_heads, -1))  # N H D
+        index = self.row(difference) - first
+        if index.shape[-1] == 1:  # one row for each x_a: less work than the products with all
+            own = rows[index.squeeze(-1)].transpose(-3, -2)  # H A D or B H A D
+            return (x * own).sum(-1, keepdim=True)
+        return pick(x @ rows.permute(1, 2, 0), index)
+
+
+class KeptRows:
+    """The projection of a table, kept while the weights have the same values.
+
+    Only used without gradients. It is not part of the state dict, and copies start empty. Threads
+    may share it: the entry is one tuple, replaced after the rows are computed.
+    """
+
+    def __init__(self) -> None:
+        self._entry: tuple[tuple[Tensor, ...], Tensor] | None = None
+
+    def rows(
+        self, table: Tensor, projection: nn.Linear, wanted: slice, dtype: torch.dtype
+    ) -> Tensor:
+        """Return ``projection(table[wanted])`` in ``dtype``, (N, H D)."""
+        weights = table, projection.weight, projection.bias
+        if torch.is_grad_enabled() or not has_values(*weights):
+            return _projected(projection, table[wanted], dtype)
+        entry = self._entry
+        if entry is None or entry[1].dtype != dtype or not all(map(_same, entry[0], weights)):
+            entry = tuple(w.clone() for w in weights), _projected(projection, table, dtype)
+            self._entry = entry
+        return entry[1][wanted]
+
+    def __deepcopy__(self, memo: dict) -> "KeptRows":
+        return KeptRows()
+
+    def __reduce__(self) -> tuple:
+        return KeptRows, ()
+
+
+def _same(kept: Tensor, now: Tensor) -> bool:
+    """True if both tensors have the same type, device and values."""
+    return kept.dtype == now.dtype and kept.device == now.device and torch.equal(kept, now)
+
+
+def _projected(projection: nn.Linear, table: Tensor, dtype: torch.dtype) -> Tensor:
+    """Apply the projection in the wider one of its dtype and ``dtype``; return ``dtype``."""
+    wide = torch.promote_types(table.dtype, dtype)
+    weight, bias = projection.weight.to(wide), projection.bias.to(wide)
+    return F.linear(table.to(wide), weight, bias).to(dtype)
+
+
+def _projection(width: int, generator: torch.Generator) -> nn.Linear:
+    """Return a linear map that is initialized like fairseq's key projection."""
+    projection = nn.utils.skip_init(nn.Linear, width, width)
+    nn.init.xavier_uniform_(projection.weight, gain=math.sqrt(0.5), generator=generator)
+    nn.init.zeros_(projection.bias)
+    return projection

@@ -1,0 +1,144 @@
+"""FoPE, Fourier position embedding (Hua et al., 2025): RoPE with a Fourier series per pair."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lrpe_fairseq.encodings.base import Card, EncodingSpec, Planes, PositionCache, option
+from lrpe_fairseq.encodings.cores import Rotation, phases, rotate_pairs
+from lrpe_fairseq.encodings.departures import Departure
+from lrpe_fairseq.encodings.lrpe import LRPE
+from lrpe_fairseq.errors import ChoiceError
+
+DOUBLED = "fope-zero-frequency-doubled"
+
+
+@dataclass(frozen=True)
+class FoPEOptions:
+    """Options of FoPE."""
+
+    fope_length: int = option(
+        512,
+        "FoPE: N; frequencies below 2 pi / N are set to 0. Set it to the length of the training "
+        "texts",
+    )
+    fope_sigma: float = option(
+        0.3, "FoPE: spread of the coefficients; their standard deviation is sigma / sqrt(M)"
+    )
+    fope_learned: bool = option(False, "FoPE: learn the coefficients, which the authors fix")
+
+
+class FoPE(LRPE):
+    """RoPE whose cosines and sines are Fourier series, with slow frequencies set to 0.
+
+    RoPE's frequencies are w_i = 10000^(-2i/D). Those below 2 pi / N, N = ``fope_length``, do not
+    complete a period in training and are set to 0: their pairs of features are unchanged. For the M
+    other pairs j of head h (Hua et al., 2025, Eq. 13, and the listing of Appendix B)
+
+        C_hj(s) = sum_i a_hij cos(w_i s),   S_hj(s) = sum_i b_hij sin(w_i s),
+        (x, y) -> (x C - y S, x S + y C) for queries and keys,
+
+    with a and b the identity plus N(0, sigma^2 / M), the Xavier initialization of an M x M matrix
+    with gain sigma = ``fope_sigma``. The coefficients are drawn from the spec's generator, saved in
+    the checkpoint, and fixed unless ``fope_learned``.
+
+    The encoding is not relative: the score contains products of two series, so it changes with
+    both positions at one distance. Norms are not preserved. With sigma = 0 it is RoPE with clipped
+    frequencies, which is relative.
+
+    The authors' listing also divides the coefficients by their sum over i, which Eq. 13 does not
+    contain, computes the fans of Xavier from the (H, M, M) tensor, and keeps at most D/4 pairs.
+
+    Costs O(D) per token and head, and O(H T M^2) for the series.
+
+    Trap: ``fope_length`` must be the length of the training texts.
+
+    Raises: ChoiceError for a length below 7, where no frequency remains, or a negative sigma.
+    """
+
+    Options = FoPEOptions
+    departures = {
+        DOUBLED: Departure(
+            paper="a frequency below 2 pi / N is set to 0 (FoPE, Hua et al. 2025)",
+            code="multiplies such pairs by 1 + i, which doubles their part of the score",
+            ours="multiplies them by 1",
+        )
+    }
+    card = Card(
+        equation=(
+            r"\mathrm{Re}\sum_j \bar q_j \bar F_{hj}(s)\, F_{hj}(t) k_j, \quad "
+            r"F_{hj}(s) = \sum_i a_{hij} \cos \omega_i s + \mathrm{i}\, b_{hij} \sin \omega_i s"
+        ),
+        cost="O(D) per token and head, and O(H T M^2)",
+        beyond=(
+            "every frequency has completed a period within the training length; the score is not "
+            "relative"
+        ),
+        source="Hua et al. 2025, Fourier Position Embedding, Eq. 13 and Appendix B",
+    )
+    relative = "no"
+    keeps_norm = False
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__(spec, "identity", FourierSeries(spec))
+
+
+class FourierSeries(nn.Module):
+    """Multiplies the pairs of every head, as complex numbers, by series of the frequencies."""
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__()
+        own = spec.options.of(FoPEOptions)
+        self.theta = kept_frequencies(spec, own.fope_length)
+        self.cache = PositionCache()
+        self.dropped = spec.head_dim // 2 - len(self.theta)
+        self.doubles = DOUBLED in spec.options.fidelity
+        coefficients = _draw(spec, len(self.theta), own.fope_sigma)
+        if own.fope_learned:
+            self.coefficients = nn.Parameter(coefficients)
+        else:
+            self.register_buffer("coefficients", coefficients)
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return C + i S of every head and position: (H, T, E) or (B, H, T, E), complex.
+
+        The series is summed in float64 and then cast.
+        """
+        exact = torch.float32 if positions.device.type == "mps" else torch.float64
+        basis = self.cache.get(
+            (positions, self.theta), exact, lambda: phases(positions, self.theta, exact)
+        )
+        a, b = self.coefficients.to(exact)
+        turn = torch.complex((basis.real @ a).to(dtype), (basis.imag @ b).to(dtype))
+        if not self.doubles:
+            return turn  # the other pairs are unchanged
+        return torch.cat([turn, turn.new_full((*turn.shape[:-1], self.dropped), 1 + 1j)], -1)
+
+    def forward(self, planes: Planes, turn: Tensor) -> Planes:
+        """Multiply the pairs of every plane (B, H, T, D) by ``turn``, the result of :meth:`at`."""
+        return tuple(rotate_pairs(x, turn) for x in planes)
+
+
+def kept_frequencies(spec: EncodingSpec, length: int) -> Tensor:
+    """Return RoPE's frequencies that are at least 2 pi / ``length``, (M,) float64.
+
+    Raises: ChoiceError if there is none.
+    """
+    theta = Rotation(spec).theta
+    theta = theta[theta >= 2 * math.pi / max(length, 1)]
+    if not len(theta):
+        raise ChoiceError(
+            f"fope_length must be at least 7, so that a frequency remains, got {length}"
+        )
+    return theta
+
+
+def _draw(spec: EncodingSpec, count: int, sigma: float) -> Tensor:
+    """Return the coefficients a and b, (2, H, M, M) float32, of input i and output j."""
+    if sigma < 0:
+        raise ChoiceError(f"fope_sigma cannot be negative, got {sigma}")
+    generator, shape = spec.generator(stream=22), (2, spec.num_heads, count, count)
+    noise = torch.randn(shape, generator=generator, device="cpu")
+    return torch.eye(count, device="cpu") + noise * (sigma * count**-0.5)

@@ -1,0 +1,416 @@
+"""Rotations exp(sum_a p_a A_a) in blocks: LieRE (Ostmeier et al., 2025), ComRoPE (Yu et al., 2025).
+
+A_a = -A_a^T is a learned generator for axis a, block diagonal with blocks of width b, and p_a is
+the coordinate on that axis. On a line there is one axis, the position. On a grid of width W
+(``--grid-width``) axis 0 is row / W and axis 1 is column / W, so a square image spans [0, 1).
+
+Axes: B batch, H heads, T time, D head width, N axes, J blocks, b width of a block, G = H J,
+K vectors that share the positions, M positions.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lrpe_fairseq.encodings.base import (
+    Card,
+    EncodingSpec,
+    PositionCache,
+    QueryKeyEncoding,
+    check_positions,
+    option,
+)
+from lrpe_fairseq.encodings.grid import rows_and_columns
+from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.kernels.dispatch import gradients_of, has_values, is_plain
+
+BASE = 10000.0
+"""Base of the frequencies that the generators on a line start from, as in RoPE."""
+NOISE = 0.001
+"""Standard deviation of the noise that is added to an entry of A. It is small because angles grow
+with the position: noise of 0.01 removes the slow rotations of RoPE within a few hundred tokens, and
+the denominators of linear attention (Eq. 39) are then often close to zero."""
+ENTRIES = 1 << 20
+"""Entries (G, M, b, b) of one step of the generators' gradient; bounds its memory."""
+
+
+# --- the encodings -----------------------------------------------------------------------------
+
+
+class BlockRotation(QueryKeyEncoding):
+    """q~ = R(p) q and k~ = R(p) k with an orthogonal R(p), block diagonal in blocks of width b.
+
+    b = min(``rotation_block``, D // ``least_blocks``). The last D mod b features are unchanged, as
+    the last feature of RoPE for an odd D. A subclass defines :meth:`turned`.
+    Raises: ChoiceError unless b is at least 2.
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        """Options of LieRE and ComRoPE."""
+
+        rotation_block: int = option(
+            8, "LieRE, ComRoPE: width of the blocks of features that are rotated together"
+        )
+
+    def __init__(self, spec: EncodingSpec, least_blocks: int = 1) -> None:
+        super().__init__(spec)
+        self.axes = 2 if spec.options.grid_width else 1
+        # generators that start from large random numbers turn narrow heads, or those of tall grids,
+        # into nearly independent directions
+        self.denominator_vanishes = self.axes == 2
+        self.block = min(self.options.rotation_block, spec.head_dim // least_blocks)
+        if self.block < 2:
+            raise ChoiceError(
+                f"blocks that are rotated need a width of at least 2 and {least_blocks} of them in "
+                f"a head, got rotation_block {self.options.rotation_block} and head width "
+                f"{spec.head_dim}"
+            )
+        self.blocks = spec.head_dim // self.block
+
+    def forward(
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate q and k; see :meth:`QueryKeyEncoding.forward`."""
+        check_positions(q_positions, q), check_positions(k_positions, k)
+        with torch.autocast(q.device.type, enabled=False):
+            if q_positions is k_positions and q.dtype == k.dtype:
+                q, k = self._rotated(torch.stack([q, k]), q_positions).unbind(0)
+                return q, k
+            q = self._rotated(q.unsqueeze(0), q_positions).squeeze(0)
+            return q, self._rotated(k.unsqueeze(0), k_positions).squeeze(0)
+
+    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate x (n, B, H, T, D) at positions (T,) or (B, T), in float32 or wider."""
+        width = self.blocks * self.block
+        wide = x[..., :width].to(torch.promote_types(x.dtype, torch.float32))
+        groups = to_groups(wide, self.blocks, positions.dim() == 2)
+        out = from_groups(self.turned(groups, positions), wide.shape, self.blocks).to(x.dtype)
+        return out if width == x.shape[-1] else torch.cat([out, x[..., width:]], dim=-1)
+
+    def turned(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate x (G, K, M, b) at positions of any shape with M entries."""
+        raise NotImplementedError
+
+    def coordinates(self, positions: Tensor) -> Tensor:
+        """Return p of every position, float64 (M, N); see the docstring of this file."""
+        positions, width = positions.flatten(), self.spec.options.grid_width
+        if not width:
+            return positions.unsqueeze(-1).double()
+        return torch.stack(rows_and_columns(positions, width), dim=-1).double() / width
+
+
+class LieRE(BlockRotation):
+    """q~_p = exp(sum_a p_a A_a) q_p, A_a a learned block-diagonal skew-symmetric matrix per head.
+
+    A_a = L_a - L_a^T; the strictly lower triangle L_a (N, H, J, b (b - 1) / 2) is learned, per
+    layer. R(p) is orthogonal, so norms are kept.
+
+    On a line the score is exactly relative, and this is LRPE with a learned block-orthogonal P and
+    learned angles. L starts from RoPE's frequencies in pairs of features, plus N(0, 0.001^2): the
+    paper's U(0, 2 pi) is meant for coordinates in [0, 1] and would be noise for integers. On a grid
+    L starts from U(0, 2 pi), as in the authors' code.
+
+    Trap: on a grid the score is *not* relative, because R(p)^T R(p') = R(p' - p) only if A_0 and
+    A_1 commute. There one eigenbasis of b x b is computed for each distinct cell, block and head,
+    which dominates the cost.
+
+    All eigenbases are computed in float64, so R(p) is orthogonal at any position.
+    """
+
+    card = Card(
+        equation=(
+            r"(R_s q_s)^\top R_t k_t,\quad R_s = \exp\Big(\sum_a p_a(s)\, A_a\Big),\quad "
+            r"A_a = L_a - L_a^\top \text{ in blocks of width } b"
+        ),
+        cost="O(B H T D b); on a grid also O(H D b^2) for each distinct cell",
+        beyond="nothing: the angles grow with the position, as in RoPE",
+        source="Ostmeier et al., 2025 (LieRE: Lie Rotational Positional Encodings)",
+    )
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__(spec)
+        size, generator = self.block * (self.block - 1) // 2, spec.generator(stream=31)
+        shape = self.axes, spec.num_heads, self.blocks, size
+        if self.axes == 1:
+            start = line_start(spec.num_heads, self.blocks, self.block)[..., *triangle(self.block)]
+            draw = start + NOISE * torch.randn(shape, generator=generator, device="cpu")
+        else:
+            self.relative = "no"
+            draw = 2 * math.pi * torch.rand(shape, generator=generator, device="cpu")
+        self.lower = nn.Parameter(draw)
+        self._cells = PositionCache()
+
+    def turned(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate x (G, K, M, b); see :meth:`BlockRotation.turned`."""
+        skew = skew_of_triangle(self.lower.double(), self.block).flatten(1, 2)  # N G b b
+        if self.axes == 1:
+            return turn(x, skew[0], self.coordinates(positions).expand(-1, len(x)).t())
+        cells, index = self._cells.get(positions, None, lambda: distinct(positions))
+        rotation = exponential(torch.einsum("ma,agij->mgij", self.coordinates(cells), skew))
+        return torch.einsum("mgij,gkmj->gkmi", rotation.to(x.dtype)[index], x)
+
+
+class ComRoPE(BlockRotation):
+    """q~_p = exp(sum_a p_a A_a) q_p with commuting A_a: block j of A_a is theta_aj (P_j - P_j^T).
+
+    R(p)^T R(p') = R(p' - p), so the score is exactly relative in every axis. P (H, J, b, b) is
+    learned per layer. On a grid it starts from N(0, 1), as in the paper; on a line A starts as that
+    of :class:`LieRE`. The paper shifts the coordinates of a cell by
+    half a cell, which cancels in every score, and adds noise to them in training, which is not
+    done here. A subclass defines :meth:`amounts`.
+    """
+
+    def __init__(self, spec: EncodingSpec, least_blocks: int = 1) -> None:
+        super().__init__(spec, least_blocks)
+        self.shift_unit = spec.options.grid_width or 1
+        shape = spec.num_heads, self.blocks, self.block, self.block
+        draw = torch.randn(shape, generator=spec.generator(stream=32), device="cpu")
+        if self.axes == 1:
+            draw = NOISE / math.sqrt(2) * draw + line_start(*shape[:3])  # A has twice its variance
+        self.p = nn.Parameter(draw)
+
+    def turned(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate x (G, K, M, b); see :meth:`BlockRotation.turned`."""
+        p = self.p.double().flatten(0, 1)  # G b b
+        amounts = self.amounts(self.coordinates(positions)).t().repeat(self.spec.num_heads, 1)
+        return turn(x, p - p.transpose(-1, -2), amounts)
+
+    def amounts(self, coordinates: Tensor) -> Tensor:
+        """Return sum_a theta_aj p_a, float64 (M, J), for coordinates (M, N)."""
+        raise NotImplementedError
+
+
+class ComRoPEAP(ComRoPE):
+    """ComRoPE with axial partition: block j turns by the coordinate of axis j mod N alone.
+
+    theta_aj = 1 if a = j mod N, else 0. Blocks are at most D / 2 wide on a grid, so that each axis
+    has one. On a line it equals :class:`LieRE`.
+    """
+
+    card = Card(
+        equation=(
+            r"q_s^\top \exp\big(\mathrm{diag}_j\, (p_{j \bmod N}(t) - p_{j \bmod N}(s))\, "
+            r"(P_j - P_j^\top)\big)\, k_t"
+        ),
+        cost="O(B H T D b)",
+        beyond="nothing: the angles grow with the position, as in RoPE",
+        source="Yu et al., 2025 (ComRoPE), axial partition",
+    )
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__(spec, least_blocks=2 if spec.options.grid_width else 1)
+
+    def amounts(self, coordinates: Tensor) -> Tensor:
+        """Return p_(j mod N); see :meth:`ComRoPE.amounts`."""
+        return coordinates[:, torch.arange(self.blocks, device=coordinates.device) % self.axes]
+
+
+class ComRoPELD(ComRoPE):
+    """ComRoPE with linearly dependent axes: block j turns by sum_a theta_aj p_a.
+
+    theta (N, J) is learned and common to all heads, as in the authors' code. It starts from N(0, 1)
+    on a grid and from 1 on a line, where this equals :class:`LieRE`.
+    """
+
+    card = Card(
+        equation=(
+            r"q_s^\top \exp\Big(\mathrm{diag}_j \sum_a \theta_{aj}\, (p_a(t) - p_a(s))\, "
+            r"(P_j - P_j^\top)\Big)\, k_t"
+        ),
+        cost="O(B H T D b)",
+        beyond="nothing: the angles grow with the position, as in RoPE",
+        source="Yu et al., 2025 (ComRoPE), linearly dependent",
+    )
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__(spec)
+        shape = self.axes, self.blocks
+        draw = torch.randn(shape, generator=spec.generator(stream=33), device="cpu")
+        self.theta = nn.Parameter(torch.ones(shape, device="cpu") if self.axes == 1 else draw)
+
+    def amounts(self, coordinates: Tensor) -> Tensor:
+        """Return sum_a theta_aj p_a; see :meth:`ComRoPE.amounts`."""
+        return coordinates @ self.theta.double()
+
+
+# --- generators --------------------------------------------------------------------------------
+
+
+def triangle(block: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    """Return rows and columns of the entries below the diagonal of a matrix of width ``block``."""
+    rows, columns = torch.tril_indices(block, block, offset=-1, device=device)
+    return rows, columns
+
+
+def skew_of_triangle(lower: Tensor, block: int) -> Tensor:
+    """Return L - L^T (..., b, b) for the entries of L below the diagonal, (..., b (b - 1) / 2)."""
+    rows, columns = triangle(block, lower.device)
+    place = torch.zeros(len(rows), block, block, dtype=lower.dtype, device=lower.device)
+    number = torch.arange(len(rows), device=lower.device)
+    place[number, rows, columns] = 1
+    matrix = torch.tensordot(lower, place, dims=1)
+    return matrix - matrix.transpose(-1, -2)
+
+
+def line_start(heads: int, blocks: int, block: int) -> Tensor:
+    """Return L (H, J, b, b), with which exp(s (L - L^T)) is RoPE's rotation of the pairs.
+
+    Entry (2i + 1, 2i) of block j is 10000^(-n/E), n the number of the pair and E the number of
+    pairs in a head. An odd block has one feature that is not rotated.
+    """
+    pairs = blocks * (block // 2)
+    number = torch.arange(pairs, dtype=torch.float64, device="cpu")
+    start = torch.zeros(blocks, block, block, device="cpu")
+    column = torch.arange(0, block - 1, 2, device="cpu")
+    start[:, column + 1, column] = (BASE ** (-number / pairs)).float().view(blocks, -1)
+    return start.expand(heads, -1, -1, -1).clone()
+
+
+def distinct(positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distinct positions (M',) and the index (M,) of each position among them.
+
+    Where code may not decide by values (under torch.compile and the like), all are returned.
+    """
+    positions = positions.flatten()
+    if not has_values(positions):
+        return positions, torch.arange(len(positions), device=positions.device)
+    return torch.unique(positions, return_inverse=True)
+
+
+# --- the layout --------------------------------------------------------------------------------
+
+
+def to_groups(x: Tensor, blocks: int, batched: bool) -> Tensor:
+    """(n, B, H, T, J b) -> (G, K, M, b): K = n B and M = T, or K = n and M = B T if ``batched``."""
+    x = x.unflatten(-1, (blocks, x.shape[-1] // blocks)).permute(2, 4, 0, 1, 3, 5).flatten(0, 1)
+    return x.flatten(2, 3) if batched else x.flatten(1, 2)
+
+
+def from_groups(x: Tensor, shape: torch.Size, blocks: int) -> Tensor:
+    """Invert :func:`to_groups`; ``shape`` is (n, B, H, T, J b)."""
+    n, batch, heads, length, width = shape
+    x = x.reshape(heads, blocks, n, batch, length, width // blocks)
+    return x.permute(2, 3, 0, 4, 1, 5).flatten(-2)
+
+
+# --- the exponential ---------------------------------------------------------------------------
+
+
+def turn(x: Tensor, skew: Tensor, amounts: Tensor) -> Tensor:
+    """Compute exp(u A) x for skew-symmetric A, through the eigenbasis of the Hermitian i A.
+
+    With i A = U diag(lambda) U^H, exp(u A) x = Re U e^(-i u lambda) U^H x.
+
+    Args:
+        x: (G, K, M, b), float32 or float64. skew: A, float64 (G, b, b).
+        amounts: u, float64 (G, M). Exact to the rounding of u lambda in float64.
+    Returns: (G, K, M, b) in the dtype of x.
+    """
+    compute: Callable[..., Tensor] = _Turn.apply if is_plain(x, skew, amounts) else definition
+    return compute(x, skew, amounts)
+
+
+def exponential(skew: Tensor) -> Tensor:
+    """Return exp(A), float64 (..., b, b), for skew-symmetric A, float64 (..., b, b)."""
+    flat = skew.flatten(0, -3)
+    eye = torch.eye(skew.shape[-1], dtype=skew.dtype, device=skew.device)
+    columns = turn(eye.expand(len(flat), -1, -1).unsqueeze(2), flat, flat.new_ones(len(flat), 1))
+    return columns.squeeze(2).transpose(-1, -2).reshape(skew.shape)
+
+
+def definition(x: Tensor, skew: Tensor, amounts: Tensor) -> Tensor:
+    """Compute :func:`turn` in differentiable operations, one matrix exponential per amount.
+
+    Its error grows with u; second derivatives are meant for u below about 10^5.
+    """
+    rotation = torch.matrix_exp(amounts[..., None, None] * skew.unsqueeze(1))  # G M b b
+    return torch.einsum("gmij,gkmj->gkmi", rotation.to(x.dtype), x)
+
+
+class _Turn(torch.autograd.Function):
+    """:func:`turn` with a gradient that never divides by a difference of eigenvalues.
+
+    With c = U^H g, a = U^H x and h = e^(-i u lambda / 2), the gradients are
+    dx = Re U (conj(h^2) c), du = sum_j lambda_j Im(conj(c_j) h_j^2 a_j) and
+    dA = Re U S U^H, S_jl = sum_u u sinc(u (lambda_j - lambda_l) / 2) (conj(h) c)_j conj(h a)_l,
+    sinc x = sin(x) / x (Daleckii and Krein). It is exact at equal and zero eigenvalues, where the
+    gradient of torch.linalg.eigh is not defined.
+    """
+
+    @staticmethod
+    def forward(ctx, x, skew, amounts):
+        values, basis = eigenbasis(skew)
+        ctx.save_for_backward(x, skew, amounts, values, basis)
+        weight = as_real_map(basis, x.dtype)
+        return _out_of(_half_phases(values, amounts, x.dtype).square() * _into(x, weight), weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, skew, amounts, values, basis = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return tuple(
+                gradients_of(definition, (x, skew, amounts), ctx.needs_input_grad, (grad,))
+            )
+        weight, half = as_real_map(basis, x.dtype), _half_phases(values, amounts, x.dtype)
+        c = half.conj() * _into(grad.contiguous(), weight)
+        grad_x = _out_of(half.conj() * c, weight) if ctx.needs_input_grad[0] else None
+        if not any(ctx.needs_input_grad[1:]):
+            return grad_x, None, None
+        a = half * _into(x, weight)
+        grad_skew = _gradient_of_skew(c, a, values, basis, amounts)
+        grad_amounts = (c.conj() * a).imag.sum(1).to(values.dtype) @ values.unsqueeze(-1)
+        return grad_x, grad_skew, grad_amounts.squeeze(-1)
+
+
+def eigenbasis(skew: Tensor) -> tuple[Tensor, Tensor]:
+    """Return lambda (..., b) and U (..., b, b) with i A = U diag(lambda) U^H.
+
+    torch.linalg.eigh raises for matrices that are not finite; lambda is NaN there, so that a
+    training that diverges has a loss of NaN, as with other encodings.
+    """
+    not_finite = (skew * 0).sum((-2, -1)).unsqueeze(-1)  # 0, or NaN
+    finite = skew.nan_to_num(0.0, 0.0, 0.0)
+    values, basis = torch.linalg.eigh(torch.complex(torch.zeros_like(finite), finite))
+    return values + not_finite, basis
+
+
+def as_real_map(basis: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return W (G, b, 2b), real: x W is U^H x as (re, im) pairs, and z W^T is Re U z."""
+    return torch.view_as_real(basis.conj().resolve_conj()).flatten(-2).to(dtype)
+
+
+def _into(x: Tensor, weight: Tensor) -> Tensor:
+    """Return U^H x, complex (G, K, M, b), for x (G, K, M, b)."""
+    out = x.flatten(1, 2) @ weight
+    return torch.view_as_complex(out.unflatten(-1, (-1, 2))).unflatten(1, x.shape[1:3])
+
+
+def _out_of(z: Tensor, weight: Tensor) -> Tensor:
+    """Return Re U z, real (G, K, M, b), for complex z (G, K, M, b)."""
+    flat = torch.view_as_real(z.resolve_conj()).flatten(-2).flatten(1, 2)
+    return (flat @ weight.transpose(-1, -2)).unflatten(1, z.shape[1:3])
+
+
+def _half_phases(values: Tensor, amounts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return e^(-i u lambda / 2), complex (G, 1, M, b); the angles are float64."""
+    angle = (-0.5 * amounts.unsqueeze(-1) * values.unsqueeze(-2)).unsqueeze(1)
+    return torch.complex(angle.cos().to(dtype), angle.sin().to(dtype))
+
+
+def _gradient_of_skew(
+    c: Tensor, a: Tensor, values: Tensor, basis: Tensor, amounts: Tensor
+) -> Tensor:
+    """Return dA, float64 (G, b, b); see :class:`_Turn`. c, a: complex (G, K, M, b)."""
+    gap = (values.unsqueeze(-1) - values.unsqueeze(-2)).unsqueeze(1) / (2 * math.pi)  # G 1 b b
+    total = torch.zeros_like(basis)
+    step = max(1, ENTRIES // max(1, basis.numel()))
+    for first in range(0, amounts.shape[1], step):
+        part = slice(first, first + step)
+        u = amounts[:, part, None, None]
+        outer = torch.einsum("gkmj,gkml->gmjl", c[:, :, part], a[:, :, part].conj())
+        total += (u * torch.sinc(u * gap) * outer).sum(1)
+    return (basis @ total @ basis.mH).real

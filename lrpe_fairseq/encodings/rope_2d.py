@@ -1,0 +1,150 @@
+"""Two-dimensional RoPE (Heo et al., 2024): axial with fixed and mixed with learned frequencies."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from lrpe_fairseq.encodings.base import Card, Encoding, EncodingSpec, Planes
+from lrpe_fairseq.encodings.cores import Rotation, phases, rotate_pairs
+from lrpe_fairseq.encodings.grid import rows_and_columns
+from lrpe_fairseq.encodings.lrpe import LRPE
+from lrpe_fairseq.errors import ChoiceError
+
+AXIAL_BASE = 100.0
+"""Base of the fixed frequencies 100^(-i/(D/4)), i = 0..D/4-1 (Heo et al., Section 3.2)."""
+
+MIXED_BASE = 10.0
+"""Base of the initial magnitudes 10^(-i/(D/4)) of the mixed frequencies (the authors' code)."""
+
+SOURCE = "Heo et al. 2024, Rotary Position Embedding for Vision Transformer, Section 3.2"
+
+
+class RoPE2D(LRPE):
+    """Axial RoPE: D/4 pairs of features turn by row theta_i, D/4 pairs by column theta_i.
+
+    theta_i = 100^(-i/(D/4)), i = 0..D/4-1 (Heo et al., 2024, Section 3.2). The first half of the
+    features belongs to the row, the second half to the column: a permutation of the features of
+    the paper, which alternates the two. This is RoPE with base 100 on either half, as
+    ``--position-grid axial`` would give it, in one pass.
+
+    The grid has ``grid_width`` columns (:func:`~lrpe_fairseq.encodings.grid.rows_and_columns`). The
+    score depends on the differences of rows and columns only, so a shift by whole rows does not
+    change it. Nothing is learned. If D is not divisible by 4, the last features are unchanged.
+
+    Trap: with ``grid_width`` 0 the positions are on a line, half of the features do not turn, and
+    the method is not two-dimensional.
+
+    Raises: ChoiceError for a head width below 4.
+    """
+
+    Options = Encoding.Options
+    reads_grid = True
+    card = Card(
+        equation=(
+            r"\sum_{i} \mathrm{Re}\left[\bar q_i k_i e^{-\mathrm{i}\theta_i \Delta_{row}} + "
+            r"\bar q_{i+D/4} k_{i+D/4} e^{-\mathrm{i}\theta_i \Delta_{col}}\right], \quad "
+            r"\theta_i = 100^{-i/(D/4)}"
+        ),
+        cost="O(D) per token and head",
+        beyond="none: rows and columns that training did not reach turn by new angles",
+        source=SOURCE,
+    )
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__(spec, "identity", AxialRotation(spec))
+        self.shift_unit = max(spec.options.grid_width, 1)
+
+
+class RoPE2DMixed(LRPE):
+    """Mixed RoPE: pair i of head h turns by row alpha_hi + column beta_hi, both learned.
+
+    Each layer has its own alpha and beta, (H, 2 (D // 4)) each (Heo et al., 2024, Section 3.2).
+    They start at magnitude 10^(-i/(D/4)), i = 0..D/4-1, and in one random direction per head for
+    the first D/4 pairs; the second D/4 pairs have the same magnitudes in the orthogonal direction.
+    A diagonal frequency distinguishes directions that the axial form (``rope-2d``) confuses.
+
+    The grid has ``grid_width`` columns. The score depends on the differences of rows and columns
+    only. If D is not divisible by 4, the last features are unchanged. Phases are computed for each
+    head and call: O(H T D) cosines.
+
+    In linear attention use the normalizer "layernorm" or "content": all pairs turn fast, so that
+    the denominator of Eq. 39 is often negative. With ``grid_width`` 0 the positions are on a line,
+    and beta is not used.
+
+    Raises: ChoiceError for a head width below 4.
+    """
+
+    Options = Encoding.Options
+    reads_grid = True
+    card = Card(
+        equation=(
+            r"\sum_{i} \mathrm{Re}\left[\bar q_i k_i "
+            r"e^{-\mathrm{i}(\alpha_{hi} \Delta_{row} + \beta_{hi} \Delta_{col})}\right]"
+        ),
+        cost="O(D) per token and head, and O(H T D) cosines",
+        beyond="none: rows and columns that training did not reach turn by new angles",
+        source=SOURCE,
+    )
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__(spec, "identity", MixedRotation(spec))
+        self.shift_unit = max(spec.options.grid_width, 1)
+        self.denominator_vanishes = True  # base 10: no pair turns slowly
+
+
+class AxialRotation(Rotation):
+    """Rotates D/4 pairs by row theta and the next D/4 pairs by column theta."""
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        nn.Module.__init__(self)
+        self.grid_width = spec.options.grid_width
+        self.register_frequencies(_quarter(spec, AXIAL_BASE))
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the phases of every position: (T, D/2) or (B, 1, T, D/2), complex."""
+        sources = positions, self.theta
+        return self.cache.get(sources, dtype, lambda: self._phases(positions, dtype))
+
+    def _phases(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        axes = rows_and_columns(positions, self.grid_width)
+        return torch.cat([phases(axis, self.theta, dtype) for axis in axes], -1)
+
+
+class MixedRotation(nn.Module):
+    """Rotates the pairs of every head by row alpha + column beta, the learned frequencies."""
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__()
+        self.grid_width, self.heads = spec.options.grid_width, spec.num_heads
+        magnitude = _quarter(spec, MIXED_BASE)
+        draw = torch.rand(spec.num_heads, 1, generator=spec.generator(stream=21), device="cpu")
+        direction = draw.double() * (2 * math.pi)
+        halves = [direction, direction + math.pi / 2]
+        self.row = nn.Parameter(torch.cat([magnitude * d.sin() for d in halves], -1).float())
+        self.column = nn.Parameter(torch.cat([magnitude * d.cos() for d in halves], -1).float())
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the phases of every head and position: (H, T, E) or (B, H, T, E), complex.
+
+        They are not cached, as those of the other learned frequencies.
+        """
+        row, column = rows_and_columns(positions, self.grid_width)
+        turn = phases(row, self.row.flatten(), dtype)
+        turn = turn * phases(column, self.column.flatten(), dtype)
+        turn = turn.unflatten(-1, (self.heads, -1)).transpose(-2, -3)
+        return turn.squeeze(1) if positions.dim() == 2 else turn
+
+    def forward(self, planes: Planes, turn: Tensor) -> Planes:
+        """Rotate every plane (B, H, T, D) by ``turn``, the result of :meth:`at`."""
+        return tuple(rotate_pairs(x, turn) for x in planes)
+
+
+def _quarter(spec: EncodingSpec, base: float) -> Tensor:
+    """Return base^(-i/(D/4)), i = 0..D/4-1, float64."""
+    quarter = spec.head_dim // 4
+    if quarter == 0:
+        raise ChoiceError(
+            f"a rotation by rows and columns needs a head width of at least 4, got {spec.head_dim}"
+        )
+    return base ** (torch.arange(quarter, dtype=torch.float64, device="cpu") / -quarter)

@@ -1,0 +1,94 @@
+"""cosFormer against its equation."""
+
+import math
+
+import pytest
+import torch
+
+from lrpe_fairseq.attention.multihead import MultiheadAttention
+from lrpe_fairseq.encodings import EncodingOptions, build_encoding
+from tests.references import score_matrix
+
+LENGTH = 12
+
+
+def encoding_of(width=6, **options):
+    return build_encoding("cosformer", width, 2, options=EncodingOptions(**options))
+
+
+def example(time=40, width=6):
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, 2, time, width)
+    return [torch.rand(shape, generator=generator, dtype=torch.float64) for _ in range(3)]
+
+
+def cosines(time, length):
+    """cos(pi (s - t) / 2M), one by one."""
+    rows = [[math.cos(math.pi * (s - t) / (2 * length)) for t in range(time)] for s in range(time)]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("width", [6, 5])
+@pytest.mark.parametrize("length", [LENGTH, 4096])
+def test_the_score_is_the_content_times_the_cosine(length, width):
+    q, k, _ = example(width=width)
+    at = torch.arange(40)
+    found = score_matrix(encoding_of(width, cosformer_length=length), q, k, at, at)
+    expected = q @ k.transpose(-1, -2) * cosines(40, length)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_the_weight_is_zero_at_m_and_the_negative_of_the_content_at_2m():
+    one, at = torch.ones(1, 2, 3, 1, dtype=torch.float64), torch.tensor([0, LENGTH, 2 * LENGTH])
+    scores = score_matrix(encoding_of(1, cosformer_length=LENGTH), one, one, at, at)
+    torch.testing.assert_close(scores[0, 0, 0], torch.tensor([1.0, 0, -1]).double())
+
+
+@pytest.mark.parametrize("attention_type", ["linear", "softmax"])
+def test_a_very_large_m_is_no_encoding(attention_type):
+    x, found = torch.randn(2, 9, 12, dtype=torch.float64), []
+    for name in ("cosformer", "none"):
+        torch.manual_seed(0)
+        module = MultiheadAttention(
+            12,
+            2,
+            attention_type=attention_type,
+            position_encoding=name,
+            causal=True,
+            options=EncodingOptions(cosformer_length=10**9),
+        )
+        found.append(module.double().attend(x)[0])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-9)
+
+
+def test_linear_attention_is_the_equation_in_outputs_and_gradients():
+    torch.manual_seed(0)
+    options = EncodingOptions(cosformer_length=64)
+    module = MultiheadAttention(
+        12, 2, attention_type="linear", position_encoding="cosformer", causal=True, options=options
+    ).double()
+    x = torch.randn(2, 40, 12, dtype=torch.float64, requires_grad=True)
+    q, k, v = module._project(x)
+    q, k = (torch.nn.functional.elu(y) + 1 for y in (q, k))
+    weights = (q @ k.transpose(-1, -2) * cosines(40, 64)).tril()
+    expected = module._project_out(weights @ v / weights.sum(-1, keepdim=True), x)
+    found, _ = module.attend(x)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    grads = [
+        torch.autograd.grad(y.square().sum(), x, retain_graph=True)[0] for y in (found, expected)
+    ]
+    torch.testing.assert_close(*grads, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("length", [0, -1])
+def test_a_length_that_is_not_positive_is_refused(length):
+    with pytest.raises(ValueError, match="cosformer_length must be positive, got"):
+        encoding_of(cosformer_length=length)
+
+
+def test_a_further_token_does_not_change_earlier_features():
+    """The authors' code takes M from the length of its input."""
+    q, k, _ = example()
+    encoding, at = encoding_of(), torch.arange(40)
+    shorter = encoding(q[:, :, :30], k[:, :, :30], at[:30], at[:30])[0]
+    assert torch.equal(encoding(q, k, at, at)[0][:, :, :30], shorter)

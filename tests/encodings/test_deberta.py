@@ -1,0 +1,193 @@
+"""DeBERTa against loops over pairs, and against the gathers of its code."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from lrpe_fairseq.encodings import EncodingOptions, build_encoding
+from lrpe_fairseq.encodings.sharing import share_across_layers
+
+HEADS, WIDTH = 2, 4
+
+
+def build(causal=True, distance=3, departures=(), seed=0, **knobs):
+    options = EncodingOptions(frozenset(departures), deberta_distance=distance, **knobs)
+    encoding = build_encoding("deberta", WIDTH, HEADS, causal=causal, seed=seed, options=options)
+    generator = torch.Generator().manual_seed(4)
+    for parameter in encoding.double().parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator).double()
+    return encoding
+
+
+def example(rows=5, columns=5):
+    generator = torch.Generator().manual_seed(columns)
+    shapes = [(2, HEADS, rows, WIDTH), (2, HEADS, columns, WIDTH)]
+    draws = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    return [x.requires_grad_() for x in draws]
+
+
+def scores_of(encoding, q, k, q_positions, k_positions):
+    q = q * encoding.content_scale * WIDTH**-0.5
+    return encoding(q @ k.mT, q, k, q_positions, k_positions)
+
+
+def row_of(difference, distance):
+    """The paper's d: 0 from -K down, 2K - 1 from K on, and difference + K between."""
+    if difference <= -distance:
+        return 0
+    return 2 * distance - 1 if difference >= distance else difference + distance
+
+
+def by_pairs(encoding, q, k, q_positions, k_positions, opposite=True):
+    """(q_s.k_t + q_s.Kr[d(s, t)] + k_t.Qr[d(t, s)]) / sqrt(3 D), in a loop over pairs."""
+    keys, queries = (
+        (encoding.table @ p.weight.T + p.bias).view(-1, HEADS, WIDTH)
+        for p in (encoding.key_proj, encoding.query_proj)
+    )
+
+    def score(i, j):
+        lag = int(q_positions[i] - k_positions[j])
+        key = keys[row_of(lag, encoding.distance)]
+        query = queries[row_of(-lag if opposite else lag, encoding.distance)]
+        terms = q[:, :, i] * (k[:, :, j] + key) + k[:, :, j] * query
+        return terms.sum(-1) / math.sqrt(3 * WIDTH)
+
+    rows, columns = range(q.shape[-2]), range(k.shape[-2])
+    return torch.stack([torch.stack([score(i, j) for j in columns], -1) for i in rows], -2)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("distance", [1, 3, 20])
+@pytest.mark.parametrize(("rows", "columns"), [(5, 9), (1, 9), (5, 5)])
+def test_scores_and_gradients_are_the_definition_written_out_for_every_pair(
+    causal, distance, rows, columns
+):
+    encoding, (q, k) = build(causal, distance), example(rows, columns)
+    keys = torch.arange(100, 100 + columns)
+    positions = keys[columns - rows :].clone(), keys
+    visible = (positions[0][:, None] >= keys) | (not causal)
+    found, wanted = (form(encoding, q, k, *positions) for form in (scores_of, by_pairs))
+    torch.testing.assert_close(found * visible, wanted * visible, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():  # from the rows that are kept
+        kept = scores_of(encoding, q, k, *positions)
+    torch.testing.assert_close(kept, found.detach(), rtol=1e-12, atol=1e-12)
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(2)).double()
+    inputs = q, k, *encoding.parameters()
+    losses = ((scores.sin() * weight * visible).sum() for scores in (found, wanted))
+    grads = [torch.autograd.grad(loss, inputs) for loss in losses]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_both_ends_of_the_table_are_those_of_the_paper():
+    encoding = build(distance=3)
+    rows = encoding.row(torch.arange(-5, 6)).tolist()
+    assert rows == [row_of(m, 3) for m in range(-5, 6)] == [0, 0, 0, 1, 2, 3, 4, 5, 5, 5, 5]
+
+
+def test_positions_with_a_batch_axis_and_far_apart_are_those_of_their_rows():
+    encoding, (q, k) = build(False), example()
+    positions = torch.tensor([[0, 1, 2, 3, 4], [0, 0, 7, 2**31, 9]])
+    together = scores_of(encoding, q, k, positions, positions)
+    for row, at in enumerate(positions):
+        alone = by_pairs(encoding, q[row : row + 1], k[row : row + 1], at, at)
+        torch.testing.assert_close(together[row : row + 1], alone)
+
+
+def test_a_table_of_zeros_without_biases_is_no_encoding_with_a_third_of_the_variance():
+    encoding, (q, k), at = build(), example(), torch.arange(5)
+    with torch.no_grad():
+        for tensor in (encoding.table, encoding.key_proj.bias, encoding.query_proj.bias):
+            tensor.zero_()
+    torch.testing.assert_close(scores_of(encoding, q, k, at, at), q @ k.mT / math.sqrt(3 * WIDTH))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_departure_reads_the_opposite_distance_in_the_keys_term(causal):
+    encoding = build(causal, departures=["deberta-p2c-index"])
+    (q, k), at = example(), torch.arange(5)
+    wanted = by_pairs(encoding, q, k, at, at, opposite=False)
+    visible = (at[:, None] >= at) | (not causal)
+    found = scores_of(encoding, q, k, at, at)
+    torch.testing.assert_close(found * visible, wanted * visible)
+    assert (found - scores_of(build(causal), q, k, at, at)).abs().max() > 0.1
+
+
+def test_the_departure_is_the_gather_of_the_published_code():
+    """p2c: the index clamp(-(i - j) + K, 0, 2K - 1) of row i and column j, before a transposition.
+
+    Row i is the key and column j the query there.
+    """
+    encoding = build(False, departures=["deberta-p2c-index"])
+    (q, k), at = example(), torch.arange(5)
+    with torch.no_grad():
+        encoding.key_proj.weight.zero_(), encoding.key_proj.bias.zero_()
+    queries = encoding.query_proj(encoding.table).view(-1, HEADS, WIDTH).transpose(0, 1)
+    index = (-(at[:, None] - at) + 3).clamp(0, 5).expand(2, HEADS, 5, 5)
+    wanted = (k @ queries.mT).gather(-1, index).mT / math.sqrt(3 * WIDTH)
+    torch.testing.assert_close(encoding.bias(q, k, at, at), wanted)
+
+
+def test_the_key_term_has_the_scale_of_the_query_under_the_scale_of_the_published_code():
+    encoding = build(departures=["embed-dim-scale"])
+    assert encoding.key_scale == pytest.approx((3 * HEADS * WIDTH) ** -0.5)
+
+
+def test_layers_share_the_table_alone_unless_asked_not_to():
+    for shared, tables in ((True, 1), (False, 3)):
+        layers = [build(deberta_shared=shared, seed=s) for s in range(3)]
+        layers = torch.nn.ModuleList(layers)
+        share_across_layers(layers)
+        assert len({layer.table for layer in layers}) == tables
+        assert len(list(layers.parameters())) == tables + 3 * 4
+
+
+def edits(encoding):
+    """Changes of the weights, of which only some are known to autograd."""
+    yield lambda: encoding.table.data.mul_(1.5)
+    yield lambda: encoding.key_proj.bias.data.add_(1)
+    yield lambda: setattr(encoding.query_proj.weight, "data", encoding.query_proj.weight * 2)
+    yield lambda: encoding.float()
+    yield lambda: encoding.share_with(build(seed=1))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_kept_rows_follow_every_change_of_the_weights(inference):
+    encoding, (q, k), at = build(), [x.detach() for x in example()], torch.arange(5)
+    for edit in edits(encoding):
+        with torch.inference_mode(inference):
+            before = encoding.bias(q, k, at, at)
+        with torch.no_grad():
+            edit()
+        with torch.inference_mode(inference):
+            after = encoding.bias(q, k, at, at)
+        wanted = encoding.bias(q, k, at, at).detach()  # with gradients nothing is kept
+        torch.testing.assert_close(after, wanted)
+        assert not torch.equal(after, before)
+
+
+def test_kept_rows_are_not_part_of_a_copy_or_of_the_state():
+    encoding, (q, k), at = build(), example(), torch.arange(5)
+    with torch.no_grad():
+        encoding.bias(q, k, at, at)
+    assert copy.deepcopy(encoding)._key_rows._entry is None
+    assert len(encoding.state_dict()) == 5
+
+
+def test_the_parameters_start_as_documented():
+    encoding = build_encoding("deberta", 64, 4, causal=True).half()
+    assert encoding.table.dtype == torch.float32
+    assert encoding.table.shape == (1024, 256)
+    assert 0.0195 < encoding.table.std() < 0.0205
+    bound = math.sqrt(0.5) * math.sqrt(6 / 512)
+    for projection in (encoding.key_proj, encoding.query_proj):
+        assert 0.99 * bound < projection.weight.abs().max() <= bound
+        assert not projection.bias.any()
+    assert not torch.equal(encoding.key_proj.weight, encoding.query_proj.weight)
+
+
+def test_impossible_distances_are_refused():
+    with pytest.raises(ValueError, match="deberta_distance must be at least 1"):
+        build(distance=0)

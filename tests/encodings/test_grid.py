@@ -1,0 +1,216 @@
+"""``position_grid``: encodings of sequences on a grid."""
+
+import copy
+from argparse import Namespace
+
+import pytest
+import torch
+from fairseq import options
+from torch import nn
+
+from lrpe_fairseq.attention.linear import linear_attention_naive
+from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
+from lrpe_fairseq.encodings import ENCODINGS, EncodingOptions, QueryKeyEncoding, build_encoding
+from lrpe_fairseq.encodings.grid import GridEncoding, rows_and_columns
+from lrpe_fairseq.encodings.sharing import share_across_layers
+from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.kernels import encode_cpu
+from lrpe_fairseq.models.options import encoding_options
+from tests.references import score_matrix
+
+HEADS, WIDTH = 2, 8
+AT = torch.arange(12)
+
+
+def encoding_of(name, kind, grid=4, width=WIDTH, seed=0, causal=False, **options):
+    own = EncodingOptions(grid_width=grid, position_grid=kind, **options)
+    return build_encoding(name, width, HEADS, seed=seed, causal=causal, options=own).eval()
+
+
+def example(time=12, width=WIDTH, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(width)
+    shape = (2, HEADS, time, width)
+    return [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2)]
+
+
+def refusal(name, kind, **options):
+    try:
+        encoding_of(name, kind, **options)
+    except ChoiceError as error:
+        return str(error)
+
+
+SEQUENCES = [
+    name
+    for name in ENCODINGS
+    if isinstance(build_encoding(name, WIDTH, HEADS, causal=True), QueryKeyEncoding)
+    and refusal(name, "sum") is None
+]
+
+
+def test_rows_and_columns():
+    row, column = rows_and_columns(torch.tensor([[0, 5], [-1, 2**31 - 1]]), 4)
+    assert row.tolist() == [[0, 1], [-1, 2**29 - 1]]
+    assert column.tolist() == [[0, 1], [3, 3]]
+    row, column = rows_and_columns(AT, 0)
+    assert row is AT
+    assert column.tolist() == [0] * 12
+    assert row.dtype == column.dtype == torch.int64
+
+
+def test_most_decomposable_encodings_are_served():
+    assert {"none", "rope", "spe", "cosformer", "fope", "lrpe-type2", "permuteformer"} <= {
+        *SEQUENCES
+    }
+    assert not {"rope-2d", "rope-2d-mixed", "t5", "transformer-xl"} & {*SEQUENCES}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_axial_is_one_encoding_by_the_row_and_one_by_the_column(name):
+    encoding, (q, k) = encoding_of(name, "axial", seed=3), example()
+    row, column = rows_and_columns(AT, 4)
+    expected = torch.zeros(())
+    for axis, (at, half) in enumerate([(row, slice(0, 4)), (column, slice(4, 8))]):
+        part = build_encoding(name, 4, HEADS, seed=6 + axis).eval()
+        expected = expected + score_matrix(part, q[..., half], k[..., half], at, at)
+    found = score_matrix(encoding, q, k, AT, AT)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert encoding(q, k, AT, AT)[0].shape[-1] == encoding.feature_dim
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_sum_is_the_encoding_at_row_plus_column(name):
+    encoding, (q, k) = encoding_of(name, "sum"), example()
+    plain, at = build_encoding(name, WIDTH, HEADS).eval(), AT // 4 + AT % 4
+    for found, expected in zip(encoding(q, k, AT, AT), plain(q, k, at, at), strict=True):
+        assert torch.equal(found, expected)
+    assert encoding.feature_dim == plain.feature_dim
+
+
+@pytest.mark.parametrize("name", ["rope", "lrpe-type2", "lrpe-type4"])
+def test_axial_depends_on_the_differences_of_rows_and_columns_and_on_both(name):
+    encoding, (q, k) = encoding_of(name, "axial", grid=20), example(4)
+    q, k = (x[:, :, :1].expand(-1, -1, 4, -1) for x in (q, k))
+    cells = torch.tensor([[0, 0], [0, 3], [1, 2], [5, 3]])
+    at, moved = (c @ torch.tensor([20, 1]) for c in (cells, cells + torch.tensor([7, 11])))
+    here, there = (score_matrix(encoding, q, k, p, p) for p in (at, moved))
+    torch.testing.assert_close(here, there, rtol=0, atol=1e-9)
+    assert (here[..., 0, 1] - here[..., 0, 2]).abs().min() > 1e-3  # one anti-diagonal
+    assert (here[..., 0, 1] - here[..., 0, 3]).abs().min() > 1e-3  # one column
+
+
+@pytest.mark.parametrize(
+    "name", ["rope", "lrpe-type2", "lrpe-type8", "lrpe-tmlr-type1", "lrpe-type4"]
+)
+@pytest.mark.parametrize("kind", ["sum", "axial"])
+def test_one_pass_is_the_encoding_and_its_gradients(name, kind):
+    if encode_cpu.library() is None:
+        pytest.skip("encode_cpu.cpp does not compile here")
+    encoding, (x, _) = encoding_of(name, kind), example(dtype=torch.float32)
+    x.requires_grad_()
+    found = encoding.one_pass(x, AT, "elu+1")(x)
+    exact, y = copy.deepcopy(encoding).double(), x.detach().double().requires_grad_()
+    expected = exact(feature_map(y), feature_map(y), AT, AT)[0]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    weights = torch.linspace(-1, 1, found.numel()).view_as(found)
+    grads = torch.autograd.grad(found, [x, *encoding.parameters()], weights)
+    wanted = torch.autograd.grad(expected, [y, *exact.parameters()], weights.double())
+    for a, b in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+
+
+def test_one_pass_is_missing_where_a_part_has_none():
+    x, _ = example(width=6, dtype=torch.float32)  # halves of odd width
+    assert encoding_of("rope", "axial", width=6).one_pass(x, AT, "elu+1") is None
+    assert encoding_of("rope", "sum", width=6).one_pass(x.double(), AT, "elu+1") is None
+
+
+@pytest.mark.parametrize("kind", ["sum", "axial"])
+@pytest.mark.parametrize("name", ["lrpe-type3", "lrpe-type8", "spe"])
+def test_linear_attention_on_a_grid_is_its_naive_form(name, kind):
+    torch.manual_seed(0)
+    own = EncodingOptions(grid_width=4, position_grid=kind)
+    module = MultiheadAttention(
+        16, 2, attention_type="linear", position_encoding=name, causal=True, normalizer="content",
+        options=own,
+    ).double().eval()  # fmt: skip
+    x = torch.randn(2, 12, 16, dtype=torch.float64)
+    q, k, v = module._project(x)
+    plain = feature_map(q), feature_map(k)
+    q, k = module._features(q, k, AT)
+    out = linear_attention_naive(q, k, v, causal=True, normalizer="content", content=plain)
+    torch.testing.assert_close(module.attend(x)[0], module._project_out(out, x))
+
+
+@pytest.mark.parametrize("kind", ["sum", "axial"])
+def test_a_projection_that_is_folded_gives_the_same_attention(kind):
+    own = EncodingOptions(grid_width=4, position_grid=kind)
+    torch.manual_seed(0)
+    module = MultiheadAttention(
+        8, 2, attention_type="softmax", position_encoding="lrpe-type2", causal=True, options=own
+    ).double()
+    x = torch.randn(2, 12, 8, dtype=torch.float64)
+    assert module.encoding.foldable == (kind == "sum")
+    found, _ = module.attend(x)
+    module.encoding.foldable = False
+    torch.testing.assert_close(module.attend(x)[0], found, rtol=1e-9, atol=1e-9)
+
+
+def test_flat_builds_no_wrapper():
+    assert not isinstance(encoding_of("lrpe-type2", "flat"), GridEncoding)
+    (q, k), plain = example(), build_encoding("lrpe-type2", WIDTH, HEADS)
+    assert torch.equal(encoding_of("lrpe-type2", "flat")(q, k, AT, AT)[0], plain(q, k, AT, AT)[0])
+
+
+def test_the_two_axes_have_different_random_parts():
+    encoding = encoding_of("lrpe-type2", "axial")
+    assert not torch.equal(encoding.row.projection.v, encoding.column.projection.v)
+
+
+def test_layers_share_the_parameters_of_one_axis():
+    layers = nn.ModuleList(encoding_of("spe", "axial", spe_shared=True, seed=s) for s in (1, 2))
+    share_across_layers(layers)
+    first, second = layers
+    assert second.row.code is first.row.code
+    assert second.column.code is first.column.code
+    assert first.row.code is not first.column.code
+
+
+def test_capabilities_are_those_of_the_encoding():
+    assert encoding_of("rope", "axial").shift_unit == 4
+    fope, spe = encoding_of("fope", "axial"), encoding_of("spe", "axial")
+    assert (fope.relative, fope.keeps_norm, fope.shift_unit) == ("no", False, 1)
+    assert (spe.relative, spe.keeps_norm, spe.before_feature_map) == ("in expectation", False, True)
+    assert encoding_of("lrpe-type8", "axial").denominator_vanishes
+    assert encoding_of("rope", "axial").name == "rope"
+    assert encoding_of("rope", "sum").summary() == "identity x rotation, on a grid (sum)"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "options", "message"),
+    [
+        ("t5", "axial", {}, "'t5' cannot .* 'axial': it needs the score matrix"),
+        ("rope-2d", "sum", {}, "'rope-2d' cannot .* 'sum': it reads rows and columns itself"),
+        ("permuteformer", "axial", {"causal": True}, "its decay counts tokens, not rows"),
+        ("rope", "axial", {"width": 7}, "the head width must be even, got 7"),
+        ("rope", "axial", {"grid": 0}, "'axial' needs the number of columns .* set --grid-width"),
+        ("rope", "flat", {"grid": -1}, "width of a grid cannot be negative, got -1"),
+        ("rope", "both", {}, "unknown position grid 'both'; choose one of flat, sum, axial"),
+        ("rope", "axial", {"width": 2}, "a rotation needs a head width of at least 2, got 1"),
+    ],
+)
+def test_what_has_no_meaning_is_refused_in_one_sentence(name, kind, options, message):
+    with pytest.raises(ChoiceError, match=message):
+        encoding_of(name, kind, **options)
+
+
+def test_a_configuration_without_a_grid_is_flat():
+    own = encoding_options(Namespace(fidelity="correct"))
+    assert (own.grid_width, own.position_grid) == (0, "flat")
+
+
+def test_the_command_line_sets_the_grid():
+    given = ["x", "--arch", "lrpe_lm", "--task", "language_modeling", "--fidelity", "correct"]
+    given += ["--grid-width", "14", "--position-grid", "axial"]
+    found = encoding_options(options.parse_args_and_arch(options.get_training_parser(), given))
+    assert (found.grid_width, found.position_grid) == (14, "axial")

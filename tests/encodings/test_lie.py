@@ -1,0 +1,324 @@
+"""LieRE and ComRoPE against their equations, and the equalities between them and with RoPE."""
+
+import math
+
+import pytest
+import torch
+
+from lrpe_fairseq.encodings import EncodingOptions, build_encoding
+from lrpe_fairseq.encodings.lie import definition, exponential, turn
+from lrpe_fairseq.errors import ChoiceError
+
+NAMES = ("liere", "comrope-ap", "comrope-ld")
+
+
+def build(name, head_dim=8, heads=2, width=0, block=4, seed=0):
+    options = EncodingOptions(grid_width=width, rotation_block=block)
+    return build_encoding(name, head_dim, heads, seed=seed, options=options)
+
+
+def normal(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def skew(*shape, seed=0):
+    a = normal(*shape, seed=seed)
+    return a - a.transpose(-1, -2)
+
+
+def generators(encoding, name):
+    """A_a of every axis, head and block, (N, H, J, b, b), entry by entry from the parameters."""
+    heads, blocks, b, axes = encoding.spec.num_heads, encoding.blocks, encoding.block, encoding.axes
+    if name == "liere":
+        found = torch.zeros(axes, heads, blocks, b, b, dtype=torch.float64)
+        below = [(i, j) for i in range(b) for j in range(i)]
+        for number, (i, j) in enumerate(below):
+            found[..., i, j] = encoding.lower[..., number].double()
+            found[..., j, i] = -encoding.lower[..., number].double()
+        return found
+    p = encoding.p.double()
+    factors = torch.zeros(axes, blocks, dtype=torch.float64)
+    for axis in range(axes):
+        for block in range(blocks):
+            ld = name == "comrope-ld"
+            factors[axis, block] = encoding.theta[axis, block] if ld else block % axes == axis
+    return factors[:, None, :, None, None] * (p - p.transpose(-1, -2))
+
+
+def reference(encoding, name, x, positions):
+    """R(p) x, one matrix exponential per head, block and position; x (B, H, T, D)."""
+    width, a, b = encoding.spec.options.grid_width, generators(encoding, name), encoding.block
+    out = x.clone()
+    for t, s in enumerate(positions.tolist()):
+        p = (s // width / width, s % width / width) if width else (s,)
+        for h in range(encoding.spec.num_heads):
+            for j in range(encoding.blocks):
+                rotation = torch.matrix_exp(sum(c * m for c, m in zip(p, a[:, h, j], strict=True)))
+                own = slice(j * b, (j + 1) * b)
+                out[:, h, t, own] = x[:, h, t, own] @ rotation.T
+    return out
+
+
+@pytest.mark.parametrize("width", [0, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_and_gradients_equal_the_equation(name, width):
+    """Also for a head width that is not a multiple of b, in float64."""
+    encoding = build(name, head_dim=10, width=width).double()
+    for parameter in encoding.parameters():
+        parameter.data += 0.3 * normal(*parameter.shape, seed=5)
+    x = normal(3, 2, 7, 10).requires_grad_()
+    positions = torch.tensor([0, 1, 2, 5, 5, 11, 30])
+    weights = normal(3, 2, 7, 10, seed=1)
+    inputs = [x, *encoding.parameters()]
+    results = []
+    both = encoding(x, 2 * x, positions, positions)
+    apart = [encoding(y, y, positions, positions.clone())[0] for y in (x, 2 * x)]
+    expected = [reference(encoding, name, y, positions) for y in (x, 2 * x)]
+    for q, k in (both, apart, expected):
+        loss = (weights * (q + k.sin())).sum()
+        results.append([q, k, *torch.autograd.grad(loss, inputs)])
+    for found in results[:2]:
+        for a, b in zip(found, results[2], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_positions_of_a_batch_have_the_gradients_of_the_equation(name):
+    encoding = build(name, width=3).double()
+    x, positions = normal(2, 2, 4, 8), torch.tensor([[0, 1, 5, 7], [3, 4, 4, 90]])
+    parameters, weights = list(encoding.parameters()), normal(2, 2, 4, 8, seed=1)
+    found = (encoding(x, x, positions, positions)[1] * weights).sum()
+    rows = [reference(encoding, name, x[i : i + 1], positions[i]) for i in range(2)]
+    wanted = (torch.cat(rows) * weights).sum()
+    grads = [torch.autograd.grad(loss, parameters) for loss in (found, wanted)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+# --- the gradient ------------------------------------------------------------------------------
+
+
+def equal_eigenvalues():
+    """Generators with zero and with repeated eigenvalues, (3, 4, 4)."""
+    a = torch.zeros(3, 4, 4, dtype=torch.float64)
+    a[1, 1, 0], a[1, 3, 2] = 0.7, 0.7  # twice the same rotation
+    a[2, 1, 0] = 0.4  # one rotation, two features unchanged
+    return a - a.transpose(-1, -2)
+
+
+def test_the_gradient_is_right_at_equal_and_zero_eigenvalues():
+    x, a = normal(3, 2, 5, 4).requires_grad_(), equal_eigenvalues().requires_grad_()
+    u = torch.tensor([0.0, 1.0, 2.5, -3.0, 40.0], dtype=torch.float64).repeat(3, 1).requires_grad_()
+    weights = normal(3, 2, 5, 4, seed=2)
+
+    def gradients(function):
+        made = function(x, a - a.transpose(-1, -2), u)
+        return [made, *torch.autograd.grad((weights * made).sum(), (x, a, u))]
+
+    for found, wanted in zip(gradients(turn), gradients(definition), strict=True):
+        assert found.isfinite().all()
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+def by_doubling(x, a, count):
+    """exp(s A) x at positions s = 0..count - 1 from powers of one matrix exponential."""
+    step, powers = torch.matrix_exp(a).unsqueeze(1), torch.eye(a.shape[-1]).double()
+    powers = powers.expand(len(a), 1, -1, -1)
+    while powers.shape[1] < count:
+        powers, step = torch.cat([powers, powers @ step], dim=1), step @ step
+    return torch.einsum("gmij,gkmj->gkmi", powers[:, :count], x)
+
+
+def test_a_long_text_has_the_values_and_gradients_of_repeated_products(monkeypatch):
+    """The gradient of the generators is summed in several steps here."""
+    monkeypatch.setattr("lrpe_fairseq.encodings.lie.ENTRIES", 1000)
+    x, raw = normal(2, 3, 256, 4), skew(2, 4, 4).requires_grad_()
+    u, weights = torch.arange(256).double().expand(2, -1), normal(2, 3, 256, 4, seed=3)
+    results = []
+    for function in (lambda a: turn(x, a, u), lambda a: by_doubling(x, a, 256)):
+        out = function(raw - raw.transpose(-1, -2))
+        results.append((out, *torch.autograd.grad((weights * out).sum(), raw)))
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_second_derivatives_are_those_of_the_definition():
+    x, raw, u = (normal(*s).requires_grad_() for s in ((2, 1, 3, 3), (2, 3, 3), (2, 3)))
+    assert torch.autograd.gradgradcheck(
+        lambda x, raw, u: turn(x, raw - raw.transpose(-1, -2), u).sin(), (x, raw, u)
+    )
+
+
+def test_exponentials_of_large_generators_are_orthogonal():
+    large = 1e8 * skew(5, 2, 4, 4)
+    rotation = exponential(large)
+    eye = torch.eye(4).double().expand_as(rotation)
+    torch.testing.assert_close(rotation @ rotation.mT, eye, rtol=0, atol=1e-13)
+    torch.testing.assert_close(exponential(1e-8 * large), torch.matrix_exp(1e-8 * large))
+
+
+def test_float32_and_half_gradients_are_close_to_those_of_float64():
+    encoding, positions = build("liere"), torch.arange(4000, 4512)
+    x, weights = normal(2, 2, 512, 8), normal(2, 2, 512, 8, seed=1)
+    grads = []
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        out = encoding(x.to(dtype), x.to(dtype), positions, positions)[0]
+        assert out.dtype == dtype
+        grads.append(torch.autograd.grad((out.double() * weights).sum(), encoding.lower)[0])
+    for found, limit in zip(grads[1:], (1e-5, 2e-2), strict=True):
+        assert (found - grads[0]).norm() < limit * grads[0].norm()
+
+
+def test_a_generator_that_is_not_finite_gives_nan_and_no_error():
+    encoding = build("liere")
+    encoding.lower.data[0, 0, 0, 0] = math.nan
+    x, at = normal(1, 2, 3, 8), torch.arange(3)
+    out = encoding(x, x, at, at)[0]
+    assert out[:, 0].isnan().any()
+    assert out[:, 1].isfinite().all()
+
+
+def test_autocast_does_not_round_a_rotation():
+    encoding, at = build("comrope-ld"), torch.arange(1000, 1006)
+    x = normal(1, 2, 6, 8).float()
+    wanted = encoding(x, x, at, at)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(encoding(x, x, at, at)[0], wanted)
+
+
+# --- equalities --------------------------------------------------------------------------------
+
+
+def scores(encoding, q, k, positions):
+    q, k = encoding(q, k, positions, positions)
+    return q @ k.transpose(-1, -2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_line_without_noise_it_is_rope(name, monkeypatch):
+    monkeypatch.setattr("lrpe_fairseq.encodings.lie.NOISE", 0.0)
+    x, at = normal(2, 2, 6, 10), torch.tensor([0, 1, 2, 31, 512, 700])
+    encoding = build(name, head_dim=10, block=5 if name == "liere" else 2)
+    if name == "liere":  # an odd block has two pairs and one feature that is not rotated
+        order = [0, 1, 2, 3, 5, 6, 7, 8]
+        rope = build_encoding("rope", 8, 2)
+        wanted = x.clone()
+        wanted[..., order] = rope(x[..., order], x[..., order], at, at)[0]
+    else:
+        wanted = build_encoding("rope", 10, 2)(x, x, at, at)[0]
+    # the frequencies are float32, so an angle at position 700 is off by up to 4e-5
+    torch.testing.assert_close(encoding(x, x, at, at)[0], wanted, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["comrope-ap", "comrope-ld"])
+def test_on_a_line_comrope_with_theta_one_is_liere_with_the_same_generators(name):
+    liere, comrope, at = build("liere"), build(name), torch.arange(6) * 1009
+    with torch.no_grad():
+        comrope.p.copy_(generators(liere, "liere")[0].tril())
+    x = normal(2, 2, 6, 8)
+    for a, b in zip(liere(x, x, at, at), comrope(x, x, at, at), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_liere_in_blocks_of_two_is_the_mixed_rotation_of_pairs():
+    """rope-2d-mixed (Heo et al., 2024): pair i turns by theta_i0 row + theta_i1 column."""
+    width, encoding = 5, build("liere", width=5, block=2)
+    x, at = normal(2, 2, 20, 8), torch.arange(20)
+    row, column = at // width / width, at % width / width
+    angle = encoding.lower[0] * row + encoding.lower[1] * column  # H J T
+    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.polar(
+        torch.ones(()).double(), angle.transpose(1, 2).double()
+    )
+    wanted = torch.view_as_real(turned).flatten(-2)
+    torch.testing.assert_close(encoding(x, x, at, at)[0], wanted, rtol=1e-5, atol=1e-5)
+
+
+def shift_error(encoding, shift):
+    q, k, at = normal(2, 2, 12, 8), normal(2, 2, 12, 8, seed=1), torch.arange(12)
+    return (scores(encoding, q, k, at) - scores(encoding, q, k, at + shift)).abs().max()
+
+
+def test_liere_on_a_grid_is_not_relative_unless_its_generators_commute():
+    encoding = build("liere", width=4)
+    assert encoding.relative == "no"
+    assert shift_error(encoding, 4) > 0.1
+    with torch.no_grad():
+        encoding.lower[1] = -0.7 * encoding.lower[0]
+    assert shift_error(encoding, 4) < 1e-5  # the factor is rounded to float32
+    encoding.double()
+    with torch.no_grad():
+        encoding.lower[1] = -0.7 * encoding.lower[0]
+    assert shift_error(encoding, 4) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["comrope-ap", "comrope-ld"])
+def test_comrope_on_a_grid_depends_on_the_differences_of_rows_and_columns(name):
+    """Cells moved right by one within a wider grid, or down by one, keep all scores."""
+    encoding = build(name, width=8)
+    a = generators(encoding, name)
+    torch.testing.assert_close(a[0] @ a[1], a[1] @ a[0], rtol=1e-9, atol=1e-9)
+    q, k = normal(1, 2, 12, 8), normal(1, 2, 12, 8, seed=1)
+    cells = torch.tensor([8 * row + column for row in range(3) for column in range(4)])
+    for moved in (cells + 1, cells + 4, cells + 8, cells + 8 * 100_000 + 3):
+        torch.testing.assert_close(
+            scores(encoding, q, k, cells), scores(encoding, q, k, moved), rtol=0, atol=1e-9
+        )
+
+
+def test_comrope_ld_without_theta_of_the_rows_ignores_rows():
+    encoding = build("comrope-ld", width=4)
+    with torch.no_grad():
+        encoding.theta[0] = 0
+    x, at = normal(1, 2, 8, 8), torch.arange(8)
+    here, below = encoding(x, x, at, at + 40)
+    torch.testing.assert_close(here, below, rtol=0, atol=1e-12)
+
+
+def test_blocks_of_comrope_ap_ignore_the_other_axis():
+    encoding, x = build("comrope-ap", width=4), normal(1, 2, 1, 8)
+    at = [torch.tensor([p]) for p in (1, 2, 9)]  # a column further, two rows further
+    start, column, row = (encoding(x, x, p, p)[0] for p in at)
+    by_row, by_column = slice(0, 4), slice(4, 8)
+    assert torch.equal(start[..., by_row], column[..., by_row])
+    assert torch.equal(start[..., by_column], row[..., by_column])
+    assert not torch.allclose(start[..., by_row], row[..., by_row])
+    assert not torch.allclose(start[..., by_column], column[..., by_column])
+
+
+# --- shapes and choices ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_features_that_fill_no_block_are_unchanged(name):
+    encoding, x, at = build(name, head_dim=11), normal(1, 2, 4, 11), torch.arange(4) + 3
+    out = encoding(x, x, at, at)[0]
+    assert torch.equal(out[..., 8:], x[..., 8:])
+    assert (out[..., :8] - x[..., :8]).abs().max() > 0.1
+
+
+def test_blocks_are_at_most_as_wide_as_the_head_and_each_axis_has_one():
+    assert build("liere", head_dim=6, block=8).block == 6
+    assert build("comrope-ap", head_dim=6, block=8).block == 6
+    axial = build("comrope-ap", head_dim=6, block=8, width=4)
+    assert (axial.block, axial.blocks) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "width", "block"),
+    [("liere", 1, 0, 8), ("comrope-ap", 3, 4, 8), ("comrope-ld", 8, 0, 1)],
+)
+def test_blocks_without_a_rotation_are_refused(name, head_dim, width, block):
+    with pytest.raises(ChoiceError, match="need a width of at least 2"):
+        build(name, head_dim=head_dim, width=width, block=block)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_have_the_shapes_of_the_papers(name):
+    shapes = {
+        "liere": {"lower": (2, 2, 4, 28)},
+        "comrope-ap": {"p": (2, 4, 8, 8)},
+        "comrope-ld": {"p": (2, 4, 8, 8), "theta": (2, 4)},
+    }
+    found = build(name, head_dim=32, width=3, block=8).named_parameters()
+    assert {key: tuple(value.shape) for key, value in found} == shapes[name]

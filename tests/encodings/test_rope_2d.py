@@ -1,0 +1,165 @@
+"""Two-dimensional RoPE against dense rotations, built from the equations."""
+
+import math
+
+import pytest
+import torch
+
+from lrpe_fairseq.encodings import EncodingOptions, build_encoding, cores
+from tests.references import score_matrix
+
+NAMES = ("rope-2d", "rope-2d-mixed")
+HEADS = 3
+
+
+def encoding_of(name, width=8, grid=0, seed=0):
+    options = EncodingOptions(grid_width=grid)
+    return build_encoding(name, width, HEADS, seed=seed, options=options)
+
+
+def example(time=12, width=8, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(width)
+    shape = (2, HEADS, time, width)
+    return [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2)]
+
+
+def angles(encoding, head, row, column):
+    """The angle of every pair of one head at one cell, from the equations."""
+    width = encoding.spec.head_dim
+    quarter = width // 4
+    if encoding.name == "rope-2d":
+        theta = [100 ** (-i / quarter) for i in range(quarter)]
+        return [row * t for t in theta] + [column * t for t in theta]
+    alpha, beta = (p[head].tolist() for p in (encoding.core.row, encoding.core.column))
+    return [row * a + column * b for a, b in zip(alpha, beta, strict=True)]
+
+
+def dense(encoding, x, cells):
+    """Rotate the pairs (2i, 2i+1) of x (B, H, T, D) at [(row, column)] by :func:`angles`."""
+    out = x.clone()
+    for head in range(HEADS):
+        for t, (row, column) in enumerate(cells):
+            for i, angle in enumerate(angles(encoding, head, row, column)):
+                c, s = math.cos(angle), math.sin(angle)
+                a, b = x[:, head, t, 2 * i], x[:, head, t, 2 * i + 1]
+                out[:, head, t, 2 * i] = a * c - b * s
+                out[:, head, t, 2 * i + 1] = a * s + b * c
+    return out
+
+
+@pytest.mark.parametrize(("width", "grid"), [(8, 4), (8, 0), (10, 5), (7, 1), (4, 100)])
+@pytest.mark.parametrize("name", NAMES)
+def test_features_are_turned_by_row_and_column(name, width, grid):
+    encoding, (q, k) = encoding_of(name, width, grid), example(width=width)
+    at = torch.tensor([*range(10), 523, 100_003])
+    cells = [(s // grid, s % grid) if grid else (s, 0) for s in at.tolist()]
+    for x, found in zip((q, k), encoding(q, k, at, at), strict=True):
+        torch.testing.assert_close(found, dense(encoding, x, cells), rtol=0, atol=1e-9)
+    rows = torch.stack([at, at + 3])
+    both = encoding(q, k, rows, rows)[0]
+    for row in range(2):
+        alone = encoding(q, k, rows[row], rows[row])[0]
+        torch.testing.assert_close(both[row], alone[row], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["shared", "own"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_kernel_gives_the_dense_features_and_gradients(name, kind):
+    encoding, (x, _) = encoding_of(name, 8, 4), example(dtype=torch.float32)
+    exact = encoding_of(name, 8, 4).double()
+    at = torch.arange(12)
+    at = at if kind == "shared" else torch.stack([at, at + 5])
+    results = []
+    for form, y in ((encoding, x), (exact, x.double())):
+        y = y.clone().requires_grad_()
+        out = form(y, y, at, at)[0]
+        weights = torch.linspace(-1, 1, out.numel()).view_as(out).to(out)
+        results.append([out, *torch.autograd.grad(out, [y, *form.parameters()], weights)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_score_depends_on_the_differences_of_rows_and_columns(name):
+    encoding, (q, k) = encoding_of(name, grid=20), example(time=4)
+    cells = torch.tensor([[0, 0], [0, 3], [2, 1], [5, 6]])
+    here = score_matrix(encoding, q, k, *[cells @ torch.tensor([20, 1])] * 2)
+    moved = cells + torch.tensor([7, 11])
+    there = score_matrix(encoding, q, k, *[moved @ torch.tensor([20, 1])] * 2)
+    torch.testing.assert_close(here, there, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_grid_wider_than_the_text_turns_by_the_column_and_a_line_by_the_row(name):
+    q, k = example()
+    at = torch.arange(12)
+    wide, line = encoding_of(name, grid=50), encoding_of(name)
+    if name == "rope-2d":
+        turned = q.clone()
+        turned[..., 4:], turned[..., :4] = q[..., :4], q[..., 4:]  # the halves swap their roles
+        found = wide(turned, k, at, at)[0]
+        expected = line(q, k, at, at)[0].roll(4, -1)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    else:
+        line.core.row, line.core.column = wide.core.column, wide.core.row
+        torch.testing.assert_close(wide(q, k, at, at)[0], line(q, k, at, at)[0])
+
+
+def test_swapping_the_axes_is_transposing_the_grid():
+    encoding, (q, k) = encoding_of("rope-2d", grid=4), example(time=16)
+    at = torch.arange(16)
+    transposed = at.view(4, 4).T.flatten()
+    swap = torch.tensor([4, 5, 6, 7, 0, 1, 2, 3])
+    found = encoding(q, k, transposed, transposed)[0]
+    expected = encoding(q[..., swap], k, at, at)[0][..., swap]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("width", [8, 16])
+def test_mixed_frequencies_along_the_axes_are_axial(width):
+    axial, mixed = encoding_of("rope-2d", width, 4), encoding_of("rope-2d-mixed", width, 4).double()
+    theta, zero = axial.core.theta, torch.zeros(width // 4)
+    for parameter, halves in ((mixed.core.row, (theta, zero)), (mixed.core.column, (zero, theta))):
+        parameter.data = torch.cat(halves).double().expand(HEADS, -1).clone()
+    (q, k), at = example(width=width), torch.arange(12)
+    for found, expected in zip(mixed(q, k, at, at), axial(q, k, at, at), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_axial_is_rope_with_base_100_under_an_axial_grid(monkeypatch):
+    monkeypatch.setattr(cores, "BASE", 100.0)
+    options = EncodingOptions(grid_width=4, position_grid="axial")
+    wrapped = build_encoding("rope", 8, HEADS, options=options)
+    (q, k), at = example(), torch.arange(12)
+    found, expected = wrapped(q, k, at, at), encoding_of("rope-2d", grid=4)(q, k, at, at)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_mixed_frequencies_start_in_one_direction_per_head_and_in_the_orthogonal_one():
+    core = encoding_of("rope-2d-mixed", 16).core
+    frequency = torch.complex(core.column, core.row).detach()
+    magnitude = torch.tensor([10 ** (-i / 4) for i in range(4)])
+    torch.testing.assert_close(frequency.abs(), magnitude.repeat(2).expand(HEADS, -1))
+    first, second = frequency.chunk(2, -1)
+    torch.testing.assert_close(second / first, torch.full_like(first, 1j))
+    directions = first.angle()
+    torch.testing.assert_close(directions, directions[:, :1].expand_as(directions))
+    assert len(directions[:, 0].unique()) == HEADS
+
+
+def test_gradients_of_mixed_frequencies_equal_finite_differences():
+    encoding, (q, k) = encoding_of("rope-2d-mixed", 4, 3).double(), example(5, 4)
+    at = torch.tensor([0, 1, 4, 11, 20])
+
+    def scores(*_):
+        return score_matrix(encoding, q, k, at, at)
+
+    assert torch.autograd.gradcheck(scores, list(encoding.parameters()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_width_below_4_is_refused(name):
+    with pytest.raises(
+        ValueError, match="rows and columns needs a head width of at least 4, got 3"
+    ):
+        encoding_of(name, 3)
