@@ -29,14 +29,14 @@ def checksums(data: Path, splits: Collection[str]) -> Checksums:
 
 
 def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """The parts that both know, with different checksums."""
+    """Return the parts of both that have different checksums."""
     return sorted(part for part in before.keys() & now.keys() if before[part] != now[part])
 
 
 def verify(data: Path) -> None:
-    """Check the files in ``bin`` against the manifest of data-prep; without one, nothing is known.
+    """Check the files in ``bin`` against the manifest of data-prep, if there is one.
 
-    Raises: UserError naming the first file that is missing, damaged or replaced.
+    Raises: UserError, which names the first file that is missing, damaged or replaced.
     """
     steps = manifest(data).get("steps", {}).values()
     written = {name: checksum for step in steps for name, checksum in step["writes"].items()}
