@@ -13,12 +13,13 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import attention, decoding, encoding, lengths, phases, profiles, training
+from benchmarks import attention, decays, decoding, encoding, lengths, phases, profiles, training
 from lrpe_fairseq.experiments.records.runs import environment
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "bench"
 PARTS: dict[str, Callable[[argparse.Namespace], list[dict]]] = {
     "causal": lambda o: attention.measure(o.device, o.dtype, o.rounds),
+    "decays": lambda o: decays.measure(o.device, o.dtype, o.rounds),
     "bidirectional": lambda o: attention.measure_bidirectional(o.device, o.dtype, o.rounds),
     "lengths": lambda o: lengths.measure(o.device, o.dtype, o.rounds),
     "encoding": lambda o: encoding.measure(o.device, o.dtype, o.rounds),
@@ -36,6 +37,7 @@ def main() -> None:
     stated = environment()
     print(f"{stated['hardware']}\n{stated['versions']}\ncommit {stated['commit']}")
     attention.check(options.device)
+    decays.check(options.device)
     decoding.check()
     print("the fast forms agree with their definitions\n", flush=True)
     for part in options.parts:

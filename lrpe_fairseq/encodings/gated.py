@@ -11,6 +11,7 @@ OF_INNER = (
     "relative",
     "relative_up_to",
     "shift_unit",
+    "two_axes",
     "without_absolute",
     "keeps_norm",
     "before_feature_map",

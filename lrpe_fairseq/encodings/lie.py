@@ -56,6 +56,8 @@ class BlockRotation(QueryKeyEncoding):
             8, "LieRE, ComRoPE: width of the blocks of features that are rotated together"
         )
 
+    reads_grid = True
+
     def __init__(self, spec: EncodingSpec, least_blocks: int = 1) -> None:
         super().__init__(spec)
         self.axes = 2 if spec.options.grid_width else 1

@@ -11,9 +11,9 @@
 // dq, dk, dv the gradients of q, k, v. D is the key width and E the value width, both padded to whole
 // vectors. `turned` means transposed.
 //
-// A decay is constant (one rate per head) or per token: the score of (s, t) is multiplied by the
-// factors f of tokens t+1..s. Only products of f within a chunk are formed, so nothing overflows, and
-// f may be 0. The gradient of log f_t is the sum over s >= t of q_s . dq_s - k_s . dk_s.
+// A decay is constant (one rate per head) or per token (gates): the score of (s, t) is multiplied by
+// f = exp(gate) of each of the tokens t+1..s. Only products of f within a chunk are formed, so nothing
+// overflows, and f may be 0. The gradient of gate t is the sum over s >= t of q_s . dq_s - k_s . dk_s.
 
 #include "products.h"
 
@@ -23,9 +23,9 @@ typedef const double *Rates;
 
 // segment: length in tokens, a multiple of CHUNK. double_precision: 1 if all tensors are double, 0 if
 // float. with_denominators: 1 if denominators are computed. normalizes: 1 if out is the quotient.
-// log_decay: one number per head, or null. factors: f as double, (batch, head, time), for a decay per
-// token. The forward pass writes out, denominators and states. The backward pass reads these, grad and
-// grad_denominators, and writes grad_q, grad_k, grad_v and, as double, grad_decay, that of log f.
+// log_decay: one number per head, or null. gates: (batch, head, time), as double; no data if the decay
+// is constant. The forward pass writes out, denominators and states. The backward pass reads these, grad
+// and grad_denominators, and writes grad_q, grad_k, grad_v and, as double, grad_gates.
 #define CALL_FIELDS(F)                  \
     F(Call, int64_t, batch)             \
     F(Call, int64_t, heads)             \
@@ -47,11 +47,11 @@ typedef const double *Rates;
     F(Call, Tensor, denominators)       \
     F(Call, Tensor, grad)               \
     F(Call, Tensor, grad_denominators)  \
-    F(Call, Tensor, factors)            \
+    F(Call, Tensor, gates)              \
     F(Call, Tensor, grad_q)             \
     F(Call, Tensor, grad_k)             \
     F(Call, Tensor, grad_v)             \
-    F(Call, Tensor, grad_decay)
+    F(Call, Tensor, grad_gates)
 DEFINE_STRUCT(Call, CALL_FIELDS, call_fields)
 
 namespace {
@@ -109,11 +109,11 @@ struct Decay {
         whole = T(std::exp(log_rate * CHUNK));
     }
 
-    // A decay per token: products of f[0], f[step], .... It is 1 from token `length` on.
-    void set(const double *f, int64_t step, int length) {
+    // A decay per token, of gates[0], gates[step], .... From token `length` on the gates are 0.
+    void set(const double *gates, int64_t step, int length) {
         double row[CHUNK] = {}, first = 1;  // the row of `within`, and the next number of `into`
         for (int s = 0; s < CHUNK; s++) {
-            const double factor = s < length ? f[s * step] : 1;
+            const double factor = s < length ? std::exp(gates[s * step]) : 1;
             for (int t = 0; t < CHUNK; t++) row[t] = without_denormals(row[t] * factor);
             row[s] = 1, first = without_denormals(first * factor);
             for (int t = 0; t < CHUNK; t++) within[s][t] = T(row[t]);
@@ -142,7 +142,7 @@ struct Worker {
     explicit Worker(const Call &call)
         : call(call), D(L::filled(call.keys)), E(L::filled(call.values)) {}
 
-    bool decays() const { return call.log_decay || call.factors.data; }
+    bool decays() const { return call.log_decay || call.gates.data; }
     bool counts() const { return call.with_denominators; }
 
     // Number of elements of `decay`.
@@ -159,8 +159,8 @@ struct Worker {
 
     // Compute the factors of the chunk from `start` if the decay is per token.
     void begin_chunk(int64_t start) {
-        const Tensor &f = call.factors;
-        if (f.data) decay.set(row_of<double>(f, start), f.time, length(start));
+        const Tensor &gates = call.gates;
+        if (gates.data) decay.set(row_of<double>(gates, start), gates.time, length(start));
     }
 
     template <typename Element = T>
@@ -288,7 +288,7 @@ struct Backward : Worker<T> {
     // S^T and z before the chunk; dS, dS^T and dz (sums of q G^T and q g) after it
     Matrix<T> turned_state, z, dstate, turned_dstate, dz;
     Matrix<T> buffer;
-    double dlog_f;  // the gradient of the log f of the token after the chunk
+    double dgate;  // the gradient of the gate of the token after the chunk
 
     explicit Backward(const Call &call)
         : Base(call),
@@ -310,7 +310,7 @@ struct Backward : Worker<T> {
     void run(int64_t sequence) {
         space.clear();
         this->begin(sequence);
-        dlog_f = 0;
+        dgate = 0;
         for (int64_t n = (call.time - 1) / call.segment; n >= 0; n--) {
             const int64_t begin = n * call.segment, end = std::min(begin + call.segment, call.time);
             recall(n);
@@ -321,7 +321,7 @@ struct Backward : Worker<T> {
                 load_chunk(start);
                 gradient_of_scores();
                 gradient_of_queries();
-                keep_for_decay(start);
+                keep_for_gates(start);
                 this->store(call.grad_q, dq, start, call.keys);
             }
             while (start > begin) {
@@ -329,13 +329,13 @@ struct Backward : Worker<T> {
                 look_at(start - begin);
                 this->begin_chunk(start);
                 gradient_of_keys();
-                gradient_of_decay(start);
+                gradient_of_gates(start);
                 this->store(call.grad_k, dk, start, call.keys);
                 gradient_of_values();
                 this->store(call.grad_v, dv, start, call.values);
                 advance();
             }
-            if (call.grad_decay.data) dlog_f = across(n);
+            if (call.grad_gates.data) dgate = across(n);
         }
     }
 
@@ -403,20 +403,20 @@ struct Backward : Worker<T> {
         product<LEFT_UPPER, true>(dk, dscores.transposed(), q, CHUNK, CHUNK, D);
     }
 
-    // Write q . dq of a chunk, for gradient_of_decay.
-    void keep_for_decay(int64_t start) const {
-        if (!call.grad_decay.data) return;
-        double *to = this->template row_of<double>(call.grad_decay, start);
+    // Write q . dq of a chunk, for gradient_of_gates.
+    void keep_for_gates(int64_t start) const {
+        if (!call.grad_gates.data) return;
+        double *to = this->template row_of<double>(call.grad_gates, start);
         for (int i = 0; i < this->length(start); i++) to[i] = dot(q[i], dq[i], D);
     }
 
-    // Replace q . dq by the sum of q . dq - k . dk over this token and all later ones. The decay of
+    // Replace q . dq by the sum of q . dq - k . dk over this token and all later ones. The gate of
     // the first token acts on nothing.
-    void gradient_of_decay(int64_t start) {
-        if (!call.grad_decay.data) return;
-        double *to = this->template row_of<double>(call.grad_decay, start);
+    void gradient_of_gates(int64_t start) {
+        if (!call.grad_gates.data) return;
+        double *to = this->template row_of<double>(call.grad_gates, start);
         for (int i = this->length(start) - 1; i >= 0; i--)
-            to[i] = dlog_f += to[i] - double(dot(k[i], dk[i], D));
+            to[i] = dgate += to[i] - double(dot(k[i], dk[i], D));
         if (start == 0) to[0] = 0;
     }
 

@@ -24,8 +24,8 @@ cache. A multiple of CHUNK in ``causal_cpu.cpp``."""
 WIDEST = 256
 """Largest supported width of keys and values. A wider state does not fit a core's cache."""
 
-TENSORS = ("q", "k", "v", "states", "out", "denominators", "grad", "grad_denominators", "factors")
-GRADIENTS = ("grad_q", "grad_k", "grad_v", "grad_decay")
+TENSORS = ("q", "k", "v", "states", "out", "denominators", "grad", "grad_denominators", "gates")
+GRADIENTS = ("grad_q", "grad_k", "grad_v", "grad_gates")
 
 
 class _Call(ctypes.Structure):
@@ -93,15 +93,15 @@ class _CausalSums(torch.autograd.Function):
         q, k, v, log_decay, states, out, denominators = ctx.saved_tensors
         grads = {name: torch.empty_like(x) for name, x in zip(GRADIENTS, (q, k, v), strict=False)}
         if ctx.needs_input_grad[3]:
-            grads["grad_decay"] = q.new_empty(q.shape[:3], dtype=torch.float64)
+            grads["grad_gates"] = q.new_empty(q.shape[:3], dtype=torch.float64)
         kept = {"states": states, "out": out, "denominators": denominators}
         if grad_denominators is not None:
             kept["grad_denominators"] = grad_denominators.contiguous()
         grad = loader.contiguous_rows(grad)
         _run("causal_backward", log_decay, ctx.settings, q=q, k=k, v=v, grad=grad, **kept, **grads)
-        grad_decay = grads.pop("grad_decay", None)
-        grad_decay = None if grad_decay is None else grad_decay.to(log_decay.dtype)
-        return *grads.values(), grad_decay, None, None
+        grad_gates = grads.pop("grad_gates", None)
+        grad_gates = None if grad_gates is None else grad_gates.to(log_decay.dtype)
+        return *grads.values(), grad_gates, None, None
 
 
 def _gradients_as_graph(
@@ -130,7 +130,7 @@ def _run(
     """Call the function ``name`` of the library with named tensors."""
     wanted, eps = settings
     q, v = tensors["q"], tensors["v"]
-    rates, tensors["factors"] = _decay_of(log_decay, q)
+    rates, tensors["gates"] = _decay_of(log_decay, q)
     sizes = dict(zip(("batch", "heads", "time", "keys"), q.shape, strict=True))
     call = _Call(
         **sizes,
@@ -148,10 +148,10 @@ def _run(
 
 
 def _decay_of(log_decay: Tensor | None, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return the rates (H,) of a constant decay and the factors (B, H, T) of one per token."""
+    """Return a constant decay (H,) and one per token (B, H, T), in float64; one of them is None."""
     if log_decay is None:
         return None, None
     wide = log_decay.detach().double()
     if log_decay.dim() == 1:
         return wide.expand(q.shape[1]).contiguous(), None
-    return None, wide.expand(q.shape[:3]).exp()
+    return None, wide.expand(q.shape[:3])

@@ -1,12 +1,17 @@
 """Checks of fairseq's options when a model is built.
 
-They refuse combinations that would fail later or be ignored. Every function raises ChoiceError with
-one sentence.
+The functions named ``check_...`` refuse combinations that would fail later or be ignored. They
+raise ChoiceError with one sentence.
 """
 
+import logging
+from functools import cache
 from typing import Any
 
+from lrpe_fairseq.encodings import Encoding
 from lrpe_fairseq.errors import ChoiceError
+
+logger = logging.getLogger(__name__)
 
 
 def check_language_model(options: Any) -> None:
@@ -111,3 +116,20 @@ def check_quantization_blocks(probability: float, block: int, *widths: int) -> N
             f"--quant-noise-pq-block-size {block} must divide the widths of the layers, "
             + " and ".join(map(str, widths))
         )
+
+
+def warn_about_absolute_positions(encoding: Encoding, cfg: Any) -> None:
+    """Warn once if a model adds absolute positions to a method that is defined without them.
+
+    cfg: the TransformerConfig of the whole model.
+    """
+    if encoding.without_absolute and not cfg.no_token_positional_embeddings:
+        _warn_once(
+            f"position encoding {encoding.name!r} is defined for models without absolute "
+            "positions: pass --no-token-positional-embeddings"
+        )
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)

@@ -30,6 +30,7 @@ from lrpe_fairseq.encodings import (
 from lrpe_fairseq.encodings.base import POSITION_GRIDS
 from lrpe_fairseq.encodings.fidelity import DEPARTURES, parse_departures
 from lrpe_fairseq.errors import ChoiceError, refuse
+from lrpe_fairseq.models.checks import warn_about_absolute_positions
 
 
 def with_encoding_options(cls: type) -> type:
@@ -120,7 +121,7 @@ def build_attention(
     1000 ``encoding_seed`` + ``layer``.
     """
     p, block = cfg.quant_noise.pq, cfg.quant_noise.pq_block_size
-    return MultiheadAttention(
+    attention = MultiheadAttention(
         embed_dim,
         num_heads,
         attention_type=str(options.attention_type),
@@ -132,6 +133,8 @@ def build_attention(
         options=encoding_options(options),
         wrap_linear=lambda linear: quant_noise(linear, p, block),
     )
+    warn_about_absolute_positions(attention.encoding, cfg)
+    return attention
 
 
 class BooleanFlags:

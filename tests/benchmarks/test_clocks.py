@@ -5,6 +5,7 @@ import torch
 
 from benchmarks import (
     attention,
+    decays,
     decoding,
     encoding,
     lengths,
@@ -70,6 +71,27 @@ def test_bidirectional_rows_compare_with_sdpa_at_every_length():
         (n, name) for n in (16, 32) for name in ("linear", "sdpa")
     ]
     assert all(r["speed_up"] == 1.0 for r in rows if r["contestant"] == "linear")
+
+
+def test_decays_are_compared_with_attention_without_one():
+    rows = decays.measure("cpu", torch.float32, 1, lengths=(32, 64), tokens=128)
+    assert [(r["length"], r["decay"]) for r in rows] == [
+        (n, kind) for n in (32, 64) for kind in decays.KINDS
+    ]
+    assert all(r["speed"] == 1.0 for r in rows if r["decay"] == "none")
+    assert all(r["flatness"] == 1.0 for r in rows if r["length"] == 32)
+
+
+def test_a_speed_of_other_gradients_of_gates_is_not_shown(monkeypatch):
+    decays.check()
+    other = decays.linear_attention_naive
+
+    def wrong(*rows, log_decay, **options):
+        return other(*rows, log_decay=log_decay.detach() + 0 * log_decay, **options)
+
+    monkeypatch.setattr(decays, "linear_attention", wrong)
+    with pytest.raises(AssertionError):
+        decays.check()
 
 
 def test_the_state_of_a_linear_decoder_does_not_grow_and_that_of_a_softmax_one_does():

@@ -11,7 +11,9 @@ from lrpe_fairseq.attention.multihead import Memory, MultiheadAttention, feature
 from lrpe_fairseq.encodings import (
     ENCODINGS,
     FAMILIES,
+    Encoding,
     EncodingOptions,
+    QueryKeyEncoding,
     build_encoding,
     encoding_class,
 )
@@ -249,6 +251,15 @@ def test_every_decomposable_encoding_without_gates_can_be_gated():
     assert {f"gated:{name}" for name in linear - {"fox"}} == {*FAMILIES["gated"].names}
     for name in FAMILIES["lrpe"].names:
         assert build_encoding(f"gated:{name}", 4, 3, causal=True).inner.name == name
+
+
+@pytest.mark.parametrize("name", FAMILIES["gated"].names)
+def test_a_gated_encoding_has_the_capabilities_of_the_one_inside(name):
+    gated = build_encoding(name, 4, 3, causal=True)
+    own = {"causal_only", "contextual", "shared", "card", "name", "projection", "departures"}
+    declared = Encoding.__annotations__ | QueryKeyEncoding.__annotations__
+    for field in declared.keys() - own:
+        assert getattr(gated, field) == getattr(gated.inner, field), field
 
 
 @pytest.mark.parametrize("name", ["gated:t5", "gated:fox", "gated:gated:rope"])

@@ -62,7 +62,7 @@ def test_most_decomposable_encodings_are_served():
     assert {"none", "rope", "spe", "cosformer", "fope", "lrpe-type2", "permuteformer"} <= {
         *SEQUENCES
     }
-    assert not {"rope-2d", "rope-2d-mixed", "t5", "transformer-xl"} & {*SEQUENCES}
+    assert not {"rope-2d", "rope-2d-mixed", "liere", "comrope-ap", "t5"} & {*SEQUENCES}
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
@@ -191,6 +191,7 @@ def test_capabilities_are_those_of_the_encoding():
     [
         ("t5", "axial", {}, "'t5' cannot .* 'axial': it needs the score matrix"),
         ("rope-2d", "sum", {}, "'rope-2d' cannot .* 'sum': it reads rows and columns itself"),
+        ("gated:rope", "sum", {"causal": True}, "its decay counts tokens, not rows"),
         ("permuteformer", "axial", {"causal": True}, "its decay counts tokens, not rows"),
         ("rope", "axial", {"width": 7}, "the head width must be even, got 7"),
         ("rope", "axial", {"grid": 0}, "'axial' needs the number of columns .* set --grid-width"),

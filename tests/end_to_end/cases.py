@@ -3,8 +3,9 @@
 ``tests/test_every_encoding.py`` proves for each encoding with each attention type that attention
 itself decodes, reorders, pads and masks correctly. A model is built of that attention, so that in
 ``make test`` each encoding meets two of the four kinds of models, with the attention types in
-turn. ``make test-all`` (the mark ``exhaustive``) runs one property of each kind with every pair,
-and the others with each encoding once.
+turn; a causal encoding meets the two kinds with causal attention. ``make test-all`` (the mark
+``exhaustive``) runs one property of each kind with every pair, and the others with each encoding
+once.
 """
 
 import functools
@@ -18,18 +19,24 @@ from lrpe_fairseq.encodings import ENCODINGS, encoding_class
 
 Pair = tuple[str, str]
 KINDS = ("decoder-only", "encoder-only", "encoder", "decoder")  # the last two of translation
+BIDIRECTIONAL = ("encoder-only", "encoder")
 MET = 2  # of KINDS, by each encoding
 
 
 @functools.cache
-def usable() -> list[Pair]:
-    """(attention type, encoding): every pair that goes together."""
+def usable(kind: str = "decoder-only") -> list[Pair]:
+    """(attention type, encoding): every pair that goes together in a kind of model."""
     return [
         (attention, name)
         for name in ENCODINGS
         for attention in ATTENTION_TYPES
-        if attention == "softmax" or encoding_class(name).serves_linear
+        if serves(name, kind) and (attention == "softmax" or encoding_class(name).serves_linear)
     ]
+
+
+def serves(name: str, kind: str) -> bool:
+    """False for a causal encoding and a kind of model with bidirectional attention."""
+    return kind not in BIDIRECTIONAL or not encoding_class(name).causal_only
 
 
 def pairs_of(name: str) -> list[Pair]:
@@ -49,10 +56,12 @@ def in_turn(kind: str) -> list[Pair]:
     An encoding meets one kind with one attention type and the next kind with the other.
     """
     chosen = []
-    for turn, pairs in enumerate(map(pairs_of, ENCODINGS)):
-        step = (KINDS.index(kind) - turn) % len(KINDS)
-        if step < MET:
-            chosen.append(pairs[(turn // len(KINDS) + step) % len(pairs)])
+    for turn, (name, pairs) in enumerate((name, pairs_of(name)) for name in ENCODINGS):
+        kinds = [other for other in KINDS if serves(name, other)]
+        if kind in kinds:
+            step = (kinds.index(kind) - turn) % len(kinds)
+            if step < MET:
+                chosen.append(pairs[(turn // len(kinds) + step) % len(pairs)])
     return chosen
 
 

@@ -12,6 +12,7 @@ from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder, LearnedPositi
 from fairseq.modules.quantization.scalar.modules import IntLinear
 
 from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
+from lrpe_fairseq.models import checks
 from tests.end_to_end.cases import sampled
 from tests.end_to_end.commands import (
     SMALL,
@@ -194,6 +195,25 @@ def test_absolute_positions_are_fairseqs_own_to_switch(corpus: Corpus) -> None:
     learned = build(corpus, SMALL, "--decoder-learned-pos")[0].decoder
     assert none.embed_positions is None
     assert isinstance(learned.embed_positions, LearnedPositionalEmbedding)
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ("--position-encoding alibi", True),
+        ("--position-encoding fox --attention-type softmax", True),
+        ("--position-encoding alibi --no-token-positional-embeddings", False),
+        ("--position-encoding rope", False),
+    ],
+)
+def test_absolute_positions_are_warned_about_where_a_method_is_defined_without_them(
+    corpus: Corpus, caplog: pytest.LogCaptureFixture, options: str, warned: bool
+) -> None:
+    checks._warn_once.cache_clear()
+    build(corpus, SMALL, options)
+    found = [r.getMessage() for r in caplog.records if r.name == checks.__name__]
+    sentence = "is defined for models without absolute positions: pass --no-token-positional-emb"
+    assert [sentence in message for message in found] == [True] * warned
 
 
 def test_character_embeddings_replace_the_table(corpus: Corpus) -> None:

@@ -35,7 +35,9 @@ def masked_lm(corpus: Corpus, options: str) -> LRPERobertaModel:
     return build(corpus, TASK, SMALL, options)[0].eval()
 
 
-@pytest.mark.parametrize(("attention", "encoding"), sampled(usable(), in_turn("encoder-only")))
+@pytest.mark.parametrize(
+    ("attention", "encoding"), sampled(usable("encoder-only"), in_turn("encoder-only"))
+)
 def test_a_padded_batch_and_its_single_sentences_have_the_same_logits(
     corpus: Corpus, attention: str, encoding: str
 ) -> None:

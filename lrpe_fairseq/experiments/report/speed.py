@@ -106,6 +106,25 @@ def _times(row: dict[str, Any] | None) -> str:
     return f"{row['speed_up']:.1f} x" if row else "–"
 
 
+def decays(rows: Rows) -> str:
+    """Speed of causal linear attention with a decay over that without, and its flatness."""
+    found, kinds = _by(rows, "length", "decay"), [k for k in _values(rows, "decay") if k != "none"]
+    lines = [
+        [n, *(f"{found[n, kind][key]:.2f}" for kind in kinds for key in ("speed", "flatness"))]
+        for n in _values(rows, "length")
+    ]
+    first = min(_values(rows, "length"))
+    heads = [
+        head
+        for kind in kinds
+        for head in (
+            f"{kind}: speed over that without a decay",
+            f"{kind}: time per token against T = {first}",
+        )
+    ]
+    return markdown.table(["T", *heads], lines, numbers=True)
+
+
 def bidirectional(rows: Rows) -> str:
     """Compare bidirectional linear attention with SDPA."""
     lines = [[r["length"], f"{r['speed_up']:.2f} x"] for r in rows if r["contestant"] == "sdpa"]
@@ -224,6 +243,7 @@ def _error(value: float | None) -> str:
 
 PARTS: dict[str, Callable[[Rows], str]] = {
     "causal": causal,
+    "decays": decays,
     "bidirectional": bidirectional,
     "lengths": lengths,
     "encoding": encoding,
