@@ -203,7 +203,7 @@ class Attack:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an attack. kind: ``sentence``, ``accepted``, ``traceback`` or ``raw``."""
+    """The outcome of an attack. kind: ``sentence``, ``accepted``, ``traceback`` or ``raw``."""
 
     kind: str
     said: str

@@ -47,7 +47,7 @@ def undisturbed_table(
     corpus: Corpus,  # noqa: F811
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """A checkout whose small table was run in peace; once for all workers of pytest-xdist."""
+    """A checkout whose small table ran without interruptions; once for all pytest workers."""
     base = tmp_path_factory.getbasetemp()
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "undisturbed"
     shared.mkdir(exist_ok=True)

@@ -338,7 +338,7 @@ def _start_probes(preamble: str, report: Path) -> subprocess.Popen:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """What became of every probe, without ("stock") and with ("mended") the fixes."""
+    """The result of every probe, without ("stock") and with ("mended") the fixes."""
     folder = tmp_path_factory.mktemp("probes")
     preambles = {
         "stock": "import fairseq",

@@ -41,7 +41,7 @@ KILLS = 20
 
 
 def log_of_run(folder: Path, name: str) -> bool:
-    """Whether any of the four runs has begun to write this log."""
+    """True if any of the four runs has started to write this log."""
     return any((folder / "runs").rglob(name))
 
 

@@ -105,7 +105,7 @@ class Cluster:
         return done.stdout
 
     def is_done(self, job: str) -> bool:
-        """Whether no job is left; one that was requeued need not wait for its two minutes."""
+        """True if no job is left. A requeued job starts without Slurm's delay of two minutes."""
         for number in range(4):
             self.ask("scontrol", "update", f"jobid={job}_{number}", "StartTime=now")
         return not self.ask("squeue", "-h")

@@ -1,4 +1,4 @@
-"""Whether Triton's interpreter runs here: old releases of it fail under a newer numpy."""
+"""Probe if Triton's interpreter runs here: old releases fail with a newer numpy."""
 
 import functools
 

@@ -62,7 +62,7 @@ def save_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def refusals(corpus: Corpus, save_dir: Path) -> Refusals:
-    """What became of every command that cannot work; one of each kind in an interpreter."""
+    """The results of every refused command; one of each kind runs in a new interpreter."""
     train = [corpus.data, TRAINING, SMALL, "--max-update 1 --save-dir", save_dir]
     jobs: dict[str, Callable[[], subprocess.CompletedProcess]] = {}
 

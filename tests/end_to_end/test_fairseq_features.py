@@ -308,7 +308,7 @@ def test_an_adaptive_softmax_may_have_another_width_than_the_embeddings(corpus: 
 
 
 def dropouts(model: Any) -> dict[str, bool]:
-    """Whether the dropout of each named module is on at inference."""
+    """True for each named module whose dropout is on at inference."""
     found = {
         m.module_name: m.apply_during_inference
         for m in model.modules()

@@ -1,4 +1,4 @@
-"""A training that is told to end: what it saves, and what becomes of it afterwards."""
+"""A training saves a checkpoint and exits on SIGTERM or SIGUSR1, and resumes from it."""
 
 import contextlib
 import os

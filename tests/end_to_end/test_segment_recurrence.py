@@ -325,7 +325,7 @@ def test_without_a_memory_segments_know_nothing_of_each_other(corpus: Corpus) ->
 
 
 def assert_equal(found: dict[int, Tensor], expected: dict[int, Tensor]) -> None:
-    """Whether the blocks of ``expected`` are the same in ``found``."""
+    """True if the blocks of ``expected`` and ``found`` are equal."""
     for block, scores in expected.items():
         torch.testing.assert_close(found[block], scores, rtol=0, atol=0)
 

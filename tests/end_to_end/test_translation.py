@@ -466,7 +466,7 @@ def test_a_sentence_that_was_not_translated_is_noticed(tmp_path: Path) -> None:
         score(tmp_path / "log", tmp_path, "test")
 
 
-def test_bleu_is_of_detokenised_text_with_its_signature() -> None:
+def test_bleu_is_of_detokenized_text_with_its_signature() -> None:
     found, signature = scores(
         ["Ein Hund läuft über die Wiese."], ["Ein Hund läuft über die Wiese."]
     )

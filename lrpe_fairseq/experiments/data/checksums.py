@@ -15,10 +15,10 @@ Checksums = dict[str, str]
 
 
 def checksums(data: Path, splits: Collection[str]) -> Checksums:
-    """One sha256 for each of ``splits`` and one for the dictionaries of a data folder.
+    """Return a sha256 per split and one for the dictionaries of a data folder.
 
     Each covers the names and the contents of the files in ``bin`` that belong to it. A split
-    without files is left out; the result is empty if nothing is prepared.
+    without files is omitted; the result is empty if nothing is prepared.
     """
     parts: dict[str, list[str]] = {}
     for name, path in _files(data / "bin"):
@@ -29,14 +29,14 @@ def checksums(data: Path, splits: Collection[str]) -> Checksums:
 
 
 def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """The parts that both know, with different checksums."""
+    """Return the parts of both that have different checksums."""
     return sorted(part for part in before.keys() & now.keys() if before[part] != now[part])
 
 
 def verify(data: Path) -> None:
-    """Check the files in ``bin`` against the manifest of data-prep; without one, nothing is known.
+    """Check the files in ``bin`` against the manifest of data-prep, if there is one.
 
-    Raises: UserError naming the first file that is missing, damaged or replaced.
+    Raises: UserError, which names the first file that is missing, damaged or replaced.
     """
     steps = manifest(data).get("steps", {}).values()
     written = {name: checksum for step in steps for name, checksum in step["writes"].items()}
@@ -50,7 +50,7 @@ def verify(data: Path) -> None:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """(name relative to ``folder``, path) of every file, in sorted order."""
+    """Yield (name relative to ``folder``, path) of every file, sorted."""
     found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*")}
     return ((name, path) for name, path in sorted(found.items()) if path.is_file())
 
@@ -60,7 +60,7 @@ def _sha256(text: str) -> str:
 
 
 def _digest_of(path: Path) -> str:
-    """The sha256 of a file, computed again only after its size or its time has changed."""
+    """Return the sha256 of a file; recomputed only if its size or modification time changed."""
     about = path.stat()
     return _digest(path, about.st_size, about.st_mtime_ns)
 
