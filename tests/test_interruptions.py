@@ -16,6 +16,8 @@ from lrpe_fairseq.experiments.records.runs import read_runs, write_run
 from tests.end_to_end.commands import Corpus
 from tests.test_experiments import a_record
 from tests.tiny_table import (
+    BEYOND,
+    UPDATES,
     assert_same_results,
     command,
     environment,
@@ -30,7 +32,7 @@ from tests.tiny_table import (
 FIRST = "tiny-Base-linear-seed1"
 POINTS: dict[str, tuple[Callable[[Path], bool], bool]] = {  # moment -> is it there, all killed
     "as the first training begins": (lambda folder: log_of_run(folder, "train.log"), True),
-    "after its first checkpoint": (lambda folder: reached(folder, FIRST, 400), False),
+    "after its first checkpoint": (lambda folder: reached(folder, FIRST, BEYOND), False),
     "as a finished training is evaluated": (
         lambda folder: log_of_run(folder, "eval-valid-blocks.log"),
         True,
@@ -114,7 +116,7 @@ def test_a_results_folder_that_cannot_be_written_is_one_sentence_and_the_work_is
     assert "Traceback" not in done.stdout + done.stderr
     (folder / "results" / "runs").unlink()
     said = run_table(folder, "--rows", "Base", "--attention", "linear")
-    assert "resumed at 900" in said
+    assert f"resumed at {UPDATES}" in said
     assert len(read_runs(folder / "results" / "runs")) == 1
 
 

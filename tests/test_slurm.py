@@ -21,6 +21,7 @@ from lrpe_fairseq.experiments.records.runs import read_runs
 from lrpe_fairseq.experiments.runner import slurm
 from tests.end_to_end.commands import Corpus
 from tests.tiny_table import (
+    BEYOND,
     assert_same_results,
     finished,
     log_of,
@@ -154,9 +155,9 @@ def test_a_disturbed_array_ends_in_the_table_of_an_undisturbed_run(
     cluster.alive["n1"].kill()  # jobs do not need it; it finds them when it is back
     cluster.alive["n1"].wait()
     cluster.start_node("n1")
-    wait_until(lambda: reached(disturbed, first, 400), 120)
+    wait_until(lambda: reached(disturbed, first, BEYOND), 120)
     cluster.ask("scontrol", "requeue", f"{job}_0")
-    wait_until(lambda: reached(disturbed, second, 400) or finished(disturbed, second), 120)
+    wait_until(lambda: reached(disturbed, second, BEYOND) or finished(disturbed, second), 120)
     for pid in processes("--array-task\0001") + processes(f"runs/tiny/{second}"):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -184,7 +185,7 @@ def test_two_nodes_share_a_training_and_save_together_when_they_are_preempted(
     both = ("--slurm", "--partition", "both", "--nodes", "2")
     said = run_table(shared, *one, *both, **cluster.environment)
     job, name = said.split("job array ")[1].split(":")[0], "tiny-Base-linear-seed1"
-    wait_until(lambda: reached(shared, name, 400), 120)
+    wait_until(lambda: reached(shared, name, BEYOND), 120)
     cluster.ask("scontrol", "requeue", f"{job}_0")
     wait_until(lambda: cluster.is_done(job), PATIENCE)
 

@@ -16,6 +16,9 @@ from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.runs import Run, read_runs
 from tests.end_to_end.commands import Corpus
 
+UPDATES = 600
+SAVED = 200  # and every multiple of it
+BEYOND = SAVED + 20  # when a checkpoint can be resumed, and the training is far from its end
 TABLE = """
 title: "A table for a test"
 text: "Small models."
@@ -33,7 +36,7 @@ rows:
 
 
 def repository(folder: Path, corpus: Corpus) -> Path:
-    """A checkout with one table of four runs, some fifteen seconds each."""
+    """A checkout with one table of four runs, some ten seconds each."""
     for name in ("lrpe_fairseq", "scripts"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("configs/tables", "configs/lm", "results/runs", "results/paper"):
@@ -44,9 +47,9 @@ def repository(folder: Path, corpus: Corpus) -> Path:
     config["task"] |= {"data": "data/tiny/bin", "tokens_per_sample": 32}
     width = {f"decoder_{part}_dim": 32 for part in ("embed", "input", "output", "ffn_embed")}
     config["model"] |= width
-    config["optimization"]["max_update"] = 900
-    config["dataset"] |= {"max_tokens": 128, "validate_interval_updates": 300}
-    config["checkpoint"]["save_interval_updates"] = 300
+    config["optimization"]["max_update"] = UPDATES
+    config["dataset"] |= {"max_tokens": 128, "validate_interval_updates": SAVED}
+    config["checkpoint"]["save_interval_updates"] = SAVED
     (folder / "configs" / "lm" / "tiny.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     (folder / "configs" / "slurm.yaml").write_text("{gpus_per_node: 0, cpus_per_task: 1}")
     shutil.copytree(corpus.data, folder / "data" / "tiny" / "bin")
