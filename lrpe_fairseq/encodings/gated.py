@@ -11,7 +11,7 @@ OF_INNER = (
     "relative",
     "relative_up_to",
     "shift_unit",
-    "two_axes",
+    "reads_grid",
     "reads_grid",
     "without_absolute",
     "keeps_norm",
