@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lrpe_fairseq.attention import chunked
-from lrpe_fairseq.attention.chunked import block_decay, varies
+from lrpe_fairseq.attention.chunked import block_decay
 from lrpe_fairseq.kernels import causal_cpu, loader
 from lrpe_fairseq.kernels.causal import decay_matrix
 
@@ -115,9 +115,7 @@ def linear_attention(
     """
     scans = causal or log_decay is not None
     dtype, kernels = v.dtype, loader.triton_kernels(KERNELS) if scans else None
-    supported = kernels is not None and not varies(log_decay) and kernels.serves(q, v)
-    supported = supported and (causal or key_padding_mask is None)
-    kernels = kernels if supported else None
+    kernels = kernels if kernels is not None and kernels.serves(q, v, log_decay) else None
     given = (q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
     q, k, v, content, log_decay = _prepare(*given, widen=kernels is None)
     sums = _causal_sums if kernels is None else kernels.causal_sums

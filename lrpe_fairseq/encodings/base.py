@@ -109,12 +109,14 @@ class Card:
     cost: additional cost of one layer, in the symbols of the code (B, H, T, S, D).
     beyond: what the method promises for positions that training did not reach.
     source: authors, year, section or equation.
+    drawn_with: options for the picture, if the defaults do not show the method.
     """
 
     equation: str
     cost: str
     beyond: str
     source: str
+    drawn_with: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -169,8 +171,6 @@ class Encoding(nn.Module):
 
     card: Card | None = None
     """The entry of the gallery; a class attribute, or set by the constructor."""
-    two_axes: ClassVar[bool] = False
-    """True if positions on a grid have two axes here; see ``EncodingOptions.grid_width``."""
     name: str = ""
     """The name passed to ``build_encoding``, which sets it."""
     serves_linear: ClassVar[bool] = False

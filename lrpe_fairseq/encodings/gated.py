@@ -12,6 +12,7 @@ OF_INNER = (
     "relative_up_to",
     "shift_unit",
     "two_axes",
+    "reads_grid",
     "without_absolute",
     "keeps_norm",
     "before_feature_map",

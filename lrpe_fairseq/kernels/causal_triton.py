@@ -4,6 +4,9 @@ A scan writes the state before every chunk in float32. Then all chunks are compu
 their rows and their states. The same pass divides by the denominator. No T x T matrix and no
 float32 copy of q, k or v is stored. The definition is ``causal.definition``.
 
+Logarithms of a decay are summed within a chunk in float64. Only differences of these sums are
+exponentiated, and they are at most 0.
+
 Axes: L = B H sequences, T time, N chunks of C rows, D key width, E value width.
 """
 
@@ -25,17 +28,19 @@ float32 product consists of three tf32 products, which need more registers."""
 MINIMUM = 16  # smallest side of a tl.dot
 
 
-def serves(q: Tensor, v: Tensor) -> bool:
+def serves(q: Tensor, v: Tensor, log_decay: Tensor | None = None) -> bool:
     """True if the kernels support q and v: on an Ampere or newer GPU, of one dtype, not float64."""
-    return is_plain(q, v) and on_device(q) and q.dtype == v.dtype
+    return is_plain(q, v, log_decay) and on_device(q) and q.dtype == v.dtype
 
 
 def causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute :func:`causal.definition` in float32. ``log_decay`` (H,) gets no gradient."""
+    """Compute :func:`causal.definition` in float32."""
+    if log_decay is not None and log_decay.dim() == 1 and log_decay.requires_grad:
+        log_decay = log_decay[None, :, None].expand(q.shape[:3])
     rows = (x.contiguous() for x in (q, k, v))  # copied here, inside the autograd graph
-    out, denominator = _CausalSums.apply(*rows, wanted, log_decay, eps)
+    out, denominator = _CausalSums.apply(*rows, log_decay, wanted, eps)
     return out, denominator if wanted == "sums" else None
 
 
@@ -67,17 +72,17 @@ class _CausalSums(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, wanted, log_decay, eps):
+    def forward(ctx, q, k, v, log_decay, wanted, eps):
         shape = _shape_of(q, v)
-        given = q, k, v
-        q, k, v = (x.flatten(0, 1) for x in given)
-        decay = None if log_decay is None else log_decay.detach().float().contiguous()
+        given = q, k, v, log_decay
+        q, k, v = (x.flatten(0, 1) for x in given[:3])
+        decay = _decay_of(log_decay, shape)
         with_keys = wanted != "numerator"
         states, keys = _scan(k, v, None, decay, shape, with_keys, reverse=False)
         out, denominator = _outputs(q, k, v, states, keys, decay, shape, wanted, eps)
         kept = (out, denominator) if wanted == "normalized" else (None, None)
         ctx.save_for_backward(*given, states, keys, decay, *kept)
-        ctx.shape, ctx.settings = shape, (wanted, log_decay, eps)
+        ctx.shape, ctx.settings = shape, (wanted, eps)
         rows = (shape.sequences // shape.heads, shape.heads)
         ctx.mark_non_differentiable(*([] if with_keys else [denominator]))
         return out.unflatten(0, rows), denominator.unflatten(0, rows)
@@ -86,28 +91,45 @@ class _CausalSums(torch.autograd.Function):
     def backward(ctx, grad, grad_denominator):
         if torch.is_grad_enabled():
             return _gradients_as_graph(ctx, grad, grad_denominator)
-        *given, states, keys, decay, out, denominator = ctx.saved_tensors
+        *given, log_decay, states, keys, decay, out, denominator = ctx.saved_tensors
         q, k, v = (x.flatten(0, 1) for x in given)
         grad, g = grad.contiguous().flatten(0, 1).float(), None
-        wanted, _, eps = ctx.settings
+        wanted, eps = ctx.settings
         if wanted == "sums":
             g = grad_denominator.contiguous().flatten(0, 1).float()
         if wanted == "normalized":
             grad, g = _through_quotient(grad, out, denominator, eps)
-        grads = _gradients(q, k, v, grad, g, states, keys, decay, ctx.shape)
+        with_gates = ctx.needs_input_grad[3]
+        *grads, gates = _gradients(
+            q, k, v, grad, g, states, keys, decay, ctx.shape, with_gates=with_gates
+        )
         rows = (ctx.shape.sequences // ctx.shape.heads, ctx.shape.heads)
-        return *(x.unflatten(0, rows) for x in grads), None, None, None
+        gates = gates.unflatten(0, rows).to(log_decay.dtype) if with_gates else None
+        return *(x.unflatten(0, rows) for x in grads), gates, None, None
+
+
+def _decay_of(log_decay: Tensor | None, shape: _Shape) -> Tensor | None:
+    """Return a constant decay (H,), or the sums of one per token within its chunk, (L, N, C)."""
+    if log_decay is None:
+        return None
+    if log_decay.dim() == 1:
+        return log_decay.detach().float().contiguous()
+    gates = log_decay.detach().double().flatten(0, 1)
+    gates = torch.nn.functional.pad(gates, (0, shape.chunks * CHUNK - shape.time))
+    return gates.unflatten(-1, (shape.chunks, CHUNK)).cumsum(-1).contiguous()
 
 
 def _gradients_as_graph(ctx, grad: Tensor, grad_denominator: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of a call with their graph, for second derivatives."""
+    wanted, eps = ctx.settings
 
-    def definition(*x: Tensor) -> tuple[Tensor, ...]:
-        return causal.present(*causal.definition(*(y.float() for y in x), *ctx.settings))
+    def definition(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> tuple[Tensor, ...]:
+        rows = (x.float() for x in (q, k, v))
+        return causal.present(*causal.definition(*rows, wanted, log_decay, eps))
 
-    grads = (grad, grad_denominator) if ctx.settings[0] == "sums" else (grad,)
-    inputs, needed = ctx.saved_tensors[:3], ctx.needs_input_grad[:3]
-    return *gradients_of(definition, inputs, needed, grads), None, None, None
+    grads = (grad, grad_denominator) if wanted == "sums" else (grad,)
+    inputs, needed = ctx.saved_tensors[:4], ctx.needs_input_grad[:4]
+    return *gradients_of(definition, inputs, needed, grads), None, None
 
 
 def _through_quotient(
@@ -139,7 +161,7 @@ def _constants(shape: _Shape, like: Tensor, decay: Tensor | None) -> dict:
         "C": CHUNK,
         "BD": shape.key_block,
         "BE": shape.value_block,
-        "DECAYS": decay is not None,
+        "DECAYS": 0 if decay is None else 1 if decay.dim() == 1 else 2,
         "PRECISION": "tf32x3" if like.dtype == torch.float32 else "tf32",
         "num_warps": 4,
     }
@@ -207,23 +229,49 @@ def _gradients(
     keys: Tensor,
     decay: Tensor | None,
     shape: _Shape,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v from those of numerators and denominators."""
+    with_gates: bool,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, k, v and gates (or None) from those of both sums."""
     after, keys_after = _scan(q, grad, g, decay, shape, g is not None, reverse=True)
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    products = grad.new_empty(shape.key_blocks, shape.sequences, shape.time)
     rate = q if decay is None else decay
     sizes = (shape.time, shape.chunks, shape.heads)
     constants = _constants(shape, q, decay)
     _key_gradient_kernel[shape.chunks, shape.key_blocks, shape.sequences](
         *(q, k, v, grad, grad if g is None else g, states, keys, after, keys_after),
-        *(rate, grads[0], grads[1], *sizes),
+        *(rate, grads[0], grads[1], products, *sizes),
         KEYS=g is not None,
         **constants,
     )
     _value_gradient_kernel[shape.chunks, shape.value_blocks, shape.sequences](
         *(q, k, grad, after, rate, grads[2], *sizes), **constants
     )
-    return grads
+    if not with_gates:
+        return *grads, None
+    across = _across(states, after) + (0 if g is None else _across(keys, keys_after))
+    return *grads, _gradient_of_gates(products.double().sum(0), across, shape)
+
+
+def _across(states: Tensor, after: Tensor) -> Tensor:
+    """Return the gradient of a gate at the end of every chunk, (L, N); 0 for the last one.
+
+    It is the product of the sums over everything before that gate and over everything after it.
+    """
+    at_ends = (states[:, 1:] * after[:, :-1]).flatten(2).sum(-1, dtype=torch.float64)
+    return torch.nn.functional.pad(at_ends, (0, 1))
+
+
+def _gradient_of_gates(products: Tensor, across: Tensor, shape: _Shape) -> Tensor:
+    """Return the gradient (L, T) from ``products`` = q . dq - k . dk, summed over later tokens.
+
+    Sums start anew at every chunk, from ``across`` (L, N), so that rounding errors do not add up.
+    The gate of the first token acts on nothing.
+    """
+    products = torch.nn.functional.pad(products, (0, shape.chunks * CHUNK - shape.time))
+    in_chunk = products.unflatten(-1, (shape.chunks, CHUNK)).flip(-1).cumsum(-1).flip(-1)
+    found = (in_chunk + across.unsqueeze(-1)).flatten(1)[:, : shape.time]
+    return found.index_fill(-1, torch.zeros(1, dtype=torch.int64, device=found.device), 0.0)
 
 
 # --- kernels -----------------------------------------------------------------------------------
@@ -253,12 +301,36 @@ def _chunk(n, T, C: tl.constexpr):
 
 
 @triton.jit
-def _visible(scores, row, rate, DECAYS: tl.constexpr):
+def _logs(decay_ptr, sequence, n, N, H, C: tl.constexpr, DECAYS: tl.constexpr):
+    """Return the sums of the decay's logarithms in chunk n up to each token (C,), and in all.
+
+    DECAYS: 0 for none, 1 if constant, 2 if per token. The sums are float64, because only their
+    differences are exponentiated.
+    """
+    row = tl.arange(0, C)
+    total, last = tl.zeros((C,), dtype=tl.float64), tl.zeros((1,), dtype=tl.float64)
+    if DECAYS == 2:
+        first = decay_ptr + (sequence * N + n) * C
+        total, last = tl.load(first + row), tl.load(first + C - 1 + tl.zeros((1,), dtype=tl.int32))
+    elif DECAYS == 1:
+        rate = tl.load(decay_ptr + sequence % H).to(tl.float64)
+        total, last = rate * (row + 1), rate * C + last
+    return total, last
+
+
+@triton.jit
+def _exp(log):
+    """Return the exponential in float32."""
+    return tl.exp(log.to(tl.float32))
+
+
+@triton.jit
+def _visible(scores, row, total, DECAYS: tl.constexpr):
     """Apply the decay and the causal mask to the scores (C, C) of a chunk."""
-    lag = row[:, None] - row[None, :]
-    if DECAYS:
-        scores = scores * tl.exp(rate * tl.maximum(lag, 0))
-    return tl.where(lag >= 0, scores, 0.0)
+    seen = row[:, None] >= row[None, :]
+    if DECAYS > 0:
+        scores = scores * _exp(tl.where(seen, total[:, None] - total[None, :], 0.0))
+    return tl.where(seen, scores, 0.0)
 
 
 @triton.jit
@@ -310,15 +382,13 @@ def _scan_kernel(
         if KEYS:  # noqa: SIM102  (KEYS is known at compile time, the next condition is not)
             if tl.program_id(2) == 0:
                 tl.store(key_ptr + (sequence * N + n) * D + d, key, mask=d < D)
-        row, t, inside = _chunk(n, T, C)
+        _, t, inside = _chunk(n, T, C)
         a = _rows(a_ptr, sequence, t, d, inside, T, D)
         b = _rows(b_ptr, sequence, t, e, inside, T, E)
-        if DECAYS:
-            rate = tl.load(decay_ptr + sequence % H)
-            lag = row + 1 if REVERSE else C - 1 - row
-            a = a * tl.exp(rate * lag)[:, None]
-            state = state * tl.exp(rate * C)
-            key = key * tl.exp(rate * C)
+        if DECAYS > 0:
+            total, last = _logs(decay_ptr, sequence, n, N, H, C, DECAYS)
+            a = a * _exp(total if REVERSE else last - total)[:, None]
+            state, key = state * _exp(last)[:, None], key * _exp(last)
         state += tl.dot(tl.trans(a), b, input_precision=PRECISION)
         if KEYS:
             if WEIGHTED:
@@ -328,10 +398,9 @@ def _scan_kernel(
 
 
 @triton.jit
-def _times_key(q, key_ptr, sequence, n, N, d, D: tl.constexpr):
-    """Return q (C, BD) times the sum of keys before chunk n, (C,)."""
-    key = tl.load(key_ptr + (sequence * N + n) * D + d, mask=d < D, other=0.0)
-    return tl.sum(q * key[None, :], axis=1)
+def _key(key_ptr, sequence, n, N, d, D: tl.constexpr):
+    """Load a block of the sums of keys (L, N, D) as a row, (1, BD)."""
+    return tl.load(key_ptr + (sequence * N + n) * D + d, mask=d < D, other=0.0)[None, :]
 
 
 @triton.jit
@@ -364,19 +433,19 @@ def _output_kernel(
     row, t, inside = _chunk(n, T, C)
     scores, out = tl.zeros((C, C), dtype=tl.float32), tl.zeros((C, BE), dtype=tl.float32)
     denominator = tl.zeros((C,), dtype=tl.float32)
-    rate = tl.load(decay_ptr + sequence % H).to(tl.float32)
+    total, _ = _logs(decay_ptr, sequence, n, N, H, C, DECAYS)
     for block in tl.static_range(0, D, BD):
         d = block + tl.arange(0, BD)
         q = _rows(q_ptr, sequence, t, d, inside, T, D)
         k = _rows(k_ptr, sequence, t, d, inside, T, D)
         scores += tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if DECAYS:
-            q = q * tl.exp(rate * (row + 1))[:, None]
+        if DECAYS > 0:
+            q = q * _exp(total)[:, None]
         state = _state(state_ptr, sequence, n, N, d, e, D, E)
         out += tl.dot(q, state, input_precision=PRECISION)
         if KEYS:
-            denominator += _times_key(q, key_ptr, sequence, n, N, d, D)
-    scores = _visible(scores, row, rate, DECAYS)
+            denominator += tl.sum(q * _key(key_ptr, sequence, n, N, d, D), axis=1)
+    scores = _visible(scores, row, total, DECAYS)
     out += tl.dot(scores, _rows(v_ptr, sequence, t, e, inside, T, E), input_precision=PRECISION)
     if KEYS:
         denominator += tl.sum(scores, axis=1)
@@ -424,6 +493,14 @@ def _through_values(
 
 
 @triton.jit
+def _store_products(product_ptr, x, sequence, t, inside, T, DECAYS: tl.constexpr):
+    """Write the sums of the rows of x (C, BD), for a decay per token; (blocks of D, L, T)."""
+    if DECAYS == 2:
+        block = tl.program_id(1) * tl.num_programs(2) + sequence
+        tl.store(product_ptr + block * T + t, tl.sum(x, axis=1), mask=inside)
+
+
+@triton.jit
 def _key_gradient_kernel(
     q_ptr,
     k_ptr,
@@ -437,6 +514,7 @@ def _key_gradient_kernel(
     decay_ptr,
     grad_q_ptr,
     grad_k_ptr,
+    product_ptr,
     T,
     N,
     H,
@@ -449,7 +527,7 @@ def _key_gradient_kernel(
     PRECISION: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Compute one block of columns of the gradients of q and k of one chunk."""
+    """Compute one block of columns of dq, dk and, for gates, q . dq - k . dk of one chunk."""
     n, d = tl.program_id(0), tl.program_id(1) * BD + tl.arange(0, BD)
     sequence = tl.program_id(2).to(tl.int64)
     row, t, inside = _chunk(n, T, C)
@@ -458,22 +536,21 @@ def _key_gradient_kernel(
         PRECISION,  # not starred: triton 3.2
     )  # fmt: skip
     if KEYS:
-        g = tl.load(g_ptr + sequence * T + t, mask=inside, other=0.0)
-        at = (sequence * N + n) * D + d
-        grad_scores += g[:, None]
-        grad_q += g[:, None] * tl.load(key_ptr + at, mask=d < D, other=0.0)[None, :]
-        grad_k += tl.load(key_after_ptr + at, mask=d < D, other=0.0)[None, :]
-    rate = tl.load(decay_ptr + sequence % H).to(tl.float32)
-    if DECAYS:
-        grad_q = grad_q * tl.exp(rate * (row + 1))[:, None]
-        grad_k = grad_k * tl.exp(rate * (C - 1 - row))[:, None]
-    grad_scores = _visible(grad_scores, row, rate, DECAYS)
+        g = tl.load(g_ptr + sequence * T + t, mask=inside, other=0.0)[:, None]
+        grad_scores += g
+        grad_q += g * _key(key_ptr, sequence, n, N, d, D)
+        grad_k += _key(key_after_ptr, sequence, n, N, d, D)
+    total, last = _logs(decay_ptr, sequence, n, N, H, C, DECAYS)
+    if DECAYS > 0:
+        grad_q, grad_k = grad_q * _exp(total)[:, None], grad_k * _exp(last - total)[:, None]
+    grad_scores = _visible(grad_scores, row, total, DECAYS)
     q = _rows(q_ptr, sequence, t, d, inside, T, D)
     k = _rows(k_ptr, sequence, t, d, inside, T, D)
     grad_q += tl.dot(grad_scores, k, input_precision=PRECISION)
     grad_k += tl.dot(tl.trans(grad_scores), q, input_precision=PRECISION)
     _store_rows(grad_q_ptr, grad_q, sequence, t, d, inside, T, D)
     _store_rows(grad_k_ptr, grad_k, sequence, t, d, inside, T, D)
+    _store_products(product_ptr, q * grad_q - k * grad_k, sequence, t, inside, T, DECAYS)
 
 
 @triton.jit
@@ -502,17 +579,17 @@ def _value_gradient_kernel(
     row, t, inside = _chunk(n, T, C)
     scores = tl.zeros((C, C), dtype=tl.float32)
     grad_v = tl.zeros((C, BE), dtype=tl.float32)
-    rate = tl.load(decay_ptr + sequence % H).to(tl.float32)
+    total, last = _logs(decay_ptr, sequence, n, N, H, C, DECAYS)
     for block in tl.static_range(0, D, BD):
         d = block + tl.arange(0, BD)
         q = _rows(q_ptr, sequence, t, d, inside, T, D)
         k = _rows(k_ptr, sequence, t, d, inside, T, D)
         scores += tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if DECAYS:
-            k = k * tl.exp(rate * (C - 1 - row))[:, None]
+        if DECAYS > 0:
+            k = k * _exp(last - total)[:, None]
         after = _state(after_ptr, sequence, n, N, d, e, D, E)
         grad_v += tl.dot(k, after, input_precision=PRECISION)
-    scores = _visible(scores, row, rate, DECAYS)
+    scores = _visible(scores, row, total, DECAYS)
     grad = _rows(grad_ptr, sequence, t, e, inside, T, E)
     grad_v += tl.dot(tl.trans(scores), grad, input_precision=PRECISION)
     _store_rows(grad_v_ptr, grad_v, sequence, t, e, inside, T, E)

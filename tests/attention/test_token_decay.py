@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lrpe_fairseq.attention.linear import (
     NORMALIZERS,
@@ -9,6 +10,7 @@ from lrpe_fairseq.attention.linear import (
     linear_attention_block,
     linear_attention_naive,
 )
+from lrpe_fairseq.kernels import causal_cpu
 
 B, H, D, E = 2, 3, 4, 5
 
@@ -38,10 +40,18 @@ def dense(q, k, v, gates, normalizer, eps=1e-6):
     return out
 
 
+def in_pytorch(monkeypatch):
+    """Disable the C++ kernel."""
+    monkeypatch.setattr(causal_cpu, "serves", lambda *_: False)
+
+
 @pytest.mark.parametrize("normalizer", ["rotated", "none"])
-@pytest.mark.parametrize("form", [linear_attention_naive, linear_attention])
+@pytest.mark.parametrize("name", ["naive", "PyTorch", "C++"])
 @pytest.mark.parametrize("length", [1, 5, 64, 131])
-def test_outputs_and_gradients_are_those_of_the_definition(form, length, normalizer):
+def test_outputs_and_gradients_are_those_of_the_definition(name, length, normalizer, monkeypatch):
+    form = linear_attention_naive if name == "naive" else linear_attention
+    if name == "PyTorch":
+        in_pytorch(monkeypatch)
     inputs = example(length)
     q, k, v, gates = inputs
     found = form(q, k, v, causal=True, normalizer=normalizer, log_decay=gates)
@@ -103,3 +113,126 @@ def test_a_decay_of_another_shape_is_refused(shape):
     for form in (linear_attention_naive, linear_attention):
         with pytest.raises(ValueError, match=r"log_decay must have shape \(H,\) or \(B, H, T\)"):
             form(q, k, v, causal=True, log_decay=torch.zeros(shape))
+
+
+@pytest.mark.parametrize("name", ["naive", "PyTorch", "C++"])
+def test_a_gate_of_minus_infinity_cuts_the_text(name, monkeypatch):
+    form = linear_attention_naive if name == "naive" else linear_attention
+    if name == "PyTorch":
+        in_pytorch(monkeypatch)
+    q, k, v, gates = example(100)
+    shut = torch.zeros(100, dtype=torch.bool)
+    shut[[0, 40, 41, 70]] = True
+    log_decay = gates.masked_fill(shut, -torch.inf)
+    found = form(q, k, v, causal=True, log_decay=log_decay)
+    cuts = [slice(a, b) for a, b in ((0, 40), (40, 41), (41, 70), (70, 100))]
+    rows = [[x[:, :, cut] for x in (q, k, v, gates)] for cut in cuts]
+    parts = [form(*x[:3], causal=True, log_decay=x[3]) for x in rows]
+    torch.testing.assert_close(found, torch.cat(parts, 2), rtol=1e-9, atol=1e-9)
+    grad, wanted = (
+        torch.autograd.grad(x.square().sum(), gates)[0] for x in (found, torch.cat(parts, 2))
+    )
+    torch.testing.assert_close(grad, wanted, rtol=1e-8, atol=1e-8)
+    assert torch.equal(grad[..., shut], torch.zeros(B, H, 4, dtype=torch.float64))
+
+
+def test_the_gradient_of_the_first_gate_is_exactly_zero():
+    q, k, v, gates = (x.detach().float().requires_grad_() for x in example(700))
+    linear_attention(q, k, v, causal=True, log_decay=gates).square().sum().backward()
+    assert torch.count_nonzero(gates.grad[..., 0]) == 0
+    assert torch.count_nonzero(gates.grad[..., 1:]) > 0
+
+
+def test_float32_stays_accurate_over_16384_tokens_in_outputs_and_gradients():
+    exact = [x.detach()[:1, :2, ..., :4] if x.dim() == 4 else x.detach()[:1, :2] for x in long()]
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        inputs = [x.to(dtype).requires_grad_() for x in exact]
+        out = linear_attention(*inputs[:3], causal=True, log_decay=inputs[3])
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for a, b in zip(*results, strict=True):
+        assert (a - b).abs().max() < 2e-5 * b.abs().max()
+
+
+def long():
+    """Gates with a memory of about 5 to 5,000 tokens."""
+    q, k, v, gates = example(16384)
+    return q, k, v, gates * torch.tensor([1.0, 0.1, 1e-3], dtype=gates.dtype)[:, None]
+
+
+@pytest.mark.parametrize("form", [linear_attention, linear_attention_naive])
+def test_padding_on_either_side_gives_the_unpadded_outputs_and_gradients(form):
+    short = [x.detach() for x in example(70)]
+    results = []
+    for first in (None, 0, 20):  # unpadded, right padding, left padding
+        inputs, mask = short, None
+        if first is not None:
+            place = slice(first, first + 70)
+            inputs, mask = [], torch.ones(B, 90, dtype=torch.bool)
+            mask[:, place] = False
+            for x in short:
+                wide = x.new_full((*x.shape[:2], 90, *x.shape[3:]), -7.0)
+                wide[:, :, place] = x
+                inputs.append(wide)
+        own = [x.clone().requires_grad_() for x in inputs]
+        out = form(*own[:3], causal=True, key_padding_mask=mask, log_decay=own[3])
+        out = out if first is None else out[:, :, place]
+        grads = torch.autograd.grad(out.square().sum(), own)
+        if mask is not None:
+            assert torch.count_nonzero(grads[3][:, :, mask[0]]) == 0
+            grads = [x[:, :, place] for x in grads]
+        results.append([out, *grads])
+    for a, b, c in zip(*results, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(c, a, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_are_summed_in_float32(dtype):
+    q, k, v, gates = (x.detach().to(dtype).requires_grad_() for x in example(300))
+    out = linear_attention(q, k, v, causal=True, log_decay=gates)
+    exact = linear_attention_naive(
+        q.double(), k.double(), v.double(), causal=True, log_decay=gates.double()
+    )
+    assert out.dtype == dtype
+    assert (out - exact).abs().max() < 2 * torch.finfo(dtype).eps * exact.abs().max()
+    (grad,) = torch.autograd.grad(out.float().square().sum(), gates)
+    assert grad.dtype == dtype
+    assert grad.isfinite().all()
+
+
+def test_a_constant_decay_that_needs_a_gradient_gets_one(monkeypatch):
+    q, k, v, _ = (x.detach() for x in example(100))
+    rate = torch.tensor([-0.2, -0.01, -3.0], dtype=torch.float64, requires_grad=True)
+    grads = []
+    for form in (linear_attention, linear_attention_naive):
+        out = form(q, k, v, causal=True, log_decay=rate)
+        grads += torch.autograd.grad(out.square().sum(), rate)
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-8, atol=1e-8)
+
+
+def test_second_derivatives_equal_those_of_the_naive_form():
+    results = []
+    for form in (linear_attention, linear_attention_naive):
+        inputs = example(40)
+        out = form(*inputs[:3], causal=True, log_decay=inputs[3])
+        grads = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
+        loss = sum(x.square().sum() for x in grads)
+        results.append([*grads, *torch.autograd.grad(loss, inputs)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 0), (0, 3, 5)])
+def test_attention_of_nothing_is_nothing(shape):
+    q, gates = torch.rand(*shape, 4, requires_grad=True), torch.zeros(shape, requires_grad=True)
+    for form in (linear_attention, linear_attention_naive):
+        out = form(q, q, q, causal=True, log_decay=gates)
+        assert out.shape == q.shape
+        out.sum().backward()
+
+
+def test_fake_tensors_find_the_shape():
+    with FakeTensorMode():
+        q, gates = torch.rand(2, 3, 100, 4), torch.zeros(2, 3, 100)
+        assert linear_attention(q, q, q, causal=True, log_decay=gates).shape == q.shape

@@ -24,6 +24,7 @@ from lrpe_fairseq.kernels import causal_triton as attention
 from lrpe_fairseq.kernels import encode_triton as encodings
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+TYPES[torch.float64] = "*fp64"
 
 
 class Compiled:
@@ -114,6 +115,9 @@ def main(capability):
         Compiled.case = f"attention, {dtype}"
         q, k, v = (random(1, 2, 256, 64, dtype=dtype) for _ in "qkv")
         attention.causal_sums(q, k, v, "normalized", None, 1e-6)[0].sum().backward()
+    Compiled.case = "attention, decay per token"
+    gates = torch.zeros(1, 2, 256).requires_grad_()
+    attention.causal_sums(q, k, v, "normalized", gates, 1e-6)[0].sum().backward()
     for width, form in ((64, encodings.Form()), (128, encodings.Form(wide=True))):
         Compiled.case = f"encoding, {width} wide, {form}"
         x = random(1, 2, 256, width, dtype=torch.bfloat16)

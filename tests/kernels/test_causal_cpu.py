@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lrpe_fairseq.attention import chunked
-from lrpe_fairseq.attention.linear import EPS, linear_attention, linear_attention_naive
-from lrpe_fairseq.kernels import causal_cpu
+from lrpe_fairseq.attention.linear import EPS, LOWEST, linear_attention, linear_attention_naive
+from lrpe_fairseq.kernels import causal, causal_cpu
 
 BATCH, HEADS = 2, 3
 
@@ -53,6 +53,51 @@ def test_every_width_is_served_in_float32(keys, values, wanted, decay):
     assert causal_cpu.serves(*inputs)
     found = results(causal_cpu, inputs, wanted, log_decay)
     assert_near(found, results(chunked, exact, wanted, log_decay), 1e-5)
+
+
+def with_gates(inputs, dtype=None):
+    """``inputs`` and gates down to e^-50, some of them shut; all as leaves of ``dtype``."""
+    generator = torch.Generator().manual_seed(1)
+    gates = -50 * torch.rand(*inputs[0].shape[:3], generator=generator).pow(4)
+    gates[:, :, ::17] = LOWEST
+    return [x.detach().to(dtype or inputs[0].dtype).requires_grad_() for x in (*inputs, gates)]
+
+
+def results_with_gates(form, inputs, wanted):
+    found = causal.present(*form(*inputs[:3], wanted, inputs[3], EPS))
+    loss = sum((x * weights_of(x)).sum() for x in found)
+    return [*found, *torch.autograd.grad(loss, inputs)]
+
+
+@pytest.mark.parametrize("wanted", causal_cpu.WANTED)
+@pytest.mark.parametrize(
+    ("length", "keys", "values"), [(1, 3, 1), (31, 5, 3), (70, 200, 96), (150, 16, 24)]
+)
+def test_a_decay_per_token_equals_the_definition(length, keys, values, wanted, monkeypatch):
+    monkeypatch.setattr(causal_cpu, "SEGMENT", 64)
+    inputs = example(length, keys, values)
+    exact = results_with_gates(causal.definition, with_gates(inputs, torch.float64), wanted)
+    for dtype, scale in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        given = with_gates(inputs, dtype)
+        assert causal_cpu.serves(*given)
+        assert_near(results_with_gates(causal_cpu.causal_sums, given, wanted), exact, scale)
+
+
+@pytest.mark.parametrize("layout", [lambda x: x.mT.contiguous().mT, lambda x: x[:, :1, :1]])
+def test_gates_of_any_layout_are_read_right(layout):
+    inputs = example(70, dtype=torch.float64)
+    gates = layout(with_gates(inputs)[3].detach()).expand(BATCH, HEADS, 70)
+    inputs, copied = [*inputs, gates.requires_grad_()], [*inputs, gates.contiguous()]
+    wanted = results_with_gates(causal.definition, copied, "normalized")
+    assert_near(results_with_gates(causal_cpu.causal_sums, inputs, "normalized"), wanted, 1e-9)
+
+
+def test_gates_give_the_same_bits_on_any_number_of_threads(monkeypatch):
+    inputs = with_gates(example(300))
+    together = results_with_gates(causal_cpu.causal_sums, inputs, "normalized")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    threaded = results_with_gates(causal_cpu.causal_sums, inputs, "normalized")
+    assert all(torch.equal(a, b) for a, b in zip(together, threaded, strict=True))
 
 
 def test_a_clamped_denominator_has_no_gradient():

@@ -8,7 +8,7 @@ import torch
 
 from lrpe_fairseq.attention import linear
 from lrpe_fairseq.attention.linear import EPS, linear_attention, linear_attention_naive
-from lrpe_fairseq.kernels import loader
+from lrpe_fairseq.kernels import causal, loader
 
 pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
 
@@ -59,6 +59,32 @@ def test_the_kernels_equal_the_naive_form_in_outputs_and_gradients(length, norma
     exact_grads = torch.autograd.grad(expected, exact, weights.double())
     for grad, exact_grad in zip(grads, exact_grads, strict=True):
         assert_near(grad, exact_grad, 1e-5)
+
+
+@pytest.mark.parametrize("wanted", ["normalized", "sums", "numerator"])
+@pytest.mark.parametrize(("length", "keys"), [(1, 20), (64, 70), (150, 20)])
+def test_a_decay_per_token_equals_the_definition_in_outputs_and_gradients(length, keys, wanted):
+    """Gates down to e^-50, and shut ones."""
+    gates = -50 * torch.rand(BATCH, HEADS, length).pow(4)
+    gates[:, :, ::17] = linear.LOWEST
+    inputs = [*example(length, keys), gates.to(DEVICE).requires_grad_()]
+    results = []
+    for form, dtype in ((causal_triton.causal_sums, None), (causal.definition, torch.float64)):
+        *given, log_decay = own = [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs]
+        found = causal.present(*form(*given, wanted, log_decay, EPS))
+        weights = [torch.arange(x.numel(), device=DEVICE).cos().view_as(x) for x in found]
+        loss = sum((x * w.to(x)).sum() for x, w in zip(found, weights, strict=True))
+        results.append([*found, *torch.autograd.grad(loss, own)])
+    for a, b in zip(*results, strict=True):
+        assert_near(a, b, 1e-5)
+
+
+def test_a_constant_decay_that_needs_a_gradient_gets_one():
+    inputs = [*example(70), decay_of("decay").requires_grad_()]
+    forms = (causal_triton.causal_sums, causal.definition)
+    sums = [form(*inputs[:3], "normalized", inputs[3], EPS)[0].square().sum() for form in forms]
+    for a, b in zip(*(torch.autograd.grad(x, inputs) for x in sums), strict=True):
+        assert_near(a, b.double(), 2e-5)
 
 
 @pytest.mark.parametrize(("keys", "values"), [(32, 32), (64, 64), (128, 64), (200, 96), (5, 3)])
@@ -125,7 +151,7 @@ def test_linear_attention_gives_the_same_with_and_without_the_kernels(
     options["content"] = (q, k)
     expected = linear_attention(q, k, v, **options)
     calls = []
-    monkeypatch.setattr(causal_triton, "serves", lambda q, v: calls.append(1) or True)
+    monkeypatch.setattr(causal_triton, "serves", lambda *_: calls.append(1) or True)
     monkeypatch.setattr(loader, "triton_kernels", lambda name: causal_triton)
     found = linear_attention(q, k, v, **options)
     assert calls

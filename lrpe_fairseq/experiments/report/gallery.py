@@ -87,7 +87,7 @@ def _position(encoding: Encoding) -> str:
         said = RELATIVE[encoding.relative]
     if encoding.relative_up_to is not None:
         said += f", up to position {encoding.relative_up_to:,}"
-    if encoding.two_axes:
+    if encoding.reads_grid:
         said += "; with `--grid-width` on the differences of rows and columns"
     if encoding.without_absolute:
         said += "; defined for models without absolute positions"

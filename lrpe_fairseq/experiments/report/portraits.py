@@ -7,7 +7,6 @@ of a grid, different ones for contextual methods.
         draw('alibi', 'alibi.png', head_dim=64, num_heads=8, length=1024)"
 """
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from lrpe_fairseq.encodings import (
     QueryKeyEncoding,
     ScoreEncoding,
     build_encoding,
+    encoding_class,
 )
 from lrpe_fairseq.experiments.report import pictures
 
@@ -50,15 +50,19 @@ def draw(
     of a cell with all cells of the grid.
     Raises: ChoiceError for an unknown name. ImportError without matplotlib (extra [plots]).
     """
-    build = partial(build_encoding, name, head_dim, num_heads, causal=True)
-    encoding = build().eval()
+    own = encoding_class(name)
+    options = dict(own.card.drawn_with if own.card else {})
+    if own.reads_grid:
+        options["grid_width"] = grid_width
+    options = EncodingOptions(**options)
+    encoding = build_encoding(name, head_dim, num_heads, causal=True, options=options).eval()
     figure = pictures.blank(4.6, 2.3)
-    if encoding.two_axes:
-        encoding = build(options=EncodingOptions(grid_width=grid_width)).eval()
+    if encoding.reads_grid:
         label = f"score of the cell in the center, {grid_width} x {grid_width} cells"
         _maps(figure, cells(encoding, grid_width), label)
     elif encoding.contextual or not _is_a_curve(encoding):
-        _maps(figure, weights(encoding, length // 4), "attention weights: query down, key across")
+        label = "square roots of attention weights: query down, key across"
+        _maps(figure, weights(encoding, length // 4), label, weighted=True)
     else:
         _curves(figure, encoding, curve(encoding, length))
     pictures.save(figure, Path(path))
@@ -148,11 +152,15 @@ def _averages_equal(encoding: Encoding) -> bool:
     return isinstance(encoding, QueryKeyEncoding) and not own and encoding.log_decay() is None
 
 
-def _maps(figure: Any, values: Tensor, label: str) -> None:
-    """Draw the maps (H, ., .) of the first and of the last shown head side by side."""
+def _maps(figure: Any, values: Tensor, label: str, weighted: bool = False) -> None:
+    """Draw the maps (H, ., .) of the first and of the last shown head side by side.
+
+    weighted: the values are weights, whose square roots are shown.
+    """
     heads = sorted({0, min(len(values), HEADS_SHOWN) - 1})
     for axes, head in zip(figure.subplots(1, len(heads), squeeze=False).flat, heads, strict=True):
-        axes.imshow(values[head], cmap="viridis", interpolation="nearest", aspect="equal")
+        shown = values[head].clamp_min(0).sqrt() if weighted else values[head]
+        axes.imshow(shown, cmap="viridis", interpolation="nearest", aspect="equal")
         axes.set_title(f"head {head}", size=8)
         axes.tick_params(labelsize=6)
     figure.supxlabel(label, size=8)
