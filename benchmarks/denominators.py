@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.run import show, write
-from benchmarks.training import serves_linear
 from lrpe_fairseq.attention.linear import EPS
 from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
 from lrpe_fairseq.encodings import ENCODINGS, QueryKeyEncoding, build_encoding
 from lrpe_fairseq.experiments.records.runs import environment
-from lrpe_fairseq.experiments.report.denominators import RANDOM, TRAINED
+from lrpe_fairseq.experiments.report.denominators import RANDOM, TRAINED, serves_linear
 
 HEADS, WIDTH, LENGTH, DRAWS = 8, 64, 512, 20
 BLOCKS = 16

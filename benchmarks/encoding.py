@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import contest
-from benchmarks.training import serves_linear
 from lrpe_fairseq.attention.multihead import feature_map
 from lrpe_fairseq.encodings import ENCODINGS, QueryKeyEncoding, build_encoding
 from lrpe_fairseq.encodings.base import ELU_PLUS_ONE
+from lrpe_fairseq.experiments.report.denominators import serves_linear
 
 SHAPES = {"cpu": (1, 8, 4096, 64), "cuda": (12, 12, 32768, 128)}  # batch, heads, T, width
 

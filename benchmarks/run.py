@@ -24,7 +24,8 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[dict]]] = {
     "lengths": lambda o: lengths.measure(o.device, o.dtype, o.rounds),
     "encoding": lambda o: encoding.measure(o.device, o.dtype, o.rounds),
     "decoding": lambda o: decoding.measure(o.device, o.rounds),
-    "table9": lambda o: training.measure(o.device, o.tokens, o.rounds),
+    "table9": lambda o: training.measure(o.device, o.tokens, o.rounds, "lm"),
+    "table9-roberta": lambda o: training.measure(o.device, o.tokens, o.rounds, "roberta"),
     "profiles": lambda o: profiles.measure(o.device, o.tokens),
     "phases": lambda o: phases.measure(o.device),
 }

@@ -1,6 +1,7 @@
 """Training speed of every encoding relative to Base (LRPE, Table 9): ``lrpe_lm`` and RoBERTa."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -18,28 +19,29 @@ MODELS = ("lm", "roberta")
 ROBERTA_LAYERS = 4  # instead of 12, each as in the paper: same ratios in a third of the time
 
 
-def measure(device: str, tokens: int, rounds: int, models: Sequence[str] = MODELS) -> list[dict]:
+def measure(device: str, tokens: int, rounds: int, model: str) -> list[dict]:
     """Rows of {model, attention, encoding, seconds, spread, tokens_per_second, relative_speed}.
 
-    Each encoding is timed in turn with Base only, because the machine's speed drifts within a round
-    of sixteen. One step is forward, loss, backward and fused Adam on ``tokens`` tokens in sequences
-    of 512. The vocabulary is small, so that the encodings' share of the time is larger than with
-    the paper's 267,744 words.
+    model: a name of :data:`MODELS`. Each encoding is timed in turn with Base only, because the
+    machine's speed drifts within a round of sixteen. One step is forward, loss, backward and fused
+    Adam on ``tokens`` tokens in sequences of 512. The vocabulary is small, so that the encodings'
+    share of the time is larger than with the paper's 267,744 words.
     """
     rows = []
-    for model in models:
-        for attention in ("linear", "softmax"):
-            names = [n for n in ENCODINGS if attention == "softmax" or serves_linear(n)]
-            base = step(model, "none", attention, device, tokens)
-            for name in names:
-                pair = {"none": base, name: step(model, name, attention, device, tokens)}
-                rows.append(_row(model, attention, name, tokens, contest(pair, rounds)))
+    for attention in ("linear", "softmax"):
+        base = step(model, "none", attention, device, tokens)
+        for name in filter(partial(serves, model, attention), ENCODINGS):
+            pair = {"none": base, name: step(model, name, attention, device, tokens)}
+            rows.append(_row(model, attention, name, tokens, contest(pair, rounds)))
     return rows
 
 
-def serves_linear(name: str) -> bool:
-    """True if the encoding supports linear attention."""
-    return encoding_class(name).serves_linear
+def serves(model: str, attention: str, name: str) -> bool:
+    """True if the encoding serves the attention type, causal in ``lm`` and full in ``roberta``."""
+    kind = encoding_class(name)
+    return (attention == "softmax" or kind.serves_linear) and not (
+        model == "roberta" and kind.causal_only
+    )
 
 
 def step(

@@ -140,7 +140,7 @@ def test_memory_of_the_naive_form_is_that_of_its_matrices():
 def test_encoding_is_compared_with_a_copy(monkeypatch):
     monkeypatch.setitem(encoding.SHAPES, "cpu", (1, 2, 8, 16))
     rows = encoding.measure("cpu", torch.float32, 1)
-    names = [name for name in ENCODINGS if training.serves_linear(name) and name != "spe"]
+    names = [name for name in ENCODINGS if training.serves("lm", "linear", name) and name != "spe"]
     forms = {(r["encoding"], r["form"]) for r in rows}
     assert [r["encoding"] for r in rows if r["form"] == "step by step"] == names
     assert ("lrpe-type2", "one pass") in forms
@@ -192,12 +192,13 @@ def test_steps_are_profiled_in_turn_each_in_its_own_form(monkeypatch):
 def test_training_compares_every_encoding_with_base(monkeypatch):
     monkeypatch.setattr(training, "ENCODINGS", {"none": None, "t5": None})
     monkeypatch.setattr(training, "step", lambda *choices: lambda: None)
-    rows = training.measure("cpu", 512, 1)
-    assert [(r["model"], r["attention"], r["encoding"]) for r in rows] == [
-        (model, *rest)
-        for model in ("lm", "roberta")
-        for rest in (("linear", "none"), ("softmax", "none"), ("softmax", "t5"))
-    ]
+    monkeypatch.setitem(training.ENCODINGS, "fox", None)
+    for model, causal in (("lm", ["fox"]), ("roberta", [])):
+        rows = training.measure("cpu", 512, 1, model)
+        assert {r["model"] for r in rows} == {model}
+        for kind, names in (("linear", ["none"]), ("softmax", ["none", "t5"])):
+            own = [r["encoding"] for r in rows if r["attention"] == kind]
+            assert own == names + causal
 
 
 @pytest.mark.parametrize("model", ["lm", "roberta"])
