@@ -380,6 +380,18 @@ def test_explicit_positions_are_checked_and_used(name, attention_type):
         module.attend(x, positions=torch.zeros(6, 2).long())
 
 
+@pytest.mark.parametrize(("name", "attention_type"), PAIRS)
+def test_decoding_at_an_offset_of_100000_equals_parallel(name, attention_type):
+    module, at = attention_of(name, attention_type), 100_000 + torch.arange(5)
+    x = torch.randn(1, 5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    whole, _ = module.attend(x, positions=at)
+    state, parts = None, []
+    for s in range(5):
+        part, state = module.attend(x[:, s : s + 1], None, state, True, positions=at[s : s + 1])
+        parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize(("name", "attention_type", "causal"), MODES)
 def test_left_padded_equals_right_padded_equals_unpadded(name, attention_type, causal):
     module = attention_of(name, attention_type, causal=causal)

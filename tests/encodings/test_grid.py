@@ -162,7 +162,7 @@ def test_flat_builds_no_wrapper():
     assert torch.equal(encoding_of("lrpe-type2", "flat")(q, k, AT, AT)[0], plain(q, k, AT, AT)[0])
 
 
-def test_the_reads_grid_have_different_random_parts():
+def test_the_two_axes_have_different_random_parts():
     encoding = encoding_of("lrpe-type2", "axial")
     assert not torch.equal(encoding.row.projection.v, encoding.column.projection.v)
 
