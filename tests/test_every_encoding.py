@@ -456,6 +456,15 @@ def test_all_encodings_start_from_the_same_weights_elsewhere(attention_type):
             assert torch.equal(state[key], first[key]), (name, key)
 
 
+def test_no_encoding_has_a_layer_that_fairseq_initializes_again():
+    """``init_bert_params`` draws every nn.Linear and nn.Embedding of a BERT model again, from the
+    global generator: the encoding would not start as documented, and the layers after it would
+    differ between encodings."""
+    for name in NAMES:
+        for module in encoding_of(name).modules():
+            assert not isinstance(module, (nn.Linear, nn.Embedding)), name
+
+
 @pytest.mark.parametrize(("name", "attention_type"), PAIRS)
 def test_the_random_parts_are_saved(name, attention_type):
     one = attention_of(name, attention_type, seed=0)

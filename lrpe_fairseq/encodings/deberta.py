@@ -1,6 +1,5 @@
 """Disentangled attention (DeBERTa; He, Liu, Gao and Chen, 2021)."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +16,7 @@ from lrpe_fairseq.encodings.base import (
 )
 from lrpe_fairseq.encodings.biases import pick, query_scale
 from lrpe_fairseq.encodings.departures import Departure
+from lrpe_fairseq.encodings.networks import Linear, key_projection
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import has_values
 
@@ -82,7 +82,9 @@ class DeBERTa(ScoreEncoding):
         generator = spec.generator(stream=32)
         shape = 2 * self.distance, spec.num_heads * spec.head_dim
         self.table = nn.Parameter(0.02 * torch.randn(shape, generator=generator, device="cpu"))
-        self.key_proj, self.query_proj = (_projection(shape[1], generator) for _ in range(2))
+        width = shape[1]
+        self.key_proj = key_projection(width, generator, bias=True)
+        self.query_proj = key_projection(width, generator, bias=True)
         self.key_scale = self.content_scale * query_scale(spec)
         self._opposite = "deberta-p2c-index" not in spec.options.fidelity
         self._ends, self._key_rows, self._query_rows = PositionCache(), KeptRows(), KeptRows()
@@ -124,7 +126,7 @@ class DeBERTa(ScoreEncoding):
         return self._ends.get((q_positions, k_positions), None, compute)
 
     def _term(
-        self, x: Tensor, projection: nn.Linear, kept: "KeptRows", difference: Tensor, ends: Ends
+        self, x: Tensor, projection: Linear, kept: "KeptRows", difference: Tensor, ends: Ends
     ) -> Tensor:
         """Return the product of x_a and the projected row d(a, b).
 
@@ -152,9 +154,7 @@ class KeptRows:
     def __init__(self) -> None:
         self._entry: tuple[tuple[Tensor, ...], Tensor] | None = None
 
-    def rows(
-        self, table: Tensor, projection: nn.Linear, wanted: slice, dtype: torch.dtype
-    ) -> Tensor:
+    def rows(self, table: Tensor, projection: Linear, wanted: slice, dtype: torch.dtype) -> Tensor:
         """Return ``projection(table[wanted])`` in ``dtype``, (N, H D)."""
         weights = table, projection.weight, projection.bias
         if torch.is_grad_enabled() or not has_values(*weights):
@@ -177,16 +177,8 @@ def _same(kept: Tensor, now: Tensor) -> bool:
     return kept.dtype == now.dtype and kept.device == now.device and torch.equal(kept, now)
 
 
-def _projected(projection: nn.Linear, table: Tensor, dtype: torch.dtype) -> Tensor:
+def _projected(projection: Linear, table: Tensor, dtype: torch.dtype) -> Tensor:
     """Apply the projection in the wider one of its dtype and ``dtype``; return ``dtype``."""
     wide = torch.promote_types(table.dtype, dtype)
     weight, bias = projection.weight.to(wide), projection.bias.to(wide)
     return F.linear(table.to(wide), weight, bias).to(dtype)
-
-
-def _projection(width: int, generator: torch.Generator) -> nn.Linear:
-    """Return a linear map that is initialized like fairseq's key projection."""
-    projection = nn.utils.skip_init(nn.Linear, width, width)
-    nn.init.xavier_uniform_(projection.weight, gain=math.sqrt(0.5), generator=generator)
-    nn.init.zeros_(projection.bias)
-    return projection
