@@ -51,7 +51,8 @@ class CoPE(ScoreEncoding):
     }
     card = Card(
         equation=r"\frac{q_s^\top (k_t + e[p_{st}])}{\sqrt D}, \quad p_{st} = \min\left(P - 1, "
-        r"\sum_{u=t}^{s} \sigma\!\left(\tfrac{q_s^\top k_u}{\sqrt D}\right)\right)",
+        r"\sum_{u=t}^{s} \sigma\!\left(\tfrac{q_s^\top k_u}{\sqrt D}\right)\right), "
+        r"\quad e \text{ linear between whole } p",
         cost="B H T P D multiply-adds, and for B H T S entries a sigmoid, a cumulative sum and two "
         "gathers; P D parameters",
         beyond="Positions count the keys that the gates select, so they grow more slowly than the "

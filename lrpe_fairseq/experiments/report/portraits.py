@@ -53,7 +53,7 @@ def draw(
     build = partial(build_encoding, name, head_dim, num_heads, causal=True)
     encoding = build().eval()
     figure = pictures.blank(4.6, 2.3)
-    if encoding.two_axes:
+    if encoding.reads_grid:
         encoding = build(options=EncodingOptions(grid_width=grid_width)).eval()
         label = f"score of the cell in the center, {grid_width} x {grid_width} cells"
         _maps(figure, cells(encoding, grid_width), label)
