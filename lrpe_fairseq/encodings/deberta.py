@@ -49,7 +49,9 @@ class DeBERTa(ScoreEncoding):
         """Options of DeBERTa: the largest distance, and True if all layers share the table P."""
 
         deberta_distance: int = option(
-            512, "DeBERTa: all distances from this on share one vector; the table has twice as many"
+            512,
+            "DeBERTa: all distances from this on share one vector; the table has twice as many "
+            "rows",
         )
         deberta_shared: bool = option(
             True, "DeBERTa: one table in all layers (projections stay separate)"
