@@ -435,6 +435,29 @@ def test_a_module_in_half_precision_is_finite(name, attention_type, dtype):
     assert x.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("name", [n for n in NAMES if not encoding_of(n).serves_linear])
+def test_a_score_encoding_is_as_exact_under_autocast_as_in_a_half_module(name):
+    module = attention_of(name, "softmax").float()
+    generator = torch.Generator().manual_seed(4)
+    for parameter in module.encoding.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    x = torch.randn(9, 2, WIDTH, generator=generator).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = module(x.float())
+    assert torch.equal(out, module.bfloat16()(x)[0])
+
+
+@pytest.mark.parametrize("lost", [math.nan, math.inf])
+@pytest.mark.parametrize(("name", "attention_type"), PAIRS)
+def test_a_model_that_diverged_computes_numbers_and_does_not_raise(name, attention_type, lost):
+    module = attention_of(name, attention_type)
+    for parameter in module.parameters():
+        parameter.data.fill_(lost)
+    out, _ = module(torch.randn(5, 2, WIDTH, dtype=torch.float64))
+    out.sum().backward()
+    assert out.isnan().any()
+
+
 @pytest.mark.parametrize("attention_type", ["linear", "softmax"])
 def test_all_encodings_start_from_the_same_weights_elsewhere(attention_type):
     names = [name for name, kind in PAIRS if kind == attention_type]
@@ -443,6 +466,15 @@ def test_all_encodings_start_from_the_same_weights_elsewhere(attention_type):
         state = attention_of(name, attention_type).state_dict()
         for key in first:
             assert torch.equal(state[key], first[key]), (name, key)
+
+
+def test_no_encoding_has_a_layer_that_fairseq_initializes_again():
+    """``init_bert_params`` draws every nn.Linear and nn.Embedding of a BERT model again, from the
+    global generator: the encoding would not start as documented, and the layers after it would
+    differ between encodings."""
+    for name in NAMES:
+        for module in encoding_of(name).modules():
+            assert not isinstance(module, (nn.Linear, nn.Embedding)), name
 
 
 @pytest.mark.parametrize(("name", "attention_type"), PAIRS)

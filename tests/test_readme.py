@@ -3,6 +3,7 @@
 import re
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -83,10 +84,30 @@ def test_the_encodings_table_has_a_row_for_every_name():
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
+def test_every_description_is_a_whole_sentence_that_fits_a_table(name):
+    said = gallery.built(name).summary()
+    assert 0 < len(gallery.describe(gallery.built(name))) <= 120
+    assert re.search(r"[\w)\]]$", said)
+    assert all(said.count(left) == said.count(right) for left, right in ("()", "[]"))
+
+
+def test_a_method_with_rows_and_columns_is_described_and_drawn_on_a_grid(tmp_path):
+    two_axes = {name for name in ENCODINGS if gallery.built(name).reads_grid}
+    assert two_axes == {"rope-2d", "rope-2d-mixed", "liere", "comrope-ap", "comrope-ld"}
+    for name in two_axes:
+        more = "on more than the differences" if name == "liere" else "on the differences"
+        assert f"{more} of rows and columns" in gallery.entry(name)
+    with mock.patch.object(portraits, "_maps", wraps=portraits._maps) as maps:
+        portraits.draw("rope-2d", tmp_path / "grid.png", 8, 2, grid_width=4)
+    assert maps.call_args.args[1].shape == (2, 4, 4)
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
 def test_every_encoding_has_an_entry_with_equation_and_source(name):
     text, card = gallery.entry(name), gallery.built(name).card
     assert card.equation.count("{") == card.equation.count("}")
-    assert f"$$\n{card.equation}\n$$" in text
+    assert f"```math\n{card.equation}\n```" in text
+    assert not re.search(r"\\(operatorname|mbox|phantom|def|newcommand)\b", card.equation)
     for part in (card.cost, card.beyond, card.source):
         assert part
         assert part in text

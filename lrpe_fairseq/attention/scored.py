@@ -7,6 +7,7 @@ grow with the product of the lengths.
 Axes: B batch, H heads, T query time, S key time, D key width, E value width.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -134,16 +135,23 @@ def _block(
     settings: Settings,
 ) -> Tensor:
     """Compute :func:`scored_attention` of one block. In a causal model its last keys are its
-    queries."""
+    queries.
+
+    A score encoding runs without autocast, which would round what it computes in float32.
+    """
     options = {"key_padding_mask": key_padding_mask, **settings._asdict()}
     if isinstance(encoding, QueryKeyEncoding):
         return _decayed(encoding, q, k, v, queries, keys, options)
     given = q * settings.scale, k, queries.positions, keys.positions
+    exact = partial(torch.autocast, q.device.type, enabled=False)
     if encoding.additive:
-        return softmax_attention(q, k, v, bias=encoding.bias(*given), **options)
+        with exact():
+            bias = encoding.bias(*given)
+        return softmax_attention(q, k, v, bias=bias, **options)
 
     def rescore(scores: Tensor, visible: Tensor | None) -> Tensor:
-        return encoding(scores, *given, visible)
+        with exact():
+            return encoding(scores, *given, visible)
 
     return softmax_attention_naive(q, k, v, rescore=rescore, weigh=encoding.weigh, **options)
 

@@ -8,11 +8,12 @@ from lrpe_fairseq.encodings.slopes import alibi_slopes
 
 
 class ALiBi(QueryKeyEncoding):
-    """score_st - m_h n (Section 3): a decay e^(-m_h) per token, with a fixed slope m_h per head.
+    """score_st - m_h n: a decay e^(-m_h) per token, with a fixed slope m_h per head.
 
-    q and k are unchanged. In softmax attention -m_h n is added to the scaled score. Linear
-    attention multiplies the score of its kernel by the same factor e^(-m_h n). A bidirectional
-    model uses |n|, which the paper does not define. There are no parameters. n counts real tokens.
+    q and k are unchanged. In softmax attention -m_h n is added to the scaled score (Section 3).
+    Linear attention multiplies the score of its kernel by the same factor e^(-m_h n). A
+    bidirectional model uses |n|, which the paper does not define. There are no parameters. n counts
+    real tokens, also with explicit positions.
 
     Trap: the slopes were designed for softmax attention. Linear attention keeps them, so that head
     0 of 4 has a half-life of 2.8 tokens. With normalizer "content" the denominator is not decayed,
@@ -21,9 +22,10 @@ class ALiBi(QueryKeyEncoding):
 
     without_absolute = True
     card = Card(
-        equation=r"z_{st} - m_h\,|n|,\quad m_h = 2^{-8(h+1)/H}",
-        cost="one bias (H, T, S) in softmax attention; O(H T D^2) as before in linear attention",
-        beyond="Designed for it: far keys have vanishing weights, so perplexity does not rise.",
+        equation=r"z_{st} - m_h\,|n|,\quad m_h = 2^{-8(h+1)/H} \text{ for } H = 2, 4, 8, \dots",
+        cost="one bias (H, T, S) in softmax attention; in linear attention none",
+        beyond="Designed for it: keys much farther than 1 / m_h have no weight at any length, so "
+        "perplexity does not rise.",
         source="Press, Smith and Lewis (2022), Section 3",
     )
 

@@ -8,6 +8,7 @@ need the score matrix, implement :class:`ScoreEncoding` and support softmax atte
 Axes: B batch, H heads, T query time, S key time, D key width.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
@@ -181,8 +182,9 @@ class Encoding(nn.Module):
     """The largest position for which :attr:`relative` holds; None if there is no limit."""
     shift_unit: int = 1
     """Shifts by multiples of this number do not change a score: W on a grid of width W."""
-    reads_grid: ClassVar[bool] = False
-    """True if the encoding reads ``grid_width`` itself and needs no ``position_grid``."""
+    reads_grid: bool = False
+    """True if the encoding has two axes on a grid: it reads ``EncodingOptions.grid_width`` itself
+    and needs no ``position_grid``."""
     causal_only: ClassVar[bool] = False
     """True if the method is defined for causal attention only."""
     contextual: ClassVar[bool] = False
@@ -218,8 +220,8 @@ class Encoding(nn.Module):
 
     def summary(self) -> str:
         """Describe the encoding in one line: by default the first sentence of the docstring."""
-        sentence = (type(self).__doc__ or "").split(". ")[0].split("\n\n")[0]
-        return " ".join(sentence.split()).rstrip(".")
+        paragraph = " ".join((type(self).__doc__ or "").split("\n\n")[0].split())
+        return re.split(r"(?<!\.)\. ", paragraph)[0].rstrip(".")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Encoding":
         """Follow ``.to(device)``, but keep floating-point tensors in float32 or wider.

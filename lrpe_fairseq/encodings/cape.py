@@ -127,7 +127,7 @@ class LinearBias(LagBias):
 
 
 class CAPEALiBi(CAPE):
-    """z + b + f([z; b]) over the heads at each pair, with b = -m_h n of ALiBi.
+    """score z + b + f([z; b]) with b = -m_h n of ALiBi, f a network over the heads at each pair.
 
     See :class:`CAPE`.
     """
@@ -137,7 +137,7 @@ class CAPEALiBi(CAPE):
 
 
 class CAPEKerple(CAPE):
-    """z + b + f([z; b]) over the heads at each pair, with b of KERPLE's logarithmic form.
+    """score z + b + f([z; b]) with b of KERPLE-log, f a network over the heads at each pair.
 
     See :class:`CAPE`.
     """
@@ -147,7 +147,7 @@ class CAPEKerple(CAPE):
 
 
 class CAPEFIRE(CAPE):
-    """z + b + f([z; b]) over the heads at each pair, with b of FIRE, causal only.
+    """score z + b + f([z; b]) with b of FIRE, f a network over the heads at each pair, causal only.
 
     See :class:`CAPE`. In the authors' code this FIRE has LeakyReLU; here it has ReLU, as alone.
     """

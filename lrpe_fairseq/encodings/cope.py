@@ -51,7 +51,8 @@ class CoPE(ScoreEncoding):
     }
     card = Card(
         equation=r"\frac{q_s^\top (k_t + e[p_{st}])}{\sqrt D}, \quad p_{st} = \min\left(P - 1, "
-        r"\sum_{u=t}^{s} \sigma\!\left(\tfrac{q_s^\top k_u}{\sqrt D}\right)\right)",
+        r"\sum_{u=t}^{s} \sigma\!\left(\tfrac{q_s^\top k_u}{\sqrt D}\right)\right), "
+        r"\quad e \text{ linear between whole } p",
         cost="B H T P D multiply-adds, and for B H T S entries a sigmoid, a cumulative sum and two "
         "gathers; P D parameters",
         beyond="Positions count the keys that the gates select, so they grow more slowly than the "
@@ -81,9 +82,14 @@ class CoPE(ScoreEncoding):
         check_positions(q_positions, q), check_positions(k_positions, k)
         at = self.counts(scores, visible)
         by_position = self.scale * (q.to(at.dtype) @ self.table.to(at.dtype).mT)  # B H T P
-        low, high = at.floor(), at.ceil()
-        below, above = pick(by_position, low.long()), pick(by_position, high.long())
+        low = at.floor()
+        below, above = pick(by_position, self._row(low)), pick(by_position, self._row(at.ceil()))
         return scores + torch.lerp(below, above, at - low).to(scores.dtype)
+
+    def _row(self, position: Tensor) -> Tensor:
+        """Return the row of the table for a whole number, int64. NaN, in a model that diverged,
+        must not become an index outside the table."""
+        return position.long().clamp_(0, self.table.shape[0] - 1)
 
     def counts(self, scores: Tensor, visible: Tensor | None) -> Tensor:
         """Return p (B, H, T, S), float32 or wider; its values for keys after s have no meaning."""

@@ -45,7 +45,7 @@ class CosFormer(LRPE):
     card = Card(
         equation=r"q_s^\top k_t \cos\frac{\pi n}{2M}",
         cost="features of width 2D",
-        beyond="none beyond M: the score is 0 at distance M and negative from there to 3M",
+        beyond="No promise beyond M: the score is 0 at distance M and negative from there to 3M.",
         source="Qin et al. 2022, cosFormer, Section 3.2",
         drawn_with={"cosformer_length": 256},
     )

@@ -1,6 +1,5 @@
 """Disentangled attention (DeBERTa; He, Liu, Gao and Chen, 2021)."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +16,7 @@ from lrpe_fairseq.encodings.base import (
 )
 from lrpe_fairseq.encodings.biases import pick, query_scale
 from lrpe_fairseq.encodings.departures import Departure
+from lrpe_fairseq.encodings.networks import Linear, key_projection
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import has_values
 
@@ -49,7 +49,9 @@ class DeBERTa(ScoreEncoding):
         """Options of DeBERTa: the largest distance, and True if all layers share the table P."""
 
         deberta_distance: int = option(
-            512, "DeBERTa: all distances from this on share one vector; the table has twice as many"
+            512,
+            "DeBERTa: all distances from this on share one vector; the table has twice as many "
+            "rows",
         )
         deberta_shared: bool = option(
             True, "DeBERTa: one table in all layers (projections stay separate)"
@@ -65,7 +67,7 @@ class DeBERTa(ScoreEncoding):
     }
     card = Card(
         equation=r"\frac{q_s^\top k_t + q_s^\top K^r_{\delta(s,t)} + k_t^\top Q^r_{\delta(t,s)}}"
-        r"{\sqrt{3D}}, \quad \delta(a, b) = \operatorname{clip}(a - b + K, 0, 2K - 1)",
+        r"{\sqrt{3D}}, \quad \delta(a, b) = \mathrm{clip}(a - b + K, 0, 2K - 1)",
         cost="up to 4 K (H D)^2 multiply-adds for two projections of the table, 2 B H T 2 K D for "
         "products with it, and two gathers of B H T S entries; 2 K H D parameters in all layers "
         "together and 2 (H D)^2 + 2 H D in each",
@@ -82,7 +84,9 @@ class DeBERTa(ScoreEncoding):
         generator = spec.generator(stream=32)
         shape = 2 * self.distance, spec.num_heads * spec.head_dim
         self.table = nn.Parameter(0.02 * torch.randn(shape, generator=generator, device="cpu"))
-        self.key_proj, self.query_proj = (_projection(shape[1], generator) for _ in range(2))
+        width = shape[1]
+        self.key_proj = key_projection(width, generator, bias=True)
+        self.query_proj = key_projection(width, generator, bias=True)
         self.key_scale = self.content_scale * query_scale(spec)
         self._opposite = "deberta-p2c-index" not in spec.options.fidelity
         self._ends, self._key_rows, self._query_rows = PositionCache(), KeptRows(), KeptRows()
@@ -124,7 +128,7 @@ class DeBERTa(ScoreEncoding):
         return self._ends.get((q_positions, k_positions), None, compute)
 
     def _term(
-        self, x: Tensor, projection: nn.Linear, kept: "KeptRows", difference: Tensor, ends: Ends
+        self, x: Tensor, projection: Linear, kept: "KeptRows", difference: Tensor, ends: Ends
     ) -> Tensor:
         """Return the product of x_a and the projected row d(a, b).
 
@@ -152,9 +156,7 @@ class KeptRows:
     def __init__(self) -> None:
         self._entry: tuple[tuple[Tensor, ...], Tensor] | None = None
 
-    def rows(
-        self, table: Tensor, projection: nn.Linear, wanted: slice, dtype: torch.dtype
-    ) -> Tensor:
+    def rows(self, table: Tensor, projection: Linear, wanted: slice, dtype: torch.dtype) -> Tensor:
         """Return ``projection(table[wanted])`` in ``dtype``, (N, H D)."""
         weights = table, projection.weight, projection.bias
         if torch.is_grad_enabled() or not has_values(*weights):
@@ -177,16 +179,8 @@ def _same(kept: Tensor, now: Tensor) -> bool:
     return kept.dtype == now.dtype and kept.device == now.device and torch.equal(kept, now)
 
 
-def _projected(projection: nn.Linear, table: Tensor, dtype: torch.dtype) -> Tensor:
+def _projected(projection: Linear, table: Tensor, dtype: torch.dtype) -> Tensor:
     """Apply the projection in the wider one of its dtype and ``dtype``; return ``dtype``."""
     wide = torch.promote_types(table.dtype, dtype)
     weight, bias = projection.weight.to(wide), projection.bias.to(wide)
     return F.linear(table.to(wide), weight, bias).to(dtype)
-
-
-def _projection(width: int, generator: torch.Generator) -> nn.Linear:
-    """Return a linear map that is initialized like fairseq's key projection."""
-    projection = nn.utils.skip_init(nn.Linear, width, width)
-    nn.init.xavier_uniform_(projection.weight, gain=math.sqrt(0.5), generator=generator)
-    nn.init.zeros_(projection.bias)
-    return projection

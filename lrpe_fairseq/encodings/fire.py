@@ -107,10 +107,10 @@ class FIRE(LagBias):
         return torch.cat(blocks, -3).movedim(-1, -3)
 
     def _all_below_threshold(self, q_positions: Tensor) -> bool:
-        """True if it is known that every query is at s <= L."""
+        """True if it is known that every query is at s <= L; False if L is NaN."""
         if q_positions.numel() == 0 or not has_values(q_positions, self.threshold_factor):
             return False
-        return int(q_positions.max()) <= self.relative_up_to
+        return bool(q_positions.max() <= self.threshold)
 
     def of_lag(self, lag: Tensor) -> Tensor:
         """Return the bias of every lag (..., H) for queries at s <= L."""

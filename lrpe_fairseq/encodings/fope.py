@@ -70,11 +70,12 @@ class FoPE(LRPE):
         equation=(
             r"\mathrm{Re}\sum_j \bar q_j \bar F_{hj}(s)\, F_{hj}(t) k_j, \quad "
             r"F_{hj}(s) = \sum_i a_{hij} \cos \omega_i s + \mathrm{i}\, b_{hij} \sin \omega_i s"
+            r" \text{ for } j < M, \text{ else } 1"
         ),
         cost="O(D) per token and head, and O(H T M^2)",
         beyond=(
-            "every frequency has completed a period within the training length; the score is not "
-            "relative"
+            "Training has seen a whole period of every frequency if N is its length. The score is "
+            "not relative."
         ),
         source="Hua et al. 2025, Fourier Position Embedding, Eq. 13 and Appendix B",
     )

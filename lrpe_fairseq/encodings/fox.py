@@ -48,9 +48,9 @@ class ForgetGate(nn.Module):
 
 
 class FoX(QueryKeyEncoding):
-    """score_st + log f_(t+1) + ... + log f_s with forget gates f_t = sigmoid(w_h x_t + b_h).
+    """score_st + sum_(t<u<=s) log f_u with forget gates f_u = sigmoid(w_h x_u + b_h).
 
-    x_t is the input of the layer. q and k are unchanged, and so is the score at lag 0. In softmax
+    x_u is the input of the layer. q and k are unchanged, and so is the score at lag 0. In softmax
     attention the sum of the log gates is added to the scaled score; linear attention multiplies the
     score of its kernel by the product of the gates. Each layer has separate gates. Costs O(H C) per
     token. Causal attention only.

@@ -12,7 +12,6 @@ OF_INNER = (
     "relative_up_to",
     "shift_unit",
     "reads_grid",
-    "reads_grid",
     "without_absolute",
     "keeps_norm",
     "before_feature_map",
@@ -24,7 +23,7 @@ OF_INNER = (
 
 
 class Gated(QueryKeyEncoding):
-    """score_st of another encoding + log f_(t+1) + ... + log f_s with the forget gates of FoX.
+    """score_st of another encoding + sum_(t<u<=s) log f_u with the forget gates f of FoX.
 
     Args:
         spec: widths, seed and options.

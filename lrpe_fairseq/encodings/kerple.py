@@ -75,7 +75,7 @@ class KerpleLog(Kerple):
     card = Card(
         equation=r"b_{st} = -r_1 \log(1 + r_2 |n|), \quad r_1, r_2 > 0 \text{ per head}",
         cost="2 H parameters in the whole model; one lookup per pair, O(H T S)",
-        beyond="The bias keeps falling, slowly: distant keys stay visible.",
+        beyond="The weights keep falling, as slowly as n^(-r1): distant keys stay visible.",
         source="Chi, Fan, Ramadge and Rudnicky, 2022, logarithmic form",
     )
 
@@ -100,7 +100,7 @@ class KerplePower(Kerple):
     card = Card(
         equation=r"b_{st} = -r_1 |n|^{r_2}, \quad r_1 > 0, \; 0 < r_2 \le 2 \text{ per head}",
         cost="2 H parameters in the whole model; one lookup per pair, O(H T S)",
-        beyond="The bias keeps falling: keys beyond a learned distance lose all weight.",
+        beyond="The weights keep falling as exp(-r1 n^r2), to 0 beyond a learned distance.",
         source="Chi, Fan, Ramadge and Rudnicky, 2022, power form",
     )
 

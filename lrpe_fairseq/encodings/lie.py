@@ -67,9 +67,8 @@ class BlockRotation(QueryKeyEncoding):
         self.block = min(self.options.rotation_block, spec.head_dim // least_blocks)
         if self.block < 2:
             raise ChoiceError(
-                f"blocks that are rotated need a width of at least 2 and {least_blocks} of them in "
-                f"a head, got rotation_block {self.options.rotation_block} and head width "
-                f"{spec.head_dim}"
+                "rotation_block must be at least 2 and the head width at least "
+                f"{2 * least_blocks}, got {self.options.rotation_block} and {spec.head_dim}"
             )
         self.blocks = spec.head_dim // self.block
 
@@ -128,8 +127,8 @@ class LieRE(BlockRotation):
             r"(R_s q_s)^\top R_t k_t,\quad R_s = \exp\Big(\sum_a p_a(s)\, A_a\Big),\quad "
             r"A_a = L_a - L_a^\top \text{ in blocks of width } b"
         ),
-        cost="O(B H T D b); on a grid also O(H D b^2) for each distinct cell",
-        beyond="nothing: the angles grow with the position, as in RoPE",
+        cost="O(B H T D b) and one eigenbasis, O(H D b^2); on a grid one for each distinct cell",
+        beyond="No promise: the angles grow with the position, as in RoPE.",
         source="Ostmeier et al., 2025 (LieRE: Lie Rotational Positional Encodings)",
     )
 
@@ -198,8 +197,8 @@ class ComRoPEAP(ComRoPE):
             r"q_s^\top \exp\big(\mathrm{diag}_j\, (p_{j \bmod N}(t) - p_{j \bmod N}(s))\, "
             r"(P_j - P_j^\top)\big)\, k_t"
         ),
-        cost="O(B H T D b)",
-        beyond="nothing: the angles grow with the position, as in RoPE",
+        cost="O(B H T D b) and one eigenbasis, O(H D b^2)",
+        beyond="No promise: the angles grow with the position, as in RoPE.",
         source="Yu et al., 2025 (ComRoPE), axial partition",
     )
 
@@ -223,8 +222,8 @@ class ComRoPELD(ComRoPE):
             r"q_s^\top \exp\Big(\mathrm{diag}_j \sum_a \theta_{aj}\, (p_a(t) - p_a(s))\, "
             r"(P_j - P_j^\top)\Big)\, k_t"
         ),
-        cost="O(B H T D b)",
-        beyond="nothing: the angles grow with the position, as in RoPE",
+        cost="O(B H T D b) and one eigenbasis, O(H D b^2)",
+        beyond="No promise: the angles grow with the position, as in RoPE.",
         source="Yu et al., 2025 (ComRoPE), linearly dependent",
     )
 

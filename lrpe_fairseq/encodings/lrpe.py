@@ -24,7 +24,7 @@ from lrpe_fairseq.encodings.base import (
     QueryKeyEncoding,
     check_positions,
 )
-from lrpe_fairseq.encodings.cores import CORES, Permutation, Rotation, Unitary
+from lrpe_fairseq.encodings.cores import CORES, LearnedUnitary, Permutation, Rotation, Unitary
 from lrpe_fairseq.encodings.projections import (
     PROJECTIONS,
     Fourier,
@@ -154,7 +154,11 @@ def _named(table: dict[str, type], name: str, role: str) -> type:
 
 def _card(projection: nn.Module, core: nn.Module) -> Card:
     """Describe one combination of P and Lambda."""
-    rope = isinstance(projection, Identity) and type(core) is Rotation
+    source = "LRPE (ICLR submission, Table 1 and C.7)"
+    if isinstance(core, LearnedUnitary):
+        source = "LRPE (TMLR, Type 1)"
+    elif isinstance(projection, Identity) and type(core) is Rotation:
+        source = "RoFormer (Su et al., 2021); LRPE with P = I"
     return Card(
         equation=r"\mathrm{Re}\big[(\Lambda^{(s)} P q_s)^{\mathsf H} \Lambda^{(t)} P k_t\big],"
         rf" \qquad {projection.latex}, \qquad {core.latex}",
@@ -162,7 +166,5 @@ def _card(projection: nn.Module, core: nn.Module) -> Card:
         beyond="a permutation repeats after its period"
         if isinstance(core, Permutation)
         else "nothing: phases of distances that training has not seen",
-        source="RoFormer (Su et al., 2021); LRPE with P = I"
-        if rope
-        else "LRPE (ICLR submission, Table 1 and C.7)",
+        source=source,
     )

@@ -1,16 +1,47 @@
-"""Small networks inside encodings, initialized from a generator."""
+"""Linear maps inside encodings, initialized from a generator."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 
-def linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Linear:
-    """Return a linear layer with the initialization of ``nn.Linear``, drawn with ``generator``.
+class Linear(nn.Module):
+    """x W^T + b with W (outputs, inputs) and an optional b (outputs,), float32 on the CPU.
 
-    Weights and biases are U(-a, a) with a = inputs^-0.5, float32 on the CPU. The global generator
-    is not used.
+    The values are undefined until they are initialized. It is no ``nn.Linear``, because fairseq
+    initializes every ``nn.Linear`` of a BERT model again, with the global generator.
     """
-    layer = nn.utils.skip_init(nn.Linear, inputs, outputs, dtype=torch.float32)
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = True) -> None:
+        super().__init__()
+        exact = {"dtype": torch.float32, "device": "cpu"}
+        self.in_features, self.out_features = inputs, outputs
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, **exact))
+        self.bias = nn.Parameter(torch.empty(outputs, **exact)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., inputs) -> (..., outputs)."""
+        return F.linear(x, self.weight, self.bias)
+
+
+def linear(inputs: int, outputs: int, generator: torch.Generator) -> Linear:
+    """Return a linear map with the initialization of ``nn.Linear``, drawn with ``generator``.
+
+    Weights and biases are U(-a, a) with a = inputs^-0.5.
+    """
+    layer = Linear(inputs, outputs)
     for parameter in (layer.weight, layer.bias):
         nn.init.uniform_(parameter, -(inputs**-0.5), inputs**-0.5, generator=generator)
+    return layer
+
+
+def key_projection(width: int, generator: torch.Generator, bias: bool) -> Linear:
+    """Return a linear map that is initialized like fairseq's key projection.
+
+    Weights have Xavier's uniform distribution with gain 1/sqrt 2, biases are 0.
+    """
+    layer = Linear(width, width, bias)
+    nn.init.xavier_uniform_(layer.weight, gain=0.5**0.5, generator=generator)
+    if bias:
+        nn.init.zeros_(layer.bias)
     return layer

@@ -47,7 +47,7 @@ class RoPE2D(LRPE):
             r"\theta_i = 100^{-i/(D/4)}"
         ),
         cost="O(D) per token and head",
-        beyond="none: rows and columns that training did not reach turn by new angles",
+        beyond="No promise: rows and columns that training did not reach turn by new angles.",
         source=SOURCE,
     )
 
@@ -83,7 +83,7 @@ class RoPE2DMixed(LRPE):
             r"e^{-\mathrm{i}(\alpha_{hi} \Delta_{row} + \beta_{hi} \Delta_{col})}\right]"
         ),
         cost="O(D) per token and head, and O(H T D) cosines",
-        beyond="none: rows and columns that training did not reach turn by new angles",
+        beyond="No promise: rows and columns that training did not reach turn by new angles.",
         source=SOURCE,
     )
 

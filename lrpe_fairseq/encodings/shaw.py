@@ -39,7 +39,7 @@ class Shaw(ScoreEncoding):
         shaw_distance: int = option(16, "Shaw: all distances from this on share one vector")
 
     card = Card(
-        equation=r"\frac{1}{\sqrt D}\, q_s^\top \left(k_t + w_{\operatorname{clip}(t - s, -K, K)}"
+        equation=r"\frac{1}{\sqrt D}\, q_s^\top \left(k_t + w_{\mathrm{clip}(t - s, -K, K)}"
         r"\right)",
         cost="B H T (2 K + 1) D multiply-adds (causal: K + 1) and a gather of B H T S entries; "
         "(2 K + 1) D parameters (causal: (K + 1) D)",

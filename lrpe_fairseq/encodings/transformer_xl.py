@@ -1,7 +1,5 @@
 """Transformer-XL's relative attention (Dai et al., 2019, Section 3.3 and Appendix B)."""
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,6 +13,7 @@ from lrpe_fairseq.encodings.base import (
 )
 from lrpe_fairseq.encodings.biases import pick
 from lrpe_fairseq.encodings.departures import Departure
+from lrpe_fairseq.encodings.networks import key_projection
 from lrpe_fairseq.kernels.dispatch import has_values
 
 BASE = 10000.0
@@ -59,8 +58,7 @@ class TransformerXL(ScoreEncoding):
         super().__init__(spec)
         generator = spec.generator(stream=5)
         width = spec.num_heads * spec.head_dim
-        self.r_proj = nn.utils.skip_init(nn.Linear, width, width, bias=False)
-        nn.init.xavier_uniform_(self.r_proj.weight, gain=math.sqrt(0.5), generator=generator)
+        self.r_proj = key_projection(width, generator, bias=False)
         shape = (spec.num_heads, spec.head_dim)
         self.u = nn.Parameter(0.02 * torch.randn(shape, generator=generator, device="cpu"))
         self.v = nn.Parameter(0.02 * torch.randn(shape, generator=generator, device="cpu"))

@@ -309,7 +309,9 @@ def test_blocks_are_at_most_as_wide_as_the_head_and_each_axis_has_one():
     [("liere", 1, 0, 8), ("comrope-ap", 3, 4, 8), ("comrope-ld", 8, 0, 1)],
 )
 def test_blocks_without_a_rotation_are_refused(name, head_dim, width, block):
-    with pytest.raises(ChoiceError, match="need a width of at least 2"):
+    with pytest.raises(
+        ChoiceError, match="rotation_block must be at least 2 and the head width at least"
+    ):
         build(name, head_dim=head_dim, width=width, block=block)
 
 

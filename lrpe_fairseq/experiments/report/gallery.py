@@ -9,6 +9,7 @@ from lrpe_fairseq.encodings import (
     ENCODINGS,
     FAMILIES,
     Encoding,
+    EncodingOptions,
     QueryKeyEncoding,
     build_encoding,
     encoding_class,
@@ -37,9 +38,10 @@ def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
     return {f"{PICTURES}/{name}.png": partial(portraits.draw, name) for name in ENCODINGS}
 
 
-def built(name: str) -> Encoding:
+def built(name: str, grid_width: int = 0) -> Encoding:
     """Return the encoding of one causal layer with 8 heads of 64."""
-    return build_encoding(name, head_dim=64, num_heads=8, causal=True)
+    options = EncodingOptions(grid_width=grid_width)
+    return build_encoding(name, head_dim=64, num_heads=8, causal=True, options=options)
 
 
 def encodings_table() -> str:
@@ -59,12 +61,15 @@ def encodings_table() -> str:
 
 
 def entry(name: str) -> str:
-    """Return the entry of one encoding: equation, properties and picture."""
+    """Return the entry of one encoding: equation, properties and picture.
+
+    Trap: in a block between $$ GitHub applies Markdown first, which turns "\\," into a comma.
+    """
     encoding = built(name)
     lines = [f"### `{name}`", ""]
     card = encoding.card
     if card is not None:
-        lines += ["$$", card.equation, "$$", ""]
+        lines += ["```math", card.equation, "```", ""]
     lines += [f"- Attention: {_attention(encoding)}", f"- Position: {_position(encoding)}"]
     lines += [f"- Learned parameters: {_learned(encoding):,}"]
     if card is not None:
@@ -88,7 +93,8 @@ def _position(encoding: Encoding) -> str:
     if encoding.relative_up_to is not None:
         said += f", up to position {encoding.relative_up_to:,}"
     if encoding.reads_grid:
-        said += "; with `--grid-width` on the differences of rows and columns"
+        more = "" if built(encoding.name, grid_width=8).relative == "exact" else "more than "
+        said += f"; on a grid (`--grid-width`) on {more}the differences of rows and columns"
     if encoding.without_absolute:
         said += "; defined for models without absolute positions"
     return said
