@@ -32,8 +32,13 @@ from lrpe_fairseq.experiments.report.sheet import Sheet, sheets
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPER = ROOT / "results" / "paper"
-SETTINGS = {"iclr-table1", "iclr-table7", "tmlr-table8", "tmlr-table9"}  # no results in these
+SETTINGS = {"iclr-table1", "iclr-table7", "tmlr-table8", "tmlr-table9", "ape-table3"}  # no results
+NUMBERS = ("value", "std", "ci95", "printed", "note")  # columns that do not name a cell
 CELLS = {
+    "ape-table2a": 7 * 4,
+    "ape-table2b": 10 * 8,
+    "ape-table2c": 6 * 2,
+    "ape-table3": 10 * 3,
     "iclr-table1": 16,
     "iclr-table2": 14 * 2 * 2,
     "iclr-table3": 10 * 6,
@@ -52,7 +57,8 @@ CELLS = {
     "tmlr-table9": 5 * 6,
 }
 ENCODING = re.compile(
-    r"|none|rope|permuteformer|spe|t5|transformer-xl|lrpe-type[1-8]|lrpe-tmlr-type[1-3]"
+    r"|none|rope|permuteformer|spe|t5|transformer-xl|shaw|ape|ape-tree"
+    r"|lrpe-type[1-8]|lrpe-tmlr-type[1-3]"
     r"|lrpe:(identity|householder|householder-learned|odd-even|fourier)"
     r":(rotation|rotation-learned|rotation-half|unitary|unitary-learned|permutation)"
 )
@@ -79,10 +85,7 @@ def test_every_published_table_has_all_its_cells_and_none_twice():
     for name, count in CELLS.items():
         found = published(name)
         assert len(found) == count, name
-        places = {
-            tuple(v for k, v in cell.items() if k not in ("value", "std", "printed", "note"))
-            for cell in found
-        }
+        places = {tuple(v for k, v in cell.items() if k not in NUMBERS) for cell in found}
         if name != "iclr-table1":  # there the encoding is the cell
             assert len(places) == count, name
 
@@ -91,7 +94,8 @@ def test_every_published_table_has_all_its_cells_and_none_twice():
 def test_value_and_deviation_are_the_numbers_of_the_printed_text(name):
     for cell in published(name):
         numbers = [] if cell["printed"] == "-" else re.split(r"\s*±\s*", cell["printed"])
-        assert [n for n in (cell["value"], cell["std"]) if n] == numbers, cell
+        spread = cell["ci95"] if name.startswith("ape-") else cell["std"]
+        assert [n for n in (cell["value"], spread) if n] == numbers, cell
         assert all(re.fullmatch(r"\d+\.\d+", n) for n in numbers), cell
 
 

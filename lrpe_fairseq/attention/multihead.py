@@ -90,6 +90,7 @@ class MultiheadAttention(nn.Module):
         self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
         self.attention_type, self.normalizer = attention_type, normalizer
         self.causal, self.dropout, self.retain_dropout = causal, dropout, False
+        self.positions: Tensor | None = None  # of the next calls of forward; None counts tokens
         self.sees_padding = "padding-ignored" in options.fidelity
         published = "embed-dim-scale" in options.fidelity and position_encoding != "none"
         self.scale = (embed_dim if published else self.head_dim) ** -0.5
@@ -127,6 +128,7 @@ class MultiheadAttention(nn.Module):
 
         ``key`` and ``value`` are not used, because they equal the query in self-attention. With
         ``incremental_state`` the query and its mask are the next block, usually one token.
+        ``self.positions`` are those of ``attend``; the stack of layers sets them.
         Raises: ValueError for an ``attn_mask``; causality is an argument of the constructor.
         """
         if attn_mask is not None:
@@ -135,7 +137,8 @@ class MultiheadAttention(nn.Module):
             raise NotImplementedError(NOT_EXPORTED)
         state = self._get_input_buffer(incremental_state)
         keep_state = incremental_state is not None and not isinstance(state, Memory)
-        out, state = self.attend(query.transpose(0, 1), key_padding_mask, state, keep_state)
+        x = query.transpose(0, 1)
+        out, state = self.attend(x, key_padding_mask, state, keep_state, self.positions)
         if keep_state:
             incremental_state[self._state_key] = state
         return out.transpose(0, 1), None

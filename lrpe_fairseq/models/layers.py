@@ -12,6 +12,7 @@ from fairseq.modules.transformer_layer import (
 )
 from torch import Tensor, nn
 
+from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.models.inference import name_dropout
 from lrpe_fairseq.models.options import build_attention
 
@@ -51,6 +52,8 @@ class DecoderLayer(TransformerDecoderLayerBase):
 class Encoder(TransformerEncoderBase):
     """fairseq's encoder with our layers. ``options``: an ``AttentionOptions``."""
 
+    has_positions = False
+
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Module, options: Any) -> None:
         self._options, self._layer_count = options, count()
         super().__init__(cfg, dictionary, embed_tokens)
@@ -60,12 +63,22 @@ class Encoder(TransformerEncoderBase):
         """Called by fairseq's constructor."""
         return wrapped(EncoderLayer(cfg, self._options, next(self._layer_count)), cfg)
 
+    def forward(self, *rest: Any, positions: Tensor | None = None, **keywords: Any) -> dict:
+        """Encode as fairseq does.
+
+        positions: int64 (B, T) of self-attention, such as codes of tree nodes. None counts tokens.
+        """
+        set_positions(self, positions)
+        return super().forward(*rest, **keywords)
+
 
 class Decoder(TransformerDecoderBase):
     """fairseq's decoder with our layers and without a T x T mask.
 
     ``options``: an ``AttentionOptions``.
     """
+
+    has_positions = False
 
     def __init__(
         self, cfg: Any, dictionary: Any, embed_tokens: nn.Module, options: Any, **keywords: Any
@@ -78,6 +91,27 @@ class Decoder(TransformerDecoderBase):
         """Called by fairseq's constructor."""
         layer = DecoderLayer(cfg, self._options, next(self._layer_count), no_encoder_attn)
         return wrapped(layer, cfg)
+
+    def forward(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: dict | None = None,
+        incremental_state: dict | None = None,
+        *rest: Any,
+        positions: Tensor | None = None,
+        **keywords: Any,
+    ) -> tuple[Tensor, dict]:
+        """Decode as fairseq does.
+
+        positions: int64 (B, T) of self-attention, such as codes of tree nodes. None counts tokens.
+        Raises: ValueError for positions with an incremental state.
+        """
+        if positions is not None and incremental_state is not None:
+            raise ValueError("explicit positions are not supported in incremental decoding")
+        set_positions(self, positions)
+        return super().forward(
+            prev_output_tokens, encoder_out, incremental_state, *rest, **keywords
+        )
 
     def extract_features(
         self, *rest: Any, full_context_alignment: bool = False, **keywords: Any
@@ -95,6 +129,19 @@ class Decoder(TransformerDecoderBase):
     def buffered_future_mask(self, tensor: Tensor) -> None:
         """Return no mask: our attention is causal without one, in O(T) memory."""
         return None
+
+
+def set_positions(stack: nn.Module, positions: Tensor | None) -> None:
+    """Set the positions of all self-attention of a stack, until the next forward pass.
+
+    They are kept after it, because activation checkpointing runs the layers again.
+    """
+    if positions is None and not stack.has_positions:
+        return
+    stack.has_positions = positions is not None
+    for module in stack.modules():
+        if isinstance(module, MultiheadAttention):
+            module.positions = positions
 
 
 def wrapped(layer: nn.Module, cfg: Any) -> nn.Module:

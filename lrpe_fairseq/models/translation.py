@@ -13,7 +13,7 @@ from fairseq.models import register_model
 from fairseq.models.transformer import TransformerConfig, TransformerModelBase
 from fairseq.models.transformer.transformer_config import DecoderConfig, EncDecBaseConfig
 from omegaconf import DictConfig
-from torch import nn
+from torch import Tensor, nn
 
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.models.checks import check_translation
@@ -123,6 +123,32 @@ class LRPETransformer(BooleanFlags, RetainedDropout, TransformerModelBase):
         """Called by fairseq's ``build_model``."""
         no_encoder_attn = cfg.no_cross_attention
         return Decoder(cfg, tgt_dict, embed_tokens, cfg.decoder, no_encoder_attn=no_encoder_attn)
+
+    def forward(
+        self,
+        src_tokens: Tensor,
+        src_lengths: Tensor,
+        prev_output_tokens: Tensor,
+        return_all_hiddens: bool = True,
+        *,
+        src_positions: Tensor | None = None,
+        prev_output_positions: Tensor | None = None,
+        **keywords: Any,
+    ) -> tuple[Tensor, dict]:
+        """Compute the output as fairseq does; see TransformerModelBase.
+
+        src_positions, prev_output_positions: int64 (B, T) of self-attention, such as codes of tree
+        nodes. None counts tokens. Cross-attention is fairseq's and has no positions.
+        """
+        hiddens = {"src_lengths": src_lengths, "return_all_hiddens": return_all_hiddens}
+        encoded = self.encoder(src_tokens, positions=src_positions, **hiddens)
+        return self.decoder(
+            prev_output_tokens,
+            encoder_out=encoded,
+            positions=prev_output_positions,
+            **hiddens,
+            **keywords,
+        )
 
     def load_state_dict(
         self, state_dict: dict, strict: bool = True, model_cfg: Any = None, args: Any = None

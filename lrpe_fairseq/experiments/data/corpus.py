@@ -47,6 +47,7 @@ UNKNOWN_WORD = "<unk>"  # replaces rare words in WikiText; also fairseq's unknow
 FAIRSEQ_SPECIALS = 4  # <s>, <pad>, </s>, <unk>: in every fairseq dictionary, in no dict.txt
 FAIRSEQ_EOS, FAIRSEQ_UNK = 2, 3
 FAIRSEQ_UINT16 = 65500  # dictionaries smaller than this are stored with two bytes per token
+FAIRSEQ_CODES = {np.int64: 5, np.uint16: 8, np.uint32: 9}  # of MMapIndexedDataset
 DICTIONARY_MULTIPLE = 8  # fairseq-preprocess pads the dictionaries it builds to this multiple
 BLOCK = 1 << 20
 UNREADABLE = (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile)
@@ -398,20 +399,28 @@ def binarize(
     Raises:
         UserError: fairseq-preprocess failed; its last line of output is quoted.
     """
-    part = bin_dir.with_name(f"{bin_dir.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
     command = [sys.executable, "-m", "fairseq_cli.preprocess"]
     command += ["-s", languages[0], "-t", languages[1]] if languages else ["--only-source"]
     for kind in SPLITS:
         same_kind = [str(text.resolve()) for split, text in texts.items() if split.startswith(kind)]
         command += [f"--{kind}pref", ",".join(same_kind)] if same_kind else []
-    command += ["--destdir", str(part.resolve()), "--workers", str(workers)]
+    command += ["--workers", str(workers)]
     command += ["--srcdict", str(dictionary.resolve())] if dictionary else []
-    try:
-        _run(command)
+    with folder_written_whole(bin_dir) as part:
+        _run([*command, "--destdir", str(part.resolve())])
         (part / "preprocess.log").unlink()  # it contains the temporary folder's name
-        shutil.rmtree(bin_dir, ignore_errors=True)
-        os.replace(part, bin_dir)
+
+
+@contextlib.contextmanager
+def folder_written_whole(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder that replaces ``folder`` at the end, or vanishes after an error."""
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir(parents=True)
+        yield part
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(part, folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
@@ -431,33 +440,34 @@ def binarize_pieces(texts: Mapping[str, Path], bin_dir: Path, dictionary: Path) 
 
     Importing fairseq takes longer than writing a small corpus.
     """
-    part = bin_dir.with_name(f"{bin_dir.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    symbols = [line.rsplit(" ", 1)[0] for line in read_lines(dictionary)]
-    numbers = {symbol: n for n, symbol in enumerate(symbols, start=FAIRSEQ_SPECIALS)}
-    try:
-        part.mkdir(parents=True)
+    with folder_written_whole(bin_dir) as part:
         shutil.copyfile(dictionary, part / "dict.txt")
         for split, text in texts.items():
-            _write_binary(text, part / split, numbers)
-        shutil.rmtree(bin_dir, ignore_errors=True)
-        os.replace(part, bin_dir)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+            write_tokens(text, part / split, dictionary)
 
 
-def _write_binary(text: Path, prefix: Path, numbers: Mapping[str, int]) -> None:
-    """Write fairseq's MMapIndexedDataset: token ids, and the length and offset of each line."""
+def write_tokens(text: Path, prefix: Path, dictionary: Path) -> None:
+    """Write the symbols of a text as fairseq's ids, with the end of sentence after each line."""
+    symbols = [line.rsplit(" ", 1)[0] for line in read_lines(dictionary)]
+    numbers = {symbol: n for n, symbol in enumerate(symbols, start=FAIRSEQ_SPECIALS)}
     small = len(numbers) + FAIRSEQ_SPECIALS < FAIRSEQ_UINT16
-    code, kind = (8, np.uint16) if small else (9, np.uint32)
+    rows = (
+        [*(numbers.get(symbol, FAIRSEQ_UNK) for symbol in line.split()), FAIRSEQ_EOS]
+        for line in read_lines(text)
+    )
+    write_indexed(rows, prefix, np.uint16 if small else np.uint32)
+
+
+def write_indexed(rows: Iterable[Sequence[int]], prefix: Path, kind: type[np.integer]) -> None:
+    """Write fairseq's MMapIndexedDataset: the numbers, and the length and offset of each row."""
     lengths = []
     with open(f"{prefix}.bin", "wb") as out:
-        for line in read_lines(text):
-            ids = [numbers.get(symbol, FAIRSEQ_UNK) for symbol in line.split()]
-            out.write(np.array([*ids, FAIRSEQ_EOS], dtype=kind).tobytes())
-            lengths.append(len(ids) + 1)
+        for row in rows:
+            out.write(np.array(row, dtype=kind).tobytes())
+            lengths.append(len(row))
     places = np.cumsum([0, *lengths[:-1]], dtype=np.int64) * kind().itemsize
     with open(f"{prefix}.idx", "wb") as out:
+        code = FAIRSEQ_CODES[kind]
         out.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQ", 1, code, len(lengths)))
         out.write(np.array(lengths, dtype=np.int32).tobytes() + places.tobytes())
 

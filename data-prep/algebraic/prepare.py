@@ -1,0 +1,49 @@
+"""Generate a synthetic task of "Algebraic Positional Encodings" for fairseq.
+
+    python data-prep/algebraic/prepare.py --dest data/reverse --task reverse
+    python data-prep/algebraic/prepare.py --dest data/tree-ops --task tree-ops --order depth
+
+See the README in this folder for the tasks, the sizes and the files.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lrpe_fairseq.experiments.data import transduction, trees
+from lrpe_fairseq.experiments.data.corpus import say
+from lrpe_fairseq.experiments.data.transduction import Recipe
+from lrpe_fairseq.experiments.records.console import command
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--dest", type=Path, required=True, help="output folder")
+    parser.add_argument("--task", required=True, choices=transduction.TASKS)
+    parser.add_argument(
+        "--order", default="", choices=list(trees.ORDERS), help="of a tree's target (trees only)"
+    )
+    parser.add_argument("--scale", default="small", choices=list(transduction.SCALES))
+    parser.add_argument("--seed", type=int, default=Recipe.seed, help="of the data")
+    parser.add_argument(
+        "--published-labels",
+        action="store_true",
+        help="tree-ops: the command 'extract' is also an operator label, as in the published code",
+    )
+    return parser.parse_args(argv)
+
+
+@command("data-prep/algebraic/prepare.py")
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the command line and generate the data."""
+    options = vars(arguments(argv))
+    dest = options.pop("dest")
+    recipe = Recipe(**options)
+    say(f"{recipe.name}, scale {recipe.scale}, seed {recipe.seed} -> {dest}")
+    transduction.prepare(dest, recipe)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

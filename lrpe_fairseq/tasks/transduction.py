@@ -1,0 +1,207 @@
+"""``lrpe_transduction``: fairseq's ``translation`` with positions of tree nodes and teacher-forced
+metrics, for the data of data-prep/algebraic.
+
+Generation is fairseq's own. It does not support positions of nodes, because that of the next node
+depends on the tokens that are not generated yet.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from fairseq import utils
+from fairseq.data import BaseWrapperDataset, data_utils
+from fairseq.dataclass import ChoiceEnum
+from fairseq.logging import metrics
+from fairseq.tasks import register_task
+from fairseq.tasks.translation import TranslationConfig, TranslationTask
+from torch import Tensor
+
+from lrpe_fairseq.errors import ChoiceError, refuse
+from lrpe_fairseq.models.options import one_sentence_errors
+from lrpe_fairseq.models.translation import LRPETransformer
+
+NAME = "lrpe_transduction"
+PUBLISHED_BATCH = 32
+"""Rows of the validation batches of the published code, in the order of the file."""
+SCORED = ("all", "no-end", "inner")
+
+
+@dataclass
+class TransductionConfig(TranslationConfig):
+    """Options of ``translation``, the positions of self-attention and the tokens to score."""
+
+    node_positions: bool = field(
+        default=False,
+        metadata={
+            "help": "self-attention uses the stored codes of tree nodes instead of counting tokens"
+        },
+    )
+    scored_tokens: ChoiceEnum(SCORED) = field(  # type: ignore[valid-type]
+        default="all",
+        metadata={
+            "help": "target tokens in teacher_ppl, token_accuracy and exact_match: all; no-end "
+            "leaves out the end of sentence (trees of the paper); inner also leaves out the first "
+            "token (repeat and reverse of the paper)"
+        },
+    )
+
+
+@register_task(NAME, dataclass=TransductionConfig)
+class LRPETransductionTask(TranslationTask):
+    """Transduction with teacher-forced metrics in validation.
+
+    ``teacher_ppl``: exp of the mean negative log-likelihood (base e, without label smoothing) of
+    the scored tokens. ``ppl_published``: the same losses with the published code's slip, which
+    counts one more token, of loss zero, for each target shorter than the longest of its batch of
+    32; it is never above ``teacher_ppl``. ``token_accuracy``: scored tokens whose prediction is
+    right, given the true prefix. ``exact_match``: samples without a wrong scored token. fairseq's
+    own ``ppl`` counts every token and the end of sentence.
+
+    Raises: Refusal for a model other than ``lrpe_transformer`` with ``--node-positions``, for data
+        without positions, and for generation with them.
+    """
+
+    def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
+        """Build the model as fairseq does."""
+        model = super().build_model(cfg, from_checkpoint)
+        if self.cfg.node_positions and not isinstance(model, LRPETransformer):
+            refuse("--node-positions supports lrpe_transformer and its presets only")
+        return model
+
+    def build_generator(self, *rest: Any, **keywords: Any) -> Any:
+        """Build the generator as fairseq does."""
+        if self.cfg.node_positions:
+            refuse(
+                "generation does not support --node-positions, because the positions of nodes that "
+                "are not generated yet are unknown: use fairseq-validate"
+            )
+        return super().build_generator(*rest, **keywords)
+
+    def load_dataset(self, split: str, *rest: Any, **keywords: Any) -> None:
+        """Load a split as fairseq does, and the positions of its tokens if needed."""
+        super().load_dataset(split, *rest, **keywords)
+        pairs = self.datasets[split]
+        codes = None
+        if self.cfg.node_positions:
+            with one_sentence_errors():
+                codes = [
+                    self._codes(split, side, sizes)
+                    for side, sizes in (
+                        (self.cfg.source_lang, pairs.src_sizes),
+                        (self.cfg.target_lang, pairs.tgt_sizes),
+                    )
+                ]
+        self.datasets[split] = TransductionDataset(pairs, codes, self.source_dictionary.pad())
+
+    def _codes(self, split: str, side: str, sizes: np.ndarray) -> Any:
+        """Return the stored codes of one side of a split."""
+        folder = utils.split_paths(self.cfg.data)[0]
+        pair = f"{self.cfg.source_lang}-{self.cfg.target_lang}"
+        path = f"{folder}/{split}.{pair}.{side}-positions"
+        codes = data_utils.load_indexed_dataset(path, None, "mmap")
+        if codes is None:
+            raise ChoiceError(f"--node-positions needs {path}.idx: prepare a task of trees")
+        if len(codes) != len(sizes) or (np.asarray(codes.sizes) != sizes).any():
+            raise ChoiceError(f"{path} does not have a position for every token: prepare it again")
+        return codes
+
+    def valid_step(self, sample: dict, model: Any, criterion: Any) -> tuple[Any, int, dict]:
+        """Compute the loss as fairseq does, and the sums of the metrics."""
+        loss, size, log = super().valid_step(sample, model, criterion)
+        with torch.no_grad():
+            net_input = sample["net_input"]
+            log_probs = model.get_normalized_probs(model(**net_input), log_probs=True)
+        vocabulary = self.target_dictionary
+        scored = scored_mask(
+            sample["target"], vocabulary.pad(), vocabulary.eos(), str(self.cfg.scored_tokens)
+        )
+        log |= sums(log_probs, sample["target"], scored)
+        log["_published_zeros"] = float(sample["published_zeros"].sum())
+        return loss, size, log
+
+    def reduce_metrics(self, logging_outputs: list[dict], criterion: Any) -> None:
+        """Log fairseq's metrics, and in validation those of this task."""
+        super().reduce_metrics(logging_outputs, criterion)
+        outputs = [log for log in logging_outputs if "_scored" in log]
+        if not outputs:
+            return
+        nll, scored, correct, exact, samples, zeros = (
+            float(sum(log[f"_{name}"] for log in outputs))
+            for name in ("nll", "scored", "correct", "exact", "samples", "published_zeros")
+        )
+        metrics.log_scalar("_teacher_nll", nll / scored, scored, round=6)
+        metrics.log_scalar("_published_nll", nll / (scored + zeros), scored + zeros, round=6)
+        metrics.log_derived("teacher_ppl", lambda m: math.exp(m["_teacher_nll"].avg))
+        metrics.log_derived("ppl_published", lambda m: math.exp(m["_published_nll"].avg))
+        metrics.log_scalar("token_accuracy", correct / scored, scored, round=6)
+        metrics.log_scalar("exact_match", exact / samples, samples, round=6)
+
+
+class TransductionDataset(BaseWrapperDataset):
+    """fairseq's pairs, with ``published_zeros`` and, given codes, the positions of both sides.
+
+    codes: datasets of int64 codes of source and target, one code per token, or None.
+    """
+
+    def __init__(self, pairs: Any, codes: list | None, pad: int) -> None:
+        super().__init__(pairs)
+        self.codes, self.pad = codes, pad
+        self.zeros = published_zeros(np.asarray(pairs.tgt_sizes))
+
+    def collater(self, samples: list[dict], **keywords: Any) -> dict:
+        """Return fairseq's batch with the additions; {} for no samples, as in fairseq."""
+        batch = self.dataset.collater(samples, **keywords)
+        if not samples:
+            return batch
+        rows = batch["id"].tolist()
+        batch["published_zeros"] = torch.from_numpy(self.zeros[rows])
+        if self.codes is not None:
+            source, target = ([side[row] for row in rows] for side in self.codes)
+            given = batch["net_input"]
+            given["src_positions"] = self._padded(given["src_tokens"], source)
+            shifted = [codes.roll(1) for codes in target]  # the end of sentence comes first
+            tokens = given["prev_output_tokens"]
+            given["prev_output_positions"] = self._padded(tokens, shifted)
+        return batch
+
+    def _padded(self, tokens: Tensor, codes: list[Tensor]) -> Tensor:
+        """Return (B, T) with the codes at the real tokens, on either side, and 0 at padding."""
+        positions = torch.zeros_like(tokens)
+        positions[tokens.ne(self.pad)] = torch.cat(codes)
+        return positions
+
+
+def published_zeros(lengths: np.ndarray) -> np.ndarray:
+    """Return 1 where a target is shorter than the longest of its published batch, else 0.
+
+    The published code divides by the tokens of the decoder's *input*. A target that is not the
+    longest of its batch then counts one padding token, whose loss is zero.
+    """
+    zeros = np.zeros(len(lengths), dtype=np.int64)
+    for start in range(0, len(lengths), PUBLISHED_BATCH):
+        batch = lengths[start : start + PUBLISHED_BATCH]
+        zeros[start : start + PUBLISHED_BATCH] = batch < batch.max()
+    return zeros
+
+
+def scored_mask(target: Tensor, pad: int, eos: int, scored: str) -> Tensor:
+    """Return (B, T), true at the tokens of ``--scored-tokens``; padding may be on either side."""
+    real = target.ne(pad)
+    mask = real if scored == "all" else real & target.ne(eos)
+    return mask & real.cumsum(1).gt(1) if scored == "inner" else mask
+
+
+def sums(log_probs: Tensor, target: Tensor, scored: Tensor) -> dict[str, float]:
+    """Return the sums of a batch: log_probs (B, T, V), target (B, T), scored (B, T)."""
+    nll = -log_probs.gather(2, target.unsqueeze(2)).squeeze(2).double()
+    right = log_probs.argmax(2).eq(target)
+    return {
+        "_nll": float(nll[scored].sum()),
+        "_scored": float(scored.sum()),
+        "_correct": float((right & scored).sum()),
+        "_exact": float((right | ~scored).all(1).sum()),
+        "_samples": float(len(target)),
+    }

@@ -1,0 +1,386 @@
+"""data-prep/algebraic: the tasks, their statistics, their splits, and the files for fairseq."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.random import RandomState
+
+from lrpe_fairseq.experiments.data import transduction, trees
+from lrpe_fairseq.experiments.data.transduction import Recipe, Sample, Scale
+from lrpe_fairseq.experiments.data.trees import Tree
+from lrpe_fairseq.experiments.records.console import UserError
+
+FOLDER = Path(__file__).resolve().parents[1] / "data-prep" / "algebraic"
+SPLITS = ("train", "valid", "test")
+
+
+def recipe(task: str, scale: str = "tiny", order: str = "depth", **options) -> Recipe:
+    return Recipe(task, scale, order if task.startswith("tree") else "", **options)
+
+
+def drawn(task: str, scale: str = "paper", count: int = 1500) -> list[Sample]:
+    draw, rng = transduction.sampler(recipe(task, scale)), RandomState(7)
+    return [draw(rng) for _ in range(count)]
+
+
+def leaf(label: str) -> Tree:
+    return Tree(label)
+
+
+def node(label: str, left: Tree | str, right: Tree | str) -> Tree:
+    return Tree(label, tuple(Tree(c) if isinstance(c, str) else c for c in (left, right)))
+
+
+def random_tree(seed: int, depth: int = 6) -> Tree:
+    rng = RandomState(seed)
+    return trees.labelled(
+        trees.random_shape(rng, depth),
+        trees.uniform(rng, ["l1", "l2", "l3"]),
+        trees.uniform(rng, ["o1", "o2"]),
+    )
+
+
+def in_order(tree: Tree) -> list[str]:
+    if not tree.children:
+        return [tree.label]
+    left, right = map(in_order, tree.children)
+    return [*left, tree.label, *right]
+
+
+def depths(samples: list[Sample], side: str) -> list[int]:
+    """Depths from the codes: depth d has the codes 2^d - 1 .. 2^(d+1) - 2."""
+    return [(max(getattr(s, side).codes) + 1).bit_length() - 1 for s in samples]
+
+
+# ---------------------------------------------------------------------------------------- trees
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3, 6])
+def test_a_random_tree_has_its_depth_and_the_mean_size_of_the_recurrence(depth: int) -> None:
+    rng = RandomState(depth)
+    shapes = [trees.random_shape(rng, depth) for _ in range(800)]
+    assert {trees.depth(shape) for shape in shapes} == {depth}
+    sizes = np.array([sum(1 for _ in trees.depth_first(shape)) for shape in shapes])
+    error = sizes.std() / math.sqrt(len(sizes))
+    assert abs(sizes.mean() - trees.expected_nodes(depth)) <= 4 * error
+
+
+def test_the_mean_size_of_a_tree_of_depth_2_is_5_and_a_half() -> None:
+    """One child has depth 1 (3 nodes); the other 0 with 3/4 (1 node), 1 with 1/4 (3 nodes)."""
+    assert trees.expected_nodes(2) == 1 + 3 + 0.75 * 1 + 0.25 * 3
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_codes_follow_the_path_from_the_root_in_both_orders(seed: int) -> None:
+    tree = random_tree(seed)
+
+    def at(code: int) -> Tree:
+        """The node of a code, found through its ancestors."""
+        return at((code - 1) // 2).children[(code - 1) % 2] if code else tree
+
+    breadth, depth = (list(trees.ORDERS[order](tree)) for order in ("breadth", "depth"))
+    for found in (breadth, depth):
+        assert all(at(code) is node for node, code in found)
+        assert len({code for _, code in found}) == len(in_order(tree))
+        for place, (_, code) in enumerate(found[1:], start=1):  # readable from left to right
+            assert (code - 1) // 2 in {earlier for _, earlier in found[:place]}
+    codes = [code for _, code in breadth]
+    assert codes == sorted(codes)
+    places = [path(code) for _, code in depth]
+    assert places == sorted(places)
+
+
+def path(code: int) -> list[int]:
+    return [*path((code - 1) // 2), (code - 1) % 2] if code else []
+
+
+def test_rotation_by_hand() -> None:
+    tree = node("r", node("p", node("a", "l1", "l2"), "l3"), node("b", node("c", "l4", "l5"), "l6"))
+    assert str(trees.rotate(tree)) == "p(a(l1, l2), r(l3, c(l4, b(l5, l6))))"
+    left_is_a_leaf = node("r", "l1", node("p", node("a", "l2", "l3"), "l4"))
+    assert trees.rotate(left_is_a_leaf) == left_is_a_leaf
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rotation_keeps_the_order_of_the_nodes(seed: int) -> None:
+    tree = random_tree(seed)
+    assert in_order(trees.rotate(tree)) == in_order(tree)
+
+
+def value(tree: Tree) -> int:
+    return sum(int(label[1:]) - 1 for label in in_order(tree) if label[0] == "l") % 3
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_reduction_keeps_the_value_and_removes_one_level(seed: int) -> None:
+    tree = random_tree(seed)
+    reduced = trees.reduce_c3(tree)
+    assert value(reduced) == value(tree)
+    assert trees.depth(reduced) == trees.depth(tree) - 1
+    pairs = sum(bool(n.children) and not any(c.children for c in n.children) for n in nodes(tree))
+    assert len(nodes(reduced)) == len(nodes(tree)) - 2 * pairs
+
+
+def nodes(tree: Tree) -> list[Tree]:
+    return [node for node, _ in trees.depth_first(tree)]
+
+
+def test_the_four_commands_by_hand() -> None:
+    tree = node("o1", node("o2", node("o3", "l1", "l2"), "l3"), "l4")
+    subtree = tree.children[0]
+    assert str(trees.flip(subtree)) == "o2(l3, o3(l1, l2))"
+    assert trees.flip(leaf("l4")) == leaf("l4")
+    assert str(trees.truncate(tree, "o2")) == "o1(o2, l4)"
+
+
+def test_tree_ops_samples_answer_their_command() -> None:
+    seen = set()
+    for sample in drawn("tree-ops", count=200):
+        label = dict(zip(sample.source.codes, sample.source.tokens, strict=True))
+        command, chosen = label[0], label[1]
+        given, answer = (
+            subtree_at(label, 2),
+            subtree_at(dict(zip(sample.target.codes, sample.target.tokens, strict=True)), 0),
+        )
+        labels = [n.label for n in nodes(given)]
+        assert len(labels) == len(set(labels))
+        subtree = next(n for n in nodes(given) if n.label == chosen)
+        expected = {
+            "o:extract": subtree,
+            "o:flip": Tree(subtree.label, subtree.children[::-1]),
+            "o:truncate": trees.truncate(given, chosen),
+            "o:keep": given,
+        }
+        assert answer == expected[command]
+        seen.add(command)
+    assert len(seen) == 4
+
+
+def subtree_at(label: dict[int, str], code: int) -> Tree:
+    below = [subtree_at(label, c) for c in (2 * code + 1, 2 * code + 2) if c in label]
+    return Tree(label[code], tuple(below))
+
+
+def test_published_labels_use_one_operator_label_as_a_command() -> None:
+    leaves, operators = transduction.labels(recipe("tree-ops"))
+    assert len({*leaves, *operators}) == 128
+    assert set(transduction.labels(recipe("tree-ops", published_labels=True))[1]) == {
+        *operators
+    } - {"o:extract"}
+
+
+# ----------------------------------------------------------------------------------- statistics
+
+
+def close(found: list[float], mean: float, digits: float = 0.05) -> bool:
+    """True if the mean of ``found`` is ``mean`` within 4 standard errors and its rounding."""
+    return abs(np.mean(found) - mean) <= 4 * np.std(found) / math.sqrt(len(found)) + digits
+
+
+TREES = {  # nodes of source and target at the paper's sizes, measured on the published code
+    "tree-copy": (33.1, 33.1),
+    "tree-rotate": (33.1, 33.1),
+    "tree-c3": (33.1, 20.6),
+    "tree-ops": (26, 13.6),
+}
+
+
+@pytest.mark.parametrize("task", TREES)
+def test_trees_have_the_sizes_of_the_published_data(task: str) -> None:
+    samples = drawn(task)
+    for side, mean in zip(transduction.SIDES, TREES[task], strict=True):
+        assert close([len(getattr(s, side).tokens) for s in samples], mean, 0.5)
+    assert close(depths(samples, "source"), 6.5)
+    assert set(depths(samples, "source")) <= set(range(2, 13))
+
+
+def test_rotation_changes_as_many_trees_as_in_the_published_data() -> None:
+    samples = drawn("tree-rotate")
+    same = [
+        sorted(zip(*s.source, strict=True)) == sorted(zip(*s.target, strict=True)) for s in samples
+    ]
+    assert close([float(x) for x in same], 0.097, 0.005)
+    assert close(depths(samples, "target"), 7.4)
+
+
+@pytest.mark.parametrize(("scale", "mean"), [("paper", 99.5), ("small", 39.5)])
+def test_lengths_are_normal_and_rounded_towards_zero(scale: str, mean: float) -> None:
+    lengths = [len(s.source.tokens) for s in drawn("copy", scale, 600)]
+    assert close(lengths, mean, 0)
+    assert np.std(lengths) == pytest.approx(10 if scale == "paper" else 4, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("task", "answer"),
+    [("copy", lambda x: x), ("repeat", lambda x: x + x), ("reverse", lambda x: x[::-1])],
+)
+def test_sequences_answer_and_use_every_symbol_alike(
+    task: str, answer: Callable[[tuple], tuple]
+) -> None:
+    samples = drawn(task, count=200)
+    assert all(s.target.tokens == answer(s.source.tokens) for s in samples)
+    symbols, counts = np.unique([t for s in samples for t in s.source.tokens], return_counts=True)
+    assert len(symbols) == (20 if task == "copy" else 19)
+    expected = counts.sum() / len(symbols)
+    assert (abs(counts - expected) < 5 * math.sqrt(expected)).all()
+
+
+@pytest.mark.parametrize("scale", transduction.SCALES)
+@pytest.mark.parametrize("task", ["tree-copy", "tree-rotate"])
+def test_leaves_and_operators_have_separate_labels(task: str, scale: str) -> None:
+    for sample in drawn(task, scale, 50):
+        for tokens, codes in sample:
+            inner = {(code - 1) // 2 for code in codes if code}
+            assert all((t[0] == "o") == (c in inner) for t, c in zip(tokens, codes, strict=True))
+
+
+# --------------------------------------------------------------------------------------- splits
+
+
+@pytest.mark.parametrize("task", transduction.TASKS)
+def test_no_input_of_a_split_occurs_in_another(task: str) -> None:
+    splits = transduction.generate(recipe(task))
+    inputs = [{s.source.tokens for s in splits[split]} for split in SPLITS]
+    assert [len(splits[split]) for split in SPLITS] == [256, 64, 64]
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert not inputs[one] & inputs[other]
+
+
+def test_c3_draws_inputs_anew_that_an_earlier_split_has() -> None:
+    """Without it the small trees of this task would be in several splits."""
+    chosen = recipe("tree-c3")
+    draw = transduction.sampler(chosen)
+    train = {s.source.tokens for s in transduction.generate(chosen)["train"]}
+    rng = RandomState([chosen.seed, 1])
+    assert any(draw(rng).source.tokens in train for _ in range(64))
+
+
+def test_too_few_different_inputs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Scale({"train": 50, "valid": 9}, (2, 0.1), (1, 0), {"copy": 2}, 1)
+    monkeypatch.setitem(transduction.SCALES, "tiny", one)
+    with pytest.raises(UserError, match=r"copy has too few different inputs"):
+        transduction.generate(recipe("copy"))
+
+
+@pytest.mark.parametrize("task", ["reverse", "tree-ops"])
+def test_the_seed_alone_decides(task: str) -> None:
+    once, again = transduction.generate(recipe(task)), transduction.generate(recipe(task))
+    assert once == again
+    assert transduction.generate(recipe(task, seed=43)) != once
+
+
+def test_both_orders_have_the_same_trees() -> None:
+    breadth, depth = (
+        transduction.generate(recipe("tree-rotate", order=order))["test"] for order in trees.ORDERS
+    )
+    assert [s.source for s in breadth] == [s.source for s in depth]
+    for one, other in zip(breadth, depth, strict=True):
+        both = [sorted(zip(*s.target, strict=True)) for s in (one, other)]
+        assert both[0] == both[1]
+
+
+# ---------------------------------------------------------------------------------------- files
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("prepare_algebraic", FOLDER / "prepare.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    dest = tmp_path_factory.mktemp("tasks") / "tree-rotate"
+    transduction.prepare(dest, recipe("tree-rotate"))
+    return dest
+
+
+def test_fairseq_reads_tokens_and_a_code_for_each(prepared: Path) -> None:
+    from fairseq.data import Dictionary, data_utils
+
+    words = Dictionary.load(str(prepared / "bin" / "dict.source.txt"))
+    assert len(words) == 4 + 6
+    samples = transduction.generate(recipe("tree-rotate"))
+    for split in SPLITS:
+        for side in transduction.SIDES:
+            prefix = str(prepared / "bin" / f"{split}.source-target.{side}")
+            tokens = data_utils.load_indexed_dataset(prefix, words, "mmap")
+            codes = data_utils.load_indexed_dataset(f"{prefix}-positions", None, "mmap")
+            assert (tokens.sizes == codes.sizes).all()
+            for number in range(0, len(tokens), 9):
+                given = getattr(samples[split][number], side)
+                assert words.string(tokens[number]) == " ".join(given.tokens)
+                assert codes[number].tolist() == [*given.codes, 0]
+                assert str(codes[number].dtype) == "torch.int64"
+
+
+def test_codes_beyond_32_bits_are_stored_exactly(tmp_path: Path) -> None:
+    from fairseq.data import data_utils
+
+    from lrpe_fairseq.experiments.data.corpus import write_indexed
+
+    write_indexed([[0, 2**62 + 1], [3]], tmp_path / "codes", np.int64)
+    found = data_utils.load_indexed_dataset(str(tmp_path / "codes"), None, "mmap")
+    assert [row.tolist() for row in found] == [[0, 2**62 + 1], [3]]
+
+
+def test_both_sides_share_one_dictionary_that_no_seed_changes(prepared: Path) -> None:
+    source, target = (prepared / "bin" / f"dict.{side}.txt" for side in transduction.SIDES)
+    assert (
+        source.read_text()
+        == target.read_text()
+        == "".join(f"{kind}{number} 1\n" for kind in "lo" for number in (1, 2, 3))
+    )
+
+
+def test_a_second_run_does_nothing_and_another_task_is_refused(
+    prepared: Path, capsys: pytest.CaptureFixture
+) -> None:
+    transduction.prepare(prepared, recipe("tree-rotate"))
+    assert capsys.readouterr().out.count("already done") == 2
+    with pytest.raises(UserError, match="contains tree-rotate-depth at tiny level"):
+        transduction.prepare(prepared, recipe("tree-rotate", order="breadth"))
+
+
+def test_the_text_is_the_same_on_every_machine(prepared: Path) -> None:
+    """A numpy whose streams differ would make other data under the same name."""
+    texts = sorted((prepared / "text").glob("*.*"))
+    joined = b"".join(path.read_bytes() for path in texts)
+    assert hashlib.sha256(joined).hexdigest() == (
+        "c71d337ae9c8bcd8a054218fe940203efbd614fb9d8d558a0268c855497aedf2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--task tree-copy", "tree-copy needs --order breadth or depth."),
+        ("--task copy --order depth", "--order is for trees: copy has sequences."),
+        ("--task copy --published-labels", "--published-labels is an option of tree-ops only."),
+        ("--task copy --seed -1", "--seed must be in 0 .. 4294967295, not -1."),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_in_one_sentence(
+    options: str, said: str, script, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    dest = tmp_path / "dest"
+    assert script.main(["--dest", str(dest), *options.split()]) == 2
+    assert said in capsys.readouterr().err
+    assert not dest.exists()
+
+
+@pytest.mark.parametrize("task", ["reverse", "tree-c3"])
+def test_the_counts_of_the_readme_are_those_of_the_generator(task: str) -> None:
+    splits = transduction.generate(recipe(task, "small"))
+    counts = [sum(len(s[side].tokens) + 1 for s in splits["train"]) for side in (0, 1)]
+    row = "| `{}` | {:,} | {:,} |\n".format(task, *counts)
+    assert row in (FOLDER / "README.md").read_text(encoding="utf-8")

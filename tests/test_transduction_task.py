@@ -1,0 +1,198 @@
+"""The task lrpe_transduction: positions of nodes in batch and model, and teacher-forced metrics."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lrpe_fairseq.errors import Refusal
+from lrpe_fairseq.experiments.data import transduction as data
+from lrpe_fairseq.experiments.data.transduction import Recipe
+from lrpe_fairseq.tasks.transduction import published_zeros, scored_mask, sums
+from tests.end_to_end.commands import PLUGIN, built, run_here
+
+PAD, EOS = 1, 2
+MODEL = (
+    "--arch lrpe_transformer_tiny --encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 16 "
+    "--decoder-embed-dim 16 --encoder-ffn-embed-dim 16 --decoder-ffn-embed-dim 16 "
+    "--encoder-attention-heads 2 --decoder-attention-heads 2 --share-all-embeddings "
+    "--no-token-positional-embeddings --encoder-position-encoding rope "
+    "--decoder-position-encoding rope --encoder-attention-type softmax --dropout 0"
+)
+TASK = f"--user-dir {PLUGIN} --task lrpe_transduction --scored-tokens no-end --cpu"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    dest = tmp_path_factory.mktemp("data") / "tree-copy"
+    data.prepare(dest, Recipe("tree-copy", "tiny", "depth"))
+    return dest / "bin"
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path):
+    """Model and task of a command line, and the first batch of valid with its samples."""
+    model, task, _ = built(folder, TASK, MODEL, "--node-positions")
+    task.load_dataset("valid")
+    rows = [3, 0, 40, 41]
+    pairs = task.dataset("valid")
+    return model.eval(), task, pairs.collater([pairs[row] for row in rows])
+
+
+def test_a_batch_has_the_code_of_every_token_and_0_at_padding_and_ends(trained) -> None:
+    _, task, batch = trained
+    samples = data.generate(Recipe("tree-copy", "tiny", "depth"))["valid"]
+    given, words = batch["net_input"], task.source_dictionary
+    for row, number in enumerate(batch["id"].tolist()):
+        source, target = samples[number]
+        tokens, codes = given["src_tokens"][row], given["src_positions"][row]
+        real = tokens.ne(PAD)
+        assert words.string(tokens[real]) == " ".join(source.tokens)
+        assert codes[real].tolist() == [*source.codes, 0]
+        assert codes[~real].count_nonzero() == 0
+        tokens, codes = given["prev_output_tokens"][row], given["prev_output_positions"][row]
+        real = tokens.ne(PAD)
+        assert tokens[0] == EOS
+        assert codes[real].tolist() == [0, *target.codes]
+        assert codes[~real].count_nonzero() == 0
+
+
+def test_the_model_uses_the_positions_and_forgets_them(trained) -> None:
+    model, _, batch = trained
+    given = batch["net_input"]
+    plain = {key: value for key, value in given.items() if "positions" not in key}
+    with torch.no_grad():
+        counted, nodes = model(**plain)[0], model(**given)[0]
+        again = model(**plain)[0]
+        one = {key: value[:1] for key, value in given.items()}
+        alone = model(**one)[0]
+    assert not torch.allclose(counted, nodes, atol=1e-5)
+    assert torch.equal(counted, again)
+    torch.testing.assert_close(alone, nodes[:1])
+
+
+@pytest.mark.parametrize("side", ["src", "prev_output"])
+def test_counted_positions_given_explicitly_change_nothing(side: str, trained) -> None:
+    model, _, batch = trained
+    given = {k: v for k, v in batch["net_input"].items() if "positions" not in k}
+    tokens = given[f"{side}_tokens"]
+    counts = (tokens.ne(PAD).cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        counted, explicit = model(**given)[0], model(**given, **{f"{side}_positions": counts})[0]
+    real = given["prev_output_tokens"].ne(PAD)
+    torch.testing.assert_close(explicit[real], counted[real])
+
+
+def test_positions_and_incremental_decoding_are_refused_together(trained) -> None:
+    model, task, batch = trained
+    tokens = batch["net_input"]["prev_output_tokens"]
+    with pytest.raises(ValueError, match="not supported in incremental decoding"):
+        model.decoder(tokens, positions=torch.zeros_like(tokens), incremental_state={})
+    with pytest.raises(Refusal, match="generation does not support --node-positions"):
+        task.build_generator([model], None)
+
+
+# -------------------------------------------------------------------------------------- metrics
+
+
+def test_sums_by_hand() -> None:
+    """Three types after the special ones; the second sample is shorter and wrong once."""
+    target = torch.tensor([[4, 5, EOS], [6, EOS, PAD]])
+    probs = torch.full((2, 3, 7), 0.05)
+    for row, place, token in ((0, 0, 4), (0, 1, 5), (0, 2, 2), (1, 0, 5), (1, 1, 2), (1, 2, 0)):
+        probs[row, place, token] = 0.7
+    expected = {
+        "all": (4 * math.log(1 / 0.7) + math.log(20), 5, 4, 1),
+        "no-end": (2 * math.log(1 / 0.7) + math.log(20), 3, 2, 1),
+        "inner": (math.log(1 / 0.7), 1, 1, 2),
+    }
+    for scored, numbers in expected.items():
+        found = sums(probs.log(), target, scored_mask(target, PAD, EOS, scored))
+        assert list(found.values())[:4] == pytest.approx(numbers, rel=1e-6)
+        assert found["_samples"] == 2
+
+
+def test_padding_on_the_left_leaves_out_the_same_tokens() -> None:
+    left, right = torch.tensor([[PAD, 6, 5, EOS]]), torch.tensor([[6, 5, EOS, PAD]])
+    for scored in ("all", "no-end", "inner"):
+        masks = [scored_mask(target, PAD, EOS, scored) for target in (left, right)]
+        assert left[masks[0]].tolist() == right[masks[1]].tolist()
+
+
+def test_the_published_slip_is_an_explicit_mask_of_the_inputs() -> None:
+    """Targets of batches of 32, whose padded inputs are compared with padding token by token."""
+    lengths = np.random.RandomState(1).randint(3, 9, size=70)  # start token included
+    for start in range(0, 70, 32):
+        batch = lengths[start : start + 32]
+        tokens = np.arange(batch.max())[None, :] < batch[:, None]
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        extra = inputs.sum(1) - targets.sum(1)
+        assert (published_zeros(lengths)[start : start + 32] == extra).all()
+
+
+@pytest.mark.parametrize(
+    ("task", "factor"),
+    [("reverse", 0.990), ("tree-rotate", 0.972), ("tree-c3", 0.955), ("tree-ops", 0.934)],
+)
+def test_the_slip_lowers_log_perplexity_as_it_does_in_the_published_code(
+    task: str, factor: float
+) -> None:
+    order = "depth" if task.startswith("tree") else ""
+    draw, rng = data.sampler(Recipe(task, "paper", order)), np.random.RandomState(3)
+    lengths = np.array([len(draw(rng).target.tokens) for _ in range(60 * 32)])
+    found = lengths.sum() / (lengths.sum() + published_zeros(lengths).sum())
+    assert found == pytest.approx(factor, abs=0.006)
+
+
+def test_training_reports_the_metrics_of_a_direct_computation(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """One epoch and its validation, then the logged numbers from the checkpoint's model."""
+    log = tmp_path / "log.txt"
+    run_here(
+        "fairseq_cli.train", folder, TASK, MODEL, "--node-positions --optimizer adam --lr 1e-2",
+        "--batch-size 32 --max-epoch 1 --num-workers 0 --log-format simple --save-dir",
+        tmp_path, "--log-file", log, "--criterion label_smoothed_cross_entropy",
+    )  # fmt: skip
+    line = next(line for line in log.read_text().splitlines() if "valid on 'valid'" in line)
+    logged = {name: float(v) for name, v in re.findall(r"(\w+) ([\d.]+)", line)}
+    model, task, _ = built(folder, TASK, MODEL, "--node-positions")
+    model.load_state_dict(torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)["model"])
+    task.load_dataset("valid")
+    pairs = task.dataset("valid")
+    nll, tokens, right, exact = 0.0, 0, 0, 0
+    for row in range(len(pairs)):
+        batch = pairs.collater([pairs[row]])
+        with torch.no_grad():
+            scores = model.eval()(**batch["net_input"])[0].log_softmax(-1)[0, :-1]
+        target = batch["target"][0, :-1]
+        nll -= float(scores.gather(1, target[:, None]).sum())
+        hits = scores.argmax(1).eq(target)
+        tokens, right, exact = (
+            tokens + len(target),
+            right + int(hits.sum()),
+            exact + int(hits.all()),
+        )
+    zeros = published_zeros(pairs.dataset.tgt_sizes).sum()
+    assert zeros > 50
+    assert logged["teacher_ppl"] == pytest.approx(math.exp(nll / tokens), rel=1e-3)
+    assert logged["ppl_published"] == pytest.approx(math.exp(nll / (tokens + zeros)), rel=1e-3)
+    assert logged["token_accuracy"] == pytest.approx(right / tokens, abs=1e-4)
+    assert logged["exact_match"] == pytest.approx(exact / len(pairs), abs=1e-4)
+
+
+def test_data_without_or_with_other_positions_are_refused(folder: Path, tmp_path: Path) -> None:
+    data.prepare(tmp_path / "copy", Recipe("copy", "tiny"))
+    _, task, _ = built(tmp_path / "copy" / "bin", TASK, MODEL, "--node-positions")
+    with pytest.raises(Refusal, match="prepare a task of trees"):
+        task.load_dataset("valid")
+    task = copy.copy(built(folder, TASK, MODEL, "--node-positions --truncate-source")[1])
+    task.cfg.max_source_positions = 5
+    with pytest.raises(Refusal, match="does not have a position for every token"):
+        task.load_dataset("valid")
