@@ -255,7 +255,7 @@ class MultiheadAttention(nn.Module):
     def _folded(self, projection: nn.Linear, x: Tensor) -> tuple[Tensor, ...]:
         """Return the planes of (P W) x + P b, (B, H, T, D) each; P W is computed once per call."""
         weight = projection.weight.unflatten(0, (self.num_heads, self.head_dim)).mT  # H C D
-        bias = projection.bias.unflatten(0, (self.num_heads, self.head_dim))  # H D
+        bias = projection.bias.unflatten(0, (self.num_heads, 1, self.head_dim))  # H 1 D
         planes = zip(*map(self.encoding.projection, (weight, bias)), strict=True)
         return tuple(self._heads(F.linear(x, w.mT.flatten(0, 1), b.flatten())) for w, b in planes)
 

@@ -216,6 +216,37 @@ class Encoding(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} has no parameters to share")
 
+    def distance(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        """Return the number of steps between every query and every key, int64 (T, S) or (B, T, S).
+
+        The steps are those of the positions' own domain: |s - t| on a line, rows plus columns on a
+        grid. A score decay counts them (``attention.multihead``).
+        """
+        if not self._distance_on_grid:
+            return (q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)).abs()
+        width = self.spec.options.grid_width
+        lags = [
+            (q.unsqueeze(-1) - k.unsqueeze(-2)).abs()
+            for q, k in (
+                (q_positions // width, k_positions // width),
+                (q_positions % width, k_positions % width),
+            )
+        ]
+        return self.over_axes(lags)
+
+    def over_axes(self, distances: list[Tensor]) -> Tensor:
+        """Return the distance in a domain of several axes from those on each: their sum."""
+        return sum(distances[1:], distances[0])
+
+    @property
+    def distance_is_lag(self) -> bool:
+        """True if :meth:`distance` is |s - t|, so that linear attention can apply a score decay."""
+        return not self._distance_on_grid
+
+    @property
+    def _distance_on_grid(self) -> bool:
+        return self.reads_grid and self.spec.options.grid_width > 0
+
     def summary(self) -> str:
         """Describe the encoding in one line: by default the first sentence of the docstring."""
         sentence = (type(self).__doc__ or "").split(". ")[0].split("\n\n")[0]
