@@ -231,8 +231,8 @@ class Algebraic(QueryKeyEncoding):
 
     # --- the metric ----------------------------------------------------------------------------
 
-    def distance(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        """Return the sum of the distances of the components; see :meth:`Encoding.distance`."""
+    def steps_between(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        """Return the sum of the distances of the components; see :meth:`Encoding.steps_between`."""
         each = zip(self.components, self._axes(q_positions), self._axes(k_positions), strict=True)
         found = [c.distance(q.unsqueeze(-1), k.unsqueeze(-2)) for c, q, k in each]
         return self.over_axes(found) if self._on_grid else sum(found)
@@ -244,9 +244,9 @@ class Algebraic(QueryKeyEncoding):
         return sum(d.double().square() for d in distances).sqrt().long()
 
     @property
-    def distance_is_lag(self) -> bool:
+    def steps_are_lags(self) -> bool:
         """True for one component, a sequence."""
-        return len(self.components) == 1 and self.components[0].distance_is_lag
+        return len(self.components) == 1 and self.components[0].steps_are_lags
 
     # --- RoPE ----------------------------------------------------------------------------------
 
@@ -334,7 +334,7 @@ class _Projections(nn.Module):
 class Component(nn.Module):
     """M(p) on one slice of the features. A subclass defines :meth:`forward`."""
 
-    distance_is_lag = False
+    steps_are_lags = False
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Encode x (n, B, H, T, d), float32 or float64, at positions (T,) or (B, T)."""
@@ -367,7 +367,7 @@ class Generator(nn.Module):
 class Sequence(Component):
     """M(s) = W^s, W = exp(B) for each head."""
 
-    distance_is_lag = True
+    steps_are_lags = True
 
     def __init__(self, spec: EncodingSpec, width: int, stream: int) -> None:
         super().__init__()
@@ -401,7 +401,7 @@ class Planar(Component):
         super().__init__()
         learned, heads = spec.options.of(APEOptions).ape_learned, spec.num_heads
         self.period, self._residues = period, PositionCache()
-        self.distance_is_lag = not period
+        self.steps_are_lags = not period
         theta = theta.expand(heads, -1).clone()
         self.theta = theta if period else nn.Parameter(theta.float(), requires_grad=learned)
         start = theta.new_zeros(heads, width, width)

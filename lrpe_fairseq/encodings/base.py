@@ -216,7 +216,7 @@ class Encoding(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} has no parameters to share")
 
-    def distance(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+    def steps_between(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Return the number of steps between every query and every key, int64 (T, S) or (B, T, S).
 
         The steps are those of the positions' own domain: |s - t| on a line, rows plus columns on a
@@ -239,8 +239,8 @@ class Encoding(nn.Module):
         return sum(distances[1:], distances[0])
 
     @property
-    def distance_is_lag(self) -> bool:
-        """True if :meth:`distance` is |s - t|, so that linear attention can apply a score decay."""
+    def steps_are_lags(self) -> bool:
+        """True if :meth:`steps_between` is |s - t|; else linear attention has no score decay."""
         return not self._distance_on_grid
 
     @property

@@ -87,14 +87,14 @@ class Gated(QueryKeyEncoding):
         """Use the kernel of the encoding inside."""
         return self.inner.one_pass(x, positions, feature_map)
 
-    def distance(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+    def steps_between(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Return the distance of the encoding inside."""
-        return self.inner.distance(q_positions, k_positions)
+        return self.inner.steps_between(q_positions, k_positions)
 
     @property
-    def distance_is_lag(self) -> bool:
+    def steps_are_lags(self) -> bool:
         """As the encoding inside."""
-        return self.inner.distance_is_lag
+        return self.inner.steps_are_lags
 
     def log_decay(self) -> Tensor | None:
         """Return the constant decay of the encoding inside; attention adds the gates."""

@@ -122,13 +122,13 @@ class GridEncoding(QueryKeyEncoding):
             return None
         return lambda x: _joined([f(y) for f, y in zip(encode, self._split(x), strict=True)])
 
-    def distance(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        """Return the distance of the parts, over both axes; see :meth:`Encoding.distance`."""
+    def steps_between(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        """Return the distance of the parts, over both axes; see :meth:`Encoding.steps_between`."""
         each = zip(self.parts, *self._positions(q_positions, k_positions), strict=True)
-        return self.parts[0].over_axes([part.distance(q, k) for part, q, k in each])
+        return self.parts[0].over_axes([part.steps_between(q, k) for part, q, k in each])
 
     @property
-    def distance_is_lag(self) -> bool:
+    def steps_are_lags(self) -> bool:
         """False: positions that follow each other may be in different rows."""
         return False
 

@@ -607,12 +607,12 @@ def test_arities_that_do_not_fit_are_refused(arities, order, message):
 def test_distances_are_steps():
     at = torch.tensor([0, 1, 2, 5, 6])
     steps = torch.tensor([[0, 1, 1, 2, 2], [1, 0, 2, 3, 3]])
-    assert torch.equal(build("tree2").distance(at[:2], at), steps)
-    assert build("cycle7").distance(torch.tensor([0]), at).tolist() == [[0, 1, 2, 2, 1]]
-    assert build("sequence+cycle7").distance(at[:1], at).tolist() == [[0, 2, 4, 7, 7]]
+    assert torch.equal(build("tree2").steps_between(at[:2], at), steps)
+    assert build("cycle7").steps_between(torch.tensor([0]), at).tolist() == [[0, 1, 2, 2, 1]]
+    assert build("sequence+cycle7").steps_between(at[:1], at).tolist() == [[0, 2, 4, 7, 7]]
     grid = build("sequence+sequence", grid_width=4)
-    assert grid.distance(torch.tensor([0]), at).tolist() == [[0, 1, 2, 2, 3]]
+    assert grid.steps_between(torch.tensor([0]), at).tolist() == [[0, 1, 2, 2, 3]]
     published = build("sequence+sequence", grid_width=4, fidelity=["ape-euclidean"])
-    assert published.distance(torch.tensor([0]), at).tolist() == [[0, 1, 2, 1, 2]]
+    assert published.steps_between(torch.tensor([0]), at).tolist() == [[0, 1, 2, 1, 2]]
     padded = build("tree2", fidelity=["ape-tree-distance"])
-    assert padded.distance(at[:2], at[:4]).tolist() == [[0, 4, 4, 4], [4, 0, 4, 4]]
+    assert padded.steps_between(at[:2], at[:4]).tolist() == [[0, 4, 4, 4], [4, 0, 4, 4]]
