@@ -129,7 +129,9 @@ def definition(x: Tensor, steps: Tensor, positions: Tensor) -> Tensor:
     """
     k, codes = len(steps), positions
     own = steps.to(x.dtype)
-    many = int(domains.depth(codes, k).max()) if has_values(codes) else domains.levels(k)
+    many = domains.levels(k)
+    if has_values(codes):
+        many = int(domains.depth(codes, k).max()) if codes.numel() else 0
     for _ in range(many):
         step = domains.branch(codes, k).where(codes > 0, torch.full_like(codes, -1))
         step = (step if codes.dim() == 1 else step.unsqueeze(1)).unsqueeze(-1)
