@@ -46,7 +46,7 @@ START_STD = 0.02
 """Standard deviation of the entries of a generator under ``ape_init`` "identity"."""
 MOST = 256
 """Largest number of branches of a tree."""
-FORM = "sequence, tree<k> or cycle<m>"
+FORM = "sequence, treeK or cycleM (K branches, M positions)"
 SOURCE = "Kogkalidis, Bernardy and Garg, 2024 (Algebraic Positional Encodings)"
 
 
@@ -153,12 +153,16 @@ class Algebraic(QueryKeyEncoding):
         self.components = nn.ModuleList(
             _component(name, spec, self.width, number) for number, name in enumerate(names)
         )
-        self.shared = self.options.ape_shared
+        self.shared = self.shared_by_stacks = self.options.ape_shared
         # positive features that are summed over a whole cycle cancel
         self.denominator_vanishes = all(getattr(c, "period", 0) for c in self.components)
         self.foldable = all(isinstance(c, Planar) for c in self.components)
         trees = any(isinstance(c, Tree) for c in self.components)
         self.relative = "no" if trees else "exact"
+        one_tree = all(isinstance(c, Tree) for c in self.components) and (
+            self._on_grid or len(set(names)) == 1
+        )
+        self.relative_by = "the path from one node to the other" if one_tree else ""
         self.shift_unit = spec.options.grid_width if self._on_grid and not trees else 1
         self._text, self._cells = components, PositionCache()
         self.card = _card(trees, self.foldable)
@@ -276,10 +280,11 @@ class APE(Algebraic):
 
 
 class APETree(Algebraic):
-    """Trees: q~_p = W_(w_1) ... W_(w_n) q for the path w_1 ... w_n from the root to node p.
+    """One learned orthogonal matrix for each branch, multiplied along the path to a tree's node.
 
-    Positions are int64 codes (``domains``): the root is 0 and child b of n is k n + b + 1, with
-    k = ``ape_branches``. Tokens without explicit positions fill the complete tree breadth-first.
+    q~_p = W_(w_1) ... W_(w_n) q for the path w_1 ... w_n from the root to node p. Positions are
+    int64 codes (``domains``): the root is 0 and child b of n is k n + b + 1, k = ``ape_branches``.
+    Tokens without explicit positions fill the complete tree breadth-first.
     See :class:`Algebraic` for what is relative here.
     """
 

@@ -179,6 +179,8 @@ class Encoding(nn.Module):
     """The score depends on t - s only: "exact", "in expectation" for random codes, or "no"."""
     relative_up_to: int | None = None
     """The largest position for which :attr:`relative` holds; None if there is no limit."""
+    relative_by: str = ""
+    """What a score depends on if positions are no integers on a line, in words, such as a path."""
     shift_unit: int = 1
     """Shifts by multiples of this number do not change a score: W on a grid of width W."""
     reads_grid: ClassVar[bool] = False
@@ -193,6 +195,8 @@ class Encoding(nn.Module):
     """True if an encoded query or key has the norm of the original."""
     shared: bool = False
     """True if all layers share one set of parameters; see :meth:`share_with`."""
+    shared_by_stacks: bool = False
+    """True if also an encoder and a decoder share it, where both have the same options."""
 
     denominator_vanishes: bool = False
     """True if the denominator of Eq. 39 is often close to zero or negative. Linear attention with

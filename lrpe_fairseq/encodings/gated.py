@@ -10,6 +10,7 @@ from lrpe_fairseq.encodings.fox import ForgetGate, GateOptions
 OF_INNER = (
     "relative",
     "relative_up_to",
+    "relative_by",
     "shift_unit",
     "two_axes",
     "without_absolute",

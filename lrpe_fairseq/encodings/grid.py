@@ -66,6 +66,7 @@ class GridEncoding(QueryKeyEncoding):
 
     def _take_capabilities(self, part: QueryKeyEncoding) -> None:
         self.relative, self.keeps_norm = part.relative, part.keeps_norm
+        self.relative_by = part.relative_by
         self.shift_unit = 1 if part.relative == "no" else self.spec.options.grid_width
         self.before_feature_map = part.before_feature_map
         self.denominator_vanishes = part.denominator_vanishes

@@ -14,7 +14,7 @@ from lrpe_fairseq.encodings.algebraic import bands
 from lrpe_fairseq.encodings.projections import Householder
 from lrpe_fairseq.encodings.rotations import definition as power_definition
 from lrpe_fairseq.encodings.rotations import generator_of, planes_of, turn
-from lrpe_fairseq.encodings.sharing import share_across_layers
+from lrpe_fairseq.encodings.sharing import share_across_layers, share_across_stacks
 from lrpe_fairseq.encodings.tree_products import TreeCache, paths, products, tree_turn
 from lrpe_fairseq.encodings.tree_products import definition as step_by_step
 from lrpe_fairseq.errors import ChoiceError
@@ -448,6 +448,21 @@ def test_all_layers_share_one_set_of_generators_unless_told_otherwise():
         twin = copy.deepcopy(layers)
         twin.load_state_dict(layers.state_dict())
         assert len(list(twin.parameters())) == count
+
+
+def test_an_encoder_and_a_decoder_share_generators_if_their_options_agree():
+    def stack(causal, **options):
+        given = EncodingOptions(**options)
+        return nn.ModuleList(
+            build_encoding("ape", D, HEADS, causal=causal, seed=s, options=given) for s in range(2)
+        )
+
+    for options, count in (({}, 1), ({"ape_base": 100.0}, 2), ({"ape_shared": False}, 3)):
+        model = nn.ModuleDict({"encoder": stack(False), "decoder": stack(True, **options)})
+        for part in model.values():
+            share_across_layers(part)
+        share_across_stacks(model)
+        assert len(list(model.parameters())) == count
 
 
 @pytest.mark.parametrize("options", [{}, {"ape_generator": "canonical"}])
