@@ -26,7 +26,9 @@ def max_depth(k: int) -> int:
 
 
 def levels(k: int) -> int:
-    """Return the number of steps from the deepest int64 node to the root, for k > 1."""
+    """Return the number of steps from the deepest int64 node to the root."""
+    if k == 1:
+        return LARGEST
     code, steps = LARGEST, 0
     while code > 0:
         code, steps = (code - 1) // k, steps + 1

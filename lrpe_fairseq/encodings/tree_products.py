@@ -129,10 +129,7 @@ def definition(x: Tensor, steps: Tensor, positions: Tensor) -> Tensor:
     """
     k, codes = len(steps), positions
     own = steps.to(x.dtype)
-    many = domains.levels(k)
-    if has_values(codes):
-        many = int(domains.depth(codes, k).max()) if codes.numel() else 0
-    for _ in range(many):
+    for _ in range(_depth(codes, k)):
         step = domains.branch(codes, k).where(codes > 0, torch.full_like(codes, -1))
         step = (step if codes.dim() == 1 else step.unsqueeze(1)).unsqueeze(-1)
         turned = x
@@ -140,6 +137,13 @@ def definition(x: Tensor, steps: Tensor, positions: Tensor) -> Tensor:
             turned = torch.where(step == b, torch.einsum("hij,bhtj->bhti", own[b], x), turned)
         x, codes = turned, domains.parent(codes, k)
     return x
+
+
+def _depth(codes: Tensor, k: int) -> int:
+    """Return the depth of the deepest node, or that of all int64 codes if values are not known."""
+    if not has_values(codes):
+        return domains.levels(k)
+    return int(domains.depth(codes, k).max()) if codes.numel() else 0
 
 
 class _TreeTurn(torch.autograd.Function):
