@@ -57,12 +57,24 @@ GRIDS = (
     "liere@4",
     "comrope-ap@4",
     "comrope-ld@4",
+    "ape@4:axial",
+    "ape:sequence+cycle7@4",
 )
 GATED = tuple(
     f"gated:{name}"
-    for name in ("lrpe-type2", "rope", "lrpe-type4", "spe", "lrpe-type8", "permuteformer", "alibi")
+    for name in (
+        "lrpe-type2",
+        "rope",
+        "lrpe-type4",
+        "spe",
+        "lrpe-type8",
+        "permuteformer",
+        "alibi",
+        "ape-tree",
+    )
 )
-NAMES = (*ENCODINGS, *HERE_ONLY, *FAMILIES["lrpe"].names, *GATED, *GRIDS)
+ALGEBRAIC = tuple(n for n in FAMILIES["ape"].names if n != "ape:sequence")
+NAMES = (*ENCODINGS, *HERE_ONLY, *FAMILIES["lrpe"].names, *ALGEBRAIC, *GATED, *GRIDS)
 WIDTH, HEADS, D = 16, 2, 8
 
 

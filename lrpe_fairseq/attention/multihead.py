@@ -6,6 +6,7 @@ fairseq's layers call this module only.
 Axes: B batch, H heads, T query time, S key time, D key width, E value width, C = H D.
 """
 
+import math
 import warnings
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
@@ -24,7 +25,7 @@ from lrpe_fairseq.attention.linear import (
 )
 from lrpe_fairseq.attention.scored import Settings, Tokens, scored_attention
 from lrpe_fairseq.attention.softmax import SoftmaxState
-from lrpe_fairseq.encodings import EncodingOptions, ScoreEncoding, build_encoding
+from lrpe_fairseq.encodings import Encoding, EncodingOptions, ScoreEncoding, build_encoding
 from lrpe_fairseq.encodings.base import ELU_PLUS_ONE, PositionCache, check_positions
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import is_transformed
@@ -66,6 +67,10 @@ class MultiheadAttention(nn.Module):
             paper (Table 7: "attention dropout is only used for vanilla attention").
         normalizer: of linear attention; see ``attention.linear.NORMALIZERS``.
         seed: seed of the encoding's fixed random parts. options: options of individual encodings.
+        score_decay: c in (0, 1]: the encoded score of (s, t) is multiplied by c^n, before decays of
+            the weight. n is the number of steps between s and t in the domain of the encoding
+            (``Encoding.steps_between``). Linear attention multiplies the score of its kernel and
+            supports it for positions on a line.
         wrap_linear: applied to each projection, for example fairseq's quantization noise.
     Raises: ChoiceError for an unknown name, a width that is not divisible by H, or an encoding
         that the attention type does not support.
@@ -83,6 +88,7 @@ class MultiheadAttention(nn.Module):
         normalizer: str = "rotated",
         seed: int = 0,
         options: EncodingOptions = EncodingOptions(),
+        score_decay: float = 1.0,
         wrap_linear: Callable[[nn.Linear], nn.Module] = lambda linear: linear,
     ) -> None:
         super().__init__()
@@ -104,6 +110,8 @@ class MultiheadAttention(nn.Module):
                 f"position encoding {position_encoding!r} needs the score matrix, which linear "
                 "attention does not compute; use it with softmax attention"
             )
+        self.score_decay = score_decay
+        _check_score_decay(score_decay, attention_type, self.encoding)
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
             wrap_linear(_xavier_linear(embed_dim, gain)) for gain in (*[2**-0.5] * 3, 1.0)
         )
@@ -221,6 +229,11 @@ class MultiheadAttention(nn.Module):
             raise ValueError("keep_state needs causal attention: build the module with causal=True")
         if positions is not None:
             check_positions(positions, x)
+            if self.attention_type == "linear" and self.score_decay != 1:
+                raise ValueError(
+                    "the score decay of linear attention counts tokens and cannot follow explicit "
+                    "positions; use softmax attention"
+                )
         if isinstance(state, Memory):
             if positions is not None:
                 raise ValueError("explicit positions cannot be combined with a memory of segments")
@@ -258,7 +271,7 @@ class MultiheadAttention(nn.Module):
     def _folded(self, projection: nn.Linear, x: Tensor) -> tuple[Tensor, ...]:
         """Return the planes of (P W) x + P b, (B, H, T, D) each; P W is computed once per call."""
         weight = projection.weight.unflatten(0, (self.num_heads, self.head_dim)).mT  # H C D
-        bias = projection.bias.unflatten(0, (self.num_heads, self.head_dim))  # H D
+        bias = projection.bias.unflatten(0, (self.num_heads, 1, self.head_dim))  # H 1 D
         planes = zip(*map(self.encoding.projection, (weight, bias)), strict=True)
         return tuple(self._heads(F.linear(x, w.mT.flatten(0, 1), b.flatten())) for w, b in planes)
 
@@ -312,7 +325,7 @@ class MultiheadAttention(nn.Module):
         The gates of x (B, T, C) are per token. A constant decay is (H,), except where a causal
         model has padding before tokens that are still visible: there (H,) would count slots.
         """
-        constant, gates = self.encoding.log_decay(), self._gates(x, padding)
+        constant, gates = self._constant_decay(x.device), self._gates(x, padding)
         if gates is not None:
             return gates if constant is None else gates + constant.unsqueeze(-1)
         if constant is None or padding is None or not self.causal:
@@ -322,6 +335,14 @@ class MultiheadAttention(nn.Module):
             return constant
         batch, length = padding.shape
         return constant[:, None].expand(batch, -1, length)
+
+    def _constant_decay(self, device: torch.device) -> Tensor | None:
+        """Return the decay of linear attention per token, (H,): the encoding's and score_decay."""
+        own = self.encoding.log_decay()
+        if self.score_decay == 1:
+            return own
+        decay = torch.full((self.num_heads,), math.log(self.score_decay), device=device)
+        return decay if own is None else own + decay
 
     def _gates(self, x: Tensor, padding: Tensor | None) -> Tensor | None:
         """Return the logarithms of the gates of x (B, T, C): (B, H, T), or None without gates.
@@ -385,7 +406,7 @@ class MultiheadAttention(nn.Module):
             padding = padding if padding.any() else None
             keys = Tokens(positions, sums)
         dropout = self.dropout if self.training or self.retain_dropout else 0.0
-        settings = Settings(self.causal, self.scale, dropout)
+        settings = Settings(self.causal, self.scale, dropout, self.score_decay)
         out = scored_attention(self.encoding, q, k, v, queries, keys, padding, settings)
         return out, past
 
@@ -518,6 +539,16 @@ def _check_choices(embed_dim: int, num_heads: int, attention_type: str, normaliz
     if normalizer not in NORMALIZERS:
         raise ChoiceError(
             f"unknown normalizer {normalizer!r}; choose one of {', '.join(NORMALIZERS)}"
+        )
+
+
+def _check_score_decay(decay: float, attention_type: str, encoding: Encoding) -> None:
+    if not 0 < decay <= 1:
+        raise ChoiceError(f"the score decay must be above 0 and at most 1, got {decay}")
+    if decay != 1 and attention_type == "linear" and not encoding.steps_are_lags:
+        raise ChoiceError(
+            f"a score decay in linear attention needs positions on a line, which {encoding.name!r} "
+            "does not have here; use softmax attention or --score-decay 1"
         )
 
 

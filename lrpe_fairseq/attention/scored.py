@@ -7,6 +7,7 @@ grow with the product of the lengths.
 Axes: B batch, H heads, T query time, S key time, D key width, E value width.
 """
 
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -38,11 +39,17 @@ class Tokens(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Arguments of :func:`softmax_attention` that all blocks share."""
+    """What all blocks share: arguments of :func:`softmax_attention`, and a decay of the score."""
 
     causal: bool
     scale: float
     dropout: float = 0.0
+    score_decay: float = 1.0
+    """c in (0, 1]: the score of (s, t) is multiplied by c^n, n their ``Encoding.steps_between``."""
+
+    def of_softmax(self) -> dict:
+        """Return the arguments of :func:`softmax_attention`."""
+        return {"causal": self.causal, "scale": self.scale, "dropout": self.dropout}
 
 
 def scored_attention(
@@ -61,6 +68,9 @@ def scored_attention(
     or the score itself for ``decay_on`` "score", is multiplied by exp(sum of log decays of the real
     tokens in t+1..s), in a bidirectional model by the sum between the two tokens.
 
+    ``settings.score_decay`` multiplies the encoded score before decays of the weight are applied.
+    It counts steps between positions, in the domain of the encoding.
+
     Args:
         q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E), encoded by a :class:`QueryKeyEncoding`.
             The queries are the last T keys.
@@ -71,9 +81,9 @@ def scored_attention(
     """
     if isinstance(encoding, QueryKeyEncoding):
         log_decay = encoding.log_decay()
-        if log_decay is None and queries.sums is None:
+        if log_decay is None and queries.sums is None and settings.score_decay == 1:
             return softmax_attention(
-                q, k, v, key_padding_mask=key_padding_mask, **settings._asdict()
+                q, k, v, key_padding_mask=key_padding_mask, **settings.of_softmax()
             )
         if log_decay is not None:
             counts = real_tokens(k.shape[2], key_padding_mask, k.device)
@@ -139,21 +149,33 @@ def _block(
 
     A score encoding runs without autocast, which would round what it computes in float32.
     """
-    options = {"key_padding_mask": key_padding_mask, **settings._asdict()}
+    options = {"key_padding_mask": key_padding_mask, **settings.of_softmax()}
+    factor = _score_factor(encoding, queries, keys, settings.score_decay, q.dtype)
     if isinstance(encoding, QueryKeyEncoding):
-        return _decayed(encoding, q, k, v, queries, keys, options)
+        return _decayed(encoding, q, k, v, queries, keys, factor, options)
     given = q * settings.scale, k, queries.positions, keys.positions
     exact = partial(torch.autocast, q.device.type, enabled=False)
-    if encoding.additive:
+    if encoding.additive and factor is None:
         with exact():
             bias = encoding.bias(*given)
         return softmax_attention(q, k, v, bias=bias, **options)
 
     def rescore(scores: Tensor, visible: Tensor | None) -> Tensor:
         with exact():
-            return encoding(scores, *given, visible)
+            encoded = encoding(scores, *given, visible)
+        return encoded if factor is None else encoded * factor
 
     return softmax_attention_naive(q, k, v, rescore=rescore, weigh=encoding.weigh, **options)
+
+
+def _score_factor(
+    encoding: Encoding, queries: Tokens, keys: Tokens, decay: float, dtype: torch.dtype
+) -> Tensor | None:
+    """Return c^n, (1, T, S) or (B, 1, T, S), n the distance; None for c = 1."""
+    if decay == 1:
+        return None
+    steps = encoding.steps_between(queries.positions, keys.positions)
+    return (math.log(decay) * steps.double()).exp().to(dtype).unsqueeze(-3)
 
 
 def _decayed(
@@ -163,15 +185,20 @@ def _decayed(
     v: Tensor,
     queries: Tokens,
     keys: Tokens,
+    factor: Tensor | None,
     options: dict,
 ) -> Tensor:
-    """Compute a block of softmax attention with gates, a constant decay, or both."""
+    """Compute a block of softmax attention with gates, a constant decay, or both.
+
+    factor: (H or 1, T, S) or (B, 1, T, S), by which scores are multiplied; None for 1.
+    """
     log_decay, causal = encoding.log_decay(), options["causal"]
-    exponents, on_score = [], None
+    exponents, on_score = [], factor
     if queries.sums is not None:
         exponents.append(queries.sums.unsqueeze(-1) - keys.sums.unsqueeze(-2))
     if log_decay is not None and encoding.decay_on == "score":
-        on_score = torch.exp(decay_exponent(log_decay, queries, keys, causal))
+        own = torch.exp(decay_exponent(log_decay, queries, keys, causal))
+        on_score = own if factor is None else own * factor
     elif log_decay is not None:
         wide = log_decay.to(torch.promote_types(log_decay.dtype, q.dtype))
         exponents.append(decay_exponent(wide, queries, keys, causal))

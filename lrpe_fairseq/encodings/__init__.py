@@ -10,6 +10,7 @@ from dataclasses import Field, fields
 from functools import partial
 from typing import NamedTuple
 
+from lrpe_fairseq.encodings.algebraic import APE, FORM, Algebraic, APETree, free_form
 from lrpe_fairseq.encodings.alibi import ALiBi
 from lrpe_fairseq.encodings.base import (
     Encoding,
@@ -92,6 +93,8 @@ ENCODINGS: dict[str, Constructor] = {
     "comrope-ap": ComRoPEAP,
     "comrope-ld": ComRoPELD,
     "fope": FoPE,
+    "ape": APE,
+    "ape-tree": APETree,
     "kerple-log": KerpleLog,
     "kerple-power": KerplePower,
     "sandwich": Sandwich,
@@ -135,6 +138,12 @@ def _free_lrpe(rest: str) -> Constructor | None:
     return _lrpe(projection, core) if projection in PROJECTIONS and core in CORES else None
 
 
+def _free_algebraic(rest: str) -> Constructor | None:
+    """Return the constructor of ``ape:<component>(+<component>)*``."""
+    components = free_form(rest)
+    return None if components is None else partial(Algebraic, components=components)
+
+
 def _gated(name: str) -> Constructor:
     """Return the constructor of ``gated:<name>``."""
     if not can_be_gated(encoding_class(name)):
@@ -176,6 +185,12 @@ FAMILIES: dict[str, Family] = {
         f"with P in {{{', '.join(PROJECTIONS)}}} and Lambda in {{{', '.join(CORES)}}}",
         tuple(f"lrpe:{p}:{core}" for p in PROJECTIONS for core in CORES),
         _free_lrpe,
+    ),
+    "ape": Family(
+        "ape:<component>(+<component>)*",
+        f"with each component {FORM}",
+        ("ape:sequence", "ape:cycle7", "ape:sequence+cycle7", "ape:tree3+sequence"),
+        _free_algebraic,
     ),
     "gated": Family(
         "gated:<name>",

@@ -180,6 +180,8 @@ class Encoding(nn.Module):
     """The score depends on t - s only: "exact", "in expectation" for random codes, or "no"."""
     relative_up_to: int | None = None
     """The largest position for which :attr:`relative` holds; None if there is no limit."""
+    relative_by: str = ""
+    """What a score depends on if positions are no integers on a line, in words, such as a path."""
     shift_unit: int = 1
     """Shifts by multiples of this number do not change a score: W on a grid of width W."""
     reads_grid: bool = False
@@ -195,6 +197,8 @@ class Encoding(nn.Module):
     """True if an encoded query or key has the norm of the original."""
     shared: bool = False
     """True if all layers share one set of parameters; see :meth:`share_with`."""
+    shared_by_stacks: bool = False
+    """True if also an encoder and a decoder share it, where both have the same options."""
 
     denominator_vanishes: bool = False
     """True if the denominator of Eq. 39 is often close to zero or negative. Linear attention with
@@ -217,6 +221,37 @@ class Encoding(nn.Module):
         true.
         """
         raise NotImplementedError(f"{type(self).__name__} has no parameters to share")
+
+    def steps_between(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        """Return the number of steps between every query and every key, int64 (T, S) or (B, T, S).
+
+        The steps are those of the positions' own domain: |s - t| on a line, rows plus columns on a
+        grid. A score decay counts them (``attention.multihead``).
+        """
+        if not self._distance_on_grid:
+            return (q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)).abs()
+        width = self.spec.options.grid_width
+        lags = [
+            (q.unsqueeze(-1) - k.unsqueeze(-2)).abs()
+            for q, k in (
+                (q_positions // width, k_positions // width),
+                (q_positions % width, k_positions % width),
+            )
+        ]
+        return self.over_axes(lags)
+
+    def over_axes(self, distances: list[Tensor]) -> Tensor:
+        """Return the distance in a domain of several axes from those on each: their sum."""
+        return sum(distances[1:], distances[0])
+
+    @property
+    def steps_are_lags(self) -> bool:
+        """True if :meth:`steps_between` is |s - t|; else linear attention has no score decay."""
+        return not self._distance_on_grid
+
+    @property
+    def _distance_on_grid(self) -> bool:
+        return self.reads_grid and self.spec.options.grid_width > 0
 
     def summary(self) -> str:
         """Describe the encoding in one line: by default the first sentence of the docstring."""

@@ -10,6 +10,7 @@ from lrpe_fairseq.encodings.fox import ForgetGate, GateOptions
 OF_INNER = (
     "relative",
     "relative_up_to",
+    "relative_by",
     "shift_unit",
     "reads_grid",
     "without_absolute",
@@ -86,6 +87,15 @@ class Gated(QueryKeyEncoding):
     ) -> Callable[[Tensor], Tensor] | None:
         """Use the kernel of the encoding inside."""
         return self.inner.one_pass(x, positions, feature_map)
+
+    def steps_between(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        """Return the distance of the encoding inside."""
+        return self.inner.steps_between(q_positions, k_positions)
+
+    @property
+    def steps_are_lags(self) -> bool:
+        """As the encoding inside."""
+        return self.inner.steps_are_lags
 
     def log_decay(self) -> Tensor | None:
         """Return the constant decay of the encoding inside; attention adds the gates."""

@@ -66,6 +66,7 @@ class GridEncoding(QueryKeyEncoding):
 
     def _take_capabilities(self, part: QueryKeyEncoding) -> None:
         self.relative, self.keeps_norm = part.relative, part.keeps_norm
+        self.relative_by = part.relative_by
         self.shift_unit = 1 if part.relative == "no" else self.spec.options.grid_width
         self.before_feature_map = part.before_feature_map
         self.denominator_vanishes = part.denominator_vanishes
@@ -121,6 +122,16 @@ class GridEncoding(QueryKeyEncoding):
         if None in encode:
             return None
         return lambda x: _joined([f(y) for f, y in zip(encode, self._split(x), strict=True)])
+
+    def steps_between(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        """Return the distance of the parts, over both axes; see :meth:`Encoding.steps_between`."""
+        each = zip(self.parts, *self._positions(q_positions, k_positions), strict=True)
+        return self.parts[0].over_axes([part.steps_between(q, k) for part, q, k in each])
+
+    @property
+    def steps_are_lags(self) -> bool:
+        """False: positions that follow each other may be in different rows."""
+        return False
 
     def _positions(
         self, q_positions: Tensor, k_positions: Tensor

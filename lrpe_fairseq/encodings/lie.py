@@ -9,7 +9,6 @@ K vectors that share the positions, M positions.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +23,16 @@ from lrpe_fairseq.encodings.base import (
     option,
 )
 from lrpe_fairseq.encodings.grid import rows_and_columns
+from lrpe_fairseq.encodings.rotations import (
+    exponential,
+    from_groups,
+    skew_of_triangle,
+    to_groups,
+    triangle,
+    turn,
+)
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.kernels.dispatch import gradients_of, has_values, is_plain
+from lrpe_fairseq.kernels.dispatch import has_values
 
 BASE = 10000.0
 """Base of the frequencies that the generators on a line start from, as in RoPE."""
@@ -33,8 +40,6 @@ NOISE = 0.001
 """Standard deviation of the noise that is added to an entry of A. It is small because angles grow
 with the position: noise of 0.01 removes the slow rotations of RoPE within a few hundred tokens, and
 the denominators of linear attention (Eq. 39) are then often close to zero."""
-ENTRIES = 1 << 20
-"""Entries (G, M, b, b) of one step of the generators' gradient; bounds its memory."""
 
 
 # --- the encodings -----------------------------------------------------------------------------
@@ -241,22 +246,6 @@ class ComRoPELD(ComRoPE):
 # --- generators --------------------------------------------------------------------------------
 
 
-def triangle(block: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """Return rows and columns of the entries below the diagonal of a matrix of width ``block``."""
-    rows, columns = torch.tril_indices(block, block, offset=-1, device=device)
-    return rows, columns
-
-
-def skew_of_triangle(lower: Tensor, block: int) -> Tensor:
-    """Return L - L^T (..., b, b) for the entries of L below the diagonal, (..., b (b - 1) / 2)."""
-    rows, columns = triangle(block, lower.device)
-    place = torch.zeros(len(rows), block, block, dtype=lower.dtype, device=lower.device)
-    number = torch.arange(len(rows), device=lower.device)
-    place[number, rows, columns] = 1
-    matrix = torch.tensordot(lower, place, dims=1)
-    return matrix - matrix.transpose(-1, -2)
-
-
 def line_start(heads: int, blocks: int, block: int) -> Tensor:
     """Return L (H, J, b, b), with which exp(s (L - L^T)) is RoPE's rotation of the pairs.
 
@@ -280,144 +269,3 @@ def distinct(positions: Tensor) -> tuple[Tensor, Tensor]:
     if not has_values(positions):
         return positions, torch.arange(len(positions), device=positions.device)
     return torch.unique(positions, return_inverse=True)
-
-
-# --- the layout --------------------------------------------------------------------------------
-
-
-def to_groups(x: Tensor, blocks: int, batched: bool) -> Tensor:
-    """(n, B, H, T, J b) -> (G, K, M, b): K = n B and M = T, or K = n and M = B T if ``batched``."""
-    x = x.unflatten(-1, (blocks, x.shape[-1] // blocks)).permute(2, 4, 0, 1, 3, 5).flatten(0, 1)
-    return x.flatten(2, 3) if batched else x.flatten(1, 2)
-
-
-def from_groups(x: Tensor, shape: torch.Size, blocks: int) -> Tensor:
-    """Invert :func:`to_groups`; ``shape`` is (n, B, H, T, J b)."""
-    n, batch, heads, length, width = shape
-    x = x.reshape(heads, blocks, n, batch, length, width // blocks)
-    return x.permute(2, 3, 0, 4, 1, 5).flatten(-2)
-
-
-# --- the exponential ---------------------------------------------------------------------------
-
-
-def turn(x: Tensor, skew: Tensor, amounts: Tensor) -> Tensor:
-    """Compute exp(u A) x for skew-symmetric A, through the eigenbasis of the Hermitian i A.
-
-    With i A = U diag(lambda) U^H, exp(u A) x = Re U e^(-i u lambda) U^H x.
-
-    Args:
-        x: (G, K, M, b), float32 or float64. skew: A, float64 (G, b, b).
-        amounts: u, float64 (G, M). Exact to the rounding of u lambda in float64.
-    Returns: (G, K, M, b) in the dtype of x.
-    """
-    compute: Callable[..., Tensor] = _Turn.apply if is_plain(x, skew, amounts) else definition
-    return compute(x, skew, amounts)
-
-
-def exponential(skew: Tensor) -> Tensor:
-    """Return exp(A), float64 (..., b, b), for skew-symmetric A, float64 (..., b, b)."""
-    flat = skew.flatten(0, -3)
-    eye = torch.eye(skew.shape[-1], dtype=skew.dtype, device=skew.device)
-    columns = turn(eye.expand(len(flat), -1, -1).unsqueeze(2), flat, flat.new_ones(len(flat), 1))
-    return columns.squeeze(2).transpose(-1, -2).reshape(skew.shape)
-
-
-def definition(x: Tensor, skew: Tensor, amounts: Tensor) -> Tensor:
-    """Compute :func:`turn` in differentiable operations, one matrix exponential per amount.
-
-    Its error grows with u; second derivatives are meant for u below about 10^5.
-    """
-    rotation = torch.matrix_exp(amounts[..., None, None] * skew.unsqueeze(1))  # G M b b
-    return torch.einsum("gmij,gkmj->gkmi", rotation.to(x.dtype), x)
-
-
-class _Turn(torch.autograd.Function):
-    """:func:`turn` with a gradient that never divides by a difference of eigenvalues.
-
-    With c = U^H g, a = U^H x and h = e^(-i u lambda / 2), the gradients are
-    dx = Re U (conj(h^2) c), du = sum_j lambda_j Im(conj(c_j) h_j^2 a_j) and
-    dA = Re U S U^H, S_jl = sum_u u sinc(u (lambda_j - lambda_l) / 2) (conj(h) c)_j conj(h a)_l,
-    sinc x = sin(x) / x (Daleckii and Krein). It is exact at equal and zero eigenvalues, where the
-    gradient of torch.linalg.eigh is not defined.
-    """
-
-    @staticmethod
-    def forward(ctx, x, skew, amounts):
-        values, basis = eigenbasis(skew)
-        ctx.save_for_backward(x, skew, amounts, values, basis)
-        weight = as_real_map(basis, x.dtype)
-        return _out_of(_half_phases(values, amounts, x.dtype).square() * _into(x, weight), weight)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, skew, amounts, values, basis = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return tuple(
-                gradients_of(definition, (x, skew, amounts), ctx.needs_input_grad, (grad,))
-            )
-        weight, half = as_real_map(basis, x.dtype), _half_phases(values, amounts, x.dtype)
-        c = half.conj() * _into(grad.contiguous(), weight)
-        grad_x = _out_of(half.conj() * c, weight) if ctx.needs_input_grad[0] else None
-        if not any(ctx.needs_input_grad[1:]):
-            return grad_x, None, None
-        a = half * _into(x, weight)
-        grad_skew = _gradient_of_skew(c, a, values, basis, amounts)
-        grad_amounts = _gradient_of_amounts(c, a, values) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_skew, grad_amounts
-
-
-def eigenbasis(skew: Tensor) -> tuple[Tensor, Tensor]:
-    """Return lambda (..., b) and U (..., b, b) with i A = U diag(lambda) U^H.
-
-    torch.linalg.eigh raises for matrices that are not finite; lambda is NaN there, so that a
-    training that diverges has a loss of NaN, as with other encodings.
-    """
-    not_finite = (skew * 0).sum((-2, -1)).unsqueeze(-1)  # 0, or NaN
-    finite = skew.nan_to_num(0.0, 0.0, 0.0)
-    values, basis = torch.linalg.eigh(torch.complex(torch.zeros_like(finite), finite))
-    return values + not_finite, basis
-
-
-def as_real_map(basis: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return W (G, b, 2b), real: x W is U^H x as (re, im) pairs, and z W^T is Re U z."""
-    return torch.view_as_real(basis.conj().resolve_conj()).flatten(-2).to(dtype)
-
-
-def _into(x: Tensor, weight: Tensor) -> Tensor:
-    """Return U^H x, complex (G, K, M, b), for x (G, K, M, b)."""
-    out = x.flatten(1, 2) @ weight
-    return torch.view_as_complex(out.unflatten(-1, (-1, 2))).unflatten(1, x.shape[1:3])
-
-
-def _out_of(z: Tensor, weight: Tensor) -> Tensor:
-    """Return Re U z, real (G, K, M, b), for complex z (G, K, M, b)."""
-    flat = torch.view_as_real(z.resolve_conj()).flatten(-2).flatten(1, 2)
-    return (flat @ weight.transpose(-1, -2)).unflatten(1, z.shape[1:3])
-
-
-def _half_phases(values: Tensor, amounts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return e^(-i u lambda / 2), complex (G, 1, M, b); the angles are float64."""
-    angle = (-0.5 * amounts.unsqueeze(-1) * values.unsqueeze(-2)).unsqueeze(1)
-    return torch.complex(angle.cos().to(dtype), angle.sin().to(dtype))
-
-
-def _gradient_of_skew(
-    c: Tensor, a: Tensor, values: Tensor, basis: Tensor, amounts: Tensor
-) -> Tensor:
-    """Return dA, float64 (G, b, b); see :class:`_Turn`. c, a: complex (G, K, M, b)."""
-    gap = (values.unsqueeze(-1) - values.unsqueeze(-2)).unsqueeze(1) / (2 * math.pi)  # G 1 b b
-    total = torch.zeros_like(torch.view_as_real(basis))
-    step = max(1, ENTRIES // max(1, basis.numel()))
-    for first in range(0, amounts.shape[1], step):
-        part = slice(first, first + step)
-        u = amounts[:, part, None, None]
-        factor = (u * torch.sinc(u * gap)).to(a.real.dtype).unsqueeze(-1)
-        outer = torch.einsum("gkmj,gkml->gmjl", c[:, :, part], a[:, :, part].conj())
-        total += torch.view_as_real(outer).mul_(factor).sum(1, dtype=total.dtype)
-    return (basis @ torch.view_as_complex(total) @ basis.mH).real
-
-
-def _gradient_of_amounts(c: Tensor, a: Tensor, values: Tensor) -> Tensor:
-    """Return du, float64 (G, M); see :class:`_Turn`. c, a: complex (G, K, M, b)."""
-    return ((c.conj() * a).imag.sum(1).to(values.dtype) @ values.unsqueeze(-1)).squeeze(-1)

@@ -19,3 +19,31 @@ def share_across_layers(model: nn.Module) -> None:
         owner = owners.setdefault((type(module), module.name), module)
         if owner is not module:
             module.share_with(owner)
+
+
+def share_across_stacks(model: nn.Module) -> None:
+    """Share parameters between the stacks of ``model``, such as an encoder and a decoder.
+
+    Each encoding whose ``shared_by_stacks`` is true uses the parameters of the first one of the
+    same class, name, widths and options. Call this once, after :func:`share_across_layers` for
+    every stack.
+    """
+    owners: list[Encoding] = []
+    for module in list(model.modules()):
+        if not isinstance(module, Encoding) or not module.shared_by_stacks:
+            continue
+        owner = next((o for o in owners if _alike(o, module)), None)
+        if owner is None:
+            owners.append(module)
+        else:
+            module.share_with(owner)
+
+
+def _alike(one: Encoding, other: Encoding) -> bool:
+    """True if two encodings differ at most in their seeds and masks."""
+    return (type(one), one.name, *_settings(one)) == (type(other), other.name, *_settings(other))
+
+
+def _settings(encoding: Encoding) -> tuple:
+    spec = encoding.spec
+    return spec.head_dim, spec.num_heads, spec.options

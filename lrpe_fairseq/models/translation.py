@@ -15,7 +15,7 @@ from fairseq.models.transformer.transformer_config import DecoderConfig, EncDecB
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.sharing import share_across_layers
+from lrpe_fairseq.encodings.sharing import share_across_layers, share_across_stacks
 from lrpe_fairseq.models.checks import check_translation
 from lrpe_fairseq.models.inference import RetainedDropout
 from lrpe_fairseq.models.layers import Decoder, Encoder
@@ -111,6 +111,7 @@ class LRPETransformer(BooleanFlags, RetainedDropout, TransformerModelBase):
             model = super().build_model(cfg, task)
             share_across_layers(model.encoder)
             share_across_layers(model.decoder)
+            share_across_stacks(model)
         return model
 
     @classmethod

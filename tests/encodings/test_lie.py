@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.lie import definition, exponential, turn
+from lrpe_fairseq.encodings.rotations import definition, exponential, turn
 from lrpe_fairseq.errors import ChoiceError
 
 NAMES = ("liere", "comrope-ap", "comrope-ld")
@@ -130,9 +130,7 @@ def by_doubling(x, a, count):
     return torch.einsum("gmij,gkmj->gkmi", powers[:, :count], x)
 
 
-def test_a_long_text_has_the_values_and_gradients_of_repeated_products(monkeypatch):
-    """The gradient of the generators is summed in several steps here."""
-    monkeypatch.setattr("lrpe_fairseq.encodings.lie.ENTRIES", 1000)
+def test_a_long_text_has_the_values_and_gradients_of_repeated_products():
     x, raw = normal(2, 3, 256, 4), skew(2, 4, 4).requires_grad_()
     u, weights = torch.arange(256).double().expand(2, -1), normal(2, 3, 256, 4, seed=3)
     results = []

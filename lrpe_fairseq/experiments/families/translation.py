@@ -88,7 +88,9 @@ class TranslationRun(TrainingRun):
     option_keys: ClassVar[Mapping[str, str]] = {
         "encoder-attention-normalizer": "model.encoder.attention_normalizer",
         "encoder-fidelity": "model.encoder.fidelity",
+        "encoder-score-decay": "model.encoder.score_decay",
         "decoder-attention-normalizer": "model.decoder.attention_normalizer",
+        "decoder-score-decay": "model.decoder.score_decay",
     }
     next_step: ClassVar[str] = "evaluate with: scripts/eval_mt.sh {best} {data}"
     evaluations: tuple[tuple[str, str], ...] = (("valid", BEAM), ("test", BEAM))

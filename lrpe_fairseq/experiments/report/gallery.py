@@ -88,6 +88,8 @@ def _position(encoding: Encoding) -> str:
     """Say on what the score depends, from the capability fields."""
     if encoding.contextual:
         said = "distances are counted in context, from the tokens in between"
+    elif encoding.relative_by:
+        said = f"the score depends on {encoding.relative_by} only"
     else:
         said = RELATIVE[encoding.relative]
     if encoding.relative_up_to is not None:

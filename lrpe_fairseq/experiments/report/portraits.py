@@ -26,6 +26,9 @@ from lrpe_fairseq.experiments.report import pictures
 CONTENTS = 64
 """Number of random contents over which a curve is averaged."""
 
+NODES = 31
+"""Nodes of a map of scores where positions are not on a line."""
+
 HEADS_SHOWN = 4
 """Curves per picture; maps show the first and the last of these heads."""
 
@@ -47,7 +50,7 @@ def draw(
     A decomposable encoding is drawn as the score of a token and a copy of it n tokens earlier,
     divided by their score without encoding, averaged over random contents; an additive one as its
     bias; a contextual one as attention weights over random tokens; one with two axes as the score
-    of a cell with all cells of the grid.
+    of a cell with all cells of the grid; one of a tree as the scores of all pairs of nodes.
     Raises: ChoiceError for an unknown name. ImportError without matplotlib (extra [plots]).
     """
     own = encoding_class(name)
@@ -63,6 +66,9 @@ def draw(
     elif encoding.contextual or not _is_a_curve(encoding):
         label = "square roots of attention weights: query down, key across"
         _maps(figure, weights(encoding, length // 4), label, weighted=True)
+    elif encoding.relative_by:
+        label = f"score / plain score of the positions 0 to {NODES - 1}: query down, key across"
+        _maps(figure, pairs(encoding, NODES), label)
     else:
         _curves(figure, encoding, curve(encoding, length))
     pictures.save(figure, Path(path))
@@ -108,6 +114,13 @@ def cells(encoding: QueryKeyEncoding, width: int) -> Tensor:
     q, keys = encoding(x, keys, center, torch.arange(width * width))
     scores = (q @ keys.mT).squeeze(2) / x.square().sum(-1)
     return scores.mean(0).unflatten(-1, (width, width))
+
+
+def pairs(encoding: QueryKeyEncoding, count: int) -> Tensor:
+    """Return the score of copies of a token at the positions 0 .. count - 1, (H, count, count)."""
+    x, at = _contents(encoding, 1), torch.arange(count)
+    q, k = encoding(*[x.expand(-1, -1, count, -1)] * 2, at, at)
+    return ((q @ k.mT) / x.square().sum(-1, keepdim=True)).mean(0)
 
 
 def _is_a_curve(encoding: Encoding) -> bool:

@@ -39,6 +39,7 @@ Say = Callable[[str], None]
 COMMON_OPTIONS = {  # an option of a table -> fairseq's configuration
     "attention-normalizer": "model.attention_normalizer",
     "fidelity": "model.fidelity",
+    "score-decay": "model.score_decay",
     "clip-norm": "optimization.clip_norm",
     "max-update": "optimization.max_update",
     "bf16": "common.bf16",

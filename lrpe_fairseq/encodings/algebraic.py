@@ -1,0 +1,583 @@
+"""Algebraic positional encodings (Kogkalidis et al., 2024) of sequences, cycles, trees and sums.
+
+A position is an element p of a group, and M(p) is an orthogonal matrix with M(p r) = M(p) M(r).
+The encoded features are q~_p = M(p) q and k~_r = M(r) k, so the score q^T M(p^-1 r) k depends only
+on the path from p to r. M is fixed by the matrices of the generators of the group, which are
+learned, W = exp(B) with B = L - L^T.
+
+Axes: B batch, H heads, T time, D head width, d width of a component's slice, k branches of a tree.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lrpe_fairseq.encodings import domains
+from lrpe_fairseq.encodings.base import (
+    Card,
+    EncodingSpec,
+    Planes,
+    PositionCache,
+    QueryKeyEncoding,
+    check_positions,
+    option,
+)
+from lrpe_fairseq.encodings.cores import phases, rotate_pairs
+from lrpe_fairseq.encodings.departures import Departure
+from lrpe_fairseq.encodings.grid import rows_and_columns
+from lrpe_fairseq.encodings.rotations import (
+    Spectrum,
+    exponential,
+    from_groups,
+    generator_of,
+    planes_of,
+    skew_of_triangle,
+    to_groups,
+    triangle,
+    turn,
+)
+from lrpe_fairseq.encodings.tree_products import TreeCache, tree_turn
+from lrpe_fairseq.errors import ChoiceError
+
+START_STD = 0.02
+"""Standard deviation of the entries of a generator under ``ape_init`` "identity"."""
+MOST = 256
+"""Largest number of branches of a tree."""
+FORM = "sequence, treeK or cycleM (K branches, M positions)"
+SOURCE = "Kogkalidis, Bernardy and Garg, 2024 (Algebraic Positional Encodings)"
+
+
+@dataclass(frozen=True)
+class APEOptions:
+    """Options of algebraic encodings."""
+
+    ape_init: str = option(
+        "rope",
+        "APE: start from the rotations of RoPE, or close to the identity (entries of B from "
+        "N(0, 0.02^2))",
+        choices=("rope", "identity"),
+    )
+    ape_generator: str = option(
+        "exponential",
+        "APE: learn W = exp(B), or W = P R(theta) P^T (canonical), which folds into the "
+        "projections of softmax attention; trees have no canonical form",
+        choices=("exponential", "canonical"),
+    )
+    ape_learned: bool = option(True, "APE: learn the generators; otherwise they stay as they start")
+    ape_shared: bool = option(True, "APE: one set of generators for all layers")
+    ape_base: float = option(10000.0, "APE: base of the frequencies under --ape-init rope")
+    ape_branches: int = option(2, "ape-tree: number k of branches of a node")
+
+
+# --- the encodings -----------------------------------------------------------------------------
+
+
+class Algebraic(QueryKeyEncoding):
+    """q~_p = M_1(p) q + ... + M_n(p) q, one component for each equal slice of a head's features.
+
+    A component is "sequence" (positions are integers), "tree<k>" (positions are the int64 codes of
+    the nodes of a k-ary tree, ``domains``) or "cycle<m>" (integers modulo m). All components read
+    the same position. With ``grid_width`` W and ``position_grid`` "flat" a sum of two components
+    reads the row s // W and the column s mod W. Every head has its own generators, and all layers
+    share them unless ``ape_shared`` is false. A slice of a sum has even width, and features that
+    fill no slice are unchanged.
+
+    Trap: a score in a tree is not relative under addition of codes, so ``relative`` is "no" there.
+    It is unchanged if all positions are moved below one node (``domains.concat``).
+
+    Args:
+        spec: widths, seed and options.
+        components: joined by "+".
+    Raises: ChoiceError for an unknown component, slices narrower than 2 features, a tree with the
+        canonical generator, or more than two components on a grid.
+    """
+
+    Options = APEOptions
+    departures = {
+        "ape-half-bands": Departure(
+            paper="generators start as RoPE's rotations (APE, Kogkalidis et al. 2024)",
+            code="half of RoPE's frequencies, each twice, and turning the other way",
+            ours="all frequencies, in closed form",
+        ),
+        "ape-full-matrix": Departure(
+            paper="B = A - A^T with an upper triangular A",
+            code="a full matrix A: its two triangles both move, so Adam moves B twice as fast",
+            ours="a packed triangle",
+        ),
+        "ape-equal-branches": Departure(
+            paper="operators of a tree start like those of RoPE",
+            code="one start for all branches, so siblings have the same encoding at first",
+            ours="branches rotate different planes from the start",
+        ),
+        "ape-shifted-paths": Departure(
+            paper="a node of a tree is represented by its path",
+            code="node n has the path of node n + 1, so a child is not one step from its parent",
+            ours="the path of n",
+        ),
+        "ape-tree-shared-heads": Departure(
+            paper="operators for each head",
+            code="one set for all heads in trees; the parameters of the others are not used",
+            ours="a set for each head",
+        ),
+        "ape-tree-distance": Departure(
+            paper="the distance that `--score-decay` counts is a number of steps",
+            code="in trees 2 (L - n), L the depth of the deepest node of the batch and n the "
+            "length of the common prefix",
+            ours="the number of steps",
+        ),
+        "ape-euclidean": Departure(
+            paper="the distance that `--score-decay` counts is a number of steps",
+            code="on grids the Euclidean distance, rounded down",
+            ours="rows plus columns",
+        ),
+    }
+
+    def __init__(self, spec: EncodingSpec, components: str) -> None:
+        super().__init__(spec)
+        names = components.split("+")
+        self._on_grid = bool(spec.options.grid_width) and len(names) > 1
+        if self._on_grid and len(names) > 2:
+            raise ChoiceError(
+                f"{components!r} has {len(names)} components, but a grid has one row and one "
+                "column; name two components or leave --grid-width at 0"
+            )
+        self.width = spec.head_dim if len(names) == 1 else spec.head_dim // len(names) // 2 * 2
+        if self.width < 2:
+            raise ChoiceError(
+                f"{components!r} needs a head width of at least 2 for each component, got "
+                f"{spec.head_dim}"
+            )
+        self.components = nn.ModuleList(
+            _component(name, spec, self.width, number) for number, name in enumerate(names)
+        )
+        self.shared = self.shared_by_stacks = self.options.ape_shared
+        # positive features that are summed over a whole cycle cancel
+        self.denominator_vanishes = all(getattr(c, "period", 0) for c in self.components)
+        self.foldable = all(isinstance(c, Planar) for c in self.components)
+        trees = any(isinstance(c, Tree) for c in self.components)
+        self.relative = "no" if trees else "exact"
+        one_tree = all(isinstance(c, Tree) for c in self.components) and (
+            self._on_grid or len(set(names)) == 1
+        )
+        self.relative_by = "the path from one node to the other" if one_tree else ""
+        self.shift_unit = spec.options.grid_width if self._on_grid and not trees else 1
+        self._text, self._cells = components, PositionCache()
+        self.card = _card(trees, self.foldable)
+
+    def share_with(self, owner: "Algebraic") -> None:
+        """Use the generators of ``owner``, and its caches of their spectra."""
+        self.components = owner.components
+
+    def summary(self) -> str:
+        """Name the components of a free form."""
+        if type(self) is not Algebraic:
+            return super().summary()
+        return f"learned orthogonal generators: {self._text.replace('+', ' + ')}"
+
+    def forward(
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Encode q and k; see :meth:`QueryKeyEncoding.forward`.
+
+        Half-precision inputs are converted to float32 first, and the result is rounded once.
+        """
+        check_positions(q_positions, q), check_positions(k_positions, k)
+        if q_positions is k_positions and q.dtype == k.dtype:
+            q, k = self._encoded(torch.stack([q, k]), q_positions).unbind(0)
+            return q, k
+        q = self._encoded(q.unsqueeze(0), q_positions).squeeze(0)
+        return q, self._encoded(k.unsqueeze(0), k_positions).squeeze(0)
+
+    def _encoded(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Encode x (n, B, H, T, D) at positions (T,) or (B, T)."""
+        with torch.autocast(x.device.type, enabled=False):
+            *slices, rest = self._slices(x.to(torch.promote_types(x.dtype, torch.float32)))
+            each = zip(self.components, slices, self._axes(positions), strict=True)
+            return self._joined([c(*given) for c, *given in each], rest).to(x.dtype)
+
+    @property
+    def projection(self) -> nn.Module:
+        """P^T of all components; only if ``foldable``."""
+        return _Projections(self)
+
+    def turn(
+        self, q: Planes, k: Planes, q_positions: Tensor, k_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate the planes of P^T q and P^T k; see :meth:`QueryKeyEncoding.turn`."""
+        check_positions(q_positions, q[0]), check_positions(k_positions, k[0])
+        return self._rotated(q[0], q_positions), self._rotated(k[0], k_positions)
+
+    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        *slices, rest = self._slices(x.to(torch.promote_types(x.dtype, torch.float32)))
+        each = zip(self.components, slices, self._axes(positions), strict=True)
+        return self._joined([c.rotated(*given) for c, *given in each], rest).to(x.dtype)
+
+    def _slices(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Split the last axis into one slice for each component and the rest."""
+        count = len(self.components)
+        rest = x.shape[-1] - count * self.width
+        return x.split([self.width] * count + [rest], -1)
+
+    @staticmethod
+    def _joined(slices: list[Tensor], rest: Tensor) -> Tensor:
+        parts = [*slices, rest] if rest.shape[-1] else slices
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+    def _axes(self, positions: Tensor) -> tuple[Tensor, ...]:
+        """Return the position that each component reads; the same objects for the same object."""
+        if not self._on_grid:
+            return (positions,) * len(self.components)
+        width = self.spec.options.grid_width
+        return self._cells.get(positions, width, lambda: rows_and_columns(positions, width))
+
+    # --- the metric ----------------------------------------------------------------------------
+
+    def steps_between(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        """Return the sum of the distances of the components; see :meth:`Encoding.steps_between`."""
+        each = zip(self.components, self._axes(q_positions), self._axes(k_positions), strict=True)
+        found = [c.distance(q.unsqueeze(-1), k.unsqueeze(-2)) for c, q, k in each]
+        return self.over_axes(found) if self._on_grid else sum(found)
+
+    def over_axes(self, distances: list[Tensor]) -> Tensor:
+        """Return the distance on a grid; see :meth:`Encoding.over_axes`."""
+        if "ape-euclidean" not in self.spec.options.fidelity:
+            return super().over_axes(distances)
+        return sum(d.double().square() for d in distances).sqrt().long()
+
+    @property
+    def steps_are_lags(self) -> bool:
+        """True for one component, a sequence."""
+        return len(self.components) == 1 and self.components[0].steps_are_lags
+
+    # --- RoPE ----------------------------------------------------------------------------------
+
+    def to_rope(self) -> tuple[Tensor, Tensor]:
+        """Return theta (H, D // 2) and P (H, D, D) with M(s) = P R(s theta) P^T, float64.
+
+        RoPE with the angles theta (radians per token) and the projections P^T W_q and P^T W_k has
+        the scores of this encoding, at RoPE's cost. Gradients are not computed.
+        Raises: ChoiceError unless there is one component that is a sequence or a cycle.
+        """
+        if len(self.components) > 1 or isinstance(self.components[0], Tree):
+            raise ChoiceError(f"ape:{self._text} is not a rotation of planes in the whole head")
+        with torch.no_grad():
+            return self.components[0].planes()
+
+
+class APE(Algebraic):
+    """Learned orthogonal powers: q~_s = W^s q with W = exp(L - L^T) per head, for all layers.
+
+    The score is q_s^T W^(t-s) k_t. With the start "rope" it is RoPE at first, and it is always
+    LRPE with a learned orthogonal P and learned angles, one set for each head. Powers come from one
+    eigenbasis per value of L, exactly orthogonal up to position 2^31.
+    """
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__(spec, "sequence")
+
+
+class APETree(Algebraic):
+    """One learned orthogonal matrix for each branch, multiplied along the path to a tree's node.
+
+    q~_p = W_(w_1) ... W_(w_n) q for the path w_1 ... w_n from the root to node p. Positions are
+    int64 codes (``domains``): the root is 0 and child b of n is k n + b + 1, k = ``ape_branches``.
+    Tokens without explicit positions fill the complete tree breadth-first.
+    See :class:`Algebraic` for what is relative here.
+    """
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        k = spec.options.of(APEOptions).ape_branches
+        super().__init__(spec, f"tree{k}")
+
+
+def free_form(rest: str) -> str | None:
+    """Return the components of ``ape:<component>(+<component>)*``, or None if one is unknown."""
+    return rest if all(PATTERN.fullmatch(name) for name in rest.split("+")) else None
+
+
+PATTERN = re.compile(r"sequence|tree([1-9]\d*)|cycle([1-9]\d*)")
+
+
+def _card(trees: bool, foldable: bool) -> Card:
+    if trees:
+        return Card(
+            equation=r"(M_p q_p)^\top M_r k_r,\quad M_{w_1 \ldots w_n} = W_{w_1} \cdots W_{w_n}, "
+            r"\quad W_b = \exp(L_b - L_b^\top)",
+            cost="O(H D^3) for each distinct node and O(D^2) per token and head",
+            beyond="deeper nodes are longer products of the same matrices",
+            source=SOURCE,
+        )
+    return Card(
+        equation=r"q_s^\top W^{t-s} k_t,\quad W = \exp(L - L^\top)",
+        cost="O(D) per token and head in softmax attention" if foldable else "O(B H T D^2)",
+        beyond="nothing: the angles grow with the position, as in RoPE",
+        source=SOURCE,
+    )
+
+
+class _Projections(nn.Module):
+    """x -> P^T x in the slice of each component."""
+
+    def __init__(self, encoding: Algebraic) -> None:
+        super().__init__()
+        self._encoding = [encoding]  # in a list, so that it is no submodule
+
+    def forward(self, x: Tensor) -> Planes:
+        """(..., H, T, D) -> one plane (..., H, T, D)."""
+        (encoding,) = self._encoding
+        *slices, rest = encoding._slices(x)
+        pairs = zip(encoding.components, slices, strict=True)
+        return (encoding._joined([c.projected(part) for c, part in pairs], rest),)
+
+
+# --- components --------------------------------------------------------------------------------
+
+
+class Component(nn.Module):
+    """M(p) on one slice of the features. A subclass defines :meth:`forward`."""
+
+    steps_are_lags = False
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Encode x (n, B, H, T, d), float32 or float64, at positions (T,) or (B, T)."""
+        raise NotImplementedError
+
+    def distance(self, one: Tensor, other: Tensor) -> Tensor:
+        """Return the number of steps between positions that broadcast, int64."""
+        return (one - other).abs()
+
+
+class Generator(nn.Module):
+    """Learned skew-symmetric matrices B = L - L^T, (..., d, d), from a start of that shape.
+
+    entries: the lower triangle of L, (..., d (d - 1) / 2); the full matrix for ``full``.
+    """
+
+    def __init__(self, start: Tensor, learned: bool, full: bool = False) -> None:
+        super().__init__()
+        self.width, self.full = start.shape[-1], full
+        entries = start / 2 if full else start[..., *triangle(self.width)]
+        self.entries = nn.Parameter(entries.float().contiguous(), requires_grad=learned)
+        self.spectrum = Spectrum()
+
+    def forward(self) -> Tensor:
+        """Return B, float64."""
+        wide = self.entries.double()
+        return wide - wide.mT if self.full else skew_of_triangle(wide, self.width)
+
+
+class Sequence(Component):
+    """M(s) = W^s, W = exp(B) for each head."""
+
+    steps_are_lags = True
+
+    def __init__(self, spec: EncodingSpec, width: int, stream: int) -> None:
+        super().__init__()
+        options = spec.options.of(APEOptions)
+        start = _start(spec, width, (spec.num_heads,), stream)
+        self.generator = Generator(start, options.ape_learned, _full(spec))
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Encode; see :class:`Component`."""
+        skew = self.generator()
+        amounts = positions.flatten().double().expand(len(skew), -1)
+        turned = turn(to_groups(x, 1, positions.dim() == 2), skew, amounts, self.generator.spectrum)
+        return from_groups(turned, x.shape, 1)
+
+    def planes(self) -> tuple[Tensor, Tensor]:
+        """Return theta and P; see :meth:`Algebraic.to_rope`."""
+        return planes_of(self.generator())
+
+
+class Planar(Component):
+    """M(s) = P R(s theta) P^T with an orthogonal P = exp(S) for each head.
+
+    P cancels on the left of the score, so R(s theta) P^T is applied. R rotates the pairs
+    (2i, 2i + 1) by s theta_i, theta (H, d // 2) in radians. In a cycle theta is fixed and positions
+    are taken modulo its ``period``.
+    """
+
+    def __init__(
+        self, spec: EncodingSpec, width: int, stream: int, theta: Tensor, period: int = 0
+    ) -> None:
+        super().__init__()
+        learned, heads = spec.options.of(APEOptions).ape_learned, spec.num_heads
+        self.period, self._residues = period, PositionCache()
+        self.steps_are_lags = not period
+        theta = theta.expand(heads, -1).clone()
+        self.theta = theta if period else nn.Parameter(theta.float(), requires_grad=learned)
+        start = theta.new_zeros(heads, width, width)
+        if spec.options.of(APEOptions).ape_init == "identity":
+            start = _normal(spec, (heads,), width, stream)
+        self.projection = Orthogonal(Generator(start, learned))
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Encode; see :class:`Component`."""
+        return torch.stack([self.rotated(self.projected(y), positions) for y in x])
+
+    def projected(self, x: Tensor) -> Tensor:
+        """Return P^T x of x (..., H, T, d)."""
+        return self.projection(x)[0]
+
+    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return R(s theta) x of x (B, H, T, d)."""
+        if self.period:
+            given = positions
+            positions = self._residues.get(given, None, lambda: given % self.period)
+        at = phases(positions, self.theta.flatten(), x.dtype).unflatten(-1, self.theta.shape)
+        at = at.transpose(-2, -3)  # H T E, or B 1 H T E
+        return rotate_pairs(x, at.squeeze(1) if positions.dim() == 2 else at)
+
+    def planes(self) -> tuple[Tensor, Tensor]:
+        """Return theta and P; see :meth:`Algebraic.to_rope`."""
+        return self.theta.double(), self.projection.matrix()
+
+    def distance(self, one: Tensor, other: Tensor) -> Tensor:
+        """Return the number of steps, the shorter way round a cycle."""
+        lag = (one - other).abs()
+        if not self.period:
+            return lag
+        return torch.minimum(lag % self.period, -lag % self.period)
+
+
+class Orthogonal(nn.Module):
+    """x -> P^T x with P = exp(S), one for each head."""
+
+    def __init__(self, generator: Generator) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def matrix(self) -> Tensor:
+        """Return P, float64 (H, d, d)."""
+        return exponential(self.generator(), self.generator.spectrum)
+
+    def forward(self, x: Tensor) -> Planes:
+        """(..., H, T, d) -> one plane (..., H, T, d)."""
+        with torch.autocast(x.device.type, enabled=False):
+            return (x @ self.matrix().to(x.dtype),)
+
+
+class Tree(Component):
+    """M(w_1 ... w_n) = W_(w_1) ... W_(w_n), W_b = exp(B_b) for each branch and head."""
+
+    def __init__(self, spec: EncodingSpec, width: int, stream: int, branches: int) -> None:
+        super().__init__()
+        options, fidelity = spec.options.of(APEOptions), spec.options.fidelity
+        self.branches, self.heads = branches, spec.num_heads
+        heads = 1 if "ape-tree-shared-heads" in fidelity else spec.num_heads
+        start = _start(spec, width, (branches, heads), stream)
+        if options.ape_init == "rope" and "ape-equal-branches" not in fidelity:
+            start = _in_other_planes(start, spec.generator(stream))
+        self.generator = Generator(start, options.ape_learned, _full(spec))
+        self._shifts, self._pads = "ape-shifted-paths" in fidelity, "ape-tree-distance" in fidelity
+        self._shifted, self._cache = PositionCache(), TreeCache()
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Encode; see :class:`Component`."""
+        steps = exponential(self.generator(), self.generator.spectrum)
+        steps, positions = steps.expand(-1, self.heads, -1, -1), self._nodes(positions)
+        if positions.dim() == 1:
+            return tree_turn(x.flatten(0, 1), steps, positions, self._cache).view_as(x)
+        return torch.stack([tree_turn(y, steps, positions, self._cache) for y in x])
+
+    def _nodes(self, positions: Tensor) -> Tensor:
+        if not self._shifts:
+            return positions
+        return self._shifted.get(positions, None, lambda: positions + 1)
+
+    def distance(self, one: Tensor, other: Tensor) -> Tensor:
+        """Return the number of steps between nodes."""
+        one, other = self._nodes(one), self._nodes(other)
+        if not self._pads:
+            return domains.tree_distance(one, other, self.branches)
+        k, common = self.branches, domains.common_ancestor(one, other, self.branches)
+        deepest = torch.maximum(domains.depth(one, k).max(), domains.depth(other, k).max())
+        steps = 2 * (deepest - domains.depth(common, k))
+        return steps.masked_fill(one == other, 0)
+
+
+def _component(name: str, spec: EncodingSpec, width: int, number: int) -> Component:
+    """Build the component ``name``, the one with this ``number`` of an encoding."""
+    found = PATTERN.fullmatch(name)
+    if found is None:
+        raise ChoiceError(f"unknown component {name!r} of an algebraic encoding; choose {FORM}")
+    branches, period = (int(digits or 0) for digits in found.groups())
+    stream, canonical = 41 + number, spec.options.of(APEOptions).ape_generator == "canonical"
+    if branches > MOST or period == 1:
+        raise ChoiceError(
+            f"component {name!r} is out of range: trees have 1 to {MOST} branches, and cycles at "
+            "least 2 positions"
+        )
+    if period:
+        return Planar(spec, width, stream, _harmonics(width, period), period)
+    if branches > 1 and canonical:
+        raise ChoiceError(
+            "the generators of a tree do not commute, so they have no canonical form; set "
+            "--ape-generator exponential"
+        )
+    if branches > 1:
+        return Tree(spec, width, stream, branches)
+    if canonical:
+        return Planar(spec, width, stream, _start_angles(spec, width))
+    return Sequence(spec, width, stream)
+
+
+# --- starts ------------------------------------------------------------------------------------
+
+
+def bands(width: int, base: float) -> Tensor:
+    """Return RoPE's angles base^(-2i/w), i = 0..w/2-1, float64, w the even part of ``width``."""
+    pairs = width // 2
+    return base ** (torch.arange(pairs, dtype=torch.float64, device="cpu") / -pairs)
+
+
+def _bands(spec: EncodingSpec, width: int) -> Tensor:
+    theta = bands(width, spec.options.of(APEOptions).ape_base)
+    if "ape-half-bands" not in spec.options.fidelity:
+        return theta
+    return -theta[torch.arange(len(theta), device="cpu") // 2 * 2]
+
+
+def _start(spec: EncodingSpec, width: int, shape: tuple[int, ...], stream: int) -> Tensor:
+    """Return the start of generators, (*shape, d, d), by ``ape_init``."""
+    if spec.options.of(APEOptions).ape_init == "identity":
+        return _normal(spec, shape, width, stream)
+    return generator_of(_bands(spec, width), width).expand(*shape, -1, -1)
+
+
+def _start_angles(spec: EncodingSpec, width: int) -> Tensor:
+    """Return the start of the canonical theta, by ``ape_init``, (1 or H, d // 2)."""
+    if spec.options.of(APEOptions).ape_init == "rope":
+        return _bands(spec, width).unsqueeze(0)
+    generator = spec.generator(stream=61)
+    shape = spec.num_heads, width // 2
+    return START_STD * torch.randn(shape, generator=generator, device="cpu").double()
+
+
+def _harmonics(width: int, period: int) -> Tensor:
+    """Return 2 pi h / m, float64 (1, d // 2), with h = 1, ..., m // 2, 1, ... and m ``period``."""
+    number = torch.arange(width // 2, dtype=torch.float64, device="cpu")
+    return (2 * math.pi / period * (1 + number % (period // 2))).unsqueeze(0)
+
+
+def _normal(spec: EncodingSpec, shape: tuple[int, ...], width: int, stream: int) -> Tensor:
+    """Return skew-symmetric matrices with entries from N(0, 0.02^2), (*shape, d, d)."""
+    size = *shape, width * (width - 1) // 2
+    draw = torch.randn(size, generator=spec.generator(stream), device="cpu").double()
+    return skew_of_triangle(START_STD * draw, width)
+
+
+def _in_other_planes(start: Tensor, generator: torch.Generator) -> Tensor:
+    """Permute the features of every branch but the first, (k, H, d, d), the same for all heads."""
+    found = start.clone()
+    for branch in range(1, len(start)):
+        order = torch.randperm(start.shape[-1], generator=generator, device="cpu")
+        found[branch] = start[branch][:, order][:, :, order]
+    return found
+
+
+def _full(spec: EncodingSpec) -> bool:
+    return "ape-full-matrix" in spec.options.fidelity

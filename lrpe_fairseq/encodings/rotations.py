@@ -1,0 +1,255 @@
+"""Rotations exp(u A) with skew-symmetric generators A, and their gradients.
+
+The eigenbasis of the Hermitian matrix i A gives every power, at any position up to 2^31. The
+gradient is written by hand, because that of torch.linalg.eigh is not defined for equal eigenvalues.
+
+Axes: B batch, H heads, T time, J blocks, b width of a block, G = H J, K vectors that share the
+positions, M positions.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain
+
+# --- generators --------------------------------------------------------------------------------
+
+
+def triangle(block: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    """Return rows and columns of the entries below the diagonal of a matrix of width ``block``."""
+    rows, columns = torch.tril_indices(block, block, offset=-1, device=device)
+    return rows, columns
+
+
+def skew_of_triangle(lower: Tensor, block: int) -> Tensor:
+    """Return L - L^T (..., b, b) for the entries of L below the diagonal, (..., b (b - 1) / 2)."""
+    rows, columns = triangle(block, lower.device)
+    number = torch.arange(len(rows), device=lower.device)
+    entry = torch.zeros(block, block, dtype=torch.int64, device=lower.device)
+    entry[rows, columns], entry[columns, rows] = number, number
+    one = torch.ones(block, block, dtype=lower.dtype, device=lower.device)
+    return lower[..., entry] * (one.tril(-1) - one.triu(1))
+
+
+# --- the layout --------------------------------------------------------------------------------
+
+
+def to_groups(x: Tensor, blocks: int, batched: bool) -> Tensor:
+    """(n, B, H, T, J b) -> (G, K, M, b): K = n B and M = T, or K = n and M = B T if ``batched``."""
+    x = x.unflatten(-1, (blocks, x.shape[-1] // blocks)).permute(2, 4, 0, 1, 3, 5).flatten(0, 1)
+    return x.flatten(2, 3) if batched else x.flatten(1, 2)
+
+
+def from_groups(x: Tensor, shape: torch.Size, blocks: int) -> Tensor:
+    """Invert :func:`to_groups`; ``shape`` is (n, B, H, T, J b)."""
+    n, batch, heads, length, width = shape
+    x = x.reshape(heads, blocks, n, batch, length, width // blocks)
+    return x.permute(2, 3, 0, 4, 1, 5).flatten(-2)
+
+
+# --- the exponential ---------------------------------------------------------------------------
+
+
+def turn(x: Tensor, skew: Tensor, amounts: Tensor, spectrum: "Spectrum | None" = None) -> Tensor:
+    """Compute exp(u A) x for skew-symmetric A, through the eigenbasis of the Hermitian i A.
+
+    With i A = U diag(lambda) U^H, exp(u A) x = Re U e^(-i u lambda) U^H x.
+
+    Args:
+        x: (G, K, M, b), float32 or float64. skew: A, float64 (G, b, b).
+        amounts: u, float64 (G, M). Exact to the rounding of u lambda in float64.
+        spectrum: the cache of the eigenbasis of A; None to compute it in every call.
+    Returns: (G, K, M, b) in the dtype of x.
+    """
+    if not is_plain(x, skew, amounts):
+        return definition(x, skew, amounts)
+    return _Turn.apply(x, skew, amounts, (spectrum or Spectrum()).of(skew))
+
+
+def exponential(skew: Tensor, spectrum: "Spectrum | None" = None) -> Tensor:
+    """Return exp(A), float64 (..., b, b), for skew-symmetric A, float64 (..., b, b)."""
+    flat = skew.flatten(0, -3)
+    eye = torch.eye(skew.shape[-1], dtype=skew.dtype, device=skew.device)
+    ones = flat.new_ones(len(flat), 1)
+    columns = turn(eye.expand(len(flat), -1, -1).unsqueeze(2), flat, ones, spectrum)
+    return columns.squeeze(2).transpose(-1, -2).reshape(skew.shape)
+
+
+def definition(x: Tensor, skew: Tensor, amounts: Tensor) -> Tensor:
+    """Compute :func:`turn` in differentiable operations, one matrix exponential per amount.
+
+    Its error grows with u; second derivatives are meant for u below about 10^5.
+    """
+    rotation = torch.matrix_exp(amounts[..., None, None] * skew.unsqueeze(1))  # G M b b
+    return torch.einsum("gmij,gkmj->gkmi", rotation.to(x.dtype), x)
+
+
+class Spectrum:
+    """A cache of the eigenbasis of i A for the last value of A.
+
+    Values are compared, because an optimizer may change a parameter through ``.data``, which leaves
+    its version as it was. Eigenbases have no graph, so an entry may be used in many steps.
+    Threads may share a cache: the entry is one tuple, replaced after the basis is computed.
+    """
+
+    def __init__(self) -> None:
+        self._entry: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
+
+    def of(self, skew: Tensor) -> tuple[Tensor, Tensor]:
+        """Return :func:`eigenbasis` of A, float64 (..., b, b), which must be a plain tensor."""
+        entry = self._entry
+        if entry is None or entry[0].device != skew.device or not torch.equal(entry[0], skew):
+            with torch.inference_mode(False), torch.no_grad():
+                own = skew.detach().clone()
+                entry = self._entry = own, eigenbasis(own)
+        return entry[1]
+
+    def __deepcopy__(self, memo: dict) -> "Spectrum":
+        return Spectrum()
+
+    def __reduce__(self) -> tuple:
+        return Spectrum, ()
+
+
+class _Turn(torch.autograd.Function):
+    """:func:`turn` with a gradient that is exact at equal and zero eigenvalues."""
+
+    @staticmethod
+    def forward(ctx, x, skew, amounts, eigen):
+        ctx.save_for_backward(x, skew, amounts, *eigen)
+        values, basis = eigen
+        weight = as_real_map(basis, x.dtype)
+        return _out_of(_phases(values, amounts, x.dtype) * _into(x, weight), weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, skew, amounts, values, basis = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        if torch.is_grad_enabled():
+            return *gradients_of(definition, (x, skew, amounts), needs[:3], (grad,)), None
+        weight, phase = as_real_map(basis, x.dtype), _phases(values, amounts, x.dtype)
+        h = _into(grad.contiguous(), weight)
+        b = phase.conj() * h
+        grad_x = _out_of(b, weight) if needs[0] else None
+        if not any(needs[1:]):
+            return grad_x, None, None, None
+        y = _into(x, weight)
+        parts = b, y, h, phase * y
+        grad_skew = _gradient_of_skew(parts, values, basis, amounts) if needs[1] else None
+        grad_amounts = _gradient_of_amounts(b, y, values) if needs[2] else None
+        return grad_x, grad_skew, grad_amounts, None
+
+
+def eigenbasis(skew: Tensor) -> tuple[Tensor, Tensor]:
+    """Return lambda (..., b), ascending, and U (..., b, b) with i A = U diag(lambda) U^H.
+
+    lambda is made exactly antisymmetric, as that of a skew-symmetric A is. Rounding would change
+    norms by 1e-11 at position 2^31 otherwise.
+
+    torch.linalg.eigh raises for matrices that are not finite; lambda is NaN there, so that a
+    training that diverges has a loss of NaN, as with other encodings.
+    """
+    not_finite = (skew * 0).sum((-2, -1)).unsqueeze(-1)  # 0, or NaN
+    finite = skew.nan_to_num(0.0, 0.0, 0.0)
+    values, basis = torch.linalg.eigh(torch.complex(torch.zeros_like(finite), finite))
+    return (values - values.flip(-1)) / 2 + not_finite, basis
+
+
+def as_real_map(basis: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return W (G, b, 2b), real: x W is U^H x as (re, im) pairs, and z W^T is Re U z."""
+    return torch.view_as_real(basis.conj().resolve_conj()).flatten(-2).to(dtype)
+
+
+def _into(x: Tensor, weight: Tensor) -> Tensor:
+    """Return U^H x, complex (G, K, M, b), for x (G, K, M, b)."""
+    out = x.flatten(1, 2) @ weight
+    return torch.view_as_complex(out.unflatten(-1, (-1, 2))).unflatten(1, x.shape[1:3])
+
+
+def _out_of(z: Tensor, weight: Tensor) -> Tensor:
+    """Return Re U z, real (G, K, M, b), for complex z (G, K, M, b)."""
+    flat = torch.view_as_real(z.resolve_conj()).flatten(-2).flatten(1, 2)
+    return (flat @ weight.transpose(-1, -2)).unflatten(1, z.shape[1:3])
+
+
+def _phases(values: Tensor, amounts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return e^(-i u lambda), complex (G, 1, M, b); the angles are float64."""
+    angle = (-amounts.unsqueeze(-1) * values.unsqueeze(-2)).unsqueeze(1)
+    return torch.complex(angle.cos().to(dtype), angle.sin().to(dtype))
+
+
+def _gradient_of_skew(
+    parts: tuple[Tensor, ...], values: Tensor, basis: Tensor, amounts: Tensor
+) -> Tensor:
+    """Return dA, float64 (G, b, b): Re conj(U) C U^T with divided differences C.
+
+    C_jl = sum_u conj(h_j) y_l (e_j - e_l) / (-i (lambda_j - lambda_l)), e = e^(-i u lambda)
+    (Daleckii and Krein), is the difference of two products of matrices. Where the eigenvalues are
+    so close that it would cancel, its limit is used, a third product with weights u.
+
+    Args: parts: b, y, h, z, complex (G, K, M, b) each: h = U^H g and y = U^H x for the incoming
+        gradient g, b = conj(e) h and z = e y.
+    """
+    b, y, h, z = (part.flatten(1, 2) for part in parts)
+    times = amounts.to(b.real.dtype).repeat(1, parts[0].shape[1]).unsqueeze(-1)  # G KM 1
+    gap = values.unsqueeze(-1) - values.unsqueeze(-2)
+    largest = amounts.abs().amax(-1)[:, None, None] if amounts.shape[-1] else 0.0
+    near = ~(gap.abs() * largest >= (12 * torch.finfo(b.real.dtype).eps) ** (1 / 3))
+    limit = (b * times).mH @ y + (h * times).mH @ z
+    difference = (b.mH @ y - h.mH @ z).to(basis.dtype) / (-1j * gap.masked_fill(near, 1.0))
+    c = torch.where(near, limit.to(basis.dtype) / 2, difference)
+    return (basis.conj() @ c @ basis.mT).real
+
+
+def _gradient_of_amounts(b: Tensor, y: Tensor, values: Tensor) -> Tensor:
+    """Return du, float64 (G, M): sum_j lambda_j Im(conj(b_j) y_j). b, y: complex (G, K, M, b)."""
+    return ((b.conj() * y).imag.sum(1).to(values.dtype) @ values.unsqueeze(-1)).squeeze(-1)
+
+
+# --- planes ------------------------------------------------------------------------------------
+
+UNTURNED = 1e-7
+"""Largest angle per token (radians) of a plane that :func:`planes_of` treats as fixed."""
+
+
+def planes_of(skew: Tensor) -> tuple[Tensor, Tensor]:
+    """Return theta (..., b // 2) and P (..., b, b) with exp(u A) = P R(u theta) P^T.
+
+    P is orthogonal, and R rotates the pair (2i, 2i + 1) of features by u theta_i, as RoPE does,
+    theta_0 >= theta_1 >= ... >= 0 in radians. With an odd width the last feature is unchanged.
+
+    Args: skew: A, float64 (..., b, b).
+    """
+    width, flat = skew.shape[-1], skew.flatten(0, -3)
+    values, basis = eigenbasis(flat)
+    theta, vectors = -values[:, : width // 2], basis[:, :, : width // 2]
+    theta = theta.masked_fill(theta <= UNTURNED, 0.0)
+    pairs = math.sqrt(2) * torch.stack([vectors.real, -vectors.imag], -1).flatten(-2)
+    planes = torch.stack(
+        [_completed(p, int((t > 0).sum())) for p, t in zip(pairs, theta, strict=True)]
+    )
+    return theta.unflatten(0, skew.shape[:-2]), planes.unflatten(0, skew.shape[:-2])
+
+
+def _completed(pairs: Tensor, turned: int) -> Tensor:
+    """Return an orthogonal matrix that starts with the first 2 ``turned`` columns of ``pairs``."""
+    width, own = len(pairs), pairs[:, : 2 * turned]
+    eye = torch.eye(width, dtype=pairs.dtype, device=pairs.device)
+    left = torch.linalg.svd(eye - own @ own.mT)[0][:, : width - 2 * turned]
+    return torch.cat([own, left], 1)
+
+
+def generator_of(theta: Tensor, width: int) -> Tensor:
+    """Return A (..., b, b) with exp(u A) = R(u theta), RoPE's rotation of the pairs (2i, 2i + 1).
+
+    The inverse of :func:`planes_of` for P = I, in closed form: A is 0 but for theta_i at
+    (2i + 1, 2i) and -theta_i at (2i, 2i + 1).
+
+    Args: theta: (..., b // 2), radians. width: b.
+    """
+    even = 2 * torch.arange(theta.shape[-1], device=theta.device)
+    lower = theta.new_zeros(*theta.shape[:-1], width, width)
+    lower[..., even + 1, even] = theta
+    return lower - lower.mT

@@ -1,0 +1,633 @@
+"""Algebraic encodings against explicit products, the group law, and the equalities with RoPE."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lrpe_fairseq.attention.multihead import MultiheadAttention
+from lrpe_fairseq.encodings import EncodingOptions, EncodingSpec, build_encoding, domains
+from lrpe_fairseq.encodings import rotations as rotations_module
+from lrpe_fairseq.encodings import tree_products as products_module
+from lrpe_fairseq.encodings.algebraic import bands
+from lrpe_fairseq.encodings.projections import Householder
+from lrpe_fairseq.encodings.rotations import definition as power_definition
+from lrpe_fairseq.encodings.rotations import generator_of, planes_of, turn
+from lrpe_fairseq.encodings.sharing import share_across_layers, share_across_stacks
+from lrpe_fairseq.encodings.tree_products import TreeCache, paths, products, tree_turn
+from lrpe_fairseq.encodings.tree_products import definition as step_by_step
+from lrpe_fairseq.errors import ChoiceError
+from tests.references import score_matrix
+
+HEADS, D = 2, 8
+COMPONENTS = ("sequence", "cycle7", "tree2", "tree3", "sequence+cycle7", "tree3+sequence")
+
+
+def build(components="sequence", head_dim=D, seed=0, fidelity=(), grid_width=0, **options):
+    given = EncodingOptions(frozenset(fidelity), grid_width, **options)
+    encoding = build_encoding(f"ape:{components}", head_dim, HEADS, seed=seed, options=given)
+    return encoding.double().eval()
+
+
+def trained(encoding, seed=3):
+    """Move every parameter, so that nothing is as it starts."""
+    for parameter in encoding.parameters():
+        parameter.data += 0.3 * normal(*parameter.shape, seed=seed)
+    return encoding
+
+
+def normal(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def operator(encoding, position):
+    """M(p) of every head, (H, D, D): the encoding of the unit vectors."""
+    eye = torch.eye(encoding.spec.head_dim, dtype=torch.float64)
+    x = eye.expand(1, encoding.spec.num_heads, -1, -1)
+    at = torch.full((len(eye),), position)
+    return encoding(x, x, at, at)[0][0].mT
+
+
+def joined(components, one, other):
+    """p r: steps of ``other`` after those of ``one``; all components read the same code."""
+    tree = [int(c[4:]) for c in components.split("+") if c.startswith("tree")]
+    if not tree:
+        return one + other
+    return domains.concat(torch.tensor(one), torch.tensor(other), tree[0]).item()
+
+
+# --- the group ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("components", "generator"),
+    [(c, "exponential") for c in COMPONENTS if c != "tree3+sequence"]
+    + [(c, "canonical") for c in COMPONENTS if "tree" not in c],
+)
+def test_m_is_an_orthogonal_representation(components, generator):
+    encoding = trained(build(components, ape_generator=generator))
+    eye = torch.eye(D, dtype=torch.float64).expand(HEADS, -1, -1)
+    # the canonical form leaves P on the left out: M(p) = R(p) P^T, and M(0)^T M(p) is the operator
+    start = operator(encoding, 0)
+    if not encoding.foldable and "cycle" not in components:
+        torch.testing.assert_close(start, eye, rtol=0, atol=1e-12)
+
+    def m(position):
+        return start.mT @ operator(encoding, position)
+
+    for one, other in ((0, 5), (3, 4), (6, 11), (29, 8)):
+        both = m(joined(components, one, other))
+        torch.testing.assert_close(m(one) @ m(other), both, rtol=0, atol=1e-12)
+        torch.testing.assert_close(m(one) @ m(one).mT, eye, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("init", ["rope", "identity"])
+@pytest.mark.parametrize("components", ["sequence", "cycle7", "tree2"])
+def test_far_positions_keep_norms(components, init):
+    encoding, far = build(components, ape_init=init), torch.tensor([2**31 - 1, 2**31, 2**62 - 1])
+    x = normal(1, HEADS, 3, D)
+    out = encoding(x, x, far, far)[0]
+    torch.testing.assert_close(out.norm(dim=-1), x.norm(dim=-1), rtol=1e-12, atol=0)
+
+
+def test_a_cycle_returns_to_its_start():
+    encoding = trained(build("cycle7"))
+    for position in (0, 3, 6):
+        assert torch.equal(operator(encoding, position), operator(encoding, position + 7 * 10**6))
+    assert (operator(encoding, 3) - operator(encoding, 4)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("components", ["tree2", "tree3"])
+def test_only_left_translation_keeps_the_scores_of_a_tree(components):
+    encoding, k = trained(build(components)), int(components[4:])
+    q, k_ = normal(1, HEADS, 6, D), normal(1, HEADS, 6, D, seed=1)
+    at = torch.tensor([0, 1, 2, 5, 9, 40])
+    here = score_matrix(encoding, q, k_, at, at)
+    for below in (1, 7, 500, 100_000):
+        left = domains.concat(torch.tensor(below), at, k)
+        right = domains.concat(at, torch.tensor(below), k)
+        torch.testing.assert_close(score_matrix(encoding, q, k_, left, left), here)
+        assert (score_matrix(encoding, q, k_, right, right) - here).abs().max() > 0.1
+
+
+def test_branches_of_a_tree_do_not_commute_at_the_start():
+    encoding = build("tree2")
+    w = [operator(encoding, p) for p in (1, 2)]
+    assert (w[0] @ w[1] - w[1] @ w[0]).abs().max() > 0.1
+    assert (w[0] - w[1]).abs().max() > 0.1
+
+
+def test_the_operator_from_21_to_12_is_that_of_figure_1b():
+    """From W_2 W_1 to W_1 W_2: (W_2 W_1)^-1 W_1 W_2, branches counted from 1 there."""
+    encoding = trained(build("tree2"))
+    first, second = (operator(encoding, p) for p in (1, 2))
+    two_one, one_two = (domains.child(n, b, 2) for n, b in ((2, 0), (1, 1)))
+    found = operator(encoding, two_one).mT @ operator(encoding, one_two)
+    torch.testing.assert_close(found, (second @ first).mT @ first @ second)
+
+
+# --- definitions and gradients -----------------------------------------------------------------
+
+
+def explicit(encoding, x, positions):
+    """M(p) x from matrix exponentials, one product per token, head and step; x (B, H, T, D)."""
+    out, width = x.clone(), encoding.width
+    for number, component in enumerate(encoding.components):
+        skew = component.generator()
+        own = slice(number * width, (number + 1) * width)
+        rows = positions.expand(x.shape[0], -1)
+        for b in range(x.shape[0]):
+            for t in range(x.shape[2]):
+                for h in range(x.shape[1]):
+                    code, m = rows[b, t].item(), torch.eye(width, dtype=torch.float64)
+                    if skew.dim() == 3:
+                        m = torch.matrix_exp(code * skew[h])
+                    while skew.dim() == 4 and code > 0:
+                        m = torch.matrix_exp(skew[(code - 1) % len(skew), h]) @ m
+                        code = (code - 1) // len(skew)
+                    out[b, h, t, own] = m @ x[b, h, t, own]
+    return out
+
+
+def gradients(out, inputs):
+    weights = normal(*out.shape, seed=9)
+    return [
+        out.detach(),
+        *torch.autograd.grad((weights * out.sin()).sum(), inputs, retain_graph=True),
+    ]
+
+
+AT = torch.tensor([0, 1, 2, 5, 5, 11, 30])
+ROWS = torch.stack([AT, AT.flip(0)])
+
+
+@pytest.mark.parametrize("positions", [AT, ROWS], ids=["T", "BT"])
+@pytest.mark.parametrize("start", ["rope", "identity", "zero", "trained"])
+@pytest.mark.parametrize("components", ["sequence", "tree2", "tree3+sequence"])
+def test_outputs_and_gradients_equal_explicit_products(components, start, positions):
+    encoding = build(components, ape_init="identity" if start == "identity" else "rope")
+    if start == "trained":
+        trained(encoding)
+    if start == "zero":
+        nn.init.zeros_(encoding.components[0].generator.entries)
+    x = normal(2, HEADS, 7, D).requires_grad_()
+    inputs = [x, *encoding.parameters()]
+    wanted = gradients(explicit(encoding, x, positions), inputs)
+    both = encoding(x, x, positions, positions)
+    apart = encoding(x, x, positions, positions.clone())
+    for found in (both[0], both[1], apart[1]):
+        for a, b in zip(gradients(found, inputs), wanted, strict=True):
+            assert a.isfinite().all()
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("gap", [0.0, 1e-14, 1e-10, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1])
+def test_gradients_of_powers_are_right_for_every_gap_between_angles(gap, dtype):
+    p = torch.linalg.qr(normal(6, 6))[0]
+    theta = torch.tensor([0.7, 0.7 + gap, gap], dtype=torch.float64)
+    skew = (p @ generator_of(theta, 6) @ p.mT)[None].requires_grad_()
+    x, weights = normal(1, 3, 40, 6), normal(1, 3, 40, 6, seed=1)
+    u = torch.arange(40).double()[None]
+    grads = []
+    for compute, given in ((turn, x.to(dtype)), (power_definition, x)):
+        out = compute(given, skew - skew.mT, u)
+        grads.append(torch.autograd.grad((out.double() * weights).sum(), skew)[0])
+    limit = 1e-10 if dtype == torch.float64 else 2e-5
+    assert (grads[0] - grads[1]).norm() < limit * grads[1].norm()
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_products_level_by_level_equal_products_one_step_at_a_time(k):
+    """Duplicates, nodes without their ancestors, a batch of one, and small pieces."""
+    steps = torch.matrix_exp(normal(k, HEADS, D, D) - normal(k, HEADS, D, D).mT)
+    steps.requires_grad_()
+    x = normal(1, HEADS, 9, D).requires_grad_()
+    at = torch.tensor([30, 0, 7, 7, 31, 2, 11, 40, 0]).clamp_max(40 if k > 1 else 12)
+    found = []
+    for entries in (products_module.ENTRIES, 1):
+        products_module.ENTRIES, kept = entries, products_module.ENTRIES
+        try:
+            found.append(gradients(tree_turn(x, steps, at, TreeCache()), [x, steps]))
+            batch = tree_turn(x, steps, at[None], TreeCache())
+            found.append(gradients(batch, [x, steps]))
+        finally:
+            products_module.ENTRIES = kept
+    wanted = gradients(step_by_step(x, steps, at), [x, steps])
+    for values in found:
+        for a, b in zip(values, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_a_product_is_computed_once_for_each_distinct_node():
+    at = torch.tensor([[3, 4, 3, 0], [1, 9, 4, 4]])
+    found = paths(at, 2)
+    assert found.count == 5  # 0, 1, 3, 4, 9
+    assert [level.own for level in found.levels] == [slice(1, 2), slice(2, 4), slice(4, 5)]
+    steps = torch.matrix_exp(normal(2, 1, 4, 4) - normal(2, 1, 4, 4).mT)
+    table = products(steps, found)
+    torch.testing.assert_close(table[4], steps[0] @ steps[1] @ steps[0])  # 9 is 0, 1, 0
+
+
+def test_second_derivatives_of_tree_products():
+    steps = torch.matrix_exp(normal(2, 1, 3, 3) - normal(2, 1, 3, 3).mT).requires_grad_()
+    x, at, cache = normal(1, 1, 3, 3).requires_grad_(), torch.tensor([0, 2, 5]), TreeCache()
+    assert torch.autograd.gradgradcheck(
+        lambda x, steps: tree_turn(x, steps, at, cache).sin(), (x, steps)
+    )
+
+
+@pytest.mark.parametrize("components", ["sequence", "tree2"])
+def test_accumulated_gradients_equal_those_of_one_batch(components):
+    """Caches hold nothing of a graph that was freed."""
+    encoding, x, at = build(components), normal(4, HEADS, 5, D), torch.arange(5)
+    (entries,) = encoding.parameters()
+    for part in (x[:2], x[2:]):
+        encoding(part, part, at, at)[0].sin().square().sum().backward()
+    halves, entries.grad = entries.grad, None
+    encoding(x, x, at, at)[0].sin().square().sum().backward()
+    torch.testing.assert_close(halves, entries.grad)
+
+
+@pytest.mark.parametrize("components", ["sequence", "tree2"])
+def test_an_edit_through_data_is_seen_and_an_eigenbasis_is_computed_once(components, monkeypatch):
+    """fairseq's optimizers edit parameters through ``.data``, which no version counts."""
+    counted, original = [], rotations_module.eigenbasis
+
+    def eigenbasis(skew):
+        counted.append(skew.shape)
+        return original(skew)
+
+    monkeypatch.setattr(rotations_module, "eigenbasis", eigenbasis)
+    layers = nn.ModuleList(build(components, seed=s) for s in range(3))
+    share_across_layers(layers)
+    x, at = normal(1, HEADS, 5, D), torch.arange(5)
+    first = [layer(x, x, at, at)[0] for layer in layers]
+    assert len(counted) == 1
+    layers[0].components[0].generator.entries.data.mul_(0.5)
+    second = [layer(x, x, at, at)[0] for layer in layers]
+    assert len(counted) == 2
+    for outs in (first, second):
+        assert torch.equal(outs[0], outs[1])
+        assert torch.equal(outs[0], outs[2])
+    assert (first[0] - second[0]).abs().max() > 0.01
+
+
+def test_no_grad_and_inference_mode_leave_caches_that_training_can_use():
+    for components in ("sequence", "tree2"):
+        encoding, x, at = build(components), normal(1, HEADS, 5, D), torch.arange(5)
+        with torch.inference_mode():
+            wanted = encoding(x, x, at, at)[0].clone()
+        out = encoding(x, x, at, at)[0]
+        torch.testing.assert_close(out.detach(), wanted)
+        out.sum().backward()
+        assert torch.equal(copy.deepcopy(encoding)(x, x, at, at)[0], out)
+
+
+# --- RoPE and LRPE -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head_dim", [8, 9])
+@pytest.mark.parametrize("generator", ["exponential", "canonical"])
+def test_at_the_start_it_is_rope(generator, head_dim):
+    encoding = build("sequence", head_dim=head_dim, ape_generator=generator)
+    x, at = normal(2, HEADS, 6, head_dim), torch.tensor([0, 1, 2, 31, 512, 100_000])
+    learned = build_encoding("lrpe:identity:rotation-learned", head_dim, HEADS)  # float32 angles
+    torch.testing.assert_close(encoding(x, x, at, at), learned(x, x, at, at), rtol=0, atol=1e-10)
+    exact = bands(head_dim, 10000.0).expand(HEADS, -1)
+    component = encoding.components[0]
+    if generator == "canonical":
+        component.theta.data = exact.clone()
+    else:
+        component.generator.entries.data = generator_of(exact, head_dim)[
+            ..., *rotations_module.triangle(head_dim)
+        ]
+    rope = build_encoding("rope", head_dim, HEADS)
+    torch.testing.assert_close(encoding(x, x, at, at), rope(x, x, at, at), rtol=0, atol=1e-10)
+    near = at[:4]
+    for a, b in zip(
+        encoding(x[:, :, :4], x[:, :, :4], near, near),
+        rope(x[:, :, :4], x[:, :, :4], near, near),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
+
+
+def test_canonical_with_a_householder_matrix_is_lrpe_with_learned_angles():
+    encoding = build("sequence", ape_generator="canonical")
+    lrpe = build_encoding("lrpe:householder:rotation-learned", D, HEADS).double()
+    encoding.components[0].projection = Householder(EncodingSpec(D, HEADS)).double()
+    lrpe.core.theta.data += 0.1 * normal(D // 2)
+    encoding.components[0].theta.data = lrpe.core.theta.data.expand(HEADS, -1).clone()
+    x, at = normal(2, HEADS, 6, D), torch.arange(6) * 1009
+    for a, b in zip(encoding(x, 2 * x, at, at), lrpe(x, 2 * x, at, at), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("theta", [[0.7, 0.2, 0.05, 0.01], [0.7, 0.7, 0.7, 0.2], [0.3, 0, 0, 0]])
+def test_planes_of_a_generator_give_its_powers(theta):
+    for width in (8, 9):
+        q = torch.linalg.qr(normal(HEADS, width, width))[0]
+        skew = q @ generator_of(torch.tensor(theta).double().expand(HEADS, -1), width) @ q.mT
+        angles, p = planes_of(skew)
+        torch.testing.assert_close(p @ p.mT, torch.eye(width).double().expand_as(p))
+        for power in (1, 7, 1000):
+            wanted = torch.matrix_exp(power * skew)
+            found = p @ torch.matrix_exp(power * generator_of(angles, width)) @ p.mT
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("options", [{}, {"ape_generator": "canonical"}, {"ape_init": "identity"}])
+def test_to_rope_gives_the_scores_at_the_cost_of_rope(options):
+    encoding = trained(build("sequence", **options))
+    theta, p = encoding.to_rope()
+    q, k, at = normal(2, HEADS, 6, D), normal(2, HEADS, 6, D, seed=1), torch.arange(6) * 97
+    rotation = torch.matrix_exp(at[:, None, None, None] * generator_of(theta, D)).transpose(0, 1)
+    q_, k_ = (torch.einsum("htij,bhtj->bhti", rotation, x @ p) for x in (q, k))
+    wanted = score_matrix(encoding, q, k, at, at)
+    torch.testing.assert_close(q_ @ k_.mT, wanted, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("components", ["sequence", "sequence+cycle7"])
+def test_the_canonical_form_folds_into_the_projections(components):
+    options = EncodingOptions(ape_generator="canonical")
+    module = MultiheadAttention(
+        20, 2, attention_type="softmax", position_encoding=f"ape:{components}", causal=True,
+        options=options,
+    ).double()  # fmt: skip
+    trained(module.encoding)
+    for projection in (module.q_proj, module.k_proj):
+        projection.bias.data = normal(20)
+    x = normal(3, 11, 20)
+    assert module._folds(x)
+    folded = module.attend(x)[0]
+    module.encoding.foldable = False
+    torch.testing.assert_close(folded, module.attend(x)[0])
+
+
+# --- trees in attention ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention_type", ["linear", "softmax"])
+def test_trees_decode_token_by_token_through_beam_reorder(attention_type):
+    module = MultiheadAttention(
+        16, 2, attention_type=attention_type, position_encoding="ape-tree", causal=True
+    ).double()
+    x, nodes = normal(3, 9, 16), torch.randint(0, 200, (3, 9), generator=torch.Generator())
+    orders = {3: torch.tensor([2, 0, 1]), 6: torch.tensor([1, 1, 0, 2])}
+    state, outs = None, []
+    for step in range(9):
+        if step in orders:
+            incremental = {module._state_key: state}
+            module.reorder_incremental_state(incremental, orders[step])
+            state = incremental[module._state_key]
+            x, nodes = x[orders[step]], nodes[orders[step]]
+            outs = [out[orders[step]] for out in outs]
+        own = slice(step, step + 1)
+        out, state = module.attend(x[:, own], None, state, True, positions=nodes[:, own])
+        outs.append(out)
+    parallel, _ = module.attend(x, positions=nodes)
+    torch.testing.assert_close(torch.cat(outs, 1), parallel)
+
+
+def test_a_row_does_not_depend_on_the_other_rows():
+    encoding = trained(build("tree2"))
+    x, nodes = normal(3, HEADS, 4, D), torch.tensor([[0, 1, 2, 3], [7, 7, 0, 1], [900, 5, 6, 0]])
+    together = encoding(x, x, nodes, nodes)[0]
+    for row in range(3):
+        alone = encoding(x[row : row + 1], x[row : row + 1], nodes[row], nodes[row])[0]
+        torch.testing.assert_close(together[row : row + 1], alone)
+
+
+def test_a_tree_with_one_branch_is_a_sequence():
+    one, sequence, at = build("tree1"), build("sequence"), torch.arange(5) * 1000
+    x = normal(1, HEADS, 5, D)
+    assert one.relative == "exact"
+    assert torch.equal(one(x, x, at, at)[0], sequence(x, x, at, at)[0])
+
+
+# --- sums and grids ----------------------------------------------------------------------------
+
+
+def test_a_sum_on_a_grid_is_one_sequence_for_each_axis():
+    encoding = trained(build("sequence+sequence", grid_width=5))
+    at, x = torch.arange(20), normal(1, HEADS, 20, D)
+    halves = []
+    for number, axis in enumerate((at // 5, at % 5)):
+        half = build("sequence", head_dim=D // 2)
+        half.components[0].load_state_dict(encoding.components[number].state_dict())
+        part = x[..., number * D // 2 : (number + 1) * D // 2]
+        halves.append(half(part, part, axis, axis)[0])
+    torch.testing.assert_close(encoding(x, x, at, at)[0], torch.cat(halves, -1))
+    axial = EncodingOptions(grid_width=5, position_grid="axial")
+    start = build("sequence+sequence", grid_width=5)
+    same = build_encoding("ape", D, HEADS, options=axial).double()
+    torch.testing.assert_close(start(x, x, at, at), same(x, x, at, at))
+
+
+def test_features_that_fill_no_slice_are_unchanged():
+    encoding, x, at = build("sequence+tree2", head_dim=11), normal(1, HEADS, 4, 11), torch.arange(4)
+    out = encoding(x, x, at + 3, at + 3)[0]
+    assert torch.equal(out[..., 8:], x[..., 8:])
+    assert (out[..., :8] - x[..., :8]).abs().min() > 0
+
+
+# --- sharing and options -----------------------------------------------------------------------
+
+
+def test_all_layers_share_one_set_of_generators_unless_told_otherwise():
+    for shared, count in ((True, 1), (False, 3)):
+        options = EncodingOptions(ape_shared=shared)
+        layers = nn.ModuleList(
+            build_encoding("ape", D, HEADS, seed=s, options=options) for s in range(3)
+        )
+        share_across_layers(layers)
+        assert len(list(layers.parameters())) == count
+        twin = copy.deepcopy(layers)
+        twin.load_state_dict(layers.state_dict())
+        assert len(list(twin.parameters())) == count
+
+
+def test_an_encoder_and_a_decoder_share_generators_if_their_options_agree():
+    def stack(causal, **options):
+        given = EncodingOptions(**options)
+        return nn.ModuleList(
+            build_encoding("ape", D, HEADS, causal=causal, seed=s, options=given) for s in range(2)
+        )
+
+    for options, count in (({}, 1), ({"ape_base": 100.0}, 2), ({"ape_shared": False}, 3)):
+        model = nn.ModuleDict({"encoder": stack(False), "decoder": stack(True, **options)})
+        for part in model.values():
+            share_across_layers(part)
+        share_across_stacks(model)
+        assert len(list(model.parameters())) == count
+
+
+@pytest.mark.parametrize("options", [{}, {"ape_generator": "canonical"}])
+def test_frozen_generators_get_no_gradient(options):
+    for components in ("sequence", "cycle7"):
+        encoding = build(components, ape_learned=False, **options)
+        assert not any(p.requires_grad for p in encoding.parameters())
+
+
+def test_the_base_of_the_frequencies_is_an_option():
+    encoding = build("sequence", ape_base=100.0)
+    wanted = bands(D, 100.0).expand(HEADS, -1)
+    torch.testing.assert_close(encoding.to_rope()[0], wanted, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("components", "options", "message"),
+    [
+        ("tree2", {"ape_generator": "canonical"}, "have no canonical form"),
+        ("cycle1", {}, "at least 2 positions"),
+        ("tree1000", {}, "1 to 256 branches"),
+        ("sequence+sequence+sequence", {"grid_width": 4}, "one row and one column"),
+        ("sequence+sequence+sequence+sequence+sequence", {}, "head width of at least 2"),
+        ("ring", {}, "unknown position encoding 'ape:ring'"),
+        ("sequence+", {}, "unknown position encoding"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(components, options, message):
+    with pytest.raises(ChoiceError, match=message):
+        build(components, **options)
+
+
+def test_no_tree_without_branches():
+    with pytest.raises(ChoiceError, match="unknown component 'tree0'"):
+        build_encoding("ape-tree", D, HEADS, options=EncodingOptions(ape_branches=0))
+
+
+def test_negative_positions_are_no_nodes():
+    x, at = normal(1, HEADS, 2, D), torch.tensor([0, -1])
+    with pytest.raises(ValueError, match="codes of its nodes, which are not negative"):
+        build("tree2")(x, x, at, at)
+
+
+# --- departures --------------------------------------------------------------------------------
+
+
+def test_half_of_the_bands_twice_and_reversed():
+    encoding = build("sequence", head_dim=64, fidelity=["ape-half-bands"])
+    theta = 10000.0 ** (-torch.arange(0, 32, 2).double() / 32).repeat_interleave(2)
+    skew = generator_of(-theta, 64).expand(HEADS, -1, -1)
+    torch.testing.assert_close(encoding.components[0].generator(), skew, rtol=1e-6, atol=1e-8)
+
+
+def test_a_full_matrix_starts_alike_and_moves_twice():
+    x, at = normal(1, HEADS, 5, D), torch.arange(5)
+    plain, full = build("sequence"), build("sequence", fidelity=["ape-full-matrix"])
+    torch.testing.assert_close(plain(x, x, at, at), full(x, x, at, at))
+    (entries,) = full.parameters()
+    full(x, x, at, at)[0].sin().sum().backward()
+    torch.testing.assert_close(entries.grad, -entries.grad.mT)
+    assert entries.grad.abs().max() > 0
+
+
+def test_equal_branches_commute_and_shifted_paths_are_those_of_the_next_node():
+    equal = build("tree2", fidelity=["ape-equal-branches"])
+    torch.testing.assert_close(operator(equal, 1), operator(equal, 2))
+    plain, shifted = build("tree2"), build("tree2", fidelity=["ape-shifted-paths"])
+    for node in (0, 1, 6):
+        assert torch.equal(operator(shifted, node), operator(plain, node + 1))
+
+
+def test_shared_heads_of_a_tree_have_one_set_of_operators():
+    encoding = trained(build("tree2", fidelity=["ape-tree-shared-heads"]))
+    found = operator(encoding, 9)
+    assert torch.equal(found[0], found[1])
+    assert next(encoding.parameters()).shape[1] == 1
+
+
+# --- nodes -------------------------------------------------------------------------------------
+
+
+def test_depth_bounds_are_those_of_int64():
+    bounds = {1: 2**63 - 1, 2: 62, 3: 39, 4: 31, 8: 20, 16: 15}
+    assert {k: domains.max_depth(k) for k in bounds} == bounds
+
+
+def test_a_tree_that_is_too_deep_is_refused():
+    node = 0
+    for _ in range(62):
+        node = domains.child(node, 1, 2)
+    with pytest.raises(ValueError, match=r"too deep: with 2 branches .* down to depth 62"):
+        domains.child(node, 1, 2)
+    with pytest.raises(ValueError, match="too deep"):
+        domains.concat(torch.tensor(node), torch.tensor([0, 1]), 2)
+    with pytest.raises(ValueError, match="branches 0 to 1"):
+        domains.child(0, 2, 2)
+
+
+def test_domains_agree_with_search_in_the_graph():
+    for k in (2, 3):
+        codes = torch.arange(40)
+        up = {n: (n - 1) // k for n in range(1, 40)}
+
+        def path(n, up=up):
+            return [n, *path(up[n])] if n else [0]
+
+        for a in range(0, 40, 7):
+            found = domains.tree_distance(torch.tensor(a), codes, k).tolist()
+            for b in range(40):
+                shared = set(path(a)) & set(path(b))
+                assert found[b] == len(set(path(a)) ^ set(path(b)))
+                ancestor = domains.common_ancestor(torch.tensor(a), torch.tensor(b), k)
+                assert ancestor == max(shared)
+            assert domains.depth(codes, k)[a] == len(path(a)) - 1
+
+
+def random_tree(generator, k, depth):
+    """A random tree as nested lists of k-ary nodes."""
+    count = 0 if not depth else int(torch.randint(0, k + 1, (), generator=generator))
+    return [random_tree(generator, k, depth - 1) for _ in range(count)]
+
+
+@pytest.mark.parametrize("order", ["breadth", "depth"])
+def test_codes_from_arities_are_those_of_a_recursive_enumeration(order):
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(20):
+        tree = random_tree(generator, 3, 4)
+
+        def walk(node, code):
+            return [(code, node)] + [
+                pair for b, c in enumerate(node) for pair in walk(c, domains.child(code, b, 3))
+            ]
+
+        pairs = walk(tree, 0)
+        if order == "breadth":
+            pairs = sorted(pairs, key=lambda pair: pair[0])
+        arities = [len(node) for _, node in pairs]
+        codes = domains.codes_from_arities(arities, 3, order)
+        assert codes == [code for code, _ in pairs]
+        half = len(arities) // 2
+        assert domains.codes_from_arities(arities[:half], 3, order) == codes[:half]
+        assert domains.codes_from_arities([*arities, 0], 3, order) == [*codes, 0]
+
+
+@pytest.mark.parametrize(
+    ("arities", "order", "message"),
+    [([3], "depth", "3 children, but the tree has 2"), ([0], "width", "breadth, depth")],
+)
+def test_arities_that_do_not_fit_are_refused(arities, order, message):
+    with pytest.raises(ValueError, match=message):
+        domains.codes_from_arities(arities, 2, order)
+
+
+# --- distances ---------------------------------------------------------------------------------
+
+
+def test_distances_are_steps():
+    at = torch.tensor([0, 1, 2, 5, 6])
+    steps = torch.tensor([[0, 1, 1, 2, 2], [1, 0, 2, 3, 3]])
+    assert torch.equal(build("tree2").steps_between(at[:2], at), steps)
+    assert build("cycle7").steps_between(torch.tensor([0]), at).tolist() == [[0, 1, 2, 2, 1]]
+    assert build("sequence+cycle7").steps_between(at[:1], at).tolist() == [[0, 2, 4, 7, 7]]
+    grid = build("sequence+sequence", grid_width=4)
+    assert grid.steps_between(torch.tensor([0]), at).tolist() == [[0, 1, 2, 2, 3]]
+    published = build("sequence+sequence", grid_width=4, fidelity=["ape-euclidean"])
+    assert published.steps_between(torch.tensor([0]), at).tolist() == [[0, 1, 2, 1, 2]]
+    padded = build("tree2", fidelity=["ape-tree-distance"])
+    assert padded.steps_between(at[:2], at[:4]).tolist() == [[0, 4, 4, 4], [4, 0, 4, 4]]
