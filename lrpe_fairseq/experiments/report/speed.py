@@ -191,7 +191,9 @@ def _speeds(rows: Rows, more: list[str], of: Callable[[str], list[str]]) -> str:
     for name in ENCODINGS:
         ours = [_speed(found.get((name, kind))) for kind in ("linear", "softmax")]
         lines.append([f"`{name}`", *ours, *of(name)])
-    return markdown.table(["speed relative to Base", "linear", "softmax", *more], lines, True)
+    table = markdown.table(["speed relative to Base", "linear", "softmax", *more], lines, True)
+    tokens = {round(r["seconds"] * r["tokens_per_second"]) for r in rows if "seconds" in r}
+    return table + "".join(f"\n\nSteps of {n:,} tokens." for n in tokens)
 
 
 def _speed(row: dict[str, Any] | None) -> str:
