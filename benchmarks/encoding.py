@@ -45,10 +45,11 @@ def contestants(pair: list[Tensor], encode: "Encode") -> dict[str, Callable[[], 
     copies = [torch.empty_like(x) for x in pair]
     out = encode(pair)
     grads, inputs = [torch.randn_like(x) for x in out], [*pair, *encode.parameters]
+    unused = {"retain_graph": True, "allow_unused": True}  # gates are not part of the features
     return {
         "copy": lambda: [copy.copy_(x) for copy, x in zip(copies, data, strict=True)],
         "forward": lambda: encode(data),
-        "backward": lambda: torch.autograd.grad(out, inputs, grads, retain_graph=True),
+        "backward": lambda: torch.autograd.grad(out, inputs, grads, **unused),
     }
 
 
