@@ -21,6 +21,7 @@ BAD = {  # command -> arguments, with {absent} for a path that does not exist
     "train_row": "table2 Nobody linear",
 }
 BAD_DATA = {  # folder of data-prep -> arguments, with {other} for the data of another corpus
+    "algebraic": "--task copy --dest {other}",
     "glue": "RTE --dest {absent} --tokens-of {absent}",
     "multi30k": "--dest {other}",
     "newstest": "--dest {other}",

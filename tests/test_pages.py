@@ -229,9 +229,10 @@ def test_the_readme_links_every_page():
 
 
 @by_page
-def test_the_python_of_a_page_runs(page):
+def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     languages = {named for _, named, _ in FENCED.findall(page.read_text(encoding="utf-8"))}
-    assert languages <= {"", "python"}  # no block escapes the checks
+    assert languages <= {"", "python", "math"}  # no block escapes the checks
     found = blocks(page, "python")
     if page.name == "CONTRIBUTING.md":
         assert len(found) == 2  # followed below, and in test_families.py
@@ -289,6 +290,6 @@ def test_an_encoding_is_one_file_and_one_line(tmp_path):
     assert f"driver: 0 0 50.0 {tmp_path}" in said, said + done.stderr
     assert int(re.search(r"(\d+) passed", said)[1]) >= 10
     page = (tmp_path / "docs" / "encodings.md").read_text(encoding="utf-8")
-    assert "| `yours` | Features j and j + D/2 turn by" in page
+    assert "| [`yours`](#yours) | Features j and j + D/2 turn by" in page
     assert "| `--yours-base` | 100.0 |" in page
     assert "`yours`" in (tmp_path / "README.md").read_text(encoding="utf-8")

@@ -64,12 +64,10 @@ def scored_attention(
 ) -> Tensor:
     """Compute softmax attention with ``encoding``.
 
-    A decay per token, constant or from gates, counts real tokens: the weight exp(score) of (s, t),
-    or the score itself for ``decay_on`` "score", is multiplied by exp(sum of log decays of the real
-    tokens in t+1..s), in a bidirectional model by the sum between the two tokens.
-
-    ``settings.score_decay`` multiplies the encoded score before decays of the weight are applied.
-    It counts steps between positions, in the domain of the encoding.
+    A decay, constant or from gates, counts real tokens: the weight exp(score) of (s, t), or the
+    score itself for ``decay_on`` "score", is multiplied by exp(sum of log decays of the tokens in
+    t+1..s), in a bidirectional model by the sum between the two. ``settings.score_decay`` counts
+    steps between positions, and multiplies the encoded score before decays of the weight.
 
     Args:
         q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E), encoded by a :class:`QueryKeyEncoding`.
@@ -92,18 +90,17 @@ def scored_attention(
     blocks = list(query_blocks(q, k, settings.causal, BLOCK))
     if len(blocks) == 1:
         return _block(encoding, q, k, v, queries, keys, key_padding_mask, settings)
-    parts = []
-    for rows, columns in blocks:
-        parts.append(
-            _block(
-                encoding,
-                *(q[:, :, rows], k[:, :, columns], v[:, :, columns]),
-                *(queries.of(rows), keys.of(columns)),
-                _cut_mask(key_padding_mask, rows, columns),
-                settings,
-            )
+    parts = (
+        _block(
+            encoding,
+            *(q[:, :, rows], k[:, :, columns], v[:, :, columns]),
+            *(queries.of(rows), keys.of(columns)),
+            _cut_mask(key_padding_mask, rows, columns),
+            settings,
         )
-    return torch.cat(parts, 2)
+        for rows, columns in blocks
+    )
+    return torch.cat(list(parts), 2)
 
 
 def real_tokens(length: int, key_padding_mask: Tensor | None, device: torch.device) -> Tensor:

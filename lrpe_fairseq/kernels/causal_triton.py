@@ -24,7 +24,8 @@ from lrpe_fairseq.kernels.loader import on_device
 CHUNK = 64
 WIDEST_BLOCK = {True: 32, False: 64}
 """Maximum number of columns of D or E per program, in float32 (True) and in half precision. A
-float32 product consists of three tf32 products, which need more registers."""
+float32 product consists of three tf32 products, which need more registers; with a decay per token the
+gradient of float32 needs the smallest blocks."""
 MINIMUM = 16  # smallest side of a tl.dot
 
 
@@ -73,7 +74,7 @@ class _CausalSums(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, log_decay, wanted, eps):
-        shape = _shape_of(q, v)
+        shape = _shape_of(q, v, log_decay)
         given = q, k, v, log_decay
         q, k, v = (x.flatten(0, 1) for x in given[:3])
         decay = _decay_of(log_decay, shape)
@@ -141,9 +142,11 @@ def _through_quotient(
     return grad / clamped.unsqueeze(-1), g.masked_fill(denominator < eps, 0.0)
 
 
-def _shape_of(q: Tensor, v: Tensor) -> _Shape:
+def _shape_of(q: Tensor, v: Tensor, log_decay: Tensor | None) -> _Shape:
     batch, heads, time, keys = q.shape
     widest = WIDEST_BLOCK[v.dtype == torch.float32]
+    if v.dtype == torch.float32 and log_decay is not None and log_decay.dim() == 3:
+        widest = MINIMUM
     blocks = (min(widest, _power_of_two(width)) for width in (keys, v.shape[-1]))
     chunks = max(1, triton.cdiv(time, CHUNK))
     return _Shape(batch * heads, heads, time, chunks, keys, v.shape[-1], *blocks)
