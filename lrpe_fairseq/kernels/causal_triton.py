@@ -24,8 +24,8 @@ from lrpe_fairseq.kernels.loader import on_device
 CHUNK = 64
 WIDEST_BLOCK = {True: 32, False: 64}
 """Maximum number of columns of D or E per program, in float32 (True) and in half precision. A
-float32 product consists of three tf32 products, which need more registers; its gradient with a decay
-per token needs the smallest blocks."""
+float32 product consists of three tf32 products, which need more registers. Its gradient with a
+decay per token needs the smallest blocks."""
 MINIMUM = 16  # smallest side of a tl.dot
 
 
