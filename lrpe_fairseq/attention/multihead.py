@@ -27,6 +27,7 @@ from lrpe_fairseq.attention.scored import Settings, Tokens, scored_attention
 from lrpe_fairseq.attention.softmax import SoftmaxState
 from lrpe_fairseq.encodings import Encoding, EncodingOptions, ScoreEncoding, build_encoding
 from lrpe_fairseq.encodings.base import ELU_PLUS_ONE, PositionCache, check_positions
+from lrpe_fairseq.encodings.biases import query_scale
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import is_transformed
 
@@ -98,11 +99,11 @@ class MultiheadAttention(nn.Module):
         self.causal, self.dropout, self.retain_dropout = causal, dropout, False
         self.positions: Tensor | None = None  # of the next calls of forward; None counts tokens
         self.sees_padding = "padding-ignored" in options.fidelity
-        published = "embed-dim-scale" in options.fidelity and position_encoding != "none"
-        self.scale = (embed_dim if published else self.head_dim) ** -0.5
         self.encoding = build_encoding(
             position_encoding, self.head_dim, num_heads, causal=causal, seed=seed, options=options
         )
+        spec = self.encoding.spec
+        self.scale = self.head_dim**-0.5 if position_encoding == "none" else query_scale(spec)
         if isinstance(self.encoding, ScoreEncoding):
             self.scale *= self.encoding.content_scale
         if attention_type == "linear" and not self.encoding.serves_linear:

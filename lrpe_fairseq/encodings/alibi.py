@@ -24,8 +24,7 @@ class ALiBi(QueryKeyEncoding):
     card = Card(
         equation=r"z_{st} - m_h\,|n|,\quad m_h = 2^{-8(h+1)/H} \text{ for } H = 2, 4, 8, \dots",
         cost="one bias (H, T, S) in softmax attention; in linear attention none",
-        beyond="Designed for it: keys much farther than 1 / m_h have no weight at any length, so "
-        "perplexity does not rise.",
+        beyond="Designed for it: keys much farther than 1 / m_h have no weight at any length.",
         source="Press, Smith and Lewis (2022), Section 3",
     )
 

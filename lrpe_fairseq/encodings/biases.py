@@ -76,7 +76,7 @@ def seen_keys(scores: Tensor, visible: Tensor | None, before: int = 0) -> Tensor
 
 
 def query_scale(spec: EncodingSpec) -> float:
-    """Return the factor that the q of a score encoding has, without its ``content_scale``.
+    """Return the factor of q in softmax attention, without a ``content_scale``.
 
     It is D^-0.5, or (H D)^-0.5 with the departure ``embed-dim-scale``.
     """

@@ -38,8 +38,7 @@ class Sandwich(LagBias):
         equation=r"b_{st} = \frac{H}{8(h+1)} \Big( \sum_{i=1}^{w/2} "
         r"\cos\big(n \, 10000^{-2i/w}\big) - \frac{w}{2} \Big), \quad w = 128",
         cost="no parameters; O((T + S) w) cosines and one lookup per pair, O(H T S)",
-        beyond="The bias falls about as log n up to lags of 4096 and oscillates beyond; "
-        "nothing is learned.",
+        beyond="The bias falls about as log n, with oscillations; nothing is learned.",
         source="Chi, Fan, Rudnicky and Ramadge, 2023",
     )
 

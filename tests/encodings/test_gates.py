@@ -115,18 +115,6 @@ def test_a_bias_in_a_half_type_is_rounded_once(dtype):
     torch.testing.assert_close(weights.double(), exact, rtol=0.02, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["alibi", "fox", "gated:lrpe-type2"])
-def test_decoding_at_an_offset_of_100000_equals_parallel(name, kind):
-    module, x, at = module_of(name, kind), text(7), 100_000 + torch.arange(7)
-    whole, _ = module.attend(x)
-    state, parts = None, []
-    for s in range(7):
-        part, state = module.attend(x[:, s : s + 1], None, state, True, positions=at[s : s + 1])
-        parts.append(part)
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-8, atol=1e-8)
-
-
 # --- FoX ---------------------------------------------------------------------------------------
 
 

@@ -4,11 +4,11 @@ Parts without a run file are marked as not measured.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from lrpe_fairseq.encodings import ENCODINGS
+from lrpe_fairseq.encodings import ENCODINGS, encoding_class
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.report import markdown, paper
 from lrpe_fairseq.experiments.report import pictures as drawing
@@ -176,28 +176,34 @@ def decoding(rows: Rows) -> str:
 def table9(rows: Rows) -> str:
     """Training speed of every method relative to Base, with the papers' numbers."""
     heads = ["LRPE, Table 9: linear", "softmax", "TMLR, Table 6: linear"]
-    return _speeds(rows, heads, _published)
+    return _speeds(rows, ENCODINGS, heads, _published)
 
 
 def table9_roberta(rows: Rows) -> str:
     """Training speed relative to Base of the methods that serve bidirectional models."""
-    return _speeds(rows, [], lambda name: [])
+    names = [name for name in ENCODINGS if not encoding_class(name).causal_only]
+    return _speeds(rows, names, [], lambda name: [])
 
 
-def _speeds(rows: Rows, more: list[str], of: Callable[[str], list[str]]) -> str:
-    """Return a row per encoding: its speeds in both attentions, and the cells ``of`` its name."""
+def _speeds(
+    rows: Rows, names: Iterable[str], more: list[str], of: Callable[[str], list[str]]
+) -> str:
+    """Return a row per name: its speeds in both attentions, and the cells ``of`` its name."""
     found = _by(rows, "encoding", "attention")
     lines = []
-    for name in ENCODINGS:
-        ours = [_speed(found.get((name, kind))) for kind in ("linear", "softmax")]
+    for name in names:
+        ours = [_speed(found.get((name, "linear")), encoding_class(name).serves_linear)]
+        ours.append(_speed(found.get((name, "softmax"))))
         lines.append([f"`{name}`", *ours, *of(name)])
     table = markdown.table(["speed relative to Base", "linear", "softmax", *more], lines, True)
     tokens = {round(r["seconds"] * r["tokens_per_second"]) for r in rows if "seconds" in r}
     return table + "".join(f"\n\nSteps of {n:,} tokens." for n in tokens)
 
 
-def _speed(row: dict[str, Any] | None) -> str:
-    return f"{row['relative_speed']:.2f}" if row else "–"
+def _speed(row: dict[str, Any] | None, served: bool = True) -> str:
+    if row is None:
+        return NOT_MEASURED if served else "–"
+    return f"{row['relative_speed']:.2f}"
 
 
 def _published(name: str) -> list[str]:
