@@ -91,6 +91,10 @@ class TranslationRun(TrainingRun):
         "encoder-score-decay": "model.encoder.score_decay",
         "decoder-attention-normalizer": "model.decoder.attention_normalizer",
         "decoder-score-decay": "model.decoder.score_decay",
+        "cross-attention-type": "model.cross.attention_type",
+        "cross-position-encoding": "model.cross.position_encoding",
+        "cross-attention-normalizer": "model.cross.attention_normalizer",
+        "cross-score-decay": "model.cross.score_decay",
     }
     next_step: ClassVar[str] = "evaluate with: scripts/eval_mt.sh {best} {data}"
     evaluations: tuple[tuple[str, str], ...] = (("valid", BEAM), ("test", BEAM))
