@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.models.inference import name_dropout
 from lrpe_fairseq.models.options import build_attention
+from lrpe_fairseq.models.tree_embedding import TreeEmbedding
 
 
 class EncoderLayer(TransformerEncoderLayerBase):
@@ -57,6 +58,8 @@ class Encoder(TransformerEncoderBase):
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Module, options: Any) -> None:
         self._options, self._layer_count = options, count()
         super().__init__(cfg, dictionary, embed_tokens)
+        if has_tree_embedding(cfg):
+            self.embed_positions = TreeEmbedding(cfg.encoder.embed_dim)
         name_dropout(self, "TransformerEncoder")
 
     def build_encoder_layer(self, cfg: Any) -> nn.Module:
@@ -85,6 +88,8 @@ class Decoder(TransformerDecoderBase):
     ) -> None:
         self._options, self._layer_count = options, count()
         super().__init__(cfg, dictionary, embed_tokens, **keywords)
+        if has_tree_embedding(cfg):
+            self.embed_positions = TreeEmbedding(cfg.decoder.embed_dim)
         name_dropout(self, "TransformerDecoder")
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
@@ -131,8 +136,13 @@ class Decoder(TransformerDecoderBase):
         return None
 
 
+def has_tree_embedding(cfg: Any) -> bool:
+    """True for ``--tree-embedding``; older checkpoints and other models do not have it."""
+    return getattr(cfg, "tree_embedding", False)
+
+
 def set_positions(stack: nn.Module, positions: Tensor | None) -> None:
-    """Set the positions of all self-attention of a stack, until the next forward pass.
+    """Set the positions of a stack until the next forward pass: of self-attention and Tree-SQ.
 
     They are kept after it, because activation checkpointing runs the layers again.
     """
@@ -140,7 +150,7 @@ def set_positions(stack: nn.Module, positions: Tensor | None) -> None:
         return
     stack.has_positions = positions is not None
     for module in stack.modules():
-        if isinstance(module, MultiheadAttention):
+        if isinstance(module, MultiheadAttention | TreeEmbedding):
             module.positions = positions
 
 
