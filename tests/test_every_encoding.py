@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.attention import multihead, scored
+from lrpe_fairseq.attention import projected, scored
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import (
     ENCODINGS,
@@ -436,7 +436,7 @@ def test_a_module_in_half_precision_is_finite(name, attention_type, dtype):
     vanishes = encoding_of(name).denominator_vanishes and dtype == torch.float16
     x = torch.randn(200, 2, WIDTH, generator=torch.Generator().manual_seed(4)).to(dtype)
     x.requires_grad_()
-    multihead._warn_once.cache_clear()
+    projected._warn_once.cache_clear()
     warns = vanishes and attention_type == "linear"
     with pytest.warns(UserWarning, match="'layernorm'") if warns else nullcontext():
         assert attention_of(name, attention_type).to(dtype)(x)[0].isfinite().all()

@@ -6,12 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments.data import transduction as data
 from lrpe_fairseq.experiments.data.transduction import Recipe
-from lrpe_fairseq.experiments.families import preparation_of, transduction
+from lrpe_fairseq.experiments.families import plan, preparation_of, transduction
 from lrpe_fairseq.experiments.families.transduction import METRICS, TransductionRun
+from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.recipes import cells
@@ -28,7 +30,8 @@ experiments: [toy]
 scales: {small: configs/transduction/tree-small.yaml}
 baseline: Sinusoidal
 better: lower
-options: {node-positions: false, no-token-positional-embeddings: false, ape-init: rope}
+options: {node-positions: false, no-token-positional-embeddings: false, ape-init: rope,
+          cross-position-encoding: none}
 columns:
   - {key: rotate, title: rotate, attention: softmax, dataset: tree-rotate-depth, split: test,
      protocol: teacher, metric: ppl}
@@ -37,7 +40,8 @@ columns:
 rows:
   - {label: Sinusoidal, encoding: none, attention: [softmax]}
   - {label: APE tree, encoding: ape-tree, attention: [softmax],
-     overrides: {node-positions: true, no-token-positional-embeddings: true, ape-init: identity}}
+     overrides: {node-positions: true, no-token-positional-embeddings: true, ape-init: identity,
+                 cross-position-encoding: ape-tree}}
 """
 SMALLER = (
     *(f"model.{half}.embed_dim=16" for half in ("encoder", "decoder")),
@@ -73,7 +77,7 @@ def test_a_cell_names_its_data_set_and_sets_both_halves(runs) -> None:
     chosen = run.settings()
     assert chosen.task.data == "data/tree-rotate-depth-small/bin"
     assert (chosen.task.node_positions, chosen.task.scored_tokens) == (True, "no-end")
-    for half in (chosen.model.encoder, chosen.model.decoder):
+    for half in (chosen.model.encoder, chosen.model.decoder, chosen.model.cross):
         assert (half.position_encoding, half.attention_type) == ("ape-tree", "softmax")
         assert (half.ape_init, half.encoding_seed) == ("identity", 3)
     other = runs["small-reverse-Sinusoidal-softmax-seed3"]
@@ -147,4 +151,24 @@ def test_a_run_trains_and_is_measured_from_data_to_run_file(runs, tmp_path: Path
     assert best == pytest.approx(found["metrics"]["valid"]["teacher"]["ppl"], rel=1e-3)
     assert found["position_encoding"] == {"encoder": "ape-tree", "decoder": "ape-tree"}
     assert shown.option(found, "ape-init") == "identity"
+    assert shown.option(found, "cross-position-encoding") == "ape-tree"
+    weights = checkpoints.load(run.checkpoints / checkpoints.BEST)["model"]
+    generators = [w for name, w in weights.items() if name.endswith("generator.entries")]
+    assert len(generators) == 3
+    assert all(torch.equal(one, generators[0]) for one in generators)
     assert shown.option(found, "node-positions") is True
+
+
+@pytest.mark.parametrize("name", ["ape-sequences", "ape-trees"])
+def test_every_cell_of_a_table_has_its_own_run_on_data_of_the_scale(name: str) -> None:
+    table = plan.load_named(name)
+    for scale in table.scales:
+        made = plan.runs(table, scale, [1])
+        assert len({run.result for run in made}) == len(made) == len(cells(table.at(scale)))
+        assert {run.data.name.rpartition("-")[2] for run in made} == {scale}
+        for run in made:
+            model = run.settings().model
+            relative = run.position_encoding != "none"
+            assert model.cross.position_encoding == run.position_encoding
+            assert model.no_token_positional_embeddings == (relative or run.label == "Tree-SQ")
+            assert model.encoder.shaw_distance == model.cross.shaw_distance

@@ -33,9 +33,9 @@ KERNELS = "lrpe_fairseq.kernels.causal_triton"
 
 
 class LinearState(NamedTuple):
-    """The complete state of causal linear attention, in float32 or wider.
+    """The complete state of linear attention, in float32 or wider.
 
-    kv: (B, H, D, E) = sum_t k~_t v_t^T. keys: (B, H, D') = sum of the denominator's keys; zeros
+    kv: (B, H, D, E) = sum_t k~_t v_t^T. keys: (B, H, D') = sum of the denominator's keys, not used
     without a denominator.
     """
 
@@ -158,6 +158,47 @@ def linear_attention_block(
         keys = before.keys.unsqueeze(-2) + content[1].cumsum(-2)
         denominator, after = (content[0] * keys).sum(-1), after._replace(keys=keys[..., -1, :])
     return _narrow(_divide(numerator, denominator), dtype, normalizer), after
+
+
+@_without_autocast
+def summed_memory(
+    k: Tensor,
+    v: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    normalizer: str = "rotated",
+    content: Tensor | None = None,
+) -> LinearState:
+    """Return the sums over all S keys that :func:`attend_to_memory` reads.
+
+    Arguments are those of :func:`linear_attention`; ``content`` holds the keys only. The state has
+    a size that does not depend on S, so a sentence that is decoded needs no other memory of it.
+    """
+    features = None if content is None else (content, content)
+    given = (k, k, v, False, key_padding_mask, normalizer, features, None)
+    _, k, v, features, _ = _prepare(*given)
+    return _summed(k, v, k if features is None else features[1])
+
+
+@_without_autocast
+def attend_to_memory(
+    q: Tensor,
+    memory: LinearState,
+    *,
+    dtype: torch.dtype,
+    normalizer: str = "rotated",
+    content: Tensor | None = None,
+) -> Tensor:
+    """Compute bidirectional attention of q (B, H, T, D) to the keys of ``memory``.
+
+    Equal to :func:`linear_attention` with ``causal=False`` and the arguments of
+    :func:`summed_memory`. content: features of the queries without encoding, for normalizer
+    ``content``. dtype: of the values, and of the result (B, H, T, E).
+    """
+    counted = {"rotated": q, "content": content}.get(normalizer)
+    wide = memory.kv.dtype
+    counted = None if counted is None else counted.to(wide)
+    return _narrow(_divide(*_read(q.to(wide), memory, counted)), dtype, normalizer)
 
 
 def reorder_state(state: LinearState, new_order: Tensor) -> LinearState:
@@ -325,8 +366,19 @@ def _full_sums(
     q: Tensor, k: Tensor, v: Tensor, with_denominator: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return sum_t (q_s . k_t) v_t and, with ``with_denominator``, sum_t q_s . k_t, over all t."""
-    numerator = q @ (k.transpose(-1, -2) @ v)
-    return numerator, (q @ k.sum(-2).unsqueeze(-1)).squeeze(-1) if with_denominator else None
+    return _read(q, _summed(k, v, k), q if with_denominator else None)
+
+
+def _summed(k: Tensor, v: Tensor, counted: Tensor) -> LinearState:
+    """Return sum_t k_t v_t^T and the sum of the keys that the denominator counts."""
+    return LinearState(k.transpose(-1, -2) @ v, counted.sum(-2))
+
+
+def _read(q: Tensor, memory: LinearState, counted: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the numerators of q and, for queries ``counted``, their denominators (B, H, T)."""
+    if counted is None:
+        return q @ memory.kv, None
+    return q @ memory.kv, (counted @ memory.keys.unsqueeze(-1)).squeeze(-1)
 
 
 def _empty_state(q: Tensor, v: Tensor, content: tuple[Tensor, Tensor] | None) -> LinearState:

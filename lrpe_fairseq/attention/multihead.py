@@ -1,41 +1,43 @@
 """Multi-head self-attention, linear or softmax, with any encoding.
 
-This module contains projections, masks, positions, incremental state and the reordering of beams.
-fairseq's layers call this module only.
+This module contains masks, positions, incremental state and the reordering of beams. Projections
+are in ``attention.projected``. fairseq's layers call this module and ``attention.cross`` only.
 
 Axes: B batch, H heads, T query time, S key time, D key width, E value width, C = H D.
 """
 
 import math
-import warnings
-from collections.abc import Callable
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from lrpe_fairseq.attention import linear, softmax
-from lrpe_fairseq.attention.linear import (
-    NORMALIZERS,
-    LinearState,
-    linear_attention,
-    linear_attention_block,
+from lrpe_fairseq.attention.linear import LinearState, linear_attention, linear_attention_block
+from lrpe_fairseq.attention.projected import (
+    ATTENTION_TYPES,
+    NOT_EXPORTED,
+    ProjectedAttention,
+    feature_map,
+    warn_about_compiler,
 )
 from lrpe_fairseq.attention.scored import Settings, Tokens, scored_attention
 from lrpe_fairseq.attention.softmax import SoftmaxState
-from lrpe_fairseq.encodings import Encoding, EncodingOptions, ScoreEncoding, build_encoding
-from lrpe_fairseq.encodings.base import ELU_PLUS_ONE, PositionCache, check_positions
-from lrpe_fairseq.encodings.biases import query_scale
+from lrpe_fairseq.encodings import Encoding, ScoreEncoding
+from lrpe_fairseq.encodings.base import PositionCache, check_positions
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import is_transformed
 
-ATTENTION_TYPES = ("linear", "softmax")
-NOT_EXPORTED = (
-    "TorchScript, torch.jit.trace and ONNX are not supported by lrpe_fairseq's attention; run the "
-    "model in Python"
-)
+__all__ = [
+    "ATTENTION_TYPES",
+    "AttentionState",
+    "Memory",
+    "MultiheadAttention",
+    "block_positions",
+    "feature_map",
+    "reorder_attention_state",
+]
 
 
 class AttentionState(NamedTuple):
@@ -55,69 +57,19 @@ class Memory(NamedTuple):
     hidden: Tensor | None = None  # B T M+T, true where a token must not attend to another
 
 
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(ProjectedAttention):
     """Self-attention of one layer.
 
-    Args:
-        embed_dim: C. num_heads: H; must divide C.
-        attention_type: "linear" (first phi(x) = 1 + elu(x), then the encoding) or "softmax"
-            (the encoding is applied to the projected q and k; scale D^-0.5).
-        position_encoding: a name in ENCODINGS or the free form.
-        causal: True if a token attends only to itself and earlier tokens.
-        dropout: on softmax weights. Linear attention has no weights and ignores it, as in the
-            paper (Table 7: "attention dropout is only used for vanilla attention").
-        normalizer: of linear attention; see ``attention.linear.NORMALIZERS``.
-        seed: seed of the encoding's fixed random parts. options: options of individual encodings.
-        score_decay: c in (0, 1]: the encoded score of (s, t) is multiplied by c^n, before decays of
-            the weight. n is the number of steps between s and t in the domain of the encoding
-            (``Encoding.steps_between``). Linear attention multiplies the score of its kernel and
-            supports it for positions on a line.
-        wrap_linear: applied to each projection, for example fairseq's quantization noise.
-    Raises: ChoiceError for an unknown name, a width that is not divisible by H, or an encoding
-        that the attention type does not support.
+    Args: see :class:`ProjectedAttention`. In linear attention a ``score_decay`` multiplies the
+        score of the kernel and needs positions on a line.
+    Raises: ChoiceError as ProjectedAttention, and for a score decay that linear attention does not
+        support.
     """
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        attention_type: str,
-        position_encoding: str,
-        causal: bool,
-        dropout: float = 0.0,
-        normalizer: str = "rotated",
-        seed: int = 0,
-        options: EncodingOptions = EncodingOptions(),
-        score_decay: float = 1.0,
-        wrap_linear: Callable[[nn.Linear], nn.Module] = lambda linear: linear,
-    ) -> None:
-        super().__init__()
-        _check_choices(embed_dim, num_heads, attention_type, normalizer)
-        self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
-        self.attention_type, self.normalizer = attention_type, normalizer
-        self.causal, self.dropout, self.retain_dropout = causal, dropout, False
-        self.positions: Tensor | None = None  # of the next calls of forward; None counts tokens
-        self.sees_padding = "padding-ignored" in options.fidelity
-        self.encoding = build_encoding(
-            position_encoding, self.head_dim, num_heads, causal=causal, seed=seed, options=options
-        )
-        spec = self.encoding.spec
-        self.scale = self.head_dim**-0.5 if position_encoding == "none" else query_scale(spec)
-        if isinstance(self.encoding, ScoreEncoding):
-            self.scale *= self.encoding.content_scale
-        if attention_type == "linear" and not self.encoding.serves_linear:
-            raise ChoiceError(
-                f"position encoding {position_encoding!r} needs the score matrix, which linear "
-                "attention does not compute; use it with softmax attention"
-            )
-        self.score_decay = score_decay
-        _check_score_decay(score_decay, attention_type, self.encoding)
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
-            wrap_linear(_xavier_linear(embed_dim, gain)) for gain in (*[2**-0.5] * 3, 1.0)
-        )
-        use_norm = attention_type == "linear" and normalizer == "layernorm"
-        self.norm = nn.LayerNorm(embed_dim) if use_norm else None
+    def __init__(self, embed_dim: int, num_heads: int, **options: Any) -> None:
+        super().__init__(embed_dim, num_heads, **options)
+        _check_linear_decay(self.score_decay, self.attention_type, self.encoding)
+        self.sees_padding = "padding-ignored" in self.encoding.spec.options.fidelity
 
     # --- fairseq's interface: (T, B, C), and a dictionary of states ----------------------------
 
@@ -152,22 +104,8 @@ class MultiheadAttention(nn.Module):
             incremental_state[self._state_key] = state
         return out.transpose(0, 1), None
 
-    def make_generation_fast_(
-        self,
-        name: str = "",
-        retain_dropout: bool = False,
-        retain_dropout_modules: list[str] | None = None,
-        **keywords: Any,
-    ) -> None:
-        """Called by fairseq before inference: keep attention dropout for ``--retain-dropout``."""
-        modules = retain_dropout_modules
-        self.retain_dropout = retain_dropout and (
-            modules is None or "MultiheadAttention" in modules
-        )
-
-    def __prepare_scriptable__(self) -> None:
-        """Called by ``torch.jit.script`` for this module or a model that contains it."""
-        raise NotImplementedError(NOT_EXPORTED)
+    def _reordered(self, state: AttentionState, new_order: Tensor) -> AttentionState:
+        return reorder_attention_state(state, new_order)
 
     def remembering(self, memory: Memory) -> dict[str, Memory]:
         """Return an ``incremental_state`` with which :meth:`forward` also attends to ``memory``.
@@ -175,19 +113,6 @@ class MultiheadAttention(nn.Module):
         The call stores no state in it.
         """
         return {self._state_key: memory}
-
-    def reorder_incremental_state(self, incremental_state: dict, new_order: Tensor) -> None:
-        """Called by fairseq in beam search: select the states of ``new_order`` (B',)."""
-        state = self._get_input_buffer(incremental_state)
-        if state is not None:
-            incremental_state[self._state_key] = reorder_attention_state(state, new_order)
-
-    def _get_input_buffer(self, incremental_state: dict | None) -> AttentionState | Memory | None:
-        return None if incremental_state is None else incremental_state.get(self._state_key)
-
-    @property
-    def _state_key(self) -> str:
-        return f"lrpe_attention.{id(self)}"
 
     # --- inside: (B, T, C) ---------------------------------------------------------------------
 
@@ -213,7 +138,7 @@ class MultiheadAttention(nn.Module):
         Raises: ValueError for incompatible arguments.
         """
         if torch.compiler.is_compiling():
-            _warn_about_compiler()
+            warn_about_compiler()
         return self._attend(x, key_padding_mask, state, keep_state, positions)
 
     @torch.compiler.disable  # compiled backward passes of linear attention fail
@@ -250,53 +175,8 @@ class MultiheadAttention(nn.Module):
         if explicit:
             following = positions.expand(x.shape[:2]).amax(1) + 1
         else:
-            following = _next_position(x, key_padding_mask, state)
+            following = next_position(x, key_padding_mask, state)
         return out, AttentionState(past, following)
-
-    def _heads(self, x: Tensor) -> Tensor:
-        """(B, T, C) -> (B, H, T, D)."""
-        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v, (B, H, T, D) each, of x (B, T, C)."""
-        return tuple(self._heads(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj))
-
-    def _folds(self, x: Tensor) -> bool:
-        """True if P is multiplied into the weights, which is cheaper for at least C tokens.
-
-        False if a hook changes the weights in each call (quantization noise).
-        """
-        plain = not (self.q_proj._forward_pre_hooks or self.k_proj._forward_pre_hooks)
-        return plain and self.encoding.foldable and x.shape[0] * x.shape[1] >= x.shape[2]
-
-    def _folded(self, projection: nn.Linear, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the planes of (P W) x + P b, (B, H, T, D) each; P W is computed once per call."""
-        weight = projection.weight.unflatten(0, (self.num_heads, self.head_dim)).mT  # H C D
-        bias = projection.bias.unflatten(0, (self.num_heads, 1, self.head_dim))  # H 1 D
-        planes = zip(*map(self.encoding.projection, (weight, bias)), strict=True)
-        return tuple(self._heads(F.linear(x, w.mT.flatten(0, 1), b.flatten())) for w, b in planes)
-
-    def _encoded(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q~, k~ and v of softmax attention; score encodings do not change q and k."""
-        if isinstance(self.encoding, ScoreEncoding):
-            return self._project(x)
-        if not self._folds(x):
-            q, k, v = self._project(x)
-            return *self.encoding(q, k, positions, positions), v
-        planes = (self._folded(p, x) for p in (self.q_proj, self.k_proj))
-        q, k = self.encoding.turn(*planes, positions, positions)
-        return q, k, self._heads(self.v_proj(x))
-
-    def _project_out(self, out: Tensor, x: Tensor) -> Tensor:
-        """(B, H, T, E) -> (B, T, C) in the dtype of x."""
-        return self.out_proj(self._normalized(out.transpose(1, 2).flatten(2)).to(x.dtype))
-
-    def _normalized(self, out: Tensor) -> Tensor:
-        """Apply the optional LayerNorm over all heads (TMLR) in the precision of the sums."""
-        if self.norm is None:
-            return out
-        weight, bias = (p.to(out.dtype) for p in (self.norm.weight, self.norm.bias))
-        return F.layer_norm(out, self.norm.normalized_shape, weight, bias, self.norm.eps)
 
     def _linear(
         self,
@@ -307,8 +187,7 @@ class MultiheadAttention(nn.Module):
         keep_state: bool,
     ) -> tuple[Tensor, LinearState | None]:
         q, k, v = self._project(x)
-        if self.norm is not None:  # sums without a denominator overflow float16
-            v = v.to(torch.promote_types(v.dtype, torch.float32))
+        v = v.to(self._value_type(v))
         options = {"key_padding_mask": padding, "normalizer": self.normalizer}
         if self.normalizer == "content":
             options["content"] = feature_map(q), feature_map(k)
@@ -357,26 +236,6 @@ class MultiheadAttention(nn.Module):
             return gates
         return gates.masked_fill(padding.bool().unsqueeze(1), 0.0)
 
-    def _features(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply feature map and encoding to q and k (B, H, T, D), in the order of the encoding."""
-        if self.encoding.denominator_vanishes and q.dtype == torch.float16:
-            self._warn_about_denominator()
-        one_pass = self.encoding.one_pass(q, positions, FEATURE_MAP)
-        if one_pass is not None:
-            return one_pass(q), one_pass(k)
-        if self.encoding.before_feature_map:
-            q, k = self.encoding(q, k, positions, positions)
-            return feature_map(q), feature_map(k)
-        return self.encoding(feature_map(q), feature_map(k), positions, positions)
-
-    def _warn_about_denominator(self) -> None:
-        if self.normalizer == "rotated":
-            _warn_once(
-                f"{self.encoding.name}: the denominator of normalizer 'rotated' is often near "
-                "zero, so float16 gradients overflow; use normalizer 'layernorm' or 'content', or "
-                "bfloat16"
-            )
-
     def _after_memory(self, x: Tensor, memory: Memory) -> Tensor:
         """Compute attention of x (B, T, C) over [memory, x]: (B, H, T, E). Keys start M earlier."""
         if self.attention_type == "linear" or not self.causal:
@@ -406,32 +265,9 @@ class MultiheadAttention(nn.Module):
             k, v, positions, padding, sums = past.parts
             padding = padding if padding.any() else None
             keys = Tokens(positions, sums)
-        dropout = self.dropout if self.training or self.retain_dropout else 0.0
-        settings = Settings(self.causal, self.scale, dropout, self.score_decay)
+        settings = Settings(self.causal, self.scale, self._active_dropout, self.score_decay)
         out = scored_attention(self.encoding, q, k, v, queries, keys, padding, settings)
         return out, past
-
-
-def feature_map(x: Tensor) -> Tensor:
-    """Compute phi(x) = 1 + elu(x) > 0 (Katharopoulos et al., 2020; LRPE, Section 4.1)."""
-    return F.elu(x).add_(1.0)
-
-
-FEATURE_MAP = ELU_PLUS_ONE
-"""The name of :func:`feature_map` in ``QueryKeyEncoding.one_pass``."""
-
-
-@cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=2)
-
-
-@torch.compiler.disable
-def _warn_about_compiler() -> None:
-    _warn_once(
-        "torch.compile: attention of lrpe_fairseq stays outside the compiled graph and runs as in "
-        "eager execution"
-    )
 
 
 def block_positions(
@@ -451,7 +287,7 @@ def block_positions(
     return steps if state is None else state.next_position.unsqueeze(1) + steps
 
 
-_positions_of_mask = PositionCache()
+_positions_of_mask = PositionCache(2)  # of a source and a target
 _gaps_of_mask = PositionCache()
 
 
@@ -490,9 +326,13 @@ def _cached_count(length: int, device: torch.device, first: int) -> Tensor:
         return torch.arange(first, length, device=device)
 
 
-def _next_position(
+def next_position(
     x: Tensor, key_padding_mask: Tensor | None, state: AttentionState | None
 ) -> Tensor:
+    """Return the number of real tokens up to the end of the block x (B, T, C), int64 (B,).
+
+    key_padding_mask: of the block. state: what came before it, with a ``next_position``.
+    """
     batch, length, _ = x.shape
     if key_padding_mask is None:
         real = torch.full((batch,), length, device=x.device)
@@ -530,31 +370,9 @@ def _extend(
     return softmax.extend_state(past, new)
 
 
-def _check_choices(embed_dim: int, num_heads: int, attention_type: str, normalizer: str) -> None:
-    if num_heads < 1 or embed_dim % num_heads:
-        raise ChoiceError(f"the width {embed_dim} is not divisible by {num_heads} attention heads")
-    if attention_type not in ATTENTION_TYPES:
-        raise ChoiceError(
-            f"unknown attention type {attention_type!r}; choose one of {', '.join(ATTENTION_TYPES)}"
-        )
-    if normalizer not in NORMALIZERS:
-        raise ChoiceError(
-            f"unknown normalizer {normalizer!r}; choose one of {', '.join(NORMALIZERS)}"
-        )
-
-
-def _check_score_decay(decay: float, attention_type: str, encoding: Encoding) -> None:
-    if not 0 < decay <= 1:
-        raise ChoiceError(f"the score decay must be above 0 and at most 1, got {decay}")
+def _check_linear_decay(decay: float, attention_type: str, encoding: Encoding) -> None:
     if decay != 1 and attention_type == "linear" and not encoding.steps_are_lags:
         raise ChoiceError(
             f"a score decay in linear attention needs positions on a line, which {encoding.name!r} "
             "does not have here; use softmax attention or --score-decay 1"
         )
-
-
-def _xavier_linear(width: int, gain: float) -> nn.Linear:
-    linear = nn.Linear(width, width)
-    nn.init.xavier_uniform_(linear.weight, gain=gain)
-    nn.init.zeros_(linear.bias)
-    return linear

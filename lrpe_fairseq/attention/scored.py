@@ -9,17 +9,20 @@ Axes: B batch, H heads, T query time, S key time, D key width, E value width.
 
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lrpe_fairseq.attention.softmax import (
+    Rescore,
+    Weigh,
     query_blocks,
     softmax_attention,
     softmax_attention_naive,
+    softmax_weights,
 )
-from lrpe_fairseq.encodings.base import Encoding, QueryKeyEncoding
+from lrpe_fairseq.encodings.base import Encoding, QueryKeyEncoding, masked_softmax
 from lrpe_fairseq.encodings.biases import LOWEST
 
 BLOCK = 2**24
@@ -52,6 +55,14 @@ class Settings(NamedTuple):
         return {"causal": self.causal, "scale": self.scale, "dropout": self.dropout}
 
 
+class Terms(NamedTuple):
+    """What an encoding does to the scaled scores of a block: adds a bias, or maps them."""
+
+    bias: Tensor | None = None
+    rescore: Rescore | None = None
+    weigh: Weigh = masked_softmax
+
+
 def scored_attention(
     encoding: Encoding,
     q: Tensor,
@@ -71,9 +82,9 @@ def scored_attention(
 
     Args:
         q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E), encoded by a :class:`QueryKeyEncoding`.
-            The queries are the last T keys.
+            In self-attention the queries are the last T keys.
         queries, keys: positions, and sums of log gates if the encoding has gates. Counts are
-            computed here.
+            computed here if they are not given; queries of another sequence need them.
         key_padding_mask: (B, S), true where a key is padding; (B, T, S), true for hidden pairs.
     Returns: (B, H, T, E).
     """
@@ -83,10 +94,7 @@ def scored_attention(
             return softmax_attention(
                 q, k, v, key_padding_mask=key_padding_mask, **settings.of_softmax()
             )
-        if log_decay is not None:
-            counts = real_tokens(k.shape[2], key_padding_mask, k.device)
-            queries = queries._replace(counts=counts[..., k.shape[2] - q.shape[2] :])
-            keys = keys._replace(counts=counts)
+    queries, keys = _with_counts(encoding, q, k, queries, keys, key_padding_mask)
     blocks = list(query_blocks(q, k, settings.causal, BLOCK))
     if len(blocks) == 1:
         return _block(encoding, q, k, v, queries, keys, key_padding_mask, settings)
@@ -101,6 +109,34 @@ def scored_attention(
         for rows, columns in blocks
     )
     return torch.cat(list(parts), 2)
+
+
+def scored_weights(
+    encoding: Encoding,
+    q: Tensor,
+    k: Tensor,
+    queries: Tokens,
+    keys: Tokens,
+    key_padding_mask: Tensor | None,
+    settings: Settings,
+) -> Tensor:
+    """Return the weights of :func:`scored_attention` before dropout, (B, H, T, S) in q's dtype."""
+    queries, keys = _with_counts(encoding, q, k, queries, keys, key_padding_mask)
+    terms = _terms(encoding, q, k, queries, keys, settings)._asdict()
+    masks = {"causal": settings.causal, "key_padding_mask": key_padding_mask}
+    return softmax_weights(q, k, scale=settings.scale, dtype=q.dtype, **masks, **terms)
+
+
+def _with_counts(
+    encoding: Encoding, q: Tensor, k: Tensor, queries: Tokens, keys: Tokens, mask: Tensor | None
+) -> tuple[Tokens, Tokens]:
+    """Count the real tokens that a constant decay needs, where the queries are the last T keys."""
+    decays = isinstance(encoding, QueryKeyEncoding) and encoding.log_decay() is not None
+    if not decays or queries.counts is not None:
+        return queries, keys
+    counts = real_tokens(k.shape[2], mask, k.device)
+    own = counts[..., k.shape[2] - q.shape[2] :]
+    return queries._replace(counts=own), keys._replace(counts=counts)
 
 
 def real_tokens(length: int, key_padding_mask: Tensor | None, device: torch.device) -> Tensor:
@@ -143,26 +179,37 @@ def _block(
 ) -> Tensor:
     """Compute :func:`scored_attention` of one block. In a causal model its last keys are its
     queries.
+    """
+    options: dict[str, Any] = {"key_padding_mask": key_padding_mask, **settings.of_softmax()}
+    terms = _terms(encoding, q, k, queries, keys, settings)
+    if terms.rescore is None:
+        return softmax_attention(q, k, v, bias=terms.bias, **options)
+    own = {"rescore": terms.rescore, "weigh": terms.weigh}
+    return softmax_attention_naive(q, k, v, **own, **options)
+
+
+def _terms(
+    encoding: Encoding, q: Tensor, k: Tensor, queries: Tokens, keys: Tokens, settings: Settings
+) -> Terms:
+    """Return what ``encoding`` and the score decay do to the scores of a block.
 
     A score encoding runs without autocast, which would round what it computes in float32.
     """
-    options = {"key_padding_mask": key_padding_mask, **settings.of_softmax()}
     factor = _score_factor(encoding, queries, keys, settings.score_decay, q.dtype)
     if isinstance(encoding, QueryKeyEncoding):
-        return _decayed(encoding, q, k, v, queries, keys, factor, options)
+        return _decay_terms(encoding, q.dtype, queries, keys, factor, settings.causal)
     given = q * settings.scale, k, queries.positions, keys.positions
     exact = partial(torch.autocast, q.device.type, enabled=False)
     if encoding.additive and factor is None:
         with exact():
-            bias = encoding.bias(*given)
-        return softmax_attention(q, k, v, bias=bias, **options)
+            return Terms(encoding.bias(*given))
 
     def rescore(scores: Tensor, visible: Tensor | None) -> Tensor:
         with exact():
             encoded = encoding(scores, *given, visible)
         return encoded if factor is None else encoded * factor
 
-    return softmax_attention_naive(q, k, v, rescore=rescore, weigh=encoding.weigh, **options)
+    return Terms(None, rescore, encoding.weigh)
 
 
 def _score_factor(
@@ -175,21 +222,19 @@ def _score_factor(
     return (math.log(decay) * steps.double()).exp().to(dtype).unsqueeze(-3)
 
 
-def _decayed(
+def _decay_terms(
     encoding: QueryKeyEncoding,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    dtype: torch.dtype,
     queries: Tokens,
     keys: Tokens,
     factor: Tensor | None,
-    options: dict,
-) -> Tensor:
-    """Compute a block of softmax attention with gates, a constant decay, or both.
+    causal: bool,
+) -> Terms:
+    """Return gates, a constant decay, or both, as terms in ``dtype``.
 
     factor: (H or 1, T, S) or (B, 1, T, S), by which scores are multiplied; None for 1.
     """
-    log_decay, causal = encoding.log_decay(), options["causal"]
+    log_decay = encoding.log_decay()
     exponents, on_score = [], factor
     if queries.sums is not None:
         exponents.append(queries.sums.unsqueeze(-1) - keys.sums.unsqueeze(-2))
@@ -197,13 +242,13 @@ def _decayed(
         own = torch.exp(decay_exponent(log_decay, queries, keys, causal))
         on_score = own if factor is None else own * factor
     elif log_decay is not None:
-        wide = log_decay.to(torch.promote_types(log_decay.dtype, q.dtype))
+        wide = log_decay.to(torch.promote_types(log_decay.dtype, dtype))
         exponents.append(decay_exponent(wide, queries, keys, causal))
-    bias = sum(exponents).clamp(LOWEST, 0.0).to(q.dtype) if exponents else None
+    bias = sum(exponents).clamp(LOWEST, 0.0).to(dtype) if exponents else None
     if on_score is None:
-        return softmax_attention(q, k, v, bias=bias, **options)
+        return Terms(bias)
 
     def rescore(scores: Tensor, visible: Tensor | None) -> Tensor:
         return scores * on_score if bias is None else scores * on_score + bias
 
-    return softmax_attention_naive(q, k, v, rescore=rescore, **options)
+    return Terms(None, rescore)

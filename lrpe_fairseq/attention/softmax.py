@@ -127,11 +127,29 @@ def softmax_attention_naive(
             encodings that are not additive.
         weigh: maps scores, visible keys and a dtype to weights, 0 where not visible.
     """
+    options = {"bias": bias, "rescore": rescore, "weigh": weigh, "dtype": v.dtype}
+    masks = {"causal": causal, "key_padding_mask": key_padding_mask}
+    return F.dropout(softmax_weights(q, k, scale=scale, **masks, **options), dropout) @ v
+
+
+def softmax_weights(
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    dtype: torch.dtype,
+    key_padding_mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    rescore: Rescore | None = None,
+    weigh: Weigh = masked_softmax,
+) -> Tensor:
+    """Return the weights (B, H, T, S) of :func:`softmax_attention_naive` in ``dtype``."""
     scores = (q * scale) @ k.transpose(-1, -2)
     scores = scores if bias is None else scores + bias
     visible = visible_keys(q, k, causal, key_padding_mask)
     scores = scores if rescore is None else rescore(scores, visible)
-    return F.dropout(weigh(scores, visible, v.dtype), dropout) @ v
+    return weigh(scores, visible, dtype)
 
 
 def softmax_attention(

@@ -250,7 +250,7 @@ def build_encoding(
     if encoding_class(name).causal_only and not causal:
         raise ChoiceError(
             f"position encoding {name!r} is defined for causal attention only; choose another one "
-            "for an encoder"
+            "for an encoder or cross-attention"
         )
     spec, construct = EncodingSpec(head_dim, num_heads, causal, seed, options), constructor_of(name)
     flat = options.position_grid == "flat"

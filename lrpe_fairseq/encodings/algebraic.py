@@ -164,7 +164,7 @@ class Algebraic(QueryKeyEncoding):
         )
         self.relative_by = "the path from one node to the other" if one_tree else ""
         self.shift_unit = spec.options.grid_width if self._on_grid and not trees else 1
-        self._text, self._cells = components, PositionCache()
+        self._text, self._cells = components, PositionCache(2)
         self.card = _card(trees, self.foldable)
 
     def share_with(self, owner: "Algebraic") -> None:
@@ -405,7 +405,7 @@ class Planar(Component):
     ) -> None:
         super().__init__()
         learned, heads = spec.options.of(APEOptions).ape_learned, spec.num_heads
-        self.period, self._residues = period, PositionCache()
+        self.period, self._residues = period, PositionCache(2)
         self.steps_are_lags = not period
         theta = theta.expand(heads, -1).clone()
         self.theta = theta if period else nn.Parameter(theta.float(), requires_grad=learned)
@@ -473,7 +473,7 @@ class Tree(Component):
             start = _in_other_planes(start, spec.generator(stream))
         self.generator = Generator(start, options.ape_learned, _full(spec))
         self._shifts, self._pads = "ape-shifted-paths" in fidelity, "ape-tree-distance" in fidelity
-        self._shifted, self._cache = PositionCache(), TreeCache()
+        self._shifted, self._cache = PositionCache(2), TreeCache()
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Encode; see :class:`Component`."""

@@ -198,7 +198,7 @@ class Encoding(nn.Module):
     shared: bool = False
     """True if all layers share one set of parameters; see :meth:`share_with`."""
     shared_by_stacks: bool = False
-    """True if also an encoder and a decoder share it, where both have the same options."""
+    """True if also an encoder, a decoder and its cross-attention share it, with equal options."""
 
     denominator_vanishes: bool = False
     """True if the denominator of Eq. 39 is often close to zero or negative. Linear attention with
@@ -453,23 +453,26 @@ def over_heads(per_position: Tensor, positions: Tensor) -> Tensor:
 
 
 class PositionCache:
-    """A cache of the last value computed from some tensors, outside the state dict.
+    """A cache of the last values computed from some tensors, outside the state dict.
 
     Attention passes the *same* positions object to every layer and step of one length, so tensors
     are compared by identity: no values are compared and no device is synchronized. An in-place
     edit invalidates the entry. Trap: an edit through ``.data`` does not, so a parameter or buffer
     may be a source only if its values are checked as well.
 
-    Threads may share a cache: the entry is one tuple, replaced after the value is computed.
+    Threads may share a cache: the entries are one tuple, replaced after a value is computed.
+
+    size: the number of values. Two serve cross-attention, which alternates between the positions of
+        a source and of a target.
     """
 
-    def __init__(self) -> None:
-        self._entry: tuple | None = None
+    def __init__(self, size: int = 1) -> None:
+        self._size, self._entries = size, ()
 
     def get(
         self, sources: Tensor | tuple[Tensor, ...], key: Any, compute: Callable[[], Any]
     ) -> Any:
-        """Return the cached value, or ``compute()`` if the source objects or ``key`` changed.
+        """Return the cached value, or ``compute()`` if the source objects or ``key`` are new.
 
         ``key`` holds everything else that the value depends on, such as its dtype.
         """
@@ -479,18 +482,18 @@ class PositionCache:
         if torch.is_inference_mode_enabled() or any(s.is_inference() for s in sources):
             return compute()  # inference tensors have no version and cannot be used in training
         versions = [s._version for s in sources]
-        entry = self._entry
-        if entry is not None and entry[1:3] == (versions, key) and _same_objects(entry[0], sources):
-            return entry[3]
+        for entry in self._entries:
+            if entry[1:3] == (versions, key) and _same_objects(entry[0], sources):
+                return entry[3]
         value = compute()
-        self._entry = sources, versions, key, value
+        self._entries = ((sources, versions, key, value), *self._entries[: self._size - 1])
         return value
 
     def __deepcopy__(self, memo: dict) -> "PositionCache":
-        return PositionCache()
+        return PositionCache(self._size)
 
     def __reduce__(self) -> tuple:
-        return PositionCache, ()
+        return PositionCache, (self._size,)
 
 
 def _same_objects(some: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:

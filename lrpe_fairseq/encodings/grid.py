@@ -47,7 +47,7 @@ class GridEncoding(QueryKeyEncoding):
         self, spec: EncodingSpec, name: str, construct: Callable[[EncodingSpec], Encoding]
     ) -> None:
         super().__init__(spec)
-        self.grid, self._cells = spec.options.position_grid, PositionCache()
+        self.grid, self._cells = spec.options.position_grid, PositionCache(2)
         self._names = AXES[self.grid]
         if spec.head_dim % len(self._names):
             raise ChoiceError(

@@ -8,21 +8,22 @@ from lrpe_fairseq.encodings.base import Encoding
 def share_across_layers(model: nn.Module) -> None:
     """Share parameters between the encodings of ``model`` whose ``shared`` is true.
 
-    Each of them uses the parameters of the first encoding of the same class and name
-    (``Encoding.share_with``). Call this once for each stack of layers that run in order, before an
-    optimizer is created: once for an encoder and once for a decoder.
+    Each of them uses the parameters of the first encoding of the same class, name and direction
+    (``Encoding.share_with``): causal self-attention of a decoder shares nothing with its
+    cross-attention. Call this once for each stack of layers that run in order, before an optimizer
+    is created: once for an encoder and once for a decoder.
     """
-    owners: dict[tuple[type, str], Encoding] = {}
+    owners: dict[tuple[type, str, bool], Encoding] = {}
     for module in list(model.modules()):
         if not isinstance(module, Encoding) or not module.shared:
             continue
-        owner = owners.setdefault((type(module), module.name), module)
+        owner = owners.setdefault((type(module), module.name, module.spec.causal), module)
         if owner is not module:
             module.share_with(owner)
 
 
 def share_across_stacks(model: nn.Module) -> None:
-    """Share parameters between the stacks of ``model``, such as an encoder and a decoder.
+    """Share parameters between an encoder, a decoder and its cross-attention in ``model``.
 
     Each encoding whose ``shared_by_stacks`` is true uses the parameters of the first one of the
     same class, name, widths and options. Call this once, after :func:`share_across_layers` for

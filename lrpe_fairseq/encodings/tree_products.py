@@ -76,25 +76,26 @@ def products(steps: Tensor, given: Paths) -> Tensor:
 
 
 class TreeCache:
-    """A cache of the products for the last positions and the last values of W.
+    """A cache of the products for two sets of positions, of a source and of a target, and one W.
 
     Positions are compared by identity and W by value; see ``PositionCache`` and ``Spectrum``.
     """
 
     def __init__(self) -> None:
-        self._paths, self._entry = PositionCache(), None
+        self._paths, self._entries = PositionCache(2), ()
 
     def of(self, steps: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Paths, Tensor]:
         """Return the paths of ``positions`` and the products (N, H, D, D) in ``dtype``."""
         k = len(steps)
         given = self._paths.get(positions, k, lambda: paths(positions, k))
-        entry = self._entry
-        if entry is None or entry[:2] != (id(given), dtype) or not _equal(entry[3], steps):
-            with torch.inference_mode(False), torch.no_grad():
-                own = steps.detach().clone()
-                table = products(own, given).to(dtype)
-                entry = self._entry = id(given), dtype, given, own, table
-        return entry[2], entry[4]
+        for entry in self._entries:
+            if entry[:2] == (id(given), dtype) and _equal(entry[3], steps):
+                return entry[2], entry[4]
+        with torch.inference_mode(False), torch.no_grad():
+            own = steps.detach().clone()
+            table = products(own, given).to(dtype)
+        self._entries = ((id(given), dtype, given, own, table), *self._entries[:1])
+        return given, table
 
     def __deepcopy__(self, memo: dict) -> "TreeCache":
         return TreeCache()

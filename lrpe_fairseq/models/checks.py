@@ -35,6 +35,7 @@ def check_translation(cfg: Any, task: Any) -> None:
             "--cross-self-attention is not supported: LRPE self-attention cannot attend to the "
             "encoder's output"
         )
+    check_cross_attention(cfg, task)
     check_tree_embedding(cfg, task)
     check_shared_embeddings(cfg, task)
     check_shared_output(cfg, cfg.decoder.embed_dim, cfg.decoder.output_dim)
@@ -58,6 +59,32 @@ def check_tree_embedding(cfg: Any, task: Any) -> None:
         raise ChoiceError(
             "--tree-embedding needs the positions of nodes: pass --task lrpe_transduction "
             "--node-positions"
+        )
+
+
+def is_stock_cross(options: Any) -> bool:
+    """True if the options of cross-attention ask for fairseq's own. None stands for defaults."""
+    return options is None or (
+        str(options.attention_type) == "softmax"
+        and options.position_encoding == "none"
+        and options.score_decay == 1
+    )
+
+
+def check_cross_attention(cfg: Any, task: Any) -> None:
+    """Refuse options of a cross-attention that does not exist, or that has no weights to train."""
+    options = getattr(cfg, "cross", None)
+    if is_stock_cross(options):
+        return
+    if cfg.no_cross_attention:
+        raise ChoiceError(
+            "--no-cross-attention removes the layers that the --cross-... options would change: "
+            "remove one or the other"
+        )
+    if str(options.attention_type) == "linear" and getattr(task.cfg, "load_alignments", False):
+        raise ChoiceError(
+            "--load-alignments trains attention weights, which linear cross-attention does not "
+            "have: use --cross-attention-type softmax"
         )
 
 

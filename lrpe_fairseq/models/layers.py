@@ -1,4 +1,4 @@
-"""fairseq's encoder and decoder, and their layers, with our self-attention."""
+"""fairseq's encoder and decoder, and their layers, with our attention."""
 
 from itertools import count
 from typing import Any
@@ -12,9 +12,11 @@ from fairseq.modules.transformer_layer import (
 )
 from torch import Tensor, nn
 
+from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.multihead import MultiheadAttention
+from lrpe_fairseq.models.checks import is_stock_cross
 from lrpe_fairseq.models.inference import name_dropout
-from lrpe_fairseq.models.options import build_attention
+from lrpe_fairseq.models.options import build_attention, build_cross_attention
 from lrpe_fairseq.models.tree_embedding import TreeEmbedding
 
 
@@ -35,7 +37,10 @@ class EncoderLayer(TransformerEncoderLayerBase):
 
 
 class DecoderLayer(TransformerDecoderLayerBase):
-    """fairseq's decoder layer with our causal self-attention and fairseq's cross-attention."""
+    """fairseq's decoder layer with our causal self-attention.
+
+    Cross-attention is ours if ``cfg.cross`` asks for it, and fairseq's by default.
+    """
 
     def __init__(self, cfg: Any, options: Any, layer: int, no_encoder_attn: bool) -> None:
         self._options, self._layer = options, layer
@@ -48,6 +53,21 @@ class DecoderLayer(TransformerDecoderLayerBase):
         """Called by fairseq's constructor."""
         heads = cfg.decoder.attention_heads
         return build_attention(self._options, cfg, embed_dim, heads, causal=True, layer=self._layer)
+
+    def build_encoder_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
+        """Called by fairseq's constructor."""
+        options = getattr(cfg, "cross", None)
+        if is_stock_cross(options):
+            return super().build_encoder_attention(embed_dim, cfg)
+        return build_cross_attention(options, cfg, self._layer)
+
+    def forward(
+        self, *rest: Any, self_attn_padding_mask: Tensor | None = None, **keywords: Any
+    ) -> tuple:
+        """Compute the layer as fairseq does; cross-attention needs the padding of its queries."""
+        if isinstance(self.encoder_attn, CrossAttention):
+            self.encoder_attn.query_padding = self_attn_padding_mask
+        return super().forward(*rest, self_attn_padding_mask=self_attn_padding_mask, **keywords)
 
 
 class Encoder(TransformerEncoderBase):
@@ -67,12 +87,20 @@ class Encoder(TransformerEncoderBase):
         return wrapped(EncoderLayer(cfg, self._options, next(self._layer_count)), cfg)
 
     def forward(self, *rest: Any, positions: Tensor | None = None, **keywords: Any) -> dict:
-        """Encode as fairseq does.
+        """Encode as fairseq does; the result has one more entry, ``positions``.
 
-        positions: int64 (B, T) of self-attention, such as codes of tree nodes. None counts tokens.
+        positions: int64 (B, T) of self- and cross-attention, such as codes of tree nodes. None
+            counts tokens.
         """
         set_positions(self, positions)
-        return super().forward(*rest, **keywords)
+        encoded = super().forward(*rest, **keywords)
+        return {**encoded, "positions": [] if positions is None else [positions]}
+
+    def reorder_encoder_out(self, encoder_out: dict, new_order: Tensor) -> dict:
+        """Called by fairseq in beam search: select the rows ``new_order`` (B',)."""
+        found = super().reorder_encoder_out(encoder_out, new_order)
+        positions = [p.index_select(0, new_order) for p in encoder_out.get("positions", [])]
+        return {**found, "positions": positions}
 
 
 class Decoder(TransformerDecoderBase):
@@ -108,12 +136,14 @@ class Decoder(TransformerDecoderBase):
     ) -> tuple[Tensor, dict]:
         """Decode as fairseq does.
 
-        positions: int64 (B, T) of self-attention, such as codes of tree nodes. None counts tokens.
+        positions: int64 (B, T) of self- and cross-attention, such as codes of tree nodes. None
+            counts tokens. Positions of the source are those of ``encoder_out``.
         Raises: ValueError for positions with an incremental state.
         """
         if positions is not None and incremental_state is not None:
             raise ValueError("explicit positions are not supported in incremental decoding")
-        set_positions(self, positions)
+        of_source = (encoder_out or {}).get("positions", [])
+        set_positions(self, positions, of_source[0] if of_source else None)
         return super().forward(
             prev_output_tokens, encoder_out, incremental_state, *rest, **keywords
         )
@@ -141,17 +171,22 @@ def has_tree_embedding(cfg: Any) -> bool:
     return getattr(cfg, "tree_embedding", False)
 
 
-def set_positions(stack: nn.Module, positions: Tensor | None) -> None:
-    """Set the positions of a stack until the next forward pass: of self-attention and Tree-SQ.
+def set_positions(
+    stack: nn.Module, positions: Tensor | None, memory_positions: Tensor | None = None
+) -> None:
+    """Set the positions of a stack until the next forward pass: of attention and Tree-SQ.
 
     They are kept after it, because activation checkpointing runs the layers again.
     """
-    if positions is None and not stack.has_positions:
+    given = positions is not None or memory_positions is not None
+    if not (given or stack.has_positions):
         return
-    stack.has_positions = positions is not None
+    stack.has_positions = given
     for module in stack.modules():
-        if isinstance(module, MultiheadAttention | TreeEmbedding):
+        if isinstance(module, MultiheadAttention | CrossAttention | TreeEmbedding):
             module.positions = positions
+        if isinstance(module, CrossAttention):
+            module.memory_positions = memory_positions
 
 
 def wrapped(layer: nn.Module, cfg: Any) -> nn.Module:

@@ -18,6 +18,7 @@ from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.modules.quant_noise import quant_noise
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
 from lrpe_fairseq.encodings import (
@@ -50,13 +51,13 @@ def _type_for_fairseq(own: Field) -> Any:
 @dataclass
 @with_encoding_options
 class AttentionOptions(FairseqDataclass):
-    """Options of self-attention, part of every model's configuration.
+    """Options of attention, part of every model's configuration.
 
     The decorator adds the options of individual encodings, which each encoding class declares.
     """
 
     attention_type: ChoiceEnum(list(ATTENTION_TYPES)) = field(
-        default="linear", metadata={"help": "self-attention: linear (1+elu kernel) or softmax"}
+        default="linear", metadata={"help": "attention: linear (1+elu kernel) or softmax"}
     )
     position_encoding: str = field(
         default=DEFAULT,
@@ -127,22 +128,34 @@ def build_attention(
     draws its own fixed random parts, as in the authors' code: the seed of the encoding is
     1000 ``encoding_seed`` + ``layer``.
     """
-    p, block = cfg.quant_noise.pq, cfg.quant_noise.pq_block_size
-    attention = MultiheadAttention(
-        embed_dim,
-        num_heads,
-        attention_type=str(options.attention_type),
-        position_encoding=options.position_encoding,
-        causal=causal,
-        dropout=cfg.attention_dropout,
-        normalizer=str(options.attention_normalizer),
-        seed=options.encoding_seed * 1000 + layer,
-        score_decay=getattr(options, "score_decay", 1.0),  # absent from older checkpoints
-        options=encoding_options(options),
-        wrap_linear=lambda linear: quant_noise(linear, p, block),
-    )
+    settings = _settings(options, cfg, layer)
+    attention = MultiheadAttention(embed_dim, num_heads, causal=causal, **settings)
     warn_about_absolute_positions(attention.encoding, cfg)
     return attention
+
+
+def build_cross_attention(options: Any, cfg: Any, layer: int) -> CrossAttention:
+    """Build the cross-attention of one decoder layer; see :func:`build_attention`."""
+    width, heads = cfg.decoder.embed_dim, cfg.decoder.attention_heads
+    settings = _settings(options, cfg, layer)
+    attention = CrossAttention(width, heads, memory_dim=cfg.encoder.embed_dim, **settings)
+    warn_about_absolute_positions(attention.encoding, cfg)
+    return attention
+
+
+def _settings(options: Any, cfg: Any, layer: int) -> dict[str, Any]:
+    """Return the arguments that self- and cross-attention of one layer take from the options."""
+    p, block = cfg.quant_noise.pq, cfg.quant_noise.pq_block_size
+    return {
+        "attention_type": str(options.attention_type),
+        "position_encoding": options.position_encoding,
+        "dropout": cfg.attention_dropout,
+        "normalizer": str(options.attention_normalizer),
+        "seed": options.encoding_seed * 1000 + layer,
+        "score_decay": getattr(options, "score_decay", 1.0),  # absent from older checkpoints
+        "options": encoding_options(options),
+        "wrap_linear": lambda linear: quant_noise(linear, p, block),
+    }
 
 
 class BooleanFlags:

@@ -1,8 +1,9 @@
-"""``lrpe_transformer``: fairseq's encoder-decoder Transformer with LRPE self-attention.
+"""``lrpe_transformer``: fairseq's encoder-decoder Transformer with LRPE attention.
 
 Attention type and encoding are chosen separately for the encoder's and the decoder's self-attention
-(``--encoder-position-encoding``, ``--decoder-position-encoding``, ...; ``model.encoder.*`` and
-``model.decoder.*`` in a YAML). Cross-attention and everything else are fairseq's own.
+and for cross-attention: ``--encoder-position-encoding``, ``--decoder-position-encoding``,
+``--cross-position-encoding`` and so on, ``model.encoder.*``, ``model.decoder.*`` and
+``model.cross.*`` in a YAML. Everything else is fairseq's own, by default cross-attention too.
 """
 
 from argparse import Namespace
@@ -16,6 +17,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from lrpe_fairseq.encodings.sharing import share_across_layers, share_across_stacks
+from lrpe_fairseq.errors import refuse
 from lrpe_fairseq.models.checks import check_translation
 from lrpe_fairseq.models.inference import RetainedDropout
 from lrpe_fairseq.models.layers import Decoder, Encoder
@@ -43,6 +45,12 @@ class DecoderOptions(DecoderConfig, AttentionOptions):
     """Options of the decoder. The default is softmax attention with sinusoids, as in the paper."""
 
 
+@defaults(attention_type="softmax", position_encoding="none")
+@dataclass
+class CrossOptions(AttentionOptions):
+    """Options of cross-attention. The defaults are fairseq's own cross-attention."""
+
+
 @dataclass
 class LRPETransformerConfig(TransformerConfig):
     """LRPE, Table 7, column MT: 6+6 x 512, 8 heads, FFN 2048, ReLU, post-norm, dropout 0.1,
@@ -51,6 +59,7 @@ class LRPETransformerConfig(TransformerConfig):
     # fairseq needs the classes of nested defaults, not instances
     encoder: EncoderOptions = field(default=EncoderOptions)
     decoder: DecoderOptions = field(default=DecoderOptions)
+    cross: CrossOptions = field(default=CrossOptions)
     tree_embedding: bool = field(
         default=False,
         metadata={
@@ -147,8 +156,8 @@ class LRPETransformer(BooleanFlags, RetainedDropout, TransformerModelBase):
     ) -> tuple[Tensor, dict]:
         """Compute the output as fairseq does; see TransformerModelBase.
 
-        src_positions, prev_output_positions: int64 (B, T) of self-attention, such as codes of tree
-        nodes. None counts tokens. Cross-attention is fairseq's and has no positions.
+        src_positions, prev_output_positions: int64 (B, T) of self- and cross-attention, such as
+            codes of tree nodes. None counts tokens. fairseq's cross-attention has no positions.
         """
         hiddens = {"src_lengths": src_lengths, "return_all_hiddens": return_all_hiddens}
         encoded = self.encoder(src_tokens, positions=src_positions, **hiddens)
@@ -159,6 +168,20 @@ class LRPETransformer(BooleanFlags, RetainedDropout, TransformerModelBase):
             **hiddens,
             **keywords,
         )
+
+    def prepare_for_inference_(self, cfg: Any) -> None:
+        """Called by fairseq before inference.
+
+        Raises: Refusal for alignments of linear cross-attention, which has no weights.
+        """
+        options = cfg.generation
+        aligns = options.print_alignment or options.replace_unk is not None
+        if aligns and str(self.cfg.cross.attention_type) == "linear":
+            refuse(
+                "--print-alignment and --replace-unk need the weights of cross-attention, which "
+                "--cross-attention-type linear does not have"
+            )
+        super().prepare_for_inference_(cfg)
 
     def load_state_dict(
         self, state_dict: dict, strict: bool = True, model_cfg: Any = None, args: Any = None

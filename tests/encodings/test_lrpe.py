@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from lrpe_fairseq.attention import multihead
+from lrpe_fairseq.attention import projected
 from lrpe_fairseq.attention.linear import EPS, linear_attention
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.softmax import softmax_attention
@@ -270,7 +270,7 @@ def test_a_start_at_norm_one_turns_the_reflection_several_times_as_fast():
 
 
 def test_type_8_in_float16_with_the_rotated_normalizer_warns_once():
-    multihead._warn_once.cache_clear()
+    projected._warn_once.cache_clear()
     options = {"attention_type": "linear", "position_encoding": "lrpe-type8", "causal": True}
     x = torch.randn(1, 5, 16).half()
     with warnings.catch_warnings(record=True) as caught:

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from lrpe_fairseq.attention import multihead
+from lrpe_fairseq.attention import projected
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from tests.end_to_end.cases import each_encoding_once
 
@@ -36,7 +36,7 @@ def test_compiled_by_aot_eager(name):
 
 def test_a_compiled_model_is_right_and_warns_once_that_attention_is_not_in_its_graph():
     torch._dynamo.reset()
-    multihead._warn_once.cache_clear()
+    projected._warn_once.cache_clear()
     options = {"attention_type": "linear", "position_encoding": "lrpe-type2", "causal": True}
     layers = (MultiheadAttention(16, 2, seed=seed, **options) for seed in (0, 1))
     first, second = (layer.double().eval() for layer in layers)

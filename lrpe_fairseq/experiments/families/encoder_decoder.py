@@ -9,42 +9,49 @@ from lrpe_fairseq.encodings import options_of_encodings
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 HALVES = ("encoder", "decoder")
-OF_HALVES = (
+PARTS = (*HALVES, "cross")
+"""Self-attention of encoder and decoder, and cross-attention."""
+CROSS = "model.cross.position_encoding"
+OF_PARTS = (
     "attention-normalizer",
     "fidelity",
     "score-decay",
-    "learned-pos",
     *(name.replace("_", "-") for name in options_of_encodings()),
 )
-"""Options of tables that encoder and decoder have each."""
+"""Options of tables that every part has."""
 KEYS = {
-    f"{half}-{name}": f"model.{half}.{name.replace('-', '_')}"
-    for half in HALVES
-    for name in OF_HALVES
+    f"{part}-{name}": f"model.{part}.{name.replace('-', '_')}"
+    for part in PARTS
+    for name in ("attention-type", "position-encoding", *OF_PARTS)
 }
-"""An option of one half -> fairseq's configuration."""
+"""An option of one part -> fairseq's configuration."""
+LEARNED = {f"{half}-learned-pos": f"model.{half}.learned_pos" for half in HALVES}
 
 
 @dataclass(frozen=True)
 class EncoderDecoderRun(TrainingRun, ABC):
-    """One ``lrpe_transformer`` with the same attention type and encoding in both halves.
+    """One ``lrpe_transformer`` with the same attention type and encoding in encoder and decoder.
 
-    A table names an option of one half as ``encoder-fidelity``, and of both halves as ``fidelity``.
+    Cross-attention is stock unless a table sets ``cross-position-encoding``. A table names an
+    option of one part as ``encoder-fidelity`` or ``cross-fidelity``, and of all as ``fidelity``.
     """
 
-    option_keys: ClassVar[Mapping[str, str]] = KEYS
+    option_keys: ClassVar[Mapping[str, str]] = {**KEYS, **LEARNED}
 
     @classmethod
     def overrides_of(cls, option: str, value: Any) -> tuple[str, ...]:
-        """Return ``section.key=value`` for an option, for both halves if each of them has it."""
-        names = [f"{half}-{option}" for half in HALVES] if option in OF_HALVES else [option]
+        """Return ``section.key=value`` for an option, for every part that has it."""
+        parts = PARTS if option in OF_PARTS else HALVES if option == "learned-pos" else ()
+        names = [f"{part}-{option}" for part in parts] or [option]
         return tuple(cls.override(name, value) for name in names)
 
     def encoding_choices(self) -> dict[str, str]:
-        """Return attention and encoding of both halves."""
+        """Return attention and encoding of both halves, and the seed of all encodings."""
+        encoded = any(override.startswith(f"{CROSS}=") for override in self.overrides)
         choices = {
             "attention_type": self.attention_type,
             "position_encoding": self.position_encoding,
             "encoding_seed": str(self.seed),
         }
-        return {f"model.{half}.{key}": value for half in HALVES for key, value in choices.items()}
+        found = {f"model.{half}.{key}": value for half in HALVES for key, value in choices.items()}
+        return found | ({"model.cross.encoding_seed": str(self.seed)} if encoded else {})

@@ -1,7 +1,6 @@
 """Transduction runs: teacher-forced scores on the synthetic tasks of data-prep/algebraic.
 
-An encoder-decoder model has one attention type and one encoding in all its attention modules. It
-is scored with the true prefix as input (teacher forcing).
+Models are scored with the true prefix as input (teacher forcing).
 """
 
 import math
@@ -12,7 +11,7 @@ from typing import ClassVar
 
 from lrpe_fairseq.experiments.data import transduction as data
 from lrpe_fairseq.experiments.data.trees import ORDERS
-from lrpe_fairseq.experiments.families.encoder_decoder import KEYS, EncoderDecoderRun
+from lrpe_fairseq.experiments.families.encoder_decoder import EncoderDecoderRun
 from lrpe_fairseq.experiments.records import checkpoints, fairseq_log
 from lrpe_fairseq.experiments.records.fairseq_log import Curve
 from lrpe_fairseq.experiments.records.files import ROOT, relative
@@ -65,7 +64,7 @@ class TransductionRun(EncoderDecoderRun):
     option_keys: ClassVar[Mapping[str, str]] = {
         "node-positions": "task.node_positions",
         "tree-embedding": "model.tree_embedding",
-        **KEYS,
+        **EncoderDecoderRun.option_keys,
     }
     curve: ClassVar[Curve] = Curve("valid_teacher_ppl", "lower")
     evaluations: tuple[tuple[str, str], ...] = (("valid", TEACHER), ("test", TEACHER))

@@ -12,6 +12,7 @@ from lrpe_fairseq.experiments.records.runs import Run, plain
 Runs = dict[str, Run]  # by path relative to results/runs
 Scores = dict[int, float]  # by seed
 HALVES = ("encoder", "decoder")
+PARTS = (*HALVES, "cross")
 ABSENT = object()
 
 
@@ -66,15 +67,17 @@ def option(run: Run, name: str, default: Any = None) -> Any:
     """Return option ``name`` of ``run``; the name may use dashes or underscores.
 
     A list of one value, such as fairseq's learning rate per epoch, is returned as that value. An
-    option that the encoder and the decoder have each is returned if both have the same value;
-    otherwise the result is a dictionary, which equals no value of a table.
+    option that encoder, decoder and perhaps cross-attention have each is returned if they have the
+    same value; otherwise the result is a dictionary, which equals no value of a table.
     """
     if (given := _given(run, name)) is not ABSENT:
         return given
-    halves = {half: _given(run, f"{half}-{name}") for half in HALVES}
-    if ABSENT in halves.values():
+    found = {part: _given(run, f"{part}-{name}") for part in PARTS}
+    found = {part: value for part, value in found.items() if value is not ABSENT}
+    if not found:
         return default
-    return halves["encoder"] if halves["encoder"] == halves["decoder"] else halves
+    first, *others = found.values()
+    return found if any(other != first for other in others) else first
 
 
 def _given(run: Run, name: str) -> Any:

@@ -1,0 +1,278 @@
+"""Multi-head cross-attention, linear or softmax, with encodings of both positions.
+
+A query at position s of the target attends to all tokens of a memory, the output of an encoder,
+whose token t has position t of the source. Keys and values of the memory are encoded once per
+sentence; a decoder keeps them, or their sums in linear attention, in its incremental state.
+
+Axes: B batch, H heads, T time of the target, S time of the source, D key width, E value width,
+C = H D width of the decoder, C' width of the memory.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lrpe_fairseq.attention.linear import LinearState, attend_to_memory, summed_memory
+from lrpe_fairseq.attention.multihead import block_positions, next_position
+from lrpe_fairseq.attention.projected import (
+    NOT_EXPORTED,
+    ProjectedAttention,
+    feature_map,
+    warn_about_compiler,
+)
+from lrpe_fairseq.attention.scored import Settings, Tokens, scored_attention, scored_weights
+from lrpe_fairseq.encodings import Encoding, ScoreEncoding
+from lrpe_fairseq.encodings.base import PositionCache, check_positions
+from lrpe_fairseq.errors import ChoiceError
+
+
+class EncodedMemory(NamedTuple):
+    """Keys and values of a memory in softmax attention.
+
+    Keys are encoded if the encoding is decomposable.
+    """
+
+    keys: Tensor  # B H S D
+    values: Tensor  # B H S E
+    positions: Tensor  # S or B S
+    counts: Tensor  # S or B S, int64: number of real tokens before each token
+    padding: Tensor | None  # B S, true at padding; None without padding
+
+
+class Source(NamedTuple):
+    """A memory and its tokens."""
+
+    inputs: Tensor  # B S C'
+    padding: Tensor | None  # B S, true at padding; None without padding
+    tokens: Tokens
+
+
+class CrossState(NamedTuple):
+    """State of one cross-attention module between calls."""
+
+    memory: LinearState | EncodedMemory
+    next_position: Tensor  # B, int64: number of real tokens of the target so far
+
+
+class CrossAttention(ProjectedAttention):
+    """Attention of a decoder layer to the output of an encoder.
+
+    The score depends on the position of the query in the target and on that of the key in the
+    source: q~_s . k~_t for a decomposable encoding (Algebraic Positional Encodings, Kogkalidis et
+    al. 2024, Section 3.1). With the encoding "none" and softmax it is fairseq's cross-attention,
+    and it starts from the same weights under the same seed.
+
+    Args: see :class:`ProjectedAttention`; it is never causal. memory_dim: C', by default C.
+    Raises: ChoiceError as ProjectedAttention, and for what needs one sequence: an encoding for
+        causal attention only, and in linear attention a decay between query and key.
+    """
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, *, memory_dim: int | None = None, **options: Any
+    ) -> None:
+        width = embed_dim if memory_dim is None else memory_dim
+        super().__init__(embed_dim, num_heads, causal=False, memory_dim=width, **options)
+        _check_decays(self.encoding, self.attention_type, self.score_decay)
+        self.memory_positions: Tensor | None = None  # as ``positions``, of the memory
+        self.query_padding: Tensor | None = None  # of the next calls of forward
+
+    # --- fairseq's interface: (T, B, C), and a dictionary of states ----------------------------
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        incremental_state: dict | None = None,
+        need_weights: bool = False,
+        static_kv: bool = True,
+        attn_mask: Tensor | None = None,
+        need_head_weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Called by fairseq: query (T, B, C), key (S, B, C') -> (T, B, C) and the weights.
+
+        The weights are (B, T, S), the mean of the heads, or (H, B, T, S) for
+        ``need_head_weights``, before dropout. They are None unless they are needed, and always in
+        linear attention. ``value`` is not used, because it equals the key. With
+        ``incremental_state`` the query is the next block; the memory of the first call is kept.
+        ``self.positions``, ``self.memory_positions`` and ``self.query_padding`` are those of
+        :meth:`attend`; the stack of layers sets them.
+        Raises: ValueError for an ``attn_mask``.
+        """
+        if attn_mask is not None:
+            raise ValueError("attn_mask is not supported by cross-attention")
+        if torch.jit.is_tracing():
+            raise NotImplementedError(NOT_EXPORTED)
+        if torch.compiler.is_compiling():
+            warn_about_compiler()
+        out, weights, state = self.attend(
+            query.transpose(0, 1),
+            key.transpose(0, 1),
+            key_padding_mask,
+            self._get_input_buffer(incremental_state),
+            incremental_state is not None,
+            positions=self.positions,
+            memory_positions=self.memory_positions,
+            query_padding_mask=self.query_padding,
+            need_weights=need_weights or need_head_weights,
+        )
+        if incremental_state is not None:
+            incremental_state[self._state_key] = state
+        if weights is not None:
+            weights = weights.transpose(0, 1) if need_head_weights else weights.mean(1)
+        return out.transpose(0, 1), weights
+
+    def _reordered(self, state: CrossState, new_order: Tensor) -> CrossState:
+        return reorder_cross_state(state, new_order)
+
+    # --- inside: (B, T, C) ---------------------------------------------------------------------
+
+    @torch.compiler.disable  # as self-attention
+    def attend(
+        self,
+        x: Tensor,
+        memory: Tensor,
+        key_padding_mask: Tensor | None = None,
+        state: CrossState | None = None,
+        keep_state: bool = False,
+        *,
+        positions: Tensor | None = None,
+        memory_positions: Tensor | None = None,
+        query_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None, CrossState | None]:
+        """Compute cross-attention of x (B, T, C) to ``memory`` (B, S, C').
+
+        Args:
+            key_padding_mask: (B, S), true where the memory is padding, which may be anywhere.
+            state: the state that the previous block of the target returned. The memory, its mask
+                and its positions are then those of the first block, and the arguments are ignored.
+            keep_state: True to return the state after the block, else None.
+            positions: int64 (T,) or (B, T) of x. memory_positions: int64 (S,) or (B, S). None
+                counts real tokens. A decay always counts real tokens.
+            query_padding_mask: (B, T), true where x is padding, for counting only.
+            need_weights: True to return the weights of softmax attention.
+        Returns: (B, T, C), the weights (B, H, T, S) before dropout or None, and the state.
+        Under torch.compile it runs outside the compiled graph.
+        Raises: ValueError for positions of another shape.
+        """
+        queries = _tokens(x, query_padding_mask, positions, state)
+        source = None if state is not None else _source(memory, key_padding_mask, memory_positions)
+        out, weights, past = self._attend(x, queries, source, state, need_weights)
+        if not keep_state:
+            return out, weights, None
+        return out, weights, CrossState(past, next_position(x, query_padding_mask, state))
+
+    def _attend(
+        self,
+        x: Tensor,
+        queries: Tokens,
+        source: Source | None,
+        state: CrossState | None,
+        need_weights: bool,
+    ) -> tuple[Tensor, Tensor | None, LinearState | EncodedMemory]:
+        """Return output, weights and encoded memory."""
+        past, weights = None if state is None else state.memory, None
+        if self.attention_type == "linear":
+            out, past = self._linear(x, queries, source, past)
+        else:
+            q, past = self._softmax(x, queries, source, past)
+            out, weights = self._attended(q, queries, past, need_weights)
+        return self._project_out(out, x), weights, past
+
+    def _linear(
+        self, x: Tensor, queries: Tokens, source: Source | None, past: LinearState | None
+    ) -> tuple[Tensor, LinearState]:
+        """Return the output (B, H, T, E) and the sums over the memory, ``past`` if given."""
+        with_content = self.normalizer == "content"
+        options = {"normalizer": self.normalizer}
+        if past is None:
+            q, k, v = self._project(x, source.inputs)
+            content = feature_map(k) if with_content else None
+            encoded, k = self._features(q, k, queries.positions, source.tokens.positions)
+            v = v.to(self._value_type(v))
+            masked = {"key_padding_mask": source.padding, **options}
+            past = summed_memory(k, v, content=content, **masked)
+        else:
+            q = self._heads(self.q_proj(x))
+            encoded, _ = self._features(q, q, queries.positions)
+        content = feature_map(q) if with_content else None
+        options |= {"content": content, "dtype": self._value_type(q)}
+        return attend_to_memory(encoded, past, **options), past
+
+    def _softmax(
+        self, x: Tensor, queries: Tokens, source: Source | None, past: EncodedMemory | None
+    ) -> tuple[Tensor, EncodedMemory]:
+        """Return the encoded queries (B, H, T, D) and the encoded memory, ``past`` if given."""
+        if past is None:
+            own = source.tokens
+            q, k, v = self._encoded(x, queries.positions, source.inputs, own.positions)
+            return q, EncodedMemory(k, v, own.positions, own.counts, source.padding)
+        q = self._heads(self.q_proj(x))
+        if isinstance(self.encoding, ScoreEncoding):
+            return q, past
+        # keys at the same positions are encoded with the queries and dropped
+        return self.encoding(q, q, queries.positions, queries.positions)[0], past
+
+    def _attended(
+        self, q: Tensor, queries: Tokens, past: EncodedMemory, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output (B, H, T, E) and the weights (B, H, T, S) or None.
+
+        Weights are computed once and multiplied with the values, without fused kernels.
+        """
+        dropout, keys = self._active_dropout, Tokens(past.positions, None, past.counts)
+        settings = Settings(False, self.scale, dropout, self.score_decay)
+        places = queries, keys, past.padding, settings
+        if not need_weights:
+            return scored_attention(self.encoding, q, past.keys, past.values, *places), None
+        weights = scored_weights(self.encoding, q, past.keys, *places)
+        return F.dropout(weights, dropout) @ past.values, weights
+
+
+def reorder_cross_state(state: CrossState, new_order: Tensor) -> CrossState:
+    """Return the state of the rows ``new_order`` (B',), int64 indices into the batch."""
+    memory, rows = state.memory, len(state.next_position)
+    if isinstance(memory, EncodedMemory):
+        places = (p.expand(rows, p.shape[-1]) for p in (memory.positions, memory.counts))
+        memory = EncodedMemory(*memory[:2], *places, memory.padding)
+    parts = (None if part is None else part.index_select(0, new_order) for part in memory)
+    return CrossState(type(memory)(*parts), state.next_position.index_select(0, new_order))
+
+
+def _tokens(
+    x: Tensor, padding: Tensor | None, positions: Tensor | None, state: CrossState | None = None
+) -> Tokens:
+    """Return positions and counts of x (B, T, C); positions that are None count real tokens."""
+    counts = block_positions(x, padding, state)
+    positions = counts if positions is None else check_positions(positions, x)
+    return Tokens(positions, None, counts)
+
+
+def _source(memory: Tensor, padding: Tensor | None, positions: Tensor | None) -> Source:
+    if padding is not None:  # fairseq's encoder returns a mask for every batch
+        given = padding
+        padding = _masks.get(given, None, lambda: given.bool() if given.any() else None)
+    return Source(memory, padding, _tokens(memory, padding, positions))
+
+
+_masks = PositionCache()
+
+
+def _check_decays(encoding: Encoding, attention_type: str, score_decay: float) -> None:
+    """Refuse a decay of linear attention, whose sums follow one sequence."""
+    if attention_type == "softmax":
+        return
+    if encoding.log_decay() is not None:
+        raise ChoiceError(
+            f"linear cross-attention does not support {encoding.name!r}, whose decay counts the "
+            "tokens between a query and a key of one sequence; use softmax cross-attention"
+        )
+    if score_decay != 1:
+        raise ChoiceError(
+            "linear cross-attention does not support a score decay, which counts steps between a "
+            "query and a key; use softmax cross-attention or --cross-score-decay 1"
+        )

@@ -1,0 +1,298 @@
+"""What self- and cross-attention have in common: projections, encoding, feature map and output.
+
+Axes: B batch, H heads, T query time, S key time, D key width, E value width, C = H D.
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lrpe_fairseq.attention.linear import NORMALIZERS
+from lrpe_fairseq.encodings import Encoding, EncodingOptions, ScoreEncoding, build_encoding
+from lrpe_fairseq.encodings.base import ELU_PLUS_ONE
+from lrpe_fairseq.encodings.biases import query_scale
+from lrpe_fairseq.errors import ChoiceError
+
+ATTENTION_TYPES = ("linear", "softmax")
+NOT_EXPORTED = (
+    "TorchScript, torch.jit.trace and ONNX are not supported by lrpe_fairseq's attention; run the "
+    "model in Python"
+)
+
+
+class ProjectedAttention(nn.Module):
+    """Base class of attention with H heads: everything before and after the sums over keys.
+
+    Args:
+        embed_dim: C, the width of queries and of the output. num_heads: H; must divide C.
+        attention_type: "linear" (first phi(x) = 1 + elu(x), then the encoding) or "softmax"
+            (the encoding is applied to the projected q and k; scale D^-0.5).
+        position_encoding: a name in ENCODINGS or a free form.
+        causal: True if a token attends only to itself and earlier tokens.
+        dropout: on softmax weights. Linear attention has no weights and ignores it, as in the
+            paper (Table 7: "attention dropout is only used for vanilla attention").
+        normalizer: of linear attention; see ``attention.linear.NORMALIZERS``.
+        seed: seed of the encoding's fixed random parts. options: options of individual encodings.
+        score_decay: c in (0, 1]: the encoded score of (s, t) is multiplied by c^n, before decays of
+            the weight. n is the number of steps between s and t in the domain of the encoding
+            (``Encoding.steps_between``).
+        wrap_linear: applied to each projection, for example fairseq's quantization noise.
+        memory_dim: width of the input of keys and values if they come from another sequence; None
+            in self-attention.
+    Raises: ChoiceError for an unknown name, a width that is not divisible by H, a score decay out
+        of range, or an encoding that the attention type does not support.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        attention_type: str,
+        position_encoding: str,
+        causal: bool,
+        dropout: float = 0.0,
+        normalizer: str = "rotated",
+        seed: int = 0,
+        options: EncodingOptions = EncodingOptions(),
+        score_decay: float = 1.0,
+        wrap_linear: Callable[[nn.Linear], nn.Module] = lambda linear: linear,
+        memory_dim: int | None = None,
+    ) -> None:
+        super().__init__()
+        _check_choices(embed_dim, num_heads, attention_type, normalizer, score_decay)
+        self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
+        self.attention_type, self.normalizer = attention_type, normalizer
+        self.causal, self.dropout, self.retain_dropout = causal, dropout, False
+        self.positions: Tensor | None = None  # of queries in the next calls; None counts tokens
+        self.encoding = build_encoding(
+            position_encoding, self.head_dim, num_heads, causal=causal, seed=seed, options=options
+        )
+        if attention_type == "linear" and not self.encoding.serves_linear:
+            raise ChoiceError(
+                f"position encoding {position_encoding!r} needs the score matrix, which linear "
+                "attention does not compute; use it with softmax attention"
+            )
+        self.scale, self.score_decay = _scale(self.encoding, position_encoding), score_decay
+        own = memory_dim is None
+        projections = _of_self(embed_dim) if own else _of_cross(embed_dim, memory_dim)
+        for name, projection in projections.items():
+            setattr(self, name, wrap_linear(projection))
+        use_norm = attention_type == "linear" and normalizer == "layernorm"
+        self.norm = nn.LayerNorm(embed_dim) if use_norm else None
+
+    # --- fairseq's interface -------------------------------------------------------------------
+
+    def make_generation_fast_(
+        self,
+        name: str = "",
+        retain_dropout: bool = False,
+        retain_dropout_modules: list[str] | None = None,
+        **keywords: Any,
+    ) -> None:
+        """Called by fairseq before inference: keep attention dropout for ``--retain-dropout``."""
+        modules = retain_dropout_modules
+        self.retain_dropout = retain_dropout and (
+            modules is None or "MultiheadAttention" in modules
+        )
+
+    def __prepare_scriptable__(self) -> None:
+        """Called by ``torch.jit.script`` for this module or a model that contains it."""
+        raise NotImplementedError(NOT_EXPORTED)
+
+    def reorder_incremental_state(self, incremental_state: dict, new_order: Tensor) -> None:
+        """Called by fairseq in beam search: select the states of ``new_order`` (B',)."""
+        state = self._get_input_buffer(incremental_state)
+        if state is not None:
+            incremental_state[self._state_key] = self._reordered(state, new_order)
+
+    def _reordered(self, state: Any, new_order: Tensor) -> Any:
+        """Return the state of the rows ``new_order`` (B',), int64 indices into the batch."""
+        raise NotImplementedError
+
+    def _get_input_buffer(self, incremental_state: dict | None) -> Any:
+        return None if incremental_state is None else incremental_state.get(self._state_key)
+
+    @property
+    def _state_key(self) -> str:
+        return f"lrpe_attention.{id(self)}"
+
+    # --- projections ---------------------------------------------------------------------------
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, H, T, D)."""
+        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+
+    def _project(self, x: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q of x (B, T, C), and k and v of the memory (B, S, C'), or of x."""
+        memory = x if memory is None else memory
+        pairs = (self.q_proj, x), (self.k_proj, memory), (self.v_proj, memory)
+        return tuple(self._heads(projection(given)) for projection, given in pairs)
+
+    def _folds(self, x: Tensor) -> bool:
+        """True if P is multiplied into the weights, which is cheaper for at least C tokens.
+
+        False if a hook changes the weights in each call (quantization noise).
+        """
+        plain = not (self.q_proj._forward_pre_hooks or self.k_proj._forward_pre_hooks)
+        return plain and self.encoding.foldable and x.shape[0] * x.shape[1] >= x.shape[2]
+
+    def _folded(self, projection: nn.Linear, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the planes of (P W) x + P b, (B, H, T, D) each; P W is computed once per call."""
+        weight = projection.weight.unflatten(0, (self.num_heads, self.head_dim)).mT  # H C D
+        bias = projection.bias.unflatten(0, (self.num_heads, 1, self.head_dim))  # H 1 D
+        planes = zip(*map(self.encoding.projection, (weight, bias)), strict=True)
+        return tuple(self._heads(F.linear(x, w.mT.flatten(0, 1), b.flatten())) for w, b in planes)
+
+    def _encoded(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        memory: Tensor | None = None,
+        memory_positions: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q~, k~ and v of softmax attention; score encodings do not change q and k.
+
+        Keys and values are those of the memory (B, S, C') at its positions, or of x.
+        """
+        if isinstance(self.encoding, ScoreEncoding):
+            return self._project(x, memory)
+        source, at = (x, positions) if memory is None else (memory, memory_positions)
+        if not (self._folds(x) and self._folds(source)):
+            q, k, v = self._project(x, memory)
+            return *self.encoding(q, k, positions, at), v
+        planes = self._folded(self.q_proj, x), self._folded(self.k_proj, source)
+        q, k = self.encoding.turn(*planes, positions, at)
+        return q, k, self._heads(self.v_proj(source))
+
+    # --- the feature map -----------------------------------------------------------------------
+
+    def _features(
+        self, q: Tensor, k: Tensor, positions: Tensor, k_positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Apply feature map and encoding to q (B, H, T, D) and k (B, H, S, D), in the right order.
+
+        k_positions: of the keys; None if they equal ``positions``.
+        """
+        if self.encoding.denominator_vanishes and q.dtype == torch.float16:
+            self._warn_about_denominator()
+        at_k = positions if k_positions is None else k_positions
+        of_q = self.encoding.one_pass(q, positions, FEATURE_MAP)
+        of_k = of_q if at_k is positions else self.encoding.one_pass(k, at_k, FEATURE_MAP)
+        if of_q is not None and of_k is not None:
+            return of_q(q), of_k(k)
+        if self.encoding.before_feature_map:
+            q, k = self.encoding(q, k, positions, at_k)
+            return feature_map(q), feature_map(k)
+        return self.encoding(feature_map(q), feature_map(k), positions, at_k)
+
+    def _warn_about_denominator(self) -> None:
+        if self.normalizer == "rotated":
+            _warn_once(
+                f"{self.encoding.name}: the denominator of normalizer 'rotated' is often near "
+                "zero, so float16 gradients overflow; use normalizer 'layernorm' or 'content', or "
+                "bfloat16"
+            )
+
+    def _value_type(self, v: Tensor) -> torch.dtype:
+        """Return the dtype of values in linear attention: at least float32 before a LayerNorm.
+
+        Sums without a denominator overflow float16.
+        """
+        return v.dtype if self.norm is None else torch.promote_types(v.dtype, torch.float32)
+
+    # --- the output ----------------------------------------------------------------------------
+
+    @property
+    def _active_dropout(self) -> float:
+        return self.dropout if self.training or self.retain_dropout else 0.0
+
+    def _project_out(self, out: Tensor, x: Tensor) -> Tensor:
+        """(B, H, T, E) -> (B, T, C) in the dtype of x."""
+        return self.out_proj(self._normalized(out.transpose(1, 2).flatten(2)).to(x.dtype))
+
+    def _normalized(self, out: Tensor) -> Tensor:
+        """Apply the optional LayerNorm over all heads (TMLR) in the precision of the sums."""
+        if self.norm is None:
+            return out
+        weight, bias = (p.to(out.dtype) for p in (self.norm.weight, self.norm.bias))
+        return F.layer_norm(out, self.norm.normalized_shape, weight, bias, self.norm.eps)
+
+
+def feature_map(x: Tensor) -> Tensor:
+    """Compute phi(x) = 1 + elu(x) > 0 (Katharopoulos et al., 2020; LRPE, Section 4.1)."""
+    return F.elu(x).add_(1.0)
+
+
+FEATURE_MAP = ELU_PLUS_ONE
+"""The name of :func:`feature_map` in ``QueryKeyEncoding.one_pass``."""
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
+
+
+@torch.compiler.disable
+def warn_about_compiler() -> None:
+    """Warn once that attention is not compiled."""
+    _warn_once(
+        "torch.compile: attention of lrpe_fairseq stays outside the compiled graph and runs as in "
+        "eager execution"
+    )
+
+
+def _scale(encoding: Encoding, name: str) -> float:
+    """Return the factor of q in softmax attention."""
+    scale = encoding.spec.head_dim**-0.5 if name == "none" else query_scale(encoding.spec)
+    return scale * (encoding.content_scale if isinstance(encoding, ScoreEncoding) else 1)
+
+
+def _check_choices(
+    embed_dim: int, num_heads: int, attention_type: str, normalizer: str, score_decay: float
+) -> None:
+    if num_heads < 1 or embed_dim % num_heads:
+        raise ChoiceError(f"the width {embed_dim} is not divisible by {num_heads} attention heads")
+    if attention_type not in ATTENTION_TYPES:
+        raise ChoiceError(
+            f"unknown attention type {attention_type!r}; choose one of {', '.join(ATTENTION_TYPES)}"
+        )
+    if normalizer not in NORMALIZERS:
+        raise ChoiceError(
+            f"unknown normalizer {normalizer!r}; choose one of {', '.join(NORMALIZERS)}"
+        )
+    if not 0 < score_decay <= 1:
+        raise ChoiceError(f"the score decay must be above 0 and at most 1, got {score_decay}")
+
+
+def _of_self(width: int) -> dict[str, nn.Linear]:
+    """Return the projections of self-attention, Xavier with gain 2^-0.5 (q, k, v) or 1, bias 0."""
+    gains = {"q_proj": 2**-0.5, "k_proj": 2**-0.5, "v_proj": 2**-0.5, "out_proj": 1.0}
+    return {name: _xavier_linear(width, gain) for name, gain in gains.items()}
+
+
+def _xavier_linear(width: int, gain: float) -> nn.Linear:
+    linear = nn.Linear(width, width)
+    nn.init.xavier_uniform_(linear.weight, gain=gain)
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
+def _of_cross(width: int, memory_dim: int) -> dict[str, nn.Linear]:
+    """Return the projections of cross-attention as fairseq's MultiheadAttention draws them.
+
+    The order of the draws and the biases are fairseq's, so that under one seed a model starts from
+    the same weights with its cross-attention and with ours.
+    """
+    widths = {"k_proj": memory_dim, "v_proj": memory_dim, "q_proj": width, "out_proj": width}
+    found = {name: nn.Linear(given, width) for name, given in widths.items()}
+    for name, linear in found.items():
+        gain = 2**-0.5 if name != "out_proj" and memory_dim == width else 1.0
+        nn.init.xavier_uniform_(linear.weight, gain=gain)
+    nn.init.zeros_(found["out_proj"].bias)
+    return found
