@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import contest
+from benchmarks.training import VARIANTS
 from lrpe_fairseq.attention.multihead import feature_map
-from lrpe_fairseq.encodings import ENCODINGS, QueryKeyEncoding, build_encoding
+from lrpe_fairseq.encodings import ENCODINGS, EncodingOptions, QueryKeyEncoding, build_encoding
 from lrpe_fairseq.encodings.base import ELU_PLUS_ONE
 from lrpe_fairseq.experiments.report.denominators import serves_linear
 
@@ -74,8 +75,15 @@ class Encode:
 def forms(x: Tensor) -> dict[tuple[str, str], Encode]:
     """Return every encoding of linear attention, in torch operations and in one pass."""
     found = {}
-    for name in filter(serves_linear, ENCODINGS):
-        encoding = build_encoding(name, x.shape[-1], x.shape[1], causal=True).to(x.device)
+    usual = {name: (name, {}) for name in filter(serves_linear, ENCODINGS)}
+    for name, (encoding_name, options) in {**usual, **VARIANTS}.items():
+        encoding = build_encoding(
+            encoding_name,
+            x.shape[-1],
+            x.shape[1],
+            causal=True,
+            options=EncodingOptions(**options),
+        ).to(x.device)
         if encoding.before_feature_map:
             continue  # SPE is not applied after phi
         found[name, "step by step"] = Encode(encoding, x, one_pass=False)

@@ -17,28 +17,37 @@ VOCABULARY = 8192
 LENGTH = 512
 MODELS = ("lm", "roberta")
 ROBERTA_LAYERS = 4  # instead of 12, each as in the paper: same ratios in a third of the time
+VARIANTS = {"ape (canonical)": ("ape", {"ape_generator": "canonical"})}
+"""Encodings with options that differ from their defaults: name -> (encoding, options)."""
+BESIDE_ROPE = ("ape", "ape-tree", *VARIANTS)
+"""Names that are also compared with RoPE."""
 
 
 def measure(device: str, tokens: int, rounds: int, model: str) -> list[dict]:
     """Rows of {model, attention, encoding, seconds, spread, tokens_per_second, relative_speed}.
 
-    model: a name of :data:`MODELS`. Each encoding is timed in turn with Base only, because the
-    machine's speed drifts within a round of sixteen. One step is forward, loss, backward and fused
-    Adam on ``tokens`` tokens in sequences of 512. The vocabulary is small, so that the encodings'
-    share of the time is larger than with the paper's 267,744 words.
+    ``relative_speed``: against Base. Those of ``BESIDE_ROPE`` also have ``relative_to_rope``.
+
+    model: a name of :data:`MODELS`. Each encoding is timed in turn with Base (and RoPE) only,
+    because the machine's speed drifts within a round of sixteen. One step is forward, loss,
+    backward and fused Adam on ``tokens`` tokens in sequences of 512. The vocabulary is small, so
+    that the encodings' share of the time is larger than with the paper's 267,744 words.
     """
     rows = []
     for attention in ("linear", "softmax"):
         base = step(model, "none", attention, device, tokens)
-        for name in filter(partial(serves, model, attention), ENCODINGS):
-            pair = {"none": base, name: step(model, name, attention, device, tokens)}
-            rows.append(_row(model, attention, name, tokens, contest(pair, rounds)))
+        for name in filter(partial(serves, model, attention), [*ENCODINGS, *VARIANTS]):
+            names = ["rope", name] if name in BESIDE_ROPE else [name]
+            steps = {n: step(model, n, attention, device, tokens) for n in names}
+            rows.append(
+                _row(model, attention, name, tokens, contest({"none": base, **steps}, rounds))
+            )
     return rows
 
 
 def serves(model: str, attention: str, name: str) -> bool:
     """True if the encoding serves the attention type, causal in ``lm`` and full in ``roberta``."""
-    kind = encoding_class(name)
+    kind = encoding_class(VARIANTS.get(name, (name,))[0])
     return (attention == "softmax" or kind.serves_linear) and not (
         model == "roberta" and kind.causal_only
     )
@@ -64,24 +73,28 @@ def step(
 
 def build_lm(name: str, attention_type: str) -> LRPELanguageModel:
     """Build ``lrpe_lm`` with the given attention and a synthetic dictionary."""
+    encoding, options = VARIANTS.get(name, (name, {}))
     cfg = LRPELanguageModelConfig(
         attention_type=attention_type,
-        position_encoding=name,
+        position_encoding=encoding,
         tokens_per_sample=LENGTH,
         max_target_positions=LENGTH,
         add_bos_token=False,
         tpu=False,
+        **options,
     )
     return LRPELanguageModel.build_model(cfg, _task())
 
 
 def build_roberta(name: str, attention_type: str) -> LRPERobertaModel:
     """Build a shorter ``lrpe_roberta`` with the given attention and a synthetic dictionary."""
+    encoding, options = VARIANTS.get(name, (name, {}))
     cfg = LRPERobertaConfig(
         attention_type=attention_type,
-        position_encoding=name,
+        position_encoding=encoding,
         encoder_layers=ROBERTA_LAYERS,
         max_positions=LENGTH,
+        **options,
     )
     return LRPERobertaModel.build_model(cfg, _task())
 
@@ -112,4 +125,5 @@ def _row(
         "spread": timing.spread,
         "tokens_per_second": tokens / timing.median,
         "relative_speed": timings["none"].ratio(timing),
+        **({"relative_to_rope": timings["rope"].ratio(timing)} if name in BESIDE_ROPE else {}),
     }

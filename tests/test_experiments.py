@@ -34,6 +34,7 @@ from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Busy, Children, RunFailed
 from lrpe_fairseq.experiments.runner.warm import WarmChildren
 from lrpe_fairseq.models.options import AttentionOptions
+from lrpe_fairseq.models.translation import CrossOptions, DecoderOptions, EncoderOptions
 from tests.end_to_end.conftest import corpus  # noqa: F401  (a fixture)
 from tests.test_data_prep import multi30k, newstest, wmt14
 
@@ -121,7 +122,12 @@ def test_every_run_of_a_table_sets_only_keys_that_its_configuration_knows(table,
     known = [runs[0].yaml(), OmegaConf.structured(FairseqConfig)]
     chosen = {key for run in runs for key in run.chosen()}
     missing = {k for k in chosen if all(OmegaConf.select(config, k) is None for config in known)}
-    assert missing <= {f"model.{option.name}" for option in fields(AttentionOptions)}
+    parts = {"encoder.": EncoderOptions, "decoder.": DecoderOptions, "cross.": CrossOptions}
+    assert missing <= {
+        f"model.{part}{option.name}"
+        for part, kind in {"": AttentionOptions, **parts}.items()
+        for option in fields(kind)
+    }
 
 
 TEST_SETS = {  # of data with other splits than train, valid and test

@@ -231,3 +231,13 @@ def test_table_9_has_a_row_for_every_encoding_and_the_printed_speeds():
     assert lines["kerple-log"].startswith("| `kerple-log` | – | not measured |")
     assert lines["t5"].endswith("| – | 0.70 | – |")
     assert lines["lrpe-tmlr-type1"].endswith("| – | – | 0.82 |")
+
+
+def test_speeds_against_rope_and_of_variants_are_shown_where_they_were_measured():
+    row = {"attention": "softmax", "encoding": "ape (canonical)", "relative_speed": 0.9}
+    text = speed.table9([row])
+    assert "| `ape (canonical)` | not measured | 0.90 | – | – | – |" in text
+    assert "relative to RoPE" not in text
+    text = speed.table9([{**row, "relative_to_rope": 0.95}])
+    assert "| speed relative to RoPE | linear | softmax |" in text
+    assert text.endswith("| `ape (canonical)` | not measured | 0.95 |")

@@ -1,7 +1,8 @@
 """Generate a synthetic task of "Algebraic Positional Encodings" for fairseq.
 
-    python data-prep/algebraic/prepare.py --dest data/reverse --task reverse
-    python data-prep/algebraic/prepare.py --dest data/tree-ops --task tree-ops --order depth
+    python data-prep/algebraic/prepare.py --dest data/reverse-small --task reverse
+    python data-prep/algebraic/prepare.py --dest data/tree-ops-depth-small --task tree-ops \\
+        --order depth
 
 See the README in this folder for the tasks, the sizes and the files.
 """

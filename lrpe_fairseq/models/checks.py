@@ -36,6 +36,7 @@ def check_translation(cfg: Any, task: Any) -> None:
             "encoder's output"
         )
     check_cross_attention(cfg, task)
+    check_tree_embedding(cfg, task)
     check_shared_embeddings(cfg, task)
     check_shared_output(cfg, cfg.decoder.embed_dim, cfg.decoder.output_dim)
     check_sizes({f"--{n}-layers": getattr(cfg, n).layers for n in ("encoder", "decoder")})
@@ -44,6 +45,21 @@ def check_translation(cfg: Any, task: Any) -> None:
         check_xformers(side.xformers_att_config)
         widths = (side.embed_dim, side.ffn_embed_dim)
         check_quantization_blocks(cfg.quant_noise.pq, cfg.quant_noise.pq_block_size, *widths)
+
+
+def check_tree_embedding(cfg: Any, task: Any) -> None:
+    """Check that ``--tree-embedding`` gets positions of nodes and is the only embedding of them."""
+    if not getattr(cfg, "tree_embedding", False):
+        return
+    if not cfg.no_token_positional_embeddings:
+        raise ChoiceError(
+            "--tree-embedding replaces absolute positions: pass --no-token-positional-embeddings"
+        )
+    if not getattr(getattr(task, "cfg", None), "node_positions", False):
+        raise ChoiceError(
+            "--tree-embedding needs the positions of nodes: pass --task lrpe_transduction "
+            "--node-positions"
+        )
 
 
 def is_stock_cross(options: Any) -> bool:

@@ -17,6 +17,7 @@ from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.models.checks import is_stock_cross
 from lrpe_fairseq.models.inference import name_dropout
 from lrpe_fairseq.models.options import build_attention, build_cross_attention
+from lrpe_fairseq.models.tree_embedding import TreeEmbedding
 
 
 class EncoderLayer(TransformerEncoderLayerBase):
@@ -77,6 +78,8 @@ class Encoder(TransformerEncoderBase):
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Module, options: Any) -> None:
         self._options, self._layer_count = options, count()
         super().__init__(cfg, dictionary, embed_tokens)
+        if has_tree_embedding(cfg):
+            self.embed_positions = TreeEmbedding(cfg.encoder.embed_dim)
         name_dropout(self, "TransformerEncoder")
 
     def build_encoder_layer(self, cfg: Any) -> nn.Module:
@@ -113,6 +116,8 @@ class Decoder(TransformerDecoderBase):
     ) -> None:
         self._options, self._layer_count = options, count()
         super().__init__(cfg, dictionary, embed_tokens, **keywords)
+        if has_tree_embedding(cfg):
+            self.embed_positions = TreeEmbedding(cfg.decoder.embed_dim)
         name_dropout(self, "TransformerDecoder")
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
@@ -161,10 +166,15 @@ class Decoder(TransformerDecoderBase):
         return None
 
 
+def has_tree_embedding(cfg: Any) -> bool:
+    """True for ``--tree-embedding``; older checkpoints and other models do not have it."""
+    return getattr(cfg, "tree_embedding", False)
+
+
 def set_positions(
     stack: nn.Module, positions: Tensor | None, memory_positions: Tensor | None = None
 ) -> None:
-    """Set the positions of all attention of a stack, until the next forward pass.
+    """Set the positions of a stack until the next forward pass: of attention and Tree-SQ.
 
     They are kept after it, because activation checkpointing runs the layers again.
     """
@@ -173,7 +183,7 @@ def set_positions(
         return
     stack.has_positions = given
     for module in stack.modules():
-        if isinstance(module, MultiheadAttention | CrossAttention):
+        if isinstance(module, MultiheadAttention | CrossAttention | TreeEmbedding):
             module.positions = positions
         if isinstance(module, CrossAttention):
             module.memory_positions = memory_positions

@@ -29,6 +29,7 @@ from lrpe_fairseq.models.options import (
     refuse_unrelated_processes,
 )
 from lrpe_fairseq.models.overrides import without_prefix
+from lrpe_fairseq.models.tree_embedding import TreeEmbedding
 
 TINY = {"embed_dim": 128, "ffn_embed_dim": 512, "layers": 3, "attention_heads": 4}
 
@@ -59,6 +60,13 @@ class LRPETransformerConfig(TransformerConfig):
     encoder: EncoderOptions = field(default=EncoderOptions)
     decoder: DecoderOptions = field(default=DecoderOptions)
     cross: CrossOptions = field(default=CrossOptions)
+    tree_embedding: bool = field(
+        default=False,
+        metadata={
+            "help": "Tree-SQ (Shiv and Quirk): embeddings of the nodes of binary trees, added to "
+            "those of tokens; needs --task lrpe_transduction --node-positions"
+        },
+    )
 
     @classmethod
     def from_namespace(cls, args: Any) -> Any:
@@ -121,6 +129,7 @@ class LRPETransformer(BooleanFlags, RetainedDropout, TransformerModelBase):
             share_across_layers(model.encoder)
             share_across_layers(model.decoder)
             share_across_stacks(model)
+            share_tree_embedding(model)
         return model
 
     @classmethod
@@ -196,6 +205,13 @@ class LRPETransformer(BooleanFlags, RetainedDropout, TransformerModelBase):
 @register_model("lrpe_transformer_tiny", dataclass=LRPETransformerTinyConfig)
 class LRPETransformerTiny(LRPETransformer):
     """The tiny preset: ``--arch lrpe_transformer_tiny`` or ``_name: lrpe_transformer_tiny``."""
+
+
+def share_tree_embedding(model: TransformerModelBase) -> None:
+    """Let encoder and decoder have the same Tree-SQ weights, if both have as many."""
+    source, target = model.encoder.embed_positions, model.decoder.embed_positions
+    if isinstance(source, TreeEmbedding) and source.width == target.width:
+        target.weight = source.weight
 
 
 def keep_layers(cfg: Any) -> None:

@@ -17,7 +17,7 @@ from benchmarks import (
 )
 from benchmarks.timing import Timing, contest
 from lrpe_fairseq.attention import linear, multihead
-from lrpe_fairseq.encodings import ENCODINGS
+from lrpe_fairseq.encodings import ENCODINGS, Encoding
 
 
 def test_contestants_run_in_turn_and_warm_up_rounds_do_not_count():
@@ -141,6 +141,7 @@ def test_encoding_is_compared_with_a_copy(monkeypatch):
     monkeypatch.setitem(encoding.SHAPES, "cpu", (1, 2, 8, 16))
     rows = encoding.measure("cpu", torch.float32, 1)
     names = [name for name in ENCODINGS if training.serves("lm", "linear", name) and name != "spe"]
+    names += training.VARIANTS
     forms = {(r["encoding"], r["form"]) for r in rows}
     assert [r["encoding"] for r in rows if r["form"] == "step by step"] == names
     assert ("lrpe-type2", "one pass") in forms
@@ -191,6 +192,8 @@ def test_steps_are_profiled_in_turn_each_in_its_own_form(monkeypatch):
 
 def test_training_compares_every_encoding_with_base(monkeypatch):
     monkeypatch.setattr(training, "ENCODINGS", {"none": None, "t5": None})
+    monkeypatch.setattr(training, "VARIANTS", {"ape (other)": ("ape", {})})
+    monkeypatch.setattr(training, "BESIDE_ROPE", ["ape (other)"])
     monkeypatch.setattr(training, "step", lambda *choices: lambda: None)
     monkeypatch.setitem(training.ENCODINGS, "fox", None)
     for model, causal in (("lm", ["fox"]), ("roberta", [])):
@@ -198,7 +201,17 @@ def test_training_compares_every_encoding_with_base(monkeypatch):
         assert {r["model"] for r in rows} == {model}
         for kind, names in (("linear", ["none"]), ("softmax", ["none", "t5"])):
             own = [r["encoding"] for r in rows if r["attention"] == kind]
-            assert own == names + causal
+            assert own == [*names, *causal, "ape (other)"]
+        assert ["relative_to_rope" in r for r in rows] == [
+            r["encoding"] == "ape (other)" for r in rows
+        ]
+
+
+@pytest.mark.parametrize("build", [training.build_lm, training.build_roberta])
+def test_a_variant_is_an_encoding_with_other_options(build, monkeypatch):
+    monkeypatch.setattr(training, "ROBERTA_LAYERS", 1)
+    found = [m for m in build("ape (canonical)", "softmax").modules() if isinstance(m, Encoding)]
+    assert {(m.name, m.options.ape_generator) for m in found} == {("ape", "canonical")}
 
 
 @pytest.mark.parametrize("model", ["lm", "roberta"])

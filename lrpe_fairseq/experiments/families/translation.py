@@ -1,4 +1,4 @@
-"""Translation runs: :class:`TrainingRun` scored by BLEU and chrF of detokenized text."""
+"""Translation runs, scored by BLEU and chrF of detokenized text."""
 
 import functools
 import math
@@ -11,6 +11,7 @@ from sacrebleu.metrics import BLEU, CHRF
 
 from lrpe_fairseq.experiments.data.bitext import side
 from lrpe_fairseq.experiments.data.folders import manifest
+from lrpe_fairseq.experiments.families.encoder_decoder import EncoderDecoderRun
 from lrpe_fairseq.experiments.records import checkpoints, dictionaries
 from lrpe_fairseq.experiments.records.files import relative
 from lrpe_fairseq.experiments.records.layout import Table
@@ -18,7 +19,6 @@ from lrpe_fairseq.experiments.records.runs import Run
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.launch import BIN
 from lrpe_fairseq.experiments.runner.processes import Children, RunFailed, run_child
-from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 BEAM = "beam"
 
@@ -73,10 +73,11 @@ class Half:
 
 
 @dataclass(frozen=True)
-class TranslationRun(TrainingRun):
+class TranslationRun(EncoderDecoderRun):
     """One encoder-decoder model.
 
-    ``attention_type`` and ``position_encoding`` are those of the half that is not ``fixed``.
+    ``attention_type`` and ``position_encoding`` are those of the half that is not ``fixed``, or of
+    both.
     """
 
     configs: ClassVar[str] = "translation"
@@ -85,40 +86,23 @@ class TranslationRun(TrainingRun):
         "newstest": "data-prep/newstest/prepare.py",
         "wmt14-en-de": "data-prep/wmt14-en-de/prepare.py",
     }
-    option_keys: ClassVar[Mapping[str, str]] = {
-        "encoder-attention-normalizer": "model.encoder.attention_normalizer",
-        "encoder-fidelity": "model.encoder.fidelity",
-        "encoder-score-decay": "model.encoder.score_decay",
-        "decoder-attention-normalizer": "model.decoder.attention_normalizer",
-        "decoder-score-decay": "model.decoder.score_decay",
-        "cross-attention-type": "model.cross.attention_type",
-        "cross-position-encoding": "model.cross.position_encoding",
-        "cross-attention-normalizer": "model.cross.attention_normalizer",
-        "cross-score-decay": "model.cross.score_decay",
-    }
     next_step: ClassVar[str] = "evaluate with: scripts/eval_mt.sh {best} {data}"
     evaluations: tuple[tuple[str, str], ...] = (("valid", BEAM), ("test", BEAM))
     decoding: Decoding = Decoding()
-    fixed: Half = Half("decoder", "softmax", "none")
+    fixed: Half | None = None
 
     @classmethod
     def fields_of(cls, table: Table) -> dict[str, Any]:
-        """Return the half that all cells of the table share."""
+        """Return the half that all cells of the table share, if there is one."""
         return {"fixed": Half(**table.fixed)} if table.fixed else {}
 
     def encoding_choices(self) -> dict[str, str]:
         """Attention and encoding of both halves."""
-        side = "encoder" if self.fixed.side == "decoder" else "decoder"
-        own = Half(side, self.attention_type, self.position_encoding)
-        return {
-            f"model.{half.side}.{option}": value
-            for half in (own, self.fixed)
-            for option, value in (
-                ("attention_type", half.attention),
-                ("position_encoding", half.encoding),
-                ("encoding_seed", str(self.seed)),
-            )
-        }
+        found = super().encoding_choices()
+        if self.fixed:
+            found[f"model.{self.fixed.side}.attention_type"] = self.fixed.attention
+            found[f"model.{self.fixed.side}.position_encoding"] = self.fixed.encoding
+        return found
 
     def measure(self, children: Children, devices: Devices, lock: int) -> Run:
         """Return BLEU and chrF of every split of ``evaluations``."""

@@ -29,11 +29,12 @@ class Column:
     key: its name in ``method`` and in notes. title: its heading. attention: ``linear`` or
     ``softmax``. metric, with split and protocol: a number of the run's ``metrics``; without
     them: a field of the run, such as ``tokens_per_second``. dataset: only runs on this data set
-    (for columns that differ in it). scales: the scales with this column, for example those whose
-    data have the split; default all. overrides: options that differ. relative: as a fraction of
-    the baseline row. best_over: an option; of each seed's runs that differ in it only the best
-    counts. mean_of: keys of the columns that this one averages, instead of a metric. paper: the
-    published cell: ``file`` and the values of its columns.
+    (for columns that differ in it); ``reverse`` also stands for ``reverse-small`` at scale small.
+    scales: the scales with this column, for example those whose data have the split; default all.
+    overrides: options that differ. relative: as a fraction of the baseline row. best_over: an
+    option; of each seed's runs that differ in it only the best counts. mean_of: keys of the
+    columns that this one averages, instead of a metric. paper: the published cell: ``file``
+    and the values of its columns.
     """
 
     key: str

@@ -11,6 +11,9 @@ from lrpe_fairseq.experiments.records.runs import Run, plain
 
 Runs = dict[str, Run]  # by path relative to results/runs
 Scores = dict[int, float]  # by seed
+HALVES = ("encoder", "decoder")
+PARTS = (*HALVES, "cross")
+ABSENT = object()
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,9 @@ def fills(table: Table, row: Row, column: Column, run: Run) -> bool:
     return (
         run["experiment"] in table.experiments
         and column.attention in row.attention
-        and run["position_encoding"] == _sides(row.encoding, "encoding", table.fixed)
-        and run["attention_type"] == _sides(column.attention, "attention", table.fixed)
-        and column.dataset in ("", run["dataset"])
+        and _halves(run["position_encoding"]) == _sides(row.encoding, "encoding", table.fixed)
+        and _halves(run["attention_type"]) == _sides(column.attention, "attention", table.fixed)
+        and column.dataset in ("", run["dataset"], run["dataset"].removesuffix(f"-{run['scale']}"))
         and option(run, "lr") in _rates(table, run)
         and _options_agree(table, row, column, run)
     )
@@ -63,12 +66,25 @@ def fills(table: Table, row: Row, column: Column, run: Run) -> bool:
 def option(run: Run, name: str, default: Any = None) -> Any:
     """Return option ``name`` of ``run``; the name may use dashes or underscores.
 
-    A list of one value, such as fairseq's learning rate per epoch, is returned as that value.
+    A list of one value, such as fairseq's learning rate per epoch, is returned as that value. An
+    option that encoder, decoder and perhaps cross-attention have each is returned if they have the
+    same value; otherwise the result is a dictionary, which equals no value of a table.
     """
+    if (given := _given(run, name)) is not ABSENT:
+        return given
+    found = {part: _given(run, f"{part}-{name}") for part in PARTS}
+    found = {part: value for part, value in found.items() if value is not ABSENT}
+    if not found:
+        return default
+    first, *others = found.values()
+    return found if any(other != first for other in others) else first
+
+
+def _given(run: Run, name: str) -> Any:
     for key, value in run["config"].items():
         if key.replace("_", "-") == name.replace("_", "-"):
             return value[0] if isinstance(value, list) and len(value) == 1 else value
-    return default
+    return ABSENT
 
 
 def shared_options(table: Table, runs: Runs) -> dict[str, Any]:
@@ -152,10 +168,14 @@ def _scale_order(table: Table, scale: str, dataset: str) -> tuple[int, str, str]
     return (order.index(scale) if scale in order else len(order), scale, dataset)
 
 
-def _sides(own: str, what: str, fixed: dict[str, str]) -> str | dict[str, str]:
-    """Return the run file's form: one name, or a name each for encoder and decoder."""
-    sides = dict.fromkeys(("encoder", "decoder"), own)
-    return {**sides, fixed["side"]: fixed[what]} if fixed else own
+def _sides(own: str, what: str, fixed: dict[str, str]) -> dict[str, str]:
+    """Return the name of encoder and decoder; one of them may be fixed."""
+    return {**_halves(own), **({fixed["side"]: fixed[what]} if fixed else {})}
+
+
+def _halves(given: str | dict[str, str]) -> dict[str, str]:
+    """Return a name for encoder and decoder; models with one stack have the same name twice."""
+    return dict.fromkeys(HALVES, given) if isinstance(given, str) else given
 
 
 def _rates(table: Table, run: Run) -> list[Any]:

@@ -37,8 +37,8 @@ def axis_label(runs: Iterable[Run]) -> str:
 def panels(table: Table, group: Group) -> dict[str, dict[str, Curve]]:
     """Return title -> row label -> curve, for the rows in ``table.curves``.
 
-    There is one panel per attention type and set of overrides, because other options mean other
-    trainings.
+    There is one panel per data set, attention type and set of overrides, because other ones mean
+    other trainings.
     """
     found: dict[str, dict[str, Curve]] = {}
     columns = [column for column in table.columns if not column.mean_of]
@@ -52,7 +52,8 @@ def panels(table: Table, group: Group) -> dict[str, dict[str, Curve]]:
 
 
 def _panel(column: Column) -> str:
-    return ", ".join([f"{column.attention} attention", *map(str, column.overrides.values())])
+    parts = [column.dataset, f"{column.attention} attention", *map(str, column.overrides.values())]
+    return ", ".join(filter(None, parts))
 
 
 def validation_curves(

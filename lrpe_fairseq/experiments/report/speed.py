@@ -190,14 +190,31 @@ def _speeds(
 ) -> str:
     """Return a row per name: its speeds in both attentions, and the cells ``of`` its name."""
     found = _by(rows, "encoding", "attention")
+    variants = [name for name in _values(rows, "encoding") if name not in ENCODINGS]
     lines = []
-    for name in names:
-        ours = [_speed(found.get((name, "linear")), encoding_class(name).serves_linear)]
+    for name in [*names, *variants]:
+        served = name in variants or encoding_class(name).serves_linear
+        ours = [_speed(found.get((name, "linear")), served)]
         ours.append(_speed(found.get((name, "softmax"))))
         lines.append([f"`{name}`", *ours, *of(name)])
     table = markdown.table(["speed relative to Base", "linear", "softmax", *more], lines, True)
+    table += _beside_rope(rows)
     tokens = {round(r["seconds"] * r["tokens_per_second"]) for r in rows if "seconds" in r}
     return table + "".join(f"\n\nSteps of {n:,} tokens." for n in tokens)
+
+
+def _beside_rope(rows: Rows) -> str:
+    """Return a table of the speeds that were also measured against RoPE; empty without any."""
+    own = [row for row in rows if "relative_to_rope" in row]
+    if not own:
+        return ""
+    found = _by(own, "encoding", "attention")
+    lines = []
+    for name in _values(own, "encoding"):
+        speeds = [found.get((name, attention)) for attention in ("linear", "softmax")]
+        shown = [f"{r['relative_to_rope']:.2f}" if r else NOT_MEASURED for r in speeds]
+        lines.append([f"`{name}`", *shown])
+    return "\n\n" + markdown.table(["speed relative to RoPE", "linear", "softmax"], lines, True)
 
 
 def _speed(row: dict[str, Any] | None, served: bool = True) -> str:

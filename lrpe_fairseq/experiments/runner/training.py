@@ -11,6 +11,7 @@ import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -125,11 +126,19 @@ class TrainingRun(ABC):
             scale=scale,
             folder=ROOT / "runs" / table.name / name,
             result=ROOT / "results" / "runs" / table.name / f"{name}.json",
-            overrides=tuple(cls.override(option, value) for option, value in cell.changed),
+            overrides=tuple(chain.from_iterable(cls.overrides_of(*own) for own in cell.changed)),
             evaluations=evaluations(table),
             **cls.fields_of(table),
         )
         return [run]
+
+    @classmethod
+    def overrides_of(cls, option: str, value: Any) -> tuple[str, ...]:
+        """Return ``section.key=value`` for every key that an option of a table sets.
+
+        Raises: ValueError if it has no key.
+        """
+        return (cls.override(option, value),)
 
     @classmethod
     def fields_of(cls, table: Table) -> dict[str, Any]:

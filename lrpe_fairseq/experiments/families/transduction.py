@@ -1,0 +1,133 @@
+"""Transduction runs: teacher-forced scores on the synthetic tasks of data-prep/algebraic.
+
+Models are scored with the true prefix as input (teacher forcing).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+from lrpe_fairseq.experiments.data import transduction as data
+from lrpe_fairseq.experiments.data.trees import ORDERS
+from lrpe_fairseq.experiments.families.encoder_decoder import EncoderDecoderRun
+from lrpe_fairseq.experiments.records import checkpoints, fairseq_log
+from lrpe_fairseq.experiments.records.fairseq_log import Curve
+from lrpe_fairseq.experiments.records.files import ROOT, relative
+from lrpe_fairseq.experiments.records.layout import Table
+from lrpe_fairseq.experiments.records.recipes import Cell
+from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.runner.devices import Devices
+from lrpe_fairseq.experiments.runner.launch import BIN
+from lrpe_fairseq.experiments.runner.processes import Children, RunFailed, run_child
+from lrpe_fairseq.experiments.runner.training import TrainingRun
+
+TASK = "lrpe_transduction"
+TEACHER = "teacher"
+METRICS = {  # in a run file -> of fairseq-validate
+    "ppl": "teacher_ppl",
+    "ppl_published": "ppl_published",
+    "token_accuracy": "token_accuracy",
+    "exact_match": "exact_match",
+}
+SCORED = {"copy": "all", "repeat": "inner", "reverse": "inner"}
+"""The tokens that the paper scores in a task (``--scored-tokens``)."""
+SCORED_IN_TREES = "no-end"
+PROTOCOL = {
+    TEACHER: "fairseq-validate with the true prefix as input. ppl: exp of the mean "
+    "negative log-likelihood (base e) of the tokens that --scored-tokens selects; ppl_published: "
+    "the same losses with the published code's count of tokens; token_accuracy and exact_match: "
+    "scored tokens, and targets, without an error."
+}
+
+
+def _scripts() -> dict[str, str]:
+    """Return name of a data folder, such as ``tree-ops-depth-small`` -> script with arguments."""
+    found = {}
+    for scale in data.SCALES:
+        for task in data.TASKS:
+            for order in [""] if task in data.SEQUENCES else ORDERS:
+                name = f"{data.Recipe(task, scale, order).name}-{scale}"
+                script = f"data-prep/algebraic/prepare.py --task {task} --scale {scale}"
+                found[name] = f"{script} --order {order}" if order else script
+    return found
+
+
+@dataclass(frozen=True)
+class TransductionRun(EncoderDecoderRun):
+    """One encoder-decoder model on one task."""
+
+    configs: ClassVar[str] = "transduction"
+    task: ClassVar[str] = TASK
+    data_scripts: ClassVar[Mapping[str, str]] = _scripts()
+    option_keys: ClassVar[Mapping[str, str]] = {
+        "node-positions": "task.node_positions",
+        "tree-embedding": "model.tree_embedding",
+        **EncoderDecoderRun.option_keys,
+    }
+    curve: ClassVar[Curve] = Curve("valid_teacher_ppl", "lower")
+    evaluations: tuple[tuple[str, str], ...] = (("valid", TEACHER), ("test", TEACHER))
+
+    @classmethod
+    def of_cell(
+        cls, table: Table, cell: Cell, scale: str, config: Path, seed: int
+    ) -> list[TrainingRun]:
+        """Return the run of a cell; its data set is ``cell.dataset`` in the sizes of ``scale``."""
+        (run,) = super().of_cell(table, cell, scale, config, seed)
+        run = replace(run, evaluations=cls.evaluations)
+        if not cell.dataset:
+            return [run]
+        name = f"{scale}-{cell.dataset}-{cell.name}-seed{seed}"
+        folder, result = run.folder.with_name(name), run.result.with_name(f"{name}.json")
+        source = ROOT / "data" / f"{cell.dataset}-{scale}"
+        return [replace(run, data=source, folder=folder, result=result)]
+
+    def encoding_choices(self) -> dict[str, str]:
+        """Return attention and encoding of both halves, and the tokens to score."""
+        return {**super().encoding_choices(), "task.scored_tokens": scored_tokens(self.data)}
+
+    def validation_command(self, split: str) -> list[str]:
+        """Return fairseq-validate of the best checkpoint on one split."""
+        return [
+            str(BIN / "fairseq-validate"),
+            relative(self.data / "bin"),
+            *("--user-dir", "lrpe_fairseq"),
+            *("--task", TASK),
+            *("--path", relative(self.checkpoints / checkpoints.BEST)),
+            *("--valid-subset", split),
+            *("--batch-size", str(self.settings().dataset.batch_size)),
+            *("--num-workers", "0"),
+            *("--log-format", "json"),
+        ]
+
+    def measure(self, children: Children, devices: Devices, lock: int) -> Run:
+        """Return :data:`METRICS` of every split of ``evaluations``."""
+        metrics: Run = {}
+        for split, protocol in self.evaluations:
+            log = self.folder / f"eval-{split}-{protocol}.log"
+            log.unlink(missing_ok=True)
+            run_child(children, self.validation_command(split), log, devices, lock)
+            metrics.setdefault(split, {})[protocol] = read_validation(log, split)
+        return {"metrics": metrics, "protocol": PROTOCOL}
+
+
+def scored_tokens(folder: Path) -> str:
+    """Return ``--scored-tokens`` of a data folder of this family, named ``<task>-<scale>``."""
+    return SCORED.get(folder.name.partition("-")[0], SCORED_IN_TREES)
+
+
+def read_validation(log: Path, split: str) -> dict[str, float]:
+    """Read :data:`METRICS`, or ``diverged``, from the output of fairseq-validate.
+
+    Raises: RunFailed if one of them is missing.
+    """
+    try:
+        found = fairseq_log.parse_validation(log.read_text(encoding="utf-8"), split)
+    except ValueError as error:
+        raise RunFailed(f"{error} ({log})") from None
+    if missing := [name for name in METRICS.values() if name not in found]:
+        raise RunFailed(f"fairseq-validate printed no {missing[0]} for {split} ({log})")
+    measured = {name: found[printed] for name, printed in METRICS.items()}
+    finite = all(math.isfinite(value) for value in measured.values())
+    return measured if finite else {fairseq_log.DIVERGED: 1}

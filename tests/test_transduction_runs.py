@@ -1,0 +1,174 @@
+"""The family of transduction runs: from a table's cell to a run file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from lrpe_fairseq.experiments.data import transduction as data
+from lrpe_fairseq.experiments.data.transduction import Recipe
+from lrpe_fairseq.experiments.families import plan, preparation_of, transduction
+from lrpe_fairseq.experiments.families.transduction import METRICS, TransductionRun
+from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT
+from lrpe_fairseq.experiments.records.layout import load_table
+from lrpe_fairseq.experiments.records.recipes import cells
+from lrpe_fairseq.experiments.records.runs import read_run
+from lrpe_fairseq.experiments.report import cells as shown
+from lrpe_fairseq.experiments.runner.devices import Devices
+from lrpe_fairseq.experiments.runner.processes import RunFailed
+from lrpe_fairseq.experiments.runner.warm import WarmChildren
+
+TABLE = """
+title: Trees
+text: A table.
+experiments: [toy]
+scales: {small: configs/transduction/tree-small.yaml}
+baseline: Sinusoidal
+better: lower
+options: {node-positions: false, no-token-positional-embeddings: false, ape-init: rope,
+          cross-position-encoding: none}
+columns:
+  - {key: rotate, title: rotate, attention: softmax, dataset: tree-rotate-depth, split: test,
+     protocol: teacher, metric: ppl}
+  - {key: reverse, title: reverse, attention: softmax, dataset: reverse, split: test,
+     protocol: teacher, metric: ppl}
+rows:
+  - {label: Sinusoidal, encoding: none, attention: [softmax]}
+  - {label: APE tree, encoding: ape-tree, attention: [softmax],
+     overrides: {node-positions: true, no-token-positional-embeddings: true, ape-init: identity,
+                 cross-position-encoding: ape-tree}}
+"""
+SMALLER = (
+    *(f"model.{half}.embed_dim=16" for half in ("encoder", "decoder")),
+    *(f"model.{half}.ffn_embed_dim=16" for half in ("encoder", "decoder")),
+    *(f"model.{half}.layers=1" for half in ("encoder", "decoder")),
+    "optimization.max_update=8",
+    "lr_scheduler.warmup_updates=2",
+    "lr_scheduler.lr_period_updates=6",
+    "common.log_interval=1",
+)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> dict[str, TransductionRun]:
+    path = tmp_path / "toy.yaml"
+    path.write_text(TABLE)
+    table, config = load_table(path), CONFIGS / "transduction" / "tree-small.yaml"
+    made = [
+        run
+        for cell in cells(table)
+        for run in TransductionRun.of_cell(table, cell, "small", config, 3)
+    ]
+    return {run.folder.name: run for run in made}
+
+
+def test_a_cell_names_its_data_set_and_sets_both_halves(runs) -> None:
+    assert list(runs) == [
+        f"small-{name}-softmax-seed3"
+        for name in ("tree-rotate-depth-Sinusoidal", "reverse-Sinusoidal",
+                     "tree-rotate-depth-APE_tree", "reverse-APE_tree")
+    ]  # fmt: skip
+    run = runs["small-tree-rotate-depth-APE_tree-softmax-seed3"]
+    chosen = run.settings()
+    assert chosen.task.data == "data/tree-rotate-depth-small/bin"
+    assert (chosen.task.node_positions, chosen.task.scored_tokens) == (True, "no-end")
+    for half in (chosen.model.encoder, chosen.model.decoder, chosen.model.cross):
+        assert (half.position_encoding, half.attention_type) == ("ape-tree", "softmax")
+        assert (half.ape_init, half.encoding_seed) == ("identity", 3)
+    other = runs["small-reverse-Sinusoidal-softmax-seed3"]
+    assert other.settings().task.scored_tokens == "inner"
+    assert other.result.name == "small-reverse-Sinusoidal-softmax-seed3.json"
+    assert run.evaluations == (("valid", "teacher"), ("test", "teacher"))
+
+
+def test_every_task_and_scale_has_a_data_folder_and_a_script() -> None:
+    words = preparation_of(ROOT / "data" / "tree-ops-depth-paper")
+    assert words[1:] == ["--task", "tree-ops", "--scale", "paper", "--order", "depth", "--dest",
+                         "data/tree-ops-depth-paper"]  # fmt: skip
+    names = set(TransductionRun.data_scripts)
+    assert {"copy-small", "reverse-paper", "tree-c3-breadth-small", "repeat-tiny"} <= names
+    assert len(names) == len(data.SCALES) * (3 + 2 * 4)
+
+
+@pytest.mark.parametrize(
+    "name", ["copy-small", "reverse-paper", "repeat-tiny", "tree-c3-depth-small"]
+)
+def test_the_paper_scores_other_tokens_in_every_kind_of_task(name: str) -> None:
+    wanted = {"copy": "all", "reverse": "inner", "repeat": "inner", "tree": "no-end"}
+    assert transduction.scored_tokens(Path(name)) == wanted[name.partition("-")[0]]
+
+
+def test_the_scales_have_the_papers_sizes() -> None:
+    for kind in ("sequence", "tree"):
+        paper = OmegaConf.load(CONFIGS / "transduction" / f"{kind}-paper.yaml")
+        small = OmegaConf.load(CONFIGS / "transduction" / f"{kind}-small.yaml")
+        encoder, decoder = paper.model.encoder, paper.model.decoder
+        assert (encoder.embed_dim, encoder.ffn_embed_dim, encoder.layers) == (512, 512, 2)
+        assert (decoder.embed_dim, decoder.ffn_embed_dim, decoder.layers) == (512, 1024, 2)
+        assert encoder.normalize_before
+        assert decoder.normalize_before
+        for config, epochs in ((paper, 400), (small, 40)):
+            batches = -(-6000 // config.dataset.batch_size)
+            schedule = config.lr_scheduler
+            assert config.optimization.max_update == epochs * batches
+            assert schedule.warmup_updates + schedule.lr_period_updates == epochs * batches
+
+
+def test_a_log_without_a_metric_is_refused_and_one_that_is_not_finite_diverged(tmp_path) -> None:
+    log = tmp_path / "log"
+    log.write_text('INFO | test | {"epoch": 1, "test_teacher_ppl": "2.5"}')
+    with pytest.raises(RunFailed, match="printed no ppl_published for test"):
+        transduction.read_validation(log, "test")
+    values = ", ".join(f'"test_{name}": "nan"' for name in METRICS.values())
+    log.write_text(f"INFO | test | {{{values}}}")
+    assert transduction.read_validation(log, "test") == {"diverged": 1}
+
+
+def test_a_run_trains_and_is_measured_from_data_to_run_file(runs, tmp_path: Path) -> None:
+    data.prepare(tmp_path / "tree-rotate-depth-small", Recipe("tree-rotate", "tiny", "depth"))
+    run = replace(
+        runs["small-tree-rotate-depth-APE_tree-softmax-seed3"],
+        data=tmp_path / "tree-rotate-depth-small",
+        folder=tmp_path / "work",
+        result=tmp_path / "toy" / "run.json",
+    )
+    run = replace(run, overrides=(*run.overrides, *SMALLER))
+    assert run.work(WarmChildren(), Devices(1), print)
+    assert run.finished()
+    found = read_run(run.result)
+    for split in ("valid", "test"):
+        measured = found["metrics"][split]["teacher"]
+        assert set(measured) == set(METRICS)
+        assert 1 < measured["ppl_published"] <= measured["ppl"] < 30
+        assert 0 <= measured["exact_match"] <= measured["token_accuracy"] <= 1
+    assert found["curve"][-1]["updates"] == 8
+    best = min(point["valid_teacher_ppl"] for point in found["curve"])
+    assert best == pytest.approx(found["metrics"]["valid"]["teacher"]["ppl"], rel=1e-3)
+    assert found["position_encoding"] == {"encoder": "ape-tree", "decoder": "ape-tree"}
+    assert shown.option(found, "ape-init") == "identity"
+    assert shown.option(found, "cross-position-encoding") == "ape-tree"
+    weights = checkpoints.load(run.checkpoints / checkpoints.BEST)["model"]
+    generators = [w for name, w in weights.items() if name.endswith("generator.entries")]
+    assert len(generators) == 3
+    assert all(torch.equal(one, generators[0]) for one in generators)
+    assert shown.option(found, "node-positions") is True
+
+
+@pytest.mark.parametrize("name", ["ape-sequences", "ape-trees"])
+def test_every_cell_of_a_table_has_its_own_run_on_data_of_the_scale(name: str) -> None:
+    table = plan.load_named(name)
+    for scale in table.scales:
+        made = plan.runs(table, scale, [1])
+        assert len({run.result for run in made}) == len(made) == len(cells(table.at(scale)))
+        assert {run.data.name.rpartition("-")[2] for run in made} == {scale}
+        for run in made:
+            model = run.settings().model
+            relative = run.position_encoding != "none"
+            assert model.cross.position_encoding == run.position_encoding
+            assert model.no_token_positional_embeddings == (relative or run.label == "Tree-SQ")
+            assert model.encoder.shaw_distance == model.cross.shaw_distance

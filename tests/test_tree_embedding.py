@@ -1,0 +1,110 @@
+"""Tree-SQ, the added embedding of tree nodes: its definition, and its place in lrpe_transformer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lrpe_fairseq.errors import ChoiceError, Refusal
+from lrpe_fairseq.experiments.data import transduction as data
+from lrpe_fairseq.experiments.data.transduction import Recipe
+from lrpe_fairseq.models.tree_embedding import STEPS, TreeEmbedding, paths
+from tests.end_to_end.commands import PLUGIN, built
+
+MODEL = (
+    "--arch lrpe_transformer_tiny --encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 32 "
+    "--decoder-embed-dim 32 --encoder-ffn-embed-dim 16 --decoder-ffn-embed-dim 16 "
+    "--encoder-attention-heads 2 --decoder-attention-heads 2 --share-all-embeddings "
+    "--encoder-position-encoding none --encoder-attention-type softmax --dropout 0"
+)
+TASK = f"--user-dir {PLUGIN} --task lrpe_transduction --cpu"
+
+
+def node(*branches: int) -> int:
+    code = 0
+    for branch in branches:
+        code = 2 * code + branch + 1
+    return code
+
+
+def expected(branches: tuple[int, ...], decays: list[float], width: int) -> torch.Tensor:
+    """Written out feature by feature: step from the node, branch, decay."""
+    features = []
+    for step in range(STEPS):
+        taken = branches[-1 - step] if step < len(branches) else None
+        for branch in (0, 1):
+            for a in decays:
+                scale = (len(decays) * (1 - a * a) / 2) ** 0.5
+                features.append(a**step * scale if taken == branch else 0.0)
+    return torch.tensor(features + [0.0] * (width - len(features)))
+
+
+def test_the_embedding_of_known_nodes() -> None:
+    """Two decays; the root, a child, a grandchild, and a node deeper than all steps."""
+    embedding = TreeEmbedding(35)
+    decays = [0.5, 0.9]
+    with torch.no_grad():
+        embedding.weight.copy_(torch.tensor(decays).atanh())
+    found = [(), (1,), (0, 1), (1, 1, 0, 1, 0, 0, 1, 0, 1, 1)]
+    embedding.positions = torch.tensor([[node(*path) for path in found]])
+    embedded = embedding(embedding.positions)
+    for row, path in zip(embedded[0], found, strict=True):
+        torch.testing.assert_close(row, expected(path, decays, 35))
+    assert embedded[0, 0].count_nonzero() == 0
+    assert embedded.square().sum(2).max() <= len(decays) ** 2 / 2
+
+
+def test_paths_read_the_last_steps_first() -> None:
+    found = paths(torch.tensor([[node(0, 1, 1), node(), node(*[1] * 62)]]))
+    assert found[0, 0].argmax(1)[:3].tolist() == [1, 1, 0]
+    assert found[0, :, :, :].sum((1, 2)).tolist() == [3, 0, STEPS]
+
+
+def test_too_narrow_a_width_and_missing_positions_are_refused() -> None:
+    with pytest.raises(ChoiceError, match="a width of at least 16"):
+        TreeEmbedding(15)
+    with pytest.raises(ValueError, match="needs the positions of the nodes"):
+        TreeEmbedding(16)(torch.zeros(1, 1))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    dest = tmp_path_factory.mktemp("data") / "tree-copy"
+    data.prepare(dest, Recipe("tree-copy", "tiny", "depth"))
+    return dest / "bin"
+
+
+def test_the_model_adds_it_to_tokens_with_one_weight_for_both_halves(folder: Path) -> None:
+    nodes = "--node-positions --tree-embedding --no-token-positional-embeddings"
+    model, task, _ = built(folder, TASK, MODEL, nodes)
+    source, target = model.encoder.embed_positions, model.decoder.embed_positions
+    assert source.weight is target.weight
+    task.load_dataset("valid")
+    pairs = task.dataset("valid")
+    given = pairs.collater([pairs[0], pairs[1]])["net_input"]
+    model.eval()
+    out = model(**given)[0]
+    out.sum().backward()
+    assert source.weight.grad.abs().sum() > 0
+    with torch.no_grad():
+        encoded = model.encoder(given["src_tokens"], positions=given["src_positions"])
+        tokens = model.encoder.embed_scale * model.encoder.embed_tokens(given["src_tokens"])
+        added, _ = model.encoder.forward_embedding(given["src_tokens"])
+        torch.testing.assert_close(added, tokens + source(given["src_tokens"]))
+        moved = {**given, "src_positions": given["src_positions"] * 0}
+        assert not torch.allclose(model(**moved)[0], out)
+    assert encoded["encoder_out"][0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--tree-embedding --node-positions", "pass --no-token-positional-embeddings"),
+        ("--tree-embedding --no-token-positional-embeddings", "--node-positions"),
+    ],
+)
+def test_combinations_without_effect_are_refused(options: str, said: str, folder: Path) -> None:
+    with pytest.raises(Refusal, match=said):
+        built(folder, TASK, MODEL, options)
