@@ -5,6 +5,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
+from lrpe_fairseq.encodings import canonical_name
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.layout import Column, Row, Table
 from lrpe_fairseq.experiments.records.runs import Run, plain
@@ -55,7 +56,7 @@ def fills(table: Table, row: Row, column: Column, run: Run) -> bool:
     return (
         run["experiment"] in table.experiments
         and column.attention in row.attention
-        and _halves(run["position_encoding"]) == _sides(row.encoding, "encoding", table.fixed)
+        and _canonical(run["position_encoding"]) == _canonical(_encoding(table, row))
         and _halves(run["attention_type"]) == _sides(column.attention, "attention", table.fixed)
         and column.dataset in ("", run["dataset"], run["dataset"].removesuffix(f"-{run['scale']}"))
         and option(run, "lr") in _rates(table, run)
@@ -88,7 +89,20 @@ def _given(run: Run, name: str) -> Any:
 
 
 def shared_options(table: Table, runs: Runs) -> dict[str, Any]:
-    """Return the values of ``table.same`` in ``runs``. Raises: ValueError if two runs differ."""
+    """Return the values of ``table.same`` that all ``runs`` share.
+
+    Raises: ValueError if two runs differ; for columns with their own configurations, two runs on
+        one data set.
+    """
+    parts: dict[str, Runs] = {}
+    for name, run in runs.items():
+        parts.setdefault(run["dataset"] if table.has_configs() else "", {})[name] = run
+    found = [_shared(table, part) for part in parts.values()]
+    first, *others = found or [{}]
+    return {name: value for name, value in first.items() if all(o[name] == value for o in others)}
+
+
+def _shared(table: Table, runs: Runs) -> dict[str, Any]:
     shared = {}
     for name in table.same:
         values = {run_name: option(run, name) for run_name, run in runs.items()}
@@ -176,6 +190,15 @@ def _sides(own: str, what: str, fixed: dict[str, str]) -> dict[str, str]:
 def _halves(given: str | dict[str, str]) -> dict[str, str]:
     """Return a name for encoder and decoder; models with one stack have the same name twice."""
     return dict.fromkeys(HALVES, given) if isinstance(given, str) else given
+
+
+def _encoding(table: Table, row: Row) -> dict[str, str]:
+    return _sides(row.encoding, "encoding", table.fixed)
+
+
+def _canonical(encoding: str | dict[str, str]) -> dict[str, str]:
+    """Return the canonical names of encoder and decoder."""
+    return {side: canonical_name(name) for side, name in _halves(encoding).items()}
 
 
 def _rates(table: Table, run: Run) -> list[Any]:

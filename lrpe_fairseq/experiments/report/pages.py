@@ -180,9 +180,11 @@ def _section(sheet: Sheet) -> list[str]:
 
 def _budget(sheet: Sheet) -> list[str]:
     shared = cells.shared_options(sheet.table, sheet.group.runs)
-    config = sheet.table.scales.get(sheet.group.scale)
+    configs = [column.config for column in sheet.table.columns if not column.mean_of]
+    usual = sheet.table.scales.get(sheet.group.scale, "")
+    configs = list(dict.fromkeys(filter(None, [own or usual for own in configs])))
     named = [f"{name} {markdown.plain_number(value)}" for name, value in shared.items()]
-    named += [f"`{config}`"] if config else []
+    named += [f"`{config}`" for config in configs]
     return [f"Shared by all runs: {', '.join(named)}.\n"] if named else []
 
 
@@ -334,7 +336,8 @@ def _peak(sheet: Sheet, row: Row, columns: list[Column]) -> str:
 
 def _provenance(sheet: Sheet) -> str:
     runs = list(sheet.group.runs.values())
-    named = (commit for run in runs for commit in run.get("commits", [run["commit"]]))
+    named = [c for run in runs for c in run.get("commits", [run["commit"]])]
+    named += [c for run in runs for c in run.get("evaluated_later", {}).values()]
     commits = sorted({markdown.short(commit) for commit in named})
     machines = sorted({markdown.machine(run["hardware"]) for run in runs})
     versions = sorted(
