@@ -26,6 +26,7 @@ BAD_DATA = {  # folder of data-prep -> arguments, with {other} for the data of a
     "multi30k": "--dest {other}",
     "newstest": "--dest {other}",
     "pydoc": "--dest {other}",
+    "synthetic": "--task copy --dest {other}",
     "wikitext": "wikitext-2 --level word --dest {other}",
     "wmt14-en-de": "--dest {other}",
 }

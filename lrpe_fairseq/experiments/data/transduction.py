@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.random import RandomState
@@ -29,6 +29,7 @@ POSITIONS = "positions"
 PATIENCE = 1000
 """Draws of one input before the task counts as exhausted."""
 DISTINCT_LEAVES, DISTINCT_OPERATORS = 64, 60  # with four commands, the 128 labels of tree-ops
+Drawn = TypeVar("Drawn")
 COMMANDS = ("extract", "flip", "truncate", "keep")
 
 
@@ -129,7 +130,8 @@ def _size(rng: RandomState, distribution: tuple[float, float], least: int) -> in
     return max(least, int(rng.normal(*distribution)))
 
 
-def _types(prefix: str, count: int) -> list[str]:
+def types(prefix: str, count: int) -> list[str]:
+    """Return ``count`` symbols: the prefix and a number from 1."""
     return [f"{prefix}{number}" for number in range(1, count + 1)]
 
 
@@ -208,16 +210,16 @@ def labels(recipe: Recipe) -> tuple[list[str], list[str]]:
     Those of tree-ops end with the four commands.
     """
     if not recipe.has_trees:
-        return _types("t", recipe.sizes.symbols[recipe.task]), []
+        return types("t", recipe.sizes.symbols[recipe.task]), []
     if recipe.task == "tree-c3":
-        return _types("l", 3), ["o1"]
+        return types("l", 3), ["o1"]
     if recipe.task == "tree-ops":
-        operators = _types("o", DISTINCT_OPERATORS)
+        operators = types("o", DISTINCT_OPERATORS)
         commands = [f"o:{command}" for command in COMMANDS]
         if recipe.published_labels:
             commands[0] = operators[-1]
-        return _types("l", DISTINCT_LEAVES), operators + commands
-    return _types("l", recipe.sizes.labels), _types("o", recipe.sizes.labels)
+        return types("l", DISTINCT_LEAVES), operators + commands
+    return types("l", recipe.sizes.labels), types("o", recipe.sizes.labels)
 
 
 def sampler(recipe: Recipe) -> Callable[[RandomState], Sample]:
@@ -243,20 +245,27 @@ def generate(recipe: Recipe) -> dict[str, list[Sample]]:
     splits = {}
     for number, (split, count) in enumerate(recipe.sizes.pairs.items()):
         rng = RandomState([recipe.seed, number])
-        splits[split] = [_unseen(draw, rng, known, recipe.task) for _ in range(count)]
+        draw_one = partial(draw, rng)
+        splits[split] = [
+            unseen(draw_one, known, lambda s: s.source.tokens, recipe.task) for _ in range(count)
+        ]
         known.update(sample.source.tokens for sample in splits[split])
     return splits
 
 
-def _unseen(
-    draw: Callable[[RandomState], Sample],
-    rng: RandomState,
+def unseen(
+    draw: Callable[[], Drawn],
     known: Container[tuple[str, ...]],
+    tokens: Callable[[Drawn], tuple[str, ...]],
     task: str,
-) -> Sample:
+) -> Drawn:
+    """Draw until the ``tokens`` of a sample are not among those of earlier splits, ``known``.
+
+    Raises: UserError after ``PATIENCE`` draws.
+    """
     for _ in range(PATIENCE):
-        sample = draw(rng)
-        if sample.source.tokens not in known:
+        sample = draw()
+        if tokens(sample) not in known:
             return sample
     raise UserError(f"{task} has too few different inputs of this size: choose a larger scale.")
 
@@ -279,13 +288,14 @@ def write_text(recipe: Recipe, folder: Path) -> None:
     for split, samples in generate(recipe).items():
         for side in SIDES:
             rows = [getattr(sample, side) for sample in samples]
-            _write_lines((row.tokens for row in rows), folder / f"{split}.{side}")
+            write_lines((row.tokens for row in rows), folder / f"{split}.{side}")
             if recipe.has_trees:
                 path = folder / f"{split}.{positions_of(side)}"
-                _write_lines((row.codes for row in rows), path)
+                write_lines((row.codes for row in rows), path)
 
 
-def _write_lines(rows: Iterable[Iterable], path: Path) -> None:
+def write_lines(rows: Iterable[Iterable], path: Path) -> None:
+    """Write a line per row, its items separated by spaces; the write is atomic."""
     with prep.written_whole(path) as out:
         out.writelines(f"{' '.join(map(str, row))}\n" for row in rows)
 

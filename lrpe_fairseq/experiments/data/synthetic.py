@@ -1,0 +1,388 @@
+"""The synthetic suite: copy, reverse, MQAR, MQRAR, flip-flop and counting, generated.
+
+A sample is a sequence of tokens and, for every token, the answer expected at it, or ``<pad>`` where
+none is scored. Training mixes lengths up to the training length; each test split has one multiple
+of it. Every split has a random stream of its own, and no sequence of a split occurs in an earlier
+one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.random import RandomState
+
+from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.data.transduction import SEQUENCES, types, unseen, write_lines
+from lrpe_fairseq.experiments.data.trees import below
+from lrpe_fairseq.experiments.records.console import UserError
+
+SIDES = ("input", "target")
+PAD, PAD_ID = "<pad>", 1
+MULTIPLES = (1, 2, 4, 8, 16)
+"""Lengths of the test splits, in training lengths."""
+BEGIN, SEPARATOR, BLANK = "begin", "separator", "."
+GAP_POWER = 0.01  # a of MQAR: the gap g before a query has the weight g^(a - 1)
+IGNORE = 0.8  # probability of the instruction "ignore" in training
+OTHER_IGNORE = {"sparse": 0.98, "dense": 0.1}  # test splits at the training length
+OTHERS = 4  # types of tokens that counting must not count
+
+
+class Sample(NamedTuple):
+    """Tokens, and the answer expected at each of them or ``PAD``."""
+
+    inputs: tuple[str, ...]
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of the data.
+
+    ``samples``: by split; each test split has those of ``test``. ``lengths``: the training length
+    by task, in symbols to copy or in tokens. ``symbols``: of copy and reverse. ``keys``: of MQAR
+    and MQRAR, and as many values. ``most``: largest count.
+    """
+
+    samples: Mapping[str, int]
+    lengths: Mapping[str, int]
+    symbols: int
+    keys: int
+    most: int
+
+
+SCALES = {
+    "small": Scale(
+        {"train": 64_000, "valid": 512, "test": 256},
+        {"copy": 32, "reverse": 32, "mqar": 64, "mqrar": 64, "flip-flop": 128, "counting": 32},
+        symbols=20,
+        keys=32,
+        most=10,
+    ),
+    "tiny": Scale(
+        {"train": 256, "valid": 64, "test": 64},
+        {"copy": 8, "reverse": 8, "mqar": 32, "mqrar": 32, "flip-flop": 32, "counting": 16},
+        symbols=6,
+        keys=8,
+        most=4,
+    ),
+}
+
+# ----------------------------------------------------------------------------------------- tasks
+
+
+def _sequence(rng: RandomState, scale: Scale, length: int, task: str) -> Sample:
+    """``begin x separator y``, y = x or x backwards, without the last token of y."""
+    symbols = types("s", scale.symbols)
+    word = tuple(symbols[number] for number in rng.randint(scale.symbols, size=length))
+    answer = SEQUENCES[task](word)
+    inputs = (BEGIN, *word, SEPARATOR, *answer[:-1])
+    return Sample(inputs, (*[PAD] * (length + 1), *answer))
+
+
+def _recall(rng: RandomState, scale: Scale, length: int, task: str) -> Sample:
+    """Assignments ``key value``, then every key once, each followed by a blank, among blanks.
+
+    The answer at a key is the value that was assigned to it last. MQAR assigns every key once.
+    MQRAR assigns as many values again, to random keys of the sample, in random order.
+    """
+    longest = scale.lengths[task]
+    fewest, most = longest // 16, min(length, longest) // 8
+    number = fewest + below(rng, most - fewest + 1)
+    keys = [f"k{n + 1}" for n in rng.permutation(scale.keys)[:number]]
+    assigned = list(keys)
+    if task == "mqrar":
+        assigned += [keys[n] for n in rng.randint(number, size=number)]
+        assigned = [assigned[n] for n in rng.permutation(len(assigned))]
+    values = [f"v{n + 1}" for n in rng.permutation(scale.keys)[: len(assigned)]]
+    pairs = list(zip(assigned, values, strict=True))
+    return _with_queries(rng, pairs, keys, length)
+
+
+def _with_queries(
+    rng: RandomState, pairs: list[tuple[str, str]], keys: list[str], length: int
+) -> Sample:
+    start = 2 * len(pairs)
+    inputs = [*itertools.chain.from_iterable(pairs), *[BLANK] * (length - start)]
+    targets, latest = [PAD] * length, dict(pairs)
+    for key, gap in zip(keys, gaps(rng, (length - start) // 2, len(keys)), strict=True):
+        place = start + 2 * gap
+        inputs[place], targets[place] = key, latest[key]
+    return Sample(tuple(inputs), tuple(targets))
+
+
+def gaps(rng: RandomState, places: int, count: int) -> list[int]:
+    """Draw ``count`` different places out of 0 .. places - 1, place g with weight (g + 1)^(a - 1).
+
+    The rule of the published MQAR ("Zoology", with its a = 0.01): most queries follow soon.
+    """
+    weights = np.arange(1, places + 1) ** (GAP_POWER - 1)
+    return rng.choice(places, size=count, replace=False, p=weights / weights.sum()).tolist()
+
+
+def _flip_flop(rng: RandomState, scale: Scale, length: int, ignore: float = IGNORE) -> Sample:
+    """Instructions write, ignore, read, each with a bit; the first is write, the last read.
+
+    The answer at a read is the bit of the last write. ``ignore``: probability of an ignore; writes
+    and reads share the rest equally.
+    """
+    count = length // 2
+    share = (1 - ignore) / 2
+    drawn = rng.random_sample(count)
+    instructions = ["w" if u < share else "r" if u < 2 * share else "i" for u in drawn]
+    instructions[0], instructions[-1] = "w", "r"
+    inputs, targets, memory = [], [], ""
+    for instruction, bit in zip(instructions, rng.randint(2, size=count), strict=True):
+        memory = str(bit) if instruction == "w" else memory
+        reads = instruction == "r"
+        inputs += [instruction, memory if reads else str(bit)]
+        targets += [memory if reads else PAD, PAD]
+    return Sample(tuple(inputs), tuple(targets))
+
+
+def _counting(rng: RandomState, scale: Scale, length: int) -> Sample:
+    """One or two segments ``reset ... ?``; the answer at ``?`` is the number of marks between them.
+
+    Counts are uniform on 0 .. most, whatever the length; all other tokens are to be ignored.
+    """
+    segments = 1 + below(rng, 2)
+    inputs: list[str] = []
+    targets: list[str] = []
+    for number in range(segments):
+        inner = length * (number + 1) // segments - length * number // segments - 2
+        count = below(rng, scale.most + 1)
+        others = [f"o{n + 1}" for n in rng.randint(OTHERS, size=inner - count)]
+        content = ["mark"] * count + others
+        inputs += ["reset", *(content[n] for n in rng.permutation(inner)), "?"]
+        targets += [*[PAD] * (inner + 1), str(count)]
+    return Sample(tuple(inputs), tuple(targets))
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task.
+
+    draw: one sample, from a random stream, a scale and a length. vocabulary: symbols besides the
+    answers. answers: what a target can be; uniform, so chance is 1 in their number. shortest:
+    training length -> the shortest length in training. even: lengths are even.
+    """
+
+    draw: Callable[[RandomState, Scale, int], Sample]
+    vocabulary: Callable[[Scale], list[str]]
+    answers: Callable[[Scale], list[str]]
+    shortest: Callable[[int], int]
+    even: bool = False
+
+
+def _sequence_task(name: str) -> Task:
+    return Task(
+        partial(_sequence, task=name),
+        vocabulary=lambda scale: [BEGIN, SEPARATOR],
+        answers=lambda scale: types("s", scale.symbols),
+        shortest=lambda longest: max(2, longest // 8),
+    )
+
+
+def _recall_task(name: str) -> Task:
+    return Task(
+        partial(_recall, task=name),
+        vocabulary=lambda scale: [BLANK, *types("k", scale.keys)],
+        answers=lambda scale: types("v", scale.keys),
+        shortest=lambda longest: longest // 2,
+        even=True,
+    )
+
+
+TASKS: dict[str, Task] = {
+    "copy": _sequence_task("copy"),
+    "reverse": _sequence_task("reverse"),
+    "mqar": _recall_task("mqar"),
+    "mqrar": _recall_task("mqrar"),
+    "flip-flop": Task(
+        _flip_flop,
+        vocabulary=lambda scale: ["w", "i", "r"],
+        answers=lambda scale: ["0", "1"],
+        shortest=lambda longest: longest // 2,
+        even=True,
+    ),
+    "counting": Task(
+        _counting,
+        vocabulary=lambda scale: ["mark", "reset", "?", *types("o", OTHERS)],
+        answers=lambda scale: [str(count) for count in range(scale.most + 1)],
+        shortest=lambda longest: longest * 3 // 4,
+    ),
+}
+
+# ---------------------------------------------------------------------------------------- splits
+
+
+class Split(NamedTuple):
+    """One split: its number of samples, its length in training lengths (0: mixed up to one), and
+    keywords for the task's ``draw``."""
+
+    samples: int
+    multiple: int
+    keywords: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to generate. Raises: UserError for a value that does not exist."""
+
+    task: str
+    scale: str
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise UserError(f"{self.task} is not a task: choose one of {', '.join(TASKS)}.")
+        if self.scale not in SCALES:
+            raise UserError(f"{self.scale} is not a scale: choose one of {', '.join(SCALES)}.")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"--seed must be in 0 .. {2**32 - 1}, not {self.seed}.")
+
+    @property
+    def sizes(self) -> Scale:
+        """The sizes of the scale."""
+        return SCALES[self.scale]
+
+    @property
+    def length(self) -> int:
+        """The training length."""
+        return self.sizes.lengths[self.task]
+
+    @property
+    def name(self) -> str:
+        """The data set's name without its scale, such as ``synthetic-copy``."""
+        return f"synthetic-{self.task}"
+
+    @property
+    def vocabulary(self) -> list[str]:
+        """Every symbol, in the order of the dictionary."""
+        task = TASKS[self.task]
+        return task.vocabulary(self.sizes) + task.answers(self.sizes)
+
+    @property
+    def splits(self) -> dict[str, Split]:
+        """The splits: train and valid with mixed lengths, ``test1`` ... ``test16``, and for
+        flip-flop ``sparse`` and ``dense``."""
+        sizes = self.sizes.samples
+        found = {name: Split(sizes[name], 0) for name in ("train", "valid")}
+        found |= {f"test{multiple}": Split(sizes["test"], multiple) for multiple in MULTIPLES}
+        others = OTHER_IGNORE if self.task == "flip-flop" else {}
+        return found | {name: Split(sizes["test"], 1, {"ignore": p}) for name, p in others.items()}
+
+
+def sampler(recipe: Recipe, split: Split) -> Callable[[RandomState], Sample]:
+    """Return the function that draws one sample of a split."""
+    task, longest = TASKS[recipe.task], recipe.length
+    shortest = task.shortest(longest)
+
+    def draw(rng: RandomState) -> Sample:
+        length = split.multiple * longest or shortest + below(rng, longest - shortest + 1)
+        length -= length % 2 if task.even else 0
+        return task.draw(rng, recipe.sizes, length, **split.keywords)
+
+    return draw
+
+
+def generate(recipe: Recipe) -> dict[str, list[Sample]]:
+    """Return the samples of every split; equal recipes give equal samples on every machine.
+
+    Raises: UserError if the task has too few different sequences of this size.
+    """
+    known: set[tuple[str, ...]] = set()
+    found = {}
+    for number, (name, split) in enumerate(recipe.splits.items()):
+        draw = partial(sampler(recipe, split), RandomState([recipe.seed, number]))
+        samples = [
+            unseen(draw, known, lambda s: s.inputs, recipe.task) for _ in range(split.samples)
+        ]
+        known.update(sample.inputs for sample in samples)
+        found[name] = samples
+    return found
+
+
+# ----------------------------------------------------------------------------------------- files
+
+
+def write_text(recipe: Recipe, folder: Path) -> None:
+    """Write ``<split>.input`` and ``.target``, one sample per line, and ``dict.txt``."""
+    for split, samples in generate(recipe).items():
+        write_lines((sample.inputs for sample in samples), folder / f"{split}.input")
+        write_lines((sample.targets for sample in samples), folder / f"{split}.target")
+    write_lines(([symbol, 1] for symbol in recipe.vocabulary), folder / "dict.txt")
+
+
+def write_binary(recipe: Recipe, text: Path, bin_dir: Path) -> None:
+    """Write the dictionary and, per split and side, fairseq's ids without an end of sentence."""
+    numbers = {symbol: n for n, symbol in enumerate(recipe.vocabulary, prep.FAIRSEQ_SPECIALS)}
+    numbers[PAD] = PAD_ID
+    with prep.folder_written_whole(bin_dir) as part:
+        write_lines(([symbol, 1] for symbol in recipe.vocabulary), part / "dict.txt")
+        for name in file_names(recipe):
+            rows = ([numbers[symbol] for symbol in row] for row in _rows(text / name))
+            prep.write_indexed(rows, part / name, np.uint16)
+
+
+def file_names(recipe: Recipe) -> list[str]:
+    """Return the names of the text files, such as ``train.input``."""
+    return [f"{split}.{side}" for split in recipe.splits for side in SIDES]
+
+
+def _rows(path: Path) -> Iterator[list[str]]:
+    return (line.split() for line in prep.read_lines(path))
+
+
+def count(recipe: Recipe, text: Path) -> dict[str, Any]:
+    """Count every split.
+
+    ``answers``: the scored tokens. ``longest``: tokens of the longest sample. ``constant``: the
+    accuracy of the best constant answer. ``chance``: 1 in the number of possible answers.
+    """
+    splits = {}
+    for split in recipe.splits:
+        lengths = [len(row) for row in _rows(text / f"{split}.input")]
+        answers = Counter(itertools.chain.from_iterable(_rows(text / f"{split}.target")))
+        del answers[PAD]
+        splits[split] = {
+            "samples": len(lengths),
+            "tokens": sum(lengths),
+            "longest": max(lengths),
+            "answers": answers.total(),
+            "constant": round(max(answers.values()) / answers.total(), 4),
+        }
+    possible = TASKS[recipe.task].answers(recipe.sizes)
+    return {"splits": splits, "length": recipe.length, "chance": round(1 / len(possible), 4)}
+
+
+def report(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Print the counts of a finished destination and return its manifest."""
+    for split, counts in manifest["splits"].items():
+        prep.say(
+            f"  {split}: {counts['samples']:,} samples, {counts['tokens']:,} tokens, "
+            f"{counts['answers']:,} answers; best constant answer {counts['constant']:.3f}"
+        )
+    prep.say(f"  chance {manifest['chance']:.3f}; ready for --task lrpe_synthetic")
+    return manifest
+
+
+def prepare(dest: Path, recipe: Recipe) -> dict[str, Any]:
+    """Prepare ``dest`` and return its manifest; finished steps are skipped."""
+    steps = prep.Steps(dest, recipe.name, recipe.scale)
+    text, bin_dir = dest / "text", dest / "bin"
+    names = file_names(recipe)
+    written = {name: text / name for name in (*names, "dict.txt")}
+    reads = {"script": Path(__file__), "seed": recipe.seed}
+    steps.run("generate", reads, list(written.values()), lambda: write_text(recipe, text))
+    files = [bin_dir / f"{name}.{kind}" for name in names for kind in ("bin", "idx")]
+    outputs = [bin_dir / "dict.txt", *files]
+    steps.run("binarize", written, outputs, lambda: write_binary(recipe, text, bin_dir))
+    return report(steps.finish(lambda: count(recipe, text)))

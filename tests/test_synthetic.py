@@ -1,0 +1,274 @@
+"""data-prep/synthetic: answers of hand-built solvers, chance, statistics, splits and files."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import runpy
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.random import RandomState
+
+from lrpe_fairseq.experiments.data import synthetic
+from lrpe_fairseq.experiments.data.synthetic import PAD, TASKS, Recipe, Sample, Split
+from lrpe_fairseq.experiments.records.console import UserError
+
+FOLDER = Path(__file__).resolve().parents[1] / "data-prep" / "synthetic"
+Tokens = tuple[str, ...]
+
+
+@cache
+def generated(task: str) -> dict[str, list[Sample]]:
+    return synthetic.generate(Recipe(task, "tiny"))
+
+
+def drawn(task: str, count: int = 400, multiple: int = 0, **keywords) -> list[Sample]:
+    draw = synthetic.sampler(Recipe(task, "small"), Split(count, multiple, keywords))
+    rng = RandomState(7)
+    return [draw(rng) for _ in range(count)]
+
+
+# -------------------------------------------------------------------------------------- solvers
+# Each reads the tokens up to and including one place, as a causal model does, and answers there.
+
+
+def copied(seen: Tokens) -> str:
+    place = seen.index("separator")
+    return seen[1 + len(seen) - 1 - place]
+
+
+def reversed_(seen: Tokens) -> str:
+    place = seen.index("separator")
+    return seen[place - (len(seen) - place)]
+
+
+def recalled(seen: Tokens) -> str:
+    """The token after the last earlier occurrence of the key that has a value."""
+    found = [b for a, b in itertools.pairwise(seen) if a == seen[-1] and b[0] == "v"]
+    return found[-1] if found else ""
+
+
+def remembered(seen: Tokens) -> str:
+    writes = [n for n in range(0, len(seen) - 1, 2) if seen[n] == "w"]
+    return seen[writes[-1] + 1]
+
+
+def counted(seen: Tokens) -> str:
+    start = len(seen) - 1 - seen[::-1].index("reset")
+    return str(seen[start:].count("mark"))
+
+
+SOLVERS: dict[str, Callable[[Tokens], str]] = {
+    "copy": copied,
+    "reverse": reversed_,
+    "mqar": recalled,
+    "mqrar": recalled,
+    "flip-flop": remembered,
+    "counting": counted,
+}
+
+
+def accuracy(samples: list[Sample], answer: Callable[[Tokens], str]) -> float:
+    right = [
+        answer(sample.inputs[: place + 1]) == target
+        for sample in samples
+        for place, target in enumerate(sample.targets)
+        if target != PAD
+    ]
+    return sum(right) / len(right)
+
+
+def test_every_task_has_a_solver() -> None:
+    assert set(SOLVERS) == set(TASKS)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_hand_built_solver_is_right_everywhere_and_a_constant_answer_at_chance(task: str) -> None:
+    for samples in generated(task).values():
+        assert accuracy(samples, SOLVERS[task]) == 1
+    samples = drawn(task)
+    answers = Counter(t for sample in samples for t in sample.targets if t != PAD)
+    possible = TASKS[task].answers(synthetic.SCALES["small"])
+    assert set(answers) == set(possible)
+    chance, count = 1 / len(possible), answers.total()
+    for constant in possible:
+        found = accuracy(samples, lambda seen, constant=constant: constant)
+        # tokens of a flip-flop sample repeat one bit, so the error is that of the samples
+        error = math.sqrt(chance * (1 - chance) / min(count, 2 * len(samples)))
+        assert found == pytest.approx(chance, abs=4 * error)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_no_sequence_of_a_split_occurs_in_an_earlier_one(task: str) -> None:
+    known: set[Tokens] = set()
+    for samples in generated(task).values():
+        here = {sample.inputs for sample in samples}
+        assert not here & known
+        known |= here
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_splits_have_their_lengths_and_every_symbol_is_in_the_dictionary(task: str) -> None:
+    recipe = Recipe(task, "tiny")
+    splits, longest = generated(task), recipe.length
+    words = {"copy": lambda t: (t - 1) // 2, "reverse": lambda t: (t - 1) // 2}
+    length = {
+        name: {words.get(task, lambda t: t)(len(s.inputs)) for s in samples}
+        for name, samples in splits.items()
+    }
+    for multiple in synthetic.MULTIPLES:
+        assert length[f"test{multiple}"] == {multiple * longest}
+    assert max(length["train"]) <= longest
+    assert len(length["train"]) > 2  # mixed, so that no lag or place is constant
+    used = {t for samples in splits.values() for s in samples for t in (*s.inputs, *s.targets)}
+    assert used - {PAD} <= set(recipe.vocabulary)
+    assert all(len(s.inputs) == len(s.targets) for samples in splits.values() for s in samples)
+
+
+def test_equal_seeds_give_equal_samples_and_another_seed_others() -> None:
+    again, other = (synthetic.generate(Recipe("mqar", "tiny", seed)) for seed in (42, 43))
+    assert again == generated("mqar")
+    assert not {s.inputs for s in other["test1"]} & {s.inputs for s in again["test1"]}
+
+
+def test_tokens_of_copy_repeat_so_content_alone_does_not_address_them() -> None:
+    words = [s.inputs[1 : s.inputs.index("separator")] for s in drawn("copy", multiple=1)]
+    assert np.mean([len(set(word)) < len(word) for word in words]) > 0.99
+
+
+def test_the_gaps_of_mqar_follow_the_power_law() -> None:
+    """One query: place g has the probability (g + 1)^(a - 1) over their sum."""
+    rng = RandomState(3)
+    found = Counter(synthetic.gaps(rng, 24, 1)[0] for _ in range(6000))
+    weights = np.arange(1, 25) ** (0.01 - 1)
+    for place, p in enumerate(weights / weights.sum()):
+        assert found[place] / 6000 == pytest.approx(p, abs=4 * math.sqrt(p * (1 - p) / 6000))
+
+
+@pytest.mark.parametrize("task", ["mqar", "mqrar"])
+def test_every_key_is_asked_once_and_mqrar_assigns_as_many_values_again(task: str) -> None:
+    for sample in drawn(task, 200, multiple=1):
+        asked = [i for i, t in zip(sample.inputs, sample.targets, strict=True) if t != PAD]
+        pairs = [(a, b) for a, b in itertools.pairwise(sample.inputs) if b[0] == "v"]
+        keys = [key for key, _ in pairs if key[0] == "k"]
+        assert sorted(asked) == sorted(set(keys))
+        assert 4 <= len(asked) <= 8
+        assert len(keys) == len(asked) * (2 if task == "mqrar" else 1)
+        assert len({value for _, value in pairs}) == len(keys)  # no value twice
+
+
+def test_mqrar_differs_from_recalling_the_first_value() -> None:
+    def first(seen: Tokens) -> str:
+        return seen[seen.index(seen[-1]) + 1]
+
+    assert accuracy(drawn("mqar"), first) == 1
+    assert 0.25 < accuracy(drawn("mqrar"), first) < 0.6
+
+
+@pytest.mark.parametrize("ignore", [0.8, 0.98, 0.1])
+def test_flip_flop_ignores_with_its_probability_and_shares_the_rest(ignore: float) -> None:
+    samples = drawn("flip-flop", 400, multiple=1, ignore=ignore)
+    inner = [i for s in samples for i in s.inputs[2:-2:2]]
+    for instruction, p in (("i", ignore), ("w", (1 - ignore) / 2), ("r", (1 - ignore) / 2)):
+        error = math.sqrt(p * (1 - p) / len(inner))
+        assert inner.count(instruction) / len(inner) == pytest.approx(p, abs=4 * error)
+    assert {(s.inputs[0], s.inputs[-2]) for s in samples} == {("w", "r")}
+
+
+def test_only_flip_flop_has_sparse_and_dense_splits_and_training_has_the_usual_ignores() -> None:
+    named = {task for task in TASKS if "sparse" in Recipe(task, "tiny").splits}
+    assert named == {"flip-flop"}
+    splits = Recipe("flip-flop", "small").splits
+    assert {name: split.keywords for name, split in splits.items() if split.keywords} == {
+        "sparse": {"ignore": 0.98},
+        "dense": {"ignore": 0.1},
+    }
+
+
+def test_counts_are_uniform_at_every_length() -> None:
+    for multiple in (0, 4):
+        samples = drawn("counting", 600, multiple)
+        found = Counter(t for s in samples for t in s.targets if t != PAD)
+        for count in range(11):
+            p = found[str(count)] / found.total()
+            assert p == pytest.approx(1 / 11, abs=4 * math.sqrt(10 / 121 / found.total()))
+
+
+# ---------------------------------------------------------------------------------------- files
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    dest = tmp_path_factory.mktemp("tasks") / "flip-flop"
+    synthetic.prepare(dest, Recipe("flip-flop", "tiny"))
+    return dest
+
+
+def test_fairseq_reads_the_samples(prepared: Path) -> None:
+    from fairseq.data import Dictionary, data_utils
+
+    words = Dictionary.load(str(prepared / "bin" / "dict.txt"))
+    for split, samples in generated("flip-flop").items():
+        for side, position in (("input", 0), ("target", 1)):
+            prefix = str(prepared / "bin" / f"{split}.{side}")
+            rows = data_utils.load_indexed_dataset(prefix, None, "mmap")
+            assert len(rows) == len(samples)
+            for number in range(0, len(rows), 13):
+                assert [words[i] for i in rows[number]] == list(samples[number][position])
+
+
+def test_the_manifest_counts_samples_answers_and_chance(prepared: Path) -> None:
+    found = synthetic.prepare(prepared, Recipe("flip-flop", "tiny"))
+    for split, samples in generated("flip-flop").items():
+        targets = [t for s in samples for t in s.targets]
+        counts = found["splits"][split]
+        assert counts["samples"] == len(samples)
+        assert counts["tokens"] == len(targets)
+        assert counts["answers"] == len(targets) - targets.count(PAD)
+        best = max(targets.count(bit) for bit in "01") / counts["answers"]
+        assert counts["constant"] == pytest.approx(best, abs=1e-4)
+    assert (found["chance"], found["length"]) == (0.5, 32)
+
+
+def test_a_second_run_does_nothing_and_another_task_is_refused(
+    prepared: Path, capsys: pytest.CaptureFixture
+) -> None:
+    synthetic.prepare(prepared, Recipe("flip-flop", "tiny"))
+    assert capsys.readouterr().out.count("already done") == 2
+    with pytest.raises(UserError, match="contains synthetic-flip-flop at tiny level"):
+        synthetic.prepare(prepared, Recipe("copy", "tiny"))
+
+
+def test_the_text_is_the_same_on_every_machine() -> None:
+    """A numpy whose streams differ would make other data under the same name."""
+    found = {
+        task: hashlib.sha256(repr(list(generated(task).values())).encode()).hexdigest()[:16]
+        for task in TASKS
+    }
+    assert found == CHECKSUMS
+
+
+CHECKSUMS = {
+    "copy": "86edf762cef03e2b",
+    "reverse": "d5f13ef8932fb425",
+    "mqar": "49272c8a479847b7",
+    "mqrar": "a1ca428faa08ede7",
+    "flip-flop": "220403e3bb261787",
+    "counting": "27898fa373647230",
+}
+
+
+def test_a_seed_out_of_range_is_refused_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    main = runpy.run_path(str(FOLDER / "prepare.py"))["main"]
+    dest = tmp_path / "dest"
+    assert main(["--dest", str(dest), "--task", "copy", "--seed", "-1"]) == 2
+    assert "--seed must be in 0 .. 4294967295, not -1." in capsys.readouterr().err
+    assert not dest.exists()
