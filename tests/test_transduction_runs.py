@@ -167,8 +167,11 @@ def test_every_cell_of_a_table_has_its_own_run_on_data_of_the_scale(name: str) -
         assert len({run.result for run in made}) == len(made) == len(cells(table.at(scale)))
         assert {run.data.name.rpartition("-")[2] for run in made} == {scale}
         for run in made:
-            model = run.settings().model
-            relative = run.position_encoding != "none"
-            assert model.cross.position_encoding == run.position_encoding
-            assert model.no_token_positional_embeddings == (relative or run.label == "Tree-SQ")
-            assert model.encoder.shaw_distance == model.cross.shaw_distance
+            chosen, encoding = run.chosen(), run.position_encoding
+            relative = encoding != "none"
+            assert chosen.get("model.cross.position_encoding", "none") == encoding
+            without = chosen.get("model.no_token_positional_embeddings", "false")
+            assert without == str(relative or run.label == "Tree-SQ").lower()
+        model = made[0].yaml().model
+        assert model.encoder.shaw_distance == model.decoder.shaw_distance
+        assert model.cross.shaw_distance == model.encoder.shaw_distance
