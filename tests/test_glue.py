@@ -15,7 +15,7 @@ from scipy import stats
 from sklearn import metrics
 
 from lrpe_fairseq.experiments.data import corpus as prep
-from lrpe_fairseq.experiments.data import glue
+from lrpe_fairseq.experiments.data import glue, glue_files
 from lrpe_fairseq.experiments.data.pieces import GPT2, SentencePiece, tokenizer_of
 from lrpe_fairseq.experiments.families import finetuning
 from lrpe_fairseq.experiments.report import pages
@@ -79,7 +79,7 @@ def test_every_task_is_prepared_line_for_line_with_its_labels_at_their_numbers(
     folder = tmp_path / "dest" / name
     processor = tokenizer_of(pieces)._processor
     for split in task.files:
-        read = list(prepare_glue.read_examples(folder / "raw" / f"{task.files[split]}.tsv", task))
+        read = list(glue_files.read_examples(folder / "raw" / f"{task.files[split]}.tsv", task))
         for index in range(len(task.inputs)):
             encoded = list(prep.read_lines(folder / "text" / f"{split}.input{index}"))
             decoded = [processor.decode(line.split()) for line in encoded]
@@ -143,14 +143,14 @@ def test_the_official_archive_is_unpacked_and_a_broken_one_is_refused(
     served = tmp_path / "served"
     served.mkdir()
     (served / "QNLIv2.zip").write_bytes(packed.getvalue())
-    monkeypatch.setattr(prepare_glue, "GLUE", f"{served.as_uri()}/")
+    monkeypatch.setattr(glue_files, "GLUE", f"{served.as_uri()}/")
     monkeypatch.setattr(prep, "_fetch", lambda url, part: shutil.copy(url[len("file://") :], part))
-    found = prepare_glue.obtain("QNLI", tmp_path / "raw", None)
+    found = glue_files.obtain("QNLI", tmp_path / "raw", None)
     assert found["valid"].read_text() == (tmp_path / "from" / "QNLI" / "dev.tsv").read_text()
     assert sorted(path.name for path in (tmp_path / "raw").iterdir()) == ["dev.tsv", "train.tsv"]
     (served / "QNLIv2.zip").write_bytes(packed.getvalue()[:-40])
     assert "is invalid and was deleted" in refusal(
-        prepare_glue.obtain, "QNLI", tmp_path / "cut", None
+        glue_files.obtain, "QNLI", tmp_path / "cut", None
     )
     assert list((tmp_path / "cut").iterdir()) == []
 
@@ -160,10 +160,10 @@ def test_mrpc_is_put_together_from_its_pairs_and_the_list_of_dev_pairs(tmp_path:
     rows = [f'{n % 2}\t{n}\t{n + 1}\tsay "one\tsay two\r\n' for n in range(0, 10, 2)]
     (tmp_path / "pairs").write_text(header + "".join(rows), encoding="utf-8", newline="")
     (tmp_path / "ids").write_text("2\t3\n6\t7\n")
-    prepare_glue.split_mrpc(tmp_path / "pairs", tmp_path / "ids", tmp_path)
+    glue_files.split_mrpc(tmp_path / "pairs", tmp_path / "ids", tmp_path)
     task = glue.TASKS["MRPC"]
     train, dev = (
-        list(prepare_glue.read_examples(tmp_path / f"{f}.tsv", task)) for f in ("train", "dev")
+        list(glue_files.read_examples(tmp_path / f"{f}.tsv", task)) for f in ("train", "dev")
     )
     assert (len(train), len(dev)) == (3, 2)
     assert dev[0] == (['say "one', "say two"], "0")

@@ -152,7 +152,29 @@ class EncodingSpec:
 # --- the protocols -----------------------------------------------------------------------------
 
 
-class Encoding(nn.Module):
+class Float32Module(nn.Module):
+    """A module whose floating-point parameters and buffers stay in float32 or wider.
+
+    fairseq's trainer calls ``.half()`` or ``.to(bfloat16)`` on the whole model. A learned frequency
+    in half precision would give a phase that is wrong by several full rotations at position
+    10,000, and running statistics in half precision would stop changing.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Float32Module":
+        """Follow ``.to(device)``, but keep floating-point tensors in float32 or wider."""
+        exact = {name: t.detach() for name, t in self.named_tensors() if t.is_floating_point()}
+        super()._apply(fn, recurse)
+        for name, tensor in self.named_tensors():
+            if tensor.is_floating_point() and tensor.dtype.itemsize < 4:
+                tensor.data = exact[name].to(tensor.device)
+        return self
+
+    def named_tensors(self) -> list[tuple[str, Tensor]]:
+        """Return all parameters and buffers of this module and its children, with their names."""
+        return [*self.named_parameters(), *self.named_buffers()]
+
+
+class Encoding(Float32Module):
     """Base class of both protocols: options, capability fields, and parameters kept in float32.
 
     A capability field states an exception to a property that the test suite checks for every
@@ -257,24 +279,6 @@ class Encoding(nn.Module):
         """Describe the encoding in one line: by default the first sentence of the docstring."""
         paragraph = " ".join((type(self).__doc__ or "").split("\n\n")[0].split())
         return re.split(r"(?<!\.)\. ", paragraph)[0].rstrip(".")
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Encoding":
-        """Follow ``.to(device)``, but keep floating-point tensors in float32 or wider.
-
-        fairseq's trainer calls ``.half()`` or ``.to(bfloat16)`` on the whole model. A learned
-        frequency in half precision would give a phase that is wrong by several full rotations at
-        position 10,000.
-        """
-        exact = {name: t.detach() for name, t in self.named_tensors() if t.is_floating_point()}
-        super()._apply(fn, recurse)
-        for name, tensor in self.named_tensors():
-            if tensor.is_floating_point() and tensor.dtype.itemsize < 4:
-                tensor.data = exact[name].to(tensor.device)
-        return self
-
-    def named_tensors(self) -> list[tuple[str, Tensor]]:
-        """Return all parameters and buffers of this module and its children, with their names."""
-        return [*self.named_parameters(), *self.named_buffers()]
 
 
 class QueryKeyEncoding(Encoding):

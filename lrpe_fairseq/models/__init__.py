@@ -8,6 +8,7 @@ compat.apply()
 preemption.apply()
 
 from lrpe_fairseq.models import (  # noqa: E402, F401  (register the archs)
+    classifier,
     language_model,
     masked_lm,
     translation,

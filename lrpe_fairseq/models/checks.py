@@ -137,9 +137,24 @@ def check_sizes(sizes: dict[str, int]) -> None:
             raise ChoiceError(f"{option} must be at least 1, not {size}")
 
 
+PROBABILITIES = (
+    "dropout",
+    "attention_dropout",
+    "activation_dropout",
+    "pooler_dropout",
+    "drop_path",
+)
+
+
 def check_probabilities(options: Any) -> None:
     """A probability of dropout is at least 0 and less than 1."""
-    for name in ("dropout", "attention_dropout", "activation_dropout", "pooler_dropout"):
+    for name in (
+        "dropout",
+        "attention_dropout",
+        "activation_dropout",
+        "pooler_dropout",
+        "drop_path",
+    ):
         value = float(getattr(options, name, 0) or 0)
         if not 0 <= value < 1:
             option = name.replace("_", "-")

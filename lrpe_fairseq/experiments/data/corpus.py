@@ -491,17 +491,26 @@ def count_words(text: Path) -> dict[str, int]:
     return {"lines": lines, "words": words, "words_with_eos": words + lines}
 
 
+def row_lengths(prefix: Path) -> np.ndarray:
+    """Return the lengths of the rows of an MMapIndexedDataset, int32 (N,).
+
+    Raises: UserError if ``prefix``.idx is another kind of file.
+    """
+    with open(f"{prefix}.idx", "rb") as index:
+        if index.read(9) != b"MMIDIDX\x00\x00":
+            raise UserError(f"{prefix}.idx is not a fairseq index: delete it and run again.")
+        _version, _dtype, rows = struct.unpack("<QBQ", index.read(17))
+        return np.fromfile(index, dtype=np.int32, count=rows)
+
+
 def count_binary(prefix: Path) -> dict[str, int]:
     """Count the tokens that fairseq reads from ``prefix``.bin and .idx.
 
     ``tokens`` includes one end of sentence per line, as do fairseq's counts and perplexities;
     ``unknown`` is the number of ``<unk>`` among them.
     """
-    with open(f"{prefix}.idx", "rb") as index:
-        if index.read(9) != b"MMIDIDX\x00\x00":
-            raise UserError(f"{prefix}.idx is not a fairseq index: delete it and run again.")
-        _version, _dtype, samples = struct.unpack("<QBQ", index.read(17))
-        tokens = int(np.fromfile(index, dtype=np.int32, count=samples).sum(dtype=np.int64))
+    lengths = row_lengths(prefix)
+    samples, tokens = len(lengths), int(lengths.sum(dtype=np.int64))
     width = os.path.getsize(f"{prefix}.bin") // max(tokens, 1)
     stored = np.memmap(f"{prefix}.bin", dtype={2: np.uint16, 4: np.int32}[width], mode="r")
     return {"samples": samples, "tokens": tokens, "unknown": int((stored == FAIRSEQ_UNK).sum())}

@@ -1,0 +1,76 @@
+"""Prepare the bytes of GLUE's SST-2 for a classifier: download, verify, binarize.
+
+    python data-prep/sst2-bytes/prepare.py --dest data/sst2-bytes
+
+See the README in this folder for source, splits and files.
+"""
+
+import argparse
+import functools
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.data import examples
+from lrpe_fairseq.experiments.data.examples import BYTES, Examples
+from lrpe_fairseq.experiments.data.glue import named
+from lrpe_fairseq.experiments.data.glue_files import obtain, read_examples, require_official
+from lrpe_fairseq.experiments.records.console import command
+
+TASK = "SST-2"
+SEED = 42
+HELD_OUT = 2_000  # phrases of GLUE's training set
+MOST_HELD_OUT = 0.1  # of a smaller training set, given with --from
+
+
+def read(path: Path) -> Examples:
+    """Return the UTF-8 bytes and the label of every phrase, in the order of the file."""
+    found = list(read_examples(path, named(TASK)))
+    return Examples(
+        [list(text.encode()) for (text,), _ in found], [int(label) for _, label in found]
+    )
+
+
+def split(raw: Mapping[str, Path]) -> dict[str, Examples]:
+    """Return train and valid, drawn from GLUE's training set, and test, its development set."""
+    known = read(raw["train"])
+    count = len(known.labels)
+    order = np.random.RandomState(SEED).permutation(count)
+    held_out = min(HELD_OUT, int(MOST_HELD_OUT * count))
+    parts = {"train": np.sort(order[held_out:]), "valid": np.sort(order[:held_out])}
+    chosen = {
+        name: Examples([known.inputs[i] for i in own], [known.labels[i] for i in own])
+        for name, own in parts.items()
+    }
+    return {**chosen, "test": read(raw["valid"])}
+
+
+def prepare(dest: Path, from_dir: Path | None = None) -> dict:
+    """Prepare ``dest`` and return its manifest."""
+    steps, task = prep.Steps(dest, "sst2", "bytes"), named(TASK)
+    raw = obtain(TASK, dest / "raw", from_dir)
+    for name, path in raw.items():
+        found = sum(1 for _ in read_examples(path, task))
+        require_official(TASK, task.files[name], path, found, task.examples[name])
+    reads = {**raw, "script": Path(__file__), "seed": SEED}
+    make = functools.partial(split, raw)
+    examples.binarize(steps, reads, make, symbols=BYTES, classes=task.classes, eos=True)
+    return examples.report(steps.finish(lambda: examples.count(dest, task.classes)))
+
+
+@command("data-prep/sst2-bytes/prepare.py")
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the command line and prepare the phrases."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--dest", type=Path, required=True, help="output folder")
+    parser.add_argument("--from", dest="from_dir", type=Path, help="folder with SST-2/train.tsv")
+    options = parser.parse_args(argv)
+    prep.say(f"SST-2, bytes -> {options.dest}")
+    prepare(options.dest, options.from_dir)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

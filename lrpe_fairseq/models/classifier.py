@@ -1,0 +1,381 @@
+"""``lrpe_classifier``: a bidirectional encoder, pooled over the real tokens, and a classifier.
+
+Everything but the residual blocks, the input of pixels and the head is that of the other models
+(:mod:`.layers`). Task and criterion are both called ``lrpe_classification``.
+
+Axes: B batch, T tokens, C width.
+"""
+
+import logging
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Optional
+
+import torch
+from fairseq import utils
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.models import BaseFairseqModel, register_model
+from fairseq.models.transformer import DEFAULT_MIN_PARAMS_TO_WRAP, Embedding, TransformerConfig
+from fairseq.modules import LayerNorm
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from lrpe_fairseq.encodings.base import Float32Module
+from lrpe_fairseq.encodings.sharing import share_across_layers
+from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.models.checks import check_probabilities, check_sizes
+from lrpe_fairseq.models.inference import RetainedDropout
+from lrpe_fairseq.models.layers import Encoder, EncoderLayer, wrapped
+from lrpe_fairseq.models.options import (
+    AttentionOptions,
+    defaults,
+    one_sentence_errors,
+    refuse_unrelated_processes,
+)
+
+logger = logging.getLogger(__name__)
+
+BLACK = 4
+"""The id of the symbol ``0``: ids 0 to 3 are fairseq's special symbols."""
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class LRPEClassifierConfig(AttentionOptions, FairseqDataclass):
+    """4 x 128, 2 heads, FFN 256, GELU, dropout 0.1, pre-norm, sinusoidal absolute positions.
+
+    Layers and width are those of ListOps in TMLR LRPE, Table 9. Heads, FFN and dropout are not
+    printed there.
+    """
+
+    encoder_layers: int = _option(4, "number of layers")
+    encoder_embed_dim: int = _option(128, "embedding dimension")
+    encoder_ffn_embed_dim: int = _option(256, "embedding dimension of the feed-forward network")
+    encoder_attention_heads: int = _option(2, "number of attention heads")
+    encoder_learned_pos: bool = _option(False, "learned absolute positions instead of sinusoids")
+    no_token_positional_embeddings: bool = _option(False, "no absolute positions")
+    max_positions: Optional[int] = _option(None, "longest input (default: the task's)")
+    input: ChoiceEnum(["tokens", "pixels"]) = _option(  # type: ignore[valid-type]
+        "tokens", "tokens: an embedding per symbol; pixels: symbols are numbers from 0 to 255"
+    )
+    pixel_mean: float = _option(0.5, "subtracted from pixels, which are from 0 to 1 here")
+    pixel_std: float = _option(0.5, "pixels are divided by this number")
+    patch: int = _option(
+        1, "p x p pixels are one token; an image then has p times --grid-width columns"
+    )
+    norm: ChoiceEnum(["layer", "batch"]) = _option(  # type: ignore[valid-type]
+        "layer", "norm before each block and at the end: LayerNorm, or BatchNorm over real tokens"
+    )
+    pooling: ChoiceEnum(["mean", "first"]) = _option(  # type: ignore[valid-type]
+        "mean", "of the last layer: the mean over real tokens, or the first token"
+    )
+    final_norm: ChoiceEnum(["before", "after"]) = _option(  # type: ignore[valid-type]
+        "before", "the last norm is applied to tokens before pooling, or to the pooled vector"
+    )
+    pair_head: bool = _option(
+        False, "classify [u, v, u - v, u v] of the pooled vectors u and v of a pair"
+    )
+    activation_fn: ChoiceEnum(utils.get_available_activation_fns()) = _option(
+        "gelu", "activation of the feed-forward network"
+    )
+    dropout: float = _option(0.1, "dropout")
+    attention_dropout: float = _option(0.0, "dropout on softmax attention weights")
+    activation_dropout: float = _option(0.0, "dropout after the activation")
+    drop_path: float = _option(0.0, "probability to drop a residual branch of an example")
+    checkpoint_activations: bool = _option(False, "recompute activations in the backward pass")
+    offload_activations: bool = _option(False, "checkpoint activations and store them on the CPU")
+    min_params_to_wrap: int = _option(DEFAULT_MIN_PARAMS_TO_WRAP, "smallest layer to shard")
+
+
+@defaults(encoder_layers=2, encoder_embed_dim=64, encoder_ffn_embed_dim=128)
+@dataclass
+class LRPEClassifierTinyConfig(LRPEClassifierConfig):
+    """2 x 64, 2 heads, FFN 128: ``lrpe_classifier`` at a size that trains in minutes on a CPU."""
+
+
+# --- input -------------------------------------------------------------------------------------
+
+
+class Pixels(nn.Module):
+    """Embed pixels: Linear of (value / 255 - mean) / std of each pixel, or of each p x p patch.
+
+    Args:
+        width: C. pad: the id of padding.
+        patch: p; 1 for single pixels. columns: patches in a row of the image.
+        mean, std: of pixels from 0 to 1.
+    """
+
+    def __init__(
+        self, width: int, pad: int, patch: int, columns: int, mean: float, std: float
+    ) -> None:
+        super().__init__()
+        self.embedding_dim, self.padding_idx = width, pad
+        self.patch, self.columns, self.mean, self.std = patch, columns, mean, std
+        self.linear = nn.Linear(patch * patch, width)
+
+    def cells(self, tokens: Tensor) -> Tensor:
+        """Return the ids of ``tokens`` by patch: (B, pixels) -> (B, T, p p), raster order.
+
+        Raises: ValueError if an image does not consist of whole patches.
+        """
+        if self.patch == 1:
+            return tokens.unsqueeze(2)
+        band = self.columns * self.patch * self.patch
+        real = tokens.ne(self.padding_idx).sum(1)
+        if tokens.shape[1] % band or (real % band).any():
+            raise ValueError(
+                f"an image of {int(real.max())} pixels is not made of rows of {self.columns} "
+                f"patches of {self.patch} x {self.patch}: change --grid-width or --patch"
+            )
+        rows = tokens.view(len(tokens), -1, self.patch, self.columns, self.patch)
+        return rows.transpose(2, 3).flatten(3).flatten(1, 2)
+
+    def forward(self, cells: Tensor) -> Tensor:
+        """Embed the result of :meth:`cells`: (B, T, p p) -> (B, T, C)."""
+        value = (cells - BLACK).to(self.linear.weight.dtype) / 255
+        return self.linear((value - self.mean) / self.std)
+
+
+# --- layers ------------------------------------------------------------------------------------
+
+
+class TokenBatchNorm(Float32Module):
+    """BatchNorm over the real tokens of a batch, in float32.
+
+    Padding neither enters the statistics nor is normalized; the output is 0 there.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor, real: Tensor | None) -> Tensor:
+        """Normalize x (..., C). real: bool (...), true at real tokens; None if all are."""
+        rows = x.reshape(-1, x.shape[-1]) if real is None else x[real]
+        normed = self.norm(rows.to(self.norm.weight.dtype)).to(x.dtype)
+        if real is None:
+            return normed.view(x.shape)
+        out = x.new_zeros(x.shape)
+        out[real] = normed
+        return out
+
+
+def build_norm(kind: str, width: int) -> nn.Module:
+    """Return a norm of ``width`` features: "layer" or "batch"."""
+    return TokenBatchNorm(width) if kind == "batch" else LayerNorm(width)
+
+
+def normalized(norm: nn.Module, x: Tensor, real: Tensor | None) -> Tensor:
+    """Apply a norm of :func:`build_norm` to x (..., C); real: bool (...), or None."""
+    return norm(x, real) if isinstance(norm, TokenBatchNorm) else norm(x)
+
+
+class ClassifierLayer(EncoderLayer):
+    """A pre-norm encoder layer whose norms know the real tokens, with drop-path."""
+
+    def __init__(self, cfg: Any, options: Any, layer: int) -> None:
+        super().__init__(cfg, options, layer)
+        self.drop_path = options.drop_path
+        self.self_attn_layer_norm = build_norm(str(options.norm), self.embed_dim)
+        self.final_layer_norm = build_norm(str(options.norm), self.embed_dim)
+
+    def forward(
+        self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: None = None
+    ) -> Tensor:
+        """Called by fairseq: x (T, B, C), mask (B, T), true at padding -> (T, B, C)."""
+        real = None if encoder_padding_mask is None else ~encoder_padding_mask.T
+        y = normalized(self.self_attn_layer_norm, x, real)
+        x = x + self._branch(self.self_attn(y, y, y, key_padding_mask=encoder_padding_mask)[0])
+        y = self.activation_fn(self.fc1(normalized(self.final_layer_norm, x, real)))
+        return x + self._branch(self.fc2(self.activation_dropout_module(y)))
+
+    def _branch(self, y: Tensor) -> Tensor:
+        """Apply dropout, and in training drop the branch (T, B, C) of some examples."""
+        y = self.dropout_module(y)
+        if not self.training or not self.drop_path:
+            return y
+        kept = 1 - self.drop_path
+        return y * y.new_empty(1, y.shape[1], 1).bernoulli_(kept).div_(kept)
+
+
+class ClassifierEncoder(Encoder):
+    """The encoder of the other models with our layers and without a norm after the last one."""
+
+    def build_encoder_layer(self, cfg: Any) -> nn.Module:
+        """Called by fairseq's constructor."""
+        return wrapped(ClassifierLayer(cfg, self._options, next(self._layer_count)), cfg)
+
+
+# --- model -------------------------------------------------------------------------------------
+
+
+@register_model("lrpe_classifier", dataclass=LRPEClassifierConfig)
+class LRPEClassifier(RetainedDropout, BaseFairseqModel):
+    """Classifier of sequences, pairs of sequences or images: ``--arch lrpe_classifier``."""
+
+    def __init__(self, options: Any, encoder: ClassifierEncoder, classes: int) -> None:
+        super().__init__()
+        self.encoder, self.options = encoder, options
+        width = options.encoder_embed_dim
+        self.norm = build_norm(str(options.norm), width)
+        self.head = nn.Linear(width, classes)
+        if options.pair_head:
+            self.head = nn.Sequential(nn.Linear(4 * width, width), nn.GELU(), self.head)
+
+    @classmethod
+    def build_model(cls, args: Any, task: Any) -> "LRPEClassifier":
+        """Build from a configuration. ``max_positions`` defaults to that of the task.
+
+        Raises: Refusal for options that contradict each other or the data.
+        """
+        refuse_unrelated_processes()
+        if args.max_positions is None:
+            args.max_positions = task.max_positions()
+        options = OmegaConf.create(dict(args)) if OmegaConf.is_config(args) else args
+        with one_sentence_errors():
+            check_classifier(options, task)
+            model = cls(options, build_encoder(options, task.source_dictionary), task.num_classes)
+        return synchronized(model) if str(options.norm) == "batch" else model
+
+    def forward(
+        self,
+        src_tokens: Tensor,
+        src_lengths: Tensor | None = None,
+        src_tokens2: Tensor | None = None,
+        src_lengths2: Tensor | None = None,
+    ) -> Tensor:
+        """Return the logits (B, classes) of token ids (B, T), padded on the right.
+
+        src_tokens2: the second inputs of pairs, (B, T2). Both inputs are encoded as one batch, so
+        that they share the statistics of BatchNorm. The lengths are not used.
+        """
+        if src_tokens2 is None:
+            return self.head(self.encode(src_tokens))
+        both = stacked(src_tokens, src_tokens2, self.encoder.padding_idx)
+        u, v = self.encode(both).chunk(2)
+        return self.head(torch.cat([u, v, u - v, u * v], -1))
+
+    def encode(self, tokens: Tensor) -> Tensor:
+        """Return the pooled vectors (B, C) of token ids (B, T)."""
+        embedder = self.encoder.embed_tokens
+        if isinstance(embedder, Pixels):
+            cells = embedder.cells(tokens)
+            shape = cells[..., 0].masked_fill(cells[..., 0] != self.encoder.padding_idx, 0)
+            out = self.encoder(shape, token_embeddings=embedder(cells))
+        else:
+            out = self.encoder(tokens)
+        return self._pooled(out["encoder_out"][0], ~out["encoder_padding_mask"][0].T)
+
+    def _pooled(self, x: Tensor, real: Tensor) -> Tensor:
+        """Pool x (T, B, C) over ``real`` (T, B): (B, C)."""
+        first = str(self.options.final_norm) == "before"
+        if first:
+            x = normalized(self.norm, x, real)
+        x = x[0] if str(self.options.pooling) == "first" else mean_of_tokens(x, real)
+        return x if first else normalized(self.norm, x, None)
+
+    def max_positions(self) -> int:
+        """Return the length of the longest input."""
+        return self.options.max_positions
+
+
+@register_model("lrpe_classifier_tiny", dataclass=LRPEClassifierTinyConfig)
+class LRPEClassifierTiny(LRPEClassifier):
+    """The tiny preset: ``--arch lrpe_classifier_tiny`` or ``_name: lrpe_classifier_tiny``."""
+
+
+def build_encoder(options: Any, dictionary: Any) -> ClassifierEncoder:
+    """Build the encoder with the embedding of the input; absolute positions count its tokens."""
+    cfg = TransformerConfig.from_namespace(options)
+    cfg.encoder.normalize_before = False  # the norm after the last layer is the model's
+    cfg.max_source_positions = options.max_positions // options.patch**2
+    width, pad = options.encoder_embed_dim, dictionary.pad()
+    if str(options.input) == "tokens":
+        embedder = Embedding(len(dictionary), width, pad)
+    else:
+        cfg.no_scale_embedding = True
+        scale = options.pixel_mean, options.pixel_std
+        embedder = Pixels(width, pad, options.patch, options.grid_width, *scale)
+    encoder = ClassifierEncoder(cfg, dictionary, embedder, options)
+    share_across_layers(encoder)
+    return encoder
+
+
+def check_classifier(options: Any, task: Any) -> None:
+    """Raise ChoiceError for options that contradict each other or the data of the task."""
+    if not hasattr(task, "num_classes"):
+        raise ChoiceError("lrpe_classifier needs the task lrpe_classification")
+    check_sizes({"--encoder-layers": options.encoder_layers, "--patch": options.patch})
+    check_probabilities(options)
+    if options.pair_head != task.pairs:
+        found = "have" if task.pairs else "have no"
+        fix = "set" if task.pairs else "omit"
+        raise ChoiceError(f"the data {found} second inputs (input1): {fix} --pair-head")
+    if options.max_positions != task.max_positions():
+        raise ChoiceError(
+            f"task.max_positions is {task.max_positions()} and model.max_positions "
+            f"{options.max_positions}: set one of them only"
+        )
+    _check_pixels(options, task.source_dictionary)
+
+
+def _check_pixels(options: Any, dictionary: Any) -> None:
+    """Check the options of pixels, and that symbol v of the dictionary is the number v."""
+    if str(options.input) == "tokens":
+        if options.patch != 1:
+            raise ChoiceError("--patch is an option of --input pixels")
+        return
+    if options.patch > 1 and not options.grid_width:
+        raise ChoiceError("--patch needs --grid-width, the number of patches in a row")
+    if not options.pixel_std > 0:
+        raise ChoiceError(f"--pixel-std must be positive, not {options.pixel_std:g}")
+    if dictionary.symbols[BLACK:] != [str(value) for value in range(256)]:
+        raise ChoiceError(
+            "--input pixels needs a dictionary of the symbols 0 to 255 in this order: prepare the "
+            "data with a script for images, or use --input tokens"
+        )
+
+
+def stacked(first: Tensor, second: Tensor, pad: int) -> Tensor:
+    """Return (2 B, T) of (B, T1) and (B, T2), padded on the right to the longer one."""
+    longest = max(first.shape[1], second.shape[1])
+    both = (nn.functional.pad(x, (0, longest - x.shape[1]), value=pad) for x in (first, second))
+    return torch.cat(list(both))
+
+
+def mean_of_tokens(x: Tensor, real: Tensor) -> Tensor:
+    """Return the mean of x (T, B, C) over the tokens where ``real`` (T, B) is true, (B, C).
+
+    Sums are in float32 or wider.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    weight = real.unsqueeze(-1).to(wide.dtype)
+    return ((wide * weight).sum(0) / weight.sum(0)).to(x.dtype)
+
+
+def synchronized(model: nn.Module) -> nn.Module:
+    """Share the statistics of BatchNorm between processes on GPUs.
+
+    torch has no such form for CPUs: there every process uses those of its own examples, with a
+    warning.
+    """
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return model
+    if distributed.get_world_size() == 1:
+        return model
+    if distributed.get_backend() == "nccl":
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    _warn_about_statistics()
+    return model
+
+
+@cache
+def _warn_about_statistics() -> None:
+    logger.warning(
+        "--norm batch: on CPUs the statistics are those of each process's own examples, so results "
+        "depend on the number of processes"
+    )

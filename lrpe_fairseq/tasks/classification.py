@@ -1,0 +1,245 @@
+"""``lrpe_classification``: one class for one sequence, or for a pair of sequences.
+
+The data have the layout of fairseq's GLUE: ``input0/``, ``label/`` and for pairs ``input1/``, each
+with ``dict.txt`` and ``<split>.{bin,idx}``. Bytes and pixels are symbols of one dictionary: value v
+is symbol ``v`` of ``0`` .. ``255``. A sequence is used as it is stored: data-prep decides about an
+end of sentence.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from fairseq.data import Dictionary, FairseqDataset, data_utils
+from fairseq.dataclass import FairseqDataclass
+from fairseq.tasks import FairseqTask, register_task
+from omegaconf import II
+from torch import Tensor
+
+from lrpe_fairseq.errors import refuse
+
+logger = logging.getLogger(__name__)
+
+NAME = "lrpe_classification"
+INPUTS = ("input0", "input1")
+SUFFIXES = ("", "2")
+
+
+@dataclass
+class ClassificationConfig(FairseqDataclass):
+    """Options of the task."""
+
+    data: str = field(
+        default="", metadata={"help": "folder with input0/, label/ and for pairs input1/"}
+    )
+    num_classes: int = field(
+        default=0, metadata={"help": "number of classes, as in label/dict.txt"}
+    )
+    max_positions: int = field(
+        default=4096,
+        metadata={"help": "longest input; longer ones are cut at the end, each one of a pair"},
+    )
+    random_batches: bool = field(
+        default=False,
+        metadata={
+            "help": "batches of examples in random order; by default the examples of a batch have "
+            "similar lengths, which needs less padding"
+        },
+    )
+    seed: int = II("common.seed")
+
+
+@register_task(NAME, dataclass=ClassificationConfig)
+class LRPEClassificationTask(FairseqTask):
+    """Classification of sequences or pairs of sequences.
+
+    A batch has ``net_input`` with ``src_tokens`` (B, T), padded on the right, and ``src_lengths``
+    (B,), for pairs also ``src_tokens2`` and ``src_lengths2``; and ``target``, int64 (B,).
+
+    Every epoch has other batches. They depend on the seed and the epoch only, so that a resumed
+    training sees those of an uninterrupted one.
+
+    Raises: Refusal for data that are incomplete or contradict ``--num-classes``.
+    """
+
+    def __init__(self, cfg: ClassificationConfig, dictionary: Dictionary, pairs: bool) -> None:
+        super().__init__(cfg)
+        self.dictionary, self.pairs = dictionary, pairs
+
+    @classmethod
+    def setup_task(cls, cfg: ClassificationConfig, **keywords: Any) -> "LRPEClassificationTask":
+        """Load the dictionaries; called by fairseq."""
+        folder = Path(cfg.data)
+        if not cfg.data or not (folder / "input0" / "dict.txt").is_file():
+            refuse(
+                f"{cfg.data or 'the data folder'} has no input0/dict.txt: prepare the data first"
+            )
+        _check_classes(folder / "label" / "dict.txt", cfg.num_classes)
+        if cfg.max_positions < 1:
+            refuse(f"--max-positions must be at least 1, not {cfg.max_positions}")
+        dictionary = Dictionary.load(str(folder / "input0" / "dict.txt"))
+        logger.info(f"[input] dictionary: {len(dictionary)} types")
+        return cls(cfg, dictionary, (folder / "input1" / "dict.txt").is_file())
+
+    def load_dataset(self, split: str, combine: bool = False, **keywords: Any) -> None:
+        """Load a split; called by fairseq."""
+        inputs = [self._stored(part, split) for part in INPUTS[: 2 if self.pairs else 1]]
+        labels = self._labels(split, len(inputs[0]))
+        if any(len(other) != len(labels) for other in inputs):
+            refuse(f"{self.cfg.data} has different numbers of inputs in {split}: prepare it again")
+        if any((np.asarray(part.sizes) == 0).any() for part in inputs):
+            refuse(f"{self.cfg.data} has empty inputs in {split}: prepare it again")
+        dataset = ClassificationDataset(
+            inputs,
+            labels,
+            pad=self.dictionary.pad(),
+            longest=self.cfg.max_positions,
+            seed=self.cfg.seed,
+            by_length=not self.cfg.random_batches,
+        )
+        if dataset.cut:
+            logger.info(f"{split}: {dataset.cut:,} inputs are cut at {self.cfg.max_positions}")
+        self.datasets[split] = dataset
+
+    def max_positions(self) -> int:
+        """Return the length at which inputs are cut."""
+        return self.cfg.max_positions
+
+    def filter_indices_by_size(self, indices: np.ndarray, *rest: Any) -> np.ndarray:
+        """Return all indices: inputs are cut, and the model is built for the longest."""
+        return indices
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes."""
+        return self.cfg.num_classes
+
+    @property
+    def source_dictionary(self) -> Dictionary:
+        """The dictionary of the inputs."""
+        return self.dictionary
+
+    @property
+    def target_dictionary(self) -> None:
+        """None: classes are numbers."""
+        return None
+
+    def _stored(self, part: str, split: str) -> Any:
+        path = f"{self.cfg.data}/{part}/{split}"
+        found = data_utils.load_indexed_dataset(path, None, "mmap")
+        if found is None:
+            refuse(f"{path}.idx does not exist: prepare this split, or choose another one")
+        return found
+
+    def _labels(self, split: str, expected: int) -> np.ndarray:
+        """Return the classes of a split, int64 (N,), without an end of sentence."""
+        stored = self._stored("label", split)
+        ids = [int(stored[index][0]) for index in range(len(stored))]
+        labels = np.array(ids, dtype=np.int64) - Dictionary().nspecial
+        if len(labels) != expected or (labels < 0).any() or (labels >= self.num_classes).any():
+            refuse(
+                f"{self.cfg.data}/label/{split} does not have one of the {self.num_classes} "
+                f"classes for each of the {expected} inputs: prepare it again"
+            )
+        return labels
+
+
+def _check_classes(path: Path, classes: int) -> None:
+    """Refuse unless ``path`` lists the classes 0, 1, ... in this order and ``classes`` of them."""
+    if not path.is_file():
+        refuse(f"{path} does not exist: prepare the data first")
+    found = [line.rpartition(" ")[0] for line in path.read_text(encoding="utf-8").splitlines()]
+    if found != [str(number) for number in range(len(found))]:
+        refuse(f"{path} does not list the classes 0, 1, ... in this order: prepare the data again")
+    if classes != len(found):
+        refuse(f"{path} lists {len(found)} classes: set --num-classes {len(found)}, not {classes}")
+
+
+class ClassificationDataset(FairseqDataset):
+    """Examples of one split: one or two inputs and a class.
+
+    Args:
+        inputs: one or two datasets of token ids with ``sizes``, of N rows each.
+        labels: int64 (N,).
+        pad: the id of padding.
+        longest: inputs are cut to this length.
+        seed, by_length: see :meth:`ordered_indices`.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[Any],
+        labels: np.ndarray,
+        *,
+        pad: int,
+        longest: int,
+        seed: int = 1,
+        by_length: bool = True,
+    ) -> None:
+        super().__init__()
+        self.inputs, self.labels, self.pad, self.longest = inputs, labels, pad, longest
+        self.seed, self.by_length, self.epoch = seed, by_length, 1
+        lengths = np.stack([np.asarray(part.sizes) for part in inputs])
+        self.cut = int((lengths > longest).sum())
+        self.sizes = len(inputs) * np.minimum(lengths, longest).max(0)
+        """Tokens of an example where a model pads both inputs to the longer one."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict:
+        return {"id": index, "inputs": [part[index][: self.longest] for part in self.inputs]}
+
+    def num_tokens(self, index: int) -> int:
+        """Return the tokens of an example, for ``--max-tokens``."""
+        return int(self.sizes[index])
+
+    def num_tokens_vec(self, indices: np.ndarray) -> np.ndarray:
+        """Return the tokens of examples, for ``--max-tokens``."""
+        return self.sizes[indices]
+
+    def size(self, index: int) -> int:
+        """Return the tokens of an example."""
+        return int(self.sizes[index])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by fairseq before the batches of an epoch are made."""
+        super().set_epoch(epoch)
+        self.epoch = epoch
+
+    @property
+    def can_reuse_epoch_itr_across_epochs(self) -> bool:
+        """False: fairseq would keep the batches of the first epoch."""
+        return False
+
+    def ordered_indices(self) -> np.ndarray:
+        """Return the order in which examples are put into batches, int64 (N,).
+
+        It is drawn from the seed and the epoch; by length with random ties, or at random. fairseq
+        then shuffles the batches.
+        """
+        draw = np.random.default_rng([self.seed, self.epoch]).permutation(len(self))
+        return np.lexsort([draw, self.sizes]) if self.by_length else draw
+
+    def collater(self, samples: list[dict]) -> dict:
+        """Return a batch; {} for no samples, as in fairseq."""
+        if not samples:
+            return {}
+        ids = torch.tensor([sample["id"] for sample in samples])
+        batch: dict[str, Tensor] = {}
+        for number, suffix in enumerate(SUFFIXES[: len(self.inputs)]):
+            rows = [sample["inputs"][number] for sample in samples]
+            batch[f"src_tokens{suffix}"] = data_utils.collate_tokens(rows, self.pad)
+            batch[f"src_lengths{suffix}"] = torch.tensor([len(row) for row in rows])
+        lengths = [value for name, value in batch.items() if "lengths" in name]
+        return {
+            "id": ids,
+            "net_input": batch,
+            "target": torch.from_numpy(self.labels[ids.numpy()]),
+            "nsentences": len(samples),
+            "ntokens": int(sum(value.sum() for value in lengths)),
+        }

@@ -1,0 +1,264 @@
+"""Data of classifiers: digits, MNIST, ListOps and the bytes of SST-2."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.data import examples, images, listops
+from lrpe_fairseq.experiments.data.examples import Examples
+from lrpe_fairseq.experiments.data.listops import LENGTHS, SYMBOLS, Recipe
+from tests.test_data_prep import files, load, refusal
+
+sst2, digits = load("sst2-bytes"), load("digits")
+
+
+def stored(bin_dir: Path, split: str, end: bool) -> Examples:
+    """The examples that fairseq reads, as numbers of the dictionary."""
+    lengths = prep.row_lengths(bin_dir / "input0" / split)
+    ids = np.fromfile(bin_dir / "input0" / f"{split}.bin", dtype=np.uint16)
+    rows = np.split(ids.astype(int), np.cumsum(lengths)[:-1])
+    assert all((row[-1] == prep.FAIRSEQ_EOS) == end for row in rows)
+    inputs = [(row[: -1 if end else None] - prep.FAIRSEQ_SPECIALS).tolist() for row in rows]
+    return Examples(inputs, examples.labels_of(bin_dir / "label" / split).tolist())
+
+
+def same_bytes(one: Path, other: Path) -> None:
+    assert files(one) == files(other)
+    for file in files(one):
+        assert (one / file).read_bytes() == (other / file).read_bytes(), file
+
+
+# --- images ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def digits_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    dest = tmp_path_factory.mktemp("images") / "digits"
+    assert digits.main(["--dest", str(dest)]) == 0
+    return dest
+
+
+def test_the_digits_are_those_of_scikit_learn_in_disjoint_stratified_splits(
+    digits_data: Path,
+) -> None:
+    known = load_digits()
+    whole = sorted(
+        (tuple((15 * image.astype(int)).tolist()), int(label))
+        for image, label in zip(known.data, known.target, strict=True)
+    )
+    found = []
+    for split, size in images.DIGITS.sizes.items():
+        own = stored(digits_data / "bin", split, end=False)
+        assert len(own.labels) == size
+        share = np.bincount(own.labels) / np.bincount(known.target)
+        assert np.abs(share - size / len(whole)).max() < 0.01
+        found += [(tuple(row), label) for row, label in zip(own.inputs, own.labels, strict=True)]
+    assert sorted(found) == whole
+    manifest = prep.Steps(digits_data, "digits", "8x8").old
+    assert manifest["splits"]["test"]["tokens"] == 540 * 64
+    assert manifest["classes"] == 10
+
+
+def test_digits_are_reproducible_and_finished_steps_are_skipped(
+    digits_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    source = tmp_path / "from"
+    source.mkdir()
+    (source / "digits.csv").write_bytes((digits_data / "raw" / "digits.csv").read_bytes())
+    images.prepare(tmp_path / "again", images.DIGITS, 8, source)
+    same_bytes(tmp_path / "again", digits_data)
+    images.prepare(digits_data, images.DIGITS, 8)
+    assert "binarize: already done" in capsys.readouterr().out
+
+
+def test_images_that_are_absent_or_other_ones_are_refused(tmp_path: Path) -> None:
+    absent = replace(images.DIGITS, package="no_such_package_here")
+    said = refusal(images.prepare, tmp_path / "a", absent, 8)
+    assert "run pip install scikit-learn, or pass a folder with digits.csv.gz" in said
+    (tmp_path / "digits.csv").write_text("1,2,3\n")
+    assert "not the expected version" in refusal(
+        images.prepare, tmp_path / "b", images.DIGITS, 8, tmp_path
+    )
+    assert not (tmp_path / "b" / "bin").exists()
+
+
+def test_mnist_is_averaged_in_blocks_and_its_classes_are_in_the_last_column(
+    tmp_path: Path,
+) -> None:
+    rng = np.random.RandomState(0)
+    pixels, labels = rng.randint(0, 256, (20, 28, 28)), np.arange(20) % 10
+    rows = np.concatenate([pixels.reshape(20, -1), labels[:, None]], 1)
+    text = "".join(",".join(map(str, row)) + "\n" for row in rows).encode()
+    with gzip.open(tmp_path / "mnist_5k.csv.gz", "wb") as out:
+        out.write(text)
+    checksum = hashlib.sha256(text).hexdigest()
+    sizes = {"train": 10, "valid": 5, "test": 5}
+    source = replace(images.MNIST5K, sha256=checksum, sizes=sizes)
+    manifest = images.prepare(tmp_path / "dest", source, 14, tmp_path)
+    assert {s: c["examples"] for s, c in manifest["splits"].items()} == sizes
+    means = {}
+    for image, label in zip(pixels, labels, strict=True):
+        mean = [
+            round(float(image[2 * r : 2 * r + 2, 2 * c : 2 * c + 2].mean()))
+            for r in range(14)
+            for c in range(14)
+        ]
+        means[tuple(mean)] = label
+    for split in sizes:
+        own = stored(tmp_path / "dest" / "bin", split, end=False)
+        assert [means[tuple(row)] for row in own.inputs] == own.labels
+
+
+# --- ListOps -----------------------------------------------------------------------------------
+
+
+def value(tokens: list[str]) -> int:
+    """The value of an expression, by a stack of open operators; independent of the generator."""
+    stack: list[list] = [["[MAX"]]
+    for token in tokens:
+        if token.startswith("["):
+            stack.append([token])
+        elif token == "]":
+            operator, *given = stack.pop()
+            stack[-1].append(
+                {
+                    "[MIN": lambda v: v[0],
+                    "[MAX": lambda v: v[-1],
+                    "[MED": lambda v: int(np.median(v)),
+                    "[SM": lambda v: int(str(sum(v))[-1]),
+                }[operator](sorted(given))
+            )
+        else:
+            stack[-1].append(int(token))
+    assert len(stack) == 1
+    assert len(stack[0]) == 2
+    return stack[0][1]
+
+
+@pytest.fixture(scope="module")
+def short() -> dict[str, Examples]:
+    sizes = {"train": 4_000, "valid": 300, "test": 300}
+    return listops.generate(replace(LENGTHS["20-100"], sizes=sizes), 1)
+
+
+def test_labels_are_those_of_an_independent_evaluator(short: dict[str, Examples]) -> None:
+    some = listops.generate(replace(LENGTHS["100-400"], sizes={"train": 60}), 1)["train"]
+    for inputs, labels in (
+        (short["train"].inputs[:2000], short["train"].labels),
+        (some.inputs, some.labels),
+    ):
+        for tokens, label in zip(inputs, labels, strict=False):
+            assert value([SYMBOLS[token] for token in tokens]) == label
+
+
+def test_lengths_are_within_the_bounds_and_no_expression_occurs_twice(
+    short: dict[str, Examples],
+) -> None:
+    rows = [tuple(row) for split in short.values() for row in split.inputs]
+    assert len(set(rows)) == len(rows) == 4_600
+    assert min(map(len, rows)) == 21
+    assert max(map(len, rows)) < 100
+
+
+@pytest.mark.parametrize(
+    ("length", "count", "mean", "majority", "root"),
+    [
+        ("20-100", 4_000, 33, 11.7, 24.7),
+        ("100-400", 500, 252, 15.5, 33.5),
+        ("500-2000", 150, 1045, 17.9, 37.5),
+    ],
+)
+def test_the_statistics_are_those_of_the_specification(
+    length: str, count: int, mean: float, majority: float, root: float, short: dict[str, Examples]
+) -> None:
+    """Within three standard errors; the two shares are maxima, which small samples overestimate."""
+    if length == "20-100":
+        found = short["train"]
+    else:
+        found = listops.generate(replace(LENGTHS[length], sizes={"train": count}), 2)["train"]
+    lengths = np.array([len(row) for row in found.inputs])
+    assert abs(lengths.mean() - mean) < 3 * lengths.std() / np.sqrt(count) + 0.5
+    most = 100 * np.bincount(found.labels).max() / count
+    alone = examples.share_of_best_guess([row[0] for row in found.inputs], found.labels)
+    for share, expected, groups in ((most, majority, 1), (alone, root, 4)):
+        error = 100 * np.sqrt(expected / 100 * (1 - expected / 100) / count)
+        assert -3 * error < share - expected < (3 + groups) * error
+
+
+def test_equal_options_give_equal_bytes_and_brackets_are_tokens(tmp_path: Path) -> None:
+    recipe = replace(LENGTHS["20-100"], sizes={"train": 30, "valid": 10, "test": 10})
+    LENGTHS["tiny"] = recipe
+    try:
+        manifest = listops.prepare(tmp_path / "one", "tiny")
+        listops.prepare(tmp_path / "other", "tiny")
+        listops.prepare(tmp_path / "third", "tiny", seed=2)
+    finally:
+        del LENGTHS["tiny"]
+    same_bytes(tmp_path / "one", tmp_path / "other")
+    first, third = (tmp_path / d / "bin" / "input0" / "train.bin" for d in ("one", "third"))
+    assert first.read_bytes() != third.read_bytes()
+    words = [w.split()[0] for w in prep.read_lines(tmp_path / "one" / "bin/input0/dict.txt")]
+    assert words == SYMBOLS
+    assert len(words) == 15
+    own, made = stored(tmp_path / "one" / "bin", "train", end=False), listops.generate(recipe, 1)
+    assert own.inputs == made["train"].inputs
+    assert own.labels == made["train"].labels
+    assert manifest["splits"]["train"]["root"] >= manifest["splits"]["train"]["majority"]
+
+
+def test_giving_up_early_does_not_change_the_distribution() -> None:
+    """Expressions of at most 12 tokens, drawn with and without giving up."""
+
+    def drawn(longest: int) -> list[int]:
+        rng, found = random.Random(5), []
+        recipe = Recipe(0, longest, 4, 3)
+        while len(found) < 3_000:
+            try:
+                tokens, _ = listops.expression(rng, recipe)
+            except listops.TooLong:
+                continue
+            if len(tokens) < 13:
+                found.append(len(tokens))
+        return found
+
+    counts = [np.bincount(drawn(longest), minlength=13) for longest in (13, 10_000)]
+    error = np.sqrt(counts[0] + counts[1] + 1)
+    assert (np.abs(counts[0] - counts[1]) < 4 * error).all()
+
+
+# --- SST-2 -------------------------------------------------------------------------------------
+
+
+def test_sst2_is_stored_byte_by_byte_and_valid_is_held_out_of_train(tmp_path: Path) -> None:
+    phrases = [f"phrase {n} is “{'good' if n % 2 else 'bad'}” " for n in range(40)]
+    for name, chosen in (("train", phrases[:30]), ("dev", phrases[30:])):
+        path = tmp_path / "from" / "SST-2" / f"{name}.tsv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = "".join(f"{p}\t{phrases.index(p) % 2}\n" for p in chosen)
+        path.write_text("sentence\tlabel\n" + rows, encoding="utf-8")
+    manifest = sst2.prepare(tmp_path / "dest", tmp_path / "from")
+    sizes = {split: found["examples"] for split, found in manifest["splits"].items()}
+    assert sizes == {"train": 27, "valid": 3, "test": 10}
+    known = {}
+    for split in sizes:
+        own = stored(tmp_path / "dest" / "bin", split, end=True)
+        texts = [bytes(row).decode() for row in own.inputs]
+        assert [phrases.index(f"{text} ") % 2 for text in texts] == own.labels
+        known[split] = texts
+    assert known["test"] == [phrase.strip() for phrase in phrases[30:]]
+    assert sorted(known["train"] + known["valid"]) == sorted(p.strip() for p in phrases[:30])
+
+
+def test_sst2_without_its_files_is_refused(tmp_path: Path) -> None:
+    said = refusal(sst2.prepare, tmp_path / "dest", tmp_path)
+    assert "contains no train.tsv or train.tsv.gz" in said
+    assert not (tmp_path / "dest" / "bin").exists()

@@ -1,0 +1,293 @@
+"""The model lrpe_classifier: padding, pooling, norms, pairs and pixels."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fairseq.data import Dictionary
+from omegaconf import OmegaConf
+from torch import nn
+
+from lrpe_fairseq.encodings import Encoding
+from lrpe_fairseq.errors import Refusal
+from lrpe_fairseq.experiments.data.examples import BYTES
+from lrpe_fairseq.models.classifier import (
+    ClassifierLayer,
+    LRPEClassifier,
+    LRPEClassifierTinyConfig,
+    Pixels,
+    TokenBatchNorm,
+    mean_of_tokens,
+    stacked,
+)
+from tests.end_to_end.cases import usable
+
+PAD, FIRST = 1, 4
+CLASSES = 5
+BOTH = pytest.mark.parametrize("attention", ["linear", "softmax"])
+
+
+def task_of(symbols: list[str], pairs: bool = False, longest: int = 64) -> SimpleNamespace:
+    """What the model reads of the task."""
+    words = Dictionary()
+    for symbol in symbols:
+        words.add_symbol(symbol)
+    return SimpleNamespace(
+        source_dictionary=words,
+        num_classes=CLASSES,
+        pairs=pairs,
+        max_positions=lambda: longest,
+    )
+
+
+def model_of(
+    attention: str = "linear", encoding: str = "rope", seed: int = 1, **options: object
+) -> LRPEClassifier:
+    """A small model in float64 and in evaluation, with every table of its encoding filled."""
+    sizes = {"encoder_embed_dim": 16, "encoder_ffn_embed_dim": 16, "dropout": 0.0}
+    chosen = {**sizes, "attention_type": attention, "position_encoding": encoding, **options}
+    config = OmegaConf.structured(LRPEClassifierTinyConfig(**chosen))
+    torch.manual_seed(seed)
+    task = task_of(BYTES, bool(options.get("pair_head")))
+    model = LRPEClassifier.build_model(config, task).double().eval()
+    for module in model.modules():
+        if isinstance(module, Encoding):
+            for parameter in module.parameters():
+                parameter.data += 0.1 * torch.randn(parameter.shape)
+    return model
+
+
+def rows_of(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
+    """Token ids of random inputs."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(FIRST, FIRST + 256, (n,), generator=generator) for n in lengths]
+
+
+def batch_of(rows: list[torch.Tensor], longest: int = 0) -> torch.Tensor:
+    """The rows padded on the right, (B, T)."""
+    longest = longest or max(map(len, rows))
+    return torch.stack([nn.functional.pad(r, (0, longest - len(r)), value=PAD) for r in rows])
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+# --- an example is an example ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("attention", "name"), usable("encoder-only"))
+def test_an_example_has_one_output_alone_padded_and_anywhere_in_the_batch(
+    attention: str, name: str
+) -> None:
+    model, rows = model_of(attention, name), rows_of(5, 9, 3)
+    with torch.no_grad():
+        alone = torch.cat([model(row[None]) for row in rows])
+        same(model(batch_of(rows)), alone)
+        same(model(batch_of(rows[::-1], longest=12)), alone.flip(0))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"norm": "batch"},
+        {"norm": "batch", "final_norm": "after", "pooling": "first"},
+        {"final_norm": "after"},
+        {"input": "pixels", "no_token_positional_embeddings": True},
+        {"encoder_learned_pos": True, "pooling": "first"},
+    ],
+    ids=str,
+)
+def test_it_holds_for_every_input_norm_and_pooling(options: dict) -> None:
+    model, rows = model_of(**options), rows_of(5, 9, 3)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.running_mean.uniform_()
+    with torch.no_grad():
+        alone = torch.cat([model(row[None]) for row in rows])
+        same(model(batch_of(rows)), alone)
+
+
+@BOTH
+def test_it_holds_in_training_with_layer_norm(attention: str) -> None:
+    model, rows = model_of(attention).train(), rows_of(5, 9, 3)
+    same(model(batch_of(rows)), torch.cat([model(row[None]) for row in rows]))
+
+
+@BOTH
+def test_without_positions_the_order_of_the_tokens_does_not_matter_and_with_them_it_does(
+    attention: str,
+) -> None:
+    (row,) = rows_of(9)
+    mixed = row[torch.randperm(9, generator=torch.Generator().manual_seed(3))]
+    nope = model_of(attention, "none", no_token_positional_embeddings=True)
+    base = model_of(attention, "none")
+    with torch.no_grad():
+        same(nope(mixed[None]), nope(row[None]))
+        assert (base(mixed[None]) - base(row[None])).abs().max() > 1e-3
+
+
+def test_the_mean_is_over_real_tokens_and_exact_in_half_precision() -> None:
+    x = torch.full((4096, 1, 2), 1.001).half()
+    real = torch.ones(4096, 1, dtype=torch.bool)
+    real[4000:] = False
+    x[4000:] = 7
+    assert torch.equal(mean_of_tokens(x, real), x[:1, 0])
+
+
+# --- norms -------------------------------------------------------------------------------------
+
+
+def test_batch_norm_is_over_the_real_tokens_and_zero_at_padding() -> None:
+    x, real = torch.randn(7, 3, 4).double(), torch.rand(7, 3) < 0.6
+    norm, plain = TokenBatchNorm(4).double(), nn.BatchNorm1d(4).double()
+    out = norm(x, real)
+    same(out[real], plain(x[real]))
+    assert out[~real].count_nonzero() == 0
+    same(norm.norm.running_var, plain.running_var)
+    same(norm.eval()(x, None), plain.eval()(x.flatten(0, 1)).view(x.shape))
+
+
+def test_padding_does_not_change_the_statistics_of_a_model() -> None:
+    rows = rows_of(5, 9, 3)
+    states = []
+    for longest in (9, 20):
+        model = model_of(norm="batch").train()
+        model(batch_of(rows, longest))
+        states.append({k: v for k, v in model.state_dict().items() if "running" in k})
+    assert len(states[0]) == 2 * (2 * 2 + 1)
+    for name, value in states[0].items():
+        same(states[1][name], value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_statistics_and_parameters_of_batch_norm_stay_float32(dtype: torch.dtype) -> None:
+    model = model_of(norm="batch").float().to(dtype).train()
+    logits = model(batch_of(rows_of(5, 9, 3)))
+    assert logits.dtype == dtype
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            assert module.running_mean.dtype == module.weight.dtype == torch.float32
+
+
+def test_drop_path_drops_the_branch_of_an_example_or_scales_it() -> None:
+    model = model_of(drop_path=0.5).train()
+    layer = next(m for m in model.modules() if isinstance(m, ClassifierLayer))
+    torch.manual_seed(0)
+    kept = layer._branch(torch.ones(3, 64, 16))
+    assert set(kept.flatten().tolist()) == {0.0, 2.0}
+    assert torch.equal(kept, kept[:1, :, :1].expand_as(kept))
+    assert torch.equal(layer.eval()._branch(torch.ones(3, 64, 16)), torch.ones(3, 64, 16))
+
+
+# --- pairs -------------------------------------------------------------------------------------
+
+
+def test_a_pair_is_encoded_as_two_inputs_and_is_not_symmetric() -> None:
+    model = model_of(pair_head=True)
+    first, second = rows_of(5, 9, 3), rows_of(4, 2, 11, seed=1)
+    with torch.no_grad():
+        u, v = (torch.cat([model.encode(r[None]) for r in rows]) for rows in (first, second))
+        logits = model(batch_of(first), None, batch_of(second))
+        same(logits, model.head(torch.cat([u, v, u - v, u * v], 1)))
+        swapped = model(batch_of(second), None, batch_of(first))
+    assert (logits - swapped).abs().max() > 1e-3
+
+
+def test_inputs_are_stacked_with_padding_on_the_right() -> None:
+    first, second = torch.tensor([[5, 6, 7]]), torch.tensor([[8]])
+    assert stacked(first, second, PAD).tolist() == [[5, 6, 7], [8, PAD, PAD]]
+
+
+# --- pixels ------------------------------------------------------------------------------------
+
+
+def test_pixels_are_numbers_and_not_symbols() -> None:
+    embed = Pixels(3, PAD, patch=1, columns=0, mean=0.25, std=0.5)
+    tokens = torch.tensor([[FIRST, FIRST + 255, FIRST + 51]])
+    numbers = torch.tensor([[-0.5], [1.5], [-0.1]])
+    torch.testing.assert_close(embed(embed.cells(tokens))[0], embed.linear(numbers))
+
+
+def test_patches_are_squares_in_raster_order() -> None:
+    embed = Pixels(3, PAD, patch=2, columns=3, mean=0.0, std=1.0)
+    image = torch.arange(4 * 6).view(4, 6) + FIRST
+    cells = embed.cells(image.view(1, -1))[0]
+    assert len(cells) == 6
+    for (row, column), cell in zip(itertools.product(range(2), range(3)), cells, strict=True):
+        square = image[2 * row : 2 * row + 2, 2 * column : 2 * column + 2]
+        assert cell.tolist() == square.flatten().tolist()
+    with pytest.raises(ValueError, match=r"24 pixels is not made of rows of 5 patches of 2 x 2"):
+        Pixels(3, PAD, 2, 5, 0.0, 1.0).cells(image.view(1, -1))
+
+
+@BOTH
+def test_patches_of_one_pixel_are_pixels_and_images_of_other_heights_may_be_padded(
+    attention: str,
+) -> None:
+    options = {"input": "pixels", "patch": 2, "grid_width": 3, "position_grid": "axial"}
+    model, rows = model_of(attention, **options), rows_of(24, 12)
+    assert model.encoder.embed_positions.weights.shape[0] < 24
+    with torch.no_grad():
+        same(model(batch_of(rows)), torch.cat([model(row[None]) for row in rows]))
+
+
+# --- the whole model ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pair_head": True},
+        {"input": "pixels", "norm": "batch", "encoder_learned_pos": True},
+        {"input": "pixels", "patch": 2, "grid_width": 3, "final_norm": "after"},
+        {"encoding": "t5", "attention": "softmax"},
+    ],
+    ids=str,
+)
+def test_the_gradient_reaches_every_parameter(options: dict) -> None:
+    model = model_of(**options).train()
+    tokens = batch_of(rows_of(12, 12))
+    model(tokens, None, tokens.flip(0) if model.options.pair_head else None)[:, 0].sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
+
+def test_activation_checkpointing_changes_nothing() -> None:
+    rows = rows_of(5, 9, 3)
+    found = []
+    for recomputed in (False, True):
+        model = model_of(checkpoint_activations=recomputed).train()
+        model(batch_of(rows)).square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        same(one, other)
+
+
+REFUSED = {
+    "have no second inputs": {"pair_head": True},
+    "--patch is an option of --input pixels": {"patch": 2},
+    "--patch needs --grid-width": {"patch": 2, "input": "pixels"},
+    "--pixel-std must be positive": {"pixel_std": 0.0, "input": "pixels"},
+    "--drop-path must be at least 0 and less than 1": {"drop_path": 1.0},
+    "--encoder-layers must be at least 1": {"encoder_layers": 0},
+    "set one of them only": {"max_positions": 7},
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_options_that_contradict_each_other_are_refused(sentence: str) -> None:
+    config = OmegaConf.structured(LRPEClassifierTinyConfig(**REFUSED[sentence]))
+    with pytest.raises(Refusal, match=sentence):
+        LRPEClassifier.build_model(config, task_of(BYTES))
+
+
+def test_pixels_need_the_dictionary_of_pixels_and_pairs_the_pair_head() -> None:
+    config = OmegaConf.structured(LRPEClassifierTinyConfig(input="pixels"))
+    with pytest.raises(Refusal, match="dictionary of the symbols 0 to 255"):
+        LRPEClassifier.build_model(config, task_of(BYTES[::-1]))
+    config = OmegaConf.structured(LRPEClassifierTinyConfig())
+    with pytest.raises(Refusal, match=r"have second inputs .*: set --pair-head"):
+        LRPEClassifier.build_model(config, task_of(BYTES, pairs=True))
