@@ -677,7 +677,7 @@ except KeyboardInterrupt:
 def test_sigterm_ends_the_children_and_leaves_no_lock(tmp_path):
     runner = subprocess.Popen([sys.executable, "-c", STOPPED, str(tmp_path)], cwd=ROOT)
     log = tmp_path / "long" / "log"
-    for _ in range(300):
+    for _ in range(1500):
         if log.exists() and log.read_text().strip():
             break
         time.sleep(0.1)
