@@ -23,7 +23,8 @@ MODEL = (
     "--decoder-embed-dim 16 --encoder-ffn-embed-dim 16 --decoder-ffn-embed-dim 16 "
     "--encoder-attention-heads 2 --decoder-attention-heads 2 --share-all-embeddings "
     "--no-token-positional-embeddings --encoder-position-encoding rope "
-    "--decoder-position-encoding rope --encoder-attention-type softmax --dropout 0"
+    "--decoder-position-encoding rope --encoder-attention-type softmax --dropout 0 "
+    "--cross-position-encoding rope"
 )
 TASK = f"--user-dir {PLUGIN} --task lrpe_transduction --scored-tokens no-end --cpu"
 

@@ -31,12 +31,12 @@ SCORED = ("all", "no-end", "inner")
 
 @dataclass
 class TransductionConfig(TranslationConfig):
-    """Options of ``translation``, the positions of self-attention and the tokens to score."""
+    """Options of ``translation``, the positions of attention and the tokens to score."""
 
     node_positions: bool = field(
         default=False,
         metadata={
-            "help": "self-attention uses the stored codes of tree nodes instead of counting tokens"
+            "help": "attention uses the stored codes of tree nodes instead of counting tokens"
         },
     )
     scored_tokens: ChoiceEnum(SCORED) = field(  # type: ignore[valid-type]

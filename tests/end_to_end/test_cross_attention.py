@@ -1,0 +1,242 @@
+"""Cross-attention of ``lrpe_transformer``: the ``--cross-*`` options, positions and generation."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fairseq import models
+from fairseq.models import MODEL_DATACLASS_REGISTRY
+from fairseq.modules import MultiheadAttention as Stock
+from omegaconf import OmegaConf, open_dict
+
+from lrpe_fairseq.attention.cross import CrossAttention
+from lrpe_fairseq.encodings.base import Encoding
+from tests.end_to_end.commands import PLUGIN, built, load, save
+
+pytestmark = pytest.mark.end_to_end
+
+SMALL = (
+    f"--user-dir {PLUGIN} --task translation -s en -t de --cpu --optimizer adam --max-tokens 128 "
+    "--arch lrpe_transformer_tiny --dropout 0 --encoder-layers 1 --decoder-layers 2 "
+    "--encoder-embed-dim 16 --decoder-embed-dim 32 --encoder-ffn-embed-dim 16 "
+    "--decoder-ffn-embed-dim 16 --encoder-attention-heads 2 --decoder-attention-heads 4"
+)
+ALIKE = (
+    "--encoder-embed-dim 16 --decoder-embed-dim 16 --encoder-attention-heads 2 "
+    "--decoder-attention-heads 2"
+)
+CROSS = "--cross-position-encoding"
+APE = (
+    f"{ALIKE} --no-token-positional-embeddings --encoder-position-encoding ape {CROSS} ape "
+    "--decoder-position-encoding ape"
+)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the two dictionaries of a translation task, and no text."""
+    folder = tmp_path_factory.mktemp("dictionaries")
+    for language in ("en", "de"):
+        lines = (f"w{number} 1\n" for number in range(16))
+        (folder / f"dict.{language}.txt").write_text("".join(lines))
+    return folder
+
+
+def model_of(pairs: Path, *options: str) -> Any:
+    return built(pairs, SMALL, *options)[0].eval()
+
+
+def batch(rows: int = 3) -> dict[str, torch.Tensor]:
+    """Sources with padding on the left, targets with padding on the right."""
+    generator = torch.Generator().manual_seed(0)
+    source, target = (torch.randint(4, 20, (rows, n), generator=generator) for n in (7, 6))
+    source[0, :3], target[0, 4:], target[:, 0] = 1, 1, 2
+    lengths = source.ne(1).sum(1)
+    return {"src_tokens": source, "src_lengths": lengths, "prev_output_tokens": target}
+
+
+def cross_of(model: Any) -> list[Any]:
+    return [layer.encoder_attn for layer in model.decoder.layers]
+
+
+# --- stock or ours -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ("", Stock),
+        ("--cross-attention-normalizer none --cross-encoding-seed 3", Stock),
+        (f"{CROSS} rope", CrossAttention),
+        ("--cross-attention-type linear", CrossAttention),
+        ("--cross-score-decay 0.98", CrossAttention),
+    ],
+)
+def test_cross_attention_is_stock_by_default_and_starts_from_its_weights(
+    pairs: Path, options: str, kind: type
+) -> None:
+    model, stock = model_of(pairs, options), model_of(pairs)
+    assert all(type(attention) is kind for attention in cross_of(model))
+    assert model.state_dict().keys() == stock.state_dict().keys()
+    for name, weight in stock.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight), name
+
+
+@pytest.mark.parametrize("widths", [(32, 32), (32, 16)])
+def test_without_an_encoding_ours_is_stock(widths: tuple[int, int]) -> None:
+    width, source = widths
+    ours = CrossAttention(
+        width, 4, memory_dim=source, attention_type="softmax", position_encoding="none"
+    )
+    stock = Stock(width, 4, kdim=source, vdim=source, encoder_decoder_attention=True)
+    stock.load_state_dict(ours.state_dict())
+    ours.eval(), stock.eval()
+    x, memory = torch.randn(5, 3, width), torch.randn(7, 3, source)
+    padding = torch.zeros(3, 7).bool()
+    padding[0, :3], padding[1, 5:] = True, True
+    states: tuple[dict, dict] = {}, {}
+    for needs in ({"need_weights": True}, {"need_head_weights": True}, {"need_weights": False}):
+        given = {"key_padding_mask": padding, "static_kv": True, **needs}
+        wanted, weights = stock(x, memory, memory, **given)
+        found, own = ours(x, memory, memory, **given)
+        torch.testing.assert_close(found, wanted)
+        assert (own is None) == (weights is None)
+        if weights is not None:
+            torch.testing.assert_close(own, weights)
+        for step in range(5):
+            both = (
+                module(x[step : step + 1], memory, memory, incremental_state=state, **given)
+                for module, state in zip((stock, ours), states, strict=True)
+            )
+            torch.testing.assert_close(*(out for out, _ in both))
+
+
+def test_a_checkpoint_from_before_the_options_has_stock_cross_attention(
+    pairs: Path, tmp_path: Path
+) -> None:
+    model, _, config = built(pairs, SMALL)
+    with open_dict(config.model):
+        del config.model["cross"]
+    save(model, config, tmp_path / "old.pt")
+    old, _, _ = load(tmp_path / "old.pt")
+    with torch.no_grad():
+        assert torch.equal(old(**batch())[0], model.eval()(**batch())[0])
+
+
+def test_the_options_have_the_same_names_in_a_yaml() -> None:
+    preset = MODEL_DATACLASS_REGISTRY["lrpe_transformer_tiny"]
+    given = OmegaConf.create({"cross": {"position_encoding": "ape", "ape_init": "identity"}})
+    found = models.merge_with_parent(preset(), given).cross
+    assert (found.position_encoding, str(found.ape_init)) == ("ape", "identity")
+    assert str(found.attention_type) == "softmax"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (f"--no-cross-attention {CROSS} rope", "--no-cross-attention removes the layers"),
+        (f"{CROSS} fox", "causal attention only; choose another one for an encoder or cross"),
+        (f"--cross-attention-type linear {CROSS} t5", "needs the score matrix"),
+        ("--cross-attention-type linear --load-alignments", "use --cross-attention-type softmax"),
+    ],
+)
+def test_what_cross_attention_cannot_do_is_refused_when_the_model_is_built(
+    pairs: Path, options: str, sentence: str
+) -> None:
+    with pytest.raises(SystemExit, match=sentence) as refusal:
+        built(pairs, SMALL, options)
+    assert refusal.value.code == 2
+    assert "\n" not in str(refusal.value)
+
+
+# --- weights -----------------------------------------------------------------------------------
+
+
+def test_softmax_gives_the_alignment_and_linear_refuses_to(pairs: Path) -> None:
+    asked = OmegaConf.create({"generation": {"print_alignment": "hard", "replace_unk": None}})
+    with torch.no_grad():
+        softmax, linear = (
+            model_of(pairs, f"{CROSS} ape --cross-attention-type {kind}")
+            for kind in ("softmax", "linear")
+        )
+        softmax.prepare_for_inference_(asked)
+        attention = softmax(**batch())[1]["attn"][0]
+        assert linear(**batch())[1]["attn"] == [None]
+    assert attention.shape == (3, 6, 7)
+    torch.testing.assert_close(attention.sum(-1), torch.ones(3, 6))
+    assert attention[0, :, :3].count_nonzero() == 0
+    for option in ("print_alignment", "replace_unk"):
+        given = {"print_alignment": None, "replace_unk": None, option: "hard"}
+        with pytest.raises(SystemExit, match="need the weights of cross-attention"):
+            linear.prepare_for_inference_(OmegaConf.create({"generation": given}))
+
+
+# --- positions and sharing ---------------------------------------------------------------------
+
+
+def test_beam_search_keeps_the_positions_of_the_source(pairs: Path) -> None:
+    model, given = model_of(pairs, f"{CROSS} rope"), batch()
+    nodes = torch.arange(21).view(3, 7) * 5
+    source = {key: given[key] for key in ("src_tokens", "src_lengths")}
+    order = torch.tensor([2, 0, 0])
+    with torch.no_grad():
+        encoded = model.encoder(**source, positions=nodes)
+        reordered = model.encoder.reorder_encoder_out(encoded, order)
+        target = given["prev_output_tokens"]
+        found = model.decoder(target[order], encoder_out=reordered)[0]
+        wanted = model.decoder(target, encoder_out=encoded)[0][order]
+        counted = model.decoder(target, encoder_out={**encoded, "positions": []})[0][order]
+    torch.testing.assert_close(found, wanted)
+    assert not torch.allclose(counted, wanted, atol=1e-4)
+
+
+def generators(model: Any) -> list[torch.nn.Parameter]:
+    return [p for name, p in model.named_parameters() if name.endswith("generator.entries")]
+
+
+def test_encoder_decoder_and_cross_attention_share_one_generator_and_its_gradient(
+    pairs: Path,
+) -> None:
+    sides = ("encoder", "decoder", "cross")
+    separate = " ".join(f"--no-{side}-ape-shared" for side in sides)
+    model, apart = (model_of(pairs, APE, more).double() for more in ("", separate))
+    assert sum(isinstance(m, Encoding) for m in model.modules()) == 5
+    assert (len(generators(model)), len(generators(apart))) == (1, 5)
+    for one in (model, apart):
+        one(**batch())[0].square().sum().backward()
+    total = sum(p.grad for p in generators(apart))
+    torch.testing.assert_close(generators(model)[0].grad, total)
+    twin = model_of(pairs, APE).double()
+    generators(model)[0].data += 0.1
+    twin.load_state_dict(model.state_dict())
+    assert len(generators(twin)) == 1
+    with torch.no_grad():
+        assert torch.equal(twin(**batch())[0], model(**batch())[0])
+
+
+# --- features of fairseq -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_activation_checkpointing_has_the_same_gradients(pairs: Path, attention: str) -> None:
+    found = []
+    nodes = {"src_positions": torch.arange(21).view(3, 7) * 2}
+    nodes["prev_output_positions"] = torch.arange(18).view(3, 6)
+    for more in ("", "--checkpoint-activations"):
+        model = model_of(pairs, APE, f"--cross-attention-type {attention}", more).train()
+        model(**batch(), **nodes)[0].square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_half_precision_and_layerdrop_compute(pairs: Path, attention: str) -> None:
+    options = f"--cross-attention-type {attention} --decoder-layerdrop 0.5"
+    model = model_of(pairs, APE, options).bfloat16()
+    with torch.no_grad():
+        assert model(**batch())[0].isfinite().all()
+    model.float().train()
+    torch.manual_seed(1)
+    model(**batch())[0].square().sum().backward()
+    assert generators(model)[0].grad.isfinite().all()
