@@ -32,7 +32,7 @@ def cells(table: Table) -> list[Cell]:
     found: dict[Cell, None] = {}
     for row in table.rows:
         for column in table.columns:
-            if column.attention in row.attention and not column.mean_of:
+            if row.has(column) and not column.mean_of:
                 found[_cell(table, row, column)] = None
     return list(found)
 
