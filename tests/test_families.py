@@ -106,10 +106,10 @@ DRIVER = """
 from lrpe_fairseq.experiments.commands import run_table, train_row
 from lrpe_fairseq.experiments.report import cost
 
-table = ["digits", "--scale", "paper", "--seeds", "1"]
+table = ["letters", "--scale", "paper", "--seeds", "1"]
 print("first", run_table.main(table))
 print("second", run_table.main(table))
-print("row", train_row.main(["digits", "Base", "linear", "--scale", "paper"]))
+print("row", train_row.main(["letters", "Base", "linear", "--scale", "paper"]))
 print(cost.paper_table({}))
 """
 
@@ -133,13 +133,13 @@ def test_a_family_is_one_file_and_one_entry(tmp_path: Path) -> None:
     said = done.stdout
     assert "first 0" in said
     assert "2 runs are finished already" in said.partition("first 0")[2]
-    assert "evaluate with: scripts/run_table.sh digits --scale paper\nrow 0" in said
-    assert "| digits | 2 | 4 x 16 | 0 M samples | not measured | not measured |" in said
+    assert "evaluate with: scripts/run_table.sh letters --scale paper\nrow 0" in said
+    assert "| letters | 2 | 4 x 16 | 0 M samples | not measured | not measured |" in said
     found = read_runs(folder / "results" / "runs")
-    assert sorted(found) == [f"digits/paper-{row}-linear-seed1.json" for row in ("Base", "First")]
+    assert sorted(found) == [f"letters/paper-{row}-linear-seed1.json" for row in ("Base", "First")]
     for run in found.values():
         assert [point["valid_accuracy"] for point in run["curve"]] == [61.0, 62.0]
         assert run["metrics"] == {"test": {"whole": {"accuracy": 62.5}}}
     assert [run["config"]["pooling"] for run in found.values()] == ["mean", "first"]
     assert "62.50" in (folder / "results" / "README.md").read_text()
-    assert json.loads((folder / "data" / "digits" / "manifest.json").read_text())
+    assert json.loads((folder / "data" / "letters" / "manifest.json").read_text())

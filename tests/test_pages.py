@@ -26,7 +26,7 @@ from lrpe_fairseq.experiments.commands import finetune, run_table, train_row
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("data-prep/*/README.md")])
 FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
-EXAMPLES = re.compile(r"yours|digits|<|\*|\.\.\.|…|runs/table8|/(work|\.installed)")
+EXAMPLES = re.compile(r"yours|letters|<|\*|\.\.\.|…|runs/table8|/(work|\.installed)")
 """Paths of what a reader makes, or patterns of paths."""
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -57,6 +57,7 @@ PARSERS = {
     "scripts/train_lm.sh": lambda words: train_row._parse(["table2", *words]),
     "scripts/pretrain_roberta.sh": lambda words: train_row._parse(["table8", *words]),
     "scripts/train_mt.sh": lambda words: train_row._parse(["table4", *words]),
+    "scripts/train_classifier.sh": train_row._parse,
     "scripts/finetune_glue.sh": finetune._parse,
 }
 
@@ -148,6 +149,7 @@ ARCHS = {
     "language_modeling": "lrpe_lm",
     "masked_lm": "lrpe_roberta",
     "translation": "lrpe_transformer",
+    "lrpe_classification": "lrpe_classifier",
 }
 
 
@@ -199,7 +201,7 @@ def test_every_path_that_a_page_names_exists(page):
 def test_every_name_of_this_package_in_a_page_can_be_imported(page):
     text = page.read_text(encoding="utf-8")
     for name in set(re.findall(r"\blrpe_fairseq(?:\.[A-Za-z]\w+)+", text)):
-        if not name.endswith("digits") and not EXAMPLES.search(name):
+        if not name.endswith("letters") and not EXAMPLES.search(name):
             resolve(name)
 
 

@@ -15,7 +15,7 @@ data = Path(sys.argv[sys.argv.index("--dest") + 1])
 (data / "manifest.json").write_text(json.dumps({"splits": {"train": {}, "test": {}}}))
 """
 CONFIG = """
-task: {_name: toy, data: data/digits/bin}
+task: {_name: toy, data: data/letters/bin}
 model: {_name: toy, attention_type: linear, position_encoding: none, pooling: mean}
 criterion: {_name: toy}
 optimizer: {_name: adam}
@@ -24,10 +24,10 @@ optimization: {max_update: 4, update_freq: [2]}
 dataset: {batch_size: 8}
 """
 TABLE = """
-title: Digits
+title: Letters
 text: Small models.
-experiments: [digits]
-scales: {paper: configs/digits/digits.yaml}
+experiments: [letters]
+scales: {paper: configs/letters/letters.yaml}
 baseline: Base
 better: higher
 options: {pooling: mean}
@@ -71,17 +71,17 @@ def checkout(folder: Path, code: str, entry: str) -> Path:
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "lrpe_fairseq", folder / "lrpe_fairseq", ignore=ignored)
     families = folder / "lrpe_fairseq" / "experiments" / "families"
-    (families / "digits.py").write_text(code)
+    (families / "letters.py").write_text(code)
     name = entry.split(": ")[1].rstrip(",")
     text = (families / "__init__.py").read_text()
     first, marker, rest = text.partition("FAMILIES: dict[str, type[TrainingRun]] = {\n")
     assert marker
-    line = f"from lrpe_fairseq.experiments.families.digits import {name}\n\n"
+    line = f"from lrpe_fairseq.experiments.families.letters import {name}\n\n"
     (families / "__init__.py").write_text(f"{first}{line}{marker}    {entry}\n{rest}")
     for path, content in {
-        "configs/digits/digits.yaml": CONFIG,
-        "configs/tables/digits.yaml": TABLE,
-        "data-prep/digits/prepare.py": PREPARE,
+        "configs/letters/letters.yaml": CONFIG,
+        "configs/tables/letters.yaml": TABLE,
+        "data-prep/letters/prepare.py": PREPARE,
         "results/paper/none.csv": "",
     }.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)

@@ -2,22 +2,22 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import torch
-from fairseq import checkpoint_utils, utils
+from torch import Tensor
 
 import lrpe_fairseq  # noqa: F401  registers the models
 from lrpe_fairseq.experiments.data import glue
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import write_json
+from lrpe_fairseq.experiments.runner.predictions import predictions
 
 HEAD = "sentence_classification_head"
 
 
-@torch.no_grad()
 def predict(checkpoint: Path, data: Path, split: str) -> tuple[list[float], list[float]]:
     """Return the predictions for every example of a split, and the labels: classes or values.
 
@@ -34,22 +34,13 @@ def predict(checkpoint: Path, data: Path, split: str) -> tuple[list[float], list
         raise ValueError(
             f"{checkpoint} has a head for {trained} classes, and {data.name} needs {wanted.classes}"
         )
-    models, _, task = checkpoint_utils.load_model_ensemble_and_task(
-        [str(checkpoint)], arg_overrides={"data": str(data / "bin")}
-    )
-    model = models[0].eval()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model.to(device)
-    task.load_dataset(split)
-    batches = task.get_batch_iterator(task.dataset(split), max_sentences=32)
-    predicted, right = [], []
-    for sample in batches.next_epoch_itr(shuffle=False):
-        sample = utils.move_to_cuda(sample) if device == "cuda" else sample
-        logits = model(**sample["net_input"], features_only=True, classification_head_name=HEAD)[0]
-        said = logits.argmax(-1) if wanted.labels else logits.squeeze(-1)
-        predicted += said.tolist()
-        right += sample["target"].view(-1).tolist()
-    return predicted, right
+    logits, right = predictions(checkpoint, data, split, _classified)
+    predicted = logits.argmax(-1) if wanted.labels else logits.squeeze(-1)
+    return predicted.tolist(), right.tolist()
+
+
+def _classified(model: Any, net_input: Mapping[str, Any]) -> Tensor:
+    return model(**net_input, features_only=True, classification_head_name=HEAD)[0]
 
 
 @command("eval_glue")

@@ -59,7 +59,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="key=value",
         help="configuration overrides, such as model.dropout=0.2",
     )
-    parser.add_argument("--scale", default="paper", help="paper (the default) or small")
+    parser.add_argument("--scale", help="default: paper, or the first one of the table")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_intermixed_args(arguments)
 
@@ -69,6 +69,8 @@ def _run(options: argparse.Namespace) -> TrainingRun:
     row = table.row(options.row)
     if options.attention not in row.attention:
         raise ValueError(f"{row.label} supports only {' and '.join(row.attention)} attention")
+    usual = "paper" if "paper" in table.scales else next(iter(table.scales))
+    options.scale = options.scale or usual
     wanted = replace(table, rows=[row])
     found = plan.runs(wanted, options.scale, [options.seed])
     run = next(run for run in found if run.attention_type == options.attention)

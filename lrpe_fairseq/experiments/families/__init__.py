@@ -7,6 +7,7 @@ trained model.
 
 from pathlib import Path
 
+from lrpe_fairseq.experiments.families.classification import ClassificationRun
 from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.families.pretraining import PretrainingRun
@@ -21,6 +22,7 @@ FAMILIES: dict[str, type[TrainingRun]] = {
     "finetuning": FinetuningRun,
     "translation": TranslationRun,
     "transduction": TransductionRun,
+    "classification": ClassificationRun,
 }
 
 

@@ -14,15 +14,16 @@ from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import ROOT, read_json, write_json
 
 FILE = "dictionaries.json"
-"""File next to the checkpoints: name of a dictionary -> sha256 of its words in order."""
+"""File next to the checkpoints: path of a dictionary in ``bin`` -> sha256 of its words in order."""
 
 SPECIALS = 4  # <s>, <pad>, </s>, <unk>: in every fairseq dictionary, but not in dict.txt
 
 
 def remember(folder: Path, data: Path) -> None:
     """Store the checksums of the dictionaries of ``data`` in a folder of checkpoints."""
-    found = sorted((data / "bin").glob("dict*.txt"))
-    write_json(folder / FILE, {path.name: _sha256(path) for path in found})
+    home = data / "bin"
+    found = sorted(home.rglob("dict*.txt"))
+    write_json(folder / FILE, {p.relative_to(home).as_posix(): _sha256(p) for p in found})
 
 
 def agree(
@@ -31,12 +32,13 @@ def agree(
     dictionary: Path,
     added: int = 0,
     say: Callable[[str], None] = lambda text: None,
+    name: str = "",
 ) -> bool:
     """True if ``dictionary`` is the one of the ``embedding`` of ``checkpoint``.
 
     added: symbols that the task adds, such as ``<mask>``. say: called with a sentence if only the
-    numbers of words were compared. The size of an adaptive input, which has no single embedding, is
-    not compared.
+    numbers of words were compared. name: the path of ``dictionary`` in ``bin``, by default its
+    file name. The size of an adaptive input, which has no single embedding, is not compared.
 
     Raises: ValueError if the checkpoint does not load.
     """
@@ -46,7 +48,7 @@ def agree(
     weight = state["model"].get(embedding)
     if weight is not None and len(words(dictionary)) + SPECIALS + added != len(weight):
         return False
-    trained = _trained_with(checkpoint, state, dictionary.name)
+    trained = _trained_with(checkpoint, state, name or dictionary.name)
     if not trained:
         say(
             f"{checkpoint} does not tell the words of its dictionary and the data of its training "

@@ -60,15 +60,23 @@ class Row:
     """One method.
 
     label: its name, also on the command line. encoding: our public name. attention: the types
-    with cells in this row. overrides: options that differ. method: its label in the published
-    table, one for all columns or by column key; without it there is no published number.
+    with cells in this row. overrides: options that differ. without: keys of columns
+    without a cell in this row. method: its label in the published table, one for all columns or by
+    column key; without it there is no published number.
+    paper: further columns of the published cell, with their values.
     """
 
     label: str
     encoding: str
     attention: list[str]
     overrides: Options = field(default_factory=dict)
+    without: list[str] = field(default_factory=list)
     method: str | dict[str, str] = ""
+    paper: dict[str, str] = field(default_factory=dict)
+
+    def has(self, column: Column) -> bool:
+        """True if the row has a cell in ``column``."""
+        return column.attention in self.attention and column.key not in self.without
 
 
 @dataclass(frozen=True)
@@ -249,7 +257,7 @@ def _check_row(table: Table, row: Row) -> None:
     unknown = [name for name in row.attention if name not in ATTENTION]
     if unknown or not row.attention:
         raise ValueError(f"row {row.label} needs attention types out of {', '.join(ATTENTION)}")
-    for key in row.method if isinstance(row.method, dict) else []:
+    for key in (*row.without, *(row.method if isinstance(row.method, dict) else [])):
         table.column(key)
 
 

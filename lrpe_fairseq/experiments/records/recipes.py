@@ -49,7 +49,7 @@ def cells(table: Table) -> list[Cell]:
     found: dict[Cell, Evaluations] = {}
     for row in table.rows:
         for column in table.columns:
-            if column.attention in row.attention and not column.mean_of:
+            if row.has(column) and not column.mean_of:
                 cell = _cell(table, row, column)
                 shown = ((column.split, column.protocol),) if column.split else ()
                 found[cell] = found.get(cell, ()) + shown

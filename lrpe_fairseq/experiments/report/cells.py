@@ -55,7 +55,7 @@ def fills(table: Table, row: Row, column: Column, run: Run) -> bool:
     """True if ``run`` belongs to the cell at ``row`` and ``column``."""
     return (
         run["experiment"] in table.experiments
-        and column.attention in row.attention
+        and row.has(column)
         and _canonical(run["position_encoding"]) == _canonical(_encoding(table, row))
         and _halves(run["attention_type"]) == _sides(column.attention, "attention", table.fixed)
         and column.dataset in ("", run["dataset"], run["dataset"].removesuffix(f"-{run['scale']}"))
@@ -143,7 +143,7 @@ def scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:
 
     Raises: ValueError if two runs have the same cell and seed.
     """
-    if column.attention not in row.attention:
+    if not row.has(column):
         return {}
     if column.mean_of:
         return _mean_scores([scores(table, row, table.column(k), runs) for k in column.mean_of])
@@ -156,7 +156,7 @@ def scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:
 
 def diverged(table: Table, row: Row, column: Column, runs: Runs) -> list[int]:
     """The seeds of one cell whose evaluation was not finite, in order."""
-    if column.attention not in row.attention or column.mean_of:
+    if not row.has(column) or column.mean_of:
         return []
     found = cell_runs(table, row, column, runs).values()
     return sorted({run["seed"] for run in found if DIVERGED in _measured(run, column)})

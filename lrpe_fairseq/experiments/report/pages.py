@@ -251,7 +251,7 @@ def _ours(sheet: Sheet, row: Row, column: Column) -> str:
     ours, diverged = sheet.ours(row, column), sheet.diverged(row, column)
     lost = f"{DIVERGED} ({len(diverged)})" if diverged else ""
     if not ours:
-        return lost or NOT_RUN
+        return lost or (NOT_RUN if row.has(column) else NO_CELL)
     spread = cells.deviation(ours)
     text = fixed(cells.mean(ours), column.decimals)
     if spread is not None:

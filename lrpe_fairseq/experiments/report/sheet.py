@@ -126,9 +126,9 @@ class Sheet:
 
     def _cell(self, row: Row, column: Column) -> paper.Cell | None:
         method = row.method.get(column.key, "") if isinstance(row.method, dict) else row.method
-        if not column.paper or not method or column.attention not in row.attention:
+        if not column.paper or not method or not row.has(column):
             return None
-        selectors = {**column.paper, "method": method}
+        selectors = {**column.paper, **row.paper, "method": method}
         path = self.root / "results" / "paper" / selectors.pop("file")
         return paper.find_cell(path, selectors)
 

@@ -1,0 +1,98 @@
+"""Evaluate a checkpoint of a classifier: ``scripts/eval_classifier.sh``.
+
+The facts about the training are read from the checkpoint; the result is a run file.
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+import lrpe_fairseq  # noqa: F401  registers the models
+from lrpe_fairseq.criterions.classification import scores
+from lrpe_fairseq.experiments.data import corpus
+from lrpe_fairseq.experiments.families import classification, preparation_of
+from lrpe_fairseq.experiments.records import checkpoints, dictionaries
+from lrpe_fairseq.experiments.records.console import command
+from lrpe_fairseq.experiments.records.files import relative
+from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.runner import by_hand
+from lrpe_fairseq.experiments.runner.predictions import predictions
+
+EMBEDDING = "encoder.embed_tokens.weight"
+INPUTS, LABELS = "input0/dict.txt", "label/dict.txt"
+
+
+@command("eval_classifier")
+def main(arguments: list[str] | None = None) -> None:
+    """Evaluate, print accuracy and loss, write the run file."""
+    parser = by_hand.arguments("scripts/eval_classifier.sh", __doc__)
+    parser.add_argument(
+        "--max-positions", type=int, help="longest input; longer ones are cut (default: training's)"
+    )
+    options = parser.parse_args(arguments)
+    data = by_hand.data_folder(options.data, preparation_of)
+    run = evaluate(options.checkpoint, data, options.splits, options.max_positions)
+    by_hand.report(run, options.out or options.checkpoint.with_suffix(".json"))
+
+
+def evaluate(
+    checkpoint: Path, data: Path, splits: list[str], max_positions: int | None = None
+) -> Run:
+    """Evaluate ``checkpoint`` on ``splits`` of a data folder and return the run file.
+
+    max_positions: length at which inputs are cut; None for that of the training.
+
+    Raises: ValueError for a damaged or diverged checkpoint, one of another model, data with other
+        dictionaries, an absent split, or a length that the model does not support.
+    """
+    trained = checkpoints.options(checkpoints.require_model(checkpoint, "lrpe_classifier"))
+    _require_dictionaries(checkpoint, data)
+    longest = max_positions or int(trained["max-positions"])
+    _require_length(checkpoint, longest, trained)
+    metrics: Run = {}
+    for split in splits:
+        if not (data / "bin" / "input0" / f"{split}.idx").is_file():
+            raise ValueError(f"{relative(data)} has no split {split}: choose others with --splits")
+        found = predictions(checkpoint, data, split, _logits, {"max_positions": longest})
+        metrics[split] = {classification.ACCURACY: scores(*found)}
+    said = classification.protocol(data, longest, _cut(data, splits, longest))
+    protocol = {classification.ACCURACY: said}
+    return by_hand.record(checkpoint, data, metrics, protocol)
+
+
+def _logits(model: Any, net_input: Mapping[str, Tensor]) -> Tensor:
+    return model(**net_input)
+
+
+def _require_dictionaries(checkpoint: Path, data: Path) -> None:
+    for name in (INPUTS, LABELS):
+        path = data / "bin" / name
+        if not dictionaries.agree(checkpoint, EMBEDDING * (name == INPUTS), path, 0, print, name):
+            raise ValueError(
+                f"{relative(path)} is not the dictionary that {relative(checkpoint)} was trained "
+                "with: evaluate it on data with the dictionaries of its training"
+            )
+
+
+def _require_length(checkpoint: Path, longest: int, trained: Run) -> None:
+    """Refuse a length with positions that the model has not learned."""
+    learned = trained["encoder-learned-pos"] and not trained["no-token-positional-embeddings"]
+    if longest < 1 or (learned and longest != trained["max-positions"]):
+        raise ValueError(
+            f"{relative(checkpoint)} does not support --max-positions {longest}: it has "
+            f"{trained['max-positions']}" + (" learned absolute positions" if learned else "")
+        )
+
+
+def _cut(data: Path, splits: list[str], longest: int) -> int:
+    """Return the number of inputs of ``splits`` that are longer than ``longest``."""
+    folders = sorted((data / "bin").glob("input*"))
+    lengths = (corpus.row_lengths(folder / split) for folder in folders for split in splits)
+    return sum(int((own > longest).sum()) for own in lengths)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

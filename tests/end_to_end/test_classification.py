@@ -1,0 +1,201 @@
+"""Classifiers of images: they learn, resume where they were killed, and are evaluated exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lrpe_fairseq.encodings import EncodingOptions, build_encoding
+from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.experiments.commands import eval_classifier
+from lrpe_fairseq.experiments.data import images
+from lrpe_fairseq.experiments.families.classification import ClassificationRun
+from lrpe_fairseq.experiments.families.plan import load_named, runs
+from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.runner.training import CONFIGS, Devices
+from lrpe_fairseq.experiments.runner.warm import WarmChildren
+from lrpe_fairseq.models.classifier import LRPEClassifierTinyConfig
+from tests.end_to_end.commands import PLUGIN, run
+
+pytestmark = pytest.mark.end_to_end
+
+UPDATES = 204  # six epochs
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    dest = tmp_path_factory.mktemp("data") / "digits"
+    images.prepare(dest, images.DIGITS, 8)
+    return dest
+
+
+def classification_run(data: Path, folder: Path, **changes: object) -> ClassificationRun:
+    """A short training of digits, with batch norm, whose statistics a resumption must keep."""
+    made = ClassificationRun(
+        experiment="trial",
+        label="RoPE",
+        config="digits-small",
+        data=data,
+        attention_type="linear",
+        position_encoding="rope",
+        seed=1,
+        scale="small",
+        folder=folder / "work",
+        result=folder / "run.json",
+        overrides=(
+            f"optimization.max_update={UPDATES}",
+            "lr_scheduler.warmup_updates=20",
+            "optimization.lr=[0.005]",
+            "model.norm=batch",
+            "dataset.validate_interval=2",
+            "checkpoint.save_interval_updates=20",
+        ),
+    )
+    return replace(made, **changes)
+
+
+def work(made: ClassificationRun) -> dict:
+    made.work(WarmChildren(), Devices(), print)
+    return json.loads(made.result.read_text())
+
+
+@pytest.fixture(scope="module")
+def finished(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> ClassificationRun:
+    made = classification_run(digits, tmp_path_factory.mktemp("finished"))
+    work(made)
+    return made
+
+
+def test_digits_are_learnt_and_the_run_file_says_how_they_were_measured(
+    finished: ClassificationRun,
+) -> None:
+    found = json.loads(finished.result.read_text())
+    assert finished.finished()
+    assert (found["dataset"], found["task"]) == ("digits-8x8", "lrpe_classification")
+    test = found["metrics"]["test"]["accuracy"]
+    assert test["accuracy"] > 30
+    assert test["examples"] == 540
+    assert found["metrics"]["valid"]["accuracy"]["examples"] == 180
+    best = max(point["valid_accuracy"] for point in found["curve"])
+    assert found["metrics"]["valid"]["accuracy"]["accuracy"] == pytest.approx(best, abs=1e-3)
+    assert found["curve"][-1]["updates"] == UPDATES
+    said = found["protocol"]["accuracy"]
+    assert "train 1,077, valid 180, test 540" in said
+    assert "best validation accuracy" in said
+    assert (
+        f"test accuracy accuracy {test['accuracy']:.2f}"
+        in finished.outcome().replace("valid", "test")
+        or "valid accuracy accuracy" in finished.outcome()
+    )
+
+
+def test_fairseq_validate_prints_the_same_accuracy(finished: ClassificationRun) -> None:
+    best = finished.checkpoints / checkpoints.BEST
+    options = f"--user-dir {PLUGIN} --task lrpe_classification --num-classes 10 --cpu"
+    options += " --max-positions 64 --valid-subset test --batch-size 64 --log-format json"
+    said = run("fairseq_cli.validate", finished.data / "bin", options, "--path", best)
+    found = json.loads(finished.result.read_text())["metrics"]["test"]["accuracy"]
+    assert f'"test_accuracy": "{found["accuracy"]:g}"' in said
+
+
+def test_a_killed_training_ends_as_an_uninterrupted_one(
+    finished: ClassificationRun, tmp_path: Path
+) -> None:
+    expected = json.loads(finished.result.read_text())
+    made = classification_run(finished.data, tmp_path)
+    made.checkpoints.mkdir(parents=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PLUGIN.parent)}
+    with open(made.log, "w") as log:
+        child = subprocess.Popen(
+            made.command(), stdout=log, stderr=log, cwd=CONFIGS.parent, env=environment
+        )
+        end = time.monotonic() + 120
+        while not list(made.checkpoints.glob("checkpoint_*_60.pt")):  # within the second epoch
+            assert time.monotonic() < end
+            assert child.poll() is None, made.log.read_text()[-500:]
+            time.sleep(0.05)
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    found = work(made)
+    assert found["metrics"] == expected["metrics"]
+    ours, theirs = (
+        checkpoints.load(r.checkpoints / checkpoints.LAST)["model"] for r in (made, finished)
+    )
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_a_checkpoint_is_evaluated_by_hand_on_any_data_with_its_dictionaries(
+    finished: ClassificationRun, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    best, out = finished.checkpoints / checkpoints.BEST, tmp_path / "out.json"
+    given = [str(best), str(finished.data), "--splits", "test", "--out", str(out)]
+    assert eval_classifier.main(given) == 0
+    measured = json.loads(out.read_text())
+    expected = json.loads(finished.result.read_text())
+    assert measured["metrics"]["test"] == expected["metrics"]["test"]
+    assert "test, accuracy: accuracy" in capsys.readouterr().out
+    assert eval_classifier.main([*given, "--max-positions", "32"]) == 0
+    cut = json.loads(out.read_text())
+    assert "540 inputs are cut at 32 tokens" in cut["protocol"]["accuracy"]
+    assert cut["metrics"]["test"]["accuracy"] != measured["metrics"]["test"]["accuracy"]
+    other = tmp_path / "other"
+    shutil.copytree(finished.data / "bin", other / "bin")
+    lines = (other / "bin" / "input0" / "dict.txt").read_text().splitlines()
+    (other / "bin" / "input0" / "dict.txt").write_text("\n".join(reversed(lines)) + "\n")
+    assert eval_classifier.main([str(best), str(other)]) == 2
+    assert "is not the dictionary that" in capsys.readouterr().err
+    assert eval_classifier.main([*given[:3], "train7"]) == 2
+    assert "has no split train7" in capsys.readouterr().err
+
+
+# --- configurations and tables -----------------------------------------------------------------
+
+
+def supports(name: str, grid: str) -> bool:
+    """True if an encoding of the tiny model's heads can be built with this grid."""
+    heads = LRPEClassifierTinyConfig.encoder_attention_heads
+    width = LRPEClassifierTinyConfig.encoder_embed_dim // heads
+    try:
+        options = EncodingOptions(grid_width=8, position_grid=grid)
+        build_encoding(name, width, heads, options=options)
+    except ChoiceError:
+        return False
+    return True
+
+
+def test_a_row_of_images_lacks_the_grids_exactly_where_its_encoding_does() -> None:
+    table = load_named("images")
+    for row in table.rows:
+        for column in table.columns:
+            grid = column.overrides.get("position-grid", "flat")
+            if column.attention in row.attention and row.encoding != "none":
+                assert row.has(column) == supports(row.encoding, grid), (row.label, column.key)
+
+
+@pytest.mark.parametrize("name", ["images", "listops"])
+def test_every_run_of_a_table_has_options_of_the_model_and_whole_epochs(name: str) -> None:
+    table = load_named(name)
+    for scale in table.scales:
+        for made in runs(table, scale, [1]):
+            settings = made.settings()
+            unknown = set(settings.model) - set(LRPEClassifierTinyConfig.__dataclass_fields__)
+            assert unknown == {"_name"}
+
+
+@pytest.mark.parametrize(
+    ("config", "examples"),
+    [("digits-small", 1077), ("mnist5k", 3500), ("listops-small", 20_000), ("sst2-bytes", 65_349)],
+)
+def test_a_configuration_trains_whole_epochs(config: str, examples: int, tmp_path: Path) -> None:
+    settings = classification_run(tmp_path, tmp_path, config=config, overrides=()).settings()
+    batches = -(-examples // settings.dataset.batch_size)
+    assert settings.optimization.max_update % batches == 0
