@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from lrpe_fairseq.attention import linear, softmax
-from lrpe_fairseq.attention.linear import LinearState, linear_attention, linear_attention_block
+from lrpe_fairseq.attention.linear import (
+    LinearState,
+    linear_attention,
+    linear_attention_block,
+    linear_attention_naive,
+)
 from lrpe_fairseq.attention.projected import (
     ATTENTION_TYPES,
     NOT_EXPORTED,
@@ -70,6 +75,7 @@ class MultiheadAttention(ProjectedAttention):
         super().__init__(embed_dim, num_heads, **options)
         _check_linear_decay(self.score_decay, self.attention_type, self.encoding)
         self.sees_padding = "padding-ignored" in self.encoding.spec.options.fidelity
+        self.window: int | None = None  # in evaluation: tokens that a token attends to, with itself
 
     # --- fairseq's interface: (T, B, C), and a dictionary of states ----------------------------
 
@@ -193,9 +199,34 @@ class MultiheadAttention(ProjectedAttention):
             options["content"] = feature_map(q), feature_map(k)
         q, k = self._features(q, k, positions)
         options["log_decay"] = self._log_decay(x, padding, state, keep_state)
+        if self.window is not None:
+            self._require_whole(state, keep_state)
+            return linear_attention_naive(q, k, v, causal=True, window=self.window, **options), None
         if not keep_state:
             return linear_attention(q, k, v, causal=self.causal, **options), None
         return linear_attention_block(q, k, v, state=state and state.past, **options)
+
+    def _require_whole(self, state: AttentionState | None, more: bool) -> None:
+        """Raise ValueError if the call does not suit :attr:`window`."""
+        if not self.causal or state is not None or more:
+            raise ValueError("a window needs causal attention to whole texts, without a state")
+
+    @property
+    def has_denominators(self) -> bool:
+        """True for linear attention that divides by the denominator of Eq. 39."""
+        return self.attention_type == "linear" and self.normalizer == "rotated"
+
+    def denominators(self, x: Tensor) -> Tensor:
+        """Return the denominators of Eq. 39 for x (B, T, C) before they are clamped, (B, H, T).
+
+        They are the sums of all scores, which are the output for values of 1 without a normalizer.
+        """
+        q, k, _ = self._project(x)
+        q, k = self._features(q, k, _counted(x.shape[1], x.device))
+        log_decay = self._log_decay(x, None, None, False)
+        ones = q.new_ones(*q.shape[:3], 1)
+        options = {"causal": self.causal, "normalizer": "none", "log_decay": log_decay}
+        return linear_attention(q, k, ones, **options).squeeze(-1)
 
     def _log_decay(
         self, x: Tensor, padding: Tensor | None, state: AttentionState | None, keep_state: bool
@@ -254,6 +285,9 @@ class MultiheadAttention(ProjectedAttention):
         first: int = 0,
     ) -> tuple[Tensor, SoftmaxState | None]:
         """Compute softmax attention. Queries are the tokens from ``first`` on, keys are all."""
+        if self.window is not None:
+            self._require_whole(state, keep_state or padding is not None)
+            padding = _hidden(x.shape[1], self.window, x.device)
         q, k, v = self._encoded(x, positions)
         past, keys = None, Tokens(positions, _running_sums(self._gates(x, padding), state))
         queries = keys
@@ -311,6 +345,11 @@ def _count_real_first(key_padding_mask: Tensor) -> Tensor:
     steps = torch.where(padding, after, real.cumsum(1)) - 1
     same = _counted(steps.shape[1], steps.device)
     return same if torch.equal(steps, same.expand_as(steps)) else steps
+
+
+def _hidden(length: int, window: int, device: torch.device) -> Tensor:
+    """Return the mask (1, T, T) of the keys before the last ``window`` keys of each query."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril(-window)[None]
 
 
 def _counted(length: int, device: torch.device, first: int = 0) -> Tensor:

@@ -11,7 +11,15 @@ from pathlib import Path
 
 from lrpe_fairseq.experiments.records.layout import Column, Row, Table, load_tables
 from lrpe_fairseq.experiments.records.runs import Run, read_runs
-from lrpe_fairseq.experiments.report import cells, claims, curves, markdown, notes, scatter
+from lrpe_fairseq.experiments.report import (
+    cells,
+    claims,
+    curves,
+    lengths,
+    markdown,
+    notes,
+    scatter,
+)
 from lrpe_fairseq.experiments.report.cells import Group, Runs
 from lrpe_fairseq.experiments.report.markdown import (
     DIVERGED,
@@ -72,6 +80,10 @@ def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
                 )
             if points := scatter.panels(sheet):
                 found[_picture(sheet, "-paper")] = lambda path, p=points: scatter.draw(path, p)
+            for panel in lengths.panels(sheet):
+                found[_picture(sheet, f"-{panel.attention}")] = lambda path, p=panel: lengths.draw(
+                    path, p
+                )
     return found
 
 
@@ -299,7 +311,11 @@ def _shown_pictures(sheet: Sheet) -> list[str]:
         parts.append(f"{CAPTION}\n")
     if curves.panels(sheet.table, sheet.group):
         parts.append(f"![Validation curves]({_linked(_picture(sheet))})\n")
-    return parts
+    longer = lengths.panels(sheet)
+    for panel in longer:
+        picture = _linked(_picture(sheet, f"-{panel.attention}"))
+        parts.append(f"![Longer contexts, {panel.attention} attention]({picture})\n")
+    return [*parts, f"{lengths.CAPTION}\n"] if longer else parts
 
 
 def _picture(sheet: Sheet, kind: str = "") -> str:
