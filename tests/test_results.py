@@ -504,6 +504,24 @@ def test_rows_of_encoder_decoder_models_want_the_fixed_half_as_stated(root, side
     assert set(scores(root, "RoPE", "valid")) == {1}
 
 
+def test_a_model_with_equal_halves_fills_a_row_if_all_parts_have_the_options(root):
+    alike = {"position_encoding": "rope", "attention_type": "linear"}
+    both = {name: dict.fromkeys(("encoder", "decoder"), value) for name, value in alike.items()}
+    parts = {f"{part}-fidelity": "correct" for part in ("encoder", "decoder", "cross")}
+    for seed, changed in enumerate(
+        [{}, {"decoder-fidelity": "published"}, {"cross-fidelity": "x"}]
+    ):
+        save(root, f"run{seed}", seed=seed, **both, config={"max_update": 900, **parts, **changed})
+    assert set(scores(root, "RoPE", "valid")) == {0}
+
+
+def test_a_column_of_a_data_set_shows_it_in_the_size_of_the_scale(root):
+    edit_table(root, "key: valid, title: valid,", "key: valid, title: valid, dataset: reverse,")
+    for seed, dataset in enumerate(["reverse-small", "reverse", "reverse-paper", "copy-small"]):
+        save(root, dataset, seed=seed, dataset=dataset)
+    assert set(scores(root, "Base", "valid")) == {0, 1}
+
+
 def test_the_runs_of_a_table_change_the_half_that_is_not_fixed():
     for name, own, fixed in [("table4", "encoder", "decoder"), ("decoders", "decoder", "encoder")]:
         table = load_table(ROOT / "configs" / "tables" / f"{name}.yaml")
