@@ -188,7 +188,7 @@ def test_the_statistics_are_those_of_the_specification(
     lengths = np.array([len(row) for row in found.inputs])
     assert abs(lengths.mean() - mean) < 3 * lengths.std() / np.sqrt(count) + 0.5
     most = 100 * np.bincount(found.labels).max() / count
-    alone = examples.share_of_best_guess([row[0] for row in found.inputs], found.labels)
+    alone = examples.accuracy_from_key([row[0] for row in found.inputs], found.labels)
     for share, expected, groups in ((most, majority, 1), (alone, root, 4)):
         error = 100 * np.sqrt(expected / 100 * (1 - expected / 100) / count)
         assert -3 * error < share - expected < (3 + groups) * error

@@ -174,7 +174,7 @@ def normalized(norm: nn.Module, x: Tensor, real: Tensor | None) -> Tensor:
 
 
 class ClassifierLayer(EncoderLayer):
-    """A pre-norm encoder layer whose norms know the real tokens, with drop-path."""
+    """A pre-norm encoder layer whose norms leave out padding, with drop-path."""
 
     def __init__(self, cfg: Any, options: Any, layer: int) -> None:
         super().__init__(cfg, options, layer)

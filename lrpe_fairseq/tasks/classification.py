@@ -2,8 +2,8 @@
 
 The data have the layout of fairseq's GLUE: ``input0/``, ``label/`` and for pairs ``input1/``, each
 with ``dict.txt`` and ``<split>.{bin,idx}``. Bytes and pixels are symbols of one dictionary: value v
-is symbol ``v`` of ``0`` .. ``255``. A sequence is used as it is stored: data-prep decides about an
-end of sentence.
+is symbol ``v`` of ``0`` .. ``255``. A sequence is used as it is stored: text ends with an end of
+sentence, images and ListOps do not.
 """
 
 import logging

@@ -50,7 +50,7 @@ def evaluate(
     """
     trained = checkpoints.options(checkpoints.require_model(checkpoint, "lrpe_classifier"))
     _require_dictionaries(checkpoint, data)
-    longest = max_positions or int(trained["max-positions"])
+    longest = int(trained["max-positions"]) if max_positions is None else max_positions
     _require_length(checkpoint, longest, trained)
     metrics: Run = {}
     for split in splits:
@@ -68,9 +68,9 @@ def _logits(model: Any, net_input: Mapping[str, Tensor]) -> Tensor:
 
 
 def _require_dictionaries(checkpoint: Path, data: Path) -> None:
-    for name in (INPUTS, LABELS):
+    for name, embedding in ((INPUTS, EMBEDDING), (LABELS, "")):  # classes have no embedding
         path = data / "bin" / name
-        if not dictionaries.agree(checkpoint, EMBEDDING * (name == INPUTS), path, 0, print, name):
+        if not dictionaries.agree(checkpoint, embedding, path, say=print, name=name):
             raise ValueError(
                 f"{relative(path)} is not the dictionary that {relative(checkpoint)} was trained "
                 "with: evaluate it on data with the dictionaries of its training"

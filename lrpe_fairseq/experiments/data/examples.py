@@ -92,7 +92,7 @@ def _ids(rows: Iterable[Sequence[int]], end: bool) -> Iterable[list[int]]:
 def count(dest: Path, classes: int) -> dict[str, Any]:
     """Count a finished destination, for its manifest.
 
-    ``majority``: the accuracy, times 100, of a model that always says the most frequent class.
+    ``majority``: the accuracy, times 100, of always predicting the most frequent class.
     """
     splits = {}
     for split in prep.SPLITS:
@@ -147,8 +147,8 @@ def stratified(labels: Sequence[int], sizes: Mapping[str, int], seed: int) -> di
     return {s: np.sort(order[a:b]) for s, a, b in zip(sizes, ends[:-1], ends[1:], strict=True)}
 
 
-def share_of_best_guess(keys: Iterable[Any], labels: Sequence[int]) -> float:
-    """Return the accuracy, times 100, of the best guess of the label that knows the key only."""
+def accuracy_from_key(keys: Iterable[Any], labels: Sequence[int]) -> float:
+    """Return the accuracy, times 100, of the best prediction of the label from the key alone."""
     counts: dict[Any, Counter[int]] = {}
     for key, label in zip(keys, labels, strict=True):
         counts.setdefault(key, Counter())[int(label)] += 1

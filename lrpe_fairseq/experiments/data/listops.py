@@ -130,8 +130,8 @@ def _split(rng: random.Random, recipe: Recipe, count: int, known: set[bytes]) ->
 def count(dest: Path) -> dict:
     """Count a finished destination, for its manifest.
 
-    ``root``: the accuracy, times 100, of the best guess that knows only the first token, which is
-    the operator of the whole expression. A model at this level has not used any other token.
+    ``root``: the accuracy, times 100, of the best prediction from the first token alone, the
+    operator of the whole expression. A model at this level has not used any other token.
     """
     found = examples.count(dest, CLASSES)
     for split, counts in found["splits"].items():
@@ -139,7 +139,7 @@ def count(dest: Path) -> dict:
         starts = np.cumsum([0, *prep.row_lengths(prefix)[:-1]])
         roots = np.fromfile(f"{prefix}.bin", dtype=np.uint16)[starts]
         labels = examples.labels_of(dest / "bin" / "label" / split)
-        counts["root"] = round(examples.share_of_best_guess(roots.tolist(), labels), 2)
+        counts["root"] = round(examples.accuracy_from_key(roots.tolist(), labels), 2)
     return found
 
 
