@@ -14,6 +14,7 @@ from torch import Tensor
 from lrpe_fairseq.attention.linear import EPS
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import ENCODINGS, build_encoding
+from lrpe_fairseq.experiments.commands import eval_lm
 from lrpe_fairseq.experiments.families import lm
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.records.console import UserError
@@ -454,3 +455,11 @@ def test_a_run_is_evaluated_at_other_lengths_and_again_later(corpus, tmp_path) -
     assert {
         m["tokens"] for name, m in found.items() if "-128" not in name and name != "paired-8"
     } == {tokens}
+
+    checkpoint, out = run.checkpoints / "checkpoint_best.pt", tmp_path / "by-hand.json"
+    names = ["--protocols", "tail-64-64", "paired-128"]
+    assert (
+        eval_lm.main([str(checkpoint), str(data), "--splits", "test", *names, "--out", str(out)])
+        == 0
+    )
+    assert read_run(out)["metrics"]["test"] == {name: found[name] for name in names[1:]}
