@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lrpe_fairseq.attention.linear import EPS
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.encodings import ENCODINGS, build_encoding
+from lrpe_fairseq.encodings import ENCODINGS, build_encoding, canonical_name
 from lrpe_fairseq.experiments.commands import eval_lm
 from lrpe_fairseq.experiments.families import lm
 from lrpe_fairseq.experiments.families.lm import LMRun
@@ -373,6 +373,16 @@ def test_the_lengths_of_the_table_are_multiples_of_its_training() -> None:
     for row in table.rows:
         for option in ("cosformer-length", "fope-length", "deberta-distance"):
             assert row.overrides.get(option, tokens) in (tokens, 16 * tokens)
+
+
+def test_the_table_has_every_encoding_of_a_text_and_absolute_positions_in_one_row_only() -> None:
+    table = load_table(ROOT / "configs" / "tables" / "extrapolation.yaml")
+    for attention, name in MODES:
+        shown = {canonical_name(row.encoding) for row in table.rows if attention in row.attention}
+        assert name == "ape-tree" or canonical_name(name) in shown  # a text is no tree
+    absolute = "no-token-positional-embeddings"
+    options = {row.label: {**table.options, **row.overrides} for row in table.rows}
+    assert [label for label, own in options.items() if not own[absolute]] == ["Sinusoidal"]
 
 
 def test_the_figure_shows_the_difference_from_the_shortest_context(tmp_path: Path) -> None:
