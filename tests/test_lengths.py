@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lrpe_fairseq.attention.linear import EPS
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.encodings import ENCODINGS, build_encoding
+from lrpe_fairseq.encodings import ENCODINGS, build_encoding, canonical_name
+from lrpe_fairseq.experiments.commands import eval_lm
 from lrpe_fairseq.experiments.families import lm
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.records.console import UserError
@@ -374,6 +375,16 @@ def test_the_lengths_of_the_table_are_multiples_of_its_training() -> None:
             assert row.overrides.get(option, tokens) in (tokens, 16 * tokens)
 
 
+def test_the_table_has_every_encoding_of_a_text_and_absolute_positions_in_one_row_only() -> None:
+    table = load_table(ROOT / "configs" / "tables" / "extrapolation.yaml")
+    for attention, name in MODES:
+        shown = {canonical_name(row.encoding) for row in table.rows if attention in row.attention}
+        assert name == "ape-tree" or canonical_name(name) in shown  # a text is no tree
+    absolute = "no-token-positional-embeddings"
+    options = {row.label: {**table.options, **row.overrides} for row in table.rows}
+    assert [label for label, own in options.items() if not own[absolute]] == ["Sinusoidal"]
+
+
 def test_the_figure_shows_the_difference_from_the_shortest_context(tmp_path: Path) -> None:
     table = load_table(ROOT / "configs" / "tables" / "extrapolation.yaml")
 
@@ -454,3 +465,11 @@ def test_a_run_is_evaluated_at_other_lengths_and_again_later(corpus, tmp_path) -
     assert {
         m["tokens"] for name, m in found.items() if "-128" not in name and name != "paired-8"
     } == {tokens}
+
+    checkpoint, out = run.checkpoints / "checkpoint_best.pt", tmp_path / "by-hand.json"
+    names = ["--protocols", "tail-64-64", "paired-128"]
+    assert (
+        eval_lm.main([str(checkpoint), str(data), "--splits", "test", *names, "--out", str(out)])
+        == 0
+    )
+    assert read_run(out)["metrics"]["test"] == {name: found[name] for name in names[1:]}

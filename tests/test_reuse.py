@@ -2,7 +2,7 @@
 table asks for after the training."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,17 @@ import torch
 
 from lrpe_fairseq.experiments.families import plan
 from lrpe_fairseq.experiments.families.lm import LMRun
+from lrpe_fairseq.experiments.families.translation import TranslationRun
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.checkout import commit
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.recipes import cells
 from lrpe_fairseq.experiments.records.runs import Run, read_run, write_run
 from lrpe_fairseq.experiments.report.cells import shared_options
-from lrpe_fairseq.experiments.runner import identity
+from lrpe_fairseq.experiments.runner import identity, schedule
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children
+from lrpe_fairseq.experiments.runner.training import TrainingRun
 from tests.test_experiments import a_record
 
 UPDATES, SECONDS = 5, 12.5
@@ -264,3 +266,35 @@ def test_a_run_of_other_settings_is_not_only_evaluated(finished: Recorded) -> No
     trained, said = work(other)
     assert (trained, said) == (True, [])
     assert other.done[0] == ["train", "test blocks", "valid tail-512"]
+
+
+def test_a_finished_translation_run_is_evaluated_with_the_average_that_it_left(tmp_path) -> None:
+    names = ("checkpoint_1_10.pt", "checkpoint_1_20.pt")
+    run = TranslationRun(**vars_of(a_run(tmp_path)))
+    run.checkpoints.mkdir(parents=True)
+    for updates, name in zip((10, 20), names, strict=True):
+        state = {
+            "cfg": {"model": {}},
+            "optimizer_history": [{"num_updates": updates}],
+            "model": {"weight": torch.full((3,), float(updates))},
+        }
+        torch.save(state, run.checkpoints / name)
+    kept, decoding = run._averaged()
+    assert (kept.name, decoding.average) == (checkpoints.AVERAGED, 2)
+    before = kept.read_bytes()
+    checkpoints.drop_intermediate(run.checkpoints)
+    assert run._averaged() == (kept, run.decoding)
+    assert kept.read_bytes() == before
+
+
+def vars_of(run: LMRun) -> dict[str, Any]:
+    """The fields of a run that all families have."""
+    return {field.name: getattr(run, field.name) for field in fields(TrainingRun)}
+
+
+def test_the_state_of_a_run_that_lacks_an_evaluation_says_so(finished: Recorded) -> None:
+    assert schedule.state(finished) == "pending"  # as far as this folder knows
+    finished.log.write_text('train_inner | {"wps": "1", "num_updates": "1800"}')
+    assert schedule.state(finished) == "trained, to be evaluated"
+    work(finished)
+    assert schedule.state(finished).startswith("done, ")
