@@ -1,3 +1,3 @@
 """fairseq tasks that stock fairseq does not have."""
 
-from lrpe_fairseq.tasks import transduction, truncated_bptt  # noqa: F401  (registers the tasks)
+from lrpe_fairseq.tasks import synthetic, transduction, truncated_bptt  # noqa: F401  (registers the tasks)
