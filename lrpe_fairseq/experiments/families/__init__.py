@@ -10,6 +10,7 @@ from pathlib import Path
 from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.families.pretraining import PretrainingRun
+from lrpe_fairseq.experiments.families.synthetic import SyntheticRun
 from lrpe_fairseq.experiments.families.translation import TranslationRun
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, load_config, relative
 from lrpe_fairseq.experiments.runner.training import TrainingRun
@@ -19,6 +20,7 @@ FAMILIES: dict[str, type[TrainingRun]] = {
     "pretraining": PretrainingRun,
     "finetuning": FinetuningRun,
     "translation": TranslationRun,
+    "synthetic": SyntheticRun,
 }
 
 
