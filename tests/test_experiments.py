@@ -17,8 +17,9 @@ from fairseq.dataclass.configs import FairseqConfig
 from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments.commands import run_table
-from lrpe_fairseq.experiments.data import folders
+from lrpe_fairseq.experiments.data import folders, synthetic
 from lrpe_fairseq.experiments.data.corpus import SPLITS
+from lrpe_fairseq.experiments.data.synthetic import Recipe
 from lrpe_fairseq.experiments.families import FAMILIES, lm, plan
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, sweeps
@@ -134,6 +135,7 @@ TEST_SETS = {  # of data with other splits than train, valid and test
     "multi30k": set(multi30k.FILES),
     "newstest": {"train", *newstest.HELD_OUT},
     "wmt14-en-de": {"train", *wmt14.HELD_OUT},
+    **{f"synthetic-{t}-small": set(Recipe(t, "small").splits) for t in synthetic.TASKS},
 }
 
 

@@ -48,7 +48,9 @@ def _run_here(chosen: Sequence[TrainingRun], options: argparse.Namespace, begun:
     """Run ``chosen`` on this machine and render the tables; record the time of a full table."""
     events = schedule.Events(ROOT / "runs" / options.table / "events.log")
     devices = schedule.shares(min(options.jobs, len(chosen)), options.gpus)
-    whole = not (options.rows or options.attention) and schedule.untouched(chosen)
+    whole = not (options.rows or options.attention or options.datasets) and schedule.untouched(
+        chosen
+    )
     work = schedule.Schedule(chosen, devices, events)
     failed = work.run()
     failed = tables.main([]) or failed
@@ -117,6 +119,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("table", help="a file of configs/tables, without .yaml")
     add("--rows", nargs="+", metavar="ROW", help="row labels (default: all)")
     add("--attention", nargs="+", metavar="TYPE", choices=("linear", "softmax"))
+    add("--datasets", nargs="+", metavar="DATA", help="data sets of a table with several of them")
     add("--seeds", type=int, default=SEEDS, metavar="N", help="seeds 1 to N")
     add("--scale", default="small", help="small (the default), paper or another scale of the table")
     add("--jobs", type=int, default=1, metavar="J", help="concurrent runs")
@@ -144,6 +147,7 @@ def _select(options: argparse.Namespace) -> list[TrainingRun]:
         run
         for run in runs(wanted, options.scale, range(1, options.seeds + 1))
         if run.attention_type in (options.attention or run.attention_type)
+        and run.data.name in (options.datasets or [run.data.name])
     ]
     if not chosen:
         raise ValueError(f"table {table.name} has no such cells")

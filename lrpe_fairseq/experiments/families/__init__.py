@@ -11,6 +11,7 @@ from lrpe_fairseq.experiments.families.classification import ClassificationRun
 from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.families.pretraining import PretrainingRun
+from lrpe_fairseq.experiments.families.synthetic import SyntheticRun
 from lrpe_fairseq.experiments.families.transduction import TransductionRun
 from lrpe_fairseq.experiments.families.translation import TranslationRun
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, load_config, relative
@@ -23,6 +24,7 @@ FAMILIES: dict[str, type[TrainingRun]] = {
     "translation": TranslationRun,
     "transduction": TransductionRun,
     "classification": ClassificationRun,
+    "synthetic": SyntheticRun,
 }
 
 

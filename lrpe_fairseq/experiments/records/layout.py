@@ -20,6 +20,7 @@ from lrpe_fairseq.experiments.records import notes
 Options = dict[str, Any]
 ATTENTION = ("linear", "softmax")
 COMPARE = ("rows", "columns")
+SELECTION = {"split", "protocol", "metric"}
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,10 @@ class Column:
     config: a training configuration in place of the scale's; every column then names its data set.
     scales: the scales with this column, for example those whose data have the split; default all.
     overrides: options that differ. relative: as a fraction of the baseline row. best_over: an
-    option; of each seed's runs that differ in it only the best counts. mean_of: keys of the
-    columns that this one averages, instead of a metric. paper: the published cell: ``file``
-    and the values of its columns.
+    option; of each seed's runs that differ in it only the best counts. best_by: split, protocol
+    and metric of the loss that selects it, the lowest, instead of the column's own metric.
+    mean_of: keys of the columns that this one averages, instead of a metric. paper: the published
+    cell: ``file`` and the values of its columns.
     """
 
     key: str
@@ -50,6 +52,7 @@ class Column:
     overrides: Options = field(default_factory=dict)
     relative: bool = False
     best_over: str = ""
+    best_by: dict[str, str] = field(default_factory=dict)
     mean_of: list[str] = field(default_factory=list)
     paper: dict[str, str] = field(default_factory=dict)
     decimals: int = 2
@@ -98,7 +101,8 @@ class Table:
     the index and the figure against the paper use, by default the first of each attention type; at
     most one of each, unless compare is ``columns``. compare: ``rows`` of a column with each other,
     or ``columns`` of a row with the first headline. paper_dataset: the data set of scale
-    ``paper``; a difference from the published number is shown there only.
+    ``paper``; a difference from the published number is shown there only. by_dataset: the page has
+    a grid of its own for the columns of each data set.
     """
 
     name: str
@@ -122,6 +126,7 @@ class Table:
     headline: list[str] = field(default_factory=list)
     compare: str = "rows"
     paper_dataset: str = ""
+    by_dataset: bool = False
 
     def at(self, scale: str) -> "Table":
         """Return the table with the columns and rows of one scale."""
@@ -270,6 +275,11 @@ def _check_column(table: Table, column: Column) -> None:
         raise ValueError(f"column {column.key} needs split and protocol together, or neither")
     for key in column.mean_of:
         table.column(key)
+    if column.best_by and not (column.best_over and set(column.best_by) == SELECTION):
+        raise ValueError(
+            f"best_by of column {column.key} needs best_over, and the keys "
+            f"{', '.join(sorted(SELECTION))}"
+        )
 
 
 def _check_configs(table: Table) -> None:

@@ -3,6 +3,7 @@
 import math
 import statistics
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from lrpe_fairseq.encodings import canonical_name
@@ -159,7 +160,10 @@ def diverged(table: Table, row: Row, column: Column, runs: Runs) -> list[int]:
     if not row.has(column) or column.mean_of:
         return []
     found = cell_runs(table, row, column, runs).values()
-    return sorted({run["seed"] for run in found if DIVERGED in _measured(run, column)})
+    lost = {run["seed"] for run in found if DIVERGED in _measured(run, column)}
+    if column.best_over:  # of several runs one is shown
+        lost -= set(_raw_scores(table, row, column, runs))
+    return sorted(lost)
 
 
 def mean(values: Scores) -> float:
@@ -216,10 +220,10 @@ def _options_agree(table: Table, row: Row, column: Column, run: Run) -> bool:
 
 def _raw_scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:
     found: dict[tuple[int, str], str] = {}
-    values: dict[int, list[float]] = {}
+    values: dict[int, list[tuple[float, float | None]]] = {}  # (selected by, value)
     for name, run in cell_runs(table, row, column, runs).items():
-        value = _value(run, column)
-        if value is None:
+        rank = _rank(run, column)
+        if rank is None:
             continue
         choice = (run["seed"], str(option(run, column.best_over)) if column.best_over else "")
         if choice in found:
@@ -228,9 +232,18 @@ def _raw_scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:
                 f"column {column.key}"
             )
         found[choice] = name
-        values.setdefault(run["seed"], []).append(value)
-    best = min if table.better == "lower" else max
-    return {seed: best(values[seed]) for seed in sorted(values)}
+        values.setdefault(run["seed"], []).append((rank, _value(run, column)))
+    best = min if column.best_by or table.better == "lower" else max
+    chosen = {seed: best(values[seed], key=itemgetter(0))[1] for seed in sorted(values)}
+    return {seed: value for seed, value in chosen.items() if value is not None}
+
+
+def _rank(run: Run, column: Column) -> float | None:
+    """Return the number by which ``best_over`` selects; None if the run has none."""
+    by = column.best_by
+    if not by:
+        return _value(run, column)
+    return run["metrics"].get(by["split"], {}).get(by["protocol"], {}).get(by["metric"])
 
 
 def _value(run: Run, column: Column) -> float | None:

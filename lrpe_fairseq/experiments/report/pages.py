@@ -4,6 +4,8 @@ The text depends only on ``configs/tables``, ``results/paper`` and ``results/run
 or the machine that renders it.
 """
 
+import functools
+import itertools
 import re
 import shlex
 from collections.abc import Callable, Iterable
@@ -206,11 +208,24 @@ def _grids(sheet: Sheet, attention: str) -> list[str]:
     rows = [row for row in sheet.table.rows if attention in row.attention]
     first = _first_columns(sheet, rows)
     parts = [f"{attention.capitalize()} attention:\n"] if columns else []
-    for chosen in split(columns, lambda c: len(_head(sheet, c)), WIDEST - len(first)):
+    for chosen in _split(sheet, columns, WIDEST - len(first)):
         head = [*first, *(title for column in chosen for title in _head(sheet, column))]
         lines = [_line(sheet, row, first, chosen) for row in rows]
         parts.append(markdown.table(head, lines) + "\n")
     return parts
+
+
+def _split(sheet: Sheet, columns: list[Column], most: int) -> list[list[Column]]:
+    """Return the columns of each grid; with ``by_dataset`` a grid has one data set."""
+    parts = [columns]
+    if sheet.table.by_dataset:
+        parts = [list(part) for _, part in itertools.groupby(columns, lambda c: c.dataset)]
+    width = functools.partial(_width, sheet)
+    return [chosen for part in parts for chosen in split(part, width, most)]
+
+
+def _width(sheet: Sheet, column: Column) -> int:
+    return len(_head(sheet, column))
 
 
 def split(columns: list[Column], width: Callable[[Column], int], most: int) -> list[list[Column]]:

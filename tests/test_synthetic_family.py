@@ -1,0 +1,116 @@
+"""The family of the synthetic suite: its runs, its counts, and the choice of the learning rate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lrpe_fairseq.experiments.data.synthetic import MULTIPLES, TASKS
+from lrpe_fairseq.experiments.families.plan import load_named, runs
+from lrpe_fairseq.experiments.families.synthetic import SyntheticRun, read_accuracy
+from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
+from lrpe_fairseq.experiments.records.files import ROOT, write_json
+from lrpe_fairseq.experiments.records.layout import Column, Row, Table
+from lrpe_fairseq.experiments.report import cells
+from lrpe_fairseq.experiments.runner.processes import RunFailed
+
+BEST = {"split": "valid", "protocol": "whole", "metric": "loss"}
+
+
+def test_the_table_shows_both_accuracies_of_every_task_at_every_length() -> None:
+    table = load_named("synthetic")
+    for attention in ("linear", "softmax"):
+        columns = [c for c in table.columns if c.attention == attention and c.dataset]
+        shown = {(c.dataset, c.split, c.metric) for c in columns}
+        assert len(shown) == len(columns)
+        for task in TASKS:
+            splits = [f"test{multiple}" for multiple in MULTIPLES]
+            splits += ["sparse", "dense"] if task == "flip-flop" else []
+            for metric in ("answer_accuracy", "token_accuracy"):
+                mine = [s for d, s, m in shown if (d, m) == (f"synthetic-{task}-small", metric)]
+                assert sorted(mine) == sorted(splits)
+        assert {str(c.best_by) for c in columns} == {str(BEST)}
+        assert sum(attention in row.attention for row in table.rows) >= 14
+
+
+def test_a_cell_has_one_run_per_learning_rate_on_the_data_of_its_column() -> None:
+    found = [run for run in runs(load_named("synthetic"), "small", [2]) if run.label == "RoPE"]
+    assert len(found) == 2 * len(TASKS) * 3
+    run = next(r for r in found if r.data.name == "synthetic-mqar-small" and r.lr == 0.01)
+    assert run.folder.name == "small-RoPE-linear-synthetic-mqar-small-lr0.01-seed2"
+    assert run.result.parent == ROOT / "results" / "runs" / "synthetic"
+    assert run.preparation_of(run.data)[:3] == ["data-prep/synthetic/prepare.py", "--task", "mqar"]
+    assert run.settings().optimization.lr == [0.01]
+    assert run.settings().task.data == "data/synthetic-mqar-small/bin"
+    splits = [split for split, _ in run.evaluations]
+    assert splits == ["valid", *(f"test{multiple}" for multiple in MULTIPLES)]
+    flip = next(r for r in found if r.data.name == "synthetic-flip-flop-small")
+    assert {"sparse", "dense"} <= {split for split, _ in flip.evaluations}
+    assert (run.budget().text, run.budget().unit) == ("1,000 x 64", "samples")
+    assert isinstance(run, SyntheticRun)
+
+
+def said(**changes: object) -> str:
+    numbers = {"exact_loss": "0.25", "answer_accuracy": "0.5", "token_accuracy": "0.75"}
+    values = {**numbers, "samples": "4", "answers": "8", **changes}
+    return f"x | INFO | test16 | {json.dumps({f'test16_{k}': v for k, v in values.items()})}"
+
+
+def test_every_sample_and_answer_is_counted_or_the_run_fails(tmp_path: Path) -> None:
+    counts = {"samples": 4, "answers": 8}
+    write_json(tmp_path / "manifest.json", {"splits": {"test16": counts}})
+    assert read_accuracy(said(), tmp_path, "test16") == {
+        "answer_accuracy": 0.5,
+        "token_accuracy": 0.75,
+        "loss": 0.25,
+        **counts,
+    }
+    assert read_accuracy(said(exact_loss="nan"), tmp_path, "test16") == {DIVERGED: 1, **counts}
+    for short in ({"samples": "3"}, {"answers": "7"}):
+        with pytest.raises(RunFailed, match=r"of test16 were evaluated"):
+            read_accuracy(said(**short), tmp_path, "test16")
+    with pytest.raises(RunFailed, match="printed no numbers for test1"):
+        read_accuracy(said(), tmp_path, "test1")
+
+
+def a_table(best_by: dict[str, str]) -> Table:
+    column = Column(
+        "test", "test", "softmax", "answer_accuracy", "test4", "whole", best_over="lr",
+        best_by=best_by,
+    )  # fmt: skip
+    rows = [Row("RoPE", "rope", ["softmax"])]
+    return Table("t", "T", "", ["t"], {"small": ""}, "RoPE", "higher", [column], rows)
+
+
+def a_run(lr: float, loss: float, accuracy: float | None) -> dict:
+    tested = {DIVERGED: 1} if accuracy is None else {"answer_accuracy": accuracy}
+    return {
+        "experiment": "t",
+        "position_encoding": "rope",
+        "attention_type": "softmax",
+        "dataset": "d",
+        "scale": "small",
+        "seed": 1,
+        "config": {"lr": [lr]},
+        "metrics": {"valid": {"whole": {"loss": loss}}, "test4": {"whole": tested}},
+    }
+
+
+def test_the_rate_is_selected_by_validation_loss_and_not_by_the_test_split() -> None:
+    found = {"a": a_run(1e-3, 0.2, 0.9), "b": a_run(3e-3, 0.1, 0.6), "c": a_run(1e-2, 0.3, 0.8)}
+    for best_by, value in ((BEST, 0.6), ({}, 0.9)):
+        table = a_table(best_by)
+        assert cells.scores(table, table.rows[0], table.columns[0], found) == {1: value}
+
+
+def test_a_selected_run_that_diverges_on_a_split_is_shown_as_diverged() -> None:
+    table = a_table(BEST)
+    cell = table, table.rows[0], table.columns[0]
+    best_lost = {"a": a_run(1e-3, 0.2, 0.9), "b": a_run(3e-3, 0.1, None)}
+    assert cells.scores(*cell, best_lost) == {}
+    assert cells.diverged(*cell, best_lost) == [1]
+    other_lost = {"a": a_run(1e-3, 0.2, 0.9), "b": a_run(3e-3, 0.4, None)}
+    assert cells.scores(*cell, other_lost) == {1: 0.9}
+    assert cells.diverged(*cell, other_lost) == []

@@ -1,0 +1,165 @@
+"""The task lrpe_synthetic: batches, metrics, counts, and input that it refuses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lrpe_fairseq.errors import Refusal
+from lrpe_fairseq.experiments.data import synthetic as data
+from lrpe_fairseq.experiments.data.corpus import write_indexed
+from lrpe_fairseq.experiments.data.synthetic import Recipe
+from lrpe_fairseq.tasks.synthetic import SyntheticDataset, sums
+from tests.end_to_end.commands import PLUGIN, built, run_here
+from tests.test_synthetic import SOLVERS
+
+PAD = 1
+MODEL = (
+    "--arch lrpe_lm_tiny --decoder-layers 1 --decoder-embed-dim 16 --decoder-input-dim 16 "
+    "--decoder-output-dim 16 --decoder-ffn-embed-dim 16 --decoder-attention-heads 2 "
+    "--no-token-positional-embeddings --position-encoding rope --attention-type softmax --dropout 0"
+)
+TASK = f"--user-dir {PLUGIN} --task lrpe_synthetic --cpu"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    dest = tmp_path_factory.mktemp("data") / "mqar"
+    data.prepare(dest, Recipe("mqar", "tiny"))
+    return dest / "bin"
+
+
+@pytest.fixture(scope="module")
+def task(folder: Path):
+    _, task, _ = built(folder, TASK, MODEL)
+    task.load_dataset("valid")
+    return task
+
+
+def test_a_batch_is_padded_on_the_right_and_counts_scored_and_all_tokens(task) -> None:
+    samples = data.generate(Recipe("mqar", "tiny"))["valid"]
+    rows = task.dataset("valid")
+    batch = rows.collater([rows[n] for n in (0, 5, 9)])
+    words, given = task.source_dictionary, batch["net_input"]
+    for row, number in enumerate((0, 5, 9)):
+        sample = samples[number]
+        length = len(sample.inputs)
+        assert given["src_lengths"][row] == length
+        assert [words[i] for i in given["src_tokens"][row, :length]] == list(sample.inputs)
+        assert [words[i] for i in batch["target"][row, :length]] == list(sample.targets)
+        assert (given["src_tokens"][row, length:] == PAD).all()
+        assert (batch["target"][row, length:] == PAD).all()
+    chosen = [samples[n] for n in (0, 5, 9)]
+    assert batch["tokens"] == sum(len(s.inputs) for s in chosen)
+    assert batch["ntokens"] == sum(t != data.PAD for s in chosen for t in s.targets)
+
+
+@pytest.mark.parametrize("name", data.TASKS)
+def test_a_solver_has_both_accuracies_1_and_a_constant_answer_those_of_the_manifest(
+    name: str, tmp_path: Path
+) -> None:
+    recipe = Recipe(name, "tiny")
+    samples = data.generate(recipe)["test1"]
+    numbers = {symbol: n for n, symbol in enumerate(recipe.vocabulary, 4)} | {data.PAD: PAD}
+    dataset = SyntheticDataset(*(_rows(samples, side, numbers) for side in (0, 1)), PAD)
+    batch = dataset.collater([dataset[n] for n in range(len(dataset))])
+    target = batch["target"]
+    solved = torch.full_like(target, PAD)
+    for row, sample in enumerate(samples):
+        for place in np.flatnonzero(target[row].ne(PAD)):
+            solved[row, place] = numbers[SOLVERS[name](sample.inputs[: place + 1])]
+    found = sums(F.one_hot(solved).float(), target, PAD)
+    assert found["_correct"] == found["_answers"] == batch["ntokens"]
+    assert found["_exact"] == found["_samples"] == len(samples)
+    counts = target[target.ne(PAD)].bincount()
+    constant = torch.full_like(target, int(counts.argmax()))
+    found = sums(F.one_hot(constant).float(), target, PAD)
+    assert found["_correct"] == counts.max()
+
+
+def _rows(samples: list, side: int, numbers: dict[str, int]):
+    rows = [torch.tensor([numbers[t] for t in sample[side]]) for sample in samples]
+
+    class Rows(list):
+        sizes = np.array([len(row) for row in rows])
+
+    return Rows(rows)
+
+
+def test_an_answer_with_one_wrong_token_is_wrong_and_unscored_tokens_do_not_count() -> None:
+    target = torch.tensor([[PAD, 4, 5], [6, PAD, 4]])
+    given = torch.tensor([[9, 4, 5], [6, 2, 5]])
+    found = sums(F.one_hot(given).float(), target, PAD)
+    assert found == {"_answers": 4, "_correct": 3, "_exact": 1, "_samples": 2}
+
+
+def test_training_and_validation_report_the_numbers_of_a_direct_computation(
+    folder: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log.txt"
+    run_here(
+        "fairseq_cli.train", folder, TASK, MODEL, "--optimizer adam --lr 1e-2 --batch-size 32",
+        "--max-epoch 1 --num-workers 0 --log-format simple --log-interval 1 --criterion",
+        "cross_entropy --save-dir", tmp_path, "--log-file", log,
+    )  # fmt: skip
+    text = log.read_text()
+    line = next(line for line in text.splitlines() if "valid on 'valid'" in line)
+    logged = {name: float(v) for name, v in re.findall(r"(\w+) ([\d.]+)", line)}
+    model, task, _ = built(folder, TASK, MODEL)
+    model.load_state_dict(torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)["model"])
+    task.load_dataset("valid")
+    rows = task.dataset("valid")
+    nll, right, exact, answers = 0.0, 0, 0, 0
+    for row in range(len(rows)):
+        batch = rows.collater([rows[row]])
+        with torch.no_grad():
+            scores = model.eval()(**batch["net_input"])[0].log_softmax(-1)[0]
+        scored = batch["target"][0].ne(PAD)
+        target = batch["target"][0, scored]
+        nll -= float(scores[scored].gather(1, target[:, None]).sum())
+        hits = scores[scored].argmax(1).eq(target)
+        right, exact, answers = (
+            right + int(hits.sum()),
+            exact + int(hits.all()),
+            answers + len(hits),
+        )
+    assert logged["loss"] == pytest.approx(nll / answers / np.log(2), abs=2e-3)
+    assert logged["token_accuracy"] == pytest.approx(right / answers, abs=1e-5)
+    assert logged["answer_accuracy"] == pytest.approx(exact / len(rows), abs=1e-5)
+    assert (logged["samples"], logged["answers"]) == (len(rows), answers)
+    tokens = data.count(Recipe("mqar", "tiny"), folder.parent / "text")["splits"]["train"]["tokens"]
+    found = re.search(r"epoch 001 \| loss .*\| wpb ([\d.]+)", text)
+    assert float(found[1]) == pytest.approx(tokens / 8, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("split", "said"),
+    [
+        ("nothing", "prepare the data with data-prep/synthetic"),
+        ("uneven", "split uneven does not have a target for every token"),
+        ("long", "split long has 16385 tokens in a row: set --max-target-positions"),
+    ],
+)
+def test_splits_that_are_missing_damaged_or_too_long_are_refused(
+    split: str, said: str, task, folder: Path
+) -> None:
+    write_indexed([[4, 5]], folder / "uneven.input", np.uint16)
+    write_indexed([[4, 5, 6]], folder / "uneven.target", np.uint16)
+    for side in ("input", "target"):
+        write_indexed([[4] * 16385], folder / f"long.{side}", np.uint16)
+    with pytest.raises(Refusal, match=said):
+        task.load_dataset(split)
+
+
+def test_missing_data_and_models_that_are_no_language_model_are_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(Refusal, match=r"dict\.txt does not exist: prepare the data"):
+        built(tmp_path, TASK, MODEL)
+    with pytest.raises(Refusal, match="lrpe_synthetic supports language models only"):
+        built(folder, TASK, "--arch lrpe_transformer_tiny")
