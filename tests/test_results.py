@@ -60,7 +60,7 @@ ENCODING = re.compile(
     r"|none|rope|permuteformer|spe|t5|transformer-xl|shaw|ape|ape-tree"
     r"|alibi|fox|cosformer|rope-2d|rope-2d-mixed|liere|comrope-(ap|ld)|fope|kerple-(log|power)"
     r"|sandwich|fire|cape-(alibi|kerple|fire)|deberta|cope|stick-breaking"
-    r"|(gated:)?lrpe-type[1-8]|lrpe-tmlr-type[1-3]"
+    r"|(gated:)?(rope|lrpe-type[1-8])|lrpe-tmlr-type[1-3]"
     r"|lrpe:(identity|householder|householder-learned|odd-even|fourier)"
     r":(rotation|rotation-learned|rotation-half|unitary|unitary-learned|permutation)"
 )
