@@ -11,6 +11,7 @@ from lrpe_fairseq.encodings import ENCODINGS, encoding_class
 from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.errors import ChoiceError
 
+DROPPED_SCORES = "ape-logit-dropout"
 OF_ATTENTION: dict[str, Departure] = {
     "embed-dim-scale": Departure(
         paper="softmax(QK^T / sqrt(d)) with d the head width (LRPE, Eq. 2)",
@@ -22,6 +23,13 @@ OF_ATTENTION: dict[str, Departure] = {
         paper="(not stated)",
         code="neither attention reads the padding mask, and positions count padding from the left",
         ours="padded keys are masked after phi; positions count real tokens",
+    ),
+    DROPPED_SCORES: Departure(
+        paper="dropout of attention (APE, Kogkalidis et al. 2024)",
+        code="sets random scores to -1e8 before the softmax, above the -1e10 of masked keys: a "
+        "query whose visible keys are all dropped attends to dropped keys that it must not see",
+        ours="dropout of the weights (`--attention-dropout`)",
+        named_only=True,
     ),
 }
 """Departures of attention under any encoding."""

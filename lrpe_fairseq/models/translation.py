@@ -216,6 +216,16 @@ def share_tree_embedding(model: TransformerModelBase) -> None:
         target.weight = source.weight
 
 
+def keep_layers(cfg: Any) -> None:
+    """Apply ``--encoder-layers-to-keep`` and ``--decoder-layers-to-keep`` to the layer counts.
+
+    fairseq splits them at commas, although they are lists in a nested configuration.
+    """
+    for side in (cfg.encoder, cfg.decoder):
+        if side.layers_to_keep:
+            side.layers, side.layers_to_keep = len(side.layers_to_keep), None
+
+
 def widen_embeddings(cfg: Any, model: nn.Module) -> None:
     """Give embeddings variance 1, for the departure ``ape-unit-embeddings`` of either side.
 
@@ -229,16 +239,6 @@ def widen_embeddings(cfg: Any, model: nn.Module) -> None:
             found[id(stack.embed_tokens.weight)] = stack.embed_tokens.weight
     for weight in found.values():
         weight.data.mul_(weight.shape[1] ** 0.5)
-
-
-def keep_layers(cfg: Any) -> None:
-    """Apply ``--encoder-layers-to-keep`` and ``--decoder-layers-to-keep`` to the layer counts.
-
-    fairseq splits them at commas, although they are lists in a nested configuration.
-    """
-    for side in (cfg.encoder, cfg.decoder):
-        if side.layers_to_keep:
-            side.layers, side.layers_to_keep = len(side.layers_to_keep), None
 
 
 def count_layers(state_dict: dict, side: str) -> int:
