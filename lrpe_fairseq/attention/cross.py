@@ -22,7 +22,7 @@ from lrpe_fairseq.attention.projected import (
     feature_map,
     warn_about_compiler,
 )
-from lrpe_fairseq.attention.scored import Settings, Tokens, scored_attention, scored_weights
+from lrpe_fairseq.attention.scored import Tokens, scored_attention, scored_weights
 from lrpe_fairseq.encodings import Encoding, ScoreEncoding
 from lrpe_fairseq.encodings.base import PositionCache, check_positions
 from lrpe_fairseq.errors import ChoiceError
@@ -222,15 +222,16 @@ class CrossAttention(ProjectedAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output (B, H, T, E) and the weights (B, H, T, S) or None.
 
-        Weights are computed once and multiplied with the values, without fused kernels.
+        Weights are computed once and multiplied with the values, without fused kernels, unless
+        dropout acts on the scores.
         """
-        dropout, keys = self._active_dropout, Tokens(past.positions, None, past.counts)
-        settings = Settings(False, self.scale, dropout, self.score_decay)
-        places = queries, keys, past.padding, settings
-        if not need_weights:
-            return scored_attention(self.encoding, q, past.keys, past.values, *places), None
-        weights = scored_weights(self.encoding, q, past.keys, *places)
-        return F.dropout(weights, dropout) @ past.values, weights
+        keys, settings = Tokens(past.positions, None, past.counts), self._settings()
+        places, weights = (queries, keys, past.padding, settings), None
+        if need_weights:
+            weights = scored_weights(self.encoding, q, past.keys, *places)
+        if weights is not None and not self.drops_scores:
+            return F.dropout(weights, settings.dropout) @ past.values, weights
+        return scored_attention(self.encoding, q, past.keys, past.values, *places), weights
 
 
 def reorder_cross_state(state: CrossState, new_order: Tensor) -> CrossState:

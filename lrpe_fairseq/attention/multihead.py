@@ -22,7 +22,7 @@ from lrpe_fairseq.attention.projected import (
     feature_map,
     warn_about_compiler,
 )
-from lrpe_fairseq.attention.scored import Settings, Tokens, scored_attention
+from lrpe_fairseq.attention.scored import Tokens, scored_attention
 from lrpe_fairseq.attention.softmax import SoftmaxState
 from lrpe_fairseq.encodings import Encoding, ScoreEncoding
 from lrpe_fairseq.encodings.base import PositionCache, check_positions
@@ -265,8 +265,8 @@ class MultiheadAttention(ProjectedAttention):
             k, v, positions, padding, sums = past.parts
             padding = padding if padding.any() else None
             keys = Tokens(positions, sums)
-        settings = Settings(self.causal, self.scale, self._active_dropout, self.score_decay)
-        out = scored_attention(self.encoding, q, k, v, queries, keys, padding, settings)
+        given = queries, keys, padding, self._settings()
+        out = scored_attention(self.encoding, q, k, v, *given)
         return out, past
 
 

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_fairseq.attention.linear import NORMALIZERS
+from lrpe_fairseq.attention.scored import Settings
 from lrpe_fairseq.encodings import Encoding, EncodingOptions, ScoreEncoding, build_encoding
 from lrpe_fairseq.encodings.base import ELU_PLUS_ONE
 from lrpe_fairseq.encodings.biases import query_scale
+from lrpe_fairseq.encodings.fidelity import DROPPED_SCORES
 from lrpe_fairseq.errors import ChoiceError
 
 ATTENTION_TYPES = ("linear", "softmax")
@@ -79,6 +81,7 @@ class ProjectedAttention(nn.Module):
                 "attention does not compute; use it with softmax attention"
             )
         self.scale, self.score_decay = _scale(self.encoding, position_encoding), score_decay
+        self.drops_scores = DROPPED_SCORES in options.fidelity
         own = memory_dim is None
         projections = _of_self(embed_dim) if own else _of_cross(embed_dim, memory_dim)
         for name, projection in projections.items():
@@ -208,9 +211,10 @@ class ProjectedAttention(nn.Module):
 
     # --- the output ----------------------------------------------------------------------------
 
-    @property
-    def _active_dropout(self) -> float:
-        return self.dropout if self.training or self.retain_dropout else 0.0
+    def _settings(self) -> Settings:
+        """Return the settings of softmax attention in the current mode."""
+        dropout = self.dropout if self.training or self.retain_dropout else 0.0
+        return Settings(self.causal, self.scale, dropout, self.score_decay, self.drops_scores)
 
     def _project_out(self, out: Tensor, x: Tensor) -> Tensor:
         """(B, H, T, E) -> (B, T, C) in the dtype of x."""

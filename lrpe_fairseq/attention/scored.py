@@ -22,7 +22,7 @@ from lrpe_fairseq.attention.softmax import (
     softmax_attention_naive,
     softmax_weights,
 )
-from lrpe_fairseq.encodings.base import Encoding, QueryKeyEncoding, masked_softmax
+from lrpe_fairseq.encodings.base import Encoding, QueryKeyEncoding, ScoreEncoding, masked_softmax
 from lrpe_fairseq.encodings.biases import LOWEST
 
 BLOCK = 2**24
@@ -49,6 +49,13 @@ class Settings(NamedTuple):
     dropout: float = 0.0
     score_decay: float = 1.0
     """c in (0, 1]: the score of (s, t) is multiplied by c^n, n their ``Encoding.steps_between``."""
+    drops_scores: bool = False
+    """True if dropout acts on scores: the departure ``ape-logit-dropout``."""
+
+    @property
+    def is_plain(self) -> bool:
+        """True if nothing but the encoding changes the scores."""
+        return self.score_decay == 1 and not self.drops_scores
 
     def of_softmax(self) -> dict:
         """Return the arguments of :func:`softmax_attention`."""
@@ -90,13 +97,13 @@ def scored_attention(
     """
     if isinstance(encoding, QueryKeyEncoding):
         log_decay = encoding.log_decay()
-        if log_decay is None and queries.sums is None and settings.score_decay == 1:
+        if log_decay is None and queries.sums is None and settings.is_plain:
             return softmax_attention(
                 q, k, v, key_padding_mask=key_padding_mask, **settings.of_softmax()
             )
     queries, keys = _with_counts(encoding, q, k, queries, keys, key_padding_mask)
     blocks = list(query_blocks(q, k, settings.causal, BLOCK))
-    if len(blocks) == 1:
+    if len(blocks) == 1 or settings.drops_scores:  # dropped scores need all keys of a query
         return _block(encoding, q, k, v, queries, keys, key_padding_mask, settings)
     parts = (
         _block(
@@ -182,10 +189,27 @@ def _block(
     """
     options: dict[str, Any] = {"key_padding_mask": key_padding_mask, **settings.of_softmax()}
     terms = _terms(encoding, q, k, queries, keys, settings)
+    if settings.drops_scores and settings.dropout and terms.weigh is masked_softmax:
+        given = terms._replace(weigh=partial(_softmax_of_kept, settings.dropout))._asdict()
+        return softmax_attention_naive(q, k, v, **given, **{**options, "dropout": 0.0})
     if terms.rescore is None:
         return softmax_attention(q, k, v, bias=terms.bias, **options)
     own = {"rescore": terms.rescore, "weigh": terms.weigh}
     return softmax_attention_naive(q, k, v, **own, **options)
+
+
+def _softmax_of_kept(
+    p: float, scores: Tensor, visible: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Compute a softmax after setting scores to -1e8 with probability ``p``, in float32 or wider.
+
+    As in the published code of Algebraic Positional Encodings, hidden keys have -1e10 and may be
+    dropped too. A query whose visible keys are all dropped attends to all dropped keys.
+    """
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    wide = wide if visible is None else wide.masked_fill(~visible, -1e10)
+    dropped = torch.rand(wide.shape, device=wide.device) < p
+    return wide.masked_fill(dropped, -1e8).softmax(-1).to(dtype)
 
 
 def _terms(
@@ -209,7 +233,8 @@ def _terms(
             encoded = encoding(scores, *given, visible)
         return encoded if factor is None else encoded * factor
 
-    return Terms(None, rescore, encoding.weigh)
+    own = type(encoding).weigh is not ScoreEncoding.weigh
+    return Terms(None, rescore, encoding.weigh if own else masked_softmax)
 
 
 def _score_factor(

@@ -17,3 +17,6 @@ class Departure:
     """What the published code does."""
     ours: str
     """What this package does by default."""
+    named_only: bool = False
+    """True if ``published`` leaves it out: it concerns all models of one paper's code, so that it
+    would change the published rows of the other papers."""

@@ -1,8 +1,8 @@
 """Departures of the code behind the published numbers from the papers that it compares.
 
 Each departure has a name. ``EncodingOptions.fidelity`` holds the names that are switched on, by
-default none. A method declares its departures in ``Encoding.departures``. The two below concern
-attention under any encoding.
+default none. A method declares its departures in ``Encoding.departures``. Those below concern
+attention under any encoding, and whole models.
 """
 
 from collections.abc import Iterable
@@ -11,6 +11,7 @@ from lrpe_fairseq.encodings import ENCODINGS, encoding_class
 from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.errors import ChoiceError
 
+DROPPED_SCORES = "ape-logit-dropout"
 OF_ATTENTION: dict[str, Departure] = {
     "embed-dim-scale": Departure(
         paper="softmax(QK^T / sqrt(d)) with d the head width (LRPE, Eq. 2)",
@@ -23,29 +24,58 @@ OF_ATTENTION: dict[str, Departure] = {
         code="neither attention reads the padding mask, and positions count padding from the left",
         ours="padded keys are masked after phi; positions count real tokens",
     ),
+    DROPPED_SCORES: Departure(
+        paper="dropout of attention (APE, Kogkalidis et al. 2024)",
+        code="sets random scores to -1e8 before the softmax, above the -1e10 of masked keys: a "
+        "query whose visible keys are all dropped attends to dropped keys that it must not see",
+        ours="dropout of the weights (`--attention-dropout`)",
+        named_only=True,
+    ),
 }
 """Departures of attention under any encoding."""
 
-DEPARTURES: dict[str, Departure] = {
-    name: departure
-    for encoding in ENCODINGS
-    for name, departure in encoding_class(encoding).departures.items()
-} | OF_ATTENTION
+UNIT_EMBEDDINGS = "ape-unit-embeddings"
+OF_MODELS: dict[str, Departure] = {
+    UNIT_EMBEDDINGS: Departure(
+        paper="(not stated by APE, Kogkalidis et al. 2024)",
+        code="embeddings from N(0, 1), multiplied by the root of the width: positions that are "
+        "added to them are small beside a token",
+        ours="N(0, 1 / width), multiplied by the root of the width (`lrpe_transformer`: "
+        "`--encoder-fidelity` and `--decoder-fidelity`)",
+        named_only=True,
+    ),
+}
+"""Departures of a whole model, which ``models.translation`` applies."""
+
+DEPARTURES: dict[str, Departure] = (
+    {
+        name: departure
+        for encoding in ENCODINGS
+        for name, departure in encoding_class(encoding).departures.items()
+    }
+    | OF_ATTENTION
+    | OF_MODELS
+)
 """All departures by name, in the order of ``docs/fidelity.md``."""
+
+PUBLISHED = frozenset(name for name, own in DEPARTURES.items() if not own.named_only)
+"""The departures that ``published`` switches on."""
 
 
 def parse_departures(text: str) -> frozenset[str]:
     """Return the departures that ``--fidelity TEXT`` names.
 
-    TEXT is ``correct`` (none), ``published`` (all), or a comma-separated list of names.
+    TEXT is ``correct`` (none) or a comma-separated list of names, which may contain ``published``
+    (all that are not ``named_only``).
     Raises: ChoiceError, listing the known names, if one is unknown.
 
     >>> sorted(parse_departures("t5-unit-init,t5-shared-bias"))
     ['t5-shared-bias', 't5-unit-init']
     """
-    if text in ("correct", "published"):
-        return frozenset(DEPARTURES if text == "published" else ())
-    return check_departures(name.strip() for name in text.split(","))
+    if text == "correct":
+        return frozenset()
+    names = {name.strip() for name in text.split(",")}
+    return check_departures(names - {"published"}) | (PUBLISHED if "published" in names else set())
 
 
 def check_departures(names: Iterable[str]) -> frozenset[str]:

@@ -101,8 +101,9 @@ class AttentionOptions(FairseqDataclass):
     fidelity: str = field(
         default="correct",
         metadata={
-            "help": "departures of the authors' code to switch on: correct (none), published "
-            "(all), or a comma-separated list of " + ", ".join(DEPARTURES)
+            "help": "departures of the authors' code to switch on: correct (none) or a "
+            "comma-separated list of published (all that concern one method or attention), "
+            + ", ".join(DEPARTURES)
         },
     )
 

@@ -16,6 +16,7 @@ from fairseq.models.transformer.transformer_config import DecoderConfig, EncDecB
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from lrpe_fairseq.encodings.fidelity import UNIT_EMBEDDINGS, parse_departures
 from lrpe_fairseq.encodings.sharing import share_across_layers, share_across_stacks
 from lrpe_fairseq.errors import refuse
 from lrpe_fairseq.models.checks import check_translation
@@ -126,6 +127,7 @@ class LRPETransformer(BooleanFlags, RetainedDropout, TransformerModelBase):
             check_translation(cfg, task)
             keep_layers(cfg)
             model = super().build_model(cfg, task)
+            widen_embeddings(cfg, model)
             share_across_layers(model.encoder)
             share_across_layers(model.decoder)
             share_across_stacks(model)
@@ -222,6 +224,21 @@ def keep_layers(cfg: Any) -> None:
     for side in (cfg.encoder, cfg.decoder):
         if side.layers_to_keep:
             side.layers, side.layers_to_keep = len(side.layers_to_keep), None
+
+
+def widen_embeddings(cfg: Any, model: nn.Module) -> None:
+    """Give embeddings variance 1, for the departure ``ape-unit-embeddings`` of either side.
+
+    The drawn weights are multiplied, so that all others are those of the same seed without it.
+    Embeddings from a file stay as they are, and so do adaptive ones.
+    """
+    found = {}
+    for stack, options in ((model.encoder, cfg.encoder), (model.decoder, cfg.decoder)):
+        drawn = isinstance(stack.embed_tokens, nn.Embedding) and not options.embed_path
+        if drawn and UNIT_EMBEDDINGS in parse_departures(options.fidelity):
+            found[id(stack.embed_tokens.weight)] = stack.embed_tokens.weight
+    for weight in found.values():
+        weight.data.mul_(weight.shape[1] ** 0.5)
 
 
 def count_layers(state_dict: dict, side: str) -> int:

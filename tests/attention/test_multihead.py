@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lrpe_fairseq.attention.multihead import Memory, MultiheadAttention, block_positions
-from lrpe_fairseq.encodings import ENCODINGS, FAMILIES, ScoreEncoding
+from lrpe_fairseq.encodings import ENCODINGS, FAMILIES, EncodingOptions, ScoreEncoding
 
 WIDTH, HEADS = 16, 2
 FOLDABLE = [name for name in FAMILIES["lrpe"].names if ":identity:" not in name]
@@ -180,3 +180,33 @@ def test_positions_given_by_hand_do_not_go_with_a_memory():
     with pytest.raises(ValueError, match="cannot be combined with a memory"):
         module.attend(torch.zeros(1, 2, 8), None, Memory(torch.zeros(3, 1, 8)), False,
                       positions=torch.arange(2))  # fmt: skip
+
+
+# --- the departure ape-logit-dropout -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_departure_drops_scores_and_a_query_may_see_dropped_keys_only(causal):
+    options = EncodingOptions(fidelity=frozenset(["ape-logit-dropout"]))
+    module = module_of(position_encoding="rope", causal=causal, dropout=0.5, options=options)
+    x, at = torch.randn(2, 9, WIDTH, dtype=torch.float64), torch.arange(9)
+    assert torch.equal(
+        module.attend(x)[0],
+        module_of(position_encoding="rope", causal=causal, dropout=0.5).attend(x)[0],
+    )
+    module.train()
+    torch.manual_seed(3)
+    found = module.attend(x)[0]
+    torch.manual_seed(3)
+    dropped = torch.rand(2, HEADS, 9, 9) < 0.5
+    q, k, v = module._project(x)
+    q, k = module.encoding(q, k, at, at)
+    scores = module.scale * (q @ k.mT)
+    visible = torch.ones(9, 9).tril().bool() if causal else torch.ones(9, 9).bool()
+    kept = scores.masked_fill(~visible | dropped, -torch.inf)
+    blind = ~kept.isfinite().any(-1)
+    wanted = torch.where(
+        blind[..., None], dropped / dropped.sum(-1, keepdim=True), kept.softmax(-1)
+    )
+    assert blind.any() == causal  # the first token sees itself only
+    torch.testing.assert_close(found, module._project_out(wanted @ v, x))

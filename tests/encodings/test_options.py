@@ -19,7 +19,12 @@ from lrpe_fairseq.encodings import (
     encoding_class,
     options_of_encodings,
 )
-from lrpe_fairseq.encodings.fidelity import DEPARTURES, OF_ATTENTION
+from lrpe_fairseq.encodings.fidelity import (
+    DEPARTURES,
+    OF_ATTENTION,
+    OF_MODELS,
+    parse_departures,
+)
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.models.options import AttentionOptions, encoding_options, one_sentence_errors
@@ -63,9 +68,18 @@ def test_unknown_options_and_values_are_refused():
         build_encoding("lrpe-type3", 8, 2, options=options)
 
 
-def test_departures_are_those_of_the_methods_and_of_attention():
+def test_departures_are_those_of_the_methods_of_attention_and_of_models():
     of_methods = [encoding_class(name).departures for name in ENCODINGS]
-    assert DEPARTURES.keys() == {d for own in of_methods for d in own} | OF_ATTENTION.keys()
+    others = OF_ATTENTION.keys() | OF_MODELS.keys()
+    assert DEPARTURES.keys() == {d for own in of_methods for d in own} | others
+
+
+def test_published_leaves_out_what_would_change_the_rows_of_other_papers():
+    named = {name for name, own in DEPARTURES.items() if own.named_only}
+    assert named == OF_MODELS.keys() | {"ape-logit-dropout"}
+    assert parse_departures("published") == DEPARTURES.keys() - named
+    assert parse_departures(f"{', '.join(named)}, published") == DEPARTURES.keys()
+    assert parse_departures("correct") == set()
 
 
 @pytest.mark.parametrize("file", ["encodings/base.py", "encodings/sharing.py", "models/options.py"])

@@ -240,3 +240,21 @@ def test_half_precision_and_layerdrop_compute(pairs: Path, attention: str) -> No
     torch.manual_seed(1)
     model(**batch())[0].square().sum().backward()
     assert generators(model)[0].grad.isfinite().all()
+
+
+# --- a departure of the whole model ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", ["", "--share-all-embeddings"])
+def test_the_departure_of_unit_embeddings_changes_their_scale_and_nothing_else(
+    pairs: Path, more: str
+) -> None:
+    named = " ".join(f"--{side}-fidelity ape-unit-embeddings" for side in ("encoder", "decoder"))
+    plain, wide = (model_of(pairs, ALIKE, more, options) for options in ("", named))
+    published = model_of(pairs, ALIKE, more, named.replace("ape-unit-embeddings", "published"))
+    tables = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+    tied = (*tables, "decoder.output_projection.weight") if more else tables
+    for name, weight in plain.state_dict().items():
+        factor = 4.0 if name in tied else 1.0  # the root of the width
+        assert torch.equal(wide.state_dict()[name], factor * weight), name
+        assert name not in tied or torch.equal(published.state_dict()[name], weight)

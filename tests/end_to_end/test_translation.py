@@ -46,15 +46,17 @@ TRAINING = (
 )
 OTHER_NORMALIZERS = [("linear", "lrpe-type2", name) for name in NORMALIZERS if name != "rotated"]
 SIDES = ("encoder", "decoder")
+CROSS = [("cross", "softmax", "ape", "rotated"), ("cross", "linear", "rope", "content")]
 CASES = [  # (side, attention, encoding, normalizer)
     (side, *case)
     for side in SIDES
     for case in [*((*pair, "rotated") for pair in usable(side)), *OTHER_NORMALIZERS]
-]
-DECODERS = [case for case in CASES if case[0] == "decoder"]
+] + CROSS
+DECODERS = [case for case in CASES if case[0] != "encoder"]
 IN_TURN = [
     *((side, *pair, "rotated") for side in SIDES for pair in in_turn(side)),
     *(("decoder", *case) for case in OTHER_NORMALIZERS),
+    *CROSS,
 ]
 FEW = [
     ("encoder", "linear", "lrpe-type3", "rotated"),
@@ -62,6 +64,7 @@ FEW = [
     ("decoder", "linear", "permuteformer", "rotated"),
     ("decoder", "linear", "lrpe-type2", "content"),
     ("decoder", "softmax", "transformer-xl", "rotated"),
+    *CROSS,
 ]
 ONCE = [
     *FEW,
@@ -126,7 +129,7 @@ def batch(rows: list[Tensor], left_pad: bool = True) -> dict[str, Any]:
     }
 
 
-@with_cases([case for case in IN_TURN if case[0] == "decoder"], DECODERS)
+@with_cases([case for case in IN_TURN if case[0] != "encoder"], DECODERS)
 def test_decoding_token_by_token_gives_the_logits_of_training(
     pairs: Path, side: str, attention: str, encoding: str, normalizer: str
 ) -> None:
@@ -327,6 +330,26 @@ def test_the_three_ways_agree_on_what_was_learned(trained: Trained, pairs: Path)
     assert others == [expected, expected]
     right = [s.upper() == e for s, e in zip(trained.sentences, expected, strict=True)]
     assert sum(right) >= 4, expected
+
+
+def test_encodings_in_all_attention_replace_absolute_positions(pairs: Path, tmp_path: Path) -> None:
+    """Trained to copy: only cross-attention can address the source, which has no positions."""
+    ape = " ".join(f"--{side}-position-encoding ape" for side in (*SIDES, "cross"))
+    softmax = "--encoder-attention-type softmax --no-token-positional-embeddings"
+    saving = f"{ape} {softmax} --max-update 300 --dropout 0 --save-dir"
+    run("fairseq_cli.train", pairs, TRAINING, SMALL, saving, tmp_path)
+    model, _, config = load(tmp_path / "checkpoint_best.pt")
+    assert config.model.cross.position_encoding == "ape"
+    assert len([name for name, _ in model.named_parameters() if "generator" in name]) == 1
+    options = f"--user-dir {PLUGIN} --path {tmp_path / 'checkpoint_best.pt'} --cpu --beam 4"
+    generate = f"{options} --max-len-b 12 --num-workers 0 --print-alignment"
+    output = run_here("fairseq_cli.generate", pairs, generate)
+    found = translations(output)
+    sentences = (pairs.parent / "test.en").read_text().splitlines()
+    right = [sentence.upper() == found[n] for n, sentence in enumerate(sentences)]
+    assert sum(right) > 0.8 * len(sentences), found
+    aligned = [line for line in output.splitlines() if line.startswith("A-")]
+    assert len(aligned) == len(sentences)
 
 
 def test_a_checkpoint_alone_restores_both_sides(trained: Trained, pairs: Path) -> None:
