@@ -37,11 +37,13 @@ def config_of(table: Table, scale: str) -> Path:
 def runs(table: Table, scale: str, seeds: Sequence[int]) -> list[TrainingRun]:
     """Return every run of ``table`` at ``scale``, seed by seed.
 
-    A cell that also occurs in another table of ``table.experiments`` uses that table's run.
+    A cell that also occurs in another table of ``table.experiments`` at this scale uses the run of
+    that table, or of the last such table.
 
     Raises: ValueError if the table lacks the scale, or no family trains it.
     """
-    table, *others = (t.at(scale) for t in (table, *map(load_named, table.experiments[1:])))
+    others = [t.at(scale) for t in map(load_named, table.experiments[1:]) if scale in t.scales]
+    table = table.at(scale)
     homes = {cell.recipe: (table, cell) for cell in cells(table)}
     for other in others:
         homes |= {cell.recipe: (other, cell) for cell in cells(other) if cell.recipe in homes}
