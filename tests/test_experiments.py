@@ -165,6 +165,16 @@ def test_a_cell_that_another_table_has_too_is_trained_there():
     assert {run.result for run in runs if run.experiment == "table2"} <= results
 
 
+def test_a_table_without_the_scale_trains_no_cell_of_another():
+    homes = {
+        scale: {run.label: run.experiment for run in plan.runs(plan.load_named(name), scale, [1])}
+        for name, scale in (("tmlr-table2", "small"), ("tmlr-table2", "paper"))
+    }
+    assert homes["small"]["NoPE"] == "catalogue"
+    assert homes["paper"]["NoPE"] == "tmlr-table2"
+    assert homes["small"]["Base"] == homes["paper"]["Base"] == "table2"
+
+
 def test_what_a_row_or_a_column_changes_reaches_the_command():
     runs = plan.runs(plan.load_named("table2"), "paper", [3])
     type8 = next(run for run in runs if run.label == "Type8")

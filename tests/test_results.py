@@ -11,7 +11,7 @@ import pytest
 
 from lrpe_fairseq.experiments.data.correlation import average_ranks, spearman
 from lrpe_fairseq.experiments.families import plan
-from lrpe_fairseq.experiments.records import notes
+from lrpe_fairseq.experiments.records import notes, recipes
 from lrpe_fairseq.experiments.records.layout import load_table, load_tables
 from lrpe_fairseq.experiments.records.runs import (
     FIELDS,
@@ -365,6 +365,32 @@ def line_of(text, label):
     return next(line for line in text.splitlines() if line.startswith(f"| {label} | `"))
 
 
+def test_a_row_may_lack_columns_and_then_has_neither_cell_nor_training(root):
+    path = edit_table(root, "encoding: rope,", "encoding: rope, without: [test],")
+    edit_table(root, "split: test, protocol", "overrides: {clip-norm: 2.0}, split: test, protocol")
+    named = [cell.name for cell in recipes.cells(load_table(path))]
+    assert named[:3] == ["Base-linear", "Base-linear-clip-norm=2.0", "RoPE-linear"]
+    assert "RoPE-linear-clip-norm=2.0" not in named
+    config = {"max_update": 900, "clip_norm": 2.0}
+    for encoding in ("none", "rope"):
+        metrics = ppl(60.0, "test")
+        save(root, encoding, position_encoding=encoding, metrics=metrics, config=config)
+    assert scores(root, "Base", "test") == {1: 60.0}
+    assert scores(root, "RoPE", "test") == {}
+    assert "not run" not in line_of(page(root), "RoPE")
+    assert "not run" in line_of(page(root), "SPE")
+
+
+def test_a_row_names_the_further_columns_of_its_published_cell(root):
+    cells_of = (root / "results" / "paper" / "demo.csv").read_text()
+    wider = [f"{line},{n % 2}" for n, line in enumerate(cells_of.splitlines()[1:])]
+    text = "\n".join([f"{cells_of.splitlines()[0]},lambda", *wider, "RoPE,valid,77.0,,77.0,,7", ""])
+    (root / "results" / "paper" / "demo.csv").write_text(text)
+    edit_table(root, "method: RoPE}", "method: RoPE, paper: {lambda: '7'}}")
+    save(root, "a", position_encoding="rope", metrics=ppl(60.0))
+    assert "77.0" in line_of(page(root), "RoPE")
+
+
 def test_a_run_fills_a_cell_only_with_the_options_of_that_cell(root):
     save(root, "a", seed=1, metrics=ppl(50.0))
     save(root, "b", seed=2, metrics=ppl(51.0), config={"max_update": 900, "fidelity": "published"})
@@ -541,6 +567,11 @@ WRONG_TABLES = {
     "a row twice": ("label: SPE", "label: RoPE", "RoPE stands there twice"),
     "no such baseline": ("baseline: Base", "baseline: Bass", "has no 'Bass'"),
     "an unknown attention": ("[softmax]", "[vanilla]", "row T5 needs attention types"),
+    "a lack of no column": (
+        "encoding: spe,",
+        "encoding: spe, without: [vaild],",
+        "has no 'vaild'",
+    ),
     "a split without protocol": ("protocol: blocks, ", "", "split and protocol together"),
     "a column of no scale": ("title: test,", "title: test, scales: [huge],", "no scale huge"),
     "rows of no scale": ("curves:", "rows_of: {huge: [Base]}\ncurves:", "no scale huge"),

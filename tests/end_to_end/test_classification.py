@@ -135,6 +135,8 @@ def test_a_checkpoint_is_evaluated_by_hand_on_any_data_with_its_dictionaries(
     expected = json.loads(finished.result.read_text())
     assert measured["metrics"]["test"] == expected["metrics"]["test"]
     assert "test, accuracy: accuracy" in capsys.readouterr().out
+    assert eval_classifier.main([*given, "--max-positions", "100"]) == 0  # longer sinusoids
+    assert json.loads(out.read_text())["metrics"] == measured["metrics"]
     assert eval_classifier.main([*given, "--max-positions", "32"]) == 0
     cut = json.loads(out.read_text())
     assert "540 inputs are cut at 32 tokens" in cut["protocol"]["accuracy"]
