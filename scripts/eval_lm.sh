@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Evaluates a checkpoint under two protocols, non-overlapping blocks and sliding context (at least
-# half a block of context), and writes a run file. Fails if an evaluation scored nothing.
+# Evaluates a checkpoint under several protocols and writes a run file: by default non-overlapping
+# blocks and sliding context (at least half a block of context). docs/running.md lists the
+# protocols, also those for longer texts. Fails if an evaluation did not score every token.
 #
-#   scripts/eval_lm.sh <checkpoint> <data> [--splits valid test] [--out FILE.json]
+#   scripts/eval_lm.sh <checkpoint> <data> [--splits valid test] [--protocols blocks tail-2048 …]
+#                      [--out FILE.json]
 #
 #   scripts/eval_lm.sh runs/wikitext2/checkpoints/checkpoint_best.pt data/wikitext-2-bpe
 set -euo pipefail

@@ -18,6 +18,7 @@ BAD = {  # command -> arguments, with {absent} for a path that does not exist
     "eval_mt": "{absent}/a.pt {absent}",
     "finetune": "{absent}/a.pt RTE",
     "run_table": "table0",
+    "score_lm": "{absent}/a.pt {absent} test blocks-64 --out {absent}/o.json",
     "train_row": "table2 Nobody linear",
 }
 BAD_DATA = {  # folder of data-prep -> arguments, with {other} for the data of another corpus

@@ -378,6 +378,19 @@ def test_a_run_fills_a_cell_only_with_the_options_of_that_cell(root):
     assert re.findall(r"runs/demo/(\w)\.json", leftovers) == ["b", "c", "d"]
 
 
+def test_equal_methods_of_other_names_fill_one_cell(root):
+    edit_table(
+        root, "clip-norm: 0.0, fidelity", "clip-norm: 0.0, attention-normalizer: rotated, fidelity"
+    )
+    row = "{label: Type3, encoding: lrpe-tmlr-type3, attention: [linear], overrides: "
+    edit_table(root, "curves:", f"  - {row}{{attention-normalizer: layernorm}}}}\ncurves:")
+    config = {"max_update": 900, "attention_normalizer": "layernorm"}
+    save(root, "a", seed=1, metrics=ppl(50.0), position_encoding="lrpe-type4", config=config)
+    save(root, "b", seed=2, metrics=ppl(51.0), position_encoding="lrpe-type4")  # another normalizer
+    save(root, "c", seed=3, metrics=ppl(52.0), position_encoding="lrpe-type2", config=config)
+    assert scores(root, "Type3", "valid") == {1: 50.0}
+
+
 def test_two_runs_of_one_seed_in_one_cell_are_refused_by_name(root):
     save(root, "a", seed=1)
     save(root, "b", seed=1)

@@ -67,21 +67,30 @@ def linear_attention_naive(
     normalizer: str = "rotated",
     content: tuple[Tensor, Tensor] | None = None,
     log_decay: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
-    """Compute the T x S definition in O(T S) time and memory; see :func:`linear_attention`."""
+    """Compute the T x S definition in O(T S) time and memory; see :func:`linear_attention`.
+
+    window: a query attends to the last ``window`` keys only, itself included (causal).
+    """
     given = (q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
     q, k, v, content, log_decay = _prepare(*given)
     scores = q @ k.transpose(-1, -2)
     if log_decay is not None:
         scores = scores * _factors(log_decay, q, causal, key_padding_mask)
-    scores = scores.tril() if causal else scores
+    scores = _visible(scores, causal, window)
     numerator = scores @ v
     if normalizer in ("layernorm", "none"):
         return numerator
     if content is not None:
-        scores = content[0] @ content[1].transpose(-1, -2)
-        scores = scores.tril() if causal else scores
+        scores = _visible(content[0] @ content[1].transpose(-1, -2), causal, window)
     return numerator / scores.sum(-1, keepdim=True).clamp_min(EPS)
+
+
+def _visible(scores: Tensor, causal: bool, window: int | None) -> Tensor:
+    """Set the scores of keys that a query does not attend to to zero."""
+    scores = scores.tril() if causal else scores
+    return scores if window is None else scores.triu(1 - window)
 
 
 @_without_autocast

@@ -22,6 +22,7 @@ from lrpe_fairseq.attention.linear import (
     LinearState,
     linear_attention,
     linear_attention_block,
+    linear_attention_naive,
 )
 from lrpe_fairseq.attention.scored import Settings, Tokens, scored_attention
 from lrpe_fairseq.attention.softmax import SoftmaxState
@@ -98,6 +99,7 @@ class MultiheadAttention(nn.Module):
         self.attention_type, self.normalizer = attention_type, normalizer
         self.causal, self.dropout, self.retain_dropout = causal, dropout, False
         self.positions: Tensor | None = None  # of the next calls of forward; None counts tokens
+        self.window: int | None = None  # in evaluation: tokens that a token attends to, with itself
         self.sees_padding = "padding-ignored" in options.fidelity
         self.encoding = build_encoding(
             position_encoding, self.head_dim, num_heads, causal=causal, seed=seed, options=options
@@ -314,9 +316,34 @@ class MultiheadAttention(nn.Module):
             options["content"] = feature_map(q), feature_map(k)
         q, k = self._features(q, k, positions)
         options["log_decay"] = self._log_decay(x, padding, state, keep_state)
+        if self.window is not None:
+            self._require_whole(state, keep_state)
+            return linear_attention_naive(q, k, v, causal=True, window=self.window, **options), None
         if not keep_state:
             return linear_attention(q, k, v, causal=self.causal, **options), None
         return linear_attention_block(q, k, v, state=state and state.past, **options)
+
+    def _require_whole(self, state: AttentionState | None, more: bool) -> None:
+        """Raise ValueError if the call does not suit :attr:`window`."""
+        if not self.causal or state is not None or more:
+            raise ValueError("a window needs causal attention to whole texts, without a state")
+
+    @property
+    def has_denominators(self) -> bool:
+        """True for linear attention that divides by the denominator of Eq. 39."""
+        return self.attention_type == "linear" and self.normalizer == "rotated"
+
+    def denominators(self, x: Tensor) -> Tensor:
+        """Return the denominators of Eq. 39 for x (B, T, C) before they are clamped, (B, H, T).
+
+        They are the sums of all scores, which are the output for values of 1 without a normalizer.
+        """
+        q, k, _ = self._project(x)
+        q, k = self._features(q, k, _counted(x.shape[1], x.device))
+        log_decay = self._log_decay(x, None, None, False)
+        ones = q.new_ones(*q.shape[:3], 1)
+        options = {"causal": self.causal, "normalizer": "none", "log_decay": log_decay}
+        return linear_attention(q, k, ones, **options).squeeze(-1)
 
     def _log_decay(
         self, x: Tensor, padding: Tensor | None, state: AttentionState | None, keep_state: bool
@@ -395,6 +422,9 @@ class MultiheadAttention(nn.Module):
         first: int = 0,
     ) -> tuple[Tensor, SoftmaxState | None]:
         """Compute softmax attention. Queries are the tokens from ``first`` on, keys are all."""
+        if self.window is not None:
+            self._require_whole(state, keep_state or padding is not None)
+            padding = _hidden(x.shape[1], self.window, x.device)
         q, k, v = self._encoded(x, positions)
         past, keys = None, Tokens(positions, _running_sums(self._gates(x, padding), state))
         queries = keys
@@ -475,6 +505,11 @@ def _count_real_first(key_padding_mask: Tensor) -> Tensor:
     steps = torch.where(padding, after, real.cumsum(1)) - 1
     same = _counted(steps.shape[1], steps.device)
     return same if torch.equal(steps, same.expand_as(steps)) else steps
+
+
+def _hidden(length: int, window: int, device: torch.device) -> Tensor:
+    """Return the mask (1, T, T) of the keys before the last ``window`` keys of each query."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril(-window)[None]
 
 
 def _counted(length: int, device: torch.device, first: int = 0) -> Tensor:

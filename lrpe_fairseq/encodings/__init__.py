@@ -52,6 +52,7 @@ __all__ = [
     "QueryKeyEncoding",
     "ScoreEncoding",
     "build_encoding",
+    "canonical_name",
     "encoding_class",
     "options_of_encodings",
 ]
@@ -171,6 +172,24 @@ def constructor_of(name: str) -> Constructor:
             + ", ".join(f"or {family}" for family in FAMILIES.values())
         )
     return constructor
+
+
+def canonical_name(name: str) -> str:
+    """Return the one name of an encoding that has several, so that equal methods share runs.
+
+    A member of the LRPE family is ``lrpe:<P>:<Lambda>``, and ``ape`` is its free form. Other names,
+    also unknown ones, are returned unchanged.
+
+    >>> canonical_name("lrpe-tmlr-type3"), canonical_name("gated:rope")
+    ('lrpe:householder:permutation', 'gated:lrpe:identity:rotation')
+    """
+    prefix, _, rest = name.partition(":")
+    if prefix == "gated":
+        return f"gated:{canonical_name(rest)}"
+    constructor = ENCODINGS.get(name)
+    if isinstance(constructor, partial) and constructor.func is LRPE:
+        return "lrpe:{projection}:{core}".format(**constructor.keywords)
+    return "ape:sequence" if constructor is APE else name
 
 
 def encoding_class(name: str) -> type[Encoding]:

@@ -23,7 +23,10 @@ SLOPE = 0.01
 """Slope of the LeakyReLU for negative arguments."""
 
 BLOCK = 1 << 24
-"""Number of hidden activations that one block of queries may have."""
+"""Number of hidden activations that one block of queries may have on a GPU."""
+
+CACHE_BLOCK = 1 << 19
+"""The same on a CPU, where they should stay in its cache."""
 
 
 def _card(base: str, beyond: str) -> Card:
@@ -97,7 +100,8 @@ class CAPE(ScoreEncoding):
         wide = torch.promote_types(scores.dtype, torch.float32)
         bias = self.base.bias(q.to(wide), k.to(wide), q_positions, k_positions)
         pairs = scores[:, :1, :1].numel()  # of one query
-        rows = max(1, BLOCK // (max(1, pairs) * self.inner.out_features))
+        block = BLOCK if scores.is_cuda else CACHE_BLOCK
+        rows = max(1, block // (max(1, pairs) * self.inner.out_features))
         blocks = zip(scores.split(rows, -2), bias.split(rows, -2), strict=True)
         return torch.cat([self._corrected(part, b) for part, b in blocks], -2)
 
@@ -105,11 +109,16 @@ class CAPE(ScoreEncoding):
         """Return z' in the dtype of z (B, H, R, S), for b (H, R, S) or (B, H, R, S), float32."""
         z = scores.to(bias.dtype).flatten(-2)
         b = bias.flatten(-2)
-        of_z, of_b = self.inner.weight.to(z.dtype).tensor_split(2, -1)
-        hidden = of_z @ z + (of_b @ b + self.inner.bias.to(z.dtype).unsqueeze(-1))
+        inner, outer = self.inner.weight.to(z.dtype), self.outer.weight.to(z.dtype)
+        of_z, of_b = inner.tensor_split(2, -1)
+        constant = of_b @ b + self.inner.bias.to(z.dtype).unsqueeze(-1)
+        start = z + b + self.outer.bias.to(z.dtype).unsqueeze(-1)
+        # batched products: a matrix times a batch would copy the hidden activations
+        batched = (len(z), -1, -1)
+        hidden = torch.baddbmm(constant.expand(batched), of_z.expand(batched), z)
         hidden = F.leaky_relu(hidden, SLOPE)
-        change = self.outer.weight.to(z.dtype) @ hidden + self.outer.bias.to(z.dtype).unsqueeze(-1)
-        result = (z + b + change).unflatten(-1, scores.shape[-2:])
+        result = torch.baddbmm(start, outer.expand(batched), hidden)
+        result = result.unflatten(-1, scores.shape[-2:])
         if result.dtype == scores.dtype:
             return result
         limits = torch.finfo(scores.dtype)

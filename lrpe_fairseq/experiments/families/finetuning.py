@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from omegaconf import OmegaConf
 
+from lrpe_fairseq.encodings import canonical_name
 from lrpe_fairseq.experiments.data import glue
 from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records import checkpoints, dictionaries
@@ -147,7 +148,9 @@ class FinetuningRun(TrainingRun):
             return super().encoding_choices()
         model = model_options(self.checkpoint)
         _require_same("attention type", self.attention_type, model["model.attention_type"])
-        _require_same("encoding", self.position_encoding, model["model.position_encoding"])
+        trained = model["model.position_encoding"]
+        if canonical_name(self.position_encoding) != canonical_name(trained):
+            _require_same("encoding", self.position_encoding, trained)
         for key, equals, value in (override.partition("=") for override in self.overrides):
             if key in model and equals and value != model[key]:
                 raise ValueError(

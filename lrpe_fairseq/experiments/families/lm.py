@@ -1,21 +1,26 @@
-"""Language-model runs: :class:`TrainingRun` scored by perplexity under two protocols."""
+"""Language-model runs: :class:`TrainingRun` scored by perplexity under several protocols."""
 
+import itertools
+import json
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records import checkpoints, fairseq_log
+from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import relative
+from lrpe_fairseq.experiments.records.protocols import BLOCKS, SLIDING, Protocol
+from lrpe_fairseq.experiments.records.recipes import Evaluations
 from lrpe_fairseq.experiments.records.runs import Run
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.launch import BIN
 from lrpe_fairseq.experiments.runner.processes import Children, RunFailed, run_child
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
-BLOCKS, SLIDING = "blocks", "sliding"
 PLAIN_TASK = "language_modeling"
 EVERYTHING = tuple((split, p) for split in ("valid", "test") for p in (BLOCKS, SLIDING))
 
@@ -36,18 +41,29 @@ class LMRun(TrainingRun):
         "memory-length": "model.memory_length",
     }
     next_step: ClassVar[str] = "evaluate with: scripts/eval_lm.sh {best} {data}"
-    evaluations: tuple[tuple[str, str], ...] = EVERYTHING
+    evaluations: Evaluations = EVERYTHING
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """The length T of the blocks in training."""
+        return int(self.settings().task.tokens_per_sample)
+
+    def require_inputs(self) -> None:
+        """Also require that the model has positions for every length of evaluation."""
+        super().require_inputs()
+        protocols = [Protocol.parse(name) for _, name in self.evaluations]
+        model = {key.replace("_", "-"): value for key, value in self.settings().model.items()}
+        require_positions(model, self.tokens_per_sample, protocols)
 
     def evaluation_command(self, split: str, protocol: str) -> list[str]:
         """Return the fairseq-eval-lm command of one (split, protocol) pair."""
-        settings = self.settings()
-        tokens = int(settings.task.tokens_per_sample)
+        settings, tokens = self.settings(), self.tokens_per_sample
         return evaluation_command(
             self.checkpoints / checkpoints.BEST,
             self.data,
             split,
             tokens_per_sample=tokens,
-            context_window=context_window(protocol, tokens),
+            context_window=Protocol.parse(protocol).context_window(tokens),
             max_tokens=int(settings.dataset.max_tokens),
             task=settings.task._name if protocol == BLOCKS else PLAIN_TASK,
         )
@@ -55,33 +71,57 @@ class LMRun(TrainingRun):
     def measure(self, children: Children, devices: Devices, lock: int) -> Run:
         """Return the perplexities of every (split, protocol) pair of ``evaluations``."""
         metrics: Run = {}
-        for split, protocol in self.evaluations:
-            log = self.folder / f"eval-{split}-{protocol}.log"
-            log.unlink(missing_ok=True)
-            run_child(children, self.evaluation_command(split, protocol), log, devices, lock)
-            measured = read_evaluation(log, self.data, split)
-            metrics.setdefault(split, {})[protocol] = measured
-        tokens = int(self.settings().task.tokens_per_sample)
+
+        def run(command: list[str], log: Path) -> None:
+            run_child(children, command, log, devices, lock)
+
+        for split, names in by_split(self.evaluations).items():
+            own = {}
+            for protocol in filter(is_fairseqs, names):
+                log = self.folder / f"eval-{split}-{protocol}.log"
+                log.unlink(missing_ok=True)
+                run(self.evaluation_command(split, protocol), log)
+                own[protocol] = read_evaluation(log, self.data, split)
+            best = self.checkpoints / checkpoints.BEST
+            own |= scored(best, self.data, split, names, self.tokens_per_sample, self.folder, run)
+            metrics[split] = {name: own[name] for name in names}
         used = {protocol for _, protocol in self.evaluations}
-        return {"metrics": metrics, "protocol": protocols(tokens, used)}
+        return {"metrics": metrics, "protocol": protocols(self.tokens_per_sample, used)}
 
 
-def context_window(protocol: str, tokens_per_sample: int) -> int:
-    """Return fairseq's --context-window for a protocol: 0, or half of ``tokens_per_sample``."""
-    return {BLOCKS: 0, SLIDING: tokens_per_sample // 2}[protocol]
+def by_split(evaluations: Evaluations) -> dict[str, list[str]]:
+    """Return split -> its protocols, both in order."""
+    found: dict[str, list[str]] = {}
+    for split, protocol in evaluations:
+        found.setdefault(split, []).append(protocol)
+    return found
 
 
-def protocols(tokens_per_sample: int, names: set[str]) -> dict[str, str]:
-    """Return a one-sentence description of each protocol in ``names``."""
-    half = tokens_per_sample // 2
-    said = {
-        BLOCKS: f"fairseq-eval-lm over non-overlapping blocks of {tokens_per_sample} tokens; a "
-        "token sees the tokens before it in its block, the one token before the block, and a "
-        "model's memory of earlier blocks.",
-        SLIDING: f"fairseq-eval-lm --context-window {half}: windows of {tokens_per_sample} tokens "
-        f"moved on by {tokens_per_sample - half}; a token sees at least the {half} before it.",
-    }
-    return {name: said[name] for name in sorted(names)}
+def is_fairseqs(protocol: str) -> bool:
+    """True if fairseq-eval-lm evaluates ``protocol``."""
+    return Protocol.parse(protocol).by_fairseq
+
+
+def protocols(tokens_per_sample: int, names: Iterable[str]) -> dict[str, str]:
+    """Return a description of each protocol in ``names``."""
+    return {name: Protocol.parse(name).sentence(tokens_per_sample) for name in sorted(names)}
+
+
+def require_positions(options: Mapping[str, Any], trained: int, wanted: Sequence[Protocol]) -> None:
+    """Refuse a protocol that is longer than the learned absolute positions of a model.
+
+    options: of the model, by command-line name. Sinusoidal positions have any length.
+    Raises: UserError.
+    """
+    longest = max((protocol.length for protocol in wanted), default=0)
+    learned = options.get("decoder-learned-pos") and not options.get(
+        "no-token-positional-embeddings"
+    )
+    if learned and longest > trained:
+        raise UserError(
+            f"a model with learned absolute positions has none beyond the {trained} tokens of its "
+            f"training, so it cannot be evaluated at {longest}: use sinusoidal positions or none"
+        )
 
 
 def evaluation_command(
@@ -119,19 +159,72 @@ def read_evaluation(log: Path, data: Path, split: str) -> dict[str, float]:
 
     If a perplexity is not finite: ``diverged`` and tokens.
 
-    Word perplexity divides the total log-probability by the words and line ends of the text, so
-    that it does not depend on the tokenization.
-
     Raises: RunFailed if the split was not evaluated completely.
     """
     try:
         measured = fairseq_log.parse_evaluation(log.read_text(encoding="utf-8"))
     except ValueError as error:
         raise RunFailed(f"{error} ({log})") from None
-    counts = manifest(data).get("splits", {}).get(split, {})
-    expected = counts.get("tokens", measured["tokens"])
+    _require_tokens(measured, _tokens(data, split) or measured["tokens"], log)
+    return with_words(measured, data, split)
+
+
+def scored(
+    checkpoint: Path,
+    data: Path,
+    split: str,
+    names: Sequence[str],
+    trained: int,
+    folder: Path,
+    run: Callable[[list[str], Path], None],
+) -> dict[str, dict[str, float]]:
+    """Evaluate the protocols of ``names`` that fairseq-eval-lm does not have, in one process.
+
+    folder: of the log and the metrics. run: a function that runs a command with a log.
+    Raises: RunFailed if an evaluation fails or did not score every token.
+    """
+    names = list(itertools.filterfalse(is_fairseqs, names))
+    if not names:
+        return {}
+    log, out = (
+        folder / f"eval-{checkpoint.stem}-{split}-lengths.{kind}" for kind in ("log", "json")
+    )
+    log.unlink(missing_ok=True)
+    out.unlink(missing_ok=True)
+    words = [sys.executable, "-m", "lrpe_fairseq.experiments.commands.score_lm"]
+    words += [relative(checkpoint), relative(data), split, *names, "--out", relative(out)]
+    run(words, log)
+    found = json.loads(out.read_text(encoding="utf-8"))
+    return {name: _complete(name, found[name], data, split, trained, out) for name in names}
+
+
+def _complete(
+    name: str, measured: Run, data: Path, split: str, trained: int, source: Path
+) -> dict[str, float]:
+    """Return the metrics of a protocol, which must have scored all its tokens."""
+    protocol, tokens = Protocol.parse(name), _tokens(data, split)
+    if tokens:
+        _require_tokens(measured, protocol.count(tokens, trained), source)
+    return measured if protocol.is_paired else with_words(measured, data, split)
+
+
+def _tokens(data: Path, split: str) -> int:
+    """Return the tokens of a split according to the manifest; 0 if it does not say."""
+    return manifest(data).get("splits", {}).get(split, {}).get("tokens", 0)
+
+
+def _require_tokens(measured: Run, expected: int, source: Path) -> None:
     if measured["tokens"] != expected:
-        raise RunFailed(f"{log}: {measured['tokens']} of {expected} tokens were evaluated")
+        raise RunFailed(f"{source}: {measured['tokens']} of {expected} tokens were evaluated")
+
+
+def with_words(measured: Run, data: Path, split: str) -> dict[str, float]:
+    """Return ``measured`` with ``word_ppl``, if the manifest counts words.
+
+    Word perplexity divides the total log-probability by the words and line ends of the text, so
+    that it does not depend on the tokenization.
+    """
+    counts = manifest(data).get("splits", {}).get(split, {})
     if "loss" not in measured or "words_with_eos" not in counts:
         return measured
     bits = measured["loss"] * measured["tokens"] / counts["words_with_eos"]

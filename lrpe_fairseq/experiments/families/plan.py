@@ -8,12 +8,14 @@ folders are under ``runs/``.
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.families import family_of
 from lrpe_fairseq.experiments.records.checkout import require_checkout
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT
 from lrpe_fairseq.experiments.records.layout import Table, load_table
-from lrpe_fairseq.experiments.records.recipes import cells
+from lrpe_fairseq.experiments.records.recipes import Cell, cells
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 
@@ -37,16 +39,54 @@ def config_of(table: Table, scale: str) -> Path:
 def runs(table: Table, scale: str, seeds: Sequence[int]) -> list[TrainingRun]:
     """Return every run of ``table`` at ``scale``, seed by seed.
 
-    A cell that also occurs in another table of ``table.experiments`` uses that table's run.
+    A cell that also occurs in another table of ``table.experiments`` with the same configuration
+    uses that table's run, with the evaluations that this table shows too.
 
-    Raises: ValueError if the table lacks the scale, or no family trains it.
+    Raises: ValueError if the table lacks the scale, no family trains it, or the data of a column's
+        configuration are not its data set.
     """
-    table, *others = (t.at(scale) for t in (table, *map(load_named, table.experiments[1:])))
-    homes = {cell.recipe: (table, cell) for cell in cells(table)}
-    for other in others:
-        homes |= {cell.recipe: (other, cell) for cell in cells(other) if cell.recipe in homes}
-    config = config_of(table, scale)
-    family = family_of(config)
-    made = (family.of_cell(*home, scale, config, seed) for seed in seeds for home in homes.values())
+    config_of(table, scale)
+    tables = (table, *(load_named(name) for name in table.experiments[1:]))
+    homes = _homes([other.at(scale) for other in tables if scale in other.scales], scale)
+    made = (_runs_of(*home, scale, seed) for seed in seeds for home in homes)
     named = {run.name: run for run in itertools.chain.from_iterable(made)}
     return list(named.values())  # columns that separate learning rates share their runs
+
+
+def _homes(tables: Sequence[Table], scale: str) -> list[tuple[Table, Cell]]:
+    """Return the cells of the first table, each with the table that its runs belong to.
+
+    The run of several equal cells belongs to the first of them, and to the last table that has it.
+    """
+    first, *others = tables
+    homes: dict[Any, tuple[Table, Cell]] = {}
+    for cell in cells(first):
+        _, home = homes.setdefault(_key(first, cell, scale), (first, cell))
+        homes[_key(first, cell, scale)] = first, home.asked(cell.evaluations)
+    for other in others:
+        own = {_key(other, cell, scale): cell for cell in reversed(cells(other))}
+        for key in homes.keys() & own.keys():
+            homes[key] = other, own[key].asked(homes[key][1].evaluations)
+    return list(homes.values())
+
+
+def _key(table: Table, cell: Cell, scale: str) -> Any:
+    return cell.recipe, cell.config or table.scales[scale]
+
+
+def _runs_of(table: Table, cell: Cell, scale: str, seed: int) -> list[TrainingRun]:
+    config = ROOT / cell.config if cell.config else config_of(table, scale)
+    found = family_of(config).of_cell(table, cell, scale, config, seed)
+    for run in found:
+        if cell.config and folders.is_prepared(run.data):
+            _require_dataset(run, cell)
+    return found
+
+
+def _require_dataset(run: TrainingRun, cell: Cell) -> None:
+    dataset = folders.dataset_name(run.data)
+    if dataset != cell.dataset:
+        raise ValueError(
+            f"{cell.config} trains on {dataset}, but its column has the data set {cell.dataset}: "
+            "make them equal"
+        )

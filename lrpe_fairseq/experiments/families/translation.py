@@ -118,10 +118,17 @@ class TranslationRun(TrainingRun):
 
     def measure(self, children: Children, devices: Devices, lock: int) -> Run:
         """Return BLEU and chrF of every split of ``evaluations``."""
-        averaged, decoding = self.decoding.mean(self.checkpoints)
+        averaged, decoding = self._averaged()
         splits = [split for split, _ in self.evaluations]
         generate = functools.partial(run_child, children, devices=devices, lock=lock)
         return measure(averaged, self.data, splits, decoding, self.folder, generate)
+
+    def _averaged(self) -> tuple[Path, Decoding]:
+        """Average the last checkpoints. A finished run has deleted them and left their average."""
+        kept = self.checkpoints / checkpoints.AVERAGED
+        if kept.exists() and not checkpoints.periodic(self.checkpoints):
+            return kept, self.decoding
+        return self.decoding.mean(self.checkpoints)
 
 
 def measure(

@@ -179,13 +179,18 @@ def average(paths: Sequence[Path], target: Path) -> None:
     _write({**states[-1], "model": mean, "last_optimizer_state": None}, target)
 
 
+def periodic(folder: Path) -> list[Path]:
+    """Return the periodic checkpoints of a folder, by ascending updates."""
+    numbered = [(PERIODIC.fullmatch(path.name), path) for path in folder.glob("checkpoint_*_*.pt")]
+    return [path for _, path in sorted((int(name[1]), path) for name, path in numbered if name)]
+
+
 def newest(folder: Path, count: int) -> list[Path]:
     """Return up to ``count`` periodic checkpoints, those with the most updates, ascending.
 
     Raises: ValueError if there is none.
     """
-    numbered = [(PERIODIC.fullmatch(path.name), path) for path in folder.glob("checkpoint_*_*.pt")]
-    found = [path for _, path in sorted((int(name[1]), path) for name, path in numbered if name)]
+    found = periodic(folder)
     if not found:
         raise ValueError(
             f"{folder} has no periodic checkpoints to average: evaluate a single one (--average 1)"

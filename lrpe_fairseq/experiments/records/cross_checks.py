@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from lrpe_fairseq.experiments.records.protocols import PAIRED, TRUNCATED
+
 Run = dict[str, Any]
 ROUNDING = {
     "rel_tol": 1e-4,
@@ -59,8 +61,11 @@ def _check_perplexities(where: str, measured: Run) -> None:
 
 
 def _check_tokens(split: str, protocols: Run) -> None:
+    """Check that protocols count equal tokens: all of the split, or the paired ones."""
     counts = {p: measured["tokens"] for p, measured in protocols.items() if "tokens" in measured}
-    if len(set(counts.values())) > 1:
+    paired = {p: n for p, n in counts.items() if p.split("-")[0] in (PAIRED, TRUNCATED)}
+    whole = {p: n for p, n in counts.items() if p not in paired}
+    if any(len(set(part.values())) > 1 for part in (paired, whole)):
         raise ValueError(f"the run's metric {split} counts different tokens: {counts}")
     if any(count != int(count) or count < 1 for count in counts.values()):
         raise ValueError(f"the run's metric {split} counts no whole number of tokens: {counts}")

@@ -30,9 +30,10 @@ class Column:
     key: its name in ``method`` and in notes. title: its heading. attention: ``linear`` or
     ``softmax``. metric, with split and protocol: a number of the run's ``metrics``; without
     them: a field of the run, such as ``tokens_per_second``. dataset: only runs on this data set
-    (for columns that differ in it). scales: the scales with this column, for example those whose
-    data have the split; default all. overrides: options that differ. relative: as a fraction of
-    the baseline row. best_over: an option; of each seed's runs that differ in it only the best
+    (for columns that differ in it). config: a training configuration in place of the scale's;
+    every column then names its data set. scales: the scales with this column, for example those
+    whose data have the split; default all. overrides: options that differ. relative: as a fraction
+    of the baseline row. best_over: an option; of each seed's runs that differ in it only the best
     counts. best_by: split, protocol and metric of the loss that selects it, the lowest, instead of
     the column's own metric. mean_of: keys of the columns that this one averages, instead of a
     metric. paper: the published cell: ``file`` and the values of its columns.
@@ -45,6 +46,7 @@ class Column:
     split: str = ""
     protocol: str = ""
     dataset: str = ""
+    config: str = ""
     scales: list[str] = field(default_factory=list)
     overrides: Options = field(default_factory=dict)
     relative: bool = False
@@ -78,7 +80,8 @@ class Table:
     experiments: folders under results/runs; new runs go to the first, cells are filled from all.
     scales: scale -> training configuration, in order of display. rows_of: scale -> labels of its
     rows, if it lacks some; the baseline is one of them. options: the options in which cells
-    differ, each with its default value. same: options that all runs of one scale must share.
+    differ, each with its default value. same: options that all runs of one scale must share, by
+    data set if columns have their own configurations.
     fixed: ``side`` (encoder or decoder), ``encoding`` and ``attention`` of the half that all cells
     share, for encoder-decoder models (rows and columns describe the other half). pretrained: the
     table whose runs of seed 1 are fine-tuned. rates: scale -> learning rates to train every cell
@@ -124,6 +127,10 @@ class Table:
         headline = [key for key in self.headlines() if key in {c.key for c in columns}]
         parts = {"columns": columns, "rows": rows, "curves": curves, "headline": headline}
         return dataclasses.replace(self, **parts)
+
+    def has_configs(self) -> bool:
+        """True if a column has its own configuration."""
+        return any(column.config for column in self.columns)
 
     def headlines(self) -> list[str]:
         """Return ``headline``, or by default the first column of each attention type."""
@@ -208,6 +215,7 @@ def _check(table: Table) -> None:
         _check_row(table, row)
     for column in table.columns:
         _check_column(table, column)
+    _check_configs(table)
     if table.fixed and set(table.fixed) != {"side", "encoding", "attention"}:
         raise ValueError("fixed needs side, encoding and attention, and nothing else")
     for key in table.headline:
@@ -262,6 +270,32 @@ def _check_column(table: Table, column: Column) -> None:
         raise ValueError(
             f"best_by of column {column.key} needs best_over, and the keys "
             f"{', '.join(sorted(SELECTION))}"
+        )
+
+
+def _check_configs(table: Table) -> None:
+    """Refuse columns with their own configurations if a run does not tell which one it fills."""
+    if not table.has_configs():
+        return
+    for scale in table.scales:
+        homes: dict[str, Column] = {}
+        for column in table.at(scale).columns:
+            if not column.mean_of:
+                _check_config(column, homes)
+
+
+def _check_config(column: Column, homes: dict[str, Column]) -> None:
+    """Compare the configuration of a column with those of equal columns before it, ``homes``."""
+    if not column.dataset:
+        raise ValueError(
+            f"column {column.key} needs a dataset, because a column names its own config"
+        )
+    place = str((column.attention, column.dataset, sorted(column.overrides.items())))
+    other = homes.setdefault(place, column)
+    if other.config != column.config:
+        raise ValueError(
+            f"columns {other.key} and {column.key} have different configs, but nothing "
+            "distinguishes their runs: give them other datasets or overrides"
         )
 
 

@@ -1,9 +1,15 @@
 """The trainings of a table. One training can fill several columns and cells of two tables."""
 
+import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from lrpe_fairseq.encodings import canonical_name
 from lrpe_fairseq.experiments.records.layout import Column, Row, Table, file_name
+
+Evaluations = tuple[tuple[str, str], ...]
+"""(split, protocol) pairs."""
 
 
 @dataclass(frozen=True)
@@ -11,7 +17,9 @@ class Cell:
     """One model to train: a row under an attention type, with the options that differ.
 
     dataset: set if the columns are data sets; otherwise that of the configuration. name: for file
-    names, such as ``Type2-linear``, followed by the options that the column changes.
+    names, such as ``Type2-linear``, followed by the data set of a column with its own
+    configuration and the options that the column changes. config: the column's own configuration;
+    empty for that of the scale. evaluations: what the columns that the model fills show.
     """
 
     label: str
@@ -20,32 +28,44 @@ class Cell:
     changed: tuple[tuple[str, Any], ...]
     dataset: str
     name: str
+    config: str = ""
+    evaluations: Evaluations = ()
 
     @property
     def recipe(self) -> tuple[Any, ...]:
-        """Return a key that two cells of different tables share if one run fills both."""
-        return self.encoding, self.attention, self.changed, self.dataset
+        """Return a key that two cells of different tables share if one run fills both.
+
+        Tables with one scale may have different configurations: those are compared separately.
+        """
+        return canonical_name(self.encoding), self.attention, self.changed, self.dataset
+
+    def asked(self, evaluations: Evaluations) -> "Cell":
+        """Return the cell with more evaluations."""
+        return dataclasses.replace(self, evaluations=_distinct(self.evaluations + evaluations))
 
 
 def cells(table: Table) -> list[Cell]:
     """Return the cells of ``table`` that need separate trainings, row by row."""
-    found: dict[Cell, None] = {}
+    found: dict[Cell, Evaluations] = {}
     for row in table.rows:
         for column in table.columns:
             if column.attention in row.attention and not column.mean_of:
-                found[_cell(table, row, column)] = None
-    return list(found)
+                cell = _cell(table, row, column)
+                shown = ((column.split, column.protocol),) if column.split else ()
+                found[cell] = found.get(cell, ()) + shown
+    return [cell.asked(evaluations) for cell, evaluations in found.items()]
 
 
-def evaluations(table: Table) -> tuple[tuple[str, str], ...]:
-    """Return the (split, protocol) pairs that the columns of ``table`` show."""
-    pairs = ((column.split, column.protocol) for column in table.columns if column.split)
+def _distinct(pairs: Iterable[tuple[str, str]]) -> Evaluations:
     return tuple(dict.fromkeys(pairs))
 
 
 def _cell(table: Table, row: Row, column: Column) -> Cell:
     options = {**table.options, **row.overrides, **column.overrides}
     changed = tuple(sorted((k, v) for k, v in options.items() if v != table.options[k]))
-    named = [f"{k}={v}" for k, v in changed if k not in row.overrides]
+    named = [column.dataset] if column.config else []
+    named += [f"{k}={v}" for k, v in changed if k not in row.overrides]
     name = file_name("-".join([row.label, column.attention, *named]))
-    return Cell(row.label, row.encoding, column.attention, changed, column.dataset, name)
+    return Cell(
+        row.label, row.encoding, column.attention, changed, column.dataset, name, column.config
+    )

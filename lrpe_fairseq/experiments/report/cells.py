@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
+from lrpe_fairseq.encodings import canonical_name
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.layout import Column, Row, Table
 from lrpe_fairseq.experiments.records.runs import Run, plain
@@ -53,7 +54,7 @@ def fills(table: Table, row: Row, column: Column, run: Run) -> bool:
     return (
         run["experiment"] in table.experiments
         and column.attention in row.attention
-        and run["position_encoding"] == _sides(row.encoding, "encoding", table.fixed)
+        and _canonical(run["position_encoding"]) == _canonical(_encoding(table, row))
         and run["attention_type"] == _sides(column.attention, "attention", table.fixed)
         and column.dataset in ("", run["dataset"])
         and option(run, "lr") in _rates(table, run)
@@ -73,7 +74,20 @@ def option(run: Run, name: str, default: Any = None) -> Any:
 
 
 def shared_options(table: Table, runs: Runs) -> dict[str, Any]:
-    """Return the values of ``table.same`` in ``runs``. Raises: ValueError if two runs differ."""
+    """Return the values of ``table.same`` that all ``runs`` share.
+
+    Raises: ValueError if two runs differ; for columns with their own configurations, two runs on
+        one data set.
+    """
+    parts: dict[str, Runs] = {}
+    for name, run in runs.items():
+        parts.setdefault(run["dataset"] if table.has_configs() else "", {})[name] = run
+    found = [_shared(table, part) for part in parts.values()]
+    first, *others = found or [{}]
+    return {name: value for name, value in first.items() if all(o[name] == value for o in others)}
+
+
+def _shared(table: Table, runs: Runs) -> dict[str, Any]:
     shared = {}
     for name in table.same:
         values = {run_name: option(run, name) for run_name, run in runs.items()}
@@ -160,6 +174,17 @@ def _sides(own: str, what: str, fixed: dict[str, str]) -> str | dict[str, str]:
     """Return the run file's form: one name, or a name each for encoder and decoder."""
     sides = dict.fromkeys(("encoder", "decoder"), own)
     return {**sides, fixed["side"]: fixed[what]} if fixed else own
+
+
+def _encoding(table: Table, row: Row) -> str | dict[str, str]:
+    return _sides(row.encoding, "encoding", table.fixed)
+
+
+def _canonical(encoding: str | dict[str, str]) -> str | dict[str, str]:
+    """Return the canonical name, or those of encoder and decoder."""
+    if isinstance(encoding, dict):
+        return {side: canonical_name(name) for side, name in encoding.items()}
+    return canonical_name(encoding)
 
 
 def _rates(table: Table, run: Run) -> list[Any]:

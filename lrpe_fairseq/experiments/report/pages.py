@@ -13,7 +13,15 @@ from pathlib import Path
 
 from lrpe_fairseq.experiments.records.layout import Column, Row, Table, load_tables
 from lrpe_fairseq.experiments.records.runs import Run, read_runs
-from lrpe_fairseq.experiments.report import cells, claims, curves, markdown, notes, scatter
+from lrpe_fairseq.experiments.report import (
+    cells,
+    claims,
+    curves,
+    lengths,
+    markdown,
+    notes,
+    scatter,
+)
 from lrpe_fairseq.experiments.report.cells import Group, Runs
 from lrpe_fairseq.experiments.report.markdown import (
     DIVERGED,
@@ -74,6 +82,10 @@ def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
                 )
             if points := scatter.panels(sheet):
                 found[_picture(sheet, "-paper")] = lambda path, p=points: scatter.draw(path, p)
+            for panel in lengths.panels(sheet):
+                found[_picture(sheet, f"-{panel.attention}")] = lambda path, p=panel: lengths.draw(
+                    path, p
+                )
     return found
 
 
@@ -182,9 +194,11 @@ def _section(sheet: Sheet) -> list[str]:
 
 def _budget(sheet: Sheet) -> list[str]:
     shared = cells.shared_options(sheet.table, sheet.group.runs)
-    config = sheet.table.scales.get(sheet.group.scale)
+    configs = [column.config for column in sheet.table.columns if not column.mean_of]
+    usual = sheet.table.scales.get(sheet.group.scale, "")
+    configs = list(dict.fromkeys(filter(None, [own or usual for own in configs])))
     named = [f"{name} {markdown.plain_number(value)}" for name, value in shared.items()]
-    named += [f"`{config}`"] if config else []
+    named += [f"`{config}`" for config in configs]
     return [f"Shared by all runs: {', '.join(named)}.\n"] if named else []
 
 
@@ -312,7 +326,11 @@ def _shown_pictures(sheet: Sheet) -> list[str]:
         parts.append(f"{CAPTION}\n")
     if curves.panels(sheet.table, sheet.group):
         parts.append(f"![Validation curves]({_linked(_picture(sheet))})\n")
-    return parts
+    longer = lengths.panels(sheet)
+    for panel in longer:
+        picture = _linked(_picture(sheet, f"-{panel.attention}"))
+        parts.append(f"![Longer contexts, {panel.attention} attention]({picture})\n")
+    return [*parts, f"{lengths.CAPTION}\n"] if longer else parts
 
 
 def _picture(sheet: Sheet, kind: str = "") -> str:
@@ -349,7 +367,8 @@ def _peak(sheet: Sheet, row: Row, columns: list[Column]) -> str:
 
 def _provenance(sheet: Sheet) -> str:
     runs = list(sheet.group.runs.values())
-    named = (commit for run in runs for commit in run.get("commits", [run["commit"]]))
+    named = [c for run in runs for c in run.get("commits", [run["commit"]])]
+    named += [c for run in runs for c in run.get("evaluated_later", {}).values()]
     commits = sorted({markdown.short(commit) for commit in named})
     machines = sorted({markdown.machine(run["hardware"]) for run in runs})
     versions = sorted(

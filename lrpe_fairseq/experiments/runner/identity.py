@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from lrpe_fairseq.encodings import canonical_name
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.runs import plain
 
@@ -50,16 +51,23 @@ def options(config: Config) -> dict[str, Any]:
 def differences(settings: Any, config: Mapping[str, Any]) -> set[str]:
     """Return the options in which ``config``, from a run file, differs from ``settings``.
 
-    Batch sizes are compared as tokens per update over all processes. An option that did not exist
-    when the training ran counts as its default.
+    Batch sizes are compared as tokens per update over all processes, encodings by their canonical
+    names. An option that did not exist when the training ran counts as its default.
     """
     wanted, usual = options(resolved(settings)), _usual(_names(settings))
     had = {**{name: usual.get(name, wanted[name]) for name in wanted}, **config}
     spread = OmegaConf.select(settings, "distributed_training.distributed_world_size", default=1)
     names = wanted.keys() - INCIDENTAL - _launching() - {"update-freq"}
-    changed = {name for name in names if plain(had[name]) != plain(wanted[name])}
+    changed = {name for name in names if _value(had, name) != _value(wanted, name)}
     ours, theirs = _accumulated(wanted, spread), _accumulated(had, config.get(WORLD, 1))
     return changed | ({"update-freq"} if ours != theirs else set())
+
+
+def _value(config: Mapping[str, Any], name: str) -> Any:
+    """Return the value of an option in the form in which values are compared."""
+    value = config[name]
+    is_name = name.endswith("position-encoding") and isinstance(value, str)
+    return plain(canonical_name(value) if is_name else value)
 
 
 def _accumulated(config: Mapping[str, Any], processes: int) -> list[float]:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records.checkout import commit
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.runs import Run
 
@@ -19,6 +20,29 @@ def described_by(state: dict[str, Any]) -> Run:
         "seed": config["seed"],
         "config": config,
         "evaluated_update": checkpoints.updates(state),
+    }
+
+
+def with_evaluations(known: Run, measured: Run, data: dict[str, str]) -> Run:
+    """Return the run file ``known`` with the evaluations of ``measured`` that it lacks.
+
+    measured: ``metrics`` and ``protocol``. data: checksums of the splits and the dictionary. The
+    commit of each added evaluation is kept in ``evaluated_later``.
+    """
+    metrics = {split: dict(protocols) for split, protocols in known["metrics"].items()}
+    added = dict(known.get("evaluated_later", {}))
+    for split, protocols in measured["metrics"].items():
+        for protocol, values in protocols.items():
+            if protocol not in metrics.setdefault(split, {}):
+                metrics[split][protocol] = values
+                added[f"{split}.{protocol}"] = commit()
+    checksums = {"data": {**data, **known["data"]}} if "data" in known else {}
+    return {
+        **known,
+        "metrics": metrics,
+        "protocol": {**measured["protocol"], **known["protocol"]},
+        "evaluated_later": added,
+        **checksums,
     }
 
 

@@ -256,7 +256,7 @@ def untouched(jobs: Sequence[Job]) -> bool:
 
 
 def state(job: Job) -> str:
-    """Return ``done``, ``running``, ``failed`` with the reason, ``half done`` or ``pending``."""
+    """Return the state: done, running, failed with the reason, trained, half done or pending."""
     if job.finished():
         return f"done, {job.outcome()}"
     update, total = job.progress()
@@ -265,6 +265,8 @@ def state(job: Job) -> str:
     error = job.folder / ERROR
     if error.exists():
         return f"failed: {error.read_text(encoding='utf-8').strip()}"
+    if 0 < total <= update:
+        return "trained, to be evaluated"
     return f"half done {update}/{total}" if update else "pending"
 
 

@@ -3,14 +3,15 @@
 :class:`TrainingRun` is the base class of all families of experiments; a family declares its
 configurations, the scripts that prepare its data, and the evaluation of a trained model.
 
-A run is finished if its run file is valid and has the current settings; an existing folder is not
-enough. The next call resumes from the checkpoints in the run folder.
+A run is finished if its run file is valid and has the current settings and every evaluation; an
+existing folder is not enough. The next call resumes from the checkpoints in the run folder. A run
+file that only lacks evaluations gets them from the checkpoint, without training.
 """
 
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,9 +29,9 @@ from lrpe_fairseq.experiments.records.files import (
     relative,
 )
 from lrpe_fairseq.experiments.records.layout import Table
-from lrpe_fairseq.experiments.records.recipes import Cell, evaluations
+from lrpe_fairseq.experiments.records.recipes import Cell, Evaluations
 from lrpe_fairseq.experiments.records.runs import Run, environment, read_run, write_run
-from lrpe_fairseq.experiments.runner import identity, launch, parts, processes
+from lrpe_fairseq.experiments.runner import identity, launch, parts, processes, recording
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children, RunFailed, run_child
 from lrpe_fairseq.experiments.runner.recording import described_by, first_number
@@ -94,7 +95,7 @@ class TrainingRun(ABC):
     folder: Path
     result: Path
     overrides: tuple[str, ...] = ()
-    evaluations: tuple[tuple[str, str], ...] = ()
+    evaluations: Evaluations = ()
 
     @abstractmethod
     def measure(self, children: Children, devices: Devices, lock: int) -> Run:
@@ -126,7 +127,7 @@ class TrainingRun(ABC):
             folder=ROOT / "runs" / table.name / name,
             result=ROOT / "results" / "runs" / table.name / f"{name}.json",
             overrides=tuple(cls.override(option, value) for option, value in cell.changed),
-            evaluations=evaluations(table),
+            evaluations=cell.evaluations,
             **cls.fields_of(table),
         )
         return [run]
@@ -244,13 +245,21 @@ class TrainingRun(ABC):
 
     def finished(self) -> bool:
         """True if the run file is valid, has the current settings and every evaluation."""
+        known = self.recorded()
+        return known is not None and not self.missing(known)
+
+    def recorded(self) -> Run | None:
+        """Return the run file if it is valid and has the current settings and data."""
         try:
             run = read_run(self.result)
         except (OSError, ValueError):
-            return False
+            return None
+        return None if self.differences(run["config"]) or self.other_data(run) else run
+
+    def missing(self, run: Run) -> Evaluations:
+        """Return the evaluations that the run file ``run`` lacks."""
         metrics = run["metrics"]
-        evaluated = all(protocol in metrics.get(split, {}) for split, protocol in self.evaluations)
-        return evaluated and not self.differences(run["config"]) and not self.other_data(run)
+        return tuple(pair for pair in self.evaluations if pair[1] not in metrics.get(pair[0], {}))
 
     def differences(self, config: Mapping[str, Any]) -> set[str]:
         """Return the options that affect the result and differ from ``config`` of a run file."""
@@ -310,19 +319,59 @@ class TrainingRun(ABC):
     def work(self, children: Children, devices: Devices, say: Say) -> bool:
         """Train the remaining updates, evaluate, and write the run file.
 
-        Returns: False if the run was finished already, for example by another process.
+        A finished training that lacks evaluations is only evaluated if its checkpoint still exists.
+
+        Returns: False if nothing was trained, for example after another process finished the run.
         Raises: UserError, Stopped, or processes.Busy if another process trains this run.
         """
         self.require_inputs()
         with processes.locked(self.folder) as lock:
-            if self.finished():
+            known = self.recorded()
+            if known and self._complete(known, children, devices, lock, say):
                 return False
             self.train(children, devices, lock, say)
             checkpoints.require_best(self.checkpoints)
-            measured = self.measure(children, devices, lock)
+            measured = self._with_those_of(known).measure(children, devices, lock)
             write_run(self.result, self.record(measured, devices.threads))
             checkpoints.drop_intermediate(self.checkpoints)
         return True
+
+    def _complete(
+        self, known: Run, children: Children, devices: Devices, lock: int, say: Say
+    ) -> bool:
+        """Add the missing evaluations to the run file ``known``; False if that is impossible."""
+        missing = self.missing(known)
+        if not missing:
+            return True
+        named = ", ".join(" ".join(pair) for pair in missing)
+        if reason := self._other_training(known):
+            say(f"{reason}, so the run is trained anew to evaluate {named}")
+            return False
+        say(f"evaluating {named}; nothing is trained")
+        measured = replace(self, evaluations=missing).measure(children, devices, lock)
+        write_run(self.result, recording.with_evaluations(known, measured, self.data_checksums()))
+        return True
+
+    def _other_training(self, known: Run) -> str:
+        """Return why the checkpoints are not those of the run file ``known``; empty if they are."""
+        try:
+            best, last = (
+                checkpoints.load_sound(self.checkpoints / name)
+                for name in (checkpoints.BEST, checkpoints.LAST)
+            )
+        except ValueError as error:
+            return str(error)
+        found = checkpoints.updates(best), checkpoints.seconds(last)
+        if found != (known.get("evaluated_update"), known["wall_seconds"]):
+            return f"{relative(self.checkpoints)} is of another training"
+        changed = sorted(self.differences(checkpoints.options(best)))
+        return f"the checkpoint has other options ({', '.join(changed)})" if changed else ""
+
+    def _with_those_of(self, known: Run | None) -> "TrainingRun":
+        """Return the run with the evaluations of the run file ``known`` too, which it replaces."""
+        metrics = known["metrics"] if known else {}
+        others = [(split, protocol) for split in metrics for protocol in metrics[split]]
+        return replace(self, evaluations=tuple(dict.fromkeys([*self.evaluations, *others])))
 
     def train(self, children: Children, devices: Devices, lock: int, say: Say) -> None:
         """Train until the last update, from the newest checkpoint if there is one."""

@@ -1,0 +1,153 @@
+"""Protocols of evaluating a language model: how a text is cut and which tokens are scored.
+
+``blocks`` and ``sliding`` have the length T of training and are evaluated by fairseq-eval-lm. The
+others have a length of their own, in their names:
+
+- ``blocks-L``: non-overlapping blocks of L tokens.
+- ``tail-L`` and ``tail-L-W``: windows of L tokens moved on by W (default 128), the last W scored.
+- ``paired-L``: the last T tokens of every block of 16 T tokens, from a window of L tokens. The
+  tokens are the same for every L, so only the context differs.
+- ``truncated-L``: ``paired-L`` with attention limited to the last T tokens.
+- ``positions-L``: ``blocks-L``, by position.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+BLOCKS, SLIDING, TAIL, PAIRED, TRUNCATED, POSITIONS = (
+    "blocks",
+    "sliding",
+    "tail",
+    "paired",
+    "truncated",
+    "positions",
+)
+TAIL_STEP = 128
+LONGEST = 16
+"""Length of the blocks of paired protocols, in lengths of training."""
+FIRST_BOUND = 16
+"""The first bound of the bins of positions; each further bound is twice the one before."""
+FORMS = "blocks, sliding, blocks-L, tail-L, tail-L-W, paired-L, truncated-L, positions-L"
+
+
+class Window(NamedTuple):
+    """Tokens ``start`` to ``end`` (exclusive) of a text; those from ``first`` on are scored."""
+
+    start: int
+    end: int
+    first: int
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """One protocol; see the module. ``length``: L, or 0 for the length of training. ``step``: W."""
+
+    kind: str
+    length: int = 0
+    step: int = 0
+
+    @classmethod
+    def parse(cls, name: str) -> "Protocol":
+        """Return the protocol ``name``. Raises: ValueError, which lists the forms, for others.
+
+        >>> Protocol.parse("tail-2048")
+        Protocol(kind='tail', length=2048, step=128)
+        """
+        kind, *numbers = name.split("-")
+        own = {BLOCKS: (0, 1), SLIDING: (0,), TAIL: (1, 2)}.get(kind, (1,))
+        known = kind in (BLOCKS, SLIDING, TAIL, PAIRED, TRUNCATED, POSITIONS)
+        if not known or len(numbers) not in own or not all(map(_is_length, numbers)):
+            raise ValueError(f"there is no protocol {name!r}; the protocols are {FORMS}")
+        length = int(numbers[0]) if numbers else 0
+        step = int(numbers[1]) if len(numbers) > 1 else TAIL_STEP if kind == TAIL else 0
+        if step > length:
+            raise ValueError(f"protocol {name!r} scores {step} tokens of windows of {length}")
+        return cls(kind, length, step)
+
+    @property
+    def by_fairseq(self) -> bool:
+        """True if fairseq-eval-lm evaluates it, with the memory of models that have one."""
+        return not self.length
+
+    @property
+    def is_paired(self) -> bool:
+        """True if it scores only the last tokens of the blocks."""
+        return self.kind in (PAIRED, TRUNCATED)
+
+    def context_window(self, trained: int) -> int:
+        """Return fairseq's --context-window for the length T of training."""
+        return trained // 2 if self.kind == SLIDING else 0
+
+    def windows(self, tokens: int, trained: int) -> Iterator[Window]:
+        """Return the windows of a text of ``tokens`` tokens, for the length T of training.
+
+        Raises: ValueError if the protocol does not fit to T or to the text.
+        """
+        if self.is_paired:
+            yield from self._paired_windows(tokens, trained)
+            return
+        length = self.length or trained
+        context = length - self.step if self.kind == TAIL else self.context_window(trained)
+        for first in range(0, tokens, length - context):
+            yield Window(max(0, first - context), min(first + length - context, tokens), first)
+
+    def count(self, tokens: int, trained: int) -> int:
+        """Return the number of tokens that an evaluation must score."""
+        return tokens // (LONGEST * trained) * trained if self.is_paired else tokens
+
+    def sentence(self, trained: int) -> str:
+        """Describe the protocol for a model trained on blocks of ``trained`` tokens."""
+        length, half = self.length, trained // 2
+        if self.by_fairseq:
+            return {
+                BLOCKS: f"fairseq-eval-lm over non-overlapping blocks of {trained} tokens; a token "
+                "sees the tokens before it in its block, the one token before the block, and a "
+                "model's memory of earlier blocks.",
+                SLIDING: f"fairseq-eval-lm --context-window {half}: windows of {trained} tokens "
+                f"moved on by {trained - half}; a token sees at least the {half} before it.",
+            }[self.kind]
+        return {
+            BLOCKS: f"Non-overlapping blocks of {length} tokens; a token sees the tokens before it "
+            "in its block and the one token before the block.",
+            TAIL: f"Windows of {length} tokens moved on by {self.step}, of which the last "
+            f"{self.step} are scored; a token sees at least the {length - self.step} before it.",
+            PAIRED: f"The last {trained} tokens of every block of {LONGEST * trained}, from a "
+            f"window of {length}: the same tokens for every length. delta is the difference from a "
+            f"window of {trained} in nats, with a 95 % bootstrap interval over blocks.",
+            TRUNCATED: f"As paired-{length}, but a token of a layer attends to itself and the "
+            f"{trained - 1} before it only.",
+            POSITIONS: f"Non-overlapping blocks of {length} tokens, by position up to each bound. "
+            "clamped is the fraction of the denominators of linear attention that are raised to "
+            "the clamp, over all layers and heads.",
+        }[self.kind]
+
+    def _paired_windows(self, tokens: int, trained: int) -> Iterator[Window]:
+        block = LONGEST * trained
+        if not trained <= self.length <= block:
+            raise ValueError(
+                f"a paired protocol needs a length from {trained} to {block}, not {self.length}: "
+                f"the model was trained on {trained} tokens"
+            )
+        if tokens < block:
+            raise ValueError(
+                f"a paired protocol needs a block of {block} tokens, but the text has {tokens}"
+            )
+        for end in range(block, tokens + 1, block):
+            yield Window(end - self.length, end, end - trained)
+
+
+def bounds(length: int) -> list[int]:
+    """Return the upper bounds of the bins of positions up to ``length``.
+
+    >>> bounds(100)
+    [16, 32, 64, 100]
+    """
+    found = [FIRST_BOUND]
+    while found[-1] < length:
+        found.append(2 * found[-1])
+    return [*found[:-1], length]
+
+
+def _is_length(text: str) -> bool:
+    return text.isdigit() and int(text) > 0 and text == str(int(text))

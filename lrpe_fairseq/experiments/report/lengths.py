@@ -1,0 +1,142 @@
+"""Plots of evaluations beyond the training length, one picture per attention type.
+
+The left panel shows the paired protocols: the same tokens with growing context. The right panel
+shows the loss by position in the longest blocks.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lrpe_fairseq.experiments.records.layout import ATTENTION, Column, Row
+from lrpe_fairseq.experiments.records.protocols import PAIRED, POSITIONS, bounds
+from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.report import cells, pictures
+from lrpe_fairseq.experiments.report.sheet import Sheet
+
+FEWEST = 3
+"""Smallest number of paired lengths of a figure."""
+CAPTION = (
+    "Left: loss of the same tokens with a longer context, minus that with the training length. "
+    "Right: mean loss by position in the longest blocks. Means over seeds; a row that leaves the "
+    "axes is named with its last value."
+)
+Curve = list[tuple[float, float]]  # (tokens, nats), tokens ascending
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The curves of one attention type, by row: paired differences, and loss by position."""
+
+    attention: str
+    paired: dict[str, Curve] = field(default_factory=dict)
+    positions: dict[str, Curve] = field(default_factory=dict)
+
+
+def panels(sheet: Sheet) -> list[Panel]:
+    """Return a panel per attention type with paired columns and runs of rows in ``curves``."""
+    found = []
+    for attention in ATTENTION:
+        columns = [c for c in sheet.table.columns if c.attention == attention]
+        paired = [c for c in columns if _kind(c) == PAIRED and c.metric == "ppl"]
+        if len(paired) >= FEWEST:
+            positions = [c for c in columns if _kind(c) == POSITIONS][:1]
+            panel = Panel(
+                attention,
+                _curves(sheet, paired, _paired),
+                _curves(sheet, positions, _by_position),
+            )
+            found += [panel] if panel.paired else []
+    return found
+
+
+def draw(path: Path, panel: Panel) -> None:
+    """Draw one panel and write the picture to ``path`` as PNG.
+
+    Raises: ImportError if matplotlib, which comes with the extra [plots], is not installed.
+    """
+    figure = pictures.blank(12, 4.2)
+    left, right = figure.subplots(1, 2)
+    labels = list(dict.fromkeys([*panel.paired, *panel.positions]))
+    _draw(left, panel.paired, labels, "context, tokens", "difference of the loss, nats")
+    _draw(right, panel.positions, labels, "position", "loss, nats")
+    left.set_title(f"{panel.attention} attention, the same tokens")
+    right.set_title(f"{panel.attention} attention, by position")
+    handles = {line.get_label(): line for axes in (left, right) for line in axes.get_lines()}
+    shown = [label for label in labels if label in handles]
+    figure.legend([handles[label] for label in shown], shown, loc="outside right upper")
+    pictures.save(figure, path)
+
+
+def _kind(column: Column) -> str:
+    return column.protocol.split("-")[0]
+
+
+def _length(column: Column) -> int:
+    return int(column.protocol.split("-")[1])
+
+
+def _curves(
+    sheet: Sheet, columns: list[Column], curve_of: Callable[[Run, list[Column]], Curve]
+) -> dict[str, Curve]:
+    """Return the mean curve over seeds of every row in ``curves`` that has one."""
+    found = {}
+    for label in sheet.table.curves:
+        own = [curve_of(run, columns) for run in _runs(sheet, sheet.table.row(label), columns)]
+        if curve := _mean(own):
+            found[label] = curve
+    return found
+
+
+def _runs(sheet: Sheet, row: Row, columns: list[Column]) -> list[Run]:
+    runs: cells.Runs = {}
+    for column in columns:
+        runs |= cells.cell_runs(sheet.table, row, column, sheet.group.runs)
+    return [runs[name] for name in sorted(runs)]
+
+
+def _mean(curves: Iterable[Curve]) -> Curve:
+    """Return the mean at the lengths that all curves have."""
+    known = [dict(curve) for curve in curves if curve]
+    shared = sorted(set.intersection(*map(set, known))) if known else []
+    return [(x, statistics.fmean(curve[x] for curve in known)) for x in shared]
+
+
+def _paired(run: Run, columns: list[Column]) -> Curve:
+    """Return the loss of a run at every paired length, minus that at the shortest."""
+    found = {}
+    for column in columns:
+        loss = run["metrics"].get(column.split, {}).get(column.protocol, {}).get("loss")
+        if loss is not None:
+            found[_length(column)] = loss * math.log(2)
+    return [(length, loss - found[min(found)]) for length, loss in sorted(found.items())]
+
+
+def _by_position(run: Run, columns: list[Column]) -> Curve:
+    """Return the loss of a run by position, at the upper bounds of the bins."""
+    if not columns:
+        return []
+    measured = run["metrics"].get(columns[0].split, {}).get(columns[0].protocol, {})
+    known = [b for b in bounds(_length(columns[0])) if f"loss-{b}" in measured]
+    return [(bound, measured[f"loss-{bound}"] * math.log(2)) for bound in known]
+
+
+def _draw(axes: Any, curves: dict[str, Curve], labels: list[str], x: str, y: str) -> None:
+    for label, curve in curves.items():
+        index = labels.index(label)  # a row has the same color in both panels
+        style = {"color": f"C{index % 10}", "linestyle": "-" if index < 10 else "--"}
+        axes.plot(*zip(*curve, strict=True), label=label, linewidth=1.2, marker=".", **style)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel=x, ylabel=y)
+    axes.grid(alpha=0.3)
+    if not curves:
+        return
+    low, high = pictures.bulk([curve[-1][1] for curve in curves.values()])
+    values = [value for curve in curves.values() for _, value in curve if low <= value <= high]
+    margin = 0.1 * (high - low) or 0.1
+    axes.set_ylim(min(values) - margin, high + margin)
+    beyond = [f"{n} ends at {c[-1][1]:.3g}" for n, c in curves.items() if c[-1][1] > high]
+    axes.text(0.02, 0.97, "\n".join(beyond), transform=axes.transAxes, va="top")

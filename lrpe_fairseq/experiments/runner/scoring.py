@@ -1,0 +1,206 @@
+"""Score the tokens of a text with a language model, in windows of any length.
+
+fairseq-eval-lm skips windows that are longer than the model's maximum without failing, and prints
+one number. Here every window is computed, without padding, and every scored token has its own
+loss.
+
+Axes: B windows, L tokens of a window, C width, N scored tokens.
+"""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lrpe_fairseq.attention.linear import EPS
+from lrpe_fairseq.attention.multihead import MultiheadAttention
+from lrpe_fairseq.experiments.records.fairseq_log import scored
+from lrpe_fairseq.experiments.records.protocols import (
+    PAIRED,
+    POSITIONS,
+    TRUNCATED,
+    Protocol,
+    Window,
+    bounds,
+)
+
+TOKENS = 4096
+"""Tokens of a batch; a longer window is a batch of one."""
+LOGITS = 2**24
+"""Logits computed at a time."""
+DRAWS = 2000
+"""Bootstrap samples."""
+Metrics = dict[str, float]
+
+
+def evaluate(
+    model: nn.Module, text: Tensor, eos: int, trained: int, names: Sequence[str]
+) -> dict[str, Metrics]:
+    """Return the metrics of every protocol of ``names``.
+
+    Args:
+        model: a language model of fairseq, in evaluation mode. text: (N,) int64.
+        eos: the symbol before the text. trained: tokens of a block in training.
+    Raises: ValueError if a protocol does not fit to the text.
+    """
+    scorer = _Scorer(model, text, eos, trained)
+    return {name: scorer.metrics(Protocol.parse(name)) for name in names}
+
+
+class _Scorer:
+    """Scores one text with one model; the losses of the paired baseline are computed once."""
+
+    def __init__(self, model: nn.Module, text: Tensor, eos: int, trained: int) -> None:
+        self.model, self.text, self.trained = model, text, trained
+        self.before = torch.cat([text.new_tensor([eos]), text[:-1]])
+        self._baseline: Tensor | None = None
+
+    def metrics(self, protocol: Protocol) -> Metrics:
+        """Return loss (bits), ppl and tokens, or ``diverged``; and what the protocol adds."""
+        windows = list(protocol.windows(len(self.text), self.trained))
+        clamped = Clamped(protocol.length) if protocol.kind == POSITIONS else None
+        window = self.trained if protocol.kind == TRUNCATED else None
+        with limited(self.model, window), clamped or contextlib.nullcontext():
+            if clamped is not None:
+                clamped.watch(self.model)
+            bits = self.losses(windows)
+        if len(bits) != protocol.count(len(self.text), self.trained):
+            raise ValueError(f"{len(bits)} tokens of {len(self.text)} were scored")
+        found = {**scored(_finite_mean(bits)), "tokens": len(bits)}
+        if "loss" not in found:
+            return found
+        if protocol.is_paired and protocol.length > self.trained:
+            found |= differences(bits - self.baseline(), len(windows))
+        if clamped is not None:
+            found |= by_position(bits, protocol.length) | clamped.fractions()
+        return found
+
+    def baseline(self) -> Tensor:
+        """Return the losses of the paired tokens from windows of the length of training."""
+        if self._baseline is None:
+            protocol = Protocol(PAIRED, self.trained)
+            self._baseline = self.losses(protocol.windows(len(self.text), self.trained))
+        return self._baseline
+
+    @torch.no_grad()
+    def losses(self, windows: Iterable[Window]) -> Tensor:
+        """Return the loss of every scored token in bits, (N,) float64, in the order of the text."""
+        found = []
+        for length, group in itertools.groupby(windows, lambda w: w.end - w.start):
+            equal, step = list(group), max(1, TOKENS // length)
+            for first in range(0, len(equal), step):
+                found += self._losses_of(equal[first : first + step])
+        return torch.cat(found)
+
+    def _losses_of(self, batch: Sequence[Window]) -> list[Tensor]:
+        """Return the losses of each of ``batch``, windows of one length."""
+        device = next(self.model.parameters()).device
+        tokens = torch.stack([self.before[w.start : w.end] for w in batch]).to(device)
+        features, _ = self.model(tokens, features_only=True)  # B L C
+        return [
+            _bits(self.model, x[w.first - w.start :], self.text[w.first : w.end].to(device))
+            for x, w in zip(features, batch, strict=True)
+        ]
+
+
+def _bits(model: nn.Module, features: Tensor, targets: Tensor) -> Tensor:
+    """Return -log2 p of the targets (N,) from the features (N, C) of the last layer, on the CPU."""
+    found, step = [], max(1, LOGITS // len(model.decoder.dictionary))
+    for x, y in zip(features.split(step), targets.split(step), strict=True):
+        out = model.decoder.output_layer(x[None])
+        log_probs = model.get_normalized_probs((out,), log_probs=True, sample={"target": y[None]})
+        found.append(-log_probs[0].gather(1, y[:, None]).squeeze(1).double().cpu() / math.log(2))
+    return torch.cat(found)
+
+
+def _finite_mean(bits: Tensor) -> float:
+    mean = bits.mean().item()
+    return mean if math.isfinite(mean) else math.inf
+
+
+# --- what a protocol adds ----------------------------------------------------------------------
+
+
+def differences(bits: Tensor, blocks: int) -> Metrics:
+    """Return ``delta``, the mean of (N,) differences in nats, and its 95 % bootstrap interval.
+
+    The interval is over ``blocks`` blocks of equal size, drawn with replacement by a fixed
+    generator.
+    """
+    means = bits.unflatten(0, (blocks, -1)).mean(1) * math.log(2)
+    draws = torch.randint(blocks, (DRAWS, blocks), generator=torch.Generator().manual_seed(0))
+    low, high = means[draws].mean(1).quantile(torch.tensor([0.025, 0.975]).double()).tolist()
+    return {"delta": means.mean().item(), "delta_low": low, "delta_high": high}
+
+
+def by_position(bits: Tensor, length: int) -> Metrics:
+    """Return the mean loss and the number of tokens of every bin of positions in blocks.
+
+    ``loss-64`` is the mean over the positions after the bound before 64, up to 64.
+    """
+    bins = _bins(len(bits), length)
+    sums = torch.zeros(len(bounds(length))).double().index_add_(0, bins, bits)
+    counts = bins.bincount(minlength=len(sums))
+    found: Metrics = {}
+    for bound, total, count in zip(bounds(length), sums.tolist(), counts.tolist(), strict=True):
+        if count:
+            found |= {f"loss-{bound}": total / count, f"tokens-{bound}": count}
+    return found
+
+
+def _bins(tokens: int, length: int) -> Tensor:
+    """Return the bin of every token, (N,), of a text in blocks of ``length``."""
+    places = torch.arange(tokens) % length + 1
+    return torch.bucketize(places, torch.tensor(bounds(length)))
+
+
+class Clamped(contextlib.AbstractContextManager):
+    """Counts the denominators of Eq. 39 that linear attention clamps, by bin of positions.
+
+    A model with softmax attention or another normalizer has none.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._under, self._all = (torch.zeros(len(bounds(length))).double() for _ in range(2))
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def watch(self, model: nn.Module) -> None:
+        """Count in all layers of ``model`` until the end of the context."""
+        for module in model.modules():
+            if isinstance(module, MultiheadAttention) and module.has_denominators:
+                hook = module.register_forward_pre_hook(self._count, with_kwargs=True)
+                self._hooks.append(hook)
+
+    def fractions(self) -> Metrics:
+        """Return ``clamped-<bound>`` for every bin with denominators."""
+        pairs = zip(bounds(self._length), self._under.tolist(), self._all.tolist(), strict=True)
+        return {f"clamped-{bound}": under / every for bound, under, every in pairs if every}
+
+    def _count(self, module: MultiheadAttention, inputs: tuple, keywords: dict) -> None:
+        query = keywords["query"] if "query" in keywords else inputs[0]
+        found = module.denominators(query.transpose(0, 1)).cpu()  # B H L
+        bins = _bins(found.shape[-1], self._length)
+        under = (found <= EPS).sum((0, 1)).double()
+        self._under.index_add_(0, bins, under)
+        self._all.index_add_(0, bins, torch.full_like(under, found.shape[0] * found.shape[1]))
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def limited(model: nn.Module, window: int | None) -> Iterator[None]:
+    """Limit the attention of every layer to the last ``window`` tokens; None: no limit."""
+    modules = [m for m in model.modules() if isinstance(m, MultiheadAttention)]
+    for module in modules:
+        module.window = window
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.window = None

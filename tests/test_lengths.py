@@ -1,0 +1,475 @@
+"""Evaluation at other lengths than that of training: protocols, scores, controls, the figure."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lrpe_fairseq.attention.linear import EPS
+from lrpe_fairseq.attention.multihead import MultiheadAttention
+from lrpe_fairseq.encodings import ENCODINGS, build_encoding, canonical_name
+from lrpe_fairseq.experiments.commands import eval_lm
+from lrpe_fairseq.experiments.families import lm
+from lrpe_fairseq.experiments.families.lm import LMRun
+from lrpe_fairseq.experiments.records.console import UserError
+from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.records.layout import load_table
+from lrpe_fairseq.experiments.records.protocols import Protocol, Window, bounds
+from lrpe_fairseq.experiments.records.runs import read_run, validate
+from lrpe_fairseq.experiments.report import lengths
+from lrpe_fairseq.experiments.report.cells import Group
+from lrpe_fairseq.experiments.report.sheet import Sheet
+from lrpe_fairseq.experiments.runner import schedule, scoring
+from lrpe_fairseq.experiments.runner.processes import RunFailed
+from lrpe_fairseq.experiments.runner.warm import WarmChildren
+from tests.end_to_end.commands import Corpus, build
+from tests.test_experiments import a_record
+from tests.test_results import make_run
+
+T = 8
+"""Length of training in these tests."""
+ONE_LAYER = (
+    "--arch lrpe_lm_tiny --decoder-layers 1 --decoder-embed-dim 16 --decoder-input-dim 16 "
+    "--decoder-output-dim 16 --decoder-ffn-embed-dim 16 --decoder-attention-heads 2 "
+    "--no-token-positional-embeddings --dropout 0"
+)
+TAILS = ("tail-8-8", "tail-64-8", "tail-64-64", "tail-20-3", "tail-512")
+WHOLE = ("blocks", "sliding", "blocks-7", "blocks-64", "positions-64", *TAILS)
+
+
+def windows(name: str, tokens: int, trained: int = T) -> list[Window]:
+    return list(Protocol.parse(name).windows(tokens, trained))
+
+
+# --- protocols --------------------------------------------------------------------------------
+
+
+def test_a_name_is_parsed_in_one_place() -> None:
+    assert Protocol.parse("tail-2048") == Protocol("tail", 2048, 128)
+    assert Protocol.parse("tail-64-16") == Protocol("tail", 64, 16)
+    assert Protocol.parse("paired-256") == Protocol("paired", 256)
+    assert Protocol.parse("blocks").by_fairseq
+    assert not Protocol.parse("blocks-256").by_fairseq
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["block", "blocks-0", "blocks-x", "blocks-64-8", "tail", "sliding-64", "paired", "blocks-064"],
+)
+def test_an_unknown_protocol_is_refused_with_the_forms(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"there is no protocol '{name}'; the protocols are blocks,"
+    ):
+        Protocol.parse(name)
+
+
+def test_a_tail_longer_than_its_window_is_refused() -> None:
+    with pytest.raises(ValueError, match="'tail-64' scores 128 tokens of windows of 64"):
+        Protocol.parse("tail-64")
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 63, 64, 65, 1000])
+@pytest.mark.parametrize("name", WHOLE)
+def test_every_token_is_scored_once_with_the_context_of_the_protocol(
+    name: str, tokens: int
+) -> None:
+    protocol = Protocol.parse(name)
+    found = windows(name, tokens)
+    assert [t for w in found for t in range(w.first, w.end)] == list(range(tokens))
+    length = protocol.length or T
+    least = {"tail": length - protocol.step, "sliding": T // 2}.get(protocol.kind, 0)
+    assert all(w.end - w.start <= length for w in found)
+    assert all(w.first - w.start == min(least, w.first) for w in found)
+    assert protocol.count(tokens, T) == tokens
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("tail-64-64", "blocks-64"), ("blocks-8", "blocks"), ("tail-8-4", "sliding")],
+)
+def test_protocols_that_say_the_same_have_the_same_windows(one: str, other: str) -> None:
+    assert windows(one, 1000) == windows(other, 1000)
+
+
+def test_paired_protocols_score_the_same_tokens_at_every_length() -> None:
+    block, tokens = 16 * T, 1000
+    wanted = [t for end in range(block, tokens + 1, block) for t in range(end - T, end)]
+    for length in (T, 2 * T, 100, block):
+        found = windows(f"paired-{length}", tokens)
+        assert [t for w in found for t in range(w.first, w.end)] == wanted
+        assert {w.end - w.start for w in found} == {length}
+        assert Protocol.parse(f"paired-{length}").count(tokens, T) == len(wanted)
+        assert windows(f"truncated-{length}", tokens) == found
+
+
+def test_a_paired_protocol_that_does_not_fit_is_refused() -> None:
+    for length in (T - 1, 16 * T + 1):
+        with pytest.raises(ValueError, match=f"needs a length from 8 to 128, not {length}"):
+            windows(f"paired-{length}", 1000)
+    with pytest.raises(ValueError, match="needs a block of 128 tokens, but the text has 127"):
+        windows("paired-64", 127)
+
+
+def test_the_bins_of_positions_double_and_end_at_the_length() -> None:
+    assert bounds(16) == [16]
+    assert bounds(64) == [16, 32, 64]
+    assert bounds(10) == [10]
+    assert bounds(2048)[-2:] == [1024, 2048]
+
+
+# --- scores -----------------------------------------------------------------------------------
+
+
+def model_of(
+    corpus: Corpus, attention: str, encoding: str, normalizer: str = "rotated"
+) -> torch.nn.Module:
+    """A language model of one layer; its attention is built here, which is faster than a parser."""
+    model = build(corpus, ONE_LAYER)[0].eval()
+    model.decoder.layers[0].self_attn = MultiheadAttention(
+        16,
+        2,
+        attention_type=attention,
+        position_encoding=encoding,
+        causal=True,
+        normalizer=normalizer,
+        seed=1,
+    ).eval()
+    return model
+
+
+def text_of(model: torch.nn.Module, tokens: int) -> Tensor:
+    symbols = len(model.decoder.dictionary)
+    return torch.randint(4, symbols, (tokens,), generator=torch.Generator().manual_seed(2))
+
+
+def by_hand(model: torch.nn.Module, text: Tensor, found: list[Window]) -> Tensor:
+    """Losses in bits, a window at a time, from the model's whole output."""
+    before = torch.cat([torch.tensor([2]), text[:-1]])
+    losses = []
+    for window in found:
+        tokens = before[window.start : window.end][None]
+        with torch.no_grad():
+            log_probs = model(tokens)[0].float().log_softmax(-1)[0]
+        own = log_probs.gather(1, text[window.start : window.end, None]).squeeze(1)
+        losses.append(-own[window.first - window.start :] / math.log(2))
+    return torch.cat(losses)
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+@pytest.mark.parametrize("name", ["blocks-24", "tail-24-5", "paired-64", "positions-50"])
+def test_losses_are_those_of_the_model(corpus, attention, name, monkeypatch) -> None:
+    monkeypatch.setattr(scoring, "TOKENS", 100)
+    monkeypatch.setattr(scoring, "LOGITS", 300)  # a few tokens at a time
+    model = model_of(corpus, attention, "lrpe-type2")
+    text = text_of(model, 300)
+    expected = by_hand(model, text, windows(name, 300))
+    found = scoring.evaluate(model, text, 2, T, [name])[name]
+    assert found["tokens"] == len(expected)
+    assert found["loss"] == pytest.approx(expected.double().mean().item(), abs=1e-5)
+    assert found["ppl"] == pytest.approx(2 ** found["loss"])
+
+
+MODES = [
+    (attention, name)
+    for name in ENCODINGS
+    for attention in ("linear", "softmax")
+    if attention == "softmax" or build_encoding(name, 8, 2, causal=True).serves_linear
+]
+
+
+@pytest.mark.parametrize(("attention", "name"), MODES)
+def test_every_encoding_is_evaluated_at_sixteen_lengths_of_its_training(
+    corpus,
+    attention: str,
+    name: str,
+) -> None:
+    model = model_of(corpus, attention, name)
+    found = scoring.evaluate(model, text_of(model, 300), 2, T, ["paired-128", "blocks-128"])
+    assert [found[p]["tokens"] for p in found] == [2 * T, 300]
+    assert all(math.isfinite(found[p]["loss"]) for p in found)
+
+
+def test_sinusoidal_positions_extend_beyond_the_length_of_training(corpus) -> None:
+    model = build(corpus, ONE_LAYER.replace("--no-token-positional-embeddings", ""))[0].eval()
+    positions = model.decoder.embed_positions
+    assert len(positions.weights) < 128 + 2
+    found = scoring.evaluate(model, text_of(model, 130), 2, T, ["blocks-128"])
+    assert found["blocks-128"]["tokens"] == 130
+    assert len(positions.weights) == 128 + 2
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_the_paired_reading_of_a_model_blind_to_its_context_is_flat(corpus, attention) -> None:
+    model = model_of(corpus, attention, "rope")
+    torch.nn.init.zeros_(model.decoder.layers[0].self_attn.out_proj.weight)
+    text, names = text_of(model, 1000), [f"paired-{n * T}" for n in (1, 2, 16)]
+    found = scoring.evaluate(model, text, 2, T, names)
+    assert len({round(found[name]["loss"], 6) for name in names}) == 1
+    assert [name for name in names if "delta" in found[name]] == names[1:]
+    for name in names[1:]:
+        for key in ("delta", "delta_low", "delta_high"):
+            assert found[name][key] == pytest.approx(0, abs=1e-6)
+
+
+def test_a_difference_is_in_nats_with_an_interval_over_blocks() -> None:
+    bits = torch.tensor([1.0, 3.0, 2.0, 2.0, 6.0, 4.0]).double()
+    found = scoring.differences(bits, 3)
+    assert found["delta"] == pytest.approx(3 * math.log(2))
+    assert found["delta_low"] == pytest.approx(2 * math.log(2))  # three times the least block
+    assert 3 < found["delta_high"] / math.log(2) <= 5
+    assert scoring.differences(bits, 3) == found
+
+
+def test_losses_by_position_are_means_of_bins_with_their_counts() -> None:
+    bits = torch.arange(40).double()
+    found = scoring.by_position(bits, 20)
+    first = [*range(16), *range(20, 36)]
+    last = [16, 17, 18, 19, 36, 37, 38, 39]
+    assert found["loss-16"] == sum(first) / 32
+    assert found["loss-20"] == sum(last) / 8
+    assert (found["tokens-16"], found["tokens-20"]) == (32, 8)
+
+
+# --- the control: attention limited to the length of training ---------------------------------
+
+LIMITED = ("rope", "lrpe-type4", "permuteformer", "alibi", "fox", "gated:lrpe-type2", "lrpe-type8")
+SCORED = ("t5", "cope", "stick-breaking", "kerple-log", "transformer-xl", "shaw", "cape-alibi")
+
+
+@pytest.mark.parametrize(
+    ("attention", "name", "normalizer"),
+    [
+        *(("linear", name, "rotated") for name in LIMITED),
+        *(("linear", "rope", other) for other in ("content", "layernorm")),
+        *(("softmax", name, "rotated") for name in (*LIMITED, *SCORED)),
+    ],
+)
+def test_truncated_attention_of_one_layer_is_that_of_a_window_for_every_token(
+    corpus,
+    attention: str,
+    name: str,
+    normalizer: str,
+) -> None:
+    model = model_of(corpus, attention, name, normalizer)
+    text = text_of(model, 16 * T)
+    last = range(15 * T, 16 * T)
+    each = [Window(max(0, t + 1 - T), t + 1, t) for t in last]
+    expected = by_hand(model, text, each).double().mean().item()
+    found = scoring.evaluate(model, text, 2, T, ["truncated-128", "truncated-8", "paired-8"])
+    assert found["truncated-128"]["loss"] == pytest.approx(expected, abs=2e-5)
+    assert found["truncated-8"]["loss"] == pytest.approx(found["paired-8"]["loss"], abs=2e-5)
+    assert all(m.window is None for m in attentions(model))
+
+
+def attentions(model: torch.nn.Module) -> Iterator[MultiheadAttention]:
+    return (m for m in model.modules() if isinstance(m, MultiheadAttention))
+
+
+def test_a_window_needs_whole_texts() -> None:
+    for attention in ("linear", "softmax"):
+        options = {"attention_type": attention, "position_encoding": "rope", "causal": True}
+        module = MultiheadAttention(16, 2, **options)
+        module.window = 3
+        with pytest.raises(ValueError, match="a window needs causal attention to whole texts"):
+            module.attend(torch.randn(1, 5, 16), keep_state=True)
+
+
+# --- denominators -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["rope", "lrpe-type8", "permuteformer", "fox", "cosformer"])
+def test_denominators_are_the_sums_of_all_scores(name: str) -> None:
+    torch.manual_seed(1)
+    options = {"attention_type": "linear", "position_encoding": name, "causal": True}
+    module = MultiheadAttention(16, 2, **options).eval().double()
+    x = torch.randn(2, 9, 16).double()
+    values = module._project(x)[2]
+    found = module.denominators(x)
+    module.normalizer = "none"
+    numerator = module._linear(x, torch.arange(9), None, None, False)[0]
+    module.normalizer = "rotated"
+    divided = module._linear(x, torch.arange(9), None, None, False)[0]
+    assert found.shape == values.shape[:3]
+    assert torch.allclose(numerator / found.clamp_min(EPS).unsqueeze(-1), divided)
+
+
+def test_the_fraction_of_clamped_denominators_is_counted_by_position(corpus, monkeypatch) -> None:
+    model = model_of(corpus, "linear", "rope")
+
+    def denominators(module: MultiheadAttention, x: Tensor) -> Tensor:
+        first = torch.arange(x.shape[1]) < 20  # the first 20 positions of a block are clamped
+        return torch.where(first, 0.0, 1.0).expand(x.shape[0], 2, -1)
+
+    monkeypatch.setattr(MultiheadAttention, "denominators", denominators)
+    found = scoring.evaluate(model, text_of(model, 128), 2, T, ["positions-64"])["positions-64"]
+    assert found["clamped-16"] == 1
+    assert found["clamped-32"] == 4 / 16
+    assert found["clamped-64"] == 0
+    assert not model.decoder.layers[0].self_attn._forward_pre_hooks
+    softmax = model_of(corpus, "softmax", "rope")
+    found = scoring.evaluate(softmax, text_of(softmax, 128), 2, T, ["positions-64"])
+    assert not any(key.startswith("clamped") for key in found["positions-64"])
+
+
+# --- counts and refusals ----------------------------------------------------------------------
+
+
+def test_an_evaluation_that_lost_tokens_is_refused(corpus, tmp_path, monkeypatch) -> None:
+    model = model_of(corpus, "linear", "none")
+    whole = Protocol.windows
+    monkeypatch.setattr(Protocol, "windows", lambda *given: list(whole(*given))[1:])
+    with pytest.raises(ValueError, match="76 tokens of 100 were scored"):
+        scoring.evaluate(model, text_of(model, 100), 2, T, ["blocks-24"])
+    counts = {"splits": {"test": {"tokens": 1000}}}
+    (tmp_path / "manifest.json").write_text(json.dumps(counts))
+    out = tmp_path / "eval-best-test-lengths.json"
+
+    def run(words: list[str], log: Path) -> None:
+        out.write_text(json.dumps({name: {"loss": 1.0, "tokens": 900} for name in words[6:-2]}))
+
+    given = (tmp_path / "best.pt", tmp_path, "test")
+    for name, expected in (("blocks-64", 1000), ("paired-64", 7 * T)):
+        with pytest.raises(RunFailed, match=f"900 of {expected} tokens were evaluated"):
+            lm.scored(*given, [name], T, tmp_path, run)
+
+
+def test_learned_positions_are_refused_beyond_their_length() -> None:
+    wanted = [Protocol.parse(name) for name in ("blocks-256", "paired-512")]
+    learned = {"decoder-learned-pos": True, "no-token-positional-embeddings": False}
+    with pytest.raises(UserError, match="none beyond the 256 tokens of its training, so it cannot"):
+        lm.require_positions(learned, 256, wanted)
+    lm.require_positions(learned, 512, wanted)
+    lm.require_positions({**learned, "no-token-positional-embeddings": True}, 256, wanted)
+    lm.require_positions({"decoder-learned-pos": False}, 256, wanted)
+
+
+def test_paired_protocols_may_count_other_tokens_than_the_whole_split() -> None:
+    def run(**counts: int) -> dict:
+        measured = {name.replace("_", "-"): {"ppl": 9.0, "tokens": n} for name, n in counts.items()}
+        return a_record(metrics={"test": measured}, protocol=dict.fromkeys(measured, "One."))
+
+    validate(run(blocks_64=1000, tail_64_8=1000, paired_64=64, truncated_64=64))
+    for bad in ({"blocks_64": 1000, "tail_64_8": 999}, {"paired_64": 64, "paired_128": 65}):
+        with pytest.raises(ValueError, match="counts different tokens"):
+            validate(run(**bad))
+
+
+# --- the table and its figure -----------------------------------------------------------------
+
+
+def test_the_lengths_of_the_table_are_multiples_of_its_training() -> None:
+    table = load_table(ROOT / "configs" / "tables" / "extrapolation.yaml")
+    trained = lm.LMRun.yaml(SimpleNamespace(configs="lm", config="extrapolation"))
+    tokens = trained.task.tokens_per_sample
+    assert trained.model.no_token_positional_embeddings
+    paired = [Protocol.parse(c.protocol) for c in table.columns if c.protocol.startswith("paired")]
+    assert {p.length for p in paired} == {n * tokens for n in (1, 2, 4, 8, 16)}
+    for row in table.rows:
+        for option in ("cosformer-length", "fope-length", "deberta-distance"):
+            assert row.overrides.get(option, tokens) in (tokens, 16 * tokens)
+
+
+def test_the_table_has_every_encoding_of_a_text_and_absolute_positions_in_one_row_only() -> None:
+    table = load_table(ROOT / "configs" / "tables" / "extrapolation.yaml")
+    for attention, name in MODES:
+        shown = {canonical_name(row.encoding) for row in table.rows if attention in row.attention}
+        assert name == "ape-tree" or canonical_name(name) in shown  # a text is no tree
+    absolute = "no-token-positional-embeddings"
+    options = {row.label: {**table.options, **row.overrides} for row in table.rows}
+    assert [label for label, own in options.items() if not own[absolute]] == ["Sinusoidal"]
+
+
+def test_the_figure_shows_the_difference_from_the_shortest_context(tmp_path: Path) -> None:
+    table = load_table(ROOT / "configs" / "tables" / "extrapolation.yaml")
+
+    def run(seed: int, more: float) -> dict:
+        metrics = {f"paired-{128 * n}": {"loss": 5 + more * n, "tokens": 9} for n in (1, 2, 16)}
+        metrics["positions-2048"] = {"loss-16": 6.0, "loss-2048": 4.0, "tokens": 99}
+        options = {"no-token-positional-embeddings": True}
+        return make_run(
+            experiment="extrapolation", seed=seed, metrics={"test": metrics}, config=options
+        )
+
+    runs = {f"extrapolation/{seed}.json": run(seed, 0.1 * seed) for seed in (1, 2)}
+    (panel,) = lengths.panels(Sheet(tmp_path, table, Group("small", "wikitext-2", runs)))
+    assert panel.attention == "linear"
+    bits = {128: 0.0, 256: 0.15, 2048: 15 * 0.15}
+    assert dict(panel.paired["NoPE"]) == pytest.approx(
+        {n: b * math.log(2) for n, b in bits.items()}
+    )
+    assert dict(panel.positions["NoPE"]) == pytest.approx(
+        {16: 6 * math.log(2), 2048: 4 * math.log(2)}
+    )
+    lengths.draw(tmp_path / "figure.png", panel)
+    assert (tmp_path / "figure.png").read_bytes()[:4] == b"\x89PNG"
+
+
+# --- the whole, once --------------------------------------------------------------------------
+
+
+@pytest.mark.end_to_end
+def test_a_run_is_evaluated_at_other_lengths_and_again_later(corpus, tmp_path) -> None:
+    data, tokens = tmp_path / "data", corpus.token_count("test")
+    data.mkdir()
+    (data / "bin").symlink_to(corpus.data)
+    about = {"corpus": "toy", "level": "word", "splits": {"test": {"tokens": tokens}}}
+    (data / "manifest.json").write_text(json.dumps(about))
+    tiny = (
+        f"task.tokens_per_sample={T}",
+        "dataset.max_tokens=64",
+        "optimization.max_update=2",
+        "lr_scheduler.lr_period_updates=2",
+        "lr_scheduler.warmup_updates=0",
+        "common.log_interval=1",
+        "model.decoder_layers=1",
+    )
+    first = ("blocks", f"blocks-{T}", "paired-8", "paired-128", "truncated-128", "positions-64")
+    run = LMRun(
+        experiment="trial",
+        label="Type2",
+        config="extrapolation",
+        data=data,
+        attention_type="linear",
+        position_encoding="lrpe-type2",
+        seed=1,
+        scale="small",
+        folder=tmp_path / "work",
+        result=tmp_path / "run.json",
+        overrides=tiny,
+        evaluations=tuple(("test", name) for name in first),
+    )
+    children, events = WarmChildren(), schedule.Events(tmp_path / "events.log")
+    assert schedule.Schedule([run], schedule.shares(1), events, children).run() == 0
+    found = read_run(run.result)["metrics"]["test"]
+    assert list(found) == sorted(first)
+    assert found[f"blocks-{T}"]["loss"] == pytest.approx(found["blocks"]["loss"], abs=1e-4)
+    assert found["paired-128"]["tokens"] == tokens // 128 * T
+    assert "clamped-64" in found["positions-64"]
+
+    more = (*first, "tail-64-64", "blocks-64", "sliding", f"tail-{T}-{T // 2}")
+    later = replace(run, evaluations=tuple(("test", name) for name in more))
+    log = run.log.read_text()
+    assert schedule.Schedule([later], schedule.shares(1), events, children).run() == 0
+    again = read_run(run.result)
+    assert run.log.read_text() == log  # nothing was trained
+    assert set(again["evaluated_later"]) == {f"test.{name}" for name in set(more) - set(first)}
+    found = again["metrics"]["test"]
+    assert found["tail-64-64"]["loss"] == found["blocks-64"]["loss"]
+    assert found["sliding"]["loss"] == pytest.approx(found["tail-8-4"]["loss"], abs=1e-4)
+    assert {
+        m["tokens"] for name, m in found.items() if "-128" not in name and name != "paired-8"
+    } == {tokens}
+
+    checkpoint, out = run.checkpoints / "checkpoint_best.pt", tmp_path / "by-hand.json"
+    names = ["--protocols", "tail-64-64", "paired-128"]
+    assert (
+        eval_lm.main([str(checkpoint), str(data), "--splits", "test", *names, "--out", str(out)])
+        == 0
+    )
+    assert read_run(out)["metrics"]["test"] == {name: found[name] for name in names[1:]}

@@ -1,0 +1,300 @@
+"""What a run is used for: equal methods, columns with their own configuration, evaluations that a
+table asks for after the training."""
+
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lrpe_fairseq.experiments.families import plan
+from lrpe_fairseq.experiments.families.lm import LMRun
+from lrpe_fairseq.experiments.families.translation import TranslationRun
+from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records.checkout import commit
+from lrpe_fairseq.experiments.records.layout import load_table
+from lrpe_fairseq.experiments.records.recipes import cells
+from lrpe_fairseq.experiments.records.runs import Run, read_run, write_run
+from lrpe_fairseq.experiments.report.cells import shared_options
+from lrpe_fairseq.experiments.runner import identity, schedule
+from lrpe_fairseq.experiments.runner.devices import Devices
+from lrpe_fairseq.experiments.runner.processes import Children
+from lrpe_fairseq.experiments.runner.training import TrainingRun
+from tests.test_experiments import a_record
+
+UPDATES, SECONDS = 5, 12.5
+TABLE = """
+title: Lengths
+text: Small models.
+experiments: [lengths]
+scales: {small: configs/lm/wikitext2.yaml}
+baseline: Base
+better: lower
+options: {attention-normalizer: rotated}
+same: [tokens-per-sample]
+columns:
+  - {key: valid, title: valid, attention: linear, split: valid, protocol: blocks, metric: ppl,
+     dataset: wikitext-2-bpe}
+  - {key: long, title: long, attention: linear, split: valid, protocol: blocks-512, metric: ppl,
+     dataset: wikitext-2-bpe}
+  - {key: words, title: words, attention: linear, split: test, protocol: blocks, metric: ppl,
+     dataset: wikitext-103-word, config: configs/lm/wikitext103.yaml}
+rows:
+  - {label: Base, encoding: none, attention: [linear]}
+  - {label: Type2, encoding: lrpe-type2, attention: [linear]}
+  - {label: TMLR-Type2, encoding: lrpe-tmlr-type2, attention: [linear]}
+"""
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Any:
+    """Load TABLE with some text replaced."""
+
+    def loaded(old: str = "", new: str = "") -> Any:
+        path = tmp_path / "lengths.yaml"
+        assert old in TABLE
+        path.write_text(TABLE.replace(old, new))
+        return load_table(path)
+
+    return loaded
+
+
+# --- equal methods ----------------------------------------------------------------------------
+
+
+def test_rows_of_equal_methods_are_trained_once(table) -> None:
+    runs = plan.runs(table(), "small", [1])
+    labels = [(run.label, run.config) for run in runs]
+    both = ("wikitext2", "wikitext103")
+    assert labels == [(label, config) for label in ("Base", "Type2") for config in both]
+
+
+def test_a_run_of_another_name_of_its_method_is_finished(tmp_path: Path) -> None:
+    run = a_run(tmp_path, position_encoding="lrpe-tmlr-type3")
+    config = identity.options(identity.resolved(run.settings()))
+    assert run.differences({**config, "position-encoding": "lrpe-type4"}) == set()
+    other = {**config, "position-encoding": "lrpe-type2"}
+    assert run.differences(other) == {"position-encoding"}
+
+
+# --- columns with their own configuration -----------------------------------------------------
+
+
+def test_a_column_trains_with_its_own_configuration(table) -> None:
+    runs = plan.runs(replace(table(), rows=table().rows[:1]), "small", [1])
+    assert [(run.config, run.data.name) for run in runs] == [
+        ("wikitext2", "wikitext-2-bpe"),
+        ("wikitext103", "wikitext-103-word"),
+    ]
+    assert [run.folder.name for run in runs] == [
+        "small-Base-linear-seed1",
+        "small-Base-linear-wikitext-103-word-seed1",
+    ]
+
+
+def test_a_run_is_evaluated_as_the_columns_that_it_fills_show(table) -> None:
+    small, large = plan.runs(replace(table(), rows=table().rows[:1]), "small", [1])
+    assert small.evaluations == (("valid", "blocks"), ("valid", "blocks-512"))
+    assert large.evaluations == (("test", "blocks"),)
+
+
+def test_a_shared_run_has_the_evaluations_of_both_tables(table) -> None:
+    own = table()
+    first = replace(
+        own,
+        experiments=["lengths", "table2"],
+        columns=[replace(column, dataset="") for column in own.columns[:2]],
+        rows=own.rows[:1],
+    )
+    (run,) = plan.runs(first, "small", [1])
+    assert run.experiment == "table2"
+    assert run.evaluations == (("valid", "blocks"), ("test", "blocks"), ("valid", "blocks-512"))
+
+
+def test_a_table_whose_runs_cannot_be_told_apart_is_refused(table) -> None:
+    with pytest.raises(ValueError, match="column valid needs a dataset, because a column names"):
+        table(
+            "metric: ppl,\n     dataset: wikitext-2-bpe}\n  - {key: long",
+            "metric: ppl}\n  - {key: long",
+        )
+    with pytest.raises(ValueError, match="valid and words have different configs, but nothing"):
+        table("dataset: wikitext-103-word, config", "dataset: wikitext-2-bpe, config")
+
+
+def test_a_column_whose_data_are_not_its_configurations_is_refused(table, monkeypatch) -> None:
+    other = table("dataset: wikitext-103-word", "dataset: wikitext-103-gpt2")
+    plan.runs(other, "small", [1])  # unknown until the data are prepared
+    monkeypatch.setattr(plan.folders, "is_prepared", lambda data: True)
+    monkeypatch.setattr(plan.folders, "dataset_name", lambda data: data.name)
+    with pytest.raises(
+        ValueError, match="trains on wikitext-103-word, but its column has the data"
+    ):
+        plan.runs(other, "small", [1])
+
+
+def test_options_are_shared_within_a_data_set(table) -> None:
+    runs = {
+        f"lengths/{n}.json": a_record(dataset=data, config={"tokens-per-sample": tokens})
+        for n, (data, tokens) in enumerate([("a", 256), ("a", 256), ("b", 512)])
+    }
+    assert shared_options(table(), runs) == {}
+    runs["lengths/2.json"]["config"]["tokens-per-sample"] = 256
+    assert shared_options(table(), runs) == {"tokens-per-sample": 256}
+    runs["lengths/1.json"]["config"]["tokens-per-sample"] = 128
+    with pytest.raises(ValueError, match="differ in tokens-per-sample: 256 and 128"):
+        shared_options(table(), runs)
+
+
+def test_cells_without_a_configuration_keep_their_names(table) -> None:
+    names = [cell.name for cell in cells(table())]
+    assert names[:2] == ["Base-linear", "Base-linear-wikitext-103-word"]
+
+
+# --- evaluations that are missing -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recorded(LMRun):
+    """A run that measures without a model, and counts what it does in ``done``."""
+
+    done: tuple[list[str], ...] = ([],)
+
+    def require_inputs(self) -> None:
+        pass
+
+    def measure(self, children: Children, devices: Devices, lock: int) -> Run:
+        self.done[0].extend(f"{split} {protocol}" for split, protocol in self.evaluations)
+        metrics: Run = {}
+        for split, protocol in self.evaluations:
+            metrics.setdefault(split, {})[protocol] = {"ppl": 7.0, "tokens": 1000}
+        return {"metrics": metrics, "protocol": {p: "Anew." for _, p in self.evaluations}}
+
+    def train(self, children: Children, devices: Devices, lock: int, say: Any) -> None:
+        self.done[0].append("train")
+        save(self)
+
+    def record(self, measured: Run, threads: int) -> Run:
+        return {**a_record(), **measured, "config": trained_as(self), "wall_seconds": 99.0}
+
+
+def a_run(folder: Path, **changes: Any) -> Recorded:
+    given: dict[str, Any] = {
+        "experiment": "trial",
+        "label": "Base",
+        "config": "wikitext2",
+        "data": folder / "data",
+        "attention_type": "linear",
+        "position_encoding": "none",
+        "seed": 1,
+        "scale": "small",
+        "folder": folder / "work",
+        "result": folder / "run.json",
+        "evaluations": (("test", "blocks"), ("valid", "tail-512")),
+        "done": ([],),
+    }
+    return Recorded(**{**given, **changes})
+
+
+def trained_as(run: LMRun) -> Run:
+    return identity.options(identity.resolved(run.settings()))
+
+
+def save(run: LMRun, updates: int = UPDATES, seconds: float = SECONDS) -> None:
+    run.checkpoints.mkdir(parents=True, exist_ok=True)
+    state = {
+        "cfg": json.loads(json.dumps(identity.resolved(run.settings()), default=str)),
+        "optimizer_history": [{"num_updates": updates}],
+        "extra_state": {"previous_training_time": seconds},
+        "model": {"weight": torch.zeros(5)},
+    }
+    for name in (checkpoints.BEST, checkpoints.LAST):
+        torch.save(state, run.checkpoints / name)
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Recorded:
+    """A finished run that lacks an evaluation, with its checkpoints."""
+    run = a_run(tmp_path)
+    save(run)
+    about = {"evaluated_update": UPDATES, "wall_seconds": SECONDS, "commit": "1" * 40}
+    write_run(run.result, a_record(config=trained_as(run), **about))
+    return run
+
+
+def work(run: Recorded) -> tuple[bool, list[str]]:
+    said: list[str] = []
+    return run.work(Children(), Devices(), said.append), said
+
+
+def test_a_missing_evaluation_is_measured_without_training(finished: Recorded) -> None:
+    before = read_run(finished.result)
+    assert not finished.finished()
+    trained, said = work(finished)
+    after = read_run(finished.result)
+    assert (trained, finished.done[0]) == (False, ["valid tail-512"])
+    assert said == ["evaluating valid tail-512; nothing is trained"]
+    assert finished.finished()
+    assert after["metrics"]["test"] == before["metrics"]["test"]
+    assert after["metrics"]["valid"]["tail-512"]["ppl"] == 7.0
+    assert after["protocol"]["blocks"] == before["protocol"]["blocks"]
+    assert after["evaluated_later"] == {"valid.tail-512": commit()}
+    changed = {name for name in after if after[name] != before.get(name)}
+    assert changed == {"metrics", "protocol", "evaluated_later"}
+
+
+@pytest.mark.parametrize("why", ["gone", "another training", "another length"])
+def test_without_its_checkpoint_a_run_is_trained_anew_with_all_its_evaluations(
+    finished: Recorded, why: str
+) -> None:
+    if why == "gone":
+        (finished.checkpoints / checkpoints.BEST).unlink()
+    elif why == "another training":
+        save(finished, seconds=SECONDS + 1)
+    else:
+        save(finished, updates=UPDATES + 1)
+    trained, (said,) = work(replace(finished, evaluations=(("valid", "tail-512"),)))
+    assert trained
+    assert finished.done[0] == ["train", "valid tail-512", "test blocks"]
+    reason = "does not exist" if why == "gone" else "is of another training"
+    assert f"{reason}, so the run is trained anew to evaluate valid tail-512" in said
+
+
+def test_a_run_of_other_settings_is_not_only_evaluated(finished: Recorded) -> None:
+    other = replace(finished, overrides=("model.dropout=0.3",))
+    trained, said = work(other)
+    assert (trained, said) == (True, [])
+    assert other.done[0] == ["train", "test blocks", "valid tail-512"]
+
+
+def test_a_finished_translation_run_is_evaluated_with_the_average_that_it_left(tmp_path) -> None:
+    names = ("checkpoint_1_10.pt", "checkpoint_1_20.pt")
+    run = TranslationRun(**vars_of(a_run(tmp_path)))
+    run.checkpoints.mkdir(parents=True)
+    for updates, name in zip((10, 20), names, strict=True):
+        state = {
+            "cfg": {"model": {}},
+            "optimizer_history": [{"num_updates": updates}],
+            "model": {"weight": torch.full((3,), float(updates))},
+        }
+        torch.save(state, run.checkpoints / name)
+    kept, decoding = run._averaged()
+    assert (kept.name, decoding.average) == (checkpoints.AVERAGED, 2)
+    before = kept.read_bytes()
+    checkpoints.drop_intermediate(run.checkpoints)
+    assert run._averaged() == (kept, run.decoding)
+    assert kept.read_bytes() == before
+
+
+def vars_of(run: LMRun) -> dict[str, Any]:
+    """The fields of a run that all families have."""
+    return {field.name: getattr(run, field.name) for field in fields(TrainingRun)}
+
+
+def test_the_state_of_a_run_that_lacks_an_evaluation_says_so(finished: Recorded) -> None:
+    assert schedule.state(finished) == "pending"  # as far as this folder knows
+    finished.log.write_text('train_inner | {"wps": "1", "num_updates": "1800"}')
+    assert schedule.state(finished) == "trained, to be evaluated"
+    work(finished)
+    assert schedule.state(finished).startswith("done, ")
