@@ -61,12 +61,8 @@ class SyntheticRun(TrainingRun):
             raise ValueError(f"table {table.name} needs a dataset in every column")
         [run] = super().of_cell(table, cell, scale, config, seed)
         rates = table.rates.get(scale) or list(load_config(config).optimization.lr)
-        shown = [(c.split, c.protocol) for c in table.columns if c.dataset == cell.dataset]
-        run = replace(
-            run,
-            data=ROOT / "data" / cell.dataset,
-            evaluations=tuple(dict.fromkeys([VALID, *shown])),
-        )
+        evaluations = (VALID, *run.evaluations)
+        run = replace(run, data=ROOT / "data" / cell.dataset, evaluations=evaluations)
         return [run._at(table.name, f"{scale}-{cell.name}", lr) for lr in rates]
 
     def _at(self, table: str, cell: str, lr: float) -> "SyntheticRun":
