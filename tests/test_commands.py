@@ -13,6 +13,7 @@ from lrpe_fairseq.experiments.records.files import ROOT
 COMMANDS = ROOT / "lrpe_fairseq" / "experiments" / "commands"
 NO_INPUT = {"doctor", "quickstart"}  # they take no arguments
 BAD = {  # command -> arguments, with {absent} for a path that does not exist
+    "eval_classifier": "{absent}/a.pt {absent}",
     "eval_glue": "{absent}/a.pt {absent}/RTE --out {absent}/o.json",
     "eval_lm": "{absent}/a.pt {absent}",
     "eval_mt": "{absent}/a.pt {absent}",
@@ -23,10 +24,14 @@ BAD = {  # command -> arguments, with {absent} for a path that does not exist
 }
 BAD_DATA = {  # folder of data-prep -> arguments, with {other} for the data of another corpus
     "algebraic": "--task copy --dest {other}",
+    "digits": "--dest {other}",
     "glue": "RTE --dest {absent} --tokens-of {absent}",
+    "listops": "--dest {other}",
+    "mnist5k": "--dest {other}",
     "multi30k": "--dest {other}",
     "newstest": "--dest {other}",
     "pydoc": "--dest {other}",
+    "sst2-bytes": "--dest {other}",
     "synthetic": "--task copy --dest {other}",
     "wikitext": "wikitext-2 --level word --dest {other}",
     "wmt14-en-de": "--dest {other}",
