@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from fairseq.data import Dictionary, FairseqDataset, data_utils
+from fairseq.data import Dictionary, data_utils
 from fairseq.dataclass import FairseqDataclass
 from fairseq.tasks import FairseqTask, register_task
 from omegaconf import II
 from torch import Tensor
 
 from lrpe_fairseq.errors import refuse
+from lrpe_fairseq.tasks.datasets import SizedDataset
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ def _check_classes(path: Path, classes: int) -> None:
         refuse(f"{path} lists {len(found)} classes: set --num-classes {len(found)}, not {classes}")
 
 
-class ClassificationDataset(FairseqDataset):
+class ClassificationDataset(SizedDataset):
     """Examples of one split: one or two inputs and a class.
 
     Args:
@@ -188,23 +189,8 @@ class ClassificationDataset(FairseqDataset):
         self.sizes = len(inputs) * np.minimum(lengths, longest).max(0)
         """Tokens of an example where a model pads both inputs to the longer one."""
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
     def __getitem__(self, index: int) -> dict:
         return {"id": index, "inputs": [part[index][: self.longest] for part in self.inputs]}
-
-    def num_tokens(self, index: int) -> int:
-        """Return the tokens of an example, for ``--max-tokens``."""
-        return int(self.sizes[index])
-
-    def num_tokens_vec(self, indices: np.ndarray) -> np.ndarray:
-        """Return the tokens of examples, for ``--max-tokens``."""
-        return self.sizes[indices]
-
-    def size(self, index: int) -> int:
-        """Return the tokens of an example."""
-        return int(self.sizes[index])
 
     def set_epoch(self, epoch: int) -> None:
         """Called by fairseq before the batches of an epoch are made."""

@@ -14,7 +14,7 @@ from typing import Any, Optional
 import numpy as np
 import torch
 from fairseq import utils
-from fairseq.data import Dictionary, FairseqDataset, data_utils
+from fairseq.data import Dictionary, data_utils
 from fairseq.dataclass import FairseqDataclass
 from fairseq.logging import metrics
 from fairseq.models import FairseqLanguageModel
@@ -23,6 +23,7 @@ from omegaconf import II
 from torch import Tensor, nn
 
 from lrpe_fairseq.errors import refuse
+from lrpe_fairseq.tasks.datasets import SizedDataset
 
 NAME = "lrpe_synthetic"
 LONGEST = 16384
@@ -138,7 +139,7 @@ class LRPESyntheticTask(FairseqTask):
             metrics.log_scalar_sum("answers", answers)
 
 
-class SyntheticDataset(FairseqDataset):
+class SyntheticDataset(SizedDataset):
     """Sequences and their targets, in the order of the file.
 
     Samples are random already; sorting them by length would make batches of one length.
@@ -149,23 +150,8 @@ class SyntheticDataset(FairseqDataset):
         self.inputs, self.targets, self.pad = inputs, targets, pad
         self.sizes = np.asarray(inputs.sizes)
 
-    def __len__(self) -> int:
-        return len(self.sizes)
-
     def __getitem__(self, index: int) -> dict:
         return {"id": index, "input": self.inputs[index], "target": self.targets[index]}
-
-    def num_tokens(self, index: int) -> int:
-        """Return the number of tokens of a sample."""
-        return int(self.sizes[index])
-
-    def num_tokens_vec(self, indices: np.ndarray) -> np.ndarray:
-        """Return the numbers of tokens of several samples."""
-        return self.sizes[indices]
-
-    def size(self, index: int) -> int:
-        """Return the length of a sample, for fairseq's filter."""
-        return int(self.sizes[index])
 
     def collater(self, samples: list[dict]) -> dict:
         """Return a batch padded on the right: tokens and targets (B, T); {} for no samples.

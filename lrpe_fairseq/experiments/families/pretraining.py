@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from lrpe_fairseq.experiments.records import checkpoints, fairseq_log
-from lrpe_fairseq.experiments.records.files import relative
+from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.runner import validation
 from lrpe_fairseq.experiments.runner.devices import Devices
-from lrpe_fairseq.experiments.runner.launch import BIN
-from lrpe_fairseq.experiments.runner.processes import Children, RunFailed, run_child
+from lrpe_fairseq.experiments.runner.processes import Children
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 MASKED = "masked"
@@ -36,28 +35,19 @@ class PretrainingRun(TrainingRun):
 
     def validation_command(self, split: str) -> list[str]:
         """Return fairseq-validate of the best checkpoint on one split, with the shared masks."""
-        return [
-            str(BIN / "fairseq-validate"),
-            relative(self.data / "bin"),
-            *("--user-dir", "lrpe_fairseq"),
-            *("--task", "masked_lm"),
-            *("--path", relative(self.checkpoints / checkpoints.BEST)),
-            *("--valid-subset", split),
+        return validation.command(
+            self,
+            self.task,
+            split,
             *("--max-tokens", str(self.settings().dataset.max_tokens)),
             *("--required-batch-size-multiple", "1"),
             *("--model-overrides", f"{{'seed': {MASK_SEED}}}"),
-            *("--num-workers", "0"),
-            *("--log-format", "json"),
-        ]
+        )
 
     def measure(self, children: Children, devices: Devices, lock: int) -> Run:
         """Return loss and perplexity of every split of ``evaluations``."""
-        metrics: Run = {}
-        for split, protocol in self.evaluations:
-            log = self.folder / f"eval-{split}-{protocol}.log"
-            log.unlink(missing_ok=True)
-            run_child(children, self.validation_command(split), log, devices, lock)
-            metrics.setdefault(split, {})[protocol] = read_validation(log, split)
+        process = children, devices, lock
+        metrics = validation.measure(self, self.validation_command, read_validation, *process)
         return {"metrics": metrics, "protocol": PROTOCOL}
 
 
@@ -66,8 +56,4 @@ def read_validation(log: Path, split: str) -> dict[str, float]:
 
     Raises: RunFailed if the output has none.
     """
-    try:
-        loss = fairseq_log.parse_validation(log.read_text(encoding="utf-8"), split)["loss"]
-    except ValueError as error:
-        raise RunFailed(f"{error} ({log})") from None
-    return fairseq_log.scored(loss)
+    return fairseq_log.scored(validation.parse(log, split)["loss"])

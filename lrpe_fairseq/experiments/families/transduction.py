@@ -12,15 +12,15 @@ from typing import ClassVar
 from lrpe_fairseq.experiments.data import transduction as data
 from lrpe_fairseq.experiments.data.trees import ORDERS
 from lrpe_fairseq.experiments.families.encoder_decoder import EncoderDecoderRun
-from lrpe_fairseq.experiments.records import checkpoints, fairseq_log
+from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.fairseq_log import Curve
-from lrpe_fairseq.experiments.records.files import ROOT, relative
+from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.layout import Table
 from lrpe_fairseq.experiments.records.recipes import Cell
 from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.runner import validation
 from lrpe_fairseq.experiments.runner.devices import Devices
-from lrpe_fairseq.experiments.runner.launch import BIN
-from lrpe_fairseq.experiments.runner.processes import Children, RunFailed, run_child
+from lrpe_fairseq.experiments.runner.processes import Children, RunFailed
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 TASK = "lrpe_transduction"
@@ -89,26 +89,13 @@ class TransductionRun(EncoderDecoderRun):
 
     def validation_command(self, split: str) -> list[str]:
         """Return fairseq-validate of the best checkpoint on one split."""
-        return [
-            str(BIN / "fairseq-validate"),
-            relative(self.data / "bin"),
-            *("--user-dir", "lrpe_fairseq"),
-            *("--task", TASK),
-            *("--path", relative(self.checkpoints / checkpoints.BEST)),
-            *("--valid-subset", split),
-            *("--batch-size", str(self.settings().dataset.batch_size)),
-            *("--num-workers", "0"),
-            *("--log-format", "json"),
-        ]
+        size = str(self.settings().dataset.batch_size)
+        return validation.command(self, TASK, split, "--batch-size", size)
 
     def measure(self, children: Children, devices: Devices, lock: int) -> Run:
         """Return :data:`METRICS` of every split of ``evaluations``."""
-        metrics: Run = {}
-        for split, protocol in self.evaluations:
-            log = self.folder / f"eval-{split}-{protocol}.log"
-            log.unlink(missing_ok=True)
-            run_child(children, self.validation_command(split), log, devices, lock)
-            metrics.setdefault(split, {})[protocol] = read_validation(log, split)
+        process = children, devices, lock
+        metrics = validation.measure(self, self.validation_command, read_validation, *process)
         return {"metrics": metrics, "protocol": PROTOCOL}
 
 
@@ -122,10 +109,7 @@ def read_validation(log: Path, split: str) -> dict[str, float]:
 
     Raises: RunFailed if one of them is missing.
     """
-    try:
-        found = fairseq_log.parse_validation(log.read_text(encoding="utf-8"), split)
-    except ValueError as error:
-        raise RunFailed(f"{error} ({log})") from None
+    found = validation.parse(log, split)
     if missing := [name for name in METRICS.values() if name not in found]:
         raise RunFailed(f"fairseq-validate printed no {missing[0]} for {split} ({log})")
     measured = {name: found[printed] for name, printed in METRICS.items()}
