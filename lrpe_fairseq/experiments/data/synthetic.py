@@ -61,7 +61,7 @@ class Scale:
 SCALES = {
     "small": Scale(
         {"train": 64_000, "valid": 512, "test": 256},
-        {"copy": 32, "reverse": 32, "mqar": 64, "mqrar": 64, "flip-flop": 128, "counting": 32},
+        {"copy": 16, "reverse": 16, "mqar": 64, "mqrar": 64, "flip-flop": 128, "counting": 32},
         symbols=20,
         keys=32,
         most=10,

@@ -12,14 +12,14 @@ from typing import ClassVar
 
 from lrpe_fairseq.experiments.data import synthetic
 from lrpe_fairseq.experiments.data.folders import manifest
-from lrpe_fairseq.experiments.records import checkpoints, fairseq_log
+from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED, Curve
-from lrpe_fairseq.experiments.records.files import ROOT, load_config, relative
+from lrpe_fairseq.experiments.records.files import ROOT, load_config
 from lrpe_fairseq.experiments.records.layout import Table
 from lrpe_fairseq.experiments.records.recipes import Cell
 from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.runner import validation
 from lrpe_fairseq.experiments.runner.devices import Devices
-from lrpe_fairseq.experiments.runner.launch import BIN
 from lrpe_fairseq.experiments.runner.processes import Children, RunFailed, run_child
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
@@ -30,6 +30,7 @@ PROTOCOL = (
     "is the fraction of sequences without a wrong scored token, token_accuracy that of the scored "
     "tokens; loss is in bits per scored token."
 )
+TASK = "lrpe_synthetic"
 MAX_TOKENS = 4096  # tokens per batch of an evaluation
 
 
@@ -91,17 +92,8 @@ class SyntheticRun(TrainingRun):
 
     def evaluation_command(self, splits: list[str]) -> list[str]:
         """Return the fairseq-validate command for these splits."""
-        return [
-            str(BIN / "fairseq-validate"),
-            relative(self.data / "bin"),
-            *("--user-dir", "lrpe_fairseq"),
-            *("--task", "lrpe_synthetic"),
-            *("--path", relative(self.checkpoints / checkpoints.BEST)),
-            *("--valid-subset", ",".join(splits)),
-            *("--max-tokens", str(MAX_TOKENS)),
-            *("--num-workers", "0"),
-            *("--log-format", "json"),
-        ]
+        size = str(MAX_TOKENS)
+        return validation.command(self, TASK, ",".join(splits), "--max-tokens", size)
 
 
 def read_accuracy(log: str, data: Path, split: str) -> dict[str, float]:
