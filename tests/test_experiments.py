@@ -587,7 +587,9 @@ def run_fakes(monkeypatch, root, jobs, **options):
     monkeypatch.setattr(run_table, "ROOT", root)
     monkeypatch.setattr(run_table.tables, "main", lambda arguments: 0)
     given = {"table": "table2", "scale": "small", "seeds": 1, "jobs": 2, "gpus": None}
-    options = argparse.Namespace(**given, **{"rows": None, "attention": None, **options})
+    options = argparse.Namespace(
+        **given, **{"rows": None, "attention": None, "datasets": None, **options}
+    )
     return run_table._run_here(jobs, options, time.monotonic() - 100)
 
 

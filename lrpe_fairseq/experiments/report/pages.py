@@ -205,7 +205,7 @@ def _budget(sheet: Sheet) -> list[str]:
 def _grids(sheet: Sheet, attention: str) -> list[str]:
     """Return the columns of an attention type with runs, in tables of at most WIDEST columns."""
     columns = [c for c in sheet.table.columns if c.attention == attention and sheet.run(c)]
-    rows = [row for row in sheet.table.rows if any(map(row.has, columns))]
+    rows = [row for row in sheet.table.rows if attention in row.attention]
     first = _first_columns(sheet, rows)
     parts = [f"{attention.capitalize()} attention:\n"] if columns else []
     for chosen in _split(sheet, columns, WIDEST - len(first)):
