@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -413,24 +413,23 @@ def test_the_figure_shows_the_difference_from_the_shortest_context(tmp_path: Pat
 # --- the whole, once --------------------------------------------------------------------------
 
 
-@pytest.mark.end_to_end
-def test_a_run_is_evaluated_at_other_lengths_and_again_later(corpus, tmp_path) -> None:
-    data, tokens = tmp_path / "data", corpus.token_count("test")
+FIRST = ("blocks", f"blocks-{T}", "paired-8", "paired-128", "truncated-128", "positions-64")
+MORE = ("tail-64-64", "blocks-64", "sliding", f"tail-{T}-{T // 2}")
+
+
+def of_test(names: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    return tuple(("test", name) for name in names)
+
+
+def tiny_run(corpus: Corpus, folder: Path) -> LMRun:
+    """A run of two updates on the tiny corpus, with the evaluations FIRST."""
+    data = folder / "data"
     data.mkdir()
     (data / "bin").symlink_to(corpus.data)
-    about = {"corpus": "toy", "level": "word", "splits": {"test": {"tokens": tokens}}}
+    splits = {"test": {"tokens": corpus.token_count("test")}}
+    about = {"corpus": "toy", "level": "word", "splits": splits}
     (data / "manifest.json").write_text(json.dumps(about))
-    tiny = (
-        f"task.tokens_per_sample={T}",
-        "dataset.max_tokens=64",
-        "optimization.max_update=2",
-        "lr_scheduler.lr_period_updates=2",
-        "lr_scheduler.warmup_updates=0",
-        "common.log_interval=1",
-        "model.decoder_layers=1",
-    )
-    first = ("blocks", f"blocks-{T}", "paired-8", "paired-128", "truncated-128", "positions-64")
-    run = LMRun(
+    return LMRun(
         experiment="trial",
         label="Type2",
         config="extrapolation",
@@ -439,37 +438,46 @@ def test_a_run_is_evaluated_at_other_lengths_and_again_later(corpus, tmp_path) -
         position_encoding="lrpe-type2",
         seed=1,
         scale="small",
-        folder=tmp_path / "work",
-        result=tmp_path / "run.json",
-        overrides=tiny,
-        evaluations=tuple(("test", name) for name in first),
+        folder=folder / "work",
+        result=folder / "run.json",
+        overrides=(
+            f"task.tokens_per_sample={T}",
+            "dataset.max_tokens=64",
+            "optimization.max_update=2",
+            "lr_scheduler.lr_period_updates=2",
+            "lr_scheduler.warmup_updates=0",
+            "common.log_interval=1",
+            "model.decoder_layers=1",
+        ),
+        evaluations=of_test(FIRST),
     )
+
+
+@pytest.mark.end_to_end
+def test_a_run_is_evaluated_at_other_lengths_and_again_later(corpus, tmp_path) -> None:
+    run, tokens = tiny_run(corpus, tmp_path), corpus.token_count("test")
     children, events = WarmChildren(), schedule.Events(tmp_path / "events.log")
     assert schedule.Schedule([run], schedule.shares(1), events, children).run() == 0
     found = read_run(run.result)["metrics"]["test"]
-    assert list(found) == sorted(first)
+    assert list(found) == sorted(FIRST)
     assert found[f"blocks-{T}"]["loss"] == pytest.approx(found["blocks"]["loss"], abs=1e-4)
     assert found["paired-128"]["tokens"] == tokens // 128 * T
     assert "clamped-64" in found["positions-64"]
 
-    more = (*first, "tail-64-64", "blocks-64", "sliding", f"tail-{T}-{T // 2}")
-    later = replace(run, evaluations=tuple(("test", name) for name in more))
+    later = replace(run, evaluations=of_test((*FIRST, *MORE)))
     log = run.log.read_text()
     assert schedule.Schedule([later], schedule.shares(1), events, children).run() == 0
     again = read_run(run.result)
     assert run.log.read_text() == log  # nothing was trained
-    assert set(again["evaluated_later"]) == {f"test.{name}" for name in set(more) - set(first)}
+    assert set(again["evaluated_later"]) == {f"test.{name}" for name in MORE}
     found = again["metrics"]["test"]
     assert found["tail-64-64"]["loss"] == found["blocks-64"]["loss"]
     assert found["sliding"]["loss"] == pytest.approx(found["tail-8-4"]["loss"], abs=1e-4)
-    assert {
-        m["tokens"] for name, m in found.items() if "-128" not in name and name != "paired-8"
-    } == {tokens}
+    whole = {name for name in found if "-128" not in name and name != "paired-8"}
+    assert {found[name]["tokens"] for name in whole} == {tokens}
 
     checkpoint, out = run.checkpoints / "checkpoint_best.pt", tmp_path / "by-hand.json"
     names = ["--protocols", "tail-64-64", "paired-128"]
-    assert (
-        eval_lm.main([str(checkpoint), str(data), "--splits", "test", *names, "--out", str(out)])
-        == 0
-    )
+    words = [str(checkpoint), str(run.data), "--splits", "test", *names, "--out", str(out)]
+    assert eval_lm.main(words) == 0
     assert read_run(out)["metrics"]["test"] == {name: found[name] for name in names[1:]}

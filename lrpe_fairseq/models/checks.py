@@ -148,13 +148,7 @@ PROBABILITIES = (
 
 def check_probabilities(options: Any) -> None:
     """A probability of dropout is at least 0 and less than 1."""
-    for name in (
-        "dropout",
-        "attention_dropout",
-        "activation_dropout",
-        "pooler_dropout",
-        "drop_path",
-    ):
+    for name in PROBABILITIES:
         value = float(getattr(options, name, 0) or 0)
         if not 0 <= value < 1:
             option = name.replace("_", "-")

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lrpe_fairseq.encodings import options_of_encodings
+from lrpe_fairseq.experiments.records.layout import HALVES, PARTS
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
-HALVES = ("encoder", "decoder")
-PARTS = (*HALVES, "cross")
-"""Self-attention of encoder and decoder, and cross-attention."""
 CROSS = "model.cross.position_encoding"
 OF_PARTS = (
     "attention-normalizer",

@@ -19,6 +19,9 @@ from lrpe_fairseq.experiments.records import notes
 
 Options = dict[str, Any]
 ATTENTION = ("linear", "softmax")
+HALVES = ("encoder", "decoder")
+PARTS = (*HALVES, "cross")
+"""The attention of an encoder-decoder model: self-attention of both, and cross-attention."""
 COMPARE = ("rows", "columns")
 SELECTION = {"split", "protocol", "metric"}
 

@@ -8,13 +8,11 @@ from typing import Any
 
 from lrpe_fairseq.encodings import canonical_name
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
-from lrpe_fairseq.experiments.records.layout import Column, Row, Table
+from lrpe_fairseq.experiments.records.layout import HALVES, PARTS, Column, Row, Table
 from lrpe_fairseq.experiments.records.runs import Run, plain
 
 Runs = dict[str, Run]  # by path relative to results/runs
 Scores = dict[int, float]  # by seed
-HALVES = ("encoder", "decoder")
-PARTS = (*HALVES, "cross")
 ABSENT = object()
 
 
