@@ -13,6 +13,7 @@ are allowed, and none of them can run code.
 
 import argparse
 import ast
+import atexit
 import functools
 import importlib.util
 import inspect
@@ -277,6 +278,16 @@ def measure_training_time_monotonically() -> None:
         trainer.time = SimpleNamespace(time=time.monotonic)
 
 
+def leave_the_process_group() -> None:
+    """Leave the process group before Python ends, when processes communicate through gloo.
+
+    Break: ``fairseq-train`` never calls ``destroy_process_group``. The threads of gloo then release
+    tensors while the interpreter is torn down, and a training that has finished often aborts with
+    "terminate called without an active exception" and a non-zero status.
+    """
+    atexit.register(_destroy_gloo_group)
+
+
 FIXES: tuple[Callable[[], None], ...] = (
     restore_numpy_names,
     allow_checkpoint_globals,
@@ -290,6 +301,7 @@ FIXES: tuple[Callable[[], None], ...] = (
     copy_buffers_to_the_average,
     refuse_unsafe_archives,
     measure_training_time_monotonically,
+    leave_the_process_group,
 )
 
 
@@ -490,6 +502,14 @@ def _restore_average(
 
 
 # ---- how the fixes test and patch ----
+
+
+def _destroy_gloo_group() -> None:
+    """Destroy the process group of this process, if it has one that uses gloo."""
+    distributed = torch.distributed
+    grouped = distributed.is_available() and distributed.is_initialized()
+    if grouped and distributed.get_backend() == "gloo":
+        distributed.destroy_process_group()
 
 
 def _loads(sample: object) -> bool:

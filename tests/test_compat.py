@@ -783,3 +783,19 @@ def test_a_batching_that_keeps_every_sample_is_left_alone(
     monkeypatch.setattr(data_utils, "batch_by_size", whole)
     compat.keep_the_last_batch()
     assert data_utils.batch_by_size is whole
+
+
+RANK = """
+import atexit, sys
+import torch.distributed as dist
+atexit.register(lambda: print("initialized" if dist.is_initialized() else "left"))  # runs last
+from lrpe_fairseq import compat
+compat.leave_the_process_group()
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+"""
+
+
+def test_a_rank_over_gloo_leaves_its_process_group_when_it_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RANK, str(tmp_path / "store")]
+    ended = subprocess.run(command, env=_environment(), capture_output=True, text=True)
+    assert ended.stdout.splitlines()[-1:] == ["left"], ended.stderr
