@@ -63,6 +63,8 @@ class LRPERobertaConfig(AttentionOptions, FairseqDataclass):
     quant_noise_pq: float = _option(0.0, "quantization noise on weights")
     quant_noise_pq_block_size: int = _option(8, "block size of quantization noise")
     quant_noise_scalar: float = _option(0.0, "scalar quantization noise")
+    mha_reg_scale_factor: float = _option(0.0, "scale of the penalty on heads (AdaPrune)")
+    ffn_reg_scale_factor: float = _option(0.0, "scale of the penalty on neurons (AdaPrune)")
     checkpoint_activations: bool = _option(False, "recompute activations in the backward pass")
     offload_activations: bool = _option(False, "checkpoint activations and store them on the CPU")
     min_params_to_wrap: int = _option(DEFAULT_MIN_PARAMS_TO_WRAP, "smallest layer to shard")
@@ -101,10 +103,14 @@ class LRPERobertaModel(BooleanFlags, RetainedDropout, RobertaModel):
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "LRPERobertaModel":
-        """Build from a configuration. ``max_positions`` defaults to that of the task."""
+        """Build from a configuration.
+
+        ``max_positions`` defaults to that of the task, or 512 where the task has none, as in
+        fairseq's RoBERTa.
+        """
         refuse_unrelated_processes()
         if args.max_positions is None:
-            args.max_positions = task.max_positions()
+            args.max_positions = task.max_positions() or 512
         options = OmegaConf.create(dict(args)) if OmegaConf.is_config(args) else args
         with one_sentence_errors():
             check_sizes({"--encoder-layers": options.encoder_layers})
