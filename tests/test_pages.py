@@ -114,9 +114,14 @@ def check_fairseq(name: str, words: list[str]) -> None:
         assert (ROOT / folder.replace("$PWD", str(ROOT)) / f"{config}.yaml").is_file()
     elif name == "fairseq-train":
         args = options.parse_args_and_arch(options.get_training_parser(), words)
-        assert args.position_encoding
+        assert [name for name in vars(args) if name.endswith("position_encoding")]
     elif name == "fairseq-eval-lm":
         options.parse_args_and_arch(options.get_eval_lm_parser(), words)
+    elif name in ("fairseq-generate", "fairseq-interactive"):
+        parser = options.get_generation_parser(interactive=name.endswith("interactive"))
+        options.parse_args_and_arch(parser, words)
+    elif name == "fairseq-validate":
+        options.parse_args_and_arch(options.get_validation_parser(), words)
     elif name == "fairseq-preprocess":
         options.get_preprocessing_parser().parse_args(words)
     else:
@@ -150,6 +155,7 @@ ARCHS = {
     "masked_lm": "lrpe_roberta",
     "translation": "lrpe_transformer",
     "lrpe_classification": "lrpe_classifier",
+    "lrpe_transduction": "lrpe_transformer",
 }
 
 

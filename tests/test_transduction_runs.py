@@ -35,6 +35,8 @@ options: {node-positions: false, no-token-positional-embeddings: false, ape-init
 columns:
   - {key: rotate, title: rotate, attention: softmax, dataset: tree-rotate-depth, split: test,
      protocol: teacher, metric: ppl}
+  - {key: decoded, title: decoded, attention: softmax, dataset: tree-rotate-depth, split: test,
+     protocol: generate, metric: exact_match}
   - {key: reverse, title: reverse, attention: softmax, dataset: reverse, split: test,
      protocol: teacher, metric: ppl}
 rows:
@@ -83,7 +85,9 @@ def test_a_cell_names_its_data_set_and_sets_both_halves(runs) -> None:
     other = runs["small-reverse-Sinusoidal-softmax-seed3"]
     assert other.settings().task.scored_tokens == "inner"
     assert other.result.name == "small-reverse-Sinusoidal-softmax-seed3.json"
-    assert run.evaluations == (("valid", "teacher"), ("test", "teacher"))
+    always = (("valid", "teacher"), ("test", "teacher"))
+    assert run.evaluations == (*always, ("test", "generate"))
+    assert other.evaluations == always
 
 
 def test_every_task_and_scale_has_a_data_folder_and_a_script() -> None:
@@ -124,9 +128,11 @@ def test_a_log_without_a_metric_is_refused_and_one_that_is_not_finite_diverged(t
     log.write_text('INFO | test | {"epoch": 1, "test_teacher_ppl": "2.5"}')
     with pytest.raises(RunFailed, match="printed no ppl_published for test"):
         transduction.read_validation(log, "test")
-    values = ", ".join(f'"test_{name}": "nan"' for name in METRICS.values())
+    values = ", ".join(f'"test_{name}": "nan"' for name in METRICS["teacher"].values())
     log.write_text(f"INFO | test | {{{values}}}")
     assert transduction.read_validation(log, "test") == {"diverged": 1}
+    with pytest.raises(RunFailed, match="printed no decoded_token_accuracy for test"):
+        transduction.read_validation(log, "test", "generate")
 
 
 def test_a_run_trains_and_is_measured_from_data_to_run_file(runs, tmp_path: Path) -> None:
@@ -143,9 +149,15 @@ def test_a_run_trains_and_is_measured_from_data_to_run_file(runs, tmp_path: Path
     found = read_run(run.result)
     for split in ("valid", "test"):
         measured = found["metrics"][split]["teacher"]
-        assert set(measured) == set(METRICS)
+        assert set(measured) == set(METRICS["teacher"])
         assert 1 < measured["ppl_published"] <= measured["ppl"] < 30
         assert 0 <= measured["exact_match"] <= measured["token_accuracy"] <= 1
+    decoded = found["metrics"]["test"]["generate"]
+    assert set(decoded) == set(METRICS["generate"])
+    assert decoded["samples"] == 64
+    assert 0 <= decoded["exact_match"] <= decoded["token_accuracy"] <= 1
+    assert set(found["protocol"]) == {"teacher", "generate"}
+    assert "generate" not in found["metrics"]["valid"]
     assert found["curve"][-1]["updates"] == 8
     best = min(point["valid_teacher_ppl"] for point in found["curve"])
     assert best == pytest.approx(found["metrics"]["valid"]["teacher"]["ppl"], rel=1e-3)

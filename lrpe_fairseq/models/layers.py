@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.multihead import MultiheadAttention
+from lrpe_fairseq.models import node_positions
 from lrpe_fairseq.models.checks import is_stock_cross
 from lrpe_fairseq.models.inference import name_dropout
 from lrpe_fairseq.models.options import build_attention, build_cross_attention
@@ -96,6 +97,11 @@ class Encoder(TransformerEncoderBase):
         encoded = super().forward(*rest, **keywords)
         return {**encoded, "positions": [] if positions is None else [positions]}
 
+    def forward_torchscript(self, net_input: dict) -> dict:
+        """Called by fairseq in generation: encode a batch, at its positions if it has them."""
+        given = {k: v for k, v in net_input.items() if k in ("src_tokens", "src_lengths")}
+        return self.forward(**given, positions=net_input.get("src_positions"))
+
     def reorder_encoder_out(self, encoder_out: dict, new_order: Tensor) -> dict:
         """Called by fairseq in beam search: select the rows ``new_order`` (B',)."""
         found = super().reorder_encoder_out(encoder_out, new_order)
@@ -106,10 +112,12 @@ class Encoder(TransformerEncoderBase):
 class Decoder(TransformerDecoderBase):
     """fairseq's decoder with our layers and without a T x T mask.
 
-    ``options``: an ``AttentionOptions``.
+    ``options``: an ``AttentionOptions``. ``nodes``: the rule of the positions in incremental
+    decoding, which a task sets, or None to count tokens.
     """
 
     has_positions = False
+    nodes: node_positions.NodeRule | None = None
 
     def __init__(
         self, cfg: Any, dictionary: Any, embed_tokens: nn.Module, options: Any, **keywords: Any
@@ -137,16 +145,23 @@ class Decoder(TransformerDecoderBase):
         """Decode as fairseq does.
 
         positions: int64 (B, T) of self- and cross-attention, such as codes of tree nodes. None
-            counts tokens. Positions of the source are those of ``encoder_out``.
+            counts tokens. Positions of the source are those of ``encoder_out``, and those of an
+            incremental state follow from ``nodes``.
         Raises: ValueError for positions with an incremental state.
         """
         if positions is not None and incremental_state is not None:
             raise ValueError("explicit positions are not supported in incremental decoding")
+        if self.nodes is not None and incremental_state is not None:
+            positions = self.nodes.following(prev_output_tokens, incremental_state)
         of_source = (encoder_out or {}).get("positions", [])
         set_positions(self, positions, of_source[0] if of_source else None)
         return super().forward(
             prev_output_tokens, encoder_out, incremental_state, *rest, **keywords
         )
+
+    def reorder_incremental_state(self, incremental_state: dict, new_order: Tensor) -> None:
+        """Called by fairseq in beam search: continue from the rows ``new_order`` (B',)."""
+        node_positions.reorder(incremental_state, new_order)
 
     def extract_features(
         self, *rest: Any, full_context_alignment: bool = False, **keywords: Any

@@ -1,8 +1,7 @@
-"""``lrpe_transduction``: fairseq's ``translation`` with positions of tree nodes and teacher-forced
-metrics, for the data of data-prep/algebraic.
+"""``lrpe_transduction``: fairseq's ``translation`` with positions of tree nodes and metrics of the
+synthetic tasks, for the data of data-prep/algebraic.
 
-Generation is fairseq's own. It does not support positions of nodes, because that of the next node
-depends on the tokens that are not generated yet.
+Generation is fairseq's own. The positions of generated nodes follow from the tokens before them.
 """
 
 import math
@@ -14,12 +13,14 @@ import torch
 from fairseq import utils
 from fairseq.data import BaseWrapperDataset, data_utils
 from fairseq.dataclass import ChoiceEnum
+from fairseq.dataclass.configs import GenerationConfig
 from fairseq.logging import metrics
 from fairseq.tasks import register_task
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from torch import Tensor
 
 from lrpe_fairseq.errors import ChoiceError, refuse
+from lrpe_fairseq.models.node_positions import NodeRule, rule_of
 from lrpe_fairseq.models.options import one_sentence_errors
 from lrpe_fairseq.models.translation import LRPETransformer
 
@@ -27,6 +28,10 @@ NAME = "lrpe_transduction"
 PUBLISHED_BATCH = 32
 """Rows of the validation batches of the published code, in the order of the file."""
 SCORED = ("all", "no-end", "inner")
+RULE_SPLITS = ("valid", "test", "train")
+"""Splits whose stored codes show the order of the nodes; the first one that exists is read."""
+DECODED = ("samples", "tokens", "correct", "exact")
+"""Sums of decoded samples in the log of a batch, as ``_decoded_samples``."""
 
 
 @dataclass
@@ -47,6 +52,13 @@ class TransductionConfig(TranslationConfig):
             "token (repeat and reverse of the paper)"
         },
     )
+    decode_samples: int = field(
+        default=0,
+        metadata={
+            "help": "validation also decodes the first N samples of a split greedily, without the "
+            "true prefix, and reports decoded_token_accuracy and decoded_exact_match"
+        },
+    )
 
 
 @register_task(NAME, dataclass=TransductionConfig)
@@ -60,9 +72,17 @@ class LRPETransductionTask(TranslationTask):
     right, given the true prefix. ``exact_match``: samples without a wrong scored token. fairseq's
     own ``ppl`` counts every token and the end of sentence.
 
+    Generated tokens are free of the true prefix. ``decoded_token_accuracy``: tokens of the targets,
+    end of sentence included, that the output has at the same place. ``decoded_exact_match``:
+    targets that equal the output. Only ``--decode-samples`` samples count.
+
     Raises: Refusal for a model other than ``lrpe_transformer`` with ``--node-positions``, for data
-        without positions, and for generation with them.
+        without positions, and for decoding of trees whose labels do not determine their nodes.
     """
+
+    def __init__(self, *rest: Any) -> None:
+        super().__init__(*rest)
+        self._rules: dict[str, NodeRule] = {}
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
         """Build the model as fairseq does."""
@@ -71,17 +91,63 @@ class LRPETransductionTask(TranslationTask):
             refuse("--node-positions supports lrpe_transformer and its presets only")
         return model
 
-    def build_generator(self, *rest: Any, **keywords: Any) -> Any:
-        """Build the generator as fairseq does."""
-        if self.cfg.node_positions:
-            refuse(
-                "generation does not support --node-positions, because the positions of nodes that "
-                "are not generated yet are unknown: use fairseq-validate"
-            )
-        return super().build_generator(*rest, **keywords)
+    def build_generator(self, models: Any, args: Any, *rest: Any, **keywords: Any) -> Any:
+        """Build the generator as fairseq does; decoders get the rule of the target's nodes."""
+        if self.cfg.node_positions and not getattr(args, "score_reference", False):
+            rule = self.node_rule(self.cfg.target_lang)
+            for model in models:
+                model.decoder.nodes = rule
+        return super().build_generator(models, args, *rest, **keywords)
+
+    def inference_step(
+        self, generator: Any, models: Any, sample: dict, *rest: Any, **keywords: Any
+    ) -> Any:
+        """Generate as fairseq does; sources without positions get those of their tokens."""
+        given = sample["net_input"]
+        if self.cfg.node_positions and "src_positions" not in given:
+            rule = self.node_rule(self.cfg.source_lang)
+            with one_sentence_errors():
+                positions = rule.positions(given["src_tokens"])
+            sample = {**sample, "net_input": {**given, "src_positions": positions}}
+        return super().inference_step(generator, models, sample, *rest, **keywords)
+
+    def node_rule(self, side: str) -> NodeRule:
+        """Return how the tokens of a language determine its nodes.
+
+        Raises: Refusal if they do not, or if the data folder has no split with positions.
+        """
+        if side not in self._rules:
+            words = self.target_dictionary
+            words = self.source_dictionary if side == self.cfg.source_lang else words
+            with one_sentence_errors():
+                self._rules[side] = rule_of(words, self._stored(side, words))
+        return self._rules[side]
+
+    def _stored(self, side: str, dictionary: Any) -> list[tuple[list[int], list[int]]]:
+        """Return the sentences of one side of a split and their codes."""
+        for split in RULE_SPLITS:
+            tokens = data_utils.load_indexed_dataset(self._path(split, side), dictionary)
+            if tokens is not None:
+                codes = self._codes(split, side, np.asarray(tokens.sizes))
+                return [(tokens[i].tolist(), codes[i].tolist()) for i in range(len(tokens))]
+        raise ChoiceError(
+            f"decoding with --node-positions needs one of {self._path('valid', side)}.idx, test or "
+            "train, whose stored positions show the order of the nodes"
+        )
+
+    def _path(self, split: str, name: str) -> str:
+        pair = f"{self.cfg.source_lang}-{self.cfg.target_lang}"
+        return f"{utils.split_paths(self.cfg.data)[0]}/{split}.{pair}.{name}"
 
     def load_dataset(self, split: str, *rest: Any, **keywords: Any) -> None:
-        """Load a split as fairseq does, and the positions of its tokens if needed."""
+        """Load a split as fairseq does, and the positions of its tokens if needed.
+
+        Raises: Refusal for ``task_cfg``, the task of a checkpoint, with other positions.
+        """
+        trained = getattr(keywords.get("task_cfg"), "node_positions", self.cfg.node_positions)
+        if trained != self.cfg.node_positions:
+            done = "with" if trained else "without"
+            refuse(f"the model was trained {done} --node-positions: evaluate it {done} them")
         super().load_dataset(split, *rest, **keywords)
         pairs = self.datasets[split]
         codes = None
@@ -98,9 +164,7 @@ class LRPETransductionTask(TranslationTask):
 
     def _codes(self, split: str, side: str, sizes: np.ndarray) -> Any:
         """Return the stored codes of one side of a split."""
-        folder = utils.split_paths(self.cfg.data)[0]
-        pair = f"{self.cfg.source_lang}-{self.cfg.target_lang}"
-        path = f"{folder}/{split}.{pair}.{side}-positions"
+        path = self._path(split, f"{side}-positions")
         codes = data_utils.load_indexed_dataset(path, None, "mmap")
         if codes is None:
             raise ChoiceError(f"--node-positions needs {path}.idx: prepare a task of trees")
@@ -120,11 +184,29 @@ class LRPETransductionTask(TranslationTask):
         )
         log |= sums(log_probs, sample["target"], scored)
         log["_published_zeros"] = float(sample["published_zeros"].sum())
+        if self.cfg.decode_samples > 0:
+            log |= self._decoded(sample, model)
         return loss, size, log
+
+    def _decoded(self, sample: dict, model: Any) -> dict[str, float]:
+        """Decode the samples of a batch that ``--decode-samples`` selects, and return their sums.
+
+        An output is not longer than the longest target, which ends the sentence earlier.
+        """
+        rows = (sample["id"] < self.cfg.decode_samples).nonzero().squeeze(1)
+        if not len(rows):
+            return decoded_sums([], sample["target"][:0], self.target_dictionary.pad())
+        net_input = {name: given[rows] for name, given in sample["net_input"].items()}
+        generator = self.build_generator([model], GenerationConfig(beam=1))
+        generator.max_len_a, generator.max_len_b = 0, sample["target"].shape[1]
+        found = self.inference_step(generator, [model], {"net_input": net_input})
+        outputs = [best["tokens"] for best, *_ in found]
+        return decoded_sums(outputs, sample["target"][rows], self.target_dictionary.pad())
 
     def reduce_metrics(self, logging_outputs: list[dict], criterion: Any) -> None:
         """Log fairseq's metrics, and in validation those of this task."""
         super().reduce_metrics(logging_outputs, criterion)
+        self._reduce_decoded(logging_outputs)
         outputs = [log for log in logging_outputs if "_scored" in log]
         if not outputs:
             return
@@ -138,6 +220,16 @@ class LRPETransductionTask(TranslationTask):
         metrics.log_derived("ppl_published", lambda m: math.exp(m["_published_nll"].avg))
         metrics.log_scalar("token_accuracy", correct / scored, scored, round=6)
         metrics.log_scalar("exact_match", exact / samples, samples, round=6)
+
+    def _reduce_decoded(self, logging_outputs: list[dict]) -> None:
+        samples, tokens, correct, exact = (
+            float(sum(log.get(f"_decoded_{name}", 0) for log in logging_outputs))
+            for name in DECODED
+        )
+        if samples:
+            metrics.log_scalar_sum("decoded_samples", samples, round=0)
+            metrics.log_scalar("decoded_token_accuracy", correct / tokens, tokens, round=6)
+            metrics.log_scalar("decoded_exact_match", exact / samples, samples, round=6)
 
 
 class TransductionDataset(BaseWrapperDataset):
@@ -205,3 +297,18 @@ def sums(log_probs: Tensor, target: Tensor, scored: Tensor) -> dict[str, float]:
         "_exact": float((right | ~scored).all(1).sum()),
         "_samples": float(len(target)),
     }
+
+
+def decoded_sums(outputs: list[Tensor], target: Tensor, pad: int) -> dict[str, float]:
+    """Return the sums of decoded samples: outputs (T',) each, target (B, T) with padding.
+
+    A place after the end of the output is wrong.
+    """
+    found = dict.fromkeys(DECODED, 0.0)
+    for output, row in zip(outputs, target, strict=True):
+        wanted = row[row.ne(pad)]
+        shorter = min(len(output), len(wanted))
+        correct = int(output[:shorter].eq(wanted[:shorter]).sum())
+        one = 1, len(wanted), correct, len(output) == len(wanted) == correct
+        found = {name: found[name] + value for name, value in zip(DECODED, one, strict=True)}
+    return {f"_decoded_{name}": float(value) for name, value in found.items()}

@@ -1,11 +1,13 @@
-"""Transduction runs: teacher-forced scores on the synthetic tasks of data-prep/algebraic.
+"""Transduction runs: scores on the synthetic tasks of data-prep/algebraic.
 
-Models are scored with the true prefix as input (teacher forcing).
+Models are scored with the true prefix as input (teacher forcing), and in columns with the protocol
+``generate`` also by what they write without it.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,13 +26,22 @@ from lrpe_fairseq.experiments.runner.processes import Children, RunFailed
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 TASK = "lrpe_transduction"
-TEACHER = "teacher"
-METRICS = {  # in a run file -> of fairseq-validate
-    "ppl": "teacher_ppl",
-    "ppl_published": "ppl_published",
-    "token_accuracy": "token_accuracy",
-    "exact_match": "exact_match",
+TEACHER, GENERATE = "teacher", "generate"
+METRICS = {  # by protocol: in a run file -> of fairseq-validate
+    TEACHER: {
+        "ppl": "teacher_ppl",
+        "ppl_published": "ppl_published",
+        "token_accuracy": "token_accuracy",
+        "exact_match": "exact_match",
+    },
+    GENERATE: {
+        "token_accuracy": "decoded_token_accuracy",
+        "exact_match": "decoded_exact_match",
+        "samples": "decoded_samples",
+    },
 }
+DECODED = 256
+"""Samples of a split that the protocol ``generate`` decodes."""
 SCORED = {"copy": "all", "repeat": "inner", "reverse": "inner"}
 """The tokens that the paper scores in a task (``--scored-tokens``)."""
 SCORED_IN_TREES = "no-end"
@@ -38,7 +49,10 @@ PROTOCOL = {
     TEACHER: "fairseq-validate with the true prefix as input. ppl: exp of the mean "
     "negative log-likelihood (base e) of the tokens that --scored-tokens selects; ppl_published: "
     "the same losses with the published code's count of tokens; token_accuracy and exact_match: "
-    "scored tokens, and targets, without an error."
+    "scored tokens, and targets, without an error.",
+    GENERATE: f"fairseq-validate --decode-samples {DECODED}: greedy decoding of the first samples "
+    "of the split without the true prefix. token_accuracy: tokens of the targets, end of sentence "
+    "included, that the output has at the same place; exact_match: targets that equal the output.",
 }
 
 
@@ -75,7 +89,8 @@ class TransductionRun(EncoderDecoderRun):
     ) -> list[TrainingRun]:
         """Return the run of a cell; its data set is ``cell.dataset`` in the sizes of ``scale``."""
         (run,) = super().of_cell(table, cell, scale, config, seed)
-        run = replace(run, evaluations=cls.evaluations)
+        asked = dict.fromkeys([*cls.evaluations, *cell.evaluations])
+        run = replace(run, evaluations=tuple(asked))
         if not cell.dataset:
             return [run]
         name = f"{scale}-{cell.dataset}-{cell.name}-seed{seed}"
@@ -87,16 +102,29 @@ class TransductionRun(EncoderDecoderRun):
         """Return attention and encoding of both halves, and the tokens to score."""
         return {**super().encoding_choices(), "task.scored_tokens": scored_tokens(self.data)}
 
-    def validation_command(self, split: str) -> list[str]:
+    def validation_command(self, split: str, protocol: str = TEACHER) -> list[str]:
         """Return fairseq-validate of the best checkpoint on one split."""
         size = str(self.settings().dataset.batch_size)
-        return validation.command(self, TASK, split, "--batch-size", size)
+        decode = ("--decode-samples", str(DECODED)) if protocol == GENERATE else ()
+        return validation.command(self, TASK, split, "--batch-size", size, *decode)
 
     def measure(self, children: Children, devices: Devices, lock: int) -> Run:
-        """Return :data:`METRICS` of every split of ``evaluations``."""
-        process = children, devices, lock
-        metrics = validation.measure(self, self.validation_command, read_validation, *process)
-        return {"metrics": metrics, "protocol": PROTOCOL}
+        """Return :data:`METRICS` of every split and protocol of ``evaluations``.
+
+        Raises: RunFailed for a protocol that does not exist.
+        """
+        metrics: Run = {}
+        for name in dict.fromkeys(protocol for _, protocol in self.evaluations):
+            if name not in METRICS:
+                raise RunFailed(f"there is no protocol {name!r}: choose from {', '.join(METRICS)}")
+            own = replace(self, evaluations=tuple(e for e in self.evaluations if e[1] == name))
+            command = partial(self.validation_command, protocol=name)
+            read = partial(read_validation, protocol=name)
+            found = validation.measure(own, command, read, children, devices, lock)
+            for split, values in found.items():
+                metrics.setdefault(split, {}).update(values)
+        used = {protocol for _, protocol in self.evaluations}
+        return {"metrics": metrics, "protocol": {n: PROTOCOL[n] for n in PROTOCOL if n in used}}
 
 
 def scored_tokens(folder: Path) -> str:
@@ -104,14 +132,14 @@ def scored_tokens(folder: Path) -> str:
     return SCORED.get(folder.name.partition("-")[0], SCORED_IN_TREES)
 
 
-def read_validation(log: Path, split: str) -> dict[str, float]:
-    """Read :data:`METRICS`, or ``diverged``, from the output of fairseq-validate.
+def read_validation(log: Path, split: str, protocol: str = TEACHER) -> dict[str, float]:
+    """Read the :data:`METRICS` of a protocol, or ``diverged``, from fairseq-validate's output.
 
     Raises: RunFailed if one of them is missing.
     """
-    found = validation.parse(log, split)
-    if missing := [name for name in METRICS.values() if name not in found]:
+    found, names = validation.parse(log, split), METRICS[protocol]
+    if missing := [name for name in names.values() if name not in found]:
         raise RunFailed(f"fairseq-validate printed no {missing[0]} for {split} ({log})")
-    measured = {name: found[printed] for name, printed in METRICS.items()}
+    measured = {name: found[printed] for name, printed in names.items()}
     finite = all(math.isfinite(value) for value in measured.values())
     return measured if finite else {fairseq_log.DIVERGED: 1}
