@@ -32,6 +32,11 @@ class ClassificationRun(TrainingRun):
         "listops-100-400": "data-prep/listops/prepare.py --length 100-400",
         "listops": "data-prep/listops/prepare.py --length 500-2000",
         "sst2-bytes": "data-prep/sst2-bytes/prepare.py",
+        "lra-text": "data-prep/lra/prepare.py text",
+        "lra-retrieval": "data-prep/lra/prepare.py retrieval",
+        "lra-pathfinder32": "data-prep/lra/prepare.py pathfinder",
+        "lra-image": "data-prep/lra/prepare.py image",
+        "pathfinder16": "data-prep/pathfinder/prepare.py --size 16",
     }
     option_keys: ClassVar[Mapping[str, str]] = {
         "position-grid": "model.position_grid",
