@@ -18,6 +18,9 @@ from PIL import Image
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import lra, pathfinder
 from lrpe_fairseq.experiments.data.archives import GZIP
+from lrpe_fairseq.experiments.families import classification
+from lrpe_fairseq.experiments.families.classification import ClassificationRun
+from lrpe_fairseq.experiments.records.console import UserError
 from tests.test_classification_data import same_bytes, stored
 from tests.test_data_prep import load, refusal, sha256
 
@@ -381,3 +384,44 @@ def test_generated_paths_are_prepared_with_a_manifest_and_not_again(
     }  # fmt: skip
     assert pathfinder_script.main(given) == 0
     assert "binarize: already done" in capsys.readouterr().out
+
+
+# --- evaluation on other data ------------------------------------------------------------------
+
+
+def test_a_model_is_also_evaluated_on_other_data_that_are_verified(
+    text: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, task = text
+    for name in ("text", "other"):
+        lra.prepare(task, tmp_path / name, source)
+    asked = (("test", "accuracy"), ("valid", "accuracy-on-other"), ("test", "accuracy-on-other"))
+    names = {"experiment": "e", "label": "l", "config": "lra-text", "scale": "paper"}
+    kinds = {"attention_type": "linear", "position_encoding": "rope", "seed": 1}
+    folders = {"folder": tmp_path, "result": tmp_path / "run.json", "data": tmp_path / "text"}
+    made = ClassificationRun(**names, **kinds, **folders, evaluations=asked)
+    commands: list[list[str]] = []
+    monkeypatch.setattr(classification, "run_child", lambda *given: commands.append(given[1]))
+
+    def read(path: Path) -> dict:
+        score = {"accuracy": {"accuracy": float(len(path.name))}}
+        return {"metrics": {"valid": score, "test": score}, "protocol": {"accuracy": "Said."}}
+
+    monkeypatch.setattr(classification, "read_run", read)
+    found = made.measure(None, None, 0)
+    assert [command[4] for command in commands] == [str(tmp_path / n) for n in ("text", "other")]
+    assert [c[c.index("--splits") + 1 : c.index("--out")] for c in commands] == [
+        ["test"], ["valid", "test"]
+    ]  # fmt: skip
+    assert found["metrics"]["test"] == {
+        "accuracy": {"accuracy": float(len("eval-accuracy.json"))},
+        "accuracy-on-other": {"accuracy": float(len("eval-accuracy-on-other.json"))},
+    }
+    assert set(found["metrics"]["valid"]) == {"accuracy-on-other"}
+    assert "Said. On lra-text. The checkpoint" in found["protocol"]["accuracy-on-other"]
+    made.require_inputs()
+    (tmp_path / "other" / "bin" / "label" / "test.bin").write_bytes(b"damaged!")
+    with pytest.raises(UserError, match="is not the file that data-prep wrote"):
+        made.require_inputs()
+    with pytest.raises(ValueError, match="'blocks' is no protocol"):
+        made.data_of("blocks")
