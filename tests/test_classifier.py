@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +14,14 @@ from torch import nn
 
 from lrpe_fairseq.encodings import Encoding
 from lrpe_fairseq.errors import Refusal
+from lrpe_fairseq.experiments.data import listops
 from lrpe_fairseq.experiments.data.examples import BYTES
+from lrpe_fairseq.experiments.families.plan import load_named
+from lrpe_fairseq.experiments.records.files import CONFIGS, load_config
 from lrpe_fairseq.models.classifier import (
     ClassifierLayer,
     LRPEClassifier,
+    LRPEClassifierConfig,
     LRPEClassifierTinyConfig,
     Pixels,
     TokenBatchNorm,
@@ -27,6 +32,7 @@ from tests.end_to_end.cases import usable
 
 PAD, FIRST = 1, 4
 CLASSES = 5
+CONFIGURED = CONFIGS / "classification"
 BOTH = pytest.mark.parametrize("attention", ["linear", "softmax"])
 
 
@@ -291,3 +297,37 @@ def test_pixels_need_the_dictionary_of_pixels_and_pairs_the_pair_head() -> None:
     config = OmegaConf.structured(LRPEClassifierTinyConfig())
     with pytest.raises(Refusal, match=r"have second inputs .*: set --pair-head"):
         LRPEClassifier.build_model(config, task_of(BYTES, pairs=True))
+
+
+# --- configurations ----------------------------------------------------------------------------
+
+SYMBOLS = {"listops": listops.SYMBOLS}
+
+
+def configured(path: Path) -> tuple[OmegaConf, SimpleNamespace]:
+    """The model's options of a configuration, and its task with the data's dictionary."""
+    known = load_config(path)
+    model = {key: value for key, value in known.model.items() if key != "_name"}
+    kind = LRPEClassifierTinyConfig if known.model._name.endswith("tiny") else LRPEClassifierConfig
+    symbols = next((own for name, own in SYMBOLS.items() if name in path.stem), BYTES)
+    pairs = bool(model.get("pair_head"))
+    task = task_of(symbols, pairs, known.task.max_positions)
+    task.num_classes = known.task.num_classes
+    return OmegaConf.merge(OmegaConf.structured(kind), model), task
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in CONFIGURED.glob("*.yaml")))
+def test_every_configuration_builds_its_model_with_the_encodings_of_its_table(name: str) -> None:
+    options, task = configured(CONFIGURED / f"{name}.yaml")
+    encodings = {row.encoding for row in load_named("tmlr-table4").rows}
+    tokens = batch_of(rows_of(4, 2), task.max_positions() if options.input == "pixels" else 4)
+    tokens = tokens.clamp(max=len(task.source_dictionary) - 1)
+    for encoding in sorted(encodings):
+        options.position_encoding = encoding
+        with torch.device("meta"):  # large ones too; the values of no parameter are needed
+            layers = LRPEClassifier.build_model(options, task).encoder.layers
+        assert len(layers) == options.encoder_layers
+    model = LRPEClassifier.build_model(options, task).eval()
+    given = [tokens, None, tokens, None] if task.pairs else [tokens]
+    with torch.no_grad():
+        assert model(*given).shape == (2, task.num_classes)

@@ -1,10 +1,14 @@
-"""The configurations at scale ``paper`` are those that TMLR LRPE prints in Table 8."""
+"""The configurations at scale ``paper`` are those that TMLR LRPE prints in Tables 8 and 9."""
 
+import math
 import re
+from pathlib import Path
 
 import pytest
 
+from lrpe_fairseq.experiments.data import listops, lra
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, load_config
+from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.report.paper import read_table
 from lrpe_fairseq.experiments.runner import identity
 
@@ -67,3 +71,48 @@ def test_every_printed_setting_is_ours_or_an_exception_with_a_reason(column: str
         if not same:
             different.add((setting, column))
     assert different == {key for key in EXCEPTIONS if key[1] == column}
+
+
+# --- Table 9, the Long-Range Arena -------------------------------------------------------------
+
+TASKS = ("Text", "ListOps", "Retrieval", "Pathfinder", "Image")
+TRAINED = {  # training examples; the release of Pathfinder has about 200,000 images
+    "Text": 22_500,
+    "ListOps": listops.LENGTHS["500-2000"].sizes["train"],
+    "Retrieval": lra.RETRIEVAL.sizes["train"],
+    "Pathfinder": 160_000,
+    "Image": 45_000,
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_settings_of_the_long_range_arena_are_the_printed_ones(task: str) -> None:
+    path = CONFIGS / "classification" / f"lra-{task.lower()}.yaml"
+    known = identity.options(identity.resolved(load_config(path)))
+    batches = math.ceil(TRAINED[task] / known["batch-size"])
+    ours = {
+        "Feature dim": known["encoder-embed-dim"],
+        "Layer": known["encoder-layers"],
+        "Norm": {"batch": "BN"}[known["norm"]],
+        "Batch size": known["batch-size"] * known["update-freq"][0],
+        "Epoch": known["max-update"] / batches,
+        "Lr": known["lr"][0],
+    }
+    cells = read_table(ROOT / "results" / "paper" / "tmlr-table9.csv")
+    printed = {cell["column"]: cell["printed"] for cell in cells if cell["setting"] == task}
+    assert printed.keys() == ours.keys()
+    for setting, text in printed.items():
+        assert text == str(ours[setting]) or float(text) == ours[setting], setting
+    assert known["warmup-updates"] == round(known["max-update"] / 10)
+    assert known["encoder-embed-dim"] % (2 * known["encoder-attention-heads"]) == 0
+    assert known["encoder-ffn-embed-dim"] == 2 * known["encoder-embed-dim"]
+
+
+def test_every_printed_task_has_a_column_with_its_configuration_and_no_other_has() -> None:
+    table = load_table(CONFIGS / "tables" / "tmlr-table4.yaml").at("paper")
+    columns = [column for column in table.columns if not column.mean_of]
+    assert [column.title for column in columns] == list(TASKS)
+    for column in columns:
+        assert Path(column.config).stem == f"lra-{column.key}"
+        assert column.paper["dataset"] == column.title
+    assert table.columns[-1].mean_of == [column.key for column in columns]

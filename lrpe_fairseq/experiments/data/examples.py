@@ -1,7 +1,8 @@
-"""Examples of classification in fairseq's layout: ``input0/`` and ``label/`` with dictionaries.
+"""Examples of classification in fairseq's layout: ``input0/``, ``label/`` and dictionaries.
 
-The layout is that of data-prep/glue. A class is a symbol of ``label/dict.txt``, at its own number.
-Bytes and pixels are symbols of one dictionary, :data:`BYTES`.
+The layout is that of data-prep/glue; pairs have ``input1/`` too. A class is a symbol of
+``label/dict.txt``, at its own number. Bytes and pixels are symbols of one dictionary,
+:data:`BYTES`.
 """
 
 import importlib.util
@@ -20,15 +21,20 @@ BYTES = [str(value) for value in range(256)]
 """The dictionary of bytes and of pixels from 0 to 255."""
 
 
+INPUTS = ("input0", "input1")
+
+
 @dataclass(frozen=True)
 class Examples:
     """Examples of one split.
 
-    inputs: the number of each token in the dictionary, from 0. labels: classes, from 0.
+    inputs: the number of each token in the dictionary, from 0. labels: classes, from 0. seconds:
+    the second inputs of pairs. A row may be ``bytes``.
     """
 
-    inputs: Sequence[Sequence[int]]
+    inputs: Iterable[Sequence[int]]
     labels: Sequence[int]
+    seconds: Iterable[Sequence[int]] | None = None
 
 
 def binarize(
@@ -39,6 +45,7 @@ def binarize(
     symbols: Sequence[str],
     classes: int,
     eos: bool = False,
+    pairs: bool = False,
 ) -> None:
     """Step: write ``bin/`` with the splits train, valid and test.
 
@@ -46,20 +53,18 @@ def binarize(
         reads: what the examples depend on; see ``corpus.Steps.run``.
         make: returns the examples of every split.
         symbols: of the dictionary. classes: their number. eos: True to end every input with
-            fairseq's end of sentence.
+            fairseq's end of sentence. pairs: True for examples with second inputs.
     """
     bin_dir = steps.dest / "bin"
+    parts = [*INPUTS[: 2 if pairs else 1], "label"]
     kinds = [f"{split}.{kind}" for split in prep.SPLITS for kind in ("bin", "idx")]
-    files = [bin_dir / part / name for part in PARTS for name in ("dict.txt", *kinds)]
+    files = [bin_dir / part / name for part in parts for name in ("dict.txt", *kinds)]
 
     def write() -> None:
         with prep.folder_written_whole(bin_dir) as part:
             _write(part, make(), symbols, classes, eos)
 
     steps.run("binarize", reads, files, write)
-
-
-PARTS = ("input0", "label")
 
 
 def _write(
@@ -69,24 +74,31 @@ def _write(
     classes: int,
     eos: bool,
 ) -> None:
-    names = {"input0": symbols, "label": [str(number) for number in range(classes)]}
-    for part, words in names.items():
-        (folder / part).mkdir()
-        with prep.written_whole(folder / part / "dict.txt") as out:
-            out.writelines(f"{word} 1\n" for word in words)
+    numbers = [str(number) for number in range(classes)]
     for split, examples in splits.items():
-        for part, rows, end in (
-            ("input0", examples.inputs, eos),
-            ("label", ([label] for label in examples.labels), True),  # as in GLUE
-        ):
-            prep.write_indexed(_ids(rows, end), folder / part / split, np.uint16)
+        given = dict(zip(INPUTS, (examples.inputs, examples.seconds), strict=True))
+        for part, rows in given.items():
+            if rows is not None:
+                _write_part(folder / part, split, symbols, rows, eos)
+        labels = ([label] for label in examples.labels)
+        _write_part(folder / "label", split, numbers, labels, True)  # as in GLUE
 
 
-def _ids(rows: Iterable[Sequence[int]], end: bool) -> Iterable[list[int]]:
+def _write_part(
+    folder: Path, split: str, symbols: Sequence[str], rows: Iterable[Sequence[int]], end: bool
+) -> None:
+    if not folder.exists():
+        with prep.written_whole(folder / "dict.txt") as out:
+            out.writelines(f"{symbol} 1\n" for symbol in symbols)
+    prep.write_indexed(_ids(rows, end), folder / split, np.uint16)
+
+
+def _ids(rows: Iterable[Sequence[int]], end: bool) -> Iterable[np.ndarray]:
     """Yield fairseq's ids of each row, with the end of sentence if ``end``."""
-    tail = [prep.FAIRSEQ_EOS] if end else []
+    tail = np.array([prep.FAIRSEQ_EOS] if end else [], dtype=np.int64)
     for row in rows:
-        yield [*(int(number) + prep.FAIRSEQ_SPECIALS for number in row), *tail]
+        values = np.frombuffer(row, np.uint8) if isinstance(row, bytes) else np.asarray(row)
+        yield np.append(values.astype(np.int64) + prep.FAIRSEQ_SPECIALS, tail)
 
 
 def count(dest: Path, classes: int) -> dict[str, Any]:
@@ -96,10 +108,11 @@ def count(dest: Path, classes: int) -> dict[str, Any]:
     """
     splits = {}
     for split in prep.SPLITS:
-        lengths = prep.row_lengths(dest / "bin" / "input0" / split)
+        parts = [part for part in INPUTS if (dest / "bin" / part).is_dir()]
+        lengths = np.stack([prep.row_lengths(dest / "bin" / part / split) for part in parts])
         labels = labels_of(dest / "bin" / "label" / split)
         splits[split] = {
-            "examples": len(lengths),
+            "examples": lengths.shape[1],
             "tokens": int(lengths.sum(dtype=np.int64)),
             "longest": int(lengths.max()),
             "majority": round(100 * np.bincount(labels).max() / len(labels), 2),

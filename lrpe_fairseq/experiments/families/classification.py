@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from lrpe_fairseq.experiments.data import checksums, folders
 from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.fairseq_log import Curve
@@ -17,6 +18,8 @@ from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 ACCURACY = "accuracy"
 """The protocol, and its first metric."""
+ON = f"{ACCURACY}-on-"
+"""Followed by a data folder: the protocol of other data with the same dictionaries."""
 CHOSEN = "The checkpoint is the one with the best validation accuracy."
 
 
@@ -32,6 +35,11 @@ class ClassificationRun(TrainingRun):
         "listops-100-400": "data-prep/listops/prepare.py --length 100-400",
         "listops": "data-prep/listops/prepare.py --length 500-2000",
         "sst2-bytes": "data-prep/sst2-bytes/prepare.py",
+        "lra-text": "data-prep/lra/prepare.py text",
+        "lra-retrieval": "data-prep/lra/prepare.py retrieval",
+        "lra-pathfinder32": "data-prep/lra/prepare.py pathfinder",
+        "lra-image": "data-prep/lra/prepare.py image",
+        "pathfinder16": "data-prep/pathfinder/prepare.py --size 16",
     }
     option_keys: ClassVar[Mapping[str, str]] = {
         "position-grid": "model.position_grid",
@@ -45,17 +53,50 @@ class ClassificationRun(TrainingRun):
     next_step: ClassVar[str] = "evaluate with: scripts/eval_classifier.sh {best} {data}"
     evaluations: tuple[tuple[str, str], ...] = (("valid", ACCURACY), ("test", ACCURACY))
 
+    def data_of(self, protocol: str) -> Path:
+        """Return the data folder of a protocol: that of the training, or the named one beside it.
+
+        Raises: ValueError for another protocol.
+        """
+        if protocol == ACCURACY:
+            return self.data
+        name = protocol.removeprefix(ON)
+        if name in ("", protocol) or "/" in name:
+            raise ValueError(f"{protocol!r} is no protocol: choose {ACCURACY} or {ON}DATA")
+        return self.data.parent / name
+
+    def require_inputs(self) -> None:
+        """Also require the other data that the model is evaluated on."""
+        super().require_inputs()
+        for split, protocol in self.evaluations:
+            if (data := self.data_of(protocol)) != self.data:
+                folders.require(data, self.preparation_of(data))
+                folders.require_splits(data, [split])
+                checksums.verify(data)
+
+    def prepare_data(self, source: Path | None = None) -> None:
+        """Also prepare the other data that the model is evaluated on, without ``source``."""
+        super().prepare_data(source)
+        for data in {self.data_of(protocol) for _, protocol in self.evaluations} - {self.data}:
+            folders.prepare(data, self.preparation_of(data))
+
     def measure(self, children: Children, devices: Devices, lock: int) -> Run:
-        """Return accuracy and loss of every split of ``evaluations``."""
-        log, found = (self.folder / f"eval.{kind}" for kind in ("log", "json"))
-        log.unlink(missing_ok=True)
-        found.unlink(missing_ok=True)
-        best = self.checkpoints / checkpoints.BEST
-        splits = list(dict.fromkeys(split for split, _ in self.evaluations))
-        run_child(children, evaluation_command(best, self.data, splits, found), log, devices, lock)
-        measured = read_run(found)
-        said = {ACCURACY: f"{measured['protocol'][ACCURACY]} {CHOSEN}"}
-        return {"metrics": measured["metrics"], "protocol": said}
+        """Return accuracy and loss of every (split, protocol) pair of ``evaluations``."""
+        metrics: Run = {}
+        said: dict[str, str] = {}
+        for protocol in dict.fromkeys(own for _, own in self.evaluations):
+            splits = [split for split, own in dict.fromkeys(self.evaluations) if own == protocol]
+            log, found = (self.folder / f"eval-{protocol}.{kind}" for kind in ("log", "json"))
+            log.unlink(missing_ok=True)
+            found.unlink(missing_ok=True)
+            best, data = self.checkpoints / checkpoints.BEST, self.data_of(protocol)
+            run_child(children, evaluation_command(best, data, splits, found), log, devices, lock)
+            measured = read_run(found)
+            for split in splits:
+                metrics.setdefault(split, {})[protocol] = measured["metrics"][split][ACCURACY]
+            where = "" if data == self.data else f" On {folders.dataset_name(data)}."
+            said[protocol] = f"{measured['protocol'][ACCURACY]}{where} {CHOSEN}"
+        return {"metrics": metrics, "protocol": said}
 
 
 def evaluation_command(checkpoint: Path, data: Path, splits: list[str], out: Path) -> list[str]:

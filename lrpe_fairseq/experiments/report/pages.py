@@ -91,9 +91,9 @@ def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
 
 def _check_published(root: Path, table: Table) -> None:
     """Look up every published cell, including those of tables without runs."""
-    whole = Sheet(root, table, Group(next(iter(table.scales)), "", {}))
-    for row in table.rows:
-        for column in table.columns:
+    for scale in table.scales:
+        whole = Sheet(root, table, Group(scale, "", {}))
+        for row, column in itertools.product(whole.table.rows, whole.table.columns):
             whole.printed(row, column)
 
 
