@@ -54,6 +54,7 @@ def fills(table: Table, row: Row, column: Column, run: Run) -> bool:
     """True if ``run`` belongs to the cell at ``row`` and ``column``."""
     return (
         run["experiment"] in table.experiments
+        and run["scale"] in table.scales
         and row.has(column)
         and _canonical(run["position_encoding"]) == _canonical(_encoding(table, row))
         and _halves(run["attention_type"]) == _sides(column.attention, "attention", table.fixed)
