@@ -29,11 +29,11 @@ class Source:
 class Aspect:
     """One column of the matrix.
 
-    key, title: its name and heading. text: what the number is. command: what measures it. sources:
-    the columns that hold it; of a method that several have, the first counts. metric: a field of the
-    run file in place of the metric of these columns. benchmark: a part of results/bench instead of
-    sources. better: ``lower`` or ``higher``. quality: False for a cost. optional: True if the column
-    is only shown once it has runs.
+    key, title: its name and heading. text: what the number is. command: what measures it.
+    sources: the columns that hold it; of a method that several have, the first counts.
+    metric: a field of the run file in place of the metric of these columns. benchmark: a part
+    of results/bench instead of sources. better: ``lower`` or ``higher``. quality: False for a
+    cost. optional: True if the column is only shown once it has runs.
     """
 
     key: str

@@ -185,7 +185,7 @@ def file_name(name: str) -> str:
 
 
 def build(kind: Any, content: Options) -> Any:
-    """Return the dataclass ``kind`` of ``content``. Raises: ValueError for a missing or unknown key."""
+    """Return ``content`` as a ``kind``. Raises: ValueError for a missing or unknown key."""
     fields = {f.name: f for f in dataclasses.fields(kind)}
     unknown = sorted(set(content) - set(fields))
     if unknown:

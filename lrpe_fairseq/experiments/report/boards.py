@@ -1,8 +1,8 @@
 """The matrix of docs/choosing.md: every measured method in one column, ranked with ties.
 
-A board holds one aspect of ``configs/choosing.yaml`` under one attention type. It is a sheet with one
-column whose rows are methods, so that the rules of :mod:`.claims` apply to it. A method is an encoding
-with a normalizer; ``none`` with sinusoidal positions is a method of its own.
+A board holds one aspect of ``configs/choosing.yaml`` under one attention type. It is a sheet with
+one column whose rows are methods, so that the rules of :mod:`.claims` apply to it. A method is an
+encoding with a normalizer; ``none`` with sinusoidal positions is a method of its own.
 """
 
 import dataclasses
@@ -124,7 +124,7 @@ def method(encoding: str, options: Mapping[str, Any]) -> str:
 def _measured(
     aspect: Aspect, attention: str, found: Mapping[str, list[Sheet]]
 ) -> dict[str, Scores]:
-    """Return the values of the columns of an aspect; of several rows of a method the first counts."""
+    """Return the values of an aspect's columns; of several rows of a method the first counts."""
     known: dict[str, Scores] = {}
     places: dict[str, str] = {}
     configs = set()
@@ -172,11 +172,12 @@ def _environment(run: Run) -> str:
 
 
 def _of_one_environment(known: dict[str, Scores], places: dict[str, str]) -> dict[str, Scores]:
-    """Merge the seeds of the methods that were not run in the most frequent environment.
+    """Merge the seeds of the methods that were not run where most methods have several seeds.
 
     Costs depend on the machine, so such a method has a value but no rank.
     """
-    most = statistics.mode(places.values()) if places else ""
+    several = [places[label] for label, scores in known.items() if len(scores) > 1]
+    most = statistics.mode(sorted(several)) if several else ""
     return {
         label: scores if places[label] == most else {0: cells.mean(scores)}
         for label, scores in known.items()

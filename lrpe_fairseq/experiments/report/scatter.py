@@ -33,8 +33,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Panel:
-    """One headline column. better: ``lower`` or ``higher``. x, y: labels of the axes; default: paper
-    and ours, with ``better``."""
+    """One headline column. better: ``lower`` or ``higher``. x, y: labels of the axes; default:
+    paper and ours, with ``better``."""
 
     title: str
     attention: str
