@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lrpe_fairseq.experiments.families.plan import load_named
 from lrpe_fairseq.experiments.records.choices import FILE, Statement, load_choices
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.layout import load_table
@@ -243,6 +244,49 @@ def test_every_source_and_finding_names_cells_that_exist() -> None:
         table = tables[claim.table].at(claim.scale)
         assert [table.row(label) for label in (claim.first, *claim.others)]
         table.column(claim.column)
+
+
+def every_run(name: str, keys: set[str]) -> dict[str, dict]:
+    """Two made-up runs for every cell of some columns, or of the columns that these average."""
+    table, found = load_named(name), {}
+    columns = {inner: table.column(inner) for key in keys
+               for inner in (table.column(key).mean_of or [key])}  # fmt: skip
+    for place, row in enumerate(table.rows):
+        for key, column in columns.items():
+            for seed in (1, 2) if row.has(column) else ():
+                measured = {column.metric: 50.0 + place + seed / 10, "loss": 1.0}
+                metrics = {column.split: {column.protocol: measured}}
+                metrics.setdefault("valid", {}).setdefault("whole", {"loss": 1.0})
+                found[f"{name}/{row.label}-{key}-{seed}"] = make_run(
+                    experiment=name,
+                    position_encoding=row.encoding,
+                    attention_type=column.attention,
+                    seed=seed,
+                    dataset=column.dataset or "data",
+                    metrics=metrics,
+                    config={"lr": [0.003], "tokens-per-sample": 128, **table.options}
+                    | row.overrides | column.overrides,
+                )  # fmt: skip
+    return found
+
+
+def test_the_page_fills_in_when_the_missing_tables_have_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Runs of one table are in one cell each: another column of a cell has a run of its own."""
+    lengths = {f"{kind}-paired-2048" for kind in ("linear", "softmax")}
+    made = every_run("extrapolation", lengths)
+    made |= every_run("listops", {"linear", "softmax"})
+    made |= every_run("images", {"linear-flat", "softmax-flat"})
+    made |= every_run("synthetic", {"linear-recall-2x", "softmax-recall-2x"})
+    monkeypatch.setattr(choosing, "read_runs", lambda folder: made)
+    text = page(ROOT)
+    for attention, start in (("linear", "| `rope` | not measured |"), ("softmax", "| `t5` |")):
+        own = text.partition(f"| {attention} attention | LM")[2]
+        assert line(own, start).count("not measured") <= 4  # LM, translation, memory, digits' T5
+    assert "LRPE beyond the training length in linear attention, by normalizer" in text
+    assert "Gates on LRPE, beyond the training length, softmax attention" in text
+    assert "`gated:lrpe-type2`" in text
 
 
 def test_the_short_answer_is_on_the_first_screen() -> None:

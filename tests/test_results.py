@@ -789,6 +789,15 @@ def test_an_order_in_a_note_is_stated_only_where_the_runs_support_it(root):
     assert "the order of RoPE (40.50) and Base (50.00), SPE (40.75) and" in page(root)
 
 
+def test_a_note_says_that_a_row_is_behind_and_does_not_call_that_open(root):
+    add_note(root, "[[Base ahead of RoPE, SPE | valid]].")
+    for name, value in {"none": 50.0, "rope": 40.0, "spe": 60.0}.items():
+        for seed in (1, 2):
+            changes = {"seed": seed, "metrics": ppl(value + seed / 10)}
+            save(root, f"{name}{seed}", position_encoding=name, **changes)
+    assert "Base (50.15) is ahead of SPE (60.15) and behind RoPE (40.15)." in page(root)
+
+
 def test_one_cell_is_ahead_where_seeds_agree_and_the_gap_is_twice_the_pooled_deviation():
     low, high = {1: 1.0, 2: 2.0}, {1: 3.0, 2: 4.0}
     assert claims.pooled_deviation(low, high) == pytest.approx(0.5**0.5)
