@@ -69,7 +69,7 @@ def test_the_grid_is_read_with_its_width_flat_and_by_rows_and_columns() -> None:
         name = run.position_encoding
         build_encoding(name, head_dim=32, num_heads=2, options=options, causal=True)
         read[run.attention_type].add(grid)
-    assert read == dict.fromkeys(("linear", "softmax"), {"flat", "axial"})
+    assert read == {key: {"flat", "axial"} for key in ("linear", "softmax")}
 
 
 def said(**changes: object) -> str:

@@ -101,6 +101,13 @@ class Choices:
     findings: list[Finding] = field(default_factory=list)
     statements: list[Statement] = field(default_factory=list)
 
+    @property
+    def tables(self) -> list[str]:
+        """The names of all tables that the page reads."""
+        sources = [source for aspect in self.aspects for source in aspect.sources]
+        named = [*sources, *self.findings, *self.statements, self.ratios]
+        return sorted({each.table for each in named})
+
 
 def load_choices(path: Path) -> Choices:
     """Read and check the file. Raises: ValueError, which names the file and the error."""

@@ -142,8 +142,6 @@ def _measured(
 
 
 def _sheets(source: Source, found: Mapping[str, list[Sheet]]) -> list[Sheet]:
-    if source.table not in found:
-        raise ValueError(f"there is no table {source.table}; there are {', '.join(found)}")
     return [sheet for sheet in found[source.table] if sheet.group.scale == source.scale][:1]
 
 

@@ -82,8 +82,9 @@ def option(run: Run, name: str, default: Any = None) -> Any:
 
 
 def _given(run: Run, name: str) -> Any:
-    for key, value in run["config"].items():
-        if key.replace("_", "-") == name.replace("_", "-"):
+    for key in (name, name.replace("_", "-"), name.replace("-", "_")):
+        if key in run["config"]:
+            value = run["config"][key]
             return value[0] if isinstance(value, list) and len(value) == 1 else value
     return ABSENT
 

@@ -18,7 +18,7 @@ from lrpe_fairseq.experiments.records.choices import (
     Statement,
     load_choices,
 )
-from lrpe_fairseq.experiments.records.layout import ATTENTION, load_tables
+from lrpe_fairseq.experiments.records.layout import ATTENTION, load_table
 from lrpe_fairseq.experiments.records.runs import read_runs
 from lrpe_fairseq.experiments.report import boards, cells, claims, markdown, notes, paper, scatter
 from lrpe_fairseq.experiments.report.boards import Boards
@@ -81,12 +81,14 @@ def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
 
 
 def _read(root: Path) -> tuple[Choices | None, Found]:
-    """Return the configuration and the sheets of every table; None without a configuration."""
+    """Return the configuration and the sheets of its tables; None without a configuration."""
     if not (root / FILE).exists():
         return None, {}
-    runs = read_runs(root / "results" / "runs")
-    tables = load_tables(root / "configs" / "tables")
-    return load_choices(root / FILE), {t.name: sheets(root, t, runs) for t in tables}
+    choices, runs = load_choices(root / FILE), read_runs(root / "results" / "runs")
+    folder = root / "configs" / "tables"
+    return choices, {
+        name: sheets(root, load_table(folder / f"{name}.yaml"), runs) for name in choices.tables
+    }
 
 
 def _shown(choices: Choices, known: Boards) -> list[Aspect]:
@@ -239,12 +241,7 @@ def finding(given: Finding, found: Found) -> str:
 
 
 def _sheet(given: Finding | Statement | Ratios, found: Found) -> Sheet | None:
-    """Return the sheet of a table at a scale; None without runs.
-
-    Raises: ValueError if there is no such table.
-    """
-    if given.table not in found:
-        raise ValueError(f"{FILE} names the table {given.table}; there are {', '.join(found)}")
+    """Return the sheet of a table at a scale; None without runs."""
     return next((s for s in found[given.table] if s.group.scale == given.scale), None)
 
 
