@@ -64,6 +64,16 @@ def counted(seen: Tokens) -> str:
     return str(seen[start:].count("mark"))
 
 
+def width_of(seen: Tokens) -> int:
+    return 1 + next(n for n, token in enumerate(seen[1:]) if token != synthetic.BLANK)
+
+
+def at_the_offset(seen: Tokens) -> str:
+    width, (up, right) = width_of(seen), synthetic.OFFSETS[seen[0]]
+    row, column = divmod(len(seen) - 1, width)
+    return seen[(row - up) * width + (column + right) % width]
+
+
 SOLVERS: dict[str, Callable[[Tokens], str]] = {
     "copy": copied,
     "reverse": reversed_,
@@ -71,6 +81,7 @@ SOLVERS: dict[str, Callable[[Tokens], str]] = {
     "mqrar": recalled,
     "flip-flop": remembered,
     "counting": counted,
+    "grid": at_the_offset,
 }
 
 
@@ -118,6 +129,7 @@ def test_splits_have_their_lengths_and_every_symbol_is_in_the_dictionary(task: s
     recipe = Recipe(task, "tiny")
     splits, longest = generated(task), recipe.length
     words = {"copy": lambda t: (t - 1) // 2, "reverse": lambda t: (t - 1) // 2}
+    words["grid"] = lambda t: t // recipe.sizes.width - 1
     length = {
         name: {words.get(task, lambda t: t)(len(s.inputs)) for s in samples}
         for name, samples in splits.items()
@@ -200,6 +212,16 @@ def test_counts_are_uniform_at_every_length() -> None:
             assert p == pytest.approx(1 / 11, abs=4 * math.sqrt(10 / 121 / found.total()))
 
 
+def test_the_distance_in_the_sequence_solves_a_grid_only_where_the_ring_is_not_closed() -> None:
+    def at_the_distance(seen: Tokens) -> str:
+        width, (up, right) = width_of(seen), synthetic.OFFSETS[seen[0]]
+        return seen[len(seen) - 1 - up * width + right]
+
+    closed = 1.5 / 8  # of the cells: 1 or 2 of 8 columns
+    found = accuracy(drawn("grid", 200, 1), at_the_distance)
+    assert found == pytest.approx(1 - closed * (1 - 1 / 8), abs=0.02)
+
+
 # ---------------------------------------------------------------------------------------- files
 
 
@@ -261,6 +283,7 @@ CHECKSUMS = {
     "mqrar": "a1ca428faa08ede7",
     "flip-flop": "220403e3bb261787",
     "counting": "27898fa373647230",
+    "grid": "d55b7e889d40f352",
 }
 
 

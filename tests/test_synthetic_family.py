@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from lrpe_fairseq.encodings import EncodingOptions, build_encoding
+from lrpe_fairseq.experiments.data import synthetic
 from lrpe_fairseq.experiments.data.synthetic import MULTIPLES, TASKS
 from lrpe_fairseq.experiments.families.plan import load_named, runs
 from lrpe_fairseq.experiments.families.synthetic import SyntheticRun, read_accuracy
@@ -16,16 +18,18 @@ from lrpe_fairseq.experiments.records.layout import Column, Row, Table
 from lrpe_fairseq.experiments.report import cells
 from lrpe_fairseq.experiments.runner.processes import RunFailed
 
+SUITE = [task for task in TASKS if task != "grid"]
 BEST = {"split": "valid", "protocol": "whole", "metric": "loss"}
 
 
 def test_the_table_shows_both_accuracies_of_every_task_at_every_length() -> None:
     table = load_named("synthetic")
+    assert set(SUITE) == set(TASKS) - {"grid"}  # which has a table of its own
     for attention in ("linear", "softmax"):
         columns = [c for c in table.columns if c.attention == attention and c.dataset]
         shown = {(c.dataset, c.split, c.metric) for c in columns}
         assert len(shown) == len(columns)
-        for task in TASKS:
+        for task in SUITE:
             splits = [f"test{multiple}" for multiple in MULTIPLES]
             splits += ["sparse", "dense"] if task == "flip-flop" else []
             for metric in ("answer_accuracy", "token_accuracy"):
@@ -37,7 +41,7 @@ def test_the_table_shows_both_accuracies_of_every_task_at_every_length() -> None
 
 def test_a_cell_has_one_run_per_learning_rate_on_the_data_of_its_column() -> None:
     found = [run for run in runs(load_named("synthetic"), "small", [2]) if run.label == "RoPE"]
-    assert len(found) == 2 * len(TASKS) * 3
+    assert len(found) == 2 * len(SUITE) * 3
     run = next(r for r in found if r.data.name == "synthetic-mqar-small" and r.lr == 0.01)
     assert run.folder.name == "small-RoPE-linear-synthetic-mqar-small-lr0.01-seed2"
     assert run.result.parent == ROOT / "results" / "runs" / "synthetic"
@@ -50,6 +54,22 @@ def test_a_cell_has_one_run_per_learning_rate_on_the_data_of_its_column() -> Non
     assert {"sparse", "dense"} <= {split for split, _ in flip.evaluations}
     assert (run.budget().text, run.budget().unit) == ("1,000 x 64", "samples")
     assert isinstance(run, SyntheticRun)
+
+
+def test_the_grid_is_read_with_its_width_flat_and_by_rows_and_columns() -> None:
+    width = synthetic.SCALES["small"].width
+    found = [run for run in runs(load_named("grid"), "small", [1]) if run.lr == 0.003]
+    assert {run.data.name for run in found} == {"synthetic-grid-small"}
+    read: dict[str, set[str]] = {"linear": set(), "softmax": set()}
+    for run in found:
+        chosen = run.chosen()
+        assert chosen["model.grid_width"] == str(width)
+        grid = chosen.get("model.position_grid", "flat")
+        options = EncodingOptions(grid_width=width, position_grid=grid)
+        name = run.position_encoding
+        build_encoding(name, head_dim=32, num_heads=2, options=options, causal=True)
+        read[run.attention_type].add(grid)
+    assert read == {key: {"flat", "axial"} for key in ("linear", "softmax")}
 
 
 def said(**changes: object) -> str:

@@ -22,6 +22,7 @@ from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 SEEDS = 2
+SCALE = "small"
 SITE_OPTIONS = {"partition": str, "time": str, "gpus_per_node": int, "nodes": int}
 
 
@@ -30,7 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a table, submit it, or print its commands or progress; return the exit status."""
     given = sys.argv[1:] if arguments is None else arguments
     options, begun = _parse(given), time.monotonic()
-    chosen = _select(options)
+    table = load_named(options.table)
+    options.scale = options.scale or usual_scale(table)
+    chosen = _select(table, options)
     if options.status or options.dry_run:
         return _show(chosen, options)
     if options.slurm:
@@ -121,7 +124,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--attention", nargs="+", metavar="TYPE", choices=("linear", "softmax"))
     add("--datasets", nargs="+", metavar="DATA", help="data sets of a table with several of them")
     add("--seeds", type=int, default=SEEDS, metavar="N", help="seeds 1 to N")
-    add("--scale", default="small", help="small (the default), paper or another scale of the table")
+    add("--scale", help="a scale of the table (default: small, or its first without one)")
     add("--jobs", type=int, default=1, metavar="J", help="concurrent runs")
     add("--gpus", type=int, metavar="G", help="GPUs per run (default: 1; all for a single run)")
     add("--from", dest="source", type=Path, metavar="DIR", help="folder with the source data")
@@ -135,8 +138,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _select(options: argparse.Namespace) -> list[TrainingRun]:
-    table = load_named(options.table).at(options.scale)
+def usual_scale(table: Table) -> str:
+    """Return the scale that is run by default: ``small``, or the first of a table without it."""
+    return SCALE if SCALE in table.scales else next(iter(table.scales))
+
+
+def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
+    table = table.at(options.scale)
     labels = [table.row(label).label for label in options.rows or [r.label for r in table.rows]]
     if options.seeds < 1 or options.jobs < 1:
         raise ValueError("--seeds and --jobs must be at least 1")

@@ -1,4 +1,4 @@
-"""The synthetic suite: copy, reverse, MQAR, MQRAR, flip-flop and counting, generated.
+"""The synthetic suite: copy, reverse, MQAR, MQRAR, flip-flop, counting and a grid, generated.
 
 A sample is a sequence of tokens and, for every token, the answer expected at it, or ``<pad>`` where
 none is scored. Training mixes lengths up to the training length; each test split has one multiple
@@ -33,6 +33,12 @@ GAP_POWER = 0.01  # a of MQAR: the gap g before a query has the weight g^(a - 1)
 IGNORE = 0.8  # probability of the instruction "ignore" in training
 OTHER_IGNORE = {"sparse": 0.98, "dense": 0.1}  # test splits at the training length
 OTHERS = 4  # types of tokens that counting must not count
+OFFSETS = {  # of grid: name -> (rows up, columns to the right)
+    f"up{up}{side}{step}": (up, step if side == "right" else -step)
+    for up in (1, 2)
+    for side in ("left", "right")
+    for step in (1, 2)
+}
 
 
 class Sample(NamedTuple):
@@ -47,8 +53,9 @@ class Scale:
     """Sizes of the data.
 
     ``samples``: by split; each test split has those of ``test``. ``lengths``: the training length
-    by task, in symbols to copy or in tokens. ``symbols``: of copy and reverse. ``keys``: of MQAR
-    and MQRAR, and as many values. ``most``: largest count.
+    by task, in symbols to copy, rows of a grid or tokens. ``symbols``: of copy and reverse.
+    ``keys``: of MQAR and MQRAR, and as many values. ``most``: largest count. ``width``, ``colors``:
+    columns of a grid and values of a cell.
     """
 
     samples: Mapping[str, int]
@@ -56,22 +63,30 @@ class Scale:
     symbols: int
     keys: int
     most: int
+    width: int
+    colors: int
 
 
 SCALES = {
     "small": Scale(
         {"train": 64_000, "valid": 512, "test": 256},
-        {"copy": 16, "reverse": 16, "mqar": 64, "mqrar": 64, "flip-flop": 128, "counting": 32},
+        {"copy": 16, "reverse": 16, "mqar": 64, "mqrar": 64, "flip-flop": 128, "counting": 32}
+        | {"grid": 8},
         symbols=20,
         keys=32,
         most=10,
+        width=8,
+        colors=8,
     ),
     "tiny": Scale(
         {"train": 256, "valid": 64, "test": 64},
-        {"copy": 8, "reverse": 8, "mqar": 32, "mqrar": 32, "flip-flop": 32, "counting": 16},
+        {"copy": 8, "reverse": 8, "mqar": 32, "mqrar": 32, "flip-flop": 32, "counting": 16}
+        | {"grid": 6},
         symbols=6,
         keys=8,
         most=4,
+        width=6,
+        colors=4,
     ),
 }
 
@@ -165,6 +180,27 @@ def _counting(rng: RandomState, scale: Scale, length: int) -> Sample:
     return Sample(tuple(inputs), tuple(targets))
 
 
+def _grid(rng: RandomState, scale: Scale, length: int) -> Sample:
+    """``offset``, blanks, then ``length`` rows of colored cells, row by row.
+
+    The answer at a cell is the color of the cell at the offset: 1 or 2 rows up and 1 or 2 columns
+    to a side, where the columns are a ring. Rows without such a row above are not scored. Offset
+    and blanks are one row, so position s of a token is row s // W, column s mod W. The distance in
+    the sequence to the cell that is asked for differs where the ring closes, so it does not solve
+    the task; rows and columns do.
+    """
+    name = list(OFFSETS)[below(rng, len(OFFSETS))]
+    up, right = OFFSETS[name]
+    colors = types("c", scale.colors)
+    cells = [colors[n] for n in rng.randint(scale.colors, size=length * scale.width)]
+    targets = [PAD] * len(cells)
+    for place in range(up * scale.width, len(cells)):
+        row, column = divmod(place, scale.width)
+        targets[place] = cells[(row - up) * scale.width + (column + right) % scale.width]
+    header = (name, *[BLANK] * (scale.width - 1))
+    return Sample((*header, *cells), (*[PAD] * scale.width, *targets))
+
+
 @dataclass(frozen=True)
 class Task:
     """One task.
@@ -217,6 +253,12 @@ TASKS: dict[str, Task] = {
         vocabulary=lambda scale: ["mark", "reset", "?", *types("o", OTHERS)],
         answers=lambda scale: [str(count) for count in range(scale.most + 1)],
         shortest=lambda longest: longest * 3 // 4,
+    ),
+    "grid": Task(
+        _grid,
+        vocabulary=lambda scale: [BLANK, *OFFSETS],
+        answers=lambda scale: types("c", scale.colors),
+        shortest=lambda longest: longest // 2,
     ),
 }
 

@@ -170,9 +170,9 @@ def load_table(path: Path) -> Table:
         if not isinstance(given, dict):
             raise ValueError("a table holds keys and values")
         content = {"name": path.stem, **given}
-        content["columns"] = [_build(Column, column) for column in content.get("columns", [])]
-        content["rows"] = [_build(Row, row) for row in content.get("rows", [])]
-        table = _build(Table, content)
+        content["columns"] = [build(Column, column) for column in content.get("columns", [])]
+        content["rows"] = [build(Row, row) for row in content.get("rows", [])]
+        table = build(Table, content)
         _check(table)
     except (ValueError, TypeError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: {error}") from error
@@ -184,7 +184,8 @@ def file_name(name: str) -> str:
     return re.sub(r"[^\w.=-]", "_", name)
 
 
-def _build(kind: Any, content: Options) -> Any:
+def build(kind: Any, content: Options) -> Any:
+    """Return ``content`` as a ``kind``. Raises: ValueError for a missing or unknown key."""
     fields = {f.name: f for f in dataclasses.fields(kind)}
     unknown = sorted(set(content) - set(fields))
     if unknown:
@@ -325,12 +326,7 @@ def _check_reference(table: Table, reference: notes.Option | notes.Value | notes
             raise ValueError(f"there is no scale {reference.scale}")
         return
     table.column(reference.column)
-    labels = (
-        [reference.first, *reference.others]
-        if isinstance(reference, notes.Order)
-        else [reference.row]
-    )
-    for label in labels:
+    for label in notes.labels(reference):
         table.row(label)
 
 

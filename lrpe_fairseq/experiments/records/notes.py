@@ -72,6 +72,13 @@ def parse(reference: str) -> Option | Value | Order:
     return Value(label, column, published=label != left)
 
 
+def labels(reference: Value | Order) -> list[str]:
+    """Return the labels of the rows that a reference names."""
+    if isinstance(reference, Order):
+        return [reference.first, *reference.others]
+    return [reference.row]
+
+
 def references(text: str) -> list[Option | Value | Order]:
     """Return every reference of ``text``, in order."""
     return [parse(inside) for inside in REFERENCE.findall(text)]

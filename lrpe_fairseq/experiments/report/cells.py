@@ -54,6 +54,7 @@ def fills(table: Table, row: Row, column: Column, run: Run) -> bool:
     """True if ``run`` belongs to the cell at ``row`` and ``column``."""
     return (
         run["experiment"] in table.experiments
+        and run["scale"] in table.scales
         and row.has(column)
         and _canonical(run["position_encoding"]) == _canonical(_encoding(table, row))
         and _halves(run["attention_type"]) == _sides(column.attention, "attention", table.fixed)
@@ -81,8 +82,9 @@ def option(run: Run, name: str, default: Any = None) -> Any:
 
 
 def _given(run: Run, name: str) -> Any:
-    for key, value in run["config"].items():
-        if key.replace("_", "-") == name.replace("_", "-"):
+    for key in (name, name.replace("_", "-"), name.replace("-", "_")):
+        if key in run["config"]:
+            value = run["config"][key]
             return value[0] if isinstance(value, list) and len(value) == 1 else value
     return ABSENT
 

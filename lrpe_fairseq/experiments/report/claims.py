@@ -15,6 +15,7 @@ from lrpe_fairseq.experiments.report.cells import Scores
 from lrpe_fairseq.experiments.report.markdown import NOT_RUN, fixed, listed
 from lrpe_fairseq.experiments.report.sheet import Sheet
 
+AHEAD, BEHIND, OPEN = "ahead of", "behind", "open"
 FAR = 3  # ranks
 FEWEST = 4  # minimum number of rows for a rank correlation
 ONE_SEED = "one seed: no order is claimed"
@@ -43,20 +44,27 @@ def ahead(first: Scores, second: Scores, better: str) -> bool:
 
 def stated_order(sheet: Sheet, first: str, others: tuple[str, ...], key: str) -> str:
     """State the order of ``first`` and ``others`` in a column if supported, else the values."""
-    column, better = sheet.table.column(key), sheet.table.better
-    own = sheet.ours(sheet.table.row(first), column)
-    after, open_ = [], []
+    column = sheet.table.column(key)
+    found: dict[str, list[str]] = {}
     for label in others:
-        other = sheet.ours(sheet.table.row(label), column)
-        (after if ahead(own, other, better) else open_).append(label)
-    named = [valued(sheet, label, column) for label in (first, *after)]
-    text = f"{named[0]} is ahead of {listed(named[1:])}" if after else ""
-    if not open_:
-        return text
-    rest = listed([valued(sheet, label, column) for label in open_])
-    return f"{text}; its order with {rest} is open" if text else (
-        f"the order of {named[0]} and {rest} is open"
-    )  # fmt: skip
+        place = relation(sheet, first, label, column)
+        found.setdefault(place, []).append(valued(sheet, label, column))
+    named = valued(sheet, first, column)
+    known = [f"{place} {listed(found[place])}" for place in (AHEAD, BEHIND) if place in found]
+    if OPEN not in found:
+        return f"{named} is {' and '.join(known)}"
+    rest = f"{listed(found[OPEN])} is open"
+    if not known:
+        return f"the order of {named} and {rest}"
+    return f"{named} is {' and '.join(known)}; its order with {rest}"
+
+
+def relation(sheet: Sheet, first: str, second: str, column: Column) -> str:
+    """Return ``AHEAD``, ``BEHIND`` or ``OPEN``: the place of one row to another in a column."""
+    one, two = (sheet.ours(sheet.table.row(label), column) for label in (first, second))
+    if ahead(one, two, sheet.table.better):
+        return AHEAD
+    return BEHIND if ahead(two, one, sheet.table.better) else OPEN
 
 
 def valued(sheet: Sheet, label: str, column: Column) -> str:
@@ -120,22 +128,23 @@ def rows_finding(sheet: Sheet, column: Column) -> str:
     ordered = {label: values for label, values in found.items() if len(values) > 1}
     if len(ordered) < 2:
         reason = "too few rows with several seeds" if ordered else ONE_SEED
-        return f"{reason} ({_span(sheet, column, found)})"
-    if not _any_order(ordered, sheet.table.better):
-        return f"no order ({_span(sheet, column, ordered)})"
+        return f"{reason} ({value_range(sheet, column, found)})"
+    if not any_order(ordered, sheet.table.better):
+        return f"no order ({value_range(sheet, column, ordered)})"
     among = f"of the {len(ordered)} rows with several seeds, " if len(ordered) < len(found) else ""
-    return among + "; ".join(filter(None, [_leaders(sheet, column, ordered),
+    return among + "; ".join(filter(None, [leaders(sheet, column, ordered),
                                            _against_baseline(sheet, column, ordered)]))  # fmt: skip
 
 
-def _any_order(found: dict[str, Scores], better: str) -> bool:
+def any_order(found: dict[str, Scores], better: str) -> bool:
     """True if the runs order at least one pair of rows."""
     return any(
         ahead(one, other, better) for one, other in itertools.permutations(found.values(), 2)
     )
 
 
-def _leaders(sheet: Sheet, column: Column, found: dict[str, Scores]) -> str:
+def leaders(sheet: Sheet, column: Column, found: dict[str, Scores]) -> str:
+    """Return the best row with the rows that it is ahead of, or that no row is ahead of all."""
     better = sheet.table.better
     sign = 1 if better == "lower" else -1
     best = min(found, key=lambda label: sign * cells.mean(found[label]))
@@ -144,7 +153,7 @@ def _leaders(sheet: Sheet, column: Column, found: dict[str, Scores]) -> str:
     if not level:
         return f"{named} is ahead of the other {others}"
     if len(level) == others:
-        return f"no row is ahead of all others ({_span(sheet, column, found)})"
+        return f"no row is ahead of all others ({value_range(sheet, column, found)})"
     return f"{named} is ahead of {others - len(level)}, but not of {_abridged(level)}"
 
 
@@ -165,7 +174,8 @@ def _abridged(labels: list[str], most: int = 5) -> str:
     return listed(labels) if len(labels) <= most else f"{len(labels)} rows"
 
 
-def _span(sheet: Sheet, column: Column, found: dict[str, Scores]) -> str:
+def value_range(sheet: Sheet, column: Column, found: dict[str, Scores]) -> str:
+    """Return the lowest and the highest mean of some rows, and their number."""
     means = [fixed(cells.mean(values), column.decimals) for values in found.values()]
     low, high = min(means, key=float), max(means, key=float)
     return f"{low} to {high} over {len(found)} rows" if len(found) > 1 else low
@@ -181,16 +191,24 @@ def _columns_finding(sheet: Sheet) -> str:
         for first, *others in families.values()
         for column in others
     }
-    if set(found.values()) <= {ONE_SEED}:
-        spans = ", ".join(_column_span(sheet, column) for column in sheet.headlines)
+    spans = ", ".join(_column_span(sheet, column) for column in sheet.headlines)
+    if not found:
+        return f"{spans[:1].upper()}{spans[1:]}."
+    if set(found.values()) == {ONE_SEED}:
         return f"{ONE_SEED.capitalize()} ({spans})."
     return ". ".join(f"{place}: {text}" for place, text in found.items()) + "."
 
 
 def _column_span(sheet: Sheet, column: Column) -> str:
     found = {row.label: sheet.ours(row, column) for row in sheet.table.rows}
-    span = _span(sheet, column, {label: values for label, values in found.items() if values})
-    return f"{column.title} {span.partition(' over ')[0]}"
+    span = value_range(sheet, column, {label: values for label, values in found.items() if values})
+    return f"{distinct_title(sheet, column)} {span.partition(' over ')[0]}"
+
+
+def distinct_title(sheet: Sheet, column: Column) -> str:
+    """Return the title of a headline column, after the attention type if both types have it."""
+    same = [c for c in sheet.headlines if c.title == column.title]
+    return f"{column.attention} {column.title}" if len(same) > 1 else column.title
 
 
 def _column_against(sheet: Sheet, first: Column, second: Column) -> str:

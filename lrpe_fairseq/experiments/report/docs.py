@@ -15,6 +15,7 @@ from types import ModuleType
 from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.report import (
+    choosing,
     cost,
     denominators,
     fidelity,
@@ -28,6 +29,7 @@ from lrpe_fairseq.experiments.report import (
 
 PARTS: dict[str, ModuleType] = {
     "results": pages,
+    "choosing": choosing,
     "quickstart": quickstart,
     "readme": readme,
     "gallery": gallery,

@@ -132,7 +132,7 @@ def _correlations(sheet: Sheet) -> str:
 def _named(sheet: Sheet, column: Column) -> str:
     """Return the attention type, or the title if a type has several headline columns."""
     several = [c for c in sheet.headlines if c.attention == column.attention]
-    return column.title if len(several) > 1 else column.attention
+    return claims.distinct_title(sheet, column) if len(several) > 1 else column.attention
 
 
 def _unrun(tables: list[Table], found: dict[str, list[Sheet]]) -> list[str]:

@@ -23,7 +23,7 @@ OFFSETS = [  # of a label from its point, in points; the first free one is used
 
 @dataclass(frozen=True)
 class Point:
-    """One row: the published number, our mean and deviation (0 with one seed)."""
+    """One row: the published number (or another x), our mean and deviation (0 with one seed)."""
 
     label: str
     paper: float
@@ -33,12 +33,15 @@ class Point:
 
 @dataclass(frozen=True)
 class Panel:
-    """One headline column. better: ``lower`` or ``higher``."""
+    """One headline column. better: ``lower`` or ``higher``. x, y: labels of the axes; default:
+    paper and ours, with ``better``."""
 
     title: str
     attention: str
     better: str
     points: tuple[Point, ...]
+    x: str = ""
+    y: str = ""
 
 
 def panels(sheet: Sheet) -> list[Panel]:
@@ -92,7 +95,7 @@ def _points(axes: Any, panel: Panel) -> None:
             axes.errorbar(x, y, yerr=point.deviation, color=colour, linewidth=0.8, zorder=2)
     words = f"{panel.better} is better"
     axes.set(xlim=x_range, ylim=y_range, title=panel.title)
-    axes.set(xlabel=f"paper ({words})", ylabel=f"ours ({words})")
+    axes.set(xlabel=panel.x or f"paper ({words})", ylabel=panel.y or f"ours ({words})")
     axes.grid(alpha=0.3)
 
 

@@ -1,4 +1,4 @@
-"""Render only ``results/``, after a training: the part ``results`` of ``make docs``."""
+"""Render the pages that show tables, after a training: two parts of ``make docs``."""
 
 import sys
 
@@ -6,8 +6,8 @@ from lrpe_fairseq.experiments.report import docs
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run :func:`docs.main` for the part ``results``; return the exit status."""
-    return docs.main(["results", *(sys.argv[1:] if arguments is None else arguments)])
+    """Run :func:`docs.main` for the parts ``results`` and ``choosing``; return the exit status."""
+    return docs.main(["results", "choosing", *(sys.argv[1:] if arguments is None else arguments)])
 
 
 if __name__ == "__main__":

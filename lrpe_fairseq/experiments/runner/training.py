@@ -44,6 +44,8 @@ COMMON_OPTIONS = {  # an option of a table -> fairseq's configuration
     "score-decay": "model.score_decay",
     "clip-norm": "optimization.clip_norm",
     "max-update": "optimization.max_update",
+    "lr-period-updates": "lr_scheduler.lr_period_updates",
+    "total-num-update": "lr_scheduler.total_num_update",
     "bf16": "common.bf16",
     "fp16": "common.fp16",
     "no-token-positional-embeddings": "model.no_token_positional_embeddings",

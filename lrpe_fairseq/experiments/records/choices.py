@@ -1,0 +1,151 @@
+"""Read and check ``configs/choosing.yaml``: what the page docs/choosing.md compares and states.
+
+Its texts contain numbers and orders as references only (:mod:`.notes`).
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from lrpe_fairseq.experiments.records import notes
+from lrpe_fairseq.experiments.records.layout import build
+
+VERDICTS = ("supported", "contradicted")
+FILE = Path("configs") / "choosing.yaml"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Columns of a table at one scale, by attention type; empty for a type without a column."""
+
+    table: str
+    scale: str
+    linear: str = ""
+    softmax: str = ""
+
+
+@dataclass(frozen=True)
+class Aspect:
+    """One column of the matrix.
+
+    key, title: its name and heading. text: what the number is. command: what measures it.
+    sources: the columns that hold it; of a method that several have, the first counts.
+    metric: a field of the run file in place of the metric of these columns. benchmark: a part
+    of results/bench instead of sources. better: ``lower`` or ``higher``. quality: False for a
+    cost. optional: True if the column is only shown once it has runs.
+    """
+
+    key: str
+    title: str
+    text: str
+    command: str
+    better: str
+    sources: list[Source] = field(default_factory=list)
+    metric: str = ""
+    benchmark: str = ""
+    decimals: int = 2
+    quality: bool = True
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sentence about one table at one scale; shown once every cell that it names has runs."""
+
+    table: str
+    scale: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A published statement that one row is ahead of others, and what our runs say.
+
+    source: the publication. text: the statement. table, scale, column: where we measure it. first,
+    others: row labels. verdict: ``supported`` if our runs put ``first`` ahead of all ``others``,
+    ``contradicted`` if they put all of them ahead of it.
+    """
+
+    source: str
+    text: str
+    table: str
+    scale: str
+    column: str
+    first: str
+    others: list[str]
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """Published perplexities beyond the training length, and our columns to set beside them.
+
+    file: of results/paper. short, long: columns of ``table`` at the training length and beyond it.
+    """
+
+    file: str
+    table: str
+    scale: str
+    short: str
+    long: str
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The whole page. figure: key of the quality and key of the cost that its picture shows."""
+
+    aspects: list[Aspect]
+    figure: list[str]
+    ratios: Ratios
+    findings: list[Finding] = field(default_factory=list)
+    statements: list[Statement] = field(default_factory=list)
+
+    @property
+    def tables(self) -> list[str]:
+        """The names of all tables that the page reads."""
+        sources = [source for aspect in self.aspects for source in aspect.sources]
+        named = [*sources, *self.findings, *self.statements, self.ratios]
+        return sorted({each.table for each in named})
+
+
+def load_choices(path: Path) -> Choices:
+    """Read and check the file. Raises: ValueError, which names the file and the error."""
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+        aspects = [
+            {**aspect, "sources": [build(Source, source) for source in aspect.get("sources", [])]}
+            for aspect in given.get("aspects", [])
+        ]
+        content = {
+            **given,
+            "aspects": [build(Aspect, aspect) for aspect in aspects],
+            "ratios": build(Ratios, given.get("ratios", {})),
+            "findings": [build(Finding, finding) for finding in given.get("findings", [])],
+            "statements": [build(Statement, claim) for claim in given.get("statements", [])],
+        }
+        choices = build(Choices, content)
+        _check(choices)
+    except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    return choices
+
+
+def _check(choices: Choices) -> None:
+    for aspect in choices.aspects:
+        notes.check_text(f"{aspect.title} {aspect.text}")
+        if aspect.better not in ("lower", "higher"):
+            raise ValueError(f"better of {aspect.key} must be lower or higher")
+        if bool(aspect.sources) == bool(aspect.benchmark):
+            raise ValueError(f"aspect {aspect.key} needs either sources or a benchmark")
+    keys = {aspect.key for aspect in choices.aspects}
+    if len(choices.figure) != 2 or not keys.issuperset(choices.figure):
+        raise ValueError("figure needs the keys of a quality and of a cost")
+    for finding in choices.findings:
+        notes.check_note(finding.text)
+    for claim in choices.statements:
+        notes.check_note(claim.text)
+        if claim.verdict not in VERDICTS:
+            raise ValueError(f"a verdict must be {' or '.join(VERDICTS)}, not {claim.verdict!r}")
+        if not claim.others:
+            raise ValueError(f"a statement about {claim.first} needs rows that it is compared with")

@@ -1,0 +1,113 @@
+"""Annealed schedules and the tables of growing budgets: shared runs, and what differs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from lrpe_fairseq.experiments.commands.run_table import usual_scale
+from lrpe_fairseq.experiments.families.plan import load_named, runs
+from lrpe_fairseq.experiments.records.files import ROOT, load_config
+from lrpe_fairseq.experiments.report import cells, claims
+from lrpe_fairseq.experiments.report.sheet import Sheet
+from tests.test_results import make_run, ppl
+
+MODEL = {"max-update": 1800, "lr": [0.004], "lr-scheduler": "cosine", "lr-period-updates": 1600}
+
+
+def flat(path: str) -> dict[str, object]:
+    content = OmegaConf.to_container(load_config(ROOT / path))
+    return {
+        f"{part}.{key}": value
+        for part, own in content.items()
+        if isinstance(own, dict)
+        for key, value in own.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("small", "annealed", "more"),
+    [
+        ("lm/wikitext2", "lm/wikitext2-annealed", {"optimization.lr"}),
+        ("translation/multi30k", "translation/multi30k-annealed",
+         {"checkpoint.save_interval_updates"}),
+    ],
+)  # fmt: skip
+def test_scale_annealed_differs_from_small_in_its_schedule_only(
+    small: str, annealed: str, more: set[str]
+) -> None:
+    one, other = (flat(f"configs/{name}.yaml") for name in (small, annealed))
+    changed = {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
+    named = {"common.tensorboard_logdir", "checkpoint.save_dir"}
+    schedule = {f"lr_scheduler.{key}" for key in ("_name", "lr_period_updates", "min_lr")}
+    assert changed == named | schedule | more
+    length = other["lr_scheduler.lr_period_updates"] + other["lr_scheduler.warmup_updates"]
+    assert length == other["optimization.max_update"]
+
+
+def test_the_shortest_budget_has_the_runs_of_the_paper_table_and_no_others() -> None:
+    for name, scale, home in (("budget", "annealed", "table2"), ("budget-mlm", "small", "table8")):
+        found = runs(load_named(name), scale, [1])
+        shortest = min(run.max_update() for run in found)
+        assert {run.experiment for run in found if run.max_update() == shortest} == {home}
+        assert {run.experiment for run in found if run.max_update() > shortest} == {name}
+        theirs = {run.result for run in runs(load_named(home), scale, [1])}
+        assert {run.result for run in found if run.experiment == home} <= theirs
+        assert sorted({run.max_update() for run in found}) == [shortest * n for n in (1, 3, 9)]
+
+
+def test_the_rate_of_every_budget_ends_at_zero() -> None:
+    for name, scale in (("budget", "annealed"), ("budget-mlm", "small")):
+        for run in runs(load_named(name), scale, [1])[:6]:
+            settings = run.settings()
+            rate, last = settings.lr_scheduler, settings.optimization.max_update
+            if name == "budget":
+                assert rate.lr_period_updates + rate.warmup_updates == last
+            else:
+                assert float(rate.total_num_update) == last
+
+
+def test_a_run_fills_only_the_budget_that_it_was_trained_with() -> None:
+    table = load_named("budget")
+    base, columns = table.row("Base"), [c for c in table.columns if c.attention == "linear"]
+
+    def filled(**changes: object) -> list[str]:
+        run = make_run(experiment="table2", scale="annealed", **changes)
+        return [c.title for c in columns if cells.fills(table, base, c, run)]
+
+    assert filled(config=MODEL) == ["1,800"]
+    longer = {**MODEL, "max-update": 5400, "lr-period-updates": 5200}
+    assert filled(config=longer) == ["5,400"]
+    assert filled(config={**longer, "lr-period-updates": 1600}) == []
+    usual = {"max-update": 1800, "lr": [0.003], "lr-scheduler": "inverse_sqrt"}
+    assert filled(config=usual) == []  # Table 2 at scale small
+    small = make_run(experiment="table2", config=MODEL)
+    assert not cells.shown(table, small)  # a scale that the table lacks
+
+
+def test_the_rank_correlation_is_stated_for_every_budget() -> None:
+    table, found = load_named("budget"), {}
+    order = ["Base", "RoPE", "PER", "Type1", "Type2", "Type4"]
+    for place, label in enumerate(order):
+        for updates in (1800, 5400):
+            run = make_run(
+                experiment="budget",
+                scale="annealed",
+                position_encoding=table.row(label).encoding,
+                metrics=ppl(100.0 + (place if updates == 1800 else -place)),
+                config={**MODEL, "max-update": updates, "lr-period-updates": updates - 200},
+            )
+            found[f"{label}{updates}"] = run
+    sheet = Sheet(ROOT, table, cells.Group("annealed", "", found))
+    first, second = (claims.correlation(sheet, table.column(f"linear-{n}")) for n in (1800, 5400))
+    assert first == pytest.approx(-second)
+    assert claims.correlation(sheet, table.column("linear-16200")) is None
+    assert claims.finding(sheet).startswith("One seed: no order is claimed (1,800 100.00 to 105.00")
+
+
+def test_a_table_without_scale_small_runs_its_first_scale() -> None:
+    assert usual_scale(load_named("table2")) == "small"
+    assert usual_scale(load_named("budget")) == "annealed"
+    assert Path(ROOT / load_named("budget").scales["annealed"]).exists()

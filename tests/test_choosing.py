@@ -1,0 +1,306 @@
+"""docs/choosing.md: ranks with ties, the short answer, findings, and checked statements."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lrpe_fairseq.experiments.families.plan import load_named
+from lrpe_fairseq.experiments.records.choices import FILE, Statement, load_choices
+from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.records.layout import load_table
+from lrpe_fairseq.experiments.records.runs import read_runs, write_run
+from lrpe_fairseq.experiments.report import boards, choosing, claims
+from lrpe_fairseq.experiments.report.sheet import sheets
+from tests.test_results import make_run, ppl
+
+TABLE = """
+title: Demo
+text: A table.
+experiments: [demo]
+scales: {small: configs/small.yaml}
+baseline: Base
+better: lower
+options: {attention-normalizer: rotated, no-token-positional-embeddings: false}
+columns:
+  - {key: linear, title: valid, attention: linear, split: valid, protocol: blocks, metric: ppl,
+     paper: {file: demo.csv, split: valid}}
+rows:
+  - {label: Base, encoding: none, attention: [linear], method: Base}
+  - {label: NoPE, encoding: none, attention: [linear],
+     overrides: {no-token-positional-embeddings: true}}
+  - {label: RoPE, encoding: rope, attention: [linear], method: RoPE}
+  - {label: RoPE-LN, encoding: rope, attention: [linear],
+     overrides: {attention-normalizer: layernorm}}
+  - {label: Type4, encoding: lrpe-tmlr-type3, attention: [linear]}
+"""
+CHOICES = """
+aspects:
+  - {key: lm, title: LM, text: perplexity., command: make docs, better: lower,
+     sources: [{table: demo, scale: small, linear: linear}]}
+  - {key: speed, title: speed, text: relative., command: make bench, better: higher, quality: false,
+     benchmark: table9}
+figure: [lm, speed]
+ratios: {file: none.csv, table: demo, scale: small, short: linear, long: linear}
+findings:
+  - {table: demo, scale: small, text: "RoPE has [[RoPE | linear]], NoPE [[NoPE | linear]]."}
+statements:
+  - {source: A paper, text: "RoPE has [[paper RoPE | linear]]", table: demo, scale: small,
+     column: linear, first: RoPE, others: [Base], verdict: supported}
+"""
+DEMO_CSV = "method,split,value,std,printed,note\nBase,valid,30.0,,30.0,\nRoPE,valid,20.0,,20.0,\n"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for name, text in {
+        "configs/tables/demo.yaml": TABLE,
+        "configs/choosing.yaml": CHOICES,
+        "results/paper/demo.csv": DEMO_CSV,
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "results" / "runs").mkdir()
+    return tmp_path
+
+
+def save(root: Path, encoding: str, *values: float, **config: object) -> None:
+    for seed, value in enumerate(values, 1):
+        run = make_run(
+            position_encoding=encoding, seed=seed, metrics=ppl(value), config=config or {"x": 1}
+        )
+        name = f"{encoding}-{len(config)}-{seed}.json".replace(":", "-")
+        write_run(root / "results" / "runs" / "demo" / name, run)
+
+
+def page(root: Path) -> str:
+    return choosing.pages(root)[choosing.PAGE]
+
+
+def edit(root: Path, old: str, new: str) -> None:
+    text = (root / FILE).read_text()
+    assert old in text
+    (root / FILE).write_text(text.replace(old, new))
+
+
+def line(text: str, start: str) -> str:
+    return next(row for row in text.splitlines() if row.startswith(start))
+
+
+def test_without_runs_the_page_says_not_measured_and_states_nothing(root: Path) -> None:
+    text = page(root)
+    assert "| LM | not measured | not measured |" in text
+    assert "Published statements" not in text
+    assert "no column orders any methods yet" in text
+    assert choosing.pictures(root) == {}
+
+
+def test_ranks_are_shared_where_no_order_is_supported(root: Path) -> None:
+    save(root, "none", 50.0, 50.1)
+    save(root, "rope", 40.0, 40.1)
+    save(root, "lrpe:householder:permutation", 39.0, 40.6)  # one seed ahead of RoPE, one behind
+    save(root, "none", 60.0, **{"no-token-positional-embeddings": True})
+    save(root, "rope", 30.0, **{"attention-normalizer": "layernorm", "x": 2})
+    text = page(root)
+    assert line(text, "| `rope` |").startswith("| `rope` | **1** · 40.05 | not measured |")
+    assert line(text, "| `lrpe-type4` |").startswith("| `lrpe-type4` | **1** · 39.80 |")
+    assert line(text, "| `none`, sinusoidal |").startswith("| `none`, sinusoidal | 3 · 50.05 |")
+    assert line(text, "| `none` |").startswith("| `none` | (60.00) |")
+    assert line(text, "| `rope`, layernorm |").startswith("| `rope`, layernorm | (30.00) |")
+    assert (
+        "| LM | `rope` (40.05) and `lrpe-type4` (39.80), of 3 with a rank; not ranked: `rope`, "
+        "layernorm (30.00) | not measured |" in text
+    )
+    assert "in 1 of 1 columns with an order: `rope` (LM) and `lrpe-type4` (LM)." in text
+    assert "RoPE has 40.05, NoPE 60.00." in text
+
+
+def test_a_finding_waits_for_every_cell_that_it_names(root: Path) -> None:
+    save(root, "rope", 40.0, 40.1)
+    assert "RoPE has" not in page(root).partition("Published statements")[0]
+
+
+@pytest.mark.parametrize(
+    ("base", "state"),
+    [((50.0, 50.1), "supported"), ((30.0, 30.1), "contradicted"), ((40.1, 40.0), "open"),
+     ((50.0,), "unmeasured")],
+)  # fmt: skip
+def test_a_statement_is_shown_only_where_the_runs_support_its_verdict(
+    root: Path, base: tuple[float, ...], state: str
+) -> None:
+    save(root, "none", *base)
+    save(root, "rope", 40.0, 40.1)
+    found = {"demo": demo(root)}
+    for verdict in ("supported", "contradicted"):
+        claim = Statement(
+            "A paper", "RoPE has [[paper RoPE | linear]]", "demo", "small", "linear", "RoPE",
+            ["Base"], verdict,
+        )  # fmt: skip
+        assert choosing.state(claim, found) == state
+        assert bool(choosing.statement(claim, found)) == (verdict == state)
+    if state == "supported":
+        assert "- Supported: RoPE has 20.0 (A paper). Ours: RoPE (40.05) is ahead of" in page(root)
+
+
+def demo(root: Path) -> list:
+    table = load_table(root / "configs" / "tables" / "demo.yaml")
+    return sheets(root, table, read_runs(root / "results" / "runs"))
+
+
+def test_a_statement_that_the_published_table_does_not_make_is_refused(root: Path) -> None:
+    edit(root, "first: RoPE, others: [Base]", "first: Base, others: [RoPE]")
+    save(root, "none", 50.0, 50.1)
+    with pytest.raises(
+        ValueError, match=r"puts Base ahead of RoPE in linear of demo, but it prints"
+    ):
+        page(root)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("NoPE [[NoPE | linear]]", "NoPE 60", "a text states 60 itself"),
+        ("RoPE has [[paper RoPE | linear]]", "RoPE is best", "a note says 'best' itself"),
+        ("text: relative.", "text: 2 runs.", "a text states 2 itself"),
+        ("verdict: supported", "verdict: perhaps", "a verdict must be supported or contradicted"),
+        ("benchmark: table9", "bench: table9", "a aspect has no key bench"),
+        ("figure: [lm, speed]", "figure: [lm]", "figure needs the keys of a quality and of a cost"),
+    ],
+)
+def test_a_wrong_configuration_gets_one_sentence(root: Path, old: str, new: str, said: str) -> None:
+    edit(root, old, new)
+    with pytest.raises(ValueError, match=said):
+        load_choices(root / FILE)
+
+
+def test_costs_are_ranked_within_one_machine_only(root: Path) -> None:
+    edit(root, "benchmark: table9", "metric: peak_memory_mb, sources: [{table: demo, scale: small, "
+         "linear: linear}]")  # fmt: skip
+    for encoding, memory, cpu in (("none", 500, "A CPU"), ("rope", 400, "A CPU"),
+                                  ("lrpe-type4", 300, "Another")):  # fmt: skip
+        for seed in (1, 2):
+            run = make_run(
+                position_encoding=encoding, seed=seed, metrics=ppl(40.0), config={"x": 1},
+                peak_memory_mb=memory + seed, hardware={"cpu": cpu, "cores": 2, "gpus": []},
+            )  # fmt: skip
+            write_run(root / "results" / "runs" / "demo" / f"{encoding}{seed}.json", run)
+    choices = load_choices(root / FILE)
+    board = boards.boards(root, choices, {"demo": demo(root)})["speed", "linear"]
+    edit(root, "better: higher", "better: lower")
+    assert boards.ranks(board).keys() == {"`rope`", "`none`, sinusoidal"}
+    assert boards.cell(board, "`lrpe-type4`") == "(301.50)"
+
+
+def test_sources_of_one_column_need_one_configuration(root: Path) -> None:
+    other = TABLE.replace("configs/small.yaml", "configs/other.yaml")
+    (root / "configs" / "tables" / "other.yaml").write_text(other)
+    edit(
+        root, "linear: linear}]}", "linear: linear}, {table: other, scale: small, linear: linear}]}"
+    )
+    save(root, "rope", 40.0)
+    with pytest.raises(ValueError, match="sources of lm have the configurations"):
+        page(root)
+
+
+# --- this repository --------------------------------------------------------------------------
+
+
+def test_every_measured_statement_of_this_repository_holds() -> None:
+    """If this fails, change the verdict or the statement in configs/choosing.yaml."""
+    choices, found = choosing._read(ROOT)
+    states = {
+        f"{claim.first} | {claim.column} of {claim.table}": (
+            claim.verdict,
+            choosing.state(claim, found),
+        )
+        for claim in choices.statements
+    }
+    wrong = {k: v for k, (k2, v) in states.items() if v not in (k2, choosing.UNMEASURED)}
+    assert wrong == {}
+    assert sum(verdict == state for verdict, state in states.values()) >= 3
+
+
+def test_every_source_and_finding_names_cells_that_exist() -> None:
+    choices, tables = load_choices(ROOT / FILE), {}
+    for path in (ROOT / "configs" / "tables").glob("*.yaml"):
+        tables[path.stem] = load_table(path)
+    for aspect in choices.aspects:
+        for source in aspect.sources:
+            for key in filter(None, (source.linear, source.softmax)):
+                column = tables[source.table].at(source.scale).column(key)
+                assert column.attention in (
+                    source.linear and "linear",
+                    source.softmax and "softmax",
+                )
+                assert tables[source.table].better == aspect.better or aspect.metric
+    for given in (*choices.findings, *choices.statements):
+        for reference in choosing.references.references(given.text):
+            table = tables[given.table].at(given.scale)
+            table.column(reference.column)
+            assert [table.row(label) for label in choosing.references.labels(reference)]
+    for claim in choices.statements:
+        table = tables[claim.table].at(claim.scale)
+        assert [table.row(label) for label in (claim.first, *claim.others)]
+        table.column(claim.column)
+
+
+def every_run(name: str, keys: set[str]) -> dict[str, dict]:
+    """Two made-up runs for every cell of some columns, or of the columns that these average."""
+    table, found = load_named(name), {}
+    columns = {inner: table.column(inner) for key in keys
+               for inner in (table.column(key).mean_of or [key])}  # fmt: skip
+    for place, row in enumerate(table.rows):
+        for key, column in columns.items():
+            for seed in (1, 2) if row.has(column) else ():
+                measured = {column.metric: 50.0 + place + seed / 10, "loss": 1.0}
+                metrics = {column.split: {column.protocol: measured}}
+                metrics.setdefault("valid", {}).setdefault("whole", {"loss": 1.0})
+                found[f"{name}/{row.label}-{key}-{seed}"] = make_run(
+                    experiment=name,
+                    position_encoding=row.encoding,
+                    attention_type=column.attention,
+                    seed=seed,
+                    dataset=column.dataset or "data",
+                    metrics=metrics,
+                    config={"lr": [0.003], "tokens-per-sample": 128, **table.options}
+                    | row.overrides | column.overrides,
+                )  # fmt: skip
+    return found
+
+
+def test_the_page_fills_in_when_the_missing_tables_have_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Runs of one table are in one cell each: another column of a cell has a run of its own."""
+    lengths = {f"{kind}-paired-2048" for kind in ("linear", "softmax")}
+    made = every_run("extrapolation", lengths)
+    made |= every_run("listops", {"linear", "softmax"})
+    made |= every_run("images", {"linear-flat", "softmax-flat"})
+    made |= every_run("synthetic", {"linear-recall-2x", "softmax-recall-2x"})
+    monkeypatch.setattr(choosing, "read_runs", lambda folder: made)
+    text = page(ROOT)
+    for attention, start in (("linear", "| `rope` | not measured |"), ("softmax", "| `t5` |")):
+        own = text.partition(f"| {attention} attention | LM")[2]
+        assert line(own, start).count("not measured") <= 4  # LM, translation, memory, digits' T5
+    assert "LRPE beyond the training length in linear attention, by normalizer" in text
+    assert "Gates on LRPE, beyond the training length, softmax attention" in text
+    assert "`gated:lrpe-type2`" in text
+
+
+def test_the_short_answer_is_on_the_first_screen() -> None:
+    text = (ROOT / choosing.PAGE).read_text(encoding="utf-8").splitlines()
+    assert text.index("## The short answer") < 12
+    assert next(n for n, row in enumerate(text) if row.startswith("| LM |")) < 20
+    assert claims.RULE.split(".")[0].split()[0] in " ".join(text[:10])
+
+
+def test_the_page_does_not_depend_on_the_order_of_the_runs(root: Path) -> None:
+    save(root, "rope", 40.0, 40.1)
+    save(root, "none", 50.0, 50.1)
+    first = page(root)
+    shutil.rmtree(root / "results" / "runs")
+    save(root, "none", 50.0, 50.1)
+    save(root, "rope", 40.0, 40.1)
+    assert page(root) == first
