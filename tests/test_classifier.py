@@ -18,11 +18,11 @@ from lrpe_fairseq.models.classifier import (
     ClassifierLayer,
     LRPEClassifier,
     LRPEClassifierTinyConfig,
-    Pixels,
     TokenBatchNorm,
     mean_of_tokens,
     stacked,
 )
+from lrpe_fairseq.models.patches import Pixels
 from tests.end_to_end.cases import usable
 
 PAD, FIRST = 1, 4
