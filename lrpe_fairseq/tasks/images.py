@@ -197,8 +197,8 @@ class UpdateOrder:
     """The order of an epoch with whole updates, and with repeated augmentation.
 
     As in DeiT every image of a permutation is there ``repeats`` times in a row, and the sequence is
-    cut at a multiple of 256 not above the number of images. Here it ends with a whole update. The k-th
-    batch of an update has its entries k, k + batches, ...: the copies of an image are in one
+    cut at a multiple of 256 not above the number of images. Here it ends with a whole update. Batch
+    k of an update has its entries k, k + batches, ...: the copies of an image are in one
     update, unless a boundary separates them, and never in one batch.
 
     repeats: copies of an image. batch: images in a batch. batches: of an update, over all

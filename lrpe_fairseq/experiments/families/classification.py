@@ -32,6 +32,7 @@ class ClassificationRun(TrainingRun):
         "listops-100-400": "data-prep/listops/prepare.py --length 100-400",
         "listops": "data-prep/listops/prepare.py --length 500-2000",
         "sst2-bytes": "data-prep/sst2-bytes/prepare.py",
+        "imagenet": "data-prep/imagenet/prepare.py",
     }
     option_keys: ClassVar[Mapping[str, str]] = {
         "position-grid": "model.position_grid",
