@@ -226,7 +226,7 @@ def test_few_images_make_one_update_at_least() -> None:
 
 
 def write_images(folder: Path, count: int = 24, classes: int = 2) -> Path:
-    """Write noisy images, bright in the upper or in the lower half, and their index."""
+    """Write noisy images, each with one bright colour, its class, and their index."""
     generator = np.random.default_rng(0)
     (folder / "bin" / "label").mkdir(parents=True)
     (folder / "bin" / "label" / "dict.txt").write_text("".join(f"{c} 1\n" for c in range(classes)))
@@ -235,7 +235,7 @@ def write_images(folder: Path, count: int = 24, classes: int = 2) -> Path:
         for number in range(count):
             label = number % classes
             pixels = generator.integers(0, 128, (40, 48, 3))
-            pixels[20 * label : 20 * label + 20] += 127
+            pixels[..., label] += 127
             path = folder / "images" / split / f"{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(pixels.astype(np.uint8)).save(path)
