@@ -52,6 +52,8 @@ def evaluate(
     """
     trained = checkpoints.options(checkpoints.require_model(checkpoint, *ARCHS))
     _require_dictionaries(checkpoint, data, trained)
+    if _reads_files(trained):
+        trained["max-positions"] = trained["image-size"] ** 2  # pixels
     longest = int(trained["max-positions"]) if max_positions is None else max_positions
     _require_length(checkpoint, longest, trained)
     metrics: Run = {}
