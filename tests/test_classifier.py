@@ -23,11 +23,11 @@ from lrpe_fairseq.models.classifier import (
     LRPEClassifier,
     LRPEClassifierConfig,
     LRPEClassifierTinyConfig,
-    Pixels,
     TokenBatchNorm,
     mean_of_tokens,
     stacked,
 )
+from lrpe_fairseq.models.patches import Pixels
 from tests.end_to_end.cases import usable
 
 PAD, FIRST = 1, 4

@@ -46,6 +46,7 @@ class ProjectedAttention(nn.Module):
         wrap_linear: applied to each projection, for example fairseq's quantization noise.
         memory_dim: width of the input of keys and values if they come from another sequence; None
             in self-attention.
+        qkv_bias: False for self-attention whose q, k and v have no biases.
     Raises: ChoiceError for an unknown name, a width that is not divisible by H, a score decay out
         of range, or an encoding that the attention type does not support.
     """
@@ -65,6 +66,7 @@ class ProjectedAttention(nn.Module):
         score_decay: float = 1.0,
         wrap_linear: Callable[[nn.Linear], nn.Module] = lambda linear: linear,
         memory_dim: int | None = None,
+        qkv_bias: bool = True,
     ) -> None:
         super().__init__()
         _check_choices(embed_dim, num_heads, attention_type, normalizer, score_decay)
@@ -83,7 +85,7 @@ class ProjectedAttention(nn.Module):
         self.scale, self.score_decay = _scale(self.encoding, position_encoding), score_decay
         self.drops_scores = DROPPED_SCORES in options.fidelity
         own = memory_dim is None
-        projections = _of_self(embed_dim) if own else _of_cross(embed_dim, memory_dim)
+        projections = _of_self(embed_dim, qkv_bias) if own else _of_cross(embed_dim, memory_dim)
         for name, projection in projections.items():
             setattr(self, name, wrap_linear(projection))
         use_norm = attention_type == "linear" and normalizer == "layernorm"
@@ -148,7 +150,9 @@ class ProjectedAttention(nn.Module):
     def _folded(self, projection: nn.Linear, x: Tensor) -> tuple[Tensor, ...]:
         """Return the planes of (P W) x + P b, (B, H, T, D) each; P W is computed once per call."""
         weight = projection.weight.unflatten(0, (self.num_heads, self.head_dim)).mT  # H C D
-        bias = projection.bias.unflatten(0, (self.num_heads, 1, self.head_dim))  # H 1 D
+        bias = projection.bias
+        bias = weight.new_zeros(len(projection.weight)) if bias is None else bias
+        bias = bias.unflatten(0, (self.num_heads, 1, self.head_dim))  # H 1 D
         planes = zip(*map(self.encoding.projection, (weight, bias)), strict=True)
         return tuple(self._heads(F.linear(x, w.mT.flatten(0, 1), b.flatten())) for w, b in planes)
 
@@ -274,16 +278,21 @@ def _check_choices(
         raise ChoiceError(f"the score decay must be above 0 and at most 1, got {score_decay}")
 
 
-def _of_self(width: int) -> dict[str, nn.Linear]:
-    """Return the projections of self-attention, Xavier with gain 2^-0.5 (q, k, v) or 1, bias 0."""
-    gains = {"q_proj": 2**-0.5, "k_proj": 2**-0.5, "v_proj": 2**-0.5, "out_proj": 1.0}
-    return {name: _xavier_linear(width, gain) for name, gain in gains.items()}
+def _of_self(width: int, qkv_bias: bool) -> dict[str, nn.Linear]:
+    """Return the projections of self-attention, Xavier with gain 2^-0.5 (q, k, v) or 1, bias 0.
+
+    qkv_bias: False for q, k and v without biases.
+    """
+    found = {n: _xavier_linear(width, 2**-0.5, qkv_bias) for n in ("q_proj", "k_proj", "v_proj")}
+    return {**found, "out_proj": _xavier_linear(width, 1.0, True)}
 
 
-def _xavier_linear(width: int, gain: float) -> nn.Linear:
-    linear = nn.Linear(width, width)
+def _xavier_linear(width: int, gain: float, bias: bool) -> nn.Linear:
+    linear = nn.Linear(width, width)  # the same draws with and without a bias
     nn.init.xavier_uniform_(linear.weight, gain=gain)
     nn.init.zeros_(linear.bias)
+    if not bias:
+        linear.bias = None
     return linear
 
 

@@ -35,6 +35,7 @@ OF_ATTENTION: dict[str, Departure] = {
 """Departures of attention under any encoding."""
 
 UNIT_EMBEDDINGS = "ape-unit-embeddings"
+UNIT_POSITIONS = "image-unit-positions"
 OF_MODELS: dict[str, Departure] = {
     UNIT_EMBEDDINGS: Departure(
         paper="(not stated by APE, Kogkalidis et al. 2024)",
@@ -44,8 +45,14 @@ OF_MODELS: dict[str, Departure] = {
         "`--encoder-fidelity` and `--decoder-fidelity`)",
         named_only=True,
     ),
+    UNIT_POSITIONS: Departure(
+        paper="(not stated by TMLR LRPE)",
+        code="learned absolute positions of images from N(0, 1), 196 of 197 rows used",
+        ours="N(0, 0.02), truncated at two deviations, as in DeiT (`lrpe_vit`)",
+        named_only=True,
+    ),
 }
-"""Departures of a whole model, which ``models.translation`` applies."""
+"""Departures of a whole model, which ``models.translation`` and ``models.patches`` apply."""
 
 DEPARTURES: dict[str, Departure] = (
     {

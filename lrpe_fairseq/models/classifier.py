@@ -1,7 +1,7 @@
 """``lrpe_classifier``: a bidirectional encoder, pooled over the real tokens, and a classifier.
 
-Everything but the residual blocks, the input of pixels and the head is that of the other models
-(:mod:`.layers`). Task and criterion are both called ``lrpe_classification``.
+Everything but the residual blocks, the input of pixels (:mod:`.patches`) and the head is that of
+the other models (:mod:`.layers`). Tasks: ``lrpe_classification``, ``lrpe_images``.
 
 Axes: B batch, T tokens, C width.
 """
@@ -28,15 +28,14 @@ from lrpe_fairseq.models.inference import RetainedDropout
 from lrpe_fairseq.models.layers import Encoder, EncoderLayer, wrapped
 from lrpe_fairseq.models.options import (
     AttentionOptions,
+    BooleanFlags,
     defaults,
     one_sentence_errors,
     refuse_unrelated_processes,
 )
+from lrpe_fairseq.models.patches import Patches, build_patches, check_patches, init_positions
 
 logger = logging.getLogger(__name__)
-
-BLACK = 4
-"""The id of the symbol ``0``: ids 0 to 3 are fairseq's special symbols."""
 
 
 def _option(default: Any, text: str) -> Any:
@@ -58,13 +57,18 @@ class LRPEClassifierConfig(AttentionOptions, FairseqDataclass):
     encoder_learned_pos: bool = _option(False, "learned absolute positions instead of sinusoids")
     no_token_positional_embeddings: bool = _option(False, "no absolute positions")
     max_positions: Optional[int] = _option(None, "longest input (default: the task's)")
-    input: ChoiceEnum(["tokens", "pixels"]) = _option(  # type: ignore[valid-type]
-        "tokens", "tokens: an embedding per symbol; pixels: symbols are numbers from 0 to 255"
+    input: ChoiceEnum(["tokens", "pixels", "image"]) = _option(  # type: ignore[valid-type]
+        "tokens",
+        "tokens: an embedding per symbol; pixels: symbols are numbers from 0 to 255; image: colour "
+        "images of the task lrpe_images",
     )
     pixel_mean: float = _option(0.5, "subtracted from pixels, which are from 0 to 1 here")
     pixel_std: float = _option(0.5, "pixels are divided by this number")
     patch: int = _option(
         1, "p x p pixels are one token; an image then has p times --grid-width columns"
+    )
+    channels: int = _option(
+        1, "numbers per pixel, which follow each other: 3 for pixels in colour (images always are)"
     )
     norm: ChoiceEnum(["layer", "batch"]) = _option(  # type: ignore[valid-type]
         "layer", "norm before each block and at the end: LayerNorm, or BatchNorm over real tokens"
@@ -85,6 +89,7 @@ class LRPEClassifierConfig(AttentionOptions, FairseqDataclass):
     attention_dropout: float = _option(0.0, "dropout on softmax attention weights")
     activation_dropout: float = _option(0.0, "dropout after the activation")
     drop_path: float = _option(0.0, "probability to drop a residual branch of an example")
+    qkv_bias: bool = _option(True, "biases of the projections to queries, keys and values")
     checkpoint_activations: bool = _option(False, "recompute activations in the backward pass")
     offload_activations: bool = _option(False, "checkpoint activations and store them on the CPU")
     min_params_to_wrap: int = _option(DEFAULT_MIN_PARAMS_TO_WRAP, "smallest layer to shard")
@@ -94,49 +99,6 @@ class LRPEClassifierConfig(AttentionOptions, FairseqDataclass):
 @dataclass
 class LRPEClassifierTinyConfig(LRPEClassifierConfig):
     """2 x 64, 2 heads, FFN 128: ``lrpe_classifier`` at a size that trains in minutes on a CPU."""
-
-
-# --- input -------------------------------------------------------------------------------------
-
-
-class Pixels(nn.Module):
-    """Embed pixels: Linear of (value / 255 - mean) / std of each pixel, or of each p x p patch.
-
-    Args:
-        width: C. pad: the id of padding.
-        patch: p; 1 for single pixels. columns: patches in a row of the image.
-        mean, std: of pixels from 0 to 1.
-    """
-
-    def __init__(
-        self, width: int, pad: int, patch: int, columns: int, mean: float, std: float
-    ) -> None:
-        super().__init__()
-        self.embedding_dim, self.padding_idx = width, pad
-        self.patch, self.columns, self.mean, self.std = patch, columns, mean, std
-        self.linear = nn.Linear(patch * patch, width)
-
-    def cells(self, tokens: Tensor) -> Tensor:
-        """Return the ids of ``tokens`` by patch: (B, pixels) -> (B, T, p p), raster order.
-
-        Raises: ValueError if an image does not consist of whole patches.
-        """
-        if self.patch == 1:
-            return tokens.unsqueeze(2)
-        band = self.columns * self.patch * self.patch
-        real = tokens.ne(self.padding_idx).sum(1)
-        if tokens.shape[1] % band or (real % band).any():
-            raise ValueError(
-                f"an image of {int(real.max())} pixels is not made of rows of {self.columns} "
-                f"patches of {self.patch} x {self.patch}: change --grid-width or --patch"
-            )
-        rows = tokens.view(len(tokens), -1, self.patch, self.columns, self.patch)
-        return rows.transpose(2, 3).flatten(3).flatten(1, 2)
-
-    def forward(self, cells: Tensor) -> Tensor:
-        """Embed the result of :meth:`cells`: (B, T, p p) -> (B, T, C)."""
-        value = (cells - BLACK).to(self.linear.weight.dtype) / 255
-        return self.linear((value - self.mean) / self.std)
 
 
 # --- layers ------------------------------------------------------------------------------------
@@ -213,7 +175,7 @@ class ClassifierEncoder(Encoder):
 
 
 @register_model("lrpe_classifier", dataclass=LRPEClassifierConfig)
-class LRPEClassifier(RetainedDropout, BaseFairseqModel):
+class LRPEClassifier(BooleanFlags, RetainedDropout, BaseFairseqModel):
     """Classifier of sequences, pairs of sequences or images: ``--arch lrpe_classifier``."""
 
     def __init__(self, options: Any, encoder: ClassifierEncoder, classes: int) -> None:
@@ -249,6 +211,7 @@ class LRPEClassifier(RetainedDropout, BaseFairseqModel):
     ) -> Tensor:
         """Return the logits (B, classes) of token ids (B, T), padded on the right.
 
+        Images are (B, 3, S, S), normalized.
         src_tokens2: the second inputs of pairs, (B, T2). Both inputs are encoded as one batch, so
         that they share the statistics of BatchNorm. The lengths are not used.
         """
@@ -259,12 +222,11 @@ class LRPEClassifier(RetainedDropout, BaseFairseqModel):
         return self.head(torch.cat([u, v, u - v, u * v], -1))
 
     def encode(self, tokens: Tensor) -> Tensor:
-        """Return the pooled vectors (B, C) of token ids (B, T)."""
+        """Return the pooled vectors (B, C) of token ids (B, T) or of images."""
         embedder = self.encoder.embed_tokens
-        if isinstance(embedder, Pixels):
+        if isinstance(embedder, Patches):
             cells = embedder.cells(tokens)
-            shape = cells[..., 0].masked_fill(cells[..., 0] != self.encoder.padding_idx, 0)
-            out = self.encoder(shape, token_embeddings=embedder(cells))
+            out = self.encoder(embedder.shape(cells), token_embeddings=embedder(cells))
         else:
             out = self.encoder(tokens)
         return self._pooled(out["encoder_out"][0], ~out["encoder_padding_mask"][0].T)
@@ -291,15 +253,17 @@ def build_encoder(options: Any, dictionary: Any) -> ClassifierEncoder:
     """Build the encoder with the embedding of the input; absolute positions count its tokens."""
     cfg = TransformerConfig.from_namespace(options)
     cfg.encoder.normalize_before = False  # the norm after the last layer is the model's
-    cfg.max_source_positions = options.max_positions // options.patch**2
-    width, pad = options.encoder_embed_dim, dictionary.pad()
-    if str(options.input) == "tokens":
+    kind, width, pad = str(options.input), options.encoder_embed_dim, dictionary.pad()
+    per_token = options.patch**2 * (options.channels if kind == "pixels" else 1)
+    cfg.max_source_positions = options.max_positions // per_token
+    if kind == "tokens":
         embedder = Embedding(len(dictionary), width, pad)
     else:
         cfg.no_scale_embedding = True
-        scale = options.pixel_mean, options.pixel_std
-        embedder = Pixels(width, pad, options.patch, options.grid_width, *scale)
+        embedder = build_patches(options, width, pad)
     encoder = ClassifierEncoder(cfg, dictionary, embedder, options)
+    if kind == "image":
+        init_positions(encoder.embed_positions, options.fidelity)
     share_across_layers(encoder)
     return encoder
 
@@ -307,8 +271,9 @@ def build_encoder(options: Any, dictionary: Any) -> ClassifierEncoder:
 def check_classifier(options: Any, task: Any) -> None:
     """Raise ChoiceError for options that contradict each other or the data of the task."""
     if not hasattr(task, "num_classes"):
-        raise ChoiceError("lrpe_classifier needs the task lrpe_classification")
-    check_sizes({"--encoder-layers": options.encoder_layers, "--patch": options.patch})
+        raise ChoiceError("lrpe_classifier needs the task lrpe_classification or lrpe_images")
+    sizes = {"--encoder-layers": options.encoder_layers, "--patch": options.patch}
+    check_sizes({**sizes, "--channels": options.channels})
     check_probabilities(options)
     if options.pair_head != task.pairs:
         found = "have" if task.pairs else "have no"
@@ -319,24 +284,7 @@ def check_classifier(options: Any, task: Any) -> None:
             f"task.max_positions is {task.max_positions()} and model.max_positions "
             f"{options.max_positions}: set one of them only"
         )
-    _check_pixels(options, task.source_dictionary)
-
-
-def _check_pixels(options: Any, dictionary: Any) -> None:
-    """Check the options of pixels, and that symbol v of the dictionary is the number v."""
-    if str(options.input) == "tokens":
-        if options.patch != 1:
-            raise ChoiceError("--patch is an option of --input pixels")
-        return
-    if options.patch > 1 and not options.grid_width:
-        raise ChoiceError("--patch needs --grid-width, the number of patches in a row")
-    if not options.pixel_std > 0:
-        raise ChoiceError(f"--pixel-std must be positive, not {options.pixel_std:g}")
-    if dictionary.symbols[BLACK:] != [str(value) for value in range(256)]:
-        raise ChoiceError(
-            "--input pixels needs a dictionary of the symbols 0 to 255 in this order: prepare the "
-            "data with a script for images, or use --input tokens"
-        )
+    check_patches(options, task)
 
 
 def stacked(first: Tensor, second: Tensor, pad: int) -> Tensor:

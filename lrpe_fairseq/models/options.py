@@ -130,6 +130,7 @@ def build_attention(
     1000 ``encoding_seed`` + ``layer``.
     """
     settings = _settings(options, cfg, layer)
+    settings["qkv_bias"] = getattr(options, "qkv_bias", True)  # an option of classifiers
     attention = MultiheadAttention(embed_dim, num_heads, causal=causal, **settings)
     warn_about_absolute_positions(attention.encoding, cfg)
     return attention

@@ -2,6 +2,7 @@
 
 from lrpe_fairseq.tasks import (  # noqa: F401  (registers the tasks)
     classification,
+    images,
     synthetic,
     transduction,
     truncated_bptt,

@@ -79,7 +79,7 @@ class LRPEClassificationTask(FairseqTask):
             refuse(
                 f"{cfg.data or 'the data folder'} has no input0/dict.txt: prepare the data first"
             )
-        _check_classes(folder / "label" / "dict.txt", cfg.num_classes)
+        check_classes(folder / "label" / "dict.txt", cfg.num_classes)
         if cfg.max_positions < 1:
             refuse(f"--max-positions must be at least 1, not {cfg.max_positions}")
         dictionary = Dictionary.load(str(folder / "input0" / "dict.txt"))
@@ -149,7 +149,7 @@ class LRPEClassificationTask(FairseqTask):
         return labels
 
 
-def _check_classes(path: Path, classes: int) -> None:
+def check_classes(path: Path, classes: int) -> None:
     """Refuse unless ``path`` lists the classes 0, 1, ... in this order and ``classes`` of them."""
     if not path.is_file():
         refuse(f"{path} does not exist: prepare the data first")

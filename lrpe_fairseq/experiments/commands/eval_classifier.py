@@ -20,7 +20,9 @@ from lrpe_fairseq.experiments.records.files import relative
 from lrpe_fairseq.experiments.records.runs import Run
 from lrpe_fairseq.experiments.runner import by_hand
 from lrpe_fairseq.experiments.runner.predictions import predictions
+from lrpe_fairseq.tasks import images
 
+ARCHS = ("lrpe_classifier", "lrpe_vit")
 EMBEDDING = "encoder.embed_tokens.weight"
 INPUTS, LABELS = "input0/dict.txt", "label/dict.txt"
 
@@ -48,27 +50,49 @@ def evaluate(
     Raises: ValueError for a damaged or diverged checkpoint, one of another model, data with other
         dictionaries, an absent split, or a length that the model does not support.
     """
-    trained = checkpoints.options(checkpoints.require_model(checkpoint, "lrpe_classifier"))
-    _require_dictionaries(checkpoint, data)
+    trained = checkpoints.options(checkpoints.require_model(checkpoint, *ARCHS))
+    _require_dictionaries(checkpoint, data, trained)
+    if _reads_files(trained):
+        trained["max-positions"] = trained["image-size"] ** 2  # pixels
     longest = int(trained["max-positions"]) if max_positions is None else max_positions
     _require_length(checkpoint, longest, trained)
     metrics: Run = {}
     for split in splits:
-        if not (data / "bin" / "input0" / f"{split}.idx").is_file():
-            raise ValueError(f"{relative(data)} has no split {split}: choose others with --splits")
-        found = predictions(checkpoint, data, split, _logits, {"max_positions": longest})
+        _require_split(data, split)
+        found = predictions(checkpoint, data, split, _logits, _overrides(trained, longest))
         metrics[split] = {classification.ACCURACY: scores(*found)}
     said = classification.protocol(data, longest, _cut(data, splits, longest))
     protocol = {classification.ACCURACY: said}
     return by_hand.record(checkpoint, data, metrics, protocol)
 
 
+def _reads_files(trained: Run) -> bool:
+    """True for a model of images in files, which are resized and not cut."""
+    return trained["task"] == images.NAME
+
+
+def _overrides(trained: Run, longest: int) -> dict[str, Any]:
+    """Return the options that change in evaluation: no augmentation of images."""
+    if _reads_files(trained):
+        return {"no_augmentation": True, "repeats": 1}
+    return {"max_positions": longest}
+
+
+def _require_split(data: Path, split: str) -> None:
+    places = (Path("input0", f"{split}.idx"), Path(f"{split}.tsv"))
+    if not any((data / "bin" / place).is_file() for place in places):
+        raise ValueError(f"{relative(data)} has no split {split}: choose others with --splits")
+
+
 def _logits(model: Any, net_input: Mapping[str, Tensor]) -> Tensor:
     return model(**net_input)
 
 
-def _require_dictionaries(checkpoint: Path, data: Path) -> None:
-    for name, embedding in ((INPUTS, EMBEDDING), (LABELS, "")):  # classes have no embedding
+def _require_dictionaries(checkpoint: Path, data: Path, trained: Run) -> None:
+    known = {INPUTS: EMBEDDING, LABELS: ""}  # classes have no embedding
+    if _reads_files(trained):
+        del known[INPUTS]
+    for name, embedding in known.items():
         path = data / "bin" / name
         if not dictionaries.agree(checkpoint, embedding, path, say=print, name=name):
             raise ValueError(

@@ -40,6 +40,7 @@ class ClassificationRun(TrainingRun):
         "lra-pathfinder32": "data-prep/lra/prepare.py pathfinder",
         "lra-image": "data-prep/lra/prepare.py image",
         "pathfinder16": "data-prep/pathfinder/prepare.py --size 16",
+        "imagenet": "data-prep/imagenet/prepare.py",
     }
     option_keys: ClassVar[Mapping[str, str]] = {
         "position-grid": "model.position_grid",

@@ -73,15 +73,15 @@ def load_sound(path: Path) -> dict[str, Any]:
     return state
 
 
-def require_model(path: Path, arch: str) -> dict[str, Any]:
-    """Return the content of an undamaged checkpoint of ``arch`` or one of its presets.
+def require_model(path: Path, *archs: str) -> dict[str, Any]:
+    """Return the content of an undamaged checkpoint of one of ``archs`` or one of their presets.
 
     Raises: ValueError, one sentence, if it is damaged, diverged or of another model.
     """
     state = load_sound(path)
     found = str(options(state).get("arch"))
-    if found != arch and not found.startswith(f"{arch}_"):
-        raise ValueError(f"{path} is a checkpoint of {found}, not of {arch}")
+    if not any(found == arch or found.startswith(f"{arch}_") for arch in archs):
+        raise ValueError(f"{path} is a checkpoint of {found}, not of {' or '.join(archs)}")
     for name, tensor in state["model"].items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise ValueError(

@@ -1,0 +1,181 @@
+"""The inputs of a classifier that are no symbols: pixels, and images in colour.
+
+Axes: B batch, T tokens, C width, N numbers per token.
+"""
+
+from typing import Any
+
+import torch
+from fairseq.modules import LearnedPositionalEmbedding
+from torch import Tensor, nn
+
+from lrpe_fairseq.encodings.fidelity import UNIT_POSITIONS, parse_departures
+from lrpe_fairseq.errors import ChoiceError
+
+BLACK = 4
+"""The id of the symbol ``0``: ids 0 to 3 are fairseq's special symbols."""
+COLOURS = 3
+STD = 0.02
+"""Of learned absolute positions."""
+
+
+class Patches(nn.Module):
+    """Embed patches of p x p pixels by one linear map, in place of an embedding of tokens.
+
+    Args:
+        width: C. pad: the id of padding.
+        patch: p; 1 for single pixels. columns: patches in a row of the image.
+        channels: numbers per pixel.
+    """
+
+    def __init__(self, width: int, pad: int, patch: int, columns: int, channels: int) -> None:
+        super().__init__()
+        self.embedding_dim, self.padding_idx = width, pad
+        self.patch, self.columns, self.channels = patch, columns, channels
+        self.linear = nn.Linear(channels * patch * patch, width)
+
+    def cells(self, inputs: Tensor) -> Tensor:
+        """Return the numbers of every patch in raster order, (B, T, N).
+
+        Raises: ValueError if an image does not consist of whole patches.
+        """
+        raise NotImplementedError
+
+    def shape(self, cells: Tensor) -> Tensor:
+        """Return ids (B, T) of the tokens: padding, or any other id."""
+        raise NotImplementedError
+
+    def forward(self, cells: Tensor) -> Tensor:
+        """Embed the result of :meth:`cells`: (B, T, N) -> (B, T, C)."""
+        raise NotImplementedError
+
+
+class Pixels(Patches):
+    """Symbols 0 to 255 as numbers: Linear of (value / 255 - mean) / std.
+
+    The numbers of a pixel follow each other, and pixels are in raster order. Images of different
+    heights may be in one batch.
+
+    Args: see :class:`Patches`. mean, std: of pixels from 0 to 1.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        pad: int,
+        patch: int,
+        columns: int,
+        mean: float,
+        std: float,
+        channels: int = 1,
+    ) -> None:
+        super().__init__(width, pad, patch, columns, channels)
+        self.mean, self.std = mean, std
+
+    def cells(self, inputs: Tensor) -> Tensor:
+        """Return the ids (B, T, N) of ``inputs``, ids (B, numbers); see :meth:`Patches.cells`."""
+        p, columns, channels = self.patch, self.columns, self.channels
+        band = channels * (columns * p * p if p > 1 else 1)
+        real = inputs.ne(self.padding_idx).sum(1)
+        if inputs.shape[1] % band or (real % band).any():
+            raise ValueError(
+                f"an image of {int(real.max())} pixels is not made of rows of {columns} patches of "
+                f"{p} x {p}"
+                + (f" in {channels} channels" if channels > 1 else "")
+                + ": change --grid-width or --patch"
+            )
+        if p == 1:
+            return inputs.view(len(inputs), -1, channels)
+        rows = inputs.view(len(inputs), -1, p, columns, p * channels)
+        return rows.transpose(2, 3).flatten(3).flatten(1, 2)
+
+    def shape(self, cells: Tensor) -> Tensor:
+        """Return the ids of the first numbers of patches, 0 where they are not padding."""
+        return cells[..., 0].masked_fill(cells[..., 0] != self.padding_idx, 0)
+
+    def forward(self, cells: Tensor) -> Tensor:
+        """Embed the ids of :meth:`cells`; see :meth:`Patches.forward`."""
+        value = (cells - BLACK).to(self.linear.weight.dtype) / 255
+        return self.linear((value - self.mean) / self.std)
+
+
+class Images(Patches):
+    """Normalized images in colour, (B, 3, S, S), of one size: no padding."""
+
+    def cells(self, inputs: Tensor) -> Tensor:
+        """Return the numbers (B, T, 3 p p) of each patch, channel by channel."""
+        p, (height, width) = self.patch, inputs.shape[-2:]
+        if height % p or width != p * self.columns:
+            raise ValueError(
+                f"an image of {width} x {height} pixels is not made of rows of {self.columns} "
+                f"patches of {p} x {p}: change --grid-width or --patch"
+            )
+        rows = inputs.unflatten(3, (-1, p)).unflatten(2, (-1, p))  # B 3 rows p columns p
+        return rows.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+    def shape(self, cells: Tensor) -> Tensor:
+        """Return zeros (B, T), which are not padding."""
+        return torch.zeros(cells.shape[:2], dtype=torch.long, device=cells.device)
+
+    def forward(self, cells: Tensor) -> Tensor:
+        """Embed the patches; see :meth:`Patches.forward`."""
+        return self.linear(cells.to(self.linear.weight.dtype))
+
+
+def build_patches(options: Any, width: int, pad: int) -> Patches:
+    """Return the embedding of ``--input pixels`` or ``--input image``."""
+    shape = width, pad, options.patch, options.grid_width
+    if str(options.input) == "image":
+        return Images(*shape, COLOURS)
+    return Pixels(*shape, options.pixel_mean, options.pixel_std, options.channels)
+
+
+def init_positions(positions: nn.Module | None, fidelity: str) -> None:
+    """Draw learned absolute positions of images anew.
+
+    The deviation is 0.02, and the distribution is truncated at two deviations, as in DeiT;
+    published code has N(0, 1).
+    """
+    if not isinstance(positions, LearnedPositionalEmbedding):
+        return
+    if UNIT_POSITIONS in parse_departures(fidelity):
+        nn.init.normal_(positions.weight)
+    else:
+        nn.init.trunc_normal_(positions.weight, std=STD, a=-2 * STD, b=2 * STD)
+    nn.init.zeros_(positions.weight[positions.padding_idx])
+
+
+def check_patches(options: Any, task: Any) -> None:
+    """Raise ChoiceError if the options of pixels and images contradict each other or the task."""
+    kind, side = str(options.input), getattr(task, "image_size", None)
+    if (kind == "image") != (side is not None):
+        raise ChoiceError("--input image and the task lrpe_images need each other")
+    if kind == "image" and options.patch * options.grid_width != side:
+        raise ChoiceError(
+            f"images of {side} x {side} pixels need --patch times --grid-width to be {side}, not "
+            f"{options.patch} times {options.grid_width}"
+        )
+    if kind != "pixels":
+        _check_none_of_pixels(options, kind)
+    else:
+        _check_pixels(options, task.source_dictionary)
+
+
+def _check_none_of_pixels(options: Any, kind: str) -> None:
+    if kind == "tokens" and options.patch != 1:
+        raise ChoiceError("--patch is an option of --input pixels")
+    if options.channels != 1:
+        raise ChoiceError("--channels is an option of --input pixels")
+
+
+def _check_pixels(options: Any, dictionary: Any) -> None:
+    """Check that symbol v of the dictionary is the number v, and the options of pixels."""
+    if options.patch > 1 and not options.grid_width:
+        raise ChoiceError("--patch needs --grid-width, the number of patches in a row")
+    if not options.pixel_std > 0:
+        raise ChoiceError(f"--pixel-std must be positive, not {options.pixel_std:g}")
+    if dictionary.symbols[BLACK:] != [str(value) for value in range(256)]:
+        raise ChoiceError(
+            "--input pixels needs a dictionary of the symbols 0 to 255 in this order: prepare the "
+            "data with a script for images, or use --input tokens"
+        )

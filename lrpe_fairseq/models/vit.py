@@ -1,0 +1,56 @@
+"""``lrpe_vit``: the classifier of :mod:`.classifier` as a vision transformer."""
+
+from dataclasses import dataclass
+
+from fairseq.models import register_model
+
+from lrpe_fairseq.models.classifier import LRPEClassifier, LRPEClassifierConfig
+from lrpe_fairseq.models.options import defaults
+
+
+@defaults(
+    encoder_layers=12,
+    encoder_embed_dim=384,
+    encoder_ffn_embed_dim=1536,
+    encoder_attention_heads=6,
+    encoder_learned_pos=True,
+    input="image",
+    patch=16,
+    grid_width=14,
+    final_norm="after",
+    dropout=0.0,
+    drop_path=0.1,
+    qkv_bias=False,
+)
+@dataclass
+class LRPEViTConfig(LRPEClassifierConfig):
+    """DeiT-small as in TMLR LRPE, Table 3: 12 x 384, 6 heads, FFN 1536, 14 x 14 patches of 16 x 16.
+
+    It has no class token: the mean over patches is normalized and classified. Absolute positions
+    are learned. fairseq's have two rows more than there are patches, of which one is used for
+    nothing and one for padding: 384 parameters more than the authors' model.
+    """
+
+
+@register_model("lrpe_vit", dataclass=LRPEViTConfig)
+class LRPEViT(LRPEClassifier):
+    """Vision transformer: ``--arch lrpe_vit`` or ``_name: lrpe_vit``."""
+
+
+@defaults(
+    encoder_layers=2,
+    encoder_embed_dim=64,
+    encoder_ffn_embed_dim=128,
+    encoder_attention_heads=2,
+    patch=8,
+    grid_width=4,
+    drop_path=0.0,
+)
+@dataclass
+class LRPEViTTinyConfig(LRPEViTConfig):
+    """2 x 64, 2 heads, FFN 128, 4 x 4 patches of 8 x 8: ``lrpe_vit`` for images of 32 x 32."""
+
+
+@register_model("lrpe_vit_tiny", dataclass=LRPEViTTinyConfig)
+class LRPEViTTiny(LRPEViT):
+    """The tiny preset: ``--arch lrpe_vit_tiny`` or ``_name: lrpe_vit_tiny``."""

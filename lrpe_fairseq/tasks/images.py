@@ -1,0 +1,401 @@
+"""``lrpe_images``: one class for one image in colour, read from files.
+
+The data are a folder ``bin/`` with ``label/dict.txt`` and an index ``<split>.tsv``: on each line a
+class, the size of a file in bytes, and its path relative to the parent of ``bin/``. It is written
+by data-prep/imagenet. Images are decoded by Pillow. Augmentation is timm's, the extra [vision].
+
+All random choices depend on the seed, the epoch and the place in the epoch only. They are the same
+for every number of workers and processes, and after a resumption.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+import torch
+from fairseq.data import Dictionary
+from fairseq.dataclass import FairseqDataclass
+from fairseq.tasks import FairseqTask, register_task
+from omegaconf import II
+from torch import Tensor
+
+from lrpe_fairseq.errors import refuse
+from lrpe_fairseq.tasks.classification import check_classes
+from lrpe_fairseq.tasks.datasets import SizedDataset
+
+NAME = "lrpe_images"
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Of the pixels of ImageNet, from 0 to 1: red, green, blue."""
+CROP = 224 / 256
+"""The central part of an image that is evaluated: its side in relation to the shorter side."""
+ROUND = 256
+"""An epoch of repeated augmentation has a multiple of this number of images, as in DeiT."""
+
+Transform = Callable[[Any], Tensor]
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class ImagesConfig(FairseqDataclass):
+    """Options of the task. The defaults of augmentation are DeiT's."""
+
+    data: str = _option("", "folder with label/dict.txt and train.tsv, as of data-prep/imagenet")
+    num_classes: int = _option(0, "number of classes, as in label/dict.txt")
+    image_size: int = _option(224, "rows and columns of the images that the model reads")
+    no_augmentation: bool = _option(False, "train on central crops, without timm")
+    color_jitter: float = _option(0.4, "brightness, contrast and saturation; not with RandAugment")
+    auto_augment: str = _option("rand-m9-mstd0.5-inc1", "timm's policy; empty: none")
+    random_erasing: float = _option(0.25, "probability to erase a rectangle")
+    mixup: float = _option(0.8, "alpha of mixup; 0: none")
+    cutmix: float = _option(1.0, "alpha of cutmix, half of the batches if there is mixup; 0: none")
+    repeats: int = _option(
+        1, "repeated augmentation: copies of an image in one update, in different batches"
+    )
+    seed: int = II("common.seed")
+    batch_size: Optional[int] = II("dataset.batch_size")
+    curriculum: int = II("dataset.curriculum")
+    update_freq: list[int] = II("optimization.update_freq")
+
+
+@register_task(NAME, dataclass=ImagesConfig)
+class LRPEImagesTask(FairseqTask):
+    """Classification of images.
+
+    A batch has ``net_input`` with ``src_tokens``, normalized images (B, 3, S, S); and ``target``,
+    classes int64 (B,), or after mixup and cutmix probabilities, float64 (B, classes), which
+    training in half precision leaves as they are. A pixel counts as one token.
+
+    The split ``train`` is augmented; the others are resized and cropped.
+
+    Raises: Refusal for incomplete data, for options that contradict each other, and for
+        augmentation without timm.
+    """
+
+    pairs = False
+
+    def __init__(self, cfg: ImagesConfig, dictionary: Dictionary) -> None:
+        super().__init__(cfg)
+        self.dictionary = dictionary
+
+    @classmethod
+    def setup_task(cls, cfg: ImagesConfig, **keywords: Any) -> "LRPEImagesTask":
+        """Check the data; called by fairseq."""
+        folder = Path(cfg.data)
+        if not cfg.data or not (folder / "label" / "dict.txt").is_file():
+            refuse(f"{cfg.data or 'the data folder'} has no label/dict.txt: prepare the data first")
+        check_classes(folder / "label" / "dict.txt", cfg.num_classes)
+        if cfg.image_size < 1 or cfg.repeats < 1:
+            refuse("--image-size and --repeats must be at least 1")
+        return cls(cfg, Dictionary())
+
+    def load_dataset(self, split: str, combine: bool = False, **keywords: Any) -> None:
+        """Load the index of a split; called by fairseq."""
+        cfg, augmented = self.cfg, split == "train" and not self.cfg.no_augmentation
+        files, labels = read_index(Path(cfg.data) / f"{split}.tsv", cfg.num_classes)
+        transform = augmentation(cfg) if augmented else Crop(cfg.image_size)
+        mixing = mixing_of(cfg) if augmented else None
+        order = None
+        if split == "train" and (mixing or cfg.repeats > 1):
+            order = self._order(len(files), mixing is not None)
+        self.datasets[split] = ImageDataset(
+            Path(cfg.data).parent,
+            files,
+            labels,
+            transform,
+            side=cfg.image_size,
+            seed=cfg.seed,
+            order=order,
+            mixing=mixing,
+        )
+
+    def _order(self, images: int, mixed: bool) -> "UpdateOrder":
+        cfg, batches = self.cfg, self.cfg.update_freq[0] * _processes()
+        if not cfg.batch_size or (mixed and cfg.batch_size % 2):
+            refuse(
+                "mixup, cutmix and --repeats need --batch-size, an even number with the first two"
+            )
+        order = UpdateOrder(cfg.repeats, cfg.batch_size, batches)
+        if cfg.repeats > batches:
+            refuse(
+                f"--repeats {cfg.repeats} needs as many batches per update, not {batches}: raise "
+                "--update-freq and lower --batch-size"
+            )
+        if cfg.repeats > 1 and not cfg.curriculum:
+            refuse(
+                "--repeats needs the batches in their order: set --curriculum to the number of "
+                "epochs, so that fairseq does not shuffle them"
+            )
+        if images < order.update:
+            refuse(f"{images} images are less than one update of {order.update}: train on more")
+        return order
+
+    def max_positions(self) -> int:
+        """Return the number of pixels of an image."""
+        return self.cfg.image_size**2
+
+    def filter_indices_by_size(self, indices: np.ndarray, *rest: Any) -> np.ndarray:
+        """Return all indices: images are resized."""
+        return indices
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes."""
+        return self.cfg.num_classes
+
+    @property
+    def image_size(self) -> int:
+        """Rows and columns of an image."""
+        return self.cfg.image_size
+
+    @property
+    def source_dictionary(self) -> Dictionary:
+        """A dictionary of special symbols only."""
+        return self.dictionary
+
+    @property
+    def target_dictionary(self) -> None:
+        """None: classes are numbers."""
+        return None
+
+
+def _processes() -> int:
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return 1
+    return distributed.get_world_size()
+
+
+def read_index(path: Path, classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the files, bytes (N,), and the classes, int64 (N,), of an index.
+
+    Raises: Refusal if it is absent, empty or not an index of these classes.
+    """
+    if not path.is_file():
+        refuse(f"{path} does not exist: prepare this split, or choose another one")
+    lines = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()]
+    if not lines or any(len(line) != 3 or not line[0].isdigit() for line in lines):
+        refuse(f"{path} is not a list of classes, sizes and files: prepare the data again")
+    labels = np.array([int(line[0]) for line in lines], dtype=np.int64)
+    if labels.max() >= classes:
+        refuse(f"{path} has the class {labels.max()}, but there are {classes}: prepare it again")
+    return np.array([line[2].encode() for line in lines]), labels
+
+
+# --- the order of an epoch ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UpdateOrder:
+    """The order of an epoch with whole updates, and with repeated augmentation.
+
+    As in DeiT every image of a permutation is there ``repeats`` times in a row, and the sequence is
+    cut at a multiple of 256 not above the number of images. Here it ends with a whole update. Batch
+    k of an update has its entries k, k + batches, ...: the copies of an image are in one
+    update, unless a boundary separates them, and never in one batch.
+
+    repeats: copies of an image. batch: images in a batch. batches: of an update, over all
+    processes.
+    """
+
+    repeats: int
+    batch: int
+    batches: int
+
+    @property
+    def update(self) -> int:
+        """Images in an update."""
+        return self.batch * self.batches
+
+    def __call__(self, permutation: np.ndarray) -> np.ndarray:
+        """Return the order of a permutation of N images, int64: copy c of image i is i + N c."""
+        count = len(permutation)
+        copies = permutation[:, None] + count * np.arange(self.repeats)
+        kept = count // ROUND * ROUND if count >= ROUND else count
+        whole = kept // self.update * self.update or self.update
+        return (
+            copies.flatten()[:whole].reshape(-1, self.batch, self.batches).swapaxes(1, 2).flatten()
+        )
+
+
+class ImageDataset(SizedDataset):
+    """Images of one split.
+
+    Args:
+        folder: of the files. files: bytes (N,). labels: int64 (N,).
+        transform: PIL image -> (3, S, S). side: S.
+        seed: of all random choices.
+        order: permutation -> order of an epoch; None for the permutation.
+        mixing: (images, classes) -> (images, probabilities); None for none.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        files: np.ndarray,
+        labels: np.ndarray,
+        transform: Transform,
+        *,
+        side: int,
+        seed: int = 1,
+        order: UpdateOrder | None = None,
+        mixing: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+    ) -> None:
+        super().__init__()
+        self.folder, self.files, self.labels = folder, files, labels
+        self.transform, self.pixels = transform, side * side
+        self.seed, self.order, self.mixing, self.epoch = seed, order, mixing, 1
+        self.sizes = np.full(len(files), self.pixels)
+
+    def __getitem__(self, index: int) -> dict:
+        """Return copy ``index // N`` of image ``index % N``."""
+        path = self.folder / self.files[index % len(self)].decode()
+        with seeded(self.seed, self.epoch, index):
+            return {"id": index, "image": self.transform(open_image(path))}
+
+    def num_tokens_vec(self, indices: np.ndarray) -> np.ndarray:
+        """Return the pixels of copies of images, for ``--max-tokens``."""
+        return self.sizes[np.asarray(indices) % len(self)]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by fairseq before the batches of an epoch are made."""
+        super().set_epoch(epoch)
+        self.epoch = epoch
+
+    @property
+    def can_reuse_epoch_itr_across_epochs(self) -> bool:
+        """False: fairseq would keep the batches of the first epoch."""
+        return False
+
+    def ordered_indices(self) -> np.ndarray:
+        """Return the order in which copies of images are put into batches, int64."""
+        draw = np.random.default_rng([self.seed, self.epoch]).permutation(len(self))
+        return draw if self.order is None else self.order(draw)
+
+    def collater(self, samples: list[dict]) -> dict:
+        """Return a batch, mixed in training; {} for no samples, as in fairseq."""
+        if not samples:
+            return {}
+        ids = torch.tensor([sample["id"] for sample in samples])
+        images = torch.stack([sample["image"] for sample in samples])
+        target = torch.from_numpy(self.labels[ids.numpy() % len(self)])
+        if self.mixing is not None:
+            with seeded(self.seed, self.epoch, *ids.tolist()):
+                images, target = self.mixing(images, target)
+        return {
+            "id": ids,
+            "net_input": {"src_tokens": images},
+            "target": target,
+            "nsentences": len(samples),
+            "ntokens": len(samples) * self.pixels,
+        }
+
+
+@contextmanager
+def seeded(*numbers: int) -> Iterator[None]:
+    """Seed random, numpy and torch on the CPU within the context: timm draws from all three."""
+    torch_cpu = torch.default_generator
+    before = random.getstate(), np.random.get_state(), torch_cpu.get_state()
+    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch_cpu.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch_cpu.set_state(before[2])
+
+
+# --- from a file to a tensor -------------------------------------------------------------------
+
+
+def open_image(path: Path) -> Any:
+    """Return an image in the colours red, green and blue.
+
+    Raises: Refusal without Pillow, and for a file that is no image.
+    """
+    try:
+        from PIL import Image
+    except ImportError:
+        refuse("reading images needs Pillow: run pip install pillow")
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except OSError as error:
+        refuse(f"{path} cannot be read as an image ({error}): prepare the data again")
+
+
+@dataclass(frozen=True)
+class Crop:
+    """Evaluation: resize the shorter side to S 256 / 224, bicubic, take the centre, normalize."""
+
+    side: int
+
+    def __call__(self, image: Any) -> Tensor:
+        """Return (3, S, S) of an image."""
+        shorter = int(self.side / CROP)
+        width, height = image.size
+        longer = int(shorter * max(width, height) / min(width, height))
+        size = (shorter, longer) if width <= height else (longer, shorter)
+        left, top = (round((length - self.side) / 2) for length in size)
+        image = image.resize(size, resample=3)  # bicubic
+        image = image.crop((left, top, left + self.side, top + self.side))
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
+        return (pixels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
+
+
+def augmentation(cfg: Any) -> Transform:
+    """Return timm's augmentation of one image: crop, flip, colours, policy, erasing."""
+    return _timm().create_transform(
+        cfg.image_size,
+        is_training=True,
+        interpolation="bicubic",
+        color_jitter=cfg.color_jitter or None,
+        auto_augment=cfg.auto_augment or None,
+        re_prob=cfg.random_erasing,
+        re_mode="pixel",
+        mean=MEAN,
+        std=STD,
+    )
+
+
+def mixing_of(cfg: Any) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """Return mixup and cutmix of a batch with the batch in reverse order; None for none.
+
+    Label smoothing is the criterion's: its effect on mixed probabilities is the same.
+    """
+    if not (cfg.mixup or cfg.cutmix):
+        return None
+    timm = _timm()
+    mix = timm.Mixup(
+        mixup_alpha=cfg.mixup,
+        cutmix_alpha=cfg.cutmix,
+        label_smoothing=0.0,
+        num_classes=cfg.num_classes,
+    )
+
+    def mixed(images: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        images, probabilities = mix(images, target)
+        return images, probabilities.double()
+
+    return mixed
+
+
+def _timm() -> Any:
+    """Return the module timm.data. Raises: Refusal if it is not installed."""
+    try:
+        return import_module("timm.data")
+    except ImportError:
+        refuse(
+            "augmentation needs timm and torchvision, the extra [vision]: run pip install -e "
+            "'.[vision]', or train with --no-augmentation (task.no_augmentation=true)"
+        )

@@ -1,0 +1,223 @@
+"""data-prep/imagenet: class folders or the official archives become an index of files."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lrpe_fairseq.experiments.data import imagenet
+from lrpe_fairseq.experiments.data.imagenet import Archives, Source
+from tests.test_data_prep import load, refusal
+
+prepare = load("imagenet")
+NAMES = ["n00000001", "n00000002"]
+TINY = Source("imagenet", "tiny", {"train": 6, "valid": 4}, 2)
+
+
+def tar(members: dict[str, bytes | None]) -> bytes:
+    """A tar archive; None stands for a link to a password file."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            if content is None:
+                info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
+            info.size = len(content or b"")
+            archive.addfile(info, io.BytesIO(content or b""))
+    return out.getvalue()
+
+
+def train_images(name: str) -> dict[str, bytes]:
+    return {f"{name}_{n}.JPEG": f"{name} {n}".encode() for n in range(3)}
+
+
+def archives_in(folder: Path, **changed: bytes) -> Archives:
+    """Small archives with the names of the official ones, and their own checksums."""
+    contents = {
+        "train": tar({f"{name}.tar": tar(train_images(name)) for name in NAMES}),
+        "val": tar({f"ILSVRC2012_val_{n:08}.JPEG": b"%d" % n for n in range(1, 5)}),
+        "devkit": b"not read",
+    } | changed
+    folder.mkdir(exist_ok=True)
+    known = {}
+    for part, content in contents.items():
+        name = getattr(Archives(), part)[0]
+        (folder / name).write_bytes(content)
+        known[part] = (name, hashlib.md5(content).hexdigest())
+    return Archives(**known)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Path:
+    """Class folders with the same images as the archives."""
+    source = tmp_path / "given"
+    for name in NAMES:
+        (source / "train" / name).mkdir(parents=True)
+        (source / "val" / name).mkdir(parents=True)
+        for file, content in train_images(name).items():
+            (source / "train" / name / file).write_bytes(content)
+    for number, name in zip((1, 2, 3, 4), (NAMES[i] for i in (1, 0, 0, 1)), strict=True):
+        path = source / "val" / name / f"ILSVRC2012_val_{number:08}.JPEG"
+        path.write_bytes(b"%d" % number)
+    return source
+
+
+KNOWN = imagenet.validation_classes
+
+
+@pytest.fixture(autouse=True)
+def classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The classes of the validation images, without the devkit's table, which is MATLAB's."""
+    found = [NAMES[i] for i in (1, 0, 0, 1)]
+    monkeypatch.setattr(imagenet, "validation_classes", lambda devkit: found)
+
+
+def index_of(dest: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted((dest / "bin").glob("*.*"))}
+
+
+def test_folders_and_archives_give_the_same_index(folders: Path, tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    found = imagenet.prepare(one, folders, TINY)
+    packed = archives_in(tmp_path / "packed")
+    assert imagenet.prepare(other, tmp_path / "packed", TINY, packed)["splits"] == found["splits"]
+    assert index_of(one) == index_of(other)
+    first = index_of(one)["train.tsv"].splitlines()[0]
+    assert first == "0\t11\timages/train/n00000001/n00000001_0.JPEG"
+    for line in index_of(one)["valid.tsv"].splitlines():
+        label, size, path = line.split("\t")
+        assert (one / path).read_bytes() == (other / path).read_bytes()
+        assert (one / path).stat().st_size == int(size)
+        assert NAMES[int(label)] in path
+    assert (one / "images" / "train").is_symlink()
+    assert found["splits"]["train"]["examples"] == 6
+    assert (one / "bin" / "label" / "dict.txt").read_text() == "0 1\n1 1\n"
+
+
+def test_a_second_run_skips_what_is_done_and_a_changed_folder_is_indexed_anew(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    dest = tmp_path / "dest"
+    packed = archives_in(tmp_path / "packed")
+    imagenet.prepare(dest, tmp_path / "packed", TINY, packed)
+    capsys.readouterr()
+    imagenet.prepare(dest, tmp_path / "packed", TINY, packed)
+    said = capsys.readouterr().out
+    assert "unpack: already done" in said
+    assert "index: already done" in said
+    other = tmp_path / "linked"
+    imagenet.prepare(other, folders, imagenet.FOLDER)
+    (folders / "train" / NAMES[0] / "more.png").write_bytes(b"new")
+    assert imagenet.prepare(other, folders, imagenet.FOLDER)["splits"]["train"]["examples"] == 7
+
+
+def test_an_interrupted_unpacking_keeps_whole_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, copy, copied = archives_in(tmp_path / "packed"), imagenet._copy, []
+
+    def failing(stream: object, path: Path) -> None:
+        if len(copied) == 4:
+            raise KeyboardInterrupt
+        copied.append(path.name)
+        copy(stream, path)
+
+    monkeypatch.setattr(imagenet, "_copy", failing)
+    with pytest.raises(KeyboardInterrupt):
+        imagenet.prepare(tmp_path / "dest", tmp_path / "packed", TINY, packed)
+    train = tmp_path / "dest" / "images" / "train"
+    assert [path.name for path in train.iterdir()] == NAMES[:1]
+    monkeypatch.setattr(imagenet, "_copy", lambda s, p: (copied.append(p.name), copy(s, p)))
+    imagenet.prepare(tmp_path / "dest", tmp_path / "packed", TINY, packed)
+    assert copied.count(f"{NAMES[0]}_0.JPEG") == 1
+
+
+EVIL = ["../n00000009.tar", "/tmp/n00000009.tar", "sub/n00000009.tar", "n00000009.txt"]
+
+
+@pytest.mark.parametrize("name", EVIL)
+def test_a_malicious_member_is_refused_and_nothing_is_written_outside(
+    name: str, tmp_path: Path
+) -> None:
+    packed = archives_in(tmp_path / "packed", train=tar({name: b"evil"}))
+    message = refusal(imagenet.prepare, tmp_path / "dest", tmp_path / "packed", TINY, packed)
+    assert "is refused" in message
+    assert repr(name) in message
+    assert not list(tmp_path.rglob("*n00000009*"))
+
+
+@pytest.mark.parametrize(
+    "inner", [{f"../{NAMES[0]}_1.JPEG": b"evil"}, {f"{NAMES[0]}_1.JPEG": None}], ids=str
+)
+def test_a_malicious_member_of_a_class_is_refused_too(inner: dict, tmp_path: Path) -> None:
+    packed = archives_in(tmp_path / "packed", train=tar({f"{NAMES[0]}.tar": tar(inner)}))
+    message = refusal(imagenet.prepare, tmp_path / "dest", tmp_path / "packed", TINY, packed)
+    assert "is refused" in message
+    assert not list((tmp_path / "dest").rglob("*.JPEG"))
+
+
+def test_damaged_archives_are_refused(tmp_path: Path) -> None:
+    packed = archives_in(tmp_path / "packed")
+    whole = tmp_path / "packed" / packed.train[0]
+    whole.write_bytes(whole.read_bytes()[:-600])
+    assert "md5" in refusal(imagenet.prepare, tmp_path / "d", tmp_path / "packed", TINY, packed)
+    packed = archives_in(tmp_path / "packed", train=b"no tar" * 200)
+    said = refusal(imagenet.prepare, tmp_path / "d", tmp_path / "packed", TINY, packed)
+    assert "cannot be unpacked" in said
+
+
+def test_other_images_are_refused_unless_they_are_asked_for(folders: Path, tmp_path: Path) -> None:
+    said = refusal(imagenet.prepare, tmp_path / "dest", folders)
+    assert "2 classes instead of 1,000" in said
+    assert "--any-images" in said
+    given = ["--dest", str(tmp_path / "any"), "--from", str(folders), "--any-images"]
+    assert prepare.main(given) == 0
+    known = json.loads((tmp_path / "any" / "manifest.json").read_text())
+    assert (known["corpus"], known["level"], known["classes"]) == ("images", "folders", 2)
+
+
+def test_folders_that_cannot_be_right_are_refused(folders: Path, tmp_path: Path) -> None:
+    empty = folders / "train" / NAMES[0] / "empty.jpg"
+    empty.touch()
+    assert "is empty" in refusal(imagenet.prepare, tmp_path / "d", folders, TINY)
+    empty.rename(empty.with_name("notes.txt"))
+    assert "is no image" in refusal(imagenet.prepare, tmp_path / "d", folders, TINY)
+    empty.with_name("notes.txt").unlink()
+    (folders / "val" / "n00000003").mkdir()
+    assert "other class folders" in refusal(imagenet.prepare, tmp_path / "d", folders, TINY)
+
+
+def test_without_images_the_sentence_says_where_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert prepare.main(["--dest", str(tmp_path / "dest")]) == 2
+    assert "register at https://image-net.org/download" in capsys.readouterr().err
+    assert not (tmp_path / "dest").exists()
+    (tmp_path / "empty").mkdir()
+    assert "ILSVRC2012_img_train.tar" in refusal(imagenet.prepare, tmp_path, tmp_path / "empty")
+
+
+def test_the_devkit_gives_the_class_of_every_validation_image(tmp_path: Path) -> None:
+    matlab = pytest.importorskip("scipy.io", reason="scipy (extra [vision]) is not installed")
+    kinds = [("ILSVRC2012_ID", "i4"), ("WNID", "O"), ("words", "O"), ("gloss", "O"), ("n", "i4")]
+    rows = np.array(
+        [(1, "n00000002", "a", "b", 0), (2, "n00000001", "c", "d", 0), (3, "n9", "e", "f", 2)],
+        dtype=kinds,
+    )
+    table = io.BytesIO()
+    matlab.savemat(table, {"synsets": rows})
+    devkit = tmp_path / "devkit.tar"
+    content = {
+        imagenet.GROUND_TRUTH: b"2\n1\n1\n2\n",
+        imagenet.SYNSETS: table.getvalue(),
+    }
+    devkit.write_bytes(tar({f"{imagenet.DEVKIT}/{name}": body for name, body in content.items()}))
+    assert KNOWN(devkit) == [NAMES[0], NAMES[1], NAMES[1], NAMES[0]]
+    devkit.write_bytes(tar({"../meta.mat": b""}))
+    assert "lacks" in refusal(KNOWN, devkit)

@@ -1,0 +1,395 @@
+"""lrpe_vit and the task lrpe_images: parameters, patches, the order of an epoch, augmentation."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from fairseq.data import Dictionary
+from omegaconf import OmegaConf
+from PIL import Image
+from torch import nn
+
+from lrpe_fairseq.criterions.classification import cross_entropy
+from lrpe_fairseq.encodings.fidelity import UNIT_POSITIONS
+from lrpe_fairseq.errors import Refusal
+from lrpe_fairseq.models.classifier import LRPEClassifier, LRPEClassifierTinyConfig
+from lrpe_fairseq.models.patches import Images, Pixels
+from lrpe_fairseq.models.vit import LRPEViT, LRPEViTConfig, LRPEViTTinyConfig
+from lrpe_fairseq.tasks import images
+from lrpe_fairseq.tasks.images import Crop, ImagesConfig, LRPEImagesTask, UpdateOrder
+from tests.end_to_end.cases import each_encoding_once, serves
+from tests.test_classifier import task_of
+
+PAD = 1
+KIND = "encoder-only"
+needs_timm = pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("timm", "torchvision")),
+    reason="timm or torchvision (extra [vision]) is not installed",
+)
+BOTH = pytest.mark.parametrize("attention", ["linear", "softmax"])
+
+
+def task_of_images(side: int = 32, classes: int = 5) -> SimpleNamespace:
+    """What the model reads of the task."""
+    return SimpleNamespace(
+        source_dictionary=Dictionary(),
+        num_classes=classes,
+        pairs=False,
+        image_size=side,
+        max_positions=lambda: side * side,
+    )
+
+
+def model_of(**options: object) -> LRPEViT:
+    """The tiny model in float64 and in evaluation."""
+    torch.manual_seed(1)
+    config = OmegaConf.structured(LRPEViTTinyConfig(**options))
+    return LRPEViT.build_model(config, task_of_images()).double().eval()
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+# --- the model ---------------------------------------------------------------------------------
+
+PARAMETERS = {  # TMLR LRPE, Table 3, prints them in millions
+    ("none", "rotated"): 22_036_456,
+    ("rope", "content"): 22_036_456,
+    ("permuteformer", "content"): 22_036_456,
+    ("lrpe-tmlr-type3", "layernorm"): 22_045_672,
+    ("lrpe-tmlr-type2", "layernorm"): 22_046_056,
+    ("lrpe-tmlr-type1", "layernorm"): 22_046_440,
+}
+SPARE_ROW = 384  # fairseq's learned positions have 198 rows, the authors' 197
+
+
+@pytest.mark.parametrize(("encoding", "normalizer"), PARAMETERS)
+def test_the_model_has_the_parameters_of_the_paper(encoding: str, normalizer: str) -> None:
+    grid = "axial" if encoding in ("rope", "lrpe-tmlr-type1", "lrpe-tmlr-type2") else "sum"
+    config = LRPEViTConfig(
+        position_encoding=encoding, attention_normalizer=normalizer, position_grid=grid
+    )
+    with torch.device("meta"):
+        model = LRPEViT.build_model(OmegaConf.structured(config), task_of_images(224, 1000))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count - SPARE_ROW == PARAMETERS[encoding, normalizer]
+
+
+@pytest.mark.parametrize(
+    ("attention", "encoding"), [pair for pair in each_encoding_once() if serves(pair[1], KIND)]
+)
+def test_an_image_has_one_output_alone_and_anywhere_in_a_batch(
+    attention: str, encoding: str
+) -> None:
+    model = model_of(attention_type=attention, position_encoding=encoding)
+    batch = torch.randn(3, 3, 32, 32).double()
+    with torch.no_grad():
+        alone = torch.cat([model(image[None]) for image in batch])
+        same(model(batch), alone)
+        same(model(batch.flip(0)), alone.flip(0))
+
+
+@BOTH
+def test_sum_gives_patches_of_one_antidiagonal_one_position_and_axial_does_not(
+    attention: str,
+) -> None:
+    bare = {"no_token_positional_embeddings": True, "attention_type": attention}
+    shown = {}
+    for grid in ("flat", "sum", "axial"):
+        model = model_of(position_grid=grid, position_encoding="rope", **bare)
+        image = torch.randn(4, 4, 3, 8, 8, generator=torch.Generator().manual_seed(0)).double()
+        other = image.clone()
+        other[0, 1], other[1, 0] = image[1, 0], image[0, 1]
+        batch = torch.stack([image, other]).permute(0, 3, 1, 4, 2, 5).reshape(2, 3, 32, 32)
+        with torch.no_grad():
+            logits = model(batch)
+        shown[grid] = torch.allclose(logits[0], logits[1], rtol=1e-9, atol=1e-9)
+    assert shown == {"flat": False, "sum": True, "axial": False}
+
+
+def test_patches_of_images_are_those_of_a_convolution_in_raster_order() -> None:
+    embed = Images(7, PAD, patch=4, columns=3, channels=3)
+    convolution = nn.Conv2d(3, 7, 4, 4)
+    convolution.weight.data = embed.linear.weight.data.unflatten(1, (3, 4, 4))
+    convolution.bias.data = embed.linear.bias.data
+    image = torch.randn(2, 3, 8, 12)
+    expected = convolution(image).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(embed(embed.cells(image)), expected)
+    with pytest.raises(ValueError, match="not made of rows of 3 patches of 4 x 4"):
+        embed.cells(torch.randn(1, 3, 8, 16))
+
+
+def test_pixels_in_colour_are_patches_too() -> None:
+    embed = Pixels(7, PAD, 2, 3, 0.0, 1.0, channels=3)
+    image = torch.randint(4, 260, (1, 4, 6, 3))
+    cells = embed.cells(image.flatten(1))[0]
+    assert cells[4].tolist() == image[0, 2:4, 2:4].flatten().tolist()
+    assert embed(embed.cells(image.flatten(1))).shape == (1, 6, 7)
+    single = Pixels(7, PAD, 1, 0, 0.0, 1.0, channels=3)
+    assert single.cells(image.flatten(1))[0, 5].tolist() == image[0, 0, 5].tolist()
+
+
+def test_learned_positions_start_small_and_as_in_published_code_on_request() -> None:
+    for fidelity, expected in (("correct", 0.0176), (UNIT_POSITIONS, 1.0)):
+        weight = model_of(fidelity=fidelity).encoder.embed_positions.weight
+        assert weight[PAD].count_nonzero() == 0
+        assert weight[2:].std().item() == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("encoding", ["rope", "lrpe-type4"])
+def test_projections_without_biases_fold_as_those_with_biases_of_zero(encoding: str) -> None:
+    options = {"attention_type": "softmax", "position_encoding": encoding}
+    bare, zero = model_of(**options), model_of(**options, qkv_bias=True)
+    missing = zero.load_state_dict(bare.state_dict(), strict=False).missing_keys
+    assert len(missing) == 2 * 3
+    batch = torch.randn(8, 3, 32, 32).double()
+    with torch.no_grad():
+        same(bare(batch), zero(batch))
+
+
+def test_the_gradient_reaches_every_parameter() -> None:
+    model = model_of(position_encoding="lrpe-tmlr-type1", attention_normalizer="layernorm").train()
+    model(torch.randn(2, 3, 32, 32).double())[:, 0].sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"input": "pixels"}, "need each other"),
+        ({"patch": 16}, "--patch times --grid-width to be 32, not 16 times 4"),
+        ({"channels": 3}, "--channels is an option of --input pixels"),
+    ],
+)
+def test_options_that_contradict_the_images_are_refused(options: dict, sentence: str) -> None:
+    config = OmegaConf.structured(LRPEViTTinyConfig(**options))
+    with pytest.raises(Refusal, match=sentence):
+        LRPEViT.build_model(config, task_of_images())
+
+
+def test_images_need_their_task() -> None:
+    config = OmegaConf.structured(LRPEClassifierTinyConfig(input="image"))
+    with pytest.raises(Refusal, match="--input image and the task lrpe_images need each other"):
+        LRPEClassifier.build_model(config, task_of(["0"]))
+
+
+# --- the order of an epoch ---------------------------------------------------------------------
+
+
+def batches_of(order: UpdateOrder, count: int, seed: int = 0) -> np.ndarray:
+    """(updates, batches, batch) of copies of images."""
+    found = order(np.random.default_rng(seed).permutation(count))
+    return found.reshape(-1, order.batches, order.batch)
+
+
+def test_copies_of_an_image_are_in_different_batches_of_one_update() -> None:
+    order = UpdateOrder(repeats=3, batch=10, batches=4)
+    found = batches_of(order, 1000)
+    assert found.shape == (768 // 40, 4, 10)
+    assert len(np.unique(found)) == found.size
+    for update in found % 1000:
+        for batch in update:
+            assert len(np.unique(batch)) == len(batch)
+    updates_of = {image: set(np.nonzero(found % 1000 == image)[0]) for image in range(1000)}
+    assert max(map(len, updates_of.values())) <= 2  # a boundary may separate copies
+    assert sum(len(updates) == 2 for updates in updates_of.values()) <= len(found)
+
+
+@needs_timm
+def test_an_epoch_has_the_images_of_timm_s_sampler() -> None:
+    from timm.data.distributed_sampler import RepeatAugSampler
+
+    ranks, count = 4, 1000
+    sampler = RepeatAugSampler(range(count), num_replicas=ranks, rank=0)
+    permutation = torch.randperm(count, generator=torch.Generator().manual_seed(0)).numpy()
+    order = UpdateOrder(repeats=3, batch=2, batches=ranks)  # 768 is a multiple of 8
+    ours = order(permutation).reshape(-1, ranks, 2) % count
+    for rank in range(ranks):
+        sampler.rank = rank
+        assert ours[:, rank].flatten().tolist() == list(sampler)
+
+
+def test_few_images_make_one_update_at_least() -> None:
+    assert batches_of(UpdateOrder(2, 4, 2), 12).shape == (1, 2, 4)
+    assert batches_of(UpdateOrder(3, 30, 10), 310).shape == (1, 10, 30)
+
+
+# --- the task ----------------------------------------------------------------------------------
+
+
+def write_images(folder: Path, count: int = 24, classes: int = 2) -> Path:
+    """Write noisy images, each with one bright colour, its class, and their index."""
+    generator = np.random.default_rng(0)
+    (folder / "bin" / "label").mkdir(parents=True)
+    (folder / "bin" / "label" / "dict.txt").write_text("".join(f"{c} 1\n" for c in range(classes)))
+    for split in ("train", "valid"):
+        lines = []
+        for number in range(count):
+            label = number % classes
+            pixels = generator.integers(0, 128, (40, 48, 3))
+            pixels[..., label] += 127
+            path = folder / "images" / split / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels.astype(np.uint8)).save(path)
+            lines.append(f"{label}\t{path.stat().st_size}\timages/{split}/{number}.png\n")
+        (folder / "bin" / f"{split}.tsv").write_text("".join(lines))
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("images"))
+
+
+def task_with(bin_dir: Path, **options: object) -> LRPEImagesTask:
+    given = {"num_classes": 2, "image_size": 32, "seed": 1, "batch_size": 4, "curriculum": 9}
+    chosen = {**given, "update_freq": [3], "data": str(bin_dir), **options}
+    return LRPEImagesTask.setup_task(OmegaConf.structured(ImagesConfig(**chosen)))
+
+
+def batches_in(task: LRPEImagesTask, epoch: int = 1, workers: int = 0) -> list[dict]:
+    """The training batches of an epoch."""
+    task.load_dataset("train")
+    iterator = task.get_batch_iterator(
+        task.dataset("train"), max_sentences=4, epoch=epoch, num_workers=workers
+    )
+    return list(iterator.next_epoch_itr(shuffle=False))
+
+
+def test_validation_images_are_resized_cropped_and_normalized(written: Path) -> None:
+    task = task_with(written, no_augmentation=True)
+    task.load_dataset("valid")
+    sample = task.dataset("valid")[0]
+    with Image.open(written.parent / "images" / "valid" / "0.png") as image:
+        resized = np.array(image.resize((43, 36), Image.Resampling.BICUBIC))[2:34, 6:38]
+    expected = (resized / 255 - np.array(images.MEAN)) / np.array(images.STD)
+    found = sample["image"].permute(1, 2, 0).double()
+    torch.testing.assert_close(found, torch.from_numpy(expected), rtol=0, atol=1e-6)
+    batch = task.dataset("valid").collater([task.dataset("valid")[n] for n in (0, 1)])
+    assert batch["target"].tolist() == [0, 1]
+    assert batch["ntokens"] == 2 * 32 * 32
+
+
+@needs_timm
+@pytest.mark.parametrize("size", [(300, 400), (400, 300), (256, 256), (500, 333)])
+def test_the_crop_of_evaluation_is_timm_s(size: tuple[int, int]) -> None:
+    from timm.data import create_transform
+
+    pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    timm = create_transform(224, is_training=False, interpolation="bicubic", crop_pct=224 / 256)
+    torch.testing.assert_close(Crop(224)(image), timm(image), rtol=0, atol=1e-6)
+
+
+def test_repeated_images_come_in_order_and_every_epoch_has_others(written: Path) -> None:
+    task = task_with(written, no_augmentation=True, repeats=3)
+    first, again, second = (batches_in(task, epoch) for epoch in (1, 1, 2))
+    ids = [[batch["id"].tolist() for batch in epoch] for epoch in (first, again, second)]
+    assert ids[0] == ids[1] != ids[2]
+    assert [len(batch) for batch in ids[0]] == [4] * 6
+    update = sorted(image % 24 for batch in ids[0][:3] for image in batch)
+    assert update == sorted(np.repeat(np.unique(update), 3))
+    for batch in first:
+        assert batch["target"].tolist() == [image % 24 % 2 for image in batch["id"].tolist()]
+
+
+@needs_timm
+def test_augmentation_depends_on_seed_epoch_and_place_only(written: Path) -> None:
+    found = {
+        name: torch.cat([b["net_input"]["src_tokens"] for b in batches_in(task, epoch, workers)])
+        for name, task, epoch, workers in [
+            ("first", task_with(written, repeats=3), 1, 0),
+            ("with workers", task_with(written, repeats=3), 1, 2),
+            ("second epoch", task_with(written, repeats=3), 2, 0),
+            ("other seed", task_with(written, repeats=3, seed=2), 1, 0),
+        ]
+    }
+    assert torch.equal(found["first"], found["with workers"])
+    assert not torch.equal(found["first"], found["second epoch"])
+    assert not torch.equal(found["first"], found["other seed"])
+
+
+@needs_timm
+def test_copies_of_an_image_differ_and_other_random_numbers_are_not_touched(written: Path) -> None:
+    task = task_with(written, repeats=3)
+    task.load_dataset("train")
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    one, two = (task.dataset("train")[index] for index in (5, 5 + 24))
+    assert not torch.equal(one["image"], two["image"])
+    assert task.dataset("train").collater([one, two])["target"].shape == (2, 2)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1:] == (np.random.get_state()[1].tolist(), random.getstate())
+
+
+@needs_timm
+def test_mixed_targets_are_probabilities_of_the_batch_and_its_reverse(written: Path) -> None:
+    seen = set()
+    for batch in batches_in(task_with(written, repeats=3)):
+        target = batch["target"]
+        assert target.dtype == torch.float64
+        torch.testing.assert_close(target.sum(1), torch.ones(4).double())
+        labels = torch.nn.functional.one_hot(batch["id"] % 24 % 2, 2).double()
+        mixed = labels != labels.flip(0)
+        seen |= set(target[mixed].flatten().tolist())
+        torch.testing.assert_close(target[~mixed], labels[~mixed])
+    assert len(seen) > 2
+
+
+@needs_timm
+def test_smoothing_by_the_criterion_equals_timm_s() -> None:
+    from timm.data.mixup import mixup_target
+
+    labels, logits = torch.tensor([0, 2, 1, 2]), torch.randn(4, 3)
+    plain, smooth = (mixup_target(labels, 3, 0.3, s).double() for s in (0.0, 0.1))
+    torch.testing.assert_close(cross_entropy(logits, plain, 0.1), cross_entropy(logits, smooth))
+
+
+REFUSED = {
+    "label/dict.txt": {"data": "nowhere"},
+    "lists 2 classes: set --num-classes 2, not 3": {"num_classes": 3},
+    "an even number": {"batch_size": 3},
+    "--repeats 4 needs as many batches per update, not 3": {"repeats": 4},
+    "set --curriculum": {"repeats": 3, "curriculum": 0},
+    "24 images are less than one update of 36": {"repeats": 3, "batch_size": 12},
+    "--image-size and --repeats must be at least 1": {"repeats": 0},
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_options_that_cannot_work_are_refused_in_one_sentence(
+    sentence: str, written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(images, "augmentation", lambda cfg: None)
+    monkeypatch.setattr(images, "mixing_of", lambda cfg: lambda x, y: (x, y))
+    with pytest.raises(Refusal, match=sentence):
+        task_with(written, **REFUSED[sentence]).load_dataset("train")
+
+
+def test_without_timm_augmentation_is_refused_in_one_sentence(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "timm.data", None)
+    with pytest.raises(Refusal, match=r"the extra \[vision\]"):
+        task_with(written).load_dataset("train")
+    task_with(written).load_dataset("valid")
+
+
+@pytest.mark.parametrize("line", ["", "x\t1\ta.png\n", "0\ta.png\n", "2\t1\ta.png\n"])
+def test_a_damaged_index_is_refused(line: str, tmp_path: Path) -> None:
+    (tmp_path / "train.tsv").write_text(line)
+    with pytest.raises(Refusal, match="prepare"):
+        images.read_index(tmp_path / "train.tsv", 2)
+
+
+def test_a_damaged_image_is_named(written: Path, tmp_path: Path) -> None:
+    (tmp_path / "0.png").write_bytes(b"no image")
+    with pytest.raises(Refusal, match=r"0\.png cannot be read as an image"):
+        images.open_image(tmp_path / "0.png")
