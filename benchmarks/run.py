@@ -26,6 +26,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[dict]]] = {
     "decoding": lambda o: decoding.measure(o.device, o.rounds),
     "table9": lambda o: training.measure(o.device, o.tokens, o.rounds, "lm"),
     "table9-roberta": lambda o: training.measure(o.device, o.tokens, o.rounds, "roberta"),
+    "tmlr-table6": lambda o: training.measure_table6(o.device, o.tokens, o.rounds),
     "profiles": lambda o: profiles.measure(o.device, o.tokens),
     "phases": lambda o: phases.measure(o.device),
 }

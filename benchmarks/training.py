@@ -21,6 +21,20 @@ VARIANTS = {"ape (canonical)": ("ape", {"ape_generator": "canonical"})}
 """Encodings with options that differ from their defaults: name -> (encoding, options)."""
 BESIDE_ROPE = ("ape", "ape-tree", *VARIANTS)
 """Names that are also compared with RoPE."""
+DENOMINATOR, LAYERNORM = "rotated", "layernorm"
+TABLE_6 = {
+    "Base": ("none", DENOMINATOR),
+    "RoPE": ("rope", DENOMINATOR),
+    "SPE": ("spe", DENOMINATOR),
+    "PER": ("permuteformer", DENOMINATOR),
+    "Type1": ("lrpe-tmlr-type1", LAYERNORM),
+    "Type2": ("lrpe-tmlr-type2", LAYERNORM),
+    "Type3": ("lrpe-tmlr-type3", LAYERNORM),
+    "Base-LN": ("none", LAYERNORM),
+    "RoPE-LN": ("rope", LAYERNORM),
+    "PER-LN": ("permuteformer", LAYERNORM),
+}
+"""Rows of TMLR LRPE, Table 6, and those that it lacks: label -> (encoding, normalizer)."""
 
 
 def measure(device: str, tokens: int, rounds: int, model: str) -> list[dict]:
@@ -45,6 +59,20 @@ def measure(device: str, tokens: int, rounds: int, model: str) -> list[dict]:
     return rows
 
 
+def measure_table6(device: str, tokens: int, rounds: int) -> list[dict]:
+    """Rows of TMLR LRPE, Table 6: {row, encoding, normalizer, seconds, spread, ...}.
+
+    As :func:`measure` of ``roberta`` with linear attention, but every row has its own normalizer.
+    """
+    rows, base = [], step("roberta", "none", "linear", device, tokens, DENOMINATOR)
+    for label, (name, normalizer) in TABLE_6.items():
+        own = step("roberta", name, "linear", device, tokens, normalizer)
+        timings = contest({"none": base, label: own}, rounds)
+        chosen = {"row": label, "encoding": name, "normalizer": normalizer}
+        rows.append({**chosen, **_speeds(tokens, timings[label], timings["none"])})
+    return rows
+
+
 def serves(model: str, attention: str, name: str) -> bool:
     """True if the encoding serves the attention type, causal in ``lm`` and full in ``roberta``."""
     kind = encoding_class(VARIANTS.get(name, (name,))[0])
@@ -54,11 +82,16 @@ def serves(model: str, attention: str, name: str) -> bool:
 
 
 def step(
-    model: str, name: str, attention_type: str, device: str, tokens: int
+    model: str,
+    name: str,
+    attention_type: str,
+    device: str,
+    tokens: int,
+    normalizer: str = DENOMINATOR,
 ) -> Callable[[], None]:
     """Return a training step of ``lrpe_lm`` (6 x 512) or ``lrpe_roberta`` (4 x 768)."""
     build = {"lm": build_lm, "roberta": build_roberta}[model]
-    trained = build(name, attention_type).to(device)
+    trained = build(name, attention_type, normalizer).to(device)
     optimizer = torch.optim.Adam(trained.parameters(), lr=1e-4, fused=True)
     text = torch.randint(4, VOCABULARY, (tokens // LENGTH, LENGTH + 1), device=device)
 
@@ -71,11 +104,12 @@ def step(
     return run
 
 
-def build_lm(name: str, attention_type: str) -> LRPELanguageModel:
+def build_lm(name: str, attention_type: str, normalizer: str = DENOMINATOR) -> LRPELanguageModel:
     """Build ``lrpe_lm`` with the given attention and a synthetic dictionary."""
     encoding, options = VARIANTS.get(name, (name, {}))
     cfg = LRPELanguageModelConfig(
         attention_type=attention_type,
+        attention_normalizer=normalizer,
         position_encoding=encoding,
         tokens_per_sample=LENGTH,
         max_target_positions=LENGTH,
@@ -86,11 +120,14 @@ def build_lm(name: str, attention_type: str) -> LRPELanguageModel:
     return LRPELanguageModel.build_model(cfg, _task())
 
 
-def build_roberta(name: str, attention_type: str) -> LRPERobertaModel:
+def build_roberta(
+    name: str, attention_type: str, normalizer: str = DENOMINATOR
+) -> LRPERobertaModel:
     """Build a shorter ``lrpe_roberta`` with the given attention and a synthetic dictionary."""
     encoding, options = VARIANTS.get(name, (name, {}))
     cfg = LRPERobertaConfig(
         attention_type=attention_type,
+        attention_normalizer=normalizer,
         position_encoding=encoding,
         encoder_layers=ROBERTA_LAYERS,
         max_positions=LENGTH,
@@ -121,9 +158,15 @@ def _row(
         "model": model,
         "attention": attention_type,
         "encoding": name,
+        **_speeds(tokens, timing, timings["none"]),
+        **({"relative_to_rope": timings["rope"].ratio(timing)} if name in BESIDE_ROPE else {}),
+    }
+
+
+def _speeds(tokens: int, timing: Timing, base: Timing) -> dict:
+    return {
         "seconds": timing.median,
         "spread": timing.spread,
         "tokens_per_second": tokens / timing.median,
-        "relative_speed": timings["none"].ratio(timing),
-        **({"relative_to_rope": timings["rope"].ratio(timing)} if name in BESIDE_ROPE else {}),
+        "relative_speed": base.ratio(timing),
     }

@@ -169,6 +169,16 @@ def test_padding_does_not_change_the_statistics_of_a_model() -> None:
         same(states[1][name], value)
 
 
+def test_the_departure_lets_padding_into_the_statistics() -> None:
+    rows = rows_of(5, 9, 3)
+    found = []
+    for longest in (9, 20):
+        model = model_of(norm="batch", fidelity="classification-padding-seen").train()
+        model(batch_of(rows, longest))
+        found.append(model.encoder.layers[1].final_layer_norm.norm.running_mean)
+    assert not torch.allclose(*found)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_statistics_and_parameters_of_batch_norm_stay_float32(dtype: torch.dtype) -> None:
     model = model_of(norm="batch").float().to(dtype).train()

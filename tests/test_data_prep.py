@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gzip
 import hashlib
@@ -443,16 +444,25 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Keep quiet."""
 
 
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[Server]:
+    """A server of a folder."""
+    running = Server(folder)
+    thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield running
+    finally:
+        running.shutdown()
+        running.server_close()
+        thread.join()
+
+
 @pytest.fixture
 def server(release: Path) -> Iterator[Server]:
     """A server of the small release."""
-    running = Server(release)
-    thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    yield running
-    running.shutdown()
-    running.server_close()
-    thread.join()
+    with serving(release) as running:
+        yield running
 
 
 def test_an_interrupted_download_is_resumed_by_the_next_run(

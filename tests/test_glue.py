@@ -16,13 +16,13 @@ from sklearn import metrics
 
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import glue, glue_files
+from lrpe_fairseq.experiments.data.gpt2 import obtain_gpt2
 from lrpe_fairseq.experiments.data.pieces import GPT2, SentencePiece, tokenizer_of
 from lrpe_fairseq.experiments.families import finetuning
 from lrpe_fairseq.experiments.report import pages
 from tests.test_data_prep import load, refusal
 
 prepare_glue = load("glue")
-wikitext = load("wikitext")
 
 SENTENCES = ['a "cat sat', "the dog\u2028ran", "no bird sings", "it rains", 'quotes "" stay']
 
@@ -231,10 +231,10 @@ def test_the_dictionary_of_gpt2_has_robertas_size_with_mask() -> None:
 
 def test_gpt2_files_are_verified(tmp_path: Path) -> None:
     gpt2_files(tmp_path / "from")
-    said = refusal(wikitext.obtain_gpt2, tmp_path / "to", tmp_path / "from")
+    said = refusal(obtain_gpt2, tmp_path / "to", tmp_path / "from")
     assert "not the expected version of encoder.json" in said
     known = {f: prep.digest(tmp_path / "from" / f) for f in ("encoder.json", "vocab.bpe")}
-    wikitext.obtain_gpt2(tmp_path / "to", tmp_path / "from", known)
+    obtain_gpt2(tmp_path / "to", tmp_path / "from", known)
 
 
 def test_sentencepiece_and_its_vocabulary_are_what_they_were(pieces: Path) -> None:

@@ -161,6 +161,47 @@ def test_one_average_of_the_second_papers_ablation_is_off_by_a_hundredth():
     assert {method for method, gap in gaps.items() if abs(gap) > 0.0051} == {"Identity"}
 
 
+def by_column(name, column="dataset"):
+    """Column -> method -> value."""
+    found = defaultdict(dict)
+    for (where, method), value in values(name, column, "method").items():
+        found[where][method] = value
+    return found
+
+
+def test_the_oddities_of_the_second_papers_tables_are_arithmetic():
+    glue = by_column("tmlr-table1")
+    assert glue["WikiBook"]["RoPE"] < min(glue["WikiBook"][t] for t in ("Type1", "Type3"))
+    for task, beaten in {"RTE": "Type1", "SST-2": "Type1", "CoLA": "Type3"}.items():
+        assert glue[task]["RoPE"] > glue[task][beaten]
+    assert glue["SST-2"]["RoPE"] > glue["SST-2"]["Type3"]
+    assert (glue["CoLA"]["RoPE"], glue["CoLA"]["Type3"]) == (39.23, 36.71)
+
+    images = by_column("tmlr-table3", "metric")
+    accuracy, parameters = images["Accuracy"], images["Params (M)"]
+    assert accuracy["Base"] > max(accuracy["Type3"], accuracy["PER"])
+    assert accuracy["RoPE"] > max(accuracy["Type1"], accuracy["Type3"])
+    assert {m for m, v in parameters.items() if v == 22.05} == {"Type1", "Type2", "Type3"}
+    assert {m for m, v in parameters.items() if v == 22.04} == {"Base", "RoPE", "PER"}
+
+    perplexity = values("tmlr-table2", "dataset", "method", "split")
+    for (dataset, _, _), value in perplexity.items():
+        assert 8 < value < 12 if dataset == "Books" else 31 < value < 44
+
+
+def test_the_gain_of_the_second_papers_arena_is_that_of_one_task():
+    arena = by_column("tmlr-table4")
+    best = {task: max(rows, key=rows.get) for task, rows in arena.items()}
+    assert (best["Retrieval"], best["ListOps"]) == ("Base", "RoPE")
+    for task in ("Text", "Pathfinder"):
+        assert arena[task]["Type3"] < arena[task]["Base"]
+    assert (min(arena["ListOps"].values()), max(arena["ListOps"].values())) == (39.14, 40.74)
+    assert arena["Image"]["Type1"] - arena["Image"]["Base"] == pytest.approx(22.38)
+    four = [task for task in arena if task not in ("Image", "AVG")]
+    for method, mean in {"Type1": 65.81, "Base": 65.21, "RoPE": 64.54}.items():
+        assert sum(arena[task][method] for task in four) / 4 == pytest.approx(mean, abs=0.0051)
+
+
 # --- the run file -----------------------------------------------------------------------------
 
 
@@ -678,7 +719,12 @@ def test_a_cell_shows_mean_deviation_seeds_paper_and_distance_from_baseline(root
 
 @pytest.mark.parametrize(
     ("scale", "dataset", "shown"),
-    [("paper", "wikitext-103", True), ("paper", "other", False), ("small", "wikitext-103", False)],
+    [
+        ("paper", "wikitext-103", True),
+        ("paper", "wikitext-103-word", True),
+        ("paper", "wikitext-10", False),
+        ("small", "wikitext-103", False),
+    ],
 )
 def test_a_difference_is_shown_only_where_data_and_scale_are_the_papers(
     root, scale, dataset, shown

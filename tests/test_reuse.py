@@ -114,13 +114,22 @@ def test_a_shared_run_has_the_evaluations_of_both_tables(table) -> None:
 
 
 def test_a_table_whose_runs_cannot_be_told_apart_is_refused(table) -> None:
-    with pytest.raises(ValueError, match="column valid needs a dataset, because a column names"):
-        table(
-            "metric: ppl,\n     dataset: wikitext-2-bpe}\n  - {key: long",
-            "metric: ppl}\n  - {key: long",
-        )
+    with pytest.raises(ValueError, match="column words needs a dataset, because it names its own"):
+        table("dataset: wikitext-103-word, config", "config")
     with pytest.raises(ValueError, match="valid and words have different configs, but nothing"):
         table("dataset: wikitext-103-word, config", "dataset: wikitext-2-bpe, config")
+
+
+def test_a_column_without_a_data_set_shows_those_that_no_other_column_configures(table) -> None:
+    own = table(
+        "metric: ppl,\n     dataset: wikitext-2-bpe}\n  - {key: long",
+        "metric: ppl}\n  - {key: long",
+    )
+    valid, _, words = own.columns
+    assert own.shows(valid, "wikitext-2-bpe", "small")
+    assert not own.shows(valid, "wikitext-103-word", "small")
+    assert own.shows(words, "wikitext-103-word", "small")
+    assert not own.shows(words, "wikitext-2-bpe", "small")
 
 
 def test_a_column_whose_data_are_not_its_configurations_is_refused(table, monkeypatch) -> None:

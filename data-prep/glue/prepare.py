@@ -22,6 +22,7 @@ from lrpe_fairseq.experiments.data.glue_files import (
     require_official,
 )
 from lrpe_fairseq.experiments.data.pieces import Tokenizer, tokenizer_of
+from lrpe_fairseq.experiments.records import shards
 from lrpe_fairseq.experiments.records.console import UserError, command
 
 
@@ -41,7 +42,7 @@ class Pieces:
 
 def pieces_of(folder: Path) -> Pieces:
     """Read the pieces of a prepared corpus. Raises: UserError if it is not prepared."""
-    tokenizer, dictionary = tokenizer_of(folder), folder / "bin" / "dict.txt"
+    tokenizer, dictionary = tokenizer_of(folder), shards.first(folder) / "dict.txt"
     if not dictionary.is_file():
         raise UserError(f"{dictionary} does not exist: prepare {folder} first.")
     return Pieces(folder.name, tokenizer, dictionary)

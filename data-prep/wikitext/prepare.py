@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lrpe_fairseq.experiments.data import corpus as prep
-from lrpe_fairseq.experiments.data.pieces import GPT2, Tokenizer
+from lrpe_fairseq.experiments.data.gpt2 import obtain_gpt2
+from lrpe_fairseq.experiments.data.pieces import Tokenizer
 from lrpe_fairseq.experiments.records.console import UserError, command
 
 
@@ -37,14 +38,6 @@ MIRRORS = (
     "https://wikitext.smerity.com/",  # run by the author of the data set
     "https://s3.amazonaws.com/research.metamind.io/wikitext/",  # original location; closed
 )
-GPT2_MIRRORS = (
-    "https://dl.fbaipublicfiles.com/fairseq/gpt2_bpe/",
-    "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/",
-)
-GPT2_SHA256 = {
-    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-}
 CORPORA = {
     "wikitext-2": WikiText(
         archive="wikitext-2-v1.zip",
@@ -126,15 +119,6 @@ def run_documents(steps: prep.Steps, texts: Mapping[str, Path]) -> None:
     steps.run("documents", texts, writes, lambda: list_documents(texts, folder))
 
 
-def obtain_gpt2(
-    folder: Path, from_dir: Path | None, sha256: Mapping[str, str] = GPT2_SHA256
-) -> GPT2:
-    """Return the verified byte-level BPE of GPT-2."""
-    for file, checksum in sha256.items():
-        prep.obtain(file, [mirror + file for mirror in GPT2_MIRRORS], checksum, folder, from_dir)
-    return GPT2(folder)
-
-
 def _tokenizer(
     steps: prep.Steps,
     texts: Mapping[str, Path],
@@ -143,7 +127,7 @@ def _tokenizer(
     from_dir: Path | None,
 ) -> Tokenizer:
     if level == "gpt2":
-        return obtain_gpt2(steps.dest / "gpt2", from_dir)
+        return obtain_gpt2(steps.dest, from_dir)
     return prep.run_sentencepiece(steps, {"train": texts["train"]}, vocab_size)
 
 

@@ -34,9 +34,17 @@ OF_ATTENTION: dict[str, Departure] = {
 }
 """Departures of attention under any encoding."""
 
+PADDING_SEEN = "classification-padding-seen"
 UNIT_EMBEDDINGS = "ape-unit-embeddings"
 UNIT_POSITIONS = "image-unit-positions"
 OF_MODELS: dict[str, Departure] = {
+    PADDING_SEEN: Departure(
+        paper="BatchNorm in the Long-Range Arena (TMLR LRPE, Table 9)",
+        code="the code of S4, in whose terms that table is written, lets padding into the "
+        "statistics",
+        ours="statistics of real tokens only (`lrpe_classifier`; attention: `padding-ignored`)",
+        named_only=True,
+    ),
     UNIT_EMBEDDINGS: Departure(
         paper="(not stated by APE, Kogkalidis et al. 2024)",
         code="embeddings from N(0, 1), multiplied by the root of the width: positions that are "
@@ -52,7 +60,7 @@ OF_MODELS: dict[str, Departure] = {
         named_only=True,
     ),
 }
-"""Departures of a whole model, which ``models.translation`` and ``models.patches`` apply."""
+"""Departures of a whole model, which :mod:`lrpe_fairseq.models` applies."""
 
 DEPARTURES: dict[str, Departure] = (
     {

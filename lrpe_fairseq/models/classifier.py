@@ -6,9 +6,7 @@ the other models (:mod:`.layers`). Tasks: ``lrpe_classification``, ``lrpe_images
 Axes: B batch, T tokens, C width.
 """
 
-import logging
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Optional
 
 import torch
@@ -21,11 +19,13 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from lrpe_fairseq.encodings.base import Float32Module
+from lrpe_fairseq.encodings.fidelity import PADDING_SEEN, parse_departures
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.models.checks import check_probabilities, check_sizes
 from lrpe_fairseq.models.inference import RetainedDropout
 from lrpe_fairseq.models.layers import Encoder, EncoderLayer, wrapped
+from lrpe_fairseq.models.norms import SharedBatchNorm
 from lrpe_fairseq.models.options import (
     AttentionOptions,
     BooleanFlags,
@@ -34,8 +34,6 @@ from lrpe_fairseq.models.options import (
     refuse_unrelated_processes,
 )
 from lrpe_fairseq.models.patches import Patches, build_patches, check_patches, init_positions
-
-logger = logging.getLogger(__name__)
 
 
 def _option(default: Any, text: str) -> Any:
@@ -105,14 +103,14 @@ class LRPEClassifierTinyConfig(LRPEClassifierConfig):
 
 
 class TokenBatchNorm(Float32Module):
-    """BatchNorm over the real tokens of a batch, in float32.
+    """BatchNorm over the real tokens of a batch, of all processes in training, in float32.
 
     Padding neither enters the statistics nor is normalized; the output is 0 there.
     """
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(width)
+        self.norm = SharedBatchNorm(width)
 
     def forward(self, x: Tensor, real: Tensor | None) -> Tensor:
         """Normalize x (..., C). real: bool (...), true at real tokens; None if all are."""
@@ -135,12 +133,17 @@ def normalized(norm: nn.Module, x: Tensor, real: Tensor | None) -> Tensor:
     return norm(x, real) if isinstance(norm, TokenBatchNorm) else norm(x)
 
 
+def sees_padding(options: Any) -> bool:
+    """True under the departure by which norms do not leave out padding."""
+    return PADDING_SEEN in parse_departures(options.fidelity)
+
+
 class ClassifierLayer(EncoderLayer):
     """A pre-norm encoder layer whose norms leave out padding, with drop-path."""
 
     def __init__(self, cfg: Any, options: Any, layer: int) -> None:
         super().__init__(cfg, options, layer)
-        self.drop_path = options.drop_path
+        self.drop_path, self.padding_seen = options.drop_path, sees_padding(options)
         self.self_attn_layer_norm = build_norm(str(options.norm), self.embed_dim)
         self.final_layer_norm = build_norm(str(options.norm), self.embed_dim)
 
@@ -148,7 +151,8 @@ class ClassifierLayer(EncoderLayer):
         self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: None = None
     ) -> Tensor:
         """Called by fairseq: x (T, B, C), mask (B, T), true at padding -> (T, B, C)."""
-        real = None if encoder_padding_mask is None else ~encoder_padding_mask.T
+        seen = encoder_padding_mask is None or self.padding_seen
+        real = None if seen else ~encoder_padding_mask.T
         y = normalized(self.self_attn_layer_norm, x, real)
         x = x + self._branch(self.self_attn(y, y, y, key_padding_mask=encoder_padding_mask)[0])
         y = self.activation_fn(self.fc1(normalized(self.final_layer_norm, x, real)))
@@ -200,7 +204,7 @@ class LRPEClassifier(BooleanFlags, RetainedDropout, BaseFairseqModel):
         with one_sentence_errors():
             check_classifier(options, task)
             model = cls(options, build_encoder(options, task.source_dictionary), task.num_classes)
-        return synchronized(model) if str(options.norm) == "batch" else model
+        return model
 
     def forward(
         self,
@@ -235,7 +239,7 @@ class LRPEClassifier(BooleanFlags, RetainedDropout, BaseFairseqModel):
         """Pool x (T, B, C) over ``real`` (T, B): (B, C)."""
         first = str(self.options.final_norm) == "before"
         if first:
-            x = normalized(self.norm, x, real)
+            x = normalized(self.norm, x, None if sees_padding(self.options) else real)
         x = x[0] if str(self.options.pooling) == "first" else mean_of_tokens(x, real)
         return x if first else normalized(self.norm, x, None)
 
@@ -302,28 +306,3 @@ def mean_of_tokens(x: Tensor, real: Tensor) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     weight = real.unsqueeze(-1).to(wide.dtype)
     return ((wide * weight).sum(0) / weight.sum(0)).to(x.dtype)
-
-
-def synchronized(model: nn.Module) -> nn.Module:
-    """Share the statistics of BatchNorm between processes on GPUs.
-
-    torch has no such form for CPUs: there every process uses those of its own examples, with a
-    warning.
-    """
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized():
-        return model
-    if distributed.get_world_size() == 1:
-        return model
-    if distributed.get_backend() == "nccl":
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    _warn_about_statistics()
-    return model
-
-
-@cache
-def _warn_about_statistics() -> None:
-    logger.warning(
-        "--norm batch: on CPUs the statistics are those of each process's own examples, so results "
-        "depend on the number of processes"
-    )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lrpe_fairseq.experiments.families import lm, preparation_of
-from lrpe_fairseq.experiments.records import checkpoints, dictionaries
+from lrpe_fairseq.experiments.records import checkpoints, dictionaries, shards
 from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import relative
 from lrpe_fairseq.experiments.records.protocols import BLOCKS, FORMS, SLIDING, Protocol
@@ -57,7 +57,7 @@ def evaluate(
 
 
 def _require_dictionary(checkpoint: Path, data: Path) -> None:
-    dictionary = data / "bin" / "dict.txt"
+    dictionary = shards.first(data) / "dict.txt"
     if not dictionaries.agree(checkpoint, EMBEDDING, dictionary, say=print):
         raise ValueError(
             f"{relative(dictionary)} is not the dictionary that {relative(checkpoint)} was trained "

@@ -14,7 +14,7 @@ from fairseq import checkpoint_utils
 from fairseq.data import data_utils
 
 import lrpe_fairseq  # noqa: F401  registers the models
-from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records import checkpoints, shards
 from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import write_json
 from lrpe_fairseq.experiments.runner import scoring
@@ -30,10 +30,10 @@ def score(
     """
     trained = checkpoints.options(checkpoints.require_model(checkpoint, "lrpe_lm"))
     (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
-        [str(checkpoint)], arg_overrides={"data": str(data / "bin")}
+        [str(checkpoint)], arg_overrides={"data": str(shards.first(data))}
     )
     dictionary = task.source_dictionary
-    lines = data_utils.load_indexed_dataset(str(data / "bin" / split), dictionary)
+    lines = data_utils.load_indexed_dataset(str(shards.first(data) / split), dictionary)
     if lines is None:
         raise ValueError(f"{data} has no split {split}")
     text = torch.cat([lines[index] for index in range(len(lines))]).long()

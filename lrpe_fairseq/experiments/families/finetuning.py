@@ -70,7 +70,8 @@ class FinetuningRun(TrainingRun):
         best = ROOT / "runs" / table.pretrained / folder / "checkpoints" / checkpoints.BEST
         source = Source(best, cell.label, cell.attention, cell.encoding)
         tasks = [cell.dataset.removeprefix("glue-")]
-        return finetuning_runs(source, config, scale, tasks, table.rates.get(scale, []), [seed])
+        rates, home = table.rates.get(scale, []), table.experiments[0]
+        return finetuning_runs(source, config, scale, tasks, rates, [seed], home)
 
     @classmethod
     def preparation_of(cls, data: Path) -> list[str]:
@@ -215,8 +216,11 @@ def finetuning_runs(
     tasks: Sequence[str],
     rates: Sequence[float],
     seeds: Sequence[int],
+    experiment: str = EXPERIMENT,
 ) -> list[TrainingRun]:
     """Return one run per task, learning rate (default: that of ``config``) and seed.
+
+    experiment: the folder of the runs under runs/ and results/runs/.
 
     Raises: ValueError for an unknown task.
     """
@@ -230,7 +234,7 @@ def finetuning_runs(
         name = f"{started}-{task}-lr{lr:g}-seed{seed}"
         made.append(
             FinetuningRun(
-                experiment=EXPERIMENT,
+                experiment=experiment,
                 label=source.label,
                 config=config.stem,
                 data=home / task,
@@ -238,8 +242,8 @@ def finetuning_runs(
                 position_encoding=source.position_encoding,
                 seed=seed,
                 scale=scale,
-                folder=ROOT / "runs" / EXPERIMENT / name,
-                result=ROOT / "results" / "runs" / EXPERIMENT / f"{name}.json",
+                folder=ROOT / "runs" / experiment / name,
+                result=ROOT / "results" / "runs" / experiment / f"{name}.json",
                 checkpoint=source.checkpoint,
                 lr=lr,
             )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lrpe_fairseq.experiments.data.folders import manifest
-from lrpe_fairseq.experiments.records import checkpoints, fairseq_log
+from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, shards
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import relative
 from lrpe_fairseq.experiments.records.protocols import BLOCKS, SLIDING, Protocol
@@ -35,6 +35,8 @@ class LMRun(TrainingRun):
         "wikitext-2-bpe": "data-prep/wikitext/prepare.py wikitext-2 --level bpe",
         "wikitext-103-word": "data-prep/wikitext/prepare.py wikitext-103 --level word",
         "wikitext-103-gpt2": "data-prep/wikitext/prepare.py wikitext-103 --level gpt2",
+        "books": "data-prep/books/prepare.py books",
+        "pg19": "data-prep/books/prepare.py pg19",
     }
     option_keys: ClassVar[Mapping[str, str]] = {
         "task": "task._name",
@@ -140,7 +142,7 @@ def evaluation_command(
     """
     return [
         str(BIN / "fairseq-eval-lm"),
-        relative(data / "bin"),
+        relative(shards.first(data)),
         *("--task", task),
         *("--user-dir", "lrpe_fairseq"),
         *("--path", relative(checkpoint)),

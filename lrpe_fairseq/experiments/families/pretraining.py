@@ -29,6 +29,7 @@ class PretrainingRun(TrainingRun):
     data_scripts: ClassVar[Mapping[str, str]] = {
         "wikitext-2-bpe": "data-prep/wikitext/prepare.py wikitext-2 --level bpe",
         "wikitext-103-gpt2": "data-prep/wikitext/prepare.py wikitext-103 --level gpt2",
+        "wikibook": "data-prep/wikibook/prepare.py",
     }
     next_step: ClassVar[str] = "fine-tune with: scripts/finetune_glue.sh {best} all"
     evaluations: tuple[tuple[str, str], ...] = (("valid", MASKED), ("test", MASKED))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records import checkpoints, shards
 from lrpe_fairseq.experiments.records.files import ROOT, read_json, write_json
 
 FILE = "dictionaries.json"
@@ -21,7 +21,7 @@ SPECIALS = 4  # <s>, <pad>, </s>, <unk>: in every fairseq dictionary, but not in
 
 def remember(folder: Path, data: Path) -> None:
     """Store the checksums of the dictionaries of ``data`` in a folder of checkpoints."""
-    home = data / "bin"
+    home = shards.first(data)
     found = sorted(home.rglob("dict*.txt"))
     write_json(folder / FILE, {p.relative_to(home).as_posix(): _sha256(p) for p in found})
 

@@ -34,7 +34,7 @@ class Column:
     ``softmax``. metric, with split and protocol: a number of the run's ``metrics``; without
     them: a field of the run, such as ``tokens_per_second``. dataset: only runs on this data set
     (for columns that differ in it); ``reverse`` also stands for ``reverse-small`` at scale small.
-    config: a training configuration in place of the scale's; every column then names its data set.
+    config: a training configuration in place of the scale's; the column then names its data set.
     scales: the scales with this column, for example those whose data have the split; default all.
     overrides: options that differ. relative: as a fraction of the baseline row. best_over: an
     option; of each seed's runs that differ in it only the best counts. best_by: split, protocol
@@ -143,6 +143,15 @@ class Table:
     def has_configs(self) -> bool:
         """True if a column has its own configuration."""
         return any(column.config for column in self.columns)
+
+    def shows(self, column: Column, dataset: str, scale: str) -> bool:
+        """True if ``column`` shows runs on ``dataset`` at ``scale``.
+
+        A column without a data set shows all but those of the columns that have a configuration.
+        """
+        if not column.dataset:
+            return dataset not in {other.dataset for other in self.columns if other.config}
+        return column.dataset in (dataset, dataset.removesuffix(f"-{scale}"))
 
     def headlines(self) -> list[str]:
         """Return ``headline``, or by default the first column of each attention type."""
@@ -299,10 +308,8 @@ def _check_configs(table: Table) -> None:
 
 def _check_config(column: Column, homes: dict[str, Column]) -> None:
     """Compare the configuration of a column with those of equal columns before it, ``homes``."""
-    if not column.dataset:
-        raise ValueError(
-            f"column {column.key} needs a dataset, because a column names its own config"
-        )
+    if column.config and not column.dataset:
+        raise ValueError(f"column {column.key} needs a dataset, because it names its own config")
     place = str((column.attention, column.dataset, sorted(column.overrides.items())))
     other = homes.setdefault(place, column)
     if other.config != column.config:

@@ -58,7 +58,7 @@ def fills(table: Table, row: Row, column: Column, run: Run) -> bool:
         and row.has(column)
         and _canonical(run["position_encoding"]) == _canonical(_encoding(table, row))
         and _halves(run["attention_type"]) == _sides(column.attention, "attention", table.fixed)
-        and column.dataset in ("", run["dataset"], run["dataset"].removesuffix(f"-{run['scale']}"))
+        and table.shows(column, run["dataset"], run["scale"])
         and option(run, "lr") in _rates(table, run)
         and _options_agree(table, row, column, run)
     )
@@ -177,7 +177,7 @@ def deviation(values: Scores) -> float | None:
 
 
 def _group_key(table: Table, run: Run) -> tuple[str, str]:
-    own_data = any(column.dataset for column in table.columns)
+    own_data = any(column.dataset for column in table.at(run["scale"]).columns)
     return run["scale"], "" if own_data else run["dataset"]
 
 

@@ -259,7 +259,7 @@ def _line(sheet: Sheet, row: Row, first: list[str], columns: Iterable[Column]) -
 def _head(sheet: Sheet, column: Column) -> list[str]:
     head = [column.title]
     if sheet.has_paper(column):
-        head += ["paper", "difference"] if sheet.is_papers() else ["paper"]
+        head += ["paper", "difference"] if sheet.is_papers(column) else ["paper"]
     return head if column.relative or sheet.table.brief else [*head, f"vs {sheet.table.baseline}"]
 
 
@@ -267,7 +267,7 @@ def _cell(sheet: Sheet, row: Row, column: Column) -> list[str]:
     parts = [_ours(sheet, row, column)]
     if sheet.has_paper(column):
         parts.append(sheet.printed(row, column))
-        if sheet.is_papers():
+        if sheet.is_papers(column):
             parts.append(_difference(sheet, row, column))
     if column.relative or sheet.table.brief:
         return parts

@@ -76,11 +76,14 @@ class Sheet:
         parts = [self.table.column(key) for key in column.mean_of]
         return bool(column.paper) or (bool(parts) and all(part.paper for part in parts))
 
-    def is_papers(self) -> bool:
-        """True if data and scale are the paper's, so that differences are meaningful."""
-        return self.group.scale == "paper" and self.group.dataset in (
-            self.table.paper_dataset or self.group.dataset
-        )
+    def is_papers(self, column: Column) -> bool:
+        """True if data and scale are the paper's, so that differences are meaningful.
+
+        ``paper_dataset`` names a corpus at any level of pieces.
+        """
+        corpus, dataset = self.table.paper_dataset, column.dataset or self.group.dataset
+        same = not (corpus and dataset) or f"{dataset}-".startswith(f"{corpus}-")
+        return self.group.scale == "paper" and same
 
     def run(self, column: Column) -> bool:
         """True if any cell of the column has runs."""

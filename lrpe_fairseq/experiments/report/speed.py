@@ -185,6 +185,24 @@ def table9_roberta(rows: Rows) -> str:
     return _speeds(rows, names, [], lambda name: [])
 
 
+def tmlr_table6(rows: Rows) -> str:
+    """Training speed of TMLR LRPE's rows relative to Base, each with its normalizer."""
+    cells = paper.read_table(ROOT / "results" / "paper" / "tmlr-table6.csv")
+    printed = {cell["method"].lower(): cell["printed"] for cell in cells}
+    lines = []
+    for row in rows:
+        ours = [f"{row['relative_speed']:.2f}", f"{row['spread']:.0%}"]
+        chosen = [row["row"], f"`{row['encoding']}`", f"`{row['normalizer']}`"]
+        lines.append([*chosen, *ours, printed.get(row["row"].lower(), "–")])
+    heads = ["row", "encoding", "normalizer", "speed relative to Base", "spread of its rounds"]
+    return markdown.table([*heads, "TMLR, Table 6"], lines, numbers=True) + _steps(rows)
+
+
+def _steps(rows: Rows) -> str:
+    tokens = {round(r["seconds"] * r["tokens_per_second"]) for r in rows if "seconds" in r}
+    return "".join(f"\n\nSteps of {n:,} tokens." for n in tokens)
+
+
 def _speeds(
     rows: Rows, names: Iterable[str], more: list[str], of: Callable[[str], list[str]]
 ) -> str:
@@ -198,9 +216,7 @@ def _speeds(
         ours.append(_speed(found.get((name, "softmax"))))
         lines.append([f"`{name}`", *ours, *of(name)])
     table = markdown.table(["speed relative to Base", "linear", "softmax", *more], lines, True)
-    table += _beside_rope(rows)
-    tokens = {round(r["seconds"] * r["tokens_per_second"]) for r in rows if "seconds" in r}
-    return table + "".join(f"\n\nSteps of {n:,} tokens." for n in tokens)
+    return table + _beside_rope(rows) + _steps(rows)
 
 
 def _beside_rope(rows: Rows) -> str:
@@ -282,6 +298,7 @@ PARTS: dict[str, Callable[[Rows], str]] = {
     "decoding": decoding,
     "table9": table9,
     "table9-roberta": table9_roberta,
+    "tmlr-table6": tmlr_table6,
     "profiles": profiles,
     "phases": phases,
 }

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from lrpe_fairseq.encodings import options_of_encodings
 from lrpe_fairseq.experiments.data import checksums, folders
-from lrpe_fairseq.experiments.records import checkpoints, dictionaries, fairseq_log
+from lrpe_fairseq.experiments.records import checkpoints, dictionaries, fairseq_log, shards
 from lrpe_fairseq.experiments.records.console import clock
 from lrpe_fairseq.experiments.records.fairseq_log import Curve
 from lrpe_fairseq.experiments.records.files import (
@@ -122,7 +122,7 @@ class TrainingRun(ABC):
             experiment=table.name,
             label=cell.label,
             config=config.stem,
-            data=ROOT / Path(load_config(config).task.data).parent,
+            data=ROOT / shards.home(load_config(config).task.data),
             attention_type=cell.attention,
             position_encoding=cell.encoding,
             seed=seed,
@@ -221,13 +221,21 @@ class TrainingRun(ABC):
     def chosen(self) -> dict[str, str]:
         """Return every key of fairseq's configuration that the run sets."""
         return {
-            "task.data": relative(self.data / "bin"),
+            "task.data": self._path_of_data(),
             **self.encoding_choices(),
             "common.seed": str(self.seed),
             "common.tensorboard_logdir": relative(self.folder / "tensorboard"),
             "checkpoint.save_dir": relative(self.checkpoints),
             **launch.parse_overrides(self.overrides),
         }
+
+    def _path_of_data(self) -> str:
+        """Return fairseq's path of the data; while they are not prepared, that of the YAML."""
+        if not folders.is_prepared(self.data):
+            planned = self.yaml().task.data
+            if ROOT / shards.home(planned) == self.data:
+                return planned
+        return shards.joined(self.data)
 
     def max_update(self) -> int:
         """Return the number of updates of the whole run."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from lrpe_fairseq.experiments.records import checkpoints, fairseq_log
+from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, shards
 from lrpe_fairseq.experiments.records.files import relative
 from lrpe_fairseq.experiments.records.runs import Run
 from lrpe_fairseq.experiments.runner.devices import Devices
@@ -19,7 +19,7 @@ def command(run: TrainingRun, task: str, splits: str, *options: str) -> list[str
     """Return fairseq-validate on ``splits``, separated by commas, with more ``options``."""
     return [
         str(BIN / "fairseq-validate"),
-        relative(run.data / "bin"),
+        relative(shards.first(run.data)),
         *("--user-dir", "lrpe_fairseq"),
         *("--task", task),
         *("--path", relative(run.checkpoints / checkpoints.BEST)),

@@ -1,0 +1,212 @@
+"""Prepare WikiBook, the pre-training data of Wettig et al. 2022, in its public form of shards.
+
+    python data-prep/wikibook/prepare.py --dest data/wikibook
+
+The data are already binarized for fairseq; this script obtains and verifies them. See the README in
+this folder for sources, sizes and what is verified.
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.data.gpt2 import SHA256, obtain_gpt2
+from lrpe_fairseq.experiments.data.pieces import Tokenizer
+from lrpe_fairseq.experiments.records import dictionaries, shards
+from lrpe_fairseq.experiments.records.console import UserError, command
+
+FILES = ("dict.txt", "train.bin", "train.idx", "valid.bin", "valid.idx")
+AVAILABLE = 16  # two orders of the same text, in 8 shards each
+TYPES = 50_264  # of fairseq's dictionary; with <mask>, which the task adds, 50,265
+
+
+@dataclass(frozen=True)
+class Source:
+    """The published data set. files, listing: addresses; ``{}`` stands for a folder."""
+
+    files: str = (
+        "https://huggingface.co/datasets/princeton-nlp/wikibook_fairseq_format/resolve/main/{}/"
+    )
+    listing: str = (
+        "https://huggingface.co/api/datasets/princeton-nlp/wikibook_fairseq_format/tree/main/{}"
+    )
+
+
+# ---------------------------------------------------------------------------------------- obtain
+
+
+def published(number: int) -> str:
+    """Return the published name of a shard, which counts from 0."""
+    return f"bin-shard{number}-8"
+
+
+def obtain(
+    number: int, into: Path, from_dir: Path | None, listings: Path, source: Source | None = None
+) -> None:
+    """Write the files of a shard to ``into``, copied from ``from_dir`` or downloaded.
+
+    listings: a folder for the publisher's list of checksums.
+    Raises: UserError if a file is missing or damaged.
+    """
+    name = published(number)
+    if from_dir is not None:
+        for file in FILES:
+            prep.copy_whole(functools.partial(_opened, from_dir / name / file), into / file)
+        return
+    source = source or Source()
+    known = checksums(name, listings, source)
+    for file in FILES:
+        urls = [source.files.format(name) + file]
+        if file in known:
+            prep.obtain(file, urls, known[file], into)
+        else:
+            prep.download(file, urls, into)
+
+
+def checksums(name: str, folder: Path, source: Source) -> dict[str, str]:
+    """Return file -> sha256 for the files of a shard for which the publisher's list has one."""
+    path = prep.download(f"{name}.json", [source.listing.format(name)], folder, _is_list)
+    entries = json.loads(path.read_text(encoding="utf-8"))
+    return {Path(e["path"]).name: e["lfs"]["oid"] for e in entries if "lfs" in e}
+
+
+def _is_list(path: Path) -> bool:
+    with contextlib.suppress(ValueError):
+        return isinstance(json.loads(path.read_text(encoding="utf-8")), list)
+    return False
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator:
+    if not path.is_file():
+        raise UserError(f"{path} does not exist: put it there, or omit --from to download it.")
+    with path.open("rb") as stream:
+        yield stream
+
+
+# ---------------------------------------------------------------------------------------- verify
+
+
+def verify(folders: Sequence[Path], tokenizer: Tokenizer, types: int = TYPES) -> None:
+    """Check that all files are complete and share the dictionary of GPT-2's pieces.
+
+    Raises: UserError, which names the first file that is not.
+    """
+    first = folders[0] / "dict.txt"
+    words = dictionaries.words(first)
+    size = len(words) + prep.FAIRSEQ_SPECIALS
+    if size != types or set(tokenizer.vocabulary()) - set(words):
+        raise UserError(
+            f"{first} is not the dictionary of GPT-2's pieces with {types:,} types: fetch it again."
+        )
+    for folder in folders:
+        if (folder / "dict.txt").read_bytes() != first.read_bytes():
+            raise UserError(f"{folder / 'dict.txt'} differs from {first}: fetch both again.")
+        for split in ("train", "valid"):
+            require_whole(folder / split, size)
+
+
+def require_whole(prefix: Path, types: int) -> None:
+    """Raise UserError unless ``prefix``.bin has the tokens of .idx, all below ``types``."""
+    tokens = int(prep.row_lengths(prefix).sum(dtype=np.int64))
+    width = np.dtype(np.uint16).itemsize
+    found = os.path.getsize(f"{prefix}.bin")
+    if not tokens or found != tokens * width:
+        raise UserError(
+            f"{prefix}.bin has {found:,} bytes instead of the {tokens * width:,} of its index: "
+            "delete it and run the same command again."
+        )
+    largest = int(np.memmap(f"{prefix}.bin", dtype=np.uint16, mode="r").max())
+    if largest >= types:
+        raise UserError(f"{prefix}.bin has the token {largest}, but dict.txt {types:,} types only.")
+
+
+# --------------------------------------------------------------------------------------- prepare
+
+
+def prepare(
+    dest: Path,
+    count: int = 8,
+    from_dir: Path | None = None,
+    *,
+    source: Source | None = None,
+    sha256: Mapping[str, str] = SHA256,
+    types: int = TYPES,
+) -> dict:
+    """Prepare ``dest`` with ``count`` shards and return its manifest; finished steps are skipped.
+
+    ``bin`` appears when all shards are complete, so that no training sees a part of them.
+    """
+    if not 1 <= count <= AVAILABLE:
+        raise UserError(f"--shards is from 1 to {AVAILABLE}, not {count}.")
+    prep.say(f"WikiBook, {count} shards -> {dest}")
+    steps = prep.Steps(dest, "wikibook", "gpt2")
+    tokenizer = obtain_gpt2(dest, from_dir, sha256)
+
+    def make() -> None:
+        raw = _reopened(dest, count)
+        for number in range(count):
+            obtain(number, raw / f"shard{number}", from_dir, dest / "listing", source)
+        verify([raw / f"shard{number}" for number in range(count)], tokenizer, types)
+        os.replace(raw, dest / "bin")
+
+    writes = [dest / "bin" / f"shard{n}" / file for n in range(count) for file in FILES]
+    steps.run("obtain", {"shards": count}, writes, make)
+    return _report(steps.finish(functools.partial(results, dest)))
+
+
+def _reopened(dest: Path, count: int) -> Path:
+    """Return ``raw`` with the shards that are there already, without those above ``count``."""
+    raw = dest / "raw"
+    if (dest / "bin").is_dir() and not raw.exists():
+        os.replace(dest / "bin", raw)
+    shutil.rmtree(dest / "bin", ignore_errors=True)
+    for folder in raw.glob("shard*"):
+        if folder.name not in {f"shard{number}" for number in range(count)}:
+            shutil.rmtree(folder)
+    return raw
+
+
+def results(dest: Path) -> dict:
+    """Return the counts: of all shards for train, and of the first one, which fairseq reads, for
+    valid."""
+    folders = shards.folders(dest)
+    parts = [prep.count_binary(folder / "train") for folder in folders]
+    train = {key: sum(part[key] for part in parts) for key in parts[0]}
+    train["tokens_by_shard"] = [part["tokens"] for part in parts]
+    splits = {"train": train, "valid": prep.count_binary(folders[0] / "valid")}
+    return {"splits": splits, "dictionary": prep.count_types(folders[0] / "dict.txt")}
+
+
+def _report(manifest: dict) -> dict:
+    for split, counts in manifest["splits"].items():
+        prep.say(f"  {split}: {counts['tokens']:,} tokens, {counts['unknown']:,} <unk>")
+    prep.say(f"  dictionary of {manifest['dictionary']['size']:,} types; ready for fairseq-train")
+    return manifest
+
+
+@command("data-prep/wikibook/prepare.py")
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the command line and prepare the data."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--dest", type=Path, required=True, help="output folder")
+    parser.add_argument(
+        "--shards", type=int, default=8, help=f"number of shards, at most {AVAILABLE}"
+    )
+    parser.add_argument("--from", dest="from_dir", type=Path, help="folder with the source files")
+    args = parser.parse_args(argv)
+    prepare(args.dest, args.shards, args.from_dir)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

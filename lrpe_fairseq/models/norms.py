@@ -1,0 +1,53 @@
+"""BatchNorm whose statistics are those of all processes, on GPUs and on CPUs."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class SharedBatchNorm(nn.BatchNorm1d):
+    """BatchNorm over rows (N, C); in training over the rows of all processes, N of each its own.
+
+    torch's SyncBatchNorm has no form for CPUs. The result is that of one process with all rows,
+    in outputs, running statistics and gradients. The trap: every process must call it equally
+    often, and fairseq's dummy batch of a process that has run out of data counts too.
+    """
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Normalize rows (N, C), float32 or wider."""
+        if not self.training or not _several():
+            return super().forward(rows)
+        count = rows.new_tensor([len(rows)])
+        total = Sum.apply(torch.cat([rows.sum(0), count]))
+        mean, count = total[:-1] / total[-1], total[-1].detach()
+        variance = Sum.apply((rows - mean).square().sum(0)) / count
+        self._remember(mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
+        return (rows - mean) * torch.rsqrt(variance + self.eps) * self.weight + self.bias
+
+    @torch.no_grad()
+    def _remember(self, mean: Tensor, variance: Tensor) -> None:
+        """Update the running statistics; ``variance`` is unbiased, as in torch."""
+        self.num_batches_tracked += 1
+        self.running_mean.lerp_(mean, self.momentum)
+        self.running_var.lerp_(variance, self.momentum)
+
+
+class Sum(torch.autograd.Function):
+    """The sum of a tensor over all processes; its gradient is the sum of their gradients."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        """Sum x, of one shape in all processes."""
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        """Sum the gradients of all processes."""
+        return Sum.apply(grad)
+
+
+def _several() -> bool:
+    """True if this process is one of several that train together."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

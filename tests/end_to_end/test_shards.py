@@ -1,0 +1,134 @@
+"""Training over shards: each epoch reads its own, a resumed training goes on in the right one."""
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from fairseq.data import data_utils
+
+from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.families.pretraining import PretrainingRun
+from lrpe_fairseq.experiments.records import dictionaries, shards
+from lrpe_fairseq.experiments.records.files import CONFIGS
+from tests.end_to_end.commands import PLUGIN, last_loss, run_here, saved
+
+pytestmark = pytest.mark.end_to_end
+
+LINES = (40, 60)
+UPDATES = 12  # about five of the first shard, five of the second, and two of the first again
+TRAIN = (
+    f"--user-dir {PLUGIN} --task masked_lm --tokens-per-sample 32 --criterion masked_lm "
+    "--sample-break-mode complete --arch lrpe_roberta_tiny --encoder-layers 1 "
+    "--encoder-embed-dim 16 --encoder-ffn-embed-dim 16 --attention-type linear "
+    "--position-encoding lrpe-tmlr-type2 --attention-normalizer layernorm --optimizer adam "
+    "--lr 1e-2 --max-tokens 128 --num-workers 0 --cpu --log-format simple --no-epoch-checkpoints "
+    "--update-epoch-batch-itr True"
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two shards of other lengths, with one dictionary; only the first validates."""
+    folder, rng = tmp_path_factory.mktemp("shards"), random.Random(0)
+    (folder / "dict.txt").write_text("".join(f"w{number} 1\n" for number in range(20)))
+    for number, lines in enumerate(LINES):
+        texts = {"train": folder / f"train{number}", "valid": folder / f"valid{number}"}
+        for split, path in texts.items():
+            size = lines if split == "train" else 10
+            path.write_text("".join(f"{' '.join(_words(rng))}\n" for _ in range(size)))
+        prep.binarize_pieces(texts, folder / "bin" / f"shard{number}", folder / "dict.txt")
+    return folder
+
+
+def _words(rng: random.Random) -> list[str]:
+    return [f"w{rng.randrange(20)}" for _ in range(rng.randint(5, 12))]
+
+
+@dataclass(frozen=True)
+class Training:
+    """The last checkpoint, and the shards that were read for each split."""
+
+    last: Path
+    read: dict[str, list[str]]
+
+
+@pytest.fixture(scope="module")
+def trainings(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
+    """A training into the third epoch, and one that was stopped inside the second."""
+    folder = tmp_path_factory.mktemp("trainings")
+    ends = {"whole": (UPDATES,), "resumed": (UPDATES // 2 + 1, UPDATES)}
+    return {name: _train(data, folder / name, updates) for name, updates in ends.items()}
+
+
+def _train(data: Path, folder: Path, ends: tuple[int, ...]) -> Training:
+    """Train to each of ``ends`` in turn, each time as a new training that resumes."""
+    read: dict[str, list[str]] = {"train": [], "valid": []}
+    load = data_utils.load_indexed_dataset
+
+    def spy(path: str, *rest: Any, **keywords: Any) -> Any:
+        read[Path(path).name].append(Path(path).parent.name)
+        return load(path, *rest, **keywords)
+
+    with mock.patch.object(data_utils, "load_indexed_dataset", spy):
+        for end in ends:
+            words = [shards.joined(data), TRAIN, f"--max-update {end}", "--save-dir", folder]
+            run_here("fairseq_cli.train", *words)
+    return Training(folder / "checkpoint_last.pt", read)
+
+
+def test_each_epoch_reads_its_own_shard_and_validation_the_first(
+    trainings: dict[str, Training],
+) -> None:
+    assert trainings["whole"].read["train"] == ["shard0", "shard1", "shard0"]
+    assert trainings["resumed"].read["train"] == ["shard0", "shard1", "shard1", "shard0"]
+    for training in trainings.values():
+        assert set(training.read["valid"]) == {"shard0"}
+
+
+def test_a_resumed_training_over_shards_is_the_uninterrupted_one(
+    trainings: dict[str, Training],
+) -> None:
+    whole, resumed = (saved(training.last) for training in trainings.values())
+    for state in (whole, resumed):
+        assert state["extra_state"]["train_iterator"]["epoch"] == 3
+    assert last_loss(trainings["whole"].last) == last_loss(trainings["resumed"].last)
+    for name, weight in whole["model"].items():
+        assert torch.equal(resumed["model"][name], weight), name
+
+
+def test_a_run_trains_over_the_shards_and_is_validated_on_the_first(
+    data: Path, tmp_path: Path
+) -> None:
+    known = {"scale": "small", "attention_type": "linear", "position_encoding": "none", "seed": 1}
+    where = {"folder": tmp_path / "run", "result": tmp_path / "run.json"}
+    made = PretrainingRun("t", "Base", "pretrain-small", data, **known, **where)
+    assert made.chosen()["task.data"] == shards.joined(data)
+    assert f"++task.data={shards.joined(data)}" in made.command()
+    assert str(data / "bin" / "shard0") in made.validation_command("valid")
+    assert set(made.data_checksums()) == {"train", "valid", "dictionary"}
+
+
+def test_the_dictionary_of_shards_is_remembered_as_that_of_one_folder(
+    data: Path, tmp_path: Path
+) -> None:
+    dictionaries.remember(tmp_path, data)
+    assert dictionaries.read_json(tmp_path / dictionaries.FILE).keys() == {"dict.txt"}
+
+
+def test_a_configuration_that_names_shards_keeps_them_until_data_are_prepared(
+    tmp_path: Path,
+) -> None:
+    data = shards.home(PLANNED)
+    assert data == Path("data/wikibook")
+    known = {"scale": "paper", "attention_type": "linear", "position_encoding": "none", "seed": 1}
+    where = {"folder": tmp_path / "run", "result": tmp_path / "run.json"}
+    made = PretrainingRun("t", "B", "pretrain-wikibook", CONFIGS.parent / data, **known, **where)
+    if not (CONFIGS.parent / data / "bin").exists():
+        assert made.chosen()["task.data"] == made.settings().task.data == PLANNED
+
+
+PLANNED = ":".join(f"data/wikibook/bin/shard{number}" for number in range(8))

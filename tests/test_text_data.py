@@ -1,0 +1,296 @@
+"""data-prep/wikibook and data-prep/books: shards that fairseq reads, and books split by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.data import folders
+from lrpe_fairseq.experiments.data.gpt2 import obtain_gpt2
+from lrpe_fairseq.experiments.records import shards
+from tests.test_data_prep import Server, load, refusal, serving
+from tests.test_glue import gpt2_files
+
+wikibook, books = load("wikibook"), load("books")
+TYPES = 264  # of the 259 pieces of gpt2_files
+SHARDS = 3
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small release of WikiBook, with GPT-2's files beside the shards."""
+    folder = gpt2_files(tmp_path_factory.mktemp("wikibook") / "release")
+    known = {file: prep.digest(folder / file) for file in ("encoder.json", "vocab.bpe")}
+    tokenizer = obtain_gpt2(folder.parent / "pieces", folder, known)
+    rng = np.random.default_rng(0)
+    for number in range(SHARDS):
+        shard = folder / f"bin-shard{number}-8"
+        shard.mkdir()
+        (shard / "empty").write_text("")
+        prep.write_dictionary(tokenizer, shard / "empty", shard / "dict.txt")
+        for split, lines in (("train", 5), ("valid", 2)):
+            rows = [[*rng.integers(4, TYPES, 10 + number), prep.FAIRSEQ_EOS] for _ in range(lines)]
+            prep.write_indexed(rows, shard / split, np.uint16)
+        (shard / "empty").unlink()
+    return folder
+
+
+@pytest.fixture
+def prepare(release: Path, tmp_path: Path) -> Callable[..., dict]:
+    """Prepare the small release in ``tmp_path / "data"``."""
+    known = {file: prep.digest(release / file) for file in ("encoder.json", "vocab.bpe")}
+
+    def made(count: int = SHARDS, from_dir: Path | None = release, **keywords: object) -> dict:
+        chosen = {"sha256": known, "types": TYPES, **keywords}
+        return wikibook.prepare(tmp_path / "data", count, from_dir, **chosen)
+
+    return made
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Name -> content of every file of a folder."""
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+# --------------------------------------------------------------------------------------- shards
+
+
+def test_shards_are_in_numeric_order_and_data_without_them_are_bin(tmp_path: Path) -> None:
+    assert shards.folders(tmp_path) == [tmp_path / "bin"]
+    assert shards.home(shards.joined(tmp_path)) == tmp_path
+    for number in (10, 9, 0):
+        (tmp_path / "bin" / f"shard{number}").mkdir(parents=True)
+    (tmp_path / "bin" / "shards-old").mkdir()
+    assert [path.name for path in shards.folders(tmp_path)] == ["shard0", "shard9", "shard10"]
+    assert shards.home(shards.joined(tmp_path)) == tmp_path
+    assert shards.first(tmp_path).name == "shard0"
+
+
+# ------------------------------------------------------------------------------------- wikibook
+
+
+def test_the_published_shards_are_copied_verified_and_counted(
+    prepare: Callable[..., dict], release: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    made = prepare()
+    for number in range(SHARDS):
+        theirs = tree(release / f"bin-shard{number}-8")
+        assert tree(tmp_path / "data" / "bin" / f"shard{number}") == theirs
+    assert made["splits"]["train"]["tokens_by_shard"] == [55, 60, 65]
+    assert made["splits"]["train"]["tokens"] == 180
+    assert made["splits"]["valid"]["tokens"] == 22  # of the first shard
+    assert made["dictionary"]["size"] == TYPES
+    assert folders.dataset_name(tmp_path / "data") == "wikibook-gpt2"
+    capsys.readouterr()
+    assert prepare() == made
+    assert "obtain: already done" in capsys.readouterr().out
+
+
+def test_another_number_of_shards_keeps_those_that_are_there(
+    prepare: Callable[..., dict], release: Path, tmp_path: Path
+) -> None:
+    prepare(2)
+    assert [p.name for p in shards.folders(tmp_path / "data")] == ["shard0", "shard1"]
+    prepare(1)
+    assert [p.name for p in shards.folders(tmp_path / "data")] == ["shard0"]
+    assert prepare(3)["splits"]["train"]["tokens"] == 180
+    assert not (tmp_path / "data" / "raw").exists()
+
+
+def test_until_every_shard_is_there_nothing_is_prepared_and_the_next_run_resumes(
+    prepare: Callable[..., dict], release: Path, tmp_path: Path
+) -> None:
+    part = shutil.copytree(release, tmp_path / "part")
+    shutil.move(part / "bin-shard2-8", tmp_path / "later")
+    assert "bin-shard2-8/dict.txt does not exist" in refusal(prepare, from_dir=part)
+    assert not folders.is_prepared(tmp_path / "data")
+    copied = (tmp_path / "data" / "raw" / "shard0" / "train.bin").stat().st_mtime_ns
+    shutil.move(tmp_path / "later", part / "bin-shard2-8")
+    prepare(from_dir=part)
+    done = tmp_path / "data" / "bin" / "shard0" / "train.bin"
+    assert done.stat().st_mtime_ns == copied
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "said"),
+    [
+        ("bin-shard1-8/train.bin", lambda b: b[:-2], "bytes instead of the 120 of its index"),
+        ("bin-shard0-8/train.idx", lambda b: b"x" + b[1:], "is not a fairseq index"),
+        ("bin-shard2-8/dict.txt", lambda b: b[:-1] + b"7\n", "differs from"),
+        ("bin-shard0-8/dict.txt", lambda b: b + b"other 1\n", "not the dictionary of GPT-2's"),
+        ("bin-shard0-8/valid.bin", lambda b: b[:-2] + b"\x08\x01", "has the token 264, but"),
+    ],
+)
+def test_a_damaged_file_is_named_and_nothing_is_prepared(
+    prepare: Callable[..., dict],
+    release: Path,
+    tmp_path: Path,
+    file: str,
+    damage: Callable[[bytes], bytes],
+    said: str,
+) -> None:
+    source = shutil.copytree(release, tmp_path / "source")
+    (source / file).write_bytes(damage((source / file).read_bytes()))
+    assert said in refusal(prepare, from_dir=source)
+    assert not (tmp_path / "data" / "bin").exists()
+
+
+@pytest.fixture
+def server(release: Path) -> Iterator[Server]:
+    """A server of the release, with the publisher's list of checksums."""
+    for number in range(SHARDS):
+        name = f"bin-shard{number}-8"
+        large = [path for path in sorted((release / name).iterdir()) if path.suffix != ".txt"]
+        entries = [
+            {"path": f"{name}/{path.name}", "lfs": {"oid": prep.digest(path)}} for path in large
+        ]
+        entries.append({"path": f"{name}/dict.txt", "oid": "0" * 40})
+        (release / f"{name}.list").write_text(json.dumps(entries))
+    with serving(release) as running:
+        yield running
+
+
+def test_downloads_are_verified_by_the_publishers_checksums_and_resumed(
+    prepare: Callable[..., dict], server: Server, release: Path, tmp_path: Path
+) -> None:
+    source = wikibook.Source(f"{server.url}{{}}/", f"{server.url}{{}}.list")
+    obtain_gpt2(tmp_path / "data", release, wikibook_sha256(release))
+    target = tmp_path / "data" / "raw" / "shard0" / "train.bin.part"
+    target.parent.mkdir(parents=True)
+    target.write_bytes((release / "bin-shard0-8" / "train.bin").read_bytes()[:20])
+    prepare(from_dir=None, source=source)
+    assert "bytes=20-" in server.asked
+    for number in range(SHARDS):
+        there = tree(tmp_path / "data" / "bin" / f"shard{number}")
+        assert there == tree(release / f"bin-shard{number}-8")
+
+
+def test_a_download_with_another_checksum_is_refused(
+    server: Server, release: Path, tmp_path: Path
+) -> None:
+    source = wikibook.Source(f"{server.url}{{}}/", f"{server.url}{{}}.list")
+    listed = release / "bin-shard0-8.list"
+    entries = [{"path": "bin-shard0-8/train.bin", "lfs": {"oid": "0" * 64}}]
+    listed.write_text(json.dumps(entries))
+    said = refusal(wikibook.obtain, 0, tmp_path / "raw", None, tmp_path / "listing", source)
+    assert "train.bin has the wrong checksum and was deleted" in said
+
+
+def wikibook_sha256(release: Path) -> dict[str, str]:
+    """The checksums of the small GPT-2's files."""
+    return {file: prep.digest(release / file) for file in ("encoder.json", "vocab.bpe")}
+
+
+def test_the_number_of_shards_is_checked(prepare: Callable[..., dict]) -> None:
+    assert "from 1 to 16, not 17" in refusal(prepare, 17)
+
+
+# ----------------------------------------------------------------------------------------- books
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Path:
+    """Two hundred books of two lines, in folders, with GPT-2's files."""
+    folder = gpt2_files(tmp_path / "shelf")
+    for number in range(200):
+        path = folder / "abc"[number % 3] / f"book{number}.txt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"The  {number}th book\nthe end\n")
+    return folder
+
+
+def known(folder: Path) -> dict[str, dict[str, str]]:
+    """The keyword with the checksums of the small GPT-2's files."""
+    return {"sha256": wikibook_sha256(folder)}
+
+
+def test_books_are_split_by_their_names_and_cut_into_pieces(shelf: Path, tmp_path: Path) -> None:
+    made = books.prepare("books", tmp_path / "data", shelf, **known(shelf))
+    counts = {split: found["documents"] for split, found in made["splits"].items()}
+    assert sum(counts.values()) == 200
+    assert counts["train"] > 190
+    assert min(counts.values()) > 0
+    titles = (tmp_path / "data" / "documents" / "valid.tsv").read_text().splitlines()
+    first = titles[0].split("\t")[1]
+    assert (
+        (tmp_path / "data" / "text" / "valid.txt")
+        .read_text()
+        .startswith(f"The {first.removeprefix('book')}th book\nthe end\n\n")
+    )
+    assert folders.dataset_name(tmp_path / "data") == "books-gpt2"
+    (shelf / "a" / "book-more.txt").write_text("one more\n")
+    more = books.prepare("books", tmp_path / "data", shelf, **known(shelf))
+    now = {split: found["documents"] for split, found in more["splits"].items()}
+    assert sum(now.values()) == 201
+    assert all(now[split] >= counts[split] for split in counts)
+
+
+def test_a_split_without_a_book_and_a_book_that_is_not_utf_8_are_refused(
+    shelf: Path, tmp_path: Path
+) -> None:
+    shutil.rmtree(shelf / "a")
+    shutil.rmtree(shelf / "b")
+    for path in sorted((shelf / "c").iterdir())[5:]:
+        path.unlink()
+    said = refusal(books.prepare, "books", tmp_path / "data", shelf, **known(shelf))
+    assert "has 5 books (*.txt), too few" in said
+    (shelf / "latin.txt").write_bytes("caf\xe9\n".encode("latin-1"))
+    out = tmp_path / "t.txt"
+    said = refusal(books.join, [shelf / "latin.txt"], out, tmp_path / "d.tsv")
+    assert "latin.txt is not UTF-8" in said
+    assert not out.exists()
+
+
+def test_books_need_a_folder_and_a_limit_is_pg19s(tmp_path: Path) -> None:
+    assert "pass a folder" in refusal(books.prepare, "books", tmp_path, None)
+    said = refusal(books.prepare, "books", tmp_path, tmp_path, limit=3)
+    assert "option of pg19" in said
+    assert "at least 1" in refusal(books.prepare, "pg19", tmp_path, None, limit=0)
+
+
+OFFICIAL = {"train": 4, "valid": 2, "test": 1}
+
+
+@pytest.fixture
+def gutenberg(tmp_path: Path) -> Path:
+    """A small PG-19 in the published folders, with its lists of files and GPT-2's files."""
+    folder = gpt2_files(tmp_path / "gutenberg")
+    for split, theirs in books.PUBLISHED.items():
+        (folder / theirs).mkdir()
+        names = [f"{theirs}/{number}.txt" for number in range(OFFICIAL[split])]
+        for name in names:
+            (folder / name).write_text(f"Text of {name}\n\nthe end\n")
+        (folder / f"{theirs}_files.txt").write_text("\n".join(reversed(names)) + "\n")
+    return folder
+
+
+def test_pg19_is_read_from_a_folder_or_downloaded_and_a_part_has_its_own_name(
+    gutenberg: Path, tmp_path: Path
+) -> None:
+    options = {"official": OFFICIAL, **known(gutenberg)}
+    made = books.prepare("pg19", tmp_path / "from", gutenberg, **options)
+    counts = {split: found["documents"] for split, found in made["splits"].items()}
+    assert counts == OFFICIAL
+    assert folders.dataset_name(tmp_path / "from") == "pg19-gpt2"
+
+    obtain_gpt2(tmp_path / "web", gutenberg, options["sha256"])
+    with serving(gutenberg) as running:
+        source = books.Source(f"{running.url}{{}}_files.txt", f"{running.url}{{}}/")
+        part = books.prepare("pg19", tmp_path / "web", None, limit=3, source=source, **options)
+    assert part["splits"]["train"]["documents"] == 3
+    assert part["splits"]["valid"] == made["splits"]["valid"]
+    assert folders.dataset_name(tmp_path / "web") == "pg19-first-3-gpt2"
+
+
+def test_a_missing_book_of_pg19_is_noticed(gutenberg: Path, tmp_path: Path) -> None:
+    (gutenberg / "validation" / "1.txt").unlink()
+    options = {"official": OFFICIAL, **known(gutenberg)}
+    said = refusal(books.prepare, "pg19", tmp_path / "data", gutenberg, **options)
+    assert "PG-19 has 2 books in validation, not 1" in said
