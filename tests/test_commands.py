@@ -24,15 +24,20 @@ BAD = {  # command -> arguments, with {absent} for a path that does not exist
 }
 BAD_DATA = {  # folder of data-prep -> arguments, with {other} for the data of another corpus
     "algebraic": "--task copy --dest {other}",
+    "books": "pg19 --dest {other}",
     "digits": "--dest {other}",
     "glue": "RTE --dest {absent} --tokens-of {absent}",
+    "imagenet": "--dest {absent}",
     "listops": "--dest {other}",
+    "lra": "text --dest {other}",
     "mnist5k": "--dest {other}",
     "multi30k": "--dest {other}",
     "newstest": "--dest {other}",
+    "pathfinder": "--dest {other}",
     "pydoc": "--dest {other}",
     "sst2-bytes": "--dest {other}",
     "synthetic": "--task copy --dest {other}",
+    "wikibook": "--dest {other}",
     "wikitext": "wikitext-2 --level word --dest {other}",
     "wmt14-en-de": "--dest {other}",
 }

@@ -155,6 +155,7 @@ ARCHS = {
     "masked_lm": "lrpe_roberta",
     "translation": "lrpe_transformer",
     "lrpe_classification": "lrpe_classifier",
+    "lrpe_images": "lrpe_vit",
     "lrpe_transduction": "lrpe_transformer",
 }
 
@@ -188,6 +189,7 @@ def test_every_option_that_a_page_names_exists(page):
     }
     patterns = {o for o in named if o.endswith("-")} | {"--yours-base", "--flag", "--no-flag"}
     foreign = {"--joined-dictionary", "--no-build-isolation", "--index-url"}
+    foreign |= {"--mean-pool-gating-network", "--mean-pool-gating-network-encoder-dim"}
     assert named - patterns - foreign - known_options() == set()
 
 

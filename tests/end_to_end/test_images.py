@@ -18,6 +18,7 @@ pytestmark = pytest.mark.end_to_end
 
 OVERRIDES = {
     "common.bf16": "false",
+    "common.log_interval": "4",
     "task.num_classes": "2",
     "task.image_size": "32",
     "model._name": "lrpe_vit_tiny",
