@@ -54,8 +54,31 @@ class ClassificationConfig(FairseqDataclass):
     seed: int = II("common.seed")
 
 
+class ClassTask(FairseqTask):
+    """A task whose targets are numbers of classes: ``cfg.num_classes``, ``dictionary``."""
+
+    def filter_indices_by_size(self, indices: np.ndarray, *rest: Any) -> np.ndarray:
+        """Return all indices: every input is made to fit the model."""
+        return indices
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes."""
+        return self.cfg.num_classes
+
+    @property
+    def source_dictionary(self) -> Dictionary:
+        """The dictionary of the inputs: of images, special symbols only."""
+        return self.dictionary
+
+    @property
+    def target_dictionary(self) -> None:
+        """None: classes are numbers."""
+        return None
+
+
 @register_task(NAME, dataclass=ClassificationConfig)
-class LRPEClassificationTask(FairseqTask):
+class LRPEClassificationTask(ClassTask):
     """Classification of sequences or pairs of sequences.
 
     A batch has ``net_input`` with ``src_tokens`` (B, T), padded on the right, and ``src_lengths``
@@ -109,25 +132,6 @@ class LRPEClassificationTask(FairseqTask):
     def max_positions(self) -> int:
         """Return the length at which inputs are cut."""
         return self.cfg.max_positions
-
-    def filter_indices_by_size(self, indices: np.ndarray, *rest: Any) -> np.ndarray:
-        """Return all indices: inputs are cut, and the model is built for the longest."""
-        return indices
-
-    @property
-    def num_classes(self) -> int:
-        """The number of classes."""
-        return self.cfg.num_classes
-
-    @property
-    def source_dictionary(self) -> Dictionary:
-        """The dictionary of the inputs."""
-        return self.dictionary
-
-    @property
-    def target_dictionary(self) -> None:
-        """None: classes are numbers."""
-        return None
 
     def _stored(self, part: str, split: str) -> Any:
         path = f"{self.cfg.data}/{part}/{split}"

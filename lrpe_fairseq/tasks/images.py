@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from fairseq.data import Dictionary
 from fairseq.dataclass import FairseqDataclass
-from fairseq.tasks import FairseqTask, register_task
+from fairseq.tasks import register_task
 from omegaconf import II
 from torch import Tensor
 
 from lrpe_fairseq.errors import refuse
-from lrpe_fairseq.tasks.classification import check_classes
+from lrpe_fairseq.tasks.classification import ClassTask, check_classes
 from lrpe_fairseq.tasks.datasets import SizedDataset
 
 NAME = "lrpe_images"
@@ -66,7 +66,7 @@ class ImagesConfig(FairseqDataclass):
 
 
 @register_task(NAME, dataclass=ImagesConfig)
-class LRPEImagesTask(FairseqTask):
+class LRPEImagesTask(ClassTask):
     """Classification of images.
 
     A batch has ``net_input`` with ``src_tokens``, normalized images (B, 3, S, S); and ``target``,
@@ -141,29 +141,10 @@ class LRPEImagesTask(FairseqTask):
         """Return the number of pixels of an image."""
         return self.cfg.image_size**2
 
-    def filter_indices_by_size(self, indices: np.ndarray, *rest: Any) -> np.ndarray:
-        """Return all indices: images are resized."""
-        return indices
-
-    @property
-    def num_classes(self) -> int:
-        """The number of classes."""
-        return self.cfg.num_classes
-
     @property
     def image_size(self) -> int:
         """Rows and columns of an image."""
         return self.cfg.image_size
-
-    @property
-    def source_dictionary(self) -> Dictionary:
-        """A dictionary of special symbols only."""
-        return self.dictionary
-
-    @property
-    def target_dictionary(self) -> None:
-        """None: classes are numbers."""
-        return None
 
 
 def _processes() -> int:
