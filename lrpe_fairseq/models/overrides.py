@@ -16,6 +16,7 @@ from fairseq import checkpoint_utils
 from fairseq.dataclass.configs import FairseqConfig
 from fairseq.models import MODEL_DATACLASS_REGISTRY
 from fairseq.registry import REGISTRIES
+from fairseq.tasks import TASK_DATACLASS_REGISTRY
 from omegaconf import DictConfig, open_dict
 
 from lrpe_fairseq.errors import refuse
@@ -45,6 +46,8 @@ def _override(original: Callable, config: DictConfig, overrides: dict[str, Any])
     if family is not None:
         with open_dict(config):
             _override_sections(config.model, family, overrides)
+            for section, options in ((config.model, family), (config.task, _task_config(config))):
+                _add_later_options(section, options, overrides)
 
 
 def _our_config(config: DictConfig) -> type | None:
@@ -53,6 +56,21 @@ def _our_config(config: DictConfig) -> type | None:
     family = MODEL_DATACLASS_REGISTRY.get(name)
     ours = family is not None and family.__module__.startswith("lrpe_fairseq.")
     return family if ours else None
+
+
+def _task_config(config: DictConfig) -> type | None:
+    """Return the configuration class of the checkpoint's task, or None if it has none."""
+    return TASK_DATACLASS_REGISTRY.get(getattr(config.get("task"), "_name", None))
+
+
+def _add_later_options(section: DictConfig, options: type | None, overrides: dict) -> None:
+    """Set options that the checkpoint lacks because they are newer than it.
+
+    fairseq overrides only what the checkpoint has.
+    """
+    for name in {option.name for option in fields(options)} if options else ():
+        if name in overrides and name not in section:
+            section[name] = overrides[name]
 
 
 def _override_sections(model: DictConfig, family: type, overrides: dict[str, Any]) -> None:
@@ -85,7 +103,9 @@ def _refuse_unknown_names(config: DictConfig, family: type, overrides: dict[str,
     if any(isinstance(config[key], Namespace) for key in config if key in config):
         return
     model = set(_flat_names(family))
-    known = {*model, *_names(config), *_known_to_fairseq(), *HUB_NAMES}
+    task = _task_config(config)
+    options = {option.name for option in fields(task)} if task else set()
+    known = {*model, *options, *_names(config), *_known_to_fairseq(), *HUB_NAMES}
     for name in overrides:
         if name not in known:
             close = get_close_matches(name, model, n=1)

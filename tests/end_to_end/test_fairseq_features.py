@@ -173,6 +173,20 @@ def test_a_model_that_was_trained_with_layers_to_keep_is_not_pruned_again(
         assert torch.equal(weight, loaded.state_dict()[name]), name
 
 
+def test_an_option_that_is_newer_than_the_checkpoint_is_overridden(
+    translation: Path, tmp_path: Path
+) -> None:
+    state = saved(translation)
+    del state["cfg"]["task"]["num_batch_buckets"]
+    del state["cfg"]["model"]["adaptive_softmax_dropout"]
+    torch.save(state, tmp_path / "older.pt")
+    given = {"num_batch_buckets": 3, "adaptive_softmax_dropout": 0.25}
+    path = str(tmp_path / "older.pt")
+    (model,), config, _ = checkpoint_utils.load_model_ensemble_and_task([path], given)
+    assert config.task.num_batch_buckets == 3
+    assert model.cfg.adaptive_softmax_dropout == 0.25
+
+
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
