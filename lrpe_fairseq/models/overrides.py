@@ -46,8 +46,9 @@ def _override(original: Callable, config: DictConfig, overrides: dict[str, Any])
     if family is not None:
         with open_dict(config):
             _override_sections(config.model, family, overrides)
-            for section, options in ((config.model, family), (config.task, _task_config(config))):
-                _add_later_options(section, options, overrides)
+            _add_later_options(config.model, family, overrides)
+            if task := _task_config(config):
+                _add_later_options(config.task, task, overrides)
 
 
 def _our_config(config: DictConfig) -> type | None:
@@ -63,12 +64,12 @@ def _task_config(config: DictConfig) -> type | None:
     return TASK_DATACLASS_REGISTRY.get(getattr(config.get("task"), "_name", None))
 
 
-def _add_later_options(section: DictConfig, options: type | None, overrides: dict) -> None:
+def _add_later_options(section: DictConfig, options: type, overrides: dict[str, Any]) -> None:
     """Set options that the checkpoint lacks because they are newer than it.
 
     fairseq overrides only what the checkpoint has.
     """
-    for name in {option.name for option in fields(options)} if options else ():
+    for name in (option.name for option in fields(options)):
         if name in overrides and name not in section:
             section[name] = overrides[name]
 

@@ -21,7 +21,7 @@ from omegaconf import II
 from torch import Tensor
 
 from lrpe_fairseq.errors import refuse
-from lrpe_fairseq.tasks.datasets import SizedDataset
+from lrpe_fairseq.tasks.datasets import EpochDataset
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ def check_classes(path: Path, classes: int) -> None:
         refuse(f"{path} lists {len(found)} classes: set --num-classes {len(found)}, not {classes}")
 
 
-class ClassificationDataset(SizedDataset):
+class ClassificationDataset(EpochDataset):
     """Examples of one split: one or two inputs and a class.
 
     Args:
@@ -195,16 +195,6 @@ class ClassificationDataset(SizedDataset):
 
     def __getitem__(self, index: int) -> dict:
         return {"id": index, "inputs": [part[index][: self.longest] for part in self.inputs]}
-
-    def set_epoch(self, epoch: int) -> None:
-        """Called by fairseq before the batches of an epoch are made."""
-        super().set_epoch(epoch)
-        self.epoch = epoch
-
-    @property
-    def can_reuse_epoch_itr_across_epochs(self) -> bool:
-        """False: fairseq would keep the batches of the first epoch."""
-        return False
 
     def ordered_indices(self) -> np.ndarray:
         """Return the order in which examples are put into batches, int64 (N,).

@@ -23,3 +23,19 @@ class SizedDataset(FairseqDataset):
     def size(self, index: int) -> int:
         """Return the tokens of an example, for fairseq's filter."""
         return int(self.sizes[index])
+
+
+class EpochDataset(SizedDataset):
+    """A dataset whose order, and with it the batches, is another in every ``epoch``."""
+
+    epoch: int
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by fairseq before the batches of an epoch are made."""
+        super().set_epoch(epoch)
+        self.epoch = epoch
+
+    @property
+    def can_reuse_epoch_itr_across_epochs(self) -> bool:
+        """False: fairseq would keep the batches of the first epoch."""
+        return False

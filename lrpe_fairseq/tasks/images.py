@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lrpe_fairseq.errors import refuse
 from lrpe_fairseq.tasks.classification import ClassTask, check_classes
-from lrpe_fairseq.tasks.datasets import SizedDataset
+from lrpe_fairseq.tasks.datasets import EpochDataset
 
 NAME = "lrpe_images"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -206,7 +206,7 @@ class UpdateOrder:
         )
 
 
-class ImageDataset(SizedDataset):
+class ImageDataset(EpochDataset):
     """Images of one split.
 
     Args:
@@ -244,16 +244,6 @@ class ImageDataset(SizedDataset):
     def num_tokens_vec(self, indices: np.ndarray) -> np.ndarray:
         """Return the pixels of copies of images, for ``--max-tokens``."""
         return self.sizes[np.asarray(indices) % len(self)]
-
-    def set_epoch(self, epoch: int) -> None:
-        """Called by fairseq before the batches of an epoch are made."""
-        super().set_epoch(epoch)
-        self.epoch = epoch
-
-    @property
-    def can_reuse_epoch_itr_across_epochs(self) -> bool:
-        """False: fairseq would keep the batches of the first epoch."""
-        return False
 
     def ordered_indices(self) -> np.ndarray:
         """Return the order in which copies of images are put into batches, int64."""
