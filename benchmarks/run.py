@@ -8,7 +8,7 @@ agree.
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -24,13 +24,19 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[dict]]] = {
     "lengths": lambda o: lengths.measure(o.device, o.dtype, o.rounds),
     "encoding": lambda o: encoding.measure(o.device, o.dtype, o.rounds),
     "decoding": lambda o: decoding.measure(o.device, o.rounds),
-    "table9": lambda o: training.measure(o.device, o.tokens, o.rounds, "lm"),
-    "table9-roberta": lambda o: training.measure(o.device, o.tokens, o.rounds, "roberta"),
+    "table9": lambda o: training.measure(o.device, o.tokens, o.rounds, "lm", o.encodings),
+    "table9-roberta": lambda o: training.measure(
+        o.device, o.tokens, o.rounds, "roberta", o.encodings
+    ),
     "tmlr-table6": lambda o: training.measure_table6(o.device, o.tokens, o.rounds),
     "profiles": lambda o: profiles.measure(o.device, o.tokens),
     "phases": lambda o: phases.measure(o.device),
 }
 """The parts, in the order of measurement."""
+BY_ENCODING = ("table9", "table9-roberta")
+"""Parts of which single rows can be measured again."""
+SAME = ("hardware", "versions", "threads", "dtype")
+"""What rows measured later must share with the other rows of a part."""
 
 
 def main() -> None:
@@ -46,7 +52,8 @@ def main() -> None:
         rows = PARTS[part](options)
         show(part, rows)
         settings = {"threads": torch.get_num_threads(), "dtype": str(options.dtype)[6:]}
-        write(options.device, part, {"part": part, **stated, **settings, "rows": rows})
+        found = {"part": part, **stated, **settings, "rows": rows}
+        write(options.device, part, merged(options, found) if options.encodings else found)
 
 
 def parse() -> argparse.Namespace:
@@ -57,12 +64,54 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--rounds", type=int, default=7, help="counted rounds per contest")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens per training step")
+    parser.add_argument(
+        "--encodings",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help=f"measure only these rows again, for {' and '.join(BY_ENCODING)}",
+    )
     options = parser.parse_args()
-    unknown = sorted(set(options.parts) - set(PARTS))
-    if unknown:
-        parser.error(f"unknown part {', '.join(unknown)}; choose from {', '.join(PARTS)}")
+    _known(parser, "part", options.parts, PARTS)
+    _known(parser, "encoding", options.encodings, training.names())
+    if options.encodings and not set(options.parts) <= set(BY_ENCODING):
+        parser.error(f"--encodings is for {' and '.join(BY_ENCODING)} only; name these parts")
     options.dtype = getattr(torch, options.dtype)
     return options
+
+
+def _known(
+    parser: argparse.ArgumentParser, kind: str, given: list[str], names: Collection[str]
+) -> None:
+    unknown = sorted(set(given) - set(names))
+    if unknown:
+        parser.error(f"unknown {kind} {', '.join(unknown)}; choose from {', '.join(names)}")
+
+
+def merged(options: argparse.Namespace, found: dict) -> dict:
+    """Return the part's run file with the new rows, each with its commit, in place of the old.
+
+    Raises:
+        SystemExit: The file is from another machine or from other versions, whose rows may not
+            stand beside the new ones.
+    """
+    path = RESULTS / options.device / f"{found['part']}.json"
+    if not path.exists():
+        return found
+    before = json.loads(path.read_text(encoding="utf-8"))
+    differing = [key for key in SAME if before[key] != found[key]]
+    if differing:
+        raise SystemExit(
+            f"{path} differs in {', '.join(differing)}; measure the whole part without --encodings"
+        )
+    new = {key(row): {**row, "commit": found["commit"]} for row in found["rows"]}
+    rows = {key(row): row for row in before["rows"]}
+    return {**before, "rows": list({**rows, **new}.values())}
+
+
+def key(row: dict) -> tuple[str, str]:
+    """Return what names a row of a part by encoding."""
+    return row["attention"], row["encoding"]
 
 
 def show(part: str, rows: list[dict]) -> None:

@@ -1,6 +1,6 @@
 """Training speed of every encoding relative to Base (LRPE, Table 9): ``lrpe_lm`` and RoBERTa."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from types import SimpleNamespace
 
@@ -17,9 +17,13 @@ VOCABULARY = 8192
 LENGTH = 512
 MODELS = ("lm", "roberta")
 ROBERTA_LAYERS = 4  # instead of 12, each as in the paper: same ratios in a third of the time
-VARIANTS = {"ape (canonical)": ("ape", {"ape_generator": "canonical"})}
-"""Encodings with options that differ from their defaults: name -> (encoding, options)."""
-BESIDE_ROPE = ("ape", "ape-tree", *VARIANTS)
+CANONICAL = "ape (canonical)"
+VARIANTS = {
+    CANONICAL: ("ape", {"ape_generator": "canonical"}),
+    "gated:lrpe-type2": ("gated:lrpe-type2", {}),
+}
+"""Rows beside those of ``ENCODINGS``: name -> (encoding, options)."""
+BESIDE_ROPE = ("ape", "ape-tree", CANONICAL)
 """Names that are also compared with RoPE."""
 DENOMINATOR, LAYERNORM = "rotated", "layernorm"
 TABLE_6 = {
@@ -37,26 +41,34 @@ TABLE_6 = {
 """Rows of TMLR LRPE, Table 6, and those that it lacks: label -> (encoding, normalizer)."""
 
 
-def measure(device: str, tokens: int, rounds: int, model: str) -> list[dict]:
+def measure(
+    device: str, tokens: int, rounds: int, model: str, chosen: Collection[str] = ()
+) -> list[dict]:
     """Rows of {model, attention, encoding, seconds, spread, tokens_per_second, relative_speed}.
 
     ``relative_speed``: against Base. Those of ``BESIDE_ROPE`` also have ``relative_to_rope``.
 
-    model: a name of :data:`MODELS`. Each encoding is timed in turn with Base (and RoPE) only,
-    because the machine's speed drifts within a round of sixteen. One step is forward, loss,
-    backward and fused Adam on ``tokens`` tokens in sequences of 512. The vocabulary is small, so
-    that the encodings' share of the time is larger than with the paper's 267,744 words.
+    model: a name of :data:`MODELS`. chosen: the encodings to time; all without any. Each encoding
+    is timed in turn with Base (and RoPE) only, because the machine's speed drifts within a round
+    of sixteen. One step is forward, loss, backward and fused Adam on ``tokens`` tokens in sequences
+    of 512. The vocabulary is small, so that the encodings' share of the time is larger than with
+    the paper's 267,744 words.
     """
     rows = []
     for attention in ("linear", "softmax"):
         base = step(model, "none", attention, device, tokens)
-        for name in filter(partial(serves, model, attention), [*ENCODINGS, *VARIANTS]):
-            names = ["rope", name] if name in BESIDE_ROPE else [name]
-            steps = {n: step(model, n, attention, device, tokens) for n in names}
+        for name in filter(partial(serves, model, attention), chosen or names()):
+            timed = ["rope", name] if name in BESIDE_ROPE else [name]
+            steps = {n: step(model, n, attention, device, tokens) for n in timed}
             rows.append(
                 _row(model, attention, name, tokens, contest({"none": base, **steps}, rounds))
             )
     return rows
+
+
+def names() -> list[str]:
+    """Return the names of the rows of Table 9."""
+    return [*ENCODINGS, *VARIANTS]
 
 
 def measure_table6(device: str, tokens: int, rounds: int) -> list[dict]:

@@ -76,13 +76,14 @@ def figures(name: str, device: str, root: Path = ROOT) -> dict[str, Any] | None:
 
 
 def measured_on(figures: dict[str, Any]) -> str:
-    """Return machine, versions and commit of a benchmark as text."""
+    """Return machine, versions and commits of a benchmark as text."""
     machine = figures["hardware"]
+    commits = {markdown.short(row.get("commit", figures["commit"])) for row in figures["rows"]}
     gpus = "".join(f"{name}, " for name in machine["gpus"])
     return (
         f"({gpus}{machine['cores']} cores, {machine['cpu']}, {figures['threads']} threads, "
         f"{figures['dtype']}; torch {figures['versions']['torch']}; "
-        f"commit {markdown.short(figures['commit'])}.)"
+        f"{'commit' if len(commits) == 1 else 'commits'} {', '.join(sorted(commits))}.)"
     )
 
 
