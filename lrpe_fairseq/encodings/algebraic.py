@@ -39,7 +39,7 @@ from lrpe_fairseq.encodings.rotations import (
     triangle,
     turn,
 )
-from lrpe_fairseq.encodings.tree_products import TreeCache, tree_turn
+from lrpe_fairseq.encodings.tree_products import tree_turn
 from lrpe_fairseq.errors import ChoiceError
 
 START_STD = 0.02
@@ -306,7 +306,7 @@ def _card(trees: bool, foldable: bool) -> Card:
         return Card(
             equation=r"(M_p q_p)^\top M_r k_r,\quad M_{w_1 \ldots w_n} = W_{w_1} \cdots W_{w_n}, "
             r"\quad W_b = \exp(L_b - L_b^\top)",
-            cost="O(H D^3) for each distinct node and O(D^2) per token and head",
+            cost="O(D^2) per token, head and step of its path",
             beyond="deeper nodes are longer products of the same matrices",
             source=SOURCE,
         )
@@ -473,15 +473,15 @@ class Tree(Component):
             start = _in_other_planes(start, spec.generator(stream))
         self.generator = Generator(start, options.ape_learned, _full(spec))
         self._shifts, self._pads = "ape-shifted-paths" in fidelity, "ape-tree-distance" in fidelity
-        self._shifted, self._cache = PositionCache(2), TreeCache()
+        self._shifted, self._steps = PositionCache(2), PositionCache(2)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Encode; see :class:`Component`."""
-        steps = exponential(self.generator(), self.generator.spectrum)
-        steps, positions = steps.expand(-1, self.heads, -1, -1), self._nodes(positions)
+        branches = exponential(self.generator(), self.generator.spectrum)
+        branches, positions = branches.expand(-1, self.heads, -1, -1), self._nodes(positions)
         if positions.dim() == 1:
-            return tree_turn(x.flatten(0, 1), steps, positions, self._cache).view_as(x)
-        return torch.stack([tree_turn(y, steps, positions, self._cache) for y in x])
+            return tree_turn(x.flatten(0, 1), branches, positions, self._steps).reshape(x.shape)
+        return torch.stack([tree_turn(y, branches, positions, self._steps) for y in x])
 
     def _nodes(self, positions: Tensor) -> Tensor:
         if not self._shifts:

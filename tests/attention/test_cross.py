@@ -19,7 +19,7 @@ from lrpe_fairseq.encodings import (
 )
 from lrpe_fairseq.encodings.rotations import Spectrum
 from lrpe_fairseq.encodings.sharing import share_across_layers
-from lrpe_fairseq.encodings.tree_products import products
+from lrpe_fairseq.encodings.tree_products import steps_to_root
 from lrpe_fairseq.errors import ChoiceError
 from tests.references import score_matrix
 
@@ -318,13 +318,13 @@ def test_two_small_batches_have_the_gradients_of_one_and_follow_an_update(name, 
             parameter.data += 0.1
 
 
-def test_a_shared_tree_is_multiplied_once_for_each_side_and_step(monkeypatch):
+def test_the_paths_of_a_shared_tree_are_found_once_for_each_side(monkeypatch):
     layers = nn.ModuleList(build("ape-tree", seed=s) for s in range(3))
     share_across_layers(layers)
     made, eigen = [], []
     monkeypatch.setattr(
-        "lrpe_fairseq.encodings.tree_products.products",
-        lambda *given: made.append(1) or products(*given),
+        "lrpe_fairseq.encodings.tree_products.steps_to_root",
+        lambda *given: made.append(1) or steps_to_root(*given),
     )
     basis = Spectrum.of
     monkeypatch.setattr(Spectrum, "of", lambda s, skew: eigen.append(id(s)) or basis(s, skew))

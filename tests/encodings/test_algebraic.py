@@ -9,14 +9,14 @@ from torch import nn
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import EncodingOptions, EncodingSpec, build_encoding, domains
 from lrpe_fairseq.encodings import rotations as rotations_module
-from lrpe_fairseq.encodings import tree_products as products_module
 from lrpe_fairseq.encodings.algebraic import bands
+from lrpe_fairseq.encodings.base import PositionCache
 from lrpe_fairseq.encodings.projections import Householder
 from lrpe_fairseq.encodings.rotations import definition as power_definition
 from lrpe_fairseq.encodings.rotations import generator_of, planes_of, turn
 from lrpe_fairseq.encodings.sharing import share_across_layers, share_across_stacks
-from lrpe_fairseq.encodings.tree_products import TreeCache, paths, products, tree_turn
 from lrpe_fairseq.encodings.tree_products import definition as step_by_step
+from lrpe_fairseq.encodings.tree_products import steps_to_root, tree_turn
 from lrpe_fairseq.errors import ChoiceError
 from tests.references import score_matrix
 
@@ -200,42 +200,40 @@ def test_gradients_of_powers_are_right_for_every_gap_between_angles(gap, dtype):
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_products_level_by_level_equal_products_one_step_at_a_time(k):
-    """Duplicates, nodes without their ancestors, a batch of one, and small pieces."""
-    steps = torch.matrix_exp(normal(k, HEADS, D, D) - normal(k, HEADS, D, D).mT)
-    steps.requires_grad_()
-    x = normal(1, HEADS, 9, D).requires_grad_()
+@pytest.mark.parametrize("batched", [False, True])
+def test_climbing_together_equals_products_of_every_token_with_every_matrix(k, batched):
+    """Duplicates, nodes without their ancestors, and a batch that shares its nodes or does not."""
+    matrices = torch.matrix_exp(normal(k, HEADS, D, D) - normal(k, HEADS, D, D).mT)
+    matrices.requires_grad_()
+    x = normal(2, HEADS, 9, D).requires_grad_()
     at = torch.tensor([30, 0, 7, 7, 31, 2, 11, 40, 0]).clamp_max(40 if k > 1 else 12)
-    found = []
-    for entries in (products_module.ENTRIES, 1):
-        products_module.ENTRIES, kept = entries, products_module.ENTRIES
-        try:
-            found.append(gradients(tree_turn(x, steps, at, TreeCache()), [x, steps]))
-            batch = tree_turn(x, steps, at[None], TreeCache())
-            found.append(gradients(batch, [x, steps]))
-        finally:
-            products_module.ENTRIES = kept
-    wanted = gradients(step_by_step(x, steps, at), [x, steps])
-    for values in found:
-        for a, b in zip(values, wanted, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    at = torch.stack([at, at.flip(0)]) if batched else at
+    found = gradients(tree_turn(x, matrices, at, PositionCache()), [x, matrices])
+    wanted = gradients(step_by_step(x, matrices, at), [x, matrices])
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-def test_a_product_is_computed_once_for_each_distinct_node():
-    at = torch.tensor([[3, 4, 3, 0], [1, 9, 4, 4]])
-    found = paths(at, 2)
-    assert found.count == 5  # 0, 1, 3, 4, 9
-    assert [level.own for level in found.levels] == [slice(1, 2), slice(2, 4), slice(4, 5)]
-    steps = torch.matrix_exp(normal(2, 1, 4, 4) - normal(2, 1, 4, 4).mT)
-    table = products(steps, found)
-    torch.testing.assert_close(table[4], steps[0] @ steps[1] @ steps[0])  # 9 is 0, 1, 0
+def test_tokens_take_each_step_of_their_path_once():
+    steps = steps_to_root(torch.tensor([[3, 4, 3, 0], [1, 9, 4, 4]]), 2)
+    taken = [[step.branch for step in steps if m in step.nodes.tolist()] for m in range(8)]
+    # from the node to the root: 3 is 0, 0; 4 is 1, 0; 1 is 0; 9 is 0, 1, 0
+    assert taken == [[0, 0], [1, 0], [0, 0], [], [0], [0, 1, 0], [1, 0], [1, 0]]
+    assert steps_to_root(torch.zeros(3, dtype=torch.int64), 2) == []
+
+
+def test_a_frozen_tree_has_the_gradient_of_its_input_only():
+    matrices = torch.matrix_exp(normal(2, HEADS, D, D) - normal(2, HEADS, D, D).mT)
+    x, at = normal(1, HEADS, 4, D).requires_grad_(), torch.tensor([0, 2, 5, 12])
+    found = gradients(tree_turn(x, matrices, at, PositionCache()), [x])
+    torch.testing.assert_close(found, gradients(step_by_step(x, matrices, at), [x]))
 
 
 def test_second_derivatives_of_tree_products():
-    steps = torch.matrix_exp(normal(2, 1, 3, 3) - normal(2, 1, 3, 3).mT).requires_grad_()
-    x, at, cache = normal(1, 1, 3, 3).requires_grad_(), torch.tensor([0, 2, 5]), TreeCache()
+    matrices = torch.matrix_exp(normal(2, 1, 3, 3) - normal(2, 1, 3, 3).mT).requires_grad_()
+    x, at, cache = normal(1, 1, 3, 3).requires_grad_(), torch.tensor([0, 2, 5]), PositionCache()
     assert torch.autograd.gradgradcheck(
-        lambda x, steps: tree_turn(x, steps, at, cache).sin(), (x, steps)
+        lambda x, matrices: tree_turn(x, matrices, at, cache).sin(), (x, matrices)
     )
 
 
