@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fairseq.logging import metrics
 
 from lrpe_fairseq.errors import Refusal
 from lrpe_fairseq.experiments.data import transduction as data
 from lrpe_fairseq.experiments.data.transduction import Recipe
-from lrpe_fairseq.tasks.transduction import published_zeros, scored_mask, sums
+from lrpe_fairseq.tasks.transduction import log_scored, published_zeros, scored_mask, sums
 from tests.end_to_end.commands import PLUGIN, built, run_here
 
 PAD, EOS = 1, 2
@@ -115,6 +116,33 @@ def test_sums_by_hand() -> None:
         found = sums(probs.log(), target, scored_mask(target, PAD, EOS, scored))
         assert list(found.values())[:4] == pytest.approx(numbers, rel=1e-6)
         assert found["_samples"] == 2
+
+
+def logged(*batches: dict) -> dict:
+    with metrics.aggregate(new_root=True) as found:
+        for batch in batches:
+            log_scored([batch | {"_published_zeros": 0.0}])
+    return found.get_smoothed_values()
+
+
+def test_a_training_that_diverged_has_an_infinite_perplexity() -> None:
+    """exp of 710 is beyond the largest float."""
+    target = torch.tensor([[4]])
+    values = logged(sums(torch.full((1, 1, 7), -710.0), target, target.ne(PAD)))
+    assert values["teacher_ppl"] == values["ppl_published"] == math.inf
+
+
+def test_a_batch_without_scored_tokens_has_no_weight() -> None:
+    """A target of one token has none under ``inner``."""
+    target = torch.tensor([[4, EOS]])
+    empty = sums(torch.zeros(1, 2, 7), target, scored_mask(target, PAD, EOS, "inner"))
+    other = sums(torch.full((1, 2, 7), -2.0), target, target.ne(PAD))
+    for batches in ((empty, other), (other, empty)):
+        values = logged(*batches)
+        assert values["teacher_ppl"] == pytest.approx(math.exp(2))
+        assert values["token_accuracy"] == 0
+        assert values["exact_match"] == 0.5
+    assert math.isnan(logged(empty)["teacher_ppl"])
 
 
 def test_padding_on_the_left_leaves_out_the_same_tokens() -> None:

@@ -208,18 +208,8 @@ class LRPETransductionTask(TranslationTask):
         super().reduce_metrics(logging_outputs, criterion)
         self._reduce_decoded(logging_outputs)
         outputs = [log for log in logging_outputs if "_scored" in log]
-        if not outputs:
-            return
-        nll, scored, correct, exact, samples, zeros = (
-            float(sum(log[f"_{name}"] for log in outputs))
-            for name in ("nll", "scored", "correct", "exact", "samples", "published_zeros")
-        )
-        metrics.log_scalar("_teacher_nll", nll / scored, scored, round=6)
-        metrics.log_scalar("_published_nll", nll / (scored + zeros), scored + zeros, round=6)
-        metrics.log_derived("teacher_ppl", lambda m: math.exp(m["_teacher_nll"].avg))
-        metrics.log_derived("ppl_published", lambda m: math.exp(m["_published_nll"].avg))
-        metrics.log_scalar("token_accuracy", correct / scored, scored, round=6)
-        metrics.log_scalar("exact_match", exact / samples, samples, round=6)
+        if outputs:
+            log_scored(outputs)
 
     def _reduce_decoded(self, logging_outputs: list[dict]) -> None:
         samples, tokens, correct, exact = (
@@ -297,6 +287,34 @@ def sums(log_probs: Tensor, target: Tensor, scored: Tensor) -> dict[str, float]:
         "_exact": float((right | ~scored).all(1).sum()),
         "_samples": float(len(target)),
     }
+
+
+def log_scored(outputs: list[dict]) -> None:
+    """Log the metrics of scored tokens from the :func:`sums` of batches and their zeros.
+
+    A mean over no tokens is NaN, and has no weight beside those of other batches.
+    """
+    nll, scored, correct, exact, samples, zeros = (
+        float(sum(log[f"_{name}"] for log in outputs))
+        for name in ("nll", "scored", "correct", "exact", "samples", "published_zeros")
+    )
+    for name, total, count in (
+        ("_teacher_nll", nll, scored),
+        ("_published_nll", nll, scored + zeros),
+        ("token_accuracy", correct, scored),
+        ("exact_match", exact, samples),
+    ):
+        metrics.log_scalar(name, total / count if count else math.nan, count, round=6)
+    metrics.log_derived("teacher_ppl", lambda m: perplexity(m["_teacher_nll"].avg))
+    metrics.log_derived("ppl_published", lambda m: perplexity(m["_published_nll"].avg))
+
+
+def perplexity(nll: float) -> float:
+    """Return exp(nll), infinite above the largest float, as after a training that diverged."""
+    try:
+        return math.exp(nll)
+    except OverflowError:
+        return math.inf
 
 
 def decoded_sums(outputs: list[Tensor], target: Tensor, pad: int) -> dict[str, float]:
