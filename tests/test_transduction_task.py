@@ -23,9 +23,9 @@ MODEL = (
     "--arch lrpe_transformer_tiny --encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 16 "
     "--decoder-embed-dim 16 --encoder-ffn-embed-dim 16 --decoder-ffn-embed-dim 16 "
     "--encoder-attention-heads 2 --decoder-attention-heads 2 --share-all-embeddings "
-    "--no-token-positional-embeddings --encoder-position-encoding rope "
-    "--decoder-position-encoding rope --encoder-attention-type softmax --dropout 0 "
-    "--cross-position-encoding rope"
+    "--no-token-positional-embeddings --encoder-position-encoding ape-tree "
+    "--decoder-position-encoding ape-tree --encoder-attention-type softmax --dropout 0 "
+    "--cross-position-encoding ape-tree"
 )
 TASK = f"--user-dir {PLUGIN} --task lrpe_transduction --scored-tokens no-end --cpu"
 

@@ -103,6 +103,7 @@ def test_the_model_adds_it_to_tokens_with_one_weight_for_both_halves(folder: Pat
     [
         ("--tree-embedding --node-positions", "pass --no-token-positional-embeddings"),
         ("--tree-embedding --no-token-positional-embeddings", "--node-positions"),
+        ("--node-positions --decoder-position-encoding rope", "choose ape-tree or none"),
     ],
 )
 def test_combinations_without_effect_are_refused(options: str, said: str, folder: Path) -> None:

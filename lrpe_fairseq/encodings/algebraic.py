@@ -158,6 +158,7 @@ class Algebraic(QueryKeyEncoding):
         self.denominator_vanishes = all(getattr(c, "period", 0) for c in self.components)
         self.foldable = all(isinstance(c, Planar) for c in self.components)
         trees = any(isinstance(c, Tree) for c in self.components)
+        self.reads_nodes = trees
         self.relative = "no" if trees else "exact"
         one_tree = all(isinstance(c, Tree) for c in self.components) and (
             self._on_grid or len(set(names)) == 1

@@ -209,6 +209,8 @@ class Encoding(Float32Module):
     reads_grid: bool = False
     """True if the encoding has two axes on a grid: it reads ``EncodingOptions.grid_width`` itself
     and needs no ``position_grid``."""
+    reads_nodes: bool = False
+    """True if positions may be int64 codes of the nodes of trees (``domains``)."""
     causal_only: ClassVar[bool] = False
     """True if the method is defined for causal attention only."""
     contextual: ClassVar[bool] = False

@@ -13,6 +13,7 @@ OF_INNER = (
     "relative_by",
     "shift_unit",
     "reads_grid",
+    "reads_nodes",
     "without_absolute",
     "keeps_norm",
     "before_feature_map",

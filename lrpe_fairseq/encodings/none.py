@@ -14,6 +14,7 @@ class NoEncoding(QueryKeyEncoding):
         beyond="nothing; without absolute positions only the causal mask carries the order",
         source="the row Base of LRPE (ICLR submission, Table 2)",
     )
+    reads_nodes = True  # it reads no positions
 
     def forward(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor

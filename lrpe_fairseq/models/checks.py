@@ -8,6 +8,8 @@ import logging
 from functools import cache
 from typing import Any
 
+from torch import nn
+
 from lrpe_fairseq.encodings import Encoding
 from lrpe_fairseq.errors import ChoiceError
 
@@ -60,6 +62,18 @@ def check_tree_embedding(cfg: Any, task: Any) -> None:
             "--tree-embedding needs the positions of nodes: pass --task lrpe_transduction "
             "--node-positions"
         )
+
+
+def check_node_positions(model: nn.Module, task: Any) -> None:
+    """Refuse encodings of sequences for tokens whose positions are nodes of trees."""
+    if not getattr(getattr(task, "cfg", None), "node_positions", False):
+        return
+    for encoding in model.modules():
+        if isinstance(encoding, Encoding) and not encoding.reads_nodes:
+            raise ChoiceError(
+                f"position encoding {encoding.name!r} would read nodes of trees as places of a "
+                "sequence: choose ape-tree or none, or leave out --node-positions"
+            )
 
 
 def is_stock_cross(options: Any) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lrpe_fairseq.encodings.fidelity import UNIT_EMBEDDINGS, parse_departures
 from lrpe_fairseq.encodings.sharing import share_across_layers, share_across_stacks
 from lrpe_fairseq.errors import refuse
-from lrpe_fairseq.models.checks import check_translation
+from lrpe_fairseq.models.checks import check_node_positions, check_translation
 from lrpe_fairseq.models.inference import RetainedDropout
 from lrpe_fairseq.models.layers import Decoder, Encoder
 from lrpe_fairseq.models.options import (
@@ -127,6 +127,7 @@ class LRPETransformer(BooleanFlags, RetainedDropout, TransformerModelBase):
             check_translation(cfg, task)
             keep_layers(cfg)
             model = super().build_model(cfg, task)
+            check_node_positions(model, task)
             widen_embeddings(cfg, model)
             share_across_layers(model.encoder)
             share_across_layers(model.decoder)
