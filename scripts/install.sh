@@ -7,6 +7,7 @@
 # pip, such as "torch==2.10.0" or "torch --index-url URL". EXTRAS: extras of setup.py, such as
 # "plots,test". An environment of another Python version is recreated.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${1:?the folder of the virtual environment is missing} extras=${2:-}
 : "${PYTHON:=python3}" "${TORCH:?set TORCH, for example TORCH=torch==2.13.0}"

@@ -9,6 +9,7 @@
 # docs/installing.md. Environments (6 GB each with CUDA) and logs are in runs/versions or
 # $VERSIONS_DIR; a second call reuses the environments. WORKERS: number of pytest processes.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=${VERSIONS_DIR:-runs/versions} report=lrpe_fairseq/experiments/report/versions.py
 main=.venv/bin/python

@@ -5,6 +5,7 @@
 #
 #   scripts/train.sh data/pydoc/bin --task language_modeling --arch lrpe_lm_tiny …
 #   PROCS=2 scripts/train.sh …     # one training on 2 GPUs, or in 2 CPU processes over gloo
+#   scripts/train.sh --arch lrpe_lm --help         # every option of an arch
 #
 # N processes use N times --max-tokens per update: divide --update-freq by N to compensate.
 # A plain `torchrun fairseq-train` would start N unrelated trainings in one folder instead.
@@ -12,9 +13,11 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 [ -d "$root/.venv/bin" ] && PATH="$root/.venv/bin:$PATH"
 procs=${PROCS:-1}
+usage() { sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 
 [[ $procs =~ ^[1-9][0-9]*$ ]] || { echo "train.sh: PROCS must be a positive integer, not '$procs'" >&2; exit 2; }
-[ $# -gt 0 ] || { sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
+[ $# -gt 0 ] || { usage >&2; exit 2; }
+[[ $* != -h && $* != --help ]] || { usage; exit; }
 command=(fairseq-train "$@")
 [[ " $* " == *" --user-dir"* ]] || command+=(--user-dir "$root/lrpe_fairseq")
 

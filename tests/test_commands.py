@@ -2,11 +2,13 @@
 
 import importlib
 import runpy
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from lrpe_fairseq.experiments.commands import doctor, train_row
 from lrpe_fairseq.experiments.records.console import UserError, command
 from lrpe_fairseq.experiments.records.files import ROOT
 
@@ -80,6 +82,37 @@ def test_data_preparation_refuses_bad_input_with_status_2(
 ) -> None:
     main = runpy.run_path(str(ROOT / "data-prep" / name / "prepare.py"))["main"]
     assert_refused(main, BAD_DATA[name].format(**places), capsys)
+
+
+@pytest.mark.parametrize("name", ["install", "test_versions", "train"])
+def test_a_script_of_the_shell_prints_its_help_and_does_nothing_else(name: str) -> None:
+    words = ["bash", str(ROOT / "scripts" / f"{name}.sh"), "--help"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"scripts/{name}.sh" in done.stdout
+
+
+@pytest.mark.parametrize("table", [*train_row.SCRIPTS, "images"])
+def test_the_usage_of_a_row_names_the_script_and_only_what_it_takes(
+    table: str, capsys: pytest.CaptureFixture
+) -> None:
+    given, script = (
+        ([table], train_row.SCRIPTS[table]) if table != "images" else ([], "train_classifier")
+    )
+    with pytest.raises(SystemExit):
+        train_row.main([*given, "--help"])
+    usage = capsys.readouterr().out
+    assert usage.startswith(f"usage: scripts/{script}.sh ")
+    assert ("\n  table " in usage) == (not given)
+    assert (ROOT / "scripts" / f"{script}.sh").is_file()
+
+
+def test_the_doctor_refuses_arguments_and_has_help(capsys: pytest.CaptureFixture) -> None:
+    for arguments, status in (["--help"], 0), (["data"], 2):
+        with pytest.raises(SystemExit) as ended:
+            doctor.main(arguments)
+        assert ended.value.code == status
+    assert "unrecognized arguments: data" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [UserError("a\nb"), ValueError("a b"), OSError("a  b")])

@@ -89,7 +89,7 @@ def prepared(root: Path, name: str, content: bytes = b"half of it") -> Path:
 def test_a_damaged_data_file_is_named_with_the_command_that_restores_it(tmp_path, name, script):
     folder = prepared(tmp_path, name)
     assert folder in doctor.data_folders(tmp_path / "data")
-    with pytest.raises(doctor.Ailment, match=rf"bin/train.bin differs.*{script}"):
+    with pytest.raises(doctor.CheckFailed, match=rf"bin/train.bin differs.*{script}"):
         doctor.data(folder)
 
 
@@ -99,7 +99,7 @@ def test_a_missing_or_damaged_manifest_is_one_sentence(tmp_path, text):
     (folder / "manifest.json").unlink()
     if text is not None:
         (folder / "manifest.json").write_text(text)
-    with pytest.raises(doctor.Ailment, match=r"(cannot be read|unfinished); run .*prepare.py"):
+    with pytest.raises(doctor.CheckFailed, match=r"(cannot be read|unfinished); run .*prepare.py"):
         doctor.data(folder)
 
 
@@ -111,7 +111,7 @@ def test_a_folder_that_cannot_be_written_is_a_clear_failure(tmp_path, capsys):
 
 def test_too_little_room_is_said_in_gigabytes(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "FREE_GB", 10**9)
-    with pytest.raises(doctor.Ailment, match="GB free; a table at paper scale needs"):
+    with pytest.raises(doctor.CheckFailed, match="GB free; a table at paper scale needs"):
         doctor.disk(tmp_path)
 
 
@@ -150,13 +150,13 @@ def test_a_gpu_without_code_in_this_torch_is_named_with_the_command_that_helps(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: compiled)
-    with pytest.raises(doctor.Ailment, match=command):
+    with pytest.raises(doctor.CheckFailed, match=command):
         doctor.gpus()
 
 
 def test_the_exit_status_counts_failures(monkeypatch, capsys):
     def broken() -> str:
-        raise doctor.Ailment("do this")
+        raise doctor.CheckFailed("do this")
 
     monkeypatch.setattr(doctor, "basics", lambda: iter([]))
     monkeypatch.setattr(doctor, "checks", lambda: iter([("a", lambda: "fine"), ("b", broken)]))

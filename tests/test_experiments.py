@@ -235,11 +235,22 @@ def test_a_value_that_hydra_would_misread_is_quoted():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["tableX"], "there is no table tableX; there are"),
-        (["table2", "--rows", "Typo"], "table table2 has no 'Typo'; it has Base"),
-        (["table2", "--scale", "huge"], "table table2 has no scale huge"),
-        (["table4", "--scale", "newstest", "--rows", "Base", "T5"], "no 'T5'; it has Base, Type2"),
-        (["table2", "--rows", "T5", "--attention", "linear"], "has no such cells"),
+        (["nothing"], "there is no table nothing; there are ape-sequences, "),
+        (["configs/tables/table2.yaml"], "table configs/tables/table2.yaml; did you mean table2?"),
+        (["table2", "--rows", "Typo"], "table table2 has no row 'Typo'; it has Base"),
+        (
+            ["table2", "--scale", "huge"],
+            "table2 has no scale 'huge'; it has small, annealed, paper",
+        ),
+        (
+            ["table4", "--scale", "newstest", "--rows", "Base", "T5"],
+            "no row 'T5'; it has Base, Type2",
+        ),
+        (["table2", "--rows", "T5", "--attention", "linear"], "leave out --rows, --attention or"),
+        (
+            ["grid", "--datasets", "digits"],
+            "no data set 'digits' at scale small; it has synthetic-",
+        ),
     ],
 )
 def test_a_table_row_or_scale_that_is_not_there_is_named_in_one_sentence(arguments, said, capsys):
@@ -253,6 +264,15 @@ def test_missing_data_is_reported_with_the_command_that_makes_it():
     data = Path("nowhere/wikitext-2-bpe")
     with pytest.raises(UserError, match=r"run .*data-prep/wikitext/prepare.py wikitext-2 --level"):
         folders.require(data, lm.LMRun.preparation_of(data))
+    with pytest.raises(UserError, match=r"fairseq-preprocess --destdir nowhere/mine/bin$"):
+        folders.require(Path("nowhere/mine"), [])
+
+
+def test_a_folder_in_place_of_a_checkpoint_is_named(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"is a folder: name a checkpoint in it, such as .*best.pt"
+    ):
+        checkpoints.load(tmp_path)
 
 
 # --- what fairseq prints ----------------------------------------------------------------------
@@ -539,7 +559,7 @@ else: open("tried", "w").close(); raise SystemExit("no luck")
 """
 
 
-def test_a_crashed_run_is_retried_once_and_its_neighbours_go_on(tmp_path, events, capsys):
+def test_a_crashed_run_is_retried_once_and_its_neighbors_go_on(tmp_path, events, capsys):
     bad = "print('before'); open('tries', 'a').write('x'); raise ValueError('bad luck')"
     jobs = [
         FakeJob(tmp_path / "lucky", TWICE),

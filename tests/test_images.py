@@ -127,7 +127,7 @@ def test_patches_of_images_are_those_of_a_convolution_in_raster_order() -> None:
         embed.cells(torch.randn(1, 3, 8, 16))
 
 
-def test_pixels_in_colour_are_patches_too() -> None:
+def test_pixels_in_color_are_patches_too() -> None:
     embed = Pixels(7, PAD, 2, 3, 0.0, 1.0, channels=3)
     image = torch.randint(4, 260, (1, 4, 6, 3))
     cells = embed.cells(image.flatten(1))[0]
@@ -226,7 +226,7 @@ def test_few_images_make_one_update_at_least() -> None:
 
 
 def write_images(folder: Path, count: int = 24, classes: int = 2) -> Path:
-    """Write noisy images, each with one bright colour, its class, and their index."""
+    """Write noisy images, each with one bright color, its class, and their index."""
     generator = np.random.default_rng(0)
     (folder / "bin" / "label").mkdir(parents=True)
     (folder / "bin" / "label" / "dict.txt").write_text("".join(f"{c} 1\n" for c in range(classes)))

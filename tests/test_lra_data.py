@@ -59,7 +59,7 @@ def splits(dest: Path, end: bool) -> dict:
 @pytest.fixture(scope="module")
 def reviews() -> dict[str, bytes]:
     """Twenty reviews of each class and part, of any order, some of them long and not ASCII."""
-    members = {"aclImdb/README": b"", "aclImdb/train/unsup/0_0.txt": b"not labelled"}
+    members = {"aclImdb/README": b"", "aclImdb/train/unsup/0_0.txt": b"not labeled"}
     for number in reversed(range(20)):
         for part in ("train", "test"):
             for feeling in ("pos", "neg"):
@@ -90,7 +90,7 @@ def test_reviews_are_bytes_and_every_tenth_of_a_class_is_held_out(
     }  # fmt: skip
     assert known["train"].isdisjoint(known["valid"])
     expected = {body[:4095].decode(errors="ignore") for n, body in reviews.items() if "train/" in n}
-    assert known["train"] | known["valid"] == expected - {"not labelled"}
+    assert known["train"] | known["valid"] == expected - {"not labeled"}
     names = sorted(f"{n}_7.txt" for n in range(20))[9::10]
     held_out = {f"train {f} {n.split('_')[0]} é" for f in ("pos", "neg") for n in names}
     assert {review.partition("é")[0] + "é" for review in known["valid"]} == held_out
@@ -229,8 +229,8 @@ def test_paths_have_the_labels_of_the_metadata_and_empty_files_are_left_out(
 
 
 def test_paths_without_labels_or_of_another_size_are_refused(paths: dict, tmp_path: Path) -> None:
-    unlabelled = {n: body for n, body in paths.items() if not n.endswith("metadata/1.npy")}
-    folder = unpacked(tmp_path / "a", unlabelled)
+    unlabeled = {n: body for n, body in paths.items() if not n.endswith("metadata/1.npy")}
+    folder = unpacked(tmp_path / "a", unlabeled)
     said = refusal(lra.prepare, lra.PATHFINDER, tmp_path / "dest", folder)
     assert "14 of them without a label" in said
     other = {n: png(np.zeros((16, 16), "u1")) if n.endswith("0/sample_3.png") else b
@@ -243,7 +243,7 @@ def test_paths_without_labels_or_of_another_size_are_refused(paths: dict, tmp_pa
 # --- image -------------------------------------------------------------------------------------
 
 
-def test_images_are_grey_as_in_pillow_and_validation_is_part_of_training(tmp_path: Path) -> None:
+def test_images_are_gray_as_in_pillow_and_validation_is_part_of_training(tmp_path: Path) -> None:
     rng = np.random.RandomState(0)
     parts = [f"data_batch_{n}" for n in range(1, 6)] + ["test_batch"]
     batches = {name: rng.randint(0, 256, (20, 3073)).astype(np.uint8) for name in parts}

@@ -51,7 +51,7 @@ def inline(page: Path) -> list[str]:
 # --- commands ----------------------------------------------------------------------------------
 
 STARTS = ("make ", "scripts/", "data-prep/", "python ", "fairseq-", ".venv/bin/", "PROCS=")
-SHELL_ONLY = {"pip", "source"}
+SHELL_ONLY = {"pip", "source", "srun"}
 PARSERS = {
     "scripts/run_table.sh": run_table._parse,
     "scripts/train_lm.sh": lambda words: train_row._parse(["table2", *words]),

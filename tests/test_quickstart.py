@@ -58,7 +58,7 @@ def test_an_order_needs_all_seeds_and_twice_the_pooled_deviation(better, worse, 
     assert not separated(row("none", *worse), row("rope", *better))
 
 
-def test_the_order_names_neighbours_that_are_not_separated():
+def test_the_order_names_neighbors_that_are_not_separated():
     found = [row("none", 10.0, 10.1), row("rope", 8.0, 8.2), row("lrpe-type2", 8.1, 8.3)]
     assert report.order(found) == ["linear attention: rope ≈ lrpe-type2 < Base"]
 

@@ -132,7 +132,7 @@ def test_the_readme_names_every_encoding_once():
     assert set(ENCODINGS) == {name for name in shown if "<" not in name} | within
 
 
-def test_only_neighbours_that_count_up_become_a_range():
+def test_only_neighbors_that_count_up_become_a_range():
     assert readme.numbered(["x1", "x2", "x3"]) == ["`x1` to `x3`"]
     assert readme.numbered(["x1", "x2", "y", "x4"]) == ["`x1` to `x2`", "`y`", "`x4`"]
     assert readme.numbered(["x1", "x3", "x4"]) == ["`x1`", "`x3` to `x4`"]

@@ -236,6 +236,19 @@ def test_the_settings_of_a_cluster_reach_sbatch_and_the_command_line_wins(tmp_pa
     subprocess.run(["bash", "-n", "-c", script], check=True)
 
 
+def test_the_job_that_renders_the_tables_has_the_account_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    submitted: list[list[str]] = []
+    monkeypatch.setattr(slurm, "require_sbatch", lambda: None)
+    monkeypatch.setattr(slurm, "_sbatch", lambda options: submitted.append(list(options)) or "7")
+    site = slurm.Site(partition="gpu", account="nlp", qos="long", gpus_per_node=4)
+    assert slurm.submit(tmp_path, "table2", ["table2"], [0, 2], site) == "7"
+    for options in submitted:
+        assert {"--partition=gpu", "--account=nlp", "--qos=long"} <= set(options)
+    assert ["--gpus-per-node=4" in options for options in submitted] == [True, False]
+
+
 def test_a_setting_that_sbatch_would_never_see_is_refused(tmp_path: Path) -> None:
     (tmp_path / "slurm.yaml").write_text("{partion: gpu}")
     with pytest.raises(ValueError, match="no key partion"):

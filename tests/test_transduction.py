@@ -40,7 +40,7 @@ def node(label: str, left: Tree | str, right: Tree | str) -> Tree:
 
 def random_tree(seed: int, depth: int = 6) -> Tree:
     rng = RandomState(seed)
-    return trees.labelled(
+    return trees.labeled(
         trees.random_shape(rng, depth),
         trees.uniform(rng, ["l1", "l2", "l3"]),
         trees.uniform(rng, ["o1", "o2"]),

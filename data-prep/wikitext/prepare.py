@@ -2,7 +2,7 @@
 
     python data-prep/wikitext/prepare.py wikitext-2 --level bpe --dest data/wikitext-2-bpe
 
-See the README in this folder for sources, licence, checksums and counts.
+See the README in this folder for sources, license, checksums and counts.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class ConvCode(nn.Module):
 def contiguous_runs(positions: Tensor, gap: int) -> tuple[list[tuple[int, int]], Tensor | None]:
     """Return runs [(first, last), ...] that cover int64 ``positions`` (T,), and an index (T,).
 
-    Neighbouring positions less than ``gap`` apart are in the same run. The index locates each
+    Neighboring positions less than ``gap`` apart are in the same run. The index locates each
     position in the concatenation of all runs. It is None if it would be 0, 1, ..., T-1 and the runs
     contain nothing else.
     """

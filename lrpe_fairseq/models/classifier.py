@@ -57,7 +57,7 @@ class LRPEClassifierConfig(AttentionOptions, FairseqDataclass):
     max_positions: Optional[int] = _option(None, "longest input (default: the task's)")
     input: ChoiceEnum(["tokens", "pixels", "image"]) = _option(  # type: ignore[valid-type]
         "tokens",
-        "tokens: an embedding per symbol; pixels: symbols are numbers from 0 to 255; image: colour "
+        "tokens: an embedding per symbol; pixels: symbols are numbers from 0 to 255; image: color "
         "images of the task lrpe_images",
     )
     pixel_mean: float = _option(0.5, "subtracted from pixels, which are from 0 to 1 here")
@@ -66,7 +66,7 @@ class LRPEClassifierConfig(AttentionOptions, FairseqDataclass):
         1, "p x p pixels are one token; an image then has p times --grid-width columns"
     )
     channels: int = _option(
-        1, "numbers per pixel, which follow each other: 3 for pixels in colour (images always are)"
+        1, "numbers per pixel, which follow each other: 3 for pixels in color (images always are)"
     )
     norm: ChoiceEnum(["layer", "batch"]) = _option(  # type: ignore[valid-type]
         "layer", "norm before each block and at the end: LayerNorm, or BatchNorm over real tokens"

@@ -1,4 +1,4 @@
-"""The inputs of a classifier that are no symbols: pixels, and images in colour.
+"""The inputs of a classifier that are no symbols: pixels, and images in color.
 
 Axes: B batch, T tokens, C width, N numbers per token.
 """
@@ -14,7 +14,7 @@ from lrpe_fairseq.errors import ChoiceError
 
 BLACK = 4
 """The id of the symbol ``0``: ids 0 to 3 are fairseq's special symbols."""
-COLOURS = 3
+COLORS = 3
 STD = 0.02
 """Of learned absolute positions."""
 
@@ -100,7 +100,7 @@ class Pixels(Patches):
 
 
 class Images(Patches):
-    """Normalized images in colour, (B, 3, S, S), of one size: no padding."""
+    """Normalized images in color, (B, 3, S, S), of one size: no padding."""
 
     def cells(self, inputs: Tensor) -> Tensor:
         """Return the numbers (B, T, 3 p p) of each patch, channel by channel."""
@@ -126,7 +126,7 @@ def build_patches(options: Any, width: int, pad: int) -> Patches:
     """Return the embedding of ``--input pixels`` or ``--input image``."""
     shape = width, pad, options.patch, options.grid_width
     if str(options.input) == "image":
-        return Images(*shape, COLOURS)
+        return Images(*shape, COLORS)
     return Pixels(*shape, options.pixel_mean, options.pixel_std, options.channels)
 
 

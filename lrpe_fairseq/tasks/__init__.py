@@ -7,3 +7,6 @@ from lrpe_fairseq.tasks import (  # noqa: F401  (registers the tasks)
     transduction,
     truncated_bptt,
 )
+from lrpe_fairseq.tasks.missing_data import explain_missing_data
+
+explain_missing_data()

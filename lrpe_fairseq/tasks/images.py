@@ -1,4 +1,4 @@
-"""``lrpe_images``: one class for one image in colour, read from files.
+"""``lrpe_images``: one class for one image in color, read from files.
 
 The data are a folder ``bin/`` with ``label/dict.txt`` and an index ``<split>.tsv``: on each line a
 class, the size of a file in bytes, and its path relative to the parent of ``bin/``. It is written
@@ -290,7 +290,7 @@ def seeded(*numbers: int) -> Iterator[None]:
 
 
 def open_image(path: Path) -> Any:
-    """Return an image in the colours red, green and blue.
+    """Return an image in the colors red, green and blue.
 
     Raises: Refusal without Pillow, and for a file that is no image.
     """
@@ -307,7 +307,7 @@ def open_image(path: Path) -> Any:
 
 @dataclass(frozen=True)
 class Crop:
-    """Evaluation: resize the shorter side to S 256 / 224, bicubic, take the centre, normalize."""
+    """Evaluation: resize the shorter side to S 256 / 224, bicubic, take the center, normalize."""
 
     side: int
 
@@ -325,7 +325,7 @@ class Crop:
 
 
 def augmentation(cfg: Any) -> Transform:
-    """Return timm's augmentation of one image: crop, flip, colours, policy, erasing."""
+    """Return timm's augmentation of one image: crop, flip, colors, policy, erasing."""
     return _timm().create_transform(
         cfg.image_size,
         is_training=True,

@@ -1,4 +1,4 @@
-"""``lrpe_truncated_bptt_lm``: language modelling over contiguous streams of text.
+"""``lrpe_truncated_bptt_lm``: language modeling over contiguous streams of text.
 
 Truncated back-propagation through time with a memory (Transformer-XL, Section 3.2). Only the order
 of the batches differs from fairseq's ``language_modeling``.
@@ -91,7 +91,7 @@ class Streams:
 
 @register_task(NAME, dataclass=TruncatedBPTTConfig)
 class LRPETruncatedBPTTTask(LanguageModelingTask):
-    """Language modelling over B contiguous streams. A batch has the next segment of each.
+    """Language modeling over B contiguous streams. A batch has the next segment of each.
 
     An update reads one segment of every stream. B is therefore the rows of a batch (--batch-size,
     or --max-tokens divided by the segment length) x --update-freq x processes; in evaluation, rows

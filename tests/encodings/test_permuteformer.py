@@ -182,7 +182,7 @@ def test_the_bidirectional_ratio_departure_multiplies_scores_by_growing_powers()
     ratio = torch.tensor([1 / (1 + math.exp(-(2 + h))) for h in range(3)]).double()
     expected = (q1 @ k1.transpose(-1, -2)) * ratio[:, None, None] ** lag
     torch.testing.assert_close(q2 @ k2.transpose(-1, -2), expected, rtol=1e-5, atol=1e-6)
-    assert (ratio[:, None, None] ** lag).max() > 1  # a key after the query is favoured
+    assert (ratio[:, None, None] ** lag).max() > 1  # a key after the query is favored
 
 
 def test_under_that_departure_every_query_of_linear_attention_sees_the_end_of_the_text():

@@ -1,11 +1,13 @@
 """What cannot work is refused in one sentence, without a traceback."""
 
 import subprocess
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fairseq.models
+import fairseq.tasks
 import pytest
 from fairseq.dataclass import utils as dataclass_utils
 from omegaconf import OmegaConf
@@ -157,6 +159,21 @@ def test_a_bad_option_of_a_yaml_is_explained_in_one_sentence(
         with pytest.raises(SystemExit) as refusal:
             module.merge_with_parent(given, config.model)
         assert str(refusal.value) == f"lrpe_fairseq: {sentence}"
+
+
+def test_data_without_a_dictionary_are_named_with_the_folder_that_has_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    def refused(data: Path) -> str:
+        with pytest.raises(SystemExit) as refusal:
+            fairseq.tasks.setup_task(Namespace(task="language_modeling", data=str(data)))
+        assert refusal.value.code == 2
+        return capsys.readouterr().err
+
+    (tmp_path / "bin").mkdir()
+    assert f"{tmp_path}/dict.txt does not exist; the data must be a folder" in refused(tmp_path)
+    (tmp_path / "bin" / "dict.txt").write_text("a 1\n")
+    assert f"dict.txt does not exist; did you mean {tmp_path}/bin?" in refused(tmp_path)
 
 
 def test_the_options_of_other_models_are_left_to_fairseq() -> None:

@@ -76,7 +76,7 @@ def finished(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Classifi
     return made
 
 
-def test_digits_are_learnt_and_the_run_file_says_how_they_were_measured(
+def test_digits_are_learned_and_the_run_file_says_how_they_were_measured(
     finished: ClassificationRun,
 ) -> None:
     found = json.loads(finished.result.read_text())

@@ -146,7 +146,7 @@ def finished(tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     sampled(list(product(ATTENTION_TYPES, TASKS)), [("linear", "RTE"), ("softmax", "STS-B")]),
     indirect=["pretrained"],
 )
-def test_a_task_is_learnt_by_the_model_of_the_checkpoint(
+def test_a_task_is_learned_by_the_model_of_the_checkpoint(
     pretrained: Path, finished: Callable[..., FinetuningRun], name: str
 ) -> None:
     made = finished(pretrained, name)

@@ -52,7 +52,7 @@ def image_run(folder: Path, **changes: str) -> ClassificationRun:
     )
 
 
-def test_generated_images_are_learnt_and_evaluated(
+def test_generated_images_are_learned_and_evaluated(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     made = image_run(tmp_path, **{"task.no_augmentation": "true"})

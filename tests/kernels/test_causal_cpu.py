@@ -21,7 +21,7 @@ def example(length, keys=20, values=24, dtype=torch.float32):
 
 
 def weights_of(out):
-    """As different from neighbour to neighbour as the terms of a gradient: few cancel."""
+    """As different from neighbor to neighbor as the terms of a gradient: few cancel."""
     return torch.arange(out.numel(), dtype=torch.float64).cos().to(out.dtype).view_as(out)
 
 

@@ -16,11 +16,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from argparse import Namespace
-from collections.abc import Callable, Iterator
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
+SUMMARY = "Check this environment before a long run; name what to do for every failed check."
 ROOT = Path(__file__).resolve().parents[3]
 BIN = Path(sys.executable).parent
 FAIRSEQ = "0.12.3.1"
@@ -38,12 +39,14 @@ Check = Callable[[], str]
 Named = Iterator[tuple[str, Check]]
 
 
-class Ailment(Exception):
+class CheckFailed(Exception):
     """A failed check; the message says what is wrong and what to do."""
 
 
-def main() -> int:
+def main(arguments: Sequence[str] = ()) -> int:
     """Run and print every check; return the exit status."""
+    parser = ArgumentParser(prog="scripts/doctor.sh", description=SUMMARY)
+    parser.parse_args(arguments)
     failed = _failed(basics())
     if failed:
         print(f"{failed} checks failed; the other checks depend on these and were not run")
@@ -58,7 +61,7 @@ def passed(name: str, check: Check) -> bool:
     try:
         found = check()
     except Exception as error:  # any exception here would also break a run
-        reason = str(error) if isinstance(error, Ailment) else _first_line(error)
+        reason = str(error) if isinstance(error, CheckFailed) else _first_line(error)
         print(f"FAIL  {name}: {reason}", flush=True)
         return False
     print(f"ok    {name}: {found}", flush=True)
@@ -89,16 +92,17 @@ def checks() -> Named:
 
 def python() -> str:
     """Require Python 3.11 or 3.12."""
+    found = platform.python_version()
     if sys.version_info[:2] not in ((3, 11), (3, 12)):
-        raise Ailment(f"{platform.python_version()}; install with make PYTHON=python3.11 install")
-    return platform.python_version()
+        raise CheckFailed(f"{found}; install with make PYTHON=python3.11 install")
+    return found
 
 
 def torch_version() -> str:
     """Require torch 2.6 or later, which loads checkpoints safely by default."""
     found = _import("torch").__version__
     if tuple(map(int, found.split(".")[:2])) < (2, 6):
-        raise Ailment(f"{found} loads checkpoints unsafely; 2.6 or later is needed")
+        raise CheckFailed(f"{found} loads checkpoints unsafely; 2.6 or later is needed")
     return found
 
 
@@ -107,9 +111,9 @@ def fairseq_version() -> str:
     try:
         found = importlib.metadata.version("fairseq-fixed")
     except importlib.metadata.PackageNotFoundError:
-        raise Ailment("fairseq-fixed is not installed; run make install") from None
+        raise CheckFailed("fairseq-fixed is not installed; run make install") from None
     if found != FAIRSEQ:
-        raise Ailment(f"fairseq-fixed {found}; run make install for {FAIRSEQ}")
+        raise CheckFailed(f"fairseq-fixed {found}; run make install for {FAIRSEQ}")
     # its speech task prints a request for tensorboardX on import, which is not needed
     logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)
     _import("fairseq.data.data_utils_fast")
@@ -123,7 +127,7 @@ def checkout() -> str:
     try:
         require_checkout(ROOT)
     except ValueError as error:
-        raise Ailment(str(error)) from None
+        raise CheckFailed(str(error)) from None
     return str(ROOT)
 
 
@@ -134,14 +138,14 @@ def plugin() -> str:
     importlib.import_module("lrpe_fairseq")
     ours = sorted(name for name in ARCH_MODEL_REGISTRY if name.startswith("lrpe_"))
     if not ours:
-        raise Ailment("no lrpe_ arch is registered; run make install")
+        raise CheckFailed("no lrpe_ arch is registered; run make install")
     return ", ".join(ours)
 
 
 def commands() -> str:
     """Require fairseq's scripts in the folder of this Python."""
     if not (BIN / "fairseq-hydra-train").exists():
-        raise Ailment(f"{BIN} has no fairseq-hydra-train; run make install, then use {BIN}")
+        raise CheckFailed(f"{BIN} has no fairseq-hydra-train; run make install, then use {BIN}")
     return str(BIN)
 
 
@@ -153,10 +157,10 @@ def disk(folder: Path) -> str:
         probe.write_text("")
         probe.unlink()
     except OSError as error:
-        raise Ailment(f"{probe.parent} cannot be written: {error.strerror}") from None
+        raise CheckFailed(f"{probe.parent} cannot be written: {error.strerror}") from None
     free = shutil.disk_usage(folder).free / 1e9
     if free < FREE_GB:
-        raise Ailment(f"{free:.0f} GB free; a table at paper scale needs {FREE_GB}")
+        raise CheckFailed(f"{free:.0f} GB free; a table at paper scale needs {FREE_GB}")
     return f"{free:.0f} GB free"
 
 
@@ -173,14 +177,14 @@ def data(folder: Path) -> str:
         steps = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["steps"]
         written = {f: s for step in steps.values() for f, s in step.get("writes", {}).items()}
     except FileNotFoundError:
-        raise Ailment(f"unfinished; {again}") from None
+        raise CheckFailed(f"unfinished; {again}") from None
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        raise Ailment(f"{folder / 'manifest.json'} cannot be read; {again}") from None
+        raise CheckFailed(f"{folder / 'manifest.json'} cannot be read; {again}") from None
     binary = {f: s for f, s in written.items() if f.startswith("bin/")}
     damaged = [f for f, s in binary.items() if not _intact(folder / f, s)]
     if damaged or not binary:
         what = f"{', '.join(damaged)} differs from the manifest" if damaged else "unfinished"
-        raise Ailment(f"{what}; {again}")
+        raise CheckFailed(f"{what}; {again}")
     return f"{len(binary)} files intact"
 
 
@@ -194,7 +198,7 @@ def gpus() -> str:
     for index in range(count):
         _require_code(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
     if count > 1 and not torch.distributed.is_nccl_available():
-        raise Ailment(f"this torch has no NCCL; install a CUDA build: {DEFAULT_TORCH}")
+        raise CheckFailed(f"this torch has no NCCL; install a CUDA build: {DEFAULT_TORCH}")
     return ", ".join(torch.cuda.get_device_name(index) for index in range(count))
 
 
@@ -228,7 +232,7 @@ def training_step(device: str) -> str:
     """Train ``lrpe_lm_tiny`` for one update per attention type; losses must be finite."""
     losses = [_losses(device, attention) for attention in ("linear", "softmax")]
     if not all(math.isfinite(loss) for pair in losses for loss in pair):
-        raise Ailment(f"losses {losses}; run make test to find the defect")
+        raise CheckFailed(f"losses {losses}; run make test to find the defect")
     return "; ".join(f"loss {before:.3f} -> {after:.3f}" for before, after in losses)
 
 
@@ -247,14 +251,14 @@ def _failed(named: Named) -> int:
 
 
 def _import(name: str) -> ModuleType:
-    """Import a module. Raises: Ailment if it is missing or broken."""
+    """Import a module. Raises: CheckFailed if it is missing or broken."""
     try:
         return importlib.import_module(name)
     except Exception as error:  # a broken binary raises OSError, RuntimeError and others
         package = name.split(".")[0]
         missing = isinstance(error, ModuleNotFoundError) and error.name == package
         problem = "is not installed" if missing else f"does not import ({_first_line(error)})"
-        raise Ailment(f"{package} {problem}; run make install") from None
+        raise CheckFailed(f"{package} {problem}; run make install") from None
 
 
 def _first_line(error: Exception) -> str:
@@ -275,13 +279,13 @@ def _intact(path: Path, checksum: str) -> bool:
 
 
 def _require_code(name: str, capability: tuple[int, int]) -> None:
-    """Require that this torch has code for a GPU. Raises: Ailment with the install command."""
+    """Require that this torch has code for a GPU. Raises: CheckFailed with the install command."""
     import torch
 
     compiled = torch.cuda.get_arch_list()
     if not runs_on(capability, compiled):
         command = next((c for limit, c in OLDER_GPUS if capability <= limit), DEFAULT_TORCH)
-        raise Ailment(
+        raise CheckFailed(
             f"{name} is sm_{capability[0]}{capability[1]}, torch {torch.__version__} has code for "
             f"{', '.join(compiled) or 'no GPU'} only; run {command}"
         )
@@ -317,4 +321,4 @@ def _losses(device: str, attention: str) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

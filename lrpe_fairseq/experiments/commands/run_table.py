@@ -150,16 +150,32 @@ def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
         raise ValueError("--seeds and --jobs must be at least 1")
     if options.gpus is not None and options.gpus < 1:
         raise ValueError(f"--gpus must be at least 1, not {options.gpus}")
-    wanted = _rows_only(table, labels)
+    found = runs(_rows_only(table, labels), options.scale, range(1, options.seeds + 1))
     chosen = [
         run
-        for run in runs(wanted, options.scale, range(1, options.seeds + 1))
+        for run in _with_data(found, table, options)
         if run.attention_type in (options.attention or run.attention_type)
-        and run.data.name in (options.datasets or [run.data.name])
     ]
     if not chosen:
-        raise ValueError(f"table {table.name} has no such cells")
+        raise ValueError(
+            f"no cell of table {table.name} has these rows, attention and data sets together: "
+            "leave out --rows, --attention or --datasets"
+        )
     return chosen
+
+
+def _with_data(
+    found: Sequence[TrainingRun], table: Table, options: argparse.Namespace
+) -> list[TrainingRun]:
+    """Return the runs on ``--datasets``. Raises: ValueError for a data set that no run has."""
+    known = list(dict.fromkeys(run.data.name for run in found))
+    for name in options.datasets or []:
+        if name not in known:
+            raise ValueError(
+                f"table {table.name} has no data set {name!r} at scale {options.scale}; it has "
+                f"{', '.join(known)}"
+            )
+    return [run for run in found if run.data.name in (options.datasets or known)]
 
 
 def _rows_only(table: Table, labels: Sequence[str]) -> Table:

@@ -19,6 +19,9 @@ from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import locked
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
+SCRIPTS = {"table2": "train_lm", "table4": "train_mt", "table8": "pretrain_roberta"}
+"""Tables with a script of their own, which passes the table."""
+
 TEE = 'set -o pipefail; "$@" 2>&1 | tee -a "$0"'
 
 
@@ -49,9 +52,15 @@ def train(run: TrainingRun) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="train_row", description=__doc__.split("\n")[0])
-    parser.add_argument("table", help="a file of configs/tables, without .yaml")
-    parser.add_argument("row", help="a label of that table")
+    given = sys.argv[1:] if arguments is None else arguments
+    script = SCRIPTS.get(given[0]) if given else None
+    parser = argparse.ArgumentParser(
+        prog=f"scripts/{script or 'train_classifier'}.sh",
+        description="Train one row of a table on this machine; an interrupted training is resumed.",
+    )
+    table = argparse.SUPPRESS if script else "a file of configs/tables, without .yaml"
+    parser.add_argument("table", help=table)
+    parser.add_argument("row", help="a label of the table, such as Base")
     parser.add_argument("attention", choices=("linear", "softmax"))
     parser.add_argument(
         "changes",
@@ -61,7 +70,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--scale", help="default: paper, or the first one of the table")
     parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_intermixed_args(arguments)
+    return parser.parse_intermixed_args(given)
 
 
 def _run(options: argparse.Namespace) -> TrainingRun:

@@ -413,7 +413,7 @@ def binarize(
 
 @contextlib.contextmanager
 def folder_written_whole(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that replaces ``folder`` at the end, or vanishes after an error."""
+    """Yield an empty folder that replaces ``folder`` at the end; after an error it is deleted."""
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     try:

@@ -35,7 +35,7 @@ def require(data: Path, preparation: Sequence[str]) -> None:
 
     preparation: the data-prep script and its arguments; empty if unknown.
     """
-    how = f"run .venv/bin/python {shlex.join(preparation)}" if preparation else "prepare it first"
+    how = f"run .venv/bin/python {shlex.join(preparation)}" if preparation else _own(data)
     if not is_prepared(data):
         raise UserError(f"{relative(data)} is not prepared: {how}")
     try:
@@ -45,6 +45,11 @@ def require(data: Path, preparation: Sequence[str]) -> None:
     for path in sorted((data / "bin").rglob("*")):
         if path.suffix in (".txt", ".bin", ".idx") and not path.stat().st_size:
             raise UserError(f"{relative(path)} is empty: {how}")
+
+
+def _own(data: Path) -> str:
+    """Return where data of your own have to be."""
+    return f"write data of your own with fairseq-preprocess --destdir {relative(data / 'bin')}"
 
 
 def require_splits(data: Path, splits: Sequence[str]) -> None:

@@ -223,7 +223,7 @@ def pathfinder(task: Task, source: Path) -> dict[str, Examples]:
         if match[1] is None:
             labels.update(_metadata(stream))
         elif body := stream.read():
-            images[match[1], match[2]] = grey_png(body, 32, match[0])
+            images[match[1], match[2]] = gray_png(body, 32, match[0])
         else:
             prep.say(f"  {match[0]} is empty and left out")
     if not images or not images.keys() <= labels.keys():
@@ -251,8 +251,8 @@ def _tenths(images: Sequence[bytes], labels: Sequence[int]) -> dict[str, Example
     }
 
 
-def grey_png(content: bytes, side: int, name: str) -> bytes:
-    """Return the pixels of a grey image of ``side`` x ``side`` pixels, row by row.
+def gray_png(content: bytes, side: int, name: str) -> bytes:
+    """Return the pixels of a gray image of ``side`` x ``side`` pixels, row by row.
 
     Raises: UserError for another image, and without Pillow.
     """

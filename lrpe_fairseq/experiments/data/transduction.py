@@ -165,7 +165,7 @@ def _mapped(
     """A tree with labels drawn with repetition, and ``answer`` of it."""
     leaves, operators = (trees.uniform(rng, some) for some in labels)
     shape = trees.random_shape(rng, _size(rng, scale.depth, 1))
-    tree = trees.labelled(shape, leaves, operators)
+    tree = trees.labeled(shape, leaves, operators)
     return Sample(_traversed(tree, "breadth"), _traversed(answer(tree), order))
 
 
@@ -177,7 +177,7 @@ def _manipulated(
     shape = trees.random_shape(rng, _size(rng, scale.depth, 2) - 1)
     while not _enough(shape, len(labels[0]), len(operators)):
         shape = trees.random_shape(rng, _size(rng, scale.depth, 2) - 1)
-    tree = trees.labelled(shape, trees.distinct(rng, labels[0]), trees.distinct(rng, operators))
+    tree = trees.labeled(shape, trees.distinct(rng, labels[0]), trees.distinct(rng, operators))
     nodes = [node for node, _ in trees.breadth_first(tree)]
     chosen = nodes[trees.below(rng, len(nodes))]
     answers = {

@@ -58,10 +58,10 @@ def expected_nodes(depth: int) -> float:
     return means[depth]
 
 
-def labelled(shape: Tree, next_leaf: Callable[[], str], next_operator: Callable[[], str]) -> Tree:
+def labeled(shape: Tree, next_leaf: Callable[[], str], next_operator: Callable[[], str]) -> Tree:
     """Return the tree with labels drawn depth-first by the two functions."""
     label = (next_operator if shape.children else next_leaf)()
-    return Tree(label, tuple(labelled(c, next_leaf, next_operator) for c in shape.children))
+    return Tree(label, tuple(labeled(c, next_leaf, next_operator) for c in shape.children))
 
 
 def uniform(rng: RandomState, labels: list[str]) -> Callable[[], str]:

@@ -7,6 +7,7 @@ folders are under ``runs/``.
 
 import itertools
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,25 @@ from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 
 def load_named(name: str) -> Table:
-    """Load ``configs/tables/<name>.yaml``. Raises: ValueError, which lists the existing tables."""
+    """Load ``configs/tables/<name>.yaml``.
+
+    Raises: ValueError, which names the table with the nearest name, or all tables.
+    """
     require_checkout()
     folder = CONFIGS / "tables"
-    if not (folder / f"{name}.yaml").exists():
-        known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
-        raise ValueError(f"there is no table {name}; there are {known}")
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    if name not in known:
+        close = get_close_matches(Path(name).stem, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+        raise ValueError(f"there is no table {name}; {hint}")
     return load_table(folder / f"{name}.yaml")
 
 
 def config_of(table: Table, scale: str) -> Path:
     """Return the configuration of a scale. Raises: ValueError if the table lacks the scale."""
     if scale not in table.scales:
-        raise ValueError(f"table {table.name} has no scale {scale}; it has {list(table.scales)}")
+        known = ", ".join(table.scales)
+        raise ValueError(f"table {table.name} has no scale {scale!r}; it has {known}")
     return ROOT / table.scales[scale]
 
 

@@ -97,7 +97,7 @@ class TranslationRun(EncoderDecoderRun):
         return {"fixed": Half(**table.fixed)} if table.fixed else {}
 
     def encoding_choices(self) -> dict[str, str]:
-        """Attention and encoding of both halves."""
+        """Return attention type and encoding of encoder and decoder as configuration keys."""
         found = super().encoding_choices()
         if self.fixed:
             found[f"model.{self.fixed.side}.attention_type"] = self.fixed.attention

@@ -41,6 +41,8 @@ def load(path: Path) -> dict[str, Any]:
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: name a checkpoint in it, such as {path / BEST}")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError:

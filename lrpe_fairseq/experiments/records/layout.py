@@ -215,7 +215,8 @@ def _named(items: list[Any], attribute: str, name: str, table: str) -> Any:
         if getattr(item, attribute) == name:
             return item
     known = ", ".join(getattr(item, attribute) for item in items)
-    raise ValueError(f"table {table} has no {name!r}; it has {known}")
+    kind = type(items[0]).__name__.lower()
+    raise ValueError(f"table {table} has no {kind} {name!r}; it has {known}")
 
 
 def _check(table: Table) -> None:

@@ -94,7 +94,10 @@ def check_text(text: str) -> None:
 
 
 def check_note(text: str) -> None:
-    """:func:`check_text`; also refuse words of order. Raises: ValueError, which names the word."""
+    """Do :func:`check_text`, and refuse words that state an order.
+
+    Raises: ValueError, which names the word.
+    """
     check_text(text)
     if word := ORDER.search(_prose(text)):
         raise ValueError(

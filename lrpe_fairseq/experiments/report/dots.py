@@ -47,10 +47,10 @@ def _panel(axes: Any, own: Sequence[Row], title: str) -> None:
 
 def _row(axes: Any, place: int, row: Row) -> None:
     """The dots of one row and the line at its mean."""
-    colour, values = f"C{place}", list(row.ppl.values())
+    color, values = f"C{place}", list(row.ppl.values())
     ends = [place - HALF_HEIGHT, place + HALF_HEIGHT]
-    axes.plot([row.mean] * 2, ends, color=colour, linewidth=2, solid_capstyle="butt", zorder=2)
-    axes.plot(values, [place] * len(values), "o", color=colour, markersize=6, alpha=0.7, zorder=3)
+    axes.plot([row.mean] * 2, ends, color=color, linewidth=2, solid_capstyle="butt", zorder=2)
+    axes.plot(values, [place] * len(values), "o", color=color, markersize=6, alpha=0.7, zorder=3)
 
 
 def _beside(axes: Any, place: int, row: Row, text: str, left: bool) -> None:

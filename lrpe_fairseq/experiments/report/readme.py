@@ -37,7 +37,7 @@ def names_table() -> str:
 
 
 def numbered(names: Iterable[str]) -> list[str]:
-    """The names in code marks; neighbours whose final numbers count up by 1 become a range.
+    """The names in code marks; neighbors whose final numbers count up by 1 become a range.
 
     >>> numbered(["rope", "x1", "x2", "x3"])
     ['`rope`', '`x1` to `x3`']
@@ -50,7 +50,7 @@ def numbered(names: Iterable[str]) -> list[str]:
 
 
 def _series(place: tuple[int, str]) -> tuple[str, int]:
-    """Equal for neighbours whose final numbers count up; different for any other two."""
+    """Equal for neighbors whose final numbers count up; different for any other two."""
     index, name = place
     stem, number = re.fullmatch(r"(.*?)(\d*)", name).groups()
     return (stem, int(number) - index) if number else (f"{name} ", index)

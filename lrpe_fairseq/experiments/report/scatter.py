@@ -84,15 +84,15 @@ def limits(values: list[float], deviations: list[float]) -> tuple[float, float]:
 
 
 def _points(axes: Any, panel: Panel) -> None:
-    colour, marker = STYLES[panel.attention]
+    color, marker = STYLES[panel.attention]
     x_range = limits([p.paper for p in panel.points], [0.0] * len(panel.points))
     y_range = limits([p.ours for p in panel.points], [p.deviation for p in panel.points])
     for point in panel.points:
         x, y = _clamped(point.paper, x_range), _clamped(point.ours, y_range)
         off = (x, y) != (point.paper, point.ours)
-        axes.plot(x, y, marker=marker, color=colour, fillstyle="none" if off else "full", zorder=3)
+        axes.plot(x, y, marker=marker, color=color, fillstyle="none" if off else "full", zorder=3)
         if point.deviation and not off:
-            axes.errorbar(x, y, yerr=point.deviation, color=colour, linewidth=0.8, zorder=2)
+            axes.errorbar(x, y, yerr=point.deviation, color=color, linewidth=0.8, zorder=2)
     words = f"{panel.better} is better"
     axes.set(xlim=x_range, ylim=y_range, title=panel.title)
     axes.set(xlabel=panel.x or f"paper ({words})", ylabel=panel.y or f"ours ({words})")
@@ -134,8 +134,8 @@ def _label(axes: Any, text: str, place: Any, pixel: Any, taken: list[Any]) -> No
     costs = [sum(_overlap(box, other) for other in taken) + _outside(box, frame) for box in boxes]
     best = costs.index(min(costs))
     taken.append(boxes[best])
-    centre = ((boxes[best][0] + boxes[best][2]) / 2, (boxes[best][1] + boxes[best][3]) / 2)
-    offset = ((centre[0] - pixel[0]) / scale, (centre[1] - pixel[1]) / scale)
+    center = ((boxes[best][0] + boxes[best][2]) / 2, (boxes[best][1] + boxes[best][3]) / 2)
+    offset = ((center[0] - pixel[0]) / scale, (center[1] - pixel[1]) / scale)
     arrow = {"arrowstyle": "-", "linewidth": 0.5, "color": "grey", "shrinkA": 0, "shrinkB": 3}
     axes.annotate(
         text, place, xytext=offset, textcoords="offset points", fontsize=8, ha="center",

@@ -2,7 +2,7 @@
 
 Each element of the array runs the same command with ``--array-task``, which skips, resumes and
 retries runs as on one machine. An element that is preempted, killed or out of time is requeued; one
-that is cancelled is not. A final job renders the tables after all elements have ended.
+that is canceled is not. A final job renders the tables after all elements have ended.
 """
 
 import shlex
@@ -19,6 +19,9 @@ import yaml
 RESTARTS = 3
 """How often a failed run is requeued. A run that is out of time is always requeued."""
 
+ACCOUNTING = ("partition", "account", "qos")
+"""Settings of every job, also of the one that renders the tables."""
+
 JOB = """#!/usr/bin/env bash
 set -uo pipefail
 cd {root}
@@ -27,7 +30,7 @@ cd {root}
 runner=$!
 told=
 trap 'told=USR1; kill -TERM $runner' USR1  # before the time is up
-trap 'told=TERM; kill -TERM $runner' TERM  # preempted: Slurm requeues; cancelled: nobody does
+trap 'told=TERM; kill -TERM $runner' TERM  # preempted: Slurm requeues; canceled: nobody does
 while kill -0 $runner 2>/dev/null; do wait $runner; done
 wait $runner
 status=$?
@@ -56,10 +59,13 @@ class Site:
     sbatch: list[str] = field(default_factory=list)
     setup: list[str] = field(default_factory=list)
 
+    def named(self, *names: str) -> list[str]:
+        """Return the options of sbatch for those of these settings that are set."""
+        return [f"--{n.replace('_', '-')}={getattr(self, n)}" for n in names if getattr(self, n)]
+
     def options(self) -> list[str]:
         """Return the options of sbatch for one run."""
-        named = ("partition", "account", "qos", "time", "nodes", "cpus_per_task", "mem")
-        found = [f"--{n.replace('_', '-')}={getattr(self, n)}" for n in named if getattr(self, n)]
+        found = self.named(*ACCOUNTING, "time", "nodes", "cpus_per_task", "mem")
         if self.gpus_per_node:
             found.append(f"--gpus-per-node={self.gpus_per_node}")
         return [*found, "--ntasks-per-node=1", *self.sbatch]
@@ -141,9 +147,8 @@ def submit(
     render = shlex.join([sys.executable, "-m", "lrpe_fairseq.experiments.report.tables"])
     after = [f"--dependency=afterany:{job}", f"--job-name=lrpe-{table}-tables"]
     where = [f"--chdir={root}", f"--output={folder}/tables.log"]
-    partition = [f"--partition={site.partition}"] if site.partition else []
     try:
-        _sbatch([*after, *where, *partition, f"--wrap={render}"])
+        _sbatch([*after, *where, *site.named(*ACCOUNTING), f"--wrap={render}"])
     except ValueError as error:
         raise ValueError(
             f"job array {job} was submitted, but not the job that renders the tables after it "

@@ -1,0 +1,34 @@
+"""One sentence for a data folder without a dictionary, instead of fairseq's traceback."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fairseq.tasks
+
+from lrpe_fairseq.errors import refuse
+
+
+def explain_missing_data() -> None:
+    """Replace ``fairseq.tasks.setup_task``. A second call does nothing."""
+    setup = fairseq.tasks.setup_task
+    if getattr(setup, "func", None) is not _setup_or_explain:
+        fairseq.tasks.setup_task = partial(_setup_or_explain, setup)
+
+
+def _setup_or_explain(setup: Callable, *arguments: Any, **keywords: Any) -> Any:
+    try:
+        return setup(*arguments, **keywords)
+    except FileNotFoundError as error:
+        path = Path(str(error.filename))
+        if not path.match("dict*.txt"):
+            raise
+        refuse(f"{path} does not exist; {_hint(path)}")
+
+
+def _hint(dictionary: Path) -> str:
+    binary = dictionary.parent / "bin"
+    if (binary / dictionary.name).exists():
+        return f"did you mean {binary}?"
+    return "the data must be a folder written by fairseq-preprocess, such as bin of a data-prep one"
