@@ -625,6 +625,7 @@ WRONG_TABLES = {
     "a wrong comparison": ("curves:", "compare: cells\ncurves:", "compare must be rows or columns"),
     "a number in a note": ("curves:", "notes: {small: it is 5.5}\ncurves:", "states 5.5 itself"),
     "an integer in a note": ("curves:", "notes: {small: 12 rows}\ncurves:", "states 12 itself"),
+    "a multiple in a note": ("curves:", "notes: {small: 16x longer}\ncurves:", "states 16 itself"),
     "a number word in a note": (
         "curves:",
         "notes: {small: two rows}\ncurves:",
@@ -811,7 +812,7 @@ def test_an_option_in_which_runs_differ_is_refused(root):
 @pytest.mark.parametrize(
     "text",
     [
-        "Types 1, 2 and 5 of Table 2, Eq. 39, WikiText-103, test2016, T5 and `lrpe-type2`",
+        "Types 1, 2 and 5 of Table 2, Eq. 39, WikiText-103, test2016, T5, RoPE-2D and `lrpe-type2`",
         "[[Base | valid]] after [[option max-update]] updates, see [x](table2.md)",
     ],
 )

@@ -183,6 +183,16 @@ def test_mqrar_differs_from_recalling_the_first_value() -> None:
     assert 0.25 < accuracy(drawn("mqrar"), first) < 0.6
 
 
+def test_any_value_of_a_sample_is_right_more_often_than_chance() -> None:
+    rng = RandomState(1)
+
+    def any_value(seen: Tokens) -> str:
+        return rng.choice([token for token in seen if token[0] == "v"])
+
+    for task, expected in (("mqar", 1 / 6), ("mqrar", 1 / 12)):
+        assert accuracy(drawn(task, multiple=1), any_value) == pytest.approx(expected, abs=0.03)
+
+
 @pytest.mark.parametrize("ignore", [0.8, 0.98, 0.1])
 def test_flip_flop_ignores_with_its_probability_and_shares_the_rest(ignore: float) -> None:
     samples = drawn("flip-flop", 400, multiple=1, ignore=ignore)

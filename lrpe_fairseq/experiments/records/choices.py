@@ -33,7 +33,8 @@ class Aspect:
     sources: the columns that hold it; of a method that several have, the first counts.
     metric: a field of the run file in place of the metric of these columns. benchmark: a part
     of results/bench instead of sources. better: ``lower`` or ``higher``. quality: False for a
-    cost. optional: True if the column is only shown once it has runs.
+    cost. ranked: False if the values are shown without ranks. optional: True if the column is only
+    shown once it has runs.
     """
 
     key: str
@@ -46,6 +47,7 @@ class Aspect:
     benchmark: str = ""
     decimals: int = 2
     quality: bool = True
+    ranked: bool = True
     optional: bool = False
 
 

@@ -18,13 +18,13 @@ NAMES = re.compile(  # names that contain digits
     r"`[a-z-]+:?[a-z]+\d[\w.-]*`"  # `lrpe-type2`, `table8`
     r"|\bTypes? \d(?:(?:, | and )(?:Type )?\d)*"
     r"|\b(?:Table|Fig\.|Eq\.|Section) \d+"
-    r"|\b(?:WikiText-\d+|WMT'14|Multi30k|SST-2|F1|T5)\b"
+    r"|\b(?:WikiText-\d+|ImageNet-1k|WMT'14|Multi30k|SST-2|F1|T5|RoPE-2D)\b"
     r"|\b(?:test|newstest)20\d\d\b|\bb?float(?:16|32)\b"
     r"|\([\w./-]+\.md\)"  # the target of a link
 )
 NUMBER = re.compile(
-    r"\d[\d.,]*\b|\b(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|dozen|hundred"
-    r"|thousand|million)\b",
+    r"\d(?:[\d.,]*\d)?|\b(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|dozen"
+    r"|hundred|thousand|million)\b",
     re.IGNORECASE,
 )
 ORDER = re.compile(

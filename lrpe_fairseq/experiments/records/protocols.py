@@ -117,9 +117,9 @@ class Protocol:
             f"window of {trained} in nats, with a 95 % bootstrap interval over blocks.",
             TRUNCATED: f"As paired-{length}, but a token of a layer attends to itself and the "
             f"{trained - 1} before it only.",
-            POSITIONS: f"Non-overlapping blocks of {length} tokens, by position up to each bound. "
-            "clamped is the fraction of the denominators of linear attention that are raised to "
-            "the clamp, over all layers and heads.",
+            POSITIONS: f"Non-overlapping blocks of {length} tokens, by position up to each bound; "
+            "losses are in bits. clamped is the fraction of the denominators of linear attention "
+            "that are raised to the clamp, over all layers and heads.",
         }[self.kind]
 
     def _paired_windows(self, tokens: int, trained: int) -> Iterator[Window]:

@@ -6,18 +6,18 @@ encoding with a normalizer; ``none`` with sinusoidal positions is a method of it
 """
 
 import dataclasses
-import statistics
+import itertools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lrpe_fairseq.encodings import ENCODINGS, canonical_name, encoding_class
 from lrpe_fairseq.experiments.records.choices import Aspect, Choices, Source
 from lrpe_fairseq.experiments.records.layout import ATTENTION, Column, Row, Table
-from lrpe_fairseq.experiments.records.runs import Run
 from lrpe_fairseq.experiments.report import cells, claims, speed
 from lrpe_fairseq.experiments.report.cells import Group, Scores
-from lrpe_fairseq.experiments.report.markdown import NOT_MEASURED, fixed
+from lrpe_fairseq.experiments.report.markdown import DIVERGED, NO_CELL, fixed
 from lrpe_fairseq.experiments.report.sheet import Sheet
 
 DEVICE = "cpu"
@@ -25,7 +25,17 @@ USUAL = "rotated"
 SINUSOIDAL = "`none`, sinusoidal"
 """The baseline of every board: absolute positions only."""
 VALUE = "value"
-Boards = dict[tuple[str, str], Sheet]
+NO_RANK = "–"
+
+
+@dataclass
+class Board(Sheet):
+    """A sheet of one column. lost: the methods with a seed whose evaluation was not finite."""
+
+    lost: frozenset[str] = frozenset()
+
+
+Boards = dict[tuple[str, str], Board]
 """By key of the aspect and attention type."""
 
 
@@ -41,45 +51,54 @@ def boards(root: Path, choices: Choices, found: Mapping[str, list[Sheet]]) -> Bo
     }
 
 
-def board(root: Path, aspect: Aspect, attention: str, found: Mapping[str, list[Sheet]]) -> Sheet:
+def board(root: Path, aspect: Aspect, attention: str, found: Mapping[str, list[Sheet]]) -> Board:
     """Return one aspect under one attention type."""
-    values = (
-        _timed(root, aspect, attention) if aspect.benchmark else _measured(aspect, attention, found)
-    )
+    if aspect.benchmark:
+        values, lost = _timed(root, aspect, attention), frozenset()
+    else:
+        values, lost = _measured(aspect, attention, found)
     column = Column(VALUE, aspect.title, attention, VALUE, decimals=aspect.decimals)
-    rows = [Row(label, label, [attention]) for label in sorted(values, key=_place)]
+    rows = [Row(label, label, [attention]) for label in sorted({*values, *lost}, key=_place)]
     table = Table(
         aspect.key, aspect.title, "", [], {"": ""}, SINUSOIDAL, aspect.better, [column], rows
     )
-    return Sheet(root, table, Group("", "", {}), {(k, VALUE): v for k, v in values.items()})
+    found_values = {(row.label, VALUE): values.get(row.label, {}) for row in rows}
+    return Board(root, table, Group("", "", {}), found_values, lost)
 
 
 def values(sheet: Sheet) -> dict[str, Scores]:
-    """Return the values per seed of the methods of a board."""
+    """Return the values per seed of the methods of a board that have any."""
     column = sheet.table.columns[0]
-    return {row.label: sheet.ours(row, column) for row in sheet.table.rows}
+    found = {row.label: sheet.ours(row, column) for row in sheet.table.rows}
+    return {label: scores for label, scores in found.items() if scores}
 
 
 def ranks(sheet: Sheet) -> dict[str, int]:
-    """Return the rank of every method with several seeds: 1 + the number of methods ahead of it."""
-    own = {label: scores for label, scores in values(sheet).items() if len(scores) > 1}
-    better = sheet.table.better
-    return {
-        label: 1 + sum(claims.ahead(other, scores, better) for other in own.values())
-        for label, scores in own.items()
-    }
+    """Return the rank of every method with several seeds, best mean first.
+
+    The rank is 1 + the number of methods ahead, and at least that of every method with a better
+    mean: seeds that differ much are behind nothing, which does not make a method the best.
+    """
+    better, found = sheet.table.better, {}
+    own = [(label, scores) for label, scores in values(sheet).items() if len(scores) > 1]
+    own.sort(key=lambda each: cells.mean(each[1]), reverse=better == "higher")
+    for label, scores in own:
+        ahead = sum(claims.ahead(other, scores, better) for _, other in own)
+        found[label] = max(1 + ahead, *found.values(), 1)
+    return found
 
 
-def cell(sheet: Sheet, label: str) -> str:
-    """Return rank and mean, the mean in parentheses with one seed, or ``not measured``."""
+def cell(sheet: Board, label: str, ranked: bool = True) -> str:
+    """Return the mean and in parentheses the rank, in bold if it is 1; a dash without runs."""
     scores = values(sheet).get(label)
     if not scores:
-        return NOT_MEASURED
-    column, rank = sheet.table.columns[0], ranks(sheet).get(label)
-    shown = fixed(cells.mean(scores), column.decimals)
-    if rank is None:
-        return f"({shown})"
-    return f"**{rank}** · {shown}" if rank == 1 else f"{rank} · {shown}"
+        return DIVERGED if label in sheet.lost else NO_CELL
+    shown = fixed(cells.mean(scores), sheet.table.columns[0].decimals)
+    if not ranked:
+        return shown
+    rank = ranks(sheet).get(label, NO_RANK)
+    shown = f"**{shown} ({rank})**" if rank == 1 else f"{shown} ({rank})"
+    return f"{shown}, {DIVERGED}" if label in sheet.lost else shown
 
 
 def methods(found: Boards, attention: str) -> list[str]:
@@ -123,22 +142,25 @@ def method(encoding: str, options: Mapping[str, Any]) -> str:
 
 def _measured(
     aspect: Aspect, attention: str, found: Mapping[str, list[Sheet]]
-) -> dict[str, Scores]:
-    """Return the values of an aspect's columns; of several rows of a method the first counts."""
+) -> tuple[dict[str, Scores], frozenset[str]]:
+    """Return the values of an aspect's columns, and the methods that diverged for a seed.
+
+    Of several rows of a method the first counts.
+    """
     known: dict[str, Scores] = {}
-    places: dict[str, str] = {}
-    configs = set()
+    lost, configs = set(), set()
     for source in aspect.sources:
         key = getattr(source, attention)
         for sheet in _sheets(source, found) if key else ():
             column = _column(aspect, sheet.table.column(key))
             configs.add(column.config or sheet.table.scales[source.scale])
-            for label, scores, place in _rows(sheet, column):
-                known.setdefault(label, scores)
-                places.setdefault(label, place)
+            for label, scores, diverged in _rows(sheet, column):
+                if label not in known:
+                    known[label] = scores
+                    lost.update([label] if diverged else [])
     if len(configs) > 1:
         raise ValueError(f"the sources of {aspect.key} have the configurations {sorted(configs)}")
-    return _of_one_environment(known, places) if aspect.metric else known
+    return known, frozenset(lost)
 
 
 def _sheets(source: Source, found: Mapping[str, list[Sheet]]) -> list[Sheet]:
@@ -153,33 +175,17 @@ def _column(aspect: Aspect, column: Column) -> Column:
     return dataclasses.replace(column, **changed, split="", protocol="", paper={})
 
 
-def _rows(sheet: Sheet, column: Column) -> list[tuple[str, Scores, str]]:
-    """Return method, values per seed and environment of every row with runs in a column."""
-    table = sheet.table
-    found = []
+def _rows(sheet: Sheet, column: Column) -> list[tuple[str, Scores, list[int]]]:
+    """Return method, values per seed and diverged seeds of every row with runs in a column."""
+    table, found = sheet.table, []
+    parts = [table.column(key) for key in column.mean_of] or [column]
     for row in table.rows:
-        if scores := sheet.ours(row, column):
+        scores = sheet.ours(row, column)
+        lost = list(itertools.chain.from_iterable(sheet.diverged(row, part) for part in parts))
+        if scores or lost:
             options = {**table.options, **row.overrides, **column.overrides}
-            places = sorted({_environment(run) for run in sheet.runs_of(row, [column])})
-            found.append((method(row.encoding, options), scores, "; ".join(places)))
+            found.append((method(row.encoding, options), scores, lost))
     return found
-
-
-def _environment(run: Run) -> str:
-    return str([run["hardware"], run["versions"], run.get("kernels", {})])
-
-
-def _of_one_environment(known: dict[str, Scores], places: dict[str, str]) -> dict[str, Scores]:
-    """Merge the seeds of the methods that were not run where most methods have several seeds.
-
-    Costs depend on the machine, so such a method has a value but no rank.
-    """
-    several = [places[label] for label, scores in known.items() if len(scores) > 1]
-    most = statistics.mode(sorted(several)) if several else ""
-    return {
-        label: scores if places[label] == most else {0: cells.mean(scores)}
-        for label, scores in known.items()
-    }
 
 
 def _timed(root: Path, aspect: Aspect, attention: str) -> dict[str, Scores]:
