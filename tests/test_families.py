@@ -37,6 +37,18 @@ def test_every_configuration_belongs_to_exactly_one_family() -> None:
     assert set().union(*found.values()) == set(FAMILIES)
 
 
+def test_every_validation_within_an_epoch_saves_a_checkpoint_if_it_is_the_best() -> None:
+    """fairseq compares validations only where it saves. Translations average the last ones."""
+    lost = []
+    for path in CONFIGS.glob("*/*.yaml"):
+        known = OmegaConf.load(path)
+        every = OmegaConf.select(known, "dataset.validate_interval_updates", default=0)
+        saved = OmegaConf.select(known, "checkpoint.save_interval_updates", default=0)
+        if every and path.parent.name != "translation" and (not saved or every % saved):
+            lost.append(path.relative_to(CONFIGS).as_posix())
+    assert lost == []
+
+
 def test_two_families_may_share_a_folder_or_a_task_but_not_both() -> None:
     owned = [(family.configs, family.task) for family in FAMILIES.values()]
     for folder, task in owned:

@@ -175,7 +175,16 @@ def test_a_row_of_images_lacks_the_grids_exactly_where_its_encoding_does() -> No
                 assert row.has(column) == supports(row.encoding, grid), (row.label, column.key)
 
 
-@pytest.mark.parametrize("name", ["images", "listops"])
+@pytest.mark.parametrize("scale", load_named("images").scales)
+def test_encodings_that_have_a_length_are_given_that_of_the_images(scale: str) -> None:
+    for made in runs(load_named("images"), scale, [1]):
+        option = f"{made.position_encoding}_length"
+        if made.position_encoding in ("cosformer", "fope"):
+            settings = made.settings()
+            assert settings.model[option] == settings.task.max_positions
+
+
+@pytest.mark.parametrize("name", ["images", "listops", "tmlr-table4"])
 def test_every_run_of_a_table_sets_options_that_the_model_has(name: str) -> None:
     table = load_named(name)
     for scale in table.scales:
