@@ -100,6 +100,7 @@ def merged(options: argparse.Namespace, found: dict) -> dict:
         return found
     before = json.loads(path.read_text(encoding="utf-8"))
     differing = [key for key in SAME if before[key] != found[key]]
+    differing += ["tokens"] * (_tokens(before) != _tokens(found))
     if differing:
         raise SystemExit(
             f"{path} differs in {', '.join(differing)}; measure the whole part without --encodings"
@@ -107,6 +108,10 @@ def merged(options: argparse.Namespace, found: dict) -> dict:
     new = {key(row): {**row, "commit": found["commit"]} for row in found["rows"]}
     rows = {key(row): row for row in before["rows"]}
     return {**before, "rows": list({**rows, **new}.values())}
+
+
+def _tokens(figures: dict) -> set[int]:
+    return {round(row["seconds"] * row["tokens_per_second"]) for row in figures["rows"]}
 
 
 def key(row: dict) -> tuple[str, str]:

@@ -402,7 +402,7 @@ CHECKPOINTS = [
     ),
     Attack("resume: a mean of checkpoints", resumed(_averaged), "average of checkpoints"),
     Attack("eval_lm: a truncated checkpoint", lm(_truncated), "does not load"),
-    Attack("eval_lm: a folder", lm(lambda lab: lab.folder), "does not load"),
+    Attack("eval_lm: a folder", lm(lambda lab: lab.folder), "is a folder: name a checkpoint"),
     Attack("eval_lm: a translation model", lm(lambda lab: lab.mt), "not of lrpe_lm"),
     Attack("eval_lm: a masked language model", lm(lambda lab: lab.masked), "not of lrpe_lm"),
     Attack("eval_lm: a model of fairseq", lm(lambda lab: lab.stock), "not of lrpe_lm"),

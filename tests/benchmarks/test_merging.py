@@ -10,8 +10,9 @@ from benchmarks import run
 STATED = {"hardware": {"cpu": "A"}, "versions": {"torch": "2"}, "threads": 2, "dtype": "float32"}
 
 
-def row(name: str, speed: float) -> dict:
-    return {"attention": "linear", "encoding": name, "relative_speed": speed}
+def row(name: str, speed: float, seconds: float = 0.5) -> dict:
+    timed = {"seconds": seconds, "tokens_per_second": 1024.0}
+    return {"attention": "linear", "encoding": name, "relative_speed": speed, **timed}
 
 
 def found(commit: str, *rows: dict, **stated: object) -> dict:
@@ -41,3 +42,8 @@ def test_new_rows_replace_the_old_ones_and_name_their_commit(options):
 def test_rows_of_another_machine_are_refused(options):
     with pytest.raises(SystemExit, match="differs in hardware; measure the whole part"):
         run.merged(options, found("new", row("ape", 0.9), hardware={"cpu": "B"}))
+
+
+def test_rows_of_steps_of_another_length_are_refused(options):
+    with pytest.raises(SystemExit, match="differs in tokens; measure the whole part"):
+        run.merged(options, found("new", row("ape", 0.9, seconds=1.0)))

@@ -317,7 +317,7 @@ def test_the_command_works_off_its_runs_on_this_machine_and_says_what_came_out(
 REFUSED = {  # sentence -> arguments
     "absent.pt does not exist": ["absent.pt", "RTE"],
     "unknown GLUE task 'rte'": ["absent.pt", "rte"],
-    "no scale big": ["absent.pt", "RTE", "--scale", "big"],
+    "no scale 'big'": ["absent.pt", "RTE", "--scale", "big"],
 }
 
 
