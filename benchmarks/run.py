@@ -48,12 +48,13 @@ def main() -> None:
     decays.check(options.device)
     decoding.check()
     print("the fast forms agree with their definitions\n", flush=True)
+    settings = {"threads": torch.get_num_threads(), "dtype": str(options.dtype)[6:]}
     for part in options.parts:
+        figures = {"part": part, **stated, **settings}
+        before = earlier(options, figures) if options.encodings else {}
         rows = PARTS[part](options)
         show(part, rows)
-        settings = {"threads": torch.get_num_threads(), "dtype": str(options.dtype)[6:]}
-        found = {"part": part, **stated, **settings, "rows": rows}
-        write(options.device, part, merged(options, found) if options.encodings else found)
+        write(options.device, part, merged(before, {**figures, "rows": rows}))
 
 
 def parse() -> argparse.Namespace:
@@ -88,34 +89,37 @@ def _known(
         parser.error(f"unknown {kind} {', '.join(unknown)}; choose from {', '.join(names)}")
 
 
-def merged(options: argparse.Namespace, found: dict) -> dict:
-    """Return the part's run file with the new rows, each with its commit, in place of the old.
+def earlier(options: argparse.Namespace, figures: dict) -> dict:
+    """Return the part's run file, beside whose rows new ones will stand; empty without a file.
 
     Raises:
-        SystemExit: The file is from another machine or from other versions, whose rows may not
-            stand beside the new ones.
+        SystemExit: The file is from another machine, other versions or steps of another length.
     """
-    path = RESULTS / options.device / f"{found['part']}.json"
+    path = RESULTS / options.device / f"{figures['part']}.json"
     if not path.exists():
-        return found
+        return {}
     before = json.loads(path.read_text(encoding="utf-8"))
-    differing = [key for key in SAME if before[key] != found[key]]
-    differing += ["tokens"] * (_tokens(before) != _tokens(found))
+    differing = [name for name in SAME if before[name] != figures[name]]
+    steps = {round(row["seconds"] * row["tokens_per_second"]) for row in before["rows"]}
+    if steps != {options.tokens}:
+        differing.append(f"tokens ({', '.join(map(str, sorted(steps)))})")
     if differing:
         raise SystemExit(
             f"{path} differs in {', '.join(differing)}; measure the whole part without --encodings"
         )
-    new = {key(row): {**row, "commit": found["commit"]} for row in found["rows"]}
-    rows = {key(row): row for row in before["rows"]}
+    return before
+
+
+def merged(before: dict, found: dict) -> dict:
+    """Return ``before`` with the rows of ``found``, each with its commit, in place of its own."""
+    if not before:
+        return found
+    new = {_row(row): {**row, "commit": found["commit"]} for row in found["rows"]}
+    rows = {_row(row): row for row in before["rows"]}
     return {**before, "rows": list({**rows, **new}.values())}
 
 
-def _tokens(figures: dict) -> set[int]:
-    return {round(row["seconds"] * row["tokens_per_second"]) for row in figures["rows"]}
-
-
-def key(row: dict) -> tuple[str, str]:
-    """Return what names a row of a part by encoding."""
+def _row(row: dict) -> tuple[str, str]:
     return row["attention"], row["encoding"]
 
 

@@ -138,8 +138,8 @@ def _first(sheet: Sheet, ordered: Mapping[str, cells.Scores]) -> str:
         return f"{values}, of {len(ordered)} methods"
     if len(others) <= MOST:
         return f"all {len(ordered)} methods but {values}"
-    span = claims.value_range(sheet, column, {label: ordered[label] for label in first})
-    return f"{len(first)} of {len(ordered)} methods ({span.partition(' over ')[0]})"
+    span = claims.span(column, {label: ordered[label] for label in first})
+    return f"{len(first)} of {len(ordered)} methods ({span})"
 
 
 def _unranked(sheet: Sheet, ordered: Mapping[str, cells.Scores]) -> str:

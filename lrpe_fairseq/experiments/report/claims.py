@@ -176,9 +176,15 @@ def _abridged(labels: list[str], most: int = 5) -> str:
 
 def value_range(sheet: Sheet, column: Column, found: dict[str, Scores]) -> str:
     """Return the lowest and the highest mean of some rows, and their number."""
+    shown = span(column, found)
+    return f"{shown} over {len(found)} rows" if len(found) > 1 else shown
+
+
+def span(column: Column, found: dict[str, Scores]) -> str:
+    """Return the lowest and the highest mean of some rows, as the column shows them."""
     means = [fixed(cells.mean(values), column.decimals) for values in found.values()]
     low, high = min(means, key=float), max(means, key=float)
-    return f"{low} to {high} over {len(found)} rows" if len(found) > 1 else low
+    return f"{low} to {high}" if len(found) > 1 else low
 
 
 def _columns_finding(sheet: Sheet) -> str:
