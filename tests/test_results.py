@@ -12,7 +12,7 @@ import pytest
 from lrpe_fairseq.experiments.data.correlation import average_ranks, spearman
 from lrpe_fairseq.experiments.families import plan
 from lrpe_fairseq.experiments.records import notes, recipes
-from lrpe_fairseq.experiments.records.layout import load_table, load_tables
+from lrpe_fairseq.experiments.records.layout import Column, load_table, load_tables
 from lrpe_fairseq.experiments.records.runs import (
     FIELDS,
     environment,
@@ -591,6 +591,31 @@ def test_a_column_of_a_data_set_shows_it_in_the_size_of_the_scale(root):
     assert set(scores(root, "Base", "valid")) == {0, 1}
 
 
+def test_a_column_with_for_stands_for_every_combination(root):
+    path = edit_table(
+        root,
+        "columns:\n",
+        """columns:
+  - for: {attention: [linear, softmax], split: {valid: "", test: " (test)"}}
+    key: "loss-{attention}-{split}"
+    title: "loss{split title}"
+    attention: "{attention}"
+    split: "{split}"
+    protocol: blocks
+    metric: loss
+    overrides: {clip-norm: 1.0}
+""",
+    )
+    same = {"protocol": "blocks", "metric": "loss", "overrides": {"clip-norm": 1.0}}
+    columns = load_table(path).columns
+    assert [column for column in columns if column.metric == "loss"] == [
+        Column("loss-linear-valid", "loss", "linear", split="valid", **same),
+        Column("loss-linear-test", "loss (test)", "linear", split="test", **same),
+        Column("loss-softmax-valid", "loss", "softmax", split="valid", **same),
+        Column("loss-softmax-test", "loss (test)", "softmax", split="test", **same),
+    ]
+
+
 def test_the_runs_of_a_table_change_the_half_that_is_not_fixed():
     for name, own, fixed in [("table4", "encoder", "decoder"), ("decoders", "decoder", "encoder")]:
         table = load_table(ROOT / "configs" / "tables" / f"{name}.yaml")
@@ -637,6 +662,12 @@ WRONG_TABLES = {
         "notes: {small: PER is ahead}\ncurves:",
         "says 'ahead' itself",
     ),
+    "a name without values": (
+        "title: test,",
+        'for: {kind: [a]}, title: "{knd}",',
+        "'{knd}' has a name that `for` lacks",
+    ),
+    "a single value": ("title: test,", "for: {kind: a}, title: test,", "needs a list of values"),
     "half a reference": ("curves:", "notes: {small: '[[Base]]'}\ncurves:", "[[Base]] is neither"),
     "a reference to no row": (
         "curves:",

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from lrpe_fairseq.experiments.records import notes
+from lrpe_fairseq.experiments.records import notes, repeated
 
 Options = dict[str, Any]
 ATTENTION = ("linear", "softmax")
@@ -30,6 +30,7 @@ SELECTION = {"split", "protocol", "metric"}
 class Column:
     """One column, and the field of the run file that it shows.
 
+    A file may write several columns at once (:mod:`.repeated`).
     key: its name in ``method`` and in notes. title: its heading. attention: ``linear`` or
     ``softmax``. metric, with split and protocol: a number of the run's ``metrics``; without
     them: a field of the run, such as ``tokens_per_second``. dataset: only runs on this data set
@@ -179,13 +180,20 @@ def load_table(path: Path) -> Table:
         if not isinstance(given, dict):
             raise ValueError("a table holds keys and values")
         content = {"name": path.stem, **given}
-        content["columns"] = [build(Column, column) for column in content.get("columns", [])]
+        columns = repeated.spelled_out(content.get("columns", []))
+        content["columns"] = _by_attention([build(Column, column) for column in columns])
         content["rows"] = [build(Row, row) for row in content.get("rows", [])]
         table = build(Table, content)
         _check(table)
     except (ValueError, TypeError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: {error}") from error
     return table
+
+
+def _by_attention(columns: list[Column]) -> list[Column]:
+    """Put the columns of one attention type together; the type that comes first stays first."""
+    kinds = list(dict.fromkeys(column.attention for column in columns))
+    return sorted(columns, key=lambda column: kinds.index(column.attention))
 
 
 def file_name(name: str) -> str:
