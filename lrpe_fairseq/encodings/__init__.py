@@ -7,6 +7,7 @@ file and add one line here.
 
 from collections.abc import Callable
 from dataclasses import Field, fields
+from difflib import get_close_matches
 from functools import partial
 from typing import NamedTuple
 
@@ -167,9 +168,11 @@ def constructor_of(name: str) -> Constructor:
         return ENCODINGS[name]
     constructor = FAMILIES[prefix].build(rest) if prefix in FAMILIES else None
     if constructor is None:
+        close = get_close_matches(name, ENCODINGS, n=1)
         raise ChoiceError(
             f"unknown position encoding {name!r}; choose one of {', '.join(ENCODINGS)}, "
             + ", ".join(f"or {family}" for family in FAMILIES.values())
+            + (f"; did you mean {close[0]!r}?" if close else "")
         )
     return constructor
 

@@ -26,7 +26,7 @@ def share_across_stacks(model: nn.Module) -> None:
     """Share parameters between an encoder, a decoder and its cross-attention in ``model``.
 
     Each encoding whose ``shared_by_stacks`` is true uses the parameters of the first one of the
-    same class, name, widths and options. Call this once, after :func:`share_across_layers` for
+    same class, name, widths and options of its own. Call this once, after :func:`share_across_layers` for
     every stack.
     """
     owners: list[Encoding] = []
@@ -47,4 +47,5 @@ def _alike(one: Encoding, other: Encoding) -> bool:
 
 def _settings(encoding: Encoding) -> tuple:
     spec = encoding.spec
-    return spec.head_dim, spec.num_heads, spec.options
+    common = spec.options.fidelity, spec.options.grid_width
+    return spec.head_dim, spec.num_heads, encoding.options, *common

@@ -455,7 +455,13 @@ def test_an_encoder_and_a_decoder_share_generators_if_their_options_agree():
             build_encoding("ape", D, HEADS, causal=causal, seed=s, options=given) for s in range(2)
         )
 
-    for options, count in (({}, 1), ({"ape_base": 100.0}, 2), ({"ape_shared": False}, 3)):
+    another = {"cosformer_length": 7}  # of another encoding
+    for options, count in (
+        ({}, 1),
+        (another, 1),
+        ({"ape_base": 100.0}, 2),
+        ({"ape_shared": False}, 3),
+    ):
         model = nn.ModuleDict({"encoder": stack(False), "decoder": stack(True, **options)})
         for part in model.values():
             share_across_layers(part)
