@@ -161,5 +161,7 @@ def test_missing_data_and_models_that_are_no_language_model_are_refused(
 ) -> None:
     with pytest.raises(Refusal, match=r"dict\.txt does not exist: prepare the data"):
         built(tmp_path, TASK, MODEL)
+    with pytest.raises(Refusal, match="lrpe_synthetic reads a single data folder, not the shards"):
+        built(f"{folder}:{folder}", TASK, MODEL)
     with pytest.raises(Refusal, match="lrpe_synthetic supports language models only"):
         built(folder, TASK, "--arch lrpe_transformer_tiny")

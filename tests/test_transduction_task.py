@@ -219,6 +219,8 @@ def test_data_without_or_with_other_positions_are_refused(folder: Path, tmp_path
     _, task, _ = built(tmp_path / "copy" / "bin", TASK, MODEL, "--node-positions")
     with pytest.raises(Refusal, match="prepare a task of trees"):
         task.load_dataset("valid")
+    with pytest.raises(Refusal, match="reads a single data folder, not the shards"):
+        built(f"{folder}:{folder}", TASK, MODEL, "--node-positions")
     task = copy.copy(built(folder, TASK, MODEL, "--node-positions --truncate-source")[1])
     task.cfg.max_source_positions = 5
     with pytest.raises(Refusal, match="does not have a position for every token"):

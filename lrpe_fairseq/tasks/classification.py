@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lrpe_fairseq.errors import refuse
 from lrpe_fairseq.tasks.datasets import EpochDataset
+from lrpe_fairseq.tasks.missing_data import single_folder
 
 logger = logging.getLogger(__name__)
 
@@ -97,11 +98,9 @@ class LRPEClassificationTask(ClassTask):
     @classmethod
     def setup_task(cls, cfg: ClassificationConfig, **keywords: Any) -> "LRPEClassificationTask":
         """Load the dictionaries; called by fairseq."""
-        folder = Path(cfg.data)
-        if not cfg.data or not (folder / "input0" / "dict.txt").is_file():
-            refuse(
-                f"{cfg.data or 'the data folder'} has no input0/dict.txt: prepare the data first"
-            )
+        folder = single_folder(cfg.data, NAME)
+        if not (folder / "input0" / "dict.txt").is_file():
+            refuse(f"{folder} has no input0/dict.txt: prepare the data first")
         check_classes(folder / "label" / "dict.txt", cfg.num_classes)
         if cfg.max_positions < 1:
             refuse(f"--max-positions must be at least 1, not {cfg.max_positions}")

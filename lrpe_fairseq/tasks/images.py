@@ -27,6 +27,7 @@ from torch import Tensor
 from lrpe_fairseq.errors import refuse
 from lrpe_fairseq.tasks.classification import ClassTask, check_classes
 from lrpe_fairseq.tasks.datasets import EpochDataset
+from lrpe_fairseq.tasks.missing_data import single_folder
 
 NAME = "lrpe_images"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -88,9 +89,9 @@ class LRPEImagesTask(ClassTask):
     @classmethod
     def setup_task(cls, cfg: ImagesConfig, **keywords: Any) -> "LRPEImagesTask":
         """Check the data; called by fairseq."""
-        folder = Path(cfg.data)
-        if not cfg.data or not (folder / "label" / "dict.txt").is_file():
-            refuse(f"{cfg.data or 'the data folder'} has no label/dict.txt: prepare the data first")
+        folder = single_folder(cfg.data, NAME)
+        if not (folder / "label" / "dict.txt").is_file():
+            refuse(f"{folder} has no label/dict.txt: prepare the data first")
         check_classes(folder / "label" / "dict.txt", cfg.num_classes)
         if cfg.image_size < 1 or cfg.repeats < 1:
             refuse("--image-size and --repeats must be at least 1")

@@ -1,4 +1,4 @@
-"""One sentence for a data folder without a dictionary, instead of fairseq's traceback."""
+"""One sentence for a data folder that cannot be read, instead of a traceback or other data."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,8 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import fairseq.tasks
+from fairseq import utils
 
 from lrpe_fairseq.errors import refuse
+
+
+def single_folder(data: str, reader: str) -> Path:
+    """Return the data folder ``data``. Raises: Refusal if it is empty or names several shards."""
+    if not data:
+        refuse(f"{reader} needs a data folder, such as bin of a data-prep one")
+    if len(utils.split_paths(data)) > 1:
+        refuse(f"{reader} reads a single data folder, not the shards {data}: join them")
+    return Path(data)
 
 
 def explain_missing_data() -> None:

@@ -8,12 +8,10 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
 import torch
-from fairseq import utils
 from fairseq.data import Dictionary, data_utils
 from fairseq.dataclass import FairseqDataclass
 from fairseq.logging import metrics
@@ -24,6 +22,7 @@ from torch import Tensor, nn
 
 from lrpe_fairseq.errors import refuse
 from lrpe_fairseq.tasks.datasets import SizedDataset
+from lrpe_fairseq.tasks.missing_data import single_folder
 
 NAME = "lrpe_synthetic"
 LONGEST = 16384
@@ -64,7 +63,7 @@ class LRPESyntheticTask(FairseqTask):
     @classmethod
     def setup_task(cls, cfg: SyntheticConfig, **keywords: Any) -> "LRPESyntheticTask":
         """Load the dictionary."""
-        path = folder_of(cfg) / "dict.txt"
+        path = single_folder(cfg.data, NAME) / "dict.txt"
         if not path.is_file():
             refuse(f"{path} does not exist: prepare the data with data-prep/synthetic/prepare.py")
         return cls(cfg, Dictionary.load(str(path)))
@@ -101,7 +100,7 @@ class LRPESyntheticTask(FairseqTask):
         self.datasets[split] = SyntheticDataset(inputs, targets, self.dictionary.pad())
 
     def _rows(self, split: str, side: str) -> Any:
-        path = folder_of(self.cfg) / f"{split}.{side}"
+        path = single_folder(self.cfg.data, NAME) / f"{split}.{side}"
         rows = data_utils.load_indexed_dataset(str(path), None, "mmap")
         if rows is None:
             refuse(f"{path}.idx does not exist: prepare the data with data-prep/synthetic")
@@ -173,13 +172,6 @@ class SyntheticDataset(SizedDataset):
             "ntokens": int(target.ne(self.pad).sum()),
             "tokens": int(lengths.sum()),
         }
-
-
-def folder_of(cfg: SyntheticConfig) -> Path:
-    """Return the folder of the data."""
-    if not cfg.data:
-        refuse(f"{NAME} needs the data folder of data-prep/synthetic, which ends with bin")
-    return Path(utils.split_paths(cfg.data)[0])
 
 
 @contextmanager

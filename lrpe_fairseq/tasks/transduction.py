@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from fairseq import utils
 from fairseq.data import BaseWrapperDataset, data_utils
 from fairseq.dataclass import ChoiceEnum
 from fairseq.dataclass.configs import GenerationConfig
@@ -23,6 +22,7 @@ from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.models.node_positions import NodeRule, rule_of
 from lrpe_fairseq.models.options import one_sentence_errors
 from lrpe_fairseq.models.translation import LRPETransformer
+from lrpe_fairseq.tasks.missing_data import single_folder
 
 NAME = "lrpe_transduction"
 PUBLISHED_BATCH = 32
@@ -77,12 +77,14 @@ class LRPETransductionTask(TranslationTask):
     targets that equal the output. Only ``--decode-samples`` samples count.
 
     Raises: Refusal for a model other than ``lrpe_transformer`` with ``--node-positions``, for data
-        without positions, and for decoding of trees whose labels do not determine their nodes.
+        without positions or in shards, and for decoding of trees whose labels do not determine their nodes.
     """
 
     def __init__(self, *rest: Any) -> None:
         super().__init__(*rest)
         self._rules: dict[str, NodeRule] = {}
+        if self.cfg.node_positions:
+            single_folder(self.cfg.data, "--node-positions")
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
         """Build the model as fairseq does."""
@@ -137,7 +139,7 @@ class LRPETransductionTask(TranslationTask):
 
     def _path(self, split: str, name: str) -> str:
         pair = f"{self.cfg.source_lang}-{self.cfg.target_lang}"
-        return f"{utils.split_paths(self.cfg.data)[0]}/{split}.{pair}.{name}"
+        return f"{self.cfg.data}/{split}.{pair}.{name}"
 
     def load_dataset(self, split: str, *rest: Any, **keywords: Any) -> None:
         """Load a split as fairseq does, and the positions of its tokens if needed.
