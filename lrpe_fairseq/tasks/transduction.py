@@ -77,7 +77,8 @@ class LRPETransductionTask(TranslationTask):
     targets that equal the output. Only ``--decode-samples`` samples count.
 
     Raises: Refusal for a model other than ``lrpe_transformer`` with ``--node-positions``, for data
-        without positions or in shards, and for decoding of trees whose labels do not determine their nodes.
+        without positions or in shards, and for decoding of trees whose labels do not determine
+        their nodes.
     """
 
     def __init__(self, *rest: Any) -> None:
