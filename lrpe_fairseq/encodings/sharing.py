@@ -26,8 +26,8 @@ def share_across_stacks(model: nn.Module) -> None:
     """Share parameters between an encoder, a decoder and its cross-attention in ``model``.
 
     Each encoding whose ``shared_by_stacks`` is true uses the parameters of the first one of the
-    same class, name, widths and options of its own. Call this once, after :func:`share_across_layers` for
-    every stack.
+    same class, name, widths and options of its own. Call this once, after
+    :func:`share_across_layers` for every stack.
     """
     owners: list[Encoding] = []
     for module in list(model.modules()):
