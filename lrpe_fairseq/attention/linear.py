@@ -87,6 +87,39 @@ def linear_attention_naive(
     return numerator / scores.sum(-1, keepdim=True).clamp_min(EPS)
 
 
+def linear_attention_window(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    key_padding_mask: Tensor | None = None,
+    normalizer: str = "rotated",
+    content: tuple[Tensor, Tensor] | None = None,
+    log_decay: Tensor | None = None,
+) -> Tensor:
+    """Compute causal :func:`linear_attention_naive` with a window in O(T window) time.
+
+    Each block of ``window`` queries is computed with the ``window - 1`` tokens before it.
+    """
+    found = []
+    for start in range(0, q.shape[2], window):
+        first = max(0, start - window + 1)
+        part = slice(first, start + window)
+        per_token = log_decay is not None and log_decay.dim() == 3
+        out = linear_attention_naive(
+            *(x[:, :, part] for x in (q, k, v)),
+            causal=True,
+            key_padding_mask=None if key_padding_mask is None else key_padding_mask[:, part],
+            normalizer=normalizer,
+            content=None if content is None else tuple(x[:, :, part] for x in content),
+            log_decay=log_decay[..., part] if per_token else log_decay,
+            window=window,
+        )
+        found.append(out[:, :, start - first :])
+    return torch.cat(found, 2)
+
+
 def _visible(scores: Tensor, causal: bool, window: int | None) -> Tensor:
     """Set the scores of keys that a query does not attend to to zero."""
     scores = scores.tril() if causal else scores

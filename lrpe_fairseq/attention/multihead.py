@@ -18,7 +18,7 @@ from lrpe_fairseq.attention.linear import (
     LinearState,
     linear_attention,
     linear_attention_block,
-    linear_attention_naive,
+    linear_attention_window,
 )
 from lrpe_fairseq.attention.projected import (
     ATTENTION_TYPES,
@@ -201,7 +201,7 @@ class MultiheadAttention(ProjectedAttention):
         options["log_decay"] = self._log_decay(x, padding, state, keep_state)
         if self.window is not None:
             self._require_whole(state, keep_state)
-            return linear_attention_naive(q, k, v, causal=True, window=self.window, **options), None
+            return linear_attention_window(q, k, v, window=self.window, **options), None
         if not keep_state:
             return linear_attention(q, k, v, causal=self.causal, **options), None
         return linear_attention_block(q, k, v, state=state and state.past, **options)

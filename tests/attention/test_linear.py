@@ -9,6 +9,7 @@ from lrpe_fairseq.attention.linear import (
     linear_attention,
     linear_attention_block,
     linear_attention_naive,
+    linear_attention_window,
     reorder_state,
 )
 from lrpe_fairseq.kernels import causal_cpu
@@ -324,3 +325,22 @@ def test_gradcheck(form, monkeypatch):
         for _ in range(3)
     )
     assert torch.autograd.gradcheck(lambda *x: linear_attention(*x, causal=True), [q, k, v])
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+@pytest.mark.parametrize("window", [1, 64, 400])
+@pytest.mark.parametrize("decay", [None, (HEADS,), (BATCH, HEADS, 200)])
+def test_a_window_by_blocks_equals_the_naive_one_in_outputs_and_gradients(
+    normalizer, window, decay
+):
+    generator = torch.Generator().manual_seed(window)
+    options = {
+        "normalizer": normalizer,
+        "log_decay": decay and -torch.rand(decay, generator=generator, dtype=torch.float64),
+        "window": window,
+        "key_padding_mask": padding(200),
+    }
+    wanted = outputs_and_gradients(linear_attention_naive, example(200), causal=True, **options)
+    got = outputs_and_gradients(linear_attention_window, example(200), **options)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
