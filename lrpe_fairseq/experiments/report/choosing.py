@@ -123,7 +123,8 @@ def answer(sheet: Sheet) -> str:
     column = sheet.table.columns[0]
     ordered = {label: scores for label, scores in found.items() if len(scores) > 1}
     if not claims.any_order(ordered, sheet.table.better):
-        return f"no order ({claims.value_range(sheet, column, found)})"
+        reason = "no order" if ordered else "one seed"
+        return f"{reason} ({claims.value_range(sheet, column, found)})"
     return f"{_first(sheet, ordered)}{_unranked(sheet, ordered)}"
 
 

@@ -118,7 +118,7 @@ def finding(sheet: Sheet) -> str:
     parts = [
         f"{_title(sheet, column)}: {rows_finding(sheet, column)}" for column in sheet.headlines
     ]
-    return ". ".join(parts) + "."
+    return ". ".join(parts) + "." if parts else "The columns of the finding have no runs yet."
 
 
 def rows_finding(sheet: Sheet, column: Column) -> str:

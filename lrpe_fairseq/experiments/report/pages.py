@@ -203,16 +203,30 @@ def _budget(sheet: Sheet) -> list[str]:
 
 
 def _grids(sheet: Sheet, attention: str) -> list[str]:
-    """Return the columns of an attention type with runs, in tables of at most WIDEST columns."""
+    """Return the columns of an attention type with runs, in tables of at most WIDEST columns.
+
+    Rows without any number are named below the tables.
+    """
     columns = [c for c in sheet.table.columns if c.attention == attention and sheet.run(c)]
-    rows = [row for row in sheet.table.rows if attention in row.attention]
+    rows = [row for row in sheet.table.rows if _has_number(sheet, row, columns)]
     first = _first_columns(sheet, rows)
     parts = [f"{attention.capitalize()} attention:\n"] if columns else []
     for chosen in _split(sheet, columns, WIDEST - len(first)):
         head = [*first, *(title for column in chosen for title in _head(sheet, column))]
         lines = [_line(sheet, row, first, chosen) for row in rows]
         parts.append(markdown.table(head, lines) + "\n")
-    return parts
+    absent = [r for r in sheet.table.rows if r not in rows and any(map(r.has, columns))]
+    return parts + ([f"Rows not run: {', '.join(r.label for r in absent)}.\n"] if absent else [])
+
+
+def _has_number(sheet: Sheet, row: Row, columns: Iterable[Column]) -> bool:
+    """True if a cell of the row has a run or a published number."""
+    return any(
+        sheet.ours(row, column)
+        or sheet.diverged(row, column)
+        or sheet.published(row, column) is not None
+        for column in columns
+    )
 
 
 def _split(sheet: Sheet, columns: list[Column], most: int) -> list[list[Column]]:
@@ -402,7 +416,8 @@ def _subsets(runs: Iterable[Run]) -> list[str]:
 
 def _seeds(sheet: Sheet) -> str:
     """Return the number of seeds per row: ``2 seeds`` or ``1 to 3 seeds``."""
-    counts = {len(s) for r in sheet.table.rows for c in sheet.headlines if (s := sheet.ours(r, c))}
+    columns = sheet.headlines or sheet.table.columns
+    counts = {len(s) for r in sheet.table.rows for c in columns if (s := sheet.ours(r, c))}
     low, high = min(counts, default=0), max(counts, default=0)
     return f"{low} to {high} seeds" if low < high else _counted(high, "seed")
 
