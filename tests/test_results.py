@@ -423,7 +423,7 @@ def test_a_row_may_lack_columns_and_then_has_neither_cell_nor_training(root):
     text = page(root)
     assert "| RoPE |" not in text
     absent = [line for line in text.splitlines() if line.startswith("Rows not run:")]
-    assert absent == ["Rows not run: SPE, PER, Type8."]
+    assert absent == ["Rows not run: SPE; PER; Type8."]
 
 
 def test_a_row_names_the_further_columns_of_its_published_cell(root):

@@ -100,13 +100,13 @@ def linear_attention_window(
 ) -> Tensor:
     """Compute causal :func:`linear_attention_naive` with a window in O(T window) time.
 
-    Each block of ``window`` queries is computed with the ``window - 1`` tokens before it.
+    Each block of ``window`` queries is computed with the ``window - 1`` tokens before it. Arguments
+    and result are those of :func:`linear_attention`.
     """
-    found = []
+    found, per_token = [], log_decay is not None and log_decay.dim() == 3
     for start in range(0, q.shape[2], window):
         first = max(0, start - window + 1)
         part = slice(first, start + window)
-        per_token = log_decay is not None and log_decay.dim() == 3
         out = linear_attention_naive(
             *(x[:, :, part] for x in (q, k, v)),
             causal=True,

@@ -15,7 +15,10 @@ from typing import Any
 
 
 def spelled_out(columns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return ``columns`` with each one that has ``for`` repeated. Raises: ValueError."""
+    """Return ``columns`` with each one that has ``for`` repeated.
+
+    Raises: ValueError for values that are no list or mapping, and for a name that ``for`` lacks.
+    """
     return [single for column in columns for single in _repeat(dict(column))]
 
 

@@ -216,7 +216,7 @@ def _grids(sheet: Sheet, attention: str) -> list[str]:
         lines = [_line(sheet, row, first, chosen) for row in rows]
         parts.append(markdown.table(head, lines) + "\n")
     absent = [r for r in sheet.table.rows if r not in rows and any(map(r.has, columns))]
-    return parts + ([f"Rows not run: {', '.join(r.label for r in absent)}.\n"] if absent else [])
+    return parts + ([f"Rows not run: {'; '.join(r.label for r in absent)}.\n"] if absent else [])
 
 
 def _has_number(sheet: Sheet, row: Row, columns: Iterable[Column]) -> bool:
@@ -320,8 +320,17 @@ def _versus(sheet: Sheet, row: Row, column: Column) -> str:
 
 
 def _absent_columns(sheet: Sheet) -> list[str]:
-    titles = dict.fromkeys(c.title for c in sheet.table.columns if not sheet.run(c))
-    return [f"Not run: {', '.join(titles)}.\n"] if titles else []
+    """Name the columns without runs, by attention type if the types differ."""
+    absent = {}
+    for kind in dict.fromkeys(column.attention for column in sheet.table.columns):
+        own = [column for column in sheet.table.columns if column.attention == kind]
+        titles = [column.title for column in own if not sheet.run(column)]
+        absent[kind] = titles if len(titles) < len(own) else ["every column"]
+    if len({tuple(titles) for titles in absent.values()}) == 1:
+        named = {"": next(iter(absent.values()))}
+    else:
+        named = {f" with {kind} attention": titles for kind, titles in absent.items()}
+    return [f"Not run{kind}: {'; '.join(titles)}.\n" for kind, titles in named.items() if titles]
 
 
 def _rank_list(sheet: Sheet) -> list[str]:
@@ -364,7 +373,8 @@ def _memory(sheet: Sheet) -> list[str]:
     columns = {k: own for k, own in columns.items() if all(not c.overrides for c in own)}
     rows = [[row.label, *(_peak(sheet, row, own) for own in columns.values())]
             for row in sheet.table.rows]  # fmt: skip
-    if not any(cell != NO_CELL for row in rows for cell in row[1:]):
+    rows = [row for row in rows if any(cell != NO_CELL for cell in row[1:])]
+    if not rows:
         return []
     table = markdown.table(["peak memory, MB", *columns], rows)
     return [f"<details><summary>Memory</summary>\n\n{table}\n\n</details>\n"]
