@@ -12,6 +12,7 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 [ -d "$root/.venv/bin" ] && PATH="$root/.venv/bin:$PATH"
+export THP_MEM_ALLOC_ENABLE=${THP_MEM_ALLOC_ENABLE:-1}  # large tensors in huge pages: faster on a CPU
 procs=${PROCS:-1}
 usage() { sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 

@@ -669,6 +669,13 @@ def test_a_wish_for_fewer_threads_is_heard(monkeypatch):
     assert schedule.shares(2)[0].threads == 4
 
 
+def test_large_tensors_are_in_huge_pages_unless_the_user_says_otherwise(monkeypatch):
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    assert schedule.shares(1)[0].environment["THP_MEM_ALLOC_ENABLE"] == "1"
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
+    assert schedule.shares(1)[0].environment["THP_MEM_ALLOC_ENABLE"] == "0"
+
+
 def test_two_runners_do_not_train_the_same_run(tmp_path):
     with processes.locked(tmp_path), pytest.raises(Busy), processes.locked(tmp_path):
         pytest.fail("both hold the lock")

@@ -32,9 +32,12 @@ class Devices:
 
         Waiting threads sleep instead of spinning: with other work on the machine, spinning makes a
         training with two threads several times slower, and on an idle machine it gains nothing.
+        torch keeps large tensors in huge pages, if Linux permits it: every update allocates the
+        logits anew; on a virtual machine their page faults are a large part of a small training.
         """
         found = {"OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1"}
-        found["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "passive")
+        for name, value in {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}.items():
+            found[name] = os.environ.get(name, value)
         if self.gpus is not None:
             found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
         return found
