@@ -486,6 +486,16 @@ def test_a_column_of_one_scale_is_not_shown_at_another(root):
     assert "| valid |" in large
 
 
+@pytest.mark.parametrize("by_dataset", ["true", "false"])
+def test_data_sets_without_runs_are_named_instead_of_their_columns(root, by_dataset):
+    edit_table(root, "same: [max-update]", f"same: [max-update]\nby_dataset: {by_dataset}")
+    edit_table(root, "key: valid, title: valid,", "key: valid, title: valid, dataset: letters,")
+    more = "- {key: rest, title: rest, attention: linear, split: valid, metric: loss, dataset: ink,"
+    edit_table(root, "rows:", f"  {more} protocol: blocks}}\nrows:")
+    save(root, "a", dataset="letters")
+    assert f"Not run: test; {'ink' if by_dataset == 'true' else 'rest'}." in page(root)
+
+
 def test_a_scale_may_have_some_rows_only(root):
     edit_table(root, "curves:", "rows_of: {paper: [Base, SPE]}\ncurves:")
     save(root, "a", metrics=ppl(60.0), curve=CURVE)

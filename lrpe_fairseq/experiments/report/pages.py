@@ -324,13 +324,25 @@ def _absent_columns(sheet: Sheet) -> list[str]:
     absent = {}
     for kind in dict.fromkeys(column.attention for column in sheet.table.columns):
         own = [column for column in sheet.table.columns if column.attention == kind]
-        titles = [column.title for column in own if not sheet.run(column)]
-        absent[kind] = titles if len(titles) < len(own) else ["every column"]
+        left = [column for column in own if not sheet.run(column)]
+        absent[kind] = _names(sheet, left, own) if len(left) < len(own) else ["every column"]
     if len({tuple(titles) for titles in absent.values()}) == 1:
         named = {"": next(iter(absent.values()))}
     else:
         named = {f" with {kind} attention": titles for kind, titles in absent.items()}
     return [f"Not run{kind}: {'; '.join(titles)}.\n" for kind, titles in named.items() if titles]
+
+
+def _names(sheet: Sheet, columns: list[Column], own: list[Column]) -> list[str]:
+    """Return the titles of ``columns``; with ``by_dataset``, data sets without a run instead.
+
+    own: all columns of the attention type.
+    """
+    with_runs = {column.dataset for column in own if column not in columns}
+    if not sheet.table.by_dataset:
+        with_runs |= {column.dataset for column in columns}
+    names = (c.title if c.dataset in {"", *with_runs} else c.dataset for c in columns)
+    return list(dict.fromkeys(names))
 
 
 def _rank_list(sheet: Sheet) -> list[str]:
