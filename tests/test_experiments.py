@@ -244,7 +244,7 @@ def test_a_value_that_hydra_would_misread_is_quoted():
         ),
         (
             ["table4", "--scale", "newstest", "--rows", "Base", "T5"],
-            "no row 'T5'; it has Base, Type2",
+            "no row 'T5'; it has Base; Type2",
         ),
         (["table2", "--rows", "T5", "--attention", "linear"], "leave out --rows, --attention or"),
         (

@@ -868,7 +868,7 @@ def test_names_and_references_are_no_bare_numbers(text):
 
 
 def test_an_order_in_a_note_is_stated_only_where_the_runs_support_it(root):
-    add_note(root, "[[RoPE ahead of Base, SPE, PER | valid]].")
+    add_note(root, "[[RoPE ahead of Base; SPE; PER | valid]].")
     for name, (one, two) in {
         "rope": (40.0, 41.0),
         "none": (50.0, 51.0),
@@ -883,8 +883,13 @@ def test_an_order_in_a_note_is_stated_only_where_the_runs_support_it(root):
     assert "the order of RoPE (40.50) and Base (50.00), SPE (40.75) and" in page(root)
 
 
+def test_the_label_of_a_row_in_a_note_may_have_a_comma():
+    found = notes.parse("FoX ahead of Type2, gated; Type2 | valid")
+    assert found == notes.Order("FoX", ("Type2, gated", "Type2"), "valid")
+
+
 def test_a_note_says_that_a_row_is_behind_and_does_not_call_that_open(root):
-    add_note(root, "[[Base ahead of RoPE, SPE | valid]].")
+    add_note(root, "[[Base ahead of RoPE; SPE | valid]].")
     for name, value in {"none": 50.0, "rope": 40.0, "spe": 60.0}.items():
         for seed in (1, 2):
             changes = {"seed": seed, "metrics": ppl(value + seed / 10)}

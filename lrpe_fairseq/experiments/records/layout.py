@@ -222,7 +222,7 @@ def _named(items: list[Any], attribute: str, name: str, table: str) -> Any:
     for item in items:
         if getattr(item, attribute) == name:
             return item
-    known = ", ".join(getattr(item, attribute) for item in items)
+    known = "; ".join(getattr(item, attribute) for item in items)  # labels may have commas
     kind = type(items[0]).__name__.lower()
     raise ValueError(f"table {table} has no {kind} {name!r}; it has {known}")
 

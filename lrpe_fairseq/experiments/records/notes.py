@@ -7,7 +7,7 @@ A text contains no numbers, only references to them:
 - ``[[option NAME]]``: an option that all runs of the group share; ``tokens-per-update`` is
   ``max-tokens`` times ``update-freq``.
 - ``[[option NAME at SCALE]]``: the same from the configuration of another scale.
-- ``[[Row ahead of Row, Row | column]]``: our numbers, with an order only where the runs support it.
+- ``[[Row ahead of Row; Row | column]]``: our numbers, with an order only where the runs support it.
 """
 
 import re
@@ -67,7 +67,7 @@ def parse(reference: str) -> Option | Value | Order:
         raise ValueError(f"[[{reference}]] is neither [[row | column]] nor [[option name]]")
     if " ahead of " in left:
         first, _, others = left.partition(" ahead of ")
-        return Order(first.strip(), tuple(o.strip() for o in others.split(",")), column)
+        return Order(first.strip(), tuple(o.strip() for o in others.split(";")), column)
     label = left.removeprefix("paper ")
     return Value(label, column, published=label != left)
 
