@@ -20,16 +20,17 @@ from lrpe_fairseq.experiments.commands import run_table
 from lrpe_fairseq.experiments.data import folders, synthetic
 from lrpe_fairseq.experiments.data.corpus import SPLITS
 from lrpe_fairseq.experiments.data.synthetic import Recipe
-from lrpe_fairseq.experiments.families import FAMILIES, lm, plan
+from lrpe_fairseq.experiments.families import FAMILIES, family_of, lm, plan
+from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
 from lrpe_fairseq.experiments.families.lm import LMRun
-from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, sweeps
+from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, recipes, sweeps
 from lrpe_fairseq.experiments.records import runs as run_files
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.fairseq_log import Curve
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT
 from lrpe_fairseq.experiments.records.layout import load_table
-from lrpe_fairseq.experiments.records.runs import read_run, write_run
-from lrpe_fairseq.experiments.report import cost
+from lrpe_fairseq.experiments.records.runs import plain, read_run, write_run
+from lrpe_fairseq.experiments.report import cells, cost
 from lrpe_fairseq.experiments.runner import identity, launch, processes, recording, schedule
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Busy, Children, RunFailed
@@ -129,6 +130,21 @@ def test_every_run_of_a_table_sets_only_keys_that_its_configuration_knows(table,
         for part, kind in {"": AttentionOptions, **parts}.items()
         for option in fields(kind)
     }
+
+
+@pytest.mark.parametrize(
+    ("table", "scale"), [pytest.param(t, s, id=f"{t.name}-{s}") for t in TABLES for s in t.scales]
+)
+def test_a_run_has_the_options_of_its_cell_whatever_its_configuration_says(table, scale):
+    distinct = {(cell.options, cell.config): cell for cell in recipes.cells(table.at(scale))}
+    for cell in distinct.values():
+        config = ROOT / (cell.config or table.scales[scale])
+        (run, *_) = family_of(config).of_cell(table.at(scale), cell, scale, config, 1)
+        if isinstance(run, FinetuningRun):  # the checkpoint has the options of the model
+            continue
+        has = {"config": trained(run)}
+        for name, value in cell.options:
+            assert plain(cells.option(has, name, value)) == plain(value), (run.name, name)
 
 
 TEST_SETS = {  # of data with other splits than train, valid and test

@@ -14,17 +14,20 @@ Evaluations = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Cell:
-    """One model to train: a row under an attention type, with the options that differ.
+    """One model to train: a row under an attention type, and its options.
 
-    dataset: set if the columns are data sets; otherwise that of the configuration. name: for file
-    names, such as ``Type2-linear``, followed by the data set of a column with its own
-    configuration and the options that the column changes. config: the column's own configuration;
-    empty for that of the scale. evaluations: what the columns that the model fills show.
+    options: every option of the table, with the value of the row and column. changed: those that
+    differ from the table's own values. dataset: set if the columns are data sets; otherwise that of
+    the configuration. name: for file names, such as ``Type2-linear``, followed by the data set of a
+    column with its own configuration and the options that the column changes. config: the column's
+    own configuration; empty for that of the scale. evaluations: what the columns that the model
+    fills show.
     """
 
     label: str
     encoding: str
     attention: str
+    options: tuple[tuple[str, Any], ...]
     changed: tuple[tuple[str, Any], ...]
     dataset: str
     name: str
@@ -61,11 +64,18 @@ def _distinct(pairs: Iterable[tuple[str, str]]) -> Evaluations:
 
 
 def _cell(table: Table, row: Row, column: Column) -> Cell:
-    options = {**table.options, **row.overrides, **column.overrides}
-    changed = tuple(sorted((k, v) for k, v in options.items() if v != table.options[k]))
+    options = tuple(sorted({**table.options, **row.overrides, **column.overrides}.items()))
+    changed = tuple((k, v) for k, v in options if v != table.options[k])
     named = [column.dataset] if column.config else []
     named += [f"{k}={v}" for k, v in changed if k not in row.overrides]
     name = file_name("-".join([row.label, column.attention, *named]))
     return Cell(
-        row.label, row.encoding, column.attention, changed, column.dataset, name, column.config
+        row.label,
+        row.encoding,
+        column.attention,
+        options,
+        changed,
+        column.dataset,
+        name,
+        column.config,
     )

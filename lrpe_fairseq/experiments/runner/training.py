@@ -44,6 +44,7 @@ COMMON_OPTIONS = {  # an option of a table -> fairseq's configuration
     "score-decay": "model.score_decay",
     "clip-norm": "optimization.clip_norm",
     "max-update": "optimization.max_update",
+    "lr-scheduler": "lr_scheduler._name",
     "lr-period-updates": "lr_scheduler.lr_period_updates",
     "total-num-update": "lr_scheduler.total_num_update",
     "bf16": "common.bf16",
@@ -129,11 +130,21 @@ class TrainingRun(ABC):
             scale=scale,
             folder=ROOT / "runs" / table.name / name,
             result=ROOT / "results" / "runs" / table.name / f"{name}.json",
-            overrides=tuple(chain.from_iterable(cls.overrides_of(*own) for own in cell.changed)),
+            overrides=cls._overrides(cell, load_config(config)),
             evaluations=cell.evaluations,
             **cls.fields_of(table),
         )
         return [run]
+
+    @classmethod
+    def _overrides(cls, cell: Cell, yaml: Any) -> tuple[str, ...]:
+        """Return what the cell changes, after its options of which the YAML has another value."""
+        usual = [own for own in cell.options if own not in cell.changed]
+        words, changes = (
+            list(chain.from_iterable(cls.overrides_of(*own) for own in part))
+            for part in (usual, cell.changed)
+        )
+        return tuple([word for word in words if _contradicts(word, yaml)] + changes)
 
     @classmethod
     def overrides_of(cls, option: str, value: Any) -> tuple[str, ...]:
@@ -452,3 +463,12 @@ class TrainingRun(ABC):
         seen = checkpoints.updates(checkpoints.load(self.checkpoints / checkpoints.LAST))
         if seen < self.max_update():
             raise RunFailed(f"training ended after {seen} of {self.max_update()} updates")
+
+
+def _contradicts(override: str, yaml: Any) -> bool:
+    """True if the YAML states another value of the key of ``section.key=value``."""
+    key = override.partition("=")[0]
+    stated = OmegaConf.select(yaml, key)
+    return stated is not None and stated != OmegaConf.select(
+        OmegaConf.from_dotlist([override]), key
+    )
