@@ -370,9 +370,10 @@ def test_the_lengths_of_the_table_are_multiples_of_its_training() -> None:
     assert trained.model.no_token_positional_embeddings
     paired = [Protocol.parse(c.protocol) for c in table.columns if c.protocol.startswith("paired")]
     assert {p.length for p in paired} == {n * tokens for n in (1, 2, 4, 8, 16)}
-    for row in table.rows:
-        for option in ("cosformer-length", "fope-length", "deberta-distance"):
-            assert row.overrides.get(option, tokens) in (tokens, 16 * tokens)
+    knobs = {"cosformer": "cosformer-length", "fope": "fope-length", "deberta": "deberta-distance"}
+    for row in (row for row in table.rows if row.encoding in knobs):
+        own = {**table.options, **row.overrides}
+        assert own[knobs[row.encoding]] in (tokens, 16 * tokens)
 
 
 def test_the_table_has_every_encoding_of_a_text_and_absolute_positions_in_one_row_only() -> None:
@@ -386,17 +387,20 @@ def test_the_table_has_every_encoding_of_a_text_and_absolute_positions_in_one_ro
 
 
 def test_the_figure_shows_the_difference_from_the_shortest_context(tmp_path: Path) -> None:
+    """With its interval; a run that diverged at the shortest context has no curve."""
     table = load_table(ROOT / "configs" / "tables" / "extrapolation.yaml")
 
     def run(seed: int, more: float) -> dict:
         metrics = {f"paired-{128 * n}": {"loss": 5 + more * n, "tokens": 9} for n in (1, 2, 16)}
+        metrics["paired-2048"] |= {"delta_low": more, "delta_high": 9.0}
         metrics["positions-2048"] = {"loss-16": 6.0, "loss-2048": 4.0, "tokens": 99}
         options = {"no-token-positional-embeddings": True}
         return make_run(
             experiment="extrapolation", seed=seed, metrics={"test": metrics}, config=options
         )
 
-    runs = {f"extrapolation/{seed}.json": run(seed, 0.1 * seed) for seed in (1, 2)}
+    runs = {f"extrapolation/{seed}.json": run(seed, 0.1 * seed) for seed in (1, 2, 3)}
+    runs["extrapolation/3.json"]["metrics"]["test"]["paired-128"] = {"diverged": 1, "tokens": 9}
     (panel,) = lengths.panels(Sheet(tmp_path, table, Group("small", "wikitext-2", runs)))
     assert panel.attention == "linear"
     bits = {128: 0.0, 256: 0.15, 2048: 15 * 0.15}
@@ -406,6 +410,8 @@ def test_the_figure_shows_the_difference_from_the_shortest_context(tmp_path: Pat
     assert dict(panel.positions["NoPE"]) == pytest.approx(
         {16: 6 * math.log(2), 2048: 4 * math.log(2)}
     )
+    assert panel.low["NoPE"] == [(2048, pytest.approx(0.15))]
+    assert panel.high["NoPE"] == [(2048, 9.0)]
     lengths.draw(tmp_path / "figure.png", panel)
     assert (tmp_path / "figure.png").read_bytes()[:4] == b"\x89PNG"
 

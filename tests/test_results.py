@@ -22,6 +22,7 @@ from lrpe_fairseq.experiments.records.runs import (
     write_run,
 )
 from lrpe_fairseq.experiments.report import cells, claims, markdown, pages, paper, scatter, tables
+from lrpe_fairseq.experiments.report.cells import Scores
 from lrpe_fairseq.experiments.report.curves import (
     axis_label,
     mean_curve,
@@ -898,14 +899,35 @@ def test_a_note_says_that_a_row_is_behind_and_does_not_call_that_open(root):
 
 
 def test_one_cell_is_ahead_where_seeds_agree_and_the_gap_is_twice_the_pooled_deviation():
-    low, high = {1: 1.0, 2: 2.0}, {1: 3.0, 2: 4.0}
+    low, high = Scores({1: 1.0, 2: 2.0}), Scores({1: 3.0, 2: 4.0})
     assert claims.pooled_deviation(low, high) == pytest.approx(0.5**0.5)
     assert claims.ahead(low, high, "lower")
     assert not claims.ahead(low, high, "higher")
     assert claims.ahead(high, low, "higher")
-    assert not claims.ahead(low, {1: 2.4, 2: 3.4}, "lower")  # 1.4 < 2 * 0.71
-    assert not claims.ahead(low, {1: 30.0}, "lower")  # one shared seed
-    assert not claims.ahead({1: 1.0, 2: 9.0}, {1: 20.0, 2: 8.9}, "lower")
+    assert not claims.ahead(low, Scores({1: 2.4, 2: 3.4}), "lower")  # 1.4 < 2 * 0.71
+    assert not claims.ahead(low, Scores({1: 30.0}), "lower")  # one shared seed
+    assert not claims.ahead(Scores({1: 1.0, 2: 9.0}), Scores({1: 20.0, 2: 8.9}), "lower")
+
+
+@pytest.mark.parametrize(("other", "ordered"), [(80.5, False), (85.0, True)])
+def test_the_sampling_error_of_an_accuracy_is_the_least_deviation(root, other, ordered):
+    edit_table(root, "better: lower", "better: higher")
+    edit_table(root, "split: test, protocol: blocks, metric: ppl",
+               "split: test, protocol: blocks, metric: accuracy")  # fmt: skip
+    for encoding, value in {"none": 80.0, "rope": other}.items():
+        for seed in (1, 2):  # equal seeds: their deviation is 0
+            found = {"test": {"blocks": {"accuracy": value, "examples": 900, "loss": 1.0}}}
+            save(root, f"{encoding}{seed}", position_encoding=encoding, seed=seed, metrics=found)
+    one, two = (scores(root, row, "test") for row in ("RoPE", "Base"))
+    assert two.sampling == pytest.approx(100 * (0.8 * 0.2 / 900) ** 0.5)
+    assert claims.ahead(one, two, "higher") is ordered
+
+
+def test_the_sampling_error_of_a_mean_of_columns_is_that_of_independent_tests(root):
+    parts = [Scores({1: 0.5, 2: 0.7}, sampling=0.03), Scores({1: 0.1}, sampling=0.04)]
+    mean = cells._mean_scores(parts)
+    assert mean == {1: pytest.approx(0.3)}
+    assert mean.sampling == pytest.approx(0.025)
 
 
 def test_the_finding_names_the_leaders_and_the_rows_ahead_of_the_baseline(root):

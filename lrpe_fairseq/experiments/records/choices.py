@@ -34,7 +34,7 @@ class Aspect:
     metric: a field of the run file in place of the metric of these columns. benchmark: a part
     of results/bench instead of sources. better: ``lower`` or ``higher``. quality: False for a
     cost. ranked: False if the values are shown without ranks. optional: True if the column is only
-    shown once it has runs.
+    shown once it has runs, and does not count in the short answer.
     """
 
     key: str

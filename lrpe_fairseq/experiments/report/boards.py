@@ -62,7 +62,7 @@ def board(root: Path, aspect: Aspect, attention: str, found: Mapping[str, list[S
     table = Table(
         aspect.key, aspect.title, "", [], {"": ""}, SINUSOIDAL, aspect.better, [column], rows
     )
-    found_values = {(row.label, VALUE): values.get(row.label, {}) for row in rows}
+    found_values = {(row.label, VALUE): values.get(row.label, Scores()) for row in rows}
     return Board(root, table, Group("", "", {}), found_values, lost)
 
 
@@ -194,7 +194,7 @@ def _timed(root: Path, aspect: Aspect, attention: str) -> dict[str, Scores]:
     for row in speed.measured(aspect.benchmark, DEVICE, root):
         if row["attention"] == attention:
             mean, half = row["relative_speed"], row["spread"] / 2
-            scores = {1: mean * (1 - half), 2: mean * (1 + half)}
+            scores = Scores({1: mean * (1 - half), 2: mean * (1 + half)})
             known.setdefault(method(row["encoding"], {}), scores)
     return known
 

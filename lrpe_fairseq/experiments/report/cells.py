@@ -2,8 +2,10 @@
 
 import math
 import statistics
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any
 
 from lrpe_fairseq.encodings import canonical_name
@@ -12,8 +14,26 @@ from lrpe_fairseq.experiments.records.layout import HALVES, PARTS, Column, Row, 
 from lrpe_fairseq.experiments.records.runs import Run, plain
 
 Runs = dict[str, Run]  # by path relative to results/runs
-Scores = dict[int, float]  # by seed
 ABSENT = object()
+COUNTS = {  # fractions: the number of tested examples beside them, and the value of all
+    "accuracy": ("examples", 100.0),
+    "top5": ("examples", 100.0),
+    "answer_accuracy": ("samples", 1.0),
+    "token_accuracy": ("answers", 1.0),
+    "exact_match": ("samples", 1.0),
+}
+
+
+class Scores(dict[int, float]):
+    """The value of a cell per seed.
+
+    sampling: binomial standard error of a value that is a fraction of tested examples; 0 for other
+    metrics.
+    """
+
+    def __init__(self, values: Mapping[int, float] = MappingProxyType({}), sampling: float = 0.0):
+        super().__init__(values)
+        self.sampling = sampling
 
 
 @dataclass(frozen=True)
@@ -145,14 +165,14 @@ def scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:
     Raises: ValueError if two runs have the same cell and seed.
     """
     if not row.has(column):
-        return {}
+        return Scores()
     if column.mean_of:
         return _mean_scores([scores(table, row, table.column(k), runs) for k in column.mean_of])
     found = _raw_scores(table, row, column, runs)
     if not column.relative or not found:
         return found
     base = _raw_scores(table, table.row(table.baseline), column, runs)
-    return {seed: value / mean(base) for seed, value in found.items()} if base else {}
+    return _divided(found, mean(base)) if base else Scores()
 
 
 def diverged(table: Table, row: Row, column: Column, runs: Runs) -> list[int]:
@@ -235,7 +255,19 @@ def _raw_scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:
         values.setdefault(run["seed"], []).append((rank, _value(run, column)))
     best = min if column.best_by or table.better == "lower" else max
     chosen = {seed: best(values[seed], key=itemgetter(0))[1] for seed in sorted(values)}
-    return {seed: value for seed, value in chosen.items() if value is not None}
+    scores = Scores({seed: value for seed, value in chosen.items() if value is not None})
+    scores.sampling = _sampling(scores, column, (runs[name] for name in found.values()))
+    return scores
+
+
+def _sampling(values: Scores, column: Column, runs: Iterable[Run]) -> float:
+    """Return the binomial standard error of the mean value; 0 if no examples were counted."""
+    count, whole = COUNTS.get(column.metric, ("", 1.0))
+    tested = [n for run in runs if (n := _measured(run, column).get(count))]
+    if not tested or not values:
+        return 0.0
+    share = mean(values) / whole
+    return whole * math.sqrt(max(0.0, share * (1 - share)) / min(tested))
 
 
 def _rank(run: Run, column: Column) -> float | None:
@@ -258,4 +290,9 @@ def _measured(run: Run, column: Column) -> Run:
 
 def _mean_scores(parts: list[Scores]) -> Scores:
     seeds = sorted(set.intersection(*(set(part) for part in parts)))
-    return {seed: math.fsum(part[seed] for part in parts) / len(parts) for seed in seeds}
+    sums = {seed: math.fsum(part[seed] for part in parts) for seed in seeds}
+    return _divided(Scores(sums, math.hypot(*(part.sampling for part in parts))), len(parts))
+
+
+def _divided(values: Scores, by: float) -> Scores:
+    return Scores({seed: value / by for seed, value in values.items()}, values.sampling / by)

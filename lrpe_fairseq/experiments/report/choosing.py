@@ -157,13 +157,17 @@ def _unranked(sheet: Sheet, ordered: Mapping[str, cells.Scores]) -> str:
 
 
 def _most_often(choices: Choices, known: Boards, attention: str) -> str:
-    """Name the methods with rank 1 in the most qualities that order any methods."""
+    """Name the methods with rank 1 in the most qualities that order any methods.
+
+    Optional columns show a quality of another column again, so they do not count.
+    """
     counts: dict[str, list[str]] = {}
     ordered = 0
     for aspect in choices.aspects:
         sheet = known[aspect.key, attention]
         found = boards.ranks(sheet)
-        if aspect.quality and max(found.values(), default=1) > 1:
+        counted = aspect.quality and not aspect.optional
+        if counted and max(found.values(), default=1) > 1:
             ordered += 1
             for label in (label for label, rank in found.items() if rank == 1):
                 counts.setdefault(label, []).append(aspect.title)

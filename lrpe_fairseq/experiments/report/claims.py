@@ -1,7 +1,8 @@
 """Statements supported by the runs: orders of cells, rank correlations, findings of tables.
 
 A is ahead of B if both have at least two common seeds, A is better for every seed, and the
-difference of the means exceeds twice the pooled deviation.
+difference of the means exceeds twice the pooled deviation. The deviation of a fraction of tested
+examples is at least its sampling error: seeds that agree by chance do not enlarge a test set.
 """
 
 import itertools
@@ -21,14 +22,19 @@ FEWEST = 4  # minimum number of rows for a rank correlation
 ONE_SEED = "one seed: no order is claimed"
 RULE = (
     "An order is stated only where all seeds agree and the difference of the means exceeds twice "
-    "the pooled deviation; rows with one seed are not ordered."
+    "the pooled deviation, which is at least the sampling error of an accuracy; rows with one seed "
+    "are not ordered."
 )
 
 
 def pooled_deviation(first: Scores, second: Scores) -> float:
-    """Return the pooled sample deviation of two cells with at least two seeds each."""
+    """Return the pooled sample deviation of two cells with at least two seeds each.
+
+    It is at least the root mean square of their sampling errors.
+    """
     squares = [(len(s) - 1) * statistics.variance(s.values()) for s in (first, second)]
-    return math.sqrt(math.fsum(squares) / (len(first) + len(second) - 2))
+    seeds = math.sqrt(math.fsum(squares) / (len(first) + len(second) - 2))
+    return max(seeds, math.hypot(first.sampling, second.sampling) / math.sqrt(2))
 
 
 def ahead(first: Scores, second: Scores, better: str) -> bool:

@@ -4,6 +4,7 @@ The left panel shows the paired protocols: the same tokens with growing context.
 shows the loss by position in the longest blocks.
 """
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable
@@ -17,10 +18,13 @@ from lrpe_fairseq.experiments.records.runs import Run
 from lrpe_fairseq.experiments.report import cells, pictures
 from lrpe_fairseq.experiments.report.sheet import Sheet
 
+BOUNDS = ("delta_low", "delta_high")
+LINES = ("-", "--", ":")
 FEWEST = 3
 """Smallest number of paired lengths of a figure."""
 CAPTION = (
-    "Left: loss of the same tokens with a longer context, minus that with the training length. "
+    "Left: loss of the same tokens with a longer context, minus that with the training length; "
+    "bands: 95 % bootstrap intervals over the blocks of the test set. "
     "Right: mean loss by position in the longest blocks. Means over seeds; a row that leaves the "
     "axes is named with its last value."
 )
@@ -29,11 +33,16 @@ Curve = list[tuple[float, float]]  # (tokens, nats), tokens ascending
 
 @dataclass(frozen=True)
 class Panel:
-    """The curves of one attention type, by row: paired differences, and loss by position."""
+    """The curves of one attention type, by row: paired differences, and loss by position.
+
+    low, high: the bounds of the intervals of the paired differences.
+    """
 
     attention: str
     paired: dict[str, Curve] = field(default_factory=dict)
     positions: dict[str, Curve] = field(default_factory=dict)
+    low: dict[str, Curve] = field(default_factory=dict)
+    high: dict[str, Curve] = field(default_factory=dict)
 
 
 def panels(sheet: Sheet) -> list[Panel]:
@@ -48,6 +57,7 @@ def panels(sheet: Sheet) -> list[Panel]:
                 attention,
                 _curves(sheet, paired, _paired),
                 _curves(sheet, positions, _by_position),
+                *(_curves(sheet, paired, functools.partial(_bound, name)) for name in BOUNDS),
             )
             found += [panel] if panel.paired else []
     return found
@@ -63,6 +73,10 @@ def draw(path: Path, panel: Panel) -> None:
     labels = list(dict.fromkeys([*panel.paired, *panel.positions]))
     _draw(left, panel.paired, labels, "context, tokens", "difference of the loss, nats")
     _draw(right, panel.positions, labels, "position", "loss, nats")
+    for label, low in panel.low.items():
+        lengths, bottom = zip(*low, strict=True)
+        top = [value for _, value in panel.high[label]]
+        left.fill_between(lengths, bottom, top, color=_style(label, labels)["color"], alpha=0.2)
     left.set_title(f"{panel.attention} attention, the same tokens")
     right.set_title(f"{panel.attention} attention, by position")
     handles = {line.get_label(): line for axes in (left, right) for line in axes.get_lines()}
@@ -106,13 +120,25 @@ def _mean(curves: Iterable[Curve]) -> Curve:
 
 
 def _paired(run: Run, columns: list[Column]) -> Curve:
-    """Return the loss of a run at every paired length, minus that at the shortest."""
-    found = {}
+    """Return the loss of a run at every paired length, minus that at the shortest.
+
+    Empty if the run diverged at the shortest length.
+    """
+    found, shortest = {}, min(map(_length, columns))
     for column in columns:
         loss = run["metrics"].get(column.split, {}).get(column.protocol, {}).get("loss")
         if loss is not None:
             found[_length(column)] = loss * math.log(2)
-    return [(length, loss - found[min(found)]) for length, loss in sorted(found.items())]
+    if shortest not in found:
+        return []
+    return [(length, loss - found[shortest]) for length, loss in sorted(found.items())]
+
+
+def _bound(name: str, run: Run, columns: list[Column]) -> Curve:
+    """Return a bound of the interval of the paired difference at every length that has one."""
+    measured = ((c, run["metrics"].get(c.split, {}).get(c.protocol, {})) for c in columns)
+    found = sorted((_length(c), own[name]) for c, own in measured if name in own)
+    return found if _paired(run, columns) else []
 
 
 def _by_position(run: Run, columns: list[Column]) -> Curve:
@@ -124,11 +150,16 @@ def _by_position(run: Run, columns: list[Column]) -> Curve:
     return [(bound, measured[f"loss-{bound}"] * math.log(2)) for bound in known]
 
 
+def _style(label: str, labels: list[str]) -> dict[str, str]:
+    """Return color and line of a row, the same in both panels."""
+    line, color = divmod(labels.index(label), 10)
+    return {"color": f"C{color}", "linestyle": LINES[line % len(LINES)]}
+
+
 def _draw(axes: Any, curves: dict[str, Curve], labels: list[str], x: str, y: str) -> None:
     for label, curve in curves.items():
-        index = labels.index(label)  # a row has the same color in both panels
-        style = {"color": f"C{index % 10}", "linestyle": "-" if index < 10 else "--"}
-        axes.plot(*zip(*curve, strict=True), label=label, linewidth=1.2, marker=".", **style)
+        style = {"linewidth": 1.2, "marker": ".", **_style(label, labels)}
+        axes.plot(*zip(*curve, strict=True), label=label, **style)
     axes.set_xscale("log", base=2)
     axes.set(xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
