@@ -33,7 +33,7 @@ from tests.end_to_end.cases import usable
 PAD, FIRST = 1, 4
 CLASSES = 5
 CONFIGURED = CONFIGS / "classification"
-VIT = "vit-imagenet"  # test_images builds it
+VIT = "vit-imagenet"  # built in test_images
 BOTH = pytest.mark.parametrize("attention", ["linear", "softmax"])
 
 
@@ -291,6 +291,7 @@ REFUSED = {
     "--drop-path must be at least 0 and less than 1": {"drop_path": 1.0},
     "--encoder-layers must be at least 1": {"encoder_layers": 0},
     "set one of them only": {"max_positions": 7},
+    "would count every batch twice": {"norm": "batch", "checkpoint_activations": True},
 }
 
 

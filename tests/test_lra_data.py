@@ -233,6 +233,9 @@ def test_paths_without_labels_or_of_another_size_are_refused(paths: dict, tmp_pa
     folder = unpacked(tmp_path / "a", unlabeled)
     said = refusal(lra.prepare, lra.PATHFINDER, tmp_path / "dest", folder)
     assert "14 of them without a label" in said
+    short = {n: b + b"\nimgs/1 x.png" if n.endswith("1.npy") else b for n, b in paths.items()}
+    said = refusal(lra.prepare, lra.PATHFINDER, tmp_path / "dest", unpacked(tmp_path / "c", short))
+    assert "labels is 'imgs/1 x.png'" in said
     other = {n: png(np.zeros((16, 16), "u1")) if n.endswith("0/sample_3.png") else b
              for n, b in paths.items()}  # fmt: skip
     said = refusal(lra.prepare, lra.PATHFINDER, tmp_path / "dest", unpacked(tmp_path / "b", other))

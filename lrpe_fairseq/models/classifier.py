@@ -279,6 +279,10 @@ def check_classifier(options: Any, task: Any) -> None:
     sizes = {"--encoder-layers": options.encoder_layers, "--patch": options.patch}
     check_sizes({**sizes, "--channels": options.channels})
     check_probabilities(options)
+    if options.norm == "batch" and options.checkpoint_activations:
+        raise ChoiceError(
+            "--norm batch would count every batch twice with --checkpoint-activations: omit one"
+        )
     if options.pair_head != task.pairs:
         found = "have" if task.pairs else "have no"
         fix = "set" if task.pairs else "omit"

@@ -138,6 +138,15 @@ class LRPEImagesTask(ClassTask):
             refuse(f"{images} images are less than one update of {order.update}: train on more")
         return order
 
+    def begin_epoch(self, epoch: int, model: Any) -> None:
+        """Refuse an epoch whose repeated images fairseq would shuffle over the updates."""
+        super().begin_epoch(epoch, model)
+        if self.cfg.repeats > 1 and epoch > self.cfg.curriculum:
+            refuse(
+                f"epoch {epoch} is beyond --curriculum {self.cfg.curriculum}: set it to the number "
+                "of epochs, so that fairseq does not shuffle the repeated images"
+            )
+
     def max_positions(self) -> int:
         """Return the number of pixels of an image."""
         return self.cfg.image_size**2

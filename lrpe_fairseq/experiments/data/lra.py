@@ -236,9 +236,18 @@ def pathfinder(task: Task, source: Path) -> dict[str, Examples]:
 
 
 def _metadata(stream: Member) -> dict[tuple[str, str], int]:
-    """Return (folder, file) -> label of a metadata file, which is text in spite of its name."""
-    rows = [line.split() for line in stream.read().decode().splitlines()]
-    return {(row[0], row[1]): int(row[3]) for row in rows}
+    """Return (folder, file) -> label of a metadata file, which is text in spite of its name.
+
+    Raises: UserError for a line that does not have a label of 0 or 1.
+    """
+    found = {}
+    for line in filter(str.strip, stream.read().decode(errors="replace").splitlines()):
+        match line.split():
+            case [folder, name, _, ("0" | "1") as label, *_]:
+                found[folder, name] = int(label)
+            case _:
+                raise UserError(f"A line of pathfinder32's labels is {line!r}: fetch them again.")
+    return found
 
 
 def _tenths(images: Sequence[bytes], labels: Sequence[int]) -> dict[str, Examples]:
