@@ -43,6 +43,7 @@ def test_scale_annealed_differs_from_small_in_its_schedule_only(
     named = {"common.tensorboard_logdir", "checkpoint.save_dir"}
     schedule = {f"lr_scheduler.{key}" for key in ("_name", "lr_period_updates", "min_lr")}
     assert changed == named | schedule | more
+    assert other["lr_scheduler.min_lr"] == 0
     length = other["lr_scheduler.lr_period_updates"] + other["lr_scheduler.warmup_updates"]
     assert length == other["optimization.max_update"]
 
