@@ -47,6 +47,11 @@ def log_of_run(folder: Path, name: str) -> bool:
     return any((folder / "runs").rglob(name))
 
 
+def logs_of_finished_trainings(folder: Path) -> list[Path]:
+    """Return the training logs of the runs whose evaluation had begun."""
+    return [path.with_name("train.log") for path in (folder / "runs").rglob("eval-*.log")]
+
+
 def after_random_seconds(rng: random.Random) -> Callable[[Path], bool]:
     """True from one to nine seconds on."""
     end = time.monotonic() + rng.uniform(1, 9)
@@ -80,10 +85,13 @@ def assert_survived(folder: Path, undisturbed: Path) -> None:
 def test_a_table_survives_kill_9_in_every_stage_of_a_run(
     corpus: Corpus, undisturbed_table: Path, tmp_path: Path
 ) -> None:
-    folder = repository(tmp_path / "checkout", corpus)
+    folder, trained = repository(tmp_path / "checkout", corpus), {}
     for there, everything in POINTS.values():
         kill_at(folder, there, everything)
+        trained |= {log: log.read_bytes() for log in logs_of_finished_trainings(folder)}
+    assert trained
     assert_survived(folder, undisturbed_table)
+    assert {log: log.read_bytes() for log in trained} == trained  # nothing was trained again
 
 
 @pytest.mark.exhaustive

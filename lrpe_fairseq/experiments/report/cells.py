@@ -238,9 +238,13 @@ def _options_agree(table: Table, row: Row, column: Column, run: Run) -> bool:
     )
 
 
-def _raw_scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:
+def selected(table: Table, row: Row, column: Column, runs: Runs) -> dict[int, str]:
+    """Return seed -> the run that one cell shows: the best over ``best_over``, or the only one.
+
+    Raises: ValueError if two runs have the same cell and seed.
+    """
     found: dict[tuple[int, str], str] = {}
-    values: dict[int, list[tuple[float, float | None]]] = {}  # (selected by, value)
+    ranked: dict[int, list[tuple[float, str]]] = {}
     for name, run in cell_runs(table, row, column, runs).items():
         rank = _rank(run, column)
         if rank is None:
@@ -252,11 +256,16 @@ def _raw_scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:
                 f"column {column.key}"
             )
         found[choice] = name
-        values.setdefault(run["seed"], []).append((rank, _value(run, column)))
+        ranked.setdefault(run["seed"], []).append((rank, name))
     best = min if column.best_by or table.better == "lower" else max
-    chosen = {seed: best(values[seed], key=itemgetter(0))[1] for seed in sorted(values)}
-    scores = Scores({seed: value for seed, value in chosen.items() if value is not None})
-    scores.sampling = _sampling(scores, column, (runs[name] for name in found.values()))
+    return {seed: best(ranked[seed], key=itemgetter(0))[1] for seed in sorted(ranked)}
+
+
+def _raw_scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:
+    chosen = {seed: runs[name] for seed, name in selected(table, row, column, runs).items()}
+    values = {seed: _value(run, column) for seed, run in chosen.items()}
+    scores = Scores({seed: value for seed, value in values.items() if value is not None})
+    scores.sampling = _sampling(scores, column, chosen.values())
     return scores
 
 

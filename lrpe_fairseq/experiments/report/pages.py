@@ -8,6 +8,7 @@ import functools
 import itertools
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -184,6 +185,7 @@ def _section(sheet: Sheet) -> list[str]:
     for attention in dict.fromkeys(column.attention for column in sheet.table.columns):
         parts += _grids(sheet, attention)
     parts += _absent_columns(sheet)
+    parts += _chosen(sheet)
     parts += _rank_list(sheet)
     parts += _shown_pictures(sheet)
     if note := sheet.table.notes.get(sheet.group.scale, "").strip():
@@ -331,6 +333,21 @@ def _absent_columns(sheet: Sheet) -> list[str]:
     else:
         named = {f" with {kind} attention": titles for kind, titles in absent.items()}
     return [f"Not run{kind}: {'; '.join(titles)}.\n" for kind, titles in named.items() if titles]
+
+
+def _chosen(sheet: Sheet) -> list[str]:
+    """Count the values of ``best_over`` of the shown runs: is the sweep wide enough?"""
+    found: dict[str, set[str]] = {}  # option -> the runs shown
+    for row, column in itertools.product(sheet.table.rows, sheet.table.columns):
+        if column.best_over and row.has(column):
+            shown = cells.selected(sheet.table, row, column, sheet.group.runs).values()
+            found.setdefault(column.best_over, set()).update(shown)
+    lines = []
+    for name, shown in found.items():
+        counts = Counter(cells.option(sheet.group.runs[run], name) for run in shown)
+        named = [f"{value:g} in {count}" for value, count in sorted(counts.items())]
+        lines.append(f"Chosen {name}, in {len(shown)} trainings: {', '.join(named)}.\n")
+    return lines
 
 
 def _names(sheet: Sheet, columns: list[Column], own: list[Column]) -> list[str]:
