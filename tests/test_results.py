@@ -671,6 +671,8 @@ WRONG_TABLES = {
         "notes: {small: two rows}\ncurves:",
         "states two itself",
     ),
+    "tens in words": ("curves:", "notes: {small: it took twenty}\ncurves:", "states twenty itself"),
+    "an order in other words": ("curves:", "notes: {small: A is lower}\ncurves:", "says 'lower'"),
     "a number in the text": ("text: A table.", "text: A table of 7.", "states 7 itself"),
     "an order in a note": (
         "curves:",

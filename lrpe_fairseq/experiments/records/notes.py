@@ -24,11 +24,14 @@ NAMES = re.compile(  # names that contain digits
 )
 NUMBER = re.compile(
     r"\d(?:[\d.,]*\d)?|\b(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|dozen"
+    r"|(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
     r"|hundred|thousand|million)\b",
     re.IGNORECASE,
 )
 ORDER = re.compile(
-    r"\b(?:ahead|behind|beats?|best|better|worst|worse|outperforms?)\b", re.IGNORECASE
+    r"\b(?:ahead|behind|beats?|best|better|worst|worse|outperforms?|wins?|higher|lower|faster"
+    r"|slower)\b",
+    re.IGNORECASE,
 )
 
 
