@@ -10,11 +10,15 @@ import sys
 import time
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from fairseq.data import Dictionary
 from fairseq.dataclass.configs import FairseqConfig
+from fairseq.models import MODEL_REGISTRY
 from omegaconf import OmegaConf
+from torch import nn
 
 from lrpe_fairseq.experiments.commands import run_table
 from lrpe_fairseq.experiments.data import folders, synthetic
@@ -27,7 +31,7 @@ from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, recipes, 
 from lrpe_fairseq.experiments.records import runs as run_files
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.fairseq_log import Curve
-from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT
+from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, load_config
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import plain, read_run, write_run
 from lrpe_fairseq.experiments.report import cells, cost
@@ -145,6 +149,30 @@ def test_a_run_has_the_options_of_its_cell_whatever_its_configuration_says(table
         has = {"config": trained(run)}
         for name, value in cell.options:
             assert plain(cells.option(has, name, value)) == plain(value), (run.name, name)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in FAMILY_CONFIGS if path.parent.name != "classification"],  # test_classifier
+    ids=lambda path: f"{path.parent.name}-{path.stem}",
+)
+def test_every_configuration_builds_its_model(path):
+    settings = load_config(path)
+    words = Dictionary()
+    for number in range(96):
+        words.add_symbol(str(number))
+    named = ("source_dictionary", "target_dictionary", "dictionary")
+    task = SimpleNamespace(**dict.fromkeys(named, words), max_positions=lambda: 512)
+    task.cfg = task.args = settings.task
+    options = OmegaConf.create(identity.resolved(settings)["model"])
+    kind = MODEL_REGISTRY[settings.model._name]
+    with torch.device("cpu" if path.parent.name == "roberta" else "meta"):  # its start needs values
+        model = kind.build_model(options, task)
+    built = {len(m) for m in model.modules() if isinstance(m, nn.ModuleList)}
+    wanted = [options.get("decoder_layers") or options.get("encoder_layers")]
+    if "decoder" in options:
+        wanted = [options.encoder.layers, options.decoder.layers]
+    assert built >= set(wanted)
 
 
 TEST_SETS = {  # of data with other splits than train, valid and test
