@@ -21,14 +21,17 @@ def repository(tmp_path):
     (tmp_path / "code.py").write_text("1")
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "a.json").write_text("{}")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "choosing.md").write_text("none")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "--quiet", "--message", "one")
     return tmp_path
 
 
-def test_the_commit_is_marked_dirty_by_every_change_outside_results(repository):
+def test_the_commit_is_marked_dirty_by_every_change_of_what_a_table_does_not_render(repository):
     head = git(repository, "rev-parse", "HEAD")
     (repository / "results" / "a.json").write_text("[]")
+    (repository / "docs" / "choosing.md").write_text("lrpe-type2")
     assert checkout.commit(repository) == head
     (repository / "code.py").write_text("2")
     assert checkout.commit(repository) == f"{head}-dirty"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lrpe_fairseq.experiments.records.files import ROOT
 
+RENDERED = ("results", "docs", "README.md")
 ELSEWHERE = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"}
 """Environment variables that select another repository; git sets them in hooks."""
 
@@ -24,17 +25,17 @@ def require_checkout(root: Path = ROOT) -> None:
 
 
 def commit(root: Path = ROOT) -> str:
-    """Return the commit of the repository at ``root``; ``-dirty`` if files outside results/ differ.
+    """Return the commit of the repository at ``root``; ``-dirty`` if its files differ.
 
-    ``unknown`` if ``root`` is not the top folder of a git repository: a wheel may be installed
+    Results and documentation do not count: a sweep renders them, and they have no effect on the
+    next run. ``unknown`` if ``root`` is not the top folder of a git repository: a wheel may be installed
     inside a repository of another project.
     """
     top = _git(root, "rev-parse", "--show-toplevel")
     if not top or Path(top).resolve() != root.resolve():
         return "unknown"
     head = _git(root, "rev-parse", "HEAD")
-    # A sweep writes to results/, which has no effect on the next run.
-    dirty = _git(root, "status", "--porcelain", "--", ".", ":!results")
+    dirty = _git(root, "status", "--porcelain", "--", ".", *(f":!{path}" for path in RENDERED))
     return (head + "-dirty" if dirty else head) if head else "unknown"
 
 
