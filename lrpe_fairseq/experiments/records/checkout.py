@@ -28,8 +28,8 @@ def commit(root: Path = ROOT) -> str:
     """Return the commit of the repository at ``root``; ``-dirty`` if its files differ.
 
     Results and documentation do not count: a sweep renders them, and they have no effect on the
-    next run. ``unknown`` if ``root`` is not the top folder of a git repository: a wheel may be installed
-    inside a repository of another project.
+    next run. ``unknown`` if ``root`` is not the top folder of a git repository: a wheel may be
+    installed inside a repository of another project.
     """
     top = _git(root, "rev-parse", "--show-toplevel")
     if not top or Path(top).resolve() != root.resolve():
