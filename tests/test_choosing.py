@@ -321,10 +321,11 @@ def test_the_page_fills_in_when_the_missing_tables_have_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Runs of one table are in one cell each: another column of a cell has a run of its own."""
-    named = ("NoPE", "Type1", "Type2", "Type4", "Type8", "FoX")
+    named = ("NoPE", "RoPE", "Type1", "Type2", "Type4", "Type8", "FoX")
     made = every_run("extrapolation", {"linear-paired-2048", "softmax-paired-2048"})
     made |= every_run("extrapolation", {"linear-delta", "softmax-paired-128"}, named)
-    made |= every_run("listops", {"linear", "softmax"})
+    made |= every_run("extrapolation", {"linear-clamped-2048"}, ("Type2",))
+    made |= every_run("listops", {"linear", "softmax", "linear-longer", "softmax-longer"})
     made |= every_run("images", {"linear-flat", "softmax-flat"})
     made |= every_run("synthetic", {"linear-recall-2x", "softmax-recall-2x"})
     monkeypatch.setattr(choosing, "read_runs", lambda folder: made)
@@ -332,7 +333,9 @@ def test_the_page_fills_in_when_the_missing_tables_have_runs(
     for attention, start in (("linear", "| `rope` | — |"), ("softmax", "| `t5` |")):
         own = text.partition(f"| {attention} attention | LM")[2]
         assert line(own, start).count("| — ") <= 4  # LM, translation, memory, digits' T5
-    assert "- LRPE beyond the training length in linear attention: the change of the loss" in text
+    assert "- Rotations beyond the training length in linear attention" in text
+    assert "- The same for the other Types of LRPE. Type 1 has" in text
+    assert "- Decays beyond the training length in linear attention" in text
     assert "Gates on LRPE, softmax attention, at the training length" in text
     assert "`gated:lrpe-type2`" in text
 

@@ -672,7 +672,7 @@ WRONG_TABLES = {
         "states two itself",
     ),
     "tens in words": ("curves:", "notes: {small: it took twenty}\ncurves:", "states twenty itself"),
-    "an order in other words": ("curves:", "notes: {small: A is lower}\ncurves:", "says 'lower'"),
+    "an order in other words": ("curves:", "notes: {small: A wins}\ncurves:", "says 'wins'"),
     "a number in the text": ("text: A table.", "text: A table of 7.", "states 7 itself"),
     "an order in a note": (
         "curves:",

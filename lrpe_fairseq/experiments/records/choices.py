@@ -146,7 +146,7 @@ def _check(choices: Choices) -> None:
     for finding in choices.findings:
         notes.check_note(finding.text)
     for claim in choices.statements:
-        notes.check_text(claim.text)
+        notes.check_note(claim.text)
         if claim.verdict not in VERDICTS:
             raise ValueError(f"a verdict must be {' or '.join(VERDICTS)}, not {claim.verdict!r}")
         if not claim.others:

@@ -29,8 +29,7 @@ NUMBER = re.compile(
     re.IGNORECASE,
 )
 ORDER = re.compile(
-    r"\b(?:ahead|behind|beats?|best|better|worst|worse|outperforms?|wins?|higher|lower|faster"
-    r"|slower)\b",
+    r"\b(?:ahead|behind|beats?|best|better|worst|worse|outperforms?|wins?|faster|slower)\b",
     re.IGNORECASE,
 )
 
