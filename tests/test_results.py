@@ -537,7 +537,7 @@ def test_only_the_best_of_a_seeds_learning_rates_counts_where_the_column_says_so
         save(root, name, seed=seed, metrics=ppl(value, "test"), config={"lr": lr})
     assert scores(root, "Base", "test") == {1: 7.0, 2: 8.0}
     edit_table(root, "better: lower", "better: lower\nrates: {small: [1.0e-5, 3.0e-5]}")
-    assert "Chosen lr, in 2 trainings: 1e-05 in 1, 3e-05 in 1." in page(root)
+    assert "Chosen lr: 1e-05 in 1 and 3e-05 in 1 of 2 trainings." in page(root)
 
 
 def test_a_mean_column_averages_columns_over_the_seeds_they_share(root):

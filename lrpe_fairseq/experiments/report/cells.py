@@ -5,7 +5,6 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
-from types import MappingProxyType
 from typing import Any
 
 from lrpe_fairseq.encodings import canonical_name
@@ -31,8 +30,8 @@ class Scores(dict[int, float]):
     metrics.
     """
 
-    def __init__(self, values: Mapping[int, float] = MappingProxyType({}), sampling: float = 0.0):
-        super().__init__(values)
+    def __init__(self, values: Mapping[int, float] | None = None, sampling: float = 0.0):
+        super().__init__(values or {})
         self.sampling = sampling
 
 
@@ -186,7 +185,7 @@ def diverged(table: Table, row: Row, column: Column, runs: Runs) -> list[int]:
     return sorted(lost)
 
 
-def mean(values: Scores) -> float:
+def mean(values: Mapping[int, float]) -> float:
     """Return the mean over seeds, independent of their order."""
     return math.fsum(values.values()) / len(values)
 
@@ -264,12 +263,11 @@ def selected(table: Table, row: Row, column: Column, runs: Runs) -> dict[int, st
 def _raw_scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:
     chosen = {seed: runs[name] for seed, name in selected(table, row, column, runs).items()}
     values = {seed: _value(run, column) for seed, run in chosen.items()}
-    scores = Scores({seed: value for seed, value in values.items() if value is not None})
-    scores.sampling = _sampling(scores, column, chosen.values())
-    return scores
+    known = {seed: value for seed, value in values.items() if value is not None}
+    return Scores(known, _sampling(known, column, chosen.values()))
 
 
-def _sampling(values: Scores, column: Column, runs: Iterable[Run]) -> float:
+def _sampling(values: Mapping[int, float], column: Column, runs: Iterable[Run]) -> float:
     """Return the binomial standard error of the mean value; 0 if no examples were counted."""
     count, whole = COUNTS.get(column.metric, ("", 1.0))
     tested = [n for run in runs if (n := _measured(run, column).get(count))]

@@ -336,7 +336,9 @@ def _absent_columns(sheet: Sheet) -> list[str]:
 
 
 def _chosen(sheet: Sheet) -> list[str]:
-    """Count the values of ``best_over`` of the shown runs: is the sweep wide enough?"""
+    """Count the values that a sweep chose: an end of it that is chosen often may be too near."""
+    if len(sheet.table.rates.get(sheet.group.scale, [])) < 2:
+        return []
     found: dict[str, set[str]] = {}  # option -> the runs shown
     for row, column in itertools.product(sheet.table.rows, sheet.table.columns):
         if column.best_over and row.has(column):
@@ -346,7 +348,7 @@ def _chosen(sheet: Sheet) -> list[str]:
     for name, shown in found.items():
         counts = Counter(cells.option(sheet.group.runs[run], name) for run in shown)
         named = [f"{value:g} in {count}" for value, count in sorted(counts.items())]
-        lines.append(f"Chosen {name}, in {len(shown)} trainings: {', '.join(named)}.\n")
+        lines.append(f"Chosen {name}: {markdown.listed(named)} of {len(shown)} trainings.\n")
     return lines
 
 
@@ -355,10 +357,10 @@ def _names(sheet: Sheet, columns: list[Column], own: list[Column]) -> list[str]:
 
     own: all columns of the attention type.
     """
-    with_runs = {column.dataset for column in own if column not in columns}
     if not sheet.table.by_dataset:
-        with_runs |= {column.dataset for column in columns}
-    names = (c.title if c.dataset in {"", *with_runs} else c.dataset for c in columns)
+        return [column.title for column in columns]
+    with_runs = {"", *(column.dataset for column in own if column not in columns)}
+    names = (c.title if c.dataset in with_runs else c.dataset for c in columns)
     return list(dict.fromkeys(names))
 
 

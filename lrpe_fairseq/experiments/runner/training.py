@@ -139,12 +139,10 @@ class TrainingRun(ABC):
     @classmethod
     def _overrides(cls, cell: Cell, yaml: Any) -> tuple[str, ...]:
         """Return what the cell changes, after its options of which the YAML has another value."""
-        usual = [own for own in cell.options if own not in cell.changed]
-        words, changes = (
-            list(chain.from_iterable(cls.overrides_of(*own) for own in part))
-            for part in (usual, cell.changed)
-        )
-        return tuple([word for word in words if _contradicts(word, yaml)] + changes)
+        usual = (own for own in cell.options if own not in cell.changed)
+        words = chain.from_iterable(cls.overrides_of(*own) for own in usual)
+        changes = chain.from_iterable(cls.overrides_of(*own) for own in cell.changed)
+        return (*(word for word in words if _contradicts(word, yaml)), *changes)
 
     @classmethod
     def overrides_of(cls, option: str, value: Any) -> tuple[str, ...]:
