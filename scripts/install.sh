@@ -45,6 +45,9 @@ step "installing $TORCH" "${install[@]}" "${torch[@]}" numpy cython setuptools w
 # time and gives the same results.
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+# With ninja, torch's builder gives all of them one build.ninja, which they overwrite: hide ninja.
+printf '#!/bin/sh\nexit 1\n' >"$work/ninja"
+chmod +x "$work/ninja"
 jobs=$("$python" -c 'import os; print(min(4, len(os.sched_getaffinity(0))))' 2>/dev/null || echo 2)
 printf '[build_ext]\nparallel = %s\n' "$jobs" >"$work/parallel.cfg"
 # pip's cache does not record which torch a wheel was built against: use one cache per torch.
@@ -55,7 +58,7 @@ fi
 # An isolated build of fairseq would install another torch; --no-build-isolation uses this one.
 # With CUDA_HOME set it would build CUDA extensions, whose sources are not in its archive.
 step "building fairseq, installing it and this package" \
-    env -u CUDA_HOME DIST_EXTRA_CONFIG="$work/parallel.cfg" \
+    env -u CUDA_HOME PATH="$work:$PATH" DIST_EXTRA_CONFIG="$work/parallel.cfg" \
     CFLAGS="${CFLAGS:-} -O1 -g0" CXXFLAGS="${CXXFLAGS:-} -O1 -g0" \
     "${install[@]}" "${cache[@]}" --no-build-isolation fairseq-fixed==0.12.3.1 \
     --editable ".${extras:+[$extras]}"
