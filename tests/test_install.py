@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 STUB = """#!{python} -IS
-import json, os, shutil, sys
+import json, os, shutil, subprocess, sys
 arguments, log = sys.argv[1:], {log!r}
 versions = os.environ.get("STUB_VERSIONS", "{{}}")
 if arguments[0] == "-c" and "version_info" in arguments[1]:
@@ -27,6 +27,8 @@ else:
     extra = os.environ.get("DIST_EXTRA_CONFIG")
     seen = {{"arguments": arguments, "CUDA_HOME": os.environ.get("CUDA_HOME")}}
     seen["config"] = open(extra).read() if extra else None
+    check = ["sh", "-c", "ninja --version"]  # as torch does
+    seen["ninja"] = subprocess.run(check, capture_output=True).returncode
     with open(log, "a") as file:
         file.write(json.dumps(seen) + "\\n")
     if arguments[:2] == ["-m", "venv"]:
@@ -72,13 +74,19 @@ def fairseq_call(folder: Path) -> dict:
     return next(call for call in calls(folder) if "fairseq-fixed==0.12.3.1" in call["arguments"])
 
 
-def test_fairseq_is_built_in_parallel_without_cuda_home_and_with_a_cache_of_its_torch(
+def test_fairseq_is_built_in_parallel_without_cuda_home_and_ninja_and_with_a_cache_of_its_torch(
     stub, tmp_path
 ):
-    done = install(tmp_path, stub(), CUDA_HOME="/a/folder/without/nvcc")
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "ninja").write_text("#!/bin/sh\n")
+    (folder / "ninja").chmod(0o755)
+    path = f"{folder}:{os.environ['PATH']}"
+    done = install(tmp_path, stub(), CUDA_HOME="/a/folder/without/nvcc", PATH=path)
     assert done.returncode == 0, done.stderr
     call = fairseq_call(tmp_path)
     assert call["CUDA_HOME"] is None
+    assert call["ninja"] != 0
     assert call["config"].startswith("[build_ext]\nparallel = ")
     assert "/cache/fairseq-torch-2.13.0" in call["arguments"]
     assert call["arguments"][-1] == ".[plots]"
