@@ -106,7 +106,8 @@ def _recall(rng: RandomState, scale: Scale, length: int, task: str) -> Sample:
     """Assignments ``key value``, then every key once, each followed by a blank, among blanks.
 
     The answer at a key is the value that was assigned to it last. MQAR assigns every key once.
-    MQRAR assigns as many values again, to random keys of the sample, in random order.
+    MQRAR assigns as many values again, to random keys of the sample, in random order. In a sample
+    longer than those of training the blanks that make it longer are before the first query.
     """
     longest = scale.lengths[task]
     fewest, most = longest // 16, min(length, longest) // 8
@@ -118,14 +119,14 @@ def _recall(rng: RandomState, scale: Scale, length: int, task: str) -> Sample:
         assigned = [assigned[n] for n in rng.permutation(len(assigned))]
     values = [f"v{n + 1}" for n in rng.permutation(scale.keys)[: len(assigned)]]
     pairs = list(zip(assigned, values, strict=True))
-    return _with_queries(rng, pairs, keys, length)
+    return _with_queries(rng, pairs, keys, length, max(0, length - longest))
 
 
 def _with_queries(
-    rng: RandomState, pairs: list[tuple[str, str]], keys: list[str], length: int
+    rng: RandomState, pairs: list[tuple[str, str]], keys: list[str], length: int, blanks: int
 ) -> Sample:
-    start = 2 * len(pairs)
-    inputs = [*itertools.chain.from_iterable(pairs), *[BLANK] * (length - start)]
+    start = 2 * len(pairs) + blanks
+    inputs = [*itertools.chain.from_iterable(pairs), *[BLANK] * (length - 2 * len(pairs))]
     targets, latest = [PAD] * length, dict(pairs)
     for key, gap in zip(keys, gaps(rng, (length - start) // 2, len(keys)), strict=True):
         place = start + 2 * gap
@@ -323,16 +324,27 @@ class Recipe:
 
 
 def sampler(recipe: Recipe, split: Split) -> Callable[[RandomState], Sample]:
-    """Return the function that draws one sample of a split."""
+    """Return the function that draws one sample of a split.
+
+    Samples longer than those of training are scored beyond the longest of them only. A causal model
+    reads what comes before as it reads a sample of training.
+    """
     task, longest = TASKS[recipe.task], recipe.length
     shortest = task.shortest(longest)
+    seen = len(task.draw(RandomState(0), recipe.sizes, longest).inputs)
 
     def draw(rng: RandomState) -> Sample:
         length = split.multiple * longest or shortest + below(rng, longest - shortest + 1)
         length -= length % 2 if task.even else 0
-        return task.draw(rng, recipe.sizes, length, **split.keywords)
+        sample = task.draw(rng, recipe.sizes, length, **split.keywords)
+        return scored_from(sample, seen) if split.multiple > 1 else sample
 
     return draw
+
+
+def scored_from(sample: Sample, place: int) -> Sample:
+    """Return ``sample`` without the targets before ``place``, counted from 0."""
+    return sample._replace(targets=(*[PAD] * place, *sample.targets[place:]))
 
 
 def generate(recipe: Recipe) -> dict[str, list[Sample]]:
