@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
 import pytest
 
 from lrpe_fairseq.experiments.families.plan import load_named
-from lrpe_fairseq.experiments.records.choices import FILE, Statement, load_choices
+from lrpe_fairseq.experiments.records.choices import FILE, VERDICTS, Statement, load_choices
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import read_runs, write_run
@@ -93,7 +94,6 @@ def test_without_runs_the_page_says_not_measured_and_states_nothing(root: Path) 
     text = page(root)
     assert "| LM | not measured | not measured |" in text
     assert "Published statements" not in text
-    assert "no column orders any methods yet" in text
     assert choosing.pictures(root) == {}
 
 
@@ -104,16 +104,15 @@ def test_ranks_are_shared_where_no_order_is_supported(root: Path) -> None:
     save(root, "none", 60.0, **{"no-token-positional-embeddings": True})
     save(root, "rope", 30.0, **{"attention-normalizer": "layernorm", "x": 2})
     text = page(root)
-    assert line(text, "| `rope` |").startswith("| `rope` | **40.05 (1)** | — |")
-    assert line(text, "| `lrpe-type4` |").startswith("| `lrpe-type4` | **39.80 (1)** |")
+    assert line(text, "| `rope` |").startswith("| `rope` | **40.05† (1)** | — |")
+    assert line(text, "| `lrpe-type4` |").startswith("| `lrpe-type4` | **39.80† (1)** |")
     assert line(text, "| `none`, sinusoidal |").startswith("| `none`, sinusoidal | 50.05 (3) |")
     assert line(text, "| `none` |").startswith("| `none` | 60.00 (–) |")
-    assert line(text, "| `rope`, layernorm |").startswith("| `rope`, layernorm | 30.00 (–) |")
+    assert line(text, "| `rope`, layernorm |").startswith("| `rope`, layernorm | 30.00† (–) |")
     assert (
         "| LM | `lrpe-type4` (39.80) and `rope` (40.05), of 3 methods; not ranked, but beyond "
         "these: `rope`, layernorm (30.00) | not measured |" in text
     )
-    assert "in 1 of 1 columns with an order: `lrpe-type4` (LM) and `rope` (LM)." in text
     assert "RoPE has 40.05, NoPE 60.00." in text
 
 
@@ -179,6 +178,34 @@ def test_a_method_that_diverged_is_not_called_unmeasured(root: Path) -> None:
     assert "| LM | no order (40.05 to 50.00 over 2 rows) |" in text
 
 
+def test_a_method_for_causal_attention_has_no_cell_in_a_column_of_bidirectional_models(
+    root: Path,
+) -> None:
+    save(root, "rope", 40.0, 40.1)
+    choices = load_choices(root / FILE)
+    for bidirectional, shown in ((False, "—"), (True, "n/a")):
+        aspect = dataclasses.replace(choices.aspects[0], bidirectional=bidirectional)
+        board = boards.board(root, aspect, "linear", {"demo": demo(root)})
+        assert boards.cell(board, "`rope`") != "n/a"
+        assert boards.cell(board, "`rope`, layernorm") == "—"
+        assert boards.cell(board, "`fox`") == boards.cell(board, "`gated:rope`") == shown
+
+
+def test_every_run_of_the_language_model_of_this_repository_is_on_the_page() -> None:
+    """A normalizer that was measured must not be called unmeasured."""
+    choices, found = choosing._read(ROOT)
+    known = boards.boards(ROOT, choices, found)["lm", "linear"]
+    [sheet] = found["normalizers"]
+    measured = {
+        boards.method(row.encoding, {**sheet.table.options, **column.overrides})
+        for row in sheet.table.rows
+        for column in sheet.table.columns
+        if sheet.ours(row, column)
+    }
+    assert len(measured) > 10
+    assert measured <= {row.label for row in known.table.rows}
+
+
 def test_a_finding_waits_for_every_cell_that_it_names(root: Path) -> None:
     save(root, "rope", 40.0, 40.1)
     assert "RoPE has" not in page(root).partition("Published statements")[0]
@@ -195,7 +222,7 @@ def test_a_statement_is_shown_only_where_the_runs_support_its_verdict(
     save(root, "none", *base)
     save(root, "rope", 40.0, 40.1)
     found = {"demo": demo(root)}
-    for verdict in ("supported", "contradicted"):
+    for verdict in VERDICTS:
         claim = Statement(
             "A paper", "RoPE has [[paper RoPE | linear]]", "demo", "small", "linear", "RoPE",
             ["Base"], verdict,
@@ -203,7 +230,8 @@ def test_a_statement_is_shown_only_where_the_runs_support_its_verdict(
         assert choosing.state(claim, found) == state
         assert bool(choosing.statement(claim, found)) == (verdict == state)
     if state == "supported":
-        assert "- Supported: RoPE has 20.0 (A paper). Ours: RoPE (40.05) is ahead of" in page(root)
+        said = "Ours, [demo](../results/demo.md): RoPE (40.05) is ahead of"
+        assert f"- Supported: RoPE has 20.0 (A paper). {said}" in page(root)
 
 
 def demo(root: Path) -> list:
@@ -226,7 +254,11 @@ def test_a_statement_that_the_published_table_does_not_make_is_refused(root: Pat
         ("NoPE [[NoPE | linear]]", "NoPE 60", "a text states 60 itself"),
         ("RoPE has [[paper RoPE | linear]]", "RoPE is best", "a note says 'best' itself"),
         ("text: relative.", "text: 2 runs.", "a text states 2 itself"),
-        ("verdict: supported", "verdict: perhaps", "a verdict must be supported or contradicted"),
+        (
+            "verdict: supported",
+            "verdict: perhaps",
+            "a verdict must be one of supported, contradicted, open, not perhaps",
+        ),
         ("benchmark: table9", "bench: table9", "a aspect has no key bench"),
         ("figure: [lm, speed]", "figure: [lm]", "figure needs the keys of a quality and of a cost"),
     ],

@@ -17,10 +17,11 @@ from lrpe_fairseq.encodings import ENCODINGS, build_encoding, canonical_name
 from lrpe_fairseq.experiments.commands import eval_lm
 from lrpe_fairseq.experiments.families import lm
 from lrpe_fairseq.experiments.families.lm import LMRun
+from lrpe_fairseq.experiments.families.plan import load_named
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.layout import load_table
-from lrpe_fairseq.experiments.records.protocols import Protocol, Window, bounds
+from lrpe_fairseq.experiments.records.protocols import Protocol, Window, bounds, holds_to
 from lrpe_fairseq.experiments.records.runs import read_run, validate
 from lrpe_fairseq.experiments.report import lengths
 from lrpe_fairseq.experiments.report.cells import Group
@@ -236,6 +237,17 @@ def test_losses_by_position_are_means_of_bins_with_their_counts() -> None:
     assert (found["tokens-16"], found["tokens-20"]) == (32, 8)
 
 
+def test_the_loss_holds_to_the_last_bin_before_the_first_that_rises() -> None:
+    def measured(*nats: float) -> dict[str, float]:
+        named = zip((16, 32, 64, 128, 256), nats, strict=True)
+        return {f"loss-{bound}": value / math.log(2) for bound, value in named}
+
+    assert holds_to(measured(9, 5, 5, 5, 5.09), 256, 32) == 256
+    assert holds_to(measured(9, 5, 5.09, 5.11, 5), 256, 32) == 64  # a later fall does not count
+    assert holds_to(measured(1, 5, 6, 6, 6), 256, 32) == 32
+    assert holds_to({"loss-16": 1.0}, 256, 32) is None
+
+
 # --- the control: attention limited to the length of training ---------------------------------
 
 LIMITED = ("rope", "lrpe-type4", "permuteformer", "alibi", "fox", "gated:lrpe-type2", "lrpe-type8")
@@ -265,6 +277,22 @@ def test_truncated_attention_of_one_layer_is_that_of_a_window_for_every_token(
     assert found["truncated-128"]["loss"] == pytest.approx(expected, abs=2e-5)
     assert found["truncated-8"]["loss"] == pytest.approx(found["paired-8"]["loss"], abs=2e-5)
     assert all(m.window is None for m in attentions(model))
+
+
+@pytest.mark.parametrize(("attention", "name"), [("linear", "spe"), ("softmax", "fope")])
+def test_truncated_attention_differs_from_a_window_where_places_are_absolute(
+    corpus, attention: str, name: str
+) -> None:
+    """The table ``extrapolation`` has no truncated cell for these."""
+    model = model_of(corpus, attention, name, "rotated")
+    text = text_of(model, 16 * T)
+    each = [Window(max(0, t + 1 - T), t + 1, t) for t in range(15 * T, 16 * T)]
+    expected = by_hand(model, text, each).double().mean().item()
+    found = scoring.evaluate(model, text, 2, T, ["truncated-128"])
+    assert found["truncated-128"]["loss"] != pytest.approx(expected, abs=2e-5)
+    table = load_named("extrapolation")
+    [row] = [row for row in table.rows if row.encoding == name]
+    assert not any(row.has(column) for column in table.columns if column.title == "truncated")
 
 
 def attentions(model: torch.nn.Module) -> Iterator[MultiheadAttention]:

@@ -1,6 +1,8 @@
 """The published numbers, the run file, and the pages of results/."""
 
 import json
+import math
+import random
 import re
 import shutil
 import sys
@@ -911,6 +913,46 @@ def test_one_cell_is_ahead_where_seeds_agree_and_the_gap_is_twice_the_pooled_dev
     assert not claims.ahead(low, Scores({1: 2.4, 2: 3.4}), "lower")  # 1.4 < 2 * 0.71
     assert not claims.ahead(low, Scores({1: 30.0}), "lower")  # one shared seed
     assert not claims.ahead(Scores({1: 1.0, 2: 9.0}), Scores({1: 20.0, 2: 8.9}), "lower")
+
+
+def test_perplexities_are_compared_as_losses_so_that_an_exploding_seed_hides_no_order(root):
+    for name, values in {"none": (79.0, 80.0), "rope": (1000.0, 20000.0)}.items():
+        for seed, value in enumerate(values, 1):
+            save(root, f"{name}{seed}", position_encoding=name, seed=seed, metrics=ppl(value))
+    good, bad = (scores(root, row, "valid") for row in ("Base", "RoPE"))
+    assert good.compared[1] == pytest.approx(math.log(79.0))
+    assert claims.ahead(good, bad, "lower")
+    assert not claims.ahead(Scores(good), Scores(bad), "lower")  # of the plain values
+
+
+def test_two_equal_methods_with_two_seeds_are_ordered_as_often_as_the_pages_say():
+    draw = random.Random(0)
+    pairs = [[Scores({k: draw.gauss(0, 1) for k in (1, 2)}) for _ in range(2)] for _ in range(4000)]
+    found = [claims.ahead(one, two, "lower") or claims.ahead(two, one, "lower")
+             for one, two in pairs]  # fmt: skip
+    stated = int(claims.CHANCE.split()[0]) / 100
+    assert sum(found) / len(found) == pytest.approx(stated, abs=0.015)
+
+
+def test_a_row_with_a_diverged_seed_is_ahead_of_nothing(root):
+    lost = {"valid": {"blocks": {"diverged": 1, "tokens": 1000}}}
+    for name, value in {"none": 40.0, "rope": 50.0}.items():
+        for seed in (1, 2):
+            changes = {"seed": seed, "metrics": ppl(value + seed / 10)}
+            save(root, f"{name}{seed}", position_encoding=name, **changes)
+    save(root, "none3", position_encoding="none", seed=3, metrics=lost)
+    one, two = (scores(root, row, "valid") for row in ("Base", "RoPE"))
+    assert (one.lost, two.lost) == ({3}, set())
+    assert not claims.ahead(one, two, "lower")
+    assert claims.ahead(Scores(one, logarithmic=True), two, "lower")  # without that seed
+
+
+def test_tokens_of_one_sample_do_not_shrink_the_sampling_error(root):
+    edit_table(root, "split: test, protocol: blocks, metric: ppl",
+               "split: test, protocol: blocks, metric: token_accuracy")  # fmt: skip
+    found = {"test": {"blocks": {"token_accuracy": 0.8, "samples": 256, "answers": 65536}}}
+    save(root, "none1", position_encoding="none", metrics=found)
+    assert scores(root, "Base", "test").sampling == pytest.approx((0.8 * 0.2 / 256) ** 0.5)
 
 
 @pytest.mark.parametrize(("other", "ordered"), [(80.5, False), (85.0, True)])

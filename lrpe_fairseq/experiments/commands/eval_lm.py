@@ -74,6 +74,7 @@ def _measure(checkpoint: Path, data: Path, split: str, protocol: str, config: Ru
         tokens_per_sample=tokens,
         context_window=Protocol.parse(protocol).context_window(tokens),
         max_tokens=config["max-tokens"] or tokens,
+        task=lm.task_of(config["task"], protocol),
     )
     log = checkpoint.absolute().with_name(f"eval-{checkpoint.stem}-{split}-{protocol}.log")
     log.unlink(missing_ok=True)

@@ -67,7 +67,7 @@ class LMRun(TrainingRun):
             tokens_per_sample=tokens,
             context_window=Protocol.parse(protocol).context_window(tokens),
             max_tokens=int(settings.dataset.max_tokens),
-            task=settings.task._name if protocol == BLOCKS else PLAIN_TASK,
+            task=task_of(settings.task._name, protocol),
         )
 
     def measure(self, children: Children, devices: Devices, lock: int) -> Run:
@@ -124,6 +124,14 @@ def require_positions(options: Mapping[str, Any], trained: int, wanted: Sequence
             f"a model with learned absolute positions has none beyond the {trained} tokens of its "
             f"training, so it cannot be evaluated at {longest}: use sinusoidal positions or none"
         )
+
+
+def task_of(trained: str, protocol: str) -> str:
+    """Return the task of an evaluation by fairseq-eval-lm: ``trained`` for ``blocks``.
+
+    A model with a memory of earlier blocks needs the task of its training to carry it.
+    """
+    return trained if protocol == BLOCKS else PLAIN_TASK
 
 
 def evaluation_command(

@@ -11,7 +11,7 @@ import yaml
 from lrpe_fairseq.experiments.records import notes
 from lrpe_fairseq.experiments.records.layout import build
 
-VERDICTS = ("supported", "contradicted")
+VERDICTS = ("supported", "contradicted", "open")
 FILE = Path("configs") / "choosing.yaml"
 
 
@@ -34,7 +34,8 @@ class Aspect:
     metric: a field of the run file in place of the metric of these columns. benchmark: a part
     of results/bench instead of sources. better: ``lower`` or ``higher``. quality: False for a
     cost. ranked: False if the values are shown without ranks. optional: True if the column is only
-    shown once it has runs, and does not count in the short answer.
+    shown once it has runs. bidirectional: True if its models are, so that methods for causal
+    attention have no cell.
     """
 
     key: str
@@ -49,6 +50,7 @@ class Aspect:
     quality: bool = True
     ranked: bool = True
     optional: bool = False
+    bidirectional: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Statement:
 
     source: the publication. text: the statement. table, scale, column: where we measure it. first,
     others: row labels. verdict: ``supported`` if our runs put ``first`` ahead of all ``others``,
-    ``contradicted`` if they put all of them ahead of it.
+    ``contradicted`` if they put all of them ahead of it, ``open`` if neither.
     """
 
     source: str
@@ -148,6 +150,6 @@ def _check(choices: Choices) -> None:
     for claim in choices.statements:
         notes.check_note(claim.text)
         if claim.verdict not in VERDICTS:
-            raise ValueError(f"a verdict must be {' or '.join(VERDICTS)}, not {claim.verdict!r}")
+            raise ValueError(f"a verdict must be one of {', '.join(VERDICTS)}, not {claim.verdict}")
         if not claim.others:
             raise ValueError(f"a statement about {claim.first} needs rows that it is compared with")

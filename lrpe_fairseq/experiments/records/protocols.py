@@ -11,7 +11,9 @@ others have a length of their own, in their names:
 - ``positions-L``: ``blocks-L``, by position.
 """
 
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +30,9 @@ LONGEST = 16
 """Length of the blocks of paired protocols, in lengths of training."""
 FIRST_BOUND = 16
 """The first bound of the bins of positions; each further bound is twice the one before."""
+HOLDS = "holds-to"
+"""A metric of ``positions-L`` that is computed from its losses: :func:`holds_to`."""
+BREAK = 0.1  # nats
 FORMS = "blocks, sliding, blocks-L, tail-L, tail-L-W, paired-L, truncated-L, positions-L"
 
 
@@ -135,6 +140,23 @@ class Protocol:
             )
         for end in range(block, tokens + 1, block):
             yield Window(end - self.length, end, end - trained)
+
+
+def holds_to(measured: Mapping[str, float], length: int, trained: int) -> int | None:
+    """Return the position up to which the loss of long blocks stays that of the training length.
+
+    It is the last bound of :func:`bounds` before the first bin beyond ``trained`` whose mean loss
+    is more than :data:`BREAK` nats above that of the last bin within it, and ``length`` if there
+    is none. None if a bin was not measured.
+
+    measured: the metrics of ``positions-<length>``, with losses in bits.
+    """
+    beyond = [bound for bound in bounds(length) if bound >= trained]
+    if any(f"loss-{bound}" not in measured for bound in beyond):
+        return None
+    limit = measured[f"loss-{beyond[0]}"] + BREAK / math.log(2)
+    holding = itertools.takewhile(lambda bound: measured[f"loss-{bound}"] <= limit, beyond)
+    return list(holding)[-1]
 
 
 def bounds(length: int) -> list[int]:

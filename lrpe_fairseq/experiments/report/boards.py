@@ -6,7 +6,6 @@ encoding with a normalizer; ``none`` with sinusoidal positions is a method of it
 """
 
 import dataclasses
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,15 +23,24 @@ DEVICE = "cpu"
 USUAL = "rotated"
 SINUSOIDAL = "`none`, sinusoidal"
 """The baseline of every board: absolute positions only."""
+WITHOUT_SINUSOIDS = "no-token-positional-embeddings"
 VALUE = "value"
 NO_RANK = "–"
+ADDED = "†"
+"""Marks a method that has sinusoidal positions besides its encoding."""
+IMPOSSIBLE = "n/a"
 
 
 @dataclass
 class Board(Sheet):
-    """A sheet of one column. lost: the methods with a seed whose evaluation was not finite."""
+    """A sheet of one column.
 
-    lost: frozenset[str] = frozenset()
+    added: the methods with sinusoidal positions besides an encoding. bidirectional: True if the
+    models of the column are, which methods for causal attention cannot serve.
+    """
+
+    added: frozenset[str] = frozenset()
+    bidirectional: bool = False
 
 
 Boards = dict[tuple[str, str], Board]
@@ -54,16 +62,17 @@ def boards(root: Path, choices: Choices, found: Mapping[str, list[Sheet]]) -> Bo
 def board(root: Path, aspect: Aspect, attention: str, found: Mapping[str, list[Sheet]]) -> Board:
     """Return one aspect under one attention type."""
     if aspect.benchmark:
-        values, lost = _timed(root, aspect, attention), frozenset()
+        values, added = _timed(root, aspect, attention), frozenset()
     else:
-        values, lost = _measured(aspect, attention, found)
+        values, added = _measured(aspect, attention, found)
     column = Column(VALUE, aspect.title, attention, VALUE, decimals=aspect.decimals)
-    rows = [Row(label, label, [attention]) for label in sorted({*values, *lost}, key=_place)]
+    rows = [Row(label, label, [attention]) for label in sorted(values, key=_place)]
     table = Table(
         aspect.key, aspect.title, "", [], {"": ""}, SINUSOIDAL, aspect.better, [column], rows
     )
-    found_values = {(row.label, VALUE): values.get(row.label, Scores()) for row in rows}
-    return Board(root, table, Group("", "", {}), found_values, lost)
+    found_values = {(row.label, VALUE): values[row.label] for row in rows}
+    marked = added if aspect.quality else frozenset()
+    return Board(root, table, Group("", "", {}), found_values, marked, aspect.bidirectional)
 
 
 def values(sheet: Sheet) -> dict[str, Scores]:
@@ -74,13 +83,15 @@ def values(sheet: Sheet) -> dict[str, Scores]:
 
 
 def ranks(sheet: Sheet) -> dict[str, int]:
-    """Return the rank of every method with several seeds, best mean first.
+    """Return the rank of every method with several seeds, all of them finite, best mean first.
 
     The rank is 1 + the number of methods ahead, and at least that of every method with a better
     mean: seeds that differ much are behind nothing, which does not make a method the best.
     """
     better, found = sheet.table.better, {}
-    own = [(label, scores) for label, scores in values(sheet).items() if len(scores) > 1]
+    own = [
+        (k, scores) for k, scores in values(sheet).items() if len(scores) > 1 and not scores.lost
+    ]
     own.sort(key=lambda each: cells.mean(each[1]), reverse=better == "higher")
     for label, scores in own:
         ahead = sum(claims.ahead(other, scores, better) for _, other in own)
@@ -90,15 +101,24 @@ def ranks(sheet: Sheet) -> dict[str, int]:
 
 def cell(sheet: Board, label: str, ranked: bool = True) -> str:
     """Return the mean and in parentheses the rank, in bold if it is 1; a dash without runs."""
-    scores = values(sheet).get(label)
+    row = next((row for row in sheet.table.rows if row.label == label), None)
+    if row is None:
+        return IMPOSSIBLE if sheet.bidirectional and _causal_only(label) else NO_CELL
+    scores = sheet.ours(row, sheet.table.columns[0])
     if not scores:
-        return DIVERGED if label in sheet.lost else NO_CELL
+        return DIVERGED
     shown = fixed(cells.mean(scores), sheet.table.columns[0].decimals)
-    if not ranked:
-        return shown
-    rank = ranks(sheet).get(label, NO_RANK)
-    shown = f"**{shown} ({rank})**" if rank == 1 else f"{shown} ({rank})"
-    return f"{shown}, {DIVERGED}" if label in sheet.lost else shown
+    shown += ADDED if label in sheet.added else ""
+    if ranked:
+        rank = ranks(sheet).get(label, NO_RANK)
+        shown = f"**{shown} ({rank})**" if rank == 1 else f"{shown} ({rank})"
+    return f"{shown}, {DIVERGED}" if scores.lost else shown
+
+
+def _causal_only(label: str) -> bool:
+    """True if the encoding of a method is defined for causal attention only."""
+    name = label.split("`")[1]
+    return name.startswith("gated:") or (name in ENCODINGS and encoding_class(name).causal_only)
 
 
 def methods(found: Boards, attention: str) -> list[str]:
@@ -135,7 +155,7 @@ def method(encoding: str, options: Mapping[str, Any]) -> str:
     normalizers = ("attention-normalizer", "encoder-attention-normalizer")
     normalizer = next((options[name] for name in normalizers if name in options), USUAL)
     parts = [f"`{public_name(encoding)}`"]
-    if encoding == "none" and not options.get("no-token-positional-embeddings", False):
+    if encoding == "none" and not options.get(WITHOUT_SINUSOIDS, False):
         parts = [SINUSOIDAL]
     return ", ".join([*parts, *([normalizer] if normalizer != USUAL else [])])
 
@@ -143,24 +163,24 @@ def method(encoding: str, options: Mapping[str, Any]) -> str:
 def _measured(
     aspect: Aspect, attention: str, found: Mapping[str, list[Sheet]]
 ) -> tuple[dict[str, Scores], frozenset[str]]:
-    """Return the values of an aspect's columns, and the methods that diverged for a seed.
+    """Return the values of an aspect's columns, and the methods with sinusoidal positions too.
 
     Of several rows of a method the first counts.
     """
     known: dict[str, Scores] = {}
-    lost, configs = set(), set()
+    added, configs = set(), set()
     for source in aspect.sources:
         key = getattr(source, attention)
         for sheet in _sheets(source, found) if key else ():
             column = _column(aspect, sheet.table.column(key))
             configs.add(column.config or sheet.table.scales[source.scale])
-            for label, scores, diverged in _rows(sheet, column):
+            for label, scores, sinusoids in _rows(sheet, column):
                 if label not in known:
                     known[label] = scores
-                    lost.update([label] if diverged else [])
+                    added.update([label] if sinusoids else [])
     if len(configs) > 1:
         raise ValueError(f"the sources of {aspect.key} have the configurations {sorted(configs)}")
-    return known, frozenset(lost)
+    return known, frozenset(added)
 
 
 def _sheets(source: Source, found: Mapping[str, list[Sheet]]) -> list[Sheet]:
@@ -175,27 +195,27 @@ def _column(aspect: Aspect, column: Column) -> Column:
     return dataclasses.replace(column, **changed, split="", protocol="", paper={})
 
 
-def _rows(sheet: Sheet, column: Column) -> list[tuple[str, Scores, list[int]]]:
-    """Return method, values per seed and diverged seeds of every row with runs in a column."""
+def _rows(sheet: Sheet, column: Column) -> list[tuple[str, Scores, bool]]:
+    """Return method, values per seed, and True for sinusoids too, of every row with runs."""
     table, found = sheet.table, []
-    parts = [table.column(key) for key in column.mean_of] or [column]
     for row in table.rows:
         scores = sheet.ours(row, column)
-        lost = list(itertools.chain.from_iterable(sheet.diverged(row, part) for part in parts))
-        if scores or lost:
+        if scores or scores.lost:
             options = {**table.options, **row.overrides, **column.overrides}
-            found.append((method(row.encoding, options), scores, lost))
+            sinusoids = row.encoding != "none" and not options.get(WITHOUT_SINUSOIDS, False)
+            found.append((method(row.encoding, options), scores, sinusoids))
     return found
 
 
 def _timed(root: Path, aspect: Aspect, attention: str) -> dict[str, Scores]:
-    """Return the speeds of a benchmark; the slowest and the fastest round stand for two seeds."""
+    """Return the relative speeds of a benchmark, medians over its rounds.
+
+    A name such as ``ape (canonical)`` is another computation of an encoding, not a method.
+    """
     known: dict[str, Scores] = {}
     for row in speed.measured(aspect.benchmark, DEVICE, root):
-        if row["attention"] == attention:
-            mean, half = row["relative_speed"], row["spread"] / 2
-            scores = Scores({1: mean * (1 - half), 2: mean * (1 + half)})
-            known.setdefault(method(row["encoding"], {}), scores)
+        if row["attention"] == attention and "(" not in row["encoding"]:
+            known.setdefault(method(row["encoding"], {}), Scores({1: row["relative_speed"]}))
     return known
 
 

@@ -10,15 +10,17 @@ from typing import Any
 from lrpe_fairseq.encodings import canonical_name
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.layout import HALVES, PARTS, Column, Row, Table
+from lrpe_fairseq.experiments.records.protocols import HOLDS, Protocol, holds_to
 from lrpe_fairseq.experiments.records.runs import Run, plain
 
 Runs = dict[str, Run]  # by path relative to results/runs
 ABSENT = object()
+LOGARITHMIC = ("ppl", "word_ppl")
 COUNTS = {  # fractions: the number of tested examples beside them, and the value of all
     "accuracy": ("examples", 100.0),
     "top5": ("examples", 100.0),
     "answer_accuracy": ("samples", 1.0),
-    "token_accuracy": ("answers", 1.0),
+    "token_accuracy": ("samples", 1.0),  # tokens of one sample are not independent
     "exact_match": ("samples", 1.0),
 }
 
@@ -27,12 +29,24 @@ class Scores(dict[int, float]):
     """The value of a cell per seed.
 
     sampling: binomial standard error of a value that is a fraction of tested examples; 0 for other
-    metrics.
+    metrics. lost: the seeds whose evaluation was not finite. logarithmic: True for perplexities,
+    whose logarithms, the losses, are compared.
     """
 
-    def __init__(self, values: Mapping[int, float] | None = None, sampling: float = 0.0):
+    def __init__(
+        self,
+        values: Mapping[int, float] | None = None,
+        sampling: float = 0.0,
+        lost: Iterable[int] = (),
+        logarithmic: bool = False,
+    ):
         super().__init__(values or {})
-        self.sampling = sampling
+        self.sampling, self.lost, self.logarithmic = sampling, frozenset(lost), logarithmic
+
+    @property
+    def compared(self) -> dict[int, float]:
+        """The values per seed on the scale of comparisons, in which seeds scatter evenly."""
+        return {k: math.log(value) if self.logarithmic else value for k, value in self.items()}
 
 
 @dataclass(frozen=True)
@@ -171,18 +185,12 @@ def scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:
     if not column.relative or not found:
         return found
     base = _raw_scores(table, table.row(table.baseline), column, runs)
-    return _divided(found, mean(base)) if base else Scores()
+    return _divided(found, mean(base)) if base else Scores(lost=found.lost)
 
 
 def diverged(table: Table, row: Row, column: Column, runs: Runs) -> list[int]:
     """The seeds of one cell whose evaluation was not finite, in order."""
-    if not row.has(column) or column.mean_of:
-        return []
-    found = cell_runs(table, row, column, runs).values()
-    lost = {run["seed"] for run in found if DIVERGED in _measured(run, column)}
-    if column.best_over:  # of several runs one is shown
-        lost -= set(_raw_scores(table, row, column, runs))
-    return sorted(lost)
+    return sorted(scores(table, row, column, runs).lost)
 
 
 def mean(values: Mapping[int, float]) -> float:
@@ -264,7 +272,10 @@ def _raw_scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:
     chosen = {seed: runs[name] for seed, name in selected(table, row, column, runs).items()}
     values = {seed: _value(run, column) for seed, run in chosen.items()}
     known = {seed: value for seed, value in values.items() if value is not None}
-    return Scores(known, _sampling(known, column, chosen.values()))
+    every = cell_runs(table, row, column, runs).values()
+    lost = {run["seed"] for run in every if DIVERGED in _measured(run, column)} - set(known)
+    sampling = _sampling(known, column, chosen.values())
+    return Scores(known, sampling, lost, logarithmic=column.metric in LOGARITHMIC)
 
 
 def _sampling(values: Mapping[int, float], column: Column, runs: Iterable[Run]) -> float:
@@ -288,7 +299,11 @@ def _rank(run: Run, column: Column) -> float | None:
 def _value(run: Run, column: Column) -> float | None:
     if not column.split:
         return run.get(column.metric)
-    return _measured(run, column).get(column.metric)
+    measured = _measured(run, column)
+    if column.metric == HOLDS:
+        length = Protocol.parse(column.protocol).length
+        return holds_to(measured, length, option(run, "tokens-per-sample")) if measured else None
+    return measured.get(column.metric)
 
 
 def _measured(run: Run, column: Column) -> Run:
@@ -298,8 +313,10 @@ def _measured(run: Run, column: Column) -> Run:
 def _mean_scores(parts: list[Scores]) -> Scores:
     seeds = sorted(set.intersection(*(set(part) for part in parts)))
     sums = {seed: math.fsum(part[seed] for part in parts) for seed in seeds}
-    return _divided(Scores(sums, math.hypot(*(part.sampling for part in parts))), len(parts))
+    lost = set().union(*(part.lost for part in parts))
+    return _divided(Scores(sums, math.hypot(*(part.sampling for part in parts)), lost), len(parts))
 
 
 def _divided(values: Scores, by: float) -> Scores:
-    return Scores({seed: value / by for seed, value in values.items()}, values.sampling / by)
+    scaled = {seed: value / by for seed, value in values.items()}
+    return Scores(scaled, values.sampling / by, values.lost, values.logarithmic)

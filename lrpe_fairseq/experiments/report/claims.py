@@ -1,8 +1,10 @@
 """Statements supported by the runs: orders of cells, rank correlations, findings of tables.
 
 A is ahead of B if both have at least two common seeds, A is better for every seed, and the
-difference of the means exceeds twice the pooled deviation. The deviation of a fraction of tested
-examples is at least its sampling error: seeds that agree by chance do not enlarge a test set.
+difference of the means exceeds twice the pooled deviation. Of perplexities the logarithms are
+compared: a seed that explodes must not hide an order in which all seeds agree. The deviation of a
+fraction of tested examples is at least its sampling error: seeds that agree by chance do not
+enlarge a test set. A row with a diverged seed is ahead of nothing.
 """
 
 import itertools
@@ -22,17 +24,22 @@ FEWEST = 4  # minimum number of rows for a rank correlation
 ONE_SEED = "one seed: no order is claimed"
 RULE = (
     "An order is stated only where all seeds agree and the difference of the means exceeds twice "
-    "the pooled deviation, which is at least the sampling error of an accuracy; rows with one seed "
-    "are not ordered."
+    "the pooled deviation, which is at least the sampling error of an accuracy; of perplexities "
+    "the logarithms are compared; rows with one seed are not ordered."
 )
+
+CHANCE = "18 % of the"
+"""Of pairs of equal methods with two seeds each; a test simulates it."""
 
 
 def pooled_deviation(first: Scores, second: Scores) -> float:
     """Return the pooled sample deviation of two cells with at least two seeds each.
 
-    It is at least the root mean square of their sampling errors.
+    It is at least the root mean square of their sampling errors, and of perplexities that of their
+    logarithms.
     """
-    squares = [(len(s) - 1) * statistics.variance(s.values()) for s in (first, second)]
+    both = (first, second)
+    squares = [(len(s) - 1) * statistics.variance(s.compared.values()) for s in both]
     seeds = math.sqrt(math.fsum(squares) / (len(first) + len(second) - 2))
     return max(seeds, math.hypot(first.sampling, second.sampling) / math.sqrt(2))
 
@@ -40,11 +47,12 @@ def pooled_deviation(first: Scores, second: Scores) -> float:
 def ahead(first: Scores, second: Scores, better: str) -> bool:
     """True if ``first`` is ahead of ``second`` by the rule of this module."""
     shared = sorted(set(first) & set(second))
-    if len(shared) < 2:
+    if len(shared) < 2 or first.lost:
         return False
+    one, two = first.compared, second.compared
     sign = -1 if better == "lower" else 1
-    agreed = all(sign * (first[seed] - second[seed]) > 0 for seed in shared)
-    gap = sign * (cells.mean(first) - cells.mean(second))
+    agreed = all(sign * (one[seed] - two[seed]) > 0 for seed in shared)
+    gap = sign * (cells.mean(one) - cells.mean(two))
     return agreed and gap > 2 * pooled_deviation(first, second)
 
 

@@ -1,7 +1,7 @@
 """The quickstart's results as text: one table, and the order of its rows.
 
-An order of two rows is stated only if every seed agrees and the difference of the means exceeds
-twice the pooled standard deviation.
+An order of two rows is stated by the rule of :mod:`.claims`, and only where both have the same
+seeds.
 """
 
 import statistics
@@ -11,13 +11,13 @@ from itertools import combinations, pairwise
 from pathlib import Path
 
 from lrpe_fairseq.experiments.records.runs import Run, read_run
-from lrpe_fairseq.experiments.report import curves
+from lrpe_fairseq.experiments.report import claims, curves
+from lrpe_fairseq.experiments.report.cells import Scores
 
 HEAD = ("attention", "encoding", "test perplexity", "vs Base")
 BASE = "none"
 ENCODINGS = (BASE, "rope", "lrpe-type2")  # the rows of each attention type, in this order
 PROTOCOL = "blocks"
-DEVIATIONS = 2.0
 PAGE = "results/quickstart/README.md"
 PICTURE = "results/quickstart/validation.png"
 RUNS = "results/quickstart/runs"
@@ -89,15 +89,9 @@ def rows(runs: Iterable[Run]) -> list[Row]:
 
 
 def separated(better: Row, worse: Row) -> bool:
-    """True if ``better`` has the lower perplexity by the rule of this module.
-
-    Requires the same two or more seeds in both. The pooled deviation is the root mean variance.
-    """
-    if set(better.ppl) != set(worse.ppl) or len(better.ppl) < 2:
-        return False
-    pooled = ((better.deviation**2 + worse.deviation**2) / 2) ** 0.5
-    agree = all(better.ppl[seed] < worse.ppl[seed] for seed in better.ppl)
-    return agree and worse.mean - better.mean > DEVIATIONS * pooled
+    """True if ``better`` has the lower perplexity by the rule of this module."""
+    first, second = (Scores(each.ppl, logarithmic=True) for each in (better, worse))
+    return set(first) == set(second) and claims.ahead(first, second, "lower")
 
 
 def table(found: Sequence[Row], aligned: bool = False) -> str:
@@ -155,7 +149,7 @@ def numbers(found: Sequence[Row]) -> str:
     """:func:`table` and :func:`order` as Markdown."""
     rule = (
         "Lower is better. `<` means that all seeds agree and the difference of the means exceeds\n"
-        "twice the pooled standard deviation, `≈` that one of these does not hold:"
+        "twice the pooled standard deviation, of logarithms; `≈` that one of these does not hold:"
     )
     return "\n".join([table(found), rule, "", *(f"- {line}" for line in order(found))])
 
