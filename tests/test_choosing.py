@@ -252,7 +252,8 @@ def test_a_statement_that_the_published_table_does_not_make_is_refused(root: Pat
     ("old", "new", "said"),
     [
         ("NoPE [[NoPE | linear]]", "NoPE 60", "a text states 60 itself"),
-        ("RoPE has [[paper RoPE | linear]]", "RoPE is best", "a note says 'best' itself"),
+        ("NoPE [[NoPE | linear]]", "RoPE is best", "a note says 'best' itself"),
+        ("NoPE [[NoPE | linear]]", "NoPE is lower", "a note says 'lower' itself"),
         ("text: relative.", "text: 2 runs.", "a text states 2 itself"),
         (
             "verdict: supported",

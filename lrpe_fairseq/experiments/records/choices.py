@@ -148,7 +148,7 @@ def _check(choices: Choices) -> None:
     for finding in choices.findings:
         notes.check_note(finding.text)
     for claim in choices.statements:
-        notes.check_note(claim.text)
+        notes.check_text(claim.text)
         if claim.verdict not in VERDICTS:
             raise ValueError(f"a verdict must be one of {', '.join(VERDICTS)}, not {claim.verdict}")
         if not claim.others:

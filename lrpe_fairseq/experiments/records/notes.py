@@ -29,7 +29,8 @@ NUMBER = re.compile(
     re.IGNORECASE,
 )
 ORDER = re.compile(
-    r"\b(?:ahead|behind|beats?|best|better|worst|worse|outperforms?|wins?|faster|slower)\b",
+    r"\b(?:ahead|behind|beats?|best|better|worst|worse|outperforms?|wins?|faster|slower|lower|higher"
+    r"|above|below|gain(?:s|ed)?|los(?:es?|t)|improves?|exceeds?|fails?|vanish(?:es)?|helps?|hurts?)\b",
     re.IGNORECASE,
 )
 
