@@ -357,6 +357,14 @@ def test_word_perplexity_spreads_the_loss_over_words_and_line_ends(tmp_path):
     assert lm.read_evaluation(log, tmp_path, "test")["word_ppl"] == 2**10
 
 
+@pytest.mark.parametrize("name", ["pg19", "pg19-first-3"])
+def test_word_perplexity_of_pg19_does_not_count_line_ends(tmp_path, name):
+    counts = {"tokens": 1000, "words": 250, "words_with_eos": 500}
+    known = {"corpus": name, "level": "gpt2", "splits": {"test": counts}}
+    (tmp_path / "manifest.json").write_text(json.dumps(known))
+    assert lm.with_words({"loss": 2.5, "tokens": 1000}, tmp_path, "test")["word_ppl"] == 2**10
+
+
 def test_a_resumed_training_has_one_curve_and_the_speed_of_its_steady_part(tmp_path):
     log = tmp_path / "train.log"
     first = [INNER.format(100, 10), INNER.format(900, 20), VALID.format(80, 20)]
