@@ -39,6 +39,7 @@ class LMRun(TrainingRun):
         "books": "data-prep/books/prepare.py books",
         "pg19": "data-prep/books/prepare.py pg19",
     }
+    without_download: ClassVar[frozenset[str]] = frozenset({"books"})
     option_keys: ClassVar[Mapping[str, str]] = {
         "task": "task._name",
         "memory-length": "model.memory_length",
