@@ -310,14 +310,18 @@ def _difference(sheet: Sheet, row: Row, column: Column) -> str:
 
 
 def _versus(sheet: Sheet, row: Row, column: Column) -> str:
-    """Return the difference from the baseline, ours / paper; empty for the baseline."""
+    """Return the difference from the baseline, ours / paper; empty for the baseline.
+
+    The paper's is left out if its numbers are of another measure.
+    """
     base = sheet.table.row(sheet.table.baseline)
     if row is base:
         return NO_CELL
     ours = [sheet.ours(r, column) for r in (row, base)]
     theirs = [sheet.published(r, column) for r in (row, base)]
     first = percent(*map(cells.mean, ours)) if all(ours) else NO_CELL
-    second = percent(*theirs) if None not in theirs else NO_CELL
+    comparable = sheet.comparable(column) and None not in theirs
+    second = percent(*theirs) if comparable else NO_CELL
     return first if second == NO_CELL else f"{first} / {second}"
 
 
