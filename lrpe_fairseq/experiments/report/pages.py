@@ -195,13 +195,21 @@ def _section(sheet: Sheet) -> list[str]:
 
 
 def _budget(sheet: Sheet) -> list[str]:
+    """Return what the runs of the sheet share; several configurations are named apart."""
     shared = cells.shared_options(sheet.table, sheet.group.runs)
-    configs = [column.config for column in sheet.table.columns if not column.mean_of]
     usual = sheet.table.scales.get(sheet.group.scale, "")
-    configs = list(dict.fromkeys(filter(None, [own or usual for own in configs])))
+    columns = [c for c in sheet.table.columns if not c.mean_of and _has_runs(sheet, c)]
+    used = dict.fromkeys(filter(None, [column.config or usual for column in columns]))
+    configs = [f"`{config}`" for config in used]
     named = [f"{name} {markdown.plain_number(value)}" for name, value in shared.items()]
-    named += [f"`{config}`" for config in configs]
-    return [f"Shared by all runs: {', '.join(named)}.\n"] if named else []
+    named += configs if len(configs) == 1 else []
+    parts = [f"Shared by all runs: {', '.join(named)}."] if named else []
+    parts += [f"Configurations: {', '.join(configs)}."] if len(configs) > 1 else []
+    return [" ".join(parts) + "\n"] if parts else []
+
+
+def _has_runs(sheet: Sheet, column: Column) -> bool:
+    return any(sheet.ours(row, column) or sheet.diverged(row, column) for row in sheet.table.rows)
 
 
 def _grids(sheet: Sheet, attention: str) -> list[str]:
