@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from lrpe_fairseq.experiments.families.plan import load_named, runs
+from lrpe_fairseq.experiments.families.plan import load_named, runs, with_data
 from lrpe_fairseq.experiments.records import sweeps
 from lrpe_fairseq.experiments.records.console import FAILED, UserError, clock, command
 from lrpe_fairseq.experiments.records.files import ROOT, relative
@@ -184,7 +184,7 @@ def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
     found = runs(_rows_only(table, labels), options.scale, range(1, options.seeds + 1))
     chosen = [
         run
-        for run in _with_data(found, table, options)
+        for run in with_data(found, table, options.scale, options.datasets)
         if run.attention_type in (options.attention or run.attention_type)
     ]
     if not chosen:
@@ -193,20 +193,6 @@ def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
             "leave out --rows, --attention or --datasets"
         )
     return chosen
-
-
-def _with_data(
-    found: Sequence[TrainingRun], table: Table, options: argparse.Namespace
-) -> list[TrainingRun]:
-    """Return the runs on ``--datasets``. Raises: ValueError for a data set that no run has."""
-    known = list(dict.fromkeys(run.data.name for run in found))
-    for name in options.datasets or []:
-        if name not in known:
-            raise ValueError(
-                f"table {table.name} has no data set {name!r} at scale {options.scale}; it has "
-                f"{', '.join(known)}"
-            )
-    return [run for run in found if run.data.name in (options.datasets or known)]
 
 
 def _rows_only(table: Table, labels: Sequence[str]) -> Table:
