@@ -710,6 +710,17 @@ def test_runs_on_data_without_a_download_are_left_out_of_a_table(tmp_path, capsy
     assert named[0].prepared + named[2].prepared == [tmp_path]
 
 
+def test_an_array_keeps_its_numbers_when_runs_are_left_out(tmp_path, monkeypatch):
+    submitted = []
+    monkeypatch.setattr(run_table.slurm, "load_site", lambda *_: SimpleNamespace(nodes=1))
+    monkeypatch.setattr(run_table.slurm, "submit", lambda *words: submitted.extend(words[3]))
+    jobs = [FakeJob(tmp_path / name, DONE) for name in "abcd"]
+    (jobs[1].folder / "done").touch()
+    options = argparse.Namespace(table="table2", **dict.fromkeys(run_table.SITE_OPTIONS))
+    assert run_table._submit(jobs, [jobs[1], jobs[3]], options, ["table2", "--slurm"]) == 0
+    assert submitted == [3]
+
+
 def test_only_data_that_are_not_prepared_lack_a_source(tmp_path):
     table = run_table._rows_only(plan.load_named("tmlr-table3"), ["Base"])
     run = plan.runs(table, "paper", [1])[0]
