@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Evaluates a checkpoint of a classifier, also on other data with the same dictionary, and writes a run
-# file. Inputs longer than in training are cut, unless --max-positions allows them.
+# file. Default splits: valid and test, as far as the data have them. Inputs longer than in training are
+# cut, unless --max-positions allows them.
 #
 #   scripts/eval_classifier.sh <checkpoint> <data> [--splits valid test] [--max-positions N]
 #                              [--out FILE.json]

@@ -68,6 +68,15 @@ def test_the_digits_are_those_of_scikit_learn_in_disjoint_stratified_splits(
     assert manifest["classes"] == 10
 
 
+@pytest.mark.parametrize("side", [28, 14, 7])
+def test_smaller_images_are_means_of_blocks_that_are_rounded_once(side: int) -> None:
+    whole = np.random.RandomState(0).randint(0, 256, (3, 28, 28))
+    found, block = images.averaged(whole, side), 28 // side
+    for n, row, column in np.ndindex(found.shape):
+        y, x = row * block, column * block
+        assert found[n, row, column] == round(float(whole[n, y : y + block, x : x + block].mean()))
+
+
 def test_digits_are_reproducible_and_finished_steps_are_skipped(
     digits_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

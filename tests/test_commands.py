@@ -107,6 +107,16 @@ def test_the_usage_of_a_row_names_the_script_and_only_what_it_takes(
     assert (ROOT / "scripts" / f"{script}.sh").is_file()
 
 
+def test_a_row_is_trained_on_the_data_set_that_was_chosen() -> None:
+    row = ["tmlr-table4", "RoPE", "linear", "--scale", "small"]
+    chosen = {"": "listops-20-100", "sst2-bytes": "sst2-bytes", "pathfinder16": "pathfinder16"}
+    for name, data in chosen.items():
+        given = [*row, "--dataset", name] if name else row
+        assert train_row._run(train_row._parse(given)).data.name == data
+    with pytest.raises(ValueError, match="no data set 'lra-text' at scale small; it has listops-"):
+        train_row._run(train_row._parse([*row, "--dataset", "lra-text"]))
+
+
 def test_the_doctor_refuses_arguments_and_has_help(capsys: pytest.CaptureFixture) -> None:
     for arguments, status in (["--help"], 0), (["data"], 2):
         with pytest.raises(SystemExit) as ended:

@@ -357,6 +357,14 @@ def test_word_perplexity_spreads_the_loss_over_words_and_line_ends(tmp_path):
     assert lm.read_evaluation(log, tmp_path, "test")["word_ppl"] == 2**10
 
 
+@pytest.mark.parametrize("name", ["pg19", "pg19-first-3"])
+def test_word_perplexity_of_pg19_does_not_count_line_ends(tmp_path, name):
+    counts = {"tokens": 1000, "words": 250, "words_with_eos": 500}
+    known = {"corpus": name, "level": "gpt2", "splits": {"test": counts}}
+    (tmp_path / "manifest.json").write_text(json.dumps(known))
+    assert lm.with_words({"loss": 2.5, "tokens": 1000}, tmp_path, "test")["word_ppl"] == 2**10
+
+
 def test_a_resumed_training_has_one_curve_and_the_speed_of_its_steady_part(tmp_path):
     log = tmp_path / "train.log"
     first = [INNER.format(100, 10), INNER.format(900, 20), VALID.format(80, 20)]
@@ -650,7 +658,7 @@ def test_events_are_shown_when_their_log_cannot_be_written(tmp_path, capsys):
     assert "still here" in capsys.readouterr().out
 
 
-def run_fakes(monkeypatch, root, jobs, **options):
+def run_fakes(monkeypatch, root, jobs, left_out=0, **options):
     """What ``run_table`` does with ``jobs`` under ``root``: the exit status."""
     monkeypatch.setattr(run_table, "ROOT", root)
     monkeypatch.setattr(run_table.tables, "main", lambda arguments: 0)
@@ -658,7 +666,7 @@ def run_fakes(monkeypatch, root, jobs, **options):
     options = argparse.Namespace(
         **given, **{"rows": None, "attention": None, "datasets": None, **options}
     )
-    return run_table._run_here(jobs, options, time.monotonic() - 100)
+    return run_table._run_here(jobs, options, time.monotonic() - 100, left_out)
 
 
 def test_the_time_of_a_whole_table_is_kept(tmp_path, monkeypatch, capsys):
@@ -670,6 +678,80 @@ def test_the_time_of_a_whole_table_is_kept(tmp_path, monkeypatch, capsys):
     assert "table2: 0:01:4" in capsys.readouterr().out
     line = cost.measured_table([kept]).splitlines()[-1]
     assert line.startswith("| table2 | small | 3 | 2 | 0:01:4")
+
+
+class FakeData:
+    """A run on ``data``, which has no download if that is called books."""
+
+    def __init__(self, data):
+        self.data, self.prepared = data, []
+
+    def lacks_source(self, source):
+        return self.data.name == "books" and source is None
+
+    def preparation_of(self, data):
+        return ["data-prep/books/prepare.py", "books", "--dest", data.name]
+
+    def prepare_data(self, source):
+        self.prepared.append(source)
+
+
+def test_runs_on_data_without_a_download_are_left_out_of_a_table(tmp_path, capsys):
+    named = [FakeData(tmp_path / name) for name in ("books", "wikitext", "books", "pg19")]
+    options = argparse.Namespace(source=None)
+    assert run_table._prepared(named, options) == [named[1], named[3]]
+    assert [run.prepared for run in named] == [[], [None], [], [None]]
+    told = capsys.readouterr().out
+    assert "prepare.py books --dest books --from FOLDER" in told
+    assert "the 2 runs left out" in told
+    with pytest.raises(UserError, match=r"books has no download: run .*, and repeat this command"):
+        run_table._prepared([named[0], named[2]], options)
+    assert run_table._prepared(named, argparse.Namespace(source=tmp_path)) == named
+    assert named[0].prepared + named[2].prepared == [tmp_path]
+
+
+def test_an_array_keeps_its_numbers_when_runs_are_left_out(tmp_path, monkeypatch):
+    submitted = []
+    monkeypatch.setattr(run_table.slurm, "load_site", lambda *_: SimpleNamespace(nodes=1))
+    monkeypatch.setattr(run_table.slurm, "submit", lambda *words: submitted.extend(words[3]))
+    jobs = [FakeJob(tmp_path / name, DONE) for name in "abcd"]
+    (jobs[1].folder / "done").touch()
+    options = argparse.Namespace(table="table2", **dict.fromkeys(run_table.SITE_OPTIONS))
+    assert run_table._submit(jobs, [jobs[1], jobs[3]], options, ["table2", "--slurm"]) == 0
+    assert submitted == [3]
+
+
+def test_only_data_that_are_not_prepared_lack_a_source(tmp_path):
+    table = run_table._rows_only(plan.load_named("tmlr-table3"), ["Base"])
+    run = plan.runs(table, "paper", [1])[0]
+    run = replace(run, data=tmp_path / "imagenet")
+    assert run.lacks_source()
+    assert not run.lacks_source(tmp_path)
+    assert not replace(run, data=tmp_path / "lra-text").lacks_source()
+    (run.data / "bin").mkdir(parents=True)
+    (run.data / "bin" / "dict.txt").touch()
+    assert not run.lacks_source()
+
+
+def test_the_source_goes_only_to_scripts_that_take_it(tmp_path, capfd):
+    takes, generates = tmp_path / "takes.py", tmp_path / "generates.py"
+    for script, option in (takes, "--from"), (generates, "--size"):
+        script.write_text(
+            f"import argparse\nparser = argparse.ArgumentParser()\n"
+            f"parser.add_argument('{option}')\nprint(parser.parse_args())\n"
+        )
+        folders.prepare(tmp_path / "data", [str(script)], tmp_path)
+    told = capfd.readouterr().out
+    assert f"Namespace(from='{tmp_path}')" in told
+    assert "is generated, so --from does not apply to it" in told
+    assert "Namespace(size=None)" in told
+
+
+def test_the_time_of_a_table_with_runs_left_out_is_not_kept(tmp_path, monkeypatch, capsys):
+    jobs = [FakeJob(tmp_path / name, DONE) for name in "ab"]
+    assert run_fakes(monkeypatch, tmp_path, jobs, left_out=3) == 0
+    assert not (tmp_path / "results").exists()
+    assert "3 runs were left out, since their data are missing" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,30 +1,42 @@
 """Every command, option, path and Python block of the pages is one that works today.
 
 Shell blocks and code in backquotes are parsed by the programs that they name, without running a
-training. CONTRIBUTING's recipe for an encoding is followed in a copy of the repository; its recipe
-for a family is followed in test_families.py.
+training; so are the commands in the heads of the configurations. CONTRIBUTING's recipe for an
+encoding is followed in a copy of the repository; its recipe for a family is followed in
+test_families.py.
 """
 
+import argparse
 import importlib
 import importlib.util
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 from fairseq import options
 
 import lrpe_fairseq.models  # noqa: F401  (registers the archs)
-from lrpe_fairseq.experiments.commands import finetune, run_table, train_row
+from lrpe_fairseq.experiments.commands import (
+    eval_classifier,
+    eval_lm,
+    eval_mt,
+    finetune,
+    run_table,
+    train_row,
+)
+from lrpe_fairseq.experiments.families.plan import load_named
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("data-prep/*/README.md")])
+HEADS = sorted(p for p in ROOT.glob("configs/**/*.yaml") if p.read_text("utf-8").startswith("#"))
 FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 EXAMPLES = re.compile(r"yours|letters|<|\*|\.\.\.|…|runs/table8|/(work|\.installed)")
 """Paths of what a reader makes, or patterns of paths."""
@@ -50,6 +62,25 @@ def inline(page: Path) -> list[str]:
 
 # --- commands ----------------------------------------------------------------------------------
 
+
+class Parsed(Exception):
+    """Ends a program after it has read its command line."""
+
+
+def parse_only(main: Callable[[list[str]], object], words: list[str]) -> None:
+    """Call ``main`` up to the end of its parser, which exits for words that it does not take."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_end(parser: argparse.ArgumentParser, given: list[str]) -> None:
+        parse(parser, given)
+        raise Parsed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_end)
+        with pytest.raises(Parsed):
+            main(words)
+
+
 STARTS = ("make ", "scripts/", "data-prep/", "python ", "fairseq-", ".venv/bin/", "PROCS=")
 SHELL_ONLY = {"pip", "source", "srun"}
 PARSERS = {
@@ -59,14 +90,20 @@ PARSERS = {
     "scripts/train_mt.sh": lambda words: train_row._parse(["table4", *words]),
     "scripts/train_classifier.sh": train_row._parse,
     "scripts/finetune_glue.sh": finetune._parse,
+    "scripts/eval_classifier.sh": partial(parse_only, eval_classifier.main),
+    "scripts/eval_lm.sh": partial(parse_only, eval_lm.main),
+    "scripts/eval_mt.sh": partial(parse_only, eval_mt.main),
 }
 
 
 def commands(page: Path) -> Iterator[list[str]]:
     """The words of every command of ``page``, without variables before it."""
-    lines = [line for text in blocks(page, "") for line in text.replace("\\\n", " ").splitlines()]
-    lines += [code for code in inline(page) if f"{code} ".startswith(STARTS)]
-    for line in lines:
+    yield from split([*blocks(page, ""), *(c for c in inline(page) if f"{c} ".startswith(STARTS))])
+
+
+def split(texts: Iterable[str]) -> Iterator[list[str]]:
+    """The words of every line of ``texts``, without variables before it."""
+    for line in (line for text in texts for line in text.replace("\\\n", " ").splitlines()):
         words = shlex.split(line, comments=True)
         while words and re.match(r"[A-Z_]+=", words[0]):
             words.pop(0)
@@ -77,7 +114,8 @@ def commands(page: Path) -> Iterator[list[str]]:
 def check_command(name: str, words: list[str]) -> None:
     """Fail unless the program ``name`` exists and takes ``words``."""
     name = name.removeprefix(".venv/bin/")
-    complete = words and not {"...", "…"} & set(words)
+    in_prose = not words or words[0] in ("--protocols",)  # names an option, not a whole command
+    complete = not in_prose and not {"...", "…"} & set(words)
     if name == "make":
         makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
         assert [w for w in words if "=" not in w and f"\n{w}:" not in makefile] == []
@@ -105,6 +143,8 @@ def check_python(words: list[str]) -> None:
         compile(words[1], "-c", "exec")
     else:
         assert (ROOT / words[0]).is_file(), words
+        if words[0].startswith("data-prep/") and not {"...", "…"} & set(words):
+            parse_only(runpy.run_path(str(ROOT / words[0]))["main"], words[1:])
 
 
 def check_fairseq(name: str, words: list[str]) -> None:
@@ -141,10 +181,44 @@ def test_every_command_of_a_page_is_taken_by_the_program_that_it_names(page):
 
 def test_a_command_that_does_not_exist_is_found(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("```\nmake absent\nscripts/run_table.sh table2 --absent\nabsent x\n```\n")
+    page.write_text(
+        "```\nmake absent\nscripts/run_table.sh table2 --absent\nabsent x\n"
+        "python data-prep/books/prepare.py pg18 --dest data/pg18\n"
+        "scripts/eval_lm.sh checkpoint.pt data --absent\n```\n"
+    )
     for name, *words in commands(page):
         with pytest.raises((AssertionError, SystemExit)):
             check_command(name, words)
+
+
+def head_commands(config: Path) -> Iterator[list[str]]:
+    """The words of every command in the comment that begins ``config``: indented, or in quotes."""
+    head = re.match(r"(?:#.*\n)*", config.read_text(encoding="utf-8"))[0]
+    lines = re.sub(r"^# ?", "", head, flags=re.MULTILINE)
+    indented = "\n".join(re.findall(r"^  .*$", lines, re.MULTILINE))
+    quoted = (" ".join(code.split()) for code in re.findall(r"`([^`]+)`", lines))
+    yield from split([indented, *(code for code in quoted if code.startswith(STARTS))])
+
+
+@pytest.mark.parametrize("config", HEADS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_in_the_head_of_a_configuration_is_taken(config):
+    for name, *words in head_commands(config):
+        check_command(name, words)
+        if name == "scripts/run_table.sh":
+            parsed = run_table._parse(words)
+            table = load_named(parsed.table)
+            parsed.scale = parsed.scale or run_table.usual_scale(table)
+            assert run_table._select(table, parsed)
+
+
+def test_a_command_in_the_head_of_a_configuration_that_does_not_exist_is_found(tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "# A table:\n#\n#   scripts/run_table.sh table2 \\\n#       --seeds 1 2\na: 1\n"
+    )
+    ((name, *words),) = head_commands(config)
+    with pytest.raises(SystemExit):
+        check_command(name, words)
 
 
 # --- options, paths, names, links --------------------------------------------------------------

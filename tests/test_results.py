@@ -790,6 +790,32 @@ def test_a_difference_is_shown_only_where_data_and_scale_are_the_papers(
     assert ("| +2.00 |" in page(root)) == shown
 
 
+def test_shared_options_are_those_of_the_columns_with_runs(root):
+    edit_table(root, "metric: ppl}", "metric: ppl, config: configs/b.yaml, dataset: b}")
+    edit_table(root, "blocks, metric: ppl,\n", "blocks, metric: ppl, dataset: a,\n")
+    first = {"config": {"max-update": 10}}
+    save(root, "a", metrics=ppl(50.0), dataset="a", **first)
+    assert "Shared by all runs: max-update 10, `configs/small.yaml`.\n" in page(root)
+    save(root, "b", metrics=ppl(50.0, "test"), dataset="b", config={"max-update": 20})
+    text = page(root)
+    assert "Shared by all runs" not in text
+    assert "Configurations: `configs/small.yaml`, `configs/b.yaml`.\n" in text
+
+
+def test_a_published_number_of_another_measure_is_shown_and_not_compared(root):
+    path = edit_table(root, "split: valid}}", "split: valid}, comparable: false}")
+    for encoding, value in FOUR.items():
+        save(root, encoding, position_encoding=encoding, metrics=ppl(value), scale="paper")
+    text = page(root)
+    assert line_of(text, "RoPE") == "| RoPE | `rope` | 60.00 (1) | 20.0 | +20.0 % |"
+    assert "difference" not in text.partition("Linear attention:")[2].partition("\n|---")[0]
+    assert "Spearman" not in text
+    assert not any("-paper" in picture for picture in pages.pictures(root))
+    path.write_text(TABLE.replace("metric: ppl}", "metric: ppl, comparable: false}"))
+    with pytest.raises(ValueError, match="column test has no published number: leave out"):
+        load_table(path)
+
+
 def test_no_table_is_wider_than_eight_columns_and_the_index_is_one_screen():
     texts = pages.pages(ROOT)
     for path, text in texts.items():

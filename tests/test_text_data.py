@@ -289,6 +289,11 @@ def test_pg19_is_read_from_a_folder_or_downloaded_and_a_part_has_its_own_name(
     assert folders.dataset_name(tmp_path / "web") == "pg19-first-3-gpt2"
 
 
+def test_books_of_pg19_are_not_split_anew(gutenberg: Path, tmp_path: Path) -> None:
+    said = refusal(books.prepare, "books", tmp_path / "data", gutenberg, **known(gutenberg))
+    assert "as PG-19 does: prepare it as pg19" in said
+
+
 def test_a_missing_book_of_pg19_is_noticed(gutenberg: Path, tmp_path: Path) -> None:
     (gutenberg / "validation" / "1.txt").unlink()
     options = {"official": OFFICIAL, **known(gutenberg)}

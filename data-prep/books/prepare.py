@@ -49,7 +49,15 @@ def split_of(name: str) -> str:
 
 
 def find_books(folder: Path) -> Books:
-    """Return the books ``*.txt`` of a folder by split. Raises: UserError if a split is empty."""
+    """Return the books ``*.txt`` of a folder by split.
+
+    Raises: UserError if a split is empty, or the folder is that of PG-19, with splits of its own.
+    """
+    if all((folder / name).is_dir() for name in PUBLISHED.values()):
+        raise UserError(
+            f"{folder} has the folders train, validation and test, as PG-19 does: prepare it as "
+            "pg19, or pass a folder without these splits."
+        )
     found: Books = {split: [] for split in prep.SPLITS}
     for path in sorted(folder.rglob("*.txt")):
         found[split_of(path.relative_to(folder).as_posix())].append(path)

@@ -23,6 +23,8 @@ from lrpe_fairseq.experiments.runner.predictions import predictions
 from lrpe_fairseq.tasks import images
 
 ARCHS = ("lrpe_classifier", "lrpe_vit")
+SPLITS = ("valid", "test")
+"""Evaluated by default, as far as the data have them."""
 EMBEDDING = "encoder.embed_tokens.weight"
 INPUTS, LABELS = "input0/dict.txt", "label/dict.txt"
 
@@ -31,12 +33,14 @@ INPUTS, LABELS = "input0/dict.txt", "label/dict.txt"
 def main(arguments: list[str] | None = None) -> None:
     """Evaluate, print accuracy and loss, write the run file."""
     parser = by_hand.arguments("scripts/eval_classifier.sh", __doc__)
+    parser.set_defaults(splits=None)
     parser.add_argument(
         "--max-positions", type=int, help="longest input; longer ones are cut (default: training's)"
     )
     options = parser.parse_args(arguments)
     data = by_hand.data_folder(options.data, preparation_of)
-    run = evaluate(options.checkpoint, data, options.splits, options.max_positions)
+    splits = options.splits or [s for s in SPLITS if _has_split(data, s)] or list(SPLITS)
+    run = evaluate(options.checkpoint, data, splits, options.max_positions)
     by_hand.report(run, options.out or options.checkpoint.with_suffix(".json"))
 
 
@@ -50,6 +54,8 @@ def evaluate(
     Raises: ValueError for a damaged or diverged checkpoint, one of another model, data with other
         dictionaries, an absent split, or a length that the model does not support.
     """
+    for split in splits:
+        _require_split(data, split)
     trained = checkpoints.options(checkpoints.require_model(checkpoint, *ARCHS))
     _require_dictionaries(checkpoint, data, trained)
     if _reads_files(trained):
@@ -58,7 +64,6 @@ def evaluate(
     _require_length(checkpoint, longest, trained)
     metrics: Run = {}
     for split in splits:
-        _require_split(data, split)
         found = predictions(checkpoint, data, split, _logits, _overrides(trained, longest))
         metrics[split] = {classification.ACCURACY: scores(*found)}
     said = classification.protocol(data, longest, _cut(data, splits, longest))
@@ -78,9 +83,13 @@ def _overrides(trained: Run, longest: int) -> dict[str, Any]:
     return {"max_positions": longest}
 
 
-def _require_split(data: Path, split: str) -> None:
+def _has_split(data: Path, split: str) -> bool:
     places = (Path("input0", f"{split}.idx"), Path(f"{split}.tsv"))
-    if not any((data / "bin" / place).is_file() for place in places):
+    return any((data / "bin" / place).is_file() for place in places)
+
+
+def _require_split(data: Path, split: str) -> None:
+    if not _has_split(data, split):
         raise ValueError(f"{relative(data)} has no split {split}: choose others with --splits")
 
 

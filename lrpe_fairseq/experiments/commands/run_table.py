@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from lrpe_fairseq.experiments.families.plan import load_named, runs
+from lrpe_fairseq.experiments.families.plan import load_named, runs, with_data
 from lrpe_fairseq.experiments.records import sweeps
-from lrpe_fairseq.experiments.records.console import FAILED, clock, command
-from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.records.console import FAILED, UserError, clock, command
+from lrpe_fairseq.experiments.records.files import ROOT, relative
 from lrpe_fairseq.experiments.records.layout import Table
 from lrpe_fairseq.experiments.report import tables
 from lrpe_fairseq.experiments.runner import schedule, slurm
@@ -36,29 +36,53 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = _select(table, options)
     if options.status or options.dry_run:
         return _show(chosen, options)
-    if options.slurm:
-        slurm.require_sbatch()
-    for run in {run.data: run for run in chosen}.values():
-        run.prepare_data(options.source)
-    if options.slurm:
-        return _submit(chosen, options, given)
     if options.array_task is not None:
         return _run_task(chosen, options)
-    return _run_here(chosen, options, begun)
+    if options.slurm:
+        slurm.require_sbatch()
+    ready = _prepared(chosen, options)
+    if options.slurm:
+        return _submit(chosen, ready, options, given)
+    return _run_here(ready, options, begun, left_out=len(chosen) - len(ready))
 
 
-def _run_here(chosen: Sequence[TrainingRun], options: argparse.Namespace, begun: float) -> int:
-    """Run ``chosen`` on this machine and render the tables; record the time of a full table."""
+def _prepared(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> list[TrainingRun]:
+    """Prepare the data of ``chosen``; return its runs without those whose data have no source.
+
+    Raises: UserError if none is left, or a preparation fails.
+    """
+    first = {run.data: run for run in chosen}
+    absent = {data: run for data, run in first.items() if run.lacks_source(options.source)}
+    for data, run in absent.items():
+        script = shlex.join([*run.preparation_of(data), "--from"])
+        lack = f"{relative(data)} has no download: run .venv/bin/python {script} FOLDER"
+        if absent.keys() == first.keys():
+            raise UserError(f"{lack}, and repeat this command")
+        count = sum(run.data == data for run in chosen)
+        print(f"{lack}, and repeat this command for the {count} runs left out", flush=True)
+    ready = {data: run for data, run in first.items() if data not in absent}
+    for run in ready.values():
+        run.prepare_data(options.source)
+    return [run for run in chosen if run.data in ready]
+
+
+def _run_here(
+    chosen: Sequence[TrainingRun], options: argparse.Namespace, begun: float, left_out: int = 0
+) -> int:
+    """Run ``chosen`` on this machine and render the tables; record the time of a full table.
+
+    left_out: number of runs without data, which are named again at the end.
+    """
     events = schedule.Events(ROOT / "runs" / options.table / "events.log")
     devices = schedule.shares(min(options.jobs, len(chosen)), options.gpus)
-    whole = not (options.rows or options.attention or options.datasets) and schedule.untouched(
-        chosen
-    )
+    part = options.rows or options.attention or options.datasets or left_out
+    whole = not part and schedule.untouched(chosen)
     work = schedule.Schedule(chosen, devices, events)
     failed = work.run()
     failed = tables.main([]) or failed
     seconds = time.monotonic() - begun
-    events.say(f"{options.table}: {clock(seconds)} in total")
+    lost = f"; {left_out} runs were left out, since their data are missing" if left_out else ""
+    events.say(f"{options.table}: {clock(seconds)} in total{lost}")
     if whole and not failed and work.trained == len(chosen):
         sweeps.write_sweep(
             ROOT / "results" / "sweeps",
@@ -83,14 +107,21 @@ def _run_task(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int
             "the table again with --slurm"
         )
     run = chosen[options.array_task]
+    run.prepare_data(options.source)
     events = schedule.Events(run.folder / "events.log")
     cores = int(os.environ.get("SLURM_CPUS_PER_TASK", "1"))  # some clusters do not set the affinity
     devices = Devices(threads=cores, nodes=options.nodes or 1)
     return FAILED if schedule.Schedule([run], [devices], events).run() else 0
 
 
-def _submit(chosen: Sequence[TrainingRun], options: argparse.Namespace, given: list[str]) -> int:
-    tasks = [index for index, run in enumerate(chosen) if not run.finished()]
+def _submit(
+    chosen: Sequence[TrainingRun],
+    ready: Sequence[TrainingRun],
+    options: argparse.Namespace,
+    given: list[str],
+) -> int:
+    """Submit the unfinished runs of ``ready``; the array counts those of ``chosen``."""
+    tasks = [index for index, run in enumerate(chosen) if run in ready and not run.finished()]
     if not tasks:
         print("all runs are already finished")
         return tables.main([])
@@ -153,7 +184,7 @@ def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
     found = runs(_rows_only(table, labels), options.scale, range(1, options.seeds + 1))
     chosen = [
         run
-        for run in _with_data(found, table, options)
+        for run in with_data(found, table, options.scale, options.datasets)
         if run.attention_type in (options.attention or run.attention_type)
     ]
     if not chosen:
@@ -162,20 +193,6 @@ def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
             "leave out --rows, --attention or --datasets"
         )
     return chosen
-
-
-def _with_data(
-    found: Sequence[TrainingRun], table: Table, options: argparse.Namespace
-) -> list[TrainingRun]:
-    """Return the runs on ``--datasets``. Raises: ValueError for a data set that no run has."""
-    known = list(dict.fromkeys(run.data.name for run in found))
-    for name in options.datasets or []:
-        if name not in known:
-            raise ValueError(
-                f"table {table.name} has no data set {name!r} at scale {options.scale}; it has "
-                f"{', '.join(known)}"
-            )
-    return [run for run in found if run.data.name in (options.datasets or known)]
 
 
 def _rows_only(table: Table, labels: Sequence[str]) -> Table:

@@ -70,6 +70,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--scale", help="default: paper, or the first one of the table")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--dataset",
+        metavar="DATA",
+        help="data set of a table with several of them, a folder of data (default: the first)",
+    )
     return parser.parse_intermixed_args(given)
 
 
@@ -82,6 +87,8 @@ def _run(options: argparse.Namespace) -> TrainingRun:
     options.scale = options.scale or usual
     wanted = replace(table, rows=[row])
     found = plan.runs(wanted, options.scale, [options.seed])
+    names = [options.dataset] if options.dataset else None
+    found = plan.with_data(found, table, options.scale, names)
     run = next(run for run in found if run.attention_type == options.attention)
     if not options.changes:
         return run

@@ -527,7 +527,8 @@ def count_split(text: Path, prefix: Path) -> dict[str, int]:
     """Count one split: words of its text and tokens of its binary form.
 
     The two counts make perplexities of different tokenizations comparable: with a loss in bits
-    per token, the perplexity per word is ``2 ** (loss * tokens / words_with_eos)``.
+    per token, the perplexity per word is ``2 ** (loss * tokens / words_with_eos)``, and that of
+    PG-19 ``2 ** (loss * tokens / words)``.
     """
     words, binary = count_words(text), count_binary(prefix)
     if binary.pop("samples") != words["lines"]:

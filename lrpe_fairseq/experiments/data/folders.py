@@ -65,15 +65,31 @@ def require_splits(data: Path, splits: Sequence[str]) -> None:
 def prepare(data: Path, preparation: Sequence[str], source: Path | None = None) -> None:
     """Run ``preparation`` unless ``data`` is prepared; ``source`` replaces the download.
 
-    With ``source`` the script always runs: it skips finished steps and refuses another source.
+    With ``source`` the script always runs: it skips finished steps and refuses another source. A
+    script that generates its data takes none, and runs without it.
 
     Raises: UserError if the script fails, or if none is known.
     """
+    if source and preparation and not takes_source(preparation):
+        print(f"{relative(data)} is generated, so --from does not apply to it", flush=True)
+        source = None
     if is_prepared(data) and source is None:
         return
     if not preparation:
         require(data, preparation)
-    script = [sys.executable, *preparation, *(["--from", str(source.absolute())] if source else [])]
-    print(shlex.join(script), flush=True)
-    if subprocess.run(script, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode:
+    script = [*preparation, *(["--from", str(source.absolute())] if source else [])]
+    print(shlex.join([sys.executable, *script]), flush=True)
+    if _run(script).returncode:
         raise UserError(f"the preparation of {relative(data)} failed")
+
+
+def takes_source(preparation: Sequence[str]) -> bool:
+    """True if the data-prep script has the option ``--from``."""
+    shown = _run([preparation[0], "--help"], capture_output=True, text=True)
+    return "--from " in shown.stdout
+
+
+def _run(script: Sequence[str], **options: Any) -> subprocess.CompletedProcess:
+    """Run a script of data-prep with this Python from the repository root."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *script], cwd=ROOT, env=env, **options)

@@ -77,18 +77,20 @@ def read(path: Path, source: Source) -> tuple[np.ndarray, np.ndarray]:
     return pixels.reshape(-1, source.side, source.side), rows[:, -1].astype(np.int64)
 
 
-def halved(images: np.ndarray) -> np.ndarray:
-    """Average blocks of 2 x 2 pixels, rounded to even: (N, 2 S, 2 S) -> (N, S, S)."""
-    count, side, _ = images.shape
-    blocks = images.reshape(count, side // 2, 2, side // 2, 2)
+def averaged(images: np.ndarray, side: int) -> np.ndarray:
+    """Average blocks of F x F pixels, rounded once, to even: (N, F S, F S) -> (N, S, S).
+
+    side: S, which divides the side of the images.
+    """
+    count, whole, _ = images.shape
+    blocks = images.reshape(count, side, whole // side, side, whole // side)
     return np.rint(blocks.mean((2, 4))).astype(np.int64)
 
 
 def splits(path: Path, source: Source, side: int) -> dict[str, Examples]:
     """Return the examples of every split, with images of ``side`` x ``side`` pixels."""
     images, labels = read(path, source)
-    while images.shape[1] > side:
-        images = halved(images)
+    images = averaged(images, side)
     drawn = examples.stratified(labels, source.sizes, SEED)
     return {
         split: Examples(images[own].reshape(len(own), -1).tolist(), labels[own].tolist())

@@ -214,8 +214,9 @@ def retrieval(task: Task, source: Path) -> dict[str, Examples]:
 def pathfinder(task: Task, source: Path) -> dict[str, Examples]:
     """Return images of 32 x 32 pixels; class 1 if both markers are on one path.
 
-    The splits are 80, 10 and 10 percent of a permutation of the images in order of folder and
-    number. Empty files, of which the release has one, are left out with a message.
+    The splits are 80, 10 and 10 percent of a permutation of the images, which are first sorted by
+    the names of folder and file as text: ``sample_10.png`` precedes ``sample_2.png``. Empty files,
+    of which the release has one, are left out with a message.
     """
     images: dict[tuple[str, str], bytes] = {}
     labels: dict[tuple[str, str], int] = {}

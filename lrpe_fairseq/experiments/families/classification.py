@@ -42,6 +42,7 @@ class ClassificationRun(TrainingRun):
         "pathfinder16": "data-prep/pathfinder/prepare.py --size 16",
         "imagenet": "data-prep/imagenet/prepare.py",
     }
+    without_download: ClassVar[frozenset[str]] = frozenset({"imagenet"})
     option_keys: ClassVar[Mapping[str, str]] = {
         "position-grid": "model.position_grid",
         "grid-width": "model.grid_width",

@@ -22,6 +22,7 @@ from lrpe_fairseq.experiments.runner.processes import Children, RunFailed, run_c
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 PLAIN_TASK = "language_modeling"
+WITHOUT_EOS = ("pg19",)  # corpora whose published perplexity is per word, without line ends
 EVERYTHING = tuple((split, p) for split in ("valid", "test") for p in (BLOCKS, SLIDING))
 
 
@@ -38,6 +39,7 @@ class LMRun(TrainingRun):
         "books": "data-prep/books/prepare.py books",
         "pg19": "data-prep/books/prepare.py pg19",
     }
+    without_download: ClassVar[frozenset[str]] = frozenset({"books"})
     option_keys: ClassVar[Mapping[str, str]] = {
         "task": "task._name",
         "memory-length": "model.memory_length",
@@ -232,12 +234,16 @@ def with_words(measured: Run, data: Path, split: str) -> dict[str, float]:
     """Return ``measured`` with ``word_ppl``, if the manifest counts words.
 
     Word perplexity divides the total log-probability by the words and line ends of the text, so
-    that it does not depend on the tokenization.
+    that it does not depend on the tokenization. On PG-19 it divides by the words alone, as the
+    metric published with it does.
     """
-    counts = manifest(data).get("splits", {}).get(split, {})
-    if "loss" not in measured or "words_with_eos" not in counts:
+    known = manifest(data)
+    counts = known.get("splits", {}).get(split, {})
+    corpus = known.get("corpus", "").partition("-first-")[0]  # a part of PG-19 counts like it
+    count = "words" if corpus in WITHOUT_EOS else "words_with_eos"
+    if "loss" not in measured or not counts.get(count):
         return measured
-    bits = measured["loss"] * measured["tokens"] / counts["words_with_eos"]
+    bits = measured["loss"] * measured["tokens"] / counts[count]
     word_ppl = fairseq_log.perplexity(bits)
     if math.isinf(word_ppl):
         return {fairseq_log.DIVERGED: 1, "tokens": measured["tokens"]}

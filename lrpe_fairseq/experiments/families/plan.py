@@ -60,6 +60,23 @@ def runs(table: Table, scale: str, seeds: Sequence[int]) -> list[TrainingRun]:
     return list(named.values())  # columns that separate learning rates share their runs
 
 
+def with_data(
+    found: Sequence[TrainingRun], table: Table, scale: str, names: Sequence[str] | None
+) -> list[TrainingRun]:
+    """Return the runs on the data sets ``names``, or all without names.
+
+    Raises: ValueError for a data set that no run has.
+    """
+    known = list(dict.fromkeys(run.data.name for run in found))
+    for name in names or []:
+        if name not in known:
+            raise ValueError(
+                f"table {table.name} has no data set {name!r} at scale {scale}; it has "
+                f"{', '.join(known)}"
+            )
+    return [run for run in found if run.data.name in (names or known)]
+
+
 def _homes(tables: Sequence[Table], scale: str) -> list[tuple[Table, Cell]]:
     """Return the cells of the first table, each with the table that its runs belong to.
 

@@ -41,7 +41,8 @@ class Column:
     option; of each seed's runs that differ in it only the best counts. best_by: split, protocol
     and metric of the loss that selects it, the lowest, instead of the column's own metric.
     mean_of: keys of the columns that this one averages, instead of a metric. paper: the published
-    cell: ``file`` and the values of its columns.
+    cell: ``file`` and the values of its columns. comparable: false if the published number is of
+    another or unknown measure; it is then shown, but neither subtracted, divided nor ranked.
     """
 
     key: str
@@ -59,6 +60,7 @@ class Column:
     best_by: dict[str, str] = field(default_factory=dict)
     mean_of: list[str] = field(default_factory=list)
     paper: dict[str, str] = field(default_factory=dict)
+    comparable: bool = True
     decimals: int = 2
 
 
@@ -297,6 +299,8 @@ def _check_column(table: Table, column: Column) -> None:
         raise ValueError(f"column {column.key} needs split and protocol together, or neither")
     for key in column.mean_of:
         table.column(key)
+    if not (column.comparable or column.paper or column.mean_of):
+        raise ValueError(f"column {column.key} has no published number: leave out comparable")
     if column.best_by and not (column.best_over and set(column.best_by) == SELECTION):
         raise ValueError(
             f"best_by of column {column.key} needs best_over, and the keys "

@@ -195,13 +195,21 @@ def _section(sheet: Sheet) -> list[str]:
 
 
 def _budget(sheet: Sheet) -> list[str]:
+    """Return what the runs of the sheet share; several configurations are named apart."""
     shared = cells.shared_options(sheet.table, sheet.group.runs)
-    configs = [column.config for column in sheet.table.columns if not column.mean_of]
     usual = sheet.table.scales.get(sheet.group.scale, "")
-    configs = list(dict.fromkeys(filter(None, [own or usual for own in configs])))
+    columns = [c for c in sheet.table.columns if not c.mean_of and _has_runs(sheet, c)]
+    used = dict.fromkeys(filter(None, [column.config or usual for column in columns]))
+    configs = [f"`{config}`" for config in used]
     named = [f"{name} {markdown.plain_number(value)}" for name, value in shared.items()]
-    named += [f"`{config}`" for config in configs]
-    return [f"Shared by all runs: {', '.join(named)}.\n"] if named else []
+    named += configs if len(configs) == 1 else []
+    parts = [f"Shared by all runs: {', '.join(named)}."] if named else []
+    parts += [f"Configurations: {', '.join(configs)}."] if len(configs) > 1 else []
+    return [" ".join(parts) + "\n"] if parts else []
+
+
+def _has_runs(sheet: Sheet, column: Column) -> bool:
+    return any(sheet.ours(row, column) or sheet.diverged(row, column) for row in sheet.table.rows)
 
 
 def _grids(sheet: Sheet, attention: str) -> list[str]:
@@ -310,14 +318,18 @@ def _difference(sheet: Sheet, row: Row, column: Column) -> str:
 
 
 def _versus(sheet: Sheet, row: Row, column: Column) -> str:
-    """Return the difference from the baseline, ours / paper; empty for the baseline."""
+    """Return the difference from the baseline, ours / paper; empty for the baseline.
+
+    The paper's is left out if its numbers are of another measure.
+    """
     base = sheet.table.row(sheet.table.baseline)
     if row is base:
         return NO_CELL
     ours = [sheet.ours(r, column) for r in (row, base)]
     theirs = [sheet.published(r, column) for r in (row, base)]
     first = percent(*map(cells.mean, ours)) if all(ours) else NO_CELL
-    second = percent(*theirs) if None not in theirs else NO_CELL
+    comparable = sheet.comparable(column) and None not in theirs
+    second = percent(*theirs) if comparable else NO_CELL
     return first if second == NO_CELL else f"{first} / {second}"
 
 

@@ -76,11 +76,18 @@ class Sheet:
         parts = [self.table.column(key) for key in column.mean_of]
         return bool(column.paper) or (bool(parts) and all(part.paper for part in parts))
 
+    def comparable(self, column: Column) -> bool:
+        """True if the published numbers of the column are of the same measure as ours."""
+        parts = [self.table.column(key) for key in column.mean_of]
+        return column.comparable and all(part.comparable for part in parts)
+
     def is_papers(self, column: Column) -> bool:
-        """True if data and scale are the paper's, so that differences are meaningful.
+        """True if measure, data and scale are the paper's, so that differences are meaningful.
 
         ``paper_dataset`` names a corpus at any level of pieces.
         """
+        if not self.comparable(column):
+            return False
         corpus, dataset = self.table.paper_dataset, column.dataset or self.group.dataset
         same = not (corpus and dataset) or f"{dataset}-".startswith(f"{corpus}-")
         return self.group.scale == "paper" and same
@@ -90,8 +97,8 @@ class Sheet:
         return any(self.ours(row, column) for row in self.table.rows)
 
     def pairs(self, column: Column) -> list[tuple[Row, Scores, float]]:
-        """Return (row, ours, published) for the rows that have both."""
-        if not self.has_paper(column):
+        """Return (row, ours, published) for the rows that have both, of one measure."""
+        if not (self.has_paper(column) and self.comparable(column)):
             return []
         found = [(r, self.ours(r, column), self.published(r, column)) for r in self.table.rows]
         return [(row, ours, theirs) for row, ours, theirs in found if ours and theirs is not None]

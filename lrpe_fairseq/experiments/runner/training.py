@@ -81,6 +81,8 @@ class TrainingRun(ABC):
     """fairseq's task, if two families share a folder of configurations."""
     data_scripts: ClassVar[Mapping[str, str]] = {}
     """Name of a data folder -> the script that makes it, with arguments."""
+    without_download: ClassVar[frozenset[str]] = frozenset()
+    """Names of data folders whose script needs ``--from``."""
     option_keys: ClassVar[Mapping[str, str]] = {}
     """Options of tables, besides the common ones and encodings' -> fairseq's configuration."""
     curve: ClassVar[Curve] = Curve("valid_ppl", "lower")
@@ -264,6 +266,11 @@ class TrainingRun(ABC):
             *("--config-dir", str(CONFIGS / self.configs), "--config-name", self.config),
             *(launch.hydra_override(key, value) for key, value in chosen.items()),
         ]
+
+    def lacks_source(self, source: Path | None = None) -> bool:
+        """True if the data are missing and can be neither downloaded nor read from ``source``."""
+        no_way = self.data.name in self.without_download and source is None
+        return no_way and not folders.is_prepared(self.data)
 
     def prepare_data(self, source: Path | None = None) -> None:
         """Prepare the data if they are missing, from ``source`` or the network."""

@@ -1,0 +1,40 @@
+"""``scripts/eval_classifier.sh`` evaluates the splits of the data and checks all of them first."""
+
+from pathlib import Path
+
+import pytest
+
+from lrpe_fairseq.experiments.commands import eval_classifier
+from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.runner import by_hand
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Data like ImageNet's, which have no test split."""
+    (tmp_path / "bin").mkdir()
+    for split in ("train", "valid"):
+        (tmp_path / "bin" / f"{split}.tsv").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("given", "splits"), [([], ["valid"]), (["--splits", "train", "valid"], ["train", "valid"])]
+)
+def test_the_default_splits_are_those_of_the_data(
+    data: Path, given: list[str], splits: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(eval_classifier, "evaluate", lambda *words: seen.append(words[2]))
+    monkeypatch.setattr(by_hand, "data_folder", lambda folder, _: folder)
+    monkeypatch.setattr(by_hand, "report", lambda run, out: None)
+    assert eval_classifier.main(["a.pt", str(data), *given]) == 0
+    assert seen == [splits]
+
+
+def test_an_absent_split_is_refused_before_anything_is_read(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "require_model", lambda *_: pytest.fail("was read"))
+    with pytest.raises(ValueError, match="has no split test: choose others with --splits"):
+        eval_classifier.evaluate(data / "a.pt", data, ["valid", "test"])
