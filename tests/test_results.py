@@ -930,6 +930,15 @@ def test_a_note_says_that_a_row_is_behind_and_does_not_call_that_open(root):
     assert "Base (50.15) is ahead of SPE (60.15) and behind RoPE (40.15)." in page(root)
 
 
+def test_an_order_leaves_out_rows_without_runs_and_says_so(root):
+    add_note(root, "[[Base ahead of RoPE; SPE | valid]]; [[SPE ahead of Base | valid]].")
+    for name, value in {"none": 50.0, "rope": 60.0}.items():
+        for seed in (1, 2):
+            changes = {"seed": seed, "metrics": ppl(value + seed / 10)}
+            save(root, f"{name}{seed}", position_encoding=name, **changes)
+    assert "Base (50.15) is ahead of RoPE (60.15) (SPE not run); SPE is not run." in page(root)
+
+
 def test_one_cell_is_ahead_where_seeds_agree_and_the_gap_is_twice_the_pooled_deviation():
     low, high = Scores({1: 1.0, 2: 2.0}), Scores({1: 3.0, 2: 4.0})
     assert claims.pooled_deviation(low, high) == pytest.approx(0.5**0.5)

@@ -59,18 +59,22 @@ def ahead(first: Scores, second: Scores, better: str) -> bool:
 def stated_order(sheet: Sheet, first: str, others: tuple[str, ...], key: str) -> str:
     """State the order of ``first`` and ``others`` in a column if supported, else the values."""
     column = sheet.table.column(key)
+    absent = [x for x in (first, *others) if not sheet.ours(sheet.table.row(x), column)]
+    measured = [label for label in others if label not in absent]
+    if first in absent or not measured:
+        return f"{listed(absent)} {'are' if len(absent) > 1 else 'is'} {NOT_RUN}"
     found: dict[str, list[str]] = {}
-    for label in others:
+    for label in measured:
         place = relation(sheet, first, label, column)
         found.setdefault(place, []).append(valued(sheet, label, column))
     named = valued(sheet, first, column)
     known = [f"{place} {listed(found[place])}" for place in (AHEAD, BEHIND) if place in found]
-    if OPEN not in found:
-        return f"{named} is {' and '.join(known)}"
-    rest = f"{listed(found[OPEN])} is open"
+    rest = f"{listed(found[OPEN])} is open" if OPEN in found else ""
     if not known:
-        return f"the order of {named} and {rest}"
-    return f"{named} is {' and '.join(known)}; its order with {rest}"
+        text = f"the order of {named} and {rest}"
+    else:
+        text = f"{named} is {' and '.join(known)}" + (f"; its order with {rest}" if rest else "")
+    return f"{text} ({listed(absent)} {NOT_RUN})" if absent else text
 
 
 def relation(sheet: Sheet, first: str, second: str, column: Column) -> str:
