@@ -416,3 +416,14 @@ def test_a_damaged_image_is_named(written: Path, tmp_path: Path) -> None:
     (tmp_path / "0.png").write_bytes(b"no image")
     with pytest.raises(Refusal, match=r"0\.png cannot be read as an image"):
         images.open_image(tmp_path / "0.png")
+
+
+def test_without_pillow_an_image_is_refused_in_one_sentence(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    task = task_with(written)
+    task.load_dataset("valid")
+    with pytest.raises(Refusal) as refused:
+        task.dataset("valid")[0]
+    assert str(refused.value) == "lrpe_fairseq: reading images needs Pillow: run pip install pillow"

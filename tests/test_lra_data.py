@@ -6,8 +6,9 @@ import io
 import itertools
 import json
 import math
+import sys
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -243,6 +244,16 @@ def test_paths_without_labels_or_of_another_size_are_refused(paths: dict, tmp_pa
     assert not (tmp_path / "dest" / "bin").exists()
 
 
+def test_without_pillow_images_are_refused_in_one_sentence(
+    paths: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    folder = unpacked(tmp_path / "from", paths)
+    said = refusal(lra.prepare, lra.PATHFINDER, tmp_path / "dest", folder)
+    assert said == "Reading images needs Pillow: run pip install pillow."
+    assert not (tmp_path / "dest" / "bin").exists()
+
+
 # --- image -------------------------------------------------------------------------------------
 
 
@@ -361,6 +372,28 @@ def test_markers_are_drawn_and_paths_hardly_overlap(scenes: list[pathfinder.Scen
         assert min(ink) >= 6
     marked = {made.marked for made in scenes}
     assert len(marked) > 50
+
+
+@pytest.mark.parametrize(("side", "images"), [(16, 60), (32, 15)])
+def test_distractors_hardly_overlap_the_paths_or_each_other(
+    side: int, images: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[np.ndarray] = []
+
+    def recorded(*given: object, draw: Callable = pathfinder._snake) -> np.ndarray:
+        drawn.append(draw(*given))
+        return drawn[-1]
+
+    monkeypatch.setattr(pathfinder, "_snake", recorded)
+    recipe = pathfinder.RECIPES[side]
+    for number in range(images):
+        drawn.clear()
+        made = pathfinder.scene(recipe, np.random.RandomState([7, 0, number]))
+        assert len(drawn) == recipe.distractors
+        assert all(np.count_nonzero(mask) > 0 for mask in drawn)
+        paths = [path.mask for path in made.paths]
+        assert np.sum([*paths, *drawn], 0).max() < pathfinder.OVERLAP == 1.8
+        assert (made.pixels[np.max(drawn, 0) == 1] == 255).all()
 
 
 def test_labels_are_balanced_and_images_depend_on_the_seed_and_their_number_only() -> None:

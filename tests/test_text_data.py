@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,28 @@ import pytest
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.data.gpt2 import obtain_gpt2
+from lrpe_fairseq.experiments.families import plan
 from lrpe_fairseq.experiments.records import shards
+from lrpe_fairseq.experiments.runner.devices import Devices
+from lrpe_fairseq.experiments.runner.warm import WarmChildren
 from tests.test_data_prep import Server, load, refusal, serving
 from tests.test_glue import gpt2_files
 
 wikibook, books = load("wikibook"), load("books")
+SMALL = (
+    "model.decoder_layers=1",
+    "model.decoder_embed_dim=32",
+    "model.decoder_input_dim=32",
+    "model.decoder_output_dim=32",
+    "model.decoder_ffn_embed_dim=32",
+    "optimization.max_update=2",
+    "optimization.update_freq=[1]",
+    "task.tokens_per_sample=64",
+    "dataset.max_tokens=512",
+    "dataset.num_workers=0",
+    "lr_scheduler.warmup_updates=1",
+    "common.log_interval=1",
+)
 TYPES = 264  # of the 259 pieces of gpt2_files
 SHARDS = 3
 
@@ -253,6 +271,30 @@ def test_books_need_a_folder_and_a_limit_is_pg19s(tmp_path: Path) -> None:
     said = refusal(books.prepare, "books", tmp_path, tmp_path, limit=3)
     assert "option of pg19" in said
     assert "at least 1" in refusal(books.prepare, "pg19", tmp_path, None, limit=0)
+
+
+@pytest.mark.end_to_end
+def test_a_cell_of_the_books_column_is_trained_and_evaluated(shelf: Path, tmp_path: Path) -> None:
+    data = tmp_path / "books"
+    books.prepare("books", data, shelf, **known(shelf))
+    every = plan.runs(plan.load_named("tmlr-table2"), "paper", [1])
+    (cell,) = (own for own in every if (own.config, own.label) == ("books", "Type2"))
+    made = replace(
+        cell,
+        data=data,
+        folder=tmp_path / "work",
+        result=tmp_path / "run.json",
+        overrides=(*cell.overrides, *SMALL),
+    )
+    made.work(WarmChildren(), Devices(), print)
+    found = json.loads(made.result.read_text())
+    assert (found["dataset"], found["curve"][-1]["updates"]) == ("books-gpt2", 2)
+    assert found["config"]["position-encoding"] == "lrpe-type2"
+    assert found["config"]["attention-normalizer"] == "layernorm"
+    for split in ("valid", "test"):
+        measured = found["metrics"][split]["blocks"]
+        assert measured["ppl"] == pytest.approx(TYPES, rel=0.5)  # hardly trained
+        assert measured["tokens"] == prep.row_lengths(data / "bin" / split).sum()
 
 
 OFFICIAL = {"train": 4, "valid": 2, "test": 1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,18 +14,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from numpy.random import RandomState
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.experiments.commands import eval_classifier
-from lrpe_fairseq.experiments.data import images
+from lrpe_fairseq.experiments.data import corpus, examples, images
+from lrpe_fairseq.experiments.data.examples import BYTES, Examples
 from lrpe_fairseq.experiments.families.classification import ClassificationRun
 from lrpe_fairseq.experiments.families.plan import load_named, runs
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.runner.training import CONFIGS, Devices
 from lrpe_fairseq.experiments.runner.warm import WarmChildren
 from lrpe_fairseq.models.classifier import LRPEClassifierTinyConfig
-from tests.end_to_end.commands import PLUGIN
+from tests.end_to_end.commands import PLUGIN, last_loss, run, run_together, saved
 from tests.end_to_end.forked import PATIENCE
 
 pytestmark = pytest.mark.end_to_end
@@ -149,6 +152,57 @@ def test_a_checkpoint_is_evaluated_by_hand_on_any_data_with_its_dictionaries(
     assert "is not the dictionary that" in capsys.readouterr().err
     assert eval_classifier.main([*given[:3], "train7"]) == 2
     assert "has no split train7" in capsys.readouterr().err
+
+
+# --- several processes -------------------------------------------------------------------------
+
+ALONE_OR_TOGETHER = (
+    f"--user-dir {shlex.quote(str(PLUGIN))} --task lrpe_classification --num-classes 2 "
+    "--criterion lrpe_classification --arch lrpe_classifier_tiny --attention-type linear "
+    "--position-encoding rope --norm layer --encoder-embed-dim 32 --encoder-ffn-embed-dim 32 "
+    "--dropout 0 --batch-size 8 --batch-size-valid 4 --required-batch-size-multiple 1 "
+    "--optimizer sgd --lr 0.1 --clip-norm 1.0 --max-epoch 2 --cpu "
+    "--num-workers 0 --save-interval-updates 1 --log-format simple"
+)
+UPDATED = [
+    *(f"checkpoint_1_{number}.pt" for number in (1, 2, 3)),
+    "checkpoint1.pt",
+    *(f"checkpoint_2_{number}.pt" for number in (5, 6, 7)),
+    "checkpoint2.pt",
+]
+"""Checkpoints of every update of two epochs, each of seven batches, one of two examples.
+
+Two batches of an update thus have unequal sizes, and the last update of an epoch has one batch.
+"""
+
+
+@pytest.fixture
+def letters(tmp_path: Path) -> Path:
+    """Bytes of two ranges, which are the classes, in rows of several lengths."""
+    rng, splits = RandomState(0), {}
+    for split, count in {"train": 50, "valid": 10, "test": 2}.items():
+        labels = rng.randint(0, 2, count).tolist()
+        rows = [rng.randint(8 * own, 8 * own + 12, rng.randint(3, 20)).tolist() for own in labels]
+        splits[split] = Examples(rows, labels)
+    steps = corpus.Steps(tmp_path / "letters", "test", "bytes")
+    examples.binarize(steps, {}, lambda: splits, symbols=BYTES, classes=2)
+    return steps.dest / "bin"
+
+
+def test_two_processes_train_a_classifier_as_one_with_twice_the_update_frequency(
+    letters: Path, tmp_path: Path
+) -> None:
+    train = [letters, ALONE_OR_TOGETHER, "--save-dir"]
+    run("fairseq_cli.train", *train, tmp_path / "alone", "--update-freq 2")
+    run_together(2, *train, tmp_path / "together")
+    alone, together = ([tmp_path / w / name for name in UPDATED] for w in ("alone", "together"))
+    losses = [last_loss(checkpoint) for checkpoint in alone]
+    assert [last_loss(checkpoint) for checkpoint in together] == pytest.approx(losses, rel=1e-5)
+    one, two = (saved(folder[-1]) for folder in (alone, together))
+    torch.testing.assert_close(two["model"], one["model"], rtol=1e-5, atol=1e-6)
+    first, validated = saved(alone[0]), one["extra_state"]["val_loss"]
+    assert two["extra_state"]["val_loss"] == pytest.approx(validated, rel=1e-5)
+    assert validated < 0.9 * first["extra_state"]["val_loss"]
 
 
 # --- configurations and tables -----------------------------------------------------------------

@@ -1,15 +1,18 @@
-"""The byte task and the pair task of the Long-Range Arena, from archives to run files."""
+"""The tasks of the Long-Range Arena, from archives or a generator to run files."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from lrpe_fairseq.experiments.data import lra
+from lrpe_fairseq.experiments.data import listops, lra
+from lrpe_fairseq.experiments.records import fairseq_log
 from tests.end_to_end.test_classification import classification_run, work
-from tests.test_lra_data import packed, small
+from tests.test_lra_data import packed, png, small
 
 pytestmark = pytest.mark.end_to_end
 
@@ -70,3 +73,73 @@ def test_pairs_are_encoded_together_trained_and_evaluated(tmp_path: Path) -> Non
     assert found["metrics"]["test"]["accuracy"]["examples"] == 64
     assert found["metrics"]["test"]["accuracy"]["accuracy"] > 80  # one text alone says nothing
     assert found["metrics"]["valid"]["accuracy"]["examples"] == 16
+
+
+# --- images and ListOps ------------------------------------------------------------------------
+
+
+def image(dest: Path) -> None:
+    """CIFAR-10 whose images are of one brightness, which is their class."""
+    shades = np.arange(80, dtype=np.uint8) % 10
+    rows = np.repeat(shades[:, None], 1 + 3 * 32**2, 1)
+    rows[:, 1:] *= 25
+    parts = [*np.split(rows[:60], 5), rows[60:]]
+    names = [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]
+    members = {n: own.tobytes() for n, own in zip(names, parts, strict=True)}
+    checksum = packed(dest, lra.IMAGE.archive.file, members)
+    lra.prepare(small(lra.IMAGE, checksum, train=60, test=20), dest, dest)
+
+
+def pathfinder(dest: Path) -> None:
+    """Images of one brightness, which is their class, in the release's form."""
+    home = "pathfinder32/curv_contour_length_14"
+    shades = [200 * (number % 2) + number for number in range(50)]
+    members = {
+        f"{home}/imgs/0/sample_{number}.png": png(np.full((32, 32), shade, np.uint8))
+        for number, shade in enumerate(shades)
+    }
+    labels = "".join(f"imgs/0 sample_{n}.png {n} {n % 2}\n" for n in range(len(shades)))
+    packed(dest, lra.RELEASE, {**members, f"{home}/metadata/0.npy": labels.encode()})
+    lra.prepare(lra.PATHFINDER, dest, dest)
+
+
+def expressions(dest: Path) -> None:
+    """Short expressions instead of those of 501 to 1,999 tokens."""
+    sizes = {"train": 48, "valid": 6, "test": 20}
+    recipe = listops.Recipe(10, 60, 4, 4, sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(listops.LENGTHS, "500-2000", recipe)
+        listops.prepare(dest, "500-2000")
+
+
+@pytest.mark.parametrize(
+    ("config", "prepare", "sizes", "dataset", "model"),
+    [
+        ("lra-image", image, (54, 6, 20), "lra-image", {"input": "pixels", "pixel-mean": 0.4808}),
+        ("lra-pathfinder", pathfinder, (40, 5, 5), "lra-pathfinder32", {"input": "pixels"}),
+        ("lra-listops", expressions, (48, 6, 20), "listops-500-2000", {"input": "tokens"}),
+    ],
+    ids=["image", "pathfinder", "listops"],
+)
+def test_images_and_expressions_are_trained_for_some_updates_and_evaluated(
+    config: str,
+    prepare: Callable[[Path], None],
+    sizes: tuple[int, int, int],
+    dataset: str,
+    model: dict,
+    tmp_path: Path,
+) -> None:
+    prepare(tmp_path / "data")
+    few = (*SHORT, "optimization.max_update=12", "dataset.batch_size=8", "common.log_interval=1")
+    made = classification_run(tmp_path / "data", tmp_path, config=config, overrides=few)
+    found = work(made)
+    assert found["dataset"] == dataset
+    assert {"norm": "batch", **model}.items() <= found["config"].items()
+    counted = "train {}, valid {}, test {}".format(*sizes)
+    assert counted in found["protocol"]["accuracy"]
+    for split, size in zip(("valid", "test"), sizes[1:], strict=True):
+        assert found["metrics"][split]["accuracy"]["examples"] == size
+    assert found["curve"][-1]["updates"] == 12
+    logged = sorted(fairseq_log.read_training_log(made.log).inner.items())
+    losses = [float(stats["loss"]) for _, stats in logged]
+    assert sum(losses[-3:]) < 0.95 * sum(losses[:3]), losses
