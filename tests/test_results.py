@@ -423,7 +423,7 @@ def test_a_row_may_lack_columns_and_then_has_neither_cell_nor_training(root):
         save(root, encoding, position_encoding=encoding, metrics=metrics, config=config)
     assert scores(root, "Base", "test") == {1: 60.0}
     assert scores(root, "RoPE", "test") == {}
-    text = page(root)
+    text = page(root).partition("## Scale paper")[0]
     assert "| RoPE |" not in text
     absent = [line for line in text.splitlines() if line.startswith("Rows not run:")]
     assert absent == ["Rows not run: SPE; PER; Type8."]
@@ -928,6 +928,14 @@ def test_a_note_says_that_a_row_is_behind_and_does_not_call_that_open(root):
             changes = {"seed": seed, "metrics": ppl(value + seed / 10)}
             save(root, f"{name}{seed}", position_encoding=name, **changes)
     assert "Base (50.15) is ahead of SPE (60.15) and behind RoPE (40.15)." in page(root)
+
+
+def test_published_numbers_without_runs_stand_on_a_page(root):
+    text = page(root)
+    assert "Not run; the published numbers are:" in text
+    assert "| Base | `none` | not run |" in text
+    assert "| difference |" not in text
+    assert "Published numbers beside which nothing has run: [Demo](demo.md)." in index(root)
 
 
 def test_an_order_leaves_out_rows_without_runs_and_says_so(root):
