@@ -237,6 +237,19 @@ def test_losses_by_position_are_means_of_bins_with_their_counts() -> None:
     assert (found["tokens-16"], found["tokens-20"]) == (32, 8)
 
 
+def test_blocks_of_a_model_with_a_memory_are_evaluated_with_the_task_that_carries_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(eval_lm, "_shown", lambda words, log: seen.append(words))
+    monkeypatch.setattr(lm, "read_evaluation", lambda *_: {})
+    config = {"tokens-per-sample": T, "max-tokens": 64, "task": "lrpe_truncated_bptt_lm"}
+    for protocol, task in (("blocks", config["task"]), ("sliding", lm.PLAIN_TASK)):
+        eval_lm._measure(tmp_path / "best.pt", tmp_path, "test", protocol, config)
+        words = seen.pop()
+        assert words[words.index("--task") + 1] == task
+
+
 def test_the_loss_holds_to_the_last_bin_before_the_first_that_rises() -> None:
     def measured(*nats: float) -> dict[str, float]:
         named = zip((16, 32, 64, 128, 256), nats, strict=True)
