@@ -28,8 +28,8 @@ RULE = (
     "the logarithms are compared; rows with one seed are not ordered."
 )
 
-CHANCE = "18 % of the"
-"""Of pairs of equal methods with two seeds each; a test simulates it."""
+CHANCE = 18
+"""Percentage of pairs of equal methods with two seeds that the rule orders; a test simulates it."""
 
 
 def pooled_deviation(first: Scores, second: Scores) -> float:

@@ -107,7 +107,7 @@ def _check_published(root: Path, table: Table) -> None:
 def _index(
     tables: list[Table], found: dict[str, list[Sheet]], unrun: list[Table], runs: Runs
 ) -> str:
-    """Return the index. unrun: the tables with published numbers beside which nothing has run."""
+    """Return the index. unrun: the tables with published columns that were not run."""
     rows = [_index_row(sheet) for table in tables for sheet in found[table.name]]
     head = ["table", "scale, seeds", "finding", "rank correlation with the paper"]
     return "\n".join([
@@ -159,7 +159,7 @@ def _printed_only(unrun: list[Table]) -> list[str]:
     if not unrun:
         return []
     links = markdown.listed([f"[{table.title}]({table.name}.md)" for table in unrun])
-    return [markdown.wrapped(f"Published numbers beside which nothing has run: {links}."), ""]
+    return [markdown.wrapped(f"Published columns that were not run: {links}."), ""]
 
 
 def _missing_scales(table: Table, found: list[Sheet]) -> list[str]:
@@ -185,7 +185,7 @@ def _page(table: Table, found: list[Sheet], unrun: list[Sheet]) -> str:
         parts += _section(sheet)
     for sheet in unrun:
         parts += [f"## {sheet.place}\n", "Not run; the published numbers are:\n"]
-        for attention in dict.fromkeys(column.attention for column in sheet.table.columns):
+        for attention in ATTENTION:
             parts += _grid(sheet, attention, _unrun_columns(sheet, attention, found))
     for scale in _missing_scales(table, found):
         parts.append(f"Not run at scale {scale}: `{_command(table, scale)}`.\n")
@@ -194,14 +194,11 @@ def _page(table: Table, found: list[Sheet], unrun: list[Sheet]) -> str:
 
 
 def _published_only(root: Path, table: Table, found: list[Sheet]) -> list[Sheet]:
-    """Return a sheet without runs of every scale whose published numbers no other sheet shows."""
-    sheets_ = [Sheet(root, table, Group(s, "", {})) for s in _missing_scales(table, found)]
-    return [
-        sheet
-        for sheet in sheets_
-        if sheet.group.scale == PAPER
-        and any(_unrun_columns(sheet, kind, found) for kind in ATTENTION)
-    ]
+    """Return scale ``paper`` without runs, if it has published columns that were not run."""
+    if PAPER not in _missing_scales(table, found):
+        return []
+    sheet = Sheet(root, table, Group(PAPER, "", {}))
+    return [sheet] if any(_unrun_columns(sheet, kind, found) for kind in ATTENTION) else []
 
 
 def _unrun_columns(sheet: Sheet, attention: str, found: list[Sheet]) -> list[Column]:
