@@ -339,7 +339,8 @@ def configured(path: Path) -> tuple[OmegaConf, SimpleNamespace]:
 def test_every_configuration_builds_its_model_with_the_encodings_of_its_table(name: str) -> None:
     options, task = configured(CONFIGURED / f"{name}.yaml")
     encodings = {row.encoding for row in load_named("tmlr-table4").rows}
-    tokens = batch_of(rows_of(4, 2), task.max_positions() if options.input == "pixels" else 4)
+    lengths = [task.max_positions()] * 2 if options.input == "pixels" else [4, 2]
+    tokens = batch_of(rows_of(*lengths))
     tokens = tokens.clamp(max=len(task.source_dictionary) - 1)
     for encoding in sorted(encodings):
         options.position_encoding = encoding

@@ -250,7 +250,13 @@ def test_every_run_of_a_table_sets_options_that_the_model_has(name: str) -> None
 
 @pytest.mark.parametrize(
     ("config", "examples"),
-    [("digits-small", 1077), ("mnist5k", 3500), ("listops-small", 20_000), ("sst2-bytes", 65_349)],
+    [
+        ("digits-small", 1077),
+        ("mnist5k", 3500),
+        ("mnist5k-patches", 3500),
+        ("listops-small", 20_000),
+        ("sst2-bytes", 65_349),
+    ],
 )
 def test_a_configuration_trains_whole_epochs(config: str, examples: int, tmp_path: Path) -> None:
     settings = classification_run(tmp_path, tmp_path, config=config, overrides=()).settings()
