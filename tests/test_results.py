@@ -913,7 +913,7 @@ def test_an_order_in_a_note_is_stated_only_where_the_runs_support_it(root):
     text = page(root).replace("\n", " ")
     assert "RoPE (40.50) is ahead of Base (50.50); its order with SPE (40.75) and PER" in text
     (root / "results" / "runs" / "demo" / "none2.json").unlink()
-    assert "the order of RoPE (40.50) and Base (50.00), SPE (40.75) and" in page(root)
+    assert "the order of RoPE (40.50) with Base (50.00), SPE (40.75) and" in page(root)
 
 
 def test_the_label_of_a_row_in_a_note_may_have_a_comma():

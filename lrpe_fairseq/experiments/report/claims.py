@@ -71,7 +71,7 @@ def stated_order(sheet: Sheet, first: str, others: tuple[str, ...], key: str) ->
     known = [f"{place} {listed(found[place])}" for place in (AHEAD, BEHIND) if place in found]
     rest = f"{listed(found[OPEN])} is open" if OPEN in found else ""
     if not known:
-        text = f"the order of {named} and {rest}"
+        text = f"the order of {named} with {rest}"
     else:
         text = f"{named} is {' and '.join(known)}" + (f"; its order with {rest}" if rest else "")
     return f"{text} ({listed(absent)} {NOT_RUN})" if absent else text
