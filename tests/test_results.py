@@ -1175,7 +1175,7 @@ def test_without_matplotlib_the_text_is_the_same_and_one_sentence_says_so(
 def test_the_same_points_give_the_same_picture_and_a_far_one_stays_at_the_edge(tmp_path):
     pytest.importorskip("matplotlib")
     points = [scatter.Point(f"R{i}", 30.0 + i, 90.0 + i, 0.5) for i in range(6)]
-    points.append(scatter.Point("far", 31.0, 900.0, 0.0))
+    points.append(scatter.Point("far", 31.0, 900.0, None))
     panel = scatter.Panel("linear attention, valid", "linear", "lower", tuple(points))
     for name in "ab":
         scatter.draw(tmp_path / f"{name}.png", [panel])

@@ -47,10 +47,7 @@ STATEMENTS = (
     "Whether the order that a paper states also holds in our runs: far smaller models, trained "
     "more briefly on smaller data, as the linked tables say."
 )
-CAPTION = (
-    "Quality against training speed. Bars: standard deviation over seeds. Hollow markers: outside "
-    "the axes, labeled (speed, quality)."
-)
+CAPTION = "Quality against training speed. " + scatter.CAPTION.format(x="speed", y="quality")
 RATIOS = (
     "Perplexity of long blocks divided by that of blocks of the training length, with softmax "
     "attention: below 1 the model gains from longer blocks, far above 1 it breaks. Models, data "
@@ -199,7 +196,7 @@ def _panels(choices: Choices, known: Boards) -> list[scatter.Panel]:
                 label.replace("`", ""),
                 round(cells.mean(fast[label]), 3),
                 cells.mean(good[label]),
-                cells.deviation(good[label]) or 0.0,
+                cells.deviation(good[label]),
             )
             for label in good
             if label in fast

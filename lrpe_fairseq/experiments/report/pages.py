@@ -48,9 +48,7 @@ LEGEND = (
     "([sources](paper/README.md))."
 )
 
-CAPTION = (
-    "Bars: standard deviation over seeds. Hollow markers: outside the axes, labeled (paper, ours)."
-)
+CAPTION = scatter.CAPTION.format(x="paper", y="ours")
 
 
 def pages(root: Path) -> dict[str, str]:

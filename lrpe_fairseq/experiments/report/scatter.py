@@ -1,7 +1,7 @@
 """Scatter plots of our numbers against the published ones: one point per row, one panel per column.
 
-No line is drawn, because neither equality nor a trend is expected. Bars are one standard deviation
-over seeds. Outliers are drawn hollow at the edge, labeled with their numbers (paper, ours).
+No line is drawn, because neither equality nor a trend is expected. :data:`CAPTION` says what the
+markers mean.
 """
 
 import math
@@ -13,6 +13,10 @@ from lrpe_fairseq.experiments.report import cells, pictures
 from lrpe_fairseq.experiments.report.sheet import Sheet
 
 FEWEST = 3  # minimum number of points of a panel
+CAPTION = (
+    "Bars: standard deviation over seeds. Pale markers: one seed. Hollow markers: outside the "
+    "axes, labeled ({x}, {y})."
+)
 STYLES = {"linear": ("C0", "o"), "softmax": ("C3", "s")}  # color and marker
 OFFSETS = [  # of a label from its point, in points; the first free one is used
     (r * math.cos(a * math.pi / 6), r * math.sin(a * math.pi / 6))
@@ -23,12 +27,12 @@ OFFSETS = [  # of a label from its point, in points; the first free one is used
 
 @dataclass(frozen=True)
 class Point:
-    """One row: the published number (or another x), our mean and deviation (0 with one seed)."""
+    """One row: the published number (or another x), our mean and deviation (None with one seed)."""
 
     label: str
     paper: float
     ours: float
-    deviation: float
+    deviation: float | None
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ def panels(sheet: Sheet) -> list[Panel]:
     found = []
     for column in sheet.headlines:
         points = tuple(
-            Point(row.label, theirs, cells.mean(ours), cells.deviation(ours) or 0.0)
+            Point(row.label, theirs, cells.mean(ours), cells.deviation(ours))
             for row, ours, theirs in sheet.pairs(column)
         )
         if len(points) >= FEWEST:
@@ -86,11 +90,12 @@ def limits(values: list[float], deviations: list[float]) -> tuple[float, float]:
 def _points(axes: Any, panel: Panel) -> None:
     color, marker = STYLES[panel.attention]
     x_range = limits([p.paper for p in panel.points], [0.0] * len(panel.points))
-    y_range = limits([p.ours for p in panel.points], [p.deviation for p in panel.points])
+    y_range = limits([p.ours for p in panel.points], [p.deviation or 0.0 for p in panel.points])
     for point in panel.points:
         x, y = _clamped(point.paper, x_range), _clamped(point.ours, y_range)
         off = (x, y) != (point.paper, point.ours)
-        axes.plot(x, y, marker=marker, color=color, fillstyle="none" if off else "full", zorder=3)
+        style = {"color": color, "fillstyle": "none" if off else "full", "zorder": 3}
+        axes.plot(x, y, marker=marker, alpha=0.4 if point.deviation is None else 1.0, **style)
         if point.deviation and not off:
             axes.errorbar(x, y, yerr=point.deviation, color=color, linewidth=0.8, zorder=2)
     words = f"{panel.better} is better"
