@@ -13,7 +13,7 @@ from lrpe_fairseq.experiments.records.choices import FILE, VERDICTS, Statement, 
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import read_runs, write_run
-from lrpe_fairseq.experiments.report import boards, choosing, claims
+from lrpe_fairseq.experiments.report import boards, cells, choosing, claims
 from lrpe_fairseq.experiments.report.sheet import sheets
 from tests.test_results import make_run, ppl
 
@@ -141,8 +141,8 @@ def test_the_short_answer_names_the_smaller_side_and_counts_better_values_of_one
     monkeypatch.setattr(choosing, "MOST", 1)
     text = page(root)
     assert (
-        "| LM | all 3 methods but `none`, sinusoidal (50.05); not ranked, but beyond these: `none` "
-        "(30.00) and 1 more |" in text
+        "| LM | all 3 methods but `none`, sinusoidal (50.05); not ranked, with a better mean: "
+        "`none` (30.00) and 1 more |" in text
     )
     monkeypatch.setattr(choosing, "MOST", 0)
     assert "| LM | 2 of 3 methods (40.05 to 40.05);" in page(root)
@@ -371,6 +371,27 @@ def test_the_page_fills_in_when_the_missing_tables_have_runs(
     assert "- Decays beyond the training length in linear attention" in text
     assert "Gates on LRPE, softmax attention, at the training length" in text
     assert "`gated:lrpe-type2`" in text
+
+
+def test_no_model_reaches_the_guess_on_expressions_longer_than_those_of_training() -> None:
+    """What listops.yaml and choosing.yaml say. If this fails, compare the rows in these columns."""
+    text = (ROOT / "data-prep" / "listops" / "README.md").read_text(encoding="utf-8")
+    root = float(line(text, "| 100-400 |").split("|")[3])
+    [sheet] = choosing._read(ROOT)[1]["listops"]
+    means = [
+        cells.mean(scores)
+        for row in sheet.table.rows
+        for key in ("linear-longer", "softmax-longer")
+        if (scores := sheet.ours(row, sheet.table.column(key)))
+    ]
+    assert len(means) > 10
+    assert max(means) < root
+
+
+def test_contexts_have_a_matrix_of_their_own_whose_columns_share_a_text() -> None:
+    text = page(ROOT).partition("### At which length?")[2]
+    assert "- context 128, context 256, context 512, context 1024: test perplexity" in text
+    assert "| linear attention | context 128 |" in text
 
 
 def test_the_short_answer_is_on_the_first_screen() -> None:

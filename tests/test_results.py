@@ -1024,14 +1024,14 @@ def test_the_finding_names_the_leaders_and_the_rows_ahead_of_the_baseline(root):
             save(root, f"{name}{seed}", position_encoding=name, seed=seed,
                  metrics=ppl(value + seed / 10))  # fmt: skip
     assert claims.finding(sheet(root)) == (
-        "Linear, valid: PER (40.15) is ahead of the other 3; 1 of 3 are ahead of Base (50.15), "
-        "RoPE and SPE behind."
+        "Linear, valid: PER (40.15) is ahead of the other 3; 1 of 3 are ahead of Base (50.15); "
+        "behind it: RoPE and SPE."
     )
     for name in ("spe", "permuteformer"):
         (root / "results" / "runs" / "demo" / f"{name}2.json").unlink()
     assert claims.finding(sheet(root)) == (
-        "Linear, valid: of the 2 rows with several seeds, Base (50.15) is ahead of the other 1; "
-        "no row is ahead of Base (50.15), RoPE behind."
+        "Linear, valid: of the 2 rows with several seeds, Base (50.15) is ahead of the other one; "
+        "no row is ahead of Base (50.15); behind it: RoPE."
     )
 
 

@@ -131,7 +131,8 @@ def count(dest: Path) -> dict:
     """Count a finished destination, for its manifest.
 
     ``root``: the accuracy, times 100, of the best prediction from the first token alone, the
-    operator of the whole expression. A model at this level has not used any other token.
+    operator of the whole expression. A model that does not
+    reach it is no better than a guess from one token.
     """
     found = examples.count(dest, CLASSES)
     for split, counts in found["splits"].items():

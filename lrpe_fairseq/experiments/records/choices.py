@@ -10,6 +10,7 @@ import yaml
 
 from lrpe_fairseq.experiments.records import notes
 from lrpe_fairseq.experiments.records.layout import build
+from lrpe_fairseq.experiments.records.repeated import spelled_out
 
 VERDICTS = ("supported", "contradicted", "open")
 FILE = Path("configs") / "choosing.yaml"
@@ -27,15 +28,15 @@ class Source:
 
 @dataclass(frozen=True)
 class Aspect:
-    """One column of the matrix.
+    """One column of a matrix.
 
     key, title: its name and heading. text: what the number is. command: what measures it.
-    sources: the columns that hold it; of a method that several have, the first counts.
-    metric: a field of the run file in place of the metric of these columns. benchmark: a part
-    of results/bench instead of sources. better: ``lower`` or ``higher``. quality: False for a
-    cost. ranked: False if the values are shown without ranks. optional: True if the column is only
-    shown once it has runs. bidirectional: True if its models are, so that methods for causal
-    attention have no cell.
+    matrix: the heading of its matrix. sources: the columns that hold it; of a method that
+    several have, the first counts. metric: a field of the run file in place of the metric of
+    these columns. benchmark: a part of results/bench instead of sources. better: ``lower`` or
+    ``higher``. quality: False for a cost. ranked: False if the values are shown without ranks.
+    optional: True if the column is only shown once it has runs. bidirectional: True if its
+    models are, so that methods for causal attention have no cell.
     """
 
     key: str
@@ -49,6 +50,7 @@ class Aspect:
     decimals: int = 2
     quality: bool = True
     ranked: bool = True
+    matrix: str = "Tasks, speed and memory"
     optional: bool = False
     bidirectional: bool = False
 
@@ -119,7 +121,7 @@ def load_choices(path: Path) -> Choices:
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
         aspects = [
             {**aspect, "sources": [build(Source, source) for source in aspect.get("sources", [])]}
-            for aspect in given.get("aspects", [])
+            for aspect in spelled_out(given.get("aspects", []))
         ]
         content = {
             **given,
@@ -137,7 +139,7 @@ def load_choices(path: Path) -> Choices:
 
 def _check(choices: Choices) -> None:
     for aspect in choices.aspects:
-        notes.check_text(f"{aspect.title} {aspect.text}")
+        notes.check_text(aspect.text)
         if aspect.better not in ("lower", "higher"):
             raise ValueError(f"better of {aspect.key} must be lower or higher")
         if bool(aspect.sources) == bool(aspect.benchmark):

@@ -6,7 +6,7 @@ encoding with a normalizer; ``none`` with sinusoidal positions is a method of it
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,7 @@ def values(sheet: Sheet) -> dict[str, Scores]:
 def ranks(sheet: Sheet) -> dict[str, int]:
     """Return the rank of every method with several seeds, all of them finite, best mean first.
 
+    Empty if no two of them have an order.
     The rank is 1 + the number of methods ahead, and at least that of every method with a better
     mean: seeds that differ much are behind nothing, which does not make a method the best.
     """
@@ -92,6 +93,8 @@ def ranks(sheet: Sheet) -> dict[str, int]:
     own = [
         (k, scores) for k, scores in values(sheet).items() if len(scores) > 1 and not scores.lost
     ]
+    if not claims.any_order(dict(own), better):
+        return {}
     own.sort(key=lambda each: cells.mean(each[1]), reverse=better == "higher")
     for label, scores in own:
         ahead = sum(claims.ahead(other, scores, better) for _, other in own)
@@ -121,16 +124,16 @@ def _causal_only(label: str) -> bool:
     return name.startswith("gated:") or (name in ENCODINGS and encoding_class(name).causal_only)
 
 
-def methods(found: Boards, attention: str) -> list[str]:
-    """Return every method that a board of this attention type has, in the order of ENCODINGS."""
-    own = [sheet for (_, kind), sheet in found.items() if kind == attention]
-    return sorted({row.label for sheet in own for row in sheet.table.rows}, key=_place)
+def methods(found: Iterable[Board]) -> list[str]:
+    """Return every method that one of the boards has, in the order of ENCODINGS."""
+    return sorted({row.label for sheet in found for row in sheet.table.rows}, key=_place)
 
 
 def unmeasured(found: Boards, attention: str) -> list[str]:
     """Return the names of the encodings that serve this attention type and that no board has."""
     served = [n for n in ENCODINGS if attention == "softmax" or encoding_class(n).serves_linear]
-    known = {label.split("`")[1] for label in methods(found, attention)}
+    own = [sheet for (_, kind), sheet in found.items() if kind == attention]
+    known = {label.split("`")[1] for label in methods(own)}
     return [name for name in served if public_name(name) not in known]
 
 

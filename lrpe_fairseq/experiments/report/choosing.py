@@ -37,11 +37,12 @@ INTRO = (
 )
 LEGEND = (
     "Each cell is `mean (rank)`, in bold for rank 1. Methods that no order separates may share a "
-    f"rank; ({boards.NO_RANK}) has no rank, because it has one seed or a diverged one; {NO_CELL} "
-    f"is not measured; {boards.IMPOSSIBLE}: the method is defined for causal attention only; "
-    f"{DIVERGED}: a seed has no finite value. The normalizer of linear attention is `rotated` "
-    f"unless the method names another one. `none` has no positions at all; {boards.ADDED}: the "
-    "models of this column have sinusoidal positions besides the method."
+    f"rank; ({boards.NO_RANK}) has no rank: it has one seed or a diverged one, or no two methods "
+    f"of the column have an order; {NO_CELL} is not measured; {boards.IMPOSSIBLE}: the method is "
+    f"defined for causal attention only; {DIVERGED}: a seed has no finite value. The normalizer of "
+    "linear attention is `rotated` unless the method names another one. `none` has no positions at "
+    f"all, {boards.SINUSOIDAL} only absolute ones; {boards.ADDED}: the models of this column have "
+    "sinusoidal positions besides the method."
 )
 STATEMENTS = (
     "Whether the order that a paper states also holds in our runs: far smaller models, trained "
@@ -126,7 +127,7 @@ def answer(sheet: Sheet) -> str:
     ordered = {label: scores for label, scores in found.items() if len(scores) > 1}
     if not claims.any_order(ordered, sheet.table.better):
         reason = "no order" if ordered else "one seed"
-        return f"{reason} ({claims.value_range(sheet, column, found)})"
+        return f"{reason} ({claims.value_range(sheet, column, ordered or found)})"
     return f"{_first(sheet, ordered)}{_unranked(sheet, ordered)}"
 
 
@@ -155,7 +156,7 @@ def _unranked(sheet: Sheet, ordered: Mapping[str, cells.Scores]) -> str:
         return ""
     named = claims.valued(sheet, beyond[0][1], sheet.table.columns[0])
     more = f" and {len(beyond) - 1} more" if beyond[1:] else ""
-    return f"; not ranked, but beyond these: {named}{more}"
+    return f"; not ranked, with a better mean: {named}{more}"
 
 
 # --- the matrix and the picture ---------------------------------------------------------------
@@ -163,27 +164,34 @@ def _unranked(sheet: Sheet, ordered: Mapping[str, cells.Scores]) -> str:
 
 def _matrices(choices: Choices, known: Boards) -> list[str]:
     shown = _shown(choices, known)
-    texts = "\n".join(f"- {a.title}: {' '.join(a.text.split())} {_command(a)}" for a in shown)
-    parts = [
-        "## All measurements\n",
-        f"{markdown.wrapped(LEGEND)}\n",
-        f"{markdown.wrapped(texts)}\n",
-    ]
+    parts = ["## All measurements\n", f"{markdown.wrapped(LEGEND)}\n"]
+    for title in dict.fromkeys(aspect.matrix for aspect in shown):
+        parts += _matrix(title, [a for a in shown if a.matrix == title], known)
     for attention in ATTENTION:
-        rows = [
-            [label, *(boards.cell(known[a.key, attention], label, a.ranked) for a in shown)]
-            for label in boards.methods(known, attention)
-        ]
-        head = [f"{attention} attention", *(aspect.title for aspect in shown)]
-        parts.append(f"{markdown.table(head, rows)}\n")
         if missing := boards.unmeasured(known, attention):
             named = markdown.listed([f"`{name}`" for name in missing])
-            parts.append(f"{markdown.wrapped(f'Not measured at all: {named}.')}\n")
+            text = f"Not measured at all with {attention} attention: {named}."
+            parts.append(f"{markdown.wrapped(text)}\n")
     return parts
 
 
-def _command(aspect: Aspect) -> str:
-    return f"`{aspect.command}`."
+def _matrix(title: str, aspects: list[Aspect], known: Boards) -> list[str]:
+    """Return the matrix of some aspects, its methods in rows; aspects with one text share it."""
+    titles: dict[str, list[str]] = {}
+    for aspect in aspects:
+        text = f"{' '.join(aspect.text.split())} `{aspect.command}`."
+        titles.setdefault(text, []).append(aspect.title)
+    texts = "\n".join(f"- {', '.join(own)}: {text}" for text, own in titles.items())
+    parts = [f"### {title}\n", f"{markdown.wrapped(texts)}\n"]
+    for attention in ATTENTION:
+        own = {a.key: known[a.key, attention] for a in aspects}
+        rows = [
+            [label, *(boards.cell(own[a.key], label, a.ranked) for a in aspects)]
+            for label in boards.methods(own.values())
+        ]
+        head = [f"{attention} attention", *(aspect.title for aspect in aspects)]
+        parts += [f"{markdown.table(head, rows)}\n"] if rows else []
+    return parts
 
 
 def _panels(choices: Choices, known: Boards) -> list[scatter.Panel]:

@@ -169,7 +169,7 @@ def leaders(sheet: Sheet, column: Column, found: dict[str, Scores]) -> str:
     level = [o for o in found if o != best and not ahead(found[best], found[o], better)]
     named, others = valued(sheet, best, column), len(found) - 1
     if not level:
-        return f"{named} is ahead of the other {others}"
+        return f"{named} is ahead of the other {others if others > 1 else 'one'}"
     if len(level) == others:
         return f"no row is ahead of all others ({value_range(sheet, column, found)})"
     return f"{named} is ahead of {others - len(level)}, but not of {_abridged(level)}"
@@ -185,7 +185,7 @@ def _against_baseline(sheet: Sheet, column: Column, found: dict[str, Scores]) ->
     count = f"{len(first)} of {len(others)} are" if first else "no row is"
     count = "all are" if len(first) == len(others) else count
     text = f"{count} ahead of {valued(sheet, base, column)}"
-    return text + (f", {_abridged(last)} behind" if last else "")
+    return text + (f"; behind it: {_abridged(last)}" if last else "")
 
 
 def _abridged(labels: list[str], most: int = 5) -> str:
@@ -226,7 +226,7 @@ def _columns_finding(sheet: Sheet) -> str:
 def _column_span(sheet: Sheet, column: Column) -> str:
     found = {row.label: sheet.ours(row, column) for row in sheet.table.rows}
     span = value_range(sheet, column, {label: values for label, values in found.items() if values})
-    return f"{distinct_title(sheet, column)} {span.partition(' over ')[0]}"
+    return f"{distinct_title(sheet, column)}: {span.partition(' over ')[0]}"
 
 
 def distinct_title(sheet: Sheet, column: Column) -> str:

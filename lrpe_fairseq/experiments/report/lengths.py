@@ -18,15 +18,15 @@ from lrpe_fairseq.experiments.records.runs import Run
 from lrpe_fairseq.experiments.report import cells, pictures
 from lrpe_fairseq.experiments.report.sheet import Sheet
 
-BOUNDS = ("delta_low", "delta_high")
+BOUNDS = {"delta_low": min, "delta_high": max}  # over seeds
 LINES = ("-", "--", ":")
 FEWEST = 3
 """Smallest number of paired lengths of a figure."""
 CAPTION = (
     "Left: loss of the same tokens with a longer context, minus that with the training length; "
-    "bands: 95 % bootstrap intervals over the blocks of the test set. "
-    "Right: mean loss by position in the longest blocks. Means over seeds; a row that leaves the "
-    "axes is named with its last value."
+    "bands: the 95 % bootstrap intervals over the blocks of the test set, from the lowest to the "
+    "highest of all seeds. Right: mean loss by position in the longest blocks. Lines: means over "
+    "seeds; a row that leaves the axes is named with its largest value."
 )
 Curve = list[tuple[float, float]]  # (tokens, nats), tokens ascending
 
@@ -35,7 +35,7 @@ Curve = list[tuple[float, float]]  # (tokens, nats), tokens ascending
 class Panel:
     """The curves of one attention type, by row: paired differences, and loss by position.
 
-    low, high: the bounds of the intervals of the paired differences.
+    low, high: the bounds of the intervals of the paired differences over all seeds.
     """
 
     attention: str
@@ -57,7 +57,10 @@ def panels(sheet: Sheet) -> list[Panel]:
                 attention,
                 _curves(sheet, paired, _paired),
                 _curves(sheet, positions, _by_position),
-                *(_curves(sheet, paired, functools.partial(_bound, name)) for name in BOUNDS),
+                *(
+                    _curves(sheet, paired, functools.partial(_bound, name), outermost)
+                    for name, outermost in BOUNDS.items()
+                ),
             )
             found += [panel] if panel.paired else []
     return found
@@ -94,13 +97,16 @@ def _length(column: Column) -> int:
 
 
 def _curves(
-    sheet: Sheet, columns: list[Column], curve_of: Callable[[Run, list[Column]], Curve]
+    sheet: Sheet,
+    columns: list[Column],
+    curve_of: Callable[[Run, list[Column]], Curve],
+    over_seeds: Callable[[list[float]], float] = statistics.fmean,
 ) -> dict[str, Curve]:
-    """Return the mean curve over seeds of every row in ``curves`` that has one."""
+    """Return one curve, ``over_seeds``, of every row in ``curves`` that has one."""
     found = {}
     for label in sheet.table.curves:
         own = [curve_of(run, columns) for run in _runs(sheet, sheet.table.row(label), columns)]
-        if curve := _mean(own):
+        if curve := _combined(own, over_seeds):
             found[label] = curve
     return found
 
@@ -112,11 +118,11 @@ def _runs(sheet: Sheet, row: Row, columns: list[Column]) -> list[Run]:
     return [runs[name] for name in sorted(runs)]
 
 
-def _mean(curves: Iterable[Curve]) -> Curve:
-    """Return the mean at the lengths that all curves have."""
+def _combined(curves: Iterable[Curve], over_seeds: Callable[[list[float]], float]) -> Curve:
+    """Return one value at every length that all curves have."""
     known = [dict(curve) for curve in curves if curve]
     shared = sorted(set.intersection(*map(set, known))) if known else []
-    return [(x, statistics.fmean(curve[x] for curve in known)) for x in shared]
+    return [(x, over_seeds([curve[x] for curve in known])) for x in shared]
 
 
 def _paired(run: Run, columns: list[Column]) -> Curve:
@@ -169,5 +175,6 @@ def _draw(axes: Any, curves: dict[str, Curve], labels: list[str], x: str, y: str
     values = [value for curve in curves.values() for _, value in curve if low <= value <= high]
     margin = 0.1 * (high - low) or 0.1
     axes.set_ylim(min(values) - margin, high + margin)
-    beyond = [f"{n} ends at {c[-1][1]:.3g}" for n, c in curves.items() if c[-1][1] > high]
+    largest = {label: max(value for _, value in curve) for label, curve in curves.items()}
+    beyond = [f"{label} reaches {top:.3g}" for label, top in largest.items() if top > high]
     axes.text(0.02, 0.97, "\n".join(beyond), transform=axes.transAxes, va="top")
