@@ -110,8 +110,8 @@ def test_ranks_are_shared_where_no_order_is_supported(root: Path) -> None:
     assert line(text, "| `none` |").startswith("| `none` | 60.00 (–) |")
     assert line(text, "| `rope`, layernorm |").startswith("| `rope`, layernorm | 30.00† (–) |")
     assert (
-        "| LM | `lrpe-type4` (39.80) and `rope` (40.05), of 3 methods; not ranked, but beyond "
-        "these: `rope`, layernorm (30.00) | not measured |" in text
+        "| LM | `lrpe-type4` (39.80) and `rope` (40.05), of 3 methods; not ranked, with a "
+        "better mean: `rope`, layernorm (30.00) | not measured |" in text
     )
     assert "RoPE has 40.05, NoPE 60.00." in text
 

@@ -127,7 +127,8 @@ def answer(sheet: Sheet) -> str:
     ordered = {label: scores for label, scores in found.items() if len(scores) > 1}
     if not claims.any_order(ordered, sheet.table.better):
         reason = "no order" if ordered else "one seed"
-        return f"{reason} ({claims.value_range(sheet, column, ordered or found)})"
+        shown = ordered if len(ordered) > 1 else found
+        return f"{reason} ({claims.value_range(sheet, column, shown)})"
     return f"{_first(sheet, ordered)}{_unranked(sheet, ordered)}"
 
 
