@@ -26,7 +26,7 @@ def pages(root: Path) -> dict[str, str]:
 
 def paper_table(runs: dict[str, Run], root: Path = ROOT) -> str:
     """Return a row per table with a scale ``paper``: its budget, and hours if measured."""
-    head = ["table", "trainings per seed", "updates x tokens of one", "tokens per seed"]
+    head = ["table", "trainings per seed", "updates x size of one", "amount per seed"]
     tables = [t for t in load_tables(root / "configs" / "tables") if "paper" in t.scales]
     rows = [_paper_row(table, runs) for table in tables]
     return markdown.table([*head, "tokens/s", "GPU-hours per seed"], rows, numbers=True)
@@ -49,7 +49,8 @@ def _paper_row(table: Table, runs: dict[str, Run]) -> list[Any]:
     """Return the budget of one seed of a table, with hours if its speed was measured."""
     budgets = [run.budget() for run in plan.runs(table, "paper", [1])]
     in_all, unit = sum(budget.amount for budget in budgets), budgets[0].unit
-    cells = [table.name, len(budgets), budgets[0].text]
+    texts = {budget.text for budget in budgets}
+    cells = [table.name, len(budgets), texts.pop() if len(texts) == 1 else "differ by data"]
     if unit != "tokens":  # the configuration does not determine their length
         return [*cells, f"{in_all / 1e6:,.0f} M {unit}", NOT_MEASURED, NOT_MEASURED]
     speeds = [
@@ -59,4 +60,4 @@ def _paper_row(table: Table, runs: dict[str, Run]) -> list[Any]:
     ]
     speed = f"{statistics.median(speeds):,.0f}" if speeds else NOT_MEASURED
     hours = f"{in_all / statistics.median(speeds) / 3600:,.0f}" if speeds else NOT_MEASURED
-    return [*cells, f"{in_all / 1e9:,.1f} G", speed, hours]
+    return [*cells, f"{in_all / 1e9:,.1f} G tokens", speed, hours]
