@@ -172,7 +172,7 @@ def test_the_cost_of_a_table_is_trainings_times_updates_times_tokens():
     row = next(line for line in cost.paper_table(runs).splitlines() if line.startswith("| table2"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[1:3] == ["26", "50,000 x 65,536"]
-    assert cells[3] == f"{26 * 50_000 * 65_536 / 1e9:.1f} G"
+    assert cells[3] == f"{26 * 50_000 * 65_536 / 1e9:.1f} G tokens"
     assert cells[4:] == ["1,000,000", f"{26 * 50_000 * 65_536 / 1e6 / 3600:.0f}"]
     assert "not measured | not measured" in cost.paper_table({})
 
