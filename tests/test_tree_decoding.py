@@ -253,8 +253,6 @@ def test_the_page_writes_the_positions_of_trees_of_ones_own(
     page = Path(__file__).parents[1] / "docs" / "running.md"
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "DATA").mkdir()
-    (tmp_path / "train.target").write_text("o1 o2 l1 l2 l1\n", encoding="utf-8")
     exec(compile(code, page.name, "exec"), found := {})
     name = "valid.source-target.target-positions"
     text = folders["depth"].parent / "text" / "valid.target"
