@@ -105,7 +105,9 @@ def test_the_rank_correlation_is_stated_for_every_budget() -> None:
     first, second = (claims.correlation(sheet, table.column(f"linear-{n}")) for n in (1800, 5400))
     assert first == pytest.approx(-second)
     assert claims.correlation(sheet, table.column("linear-16200")) is None
-    assert claims.finding(sheet).startswith("One seed: no order is claimed (1,800: 100.00 to 105.00")
+    assert claims.finding(sheet).startswith(
+        "One seed: no order is claimed (1,800: 100.00 to 105.00"
+    )
 
 
 def test_a_table_without_scale_small_runs_its_first_scale() -> None:
