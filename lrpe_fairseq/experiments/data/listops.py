@@ -131,8 +131,7 @@ def count(dest: Path) -> dict:
     """Count a finished destination, for its manifest.
 
     ``root``: the accuracy, times 100, of the best prediction from the first token alone, the
-    operator of the whole expression. A model that does not
-    reach it is no better than a guess from one token.
+    operator of the whole expression. A model that does not reach it is no better than this guess.
     """
     found = examples.count(dest, CLASSES)
     for split, counts in found["splits"].items():

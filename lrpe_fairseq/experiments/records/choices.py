@@ -28,10 +28,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Aspect:
-    """One column of a matrix.
+    """One column of one or more matrices.
 
     key, title: its name and heading. text: what the number is. command: what measures it.
-    matrix: the heading of its matrix. sources: the columns that hold it; of a method that
+    matrices: the headings of its matrices. sources: the columns that hold it; of a method that
     several have, the first counts. metric: a field of the run file in place of the metric of
     these columns. benchmark: a part of results/bench instead of sources. better: ``lower`` or
     ``higher``. quality: False for a cost. ranked: False if the values are shown without ranks.
@@ -50,7 +50,7 @@ class Aspect:
     decimals: int = 2
     quality: bool = True
     ranked: bool = True
-    matrix: str = "Tasks, speed and memory"
+    matrices: list[str] = field(default_factory=lambda: ["Tasks, speed and memory"])
     optional: bool = False
     bidirectional: bool = False
 

@@ -85,9 +85,9 @@ def values(sheet: Sheet) -> dict[str, Scores]:
 def ranks(sheet: Sheet) -> dict[str, int]:
     """Return the rank of every method with several seeds, all of them finite, best mean first.
 
-    Empty if no two of them have an order.
-    The rank is 1 + the number of methods ahead, and at least that of every method with a better
-    mean: seeds that differ much are behind nothing, which does not make a method the best.
+    Empty if no two of them have an order. The rank is 1 + the number of methods ahead, and at
+    least that of every method with a better mean: seeds that differ much are behind nothing,
+    which does not make a method the best.
     """
     better, found = sheet.table.better, {}
     own = [

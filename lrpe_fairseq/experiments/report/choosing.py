@@ -166,8 +166,8 @@ def _unranked(sheet: Sheet, ordered: Mapping[str, cells.Scores]) -> str:
 def _matrices(choices: Choices, known: Boards) -> list[str]:
     shown = _shown(choices, known)
     parts = ["## All measurements\n", f"{markdown.wrapped(LEGEND)}\n"]
-    for title in dict.fromkeys(aspect.matrix for aspect in shown):
-        parts += _matrix(title, [a for a in shown if a.matrix == title], known)
+    for title in dict.fromkeys(title for aspect in shown for title in aspect.matrices):
+        parts += _matrix(title, [a for a in shown if title in a.matrices], known)
     for attention in ATTENTION:
         if missing := boards.unmeasured(known, attention):
             named = markdown.listed([f"`{name}`" for name in missing])
