@@ -3,6 +3,7 @@
 A new interpreter needs several seconds of CPU time to import them, a large part of a run of one
 minute. :class:`WarmChildren` forks multiprocessing's fork server, which has imported them. Run
 folders and results are those of :class:`~lrpe_fairseq.experiments.runner.processes.Children`.
+:func:`children_on` chooses between the two.
 """
 
 import importlib
@@ -21,10 +22,26 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
+from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import KIB, ChildFailed, Children, Stopped
 
 PRELOADED = "lrpe_fairseq.experiments.runner.preloaded"
 CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def children_on(devices: Devices) -> Children:
+    """Return children for runs on ``devices`` of this machine: warm ones if it has no GPU.
+
+    A forked process could not use a GPU that the server had used. The server starts with the first
+    child.
+    """
+    if torch.cuda.is_available():
+        return Children()
+    os.environ |= devices.environment  # torch reads some of it when the server imports it
+    CONTEXT.set_forkserver_preload([PRELOADED])
+    return WarmChildren()
 
 
 def warm_up(*modules: str) -> None:
@@ -142,8 +159,6 @@ def _write_to(descriptor: int, path: str) -> None:
 def _limit_threads(threads: str) -> None:
     """Set the number of threads; torch read OMP_NUM_THREADS when the server imported it."""
     if threads.isdigit():
-        import torch
-
         torch.set_num_threads(int(threads))
 
 
