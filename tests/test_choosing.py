@@ -360,7 +360,7 @@ def test_the_page_fills_in_when_the_missing_tables_have_runs(
     made |= every_run("extrapolation", {"linear-clamped-2048"}, ("Type2",))
     made |= every_run("listops", {"linear", "softmax", "linear-longer", "softmax-longer"})
     made |= every_run("images", {"linear-flat", "softmax-flat"})
-    made |= every_run("synthetic", {"linear-recall-2x", "softmax-recall-2x"})
+    made |= every_run("synthetic", {"linear-mqar-tokens-2x", "softmax-mqar-tokens-2x"})
     monkeypatch.setattr(choosing, "read_runs", lambda folder: made)
     text = page(ROOT)
     for attention, start in (("linear", "| `rope` | — |"), ("softmax", "| `t5` |")):

@@ -1,5 +1,6 @@
 """The quickstart: its table, the orders that it states, and children forked from a warm server."""
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -9,8 +10,9 @@ import pytest
 from lrpe_fairseq.experiments.commands import quickstart
 from lrpe_fairseq.experiments.report import quickstart as report
 from lrpe_fairseq.experiments.report.quickstart import Row, separated
+from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import ChildFailed, Stopped, locked
-from lrpe_fairseq.experiments.runner.warm import WarmChildren, warm_up
+from lrpe_fairseq.experiments.runner.warm import WarmChildren, children_on, warm_up
 
 INNER = '2026-01-01 10:00:00 | INFO | train_inner | {"wpb": "1024", "num_updates": "20"}\n'
 VALIDATION = (
@@ -116,6 +118,14 @@ def test_validations_are_reported_once_each_as_they_appear(tmp_path):
 
 
 # --- children that need no new interpreter ------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_children_are_warm_where_there_is_no_gpu(monkeypatch, gpu):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    monkeypatch.setattr("os.environ", {"OMP_NUM_THREADS": "3"})
+    assert isinstance(children_on(Devices(2)), WarmChildren) is not gpu
+    assert os.environ["OMP_NUM_THREADS"] == ("3" if gpu else "2")  # torch reads it at its import
 
 
 @pytest.fixture(scope="module")
