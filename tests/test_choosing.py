@@ -176,6 +176,11 @@ def test_a_method_that_diverged_is_not_called_unmeasured(root: Path) -> None:
         "| `none`, sinusoidal | 50.00 (–), diverged |"
     )
     assert "| LM | no order (40.05 to 50.00 over 2 rows) |" in text
+    save(root, "none", 60.0, 60.1)  # one more seed diverges, so the only order has no rank
+    run = make_run(position_encoding="none", seed=3, metrics=lost, config={"x": 1})
+    write_run(root / "results" / "runs" / "demo" / "lost-none-3.json", run)
+    (root / "results" / "runs" / "demo" / "lost-none-2.json").unlink()
+    assert "| LM | no order (40.05 to 60.05 over 2 rows) |" in page(root)
 
 
 def test_a_method_for_causal_attention_has_no_cell_in_a_column_of_bidirectional_models(

@@ -1,6 +1,8 @@
 """The quickstart: its table, the orders that it states, and children forked from a warm server."""
 
 import os
+import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -10,8 +12,9 @@ import pytest
 from lrpe_fairseq.experiments.commands import quickstart
 from lrpe_fairseq.experiments.report import quickstart as report
 from lrpe_fairseq.experiments.report.quickstart import Row, separated
+from lrpe_fairseq.experiments.runner import processes
 from lrpe_fairseq.experiments.runner.devices import Devices
-from lrpe_fairseq.experiments.runner.processes import ChildFailed, Stopped, locked
+from lrpe_fairseq.experiments.runner.processes import ChildFailed, Children, Stopped, locked
 from lrpe_fairseq.experiments.runner.warm import WarmChildren, children_on, warm_up
 
 INNER = '2026-01-01 10:00:00 | INFO | train_inner | {"wpb": "1024", "num_updates": "20"}\n'
@@ -146,6 +149,48 @@ def test_a_warm_child_runs_a_console_script_and_reports_its_memory(tmp_path, arg
         memory = WarmChildren().run(["bin/pytest", "--version"], log, lock=lock, **arguments)
     assert "pytest" in log.read_text()
     assert memory > 1
+
+
+INSIDE = """
+import multiprocessing, os
+def test_a_training_sees_what_it_would_see_in_a_new_interpreter():
+    assert multiprocessing.get_start_method() == multiprocessing.get_all_start_methods()[0]
+    assert os.getpgid(0) == os.getpid()
+    assert os.getpgid(os.getppid()) == os.getppid()  # signals to the runner miss the server
+"""
+
+
+def test_a_warm_child_and_the_server_have_groups_of_their_own(tmp_path, arguments):
+    (tmp_path / "test_inside.py").write_text(INSIDE)
+    WarmChildren().run(["pytest", "test_inside.py"], tmp_path / "log", **arguments)
+
+
+def test_a_child_that_starts_while_the_runner_stops_is_killed():
+    children = WarmChildren()
+
+    class Starting:
+        def start(self) -> None:
+            self.process = subprocess.Popen(["sleep", "60"])
+            self.pid = self.process.pid
+            children.stop()  # does not wait for the start
+
+    starting = Starting()
+    children._begin(starting)
+    assert starting.process.wait(10) == -signal.SIGKILL
+
+
+def test_a_fork_without_a_group_of_its_own_gets_signals_too():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        processes._send(process.pid, signal.SIGTERM)
+        assert process.wait(10) == -signal.SIGTERM
+        processes._send(process.pid, signal.SIGTERM)  # it has ended
+
+
+def test_the_commit_of_warm_children_is_that_of_the_imported_code(monkeypatch):
+    cold, warm = Children(), WarmChildren()
+    first = cold.code()
+    monkeypatch.setattr(processes, "commit", lambda: "later")
+    assert (cold.code(), warm.code()) == ("later", first)
 
 
 def test_a_warm_child_that_fails_says_so(tmp_path, arguments):

@@ -955,6 +955,8 @@ def test_one_cell_is_ahead_where_seeds_agree_and_the_gap_is_twice_the_pooled_dev
     assert claims.ahead(high, low, "higher")
     assert not claims.ahead(low, Scores({1: 2.4, 2: 3.4}), "lower")  # 1.4 < 2 * 0.71
     assert not claims.ahead(low, Scores({1: 30.0}), "lower")  # one shared seed
+    more = Scores({1: 10.0, 2: 10.4} | dict.fromkeys(range(3, 13), 8.0))
+    assert not claims.ahead(more, Scores({1: 10.1, 2: 10.5}), "lower")  # 0.1 on the shared ones
     assert not claims.ahead(Scores({1: 1.0, 2: 9.0}), Scores({1: 20.0, 2: 8.9}), "lower")
 
 

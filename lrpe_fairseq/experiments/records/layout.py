@@ -306,6 +306,11 @@ def _check_column(table: Table, column: Column) -> None:
             f"best_by of column {column.key} needs best_over, and the keys "
             f"{', '.join(sorted(SELECTION))}"
         )
+    if column.best_by and column.best_by["metric"] != "loss":
+        raise ValueError(
+            f"best_by of column {column.key} chooses the lowest value: write metric: loss, not "
+            f"{column.best_by['metric']}"
+        )
 
 
 def _check_configs(table: Table) -> None:

@@ -48,6 +48,12 @@ class Scores(dict[int, float]):
         """The values per seed on the scale of comparisons, in which seeds scatter evenly."""
         return {k: math.log(value) if self.logarithmic else value for k, value in self.items()}
 
+    def at(self, seeds: Iterable[int]) -> "Scores":
+        """Return the values of these seeds; a mean of fewer values has a larger sampling error."""
+        own = {seed: self[seed] for seed in seeds}
+        sampling = self.sampling * math.sqrt(len(self) / max(1, len(own)))
+        return Scores(own, sampling, self.lost, self.logarithmic)
+
 
 @dataclass(frozen=True)
 class Group:

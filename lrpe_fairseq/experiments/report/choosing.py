@@ -124,7 +124,7 @@ def answer(sheet: Sheet) -> str:
     if not found:
         return NOT_MEASURED
     column = sheet.table.columns[0]
-    ordered = {label: scores for label, scores in found.items() if len(scores) > 1}
+    ordered = {k: scores for k, scores in found.items() if len(scores) > 1 and not scores.lost}
     if not claims.any_order(ordered, sheet.table.better):
         reason = "no order" if ordered else "one seed"
         shown = ordered if len(ordered) > 1 else found
@@ -343,7 +343,7 @@ def _own_ratios(sheet: Sheet, given: Ratios) -> dict[str, str]:
     found: dict[str, str] = {}
     for row in sheet.table.rows:
         parts = [sheet.ours(row, column) for column in (long, short)]
-        if all(parts):
+        if all(parts) and set(parts[0]) == set(parts[1]):
             options = {**sheet.table.options, **row.overrides}
             ratio = cells.mean(parts[0]) / cells.mean(parts[1])
             found.setdefault(boards.method(row.encoding, options), fixed(ratio, 3))

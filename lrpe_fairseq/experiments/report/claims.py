@@ -45,13 +45,14 @@ def pooled_deviation(first: Scores, second: Scores) -> float:
 
 
 def ahead(first: Scores, second: Scores, better: str) -> bool:
-    """True if ``first`` is ahead of ``second`` by the rule of this module."""
-    shared = sorted(set(first) & set(second))
-    if len(shared) < 2 or first.lost:
+    """True if ``first`` is ahead of ``second`` on their common seeds by this module's rule."""
+    seeds = sorted(set(first) & set(second))
+    if len(seeds) < 2 or first.lost:
         return False
+    first, second = first.at(seeds), second.at(seeds)
     one, two = first.compared, second.compared
     sign = -1 if better == "lower" else 1
-    agreed = all(sign * (one[seed] - two[seed]) > 0 for seed in shared)
+    agreed = all(sign * (one[seed] - two[seed]) > 0 for seed in seeds)
     gap = sign * (cells.mean(one) - cells.mean(two))
     return agreed and gap > 2 * pooled_deviation(first, second)
 

@@ -20,10 +20,13 @@ def read(folder: Path) -> Run:
     return read_json(folder / FILE)
 
 
-def begin(folder: Path, data: dict[str, str], *, resumed: bool) -> None:
-    """Store the commit and the data checksums of a part that starts."""
+def begin(folder: Path, data: dict[str, str], *, resumed: bool, code: str = "") -> None:
+    """Store the commit and the data checksums of a part that starts.
+
+    code: the commit of its code; default: that of the repository now.
+    """
     known = read(folder) if resumed else {}
-    commits = list(dict.fromkeys([*known.get("commits", []), commit()]))
+    commits = list(dict.fromkeys([*known.get("commits", []), code or commit()]))
     write_json(folder / FILE, {**known, "commits": commits, "data": data})
 
 

@@ -1,8 +1,15 @@
-"""Imports of the fork server of :mod:`~lrpe_fairseq.experiments.runner.warm`, without warnings."""
+"""Imports of the fork server of :mod:`~lrpe_fairseq.experiments.runner.warm`, without warnings.
+
+Only the server imports this module: it leaves the process group of the runner. A signal to that
+group, such as that of ``timeout``, would end the server before the runner has stopped its children.
+"""
 
 import importlib
 import logging
+import os
 import warnings
+
+os.setpgid(0, 0)
 
 TOOLS = ("train", "hydra_train", "validate", "preprocess", "eval_lm", "generate", "interactive")
 

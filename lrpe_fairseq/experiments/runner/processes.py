@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lrpe_fairseq.experiments.records import fairseq_log
+from lrpe_fairseq.experiments.records.checkout import commit
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import ROOT, relative
 from lrpe_fairseq.experiments.runner import measured
@@ -59,6 +60,10 @@ class Children:
     def stopping(self) -> bool:
         """True after :meth:`stop` was called."""
         return self._stopping.is_set()
+
+    def code(self) -> str:
+        """Return the commit of the code that a child imports when it starts now."""
+        return commit()
 
     def run(
         self,
@@ -134,8 +139,14 @@ class Children:
     def _signal(self, number: signal.Signals) -> None:
         with self._guard:
             for pid in self._alive:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, number)
+                _send(pid, number)
+
+
+def _send(pid: int, number: int) -> None:
+    """Send a signal to a child and its descendants, or to a fork without a group of its own."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            return kill(pid, number)
 
 
 def run_child(

@@ -410,7 +410,7 @@ class TrainingRun(ABC):
 
     def train(self, children: Children, devices: Devices, lock: int, say: Say) -> None:
         """Train until the last update, from the newest checkpoint if there is one."""
-        if self.begin(say) >= self.max_update():
+        if self.begin(say, children.code()) >= self.max_update():
             return  # fairseq would train one update too many
         command = devices.launch(self.command(devices.processes))
         (self.folder / "command.txt").write_text(shlex.join(command) + "\n", encoding="utf-8")
@@ -418,8 +418,10 @@ class TrainingRun(ABC):
         self._require_the_end()
         parts.end(self.folder, memory)
 
-    def begin(self, say: Say) -> int:
+    def begin(self, say: Say, code: str = "") -> int:
         """Return the updates already done; if some are left, store the commit and the checksums.
+
+        code: the commit of the code that will train; default: that of the repository now.
 
         Raises: UserError if the data differ from their manifest.
         """
@@ -429,7 +431,7 @@ class TrainingRun(ABC):
             if not seen:
                 self.log.unlink(missing_ok=True)
                 dictionaries.remember(self.checkpoints, self.data)
-            parts.begin(self.folder, self.data_checksums(), resumed=seen > 0)
+            parts.begin(self.folder, self.data_checksums(), resumed=seen > 0, code=code)
         return seen
 
     def record(self, measured: Run, threads: int) -> Run:

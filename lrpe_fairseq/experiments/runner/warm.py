@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import resource
 import runpy
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
@@ -40,18 +41,32 @@ def children_on(devices: Devices) -> Children:
     if torch.cuda.is_available():
         return Children()
     os.environ |= devices.environment  # torch reads some of it when the server imports it
-    CONTEXT.set_forkserver_preload([PRELOADED])
+    _preload()
     return WarmChildren()
 
 
 def warm_up(*modules: str) -> None:
     """Start the server, which imports fairseq and ``modules``, without waiting for it."""
-    CONTEXT.set_forkserver_preload([PRELOADED, *modules])
+    _preload(*modules)
     forkserver.ensure_running()
+
+
+def _preload(*modules: str) -> None:
+    """Set what the server imports: also the main module, which every child imports again."""
+    main = sys.modules["__main__"].__spec__
+    CONTEXT.set_forkserver_preload([PRELOADED, *modules, *([main.name] if main else [])])
 
 
 class WarmChildren(Children):
     """Children that run console scripts and modules without a new interpreter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._code = super().code()
+
+    def code(self) -> str:
+        """Return the commit when this object was made: the server imports the code once."""
+        return self._code
 
     def run(
         self,
@@ -80,11 +95,16 @@ class WarmChildren(Children):
             return reader.recv()
 
     def _begin(self, process: BaseProcess) -> None:
+        """Start ``process``. The first start takes as long as the imports of the server."""
+        if self.stopping:
+            raise Stopped
+        process.start()
+        # Else the next start, in another thread, could read the exit status of this process.
+        multiprocessing.process._children.discard(process)
         with self._guard:
-            if self.stopping:
-                raise Stopped
-            process.start()
             self._alive.add(process.pid)
+            if self.stopping:  # since before it started: stop() has not seen it
+                os.kill(process.pid, signal.SIGKILL)
 
 
 def _run_measured(
@@ -128,6 +148,8 @@ def become(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    # As in a new interpreter: with the server's method, every data-loading worker imports torch.
+    multiprocessing.set_start_method(None, force=True)
     _limit_threads(environment.get("OMP_NUM_THREADS", ""))
     sys.stdin = io.StringIO(given)
     try:
