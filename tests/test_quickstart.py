@@ -1,6 +1,5 @@
 """The quickstart: its table, the orders that it states, and children forked from a warm server."""
 
-import os
 import signal
 import subprocess
 import threading
@@ -13,9 +12,8 @@ from lrpe_fairseq.experiments.commands import quickstart
 from lrpe_fairseq.experiments.report import quickstart as report
 from lrpe_fairseq.experiments.report.quickstart import Row, separated
 from lrpe_fairseq.experiments.runner import processes
-from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import ChildFailed, Children, Stopped, locked
-from lrpe_fairseq.experiments.runner.warm import WarmChildren, children_on, warm_up
+from lrpe_fairseq.experiments.runner.warm import WarmChildren, warm_up
 
 INNER = '2026-01-01 10:00:00 | INFO | train_inner | {"wpb": "1024", "num_updates": "20"}\n'
 VALIDATION = (
@@ -121,14 +119,6 @@ def test_validations_are_reported_once_each_as_they_appear(tmp_path):
 
 
 # --- children that need no new interpreter ------------------------------------------------------
-
-
-@pytest.mark.parametrize("gpu", [False, True])
-def test_children_are_warm_where_there_is_no_gpu(monkeypatch, gpu):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
-    monkeypatch.setattr("os.environ", {"OMP_NUM_THREADS": "3"})
-    assert isinstance(children_on(Devices(2)), WarmChildren) is not gpu
-    assert os.environ["OMP_NUM_THREADS"] == ("3" if gpu else "2")  # torch reads it at its import
 
 
 @pytest.fixture(scope="module")

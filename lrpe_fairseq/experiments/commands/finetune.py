@@ -14,7 +14,7 @@ from lrpe_fairseq.experiments.families.plan import config_of, load_named
 from lrpe_fairseq.experiments.records.console import FAILED, command
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.report import tables
-from lrpe_fairseq.experiments.runner import schedule, warm
+from lrpe_fairseq.experiments.runner import schedule
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 RATES = (1e-5, 3e-5, 6e-5, 1e-4)
@@ -46,7 +46,7 @@ def _work(runs: Sequence[TrainingRun], jobs: int) -> int:
     events = schedule.Events(ROOT / "runs" / "table3" / "events.log")
     one = 1 if torch.cuda.is_available() else None  # GPU; the tasks are too small for several
     devices = schedule.shares(min(jobs, len(runs)), one)
-    failed = schedule.Schedule(runs, devices, events, warm.children_on(devices[0])).run()
+    failed = schedule.Schedule(runs, devices, events).run()
     _print_best(runs)
     return FAILED if tables.main([]) or failed else 0
 

@@ -17,7 +17,7 @@ from lrpe_fairseq.experiments.records.console import FAILED, UserError, clock, c
 from lrpe_fairseq.experiments.records.files import ROOT, relative
 from lrpe_fairseq.experiments.records.layout import Table
 from lrpe_fairseq.experiments.report import tables
-from lrpe_fairseq.experiments.runner import schedule, slurm, warm
+from lrpe_fairseq.experiments.runner import schedule, slurm
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
@@ -77,7 +77,7 @@ def _run_here(
     devices = schedule.shares(min(options.jobs, len(chosen)), options.gpus)
     part = options.rows or options.attention or options.datasets or left_out
     whole = not part and schedule.untouched(chosen)
-    work = schedule.Schedule(chosen, devices, events, warm.children_on(devices[0]))
+    work = schedule.Schedule(chosen, devices, events)
     failed = work.run()
     failed = tables.main([]) or failed
     seconds = time.monotonic() - begun

@@ -3,7 +3,6 @@
 A new interpreter needs several seconds of CPU time to import them, a large part of a run of one
 minute. :class:`WarmChildren` forks multiprocessing's fork server, which has imported them. Run
 folders and results are those of :class:`~lrpe_fairseq.experiments.runner.processes.Children`.
-:func:`children_on` chooses between the two.
 """
 
 import importlib
@@ -25,36 +24,16 @@ from typing import Any, NoReturn
 
 import torch
 
-from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import KIB, ChildFailed, Children, Stopped
 
 PRELOADED = "lrpe_fairseq.experiments.runner.preloaded"
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
-def children_on(devices: Devices) -> Children:
-    """Return children for runs on ``devices`` of this machine: warm ones if it has no GPU.
-
-    A forked process could not use a GPU that the server had used. The server starts with the first
-    child.
-    """
-    if torch.cuda.is_available():
-        return Children()
-    os.environ |= devices.environment  # torch reads some of it when the server imports it
-    _preload()
-    return WarmChildren()
-
-
 def warm_up(*modules: str) -> None:
     """Start the server, which imports fairseq and ``modules``, without waiting for it."""
-    _preload(*modules)
+    CONTEXT.set_forkserver_preload([PRELOADED, *modules])
     forkserver.ensure_running()
-
-
-def _preload(*modules: str) -> None:
-    """Set what the server imports: also the main module, which every child imports again."""
-    main = sys.modules["__main__"].__spec__
-    CONTEXT.set_forkserver_preload([PRELOADED, *modules, *([main.name] if main else [])])
 
 
 class WarmChildren(Children):
