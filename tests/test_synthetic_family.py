@@ -14,7 +14,7 @@ from lrpe_fairseq.experiments.families.plan import load_named, runs
 from lrpe_fairseq.experiments.families.synthetic import SyntheticRun, read_accuracy
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.files import ROOT, write_json
-from lrpe_fairseq.experiments.records.layout import Column, Row, Table
+from lrpe_fairseq.experiments.records.layout import Column, Row, Table, load_table
 from lrpe_fairseq.experiments.report import cells
 from lrpe_fairseq.experiments.runner.processes import RunFailed
 
@@ -123,6 +123,13 @@ def test_the_rate_is_selected_by_validation_loss_and_not_by_the_test_split() -> 
     for best_by, value in ((BEST, 0.6), ({}, 0.9)):
         table = a_table(best_by)
         assert cells.scores(table, table.rows[0], table.columns[0], found) == {1: value}
+
+
+def test_a_rate_is_selected_by_the_loss_only(tmp_path: Path) -> None:
+    text = (ROOT / "configs" / "tables" / "synthetic.yaml").read_text(encoding="utf-8")
+    (tmp_path / "demo.yaml").write_text(text.replace("metric: loss}", "metric: token_accuracy}"))
+    with pytest.raises(ValueError, match="write metric: loss, not token_accuracy"):
+        load_table(tmp_path / "demo.yaml")
 
 
 def test_a_selected_run_that_diverges_on_a_split_is_shown_as_diverged() -> None:

@@ -255,9 +255,9 @@ def _column_against(sheet: Sheet, first: Column, second: Column) -> str:
 
 
 def _title(sheet: Sheet, column: Column) -> str:
-    """Return ``Linear, valid``, or only the attention type if the headlines differ in nothing
-    else."""
+    """Return ``Linear, valid``, or the title alone if only one attention type was run and the
+    headlines have several titles."""
     titles = {c.title for c in sheet.headlines}
-    kinds = {c.attention for c in sheet.headlines}
+    kinds = {c.attention for c in sheet.table.columns if sheet.run(c)}
     parts = [column.attention] if len(kinds) > 1 or len(titles) == 1 else []
     return ", ".join([*parts, column.title]).capitalize() if parts else column.title

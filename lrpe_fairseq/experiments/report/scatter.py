@@ -119,7 +119,7 @@ def _clamped(value: float, limits: tuple[float, float]) -> float:
 
 
 def _labels(axes: Any, panel: Panel) -> None:
-    """Place labels so that they cover no point, bar, line or earlier label; the top ones first."""
+    """Place labels, the top ones first, where they cover the least of points, bars and labels."""
     to_pixels = axes.transData.transform
     x_range, y_range = axes.get_xlim(), axes.get_ylim()
     shown = [(_clamped(p.paper, x_range), _clamped(p.ours, y_range)) for p in panel.points]
