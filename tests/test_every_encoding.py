@@ -256,7 +256,7 @@ def test_positions_that_do_not_fit_the_queries_are_refused(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_positions_of_a_batch_are_positions_of_its_rows(name):
-    encoding = encoding_of(name)
+    encoding = encoding_of(name).double()  # sums over other shapes round differently in float32
     q, k = example()
     positions = torch.stack([torch.arange(6), torch.arange(6) + 11])
     together = score_matrix(encoding, q, k, positions, positions)
