@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Trains and evaluates the cells of a table; can be stopped and repeated safely.
 #
-#   scripts/run_table.sh <table> [--rows ROW …] [--attention linear|softmax] [--datasets DATA …]
-#                        [--seeds N] [--scale small|paper] [--jobs J] [--gpus G] [--from DIR]
+#   scripts/run_table.sh <table> [--rows ROW …] [--columns TITLE …] [--attention linear|softmax]
+#                        [--datasets DATA …] [--seeds N] [--scale small|paper] [--jobs J] [--gpus G] [--from DIR]
 #                        [--dry-run] [--status]
 #                        [--slurm [--partition P] [--time T] [--gpus-per-node G] [--nodes N]]
 #

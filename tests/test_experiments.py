@@ -290,7 +290,8 @@ def test_a_value_that_hydra_would_misread_is_quoted():
             ["table4", "--scale", "newstest", "--rows", "Base", "T5"],
             "no row 'T5'; it has Base; Type2",
         ),
-        (["table2", "--rows", "T5", "--attention", "linear"], "leave out --rows, --attention or"),
+        (["table2", "--rows", "T5", "--attention", "linear"], "leave out --rows, --columns, "),
+        (["budget", "--columns", "600"], "no column '600' at scale annealed; it has 1,800; 5,400"),
         (
             ["grid", "--datasets", "digits"],
             "no data set 'digits' at scale small; it has synthetic-",
@@ -302,6 +303,30 @@ def test_a_table_row_or_scale_that_is_not_there_is_named_in_one_sentence(argumen
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_columns_choose_runs_which_keep_all_their_evaluations():
+    given = ["extrapolation", "--rows", "RoPE", "--attention", "linear", "--seeds", "1"]
+    (whole,), (part,) = chosen(given), chosen([*given, "--columns", "paired 256"])
+    assert part.name == whole.name
+    assert part.evaluations == whole.evaluations
+    given = ["images", "--rows", "RoPE", "--attention", "softmax", "--seeds", "1"]
+    (flat,) = chosen([*given, "--columns", "flat"])
+    assert [run for run in chosen(given) if "position-grid" not in run.name] == [flat]
+
+
+def test_the_title_of_a_mean_chooses_the_columns_that_it_averages():
+    given = ["synthetic", "--rows", "RoPE", "--attention", "softmax", "--seeds", "1", "--columns"]
+    mean, copying = chosen([*given, "mean answers 2x"]), chosen([*given, "copy answers 16x"])
+    assert {run.name for run in mean} == {run.name for run in chosen(given[:-1])}
+    assert {run.data.name for run in copying} == {"synthetic-copy-small"}
+
+
+def chosen(arguments):
+    options = run_table._parse(arguments)
+    table = plan.load_named(options.table)
+    options.scale = run_table.usual_scale(table)
+    return run_table._select(table, options)
 
 
 def test_missing_data_is_reported_with_the_command_that_makes_it():

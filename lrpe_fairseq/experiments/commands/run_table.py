@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from lrpe_fairseq.experiments.families.plan import load_named, runs, with_data
+from lrpe_fairseq.experiments.families.plan import load_named, runs, with_columns, with_data
 from lrpe_fairseq.experiments.records import sweeps
 from lrpe_fairseq.experiments.records.console import FAILED, UserError, clock, command
 from lrpe_fairseq.experiments.records.files import ROOT, relative
@@ -23,6 +23,7 @@ from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 SEEDS = 2
 SCALE = "small"
+SELECTIONS = ("rows", "columns", "attention", "datasets")
 SITE_OPTIONS = {"partition": str, "time": str, "gpus_per_node": int, "nodes": int}
 
 
@@ -75,7 +76,7 @@ def _run_here(
     """
     events = schedule.Events(ROOT / "runs" / options.table / "events.log")
     devices = schedule.shares(min(options.jobs, len(chosen)), options.gpus)
-    part = options.rows or options.attention or options.datasets or left_out
+    part = any(getattr(options, name) for name in SELECTIONS) or left_out
     whole = not part and schedule.untouched(chosen)
     work = schedule.Schedule(chosen, devices, events)
     failed = work.run()
@@ -152,6 +153,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("table", help="a file of configs/tables, without .yaml")
     add("--rows", nargs="+", metavar="ROW", help="row labels (default: all)")
+    add("--columns", nargs="+", metavar="TITLE", help="titles of columns (default: all)")
     add("--attention", nargs="+", metavar="TYPE", choices=("linear", "softmax"))
     add("--datasets", nargs="+", metavar="DATA", help="data sets of a table with several of them")
     add("--seeds", type=int, default=SEEDS, metavar="N", help="seeds 1 to N")
@@ -181,16 +183,20 @@ def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
         raise ValueError("--seeds and --jobs must be at least 1")
     if options.gpus is not None and options.gpus < 1:
         raise ValueError(f"--gpus must be at least 1, not {options.gpus}")
-    found = runs(_rows_only(table, labels), options.scale, range(1, options.seeds + 1))
+    part, seeds = _rows_only(table, labels), range(1, options.seeds + 1)
+    found = runs(part, options.scale, seeds)
+    if options.columns:
+        found = with_columns(found, part, options.scale, seeds, options.columns)
     chosen = [
         run
         for run in with_data(found, table, options.scale, options.datasets)
         if run.attention_type in (options.attention or run.attention_type)
     ]
     if not chosen:
+        *most, last = (f"--{name}" for name in SELECTIONS)
         raise ValueError(
-            f"no cell of table {table.name} has these rows, attention and data sets together: "
-            "leave out --rows, --attention or --datasets"
+            f"no cell of table {table.name} has these rows, columns, attention and data sets "
+            f"together: leave out {', '.join(most)} or {last}"
         )
     return chosen
 

@@ -5,6 +5,7 @@ The cells of ``configs/tables/<table>.yaml`` become runs with the run files
 folders are under ``runs/``.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -58,6 +59,32 @@ def runs(table: Table, scale: str, seeds: Sequence[int]) -> list[TrainingRun]:
     made = (_runs_of(*home, scale, seed) for seed in seeds for home in homes)
     named = {run.name: run for run in itertools.chain.from_iterable(made)}
     return list(named.values())  # columns that separate learning rates share their runs
+
+
+def with_columns(
+    found: Sequence[TrainingRun],
+    table: Table,
+    scale: str,
+    seeds: Sequence[int],
+    titles: Sequence[str],
+) -> list[TrainingRun]:
+    """Return the runs of ``found`` that fill a column with one of these titles.
+
+    Each keeps its evaluations for the other columns.
+
+    Raises: ValueError for a title that no column has.
+    """
+    known = list(dict.fromkeys(column.title for column in table.columns))
+    for title in titles:
+        if title not in known:
+            raise ValueError(
+                f"table {table.name} has no column {title!r} at scale {scale}; it has "
+                f"{'; '.join(known)}"
+            )
+    keys = set(itertools.chain(*(c.mean_of or [c.key] for c in table.columns if c.title in titles)))
+    columns = [column for column in table.columns if column.key in keys]
+    names = {run.name for run in runs(dataclasses.replace(table, columns=columns), scale, seeds)}
+    return [run for run in found if run.name in names]
 
 
 def with_data(
