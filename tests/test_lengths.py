@@ -206,6 +206,29 @@ def test_sinusoidal_positions_extend_beyond_the_length_of_training(corpus) -> No
 
 
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_windows_of_several_protocols_are_computed_once(corpus, attention, monkeypatch) -> None:
+    model = model_of(corpus, attention, "lrpe-type2")
+    text = text_of(model, 300)
+    blocks = ["positions-128", "blocks-16", "blocks-8"]
+    paired = ["paired-128", "paired-16", "paired-8"]
+    other = ["truncated-128", "tail-24-5", "positions-64", "paired-32"]
+    alone = {n: scoring.evaluate(model, text, 2, T, [n])[n] for n in (*blocks, *paired, *other)}
+    read, forward = [], model.forward
+
+    def count(tokens: Tensor, **given: object) -> object:
+        read.append(tokens.numel())
+        return forward(tokens, **given)
+
+    monkeypatch.setattr(model, "forward", count)
+    found = scoring.evaluate(model, text, 2, T, [*paired, *blocks])
+    assert list(found) == [*paired, *blocks]
+    assert sum(read) == len(text) * len(blocks)
+    found |= scoring.evaluate(model, text, 2, T, [*other, *blocks])
+    for name, measured in alone.items():
+        assert found[name] == pytest.approx(measured, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
 def test_the_paired_reading_of_a_model_blind_to_its_context_is_flat(corpus, attention) -> None:
     model = model_of(corpus, attention, "rope")
     torch.nn.init.zeros_(model.decoder.layers[0].self_attn.out_proj.weight)

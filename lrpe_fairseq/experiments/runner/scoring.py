@@ -10,7 +10,7 @@ Axes: B windows, L tokens of a window, C width, N scored tokens.
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -41,59 +41,79 @@ def evaluate(
 ) -> dict[str, Metrics]:
     """Return the metrics of every protocol of ``names``.
 
+    Paired protocols come last: most of their windows are blocks, which are computed once.
+
     Args:
         model: a language model of fairseq, in evaluation mode. text: (N,) int64.
         eos: the symbol before the text. trained: tokens of a block in training.
     Raises: ValueError if a protocol does not fit to the text.
     """
     scorer = _Scorer(model, text, eos, trained)
-    return {name: scorer.metrics(Protocol.parse(name)) for name in names}
+    order = sorted(names, key=lambda name: Protocol.parse(name).is_paired)
+    found = {name: scorer.metrics(Protocol.parse(name)) for name in order}
+    return {name: found[name] for name in names}
 
 
 class _Scorer:
-    """Scores one text with one model; the losses of the paired baseline are computed once."""
+    """Scores one text with one model; remembers the losses of every window."""
 
     def __init__(self, model: nn.Module, text: Tensor, eos: int, trained: int) -> None:
         self.model, self.text, self.trained = model, text, trained
         self.before = torch.cat([text.new_tensor([eos]), text[:-1]])
-        self._baseline: Tensor | None = None
+        self._known: dict[tuple[int, int], Tensor] = {}  # last losses by start and end
 
     def metrics(self, protocol: Protocol) -> Metrics:
         """Return loss (bits), ppl and tokens, or ``diverged``; and what the protocol adds."""
         windows = list(protocol.windows(len(self.text), self.trained))
         clamped = Clamped(protocol.length) if protocol.kind == POSITIONS else None
-        window = self.trained if protocol.kind == TRUNCATED else None
-        with limited(self.model, window), clamped or contextlib.nullcontext():
-            if clamped is not None:
-                clamped.watch(self.model)
-            bits = self.losses(windows)
+        bits = self._bits_of(protocol, windows, clamped)
         if len(bits) != protocol.count(len(self.text), self.trained):
             raise ValueError(f"{len(bits)} tokens of {len(self.text)} were scored")
         found = {**scored(_finite_mean(bits)), "tokens": len(bits)}
         if "loss" not in found:
             return found
         if protocol.is_paired and protocol.length > self.trained:
-            found |= differences(bits - self.baseline(), len(windows))
+            baseline = Protocol(PAIRED, self.trained).windows(len(self.text), self.trained)
+            found |= differences(bits - self.losses(list(baseline)), len(windows))
         if clamped is not None:
             found |= by_position(bits, protocol.length) | clamped.fractions()
         return found
 
-    def baseline(self) -> Tensor:
-        """Return the losses of the paired tokens from windows of the length of training."""
-        if self._baseline is None:
-            protocol = Protocol(PAIRED, self.trained)
-            self._baseline = self.losses(protocol.windows(len(self.text), self.trained))
-        return self._baseline
+    def _bits_of(
+        self, protocol: Protocol, windows: Sequence[Window], clamped: "Clamped | None"
+    ) -> Tensor:
+        if protocol.kind == TRUNCATED:
+            with limited(self.model, self.trained):
+                return torch.cat(self._compute(windows))
+        if clamped is not None:  # it counts in every window
+            with clamped:
+                clamped.watch(self.model)
+                self._remember(windows)
+        return self.losses(windows)
+
+    def losses(self, windows: Sequence[Window]) -> Tensor:
+        """Return the loss of every scored token in bits, (N,) float64, in the order of the text.
+
+        A window is computed unless its scored tokens are known.
+        """
+        known = self._known
+        new = [w for w in windows if len(known.get((w.start, w.end), ())) < w.end - w.first]
+        self._remember(new)
+        return torch.cat([known[w.start, w.end][w.first - w.end :] for w in windows])
+
+    def _remember(self, windows: Sequence[Window]) -> None:
+        for window, bits in zip(windows, self._compute(windows), strict=True):
+            self._known[window.start, window.end] = bits
 
     @torch.no_grad()
-    def losses(self, windows: Iterable[Window]) -> Tensor:
-        """Return the loss of every scored token in bits, (N,) float64, in the order of the text."""
+    def _compute(self, windows: Sequence[Window]) -> list[Tensor]:
+        """Return the losses of the scored tokens of each window."""
         found = []
         for length, group in itertools.groupby(windows, lambda w: w.end - w.start):
             equal, step = list(group), max(1, TOKENS // length)
             for first in range(0, len(equal), step):
                 found += self._losses_of(equal[first : first + step])
-        return torch.cat(found)
+        return found
 
     def _losses_of(self, batch: Sequence[Window]) -> list[Tensor]:
         """Return the losses of each of ``batch``, windows of one length."""
