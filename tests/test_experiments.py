@@ -688,9 +688,8 @@ def run_fakes(monkeypatch, root, jobs, left_out=0, **options):
     monkeypatch.setattr(run_table, "ROOT", root)
     monkeypatch.setattr(run_table.tables, "main", lambda arguments: 0)
     given = {"table": "table2", "scale": "small", "seeds": 1, "jobs": 2, "gpus": None}
-    options = argparse.Namespace(
-        **given, **{"rows": None, "attention": None, "datasets": None, **options}
-    )
+    selected = dict.fromkeys(run_table.SELECTIONS)
+    options = argparse.Namespace(**given, **{**selected, **options})
     return run_table._run_here(jobs, options, time.monotonic() - 100, left_out)
 
 
