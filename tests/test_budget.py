@@ -14,7 +14,19 @@ from lrpe_fairseq.experiments.report import cells, claims
 from lrpe_fairseq.experiments.report.sheet import Sheet
 from tests.test_results import make_run, ppl
 
-MODEL = {"max-update": 1800, "lr": [0.004], "lr-scheduler": "cosine", "lr-period-updates": 1600}
+
+def model(updates: int, **changes: object) -> dict[str, object]:
+    """Return the options of a run of the table ``budget`` with this many updates."""
+    interval = updates // 4
+    return {
+        "max-update": updates,
+        "lr-period-updates": updates - 200,
+        "lr": [0.004],
+        "lr-scheduler": "cosine",
+        "validate-interval-updates": interval,
+        "save-interval-updates": interval,
+        **changes,
+    }
 
 
 def flat(path: str) -> dict[str, object]:
@@ -70,6 +82,13 @@ def test_the_rate_of_every_budget_ends_at_zero() -> None:
                 assert float(rate.total_num_update) == last
 
 
+def test_a_run_of_the_table_budget_is_validated_four_times() -> None:
+    for run in runs(load_named("budget"), "annealed", [1])[:6]:
+        settings = run.settings()
+        assert 4 * settings.dataset.validate_interval_updates == settings.optimization.max_update
+        assert 4 * settings.checkpoint.save_interval_updates == settings.optimization.max_update
+
+
 def test_a_run_fills_only_the_budget_that_it_was_trained_with() -> None:
     table = load_named("budget")
     base, columns = table.row("Base"), [c for c in table.columns if c.attention == "linear"]
@@ -78,13 +97,12 @@ def test_a_run_fills_only_the_budget_that_it_was_trained_with() -> None:
         run = make_run(experiment="table2", scale="annealed", **changes)
         return [c.title for c in columns if cells.fills(table, base, c, run)]
 
-    assert filled(config=MODEL) == ["1,800"]
-    longer = {**MODEL, "max-update": 5400, "lr-period-updates": 5200}
-    assert filled(config=longer) == ["5,400"]
-    assert filled(config={**longer, "lr-period-updates": 1600}) == []
+    assert filled(config=model(1800)) == ["1,800"]
+    assert filled(config=model(5400)) == ["5,400"]
+    assert filled(config=model(5400, **{"lr-period-updates": 1600})) == []
     usual = {"max-update": 1800, "lr": [0.003], "lr-scheduler": "inverse_sqrt"}
     assert filled(config=usual) == []  # Table 2 at scale small
-    small = make_run(experiment="table2", config=MODEL)
+    small = make_run(experiment="table2", config=model(1800))
     assert not cells.shown(table, small)  # a scale that the table lacks
 
 
@@ -98,7 +116,7 @@ def test_the_rank_correlation_is_stated_for_every_budget() -> None:
                 scale="annealed",
                 position_encoding=table.row(label).encoding,
                 metrics=ppl(100.0 + (place if updates == 1800 else -place)),
-                config={**MODEL, "max-update": updates, "lr-period-updates": updates - 200},
+                config=model(updates),
             )
             found[f"{label}{updates}"] = run
     sheet = Sheet(ROOT, table, cells.Group("annealed", "", found))

@@ -46,6 +46,8 @@ COMMON_OPTIONS = {  # an option of a table -> fairseq's configuration
     "max-update": "optimization.max_update",
     "lr-scheduler": "lr_scheduler._name",
     "lr-period-updates": "lr_scheduler.lr_period_updates",
+    "validate-interval-updates": "dataset.validate_interval_updates",
+    "save-interval-updates": "checkpoint.save_interval_updates",
     "total-num-update": "lr_scheduler.total_num_update",
     "bf16": "common.bf16",
     "fp16": "common.fp16",
