@@ -22,8 +22,8 @@ from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.protocols import Protocol, Window, bounds, holds_to
-from lrpe_fairseq.experiments.records.runs import read_run, validate
-from lrpe_fairseq.experiments.report import lengths
+from lrpe_fairseq.experiments.records.runs import Run, read_run, validate
+from lrpe_fairseq.experiments.report import cells, lengths
 from lrpe_fairseq.experiments.report.cells import Group
 from lrpe_fairseq.experiments.report.sheet import Sheet
 from lrpe_fairseq.experiments.runner import schedule, scoring
@@ -273,15 +273,34 @@ def test_blocks_of_a_model_with_a_memory_are_evaluated_with_the_task_that_carrie
         assert words[words.index("--task") + 1] == task
 
 
-def test_the_loss_holds_to_the_last_bin_before_the_first_that_rises() -> None:
-    def measured(*nats: float) -> dict[str, float]:
-        named = zip((16, 32, 64, 128, 256), nats, strict=True)
-        return {f"loss-{bound}": value / math.log(2) for bound, value in named}
+def test_the_loss_holds_to_the_last_context_before_the_first_that_raises_it() -> None:
+    def measured(*deltas: float) -> dict[str, dict[str, float]]:
+        named = zip((64, 128, 256, 512), deltas, strict=True)
+        return {"paired-32": {}, **{f"paired-{n}": {"delta": delta} for n, delta in named}}
 
-    assert holds_to(measured(9, 5, 5, 5, 5.09), 256, 32) == 256
-    assert holds_to(measured(9, 5, 5.09, 5.11, 5), 256, 32) == 64  # a later fall does not count
-    assert holds_to(measured(1, 5, 6, 6, 6), 256, 32) == 32
-    assert holds_to({"loss-16": 1.0}, 256, 32) is None
+    assert holds_to(measured(-0.02, 0, 0.05, 0.09), 512) == 512
+    assert holds_to(measured(0.09, 0.11, 0.05, 0), 512) == 64  # a later fall does not count
+    assert holds_to(measured(1, 1, 1, 1), 512) == 32
+    assert holds_to({**measured(0, 0, 0, 0), "paired-256": {"diverged": 1.0}}, 512) == 128
+    assert holds_to({"paired-32": {}}, 512) is None
+
+
+def test_a_cell_of_holds_to_is_the_lowest_of_its_seeds_and_beyond_window_is_in_nats() -> None:
+    table = load_named("extrapolation")
+    row, holds, beyond = table.row("RoPE"), *map(table.column, ("linear-holds", "linear-beyond"))
+
+    def run(seed: int, delta: float) -> Run:
+        paired = {f"paired-{n}": {"delta": delta if n > 256 else 0.0} for n in (256, 512, 1024)}
+        long = {"paired-2048": {"loss": 6.0, "delta": 0.0}, "truncated-2048": {"loss": 5.0}}
+        metrics = {"test": {"paired-128": {"loss": 6.0}, **paired, **long}}
+        config = {**table.options, "lr": [0.004]}
+        names = {"experiment": "extrapolation", "position_encoding": "rope", "seed": seed}
+        return make_run(**names, metrics=metrics, config=config)
+
+    runs = {"a": run(1, 0.0), "b": run(2, 0.2)}
+    assert cells.scores(table, row, holds, runs) == {1: 256, 2: 256}
+    found = cells.scores(table, row, beyond, runs)
+    assert found == pytest.approx({1: -math.log(2), 2: -math.log(2)})
 
 
 # --- the control: attention limited to the length of training ---------------------------------

@@ -911,9 +911,11 @@ def test_an_order_in_a_note_is_stated_only_where_the_runs_support_it(root):
         save(root, f"{name}1", position_encoding=name, metrics=ppl(one), seed=1)
         save(root, f"{name}2", position_encoding=name, metrics=ppl(two), seed=2)
     text = page(root).replace("\n", " ")
-    assert "RoPE (40.50) is ahead of Base (50.50); its order with SPE (40.75) and PER" in text
+    assert (
+        "RoPE (40.50) is ahead of Base (50.50) and not separated from SPE (40.75) and PER" in text
+    )
     (root / "results" / "runs" / "demo" / "none2.json").unlink()
-    assert "the order of RoPE (40.50) with Base (50.00), SPE (40.75) and" in page(root)
+    assert "RoPE (40.50) is not separated from Base (50.00), SPE (40.75) and" in page(root)
 
 
 def test_the_label_of_a_row_in_a_note_may_have_a_comma():

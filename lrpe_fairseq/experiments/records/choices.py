@@ -5,6 +5,7 @@ Its texts contain numbers and orders as references only (:mod:`.notes`).
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -27,6 +28,19 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Learned:
+    """Columns with the accuracy at the training length, and the least one of a learned task.
+
+    linear, softmax: columns of the table and scale of the aspect's first source. least: a method
+    with a seed below it has not learned the task, so that other lengths say nothing about it.
+    """
+
+    linear: str
+    softmax: str
+    least: float
+
+
+@dataclass(frozen=True)
 class Aspect:
     """One column of one or more matrices.
 
@@ -35,8 +49,9 @@ class Aspect:
     several have, the first counts. metric: a field of the run file in place of the metric of
     these columns. benchmark: a part of results/bench instead of sources. better: ``lower`` or
     ``higher``. quality: False for a cost. ranked: False if the values are shown without ranks.
-    optional: True if the column is only shown once it has runs. bidirectional: True if its
-    models are, so that methods for causal attention have no cell.
+    answered: False if it is in the matrices only. learned: which methods have learned the task; the
+    others are marked and not ranked. optional: True if the column is only shown once it has runs.
+    bidirectional: True if its models are, so that methods for causal attention have no cell.
     """
 
     key: str
@@ -50,6 +65,8 @@ class Aspect:
     decimals: int = 2
     quality: bool = True
     ranked: bool = True
+    answered: bool = True
+    learned: Learned | None = None
     matrices: list[str] = field(default_factory=lambda: ["Tasks, speed and memory"])
     optional: bool = False
     bidirectional: bool = False
@@ -119,13 +136,9 @@ def load_choices(path: Path) -> Choices:
     """Read and check the file. Raises: ValueError, which names the file and the error."""
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
-        aspects = [
-            {**aspect, "sources": [build(Source, source) for source in aspect.get("sources", [])]}
-            for aspect in spelled_out(given.get("aspects", []))
-        ]
         content = {
             **given,
-            "aspects": [build(Aspect, aspect) for aspect in aspects],
+            "aspects": [_aspect(aspect) for aspect in spelled_out(given.get("aspects", []))],
             "ratios": build(Ratios, given.get("ratios", {})),
             "findings": [build(Finding, finding) for finding in given.get("findings", [])],
             "statements": [build(Statement, claim) for claim in given.get("statements", [])],
@@ -137,6 +150,13 @@ def load_choices(path: Path) -> Choices:
     return choices
 
 
+def _aspect(given: dict[str, Any]) -> Aspect:
+    own = {**given, "sources": [build(Source, source) for source in given.get("sources", [])]}
+    if "learned" in given:
+        own["learned"] = build(Learned, given["learned"])
+    return build(Aspect, own)
+
+
 def _check(choices: Choices) -> None:
     for aspect in choices.aspects:
         notes.check_text(aspect.text)
@@ -144,6 +164,8 @@ def _check(choices: Choices) -> None:
             raise ValueError(f"better of {aspect.key} must be lower or higher")
         if bool(aspect.sources) == bool(aspect.benchmark):
             raise ValueError(f"aspect {aspect.key} needs either sources or a benchmark")
+        if aspect.learned and not aspect.sources:
+            raise ValueError(f"learned of {aspect.key} needs sources")
     keys = {aspect.key for aspect in choices.aspects}
     if len(choices.figure) != 2 or not keys.issuperset(choices.figure):
         raise ValueError("figure needs the keys of a quality and of a cost")

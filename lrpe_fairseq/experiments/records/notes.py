@@ -5,7 +5,7 @@ A text contains no numbers, only references to them:
 - ``[[Row | column]]``: our number in that cell.
 - ``[[paper Row | column]]``: the published number in that cell.
 - ``[[option NAME]]``: an option that all runs of the group share; ``tokens-per-update`` is
-  ``max-tokens`` times ``update-freq``.
+  ``max-tokens`` times ``update-freq``, ``break`` the rise of the loss that ``holds-to`` permits.
 - ``[[option NAME at SCALE]]``: the same from the configuration of another scale.
 - ``[[Row ahead of Row; Row | column]]``: our numbers, with an order only where the runs support it.
 """

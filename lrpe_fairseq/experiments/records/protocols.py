@@ -30,9 +30,10 @@ LONGEST = 16
 """Length of the blocks of paired protocols, in lengths of training."""
 FIRST_BOUND = 16
 """The first bound of the bins of positions; each further bound is twice the one before."""
-HOLDS = "holds-to"
-"""A metric of ``positions-L`` that is computed from its losses: :func:`holds_to`."""
+HOLDS, BEYOND = "holds-to", "beyond-window"
+"""Metrics that are computed from several protocols: :func:`holds_to`, :func:`beyond_window`."""
 BREAK = 0.1  # nats
+Metrics = Mapping[str, float]
 FORMS = "blocks, sliding, blocks-L, tail-L, tail-L-W, paired-L, truncated-L, positions-L"
 
 
@@ -142,21 +143,36 @@ class Protocol:
             yield Window(end - self.length, end, end - trained)
 
 
-def holds_to(measured: Mapping[str, float], length: int, trained: int) -> int | None:
-    """Return the position up to which the loss of long blocks stays that of the training length.
+def derived(metric: str, measured: Mapping[str, Metrics], length: int) -> float | None:
+    """Return ``HOLDS`` or ``BEYOND`` of one split, from its metrics by protocol; None without them.
 
-    It is the last bound of :func:`bounds` before the first bin beyond ``trained`` whose mean loss
-    is more than :data:`BREAK` nats above that of the last bin within it, and ``length`` if there
-    is none. None if a bin was not measured.
-
-    measured: the metrics of ``positions-<length>``, with losses in bits.
+    length: L of the longest paired protocol. Raises: KeyError for another metric.
     """
-    beyond = [bound for bound in bounds(length) if bound >= trained]
-    if any(f"loss-{bound}" not in measured for bound in beyond):
+    return {HOLDS: holds_to, BEYOND: beyond_window}[metric](measured, length)
+
+
+def holds_to(measured: Mapping[str, Metrics], length: int) -> int | None:
+    """Return the longest context up to which the same tokens are predicted as well as at T.
+
+    It is the last L of the measured ``paired-L`` before the first whose mean loss is more than
+    :data:`BREAK` nats above that of the training length, and ``length`` if there is none.
+    """
+    lengths = sorted(Protocol.parse(n).length for n in measured if n.startswith(f"{PAIRED}-"))
+    if length not in lengths:
         return None
-    limit = measured[f"loss-{beyond[0]}"] + BREAK / math.log(2)
-    holding = itertools.takewhile(lambda bound: measured[f"loss-{bound}"] <= limit, beyond)
-    return list(holding)[-1]
+    trained, *longer = lengths
+    rise = {n: measured[f"{PAIRED}-{n}"].get("delta", math.inf) for n in longer}
+    return [trained, *itertools.takewhile(lambda n: rise[n] <= BREAK, longer)][-1]
+
+
+def beyond_window(measured: Mapping[str, Metrics], length: int) -> float | None:
+    """Return what the attention to distances beyond T gains, in nats per token; negative: it costs.
+
+    It is the loss of ``truncated-L`` minus that of ``paired-L``: the same tokens and windows, with
+    and without a limit of every layer to the last T tokens.
+    """
+    found = [measured.get(f"{kind}-{length}", {}).get("loss") for kind in (TRUNCATED, PAIRED)]
+    return None if None in found else (found[0] - found[1]) * math.log(2)
 
 
 def bounds(length: int) -> list[int]:

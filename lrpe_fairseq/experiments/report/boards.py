@@ -28,6 +28,8 @@ VALUE = "value"
 NO_RANK = "–"
 ADDED = "†"
 """Marks a method that has sinusoidal positions besides its encoding."""
+UNLEARNED = "‡"
+"""Marks a method that has not learned the task of the column at its training length."""
 IMPOSSIBLE = "n/a"
 
 
@@ -35,11 +37,13 @@ IMPOSSIBLE = "n/a"
 class Board(Sheet):
     """A sheet of one column.
 
-    added: the methods with sinusoidal positions besides an encoding. bidirectional: True if the
-    models of the column are, which methods for causal attention cannot serve.
+    added: the methods with sinusoidal positions besides an encoding. unlearned: the methods that
+    have not learned the task, which have no rank. bidirectional: True if the models of the column
+    are, which methods for causal attention cannot serve.
     """
 
     added: frozenset[str] = frozenset()
+    unlearned: frozenset[str] = frozenset()
     bidirectional: bool = False
 
 
@@ -71,8 +75,12 @@ def board(root: Path, aspect: Aspect, attention: str, found: Mapping[str, list[S
         aspect.key, aspect.title, "", [], {"": ""}, SINUSOIDAL, aspect.better, [column], rows
     )
     found_values = {(row.label, VALUE): values[row.label] for row in rows}
-    marked = added if aspect.quality else frozenset()
-    return Board(root, table, Group("", "", {}), found_values, marked, aspect.bidirectional)
+    marks = {
+        "added": added if aspect.quality else frozenset(),
+        "unlearned": _unlearned(aspect, attention, found),
+        "bidirectional": aspect.bidirectional,
+    }
+    return Board(root, table, Group("", "", {}), found_values, **marks)
 
 
 def values(sheet: Sheet) -> dict[str, Scores]:
@@ -82,28 +90,52 @@ def values(sheet: Sheet) -> dict[str, Scores]:
     return {label: scores for label, scores in found.items() if scores}
 
 
-def ranks(sheet: Sheet) -> dict[str, int]:
-    """Return the rank of every method with several seeds, all of them finite, best mean first.
+def ranked(sheet: Board) -> dict[str, Scores]:
+    """Return the values of the methods that are compared, best mean first.
 
-    Empty if no two of them have an order. The rank is 1 + the number of methods ahead, and at
-    least that of every method with a better mean: seeds that differ much are behind nothing,
-    which does not make a method the best.
+    They have several seeds, all of them finite, and have learned the task.
     """
-    better, found = sheet.table.better, {}
-    own = [
-        (k, scores) for k, scores in values(sheet).items() if len(scores) > 1 and not scores.lost
-    ]
-    if not claims.any_order(dict(own), better):
+    own = {
+        label: scores
+        for label, scores in values(sheet).items()
+        if len(scores) > 1 and not scores.lost and label not in sheet.unlearned
+    }
+    sign = 1 if sheet.table.better == "lower" else -1
+    return dict(sorted(own.items(), key=lambda each: sign * cells.mean(each[1])))
+
+
+def ranks(sheet: Board) -> dict[str, tuple[int, int]]:
+    """Return the best and the worst rank of every method that is compared, best mean first.
+
+    The best is 1 + the number of methods ahead of it, the worst the number of methods that it is
+    not ahead of: with seeds that differ much a method has many ranks. Empty without any order.
+    """
+    better, own = sheet.table.better, ranked(sheet)
+    if not claims.any_order(own, better):
         return {}
-    own.sort(key=lambda each: cells.mean(each[1]), reverse=better == "higher")
-    for label, scores in own:
-        ahead = sum(claims.ahead(other, scores, better) for _, other in own)
-        found[label] = max(1 + ahead, *found.values(), 1)
-    return found
+    return {
+        label: (
+            1 + sum(claims.ahead(other, scores, better) for other in own.values()),
+            len(own) - sum(claims.ahead(scores, other, better) for other in own.values()),
+        )
+        for label, scores in own.items()
+    }
 
 
-def cell(sheet: Board, label: str, ranked: bool = True) -> str:
-    """Return the mean and in parentheses the rank, in bold if it is 1; a dash without runs."""
+def leading(sheet: Board) -> list[str]:
+    """Return the methods that no other is ahead of, best mean first.
+
+    They are also ahead of at least half as many methods as that with the best mean: seeds that
+    differ much are behind nothing, which does not make a method one of the best.
+    """
+    found = ranks(sheet)
+    behind = {label: len(found) - worst for label, (_, worst) in found.items()}
+    most = next(iter(behind.values()), 0)
+    return [label for label, (best, _) in found.items() if best == 1 and 2 * behind[label] >= most]
+
+
+def cell(sheet: Board, label: str, with_ranks: bool = True) -> str:
+    """Return the mean and its ranks, in bold if it is leading; a dash without runs."""
     row = next((row for row in sheet.table.rows if row.label == label), None)
     if row is None:
         return IMPOSSIBLE if sheet.bidirectional and _causal_only(label) else NO_CELL
@@ -112,10 +144,16 @@ def cell(sheet: Board, label: str, ranked: bool = True) -> str:
         return DIVERGED
     shown = fixed(cells.mean(scores), sheet.table.columns[0].decimals)
     shown += ADDED if label in sheet.added else ""
-    if ranked:
-        rank = ranks(sheet).get(label, NO_RANK)
-        shown = f"**{shown} ({rank})**" if rank == 1 else f"{shown} ({rank})"
+    shown += UNLEARNED if label in sheet.unlearned else ""
+    if with_ranks:
+        shown += f" ({_span(ranks(sheet).get(label))})"
+        shown = f"**{shown}**" if label in leading(sheet) else shown
     return f"{shown}, {DIVERGED}" if scores.lost else shown
+
+
+def _span(rank: tuple[int, int] | None) -> str:
+    """Return ``1–3``, or one number if both are equal."""
+    return NO_RANK if rank is None else "–".join(map(str, dict.fromkeys(rank)))
 
 
 def _causal_only(label: str) -> bool:
@@ -184,6 +222,19 @@ def _measured(
     if len(configs) > 1:
         raise ValueError(f"the sources of {aspect.key} have the configurations {sorted(configs)}")
     return known, frozenset(added)
+
+
+def _unlearned(aspect: Aspect, attention: str, found: Mapping[str, list[Sheet]]) -> frozenset[str]:
+    """Return the methods with a seed below the least accuracy at the training length."""
+    if aspect.learned is None:
+        return frozenset()
+    key, least = getattr(aspect.learned, attention), aspect.learned.least
+    return frozenset(
+        label
+        for sheet in _sheets(aspect.sources[0], found)
+        for label, scores, _ in _rows(sheet, sheet.table.column(key))
+        if scores.lost or min(scores.values()) < least
+    )
 
 
 def _sheets(source: Source, found: Mapping[str, list[Sheet]]) -> list[Sheet]:

@@ -10,7 +10,7 @@ from typing import Any
 from lrpe_fairseq.encodings import canonical_name
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.layout import HALVES, PARTS, Column, Row, Table
-from lrpe_fairseq.experiments.records.protocols import HOLDS, Protocol, holds_to
+from lrpe_fairseq.experiments.records.protocols import BEYOND, HOLDS, Protocol, derived
 from lrpe_fairseq.experiments.records.runs import Run, plain
 
 Runs = dict[str, Run]  # by path relative to results/runs
@@ -278,6 +278,8 @@ def _raw_scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:
     chosen = {seed: runs[name] for seed, name in selected(table, row, column, runs).items()}
     values = {seed: _value(run, column) for seed, run in chosen.items()}
     known = {seed: value for seed, value in values.items() if value is not None}
+    if column.metric == HOLDS and known:  # a mean of two lengths is none of them
+        known = dict.fromkeys(known, min(known.values()))
     every = cell_runs(table, row, column, runs).values()
     lost = {run["seed"] for run in every if DIVERGED in _measured(run, column)} - set(known)
     sampling = _sampling(known, column, chosen.values())
@@ -305,11 +307,10 @@ def _rank(run: Run, column: Column) -> float | None:
 def _value(run: Run, column: Column) -> float | None:
     if not column.split:
         return run.get(column.metric)
-    measured = _measured(run, column)
-    if column.metric == HOLDS:
+    if column.metric in (HOLDS, BEYOND):
         length = Protocol.parse(column.protocol).length
-        return holds_to(measured, length, option(run, "tokens-per-sample")) if measured else None
-    return measured.get(column.metric)
+        return derived(column.metric, run["metrics"].get(column.split, {}), length)
+    return _measured(run, column).get(column.metric)
 
 
 def _measured(run: Run, column: Column) -> Run:

@@ -18,7 +18,7 @@ from lrpe_fairseq.experiments.report.cells import Scores
 from lrpe_fairseq.experiments.report.markdown import NOT_RUN, fixed, listed
 from lrpe_fairseq.experiments.report.sheet import Sheet
 
-AHEAD, BEHIND, OPEN = "ahead of", "behind", "open"
+AHEAD, BEHIND, OPEN = "ahead of", "behind", "not separated from"
 FAR = 3  # ranks
 FEWEST = 4  # minimum number of rows for a rank correlation
 ONE_SEED = "one seed: no order is claimed"
@@ -68,13 +68,10 @@ def stated_order(sheet: Sheet, first: str, others: tuple[str, ...], key: str) ->
     for label in measured:
         place = relation(sheet, first, label, column)
         found.setdefault(place, []).append(valued(sheet, label, column))
-    named = valued(sheet, first, column)
-    known = [f"{place} {listed(found[place])}" for place in (AHEAD, BEHIND) if place in found]
-    rest = f"{listed(found[OPEN])} is open" if OPEN in found else ""
-    if not known:
-        text = f"the order of {named} with {rest}"
-    else:
-        text = f"{named} is {' and '.join(known)}" + (f"; its order with {rest}" if rest else "")
+    places = [
+        f"{place} {listed(found[place])}" for place in (AHEAD, BEHIND, OPEN) if place in found
+    ]
+    text = f"{valued(sheet, first, column)} is {listed(places)}"
     return f"{text} ({listed(absent)} {NOT_RUN})" if absent else text
 
 

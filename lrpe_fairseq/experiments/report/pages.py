@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from lrpe_fairseq.experiments.records.layout import ATTENTION, Column, Row, Table, load_tables
+from lrpe_fairseq.experiments.records.protocols import HOLDS
 from lrpe_fairseq.experiments.records.runs import Run, read_runs
 from lrpe_fairseq.experiments.report import (
     cells,
@@ -344,7 +345,7 @@ def _ours(sheet: Sheet, row: Row, column: Column) -> str:
         return lost or (NOT_RUN if row.has(column) else NO_CELL)
     spread = cells.deviation(ours)
     text = fixed(cells.mean(ours), column.decimals)
-    if spread is not None:
+    if spread is not None and column.metric != HOLDS:  # the lowest of the seeds
         text += f" ± {fixed(spread, column.decimals)}"
     return f"{text} ({len(ours)})" + (f", {lost}" if lost else "")
 

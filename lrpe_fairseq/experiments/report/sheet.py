@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments.records.layout import Column, Row, Table
+from lrpe_fairseq.experiments.records.protocols import BREAK
 from lrpe_fairseq.experiments.records.runs import Run, plain
 from lrpe_fairseq.experiments.report import cells, paper
 from lrpe_fairseq.experiments.report.cells import Group, Scores
@@ -124,6 +125,8 @@ class Sheet:
         """
         if name == "tokens-per-update":
             return self.option("max-tokens", scale) * self.option("update-freq", scale)
+        if name == "break":
+            return BREAK
         if scale:
             return _configured(self.root / self.table.scales[scale], name)
         values = {str(plain(v)): v for v in self._values(name)}
