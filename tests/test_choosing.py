@@ -434,6 +434,18 @@ def test_the_short_answer_is_on_the_first_screen() -> None:
     assert claims.RULE.split(".")[0].split()[0] in " ".join(text[:10])
 
 
+def test_the_readme_shows_the_answers_of_the_aspects_in_summary(root: Path) -> None:
+    edit(root, "figure: [lm, speed]", "figure: [lm, speed]\nsummary: [lm]")
+    save(root, "rope", 40.0, 40.1)
+    save(root, "none", 50.0, 50.1)
+    shown = choosing.summary(root)
+    assert shown.splitlines()[2:] == ["| LM | `rope` (40.05), of 2 methods | not measured |"]
+    assert shown in page(root)
+    edit(root, "summary: [lm]", "summary: [ml]")
+    with pytest.raises(ValueError, match="summary needs keys of aspects"):
+        choosing.summary(root)
+
+
 def test_the_page_does_not_depend_on_the_order_of_the_runs(root: Path) -> None:
     save(root, "rope", 40.0, 40.1)
     save(root, "none", 50.0, 50.1)

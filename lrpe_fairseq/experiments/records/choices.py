@@ -116,11 +116,16 @@ class Ratios:
 
 @dataclass(frozen=True)
 class Choices:
-    """The whole page. figure: key of the quality and key of the cost that its picture shows."""
+    """The whole page.
+
+    figure: key of the quality and key of the cost that its picture shows. summary: keys of the
+    aspects whose answers README.md shows.
+    """
 
     aspects: list[Aspect]
     figure: list[str]
     ratios: Ratios
+    summary: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     statements: list[Statement] = field(default_factory=list)
 
@@ -169,6 +174,8 @@ def _check(choices: Choices) -> None:
     keys = {aspect.key for aspect in choices.aspects}
     if len(choices.figure) != 2 or not keys.issuperset(choices.figure):
         raise ValueError("figure needs the keys of a quality and of a cost")
+    if not keys.issuperset(choices.summary):
+        raise ValueError("summary needs keys of aspects")
     for finding in choices.findings:
         notes.check_note(finding.text)
     for claim in choices.statements:

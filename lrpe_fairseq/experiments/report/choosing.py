@@ -4,7 +4,7 @@
 runs support its verdict.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -69,7 +69,8 @@ def pages(root: Path) -> dict[str, str]:
     parts = [
         "# Which encoding?\n",
         f"{markdown.wrapped(INTRO)}\n",
-        *_answers(choices, known),
+        "## The short answer\n",
+        f"{_answers(_answered(choices, known), known)}\n",
         *_findings(choices, found),
         *_matrices(choices, known),
         *_picture(choices, known),
@@ -108,17 +109,29 @@ def _shown(choices: Choices, known: Boards) -> list[Aspect]:
     ]
 
 
+def _answered(choices: Choices, known: Boards) -> list[Aspect]:
+    return [aspect for aspect in _shown(choices, known) if aspect.ranked and aspect.answered]
+
+
 # --- the short answer -------------------------------------------------------------------------
 
 
-def _answers(choices: Choices, known: Boards) -> list[str]:
+def summary(root: Path) -> str:
+    """Return the part of the short answer that README.md shows; empty without a configuration."""
+    choices, found = _read(root)
+    if choices is None:
+        return ""
+    named = [aspect for aspect in choices.aspects if aspect.key in choices.summary]
+    return _answers(named, boards.boards(root, choices, found))
+
+
+def _answers(aspects: Iterable[Aspect], known: Boards) -> str:
+    """Return a table of the leading methods of every aspect under both attention types."""
     rows = [
         [aspect.title, *(answer(known[aspect.key, kind]) for kind in ATTENTION)]
-        for aspect in _shown(choices, known)
-        if aspect.ranked and aspect.answered
+        for aspect in aspects
     ]
-    head = ["what counts", *(f"best with {kind} attention" for kind in ATTENTION)]
-    return ["## The short answer\n", markdown.table(head, rows), ""]
+    return markdown.table(["", *(f"best with {kind} attention" for kind in ATTENTION)], rows)
 
 
 def answer(sheet: Board) -> str:
@@ -250,8 +263,7 @@ def _findings(choices: Choices, found: Found) -> list[str]:
 def _orders(choices: Choices, known: Boards) -> list[str]:
     """State the leaders of every quality, and the methods ahead of sinusoidal positions alone."""
     parts = []
-    shown = [each for each in _shown(choices, known) if each.quality and each.answered]
-    for aspect in (each for each in shown if each.ranked):
+    for aspect in (each for each in _answered(choices, known) if each.quality):
         for attention in ATTENTION:
             sheet = known[aspect.key, attention]
             if sheet.table.rows:

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from lrpe_fairseq.encodings import ENCODINGS, FAMILIES, encoding_class
-from lrpe_fairseq.experiments.report import dots, markdown, quickstart
+from lrpe_fairseq.experiments.report import choosing, dots, markdown, quickstart
 
 PAGE = "README.md"
 PICTURE = "results/figures/quickstart.png"
@@ -17,6 +17,7 @@ def pages(root: Path) -> dict[str, str]:
     """README.md with every generated part rendered anew."""
     text = (root / PAGE).read_text(encoding="utf-8")
     text = markdown.between(text, "encodings", names_table())
+    text = markdown.between(text, "answer", choosing.summary(root))
     return {PAGE: markdown.between(text, "quickstart", quickstart_numbers(root))}
 
 
