@@ -856,8 +856,17 @@ def test_rank_correlation_and_the_rows_far_off_are_stated(root):
     save_four(root)
     line = next(line for line in page(root).splitlines() if "linear, valid:" in line)
     # ours 1, 3, 2, 4 against 3, 2, 4, 1: sum of squares 4 + 1 + 4 + 9
-    assert line == ("- linear, valid: -0.80 over 4 rows; 3 ranks or more away: PER (4; paper 1).")
+    assert line == (
+        "- linear, valid: -0.80 over 4 rows; 2 ranks or more away: PER (4; paper 1), "
+        "Base (1; paper 3), SPE (2; paper 4)."
+    )
     assert "| linear -0.80 |" in index(root)
+
+
+def test_among_few_rows_a_smaller_distance_in_ranks_is_named():
+    ours, theirs = [1, 2, 3, 4, 5, 6, 7, 8], [3, 2, 1, 6, 5, 4, 7, 8]  # 1, 3, 4 and 6 are 2 away
+    assert spearman(ours, theirs) == pytest.approx(0.81, abs=0.005)
+    assert [claims.far(rows) for rows in (claims.FEWEST, 8, 9, 10, 14)] == [2, 2, 2, 3, 3]
 
 
 def test_rank_one_is_the_best_also_where_higher_is_better(root):
