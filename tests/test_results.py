@@ -1055,6 +1055,12 @@ def test_with_one_seed_no_order_is_claimed(root):
     )
 
 
+def test_a_finding_keeps_the_capital_letters_of_a_title(root):
+    edit_table(root, "title: valid,", "title: MQAR tokens,")
+    save_four(root)
+    assert claims.finding(sheet(root)).startswith("Linear, MQAR tokens: one seed")
+
+
 def test_columns_are_compared_row_by_row(root):
     edit_table(root, "curves:", "compare: columns\nheadline: [valid, test]\ncurves:")
     edit_table(root, "split: test,", "split: valid, overrides: {fidelity: published},")

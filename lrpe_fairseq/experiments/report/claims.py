@@ -223,7 +223,7 @@ def _columns_finding(sheet: Sheet) -> str:
     }
     spans = ", ".join(_column_span(sheet, column) for column in sheet.headlines)
     if not found:
-        return f"{spans[:1].upper()}{spans[1:]}."
+        return f"{_capital(spans)}."
     if set(found.values()) == {ONE_SEED}:
         return f"{ONE_SEED.capitalize()} ({spans})."
     return ". ".join(f"{place}: {text}" for place, text in found.items()) + "."
@@ -265,4 +265,9 @@ def _title(sheet: Sheet, column: Column) -> str:
     titles = {c.title for c in sheet.headlines}
     kinds = {c.attention for c in sheet.table.columns if sheet.run(c)}
     parts = [column.attention] if len(kinds) > 1 or len(titles) == 1 else []
-    return ", ".join([*parts, column.title]).capitalize() if parts else column.title
+    return _capital(", ".join([*parts, column.title])) if parts else column.title
+
+
+def _capital(text: str) -> str:
+    """Return ``text`` with a capital first letter; ``str.capitalize`` would change MQAR too."""
+    return text[:1].upper() + text[1:]
