@@ -535,11 +535,27 @@ def test_columns_may_be_data_sets(root):
 
 def test_only_the_best_of_a_seeds_learning_rates_counts_where_the_column_says_so(root):
     edit_table(root, "title: test, ", "title: test, best_over: lr, ")
-    for name, seed, lr, value in [("a", 1, 1e-5, 9.0), ("b", 1, 3e-5, 7.0), ("c", 2, 1e-5, 8.0)]:
+    values = [(1, 1e-5, 9.0), (1, 3e-5, 7.0), (2, 1e-5, 8.0), (2, 3e-5, 8.5)]
+    for name, (seed, lr, value) in enumerate(values):
         save(root, name, seed=seed, metrics=ppl(value, "test"), config={"lr": lr})
     assert scores(root, "Base", "test") == {1: 7.0, 2: 8.0}
     edit_table(root, "better: lower", "better: lower\nrates: {small: [1.0e-5, 3.0e-5]}")
     assert "Chosen lr: 1e-05 in 1 and 3e-05 in 1 of 2 trainings." in page(root)
+
+
+def test_a_seed_is_left_out_until_every_rate_of_the_table_has_a_run(root):
+    edit_table(root, "title: test, ", "title: test, best_over: lr, ")
+    lost = {"test": {"blocks": {"diverged": 1}}}
+    save(root, "a", seed=1, metrics=ppl(9.0, "test"), config={"lr": [1e-5]})
+    save(root, "b", seed=1, metrics=lost, config={"lr": [3e-5]})  # a diverged run counts
+    save(root, "c", seed=2, metrics=ppl(8.0, "test"), config={"lr": [1e-5]})
+    save(root, "d", seed=3, metrics=lost, config={"lr": [1e-5]})
+    assert scores(root, "Base", "test") == {1: 9.0, 2: 8.0}  # no rates are named
+    edit_table(root, "better: lower", "better: lower\nrates: {small: [1.0e-5, 3.0e-5]}")
+    assert scores(root, "Base", "test") == {1: 9.0}
+    assert scores(root, "Base", "test").lost == set()  # the sweep of seed 3 may yet find a value
+    save(root, "e", seed=2, metrics=ppl(7.0, "test"), config={"lr": [3e-5]})
+    assert scores(root, "Base", "test") == {1: 9.0, 2: 7.0}
 
 
 def test_a_mean_column_averages_columns_over_the_seeds_they_share(root):
