@@ -499,6 +499,20 @@ def test_data_sets_without_runs_are_named_instead_of_their_columns(root, by_data
     assert f"Not run: test; {'ink' if by_dataset == 'true' else 'rest'}." in page(root)
 
 
+def test_the_grid_of_a_data_set_has_the_rows_that_were_run_on_it(root):
+    edit_table(root, "same: [max-update]", "same: [max-update]\nbrief: true\nby_dataset: true")
+    edit_table(root, ",\n     paper: {file: demo.csv, split: valid}}", ", dataset: letters}")
+    edit_table(root, "title: test, ", "title: test, dataset: ink, ")
+    save(root, "a", dataset="letters", metrics=ppl(50.0))
+    save(root, "b", dataset="letters", metrics=ppl(40.0), position_encoding="rope")
+    save(root, "c", dataset="ink", metrics=ppl(30.0, "test"), position_encoding="spe")
+    letters, ink = page(root).split("| row |")[1:3]
+    assert re.findall(r"^\| (\w+) \| `", letters, re.M) == ["Base", "RoPE"]
+    assert "Rows not run: SPE; PER; Type8.\n" in letters
+    assert re.findall(r"^\| (\w+) \| `", ink, re.M) == ["SPE"]
+    assert "Rows not run: Base; RoPE; PER; Type8.\n" in ink
+
+
 def test_a_scale_may_have_some_rows_only(root):
     edit_table(root, "curves:", "rows_of: {paper: [Base, SPE]}\ncurves:")
     save(root, "a", metrics=ppl(60.0), curve=CURVE)

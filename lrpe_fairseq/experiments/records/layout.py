@@ -109,7 +109,7 @@ class Table:
     most one of each, unless compare is ``columns``. compare: ``rows`` of a column with each other,
     or ``columns`` of a row with the first headline. paper_dataset: the data set of scale
     ``paper``; a difference from the published number is shown there only. by_dataset: the page has
-    a grid of its own for the columns of each data set.
+    a grid of its own for each data set, with the rows that were run on it.
     """
 
     name: str

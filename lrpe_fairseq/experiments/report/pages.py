@@ -254,14 +254,23 @@ def _grids(sheet: Sheet, attention: str) -> list[str]:
 
 
 def _grid(sheet: Sheet, attention: str, columns: list[Column]) -> list[str]:
+    """Return the tables of ``columns``; with ``by_dataset`` those of one data set after another."""
+    parts = [columns]
+    if sheet.table.by_dataset:
+        parts = [list(own) for _, own in itertools.groupby(columns, lambda c: c.dataset)]
+    head = [f"{attention.capitalize()} attention:\n"] if columns else []
+    return head + [text for own in parts for text in _tables(sheet, own)]
+
+
+def _tables(sheet: Sheet, columns: list[Column]) -> list[str]:
     """Return ``columns`` in tables of at most WIDEST columns.
 
     Rows without any number are named below the tables.
     """
     rows = [row for row in sheet.table.rows if _has_number(sheet, row, columns)]
     first = _first_columns(sheet, rows)
-    parts = [f"{attention.capitalize()} attention:\n"] if columns else []
-    for chosen in _split(sheet, columns, WIDEST - len(first)):
+    parts = []
+    for chosen in split(columns, functools.partial(_width, sheet), WIDEST - len(first)):
         head = [*first, *(title for column in chosen for title in _head(sheet, column))]
         lines = [_line(sheet, row, first, chosen) for row in rows]
         parts.append(markdown.table(head, lines) + "\n")
@@ -277,15 +286,6 @@ def _has_number(sheet: Sheet, row: Row, columns: Iterable[Column]) -> bool:
         or sheet.published(row, column) is not None
         for column in columns
     )
-
-
-def _split(sheet: Sheet, columns: list[Column], most: int) -> list[list[Column]]:
-    """Return the columns of each grid; with ``by_dataset`` a grid has one data set."""
-    parts = [columns]
-    if sheet.table.by_dataset:
-        parts = [list(part) for _, part in itertools.groupby(columns, lambda c: c.dataset)]
-    width = functools.partial(_width, sheet)
-    return [chosen for part in parts for chosen in split(part, width, most)]
 
 
 def _width(sheet: Sheet, column: Column) -> int:
