@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from lrpe_fairseq.experiments.records.choices import FILE, load_choices
 from lrpe_fairseq.experiments.records.layout import ATTENTION, Column, Row, Table, load_tables
 from lrpe_fairseq.experiments.records.protocols import HOLDS
 from lrpe_fairseq.experiments.records.runs import Run, read_runs
@@ -43,6 +44,10 @@ INDEX = (
     "`runs/`, `paper/` and `configs/tables/`. Scale `paper` is the papers' own size; the other "
     f"scales are smaller models on smaller data, where only orders can be compared. {claims.RULE}"
 )
+CHOOSING = (
+    "[Which encoding?](../docs/choosing.md) compares the encodings across tables and says what was "
+    "found."
+)
 RANKS = "Rank correlation: Spearman's, of our means with the published numbers of the same rows."
 LEGEND = (
     "Cells: mean ± sample standard deviation over seeds (number of seeds). Paper: as printed "
@@ -69,7 +74,7 @@ def pages(root: Path) -> dict[str, str]:
         if found[table.name] or unrun[table.name]
     }
     index = _index(tables, found, [table for table in tables if unrun[table.name]], runs)
-    return {"results/README.md": index, **texts}
+    return _linked_to_choosing(root, {"results/README.md": index, **texts})
 
 
 def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
@@ -90,6 +95,15 @@ def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
                     path, p
                 )
     return found
+
+
+def _linked_to_choosing(root: Path, texts: dict[str, str]) -> dict[str, str]:
+    """Put the link to docs/choosing.md first in the index and the pages of tables that it reads."""
+    if not (root / FILE).exists():
+        return texts
+    named = {f"results/{name}.md" for name in ("README", *load_choices(root / FILE).tables)}
+    link = f"\n\n{markdown.wrapped(CHOOSING)}\n"
+    return {path: t.replace("\n", link, 1) if path in named else t for path, t in texts.items()}
 
 
 def _check_published(root: Path, table: Table) -> None:
