@@ -939,6 +939,48 @@ def test_names_and_references_are_no_bare_numbers(text):
     notes.check_note(text)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "RoPE is twice as good as [[Base | valid]]",
+        "one third",
+        "three quarters",
+        "hundreds of tests",
+        "it doubles",
+    ],
+)
+def test_a_number_in_words_is_a_bare_number(text):
+    with pytest.raises(ValueError, match=r"a text states \w+ itself"):
+        notes.check_text(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "zero of them",
+        "RoPE leads",
+        "RoPE breaks and FoX does not",
+        "only FoX solves it",
+        "RoPE solved it",
+        "FoX ranks first",
+        "smaller than RoPE",
+        "a smaller loss",
+        "Base has more than RoPE",
+        "FoX has the lowest loss",
+        "RoPE won",
+    ],
+)
+def test_an_outcome_in_a_note_is_a_reference(text):
+    with pytest.raises(ValueError, match=r"a note says '[\w ]+' itself"):
+        notes.check_note(text)
+    notes.check_text(text)
+
+
+def test_words_of_definitions_stay_possible():
+    notes.check_text("lower is better; the rate falls to zero; only the last tokens, fewer of them")
+    notes.check_note("rotation depth-first; ranks are noise; longer blocks than those of training")
+
+
 def test_an_order_in_a_note_is_stated_only_where_the_runs_support_it(root):
     add_note(root, "[[RoPE ahead of Base; SPE; PER | valid]].")
     for name, (one, two) in {
