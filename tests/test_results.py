@@ -944,6 +944,7 @@ def test_names_and_references_are_no_bare_numbers(text):
     [
         "RoPE is twice as good as [[Base | valid]]",
         "one third",
+        "a tenth of a nat",
         "three quarters",
         "hundreds of tests",
         "it doubles",
@@ -958,6 +959,7 @@ def test_a_number_in_words_is_a_bare_number(text):
     "text",
     [
         "zero of them",
+        "half of the tokens",
         "RoPE leads",
         "RoPE breaks and FoX does not",
         "only FoX solves it",
@@ -977,8 +979,9 @@ def test_an_outcome_in_a_note_is_a_reference(text):
 
 
 def test_words_of_definitions_stay_possible():
-    notes.check_text("lower is better; the rate falls to zero; only the last tokens, fewer of them")
+    notes.check_text("lower is better; the rate falls to zero; half of a head; only late tokens")
     notes.check_note("rotation depth-first; ranks are noise; longer blocks than those of training")
+    notes.check_note("in the last half of the longest blocks")
 
 
 def test_an_order_in_a_note_is_stated_only_where_the_runs_support_it(root):

@@ -15,24 +15,25 @@ import re
 from dataclasses import dataclass
 
 REFERENCE = re.compile(r"\[\[\s*([^\]]+?)\s*\]\]")
-NAMES = re.compile(  # names that contain digits
+NAMES = re.compile(  # names that contain numbers
     r"`[a-z-]+:?[a-z]+\d[\w.-]*`"  # `lrpe-type2`, `table8`
     r"|\bTypes? \d(?:(?:, | and )(?:Type )?\d)*"
     r"|\b(?:Table|Fig\.|Eq\.|Section) \d+"
     r"|\b(?:WikiText-\d+|ImageNet-1k|WMT'14|Multi30k|SST-2|F1|T5|RoPE-2D)\b"
     r"|\b(?:test|newstest)20\d\d\b|\bb?float(?:16|32)\b"
+    r"|\b(?:first|second|last) half\b"  # a place, not a share
     r"|\([\w./-]+\.md\)"  # the target of a link
 )
 NUMBER = re.compile(
     r"\d(?:[\d.,]*\d)?|\b(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve"
     r"|(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
     r"|(?:dozen|hundred|thousand|million|billion|third|quarter)s?"
-    r"|(?:four|fif|six|seven|eigh|nin|twelf|hundred|thousand|million)ths?"
+    r"|(?:four|fif|six|seven|eigh|nin|ten|twelf|hundred|thousand|million)ths?"
     r"|twice|thrice|doubl(?:es?|ed|ing)|tripl(?:es?|ed|ing))\b",
     re.IGNORECASE,
 )
 CLAIM = re.compile(  # what runs showed; definitions have these words too: "higher is better"
-    r"\b(?:zero|only"
+    r"\b(?:zero|half|halves|halved|only"
     r"|ahead|behind|best|better|worst|worse|superior|inferior|faster|slower|lower|higher|above|below"
     r"|highest|lowest|fastest|slowest|larger|largest|smaller|smallest|bigger|biggest|fewer|greater"
     r"|stronger|strongest|weaker|weakest|(?:more|less|longer|shorter) than"
