@@ -13,7 +13,7 @@ from lrpe_fairseq.experiments.records.choices import FILE, VERDICTS, Statement, 
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import read_runs, write_run
-from lrpe_fairseq.experiments.report import boards, cells, choosing, claims
+from lrpe_fairseq.experiments.report import boards, cells, choosing, claims, pages
 from lrpe_fairseq.experiments.report.sheet import sheets
 from tests.test_results import make_run, ppl
 
@@ -96,6 +96,19 @@ def test_without_runs_the_page_says_not_measured_and_states_nothing(root: Path) 
     assert "| LM | not measured | not measured |" in text
     assert "Published statements" not in text
     assert choosing.pictures(root) == {}
+
+
+def test_the_index_and_the_pages_of_the_tables_that_it_reads_link_it_first(root: Path) -> None:
+    link = "\n\n[Which encoding?](../docs/choosing.md) compares the encodings across tables and"
+    other = TABLE.replace("title: Demo", "title: Other")
+    (root / "configs" / "tables" / "other.yaml").write_text(other)
+    save(root, "none", 50.0)
+    texts = pages.pages(root)
+    assert texts["results/README.md"].startswith(f"# Results{link}")
+    assert texts["results/demo.md"].startswith(f"# Demo{link}")
+    assert "choosing.md" not in texts["results/other.md"]
+    (root / FILE).unlink()
+    assert "choosing.md" not in "".join(pages.pages(root).values())
 
 
 def test_ranks_are_shared_where_no_order_is_supported(root: Path) -> None:

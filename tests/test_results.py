@@ -499,6 +499,20 @@ def test_data_sets_without_runs_are_named_instead_of_their_columns(root, by_data
     assert f"Not run: test; {'ink' if by_dataset == 'true' else 'rest'}." in page(root)
 
 
+def test_the_grid_of_a_data_set_has_the_rows_that_were_run_on_it(root):
+    edit_table(root, "same: [max-update]", "same: [max-update]\nbrief: true\nby_dataset: true")
+    edit_table(root, ",\n     paper: {file: demo.csv, split: valid}}", ", dataset: letters}")
+    edit_table(root, "title: test, ", "title: test, dataset: ink, ")
+    save(root, "a", dataset="letters", metrics=ppl(50.0))
+    save(root, "b", dataset="letters", metrics=ppl(40.0), position_encoding="rope")
+    save(root, "c", dataset="ink", metrics=ppl(30.0, "test"), position_encoding="spe")
+    letters, ink = page(root).split("| row |")[1:3]
+    assert re.findall(r"^\| (\w+) \| `", letters, re.M) == ["Base", "RoPE"]
+    assert "Rows not run: SPE; PER; Type8.\n" in letters
+    assert re.findall(r"^\| (\w+) \| `", ink, re.M) == ["SPE"]
+    assert "Rows not run: Base; RoPE; PER; Type8.\n" in ink
+
+
 def test_a_scale_may_have_some_rows_only(root):
     edit_table(root, "curves:", "rows_of: {paper: [Base, SPE]}\ncurves:")
     save(root, "a", metrics=ppl(60.0), curve=CURVE)
@@ -535,11 +549,27 @@ def test_columns_may_be_data_sets(root):
 
 def test_only_the_best_of_a_seeds_learning_rates_counts_where_the_column_says_so(root):
     edit_table(root, "title: test, ", "title: test, best_over: lr, ")
-    for name, seed, lr, value in [("a", 1, 1e-5, 9.0), ("b", 1, 3e-5, 7.0), ("c", 2, 1e-5, 8.0)]:
+    values = [(1, 1e-5, 9.0), (1, 3e-5, 7.0), (2, 1e-5, 8.0), (2, 3e-5, 8.5)]
+    for name, (seed, lr, value) in enumerate(values):
         save(root, name, seed=seed, metrics=ppl(value, "test"), config={"lr": lr})
     assert scores(root, "Base", "test") == {1: 7.0, 2: 8.0}
     edit_table(root, "better: lower", "better: lower\nrates: {small: [1.0e-5, 3.0e-5]}")
     assert "Chosen lr: 1e-05 in 1 and 3e-05 in 1 of 2 trainings." in page(root)
+
+
+def test_a_seed_is_left_out_until_every_rate_of_the_table_has_a_run(root):
+    edit_table(root, "title: test, ", "title: test, best_over: lr, ")
+    lost = {"test": {"blocks": {"diverged": 1}}}
+    save(root, "a", seed=1, metrics=ppl(9.0, "test"), config={"lr": [1e-5]})
+    save(root, "b", seed=1, metrics=lost, config={"lr": [3e-5]})  # a diverged run counts
+    save(root, "c", seed=2, metrics=ppl(8.0, "test"), config={"lr": [1e-5]})
+    save(root, "d", seed=3, metrics=lost, config={"lr": [1e-5]})
+    assert scores(root, "Base", "test") == {1: 9.0, 2: 8.0}  # no rates are named
+    edit_table(root, "better: lower", "better: lower\nrates: {small: [1.0e-5, 3.0e-5]}")
+    assert scores(root, "Base", "test") == {1: 9.0}
+    assert scores(root, "Base", "test").lost == set()  # the sweep of seed 3 may yet find a value
+    save(root, "e", seed=2, metrics=ppl(7.0, "test"), config={"lr": [3e-5]})
+    assert scores(root, "Base", "test") == {1: 9.0, 2: 7.0}
 
 
 def test_a_mean_column_averages_columns_over_the_seeds_they_share(root):
@@ -856,8 +886,17 @@ def test_rank_correlation_and_the_rows_far_off_are_stated(root):
     save_four(root)
     line = next(line for line in page(root).splitlines() if "linear, valid:" in line)
     # ours 1, 3, 2, 4 against 3, 2, 4, 1: sum of squares 4 + 1 + 4 + 9
-    assert line == ("- linear, valid: -0.80 over 4 rows; 3 ranks or more away: PER (4; paper 1).")
+    assert line == (
+        "- linear, valid: -0.80 over 4 rows; 2 ranks or more away: PER (4; paper 1), "
+        "Base (1; paper 3), SPE (2; paper 4)."
+    )
     assert "| linear -0.80 |" in index(root)
+
+
+def test_among_few_rows_a_smaller_distance_in_ranks_is_named():
+    ours, theirs = [1, 2, 3, 4, 5, 6, 7, 8], [3, 2, 1, 6, 5, 4, 7, 8]  # 1, 3, 4 and 6 are 2 away
+    assert spearman(ours, theirs) == pytest.approx(0.81, abs=0.005)
+    assert [claims.far(rows) for rows in (claims.FEWEST, 8, 9, 10, 14)] == [2, 2, 2, 3, 3]
 
 
 def test_rank_one_is_the_best_also_where_higher_is_better(root):
@@ -898,6 +937,51 @@ def test_an_option_in_which_runs_differ_is_refused(root):
 )
 def test_names_and_references_are_no_bare_numbers(text):
     notes.check_note(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "RoPE is twice as good as [[Base | valid]]",
+        "one third",
+        "a tenth of a nat",
+        "three quarters",
+        "hundreds of tests",
+        "it doubles",
+    ],
+)
+def test_a_number_in_words_is_a_bare_number(text):
+    with pytest.raises(ValueError, match=r"a text states \w+ itself"):
+        notes.check_text(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "zero of them",
+        "half of the tokens",
+        "RoPE leads",
+        "RoPE breaks and FoX does not",
+        "only FoX solves it",
+        "RoPE solved it",
+        "FoX ranks first",
+        "smaller than RoPE",
+        "a smaller loss",
+        "Base has more than RoPE",
+        "FoX has the lowest loss",
+        "RoPE won",
+    ],
+)
+def test_an_outcome_in_a_note_is_a_reference(text):
+    with pytest.raises(ValueError, match=r"a note says '[\w ]+' itself"):
+        notes.check_note(text)
+    notes.check_text(text)
+
+
+def test_words_of_definitions_stay_possible():
+    notes.check_text("lower is better; the rate falls to zero; half of a head; only late tokens")
+    notes.check_note("rotation depth-first; ranks are noise; longer blocks than those of training")
+    notes.check_note("in the last half of the longest blocks")
 
 
 def test_an_order_in_a_note_is_stated_only_where_the_runs_support_it(root):
@@ -1044,6 +1128,12 @@ def test_with_one_seed_no_order_is_claimed(root):
     assert claims.finding(sheet(root)) == (
         "Linear, valid: one seed: no order is claimed (50.00 to 65.00 over 4 rows)."
     )
+
+
+def test_a_finding_keeps_the_capital_letters_of_a_title(root):
+    edit_table(root, "title: valid,", "title: MQAR tokens,")
+    save_four(root)
+    assert claims.finding(sheet(root)).startswith("Linear, MQAR tokens: one seed")
 
 
 def test_columns_are_compared_row_by_row(root):

@@ -100,7 +100,8 @@ class Table:
     fixed: ``side`` (encoder or decoder), ``encoding`` and ``attention`` of the half that all cells
     share, for encoder-decoder models (rows and columns describe the other half). pretrained: the
     table whose runs of seed 1 are fine-tuned. rates: scale -> learning rates to train every cell
-    with, and to show; default: that of the configuration. brief: show our number and the paper's
+    with, and to show; default: that of the configuration. A column with ``best_over: lr`` leaves a
+    seed out until all of these rates have a run. brief: show our number and the paper's
     only, without their difference and the difference from the baseline. curves: labels of the rows
     in the figure of validation curves. notes: scale -> text; like ``text``, they contain numbers
     and orders as references only (:mod:`.notes`). headline: keys of the columns that the finding,
@@ -108,7 +109,7 @@ class Table:
     most one of each, unless compare is ``columns``. compare: ``rows`` of a column with each other,
     or ``columns`` of a row with the first headline. paper_dataset: the data set of scale
     ``paper``; a difference from the published number is shown there only. by_dataset: the page has
-    a grid of its own for the columns of each data set.
+    a grid of its own for each data set, with the rows that were run on it.
     """
 
     name: str

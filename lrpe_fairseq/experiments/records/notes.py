@@ -1,6 +1,7 @@
 """References in the texts of ``configs/tables/*.yaml``; bare numbers are refused.
 
-A text contains no numbers, only references to them:
+A text contains no numbers, only references to them. A note or a finding also has no word that
+states an order or another outcome, such as "leads" or "solves".
 
 - ``[[Row | column]]``: our number in that cell.
 - ``[[paper Row | column]]``: the published number in that cell.
@@ -14,23 +15,32 @@ import re
 from dataclasses import dataclass
 
 REFERENCE = re.compile(r"\[\[\s*([^\]]+?)\s*\]\]")
-NAMES = re.compile(  # names that contain digits
+NAMES = re.compile(  # names that contain numbers
     r"`[a-z-]+:?[a-z]+\d[\w.-]*`"  # `lrpe-type2`, `table8`
     r"|\bTypes? \d(?:(?:, | and )(?:Type )?\d)*"
     r"|\b(?:Table|Fig\.|Eq\.|Section) \d+"
     r"|\b(?:WikiText-\d+|ImageNet-1k|WMT'14|Multi30k|SST-2|F1|T5|RoPE-2D)\b"
     r"|\b(?:test|newstest)20\d\d\b|\bb?float(?:16|32)\b"
+    r"|\b(?:first|second|last) half\b"  # a place, not a share
     r"|\([\w./-]+\.md\)"  # the target of a link
 )
 NUMBER = re.compile(
-    r"\d(?:[\d.,]*\d)?|\b(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|dozen"
+    r"\d(?:[\d.,]*\d)?|\b(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve"
     r"|(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
-    r"|hundred|thousand|million)\b",
+    r"|(?:dozen|hundred|thousand|million|billion|third|quarter)s?"
+    r"|(?:four|fif|six|seven|eigh|nin|ten|twelf|hundred|thousand|million)ths?"
+    r"|twice|thrice|doubl(?:es?|ed|ing)|tripl(?:es?|ed|ing))\b",
     re.IGNORECASE,
 )
-ORDER = re.compile(
-    r"\b(?:ahead|behind|beats?|best|better|worst|worse|outperforms?|wins?|faster|slower|lower|higher"
-    r"|above|below|gain(?:s|ed)?|los(?:es?|t)|improves?|exceeds?|fails?|vanish(?:es)?|helps?|hurts?)\b",
+CLAIM = re.compile(  # what runs showed; definitions have these words too: "higher is better"
+    r"\b(?:zero|half|halves|halved|only"
+    r"|ahead|behind|best|better|worst|worse|superior|inferior|faster|slower|lower|higher|above|below"
+    r"|highest|lowest|fastest|slowest|larger|largest|smaller|smallest|bigger|biggest|fewer|greater"
+    r"|stronger|strongest|weaker|weakest|(?:more|less|longer|shorter) than"
+    r"|ranks? (?:first|second|last)|leads?|trails?|w[io]ns?|beat(?:s|en)?|outperform(?:s|ed)?"
+    r"|surpass(?:es|ed)?|exceed(?:s|ed)?|gain(?:s|ed)?|los(?:es?|t)|improve[sd]?|degrade[sd]?"
+    r"|help(?:s|ed)?|hurts?|solve[sd]?|fail(?:s|ed)?|breaks?|broken?|vanish(?:es|ed)?"
+    r"|collapse[sd]?)\b",
     re.IGNORECASE,
 )
 
@@ -97,14 +107,15 @@ def check_text(text: str) -> None:
 
 
 def check_note(text: str) -> None:
-    """Do :func:`check_text`, and refuse words that state an order.
+    """Do :func:`check_text`, and refuse words that state an order or another outcome.
 
     Raises: ValueError, which names the word.
     """
     check_text(text)
-    if word := ORDER.search(_prose(text)):
+    if word := CLAIM.search(_prose(text)):
         raise ValueError(
-            f"a note says '{word[0]}' itself; state an order as [[row ahead of row | column]]"
+            f"a note says '{word[0]}' itself; state an order as [[row ahead of row | column]], and "
+            "what a row reaches as [[row | column]]"
         )
 
 

@@ -254,11 +254,13 @@ def _options_agree(table: Table, row: Row, column: Column, run: Run) -> bool:
 def selected(table: Table, row: Row, column: Column, runs: Runs) -> dict[int, str]:
     """Return seed -> the run that one cell shows: the best over ``best_over``, or the only one.
 
+    A seed is left out until its sweep is complete (:func:`_complete`).
+
     Raises: ValueError if two runs have the same cell and seed.
     """
     found: dict[tuple[int, str], str] = {}
     ranked: dict[int, list[tuple[float, str]]] = {}
-    for name, run in cell_runs(table, row, column, runs).items():
+    for name, run in _complete(table, row, column, runs).items():
         rank = _rank(run, column)
         if rank is None:
             continue
@@ -274,13 +276,27 @@ def selected(table: Table, row: Row, column: Column, runs: Runs) -> dict[int, st
     return {seed: best(ranked[seed], key=itemgetter(0))[1] for seed in sorted(ranked)}
 
 
+def _complete(table: Table, row: Row, column: Column, runs: Runs) -> Runs:
+    """Return the runs of one cell without the seeds that lack a learning rate of the table.
+
+    A diverged run counts. Only columns with ``best_over: lr`` show a sweep of learning rates.
+    """
+    own = cell_runs(table, row, column, runs)
+    if column.best_over != "lr":
+        return own
+    found: dict[int, set[Any]] = {}  # seed -> rates
+    for run in own.values():
+        found.setdefault(run["seed"], set()).add(option(run, "lr"))
+    return {n: run for n, run in own.items() if found[run["seed"]].issuperset(_rates(table, run))}
+
+
 def _raw_scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:
     chosen = {seed: runs[name] for seed, name in selected(table, row, column, runs).items()}
     values = {seed: _value(run, column) for seed, run in chosen.items()}
     known = {seed: value for seed, value in values.items() if value is not None}
     if column.metric == HOLDS and known:  # a mean of two lengths is none of them
         known = dict.fromkeys(known, min(known.values()))
-    every = cell_runs(table, row, column, runs).values()
+    every = _complete(table, row, column, runs).values()
     lost = {run["seed"] for run in every if DIVERGED in _measured(run, column)} - set(known)
     sampling = _sampling(known, column, chosen.values())
     return Scores(known, sampling, lost, logarithmic=column.metric in LOGARITHMIC)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from lrpe_fairseq.experiments.records.choices import FILE, load_choices
 from lrpe_fairseq.experiments.records.layout import ATTENTION, Column, Row, Table, load_tables
 from lrpe_fairseq.experiments.records.protocols import HOLDS
 from lrpe_fairseq.experiments.records.runs import Run, read_runs
@@ -43,6 +44,10 @@ INDEX = (
     "`runs/`, `paper/` and `configs/tables/`. Scale `paper` is the papers' own size; the other "
     f"scales are smaller models on smaller data, where only orders can be compared. {claims.RULE}"
 )
+CHOOSING = (
+    "[Which encoding?](../docs/choosing.md) compares the encodings across tables and says what was "
+    "found."
+)
 RANKS = "Rank correlation: Spearman's, of our means with the published numbers of the same rows."
 LEGEND = (
     "Cells: mean ± sample standard deviation over seeds (number of seeds). Paper: as printed "
@@ -69,7 +74,7 @@ def pages(root: Path) -> dict[str, str]:
         if found[table.name] or unrun[table.name]
     }
     index = _index(tables, found, [table for table in tables if unrun[table.name]], runs)
-    return {"results/README.md": index, **texts}
+    return _linked_to_choosing(root, {"results/README.md": index, **texts})
 
 
 def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
@@ -90,6 +95,15 @@ def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
                     path, p
                 )
     return found
+
+
+def _linked_to_choosing(root: Path, texts: dict[str, str]) -> dict[str, str]:
+    """Put the link to docs/choosing.md first in the index and the pages of tables that it reads."""
+    if not (root / FILE).exists():
+        return texts
+    named = {f"results/{name}.md" for name in ("README", *load_choices(root / FILE).tables)}
+    link = f"\n\n{markdown.wrapped(CHOOSING)}\n"
+    return {path: t.replace("\n", link, 1) if path in named else t for path, t in texts.items()}
 
 
 def _check_published(root: Path, table: Table) -> None:
@@ -254,14 +268,23 @@ def _grids(sheet: Sheet, attention: str) -> list[str]:
 
 
 def _grid(sheet: Sheet, attention: str, columns: list[Column]) -> list[str]:
+    """Return the tables of ``columns``; with ``by_dataset`` those of one data set after another."""
+    parts = [columns]
+    if sheet.table.by_dataset:
+        parts = [list(own) for _, own in itertools.groupby(columns, lambda c: c.dataset)]
+    head = [f"{attention.capitalize()} attention:\n"] if columns else []
+    return head + [text for own in parts for text in _tables(sheet, own)]
+
+
+def _tables(sheet: Sheet, columns: list[Column]) -> list[str]:
     """Return ``columns`` in tables of at most WIDEST columns.
 
     Rows without any number are named below the tables.
     """
     rows = [row for row in sheet.table.rows if _has_number(sheet, row, columns)]
     first = _first_columns(sheet, rows)
-    parts = [f"{attention.capitalize()} attention:\n"] if columns else []
-    for chosen in _split(sheet, columns, WIDEST - len(first)):
+    parts = []
+    for chosen in split(columns, functools.partial(_width, sheet), WIDEST - len(first)):
         head = [*first, *(title for column in chosen for title in _head(sheet, column))]
         lines = [_line(sheet, row, first, chosen) for row in rows]
         parts.append(markdown.table(head, lines) + "\n")
@@ -277,15 +300,6 @@ def _has_number(sheet: Sheet, row: Row, columns: Iterable[Column]) -> bool:
         or sheet.published(row, column) is not None
         for column in columns
     )
-
-
-def _split(sheet: Sheet, columns: list[Column], most: int) -> list[list[Column]]:
-    """Return the columns of each grid; with ``by_dataset`` a grid has one data set."""
-    parts = [columns]
-    if sheet.table.by_dataset:
-        parts = [list(part) for _, part in itertools.groupby(columns, lambda c: c.dataset)]
-    width = functools.partial(_width, sheet)
-    return [chosen for part in parts for chosen in split(part, width, most)]
 
 
 def _width(sheet: Sheet, column: Column) -> int:
