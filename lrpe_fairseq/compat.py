@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 from fairseq import file_utils, trainer
+from fairseq.criterions.sentence_prediction import SentencePredictionCriterion
 from fairseq.data import bucket_pad_length_dataset, data_utils
 from fairseq.data.audio import raw_audio_dataset
 from fairseq.dataclass import FairseqDataclass
@@ -278,6 +279,20 @@ def measure_training_time_monotonically() -> None:
         trainer.time = SimpleNamespace(time=time.monotonic)
 
 
+def gather_predictions() -> None:
+    """Validate GLUE tasks by F1, Matthews or Pearson correlation under several processes.
+
+    Break: ``SentencePredictionCriterion`` logs the predictions of a batch as a list, but states
+    that its logs can be summed over processes, so that the first validation raises TypeError. The
+    fix gathers the logs; ``distributed.utils.all_gather_list`` needs a GPU for that, and torch's
+    own function does not.
+    """
+    if SentencePredictionCriterion.logging_outputs_can_be_summed():
+        SentencePredictionCriterion.logging_outputs_can_be_summed = staticmethod(lambda: False)
+    if not torch.cuda.is_available():
+        _replace(distributed_utils, "all_gather_list", _gather_objects)
+
+
 def leave_the_process_group() -> None:
     """Leave the process group before Python ends, when processes communicate through gloo.
 
@@ -301,6 +316,7 @@ FIXES: tuple[Callable[[], None], ...] = (
     copy_buffers_to_the_average,
     refuse_unsafe_archives,
     measure_training_time_monotonically,
+    gather_predictions,
     leave_the_process_group,
 )
 
@@ -414,6 +430,13 @@ def _broadcast_plain_config(original: Callable, obj: Any, *args: Any, **kwargs: 
     if isinstance(obj, dict) and isinstance(obj.get("cfg"), dict):
         obj["cfg"] = OmegaConf.create(obj["cfg"], flags={"allow_objects": True})
     return obj
+
+
+def _gather_objects(original: Callable, data: Any, group: Any = None, max_size: int = 0) -> list:
+    group = distributed_utils.get_global_group() if group is None else group
+    found = [None] * distributed_utils.get_world_size(group=group)
+    torch.distributed.all_gather_object(found, data, group=group)
+    return found
 
 
 def _override_without_implied_tpu(original: Callable, args: argparse.Namespace) -> Any:

@@ -239,6 +239,16 @@ assert torch.equal(average.get_model().vector, model.vector)
 assert 0.9 < average.get_model().weight < 1
 """,
     ),
+    "predictions of several processes": (
+        "TypeError",
+        "works",
+        """
+from fairseq.criterions.sentence_prediction import SentencePredictionCriterion
+logs = [{"pred": [1, 0]}, {"pred": [1]}]
+if SentencePredictionCriterion.logging_outputs_can_be_summed():
+    sum(log["pred"] for log in logs)  # as Trainer._fast_stat_sync_sum
+""",
+    ),
     "archive that writes outside its folder": (
         "works",
         "ReadError",

@@ -246,11 +246,6 @@ def test_the_paper_scale_trains_65536_tokens_an_update_on_any_number_of_gpus(one
         assert gpus * frequency * batch == 65536
 
 
-def test_a_number_of_gpus_that_cannot_share_the_batches_is_refused(one_run):
-    with pytest.raises(ValueError, match="cannot be shared by 3 processes"):
-        replace(one_run, config="wikitext103").command(3)
-
-
 def test_the_paper_scale_is_table_7():
     config = OmegaConf.load(CONFIGS / "lm" / "wikitext103.yaml")
     assert config.optimizer.adam_betas == "(0.9, 0.98)"

@@ -15,7 +15,6 @@ from lrpe_fairseq.experiments.families.plan import load_named, runs
 from lrpe_fairseq.experiments.families.translation import TranslationRun
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT
 from lrpe_fairseq.experiments.records.runs import curve_metric, read_runs, validate
-from lrpe_fairseq.experiments.runner.launch import update_freq
 from tests.test_experiments import a_record
 from tests.toy_checkout import checkout
 
@@ -93,12 +92,6 @@ def test_the_budget_of_a_run_counts_what_its_configuration_counts() -> None:
     assert (whole.text, whole.amount, whole.unit) == ("50,000 x 65,536", 50_000 * 65_536, "tokens")
     tuned = next(r for r in runs(load_named("table3"), "paper", [1]) if r.data.name == "RTE")
     assert (tuned.budget().amount, tuned.budget().unit) == (3 * 2_490, "sentences")
-
-
-def test_batches_of_samples_that_cannot_be_shared_are_called_samples() -> None:
-    text = "{optimization: {update_freq: [2]}, dataset: {batch_size: 8}}"
-    with pytest.raises(ValueError, match=r"2 batches of 8 samples .* set dataset\.batch_size and"):
-        update_freq(OmegaConf.create(text), 3)
 
 
 def test_a_curve_is_of_one_metric_which_need_not_be_perplexity() -> None:

@@ -920,6 +920,25 @@ def test_a_note_takes_its_numbers_from_runs_papers_and_options(root):
     assert "50,000 updates." in page(root)
 
 
+def test_runs_of_one_and_of_several_processes_have_one_size_of_an_update(root):
+    edit_table(root, "same: [max-update]", "same: [max-update, batch-size]")
+    edit_table(root, "text: A table.", "text: '[[option batch-size at paper]] samples.'")
+    (root / "configs" / "paper.yaml").write_text(
+        "{optimization: {update_freq: [2]}, dataset: {batch_size: 800}}"
+    )
+    one = {"max-update": 900, "batch-size": 256, "update-freq": [1], "distributed-world-size": 1}
+    save(root, "a", seed=1, metrics=ppl(50.0), config=one)
+    four = {**one, "batch-size": 64, "distributed-world-size": 4}
+    save(root, "b", seed=2, metrics=ppl(52.0), config=four)
+    text = page(root)
+    assert "Shared by all runs: max-update 900, batch-size 256" in text
+    assert "1,600 samples." in text
+    assert "51.00 ± 1.41 (2)" in line_of(text, "Base")
+    save(root, "b", seed=2, metrics=ppl(52.0), config={**one, "batch-size": 64})
+    with pytest.raises(ValueError, match="differ in batch-size: 256 and 64"):
+        page(root)
+
+
 def test_an_option_in_which_runs_differ_is_refused(root):
     add_note(root, "[[option lr]]")
     save(root, "a", seed=1, config={"max_update": 900, "lr": [0.1]})

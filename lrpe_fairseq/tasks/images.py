@@ -4,8 +4,9 @@ The data are a folder ``bin/`` with ``label/dict.txt`` and an index ``<split>.ts
 class, the size of a file in bytes, and its path relative to the parent of ``bin/``. It is written
 by data-prep/imagenet. Images are decoded by Pillow. Augmentation is timm's, the extra [vision].
 
-All random choices depend on the seed, the epoch and the place in the epoch only. They are the same
-for every number of workers and processes, and after a resumption.
+All random choices depend on the seed, the epoch and the place in the epoch only, and those of mixup
+and cutmix on the batch. They are the same for every number of workers, for every number of
+processes that trains on the same batches, and after a resumption.
 """
 
 import random

@@ -210,6 +210,40 @@ def test_it_goes_on_where_a_kill_stopped_it_and_ends_where_it_would_have(
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
+@one_attention
+def test_two_processes_share_the_batches_of_a_task_and_fill_the_same_cell(
+    pretrained: Path, tasks: Path, tmp_path: Path
+) -> None:
+    """The correlation of STS-B needs the predictions of both."""
+    made = finetuning_run(pretrained, tasks / "STS-B", tmp_path)
+    made = replace(made, overrides=(*made.overrides, "optimization.max_update=20"))
+    group = {
+        "distributed_world_size": "2",
+        "distributed_init_method": f"file://{tmp_path}/group",
+        "distributed_no_spawn": "true",
+        "distributed_backend": "gloo",
+        "ddp_backend": "legacy_ddp",
+    }
+    words = [*made.command(2), *(f"++distributed_training.{k}={v}" for k, v in group.items())]
+    assert "++dataset.batch_size=4" in words
+    options = {"cwd": CONFIGS.parent, "env": environment(), "stderr": subprocess.STDOUT}
+    with open(tmp_path / "log", "w") as log:
+        ranks = [
+            subprocess.Popen(
+                [*words, f"++distributed_training.distributed_rank={rank}"], stdout=log, **options
+            )
+            for rank in range(2)
+        ]
+        assert [rank.wait() for rank in ranks] == [0, 0], (tmp_path / "log").read_text()[-2000:]
+    last = checkpoints.load(made.checkpoints / checkpoints.LAST)
+    assert checkpoints.updates(last) == made.max_update() == 20
+    assert made.differences(checkpoints.options(last)) == set()
+    predicted, right = eval_glue.predict(made.checkpoints / checkpoints.BEST, made.data, "valid")
+    best = checkpoints.load(made.checkpoints / checkpoints.BEST)["extra_state"]["best"]
+    expected = glue.scores(glue.TASKS["STS-B"], predicted, right)[glue.TASKS["STS-B"].metrics[0]]
+    assert best == pytest.approx(expected, abs=0.06)
+
+
 def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PLUGIN.parent)}
 

@@ -17,7 +17,7 @@ from lrpe_fairseq.experiments.records.console import FAILED, UserError, clock, c
 from lrpe_fairseq.experiments.records.files import ROOT, relative
 from lrpe_fairseq.experiments.records.layout import Table
 from lrpe_fairseq.experiments.report import tables
-from lrpe_fairseq.experiments.runner import schedule, slurm
+from lrpe_fairseq.experiments.runner import batches, schedule, slurm
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
@@ -41,10 +41,36 @@ def main(arguments: list[str] | None = None) -> int:
         return _run_task(chosen, options)
     if options.slurm:
         slurm.require_sbatch()
+    _require_division(chosen, options)
     ready = _prepared(chosen, options)
     if options.slurm:
         return _submit(chosen, ready, options, given)
     return _run_here(ready, options, begun, left_out=len(chosen) - len(ready))
+
+
+def _require_division(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> None:
+    """Raise ValueError if a run cannot use as many processes as the command line asks for."""
+    processes = _processes_asked_for(options)
+    for run in chosen if processes > 1 else ():
+        try:
+            batches.divided(run.settings(), processes)
+        except ValueError as error:
+            if not run.finished():
+                raise ValueError(f"{run.name}: {error}") from None
+
+
+def _processes_asked_for(options: argparse.Namespace) -> int:
+    """Return the processes of a run; 1 if their number may follow from the GPUs of a machine."""
+    if not options.slurm:
+        return options.gpus or 1
+    site = _site(options)
+    asked = options.gpus_per_node or site.nodes > 1
+    return max(1, site.gpus_per_node) * site.nodes if asked else 1
+
+
+def _site(options: argparse.Namespace) -> slurm.Site:
+    settings = {name: getattr(options, name) for name in SITE_OPTIONS}
+    return slurm.load_site(ROOT / "configs" / "slurm.yaml", settings)
 
 
 def _prepared(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> list[TrainingRun]:
@@ -126,8 +152,7 @@ def _submit(
     if not tasks:
         print("all runs are already finished")
         return tables.main([])
-    settings = {name: getattr(options, name) for name in SITE_OPTIONS}
-    site = slurm.load_site(ROOT / "configs" / "slurm.yaml", settings)
+    site = _site(options)
     own = [word for word in _without(given, [*SITE_OPTIONS, "from"]) if word != "--slurm"]
     job = slurm.submit(ROOT, options.table, [*own, "--nodes", str(site.nodes)], tasks, site)
     print(f"job array {job}: {len(tasks)} of {len(chosen)} runs; see their progress with --status")

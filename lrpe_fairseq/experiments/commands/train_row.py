@@ -46,7 +46,9 @@ def train(run: TrainingRun) -> int:
     if seen >= run.max_update():
         print(f"{run.name} already has its {seen} updates")
         return 0
-    words = run.command(Devices().processes)
+    devices = run.usable(Devices(), print)
+    limit = [f"{name}={value}" for name, value in devices.visible.items()]
+    words = [*(["env", *limit] if limit else []), *run.command(devices.processes)]
     print(shlex.join(words), flush=True)
     return subprocess.run(["bash", "-c", TEE, str(run.log), *words], cwd=ROOT).returncode
 

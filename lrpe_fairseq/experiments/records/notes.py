@@ -5,8 +5,9 @@ states an order or another outcome, such as "leads" or "solves".
 
 - ``[[Row | column]]``: our number in that cell.
 - ``[[paper Row | column]]``: the published number in that cell.
-- ``[[option NAME]]``: an option that all runs of the group share; ``tokens-per-update`` is
-  ``max-tokens`` times ``update-freq``, ``break`` the rise of the loss that ``holds-to`` permits.
+- ``[[option NAME]]``: an option that all runs of the group share. ``tokens-per-update``, which is
+  ``max-tokens``, and ``batch-size`` are those of an update, over all processes; ``break`` is the
+  rise of the loss that ``holds-to`` permits.
 - ``[[option NAME at SCALE]]``: the same from the configuration of another scale.
 - ``[[Row ahead of Row; Row | column]]``: our numbers, with an order only where the runs support it.
 """

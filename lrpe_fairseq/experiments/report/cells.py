@@ -8,6 +8,7 @@ from operator import itemgetter
 from typing import Any
 
 from lrpe_fairseq.encodings import canonical_name
+from lrpe_fairseq.experiments.records import updates
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.layout import HALVES, PARTS, Column, Row, Table
 from lrpe_fairseq.experiments.records.protocols import BEYOND, HOLDS, Protocol, derived
@@ -106,12 +107,14 @@ def fills(table: Table, row: Row, column: Column, run: Run) -> bool:
 def option(run: Run, name: str, default: Any = None) -> Any:
     """Return option ``name`` of ``run``; the name may use dashes or underscores.
 
+    Limits of a batch, ``batch-size`` and ``max-tokens``, are those of an update over all processes.
     A list of one value, such as fairseq's learning rate per epoch, is returned as that value. An
     option that encoder, decoder and perhaps cross-attention have each is returned if they have the
     same value; otherwise the result is a dictionary, which equals no value of a table.
     """
     if (given := _given(run, name)) is not ABSENT:
-        return given
+        limit = name.replace("_", "-")
+        return _of_update(run, limit) if limit in updates.LIMITS else given
     found = {part: _given(run, f"{part}-{name}") for part in PARTS}
     found = {part: value for part, value in found.items() if value is not ABSENT}
     if not found:
@@ -126,6 +129,13 @@ def _given(run: Run, name: str) -> Any:
             value = run["config"][key]
             return value[0] if isinstance(value, list) and len(value) == 1 else value
     return ABSENT
+
+
+def _of_update(run: Run, limit: str) -> Any:
+    """Return the largest update, by epoch if epochs differ; None if ``limit`` is not set."""
+    config = {name.replace("_", "-"): value for name, value in run["config"].items()}
+    sizes = [int(size) for size in updates.sizes(config, limit)]
+    return sizes[0] if len(sizes) == 1 else sizes or None
 
 
 def shared_options(table: Table, runs: Runs) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from itertools import combinations, pairwise
 from pathlib import Path
 
 from lrpe_fairseq.experiments.records.runs import Run, read_run
-from lrpe_fairseq.experiments.report import claims, curves
+from lrpe_fairseq.experiments.report import cells, claims, curves
 from lrpe_fairseq.experiments.report.cells import Scores
 
 HEAD = ("attention", "encoding", "test perplexity", "vs Base")
@@ -189,7 +189,7 @@ def page(runs: Sequence[Run]) -> str:
         shape=f"{config['decoder-layers']} x {config['decoder-embed-dim']}",
         python=first["versions"]["python"],
         updates=config["max-update"],
-        tokens=f"{config['max-tokens'] * config['update-freq'][0]:,}",
+        tokens=f"{cells.option(first, 'max-tokens'):,}",
         seeds=f"seed {seeds[0]}"
         if len(seeds) == 1
         else f"mean ± deviation over {len(seeds)} seeds",

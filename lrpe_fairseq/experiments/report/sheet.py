@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from lrpe_fairseq.experiments.records import updates
 from lrpe_fairseq.experiments.records.layout import Column, Row, Table
 from lrpe_fairseq.experiments.records.protocols import BREAK
 from lrpe_fairseq.experiments.records.runs import Run, plain
@@ -124,7 +125,7 @@ class Sheet:
         Raises: ValueError if runs differ in it, or if it is not set.
         """
         if name == "tokens-per-update":
-            return self.option("max-tokens", scale) * self.option("update-freq", scale)
+            return self.option("max-tokens", scale)
         if name == "break":
             return BREAK
         if scale:
@@ -152,6 +153,12 @@ def sheets(root: Path, table: Table, runs: cells.Runs) -> list[Sheet]:
 
 
 def _configured(path: Path, name: str) -> Any:
+    """Return an option of a configuration; limits of a batch are those of an update."""
+    value = _stated(path, name)
+    return value * _stated(path, updates.FREQUENCY) if name in updates.LIMITS else value
+
+
+def _stated(path: Path, name: str) -> Any:
     key = name.replace("-", "_")
     for section in OmegaConf.to_container(OmegaConf.load(path)).values():
         if isinstance(section, dict) and key in section:

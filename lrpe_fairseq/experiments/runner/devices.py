@@ -2,7 +2,7 @@
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,9 +38,29 @@ class Devices:
         found = {"OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1"}
         for name, value in {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}.items():
             found[name] = os.environ.get(name, value)
-        if self.gpus is not None:
-            found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
-        return found
+        return found | self.visible
+
+    @property
+    def visible(self) -> dict[str, str]:
+        """Return the variable that restricts a process to these GPUs; empty for all GPUs.
+
+        Indices count the GPUs that this process sees, which may be restricted already.
+        """
+        if self.gpus is None:
+            return {}
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        names = dict(enumerate(seen.split(",") if seen else []))
+        mine = [names.get(index, str(index)) for index in self.gpus]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+
+    def parts(self) -> list["Devices"]:
+        """Return these devices, and on a single node also those with fewer and fewer of the GPUs.
+
+        Nodes are not left out: fairseq counts the processes of all nodes of a job.
+        """
+        gpus = self.gpus or tuple(range(torch.cuda.device_count()))
+        fewer = range(len(gpus) - 1, 0, -1) if self.nodes == 1 else ()
+        return [self, *(replace(self, gpus=gpus[:count]) for count in fewer)]
 
     def launch(self, command: list[str]) -> list[str]:
         """Return the command that runs the training ``command`` on every node.

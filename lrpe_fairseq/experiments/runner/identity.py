@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from lrpe_fairseq.encodings import canonical_name
-from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records import checkpoints, updates
 from lrpe_fairseq.experiments.records.runs import plain
 
 Config = dict[str, dict[str, Any]]
@@ -33,8 +33,6 @@ INCIDENTAL = {
 """Options without effect on the trained weights: logs, output paths, loading, validation batches.
 Those of ``distributed_training`` have none either, except for the number of processes."""
 
-WORLD = "distributed-world-size"
-
 
 def resolved(settings: Any) -> Config:
     """Return ``settings`` merged over the defaults of every section, and resolved."""
@@ -51,16 +49,19 @@ def options(config: Config) -> dict[str, Any]:
 def differences(settings: Any, config: Mapping[str, Any]) -> set[str]:
     """Return the options in which ``config``, from a run file, differs from ``settings``.
 
-    Batch sizes are compared as tokens per update over all processes, encodings by their canonical
-    names. An option that did not exist when the training ran counts as its default.
+    Batch sizes are compared as tokens or samples per update over all processes, encodings by their
+    canonical names. An option that did not exist when the training ran counts as its default.
     """
     wanted, usual = options(resolved(settings)), _usual(_names(settings))
     had = {**{name: usual.get(name, wanted[name]) for name in wanted}, **config}
     spread = OmegaConf.select(settings, "distributed_training.distributed_world_size", default=1)
-    names = wanted.keys() - INCIDENTAL - _launching() - {"update-freq"}
+    names = wanted.keys() - INCIDENTAL - _launching() - {*updates.LIMITS, updates.FREQUENCY}
     changed = {name for name in names if _value(had, name) != _value(wanted, name)}
-    ours, theirs = _accumulated(wanted, spread), _accumulated(had, config.get(WORLD, 1))
-    return changed | ({"update-freq"} if ours != theirs else set())
+    ours, theirs = (
+        {**wanted, updates.WORLD: spread},
+        {**had, updates.WORLD: config.get(updates.WORLD, 1)},
+    )
+    return changed | _differences_of_batches(ours, theirs)
 
 
 def _value(config: Mapping[str, Any], name: str) -> Any:
@@ -70,9 +71,18 @@ def _value(config: Mapping[str, Any], name: str) -> Any:
     return plain(canonical_name(value) if is_name else value)
 
 
-def _accumulated(config: Mapping[str, Any], processes: int) -> list[float]:
-    """Return the batches per update over all processes, by epoch."""
-    return [float(frequency) * processes for frequency in config.get("update-freq") or [1]]
+def _differences_of_batches(wanted: Mapping[str, Any], had: Mapping[str, Any]) -> set[str]:
+    """Return the options of batches that differ, if they make another training.
+
+    With BatchNorm also equal updates differ if they are accumulated from other batches.
+    """
+    per_update = all(updates.sizes(wanted, n) == updates.sizes(had, n) for n in updates.LIMITS)
+    batch_norm = wanted.get("norm") == "batch"
+    if per_update and not (batch_norm and updates.steps(wanted) != updates.steps(had)):
+        return set()
+    found = {name for name in updates.LIMITS if _value(wanted, name) != _value(had, name)}
+    together = updates.batches(wanted) != updates.batches(had)
+    return found | ({updates.FREQUENCY} if together or not found else set())
 
 
 def _names(settings: Any) -> Names:

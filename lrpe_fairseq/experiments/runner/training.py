@@ -32,7 +32,14 @@ from lrpe_fairseq.experiments.records.files import (
 from lrpe_fairseq.experiments.records.layout import Table
 from lrpe_fairseq.experiments.records.recipes import Cell, Evaluations
 from lrpe_fairseq.experiments.records.runs import Run, environment, read_run, write_run
-from lrpe_fairseq.experiments.runner import identity, launch, parts, processes, recording
+from lrpe_fairseq.experiments.runner import (
+    batches,
+    identity,
+    launch,
+    parts,
+    processes,
+    recording,
+)
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children, RunFailed, run_child
 from lrpe_fairseq.experiments.runner.recording import described_by, first_number
@@ -178,7 +185,7 @@ class TrainingRun(ABC):
     def budget(self) -> Budget:
         """Return updates x tokens, or updates x samples if batches are counted in samples."""
         settings = self.settings()
-        size, unit, _ = launch.batch(settings)
+        size, unit, _ = batches.largest(settings)
         size *= settings.optimization.update_freq[0]
         updates = int(settings.optimization.max_update)
         return Budget(f"{updates:,} x {size:,}", updates * size, unit)
@@ -255,19 +262,34 @@ class TrainingRun(ABC):
         return int(self.settings().optimization.max_update)
 
     def command(self, processes: int = 1) -> list[str]:
-        """Return the training command for this many processes, with the same tokens per update.
+        """Return the training command for this many processes, with updates of the same size.
 
-        Raises: ValueError if the number of batches per update is not divisible.
+        Raises: ValueError if the processes cannot have equal parts of an update.
         """
         chosen = self.chosen()
         if processes > 1:
-            frequency = launch.update_freq(self.settings(), processes)
-            chosen["optimization.update_freq"] = f"[{frequency}]"
+            chosen |= batches.divided(self.settings(), processes)
         return [
             str(launch.BIN / "fairseq-hydra-train"),
             *("--config-dir", str(CONFIGS / self.configs), "--config-name", self.config),
             *(launch.hydra_override(key, value) for key, value in chosen.items()),
         ]
+
+    def usable(self, devices: Devices, say: Say) -> Devices:
+        """Return ``devices``, or the most of their GPUs that can have equal parts of an update.
+
+        ``say`` reports that GPUs are left idle.
+        """
+        settings = self.settings()
+        for part in devices.parts():
+            if batches.can_divide(settings, part.processes):
+                if part != devices:
+                    say(
+                        f"{devices.processes} GPUs cannot have equal parts of "
+                        f"{batches.described(settings)}, so {part.processes} of them are used"
+                    )
+                return part
+        return devices
 
     def lacks_source(self, source: Path | None = None) -> bool:
         """True if the data are missing and can be neither downloaded nor read from ``source``."""
@@ -414,6 +436,7 @@ class TrainingRun(ABC):
         """Train until the last update, from the newest checkpoint if there is one."""
         if self.begin(say, children.code()) >= self.max_update():
             return  # fairseq would train one update too many
+        devices = self.usable(devices, say)
         command = devices.launch(self.command(devices.processes))
         (self.folder / "command.txt").write_text(shlex.join(command) + "\n", encoding="utf-8")
         memory = run_child(children, command, self.log, devices, lock)

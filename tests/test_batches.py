@@ -1,0 +1,267 @@
+"""Several processes train updates of the size of one process, by every table at every scale."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from lrpe_fairseq.experiments.commands import run_table, train_row
+from lrpe_fairseq.experiments.families import family_of
+from lrpe_fairseq.experiments.records import recipes
+from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT
+from lrpe_fairseq.experiments.records.layout import Table, load_table
+from lrpe_fairseq.experiments.report import cells
+from lrpe_fairseq.experiments.runner import batches, schedule
+from lrpe_fairseq.experiments.runner.devices import Devices
+from lrpe_fairseq.experiments.runner.training import TrainingRun
+from tests.test_experiments import trained
+
+TABLES = [load_table(path) for path in sorted((CONFIGS / "tables").glob("*.yaml"))]
+FEWER = {  # configuration -> GPUs of 8 that are used
+    "lra-image": 5,  # 100 samples
+    "wikitext2": 4,  # 4 blocks of text
+    "wikitext2-annealed": 4,
+    "multi30k": 4,  # a sentence may have as many tokens as the batches of 4 GPUs
+    "multi30k-annealed": 4,
+    "newstest": 4,
+    "wmt14-en-de": 4,
+}
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator:
+    """A function that sets the number of GPUs of this machine."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return lambda count: monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+OF_BATCHES = ("task.", "dataset.", "optimization.", "model.norm=")
+
+
+def distinct_runs(table: Table, scale: str) -> list[TrainingRun]:
+    """Return one run of every configuration of a table with other options of batches."""
+    table = table.at(scale)
+    runs = {}
+    for cell in {(cell.options, cell.config): cell for cell in recipes.cells(table)}.values():
+        config = ROOT / (cell.config or table.scales[scale])
+        run = family_of(config).of_cell(table, cell, scale, config, 1)[0]
+        runs[config, tuple(word for word in run.overrides if word.startswith(OF_BATCHES))] = run
+    return list(runs.values())
+
+
+def limits(run: TrainingRun, command: list[str]) -> dict[str, int]:
+    """Return the limits of a batch of a command, times its accumulation."""
+    chosen = OmegaConf.from_dotlist([word.lstrip("+") for word in command if "=" in word])
+    settings = OmegaConf.merge(run.yaml(), chosen)
+    frequency = settings.optimization.update_freq[0]
+    return {k: n * frequency for k in batches.UNITS if (n := settings.dataset.get(k))}
+
+
+@pytest.mark.parametrize(
+    ("table", "scale"), [pytest.param(t, s, id=f"{t.name}-{s}") for t in TABLES for s in t.scales]
+)
+def test_every_run_has_updates_of_one_size_on_1_2_4_and_8_gpus(
+    table: Table, scale: str, gpus: Iterator
+) -> None:
+    for run in distinct_runs(table, scale):
+        alone = limits(run, run.command())
+        for count in (2, 4, 8):
+            gpus(count)
+            said: list[str] = []
+            devices = run.usable(schedule.shares(1)[0], said.append)
+            used = devices.processes
+            shared = limits(run, run.command(used))
+            assert {key: size * used for key, size in shared.items()} == alone
+            assert used == min(count, FEWER.get(run.config, 8)), run.config
+            assert len(said) == (used < count)
+
+
+def run_of(config: str, folder: Path, *overrides: str) -> TrainingRun:
+    """A run of a configuration ``family/name`` on data that do not exist."""
+    kind = family_of(CONFIGS / f"{config}.yaml")
+    return kind(
+        experiment="trial",
+        label="Base",
+        config=config.partition("/")[2],
+        data=folder / "data",
+        attention_type="linear",
+        position_encoding="none",
+        seed=1,
+        scale="small",
+        folder=folder / "work",
+        result=folder / "run.json",
+        overrides=overrides,
+    )
+
+
+NORMED = ("dataset.batch_size=128", "optimization.update_freq=[2]")
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "processes", "accumulated", "size"),
+    [
+        ("lm/wikitext103", (), 4, 4, 4096),  # accumulation is divided first
+        ("lm/wikitext103", (), 32, 1, 2048),
+        ("lm/wikitext103", ("dataset.max_tokens=4200",), 32, 1, 2100),  # 8 blocks of 512, or 4
+        ("classification/lra-text", (), 4, 1, 64),
+        ("classification/lra-text", NORMED, 2, 2, 64),  # BatchNorm sees 128 samples, as in one
+        ("classification/mnist5k", NORMED, 2, 1, 128),
+        ("classification/vit-imagenet", (), 8, 1, 200),
+        ("classification/vit-imagenet", (), 16, 1, 100),
+    ],
+)
+def test_accumulation_is_divided_first_and_then_the_batch(
+    tmp_path: Path,
+    config: str,
+    overrides: tuple[str, ...],
+    processes: int,
+    accumulated: int,
+    size: int,
+) -> None:
+    run = run_of(config, tmp_path, *overrides)
+    command = OmegaConf.from_dotlist([w.lstrip("+") for w in run.command(processes) if "=" in w])
+    settings = OmegaConf.merge(run.settings(), command)
+    assert settings.optimization.update_freq == [accumulated]
+    assert batches.largest(settings)[0] == size
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "processes", "said"),
+    [
+        ("lm/wikitext103", (), 3, "update of 65,536 tokens in samples of up to 512"),
+        ("lm/wikitext2", (), 8, "1,024 tokens in samples of up to 256"),
+        ("translation/multi30k", (), 8, "4,096 tokens in samples of up to 1,024"),
+        ("classification/lra-image", (), 8, "update of 100 samples: use .* dataset.batch_size"),
+        ("classification/vit-imagenet", (), 64, "1,600 samples"),  # mixup needs pairs
+        ("synthetic/suite", ("dataset.batch_size=24",), 2, "24 samples"),  # fairseq: 8, not 12
+    ],
+)
+def test_processes_that_cannot_have_equal_parts_are_refused(
+    tmp_path: Path, config: str, overrides: tuple[str, ...], processes: int, said: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{processes} processes cannot have equal parts.*{said}"):
+        run_of(config, tmp_path, *overrides).command(processes)
+
+
+# --- the GPUs of a machine ---------------------------------------------------------------------
+
+
+def test_a_run_uses_the_most_gpus_that_can_have_equal_parts_and_says_so(
+    tmp_path: Path, gpus: Iterator
+) -> None:
+    gpus(8)
+    run, said = run_of("classification/lra-image", tmp_path), []
+    assert run.usable(Devices(), said.append) == Devices(gpus=(0, 1, 2, 3, 4))
+    assert run.usable(Devices(gpus=(4, 5, 6)), said.append) == Devices(gpus=(4, 5))
+    part = "cannot have equal parts of an update of 100 samples, so"
+    assert said == [f"8 GPUs {part} 5 of them are used", f"3 GPUs {part} 2 of them are used"]
+    assert run.usable(Devices(gpus=(1, 2)), pytest.fail) == Devices(gpus=(1, 2))
+
+
+def test_no_node_is_left_out(tmp_path: Path, gpus: Iterator) -> None:
+    gpus(4)
+    run = run_of("classification/lra-image", tmp_path)
+    assert run.usable(Devices(nodes=2), pytest.fail) == Devices(nodes=2)
+    with pytest.raises(ValueError, match="8 processes cannot"):
+        run.command(Devices(nodes=2).processes)
+
+
+def test_gpus_are_counted_among_those_that_the_process_sees(
+    monkeypatch: pytest.MonkeyPatch, gpus: Iterator
+) -> None:
+    gpus(4)
+    assert "CUDA_VISIBLE_DEVICES" not in Devices().environment
+    assert Devices(gpus=(1, 3)).environment["CUDA_VISIBLE_DEVICES"] == "1,3"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,GPU-7")
+    assert Devices(gpus=(1, 3)).environment["CUDA_VISIBLE_DEVICES"] == "5,GPU-7"
+
+
+def test_the_script_of_a_row_restricts_its_training_to_those_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: Iterator, capsys: pytest.CaptureFixture
+) -> None:
+    gpus(8)
+    started: list[list[str]] = []
+    done = argparse.Namespace(returncode=0)
+    monkeypatch.setattr(
+        train_row.subprocess, "run", lambda words, **_: started.append(words) or done
+    )
+    run = run_of("classification/lra-image", tmp_path)
+    monkeypatch.setattr(type(run), "begin", lambda run, say: 0)
+    assert train_row.train(run) == 0
+    assert started[0][4:6] == ["env", "CUDA_VISIBLE_DEVICES=0,1,2,3,4"]
+    assert "++dataset.batch_size=20" in started[0]
+    assert "so 5 of them are used" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("asked", "refused"),
+    [
+        (["--gpus", "8"], True),
+        (["--gpus", "4"], False),
+        (["--slurm", "--gpus-per-node", "8"], True),
+        (["--slurm", "--gpus-per-node", "4", "--nodes", "2"], True),
+        (["--slurm"], False),
+    ],
+)
+def test_a_number_of_gpus_that_was_asked_for_is_refused_before_anything_begins(
+    asked: list[str], refused: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def stop(*_: object) -> None:
+        raise ValueError("it would begin")
+
+    monkeypatch.setattr(run_table, "_prepared", stop)
+    monkeypatch.setattr(run_table.slurm, "require_sbatch", lambda: None)
+    chosen = ["tmlr-table4", "--scale", "paper", "--datasets", "lra-image", "--rows", "RoPE"]
+    assert run_table.main([*chosen, *asked]) == 2
+    said = capsys.readouterr().err
+    expected = "seed1: 8 processes cannot have equal parts of an update of 100 samples"
+    assert (expected if refused else "it would begin") in said
+
+
+# --- runs that are the same --------------------------------------------------------------------
+
+
+def together(run: TrainingRun, processes: int, **changes: object) -> dict[str, object]:
+    """The options that a training on so many processes records."""
+    return trained(run, distributed_world_size=processes, **changes)
+
+
+def test_a_training_on_several_gpus_is_that_of_one(tmp_path: Path) -> None:
+    texts = run_of("classification/lra-text", tmp_path)
+    assert texts.differences(together(texts, 4, batch_size=64)) == set()
+    assert texts.differences(together(texts, 4)) == {"update-freq"}
+    assert texts.differences(together(texts, 4, batch_size=32)) == {"batch-size", "update-freq"}
+    blocks = run_of("lm/wikitext2", tmp_path)
+    assert blocks.differences(together(blocks, 4, max_tokens=256)) == set()
+    assert blocks.differences(together(blocks, 2, max_tokens=256, update_freq=[2])) == set()
+    assert blocks.differences(together(blocks, 1, batch_size=4)) == {"batch-size"}
+
+
+def test_with_batch_norm_accumulated_batches_are_another_training(tmp_path: Path) -> None:
+    halves = {"batch_size": 128, "update_freq": [2]}
+    texts = run_of("classification/lra-text", tmp_path)
+    assert texts.differences(together(texts, 1, **halves)) == {"batch-size", "update-freq"}
+    two = replace(texts, overrides=NORMED)
+    assert two.differences(together(two, 2, batch_size=64)) == set()
+    assert two.differences(together(two, 2, update_freq=[1])) == {"update-freq"}
+    pixels = run_of("classification/mnist5k", tmp_path)
+    assert pixels.differences(together(pixels, 1, batch_size=16, update_freq=[2])) == set()
+
+
+def test_tables_show_the_update_over_all_processes() -> None:
+    def option(name: str, **config: object) -> object:
+        return cells.option({"config": config}, name)
+
+    assert option("batch-size", **{"batch-size": 256, "update-freq": [1]}) == 256
+    parts = {"batch-size": 64, "update-freq": [1], "distributed-world-size": 4}
+    assert option("batch-size", **parts) == 256
+    assert option("max_tokens", max_tokens=4096, update_freq=[4], distributed_world_size=4) == 65536
+    assert option("max-tokens", **parts, **{"max-tokens": None}) is None
+    assert option("max-tokens", **parts) is None
+    assert option("batch-size", **{"batch-size": 8, "update-freq": [1, 2]}) == [8, 16]
