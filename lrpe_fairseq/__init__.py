@@ -1,8 +1,8 @@
 """Relative positional encodings for linear and softmax transformers, as a fairseq plugin.
 
 ``fairseq-train ... --user-dir lrpe_fairseq`` imports this package, which applies the fixes for
-fairseq (``compat``) and registers models, tasks and criterions. This happens as soon as both
-fairseq and this package are imported, in either order. A program without fairseq can use
+fairseq (``compat``) and registers models, tasks, criterions and optimizers. This happens as soon as
+both fairseq and this package are imported, in either order. A program without fairseq can use
 ``lrpe_fairseq.encodings`` and ``lrpe_fairseq.attention``, which neither import nor patch it.
 """
 
@@ -17,17 +17,17 @@ from typing import Any
 
 
 def _register() -> None:
-    """Apply the fixes for fairseq, and register models, tasks and criterions. fairseq is loaded."""
+    """Apply the fixes for fairseq, which is loaded, and register models, tasks and the rest."""
     from lrpe_fairseq import compat, preemption
 
     compat.apply()
     preemption.apply()
 
-    from lrpe_fairseq import criterions, models, tasks  # noqa: F401  (registers their classes)
+    from lrpe_fairseq import criterions, models, optim, tasks  # noqa: F401  (register classes)
 
 
 def _after_fairseq() -> None:
-    """Register models, tasks and criterions after the import of fairseq.
+    """Register models, tasks and the rest after the import of fairseq.
 
     An import of ``compat`` or ``preemption`` by name loads fairseq before that module is complete,
     so it cannot be used yet. Nothing is registered then. Importing them patches nothing.

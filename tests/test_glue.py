@@ -5,8 +5,11 @@ import io
 import itertools
 import json
 import random
+import re
+import shlex
 import shutil
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +17,16 @@ import pytest
 from scipy import stats
 from sklearn import metrics
 
+from lrpe_fairseq.experiments.commands import run_table
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import glue, glue_files
 from lrpe_fairseq.experiments.data.gpt2 import obtain_gpt2
 from lrpe_fairseq.experiments.data.pieces import GPT2, SentencePiece, tokenizer_of
-from lrpe_fairseq.experiments.families import finetuning
+from lrpe_fairseq.experiments.families import finetuning, plan
+from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.report import pages
+from lrpe_fairseq.experiments.runner.processes import RunFailed
 from tests.test_data_prep import load, refusal
 
 prepare_glue = load("glue")
@@ -274,6 +281,37 @@ def test_another_source_is_refused_instead_of_using_the_first(tmp_path, pieces):
     said = refusal(run, "RTE", tmp_path / "dest", pieces, tmp_path / "b")
     assert "train.tsv was made from another source" in said
     assert run("RTE", tmp_path / "dest", pieces, tmp_path / "a") == first
+
+
+FINE_TUNED = {"tmlr-table1": "paper", "table3": "paper", "finetuning-rate": "small"}
+
+
+@pytest.mark.parametrize("name", FINE_TUNED)
+def test_without_its_checkpoint_a_run_names_the_command_that_makes_it(name, tmp_path):
+    every = plan.runs(plan.load_named(name), FINE_TUNED[name], [1])
+    for checkpoint, run in {run.checkpoint: run for run in every}.items():
+        absent = replace(run, checkpoint=tmp_path / checkpoint.relative_to(ROOT))
+        given = absent.checkpoint, absent.data, absent.glue_task, absent.remedy()
+        said = f"checkpoint_best.pt does not exist: pre-train it first, with {run.made_by}"
+        with pytest.raises(RunFailed, match=re.escape(said)):
+            finetuning.require_match(*given)
+        script, *words = shlex.split(run.made_by)
+        chosen = run_table._parse(words)
+        (trained,) = run_table._select(plan.load_named(chosen.table), chosen)
+        assert (ROOT / script).exists()
+        assert trained.checkpoints / checkpoints.BEST == checkpoint
+
+
+def test_a_run_file_whose_checkpoint_is_gone_is_named_because_its_table_skips_the_run(
+    tmp_path, monkeypatch
+):
+    run = plan.runs(plan.load_named("table3"), "paper", [1])[0]
+    trained = run.checkpoint.parents[1]
+    monkeypatch.setattr(finetuning, "ROOT", tmp_path)
+    result = tmp_path / "results" / "runs" / trained.parent.name / f"{trained.name}.json"
+    result.parent.mkdir(parents=True)
+    result.write_text("{}")
+    assert run.remedy() == f"{run.made_by}; delete {result} before, or the run is skipped"
 
 
 def test_subsets_are_named_in_the_protocol():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import random
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -248,8 +249,15 @@ def test_few_images_make_one_update_at_least() -> None:
 # --- the task ----------------------------------------------------------------------------------
 
 
+def bright_image(label: int, generator: np.random.Generator) -> Image.Image:
+    """A noisy image with one bright color, its class."""
+    pixels = generator.integers(0, 128, (40, 48, 3))
+    pixels[..., label] += 127
+    return Image.fromarray(pixels.astype(np.uint8))
+
+
 def write_images(folder: Path, count: int = 24, classes: int = 2) -> Path:
-    """Write noisy images, each with one bright color, its class, and their index."""
+    """Write images, whose classes take turns, and their index."""
     generator = np.random.default_rng(0)
     (folder / "bin" / "label").mkdir(parents=True)
     (folder / "bin" / "label" / "dict.txt").write_text("".join(f"{c} 1\n" for c in range(classes)))
@@ -257,14 +265,22 @@ def write_images(folder: Path, count: int = 24, classes: int = 2) -> Path:
         lines = []
         for number in range(count):
             label = number % classes
-            pixels = generator.integers(0, 128, (40, 48, 3))
-            pixels[..., label] += 127
             path = folder / "images" / split / f"{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(pixels.astype(np.uint8)).save(path)
+            bright_image(label, generator).save(path)
             lines.append(f"{label}\t{path.stat().st_size}\timages/{split}/{number}.png\n")
         (folder / "bin" / f"{split}.tsv").write_text("".join(lines))
     return folder / "bin"
+
+
+def write_class_folders(folder: Path, count: int = 24, classes: int = 2) -> None:
+    """Write images in the layout of ImageNet: train/<class> and val/<class>."""
+    generator = np.random.default_rng(0)
+    for split, number in product(("train", "val"), range(count)):
+        label = number % classes
+        path = folder / split / f"n{label:08}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        bright_image(label, generator).save(path)
 
 
 @pytest.fixture(scope="module")

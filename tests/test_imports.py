@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "lrpe_fairseq"
-ROOMS = ("kernels", "encodings", "attention", "models", "criterions", "tasks")
+ROOMS = ("kernels", "encodings", "attention", "models", "criterions", "optim", "tasks")
 """Each room may import itself and those before it."""
 PURE = ("kernels", "encodings", "attention")
 """Rooms of PyTorch alone."""

@@ -23,7 +23,7 @@ EXCEPTIONS = {
     ("Seqence length", "BLM"): "51 is a misprint of 512, as in ICLR LRPE, Table 7",
     ("Peak learning rate", "IM"): "5e-4 is the rate per 512 images of the code that was used",
     ("Adam (β1, β2)", "IM"): "that code leaves the default of its library",
-    ("Optimizer", "IM"): "the adam of fairseq is AdamW: its weight decay is decoupled",
+    ("Optimizer", "IM"): "lrpe_adam is AdamW without decay of vectors, as that code has it",
 }
 NOT_IN_A_CONFIGURATION = ("Data", "Tokenizer method", "Vocab size")
 SIDES = {"Encoder layers": "encoder", "Decoder layers": "decoder"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ from lrpe_fairseq.experiments.data.gpt2 import obtain_gpt2
 from lrpe_fairseq.experiments.families import plan
 from lrpe_fairseq.experiments.records import shards
 from lrpe_fairseq.experiments.runner.devices import Devices
+from lrpe_fairseq.experiments.runner.training import TrainingRun
 from lrpe_fairseq.experiments.runner.warm import WarmChildren
 from tests.test_data_prep import Server, load, refusal, serving
 from tests.test_glue import gpt2_files
@@ -210,6 +212,48 @@ def test_the_number_of_shards_is_checked(prepare: Callable[..., dict]) -> None:
     assert "from 1 to 16, not 17" in refusal(prepare, 17)
 
 
+TINY = (
+    "model.encoder_layers=1",
+    "model.encoder_embed_dim=32",
+    "model.encoder_ffn_embed_dim=32",
+    "model.encoder_attention_heads=2",
+    f"optimization.max_update={SHARDS + 1}",
+    "optimization.update_freq=[1]",
+    "task.tokens_per_sample=16",
+    "dataset.max_tokens=128",  # a shard is one batch
+    "dataset.num_workers=0",
+    "lr_scheduler.warmup_updates=1",
+    "common.log_interval=1",
+)
+
+
+@pytest.mark.end_to_end
+def test_a_cell_of_the_pre_training_table_is_trained_over_the_prepared_shards(
+    prepare: Callable[..., dict], tmp_path: Path
+) -> None:
+    prepare()
+    every = plan.runs(plan.load_named("tmlr-table1-pretrain"), "paper", [1])
+    (cell,) = (own for own in every if own.label == "Type2")
+    made = shortened(cell, tmp_path / "data", tmp_path, TINY)
+    made.work(WarmChildren(), Devices(), print)
+    found = json.loads(made.result.read_text())
+    assert made.finished()
+    assert (found["dataset"], found["task"]) == ("wikibook-gpt2", "masked_lm")
+    assert found["config"]["data"].count(":") == SHARDS - 1
+    assert found["config"]["attention-normalizer"] == "layernorm"
+    assert set(found["data"]) == {"train", "valid", "dictionary"}
+    assert found["metrics"].keys() == {"valid"}
+    assert found["metrics"]["valid"]["masked"]["ppl"] == pytest.approx(TYPES, rel=0.5)
+    read = re.findall(r"loaded (\d+) examples from: \S+/(shard\d)/train", made.log.read_text())
+    assert read == [("5", f"shard{number}") for number in (0, 1, 2, 0)]
+
+
+def shortened(cell: TrainingRun, data: Path, folder: Path, changes: tuple[str, ...]) -> TrainingRun:
+    """A run of a table on ``data``, in ``folder``."""
+    places = {"folder": folder / "work", "result": folder / "run.json"}
+    return replace(cell, data=data, overrides=(*cell.overrides, *changes), **places)
+
+
 # ----------------------------------------------------------------------------------------- books
 
 
@@ -279,13 +323,7 @@ def test_a_cell_of_the_books_column_is_trained_and_evaluated(shelf: Path, tmp_pa
     books.prepare("books", data, shelf, **known(shelf))
     every = plan.runs(plan.load_named("tmlr-table2"), "paper", [1])
     (cell,) = (own for own in every if (own.config, own.label) == ("books", "Type2"))
-    made = replace(
-        cell,
-        data=data,
-        folder=tmp_path / "work",
-        result=tmp_path / "run.json",
-        overrides=(*cell.overrides, *SMALL),
-    )
+    made = shortened(cell, data, tmp_path, SMALL)
     made.work(WarmChildren(), Devices(), print)
     found = json.loads(made.result.read_text())
     assert (found["dataset"], found["curve"][-1]["updates"]) == ("books-gpt2", 2)

@@ -274,7 +274,8 @@ def test_what_does_not_fit_together_gets_one_sentence_and_nothing_is_begun(
     pretrained: Path, tasks: Path, tmp_path: Path
 ) -> None:
     made = finetuning_run(pretrained, tasks / "RTE", tmp_path / "run")
-    assert "pre-train it first" in refused(replace(made, checkpoint=tmp_path / "absent.pt"))
+    absent = replace(made, checkpoint=tmp_path / "absent.pt", made_by="COMMAND")
+    assert "absent.pt does not exist: pre-train it first, with COMMAND" in refused(absent)
     assert "is not prepared: run" in refused(replace(made, data=tmp_path / "glue-words" / "RTE"))
 
     def copy(change: str) -> Path:

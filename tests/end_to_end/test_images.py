@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import shlex
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from lrpe_fairseq.experiments.commands import eval_classifier
+from lrpe_fairseq.experiments.families import plan
 from lrpe_fairseq.experiments.families.classification import ClassificationRun
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.warm import WarmChildren
-from tests.test_images import needs_timm, write_images
+from tests.end_to_end.commands import run, saved
+from tests.test_data_prep import load
+from tests.test_images import needs_timm, write_class_folders
 
 pytestmark = pytest.mark.end_to_end
+prepare = load("imagenet")
 
 OVERRIDES = {
     "common.bf16": "false",
@@ -33,33 +41,39 @@ OVERRIDES = {
 }
 
 
-def image_run(folder: Path, **changes: str) -> ClassificationRun:
-    """A short training with the configuration of ImageNet."""
-    write_images(folder / "data")
-    return ClassificationRun(
-        experiment="trial",
-        label="Type2",
-        config="vit-imagenet",
-        data=folder / "data",
-        attention_type="linear",
-        position_encoding="lrpe-tmlr-type2",
-        seed=1,
-        scale="paper",
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Class folders of generated images, as data-prep/imagenet prepares them."""
+    folder = tmp_path_factory.mktemp("imagenet")
+    write_class_folders(folder / "given")
+    given = ["--dest", str(folder / "data"), "--from", str(folder / "given"), "--any-images"]
+    assert prepare.main(given) == 0
+    return folder / "data"
+
+
+def image_run(data: Path, folder: Path, **changes: str) -> ClassificationRun:
+    """A short training of the row Type2 of TMLR Table 3, column ``sum``."""
+    every = plan.runs(plan.load_named("tmlr-table3"), "paper", [1])
+    chosen = next(run for run in every if run.label == "Type2")
+    short = tuple(f"{key}={value}" for key, value in {**OVERRIDES, **changes}.items())
+    return replace(
+        chosen,
+        data=data,
         folder=folder / "work",
         result=folder / "run.json",
-        overrides=tuple(f"{key}={value}" for key, value in {**OVERRIDES, **changes}.items()),
-        evaluations=(("valid", "accuracy"),),
+        overrides=(*chosen.overrides, *short),
     )
 
 
-def test_generated_images_are_learned_and_evaluated(
-    tmp_path: Path, capsys: pytest.CaptureFixture
+def test_prepared_images_are_learned_and_evaluated(
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    made = image_run(tmp_path, **{"task.no_augmentation": "true"})
+    made = image_run(prepared, tmp_path, **{"task.no_augmentation": "true"})
     made.work(WarmChildren(), Devices(), print)
     found = json.loads(made.result.read_text())
     measured = found["metrics"]["valid"]["accuracy"]
-    assert (found["task"], measured["examples"]) == ("lrpe_images", 24)
+    assert (found["task"], found["dataset"]) == ("lrpe_images", "images-folders")
+    assert (found["config"]["position-grid"], measured["examples"]) == ("sum", 24)
     assert measured["accuracy"] > 90
     assert made.finished()
     best, out = made.checkpoints / checkpoints.BEST, tmp_path / "out.json"
@@ -71,7 +85,56 @@ def test_generated_images_are_learned_and_evaluated(
 
 
 @needs_timm
-def test_a_training_with_every_augmentation_ends_and_is_evaluated_without(tmp_path: Path) -> None:
-    made = image_run(tmp_path, **{"optimization.max_update": "4"})
+def test_a_training_with_every_augmentation_ends_and_is_evaluated_without(
+    prepared: Path, tmp_path: Path
+) -> None:
+    made = image_run(prepared, tmp_path, **{"optimization.max_update": "4"})
     made.work(WarmChildren(), Devices(), print)
     assert json.loads(made.result.read_text())["metrics"]["valid"]["accuracy"]["examples"] == 24
+
+
+# --- weight decay, and a training that resumes -------------------------------------------------
+
+ONE_PATCH = {  # at position 0, where no angle has a gradient
+    "task.image_size": "8",
+    "task.no_augmentation": "true",
+    "model.grid_width": "1",
+    "optimizer.weight_decay": "1.0",
+    "lr_scheduler.lr_period_updates": "8",  # the rates do not depend on max_update
+    "dataset.disable_validation": "true",
+}
+
+
+def trained(data: Path, folder: Path, updates: int, bf16: bool = False) -> dict[str, Any]:
+    """The last checkpoint of a training on one patch, which resumes what ``folder`` has."""
+    precision = {"common.bf16": str(bf16).lower()}
+    ends = {**ONE_PATCH, **precision, "optimization.max_update": str(updates)}
+    made = image_run(data, folder, **ends)
+    run("fairseq_cli.hydra_train", *map(shlex.quote, made.command()[1:]))
+    return saved(made.checkpoints / checkpoints.LAST)
+
+
+def test_weight_decay_leaves_angles_without_a_gradient_where_they_were(
+    prepared: Path, tmp_path: Path
+) -> None:
+    weights = trained(prepared, tmp_path, 3, bf16=True)["model"]
+    angles = [weights[name] for name in weights if name.endswith("theta")]
+    start = 10000.0 ** (-torch.arange(16) / 16)
+    assert len(angles) == 2
+    for angle in angles:
+        torch.testing.assert_close(angle, start, rtol=1e-6, atol=0)
+
+
+def test_a_resumed_training_with_two_groups_is_the_uninterrupted_one(
+    prepared: Path, tmp_path: Path
+) -> None:
+    whole = trained(prepared, tmp_path / "whole", 5)
+    trained(prepared, tmp_path / "resumed", 3)
+    resumed = trained(prepared, tmp_path / "resumed", 5)
+    for name, weight in whole["model"].items():
+        assert torch.equal(resumed["model"][name], weight), name
+    state, expected = (training["last_optimizer_state"] for training in (resumed, whole))
+    assert state["param_groups"] == expected["param_groups"]
+    assert [group["weight_decay"] for group in state["param_groups"]] == [1.0, 0.0]
+    for index, moments in expected["state"].items():
+        assert torch.equal(state["state"][index]["exp_avg_sq"], moments["exp_avg_sq"])

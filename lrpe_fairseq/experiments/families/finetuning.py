@@ -7,9 +7,10 @@ of the command line.
 import itertools
 import json
 import math
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,6 +30,8 @@ from lrpe_fairseq.experiments.runner.training import Budget, TrainingRun
 
 EXPERIMENT = "table3"
 GLUE = "glue"
+PRETRAINING = "scripts/pretrain_roberta.sh or scripts/run_table.sh table8"
+"""Commands that make a checkpoint, for one that no table names."""
 WARM_UP = 0.06  # fraction of the updates, as in RoBERTa's fine-tuning
 FREE = {  # model options that fine-tuning may set
     "dropout",
@@ -48,13 +51,15 @@ EMBEDDING = "encoder.sentence_encoder.embed_tokens.weight"
 class FinetuningRun(TrainingRun):
     """One model on the task ``data.name``, starting from ``checkpoint``.
 
-    ``lr``: peak learning rate. The other fields are those of every run.
+    ``lr``: peak learning rate. ``made_by``: the command that makes the checkpoint. The other fields
+    are those of every run.
     """
 
     configs: ClassVar[str] = "roberta"
     task: ClassVar[str] = "sentence_prediction"
     checkpoint: Path = Path()
     lr: float = 1e-5
+    made_by: str = field(default=PRETRAINING, compare=False)
 
     @property
     def glue_task(self) -> glue.GlueTask:
@@ -68,7 +73,8 @@ class FinetuningRun(TrainingRun):
         """Return the runs of a cell, whose data set is a GLUE task: one per learning rate."""
         folder = f"{scale}-{file_name(f'{cell.label}-{cell.attention}')}-seed1"
         best = ROOT / "runs" / table.pretrained / folder / "checkpoints" / checkpoints.BEST
-        source = Source(best, cell.label, cell.attention, cell.encoding)
+        command = pretraining_command(table.pretrained, cell, scale)
+        source = Source(best, cell.label, cell.attention, cell.encoding, command)
         tasks = [cell.dataset.removeprefix("glue-")]
         rates, home = table.rates.get(scale, []), table.experiments[0]
         return finetuning_runs(source, config, scale, tasks, rates, [seed], home)
@@ -95,7 +101,7 @@ class FinetuningRun(TrainingRun):
     def require_inputs(self) -> None:
         """Also require that checkpoint, data and task match."""
         super().require_inputs()
-        require_match(self.checkpoint, self.data, self.glue_task)
+        require_match(self.checkpoint, self.data, self.glue_task, self.remedy())
 
     def splits(self) -> set[str]:
         """Also every development set."""
@@ -134,6 +140,14 @@ class FinetuningRun(TrainingRun):
                 "updates": checkpoints.updates(pretrained),
             },
         }
+
+    def remedy(self) -> str:
+        """Return how to make the checkpoint: a table skips a run whose run file is there."""
+        folder = self.checkpoint.absolute().parent.parent
+        result = ROOT / "results" / "runs" / folder.parent.name / f"{folder.name}.json"
+        if not result.exists():
+            return self.made_by
+        return f"{self.made_by}; delete {relative(result)} before, or the run is skipped"
 
     def _protocol(self) -> str:
         metric = self.glue_task.metrics[0]
@@ -191,12 +205,20 @@ class FinetuningRun(TrainingRun):
 
 @dataclass(frozen=True)
 class Source:
-    """A pre-trained model: its checkpoint, its label in tables, and its encoding."""
+    """A pre-trained model: its checkpoint, its label in tables, its encoding, and the command that
+    makes the checkpoint."""
 
     checkpoint: Path
     label: str
     attention_type: str
     position_encoding: str
+    made_by: str = PRETRAINING
+
+
+def pretraining_command(table: str, cell: Cell, scale: str) -> str:
+    """Return the command that pre-trains the model of a cell, with the first seed."""
+    row = ["--rows", cell.label, "--attention", cell.attention]
+    return shlex.join(["scripts/run_table.sh", table, *row, "--scale", scale, "--seeds", "1"])
 
 
 def source_of(checkpoint: Path) -> Source:
@@ -246,6 +268,7 @@ def finetuning_runs(
                 result=ROOT / "results" / "runs" / experiment / f"{name}.json",
                 checkpoint=source.checkpoint,
                 lr=lr,
+                made_by=source.made_by,
             )
         )
     return made
@@ -318,15 +341,15 @@ def evaluation_command(checkpoint: Path, data: Path, split: str, found: Path) ->
     ]
 
 
-def require_match(checkpoint: Path, data: Path, task: glue.GlueTask) -> None:
-    """Raise RunFailed unless the checkpoint can be fine-tuned on ``data``."""
+def require_match(checkpoint: Path, data: Path, task: glue.GlueTask, remedy: str) -> None:
+    """Raise RunFailed unless the checkpoint can be fine-tuned on ``data``.
+
+    remedy: how to make the checkpoint.
+    """
     try:
         state = checkpoints.require_model(checkpoint, "lrpe_roberta")
     except ValueError as error:
-        raise RunFailed(
-            f"{error}: pre-train it first, with scripts/pretrain_roberta.sh or "
-            "scripts/run_table.sh table8"
-        ) from None
+        raise RunFailed(f"{error}: pre-train it first, with {remedy}") from None
     for split in ("train", *task.evaluations[:1]):
         if not any((data / "bin" / "input0").glob(f"{split}.idx")):
             raise RunFailed(

@@ -106,6 +106,7 @@ def _defaults(names: Names) -> Any:
     importlib.import_module("lrpe_fairseq.models")  # registers our classes
     importlib.import_module("lrpe_fairseq.tasks")
     importlib.import_module("lrpe_fairseq.criterions")
+    importlib.import_module("lrpe_fairseq.optim")
     kinds = {part: FairseqConfig.__dataclass_fields__[part].default for part in PLAIN}
     values = {part: OmegaConf.to_container(OmegaConf.structured(k)) for part, k in kinds.items()}
     config = OmegaConf.create({**values, **{part: {"_name": name} for part, name in names}})

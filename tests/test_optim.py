@@ -1,0 +1,130 @@
+"""``lrpe_adam``: which parameters are decayed, in every kind of precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fairseq import optim, options
+from fairseq.dataclass.configs import FairseqConfig
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.optim import FairseqOptimizer
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from lrpe_fairseq.errors import Refusal
+from lrpe_fairseq.experiments.families import plan
+from lrpe_fairseq.experiments.runner import identity
+from lrpe_fairseq.experiments.runner.training import TrainingRun
+from lrpe_fairseq.models.vit import LRPEViT, LRPEViTConfig
+from tests.test_images import task_of_images
+
+TABLE = plan.runs(plan.load_named("tmlr-table3"), "paper", [1])
+WRAPPERS = {
+    "float32": (optim, {}),
+    "bf16": (optim.FP16Optimizer, {"bf16": True}),
+    "fp16 without flat gradients": (optim.FP16Optimizer, {"fp16_no_flatten_grads": True}),
+    "memory-efficient": (optim.MemoryEfficientFP16Optimizer, {"bf16": True}),
+}
+
+
+def config(name: str = "lrpe_adam", decay: float = 0.5, **common: object) -> DictConfig:
+    """fairseq's whole configuration, which a YAML and its defaults give."""
+    given = {"_name": name, "weight_decay": decay, "adam_betas": "(0.9, 0.999)"}
+    chosen = {"optimizer": given, "common": common, "optimization": {"lr": [0.1]}}
+    return OmegaConf.merge(OmegaConf.structured(FairseqConfig), chosen)
+
+
+def model() -> nn.Module:
+    """A matrix, a bias, the two vectors of a norm, and a number."""
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+    made.register_parameter("number", nn.Parameter(torch.tensor(2.0)))
+    return made
+
+
+# --- ImageNet ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", TABLE, ids=lambda run: f"{run.label} {run.folder.name}")
+def test_imagenet_decays_matrices_and_neither_angles_nor_biases_nor_norms(
+    run: TrainingRun,
+) -> None:
+    settings = run.settings()
+    chosen = {key: value for key, value in settings.model.items() if key != "_name"}
+    filled = OmegaConf.merge(OmegaConf.structured(LRPEViTConfig), chosen)
+    task = task_of_images(settings.task.image_size, settings.task.num_classes)
+    with torch.device("meta"):
+        built = LRPEViT.build_model(filled, task)
+    known = OmegaConf.create(identity.resolved(settings)["optimizer"])
+    made = optim.build_optimizer(known, list(built.parameters()))
+    decay = {id(p): group["weight_decay"] for group in made.param_groups for p in group["params"]}
+    found = {name: decay[id(p)] for name, p in built.named_parameters() if p.requires_grad}
+    parts = ("bias", "theta", "norm")
+    spared = {name for name in found if any(part in name for part in parts)}
+    assert {name for name in found if found[name] == 0} == spared
+    weights = found.keys() - spared
+    assert {found[name] for name in weights} == {0.05}
+    assert {built.get_parameter(name).dim() for name in weights} == {2}
+    angles = {name for name in spared if name.endswith("theta")}
+    assert bool(angles) == (run.label in ("Type1", "Type2"))
+
+
+# --- the optimizer -----------------------------------------------------------------------------
+
+
+def trained(kind: str, built: nn.Module, name: str = "lrpe_adam") -> FairseqOptimizer:
+    """The optimizer after one update with gradients of zero."""
+    wrapper, common = WRAPPERS[kind]
+    known = config(name, **common)
+    given = known.optimizer if wrapper is optim else known
+    made = wrapper.build_optimizer(given, list(built.parameters()))
+    made.zero_grad()
+    made.backward(sum(0 * parameter.sum() for parameter in built.parameters()))
+    made.step()
+    return made
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_without_gradients_matrices_shrink_and_vectors_stay(kind: str) -> None:
+    built, start = model(), {name: p.clone() for name, p in model().named_parameters()}
+    trained(kind, built)
+    for name, parameter in built.named_parameters():
+        kept = 1 - 0.1 * 0.5 if name == "0.weight" else 1
+        torch.testing.assert_close(parameter.detach(), start[name].detach() * kept)
+
+
+def test_adam_of_fairseq_shrinks_vectors_too() -> None:
+    built = model()
+    trained("float32", built, "adam")
+    assert built.number.item() == pytest.approx(2 * 0.95)
+
+
+def test_an_override_on_resuming_changes_the_decay_of_matrices_only() -> None:
+    made, other = (trained("float32", model()) for _ in range(2))
+    made.load_state_dict(other.state_dict(), {"weight_decay": 0.3, "lr": 0.2})
+    decays = [(group["weight_decay"], group["lr"]) for group in made.param_groups]
+    assert decays == [(0.3, 0.2), (0.0, 0.2)]
+
+
+def test_flat_gradients_are_refused_in_one_sentence() -> None:
+    flat = nn.Parameter(torch.zeros(9))
+    with pytest.raises(Refusal, match=r"--fp16-no-flatten-grads to --fp16, or use --bf16$"):
+        optim.build_optimizer(config().optimizer, [{"cpu": flat}])  # as fairseq's fp16 calls it
+
+
+def test_both_groups_have_the_options_and_the_update_of_adam() -> None:
+    ours, theirs = (model() for _ in range(2))
+    for built, name in ((ours, "lrpe_adam"), (theirs, "adam")):
+        made = optim.build_optimizer(config(name, 0.0).optimizer, list(built.parameters()))
+        for step in range(3):
+            built(torch.arange(6.0).view(2, 3) + step).square().sum().backward()
+            made.step()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_command_line_has_the_optimizer_with_the_options_of_adam() -> None:
+    typed = "data --task lrpe_images --arch lrpe_vit_tiny --optimizer lrpe_adam --weight-decay 0.3"
+    parsed = options.parse_args_and_arch(options.get_training_parser(), typed.split())
+    known = convert_namespace_to_omegaconf(parsed).optimizer
+    assert (known._name, known.weight_decay, known.adam_eps) == ("lrpe_adam", 0.3, 1e-8)
