@@ -1,11 +1,13 @@
 """Evaluation at other lengths than that of training: protocols, scores, controls, the figure."""
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -467,6 +469,7 @@ def test_the_figure_shows_the_difference_from_the_shortest_context(tmp_path: Pat
     runs["extrapolation/3.json"]["metrics"]["test"]["paired-128"] = {"diverged": 1, "tokens": 9}
     (panel,) = lengths.panels(Sheet(tmp_path, table, Group("small", "wikitext-2", runs)))
     assert panel.attention == "linear"
+    assert panel.rows == tuple(table.curves)
     bits = {128: 0.0, 256: 0.15, 2048: 15 * 0.15}
     assert dict(panel.paired["NoPE"]) == pytest.approx(
         {n: b * math.log(2) for n, b in bits.items()}
@@ -478,6 +481,42 @@ def test_the_figure_shows_the_difference_from_the_shortest_context(tmp_path: Pat
     assert panel.high["NoPE"] == [(2048, 9.0)]
     lengths.draw(tmp_path / "figure.png", panel)
     assert (tmp_path / "figure.png").read_bytes()[:4] == b"\x89PNG"
+
+
+ROWS = tuple(f"row {n}" for n in range(100))
+
+
+def panel_of(labels: Iterable[str], last: Iterable[float] = (1.0,)) -> lengths.Panel:
+    """Made-up curves whose differences at the longest context are ``last``, in turn."""
+    ends = dict(zip(labels, itertools.cycle(last), strict=False))
+    paired = {label: [(128, 0.0), (256, end / 2), (2048, end)] for label, end in ends.items()}
+    positions = {label: [(16, 5.0), (128, 4.5), (2048, 4.5 + end)] for label, end in ends.items()}
+    return lengths.Panel("linear", ROWS, paired, positions, paired, paired)
+
+
+def lines_of(panel: lengths.Panel) -> list[dict[str, Any]]:
+    """Return label -> line of both axes of the picture."""
+    pytest.importorskip("matplotlib")
+    all_axes = lengths.figure(panel).axes
+    return [{line.get_label(): line for line in axes.get_lines()} for axes in all_axes]
+
+
+def test_a_row_has_one_style_in_every_picture_of_a_table() -> None:
+    shown = [panel_of(labels) for labels in (ROWS[:21], ROWS[4:5], ROWS[20:3:-1])]
+    found = [
+        (line.get_color(), line.get_marker(), line.get_linestyle())
+        for panel in shown
+        for lines in lines_of(panel)
+        for label, line in lines.items()
+        if label == ROWS[4]
+    ]
+    assert len(found) == 6
+    assert len(set(found)) == 1
+
+
+def test_no_two_rows_share_color_marker_and_dash() -> None:
+    styles = {tuple(lengths.style(label, ROWS).values()) for label in ROWS}
+    assert len(styles) == len(ROWS)
 
 
 # --- the whole, once --------------------------------------------------------------------------
