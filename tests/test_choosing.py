@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 
@@ -246,6 +247,46 @@ def test_every_run_of_the_language_model_of_this_repository_is_on_the_page() -> 
     assert measured <= {row.label for row in known.table.rows}
 
 
+def save_speeds(root: Path, *encodings: str) -> None:
+    rows = [{"attention": "linear", "encoding": name, "relative_speed": 1 - n / 10}
+            for n, name in enumerate(encodings)]  # fmt: skip
+    path = root / "results" / "bench" / "cpu" / "table9.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"part": "table9", "rows": rows}))
+
+
+def save_three(root: Path) -> None:
+    """Quality and speed of three methods, the fewest of a picture."""
+    names = ("none", "rope", "lrpe-type4")
+    for place, name in enumerate(names):
+        save(root, name, 50.0 + place, 50.1 + place)
+    save_speeds(root, *names)
+
+
+def test_the_caption_names_the_methods_whose_speed_is_not_measured(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_three(root)
+    assert "Absent" not in page(root)
+    save(root, "none", 60.0, **{"no-token-positional-embeddings": True})
+    save(root, "rope", 30.0, **{"attention-normalizer": "layernorm", "x": 2})
+    said = "Absent because their speed is not measured: 2 methods with linear attention"
+    assert f"{said} (`none` and `rope`, layernorm)." in " ".join(page(root).split())
+    monkeypatch.setattr(choosing, "MOST_ABSENT", 1)
+    assert f"{said}." in " ".join(page(root).split())
+
+
+def test_the_axes_of_the_picture_say_what_is_measured(root: Path) -> None:
+    save_three(root)
+    [panel] = choosing.pictures(root)[choosing.PICTURE].keywords["found"]
+    assert (panel.x, panel.y) == ("speed (higher is better)", "LM (lower is better)")
+    edit(root, "title: speed,", "title: speed, axis: words per second,")
+    edit(root, "title: LM,", "title: LM, axis: perplexity of words,")
+    [panel] = choosing.pictures(root)[choosing.PICTURE].keywords["found"]
+    assert panel.x == "words per second (higher is better)"
+    assert panel.y == "perplexity of words (lower is better)"
+
+
 def test_a_finding_waits_for_every_cell_that_it_names(root: Path) -> None:
     save(root, "rope", 40.0, 40.1)
     assert "RoPE has" not in page(root).partition("Published statements")[0]
@@ -295,6 +336,7 @@ def test_a_statement_that_the_published_table_does_not_make_is_refused(root: Pat
         ("NoPE [[NoPE | linear]]", "RoPE is best", "a note says 'best' itself"),
         ("NoPE [[NoPE | linear]]", "NoPE is lower", "a note says 'lower' itself"),
         ("text: relative.", "text: 2 runs.", "a text states 2 itself"),
+        ("text: relative.", "text: relative., axis: 2 runs", "a text states 2 itself"),
         (
             "verdict: supported",
             "verdict: perhaps",
@@ -425,6 +467,12 @@ def test_no_row_reaches_the_guess_on_expressions_longer_than_those_of_training()
     ]
     assert len(means) > 10
     assert max(means) < root
+
+
+def test_the_axes_of_the_picture_of_this_repository_say_what_is_measured() -> None:
+    for panel in choosing.pictures(ROOT)[choosing.PICTURE].keywords["found"]:
+        assert panel.y == "validation perplexity (lower is better)"
+        assert panel.x == "training speed relative to sinusoidal positions (higher is better)"
 
 
 def test_contexts_have_a_matrix_of_their_own_whose_columns_share_a_text() -> None:

@@ -1,5 +1,6 @@
 """The published numbers, the run file, and the pages of results/."""
 
+import itertools
 import json
 import math
 import random
@@ -23,7 +24,16 @@ from lrpe_fairseq.experiments.records.runs import (
     validate,
     write_run,
 )
-from lrpe_fairseq.experiments.report import cells, claims, markdown, pages, paper, scatter, tables
+from lrpe_fairseq.experiments.report import (
+    cells,
+    claims,
+    labels,
+    markdown,
+    pages,
+    paper,
+    scatter,
+    tables,
+)
 from lrpe_fairseq.experiments.report.cells import Scores
 from lrpe_fairseq.experiments.report.curves import (
     axis_label,
@@ -1294,6 +1304,43 @@ def test_the_same_points_give_the_same_picture_and_a_far_one_stays_at_the_edge(t
         scatter.draw(tmp_path / f"{name}.png", [panel])
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
     assert scatter.limits([p.ours for p in points], [0.0] * 7)[1] < 100
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_lines_to_the_labels_of_a_dense_cluster_do_not_cross(tmp_path, monkeypatch, seed):
+    text_class = pytest.importorskip("matplotlib.text").Text
+    drawn, draw = [], random.Random(seed).random
+    monkeypatch.setattr(scatter.pictures, "save", lambda figure, path: drawn.append(figure))
+    points = [scatter.Point(f"wide-{n}", 20.0 + 3 * n, 80.0 + 3 * n, None) for n in range(9)]
+    dense = [(30 + 3 * draw(), 90 + 3 * draw()) for _ in range(12)]
+    points += [scatter.Point(f"dense-{n}", x, y, 0.5) for n, (x, y) in enumerate(dense)]
+    scatter.draw(tmp_path / "a.png", [scatter.Panel("one", "softmax", "lower", tuple(points))])
+    drawn[0].canvas.draw()
+    [axes] = drawn[0].axes
+    boxes = {t: text_class.get_window_extent(t) for t in axes.texts}  # without the line
+    lines = [
+        (*axes.transData.transform(text.xy), (box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)
+        for text, box in boxes.items()
+        if text.arrow_patch is not None
+    ]
+    assert len(lines) > 3
+    assert not any(labels.cross(a, b) for a, b in itertools.combinations(lines, 2))
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes.values(), 2))
+
+
+def test_lines_cross_where_each_parts_the_ends_of_the_other():
+    assert labels.cross((0, 0, 2, 2), (0, 2, 2, 0))
+    assert not labels.cross((0, 0, 2, 2), (0, 2, 0.9, 1))
+    assert not labels.cross((0, 0, 1, 1), (2, 0, 2, 5))
+
+
+def test_a_label_beside_its_point_moves_when_a_later_one_needs_its_place():
+    """The first label could be left or right of its point, the second one only to the right."""
+    left, right = (labels.Place(labels.around(x, 0, 9, 5), (0, 0, x, 0), False) for x in (-8, 8))
+    frame = (-50, -50, 50, 50)
+    assert labels.arrange([[right, left], [right]], [], frame) == [left, right]
+    wall = labels.Obstacle(labels.around(-8, 0, 9, 5), 100.0)
+    assert labels.arrange([[left, right]], [wall], frame) == [right]
 
 
 def test_a_row_is_a_point_where_both_numbers_are_there(root):

@@ -44,7 +44,8 @@ class Learned:
 class Aspect:
     """One column of one or more matrices.
 
-    key, title: its name and heading. text: what the number is. command: what measures it.
+    key, title: its name and heading. axis: what an axis of the picture says that it measures;
+    default: the title. text: what the number is. command: what measures it.
     matrices: the headings of its matrices. sources: the columns that hold it; of a method that
     several have, the first counts. metric: a field of the run file in place of the metric of
     these columns. benchmark: a part of results/bench instead of sources. better: ``lower`` or
@@ -59,6 +60,7 @@ class Aspect:
     text: str
     command: str
     better: str
+    axis: str = ""
     sources: list[Source] = field(default_factory=list)
     metric: str = ""
     benchmark: str = ""
@@ -164,7 +166,8 @@ def _aspect(given: dict[str, Any]) -> Aspect:
 
 def _check(choices: Choices) -> None:
     for aspect in choices.aspects:
-        notes.check_text(aspect.text)
+        for text in (aspect.text, aspect.axis):
+            notes.check_text(text)
         if aspect.better not in ("lower", "higher"):
             raise ValueError(f"better of {aspect.key} must be lower or higher")
         if bool(aspect.sources) == bool(aspect.benchmark):

@@ -28,6 +28,7 @@ from lrpe_fairseq.experiments.report.sheet import Sheet, sheets
 PAGE = "docs/choosing.md"
 PICTURE = "results/figures/choosing.png"
 MOST = 4  # methods of rank 1 that the short answer names
+MOST_ABSENT = 6  # methods that the caption of the picture names
 UNMEASURED, UNDECIDED = "unmeasured", "open"
 NOT_LEARNED = "not learned"
 INTRO = (
@@ -224,10 +225,10 @@ def _heading(aspect: Aspect) -> str:
 
 
 def _panels(choices: Choices, known: Boards) -> list[scatter.Panel]:
-    quality, cost = (next(a for a in choices.aspects if a.key == key) for key in choices.figure)
+    quality, cost = _figure(choices)
     found = []
     for attention in ATTENTION:
-        good, fast = (boards.values(known[a.key, attention]) for a in (quality, cost))
+        good, fast = _both(choices, known, attention)
         points = tuple(
             scatter.Point(
                 label.replace("`", ""),
@@ -239,16 +240,44 @@ def _panels(choices: Choices, known: Boards) -> list[scatter.Panel]:
             if label in fast
         )
         if len(points) >= scatter.FEWEST:
-            labels = [f"{a.title} ({a.better} is better)" for a in (cost, quality)]
+            labels = [f"{a.axis or a.title} ({a.better} is better)" for a in (cost, quality)]
             title = f"{attention} attention"
             found.append(scatter.Panel(title, attention, quality.better, points, *labels))
     return found
 
 
 def _picture(choices: Choices, known: Boards) -> list[str]:
-    if not _panels(choices, known):
+    panels = _panels(choices, known)
+    if not panels:
         return []
-    return [f"![Quality against speed](../{PICTURE})\n", f"{markdown.wrapped(CAPTION)}\n"]
+    caption = f"{CAPTION}{_absent(choices, known, [panel.attention for panel in panels])}"
+    return [f"![Quality against speed](../{PICTURE})\n", f"{markdown.wrapped(caption)}\n"]
+
+
+def _figure(choices: Choices) -> list[Aspect]:
+    """Return the quality and the cost that the picture shows."""
+    return [next(a for a in choices.aspects if a.key == key) for key in choices.figure]
+
+
+def _both(choices: Choices, known: Boards, attention: str) -> list[Mapping[str, cells.Scores]]:
+    """Return the values of the picture's quality, and those of its cost, by method."""
+    return [boards.values(known[aspect.key, attention]) for aspect in _figure(choices)]
+
+
+def _absent(choices: Choices, known: Boards, shown: list[str]) -> str:
+    """Say which methods the picture lacks because their cost is not measured; empty if none.
+
+    shown: the attention types of the picture.
+    """
+    parts = []
+    for attention in shown:
+        good, cost = _both(choices, known, attention)
+        if missing := [label for label in good if label not in cost]:
+            count = f"{len(missing)} method{'s' if len(missing) > 1 else ''}"
+            named = f" ({markdown.listed(missing)})" if len(missing) <= MOST_ABSENT else ""
+            parts.append(f"{count} with {attention} attention{named}")
+    title = _figure(choices)[1].title
+    return f" Absent because their {title} is not measured: {'; '.join(parts)}." if parts else ""
 
 
 # --- findings and statements ------------------------------------------------------------------

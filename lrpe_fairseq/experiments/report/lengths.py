@@ -7,7 +7,7 @@ shows the loss by position in the longest blocks.
 import functools
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,24 @@ from lrpe_fairseq.experiments.report import cells, pictures
 from lrpe_fairseq.experiments.report.sheet import Sheet
 
 BOUNDS = {"delta_low": min, "delta_high": max}  # over seeds
-LINES = ("-", "--", ":")
+COLORS = 10
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # their number and COLORS are coprime
+LINES = ("-", "--", ":", "-.")
 FEWEST = 3
 """Smallest number of paired lengths of a figure."""
+MANY = 14
+"""Number of rows that fit into the legend beside the panels in the usual size of letters."""
+LINEAR = 0.1
+"""Nats up to which the axis of differences is linear; it is logarithmic beyond."""
+LEAST = (-0.05, 0.1)
+"""Range in nats that the axis of differences always shows."""
 CAPTION = (
-    "Left: loss of the same tokens with a longer context, minus that with the training length; "
-    "bands: the 95 % bootstrap intervals over the blocks of the test set, from the lowest to the "
-    "highest of all seeds. Right: mean loss by position in the longest blocks. Lines: means over "
-    "seeds; a row that leaves the axes is named with its largest value."
+    "Left: loss of the same tokens with a longer context, minus that with the training length; the "
+    f"axis is linear up to {LINEAR:g} nats and logarithmic beyond. Bands: the 95 % bootstrap "
+    "intervals over the blocks of the test set, from the lowest to the highest of all seeds. "
+    "Right: mean loss by position in the longest blocks; a point stands at the upper bound of its "
+    "range of positions, and a row that leaves the axes is named with its largest value. Lines: "
+    "means over seeds; a row has one color, marker and dash in all of these pictures."
 )
 Curve = list[tuple[float, float]]  # (tokens, nats), tokens ascending
 
@@ -35,10 +45,13 @@ Curve = list[tuple[float, float]]  # (tokens, nats), tokens ascending
 class Panel:
     """The curves of one attention type, by row: paired differences, and loss by position.
 
-    low, high: the bounds of the intervals of the paired differences over all seeds.
+    trained: the training length in tokens. rows: the rows in ``curves`` of the table, measured or
+    not. low, high: the bounds of the intervals of the paired differences over all seeds.
     """
 
     attention: str
+    trained: int
+    rows: tuple[str, ...]
     paired: dict[str, Curve] = field(default_factory=dict)
     positions: dict[str, Curve] = field(default_factory=dict)
     low: dict[str, Curve] = field(default_factory=dict)
@@ -55,6 +68,8 @@ def panels(sheet: Sheet) -> list[Panel]:
             positions = [c for c in columns if _kind(c) == POSITIONS][:1]
             panel = Panel(
                 attention,
+                sheet.option("tokens-per-sample"),
+                tuple(sheet.table.curves),
                 _curves(sheet, paired, _paired),
                 _curves(sheet, positions, _by_position),
                 *(
@@ -71,21 +86,43 @@ def draw(path: Path, panel: Panel) -> None:
 
     Raises: ImportError if matplotlib, which comes with the extra [plots], is not installed.
     """
-    figure = pictures.blank(12, 4.2)
-    left, right = figure.subplots(1, 2)
-    labels = list(dict.fromkeys([*panel.paired, *panel.positions]))
-    _draw(left, panel.paired, labels, "context, tokens", "difference of the loss, nats")
-    _draw(right, panel.positions, labels, "position", "loss, nats")
-    for label, low in panel.low.items():
-        lengths, bottom = zip(*low, strict=True)
-        top = [value for _, value in panel.high[label]]
-        left.fill_between(lengths, bottom, top, color=_style(label, labels)["color"], alpha=0.2)
-    left.set_title(f"{panel.attention} attention, the same tokens")
+    pictures.save(figure(panel), path)
+
+
+def figure(panel: Panel) -> Any:
+    """Draw one panel: differences of the loss on the left, loss by position on the right.
+
+    Raises: ImportError if matplotlib is not installed.
+    """
+    drawn = pictures.blank(12, 4.4)
+    left, right = drawn.subplots(1, 2)
+    _lines(left, panel.paired, panel)
+    _bands(left, panel)
+    _lines(right, panel.positions, panel)
+    _differences(left)
+    _cut(right, panel.positions)
+    left.set(xlabel="context, tokens", title=f"{panel.attention} attention, the same tokens")
+    right.set(xlabel="position (upper bound of each range)", ylabel="loss, nats")
     right.set_title(f"{panel.attention} attention, by position")
     handles = {line.get_label(): line for axes in (left, right) for line in axes.get_lines()}
-    shown = [label for label in labels if label in handles]
-    figure.legend([handles[label] for label in shown], shown, loc="outside right upper")
-    pictures.save(figure, path)
+    shown = [label for label in panel.rows if label in handles]
+    letters = "medium" if len(shown) <= MANY else "small"
+    options = {"loc": "outside right upper", "fontsize": letters, "handlelength": 3.2}
+    drawn.legend([handles[label] for label in shown], shown, **options)
+    return drawn
+
+
+def style(label: str, rows: Sequence[str]) -> dict[str, str]:
+    """Return color, marker and dash of a row; no two of up to 280 rows share all three.
+
+    rows: all rows of the table's pictures, so that a row looks the same in each of them.
+    """
+    place = rows.index(label)
+    return {
+        "color": f"C{place % COLORS}",
+        "marker": MARKERS[place % len(MARKERS)],
+        "linestyle": LINES[place // COLORS % len(LINES)],
+    }
 
 
 def _kind(column: Column) -> str:
@@ -156,25 +193,60 @@ def _by_position(run: Run, columns: list[Column]) -> Curve:
     return [(bound, measured[f"loss-{bound}"] * math.log(2)) for bound in known]
 
 
-def _style(label: str, labels: list[str]) -> dict[str, str]:
-    """Return color and line of a row, the same in both panels."""
-    line, color = divmod(labels.index(label), 10)
-    return {"color": f"C{color}", "linestyle": LINES[line % len(LINES)]}
-
-
-def _draw(axes: Any, curves: dict[str, Curve], labels: list[str], x: str, y: str) -> None:
+def _lines(axes: Any, curves: dict[str, Curve], panel: Panel) -> None:
+    """Draw curves over a logarithmic axis of tokens, with the training length marked."""
     for label, curve in curves.items():
-        style = {"linewidth": 1.2, "marker": ".", **_style(label, labels)}
-        axes.plot(*zip(*curve, strict=True), label=label, **style)
+        shape = {"linewidth": 1.2, "markersize": 4, **style(label, panel.rows)}
+        axes.plot(*zip(*curve, strict=True), label=label, **shape)
     axes.set_xscale("log", base=2)
-    axes.set(xlabel=x, ylabel=y)
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
+    axes.axvline(panel.trained, color="black", linewidth=0.8, zorder=1)
+    place = {"xytext": (3, -4), "textcoords": "offset points", "rotation": 90, "va": "top"}
+    at = (panel.trained, 1.0)
+    axes.annotate("training length", at, xycoords=axes.get_xaxis_transform(), size=8, **place)
+
+
+def _bands(axes: Any, panel: Panel) -> None:
+    for label, low in panel.low.items():
+        lengths, bottom = zip(*low, strict=True)
+        top = [value for _, value in panel.high[label]]
+        color = style(label, panel.rows)["color"]
+        axes.fill_between(lengths, bottom, top, color=color, alpha=0.2, linewidth=0)
+
+
+def _differences(axes: Any) -> None:
+    """Scale the axis of differences so that small and large ones are told apart."""
+    axes.set_yscale("symlog", linthresh=LINEAR)
+    axes.set_ylabel(f"difference of the loss, nats (logarithmic beyond ±{LINEAR:g})")
+    low, high = axes.get_ylim()
+    low, high = min(low, LEAST[0]), max(high, LEAST[1])
+    axes.set_ylim(low, high)
+    axes.set_yticks(ticks(low, high))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.axhline(0, color="black", linewidth=0.8, zorder=1)
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Return the round numbers from ``low`` to ``high`` that the axis of differences shows.
+
+    >>> ticks(-0.06, 3)
+    [-0.05, 0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0]
+    """
+    decades = range(math.ceil(math.log10(max(-low, high) / LINEAR)) + 1)
+    sizes = [round(LINEAR * step * 10**decade, 9) for decade in decades for step in (1, 2, 5)]
+    sizes = [LINEAR / 2, *sizes]
+    return [tick for tick in (*(-s for s in reversed(sizes)), 0.0, *sizes) if low <= tick <= high]
+
+
+def _cut(axes: Any, curves: dict[str, Curve]) -> None:
+    """Limit the axis to the bulk of the curves; those that leave it are named."""
     if not curves:
         return
-    low, high = pictures.bulk([curve[-1][1] for curve in curves.values()])
-    values = [value for curve in curves.values() for _, value in curve if low <= value <= high]
-    margin = 0.1 * (high - low) or 0.1
-    axes.set_ylim(min(values) - margin, high + margin)
     largest = {label: max(value for _, value in curve) for label, curve in curves.items()}
-    beyond = [f"{label} reaches {top:.3g}" for label, top in largest.items() if top > high]
-    axes.text(0.02, 0.97, "\n".join(beyond), transform=axes.transAxes, va="top")
+    high = pictures.bulk(list(largest.values()))[1]
+    low = min(value for curve in curves.values() for _, value in curve)
+    margin = 0.1 * (high - low) or 0.1
+    axes.set_ylim(low - margin, high + margin)
+    beyond = [f"{label} reaches {top:.2f}" for label, top in largest.items() if top > high]
+    axes.text(0.02, 0.98, "\n".join(beyond), transform=axes.transAxes, va="top", size=8)

@@ -4,16 +4,12 @@ No line is drawn, because neither equality nor a trend is expected. :data:`CAPTI
 markers mean.
 """
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lrpe_fairseq.experiments.report import cells, pictures
+from lrpe_fairseq.experiments.report import cells, labels, pictures
 from lrpe_fairseq.experiments.report.sheet import Sheet
-
-Box = tuple[float, float, float, float]
-"""Left, lower, right and upper edge in pixels."""
 
 FEWEST = 3  # minimum number of points of a panel
 CAPTION = (
@@ -21,12 +17,8 @@ CAPTION = (
     "axes, labeled ({x}, {y})."
 )
 STYLES = {"linear": ("C0", "o"), "softmax": ("C3", "s")}  # color and marker
-ANGLES = (0, 6, 1, 11, 5, 7, 3, 9, 2, 4, 8, 10)  # in units of 30 degrees, the best first
-OFFSETS = [  # of a label from its point, in points; the first free one is used
-    (r * math.cos(a * math.pi / 6), r * math.sin(a * math.pi / 6))
-    for r in (9, 16, 26, 38, 52)
-    for a in ANGLES
-]
+POINT, NEAR, BAR = 10.0, 0.5, 2.0  # costs of a pixel that a label covers
+SIZE = 8  # of the letters of labels, in points
 FULL = 14
 """Number of points that fit into a small panel; fuller ones are larger, one below the other."""
 
@@ -119,19 +111,32 @@ def _clamped(value: float, limits: tuple[float, float]) -> float:
 
 
 def _labels(axes: Any, panel: Panel) -> None:
-    """Place labels, the top ones first, where they cover the least of points, bars and labels."""
-    to_pixels = axes.transData.transform
+    """Place labels where they and their lines cover the least of points, bars and each other."""
     x_range, y_range = axes.get_xlim(), axes.get_ylim()
     shown = [(_clamped(p.paper, x_range), _clamped(p.ours, y_range)) for p in panel.points]
-    pixels = [tuple(to_pixels(place)) for place in shown]
-    taken = [_box(x, y, 9, 9) for x, y in pixels]
+    pixels = [tuple(axes.transData.transform(place)) for place in shown]
+    entries = sorted(zip(panel.points, shown, pixels, strict=True), key=_key)
+    texts = [_text(point, place) for point, place, _ in entries]
+    scale = axes.figure.dpi / 72
+    choices = [
+        labels.places(_width(axes, text) + 4 * scale, 11 * scale, pixel, scale)
+        for text, (*_, pixel) in zip(texts, entries, strict=True)
+    ]
+    frame = tuple(axes.get_window_extent().extents)
+    found = labels.arrange(choices, _obstacles(axes, panel, pixels), frame)
+    for text, (_, place, pixel), chosen in zip(texts, entries, found, strict=True):
+        _label(axes, text, place, pixel, chosen)
+
+
+def _obstacles(axes: Any, panel: Panel, pixels: list[tuple[float, float]]) -> list[labels.Obstacle]:
+    """Return points, their surroundings and their bars."""
+    found = []
     for point, (x, y) in zip(panel.points, pixels, strict=True):
-        bar = abs(to_pixels((0, point.deviation or 0.0))[1] - to_pixels((0, 0))[1])
-        taken.append(_box(x, y, 3, 2 * bar))
-    for point, place, pixel in sorted(zip(panel.points, shown, pixels, strict=True), key=_key):
-        off = place != (point.paper, point.ours)
-        text = f"{point.label} ({point.paper:g}, {point.ours:.4g})" if off else point.label
-        _label(axes, text, place, pixel, taken)
+        ends = axes.transData.transform([(0, 0), (0, point.deviation or 0.0)])
+        bar = labels.around(x, y, 3, 2 * (ends[1][1] - ends[0][1]))
+        found += [labels.Obstacle(labels.around(x, y, 9, 9), POINT), labels.Obstacle(bar, BAR)]
+        found.append(labels.Obstacle(labels.around(x, y, 26, 26), NEAR))
+    return found
 
 
 def _key(entry: tuple[Point, Any, tuple[float, float]]) -> tuple[float, float, str]:
@@ -139,55 +144,31 @@ def _key(entry: tuple[Point, Any, tuple[float, float]]) -> tuple[float, float, s
     return (-y, x, point.label)
 
 
-def _label(axes: Any, text: str, place: Any, pixel: tuple[float, float], taken: list[Box]) -> None:
-    """Draw ``text`` at the offset with the least overlap; distant labels get a thin line."""
-    scale = axes.figure.dpi / 72
-    width, height = (5.2 * len(text) + 4) * scale, 11 * scale
-    frame = axes.get_window_extent()
-    choices = []
-    for index, (dx, dy) in enumerate(OFFSETS):
-        x = pixel[0] + dx * scale + math.copysign(width / 2, round(dx, 6)) * (abs(dx) > 1)
-        box = _box(x, pixel[1] + dy * scale, width, height)
-        choices.append([box, *(_line(pixel, box) if index >= len(ANGLES) else [])])
-    costs = [_covered(boxes, taken) + _outside(boxes[0], frame) for boxes in choices]
-    best = costs.index(min(costs))
-    taken += choices[best]
-    center = _center(choices[best][0])
+def _text(point: Point, place: tuple[float, float]) -> str:
+    if place == (point.paper, point.ours):
+        return point.label
+    return f"{point.label} ({point.paper:g}, {point.ours:.4g})"
+
+
+def _width(axes: Any, text: str) -> float:
+    """Return the width of a label in pixels."""
+    found = axes.text(0, 0, text, fontsize=SIZE, transform=axes.transAxes)
+    width = found.get_window_extent().width
+    found.remove()
+    return width
+
+
+def _label(
+    axes: Any,
+    text: str,
+    place: tuple[float, float],
+    pixel: tuple[float, float],
+    chosen: labels.Place,
+) -> None:
+    scale, center = axes.figure.dpi / 72, chosen.line[2:]
     offset = ((center[0] - pixel[0]) / scale, (center[1] - pixel[1]) / scale)
     arrow = {"arrowstyle": "-", "linewidth": 0.5, "color": "grey", "shrinkA": 0, "shrinkB": 3}
     axes.annotate(
-        text, place, xytext=offset, textcoords="offset points", fontsize=8, ha="center",
-        va="center", arrowprops=arrow if best >= len(ANGLES) else None,
+        text, place, xytext=offset, textcoords="offset points", fontsize=SIZE, ha="center",
+        va="center", arrowprops=arrow if chosen.distant else None,
     )  # fmt: skip
-
-
-def _box(x: float, y: float, width: float, height: float) -> Box:
-    return x - width / 2, y - height / 2, x + width / 2, y + height / 2
-
-
-def _center(box: Box) -> tuple[float, float]:
-    return (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
-
-
-def _line(start: tuple[float, float], label: Box) -> list[Box]:
-    """Return small boxes along the line from a point to the edge of its label."""
-    (x, y), (to_x, to_y) = start, _center(label)
-    steps = [n / 16 for n in range(2, 16)]
-    boxes = [_box(x + t * (to_x - x), y + t * (to_y - y), 4, 4) for t in steps]
-    return [box for box in boxes if not _overlap(box, label)]
-
-
-def _covered(boxes: list[Box], taken: list[Box]) -> float:
-    """Return the area of ``taken`` that ``boxes`` cover, in square pixels."""
-    return sum(_overlap(box, other) for box in boxes for other in taken)
-
-
-def _overlap(a: Box, b: Box) -> float:
-    width = min(a[2], b[2]) - max(a[0], b[0])
-    height = min(a[3], b[3]) - max(a[1], b[1])
-    return width * height if width > 0 and height > 0 else 0.0
-
-
-def _outside(box: Box, frame: Any) -> float:
-    beyond = [frame.x0 - box[0], frame.y0 - box[1], box[2] - frame.x1, box[3] - frame.y1]
-    return 1e4 * sum(max(0.0, pixels) for pixels in beyond)
