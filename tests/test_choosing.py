@@ -439,7 +439,8 @@ def test_the_page_fills_in_when_the_missing_tables_have_runs(
     """Runs of one table are in one cell each: another column of a cell has a run of its own."""
     named = ("NoPE", "RoPE", "Type1", "Type2", "Type4", "Type8", "FoX")
     made = every_run("extrapolation", {"linear-paired-2048", "softmax-paired-2048"})
-    made |= every_run("extrapolation", {"softmax-paired-128"}, named)
+    made |= every_run("extrapolation", {"linear-paired-128", "softmax-paired-128"}, named)
+    made |= every_run("extrapolation", {"linear-clamped-2048"}, ("Type1", "Type2", "Type4"))
     made |= every_run("listops", {"linear", "softmax", "linear-longer", "softmax-longer"})
     made |= every_run("images", {"linear-flat", "softmax-flat"})
     made |= every_run("synthetic", {"softmax-mqar-tokens-2x"})
