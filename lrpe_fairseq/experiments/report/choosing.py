@@ -27,7 +27,7 @@ from lrpe_fairseq.experiments.report.sheet import Sheet, sheets
 
 PAGE = "docs/choosing.md"
 PICTURE = "results/figures/choosing.png"
-MOST = 4  # methods of rank 1 that the short answer names
+MOST = 4  # leading methods that the short answer names
 MOST_ABSENT = 6  # methods that the caption of the picture names
 UNMEASURED, UNDECIDED = "unmeasured", "open"
 NOT_LEARNED = "not learned"
