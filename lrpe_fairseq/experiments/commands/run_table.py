@@ -208,6 +208,7 @@ def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
         raise ValueError("--seeds and --jobs must be at least 1")
     if options.gpus is not None and options.gpus < 1:
         raise ValueError(f"--gpus must be at least 1, not {options.gpus}")
+    _require_effect(options)
     part, seeds = _rows_only(table, labels), range(1, options.seeds + 1)
     found = runs(part, options.scale, seeds)
     if options.columns:
@@ -224,6 +225,19 @@ def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
             f"together: leave out {', '.join(most)} or {last}"
         )
     return chosen
+
+
+def _require_effect(options: argparse.Namespace) -> None:
+    """Raise ValueError for options that would be ignored with ``--slurm`` or without it."""
+    if options.slurm and options.gpus:
+        raise ValueError("--gpus is for this machine: with --slurm, use --gpus-per-node")
+    if options.slurm and options.jobs > 1:
+        raise ValueError(
+            "--jobs is for this machine: with --slurm, set running in configs/slurm.yaml"
+        )
+    of_cluster = [name for name in SITE_OPTIONS if getattr(options, name) is not None]
+    if of_cluster and not options.slurm and options.array_task is None:
+        raise ValueError(f"--{of_cluster[0].replace('_', '-')} has no effect without --slurm")
 
 
 def _rows_only(table: Table, labels: Sequence[str]) -> Table:
