@@ -27,8 +27,19 @@ class Timing:
 
     def ratio(self, other: "Timing") -> float:
         """Return the median over rounds of this contestant's time over the other's."""
+        return statistics.median(self._ratios(other))
+
+    def quartiles(self, other: "Timing") -> tuple[float, float]:
+        """Return the lower and upper quartiles of the ratios whose median is :meth:`ratio`."""
+        ratios = self._ratios(other)
+        if len(ratios) == 1:
+            return ratios[0], ratios[0]
+        lower, _, upper = statistics.quantiles(ratios, n=4, method="inclusive")
+        return lower, upper
+
+    def _ratios(self, other: "Timing") -> list[float]:
         pairs = zip(self.seconds, other.seconds, strict=True)
-        return statistics.median(mine / theirs for mine, theirs in pairs)
+        return [mine / theirs for mine, theirs in pairs]
 
 
 def contest(

@@ -44,9 +44,11 @@ TABLE_6 = {
 def measure(
     device: str, tokens: int, rounds: int, model: str, chosen: Collection[str] = ()
 ) -> list[dict]:
-    """Rows of {model, attention, encoding, seconds, spread, tokens_per_second, relative_speed}.
+    """Rows of {model, attention, encoding, seconds, spread, tokens_per_second, relative_speed,
+    relative_speed_quartiles}.
 
-    ``relative_speed``: against Base. Those of ``BESIDE_ROPE`` also have ``relative_to_rope``.
+    ``relative_speed``: against Base, the median over rounds. Those of ``BESIDE_ROPE`` also have
+    ``relative_to_rope``.
 
     model: a name of :data:`MODELS`. chosen: the encodings to time; all without any. Each encoding
     is timed in turn with Base (and RoPE) only, because the machine's speed drifts within a round
@@ -181,4 +183,5 @@ def _speeds(tokens: int, timing: Timing, base: Timing) -> dict:
         "spread": timing.spread,
         "tokens_per_second": tokens / timing.median,
         "relative_speed": base.ratio(timing),
+        "relative_speed_quartiles": base.quartiles(timing),
     }

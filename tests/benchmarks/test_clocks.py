@@ -43,6 +43,8 @@ def test_a_ratio_is_the_median_of_the_rounds_own_ratios():
     slow, fast = Timing((2.0, 40.0, 6.0)), Timing((1.0, 10.0, 3.0))
     assert slow.ratio(fast) == 2.0
     assert fast.ratio(slow) == 0.5
+    assert slow.quartiles(fast) == (2.0, 3.0)
+    assert Timing((3.0,)).quartiles(Timing((2.0,))) == (1.5, 1.5)
     assert slow.median == 6.0
     assert slow.spread == pytest.approx(38 / 6)
 
