@@ -51,6 +51,22 @@ def test_a_masked_model_that_is_not_finite_has_diverged(tmp_path, loss):
     assert pretraining.read_validation(log, "valid") == {"diverged": 1}
 
 
+@pytest.mark.parametrize(
+    ("end", "lost"),
+    [
+        ("FloatingPointError: gradients are Nan/Inf", True),
+        ("FloatingPointError: Minimum loss scale reached (0.0001). Try lowering the rate", True),
+        ("grad_norm across the workers:\nrank   0 = nan\nrank   1 = nan", True),
+        ("grad_norm across the workers:\nrank   0 = 1.50000000\nrank   1 = 1.60000000", False),
+        ("RuntimeError: the disk is full", False),
+    ],
+)
+def test_only_gradients_that_are_not_finite_end_a_diverged_training(tmp_path, end, lost):
+    log = tmp_path / "train.log"
+    log.write_text(f"{INNER.format(100, 10)}\nTraceback (most recent call last):\n{end}\n")
+    assert fairseq_log.ended_not_finite(log) == lost
+
+
 def test_a_diverged_run_has_a_run_file_and_a_curve_of_its_finite_points(tmp_path):
     log = tmp_path / "train.log"
     lines = [INNER.format(100, 10), VALID.format(80, 10), VALID.format("inf", 20)]

@@ -24,6 +24,7 @@ from lrpe_fairseq.experiments.data.examples import BYTES, Examples
 from lrpe_fairseq.experiments.families.classification import ClassificationRun
 from lrpe_fairseq.experiments.families.plan import load_named, runs
 from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records.runs import read_run
 from lrpe_fairseq.experiments.runner.training import CONFIGS, Devices
 from lrpe_fairseq.experiments.runner.warm import WarmChildren
 from lrpe_fairseq.models.classifier import LRPEClassifierTinyConfig
@@ -126,6 +127,26 @@ def test_a_killed_training_ends_as_an_uninterrupted_one(
         checkpoints.load(r.checkpoints / checkpoints.LAST)["model"] for r in (made, finished)
     )
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_a_training_whose_gradients_are_not_finite_has_a_run_file_that_says_so(
+    digits: Path, tmp_path: Path
+) -> None:
+    made = classification_run(digits, tmp_path)
+    wild = ("optimization.lr=[1e30]", "common.log_interval=1")
+    made, said = replace(made, overrides=(*made.overrides, *wild)), []
+    made.work(WarmChildren(), Devices(), said.append)
+    found = read_run(made.result)
+    assert found["metrics"] == {split: {"accuracy": {"diverged": 1}} for split in ("valid", "test")}
+    assert 0 < found["diverged_at"] < UPDATES
+    assert said == [
+        f"diverged after update {found['diverged_at']}: gradients are not finite; the run file "
+        "says so"
+    ]
+    assert "evaluated_update" not in found
+    assert made.finished()
+    assert made.outcome().endswith("accuracy diverged")
+    assert not made.work(WarmChildren(), Devices(), print)
 
 
 def test_a_checkpoint_is_evaluated_by_hand_on_any_data_with_its_dictionaries(

@@ -17,6 +17,7 @@ from lrpe_fairseq.experiments.records.files import written_whole
 LAST = "checkpoint_last.pt"
 BEST = "checkpoint_best.pt"
 AVERAGED = "checkpoint_averaged.pt"
+CRASH = "crash.pt"  # fairseq saves it at an update whose gradients are not finite
 PERIODIC = re.compile(r"checkpoint_\d+_(\d+)\.pt")
 """Name of a checkpoint that fairseq saves within an epoch; the number counts updates."""
 SECTIONS = (

@@ -19,6 +19,11 @@ INFINITE = (
     "skipping tokens with inf scores"  # fairseq-eval-lm excludes them from the loss but counts them
 )
 DIVERGED = "diverged"  # a metric: 1 instead of a loss and a perplexity that are not finite
+NOT_FINITE = re.compile(
+    r"FloatingPointError: (gradients are Nan/Inf|Minimum loss scale reached)"
+    r"|^rank +\d+ = -?(nan|inf)$",  # fairseq's message with several processes
+    re.MULTILINE,
+)
 TAIL_BYTES = 16384
 
 
@@ -103,17 +108,17 @@ def read_training_log(path: Path) -> TrainingLog:
 
 def last_update(path: Path) -> int:
     """Return the last update in the log of a running training; 0 if there is none."""
-    try:
-        with open(path, "rb") as log:
-            log.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            tail = log.read().decode("utf-8", errors="replace")
-    except OSError:
-        return 0
+    tail = _tail(path)
     updates = [
         int(values.get("num_updates") or values.get("valid_num_updates") or 0)
         for _, values in _entries(tail)
     ]
     return next((update for update in reversed(updates) if update), 0)
+
+
+def ended_not_finite(path: Path) -> bool:
+    """True if the log ends with fairseq's error that gradients are not finite."""
+    return bool(NOT_FINITE.search(_tail(path)))
 
 
 def last_line(path: Path) -> str:
@@ -174,6 +179,16 @@ def parse_validation(output: str, split: str) -> dict[str, float]:
         name.removeprefix(f"{split}_"): value for name, value in json.loads(found[-1]).items()
     }
     return {name: float(value) for name, value in values.items() if name != "epoch"}
+
+
+def _tail(path: Path) -> str:
+    """Return the end of a log; empty without a log."""
+    try:
+        with open(path, "rb") as log:
+            log.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            return log.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _entries(text: str) -> list[tuple[str, dict[str, Any]]]:

@@ -46,6 +46,7 @@ OPTIONAL: dict[str, tuple[type, ...]] = {
     "peak_memory_mb": NUMBER,
     "data": (dict,),  # split, or "dictionary" -> sha256; old runs lack it
     "commits": (list,),  # of a training in several parts, in order; "commit" is the first
+    "diverged_at": (int,),  # of a training that ended there, because gradients were not finite
     "evaluated_later": (dict,),  # split.protocol -> commit, of evaluations added to a finished run
     "curve": (list,),  # of {"updates", "tokens", a metric such as "valid_ppl"}, updates ascending
 }

@@ -40,6 +40,10 @@ class RunFailed(UserError):
     """A training or an evaluation failed; the text is the last line of its output."""
 
 
+class Diverged(RunFailed):
+    """A training ended because its gradients were not finite."""
+
+
 class ChildFailed(Exception):
     """A child process ended with the nonzero exit status ``status``."""
 

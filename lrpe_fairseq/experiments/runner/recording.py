@@ -5,13 +5,19 @@ from typing import Any
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.checkout import commit
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
+from lrpe_fairseq.experiments.records.recipes import Evaluations
 from lrpe_fairseq.experiments.records.runs import Run
 
 COUNTS = ("examples", "sentences", "tokens")  # metrics that count what was evaluated
 
 
 def described_by(state: dict[str, Any]) -> Run:
-    """Return the fields of a run file that a loaded checkpoint provides."""
+    """Return the fields of a run file that the loaded checkpoint of its model provides."""
+    return {**trained_by(state), "evaluated_update": checkpoints.updates(state)}
+
+
+def trained_by(state: dict[str, Any]) -> Run:
+    """Return the fields of a run file that any loaded checkpoint of its training provides."""
     config = checkpoints.options(state)
     return {
         "task": config["task"],
@@ -19,7 +25,22 @@ def described_by(state: dict[str, Any]) -> Run:
         "position_encoding": _sides(config, "position-encoding"),
         "seed": config["seed"],
         "config": config,
-        "evaluated_update": checkpoints.updates(state),
+    }
+
+
+def diverged(update: int, evaluations: Evaluations) -> Run:
+    """Return the measures of a training that ended because gradients were not finite.
+
+    update: the last one before. Nothing was evaluated, and ``metrics`` say so.
+    """
+    metrics: Run = {}
+    for split, protocol in evaluations:
+        metrics.setdefault(split, {})[protocol] = {DIVERGED: 1}
+    said = f"The training ended after update {update:,}: gradients were not finite."
+    return {
+        "metrics": metrics,
+        "protocol": dict.fromkeys([protocol for _, protocol in evaluations], said),
+        "diverged_at": update,
     }
 
 

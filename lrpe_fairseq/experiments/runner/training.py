@@ -41,7 +41,7 @@ from lrpe_fairseq.experiments.runner import (
     recording,
 )
 from lrpe_fairseq.experiments.runner.devices import Devices
-from lrpe_fairseq.experiments.runner.processes import Children, RunFailed, run_child
+from lrpe_fairseq.experiments.runner.processes import Children, Diverged, RunFailed, run_child
 from lrpe_fairseq.experiments.runner.recording import described_by, first_number
 
 Say = Callable[[str], None]
@@ -388,9 +388,15 @@ class TrainingRun(ABC):
             known = self.recorded()
             if known and self._complete(known, children, devices, lock, say):
                 return False
-            self.train(children, devices, lock, say)
-            checkpoints.require_best(self.checkpoints)
-            measured = self._with_those_of(known).measure(children, devices, lock)
+            run = self._with_those_of(known)
+            try:
+                self.train(children, devices, lock, say)
+            except Diverged as error:
+                say(f"{error}; the run file says so")
+                measured = run.lost()
+            else:
+                checkpoints.require_best(self.checkpoints)
+                measured = run.measure(children, devices, lock)
             write_run(self.result, self.record(measured, devices.threads))
             checkpoints.drop_intermediate(self.checkpoints)
         return True
@@ -433,13 +439,26 @@ class TrainingRun(ABC):
         return replace(self, evaluations=tuple(dict.fromkeys([*self.evaluations, *others])))
 
     def train(self, children: Children, devices: Devices, lock: int, say: Say) -> None:
-        """Train until the last update, from the newest checkpoint if there is one."""
+        """Train until the last update, from the newest checkpoint if there is one.
+
+        Raises: Diverged if the gradients of an update are not finite, RunFailed.
+        """
         if self.begin(say, children.code()) >= self.max_update():
             return  # fairseq would train one update too many
         devices = self.usable(devices, say)
         command = devices.launch(self.command(devices.processes))
         (self.folder / "command.txt").write_text(shlex.join(command) + "\n", encoding="utf-8")
-        memory = run_child(children, command, self.log, devices, lock)
+        crash = self.checkpoints / checkpoints.CRASH
+        crash.unlink(missing_ok=True)
+        try:
+            memory = run_child(children, command, self.log, devices, lock)
+        except RunFailed:
+            if crash.exists() and fairseq_log.ended_not_finite(self.log):
+                raise Diverged(
+                    f"diverged after update {checkpoints.updates(checkpoints.load(crash)):,}: "
+                    "gradients are not finite"
+                ) from None
+            raise
         self._require_the_end()
         parts.end(self.folder, memory)
 
@@ -459,8 +478,13 @@ class TrainingRun(ABC):
             parts.begin(self.folder, self.data_checksums(), resumed=seen > 0, code=code)
         return seen
 
+    def lost(self) -> Run:
+        """Return what :meth:`measure` returns, for a training that diverged."""
+        crash = checkpoints.load(self.checkpoints / checkpoints.CRASH)
+        return recording.diverged(checkpoints.updates(crash), self.evaluations)
+
     def record(self, measured: Run, threads: int) -> Run:
-        """Return the run file of the trained model; ``measured`` is the result of :meth:`measure`.
+        """Return the run file; ``measured`` is the result of :meth:`measure` or :meth:`lost`.
 
         Raises: RunFailed if the data have changed since the start of the training.
         """
@@ -469,17 +493,16 @@ class TrainingRun(ABC):
             raise RunFailed(
                 f"{relative(self.data)} has changed since the training began ({', '.join(changed)})"
             )
-        best, last = (
-            checkpoints.load(self.checkpoints / name)
-            for name in (checkpoints.BEST, checkpoints.LAST)
-        )
+        lost = "diverged_at" in measured
+        names = (checkpoints.CRASH,) * 2 if lost else (checkpoints.BEST, checkpoints.LAST)
+        best, last = (checkpoints.load(self.checkpoints / name) for name in names)
         log = fairseq_log.read_training_log(self.log)
         return {
             "experiment": self.experiment,
             "label": self.label,
             "scale": self.scale,
             "dataset": folders.dataset_name(self.data),
-            **described_by(best),
+            **(recording.trained_by(best) if lost else described_by(best)),
             **measured,
             "tokens_per_second": round(log.tokens_per_second(), 1),
             "wall_seconds": checkpoints.seconds(last),
