@@ -135,6 +135,8 @@ def show(part: str, rows: list[dict]) -> None:
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return "–".join(map(_shown, value))
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

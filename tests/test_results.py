@@ -15,7 +15,7 @@ import pytest
 from lrpe_fairseq.experiments.data.correlation import average_ranks, spearman
 from lrpe_fairseq.experiments.families import plan
 from lrpe_fairseq.experiments.records import notes, recipes
-from lrpe_fairseq.experiments.records.layout import Column, load_table, load_tables
+from lrpe_fairseq.experiments.records.layout import Column, Row, Table, load_table, load_tables
 from lrpe_fairseq.experiments.records.runs import (
     FIELDS,
     environment,
@@ -34,7 +34,7 @@ from lrpe_fairseq.experiments.report import (
     scatter,
     tables,
 )
-from lrpe_fairseq.experiments.report.cells import Scores
+from lrpe_fairseq.experiments.report.cells import Group, Scores
 from lrpe_fairseq.experiments.report.curves import (
     axis_label,
     mean_curve,
@@ -810,6 +810,32 @@ def test_a_cell_shows_mean_deviation_seeds_paper_and_distance_from_baseline(root
     assert "| T5 |" not in text.partition("Memory")[0]  # no cell under linear attention
     assert "Not run: test." in text
     assert "| RoPE | 77 |" in text
+
+
+def test_memory_of_models_with_different_configurations_is_not_compared(tmp_path):
+    words, pixels = (
+        Column(
+            name, f"The {name}", "linear", split="valid", protocol="blocks", metric="ppl",
+            dataset=name, config=f"configs/lm/{name}.yaml",
+        )
+        for name in ("words", "pixels")
+    )  # fmt: skip
+    table = Table(
+        name="demo", title="", text="", experiments=["demo"], scales={"small": "x"},
+        rows=[Row(label, kind, ["linear"]) for label, kind in (("Base", "none"), ("RoPE", "rope"))],
+        columns=[words, pixels], baseline="Base", better="lower",
+    )  # fmt: skip
+    measured = [("none", "words", 500), ("rope", "words", 600), ("none", "pixels", 900)]
+    runs = {
+        f"demo/{name}-{data}.json": make_run(
+            dataset=data, position_encoding=name, attention_type="linear", peak_memory_mb=memory
+        )
+        for name, data, memory in measured
+    }
+    (shown,) = pages._memory(Sheet(tmp_path, table, Group("small", "", runs)))
+    assert "| peak memory, MB | linear: The words | linear: The pixels |" in shown
+    assert "| Base | 500 | 900 |" in shown
+    assert "| RoPE | 600 | — |" in shown
 
 
 @pytest.mark.parametrize(

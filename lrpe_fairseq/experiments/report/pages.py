@@ -467,18 +467,28 @@ def _linked(picture: str) -> str:
 
 
 def _memory(sheet: Sheet) -> list[str]:
-    """Return peak memory by row and attention type, if the columns of a type share runs."""
-    columns = {
-        kind: [c for c in sheet.table.columns if c.attention == kind]
-        for kind in dict.fromkeys(c.attention for c in sheet.table.columns)
+    """Return peak memory by row, attention type and configuration of a column.
+
+    An attention type whose columns do not share runs is left out.
+    """
+    alone = {c.attention for c in sheet.table.columns if c.overrides}
+    groups: dict[tuple[str, str], list[Column]] = {}
+    for column in sheet.table.columns:
+        if column.attention not in alone:
+            groups.setdefault((column.attention, column.config), []).append(column)
+    kinds = Counter(kind for kind, _ in groups)
+    cells = {
+        kind if kinds[kind] == 1 else f"{kind}: {own[0].title}": [
+            _peak(sheet, row, own) for row in sheet.table.rows
+        ]
+        for (kind, _), own in groups.items()
     }
-    columns = {k: own for k, own in columns.items() if all(not c.overrides for c in own)}
-    rows = [[row.label, *(_peak(sheet, row, own) for own in columns.values())]
-            for row in sheet.table.rows]  # fmt: skip
-    rows = [row for row in rows if any(cell != NO_CELL for cell in row[1:])]
-    if not rows:
+    cells = {title: own for title, own in cells.items() if set(own) != {NO_CELL}}
+    lines = zip((row.label for row in sheet.table.rows), *cells.values(), strict=True)
+    rows = [line for line in lines if set(line[1:]) != {NO_CELL}]
+    if not cells:
         return []
-    table = markdown.table(["peak memory, MB", *columns], rows)
+    table = markdown.table(["peak memory, MB", *cells], rows)
     return [f"<details><summary>Memory</summary>\n\n{table}\n\n</details>\n"]
 
 
