@@ -69,7 +69,7 @@ class TrainingLog:
             raise ValueError("the training log has no train_inner line; was log_format json?")
         last = max(self.inner)
         speeds = [float(v["wps"]) for n, v in self.inner.items() if n > last / 10]
-        return statistics.median(speed for speed in speeds if speed > 0)
+        return round(statistics.median(speed for speed in speeds if speed > 0), 1)
 
     def best(self, curve: Curve) -> float | None:
         """Return the best value of the curve so far; None before the first validation."""

@@ -38,12 +38,12 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "commit": NAME,
     "versions": (dict,),
     "hardware": (dict,),
-    "tokens_per_second": NUMBER,  # of training
     "wall_seconds": NUMBER,  # of training
 }
 OPTIONAL: dict[str, tuple[type, ...]] = {
     "kernels": (dict,),  # the forms that computed causal sums and encodings; old runs lack it
     "peak_memory_mb": NUMBER,
+    "tokens_per_second": NUMBER,  # of training, unless it diverged before its first logged update
     "data": (dict,),  # split, or "dictionary" -> sha256; old runs lack it
     "commits": (list,),  # of a training in several parts, in order; "commit" is the first
     "diverged_at": (int,),  # of a training that ended there, because gradients were not finite

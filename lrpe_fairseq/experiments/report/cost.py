@@ -56,7 +56,9 @@ def _paper_row(table: Table, runs: dict[str, Run]) -> list[Any]:
     speeds = [
         run["tokens_per_second"]
         for run in runs.values()
-        if run["experiment"] in table.experiments and run["scale"] == "paper"
+        if run["experiment"] in table.experiments
+        and run["scale"] == "paper"
+        and "tokens_per_second" in run
     ]
     speed = f"{statistics.median(speeds):,.0f}" if speeds else NOT_MEASURED
     hours = f"{in_all / statistics.median(speeds) / 3600:,.0f}" if speeds else NOT_MEASURED

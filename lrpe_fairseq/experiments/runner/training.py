@@ -504,7 +504,7 @@ class TrainingRun(ABC):
             "dataset": folders.dataset_name(self.data),
             **(recording.trained_by(best) if lost else described_by(best)),
             **measured,
-            "tokens_per_second": round(log.tokens_per_second(), 1),
+            **({} if lost and not log.inner else {"tokens_per_second": log.tokens_per_second()}),
             "wall_seconds": checkpoints.seconds(last),
             "curve": log.curve(self.curve),
             "threads": threads,
