@@ -122,6 +122,11 @@ def test_the_rank_correlation_is_stated_for_every_budget() -> None:
     sheet = Sheet(ROOT, table, cells.Group("annealed", "", found))
     first, second = (claims.correlation(sheet, table.column(f"linear-{n}")) for n in (1800, 5400))
     assert first == pytest.approx(-second)
+    del found["Base5400"], found["Type15400"]
+    sheet = Sheet(ROOT, table, cells.Group("annealed", "", found))
+    for updates in (1800, 5400):  # over the rows that both budgets have
+        rows = [row.label for row, *_ in claims.pairs(sheet, table.column(f"linear-{updates}"))]
+        assert rows == ["RoPE", "PER", "Type2", "Type4"]
     assert claims.correlation(sheet, table.column("linear-16200")) is None
     assert claims.finding(sheet).startswith(
         "One seed: no order is claimed (1,800: 100.00 to 105.00"

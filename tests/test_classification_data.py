@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import hashlib
 import random
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -189,18 +191,27 @@ def test_lengths_are_within_the_bounds_and_no_expression_occurs_twice(
 def test_the_statistics_are_those_of_the_specification(
     length: str, count: int, mean: float, majority: float, root: float, short: dict[str, Examples]
 ) -> None:
-    """Within three standard errors; the two shares are maxima, which small samples overestimate."""
+    """Within three standard errors."""
     if length == "20-100":
         found = short["train"]
     else:
         found = listops.generate(replace(LENGTHS[length], sizes={"train": count}), 2)["train"]
     lengths = np.array([len(row) for row in found.inputs])
     assert abs(lengths.mean() - mean) < 3 * lengths.std() / np.sqrt(count) + 0.5
-    most = 100 * np.bincount(found.labels).max() / count
-    alone = examples.accuracy_from_key([row[0] for row in found.inputs], found.labels)
-    for share, expected, groups in ((most, majority, 1), (alone, root, 4)):
+    for keys, expected in (([0] * count, majority), ([row[0] for row in found.inputs], root)):
         error = 100 * np.sqrt(expected / 100 * (1 - expected / 100) / count)
-        assert -3 * error < share - expected < (3 + groups) * error
+        assert abs(guessed(keys, found.labels) - expected) < 3 * error
+
+
+def guessed(keys: Sequence[int], labels: Sequence[int]) -> float:
+    """The accuracy, times 100, of the best guess per key of one half of the data on the other."""
+    halves = [list(zip(keys, labels, strict=True))[first::2] for first in (0, 1)]
+    right = 0
+    for own, other in (halves, halves[::-1]):
+        counts = {key: Counter(label for k, label in own if k == key) for key in set(keys)}
+        best = {key: count.most_common(1)[0][0] for key, count in counts.items()}
+        right += sum(best[key] == label for key, label in other)
+    return 100 * right / len(labels)
 
 
 def test_equal_options_give_equal_bytes_and_brackets_are_tokens(tmp_path: Path) -> None:

@@ -385,6 +385,14 @@ def test_word_perplexity_of_pg19_does_not_count_line_ends(tmp_path, name):
     assert lm.with_words({"loss": 2.5, "tokens": 1000}, tmp_path, "test")["word_ppl"] == 2**10
 
 
+def test_parameters_are_those_that_fairseq_counts(tmp_path):
+    log = tmp_path / "train.log"
+    log.write_text("num. shared model params: 22,036,456 (num. trained: 20)\nnum. expert params")
+    assert fairseq_log.million_parameters(log) == 22.036456
+    log.write_text("killed before that")
+    assert fairseq_log.million_parameters(log) is None
+
+
 def test_a_resumed_training_has_one_curve_and_the_speed_of_its_steady_part(tmp_path):
     log = tmp_path / "train.log"
     first = [INNER.format(100, 10), INNER.format(900, 20), VALID.format(80, 20)]

@@ -289,8 +289,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def task_with(bin_dir: Path, **options: object) -> LRPEImagesTask:
-    given = {"num_classes": 2, "image_size": 32, "seed": 1, "batch_size": 4, "curriculum": 9}
-    chosen = {**given, "update_freq": [3], "data": str(bin_dir), **options}
+    given = {"data": str(bin_dir), "num_classes": 2, "image_size": 32, "seed": 1}
+    batches = {"batch_size": 4, "curriculum": 9, "update_freq": [3]}
+    chosen = {**given, **batches, "required_batch_size_multiple": 1, **options}
     return LRPEImagesTask.setup_task(OmegaConf.structured(ImagesConfig(**chosen)))
 
 
@@ -397,6 +398,7 @@ REFUSED = {
     "an even number": {"batch_size": 3},
     "--repeats 4 needs as many batches per update, not 3": {"repeats": 4},
     "set --curriculum": {"repeats": 3, "curriculum": 0},
+    "cuts batches of 10 to a multiple of 8": {"batch_size": 10, "required_batch_size_multiple": 8},
     "24 images are less than one update of 36": {"repeats": 3, "batch_size": 12},
     "--image-size and --repeats must be at least 1": {"repeats": 0},
 }

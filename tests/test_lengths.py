@@ -455,10 +455,20 @@ def test_the_lengths_of_the_table_are_multiples_of_its_training() -> None:
     assert trained.model.no_token_positional_embeddings
     paired = [Protocol.parse(c.protocol) for c in table.columns if c.protocol.startswith("paired")]
     assert {p.length for p in paired} == {n * tokens for n in (1, 2, 4, 8, 16)}
-    knobs = {"cosformer": "cosformer-length", "fope": "fope-length", "deberta": "deberta-distance"}
-    for row in (row for row in table.rows if row.encoding in knobs):
-        own = {**table.options, **row.overrides}
-        assert own[knobs[row.encoding]] in (tokens, 16 * tokens)
+    expected = {
+        "cosformer": ("cosformer-length", (tokens, 16 * tokens)),
+        "fope": ("fope-length", (tokens,)),
+        "deberta": ("deberta-distance", (tokens,)),
+        "t5": ("t5-max-distance", (tokens,)),
+        "fire": ("fire-length", (512,)),  # as published
+        "cape-fire": ("fire-length", (512,)),
+        "cope": ("cope-positions", (64,)),
+    }
+    rows = [row for row in table.rows if row.encoding in expected]
+    assert {row.encoding for row in rows} == set(expected)
+    for row in rows:
+        knob, lengths = expected[row.encoding]
+        assert {**table.options, **row.overrides}[knob] in lengths
 
 
 def test_the_table_has_every_encoding_of_a_text_and_absolute_positions_in_one_row_only() -> None:

@@ -125,6 +125,17 @@ def test_the_published_splits_validate_on_the_test_set(text: tuple, tmp_path: Pa
     assert found["valid"] == found["test"]
     assert len(found["train"].labels) == 40
     assert manifest["level"] == "text-published-splits"
+    said = classification.protocol(tmp_path, 4096, 0)
+    assert said.endswith("Valid is the test split: the accuracy on it also selects the checkpoint.")
+
+
+@pytest.mark.parametrize(("measured", "selects"), [("valid", True), ("test", False)])
+def test_the_protocol_says_if_validation_is_all_that_is_measured(
+    measured: str, selects: bool, tmp_path: Path
+) -> None:
+    counts = {"splits": {"train": {"examples": 5}, measured: {"examples": 2}}}
+    (tmp_path / "manifest.json").write_text(json.dumps(counts))
+    assert ("also selects" in classification.protocol(tmp_path, 64, 0)) is selects
 
 
 # --- retrieval ---------------------------------------------------------------------------------
@@ -343,8 +354,11 @@ def test_the_scripts_refuse_options_of_other_tasks(
 
 @pytest.fixture(scope="module")
 def scenes() -> list[pathfinder.Scene]:
-    made = (np.random.RandomState([7, 0, number]) for number in range(60))
-    return [pathfinder.scene(pathfinder.RECIPES[16], rng) for rng in made]
+    return [drawn_scene(number) for number in range(60)]
+
+
+def drawn_scene(number: int) -> pathfinder.Scene:
+    return pathfinder.scene(pathfinder.RECIPES[16], np.random.RandomState([7, 0, number]))
 
 
 def test_the_label_says_whether_both_markers_are_at_the_tips_of_one_path(
@@ -360,13 +374,23 @@ def test_the_label_says_whether_both_markers_are_at_the_tips_of_one_path(
         assert made.marked[1] in {path.head for path in made.paths}
 
 
-def test_markers_are_drawn_and_paths_hardly_overlap(scenes: list[pathfinder.Scene]) -> None:
+def test_markers_are_two_discs_at_the_marked_tips(
+    scenes: list[pathfinder.Scene], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brightness = np.rint(255 * pathfinder.MARKER / pathfinder.DISTRACTOR)
+    monkeypatch.setattr(pathfinder, "MARKER", 0.0)  # the same images without markers
+    y, x = np.indices((16, 16))
+    for number, made in enumerate(scenes[:20]):
+        bare = drawn_scene(number).pixels
+        discs = np.any([np.hypot(y - tip[0], x - tip[1]) <= 1.5 for tip in made.marked], axis=0)
+        expected = np.where(discs, np.maximum(bare, brightness), bare)
+        np.testing.assert_array_equal(made.pixels, expected)
+
+
+def test_paths_hardly_overlap(scenes: list[pathfinder.Scene]) -> None:
     for made in scenes:
         assert made.pixels.shape == (16, 16)
         assert (made.pixels.min(), made.pixels.max()) == (0, 255)
-        lowest = 255 * pathfinder.MARKER / pathfinder.DISTRACTOR
-        for y, x in made.marked:
-            assert made.pixels[round(y), round(x)] >= int(lowest)
         assert (made.paths[0].mask + made.paths[1].mask).max() < pathfinder.OVERLAP
         ink = [np.count_nonzero(path.mask) for path in made.paths]
         assert min(ink) >= 6

@@ -1099,6 +1099,8 @@ def test_one_cell_is_ahead_where_seeds_agree_and_the_gap_is_twice_the_pooled_dev
     more = Scores({1: 10.0, 2: 10.4} | dict.fromkeys(range(3, 13), 8.0))
     assert not claims.ahead(more, Scores({1: 10.1, 2: 10.5}), "lower")  # 0.1 on the shared ones
     assert not claims.ahead(Scores({1: 1.0, 2: 9.0}), Scores({1: 20.0, 2: 8.9}), "lower")
+    more = Scores({1: 1.0, 2: 2.0} | dict.fromkeys(range(3, 6), 3.5))
+    assert not claims.ahead(more, Scores({1: 3.0, 2: 4.0}), "lower")  # 0.8 with all of them
 
 
 def test_perplexities_are_compared_as_losses_so_that_an_exploding_seed_hides_no_order(root):
@@ -1152,6 +1154,12 @@ def test_the_sampling_error_of_an_accuracy_is_the_least_deviation(root, other, o
     one, two = (scores(root, row, "test") for row in ("RoPE", "Base"))
     assert two.sampling == pytest.approx(100 * (0.8 * 0.2 / 900) ** 0.5)
     assert claims.ahead(one, two, "higher") is ordered
+
+
+@pytest.mark.parametrize(("gap", "ordered"), [(1.9, False), (2.1, True)])
+def test_seeds_that_only_one_row_has_do_not_change_the_sampling_error(gap, ordered):
+    five = Scores(dict.fromkeys(range(1, 6), 80.0 + gap), sampling=1.0)
+    assert claims.ahead(five, Scores({1: 80.0, 2: 80.0}, sampling=1.0), "higher") is ordered
 
 
 def test_the_sampling_error_of_a_mean_of_columns_is_that_of_independent_tests(root):

@@ -63,6 +63,7 @@ class ImagesConfig(FairseqDataclass):
     )
     seed: int = II("common.seed")
     batch_size: Optional[int] = II("dataset.batch_size")
+    required_batch_size_multiple: int = II("dataset.required_batch_size_multiple")
     curriculum: int = II("dataset.curriculum")
     update_freq: list[int] = II("optimization.update_freq")
 
@@ -123,6 +124,12 @@ class LRPEImagesTask(ClassTask):
         if not cfg.batch_size or (mixed and cfg.batch_size % 2):
             refuse(
                 "mixup, cutmix and --repeats need --batch-size, an even number with the first two"
+            )
+        multiple = cfg.required_batch_size_multiple
+        if cfg.batch_size > multiple and cfg.batch_size % multiple:
+            refuse(
+                f"fairseq cuts batches of {cfg.batch_size} to a multiple of {multiple}: set "
+                "--required-batch-size-multiple 1"
             )
         order = UpdateOrder(cfg.repeats, cfg.batch_size, batches)
         if cfg.repeats > batches:

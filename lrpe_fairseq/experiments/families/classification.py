@@ -1,7 +1,8 @@
 """Classification runs: :class:`TrainingRun` scored by accuracy."""
 
+import filecmp
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -119,4 +120,15 @@ def protocol(data: Path, longest: int, cut: int) -> str:
         "Accuracy times 100, and cross-entropy in bits per example, over all examples of a split."
         + (f" Examples: {named}." if named else "")
         + (f" {cut:,} inputs are cut at {longest:,} tokens." if cut else "")
+        + _selection(data, sizes)
     )
+
+
+def _selection(data: Path, splits: Collection[str]) -> str:
+    """Say that the measured split also selects the checkpoint, if it does."""
+    if splits and "test" not in splits:
+        return " There is no test split: the accuracy on valid also selects the checkpoint."
+    valid, test = (data / "bin" / "input0" / f"{split}.bin" for split in ("valid", "test"))
+    if valid.exists() and test.exists() and filecmp.cmp(valid, test, shallow=False):
+        return " Valid is the test split: the accuracy on it also selects the checkpoint."
+    return ""

@@ -24,6 +24,7 @@ NOT_FINITE = re.compile(
     r"|^rank +\d+ = -?(nan|inf)$",  # fairseq's message with several processes
     re.MULTILINE,
 )
+PARAMETERS = re.compile(r"num\. shared model params: ([\d,]+)")
 TAIL_BYTES = 16384
 
 
@@ -104,6 +105,12 @@ def read_training_log(path: Path) -> TrainingLog:
         elif kind == "train_inner":
             inner[int(values["num_updates"])] = values
     return TrainingLog(inner, valid)
+
+
+def million_parameters(path: Path) -> float | None:
+    """Return the number of the model's parameters, in millions; None if the log lacks it."""
+    found = PARAMETERS.search(path.read_text(encoding="utf-8", errors="replace"))
+    return int(found[1].replace(",", "")) / 1e6 if found else None
 
 
 def last_update(path: Path) -> int:

@@ -43,6 +43,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
 OPTIONAL: dict[str, tuple[type, ...]] = {
     "kernels": (dict,),  # the forms that computed causal sums and encodings; old runs lack it
     "peak_memory_mb": NUMBER,
+    "million_parameters": NUMBER,  # of the model, learned or not, without buffers
     "tokens_per_second": NUMBER,  # of training, unless it diverged before its first logged update
     "data": (dict,),  # split, or "dictionary" -> sha256; old runs lack it
     "commits": (list,),  # of a training in several parts, in order; "commit" is the first

@@ -50,10 +50,9 @@ class Scores(dict[int, float]):
         return {k: math.log(value) if self.logarithmic else value for k, value in self.items()}
 
     def at(self, seeds: Iterable[int]) -> "Scores":
-        """Return the values of these seeds; a mean of fewer values has a larger sampling error."""
+        """Return the values of these seeds. All seeds share the tests, so ``sampling`` stays."""
         own = {seed: self[seed] for seed in seeds}
-        sampling = self.sampling * math.sqrt(len(self) / max(1, len(own)))
-        return Scores(own, sampling, self.lost, self.logarithmic)
+        return Scores(own, self.sampling, self.lost, self.logarithmic)
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,9 @@ STATEMENTS = (
 CAPTION = "Quality against training speed. " + scatter.CAPTION.format(x="speed", y="quality")
 RATIOS = (
     "Perplexity of long blocks divided by that of blocks of the training length, with softmax "
-    "attention: below 1 the model gains from longer blocks, far above 1 it breaks. Models, data "
-    "and lengths differ, so only the shapes compare."
+    "attention: far above 1 the model breaks. Below 1 need not mean that it uses longer distances: "
+    "in longer blocks fewer tokens have little context. Models, data and lengths differ, so only "
+    "the shapes compare."
 )
 Found = Mapping[str, list[Sheet]]
 
@@ -296,10 +297,18 @@ def _orders(choices: Choices, known: Boards) -> list[str]:
         for attention in ATTENTION:
             sheet = known[aspect.key, attention]
             if sheet.table.rows:
-                text = claims.rows_finding(sheet, sheet.table.columns[0])
-                parts.append(f"- {aspect.title}, {attention}: {text}.")
+                parts.append(f"- {aspect.title}, {attention}: {_order(sheet)}.")
     lines = markdown.wrapped("\n".join(parts))
     return ["## Orders\n", f"{lines}\n"] if parts else []
+
+
+def _order(sheet: Board) -> str:
+    """State the order of the methods that have a rank, or why there is none."""
+    found, ordered = boards.values(sheet), boards.ranked(sheet)
+    if not claims.any_order(ordered, sheet.table.better):
+        return answer(sheet)
+    among = f"of the {len(ordered)} methods with a rank, " if len(ordered) < len(found) else ""
+    return f"{among}{claims.order(sheet, sheet.table.columns[0], ordered)}"
 
 
 def finding(given: Finding, found: Found) -> str:
@@ -339,7 +348,8 @@ def statement(claim: Statement, found: Found) -> str:
     ours = claims.stated_order(sheet, claim.first, tuple(claim.others), claim.column)
     text = " ".join(notes.render(sheet, claim.text).split())
     place = f"[{claim.table}](../results/{claim.table}.md)"
-    return f"{claim.verdict.capitalize()}: {text} ({claim.source}). Ours, {place}: {ours}."
+    after = f"after {sheet.option('max-update'):,} updates"
+    return f"{claim.verdict.capitalize()}: {text} ({claim.source}). Ours {after}, {place}: {ours}."
 
 
 def state(claim: Statement, found: Found) -> str:

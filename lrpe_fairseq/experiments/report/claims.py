@@ -1,7 +1,8 @@
 """Statements supported by the runs: orders of cells, rank correlations, findings of tables.
 
-A is ahead of B if both have at least two common seeds, A is better for every seed, and the
-difference of the means exceeds twice the pooled deviation. Of perplexities the logarithms are
+A is ahead of B if both have at least two common seeds, A is better for every one of them, and the
+difference of the means exceeds twice the pooled deviation, both of the common seeds and of all:
+pages show the mean of all. Of perplexities the logarithms are
 compared: a seed that explodes must not hide an order in which all seeds agree. The deviation of a
 fraction of tested examples is at least its sampling error: seeds that agree by chance do not
 enlarge a test set. A row with a diverged seed is ahead of nothing.
@@ -18,13 +19,15 @@ from lrpe_fairseq.experiments.report.cells import Scores
 from lrpe_fairseq.experiments.report.markdown import NOT_RUN, fixed, listed
 from lrpe_fairseq.experiments.report.sheet import Sheet
 
+Pair = tuple[Row, Scores, float]
 AHEAD, BEHIND, OPEN = "ahead of", "behind", "not separated from"
 FEWEST = 4  # minimum number of rows for a rank correlation
 ONE_SEED = "one seed: no order is claimed"
 RULE = (
     "An order is stated only where all seeds agree and the difference of the means exceeds twice "
     "the pooled deviation, which is at least the sampling error of an accuracy; of perplexities "
-    "the logarithms are compared; rows with one seed are not ordered."
+    "the logarithms are compared; rows with one seed are not ordered. Where one row has more seeds "
+    "than another, this holds for the seeds that both have, and for all."
 )
 
 CHANCE = 18
@@ -44,16 +47,16 @@ def pooled_deviation(first: Scores, second: Scores) -> float:
 
 
 def ahead(first: Scores, second: Scores, better: str) -> bool:
-    """True if ``first`` is ahead of ``second`` on their common seeds by this module's rule."""
+    """True if ``first`` is ahead of ``second`` by this module's rule."""
     seeds = sorted(set(first) & set(second))
     if len(seeds) < 2 or first.lost:
         return False
-    first, second = first.at(seeds), second.at(seeds)
-    one, two = first.compared, second.compared
     sign = -1 if better == "lower" else 1
-    agreed = all(sign * (one[seed] - two[seed]) > 0 for seed in seeds)
-    gap = sign * (cells.mean(one) - cells.mean(two))
-    return agreed and gap > 2 * pooled_deviation(first, second)
+    agreed = all(sign * (first[seed] - second[seed]) > 0 for seed in seeds)
+    both = [(first.at(seeds), second.at(seeds)), (first, second)]
+    gaps = [sign * (cells.mean(one.compared) - cells.mean(two.compared)) for one, two in both]
+    least = [2 * pooled_deviation(one, two) for one, two in both]
+    return agreed and all(gap > limit for gap, limit in zip(gaps, least, strict=True))
 
 
 def stated_order(sheet: Sheet, first: str, others: tuple[str, ...], key: str) -> str:
@@ -91,22 +94,36 @@ def valued(sheet: Sheet, label: str, column: Column) -> str:
 # --- rank correlation -------------------------------------------------------------------------
 
 
+def pairs(sheet: Sheet, column: Column) -> list[Pair]:
+    """Return (row, ours, published) of the rows that a rank correlation compares.
+
+    In a table that compares columns these are the rows that all headline columns of the attention
+    type with enough rows have: correlations over different rows would say nothing about a budget.
+    """
+    own = sheet.pairs(column)
+    if sheet.table.compare != "columns":
+        return own
+    others = [sheet.pairs(c) for c in sheet.headlines if c.attention == column.attention]
+    enough = [found for found in others if len(found) >= FEWEST]
+    return [pair for pair in own if all(pair[0] in [row for row, *_ in found] for found in enough)]
+
+
 def correlation(sheet: Sheet, column: Column) -> float | None:
     """Return Spearman's correlation with the published column; None with too few rows."""
-    pairs = sheet.pairs(column)
-    if len(pairs) < FEWEST:
+    found = pairs(sheet, column)
+    if len(found) < FEWEST:
         return None
-    return spearman([cells.mean(ours) for _, ours, _ in pairs], [value for *_, value in pairs])
+    return spearman([cells.mean(ours) for _, ours, _ in found], [value for *_, value in found])
 
 
 def rank_line(sheet: Sheet, column: Column) -> str:
     """Return the correlation and the rows :func:`far` ranks apart; empty with too few rows."""
-    pairs = sheet.pairs(column)
-    if len(pairs) < FEWEST:
+    found = pairs(sheet, column)
+    if len(found) < FEWEST:
         return ""
     value = correlation(sheet, column)
     shown = "undefined" if value is None else fixed(value, 2)
-    return f"{shown} over {len(pairs)} rows; {_disagreements(sheet, pairs)}"
+    return f"{shown} over {len(found)} rows; {_disagreements(sheet, found)}"
 
 
 def far(rows: int) -> int:
@@ -117,13 +134,13 @@ def far(rows: int) -> int:
     return 2 if rows < 10 else 3
 
 
-def _disagreements(sheet: Sheet, pairs: list[tuple[Row, Scores, float]]) -> str:
+def _disagreements(sheet: Sheet, found: list[Pair]) -> str:
     sign = 1 if sheet.table.better == "lower" else -1  # rank 1 is the best
-    ours = average_ranks([sign * cells.mean(values) for _, values, _ in pairs])
-    theirs = average_ranks([sign * value for *_, value in pairs])
-    labels = [row.label for row, *_ in pairs]
+    ours = average_ranks([sign * cells.mean(values) for _, values, _ in found])
+    theirs = average_ranks([sign * value for *_, value in found])
+    labels = [row.label for row, *_ in found]
     ranks = zip(labels, ours, theirs, strict=True)
-    least = far(len(pairs))
+    least = far(len(found))
     away = [(abs(a - b), label, a, b) for label, a, b in ranks if abs(a - b) >= least]
     if not away:
         return f"no row is {least} ranks or more away"
@@ -156,8 +173,13 @@ def rows_finding(sheet: Sheet, column: Column) -> str:
     if not any_order(ordered, sheet.table.better):
         return f"no order ({value_range(sheet, column, ordered)})"
     among = f"of the {len(ordered)} rows with several seeds, " if len(ordered) < len(found) else ""
-    return among + "; ".join(filter(None, [leaders(sheet, column, ordered),
-                                           _against_baseline(sheet, column, ordered)]))  # fmt: skip
+    return f"{among}{order(sheet, column, ordered)}"
+
+
+def order(sheet: Sheet, column: Column, ordered: dict[str, Scores]) -> str:
+    """State the place of the best of some rows, and those ahead of and behind the baseline."""
+    parts = [leaders(sheet, column, ordered), _against_baseline(sheet, column, ordered)]
+    return "; ".join(filter(None, parts))
 
 
 def any_order(found: dict[str, Scores], better: str) -> bool:

@@ -35,8 +35,8 @@ CAPTION = (
     f"axis is linear up to {LINEAR:g} nats and logarithmic beyond. Bands: the 95 % bootstrap "
     "intervals over the blocks of the test set, from the lowest to the highest of all seeds. "
     "Right: mean loss by position in the longest blocks; a point stands at the upper bound of its "
-    "range of positions, and a row that leaves the axes is named with its largest value. Lines: "
-    "means over seeds; a row has one color, marker and dash in all of these pictures."
+    "range of positions{counts}, and a row that leaves the axes is named with its largest value. "
+    "Lines: means over seeds; a row has one color, marker and dash in all of these pictures."
 )
 Curve = list[tuple[float, float]]  # (tokens, nats), tokens ascending
 
@@ -46,7 +46,8 @@ class Panel:
     """The curves of one attention type, by row: paired differences, and loss by position.
 
     trained: the training length in tokens. rows: the rows in ``curves`` of the table, measured or
-    not. low, high: the bounds of the intervals of the paired differences over all seeds.
+    not. low, high: the bounds of the intervals of the paired differences over all seeds. fewest:
+    the smallest number of tokens of a point by position; 0 if the runs do not say it.
     """
 
     attention: str
@@ -56,6 +57,7 @@ class Panel:
     positions: dict[str, Curve] = field(default_factory=dict)
     low: dict[str, Curve] = field(default_factory=dict)
     high: dict[str, Curve] = field(default_factory=dict)
+    fewest: int = 0
 
 
 def panels(sheet: Sheet) -> list[Panel]:
@@ -76,9 +78,17 @@ def panels(sheet: Sheet) -> list[Panel]:
                     _curves(sheet, paired, functools.partial(_bound, name), outermost)
                     for name, outermost in BOUNDS.items()
                 ),
+                _fewest(sheet, positions),
             )
             found += [panel] if panel.paired else []
     return found
+
+
+def caption(shown: Iterable[Panel]) -> str:
+    """Return the caption of some pictures, with the smallest number of tokens of a point."""
+    counts = [panel.fewest for panel in shown if panel.fewest]
+    text = f", which has at least {min(counts):,} tokens" if counts else ""
+    return CAPTION.format(counts=text)
 
 
 def draw(path: Path, panel: Panel) -> None:
@@ -191,6 +201,17 @@ def _by_position(run: Run, columns: list[Column]) -> Curve:
     measured = run["metrics"].get(columns[0].split, {}).get(columns[0].protocol, {})
     known = [b for b in bounds(_length(columns[0])) if f"loss-{b}" in measured]
     return [(bound, measured[f"loss-{bound}"] * math.log(2)) for bound in known]
+
+
+def _fewest(sheet: Sheet, columns: list[Column]) -> int:
+    """Return the smallest number of tokens in a range of positions, over the rows in ``curves``."""
+    measured = [
+        run["metrics"].get(column.split, {}).get(column.protocol, {})
+        for column in columns
+        for label in sheet.table.curves
+        for run in _runs(sheet, sheet.table.row(label), columns)
+    ]
+    return min((n for m in measured for k, n in m.items() if k.startswith("tokens-")), default=0)
 
 
 def _lines(axes: Any, curves: dict[str, Curve], panel: Panel) -> None:

@@ -48,7 +48,11 @@ CHOOSING = (
     "[Which encoding?](../docs/choosing.md) compares the encodings across tables and says what was "
     "found."
 )
-RANKS = "Rank correlation: Spearman's, of our means with the published numbers of the same rows."
+RANKS = (
+    "Rank correlation: Spearman's, of our means with the published numbers of the same rows, whose "
+    "number is in parentheses."
+)
+SAME_ROWS = " over the rows that all these columns have"
 LEGEND = (
     "Cells: mean ± sample standard deviation over seeds (number of seeds). Paper: as printed "
     "([sources](paper/README.md))."
@@ -127,7 +131,7 @@ def _index(
         f"# Results\n\n{markdown.wrapped(INDEX)}\n",
         markdown.table(head, rows),
         "",
-        RANKS,
+        markdown.wrapped(RANKS),
         "",
         *_unrun(tables, found),
         *_printed_only(unrun),
@@ -146,7 +150,11 @@ def _index_row(sheet: Sheet) -> list[str]:
 
 def _correlations(sheet: Sheet) -> str:
     values = [(c, claims.correlation(sheet, c)) for c in sheet.headlines]
-    shown = [f"{_named(sheet, c)} {fixed(value, 2)}" for c, value in values if value is not None]
+    shown = [
+        f"{_named(sheet, c)} {fixed(value, 2)} ({len(claims.pairs(sheet, c))})"
+        for c, value in values
+        if value is not None
+    ]
     return ", ".join(shown) or NO_CELL
 
 
@@ -441,7 +449,8 @@ def _rank_list(sheet: Sheet) -> list[str]:
         for column in sheet.table.columns
         if (line := claims.rank_line(sheet, column))
     ]
-    return ["Spearman rank correlation with the paper:\n", *lines, ""] if lines else []
+    rows = SAME_ROWS if sheet.table.compare == "columns" else ""
+    return [f"Spearman rank correlation with the paper{rows}:\n", *lines, ""] if lines else []
 
 
 def _shown_pictures(sheet: Sheet) -> list[str]:
@@ -455,7 +464,7 @@ def _shown_pictures(sheet: Sheet) -> list[str]:
     for panel in longer:
         picture = _linked(_picture(sheet, f"-{panel.attention}"))
         parts.append(f"![Longer contexts, {panel.attention} attention]({picture})\n")
-    return [*parts, f"{lengths.CAPTION}\n"] if longer else parts
+    return [*parts, f"{lengths.caption(longer)}\n"] if longer else parts
 
 
 def _picture(sheet: Sheet, kind: str = "") -> str:

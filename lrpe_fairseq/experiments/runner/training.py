@@ -497,6 +497,12 @@ class TrainingRun(ABC):
         names = (checkpoints.CRASH,) * 2 if lost else (checkpoints.BEST, checkpoints.LAST)
         best, last = (checkpoints.load(self.checkpoints / name) for name in names)
         log = fairseq_log.read_training_log(self.log)
+        unlogged = lost and not log.inner  # it ended before the first line
+        optional = {
+            "tokens_per_second": None if unlogged else log.tokens_per_second(),
+            "peak_memory_mb": known.get("peak_memory_mb"),
+            "million_parameters": fairseq_log.million_parameters(self.log),
+        }
         return {
             "experiment": self.experiment,
             "label": self.label,
@@ -504,11 +510,10 @@ class TrainingRun(ABC):
             "dataset": folders.dataset_name(self.data),
             **(recording.trained_by(best) if lost else described_by(best)),
             **measured,
-            **({} if lost and not log.inner else {"tokens_per_second": log.tokens_per_second()}),
             "wall_seconds": checkpoints.seconds(last),
             "curve": log.curve(self.curve),
             "threads": threads,
-            **({"peak_memory_mb": known["peak_memory_mb"]} if "peak_memory_mb" in known else {}),
+            **{name: value for name, value in optional.items() if value is not None},
             "data": self.data_checksums(),
             **environment(),
             **parts.provenance(self.folder),
