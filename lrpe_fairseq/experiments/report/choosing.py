@@ -348,8 +348,9 @@ def statement(claim: Statement, found: Found) -> str:
     ours = claims.stated_order(sheet, claim.first, tuple(claim.others), claim.column)
     text = " ".join(notes.render(sheet, claim.text).split())
     place = f"[{claim.table}](../results/{claim.table}.md)"
-    after = f"after {sheet.option('max-update'):,} updates"
-    return f"{claim.verdict.capitalize()}: {text} ({claim.source}). Ours {after}, {place}: {ours}."
+    if "max-update" in sheet.table.same:
+        place += f", after {sheet.option('max-update'):,} updates"
+    return f"{claim.verdict.capitalize()}: {text} ({claim.source}). Ours, {place}: {ours}."
 
 
 def state(claim: Statement, found: Found) -> str:
