@@ -227,18 +227,30 @@ def test_copies_of_an_image_are_in_different_batches_of_one_update() -> None:
     assert sum(len(updates) == 2 for updates in updates_of.values()) <= len(found)
 
 
-@needs_timm
-def test_an_epoch_has_the_images_of_timm_s_sampler() -> None:
-    from timm.data.distributed_sampler import RepeatAugSampler
+def repeated(permutation: np.ndarray, ranks: int, rank: int) -> list[int]:
+    """The images of one process in an epoch of DeiT's repeated augmentation with three copies."""
+    copies = np.repeat(permutation, 3)
+    copies = np.append(copies, copies[: -len(copies) % ranks])
+    return copies[rank::ranks][: len(permutation) // 256 * 256 // ranks].tolist()
 
+
+def test_an_epoch_has_the_images_of_deit_s_sampler() -> None:
     ranks, count = 4, 1000
-    sampler = RepeatAugSampler(range(count), num_replicas=ranks, rank=0)
-    permutation = torch.randperm(count, generator=torch.Generator().manual_seed(0)).numpy()
+    permutation = np.random.default_rng(0).permutation(count)
     order = UpdateOrder(repeats=3, batch=2, batches=ranks)  # 768 is a multiple of 8
     ours = order(permutation).reshape(-1, ranks, 2) % count
     for rank in range(ranks):
-        sampler.rank = rank
-        assert ours[:, rank].flatten().tolist() == list(sampler)
+        assert ours[:, rank].flatten().tolist() == repeated(permutation, ranks, rank)
+
+
+@needs_timm
+def test_deit_s_sampler_is_that_of_timm() -> None:
+    from timm.data.distributed_sampler import RepeatAugSampler
+
+    permutation = torch.randperm(1000, generator=torch.Generator().manual_seed(0)).numpy()
+    for rank in range(4):
+        sampler = RepeatAugSampler(range(1000), num_replicas=4, rank=rank)
+        assert repeated(permutation, 4, rank) == list(sampler)
 
 
 def test_few_images_make_one_update_at_least() -> None:
