@@ -926,7 +926,7 @@ def test_rank_correlation_and_the_rows_far_off_are_stated(root):
         "- linear, valid: -0.80 over 4 rows; 2 ranks or more away: PER (4; paper 1), "
         "Base (1; paper 3), SPE (2; paper 4)."
     )
-    assert "| linear -0.80 |" in index(root)
+    assert "| linear -0.80 (4) |" in index(root)
 
 
 def test_among_few_rows_a_smaller_distance_in_ranks_is_named():
