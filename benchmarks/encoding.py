@@ -5,39 +5,55 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.timing import contest
+from benchmarks.timing import Timing, contest
 from benchmarks.training import VARIANTS
 from lrpe_fairseq.attention.multihead import feature_map
-from lrpe_fairseq.encodings import ENCODINGS, EncodingOptions, QueryKeyEncoding, build_encoding
+from lrpe_fairseq.encodings import (
+    ENCODINGS,
+    EncodingOptions,
+    QueryKeyEncoding,
+    build_encoding,
+    canonical_name,
+)
 from lrpe_fairseq.encodings.base import ELU_PLUS_ONE
 from lrpe_fairseq.experiments.report.denominators import serves_linear
 
+PASSES = 5  # over all encodings; the time of an operation depends on where its memory lies
 SHAPES = {"cpu": (1, 8, 4096, 64), "cuda": (12, 12, 32768, 128)}  # batch, heads, T, width
 
 
 def measure(device: str, dtype: torch.dtype, rounds: int) -> list[dict]:
-    """Return rows of {encoding, form, seconds, spread, copies, copies_backward}.
+    """Return rows of {encoding, form, seconds, spread, copies, copies_quartiles, copies_backward,
+    copies_backward_quartiles}.
 
     ``form``: "step by step", or "one pass" if supported. ``copies``: time of phi and encoding of
     queries and keys over the time of copying both, in the same rounds; ``copies_backward``: the
-    same for the gradient only.
+    same for the gradient only. ``rounds``: of each of :data:`PASSES` passes.
     """
     shape = (2, *SHAPES[device.split(":")[0]])
-    pair = [x.requires_grad_() for x in torch.randn(shape, device=device, dtype=dtype)]
-    rows = []
-    for (name, form), encode in forms(pair[0]).items():
-        timings = contest(contestants(pair, encode), rounds)
-        rows.append(
-            {
-                "encoding": name,
-                "form": form,
-                "seconds": timings["forward"].median,
-                "spread": timings["forward"].spread,
-                "copies": timings["forward"].ratio(timings["copy"]),
-                "copies_backward": timings["backward"].ratio(timings["copy"]),
-            }
-        )
-    return rows
+    found: dict[tuple[str, str], list[dict[str, Timing]]] = {}
+    for _ in range(PASSES):
+        pair = [x.requires_grad_() for x in torch.randn(shape, device=device, dtype=dtype)]
+        for key, encode in forms(pair[0]).items():
+            found.setdefault(key, []).append(contest(contestants(pair, encode), rounds))
+    return [_row(*key, passes) for key, passes in found.items()]
+
+
+def _row(name: str, form: str, passes: list[dict[str, Timing]]) -> dict:
+    copy, forward, backward = (
+        Timing(tuple(second for timings in passes for second in timings[what].seconds))
+        for what in ("copy", "forward", "backward")
+    )
+    return {
+        "encoding": name,
+        "form": form,
+        "seconds": forward.median,
+        "spread": forward.spread,
+        "copies": forward.ratio(copy),
+        "copies_quartiles": forward.quartiles(copy),
+        "copies_backward": backward.ratio(copy),
+        "copies_backward_quartiles": backward.quartiles(copy),
+    }
 
 
 def contestants(pair: list[Tensor], encode: "Encode") -> dict[str, Callable[[], object]]:
@@ -73,9 +89,14 @@ class Encode:
 
 
 def forms(x: Tensor) -> dict[tuple[str, str], Encode]:
-    """Return every encoding of linear attention, in torch operations and in one pass."""
-    found = {}
-    usual = {name: (name, {}) for name in filter(serves_linear, ENCODINGS)}
+    """Return every encoding of linear attention, in torch operations and in one pass.
+
+    Of equal encodings only the first is there.
+    """
+    found, names = {}, {}
+    for name in filter(serves_linear, ENCODINGS):
+        names.setdefault(canonical_name(name), name)
+    usual = {name: (name, {}) for name in names.values()}
     for name, (encoding_name, options) in {**usual, **VARIANTS}.items():
         encoding = build_encoding(
             encoding_name,

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fairseq import file_utils, trainer
+from fairseq import checkpoint_utils, file_utils, trainer
 from fairseq.criterions.sentence_prediction import SentencePredictionCriterion
 from fairseq.data import bucket_pad_length_dataset, data_utils
 from fairseq.data.audio import raw_audio_dataset
@@ -41,6 +41,8 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.models.ema.ema import EMA
 from fairseq.models.transformer import TransformerConfig, TransformerDecoderBase
 from omegaconf import OmegaConf
+
+from lrpe_fairseq.errors import refuse
 
 logger = logging.getLogger(__name__)
 
@@ -285,12 +287,23 @@ def gather_predictions() -> None:
     Break: ``SentencePredictionCriterion`` logs the predictions of a batch as a list, but states
     that its logs can be summed over processes, so that the first validation raises TypeError. The
     fix gathers the logs; ``distributed.utils.all_gather_list`` needs a GPU for that, and torch's
-    own function does not.
+    own function, which processes over gloo call instead, does not.
     """
     if SentencePredictionCriterion.logging_outputs_can_be_summed():
         SentencePredictionCriterion.logging_outputs_can_be_summed = staticmethod(lambda: False)
-    if not torch.cuda.is_available():
-        _replace(distributed_utils, "all_gather_list", _gather_objects)
+    _replace(distributed_utils, "all_gather_list", _gather_objects)
+
+
+def resume_in_other_processes() -> None:
+    """Resume with another number of processes where the data were left.
+
+    Break: a checkpoint counts the batches of the epoch that one process has read. With other
+    numbers of processes and of accumulated batches, updates of the same size read other numbers, so
+    that a resumed training skips or repeats data, or stops with "dataloader mismatch". The fix
+    converts the number; batches of another size are refused in one sentence.
+    """
+    _replace(checkpoint_utils, "load_checkpoint_to_cpu", _load_with_batches)
+    _replace_method(trainer.Trainer, "load_checkpoint", _load_for_these_processes)
 
 
 def leave_the_process_group() -> None:
@@ -317,6 +330,7 @@ FIXES: tuple[Callable[[], None], ...] = (
     refuse_unsafe_archives,
     measure_training_time_monotonically,
     gather_predictions,
+    resume_in_other_processes,
     leave_the_process_group,
 )
 
@@ -432,7 +446,48 @@ def _broadcast_plain_config(original: Callable, obj: Any, *args: Any, **kwargs: 
     return obj
 
 
-def _gather_objects(original: Callable, data: Any, group: Any = None, max_size: int = 0) -> list:
+_BATCHES = "batches"
+"""Key of ``train_iterator``, in memory only: processes and batch limits of a checkpoint."""
+
+
+def _load_with_batches(original: Callable, *args: Any, **kwargs: Any) -> dict:
+    state = original(*args, **kwargs)
+    place = (state.get("extra_state") or {}).get("train_iterator")
+    if place and state.get("cfg"):
+        place[_BATCHES] = _batches_in(state["cfg"])
+    return state
+
+
+def _batches_in(cfg: Any) -> dict[str, Any]:
+    return {
+        "processes": cfg["distributed_training"]["distributed_world_size"],
+        "limits": (cfg["dataset"]["batch_size"], cfg["dataset"]["max_tokens"]),
+    }
+
+
+def _load_for_these_processes(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    extra_state = original(self, *args, **kwargs)
+    place = (extra_state or {}).get("train_iterator")
+    before = place.pop(_BATCHES, None) if place else None
+    now = _batches_in(self.cfg)
+    if before and place.get("iterations_in_epoch") and not self.cfg.checkpoint.reset_dataloader:
+        read = place["iterations_in_epoch"] * before["processes"]
+        if before["processes"] != now["processes"]:
+            if before["limits"] != now["limits"] or read % now["processes"]:
+                refuse(
+                    f"the checkpoint was saved within an epoch by {before['processes']} processes "
+                    f"with other batches: resume with {before['processes']} processes, or add "
+                    "--reset-dataloader to start a new pass over the data"
+                )
+            place["iterations_in_epoch"] = read // now["processes"]
+    return extra_state
+
+
+def _gather_objects(
+    original: Callable, data: Any, group: Any = None, max_size: int = 16384
+) -> list:
+    if torch.distributed.get_backend() != "gloo":
+        return original(data, group, max_size)
     group = distributed_utils.get_global_group() if group is None else group
     found = [None] * distributed_utils.get_world_size(group=group)
     torch.distributed.all_gather_object(found, data, group=group)

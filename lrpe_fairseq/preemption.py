@@ -5,10 +5,15 @@ The training finishes the current update, writes ``checkpoint_last.pt`` and exit
 time limit. Stock fairseq exits at once and loses everything since the last periodic checkpoint.
 There is no validation before the exit, so a resumed training equals an uninterrupted one,
 including its best checkpoint.
+
+With several GPUs fairseq starts a process for each. A signal ends their parent, and torch would
+then interrupt them; they ask for SIGUSR1 instead, and save.
 """
 
+import ctypes
 import functools
 import logging
+import multiprocessing
 import signal
 import sys
 import threading
@@ -22,6 +27,7 @@ SAVED = 75
 """Exit status of a training that saved a checkpoint after a signal (EX_TEMPFAIL)."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent ends
 
 logger = logging.getLogger(__name__)
 _signaled = threading.Event()
@@ -45,6 +51,8 @@ def _train_with_handlers(train: Any, *arguments: Any) -> Any:
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             signal.signal(number, _record)
+        if multiprocessing.parent_process() is not None:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGUSR1))
     return train(*arguments)
 
 

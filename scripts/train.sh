@@ -31,7 +31,9 @@ if [ "$procs" -gt 1 ] && [ "$gpus" -ge "$procs" ]; then
 elif [ "$procs" -gt 1 ] && [ "$gpus" -gt 0 ]; then
   echo "train.sh: $procs processes need $procs GPUs, found $gpus (or pass --cpu)" >&2
   exit 2
-elif [ "$procs" -gt 1 ]; then
+elif [ "$procs" -eq 1 ]; then  # by default fairseq would use all GPUs
+  [[ " $* " == *" --distributed-world-size"* ]] || command+=(--distributed-world-size 1)
+else
   [[ " $* " == *" --cpu "* ]] || command+=(--cpu)
   command+=(--ddp-backend legacy_ddp --distributed-backend gloo --distributed-no-spawn
     --distributed-init-method env:// --distributed-world-size "$procs")

@@ -21,6 +21,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,8 +37,10 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.models import BaseFairseqModel
 from fairseq.models.ema.ema import EMA
 from fairseq.models.transformer import TransformerDecoderBase
+from omegaconf import OmegaConf
 
 from lrpe_fairseq import compat
+from lrpe_fairseq.errors import Refusal
 from tests.end_to_end.forked import run_forked
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -793,6 +796,50 @@ def test_a_batching_that_keeps_every_sample_is_left_alone(
     monkeypatch.setattr(data_utils, "batch_by_size", whole)
     compat.keep_the_last_batch()
     assert data_utils.batch_by_size is whole
+
+
+def _options(processes: int, batch_size: int) -> Any:
+    sections = {
+        "distributed_training": {"distributed_world_size": processes},
+        "dataset": {"batch_size": batch_size, "max_tokens": None},
+        "checkpoint": {"reset_dataloader": False},
+    }
+    return OmegaConf.create(sections)
+
+
+@pytest.mark.parametrize(("processes", "expected"), [(1, 12), (2, 6), (4, 3)])
+def test_a_training_goes_on_in_its_data_with_other_numbers_of_processes(
+    processes: int, expected: int
+) -> None:
+    place = {"iterations_in_epoch": 6, compat._BATCHES: compat._batches_in(_options(2, 8))}
+    trainer = SimpleNamespace(cfg=_options(processes, 8))
+    compat._load_for_these_processes(lambda self: {"train_iterator": place}, trainer)
+    assert place == {"iterations_in_epoch": expected}
+
+
+@pytest.mark.parametrize(("processes", "batch_size"), [(4, 4), (5, 8)])
+def test_batches_that_another_number_of_processes_cannot_continue_are_refused(
+    processes: int, batch_size: int
+) -> None:
+    place = {"iterations_in_epoch": 6, compat._BATCHES: compat._batches_in(_options(2, 8))}
+    trainer = SimpleNamespace(cfg=_options(processes, batch_size))
+    with pytest.raises(Refusal, match="resume with 2 processes, or add --reset-dataloader"):
+        compat._load_for_these_processes(lambda self: {"train_iterator": place}, trainer)
+
+
+SERVER = """
+import torch
+def refused(*_):
+    raise RuntimeError("a process that looks for GPUs cannot be forked for trainings on them")
+torch.cuda.is_available = refused
+import lrpe_fairseq.experiments.runner.preloaded
+"""
+
+
+def test_the_fork_server_does_not_look_for_gpus() -> None:
+    command = [sys.executable, "-c", SERVER]
+    ended = subprocess.run(command, env=_environment(), capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 RANK = """

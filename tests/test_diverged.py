@@ -47,8 +47,18 @@ def test_an_evaluation_that_is_not_finite_has_diverged(tmp_path, output):
 @pytest.mark.parametrize("loss", ["3000.5", "nan", "inf"])
 def test_a_masked_model_that_is_not_finite_has_diverged(tmp_path, loss):
     log = tmp_path / "eval.log"
-    log.write_text(f'| INFO | valid | {{"epoch": 1, "valid_loss": "{loss}"}}')
+    ppl = "nan" if loss == "nan" else "inf"
+    log.write_text(f'| INFO | valid | {{"valid_loss": "{loss}", "valid_ppl": "{ppl}"}}')
     assert pretraining.read_validation(log, "valid") == {"diverged": 1}
+
+
+@pytest.mark.parametrize("exact", [1.58, 2.3251, 8.73672, 8.73748])
+def test_a_masked_loss_is_that_of_the_more_exact_of_two_rounded_numbers(tmp_path, exact):
+    log = tmp_path / "eval.log"
+    log.write_text(f'| valid | {{"valid_loss": "{exact:.3f}", "valid_ppl": "{2**exact:.2f}"}}')
+    found = pretraining.read_validation(log, "valid")
+    assert found["ppl"] == pytest.approx(2**exact, rel=3.5e-4)
+    assert found["loss"] == pytest.approx(exact, abs=5e-4 if exact < 3 else 2e-5)
 
 
 @pytest.mark.parametrize(
@@ -81,22 +91,23 @@ def test_a_diverged_run_has_a_run_file_and_a_curve_of_its_finite_points(tmp_path
 
 def test_a_cell_says_how_many_seeds_diverged(tmp_path):
     row = Row("Base", "none", ["linear"])
-    column = Column("c", "test", "linear", split="test", protocol="blocks", metric="ppl")
+    shown = {"split": "test", "protocol": "blocks", "metric": "ppl", "better": "lower"}
+    column = Column("c", "test", "linear", **shown)
     table = Table(
         name="trial", title="", text="", experiments=["trial"], scales={"small": "x"},
         rows=[row], columns=[column], baseline="Base", better="lower",
     )  # fmt: skip
 
-    def shown(*metrics):
+    def cell(*metrics):
         runs = {
             f"trial/{seed}.json": a_record(seed=seed, metrics={"test": {"blocks": measured}})
             for seed, measured in enumerate(metrics, 1)
         }
         return pages._ours(Sheet(tmp_path, table, Group("small", "toy", runs)), row, column)
 
-    assert shown() == "not run"
-    assert shown(LOST, LOST) == "diverged (2)"
-    assert shown({"ppl": 50.0, "tokens": 1000}, LOST) == "50.00 (1), diverged (1)"
+    assert cell() == "not run"
+    assert cell(LOST, LOST) == "diverged (2)"
+    assert cell({"ppl": 50.0, "tokens": 1000}, LOST) == "50.00 (1), diverged (1)"
 
 
 def test_the_protocol_names_the_token_before_the_block():

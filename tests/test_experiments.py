@@ -911,6 +911,9 @@ def test_the_launcher_forms_one_group_of_several_processes(tmp_path):
     env = {**os.environ, "PROCS": "2", "PATH": f"{fakes}:{os.environ['PATH']}"}
     command = ["bash", str(copy), "some data", "--cpu", "--arch", "lrpe_lm_tiny"]
     said = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    alone = {**env, "PROCS": "1"}
+    one = subprocess.run(command, env=alone, capture_output=True, text=True, check=True).stdout
+    assert one.splitlines()[1].endswith("--distributed-world-size 1")  # not all GPUs
     shown, ran = said.splitlines()
     assert "torchrun --standalone --no-python --nproc_per_node 2" in shown
     assert ran.startswith("ran: some data --cpu --arch lrpe_lm_tiny --user-dir")

@@ -664,6 +664,7 @@ def test_a_column_with_for_stands_for_every_combination(root):
 """,
     )
     same = {"protocol": "blocks", "metric": "loss", "overrides": {"clip-norm": 1.0}}
+    same["better"] = "lower"
     columns = load_table(path).columns
     assert [column for column in columns if column.metric == "loss"] == [
         Column("loss-linear-valid", "loss", "linear", split="valid", **same),
@@ -682,6 +683,35 @@ def test_the_runs_of_a_table_change_the_half_that_is_not_fixed():
             assert chosen[f"model.{own}.attention_type"] == run.attention_type
             assert chosen[f"model.{fixed}.position_encoding"] == "none"
             assert chosen[f"model.{fixed}.attention_type"] == "softmax"
+
+
+HIGHER = {"accuracy", "bleu", "exact_match", "f1", "matthews", "pearson", "spearman", "holds-to",
+          "answer_accuracy", "token_accuracy", "beyond-window"}  # fmt: skip
+LOWER = {"ppl", "word_ppl", "loss", "delta"}
+
+
+def test_a_column_has_the_direction_of_its_metric_in_every_table():
+    for table in load_tables(ROOT / "configs" / "tables"):
+        for column in table.columns:
+            for metric, better in [
+                (column.metric, column.better),
+                (column.best_by.get("metric"), column.best_by.get("better")),
+            ]:
+                name = (metric or "").partition("-2048")[0]
+                expected = "higher" if name in HIGHER else "lower" if name in LOWER else better
+                assert better == expected, f"{table.name}, {column.key}"
+
+
+def test_an_order_is_that_of_the_column_where_it_differs_from_the_table(root):
+    edit_table(root, "split: test, protocol: blocks, metric: ppl",
+               "split: test, protocol: blocks, metric: accuracy, better: higher")  # fmt: skip
+    for encoding, value in {"none": 80.0, "rope": 90.0}.items():
+        for seed in (1, 2):
+            found = {"test": {"blocks": {"accuracy": value + seed, "examples": 9000}}}
+            save(root, f"{encoding}{seed}", position_encoding=encoding, seed=seed, metrics=found)
+    table = load_table(root / "configs" / "tables" / "demo.yaml")
+    (sheet,) = sheets(root, table, read_runs(root / "results" / "runs"))
+    assert claims.relation(sheet, "RoPE", "Base", sheet.table.column("test")) == claims.AHEAD
 
 
 WRONG_TABLES = {
@@ -816,7 +846,7 @@ def test_memory_of_models_with_different_configurations_is_not_compared(tmp_path
     words, pixels = (
         Column(
             name, f"The {name}", "linear", split="valid", protocol="blocks", metric="ppl",
-            dataset=name, config=f"configs/lm/{name}.yaml",
+            dataset=name, config=f"configs/lm/{name}.yaml", better="lower",
         )
         for name in ("words", "pixels")
     )  # fmt: skip

@@ -207,7 +207,7 @@ from fairseq.distributed.utils import infer_init_method
 from omegaconf import OmegaConf
 from lrpe_fairseq.experiments.runner.devices import Devices
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 4
-words = Devices(nodes=2).launch(["fairseq-hydra-train"])
+words = Devices(nodes=2).launch(["x", "++distributed_training.distributed_world_size=8"])
 told = dict(word.split(".", 1)[1].split("=") for word in words if word.startswith("++"))
 config = OmegaConf.structured(DistributedTrainingConfig(tpu=False))
 config.merge_with({key: int(value) for key, value in told.items()})
@@ -232,6 +232,7 @@ def test_the_settings_of_a_cluster_reach_sbatch_and_the_command_line_wins(tmp_pa
     site = slurm.load_site(tmp_path / "slurm.yaml", {"time": "2:00:00", "nodes": None})
     assert {"--partition=gpu", "--time=2:00:00", "--nodes=1"} <= set(site.options())
     script = slurm.job_script(tmp_path, ["python", "-m", "x"], site)
+    assert "export LRPE_FAIRSEQ_GRACE=110" in script
     assert script.index("module load x") < script.index("python -m x --array-task")
     subprocess.run(["bash", "-n", "-c", script], check=True)
 

@@ -19,7 +19,7 @@ from lrpe_fairseq.experiments.report import cells
 from lrpe_fairseq.experiments.runner.processes import RunFailed
 
 SUITE = [task for task in TASKS if task != "grid"]
-BEST = {"split": "valid", "protocol": "whole", "metric": "loss"}
+BEST = {"split": "valid", "protocol": "whole", "metric": "loss", "better": "lower"}
 
 
 def test_the_table_shows_both_accuracies_of_every_task_at_every_length() -> None:
@@ -98,7 +98,7 @@ def test_every_sample_and_answer_is_counted_or_the_run_fails(tmp_path: Path) -> 
 def a_table(best_by: dict[str, str]) -> Table:
     column = Column(
         "test", "test", "softmax", "answer_accuracy", "test4", "whole", best_over="lr",
-        best_by=best_by,
+        best_by=best_by, better="higher",
     )  # fmt: skip
     rows = [Row("RoPE", "rope", ["softmax"])]
     return Table("t", "T", "", ["t"], {"small": ""}, "RoPE", "higher", [column], rows)
@@ -125,10 +125,10 @@ def test_the_rate_is_selected_by_validation_loss_and_not_by_the_test_split() -> 
         assert cells.scores(table, table.rows[0], table.columns[0], found) == {1: value}
 
 
-def test_a_rate_is_selected_by_the_loss_only(tmp_path: Path) -> None:
+def test_a_selection_without_a_direction_is_refused(tmp_path: Path) -> None:
     text = (ROOT / "configs" / "tables" / "synthetic.yaml").read_text(encoding="utf-8")
-    (tmp_path / "demo.yaml").write_text(text.replace("metric: loss}", "metric: token_accuracy}"))
-    with pytest.raises(ValueError, match="write metric: loss, not token_accuracy"):
+    (tmp_path / "demo.yaml").write_text(text.replace("loss, better: lower}", "loss, better: low}"))
+    with pytest.raises(ValueError, match=r"better in best_by of column .* must be lower or higher"):
         load_table(tmp_path / "demo.yaml")
 
 

@@ -1,4 +1,4 @@
-"""The position-dependent unitary maps Lambda^(s) of the LRPE family (Eq. 23-25, C.7).
+"""The position-dependent unitary maps Lambda^(s) of the LRPE family (Eq. 23-25, C.7, C.8).
 
 A core is constructed from an :class:`EncodingSpec`. ``core.at(positions, dtype)`` returns the
 phases or indices, which depend only on the positions. ``core(planes, core.at(...))`` applies
@@ -81,11 +81,13 @@ class LearnedRotation(Rotation):
 class HalfRotation(Rotation):
     """The rotation of the first e = d // 2 features, rounded up to even (C.7).
 
-    The remaining features are unchanged.
+    The remaining features are unchanged. The frequencies are 10000^(-2i/e), as in the pseudo-code
+    (C.8); the text prints 10000^(-2t/d) (C.7).
     """
 
     latex = (
-        r"\Lambda^{(s)} = \mathrm{diag}(R(s\, \alpha_i),\, I),\ \text{half of the features turn}"
+        r"\Lambda^{(s)} = \mathrm{diag}(R(s\, \alpha_i),\, I),\ \alpha_i = 10000^{-2i/E},\ "
+        r"E = D/2 \text{ features turn}"
     )
 
     @staticmethod

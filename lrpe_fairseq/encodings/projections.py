@@ -83,7 +83,8 @@ class LearnedHouseholder(Householder):
 class OddEven(nn.Module):
     """P = the permutation y[2k] = x[k], y[2k+1] = x[ceil(d/2) + k] (Eq. 75 and pseudo-code).
 
-    Trap: Eq. 75 has a misprint for odd d. With its floor(d/2) + 1 it is not a permutation.
+    Trap: Eq. 75 prints floor(d/2) + 1 for + k, which is not a permutation. For odd d the floor must
+    be a ceiling, too.
     """
 
     latex = r"P = \text{odd-even permutation}"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lrpe_fairseq.kernels import causal
 from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain
-from lrpe_fairseq.kernels.loader import on_device
+from lrpe_fairseq.kernels.loader import MOST_BLOCKS, on_device
 
 CHUNK = 64
 WIDEST_BLOCK = {True: 32, False: 64}
@@ -30,8 +30,11 @@ MINIMUM = 16  # smallest side of a tl.dot
 
 
 def serves(q: Tensor, v: Tensor, log_decay: Tensor | None = None) -> bool:
-    """True if the kernels support q and v: on an Ampere or newer GPU, of one dtype, not float64."""
-    return is_plain(q, v, log_decay) and on_device(q) and q.dtype == v.dtype
+    """True if the kernels support q and v: on an Ampere or newer GPU, of one dtype, not float64,
+    and no more sequences (batch times heads) than a launch has blocks on its last axis.
+    """
+    few = q.shape[0] * q.shape[1] <= MOST_BLOCKS
+    return few and is_plain(q, v, log_decay) and on_device(q) and q.dtype == v.dtype
 
 
 def causal_sums(

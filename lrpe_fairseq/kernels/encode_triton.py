@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain
 from lrpe_fairseq.kernels.encode import Form, definition
-from lrpe_fairseq.kernels.loader import on_device
+from lrpe_fairseq.kernels.loader import MOST_BLOCKS, on_device
 
 NUMBERS = 2048  # maximum number of elements of one head in the registers of a program
 
@@ -26,6 +26,7 @@ def serves(x: Tensor, form: Form) -> bool:
         return False
     width = x.shape[-1]
     fit = width >= 16 and width & (width - 1) == 0 and x.stride(-1) == 1
+    fit = fit and x.shape[0] <= MOST_BLOCKS
     return form.simple and fit and on_device(x)
 
 

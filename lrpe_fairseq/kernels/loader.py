@@ -122,6 +122,10 @@ def _why_no_triton() -> str:
     return ""
 
 
+MOST_BLOCKS = 65535
+"""Blocks of a CUDA launch along each axis but the first."""
+
+
 def on_device(x: Tensor) -> bool:
     """True if Triton kernels support ``x``: on an Ampere or newer GPU, not float64."""
     return (

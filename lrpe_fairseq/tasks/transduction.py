@@ -308,6 +308,7 @@ def log_scored(outputs: list[dict]) -> None:
         ("exact_match", exact, samples),
     ):
         metrics.log_scalar(name, total / count if count else math.nan, count, round=6)
+    metrics.log_scalar_sum("samples", samples, round=0)
     metrics.log_derived("teacher_ppl", lambda m: perplexity(m["_teacher_nll"].avg))
     metrics.log_derived("ppl_published", lambda m: perplexity(m["_published_nll"].avg))
 

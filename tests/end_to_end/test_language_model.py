@@ -274,11 +274,11 @@ TOGETHER = (
     f"{TRAINING} --optimizer sgd --lr 0.1 --dropout 0 --disable-validation --max-tokens 32 {SMALL}"
 )
 STEPS = 20
-STOPS = {  # (attention, processes) -> where the group stops, to go on from there
-    ("linear", 2): [7, STEPS],
-    ("softmax", 2): [STEPS],
-    ("linear", 4): [STEPS],
-    ("softmax", 4): [STEPS],
+STOPS = {  # (attention, processes) -> where the training stops, to go on in so many processes
+    ("linear", 2): [(1, 5), (2, 12), (2, STEPS)],
+    ("softmax", 2): [(2, STEPS)],
+    ("linear", 4): [(4, 13), (1, STEPS)],
+    ("softmax", 4): [(4, STEPS)],
 }
 GROUPS = [  # softmax in two processes is in test_segment_recurrence.py, too
     pytest.param(case, marks=() if case == ("linear", 2) else pytest.mark.exhaustive)
@@ -290,14 +290,15 @@ GROUPS = [  # softmax in two processes is in test_segment_recurrence.py, too
 def alone_and_together(
     request: pytest.FixtureRequest, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:
-    """Checkpoints of every update: by one process, and by a group."""
+    """Checkpoints of every update: by one process, and by a group (in part by one process)."""
     attention, processes = request.param
     folder = tmp_path_factory.mktemp("processes")
     alone, together = folder / "alone", folder / "together"
     train = [corpus.data, TOGETHER, OPTIONS[attention], "--save-interval-updates 1"]
     run(TRAIN, *train, f"--max-update {STEPS} --update-freq {processes} --save-dir", alone)
-    for stop in STOPS[request.param]:
-        run_together(processes, *train, f"--max-update {stop} --save-dir", together)
+    for size, stop in STOPS[request.param]:
+        length = f"--max-update {stop} --update-freq {processes // size} --save-dir"
+        run_together(size, *train, length, together)
     return alone, together
 
 

@@ -5,10 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from lrpe_fairseq.experiments.runner import measured
 from lrpe_fairseq.preemption import SAVED
 from tests.end_to_end.commands import (
     LAUNCHER,
@@ -76,6 +78,50 @@ def test_a_training_that_is_told_to_end_saves_and_resumes_as_if_nothing_had_been
         ours, theirs = saved(tmp_path / name), saved(undisturbed / name)
         assert_same_tensors(ours["model"], theirs["model"])
         assert ours["extra_state"]["best"] == theirs["extra_state"]["best"]
+
+
+SPAWNED = """
+import sys, torch
+torch.cuda.device_count = lambda: 2  # fairseq starts a process for each, here on the CPU
+import fairseq_cli.train
+fairseq_cli.train.cli_main()
+"""
+SLOW = """
+import time
+import lrpe_fairseq.models
+from fairseq.tasks.fairseq_task import FairseqTask
+step = FairseqTask.train_step
+FairseqTask.train_step = lambda *given, **named: time.sleep(0.4) or step(*given, **named)
+"""
+
+
+def _interruptible() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # shells ignore it in background jobs
+
+
+def test_processes_of_several_gpus_save_although_the_signal_ends_their_parent(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    slow = tmp_path / "slow" / "__init__.py"
+    slow.parent.mkdir()
+    slow.write_text(SLOW)  # a fast update ends before its process is interrupted
+    group = f"--user-dir {slow.parent} --distributed-init-method file://{tmp_path}/group"
+    group += " --distributed-world-size 2 --distributed-backend gloo --ddp-backend legacy_ddp"
+    command = [sys.executable, "-IS", measured.__file__, "1", sys.executable, "-c", SPAWNED]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(
+        [*command, *words(training(corpus, tmp_path, group))],
+        env=environment(), start_new_session=True, preexec_fn=_interruptible, **pipes,
+    )  # fmt: skip
+    wait_for(process, 5)
+    time.sleep(0.2)  # into the next update
+    os.killpg(process.pid, signal.SIGUSR1)
+    process.wait()
+    assert (tmp_path / "checkpoint_last.pt").exists()  # it waits for the processes
+    ended = finish(process)
+    assert ended.returncode != 0
+    reached = saved(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"]
+    assert f"received a signal: saved at update {reached}" in ended.stdout
 
 
 def test_of_two_processes_one_is_told_and_both_end_at_the_same_update(

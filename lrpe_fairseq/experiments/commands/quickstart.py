@@ -95,7 +95,8 @@ def measure(wanted: Sequence[QuickstartRun]) -> None:
     compilation.start()
     prepare_corpus()
     compilation.join()
-    schedule = Schedule(wanted, devices, Events(WORK / "events.log"), warm.WarmChildren())
+    children = Children() if torch.cuda.device_count() else warm.WarmChildren()  # CUDA cannot fork
+    schedule = Schedule(wanted, devices, Events(WORK / "events.log"), children)
     if schedule.run():
         raise RunFailed(f"some runs failed; their logs are in {_relative(WORK)}")
 

@@ -1,5 +1,6 @@
 """RoBERTa pre-training runs: :class:`TrainingRun` scored by masked-language-model loss."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 MASKED = "masked"
 MASK_SEED = 1
+EXACT_ABOVE = 0.005 / (0.0005 * math.log(2))
+"""The perplexity where both of fairseq's rounded numbers have the same relative error."""
 PROTOCOL = {
     MASKED: "fairseq-validate over non-overlapping blocks; 15 % of the tokens are predicted, the "
     f"same ones of every model (mask seed {MASK_SEED}). The loss is in bits per predicted token."
@@ -55,6 +58,11 @@ class PretrainingRun(TrainingRun):
 def read_validation(log: Path, split: str) -> dict[str, float]:
     """Read ``loss`` (bits) and ``ppl``, or ``diverged``, from the output of fairseq-validate.
 
+    Trap: fairseq rounds the loss to 3 decimals and its perplexity, of the loss before rounding, to
+    2. Above a perplexity of about 14 the second is more exact.
+
     Raises: RunFailed if the output has none.
     """
-    return fairseq_log.scored(validation.parse(log, split)["loss"])
+    found = validation.parse(log, split)
+    exact = EXACT_ABOVE < found["ppl"] < math.inf
+    return fairseq_log.scored(math.log2(found["ppl"]) if exact else found["loss"])

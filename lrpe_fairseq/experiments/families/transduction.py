@@ -33,6 +33,7 @@ METRICS = {  # by protocol: in a run file -> of fairseq-validate
         "ppl_published": "ppl_published",
         "token_accuracy": "token_accuracy",
         "exact_match": "exact_match",
+        "samples": "samples",
     },
     GENERATE: {
         "token_accuracy": "decoded_token_accuracy",
@@ -48,8 +49,8 @@ SCORED_IN_TREES = "no-end"
 PROTOCOL = {
     TEACHER: "fairseq-validate with the true prefix as input. ppl: exp of the mean "
     "negative log-likelihood (base e) of the tokens that --scored-tokens selects; ppl_published: "
-    "the same losses with the published code's count of tokens; token_accuracy and exact_match: "
-    "scored tokens, and targets, without an error.",
+    "the same losses with the published code's count of tokens; token_accuracy: scored tokens "
+    "without an error; exact_match: targets whose scored tokens have none.",
     GENERATE: f"fairseq-validate --decode-samples {DECODED}: greedy decoding of the first samples "
     "of the split without the true prefix. token_accuracy: tokens of the targets, end of sentence "
     "included, that the output has at the same place; exact_match: targets that equal the output.",

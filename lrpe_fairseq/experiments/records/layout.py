@@ -23,7 +23,8 @@ HALVES = ("encoder", "decoder")
 PARTS = (*HALVES, "cross")
 """The attention of an encoder-decoder model: self-attention of both, and cross-attention."""
 COMPARE = ("rows", "columns")
-SELECTION = {"split", "protocol", "metric"}
+BETTER = ("lower", "higher")
+SELECTION = {"split", "protocol", "metric", "better"}
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,12 @@ class Column:
     config: a training configuration in place of the scale's; the column then names its data set.
     scales: the scales with this column, for example those whose data have the split; default all.
     overrides: options that differ. relative: as a fraction of the baseline row. best_over: an
-    option; of each seed's runs that differ in it only the best counts. best_by: split, protocol
-    and metric of the loss that selects it, the lowest, instead of the column's own metric.
+    option; of each seed's runs that differ in it only the best counts. best_by: split, protocol,
+    metric and ``better`` of the number that selects it, instead of the column's own metric.
     mean_of: keys of the columns that this one averages, instead of a metric. paper: the published
     cell: ``file`` and the values of its columns. comparable: false if the published number is of
     another or unknown measure; it is then shown, but neither subtracted, divided nor ranked.
+    better: ``lower`` or ``higher``; :func:`load_table` sets that of the table by default.
     """
 
     key: str
@@ -61,6 +63,7 @@ class Column:
     mean_of: list[str] = field(default_factory=list)
     paper: dict[str, str] = field(default_factory=dict)
     comparable: bool = True
+    better: str = ""
     decimals: int = 2
 
 
@@ -184,7 +187,8 @@ def load_table(path: Path) -> Table:
             raise ValueError("a table holds keys and values")
         content = {"name": path.stem, **given}
         columns = repeated.spelled_out(content.get("columns", []))
-        content["columns"] = _by_attention([build(Column, column) for column in columns])
+        usual = {"better": content.get("better", "")}
+        content["columns"] = _by_attention([build(Column, {**usual, **each}) for each in columns])
         content["rows"] = [build(Row, row) for row in content.get("rows", [])]
         table = build(Table, content)
         _check(table)
@@ -241,8 +245,9 @@ def _check(table: Table) -> None:
     for scale, labels in table.rows_of.items():
         if table.baseline not in labels:
             raise ValueError(f"rows_of {scale} lacks the baseline {table.baseline}")
-    if table.better not in ("lower", "higher"):
-        raise ValueError(f"better must be lower or higher, not {table.better!r}")
+    for better in (table.better, *(column.better for column in table.columns)):
+        if better not in BETTER:
+            raise ValueError(f"better must be lower or higher, not {better!r}")
     for label in [table.baseline, *table.curves, *itertools.chain(*table.rows_of.values())]:
         table.row(label)
     for row in table.rows:
@@ -307,11 +312,8 @@ def _check_column(table: Table, column: Column) -> None:
             f"best_by of column {column.key} needs best_over, and the keys "
             f"{', '.join(sorted(SELECTION))}"
         )
-    if column.best_by and column.best_by["metric"] != "loss":
-        raise ValueError(
-            f"best_by of column {column.key} chooses the lowest value: write metric: loss, not "
-            f"{column.best_by['metric']}"
-        )
+    if column.best_by and column.best_by["better"] not in BETTER:
+        raise ValueError(f"better in best_by of column {column.key} must be lower or higher")
 
 
 def _check_configs(table: Table) -> None:

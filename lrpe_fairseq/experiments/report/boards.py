@@ -69,7 +69,8 @@ def board(root: Path, aspect: Aspect, attention: str, found: Mapping[str, list[S
         values, added = _timed(root, aspect, attention), frozenset()
     else:
         values, added = _measured(aspect, attention, found)
-    column = Column(VALUE, aspect.title, attention, VALUE, decimals=aspect.decimals)
+    shown = {"better": aspect.better, "decimals": aspect.decimals}
+    column = Column(VALUE, aspect.title, attention, VALUE, **shown)
     rows = [Row(label, label, [attention]) for label in sorted(values, key=_place)]
     table = Table(
         aspect.key, aspect.title, "", [], {"": ""}, SINUSOIDAL, aspect.better, [column], rows

@@ -281,7 +281,8 @@ def selected(table: Table, row: Row, column: Column, runs: Runs) -> dict[int, st
             )
         found[choice] = name
         ranked.setdefault(run["seed"], []).append((rank, name))
-    best = min if column.best_by or table.better == "lower" else max
+    better = column.best_by["better"] if column.best_by else column.better
+    best = min if better == "lower" else max
     return {seed: best(ranked[seed], key=itemgetter(0))[1] for seed in sorted(ranked)}
 
 

@@ -373,7 +373,8 @@ def state(claim: Statement, found: Found) -> str:
 
 def _require_published(claim: Statement, sheet: Sheet) -> None:
     """Check a statement against the published table of its column, if both rows are there."""
-    column, sign = sheet.table.column(claim.column), 1 if sheet.table.better == "lower" else -1
+    column = sheet.table.column(claim.column)
+    sign = 1 if column.better == "lower" else -1
     first = sheet.published(sheet.table.row(claim.first), column)
     for label in claim.others:
         other = sheet.published(sheet.table.row(label), column)

@@ -80,9 +80,9 @@ def stated_order(sheet: Sheet, first: str, others: tuple[str, ...], key: str) ->
 def relation(sheet: Sheet, first: str, second: str, column: Column) -> str:
     """Return ``AHEAD``, ``BEHIND`` or ``OPEN``: the place of one row to another in a column."""
     one, two = (sheet.ours(sheet.table.row(label), column) for label in (first, second))
-    if ahead(one, two, sheet.table.better):
+    if ahead(one, two, column.better):
         return AHEAD
-    return BEHIND if ahead(two, one, sheet.table.better) else OPEN
+    return BEHIND if ahead(two, one, column.better) else OPEN
 
 
 def valued(sheet: Sheet, label: str, column: Column) -> str:
@@ -123,7 +123,7 @@ def rank_line(sheet: Sheet, column: Column) -> str:
         return ""
     value = correlation(sheet, column)
     shown = "undefined" if value is None else fixed(value, 2)
-    return f"{shown} over {len(found)} rows; {_disagreements(sheet, found)}"
+    return f"{shown} over {len(found)} rows; {_disagreements(column, found)}"
 
 
 def far(rows: int) -> int:
@@ -134,8 +134,8 @@ def far(rows: int) -> int:
     return 2 if rows < 10 else 3
 
 
-def _disagreements(sheet: Sheet, found: list[Pair]) -> str:
-    sign = 1 if sheet.table.better == "lower" else -1  # rank 1 is the best
+def _disagreements(column: Column, found: list[Pair]) -> str:
+    sign = 1 if column.better == "lower" else -1  # rank 1 is the best
     ours = average_ranks([sign * cells.mean(values) for _, values, _ in found])
     theirs = average_ranks([sign * value for *_, value in found])
     labels = [row.label for row, *_ in found]
@@ -170,7 +170,7 @@ def rows_finding(sheet: Sheet, column: Column) -> str:
     if len(ordered) < 2:
         reason = "too few rows with several seeds" if ordered else ONE_SEED
         return f"{reason} ({value_range(sheet, column, found)})"
-    if not any_order(ordered, sheet.table.better):
+    if not any_order(ordered, column.better):
         return f"no order ({value_range(sheet, column, ordered)})"
     among = f"of the {len(ordered)} rows with several seeds, " if len(ordered) < len(found) else ""
     return f"{among}{order(sheet, column, ordered)}"
@@ -191,7 +191,7 @@ def any_order(found: dict[str, Scores], better: str) -> bool:
 
 def leaders(sheet: Sheet, column: Column, found: dict[str, Scores]) -> str:
     """Return the best row with the rows that it is ahead of, or that no row is ahead of all."""
-    better = sheet.table.better
+    better = column.better
     sign = 1 if better == "lower" else -1
     best = min(found, key=lambda label: sign * cells.mean(found[label]))
     level = [o for o in found if o != best and not ahead(found[best], found[o], better)]
@@ -204,7 +204,7 @@ def leaders(sheet: Sheet, column: Column, found: dict[str, Scores]) -> str:
 
 
 def _against_baseline(sheet: Sheet, column: Column, found: dict[str, Scores]) -> str:
-    base, better = sheet.table.baseline, sheet.table.better
+    base, better = sheet.table.baseline, column.better
     if base not in found:
         return ""
     others = [label for label in found if label != base]
@@ -269,7 +269,7 @@ def _column_against(sheet: Sheet, first: Column, second: Column) -> str:
     several = {label: pair for label, pair in pairs.items() if min(map(len, pair)) > 1}
     if not several:
         return ONE_SEED
-    better = sheet.table.better
+    better = second.better
     gains = [label for label, (a, b) in several.items() if ahead(a, b, better)]
     losses = [label for label, (a, b) in several.items() if ahead(b, a, better)]
     parts = [f"ahead for {listed(gains)}"] if gains else []

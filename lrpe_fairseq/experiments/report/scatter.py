@@ -56,7 +56,7 @@ def panels(sheet: Sheet) -> list[Panel]:
         )
         if len(points) >= FEWEST:
             title = f"{column.attention} attention, {column.title}"
-            found.append(Panel(title, column.attention, sheet.table.better, points))
+            found.append(Panel(title, column.attention, column.better, points))
     return found
 
 

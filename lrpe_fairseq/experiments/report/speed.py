@@ -258,12 +258,16 @@ def _published(name: str) -> list[str]:
 def encoding(rows: Rows) -> str:
     """Time of phi and encoding as multiples of a copy."""
     lines = [
-        [f"`{r['encoding']}`", r["form"], f"{r['copies']:.1f}", f"{r['copies_backward']:.1f}"]
+        [f"`{r['encoding']}`", r["form"], _copies(r, "copies"), _copies(r, "copies_backward")]
         for r in rows
     ]
-    return markdown.table(
-        ["encoding", "form", "copies, forward", "copies, gradient"], lines, numbers=True
-    )
+    heads = ["encoding", "form", "copies, forward (quartiles)", "copies, gradient (quartiles)"]
+    return markdown.table(heads, lines, numbers=True)
+
+
+def _copies(row: dict[str, Any], key: str) -> str:
+    lower, upper = row[f"{key}_quartiles"]
+    return f"{row[key]:.1f} ({lower:.1f}–{upper:.1f})"
 
 
 def profiles(rows: Rows) -> str:

@@ -63,7 +63,7 @@ class Devices:
         return [self, *(replace(self, gpus=gpus[:count]) for count in fewer)]
 
     def launch(self, command: list[str]) -> list[str]:
-        """Return the command that runs the training ``command`` on every node.
+        """Return the command that runs the training ``command``, of all processes, on every node.
 
         With GPUs, fairseq forms the process group from Slurm's variables. Without GPUs it counts
         no processes, so the rank of each process is passed on the command line.
@@ -71,11 +71,9 @@ class Devices:
         if self.nodes == 1:
             return command
         port = 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000
-        group: dict[str, Any] = {"distributed_world_size": self.processes}
-        if torch.cuda.is_available():
-            group["distributed_port"] = port
-        else:
-            group |= {
+        group: dict[str, Any] = {"distributed_port": port}
+        if not torch.cuda.is_available():
+            group = {
                 "distributed_init_method": f"tcp://{socket.gethostname()}:{port}",
                 "distributed_no_spawn": True,
                 "distributed_backend": "gloo",

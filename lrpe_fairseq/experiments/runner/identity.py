@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from lrpe_fairseq.encodings import canonical_name
 from lrpe_fairseq.experiments.records import checkpoints, updates
 from lrpe_fairseq.experiments.records.runs import plain
+from lrpe_fairseq.experiments.runner import launch
 
 Config = dict[str, dict[str, Any]]
 Names = tuple[tuple[str, str | None], ...]
@@ -54,7 +55,7 @@ def differences(settings: Any, config: Mapping[str, Any]) -> set[str]:
     """
     wanted, usual = options(resolved(settings)), _usual(_names(settings))
     had = {**{name: usual.get(name, wanted[name]) for name in wanted}, **config}
-    spread = OmegaConf.select(settings, "distributed_training.distributed_world_size", default=1)
+    spread = OmegaConf.select(settings, launch.WORLD_SIZE, default=1)
     names = wanted.keys() - INCIDENTAL - _launching() - {*updates.LIMITS, updates.FREQUENCY}
     changed = {name for name in names if _value(had, name) != _value(wanted, name)}
     ours, theirs = (

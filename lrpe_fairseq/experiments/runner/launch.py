@@ -4,6 +4,7 @@ import re
 import sys
 from pathlib import Path
 
+WORLD_SIZE = "distributed_training.distributed_world_size"
 BIN = Path(sys.executable).parent
 """Return the folder of fairseq's scripts."""
 

@@ -22,7 +22,9 @@ from lrpe_fairseq.experiments.records.files import ROOT, relative
 from lrpe_fairseq.experiments.runner import measured
 from lrpe_fairseq.experiments.runner.devices import Devices
 
-GRACE_SECONDS = 25.0  # a cluster sends SIGKILL after 30 s
+GRACE = "LRPE_FAIRSEQ_GRACE"
+"""Environment variable: seconds that a training has to save after a signal."""
+GRACE_SECONDS = 25.0  # by default: a cluster sends SIGKILL after 30 s
 KIB = 1024
 MEASURED = (sys.executable, "-IS", str(Path(measured.__file__)))
 """Command of the intermediate process that reports the peak memory of a command."""
@@ -110,7 +112,7 @@ class Children:
             self._stopping.set()
         self._signal(signal.SIGUSR1)
         waiting = threading.Event()
-        for _ in range(int(GRACE_SECONDS * 10)):
+        for _ in range(int(float(os.environ.get(GRACE) or GRACE_SECONDS) * 10)):
             if not self._alive:
                 return
             waiting.wait(0.1)

@@ -16,8 +16,13 @@ from typing import Any
 
 import yaml
 
+from lrpe_fairseq.experiments.runner.processes import GRACE
+
 RESTARTS = 3
 """How often a failed run is requeued. A run that is out of time is always requeued."""
+
+MARGIN = 10
+"""Seconds before the time limit at which a training that has not saved is killed."""
 
 ACCOUNTING = ("partition", "account", "qos")
 """Settings of every job, also of the one that renders the tables."""
@@ -26,6 +31,7 @@ JOB = """#!/usr/bin/env bash
 set -uo pipefail
 cd {root}
 {setup}
+export {variable}={grace}
 {command} --array-task "$SLURM_ARRAY_TASK_ID" &
 runner=$!
 told=
@@ -164,6 +170,8 @@ def job_script(root: Path, command: Sequence[str], site: Site) -> str:
         setup="\n".join(site.setup),
         command=shlex.join(command),
         restarts=RESTARTS,
+        variable=GRACE,
+        grace=max(MARGIN, site.warning - MARGIN),
     )
 
 

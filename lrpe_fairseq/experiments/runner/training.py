@@ -269,6 +269,7 @@ class TrainingRun(ABC):
         chosen = self.chosen()
         if processes > 1:
             chosen |= batches.divided(self.settings(), processes)
+        chosen[launch.WORLD_SIZE] = str(processes)  # fairseq's default is all GPUs
         return [
             str(launch.BIN / "fairseq-hydra-train"),
             *("--config-dir", str(CONFIGS / self.configs), "--config-name", self.config),
