@@ -391,7 +391,10 @@ def test_a_run_is_scored_on_the_raw_references_by_the_mean_of_its_last_checkpoin
     said = measured["protocol"]["beam"]
     assert "mean of the last 2 checkpoints, beam 2, length penalty 1" in said
     assert "tok:13a" in said
-    halves = [saved(path)["model"] for path in checkpoints.newest(work / "checkpoints", 2)]
+    averaged = checkpoints.newest(work / "checkpoints", 2)
+    updates = [saved(path)["optimizer_history"][-1]["num_updates"] for path in averaged]
+    assert measured["averaged_updates"] == updates
+    halves = [saved(path)["model"] for path in averaged]
     name = "encoder.layers.0.fc1.weight"
     mean = saved(work / "checkpoints" / checkpoints.AVERAGED)["model"][name]
     torch.testing.assert_close(mean, (halves[0][name] + halves[1][name]) / 2)

@@ -105,11 +105,14 @@ class TranslationRun(EncoderDecoderRun):
         return found
 
     def measure(self, children: Children, devices: Devices, lock: int) -> Run:
-        """Return BLEU and chrF of every split of ``evaluations``."""
+        """Return BLEU and chrF of every split of ``evaluations``, and what was averaged."""
+        last = checkpoints.periodic(self.checkpoints)[-self.decoding.average :]
         averaged, decoding = self._averaged()
         splits = [split for split, _ in self.evaluations]
         generate = functools.partial(run_child, children, devices=devices, lock=lock)
-        return measure(averaged, self.data, splits, decoding, self.folder, generate)
+        found = measure(averaged, self.data, splits, decoding, self.folder, generate)
+        updates = [checkpoints.update_of(path) for path in last]
+        return {**found, "averaged_updates": updates} if updates else found
 
     def _averaged(self) -> tuple[Path, Decoding]:
         """Average the last checkpoints. A finished run has deleted them and left their average."""

@@ -188,6 +188,11 @@ def periodic(folder: Path) -> list[Path]:
     return [path for _, path in sorted((int(name[1]), path) for name, path in numbered if name)]
 
 
+def update_of(periodic: Path) -> int:
+    """Return the update in the name of a periodic checkpoint."""
+    return int(PERIODIC.fullmatch(periodic.name)[1])
+
+
 def newest(folder: Path, count: int) -> list[Path]:
     """Return up to ``count`` periodic checkpoints, those with the most updates, ascending.
 

@@ -48,6 +48,7 @@ OPTIONAL: dict[str, tuple[type, ...]] = {
     "data": (dict,),  # split, or "dictionary" -> sha256; old runs lack it
     "commits": (list,),  # of a training in several parts, in order; "commit" is the first
     "diverged_at": (int,),  # of a training that ended there, because gradients were not finite
+    "averaged_updates": (list,),  # of the checkpoints whose mean was evaluated, in translation
     "evaluated_later": (dict,),  # split.protocol -> commit, of evaluations added to a finished run
     "curve": (list,),  # of {"updates", "tokens", a metric such as "valid_ppl"}, updates ascending
 }
