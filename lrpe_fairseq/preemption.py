@@ -51,7 +51,8 @@ def _train_with_handlers(train: Any, *arguments: Any) -> Any:
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             signal.signal(number, _record)
-        if multiprocessing.parent_process() is not None:
+        spawned = multiprocessing.parent_process() is not None
+        if spawned and torch.distributed.is_initialized():
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGUSR1))
     return train(*arguments)
 

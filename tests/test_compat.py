@@ -807,16 +807,6 @@ def _options(processes: int, batch_size: int) -> Any:
     return OmegaConf.create(sections)
 
 
-@pytest.mark.parametrize(("processes", "expected"), [(1, 12), (2, 6), (4, 3)])
-def test_a_training_goes_on_in_its_data_with_other_numbers_of_processes(
-    processes: int, expected: int
-) -> None:
-    place = {"iterations_in_epoch": 6, compat._BATCHES: compat._batches_in(_options(2, 8))}
-    trainer = SimpleNamespace(cfg=_options(processes, 8))
-    compat._load_for_these_processes(lambda self: {"train_iterator": place}, trainer)
-    assert place == {"iterations_in_epoch": expected}
-
-
 @pytest.mark.parametrize(("processes", "batch_size"), [(4, 4), (5, 8)])
 def test_batches_that_another_number_of_processes_cannot_continue_are_refused(
     processes: int, batch_size: int
@@ -825,21 +815,6 @@ def test_batches_that_another_number_of_processes_cannot_continue_are_refused(
     trainer = SimpleNamespace(cfg=_options(processes, batch_size))
     with pytest.raises(Refusal, match="resume with 2 processes, or add --reset-dataloader"):
         compat._load_for_these_processes(lambda self: {"train_iterator": place}, trainer)
-
-
-SERVER = """
-import torch
-def refused(*_):
-    raise RuntimeError("a process that looks for GPUs cannot be forked for trainings on them")
-torch.cuda.is_available = refused
-import lrpe_fairseq.experiments.runner.preloaded
-"""
-
-
-def test_the_fork_server_does_not_look_for_gpus() -> None:
-    command = [sys.executable, "-c", SERVER]
-    ended = subprocess.run(command, env=_environment(), capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
 
 
 RANK = """

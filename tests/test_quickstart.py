@@ -176,6 +176,12 @@ def test_a_fork_without_a_group_of_its_own_gets_signals_too():
         processes._send(process.pid, signal.SIGTERM)  # it has ended
 
 
+@pytest.mark.parametrize(("gpus", "kind"), [(0, WarmChildren), (1, Children), (4, Children)])
+def test_trainings_on_gpus_are_not_forked(monkeypatch, gpus, kind):
+    monkeypatch.setattr(quickstart.torch.cuda, "device_count", lambda: gpus)
+    assert type(quickstart.trainings()) is kind
+
+
 def test_the_commit_of_warm_children_is_that_of_the_imported_code(monkeypatch):
     cold, warm = Children(), WarmChildren()
     first = cold.code()

@@ -697,7 +697,7 @@ def test_a_column_has_the_direction_of_its_metric_in_every_table():
                 (column.metric, column.better),
                 (column.best_by.get("metric"), column.best_by.get("better")),
             ]:
-                name = (metric or "").partition("-2048")[0]
+                name = (metric or "").removesuffix("-2048")
                 expected = "higher" if name in HIGHER else "lower" if name in LOWER else better
                 assert better == expected, f"{table.name}, {column.key}"
 

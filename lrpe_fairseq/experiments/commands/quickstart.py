@@ -95,10 +95,14 @@ def measure(wanted: Sequence[QuickstartRun]) -> None:
     compilation.start()
     prepare_corpus()
     compilation.join()
-    children = Children() if torch.cuda.device_count() else warm.WarmChildren()  # CUDA cannot fork
-    schedule = Schedule(wanted, devices, Events(WORK / "events.log"), children)
+    schedule = Schedule(wanted, devices, Events(WORK / "events.log"), trainings())
     if schedule.run():
         raise RunFailed(f"some runs failed; their logs are in {_relative(WORK)}")
+
+
+def trainings() -> Children:
+    """Return what runs the trainings: forked processes, or new ones for GPUs: CUDA cannot fork."""
+    return Children() if torch.cuda.device_count() else warm.WarmChildren()
 
 
 def prepare_corpus() -> None:

@@ -266,9 +266,8 @@ def encoding(rows: Rows) -> str:
 
 
 def _copies(row: dict[str, Any], key: str) -> str:
-    quartiles = row.get(f"{key}_quartiles")  # files of earlier versions lack them
-    spread = f" ({quartiles[0]:.1f}–{quartiles[1]:.1f})" if quartiles else ""
-    return f"{row[key]:.1f}{spread}"
+    lower, upper = row[f"{key}_quartiles"]
+    return f"{row[key]:.1f} ({lower:.1f}–{upper:.1f})"
 
 
 def profiles(rows: Rows) -> str:
