@@ -934,6 +934,24 @@ def test_a_table_that_names_its_rates_shows_no_others(root):
     assert "Runs that are in no table: `runs/demo/a.json`" in index(root)
 
 
+def test_a_column_may_have_rates_of_its_own(root):
+    edit_table(root, "baseline: Base", "baseline: Base\nrates: {small: [0.002]}")
+    edit_table(root, "title: test, ", "title: test, rates: [0.001], ")
+    save(root, "a", metrics={**ppl(45.0), **ppl(50.0, "test")}, config={"lr": [0.001]})
+    save(root, "b", metrics={**ppl(46.0), **ppl(51.0, "test")}, config={"lr": [0.002]})
+    assert (scores(root, "Base", "valid"), scores(root, "Base", "test")) == ({1: 46.0}, {1: 50.0})
+
+
+def test_a_text_may_state_the_option_of_a_column(root):
+    save(root, "a", metrics=ppl(45.0))
+    edit_table(root, "text: A table.", "text: '[[option max-update in test]] updates.'")
+    with pytest.raises(ValueError, match="table demo has no option max-update"):
+        page(root)
+    edit_table(root, "options: {", "options: {max-update: 1000, ")
+    edit_table(root, "title: test, ", "title: test, overrides: {max-update: 2000}, ")
+    assert "2,000 updates." in page(root)
+
+
 def test_a_brief_table_shows_our_number_and_the_papers_alone(root):
     edit_table(root, "baseline: Base", "baseline: Base\nbrief: true")
     save(root, "a", metrics=ppl(45.0), position_encoding="rope")

@@ -42,18 +42,33 @@ def test_the_table_shows_both_accuracies_of_every_task_at_every_length() -> None
 def test_a_cell_has_one_run_per_learning_rate_on_the_data_of_its_column() -> None:
     found = [run for run in runs(load_named("synthetic"), "small", [2]) if run.label == "RoPE"]
     assert len(found) == 2 * len(SUITE) * 3
-    run = next(r for r in found if r.data.name == "synthetic-mqar-small" and r.lr == 0.01)
-    assert run.folder.name == "small-RoPE-linear-synthetic-mqar-small-lr0.01-seed2"
+    run = next(r for r in found if r.data.name == "synthetic-copy-small" and r.lr == 0.01)
+    assert run.folder.name == "small-RoPE-linear-synthetic-copy-small-lr0.01-seed2"
     assert run.result.parent == ROOT / "results" / "runs" / "synthetic"
-    assert run.preparation_of(run.data)[:3] == ["data-prep/synthetic/prepare.py", "--task", "mqar"]
+    assert run.preparation_of(run.data)[:3] == ["data-prep/synthetic/prepare.py", "--task", "copy"]
     assert run.settings().optimization.lr == [0.01]
-    assert run.settings().task.data == "data/synthetic-mqar-small/bin"
+    assert run.settings().task.data == "data/synthetic-copy-small/bin"
     splits = [split for split, _ in run.evaluations]
     assert splits == ["valid", *(f"test{multiple}" for multiple in MULTIPLES)]
     flip = next(r for r in found if r.data.name == "synthetic-flip-flop-small")
     assert {"sparse", "dense"} <= {split for split, _ in flip.evaluations}
     assert (run.budget().text, run.budget().unit) == ("1,000 x 64", "samples")
     assert isinstance(run, SyntheticRun)
+
+
+def test_recall_with_linear_attention_has_longer_trainings_and_smaller_rates() -> None:
+    found = [run for run in runs(load_named("synthetic"), "small", [1]) if run.label == "RoPE"]
+    for task in SUITE:
+        for attention in ("linear", "softmax"):
+            own = [r for r in found if r.data.name == f"synthetic-{task}-small"]
+            own = [r for r in own if r.attention_type == attention]
+            longer = attention == "linear" and task in ("mqar", "mqrar")
+            updates, rates = (2000, [1e-3, 2e-3, 3e-3]) if longer else (1000, [1e-3, 3e-3, 1e-2])
+            assert [run.lr for run in own] == rates
+            for settings in (run.settings() for run in own):
+                assert settings.optimization.max_update == updates
+                warmup = settings.lr_scheduler.warmup_updates
+                assert settings.lr_scheduler.lr_period_updates == updates - warmup
 
 
 def test_the_grid_is_read_with_its_width_flat_and_by_rows_and_columns() -> None:

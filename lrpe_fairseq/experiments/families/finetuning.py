@@ -76,7 +76,7 @@ class FinetuningRun(TrainingRun):
         command = pretraining_command(table.pretrained, cell, scale)
         source = Source(best, cell.label, cell.attention, cell.encoding, command)
         tasks = [cell.dataset.removeprefix("glue-")]
-        rates, home = table.rates.get(scale, []), table.experiments[0]
+        rates, home = table.rates_at(scale, cell.rates), table.experiments[0]
         return finetuning_runs(source, config, scale, tasks, rates, [seed], home)
 
     @classmethod

@@ -65,7 +65,7 @@ class SyntheticRun(TrainingRun):
         if not cell.dataset:
             raise ValueError(f"table {table.name} needs a dataset in every column")
         [run] = super().of_cell(table, cell, scale, config, seed)
-        rates = table.rates.get(scale) or list(load_config(config).optimization.lr)
+        rates = table.rates_at(scale, cell.rates) or list(load_config(config).optimization.lr)
         evaluations = (VALID, *run.evaluations)
         run = replace(run, data=ROOT / "data" / cell.dataset, evaluations=evaluations)
         return [run._at(table.name, f"{scale}-{cell.name}", lr) for lr in rates]

@@ -9,6 +9,7 @@ and column) has the cell's value in the run's ``config``.
 import dataclasses
 import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ class Column:
     overrides: options that differ. relative: as a fraction of the baseline row. best_over: an
     option; of each seed's runs that differ in it only the best counts. best_by: split, protocol,
     metric and ``better`` of the number that selects it, instead of the column's own metric.
-    mean_of: keys of the columns that this one averages, instead of a metric. paper: the published
+    rates: learning rates in place of the table's. mean_of: keys of the columns that this one averages, instead of a metric. paper: the published
     cell: ``file`` and the values of its columns. comparable: false if the published number is of
     another or unknown measure; it is then shown, but neither subtracted, divided nor ranked.
     better: ``lower`` or ``higher``; :func:`load_table` sets that of the table by default.
@@ -60,6 +61,7 @@ class Column:
     relative: bool = False
     best_over: str = ""
     best_by: dict[str, str] = field(default_factory=dict)
+    rates: list[float] = field(default_factory=list)
     mean_of: list[str] = field(default_factory=list)
     paper: dict[str, str] = field(default_factory=dict)
     comparable: bool = True
@@ -146,6 +148,10 @@ class Table:
         headline = [key for key in self.headlines() if key in {c.key for c in columns}]
         parts = {"columns": columns, "rows": rows, "curves": curves, "headline": headline}
         return dataclasses.replace(self, **parts)
+
+    def rates_at(self, scale: str, own: Sequence[float]) -> list[float]:
+        """Return the rates of a column, ``own``, or else the table's; empty: the configuration's."""
+        return list(own) or self.rates.get(scale, [])
 
     def has_configs(self) -> bool:
         """True if a column has its own configuration."""

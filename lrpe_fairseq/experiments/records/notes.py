@@ -9,6 +9,7 @@ states an order or another outcome, such as "leads" or "solves".
   ``max-tokens``, and ``batch-size`` are those of an update, over all processes; ``break`` is the
   rise of the loss that ``holds-to`` permits.
 - ``[[option NAME at SCALE]]``: the same from the configuration of another scale.
+- ``[[option NAME in COLUMN]]``: an option of the table, with the value of the column ``COLUMN``.
 - ``[[Row ahead of Row; Row | column]]``: our numbers, with an order only where the runs support it.
 """
 
@@ -48,10 +49,11 @@ CLAIM = re.compile(  # what runs showed; definitions have these words too: "high
 
 @dataclass(frozen=True)
 class Option:
-    """``[[option name]]``; scale is empty for the group's runs."""
+    """``[[option name]]``; without scale and column, that of the group's runs."""
 
     name: str
     scale: str = ""
+    column: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,8 @@ class Order:
 
 def parse(reference: str) -> Option | Value | Order:
     """Parse the inside of one ``[[...]]``. Raises: ValueError if it has none of the forms."""
-    if found := re.fullmatch(r"option ([\w-]+)(?: at ([\w-]+))?", reference):
-        return Option(found[1], found[2] or "")
+    if found := re.fullmatch(r"option ([\w-]+)(?: at ([\w-]+)| in ([\w-]+))?", reference):
+        return Option(found[1], found[2] or "", found[3] or "")
     left, bar, column = (part.strip() for part in reference.partition("|"))
     if not (left and bar and column):
         raise ValueError(f"[[{reference}]] is neither [[row | column]] nor [[option name]]")

@@ -20,7 +20,8 @@ class Cell:
     differ from the table's own values. dataset: set if the columns are data sets; otherwise that of
     the configuration. name: for file names, such as ``Type2-linear``, followed by the data set of a
     column with its own configuration and the options that the column changes. config: the column's
-    own configuration; empty for that of the scale. evaluations: what the columns that the model
+    own configuration; empty for that of the scale. rates: the column's own learning rates; empty
+    for those of the table. evaluations: what the columns that the model
     fills show.
     """
 
@@ -32,6 +33,7 @@ class Cell:
     dataset: str
     name: str
     config: str = ""
+    rates: tuple[float, ...] = ()
     evaluations: Evaluations = ()
 
     @property
@@ -78,4 +80,5 @@ def _cell(table: Table, row: Row, column: Column) -> Cell:
         column.dataset,
         name,
         column.config,
+        tuple(column.rates),
     )

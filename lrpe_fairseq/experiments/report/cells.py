@@ -98,7 +98,7 @@ def fills(table: Table, row: Row, column: Column, run: Run) -> bool:
         and _canonical(run["position_encoding"]) == _canonical(_encoding(table, row))
         and _halves(run["attention_type"]) == _sides(column.attention, "attention", table.fixed)
         and table.shows(column, run["dataset"], run["scale"])
-        and option(run, "lr") in _rates(table, run)
+        and option(run, "lr") in _rates(table, column, run)
         and _options_agree(table, row, column, run)
     )
 
@@ -247,9 +247,9 @@ def _canonical(encoding: str | dict[str, str]) -> dict[str, str]:
     return {side: canonical_name(name) for side, name in _halves(encoding).items()}
 
 
-def _rates(table: Table, run: Run) -> list[Any]:
-    """Return the learning rates that the table shows at this scale; default: the run's."""
-    return table.rates.get(run["scale"]) or [option(run, "lr")]
+def _rates(table: Table, column: Column, run: Run) -> list[Any]:
+    """Return the learning rates that the column shows at this scale; default: the run's."""
+    return table.rates_at(run["scale"], column.rates) or [option(run, "lr")]
 
 
 def _options_agree(table: Table, row: Row, column: Column, run: Run) -> bool:
@@ -297,7 +297,11 @@ def _complete(table: Table, row: Row, column: Column, runs: Runs) -> Runs:
     found: dict[int, set[Any]] = {}  # seed -> rates
     for run in own.values():
         found.setdefault(run["seed"], set()).add(option(run, "lr"))
-    return {n: run for n, run in own.items() if found[run["seed"]].issuperset(_rates(table, run))}
+    return {
+        name: run
+        for name, run in own.items()
+        if found[run["seed"]].issuperset(_rates(table, column, run))
+    }
 
 
 def _raw_scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:

@@ -17,7 +17,7 @@ def render(sheet: Sheet, text: str) -> str:
 def _resolved(sheet: Sheet, found: re.Match[str]) -> str:
     reference = parse(found[1])
     if isinstance(reference, Option):
-        return plain_number(sheet.option(reference.name, reference.scale))
+        return plain_number(sheet.option(reference.name, reference.scale, reference.column))
     if isinstance(reference, Order):
         return stated_order(sheet, reference.first, reference.others, reference.column)
     row, column = sheet.table.row(reference.row), sheet.table.column(reference.column)

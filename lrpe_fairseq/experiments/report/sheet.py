@@ -119,11 +119,18 @@ class Sheet:
                 found |= cells.cell_runs(self.table, row, column, self.group.runs)
         return [run for _, run in sorted(found.items())]
 
-    def option(self, name: str, scale: str = "") -> Any:
+    def option(self, name: str, scale: str = "", column: str = "") -> Any:
         """Return an option shared by all runs, or that of another scale's configuration.
+
+        column: the key of a column whose value of an option of the table is returned instead.
 
         Raises: ValueError if runs differ in it, or if it is not set.
         """
+        if column:
+            chosen = {**self.table.options, **self.table.column(column).overrides}
+            if name not in chosen:
+                raise ValueError(f"table {self.table.name} has no option {name}")
+            return chosen[name]
         if name == "tokens-per-update":
             return self.option("max-tokens", scale)
         if name == "break":
