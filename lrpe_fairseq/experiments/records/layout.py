@@ -41,10 +41,11 @@ class Column:
     scales: the scales with this column, for example those whose data have the split; default all.
     overrides: options that differ. relative: as a fraction of the baseline row. best_over: an
     option; of each seed's runs that differ in it only the best counts. best_by: split, protocol,
-    metric and ``better`` of the number that selects it, instead of the column's own metric.
-    rates: learning rates in place of the table's. mean_of: keys of the columns that this one averages, instead of a metric. paper: the published
-    cell: ``file`` and the values of its columns. comparable: false if the published number is of
-    another or unknown measure; it is then shown, but neither subtracted, divided nor ranked.
+    metric and ``better`` of the number that selects it, instead of the column's own metric. rates:
+    learning rates instead of the table's. mean_of: keys of the columns that this one averages,
+    instead of a metric. paper: the published cell: ``file`` and the values of its columns.
+    comparable: false if the published number is of another or unknown measure; it is then shown,
+    but neither subtracted, divided nor ranked.
     better: ``lower`` or ``higher``; :func:`load_table` sets that of the table by default.
     """
 
@@ -150,7 +151,7 @@ class Table:
         return dataclasses.replace(self, **parts)
 
     def rates_at(self, scale: str, own: Sequence[float]) -> list[float]:
-        """Return the rates of a column, ``own``, or else the table's; empty: the configuration's."""
+        """Return the rates of a column, or those of the table; empty: the configuration's."""
         return list(own) or self.rates.get(scale, [])
 
     def has_configs(self) -> bool:
