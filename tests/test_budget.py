@@ -82,11 +82,13 @@ def test_the_rate_of_every_budget_ends_at_zero() -> None:
                 assert float(rate.total_num_update) == last
 
 
-def test_a_run_of_the_table_budget_is_validated_four_times() -> None:
-    for run in runs(load_named("budget"), "annealed", [1])[:6]:
-        settings = run.settings()
-        assert 4 * settings.dataset.validate_interval_updates == settings.optimization.max_update
-        assert 4 * settings.checkpoint.save_interval_updates == settings.optimization.max_update
+def test_a_training_is_validated_equally_often_with_every_budget() -> None:
+    for name, scale, times in (("budget", "annealed", 4), ("budget-mlm", "small", 3)):
+        for run in runs(load_named(name), scale, [1])[:6]:
+            settings = run.settings()
+            updates = settings.optimization.max_update
+            assert times * settings.dataset.validate_interval_updates == updates
+            assert times * settings.checkpoint.save_interval_updates == updates
 
 
 def test_a_run_fills_only_the_budget_that_it_was_trained_with() -> None:

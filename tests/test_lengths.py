@@ -459,9 +459,9 @@ def test_the_lengths_of_the_table_are_multiples_of_its_training() -> None:
         "cosformer": ("cosformer-length", (tokens, 16 * tokens)),
         "fope": ("fope-length", (tokens,)),
         "deberta": ("deberta-distance", (tokens,)),
-        "t5": ("t5-max-distance", (tokens,)),
-        "fire": ("fire-length", (512,)),  # as published
-        "cape-fire": ("fire-length", (512,)),
+        "t5": ("t5-max-distance", (tokens // 4, tokens)),  # T/4 as published
+        "fire": ("fire-length", (tokens // 4, 4 * tokens)),
+        "cape-fire": ("fire-length", (tokens // 4,)),
         "cope": ("cope-positions", (64,)),
     }
     rows = [row for row in table.rows if row.encoding in expected]

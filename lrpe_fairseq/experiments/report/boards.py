@@ -6,8 +6,10 @@ encoding with a normalizer; ``none`` with sinusoidal positions is a method of it
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,25 @@ class Board(Sheet):
     added: frozenset[str] = frozenset()
     unlearned: frozenset[str] = frozenset()
     bidirectional: bool = False
+
+    @cached_property
+    def ranks(self) -> dict[str, tuple[int, int]]:
+        """The best and the worst rank of every method that is compared, best mean first.
+
+        The best is 1 + the number of methods ahead of it, the worst the number of methods that it
+        is not ahead of: with seeds that differ much a method has many ranks. Empty without any
+        order.
+        """
+        better, own = self.table.better, ranked(self)
+        if not claims.any_order(own, better):
+            return {}
+        return {
+            label: (
+                1 + sum(claims.ahead(other, scores, better) for other in own.values()),
+                len(own) - sum(claims.ahead(scores, other, better) for other in own.values()),
+            )
+            for label, scores in own.items()
+        }
 
 
 Boards = dict[tuple[str, str], Board]
@@ -105,34 +126,18 @@ def ranked(sheet: Board) -> dict[str, Scores]:
     return dict(sorted(own.items(), key=lambda each: sign * cells.mean(each[1])))
 
 
-def ranks(sheet: Board) -> dict[str, tuple[int, int]]:
-    """Return the best and the worst rank of every method that is compared, best mean first.
-
-    The best is 1 + the number of methods ahead of it, the worst the number of methods that it is
-    not ahead of: with seeds that differ much a method has many ranks. Empty without any order.
-    """
-    better, own = sheet.table.better, ranked(sheet)
-    if not claims.any_order(own, better):
-        return {}
-    return {
-        label: (
-            1 + sum(claims.ahead(other, scores, better) for other in own.values()),
-            len(own) - sum(claims.ahead(scores, other, better) for other in own.values()),
-        )
-        for label, scores in own.items()
-    }
-
-
 def leading(sheet: Board) -> list[str]:
     """Return the methods that no other is ahead of, best mean first.
 
-    They are also ahead of at least half as many methods as that with the best mean: seeds that
-    differ much are behind nothing, which does not make a method one of the best.
+    Seeds that differ much are behind nothing, which does not make a method one of the best. So each
+    is also ahead of at least half as many methods as that with the best mean, and has a better mean
+    than every method that is behind another.
     """
-    found = ranks(sheet)
+    found = sheet.ranks
     behind = {label: len(found) - worst for label, (_, worst) in found.items()}
     most = next(iter(behind.values()), 0)
-    return [label for label, (best, _) in found.items() if best == 1 and 2 * behind[label] >= most]
+    unbeaten = itertools.takewhile(lambda label: found[label][0] == 1, found)
+    return [label for label in unbeaten if 2 * behind[label] >= most]
 
 
 def cell(sheet: Board, label: str, with_ranks: bool = True) -> str:
@@ -147,7 +152,7 @@ def cell(sheet: Board, label: str, with_ranks: bool = True) -> str:
     shown += ADDED if label in sheet.added else ""
     shown += UNLEARNED if label in sheet.unlearned else ""
     if with_ranks:
-        shown += f" ({_span(ranks(sheet).get(label))})"
+        shown += f" ({_span(sheet.ranks.get(label))})"
         shown = f"**{shown}**" if label in leading(sheet) else shown
     return f"{shown}, {DIVERGED}" if scores.lost else shown
 

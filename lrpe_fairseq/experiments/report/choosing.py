@@ -143,6 +143,7 @@ def answer(sheet: Board) -> str:
         return NOT_MEASURED
     if not claims.any_order(ordered, sheet.table.better):
         reason = "no order" if ordered else NOT_LEARNED if sheet.unlearned else "one seed"
+        reason = "not comparable" if len(ordered) == 1 else reason  # the others: one seed, diverged
         shown = ordered if len(ordered) > 1 else found
         return f"{reason} ({claims.value_range(sheet, sheet.table.columns[0], shown)})"
     return f"{_first(sheet, ordered)}{_unranked(sheet, ordered)}"
@@ -347,7 +348,8 @@ def statement(claim: Statement, found: Found) -> str:
         return ""
     ours = claims.stated_order(sheet, claim.first, tuple(claim.others), claim.column)
     text = " ".join(notes.render(sheet, claim.text).split())
-    place = f"[{claim.table}](../results/{claim.table}.md)"
+    title = sheet.table.column(claim.column).title
+    place = f"[{claim.table}](../results/{claim.table}.md), column `{title}`"
     if "max-update" in sheet.table.same:
         place += f", after {sheet.option('max-update'):,} updates"
     return f"{claim.verdict.capitalize()}: {text} ({claim.source}). Ours, {place}: {ours}."

@@ -52,11 +52,12 @@ def ahead(first: Scores, second: Scores, better: str) -> bool:
     if len(seeds) < 2 or first.lost:
         return False
     sign = -1 if better == "lower" else 1
-    agreed = all(sign * (first[seed] - second[seed]) > 0 for seed in seeds)
+    if not all(sign * (first[seed] - second[seed]) > 0 for seed in seeds):
+        return False
     both = [(first.at(seeds), second.at(seeds)), (first, second)]
     gaps = [sign * (cells.mean(one.compared) - cells.mean(two.compared)) for one, two in both]
     least = [2 * pooled_deviation(one, two) for one, two in both]
-    return agreed and all(gap > limit for gap, limit in zip(gaps, least, strict=True))
+    return all(gap > limit for gap, limit in zip(gaps, least, strict=True))
 
 
 def stated_order(sheet: Sheet, first: str, others: tuple[str, ...], key: str) -> str:
