@@ -336,6 +336,26 @@ def test_truncated_attention_of_one_layer_is_that_of_a_window_for_every_token(
     assert all(m.window is None for m in attentions(model))
 
 
+@pytest.mark.parametrize(
+    ("attention", "name"), [("linear", "lrpe-type4"), ("softmax", "stick-breaking")]
+)
+def test_layers_with_a_window_reach_as_far_as_their_windows_together(
+    corpus, attention: str, name: str
+) -> None:
+    options = f"--attention-type {attention} --position-encoding {name} --encoding-seed 1"
+    layers = ONE_LAYER.replace("--decoder-layers 1", "--decoder-layers 3")
+    model = build(corpus, f"{layers} {options}")[0].eval().double()
+    for module in attentions(model):
+        module.window = 4
+    text = text_of(model, 40)[None]
+    with torch.no_grad():
+        whole, all_seen, one_lost = (
+            model(text[:, -tokens:])[0][0, -1] for tokens in (40, 3 * 3 + 1, 3 * 3)
+        )
+    torch.testing.assert_close(all_seen, whole, rtol=1e-9, atol=1e-9)
+    assert (one_lost - whole).abs().max() > 1e-6
+
+
 @pytest.mark.parametrize(("attention", "name"), [("linear", "spe"), ("softmax", "fope")])
 def test_truncated_attention_differs_from_a_window_where_places_are_absolute(
     corpus, attention: str, name: str
