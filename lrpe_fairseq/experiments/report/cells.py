@@ -91,13 +91,13 @@ def shown(table: Table, run: Run) -> bool:
 
 def fills(table: Table, row: Row, column: Column, run: Run) -> bool:
     """True if ``run`` belongs to the cell at ``row`` and ``column``."""
-    return (
+    return (  # the cheapest comparisons first: pages compare every run with every cell
         run["experiment"] in table.experiments
         and run["scale"] in table.scales
         and row.has(column)
-        and _canonical(run["position_encoding"]) == _canonical(_encoding(table, row))
-        and _halves(run["attention_type"]) == _sides(column.attention, "attention", table.fixed)
         and table.shows(column, run["dataset"], run["scale"])
+        and _halves(run["attention_type"]) == _sides(column.attention, "attention", table.fixed)
+        and _canonical(run["position_encoding"]) == _canonical(_encoding(table, row))
         and option(run, "lr") in _rates(table, column, run)
         and _options_agree(table, row, column, run)
     )
