@@ -1224,13 +1224,13 @@ def test_the_finding_names_the_leaders_and_the_rows_ahead_of_the_baseline(root):
                  metrics=ppl(value + seed / 10))  # fmt: skip
     assert claims.finding(sheet(root)) == (
         "Linear, valid: PER (40.15) is ahead of the other 3; 1 of 3 are ahead of Base (50.15); "
-        "behind it: RoPE and SPE."
+        "behind Base: RoPE and SPE."
     )
     for name in ("spe", "permuteformer"):
         (root / "results" / "runs" / "demo" / f"{name}2.json").unlink()
     assert claims.finding(sheet(root)) == (
         "Linear, valid: of the 2 rows with several seeds, Base (50.15) is ahead of the other one; "
-        "no row is ahead of Base (50.15); behind it: RoPE."
+        "no row is ahead of Base (50.15); behind Base: RoPE."
     )
 
 

@@ -23,7 +23,7 @@ from lrpe_fairseq.experiments.report.sheet import Sheet
 
 DEVICE = "cpu"
 USUAL = "rotated"
-SINUSOIDAL = "`none`, sinusoidal"
+SINUSOIDAL = "`none` with sinusoids"
 """The baseline of every board: absolute positions only."""
 WITHOUT_SINUSOIDS = "no-token-positional-embeddings"
 VALUE = "value"
@@ -197,14 +197,14 @@ def method(encoding: str, options: Mapping[str, Any]) -> str:
     """Return the label of an encoding with the options of a cell.
 
     >>> method("rope", {"attention-normalizer": "layernorm"})
-    '`rope`, layernorm'
+    '`rope` with `layernorm`'
     """
     normalizers = ("attention-normalizer", "encoder-attention-normalizer")
     normalizer = next((options[name] for name in normalizers if name in options), USUAL)
-    parts = [f"`{public_name(encoding)}`"]
+    label, joint = f"`{public_name(encoding)}`", "with"
     if encoding == "none" and not options.get(WITHOUT_SINUSOIDS, False):
-        parts = [SINUSOIDAL]
-    return ", ".join([*parts, *([normalizer] if normalizer != USUAL else [])])
+        label, joint = SINUSOIDAL, "and"
+    return label if normalizer == USUAL else f"{label} {joint} `{normalizer}`"
 
 
 def _measured(

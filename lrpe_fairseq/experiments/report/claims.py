@@ -26,8 +26,8 @@ ONE_SEED = "one seed: no order is claimed"
 RULE = (
     "An order is stated only where all seeds agree and the difference of the means exceeds twice "
     "the pooled deviation, which is at least the sampling error of an accuracy; of perplexities "
-    "the logarithms are compared; rows with one seed are not ordered. Where one row has more seeds "
-    "than another, this holds for the seeds that both have, and for all."
+    "the logarithms are compared; rows with one seed are not ordered. If two rows have different "
+    "numbers of seeds, this must hold twice: for the seeds that both have, and for all seeds."
 )
 
 CHANCE = 18
@@ -214,7 +214,7 @@ def _against_baseline(sheet: Sheet, column: Column, found: dict[str, Scores]) ->
     count = f"{len(first)} of {len(others)} are" if first else "no row is"
     count = "all are" if len(first) == len(others) else count
     text = f"{count} ahead of {valued(sheet, base, column)}"
-    return text + (f"; behind it: {_abridged(last)}" if last else "")
+    return text + (f"; behind {base}: {_abridged(last)}" if last else "")
 
 
 def _abridged(labels: list[str], most: int = 5) -> str:
@@ -231,7 +231,7 @@ def span(column: Column, found: dict[str, Scores]) -> str:
     """Return the lowest and the highest mean of some rows, as the column shows them."""
     means = [fixed(cells.mean(values), column.decimals) for values in found.values()]
     low, high = min(means, key=float), max(means, key=float)
-    return f"{low} to {high}" if len(found) > 1 else low
+    return f"{low} to {high}" if low != high else low
 
 
 def _columns_finding(sheet: Sheet) -> str:

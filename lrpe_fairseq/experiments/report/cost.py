@@ -1,5 +1,6 @@
 """The cost of the paper's tables: ``docs/cost.md``, from configurations and measured speeds."""
 
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ PAGE = "docs/cost.md"
 
 
 def pages(root: Path) -> dict[str, str]:
-    """Return the page with both tables regenerated."""
-    text = (root / PAGE).read_text(encoding="utf-8")
-    text = markdown.between(text, "paper", paper_table(read_runs(root / "results" / "runs"), root))
+    """Return the page with its tables regenerated."""
+    text, runs = (root / PAGE).read_text(encoding="utf-8"), read_runs(root / "results" / "runs")
+    text = markdown.between(text, "paper", paper_table(runs, root))
+    text = markdown.between(text, "runs", spent_table(runs))
     sweeps = read_sweeps(root / "results" / "sweeps")
     return {PAGE: markdown.between(text, "small", measured_table(sweeps))}
 
@@ -30,6 +32,23 @@ def paper_table(runs: dict[str, Run], root: Path = ROOT) -> str:
     tables = [t for t in load_tables(root / "configs" / "tables") if "paper" in t.scales]
     rows = [_paper_row(table, runs) for table in tables]
     return markdown.table([*head, "tokens/s", "GPU-hours per seed"], rows, numbers=True)
+
+
+def spent_table(runs: dict[str, Run]) -> str:
+    """Return a row per table and scale with the time that its committed runs took."""
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run in runs.values():
+        groups.setdefault((run["experiment"], run["scale"]), []).append(run)
+    head = ["table", "scale", "trainings", "minutes of one: median", "quartiles", "hours in total"]
+    rows = [[*key, *_spent(own)] for key, own in sorted(groups.items())]
+    return markdown.table(head, rows, numbers=True)
+
+
+def _spent(runs: list[Run]) -> list[Any]:
+    minutes = [run["wall_seconds"] / 60 for run in runs]
+    low, middle, high = statistics.quantiles(minutes, n=4) if len(runs) > 1 else 3 * minutes
+    span = f"{low:.1f}–{high:.1f}"
+    return [len(runs), f"{middle:.1f}", span, f"{math.fsum(minutes) / 60:.1f}"]
 
 
 def measured_table(sweeps: list[Sweep]) -> str:

@@ -24,9 +24,9 @@ RUNS = "results/quickstart/runs"
 TEMPLATE = """# Quickstart
 
 Run files written by `python -m lrpe_fairseq.experiments.commands.quickstart --seeds 3 --publish`,
-page rendered by `make docs`: `lrpe_lm_tiny` ({shape}) on the English text contained in CPython
-{python}, at character level. {updates} updates of {tokens} characters, a cosine schedule annealed
-to zero, {seeds}. Perplexity is per character on held-out documents
+page rendered by `make docs`: `lrpe_lm_tiny`, reduced to {shape}, on the English text contained in
+CPython {python}, at character level. {updates} updates of {tokens} characters, a cosine schedule
+annealed to zero, {seeds}. Perplexity is per character on held-out documents
 ({evaluated} characters), {protocol}
 Base is the encoding `none`: sinusoidal positions only. The other rows use them too, as in the
 paper. Linear attention is normalized by a LayerNorm in every row, as in the TMLR paper.
