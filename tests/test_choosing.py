@@ -147,7 +147,7 @@ def test_seeds_that_differ_much_do_not_make_a_method_the_best(root: Path) -> Non
     others = {"`lrpe-type4`": (2, 4), "`permuteformer`": (2, 4)}
     assert board.ranks == {"`rope`": (1, 2), **others, boards.SINUSOIDAL: (1, 4)}
     assert boards.leading(board) == ["`rope`"]
-    assert boards.cell(board, boards.SINUSOIDAL) == "2530.00 (1–4)"
+    assert boards.cell(board, boards.SINUSOIDAL) == "2530 (1–4)"
     assert "| LM | `rope` (40.05), of 4 methods |" in page(root)
 
 

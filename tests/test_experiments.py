@@ -519,6 +519,7 @@ def save(folder, name, update, age=0.0, cfg=None):
 def test_the_seconds_of_a_group_of_processes_are_a_tensor_in_their_checkpoint():
     for seconds in (30.06, torch.tensor(30.06)):
         assert checkpoints.seconds({"extra_state": {"previous_training_time": seconds}}) == 30.1
+    assert checkpoints.seconds({"extra_state": {"previous_training_time": 0.02}}) == 0.1
 
 
 def test_checkpoints_of_other_settings_are_not_resumed(one_run):

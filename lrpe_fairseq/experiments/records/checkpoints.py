@@ -112,9 +112,12 @@ def updates(state: dict[str, Any]) -> int:
 
 
 def seconds(state: dict[str, Any]) -> float:
-    """Return the wall-clock seconds of training before it was saved, without interruptions."""
+    """Return the wall-clock seconds of training before it was saved, without interruptions.
+
+    Rounded to tenths, and at least one of them: a run file refuses a training that took no time.
+    """
     # a tensor if several processes trained
-    return round(float(state["extra_state"]["previous_training_time"]), 1)
+    return max(0.1, round(float(state["extra_state"]["previous_training_time"]), 1))
 
 
 def options(state: dict[str, Any]) -> dict[str, Any]:

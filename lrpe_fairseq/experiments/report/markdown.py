@@ -39,7 +39,12 @@ def read_result(path: Path) -> str | None:
 
 
 def fixed(value: float, decimals: int) -> str:
-    """Return ``value`` with that many decimals, without a negative zero."""
+    """Return ``value`` with that many decimals, none from 1,000 on, without a negative zero.
+
+    >>> fixed(41100.48, 2), fixed(-0.001, 2)
+    ('41100', '0.00')
+    """
+    decimals = 0 if abs(value) >= 1000 else decimals
     return f"{round(value, decimals) + 0.0:.{decimals}f}"
 
 
