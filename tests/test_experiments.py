@@ -312,7 +312,7 @@ def test_columns_choose_runs_which_keep_all_their_evaluations():
 
 def test_the_title_of_a_mean_chooses_the_columns_that_it_averages():
     given = ["synthetic", "--rows", "RoPE", "--attention", "softmax", "--seeds", "1", "--columns"]
-    mean, copying = chosen([*given, "mean answers 2x"]), chosen([*given, "copy answers 16x"])
+    mean, copying = chosen([*given, "mean tokens 2x"]), chosen([*given, "copy answers 16x"])
     assert {run.name for run in mean} == {run.name for run in chosen(given[:-1])}
     assert {run.data.name for run in copying} == {"synthetic-copy-small"}
 
