@@ -151,6 +151,27 @@ def test_seeds_that_differ_much_do_not_make_a_method_the_best(root: Path) -> Non
     assert "| LM | `rope` (40.05), of 4 methods |" in page(root)
 
 
+def test_where_the_baseline_leads_the_answer_says_so(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(root, "rope", 40.0, 40.1)
+    save(root, "none", 40.1, 40.0)
+    save(root, "permuteformer", 70.0, 70.1)
+    monkeypatch.setattr(choosing, "MOST", 0)
+    best = "no method is ahead of `none` with sinusoids (40.05); best mean"
+    assert f"| LM | {best}: " in page(root)
+
+
+def test_findings_without_runs_are_counted(root: Path) -> None:
+    save(root, "rope", 40.0, 40.1)
+    save(root, "none", 60.0, **{"no-token-positional-embeddings": True})
+    left = "Left out, because a cell has no runs yet: 1 of the findings."
+    assert left not in page(root)
+    more = '  - {table: demo, scale: small, text: "[[PER | linear]]"}'
+    edit(root, "statements:", f"{more}\nstatements:")
+    assert left in page(root)
+
+
 def test_a_mean_behind_that_of_a_beaten_method_is_not_one_of_the_best(root: Path) -> None:
     save(root, "rope", 40.0, 40.1)
     save(root, "lrpe-type4", 50.0, 50.1)

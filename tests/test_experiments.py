@@ -708,6 +708,15 @@ def test_the_time_of_a_whole_table_is_kept(tmp_path, monkeypatch, capsys):
     assert line.startswith("| table2 | small | 3 | 2 | 0:01:4")
 
 
+def test_the_time_of_the_runs_is_summed_by_table_and_scale():
+    def took(*minutes):
+        runs = [{"experiment": "a", "scale": "small", "wall_seconds": 60 * n} for n in minutes]
+        return cost.spent_table(dict(enumerate(runs))).splitlines()[-1]
+
+    assert took(6) == "| a | small | 1 | 6.0 | 6.0–6.0 | 0.1 |"
+    assert took(10, 20, 30) == "| a | small | 3 | 20.0 | 10.0–30.0 | 1.0 |"
+
+
 class FakeData:
     """A run on ``data``, which has no download if that is called books."""
 
