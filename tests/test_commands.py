@@ -3,6 +3,7 @@
 import importlib
 import runpy
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -133,6 +134,23 @@ def test_errors_for_users_become_one_line(error: Exception, capsys: pytest.Captu
 
     assert main() == 2
     assert capsys.readouterr().err == "it: a b\n"
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])  # less and more than a pipe holds
+def test_a_command_without_a_reader_ends_silently(lines: int) -> None:
+    code = (
+        "import sys\n"
+        "from lrpe_fairseq.experiments.records.console import command\n"
+        f"main = command('c')(lambda: print('line\\n' * {lines}))\n"
+        "sys.stdin.read()\n"  # until the reader has ended
+        "sys.exit(main())\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as child:
+        child.stdout.close()
+        child.stdout = None
+        _, said = child.communicate()
+    assert (child.returncode, said) == (141, "")
 
 
 def test_other_errors_keep_their_traceback_and_ctrl_c_is_130() -> None:

@@ -1,4 +1,4 @@
-"""How every command ends: 0 success, 1 work that failed, 2 bad input, 130 Ctrl-C."""
+"""How every command ends: 0 success, 1 work that failed, 2 bad input, 130 Ctrl-C, 141 no reader."""
 
 import functools
 import os
@@ -10,7 +10,7 @@ from lrpe_fairseq.errors import BAD_INPUT
 STARTED_IN = "LRPE_STARTED_IN"
 """Environment variable: the folder in which the user called a script, which then changed it."""
 
-FAILED, INTERRUPTED = 1, 130
+FAILED, INTERRUPTED, NO_READER = 1, 130, 141
 Main = Callable[..., int | None]
 
 
@@ -22,7 +22,8 @@ def command(name: str) -> Callable[[Main], Callable[..., int]]:
     """Decorate the ``main`` of a command: errors for users become one line and status 2.
 
     Errors for users are UserError, ValueError and OSError. Any other exception keeps its
-    traceback. ``main`` returns its exit status; None counts as 0.
+    traceback. ``main`` returns its exit status; None counts as 0. A command whose reader has ended,
+    such as ``head``, ends silently.
     """
 
     def decorate(main: Main) -> Callable[..., int]:
@@ -30,7 +31,12 @@ def command(name: str) -> Callable[[Main], Callable[..., int]]:
         def guarded(*arguments: object, **named: object) -> int:
             try:
                 _return_to_the_user()
-                return main(*arguments, **named) or 0
+                status = main(*arguments, **named) or 0
+                sys.stdout.flush()
+                return status
+            except BrokenPipeError:
+                _discard_output()
+                return NO_READER
             except (UserError, ValueError, OSError) as error:
                 print(f"{name}: {one_line(error)}", file=sys.stderr)
                 return BAD_INPUT
@@ -47,6 +53,11 @@ def _return_to_the_user() -> None:
     there. Child processes do not inherit the variable: their paths count from the root."""
     if folder := os.environ.pop(STARTED_IN, ""):
         os.chdir(folder)
+
+
+def _discard_output() -> None:
+    """Send what Python has still to print nowhere, so that it does not fail again at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def one_line(error: BaseException) -> str:
