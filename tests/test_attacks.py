@@ -201,15 +201,16 @@ def test_setup_as_one_string_is_one_command(tmp_path: Path) -> None:
     site = slurm.load_site(tmp_path / "slurm.yaml", {})
     assert site.setup == ["module load cuda"]
     assert site.options()[-3:] == ["-C", "a100", "--x"]
-    assert "\nmodule load cuda\n" in slurm.job_script(tmp_path, ["true"], site)
+    assert "\nmodule load cuda\n" in slurm.job_script(tmp_path, tmp_path, ["true"], site)
 
 
 def test_shell_text_in_paths_and_labels_is_no_program(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     root = tmp_path / f"$(touch {mark.name})"
     root.mkdir()
-    script = slurm.job_script(root, ["true", f"; touch {mark}", f"`touch {mark}`"], slurm.Site())
-    given = {**os.environ, "SLURM_ARRAY_TASK_ID": "0"}
+    words = ["true", f"; touch {mark}", f"`touch {mark}`"]
+    script = slurm.job_script(root, root, words, slurm.Site())
+    given = {**os.environ, "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}
     subprocess.run(["bash", "-c", script], cwd=tmp_path, env=given, check=True)
     assert not mark.exists()
     assert not (root / mark.name).exists()

@@ -231,10 +231,54 @@ def test_the_settings_of_a_cluster_reach_sbatch_and_the_command_line_wins(tmp_pa
     )
     site = slurm.load_site(tmp_path / "slurm.yaml", {"time": "2:00:00", "nodes": None})
     assert {"--partition=gpu", "--time=2:00:00", "--nodes=1"} <= set(site.options())
-    script = slurm.job_script(tmp_path, ["python", "-m", "x"], site)
+    script = slurm.job_script(tmp_path, tmp_path, ["python", "-m", "x"], site)
     assert "export LRPE_FAIRSEQ_GRACE=110" in script
     assert script.index("module load x") < script.index("python -m x --array-task")
     subprocess.run(["bash", "-n", "-c", script], check=True)
+
+
+FAILING = "exit 1"
+OUT_OF_TIME = "sleep 0.3; kill -USR1 $PPID; sleep 5; exit 1"  # as Slurm tells the script
+CANCELED = "sleep 0.3; kill -TERM $PPID; sleep 5; exit 1"
+
+
+@pytest.mark.parametrize(
+    ("lives", "requeued"),
+    [
+        ([FAILING] * 6, 3),
+        ([OUT_OF_TIME] * 5 + ["exit 0"], 5),
+        ([FAILING, OUT_OF_TIME] * 3 + [FAILING] * 2, 6),
+        ([FAILING, CANCELED], 1),
+    ],
+)
+def test_only_failures_count_against_the_restarts(
+    tmp_path: Path, lives: list[str], requeued: int
+) -> None:
+    (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" >> requeued\nkill -KILL $PPID\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    variables = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    environment = {**os.environ, **variables, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for life in lives:
+        script = slurm.job_script(tmp_path, tmp_path, ["bash", "-c", life], slurm.Site())
+        before = calls(tmp_path)
+        subprocess.run(["bash", "-c", script], env=environment, timeout=30)
+        if calls(tmp_path) == before:
+            break
+    assert calls(tmp_path) == ["requeue 7_2"] * requeued
+
+
+def calls(folder: Path) -> list[str]:
+    """Return how scontrol was called."""
+    log = folder / "requeued"
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def test_a_run_that_cannot_count_its_failure_is_not_requeued(tmp_path: Path) -> None:
+    absent = tmp_path / "absent"
+    script = slurm.job_script(tmp_path, absent, ["false"], slurm.Site())
+    variables = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    done = subprocess.run(["bash", "-c", script], env={**os.environ, **variables}, timeout=30)
+    assert done.returncode == 1
 
 
 def test_the_job_that_renders_the_tables_has_the_account_too(

@@ -1,8 +1,9 @@
 """Submit the runs of a table as one Slurm job array: ``scripts/run_table.sh <table> --slurm``.
 
 Each element of the array runs the same command with ``--array-task``, which skips, resumes and
-retries runs as on one machine. An element that is preempted, killed or out of time is requeued; one
-that is canceled is not. A final job renders the tables after all elements have ended.
+retries runs as on one machine. An element that is preempted or out of time is requeued, and one
+that fails or is killed three times; one that is canceled is not. A final job renders the tables
+after all elements have ended.
 """
 
 import shlex
@@ -19,7 +20,7 @@ import yaml
 from lrpe_fairseq.experiments.runner.processes import GRACE
 
 RESTARTS = 3
-"""How often a failed run is requeued. A run that is out of time is always requeued."""
+"""How often a failed run is requeued. Preemptions and time limits do not count."""
 
 MARGIN = 10
 """Seconds before the time limit at which a training that has not saved is killed."""
@@ -32,6 +33,7 @@ set -uo pipefail
 cd {root}
 {setup}
 export {variable}={grace}
+failures={folder}/"$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID".failures
 {command} --array-task "$SLURM_ARRAY_TASK_ID" &
 runner=$!
 told=
@@ -41,7 +43,8 @@ while kill -0 $runner 2>/dev/null; do wait $runner; done
 wait $runner
 status=$?
 [ $status -eq 0 ] || [ "$told" = TERM ] && exit $status
-if [ "$told" = USR1 ] || [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then
+[ "$told" = USR1 ] || echo $status >> "$failures" || exit $status  # a full disk
+if [ ! -e "$failures" ] || [ "$(wc -l < "$failures")" -le {restarts} ]; then
   scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID" && exec sleep 600
 fi
 exit $status
@@ -141,7 +144,7 @@ def submit(
     folder.mkdir(parents=True, exist_ok=True)
     runner = [sys.executable, "-m", "lrpe_fairseq.experiments.commands.run_table", *arguments]
     script = folder / "job.sh"
-    script.write_text(job_script(root, runner, site), encoding="utf-8")
+    script.write_text(job_script(root, folder, runner, site), encoding="utf-8")
     at_most = f"%{site.running}" if site.running else ""
     array = [
         f"--array={','.join(map(str, tasks))}{at_most}",
@@ -163,10 +166,11 @@ def submit(
     return job
 
 
-def job_script(root: Path, command: Sequence[str], site: Site) -> str:
-    """Return the batch script of one element."""
+def job_script(root: Path, folder: Path, command: Sequence[str], site: Site) -> str:
+    """Return the batch script of one element, which counts its failures in ``folder``."""
     return JOB.format(
         root=shlex.quote(str(root)),
+        folder=shlex.quote(str(folder)),
         setup="\n".join(site.setup),
         command=shlex.join(command),
         restarts=RESTARTS,
