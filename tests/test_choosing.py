@@ -48,7 +48,8 @@ aspects:
 figure: [lm, speed]
 ratios: {file: none.csv, table: demo, scale: small, short: linear, long: linear}
 findings:
-  - {table: demo, scale: small, text: "RoPE has [[RoPE | linear]], NoPE [[NoPE | linear]]."}
+  - {title: Rotations, table: demo, scale: small,
+     text: "RoPE has [[RoPE | linear]], NoPE [[NoPE | linear]]."}
 statements:
   - {source: A paper, text: "RoPE has [[paper RoPE | linear]]", table: demo, scale: small,
      column: linear, first: RoPE, others: [Base], verdict: supported}
@@ -167,7 +168,7 @@ def test_findings_without_runs_are_counted(root: Path) -> None:
     save(root, "none", 60.0, **{"no-token-positional-embeddings": True})
     left = "Left out, because a cell has no runs yet: 1 of the findings."
     assert left not in page(root)
-    more = '  - {table: demo, scale: small, text: "[[PER | linear]]"}'
+    more = '  - {title: PER, table: demo, scale: small, text: "[[PER | linear]]"}'
     edit(root, "statements:", f"{more}\nstatements:")
     assert left in page(root)
 
@@ -235,6 +236,20 @@ def test_a_column_without_ranks_shows_values_and_is_not_in_the_answers(root: Pat
     assert line(text, "| `rope` |").endswith(" | 402 |")
     assert "| speed |" not in text.partition("## All measurements")[0]
     assert "speed, linear" not in text
+
+
+def test_a_later_row_of_a_method_is_one_of_its_own_with_the_options_that_it_changes(
+    root: Path,
+) -> None:
+    table = root / "configs" / "tables" / "demo.yaml"
+    text = table.read_text().replace("-embeddings: false}", "-embeddings: false, period: 1}", 1)
+    other = "{label: PER-2, encoding: permuteformer, attention: [linear], overrides: {period: 2}}"
+    table.write_text(f"{text}  - {other}\n")
+    save(root, "permuteformer", 20.0, 20.2, period=2)
+    assert "`permuteformer` |" not in page(root)
+    save(root, "permuteformer", 30.0, 30.2, period=1, more=0)
+    assert "| 30.10† (2) |" in line(page(root), "| `permuteformer` |")
+    assert "| **20.10† (1)** |" in line(page(root), "| `permuteformer` with `period` 2 |")
 
 
 def test_a_method_that_diverged_is_not_called_unmeasured(root: Path) -> None:
@@ -488,8 +503,8 @@ def test_the_page_fills_in_when_the_missing_tables_have_runs(
         own = text.partition(f"| {attention} attention | LM")[2]
         # LM, translation, memory, digits of T5, other lengths of recall or all of linear models
         assert line(own, start).count("| — ") <= 6
-    assert "- Types 1 and 4 of LRPE in linear attention, the same change" in text
-    assert "- Linear attention beyond the training length, with decays" in text
+    assert "- **Types 1 and 4 of LRPE, linear attention.** The same change" in text
+    assert "- **Decays beyond the training length, linear attention.** " in text
     assert "`gated:lrpe-type2`" in text
 
 

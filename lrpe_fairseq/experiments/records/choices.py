@@ -76,8 +76,12 @@ class Aspect:
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence about one table at one scale; shown once every cell that it names has runs."""
+    """A sentence about one table at one scale; shown once every cell that it names has runs.
 
+    title: what it is about, without a period at its end.
+    """
+
+    title: str
     table: str
     scale: str
     text: str
@@ -180,6 +184,7 @@ def _check(choices: Choices) -> None:
     if not keys.issuperset(choices.summary):
         raise ValueError("summary needs keys of aspects")
     for finding in choices.findings:
+        notes.check_note(finding.title)
         notes.check_note(finding.text)
     for claim in choices.statements:
         notes.check_text(claim.text)

@@ -2,7 +2,9 @@
 
 A board holds one aspect of ``configs/choosing.yaml`` under one attention type. It is a sheet with
 one column whose rows are methods, so that the rules of :mod:`.claims` apply to it. A method is an
-encoding with a normalizer; ``none`` with sinusoidal positions is a method of its own.
+encoding with a normalizer; ``none`` with sinusoidal positions is a method of its own. So are the
+later rows of a table whose encoding and normalizer an earlier one has, with the options in which
+they differ from it.
 """
 
 import dataclasses
@@ -18,7 +20,7 @@ from lrpe_fairseq.experiments.records.choices import Aspect, Choices, Source
 from lrpe_fairseq.experiments.records.layout import ATTENTION, Column, Row, Table
 from lrpe_fairseq.experiments.report import cells, claims, speed
 from lrpe_fairseq.experiments.report.cells import Group, Scores
-from lrpe_fairseq.experiments.report.markdown import DIVERGED, NO_CELL, fixed
+from lrpe_fairseq.experiments.report.markdown import DIVERGED, NO_CELL, fixed, listed
 from lrpe_fairseq.experiments.report.sheet import Sheet
 
 DEVICE = "cpu"
@@ -212,7 +214,7 @@ def _measured(
 ) -> tuple[dict[str, Scores], frozenset[str]]:
     """Return the values of an aspect's columns, and the methods with sinusoidal positions too.
 
-    Of several rows of a method the first counts.
+    Of several sources with a method the first counts.
     """
     known: dict[str, Scores] = {}
     added, configs = set(), set()
@@ -257,14 +259,28 @@ def _column(aspect: Aspect, column: Column) -> Column:
 
 def _rows(sheet: Sheet, column: Column) -> list[tuple[str, Scores, bool]]:
     """Return method, values per seed, and True for sinusoids too, of every row with runs."""
-    table, found = sheet.table, []
-    for row in table.rows:
+    found, first = [], {}
+    for row in sheet.table.rows:
+        options = {**sheet.table.options, **row.overrides, **column.overrides}
+        label = method(row.encoding, options)
+        label = _with(label, options, first.setdefault(label, options))
         scores = sheet.ours(row, column)
         if scores or scores.lost:
-            options = {**table.options, **row.overrides, **column.overrides}
             sinusoids = row.encoding != "none" and not options.get(WITHOUT_SINUSOIDS, False)
-            found.append((method(row.encoding, options), scores, sinusoids))
+            found.append((label, scores, sinusoids))
     return found
+
+
+def _with(label: str, options: Mapping[str, Any], first: Mapping[str, Any]) -> str:
+    """Name the options in which a later row of a method differs from its first.
+
+    >>> _with("`fox`", {"fox-bias": 3.0}, {"fox-bias": 0.0})
+    '`fox` with `fox-bias` 3.0'
+    """
+    changed = [f"`{name}` {value}" for name, value in options.items() if value != first.get(name)]
+    if not changed:
+        return label
+    return f"{label} {'and' if ' with ' in label else 'with'} {listed(changed)}"
 
 
 def _timed(root: Path, aspect: Aspect, attention: str) -> dict[str, Scores]:

@@ -46,7 +46,9 @@ LEGEND = (
     "two methods of the column have an order, or it has not learned the task "
     f"({boards.UNLEARNED}). {NO_CELL} is not measured; {boards.IMPOSSIBLE}: the method is defined "
     f"for causal attention only; {DIVERGED}: a seed has no finite value. The normalizer of linear "
-    "attention is `rotated` unless the method names another one. `none` has no positions at all, "
+    "attention is `rotated` unless the method names another one. A method with an option, such as "
+    "`fox` with `fox-bias` 3.0, differs in it from the method without it, whose value is that of "
+    "the column's table. `none` has no positions at all, "
     f"{boards.SINUSOIDAL} only absolute ones; {boards.ADDED}: the models of this column have "
     "sinusoidal positions besides the method."
 )
@@ -336,7 +338,7 @@ def finding(given: Finding, found: Found) -> str:
     sheet = _sheet(given, found)
     if sheet is None or not _complete(sheet, given.text):
         return ""
-    return notes.render(sheet, given.text)
+    return f"**{given.title}.** {notes.render(sheet, given.text)}"
 
 
 def _sheet(given: Finding | Statement | Ratios, found: Found) -> Sheet | None:
