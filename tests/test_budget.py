@@ -82,7 +82,7 @@ def test_the_rate_of_every_budget_ends_at_zero() -> None:
                 assert float(rate.total_num_update) == last
 
 
-def test_a_training_is_validated_equally_often_with_every_budget() -> None:
+def test_a_training_is_validated_after_equal_parts_of_every_budget() -> None:
     for name, scale, times in (("budget", "annealed", 4), ("budget-mlm", "small", 3)):
         for run in runs(load_named(name), scale, [1])[:6]:
             settings = run.settings()

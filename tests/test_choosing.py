@@ -216,8 +216,8 @@ def test_the_short_answer_names_the_smaller_side_and_counts_better_values_of_one
     monkeypatch.setattr(choosing, "MOST", 1)
     text = page(root)
     assert (
-        "| LM | all 3 methods but `none` with sinusoids (50.05); not ranked, with a better mean: "
-        "`none` (30.00) and 1 more |" in text
+        "| LM | all 3 methods (40.05) but `none` with sinusoids (50.05); not ranked, with a better "
+        "mean: `none` (30.00) and 1 more |" in text
     )
     monkeypatch.setattr(choosing, "MOST", 0)
     assert "| LM | 2 of 3 methods (40.05);" in page(root)

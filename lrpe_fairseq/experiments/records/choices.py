@@ -111,6 +111,7 @@ class Ratios:
     """Published perplexities beyond the training length, and our columns to set beside them.
 
     file: of results/paper. short, long: columns of ``table`` at the training length and beyond it.
+    rows: the rows to show of methods that have several; without it the first.
     """
 
     file: str
@@ -118,6 +119,7 @@ class Ratios:
     scale: str
     short: str
     long: str
+    rows: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
