@@ -296,8 +296,12 @@ def test_half_types_are_finite_and_right_within_their_own_rounding(name, dtype):
 def test_no_parameter_or_buffer_of_an_encoding_is_rounded_below_float32(name):
     encoding = encoding_of(name)
     before = {key: value.clone() for key, value in encoding.state_dict().items()}
+    gradients = [torch.randn_like(p) for p in encoding.parameters()]
+    for parameter, gradient in zip(encoding.parameters(), gradients, strict=True):
+        parameter.grad = gradient.clone()
     encoding.half().bfloat16().float()
     assert all(torch.equal(before[key], value) for key, value in encoding.state_dict().items())
+    assert all(map(torch.equal, gradients, (p.grad for p in encoding.parameters())))
 
 
 # --- the module --------------------------------------------------------------------------------

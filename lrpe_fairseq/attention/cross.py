@@ -152,7 +152,8 @@ class CrossAttention(ProjectedAttention):
                 and its positions are then those of the first block, and the arguments are ignored.
             keep_state: True to return the state after the block, else None.
             positions: int64 (T,) or (B, T) of x. memory_positions: int64 (S,) or (B, S). None
-                counts real tokens. A decay always counts real tokens.
+                counts real tokens, also after a block with explicit positions. A decay always
+                counts real tokens.
             query_padding_mask: (B, T), true where x is padding, for counting only.
             need_weights: True to return the weights of softmax attention.
         Returns: (B, T, C), the weights (B, H, T, S) before dropout or None, and the state.

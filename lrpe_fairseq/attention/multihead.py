@@ -179,7 +179,7 @@ class MultiheadAttention(ProjectedAttention):
         if not keep_state:
             return out, None
         if explicit:
-            following = positions.expand(x.shape[:2]).amax(1) + 1
+            following = _next_after(positions.expand(x.shape[:2]), key_padding_mask, state)
         else:
             following = next_position(x, key_padding_mask, state)
         return out, AttentionState(past, following)
@@ -378,6 +378,16 @@ def next_position(
     else:
         real = (~key_padding_mask.bool()).sum(1)
     return real if state is None else state.next_position + real
+
+
+def _next_after(
+    positions: Tensor, key_padding_mask: Tensor | None, state: AttentionState | None
+) -> Tensor:
+    """Return the position after the last real token of ``positions`` (B, T), int64 (B,)."""
+    if key_padding_mask is not None:
+        positions = positions.masked_fill(key_padding_mask.bool(), -1)
+    following = positions.amax(1) + 1
+    return following if state is None else torch.maximum(following, state.next_position)
 
 
 def reorder_attention_state(state: AttentionState, new_order: Tensor) -> AttentionState:

@@ -19,6 +19,7 @@ from lrpe_fairseq.encodings.base import ELU_PLUS_ONE
 from lrpe_fairseq.encodings.biases import query_scale
 from lrpe_fairseq.encodings.fidelity import DROPPED_SCORES
 from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.kernels.encode import feature_map
 
 ATTENTION_TYPES = ("linear", "softmax")
 NOT_EXPORTED = (
@@ -230,11 +231,6 @@ class ProjectedAttention(nn.Module):
             return out
         weight, bias = (p.to(out.dtype) for p in (self.norm.weight, self.norm.bias))
         return F.layer_norm(out, self.norm.normalized_shape, weight, bias, self.norm.eps)
-
-
-def feature_map(x: Tensor) -> Tensor:
-    """Compute phi(x) = 1 + elu(x) > 0 (Katharopoulos et al., 2020; LRPE, Section 4.1)."""
-    return F.elu(x).add_(1.0)
 
 
 FEATURE_MAP = ELU_PLUS_ONE

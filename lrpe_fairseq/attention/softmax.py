@@ -24,7 +24,8 @@ class KVBuffer:
     """Preallocated buffers for the tensors of a :class:`SoftmaxState`.
 
     AXES: the axis of the tokens in each buffer. tokens: their capacity. used: the number of tokens
-    written so far. Trap: only the newest state, with ``used`` tokens, may be extended in place.
+    written so far. Trap: only the newest state, with ``used`` tokens, may be extended in place, and
+    one of inference mode only in it.
     """
 
     AXES = (2, 2, 1, 1, 2)
@@ -42,6 +43,11 @@ class KVBuffer:
         """Return views of tokens ``first`` to ``last`` (exclusive) of every buffer."""
         pairs = zip(self.buffers, self.AXES, strict=True)
         return tuple(buffer.narrow(axis, first, last - first) for buffer, axis in pairs)
+
+    def fits(self, seen: int, more: int) -> bool:
+        """True if ``more`` tokens may be appended to a state of ``seen`` tokens."""
+        writable = torch.is_inference_mode_enabled() or not self.buffers[0].is_inference()
+        return writable and self.used == seen and seen + more <= self.tokens
 
     def append(self, parts: Iterable[Tensor], tokens: int) -> tuple[Tensor, ...]:
         """Write ``tokens`` tokens after the used ones, and return views of all tokens."""
@@ -85,7 +91,7 @@ def extend_state(past: SoftmaxState | None, new: SoftmaxState) -> SoftmaxState:
         return SoftmaxState(*map(torch.cat, pairs, KVBuffer.AXES))
     seen, more = past.keys.shape[2], new.keys.shape[2]
     buffer = past.buffer
-    if buffer is None or buffer.used != seen or buffer.tokens < seen + more:
+    if buffer is None or not buffer.fits(seen, more):
         buffer = KVBuffer(past.parts, 2 * (seen + more))
         buffer.append(past.parts, seen)
     return SoftmaxState(*buffer.append(new.parts, more), buffer)

@@ -522,7 +522,7 @@ def _component(name: str, spec: EncodingSpec, width: int, number: int) -> Compon
     if branches > 1:
         return Tree(spec, width, stream, branches)
     if canonical:
-        return Planar(spec, width, stream, _start_angles(spec, width))
+        return Planar(spec, width, stream, _start_angles(spec, width, stream))
     return Sequence(spec, width, stream)
 
 
@@ -549,11 +549,11 @@ def _start(spec: EncodingSpec, width: int, shape: tuple[int, ...], stream: int) 
     return generator_of(_bands(spec, width), width).expand(*shape, -1, -1)
 
 
-def _start_angles(spec: EncodingSpec, width: int) -> Tensor:
+def _start_angles(spec: EncodingSpec, width: int, stream: int) -> Tensor:
     """Return the start of the canonical theta, by ``ape_init``, (1 or H, d // 2)."""
     if spec.options.of(APEOptions).ape_init == "rope":
         return _bands(spec, width).unsqueeze(0)
-    generator = spec.generator(stream=61)
+    generator = spec.generator(stream + 20)
     shape = spec.num_heads, width // 2
     return START_STD * torch.randn(shape, generator=generator, device="cpu").double()
 

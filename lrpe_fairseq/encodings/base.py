@@ -161,12 +161,15 @@ class Float32Module(nn.Module):
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Float32Module":
-        """Follow ``.to(device)``, but keep floating-point tensors in float32 or wider."""
-        exact = {name: t.detach() for name, t in self.named_tensors() if t.is_floating_point()}
+        """Follow ``.to(device)``, but keep float tensors and gradients in float32 or wider."""
+        floating = [(n, t) for n, t in self.named_tensors() if t.is_floating_point()]
+        exact = {name: t.detach() for name, t in floating}
+        gradients = {name: t.grad.detach() for name, t in floating if t.grad is not None}
         super()._apply(fn, recurse)
         for name, tensor in self.named_tensors():
             if tensor.is_floating_point() and tensor.dtype.itemsize < 4:
                 tensor.data = exact[name].to(tensor.device)
+                tensor.grad = gradients[name].to(tensor.device) if name in gradients else None
         return self
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:

@@ -11,7 +11,7 @@ from lrpe_fairseq.encodings.base import (
     ScoreEncoding,
     check_positions,
 )
-from lrpe_fairseq.encodings.biases import pick
+from lrpe_fairseq.encodings.biases import pick, query_scale
 from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.encodings.networks import key_projection
 from lrpe_fairseq.kernels.dispatch import has_values
@@ -65,7 +65,8 @@ class TransformerXL(ScoreEncoding):
         self._layouts, self._sinusoids = PositionCache(), PositionCache()
 
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        """Return the sum of terms (b), (c) and (d), (B, H, T, S). ``q`` is scaled by D^-0.5."""
+        """Return the sum of terms (b), (c) and (d), (B, H, T, S). ``q`` is scaled by
+        :func:`query_scale`."""
         check_positions(q_positions, q), check_positions(k_positions, k)
         both = q_positions, k_positions
         if not has_values(*both):
@@ -99,7 +100,7 @@ class TransformerXL(ScoreEncoding):
 
     def _content(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return q + v (B, H, T, D) and term (c) (B, H, 1, S), both scaled."""
-        scale = self.spec.head_dim**-0.5
+        scale = query_scale(self.spec)
         u, v = (scale * self.u).to(q.dtype), (scale * self.v).to(q.dtype)
         return q + v.unsqueeze(-2), (k @ u.unsqueeze(-1)).transpose(-1, -2)
 

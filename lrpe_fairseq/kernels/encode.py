@@ -35,6 +35,15 @@ class Form(NamedTuple):
         return not self.permutes and not self.fourier
 
 
+def feature_map(x: Tensor) -> Tensor:
+    """Compute phi(x) = 1 + elu(x) > 0 (Katharopoulos et al., 2020; LRPE, Section 4.1).
+
+    The sum is in float32: in bfloat16 it would cancel, and 1 + elu(-7) = 0.0009 would be 0.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return F.elu(wide).add_(1.0).to(x.dtype)
+
+
 def definition(x: Tensor, p: Tensor | None, at: Tensor, form: Form) -> Tensor:
     """Compute Lambda P phi(x), (B, H, T, D) or twice as wide, in differentiable operations.
 
@@ -44,7 +53,7 @@ def definition(x: Tensor, p: Tensor | None, at: Tensor, form: Form) -> Tensor:
         at: exp(i s theta), complex, (T, E) or (B, 1, T, E); the remaining features are unchanged.
             For a permutation its indices, int64 (B, H, T, D).
     """
-    z = F.elu(x) + 1.0 if form.phi else x
+    z = feature_map(x) if form.phi else x
     z = z.unflatten(-1, (2, -1)).mT.flatten(-2) if form.halves else z
     if form.fourier:
         re, im = (z @ p).chunk(2, -1)

@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from lrpe_fairseq.attention.multihead import Memory, MultiheadAttention, block_positions
+from lrpe_fairseq.attention.multihead import (
+    Memory,
+    MultiheadAttention,
+    block_positions,
+    feature_map,
+)
 from lrpe_fairseq.encodings import ENCODINGS, FAMILIES, EncodingOptions, ScoreEncoding
 
 WIDTH, HEADS = 16, 2
@@ -73,6 +78,24 @@ def test_positions_count_real_tokens_on_either_side():
     mask = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 1]]).bool()
     assert block_positions(x, mask, None).tolist() == [[2, 3, 0, 1], [0, 1, 2, 3]]
     assert block_positions(x, None, None).tolist() == [0, 1, 2, 3]
+
+
+def test_the_next_position_follows_the_last_real_token_of_explicit_positions():
+    x, module = torch.randn(2, 4, WIDTH).double(), module_of()
+    padded = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]]).bool()
+    at = 100 + torch.arange(4)
+    _, state = module.attend(x, padded, None, True, positions=at)
+    assert state.next_position.tolist() == [102, 104]
+    _, state = module.attend(x, torch.ones_like(padded), state, True, positions=at + 4)
+    assert state.next_position.tolist() == [102, 104]  # no real token
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_features_of_half_precision_are_rounded_but_do_not_cancel(dtype):
+    x = torch.linspace(-9, 9, 500).to(dtype)
+    wanted = 1 + torch.nn.functional.elu(x.double())
+    error = (feature_map(x).double() - wanted).abs() / wanted
+    assert error.max() <= torch.finfo(dtype).eps
 
 
 def test_rows_that_are_padded_at_the_end_share_their_positions():

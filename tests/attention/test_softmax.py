@@ -118,6 +118,15 @@ def test_a_state_extended_token_by_token_holds_all_of_them(grad, gates):
     torch.testing.assert_close(list(state.parts), joined(blocks), rtol=0, atol=0)
 
 
+def test_a_state_of_inference_mode_goes_on_outside_it():
+    start, later = state_of(2), [state_of(1, seed) for seed in (1, 2)]
+    with torch.inference_mode():
+        state = extend_state(start, later[0])
+    with torch.no_grad():
+        state = extend_state(state, later[1])
+    torch.testing.assert_close(list(state.parts), joined([start, *later]), rtol=0, atol=0)
+
+
 @torch.no_grad()
 def test_a_state_continued_twice_gives_two_states():
     start, a, b = extend_state(state_of(2), state_of(1, 1)), state_of(1, 2), state_of(1, 3)

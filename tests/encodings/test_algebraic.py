@@ -476,6 +476,13 @@ def test_frozen_generators_get_no_gradient(options):
         assert not any(p.requires_grad for p in encoding.parameters())
 
 
+@pytest.mark.parametrize("generator", ["canonical", "exponential"])
+def test_components_start_at_random_generators_of_their_own(generator):
+    options = {"ape_generator": generator, "ape_init": "identity", "grid_width": 4}
+    pair = [c.parameters() for c in build("sequence+sequence", **options).components]
+    assert all(not torch.equal(a, b) for a, b in zip(*pair, strict=True))
+
+
 def test_the_base_of_the_frequencies_is_an_option():
     encoding = build("sequence", ape_base=100.0)
     wanted = bands(D, 100.0).expand(HEADS, -1)

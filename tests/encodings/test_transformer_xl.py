@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lrpe_fairseq.encodings import build_encoding
+from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.encodings.transformer_xl import end_together, left_shift, sinusoid
 
 MEMORIES = (0, 5, 64)
@@ -13,8 +13,11 @@ LENGTHS = (1, 7, 64)
 HEADS, WIDTH = 2, 4
 
 
-def build(causal=True, heads=HEADS, width=WIDTH, seed=0):
-    encoding = build_encoding("transformer-xl", width, heads, causal=causal, seed=seed).double()
+def build(causal=True, heads=HEADS, width=WIDTH, seed=0, departures=()):
+    options = EncodingOptions(frozenset(departures))
+    encoding = build_encoding(
+        "transformer-xl", width, heads, causal=causal, seed=seed, options=options
+    ).double()
     torch.nn.init.normal_(encoding.u, generator=encoding.spec.generator(90))
     torch.nn.init.normal_(encoding.v, generator=encoding.spec.generator(91))
     return encoding
@@ -73,12 +76,13 @@ def test_gathering_by_distance_is_the_naive_form_in_outputs_and_gradients(memory
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-def test_scores_are_the_four_terms_written_out_for_every_pair():
+@pytest.mark.parametrize(("departures", "wide"), [((), 1), (("embed-dim-scale",), 2)])
+def test_scores_are_the_four_terms_written_out_for_every_pair(departures, wide):
     heads, width, memory, length = 2, 6, 3, 4
-    encoding = build(True, heads, width)
+    encoding = build(True, heads, width, departures=departures)
     query, k = example(memory, length, heads, width, batch=1)
     q_positions, k_positions = positions_of(memory, length)
-    q = query * width**-0.5
+    q = query * (wide * width) ** -0.5
     scores = encoding(q @ k.transpose(-1, -2), q, k, q_positions, k_positions)
     w = encoding.r_proj.weight.view(heads, width, heads * width)
     for h in range(heads):
@@ -89,7 +93,7 @@ def test_scores_are_the_four_terms_written_out_for_every_pair():
                 b = query[0, h, i] @ (w[h] @ r)
                 c = encoding.u[h] @ k[0, h, j]
                 d = encoding.v[h] @ (w[h] @ r)
-                expected = (a + b + c + d) / math.sqrt(width)
+                expected = (a + b + c + d) / math.sqrt(wide * width)
                 torch.testing.assert_close(scores[0, h, i, j], expected, rtol=1e-10, atol=1e-12)
 
 
