@@ -401,7 +401,7 @@ CHECKPOINTS = [
         "resume: 2 kB of zeros in the weights", resumed(lambda lab: lab.zeroed(lab.lm)), "damaged"
     ),
     Attack("resume: a mean of checkpoints", resumed(_averaged), "average of checkpoints"),
-    Attack("eval_lm: a truncated checkpoint", lm(_truncated), "does not load"),
+    Attack("eval_lm: a truncated checkpoint", lm(_truncated), "does not load: it is truncated"),
     Attack("eval_lm: a folder", lm(lambda lab: lab.folder), "is a folder: name a checkpoint"),
     Attack("eval_lm: a translation model", lm(lambda lab: lab.mt), "not of lrpe_lm"),
     Attack("eval_lm: a masked language model", lm(lambda lab: lab.masked), "not of lrpe_lm"),

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from lrpe_fairseq.experiments.commands import doctor, train_row
+from lrpe_fairseq.experiments.commands import doctor, run_table, train_row
 from lrpe_fairseq.experiments.records.console import UserError, command
 from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.runner import by_hand, identity, launch
 
 COMMANDS = ROOT / "lrpe_fairseq" / "experiments" / "commands"
 NO_INPUT = {"doctor", "quickstart"}  # they take no arguments
@@ -116,6 +117,56 @@ def test_a_row_is_trained_on_the_data_set_that_was_chosen() -> None:
         assert train_row._run(train_row._parse(given)).data.name == data
     with pytest.raises(ValueError, match="no data set 'lra-text' at scale small; it has listops-"):
         train_row._run(train_row._parse([*row, "--dataset", "lra-text"]))
+
+
+CHANGES = {
+    "optimization.max_epch=1": "there is no setting 'optimization.max_epch'; did you mean "
+    "'optimization.max_epoch'?",
+    "foo.bar=1": "there is no setting 'foo.bar'",
+    "foobar=1": "an override is section.key=value, not 'foobar=1'",
+    "lr_scheduler.warmup_update=5": "did you mean 'lr_scheduler.warmup_updates'?",
+    "model.encoder.layerz=2": "did you mean 'model.encoder.layers'?",
+    "optimization.max_epoch=abc": "bad value of the setting 'optimization.max_epoch': Value 'abc'",
+    "task.data=x": "task.data cannot be changed here: choose the data with --dataset",
+    "--seed=-1": "--seed must be at least 1",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_that_no_training_can_have_is_refused_before_a_folder_is_made(
+    change: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(train_row, "ROOT", tmp_path)
+    assert train_row.main(["table4", "RoPE", "linear", "--scale", "small", change]) == 2
+    assert CHANGES[change] in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_changes_that_a_training_can_have_name_a_folder_below_by_hand() -> None:
+    changes = ["optimizer.adam_betas=(0.9, 0.95)", "optimization.lr=[0.001]", "model.fidelity=a/b"]
+    run = train_row._run(train_row._parse(["images", "RoPE", "linear", *changes]))
+    identity.require_known(run.settings(), launch.parse_overrides(tuple(changes)))
+    assert run.folder.parent == ROOT / "runs" / "by-hand"
+    assert not set(run.folder.name) & set(" ()/[]")
+
+
+def test_gpus_that_a_machine_lacks_are_refused_before_data_are_prepared(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_table, "_prepared", None)  # not called
+    assert run_table.main(["table2", "--rows", "Base", "--gpus", "999"]) == 2
+    assert "a run cannot have 999 GPUs" in capsys.readouterr().err
+
+
+def test_an_evaluation_needs_a_place_for_its_result_before_it_begins(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    parser = by_hand.arguments("it", "Evaluate.")
+    out = str(tmp_path / "file" / "out.json")
+    with pytest.raises(UserError, match=r"no folder that can be written .* another --out"):
+        by_hand.parsed(parser, ["model.pt", "data", "--out", out])
+    missing = tmp_path / "absent" / "model.pt"  # refused later, with a better sentence
+    assert by_hand.parsed(parser, [str(missing), "data"]).out == missing.with_suffix(".json")
+    assert not missing.parent.exists()
 
 
 def test_the_doctor_refuses_arguments_and_has_help(capsys: pytest.CaptureFixture) -> None:

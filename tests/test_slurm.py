@@ -296,7 +296,7 @@ def test_the_job_that_renders_the_tables_has_the_account_too(
 
 def test_a_setting_that_sbatch_would_never_see_is_refused(tmp_path: Path) -> None:
     (tmp_path / "slurm.yaml").write_text("{partion: gpu}")
-    with pytest.raises(ValueError, match="no key partion"):
+    with pytest.raises(ValueError, match="no setting partion; there are partition, "):
         slurm.load_site(tmp_path / "slurm.yaml", {})
 
 

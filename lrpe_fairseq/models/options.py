@@ -232,15 +232,21 @@ def _merge_or_explain(merge: Callable, config: Any, given: Any, *rest: Any, **ke
 
 
 def _explanation(cls: type, error: OmegaConfBaseException) -> str:
-    option = str(error.full_key or error.key or "")
+    option, kind = str(error.full_key or error.key or ""), _kind(cls)
     names = [f"{prefix}.{known.name}".lstrip(".") for prefix, known in _dotted_options_of(cls)]
     if option in names or not isinstance(error, ConfigKeyError):
         reason = str(error.msg).partition("\n")[0]
         named = f" option {option!r}" if option else ""
-        return f"bad value of model{named}: {reason}"
+        return f"bad value of {kind}{named}: {reason}"
     close = get_close_matches(option, names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"unknown model option {option!r}{hint}"
+    return f"unknown {kind} option {option!r}{hint}"
+
+
+def _kind(cls: type) -> str:
+    """Return what the options of a class of this package belong to."""
+    rooms = {"tasks": "task", "criterions": "criterion", "optim": "optimizer"}
+    return rooms.get(cls.__module__.split(".")[1], "model")
 
 
 def refuse_unrelated_processes() -> None:

@@ -49,11 +49,15 @@ def main(arguments: Sequence[str] = ()) -> int:
     parser.parse_args(arguments)
     failed = _failed(basics())
     if failed:
-        print(f"{failed} checks failed; the other checks depend on these and were not run")
+        print(f"{_count(failed)} failed; the other checks depend on these and were not run")
         return 1
     failed = _failed(checks())
-    print(f"{failed} checks failed" if failed else "all checks passed")
+    print(f"{_count(failed)} failed" if failed else "all checks passed")
     return 1 if failed else 0
+
+
+def _count(failed: int) -> str:
+    return f"{failed} check{'s' if failed > 1 else ''}"
 
 
 def passed(name: str, check: Check) -> bool:

@@ -37,11 +37,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--max-positions", type=int, help="longest input; longer ones are cut (default: training's)"
     )
-    options = parser.parse_args(arguments)
+    options = by_hand.parsed(parser, arguments)
     data = by_hand.data_folder(options.data, preparation_of)
     splits = options.splits or [s for s in SPLITS if _has_split(data, s)] or list(SPLITS)
     run = evaluate(options.checkpoint, data, splits, options.max_positions)
-    by_hand.report(run, options.out or options.checkpoint.with_suffix(".json"))
+    by_hand.report(run, options.out)
 
 
 def evaluate(

@@ -27,10 +27,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--protocols", nargs="+", default=PROTOCOLS, metavar="PROTOCOL", help=f"of {FORMS}"
     )
-    options = parser.parse_args(arguments)
+    options = by_hand.parsed(parser, arguments)
     data = by_hand.data_folder(options.data, preparation_of)
     run = evaluate(options.checkpoint, data, options.splits, options.protocols)
-    by_hand.report(run, options.out or options.checkpoint.with_suffix(".json"))
+    by_hand.report(run, options.out)
 
 
 def evaluate(

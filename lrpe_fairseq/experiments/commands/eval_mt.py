@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> None:
     decoding = Decoding(options.beam, options.lenpen, options.average)
     data = by_hand.data_folder(options.data, preparation_of)
     run = evaluate(options.checkpoint, data, options.splits, decoding)
-    by_hand.report(run, options.out or options.checkpoint.with_suffix(".json"))
+    by_hand.report(run, options.out)
 
 
 def evaluate(checkpoint: Path, data: Path, splits: list[str], decoding: Decoding) -> Run:
@@ -53,7 +53,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="N",
         help="average the last N periodic checkpoints of this folder; 1: this checkpoint only",
     )
-    return parser.parse_args(arguments)
+    return by_hand.parsed(parser, arguments)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
         return _run_task(chosen, options)
     if options.slurm:
         slurm.require_sbatch()
+    else:
+        schedule.shares(min(options.jobs, len(chosen)), options.gpus)  # before data are prepared
     _require_division(chosen, options)
     ready = _prepared(chosen, options)
     if options.slurm:
@@ -184,7 +186,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--seeds", type=int, default=SEEDS, metavar="N", help="seeds 1 to N")
     add("--scale", help="a scale of the table (default: small, or its first without one)")
     add("--jobs", type=int, default=1, metavar="J", help="concurrent runs")
-    add("--gpus", type=int, metavar="G", help="GPUs per run (default: 1; all for a single run)")
+    add(
+        "--gpus",
+        type=int,
+        metavar="G",
+        help="GPUs per run (default: all with --jobs 1, otherwise 1)",
+    )
     add("--from", dest="source", type=Path, metavar="DIR", help="folder with the source data")
     add("--dry-run", action="store_true", help="print the training commands only")
     add("--status", action="store_true", help="print the progress of every run")

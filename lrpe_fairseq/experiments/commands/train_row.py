@@ -15,12 +15,21 @@ from lrpe_fairseq.experiments.families import plan
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import ROOT, relative
+from lrpe_fairseq.experiments.records.layout import file_name
+from lrpe_fairseq.experiments.runner import identity, launch
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import locked
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 SCRIPTS = {"table2": "train_lm", "table4": "train_mt", "table8": "pretrain_roberta"}
 """Tables with a script of their own, which passes the table."""
+
+ELSEWHERE = {
+    "task.data": "choose the data with --dataset",
+    "common.seed": "choose the seed with --seed",
+    "checkpoint.save_dir": "the row and its changes name the folder",
+}
+"""Settings that other parts of the run follow, and what decides them."""
 
 TEE = 'set -o pipefail; "$@" 2>&1 | tee -a "$0"'
 
@@ -30,11 +39,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Print and run the training command; returns its exit status."""
     options = _parse(arguments)
     run = _run(options)
+    identity.require_known(run.settings(), launch.parse_overrides(tuple(options.changes)))
     folders.require(run.data, run.preparation_of(run.data))
     with locked(run.folder):
         status = train(run)
     if status == 0:
-        best, data = relative(run.checkpoints / checkpoints.BEST), relative(run.data)
+        paths = run.checkpoints / checkpoints.BEST, run.data
+        best, data = (shlex.quote(relative(path)) for path in paths)
         where = {"table": options.table, "scale": options.scale}
         print(run.next_step.format(best=best, data=data, **where))
     return status
@@ -67,6 +78,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "changes",
         nargs="*",
+        default=[],
         metavar="key=value",
         help="configuration overrides, such as model.dropout=0.2",
     )
@@ -77,7 +89,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="DATA",
         help="data set of a table with several of them, a folder of data (default: the first)",
     )
-    return parser.parse_intermixed_args(given)
+    options = parser.parse_intermixed_args(given)
+    if options.seed < 1:
+        raise ValueError("--seed must be at least 1")
+    return options
 
 
 def _run(options: argparse.Namespace) -> TrainingRun:
@@ -94,7 +109,11 @@ def _run(options: argparse.Namespace) -> TrainingRun:
     run = next(run for run in found if run.attention_type == options.attention)
     if not options.changes:
         return run
-    folder = ROOT / "runs" / "by-hand" / "-".join([run.folder.name, *options.changes])
+    for key in launch.parse_overrides(tuple(options.changes)):
+        if key in ELSEWHERE:
+            raise ValueError(f"{key} cannot be changed here: {ELSEWHERE[key]}")
+    name = file_name("-".join([run.folder.name, *options.changes]))
+    folder = ROOT / "runs" / "by-hand" / name
     return replace(run, overrides=(*run.overrides, *options.changes), folder=folder)
 
 

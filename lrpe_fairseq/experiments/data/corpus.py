@@ -24,7 +24,6 @@ import stat
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -40,7 +39,7 @@ import numpy as np
 
 from lrpe_fairseq.experiments.data.pieces import SPM, SentencePiece, Tokenizer
 from lrpe_fairseq.experiments.records.console import UserError
-from lrpe_fairseq.experiments.records.files import write_json, written_whole
+from lrpe_fairseq.experiments.records.files import require_writable, write_json, written_whole
 
 SPLITS = ("train", "valid", "test")
 UNKNOWN_WORD = "<unk>"  # replaces rare words in WikiText; also fairseq's unknown symbol
@@ -552,7 +551,7 @@ class Steps:
     def __init__(self, dest: Path, corpus: str, level: str) -> None:
         """Read the manifest of ``dest``. Raises: UserError if it is of another corpus or level."""
         self.dest, self.path = dest, dest / "manifest.json"
-        _require_writable(dest)
+        require_writable(dest, "--dest")
         self.head = {"corpus": corpus, "level": level}
         self.old, self.done = self._load(), {}
         found = {key: self.old.get(key, value) for key, value in self.head.items()}
@@ -604,18 +603,6 @@ class Steps:
         if not isinstance(value, Path):
             return value
         return digest(value) if value.is_file() else "absent"
-
-
-def _require_writable(dest: Path) -> None:
-    """Raise UserError unless ``dest`` is a folder, or can be made, and files can be made in it."""
-    try:
-        dest.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=dest):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"{dest} is no folder that can be written ({error.strerror}): choose another --dest."
-        ) from None
 
 
 # ------------------------------------------------------------------------- steps of every script

@@ -44,6 +44,8 @@ def load(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} does not exist")
     if path.is_dir():
         raise ValueError(f"{path} is a folder: name a checkpoint in it, such as {path / BEST}")
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} does not load: it is truncated, or not a checkpoint")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError:

@@ -6,11 +6,14 @@ import functools
 import io
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
+
+from lrpe_fairseq.experiments.records.console import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = ROOT / "configs"
@@ -45,6 +48,20 @@ def written_whole(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
         _sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def require_writable(folder: Path, option: str) -> None:
+    """Raise UserError, which names ``option``, unless files can be made in ``folder``.
+
+    It is made if it does not exist.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = f"{folder} is no folder that can be written ({error.strerror})"
+        raise UserError(f"{reason}: choose another {option}.") from None
 
 
 def write_json(path: Path, value: Any, *, sort_keys: bool = False) -> None:

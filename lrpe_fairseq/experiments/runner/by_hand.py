@@ -9,7 +9,7 @@ from typing import Any
 
 from lrpe_fairseq.experiments.data import checksums, folders
 from lrpe_fairseq.experiments.records import checkpoints
-from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.records.files import ROOT, require_writable
 from lrpe_fairseq.experiments.records.runs import Run, environment, write_run
 from lrpe_fairseq.experiments.runner import parts
 from lrpe_fairseq.experiments.runner.devices import Devices
@@ -25,6 +25,16 @@ def arguments(script: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--splits", nargs="+", default=["valid", "test"], metavar="SPLIT")
     parser.add_argument("--out", type=Path, help="the run file (default: beside the checkpoint)")
     return parser
+
+
+def parsed(parser: argparse.ArgumentParser, given: list[str] | None) -> argparse.Namespace:
+    """Return the options, with ``out``. Raises: UserError if that cannot be written."""
+    options = parser.parse_args(given)
+    out = options.out or options.checkpoint.with_suffix(".json")
+    if options.out or out.parent.is_dir():
+        require_writable(out.parent, "--out")
+    options.out = out
+    return options
 
 
 def data_folder(given: Path, preparation_of: Callable[[Path], list[str]]) -> Path:
@@ -82,12 +92,12 @@ def record(checkpoint: Path, data: Path, metrics: Run, protocol: Run) -> Run:
 
 
 def report(run: Run, out: Path) -> None:
-    """Write the run file and print its metrics."""
-    write_run(out, run)
+    """Print the metrics of the run file and write it."""
     for split, by_protocol in run["metrics"].items():
         for protocol, measured in by_protocol.items():
             numbers = ", ".join(f"{name} {value:,.6g}" for name, value in measured.items())
             print(f"{split}, {protocol}: {numbers}")
+    write_run(out, run)
     print(f"written to {out}")
 
 

@@ -5,13 +5,16 @@ the YAML, then overrides. An option that was deleted from a YAML is therefore co
 default.
 """
 
+import copy
 import functools
 import importlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from lrpe_fairseq.encodings import canonical_name
 from lrpe_fairseq.experiments.records import checkpoints, updates
@@ -40,6 +43,33 @@ def resolved(settings: Any) -> Config:
     chosen = {part: settings[part] for part in checkpoints.SECTIONS if settings.get(part)}
     merged = OmegaConf.merge(_defaults(_names(settings)), chosen)
     return OmegaConf.to_container(merged, resolve=True)
+
+
+def require_known(settings: Any, changes: Mapping[str, str]) -> None:
+    """Refuse a change ``section.key: value`` that a training with ``settings`` cannot have.
+
+    Raises: ValueError, one sentence, for an unknown key or a value of the wrong type.
+    """
+    known = copy.deepcopy(_typed(_names(settings)))
+    OmegaConf.set_readonly(known, False)
+    OmegaConf.set_struct(known, True)
+    for key, value in changes.items():
+        given = OmegaConf.select(OmegaConf.from_dotlist([f"{key}={value}"]), key)
+        try:
+            OmegaConf.update(known, key, given, merge=False)
+        except (ConfigKeyError, ConfigAttributeError):
+            close = get_close_matches(key, _keys(OmegaConf.to_container(known)), n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"there is no setting {key!r}{hint}") from None
+        except OmegaConfBaseException as error:
+            reason = str(error.msg).partition("\n")[0]
+            raise ValueError(f"bad value of the setting {key!r}: {reason}") from None
+
+
+def _keys(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield ``section.key`` of every setting."""
+    for name, value in config.items():
+        yield from (f"{name}.{key}" for key in _keys(value)) if isinstance(value, dict) else [name]
 
 
 def options(config: Config) -> dict[str, Any]:
@@ -100,6 +130,12 @@ def _usual(names: Names) -> dict[str, Any]:
 
 @functools.cache
 def _defaults(names: Names) -> Any:
+    """Return the defaults of all sections, without their types and read-only flags."""
+    return OmegaConf.create(OmegaConf.to_container(_typed(names)))
+
+
+@functools.cache
+def _typed(names: Names) -> Any:
     """Return the defaults of all sections, with these classes for the sections with a ``_name``."""
     from fairseq.dataclass.configs import FairseqConfig
     from fairseq.dataclass.initialize import add_defaults
@@ -109,10 +145,10 @@ def _defaults(names: Names) -> Any:
     importlib.import_module("lrpe_fairseq.criterions")
     importlib.import_module("lrpe_fairseq.optim")
     kinds = {part: FairseqConfig.__dataclass_fields__[part].default for part in PLAIN}
-    values = {part: OmegaConf.to_container(OmegaConf.structured(k)) for part, k in kinds.items()}
+    values = {part: OmegaConf.structured(kind) for part, kind in kinds.items()}
     config = OmegaConf.create({**values, **{part: {"_name": name} for part, name in names}})
     add_defaults(config)
-    return OmegaConf.create(OmegaConf.to_container(config))  # without types and read-only flags
+    return config
 
 
 @functools.cache

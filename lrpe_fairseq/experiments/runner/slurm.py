@@ -96,7 +96,8 @@ def load_site(path: Path, chosen: Mapping[str, Any]) -> Site:
     settings |= {key: value for key, value in chosen.items() if value is not None}
     unknown = sorted(set(settings) - {f.name for f in fields(Site)})
     if unknown:
-        raise ValueError(f"{path} has no key {', '.join(unknown)}; see configs/slurm.yaml")
+        known = ", ".join(f.name for f in fields(Site))
+        raise ValueError(f"{path}: there is no setting {', '.join(unknown)}; there are {known}")
     for name, split in (("setup", lambda line: [line]), ("sbatch", shlex.split)):
         if isinstance(settings.get(name), str):
             settings[name] = split(settings[name])
