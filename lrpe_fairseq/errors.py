@@ -4,6 +4,8 @@ This module imports nothing of this package, of torch or of fairseq.
 """
 
 import sys
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import NoReturn
 
 BAD_INPUT = 2
@@ -24,6 +26,16 @@ class Refusal(SystemExit):
     def __init__(self, sentence: str) -> None:
         super().__init__(sentence)
         self.code = BAD_INPUT
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a hint at the nearest of the ``known`` names; empty if none is near.
+
+    >>> did_you_mean("max_epch", ["max_epoch", "max_update"])
+    "; did you mean 'max_epoch'?"
+    """
+    close = get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def refuse(sentence: str) -> NoReturn:

@@ -250,6 +250,13 @@ def test_a_later_row_of_a_method_is_one_of_its_own_with_the_options_that_it_chan
     save(root, "permuteformer", 30.0, 30.2, period=1, more=0)
     assert "| 30.10† (2) |" in line(page(root), "| `permuteformer` |")
     assert "| **20.10† (1)** |" in line(page(root), "| `permuteformer` with `period` 2 |")
+    edit(root, "long: linear}", "long: linear, rows: [PER-2]}")
+    ratios = root / "results" / "paper" / "none.csv"
+    head = "method,encoding,attention,dataset,trained,length,metric,split,value,std,printed,note\n"
+    cell = "PER,permuteformer,linear,Books,512,{0},PPL,,{1},,{1},\n"
+    ratios.write_text(head + cell.format(512, "20.0") + cell.format(1024, "30.0"))
+    ratio = "| `permuteformer` with `period` 2 | Books, 512 to 1024 | 1.500 | 1.000 |"
+    assert ratio in page(root)
 
 
 def test_a_method_that_diverged_is_not_called_unmeasured(root: Path) -> None:
@@ -503,7 +510,7 @@ def test_the_page_fills_in_when_the_missing_tables_have_runs(
         own = text.partition(f"| {attention} attention | LM")[2]
         # LM, translation, memory, digits of T5, other lengths of recall or all of linear models
         assert line(own, start).count("| — ") <= 6
-    assert "- **Types 1 and 4 of LRPE, linear attention.** The same change" in text
+    assert "- **Types 1 and 4 of LRPE, linear attention.** The change" in text
     assert "- **Decays beyond the training length, linear attention.** " in text
     assert "`gated:lrpe-type2`" in text
 

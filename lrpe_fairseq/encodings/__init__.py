@@ -7,7 +7,6 @@ file and add one line here.
 
 from collections.abc import Callable
 from dataclasses import Field, fields
-from difflib import get_close_matches
 from functools import partial
 from typing import NamedTuple
 
@@ -41,7 +40,7 @@ from lrpe_fairseq.encodings.spe import SPE
 from lrpe_fairseq.encodings.stick_breaking import StickBreaking
 from lrpe_fairseq.encodings.t5 import T5Bias
 from lrpe_fairseq.encodings.transformer_xl import TransformerXL
-from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.errors import ChoiceError, did_you_mean
 
 __all__ = [
     "ENCODINGS",
@@ -168,11 +167,10 @@ def constructor_of(name: str) -> Constructor:
         return ENCODINGS[name]
     constructor = FAMILIES[prefix].build(rest) if prefix in FAMILIES else None
     if constructor is None:
-        close = get_close_matches(name, ENCODINGS, n=1)
         raise ChoiceError(
             f"unknown position encoding {name!r}; choose one of {', '.join(ENCODINGS)}, "
             + ", ".join(f"or {family}" for family in FAMILIES.values())
-            + (f"; did you mean {close[0]!r}?" if close else "")
+            + did_you_mean(name, ENCODINGS)
         )
     return constructor
 

@@ -553,7 +553,7 @@ def _start_angles(spec: EncodingSpec, width: int, stream: int) -> Tensor:
     """Return the start of the canonical theta, by ``ape_init``, (1 or H, d // 2)."""
     if spec.options.of(APEOptions).ape_init == "rope":
         return _bands(spec, width).unsqueeze(0)
-    generator = spec.generator(stream + 20)
+    generator = spec.generator(stream + 20)  # apart from the streams of the planes
     shape = spec.num_heads, width // 2
     return START_STD * torch.randn(shape, generator=generator, device="cpu").double()
 

@@ -65,8 +65,7 @@ class TransformerXL(ScoreEncoding):
         self._layouts, self._sinusoids = PositionCache(), PositionCache()
 
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        """Return the sum of terms (b), (c) and (d), (B, H, T, S). ``q`` is scaled by
-        :func:`query_scale`."""
+        """Return the sum of terms (b), (c) and (d), (B, H, T, S), for q times ``query_scale``."""
         check_positions(q_positions, q), check_positions(k_positions, k)
         both = q_positions, k_positions
         if not has_values(*both):

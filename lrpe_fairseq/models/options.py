@@ -5,7 +5,6 @@ from argparse import BooleanOptionalAction
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
-from difflib import get_close_matches
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -30,7 +29,7 @@ from lrpe_fairseq.encodings import (
 )
 from lrpe_fairseq.encodings.base import POSITION_GRIDS
 from lrpe_fairseq.encodings.fidelity import DEPARTURES, parse_departures
-from lrpe_fairseq.errors import ChoiceError, refuse
+from lrpe_fairseq.errors import ChoiceError, did_you_mean, refuse
 from lrpe_fairseq.models.checks import warn_about_absolute_positions
 
 
@@ -238,9 +237,7 @@ def _explanation(cls: type, error: OmegaConfBaseException) -> str:
         reason = str(error.msg).partition("\n")[0]
         named = f" option {option!r}" if option else ""
         return f"bad value of {kind}{named}: {reason}"
-    close = get_close_matches(option, names, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"unknown {kind} option {option!r}{hint}"
+    return f"unknown {kind} option {option!r}{did_you_mean(option, names)}"
 
 
 def _kind(cls: type) -> str:

@@ -8,7 +8,6 @@ silently ignores a name that does not occur. ``encoder_layers`` does not occur i
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from fairseq.registry import REGISTRIES
 from fairseq.tasks import TASK_DATACLASS_REGISTRY
 from omegaconf import DictConfig, open_dict
 
-from lrpe_fairseq.errors import refuse
+from lrpe_fairseq.errors import did_you_mean, refuse
 
 HUB_NAMES = ("data", "generation_args", "is_vocoder", "user_dir")
 """Names that ``from_pretrained`` passes in addition to options."""
@@ -109,9 +108,7 @@ def _refuse_unknown_names(config: DictConfig, family: type, overrides: dict[str,
     known = {*model, *options, *_names(config), *_known_to_fairseq(), *HUB_NAMES}
     for name in overrides:
         if name not in known:
-            close = get_close_matches(name, model, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            refuse(f"unknown option {name!r} in the overrides{hint}")
+            refuse(f"unknown option {name!r} in the overrides{did_you_mean(name, model)}")
 
 
 def _flat_names(family: type) -> Iterator[str]:

@@ -39,7 +39,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Print and run the training command; returns its exit status."""
     options = _parse(arguments)
     run = _run(options)
-    identity.require_known(run.settings(), launch.parse_overrides(tuple(options.changes)))
     folders.require(run.data, run.preparation_of(run.data))
     with locked(run.folder):
         status = train(run)
@@ -109,12 +108,14 @@ def _run(options: argparse.Namespace) -> TrainingRun:
     run = next(run for run in found if run.attention_type == options.attention)
     if not options.changes:
         return run
-    for key in launch.parse_overrides(tuple(options.changes)):
-        if key in ELSEWHERE:
-            raise ValueError(f"{key} cannot be changed here: {ELSEWHERE[key]}")
+    changes = launch.parse_overrides(tuple(options.changes))
+    for key in ELSEWHERE.keys() & changes.keys():
+        raise ValueError(f"{key} cannot be changed here: {ELSEWHERE[key]}")
     name = file_name("-".join([run.folder.name, *options.changes]))
     folder = ROOT / "runs" / "by-hand" / name
-    return replace(run, overrides=(*run.overrides, *options.changes), folder=folder)
+    run = replace(run, overrides=(*run.overrides, *options.changes), folder=folder)
+    identity.require_known(run.settings(), changes)
+    return run
 
 
 if __name__ == "__main__":

@@ -209,6 +209,17 @@ def method(encoding: str, options: Mapping[str, Any]) -> str:
     return label if normalizer == USUAL else f"{label} {joint} `{normalizer}`"
 
 
+def labels(table: Table, column: Column) -> dict[str, str]:
+    """Return the method of every row, by the label of the row."""
+    first: dict[str, dict[str, Any]] = {}
+    named = {}
+    for row in table.rows:
+        options = {**table.options, **row.overrides, **column.overrides}
+        label = method(row.encoding, options)
+        named[row.label] = _with(label, options, first.setdefault(label, options))
+    return named
+
+
 def _measured(
     aspect: Aspect, attention: str, found: Mapping[str, list[Sheet]]
 ) -> tuple[dict[str, Scores], frozenset[str]]:
@@ -259,15 +270,13 @@ def _column(aspect: Aspect, column: Column) -> Column:
 
 def _rows(sheet: Sheet, column: Column) -> list[tuple[str, Scores, bool]]:
     """Return method, values per seed, and True for sinusoids too, of every row with runs."""
-    found, first = [], {}
+    found, named = [], labels(sheet.table, column)
     for row in sheet.table.rows:
         options = {**sheet.table.options, **row.overrides, **column.overrides}
-        label = method(row.encoding, options)
-        label = _with(label, options, first.setdefault(label, options))
         scores = sheet.ours(row, column)
         if scores or scores.lost:
             sinusoids = row.encoding != "none" and not options.get(WITHOUT_SINUSOIDS, False)
-            found.append((label, scores, sinusoids))
+            found.append((named[row.label], scores, sinusoids))
     return found
 
 

@@ -10,13 +10,13 @@ import functools
 import importlib
 import itertools
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from lrpe_fairseq.encodings import canonical_name
+from lrpe_fairseq.errors import did_you_mean
 from lrpe_fairseq.experiments.records import checkpoints, updates
 from lrpe_fairseq.experiments.records.runs import plain
 from lrpe_fairseq.experiments.runner import launch
@@ -58,8 +58,7 @@ def require_known(settings: Any, changes: Mapping[str, str]) -> None:
         try:
             OmegaConf.update(known, key, given, merge=False)
         except (ConfigKeyError, ConfigAttributeError):
-            close = get_close_matches(key, _keys(OmegaConf.to_container(known)), n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(key, _keys(OmegaConf.to_container(known)))
             raise ValueError(f"there is no setting {key!r}{hint}") from None
         except OmegaConfBaseException as error:
             reason = str(error.msg).partition("\n")[0]
