@@ -19,7 +19,7 @@ from lrpe_fairseq.encodings.base import ELU_PLUS_ONE
 from lrpe_fairseq.experiments.report.denominators import serves_linear
 
 PASSES = 5  # over all encodings; the time of an operation depends on where its memory lies
-SHAPES = {"cpu": (1, 8, 4096, 64), "cuda": (12, 12, 32768, 128)}  # batch, heads, T, width
+SHAPES = {"cpu": (1, 8, 4096, 64), "cuda": (8, 12, 16384, 128)}  # batch, heads, T, width
 
 
 def measure(device: str, dtype: torch.dtype, rounds: int) -> list[dict]:

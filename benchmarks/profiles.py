@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from unittest import mock
 
+import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import training
@@ -29,7 +31,7 @@ CONTESTANTS = (
 )
 
 
-def measure(device: str, tokens: int) -> list[dict]:
+def measure(device: str, tokens: int, dtype: torch.dtype = torch.float32) -> list[dict]:
     """Return rows of {attention, encoding, form, seconds, and the share of each kind of work}.
 
     ``form``: "ours", or "plain": the T x T matrix in linear attention, P applied to every token.
@@ -37,7 +39,7 @@ def measure(device: str, tokens: int) -> list[dict]:
     shares are over all rounds.
     """
     named = [(*pair, form) for pair in CONTESTANTS for form in FORMS]
-    steps = {key: training.step("lm", key[1], key[0], device, tokens) for key in named}
+    steps = {key: training.step("lm", key[1], key[0], device, tokens, dtype) for key in named}
     seen = {key: [] for key in named}
     for _ in range(1 + ROUNDS):
         for key, step in steps.items():
@@ -52,10 +54,15 @@ def _profiled(step: Callable[[], None], device: str) -> dict[str, float]:
     with profile(activities=[ProfilerActivity.CPU, *on_gpu]) as watched:
         step()
     spent = dict.fromkeys([*KINDS, REST], 0.0)
-    for event in watched.key_averages():
+    for event in operators(watched):
         own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         spent[kind_of(event.key)] += own / 1e6
     return spent
+
+
+def operators(watched: profile) -> list:
+    """Return the profiled operators; on a GPU each has the time of the kernels it launched."""
+    return [e for e in watched.key_averages() if e.device_type == DeviceType.CPU]
 
 
 def _row(attention: str, encoding: str, form: str, steps: list[dict[str, float]]) -> dict:

@@ -24,12 +24,12 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[dict]]] = {
     "lengths": lambda o: lengths.measure(o.device, o.dtype, o.rounds),
     "encoding": lambda o: encoding.measure(o.device, o.dtype, o.rounds),
     "decoding": lambda o: decoding.measure(o.device, o.rounds),
-    "table9": lambda o: training.measure(o.device, o.tokens, o.rounds, "lm", o.encodings),
+    "table9": lambda o: training.measure(o.device, o.tokens, o.rounds, "lm", o.encodings, o.dtype),
     "table9-roberta": lambda o: training.measure(
-        o.device, o.tokens, o.rounds, "roberta", o.encodings
+        o.device, o.tokens, o.rounds, "roberta", o.encodings, o.dtype
     ),
-    "tmlr-table6": lambda o: training.measure_table6(o.device, o.tokens, o.rounds),
-    "profiles": lambda o: profiles.measure(o.device, o.tokens),
+    "tmlr-table6": lambda o: training.measure_table6(o.device, o.tokens, o.rounds, o.dtype),
+    "profiles": lambda o: profiles.measure(o.device, o.tokens, o.dtype),
     "phases": lambda o: phases.measure(o.device),
 }
 """The parts, in the order of measurement."""

@@ -42,7 +42,12 @@ TABLE_6 = {
 
 
 def measure(
-    device: str, tokens: int, rounds: int, model: str, chosen: Collection[str] = ()
+    device: str,
+    tokens: int,
+    rounds: int,
+    model: str,
+    chosen: Collection[str] = (),
+    dtype: torch.dtype = torch.float32,
 ) -> list[dict]:
     """Rows of {model, attention, encoding, seconds, spread, tokens_per_second, relative_speed,
     relative_speed_quartiles}.
@@ -53,15 +58,15 @@ def measure(
     model: a name of :data:`MODELS`. chosen: the encodings to time; all without any. Each encoding
     is timed in turn with Base (and RoPE) only, because the machine's speed drifts within a round
     of sixteen. One step is forward, loss, backward and fused Adam on ``tokens`` tokens in sequences
-    of 512. The vocabulary is small, so that the encodings' share of the time is larger than with
-    the paper's 267,744 words.
+    of 512, with the model and its gradients in ``dtype``. The vocabulary is small, so that the
+    encodings' share of the time is larger than with the paper's 267,744 words.
     """
     rows = []
     for attention in ("linear", "softmax"):
-        base = step(model, "none", attention, device, tokens)
+        base = step(model, "none", attention, device, tokens, dtype)
         for name in filter(partial(serves, model, attention), chosen or names()):
             timed = ["rope", name] if name in BESIDE_ROPE else [name]
-            steps = {n: step(model, n, attention, device, tokens) for n in timed}
+            steps = {n: step(model, n, attention, device, tokens, dtype) for n in timed}
             rows.append(
                 _row(model, attention, name, tokens, contest({"none": base, **steps}, rounds))
             )
@@ -73,14 +78,16 @@ def names() -> list[str]:
     return [*ENCODINGS, *VARIANTS]
 
 
-def measure_table6(device: str, tokens: int, rounds: int) -> list[dict]:
+def measure_table6(
+    device: str, tokens: int, rounds: int, dtype: torch.dtype = torch.float32
+) -> list[dict]:
     """Rows of TMLR LRPE, Table 6: {row, encoding, normalizer, seconds, spread, ...}.
 
     As :func:`measure` of ``roberta`` with linear attention, but every row has its own normalizer.
     """
-    rows, base = [], step("roberta", "none", "linear", device, tokens, DENOMINATOR)
+    rows, base = [], step("roberta", "none", "linear", device, tokens, dtype)
     for label, (name, normalizer) in TABLE_6.items():
-        own = step("roberta", name, "linear", device, tokens, normalizer)
+        own = step("roberta", name, "linear", device, tokens, dtype, normalizer)
         timings = contest({"none": base, label: own}, rounds)
         chosen = {"row": label, "encoding": name, "normalizer": normalizer}
         rows.append({**chosen, **_speeds(tokens, timings[label], timings["none"])})
@@ -101,18 +108,19 @@ def step(
     attention_type: str,
     device: str,
     tokens: int,
+    dtype: torch.dtype = torch.float32,
     normalizer: str = DENOMINATOR,
 ) -> Callable[[], None]:
     """Return a training step of ``lrpe_lm`` (6 x 512) or ``lrpe_roberta`` (4 x 768)."""
     build = {"lm": build_lm, "roberta": build_roberta}[model]
-    trained = build(name, attention_type, normalizer).to(device)
+    trained = build(name, attention_type, normalizer).to(device, dtype)
     optimizer = torch.optim.Adam(trained.parameters(), lr=1e-4, fused=True)
     text = torch.randint(4, VOCABULARY, (tokens // LENGTH, LENGTH + 1), device=device)
 
     def run() -> None:
         optimizer.zero_grad()
         logits, _ = trained(text[:, :-1])
-        F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()).backward()
+        F.cross_entropy(logits.flatten(0, 1).float(), text[:, 1:].flatten()).backward()
         optimizer.step()
 
     return run

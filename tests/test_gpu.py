@@ -1,0 +1,105 @@
+"""Every encoding on a GPU: as on the CPU in float64, with and without the Triton kernels."""
+
+import pytest
+import torch
+
+from lrpe_fairseq.attention.multihead import MultiheadAttention
+from lrpe_fairseq.encodings import build_encoding
+from lrpe_fairseq.kernels import loader
+from tests.test_every_encoding import MODES, NAMES, parts_of
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+WIDTH, HEADS, TIME = 64, 2, 100  # more than one chunk of the kernels, heads as wide as they serve
+MODES = [mode for mode in MODES if mode[0] != "multiplicative"]  # exists in that file only
+
+
+@pytest.fixture(params=["0", "1"], ids=["pytorch", "triton"])
+def kernels(request, monkeypatch):
+    """Both values of LRPE_FAIRSEQ_KERNELS."""
+    monkeypatch.setenv(loader.VARIABLE, request.param)
+    loader._triton_kernels.cache_clear()
+    yield request.param
+    loader._triton_kernels.cache_clear()
+
+
+def module_of(name, attention_type, causal):
+    """Attention in float64 on the CPU; without Eq. 39 where its denominator is nearly zero."""
+    torch.manual_seed(0)
+    name, options = parts_of(name)
+    encoding = build_encoding(name, WIDTH // HEADS, HEADS, causal=causal, options=options)
+    module = MultiheadAttention(
+        WIDTH,
+        HEADS,
+        attention_type=attention_type,
+        position_encoding=name,
+        causal=causal,
+        options=options,
+        normalizer="content" if encoding.denominator_vanishes else "rotated",
+    )
+    return module.double().eval()
+
+
+def example(batch=3, time=TIME):
+    """x (T, B, C) and the padding (B, T) of its second sequence."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(time, batch, WIDTH, dtype=torch.float64, generator=generator)
+    padding = torch.zeros(batch, time, dtype=torch.bool)
+    padding[1, time // 2 :] = True
+    return x, padding
+
+
+def results(module, x, padding):
+    """Return the outputs at real tokens and the gradients of x and of every parameter."""
+    x = x.clone().requires_grad_()
+    out, _ = module(x, key_padding_mask=padding)
+    out = out.masked_fill(padding.T.unsqueeze(-1), 0.0)
+    weights = torch.arange(out.numel(), device=out.device).cos().view_as(out).to(out)
+    parameters = {key: p for key, p in module.named_parameters() if p.requires_grad}
+    grads = torch.autograd.grad((out * weights).sum(), [x, *parameters.values()], allow_unused=True)
+    return dict(zip(["output", "input", *parameters], [out, *grads], strict=True))
+
+
+def assert_near(found, wanted, scale):
+    """Compare every tensor with a bound of ``scale`` times its largest number, at least 0.1."""
+    for key, expected in wanted.items():
+        if expected is None:
+            assert found[key] is None
+            continue
+        bound = scale * expected.abs().max().clamp_min(0.1)
+        error = (found[key].cpu().double() - expected.double()).abs().max()
+        assert error <= bound, f"{key}: {error:.3g} above {bound:.3g}"
+
+
+@pytest.mark.parametrize(("name", "attention_type", "causal"), MODES)
+def test_a_gpu_computes_what_the_cpu_does(name, attention_type, causal, kernels):
+    module, (x, padding) = module_of(name, attention_type, causal), example()
+    wanted = results(module, x, padding)
+    found = results(module.float().cuda(), x.float().cuda(), padding.cuda())
+    assert_near(found, wanted, 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("name", "attention_type", "causal"), MODES)
+def test_half_types_are_near_float64(name, attention_type, causal, dtype, kernels):
+    module, (x, padding) = module_of(name, attention_type, causal).to(dtype), example()
+    x = x.to(dtype)
+    found = results(module.cuda(), x.cuda(), padding.cuda())
+    assert all(value.isfinite().all() for value in found.values() if value is not None)
+    wanted = results(module.cpu().double(), x.double(), padding)
+    assert_near({"output": found["output"]}, {"output": wanted["output"]}, 0.05)
+
+
+@pytest.mark.parametrize(("name", "attention_type"), [mode[:2] for mode in MODES if mode[2]])
+def test_token_by_token_equals_all_at_once(name, attention_type, kernels):
+    module = module_of(name, attention_type, causal=True).float().cuda()
+    x = example(time=9)[0].float().cuda()
+    state = {}
+    with torch.no_grad():
+        whole, _ = module(x)
+        steps = [module(token.unsqueeze(0), incremental_state=state)[0] for token in x]
+    torch.testing.assert_close(torch.cat(steps), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_every_name_is_here():
+    assert {mode[0] for mode in MODES} == {*NAMES} - {"multiplicative"}
