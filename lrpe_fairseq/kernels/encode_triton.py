@@ -201,6 +201,24 @@ def _together(a, c, BT: tl.constexpr, D: tl.constexpr, HALVES: tl.constexpr):
 
 
 @triton.jit
+def _paired(z, BT: tl.constexpr, D: tl.constexpr, HALVES: tl.constexpr):
+    """Put the elements of every pair side by side, if HALVES: the odd-even permutation."""
+    if HALVES:
+        a, c = _apart(z, BT, D, True)
+        z = _together(a, c, BT, D, False)
+    return z
+
+
+@triton.jit
+def _unpaired(z, BT: tl.constexpr, D: tl.constexpr, HALVES: tl.constexpr):
+    """Undo :func:`_paired`."""
+    if HALVES:
+        a, c = _apart(z, BT, D, False)
+        z = _together(a, c, BT, D, True)
+    return z
+
+
+@triton.jit
 def _turned_back(grad, z, cos, sin, BT: tl.constexpr, D: tl.constexpr, HALVES: tl.constexpr):
     """Return the gradients of z (BT, D) and of the cosines and sines (BT, D / 2)."""
     re, im = _apart(grad, BT, D, False)
@@ -249,7 +267,9 @@ def _through(
     p = _phi(x)
     z = _reflected(p, u, REFLECTS)
     if WIDE:
+        z = _paired(z, BT, D, HALVES)
         g, of_cos, of_sin = first * cos + second * sin, first * z, second * z
+        g = _unpaired(g, BT, D, HALVES)
     else:
         g, of_cos, of_sin = _turned_back(first, z, cos, sin, BT, D, HALVES)
     of_unit = _of_unit(g, p, u)
@@ -286,6 +306,7 @@ def _encode(
         z = tl.load(at, mask=here, other=0.0).to(tl.float32)
         z = _reflected(_phi(z), u, REFLECTS)
         if WIDE:
+            z = _paired(z, BT, D, HALVES)
             tl.store(to, (z * cos).to(out.dtype.element_ty), mask=here)
             tl.store(to + D, (z * sin).to(out.dtype.element_ty), mask=here)
         else:

@@ -30,6 +30,8 @@ SERVED = [
     "lrpe:householder-learned:unitary-learned",
     "lrpe:odd-even:rotation",
     "lrpe:identity:unitary",
+    "lrpe:odd-even:unitary",
+    "lrpe:odd-even:unitary-learned",
     "cosformer",
     "rope-2d",
     "rope-2d-mixed",
@@ -184,7 +186,7 @@ def test_what_no_form_serves_is_left_to_the_encoding(form):
     x, positions = example(8)
     at = positions["shared"]
     for name in ENCODINGS:
-        encoding = build_encoding(name, 16, HEADS, causal=True)
+        encoding = build_encoding(name, 16, HEADS, causal=True).to(DEVICE)
         if isinstance(encoding, QueryKeyEncoding):
             one_pass = encoding.one_pass(heads(x), at, ELU_PLUS_ONE)
             assert (one_pass is not None) == (name in served), name
