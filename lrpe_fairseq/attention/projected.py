@@ -19,9 +19,10 @@ from lrpe_fairseq.encodings.base import ELU_PLUS_ONE
 from lrpe_fairseq.encodings.biases import query_scale
 from lrpe_fairseq.encodings.fidelity import DROPPED_SCORES
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.kernels.encode import feature_map
+from lrpe_fairseq.kernels import encode, loader
 
 ATTENTION_TYPES = ("linear", "softmax")
+KERNELS = "lrpe_fairseq.kernels.encode_triton"
 NOT_EXPORTED = (
     "TorchScript, torch.jit.trace and ONNX are not supported by lrpe_fairseq's attention; run the "
     "model in Python"
@@ -231,6 +232,14 @@ class ProjectedAttention(nn.Module):
             return out
         weight, bias = (p.to(out.dtype) for p in (self.norm.weight, self.norm.bias))
         return F.layer_norm(out, self.norm.normalized_shape, weight, bias, self.norm.eps)
+
+
+def feature_map(x: Tensor) -> Tensor:
+    """Compute phi(x), x (B, H, T, D), in one pass over memory if the Triton kernel supports x."""
+    kernels = loader.triton_kernels(KERNELS)
+    if kernels is None or not kernels.serves(x, encode.Form()):
+        return encode.feature_map(x)
+    return kernels.feature_map(x)
 
 
 FEATURE_MAP = ELU_PLUS_ONE

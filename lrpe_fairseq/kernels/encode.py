@@ -90,6 +90,8 @@ def rotated(x: Tensor, turn: Tensor) -> Tensor:
     Only real operations are used. Features from 2E on are unchanged.
     """
     width = 2 * turn.shape[-1]
+    if not width:
+        return x
     a, b = x[..., :width].unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = turn.real, turn.imag
     pairs = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)

@@ -43,6 +43,12 @@ def encode(x: Tensor, unit: Tensor | None, turn: Tensor, form: Form) -> Tensor:
     return _Encoded.apply(x, unit, turn.resolve_conj().contiguous(), form)
 
 
+def feature_map(x: Tensor) -> Tensor:
+    """Compute phi(x), (B, H, T, D), in the dtype of x: :func:`encode` without P and Lambda."""
+    nothing = torch.empty(x.shape[2], 0, dtype=torch.complex64, device=x.device)
+    return encode(x, None, nothing, Form())
+
+
 class _Encoded(torch.autograd.Function):
     """Lambda P phi with a hand-written gradient.
 
@@ -255,6 +261,7 @@ def _through(
     sin,
     BT: tl.constexpr,
     D: tl.constexpr,
+    E: tl.constexpr,
     REFLECTS: tl.constexpr,
     HALVES: tl.constexpr,
     WIDE: tl.constexpr,
@@ -270,8 +277,10 @@ def _through(
         z = _paired(z, BT, D, HALVES)
         g, of_cos, of_sin = first * cos + second * sin, first * z, second * z
         g = _unpaired(g, BT, D, HALVES)
-    else:
+    elif E > 0:
         g, of_cos, of_sin = _turned_back(first, z, cos, sin, BT, D, HALVES)
+    else:  # phi alone
+        g, of_cos, of_sin = first, cos, sin
     of_unit = _of_unit(g, p, u)
     g = _reflected(g, u, REFLECTS)
     return tl.where(x > 0, g, g * p), of_cos, of_sin, of_unit  # below zero phi' = phi
@@ -310,9 +319,10 @@ def _encode(
             tl.store(to, (z * cos).to(out.dtype.element_ty), mask=here)
             tl.store(to + D, (z * sin).to(out.dtype.element_ty), mask=here)
         else:
-            a, c = _apart(z, BT, D, HALVES)
-            y = _together(a * cos - c * sin, a * sin + c * cos, BT, D, False)
-            tl.store(to, y.to(out.dtype.element_ty), mask=here)
+            if E > 0:
+                a, c = _apart(z, BT, D, HALVES)
+                z = _together(a * cos - c * sin, a * sin + c * cos, BT, D, False)
+            tl.store(to, z.to(out.dtype.element_ty), mask=here)
         at += xh
         to += T * width
 
@@ -358,7 +368,7 @@ def _encode_gradient(
         first = tl.load(of, mask=here, other=0.0).to(tl.float32)
         second = tl.load(of + (D if WIDE else 0), mask=here, other=0.0).to(tl.float32)
         g, d_cos, d_sin, d_u = _through(
-            given, first, second, u, cos, sin, BT, D, REFLECTS, HALVES, WIDE
+            given, first, second, u, cos, sin, BT, D, E, REFLECTS, HALVES, WIDE
         )
         of_cos, of_sin, of_unit = of_cos + d_cos, of_sin + d_sin, of_unit + d_u
         tl.store(to, g.to(grad_x.dtype.element_ty), mask=here)

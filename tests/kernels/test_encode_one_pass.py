@@ -14,7 +14,7 @@ from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
 from lrpe_fairseq.encodings import ENCODINGS, QueryKeyEncoding, build_encoding
 from lrpe_fairseq.encodings import base as encodings_base
 from lrpe_fairseq.encodings.base import ELU_PLUS_ONE
-from lrpe_fairseq.kernels import encode_cpu, loader
+from lrpe_fairseq.kernels import encode, encode_cpu, loader
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, HEADS = 2, 3
@@ -193,6 +193,31 @@ def test_what_no_form_serves_is_left_to_the_encoding(form):
     odd, _ = example(8, width=15)
     assert build_encoding("rope", 15, HEADS).one_pass(heads(odd), at, ELU_PLUS_ONE) is None
     assert encodings_base.QueryKeyEncoding.one_pass(encoding, x, at, ELU_PLUS_ONE) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("time", [1, 45])
+@pytest.mark.parametrize("form", ["fused"], indirect=True)
+def test_the_feature_map_alone_in_one_pass(time, dtype):
+    x = example(time, dtype=dtype)[0].requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    found, wanted = feature_map(heads(x)), encode.feature_map(heads(exact))
+    assert type(found.grad_fn).__name__ == "_EncodedBackward"
+    weights = torch.linspace(-1, 1, wanted.numel(), device=DEVICE).view_as(wanted).to(dtype)
+    grads = [torch.autograd.grad(y, z, weights.to(y))[0] for y, z in ((found, x), (wanted, exact))]
+    for a, b in ((found, wanted), grads):
+        assert a.dtype == dtype
+        torch.testing.assert_close(a.double(), b, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["fused"], indirect=True)
+def test_the_feature_map_alone_has_second_derivatives(form):
+    x = example(3)[0].requires_grad_()
+    seconds = []
+    for phi in (feature_map, encode.feature_map):
+        (first,) = torch.autograd.grad(phi(heads(x)).square().sum(), x, create_graph=True)
+        seconds.append(torch.autograd.grad(first.square().sum(), x)[0])
+    torch.testing.assert_close(*seconds)
 
 
 @pytest.mark.parametrize("name", ["lrpe-type2", "lrpe-type5", "lrpe-tmlr-type1"])
