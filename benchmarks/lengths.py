@@ -1,5 +1,6 @@
 """Causal attention from T = 128 to 65536: time per token, and peak memory of one sequence."""
 
+import gc
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -61,6 +62,7 @@ def peak_memory(name: str, length: int, device: str, dtype: torch.dtype) -> floa
     if device != "cpu":
         run = step(FORMS[name], length, length, device, dtype)
         run()
+        gc.collect()  # or tensors of earlier contests are freed between the two readings
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         run()

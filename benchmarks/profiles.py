@@ -15,7 +15,7 @@ from lrpe_fairseq.attention import linear, multihead
 ROUNDS = 5
 KINDS = {  # kind of work -> prefixes of torch operator names
     "matrix products": ("mm", "addmm", "bmm", "baddbmm", "addbmm", "dot", "mv"),
-    "causal sums": ("_Native", "_CausalSums", "_Fused"),
+    "causal sums": ("_Native", "_CausalSums", "_Sums", "_Fused"),
     "softmax attention": ("_scaled_dot_product", "_flash_attention", "_softmax"),
     "loss": ("_log_softmax", "nll_loss", "log_softmax"),
     "normalization": ("native_layer_norm", "native_dropout"),

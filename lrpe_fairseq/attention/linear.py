@@ -8,6 +8,7 @@ Axes: B batch, H heads, T query time, S key time, D key width, E value width.
 
 from collections.abc import Callable
 from functools import wraps
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from lrpe_fairseq.attention import chunked
 from lrpe_fairseq.attention.chunked import block_decay
 from lrpe_fairseq.kernels import causal_cpu, loader
-from lrpe_fairseq.kernels.causal import decay_matrix
+from lrpe_fairseq.kernels.causal import decay_matrix, full_definition
 
 NORMALIZERS = ("rotated", "content", "layernorm", "none")
 """Denominators. ``rotated``: sum of the scores (Eq. 39). ``content``: sum of the scores without
@@ -155,14 +156,12 @@ def linear_attention(
         wider. A query without a visible key gets zeros.
     Raises: ValueError for an unknown normalizer or incompatible arguments.
     """
-    scans = causal or log_decay is not None
-    dtype, kernels = v.dtype, loader.triton_kernels(KERNELS) if scans else None
+    dtype, kernels = v.dtype, loader.triton_kernels(KERNELS)
     kernels = kernels if kernels is not None and kernels.serves(q, v, log_decay) else None
     given = (q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
     q, k, v, content, log_decay = _prepare(*given, widen=kernels is None)
-    sums = _causal_sums if kernels is None else kernels.causal_sums
-    padding = key_padding_mask
-    out, denominator = _sums(sums, q, k, v, normalizer == "rotated", causal, log_decay, padding)
+    padding, normalizes = key_padding_mask, normalizer == "rotated"
+    out, denominator = _sums(kernels, q, k, v, normalizes, causal, log_decay, padding)
     if content is not None:
         keys = content[1].cumsum(-2) if causal else content[1].sum(-2, keepdim=True)
         denominator = (content[0] * keys).sum(-1)
@@ -328,7 +327,7 @@ def _without_padding(log_decay: Tensor | None, key_padding_mask: Tensor | None) 
 
 
 def _sums(
-    causal_sums: Callable,
+    kernels: ModuleType | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -338,11 +337,13 @@ def _sums(
     padding: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the sums over all visible keys, and their denominators if they are not divided yet."""
+    causal_sums = _causal_sums if kernels is None else kernels.causal_sums
+    full_sums = full_definition if kernels is None else kernels.full_sums
+    wanted = "normalized" if normalizes else "numerator"
     if causal:
-        wanted = "normalized" if normalizes else "numerator"
         return causal_sums(q, k, v, wanted, _without_padding(log_decay, padding), EPS)[0], None
     if log_decay is None:
-        return _full_sums(q, k, v, normalizes)
+        return full_sums(q, k, v, wanted, EPS)[0], None
     wanted = "sums" if normalizes else "numerator"
     return _decayed_sums(causal_sums, q, k, v, wanted, *_both_ways(log_decay, padding))
 
@@ -402,13 +403,6 @@ def _narrow(out: Tensor, dtype: torch.dtype, normalizer: str) -> Tensor:
         limit = torch.finfo(dtype).max / margin
         out = out.clamp(-limit, limit)
     return out.to(dtype)
-
-
-def _full_sums(
-    q: Tensor, k: Tensor, v: Tensor, with_denominator: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return sum_t (q_s . k_t) v_t and, with ``with_denominator``, sum_t q_s . k_t, over all t."""
-    return _read(q, _summed(k, v, k), q if with_denominator else None)
 
 
 def _summed(k: Tensor, v: Tensor, counted: Tensor) -> LinearState:

@@ -1,4 +1,4 @@
-"""The definition of the causal sums of linear attention, in differentiable operations.
+"""The definitions of the sums of linear attention, in differentiable operations.
 
 It works chunk by chunk: scores are computed within a chunk, and earlier tokens contribute through
 the state. The fast forms are ``attention.chunked``, ``causal_cpu`` (C++) and ``causal_triton``.
@@ -47,6 +47,22 @@ def definition(
     keys = _before(k_in.sum(-2, keepdim=True), steps)
     denominator = scores.sum(-1) + (q_in * keys).sum(-1)
     denominator = denominator.flatten(2)[:, :, :length]
+    if wanted == "sums":
+        return out, denominator
+    return out / denominator.clamp_min(eps).unsqueeze(-1), None
+
+
+def full_definition(
+    q: Tensor, k: Tensor, v: Tensor, wanted: str, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the sums of q (B, H, T, D) over all keys k (B, H, S, D) and values v (B, H, S, E).
+
+    Arguments and results are those of :func:`definition`, without a decay.
+    """
+    out = q @ (k.mT @ v)
+    if wanted == "numerator":
+        return out, None
+    denominator = (q @ k.sum(-2).unsqueeze(-1)).squeeze(-1)
     if wanted == "sums":
         return out, denominator
     return out / denominator.clamp_min(eps).unsqueeze(-1), None

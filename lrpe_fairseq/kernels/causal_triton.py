@@ -1,13 +1,15 @@
-"""The causal sums of linear attention on CUDA as Triton kernels.
+"""The sums of linear attention on CUDA as Triton kernels, causal or over all keys.
 
 A scan writes the state before every chunk in float32. Then all chunks are computed in parallel from
 their rows and their states. The same pass divides by the denominator. No T x T matrix and no
-float32 copy of q, k or v is stored. The definition is ``causal.definition``.
+float32 copy of q, k or v is stored. The definition is ``causal.definition``. If every query sees
+all keys (full), there is one state, the total, and nothing is computed within a chunk; the
+definition is ``causal.full_definition``.
 
 Logarithms of a decay are summed within a chunk in float64. Only differences of these sums are
 exponentiated, and they are at most 0.
 
-Axes: L = B H sequences, T time, N chunks of C rows, D key width, E value width.
+Axes: L = B H sequences, T time, N states (chunks of C rows, or 1), D key width, E value width.
 """
 
 from typing import NamedTuple
@@ -27,13 +29,17 @@ WIDEST_BLOCK = {True: 32, False: 64}
 float32 product consists of three tf32 products, which need more registers. Its gradient with a
 decay per token needs the smallest blocks."""
 MINIMUM = 16  # smallest side of a tl.dot
+PROGRAMS = 256
+"""Number of programs that a scan is divided into at least, if it can be: a GPU has over a hundred
+multiprocessors, and a few long sequences alone do not occupy them."""
 
 
 def serves(q: Tensor, v: Tensor, log_decay: Tensor | None = None) -> bool:
     """True if the kernels support q and v: on an Ampere or newer GPU, of one dtype, not float64,
-    and no more sequences (batch times heads) than a launch has blocks on its last axis.
+    of equal length, and no more sequences (batch times heads) than a launch has blocks on its last
+    axis.
     """
-    few = q.shape[0] * q.shape[1] <= MOST_BLOCKS
+    few = q.shape[0] * q.shape[1] <= MOST_BLOCKS and q.shape[2] == v.shape[2]
     return few and is_plain(q, v, log_decay) and on_device(q) and q.dtype == v.dtype
 
 
@@ -43,8 +49,21 @@ def causal_sums(
     """Compute :func:`causal.definition` in float32."""
     if log_decay is not None and log_decay.dim() == 1 and log_decay.requires_grad:
         log_decay = log_decay[None, :, None].expand(q.shape[:3])
+    return _sums(q, k, v, log_decay, wanted, eps, full=False)
+
+
+def full_sums(
+    q: Tensor, k: Tensor, v: Tensor, wanted: str, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """Compute :func:`causal.full_definition` in float32; k is as long as q."""
+    return _sums(q, k, v, None, wanted, eps, full=True)
+
+
+def _sums(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, wanted: str, eps: float, full: bool
+) -> tuple[Tensor, Tensor | None]:
     rows = (x.contiguous() for x in (q, k, v))  # copied here, inside the autograd graph
-    out, denominator = _CausalSums.apply(*rows, log_decay, wanted, eps)
+    out, denominator = _Sums.apply(*rows, log_decay, wanted, eps, full)
     return out, denominator if wanted == "sums" else None
 
 
@@ -59,6 +78,11 @@ class _Shape(NamedTuple):
     values: int
     key_block: int
     value_block: int
+    full: bool
+
+    @property
+    def states(self) -> int:
+        return 1 if self.full else self.chunks
 
     @property
     def key_blocks(self) -> int:
@@ -69,20 +93,20 @@ class _Shape(NamedTuple):
         return triton.cdiv(self.values, self.value_block)
 
 
-class _CausalSums(torch.autograd.Function):
+class _Sums(torch.autograd.Function):
     """(result, denominator) with a hand-written gradient.
 
     g is the gradient of the denominators. A denominator is a numerator whose values are 1.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, log_decay, wanted, eps):
-        shape = _shape_of(q, v, log_decay)
+    def forward(ctx, q, k, v, log_decay, wanted, eps, full):
+        shape = _shape_of(q, v, log_decay, full)
         given = q, k, v, log_decay
         q, k, v = (x.flatten(0, 1) for x in given[:3])
         decay = _decay_of(log_decay, shape)
         with_keys = wanted != "numerator"
-        states, keys = _scan(k, v, None, decay, shape, with_keys, reverse=False)
+        states, keys = _states(k, v, None, decay, shape, with_keys, reverse=False)
         out, denominator = _outputs(q, k, v, states, keys, decay, shape, wanted, eps)
         kept = (out, denominator) if wanted == "normalized" else (None, None)
         ctx.save_for_backward(*given, states, keys, decay, *kept)
@@ -109,7 +133,7 @@ class _CausalSums(torch.autograd.Function):
         )
         rows = (ctx.shape.sequences // ctx.shape.heads, ctx.shape.heads)
         gates = gates.unflatten(0, rows).to(log_decay.dtype) if with_gates else None
-        return *(x.unflatten(0, rows) for x in grads), gates, None, None
+        return *(x.unflatten(0, rows) for x in grads), gates, None, None, None
 
 
 def _decay_of(log_decay: Tensor | None, shape: _Shape) -> Tensor | None:
@@ -129,11 +153,13 @@ def _gradients_as_graph(ctx, grad: Tensor, grad_denominator: Tensor) -> tuple[Te
 
     def definition(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> tuple[Tensor, ...]:
         rows = (x.float() for x in (q, k, v))
+        if ctx.shape.full:
+            return causal.present(*causal.full_definition(*rows, wanted, eps))
         return causal.present(*causal.definition(*rows, wanted, log_decay, eps))
 
     grads = (grad, grad_denominator) if wanted == "sums" else (grad,)
     inputs, needed = ctx.saved_tensors[:4], ctx.needs_input_grad[:4]
-    return *gradients_of(definition, inputs, needed, grads), None, None
+    return *gradients_of(definition, inputs, needed, grads), None, None, None
 
 
 def _through_quotient(
@@ -145,14 +171,14 @@ def _through_quotient(
     return grad / clamped.unsqueeze(-1), g.masked_fill(denominator < eps, 0.0)
 
 
-def _shape_of(q: Tensor, v: Tensor, log_decay: Tensor | None) -> _Shape:
+def _shape_of(q: Tensor, v: Tensor, log_decay: Tensor | None, full: bool) -> _Shape:
     batch, heads, time, keys = q.shape
     widest = WIDEST_BLOCK[v.dtype == torch.float32]
     if v.dtype == torch.float32 and log_decay is not None and log_decay.dim() == 3:
         widest = MINIMUM
     blocks = (min(widest, _power_of_two(width)) for width in (keys, v.shape[-1]))
     chunks = max(1, triton.cdiv(time, CHUNK))
-    return _Shape(batch * heads, heads, time, chunks, keys, v.shape[-1], *blocks)
+    return _Shape(batch * heads, heads, time, chunks, keys, v.shape[-1], *blocks, full)
 
 
 def _power_of_two(width: int) -> int:
@@ -173,6 +199,43 @@ def _constants(shape: _Shape, like: Tensor, decay: Tensor | None) -> dict:
     }
 
 
+def _states(
+    a: Tensor,
+    b: Tensor,
+    weights: Tensor | None,
+    decay: Tensor | None,
+    shape: _Shape,
+    with_keys: bool,
+    reverse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the float32 states (L, N, D, E) and sums of keys (L, N, D) that the kernels read."""
+    if shape.full:
+        return _totals(a, b, weights, shape, with_keys)
+    return _scan(a, b, weights, decay, shape, with_keys, reverse)
+
+
+def _totals(
+    a: Tensor, b: Tensor, weights: Tensor | None, shape: _Shape, with_keys: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute float32 sums over all rows: of a^T b, (L, 1, D, E), and of a times ``weights`` (ones
+    if None), (L, 1, D). A long sequence is divided into parts, whose sums are added."""
+    blocks = shape.key_blocks * shape.value_blocks
+    each = triton.cdiv(shape.chunks, max(1, PROGRAMS // (shape.sequences * blocks)))
+    parts = triton.cdiv(shape.chunks, each)
+    options = {"dtype": torch.float32, "device": a.device}
+    states = torch.empty(shape.sequences, parts, shape.keys, shape.values, **options)
+    keys = torch.empty(shape.sequences, parts, shape.keys, **options)
+    constants = _constants(shape, a, None)
+    del constants["DECAYS"]
+    _total_kernel[shape.sequences, blocks, parts](
+        *(a, b, a if weights is None else weights, states, keys, shape.time, each),
+        KEYS=with_keys,
+        WEIGHTED=weights is not None,
+        **constants,
+    )
+    return (states, keys) if parts == 1 else (states.sum(1, True), keys.sum(1, True))
+
+
 def _scan(
     a: Tensor,
     b: Tensor,
@@ -189,6 +252,7 @@ def _scan(
     options = {"dtype": torch.float32, "device": a.device}
     states = torch.empty(shape.sequences, shape.chunks, shape.keys, shape.values, **options)
     keys = torch.empty(shape.sequences, shape.chunks, shape.keys, **options)
+    shape = _for_scan(shape)
     _scan_kernel[shape.sequences, shape.key_blocks, shape.value_blocks](
         *(a, b, a if weights is None else weights, states, keys),
         *(a if decay is None else decay, shape.time, shape.chunks, shape.heads),
@@ -198,6 +262,19 @@ def _scan(
         **_constants(shape, a, decay),
     )
     return states, keys
+
+
+def _for_scan(shape: _Shape) -> _Shape:
+    """Return the shape with smaller blocks, as far as the scan has too few programs."""
+    while (
+        shape.sequences * shape.key_blocks * shape.value_blocks < PROGRAMS
+        and max(shape.key_block, shape.value_block) > MINIMUM
+    ):
+        if shape.key_block > shape.value_block:
+            shape = shape._replace(key_block=shape.key_block // 2)
+        else:
+            shape = shape._replace(value_block=shape.value_block // 2)
+    return shape
 
 
 def _outputs(
@@ -217,9 +294,10 @@ def _outputs(
     denominator = torch.empty(shape.sequences, shape.time, **options)
     _output_kernel[shape.chunks, shape.value_blocks, shape.sequences](
         *(q, k, v, states, keys, q if decay is None else decay, out, denominator),
-        *(shape.time, shape.chunks, shape.heads, eps),
+        *(shape.time, shape.states, shape.heads, eps),
         KEYS=wanted != "numerator",
         NORMALIZE=wanted == "normalized",
+        FULL=shape.full,
         **_constants(shape, q, decay),
     )
     return out, denominator
@@ -238,12 +316,12 @@ def _gradients(
     with_gates: bool,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, k, v and gates (or None) from those of both sums."""
-    after, keys_after = _scan(q, grad, g, decay, shape, g is not None, reverse=True)
+    after, keys_after = _states(q, grad, g, decay, shape, g is not None, reverse=True)
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     products = grad.new_empty(shape.key_blocks, shape.sequences, shape.time)
     rate = q if decay is None else decay
-    sizes = (shape.time, shape.chunks, shape.heads)
-    constants = _constants(shape, q, decay)
+    sizes = (shape.time, shape.states, shape.heads)
+    constants = {**_constants(shape, q, decay), "FULL": shape.full}
     _key_gradient_kernel[shape.chunks, shape.key_blocks, shape.sequences](
         *(q, k, v, grad, grad if g is None else g, states, keys, after, keys_after),
         *(rate, grads[0], grads[1], products, *sizes),
@@ -404,6 +482,48 @@ def _scan_kernel(
 
 
 @triton.jit
+def _total_kernel(
+    a_ptr,
+    b_ptr,
+    weight_ptr,
+    state_ptr,
+    key_ptr,
+    T,
+    each,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    C: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    KEYS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
+    """Compute one block of the sums over ``each`` chunks of one sequence."""
+    sequence, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    column = tl.program_id(1) % tl.cdiv(E, BE)
+    d = tl.program_id(1) // tl.cdiv(E, BE) * BD + tl.arange(0, BD)
+    e = column * BE + tl.arange(0, BE)
+    state = tl.zeros((BD, BE), dtype=tl.float32)
+    key = tl.zeros((BD,), dtype=tl.float32)
+    for i in range(each):
+        _, t, inside = _chunk(part * each + i, T, C)
+        a = _rows(a_ptr, sequence, t, d, inside, T, D)
+        b = _rows(b_ptr, sequence, t, e, inside, T, E)
+        state += tl.dot(tl.trans(a), b, input_precision=PRECISION)
+        if KEYS:
+            if WEIGHTED:
+                weight = tl.load(weight_ptr + sequence * T + t, mask=inside, other=0.0)
+                a = a * weight[:, None]
+            key += tl.sum(a, axis=0)
+    parts = tl.num_programs(2)
+    _store_state(state_ptr, state, sequence, part, parts, d, e, D, E)
+    if KEYS:  # noqa: SIM102  (KEYS is known at compile time, the next condition is not)
+        if column == 0:
+            tl.store(key_ptr + (sequence * parts + part) * D + d, key, mask=d < D)
+
+
+@triton.jit
 def _key(key_ptr, sequence, n, N, d, D: tl.constexpr):
     """Load a block of the sums of keys (L, N, D) as a row, (1, BD)."""
     return tl.load(key_ptr + (sequence * N + n) * D + d, mask=d < D, other=0.0)[None, :]
@@ -432,6 +552,7 @@ def _output_kernel(
     PRECISION: tl.constexpr,
     KEYS: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    FULL: tl.constexpr,
 ):
     """Compute one block of columns of the results of one chunk."""
     n, e = tl.program_id(0), tl.program_id(1) * BE + tl.arange(0, BE)
@@ -440,19 +561,23 @@ def _output_kernel(
     scores, out = tl.zeros((C, C), dtype=tl.float32), tl.zeros((C, BE), dtype=tl.float32)
     denominator = tl.zeros((C,), dtype=tl.float32)
     total, _ = _logs(decay_ptr, sequence, n, N, H, C, DECAYS)
+    place = 0 if FULL else n
     for block in tl.static_range(0, D, BD):
         d = block + tl.arange(0, BD)
         q = _rows(q_ptr, sequence, t, d, inside, T, D)
-        k = _rows(k_ptr, sequence, t, d, inside, T, D)
-        scores += tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if not FULL:
+            k = _rows(k_ptr, sequence, t, d, inside, T, D)
+            scores += tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if DECAYS > 0:
             q = q * _exp(total)[:, None]
-        state = _state(state_ptr, sequence, n, N, d, e, D, E)
+        state = _state(state_ptr, sequence, place, N, d, e, D, E)
         out += tl.dot(q, state, input_precision=PRECISION)
         if KEYS:
-            denominator += tl.sum(q * _key(key_ptr, sequence, n, N, d, D), axis=1)
-    scores = _visible(scores, row, total, DECAYS)
-    out += tl.dot(scores, _rows(v_ptr, sequence, t, e, inside, T, E), input_precision=PRECISION)
+            denominator += tl.sum(q * _key(key_ptr, sequence, place, N, d, D), axis=1)
+    if not FULL:
+        scores = _visible(scores, row, total, DECAYS)
+        v = _rows(v_ptr, sequence, t, e, inside, T, E)
+        out += tl.dot(scores, v, input_precision=PRECISION)
     if KEYS:
         denominator += tl.sum(scores, axis=1)
         if tl.program_id(1) == 0:
@@ -481,6 +606,7 @@ def _through_values(
     BD: tl.constexpr,
     BE: tl.constexpr,
     PRECISION: tl.constexpr,
+    FULL: tl.constexpr,
 ):
     """Return G v^T (C, C), G S^T and v dS^T (C, BD): sums over E in the gradients of q and k."""
     grad_scores = tl.zeros((C, C), dtype=tl.float32)
@@ -490,7 +616,8 @@ def _through_values(
         e = block + tl.arange(0, BE)
         grad = _rows(grad_ptr, sequence, t, e, inside, T, E)
         v = _rows(v_ptr, sequence, t, e, inside, T, E)
-        grad_scores += tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+        if not FULL:
+            grad_scores += tl.dot(grad, tl.trans(v), input_precision=PRECISION)
         state = _state(state_ptr, sequence, n, N, d, e, D, E)
         grad_q += tl.dot(grad, tl.trans(state), input_precision=PRECISION)
         after = _state(after_ptr, sequence, n, N, d, e, D, E)
@@ -532,31 +659,34 @@ def _key_gradient_kernel(
     DECAYS: tl.constexpr,
     PRECISION: tl.constexpr,
     KEYS: tl.constexpr,
+    FULL: tl.constexpr,
 ):
     """Compute one block of columns of dq, dk and, for gates, q . dq - k . dk of one chunk."""
     n, d = tl.program_id(0), tl.program_id(1) * BD + tl.arange(0, BD)
     sequence = tl.program_id(2).to(tl.int64)
     row, t, inside = _chunk(n, T, C)
+    place = 0 if FULL else n
     grad_scores, grad_q, grad_k = _through_values(
-        v_ptr, grad_ptr, state_ptr, after_ptr, sequence, n, d, t, inside, T, N, D, E, C, BD, BE,
-        PRECISION,  # not starred: triton 3.2
+        v_ptr, grad_ptr, state_ptr, after_ptr, sequence, place, d, t, inside, T, N, D, E, C, BD, BE,
+        PRECISION, FULL,  # not starred: triton 3.2
     )  # fmt: skip
     if KEYS:
         g = tl.load(g_ptr + sequence * T + t, mask=inside, other=0.0)[:, None]
         grad_scores += g
-        grad_q += g * _key(key_ptr, sequence, n, N, d, D)
-        grad_k += _key(key_after_ptr, sequence, n, N, d, D)
-    total, last = _logs(decay_ptr, sequence, n, N, H, C, DECAYS)
-    if DECAYS > 0:
-        grad_q, grad_k = grad_q * _exp(total)[:, None], grad_k * _exp(last - total)[:, None]
-    grad_scores = _visible(grad_scores, row, total, DECAYS)
-    q = _rows(q_ptr, sequence, t, d, inside, T, D)
-    k = _rows(k_ptr, sequence, t, d, inside, T, D)
-    grad_q += tl.dot(grad_scores, k, input_precision=PRECISION)
-    grad_k += tl.dot(tl.trans(grad_scores), q, input_precision=PRECISION)
+        grad_q += g * _key(key_ptr, sequence, place, N, d, D)
+        grad_k += _key(key_after_ptr, sequence, place, N, d, D)
+    if not FULL:
+        total, last = _logs(decay_ptr, sequence, n, N, H, C, DECAYS)
+        if DECAYS > 0:
+            grad_q, grad_k = grad_q * _exp(total)[:, None], grad_k * _exp(last - total)[:, None]
+        grad_scores = _visible(grad_scores, row, total, DECAYS)
+        q = _rows(q_ptr, sequence, t, d, inside, T, D)
+        k = _rows(k_ptr, sequence, t, d, inside, T, D)
+        grad_q += tl.dot(grad_scores, k, input_precision=PRECISION)
+        grad_k += tl.dot(tl.trans(grad_scores), q, input_precision=PRECISION)
+        _store_products(product_ptr, q * grad_q - k * grad_k, sequence, t, inside, T, DECAYS)
     _store_rows(grad_q_ptr, grad_q, sequence, t, d, inside, T, D)
     _store_rows(grad_k_ptr, grad_k, sequence, t, d, inside, T, D)
-    _store_products(product_ptr, q * grad_q - k * grad_k, sequence, t, inside, T, DECAYS)
 
 
 @triton.jit
@@ -577,6 +707,7 @@ def _value_gradient_kernel(
     BE: tl.constexpr,
     DECAYS: tl.constexpr,
     PRECISION: tl.constexpr,
+    FULL: tl.constexpr,
 ):
     """Compute one block of columns of the gradient of v of one chunk."""
     n = tl.program_id(0)
@@ -586,16 +717,19 @@ def _value_gradient_kernel(
     scores = tl.zeros((C, C), dtype=tl.float32)
     grad_v = tl.zeros((C, BE), dtype=tl.float32)
     total, last = _logs(decay_ptr, sequence, n, N, H, C, DECAYS)
+    place = 0 if FULL else n
     for block in tl.static_range(0, D, BD):
         d = block + tl.arange(0, BD)
-        q = _rows(q_ptr, sequence, t, d, inside, T, D)
         k = _rows(k_ptr, sequence, t, d, inside, T, D)
-        scores += tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if not FULL:
+            q = _rows(q_ptr, sequence, t, d, inside, T, D)
+            scores += tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if DECAYS > 0:
             k = k * _exp(last - total)[:, None]
-        after = _state(after_ptr, sequence, n, N, d, e, D, E)
+        after = _state(after_ptr, sequence, place, N, d, e, D, E)
         grad_v += tl.dot(k, after, input_precision=PRECISION)
-    scores = _visible(scores, row, total, DECAYS)
-    grad = _rows(grad_ptr, sequence, t, e, inside, T, E)
-    grad_v += tl.dot(tl.trans(scores), grad, input_precision=PRECISION)
+    if not FULL:
+        scores = _visible(scores, row, total, DECAYS)
+        grad = _rows(grad_ptr, sequence, t, e, inside, T, E)
+        grad_v += tl.dot(tl.trans(scores), grad, input_precision=PRECISION)
     _store_rows(grad_v_ptr, grad_v, sequence, t, e, inside, T, E)

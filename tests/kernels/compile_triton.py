@@ -115,10 +115,15 @@ def main(capability):
         Compiled.case = f"attention, {dtype}"
         q, k, v = (random(1, 2, 256, 64, dtype=dtype) for _ in "qkv")
         attention.causal_sums(q, k, v, "normalized", None, 1e-6)[0].sum().backward()
+        Compiled.case = f"attention to all keys, {dtype}"
+        attention.full_sums(q, k, v, "normalized", 1e-6)[0].sum().backward()
     Compiled.case = "attention, decay per token"
     gates = torch.zeros(1, 2, 256).requires_grad_()
     attention.causal_sums(q, k, v, "normalized", gates, 1e-6)[0].sum().backward()
-    for width, form in ((64, encodings.Form()), (128, encodings.Form(wide=True))):
+    Compiled.case = "feature map"
+    encodings.feature_map(random(1, 2, 256, 64, dtype=torch.bfloat16)).sum().backward()
+    forms = (encodings.Form(), encodings.Form(wide=True), encodings.Form(wide=True, halves=True))
+    for width, form in zip((64, 128, 128), forms, strict=True):
         Compiled.case = f"encoding, {width} wide, {form}"
         x = random(1, 2, 256, width, dtype=torch.bfloat16)
         turn = random(256, width if form.wide else width // 2, dtype=torch.complex64)

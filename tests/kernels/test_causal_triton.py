@@ -87,8 +87,44 @@ def test_a_constant_decay_that_needs_a_gradient_gets_one():
         assert_near(a, b.double(), 2e-5)
 
 
-@pytest.mark.parametrize(("keys", "values"), [(32, 32), (64, 64), (128, 64), (200, 96), (5, 3)])
-def test_every_width_is_served_complex_features_too(keys, values):
+@pytest.mark.parametrize("programs", [1, causal_triton.PROGRAMS])
+@pytest.mark.parametrize("wanted", ["normalized", "sums", "numerator"])
+@pytest.mark.parametrize(("length", "keys"), [(1, 20), (64, 70), (330, 20)])
+def test_sums_over_all_keys_equal_the_definition(length, keys, wanted, programs, monkeypatch):
+    """In one part and in several."""
+    monkeypatch.setattr(causal_triton, "PROGRAMS", programs)
+    inputs, results = example(length, keys), []
+    for form, dtype in (
+        (causal_triton.full_sums, torch.float32),
+        (causal.full_definition, torch.float64),
+    ):
+        own = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        found = causal.present(*form(*own, wanted, EPS))
+        weights = [torch.arange(x.numel(), device=DEVICE).cos().view_as(x) for x in found]
+        loss = sum((x * w.to(x)).sum() for x, w in zip(found, weights, strict=True))
+        results.append([*found, *torch.autograd.grad(loss, own)])
+    for a, b in zip(*results, strict=True):
+        assert_near(a, b, 1e-5)
+
+
+def test_sums_over_all_keys_have_second_derivatives():
+    inputs, seconds = [x[:, :, :3] for x in example(3)], []
+    for form in (causal_triton.full_sums, causal.full_definition):
+        own = [x.detach().requires_grad_() for x in inputs]
+        out = form(*own, "normalized", EPS)[0]
+        firsts = torch.autograd.grad(out.square().sum(), own, create_graph=True)
+        seconds.append(torch.autograd.grad(sum(x.square().sum() for x in firsts), own))
+    for a, b in zip(*seconds, strict=True):
+        assert_near(a, b.double(), 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "programs"),
+    [(32, 32, 256), (64, 64, 256), (64, 64, 1), (128, 64, 1), (200, 96, 1), (5, 3, 256)],
+)
+def test_every_width_is_served_complex_features_too(keys, values, programs, monkeypatch):
+    """With the blocks of many sequences (1), and with the smaller ones of few (256)."""
+    monkeypatch.setattr(causal_triton, "PROGRAMS", programs)
     inputs = example(70, keys, values)
     out, denominator = causal_triton.causal_sums(*inputs, "sums", None, EPS)
     numerator, exact = naive(inputs, "none", None)
@@ -139,15 +175,16 @@ def test_half_precision_inputs_are_summed_in_float32(dtype):
         assert_near(grad, exact_grad, 2e-2)
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("normalizer", linear.NORMALIZERS)
 def test_linear_attention_gives_the_same_with_and_without_the_kernels(
-    normalizer, dtype, monkeypatch
+    normalizer, dtype, is_causal, monkeypatch
 ):
     q, k, v = example(100, 16, 16, dtype)
     mask = torch.zeros(BATCH, 100, dtype=torch.bool, device=DEVICE)
     mask[0, :30] = True
-    options = {"causal": True, "normalizer": normalizer, "key_padding_mask": mask}
+    options = {"causal": is_causal, "normalizer": normalizer, "key_padding_mask": mask}
     options["content"] = (q, k)
     expected = linear_attention(q, k, v, **options)
     calls = []
