@@ -69,7 +69,8 @@ def form(request, monkeypatch):
             pytest.skip("encode_cpu.cpp does not compile here")
     else:
         monkeypatch.setattr(encode_cpu, "serves", lambda x, form: False)
-    monkeypatch.setattr(loader, "triton_kernels", lambda name: encode_triton)
+    kernels = {"lrpe_fairseq.kernels.encode_triton": encode_triton}
+    monkeypatch.setattr(loader, "triton_kernels", kernels.get)
     return request.param
 
 
