@@ -7,7 +7,6 @@ from torch import Tensor
 
 from benchmarks.timing import Timing, contest
 from benchmarks.training import VARIANTS
-from lrpe_fairseq.attention.multihead import feature_map
 from lrpe_fairseq.encodings import (
     ENCODINGS,
     EncodingOptions,
@@ -17,6 +16,7 @@ from lrpe_fairseq.encodings import (
 )
 from lrpe_fairseq.encodings.base import ELU_PLUS_ONE
 from lrpe_fairseq.experiments.report.denominators import serves_linear
+from lrpe_fairseq.kernels.encode import feature_map
 
 PASSES = 5  # over all encodings; the time of an operation depends on where its memory lies
 SHAPES = {"cpu": (1, 8, 4096, 64), "cuda": (8, 12, 16384, 128)}  # batch, heads, T, width

@@ -35,6 +35,8 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[dict]]] = {
 """The parts, in the order of measurement."""
 BY_ENCODING = ("table9", "table9-roberta")
 """Parts of which single rows can be measured again."""
+IN_FLOAT32 = ("decoding", "phases")
+"""Parts that do not follow ``--dtype``."""
 SAME = ("hardware", "versions", "threads", "dtype")
 """What rows measured later must share with the other rows of a part."""
 
@@ -48,9 +50,10 @@ def main() -> None:
     decays.check(options.device)
     decoding.check()
     print("the fast forms agree with their definitions\n", flush=True)
-    settings = {"threads": torch.get_num_threads(), "dtype": str(options.dtype)[6:]}
+    threads = torch.get_num_threads()
     for part in options.parts:
-        figures = {"part": part, **stated, **settings}
+        dtype = "float32" if part in IN_FLOAT32 else str(options.dtype)[6:]
+        figures = {"part": part, **stated, "threads": threads, "dtype": dtype}
         before = earlier(options, figures) if options.encodings else {}
         rows = PARTS[part](options)
         show(part, rows)

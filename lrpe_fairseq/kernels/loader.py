@@ -2,10 +2,9 @@
 
 The environment variable ``LRPE_FAIRSEQ_KERNELS`` selects the kernels:
 
-- unset: the C++ kernels. The Triton kernels pass their tests in Triton's interpreter and compile
-  for A100 and H100, but have not been run on a GPU yet.
+- unset: all kernels that the device supports.
 - ``0``: no kernels; PyTorch is used everywhere.
-- ``1``: all kernels, including the Triton kernels.
+- ``1``: as unset, and a warning says why a GPU does not run the Triton kernels.
 
 Any other value raises ValueError when a kernel is first requested.
 """
@@ -47,17 +46,17 @@ class LayoutError(ImportError):
     """A struct differs between C++ and Python. This is a bug, so PyTorch is not used instead."""
 
 
-def kernels_enabled(default: bool) -> bool:
-    """Return True if ``LRPE_FAIRSEQ_KERNELS`` is 1, False if it is 0, and ``default`` if unset.
+def kernels_enabled() -> bool:
+    """Return False if ``LRPE_FAIRSEQ_KERNELS`` is 0, True if it is 1 or unset.
 
     Raises: ValueError for any other value.
     """
     value = os.environ.get(VARIABLE)
     if value not in (None, "0", "1"):
         raise ValueError(
-            f"{VARIABLE} must be 0 (no kernels), 1 (all kernels) or unset (C++ only), not {value!r}"
+            f"{VARIABLE} must be 0 (no kernels), 1 or unset (all kernels), not {value!r}"
         )
-    return default if value is None else value == "1"
+    return value != "0"
 
 
 def kernels_in_use(device: str | None = None) -> dict[str, str]:
@@ -80,7 +79,7 @@ def _forms_of(device: str) -> tuple[dict[str, str], str]:
         reason = _why_no_triton()
         return dict.fromkeys(names, "pytorch" if reason else "triton"), reason
     reason = "the C++ kernels do not compile here"
-    if not kernels_enabled(default=True):
+    if not kernels_enabled():
         reason = f"{VARIABLE}=0"
     modules = (importlib.import_module(f"lrpe_fairseq.kernels.{name}_cpu") for name in names)
     loaded = (module.library() is not None for module in modules)
@@ -93,7 +92,7 @@ def _forms_of(device: str) -> tuple[dict[str, str], str]:
 
 
 def triton_kernels(module: str) -> ModuleType | None:
-    """Import the Triton kernels, or return None without opt-in, Triton, or an Ampere or newer GPU.
+    """Import the Triton kernels, or return None without Triton or an Ampere or newer GPU.
 
     Also None under torch.compile and similar transformations, where PyTorch is used.
     """
@@ -103,15 +102,15 @@ def triton_kernels(module: str) -> ModuleType | None:
 @lru_cache(maxsize=8)
 def _triton_kernels(module: str) -> ModuleType | None:
     reason = _why_no_triton()
-    if reason and kernels_enabled(default=False) and torch.cuda.is_available():
+    if reason and os.environ.get(VARIABLE) == "1" and torch.cuda.is_available():
         logger.warning("the Triton kernels of %s are not used: %s", module, reason)
     return None if reason else importlib.import_module(module)
 
 
 def _why_no_triton() -> str:
     """Return the reason why the Triton kernels cannot run, or an empty string if they can."""
-    if not kernels_enabled(default=False):
-        return f"the Triton kernels run only with {VARIABLE}=1"
+    if not kernels_enabled():
+        return f"{VARIABLE}=0"
     if not torch.cuda.is_available():
         return "no GPU is available"
     if importlib.util.find_spec("triton") is None:
@@ -147,7 +146,7 @@ def compiled(source: Path, call: type[ctypes.Structure]) -> ctypes.CDLL | None:
     Returns: None, with a warning, if it does not compile; None if kernels are disabled.
     Raises: LayoutError if ``Call`` or ``Tensor`` differs between C++ and Python.
     """
-    if not kernels_enabled(default=True):
+    if not kernels_enabled():
         return None
     try:
         library = ctypes.CDLL(str(_library(source)))
