@@ -172,12 +172,31 @@ class ProjectedAttention(nn.Module):
         if isinstance(self.encoding, ScoreEncoding):
             return self._project(x, memory)
         source, at = (x, positions) if memory is None else (memory, memory_positions)
+        kernels = self._kernels(x, positions, source, at)
+        if kernels is not None:
+            q, k, v = self._project(x, memory)
+            return kernels[0](q), kernels[1](k), v
         if not (self._folds(x) and self._folds(source)):
             q, k, v = self._project(x, memory)
             return *self.encoding(q, k, positions, at), v
         planes = self._folded(self.q_proj, x), self._folded(self.k_proj, source)
         q, k = self.encoding.turn(*planes, positions, at)
         return q, k, self._heads(self.v_proj(source))
+
+    def _kernels(
+        self, x: Tensor, positions: Tensor, source: Tensor, at: Tensor
+    ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None:
+        """Return functions that encode q and k in one pass on a GPU; None without such kernels.
+
+        They are chosen by x and by the input of the keys, which have the shapes of q and k.
+        """
+        if loader.triton_kernels(KERNELS) is None or source.shape[-1] != x.shape[-1]:
+            return None
+        of_q = self.encoding.one_pass(self._heads(x), positions, None)
+        if of_q is None or at is positions:
+            return of_q and (of_q, of_q)
+        of_k = self.encoding.one_pass(self._heads(source), at, None)
+        return of_k and (of_q, of_k)
 
     # --- the feature map -----------------------------------------------------------------------
 

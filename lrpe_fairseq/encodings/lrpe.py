@@ -116,9 +116,7 @@ class LRPE(QueryKeyEncoding):
             permutes=isinstance(self.core, Permutation),
             fourier=fourier,
         )
-        # the Triton kernel always applies phi
-        triton = loader.triton_kernels(KERNELS) if form.phi else None
-        kernels = (triton, encode_cpu)
+        kernels = (loader.triton_kernels(KERNELS), encode_cpu)
         kernel = next((m for m in kernels if m is not None and m.serves(x, form)), None)
         if kernel is None:
             return None

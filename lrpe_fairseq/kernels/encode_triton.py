@@ -1,4 +1,5 @@
-"""Lambda P phi(x) on CUDA: a Triton kernel and its gradient, for P a reflection or odd-even.
+"""Lambda P phi(x) or Lambda P x on CUDA: a Triton kernel and its gradient, for P a reflection or
+odd-even.
 
 The kernel reads x once and writes the encoded features once. The gradient reads x and the incoming
 gradient once and recomputes intermediate results. Sums are computed in float32. The definition is
@@ -38,7 +39,7 @@ def encode(x: Tensor, unit: Tensor | None, turn: Tensor, form: Form) -> Tensor:
         unit: the unit vector (D,) of the reflection, float32, or None.
         turn: exp(i s theta), complex64, (T, E) or (B, 1, T, E). E pairs (features if ``wide``) are
             rotated, the others are unchanged.
-        form: the variant. ``phi`` must be true.
+        form: the variant.
     """
     return _Encoded.apply(x, unit, turn.resolve_conj().contiguous(), form)
 
@@ -138,6 +139,7 @@ def _constants(x: Tensor, unit: Tensor | None, turn: Tensor, form: Form) -> dict
         "REFLECTS": unit is not None,
         "HALVES": form.halves,
         "WIDE": form.wide,
+        "PHI": form.phi,
         "num_warps": 4,
     }
 
@@ -265,13 +267,14 @@ def _through(
     REFLECTS: tl.constexpr,
     HALVES: tl.constexpr,
     WIDE: tl.constexpr,
+    PHI: tl.constexpr,
 ):
     """Return the gradients of x (BT, D), cosines, sines and u from that of a head's features.
 
     ``second`` is the gradient of the second half of wide features. Unused results cost nothing,
     because the compiler removes them.
     """
-    p = _phi(x)
+    p = _phi(x) if PHI else x
     z = _reflected(p, u, REFLECTS)
     if WIDE:
         z = _paired(z, BT, D, HALVES)
@@ -283,7 +286,9 @@ def _through(
         g, of_cos, of_sin = first, cos, sin
     of_unit = _of_unit(g, p, u)
     g = _reflected(g, u, REFLECTS)
-    return tl.where(x > 0, g, g * p), of_cos, of_sin, of_unit  # below zero phi' = phi
+    if PHI:
+        g = tl.where(x > 0, g, g * p)  # below zero phi' = phi
+    return g, of_cos, of_sin, of_unit
 
 
 @triton.jit
@@ -304,6 +309,7 @@ def _encode(
     REFLECTS: tl.constexpr,
     HALVES: tl.constexpr,
     WIDE: tl.constexpr,
+    PHI: tl.constexpr,
 ):
     """Compute the features of all heads at the positions of this program."""
     W: tl.constexpr = D if WIDE else D // 2
@@ -313,7 +319,7 @@ def _encode(
     to = out + (b * H * T + rows[:, None]) * width + columns[None, :]
     for _ in range(H):
         z = tl.load(at, mask=here, other=0.0).to(tl.float32)
-        z = _reflected(_phi(z), u, REFLECTS)
+        z = _reflected(_phi(z) if PHI else z, u, REFLECTS)
         if WIDE:
             z = _paired(z, BT, D, HALVES)
             tl.store(to, (z * cos).to(out.dtype.element_ty), mask=here)
@@ -351,6 +357,7 @@ def _encode_gradient(
     REFLECTS: tl.constexpr,
     HALVES: tl.constexpr,
     WIDE: tl.constexpr,
+    PHI: tl.constexpr,
     TURN_LEARNS: tl.constexpr,
     UNIT_LEARNS: tl.constexpr,
 ):
@@ -368,7 +375,7 @@ def _encode_gradient(
         first = tl.load(of, mask=here, other=0.0).to(tl.float32)
         second = tl.load(of + (D if WIDE else 0), mask=here, other=0.0).to(tl.float32)
         g, d_cos, d_sin, d_u = _through(
-            given, first, second, u, cos, sin, BT, D, E, REFLECTS, HALVES, WIDE
+            given, first, second, u, cos, sin, BT, D, E, REFLECTS, HALVES, WIDE, PHI
         )
         of_cos, of_sin, of_unit = of_cos + d_cos, of_sin + d_sin, of_unit + d_u
         tl.store(to, g.to(grad_x.dtype.element_ty), mask=here)

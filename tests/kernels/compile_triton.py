@@ -122,8 +122,9 @@ def main(capability):
     attention.causal_sums(q, k, v, "normalized", gates, 1e-6)[0].sum().backward()
     Compiled.case = "feature map"
     encodings.feature_map(random(1, 2, 256, 64, dtype=torch.bfloat16)).sum().backward()
-    forms = (encodings.Form(), encodings.Form(wide=True), encodings.Form(wide=True, halves=True))
-    for width, form in zip((64, 128, 128), forms, strict=True):
+    forms = [encodings.Form(phi=phi) for phi in (True, False)]
+    forms += [encodings.Form(wide=True, halves=halves) for halves in (True, False)]
+    for width, form in zip((64, 64, 128, 128), forms, strict=True):
         Compiled.case = f"encoding, {width} wide, {form}"
         x = random(1, 2, 256, width, dtype=torch.bfloat16)
         turn = random(256, width if form.wide else width // 2, dtype=torch.complex64)

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
 from lrpe_fairseq.encodings import ENCODINGS, QueryKeyEncoding, build_encoding
 from lrpe_fairseq.encodings import base as encodings_base
@@ -74,10 +75,10 @@ def form(request, monkeypatch):
     return request.param
 
 
-def by_definition(encoding, x, positions):
+def by_definition(encoding, x, positions, phi=encode.feature_map):
     """Lambda P phi(x), step by step."""
     with mock.patch.object(encode_cpu, "serves", return_value=False):
-        return encoding(*[feature_map(x)] * 2, *[positions] * 2)[0]
+        return encoding(*[phi(x)] * 2, *[positions] * 2)[0]
 
 
 def example(time, width=16, dtype=torch.float32):
@@ -111,6 +112,47 @@ def gradients(out, encoding, x):
 @pytest.mark.parametrize("name", SERVED)
 def test_one_pass_gives_the_encoding_and_its_gradients(name, time, kind):
     assert_one_pass_is_the_encoding(name, time, kind)
+
+
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("form", ["fused"], indirect=True)
+def test_one_pass_without_the_feature_map_of_softmax_attention(name):
+    assert_one_pass_is_the_encoding(name, 45, "own", phi=None)
+
+
+@pytest.mark.parametrize("name", ["rope", "lrpe-type2", "lrpe-type5", "lrpe-tmlr-type1", "fope"])
+@pytest.mark.parametrize("form", ["fused"], indirect=True)
+def test_softmax_attention_is_the_same_with_and_without_it(name, monkeypatch):
+    torch.manual_seed(0)
+    module = MultiheadAttention(
+        32, 2, attention_type="softmax", position_encoding=name, causal=True
+    ).to(DEVICE)
+    x = torch.randn(2, 40, 32, device=DEVICE, requires_grad=True)
+    results = []
+    for kernels in (loader.triton_kernels, lambda name: None):
+        monkeypatch.setattr(loader, "triton_kernels", kernels)
+        with mock.patch.object(module.encoding, "turn", wraps=module.encoding.turn) as turn:
+            out, _ = module.attend(x)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])])
+        assert turn.called == (len(results) == 2)
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("width", "served"), [(32, True), (48, False)])
+@pytest.mark.parametrize("form", ["fused"], indirect=True)
+def test_queries_and_keys_of_different_sequences(width, served, monkeypatch):
+    torch.manual_seed(0)
+    module = CrossAttention(
+        32, 2, attention_type="softmax", position_encoding="lrpe-type2", memory_dim=width
+    ).to(DEVICE)
+    x, memory = torch.randn(2, 5, 32, device=DEVICE), torch.randn(2, 9, width, device=DEVICE)
+    given = (x, torch.arange(5, device=DEVICE), memory, torch.arange(9, device=DEVICE).expand(2, 9))
+    assert (module._kernels(*given) is not None) == served
+    found = module._encoded(*given)
+    monkeypatch.setattr(loader, "triton_kernels", lambda name: None)
+    for a, b in zip(found, module._encoded(*given), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["shared", "own"])
@@ -151,13 +193,14 @@ def test_a_row_that_is_not_finite_stays_alone(name):
     assert torch.equal(gradient[others], wanted_gradient[others])
 
 
-def assert_one_pass_is_the_encoding(name, time, kind, width=16):
+def assert_one_pass_is_the_encoding(name, time, kind, width=16, phi=ELU_PLUS_ONE):
     """In outputs and in gradients of x and of what is learned."""
     encoding, (x, positions) = built(name, width), example(time, width)
     x.requires_grad_()
-    found = encoding.one_pass(heads(x), positions[kind], ELU_PLUS_ONE)(heads(x))
+    found = encoding.one_pass(heads(x), positions[kind], phi)(heads(x))
     exact, wide = copy.deepcopy(encoding).double(), x.detach().double().requires_grad_()
-    expected = by_definition(exact, heads(wide), positions[kind])
+    maps = {None: lambda x: x, ELU_PLUS_ONE: encode.feature_map}
+    expected = by_definition(exact, heads(wide), positions[kind], maps[phi])
     assert_near(found, expected, 1e-6)
     both = gradients(found, encoding, x), gradients(expected, exact, wide)
     for grad, wanted in zip(*both, strict=True):
