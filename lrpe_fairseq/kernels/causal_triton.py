@@ -531,18 +531,8 @@ def _key(key_ptr, sequence, n, N, d, D: tl.constexpr):
 
 @triton.jit
 def _output_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    state_ptr,
-    key_ptr,
-    decay_ptr,
-    out_ptr,
-    denominator_ptr,
-    T,
-    N,
-    H,
-    eps,
+    q_ptr, k_ptr, v_ptr, state_ptr, key_ptr, decay_ptr, out_ptr, denominator_ptr,
+    T, N, H, eps,
     D: tl.constexpr,
     E: tl.constexpr,
     C: tl.constexpr,
@@ -553,7 +543,7 @@ def _output_kernel(
     KEYS: tl.constexpr,
     NORMALIZE: tl.constexpr,
     FULL: tl.constexpr,
-):
+):  # fmt: skip
     """Compute one block of columns of the results of one chunk."""
     n, e = tl.program_id(0), tl.program_id(1) * BE + tl.arange(0, BE)
     sequence = tl.program_id(2).to(tl.int64)
@@ -635,22 +625,9 @@ def _store_products(product_ptr, x, sequence, t, inside, T, DECAYS: tl.constexpr
 
 @triton.jit
 def _key_gradient_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    grad_ptr,
-    g_ptr,
-    state_ptr,
-    key_ptr,
-    after_ptr,
-    key_after_ptr,
-    decay_ptr,
-    grad_q_ptr,
-    grad_k_ptr,
-    product_ptr,
-    T,
-    N,
-    H,
+    q_ptr, k_ptr, v_ptr, grad_ptr, g_ptr,
+    state_ptr, key_ptr, after_ptr, key_after_ptr, decay_ptr, grad_q_ptr, grad_k_ptr, product_ptr,
+    T, N, H,
     D: tl.constexpr,
     E: tl.constexpr,
     C: tl.constexpr,
@@ -660,7 +637,7 @@ def _key_gradient_kernel(
     PRECISION: tl.constexpr,
     KEYS: tl.constexpr,
     FULL: tl.constexpr,
-):
+):  # fmt: skip
     """Compute one block of columns of dq, dk and, for gates, q . dq - k . dk of one chunk."""
     n, d = tl.program_id(0), tl.program_id(1) * BD + tl.arange(0, BD)
     sequence = tl.program_id(2).to(tl.int64)

@@ -335,22 +335,8 @@ def _encode(
 
 @triton.jit
 def _encode_gradient(
-    x,
-    unit,
-    turn,
-    grad,
-    grad_x,
-    turned,
-    reflected,
-    H,
-    T,
-    xb,
-    xh,
-    xt,
-    tb,
-    gb,
-    gh,
-    gt,
+    x, unit, turn, grad, grad_x, turned, reflected,
+    H, T, xb, xh, xt, tb, gb, gh, gt,
     D: tl.constexpr,
     E: tl.constexpr,
     BT: tl.constexpr,
@@ -360,7 +346,7 @@ def _encode_gradient(
     PHI: tl.constexpr,
     TURN_LEARNS: tl.constexpr,
     UNIT_LEARNS: tl.constexpr,
-):
+):  # fmt: skip
     """Compute the gradient of x, and the sums over heads for those of turn and unit."""
     W: tl.constexpr = D if WIDE else D // 2
     rows, b, columns, here, cos, sin, u = _begin(unit, turn, T, tb, D, E, W, BT)

@@ -101,14 +101,21 @@ def triton_kernels(module: str) -> ModuleType | None:
 
 @lru_cache(maxsize=8)
 def _triton_kernels(module: str) -> ModuleType | None:
-    reason = _why_no_triton()
-    if reason and os.environ.get(VARIABLE) == "1" and torch.cuda.is_available():
+    unsupported = _why_unsupported()
+    reason = unsupported or _why_triton_fails()
+    asked = os.environ.get(VARIABLE) == "1" and torch.cuda.is_available()
+    if reason and (asked or not unsupported):
         logger.warning("the Triton kernels of %s are not used: %s", module, reason)
     return None if reason else importlib.import_module(module)
 
 
 def _why_no_triton() -> str:
     """Return the reason why the Triton kernels cannot run, or an empty string if they can."""
+    return _why_unsupported() or _why_triton_fails()
+
+
+def _why_unsupported() -> str:
+    """Return the reason why this machine does not support the Triton kernels, if it does not."""
     if not kernels_enabled():
         return f"{VARIABLE}=0"
     if not torch.cuda.is_available():
@@ -118,6 +125,19 @@ def _why_no_triton() -> str:
     if torch.cuda.get_device_capability() < AMPERE:
         name = torch.cuda.get_device_name()
         return f"{name} is older than Ampere (compute capability 8.0), so PyTorch is used"
+    return ""
+
+
+@lru_cache(maxsize=1)
+def _why_triton_fails() -> str:
+    """Run a small kernel; return the reason if Triton cannot, for example without a C compiler."""
+    try:
+        importlib.import_module("lrpe_fairseq.kernels.probe_triton").run("cuda")
+    except Exception as error:  # whatever Triton, its compiler or CUDA raises
+        return (
+            f"Triton does not run here ({_reason(error)}); it needs a C compiler and a writable "
+            f"cache folder (TRITON_CACHE_DIR); {VARIABLE}=0 ends this warning"
+        )
     return ""
 
 

@@ -183,7 +183,7 @@ def test_kernels_can_be_switched_off(fresh, monkeypatch, caplog):
 def test_an_unknown_value_is_refused(value, fresh, monkeypatch):
     monkeypatch.setenv("LRPE_FAIRSEQ_KERNELS", value)
     for look in (causal_cpu.library, loader.kernels_in_use):
-        with pytest.raises(ValueError, match=r"must be 0 .* 1 .* or unset"):
+        with pytest.raises(ValueError, match=r"must be 0 .* 1 or unset"):
             look()
 
 
@@ -216,6 +216,29 @@ def test_a_gpu_before_ampere_leaves_all_to_pytorch_and_says_so_once_if_asked(
     assert len(caplog.records) == asked
     assert ("Tesla V100 is older than Ampere" in caplog.text) == asked
     assert loader.kernels_in_use()["causal"] == "pytorch"
+
+
+def test_a_gpu_on_which_triton_fails_leaves_all_to_pytorch_and_says_why(monkeypatch, caplog):
+    pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
+    from lrpe_fairseq.kernels import probe_triton
+
+    def fails(device):
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(probe_triton, "run", fails)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    for cache in (loader._triton_kernels, loader._why_triton_fails):
+        cache.cache_clear()
+    try:
+        for _ in range(2):
+            assert loader.triton_kernels("lrpe_fairseq.kernels.causal_triton") is None
+        assert loader.kernels_in_use()["causal"] == "pytorch"
+    finally:
+        for cache in (loader._triton_kernels, loader._why_triton_fails):
+            cache.cache_clear()
+    assert len(caplog.records) == 1
+    assert "Triton does not run here (Failed to find C compiler)" in caplog.text
 
 
 def test_without_a_usable_cache_folder_kernels_are_compiled_elsewhere(
