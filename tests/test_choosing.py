@@ -324,6 +324,15 @@ def save_three(root: Path) -> None:
     save_speeds(root, *names)
 
 
+def test_a_benchmark_of_another_device_is_read_from_its_folder(root: Path) -> None:
+    save_three(root)
+    edit(root, "benchmark: table9", "benchmark: table9, device: cuda")
+    assert line(page(root), "| `rope` |").endswith(" — |")
+    bench = root / "results" / "bench"
+    (bench / "cpu").rename(bench / "cuda")
+    assert line(page(root), "| `rope` |").endswith(" 0.90 (–) |")
+
+
 def test_the_caption_names_the_methods_whose_speed_is_not_measured(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,8 +48,9 @@ class Aspect:
     default: the title. text: what the number is. command: what measures it.
     matrices: the headings of its matrices. sources: the columns that hold it; of a method that
     several have, the first counts. metric: a field of the run file in place of the metric of
-    these columns. benchmark: a part of results/bench instead of sources. better: ``lower`` or
-    ``higher``. quality: False for a cost. ranked: False if the values are shown without ranks.
+    these columns. benchmark: a part of results/bench/<device> instead of sources. better:
+    ``lower`` or ``higher``. quality: False for a cost. ranked: False if the values are shown
+    without ranks.
     answered: False if it is in the matrices only. learned: which methods have learned the task; the
     others are marked and not ranked. optional: True if the column is only shown once it has runs.
     bidirectional: True if its models are, so that methods for causal attention have no cell.
@@ -64,6 +65,7 @@ class Aspect:
     sources: list[Source] = field(default_factory=list)
     metric: str = ""
     benchmark: str = ""
+    device: str = "cpu"
     decimals: int = 2
     quality: bool = True
     ranked: bool = True

@@ -23,7 +23,6 @@ from lrpe_fairseq.experiments.report.cells import Group, Scores
 from lrpe_fairseq.experiments.report.markdown import DIVERGED, NO_CELL, fixed, listed
 from lrpe_fairseq.experiments.report.sheet import Sheet
 
-DEVICE = "cpu"
 USUAL = "rotated"
 SINUSOIDAL = "`none` with sinusoids"
 """The baseline of every board: absolute positions only."""
@@ -298,7 +297,7 @@ def _timed(root: Path, aspect: Aspect, attention: str) -> dict[str, Scores]:
     A name such as ``ape (canonical)`` is another computation of an encoding, not a method.
     """
     known: dict[str, Scores] = {}
-    for row in speed.measured(aspect.benchmark, DEVICE, root):
+    for row in speed.measured(aspect.benchmark, aspect.device, root):
         if row["attention"] == attention and "(" not in row["encoding"]:
             known.setdefault(method(row["encoding"], {}), Scores({1: row["relative_speed"]}))
     return known
