@@ -35,12 +35,12 @@ multiprocessors, and a few long sequences alone do not occupy them."""
 
 
 def serves(q: Tensor, v: Tensor, log_decay: Tensor | None = None) -> bool:
-    """True if the kernels support q and v: on an Ampere or newer GPU, of one dtype, not float64,
-    of equal length, and no more sequences (batch times heads) than a launch has blocks on its last
-    axis.
+    """True if the kernels support q and v: on an Ampere or newer GPU, not float64, of equal length,
+    and no more sequences (batch times heads) than a launch has blocks on its last axis. The caller
+    casts q and k to the dtype of v.
     """
     few = q.shape[0] * q.shape[1] <= MOST_BLOCKS and q.shape[2] == v.shape[2]
-    return few and is_plain(q, v, log_decay) and on_device(q) and q.dtype == v.dtype
+    return few and is_plain(q, v, log_decay) and on_device(q) and on_device(v)
 
 
 def causal_sums(

@@ -3,6 +3,8 @@
 Without a GPU they run in Triton's interpreter (TRITON_INTERPRET=1, set in tests/conftest.py).
 """
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -195,6 +197,26 @@ def test_linear_attention_gives_the_same_with_and_without_the_kernels(
     assert found.dtype == expected.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_values_may_be_wider_than_queries(monkeypatch):
+    """As before a LayerNorm, where sums may overflow float16."""
+    q, k, v = example(100, 16, 16)
+    given = [*(x.detach().bfloat16().requires_grad_() for x in (q, k)), v]
+    options, results = {"causal": True, "normalizer": "layernorm"}, []
+    for kernels in (None, causal_triton):
+        monkeypatch.setattr(causal_triton, "on_device", lambda x: True)
+        monkeypatch.setattr(loader, "triton_kernels", lambda name, found=kernels: found)
+        with mock.patch.object(
+            causal_triton, "causal_sums", wraps=causal_triton.causal_sums
+        ) as sums:
+            out = linear_attention(*given, **options)
+        assert sums.called == (kernels is not None)
+        assert out.dtype == torch.float32
+        results.append([out, *torch.autograd.grad(out.square().sum(), given)])
+    for found, wanted in zip(*results, strict=True):
+        assert found.dtype == wanted.dtype
+        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-3)
 
 
 def test_without_a_gpu_the_kernels_are_not_asked():
