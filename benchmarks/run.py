@@ -65,9 +65,17 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.run", description=__doc__.split("\n")[0])
     parser.add_argument("parts", nargs="*", default=list(PARTS), metavar="PART", help=f"{[*PARTS]}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="default: float32 on a CPU, bfloat16 on a GPU",
+    )
     parser.add_argument("--rounds", type=int, default=7, help="counted rounds per contest")
-    parser.add_argument("--tokens", type=int, default=1024, help="tokens per training step")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        help="tokens per training step; default: 1,024 on a CPU, 16,384 on a GPU",
+    )
     parser.add_argument(
         "--encodings",
         nargs="+",
@@ -80,7 +88,9 @@ def parse() -> argparse.Namespace:
     _known(parser, "encoding", options.encodings, training.names())
     if options.encodings and not set(options.parts) <= set(BY_ENCODING):
         parser.error(f"--encodings is for {' and '.join(BY_ENCODING)} only; name these parts")
-    options.dtype = getattr(torch, options.dtype)
+    dtype, tokens = ("float32", 1024) if options.device == "cpu" else ("bfloat16", 16384)
+    options.dtype = getattr(torch, options.dtype or dtype)
+    options.tokens = options.tokens or tokens
     return options
 
 
