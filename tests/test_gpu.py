@@ -8,7 +8,8 @@ from lrpe_fairseq.encodings import build_encoding
 from lrpe_fairseq.kernels import loader
 from tests.test_every_encoding import MODES, NAMES, parts_of
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
 
 WIDTH, HEADS, TIME = 64, 2, 100  # more than one chunk of the kernels, heads as wide as they serve
 MODES = [mode for mode in MODES if mode[0] != "multiplicative"]  # exists in that file only
