@@ -6,7 +6,7 @@ import torch
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import build_encoding
 from lrpe_fairseq.kernels import loader
-from tests.test_every_encoding import MODES, NAMES, parts_of
+from tests.test_every_encoding import MODES, parts_of
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -107,7 +107,3 @@ def test_token_by_token_equals_all_at_once(name, attention_type, kernels):
         whole, _ = module(x)
         steps = [module(token.unsqueeze(0), incremental_state=state)[0] for token in x]
     torch.testing.assert_close(torch.cat(steps), whole, rtol=1e-4, atol=1e-4)
-
-
-def test_every_name_is_here():
-    assert {mode[0] for mode in MODES} == {*NAMES} - {"multiplicative"}

@@ -214,6 +214,13 @@ def _states(
     return _scan(a, b, weights, decay, shape, with_keys, reverse)
 
 
+def _empty(count: int, shape: _Shape, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return memory for ``count`` states of every sequence: (L, count, D, E) and (L, count, D)."""
+    options = {"dtype": torch.float32, "device": device}
+    states = torch.empty(shape.sequences, count, shape.keys, shape.values, **options)
+    return states, torch.empty(shape.sequences, count, shape.keys, **options)
+
+
 def _totals(
     a: Tensor, b: Tensor, weights: Tensor | None, shape: _Shape, with_keys: bool
 ) -> tuple[Tensor, Tensor]:
@@ -222,9 +229,7 @@ def _totals(
     blocks = shape.key_blocks * shape.value_blocks
     each = triton.cdiv(shape.chunks, max(1, PROGRAMS // (shape.sequences * blocks)))
     parts = triton.cdiv(shape.chunks, each)
-    options = {"dtype": torch.float32, "device": a.device}
-    states = torch.empty(shape.sequences, parts, shape.keys, shape.values, **options)
-    keys = torch.empty(shape.sequences, parts, shape.keys, **options)
+    states, keys = _empty(parts, shape, a.device)
     constants = _constants(shape, a, None)
     del constants["DECAYS"]
     _total_kernel[shape.sequences, blocks, parts](
@@ -249,9 +254,7 @@ def _scan(
 
     Returns: the sums of a^T b, (L, N, D, E), and of a times ``weights`` (ones if None), (L, N, D).
     """
-    options = {"dtype": torch.float32, "device": a.device}
-    states = torch.empty(shape.sequences, shape.chunks, shape.keys, shape.values, **options)
-    keys = torch.empty(shape.sequences, shape.chunks, shape.keys, **options)
+    states, keys = _empty(shape.chunks, shape, a.device)
     shape = _for_scan(shape)
     _scan_kernel[shape.sequences, shape.key_blocks, shape.value_blocks](
         *(a, b, a if weights is None else weights, states, keys),

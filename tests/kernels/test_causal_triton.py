@@ -37,6 +37,14 @@ def naive(inputs, normalizer, decay):
     return out, exact
 
 
+def with_gradients(found, inputs):
+    """The results that are not None, and the gradients of a weighted sum of their elements."""
+    found = causal.present(*found)
+    weights = [torch.arange(x.numel(), device=DEVICE).cos().view_as(x) for x in found]
+    loss = sum((x * w.to(x)).sum() for x, w in zip(found, weights, strict=True))
+    return [*found, *torch.autograd.grad(loss, inputs)]
+
+
 def decay_of(kind):
     return None if kind == "plain" else torch.tensor([-0.3, -0.01], device=DEVICE)
 
@@ -73,10 +81,7 @@ def test_a_decay_per_token_equals_the_definition_in_outputs_and_gradients(length
     results = []
     for form, dtype in ((causal_triton.causal_sums, None), (causal.definition, torch.float64)):
         *given, log_decay = own = [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs]
-        found = causal.present(*form(*given, wanted, log_decay, EPS))
-        weights = [torch.arange(x.numel(), device=DEVICE).cos().view_as(x) for x in found]
-        loss = sum((x * w.to(x)).sum() for x, w in zip(found, weights, strict=True))
-        results.append([*found, *torch.autograd.grad(loss, own)])
+        results.append(with_gradients(form(*given, wanted, log_decay, EPS), own))
     for a, b in zip(*results, strict=True):
         assert_near(a, b, 1e-5)
 
@@ -101,10 +106,7 @@ def test_sums_over_all_keys_equal_the_definition(length, keys, wanted, programs,
         (causal.full_definition, torch.float64),
     ):
         own = [x.detach().to(dtype).requires_grad_() for x in inputs]
-        found = causal.present(*form(*own, wanted, EPS))
-        weights = [torch.arange(x.numel(), device=DEVICE).cos().view_as(x) for x in found]
-        loss = sum((x * w.to(x)).sum() for x, w in zip(found, weights, strict=True))
-        results.append([*found, *torch.autograd.grad(loss, own)])
+        results.append(with_gradients(form(*own, wanted, EPS), own))
     for a, b in zip(*results, strict=True):
         assert_near(a, b, 1e-5)
 
