@@ -11,11 +11,13 @@ from fairseq.optim import FairseqOptimizer
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.errors import Refusal
 from lrpe_fairseq.experiments.families import plan
 from lrpe_fairseq.experiments.runner import identity
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 from lrpe_fairseq.models.vit import LRPEViT, LRPEViTConfig
+from tests.test_every_encoding import NAMES, encoding_of
 from tests.test_images import task_of_images
 
 TABLE = plan.runs(plan.load_named("tmlr-table3"), "paper", [1])
@@ -91,6 +93,35 @@ def test_without_gradients_matrices_shrink_and_vectors_stay(kind: str) -> None:
     for name, parameter in built.named_parameters():
         kept = 1 - 0.1 * 0.5 if name == "0.weight" else 1
         torch.testing.assert_close(parameter.detach(), start[name].detach() * kept)
+
+
+ANGLES = {"theta", "frequency", "offset", "row", "column", "entries", "lower", "p"}
+"""Last parts of the names of parameters that are angles, frequencies or generators."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_angle_of_an_encoding_is_decayed(name: str) -> None:
+    kerple = name.startswith(("kerple", "cape-kerple"))
+    for optimizer in ("lrpe_adam", "adam"):
+        built = nn.ModuleList([encoding_of(name), nn.Linear(2, 2)])
+        made = optim.build_optimizer(config(optimizer).optimizer, list(built.parameters()))
+        spared = {id(p) for g in made.param_groups if not g["weight_decay"] for p in g["params"]}
+        for full, parameter in built.named_parameters():
+            end = full.rpartition(".")[2]
+            ours = parameter.requires_grad and (end in ANGLES or parameter.dim() <= 1)
+            expected = ours if optimizer == "lrpe_adam" else kerple and end in ("r1", "r2")
+            assert (id(parameter) in spared) == expected, f"{optimizer}: {full}"
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_half_types_leave_angles_and_the_parameters_of_kerple_undecayed(kind: str) -> None:
+    for name, optimizer in (("rope-2d-mixed", "lrpe_adam"), ("kerple-log", "adam")):
+        options = EncodingOptions(grid_width=2 * (name != "kerple-log"))
+        built = nn.ModuleList([build_encoding(name, 8, 2, options=options), nn.Linear(2, 2)])
+        start = {key: p.detach().clone() for key, p in built.named_parameters()}
+        trained(kind, built, optimizer)
+        changed = {key for key, p in built.named_parameters() if not torch.equal(p, start[key])}
+        assert changed == {"1.weight"} | ({"1.bias"} if optimizer == "adam" else set())
 
 
 def test_adam_of_fairseq_shrinks_vectors_too() -> None:

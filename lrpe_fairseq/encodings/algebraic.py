@@ -24,6 +24,7 @@ from lrpe_fairseq.encodings.base import (
     QueryKeyEncoding,
     check_positions,
     option,
+    undecayed,
 )
 from lrpe_fairseq.encodings.cores import phases, rotate_pairs
 from lrpe_fairseq.encodings.departures import Departure
@@ -361,7 +362,7 @@ class Generator(nn.Module):
         super().__init__()
         self.width, self.full = start.shape[-1], full
         entries = start / 2 if full else start[..., *triangle(self.width)]
-        self.entries = nn.Parameter(entries.float().contiguous(), requires_grad=learned)
+        self.entries = undecayed(entries.float().contiguous(), learned)
         self.spectrum = Spectrum()
 
     def forward(self) -> Tensor:
@@ -409,7 +410,7 @@ class Planar(Component):
         self.period, self._residues = period, PositionCache(2)
         self.steps_are_lags = not period
         theta = theta.expand(heads, -1).clone()
-        self.theta = theta if period else nn.Parameter(theta.float(), requires_grad=learned)
+        self.theta = theta if period else undecayed(theta.float(), learned)
         start = theta.new_zeros(heads, width, width)
         if spec.options.of(APEOptions).ape_init == "identity":
             start = _normal(spec, (heads,), width, stream)

@@ -49,6 +49,8 @@ class EncodingOptions:
     grid_width: W of a grid whose cells are numbered row by row: position s is row s // W, column
         s mod W. 0: positions are on a line. Read by the encodings that have two axes.
     position_grid: how the other encodings read a grid, a name in :data:`POSITION_GRIDS`.
+    grid_height: number of rows, 0 if as many as columns. Read by encodings whose coordinates are
+        fractions of the grid (LieRE, ComRoPE).
     values: the options that differ from their defaults, by name; see each class's ``Options``.
 
     >>> EncodingOptions(toy_size=3).values
@@ -58,6 +60,7 @@ class EncodingOptions:
     fidelity: frozenset[str]
     grid_width: int
     position_grid: str
+    grid_height: int
     values: Mapping[str, Any]
 
     def __init__(
@@ -65,12 +68,14 @@ class EncodingOptions:
         fidelity: frozenset[str] = frozenset(),
         grid_width: int = 0,
         position_grid: str = "flat",
+        grid_height: int = 0,
         **values: Any,
     ) -> None:
-        _check_grid(grid_width, position_grid)
+        _check_grid(grid_width, position_grid, grid_height)
         object.__setattr__(self, "fidelity", fidelity)
         object.__setattr__(self, "grid_width", grid_width)
         object.__setattr__(self, "position_grid", position_grid)
+        object.__setattr__(self, "grid_height", grid_height)
         object.__setattr__(self, "values", values)
 
     def of(self, kind: type[OptionsOf]) -> OptionsOf:
@@ -88,9 +93,14 @@ class EncodingOptions:
         return kind(**own)
 
 
-def _check_grid(grid_width: int, position_grid: str) -> None:
-    if grid_width < 0:
-        raise ChoiceError(f"the width of a grid cannot be negative, got {grid_width}")
+def _check_grid(grid_width: int, position_grid: str, grid_height: int) -> None:
+    if min(grid_width, grid_height) < 0:
+        raise ChoiceError(
+            "width and height of a grid cannot be negative, got "
+            f"--grid-width {grid_width} and --grid-height {grid_height}"
+        )
+    if grid_height and not grid_width:
+        raise ChoiceError("--grid-height needs --grid-width, the number of columns of the grid")
     if position_grid not in POSITION_GRIDS:
         raise ChoiceError(
             f"unknown position grid {position_grid!r}; choose one of {', '.join(POSITION_GRIDS)}"
@@ -150,6 +160,19 @@ class EncodingSpec:
 
 
 # --- the protocols -----------------------------------------------------------------------------
+
+
+def undecayed(start: Tensor, learned: bool = True, by_any_adam: bool = False) -> nn.Parameter:
+    """Return a parameter without weight decay: an angle, a frequency or a generator of rotations.
+
+    start: its initial value. learned: False for a parameter without gradients.
+    by_any_adam: False if only ``lrpe_adam`` leaves it undecayed, True if ``adam`` does, too.
+
+    The mark is fairseq's own attribute, which fairseq copies to the float32 copies of half types.
+    """
+    parameter = nn.Parameter(start, requires_grad=learned)
+    parameter.optim_overrides = {"optimizer": {"weight_decay_scale": 0, "any_adam": by_any_adam}}
+    return parameter
 
 
 class Float32Module(nn.Module):

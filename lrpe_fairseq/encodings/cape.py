@@ -46,8 +46,8 @@ class CAPE(ScoreEncoding):
 
     z is the scaled score and b the bias of another encoding, :attr:`base_class`. W1 (w, 2H) and
     W2 (H, w) with w = ``cape_width`` belong to the layer and are initialized like ``nn.Linear``,
-    with the spec's generator. The parameters of the bias are those of its method, shared between
-    layers if its own option says so. A pair does not affect another pair, so scores are encoded
+    with the spec's generator. The parameters of the bias also belong to the layer, as in the
+    authors' code. A pair does not affect another pair, so scores are encoded
     before masking. The encoding is relative if b is.
 
     Computed in float32 or wider, in blocks of queries: a hidden activation has w / H times the size
@@ -69,7 +69,7 @@ class CAPE(ScoreEncoding):
     base_class: ClassVar[type[LagBias]]
     """The encoding whose bias is b."""
     base_name: ClassVar[str]
-    """Name of :attr:`base_class`; bases with the same name share parameters."""
+    """Name of :attr:`base_class`."""
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)
@@ -78,6 +78,7 @@ class CAPE(ScoreEncoding):
             raise ChoiceError(f"cape_width must be positive, got {width}")
         self.base = self.base_class(spec)
         self.base.name = self.base_name
+        self.base.shared = False
         generator = spec.generator(stream=23)
         self.inner = linear(2 * heads, width, generator)
         self.outer = linear(width, heads, generator)

@@ -8,7 +8,13 @@ Lambda^(s) to the last axis of every plane (..., T, D).
 import torch
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import EncodingSpec, Planes, PositionCache, over_heads
+from lrpe_fairseq.encodings.base import (
+    EncodingSpec,
+    Planes,
+    PositionCache,
+    over_heads,
+    undecayed,
+)
 from lrpe_fairseq.encodings.permutations import CyclicPowers, permute
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import encode, encode_cpu
@@ -74,7 +80,7 @@ class LearnedRotation(Rotation):
         Phases are not cached, not even for a frozen parameter, because an edit through ``.data``
         cannot be detected.
         """
-        self.theta = nn.Parameter(theta.float())
+        self.theta = undecayed(theta.float())
         self.cache = None
 
 

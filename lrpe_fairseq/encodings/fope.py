@@ -24,9 +24,7 @@ class FoPEOptions:
         "FoPE: N; frequencies below 2 pi / N are set to 0. Set it to the length of the training "
         "texts",
     )
-    fope_sigma: float = option(
-        0.3, "FoPE: spread of the coefficients; their standard deviation is sigma / sqrt(M)"
-    )
+    fope_sigma: float = option(0.3, "FoPE: gain of the coefficients' Xavier initialization")
     fope_learned: bool = option(False, "FoPE: learn the coefficients, which the authors fix")
 
 
@@ -40,8 +38,9 @@ class FoPE(LRPE):
         C_hj(s) = sum_i a_hij cos(w_i s),   S_hj(s) = sum_i b_hij sin(w_i s),
         (x, y) -> (x C - y S, x S + y C) for queries and keys,
 
-    with a and b the identity plus N(0, sigma^2 / M), the Xavier initialization of an M x M matrix
-    with gain sigma = ``fope_sigma``. The coefficients are drawn from the spec's generator, saved in
+    with a and b the identity plus N(0, 2 sigma^2 / (M (M + H))). This is the Xavier initialization
+    of the authors' code with gain sigma = ``fope_sigma``: torch's fans of its (H, M, M) tensor are
+    M M and H M. The coefficients are drawn from the spec's generator, saved in
     the checkpoint, and fixed unless ``fope_learned``.
 
     The encoding is not relative: the score contains products of two series, so it changes with
@@ -49,7 +48,7 @@ class FoPE(LRPE):
     frequencies, which is relative.
 
     The authors' listing also divides the coefficients by their sum over i, which Eq. 13 does not
-    contain, computes the fans of Xavier from the (H, M, M) tensor, and keeps at most D/4 pairs.
+    contain, and keeps at most D/4 pairs.
 
     Costs O(D) per token and head, and O(H T M^2) for the series.
 
@@ -142,4 +141,5 @@ def _draw(spec: EncodingSpec, count: int, sigma: float) -> Tensor:
         raise ChoiceError(f"fope_sigma cannot be negative, got {sigma}")
     generator, shape = spec.generator(stream=22), (2, spec.num_heads, count, count)
     noise = torch.randn(shape, generator=generator, device="cpu")
-    return torch.eye(count, device="cpu") + noise * (sigma * count**-0.5)
+    deviation = sigma * math.sqrt(2 / (count * (count + spec.num_heads)))
+    return torch.eye(count, device="cpu") + noise * deviation

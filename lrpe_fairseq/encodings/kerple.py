@@ -4,27 +4,26 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from lrpe_fairseq.encodings.base import Card, EncodingSpec, option
+from lrpe_fairseq.encodings.base import Card, EncodingSpec, option, undecayed
 from lrpe_fairseq.encodings.biases import LagBias
 
 SMALLEST = 0.01
-"""The authors' code raises smaller values of r1 and r2 to this one; here, initial values only."""
+"""The smallest value of r1 and r2, as in the authors' code."""
 
 
 class Kerple(LagBias):
     """A bias with two positive parameters r1 and r2 per head, which all layers share.
 
-    The stored numbers are unconstrained: r1 = softplus(rho1), and a subclass maps rho2 to r2. They
-    are float32 (H,), set so that r1 and r2 start from U(0, 1) times :attr:`largest`, as in the
-    authors' code, drawn with the spec's generator. Their code clamps the parameters in the forward
-    pass instead; the set of functions is the same. Lags and biases are float64 until the bias is
-    cast. Costs O(T + S) evaluations and one lookup per pair.
+    As in the authors' code, the parameters are r1 and r2 themselves, without weight decay, and the
+    forward pass clamps them. They are float32 (H,) and start from U(0, 1) times :attr:`largest`,
+    drawn with the spec's generator. Lags and biases are float64 until the bias is cast. Costs
+    O(T + S) evaluations and one lookup per pair.
 
-    Trap: the paper's first equation divides the bias by sqrt D together with q.k, but its code adds
-    the bias to the scaled score. This class follows the code; r1 absorbs the factor.
+    Traps: the paper's first equation divides the bias by sqrt D together with q.k, but its code
+    adds the bias to the scaled score. This class follows the code; r1 absorbs the factor. With half
+    types the float32 copies that the optimizer updates are not clamped.
     """
 
     @dataclass(frozen=True)
@@ -38,37 +37,34 @@ class Kerple(LagBias):
     """The stream of the spec's generator."""
     largest: ClassVar[tuple[float, float]]
     """Upper ends of the uniform distributions that r1 and r2 start from."""
+    largest_r2: ClassVar[float | None] = None
+    """Upper limit of r2 in training."""
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)
         self.shared = self.options.kerple_shared
         generator = spec.generator(self.stream)
         draw = torch.rand(2, spec.num_heads, generator=generator, dtype=torch.float64, device="cpu")
-        r1, r2 = (
-            (end * part).clamp_min(SMALLEST) for end, part in zip(self.largest, draw, strict=True)
+        self.r1, self.r2 = (
+            undecayed((end * part).float(), by_any_adam=True)
+            for end, part in zip(self.largest, draw, strict=True)
         )
-        self.rho1 = nn.Parameter(inverse_softplus(r1).float())
-        self.rho2 = nn.Parameter(self.start_of_rho2(r2).float())
 
     def share_with(self, owner: "Kerple") -> None:
         """Use the parameters of ``owner``."""
-        self.rho1, self.rho2 = owner.rho1, owner.rho2
+        self.r1, self.r2 = owner.r1, owner.r2
 
-    @staticmethod
-    def start_of_rho2(r2: Tensor) -> Tensor:
-        """Return the stored number rho2 (H,) for r2 (H,)."""
-        raise NotImplementedError
-
-    @property
-    def r1(self) -> Tensor:
-        """The factor of the bias, (H,) float64, not negative."""
-        return F.softplus(self.rho1.double())
+    def clamped(self) -> tuple[Tensor, Tensor]:
+        """Clamp the parameters in place and return r1 and r2, (H,) float64."""
+        self.r1.data.clamp_(SMALLEST)
+        self.r2.data.clamp_(SMALLEST, self.largest_r2)
+        return self.r1.double(), self.r2.double()
 
 
 class KerpleLog(Kerple):
     """score_st - r1 log(1 + r2 n), n = |s - t|, r1 > 0 and r2 > 0 learned per head.
 
-    r2 = softplus(rho2). See :class:`Kerple`.
+    See :class:`Kerple`.
     """
 
     stream, largest = 20, (2.0, 1.0)
@@ -79,24 +75,19 @@ class KerpleLog(Kerple):
         source="Chi, Fan, Ramadge and Rudnicky, 2022, logarithmic form",
     )
 
-    @staticmethod
-    def start_of_rho2(r2: Tensor) -> Tensor:
-        """Invert r2 = softplus(rho2)."""
-        return inverse_softplus(r2)
-
     def of_lag(self, lag: Tensor) -> Tensor:
         """Return -r1 log(1 + r2 n), float64 (..., H)."""
-        n = lag.double().unsqueeze(-1)
-        return -self.r1 * torch.log1p(F.softplus(self.rho2.double()) * n)
+        r1, r2 = self.clamped()
+        return -r1 * torch.log1p(r2 * lag.double().unsqueeze(-1))
 
 
 class KerplePower(Kerple):
     """score_st - r1 n^r2, n = |s - t|, r1 > 0 and 0 < r2 <= 2 learned per head.
 
-    r2 = 2 sigmoid(rho2). r2 = 1 is ALiBi with learned slopes. See :class:`Kerple`.
+    r2 = 1 is ALiBi with learned slopes. See :class:`Kerple`.
     """
 
-    stream, largest = 21, (1.0, 2.0)
+    stream, largest, largest_r2 = 21, (1.0, 2.0), 2.0
     card = Card(
         equation=r"b_{st} = -r_1 |n|^{r_2}, \quad r_1 > 0, \; 0 < r_2 \le 2 \text{ per head}",
         cost="2 H parameters in the whole model; one lookup per pair, O(H T S)",
@@ -104,18 +95,8 @@ class KerplePower(Kerple):
         source="Chi, Fan, Ramadge and Rudnicky, 2022, power form",
     )
 
-    @staticmethod
-    def start_of_rho2(r2: Tensor) -> Tensor:
-        """Invert r2 = 2 sigmoid(rho2)."""
-        return torch.logit(r2 / 2)
-
     def of_lag(self, lag: Tensor) -> Tensor:
         """Return -r1 n^r2, float64 (..., H); 0 at n = 0, where n^r2 has no finite derivative."""
+        r1, r2 = self.clamped()
         n = lag.clamp_min(1).double().unsqueeze(-1)
-        power = torch.exp(2 * torch.sigmoid(self.rho2.double()) * n.log())
-        return -self.r1 * power.masked_fill((lag == 0).unsqueeze(-1), 0.0)
-
-
-def inverse_softplus(x: Tensor) -> Tensor:
-    """Return y with softplus(y) = x > 0, accurate for small x too."""
-    return x + torch.log(-torch.expm1(-x))
+        return -r1 * torch.exp(r2 * n.log()).masked_fill((lag == 0).unsqueeze(-1), 0.0)

@@ -1,8 +1,10 @@
 """Rotations exp(sum_a p_a A_a) in blocks: LieRE (Ostmeier et al., 2025), ComRoPE (Yu et al., 2025).
 
 A_a = -A_a^T is a learned generator for axis a, block diagonal with blocks of width b, and p_a is
-the coordinate on that axis. On a line there is one axis, the position. On a grid of width W
-(``--grid-width``) axis 0 is row / W and axis 1 is column / W, so a square image spans [0, 1).
+the coordinate on that axis. On a line there is one axis, the position. A grid of R rows and W
+columns (``--grid-height``, ``--grid-width``) has the axes row and column. As in the authors' codes,
+a coordinate is a fraction of its own axis: row / (R - 1) and column / (W - 1) in LieRE, row / R and
+column / W in ComRoPE.
 
 Axes: B batch, H heads, T time, D head width, N axes, J blocks, b width of a block, G = H J,
 K vectors that share the positions, M positions.
@@ -10,9 +12,10 @@ K vectors that share the positions, M positions.
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lrpe_fairseq.encodings.base import (
     Card,
@@ -21,6 +24,7 @@ from lrpe_fairseq.encodings.base import (
     QueryKeyEncoding,
     check_positions,
     option,
+    undecayed,
 )
 from lrpe_fairseq.encodings.grid import rows_and_columns
 from lrpe_fairseq.encodings.rotations import (
@@ -62,6 +66,8 @@ class BlockRotation(QueryKeyEncoding):
         )
 
     reads_grid = True
+    last_at_one: ClassVar[bool] = False
+    """True if the last row and column of a grid have the coordinate 1, as in linspace(0, 1)."""
 
     def __init__(self, spec: EncodingSpec, least_blocks: int = 1) -> None:
         super().__init__(spec)
@@ -103,10 +109,16 @@ class BlockRotation(QueryKeyEncoding):
 
     def coordinates(self, positions: Tensor) -> Tensor:
         """Return p of every position, float64 (M, N); see the docstring of this file."""
-        positions, width = positions.flatten(), self.spec.options.grid_width
-        if not width:
+        positions, grid = positions.flatten(), self.spec.options
+        if not grid.grid_width:
             return positions.unsqueeze(-1).double()
-        return torch.stack(rows_and_columns(positions, width), dim=-1).double() / width
+        sizes = grid.grid_height or grid.grid_width, grid.grid_width
+        axes = rows_and_columns(positions, grid.grid_width)
+        scaled = [
+            axis.double() / max(size - self.last_at_one, 1)
+            for axis, size in zip(axes, sizes, strict=True)
+        ]
+        return torch.stack(scaled, dim=-1)
 
 
 class LieRE(BlockRotation):
@@ -136,6 +148,7 @@ class LieRE(BlockRotation):
         beyond="No promise: the angles grow with the position, as in RoPE.",
         source="Ostmeier et al., 2025 (LieRE: Lie Rotational Positional Encodings)",
     )
+    last_at_one = True
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)
@@ -147,7 +160,7 @@ class LieRE(BlockRotation):
         else:
             self.relative = "no"
             draw = 2 * math.pi * torch.rand(shape, generator=generator, device="cpu")
-        self.lower = nn.Parameter(draw)
+        self.lower = undecayed(draw)
         self._cells = PositionCache()
 
     def turned(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -177,7 +190,7 @@ class ComRoPE(BlockRotation):
         draw = torch.randn(shape, generator=spec.generator(stream=32), device="cpu")
         if self.axes == 1:
             draw = NOISE / math.sqrt(2) * draw + line_start(*shape[:3])  # A has twice its variance
-        self.p = nn.Parameter(draw)
+        self.p = undecayed(draw)
 
     def turned(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x (G, K, M, b); see :meth:`BlockRotation.turned`."""
@@ -236,7 +249,7 @@ class ComRoPELD(ComRoPE):
         super().__init__(spec)
         shape = self.axes, self.blocks
         draw = torch.randn(shape, generator=spec.generator(stream=33), device="cpu")
-        self.theta = nn.Parameter(torch.ones(shape, device="cpu") if self.axes == 1 else draw)
+        self.theta = undecayed(torch.ones(shape, device="cpu") if self.axes == 1 else draw)
 
     def amounts(self, coordinates: Tensor) -> Tensor:
         """Return sum_a theta_aj p_a; see :meth:`ComRoPE.amounts`."""

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import Card, Encoding, EncodingSpec, Planes
+from lrpe_fairseq.encodings.base import Card, Encoding, EncodingSpec, Planes, undecayed
 from lrpe_fairseq.encodings.cores import Rotation, phases, rotate_pairs
 from lrpe_fairseq.encodings.grid import rows_and_columns
 from lrpe_fairseq.encodings.lrpe import LRPE
@@ -121,8 +121,8 @@ class MixedRotation(nn.Module):
         draw = torch.rand(spec.num_heads, 1, generator=spec.generator(stream=21), device="cpu")
         direction = draw.double() * (2 * math.pi)
         halves = [direction, direction + math.pi / 2]
-        self.row = nn.Parameter(torch.cat([magnitude * d.sin() for d in halves], -1).float())
-        self.column = nn.Parameter(torch.cat([magnitude * d.cos() for d in halves], -1).float())
+        self.row = undecayed(torch.cat([magnitude * d.sin() for d in halves], -1).float())
+        self.column = undecayed(torch.cat([magnitude * d.cos() for d in halves], -1).float())
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the phases of every head and position: (H, T, E) or (B, H, T, E), complex.

@@ -47,5 +47,5 @@ def _alike(one: Encoding, other: Encoding) -> bool:
 
 def _settings(encoding: Encoding) -> tuple:
     spec = encoding.spec
-    common = spec.options.fidelity, spec.options.grid_width
+    common = spec.options.fidelity, spec.options.grid_width, spec.options.grid_height
     return spec.head_dim, spec.num_heads, encoding.options, *common

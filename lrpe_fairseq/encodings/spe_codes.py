@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import EncodingSpec, option
+from lrpe_fairseq.encodings.base import EncodingSpec, option, undecayed
 
 BLOCK = 256
 """Positions for which the convolutional code draws noise at once."""
@@ -48,8 +48,8 @@ class SineCode(nn.Module):
         generator = spec.generator(stream=6)
         shape = (spec.num_heads, spec.head_dim, sines)
         frequency, offset, gain = torch.randn(3, *shape, generator=generator, device="cpu")
-        self.frequency = nn.Parameter(frequency - 4.0)
-        self.offset = nn.Parameter(offset)
+        self.frequency = undecayed(frequency - 4.0)
+        self.offset = undecayed(offset)
         self.gain = nn.Parameter(gain * 2.0 / gain.norm(dim=-1, keepdim=True).sqrt())
         noise = torch.randn(*shape[:2], 2 * sines, realizations, generator=generator, device="cpu")
         self.register_buffer("noise", noise)

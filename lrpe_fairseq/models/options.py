@@ -78,6 +78,13 @@ class AttentionOptions(FairseqDataclass):
             "s // W, column s mod W; 0: a sequence"
         },
     )
+    grid_height: int = field(
+        default=0,
+        metadata={
+            "help": "rows of the grid, which liere and comrope read to scale the coordinate of the "
+            "row; 0: as many as columns"
+        },
+    )
     position_grid: ChoiceEnum(list(POSITION_GRIDS)) = field(
         default="flat",
         metadata={
@@ -113,7 +120,7 @@ def encoding_options(options: Any) -> EncodingOptions:
     An option that a checkpoint does not contain yet has its default.
     """
     defaults = {name: own.default for name, own in options_of_encodings().items()}
-    defaults |= {"grid_width": 0, "position_grid": "flat"}
+    defaults |= {"grid_width": 0, "grid_height": 0, "position_grid": "flat"}
     given = {name: getattr(options, name, default) for name, default in defaults.items()}
     plain = {name: str(v) if isinstance(v, Enum) else v for name, v in given.items()}
     return EncodingOptions(parse_departures(options.fidelity), **plain)

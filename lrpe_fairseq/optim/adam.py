@@ -1,6 +1,7 @@
-"""``lrpe_adam``: fairseq's Adam, with weight decay for matrices only."""
+"""Weight decay: ``lrpe_adam``, and parameters that fairseq's ``adam`` does not decay."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import wraps
 from typing import Any
 
 from fairseq.optim import register_optimizer
@@ -12,38 +13,68 @@ from lrpe_fairseq.errors import refuse
 
 @register_optimizer("lrpe_adam", dataclass=FairseqAdamConfig)
 class LRPEAdam(FairseqAdam):
-    """``adam`` (decoupled weight decay) that decays parameters of two or more dimensions only.
+    """``adam`` (decoupled weight decay) that decays neither vectors nor parameters of angles.
 
-    DeiT's code, which TMLR LRPE used for images, decays the same ones. Biases, weights of norms and
-    learned angles of encodings have one dimension. ``adam`` decays them too: an angle without a
-    gradient shrinks by the factor exp(-sum over updates of rate x decay). Learned absolute
-    positions are a matrix and are decayed, as in the authors' model; DeiT's own excludes them.
-    Options are those of ``adam``. The rate is the same for all parameters.
+    It decays parameters of two or more dimensions, as DeiT's code does, which TMLR LRPE used for
+    images: neither biases nor weights of norms. It does not decay what an encoding creates by
+    ``encodings.base.undecayed``: angles, frequencies and generators of rotations. ``adam`` decays
+    them: an angle without a gradient shrinks by the factor exp(-sum over updates of rate x decay).
+    Learned absolute positions are a matrix and are decayed, as in the authors' model; DeiT's own
+    excludes them. Options are those of ``adam``. The rate is the same for all parameters.
 
     Trap: ``--fp16`` joins all parameters into one vector, which hides their dimensions.
     Raises: Refusal in this case.
     """
 
     def __init__(self, cfg: Any, params: Iterable[nn.Parameter]) -> None:
-        super().__init__(cfg, groups(params))
+        params = list(params)
+        if all(p.dim() <= 1 for p in params):
+            refuse(
+                "lrpe_adam decays matrices only, and this training flattens all parameters into "
+                "vectors: add --fp16-no-flatten-grads to --fp16, or use --bf16"
+            )
+        super().__init__(cfg, groups(params, lambda p: p.dim() > 1 and _mark(p) is None))
 
-    def load_state_dict(self, state_dict: dict, optimizer_overrides: dict | None = None) -> None:
-        """Load a state; ``--optimizer-overrides`` changes the weight decay of matrices only."""
-        super().load_state_dict(state_dict, optimizer_overrides)
-        self.param_groups[1]["weight_decay"] = 0.0
 
-
-def groups(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-    """Return torch's two parameter groups: matrices, then parameters that are not decayed.
-
-    Raises: Refusal if there are no matrices, because the parameters were flattened.
-    """
+def groups(
+    params: Iterable[nn.Parameter], decayed: Callable[[nn.Parameter], bool]
+) -> list[dict[str, Any]]:
+    """Return torch's two parameter groups: those that are decayed and those that are not."""
     params = list(params)
-    matrices = [p for p in params if p.dim() > 1]
-    if not matrices:
-        refuse(
-            "lrpe_adam decays matrices only, and this training flattens all parameters into "
-            "vectors: add --fp16-no-flatten-grads to --fp16, or use --bf16"
-        )
-    vectors = [p for p in params if p.dim() <= 1]
-    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    kept = [p for p in params if not decayed(p)]
+    return [{"params": [p for p in params if decayed(p)]}, {"params": kept, "weight_decay": 0.0}]
+
+
+def spare_marked_parameters() -> None:
+    """Make fairseq's ``adam`` leave parameters marked with ``by_any_adam`` without weight decay.
+
+    Trap: ``--fp16`` without ``--fp16-no-flatten-grads`` joins them with all others and decays them.
+    """
+    start, load = FairseqAdam.__init__, FairseqAdam.load_state_dict
+
+    @wraps(start)
+    def spare(self: FairseqAdam, cfg: Any, params: Iterable[Any]) -> None:
+        params = list(params)
+        if any(_spared(p) for p in params if isinstance(p, nn.Parameter)):
+            params = groups(params, lambda p: not _spared(p))
+        start(self, cfg, params)
+
+    @wraps(load)
+    def keep_spared(self: FairseqAdam, *args: Any, **overrides: Any) -> None:
+        load(self, *args, **overrides)
+        for group in self.param_groups[1:]:
+            group["weight_decay"] = 0.0  # which --optimizer-overrides sets in all groups
+
+    FairseqAdam.__init__, FairseqAdam.load_state_dict = spare, keep_spared
+
+
+def _mark(parameter: nn.Parameter) -> dict[str, Any] | None:
+    """Return what ``encodings.base.undecayed`` says of a parameter, None for other parameters."""
+    return getattr(parameter, "optim_overrides", {}).get("optimizer")
+
+
+def _spared(parameter: nn.Parameter) -> bool:
+    return bool((_mark(parameter) or {}).get("any_adam"))
+
+
+spare_marked_parameters()

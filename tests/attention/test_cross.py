@@ -343,8 +343,8 @@ def test_a_decoder_shares_across_cross_attention_but_not_with_its_self_attention
         for causal in (True, False)
     )
     share_across_layers(layers)
-    assert layers[2].rho1 is layers[0].rho1
-    assert layers[3].rho1 is layers[1].rho1
-    assert layers[1].rho1 is not layers[0].rho1
+    assert layers[2].r1 is layers[0].r1
+    assert layers[3].r1 is layers[1].r1
+    assert layers[1].r1 is not layers[0].r1
     twin = copy.deepcopy(layers)
     twin.load_state_dict(layers.state_dict())

@@ -91,8 +91,8 @@ def test_permuting_the_heads_and_the_columns_of_the_network_permutes_the_scores(
         encoding.inner.weight.copy_(encoding.inner.weight[:, torch.cat([order, order + 3])])
         encoding.outer.weight.copy_(encoding.outer.weight[order])
         encoding.outer.bias.copy_(encoding.outer.bias[order])
-        encoding.base.rho1.copy_(encoding.base.rho1[order])
-        encoding.base.rho2.copy_(encoding.base.rho2[order])
+        encoding.base.r1.copy_(encoding.base.r1[order])
+        encoding.base.r2.copy_(encoding.base.r2[order])
     after = encoded(encoding, q[:, order], k[:, order], *at)
     torch.testing.assert_close(after, before[:, order], rtol=1e-12, atol=1e-12)
 
@@ -119,14 +119,13 @@ def test_scores_that_float16_cannot_hold_saturate():
     assert (scores[:, 1] == -65504).all()
 
 
-def test_layers_share_what_the_base_shares_and_not_the_network():
-    shared = torch.nn.ModuleList([build("cape-kerple", seed=s) for s in range(3)])
-    own = torch.nn.ModuleList([build("cape-fire", seed=s) for s in range(2)])
-    share_across_layers(shared), share_across_layers(own)
-    network = 97 * 3 + 32
-    assert sum(p.numel() for p in shared.parameters()) == 3 * network + 2 * 3
-    assert sum(p.numel() for p in own.parameters()) == 2 * (network + 2 + 64 + 33 * 3)
-    assert shared[2].base.rho1 is shared[0].base.rho1
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_share_neither_the_network_nor_the_bias(name):
+    layers = torch.nn.ModuleList([build(name, seed=s) for s in range(3)])
+    before = sum(p.numel() for p in layers.parameters())
+    share_across_layers(layers)
+    bias = {"cape-alibi": 0, "cape-kerple": 2 * 3, "cape-fire": 2 + 64 + 33 * 3}[name]
+    assert sum(p.numel() for p in layers.parameters()) == before == 3 * (97 * 3 + 32 + bias)
 
 
 def test_relative_up_to_the_threshold_of_fire_only():

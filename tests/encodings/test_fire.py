@@ -1,6 +1,5 @@
 """FIRE against a double loop, its two forms against each other, and against KERPLE."""
 
-import math
 from unittest import mock
 
 import pytest
@@ -77,7 +76,7 @@ def test_with_a_linear_f_and_a_long_threshold_it_is_kerple(r2):
     kerple = build_encoding("kerple-log", 4, 3, causal=True).double()
     encoding, at = build(fire_layers=0, fire_length=10_000), torch.arange(0, 9000, 300)
     with torch.no_grad():
-        kerple.rho2.fill_(math.log(math.expm1(r2)))
+        kerple.r2.fill_(r2)
         encoding.c.fill_(r2)
         whole = torch.log1p(r2 * encoding.threshold) + fire.EPS
         encoding.f[0].weight.copy_(-(kerple.r1 * whole).unsqueeze(-1))

@@ -51,7 +51,8 @@ def reference(encoding, name, x, positions):
     width, a, b = encoding.spec.options.grid_width, generators(encoding, name), encoding.block
     out = x.clone()
     for t, s in enumerate(positions.tolist()):
-        p = (s // width / width, s % width / width) if width else (s,)
+        span = max(width - (name == "liere"), 1)
+        p = (s // width / span, s % width / span) if width else (s,)
         for h in range(encoding.spec.num_heads):
             for j in range(encoding.blocks):
                 rotation = torch.matrix_exp(sum(c * m for c, m in zip(p, a[:, h, j], strict=True)))
@@ -223,13 +224,27 @@ def test_liere_in_blocks_of_two_is_the_mixed_rotation_of_pairs():
     """rope-2d-mixed (Heo et al., 2024): pair i turns by theta_i0 row + theta_i1 column."""
     width, encoding = 5, build("liere", width=5, block=2)
     x, at = normal(2, 2, 20, 8), torch.arange(20)
-    row, column = at // width / width, at % width / width
+    row, column = at // width / 4, at % width / 4
     angle = encoding.lower[0] * row + encoding.lower[1] * column  # H J T
     turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.polar(
         torch.ones(()).double(), angle.transpose(1, 2).double()
     )
     wanted = torch.view_as_real(turned).flatten(-2)
     torch.testing.assert_close(encoding(x, x, at, at)[0], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_coordinates_of_a_grid_are_those_of_the_authors_codes():
+    """linspace(0, 1) in LieRE and arange / size in ComRoPE, each axis by its own size."""
+    at, options = torch.arange(6), EncodingOptions(grid_width=3, grid_height=2)
+    for name, rows, columns in (
+        ("liere", torch.linspace(0, 1, 2), torch.linspace(0, 1, 3)),
+        ("comrope-ap", torch.arange(2) / 2, torch.arange(3) / 3),
+    ):
+        found = build_encoding(name, 8, 2, options=options).coordinates(at)
+        wanted = torch.cartesian_prod(rows, columns)
+        torch.testing.assert_close(found.float(), wanted)
+    one = build_encoding("liere", 8, 2, options=EncodingOptions(grid_width=1))
+    assert one.coordinates(torch.arange(1)).tolist() == [[0.0, 0.0]]
 
 
 def shift_error(encoding, shift):
