@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from fairseq import optim, options
 from fairseq.dataclass.configs import FairseqConfig
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from fairseq.optim import FairseqOptimizer
+from fairseq.optim import FairseqOptimizer, lr_scheduler
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
@@ -159,3 +161,17 @@ def test_the_command_line_has_the_optimizer_with_the_options_of_adam() -> None:
     parsed = options.parse_args_and_arch(options.get_training_parser(), typed.split())
     known = convert_namespace_to_omegaconf(parsed).optimizer
     assert (known._name, known.weight_decay, known.adam_eps) == ("lrpe_adam", 0.3, 1e-8)
+
+
+# --- the schedule ------------------------------------------------------------------------------
+
+
+def test_lrpe_cosine_counts_from_the_first_update() -> None:
+    """timm's CosineLRScheduler with warmup_prefix=False: t / T includes the warm-up."""
+    known = config()
+    chosen = {"_name": "lrpe_cosine", "warmup_updates": 20, "warmup_init_lr": 0.0, "min_lr": 0.01}
+    known = OmegaConf.merge(known, {"lr_scheduler": chosen, "optimization": {"max_update": 300}})
+    schedule = lr_scheduler.build_lr_scheduler(known.lr_scheduler, trained("float32", model()))
+    rates = [schedule.step_update(n) for n in (0, 10, 19, 20, 150, 300)]
+    top = [0.01 + 0.045 * (1 + math.cos(math.pi * n / 300)) for n in (20, 150, 300)]
+    assert rates == pytest.approx([0.0, 0.05, 0.095, *top])

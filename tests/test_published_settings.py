@@ -38,7 +38,7 @@ SIDES = {"Encoder layers": "encoder", "Decoder layers": "decoder"}
 NAMES = {
     "inverse_sqrt": "Inverse sqrt",
     "polynomial_decay": "Polynomial decay",
-    "cosine": "Cosine",
+    "lrpe_cosine": "Cosine",
 }
 NOT_PRINTED = "-"
 

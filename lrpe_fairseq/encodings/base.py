@@ -50,7 +50,7 @@ class EncodingOptions:
         s mod W. 0: positions are on a line. Read by the encodings that have two axes.
     position_grid: how the other encodings read a grid, a name in :data:`POSITION_GRIDS`.
     grid_height: number of rows, 0 if as many as columns. Read by encodings whose coordinates are
-        fractions of the grid (LieRE, ComRoPE).
+        fractions of the grid.
     values: the options that differ from their defaults, by name; see each class's ``Options``.
 
     >>> EncodingOptions(toy_size=3).values

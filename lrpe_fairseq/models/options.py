@@ -81,8 +81,8 @@ class AttentionOptions(FairseqDataclass):
     grid_height: int = field(
         default=0,
         metadata={
-            "help": "rows of the grid, which liere and comrope read to scale the coordinate of the "
-            "row; 0: as many as columns"
+            "help": "rows of the grid, for encodings whose coordinates are fractions of it; 0: as "
+            "many as columns"
         },
     )
     position_grid: ChoiceEnum(list(POSITION_GRIDS)) = field(

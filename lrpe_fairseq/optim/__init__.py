@@ -1,3 +1,3 @@
-"""fairseq optimizers that stock fairseq does not have."""
+"""fairseq optimizers and schedules that stock fairseq does not have."""
 
-from lrpe_fairseq.optim import adam  # noqa: F401  (registers the optimizer)
+from lrpe_fairseq.optim import adam, cosine  # noqa: F401  (registers them)

@@ -29,6 +29,7 @@ PAD, PAD_ID = "<pad>", 1
 MULTIPLES = (1, 2, 4, 8, 16)
 """Lengths of the test splits, in training lengths."""
 BEGIN, SEPARATOR, BLANK = "begin", "separator", "."
+FILLERS = ("blank", "random")  # of MQAR and MQRAR
 GAP_POWER = 0.01  # a of MQAR: the gap g before a query has the weight g^(a - 1)
 IGNORE = 0.8  # probability of the instruction "ignore" in training
 OTHER_IGNORE = {"sparse": 0.98, "dense": 0.1}  # test splits at the training length
@@ -282,8 +283,13 @@ class Recipe:
     task: str
     scale: str
     seed: int = 42
+    fillers: str = "blank"
 
     def __post_init__(self) -> None:
+        if self.fillers not in FILLERS:
+            raise UserError(f"--fillers must be one of {', '.join(FILLERS)}, not {self.fillers}.")
+        if self.fillers != "blank" and self.task not in ("mqar", "mqrar"):
+            raise UserError(f"--fillers is for mqar and mqrar: leave it out for {self.task}.")
         if self.task not in TASKS:
             raise UserError(f"{self.task} is not a task: choose one of {', '.join(TASKS)}.")
         if self.scale not in SCALES:
@@ -310,7 +316,8 @@ class Recipe:
     def vocabulary(self) -> list[str]:
         """Every symbol, in the order of the dictionary."""
         task = TASKS[self.task]
-        return task.vocabulary(self.sizes) + task.answers(self.sizes)
+        fillers = types("n", self.sizes.keys) if self.fillers == "random" else []
+        return task.vocabulary(self.sizes) + task.answers(self.sizes) + fillers
 
     @property
     def splits(self) -> dict[str, Split]:
@@ -337,9 +344,18 @@ def sampler(recipe: Recipe, split: Split) -> Callable[[RandomState], Sample]:
         length = split.multiple * longest or shortest + below(rng, longest - shortest + 1)
         length -= length % 2 if task.even else 0
         sample = task.draw(rng, recipe.sizes, length, **split.keywords)
+        if recipe.fillers == "random":
+            sample = _without_blanks(rng, sample, recipe.sizes.keys)
         return scored_from(sample, seen) if split.multiple > 1 else sample
 
     return draw
+
+
+def _without_blanks(rng: RandomState, sample: Sample, symbols: int) -> Sample:
+    """Return ``sample`` with random symbols n1, n2, ... in place of blanks."""
+    drawn = iter(types("n", symbols)[n] for n in rng.randint(symbols, size=len(sample.inputs)))
+    inputs = (next(drawn) if token == BLANK else token for token in sample.inputs)
+    return sample._replace(inputs=tuple(inputs))
 
 
 def scored_from(sample: Sample, place: int) -> Sample:
@@ -434,7 +450,7 @@ def prepare(dest: Path, recipe: Recipe) -> dict[str, Any]:
     text, bin_dir = dest / "text", dest / "bin"
     names = file_names(recipe)
     written = {name: text / name for name in (*names, "dict.txt")}
-    reads = {"script": Path(__file__), "seed": recipe.seed}
+    reads = {"script": Path(__file__), "seed": recipe.seed, "fillers": recipe.fillers}
     steps.run("generate", reads, list(written.values()), lambda: write_text(recipe, text))
     files = [bin_dir / f"{name}.{kind}" for name in names for kind in ("bin", "idx")]
     outputs = [bin_dir / "dict.txt", *files]
