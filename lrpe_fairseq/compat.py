@@ -27,7 +27,7 @@ from datetime import timedelta
 from pathlib import PurePosixPath
 from pickle import UnpicklingError
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -294,16 +294,20 @@ def gather_predictions() -> None:
     _replace(distributed_utils, "all_gather_list", _gather_objects)
 
 
-def resume_in_other_processes() -> None:
-    """Resume with another number of processes where the data were left.
+def resume_where_the_data_were_left() -> None:
+    """Resume with other processes or batches where the data were left, or refuse.
 
-    Break: a checkpoint counts the batches of the epoch that one process has read. With other
-    numbers of processes and of accumulated batches, updates of the same size read other numbers, so
+    Break: a checkpoint counts the batches of the epoch that one process has read. With another
+    number of processes or another size of batches the same number is another place in the data, so
     that a resumed training skips or repeats data, or stops with "dataloader mismatch". The fix
-    converts the number; batches of another size are refused in one sentence.
+    converts the number where the samples that were read are the first of the new batches, and
+    refuses in one sentence otherwise. Batches of another size are shuffled into another order, so
+    they can be converted only in an epoch that is not shuffled (``--curriculum``, streams of text).
+
+    A task whose batches depend on the size of an update sets ``ordered_by_updates``.
     """
     _replace(checkpoint_utils, "load_checkpoint_to_cpu", _load_with_batches)
-    _replace_method(trainer.Trainer, "load_checkpoint", _load_for_these_processes)
+    _replace_method(trainer.Trainer, "load_checkpoint", _load_for_these_batches)
 
 
 def leave_the_process_group() -> None:
@@ -330,7 +334,7 @@ FIXES: tuple[Callable[[], None], ...] = (
     refuse_unsafe_archives,
     measure_training_time_monotonically,
     gather_predictions,
-    resume_in_other_processes,
+    resume_where_the_data_were_left,
     leave_the_process_group,
 )
 
@@ -447,7 +451,8 @@ def _broadcast_plain_config(original: Callable, obj: Any, *args: Any, **kwargs: 
 
 
 _BATCHES = "batches"
-"""Key of ``train_iterator``, in memory only: processes and batch limits of a checkpoint."""
+"""Key of ``train_iterator``, in memory only: what the batches of a checkpoint depend on."""
+_LIMITS = ("batch_size", "max_tokens", "required_batch_size_multiple")
 
 
 def _load_with_batches(original: Callable, *args: Any, **kwargs: Any) -> dict:
@@ -461,26 +466,59 @@ def _load_with_batches(original: Callable, *args: Any, **kwargs: Any) -> dict:
 def _batches_in(cfg: Any) -> dict[str, Any]:
     return {
         "processes": cfg["distributed_training"]["distributed_world_size"],
-        "limits": (cfg["dataset"]["batch_size"], cfg["dataset"]["max_tokens"]),
+        "update_freq": list(cfg["optimization"]["update_freq"]),
+        **{name: cfg["dataset"][name] for name in _LIMITS},
     }
 
 
-def _load_for_these_processes(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    extra_state = original(self, *args, **kwargs)
+def _load_for_these_batches(
+    original: Callable, self: Any, filename: str, *args: Any, **kwargs: Any
+) -> Any:
+    extra_state = original(self, filename, *args, **kwargs)
     place = (extra_state or {}).get("train_iterator")
     before = place.pop(_BATCHES, None) if place else None
-    now = _batches_in(self.cfg)
-    if before and place.get("iterations_in_epoch") and not self.cfg.checkpoint.reset_dataloader:
-        read = place["iterations_in_epoch"] * before["processes"]
-        if before["processes"] != now["processes"]:
-            if before["limits"] != now["limits"] or read % now["processes"]:
-                refuse(
-                    f"the checkpoint was saved within an epoch by {before['processes']} processes "
-                    f"with other batches: resume with {before['processes']} processes, or add "
-                    "--reset-dataloader to start a new pass over the data"
-                )
-            place["iterations_in_epoch"] = read // now["processes"]
+    cfg = self.cfg.checkpoint
+    first_epoch = cfg.reset_dataloader or filename == cfg.finetune_from_model
+    if before and place.get("iterations_in_epoch") and not first_epoch:
+        by_updates = getattr(self.task, "ordered_by_updates", False)
+        _convert_place(place, before, _batches_in(self.cfg), by_updates)
     return extra_state
+
+
+def _convert_place(place: dict, before: dict, now: dict, by_updates: bool) -> None:
+    """Convert the batches that one process has read from those of ``before`` to those of ``now``.
+
+    Raises: Refusal if no number of them has the same samples.
+    """
+    sizes = 1, 1
+    if any(before[name] != now[name] for name in _LIMITS):
+        sizes = (0, 0) if place.get("shuffle", True) else (_full_batch(before), _full_batch(now))
+    old, new = (n * each["processes"] for n, each in zip(sizes, (before, now), strict=True))
+    updates = [[n * f for f in each["update_freq"]] for n, each in ((old, before), (new, now))]
+    read = place["iterations_in_epoch"] * old
+    if not read or not new or read % new or (by_updates and updates[0] != updates[1]):
+        _refuse_batches(before, now, by_updates)
+    place["iterations_in_epoch"] = read // new
+
+
+def _full_batch(batches: dict) -> int:
+    """Return the samples of a full batch; 0 if full batches differ."""
+    size, multiple = batches["batch_size"] or 0, batches["required_batch_size_multiple"]
+    return 0 if batches["max_tokens"] or (size > multiple and size % multiple) else size
+
+
+def _refuse_batches(before: dict, now: dict, by_updates: bool) -> NoReturn:
+    options = {name: before[name] for name in _LIMITS if before[name] != now[name]}
+    if by_updates and before["update_freq"] != now["update_freq"]:
+        options["update_freq"] = ",".join(map(str, before["update_freq"]))
+    given = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+    said = [f"no {name}" if value is None else f"{name} {value}" for name, value in given.items()]
+    if before["processes"] != now["processes"]:
+        said.append(f"{before['processes']} process{'es' * (before['processes'] > 1)}")
+    refuse(
+        "the checkpoint was saved within an epoch that other batches cannot continue: resume with "
+        f"{' and '.join(said)}, or add --reset-dataloader to start a new pass over the data"
+    )
 
 
 def _gather_objects(

@@ -37,7 +37,6 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.models import BaseFairseqModel
 from fairseq.models.ema.ema import EMA
 from fairseq.models.transformer import TransformerDecoderBase
-from omegaconf import OmegaConf
 
 from lrpe_fairseq import compat
 from lrpe_fairseq.errors import Refusal
@@ -798,23 +797,27 @@ def test_a_batching_that_keeps_every_sample_is_left_alone(
     assert data_utils.batch_by_size is whole
 
 
-def _options(processes: int, batch_size: int) -> Any:
-    sections = {
-        "distributed_training": {"distributed_world_size": processes},
-        "dataset": {"batch_size": batch_size, "max_tokens": None},
-        "checkpoint": {"reset_dataloader": False},
-    }
-    return OmegaConf.create(sections)
+def _batches(size: int | None, multiple: int = 8, **more: Any) -> dict[str, Any]:
+    limits = {"batch_size": size, "max_tokens": None, "required_batch_size_multiple": multiple}
+    return {"processes": 2, "update_freq": [1], **limits, **more}
 
 
-@pytest.mark.parametrize(("processes", "batch_size"), [(4, 4), (5, 8)])
-def test_batches_that_another_number_of_processes_cannot_continue_are_refused(
-    processes: int, batch_size: int
+@pytest.mark.parametrize(
+    ("shuffle", "before", "now", "said"),
+    [
+        (True, _batches(8), _batches(4, processes=4), "--batch-size 8 and 2 processes"),
+        (True, _batches(8), _batches(8, multiple=1), "--required-batch-size-multiple 8"),
+        (False, _batches(8), _batches(8, processes=5), "2 processes"),
+        (False, _batches(12), _batches(4), "--batch-size 12"),  # fairseq cuts 12 to 8
+        (False, _batches(None, max_tokens=9), _batches(4), "no --batch-size and --max-tokens 9"),
+    ],
+)
+def test_batches_that_others_cannot_continue_are_refused_with_those_that_can(
+    shuffle: bool, before: dict, now: dict, said: str
 ) -> None:
-    place = {"iterations_in_epoch": 6, compat._BATCHES: compat._batches_in(_options(2, 8))}
-    trainer = SimpleNamespace(cfg=_options(processes, batch_size))
-    with pytest.raises(Refusal, match="resume with 2 processes, or add --reset-dataloader"):
-        compat._load_for_these_processes(lambda self: {"train_iterator": place}, trainer)
+    place = {"iterations_in_epoch": 6, "shuffle": shuffle}
+    with pytest.raises(Refusal, match=f"resume with {said}, or add --reset-dataloader"):
+        compat._convert_place(place, before, now, by_updates=False)
 
 
 RANK = """

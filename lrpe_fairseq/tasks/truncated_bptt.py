@@ -102,6 +102,8 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
     Raises: Refusal for options that cannot be combined.
     """
 
+    ordered_by_updates = True  # see compat.resume_where_the_data_were_left
+
     @classmethod
     def setup_task(cls, args: Any, **keywords: Any) -> "LRPETruncatedBPTTTask":
         """Called by fairseq."""

@@ -180,10 +180,15 @@ def build(
 
 def built(*arguments: object, seed: int = 1) -> tuple[BaseFairseqModel, FairseqTask, Any]:
     """Model, task and configuration that ``fairseq-train`` makes of its whole command line."""
-    config = copy.deepcopy(_configuration(tuple(words(arguments))))
+    config = configured(*arguments)
     torch.manual_seed(seed)
     task = tasks.setup_task(config.task)
     return task.build_model(config.model), task, config
+
+
+def configured(*arguments: object) -> Any:
+    """Configuration that ``fairseq-train`` makes of its whole command line."""
+    return copy.deepcopy(_configuration(tuple(words(arguments))))
 
 
 @functools.cache

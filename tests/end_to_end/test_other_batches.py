@@ -1,0 +1,195 @@
+"""A training that resumes within an epoch with other batches reads every sample of it once, or is
+refused in one sentence; with every task."""
+
+import shutil
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+from fairseq import tasks
+from fairseq.data.iterators import EpochBatchIterator
+
+from lrpe_fairseq import compat
+from lrpe_fairseq.errors import Refusal
+from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.data import examples, synthetic, transduction
+from lrpe_fairseq.experiments.data.examples import BYTES, Examples
+from lrpe_fairseq.tasks import images
+from tests.end_to_end.commands import PLUGIN, SMALL, TRAINING, Corpus, configured, run_here, saved
+from tests.test_data_prep import load
+from tests.test_images import write_class_folders
+
+pytestmark = pytest.mark.end_to_end
+
+
+class Batches(NamedTuple):
+    """What the batches of a training depend on."""
+
+    size: int
+    frequency: int
+    processes: int = 1
+    tokens: int | None = None
+
+
+ALWAYS, IN_ORDER, NEVER = 2, 1, 0
+CASES = {  # before one update, after it, when the training goes on
+    "two processes": (Batches(4, 4), Batches(4, 2, 2), ALWAYS),
+    "one process": (Batches(4, 2, 2), Batches(4, 4), ALWAYS),
+    "half the batch": (Batches(4, 2), Batches(2, 4), IN_ORDER),
+    "twice the batch": (Batches(4, 4), Batches(8, 2), IN_ORDER),
+    "its halves in processes": (Batches(4, 2), Batches(2, 2, 2), IN_ORDER),
+    "three processes for two": (Batches(4, 2, 2), Batches(4, 2, 3), NEVER),
+    "a limit of tokens": (Batches(4, 2), Batches(4, 2, tokens=4096), NEVER),
+    "twice the update": (Batches(4, 2), Batches(4, 4), ALWAYS),
+    "half the update": (Batches(4, 2), Batches(2, 2), IN_ORDER),
+}
+OTHER_UPDATES = {"twice the update", "half the update"}
+IN_UPDATES = {"lrpe_truncated_bptt_lm", "lrpe_images"}  # tasks whose order depends on the update
+TASKS = {
+    "language_modeling": "--arch lrpe_lm_tiny --tokens-per-sample 32",
+    "lrpe_truncated_bptt_lm": "--arch lrpe_lm_tiny --tokens-per-sample 32",
+    "masked_lm": "--arch lrpe_roberta_tiny --tokens-per-sample 32",
+    "translation": "--arch lrpe_transformer_tiny -s en -t de",
+    "sentence_prediction": "--arch lrpe_roberta_tiny --num-classes 3 "
+    "--criterion sentence_prediction",
+    "lrpe_classification": "--arch lrpe_classifier_tiny --num-classes 3",
+    "lrpe_images": "--arch lrpe_vit_tiny --num-classes 2 --image-size 32 --no-augmentation "
+    "--curriculum 9 --batch-size 4 --repeats 2 --update-freq 2",
+    "lrpe_synthetic": "--arch lrpe_lm_tiny",
+    "lrpe_transduction": "--arch lrpe_transformer_tiny -s source -t target",
+}
+
+
+@pytest.fixture(scope="module")
+def data(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function that returns the data of a task."""
+    folder = tmp_path_factory.mktemp("data")
+
+    def copied(task: str) -> Path:
+        return corpus.data
+
+    def paired(task: str) -> Path:
+        for side in ("en", "de"):
+            shutil.copy(corpus.data / "dict.txt", folder / f"dict.{side}.txt")
+            for kind in ("bin", "idx"):
+                shutil.copy(corpus.data / f"train.{kind}", folder / f"train.en-de.{side}.{kind}")
+        return folder
+
+    def classes(task: str) -> Path:
+        rows = Examples([[n, 2 * n] for n in range(1, 60)], [n % 3 for n in range(1, 60)])
+        steps = prep.Steps(folder / task, "test", "bytes")
+        examples.binarize(steps, {}, lambda: {"train": rows}, symbols=BYTES, classes=3)
+        return folder / task / "bin"
+
+    def drawn(task: str) -> Path:
+        write_class_folders(folder / "given", count=60)
+        given = ["--dest", folder / task, "--from", folder / "given", "--any-images"]
+        assert load("imagenet").main(list(map(str, given))) == 0
+        return folder / task / "bin"
+
+    def generated(task: str) -> Path:
+        if task == "lrpe_synthetic":
+            synthetic.prepare(folder / task, synthetic.Recipe("mqar", "tiny"))
+        else:
+            transduction.prepare(folder / task, transduction.Recipe("tree-copy", "tiny", "depth"))
+        return folder / task / "bin"
+
+    made = {"translation": paired, "sentence_prediction": classes, "lrpe_classification": classes}
+    made |= {"lrpe_images": drawn, "lrpe_synthetic": generated, "lrpe_transduction": generated}
+    return lambda task: made.get(task, copied)(task)
+
+
+def prepared(config: Any, batches: Batches) -> Any:
+    """The configuration with these batches, and its task."""
+    config.distributed_training.distributed_world_size = batches.processes
+    config.optimization.update_freq = [batches.frequency]
+    config.dataset.batch_size, config.dataset.max_tokens = batches.size, batches.tokens
+    config.dataset.required_batch_size_multiple = 1
+    for section, name in (
+        ("optimization", "update_freq"),
+        ("dataset", "batch_size"),
+        ("dataset", "required_batch_size_multiple"),
+    ):
+        if name in config.task:
+            config.task[name] = config[section][name]
+    task = tasks.setup_task(config.task)
+    task.load_dataset("train")
+    return SimpleNamespace(cfg=config, task=task)
+
+
+def iterators(trainer: Any) -> list[EpochBatchIterator]:
+    """The iterator of every process, as the trainer makes it."""
+    chosen = trainer.cfg.dataset
+    processes = trainer.cfg.distributed_training.distributed_world_size
+    return [
+        trainer.task.get_batch_iterator(
+            trainer.task.dataset("train"),
+            max_tokens=chosen.max_tokens,
+            max_sentences=chosen.batch_size,
+            required_batch_size_multiple=chosen.required_batch_size_multiple,
+            num_shards=processes,
+            shard_id=rank,
+            disable_iterator_cache=True,
+        )
+        for rank in range(processes)
+    ]
+
+
+def read(made: list[EpochBatchIterator], shuffle: bool, stop: int | None = None) -> list[int]:
+    """The samples of the next batches of every process."""
+    for iterator in made:
+        iterator.next_epoch_itr(shuffle=shuffle)
+    rows = [iterator.epoch_batch_sampler.batches[:stop] for iterator in made]
+    return [int(sample) for batches in rows for batch in batches for sample in batch]
+
+
+def resumed(trainer: Any, place: dict[str, Any], saved_with: dict[str, Any], shuffle: bool) -> list:
+    """The samples that a training reads from ``place`` of another one."""
+    state = {"train_iterator": {**place, compat._BATCHES: saved_with}}
+    state = compat._load_for_these_batches(lambda *_: state, trainer, "checkpoint_last.pt")
+    made = iterators(trainer)
+    for iterator in made:
+        iterator.load_state_dict(state["train_iterator"])
+    return read(made, shuffle)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_other_batches_read_the_rest_of_the_epoch_or_are_refused(
+    task: str, data: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(data(task), f"--user-dir {PLUGIN} --task {task}", TASKS[task])
+    for (name, (before, after, when)), shuffle in product(CASES.items(), (True, False)):
+        monkeypatch.setattr(images, "_processes", lambda chosen=before: chosen.processes)
+        trainer = prepared(config, before)
+        made, saved_with = iterators(trainer), compat._batches_in(config)
+        every, first = read(made, shuffle), read(iterators(trainer), shuffle, before.frequency)
+        made[0]._cur_epoch_itr.n = before.frequency
+        place = made[0].state_dict()
+        monkeypatch.setattr(images, "_processes", lambda chosen=after: chosen.processes)
+        trainer = prepared(config, after)
+        goes_on = when >= (ALWAYS if place["shuffle"] else IN_ORDER)
+        if goes_on and not (task in IN_UPDATES and name in OTHER_UPDATES):
+            rest = resumed(trainer, place, saved_with, shuffle)
+            assert sorted(first + rest) == sorted(every), (name, shuffle)
+        else:
+            with pytest.raises(Refusal, match=r"resume with .*, or add --reset-dataloader"):
+                resumed(trainer, place, saved_with, shuffle)
+
+
+def test_a_training_refuses_other_batches_until_it_starts_a_new_pass(
+    corpus: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    train = [corpus.data, TRAINING.replace("--max-tokens 128", ""), SMALL, "--disable-validation"]
+    run_here("fairseq_cli.train", *train, "--batch-size 16 --max-update 3 --save-dir", tmp_path)
+    other = [*train, "--batch-size 4 --max-update 4 --save-dir"]
+    with pytest.raises(Refusal):
+        run_here("fairseq_cli.train", *other, tmp_path)
+    assert "resume with --batch-size 16, or add --reset-dataloader" in capsys.readouterr().err
+    last = tmp_path / "checkpoint_last.pt"
+    for case in (["--finetune-from-model", last], ["--reset-dataloader --restore-file", last]):
+        folder = tmp_path / case[0][2:10]
+        run_here("fairseq_cli.train", *other, folder, *case)
+        assert saved(folder / last.name)["extra_state"]["train_iterator"]["iterations_in_epoch"]
