@@ -40,6 +40,7 @@ from fairseq.dataclass import utils as dataclass_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.models.ema.ema import EMA
 from fairseq.models.transformer import TransformerConfig, TransformerDecoderBase
+from fairseq.optim.fp16_optimizer import _FP16OptimizerMixin, _MemoryEfficientFP16OptimizerMixin
 from omegaconf import OmegaConf
 
 from lrpe_fairseq.errors import refuse
@@ -310,6 +311,19 @@ def resume_where_the_data_were_left() -> None:
     _replace_method(trainer.Trainer, "load_checkpoint", _load_for_these_batches)
 
 
+def save_what_half_precision_rounds() -> None:
+    """Let a training with ``--fp16`` or ``--bf16`` that is resumed equal an uninterrupted one.
+
+    Break: a checkpoint has the rounded weights, but neither the float32 weights that the optimizer
+    updates nor the counters of the loss scaler. The fix adds both to the state of the optimizer,
+    where stock fairseq ignores them. Float32 weights that do not round to those of the model, such
+    as after averaging checkpoints, are not used; checkpoints without them load as before.
+    """
+    for mixin in (_FP16OptimizerMixin, _MemoryEfficientFP16OptimizerMixin):
+        _replace_method(mixin, "state_dict", _state_with_masters)
+        _replace_method(mixin, "load_state_dict", _load_with_masters)
+
+
 def leave_the_process_group() -> None:
     """Leave the process group before Python ends, when processes communicate through gloo.
 
@@ -335,6 +349,7 @@ FIXES: tuple[Callable[[], None], ...] = (
     measure_training_time_monotonically,
     gather_predictions,
     resume_where_the_data_were_left,
+    save_what_half_precision_rounds,
     leave_the_process_group,
 )
 
@@ -519,6 +534,42 @@ def _refuse_batches(before: dict, now: dict, by_updates: bool) -> NoReturn:
         "the checkpoint was saved within an epoch that other batches cannot continue: resume with "
         f"{' and '.join(said)}, or add --reset-dataloader to start a new pass over the data"
     )
+
+
+def _state_with_masters(original: Callable, self: Any) -> dict:
+    state = original(self)
+    state["fp32_params"] = [master.detach() for master in _masters(self)]
+    if self.scaler is not None:
+        counters = {name: n for name, n in vars(self.scaler).items() if name.startswith("_")}
+        state["loss_scaler"] = counters
+    return state
+
+
+def _load_with_masters(
+    original: Callable, self: Any, state_dict: dict, optimizer_overrides: dict | None = None
+) -> None:
+    original(self, state_dict, optimizer_overrides)
+    if self.scaler is not None:
+        vars(self.scaler).update(state_dict.get("loss_scaler", {}))
+    built, stored = _masters(self), state_dict.get("fp32_params", [])
+    if built and [x.shape for x in built] == [x.shape for x in stored]:
+        rounded = [weight.detach().clone() for weight in self.fp16_params]
+        built = [master.detach().clone() for master in built]
+        _set_masters(self, stored)
+        if not all(map(torch.equal, self.fp16_params, rounded)):
+            _set_masters(self, built)
+
+
+def _masters(optimizer: Any) -> list[torch.Tensor]:
+    """Return the float32 weights of an optimizer: one for each parameter, or joined."""
+    found = getattr(optimizer, "fp32_params", [])
+    return list(found.values() if isinstance(found, dict) else found)
+
+
+def _set_masters(optimizer: Any, values: list[torch.Tensor]) -> None:
+    for master, value in zip(_masters(optimizer), values, strict=True):
+        master.data.copy_(value)
+    optimizer._sync_fp32_params_to_fp16()
 
 
 def _gather_objects(

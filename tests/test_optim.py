@@ -1,18 +1,22 @@
-"""``lrpe_adam``: which parameters are decayed, in every kind of precision."""
+"""``lrpe_adam``: which parameters are decayed, in every kind of precision; and half precision that
+is resumed."""
 
 from __future__ import annotations
 
+import io
 import math
+from typing import Any
 
 import pytest
 import torch
-from fairseq import optim, options
+from fairseq import optim, options, utils
 from fairseq.dataclass.configs import FairseqConfig
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.optim import FairseqOptimizer, lr_scheduler
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from lrpe_fairseq import compat
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.errors import Refusal
 from lrpe_fairseq.experiments.families import plan
@@ -175,3 +179,85 @@ def test_lrpe_cosine_counts_from_the_first_update() -> None:
     rates = [schedule.step_update(n) for n in (0, 10, 19, 20, 150, 300)]
     top = [0.01 + 0.045 * (1 + math.cos(math.pi * n / 300)) for n in (20, 150, 300)]
     assert rates == pytest.approx([0.0, 0.05, 0.095, *top])
+
+
+# --- half precision that is resumed ------------------------------------------------------------
+
+HALVES = {  # the loss scaler doubles its scale at the updates 3 and 6
+    "bf16": ("lrpe_adam", torch.bfloat16, {"bf16": True}),
+    "fp16": ("adam", torch.half, {"fp16": True}),
+    "fp16 without flat gradients": (
+        "lrpe_adam",
+        torch.half,
+        {"fp16": True, "fp16_no_flatten_grads": True},
+    ),
+    "memory-efficient bf16": ("lrpe_adam", torch.bfloat16, {"memory_efficient_bf16": True}),
+    "memory-efficient fp16": ("lrpe_adam", torch.half, {"memory_efficient_fp16": True}),
+}
+
+
+@pytest.fixture(params=HALVES)
+def half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # of flat gradients: the CPU
+    return request.param
+
+
+def in_half(kind: str, state: dict[str, Any] | None = None) -> tuple[nn.Module, FairseqOptimizer]:
+    """A model in half precision, but for its number, and its optimizer; both as saved."""
+    name, dtype, common = HALVES[kind]
+    built = model().to(dtype)
+    built.number.data = built.number.data.float()
+    if state:
+        built.load_state_dict(state["model"])
+    efficient = next(iter(common)).startswith("memory")
+    wrapper = optim.MemoryEfficientFP16Optimizer if efficient else optim.FP16Optimizer
+    common = {**common, "bf16": dtype is torch.bfloat16, "fp16_scale_window": 3}
+    made = wrapper.build_optimizer(config(name, **common), list(built.parameters()))
+    if state:
+        made.load_state_dict(state["optimizer"])
+    return built, made
+
+
+def train(built: nn.Module, made: FairseqOptimizer, updates: range) -> dict[str, Any]:
+    """What a trainer saves after these updates, read again."""
+    made.set_lr(0.01)
+    for update in updates:
+        made.zero_grad()
+        inputs = torch.arange(6.0).view(2, 3).add(update).to(built[0].weight.dtype)
+        made.backward((built(inputs) * built.number).square().mean())
+        made.clip_grad_norm(0.0)
+        made.step()
+    stored = {"model": built.state_dict(), "optimizer": made.state_dict()}
+    torch.save(utils.move_to_cpu(stored), buffer := io.BytesIO())
+    return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+
+
+def test_a_resumed_training_in_half_precision_is_the_uninterrupted_one(half: str) -> None:
+    whole = train(*in_half(half), range(6))
+    resumed = train(*in_half(half, train(*in_half(half), range(4))), range(4, 6))
+    torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("change", ["a model of its own", "no float32 weights"])
+def test_float32_weights_are_those_of_the_model_of_a_checkpoint(half: str, change: str) -> None:
+    state = train(*in_half(half), range(4))
+    if change == "no float32 weights":  # as fairseq saves it
+        del state["optimizer"]["fp32_params"]
+        state["optimizer"].pop("loss_scaler", None)
+    else:  # as an average of checkpoints
+        state["model"]["0.weight"] *= 0.5
+    built, made = in_half(half, state)
+    loaded = built.state_dict()
+    for name, weight in state["model"].items():
+        assert torch.equal(loaded[name].float(), weight), name
+    masters = [weight.flatten() for weight in compat._masters(made)]
+    if masters:
+        weights = [parameter.detach().float().flatten() for parameter in built.parameters()]
+        assert torch.equal(torch.cat(masters), torch.cat(weights))
+
+
+def test_fairseq_alone_loads_a_checkpoint_with_float32_weights(half: str) -> None:
+    state = train(*in_half(half), range(4))["optimizer"]
+    _, made = in_half(half)
+    type(made).load_state_dict.__wrapped__(made, state)
+    assert set(made.optimizer.state_dict()["state"]) == set(state["state"])

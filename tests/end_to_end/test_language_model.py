@@ -319,16 +319,17 @@ def test_a_group_of_processes_trains_as_one_with_the_matching_update_frequency(
 
 # ---- reduced precision ----
 
+BF16 = f"{TRAINING} {SMALL} --bf16 --disable-validation --save-interval-updates 1 --max-update 20"
+
 
 @pytest.fixture(scope="session")
 def bf16_checkpoints(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What each attention type makes of ``--bf16``."""
     folder = tmp_path_factory.mktemp("bf16")
-    train = [corpus.data, TRAINING, SMALL, "--bf16 --disable-validation --save-interval-updates 1"]
     side_by_side(
         *(
             lambda name=name: run(
-                TRAIN, *train, OPTIONS[name], "--max-update 20 --save-dir", folder / name
+                TRAIN, corpus.data, BF16, OPTIONS[name], "--save-dir", folder / name
             )
             for name in OPTIONS
         )
@@ -348,6 +349,17 @@ def test_bf16_trains_and_keeps_the_learned_angles_in_float32(
     assert angles
     assert not angles & rounded
     assert "decoder.layers.0.self_attn.q_proj.weight" in rounded
+
+
+def test_a_resumed_training_in_bf16_is_the_uninterrupted_one_bit_for_bit(
+    corpus: Corpus, bf16_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    half = bf16_checkpoints["linear"] / "checkpoint_1_10.pt"
+    resume = ["--restore-file", half, "--save-dir", tmp_path]
+    run(TRAIN, corpus.data, BF16, OPTIONS["linear"], *resume)
+    whole, resumed = (saved(folder / "checkpoint_last.pt") for folder in (half.parent, tmp_path))
+    for part in ("model", "last_optimizer_state"):
+        assert_same_tensors(whole[part], resumed[part])
 
 
 @pytest.mark.parametrize("attention_type", OPTIONS)
