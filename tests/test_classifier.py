@@ -279,12 +279,23 @@ def test_the_gradient_reaches_every_parameter(options: dict) -> None:
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
 
 
-def test_activation_checkpointing_changes_nothing() -> None:
-    rows = rows_of(5, 9, 3)
+RECOMPUTED = {
+    "rope": {"attention": "linear"},
+    "own noise": {"encoding": "spe"},
+    "shared noise": {"encoding": "spe", "spe_shared": True},
+    "shared seed": {"encoding": "spe", "spe_shared": True, "spe_code": "convolution"},
+}
+
+
+@pytest.mark.parametrize("options", RECOMPUTED.values(), ids=RECOMPUTED)
+def test_activation_checkpointing_changes_nothing_for_any_number_of_passes(options: dict) -> None:
+    options = {"attention": "softmax", "encoder_layers": 3, **options}
     found = []
     for recomputed in (False, True):
-        model = model_of(checkpoint_activations=recomputed).train()
-        model(batch_of(rows)).square().sum().backward()
+        model = model_of(checkpoint_activations=recomputed, **options).train()
+        torch.manual_seed(3)
+        passes = [model(batch_of(rows_of(*lengths))) for lengths in ((5, 9, 3), (7, 7), (4, 9))]
+        sum(logits.square().sum() for logits in passes).backward()
         found.append([p.grad for p in model.parameters()])
     for one, other in zip(*found, strict=True):
         same(one, other)

@@ -50,7 +50,8 @@ class SPE(QueryKeyEncoding):
     (padding). Otherwise the code is gathered row by row, and again in the backward pass.
 
     Trap: with ``spe_shared`` (:func:`lrpe_fairseq.encodings.sharing.share_across_layers`) the
-    layer that owns the code draws the noise for the later layers, so it must run first.
+    layer that owns the code draws the noise for the later layers, so it must run first. Where it
+    may not run, or a layer is computed again, the caller sets ``code.drawn`` (``models.layers``).
 
     Raises: ChoiceError for an unknown ``spe_code`` or a count below 1.
     """

@@ -1,5 +1,7 @@
 """fairseq's encoder and decoder, and their layers, with our attention."""
 
+from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.multihead import MultiheadAttention
+from lrpe_fairseq.encodings.spe import SPE
 from lrpe_fairseq.models import node_positions
 from lrpe_fairseq.models.checks import is_stock_cross
 from lrpe_fairseq.models.inference import name_dropout
@@ -93,7 +96,7 @@ class Encoder(TransformerEncoderBase):
         positions: int64 (B, T) of self- and cross-attention, such as codes of tree nodes. None
             counts tokens.
         """
-        set_positions(self, positions)
+        begin_pass(self, positions)
         encoded = super().forward(*rest, **keywords)
         return {**encoded, "positions": [] if positions is None else [positions]}
 
@@ -154,7 +157,7 @@ class Decoder(TransformerDecoderBase):
         if self.nodes is not None and incremental_state is not None:
             positions = self.nodes.following(prev_output_tokens, incremental_state)
         of_source = (encoder_out or {}).get("positions", [])
-        set_positions(self, positions, of_source[0] if of_source else None)
+        begin_pass(self, positions, of_source[0] if of_source else None)
         return super().forward(
             prev_output_tokens, encoder_out, incremental_state, *rest, **keywords
         )
@@ -186,27 +189,47 @@ def has_tree_embedding(cfg: Any) -> bool:
     return getattr(cfg, "tree_embedding", False)
 
 
-def set_positions(
+def begin_pass(
     stack: nn.Module, positions: Tensor | None, memory_positions: Tensor | None = None
 ) -> None:
-    """Set the positions of a stack until the next forward pass: of attention and Tree-SQ.
+    """Set the positions of the next forward pass of a stack; let it draw new noise in training.
 
-    They are kept after it, because activation checkpointing runs the layers again.
+    SPE's shared noise is drawn by the first layer that runs, whichever LayerDrop leaves.
     """
-    given = positions is not None or memory_positions is not None
-    if not (given or stack.has_positions):
+    stack.has_positions |= positions is not None or memory_positions is not None
+    if not (stack.has_positions or stack.training):
         return
-    stack.has_positions = given
     for module in stack.modules():
         if isinstance(module, MultiheadAttention | CrossAttention | TreeEmbedding):
             module.positions = positions
         if isinstance(module, CrossAttention):
             module.memory_positions = memory_positions
+        if isinstance(module, SPE):
+            module.code.drawn = None
+
+
+OF_PASS = ("positions", "memory_positions", "drawn")
+"""Attributes of modules that belong to one forward pass; see :func:`begin_pass`."""
 
 
 def wrapped(layer: nn.Module, cfg: Any) -> nn.Module:
     """Wrap ``layer`` as fairseq wraps its own, for activation checkpointing and for FSDP."""
     if cfg.checkpoint_activations:
+        layer.forward = partial(_forward_of_pass, layer.forward)
         layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
+        layer.register_forward_pre_hook(_with_pass, with_kwargs=True)
     smallest = 0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
     return fsdp_wrap(layer, min_num_params=smallest)
+
+
+def _with_pass(layer: nn.Module, given: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict]:
+    """Add the attributes OF_PASS to the arguments, which activation checkpointing stores."""
+    own = [(m, n, vars(m)[n]) for m in layer.modules() for n in OF_PASS if n in vars(m)]
+    return given, {**keywords, "of_pass": own}
+
+
+def _forward_of_pass(forward: Callable, *given: Any, of_pass: list, **keywords: Any) -> Any:
+    """Compute a layer. Recomputation sees its own pass, whichever began since."""
+    for module, name, value in of_pass:
+        setattr(module, name, value)
+    return forward(*given, **keywords)

@@ -252,6 +252,16 @@ def test_layerdrop_skips_layers_in_training_only(corpus: Corpus) -> None:
     assert whole < outputs
 
 
+def test_layerdrop_leaves_no_noise_of_an_earlier_pass_in_shared_spe(corpus: Corpus) -> None:
+    spe = "--attention-type softmax --position-encoding spe --no-spe-gated --spe-shared"
+    model, _, _ = build(corpus, SMALL, spe, "--decoder-layerdrop 0.5 --dropout 0")
+    tokens = torch.randint(4, 24, (1, 20))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        outputs = [float(model.train()(tokens)[0].sum()) for _ in range(40)]
+    assert len({x for x in outputs if outputs.count(x) > 1}) == 1  # without any layer
+
+
 def test_kept_layers_are_the_layers_that_were_named(corpus: Corpus) -> None:
     model, _, _ = build(corpus, SMALL, "--decoder-layers 3")
     pruned, _, config = build(corpus, SMALL, "--decoder-layers 3 --decoder-layers-to-keep 0,2")

@@ -219,13 +219,17 @@ def test_encoder_decoder_and_cross_attention_share_one_generator_and_its_gradien
 
 
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
-def test_activation_checkpointing_has_the_same_gradients(pairs: Path, attention: str) -> None:
+def test_activation_checkpointing_has_the_gradients_of_every_pass(
+    pairs: Path, attention: str
+) -> None:
     found = []
     nodes = {"src_positions": torch.arange(21).view(3, 7) * 2}
     nodes["prev_output_positions"] = torch.arange(18).view(3, 6)
+    others = {name: 3 * at for name, at in nodes.items()}
     for more in ("", "--checkpoint-activations"):
         model = model_of(pairs, APE, f"--cross-attention-type {attention}", more).train()
-        model(**batch(), **nodes)[0].square().sum().backward()
+        passes = [model(**batch(), **at)[0] for at in (nodes, others, {})]
+        sum(out.square().sum() for out in passes).backward()
         found.append([p.grad for p in model.parameters()])
     torch.testing.assert_close(found[0], found[1])
 
