@@ -87,6 +87,19 @@ def test_a_gpu_computes_what_the_cpu_does(name, attention_type, causal, kernels)
     assert_near(found, wanted, 1e-4)
 
 
+def test_a_batch_has_more_sequences_than_cuda_allows_on_most_axes_of_a_grid(kernels):
+    module, (x, padding) = module_of("lrpe-type2", "linear", True), example(40_000, time=2)
+    wanted = results(module, x, padding)
+    assert_near(results(module.float().cuda(), x.float().cuda(), padding.cuda()), wanted, 1e-4)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_tensors_need_not_be_on_the_current_device(kernels):
+    module, (x, padding) = module_of("lrpe-type2", "linear", True), example()
+    wanted = results(module, x, padding)
+    assert_near(results(module.float().cuda(1), x.float().cuda(1), padding.cuda(1)), wanted, 1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("name", "attention_type", "causal"), MODES)
 def test_half_types_are_near_float64(name, attention_type, causal, dtype, kernels):

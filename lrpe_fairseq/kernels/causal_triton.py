@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lrpe_fairseq.kernels import causal
 from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain
-from lrpe_fairseq.kernels.loader import MOST_BLOCKS, on_device
+from lrpe_fairseq.kernels.loader import launch, on_device
 
 CHUNK = 64
 WIDEST_BLOCK = {True: 32, False: 64}
@@ -35,12 +35,12 @@ multiprocessors, and a few long sequences alone do not occupy them."""
 
 
 def serves(q: Tensor, v: Tensor, log_decay: Tensor | None = None) -> bool:
-    """True if the kernels support q and v: on an Ampere or newer GPU, not float64, of equal length,
-    and no more sequences (batch times heads) than a launch has blocks on its last axis. The caller
-    casts q and k to the dtype of v.
+    """True if the kernels support q and v: on an Ampere or newer GPU, not float64, of equal length.
+
+    The caller casts q and k to the dtype of v.
     """
-    few = q.shape[0] * q.shape[1] <= MOST_BLOCKS and q.shape[2] == v.shape[2]
-    return few and is_plain(q, v, log_decay) and on_device(q) and on_device(v)
+    plain = q.shape[2] == v.shape[2] and is_plain(q, v, log_decay)
+    return plain and on_device(q) and on_device(v)
 
 
 def causal_sums(
@@ -91,6 +91,10 @@ class _Shape(NamedTuple):
     @property
     def value_blocks(self) -> int:
         return triton.cdiv(self.values, self.value_block)
+
+    def programs(self, blocks: int) -> tuple[int]:
+        """Return the grid of kernels that compute ``blocks`` of every chunk; see ``_place``."""
+        return (self.chunks * blocks * self.sequences,)
 
 
 class _Sums(torch.autograd.Function):
@@ -232,7 +236,9 @@ def _totals(
     states, keys = _empty(parts, shape, a.device)
     constants = _constants(shape, a, None)
     del constants["DECAYS"]
-    _total_kernel[shape.sequences, blocks, parts](
+    launch(
+        _total_kernel,
+        (shape.sequences, blocks, parts),
         *(a, b, a if weights is None else weights, states, keys, shape.time, each),
         KEYS=with_keys,
         WEIGHTED=weights is not None,
@@ -256,7 +262,9 @@ def _scan(
     """
     states, keys = _empty(shape.chunks, shape, a.device)
     shape = _for_scan(shape)
-    _scan_kernel[shape.sequences, shape.key_blocks, shape.value_blocks](
+    launch(
+        _scan_kernel,
+        (shape.sequences, shape.key_blocks, shape.value_blocks),
         *(a, b, a if weights is None else weights, states, keys),
         *(a if decay is None else decay, shape.time, shape.chunks, shape.heads),
         KEYS=with_keys,
@@ -295,7 +303,9 @@ def _outputs(
     options = {"dtype": torch.float32, "device": q.device}
     out = torch.empty(shape.sequences, shape.time, shape.values, **options)
     denominator = torch.empty(shape.sequences, shape.time, **options)
-    _output_kernel[shape.chunks, shape.value_blocks, shape.sequences](
+    launch(
+        _output_kernel,
+        shape.programs(shape.value_blocks),
         *(q, k, v, states, keys, q if decay is None else decay, out, denominator),
         *(shape.time, shape.states, shape.heads, eps),
         KEYS=wanted != "numerator",
@@ -321,23 +331,28 @@ def _gradients(
     """Return the gradients of q, k, v and gates (or None) from those of both sums."""
     after, keys_after = _states(q, grad, g, decay, shape, g is not None, reverse=True)
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    products = grad.new_empty(shape.key_blocks, shape.sequences, shape.time)
+    products = grad.new_empty(shape.sequences, shape.key_blocks, shape.time)
     rate = q if decay is None else decay
     sizes = (shape.time, shape.states, shape.heads)
     constants = {**_constants(shape, q, decay), "FULL": shape.full}
-    _key_gradient_kernel[shape.chunks, shape.key_blocks, shape.sequences](
+    launch(
+        _key_gradient_kernel,
+        shape.programs(shape.key_blocks),
         *(q, k, v, grad, grad if g is None else g, states, keys, after, keys_after),
         *(rate, grads[0], grads[1], products, *sizes),
         KEYS=g is not None,
         **constants,
     )
-    _value_gradient_kernel[shape.chunks, shape.value_blocks, shape.sequences](
-        *(q, k, grad, after, rate, grads[2], *sizes), **constants
+    launch(
+        _value_gradient_kernel,
+        shape.programs(shape.value_blocks),
+        *(q, k, grad, after, rate, grads[2], *sizes),
+        **constants,
     )
     if not with_gates:
         return *grads, None
     across = _across(states, after) + (0 if g is None else _across(keys, keys_after))
-    return *grads, _gradient_of_gates(products.double().sum(0), across, shape)
+    return *grads, _gradient_of_gates(products.double().sum(1), across, shape)
 
 
 def _across(states: Tensor, after: Tensor) -> Tensor:
@@ -378,6 +393,18 @@ def _state(base, sequence, n, N, d, e, D: tl.constexpr, E: tl.constexpr):
     """Load a block of the states (L, N, D, E), zero outside."""
     at = (sequence * N + n) * D * E + d[:, None] * E + e[None, :]
     return tl.load(base + at, mask=(d < D)[:, None] & (e < E)[None, :], other=0.0)
+
+
+@triton.jit
+def _place(T, WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the chunk, the block of columns and the sequence (int64) of this program.
+
+    Chunks vary fastest, so that the blocks of a sequence find its rows in the cache.
+    """
+    chunks, blocks = tl.cdiv(T, C), tl.cdiv(WIDTH, BLOCK)
+    program = tl.program_id(0)
+    sequence = program // (chunks * blocks)
+    return program % chunks, program // chunks % blocks, sequence.to(tl.int64)
 
 
 @triton.jit
@@ -548,8 +575,8 @@ def _output_kernel(
     FULL: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of columns of the results of one chunk."""
-    n, e = tl.program_id(0), tl.program_id(1) * BE + tl.arange(0, BE)
-    sequence = tl.program_id(2).to(tl.int64)
+    n, block_of_e, sequence = _place(T, E, C, BE)
+    e = block_of_e * BE + tl.arange(0, BE)
     row, t, inside = _chunk(n, T, C)
     scores, out = tl.zeros((C, C), dtype=tl.float32), tl.zeros((C, BE), dtype=tl.float32)
     denominator = tl.zeros((C,), dtype=tl.float32)
@@ -573,7 +600,7 @@ def _output_kernel(
         out += tl.dot(scores, v, input_precision=PRECISION)
     if KEYS:
         denominator += tl.sum(scores, axis=1)
-        if tl.program_id(1) == 0:
+        if block_of_e == 0:
             tl.store(denominator_ptr + sequence * T + t, denominator, mask=inside)
     if NORMALIZE:
         out = out / tl.maximum(denominator, eps)[:, None]
@@ -619,11 +646,10 @@ def _through_values(
 
 
 @triton.jit
-def _store_products(product_ptr, x, sequence, t, inside, T, DECAYS: tl.constexpr):
-    """Write the sums of the rows of x (C, BD), for a decay per token; (blocks of D, L, T)."""
+def _store_products(product_ptr, x, row, t, inside, T, DECAYS: tl.constexpr):
+    """Write the sums of x (C, BD) in a row of (L, blocks of D, T), for a decay per token."""
     if DECAYS == 2:
-        block = tl.program_id(1) * tl.num_programs(2) + sequence
-        tl.store(product_ptr + block * T + t, tl.sum(x, axis=1), mask=inside)
+        tl.store(product_ptr + row * T + t, tl.sum(x, axis=1), mask=inside)
 
 
 @triton.jit
@@ -642,8 +668,8 @@ def _key_gradient_kernel(
     FULL: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of columns of dq, dk and, for gates, q . dq - k . dk of one chunk."""
-    n, d = tl.program_id(0), tl.program_id(1) * BD + tl.arange(0, BD)
-    sequence = tl.program_id(2).to(tl.int64)
+    n, block, sequence = _place(T, D, C, BD)
+    d = block * BD + tl.arange(0, BD)
     row, t, inside = _chunk(n, T, C)
     place = 0 if FULL else n
     grad_scores, grad_q, grad_k = _through_values(
@@ -664,7 +690,8 @@ def _key_gradient_kernel(
         k = _rows(k_ptr, sequence, t, d, inside, T, D)
         grad_q += tl.dot(grad_scores, k, input_precision=PRECISION)
         grad_k += tl.dot(tl.trans(grad_scores), q, input_precision=PRECISION)
-        _store_products(product_ptr, q * grad_q - k * grad_k, sequence, t, inside, T, DECAYS)
+        to = sequence * tl.cdiv(D, BD) + block
+        _store_products(product_ptr, q * grad_q - k * grad_k, to, t, inside, T, DECAYS)
     _store_rows(grad_q_ptr, grad_q, sequence, t, d, inside, T, D)
     _store_rows(grad_k_ptr, grad_k, sequence, t, d, inside, T, D)
 
@@ -690,9 +717,8 @@ def _value_gradient_kernel(
     FULL: tl.constexpr,
 ):
     """Compute one block of columns of the gradient of v of one chunk."""
-    n = tl.program_id(0)
-    e = tl.program_id(1) * BE + tl.arange(0, BE)
-    sequence = tl.program_id(2).to(tl.int64)
+    n, block_of_e, sequence = _place(T, E, C, BE)
+    e = block_of_e * BE + tl.arange(0, BE)
     row, t, inside = _chunk(n, T, C)
     scores = tl.zeros((C, C), dtype=tl.float32)
     grad_v = tl.zeros((C, BE), dtype=tl.float32)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain
 from lrpe_fairseq.kernels.encode import Form, definition
-from lrpe_fairseq.kernels.loader import MOST_BLOCKS, on_device
+from lrpe_fairseq.kernels.loader import launch, on_device
 
 NUMBERS = 2048  # maximum number of elements of one head in the registers of a program
 
@@ -27,7 +27,6 @@ def serves(x: Tensor, form: Form) -> bool:
         return False
     width = x.shape[-1]
     fit = width >= 16 and width & (width - 1) == 0 and x.stride(-1) == 1
-    fit = fit and x.shape[0] <= MOST_BLOCKS
     return form.simple and fit and on_device(x)
 
 
@@ -62,7 +61,9 @@ class _Encoded(torch.autograd.Function):
         batch, heads, time, width = x.shape
         out = x.new_empty(batch, heads, time, width * (2 if form.wide else 1))
         parts = torch.view_as_real(turn)
-        _encode[_grid(x)](
+        launch(
+            _encode,
+            _grid(x),
             x,
             x if unit is None else unit,
             parts,
@@ -105,8 +106,10 @@ def _gradients(
     _, unit_learns, turn_learns, _ = ctx.needs_input_grad
     options = {"dtype": torch.float32, "device": x.device}
     turned = torch.empty((batch, time, turn.shape[-1], 2) if turn_learns else (1,), **options)
-    reflected = torch.empty((grid[0] * grid[1], width) if unit_learns else (1,), **options)
-    _encode_gradient[grid](
+    reflected = torch.empty((*grid, width) if unit_learns else (1,), **options)
+    launch(
+        _encode_gradient,
+        grid,
         *(x, x if unit is None else unit, parts, grad, grad_x, turned, reflected),
         *_sizes(x, parts),
         *grad_x.stride()[:3],
@@ -122,8 +125,8 @@ def _rows(x: Tensor) -> int:
     return min(32, max(1, NUMBERS // x.shape[-1]))
 
 
-def _grid(x: Tensor) -> tuple[int, int]:
-    return triton.cdiv(x.shape[2], _rows(x)), x.shape[0]
+def _grid(x: Tensor) -> tuple[int]:
+    return (triton.cdiv(x.shape[2], _rows(x)) * x.shape[0],)
 
 
 def _sizes(x: Tensor, parts: Tensor) -> tuple[int, ...]:
@@ -145,15 +148,14 @@ def _constants(x: Tensor, unit: Tensor | None, turn: Tensor, form: Form) -> dict
 
 
 @triton.jit
-def _place(BT: tl.constexpr):
+def _place(T, BT: tl.constexpr):
     """Return the positions (BT,) and the sequence of this program.
 
     Both are int64, because a batch may have more than 2^31 elements.
     """
-    return (
-        tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT),
-        tl.program_id(1).to(tl.int64),
-    )
+    program, parts = tl.program_id(0), tl.cdiv(T, BT)  # int32, which divides faster
+    rows = (program % parts).to(tl.int64) * BT + tl.arange(0, BT)
+    return rows, (program // parts).to(tl.int64)
 
 
 @triton.jit
@@ -168,7 +170,7 @@ def _turns(turn, rows, T, E: tl.constexpr, W: tl.constexpr):
 @triton.jit
 def _begin(unit, turn, T, tb, D: tl.constexpr, E: tl.constexpr, W: tl.constexpr, BT: tl.constexpr):
     """Return this program's positions, sequence, columns, mask (BT, D), turns and u (D,)."""
-    rows, b = _place(BT)
+    rows, b = _place(T, BT)
     columns = tl.arange(0, D)
     here = (rows < T)[:, None] & (columns >= 0)[None, :]
     cos, sin = _turns(turn + b * tb, rows, T, E, W)
@@ -369,5 +371,4 @@ def _encode_gradient(
     if TURN_LEARNS:
         _store_turns(turned + b * T * (2 * E), of_cos, of_sin, rows, T, E, W)
     if UNIT_LEARNS:
-        program = b * tl.num_programs(0) + tl.program_id(0)
-        tl.store(reflected + program * D + columns, of_unit)
+        tl.store(reflected + tl.program_id(0).to(tl.int64) * D + columns, of_unit)

@@ -25,6 +25,7 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -141,8 +142,14 @@ def _why_triton_fails() -> str:
     return ""
 
 
-MOST_BLOCKS = 65535
-"""Blocks of a CUDA launch along each axis but the first."""
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Launch a Triton kernel on the device of its first argument.
+
+    Triton itself launches on the current device. ``grid``: number of programs on each axis; CUDA
+    allows 2^31 - 1 on the first and 65,535 on the others, so what grows with the input is first.
+    """
+    with torch.cuda.device_of(args[0]):
+        kernel[grid](*args, **constants)
 
 
 def on_device(x: Tensor) -> bool:

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from lrpe_fairseq.kernels.loader import launch
+
 
 @triton.jit
 def _sum(values, total, count, block: tl.constexpr):
@@ -27,6 +29,6 @@ def run(device: str) -> None:
     """
     total = torch.zeros(1, device=device)
     count = torch.tensor([2], device=device)
-    _sum[(1,)](torch.ones(32, device=device), total, count, 16)
+    launch(_sum, (1,), torch.ones(32, device=device), total, count, block=16)
     if total.item() != 32:
         raise RuntimeError(f"a Triton kernel sums 32 ones to {total.item()}")

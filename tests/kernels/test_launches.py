@@ -1,0 +1,64 @@
+"""How the Triton kernels are launched: on which device, and on how many programs."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
+
+from lrpe_fairseq.kernels import causal_triton, encode_triton
+from lrpe_fairseq.kernels.encode import Form
+from tests.kernels.compile_triton import launched
+
+MANY, MOST = 70_000, 65_535
+"""Sequences, more than CUDA allows programs on any axis of a grid but the first."""
+
+
+class Recorder:
+    """Replaces a kernel: computes nothing, and records the device and the grid of its launches."""
+
+    device = None  # of the guard that is active
+
+    def __init__(self, launches):
+        self.launches = launches
+
+    def __getitem__(self, grid):
+        return lambda *args, **_: self.launches.append((Recorder.device, args[0].device, grid))
+
+
+@contextmanager
+def guard(x):
+    """Replaces torch.cuda.device_of, which does nothing for tensors of a CPU."""
+    Recorder.device = x.device
+    yield
+    Recorder.device = None
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """(device of the guard, device of the tensors, grid) of every launch, by kernel."""
+    found = {}
+    for module in (causal_triton, encode_triton):
+        monkeypatch.setattr(module, "on_device", lambda x: True)
+        for name in filter(launched, list(vars(module))):
+            monkeypatch.setattr(module, name, Recorder(found.setdefault(name, [])))
+    monkeypatch.setattr(torch.cuda, "device_of", guard)
+    return found
+
+
+def test_every_kernel_runs_on_the_device_of_its_tensors_for_any_number_of_sequences(launches):
+    x = torch.rand(MANY, 1, 1, 16).requires_grad_()
+    assert causal_triton.serves(x, x)
+    gates = torch.zeros(MANY, 1, 1).requires_grad_()
+    causal_triton.causal_sums(x, x, x, "normalized", gates, 1e-6)[0].sum().backward()
+    causal_triton.full_sums(x, x, x, "normalized", 1e-6)[0].sum().backward()
+    assert encode_triton.serves(x, Form())
+    encode_triton.feature_map(x).sum().backward()
+    assert len(launches) == 7
+    for name, found in launches.items():
+        assert found, name
+        for guarded, device, grid in found:
+            assert guarded == device, name
+            assert grid[0] >= MANY, name
+            assert all(programs <= MOST for programs in grid[1:]), name
