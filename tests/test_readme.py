@@ -213,14 +213,29 @@ def test_the_crossover_is_the_shortest_length_from_which_on_linear_wins(speed_up
     assert speed.crossover(length_rows(speed_ups)) == first
 
 
-def test_the_figure_of_lengths_is_drawn(tmp_path):
+@pytest.mark.parametrize(
+    ("sdpa", "at"),
+    [
+        ((1.0, 4.0, 8.0), 256),
+        ((1.0, 2.0, 8.0), 512),
+        ((3.0, 6.0, 8.0), None),
+        ((0.5, 1.0, 1.5), None),
+    ],
+)
+def test_the_figure_of_lengths_marks_where_its_curves_cross(tmp_path, monkeypatch, sdpa, at):
+    """SDPA takes ``sdpa`` seconds per token at T = 128, 512 and 2048, linear attention 2."""
+    drawn = []
+    monkeypatch.setattr(speed.drawing, "save", lambda figure, path: drawn.append(figure))
     rows = [
-        {"length": n, "contestant": c, "seconds_per_token": 1e-6, "speed_up": n / 300, "peak_mb": n}
-        for n in (128, 512)
-        for c in ("linear", "sdpa")
+        {"length": n, "contestant": c, "seconds_per_token": s, "speed_up": s / 2, "peak_mb": n}
+        for n, t in zip((128, 512, 2048), sdpa, strict=True)
+        for c, s in (("linear", 2.0), ("sdpa", t))
     ]
     speed.draw(tmp_path / "lengths.png", rows)
-    assert (tmp_path / "lengths.png").stat().st_size > 10_000
+    time = drawn[0].axes[0]
+    marks = [line.get_xdata()[0] for line in time.get_lines() if line.get_linestyle() == ":"]
+    assert marks == ([] if at is None else [pytest.approx(at)])
+    assert ("T ≈" in time.get_title()) == (at is not None)
 
 
 def test_table_9_has_a_row_for_every_encoding_and_the_printed_speeds():

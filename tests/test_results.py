@@ -1318,17 +1318,24 @@ def test_a_mean_curve_stands_where_all_seeds_were_validated():
     assert mean_curve(runs) == [(20, 81.0), (30, 71.0)]
 
 
+def test_a_mean_curve_ends_at_the_checkpoints_that_tables_evaluate():
+    spike = [{**point, "valid_ppl": ppl} for point, ppl in zip(CURVE, (90, 800, 600), strict=True)]
+    assert mean_curve([make_run(curve=CURVE), make_run(seed=2, curve=spike)])[-1] == (30, 80.0)
+    falls = [{"updates": u, "tokens": u, "valid_accuracy": a} for u, a in ((10, 0.9), (20, 0.1))]
+    assert mean_curve([make_run(curve=falls)]) == [(10, 0.9), (20, 0.9)]
+
+
 def test_the_axis_of_the_curves_is_labeled_by_their_metric():
     accuracy = [{"updates": 10, "tokens": 20, "valid_accuracy": 0.5}]
     runs = [make_run(curve=CURVE), make_run(curve=accuracy), make_run()]
-    assert axis_label(runs[::2]) == "validation perplexity"
-    assert axis_label(runs[1:]) == "validation accuracy"
+    assert axis_label(runs[::2]) == "validation perplexity, best so far"
+    assert axis_label(runs[1:]) == "validation accuracy, best so far"
     with pytest.raises(ValueError, match="cannot show curves of valid_accuracy and valid_ppl"):
         axis_label(runs)
 
 
 def test_trainings_of_different_columns_have_curves_of_their_own(root):
-    clipped = "  - {key: clipped, title: clipped, attention: linear, split: valid, metric: ppl,"
+    clipped = "  - {key: clipped, title: short, attention: linear, split: valid, metric: ppl,"
     clipped += " protocol: blocks, overrides: {clip-norm: 1.0}}"
     edit_table(root, "columns:\n", f"columns:\n{clipped}\n")
     other = [{**point, "valid_ppl": point["valid_ppl"] + 2} for point in CURVE]
@@ -1336,9 +1343,26 @@ def test_trainings_of_different_columns_have_curves_of_their_own(root):
     save(root, "clipped", curve=other, config={"max_update": 900, "clip_norm": 1.0})
     shown = sheet(root)
     assert panels(shown.table, shown.group) == {
-        "linear attention, 1.0": {"Base": [(10, 92.0), (20, 82.0), (30, 72.0)]},
-        "linear attention": {"Base": [(10, 90.0), (20, 80.0), (30, 70.0)]},
+        "linear attention, short": {"Base": [(10, 92.0), (20, 82.0), (30, 72.0)]},
+        "linear attention, valid": {"Base": [(10, 90.0), (20, 80.0), (30, 70.0)]},
     }
+
+
+@pytest.mark.parametrize("rows", [1, 18, 40])
+def test_the_legend_of_the_curves_is_inside_the_picture(tmp_path, monkeypatch, rows):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr(scatter.pictures, "save", lambda figure, path: drawn.append(figure))
+    lines = {f"a method, {row}": [(1, 9.0), (2, 8.0)] for row in range(rows)}
+    validation_curves(tmp_path / "a.png", {"linear": lines, "softmax": lines})
+    drawn[0].canvas.draw()
+    box, (width, height) = (
+        drawn[0].legends[0].get_window_extent(),
+        drawn[0].canvas.get_width_height(),
+    )
+    assert min(box.x0, box.y0) >= 0
+    assert box.x1 <= width
+    assert box.y1 <= height
 
 
 def test_the_same_curves_give_the_same_picture(tmp_path):

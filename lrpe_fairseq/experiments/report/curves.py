@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +13,37 @@ from lrpe_fairseq.experiments.report.cells import Group, cell_runs
 
 Curve = list[tuple[float, float]]  # (updates, metric of the validation), updates ascending
 PANELS_ACROSS = 3
-PERPLEXITY = "validation perplexity"
+ENTRY = 0.22
+"""Height of a row's entry in the legend, in inches."""
+PERPLEXITY = "validation perplexity, best so far"
 
 
 def mean_curve(runs: Iterable[Run]) -> Curve:
-    """Return the mean over runs at every update at which all runs were validated."""
-    curves = [{p["updates"]: p[curve_metric(run)] for p in run["curve"]} for run in runs]
+    """Return the mean over runs at every update at which all runs were validated.
+
+    It is that of the best checkpoints so far, so that it ends at those which tables evaluate.
+    """
+    curves = [_best_so_far(run) for run in runs]
     shared = sorted(set.intersection(*map(set, curves))) if curves else []
     return [(update, sum(curve[update] for curve in curves) / len(curves)) for update in shared]
 
 
+def _best_so_far(run: Run) -> dict[float, float]:
+    metric = curve_metric(run)
+    values = accumulate((p[metric] for p in run["curve"]), min if metric.endswith("ppl") else max)
+    return dict(zip((p["updates"] for p in run["curve"]), values, strict=True))
+
+
 def axis_label(runs: Iterable[Run]) -> str:
-    """Return the axis label of the runs' curve metric: ``validation perplexity`` for ``valid_ppl``.
+    """Return the axis label of the runs' curve metric: :data:`PERPLEXITY` for ``valid_ppl``.
 
     Raises: ValueError if the runs have curves of different metrics.
     """
     metrics = {curve_metric(run) for run in runs} - {""}
     if len(metrics) > 1:
         raise ValueError(f"one picture cannot show curves of {' and '.join(sorted(metrics))}")
-    name = next(iter(metrics), "valid_ppl")
-    return PERPLEXITY if name == "valid_ppl" else f"validation {name.removeprefix('valid_')}"
+    name = next(iter(metrics), "valid_ppl").removeprefix("valid_")
+    return f"validation {name.replace('_', ' ').replace('ppl', 'perplexity')}, best so far"
 
 
 def panels(table: Table, group: Group) -> dict[str, dict[str, Curve]]:
@@ -41,19 +53,19 @@ def panels(table: Table, group: Group) -> dict[str, dict[str, Curve]]:
     other trainings.
     """
     found: dict[str, dict[str, Curve]] = {}
-    columns = [column for column in table.columns if not column.mean_of]
-    for title in dict.fromkeys(map(_panel, columns)):
-        trained = [column for column in columns if _panel(column) == title]
-        for label in table.curves:
-            runs = _runs_with_curve(table, table.row(label), trained, group)
-            if curve := mean_curve(runs):
-                found.setdefault(title, {})[label] = curve
+    trained: dict[tuple[str, str], dict[str, list[Column]]] = {}
+    for column in (column for column in table.columns if not column.mean_of):
+        alike = trained.setdefault((column.dataset, column.attention), {})
+        alike.setdefault(str(column.overrides), []).append(column)
+    for (dataset, attention), alike in trained.items():
+        for columns in alike.values():
+            own = columns[0].title if len(alike) > 1 else ""
+            title = ", ".join(filter(None, [dataset, f"{attention} attention", own]))
+            for label in table.curves:
+                runs = _runs_with_curve(table, table.row(label), columns, group)
+                if curve := mean_curve(runs):
+                    found.setdefault(title, {})[label] = curve
     return found
-
-
-def _panel(column: Column) -> str:
-    parts = [column.dataset, f"{column.attention} attention", *map(str, column.overrides.values())]
-    return ", ".join(filter(None, parts))
 
 
 def validation_curves(
@@ -67,9 +79,10 @@ def validation_curves(
     """
     across = min(len(curves), PANELS_ACROSS)
     down = math.ceil(len(curves) / across)
-    figure = pictures.blank(5.5 * across + 1, 4 * down)  # one inch for the legend
-    all_axes = list(figure.subplots(down, across, squeeze=False).flat)
     labels = list(dict.fromkeys(label for lines in curves.values() for label in lines))
+    height = max(4 * down, ENTRY * (len(labels) + 1))
+    figure = pictures.blank(5.5 * across + 1, height)  # one inch for the legend
+    all_axes = list(figure.subplots(down, across, squeeze=False).flat)
     for axes, (title, lines) in zip(all_axes, curves.items(), strict=False):
         _draw(axes, title, lines, labels)
         axes.set_ylabel(label)

@@ -3,7 +3,9 @@
 Parts without a run file are marked as not measured.
 """
 
+import itertools
 import json
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -157,7 +159,19 @@ def _crossing(rows: Rows) -> str:
     first = crossover(rows)
     if first is None:
         return "Linear attention is not faster than SDPA at the longest T."
-    return f"Linear attention is faster than SDPA from T = {first} on."
+    return f"Linear attention is faster than SDPA at all measured T from {first} on."
+
+
+def crossing(rows: Rows) -> float | None:
+    """Return the largest T at which the drawn times of linear attention and SDPA cross, or None.
+
+    Between measured T they are straight lines over logarithmic axes.
+    """
+    times = {(r["contestant"], r["length"]): math.log(r["seconds_per_token"]) for r in rows}
+    ahead = [(math.log(n), t - times["linear", n]) for (c, n), t in times.items() if c == "sdpa"]
+    pairs = itertools.pairwise(sorted(ahead))
+    found = [a - y * (b - a) / (z - y) for (a, y), (b, z) in pairs if (y > 0) != (z > 0)]
+    return math.exp(found[-1]) if found else None
 
 
 def decoding(rows: Rows) -> str:
@@ -315,7 +329,7 @@ PARTS: dict[str, Callable[[Rows], str]] = {
 
 
 def draw(path: Path, rows: Rows) -> None:
-    """Draw time per token and peak memory against T, with the crossover with SDPA marked."""
+    """Draw time per token and peak memory against T; mark where linear attention and SDPA cross."""
     figure = drawing.blank(9, 3.6)
     time, memory = figure.subplots(1, 2)
     for name in _values(rows, "contestant"):
@@ -323,11 +337,11 @@ def draw(path: Path, rows: Rows) -> None:
         at = [row["length"] for row in own]
         time.plot(at, [row["seconds_per_token"] * 1e6 for row in own], marker=".", label=name)
         memory.plot(at, [row["peak_mb"] for row in own], marker=".", label=name)
-    first = crossover(rows)
+    at = crossing(rows)
     titles = ["microseconds per token", "peak memory, MB"]
-    if first is not None:
-        time.axvline(first, color="grey", linestyle=":")
-        titles[0] += f" (dotted: crossover with SDPA, T = {first})"
+    if at is not None:
+        time.axvline(at, color="grey", linestyle=":")
+        titles[0] += f" (dotted: crossover with SDPA, T ≈ {float(f'{at:.2g}'):,.0f})"
     for axes, title in zip((time, memory), titles, strict=True):
         axes.set(yscale="log", xlabel="T")
         axes.set_xscale("log", base=2)
