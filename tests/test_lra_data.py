@@ -261,7 +261,7 @@ def test_without_pillow_images_are_refused_in_one_sentence(
     monkeypatch.setitem(sys.modules, "PIL", None)
     folder = unpacked(tmp_path / "from", paths)
     said = refusal(lra.prepare, lra.PATHFINDER, tmp_path / "dest", folder)
-    assert said == "Reading images needs Pillow: run pip install pillow."
+    assert said == "reading images needs Pillow: run pip install pillow."
     assert not (tmp_path / "dest" / "bin").exists()
 
 

@@ -26,6 +26,8 @@ from omegaconf import II
 from torch import Tensor
 
 from lrpe_fairseq.errors import refuse
+from lrpe_fairseq.image_files import read_image
+from lrpe_fairseq.models.options import one_sentence_errors
 from lrpe_fairseq.tasks.classification import ClassTask, check_classes
 from lrpe_fairseq.tasks.datasets import EpochDataset
 from lrpe_fairseq.tasks.missing_data import single_folder
@@ -257,8 +259,8 @@ class ImageDataset(EpochDataset):
     def __getitem__(self, index: int) -> dict:
         """Return copy ``index // N`` of image ``index % N``."""
         path = self.folder / self.files[index % len(self)].decode()
-        with seeded(self.seed, self.epoch, index):
-            return {"id": index, "image": self.transform(open_image(path))}
+        with one_sentence_errors(), seeded(self.seed, self.epoch, index):
+            return {"id": index, "image": self.transform(read_image(path))}
 
     def num_tokens_vec(self, indices: np.ndarray) -> np.ndarray:
         """Return the pixels of copies of images, for ``--max-tokens``."""
@@ -305,23 +307,7 @@ def seeded(*numbers: int) -> Iterator[None]:
         torch_cpu.set_state(before[2])
 
 
-# --- from a file to a tensor -------------------------------------------------------------------
-
-
-def open_image(path: Path) -> Any:
-    """Return an image in the colors red, green and blue.
-
-    Raises: Refusal without Pillow, and for a file that is no image.
-    """
-    try:
-        from PIL import Image
-    except ImportError:
-        refuse("reading images needs Pillow: run pip install pillow")
-    try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
-    except OSError as error:
-        refuse(f"{path} cannot be read as an image ({error}): prepare the data again")
+# --- from an image to a tensor -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.experiments.data import archives, examples
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data.archives import Archive, Member
 from lrpe_fairseq.experiments.data.examples import BYTES, Examples
 from lrpe_fairseq.experiments.records.console import UserError
+from lrpe_fairseq.image_files import read_image
 
 SEED = 42
 RELEASE = "lra_release.gz"
@@ -267,15 +269,9 @@ def gray_png(content: bytes, side: int, name: str) -> bytes:
     Raises: UserError for another image, and without Pillow.
     """
     try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError:
-        raise UserError("Reading images needs Pillow: run pip install pillow.") from None
-    try:
-        image = Image.open(io.BytesIO(content)).convert("L")
-    except (UnidentifiedImageError, OSError, SyntaxError) as why:
-        raise UserError(
-            f"{name} is not an image that can be read ({why}): fetch it again."
-        ) from None
+        image = read_image(io.BytesIO(content), name).convert("L")
+    except ChoiceError as error:
+        raise UserError(f"{error}.") from None
     if image.size != (side, side):
         raise UserError(f"{name} has {image.width} x {image.height} pixels, not {side} x {side}.")
     return image.tobytes()
