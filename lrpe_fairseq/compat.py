@@ -22,6 +22,7 @@ import logging
 import sys
 import tarfile
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import PurePosixPath
@@ -91,6 +92,12 @@ _LITERAL_NODES = (
     ast.Sub,
     ast.Mult,
     ast.Div,
+)
+
+_DEPRECATED_IN_HYDRA = (
+    r"\s*(hydra\.experimental\..* is no longer experimental|The version_base parameter is not|"
+    r"In '.*': Usage of deprecated keyword|'.*' is validated against ConfigStore|"
+    r"The strict flag in the compose API)"
 )
 
 
@@ -334,6 +341,15 @@ def leave_the_process_group() -> None:
     atexit.register(_destroy_gloo_group)
 
 
+def silence_deprecations_of_hydra() -> None:
+    """Hide hydra's warnings about how fairseq calls it.
+
+    Break: every command of fairseq prints six of them, 18 lines that no user can act on, before
+    the sentence that matters. Only warnings with these texts are hidden.
+    """
+    warnings.filterwarnings("ignore", _DEPRECATED_IN_HYDRA, UserWarning)
+
+
 FIXES: tuple[Callable[[], None], ...] = (
     restore_numpy_names,
     allow_checkpoint_globals,
@@ -351,6 +367,7 @@ FIXES: tuple[Callable[[], None], ...] = (
     resume_where_the_data_were_left,
     save_what_half_precision_rounds,
     leave_the_process_group,
+    silence_deprecations_of_hydra,
 )
 
 

@@ -251,6 +251,20 @@ if SentencePredictionCriterion.logging_outputs_can_be_summed():
     sum(log["pred"] for log in logs)  # as Trainer._fast_stat_sync_sum
 """,
     ),
+    "warnings of hydra": (
+        "AssertionError",
+        "works",
+        """
+import warnings
+from fairseq import options
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+command = ["data", "--task", "language_modeling", "--arch", "transformer_lm"]
+parsed = options.parse_args_and_arch(options.get_training_parser(), command)
+with warnings.catch_warnings(record=True) as said:
+    convert_namespace_to_omegaconf(parsed)
+assert [str(warning.message) for warning in said] == []
+""",
+    ),
     "archive that writes outside its folder": (
         "works",
         "ReadError",
