@@ -12,7 +12,10 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     python_requires=">=3.11,<3.13",
-    packages=find_packages(include=["lrpe_fairseq", "lrpe_fairseq.*"]),
+    packages=[
+        *find_packages(include=["lrpe_fairseq", "lrpe_fairseq.*"]),
+        *("hydra_plugins", "hydra_plugins.lrpe_options"),  # both, so that hydra finds the second
+    ],
     package_data={"lrpe_fairseq": ["*/*.cpp", "*/*.h"]},
     install_requires=[
         "torch>=2.6",  # safe checkpoint loading is the default from 2.6 on

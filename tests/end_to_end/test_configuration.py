@@ -1,17 +1,24 @@
 """Options mean the same from the command line and from a YAML, and fairseq's own keep working."""
 
 import copy
-from dataclasses import fields
+from dataclasses import Field, fields
+from enum import Enum
 from itertools import cycle, product
 from pathlib import Path
 
 import pytest
 import torch
-from fairseq.models import MODEL_DATACLASS_REGISTRY, BaseFairseqModel
+from fairseq.dataclass.initialize import hydra_init
+from fairseq.models import MODEL_DATACLASS_REGISTRY, BaseFairseqModel, merge_with_parent
 from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder, LearnedPositionalEmbedding
 from fairseq.modules.quantization.scalar.modules import IntLinear
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
+from omegaconf import DictConfig, OmegaConf
 
 from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
+from lrpe_fairseq.encodings import options_of_encodings
+from lrpe_fairseq.errors import Refusal
 from lrpe_fairseq.models import checks
 from tests.end_to_end.cases import sampled
 from tests.end_to_end.commands import (
@@ -32,7 +39,7 @@ pytestmark = pytest.mark.end_to_end
 
 PRESETS = sorted(name for name in MODEL_DATACLASS_REGISTRY if name.startswith("lrpe_"))
 SOFTMAX_ROPE = "--attention-type softmax --position-encoding rope --encoding-seed 7"
-MODEL = {"attention_type": "softmax", "position_encoding": "rope", "encoding_seed": 7}
+MODEL = {"attention_type": "softmax", "position_encoding": "rope"}
 UPDATES = 2
 
 
@@ -53,7 +60,7 @@ def typed_and_read(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> 
     train = [corpus.data, TRAINING, model, f"--max-update {UPDATES} --save-dir", typed]
     side_by_side(
         lambda: run("fairseq_cli.train", *train),
-        lambda: run("fairseq_cli.hydra_train", *hydra(folder, config)),
+        lambda: run("fairseq_cli.hydra_train", *hydra(folder, config), "model.encoding_seed=7"),
     )
     return typed, read
 
@@ -119,6 +126,72 @@ def test_a_flag_sets_what_it_names_and_its_negation_clears_it(
     assert decoder.layers[0].normalize_before is normalize_before
     assert (decoder.layer_norm is not None) is normalize_before
     assert (decoder.output_projection.weight is decoder.embed_tokens.weight) is shared
+
+
+# ---- options of encodings in a YAML and on the line of fairseq-hydra-train ----
+
+PARTS = [
+    *(("lrpe_lm", ""), ("lrpe_roberta", ""), ("lrpe_classifier", ""), ("lrpe_vit", "")),
+    *(("lrpe_transformer", f"{part}.") for part in ("encoder", "decoder", "cross")),
+]
+
+
+def other_value(option: Field) -> object:
+    """A value that an option of an encoding does not have by default."""
+    if choices := option.metadata["choices"]:
+        return next(choice for choice in choices if choice != option.default)
+    return not option.default if option.type is bool else 7.0 if option.type is float else 7
+
+
+def read_by_hydra(folder: Path, model: dict, *overrides: str) -> DictConfig:
+    """The model that fairseq-hydra-train makes of a YAML and the words on its line."""
+    OmegaConf.save({"model": model}, folder / "experiment.yaml")
+    hydra_init("experiment")
+    with initialize_config_dir(str(folder), version_base="1.1"):
+        given = compose("experiment", list(overrides)).model
+    return merge_with_parent(MODEL_DATACLASS_REGISTRY[model["_name"]](), given)
+
+
+@pytest.mark.parametrize("on_the_line", [True, False], ids=["line", "yaml"])
+@pytest.mark.parametrize(("model", "part"), PARTS)
+def test_hydra_takes_every_option_of_every_encoding(
+    model: str, part: str, on_the_line: bool, tmp_path: Path
+) -> None:
+    chosen = {part + name: other_value(own) for name, own in options_of_encodings().items()}
+    yaml = OmegaConf.create({"_name": model})
+    if on_the_line:
+        words = [f"model.{name}={value}" for name, value in chosen.items()]
+        found = read_by_hydra(tmp_path, yaml, *words)
+    else:
+        for name, value in chosen.items():
+            OmegaConf.update(yaml, name, value)
+        found = read_by_hydra(tmp_path, yaml)
+    read = {name: OmegaConf.select(found, name) for name in chosen}
+    assert {name: str(v) if isinstance(v, Enum) else v for name, v in read.items()} == chosen
+    assert len(chosen) > 30
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("model.fox_bais=3", "unknown model option 'fox_bais'; did you mean 'fox_bias'?"),
+        ("model.fox_bias=much", "bad value of model option 'fox_bias': Value 'much' of type 'str'"),
+        ("model.ape_init=random", "bad value of model option 'ape_init': Invalid value 'random', "),
+        ("model.encoder.fox_bias=3", "unknown model option 'encoder'"),
+    ],
+)
+def test_a_word_that_names_no_option_or_value_is_refused_in_one_sentence(
+    word: str, sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(Refusal) as refused:
+        read_by_hydra(tmp_path, {"_name": "lrpe_lm"}, word)
+    assert str(refused.value).startswith(f"lrpe_fairseq: {sentence}")
+    assert "\n" not in str(refused.value)
+
+
+def test_hydra_treats_the_models_of_fairseq_as_before(tmp_path: Path) -> None:
+    with pytest.raises(ConfigCompositionException, match="fox_bias"):
+        read_by_hydra(tmp_path, {"_name": "transformer_lm"}, "model.fox_bias=3")
 
 
 # ---- fairseq's own options ----
