@@ -42,6 +42,9 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.models.ema.ema import EMA
 from fairseq.models.transformer import TransformerConfig, TransformerDecoderBase
 from fairseq.optim.fp16_optimizer import _FP16OptimizerMixin, _MemoryEfficientFP16OptimizerMixin
+from fairseq.tasks import FairseqTask
+from fairseq.tasks.language_modeling import LanguageModelingTask
+from fairseq.tasks.multilingual_language_modeling import MultilingualLanguageModelingTask
 from omegaconf import OmegaConf
 
 from lrpe_fairseq.errors import refuse
@@ -350,6 +353,19 @@ def silence_deprecations_of_hydra() -> None:
     warnings.filterwarnings("ignore", _DEPRECATED_IN_HYDRA, UserWarning)
 
 
+def refuse_partial_scores() -> None:
+    """Refuse to score a part of the samples, with the number of tokens that would be left out.
+
+    Break: samples that are longer than the model's maximum are skipped. ``fairseq-eval-lm`` prints
+    the perplexity of the rest (1.00 if nothing is left) and ends with status 0. Other commands end
+    with a traceback, or print the score of the rest with
+    ``--skip-invalid-size-inputs-valid-test``. That stays possible, and the log counts the tokens.
+    """
+    for task in (LanguageModelingTask, MultilingualLanguageModelingTask):
+        _replace_method(task, "eval_lm_dataloader", _load_whole_text)
+    _replace_method(FairseqTask, "filter_indices_by_size", _filter_or_refuse)
+
+
 FIXES: tuple[Callable[[], None], ...] = (
     restore_numpy_names,
     allow_checkpoint_globals,
@@ -368,6 +384,7 @@ FIXES: tuple[Callable[[], None], ...] = (
     save_what_half_precision_rounds,
     leave_the_process_group,
     silence_deprecations_of_hydra,
+    refuse_partial_scores,
 )
 
 
@@ -619,6 +636,46 @@ def _batch_every_sample(original: Callable, indices: Any, *rest: Any, **keywords
     batches = list(original(indices, *rest, **keywords))
     dropped = indices[sum(map(len, batches)) :]
     return [*batches, dropped] if len(dropped) else batches
+
+
+def _load_whole_text(
+    original: Callable, self: Any, dataset: Any, *rest: Any, **keywords: Any
+) -> Any:
+    limit = keywords.get("max_positions")
+    indices = np.arange(len(dataset))
+    ignored = dataset.filter_indices_by_size(indices, limit)[1] if limit is not None else ()
+    if len(ignored):
+        refuse(
+            f"{_too_long(dataset, indices, ignored, limit)} would be left out: set "
+            f"--tokens-per-sample to at most {limit}, or score longer texts with scripts/eval_lm.sh"
+        )
+    return original(self, dataset, *rest, **keywords)
+
+
+def _filter_or_refuse(
+    original: Callable,
+    self: Any,
+    indices: Any,
+    dataset: Any,
+    max_positions: Any = None,
+    ignore_invalid_inputs: bool = False,
+) -> Any:
+    _, ignored = dataset.filter_indices_by_size(indices, max_positions)
+    if len(ignored):
+        said = _too_long(dataset, indices, ignored, max_positions)
+        if not ignore_invalid_inputs:
+            refuse(
+                f"{said} would be left out: shorten the samples, or pass "
+                "--skip-invalid-size-inputs-valid-test to read the rest only"
+            )
+        logger.warning("%s are left out", said)
+    return original(self, indices, dataset, max_positions, ignore_invalid_inputs)
+
+
+def _too_long(dataset: Any, indices: Any, ignored: Any, limit: Any) -> str:
+    tokens = sum(int(dataset.num_tokens(index)) for index in ignored)
+    samples = f"{len(ignored):,} of {len(indices):,} samples"
+    return f"{tokens:,} tokens in {samples}, which are longer than the maximum of {limit},"
 
 
 def _get_buckets(sizes: np.ndarray, num_buckets: int) -> np.ndarray:

@@ -37,6 +37,7 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.models import BaseFairseqModel
 from fairseq.models.ema.ema import EMA
 from fairseq.models.transformer import TransformerDecoderBase
+from fairseq.tasks import FairseqTask
 
 from lrpe_fairseq import compat
 from lrpe_fairseq.errors import Refusal
@@ -719,7 +720,7 @@ def test_applying_twice_changes_nothing() -> None:
         functions = (dataclass_utils.override_module_args, dataclass_utils._override_attr)
         functions += (data_utils.get_buckets, distributed_utils.broadcast_object, np.compat)
         functions += (TransformerDecoderBase.upgrade_state_dict_named, EMA.__init__)
-        functions += (file_utils.tarfile,)
+        functions += (file_utils.tarfile, FairseqTask.filter_indices_by_size)
         return *functions, frozenset(torch.serialization.get_safe_globals())
 
     compat.apply()

@@ -1,5 +1,6 @@
 """Features of fairseq that depend on the model class: checkpoints, overrides, inference, export."""
 
+import re
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
@@ -19,6 +20,7 @@ from fairseq.modules import FairseqDropout
 from omegaconf import OmegaConf
 
 from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
+from lrpe_fairseq.errors import Refusal
 from lrpe_fairseq.models.inference import DROPOUT_MODULES
 from tests.end_to_end.commands import (
     PLUGIN,
@@ -115,6 +117,52 @@ def test_the_averaged_model_of_learned_angles_computes_and_follows_its_parameter
         average.step(model)
         assert not torch.equal(frozen(tokens())[0], before)
         assert torch.equal(frozen(tokens())[0], model.eval()(tokens())[0])
+
+
+# ---- evaluation of the whole text ----
+
+
+@pytest.fixture(scope="module")
+def untrained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a language model that reads 32 tokens."""
+    model, _, config = build(corpus, SMALL)
+    path = tmp_path_factory.mktemp("untrained") / "checkpoint.pt"
+    save(model, config, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--tokens-per-sample 64",
+        "",  # fairseq's default of --tokens-per-sample is 1024
+        "--tokens-per-sample 48 --context-window 8",
+        "--tokens-per-sample 33 --batch-size 1 --required-batch-size-multiple 1",
+    ],
+)
+def test_a_perplexity_of_a_part_of_the_text_is_refused_with_the_tokens_left_out(
+    corpus: Corpus, untrained: Path, options: str
+) -> None:
+    text = corpus.token_count("test")
+    block = int(options.split()[1]) - 8 * ("window" in options) if options else 1024
+    left = text - text % block if text % block <= 32 else text
+    said = rf"^lrpe_fairseq: {left} tokens in .* would be left out: set --tokens-per-sample to at"
+    evaluation = f"--user-dir {PLUGIN} --cpu --num-workers 0 --gen-subset test {options} --path"
+    with pytest.raises(Refusal, match=said):
+        run_here("fairseq_cli.eval_lm", corpus.data, evaluation, untrained)
+
+
+def test_a_validation_of_a_part_of_the_text_is_refused_or_says_how_many_tokens_are_left_out(
+    corpus: Corpus, untrained: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lengths = [len(line.split()) + 1 for line in corpus.lines["test"]]
+    said = f"{sum(n for n in lengths if n > 8)} tokens in {sum(n > 8 for n in lengths)} of 40 samp"
+    lines = "--sample-break-mode eos --max-target-positions 8 --max-tokens 99 --valid-subset test"
+    validate = [corpus.data, EVALUATION, lines, "--path", untrained]
+    with pytest.raises(Refusal, match=f"{said}.* would be left out"):
+        run_here("fairseq_cli.validate", *validate)
+    run_here("fairseq_cli.validate", *validate, "--skip-invalid-size-inputs-valid-test")
+    assert re.search(f"{said}.* are left out", caplog.text)
 
 
 # ---- --model-overrides ----

@@ -146,7 +146,7 @@ def evaluation_command(
     max_tokens: int,
     task: str = PLAIN_TASK,
 ) -> list[str]:
-    """Return the fairseq-eval-lm command; without --tokens-per-sample it would skip everything.
+    """Return the fairseq-eval-lm command; its default for --tokens-per-sample is refused.
 
     ``task``: the task that carries the memory between blocks, for models that have one.
     """

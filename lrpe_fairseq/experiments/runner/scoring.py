@@ -1,8 +1,7 @@
 """Score the tokens of a text with a language model, in windows of any length.
 
-fairseq-eval-lm skips windows that are longer than the model's maximum without failing, and prints
-one number. Here every window is computed, without padding, and every scored token has its own
-loss.
+fairseq-eval-lm takes no windows that are longer than the model's maximum, and prints one number.
+Here every window is computed, without padding, and every scored token has its own loss.
 
 Axes: B windows, L tokens of a window, C width, N scored tokens.
 """
