@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Evaluates a checkpoint under several protocols and writes a run file: by default non-overlapping
 # blocks and sliding context (at least half a block of context). docs/running.md lists the
-# protocols, also those for longer texts. Fails if an evaluation did not score every token.
+# protocols, also those for longer texts. Fails if an evaluation did not score every token. A run
+# file of the same checkpoint and data keeps its other results.
 #
 #   scripts/eval_lm.sh <checkpoint> <data> [--splits valid test] [--protocols blocks tail-2048 …]
 #                      [--out FILE.json]

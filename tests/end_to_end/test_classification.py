@@ -162,6 +162,8 @@ def test_a_checkpoint_is_evaluated_by_hand_on_any_data_with_its_dictionaries(
     assert "test, accuracy: accuracy" in capsys.readouterr().out
     assert eval_classifier.main([*given, "--max-positions", "100"]) == 0  # longer sinusoids
     assert json.loads(out.read_text())["metrics"] == measured["metrics"]
+    assert eval_classifier.main([*given[:2], "--splits", "valid", "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["metrics"] == expected["metrics"]
     assert eval_classifier.main([*given, "--max-positions", "32"]) == 0
     cut = json.loads(out.read_text())
     assert "540 inputs are cut at 32 tokens" in cut["protocol"]["accuracy"]

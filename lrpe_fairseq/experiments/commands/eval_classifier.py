@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     data = by_hand.data_folder(options.data, preparation_of)
     splits = options.splits or [s for s in SPLITS if _has_split(data, s)] or list(SPLITS)
     run = evaluate(options.checkpoint, data, splits, options.max_positions)
-    by_hand.report(run, options.out)
+    by_hand.report(run, options.out, data)
 
 
 def evaluate(

@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = by_hand.parsed(parser, arguments)
     data = by_hand.data_folder(options.data, preparation_of)
     run = evaluate(options.checkpoint, data, options.splits, options.protocols)
-    by_hand.report(run, options.out)
+    by_hand.report(run, options.out, data)
 
 
 def evaluate(

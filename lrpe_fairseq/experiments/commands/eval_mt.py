@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> None:
     decoding = Decoding(options.beam, options.lenpen, options.average)
     data = by_hand.data_folder(options.data, preparation_of)
     run = evaluate(options.checkpoint, data, options.splits, decoding)
-    by_hand.report(run, options.out)
+    by_hand.report(run, options.out, data)
 
 
 def evaluate(checkpoint: Path, data: Path, splits: list[str], decoding: Decoding) -> Run:
@@ -38,7 +38,7 @@ def evaluate(checkpoint: Path, data: Path, splits: list[str], decoding: Decoding
         used, decoding = decoding.mean(checkpoint.parent)
     logs = checkpoint.absolute().parent
     measured = translation.measure(used, data, splits, decoding, logs, by_hand.run)
-    return by_hand.record(checkpoint, data, measured["metrics"], measured["protocol"])
+    return by_hand.record(checkpoint, data, measured["metrics"], measured["protocol"], used)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -2,19 +2,25 @@
 
 import argparse
 import contextlib
+import fcntl
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from lrpe_fairseq.experiments.data import checksums, folders
+from lrpe_fairseq.experiments.data.corpus import digest
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import ROOT, require_writable
-from lrpe_fairseq.experiments.records.runs import Run, environment, write_run
-from lrpe_fairseq.experiments.runner import parts
+from lrpe_fairseq.experiments.records.runs import Run, environment, read_run, write_run
+from lrpe_fairseq.experiments.runner import parts, recording
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children, run_child
 from lrpe_fairseq.experiments.runner.recording import described_by
+
+CHECKPOINT = "checkpoint"
+"""Field of a run file: the sha256 of the evaluated checkpoint."""
 
 
 def arguments(script: str, description: str) -> argparse.ArgumentParser:
@@ -73,10 +79,16 @@ def without_colons(command: Sequence[str]) -> Iterator[list[str]]:
         yield words
 
 
-def record(checkpoint: Path, data: Path, metrics: Run, protocol: Run) -> Run:
-    """Return the run file of an evaluation; its training fields are from checkpoint and folder."""
+def record(
+    checkpoint: Path, data: Path, metrics: Run, protocol: Run, evaluated: Path | None = None
+) -> Run:
+    """Return the run file of an evaluation; its training fields are from checkpoint and folder.
+
+    evaluated: the file with the weights, if it is not ``checkpoint``.
+    """
     state = checkpoints.load(checkpoint)
     return {
+        CHECKPOINT: digest(evaluated or checkpoint),
         "experiment": "by-hand",
         "scale": "by-hand",
         "dataset": folders.dataset_name(data),
@@ -91,14 +103,54 @@ def record(checkpoint: Path, data: Path, metrics: Run, protocol: Run) -> Run:
     }
 
 
-def report(run: Run, out: Path) -> None:
-    """Print the metrics of the run file and write it."""
+def report(run: Run, out: Path, data: Path) -> None:
+    """Print the metrics of a run file and write it, with those of ``out`` that it lacks."""
     for split, by_protocol in run["metrics"].items():
         for protocol, measured in by_protocol.items():
             numbers = ", ".join(f"{name} {value:,.6g}" for name, value in measured.items())
             print(f"{split}, {protocol}: {numbers}")
-    write_run(out, run)
+    with _alone_in(out.parent):
+        write_run(out, _with_earlier(out, run, data))
     print(f"written to {out}")
+
+
+def _with_earlier(out: Path, run: Run, data: Path) -> Run:
+    """Return ``run`` with the evaluations that ``out`` has of the same checkpoint and data."""
+    try:
+        known = read_run(out)
+    except (OSError, ValueError):
+        return run
+    now = checksums.checksums(data, known.get("data", {}))
+    if known.get(CHECKPOINT) != run[CHECKPOINT] or known.get("data") != now:
+        print(f"{out} had results of another checkpoint or other data, which are replaced")
+        return run
+    kept = _not_replaced(known, run)
+    return recording.with_evaluations(kept, run, run["data"]) if kept["metrics"] else run
+
+
+def _not_replaced(known: Run, run: Run) -> Run:
+    """Return ``known`` without the evaluations that ``run`` has or whose protocol it changes."""
+    found: Run = {}
+    for split, by_protocol in known["metrics"].items():
+        for name, measured in by_protocol.items():
+            said = known["protocol"][name]
+            if run["protocol"].get(name, said) != said:
+                print(f"{split}, {name}: the earlier result is of another protocol: {said}")
+            elif name not in run["metrics"].get(split, {}):
+                found.setdefault(split, {})[name] = measured
+    kept = {name: known["protocol"][name] for own in found.values() for name in own}
+    return {**known, "metrics": found, "protocol": kept}
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Let other evaluations wait until this one has read and written a run file in ``folder``."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _speed(state: dict[str, Any]) -> float:
