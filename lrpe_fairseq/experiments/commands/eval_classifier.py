@@ -59,8 +59,8 @@ def evaluate(
     trained = checkpoints.options(checkpoints.require_model(checkpoint, *ARCHS))
     _require_dictionaries(checkpoint, data, trained)
     if _reads_files(trained):
-        trained["max-positions"] = trained["image-size"] ** 2  # pixels
-    longest = int(trained["max-positions"]) if max_positions is None else max_positions
+        trained["task.max_positions"] = trained["task.image_size"] ** 2  # pixels
+    longest = int(trained["task.max_positions"]) if max_positions is None else max_positions
     _require_length(checkpoint, longest, trained)
     metrics: Run = {}
     for split in splits:
@@ -73,7 +73,7 @@ def evaluate(
 
 def _reads_files(trained: Run) -> bool:
     """True for a model of images in files, which are resized and not cut."""
-    return trained["task"] == images.NAME
+    return trained["task._name"] == images.NAME
 
 
 def _overrides(trained: Run, longest: int) -> dict[str, Any]:
@@ -112,11 +112,13 @@ def _require_dictionaries(checkpoint: Path, data: Path, trained: Run) -> None:
 
 def _require_length(checkpoint: Path, longest: int, trained: Run) -> None:
     """Refuse a length with positions that the model has not learned."""
-    learned = trained["encoder-learned-pos"] and not trained["no-token-positional-embeddings"]
-    if longest < 1 or (learned and longest != trained["max-positions"]):
+    learned = (
+        trained["model.encoder_learned_pos"] and not trained["model.no_token_positional_embeddings"]
+    )
+    if longest < 1 or (learned and longest != trained["task.max_positions"]):
         raise ValueError(
             f"{relative(checkpoint)} does not support --max-positions {longest}: it has "
-            f"{trained['max-positions']}" + (" learned absolute positions" if learned else "")
+            f"{trained['task.max_positions']}" + (" learned absolute positions" if learned else "")
         )
 
 

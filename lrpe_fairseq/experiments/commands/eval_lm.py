@@ -44,7 +44,7 @@ def evaluate(
     """
     wanted = [Protocol.parse(name) for name in names]
     config = checkpoints.options(checkpoints.require_model(checkpoint, "lrpe_lm"))
-    trained = config["tokens-per-sample"]
+    trained = config["task.tokens_per_sample"]
     lm.require_positions(config, trained, wanted)
     _require_dictionary(checkpoint, data)
     metrics: Run = {}
@@ -66,15 +66,15 @@ def _require_dictionary(checkpoint: Path, data: Path) -> None:
 
 
 def _measure(checkpoint: Path, data: Path, split: str, protocol: str, config: Run) -> Run:
-    tokens = config["tokens-per-sample"]
+    tokens = config["task.tokens_per_sample"]
     words = lm.evaluation_command(
         checkpoint,
         data,
         split,
         tokens_per_sample=tokens,
         context_window=Protocol.parse(protocol).context_window(tokens),
-        max_tokens=config["max-tokens"] or tokens,
-        task=lm.task_of(config["task"], protocol),
+        max_tokens=config["dataset.max_tokens"] or tokens,
+        task=lm.task_of(config["task._name"], protocol),
     )
     log = checkpoint.absolute().with_name(f"eval-{checkpoint.stem}-{split}-{protocol}.log")
     log.unlink(missing_ok=True)

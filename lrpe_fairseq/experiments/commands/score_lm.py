@@ -39,7 +39,7 @@ def score(
     text = torch.cat([lines[index] for index in range(len(lines))]).long()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device).eval()
-    return scoring.evaluate(model, text, dictionary.eos(), trained["tokens-per-sample"], names)
+    return scoring.evaluate(model, text, dictionary.eos(), trained["task.tokens_per_sample"], names)
 
 
 @command("score_lm")

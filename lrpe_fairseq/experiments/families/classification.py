@@ -45,14 +45,6 @@ class ClassificationRun(TrainingRun):
         "imagenet": "data-prep/imagenet/prepare.py",
     }
     without_download: ClassVar[frozenset[str]] = frozenset({"imagenet"})
-    option_keys: ClassVar[Mapping[str, str]] = {
-        "position-grid": "model.position_grid",
-        "grid-width": "model.grid_width",
-        "norm": "model.norm",
-        "pooling": "model.pooling",
-        "patch": "model.patch",
-        "encoder-learned-pos": "model.encoder_learned_pos",
-    }
     curve: ClassVar[Curve] = Curve("valid_accuracy", "higher")
     next_step: ClassVar[str] = "evaluate with: scripts/eval_classifier.sh {best} {data}"
     evaluations: tuple[tuple[str, str], ...] = (("valid", ACCURACY), ("test", ACCURACY))

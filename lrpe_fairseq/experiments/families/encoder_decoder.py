@@ -1,46 +1,28 @@
 """What the families of encoder-decoder models have in common."""
 
 from abc import ABC
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from lrpe_fairseq.encodings import options_of_encodings
 from lrpe_fairseq.experiments.records.layout import HALVES, PARTS
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 CROSS = "model.cross.position_encoding"
-OF_PARTS = (
-    "attention-normalizer",
-    "fidelity",
-    "score-decay",
-    *(name.replace("_", "-") for name in options_of_encodings()),
-)
-"""Options of tables that every part has."""
-KEYS = {
-    f"{part}-{name}": f"model.{part}.{name.replace('-', '_')}"
-    for part in PARTS
-    for name in ("attention-type", "position-encoding", *OF_PARTS)
-}
-"""An option of one part -> fairseq's configuration."""
-LEARNED = {f"{half}-learned-pos": f"model.{half}.learned_pos" for half in HALVES}
 
 
 @dataclass(frozen=True)
 class EncoderDecoderRun(TrainingRun, ABC):
     """One ``lrpe_transformer`` with the same attention type and encoding in encoder and decoder.
 
-    Cross-attention is stock unless a table sets ``cross-position-encoding``. A table names an
-    option of one part as ``encoder-fidelity`` or ``cross-fidelity``, and of all as ``fidelity``.
+    Cross-attention is stock unless a table sets ``model.cross.position_encoding``. A table names an
+    option of one part as ``model.encoder.fidelity``, and of all parts as ``model.*.fidelity``.
     """
-
-    option_keys: ClassVar[Mapping[str, str]] = {**KEYS, **LEARNED}
 
     @classmethod
     def overrides_of(cls, option: str, value: Any) -> tuple[str, ...]:
         """Return ``section.key=value`` for an option, for every part that has it."""
-        parts = PARTS if option in OF_PARTS else HALVES if option == "learned-pos" else ()
-        names = [f"{part}-{option}" for part in parts] or [option]
+        parts = HALVES if option.endswith("learned_pos") else PARTS
+        names = [option.replace("*", part) for part in parts] if "*" in option else [option]
         return tuple(cls.override(name, value) for name in names)
 
     def encoding_choices(self) -> dict[str, str]:

@@ -35,13 +35,13 @@ PRETRAINING = "scripts/pretrain_roberta.sh or scripts/run_table.sh table8"
 WARM_UP = 0.06  # fraction of the updates, as in RoBERTa's fine-tuning
 FREE = {  # model options that fine-tuning may set
     "dropout",
-    "attention-dropout",
-    "activation-dropout",
-    "pooler-dropout",
-    "pooler-activation-fn",
-    "checkpoint-activations",
-    "load-checkpoint-heads",
-    "max-positions",
+    "attention_dropout",
+    "activation_dropout",
+    "pooler_dropout",
+    "pooler_activation_fn",
+    "checkpoint_activations",
+    "load_checkpoint_heads",
+    "max_positions",
 }
 HEAD = "classification_heads.sentence_classification_head.out_proj.weight"
 EMBEDDING = "encoder.sentence_encoder.embed_tokens.weight"
@@ -136,7 +136,7 @@ class FinetuningRun(TrainingRun):
             **super().record(measured, threads),
             "pretrained": {
                 "checkpoint": relative(self.checkpoint),
-                "seed": checkpoints.options(pretrained)["seed"],
+                "seed": checkpoints.options(pretrained)["common.seed"],
                 "updates": checkpoints.updates(pretrained),
             },
         }
@@ -291,7 +291,7 @@ def model_options(checkpoint: Path) -> dict[str, str]:
 def max_positions(checkpoint: Path) -> int:
     """Return the longest input that the checkpoint's model accepts, in tokens."""
     known = checkpoints.options(checkpoints.load(checkpoint))
-    return int(known.get("max-positions") or known["tokens-per-sample"])
+    return int(known.get("model.max_positions") or known["task.tokens_per_sample"])
 
 
 def _model_config(checkpoint: Path) -> dict[str, Any]:
@@ -304,8 +304,7 @@ def _of_our_dataclass(model: dict[str, Any]) -> dict[str, Any]:
     from lrpe_fairseq.models.masked_lm import LRPERobertaConfig
 
     own = {"_name", *LRPERobertaConfig.__dataclass_fields__}
-    free = {name.replace("-", "_") for name in FREE}
-    return {key: value for key, value in model.items() if key in own - free}
+    return {key: value for key, value in model.items() if key in own - FREE}
 
 
 def _text(value: Any) -> str:

@@ -40,10 +40,6 @@ class LMRun(TrainingRun):
         "pg19": "data-prep/books/prepare.py pg19",
     }
     without_download: ClassVar[frozenset[str]] = frozenset({"books"})
-    option_keys: ClassVar[Mapping[str, str]] = {
-        "task": "task._name",
-        "memory-length": "model.memory_length",
-    }
     next_step: ClassVar[str] = "evaluate with: scripts/eval_lm.sh {best} {data}"
     evaluations: Evaluations = EVERYTHING
 
@@ -56,7 +52,7 @@ class LMRun(TrainingRun):
         """Also require that the model has positions for every length of evaluation."""
         super().require_inputs()
         protocols = [Protocol.parse(name) for _, name in self.evaluations]
-        model = {key.replace("_", "-"): value for key, value in self.settings().model.items()}
+        model = {f"model.{key}": value for key, value in self.settings().model.items()}
         require_positions(model, self.tokens_per_sample, protocols)
 
     def evaluation_command(self, split: str, protocol: str) -> list[str]:
@@ -114,12 +110,12 @@ def protocols(tokens_per_sample: int, names: Iterable[str]) -> dict[str, str]:
 def require_positions(options: Mapping[str, Any], trained: int, wanted: Sequence[Protocol]) -> None:
     """Refuse a protocol that is longer than the learned absolute positions of a model.
 
-    options: of the model, by command-line name. Sinusoidal positions have any length.
+    options: of the training, by dotted key. Sinusoidal positions have any length.
     Raises: UserError.
     """
     longest = max((protocol.length for protocol in wanted), default=0)
-    learned = options.get("decoder-learned-pos") and not options.get(
-        "no-token-positional-embeddings"
+    learned = options.get("model.decoder_learned_pos") and not options.get(
+        "model.no_token_positional_embeddings"
     )
     if learned and longest > trained:
         raise UserError(

@@ -46,11 +46,6 @@ class SyntheticRun(TrainingRun):
         f"synthetic-{task}-small": f"data-prep/synthetic/prepare.py --task {task}"
         for task in synthetic.TASKS
     }
-    option_keys: ClassVar[Mapping[str, str]] = {
-        "decoder-layers": "model.decoder_layers",
-        "grid-width": "model.grid_width",
-        "position-grid": "model.position_grid",
-    }
     curve: ClassVar[Curve] = Curve("valid_answer_accuracy", "higher")
     lr: float = 0.003
 

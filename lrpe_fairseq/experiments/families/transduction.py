@@ -76,11 +76,6 @@ class TransductionRun(EncoderDecoderRun):
     configs: ClassVar[str] = "transduction"
     task: ClassVar[str] = TASK
     data_scripts: ClassVar[Mapping[str, str]] = _scripts()
-    option_keys: ClassVar[Mapping[str, str]] = {
-        "node-positions": "task.node_positions",
-        "tree-embedding": "model.tree_embedding",
-        **EncoderDecoderRun.option_keys,
-    }
     curve: ClassVar[Curve] = Curve("valid_teacher_ppl", "lower")
     evaluations: tuple[tuple[str, str], ...] = (("valid", TEACHER), ("test", TEACHER))
 

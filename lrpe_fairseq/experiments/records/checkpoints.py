@@ -32,7 +32,6 @@ SECTIONS = (
     "optimizer",
     "lr_scheduler",
 )
-NAMES = {"model": "arch", "lr_scheduler": "lr-scheduler"}  # command-line name of ``_name``
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -84,7 +83,7 @@ def require_model(path: Path, *archs: str) -> dict[str, Any]:
     Raises: ValueError, one sentence, if it is damaged, diverged or of another model.
     """
     state = load_sound(path)
-    found = str(options(state).get("arch"))
+    found = str(options(state).get("model._name"))
     if not any(found == arch or found.startswith(f"{arch}_") for arch in archs):
         raise ValueError(f"{path} is a checkpoint of {found}, not of {' or '.join(archs)}")
     for name, tensor in state["model"].items():
@@ -123,35 +122,31 @@ def seconds(state: dict[str, Any]) -> float:
 
 
 def options(state: dict[str, Any]) -> dict[str, Any]:
-    """Return every option of the training that saved the checkpoint; see :func:`named`."""
+    """Return every option of the training that saved the checkpoint; see :func:`dotted`."""
     sections = {section: state["cfg"].get(section) or {} for section in SECTIONS}
     plain = {k: vars(v) if isinstance(v, Namespace) else v for k, v in sections.items()}
-    return named(plain)
+    return dotted(plain)
 
 
-def named(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the options of a configuration with sections, by their command-line names.
+def dotted(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the options of a configuration by fairseq's dotted keys, such as ``model._name``.
 
-    The names of the chosen classes are under ``arch``, ``task``, ``criterion``, ``optimizer`` and
-    ``lr-scheduler``. A nested section, such as a translation model's encoder, is a prefix:
-    ``encoder-embed-dim``.
+    A nested section, such as a translation model's encoder, is part of the key:
+    ``model.encoder.embed_dim``.
     """
-    found: dict[str, Any] = {}
-    for section, values in config.items():
-        for name, value in _flat(section, values):
-            if value is not None or name not in found:
-                found[name] = _plain(value)
-    found.pop("common", None)
-    return found
+    return {
+        key: _plain(value)
+        for section, values in config.items()
+        for key, value in _dotted(section, values)
+    }
 
 
-def _flat(section: str, values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _dotted(section: str, values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
-        name = NAMES.get(section, section) if key == "_name" else key.replace("_", "-")
-        if section == "model" and isinstance(value, dict):
-            yield from ((n, v) for n, v in _flat(section, value, f"{prefix}{name}-") if n != "arch")
-        else:
-            yield (name if key == "_name" else prefix + name), value
+        if isinstance(value, dict) and section == "model":
+            yield from _dotted(f"{section}.{key}", value)
+        elif key != "_name" or (value is not None and section in SECTIONS):
+            yield f"{section}.{key}", value
 
 
 def ready_to_resume(folder: Path, say: Callable[[str], None]) -> int:

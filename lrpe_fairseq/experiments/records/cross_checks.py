@@ -15,10 +15,10 @@ VALIDATIONS = (
     0.1  # relative difference between validation in training and evaluation of the best checkpoint
 )
 NAMED = {  # field -> the option of the model, or of its encoder and decoder, with the same value
-    "seed": "seed",
-    "task": "task",
-    "attention_type": "attention-type",
-    "position_encoding": "position-encoding",
+    "seed": "common.seed",
+    "task": "task._name",
+    "attention_type": "model.attention_type",
+    "position_encoding": "model.position_encoding",
 }
 
 
@@ -38,7 +38,7 @@ def _check_option(run: Run, name: str, option: str) -> None:
     value, config = run[name], run["config"]
     sides = value if isinstance(value, dict) else {"": value}
     for side, one in sides.items():
-        key = f"{side}-{option}" if side else option
+        key = option.replace("model.", f"model.{side}.") if side else option
         if config.get(key, one) != one:
             raise ValueError(
                 f"the run's field '{name}' is {one!r}, but its config has {key} {config[key]!r}"
@@ -72,14 +72,14 @@ def _check_tokens(split: str, protocols: Run) -> None:
 
 
 def _check_updates(run: Run) -> None:
-    last = run["config"].get("max-update") or math.inf
+    last = run["config"].get("optimization.max_update") or math.inf
     seen = [("evaluated_update", run.get("evaluated_update", 0))]
     seen += [("curve", point["updates"]) for point in run.get("curve", [])[-1:]]
     for name, updates in seen:
         if updates > last:
             raise ValueError(
                 f"the run's field '{name}' goes to update {updates}, but its config has "
-                f"max-update {last}"
+                f"optimization.max_update {last}"
             )
 
 

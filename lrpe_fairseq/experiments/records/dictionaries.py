@@ -60,7 +60,7 @@ def agree(
 def _trained_with(checkpoint: Path, state: dict[str, Any], name: str) -> str:
     """Return the sha256 of the dictionary of the training; empty if it is unknown."""
     kept = read_json(checkpoint.with_name(FILE)).get(name)
-    there = ROOT / str(checkpoints.options(state).get("data", "")).split(":")[0] / name
+    there = ROOT / str(checkpoints.options(state).get("task.data", "")).split(":")[0] / name
     return str(kept) if kept else _sha256(there) if there.is_file() else ""
 
 

@@ -106,11 +106,11 @@ class Table:
     fixed: ``side`` (encoder or decoder), ``encoding`` and ``attention`` of the half that all cells
     share, for encoder-decoder models (rows and columns describe the other half). pretrained: the
     table whose runs of seed 1 are fine-tuned. rates: scale -> learning rates to train every cell
-    with, and to show; default: that of the configuration. A column with ``best_over: lr`` leaves a
-    seed out until all of these rates have a run. brief: show our number and the paper's
-    only, without their difference and the difference from the baseline. curves: labels of the rows
-    in the figure of validation curves. notes: scale -> text; like ``text``, they contain numbers
-    and orders as references only (:mod:`.notes`). headline: keys of the columns that the finding,
+    with, and to show; default: that of the configuration. A column with ``best_over:
+    optimization.lr`` leaves a seed out until all of these rates have a run. brief: show our number
+    and the paper's only, without their difference and the difference from the baseline. curves:
+    labels of the rows in the figure of validation curves. notes: scale -> text; like ``text``, they
+    contain numbers and orders as references only (:mod:`.notes`). headline: keys of the columns that the finding,
     the index and the figure against the paper use, by default the first of each attention type; at
     most one of each, unless compare is ``columns``. compare: ``rows`` of a column with each other,
     or ``columns`` of a row with the first headline. paper_dataset: the data set of scale
@@ -208,6 +208,17 @@ def _by_attention(columns: list[Column]) -> list[Column]:
     """Put the columns of one attention type together; the type that comes first stays first."""
     kinds = list(dict.fromkeys(column.attention for column in columns))
     return sorted(columns, key=lambda column: kinds.index(column.attention))
+
+
+def short(option: str) -> str:
+    """Return an option's name on the command line, without dashes before it.
+
+    >>> short("model.encoder.attention_normalizer"), short("model.*.fidelity"), short("task._name")
+    ('encoder-attention-normalizer', 'fidelity', 'task')
+    """
+    section, *parts = option.split(".")
+    parts = [section] if parts == ["_name"] else [part for part in parts if part != "*"]
+    return "-".join(parts).replace("_", "-")
 
 
 def file_name(name: str) -> str:

@@ -5,9 +5,9 @@ states an order or another outcome, such as "leads" or "solves".
 
 - ``[[Row | column]]``: our number in that cell.
 - ``[[paper Row | column]]``: the published number in that cell.
-- ``[[option NAME]]``: an option that all runs of the group share. ``tokens-per-update``, which is
-  ``max-tokens``, and ``batch-size`` are those of an update, over all processes; ``break`` is the
-  rise of the loss that ``holds-to`` permits.
+- ``[[option KEY]]``: an option that all runs of the group share. ``dataset.max_tokens`` and
+  ``dataset.batch_size`` are those of an update, over all processes; ``break`` is the rise of the
+  loss that ``holds-to`` permits.
 - ``[[option NAME at SCALE]]``: the same from the configuration of another scale.
 - ``[[option NAME in COLUMN]]``: an option of the table, with the value of the column ``COLUMN``.
 - ``[[Row ahead of Row; Row | column]]``: our numbers, with an order only where the runs support it.
@@ -76,7 +76,7 @@ class Order:
 
 def parse(reference: str) -> Option | Value | Order:
     """Parse the inside of one ``[[...]]``. Raises: ValueError if it has none of the forms."""
-    if found := re.fullmatch(r"option ([\w-]+)(?: at ([\w-]+)| in ([\w-]+))?", reference):
+    if found := re.fullmatch(r"option ([\w.*-]+)(?: at ([\w-]+)| in ([\w-]+))?", reference):
         return Option(found[1], found[2] or "", found[3] or "")
     left, bar, column = (part.strip() for part in reference.partition("|"))
     if not (left and bar and column):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lrpe_fairseq.encodings import canonical_name
-from lrpe_fairseq.experiments.records.layout import Column, Row, Table, file_name
+from lrpe_fairseq.experiments.records.layout import Column, Row, Table, file_name, short
 
 Evaluations = tuple[tuple[str, str], ...]
 """(split, protocol) pairs."""
@@ -66,10 +66,11 @@ def _distinct(pairs: Iterable[tuple[str, str]]) -> Evaluations:
 
 
 def _cell(table: Table, row: Row, column: Column) -> Cell:
-    options = tuple(sorted({**table.options, **row.overrides, **column.overrides}.items()))
+    chosen = {**table.options, **row.overrides, **column.overrides}
+    options = tuple(sorted(chosen.items(), key=lambda option: short(option[0])))
     changed = tuple((k, v) for k, v in options if v != table.options[k])
     named = [column.dataset] if column.config else []
-    named += [f"{k}={v}" for k, v in changed if k not in row.overrides]
+    named += [f"{short(k)}={v}" for k, v in changed if k not in row.overrides]
     name = file_name("-".join([row.label, column.attention, *named]))
     return Cell(
         row.label,

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lrpe_fairseq.experiments.records import bases
 from lrpe_fairseq.experiments.records.checkout import commit
 from lrpe_fairseq.experiments.records.cross_checks import cross_check
 from lrpe_fairseq.experiments.records.files import write_json
@@ -34,7 +35,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "scale": NAME,  # "paper", "small", ...: runs of different scales are never in one table
     "metrics": (dict,),  # split -> protocol -> metric -> number
     "protocol": (dict,),  # protocol -> one sentence that describes it
-    "config": (dict,),  # every option, by its command-line name without the leading dashes
+    "config": (dict,),  # every option, by fairseq's dotted key; in the file by :mod:`.bases`
     "commit": NAME,
     "versions": (dict,),
     "hardware": (dict,),
@@ -81,7 +82,7 @@ def write_run(path: Path | str, run: Run) -> None:
     Raises: ValueError for an invalid run (nothing is written), OSError, which names ``path``.
     """
     validate(run)
-    write_whole(Path(path), run)
+    write_whole(Path(path), bases.packed(run, Path(path)))
 
 
 def write_whole(target: Path, content: Run) -> None:
@@ -97,6 +98,7 @@ def read_run(path: Path | str) -> Run:
     """Read a run file. Raises: ValueError, which names the file, if it is invalid."""
     try:
         run = json.loads(Path(path).read_text(encoding="utf-8"))
+        run = bases.unpacked(run, Path(path)) if isinstance(run, dict) else run
         validate(run)
     except ValueError as error:
         raise ValueError(f"{path} is not a run file: {error}") from error
@@ -110,7 +112,7 @@ def read_runs(root: Path | str) -> dict[str, Run]:
     """
     runs = {}
     for path in sorted(Path(root).rglob("*.json")):
-        if path.name.startswith("."):
+        if path.name.startswith(".") or bases.is_base(path):
             continue
         name = path.relative_to(root).as_posix()
         runs[name] = read_run(path)

@@ -6,10 +6,10 @@ Every function takes the options of a run file.
 from collections.abc import Mapping
 from typing import Any
 
-LIMITS = ("max-tokens", "batch-size")
+LIMITS = ("dataset.max_tokens", "dataset.batch_size")
 """Options that limit a batch; one of them may be None."""
-FREQUENCY = "update-freq"
-WORLD = "distributed-world-size"
+FREQUENCY = "optimization.update_freq"
+WORLD = "distributed_training.distributed_world_size"
 
 
 def steps(config: Mapping[str, Any]) -> list[float]:

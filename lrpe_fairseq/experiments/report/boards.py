@@ -17,7 +17,7 @@ from typing import Any
 
 from lrpe_fairseq.encodings import ENCODINGS, canonical_name, encoding_class
 from lrpe_fairseq.experiments.records.choices import Aspect, Choices, Source
-from lrpe_fairseq.experiments.records.layout import ATTENTION, Column, Row, Table
+from lrpe_fairseq.experiments.records.layout import ATTENTION, Column, Row, Table, short
 from lrpe_fairseq.experiments.report import cells, claims, speed
 from lrpe_fairseq.experiments.report.cells import Group, Scores
 from lrpe_fairseq.experiments.report.markdown import DIVERGED, NO_CELL, fixed, listed
@@ -26,7 +26,7 @@ from lrpe_fairseq.experiments.report.sheet import Sheet
 USUAL = "rotated"
 SINUSOIDAL = "`none` with sinusoids"
 """The baseline of every board: absolute positions only."""
-WITHOUT_SINUSOIDS = "no-token-positional-embeddings"
+WITHOUT_SINUSOIDS = "model.no_token_positional_embeddings"
 VALUE = "value"
 NO_RANK = "–"
 ADDED = "†"
@@ -197,10 +197,10 @@ def public_name(encoding: str) -> str:
 def method(encoding: str, options: Mapping[str, Any]) -> str:
     """Return the label of an encoding with the options of a cell.
 
-    >>> method("rope", {"attention-normalizer": "layernorm"})
+    >>> method("rope", {"model.attention_normalizer": "layernorm"})
     '`rope` with `layernorm`'
     """
-    normalizers = ("attention-normalizer", "encoder-attention-normalizer")
+    normalizers = ("model.attention_normalizer", "model.encoder.attention_normalizer")
     normalizer = next((options[name] for name in normalizers if name in options), USUAL)
     label, joint = f"`{public_name(encoding)}`", "with"
     if encoding == "none" and not options.get(WITHOUT_SINUSOIDS, False):
@@ -282,10 +282,11 @@ def _rows(sheet: Sheet, column: Column) -> list[tuple[str, Scores, bool]]:
 def _with(label: str, options: Mapping[str, Any], first: Mapping[str, Any]) -> str:
     """Name the options in which a later row of a method differs from its first.
 
-    >>> _with("`fox`", {"fox-bias": 3.0}, {"fox-bias": 0.0})
+    >>> _with("`fox`", {"model.fox_bias": 3.0}, {"model.fox_bias": 0.0})
     '`fox` with `fox-bias` 3.0'
     """
-    changed = [f"`{name}` {value}" for name, value in options.items() if value != first.get(name)]
+    new = {name: value for name, value in options.items() if value != first.get(name)}
+    changed = [f"`{short(name)}` {value}" for name, value in new.items()]
     if not changed:
         return label
     return f"{label} {'and' if ' with ' in label else 'with'} {listed(changed)}"

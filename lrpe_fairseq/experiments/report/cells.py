@@ -15,6 +15,8 @@ from lrpe_fairseq.experiments.records.protocols import BEYOND, HOLDS, Protocol, 
 from lrpe_fairseq.experiments.records.runs import Run, plain
 
 Runs = dict[str, Run]  # by path relative to results/runs
+RATE = "optimization.lr"
+"""The option of learning rates."""
 ABSENT = object()
 LOGARITHMIC = ("ppl", "word_ppl")
 COUNTS = {  # fractions: the number of tested examples beside them, and the value of all
@@ -98,23 +100,22 @@ def fills(table: Table, row: Row, column: Column, run: Run) -> bool:
         and table.shows(column, run["dataset"], run["scale"])
         and _halves(run["attention_type"]) == _sides(column.attention, "attention", table.fixed)
         and _canonical(run["position_encoding"]) == _canonical(_encoding(table, row))
-        and option(run, "lr") in _rates(table, column, run)
+        and option(run, RATE) in _rates(table, column, run)
         and _options_agree(table, row, column, run)
     )
 
 
 def option(run: Run, name: str, default: Any = None) -> Any:
-    """Return option ``name`` of ``run``; the name may use dashes or underscores.
+    """Return the option of ``run`` with the dotted key ``name``.
 
-    Limits of a batch, ``batch-size`` and ``max-tokens``, are those of an update over all processes.
-    A list of one value, such as fairseq's learning rate per epoch, is returned as that value. An
-    option that encoder, decoder and perhaps cross-attention have each is returned if they have the
-    same value; otherwise the result is a dictionary, which equals no value of a table.
+    Limits of a batch are those of an update over all processes. A list of one value, such as
+    fairseq's learning rate per epoch, is returned as that value. ``model.*.key`` is the option of
+    encoder, decoder and perhaps cross-attention if they have the same value; otherwise the result
+    is a dictionary, which equals no value of a table.
     """
-    if (given := _given(run, name)) is not ABSENT:
-        limit = name.replace("_", "-")
-        return _of_update(run, limit) if limit in updates.LIMITS else given
-    found = {part: _given(run, f"{part}-{name}") for part in PARTS}
+    if name in updates.LIMITS:
+        return _of_update(run, name)
+    found = {part: _given(run, name.replace("*", part)) for part in PARTS}
     found = {part: value for part, value in found.items() if value is not ABSENT}
     if not found:
         return default
@@ -123,17 +124,13 @@ def option(run: Run, name: str, default: Any = None) -> Any:
 
 
 def _given(run: Run, name: str) -> Any:
-    for key in (name, name.replace("_", "-"), name.replace("-", "_")):
-        if key in run["config"]:
-            value = run["config"][key]
-            return value[0] if isinstance(value, list) and len(value) == 1 else value
-    return ABSENT
+    value = run["config"].get(name, ABSENT)
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _of_update(run: Run, limit: str) -> Any:
     """Return the largest update, by epoch if epochs differ; None if ``limit`` is not set."""
-    config = {name.replace("_", "-"): value for name, value in run["config"].items()}
-    sizes = [int(size) for size in updates.sizes(config, limit)]
+    sizes = [int(size) for size in updates.sizes(run["config"], limit)]
     return sizes[0] if len(sizes) == 1 else sizes or None
 
 
@@ -249,7 +246,7 @@ def _canonical(encoding: str | dict[str, str]) -> dict[str, str]:
 
 def _rates(table: Table, column: Column, run: Run) -> list[Any]:
     """Return the learning rates that the column shows at this scale; default: the run's."""
-    return table.rates_at(run["scale"], column.rates) or [option(run, "lr")]
+    return table.rates_at(run["scale"], column.rates) or [option(run, RATE)]
 
 
 def _options_agree(table: Table, row: Row, column: Column, run: Run) -> bool:
@@ -289,14 +286,15 @@ def selected(table: Table, row: Row, column: Column, runs: Runs) -> dict[int, st
 def _complete(table: Table, row: Row, column: Column, runs: Runs) -> Runs:
     """Return the runs of one cell without the seeds that lack a learning rate of the table.
 
-    A diverged run counts. Only columns with ``best_over: lr`` show a sweep of learning rates.
+    A diverged run counts. Only columns with ``best_over: optimization.lr`` show a sweep of
+    learning rates.
     """
     own = cell_runs(table, row, column, runs)
-    if column.best_over != "lr":
+    if column.best_over != RATE:
         return own
     found: dict[int, set[Any]] = {}  # seed -> rates
     for run in own.values():
-        found.setdefault(run["seed"], set()).add(option(run, "lr"))
+        found.setdefault(run["seed"], set()).add(option(run, RATE))
     return {
         name: run
         for name, run in own.items()

@@ -25,6 +25,7 @@ from lrpe_fairseq.experiments.report.boards import Board, Boards
 from lrpe_fairseq.experiments.report.markdown import DIVERGED, NO_CELL, NOT_MEASURED, fixed
 from lrpe_fairseq.experiments.report.sheet import Sheet, sheets
 
+UPDATES = "optimization.max_update"
 PAGE = "docs/choosing.md"
 PICTURE = "results/figures/choosing.png"
 MOST = 6  # leading methods that the short answer names
@@ -372,8 +373,8 @@ def statement(claim: Statement, found: Found) -> str:
     text = " ".join(notes.render(sheet, claim.text).split())
     title = sheet.table.column(claim.column).title
     place = f"[{claim.table}](../results/{claim.table}.md), column `{title}`"
-    if "max-update" in sheet.table.same:
-        place += f", after {sheet.option('max-update'):,} updates"
+    if UPDATES in sheet.table.same:
+        place += f", after {sheet.option(UPDATES):,} updates"
     return f"{claim.verdict.capitalize()}: {text} ({claim.source}). Ours, {place}: {ours}."
 
 
@@ -421,7 +422,7 @@ def _ratios(root: Path, given: Ratios, found: Found) -> list[str]:
     ours = _own_ratios(sheet, given)
     rows = []
     for cell in _longest(paper.read_table(path)):
-        label = boards.method(cell["encoding"], {"no-token-positional-embeddings": True})
+        label = boards.method(cell["encoding"], {boards.WITHOUT_SINUSOIDS: True})
         if label in ours:
             place = f"{cell['source']}, {cell['trained']} to {cell['length']}"
             shown, ratio = ours[label]

@@ -70,7 +70,7 @@ def panels(sheet: Sheet) -> list[Panel]:
             positions = [c for c in columns if _kind(c) == POSITIONS][:1]
             panel = Panel(
                 attention,
-                sheet.option("tokens-per-sample"),
+                sheet.option("task.tokens_per_sample"),
                 tuple(sheet.table.curves),
                 _curves(sheet, paired, _paired),
                 _curves(sheet, positions, _by_position),

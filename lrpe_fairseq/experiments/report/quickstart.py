@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from pathlib import Path
 
+from lrpe_fairseq.experiments.records import bases
 from lrpe_fairseq.experiments.records.runs import Run, read_run
 from lrpe_fairseq.experiments.report import cells, claims, curves
 from lrpe_fairseq.experiments.report.cells import Scores
@@ -69,7 +70,8 @@ class Row:
 
 def published(folder: Path) -> list[Run]:
     """Return the run files of ``folder``, sorted by attention type, encoding and seed."""
-    runs = [read_run(path) for path in sorted(folder.glob("*.json"))]
+    paths = (path for path in sorted(folder.glob("*.json")) if not bases.is_base(path))
+    runs = [read_run(path) for path in paths]
     return sorted(
         runs,
         key=lambda run: (
@@ -186,15 +188,15 @@ def page(runs: Sequence[Run]) -> str:
     config, machine = first["config"], first["hardware"]
     seeds = sorted({run["seed"] for run in runs})
     return TEMPLATE.format(
-        shape=f"{config['decoder-layers']} x {config['decoder-embed-dim']}",
+        shape=f"{config['model.decoder_layers']} x {config['model.decoder_embed_dim']}",
         python=first["versions"]["python"],
-        updates=config["max-update"],
-        tokens=f"{cells.option(first, 'max-tokens'):,}",
+        updates=config["optimization.max_update"],
+        tokens=f"{cells.option(first, 'dataset.max_tokens'):,}",
         seeds=f"seed {seeds[0]}"
         if len(seeds) == 1
         else f"mean ± deviation over {len(seeds)} seeds",
         evaluated=f"{first['metrics']['test'][PROTOCOL]['tokens']:,}",
-        protocol=f"in non-overlapping blocks of {config['tokens-per-sample']}.",
+        protocol=f"in non-overlapping blocks of {config['task.tokens_per_sample']}.",
         numbers=numbers(found),
         machine=f"{machine['cpu']}, {machine['cores']} cores; torch {first['versions']['torch']}",
     )

@@ -131,8 +131,6 @@ class Sheet:
             if name not in chosen:
                 raise ValueError(f"table {self.table.name} has no option {name}")
             return chosen[name]
-        if name == "tokens-per-update":
-            return self.option("max-tokens", scale)
         if name == "break":
             return BREAK
         if scale:
@@ -166,9 +164,7 @@ def _configured(path: Path, name: str) -> Any:
 
 
 def _stated(path: Path, name: str) -> Any:
-    key = name.replace("-", "_")
-    for section in OmegaConf.to_container(OmegaConf.load(path)).values():
-        if isinstance(section, dict) and key in section:
-            value = section[key]
-            return value[0] if isinstance(value, list) and len(value) == 1 else value
-    raise ValueError(f"{path.name} does not set {name}")
+    value = OmegaConf.select(OmegaConf.load(path), name)
+    if value is None:
+        raise ValueError(f"{path.name} does not set {name}")
+    return value[0] if OmegaConf.is_list(value) and len(value) == 1 else value

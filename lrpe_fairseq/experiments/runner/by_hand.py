@@ -11,7 +11,7 @@ from typing import Any
 
 from lrpe_fairseq.experiments.data import checksums, folders
 from lrpe_fairseq.experiments.data.corpus import digest
-from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records import bases, checkpoints
 from lrpe_fairseq.experiments.records.files import ROOT, require_writable
 from lrpe_fairseq.experiments.records.runs import Run, environment, read_run, write_run
 from lrpe_fairseq.experiments.runner import parts, recording
@@ -89,8 +89,8 @@ def record(
     state = checkpoints.load(checkpoint)
     return {
         CHECKPOINT: digest(evaluated or checkpoint),
-        "experiment": "by-hand",
-        "scale": "by-hand",
+        "experiment": bases.BY_HAND,
+        "scale": bases.BY_HAND,
         "dataset": folders.dataset_name(data),
         **described_by(state),
         "metrics": metrics,

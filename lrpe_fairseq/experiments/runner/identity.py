@@ -8,7 +8,7 @@ default.
 import copy
 import functools
 import importlib
-import itertools
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,12 +27,12 @@ PLAIN = ("common", "distributed_training", "dataset", "optimization", "checkpoin
 """Sections with one class; the others have a class per ``_name``."""
 
 INCIDENTAL = {
-    *("log-file", "log-format", "log-interval", "no-progress-bar", "reset-logging", "profile"),
-    *("aim-repo", "aim-run-hash", "azureml-logging", "tensorboard-logdir", "wandb-project"),
-    *("save-dir", "no-save-optimizer-state", "write-checkpoints-asynchronously", "user-dir"),
-    *("num-workers", "num-workers-valid", "data-buffer-size", "use-plasma-view", "plasma-path"),
-    *("max-tokens-valid", "batch-size-valid", "all-gather-list-size", "empty-cache-freq"),
-    *("stop-time-hours", "suppress-crashes"),
+    *("log_file", "log_format", "log_interval", "no_progress_bar", "reset_logging", "profile"),
+    *("aim_repo", "aim_run_hash", "azureml_logging", "tensorboard_logdir", "wandb_project"),
+    *("save_dir", "no_save_optimizer_state", "write_checkpoints_asynchronously", "user_dir"),
+    *("num_workers", "num_workers_valid", "data_buffer_size", "use_plasma_view", "plasma_path"),
+    *("max_tokens_valid", "batch_size_valid", "all_gather_list_size", "empty_cache_freq"),
+    *("stop_time_hours", "suppress_crashes"),
 }
 """Options without effect on the trained weights: logs, output paths, loading, validation batches.
 Those of ``distributed_training`` have none either, except for the number of processes."""
@@ -72,8 +72,8 @@ def _keys(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def options(config: Config) -> dict[str, Any]:
-    """Return the resolved configuration by command-line names, as in a run file."""
-    return checkpoints.named({part: config.get(part) or {} for part in checkpoints.SECTIONS})
+    """Return the resolved configuration by dotted keys, as in a run file."""
+    return checkpoints.dotted({part: config.get(part) or {} for part in checkpoints.SECTIONS})
 
 
 def differences(settings: Any, config: Mapping[str, Any]) -> set[str]:
@@ -85,8 +85,10 @@ def differences(settings: Any, config: Mapping[str, Any]) -> set[str]:
     wanted, usual = options(resolved(settings)), _usual(_names(settings))
     had = {**{name: usual.get(name, wanted[name]) for name in wanted}, **config}
     spread = OmegaConf.select(settings, launch.WORLD_SIZE, default=1)
-    names = wanted.keys() - INCIDENTAL - _launching() - {*updates.LIMITS, updates.FREQUENCY}
+    names = {name for name in wanted if not _is_incidental(name)}
     changed = {name for name in names if _value(had, name) != _value(wanted, name)}
+    followed = _followed(_names(settings))
+    changed -= {name for name in changed if followed.get(name) in changed}
     ours, theirs = (
         {**wanted, updates.WORLD: spread},
         {**had, updates.WORLD: config.get(updates.WORLD, 1)},
@@ -97,7 +99,7 @@ def differences(settings: Any, config: Mapping[str, Any]) -> set[str]:
 def _value(config: Mapping[str, Any], name: str) -> Any:
     """Return the value of an option in the form in which values are compared."""
     value = config[name]
-    is_name = name.endswith("position-encoding") and isinstance(value, str)
+    is_name = name.endswith("position_encoding") and isinstance(value, str)
     return plain(canonical_name(value) if is_name else value)
 
 
@@ -107,7 +109,7 @@ def _differences_of_batches(wanted: Mapping[str, Any], had: Mapping[str, Any]) -
     With BatchNorm also equal updates differ if they are accumulated from other batches.
     """
     per_update = all(updates.sizes(wanted, n) == updates.sizes(had, n) for n in updates.LIMITS)
-    batch_norm = wanted.get("norm") == "batch"
+    batch_norm = wanted.get("model.norm") == "batch"
     if per_update and not (batch_norm and updates.steps(wanted) != updates.steps(had)):
         return set()
     found = {name for name in updates.LIMITS if _value(wanted, name) != _value(had, name)}
@@ -150,10 +152,17 @@ def _typed(names: Names) -> Any:
     return config
 
 
+def _is_incidental(name: str) -> bool:
+    """True for an option without effect on the weights, and for the sizes of batches."""
+    section, _, key = name.partition(".")
+    batches = name in (*updates.LIMITS, updates.FREQUENCY)
+    return batches or section == "distributed_training" or key in INCIDENTAL
+
+
 @functools.cache
-def _launching() -> frozenset[str]:
-    """Return the options of ``distributed_training`` that no other section has."""
-    parts = _defaults(())
-    others = (values for part, values in parts.items() if part != "distributed_training")
-    own = set(parts.distributed_training) - set(itertools.chain.from_iterable(others))
-    return frozenset(name.replace("_", "-") for name in own)
+def _followed(names: Names) -> dict[str, str]:
+    """Return the options whose default is another option, and that option."""
+    sections = OmegaConf.to_container(_defaults(names), resolve=False)
+    defaults = checkpoints.dotted({part: sections.get(part) or {} for part in checkpoints.SECTIONS})
+    links = {key: re.fullmatch(r"\$\{([\w.]+)\}", str(value)) for key, value in defaults.items()}
+    return {key: link[1] for key, link in links.items() if link}

@@ -20,10 +20,10 @@ def trained_by(state: dict[str, Any]) -> Run:
     """Return the fields of a run file that any loaded checkpoint of its training provides."""
     config = checkpoints.options(state)
     return {
-        "task": config["task"],
-        "attention_type": _sides(config, "attention-type"),
-        "position_encoding": _sides(config, "position-encoding"),
-        "seed": config["seed"],
+        "task": config["task._name"],
+        "attention_type": _sides(config, "attention_type"),
+        "position_encoding": _sides(config, "position_encoding"),
+        "seed": config["common.seed"],
         "config": config,
     }
 
@@ -79,6 +79,6 @@ def first_number(metrics: Run) -> str:
 
 def _sides(config: Run, option: str) -> str | dict[str, str]:
     """Return the option's value, or those of encoder and decoder if the model has both."""
-    if option in config:
-        return config[option]
-    return {side: config[f"{side}-{option}"] for side in ("encoder", "decoder")}
+    if f"model.{option}" in config:
+        return config[f"model.{option}"]
+    return {side: config[f"model.{side}.{option}"] for side in ("encoder", "decoder")}

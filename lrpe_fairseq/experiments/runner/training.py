@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 
 from omegaconf import OmegaConf
 
-from lrpe_fairseq.encodings import options_of_encodings
 from lrpe_fairseq.experiments.data import checksums, folders
 from lrpe_fairseq.experiments.records import checkpoints, dictionaries, fairseq_log, shards
 from lrpe_fairseq.experiments.records.console import clock
@@ -45,21 +44,6 @@ from lrpe_fairseq.experiments.runner.processes import Children, Diverged, RunFai
 from lrpe_fairseq.experiments.runner.recording import described_by, first_number
 
 Say = Callable[[str], None]
-COMMON_OPTIONS = {  # an option of a table -> fairseq's configuration
-    "attention-normalizer": "model.attention_normalizer",
-    "fidelity": "model.fidelity",
-    "score-decay": "model.score_decay",
-    "clip-norm": "optimization.clip_norm",
-    "max-update": "optimization.max_update",
-    "lr-scheduler": "lr_scheduler._name",
-    "lr-period-updates": "lr_scheduler.lr_period_updates",
-    "validate-interval-updates": "dataset.validate_interval_updates",
-    "save-interval-updates": "checkpoint.save_interval_updates",
-    "total-num-update": "lr_scheduler.total_num_update",
-    "bf16": "common.bf16",
-    "fp16": "common.fp16",
-    "no-token-positional-embeddings": "model.no_token_positional_embeddings",
-}
 
 
 @dataclass(frozen=True)
@@ -92,8 +76,6 @@ class TrainingRun(ABC):
     """Name of a data folder -> the script that makes it, with arguments."""
     without_download: ClassVar[frozenset[str]] = frozenset()
     """Names of data folders whose script needs ``--from``."""
-    option_keys: ClassVar[Mapping[str, str]] = {}
-    """Options of tables, besides the common ones and encodings' -> fairseq's configuration."""
     curve: ClassVar[Curve] = Curve("valid_ppl", "lower")
     """The metric of every validation that the run file keeps as a curve."""
     next_step: ClassVar[str] = "evaluate with: scripts/run_table.sh {table} --scale {scale}"
@@ -127,7 +109,7 @@ class TrainingRun(ABC):
     ) -> "list[TrainingRun]":
         """Return the runs of a cell of ``table``: one, unless the family searches a learning rate.
 
-        Raises: ValueError if the cell changes an option that has no key here.
+        Raises: ValueError if the cell changes an option without a section.
         """
         name = f"{scale}-{cell.name}-seed{seed}"
         run = cls(
@@ -157,10 +139,7 @@ class TrainingRun(ABC):
 
     @classmethod
     def overrides_of(cls, option: str, value: Any) -> tuple[str, ...]:
-        """Return ``section.key=value`` for every key that an option of a table sets.
-
-        Raises: ValueError if it has no key.
-        """
+        """Return ``section.key=value`` for every key that an option of a table sets."""
         return (cls.override(option, value),)
 
     @classmethod
@@ -212,17 +191,13 @@ class TrainingRun(ABC):
         """The folder of the checkpoints."""
         return self.folder / "checkpoints"
 
-    @classmethod
-    def override(cls, option: str, value: Any) -> str:
-        """``section.key=value`` for an option of a table. Raises: ValueError if it has no key."""
-        own = {name.replace("_", "-"): f"model.{name}" for name in options_of_encodings()}
-        keys = {**COMMON_OPTIONS, **own, **cls.option_keys}
-        if option not in keys:
-            raise ValueError(
-                f"no key of fairseq's configuration is known for the option {option!r}"
-            )
+    @staticmethod
+    def override(option: str, value: Any) -> str:
+        """``section.key=value`` for an option of a table. Raises: ValueError without a section."""
+        if "." not in option:
+            raise ValueError(f"an option of a table is section.key, not {option!r}")
         text = str(value).lower() if isinstance(value, bool) else str(value)
-        return f"{keys[option]}={text}"
+        return f"{option}={text}"
 
     def yaml(self) -> Any:
         """Return the YAML without overrides. Raises: ValueError if it does not exist."""
@@ -366,7 +341,8 @@ class TrainingRun(ABC):
         if not seen:
             return 0
         config = checkpoints.options(checkpoints.load(self.checkpoints / checkpoints.LAST))
-        longer = {"max-update"} if seen <= self.max_update() else set()  # a longer training is fine
+        allowed = seen <= self.max_update()  # a longer training is fine
+        longer = {"optimization.max_update"} if allowed else set()
         changed = sorted(self.differences(config) - longer)
         changed += [f"data ({part})" for part in self.other_data(parts.read(self.folder))]
         if changed:
