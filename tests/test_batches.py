@@ -236,21 +236,27 @@ def together(run: TrainingRun, processes: int, **changes: object) -> dict[str, o
 def test_a_training_on_several_gpus_is_that_of_one(tmp_path: Path) -> None:
     texts = run_of("classification/lra-text", tmp_path)
     assert texts.differences(together(texts, 4, batch_size=64)) == set()
-    assert texts.differences(together(texts, 4)) == {"update-freq"}
-    assert texts.differences(together(texts, 4, batch_size=32)) == {"batch-size", "update-freq"}
+    assert texts.differences(together(texts, 4)) == {"optimization.update_freq"}
+    assert texts.differences(together(texts, 4, batch_size=32)) == {
+        "dataset.batch_size",
+        "optimization.update_freq",
+    }
     blocks = run_of("lm/wikitext2", tmp_path)
     assert blocks.differences(together(blocks, 4, max_tokens=256)) == set()
     assert blocks.differences(together(blocks, 2, max_tokens=256, update_freq=[2])) == set()
-    assert blocks.differences(together(blocks, 1, batch_size=4)) == {"batch-size"}
+    assert blocks.differences(together(blocks, 1, batch_size=4)) == {"dataset.batch_size"}
 
 
 def test_with_batch_norm_accumulated_batches_are_another_training(tmp_path: Path) -> None:
     halves = {"batch_size": 128, "update_freq": [2]}
     texts = run_of("classification/lra-text", tmp_path)
-    assert texts.differences(together(texts, 1, **halves)) == {"batch-size", "update-freq"}
+    assert texts.differences(together(texts, 1, **halves)) == {
+        "dataset.batch_size",
+        "optimization.update_freq",
+    }
     two = replace(texts, overrides=NORMED)
     assert two.differences(together(two, 2, batch_size=64)) == set()
-    assert two.differences(together(two, 2, update_freq=[1])) == {"update-freq"}
+    assert two.differences(together(two, 2, update_freq=[1])) == {"optimization.update_freq"}
     pixels = run_of("classification/mnist5k", tmp_path)
     assert pixels.differences(together(pixels, 1, batch_size=16, update_freq=[2])) == set()
 
@@ -259,10 +265,19 @@ def test_tables_show_the_update_over_all_processes() -> None:
     def option(name: str, **config: object) -> object:
         return cells.option({"config": config}, name)
 
-    assert option("batch-size", **{"batch-size": 256, "update-freq": [1]}) == 256
-    parts = {"batch-size": 64, "update-freq": [1], "distributed-world-size": 4}
-    assert option("batch-size", **parts) == 256
+    assert (
+        option("dataset.batch_size", **{"dataset.batch_size": 256, "optimization.update_freq": [1]})
+        == 256
+    )
+    parts = {
+        "dataset.batch_size": 64,
+        "optimization.update_freq": [1],
+        "distributed_training.distributed_world_size": 4,
+    }
+    assert option("dataset.batch_size", **parts) == 256
     assert option("max_tokens", max_tokens=4096, update_freq=[4], distributed_world_size=4) == 65536
-    assert option("max-tokens", **parts, **{"max-tokens": None}) is None
-    assert option("max-tokens", **parts) is None
-    assert option("batch-size", **{"batch-size": 8, "update-freq": [1, 2]}) == [8, 16]
+    assert option("dataset.max_tokens", **parts, **{"dataset.max_tokens": None}) is None
+    assert option("dataset.max_tokens", **parts) is None
+    assert option(
+        "dataset.batch_size", **{"dataset.batch_size": 8, "optimization.update_freq": [1, 2]}
+    ) == [8, 16]

@@ -19,12 +19,12 @@ def model(updates: int, **changes: object) -> dict[str, object]:
     """Return the options of a run of the table ``budget`` with this many updates."""
     interval = updates // 4
     return {
-        "max-update": updates,
-        "lr-period-updates": updates - 200,
-        "lr": [0.004],
-        "lr-scheduler": "cosine",
-        "validate-interval-updates": interval,
-        "save-interval-updates": interval,
+        "optimization.max_update": updates,
+        "lr_scheduler.lr_period_updates": updates - 200,
+        "optimization.lr": [0.004],
+        "lr_scheduler._name": "cosine",
+        "dataset.validate_interval_updates": interval,
+        "checkpoint.save_interval_updates": interval,
         **changes,
     }
 
@@ -101,8 +101,12 @@ def test_a_run_fills_only_the_budget_that_it_was_trained_with() -> None:
 
     assert filled(config=model(1800)) == ["1,800"]
     assert filled(config=model(5400)) == ["5,400"]
-    assert filled(config=model(5400, **{"lr-period-updates": 1600})) == []
-    usual = {"max-update": 1800, "lr": [0.003], "lr-scheduler": "inverse_sqrt"}
+    assert filled(config=model(5400, **{"lr_scheduler.lr_period_updates": 1600})) == []
+    usual = {
+        "optimization.max_update": 1800,
+        "optimization.lr": [0.003],
+        "lr_scheduler._name": "inverse_sqrt",
+    }
     assert filled(config=usual) == []  # Table 2 at scale small
     small = make_run(experiment="table2", config=model(1800))
     assert not cells.shown(table, small)  # a scale that the table lacks

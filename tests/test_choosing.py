@@ -25,17 +25,17 @@ experiments: [demo]
 scales: {small: configs/small.yaml}
 baseline: Base
 better: lower
-options: {attention-normalizer: rotated, no-token-positional-embeddings: false}
+options: {model.attention_normalizer: rotated, model.no_token_positional_embeddings: false}
 columns:
   - {key: linear, title: valid, attention: linear, split: valid, protocol: blocks, metric: ppl,
      paper: {file: demo.csv, split: valid}}
 rows:
   - {label: Base, encoding: none, attention: [linear], method: Base}
   - {label: NoPE, encoding: none, attention: [linear],
-     overrides: {no-token-positional-embeddings: true}}
+     overrides: {model.no_token_positional_embeddings: true}}
   - {label: RoPE, encoding: rope, attention: [linear], method: RoPE}
   - {label: RoPE-LN, encoding: rope, attention: [linear],
-     overrides: {attention-normalizer: layernorm}}
+     overrides: {model.attention_normalizer: layernorm}}
   - {label: Type4, encoding: lrpe-tmlr-type3, attention: [linear]}
   - {label: PER, encoding: permuteformer, attention: [linear]}
 """
@@ -117,8 +117,8 @@ def test_ranks_are_shared_where_no_order_is_supported(root: Path) -> None:
     save(root, "none", 50.0, 50.1)
     save(root, "rope", 40.0, 40.1)
     save(root, "lrpe:householder:permutation", 39.0, 40.6)  # one seed ahead of RoPE, one behind
-    save(root, "none", 60.0, **{"no-token-positional-embeddings": True})
-    save(root, "rope", 30.0, **{"attention-normalizer": "layernorm", "x": 2})
+    save(root, "none", 60.0, **{"model.no_token_positional_embeddings": True})
+    save(root, "rope", 30.0, **{"model.attention_normalizer": "layernorm", "x": 2})
     text = page(root)
     assert line(text, "| `rope` |").startswith("| `rope` | **40.05† (1–2)** | — |")
     assert line(text, "| `lrpe-type4` |").startswith("| `lrpe-type4` | **39.80† (1–2)** |")
@@ -165,7 +165,7 @@ def test_where_the_baseline_leads_the_answer_says_so(
 
 def test_findings_without_runs_are_counted(root: Path) -> None:
     save(root, "rope", 40.0, 40.1)
-    save(root, "none", 60.0, **{"no-token-positional-embeddings": True})
+    save(root, "none", 60.0, **{"model.no_token_positional_embeddings": True})
     left = "Left out, because a cell has no runs yet: 1 of the findings."
     assert left not in page(root)
     more = '  - {title: PER, table: demo, scale: small, text: "[[PER | linear]]"}'
@@ -210,8 +210,8 @@ def test_the_short_answer_names_the_smaller_side_and_counts_better_values_of_one
     save(root, "lrpe-type4", 40.0, 40.1)
     save(root, "none", 50.0, 50.1)
     for place, name in enumerate(("none", "rope")):
-        other = {"no-token-positional-embeddings": True} if name == "none" else {}
-        other |= {"attention-normalizer": "layernorm"} if name == "rope" else {}
+        other = {"model.no_token_positional_embeddings": True} if name == "none" else {}
+        other |= {"model.attention_normalizer": "layernorm"} if name == "rope" else {}
         save(root, name, 30.0 + place, **other)
     monkeypatch.setattr(choosing, "MOST", 1)
     text = page(root)
@@ -338,8 +338,8 @@ def test_the_caption_names_the_methods_whose_speed_is_not_measured(
 ) -> None:
     save_three(root)
     assert "Absent" not in page(root)
-    save(root, "none", 60.0, **{"no-token-positional-embeddings": True})
-    save(root, "rope", 30.0, **{"attention-normalizer": "layernorm", "x": 2})
+    save(root, "none", 60.0, **{"model.no_token_positional_embeddings": True})
+    save(root, "rope", 30.0, **{"model.attention_normalizer": "layernorm", "x": 2})
     said = "Absent because their speed is not measured: 2 methods with linear attention"
     assert f"{said} (`none` and `rope` with `layernorm`)." in " ".join(page(root).split())
     monkeypatch.setattr(choosing, "MOST_ABSENT", 1)
@@ -496,8 +496,8 @@ def every_run(name: str, keys: set[str], labels: tuple[str, ...] = ("",)) -> dic
                     seed=seed,
                     dataset=column.dataset or "data",
                     metrics=metrics,
-                    config={"lr": [0.003], "tokens-per-sample": 128, **table.options}
-                    | row.overrides | column.overrides,
+                    config={"optimization.lr": [0.003], "task.tokens_per_sample": 128}
+                    | table.options | row.overrides | column.overrides,
                 )  # fmt: skip
     return found
 

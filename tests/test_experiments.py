@@ -27,7 +27,7 @@ from lrpe_fairseq.experiments.data.synthetic import Recipe
 from lrpe_fairseq.experiments.families import FAMILIES, family_of, lm, plan
 from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
 from lrpe_fairseq.experiments.families.lm import LMRun
-from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, recipes, sweeps
+from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, recipes, sweeps, updates
 from lrpe_fairseq.experiments.records import runs as run_files
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.fairseq_log import Curve
@@ -101,8 +101,7 @@ def a_record(**changes):
 
 def trained(run, **changes):
     """The options that a training of ``run`` would record, but for some changes."""
-    config = identity.options(identity.resolved(run.settings()))
-    return {**config, **{name.replace("_", "-"): value for name, value in changes.items()}}
+    return {**identity.options(identity.resolved(run.settings())), **changes}
 
 
 # --- from tables and YAML files to commands ---------------------------------------------------
@@ -423,23 +422,23 @@ def test_a_run_is_finished_when_its_run_file_validates_not_when_a_folder_exists(
 
 
 DECIDING = {  # options of a training that make it another one
-    "max_update": 5,
-    "lr": [1.0],
-    "dropout": 0.9,
-    "arch": "lrpe_lm",
-    "seed": 7,
-    "fp16": True,
-    "bf16": True,
-    "update_freq": [4],
-    "max_tokens": 512,
-    "train_subset": "valid",
-    "valid_subset": "test",
-    "data": "data/mine/bin",
-    "restore_file": "other.pt",
-    "weight_decay": 0.3,
-    "warmup_updates": 7,
-    "decoder_embed_dim": 64,
-    "validate_interval_updates": 9,
+    "optimization.max_update": 5,
+    "optimization.lr": [1.0],
+    "model.dropout": 0.9,
+    "model._name": "lrpe_lm",
+    "common.seed": 7,
+    "common.fp16": True,
+    "common.bf16": True,
+    "optimization.update_freq": [4],
+    "dataset.max_tokens": 512,
+    "dataset.train_subset": "valid",
+    "dataset.valid_subset": "test",
+    "task.data": "data/mine/bin",
+    "checkpoint.restore_file": "other.pt",
+    "optimizer.weight_decay": 0.3,
+    "lr_scheduler.warmup_updates": 7,
+    "model.decoder_embed_dim": 64,
+    "dataset.validate_interval_updates": 9,
 }
 
 
@@ -448,45 +447,53 @@ def test_a_run_of_other_settings_is_not_finished(one_run):
     assert one_run.finished()
     for option, value in DECIDING.items():
         changes = {option: value}
-        name = option.replace("_", "-")
-        assert one_run.differences(trained(one_run, **changes)) == {name}
+        assert one_run.differences(trained(one_run, **changes)) == {option}
     write_run(one_run.result, a_record(config=trained(one_run, **changes)))
     assert not one_run.finished()
 
 
 def test_where_a_run_writes_and_how_it_logs_are_incidental(one_run):
-    other = {"save_dir": "x", "tensorboard_logdir": "y", "log_interval": 3, "num_workers": 9}
+    other = {
+        "checkpoint.save_dir": "x",
+        "common.tensorboard_logdir": "y",
+        "common.log_interval": 3,
+        "dataset.num_workers": 9,
+        "distributed_training.ddp_backend": "no_c10d",
+        "distributed_training.device_id": 3,
+    }
     assert one_run.differences(trained(one_run, **other)) == set()
-    assert one_run.differences(trained(one_run, ddp_backend="no_c10d", device_id=3)) == set()
 
 
-@pytest.mark.parametrize("option", ["weight_decay", "warmup_updates", "dropout"])
+@pytest.mark.parametrize(
+    "option", ["optimizer.weight_decay", "lr_scheduler.warmup_updates", "model.dropout"]
+)
 def test_an_option_that_was_deleted_from_the_yaml_is_compared_by_its_default(
     one_run, monkeypatch, option
 ):
     before = one_run.yaml()
-    section = {"weight_decay": "optimizer", "warmup_updates": "lr_scheduler"}.get(option, "model")
+    section, _, name = option.partition(".")
     config = trained(one_run, **{option: 0.25})
-    del before[section][option]
+    del before[section][name]
     monkeypatch.setattr(LMRun, "yaml", lambda run: before)
-    assert one_run.differences(config) == {option.replace("_", "-")}
+    assert one_run.differences(config) == {option}
 
 
 def test_an_option_that_a_training_did_not_know_had_its_default(one_run):
     config = trained(one_run)
-    del config["memory-length"]
+    del config["model.memory_length"]
     assert one_run.differences(config) == set()
     with_memory = replace(one_run, overrides=("model.memory_length=64",))
-    assert with_memory.differences(config) == {"memory-length"}
+    assert with_memory.differences(config) == {"model.memory_length"}
 
 
 def test_processes_that_share_an_update_do_not_make_another_training(one_run):
     shared = replace(one_run, overrides=("optimization.update_freq=[4]",))
     for frequency, processes_ in (([4], 1), ([2], 2), ([1], 4)):
-        config = trained(shared, update_freq=frequency, distributed_world_size=processes_)
+        spread = {updates.FREQUENCY: frequency, updates.WORLD: processes_}
+        config = trained(shared, **spread)
         assert shared.differences(config) == set()
-    config = trained(shared, update_freq=[4], distributed_world_size=2)
-    assert shared.differences(config) == {"update-freq"}
+    config = trained(shared, **{updates.FREQUENCY: [4], updates.WORLD: 2})
+    assert shared.differences(config) == {updates.FREQUENCY}
 
 
 def test_a_run_without_an_evaluation_that_the_table_shows_is_not_finished(one_run):
@@ -531,7 +538,7 @@ def test_checkpoints_of_other_settings_are_not_resumed(one_run):
     cfg["model"]["dropout"] = 0.7
     save(one_run.checkpoints, "checkpoint_last.pt", 30, cfg=cfg)
     assert one_run.ready_to_resume(said.append) == 0
-    assert said == ["dropout changed, so training starts over"]
+    assert said == ["model.dropout changed, so training starts over"]
     assert not list(one_run.checkpoints.glob("*.pt"))
 
 
@@ -565,14 +572,14 @@ def test_the_mean_of_checkpoints_is_that_of_their_weights_and_needs_equal_permut
     assert not (tmp_path / "bad.pt").exists()
 
 
-def test_options_of_an_encoder_and_a_decoder_have_their_command_line_names():
+def test_options_have_dotted_keys_also_in_an_encoder_and_a_decoder():
     model = {"_name": "lrpe_transformer", "dropout": 0.1, "encoder": {"_name": None, "layers": 3}}
-    found = checkpoints.named({"model": model, "task": {"_name": "translation"}})
+    found = checkpoints.dotted({"model": model, "task": {"_name": "translation"}})
     assert found == {
-        "arch": "lrpe_transformer",
-        "task": "translation",
-        "dropout": 0.1,
-        "encoder-layers": 3,
+        "model._name": "lrpe_transformer",
+        "model.dropout": 0.1,
+        "model.encoder.layers": 3,
+        "task._name": "translation",
     }
 
 
@@ -967,8 +974,8 @@ def test_a_run_is_trained_resumed_evaluated_and_recorded(corpus, one_run, events
     assert schedule.Schedule([run], schedule.shares(1), events, children).run() == 0
     found = read_run(run.result)
     assert found["dataset"] == "toy-word"
-    assert found["config"]["max-update"] == 4
-    assert found["config"]["arch"] == "lrpe_lm_tiny"
+    assert found["config"]["optimization.max_update"] == 4
+    assert found["config"]["model._name"] == "lrpe_lm_tiny"
     assert found["metrics"]["test"]["sliding"]["tokens"] == counts["tokens"]
     assert [point["updates"] for point in found["curve"]] == [2, 4]
     assert found["peak_memory_mb"] > 50

@@ -78,13 +78,14 @@ def test_the_data_of_fine_tuning_are_prepared_in_the_pieces_of_pre_training() ->
     assert preparation_of(ROOT / "data" / "unknown") == []
 
 
-def test_an_option_has_a_key_in_the_families_that_know_it() -> None:
-    assert LMRun.override("memory-length", 64) == "model.memory_length=64"
-    start = LMRun.override("lrpe-householder-start", "unit")
-    assert start == "model.lrpe_householder_start=unit"
-    assert LMRun.override("bf16", True) == "common.bf16=true"
-    with pytest.raises(ValueError, match="is known for the option 'memory-length'"):
-        TranslationRun.override("memory-length", 64)
+def test_an_option_of_a_table_is_a_dotted_key_and_a_star_is_every_part() -> None:
+    assert LMRun.overrides_of("common.bf16", True) == ("common.bf16=true",)
+    every = ("model.encoder.fidelity=x", "model.decoder.fidelity=x", "model.cross.fidelity=x")
+    assert TranslationRun.overrides_of("model.*.fidelity", "x") == every
+    halves = ("model.encoder.learned_pos=true", "model.decoder.learned_pos=true")
+    assert TranslationRun.overrides_of("model.*.learned_pos", True) == halves
+    with pytest.raises(ValueError, match=r"is section\.key, not 'memory-length'"):
+        LMRun.override("memory-length", 64)
 
 
 def test_the_budget_of_a_run_counts_what_its_configuration_counts() -> None:
@@ -145,6 +146,6 @@ def test_a_family_is_one_file_and_one_entry(tmp_path: Path) -> None:
     for run in found.values():
         assert [point["valid_accuracy"] for point in run["curve"]] == [61.0, 62.0]
         assert run["metrics"] == {"test": {"whole": {"accuracy": 62.5}}}
-    assert [run["config"]["pooling"] for run in found.values()] == ["mean", "first"]
+    assert [run["config"]["model.pooling"] for run in found.values()] == ["mean", "first"]
     assert "62.50" in (folder / "results" / "README.md").read_text()
     assert json.loads((folder / "data" / "letters" / "manifest.json").read_text())

@@ -268,8 +268,12 @@ def test_blocks_of_a_model_with_a_memory_are_evaluated_with_the_task_that_carrie
     seen: list[list[str]] = []
     monkeypatch.setattr(eval_lm, "_shown", lambda words, log: seen.append(words))
     monkeypatch.setattr(lm, "read_evaluation", lambda *_: {})
-    config = {"tokens-per-sample": T, "max-tokens": 64, "task": "lrpe_truncated_bptt_lm"}
-    for protocol, task in (("blocks", config["task"]), ("sliding", lm.PLAIN_TASK)):
+    config = {
+        "task.tokens_per_sample": T,
+        "dataset.max_tokens": 64,
+        "task._name": "lrpe_truncated_bptt_lm",
+    }
+    for protocol, task in (("blocks", config["task._name"]), ("sliding", lm.PLAIN_TASK)):
         eval_lm._measure(tmp_path / "best.pt", tmp_path, "test", protocol, config)
         words = seen.pop()
         assert words[words.index("--task") + 1] == task
@@ -295,7 +299,7 @@ def test_a_cell_of_holds_to_is_the_lowest_of_its_seeds_and_beyond_window_is_in_n
         paired = {f"paired-{n}": {"delta": delta if n > 256 else 0.0} for n in (256, 512, 1024)}
         long = {"paired-2048": {"loss": 6.0, "delta": 0.0}, "truncated-2048": {"loss": 5.0}}
         metrics = {"test": {"paired-128": {"loss": 6.0}, **paired, **long}}
-        config = {**table.options, "lr": [0.004]}
+        config = {**table.options, "optimization.lr": [0.004]}
         names = {"experiment": "extrapolation", "position_encoding": "rope", "seed": seed}
         return make_run(**names, metrics=metrics, config=config)
 
@@ -446,12 +450,12 @@ def test_an_evaluation_that_lost_tokens_is_refused(corpus, tmp_path, monkeypatch
 
 def test_learned_positions_are_refused_beyond_their_length() -> None:
     wanted = [Protocol.parse(name) for name in ("blocks-256", "paired-512")]
-    learned = {"decoder-learned-pos": True, "no-token-positional-embeddings": False}
+    learned = {"model.decoder_learned_pos": True, "model.no_token_positional_embeddings": False}
     with pytest.raises(UserError, match="none beyond the 256 tokens of its training, so it cannot"):
         lm.require_positions(learned, 256, wanted)
     lm.require_positions(learned, 512, wanted)
-    lm.require_positions({**learned, "no-token-positional-embeddings": True}, 256, wanted)
-    lm.require_positions({"decoder-learned-pos": False}, 256, wanted)
+    lm.require_positions({**learned, "model.no_token_positional_embeddings": True}, 256, wanted)
+    lm.require_positions({"model.decoder_learned_pos": False}, 256, wanted)
 
 
 def test_paired_protocols_may_count_other_tokens_than_the_whole_split() -> None:
@@ -476,13 +480,13 @@ def test_the_lengths_of_the_table_are_multiples_of_its_training() -> None:
     paired = [Protocol.parse(c.protocol) for c in table.columns if c.protocol.startswith("paired")]
     assert {p.length for p in paired} == {n * tokens for n in (1, 2, 4, 8, 16)}
     expected = {
-        "cosformer": ("cosformer-length", (tokens, 16 * tokens)),
-        "fope": ("fope-length", (tokens,)),
-        "deberta": ("deberta-distance", (tokens,)),
-        "t5": ("t5-max-distance", (tokens // 4, tokens)),  # T/4 as published
-        "fire": ("fire-length", (tokens // 4, 4 * tokens)),
-        "cape-fire": ("fire-length", (tokens // 4,)),
-        "cope": ("cope-positions", (64,)),
+        "cosformer": ("model.cosformer_length", (tokens, 16 * tokens)),
+        "fope": ("model.fope_length", (tokens,)),
+        "deberta": ("model.deberta_distance", (tokens,)),
+        "t5": ("model.t5_max_distance", (tokens // 4, tokens)),  # T/4 as published
+        "fire": ("model.fire_length", (tokens // 4, 4 * tokens)),
+        "cape-fire": ("model.fire_length", (tokens // 4,)),
+        "cope": ("model.cope_positions", (64,)),
     }
     rows = [row for row in table.rows if row.encoding in expected]
     assert {row.encoding for row in rows} == set(expected)
@@ -496,7 +500,7 @@ def test_the_table_has_every_encoding_of_a_text_and_absolute_positions_in_one_ro
     for attention, name in MODES:
         shown = {canonical_name(row.encoding) for row in table.rows if attention in row.attention}
         assert name == "ape-tree" or canonical_name(name) in shown  # a text is no tree
-    absolute = "no-token-positional-embeddings"
+    absolute = "model.no_token_positional_embeddings"
     options = {row.label: {**table.options, **row.overrides} for row in table.rows}
     assert [label for label, own in options.items() if not own[absolute]] == ["Sinusoidal"]
 
@@ -509,7 +513,7 @@ def test_the_figure_shows_the_difference_from_the_shortest_context(tmp_path: Pat
         metrics = {f"paired-{128 * n}": {"loss": 5 + more * n, "tokens": 9} for n in (1, 2, 16)}
         metrics["paired-2048"] |= {"delta_low": more, "delta_high": 9.0}
         metrics["positions-2048"] = {"loss-16": 6.0, "loss-2048": 4.0, "tokens": 99}
-        options = {"no-token-positional-embeddings": True, "tokens-per-sample": 128}
+        options = {"model.no_token_positional_embeddings": True, "task.tokens_per_sample": 128}
         return make_run(
             experiment="extrapolation", seed=seed, metrics={"test": metrics}, config=options
         )

@@ -60,34 +60,34 @@ def samples_and_epoch(known: dict) -> tuple[float, int]:
 
     That is one update for text. For images it is an epoch: a multiple of 256 images, as in DeiT.
     """
-    repeated = known["update-freq"][0]
-    if known["max-tokens"]:
-        return known["max-tokens"] * repeated / known["tokens-per-sample"], 1
-    samples = known["batch-size"] * repeated
+    repeated = known["optimization.update_freq"][0]
+    if known["dataset.max_tokens"]:
+        return known["dataset.max_tokens"] * repeated / known["task.tokens_per_sample"], 1
+    samples = known["dataset.batch_size"] * repeated
     return samples, imagenet.IMAGENET.sizes["train"] // ROUND * ROUND // samples
 
 
 def ours(setting: str, column: str, known: dict) -> object:
-    """The value of our configuration, ``known`` by command-line names."""
+    """The value of our configuration, ``known`` by dotted keys."""
     side = SIDE[column]
     if setting in SIDES:
-        return known[f"{side}-layers"] if SIDES[setting] == side else 0
+        return known[f"model.{side}_layers"] if SIDES[setting] == side else 0
     samples, epoch = samples_and_epoch(known)
     return {
-        "Hidden dimensions": known[f"{side}-embed-dim"],
-        "Number of heads": known[f"{side}-attention-heads"],
-        "FFN dimensions": known[f"{side}-ffn-embed-dim"],
-        "FFN activation function": str(known["activation-fn"]).capitalize(),
-        "Seqence length": known.get("tokens-per-sample"),
+        "Hidden dimensions": known[f"model.{side}_embed_dim"],
+        "Number of heads": known[f"model.{side}_attention_heads"],
+        "FFN dimensions": known[f"model.{side}_ffn_embed_dim"],
+        "FFN activation function": str(known["model.activation_fn"]).capitalize(),
+        "Seqence length": known.get("task.tokens_per_sample"),
         "Total batch size": samples,
-        "Number of updates": known["max-update"] / epoch,
-        "Warmup steps": known["warmup-updates"] / epoch,
-        "Peak learning rate": known["lr"][0],
-        "Learning rate scheduler": NAMES[known["lr-scheduler"]],
-        "Optimizer": known["optimizer"].capitalize(),
-        "Adam ε": known["adam-eps"],
-        "Adam (β1, β2)": known["adam-betas"],
-        "Weight decay": known["weight-decay"],
+        "Number of updates": known["optimization.max_update"] / epoch,
+        "Warmup steps": known["lr_scheduler.warmup_updates"] / epoch,
+        "Peak learning rate": known["optimization.lr"][0],
+        "Learning rate scheduler": NAMES[known["lr_scheduler._name"]],
+        "Optimizer": known["optimizer._name"].capitalize(),
+        "Adam ε": known["optimizer.adam_eps"],
+        "Adam (β1, β2)": known["optimizer.adam_betas"],
+        "Weight decay": known["optimizer.weight_decay"],
     }[setting]
 
 
@@ -130,23 +130,23 @@ TRAINED = {  # training examples; the release of Pathfinder has about 200,000 im
 def test_the_settings_of_the_long_range_arena_are_the_printed_ones(task: str) -> None:
     path = CONFIGS / "classification" / f"lra-{task.lower()}.yaml"
     known = identity.options(identity.resolved(load_config(path)))
-    batches = math.ceil(TRAINED[task] / known["batch-size"])
+    batches = math.ceil(TRAINED[task] / known["dataset.batch_size"])
     ours = {
-        "Feature dim": known["encoder-embed-dim"],
-        "Layer": known["encoder-layers"],
-        "Norm": {"batch": "BN"}[known["norm"]],
-        "Batch size": known["batch-size"] * known["update-freq"][0],
-        "Epoch": known["max-update"] / batches,
-        "Lr": known["lr"][0],
+        "Feature dim": known["model.encoder_embed_dim"],
+        "Layer": known["model.encoder_layers"],
+        "Norm": {"batch": "BN"}[known["model.norm"]],
+        "Batch size": known["dataset.batch_size"] * known["optimization.update_freq"][0],
+        "Epoch": known["optimization.max_update"] / batches,
+        "Lr": known["optimization.lr"][0],
     }
     cells = read_table(ROOT / "results" / "paper" / "tmlr-table9.csv")
     printed = {cell["column"]: cell["printed"] for cell in cells if cell["setting"] == task}
     assert printed.keys() == ours.keys()
     for setting, text in printed.items():
         assert text == str(ours[setting]) or float(text) == ours[setting], setting
-    assert known["warmup-updates"] == round(known["max-update"] / 10)
-    assert known["encoder-embed-dim"] % (2 * known["encoder-attention-heads"]) == 0
-    assert known["encoder-ffn-embed-dim"] == 2 * known["encoder-embed-dim"]
+    assert known["lr_scheduler.warmup_updates"] == round(known["optimization.max_update"] / 10)
+    assert known["model.encoder_embed_dim"] % (2 * known["model.encoder_attention_heads"]) == 0
+    assert known["model.encoder_ffn_embed_dim"] == 2 * known["model.encoder_embed_dim"]
 
 
 def test_every_printed_task_has_a_column_with_its_configuration_and_no_other_has() -> None:

@@ -92,7 +92,8 @@ def test_the_published_runs_have_the_settings_of_the_configuration():
     }
     for method in quickstart.methods(1):
         run = published[method.attention_type, method.position_encoding]
-        assert method.differences({**run["config"], "seed": 1, "encoding-seed": 1}) == set()
+        of_seed_1 = {**run["config"], "common.seed": 1, "model.encoding_seed": 1}
+        assert method.differences(of_seed_1) == set()
 
 
 def test_every_relative_encoding_beats_base_in_the_published_runs():

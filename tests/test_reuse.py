@@ -32,8 +32,8 @@ experiments: [lengths]
 scales: {small: configs/lm/wikitext2.yaml}
 baseline: Base
 better: lower
-options: {attention-normalizer: rotated}
-same: [tokens-per-sample]
+options: {model.attention_normalizer: rotated}
+same: [task.tokens_per_sample]
 columns:
   - {key: valid, title: valid, attention: linear, split: valid, protocol: blocks, metric: ppl,
      dataset: wikitext-2-bpe}
@@ -74,9 +74,9 @@ def test_rows_of_equal_methods_are_trained_once(table) -> None:
 def test_a_run_of_another_name_of_its_method_is_finished(tmp_path: Path) -> None:
     run = a_run(tmp_path, position_encoding="lrpe-tmlr-type3")
     config = identity.options(identity.resolved(run.settings()))
-    assert run.differences({**config, "position-encoding": "lrpe-type4"}) == set()
-    other = {**config, "position-encoding": "lrpe-type2"}
-    assert run.differences(other) == {"position-encoding"}
+    assert run.differences({**config, "model.position_encoding": "lrpe-type4"}) == set()
+    other = {**config, "model.position_encoding": "lrpe-type2"}
+    assert run.differences(other) == {"model.position_encoding"}
 
 
 # --- columns with their own configuration -----------------------------------------------------
@@ -145,14 +145,14 @@ def test_a_column_whose_data_are_not_its_configurations_is_refused(table, monkey
 
 def test_options_are_shared_within_a_data_set(table) -> None:
     runs = {
-        f"lengths/{n}.json": a_record(dataset=data, config={"tokens-per-sample": tokens})
+        f"lengths/{n}.json": a_record(dataset=data, config={"task.tokens_per_sample": tokens})
         for n, (data, tokens) in enumerate([("a", 256), ("a", 256), ("b", 512)])
     }
     assert shared_options(table(), runs) == {}
-    runs["lengths/2.json"]["config"]["tokens-per-sample"] = 256
-    assert shared_options(table(), runs) == {"tokens-per-sample": 256}
-    runs["lengths/1.json"]["config"]["tokens-per-sample"] = 128
-    with pytest.raises(ValueError, match="differ in tokens-per-sample: 256 and 128"):
+    runs["lengths/2.json"]["config"]["task.tokens_per_sample"] = 256
+    assert shared_options(table(), runs) == {"task.tokens_per_sample": 256}
+    runs["lengths/1.json"]["config"]["task.tokens_per_sample"] = 128
+    with pytest.raises(ValueError, match=r"differ in task\.tokens_per_sample: 256 and 128"):
         shared_options(table(), runs)
 
 

@@ -194,8 +194,8 @@ def test_two_nodes_share_a_training_and_save_together_when_they_are_preempted(
     assert "received a signal: saved" in log
     assert "Loaded checkpoint" in log
     ours, theirs = (next(iter(read_runs(f / "results" / "runs").values())) for f in folders[::-1])
-    assert ours["config"]["distributed-world-size"] == 2
-    assert ours["config"]["update-freq"] == [1]
+    assert ours["config"]["distributed_training.distributed_world_size"] == 2
+    assert ours["config"]["optimization.update_freq"] == [1]
     ppl = (run["metrics"]["valid"]["blocks"]["ppl"] for run in (ours, theirs))
     assert next(ppl) == pytest.approx(next(ppl), rel=1e-3)
 

@@ -112,7 +112,7 @@ def test_every_sample_and_answer_is_counted_or_the_run_fails(tmp_path: Path) -> 
 
 def a_table(best_by: dict[str, str]) -> Table:
     column = Column(
-        "test", "test", "softmax", "answer_accuracy", "test4", "whole", best_over="lr",
+        "test", "test", "softmax", "answer_accuracy", "test4", "whole", best_over=cells.RATE,
         best_by=best_by, better="higher",
     )  # fmt: skip
     rows = [Row("RoPE", "rope", ["softmax"])]
@@ -128,7 +128,7 @@ def a_run(lr: float, loss: float, accuracy: float | None) -> dict:
         "dataset": "d",
         "scale": "small",
         "seed": 1,
-        "config": {"lr": [lr]},
+        "config": {cells.RATE: [lr]},
         "metrics": {"valid": {"whole": {"loss": loss}}, "test4": {"whole": tested}},
     }
 

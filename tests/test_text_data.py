@@ -17,6 +17,7 @@ from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.data.gpt2 import obtain_gpt2
 from lrpe_fairseq.experiments.families import plan
 from lrpe_fairseq.experiments.records import shards
+from lrpe_fairseq.experiments.records.runs import read_run
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 from lrpe_fairseq.experiments.runner.warm import WarmChildren
@@ -236,11 +237,11 @@ def test_a_cell_of_the_pre_training_table_is_trained_over_the_prepared_shards(
     (cell,) = (own for own in every if own.label == "Type2")
     made = shortened(cell, tmp_path / "data", tmp_path, TINY)
     made.work(WarmChildren(), Devices(), print)
-    found = json.loads(made.result.read_text())
+    found = read_run(made.result)
     assert made.finished()
     assert (found["dataset"], found["task"]) == ("wikibook-gpt2", "masked_lm")
-    assert found["config"]["data"].count(":") == SHARDS - 1
-    assert found["config"]["attention-normalizer"] == "layernorm"
+    assert found["config"]["task.data"].count(":") == SHARDS - 1
+    assert found["config"]["model.attention_normalizer"] == "layernorm"
     assert set(found["data"]) == {"train", "valid", "dictionary"}
     assert found["metrics"].keys() == {"valid"}
     assert found["metrics"]["valid"]["masked"]["ppl"] == pytest.approx(TYPES, rel=0.5)
@@ -325,10 +326,10 @@ def test_a_cell_of_the_books_column_is_trained_and_evaluated(shelf: Path, tmp_pa
     (cell,) = (own for own in every if (own.config, own.label) == ("books", "Type2"))
     made = shortened(cell, data, tmp_path, SMALL)
     made.work(WarmChildren(), Devices(), print)
-    found = json.loads(made.result.read_text())
+    found = read_run(made.result)
     assert (found["dataset"], found["curve"][-1]["updates"]) == ("books-gpt2", 2)
-    assert found["config"]["position-encoding"] == "lrpe-type2"
-    assert found["config"]["attention-normalizer"] == "layernorm"
+    assert found["config"]["model.position_encoding"] == "lrpe-type2"
+    assert found["config"]["model.attention_normalizer"] == "layernorm"
     for split in ("valid", "test"):
         measured = found["metrics"][split]["blocks"]
         assert measured["ppl"] == pytest.approx(TYPES, rel=0.5)  # hardly trained

@@ -30,8 +30,8 @@ experiments: [toy]
 scales: {small: configs/transduction/tree-small.yaml}
 baseline: Sinusoidal
 better: lower
-options: {node-positions: false, no-token-positional-embeddings: false, ape-init: rope,
-          cross-position-encoding: none}
+options: {task.node_positions: false, model.no_token_positional_embeddings: false,
+          model.*.ape_init: rope, model.cross.position_encoding: none}
 columns:
   - {key: rotate, title: rotate, attention: softmax, dataset: tree-rotate-depth, split: test,
      protocol: teacher, metric: ppl}
@@ -42,8 +42,8 @@ columns:
 rows:
   - {label: Sinusoidal, encoding: none, attention: [softmax]}
   - {label: APE tree, encoding: ape-tree, attention: [softmax],
-     overrides: {node-positions: true, no-token-positional-embeddings: true, ape-init: identity,
-                 cross-position-encoding: ape-tree}}
+     overrides: {task.node_positions: true, model.no_token_positional_embeddings: true,
+                 model.*.ape_init: identity, model.cross.position_encoding: ape-tree}}
 """
 SMALLER = (
     *(f"model.{half}.embed_dim=16" for half in ("encoder", "decoder")),
@@ -162,13 +162,13 @@ def test_a_run_trains_and_is_measured_from_data_to_run_file(runs, tmp_path: Path
     best = min(point["valid_teacher_ppl"] for point in found["curve"])
     assert best == pytest.approx(found["metrics"]["valid"]["teacher"]["ppl"], rel=1e-3)
     assert found["position_encoding"] == {"encoder": "ape-tree", "decoder": "ape-tree"}
-    assert shown.option(found, "ape-init") == "identity"
-    assert shown.option(found, "cross-position-encoding") == "ape-tree"
+    assert shown.option(found, "model.*.ape_init") == "identity"
+    assert shown.option(found, "model.cross.position_encoding") == "ape-tree"
     weights = checkpoints.load(run.checkpoints / checkpoints.BEST)["model"]
     generators = [w for name, w in weights.items() if name.endswith("generator.entries")]
     assert len(generators) == 3
     assert all(torch.equal(one, generators[0]) for one in generators)
-    assert shown.option(found, "node-positions") is True
+    assert shown.option(found, "task.node_positions") is True
 
 
 @pytest.mark.parametrize("name", ["ape-sequences", "ape-trees"])

@@ -30,12 +30,12 @@ experiments: [letters]
 scales: {paper: configs/letters/letters.yaml}
 baseline: Base
 better: higher
-options: {pooling: mean}
+options: {model.pooling: mean}
 columns:
   - {key: linear, title: test, attention: linear, split: test, protocol: whole, metric: accuracy}
 rows:
   - {label: Base, encoding: none, attention: [linear]}
-  - {label: First, encoding: none, attention: [linear], overrides: {pooling: first}}
+  - {label: First, encoding: none, attention: [linear], overrides: {model.pooling: first}}
 """
 TRAIN = """#!{python}
 import json, sys

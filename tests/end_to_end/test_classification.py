@@ -70,7 +70,7 @@ def classification_run(data: Path, folder: Path, **changes: object) -> Classific
 
 def work(made: ClassificationRun) -> dict:
     made.work(WarmChildren(), Devices(), print)
-    return json.loads(made.result.read_text())
+    return read_run(made.result)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def finished(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Classifi
 def test_digits_are_learned_and_the_run_file_says_how_they_were_measured(
     finished: ClassificationRun,
 ) -> None:
-    found = json.loads(finished.result.read_text())
+    found = read_run(finished.result)
     assert finished.finished()
     assert (found["dataset"], found["task"]) == ("digits-8x8", "lrpe_classification")
     test = found["metrics"]["test"]["accuracy"]
@@ -107,7 +107,7 @@ def test_digits_are_learned_and_the_run_file_says_how_they_were_measured(
 def test_a_killed_training_ends_as_an_uninterrupted_one(
     finished: ClassificationRun, tmp_path: Path
 ) -> None:
-    expected = json.loads(finished.result.read_text())
+    expected = read_run(finished.result)
     made = classification_run(finished.data, tmp_path)
     made.checkpoints.mkdir(parents=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PLUGIN.parent)}
@@ -157,7 +157,7 @@ def test_a_checkpoint_is_evaluated_by_hand_on_any_data_with_its_dictionaries(
     given = [str(best), str(finished.data), "--splits", "test", "--out", str(out)]
     assert eval_classifier.main(given) == 0
     measured = json.loads(out.read_text())
-    expected = json.loads(finished.result.read_text())
+    expected = read_run(finished.result)
     assert measured["metrics"]["test"] == expected["metrics"]["test"]
     assert "test, accuracy: accuracy" in capsys.readouterr().out
     assert eval_classifier.main([*given, "--max-positions", "100"]) == 0  # longer sinusoids
@@ -261,7 +261,7 @@ def test_a_row_of_images_lacks_the_grids_exactly_where_its_encoding_does() -> No
     table = load_named("images")
     for row in table.rows:
         for column in table.columns:
-            grid = column.overrides.get("position-grid", "flat")
+            grid = column.overrides.get("model.position_grid", "flat")
             if column.attention in row.attention and row.encoding != "none":
                 assert row.has(column) == supports(row.encoding, grid), (row.label, column.key)
 

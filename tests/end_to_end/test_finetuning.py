@@ -2,7 +2,6 @@
 exactly, and refuses in one sentence what does not fit."""
 
 import functools
-import json
 import os
 import signal
 import subprocess
@@ -25,6 +24,7 @@ from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
 from lrpe_fairseq.experiments.families.plan import load_named, runs
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import UserError
+from lrpe_fairseq.experiments.records.runs import read_run
 from lrpe_fairseq.experiments.runner import schedule
 from lrpe_fairseq.experiments.runner.training import CONFIGS, Devices
 from lrpe_fairseq.experiments.runner.warm import WarmChildren
@@ -125,7 +125,7 @@ def finetuning_run(pretrained: Path, data: Path, folder: Path, **changes: object
 
 def work(made: FinetuningRun) -> dict:
     made.work(WarmChildren(), Devices(), print)
-    return json.loads(made.result.read_text())
+    return read_run(made.result)
 
 
 @pytest.fixture(scope="session")
@@ -150,13 +150,13 @@ def test_a_task_is_learned_by_the_model_of_the_checkpoint(
     pretrained: Path, finished: Callable[..., FinetuningRun], name: str
 ) -> None:
     made = finished(pretrained, name)
-    found = json.loads(made.result.read_text())
+    found = read_run(made.result)
     assert made.finished()
     assert (found["dataset"], found["task"]) == (f"glue-{name}", "sentence_prediction")
     model = found["config"]
-    assert (model["arch"], model["encoder-layers"]) == ("lrpe_roberta_tiny", 2)
-    assert (model["encoding-seed"], model["encoder-embed-dim"]) == (5, 32)
-    assert model["max-update"] == 3 * 20
+    assert (model["model._name"], model["model.encoder_layers"]) == ("lrpe_roberta_tiny", 2)
+    assert (model["model.encoding_seed"], model["model.encoder_embed_dim"]) == (5, 32)
+    assert model["optimization.max_update"] == 3 * 20
     assert found["attention_type"] == made.attention_type
     assert "a subset: 160 of" in found["protocol"]["glue"]
     predicted, right = eval_glue.predict(made.checkpoints / checkpoints.BEST, made.data, "valid")
@@ -186,7 +186,7 @@ def test_it_goes_on_where_a_kill_stopped_it_and_ends_where_it_would_have(
     pretrained: Path, finished: Callable[..., FinetuningRun], tasks: Path, tmp_path: Path
 ) -> None:
     whole = finished(pretrained, "RTE")
-    expected = json.loads(whole.result.read_text())
+    expected = read_run(whole.result)
     made = finetuning_run(pretrained, tasks / "RTE", tmp_path / "cut")
     made.checkpoints.mkdir(parents=True)
     with open(made.log, "w") as log:
@@ -202,7 +202,7 @@ def test_it_goes_on_where_a_kill_stopped_it_and_ends_where_it_would_have(
         child.wait()
     said: list[str] = []
     made.work(WarmChildren(), Devices(), said.append)
-    found = json.loads(made.result.read_text())
+    found = read_run(made.result)
     assert found["metrics"] == expected["metrics"]
     ours, theirs = (
         checkpoints.load(r.checkpoints / checkpoints.LAST)["model"] for r in (made, whole)
@@ -323,7 +323,9 @@ def test_the_grid_is_every_task_rate_and_seed_and_its_best_rate_fills_the_table(
     found = {(run.data.name, run.lr, run.seed) for run in grid}
     assert len(grid) == len(found) == 8 * 4 * 2
     assert {lr for _, lr, _ in found} == {1e-5, 3e-5, 6e-5, 1e-4}
-    assert all(column.best_over == "lr" for column in table.columns if not column.mean_of)
+    assert all(
+        column.best_over == "optimization.lr" for column in table.columns if not column.mean_of
+    )
     by_hand = finetuning.finetuning_runs(
         finetuning.Source(grid[0].checkpoint, "Type5", "linear", "lrpe-type5"),
         CONFIGS / "roberta" / "finetune.yaml",

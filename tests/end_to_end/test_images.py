@@ -15,6 +15,7 @@ from lrpe_fairseq.experiments.commands import eval_classifier
 from lrpe_fairseq.experiments.families import plan
 from lrpe_fairseq.experiments.families.classification import ClassificationRun
 from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records.runs import read_run
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.warm import WarmChildren
 from tests.end_to_end.commands import run, saved
@@ -70,10 +71,10 @@ def test_prepared_images_are_learned_and_evaluated(
 ) -> None:
     made = image_run(prepared, tmp_path, **{"task.no_augmentation": "true"})
     made.work(WarmChildren(), Devices(), print)
-    found = json.loads(made.result.read_text())
+    found = read_run(made.result)
     measured = found["metrics"]["valid"]["accuracy"]
     assert (found["task"], found["dataset"]) == ("lrpe_images", "images-folders")
-    assert (found["config"]["position-grid"], measured["examples"]) == ("sum", 24)
+    assert (found["config"]["model.position_grid"], measured["examples"]) == ("sum", 24)
     assert measured["accuracy"] > 90
     assert made.finished()
     best, out = made.checkpoints / checkpoints.BEST, tmp_path / "out.json"
@@ -90,7 +91,7 @@ def test_a_training_with_every_augmentation_ends_and_is_evaluated_without(
 ) -> None:
     made = image_run(prepared, tmp_path, **{"optimization.max_update": "4"})
     made.work(WarmChildren(), Devices(), print)
-    assert json.loads(made.result.read_text())["metrics"]["valid"]["accuracy"]["examples"] == 24
+    assert read_run(made.result)["metrics"]["valid"]["accuracy"]["examples"] == 24
 
 
 # --- weight decay, and a training that resumes -------------------------------------------------

@@ -47,7 +47,7 @@ def test_reviews_are_read_byte_by_byte_trained_and_evaluated(tmp_path: Path) -> 
     found = work(made)
     assert made.finished()
     assert found["dataset"] == "lra-text"
-    assert found["config"]["norm"] == "batch"
+    assert found["config"]["model.norm"] == "batch"
     assert found["metrics"]["test"]["accuracy"]["examples"] == 80
     assert found["metrics"]["test"]["accuracy"]["accuracy"] > 80
     assert "train 72, valid 8, test 80" in found["protocol"]["accuracy"]
@@ -112,12 +112,15 @@ def expressions(dest: Path) -> None:
         listops.prepare(dest, "500-2000")
 
 
+PIXELS = {"model.input": "pixels"}
+
+
 @pytest.mark.parametrize(
     ("config", "prepare", "sizes", "dataset", "model"),
     [
-        ("lra-image", image, (54, 6, 20), "lra-image", {"input": "pixels", "pixel-mean": 0.4808}),
-        ("lra-pathfinder", pathfinder, (40, 5, 5), "lra-pathfinder32", {"input": "pixels"}),
-        ("lra-listops", expressions, (48, 6, 20), "listops-500-2000", {"input": "tokens"}),
+        ("lra-image", image, (54, 6, 20), "lra-image", PIXELS | {"model.pixel_mean": 0.4808}),
+        ("lra-pathfinder", pathfinder, (40, 5, 5), "lra-pathfinder32", PIXELS),
+        ("lra-listops", expressions, (48, 6, 20), "listops-500-2000", {"model.input": "tokens"}),
     ],
     ids=["image", "pathfinder", "listops"],
 )
@@ -134,7 +137,7 @@ def test_images_and_expressions_are_trained_for_some_updates_and_evaluated(
     made = classification_run(tmp_path / "data", tmp_path, config=config, overrides=few)
     found = work(made)
     assert found["dataset"] == dataset
-    assert {"norm": "batch", **model}.items() <= found["config"].items()
+    assert {"model.norm": "batch", **model}.items() <= found["config"].items()
     counted = "train {}, valid {}, test {}".format(*sizes)
     assert counted in found["protocol"]["accuracy"]
     for split, size in zip(("valid", "test"), sizes[1:], strict=True):

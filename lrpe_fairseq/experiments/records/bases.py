@@ -10,11 +10,12 @@ import contextlib
 import hashlib
 import json
 import os
+import uuid
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lrpe_fairseq.experiments.records.files import write_json
+from lrpe_fairseq.experiments.records.files import read_json, write_json
 
 Config = dict[str, Any]
 PREFIX = "base-"
@@ -34,7 +35,7 @@ def home(run_file: Path, scale: str) -> Path:
 
 def digest(config: Config) -> str:
     """Return the hash of a whole configuration."""
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(_text(config).encode()).hexdigest()[:16]
 
 
 def packed(run: dict[str, Any], target: Path) -> dict[str, Any]:
@@ -42,7 +43,8 @@ def packed(run: dict[str, Any], target: Path) -> dict[str, Any]:
     if run["experiment"] == BY_HAND:
         return run
     config, base = run["config"], _base_for(home(target, run["scale"]), run["config"])
-    own = {key: value for key, value in config.items() if key not in base or base[key] != value}
+    known = {key: _text(value) for key, value in base.items()}
+    own = {key: value for key, value in config.items() if known.get(key) != _text(value)}
     lacks = sorted(base.keys() - config.keys())
     without = {"without": lacks} if lacks else {}
     return {**run, "config": own, **without, "config_hash": digest(config)}
@@ -69,15 +71,22 @@ def unpacked(run: dict[str, Any], source: Path) -> dict[str, Any]:
 def _base_for(path: Path, config: Config) -> Config:
     """Return the base at ``path``; if there is none, ``config`` becomes it."""
     if not path.exists():
-        part = path.with_name(f".{path.name}.{os.getpid()}")
+        part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         write_json(part, config, sort_keys=True)
-        with contextlib.suppress(FileExistsError):  # another runner was first
-            os.link(part, path)
-        part.unlink()
-    return json.loads(path.read_text(encoding="utf-8"))
+        try:
+            with contextlib.suppress(FileExistsError):  # another runner was first
+                os.link(part, path)
+        finally:
+            part.unlink()
+    return read_json(path)
 
 
 @lru_cache(maxsize=256)
 def _read(path: Path, changed: int) -> Config:
     """Return the base at ``path``; ``changed`` is its time of modification."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_json(path)
+
+
+def _text(value: Any) -> str:
+    """Return the JSON text of a value, in which 1, 1.0 and True differ."""
+    return json.dumps(value, sort_keys=True)

@@ -110,12 +110,12 @@ class Table:
     optimization.lr`` leaves a seed out until all of these rates have a run. brief: show our number
     and the paper's only, without their difference and the difference from the baseline. curves:
     labels of the rows in the figure of validation curves. notes: scale -> text; like ``text``, they
-    contain numbers and orders as references only (:mod:`.notes`). headline: keys of the columns that the finding,
-    the index and the figure against the paper use, by default the first of each attention type; at
-    most one of each, unless compare is ``columns``. compare: ``rows`` of a column with each other,
-    or ``columns`` of a row with the first headline. paper_dataset: the data set of scale
-    ``paper``; a difference from the published number is shown there only. by_dataset: the page has
-    a grid of its own for each data set, with the rows that were run on it.
+    contain numbers and orders as references only (:mod:`.notes`). headline: keys of the columns
+    that the finding, the index and the figure against the paper use, by default the first of each
+    attention type; at most one of each, unless compare is ``columns``. compare: ``rows`` of a
+    column with each other, or ``columns`` of a row with the first headline. paper_dataset: the data
+    set of scale ``paper``; a difference from the published number is shown there only. by_dataset:
+    the page has a grid of its own for each data set, with the rows that were run on it.
     """
 
     name: str

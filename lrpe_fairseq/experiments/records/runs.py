@@ -5,6 +5,7 @@ fields of :data:`FIELDS`; :data:`OPTIONAL` ones are checked if present, and furt
 This module does not need fairseq, and imports torch only to name GPUs and kernels.
 """
 
+import contextlib
 import importlib.metadata
 import json
 import math
@@ -82,13 +83,22 @@ def write_run(path: Path | str, run: Run) -> None:
     Raises: ValueError for an invalid run (nothing is written), OSError, which names ``path``.
     """
     validate(run)
-    write_whole(Path(path), bases.packed(run, Path(path)))
+    with _named(Path(path)):
+        content = bases.packed(run, Path(path))
+    write_whole(Path(path), content)
 
 
 def write_whole(target: Path, content: Run) -> None:
     """Write ``content`` as JSON to ``target`` atomically. Raises: OSError, which names it."""
-    try:
+    with _named(target):
         write_json(target, content, sort_keys=True)
+
+
+@contextlib.contextmanager
+def _named(target: Path) -> Iterator[None]:
+    """Name ``target`` in an OSError."""
+    try:
+        yield
     except OSError as error:
         message = f"cannot write this result: {error.strerror}"
         raise OSError(error.errno, message, str(target)) from error
