@@ -48,7 +48,7 @@ def _work(runs: Sequence[TrainingRun], jobs: int) -> int:
     devices = schedule.shares(min(jobs, len(runs)), one)
     failed = schedule.Schedule(runs, devices, events).run()
     _print_best(runs)
-    return FAILED if tables.main([]) or failed else 0
+    return FAILED if tables.render() or failed else 0
 
 
 def _print_best(runs: Sequence[TrainingRun]) -> None:

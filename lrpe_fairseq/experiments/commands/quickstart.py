@@ -42,7 +42,7 @@ METHODS = [(attention, e) for attention in ("linear", "softmax") for e in report
 NEEDED = (  # modules that every child process needs, imported once by the fork server
     "lrpe_fairseq.attention.multihead",
     "lrpe_fairseq.experiments.families.lm",
-    "lrpe_fairseq.experiments.report.curves",
+    "lrpe_fairseq.experiments.report.plots",
 )
 PARALLEL = 2
 LOOK_SECONDS = 0.5  # polling interval of a training log

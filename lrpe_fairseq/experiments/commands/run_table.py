@@ -108,7 +108,7 @@ def _run_here(
     whole = not part and schedule.untouched(chosen)
     work = schedule.Schedule(chosen, devices, events)
     failed = work.run()
-    failed = tables.main([]) or failed
+    failed = tables.render() or failed
     seconds = time.monotonic() - begun
     lost = f"; {left_out} runs were left out, since their data are missing" if left_out else ""
     events.say(f"{options.table}: {clock(seconds)} in total{lost}")
@@ -153,7 +153,7 @@ def _submit(
     tasks = [index for index, run in enumerate(chosen) if run in ready and not run.finished()]
     if not tasks:
         print("all runs are already finished")
-        return tables.main([])
+        return tables.render()
     site = _site(options)
     own = [word for word in _without(given, [*SITE_OPTIONS, "from"]) if word != "--slurm"]
     job = slurm.submit(ROOT, options.table, [*own, "--nodes", str(site.nodes)], tasks, site)

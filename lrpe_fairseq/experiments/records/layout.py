@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from lrpe_fairseq.experiments.records import notes, repeated
+from lrpe_fairseq.experiments.records import repeated
 
 Options = dict[str, Any]
 ATTENTION = ("linear", "softmax")
@@ -33,7 +33,7 @@ class Column:
     """One column, and the field of the run file that it shows.
 
     A file may write several columns at once (:mod:`.repeated`).
-    key: its name in ``method`` and in notes. title: its heading. attention: ``linear`` or
+    key: its name in ``method``. title: its heading. attention: ``linear`` or
     ``softmax``. metric, with split and protocol: a number of the run's ``metrics``; without
     them: a field of the run, such as ``tokens_per_second``. dataset: only runs on this data set
     (for columns that differ in it); ``reverse`` also stands for ``reverse-small`` at scale small.
@@ -107,15 +107,13 @@ class Table:
     share, for encoder-decoder models (rows and columns describe the other half). pretrained: the
     table whose runs of seed 1 are fine-tuned. rates: scale -> learning rates to train every cell
     with, and to show; default: that of the configuration. A column with ``best_over:
-    optimization.lr`` leaves a seed out until all of these rates have a run. brief: show our number
-    and the paper's only, without their difference and the difference from the baseline. curves:
-    labels of the rows in the figure of validation curves. notes: scale -> text; like ``text``, they
-    contain numbers and orders as references only (:mod:`.notes`). headline: keys of the columns
-    that the finding, the index and the figure against the paper use, by default the first of each
-    attention type; at most one of each, unless compare is ``columns``. compare: ``rows`` of a
-    column with each other, or ``columns`` of a row with the first headline. paper_dataset: the data
-    set of scale ``paper``; a difference from the published number is shown there only. by_dataset:
-    the page has a grid of its own for each data set, with the rows that were run on it.
+    optimization.lr`` leaves a seed out until all of these rates have a run. page: the page
+    that shows it; default: its own. headline: keys of the columns that the page shows,
+    the index and the figure against the paper use, by default the first of each attention type; at
+    most one of each, unless compare is ``columns``. compare: ``rows`` of a column with each other,
+    or ``columns`` of a row with the first headline. paper_dataset: the data set of scale
+    ``paper``; a difference from the published number is shown there only. by_dataset: the page has
+    a grid of its own for each data set, with the rows that were run on it.
     """
 
     name: str
@@ -133,21 +131,18 @@ class Table:
     fixed: dict[str, str] = field(default_factory=dict)
     pretrained: str = ""
     rates: dict[str, list[float]] = field(default_factory=dict)
-    brief: bool = False
-    curves: list[str] = field(default_factory=list)
-    notes: dict[str, str] = field(default_factory=dict)
     headline: list[str] = field(default_factory=list)
     compare: str = "rows"
     paper_dataset: str = ""
     by_dataset: bool = False
+    page: str = ""
 
     def at(self, scale: str) -> "Table":
         """Return the table with the columns and rows of one scale."""
         columns = [column for column in self.columns if scale in (column.scales or [scale])]
         rows = [row for row in self.rows if row.label in self.rows_of.get(scale, [row.label])]
-        curves = [label for label in self.curves if label in {row.label for row in rows}]
         headline = [key for key in self.headlines() if key in {c.key for c in columns}]
-        parts = {"columns": columns, "rows": rows, "curves": curves, "headline": headline}
+        parts = {"columns": columns, "rows": rows, "headline": headline}
         return dataclasses.replace(self, **parts)
 
     def rates_at(self, scale: str, own: Sequence[float]) -> list[float]:
@@ -266,7 +261,7 @@ def _check(table: Table) -> None:
     for better in (table.better, *(column.better for column in table.columns)):
         if better not in BETTER:
             raise ValueError(f"better must be lower or higher, not {better!r}")
-    for label in [table.baseline, *table.curves, *itertools.chain(*table.rows_of.values())]:
+    for label in [table.baseline, *itertools.chain(*table.rows_of.values())]:
         table.row(label)
     for row in table.rows:
         _check_row(table, row)
@@ -279,7 +274,6 @@ def _check(table: Table) -> None:
         table.column(key)
     if table.compare not in COMPARE:
         raise ValueError(f"compare must be rows or columns, not {table.compare!r}")
-    _check_texts(table)
 
 
 def _check_unique(names: list[str]) -> None:
@@ -356,24 +350,6 @@ def _check_config(column: Column, homes: dict[str, Column]) -> None:
             f"columns {other.key} and {column.key} have different configs, but nothing "
             "distinguishes their runs: give them other datasets or overrides"
         )
-
-
-def _check_texts(table: Table) -> None:
-    notes.check_text(f"{table.title} {table.text}")
-    for text in table.notes.values():
-        notes.check_note(text)
-    for reference in notes.references(" ".join([table.text, *table.notes.values()])):
-        _check_reference(table, reference)
-
-
-def _check_reference(table: Table, reference: notes.Option | notes.Value | notes.Order) -> None:
-    if isinstance(reference, notes.Option):
-        if reference.scale not in ("", *table.scales):
-            raise ValueError(f"there is no scale {reference.scale}")
-        return
-    table.column(reference.column)
-    for label in notes.labels(reference):
-        table.row(label)
 
 
 def _order(table: Table) -> tuple[bool, int, str]:

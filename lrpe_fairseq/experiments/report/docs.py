@@ -39,7 +39,9 @@ PARTS: dict[str, ModuleType] = {
     "fidelity": fidelity,
     "versions": versions,
 }
-GENERATED = ("results/*.md", "results/figures/*.png", "docs/figures/encodings/*.png")
+GENERATED = (
+    "results/*.md", "results/*.csv", "results/figures/*.png", "docs/figures/encodings/*.png",
+)  # fmt: skip
 """Patterns of files that are never written by hand."""
 
 
@@ -73,17 +75,13 @@ def pictures(root: Path, parts: Iterable[str]) -> dict[str, Callable[[Path], Non
 
 def write(root: Path, parts: Iterable[str]) -> int:
     """Write the pages and pictures of ``parts``; return 0."""
-    texts, drawings = (
-        render(root, parts),
-        pictures(root, parts),
-    )  # raises before anything is written
+    print("docs: reading the runs", flush=True)
+    texts, drawings = render(root, parts), pictures(root, parts)  # before anything is written
     for path, text in texts.items():
         (root / path).write_text(text, encoding="utf-8")
-    try:
-        for path, draw in drawings.items():
-            draw(root / path)
-    except ImportError:
-        print("docs: no pictures, because matplotlib (extra [plots]) is not installed.")
+    for count, (path, draw) in enumerate(drawings.items(), 1):
+        print(f"docs: {len(texts)} pages; picture {count} of {len(drawings)}: {path}", flush=True)
+        draw(root / path)
     return 0
 
 

@@ -3,10 +3,8 @@
 from pathlib import Path
 
 from lrpe_fairseq.encodings.fidelity import DEPARTURES
-from lrpe_fairseq.experiments.records.layout import load_table
-from lrpe_fairseq.experiments.records.runs import read_runs
-from lrpe_fairseq.experiments.report import claims, markdown
-from lrpe_fairseq.experiments.report.sheet import sheets
+from lrpe_fairseq.experiments.report import frame, markdown
+from lrpe_fairseq.experiments.report.pages import verdict
 
 PAGE = "docs/fidelity.md"
 HEAD = ("name", "the paper says", "the authors' code did", "ours does")
@@ -27,7 +25,9 @@ def departures_table() -> str:
 
 def measured(root: Path) -> str:
     """Return the finding of the table ``fidelity`` at every scale with runs."""
-    table = load_table(root / "configs" / "tables" / "fidelity.yaml")
-    found = sheets(root, table, read_runs(root / "results" / "runs"))
-    lines = [f"- {sheet.place}: {claims.finding(sheet)}" for sheet in found]
-    return "\n".join(lines) or f"{markdown.NOT_MEASURED.capitalize()}."
+    results = frame.results(root)
+    texts = [
+        verdict(sheet.table, [results.view(sheet, column) for column in sheet.headlines])
+        for sheet in results.sheets_of("fidelity")
+    ]
+    return "\n".join(texts) or f"{markdown.NOT_MEASURED.capitalize()}."

@@ -94,6 +94,11 @@ def machine(hardware: dict[str, Any]) -> str:
     return f"{hardware.get('cpu', 'unknown CPU')}, {hardware.get('cores', '?')} cores, {gpus}"
 
 
+def processors(hardware: dict[str, Any]) -> str:
+    """Return the GPUs of a run file, or its processor without them."""
+    return ", ".join(hardware.get("gpus", [])) or str(hardware.get("cpu", "unknown CPU"))
+
+
 def short(commit: str) -> str:
     """Return the first digits of a commit; a suffix ``-dirty`` is kept."""
     name, _, dirty = commit.partition("-")

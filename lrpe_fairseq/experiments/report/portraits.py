@@ -21,7 +21,7 @@ from lrpe_fairseq.encodings import (
     build_encoding,
     encoding_class,
 )
-from lrpe_fairseq.experiments.report import pictures
+from lrpe_fairseq.experiments.report import plots
 
 CONTENTS = 64
 """Number of random contents over which a curve is averaged."""
@@ -59,7 +59,7 @@ def draw(
         options["grid_width"] = grid_width
     options = EncodingOptions(**options)
     encoding = build_encoding(name, head_dim, num_heads, causal=True, options=options).eval()
-    figure = pictures.blank(4.6, 2.3)
+    figure = plots.blank(4.6, 2.3)
     if encoding.reads_grid:
         label = f"score of the cell in the center, {grid_width} x {grid_width} cells"
         _maps(figure, cells(encoding, grid_width), label)
@@ -71,7 +71,7 @@ def draw(
         _maps(figure, pairs(encoding, NODES), label)
     else:
         _curves(figure, encoding, curve(encoding, length))
-    pictures.save(figure, Path(path))
+    plots.save(figure, Path(path))
 
 
 def curve(encoding: Encoding, length: int) -> Tensor:

@@ -1,7 +1,6 @@
 """The quickstart's results as text: one table, and the order of its rows.
 
-An order of two rows is stated by the rule of :mod:`.claims`, and only where both have the same
-seeds.
+An order of two rows is stated by the rule of :mod:`.orders`.
 """
 
 import statistics
@@ -12,8 +11,7 @@ from pathlib import Path
 
 from lrpe_fairseq.experiments.records import bases
 from lrpe_fairseq.experiments.records.runs import Run, read_run
-from lrpe_fairseq.experiments.report import cells, claims, curves
-from lrpe_fairseq.experiments.report.cells import Scores
+from lrpe_fairseq.experiments.report import cells, orders, plots
 
 HEAD = ("attention", "encoding", "test perplexity", "vs Base")
 BASE = "none"
@@ -90,10 +88,14 @@ def rows(runs: Iterable[Run]) -> list[Row]:
     return [Row(*name, ppl) for name, ppl in found.items()]
 
 
-def separated(better: Row, worse: Row) -> bool:
-    """True if ``better`` has the lower perplexity by the rule of this module."""
-    first, second = (Scores(each.ppl, logarithmic=True) for each in (better, worse))
-    return set(first) == set(second) and claims.ahead(first, second, "lower")
+def separated(better: Row, worse: Row, found: Sequence[Row]) -> bool:
+    """True if ``better`` has the lower perplexity by the rule of orders, among ``found``."""
+    own = {
+        row.encoding: {s: orders.compared(v, "perplexity") for s, v in row.ppl.items()}
+        for row in found
+        if row.attention == better.attention
+    }
+    return orders.orders(own)[better.encoding, worse.encoding] == orders.BETTER
 
 
 def table(found: Sequence[Row], aligned: bool = False) -> str:
@@ -113,7 +115,7 @@ def order(found: Sequence[Row]) -> list[str]:
     lines = []
     for attention in dict.fromkeys(row.attention for row in found):
         ranked = sorted((r for r in found if r.attention == attention), key=lambda row: row.mean)
-        signs = ["<" if separated(*pair) else "≈" for pair in pairwise(ranked)]
+        signs = ["<" if separated(*pair, found) else "≈" for pair in pairwise(ranked)]
         words = [f"{sign} {row.name}" for sign, row in zip(signs, ranked[1:], strict=True)]
         lines.append(" ".join([f"{attention} attention: {ranked[0].name}", *words]))
     return lines
@@ -123,7 +125,7 @@ def stated(found: Sequence[Row]) -> list[tuple[Row, Row]]:
     """Return every separated pair (better, worse) of rows with the same attention type."""
     pairs = [pair for pair in combinations(found, 2) if pair[0].attention == pair[1].attention]
     both = [*pairs, *((second, first) for first, second in pairs)]
-    return [pair for pair in both if separated(*pair)]
+    return [pair for pair in both if separated(*pair, found)]
 
 
 def contradicted(found: Sequence[Row], published: Sequence[Row]) -> list[str]:
@@ -149,10 +151,7 @@ def comparison(found: Sequence[Row], published: Sequence[Row]) -> list[str]:
 
 def numbers(found: Sequence[Row]) -> str:
     """:func:`table` and :func:`order` as Markdown."""
-    rule = (
-        "Lower is better. `<` means that all seeds agree and the difference of the means exceeds\n"
-        "twice the pooled standard deviation, of logarithms; `≈` that one of these does not hold:"
-    )
+    rule = "Lower is better. `<` means better by [the rule of orders](results/README.md), `≈` tied:"
     return "\n".join([table(found), rule, "", *(f"- {line}" for line in order(found))])
 
 
@@ -171,11 +170,16 @@ def draw(path: Path, runs: Sequence[Run]) -> None:
 
     Raises: ImportError if matplotlib, which comes with the extra [plots], is not installed.
     """
-    found: dict[str, dict[str, curves.Curve]] = {}
+    found: dict[str, dict[str, list[tuple[float, float, float, float]]]] = {}
     for attention, encoding in dict.fromkeys(map(_key, runs)):
-        curve = curves.mean_curve(run for run in runs if _key(run) == (attention, encoding))
+        own = [run["curve"] for run in runs if _key(run) == (attention, encoding)]
+        curve = [
+            (points[0]["updates"], statistics.fmean(values), min(values), max(values))
+            for points in zip(*own, strict=False)
+            for values in [[point["valid_ppl"] for point in points]]
+        ]
         found.setdefault(f"{attention} attention", {})[encoding] = curve
-    curves.validation_curves(path, found, curves.axis_label(runs))
+    plots.lines(path, found, "updates", "validation perplexity", base=0)
 
 
 def _key(run: Run) -> tuple[str, str]:

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from lrpe_fairseq.encodings import ENCODINGS, FAMILIES, encoding_class
-from lrpe_fairseq.experiments.report import choosing, dots, markdown, quickstart
+from lrpe_fairseq.experiments.report import choosing, markdown, plots, quickstart
 
 PAGE = "README.md"
 PICTURE = "results/figures/quickstart.png"
@@ -17,14 +17,25 @@ def pages(root: Path) -> dict[str, str]:
     """README.md with every generated part rendered anew."""
     text = (root / PAGE).read_text(encoding="utf-8")
     text = markdown.between(text, "encodings", names_table())
-    text = markdown.between(text, "answer", choosing.summary(root))
+    text = markdown.between(text, "answer", choosing.answer(root))
     return {PAGE: markdown.between(text, "quickstart", quickstart_numbers(root))}
 
 
 def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
     """The quickstart's test perplexities as dots; none without its run files."""
     found = quickstart.rows(quickstart.published(root / quickstart.RUNS))
-    return {PICTURE: partial(dots.draw, found=found)} if found else {}
+    return {PICTURE: partial(_dots, found=found)} if found else {}
+
+
+def _dots(path: Path, found: list[quickstart.Row]) -> None:
+    kinds = dict.fromkeys(row.attention for row in found)
+    panels = {
+        f"{kind} attention": {
+            row.encoding: list(row.ppl.values()) for row in found if row.attention == kind
+        }
+        for kind in kinds
+    }
+    plots.seeds(path, panels, "test perplexity per character, lower is better")
 
 
 def names_table() -> str:

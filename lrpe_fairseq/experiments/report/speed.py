@@ -12,8 +12,7 @@ from typing import Any
 
 from lrpe_fairseq.encodings import ENCODINGS, encoding_class
 from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.report import markdown, paper
-from lrpe_fairseq.experiments.report import pictures as drawing
+from lrpe_fairseq.experiments.report import markdown, paper, plots
 from lrpe_fairseq.experiments.report.markdown import NOT_MEASURED
 
 PAGE = "docs/speed.md"
@@ -330,7 +329,7 @@ PARTS: dict[str, Callable[[Rows], str]] = {
 
 def draw(path: Path, rows: Rows) -> None:
     """Draw time per token and peak memory against T; mark where linear attention and SDPA cross."""
-    figure = drawing.blank(9, 3.6)
+    figure = plots.blank(9, 3.6)
     time, memory = figure.subplots(1, 2)
     for name in _values(rows, "contestant"):
         own = [row for row in rows if row["contestant"] == name]
@@ -347,7 +346,7 @@ def draw(path: Path, rows: Rows) -> None:
         axes.set_xscale("log", base=2)
         axes.set_title(title, fontsize="medium")
     memory.legend(fontsize="small")
-    drawing.save(figure, path)
+    plots.save(figure, path)
 
 
 def _values(rows: Rows, key: str) -> list[Any]:
