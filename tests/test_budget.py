@@ -10,9 +10,8 @@ from omegaconf import OmegaConf
 from lrpe_fairseq.experiments.commands.run_table import usual_scale
 from lrpe_fairseq.experiments.families.plan import load_named, runs
 from lrpe_fairseq.experiments.records.files import ROOT, load_config
-from lrpe_fairseq.experiments.report import cells, claims
-from lrpe_fairseq.experiments.report.sheet import Sheet
-from tests.test_results import make_run, ppl
+from lrpe_fairseq.experiments.report import cells
+from tests.test_results import make_run
 
 
 def model(updates: int, **changes: object) -> dict[str, object]:
@@ -110,33 +109,6 @@ def test_a_run_fills_only_the_budget_that_it_was_trained_with() -> None:
     assert filled(config=usual) == []  # Table 2 at scale small
     small = make_run(experiment="table2", config=model(1800))
     assert not cells.shown(table, small)  # a scale that the table lacks
-
-
-def test_the_rank_correlation_is_stated_for_every_budget() -> None:
-    table, found = load_named("budget"), {}
-    order = ["Base", "RoPE", "PER", "Type1", "Type2", "Type4"]
-    for place, label in enumerate(order):
-        for updates in (1800, 5400):
-            run = make_run(
-                experiment="budget",
-                scale="annealed",
-                position_encoding=table.row(label).encoding,
-                metrics=ppl(100.0 + (place if updates == 1800 else -place)),
-                config=model(updates),
-            )
-            found[f"{label}{updates}"] = run
-    sheet = Sheet(ROOT, table, cells.Group("annealed", "", found))
-    first, second = (claims.correlation(sheet, table.column(f"linear-{n}")) for n in (1800, 5400))
-    assert first == pytest.approx(-second)
-    del found["Base5400"], found["Type15400"]
-    sheet = Sheet(ROOT, table, cells.Group("annealed", "", found))
-    for updates in (1800, 5400):  # over the rows that both budgets have
-        rows = [row.label for row, *_ in claims.pairs(sheet, table.column(f"linear-{updates}"))]
-        assert rows == ["RoPE", "PER", "Type2", "Type4"]
-    assert claims.correlation(sheet, table.column("linear-16200")) is None
-    assert claims.finding(sheet).startswith(
-        "One seed: no order is claimed (1,800: 100.00 to 105.00"
-    )
 
 
 def test_a_table_without_scale_small_runs_its_first_scale() -> None:

@@ -1,13 +1,11 @@
 """Evaluation at other lengths than that of training: protocols, scores, controls, the figure."""
 
-import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -25,9 +23,7 @@ from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.protocols import Protocol, Window, bounds, holds_to
 from lrpe_fairseq.experiments.records.runs import Run, read_run, validate
-from lrpe_fairseq.experiments.report import cells, lengths
-from lrpe_fairseq.experiments.report.cells import Group
-from lrpe_fairseq.experiments.report.sheet import Sheet
+from lrpe_fairseq.experiments.report import cells
 from lrpe_fairseq.experiments.runner import schedule, scoring
 from lrpe_fairseq.experiments.runner.processes import RunFailed
 from lrpe_fairseq.experiments.runner.warm import WarmChildren
@@ -469,7 +465,7 @@ def test_paired_protocols_may_count_other_tokens_than_the_whole_split() -> None:
             validate(run(**bad))
 
 
-# --- the table and its figure -----------------------------------------------------------------
+# --- the table ---------------------------------------------------------------------------------
 
 
 def test_the_lengths_of_the_table_are_multiples_of_its_training() -> None:
@@ -503,112 +499,6 @@ def test_the_table_has_every_encoding_of_a_text_and_absolute_positions_in_one_ro
     absolute = "model.no_token_positional_embeddings"
     options = {row.label: {**table.options, **row.overrides} for row in table.rows}
     assert [label for label, own in options.items() if not own[absolute]] == ["Sinusoidal"]
-
-
-def test_the_figure_shows_the_difference_from_the_shortest_context(tmp_path: Path) -> None:
-    """With its interval; a run that diverged at the shortest context has no curve."""
-    table = load_table(ROOT / "configs" / "tables" / "extrapolation.yaml")
-
-    def run(seed: int, more: float) -> dict:
-        metrics = {f"paired-{128 * n}": {"loss": 5 + more * n, "tokens": 9} for n in (1, 2, 16)}
-        metrics["paired-2048"] |= {"delta_low": more, "delta_high": 9.0}
-        metrics["positions-2048"] = {"loss-16": 6.0, "loss-2048": 4.0, "tokens": 99}
-        options = {"model.no_token_positional_embeddings": True, "task.tokens_per_sample": 128}
-        return make_run(
-            experiment="extrapolation", seed=seed, metrics={"test": metrics}, config=options
-        )
-
-    runs = {f"extrapolation/{seed}.json": run(seed, 0.1 * seed) for seed in (1, 2, 3)}
-    runs["extrapolation/3.json"]["metrics"]["test"]["paired-128"] = {"diverged": 1, "tokens": 9}
-    (panel,) = lengths.panels(Sheet(tmp_path, table, Group("small", "wikitext-2", runs)))
-    assert (panel.attention, panel.trained) == ("linear", 128)
-    assert panel.rows == tuple(table.curves)
-    bits = {128: 0.0, 256: 0.15, 2048: 15 * 0.15}
-    assert dict(panel.paired["NoPE"]) == pytest.approx(
-        {n: b * math.log(2) for n, b in bits.items()}
-    )
-    assert dict(panel.positions["NoPE"]) == pytest.approx(
-        {16: 6 * math.log(2), 2048: 4 * math.log(2)}
-    )
-    assert panel.low["NoPE"] == [(2048, pytest.approx(0.1))]  # of all seeds
-    assert panel.high["NoPE"] == [(2048, 9.0)]
-    lengths.draw(tmp_path / "figure.png", panel)
-    assert (tmp_path / "figure.png").read_bytes()[:4] == b"\x89PNG"
-
-
-ROWS = tuple(f"row {n}" for n in range(100))
-
-
-def panel_of(labels: Iterable[str], last: Iterable[float] = (1.0,)) -> lengths.Panel:
-    """Made-up curves whose differences at the longest context are ``last``, in turn."""
-    ends = dict(zip(labels, itertools.cycle(last), strict=False))
-    paired = {label: [(128, 0.0), (256, end / 2), (2048, end)] for label, end in ends.items()}
-    positions = {label: [(16, 5.0), (128, 4.5), (2048, 4.5 + end)] for label, end in ends.items()}
-    return lengths.Panel("linear", 128, ROWS, paired, positions, paired, paired)
-
-
-def lines_of(panel: lengths.Panel) -> list[dict[str, Any]]:
-    """Return label -> line of both axes of the picture."""
-    pytest.importorskip("matplotlib")
-    all_axes = lengths.figure(panel).axes
-    return [{line.get_label(): line for line in axes.get_lines()} for axes in all_axes]
-
-
-def test_a_row_has_one_style_in_every_picture_of_a_table() -> None:
-    shown = [panel_of(labels) for labels in (ROWS[:21], ROWS[4:5], ROWS[20:3:-1])]
-    found = [
-        (line.get_color(), line.get_marker(), line.get_linestyle())
-        for panel in shown
-        for lines in lines_of(panel)
-        for label, line in lines.items()
-        if label == ROWS[4]
-    ]
-    assert len(found) == 6
-    assert len(set(found)) == 1
-
-
-def test_no_two_rows_share_color_marker_and_dash() -> None:
-    styles = {tuple(lengths.style(label, ROWS).values()) for label in ROWS}
-    assert len(styles) == len(ROWS)
-
-
-def test_the_training_length_is_marked_in_both_panels() -> None:
-    pytest.importorskip("matplotlib")
-    for axes in lengths.figure(panel_of(ROWS[:2])).axes:
-        assert [128, 128] in [list(line.get_xdata()) for line in axes.get_lines()]
-        [text] = [text for text in axes.texts if text.get_text() == "training length"]
-        assert text.xy[0] == 128
-    assert "upper bound" in axes.get_xlabel()
-
-
-@pytest.mark.parametrize("most", [0.02, 0.3, 6.0, 2000.0])
-def test_rows_that_break_and_rows_that_hold_are_both_told_apart(most: float) -> None:
-    pytest.importorskip("matplotlib")
-    axes = lengths.figure(panel_of(ROWS, (-0.025, -0.013, 0.0, most))).axes[0]
-    heights = [axes.transAxes.inverted().transform(axes.transData.transform((2048, y)))[1]
-               for y in (-0.025, -0.013, 0.0, most)]  # fmt: skip
-    assert min(heights) > 0
-    assert max(heights) < 1
-    assert min(b - a for a, b in itertools.pairwise(heights)) > 0.015
-    labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert {"−0.05", "0", "0.05", "0.1"} <= set(labels)
-
-
-@pytest.mark.parametrize(("low", "high"), [(-0.05, 0.1), (-0.7, 0.1), (-0.05, 7.0), (-3, 4000.0)])
-def test_ticks_of_differences_are_round_and_ascend(low: float, high: float) -> None:
-    found = lengths.ticks(low, high)
-    assert found == sorted(set(found))
-    assert {-0.05, 0.0, 0.05, 0.1} <= set(found)
-    assert all(low <= tick <= high for tick in found)
-    assert found[-1] > high / 3
-
-
-def test_a_row_that_leaves_the_axis_of_positions_is_named_with_its_largest_value() -> None:
-    pytest.importorskip("matplotlib")
-    left, right = lengths.figure(panel_of(ROWS[:8], (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 20.0))).axes
-    assert "row 7 reaches 24.50" in [text.get_text() for text in right.texts]
-    assert right.get_ylim()[1] < 6
-    assert not [text for text in left.texts if "reaches" in text.get_text()]
 
 
 # --- the whole, once --------------------------------------------------------------------------
