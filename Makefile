@@ -29,11 +29,11 @@ ifneq ($(INSTALLED_PYTHON) $(INSTALLED_TORCH),$(PYTHON) $(TORCH))
 $(INSTALLED): FORCE
 endif
 
-# matplotlib (the extra "plots") draws the curves of the quickstart and of the tables
+# the extra "experiments" renders the tables, and draws the curves of the quickstart
 $(INSTALLED): setup.py scripts/install.sh
 	@rm -f $(INSTALLED) $(TOOLS) $(SETTINGS)
 	@echo "installing $(TORCH), fairseq and this package in $(VENV): a few minutes"
-	@PYTHON='$(PYTHON)' TORCH='$(TORCH)' scripts/install.sh '$(VENV)' plots
+	@PYTHON='$(PYTHON)' TORCH='$(TORCH)' scripts/install.sh '$(VENV)' experiments
 	@printf '%s\n' 'INSTALLED_PYTHON := $(PYTHON)' 'INSTALLED_TORCH := $(TORCH)' \
 	    'CHOSEN_PYTHON := $(filter-out $(DEFAULT_PYTHON),$(PYTHON))' \
 	    'CHOSEN_TORCH := $(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),$(TORCH))' > $(SETTINGS)
@@ -41,7 +41,7 @@ $(INSTALLED): setup.py scripts/install.sh
 
 $(TOOLS): $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
-	    --no-build-isolation --editable '.[test,plots]' > $(VENV)/install-test.log 2>&1 \
+	    --no-build-isolation --editable '.[test,experiments]' > $(VENV)/install-test.log 2>&1 \
 	    || { tail -n 40 $(VENV)/install-test.log; exit 1; }
 	@touch $@
 

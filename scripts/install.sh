@@ -5,7 +5,7 @@
 #
 # `make install` calls this. PYTHON: an interpreter of version 3.11 or 3.12. TORCH: arguments of
 # pip, such as "torch==2.10.0" or "torch --index-url URL". EXTRAS: extras of setup.py, such as
-# "plots,test". An environment of another Python version is recreated.
+# "experiments,test". An environment of another Python version is recreated.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -89,7 +89,7 @@ def test_fairseq_is_built_in_parallel_without_cuda_home_and_ninja_and_with_a_cac
     assert call["ninja"] != 0
     assert call["config"].startswith("[build_ext]\nparallel = ")
     assert "/cache/fairseq-torch-2.13.0" in call["arguments"]
-    assert call["arguments"][-1] == ".[plots]"
+    assert call["arguments"][-1] == ".[experiments]"
 
 
 def test_without_a_cache_of_pip_fairseq_is_built_without_one(stub, tmp_path):

@@ -44,8 +44,8 @@ class Column:
     metric and ``better`` of the number that selects it, instead of the column's own metric. rates:
     learning rates instead of the table's. mean_of: keys of the columns that this one averages,
     instead of a metric. paper: the published cell: ``file`` and the values of its columns.
-    comparable: false if the published number is of another or unknown measure; it is then shown,
-    but neither subtracted, divided nor ranked.
+    comparable: false if the published number is of another or unknown measure; the page then
+    leaves it out.
     better: ``lower`` or ``higher``; :func:`load_table` sets that of the table by default.
     """
 
@@ -111,9 +111,7 @@ class Table:
     that shows it; default: its own. headline: keys of the columns that the page shows,
     the index and the figure against the paper use, by default the first of each attention type; at
     most one of each, unless compare is ``columns``. compare: ``rows`` of a column with each other,
-    or ``columns`` of a row with the first headline. paper_dataset: the data set of scale
-    ``paper``; a difference from the published number is shown there only. by_dataset: the page has
-    a grid of its own for each data set, with the rows that were run on it.
+    or ``columns`` of a row with the first headline.
     """
 
     name: str
@@ -133,8 +131,6 @@ class Table:
     rates: dict[str, list[float]] = field(default_factory=dict)
     headline: list[str] = field(default_factory=list)
     compare: str = "rows"
-    paper_dataset: str = ""
-    by_dataset: bool = False
     page: str = ""
 
     def at(self, scale: str) -> "Table":

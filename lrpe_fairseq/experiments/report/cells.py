@@ -1,7 +1,6 @@
 """Cells of a table: the runs that fill a cell, and its value per seed."""
 
 import math
-import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
@@ -29,32 +28,11 @@ COUNTS = {  # fractions: the number of tested examples beside them, and the valu
 
 
 class Scores(dict[int, float]):
-    """The value of a cell per seed.
+    """The value of a cell per seed. lost: the seeds whose evaluation was not finite."""
 
-    sampling: binomial standard error of a value that is a fraction of tested examples; 0 for other
-    metrics. lost: the seeds whose evaluation was not finite. logarithmic: True for perplexities,
-    whose logarithms, the losses, are compared.
-    """
-
-    def __init__(
-        self,
-        values: Mapping[int, float] | None = None,
-        sampling: float = 0.0,
-        lost: Iterable[int] = (),
-        logarithmic: bool = False,
-    ):
+    def __init__(self, values: Mapping[int, float] | None = None, lost: Iterable[int] = ()):
         super().__init__(values or {})
-        self.sampling, self.lost, self.logarithmic = sampling, frozenset(lost), logarithmic
-
-    @property
-    def compared(self) -> dict[int, float]:
-        """The values per seed on the scale of comparisons, in which seeds scatter evenly."""
-        return {k: math.log(value) if self.logarithmic else value for k, value in self.items()}
-
-    def at(self, seeds: Iterable[int]) -> "Scores":
-        """Return the values of these seeds. All seeds share the tests, so ``sampling`` stays."""
-        own = {seed: self[seed] for seed in seeds}
-        return Scores(own, self.sampling, self.lost, self.logarithmic)
+        self.lost = frozenset(lost)
 
 
 @dataclass(frozen=True)
@@ -75,7 +53,7 @@ def groups(table: Table, runs: Runs) -> list[Group]:
     found = []
     for scale, dataset in sorted(set(keys.values()), key=lambda key: _scale_order(table, *key)):
         members = {n: runs[n] for n, key in sorted(keys.items()) if key == (scale, dataset)}
-        shared_options(table, members)
+        require_same_options(table, members)
         require_same_data(members)
         found.append(Group(scale, dataset, members))
     return found
@@ -134,33 +112,22 @@ def _of_update(run: Run, limit: str) -> Any:
     return sizes[0] if len(sizes) == 1 else sizes or None
 
 
-def shared_options(table: Table, runs: Runs) -> dict[str, Any]:
-    """Return the values of ``table.same`` that all ``runs`` share.
+def require_same_options(table: Table, runs: Runs) -> None:
+    """Check that runs agree in the options of ``table.same``.
 
     Raises: ValueError if two runs differ; for columns with their own configurations, two runs on
         one data set.
     """
-    parts: dict[str, Runs] = {}
+    first: dict[tuple[str, str], str] = {}  # (data set, option) -> the run that is compared with
     for name, run in runs.items():
-        parts.setdefault(run["dataset"] if table.has_configs() else "", {})[name] = run
-    found = [_shared(table, part) for part in parts.values()]
-    first, *others = found or [{}]
-    return {name: value for name, value in first.items() if all(o[name] == value for o in others)}
-
-
-def _shared(table: Table, runs: Runs) -> dict[str, Any]:
-    shared = {}
-    for name in table.same:
-        values = {run_name: option(run, name) for run_name, run in runs.items()}
-        first, *others = values
-        for other in others:
-            if plain(values[other]) != plain(values[first]):
+        for key in table.same:
+            other = first.setdefault((run["dataset"] if table.has_configs() else "", key), name)
+            one, two = option(runs[other], key), option(run, key)
+            if plain(one) != plain(two):
                 raise ValueError(
-                    f"{first} and {other} cannot be in one table because they differ in {name}: "
-                    f"{values[first]} and {values[other]}"
+                    f"{other} and {name} cannot be in one table because they differ in {key}: "
+                    f"{one} and {two}"
                 )
-        shared[name] = values[first]
-    return shared
 
 
 def require_same_data(runs: Runs) -> None:
@@ -200,19 +167,9 @@ def scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:
     return _divided(found, mean(base)) if base else Scores(lost=found.lost)
 
 
-def diverged(table: Table, row: Row, column: Column, runs: Runs) -> list[int]:
-    """The seeds of one cell whose evaluation was not finite, in order."""
-    return sorted(scores(table, row, column, runs).lost)
-
-
 def mean(values: Mapping[int, float]) -> float:
     """Return the mean over seeds, independent of their order."""
     return math.fsum(values.values()) / len(values)
-
-
-def deviation(values: Scores) -> float | None:
-    """Return the sample standard deviation over seeds; None for a single seed."""
-    return statistics.stdev(values[seed] for seed in sorted(values)) if len(values) > 1 else None
 
 
 def _group_key(table: Table, run: Run) -> tuple[str, str]:
@@ -310,18 +267,7 @@ def _raw_scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:
         known = dict.fromkeys(known, min(known.values()))
     every = _complete(table, row, column, runs).values()
     lost = {run["seed"] for run in every if DIVERGED in _measured(run, column)} - set(known)
-    sampling = _sampling(known, column, chosen.values())
-    return Scores(known, sampling, lost, logarithmic=column.metric in LOGARITHMIC)
-
-
-def _sampling(values: Mapping[int, float], column: Column, runs: Iterable[Run]) -> float:
-    """Return the binomial standard error of the mean value; 0 if no examples were counted."""
-    count, whole = COUNTS.get(column.metric, ("", 1.0))
-    tested = [n for run in runs if (n := _measured(run, column).get(count))]
-    if not tested or not values:
-        return 0.0
-    share = mean(values) / whole
-    return whole * math.sqrt(max(0.0, share * (1 - share)) / min(tested))
+    return Scores(known, lost)
 
 
 def _rank(run: Run, column: Column) -> float | None:
@@ -349,9 +295,8 @@ def _mean_scores(parts: list[Scores]) -> Scores:
     seeds = sorted(set.intersection(*(set(part) for part in parts)))
     sums = {seed: math.fsum(part[seed] for part in parts) for seed in seeds}
     lost = set().union(*(part.lost for part in parts))
-    return _divided(Scores(sums, math.hypot(*(part.sampling for part in parts)), lost), len(parts))
+    return _divided(Scores(sums, lost), len(parts))
 
 
 def _divided(values: Scores, by: float) -> Scores:
-    scaled = {seed: value / by for seed, value in values.items()}
-    return Scores(scaled, values.sampling / by, values.lost, values.logarithmic)
+    return Scores({seed: value / by for seed, value in values.items()}, values.lost)

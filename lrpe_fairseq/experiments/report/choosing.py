@@ -202,36 +202,24 @@ def _both(view: Callable[[str], ColumnView], label: str) -> str:
 
 def index(results: Results) -> str:
     """Return results/README.md."""
-    shared: dict[str, list[Table]] = {}
-    for table in results.tables.values():
-        if table.page:
-            shared.setdefault(table.page, []).append(table)
+    settings = [table for table in results.tables.values() if table.page]
     groups = [
         (title, [line for name in names for line in _entries(results, results.tables[name])])
         for title, names in GROUPS.items()
         if set(names) <= results.tables.keys()
     ]
-    links = [
-        {"link": f"[{t.title}]({page}.md)", "scale": _scales(results, t), "best": ""}
-        for page, tables in shared.items()
-        for t in tables
-    ]
-    groups += [("Settings", links)] if links else []
-    return rendered("results.md.j2", groups=groups, not_run=_not_run(results))
+    return rendered("results.md.j2", groups=groups, settings=settings, not_run=_not_run(results))
 
 
 def _entries(results: Results, table: Table) -> list[dict[str, str]]:
     link = f"[{table.title}]({table.name}.md)"
-    found = results.sheets_of(table.name)
-    lines = [
-        {
-            "link": link,
-            "scale": f"`{sheet.group.scale}`",
-            "best": "; ".join(_best(results.view(sheet, column)) for column in sheet.headlines[:2]),
-        }
-        for sheet in found[:1]
-    ]
-    return lines or [{"link": link, "scale": "", "best": "not run"}]
+    sheet = next(iter(results.sheets_of(table.name)), None)
+    if sheet is None:
+        return [{"link": link, "best": "not run"}]
+    first = {column.attention: column for column in reversed(sheet.headlines)}
+    best = "; ".join(_best(results.view(sheet, column)) for column in reversed(first.values()))
+    scale = sheet.group.scale
+    return [{"link": link, "best": best if scale == "small" else f"`{scale}`: {best}"}]
 
 
 def _best(view: ColumnView) -> str:
@@ -241,10 +229,6 @@ def _best(view: ColumnView) -> str:
     best = view.first()
     tied = view.tied_with(best)
     return f"{place} {view.named(best)}" + (f" ≈ {len(tied)} more" if tied else " ✓")
-
-
-def _scales(results: Results, table: Table) -> str:
-    return ", ".join(f"`{sheet.group.scale}`" for sheet in results.sheets_of(table.name))
 
 
 def _not_run(results: Results) -> str:

@@ -239,7 +239,6 @@ def results(root: Path) -> Results:
 def _view(sheet: Sheet, column: Column) -> ColumnView:
     rows = {row.label: row for row in sheet.table.rows}
     found = {label: sheet.ours(row, column) for label, row in rows.items()}
-    sampled = [scores.sampling for scores in found.values() if scores.sampling]
     parts = [sheet.table.column(key) for key in column.mean_of] or [column]
     metrics = {part.metric for part in parts}
     fraction = metrics <= cells.COUNTS.keys()
@@ -250,7 +249,7 @@ def _view(sheet: Sheet, column: Column) -> ColumnView:
         sheet.group.dataset,
         column,
         {label: dict(scores) for label, scores in found.items()},
-        _examples(sheet, parts) if fraction and sampled else 0,
+        _examples(sheet, parts) if fraction else 0,
         "perplexity" if metrics <= set(cells.LOGARITHMIC) else "fraction" if fraction else "",
         {label: value for label, value in published.items() if value is not None},
         names(sheet.table, column),

@@ -6,10 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-NOT_RUN = "not run"
-DIVERGED = "diverged"
 NOT_MEASURED = "not measured"
-NO_CELL = "—"
 
 
 def table(head: Sequence[Any], rows: Iterable[Sequence[Any]], numbers: bool = False) -> str:
@@ -48,50 +45,29 @@ def fixed(value: float, decimals: int) -> str:
     return f"{round(value, decimals) + 0.0:.{decimals}f}"
 
 
-def signed(value: float, decimals: int) -> str:
-    """:func:`fixed` with a sign."""
-    return f"{round(value, decimals) + 0.0:+.{decimals}f}"
-
-
-def percent(value: float, base: float) -> str:
-    """Return ``value`` relative to ``base``; a dash if ``base`` is 0 (Matthews correlation)."""
-    return f"{signed(100 * (value / base - 1), 1)} %" if base else NO_CELL
-
-
-def plain_number(value: Any) -> str:
-    """Return an option as text, integers with thousands separators."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
-
-
 def wrapped(text: str) -> str:
-    """Fill the paragraphs and list items of ``text`` to 100 columns."""
-    blocks = re.split(r"\n\s*\n|\n(?=- )", text.strip())
-    result, previous = "", ""
-    for block in blocks:
-        item = block.startswith("- ")
-        if result:
-            result += "\n" if item and previous.startswith("- ") else "\n\n"
-        indent = {"subsequent_indent": "  "} if item else {}
-        words = " ".join(block.split())
-        result += textwrap.fill(
-            words, 100, break_long_words=False, break_on_hyphens=False, **indent
-        )
-        previous = block
-    return result
+    """Fill paragraphs and list items to 100 columns; headings, tables and pictures stay."""
+    found: list[str] = []
+    part: list[str] = []
+    for line in [*text.split("\n"), ""]:
+        kept = re.match(r"#|\||!\[|\s*$", line) is not None
+        if part and (kept or line.startswith("- ")):
+            found.append(_filled(" ".join(part)))
+            part = []
+        (found if kept else part).append(line)
+    return "\n".join(found[:-1])
+
+
+def _filled(words: str) -> str:
+    indent = "  " if words.startswith("- ") else ""
+    whole = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(" ".join(words.split()), 100, subsequent_indent=indent, **whole)
 
 
 def listed(words: Sequence[str]) -> str:
     """Join words: ``a``, ``a and b``, ``a, b and c``."""
     *first, last = words
     return f"{', '.join(first)} and {last}" if first else last
-
-
-def machine(hardware: dict[str, Any]) -> str:
-    """Return processor, cores and GPUs of a run file as text."""
-    gpus = ", ".join(hardware.get("gpus", [])) or "no GPU"
-    return f"{hardware.get('cpu', 'unknown CPU')}, {hardware.get('cores', '?')} cores, {gpus}"
 
 
 def processors(hardware: dict[str, Any]) -> str:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from scipy import stats
 
-from lrpe_fairseq.experiments.data.correlation import spearman
 from lrpe_fairseq.experiments.records.layout import Table
 from lrpe_fairseq.experiments.report import frame, markdown, plots
 from lrpe_fairseq.experiments.report.frame import ColumnView, Results
@@ -33,24 +33,19 @@ LEGEND = (
 
 @functools.cache
 def environment() -> Environment:
-    """Return jinja's environment: an undefined name is an error, and a line may be wrapped."""
+    """Return jinja's environment, in which an undefined name is an error."""
     loader = FileSystemLoader(Path(__file__).with_name("templates"))
-    found = Environment(
-        loader=loader, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
-    )
-    found.filters["wrap"] = markdown.wrapped
-    found.filters["listed"] = markdown.listed
-    return found
+    return Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True)
 
 
 def rendered(template: str, **values: Any) -> str:
-    """Return a page: the template with ``values``, without runs of empty lines."""
+    """Return a page: the template with ``values``, wrapped, without runs of empty lines."""
     text = environment().get_template(template).render(**values)
     lines: list[str] = []
     for line in text.splitlines():
         if line.strip() or (lines and lines[-1]):
             lines.append(line.rstrip())
-    return "\n".join(lines).strip() + "\n"
+    return markdown.wrapped("\n".join(lines).strip()) + "\n"
 
 
 @dataclass(frozen=True)
@@ -82,7 +77,7 @@ def pages(root: Path) -> dict[str, str]:
         sections = [_section(results, table) for table in tables]
         title = TITLES.get(name, tables[0].title)
         found[f"{FOLDER}/{name}.md"] = rendered(
-            "table.md.j2", title=title, page=name, sections=sections, legend=LEGEND
+            "table.md.j2", title=title, sections=sections, legend=LEGEND
         )
         found |= {f"{FOLDER}/{table.name}.csv": csv_of(results, table) for table in tables}
     return found
@@ -135,7 +130,7 @@ def verdict(table: Table, views: Iterable[ColumnView]) -> str:
     """Return what the headline columns say, a sentence or two each."""
     views = list(views)
     if table.compare == "columns":
-        lines = [_change(views, view) for view in views]
+        lines = _changes(views)
     else:
         lines = [_rows(table, view) for view in views]
     return "\n".join(f"- {line}" for line in lines if line)
@@ -180,27 +175,34 @@ def rank_correlation(view: ColumnView) -> str:
     rows = [row for row in view.ranked() if row in view.paper]
     if len(rows) < FEWEST or not view.column.comparable:
         return ""
-    value = spearman([view.mean(row) for row in rows], [view.paper[row] for row in rows])
-    if value is None:
+    ours, theirs = [view.mean(row) for row in rows], [view.paper[row] for row in rows]
+    if len(set(ours)) == 1 or len(set(theirs)) == 1:
         return ""
+    value = stats.spearmanr(ours, theirs).statistic
     return f"Rank correlation with the paper: {value:.2f} over {len(rows)} rows."
 
 
-def _change(views: list[ColumnView], view: ColumnView) -> str:
-    """Return by how much a column differs from the first of its attention type and data."""
-    key = (view.column.attention, view.column.dataset, view.column.metric)
-    first = next(v for v in views if (v.column.attention, v.column.dataset, v.column.metric) == key)
-    rows = [row for row in view.ranked() if row in first.rows]
-    if first is view or not rows:
+def _changes(views: list[ColumnView]) -> list[str]:
+    """Return by how much columns differ from the first of their attention type and data."""
+    groups: dict[tuple[str, str, str], list[ColumnView]] = {}
+    for view in views:
+        key = (view.column.attention, view.column.dataset, view.column.metric)
+        groups.setdefault(key, []).append(view)
+    lines = []
+    for first, *others in groups.values():
+        found = [text for view in others if (text := _change(first, view))]
+        lines += [f"{_place(first)}, against it: {'; '.join(found)}."] if found else []
+    return lines
+
+
+def _change(first: ColumnView, view: ColumnView) -> str:
+    rows = [row for row in view.ranked() if row in first.rows and first.mean(row)]
+    if not rows:
         return ""
-    changes = sorted(
-        100 * (view.mean(row) / first.mean(row) - 1) for row in rows if first.mean(row)
-    )
-    span = f"{changes[0]:+.1f} to {changes[-1]:+.1f} %" if changes else ""
-    return (
-        f"{_place(view)}: {span} against {first.column.title}, over {len(rows)} "
-        f"{'rows' if len(rows) > 1 else 'row'}."
-    )
+    changes = sorted(100 * (view.mean(row) / first.mean(row) - 1) for row in rows)
+    if len(rows) == 1:
+        return f"{view.column.title} {changes[0]:+.1f} %"
+    return f"{view.column.title} {changes[0]:+.1f} to {changes[-1]:+.1f} % ({len(rows)} rows)"
 
 
 def _place(view: ColumnView) -> str:

@@ -22,7 +22,7 @@ PROMINENT = (
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = {"layernorm": "--", "content": ":", "none": "-.", "no positions": "--"}
 """Line of a variant of a method."""
-LONG = 4.0
+LONG = 2.0
 """A panel of perplexities whose largest is this many times the smallest is logarithmic."""
 
 

@@ -51,7 +51,7 @@ def draw(
     divided by their score without encoding, averaged over random contents; an additive one as its
     bias; a contextual one as attention weights over random tokens; one with two axes as the score
     of a cell with all cells of the grid; one of a tree as the scores of all pairs of nodes.
-    Raises: ChoiceError for an unknown name. ImportError without matplotlib (extra [plots]).
+    Raises: ChoiceError for an unknown name. ImportError without matplotlib (extra [experiments]).
     """
     own = encoding_class(name)
     options = dict(own.card.drawn_with if own.card else {})

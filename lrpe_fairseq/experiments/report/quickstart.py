@@ -168,7 +168,7 @@ def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
 def draw(path: Path, runs: Sequence[Run]) -> None:
     """Draw the validation curves (mean over seeds) to ``path`` as PNG.
 
-    Raises: ImportError if matplotlib, which comes with the extra [plots], is not installed.
+    Raises: ImportError if matplotlib, which comes with the extra [experiments], is not installed.
     """
     found: dict[str, dict[str, list[tuple[float, float, float, float]]]] = {}
     for attention, encoding in dict.fromkeys(map(_key, runs)):
