@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from lrpe_fairseq.encodings import ENCODINGS, canonical_name
-from lrpe_fairseq.experiments.records.layout import Column, Row, Table, load_tables, short
+from lrpe_fairseq.experiments.records.layout import Column, Table, load_tables, short
 from lrpe_fairseq.experiments.records.runs import Run, read_runs
 from lrpe_fairseq.experiments.report import cells, orders
 from lrpe_fairseq.experiments.report.markdown import fixed
@@ -58,6 +58,8 @@ def method(encoding: str, options: Mapping[str, Any], usual: Mapping[str, Any]) 
     for part in ("", "encoder.", "decoder."):
         normalizer = options.get(f"model.{part}attention_normalizer", "rotated")
         parts += [normalizer] if normalizer != "rotated" else []
+    cross = "model.cross.position_encoding"
+    parts += ["with cross-attention"] if options.get(cross) != usual.get(cross) else []
     changed = {k: v for k, v in options.items() if k not in UNNAMED and v != usual.get(k)}
     parts += [short(k) if v is True else f"{short(k)} {v}" for k, v in changed.items()]
     return ", ".join(parts)
@@ -252,7 +254,7 @@ def _view(sheet: Sheet, column: Column) -> ColumnView:
         _examples(sheet, parts) if fraction else 0,
         "perplexity" if metrics <= set(cells.LOGARITHMIC) else "fraction" if fraction else "",
         {label: value for label, value in published.items() if value is not None},
-        names(sheet.table, column),
+        names(sheet.table),
         frozenset(label for label, scores in found.items() if scores.lost),
     )
 
@@ -271,10 +273,9 @@ def _examples(sheet: Sheet, columns: list[Column]) -> int:
     return total
 
 
-def names(table: Table, column: Column) -> dict[str, str]:
+def names(table: Table) -> dict[str, str]:
     """Return the method of every row of a table, by its label."""
     return {
         row.label: method(row.encoding, {**table.options, **row.overrides}, table.options)
         for row in table.rows
-        if isinstance(row, Row)
     }

@@ -190,6 +190,8 @@ def _changes(views: list[ColumnView]) -> list[str]:
         groups.setdefault(key, []).append(view)
     lines = []
     for first, *others in groups.values():
+        if len(first.rows) == 1:  # the table says it
+            continue
         found = [text for view in others if (text := _change(first, view))]
         lines += [f"{_place(first)}, against it: {'; '.join(found)}."] if found else []
     return lines
@@ -267,7 +269,7 @@ def csv_of(results: Results, table: Table) -> str:
 
 def rests_on(results: Results, table: Table) -> str:
     """Return scale, data, budget, machines and files of a table's runs in two sentences."""
-    command = f"`scripts/run_table.sh {table.name}` trains and evaluates it."
+    command = f"Command: `scripts/run_table.sh {table.name}`."
     own = results.sheets_of(table.name)
     if not own:
         return command
@@ -275,8 +277,8 @@ def rests_on(results: Results, table: Table) -> str:
     machines = sorted({markdown.processors(run["hardware"]) for run in runs.values()})
     folders = markdown.listed([f"[runs/{name}](runs/{name})" for name in _folders(runs)])
     return (
-        f"{len(runs)} runs on {markdown.listed(machines)}; all numbers: [CSV]({table.name}.csv), "
-        f"run files: {folders}. {command}"
+        f"{len(runs)} runs on {markdown.listed(machines)}: {folders}; "
+        f"[all numbers]({table.name}.csv). {command}"
     )
 
 

@@ -58,11 +58,22 @@ def style(method: str) -> dict[str, Any]:
     return {**shown, "linestyle": dash, **hollow}
 
 
+def panels_of(count: int, width: float, height: float) -> tuple[Any, list[Any]]:
+    """Return a figure of ``count`` panels, two in a row, and their axes; sizes in inches."""
+    columns = min(2, count)
+    rows = math.ceil(count / columns)
+    figure = blank(width * columns, height * rows)
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for unused in axes[count:]:
+        unused.remove()
+    return figure, axes[:count]
+
+
 def dots(path: Path, views: Sequence[ColumnView]) -> None:
     """Draw one panel per column: a row per method, best first, from the best to the worst seed."""
     tallest = max(len(view.ranked()) for view in views)
-    figure = blank(5.2 * len(views), 1.4 + 0.24 * tallest)
-    for axes, view in zip(figure.subplots(1, len(views), squeeze=False)[0], views, strict=True):
+    figure, panels = panels_of(len(views), 5.2, 1.2 + 0.2 * tallest)
+    for axes, view in zip(panels, views, strict=True):
         _dots(axes, view)
     save(figure, path)
 
@@ -83,8 +94,7 @@ def _dots(axes: Any, view: ColumnView) -> None:
 
 def seeds(path: Path, panels: Mapping[str, Mapping[str, Sequence[float]]], x: str) -> None:
     """Draw one panel per title: a line per method with a dot per seed and a bar at their mean."""
-    figure = blank(4.6 * len(panels), 1.0 + 0.4 * max(map(len, panels.values())))
-    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    figure, all_axes = panels_of(len(panels), 4.6, 1.0 + 0.4 * max(map(len, panels.values())))
     for axes, (title, rows) in zip(all_axes, panels.items(), strict=True):
         for place, (method, values) in enumerate(rows.items()):
             shown = {**style(method), "linestyle": ""}
@@ -100,19 +110,38 @@ def seeds(path: Path, panels: Mapping[str, Mapping[str, Sequence[float]]], x: st
 def _scale(axes: Any, values: Sequence[float], kind: str, which: str) -> None:
     """Make an axis of perplexities logarithmic if they differ much."""
     if kind == "perplexity" and max(values) > LONG * min(values):
-        getattr(axes, f"set_{which}scale")("log")
+        _logarithmic(axes, which, max(values) / min(values))
+
+
+def _logarithmic(axes: Any, which: str, ratio: float) -> None:
+    """Make an axis logarithmic, with labels that fit. ratio: of its largest to its least value."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    getattr(axes, f"set_{which}scale")("log")
+    tiers = {
+        2.5: (1, 1.2, 1.4, 1.7, 2, 2.5, 3, 4, 5, 6, 7, 8, 9),
+        5: (1, 1.5, 2, 3, 4, 6, 8),
+        100: (1, 2, 5),
+        math.inf: (1,),
+    }
+    places = next(places for most, places in tiers.items() if ratio < most)
+    own = getattr(axes, f"{which}axis")
+    own.set_major_locator(LogLocator(subs=places))
+    own.set_minor_locator(NullLocator())
+    own.set_major_formatter("{x:g}")
 
 
 def axis(view: ColumnView) -> str:
     """Return the label of the axis of a column's values."""
     metric = {"perplexity": "perplexity", "fraction": "accuracy"}.get(view.kind)
-    return f"{metric or view.column.metric}, {view.column.better} is better"
+    name = metric or view.column.metric.replace("bleu", "BLEU")
+    return f"{name}, {view.column.better} is better"
 
 
 def against_paper(path: Path, views: Sequence[ColumnView]) -> None:
     """Draw one panel per column: our numbers over the published ones, a point per method."""
-    figure = blank(5.4 * len(views), 4.8)
-    for axes, view in zip(figure.subplots(1, len(views), squeeze=False)[0], views, strict=True):
+    figure, panels = panels_of(len(views), 5.4, 4.4)
+    for axes, view in zip(panels, views, strict=True):
         rows = [row for row in view.ranked() if row in view.paper]
         points = [(view.paper[row], view.mean(row)) for row in rows]
         for row, (x, y) in zip(rows, points, strict=True):
@@ -132,9 +161,11 @@ def _labels(axes: Any, points: Sequence[tuple[float, float]], words: Sequence[st
     from adjustText import adjust_text
 
     np.random.seed(0)
+    axes.margins(0.08)
     texts = [axes.text(x, y, word, fontsize=8) for (x, y), word in zip(points, words, strict=True)]
     arrows = {"arrowstyle": "-", "color": "grey", "linewidth": 0.5}
-    adjust_text(texts, ax=axes, arrowprops=arrows)
+    markers = list(axes.lines)
+    adjust_text(texts, ax=axes, objects=markers, expand=(1.1, 1.3), arrowprops=arrows)
 
 
 Curves = Mapping[str, Sequence[tuple[float, float, float, float]]]
@@ -157,13 +188,11 @@ def lines(
             handles.setdefault(method, _line(axes, method, curve))
         if base:
             axes.set_xscale("log", base=base)
-        axes.set_yscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
-        axes.tick_params(axis="y", which="minor", labelsize=7)
+        least, *_, most = sorted(point[1] for curve in curves.values() for point in curve)
+        _logarithmic(axes, "y", most / least)
         axes.set(xlabel=x, ylabel=y, title=title)
-        axes.grid(alpha=0.3, which="both")
+        axes.grid(alpha=0.3)
         if mark:
             axes.axvline(mark, color="black", linewidth=0.8)
             axes.text(mark, axes.get_ylim()[1], " training length", fontsize=8, va="top")
@@ -182,8 +211,7 @@ def plane(
     path: Path, panels: Mapping[str, Mapping[str, tuple[float, float]]], x: str, y: str
 ) -> None:
     """Draw one panel of labeled points (x, y) per title, a point per method."""
-    figure = blank(5.6 * len(panels), 5.0)
-    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    figure, all_axes = panels_of(len(panels), 5.6, 5.0)
     for axes, (title, points) in zip(all_axes, panels.items(), strict=True):
         for method, (across, up) in points.items():
             axes.plot([across], [up], markersize=6, **style(method))

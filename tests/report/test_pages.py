@@ -1,0 +1,216 @@
+"""The pages: text, sizes, statements, and that every number comes from a run."""
+
+import csv
+import importlib.util
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.records.layout import load_tables
+from lrpe_fairseq.experiments.report import choosing, frame, markdown, pages
+from lrpe_fairseq.experiments.report.frame import Results
+from tests.report.test_frame import MEANS, checkout, column, measured, save
+
+MOST = {"README.md": 1650, "docs/choosing.md": 2000, "results/README.md": 700}
+"""Words, at most; README.md shrinks to 900 later."""
+
+
+@pytest.fixture
+def root(tmp_path):
+    return checkout(tmp_path)
+
+
+def rendered(root):
+    frame.results.cache_clear()
+    return pages.pages(root)
+
+
+# --- the page of a table --------------------------------------------------------------------------
+
+
+def test_a_page_has_verdict_picture_grid_and_files(root):
+    text = rendered(root)["results/demo.md"]
+    flat = " ".join(text.split())
+    assert text.startswith("# Demo\n\nA table.\n")
+    assert (
+        "- Linear attention, valid, 3 seeds: `permuteformer, layernorm` 40.21 is best, better than "
+        "all others. 3 of 3 are better than the baseline `none, sinusoidal` 60.21. Rank "
+        "correlation with the paper: 0.80 over 4 rows."
+    ) in flat
+    assert "![Demo, scale small, against the paper](figures/demo-wikitext-2-small.png)" in text
+    assert "| method | valid | paper | accuracy |" in text
+    assert "| `rope` | 50.21±0.11 ✓ | 33.00 | 49.99±0.01 ≈ |" in text
+    assert "12 runs on A CPU: [runs/demo](runs/demo)" in flat
+    assert "`scripts/run_table.sh demo`" in text
+
+
+def test_the_csv_has_every_number(root):
+    lines = list(csv.DictReader(io.StringIO(rendered(root)["results/demo.csv"])))
+    assert len(lines) == len(MEANS) * 3
+    first = lines[0]
+    assert (first["method"], first["column"], first["seeds"]) == ("none, sinusoidal", "valid", "3")
+    assert float(first["mean"]) == pytest.approx(60.2, abs=0.02)
+    assert (float(first["paper"]), first["scale"]) == (34.0, "small")
+
+
+def test_a_table_without_runs_has_a_page_that_names_its_command(root):
+    for run in (root / "results" / "runs" / "demo").glob("*.json"):
+        run.unlink()
+    found = rendered(root)
+    assert "Command: `scripts/run_table.sh demo`." in found["results/demo.md"]
+    assert found["results/demo.csv"].count("\n") == 1
+
+
+def test_a_seed_alone_supports_no_order_and_a_lost_row_is_marked(root):
+    for run in (root / "results" / "runs" / "demo").glob("*-[23].json"):
+        run.unlink()
+    save(root, "rope", 1, {"valid": {"blocks": {"diverged": 1}}})
+    text = rendered(root)["results/demo.md"]
+    assert "1 seed: no order (`permuteformer, layernorm` 40.11 to" in " ".join(text.split())
+    assert "| `rope` | not finite | 33.00 |" in text
+
+
+def test_columns_are_compared_with_the_first_where_the_table_says_so(root):
+    path = root / "configs" / "tables" / "demo.yaml"
+    second = "  - {key: test, title: test, attention: linear, split: test, protocol: blocks,"
+    changed = f"{second} metric: ppl}}\ncompare: columns\nheadline: [ppl, test]"
+    path.write_text(path.read_text().replace("headline: [ppl, acc]", changed))
+    for encoding in ("none", "rope"):
+        both = measured(MEANS[encoding], 1)
+        save(
+            root,
+            encoding,
+            1,
+            {**both, "test": {"blocks": {"ppl": both["valid"]["blocks"]["ppl"] * 1.1}}},
+        )
+    text = " ".join(rendered(root)["results/demo.md"].split())
+    assert "Linear attention, valid, against it: test +9.8 to +9.8 % (2 rows)." in text
+
+
+def test_a_changed_run_changes_page_and_csv(root):
+    for changed in ("results/demo.md", "results/demo.csv"):
+        before = rendered(root)[changed]
+        save(root, "rope", 1, measured(50.0 + len(changed), 1))
+        assert rendered(root)[changed] != before
+
+
+def test_the_pages_do_not_depend_on_the_order_of_the_runs(root):
+    first, folder = rendered(root), root / "results" / "runs" / "demo"
+    for path in sorted(folder.glob("*.json"), reverse=True):
+        text = path.read_text()
+        path.unlink()
+        path.write_text(text)
+    assert rendered(root) == first
+
+
+def test_every_picture_is_drawn_and_equal_content_has_equal_bytes(root):
+    frame.results.cache_clear()
+    [(path, draw)] = pages.pictures(root).items()
+    draw(root / path)
+    first = (root / path).read_bytes()
+    draw(root / path)
+    assert (root / path).read_bytes() == first
+
+
+def test_lines_are_wrapped_outside_tables():
+    wide = f"| {'cell ' * 30}|\n\n![{'p' * 120}](p)"
+    text = f"# Head\n\n{'word ' * 40}\n- {'item ' * 30}\n- two\n{wide}"
+    lines = markdown.wrapped(text).splitlines()
+    assert [line for line in lines if len(line) > 100] == wide.split("\n\n")
+    assert markdown.wrapped("\n".join(lines)) == "\n".join(lines)
+    assert lines[:2] == ["# Head", ""]
+
+
+# --- docs/choosing.md -----------------------------------------------------------------------------
+
+
+def test_a_sentence_that_the_runs_contradict_is_refused():
+    assert choosing.expect(True) == ""
+    with pytest.raises(ValueError, match=r"do not support a sentence of docs/choosing\.md"):
+        choosing.expect(False)
+
+
+def test_every_order_that_the_template_states_in_words_is_expected():
+    text = (ROOT / "lrpe_fairseq/experiments/report/templates/choosing.md.j2").read_text()
+    assert text.count("expect(") >= 7
+
+
+def test_a_verdict_says_holds_contradicted_or_open(root):
+    view = column(root)
+    assert choosing.verdict(view, "PER-LN", ["Base", "RoPE"]) == "holds"
+    assert choosing.verdict(view, "RoPE", ["Base", "Type2"]) == "open"
+    assert choosing.verdict(view, "RoPE", ["Base", "PER-LN"]) == "contradicted"
+    assert choosing.verdict(view, "SPE", ["Base"]) == "open"  # not run
+
+
+def test_a_statement_shows_the_papers_numbers_and_ours(root):
+    given = {"claim": "c", "source": "s", "table": "demo", "scale": "small", "column": "ppl"}
+    stated = [{**given, "first": "PER-LN", "others": ["Base"]}]
+    (root / "results" / "paper" / "statements.yaml").write_text(yaml.safe_dump(stated))
+    [found] = choosing.statements(Results.load(root))
+    assert (found["paper"], found["ours"], found["verdict"]) == (
+        "31.00, 34.00",
+        "40.21, 60.21",
+        "holds",
+    )
+
+
+def test_the_statements_of_this_repository_name_rows_and_columns_that_exist():
+    tables = {table.name: table for table in load_tables(ROOT / "configs" / "tables")}
+    for given in yaml.safe_load((ROOT / "results" / "paper" / "statements.yaml").read_text()):
+        table = tables[given["table"]]
+        assert given["scale"] in table.scales
+        at = table.at(given["scale"])
+        assert at.column(given["column"])
+        assert all(at.row(label).has(at.column(given["column"])) for label in given["others"])
+        assert at.row(given["first"])
+
+
+# --- this repository ------------------------------------------------------------------------------
+
+
+def words(text):
+    return len(text.split())
+
+
+def tracked():
+    command = ["git", "ls-files", "*.md"]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+
+
+def test_every_page_has_at_most_its_words():
+    texts = {path: (ROOT / path).read_text(encoding="utf-8") for path in tracked()}
+    for path, text in texts.items():
+        if re.fullmatch(r"results/[\w-]+\.md", path) or path in MOST:
+            assert words(text) <= MOST.get(path, 900), path
+    assert sum(map(words, texts.values())) <= 47_000
+
+
+def test_generated_lines_fit_in_100_columns():
+    for path in ("docs/choosing.md", *(p for p in tracked() if re.fullmatch(r"results/[^/]+", p))):
+        for line in (ROOT / path).read_text(encoding="utf-8").splitlines():
+            assert len(line) <= 100 or line.startswith(("|", "![")), path
+
+
+COMMANDS = "run_table, eval_lm, eval_mt, eval_classifier"
+
+
+def test_training_and_evaluation_import_no_module_with_a_reporting_library():
+    code = (
+        f"import sys\nfrom lrpe_fairseq.experiments.commands import {COMMANDS}\nprint(*sys.modules)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = [name for name in shown.stdout.split() if name.startswith("lrpe_fairseq.")]
+    assert "lrpe_fairseq.experiments.commands.run_table" in loaded
+    library = r"^(import|from) (pandas|scipy|jinja2|matplotlib|seaborn|adjustText)\b"
+    for name in loaded:  # stock fairseq itself imports scipy where scikit-learn is installed
+        source = Path(importlib.util.find_spec(name).origin).read_text(encoding="utf-8")
+        assert not re.search(library, source, re.M), name
