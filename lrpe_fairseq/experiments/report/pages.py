@@ -108,13 +108,12 @@ def _section(results: Results, table: Table) -> Section:
 def _group(results: Results, sheet: Sheet) -> GroupView:
     views = _headlines(results, sheet)
     shown = has_picture(results, sheet)
-    caption = f"{sheet.table.title}, scale {sheet.group.scale}"
     return GroupView(
         sheet.group.scale,
         sheet.group.dataset,
         verdict(sheet.table, views),
         picture(sheet) if shown else "",
-        caption + (", against the paper" if _against_paper(views) else ""),
+        "Ours against the paper" if _against_paper(views) else "All rows",
         grid(sheet.table, views),
     )
 
@@ -224,7 +223,7 @@ def grid(table: Table, views: list[ColumnView]) -> str:
             head.append("paper")
             columns.append(functools.partial(_theirs, view))
     names = views[0].names if views else {}
-    rows = [row for row in names if any(row in view.rows for view in views)]
+    rows = [row for row in names if any(row in (*view.rows, *view.broken) for view in views)]
     lines = [[f"`{names[row]}`", *(column(row) for column in columns)] for row in rows]
     return markdown.table(head, lines, numbers=True) if lines else ""
 
