@@ -8,11 +8,7 @@ import pytest
 from lrpe_fairseq.experiments.families import lm, pretraining
 from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.fairseq_log import Curve
-from lrpe_fairseq.experiments.records.layout import Column, Row, Table
 from lrpe_fairseq.experiments.records.runs import read_run, write_run
-from lrpe_fairseq.experiments.report import pages
-from lrpe_fairseq.experiments.report.cells import Group
-from lrpe_fairseq.experiments.report.sheet import Sheet
 from lrpe_fairseq.experiments.runner.recording import first_number
 from tests.test_experiments import INNER, VALID, a_record
 
@@ -87,27 +83,6 @@ def test_a_diverged_run_has_a_run_file_and_a_curve_of_its_finite_points(tmp_path
     write_run(tmp_path / "run.json", run)
     assert read_run(tmp_path / "run.json") == run
     assert first_number(run["metrics"]) == "test blocks diverged"
-
-
-def test_a_cell_says_how_many_seeds_diverged(tmp_path):
-    row = Row("Base", "none", ["linear"])
-    shown = {"split": "test", "protocol": "blocks", "metric": "ppl", "better": "lower"}
-    column = Column("c", "test", "linear", **shown)
-    table = Table(
-        name="trial", title="", text="", experiments=["trial"], scales={"small": "x"},
-        rows=[row], columns=[column], baseline="Base", better="lower",
-    )  # fmt: skip
-
-    def cell(*metrics):
-        runs = {
-            f"trial/{seed}.json": a_record(seed=seed, metrics={"test": {"blocks": measured}})
-            for seed, measured in enumerate(metrics, 1)
-        }
-        return pages._ours(Sheet(tmp_path, table, Group("small", "toy", runs)), row, column)
-
-    assert cell() == "not run"
-    assert cell(LOST, LOST) == "diverged (2)"
-    assert cell({"ppl": 50.0, "tokens": 1000}, LOST) == "50.00 (1), diverged (1)"
 
 
 def test_the_protocol_names_the_token_before_the_block():

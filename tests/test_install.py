@@ -66,7 +66,7 @@ def calls(folder: Path) -> list[dict]:
 
 def install(folder: Path, python: Path, **more: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHON": str(python), "TORCH": "torch==2.13.0", **more}
-    command = [ROOT / "scripts" / "install.sh", folder / "venv", "plots"]
+    command = [ROOT / "scripts" / "install.sh", folder / "venv", "experiments"]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
