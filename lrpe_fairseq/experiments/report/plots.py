@@ -165,7 +165,8 @@ def _labels(axes: Any, points: Sequence[tuple[float, float]], words: Sequence[st
     texts = [axes.text(x, y, word, fontsize=8) for (x, y), word in zip(points, words, strict=True)]
     arrows = {"arrowstyle": "-", "color": "grey", "linewidth": 0.5}
     markers = list(axes.lines)
-    adjust_text(texts, ax=axes, objects=markers, expand=(1.1, 1.3), arrowprops=arrows)
+    shape = {"expand": (1.1, 1.3), "arrowprops": arrows}
+    adjust_text(texts, ax=axes, objects=markers, iter_lim=300, **shape)  # no limit of time
 
 
 Curves = Mapping[str, Sequence[tuple[float, float, float, float]]]
