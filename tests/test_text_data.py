@@ -1,8 +1,11 @@
-"""data-prep/wikibook and data-prep/books: shards that fairseq reads, and books split by name."""
+"""data-prep/wikibook, books and gutenberg: shards that fairseq reads, and books split by name."""
 
 from __future__ import annotations
 
 import json
+import lzma
+import os
+import random
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,16 +18,17 @@ import pytest
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.data.gpt2 import obtain_gpt2
-from lrpe_fairseq.experiments.families import plan
+from lrpe_fairseq.experiments.data.pieces import SentencePiece
+from lrpe_fairseq.experiments.families import lm, plan
 from lrpe_fairseq.experiments.records import shards
 from lrpe_fairseq.experiments.records.runs import read_run
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 from lrpe_fairseq.experiments.runner.warm import WarmChildren
-from tests.test_data_prep import Server, load, refusal, serving
+from tests.test_data_prep import Server, load, refusal, sentence, serving
 from tests.test_glue import gpt2_files
 
-wikibook, books = load("wikibook"), load("books")
+wikibook, books, shelves = load("wikibook"), load("books"), load("gutenberg")
 SMALL = (
     "model.decoder_layers=1",
     "model.decoder_embed_dim=32",
@@ -380,3 +384,94 @@ def test_a_missing_book_of_pg19_is_noticed(gutenberg: Path, tmp_path: Path) -> N
     options = {"official": OFFICIAL, **known(gutenberg)}
     said = refusal(books.prepare, "pg19", tmp_path / "data", gutenberg, **options)
     assert "PG-19 has 2 books in validation, not 1" in said
+
+
+# ------------------------------------------------------------------------------------- gutenberg
+
+
+BOOKS = {"train-00": 4, "train-01": 3, "train-02": 2, "valid": 2, "test": 3}
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    """Five compressed files of books; the test has letters that train lacks."""
+    folder, rng = tmp_path / "library", random.Random(0)
+    folder.mkdir()
+    for name, count in BOOKS.items():
+        lines = []
+        for number in range(count):
+            lines += [f"<|book|> Title {number} — Author", "", "  CHAPTER  I ", *([""] * number)]
+            lines += [sentence(rng) for _ in range(40)]
+        lines += ["λόγος, naïve"] * (name == "test")
+        (folder / f"{name}.txt.xz").write_bytes(lzma.compress("\n".join(lines).encode() + b"\n"))
+    return folder
+
+
+def prepared_books(folder: Path, dest: Path, shards: int = 1) -> dict:
+    """Prepare the small library in 300 pieces, of which 256 are bytes."""
+    sha256 = {name: prep.digest(folder / f"{name}.txt.xz") for name in BOOKS}
+    return shelves.prepare(dest, folder, shards, vocab_size=300, sha256=sha256)
+
+
+def test_books_keep_their_marks_and_titles_and_no_text_is_unknown(
+    library: Path, tmp_path: Path
+) -> None:
+    dest = tmp_path / "data"
+    made = prepared_books(library, dest)
+    assert folders.dataset_name(dest) == "gutenberg-first-1-bpe"
+    for split, books_ in {"train": 4, "valid": 2, "test": 3}.items():
+        text = (dest / "text" / f"{split}.txt").read_text().splitlines()
+        counts, index = made["splits"][split], (dest / "documents" / f"{split}.tsv").read_text()
+        starts = [row.split("\t") for row in index.splitlines()]
+        assert [title for _, title in starts] == [f"Title {n} — Author" for n in range(books_)]
+        assert [n for n, line in enumerate(text) if line == shelves.BOOK] == [
+            int(first) for first, _ in starts
+        ]
+        assert (counts["documents"], counts["lines"], counts["unknown"]) == (books_, len(text), 0)
+        assert counts["words"] == sum(len(line.split()) for line in text) - books_
+        assert counts["words_with_eos"] == counts["words"] + counts["lines"]
+    lines = (dest / "pieces" / "test.txt").read_text().splitlines()
+    assert lines[0] == f"▁{shelves.BOOK}"
+    decoded = SentencePiece(dest / prep.SPM)._processor.decode(lines[-1].split())
+    assert decoded == "λόγος, naïve"
+    assert lm.with_words({"loss": 2.0, "tokens": 100}, dest, "test")["word_ppl"] == pytest.approx(
+        2 ** (200 / made["splits"]["test"]["words"])
+    )
+
+
+def test_more_shards_are_more_text_in_the_same_pieces(library: Path, tmp_path: Path) -> None:
+    one, all_ = (
+        prepared_books(library, tmp_path / "one"),
+        prepared_books(library, tmp_path / "all", 3),
+    )
+    assert folders.dataset_name(tmp_path / "all") == "gutenberg-bpe"
+    assert [made["splits"]["train"]["documents"] for made in (one, all_)] == [4, 9]
+    for file in (prep.SPM, "pieces/test.txt"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "all" / file).read_bytes()
+
+
+def test_a_damaged_or_missing_shard_and_a_wrong_number_of_them_are_refused(
+    library: Path, tmp_path: Path
+) -> None:
+    said = refusal(shelves.prepare, tmp_path / "data", library, 1)
+    assert "train-00.txt.xz is missing or not the version with the sha256 6ab1361e" in said
+    assert "from 1 to 3, not 4" in refusal(shelves.prepare, tmp_path / "data", library, 4)
+    (library / "valid.txt.xz").unlink()
+    sha256 = {
+        name: prep.digest(path) for name in BOOKS if (path := library / f"{name}.txt.xz").exists()
+    }
+    known = {**sha256, "valid": "0" * 64}
+    said = refusal(shelves.prepare, tmp_path / "data", library, 1, sha256=known)
+    assert "valid.txt.xz is missing" in said
+    assert not (tmp_path / "data" / "bin").exists()
+
+
+def test_the_real_test_books_have_the_words_that_the_readme_counts(tmp_path: Path) -> None:
+    folder = Path(os.environ.get("LRPE_DATA", "")) / "gutenberg-books"
+    if "LRPE_DATA" not in os.environ or not folder.is_dir():
+        pytest.skip("LRPE_DATA names no folder that holds gutenberg-books/")
+    (source,) = shelves.obtain(["test"], folder, shelves.SHA256)
+    shelves.join([source], tmp_path / "test.txt", tmp_path / "test.tsv")
+    assert len((tmp_path / "test.tsv").read_text().splitlines()) == 43
+    counts = prep.count_words(tmp_path / "test.txt")
+    assert (counts["lines"], counts["words"] - 43) == (69_381, 2_712_358)

@@ -311,7 +311,7 @@ def _copy(answer: IO[bytes], out: IO[bytes], length: str | None) -> None:
 
 
 def train_sentencepiece(
-    lines: Iterable[str], model: Path, vocab_size: int, kind: str = "bpe"
+    lines: Iterable[str], model: Path, vocab_size: int, kind: str = "bpe", **options: Any
 ) -> None:
     """Train a sentencepiece model in one thread, so that the result is deterministic.
 
@@ -321,27 +321,30 @@ def train_sentencepiece(
     Args:
         vocab_size: the number of pieces; at most that many with ``kind="char"``.
         kind: "bpe", or "char" for one piece per character, with ``▁`` for a space.
+        options: further options of sentencepiece's trainer; they replace those here.
     """
     import sentencepiece
 
     trained = io.BytesIO()
     characters = kind == "char"
+    chosen = {
+        "model_type": kind,
+        "vocab_size": vocab_size,
+        "hard_vocab_limit": not characters,
+        "add_dummy_prefix": not characters,  # a space before the first word of a line
+        "character_coverage": 1.0,
+        "normalization_rule_name": "identity",
+        "max_sentence_length": 1 << 20,  # the default drops lines above 4,192 bytes
+        "num_threads": 1,
+        "bos_id": -1,
+        "eos_id": -1,
+        "user_defined_symbols": [] if characters else [f"▁{UNKNOWN_WORD}"],
+        "minloglevel": 2,
+        **options,
+    }
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=(line for line in lines if line),
-            model_writer=trained,
-            model_type=kind,
-            vocab_size=vocab_size,
-            hard_vocab_limit=not characters,
-            add_dummy_prefix=not characters,  # a space before the first word of a line
-            character_coverage=1.0,
-            normalization_rule_name="identity",
-            max_sentence_length=1 << 20,  # the default drops lines above 4,192 bytes
-            num_threads=1,
-            bos_id=-1,
-            eos_id=-1,
-            user_defined_symbols=[] if characters else [f"▁{UNKNOWN_WORD}"],
-            minloglevel=2,
+            sentence_iterator=(line for line in lines if line), model_writer=trained, **chosen
         )
     except RuntimeError as error:
         raise UserError(

@@ -22,7 +22,7 @@ from lrpe_fairseq.experiments.runner.processes import Children, RunFailed, run_c
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 PLAIN_TASK = "language_modeling"
-WITHOUT_EOS = ("pg19",)  # corpora whose published perplexity is per word, without line ends
+WITHOUT_EOS = ("pg19", "gutenberg")  # books: perplexity per word does not count line ends
 EVERYTHING = tuple((split, p) for split in ("valid", "test") for p in (BLOCKS, SLIDING))
 
 
@@ -38,8 +38,12 @@ class LMRun(TrainingRun):
         "wikitext-103-gpt2": "data-prep/wikitext/prepare.py wikitext-103 --level gpt2",
         "books": "data-prep/books/prepare.py books",
         "pg19": "data-prep/books/prepare.py pg19",
+        "gutenberg": "data-prep/gutenberg/prepare.py",
+        "gutenberg-first-1": "data-prep/gutenberg/prepare.py --shards 1",
     }
-    without_download: ClassVar[frozenset[str]] = frozenset({"books"})
+    without_download: ClassVar[frozenset[str]] = frozenset(
+        {"books", "gutenberg", "gutenberg-first-1"}
+    )
     next_step: ClassVar[str] = "evaluate with: scripts/eval_lm.sh {best} {data}"
     evaluations: Evaluations = EVERYTHING
 
@@ -230,12 +234,12 @@ def with_words(measured: Run, data: Path, split: str) -> dict[str, float]:
     """Return ``measured`` with ``word_ppl``, if the manifest counts words.
 
     Word perplexity divides the total log-probability by the words and line ends of the text, so
-    that it does not depend on the tokenization. On PG-19 it divides by the words alone, as the
-    metric published with it does.
+    that it does not depend on the tokenization. On PG-19 and the like it divides by the words
+    alone, as the metric published with PG-19 does.
     """
     known = manifest(data)
     counts = known.get("splits", {}).get(split, {})
-    corpus = known.get("corpus", "").partition("-first-")[0]  # a part of PG-19 counts like it
+    corpus = known.get("corpus", "").partition("-first-")[0]  # a part counts like the whole
     count = "words" if corpus in WITHOUT_EOS else "words_with_eos"
     if "loss" not in measured or not counts.get(count):
         return measured
