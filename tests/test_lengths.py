@@ -107,6 +107,16 @@ def test_paired_protocols_score_the_same_tokens_at_every_length() -> None:
         assert windows(f"truncated-{length}", tokens) == found
 
 
+def test_no_window_of_documents_crosses_the_start_of_one() -> None:
+    starts, found = [0, 5, 64, 70], Protocol.parse("documents-16")
+    windows_ = list(found.windows(100, T, starts))
+    assert [t for w in windows_ for t in range(w.first, w.end)] == list(range(100))
+    assert all(w.start == w.first and w.end - w.start <= 16 for w in windows_)
+    assert {w.start for w in windows_} >= set(starts)
+    assert len(windows_) == 1 + 4 + 1 + 2
+    assert found.count(100, T) == 100
+
+
 def test_a_paired_protocol_that_does_not_fit_is_refused() -> None:
     for length in (T - 1, 16 * T + 1):
         with pytest.raises(ValueError, match=f"needs a length from 8 to 128, not {length}"):
@@ -246,6 +256,21 @@ def test_a_difference_is_in_nats_with_an_interval_over_blocks() -> None:
     assert found["delta_low"] == pytest.approx(2 * math.log(2))  # three times the least block
     assert 3 < found["delta_high"] / math.log(2) <= 5
     assert scoring.differences(bits, 3) == found
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_documents_are_read_as_if_each_were_the_whole_text(corpus, attention) -> None:
+    model = model_of(corpus, attention, "rope")
+    text, ends = text_of(model, 90), [30, 37, 90]
+    text[[end - 1 for end in ends]] = 2  # documents end with a line, a text begins after one
+    parts = text.split([30, 7, 53])
+    alone = [scoring.evaluate(model, part, 2, T, ["blocks-24"])["blocks-24"] for part in parts]
+    found = scoring.evaluate(model, text, 2, T, ["documents-24"], [0, *ends[:-1]])["documents-24"]
+    bits = [own["loss"] for own in alone]
+    assert (found["tokens"], found["documents"]) == (90, 3)
+    mean = sum(loss * own["tokens"] for loss, own in zip(bits, alone, strict=True)) / 90
+    assert found["loss"] == pytest.approx(mean)
+    assert found["document_ppl"] == pytest.approx(2 ** (sum(bits) / 3))
 
 
 def test_losses_by_position_are_means_of_bins_with_their_counts() -> None:
@@ -505,7 +530,7 @@ def test_the_table_has_every_encoding_of_a_text_and_absolute_positions_in_one_ro
 
 
 FIRST = ("blocks", f"blocks-{T}", "paired-8", "paired-128", "truncated-128", "positions-64")
-MORE = ("tail-64-64", "blocks-64", "sliding", f"tail-{T}-{T // 2}")
+MORE = ("tail-64-64", "blocks-64", "sliding", f"tail-{T}-{T // 2}", "documents-16")
 
 
 def of_test(names: Iterable[str]) -> tuple[tuple[str, str], ...]:
@@ -517,6 +542,8 @@ def tiny_run(corpus: Corpus, folder: Path) -> LMRun:
     data = folder / "data"
     data.mkdir()
     (data / "bin").symlink_to(corpus.data)
+    (data / "documents").mkdir()
+    (data / "documents" / "test.tsv").write_text("1\tone\n20\tanother\n")
     splits = {"test": {"tokens": corpus.token_count("test")}}
     about = {"corpus": "toy", "level": "word", "splits": splits}
     (data / "manifest.json").write_text(json.dumps(about))
@@ -563,6 +590,7 @@ def test_a_run_is_evaluated_at_other_lengths_and_again_later(corpus, tmp_path) -
     assert set(again["evaluated_later"]) == {f"test.{name}" for name in MORE}
     found = again["metrics"]["test"]
     assert found["tail-64-64"]["loss"] == found["blocks-64"]["loss"]
+    assert found["documents-16"]["documents"] == 2
     assert found["sliding"]["loss"] == pytest.approx(found["tail-8-4"]["loss"], abs=1e-4)
     whole = {name for name in found if "-128" not in name and name != "paired-8"}
     assert {found[name]["tokens"] for name in whole} == {tokens}

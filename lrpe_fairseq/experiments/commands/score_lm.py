@@ -17,7 +17,9 @@ import lrpe_fairseq  # noqa: F401  registers the models
 from lrpe_fairseq.experiments.records import checkpoints, shards
 from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import write_json
+from lrpe_fairseq.experiments.records.protocols import DOCUMENTS, Protocol
 from lrpe_fairseq.experiments.runner import scoring
+from lrpe_fairseq.tasks.truncated_bptt import document_starts
 
 
 def score(
@@ -26,7 +28,7 @@ def score(
     """Return the metrics of every protocol of ``names``, in evaluation mode.
 
     Raises: ValueError if the split is absent, a protocol does not fit, or the checkpoint is
-        damaged, diverged or of another model.
+        damaged, diverged or of another model, or ``documents`` does not list the documents.
     """
     trained = checkpoints.options(checkpoints.require_model(checkpoint, "lrpe_lm"))
     (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
@@ -37,9 +39,14 @@ def score(
     if lines is None:
         raise ValueError(f"{data} has no split {split}")
     text = torch.cat([lines[index] for index in range(len(lines))]).long()
+    starts = [0]
+    if any(Protocol.parse(name).kind == DOCUMENTS for name in names):
+        known = document_starts(data / "documents" / f"{split}.tsv", lines.sizes)
+        starts += known[1:].tolist()  # what precedes the first one belongs to it
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device).eval()
-    return scoring.evaluate(model, text, dictionary.eos(), trained["task.tokens_per_sample"], names)
+    length = trained["task.tokens_per_sample"]
+    return scoring.evaluate(model, text, dictionary.eos(), length, names, starts)
 
 
 @command("score_lm")

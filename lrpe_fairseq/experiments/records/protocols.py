@@ -9,21 +9,23 @@ others have a length of their own, in their names:
   tokens are the same for every L, so only the context differs.
 - ``truncated-L``: ``paired-L`` with attention limited to the last T tokens.
 - ``positions-L``: ``blocks-L``, by position.
+- ``documents-L``: ``blocks-L`` of each document, which begin at its first token.
 """
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-BLOCKS, SLIDING, TAIL, PAIRED, TRUNCATED, POSITIONS = (
+BLOCKS, SLIDING, TAIL, PAIRED, TRUNCATED, POSITIONS, DOCUMENTS = (
     "blocks",
     "sliding",
     "tail",
     "paired",
     "truncated",
     "positions",
+    "documents",
 )
 TAIL_STEP = 128
 LONGEST = 16
@@ -34,7 +36,9 @@ HOLDS, BEYOND = "holds-to", "beyond-window"
 """Metrics that are computed from several protocols: :func:`holds_to`, :func:`beyond_window`."""
 BREAK = 0.1  # nats
 Metrics = Mapping[str, float]
-FORMS = "blocks, sliding, blocks-L, tail-L, tail-L-W, paired-L, truncated-L, positions-L"
+FORMS = (
+    "blocks, sliding, blocks-L, tail-L, tail-L-W, paired-L, truncated-L, positions-L, documents-L"
+)
 
 
 class Window(NamedTuple):
@@ -62,7 +66,7 @@ class Protocol:
         """
         kind, *numbers = name.split("-")
         own = {BLOCKS: (0, 1), SLIDING: (0,), TAIL: (1, 2)}.get(kind, (1,))
-        known = kind in (BLOCKS, SLIDING, TAIL, PAIRED, TRUNCATED, POSITIONS)
+        known = kind in (BLOCKS, SLIDING, TAIL, PAIRED, TRUNCATED, POSITIONS, DOCUMENTS)
         if not known or len(numbers) not in own or not all(map(_is_length, numbers)):
             raise ValueError(f"there is no protocol {name!r}; the protocols are {FORMS}")
         length = int(numbers[0]) if numbers else 0
@@ -85,13 +89,19 @@ class Protocol:
         """Return fairseq's --context-window for the length T of training."""
         return trained // 2 if self.kind == SLIDING else 0
 
-    def windows(self, tokens: int, trained: int) -> Iterator[Window]:
+    def windows(self, tokens: int, trained: int, starts: Sequence[int] = (0,)) -> Iterator[Window]:
         """Return the windows of a text of ``tokens`` tokens, for the length T of training.
 
+        starts: the first token of every document.
         Raises: ValueError if the protocol does not fit to T or to the text.
         """
         if self.is_paired:
             yield from self._paired_windows(tokens, trained)
+            return
+        if self.kind == DOCUMENTS:
+            for start, end in itertools.pairwise([*starts, tokens]):
+                for first in range(start, end, self.length):
+                    yield Window(first, min(first + self.length, end), first)
             return
         length = self.length or trained
         context = length - self.step if self.kind == TAIL else self.context_window(trained)
@@ -126,6 +136,8 @@ class Protocol:
             POSITIONS: f"Non-overlapping blocks of {length} tokens, by position up to each bound; "
             "losses are in bits. clamped is the fraction of the denominators of linear attention "
             "that are raised to the clamp, over all layers and heads.",
+            DOCUMENTS: f"Blocks of {length} tokens of each document, from its first token on; "
+            "document_ppl is the geometric mean of the documents' perplexities.",
         }[self.kind]
 
     def _paired_windows(self, tokens: int, trained: int) -> Iterator[Window]:

@@ -18,6 +18,7 @@ from lrpe_fairseq.attention.linear import EPS
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.experiments.records.fairseq_log import scored
 from lrpe_fairseq.experiments.records.protocols import (
+    DOCUMENTS,
     PAIRED,
     POSITIONS,
     TRUNCATED,
@@ -36,7 +37,12 @@ Metrics = dict[str, float]
 
 
 def evaluate(
-    model: nn.Module, text: Tensor, eos: int, trained: int, names: Sequence[str]
+    model: nn.Module,
+    text: Tensor,
+    eos: int,
+    trained: int,
+    names: Sequence[str],
+    starts: Sequence[int] = (0,),
 ) -> dict[str, Metrics]:
     """Return the metrics of every protocol of ``names``.
 
@@ -45,9 +51,10 @@ def evaluate(
     Args:
         model: a language model of fairseq, in evaluation mode. text: (N,) int64.
         eos: the symbol before the text. trained: tokens of a block in training.
+        starts: the first token of every document.
     Raises: ValueError if a protocol does not fit to the text.
     """
-    scorer = _Scorer(model, text, eos, trained)
+    scorer = _Scorer(model, text, eos, trained, starts)
     order = sorted(names, key=lambda name: Protocol.parse(name).is_paired)
     found = {name: scorer.metrics(Protocol.parse(name)) for name in order}
     return {name: found[name] for name in names}
@@ -56,14 +63,16 @@ def evaluate(
 class _Scorer:
     """Scores one text with one model; remembers the losses of every window."""
 
-    def __init__(self, model: nn.Module, text: Tensor, eos: int, trained: int) -> None:
-        self.model, self.text, self.trained = model, text, trained
+    def __init__(
+        self, model: nn.Module, text: Tensor, eos: int, trained: int, starts: Sequence[int]
+    ) -> None:
+        self.model, self.text, self.trained, self.starts = model, text, trained, starts
         self.before = torch.cat([text.new_tensor([eos]), text[:-1]])
         self._known: dict[tuple[int, int], Tensor] = {}  # last losses by start and end
 
     def metrics(self, protocol: Protocol) -> Metrics:
         """Return loss (bits), ppl and tokens, or ``diverged``; and what the protocol adds."""
-        windows = list(protocol.windows(len(self.text), self.trained))
+        windows = list(protocol.windows(len(self.text), self.trained, self.starts))
         clamped = Clamped(protocol.length) if protocol.kind == POSITIONS else None
         bits = self._bits_of(protocol, windows, clamped)
         if len(bits) != protocol.count(len(self.text), self.trained):
@@ -76,6 +85,8 @@ class _Scorer:
             found |= differences(bits - self.losses(list(baseline)), len(windows))
         if clamped is not None:
             found |= by_position(bits, protocol.length) | clamped.fractions()
+        if protocol.kind == DOCUMENTS:
+            found |= by_document(bits, self.starts)
         return found
 
     def _bits_of(
@@ -174,6 +185,16 @@ def _bins(tokens: int, length: int) -> Tensor:
     """Return the bin of every token, (N,), of a text in blocks of ``length``."""
     places = torch.arange(tokens) % length + 1
     return torch.bucketize(places, torch.tensor(bounds(length)))
+
+
+def by_document(bits: Tensor, starts: Sequence[int]) -> Metrics:
+    """Return the number of documents and the geometric mean of their perplexities.
+
+    bits: (N,) of a text whose documents begin at ``starts``.
+    """
+    sizes = torch.tensor([*starts, len(bits)]).diff()
+    means = [part.mean() for part in bits.split(sizes.tolist())]
+    return {"documents": len(means), "document_ppl": 2 ** torch.stack(means).mean().item()}
 
 
 class Clamped(contextlib.AbstractContextManager):
