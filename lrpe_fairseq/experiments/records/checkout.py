@@ -9,6 +9,8 @@ from lrpe_fairseq.experiments.records.files import ROOT
 RENDERED = ("results", "docs", "README.md")
 ELSEWHERE = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"}
 """Environment variables that select another repository; git sets them in hooks."""
+STATED = "LRPE_FAIRSEQ_COMMIT"
+"""Environment variable: the commit of a copy of the repository without ``.git``."""
 
 
 def require_checkout(root: Path = ROOT) -> None:
@@ -28,12 +30,12 @@ def commit(root: Path = ROOT) -> str:
     """Return the commit of the repository at ``root``; ``-dirty`` if its files differ.
 
     Results and documentation do not count: a sweep renders them, and they have no effect on the
-    next run. ``unknown`` if ``root`` is not the top folder of a git repository: a wheel may be
-    installed inside a repository of another project.
+    next run. If ``root`` is not the top folder of a git repository, what :data:`STATED` says, or
+    ``unknown``: a wheel may be installed inside a repository of another project.
     """
     top = _git(root, "rev-parse", "--show-toplevel")
     if not top or Path(top).resolve() != root.resolve():
-        return "unknown"
+        return os.environ.get(STATED) or "unknown"
     head = _git(root, "rev-parse", "HEAD")
     dirty = _git(root, "status", "--porcelain", "--", ".", *(f":!{path}" for path in RENDERED))
     return (head + "-dirty" if dirty else head) if head else "unknown"
