@@ -3,10 +3,11 @@
 #
 #   scripts/run_table.sh <table> [--rows ROW …] [--columns TITLE …] [--attention linear|softmax]
 #                        [--datasets DATA …] [--seeds N] [--scale small|paper] [--jobs J] [--gpus G] [--from DIR]
-#                        [--dry-run] [--status]
+#                        [--minutes M] [--pack FILE.tar] [--dry-run] [--status]
 #                        [--slurm [--partition P] [--time T] [--gpus-per-node G] [--nodes N]]
 #
 #   scripts/run_table.sh table2 --rows Base Type2 --seeds 2 --jobs 2
+#   scripts/run_table.sh books --seeds 1 --jobs 4 --minutes 9 --pack books.tar
 #   scripts/run_table.sh table2 --scale paper --slurm --partition gpu --gpus-per-node 4
 set -euo pipefail
 export LRPE_STARTED_IN="$PWD"  # relative paths count from here

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from dataclasses import fields, replace
 from pathlib import Path
@@ -34,8 +35,15 @@ from lrpe_fairseq.experiments.records.fairseq_log import Curve
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, load_config
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import plain, read_run, write_run
-from lrpe_fairseq.experiments.report import cells, cost
-from lrpe_fairseq.experiments.runner import identity, launch, processes, recording, schedule
+from lrpe_fairseq.experiments.report import cells, cost, tables
+from lrpe_fairseq.experiments.runner import (
+    deadline,
+    identity,
+    launch,
+    processes,
+    recording,
+    schedule,
+)
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Busy, Children, RunFailed
 from lrpe_fairseq.experiments.runner.warm import WarmChildren
@@ -285,6 +293,9 @@ def test_a_value_that_hydra_would_misread_is_quoted():
             "no row 'T5'; it has Base; Type2",
         ),
         (["table2", "--rows", "T5", "--attention", "linear"], "leave out --rows, --columns, "),
+        (["table2", "--minutes", "0.5"], "--minutes must be more than 0.5, to stop and save"),
+        (["table2", "--minutes", "9", "--slurm"], "with --slurm, use --time"),
+        (["table2", "--pack", "/dev/null/x.tar"], "/dev/null is no folder that can be written"),
         (["budget", "--columns", "600"], "no column '600' at scale annealed; it has 1,800; 5,400"),
         (
             ["grid", "--datasets", "digits"],
@@ -697,9 +708,9 @@ def test_events_are_shown_when_their_log_cannot_be_written(tmp_path, capsys):
 def run_fakes(monkeypatch, root, jobs, left_out=0, **options):
     """What ``run_table`` does with ``jobs`` under ``root``: the exit status."""
     monkeypatch.setattr(run_table, "ROOT", root)
-    monkeypatch.setattr(run_table.tables, "main", lambda arguments: 0)
+    monkeypatch.setattr(tables, "main", lambda arguments: 0)
     given = {"table": "table2", "scale": "small", "seeds": 1, "jobs": 2, "gpus": None}
-    selected = dict.fromkeys(run_table.SELECTIONS)
+    selected = dict.fromkeys((*run_table.SELECTIONS, "minutes", "pack"))
     options = argparse.Namespace(**given, **{**selected, **options})
     return run_table._run_here(jobs, options, time.monotonic() - 100, left_out)
 
@@ -862,6 +873,136 @@ def test_the_lock_holds_while_a_child_of_a_dead_runner_trains_on(tmp_path):
         child.kill()
         child.wait()
     assert not processes.is_locked(tmp_path)
+
+
+class Clock:
+    """In place of the module ``time``: stands still between two steps of a test."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+def paced(monkeypatch, seconds, updates, devices=1):
+    """A deadline after ``seconds``, 50 seconds later; jobs by name that did so many of 1,000."""
+    clock = Clock()
+    monkeypatch.setattr(deadline, "time", clock)
+    limit, done = deadline.Deadline(seconds, devices), dict.fromkeys(updates, 0)
+    jobs = [SimpleNamespace(name=n, progress=lambda n=n: (done[n], 1000)) for n in updates]
+    for job in jobs:
+        limit.begin(job)
+    assert limit.lost(jobs) == []  # no speed is known yet
+    clock.now = 50.0
+    done.update(updates)
+    return limit, jobs, clock, done
+
+
+@pytest.mark.parametrize(
+    ("seconds", "updates", "devices", "lost"),
+    [
+        (550, {"a": 100, "b": 100, "c": 100, "d": 100}, 1, []),  # 500 s each, all in time
+        (450, {"a": 100, "b": 100, "c": 100, "d": 100}, 1, ["d"]),  # 125 s each of the device
+        (200, {"a": 100, "b": 100, "c": 100, "d": 100}, 1, ["b", "c", "d"]),
+        (450, {"a": 50, "b": 200, "c": 50, "d": 200}, 1, ["c"]),  # d ends in time as it is
+        (450, {"a": 100, "b": 100, "c": 100, "d": 100}, 2, ["d"]),  # two share a device
+        (600, {"a": 100, "b": 100, "c": 80, "d": 100}, 2, []),  # the others end first
+        (100, {"a": 100, "b": 100}, 2, []),  # nothing is gained
+    ],
+)
+def test_the_least_important_runs_give_way_if_not_all_end_in_time(
+    monkeypatch, seconds, updates, devices, lost
+):
+    limit, jobs, *_ = paced(monkeypatch, seconds, updates, devices)
+    assert [job.name for job in limit.lost(jobs)] == lost
+    assert limit.fits() is not bool(lost)  # what was stopped is not replaced
+
+
+def test_speeds_are_measured_anew_after_a_run_has_ended(monkeypatch):
+    limit, jobs, clock, done = paced(monkeypatch, 450, {"a": 1000, "b": 100, "c": 100})
+    assert limit.lost(jobs) == []
+    assert limit.lost(jobs[1:]) == []  # a has ended: unknown, not 500 s
+    clock.now = 70.0
+    done |= {"b": 200, "c": 120}
+    assert [job.name for job in limit.lost(jobs[1:])] == ["c"]
+
+
+def test_a_run_that_is_evaluated_needs_a_tenth_of_its_training(monkeypatch):
+    limit, jobs, clock, _ = paced(monkeypatch, 54, {"a": 1000, "b": 999})
+    assert [job.name for job in limit.lost(jobs)] == ["b"]  # 5 s from 50 s on, of 4
+    clock.now = 100.0
+    assert limit.left() == -46
+
+
+def test_a_run_is_started_only_if_the_longest_one_would_fit(monkeypatch):
+    limit, (job,), clock, _ = paced(monkeypatch, 100, {"a": 1000})
+    assert limit.fits()
+    limit.finish(job)
+    clock.now = 51.0
+    assert not limit.fits()
+
+
+def test_at_the_deadline_all_is_stopped_and_counts_as_left(tmp_path, events, capsys):
+    late = "import time; time.sleep(60)"
+    jobs = [
+        FakeJob(tmp_path / n, script) for n, script in {"a": DONE, "b": late, "c": late}.items()
+    ]
+    begun, limit = time.monotonic(), deadline.Deadline(6, 2)
+    seen = []
+    given = {"deadline": limit, "finished": lambda job: seen.append(job.name)}
+    assert schedule.Schedule(jobs, schedule.shares(2), events, **given).run() == 0
+    assert time.monotonic() - begun < 30
+    assert seen == ["a"]
+    assert "1 runs finished, 0 failed, 2 left for the next call" in capsys.readouterr().out
+    assert not any(processes.is_locked(job.folder) for job in jobs)
+
+
+def test_a_run_that_gives_way_is_stopped_alone_and_not_tried_again(tmp_path, events, capsys):
+    waits = "import os, time\nwhile not os.path.exists('../b/ended'): time.sleep(0.05)\n"
+    saves = (
+        "import signal, sys, time\nprint('x', flush=True)\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(open('ended', 'w').close() or 75))\n"
+        "time.sleep(60)"
+    )
+    jobs = [FakeJob(tmp_path / "a", waits + DONE), FakeJob(tmp_path / "b", saves)]
+    limit, log = deadline.Deadline(60, 2), tmp_path / "b" / "log"
+    limit.lost = lambda running: running[1:] if log.exists() and log.read_text() else []
+    assert schedule.Schedule(jobs, schedule.shares(2), events, deadline=limit).run() == 0
+    assert [job.finished() for job in jobs] == [True, False]
+    said = capsys.readouterr().out
+    assert said.count("b: stopped, so that more important runs end in time") == 1
+    assert "1 runs finished, 0 failed, 1 left for the next call" in said
+    assert not (jobs[1].folder / schedule.ERROR).exists()
+    assert log.read_text() == "x\n"
+
+
+def test_rows_and_attention_types_are_run_in_the_order_of_the_command_line():
+    given = [
+        "table2",
+        "--rows",
+        "Type2",
+        "Base",
+        "--attention",
+        "softmax",
+        "linear",
+        "--seeds",
+        "2",
+    ]
+    wanted = itertools.product((1, 2), ("softmax", "linear"), ("Type2", "Base"))
+    assert [(run.seed, run.attention_type, run.label) for run in chosen(given)] == list(wanted)
+
+
+def test_the_pack_has_the_results_of_this_call_and_all_logs(tmp_path, events, monkeypatch):
+    jobs = [FakeJob(tmp_path / n, script) for n, script in {"a": DONE, "b": "exit(1)"}.items()]
+    for job in jobs:
+        job.result = job.folder / "done"
+        (job.folder / "train.log").write_text(job.name)
+    target = tmp_path / "out" / "new.tar"
+    assert run_fakes(monkeypatch, tmp_path, jobs, pack=target) == 1
+    with tarfile.open(target) as tar:
+        names = {Path(name).relative_to(str(tmp_path)[1:]).as_posix() for name in tar.getnames()}
+    assert names == {"a/done", "a/train.log", "b/train.log"}
 
 
 def test_a_run_that_another_process_trains_is_waited_for(tmp_path, events, monkeypatch, capsys):

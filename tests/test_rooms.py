@@ -59,6 +59,24 @@ def test_no_command_is_imported_by_another_module() -> None:
     assert [(a, b) for a, b in arrows() if b.startswith(f"{PACKAGE}.commands.")] == []
 
 
+TRAINING = """
+import sys
+sys.modules |= dict.fromkeys(["matplotlib", "pandas", "seaborn", "jinja2"])  # importing fails
+from lrpe_fairseq.experiments.commands import (
+    eval_classifier, eval_glue, eval_lm, eval_mt, run_table, score_lm, train_row
+)
+print([name for name in sys.modules if name.startswith("lrpe_fairseq.experiments.report")])
+"""
+
+
+def test_training_and_evaluation_import_no_library_for_pages() -> None:
+    """A machine for training may lack them."""
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINING], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
 DATA_ROOM = """
 import sys, types
 package = types.ModuleType("lrpe_fairseq")  # the room alone, without the plugin's registration

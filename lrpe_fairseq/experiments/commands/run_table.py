@@ -1,29 +1,35 @@
 """Train and evaluate every cell of a table: ``scripts/run_table.sh``."""
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import os
 import re
 import shlex
 import sys
+import tarfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lrpe_fairseq.experiments.families.plan import load_named, runs, with_columns, with_data
 from lrpe_fairseq.experiments.records import sweeps
 from lrpe_fairseq.experiments.records.console import FAILED, UserError, clock, command
-from lrpe_fairseq.experiments.records.files import ROOT, relative
+from lrpe_fairseq.experiments.records.files import ROOT, relative, require_writable, written_whole
 from lrpe_fairseq.experiments.records.layout import Table
 from lrpe_fairseq.experiments.report import tables
 from lrpe_fairseq.experiments.runner import batches, schedule, slurm
+from lrpe_fairseq.experiments.runner.deadline import Deadline
 from lrpe_fairseq.experiments.runner.devices import Devices
+from lrpe_fairseq.experiments.runner.processes import grace
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 SEEDS = 2
 SCALE = "small"
 SELECTIONS = ("rows", "columns", "attention", "datasets")
+CLOSING_SECONDS = 5.0  # to write the last files after all processes have ended
 SITE_OPTIONS = {"partition": str, "time": str, "gpus_per_node": int, "nodes": int}
 
 
@@ -104,9 +110,13 @@ def _run_here(
     """
     events = schedule.Events(ROOT / "runs" / options.table / "events.log")
     devices = schedule.shares(min(options.jobs, len(chosen)), options.gpus)
+    deadline = _deadline(options, devices)
+    made = functools.partial(schedule.Schedule, chosen, devices, events, deadline=deadline)
+    if options.pack:
+        return _run_and_pack(made, chosen, options.pack)
     part = any(getattr(options, name) for name in SELECTIONS) or left_out
     whole = not part and schedule.untouched(chosen)
-    work = schedule.Schedule(chosen, devices, events)
+    work = made()
     failed = work.run()
     failed = tables.render() or failed
     seconds = time.monotonic() - begun
@@ -123,6 +133,40 @@ def _run_here(
             wall_seconds=round(seconds, 1),
         )
     return FAILED if failed else 0
+
+
+def _run_and_pack(
+    made: Callable[..., schedule.Schedule], chosen: Sequence[TrainingRun], target: Path
+) -> int:
+    """Run a schedule of ``chosen``; write the run files of this call to ``target``, a tar.
+
+    It is written anew after every run, whole, and at the end with all logs. Nothing is rendered, so
+    that no library for pages and plots is needed.
+    """
+    results: list[Path] = []
+
+    def pack(logs: Sequence[Path] = ()) -> None:
+        with written_whole(target, "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
+            for path in (*results, *logs):
+                tar.add(path, relative(path))
+
+    def finished(run: TrainingRun) -> None:
+        results.append(run.result)
+        with contextlib.suppress(OSError):  # the last call says so
+            pack()
+
+    try:
+        return FAILED if made(finished=finished).run() else 0
+    finally:
+        pack([path for run in chosen for path in sorted(run.folder.glob("*.log"))])
+
+
+def _deadline(options: argparse.Namespace, devices: Sequence[Devices]) -> Deadline | None:
+    """Return the deadline of ``--minutes``, with time to stop before it; None without."""
+    if options.minutes is None:
+        return None
+    gpus = {share.gpus for share in devices} - {None}
+    return Deadline(60 * options.minutes - grace() - CLOSING_SECONDS, len(gpus or devices))
 
 
 def _run_task(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:
@@ -193,6 +237,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help="GPUs per run (default: all with --jobs 1, otherwise 1)",
     )
     add("--from", dest="source", type=Path, metavar="DIR", help="folder with the source data")
+    add("--minutes", type=float, metavar="M", help="end after M minutes; the most important first")
+    add("--pack", type=Path, metavar="FILE.tar", help="put the new run files there; no pages")
     add("--dry-run", action="store_true", help="print the training commands only")
     add("--status", action="store_true", help="print the progress of every run")
     cluster = parser.add_argument_group("Slurm", "settings of your cluster: configs/slurm.yaml")
@@ -210,46 +256,52 @@ def usual_scale(table: Table) -> str:
 
 def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
     table = table.at(options.scale)
-    labels = [table.row(label).label for label in options.rows or [r.label for r in table.rows]]
+    labels = options.rows or [row.label for row in table.rows]
     if options.seeds < 1 or options.jobs < 1:
         raise ValueError("--seeds and --jobs must be at least 1")
     if options.gpus is not None and options.gpus < 1:
         raise ValueError(f"--gpus must be at least 1, not {options.gpus}")
     _require_effect(options)
-    part, seeds = _rows_only(table, labels), range(1, options.seeds + 1)
+    part = dataclasses.replace(table, rows=[table.row(label) for label in dict.fromkeys(labels)])
+    seeds = range(1, options.seeds + 1)
     found = runs(part, options.scale, seeds)
     if options.columns:
         found = with_columns(found, part, options.scale, seeds, options.columns)
-    chosen = [
-        run
-        for run in with_data(found, table, options.scale, options.datasets)
-        if run.attention_type in (options.attention or run.attention_type)
-    ]
-    if not chosen:
+    found = with_data(found, table, options.scale, options.datasets)
+    if options.attention:  # in this order
+        kinds = {kind: place for place, kind in enumerate(options.attention)}
+        found = [run for run in found if run.attention_type in kinds]
+        found.sort(key=lambda run: (run.seed, kinds[run.attention_type]))
+    if not found:
         *most, last = (f"--{name}" for name in SELECTIONS)
         raise ValueError(
             f"no cell of table {table.name} has these rows, columns, attention and data sets "
             f"together: leave out {', '.join(most)} or {last}"
         )
-    return chosen
+    return found
 
 
 def _require_effect(options: argparse.Namespace) -> None:
-    """Raise ValueError for options that would be ignored with ``--slurm`` or without it."""
+    """Raise ValueError for options that would be ignored with ``--slurm`` or without it.
+
+    So do too few minutes, and UserError does a file that cannot be written.
+    """
     if options.slurm and options.gpus:
         raise ValueError("--gpus is for this machine: with --slurm, use --gpus-per-node")
     if options.slurm and options.jobs > 1:
         raise ValueError(
             "--jobs is for this machine: with --slurm, set running in configs/slurm.yaml"
         )
+    if options.slurm and (options.minutes or options.pack):
+        raise ValueError("--minutes and --pack are for this machine: with --slurm, use --time")
+    least = grace() + CLOSING_SECONDS
+    if options.minutes is not None and 60 * options.minutes <= least:
+        raise ValueError(f"--minutes must be more than {least / 60:.2g}, to stop and save in time")
+    if options.pack:
+        require_writable(options.pack.absolute().parent, "--pack")
     of_cluster = [name for name in SITE_OPTIONS if getattr(options, name) is not None]
     if of_cluster and not options.slurm and options.array_task is None:
         raise ValueError(f"--{of_cluster[0].replace('_', '-')} has no effect without --slurm")
-
-
-def _rows_only(table: Table, labels: Sequence[str]) -> Table:
-    rows = [row for row in table.rows if row.label in labels]
-    return dataclasses.replace(table, rows=rows)
 
 
 def _show(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:

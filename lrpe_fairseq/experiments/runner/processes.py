@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.checkout import commit
@@ -28,6 +29,11 @@ GRACE_SECONDS = 25.0  # by default: a cluster sends SIGKILL after 30 s
 KIB = 1024
 MEASURED = (sys.executable, "-IS", str(Path(measured.__file__)))
 """Command of the intermediate process that reports the peak memory of a command."""
+
+
+def grace() -> float:
+    """Return the seconds that a training has to save after a signal."""
+    return float(os.environ.get(GRACE) or GRACE_SECONDS)
 
 
 class Stopped(Exception):
@@ -59,7 +65,7 @@ class Children:
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._alive: set[int] = set()
+        self._alive: dict[int, Path] = {}  # process -> its log
         self._stopping = threading.Event()
 
     @property
@@ -92,10 +98,10 @@ class Children:
             with open(log, "ab") as output, open(writer, "wb"):
                 words = [*MEASURED, str(writer), *command]
                 kept = (writer,) if lock is None else (writer, lock)
-                process = self._start(words, output.fileno(), cwd, environment, kept)
+                process = self._start(words, output, cwd, environment, kept)
             process.wait()
             with self._guard:
-                self._alive.discard(process.pid)
+                self._alive.pop(process.pid)
             if self.stopping:
                 raise Stopped
             if process.returncode:
@@ -112,7 +118,7 @@ class Children:
             self._stopping.set()
         self._signal(signal.SIGUSR1)
         waiting = threading.Event()
-        for _ in range(int(float(os.environ.get(GRACE) or GRACE_SECONDS) * 10)):
+        for _ in range(int(grace() * 10)):
             if not self._alive:
                 return
             waiting.wait(0.1)
@@ -121,7 +127,7 @@ class Children:
     def _start(
         self,
         command: Sequence[str],
-        output: int,
+        output: IO[bytes],
         cwd: Path,
         environment: Mapping[str, str],
         kept: tuple[int, ...],
@@ -132,15 +138,22 @@ class Children:
             process = subprocess.Popen(
                 list(command),
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=output.fileno(),
                 stderr=subprocess.STDOUT,
                 cwd=cwd,
                 env={**os.environ, **environment},
                 start_new_session=True,  # a separate group: Ctrl-C reaches the runner only
                 pass_fds=kept,
             )
-            self._alive.add(process.pid)
+            self._alive[process.pid] = Path(output.name)
         return process
+
+    def end(self, folder: Path) -> None:
+        """Ask the children whose log is below ``folder`` to save and exit, by SIGUSR1."""
+        with self._guard:
+            for pid, log in self._alive.items():
+                if folder in log.parents:
+                    _send(pid, signal.SIGUSR1)
 
     def _signal(self, number: signal.Signals) -> None:
         with self._guard:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from lrpe_fairseq.experiments.records.console import UserError, clock
+from lrpe_fairseq.experiments.runner.deadline import Deadline
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Busy, Children, Stopped, is_locked
 
@@ -98,7 +99,12 @@ class Events:
 
 
 class Schedule:
-    """Runs ``jobs`` in one thread per entry of ``devices``, each a share of the machine."""
+    """Runs ``jobs`` in one thread per entry of ``devices``, each a share of the machine.
+
+    deadline: when all is stopped; before, no job is started that would not end in time, and if the
+    running ones would not, the last of them are stopped. finished: called with each job that this
+    process has finished, one at a time.
+    """
 
     def __init__(
         self,
@@ -106,7 +112,11 @@ class Schedule:
         devices: Sequence[Devices],
         events: Events,
         children: Children | None = None,
+        deadline: Deadline | None = None,
+        finished: Callable[[Job], None] = lambda job: None,
     ) -> None:
+        self._deadline, self._finished = deadline, finished
+        self._ended: set[str] = set()  # stopped in favor of more important ones
         self._jobs = [job for job in jobs if not job.finished()]
         self._devices = devices
         self._events, self._children = events, children or Children()
@@ -121,7 +131,9 @@ class Schedule:
         self._skipped = len(jobs) - len(self._jobs)
 
     def run(self) -> int:
-        """Run all jobs; return the number of unfinished ones.
+        """Run all jobs; return the number of failed ones.
+
+        Without a deadline all that are not finished have failed.
 
         Raises: KeyboardInterrupt after Ctrl-C or SIGTERM, once every child process has ended.
         """
@@ -140,8 +152,12 @@ class Schedule:
                 self._events.say("stopping; the same command resumes")
                 self._children.stop()
                 raise
-        self._failed = len(self._jobs) - self._done  # includes jobs that no thread took
-        self._events.say(f"{self._done + self._skipped} runs finished, {self._failed} failed")
+        left = len(self._jobs) - self._done - self._failed
+        if not self._deadline:
+            self._failed, left = self._failed + left, 0  # jobs that no thread took
+        more = f", {left} left for the next call" if left else ""
+        done = self._done + self._skipped
+        self._events.say(f"{done} runs finished, {self._failed} failed{more}")
         return self._failed
 
     def _work(self, devices: Devices) -> None:
@@ -160,7 +176,7 @@ class Schedule:
 
     def _next(self) -> Job | None:
         with self._guard:
-            if not self._waiting:
+            if not self._waiting or (self._deadline and not self._deadline.fits()):
                 return None
             job = self._waiting.popleft()
             self._running[job.name] = job
@@ -171,6 +187,8 @@ class Schedule:
             update, _ = job.progress()
             self._say(job, f"resumed at {update}" if update else "started")
         begun, alone = time.monotonic(), job.name not in self._busy
+        if self._deadline:
+            self._deadline.begin(job)
         say = functools.partial(self._say, job)
         ours = job.work(self._children, devices, say) and alone
         with contextlib.suppress(OSError):
@@ -178,6 +196,9 @@ class Schedule:
         with self._guard:
             self._done += 1
             self.trained += ours
+            if self._deadline:
+                self._deadline.finish(job)
+            self._finished(job)
         say(f"finished after {clock(time.monotonic() - begun)}")
 
     def _say(self, job: Job, text: str) -> None:
@@ -192,6 +213,8 @@ class Schedule:
         time.sleep(BUSY_SECONDS)
 
     def _fail(self, job: Job, error: Exception) -> None:
+        if job.name in self._ended:
+            return
         reason = str(error) if isinstance(error, (UserError, ValueError, OSError)) else repr(error)
         with contextlib.suppress(OSError):  # the run may have failed because the disk is full
             job.folder.mkdir(parents=True, exist_ok=True)
@@ -211,12 +234,28 @@ class Schedule:
         begun = shown = time.monotonic()
         while any(thread.is_alive() for thread in threads):
             time.sleep(LIVE_SECONDS / 5)
+            self._keep_to_the_deadline()
             now = time.monotonic()
             if now - shown < (LIVE_SECONDS if self._events.terminal else QUIET_SECONDS):
                 continue
             shown = now
             show = self._events.live if self._events.terminal else self._events.say
             show(self._line(total, before, now - begun))
+
+    def _keep_to_the_deadline(self) -> None:
+        """Stop everything at the deadline, and before it the jobs without which others end."""
+        if not self._deadline or self._children.stopping:
+            return
+        if self._deadline.left() <= 0:
+            self._events.say("the time is over; the same command resumes")
+            self._children.stop()
+            return
+        with self._guard:
+            running = [job for job in self._jobs if job.name in self._running]
+        for job in self._deadline.lost([job for job in running if job.name not in self._ended]):
+            self._ended.add(job.name)
+            self._say(job, "stopped, so that more important runs end in time")
+            self._children.end(job.folder)
 
     def _line(self, total: dict[str, int], before: int, seconds: float) -> str:
         done = sum(min(job.progress()[0], total[job.name]) for job in self._jobs)

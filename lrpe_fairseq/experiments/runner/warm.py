@@ -62,18 +62,18 @@ class WarmChildren(Children):
         words = (list(command), str(log), str(cwd), {**os.environ, **environment}, *inherited)
         process = CONTEXT.Process(target=_run_measured, args=words)
         with reader:
-            self._begin(process)
+            self._begin(process, log)
             writer.close()
             process.join()
             with self._guard:
-                self._alive.discard(process.pid)
+                self._alive.pop(process.pid)
             if self.stopping:
                 raise Stopped
             if process.exitcode:
                 raise ChildFailed(process.exitcode)
             return reader.recv()
 
-    def _begin(self, process: BaseProcess) -> None:
+    def _begin(self, process: BaseProcess, log: Path) -> None:
         """Start ``process``. The first start takes as long as the imports of the server."""
         if self.stopping:
             raise Stopped
@@ -81,7 +81,7 @@ class WarmChildren(Children):
         # Else the next start, in another thread, could read the exit status of this process.
         multiprocessing.process._children.discard(process)
         with self._guard:
-            self._alive.add(process.pid)
+            self._alive[process.pid] = log
             if self.stopping:  # since before it started: stop() has not seen it
                 os.kill(process.pid, signal.SIGKILL)
 
