@@ -230,6 +230,19 @@ def test_a_table_without_the_scale_trains_no_cell_of_another():
     assert homes["small"]["Base"] == homes["paper"]["Base"] == "table2"
 
 
+def test_on_books_only_rows_with_equal_absolute_positions_are_shared():
+    shared = {
+        name: {
+            (run.label, run.settings().model.no_token_positional_embeddings)
+            for run in plan.runs(plan.load_named(name), "books", [1])
+            if run.experiment == "books"
+        }
+        for name in ("table2", "tmlr-table2")
+    }
+    assert shared["table2"] == {("Sinusoidal", False)}
+    assert shared["tmlr-table2"] == {("Sinusoidal", False), ("NoPE", True)}
+
+
 def test_what_a_row_or_a_column_changes_reaches_the_command():
     runs = plan.runs(plan.load_named("table2"), "paper", [3])
     type8 = next(run for run in runs if run.label == "Type8")

@@ -1,4 +1,5 @@
-"""Every encoding on a GPU: as on the CPU in float64, with and without the Triton kernels."""
+"""Every encoding on a GPU: as on the CPU in float64, with and without the Triton kernels; and the
+first updates of trainings."""
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ import torch
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import build_encoding
 from lrpe_fairseq.kernels import loader
+from tests.fifty_updates import TOLERANCE, difference, losses
 from tests.test_every_encoding import MODES, parts_of
 
 if not torch.cuda.is_available():
@@ -120,3 +122,17 @@ def test_token_by_token_equals_all_at_once(name, attention_type, kernels):
         whole, _ = module(x)
         steps = [module(token.unsqueeze(0), incremental_state=state)[0] for token in x]
     torch.testing.assert_close(torch.cat(steps), whole, rtol=1e-4, atol=1e-4)
+
+
+CELLS = [("Type2", "linear"), ("FoX, open", "linear"), ("RoPE", "softmax"), ("T5", "softmax")]
+
+
+@pytest.mark.parametrize(("label", "attention"), CELLS)
+def test_fifty_updates_of_a_cell_of_books_are_those_of_a_cpu(label, attention, corpus, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "bin").symlink_to(corpus.data)
+    cpu, gpu = (
+        losses(label, attention, device, tmp_path / f"{device}.log", tmp_path / "data")
+        for device in ("cpu", "cuda")
+    )
+    assert difference(gpu, cpu) <= TOLERANCE

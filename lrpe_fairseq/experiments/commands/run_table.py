@@ -110,7 +110,7 @@ def _run_here(
     """
     events = schedule.Events(ROOT / "runs" / options.table / "events.log")
     devices = schedule.shares(min(options.jobs, len(chosen)), options.gpus)
-    deadline = _deadline(options, devices)
+    deadline = _deadline(options, devices, begun)
     made = functools.partial(schedule.Schedule, chosen, devices, events, deadline=deadline)
     if options.pack:
         return _run_and_pack(made, chosen, options.pack)
@@ -161,12 +161,15 @@ def _run_and_pack(
         pack([path for run in chosen for path in sorted(run.folder.glob("*.log"))])
 
 
-def _deadline(options: argparse.Namespace, devices: Sequence[Devices]) -> Deadline | None:
-    """Return the deadline of ``--minutes``, with time to stop before it; None without."""
+def _deadline(
+    options: argparse.Namespace, devices: Sequence[Devices], begun: float
+) -> Deadline | None:
+    """Return the deadline of ``--minutes`` after ``begun``, with time to stop before it."""
     if options.minutes is None:
         return None
+    end = begun + 60 * options.minutes - grace() - CLOSING_SECONDS
     gpus = {share.gpus for share in devices} - {None}
-    return Deadline(60 * options.minutes - grace() - CLOSING_SECONDS, len(gpus or devices))
+    return Deadline(end - time.monotonic(), len(gpus or devices))
 
 
 def _run_task(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:

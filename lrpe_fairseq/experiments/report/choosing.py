@@ -45,8 +45,8 @@ TWELVE = {  # method -> its label in: extrapolation, synthetic, table4
     "stick-breaking": ("stick-breaking", "stick-breaking", ""),
 }
 GROUPS = {
-    "Language models": ["table2", "catalogue", "extrapolation", "budget", "tmlr-table2",
-                        "tmlr-table5", "table5"],
+    "Language models": ["table2", "catalogue", "extrapolation", "budget", "books",
+                        "tmlr-table2", "tmlr-table5", "table5"],
     "Masked language models and GLUE": ["table8", "table3", "budget-mlm", "tmlr-table1-pretrain",
                                         "tmlr-table1"],
     "Translation and transduction": ["table4", "ape-wmt14", "ape-sequences", "ape-trees"],
