@@ -1,8 +1,8 @@
 """Compare this tree with an earlier commit: ``python -m tests.frozen [COMMIT]``.
 
 A worktree of the commit runs beside this tree. Compared are outputs, gradients and a decoding step
-of every encoding in both attentions, causal and not, with and without padding; the metrics of all
-run files; and the numbers of all pages. CHANGED names what differs on purpose.
+of every encoding in both attentions, causal and not, with and without padding; the metrics and
+options of all run files; and the numbers of all pages. CHANGED names what differs on purpose.
 """
 
 import json
@@ -115,11 +115,36 @@ def error(expected: Tensor | None, found: Tensor | None) -> float:
 # --- runs and pages ----------------------------------------------------------------------------
 
 
-def metrics(root: Path) -> dict[str, Any]:
-    """Return the metrics of every run file of a tree, by path."""
-    folder = root / "results" / "runs"
-    loaded = {str(p.relative_to(folder)): json.loads(p.read_text()) for p in folder.rglob("*.json")}
-    return {name: run["metrics"] for name, run in loaded.items() if "metrics" in run}
+def recorded(root: Path) -> dict[str, Any]:
+    """Return every run file of a tree with its whole configuration, by path below results/."""
+    from lrpe_fairseq.experiments.records import bases
+
+    folder = root / "results"
+    paths = [*folder.glob("runs/*/*.json"), *folder.glob("quickstart/runs/*.json")]
+    return {
+        str(path.relative_to(folder)): bases.unpacked(json.loads(path.read_text()), path)
+        for path in paths
+        if not bases.is_base(path)
+    }
+
+
+def flat(config: dict[str, Any]) -> dict[str, Any]:
+    """Return options by the names of the reference: those of the command line, without a section.
+
+    Of equal names the last value counts that is not None.
+    """
+    from lrpe_fairseq.experiments.records.checkpoints import SECTIONS
+
+    if not any("." in key for key in config):
+        return {k: v for k, v in config.items() if v is not None or k not in SECTIONS}
+    found: dict[str, Any] = {}
+    for key in sorted(config, key=lambda key: SECTIONS.index(key.split(".")[0])):
+        section, *parts = key.split(".")
+        chosen = {"model": "arch", "lr_scheduler": "lr-scheduler"}.get(section, section)
+        name = chosen if parts == ["_name"] else "-".join(parts).replace("_", "-")
+        if config[key] is not None or name not in found:
+            found[name] = config[key]
+    return found
 
 
 def numbers(root: Path) -> dict[str, set[str]]:
@@ -162,19 +187,27 @@ def main(commit: str = REFERENCE) -> int:
 
 
 def compare_records(tree: Path) -> int:
-    """Print how runs and pages differ from ``tree``; return the number of changed metrics."""
-    old, new = metrics(tree), metrics(ROOT)
-    changed = [name for name in sorted(old.keys() & new.keys()) if old[name] != new[name]]
-    known = [n for n in changed if any(run_name(e) in n for e in CHANGED)]
-    for name in changed:
-        print(f"metrics of {name} differ" + (" (intended)" if name in known else ""))
+    """Print how runs and pages differ from ``tree``; return the number of runs that changed."""
+    old, new = recorded(tree), recorded(ROOT)
+    shared = sorted(old.keys() & new.keys())
+    changed = {
+        "metrics": [name for name in shared if old[name]["metrics"] != new[name]["metrics"]],
+        "options": [n for n in shared if flat(old[n]["config"]) != flat(new[n]["config"])],
+    }
+    unexpected = 0
+    for field, names in changed.items():
+        for name in names:
+            known = any(run_name(encoding) in name for encoding in CHANGED)
+            unexpected += not known
+            print(f"{field} of {name} differ" + (" (intended)" if known else ""))
+        print(f"{field} differ in {len(names)} of {len(shared)} runs")
     print(f"{len(new)} run files; {len(old.keys() - new.keys())} of the reference are missing")
     there, here = numbers(tree), numbers(ROOT)
     everywhere = set().union(*here.values())
     for page, found in sorted(there.items()):
         if gone := sorted(found - everywhere):
             print(f"{page}: {len(gone)} numbers are nowhere now: {' '.join(gone[:12])}")
-    return len(changed) - len(known)
+    return unexpected
 
 
 def run_name(encoding: str) -> str:

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments.commands import run_table, train_row
 from lrpe_fairseq.experiments.families import family_of
-from lrpe_fairseq.experiments.records import recipes
+from lrpe_fairseq.experiments.records import recipes, updates
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT
 from lrpe_fairseq.experiments.records.layout import Table, load_table
 from lrpe_fairseq.experiments.report import cells
@@ -100,6 +100,7 @@ def run_of(config: str, folder: Path, *overrides: str) -> TrainingRun:
     )
 
 
+TOKENS, SAMPLES = updates.LIMITS
 NORMED = ("dataset.batch_size=128", "optimization.update_freq=[2]")
 
 
@@ -228,56 +229,47 @@ def test_a_number_of_gpus_that_was_asked_for_is_refused_before_anything_begins(
 # --- runs that are the same --------------------------------------------------------------------
 
 
+def by_keys(options: dict[str, object]) -> dict[str, object]:
+    """The options by their dotted keys."""
+    keys = {"max_tokens": TOKENS, "batch_size": SAMPLES, "update_freq": updates.FREQUENCY}
+    return {keys[name]: value for name, value in options.items()}
+
+
 def together(run: TrainingRun, processes: int, **changes: object) -> dict[str, object]:
     """The options that a training on so many processes records."""
-    return trained(run, distributed_world_size=processes, **changes)
+    return trained(run, **{updates.WORLD: processes}, **by_keys(changes))
 
 
 def test_a_training_on_several_gpus_is_that_of_one(tmp_path: Path) -> None:
     texts = run_of("classification/lra-text", tmp_path)
     assert texts.differences(together(texts, 4, batch_size=64)) == set()
-    assert texts.differences(together(texts, 4)) == {"optimization.update_freq"}
-    assert texts.differences(together(texts, 4, batch_size=32)) == {
-        "dataset.batch_size",
-        "optimization.update_freq",
-    }
+    assert texts.differences(together(texts, 4)) == {updates.FREQUENCY}
+    assert texts.differences(together(texts, 4, batch_size=32)) == {SAMPLES, updates.FREQUENCY}
     blocks = run_of("lm/wikitext2", tmp_path)
     assert blocks.differences(together(blocks, 4, max_tokens=256)) == set()
     assert blocks.differences(together(blocks, 2, max_tokens=256, update_freq=[2])) == set()
-    assert blocks.differences(together(blocks, 1, batch_size=4)) == {"dataset.batch_size"}
+    assert blocks.differences(together(blocks, 1, batch_size=4)) == {SAMPLES}
 
 
 def test_with_batch_norm_accumulated_batches_are_another_training(tmp_path: Path) -> None:
     halves = {"batch_size": 128, "update_freq": [2]}
     texts = run_of("classification/lra-text", tmp_path)
-    assert texts.differences(together(texts, 1, **halves)) == {
-        "dataset.batch_size",
-        "optimization.update_freq",
-    }
+    assert texts.differences(together(texts, 1, **halves)) == {SAMPLES, updates.FREQUENCY}
     two = replace(texts, overrides=NORMED)
     assert two.differences(together(two, 2, batch_size=64)) == set()
-    assert two.differences(together(two, 2, update_freq=[1])) == {"optimization.update_freq"}
+    assert two.differences(together(two, 2, update_freq=[1])) == {updates.FREQUENCY}
     pixels = run_of("classification/mnist5k", tmp_path)
     assert pixels.differences(together(pixels, 1, batch_size=16, update_freq=[2])) == set()
 
 
 def test_tables_show_the_update_over_all_processes() -> None:
-    def option(name: str, **config: object) -> object:
-        return cells.option({"config": config}, name)
+    def option(name: str, processes: int = 1, **config: object) -> object:
+        spread = {updates.WORLD: processes, **by_keys(config)}
+        return cells.option({"config": spread}, name)
 
-    assert (
-        option("dataset.batch_size", **{"dataset.batch_size": 256, "optimization.update_freq": [1]})
-        == 256
-    )
-    parts = {
-        "dataset.batch_size": 64,
-        "optimization.update_freq": [1],
-        "distributed_training.distributed_world_size": 4,
-    }
-    assert option("dataset.batch_size", **parts) == 256
-    assert option("max_tokens", max_tokens=4096, update_freq=[4], distributed_world_size=4) == 65536
-    assert option("dataset.max_tokens", **parts, **{"dataset.max_tokens": None}) is None
-    assert option("dataset.max_tokens", **parts) is None
-    assert option(
-        "dataset.batch_size", **{"dataset.batch_size": 8, "optimization.update_freq": [1, 2]}
-    ) == [8, 16]
+    assert option(SAMPLES, batch_size=256, update_freq=[1]) == 256
+    assert option(SAMPLES, 4, batch_size=64, update_freq=[1]) == 256
+    assert option(TOKENS, 4, max_tokens=4096, update_freq=[4]) == 65536
+    assert option(TOKENS, 4, batch_size=64, update_freq=[1], max_tokens=None) is None
+    assert option(TOKENS, 4, batch_size=64, update_freq=[1]) is None
+    assert option(SAMPLES, batch_size=8, update_freq=[1, 2]) == [8, 16]

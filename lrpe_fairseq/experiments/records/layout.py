@@ -101,8 +101,9 @@ class Table:
     experiments: folders under results/runs; new runs go to the first, cells are filled from all.
     scales: scale -> training configuration, in order of display. rows_of: scale -> labels of its
     rows, if it lacks some; the baseline is one of them. options: the options in which cells
-    differ, each with its default value. same: options that all runs of one scale must share, by
-    data set if columns have their own configurations.
+    differ, by fairseq's dotted key, each with its default value; ``model.*.fidelity`` is the option
+    of every part of an encoder-decoder model. same: options that all runs of one scale must share,
+    by data set if columns have their own configurations.
     fixed: ``side`` (encoder or decoder), ``encoding`` and ``attention`` of the half that all cells
     share, for encoder-decoder models (rows and columns describe the other half). pretrained: the
     table whose runs of seed 1 are fine-tuned. rates: scale -> learning rates to train every cell
