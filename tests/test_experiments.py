@@ -721,7 +721,7 @@ def test_events_are_shown_when_their_log_cannot_be_written(tmp_path, capsys):
 def run_fakes(monkeypatch, root, jobs, left_out=0, **options):
     """What ``run_table`` does with ``jobs`` under ``root``: the exit status."""
     monkeypatch.setattr(run_table, "ROOT", root)
-    monkeypatch.setattr(tables, "main", lambda arguments: 0)
+    monkeypatch.setattr(tables, "render", lambda: 0)
     given = {"table": "table2", "scale": "small", "seeds": 1, "jobs": 2, "gpus": None}
     selected = dict.fromkeys((*run_table.SELECTIONS, "minutes", "pack"))
     options = argparse.Namespace(**given, **{**selected, **options})

@@ -225,7 +225,7 @@ def test_the_crossover_is_the_shortest_length_from_which_on_linear_wins(speed_up
 def test_the_figure_of_lengths_marks_where_its_curves_cross(tmp_path, monkeypatch, sdpa, at):
     """SDPA takes ``sdpa`` seconds per token at T = 128, 512 and 2048, linear attention 2."""
     drawn = []
-    monkeypatch.setattr(speed.drawing, "save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(speed.plots, "save", lambda figure, path: drawn.append(figure))
     rows = [
         {"length": n, "contestant": c, "seconds_per_token": s, "speed_up": s / 2, "peak_mb": n}
         for n, t in zip((128, 512, 2048), sdpa, strict=True)
