@@ -27,7 +27,7 @@ def test_the_default_splits_are_those_of_the_data(
     seen = []
     monkeypatch.setattr(eval_classifier, "evaluate", lambda *words: seen.append(words[2]))
     monkeypatch.setattr(by_hand, "data_folder", lambda folder, _: folder)
-    monkeypatch.setattr(by_hand, "report", lambda run, out: None)
+    monkeypatch.setattr(by_hand, "report", lambda *_: None)
     assert eval_classifier.main(["a.pt", str(data), *given]) == 0
     assert seen == [splits]
 

@@ -25,7 +25,6 @@ from lrpe_fairseq.experiments.data.pieces import GPT2, SentencePiece, tokenizer_
 from lrpe_fairseq.experiments.families import finetuning, plan
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.report import pages
 from lrpe_fairseq.experiments.runner.processes import RunFailed
 from tests.test_data_prep import load, refusal
 
@@ -324,12 +323,3 @@ def test_subsets_are_named_in_the_protocol():
         "Trained on a subset: 5 of 2,490 examples.",
         "Evaluated (valid1) on a subset: 3 of 9,832 examples.",
     ]
-
-
-def test_a_page_names_the_subsets_of_its_runs():
-    subset = "The development set. Trained on a subset: 5 of 2,490 examples."
-    runs = [
-        {"dataset": "glue-RTE", "protocol": {"glue": subset}},
-        {"dataset": "glue-MRPC", "protocol": {"glue": "The development set."}},
-    ]
-    assert pages._subsets(runs) == ["glue-RTE: trained on a subset: 5 of 2,490 examples"]

@@ -152,7 +152,7 @@ def test_a_selected_run_that_diverges_on_a_split_is_shown_as_diverged() -> None:
     cell = table, table.rows[0], table.columns[0]
     best_lost = {"a": a_run(1e-3, 0.2, 0.9), "b": a_run(3e-3, 0.1, None)}
     assert cells.scores(*cell, best_lost) == {}
-    assert cells.diverged(*cell, best_lost) == [1]
+    assert cells.scores(*cell, best_lost).lost == {1}
     other_lost = {"a": a_run(1e-3, 0.2, 0.9), "b": a_run(3e-3, 0.4, None)}
     assert cells.scores(*cell, other_lost) == {1: 0.9}
-    assert cells.diverged(*cell, other_lost) == []
+    assert not cells.scores(*cell, other_lost).lost

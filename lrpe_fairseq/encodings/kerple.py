@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lrpe_fairseq.encodings.base import Card, EncodingSpec, option, undecayed
 from lrpe_fairseq.encodings.biases import LagBias
+from lrpe_fairseq.kernels.dispatch import is_transformed
 
 SMALLEST = 0.01
 """The smallest value of r1 and r2, as in the authors' code."""
@@ -56,6 +57,9 @@ class Kerple(LagBias):
 
     def clamped(self) -> tuple[Tensor, Tensor]:
         """Clamp the parameters in place and return r1 and r2, (H,) float64."""
+        if is_transformed():  # which refuses to write to them
+            ends = SMALLEST, self.largest_r2
+            return self.r1.double().clamp_min(SMALLEST), self.r2.double().clamp(*ends)
         self.r1.data.clamp_(SMALLEST)
         self.r2.data.clamp_(SMALLEST, self.largest_r2)
         return self.r1.double(), self.r2.double()

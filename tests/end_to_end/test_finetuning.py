@@ -344,7 +344,7 @@ def test_the_command_works_off_its_runs_on_this_machine_and_says_what_came_out(
     made = finetuning_run(pretrained, tasks / "RTE", tmp_path)
     monkeypatch.setattr(finetune, "_runs", lambda options: [made])
     monkeypatch.setattr(FinetuningRun, "prepare_data", lambda self, source: None)
-    monkeypatch.setattr(finetune.tables, "main", lambda arguments: 0)
+    monkeypatch.setattr(finetune.tables, "render", lambda: 0)
     monkeypatch.setattr(schedule, "Children", WarmChildren)  # cold in the test of the kill
     assert finetune.main(["unread.pt", "RTE", "--jobs", "2"]) == 0
     assert made.finished()

@@ -479,7 +479,7 @@ def test_what_cannot_be_translated_gets_one_sentence_and_no_result(
     )
     for path in (tmp_path / "long").glob("test*"):
         shutil.copy(path, prepared / "bin")
-    assert "since max_positions=(1024, 1024)" in said(checkpoint, str(prepared))
+    assert "longer than the maximum of (1024, 1024)" in said(checkpoint, str(prepared))
 
 
 def test_a_sentence_that_was_not_translated_is_noticed(tmp_path: Path) -> None:

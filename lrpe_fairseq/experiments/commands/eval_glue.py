@@ -28,7 +28,7 @@ def predict(checkpoint: Path, data: Path, split: str) -> tuple[list[float], list
         raise ValueError(f"{data} has no split {split}: prepare it with data-prep/glue")
     wanted = glue.named(data.name)
     trained = checkpoints.options(checkpoints.require_model(checkpoint, "lrpe_roberta")).get(
-        "num-classes", 0
+        "task.num_classes", 0
     )
     if trained != wanted.classes:
         raise ValueError(

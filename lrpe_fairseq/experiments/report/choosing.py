@@ -58,16 +58,24 @@ GROUPS = {
 def pages(root: Path) -> dict[str, str]:
     """Return path -> text of the two pages."""
     results = frame.results(root)
-    return {PAGE: choosing(results), INDEX: index(results)}
+    answers = {PAGE: choosing(results)} if _is_measured(results) else {}
+    return {**answers, INDEX: index(results)}
 
 
 def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
     """Return path -> function that draws the picture."""
     results, folder = frame.results(root), "results/figures/"
+    if not _is_measured(results):
+        return {}
     return {
         f"{folder}choosing-lengths.png": partial(draw_lengths, results=results),
         f"{folder}choosing-speed.png": partial(draw_speed, results=results),
     }
+
+
+def _is_measured(results: Results) -> bool:
+    """True if the tables with the answers have runs."""
+    return bool(results.sheets_of("extrapolation") and results.sheets_of("synthetic"))
 
 
 def choosing(results: Results) -> str:
@@ -137,7 +145,7 @@ def _speed(root: Path, attention: str, encoding: str) -> str:
 def answer(root: Path) -> str:
     """Return README's table: the best method of each attention type, and how many tie with it."""
     results = frame.results(root)
-    if not (results.sheets_of("extrapolation") and results.sheets_of("synthetic")):
+    if not _is_measured(results):
         return f"{markdown.NOT_MEASURED.capitalize()}."
     columns = {
         "context 128, as in training": partial(_length, results, tokens=128),
