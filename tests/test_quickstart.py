@@ -153,7 +153,7 @@ def test_a_child_that_starts_while_the_runner_stops_is_killed():
             children.stop()  # does not wait for the start
 
     starting = Starting()
-    children._begin(starting)
+    children._begin(starting, Path())
     assert starting.process.wait(10) == -signal.SIGKILL
 
 

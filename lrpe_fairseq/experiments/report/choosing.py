@@ -213,10 +213,12 @@ def _both(view: Callable[[str], ColumnView], label: str) -> str:
 def index(results: Results) -> str:
     """Return results/README.md."""
     settings = [table for table in results.tables.values() if table.page]
+    known = {name for names in GROUPS.values() for name in names}
+    others = [t.name for t in results.tables.values() if t.name not in known and not t.page]
     groups = [
-        (title, [line for name in names for line in _entries(results, results.tables[name])])
-        for title, names in GROUPS.items()
-        if set(names) <= results.tables.keys()
+        (title, [line for name in own for line in _entries(results, results.tables[name])])
+        for title, names in {**GROUPS, "Others": others}.items()
+        if (own := [name for name in names if name in results.tables])
     ]
     return rendered("results.md.j2", groups=groups, settings=settings, not_run=_not_run(results))
 
@@ -234,8 +236,10 @@ def _entries(results: Results, table: Table) -> list[dict[str, str]]:
 
 def _best(view: ColumnView) -> str:
     ranked, place = view.ranked(), view.column.attention
-    if not ranked or view.is_open:
-        return f"{place} ?"
+    if not ranked:
+        return f"{place} not finite"
+    if view.is_open:
+        return f"{place} {view.named(ranked[0])} ?"
     best = view.first()
     tied = view.tied_with(best)
     return f"{place} {view.named(best)}" + (f" ≈ {len(tied)} more" if tied else " ✓")

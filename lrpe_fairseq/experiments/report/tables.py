@@ -4,7 +4,7 @@ import sys
 
 
 def render() -> int:
-    """Write the part ``results`` of the pages; return the exit status.
+    """Write the parts ``results`` and ``choosing`` of the pages; return the exit status.
 
     Training needs none of the libraries of this package, so without them one line says what is
     missing.
@@ -14,7 +14,7 @@ def render() -> int:
     except ImportError as error:
         print(f"no pages: {error.name} is not installed (pip install -e '.[experiments]')")
         return 0
-    return docs.main(["results"])
+    return docs.main(["results", "choosing"])
 
 
 if __name__ == "__main__":
