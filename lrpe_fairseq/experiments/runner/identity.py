@@ -88,6 +88,8 @@ def differences(settings: Any, config: Mapping[str, Any]) -> set[str]:
     names = {name for name in wanted if not _is_incidental(name)}
     changed = {name for name in names if _value(had, name) != _value(wanted, name)}
     followed = _followed(_names(settings))
+    # a checkpoint may lack what the model reads from its task
+    changed -= {n for n in changed if None in (had[n], wanted[n]) and n == "model.max_positions"}
     changed -= {name for name in changed if followed.get(name) in changed}
     ours, theirs = (
         {**wanted, updates.WORLD: spread},
