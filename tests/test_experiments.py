@@ -790,8 +790,7 @@ def test_an_array_keeps_its_numbers_when_runs_are_left_out(tmp_path, monkeypatch
 
 
 def test_only_data_that_are_not_prepared_lack_a_source(tmp_path):
-    table = run_table._rows_only(plan.load_named("tmlr-table3"), ["Base"])
-    run = plan.runs(table, "paper", [1])[0]
+    run = plan.runs(plan.load_named("tmlr-table3"), "paper", [1])[0]
     run = replace(run, data=tmp_path / "imagenet")
     assert run.lacks_source()
     assert not run.lacks_source(tmp_path)
