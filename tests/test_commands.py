@@ -30,6 +30,7 @@ BAD_DATA = {  # folder of data-prep -> arguments, with {other} for the data of a
     "algebraic": "--task copy --dest {other}",
     "books": "pg19 --dest {other}",
     "digits": "--dest {other}",
+    "gutenberg": "--from {absent} --dest {other}",
     "glue": "RTE --dest {absent} --tokens-of {absent}",
     "imagenet": "--dest {absent}",
     "listops": "--dest {other}",

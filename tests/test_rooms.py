@@ -61,20 +61,17 @@ def test_no_command_is_imported_by_another_module() -> None:
 
 TRAINING = """
 import sys
-sys.modules |= dict.fromkeys(["matplotlib", "pandas", "seaborn", "jinja2"])  # importing fails
+libraries = ["matplotlib", "pandas", "seaborn", "jinja2"]
+sys.modules |= dict.fromkeys(libraries)  # importing fails
 from lrpe_fairseq.experiments.commands import (
     eval_classifier, eval_glue, eval_lm, eval_mt, run_table, score_lm, train_row
 )
-print([name for name in sys.modules if name.startswith("lrpe_fairseq.experiments.report")])
 """
 
 
 def test_training_and_evaluation_import_no_library_for_pages() -> None:
     """A machine for training may lack them."""
-    done = subprocess.run(
-        [sys.executable, "-c", TRAINING], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "[]\n"
+    subprocess.run([sys.executable, "-c", TRAINING], cwd=ROOT, check=True)
 
 
 DATA_ROOM = """
