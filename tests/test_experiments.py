@@ -898,60 +898,67 @@ class Clock:
 
 
 def paced(monkeypatch, seconds, updates, devices=1):
-    """A deadline after ``seconds``, 50 seconds later; jobs by name that did so many of 1,000."""
+    """A deadline after ``seconds``; jobs by name that do so many of 1,000 updates from 10 to 60 s.
+
+    Their first 20 updates take 10 s, since they load data and compile kernels.
+    """
     clock = Clock()
     monkeypatch.setattr(deadline, "time", clock)
     limit, done = deadline.Deadline(seconds, devices), dict.fromkeys(updates, 0)
     jobs = [SimpleNamespace(name=n, progress=lambda n=n: (done[n], 1000)) for n in updates]
     for job in jobs:
         limit.begin(job)
-    assert limit.lost(jobs) == []  # no speed is known yet
-    clock.now = 50.0
-    done.update(updates)
+    for clock.now, gained in ((0.0, None), (10.0, dict.fromkeys(updates, 0)), (60.0, updates)):
+        done |= {name: 20 + updates for name, updates in (gained or {}).items()}
+        if clock.now < 60:
+            assert limit.lost(jobs) is None  # no speed is known yet
     return limit, jobs, clock, done
 
 
 @pytest.mark.parametrize(
     ("seconds", "updates", "devices", "lost"),
     [
-        (550, {"a": 100, "b": 100, "c": 100, "d": 100}, 1, []),  # 500 s each, all in time
-        (450, {"a": 100, "b": 100, "c": 100, "d": 100}, 1, ["d"]),  # 125 s each of the device
-        (200, {"a": 100, "b": 100, "c": 100, "d": 100}, 1, ["b", "c", "d"]),
-        (450, {"a": 50, "b": 200, "c": 50, "d": 200}, 1, ["c"]),  # d ends in time as it is
-        (450, {"a": 100, "b": 100, "c": 100, "d": 100}, 2, ["d"]),  # two share a device
-        (600, {"a": 100, "b": 100, "c": 80, "d": 100}, 2, []),  # the others end first
-        (100, {"a": 100, "b": 100}, 2, []),  # nothing is gained
+        (630, {"a": 100, "b": 100, "c": 100, "d": 100}, 1, None),  # 565 s each, all in time
+        (560, {"a": 100, "b": 100, "c": 100, "d": 100}, 1, "d"),  # 141 s each of the device
+        (260, {"a": 100, "b": 100, "c": 100, "d": 100}, 1, "d"),  # and b and c later
+        (560, {"a": 50, "b": 200, "c": 50, "d": 200}, 1, "c"),  # d ends in time as it is
+        (560, {"a": 100, "b": 100, "c": 100, "d": 100}, 2, "d"),  # two share a device
+        (760, {"a": 100, "b": 100, "c": 80, "d": 100}, 2, None),  # the others end first
+        (160, {"a": 100, "b": 100}, 2, None),  # nothing is gained
     ],
 )
-def test_the_least_important_runs_give_way_if_not_all_end_in_time(
+def test_the_least_important_run_gives_way_if_not_all_end_in_time(
     monkeypatch, seconds, updates, devices, lost
 ):
     limit, jobs, *_ = paced(monkeypatch, seconds, updates, devices)
-    assert [job.name for job in limit.lost(jobs)] == lost
-    assert limit.fits() is not bool(lost)  # what was stopped is not replaced
+    found = limit.lost(jobs)
+    assert (found and found.name) == lost
+    assert limit.fits() is (lost is None)  # what was stopped is not replaced
+    limit.finish(jobs[0])
+    assert limit.fits() is (seconds >= 2 * 60)  # until another has finished
 
 
 def test_speeds_are_measured_anew_after_a_run_has_ended(monkeypatch):
-    limit, jobs, clock, done = paced(monkeypatch, 450, {"a": 1000, "b": 100, "c": 100})
-    assert limit.lost(jobs) == []
-    assert limit.lost(jobs[1:]) == []  # a has ended: unknown, not 500 s
-    clock.now = 70.0
-    done |= {"b": 200, "c": 120}
-    assert [job.name for job in limit.lost(jobs[1:])] == ["c"]
+    limit, jobs, clock, done = paced(monkeypatch, 630, {"a": 980, "b": 100, "c": 100})
+    assert limit.lost(jobs) is None
+    assert limit.lost(jobs[1:]) is None  # a has ended: unknown, not 565 s
+    clock.now = 80.0
+    done |= {"b": 220, "c": 140}
+    assert limit.lost(jobs[1:]).name == "c"
 
 
-def test_a_run_that_is_evaluated_needs_a_tenth_of_its_training(monkeypatch):
-    limit, jobs, clock, _ = paced(monkeypatch, 54, {"a": 1000, "b": 999})
-    assert [job.name for job in limit.lost(jobs)] == ["b"]  # 5 s from 50 s on, of 4
+def test_a_run_that_is_evaluated_needs_a_quarter_of_its_training(monkeypatch):
+    limit, jobs, clock, _ = paced(monkeypatch, 72, {"a": 980, "b": 978})
+    assert limit.lost(jobs).name == "b"  # 13 s from 60 s on, of 12
     clock.now = 100.0
-    assert limit.left() == -46
+    assert limit.left() == -28
 
 
 def test_a_run_is_started_only_if_the_longest_one_would_fit(monkeypatch):
-    limit, (job,), clock, _ = paced(monkeypatch, 100, {"a": 1000})
+    limit, (job,), clock, _ = paced(monkeypatch, 130, {"a": 980})
     assert limit.fits()
     limit.finish(job)
-    clock.now = 51.0
+    clock.now = 71.0
     assert not limit.fits()
 
 
@@ -979,7 +986,9 @@ def test_a_run_that_gives_way_is_stopped_alone_and_not_tried_again(tmp_path, eve
     )
     jobs = [FakeJob(tmp_path / "a", waits + DONE), FakeJob(tmp_path / "b", saves)]
     limit, log = deadline.Deadline(60, 2), tmp_path / "b" / "log"
-    limit.lost = lambda running: running[1:] if log.exists() and log.read_text() else []
+    limit.lost = lambda running: (
+        running[1] if running[1:] and log.exists() and log.read_text() else None
+    )
     assert schedule.Schedule(jobs, schedule.shares(2), events, deadline=limit).run() == 0
     assert [job.finished() for job in jobs] == [True, False]
     said = capsys.readouterr().out
@@ -987,6 +996,17 @@ def test_a_run_that_gives_way_is_stopped_alone_and_not_tried_again(tmp_path, eve
     assert "1 runs finished, 0 failed, 1 left for the next call" in said
     assert not (jobs[1].folder / schedule.ERROR).exists()
     assert log.read_text() == "x\n"
+
+
+def test_a_run_that_gives_way_but_does_not_exit_is_killed(tmp_path, events, monkeypatch):
+    monkeypatch.setenv(processes.GRACE, "0.3")
+    deaf = "import signal, time\nsignal.signal(signal.SIGUSR1, signal.SIG_IGN)\nprint('x')\n"
+    log = tmp_path / "b" / "log"
+    jobs = [FakeJob(tmp_path / "a", DONE), FakeJob(tmp_path / "b", deaf + "time.sleep(60)")]
+    limit, begun = deadline.Deadline(60, 2), time.monotonic()
+    limit.lost = lambda running: running[-1] if running and log.exists() else None
+    assert schedule.Schedule(jobs, schedule.shares(2), events, deadline=limit).run() == 0
+    assert time.monotonic() - begun < 20
 
 
 def test_rows_and_attention_types_are_run_in_the_order_of_the_command_line():
@@ -1010,11 +1030,12 @@ def test_the_pack_has_the_results_of_this_call_and_all_logs(tmp_path, events, mo
     for job in jobs:
         job.result = job.folder / "done"
         (job.folder / "train.log").write_text(job.name)
+        (job.folder / "base-small.json").write_text("{}")
     target = tmp_path / "out" / "new.tar"
     assert run_fakes(monkeypatch, tmp_path, jobs, pack=target) == 1
     with tarfile.open(target) as tar:
         names = {Path(name).relative_to(str(tmp_path)[1:]).as_posix() for name in tar.getnames()}
-    assert names == {"a/done", "a/train.log", "b/train.log"}
+    assert names == {"a/done", "a/base-small.json", "a/train.log", "b/train.log"}
 
 
 def test_a_run_that_another_process_trains_is_waited_for(tmp_path, events, monkeypatch, capsys):

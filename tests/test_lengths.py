@@ -173,7 +173,7 @@ def by_hand(model: torch.nn.Module, text: Tensor, found: list[Window]) -> Tensor
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
 @pytest.mark.parametrize("name", ["blocks-24", "tail-24-5", "paired-64", "positions-50"])
 def test_losses_are_those_of_the_model(corpus, attention, name, monkeypatch) -> None:
-    monkeypatch.setattr(scoring, "TOKENS", 100)
+    monkeypatch.setattr(scoring, "TOKENS", {"cpu": 100})
     monkeypatch.setattr(scoring, "LOGITS", 300)  # a few tokens at a time
     model = model_of(corpus, attention, "lrpe-type2")
     text = text_of(model, 300)
@@ -379,6 +379,27 @@ def test_layers_with_a_window_reach_as_far_as_their_windows_together(
         )
     torch.testing.assert_close(all_seen, whole, rtol=1e-9, atol=1e-9)
     assert (one_lost - whole).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("name", ["lrpe-type2", "fox"])
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_truncated_windows_are_no_longer_than_the_layers_reach(
+    corpus, attention: str, name: str, monkeypatch
+) -> None:
+    model, read = model_of(corpus, attention, name), []
+    text, forward = text_of(model, 16 * T), model.forward
+
+    def count(tokens: Tensor, **given: object) -> object:
+        read.append(tokens.shape[1])
+        return forward(tokens, **given)
+
+    monkeypatch.setattr(model, "forward", count)
+    found = scoring.evaluate(model, text, 2, T, ["truncated-128"])["truncated-128"]["loss"]
+    assert read == [T - 1 + T, T]  # the last is that of the difference
+    monkeypatch.setattr(scoring, "reach_of", lambda *_: 1000)
+    whole = scoring.evaluate(model, text, 2, T, ["truncated-128"])["truncated-128"]["loss"]
+    assert read[2:] == [16 * T, T]
+    assert found == pytest.approx(whole, rel=1e-6)
 
 
 @pytest.mark.parametrize(("attention", "name"), [("linear", "spe"), ("softmax", "fope")])

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lrpe_fairseq.experiments.families.plan import load_named, runs, with_columns, with_data
-from lrpe_fairseq.experiments.records import sweeps
+from lrpe_fairseq.experiments.records import bases, sweeps
 from lrpe_fairseq.experiments.records.console import FAILED, UserError, clock, command
 from lrpe_fairseq.experiments.records.files import ROOT, relative, require_writable, written_whole
 from lrpe_fairseq.experiments.records.layout import Table
@@ -140,14 +140,15 @@ def _run_and_pack(
 ) -> int:
     """Run a schedule of ``chosen``; write the run files of this call to ``target``, a tar.
 
-    It is written anew after every run, whole, and at the end with all logs. Nothing is rendered, so
-    that no library for pages and plots is needed.
+    It is written anew after every run, whole, with the bases of its configurations, and at the end
+    with all logs. Nothing is rendered, so that no library for pages and plots is needed.
     """
     results: list[Path] = []
 
     def pack(logs: Sequence[Path] = ()) -> None:
         with written_whole(target, "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
-            for path in (*results, *logs):
+            homes = sorted({result.parent for result in results})
+            for path in (*results, *(p for home in homes for p in bases.all_in(home)), *logs):
                 tar.add(path, relative(path))
 
     def finished(run: TrainingRun) -> None:

@@ -28,6 +28,11 @@ def is_base(path: Path) -> bool:
     return path.name.startswith(PREFIX)
 
 
+def all_in(folder: Path) -> list[Path]:
+    """Return the bases of the run files of a folder."""
+    return sorted(folder.glob(f"{PREFIX}*.json"))
+
+
 def home(run_file: Path, scale: str) -> Path:
     """Return the path of the base of a run file."""
     return run_file.parent / f"{PREFIX}{scale}.json"

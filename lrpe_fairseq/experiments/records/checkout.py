@@ -10,7 +10,7 @@ RENDERED = ("results", "docs", "README.md")
 ELSEWHERE = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"}
 """Environment variables that select another repository; git sets them in hooks."""
 STATED = "LRPE_FAIRSEQ_COMMIT"
-"""Environment variable: the commit of a copy of the repository without ``.git``."""
+"""Environment variable: the commit of a copy of the repository; git is not asked then."""
 
 
 def require_checkout(root: Path = ROOT) -> None:
@@ -30,12 +30,14 @@ def commit(root: Path = ROOT) -> str:
     """Return the commit of the repository at ``root``; ``-dirty`` if its files differ.
 
     Results and documentation do not count: a sweep renders them, and they have no effect on the
-    next run. If ``root`` is not the top folder of a git repository, what :data:`STATED` says, or
-    ``unknown``: a wheel may be installed inside a repository of another project.
+    next run. What :data:`STATED` says comes first. If ``root`` is not the top folder of a git
+    repository, it is ``unknown``: a wheel may be installed inside one of another project.
     """
+    if stated := os.environ.get(STATED):
+        return stated
     top = _git(root, "rev-parse", "--show-toplevel")
     if not top or Path(top).resolve() != root.resolve():
-        return os.environ.get(STATED) or "unknown"
+        return "unknown"
     head = _git(root, "rev-parse", "HEAD")
     dirty = _git(root, "status", "--porcelain", "--", ".", *(f":!{path}" for path in RENDERED))
     return (head + "-dirty" if dirty else head) if head else "unknown"

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-EVALUATION = 0.1
+EVALUATION = 0.25
 """Time of the evaluation after a training, as a fraction of the training's."""
 MEASURED_SECONDS = 15.0
 """Shortest time from which a speed is taken."""
@@ -37,6 +37,7 @@ class Deadline:
     def __init__(self, seconds: float, devices: int) -> None:
         self._end, self._devices = time.monotonic() + seconds, devices
         self._begun: dict[str, float] = {}
+        self._before: dict[str, int] = {}  # updates when first seen
         self._longest = 0.0  # of the finished jobs
         self._full = False
         self._beside: set[str] = set()
@@ -50,7 +51,7 @@ class Deadline:
     def fits(self) -> bool:
         """True if a job as long as the longest finished one would end in time.
 
-        After a job had to be stopped, none fits.
+        After a job had to be stopped, none fits until one has finished.
         """
         return not self._full and self.left() > self._longest
 
@@ -61,32 +62,37 @@ class Deadline:
     def finish(self, job: Timed) -> None:
         """Note that ``job`` has ended successfully."""
         self._longest = max(self._longest, time.monotonic() - self._begun[job.name])
+        self._full = False
 
-    def lost(self, running: Sequence[Timed]) -> list[Timed]:
-        """Return the jobs to stop so that the others end in time; the first is most important.
+    def lost(self, running: Sequence[Timed]) -> Timed | None:
+        """Return the job to stop so that others end in time, the least important one; or None.
 
-        A job that ends in time at its present speed stays. If n jobs share a device, a job needs
-        1/n of the device's time until its end. No job is named until all speeds are known.
+        running: the most important first. A job that ends in time at its present speed stays. If n
+        jobs share a device, a job needs 1/n of the device's time until its end. No job is named
+        until all speeds are known; they are measured anew after each stop.
         """
         self._observe(running)
         rest = {job.name: self._rest(job.name) for job in running}
         sharing = len(running) / self._devices
         if None in rest.values() or sharing <= 1:
-            return []
+            return None
         left = self.left()
         late = {name for name, seconds in rest.items() if seconds > left}
-        budget, lost = left * self._devices, []
+        budget, lost = left * self._devices, None
         for job in sorted(running, key=lambda job: job.name in late):  # stable
             alone = rest[job.name] / sharing
             if job.name in late and alone > budget:
-                lost.append(job)
+                lost = job
             else:
                 budget -= alone
-        self._full |= bool(lost)
+        self._full |= lost is not None
         return lost
 
     def _observe(self, running: Iterable[Timed]) -> None:
-        """Note the progress; speeds are measured anew after a job has started or ended."""
+        """Note the progress; speeds are measured anew after a job has started or ended.
+
+        A job's time until its first progress does not count: it loads data and compiles kernels.
+        """
         now, names = time.monotonic(), {job.name for job in running}
         if names != self._beside:
             self._beside = names
@@ -94,11 +100,15 @@ class Deadline:
         for job in running:
             done, total = job.progress()
             seen = self._seen.setdefault(job.name, [])
-            if not seen or done / total > seen[-1][1]:
+            if done > self._before.setdefault(job.name, done) and (
+                not seen or done / total > seen[-1][1]
+            ):
                 seen.append((now, done / total))
 
     def _rest(self, name: str) -> float | None:
         """Return the seconds until the end of a job, evaluation included; None if unknown."""
+        if not self._seen[name]:
+            return None
         (begun, before), (newest, done) = self._seen[name][0], self._seen[name][-1]
         if newest - begun >= MEASURED_SECONDS:
             self._whole[name] = (newest - begun) / (done - before)

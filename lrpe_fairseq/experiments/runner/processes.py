@@ -149,16 +149,23 @@ class Children:
         return process
 
     def end(self, folder: Path) -> None:
-        """Ask the children whose log is below ``folder`` to save and exit, by SIGUSR1."""
-        with self._guard:
-            for pid, log in self._alive.items():
-                if folder in log.parents:
-                    _send(pid, signal.SIGUSR1)
+        """Ask the children whose log is below ``folder`` to save and exit, by SIGUSR1.
 
-    def _signal(self, number: signal.Signals) -> None:
+        Those that are still alive after the time to save are killed.
+        """
+        with self._guard:
+            chosen = [pid for pid, log in self._alive.items() if folder in log.parents]
+        self._signal(signal.SIGUSR1, chosen)
+        late = threading.Timer(grace(), self._signal, [signal.SIGKILL, chosen])
+        late.daemon = True
+        late.start()
+
+    def _signal(self, number: signal.Signals, chosen: Sequence[int] | None = None) -> None:
+        """Send a signal to the living children, or to those of them that are ``chosen``."""
         with self._guard:
             for pid in self._alive:
-                _send(pid, number)
+                if chosen is None or pid in chosen:
+                    _send(pid, number)
 
 
 def _send(pid: int, number: int) -> None:

@@ -252,7 +252,7 @@ class Schedule:
             return
         with self._guard:
             running = [job for job in self._jobs if job.name in self._running]
-        for job in self._deadline.lost([job for job in running if job.name not in self._ended]):
+        if job := self._deadline.lost([job for job in running if job.name not in self._ended]):
             self._ended.add(job.name)
             self._say(job, "stopped, so that more important runs end in time")
             self._children.end(job.folder)

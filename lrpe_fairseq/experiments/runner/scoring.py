@@ -9,6 +9,7 @@ Axes: B windows, L tokens of a window, C width, N scored tokens.
 import contextlib
 import itertools
 import math
+import sys
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -27,13 +28,15 @@ from lrpe_fairseq.experiments.records.protocols import (
     bounds,
 )
 
-TOKENS = 4096
-"""Tokens of a batch; a longer window is a batch of one."""
+TOKENS = {"cpu": 4096, "cuda": 8192}
+"""Tokens of a batch by kind of device; a longer window is a batch of one."""
 LOGITS = 2**24
 """Logits computed at a time."""
 DRAWS = 2000
 """Bootstrap samples."""
 Metrics = dict[str, float]
+Losses = dict[tuple[int, int], Tensor]
+"""Losses of the last tokens of windows, by start and end."""
 
 
 def evaluate(
@@ -68,7 +71,8 @@ class _Scorer:
     ) -> None:
         self.model, self.text, self.trained, self.starts = model, text, trained, starts
         self.before = torch.cat([text.new_tensor([eos]), text[:-1]])
-        self._known: dict[tuple[int, int], Tensor] = {}  # last losses by start and end
+        self._known: Losses = {}
+        self._limited: Losses = {}  # with attention to the last T tokens
 
     def metrics(self, protocol: Protocol) -> Metrics:
         """Return loss (bits), ppl and tokens, or ``diverged``; and what the protocol adds."""
@@ -93,34 +97,36 @@ class _Scorer:
         self, protocol: Protocol, windows: Sequence[Window], clamped: "Clamped | None"
     ) -> Tensor:
         if protocol.kind == TRUNCATED:
+            reach = reach_of(self.model, self.trained)
+            cut = [w._replace(start=max(w.start, w.first - reach)) for w in windows]
             with limited(self.model, self.trained):
-                return torch.cat(self._compute(windows))
+                return self.losses(cut, self._limited)
         if clamped is not None:  # it counts in every window
             with clamped:
                 clamped.watch(self.model)
-                self._remember(windows)
+                self._remember(windows, self._known)
         return self.losses(windows)
 
-    def losses(self, windows: Sequence[Window]) -> Tensor:
+    def losses(self, windows: Sequence[Window], known: Losses | None = None) -> Tensor:
         """Return the loss of every scored token in bits, (N,) float64, in the order of the text.
 
-        A window is computed unless its scored tokens are known.
+        A window is computed unless its scored tokens are in ``known``.
         """
-        known = self._known
+        known = self._known if known is None else known
         new = [w for w in windows if len(known.get((w.start, w.end), ())) < w.end - w.first]
-        self._remember(new)
+        self._remember(new, known)
         return torch.cat([known[w.start, w.end][w.first - w.end :] for w in windows])
 
-    def _remember(self, windows: Sequence[Window]) -> None:
+    def _remember(self, windows: Sequence[Window], known: Losses) -> None:
         for window, bits in zip(windows, self._compute(windows), strict=True):
-            self._known[window.start, window.end] = bits
+            known[window.start, window.end] = bits
 
     @torch.no_grad()
     def _compute(self, windows: Sequence[Window]) -> list[Tensor]:
         """Return the losses of the scored tokens of each window."""
-        found = []
+        found, tokens = [], TOKENS[next(self.model.parameters()).device.type]
         for length, group in itertools.groupby(windows, lambda w: w.end - w.start):
-            equal, step = list(group), max(1, TOKENS // length)
+            equal, step = list(group), max(1, tokens // length)
             for first in range(0, len(equal), step):
                 found += self._losses_of(equal[first : first + step])
         return found
@@ -210,8 +216,8 @@ class Clamped(contextlib.AbstractContextManager):
 
     def watch(self, model: nn.Module) -> None:
         """Count in all layers of ``model`` until the end of the context."""
-        for module in model.modules():
-            if isinstance(module, MultiheadAttention) and module.has_denominators:
+        for module in _attentions(model):
+            if module.has_denominators:
                 hook = module.register_forward_pre_hook(self._count, with_kwargs=True)
                 self._hooks.append(hook)
 
@@ -236,7 +242,7 @@ class Clamped(contextlib.AbstractContextManager):
 @contextlib.contextmanager
 def limited(model: nn.Module, window: int | None) -> Iterator[None]:
     """Limit the attention of every layer to the last ``window`` tokens; None: no limit."""
-    modules = [m for m in model.modules() if isinstance(m, MultiheadAttention)]
+    modules = _attentions(model)
     for module in modules:
         module.window = window
     try:
@@ -244,3 +250,19 @@ def limited(model: nn.Module, window: int | None) -> Iterator[None]:
     finally:
         for module in modules:
             module.window = None
+
+
+def reach_of(model: nn.Module, window: int) -> int:
+    """Return the distance to the first token that a token depends on in a ``limited`` model.
+
+    Every layer adds ``window`` - 1. Where positions are absolute, all tokens before count.
+    """
+    modules = _attentions(model)
+    relative = all(module.encoding.relative == "exact" for module in modules)
+    if not relative or model.decoder.embed_positions is not None:
+        return sys.maxsize
+    return len(modules) * (window - 1)
+
+
+def _attentions(model: nn.Module) -> list[MultiheadAttention]:
+    return [module for module in model.modules() if isinstance(module, MultiheadAttention)]
