@@ -7,7 +7,7 @@ Axes: B batch, H heads, T query time, S key time, D key width, E value width, C 
 """
 
 import math
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +27,11 @@ from lrpe_fairseq.attention.projected import (
     feature_map,
     warn_about_compiler,
 )
-from lrpe_fairseq.attention.scored import Tokens, scored_attention
+from lrpe_fairseq.attention.scored import Tokens, counted, scored_attention
 from lrpe_fairseq.attention.softmax import SoftmaxState
 from lrpe_fairseq.encodings import Encoding, ScoreEncoding
 from lrpe_fairseq.encodings.base import PositionCache, check_positions
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.kernels.dispatch import is_transformed
 
 __all__ = [
     "ATTENTION_TYPES",
@@ -173,8 +172,12 @@ class MultiheadAttention(ProjectedAttention):
         key_padding_mask = None if self.sees_padding else key_padding_mask
         explicit = positions is not None
         positions = positions if explicit else block_positions(x, key_padding_mask, state)
-        attend = self._linear if self.attention_type == "linear" else self._softmax
-        out, past = attend(x, positions, key_padding_mask, state, keep_state)
+        given = x, positions, key_padding_mask, state, keep_state
+        if self.attention_type == "linear":
+            out, past = self._linear(*given)
+        else:
+            limit = x.shape[1] if state is None and not explicit else None
+            out, past = self._softmax(*given, limit=limit)
         out = self._project_out(out, x)
         if not keep_state:
             return out, None
@@ -222,7 +225,7 @@ class MultiheadAttention(ProjectedAttention):
         They are the sums of all scores, which are the output for values of 1 without a normalizer.
         """
         q, k, _ = self._project(x)
-        q, k = self._features(q, k, _counted(x.shape[1], x.device))
+        q, k = self._features(q, k, counted(x.shape[1], x.device))
         log_decay = self._log_decay(x, None, None, False)
         ones = q.new_ones(*q.shape[:3], 1)
         options = {"causal": self.causal, "normalizer": "none", "log_decay": log_decay}
@@ -272,7 +275,7 @@ class MultiheadAttention(ProjectedAttention):
         if self.attention_type == "linear" or not self.causal:
             raise ValueError("only causal softmax attention has a memory of earlier segments")
         x = torch.cat([memory.inputs.transpose(0, 1), x], 1)
-        positions, first = _counted(x.shape[1], x.device), memory.inputs.shape[0]
+        positions, first = counted(x.shape[1], x.device), memory.inputs.shape[0]
         return self._softmax(x, positions, memory.hidden, None, False, first)[0]
 
     def _softmax(
@@ -283,17 +286,20 @@ class MultiheadAttention(ProjectedAttention):
         state: AttentionState | None,
         keep_state: bool,
         first: int = 0,
+        limit: int | None = None,
     ) -> tuple[Tensor, SoftmaxState | None]:
-        """Compute softmax attention. Queries are the tokens from ``first`` on, keys are all."""
+        """Compute softmax attention. Queries are the tokens from ``first`` on, keys are all.
+
+        limit: a number above all positions, if attention has counted them; else None.
+        """
         if self.window is not None:
             self._require_whole(state, keep_state or padding is not None)
             padding = _hidden(x.shape[1], self.window, x.device)
         q, k, v = self._encoded(x, positions)
-        past, keys = None, Tokens(positions, _running_sums(self._gates(x, padding), state))
-        queries = keys
+        past, sums = None, _running_sums(self._gates(x, padding), state)
+        queries = keys = Tokens(positions, sums, first=_first_of(positions), limit=limit)
         if first:
             q, queries = q[:, :, first:], keys.of(slice(first, None))
-            queries = queries._replace(positions=_counted(x.shape[1], x.device, first))
         if keep_state:
             past = _extend(state and state.past, k, v, keys, padding)
             k, v, positions, padding, sums = past.parts
@@ -314,7 +320,7 @@ def block_positions(
     is returned for the same length or mask, so that encodings can cache.
     """
     if key_padding_mask is None:
-        steps = _counted(x.shape[1], x.device)
+        steps = counted(x.shape[1], x.device)
     else:
         count = partial(_count_real_first, key_padding_mask)
         steps = _positions_of_mask.get(key_padding_mask, None, count)
@@ -343,7 +349,7 @@ def _count_real_first(key_padding_mask: Tensor) -> Tensor:
     real = ~padding
     after = real.sum(1, keepdim=True) + padding.cumsum(1)
     steps = torch.where(padding, after, real.cumsum(1)) - 1
-    same = _counted(steps.shape[1], steps.device)
+    same = counted(steps.shape[1], steps.device)
     return same if torch.equal(steps, same.expand_as(steps)) else steps
 
 
@@ -352,17 +358,10 @@ def _hidden(length: int, window: int, device: torch.device) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).tril(-window)[None]
 
 
-def _counted(length: int, device: torch.device, first: int = 0) -> Tensor:
-    """Return first, ..., length - 1 (int64); the same tensor object for the same arguments."""
-    if is_transformed():  # a traced or fake tensor must not be cached
-        return torch.arange(first, length, device=device)
-    return _cached_count(length, device, first)
-
-
-@lru_cache(maxsize=256)
-def _cached_count(length: int, device: torch.device, first: int) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.arange(first, length, device=device)
+def _first_of(positions: Tensor) -> int | None:
+    """Return 0 for the object that :func:`block_positions` returns without padding, else None."""
+    same = counted(positions.shape[-1], positions.device)
+    return 0 if positions is same else None
 
 
 def next_position(

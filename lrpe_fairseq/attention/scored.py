@@ -8,7 +8,7 @@ Axes: B batch, H heads, T query time, S key time, D key width, E value width.
 """
 
 import math
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from lrpe_fairseq.attention.softmax import (
 )
 from lrpe_fairseq.encodings.base import Encoding, QueryKeyEncoding, ScoreEncoding, masked_softmax
 from lrpe_fairseq.encodings.biases import LOWEST
+from lrpe_fairseq.kernels.dispatch import is_transformed
 
 BLOCK = 2**24
 """Maximum number of scores B H R S of a block of R queries: 64 MB in float32."""
@@ -35,10 +36,38 @@ class Tokens(NamedTuple):
     positions: Tensor  # N or B N, int64
     sums: Tensor | None = None  # B H N, float64: sum of the log gates up to each token
     counts: Tensor | None = None  # N or B N, int64: number of real tokens up to each token
+    first: int | None = None  # positions are first, first + 1, ...; None if that is not known
+    limit: int | None = None  # positions are 0 or larger, and smaller than this; None if not known
 
     def of(self, part: slice) -> "Tokens":
         """Return the tokens of a slice."""
-        return Tokens(*(x if x is None else x[..., part] for x in self))
+        own = (x if x is None else x[..., part] for x in self[:3])
+        tokens = Tokens(*own, limit=self.limit)
+        if self.first is None:
+            return tokens
+        first, last, _ = part.indices(self.positions.shape[-1])
+        positions = counted(self.first + last, self.positions.device, self.first + first)
+        return tokens._replace(positions=positions, first=self.first + first)
+
+    @property
+    def ends(self) -> tuple[int, int] | None:
+        """The smallest and largest position they may have; None if that is not known."""
+        if self.first is not None:
+            return self.first, self.first + self.positions.shape[-1] - 1
+        return None if self.limit is None else (0, self.limit - 1)
+
+
+def counted(length: int, device: torch.device, first: int = 0) -> Tensor:
+    """Return first, ..., length - 1 (int64); the same tensor object for the same arguments."""
+    if is_transformed():  # a traced or fake tensor must not be cached
+        return torch.arange(first, length, device=device)
+    return _cached_count(length, device, first)
+
+
+@lru_cache(maxsize=256)
+def _cached_count(length: int, device: torch.device, first: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(first, length, device=device)
 
 
 class Settings(NamedTuple):
@@ -226,7 +255,8 @@ def _terms(
     exact = partial(torch.autocast, q.device.type, enabled=False)
     if encoding.additive and factor is None:
         with exact():
-            return Terms(encoding.bias(*given))
+            bias = _bias_of_lags(encoding, queries, keys, q.dtype)
+            return Terms(encoding.bias(*given) if bias is None else bias)
 
     def rescore(scores: Tensor, visible: Tensor | None) -> Tensor:
         with exact():
@@ -235,6 +265,37 @@ def _terms(
 
     own = type(encoding).weigh is not ScoreEncoding.weigh
     return Terms(None, rescore, encoding.weigh if own else masked_softmax)
+
+
+def _bias_of_lags(
+    encoding: ScoreEncoding, queries: Tokens, keys: Tokens, dtype: torch.dtype
+) -> Tensor | None:
+    """Return a bias that is a function of the lag, (H, T, S) or (B, H, T, S), without reading it.
+
+    None if the encoding has no such bias, or the range of the positions is not known.
+    """
+    of_q, of_k = queries.ends, keys.ends
+    if of_q is None or of_k is None or not keys.positions.numel():
+        return None
+    first, last = of_q[0] - of_k[1], of_q[1] - of_k[0]
+    table = encoding.bias_by_lag(first, last, keys.positions.device)
+    if table is None:
+        return None
+    table = table.to(torch.promote_types(dtype, torch.float32))  # its gradient sums over pairs
+    if queries.first is not None and keys.first is not None:
+        return by_diagonals(table, queries.positions.shape[-1]).to(dtype)
+    lag = queries.positions.unsqueeze(-1) - keys.positions.unsqueeze(-2)
+    bias = table[:, lag - first].to(dtype)
+    return bias if lag.dim() == 2 else bias.transpose(0, 1)
+
+
+def by_diagonals(table: Tensor, rows: int) -> Tensor:
+    """Return the pairs (H, T, S) of a function of the lag, T = ``rows``.
+
+    table: (H, T + S - 1), the values of the lags from those of the first query and the last key on.
+    """
+    columns = table.shape[-1] - rows + 1
+    return table.flip(-1).unfold(-1, columns, 1).flip(-2)
 
 
 def _score_factor(

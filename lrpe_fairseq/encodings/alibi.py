@@ -3,7 +3,13 @@
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import Card, EncodingSpec, QueryKeyEncoding, check_positions
+from lrpe_fairseq.encodings.base import (
+    Card,
+    EncodingSpec,
+    QueryKeyEncoding,
+    check_positions,
+    constant,
+)
 from lrpe_fairseq.encodings.slopes import alibi_slopes
 
 
@@ -42,5 +48,5 @@ class ALiBi(QueryKeyEncoding):
 
     def log_decay(self) -> Tensor:
         """Return -m_h, (H,) float32."""
-        slopes = alibi_slopes(self.spec.num_heads)
-        return -torch.tensor(slopes, dtype=torch.float32, device=self.device_of.device)
+        slopes = tuple(alibi_slopes(self.spec.num_heads))
+        return -constant(slopes, torch.float32, self.device_of.device)

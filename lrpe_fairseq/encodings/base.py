@@ -11,6 +11,7 @@ Axes: B batch, H heads, T query time, S key time, D key width.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.kernels.dispatch import is_transformed
 
 ELU_PLUS_ONE = "elu+1"
 """Name of the feature map phi(x) = 1 + elu(x); see :meth:`QueryKeyEncoding.one_pass`."""
@@ -442,6 +444,14 @@ class ScoreEncoding(Encoding):
         """Return the additive term, broadcastable to (B, H, T, S); see :meth:`forward`."""
         raise NotImplementedError(f"{type(self).__name__} is not additive: call forward")
 
+    def bias_by_lag(self, first: int, last: int, device: torch.device) -> Tensor | None:
+        """Return the bias of every lag s - t from ``first`` to ``last``, (H, last - first + 1).
+
+        Attention then expands it to pairs without reading positions. It is float32 or wider. None
+        if the bias depends on more than the lag: attention calls :meth:`bias`, the definition.
+        """
+        return None
+
     def weigh(self, scores: Tensor, visible: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return the attention weights (B, H, T, S) in ``dtype``, 0 where ``visible`` is false.
 
@@ -484,6 +494,23 @@ def over_heads(per_position: Tensor, positions: Tensor) -> Tensor:
     return per_position if positions.dim() == 1 else per_position.unsqueeze(1)
 
 
+BLOCKS = 8
+"""Number of blocks of queries whose positions a cache keeps."""
+
+
+def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return ``values`` on a device; the same tensor for the same arguments, copied there once."""
+    if is_transformed():  # a traced or fake tensor must not be cached
+        return torch.tensor(values, dtype=dtype, device=device)
+    return _cached_constant(values, dtype, device)
+
+
+@lru_cache(maxsize=256)
+def _cached_constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=dtype, device=device)
+
+
 class PositionCache:
     """A cache of the last values computed from some tensors, outside the state dict.
 
@@ -495,7 +522,7 @@ class PositionCache:
     Threads may share a cache: the entries are one tuple, replaced after a value is computed.
 
     size: the number of values. Two serve cross-attention, which alternates between the positions of
-        a source and of a target.
+        a source and of a target; several serve attention in blocks of queries.
     """
 
     def __init__(self, size: int = 1) -> None:

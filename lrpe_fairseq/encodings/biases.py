@@ -47,6 +47,12 @@ class LagBias(ScoreEncoding):
         table = self.of_lag(torch.arange(first, last + 1, device=lag.device))
         return table.clamp_min(LOWEST).to(dtype)[lag - first]
 
+    def bias_by_lag(self, first: int, last: int, device: torch.device) -> Tensor | None:
+        """Return the bias of every lag; see :meth:`ScoreEncoding.bias_by_lag`."""
+        lag = torch.arange(first, last + 1, device=device)
+        lag = lag.clamp_min(0) if self.spec.causal else lag.abs()
+        return self.of_lag(lag).clamp_min(LOWEST).t()
+
 
 def pick(table: Tensor, index: Tensor) -> Tensor:
     """Select one entry of a table per query for each key.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import Card, EncodingSpec, ScoreEncoding, option
+from lrpe_fairseq.encodings.base import Card, EncodingSpec, ScoreEncoding, constant, option
 from lrpe_fairseq.encodings.biases import LagBias
 from lrpe_fairseq.encodings.fire import FIRE
 from lrpe_fairseq.encodings.kerple import KerpleLog
@@ -131,8 +131,8 @@ class LinearBias(LagBias):
 
     def of_lag(self, lag: Tensor) -> Tensor:
         """Return -m n, float64 (..., H)."""
-        slopes = alibi_slopes(self.spec.num_heads)
-        m = torch.tensor(slopes, dtype=torch.float64, device=lag.device)
+        slopes = tuple(alibi_slopes(self.spec.num_heads))
+        m = constant(slopes, torch.float64, lag.device)
         return -m * lag.unsqueeze(-1)
 
 

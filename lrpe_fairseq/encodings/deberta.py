@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.base import (
+    BLOCKS,
     Card,
     EncodingSpec,
     PositionCache,
@@ -89,7 +90,8 @@ class DeBERTa(ScoreEncoding):
         self.query_proj = key_projection(width, generator, bias=True)
         self.key_scale = self.content_scale * query_scale(spec)
         self._opposite = "deberta-p2c-index" not in spec.options.fidelity
-        self._ends, self._key_rows, self._query_rows = PositionCache(), KeptRows(), KeptRows()
+        self._ends = PositionCache(BLOCKS)
+        self._key_rows, self._query_rows = KeptRows(), KeptRows()
 
     def share_with(self, owner: "DeBERTa") -> None:
         """Use the table of ``owner``. Each layer keeps separate projections."""

@@ -106,6 +106,10 @@ class FIRE(LagBias):
         ]
         return torch.cat(blocks, -3).movedim(-1, -3)
 
+    def bias_by_lag(self, first: int, last: int, device: torch.device) -> None:
+        """Return None: beyond L the bias depends on the query's position too."""
+        return None
+
     def _all_below_threshold(self, q_positions: Tensor) -> bool:
         """True if it is known that every query is at s <= L; False if L is NaN."""
         if q_positions.numel() == 0 or not has_values(q_positions, self.threshold_factor):

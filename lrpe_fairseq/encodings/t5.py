@@ -12,6 +12,7 @@ from lrpe_fairseq.encodings.base import (
     PositionCache,
     ScoreEncoding,
     check_positions,
+    constant,
     option,
 )
 from lrpe_fairseq.encodings.departures import Departure
@@ -67,7 +68,7 @@ class T5Bias(ScoreEncoding):
         self.shared = options.t5_shared
         one_way = options.t5_buckets if spec.causal else options.t5_buckets // 2
         # not a buffer: ``to_empty`` would discard it, and no checkpoint restores it
-        self._starts = bucket_starts(one_way, options.t5_max_distance)
+        self._starts = tuple(bucket_starts(one_way, options.t5_max_distance))
         heads = 1 if "t5-shared-bias" in fidelity else spec.num_heads
         std = (spec.num_heads * spec.head_dim) ** -0.5
         std = 1.0 if "t5-unit-init" in fidelity else std
@@ -86,6 +87,10 @@ class T5Bias(ScoreEncoding):
         table = self.table.t().to(q.dtype)
         return F.embedding(self.buckets(q_positions, k_positions), table).movedim(-1, -3)
 
+    def bias_by_lag(self, first: int, last: int, device: torch.device) -> Tensor:
+        """Return the bias of every lag; see :meth:`ScoreEncoding.bias_by_lag`."""
+        return self.table[:, self.bucket(torch.arange(first, last + 1, device=device))]
+
     def buckets(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Return the bucket of every pair, int64 (T, S) or (B, T, S). The result is cached."""
         return self._cache.get(
@@ -99,7 +104,7 @@ class T5Bias(ScoreEncoding):
 
         In a causal model a key after the query is treated as distance 0; attention masks it.
         """
-        starts = torch.tensor(self._starts, device=distance.device)
+        starts = constant(self._starts, torch.int64, distance.device)
         if self.spec.causal:
             return torch.bucketize(distance.clamp_min(0), starts, right=True)
         one_way = torch.bucketize(distance.abs(), starts, right=True)

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.base import (
+    BLOCKS,
     Card,
     EncodingSpec,
     PositionCache,
@@ -62,7 +63,7 @@ class TransformerXL(ScoreEncoding):
         shape = (spec.num_heads, spec.head_dim)
         self.u = nn.Parameter(0.02 * torch.randn(shape, generator=generator, device="cpu"))
         self.v = nn.Parameter(0.02 * torch.randn(shape, generator=generator, device="cpu"))
-        self._layouts, self._sinusoids = PositionCache(), PositionCache()
+        self._layouts, self._sinusoids = PositionCache(BLOCKS), PositionCache(BLOCKS)
 
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Return the sum of terms (b), (c) and (d), (B, H, T, S), for q times ``query_scale``."""
