@@ -23,7 +23,7 @@ from lrpe_fairseq.attention.projected import (
     warn_about_compiler,
 )
 from lrpe_fairseq.attention.scored import Tokens, scored_attention, scored_weights
-from lrpe_fairseq.encodings import Encoding, ScoreEncoding
+from lrpe_fairseq.encodings import Encoding
 from lrpe_fairseq.encodings.base import PositionCache, check_positions
 from lrpe_fairseq.errors import ChoiceError
 
@@ -213,7 +213,7 @@ class CrossAttention(ProjectedAttention):
             q, k, v = self._encoded(x, queries.positions, source.inputs, own.positions)
             return q, EncodedMemory(k, v, own.positions, own.counts, source.padding)
         q = self._heads(self.q_proj(x))
-        if isinstance(self.encoding, ScoreEncoding):
+        if not self.encoding.serves_linear:
             return q, past
         # keys at the same positions are encoded with the queries and dropped
         return self.encoding(q, q, queries.positions, queries.positions)[0], past
@@ -230,7 +230,7 @@ class CrossAttention(ProjectedAttention):
         places, weights = (queries, keys, past.padding, settings), None
         if need_weights:
             weights = scored_weights(self.encoding, q, past.keys, *places)
-        if weights is not None and not self.drops_scores:
+        if weights is not None and not self.encoding.drops_scores:
             return F.dropout(weights, settings.dropout) @ past.values, weights
         return scored_attention(self.encoding, q, past.keys, past.values, *places), weights
 

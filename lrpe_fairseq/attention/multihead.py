@@ -29,7 +29,7 @@ from lrpe_fairseq.attention.projected import (
 )
 from lrpe_fairseq.attention.scored import Tokens, counted, scored_attention
 from lrpe_fairseq.attention.softmax import SoftmaxState
-from lrpe_fairseq.encodings import Encoding, ScoreEncoding
+from lrpe_fairseq.encodings import Encoding
 from lrpe_fairseq.encodings.base import PositionCache, check_positions
 from lrpe_fairseq.errors import ChoiceError
 
@@ -73,7 +73,6 @@ class MultiheadAttention(ProjectedAttention):
     def __init__(self, embed_dim: int, num_heads: int, **options: Any) -> None:
         super().__init__(embed_dim, num_heads, **options)
         _check_linear_decay(self.score_decay, self.attention_type, self.encoding)
-        self.sees_padding = "padding-ignored" in self.encoding.spec.options.fidelity
         self.window: int | None = None  # in evaluation: tokens that a token attends to, with itself
 
     # --- fairseq's interface: (T, B, C), and a dictionary of states ----------------------------
@@ -169,7 +168,7 @@ class MultiheadAttention(ProjectedAttention):
             if positions is not None:
                 raise ValueError("explicit positions cannot be combined with a memory of segments")
             return self._project_out(self._after_memory(x, state), x), None
-        key_padding_mask = None if self.sees_padding else key_padding_mask
+        key_padding_mask = None if self.encoding.ignores_padding else key_padding_mask
         explicit = positions is not None
         positions = positions if explicit else block_positions(x, key_padding_mask, state)
         given = x, positions, key_padding_mask, state, keep_state
@@ -263,8 +262,6 @@ class MultiheadAttention(ProjectedAttention):
 
         They are 0 where ``padding`` (B, T) is true. A mask of pairs (B, T, S) has no padding.
         """
-        if isinstance(self.encoding, ScoreEncoding):
-            return None
         gates = self.encoding.log_gates(x)
         if gates is None or padding is None or padding.dim() == 3:
             return gates

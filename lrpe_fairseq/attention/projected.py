@@ -14,10 +14,8 @@ from torch.nn import functional as F
 
 from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.attention.scored import Settings
-from lrpe_fairseq.encodings import Encoding, EncodingOptions, ScoreEncoding, build_encoding
+from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.encodings.base import ELU_PLUS_ONE
-from lrpe_fairseq.encodings.biases import query_scale
-from lrpe_fairseq.encodings.fidelity import DROPPED_SCORES
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import encode, loader
 
@@ -84,8 +82,7 @@ class ProjectedAttention(nn.Module):
                 f"position encoding {position_encoding!r} needs the score matrix, which linear "
                 "attention does not compute; use it with softmax attention"
             )
-        self.scale, self.score_decay = _scale(self.encoding, position_encoding), score_decay
-        self.drops_scores = DROPPED_SCORES in options.fidelity
+        self.scale, self.score_decay = self.encoding.softmax_scale, score_decay
         own = memory_dim is None
         projections = _of_self(embed_dim, qkv_bias) if own else _of_cross(embed_dim, memory_dim)
         for name, projection in projections.items():
@@ -169,7 +166,7 @@ class ProjectedAttention(nn.Module):
 
         Keys and values are those of the memory (B, S, C') at its positions, or of x.
         """
-        if isinstance(self.encoding, ScoreEncoding):
+        if not self.encoding.serves_linear:
             return self._project(x, memory)
         source, at = (x, positions) if memory is None else (memory, memory_positions)
         kernels = self._kernels(x, positions, source, at)
@@ -239,7 +236,8 @@ class ProjectedAttention(nn.Module):
     def _settings(self) -> Settings:
         """Return the settings of softmax attention in the current mode."""
         dropout = self.dropout if self.training or self.retain_dropout else 0.0
-        return Settings(self.causal, self.scale, dropout, self.score_decay, self.drops_scores)
+        drops_scores = self.encoding.drops_scores
+        return Settings(self.causal, self.scale, dropout, self.score_decay, drops_scores)
 
     def _project_out(self, out: Tensor, x: Tensor) -> Tensor:
         """(B, H, T, E) -> (B, T, C) in the dtype of x."""
@@ -277,12 +275,6 @@ def warn_about_compiler() -> None:
         "torch.compile: attention of lrpe_fairseq stays outside the compiled graph and runs as in "
         "eager execution"
     )
-
-
-def _scale(encoding: Encoding, name: str) -> float:
-    """Return the factor of q in softmax attention."""
-    scale = encoding.spec.head_dim**-0.5 if name == "none" else query_scale(encoding.spec)
-    return scale * (encoding.content_scale if isinstance(encoding, ScoreEncoding) else 1)
 
 
 def _check_choices(

@@ -124,12 +124,11 @@ def scored_attention(
         key_padding_mask: (B, S), true where a key is padding; (B, T, S), true for hidden pairs.
     Returns: (B, H, T, E).
     """
-    if isinstance(encoding, QueryKeyEncoding):
-        log_decay = encoding.log_decay()
-        if log_decay is None and queries.sums is None and settings.is_plain:
-            return softmax_attention(
-                q, k, v, key_padding_mask=key_padding_mask, **settings.of_softmax()
-            )
+    plain = encoding.serves_linear and encoding.log_decay() is None and queries.sums is None
+    if plain and settings.is_plain:
+        return softmax_attention(
+            q, k, v, key_padding_mask=key_padding_mask, **settings.of_softmax()
+        )
     queries, keys = _with_counts(encoding, q, k, queries, keys, key_padding_mask)
     blocks = list(query_blocks(q, k, settings.causal, BLOCK))
     if len(blocks) == 1 or settings.drops_scores:  # dropped scores need all keys of a query
@@ -167,8 +166,7 @@ def _with_counts(
     encoding: Encoding, q: Tensor, k: Tensor, queries: Tokens, keys: Tokens, mask: Tensor | None
 ) -> tuple[Tokens, Tokens]:
     """Count the real tokens that a constant decay needs, where the queries are the last T keys."""
-    decays = isinstance(encoding, QueryKeyEncoding) and encoding.log_decay() is not None
-    if not decays or queries.counts is not None:
+    if encoding.log_decay() is None or queries.counts is not None:
         return queries, keys
     counts = real_tokens(k.shape[2], mask, k.device)
     own = counts[..., k.shape[2] - q.shape[2] :]
@@ -249,7 +247,7 @@ def _terms(
     A score encoding runs without autocast, which would round what it computes in float32.
     """
     factor = _score_factor(encoding, queries, keys, settings.score_decay, q.dtype)
-    if isinstance(encoding, QueryKeyEncoding):
+    if encoding.serves_linear:
         return _decay_terms(encoding, q.dtype, queries, keys, factor, settings.causal)
     given = q * settings.scale, k, queries.positions, keys.positions
     exact = partial(torch.autocast, q.device.type, enabled=False)

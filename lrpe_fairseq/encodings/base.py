@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.departures import Departure
+from lrpe_fairseq.encodings.departures import DROPPED_SCORES, Departure
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import is_transformed
 
@@ -161,6 +161,15 @@ class EncodingSpec:
         return torch.Generator("cpu").manual_seed(self.seed * 1_000_003 + stream)
 
 
+def query_scale(spec: EncodingSpec) -> float:
+    """Return the factor of q in softmax attention, without a ``content_scale``.
+
+    It is D^-0.5, or (H D)^-0.5 with the departure ``embed-dim-scale``.
+    """
+    wide = "embed-dim-scale" in spec.options.fidelity
+    return (spec.num_heads * spec.head_dim if wide else spec.head_dim) ** -0.5
+
+
 # --- the protocols -----------------------------------------------------------------------------
 
 
@@ -252,6 +261,9 @@ class Encoding(Float32Module):
     shared_by_stacks: bool = False
     """True if also an encoder, a decoder and its cross-attention share it, with equal options."""
 
+    content_scale: ClassVar[float] = 1.0
+    """Factor of the content score q k^T, in addition to D^-0.5. The q that the encoding receives
+    has this factor."""
     denominator_vanishes: bool = False
     """True if the denominator of Eq. 39 is often close to zero or negative. Linear attention with
     normalizer "rotated" then divides by the clamp: results are finite in float32 and bfloat16, but
@@ -262,9 +274,43 @@ class Encoding(Float32Module):
         self.spec = spec
 
     @property
+    def softmax_scale(self) -> float:
+        """The factor of q k^T in softmax attention."""
+        return self.content_scale * query_scale(self.spec)
+
+    @property
+    def drops_scores(self) -> bool:
+        """True if dropout of softmax attention acts on scores instead of weights."""
+        return DROPPED_SCORES in self.spec.options.fidelity
+
+    @property
+    def ignores_padding(self) -> bool:
+        """True if self-attention counts padding as tokens and attends to it."""
+        return "padding-ignored" in self.spec.options.fidelity
+
+    @property
     def options(self) -> Any:
         """The options of this method, an instance of its ``Options``."""
         return self.spec.options.of(self.Options)
+
+    def log_decay(self) -> Tensor | None:
+        """Return the natural logarithm of a constant decay per token, (H,) float32, or None.
+
+        Attention multiplies by exp(log_decay n), where n is the number of real tokens in t+1..s,
+        because r^s and r^-t overflow separately. ``decay_on`` says what is multiplied.
+        """
+        return None
+
+    def log_gates(self, x: Tensor) -> Tensor | None:
+        """Return the logarithms of a decay that depends on the tokens, or None.
+
+        Args:
+            x: the input of the layer, (B, T, C) with C = H D.
+        Returns: (B, H, T) float32, at most 0. Attention multiplies by the exponential of their sum
+            over t+1..s, and sets them to 0 at padding. An encoding has gates or a constant decay,
+            not both.
+        """
+        return None
 
     def share_with(self, owner: "Encoding") -> None:
         """Replace the parameters by those of ``owner``, an encoding of the same name.
@@ -379,25 +425,6 @@ class QueryKeyEncoding(Encoding):
         """
         return None
 
-    def log_decay(self) -> Tensor | None:
-        """Return the natural logarithm of a constant decay per token, (H,) float32, or None.
-
-        Attention multiplies by exp(log_decay n), where n is the number of real tokens in t+1..s,
-        because r^s and r^-t overflow separately. :attr:`decay_on` says what is multiplied.
-        """
-        return None
-
-    def log_gates(self, x: Tensor) -> Tensor | None:
-        """Return the logarithms of a decay that depends on the tokens, or None.
-
-        Args:
-            x: the input of the layer, (B, T, C) with C = H D.
-        Returns: (B, H, T) float32, at most 0. Attention multiplies by the exponential of their sum
-            over t+1..s, and sets them to 0 at padding. An encoding has gates or a constant decay,
-            not both.
-        """
-        return None
-
 
 class ScoreEncoding(Encoding):
     """(scores, q, k, positions, visible) -> scores, for encodings that need the score matrix.
@@ -410,9 +437,6 @@ class ScoreEncoding(Encoding):
     additive: ClassVar[bool] = True
     """True if :meth:`bias` defines the encoding completely. Computed: False for a class that
     overrides :meth:`forward` or :meth:`weigh`."""
-    content_scale: ClassVar[float] = 1.0
-    """Factor of the content score q k^T, in addition to D^-0.5. The q that the encoding receives
-    has this factor."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)

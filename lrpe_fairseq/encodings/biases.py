@@ -6,7 +6,7 @@ Axes: B batch, H heads, T query time, S key time.
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import EncodingSpec, ScoreEncoding, check_positions
+from lrpe_fairseq.encodings.base import ScoreEncoding, check_positions
 from lrpe_fairseq.kernels.dispatch import has_values
 
 LOWEST = -3e4
@@ -79,12 +79,3 @@ def seen_keys(scores: Tensor, visible: Tensor | None, before: int = 0) -> Tensor
     earlier = torch.ones(rows, columns, dtype=torch.bool, device=scores.device)
     earlier = earlier.tril(columns - rows - before)
     return earlier if visible is None else visible & earlier
-
-
-def query_scale(spec: EncodingSpec) -> float:
-    """Return the factor of q in softmax attention, without a ``content_scale``.
-
-    It is D^-0.5, or (H D)^-0.5 with the departure ``embed-dim-scale``.
-    """
-    wide = "embed-dim-scale" in spec.options.fidelity
-    return (spec.num_heads * spec.head_dim if wide else spec.head_dim) ** -0.5

@@ -11,8 +11,9 @@ from lrpe_fairseq.encodings.base import (
     ScoreEncoding,
     check_positions,
     option,
+    query_scale,
 )
-from lrpe_fairseq.encodings.biases import pick, query_scale, seen_keys
+from lrpe_fairseq.encodings.biases import pick, seen_keys
 from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.errors import ChoiceError
 

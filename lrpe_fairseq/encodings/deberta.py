@@ -14,8 +14,9 @@ from lrpe_fairseq.encodings.base import (
     ScoreEncoding,
     check_positions,
     option,
+    query_scale,
 )
-from lrpe_fairseq.encodings.biases import pick, query_scale
+from lrpe_fairseq.encodings.biases import pick
 from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.encodings.networks import Linear, key_projection
 from lrpe_fairseq.errors import ChoiceError

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+DROPPED_SCORES = "ape-logit-dropout"
+"""The departure whose dropout acts on scores."""
+
 
 @dataclass(frozen=True)
 class Departure:

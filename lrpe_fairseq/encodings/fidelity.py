@@ -8,10 +8,9 @@ attention under any encoding, and whole models.
 from collections.abc import Iterable
 
 from lrpe_fairseq.encodings import ENCODINGS, encoding_class
-from lrpe_fairseq.encodings.departures import Departure
+from lrpe_fairseq.encodings.departures import DROPPED_SCORES, Departure
 from lrpe_fairseq.errors import ChoiceError
 
-DROPPED_SCORES = "ape-logit-dropout"
 OF_ATTENTION: dict[str, Departure] = {
     "embed-dim-scale": Departure(
         paper="softmax(QK^T / sqrt(d)) with d the head width (LRPE, Eq. 2)",

@@ -16,6 +16,11 @@ class NoEncoding(QueryKeyEncoding):
     )
     reads_nodes = True  # it reads no positions
 
+    @property
+    def softmax_scale(self) -> float:
+        """D^-0.5, as stock attention has under every departure."""
+        return self.spec.head_dim**-0.5
+
     def forward(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:

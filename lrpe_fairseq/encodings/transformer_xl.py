@@ -11,8 +11,9 @@ from lrpe_fairseq.encodings.base import (
     PositionCache,
     ScoreEncoding,
     check_positions,
+    query_scale,
 )
-from lrpe_fairseq.encodings.biases import pick, query_scale
+from lrpe_fairseq.encodings.biases import pick
 from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.encodings.networks import key_projection
 from lrpe_fairseq.kernels.dispatch import has_values
