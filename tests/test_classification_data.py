@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lrpe_fairseq.experiments.data.listops import LENGTHS, SYMBOLS, Recipe
 from sklearn.datasets import load_digits
 
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import examples, images, listops
 from lrpe_fairseq.experiments.data.examples import Examples
-from lrpe_fairseq.experiments.data.listops import LENGTHS, SYMBOLS, Recipe
 from tests.test_data_prep import files, load, refusal
 
 sst2, digits = load("sst2-bytes"), load("digits")

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lrpe_fairseq.experiments.data.gpt2 import obtain_gpt2
 from scipy import stats
 from sklearn import metrics
 
 from lrpe_fairseq.experiments.commands import run_table
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import glue, glue_files
-from lrpe_fairseq.experiments.data.gpt2 import obtain_gpt2
 from lrpe_fairseq.experiments.data.pieces import GPT2, SentencePiece, tokenizer_of
 from lrpe_fairseq.experiments.families import finetuning, plan
 from lrpe_fairseq.experiments.records import checkpoints

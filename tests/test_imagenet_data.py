@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lrpe_fairseq.experiments.data.imagenet import Archives, Source
 
 from lrpe_fairseq.experiments.data import imagenet
-from lrpe_fairseq.experiments.data.imagenet import Archives, Source
 from tests.test_data_prep import load, refusal
 
 prepare = load("imagenet")

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lrpe_fairseq.experiments.data.archives import GZIP
 from PIL import Image
 
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import lra, pathfinder
-from lrpe_fairseq.experiments.data.archives import GZIP
 from lrpe_fairseq.experiments.families import classification
 from lrpe_fairseq.experiments.families.classification import ClassificationRun
 from lrpe_fairseq.experiments.records.console import UserError

@@ -6,8 +6,8 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-
 from lrpe_fairseq.experiments.data.correlation import average_ranks, spearman
+
 from lrpe_fairseq.experiments.families import plan
 from lrpe_fairseq.experiments.records import recipes
 from lrpe_fairseq.experiments.records.layout import Column, load_table, load_tables

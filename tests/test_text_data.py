@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lrpe_fairseq.experiments.data.gpt2 import obtain_gpt2
 
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import folders
-from lrpe_fairseq.experiments.data.gpt2 import obtain_gpt2
 from lrpe_fairseq.experiments.data.pieces import SentencePiece
 from lrpe_fairseq.experiments.families import lm, plan
 from lrpe_fairseq.experiments.records import shards

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lrpe_fairseq.experiments.data.trees import Tree
 from numpy.random import RandomState
 
 from lrpe_fairseq.experiments.data import transduction, trees
 from lrpe_fairseq.experiments.data.transduction import Recipe, Sample, Scale
-from lrpe_fairseq.experiments.data.trees import Tree
 from lrpe_fairseq.experiments.records.console import UserError
 
 FOLDER = Path(__file__).resolve().parents[1] / "data-prep" / "algebraic"

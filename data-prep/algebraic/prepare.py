@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lrpe_fairseq.experiments.data import transduction, trees
+from lrpe_fairseq.experiments.data import transduction
 from lrpe_fairseq.experiments.data.corpus import say
 from lrpe_fairseq.experiments.data.transduction import Recipe
 from lrpe_fairseq.experiments.records.console import command
@@ -24,7 +24,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dest", type=Path, required=True, help="output folder")
     parser.add_argument("--task", required=True, choices=transduction.TASKS)
     parser.add_argument(
-        "--order", default="", choices=list(trees.ORDERS), help="of a tree's target (trees only)"
+        "--order",
+        default="",
+        choices=list(transduction.ORDERS),
+        help="of a tree's target (trees only)",
     )
     parser.add_argument("--scale", default="small", choices=list(transduction.SCALES))
     parser.add_argument("--seed", type=int, default=Recipe.seed, help="of the data")

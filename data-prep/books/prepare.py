@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from lrpe_fairseq.experiments.data import corpus as prep
-from lrpe_fairseq.experiments.data.gpt2 import SHA256, obtain_gpt2
+from lrpe_fairseq.experiments.data.pieces import SHA256, obtain_gpt2, run_pieces
 from lrpe_fairseq.experiments.records.console import UserError, command
+from lrpe_fairseq.experiments.records.files import written_whole
 
 Books = dict[str, list[Path]]
 """Split -> files, in order."""
@@ -103,10 +104,10 @@ def obtain_pg19(
 
 def _download(raw: Path, split: str, stop: int | None, source: Source) -> list[Path]:
     theirs = PUBLISHED[split]
-    names = prep.download(f"{split}_files.txt", [source.lists.format(theirs)], raw)
+    names = prep.obtain(f"{split}_files.txt", [source.lists.format(theirs)], "", raw)
     files = [PurePosixPath(line).name for line in prep.read_lines(names) if line]
     texts = source.texts.format(theirs)
-    return [prep.download(file, [texts + file], raw / theirs) for file in sorted(files)[:stop]]
+    return [prep.obtain(file, [texts + file], "", raw / theirs) for file in sorted(files)[:stop]]
 
 
 # --------------------------------------------------------------------------------------- prepare
@@ -132,7 +133,7 @@ def join(books: Sequence[Path], text: Path, documents: Path) -> None:
     Raises: UserError for a book that is not UTF-8.
     """
     number = 0
-    with prep.written_whole(text) as out, prep.written_whole(documents) as index:
+    with written_whole(text) as out, written_whole(documents) as index:
         for book in books:
             try:
                 lines = list(prep.read_lines(book))
@@ -178,8 +179,8 @@ def prepare(
     else:
         books = obtain_pg19(dest / "raw", from_dir, limit, source, official)
     texts = run_texts(steps, books)
-    prep.run_pieces(steps, texts, tokenizer, workers)
-    return prep.report(steps.finish(lambda: prep.count_corpus(dest, texts)))
+    run_pieces(steps, texts, tokenizer, workers)
+    return steps.finish(lambda: prep.count_corpus(dest, texts))
 
 
 @command("data-prep/books/prepare.py")

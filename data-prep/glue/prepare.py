@@ -9,18 +9,12 @@ See the README in this folder for sources, counts and subsets.
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lrpe_fairseq.experiments.data import corpus as prep
-from lrpe_fairseq.experiments.data.glue import TASKS, GlueTask, named
-from lrpe_fairseq.experiments.data.glue_files import (
-    Example,
-    obtain,
-    read_examples,
-    require_official,
-)
+from lrpe_fairseq.experiments.data.glue import TASKS, GlueTask, named, obtain, read_examples
 from lrpe_fairseq.experiments.data.pieces import Tokenizer, tokenizer_of
 from lrpe_fairseq.experiments.records import shards
 from lrpe_fairseq.experiments.records.console import UserError, command
@@ -54,109 +48,61 @@ def prepare(name: str, dest: Path, pieces: Pieces, from_dir: Path | None, worker
     prep.say(f"GLUE {name} -> {folder}")
     steps = prep.Steps(folder, "glue", name)
     raw = obtain(name, folder / "raw", from_dir)
-    counts = {}
-    for split, path in raw.items():
-        counts[split] = sum(1 for _ in read_examples(path, task))
-        require_official(name, task.files[split], path, counts[split], task.examples[split])
-    _run_text(steps, raw, task, pieces)
-    _run_binarize(steps, raw, task, pieces, workers)
-    return _report(steps.finish(lambda: _results(task, counts, pieces)))
-
-
-def _run_text(steps: prep.Steps, raw: Mapping[str, Path], task: GlueTask, pieces: Pieces) -> None:
-    parts = _parts(task)
-    writes = [steps.dest / "text" / f"{split}.{part}" for split in raw for part in parts]
-
-    def make() -> None:
-        for split, path in raw.items():
-            examples = list(read_examples(path, task))
-            _write_split(steps.dest / "text", split, examples, task, pieces)
-
-    reads = {**raw, **pieces.reads}
-    steps.run("encode", reads, writes, make)
-
-
-def _write_split(
-    text: Path, split: str, examples: Sequence[Example], task: GlueTask, pieces: Pieces
-) -> None:
-    for index in range(len(task.inputs)):
-        encoded = pieces.tokenizer.cut([sentences[index] for sentences, _ in examples])
-        _write_lines(text / f"{split}.input{index}", encoded)
-    labels = (_label(label, task) for _, label in examples)
-    _write_lines(text / f"{split}.label", labels)
-
-
-def _label(label: str, task: GlueTask) -> str:
-    return str(task.labels.index(label)) if task.labels else label
-
-
-def _write_lines(path: Path, lines: Iterable[str]) -> None:
-    with prep.written_whole(path) as out:
-        out.writelines(f"{line}\n" for line in lines)
-
-
-def _parts(task: GlueTask) -> list[str]:
-    return [*(f"input{index}" for index in range(len(task.inputs))), "label"]
-
-
-def _run_binarize(
-    steps: prep.Steps, raw: Mapping[str, Path], task: GlueTask, pieces: Pieces, workers: int
-) -> None:
-    text, bin_dir = steps.dest / "text", steps.dest / "bin"
-    for part in _parts(task):
-        texts = {split: text / f"{split}.{part}" for split in raw}
-        writes, make = _binary(
-            texts, bin_dir / part, _dictionary(task, part, pieces, text), workers
-        )
+    parts = [*(f"input{index}" for index in range(len(task.inputs))), "label"]
+    texts = {p: {split: folder / "text" / f"{split}.{p}" for split in raw} for p in parts}
+    written = [texts[part][split] for split in raw for part in parts]
+    encode = functools.partial(write_text, raw, texts, task, pieces)
+    steps.run("encode", {**raw, **pieces.reads}, written, encode)
+    for part, own in texts.items():
+        bin_dir = folder / "bin" / part
+        files, make = ["dict.txt", *prep.binary_files(own)], prep.write_binary
+        dictionary = pieces.dictionary
+        if part == "label":
+            dictionary = folder / "text" / "classes.txt"
+            prep.write_lines(dictionary, (f"{number} 1" for number in range(task.classes)))
         if part == "label" and not task.labels:
-            writes, make = _values(texts, bin_dir / part)
-        steps.run(f"binarize {part}", {**texts, **pieces.reads}, writes, make)
+            files, make = [f"{split}.label" for split in own], write_values
+        binarize = functools.partial(make, own, bin_dir, dictionary, workers)
+        reads = {**own, **pieces.reads}
+        steps.run(f"binarize {part}", reads, [bin_dir / file for file in files], binarize)
+    return steps.finish(lambda: count(raw, task, pieces))
 
 
-def _binary(
-    texts: Mapping[str, Path], bin_dir: Path, dictionary: Path, workers: int
-) -> tuple[list[Path], Callable[[], None]]:
-    files = ["dict.txt", *(f"{split}.{kind}" for split in texts for kind in ("bin", "idx"))]
-    make = functools.partial(prep.binarize_text, texts, bin_dir, dictionary, workers)
-    return [bin_dir / file for file in files], make
+def write_text(
+    raw: Mapping[str, Path],
+    texts: Mapping[str, Mapping[str, Path]],
+    task: GlueTask,
+    pieces: Pieces,
+) -> None:
+    """Write the pieces of the sentences and the labels; texts: part -> split -> file."""
+    for split, path in raw.items():
+        examples = list(read_examples(path, task))
+        for index in range(len(task.inputs)):
+            encoded = pieces.tokenizer.cut([sentences[index] for sentences, _ in examples])
+            prep.write_lines(texts[f"input{index}"][split], encoded)
+        numbers = {label: number for number, label in enumerate(task.labels)}
+        prep.write_lines(
+            texts["label"][split], (numbers.get(label, label) for _, label in examples)
+        )
 
 
-def _values(texts: Mapping[str, Path], folder: Path) -> tuple[list[Path], Callable[[], None]]:
-    """Return a step for regression targets, which fairseq reads as text, one number per line."""
-
-    def make() -> None:
-        for split, path in texts.items():
-            _write_lines(folder / f"{split}.label", prep.read_lines(path))
-
-    return [folder / f"{split}.label" for split in texts], make
+def write_values(texts: Mapping[str, Path], folder: Path, *_: object) -> None:
+    """Write regression targets, which fairseq reads as text, one number per line."""
+    for split, path in texts.items():
+        prep.write_lines(folder / f"{split}.label", prep.read_lines(path))
 
 
-def _dictionary(task: GlueTask, part: str, pieces: Pieces, text: Path) -> Path:
-    """Return the dictionary of a part: that of the pieces, or the classes in their order."""
-    if part != "label":
-        return pieces.dictionary
-    path = text / "classes.txt"
-    _write_lines(path, (f"{number} 1" for number in range(task.classes)))
-    return path
-
-
-def _results(task: GlueTask, counts: Mapping[str, int], pieces: Pieces) -> dict:
+def count(raw: Mapping[str, Path], task: GlueTask, pieces: Pieces) -> dict:
+    """Count the examples; those of a subset are fewer than the official ones."""
     splits = {
-        split: {"examples": found, "official": task.examples[split]}
-        for split, found in counts.items()
+        split: {
+            "examples": sum(1 for _ in read_examples(path, task)),
+            "official": task.examples[split],
+        }
+        for split, path in raw.items()
     }
-    absent = [split for split in task.files if split not in counts]
+    absent = [split for split in task.files if split not in raw]
     return {"splits": splits, "absent": absent, "tokens_of": pieces.name}
-
-
-def _report(manifest: dict) -> dict:
-    for split, count in manifest["splits"].items():
-        found, official = count["examples"], count["official"]
-        subset = "" if found == official else f", a SUBSET of the official {official:,}"
-        prep.say(f"  {split}: {found:,} examples{subset}")
-    for split in manifest["absent"]:
-        prep.say(f"  {split}: missing")
-    return manifest
 
 
 @command("data-prep/glue/prepare.py")

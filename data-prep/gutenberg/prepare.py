@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lrpe_fairseq.experiments.data import corpus as prep
-from lrpe_fairseq.experiments.data.pieces import SPM, SentencePiece
+from lrpe_fairseq.experiments.data import pieces
 from lrpe_fairseq.experiments.records.console import UserError, command
+from lrpe_fairseq.experiments.records.files import written_whole
 
 SHA256 = {  # of the compressed files
     "train-00": "6ab1361e22a7f04d0c73ddc39d5569f1666e3168d008c1bb9fc033ba8f837252",
@@ -59,7 +60,7 @@ def lines_of(sources: Sequence[Path]) -> Iterator[str]:
 
 def join(sources: Sequence[Path], text: Path, documents: Path) -> None:
     """Write the books as one text, and the first line (from 0) and title of each book."""
-    with prep.written_whole(text) as out, prep.written_whole(documents) as index:
+    with written_whole(text) as out, written_whole(documents) as index:
         for number, line in enumerate(lines_of(sources)):
             if line.startswith(BOOK):
                 index.write(f"{number}\t{line.removeprefix(BOOK).strip()}\n")
@@ -85,16 +86,16 @@ def run_texts(
 
 def run_model(
     steps: prep.Steps, first: Path, sha256: Mapping[str, str], vocab_size: int
-) -> SentencePiece:
+) -> pieces.SentencePiece:
     """Step: train ``spm/`` on a sample of the first shard, whatever the number of shards.
 
     Characters without a piece become bytes, so no text has an ``<unk>``.
     """
-    model = steps.dest / SPM
+    model = steps.dest / pieces.SPM
 
     def make() -> None:
         paragraphs = (line for line in lines_of([first]) if not line.startswith(BOOK))
-        prep.train_sentencepiece(
+        pieces.train_sentencepiece(
             itertools.islice(paragraphs, 0, None, SAMPLE),
             model,
             vocab_size,
@@ -105,7 +106,7 @@ def run_model(
 
     reads = {first.name: sha256[name_of(first)], "vocab_size": vocab_size, "sample": SAMPLE}
     steps.run("train sentencepiece", reads, [model], make)
-    return SentencePiece(model)
+    return pieces.SentencePiece(model)
 
 
 def count(dest: Path, texts: Mapping[str, Path]) -> dict:
@@ -140,8 +141,8 @@ def prepare(
     sources = {split: obtain(own, from_dir, sha256) for split, own in names.items()}
     texts = run_texts(steps, sources, sha256)
     tokenizer = run_model(steps, sources["train"][0], sha256, vocab_size)
-    prep.run_pieces(steps, texts, tokenizer, workers)
-    return prep.report(steps.finish(lambda: count(dest, texts)))
+    pieces.run_pieces(steps, texts, tokenizer, workers)
+    return steps.finish(lambda: count(dest, texts))
 
 
 @command("data-prep/gutenberg/prepare.py")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lrpe_fairseq.experiments.data import imagenet
+from lrpe_fairseq.experiments.data import images
 from lrpe_fairseq.experiments.data.corpus import say
 from lrpe_fairseq.experiments.records.console import UserError, command
 
@@ -35,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             "ImageNet has no public download: register at https://image-net.org/download, and pass "
             "the folder with its archives, or with train and val, with --from."
         )
-    source = imagenet.FOLDER if options.any_images else imagenet.IMAGENET
+    source = images.FOLDER if options.any_images else images.IMAGENET
     say(f"{source.name}, {source.level} -> {options.dest}")
-    imagenet.prepare(options.dest, options.from_dir, source)
+    images.prepare_folders(options.dest, options.from_dir, source)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lrpe_fairseq.experiments.data import listops
+from lrpe_fairseq.experiments.data import lra
 from lrpe_fairseq.experiments.data.corpus import say
-from lrpe_fairseq.experiments.records.console import UserError, command
+from lrpe_fairseq.experiments.records.console import command
 
 
 @command("data-prep/listops/prepare.py")
@@ -21,14 +21,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--dest", type=Path, required=True, help="output folder")
     parser.add_argument(
-        "--length", default="20-100", choices=list(listops.LENGTHS), help="bounds of the tokens"
+        "--length", default="20-100", choices=list(lra.LENGTHS), help="bounds of the tokens"
     )
     parser.add_argument("--seed", type=int, default=1, help="of the expressions")
     options = parser.parse_args(argv)
-    if options.seed < 0:
-        raise UserError(f"--seed must not be negative, got {options.seed}.")
     say(f"ListOps {options.length}, seed {options.seed} -> {options.dest}")
-    listops.prepare(options.dest, options.length, options.seed)
+    lra.prepare_listops(options.dest, options.length, options.seed)
 
 
 if __name__ == "__main__":

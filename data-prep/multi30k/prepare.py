@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lrpe_fairseq.experiments.data import bitext
 from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.data.pieces import run_sentencepiece
 from lrpe_fairseq.experiments.records.console import UserError, command
 
 URL = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw/"
@@ -59,16 +60,16 @@ def prepare(
         raise UserError(
             f"Multi30k has {pairs} pairs, but {found} were found: fetch its files again."
         )
-    tokenizer = bitext.run_sentencepiece(steps, texts["train"], LANGUAGES, vocab_size)
+    train = bitext.sides({"train": texts["train"]}, LANGUAGES)
+    tokenizer = run_sentencepiece(steps, train, vocab_size)
     bitext.run_pieces(steps, texts, LANGUAGES, tokenizer, workers)
-    return bitext.report(steps.finish(lambda: bitext.count(dest, texts, LANGUAGES)))
+    return steps.finish(lambda: bitext.count(dest, texts, LANGUAGES))
 
 
 @command("data-prep/multi30k/prepare.py")
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare the corpus."""
-    args = bitext.arguments(__doc__, argv)
-    prepare(args.dest, vocab_size=args.vocab_size, from_dir=args.from_dir, workers=args.workers)
+    prepare(**bitext.arguments(__doc__, argv))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from lrpe_fairseq.experiments.data import bitext
 from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.data.pieces import run_sentencepiece
 from lrpe_fairseq.experiments.records.console import UserError, command
+from lrpe_fairseq.experiments.records.files import written_whole
 
 URL = "https://raw.githubusercontent.com/Helsinki-NLP/OPUS-MT-testsets/master/testsets/eng-deu/"
 LANGUAGES = {"en": "eng", "de": "deu"}  # our code -> the repository's code
@@ -75,7 +77,7 @@ def obtain(
 def join(raw: Path, names: Iterable[str], target: Path) -> None:
     """Write the train split: all sets that are not held out, in order."""
     for language in LANGUAGES:
-        with prep.written_whole(bitext.side(target, language)) as out:
+        with written_whole(bitext.side(target, language)) as out:
             for name in names:
                 out.write((raw / f"{name}.{language}").read_text(encoding="utf-8"))
 
@@ -99,16 +101,16 @@ def prepare(
     steps.run("join", reads, writes, lambda: join(raw, rest, train))
     texts = {"train": train, **{split: raw / name for split, name in HELD_OUT.items()}}
     languages = list(LANGUAGES)
-    tokenizer = bitext.run_sentencepiece(steps, train, languages, vocab_size)
+    own = bitext.sides({"train": train}, languages)
+    tokenizer = run_sentencepiece(steps, own, vocab_size)
     bitext.run_pieces(steps, texts, languages, tokenizer, workers)
-    return bitext.report(steps.finish(lambda: bitext.count(dest, texts, languages)))
+    return steps.finish(lambda: bitext.count(dest, texts, languages))
 
 
 @command("data-prep/newstest/prepare.py")
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare the corpus."""
-    args = bitext.arguments(__doc__, argv)
-    prepare(args.dest, vocab_size=args.vocab_size, from_dir=args.from_dir, workers=args.workers)
+    prepare(**bitext.arguments(__doc__, argv))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.data.pieces import run_pieces, run_sentencepiece
 from lrpe_fairseq.experiments.records.console import command
+from lrpe_fairseq.experiments.records.files import written_whole
 
 # Test suites and third-party packages; the rest is the same on every platform.
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "_bundled"}
@@ -143,8 +145,8 @@ def write_texts(documents: Documents, dest: Path) -> None:
     for split in prep.SPLITS:
         line = 0
         with (
-            prep.written_whole(dest / "text" / f"{split}.txt") as text,
-            prep.written_whole(dest / "documents" / f"{split}.tsv") as index,
+            written_whole(dest / "text" / f"{split}.txt") as text,
+            written_whole(dest / "documents" / f"{split}.tsv") as index,
         ):
             for name, kept in documents.items():
                 if split_of(name) == split:
@@ -190,13 +192,13 @@ def prepare(
     stdlib = stdlib or Path(sysconfig.get_path("stdlib"))
     texts = run_texts(steps, stdlib, own_topics if topics is None else topics)
     train = {"train": texts["train"]}
-    tokenizer = prep.run_sentencepiece(steps, train, vocab_size or MOST_CHARACTERS, kind)
-    prep.run_pieces(steps, texts, tokenizer)
+    tokenizer = run_sentencepiece(steps, train, vocab_size or MOST_CHARACTERS, kind)
+    run_pieces(steps, texts, tokenizer)
 
     def results() -> dict:
         return {"python": platform.python_version(), **prep.count_corpus(dest, texts)}
 
-    return prep.report(steps.finish(results))
+    return steps.finish(results)
 
 
 @command("data-prep/pydoc/prepare.py")

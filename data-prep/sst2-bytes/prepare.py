@@ -16,8 +16,7 @@ import numpy as np
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import examples
 from lrpe_fairseq.experiments.data.examples import BYTES, Examples
-from lrpe_fairseq.experiments.data.glue import named
-from lrpe_fairseq.experiments.data.glue_files import obtain, read_examples, require_official
+from lrpe_fairseq.experiments.data.glue import named, obtain, read_examples
 from lrpe_fairseq.experiments.records.console import command
 
 TASK = "SST-2"
@@ -40,25 +39,17 @@ def split(raw: Mapping[str, Path]) -> dict[str, Examples]:
     count = len(known.labels)
     order = np.random.RandomState(SEED).permutation(count)
     held_out = min(HELD_OUT, int(MOST_HELD_OUT * count))
-    parts = {"train": np.sort(order[held_out:]), "valid": np.sort(order[:held_out])}
-    chosen = {
-        name: Examples([known.inputs[i] for i in own], [known.labels[i] for i in own])
-        for name, own in parts.items()
-    }
-    return {**chosen, "test": read(raw["valid"])}
+    valid, train = (known.chosen(np.sort(own)) for own in np.split(order, [held_out]))
+    return {"train": train, "valid": valid, "test": read(raw["valid"])}
 
 
 def prepare(dest: Path, from_dir: Path | None = None) -> dict:
     """Prepare ``dest`` and return its manifest."""
-    steps, task = prep.Steps(dest, "sst2", "bytes"), named(TASK)
+    steps = prep.Steps(dest, "sst2", "bytes")
     raw = obtain(TASK, dest / "raw", from_dir)
-    for name, path in raw.items():
-        found = sum(1 for _ in read_examples(path, task))
-        require_official(TASK, task.files[name], path, found, task.examples[name])
     reads = {**raw, "script": Path(__file__), "seed": SEED}
     make = functools.partial(split, raw)
-    examples.binarize(steps, reads, make, symbols=BYTES, classes=task.classes, eos=True)
-    return examples.report(steps.finish(lambda: examples.count(dest, task.classes)))
+    return examples.prepare(steps, reads, make, symbols=BYTES, classes=2, eos=True)
 
 
 @command("data-prep/sst2-bytes/prepare.py")

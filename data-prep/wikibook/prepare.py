@@ -7,21 +7,19 @@ this folder for sources, sizes and what is verified.
 """
 
 import argparse
-import contextlib
 import functools
 import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from lrpe_fairseq.experiments.data import corpus as prep
-from lrpe_fairseq.experiments.data.gpt2 import SHA256, obtain_gpt2
-from lrpe_fairseq.experiments.data.pieces import Tokenizer
+from lrpe_fairseq.experiments.data.pieces import GPT2, SHA256, obtain_gpt2
 from lrpe_fairseq.experiments.records import dictionaries, shards
 from lrpe_fairseq.experiments.records.console import UserError, command
 
@@ -61,43 +59,30 @@ def obtain(
     name = published(number)
     if from_dir is not None:
         for file in FILES:
-            prep.copy_whole(functools.partial(_opened, from_dir / name / file), into / file)
+            path = from_dir / name / file
+            if not path.is_file():
+                raise UserError(
+                    f"{path} does not exist: put it there, or omit --from to download it."
+                )
+            prep.unpack_once(functools.partial(open, path, "rb"), into / file)
         return
     source = source or Source()
     known = checksums(name, listings, source)
     for file in FILES:
-        urls = [source.files.format(name) + file]
-        if file in known:
-            prep.obtain(file, urls, known[file], into)
-        else:
-            prep.download(file, urls, into)
+        prep.obtain(file, [source.files.format(name) + file], known.get(file, ""), into)
 
 
 def checksums(name: str, folder: Path, source: Source) -> dict[str, str]:
     """Return file -> sha256 for the files of a shard for which the publisher's list has one."""
-    path = prep.download(f"{name}.json", [source.listing.format(name)], folder, _is_list)
+    path = prep.obtain(f"{name}.json", [source.listing.format(name)], "", folder)
     entries = json.loads(path.read_text(encoding="utf-8"))
     return {Path(e["path"]).name: e["lfs"]["oid"] for e in entries if "lfs" in e}
-
-
-def _is_list(path: Path) -> bool:
-    with contextlib.suppress(ValueError):
-        return isinstance(json.loads(path.read_text(encoding="utf-8")), list)
-    return False
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator:
-    if not path.is_file():
-        raise UserError(f"{path} does not exist: put it there, or omit --from to download it.")
-    with path.open("rb") as stream:
-        yield stream
 
 
 # ---------------------------------------------------------------------------------------- verify
 
 
-def verify(folders: Sequence[Path], tokenizer: Tokenizer, types: int = TYPES) -> None:
+def verify(folders: Sequence[Path], tokenizer: GPT2, types: int = TYPES) -> None:
     """Check that all files are complete and share the dictionary of GPT-2's pieces.
 
     Raises: UserError, which names the first file that is not.
@@ -162,7 +147,7 @@ def prepare(
 
     writes = [dest / "bin" / f"shard{n}" / file for n in range(count) for file in FILES]
     steps.run("obtain", {"shards": count}, writes, make)
-    return _report(steps.finish(functools.partial(results, dest)))
+    return steps.finish(functools.partial(results, dest))
 
 
 def _reopened(dest: Path, count: int) -> Path:
@@ -186,13 +171,6 @@ def results(dest: Path) -> dict:
     train["tokens_by_shard"] = [part["tokens"] for part in parts]
     splits = {"train": train, "valid": prep.count_binary(folders[0] / "valid")}
     return {"splits": splits, "dictionary": prep.count_types(folders[0] / "dict.txt")}
-
-
-def _report(manifest: dict) -> dict:
-    for split, counts in manifest["splits"].items():
-        prep.say(f"  {split}: {counts['tokens']:,} tokens, {counts['unknown']:,} <unk>")
-    prep.say(f"  dictionary of {manifest['dictionary']['size']:,} types; ready for fairseq-train")
-    return manifest
 
 
 @command("data-prep/wikibook/prepare.py")

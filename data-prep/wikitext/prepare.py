@@ -8,6 +8,7 @@ See the README in this folder for sources, license, checksums and counts.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import re
 import shutil
@@ -17,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lrpe_fairseq.experiments.data import corpus as prep
-from lrpe_fairseq.experiments.data.gpt2 import obtain_gpt2
-from lrpe_fairseq.experiments.data.pieces import Tokenizer
+from lrpe_fairseq.experiments.data.pieces import obtain_gpt2, run_pieces, run_sentencepiece
 from lrpe_fairseq.experiments.records.console import UserError, command
 
 
@@ -74,20 +74,19 @@ def obtain_splits(
     ``from_dir`` contains either the published archive or the three files, plain or compressed.
     """
     files = {split: f"wiki.{split}.tokens" for split in prep.SPLITS}
-    if all(prep.has_checksum(raw / files[split], corpus.checksums[split]) for split in files):
-        pass
-    elif from_dir is None:
+    known = {file: corpus.checksums[split] for split, file in files.items()}
+    missing = [file for file in known if not prep.has_checksum(raw / file, known[file])]
+    archive = (from_dir or raw) / corpus.archive
+    if missing and from_dir is None:
         urls = [mirror + corpus.archive for mirror in mirrors]
-        archive = prep.obtain(corpus.archive, urls, corpus.archive_sha256, raw)
-        for split, file in files.items():
-            prep.extract(archive, file, corpus.checksums[split], raw)
-        archive.unlink()
-    elif (archive := from_dir / corpus.archive).is_file():
-        for split, file in files.items():
-            prep.extract(archive, file, corpus.checksums[split], raw)
-    else:
-        for split, file in files.items():
-            prep.obtain(file, (), corpus.checksums[split], raw, from_dir)
+        prep.obtain(corpus.archive, urls, corpus.archive_sha256, raw)
+    for file in missing:
+        if archive.is_file():
+            member = functools.partial(prep.zip_member, archive, file)
+            prep.unpack(member, raw / file, known[file])
+        else:
+            prep.obtain(file, (), known[file], raw, from_dir)
+    (raw / corpus.archive).unlink(missing_ok=True)
     return {split: raw / file for split, file in files.items()}
 
 
@@ -105,30 +104,16 @@ def find_articles(text: Path) -> Iterator[tuple[int, str]]:
         before, line = line, after
 
 
-def list_documents(texts: Mapping[str, Path], folder: Path) -> None:
-    """Write the articles of each split to ``folder/<split>.tsv``: line number from 0, title."""
-    for split, text in texts.items():
-        with prep.written_whole(folder / f"{split}.tsv") as out:
-            out.writelines(f"{number}\t{title}\n" for number, title in find_articles(text))
-
-
 def run_documents(steps: prep.Steps, texts: Mapping[str, Path]) -> None:
-    """Step: record the line at which each document starts."""
-    folder = steps.dest / "documents"
-    writes = [folder / f"{split}.tsv" for split in texts]
-    steps.run("documents", texts, writes, lambda: list_documents(texts, folder))
+    """Step: write ``documents/<split>.tsv``, the line number from 0 and title of every article."""
+    writes = {split: steps.dest / "documents" / f"{split}.tsv" for split in texts}
 
+    def make() -> None:
+        for split, text in texts.items():
+            articles = find_articles(text)
+            prep.write_lines(writes[split], (f"{number}\t{title}" for number, title in articles))
 
-def _tokenizer(
-    steps: prep.Steps,
-    texts: Mapping[str, Path],
-    level: str,
-    vocab_size: int,
-    from_dir: Path | None,
-) -> Tokenizer:
-    if level == "gpt2":
-        return obtain_gpt2(steps.dest, from_dir)
-    return prep.run_sentencepiece(steps, {"train": texts["train"]}, vocab_size)
+    steps.run("documents", texts, list(writes.values()), make)
 
 
 def verify(corpus: WikiText, level: str, results: Mapping[str, dict]) -> None:
@@ -172,11 +157,15 @@ def prepare(
     texts = obtain_splits(corpus, dest / "raw", from_dir, mirrors)
     run_documents(steps, texts)
     if level == "word":
-        prep.run_binarize(steps, texts, workers=workers)
+        steps.binarize(texts, workers=workers)
     else:
-        prep.run_pieces(
-            steps, texts, _tokenizer(steps, texts, level, vocab_size, from_dir), workers
+        train = {"train": texts["train"]}
+        tokenizer = (
+            obtain_gpt2(dest, from_dir)
+            if level == "gpt2"
+            else run_sentencepiece(steps, train, vocab_size)
         )
+        run_pieces(steps, texts, tokenizer, workers)
 
     def results() -> dict:
         counted = prep.count_corpus(dest, texts)
@@ -187,7 +176,7 @@ def prepare(
             raise
         return counted
 
-    return prep.report(steps.finish(results))
+    return steps.finish(results)
 
 
 @command("data-prep/wikitext/prepare.py")

@@ -7,17 +7,19 @@ See the README in this folder for sources, checksums, cleaning and counts.
 
 import contextlib
 import functools
+import io
 import re
 import sys
-import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO
 
 from lrpe_fairseq.experiments.data import bitext
 from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.data.pieces import SentencePiece, run_sentencepiece
 from lrpe_fairseq.experiments.records.console import UserError, command
+from lrpe_fairseq.experiments.records.files import written_whole
 
 LANGUAGES = ("en", "de")
 VOCAB_SIZE = 40_000
@@ -94,51 +96,31 @@ def obtain(raw: Path, from_dir: Path | None, archives: Sequence[Archive] = ARCHI
         missing = [ours for ours in archive.members if not (raw / ours).is_file()]
         if missing:
             packed = prep.obtain(archive.file, [archive.url], archive.checksum, raw, from_dir)
-            _unpack(packed, {ours: archive.members[ours] for ours in missing}, raw)
+            _unpack(packed, {archive.members[ours]: ours for ours in missing}, raw)
             packed.unlink()
 
 
 def _take_plain(ours: str, raw: Path, from_dir: Path) -> None:
     source = from_dir / ours
     if source.is_file():
-        prep.copy_whole(lambda: source.open("rb"), raw / ours)
+        prep.unpack_once(functools.partial(open, source, "rb"), raw / ours)
 
 
 def _unpack(packed: Path, members: Mapping[str, str], raw: Path) -> None:
-    with tarfile.open(packed) as archive:
-        found = {PurePosixPath(member.name).name: member for member in archive}
-        for ours, theirs in members.items():
-            if theirs not in found:
-                raise UserError(f"{packed} contains no {theirs}: fetch it again.")
-            if not found[theirs].isfile():
-                raise UserError(
-                    f"{packed} has a link or a device in place of the file {theirs}: fetch it "
-                    "from its publisher again."
-                )
-            prep.copy_whole(lambda member=found[theirs]: _member(archive, member), raw / ours)
+    """Write members (file name -> our name); SGML is reduced to its segments, one per line."""
+    with prep.readable(packed):
+        for found, stream in prep.tar_members(packed, "|".join(map(re.escape, members))):
+            text = segments(stream.read()) if found[0].endswith(".sgm") else stream
+            prep.unpack(functools.partial(contextlib.nullcontext, text), raw / members[found[0]])
+    for theirs, ours in members.items():
+        if not (raw / ours).is_file():
+            raise UserError(f"{packed} contains no {theirs}: fetch it again.")
 
 
-@contextlib.contextmanager
-def _member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> Iterator[IO[bytes]]:
-    """Open a member as plain text; SGML is reduced to its segments, one per line."""
-    with archive.extractfile(member) as stream:
-        yield Segments(stream) if member.name.endswith(".sgm") else stream
-
-
-class Segments:
-    """The segments of an SGML file as a stream of lines; entities are kept, as in sacrebleu."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        """Read the whole file; only the small test sets are SGML."""
-        text = stream.read().decode("utf-8")
-        found = re.findall(r"<seg[^>]*>(.*?)</seg>", text, flags=re.DOTALL)
-        self._rest = "".join(f"{' '.join(segment.split())}\n" for segment in found).encode()
-
-    def read(self, size: int = -1) -> bytes:
-        """Return the next ``size`` bytes; all if negative."""
-        size = len(self._rest) if size < 0 else size
-        block, self._rest = self._rest[:size], self._rest[size:]
-        return block
+def segments(content: bytes) -> IO[bytes]:
+    """Return the segments of an SGML file as lines; entities are kept, as in sacrebleu."""
+    found = re.findall(r"<seg[^>]*>(.*?)</seg>", content.decode("utf-8"), flags=re.DOTALL)
+    return io.BytesIO("".join(f"{' '.join(segment.split())}\n" for segment in found).encode())
 
 
 # --------------------------------------------------------------------------------------- prepare
@@ -147,7 +129,7 @@ class Segments:
 def join(raw: Path, target: Path, stride: int = 1) -> None:
     """Write every ``stride``-th line of the concatenated training texts."""
     for language in LANGUAGES:
-        with prep.written_whole(bitext.side(target, language)) as out:
+        with written_whole(bitext.side(target, language)) as out:
             for name in TRAIN:
                 for number, line in enumerate(prep.read_lines(raw / f"{name}.{language}")):
                     if number % stride == 0:
@@ -172,7 +154,8 @@ def prepare(
     lines = len(LANGUAGES) * sum(counts[name] for name in TRAIN)
     stride = -(-lines // TRAIN_LINES)
     sample = _run_join(steps, "sample", raw, text / "sample" / "train", stride)
-    tokenizer = bitext.run_sentencepiece(steps, sample, LANGUAGES, vocab_size)
+    sampled = bitext.sides({"train": sample}, LANGUAGES)
+    tokenizer = run_sentencepiece(steps, sampled, vocab_size)
     texts = {"train": _run_clean(steps, train, text / "clean" / "train", tokenizer, workers)}
     texts |= {split: raw / name for split, (name, _) in held_out.items()}
     bitext.run_pieces(steps, texts, LANGUAGES, tokenizer, workers)
@@ -182,7 +165,7 @@ def prepare(
         kept = found["splits"]["train"]["pairs"]
         return {**found, "sources": counts, "joined": sum(map(counts.get, TRAIN)), "clean": kept}
 
-    manifest = bitext.report(steps.finish(results))
+    manifest = steps.finish(results)
     prep.say(f"  train: {manifest['clean']:,} of {manifest['joined']:,} pairs are clean")
     return manifest
 
@@ -207,9 +190,9 @@ def _run_join(steps: prep.Steps, step: str, raw: Path, target: Path, stride: int
 
 
 def _run_clean(
-    steps: prep.Steps, train: Path, target: Path, tokenizer: prep.Tokenizer, workers: int
+    steps: prep.Steps, train: Path, target: Path, tokenizer: SentencePiece, workers: int
 ) -> Path:
-    reads = {f"train {language}": bitext.side(train, language) for language in LANGUAGES}
+    reads = bitext.sides({"train": train}, LANGUAGES)
     reads |= {file.name: file for file in tokenizer.files}
     writes = [bitext.side(target, language) for language in LANGUAGES]
     make = functools.partial(bitext.clean, train, target, LANGUAGES, tokenizer, threads=workers)
@@ -220,8 +203,7 @@ def _run_clean(
 @command("data-prep/wmt14-en-de/prepare.py")
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare the corpus."""
-    args = bitext.arguments(__doc__, argv, VOCAB_SIZE)
-    prepare(args.dest, vocab_size=args.vocab_size, from_dir=args.from_dir, workers=args.workers)
+    prepare(**bitext.arguments(__doc__, argv, VOCAB_SIZE))
 
 
 if __name__ == "__main__":

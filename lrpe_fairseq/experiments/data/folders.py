@@ -1,15 +1,21 @@
-"""Prepared data folders: ``bin/`` and the ``manifest.json`` that data-prep writes next to it."""
+"""Prepared data folders: ``bin/``, and the ``manifest.json`` that data-prep writes next to it."""
 
+import functools
+import hashlib
 import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lrpe_fairseq.experiments.data.corpus import digest
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import ROOT, read_json, relative
+
+DICTIONARY = "dictionary"
+Checksums = dict[str, str]
 
 
 def manifest(data: Path) -> dict[str, Any]:
@@ -35,7 +41,10 @@ def require(data: Path, preparation: Sequence[str]) -> None:
 
     preparation: the data-prep script and its arguments; empty if unknown.
     """
-    how = f"run .venv/bin/python {shlex.join(preparation)}" if preparation else _own(data)
+    how = f"run .venv/bin/python {shlex.join(preparation)}"
+    if not preparation:
+        folder = relative(data / "bin")
+        how = f"write data of your own with fairseq-preprocess --destdir {folder}"
     if not is_prepared(data):
         raise UserError(f"{relative(data)} is not prepared: {how}")
     try:
@@ -45,11 +54,6 @@ def require(data: Path, preparation: Sequence[str]) -> None:
     for path in sorted((data / "bin").rglob("*")):
         if path.suffix in (".txt", ".bin", ".idx") and not path.stat().st_size:
             raise UserError(f"{relative(path)} is empty: {how}")
-
-
-def _own(data: Path) -> str:
-    """Return where data of your own have to be."""
-    return f"write data of your own with fairseq-preprocess --destdir {relative(data / 'bin')}"
 
 
 def require_splits(data: Path, splits: Sequence[str]) -> None:
@@ -93,3 +97,52 @@ def _run(script: Sequence[str], **options: Any) -> subprocess.CompletedProcess:
     """Run a script of data-prep with this Python from the repository root."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run([sys.executable, *script], cwd=ROOT, env=env, **options)
+
+
+# ------------------------------------------------------------------------------------ checksums
+
+
+def checksums(data: Path, splits: Collection[str]) -> Checksums:
+    """Return a sha256 per split and one for the dictionaries of a data folder.
+
+    Each covers the names and the contents of the files in ``bin`` that belong to it. A split
+    without files is omitted; the result is empty if nothing is prepared.
+    """
+    parts: dict[str, str] = {}
+    found = {path.relative_to(data / "bin").as_posix(): path for path in (data / "bin").rglob("*")}
+    for name, path in sorted(found.items()):
+        part = DICTIONARY if path.name.startswith("dict.") else path.name.split(".")[0]
+        if path.is_file() and (part == DICTIONARY or part in splits):
+            parts[part] = parts.get(part, "") + f"{name} {_digest_of(path)}\n"
+    return {part: hashlib.sha256(lines.encode()).hexdigest() for part, lines in parts.items()}
+
+
+def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the parts of both that have different checksums."""
+    return sorted(part for part in before.keys() & now.keys() if before[part] != now[part])
+
+
+def verify(data: Path) -> None:
+    """Check the files in ``bin`` against the manifest of data-prep, if there is one.
+
+    Raises: UserError, which names the first file that is missing, damaged or replaced.
+    """
+    for step in manifest(data).get("steps", {}).values():
+        for name, checksum in step["writes"].items():
+            path = data / name
+            if name.startswith("bin/") and not (path.is_file() and _digest_of(path) == checksum):
+                raise UserError(
+                    f"{relative(path)} is not the file that data-prep wrote (missing, damaged or "
+                    f"replaced): delete {relative(data)} and prepare it again"
+                )
+
+
+def _digest_of(path: Path) -> str:
+    """Return the sha256 of a file; recomputed only if its size or modification time changed."""
+    about = path.stat()
+    return _digest(path, about.st_size, about.st_mtime_ns)
+
+
+@functools.cache
+def _digest(path: Path, size: int, modified: int) -> str:
+    return digest(path)

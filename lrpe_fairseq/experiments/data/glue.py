@@ -1,16 +1,21 @@
-"""The tasks of GLUE: the columns of the official files, and the metrics.
+"""The tasks of GLUE: the official files, their columns, and the metrics.
 
 Classes are numbered as in the official scripts. fairseq's label dictionary lists them as ``0``,
 ``1``, ... in this order, so that a class has the same number there.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import csv
+import functools
+import gzip
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 
-from lrpe_fairseq.experiments.data import correlation
+from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.records.console import UserError
 
 PAIR_TAGS = ("entailment", "not_entailment")
 BINARY = ("0", "1")
@@ -85,7 +90,7 @@ def scores(task: GlueTask, predicted: Sequence[float], wanted: Sequence[float]) 
     """Return every metric of ``task``, times 100, and the number of ``examples``.
 
     predicted, wanted: class numbers, or values of a regression. A correlation with constant
-    predictions is 0.
+    predictions is 0, as is F1 without a true positive.
 
     Raises: ValueError if the lengths differ or there are no predictions.
     """
@@ -96,29 +101,185 @@ def scores(task: GlueTask, predicted: Sequence[float], wanted: Sequence[float]) 
     return {**found, "examples": len(wanted)}
 
 
-def _accuracy(wanted: Any, predicted: Any) -> float:
-    return float((wanted == predicted).mean())
-
-
-def _f1(wanted: Any, predicted: Any) -> float:
-    """F1 of class 1; 0 without a true positive."""
+def _f1(wanted: np.ndarray, predicted: np.ndarray) -> float:
     both = float(((wanted == 1) & (predicted == 1)).sum())
     return 2 * both / (float((wanted == 1).sum() + (predicted == 1).sum()) or 1.0)
 
 
-def _pearson(wanted: Any, predicted: Any) -> float:
-    """Equals Matthews' correlation for columns of 0 and 1; 0 if a side is constant."""
-    return correlation.pearson(wanted, predicted) or 0.0
+def _pearson(wanted: np.ndarray, predicted: np.ndarray) -> float:
+    """Equals Matthews' correlation for columns of 0 and 1."""
+    a, b = wanted - wanted.mean(), predicted - predicted.mean()
+    norm = math.sqrt(float(a @ a) * float(b @ b))
+    return float(a @ b) / norm if norm else 0.0
 
 
-def _spearman(wanted: Any, predicted: Any) -> float:
-    return correlation.spearman(wanted, predicted) or 0.0
+def average_ranks(values: Sequence[float]) -> np.ndarray:
+    """Return ranks (n,), 1 for the smallest; equal values share the mean of their ranks."""
+    _, inverse, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
+    shared = np.cumsum(counts) - (counts - 1) / 2
+    return shared[inverse]
 
 
-METRICS: dict[str, Callable[[Any, Any], float]] = {
-    "accuracy": _accuracy,
+METRICS = {
+    "accuracy": lambda wanted, predicted: float((wanted == predicted).mean()),
     "f1": _f1,
     "matthews": _pearson,
     "pearson": _pearson,
-    "spearman": _spearman,
+    "spearman": lambda *sides: _pearson(*map(average_ranks, sides)),
 }
+
+
+# ----------------------------------------------------------------------------------------- files
+
+GLUE = "https://dl.fbaipublicfiles.com/glue/data/"
+ARCHIVES = {
+    "CoLA": "CoLA.zip",
+    "SST-2": "SST-2.zip",
+    "STS-B": "STS-B.zip",
+    "QQP": "QQP-clean.zip",
+    "MNLI": "MNLI.zip",
+    "QNLI": "QNLIv2.zip",
+    "RTE": "RTE.zip",
+}
+MRPC_PAIRS = "https://dl.fbaipublicfiles.com/senteval/senteval_data/msr_paraphrase_train.txt"
+MRPC_DEV_IDS = GLUE + "mrpc_dev_ids.tsv"
+SHA256 = {  # of the official files, if known
+    "CoLA/train.tsv": "cb368ebeb9f27d7ad03720d27ddc95687a311bdb100781a2fe59a5f5b1bc0624",
+    "CoLA/dev.tsv": "8c013e21dc39957cac37378d87bebe225b694a0d5fe13eded66c2856628833fd",
+    "RTE/train.tsv": "41e3a9b063433392343fad9e962cf2f58b681c78d8f71592f4186f0837246c5c",
+    "RTE/dev.tsv": "80230dfa1347282e7b532b06a1004a76a710087541189bf874223ddf0e3819fb",
+    "SST-2/train.tsv": "48eac26399f8456935f81dd9e3a745c1430adb6c62e233ccfe22db4a0d15d1d1",
+    "SST-2/dev.tsv": "54a9c12c77e402fc14d6a66a506f24d999f596b0176eb777c972cccc2f9cc4b0",
+    "STS-B/train.tsv": "41c4d978b6162abdcada7e49a982211954cca5459c228db478af333124b257a2",
+    "STS-B/dev.tsv": "fe7dc0632a5033562f3cadff991f6e8d9b9b6311861660e78c3c82eb7db67f59",
+    "QNLI/dev.tsv": "ac19409dcb04631eaaa094bdebdcf621086bc352503dfb6a1a648b614986f4fd",
+}
+OPTIONAL = ("valid1",)  # MNLI's mismatched half may be absent from --from
+
+Example = tuple[list[str], str]  # the sentences, the label as in the file
+
+
+def obtain(name: str, raw: Path, from_dir: Path | None) -> dict[str, Path]:
+    """Return split -> TSV file in ``raw``, with at most as many examples as the official one.
+
+    from_dir: a folder with ``<name>/train.tsv``, plain or ``.gz``, or a subset ``train.x.tsv``.
+
+    Raises: UserError if a file is missing or corrupt, or as long as the official one but different.
+    """
+    task, files = TASKS[name], {}
+    for split, file in task.files.items():
+        target = raw / f"{file}.tsv"
+        if from_dir is not None:
+            kinds = (".tsv", ".tsv.gz", ".*.tsv")
+            found = [path for kind in kinds for path in (from_dir / name).glob(f"{file}{kind}")]
+            if not found and split in OPTIONAL:
+                continue
+            if not found:
+                raise UserError(
+                    f"{from_dir / name} contains no {file}.tsv or {file}.tsv.gz: put the file "
+                    "there, or omit --from to download it."
+                )
+            opener = gzip.open if found[0].suffix == ".gz" else open
+            prep.unpack_once(functools.partial(opener, found[0], "rb"), target)
+        elif not target.is_file():
+            fetch_mrpc(raw) if name == "MRPC" else fetch_archive(name, raw)
+        _require_official(name, split, target)
+        files[split] = target
+    return files
+
+
+def fetch_archive(name: str, raw: Path) -> None:
+    """Download and unpack the official archive of one task."""
+    archive = prep.obtain(ARCHIVES[name], [GLUE + ARCHIVES[name]], "", raw)
+    try:
+        for file in TASKS[name].files.values():
+            prep.unpack(
+                functools.partial(prep.zip_member, archive, f"{file}.tsv"), raw / f"{file}.tsv"
+            )
+    finally:
+        archive.unlink()
+
+
+def fetch_mrpc(raw: Path) -> None:
+    """Download MRPC, which has no archive: the pairs, and the ids of the dev split."""
+    pairs = prep.obtain("msr_paraphrase_train.txt", [MRPC_PAIRS], "", raw)
+    ids = prep.obtain("mrpc_dev_ids.tsv", [MRPC_DEV_IDS], "", raw)
+    split_mrpc(pairs, ids, raw)
+    pairs.unlink()
+    ids.unlink()
+
+
+def split_mrpc(pairs: Path, ids: Path, raw: Path) -> None:
+    """Write ``train.tsv`` and ``dev.tsv`` in the official format; dev has the pairs in ``ids``."""
+    dev = {tuple(row) for row in _rows(ids)}
+    header, *rows = _rows(pairs)
+    halves = {"train": [header], "dev": [header]}
+    for row in rows:
+        halves["dev" if tuple(row[1:3]) in dev else "train"].append(row)
+    for file, kept in halves.items():
+        prep.write_lines(raw / f"{file}.tsv", map("\t".join, kept))
+
+
+def read_examples(path: Path, task: GlueTask) -> Iterator[Example]:
+    """Yield the examples of a TSV file; quotes are text, a byte order mark is removed.
+
+    Raises: UserError with the line number if a column is missing or the label is invalid, or if the
+        header is missing, since the first example would be lost.
+    """
+    rows = enumerate(_rows(path), start=1)
+    names = next(rows, (1, []))[1] if task.header else []
+    if len(names) > max(task.label, 0) and _is_label(names[task.label], task):
+        raise UserError(
+            f"{path}, line 1, is an example where the names of the columns belong: put the "
+            f"official header back."
+        )
+    for number, row in rows:
+        try:
+            sentences = [" ".join(row[column].split()) for column in task.inputs]
+            label = row[task.label].strip()
+        except IndexError:
+            raise UserError(
+                f"{path}, line {number}, has only {len(row)} columns: fetch the file again."
+            ) from None
+        if not _is_label(label, task):
+            known = ", ".join(task.labels) or "a number from 0 to 5"
+            raise UserError(
+                f"{path}, line {number}, has the label {label!r} instead of {known}: the file "
+                "belongs to another task or has another format."
+            )
+        yield sentences, label
+
+
+def _rows(path: Path) -> Iterator[list[str]]:
+    """The fields of every line. Raises: UserError if a line is not UTF-8 or too long."""
+    with open(path, encoding="utf-8-sig", newline="\n") as text:
+        rows = csv.reader(
+            (line.rstrip("\r\n") for line in text), delimiter="\t", quoting=csv.QUOTE_NONE
+        )
+        try:
+            yield from rows
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise UserError(
+                f"{path} cannot be read after line {rows.line_num} ({error}): fetch it again."
+            ) from None
+
+
+def _is_label(text: str, task: GlueTask) -> bool:
+    """True for one of the labels, or for a score of a regression."""
+    if task.labels:
+        return text.strip() in task.labels
+    try:
+        return 0 <= float(text) <= 5
+    except ValueError:
+        return False
+
+
+def _require_official(name: str, split: str, path: Path) -> None:
+    """Raise UserError for more examples than in the official file, or as many but different."""
+    task = TASKS[name]
+    official, known = task.examples[split], SHA256.get(f"{name}/{path.name}")
+    found = sum(1 for _ in read_examples(path, task))
+    if found == 0 or found > official:
+        raise UserError(f"{path} has {found:,} examples instead of {official:,}: fetch it again.")
+    if found == official and known and not prep.has_checksum(path, known):
+        raise UserError(f"{path} differs from the official file (sha256 {known}): fetch it again.")

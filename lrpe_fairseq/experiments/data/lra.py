@@ -1,25 +1,29 @@
-"""Tasks of the Long-Range Arena (Tay et al., 2020): text, retrieval, pathfinder and image.
+"""Tasks of the Long-Range Arena (Tay et al., 2020): text, retrieval, pathfinder, image, ListOps.
 
-The fifth, ListOps, is generated: :mod:`.listops`. Texts are bytes and end with fairseq's end of
-sentence; images are pixels from 0 to 255, row by row.
+Texts are bytes and end with fairseq's end of sentence; images are pixels from 0 to 255, row by row.
+ListOps is generated, with the distribution of the published generator; :mod:`.pathfinder` generates
+images in place of the release's.
 """
 
 import functools
+import hashlib
 import io
+import random
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from re import Match
+from typing import IO, Any
 
 import numpy as np
 
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.experiments.data import archives, examples
 from lrpe_fairseq.experiments.data import corpus as prep
-from lrpe_fairseq.experiments.data.archives import Archive, Member
+from lrpe_fairseq.experiments.data import examples
 from lrpe_fairseq.experiments.data.examples import BYTES, Examples
 from lrpe_fairseq.experiments.records.console import UserError
+from lrpe_fairseq.experiments.records.files import written_whole
 from lrpe_fairseq.image_files import read_image
 
 SEED = 42
@@ -28,64 +32,36 @@ RELEASE_URLS = ("https://storage.googleapis.com/long-range-arena/lra_release.gz"
 
 
 @dataclass(frozen=True)
+class Archive:
+    """A tar archive, compressed with gzip.
+
+    file: its name. urls: where it is published. checksum: md5 or sha256; empty if none is
+    published. wanted: the end of the names of its files, see ``corpus.tar_members``.
+    """
+
+    file: str
+    urls: Sequence[str]
+    checksum: str
+    wanted: str
+
+
+@dataclass(frozen=True)
 class Task:
     """One task: its archive, and the number of examples of every published part.
 
-    name: in the manifest, after ``lra-``. classes: their number. eos: True for texts. longest: of
-    a text, in bytes without the end of sentence.
+    name: in the manifest, after ``lra-``. read: returns the splits, from the task and its source.
+    classes: their number. eos: True for texts. longest: of a text, in bytes without the end of
+    sentence. pairs: True for examples of two texts.
     """
 
     name: str
     archive: Archive
     sizes: Mapping[str, int]
+    read: Callable[..., dict[str, Examples]]
     classes: int = 2
     eos: bool = False
     longest: int = 0
-    pairs: bool = field(default=False)
-
-
-TEXT = Task(
-    name="text",
-    archive=Archive(
-        "aclImdb_v1.tar.gz",
-        ("https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz",),
-        "7c2ac02c03563afcf9b574c7e56c153a",
-        r"(train|test)/(neg|pos)/(\d+_\d+\.txt)",
-    ),
-    sizes={"train": 25_000, "test": 25_000},
-    eos=True,
-    longest=4_095,
-)
-RETRIEVAL = Task(
-    name="retrieval",
-    archive=Archive(RELEASE, RELEASE_URLS, "", r"(new_aan_pairs\.(train|eval|test)\.tsv)"),
-    sizes={"train": 147_086, "eval": 18_090, "test": 17_437},
-    eos=True,
-    longest=4_000,
-    pairs=True,
-)
-HARD = r"pathfinder32/curv_contour_length_14"
-PATHFINDER = Task(
-    name="pathfinder32",
-    archive=Archive(
-        RELEASE,
-        RELEASE_URLS,
-        "",
-        rf"{HARD}/(?:metadata/\d+\.npy|(imgs/\d+)/(sample_\d+\.png))",
-    ),
-    sizes={},  # not published; the manifest counts them
-)
-IMAGE = Task(
-    name="image",
-    archive=Archive(
-        "cifar-10-binary.tar.gz",
-        ("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",),
-        "c32a1d4ab5d03f1284b67883e8d87530",
-        r"(data_batch_[1-5]|test_batch)\.bin",
-    ),
-    sizes={"train": 50_000, "test": 10_000},
-    classes=10,
-)
+    pairs: bool = False
 
 
 def prepare(
@@ -93,21 +69,74 @@ def prepare(
 ) -> dict:
     """Prepare ``dest`` and return its manifest.
 
-    published_splits: for TEXT, train on all of its training set and validate on its test set.
+    from_dir: a folder with the archive, or with its files. published_splits: for TEXT, train on all
+    of its training set and validate on its test set.
+
+    Raises: UserError if the archive is absent, truncated or another version.
     """
     level = f"{task.name}-published-splits" if published_splits else task.name
     steps = prep.Steps(dest, "lra", level)
-    source = archives.obtain(task.archive, dest / "raw", from_dir)
-    reads: dict[str, Any] = {"source": archives.fingerprint(task.archive, source), "seed": SEED}
+    source = _source(task.archive, dest / "raw", from_dir)
+    reads: dict[str, Any] = {"source": _fingerprint(task.archive, source), "seed": SEED}
     reads["script"] = Path(__file__)
-    if task.pairs:
-        source = _unpack(steps, task, source, reads)
-    splits = {"text": text, "retrieval": retrieval, "pathfinder32": pathfinder, "image": image}
-    chosen = {"published": True} if published_splits else {}
-    make = functools.partial(splits[task.name], task, source, **chosen)
-    shape = {"symbols": BYTES, "classes": task.classes, "eos": task.eos, "pairs": task.pairs}
-    examples.binarize(steps, reads, make, **shape)
-    return examples.report(steps.finish(lambda: examples.count(dest, task.classes)))
+    with prep.readable(source):
+        if task.pairs:
+            source = _unpack(steps, task, source, reads["source"])
+        chosen = {"published": True} if published_splits else {}
+        make = functools.partial(task.read, task, source, **chosen)
+        shape = {"classes": task.classes, "eos": task.eos, "pairs": task.pairs}
+        return examples.prepare(steps, reads, make, symbols=BYTES, **shape)
+
+
+# --- sources -----------------------------------------------------------------------------------
+
+
+def _source(archive: Archive, raw: Path, from_dir: Path | None) -> Path:
+    """Return the archive, verified where a checksum is published, or the folder of its files."""
+    if from_dir is None:
+        return prep.obtain(archive.file, archive.urls, archive.checksum, raw)
+    packed = from_dir / archive.file
+    if not packed.is_file():
+        if any(True for _ in _wanted_files(archive, from_dir)):
+            return from_dir
+        raise UserError(
+            f"{from_dir} contains neither {archive.file} nor the files of that archive: put one of "
+            "them there, or omit --from to download it."
+        )
+    if not prep.has_checksum(packed, archive.checksum):
+        raise UserError(
+            f"{packed} is truncated or not the expected version: its checksum is not "
+            f"{archive.checksum}, so fetch it again."
+        )
+    return packed
+
+
+def _fingerprint(archive: Archive, source: Path) -> str:
+    """Return a checksum of the content of a source."""
+    if source.is_file():
+        return archive.checksum or prep.digest(source)
+    hasher = hashlib.sha256()
+    for found, path in _wanted_files(archive, source):
+        hasher.update(f"{found.string} {prep.digest(path)}\n".encode())
+    return hasher.hexdigest()
+
+
+def _wanted_files(archive: Archive, folder: Path) -> Iterator[tuple[Match[str], Path]]:
+    """Yield match of the name and path of the wanted files below ``folder``, without links."""
+    for path in sorted(folder.rglob("*")):
+        found = prep.wanted(path.relative_to(folder).as_posix(), archive.wanted)
+        if found and path.is_file() and not path.is_symlink():
+            yield found, path
+
+
+def _files(archive: Archive, source: Path) -> Iterator[tuple[Match[str], IO[bytes]]]:
+    """Yield match of the name and content of every wanted file of a source."""
+    if source.is_file():
+        yield from prep.tar_members(source, archive.wanted)
+    else:
+        for found, path in _wanted_files(archive, source):
+            with path.open("rb") as stream:
+                yield found, stream
 
 
 def _require(found: int, expected: int, what: str, source: Path) -> None:
@@ -128,21 +157,19 @@ def text(task: Task, source: Path, published: bool = False) -> dict[str, Example
     for validation; with ``published``, none is, and validation is on the test set.
     """
     found: dict[str, dict[tuple[str, str], bytes]] = {part: {} for part in task.sizes}
-    for match, stream in archives.files(task.archive, source):
+    for match, stream in _files(task.archive, source):
         part, feeling, name = match.groups()
         found[part][feeling, name] = stream.read(task.longest)
     for part, size in task.sizes.items():
         _require(len(found[part]), size, f"reviews in {part}", source)
     known, test = (sorted(found[part].items()) for part in ("train", "test"))
-    held_out = set() if published else _every_tenth([key for key, _ in known])
+    tenths = {
+        key for feeling in ("neg", "pos") for key in [k for k, _ in known if k[0] == feeling][9::10]
+    }
+    held_out = set() if published else tenths
     train = [item for item in known if item[0] not in held_out]
     valid = test if published else [item for item in known if item[0] in held_out]
     return {"train": _reviews(train), "valid": _reviews(valid), "test": _reviews(test)}
-
-
-def _every_tenth(keys: Sequence[tuple[str, str]]) -> set[tuple[str, str]]:
-    feelings = {feeling for feeling, _ in keys}
-    return {key for own in feelings for key in [k for k in keys if k[0] == own][9::10]}
 
 
 def _reviews(items: Sequence[tuple[tuple[str, str], bytes]]) -> Examples:
@@ -152,20 +179,20 @@ def _reviews(items: Sequence[tuple[tuple[str, str], bytes]]) -> Examples:
 # --- retrieval ---------------------------------------------------------------------------------
 
 
-def _unpack(steps: prep.Steps, task: Task, source: Path, reads: Mapping[str, Any]) -> Path:
+def _unpack(steps: prep.Steps, task: Task, source: Path, fingerprint: str) -> Path:
     """Step: write the wanted files of the archive to ``raw/``; return that folder."""
     raw = steps.dest / "raw"
     names = [f"new_aan_pairs.{part}.tsv" for part in task.sizes]
 
     def write() -> None:
-        for match, stream in archives.files(task.archive, source):
-            with prep.written_whole(raw / match[1], "wb") as out:
+        for found, stream in _files(task.archive, source):
+            with written_whole(raw / found[0], "wb") as out:
                 shutil.copyfileobj(stream, out, prep.BLOCK)
         for name in names:
             if not (raw / name).is_file():
                 raise UserError(f"{source} contains no {name}: fetch it again, whole.")
 
-    steps.run("unpack", {"source": reads["source"]}, [raw / name for name in names], write)
+    steps.run("unpack", {"source": fingerprint}, [raw / name for name in names], write)
     return raw
 
 
@@ -222,45 +249,40 @@ def pathfinder(task: Task, source: Path) -> dict[str, Examples]:
     """
     images: dict[tuple[str, str], bytes] = {}
     labels: dict[tuple[str, str], int] = {}
-    for match, stream in archives.files(task.archive, source):
-        if match[1] is None:
-            labels.update(_metadata(stream))
-        elif body := stream.read():
-            images[match[1], match[2]] = gray_png(body, 32, match[0])
+    for found, stream in _files(task.archive, source):
+        body = stream.read()
+        if found[1] is None:
+            labels.update(_metadata(body))
+        elif body:
+            images[found[1], found[2]] = gray_png(body, 32, found[0])
         else:
-            prep.say(f"  {match[0]} is empty and left out")
-    if not images or not images.keys() <= labels.keys():
-        missing = len(images.keys() - labels.keys())
+            prep.say(f"  {found[0]} is empty and left out")
+    missing = len(images.keys() - labels.keys())
+    if not images or missing:
         raise UserError(
             f"{source} has {len(images):,} images of pathfinder32, {missing:,} of them without a "
             "label: fetch it again, whole."
         )
-    return _tenths([images[k] for k in sorted(images)], [labels[k] for k in sorted(images)])
+    every = Examples([images[k] for k in sorted(images)], [labels[k] for k in sorted(images)])
+    count = len(images)
+    ends = [8 * count // 10, 9 * count // 10]
+    own = np.split(np.random.RandomState(SEED).permutation(count), ends)
+    return {split: every.chosen(sorted(rows)) for split, rows in zip(prep.SPLITS, own, strict=True)}
 
 
-def _metadata(stream: Member) -> dict[tuple[str, str], int]:
+def _metadata(content: bytes) -> dict[tuple[str, str], int]:
     """Return (folder, file) -> label of a metadata file, which is text in spite of its name.
 
     Raises: UserError for a line that does not have a label of 0 or 1.
     """
     found = {}
-    for line in filter(str.strip, stream.read().decode(errors="replace").splitlines()):
+    for line in filter(str.strip, content.decode(errors="replace").splitlines()):
         match line.split():
             case [folder, name, _, ("0" | "1") as label, *_]:
                 found[folder, name] = int(label)
             case _:
                 raise UserError(f"A line of pathfinder32's labels is {line!r}: fetch them again.")
     return found
-
-
-def _tenths(images: Sequence[bytes], labels: Sequence[int]) -> dict[str, Examples]:
-    order = np.random.RandomState(SEED).permutation(len(labels))
-    ends = [0, 8 * len(labels) // 10, 9 * len(labels) // 10, len(labels)]
-    own = {s: np.sort(order[a:b]) for s, a, b in zip(prep.SPLITS, ends, ends[1:], strict=False)}
-    return {
-        split: Examples([images[i] for i in rows], [labels[i] for i in rows])
-        for split, rows in own.items()
-    }
 
 
 def gray_png(content: bytes, side: int, name: str) -> bytes:
@@ -281,34 +303,210 @@ def gray_png(content: bytes, side: int, name: str) -> bytes:
 
 
 def image(task: Task, source: Path) -> dict[str, Examples]:
-    """Return CIFAR-10's images as luma; validation is a tenth of the training set."""
-    parts = {
-        match[1]: np.frombuffer(stream.read(), np.uint8)
-        for match, stream in archives.files(task.archive, source)
-    }
-    train = _records([parts[name] for name in sorted(parts) if name != "test_batch"], source)
-    test = _records([parts[name] for name in sorted(parts) if name == "test_batch"], source)
-    for part, rows in (("train", train), ("test", test)):
-        _require(len(rows), task.sizes[part], f"images in {part}", source)
-    order = np.random.RandomState(SEED).permutation(len(train))
-    held_out = np.sort(order[: len(train) // 10])
-    kept = np.sort(order[len(train) // 10 :])
-    chosen = {"train": train[kept], "valid": train[held_out], "test": test}
-    return {
-        split: Examples(luma(rows[:, 1:]), rows[:, 0].tolist()) for split, rows in chosen.items()
-    }
+    """Return CIFAR-10's images as luma; validation is a tenth of the training set.
 
-
-def _records(parts: Sequence[np.ndarray], source: Path) -> np.ndarray:
-    """Return rows of a class and the pixels, first all red ones: (N, 1 + 3 x 1024)."""
-    flat = np.concatenate([np.empty(0, np.uint8), *parts])
-    width = 1 + 3 * 1024
-    if flat.size % width:
-        raise UserError(f"{source} has a truncated record: fetch it again.")
-    return flat.reshape(-1, width)
+    A record of the source is a class and the pixels, first all red ones: 1 + 3 x 1024 bytes.
+    """
+    parts = {found[1]: stream.read() for found, stream in _files(task.archive, source)}
+    train = b"".join(parts[name] for name in sorted(parts) if name != "test_batch")
+    rows = {}
+    for part, content in (("train", train), ("test", parts.get("test_batch", b""))):
+        _require(len(content) / 3073, task.sizes[part], f"images in {part}", source)
+        rows[part] = np.frombuffer(content, np.uint8).reshape(-1, 3073)
+    count = len(rows["train"])
+    held_out, kept = np.split(np.random.RandomState(SEED).permutation(count), [count // 10])
+    known = {part: Examples(luma(own[:, 1:]), own[:, 0].tolist()) for part, own in rows.items()}
+    train, valid = (known["train"].chosen(sorted(own)) for own in (kept, held_out))
+    return {"train": train, "valid": valid, "test": known["test"]}
 
 
 def luma(pixels: np.ndarray) -> np.ndarray:
     """Return .299 R + .587 G + .114 B, rounded as Pillow's mode ``L``: (N, 3 P) -> (N, P)."""
     red, green, blue = pixels.astype(np.uint32).reshape(len(pixels), 3, -1).swapaxes(0, 1)
     return ((19595 * red + 38470 * green + 7471 * blue + (1 << 15)) >> 16).astype(np.uint8)
+
+
+TEXT = Task(
+    name="text",
+    archive=Archive(
+        "aclImdb_v1.tar.gz",
+        ("https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz",),
+        "7c2ac02c03563afcf9b574c7e56c153a",
+        r"(train|test)/(neg|pos)/(\d+_\d+\.txt)",
+    ),
+    sizes={"train": 25_000, "test": 25_000},
+    read=text,
+    eos=True,
+    longest=4_095,
+)
+RETRIEVAL = Task(
+    name="retrieval",
+    archive=Archive(RELEASE, RELEASE_URLS, "", r"new_aan_pairs\.(?:train|eval|test)\.tsv"),
+    sizes={"train": 147_086, "eval": 18_090, "test": 17_437},
+    read=retrieval,
+    eos=True,
+    longest=4_000,
+    pairs=True,
+)
+HARD = r"pathfinder32/curv_contour_length_14"
+PATHFINDER = Task(
+    name="pathfinder32",
+    archive=Archive(
+        RELEASE,
+        RELEASE_URLS,
+        "",
+        rf"{HARD}/(?:metadata/\d+\.npy|(imgs/\d+)/(sample_\d+\.png))",
+    ),
+    sizes={},  # not published; the manifest counts them
+    read=pathfinder,
+)
+IMAGE = Task(
+    name="image",
+    archive=Archive(
+        "cifar-10-binary.tar.gz",
+        ("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",),
+        "c32a1d4ab5d03f1284b67883e8d87530",
+        r"(data_batch_[1-5]|test_batch)\.bin",
+    ),
+    sizes={"train": 50_000, "test": 10_000},
+    read=image,
+    classes=10,
+)
+
+
+# --- ListOps -----------------------------------------------------------------------------------
+
+# The label of an expression over MIN, MAX, MED and SM (the sum modulo 10) is its value, a digit.
+# Brackets are tokens: ``[MIN 3 4 ]`` has four. The parentheses of the published files, which repeat
+# the brackets, are left out.
+
+DIGIT_PROBABILITY = 0.75
+
+
+def median(values: Sequence[int]) -> int:
+    """Return the median of digits; of an even number, the mean of the middle two, truncated."""
+    ordered = sorted(values)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) // 2
+
+
+OPERATORS: dict[str, Callable[[Sequence[int]], int]] = {
+    "[MIN": min,
+    "[MAX": max,
+    "[MED": median,
+    "[SM": lambda values: sum(values) % 10,
+}
+CLOSE = "]"
+SYMBOLS = [*OPERATORS, CLOSE, *map(str, range(10))]
+CLOSE_ID, ZERO = len(OPERATORS), len(OPERATORS) + 1
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The size of the expressions.
+
+    shortest, longest: bounds of the number of tokens, both excluded. depth: largest depth of a
+    digit; the root has depth 1. arguments: an operator has 2 .. ``arguments`` of them. sizes: split
+    -> number of expressions.
+    """
+
+    shortest: int
+    longest: int
+    depth: int
+    arguments: int
+    sizes: Mapping[str, int] = field(
+        default_factory=lambda: {"train": 20_000, "valid": 2_000, "test": 2_000}
+    )
+
+
+LENGTHS = {
+    "20-100": Recipe(20, 100, 5, 5),
+    "100-400": Recipe(100, 400, 10, 10),
+    "500-2000": Recipe(
+        500, 2000, 10, 10, {"train": 96_000, "valid": 2_000, "test": 2_000}
+    ),  # the Long-Range Arena's
+}
+
+
+class TooLong(Exception):
+    """The expression has more tokens than the recipe allows."""
+
+
+def expression(rng: random.Random, recipe: Recipe) -> tuple[list[int], int]:
+    """Draw an expression; return its tokens, as numbers in :data:`SYMBOLS`, and its value.
+
+    Raises: TooLong as soon as it is known to be, which does not change the distribution of the
+        others.
+    """
+    tokens: list[int] = []
+    functions = list(OPERATORS.values())
+
+    def node(depth: int) -> int:
+        if len(tokens) >= recipe.longest:
+            raise TooLong
+        if depth == recipe.depth or rng.random() < DIGIT_PROBABILITY:
+            value = below(rng, 10)
+            tokens.append(ZERO + value)
+            return value
+        operator = below(rng, len(functions))
+        tokens.append(operator)
+        count = 2 + below(rng, recipe.arguments - 1)
+        value = functions[operator]([node(depth + 1) for _ in range(count)])
+        tokens.append(CLOSE_ID)
+        return value
+
+    value = node(1)
+    return tokens, value
+
+
+def below(rng: random.Random, most: int) -> int:
+    """Draw an integer from 0 .. most - 1. Python guarantees the stream of ``random()`` only."""
+    return int(rng.random() * most)
+
+
+def generate(recipe: Recipe, seed: int) -> dict[str, Examples]:
+    """Return the expressions of every split; none occurs twice, in one split or in two.
+
+    Equal arguments give equal expressions on every machine.
+    """
+    known: set[bytes] = set()
+    return {
+        split: _split(random.Random(1_000 * seed + number), recipe, count, known)
+        for number, (split, count) in enumerate(recipe.sizes.items())
+    }
+
+
+def _split(rng: random.Random, recipe: Recipe, count: int, known: set[bytes]) -> Examples:
+    inputs, labels = [], []
+    while len(inputs) < count:
+        try:
+            tokens, value = expression(rng, recipe)
+        except TooLong:
+            continue
+        if recipe.shortest < len(tokens) < recipe.longest and bytes(tokens) not in known:
+            known.add(bytes(tokens))
+            inputs.append(tokens)
+            labels.append(value)
+    return Examples(inputs, labels)
+
+
+def prepare_listops(dest: Path, length: str, seed: int = 1) -> dict:
+    """Prepare ``dest`` with the expressions of ``LENGTHS[length]`` and return its manifest.
+
+    ``root`` of a split: the accuracy, times 100, of the best prediction from the first token
+    alone, the operator of the whole expression. A model that does not reach it is no better.
+    """
+    steps = prep.Steps(dest, "listops", length)
+
+    def with_root(counts: dict[str, Any]) -> dict[str, Any]:
+        for split, own in counts["splits"].items():
+            prefix = dest / "bin" / "input0" / split
+            starts = np.cumsum([0, *prep.row_lengths(prefix)[:-1]])
+            roots = np.fromfile(f"{prefix}.bin", dtype=np.uint16)[starts].tolist()
+            labels = examples.labels_of(dest / "bin" / "label" / split)
+            own["root"] = round(examples.accuracy_from_key(roots, labels), 2)
+        return counts
+
+    make = functools.partial(generate, LENGTHS[length], seed)
+    reads = {"script": Path(__file__), "seed": seed}
+    shape = {"symbols": SYMBOLS, "classes": 10}
+    return examples.prepare(steps, reads, make, counted=with_root, **shape)

@@ -306,5 +306,4 @@ def prepare(dest: Path, recipe: Recipe, seed: int = 1) -> dict:
     steps = prep.Steps(dest, "pathfinder", level)
     reads = {"script": Path(__file__), "seed": seed, "recipe": str(recipe)}
     make = functools.partial(generate, recipe, seed)
-    examples.binarize(steps, reads, make, symbols=BYTES, classes=2)
-    return examples.report(steps.finish(lambda: examples.count(dest, 2)))
+    return examples.prepare(steps, reads, make, symbols=BYTES, classes=2)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,8 @@ import numpy as np
 from numpy.random import RandomState
 
 from lrpe_fairseq.experiments.data import corpus as prep
-from lrpe_fairseq.experiments.data.transduction import SEQUENCES, types, unseen, write_lines
-from lrpe_fairseq.experiments.data.trees import below
+from lrpe_fairseq.experiments.data import transduction
+from lrpe_fairseq.experiments.data.transduction import SEQUENCES, Column, below, types
 from lrpe_fairseq.experiments.records.console import UserError
 
 SIDES = ("input", "target")
@@ -203,66 +203,51 @@ def _grid(rng: RandomState, scale: Scale, length: int) -> Sample:
     return Sample((*header, *cells), (*[PAD] * scale.width, *targets))
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """One task.
 
     draw: one sample, from a random stream, a scale and a length. vocabulary: symbols besides the
-    answers. answers: what a target can be; uniform, so chance is 1 in their number. shortest:
-    training length -> the shortest length in training. even: lengths are even.
+    answers. answers: what a target can be; uniform, so chance is 1 in their number. shortest: the
+    shortest length in training, as a fraction of the longest. even: lengths are even.
     """
 
-    draw: Callable[[RandomState, Scale, int], Sample]
+    draw: Callable[..., Sample]
     vocabulary: Callable[[Scale], list[str]]
     answers: Callable[[Scale], list[str]]
-    shortest: Callable[[int], int]
+    shortest: float
     even: bool = False
 
 
-def _sequence_task(name: str) -> Task:
-    return Task(
+TASKS = {
+    name: Task(
         partial(_sequence, task=name),
-        vocabulary=lambda scale: [BEGIN, SEPARATOR],
-        answers=lambda scale: types("s", scale.symbols),
-        shortest=lambda longest: max(2, longest // 8),
+        lambda scale: [BEGIN, SEPARATOR],
+        lambda scale: types("s", scale.symbols),
+        1 / 8,
     )
-
-
-def _recall_task(name: str) -> Task:
-    return Task(
+    for name in ("copy", "reverse")
+} | {
+    name: Task(
         partial(_recall, task=name),
-        vocabulary=lambda scale: [BLANK, *types("k", scale.keys)],
-        answers=lambda scale: types("v", scale.keys),
-        shortest=lambda longest: longest // 2,
+        lambda scale: [BLANK, *types("k", scale.keys)],
+        lambda scale: types("v", scale.keys),
+        1 / 2,
         even=True,
     )
-
-
-TASKS: dict[str, Task] = {
-    "copy": _sequence_task("copy"),
-    "reverse": _sequence_task("reverse"),
-    "mqar": _recall_task("mqar"),
-    "mqrar": _recall_task("mqrar"),
-    "flip-flop": Task(
-        _flip_flop,
-        vocabulary=lambda scale: ["w", "i", "r"],
-        answers=lambda scale: ["0", "1"],
-        shortest=lambda longest: longest // 2,
-        even=True,
-    ),
-    "counting": Task(
-        _counting,
-        vocabulary=lambda scale: ["mark", "reset", "?", *types("o", OTHERS)],
-        answers=lambda scale: [str(count) for count in range(scale.most + 1)],
-        shortest=lambda longest: longest * 3 // 4,
-    ),
-    "grid": Task(
-        _grid,
-        vocabulary=lambda scale: [BLANK, *OFFSETS],
-        answers=lambda scale: types("c", scale.colors),
-        shortest=lambda longest: longest // 2,
-    ),
+    for name in ("mqar", "mqrar")
 }
+TASKS["flip-flop"] = Task(
+    _flip_flop, lambda scale: ["w", "i", "r"], lambda scale: ["0", "1"], 1 / 2, even=True
+)
+TASKS["counting"] = Task(
+    _counting,
+    lambda scale: ["mark", "reset", "?", *types("o", OTHERS)],
+    lambda scale: [str(count) for count in range(scale.most + 1)],
+    3 / 4,
+)
+TASKS["grid"] = Task(
+    _grid, lambda scale: [BLANK, *OFFSETS], lambda scale: types("c", scale.colors), 1 / 2
+)
 
 # ---------------------------------------------------------------------------------------- splits
 
@@ -278,7 +263,7 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to generate. Raises: UserError for a value that does not exist."""
+    """What to generate. Raises: UserError for fillers of another task than MQAR or MQRAR."""
 
     task: str
     scale: str
@@ -286,16 +271,8 @@ class Recipe:
     fillers: str = "blank"
 
     def __post_init__(self) -> None:
-        if self.fillers not in FILLERS:
-            raise UserError(f"--fillers must be one of {', '.join(FILLERS)}, not {self.fillers}.")
         if self.fillers != "blank" and self.task not in ("mqar", "mqrar"):
             raise UserError(f"--fillers is for mqar and mqrar: leave it out for {self.task}.")
-        if self.task not in TASKS:
-            raise UserError(f"{self.task} is not a task: choose one of {', '.join(TASKS)}.")
-        if self.scale not in SCALES:
-            raise UserError(f"{self.scale} is not a scale: choose one of {', '.join(SCALES)}.")
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"--seed must be in 0 .. {2**32 - 1}, not {self.seed}.")
 
     @property
     def sizes(self) -> Scale:
@@ -337,7 +314,7 @@ def sampler(recipe: Recipe, split: Split) -> Callable[[RandomState], Sample]:
     reads what comes before as it reads a sample of training.
     """
     task, longest = TASKS[recipe.task], recipe.length
-    shortest = task.shortest(longest)
+    shortest = max(2, int(task.shortest * longest))
     seen = len(task.draw(RandomState(0), recipe.sizes, longest).inputs)
 
     def draw(rng: RandomState) -> Sample:
@@ -346,7 +323,8 @@ def sampler(recipe: Recipe, split: Split) -> Callable[[RandomState], Sample]:
         sample = task.draw(rng, recipe.sizes, length, **split.keywords)
         if recipe.fillers == "random":
             sample = _without_blanks(rng, sample, recipe.sizes.keys)
-        return scored_from(sample, seen) if split.multiple > 1 else sample
+        unscored = seen if split.multiple > 1 else 0
+        return sample._replace(targets=(*[PAD] * unscored, *sample.targets[unscored:]))
 
     return draw
 
@@ -358,26 +336,15 @@ def _without_blanks(rng: RandomState, sample: Sample, symbols: int) -> Sample:
     return sample._replace(inputs=tuple(inputs))
 
 
-def scored_from(sample: Sample, place: int) -> Sample:
-    """Return ``sample`` without the targets before ``place``, counted from 0."""
-    return sample._replace(targets=(*[PAD] * place, *sample.targets[place:]))
-
-
 def generate(recipe: Recipe) -> dict[str, list[Sample]]:
     """Return the samples of every split; equal recipes give equal samples on every machine.
 
     Raises: UserError if the task has too few different sequences of this size.
     """
-    known: set[tuple[str, ...]] = set()
-    found = {}
-    for number, (name, split) in enumerate(recipe.splits.items()):
-        draw = partial(sampler(recipe, split), RandomState([recipe.seed, number]))
-        samples = [
-            unseen(draw, known, lambda s: s.inputs, recipe.task) for _ in range(split.samples)
-        ]
-        known.update(sample.inputs for sample in samples)
-        found[name] = samples
-    return found
+    splits = {
+        name: (split.samples, sampler(recipe, split)) for name, split in recipe.splits.items()
+    }
+    return transduction.draw_splits(recipe, splits, lambda sample: sample.inputs)
 
 
 # ----------------------------------------------------------------------------------------- files
@@ -386,29 +353,9 @@ def generate(recipe: Recipe) -> dict[str, list[Sample]]:
 def write_text(recipe: Recipe, folder: Path) -> None:
     """Write ``<split>.input`` and ``.target``, one sample per line, and ``dict.txt``."""
     for split, samples in generate(recipe).items():
-        write_lines((sample.inputs for sample in samples), folder / f"{split}.input")
-        write_lines((sample.targets for sample in samples), folder / f"{split}.target")
-    write_lines(([symbol, 1] for symbol in recipe.vocabulary), folder / "dict.txt")
-
-
-def write_binary(recipe: Recipe, text: Path, bin_dir: Path) -> None:
-    """Write the dictionary and, per split and side, fairseq's ids without an end of sentence."""
-    numbers = {symbol: n for n, symbol in enumerate(recipe.vocabulary, prep.FAIRSEQ_SPECIALS)}
-    numbers[PAD] = PAD_ID
-    with prep.folder_written_whole(bin_dir) as part:
-        write_lines(([symbol, 1] for symbol in recipe.vocabulary), part / "dict.txt")
-        for name in file_names(recipe):
-            rows = ([numbers[symbol] for symbol in row] for row in _rows(text / name))
-            prep.write_indexed(rows, part / name, np.uint16)
-
-
-def file_names(recipe: Recipe) -> list[str]:
-    """Return the names of the text files, such as ``train.input``."""
-    return [f"{split}.{side}" for split in recipe.splits for side in SIDES]
-
-
-def _rows(path: Path) -> Iterator[list[str]]:
-    return (line.split() for line in prep.read_lines(path))
+        for side, rows in zip(SIDES, zip(*samples, strict=True), strict=True):
+            transduction.write_rows(folder / f"{split}.{side}", rows)
+    prep.write_lines(folder / "dict.txt", (f"{symbol} 1" for symbol in recipe.vocabulary))
 
 
 def count(recipe: Recipe, text: Path) -> dict[str, Any]:
@@ -419,8 +366,8 @@ def count(recipe: Recipe, text: Path) -> dict[str, Any]:
     """
     splits = {}
     for split in recipe.splits:
-        lengths = [len(row) for row in _rows(text / f"{split}.input")]
-        answers = Counter(itertools.chain.from_iterable(_rows(text / f"{split}.target")))
+        rows = [[line.split() for line in prep.read_lines(text / f"{split}.{s}")] for s in SIDES]
+        lengths, answers = list(map(len, rows[0])), Counter(itertools.chain(*rows[1]))
         del answers[PAD]
         splits[split] = {
             "samples": len(lengths),
@@ -433,26 +380,18 @@ def count(recipe: Recipe, text: Path) -> dict[str, Any]:
     return {"splits": splits, "length": recipe.length, "chance": round(1 / len(possible), 4)}
 
 
-def report(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Print the counts of a finished destination and return its manifest."""
-    for split, counts in manifest["splits"].items():
-        prep.say(
-            f"  {split}: {counts['samples']:,} samples, {counts['tokens']:,} tokens, "
-            f"{counts['answers']:,} answers; best constant answer {counts['constant']:.3f}"
-        )
-    prep.say(f"  chance {manifest['chance']:.3f}; ready for --task lrpe_synthetic")
-    return manifest
-
-
 def prepare(dest: Path, recipe: Recipe) -> dict[str, Any]:
-    """Prepare ``dest`` and return its manifest; finished steps are skipped."""
+    """Prepare ``dest`` and return its manifest; finished steps are skipped.
+
+    The binary form has fairseq's ids without an end of sentence.
+    """
     steps = prep.Steps(dest, recipe.name, recipe.scale)
-    text, bin_dir = dest / "text", dest / "bin"
-    names = file_names(recipe)
-    written = {name: text / name for name in (*names, "dict.txt")}
+    numbers = {symbol: n for n, symbol in enumerate(recipe.vocabulary, prep.FAIRSEQ_SPECIALS)}
+    numbers[PAD] = PAD_ID
+    names = [f"{split}.{side}" for split in recipe.splits for side in SIDES]
+    columns = [Column(name, name, lambda row: [numbers[token] for token in row]) for name in names]
     reads = {"script": Path(__file__), "seed": recipe.seed, "fillers": recipe.fillers}
-    steps.run("generate", reads, list(written.values()), lambda: write_text(recipe, text))
-    files = [bin_dir / f"{name}.{kind}" for name in names for kind in ("bin", "idx")]
-    outputs = [bin_dir / "dict.txt", *files]
-    steps.run("binarize", written, outputs, lambda: write_binary(recipe, text, bin_dir))
-    return report(steps.finish(lambda: count(recipe, text)))
+    transduction.binarize(
+        steps, reads, partial(write_text, recipe), columns, ["dict.txt"], "dict.txt"
+    )
+    return steps.finish(lambda: count(recipe, dest / "text"))

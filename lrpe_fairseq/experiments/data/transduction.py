@@ -1,26 +1,29 @@
 """The synthetic transduction tasks of "Algebraic Positional Encodings", generated.
 
 Sequences: copy, repeat, reverse. Binary trees: copy, rotate, C3, tree-ops. The source of a tree is
-written breadth-first, its target in either order. Every split has a random stream of its own, and
-no input of one split occurs in an earlier one.
+written breadth-first, its target in either order. The position of a node is an int64 code in
+bijective base 2: the root is 0, and child b (0 or 1) of node n is 2 n + b + 1. Every split has a
+random stream of its own, and no input of one split occurs in an earlier one. Where the paper leaves
+sizes and rules open, they are those of its published code; see data-prep/algebraic/README.md.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import shutil
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.random import RandomState
 
-from lrpe_fairseq.experiments.data import bitext, trees
+from lrpe_fairseq.experiments.data import bitext
 from lrpe_fairseq.experiments.data import corpus as prep
-from lrpe_fairseq.experiments.data.trees import Tree
 from lrpe_fairseq.experiments.records.console import UserError
 
 SIDES = ("source", "target")
@@ -62,16 +65,13 @@ class Scale:
     labels: int
 
 
-def _pairs(train: int, held_out: int) -> dict[str, int]:
-    return {"train": train, "valid": held_out, "test": held_out}
-
-
 SCALES = {
-    "paper": Scale(
-        _pairs(6000, 2000), (100, 10), (7, 1), {"copy": 20, "repeat": 19, "reverse": 19}, 10
-    ),
-    "small": Scale(_pairs(6000, 1000), (40, 4), (5, 1), {"copy": 8, "repeat": 8, "reverse": 8}, 4),
-    "tiny": Scale(_pairs(256, 64), (12, 1), (4, 1), {"copy": 6, "repeat": 6, "reverse": 6}, 3),
+    name: Scale({"train": train, "valid": held_out, "test": held_out}, *sizes)
+    for name, train, held_out, *sizes in (
+        ("paper", 6000, 2000, (100, 10), (7, 1), {"copy": 20, "repeat": 19, "reverse": 19}, 10),
+        ("small", 6000, 1000, (40, 4), (5, 1), {"copy": 8, "repeat": 8, "reverse": 8}, 4),
+        ("tiny", 256, 64, (12, 1), (4, 1), {"copy": 6, "repeat": 6, "reverse": 6}, 3),
+    )
 }
 
 
@@ -82,7 +82,7 @@ class Recipe:
     ``order``: of the nodes of a tree's target. ``published_labels``: in tree-ops the command
     ``extract`` is also an operator label, as in the published code.
 
-    Raises: UserError for a value that does not exist, or that has no effect on the task.
+    Raises: UserError for an option that is missing, or has no effect on the task.
     """
 
     task: str
@@ -92,18 +92,12 @@ class Recipe:
     published_labels: bool = False
 
     def __post_init__(self) -> None:
-        if self.task not in TASKS:
-            raise UserError(f"{self.task} is not a task: choose one of {', '.join(TASKS)}.")
-        if self.scale not in SCALES:
-            raise UserError(f"{self.scale} is not a scale: choose one of {', '.join(SCALES)}.")
-        if self.has_trees and self.order not in trees.ORDERS:
-            raise UserError(f"{self.task} needs --order {' or '.join(trees.ORDERS)}.")
+        if self.has_trees and self.order not in ORDERS:
+            raise UserError(f"{self.task} needs --order {' or '.join(ORDERS)}.")
         if not self.has_trees and self.order:
             raise UserError(f"--order is for trees: {self.task} has sequences.")
         if self.published_labels and self.task != "tree-ops":
             raise UserError("--published-labels is an option of tree-ops only.")
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"--seed must be in 0 .. {2**32 - 1}, not {self.seed}.")
 
     @property
     def has_trees(self) -> bool:
@@ -120,6 +114,94 @@ class Recipe:
         """The data set's name without its scale, such as ``tree-rotate-depth``."""
         published = "published" if self.published_labels else ""
         return "-".join(part for part in (self.task, published, self.order) if part)
+
+
+# ----------------------------------------------------------------------------------------- trees
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A node with its label and either no child (a leaf) or two (an operator)."""
+
+    label: str
+    children: tuple[Tree, ...] = ()
+
+
+def below(rng: RandomState, bound: int) -> int:
+    """Return a uniform integer in 0 .. bound - 1. ``randint`` takes longer for one number."""
+    return int(rng.random_sample() * bound)
+
+
+def random_shape(rng: RandomState, depth: int) -> Tree:
+    """Draw a tree without labels whose longest path has exactly ``depth`` edges.
+
+    One child has depth - 1. The other has a depth uniform on 0 .. depth - 1; if that draw is
+    depth - 1, it is repeated once. Sides are random.
+    """
+    if depth == 0:
+        return Tree("")
+    other = below(rng, depth)
+    other = below(rng, depth) if other == depth - 1 else other
+    children = (random_shape(rng, depth - 1), random_shape(rng, other))
+    return Tree("", children if below(rng, 2) else children[::-1])
+
+
+def labeled(shape: Tree, next_leaf: Callable[[], str], next_operator: Callable[[], str]) -> Tree:
+    """Return the tree with labels drawn depth-first by the two functions."""
+    label = (next_operator if shape.children else next_leaf)()
+    return Tree(label, tuple(labeled(c, next_leaf, next_operator) for c in shape.children))
+
+
+def breadth_first(tree: Tree) -> Iterator[tuple[Tree, int]]:
+    """Yield every node with its code, level by level and from left to right."""
+    pending = deque([(tree, 0)])
+    while pending:
+        node, code = pending.popleft()
+        yield node, code
+        pending.extend((c, 2 * code + b) for b, c in enumerate(node.children, start=1))
+
+
+def depth_first(tree: Tree, code: int = 0) -> Iterator[tuple[Tree, int]]:
+    """Yield every node with its code: a node, its left subtree, its right subtree."""
+    yield tree, code
+    for branch, below in enumerate(tree.children, start=1):
+        yield from depth_first(below, 2 * code + branch)
+
+
+ORDERS = {"breadth": breadth_first, "depth": depth_first}
+
+
+def rotate(tree: Tree) -> Tree:
+    """Rotate every subtree to the right, once, from the root downwards.
+
+    r(p(l, m), x) -> p(rotate l, r(rotate m, rotate x)). A subtree whose left child is a leaf is
+    returned unchanged, with everything below it. The paper says "up to a fixpoint"; its published
+    code makes this single pass, to which its numbers belong.
+    """
+    if not tree.children or not tree.children[0].children:
+        return tree
+    (left, right), (outer, inner) = tree.children, tree.children[0].children
+    return Tree(left.label, (rotate(outer), Tree(tree.label, (rotate(inner), rotate(right)))))
+
+
+def reduce_c3(tree: Tree) -> Tree:
+    """Replace every operator over two leaves by their product in the cyclic group of order 3.
+
+    Leaves are ``l1`` (the neutral element), ``l2`` and ``l3``. This is one step of a reduction.
+    """
+    if not tree.children:
+        return tree
+    if any(below.children for below in tree.children):
+        return Tree(tree.label, tuple(map(reduce_c3, tree.children)))
+    exponent = sum(int(leaf.label[1:]) - 1 for leaf in tree.children) % 3
+    return Tree(f"l{exponent + 1}")
+
+
+def truncate(tree: Tree, label: str) -> Tree:
+    """Return the tree with the subtree whose root has this label cut down to that root."""
+    if tree.label == label:
+        return Tree(label)
+    return Tree(tree.label, tuple(truncate(below, label) for below in tree.children))
 
 
 # ----------------------------------------------------------------------------------------- tasks
@@ -139,7 +221,7 @@ def _sequence(
     rng: RandomState, scale: Scale, symbols: list[str], answer: Callable[[tuple], tuple]
 ) -> Sample:
     length = _size(rng, scale.length, 2)
-    tokens = tuple(symbols[trees.below(rng, len(symbols))] for _ in range(length))
+    tokens = tuple(symbols[below(rng, len(symbols))] for _ in range(length))
     return Sample(Side(tokens), Side(answer(tokens)))
 
 
@@ -151,7 +233,7 @@ SEQUENCES: dict[str, Callable[[tuple], tuple]] = {
 
 
 def _traversed(tree: Tree, order: str) -> Side:
-    nodes = list(trees.ORDERS[order](tree))
+    nodes = list(ORDERS[order](tree))
     return Side(tuple(node.label for node, _ in nodes), tuple(code for _, code in nodes))
 
 
@@ -163,9 +245,8 @@ def _mapped(
     answer: Callable[[Tree], Tree],
 ) -> Sample:
     """A tree with labels drawn with repetition, and ``answer`` of it."""
-    leaves, operators = (trees.uniform(rng, some) for some in labels)
-    shape = trees.random_shape(rng, _size(rng, scale.depth, 1))
-    tree = trees.labeled(shape, leaves, operators)
+    leaves, operators = (lambda some=some: some[below(rng, len(some))] for some in labels)
+    tree = labeled(random_shape(rng, _size(rng, scale.depth, 1)), leaves, operators)
     return Sample(_traversed(tree, "breadth"), _traversed(answer(tree), order))
 
 
@@ -173,33 +254,29 @@ def _manipulated(
     rng: RandomState, scale: Scale, labels: tuple[list[str], list[str]], order: str
 ) -> Sample:
     """A tree of distinct labels below a command and the label of one of its subtrees' roots."""
-    *operators, extract, flip, truncate, keep = labels[1]
-    shape = trees.random_shape(rng, _size(rng, scale.depth, 2) - 1)
-    while not _enough(shape, len(labels[0]), len(operators)):
-        shape = trees.random_shape(rng, _size(rng, scale.depth, 2) - 1)
-    tree = trees.labeled(shape, trees.distinct(rng, labels[0]), trees.distinct(rng, operators))
-    nodes = [node for node, _ in trees.breadth_first(tree)]
-    chosen = nodes[trees.below(rng, len(nodes))]
+    leaves, (*operators, extract, swap, cut, keep) = labels
+    most = 2 * min(len(leaves) - 1, len(operators)) + 1  # nodes, half of them operators
+    sizes = iter(lambda: random_shape(rng, _size(rng, scale.depth, 2) - 1), None)
+    shape = next(s for s in sizes if sum(1 for _ in breadth_first(s)) <= most)
+    drawn = ([some[n] for n in rng.permutation(len(some))] for some in (leaves, operators))
+    tree = labeled(shape, *(iter(some).__next__ for some in drawn))
+    nodes = [node for node, _ in breadth_first(tree)]
+    chosen = nodes[below(rng, len(nodes))]
     answers = {
         extract: chosen,
-        flip: trees.flip(chosen),
-        truncate: trees.truncate(tree, chosen.label),
+        swap: Tree(chosen.label, chosen.children[::-1]),
+        cut: truncate(tree, chosen.label),
         keep: tree,
     }
-    command = (extract, flip, truncate, keep)[trees.below(rng, 4)]
+    command = list(answers)[below(rng, 4)]
     question = Tree(command, (Tree(chosen.label), tree))
     return Sample(_traversed(question, "breadth"), _traversed(answers[command], order))
 
 
-def _enough(shape: Tree, leaves: int, operators: int) -> bool:
-    nodes = sum(1 for _ in trees.breadth_first(shape))
-    return nodes // 2 + 1 <= leaves and nodes // 2 <= operators
-
-
 ANSWERS: dict[str, Callable[[Tree], Tree]] = {
     "tree-copy": lambda tree: tree,
-    "tree-rotate": trees.rotate,
-    "tree-c3": trees.reduce_c3,
+    "tree-rotate": rotate,
+    "tree-c3": reduce_c3,
 }
 TASKS = (*SEQUENCES, *ANSWERS, "tree-ops")
 
@@ -241,36 +318,83 @@ def generate(recipe: Recipe) -> dict[str, list[Sample]]:
     Raises: UserError if the task has too few different inputs of this size.
     """
     draw = sampler(recipe)
-    known: set[tuple[str, ...]] = set()
-    splits = {}
-    for number, (split, count) in enumerate(recipe.sizes.pairs.items()):
-        rng = RandomState([recipe.seed, number])
-        draw_one = partial(draw, rng)
-        splits[split] = [
-            unseen(draw_one, known, lambda s: s.source.tokens, recipe.task) for _ in range(count)
-        ]
-        known.update(sample.source.tokens for sample in splits[split])
-    return splits
+    splits = {split: (count, draw) for split, count in recipe.sizes.pairs.items()}
+    return draw_splits(recipe, splits, lambda sample: sample.source.tokens)
 
 
-def unseen(
-    draw: Callable[[], Drawn],
-    known: Container[tuple[str, ...]],
+def draw_splits(
+    recipe: Any,
+    splits: Mapping[str, tuple[int, Callable[[RandomState], Drawn]]],
     tokens: Callable[[Drawn], tuple[str, ...]],
-    task: str,
-) -> Drawn:
-    """Draw until the ``tokens`` of a sample are not among those of earlier splits, ``known``.
+) -> dict[str, list[Drawn]]:
+    """Draw the samples of every split, whose ``tokens`` are not among those of earlier splits.
+
+    recipe: with ``task`` and ``seed``. splits: number of samples, and the function that draws one.
 
     Raises: UserError after ``PATIENCE`` draws.
     """
-    for _ in range(PATIENCE):
-        sample = draw()
-        if tokens(sample) not in known:
-            return sample
-    raise UserError(f"{task} has too few different inputs of this size: choose a larger scale.")
+    known: set[tuple[str, ...]] = set()
+    found: dict[str, list[Drawn]] = {}
+    for number, (split, (count, draw)) in enumerate(splits.items()):
+        rng, found[split] = RandomState([recipe.seed, number]), []
+        for _ in range(count):
+            drawn = (draw(rng) for _ in range(PATIENCE))
+            sample = next((one for one in drawn if tokens(one) not in known), None)
+            if sample is None:
+                raise UserError(f"{recipe.task} has too few different inputs: use a larger scale.")
+            found[split].append(sample)
+        known.update(map(tokens, found[split]))
+    return found
 
 
 # ----------------------------------------------------------------------------------------- files
+
+
+class Column(NamedTuple):
+    """One text file, a row of tokens per line, and its binary form.
+
+    text, binary: names of the files. numbers: tokens of a row -> what is stored, as ``kind``.
+    """
+
+    text: str
+    binary: str
+    numbers: Callable[[list[str]], list[int]]
+    kind: type[np.integer] = np.uint16
+
+
+def binarize(
+    steps: prep.Steps,
+    reads: Mapping[str, Any],
+    make: Callable[[Path], None],
+    columns: Sequence[Column],
+    dictionaries: Sequence[str],
+    dictionary: str = "dictionary",
+) -> None:
+    """Steps: ``make`` the texts of the columns and ``dict.txt`` in ``text/``, then write ``bin/``.
+
+    dictionaries: names under which ``bin/`` contains ``dict.txt``. dictionary: its name in the
+    manifest.
+    """
+    text, bin_dir = steps.dest / "text", steps.dest / "bin"
+    written = {column.text: text / column.text for column in columns}
+    written[dictionary] = text / "dict.txt"
+
+    def write() -> None:
+        with prep.folder_written_whole(bin_dir) as part:
+            for name in dictionaries:
+                shutil.copyfile(text / "dict.txt", part / name)
+            for column in columns:
+                rows = (line.split() for line in prep.read_lines(text / column.text))
+                prep.write_indexed(map(column.numbers, rows), part / column.binary, column.kind)
+
+    files = (*dictionaries, *prep.binary_files(column.binary for column in columns))
+    steps.run("generate", reads, list(written.values()), functools.partial(make, text))
+    steps.run("binarize", written, [bin_dir / file for file in files], write)
+
+
+def write_rows(path: Path, rows: Iterable[Iterable]) -> None:
+    """Write a line per row, its items separated by spaces; the write is atomic."""
+    prep.write_lines(path, (" ".join(map(str, row)) for row in rows))
 
 
 def positions_of(side: str) -> str:
@@ -278,76 +402,46 @@ def positions_of(side: str) -> str:
     return f"{side}-{POSITIONS}"
 
 
-def columns(recipe: Recipe) -> list[str]:
-    """Return the names that stand in the place of a language in the names of the files."""
-    return [*SIDES, *map(positions_of, SIDES)] if recipe.has_trees else [*SIDES]
-
-
 def write_text(recipe: Recipe, folder: Path) -> None:
-    """Write ``<split>.source`` and ``.target``, beside them the codes of a tree's nodes."""
-    for split, samples in generate(recipe).items():
-        for side in SIDES:
-            rows = [getattr(sample, side) for sample in samples]
-            write_lines((row.tokens for row in rows), folder / f"{split}.{side}")
-            if recipe.has_trees:
-                path = folder / f"{split}.{positions_of(side)}"
-                write_lines((row.codes for row in rows), path)
+    """Write ``<split>.source`` and ``.target``, the codes of a tree's nodes, and ``dict.txt``."""
+    for (split, samples), side in itertools.product(generate(recipe).items(), SIDES):
+        rows = [getattr(sample, side) for sample in samples]
+        write_rows(folder / f"{split}.{side}", (row.tokens for row in rows))
+        if recipe.has_trees:
+            write_rows(folder / f"{split}.{positions_of(side)}", (row.codes for row in rows))
+    prep.write_lines(folder / "dict.txt", (f"{label} 1" for label in vocabulary(recipe)))
 
 
-def write_lines(rows: Iterable[Iterable], path: Path) -> None:
-    """Write a line per row, its items separated by spaces; the write is atomic."""
-    with prep.written_whole(path) as out:
-        out.writelines(f"{' '.join(map(str, row))}\n" for row in rows)
-
-
-def write_dictionary(recipe: Recipe, path: Path) -> None:
-    """Write the dictionary of both sides: every label once, in a fixed order, with count 1."""
-    leaves, operators = labels(recipe)
-    with prep.written_whole(path) as out:
-        out.writelines(f"{label} 1\n" for label in dict.fromkeys(leaves + operators))
-
-
-def write_binary(recipe: Recipe, text: Path, bin_dir: Path) -> None:
-    """Write what fairseq reads: both dictionaries, the tokens, and the codes as int64.
-
-    Codes have the format of tokens (MMapIndexedDataset) and a code for every token: that of the
-    end of sentence is 0.
-    """
-    dictionary = text / "dict.txt"
-    with prep.folder_written_whole(bin_dir) as part:
-        for side in SIDES:
-            shutil.copyfile(dictionary, part / f"dict.{side}.txt")
-        for split, name in itertools.product(recipe.sizes.pairs, columns(recipe)):
-            prefix = part / f"{split}.{'-'.join(SIDES)}.{name}"
-            if name in SIDES:
-                prep.write_tokens(text / f"{split}.{name}", prefix, dictionary)
-            else:
-                prep.write_indexed(_codes(text / f"{split}.{name}"), prefix, np.int64)
-
-
-def _codes(path: Path) -> Iterator[list[int]]:
-    return ([*map(int, line.split()), 0] for line in prep.read_lines(path))
+def vocabulary(recipe: Recipe) -> list[str]:
+    """Return every label once, in the order of the dictionary, which both sides share."""
+    return list(dict.fromkeys(itertools.chain(*labels(recipe))))
 
 
 def prepare(dest: Path, recipe: Recipe) -> dict:
-    """Prepare ``dest`` and return its manifest; finished steps are skipped."""
+    """Prepare ``dest`` and return its manifest; finished steps are skipped.
+
+    The codes of nodes have the format of tokens, in int64, and a code for every token: that of the
+    end of sentence is 0.
+    """
     steps = prep.Steps(dest, recipe.name, recipe.scale)
-    text, bin_dir = dest / "text", dest / "bin"
-    names = [f"{split}.{name}" for split in recipe.sizes.pairs for name in columns(recipe)]
-    written = {name: text / name for name in names} | {"dictionary": text / "dict.txt"}
-
-    def make_text() -> None:
-        write_text(recipe, text)
-        write_dictionary(recipe, text / "dict.txt")
-
-    sources = {"script": Path(__file__), "trees": Path(trees.__file__)}
-    reads = {**sources, "seed": recipe.seed, "published labels": recipe.published_labels}
-    steps.run("generate", reads, list(written.values()), make_text)
-    pair = "-".join(SIDES)
-    files = [
-        f"{name.replace('.', f'.{pair}.')}.{kind}" for name in names for kind in ("bin", "idx")
-    ]
-    outputs = [bin_dir / file for file in (*files, *(f"dict.{side}.txt" for side in SIDES))]
-    steps.run("binarize", written, outputs, lambda: write_binary(recipe, text, bin_dir))
-    texts = {split: text / split for split in recipe.sizes.pairs}
-    return bitext.report(steps.finish(lambda: bitext.count(dest, texts, SIDES)))
+    numbers = {label: n for n, label in enumerate(vocabulary(recipe), prep.FAIRSEQ_SPECIALS)}
+    columns = []
+    for split, side in itertools.product(recipe.sizes.pairs, SIDES):
+        columns.append(
+            Column(
+                f"{split}.{side}",
+                bitext.binary_name(split, SIDES, side),
+                lambda row: [*(numbers[token] for token in row), prep.FAIRSEQ_EOS],
+            )
+        )
+    for split, side in itertools.product(recipe.sizes.pairs if recipe.has_trees else (), SIDES):
+        name = positions_of(side)
+        binary = bitext.binary_name(split, SIDES, name)
+        codes = Column(f"{split}.{name}", binary, lambda row: [*map(int, row), 0], np.int64)
+        columns.append(codes)
+    reads: dict[str, Any] = {"script": Path(__file__), "seed": recipe.seed}
+    reads["published labels"] = recipe.published_labels
+    dictionaries = [f"dict.{side}.txt" for side in SIDES]
+    binarize(steps, reads, partial(write_text, recipe), columns, dictionaries)
+    texts = {split: dest / "text" / split for split in recipe.sizes.pairs}
+    return steps.finish(lambda: bitext.count(dest, texts, SIDES))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from lrpe_fairseq.experiments.data import checksums, folders
+from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.fairseq_log import Curve
@@ -68,7 +68,7 @@ class ClassificationRun(TrainingRun):
             if (data := self.data_of(protocol)) != self.data:
                 folders.require(data, self.preparation_of(data))
                 folders.require_splits(data, [split])
-                checksums.verify(data)
+                folders.verify(data)
 
     def prepare_data(self, source: Path | None = None) -> None:
         """Also prepare the other data that the model is evaluated on, without ``source``."""

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import ClassVar
 
 from lrpe_fairseq.experiments.data import transduction as data
-from lrpe_fairseq.experiments.data.trees import ORDERS
 from lrpe_fairseq.experiments.families.encoder_decoder import EncoderDecoderRun
 from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.fairseq_log import Curve
@@ -62,7 +61,7 @@ def _scripts() -> dict[str, str]:
     found = {}
     for scale in data.SCALES:
         for task in data.TASKS:
-            for order in [""] if task in data.SEQUENCES else ORDERS:
+            for order in [""] if task in data.SEQUENCES else data.ORDERS:
                 name = f"{data.Recipe(task, scale, order).name}-{scale}"
                 script = f"data-prep/algebraic/prepare.py --task {task} --scale {scale}"
                 found[name] = f"{script} --order {order}" if order else script

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lrpe_fairseq.experiments.data import checksums, folders
+from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.data.corpus import digest
 from lrpe_fairseq.experiments.records import bases, checkpoints
 from lrpe_fairseq.experiments.records.files import ROOT, require_writable
@@ -51,7 +51,7 @@ def data_folder(given: Path, preparation_of: Callable[[Path], list[str]]) -> Pat
     """
     data = given.parent if given.name == "bin" else given
     folders.require(data, preparation_of(data))
-    checksums.verify(data)
+    folders.verify(data)
     return data
 
 
@@ -97,7 +97,7 @@ def record(
         "protocol": protocol,
         "tokens_per_second": _speed(state),
         "wall_seconds": checkpoints.seconds(state),
-        "data": checksums.checksums(data, set(metrics)),
+        "data": folders.checksums(data, set(metrics)),
         **environment(),
         **parts.provenance(checkpoint.absolute().parent.parent),
     }
@@ -120,7 +120,7 @@ def _with_earlier(out: Path, run: Run, data: Path) -> Run:
         known = read_run(out)
     except (OSError, ValueError):
         return run
-    now = checksums.checksums(data, known.get("data", {}))
+    now = folders.checksums(data, known.get("data", {}))
     if known.get(CHECKPOINT) != run[CHECKPOINT] or known.get("data") != now:
         print(f"{out} had results of another checkpoint or other data, which are replaced")
         return run

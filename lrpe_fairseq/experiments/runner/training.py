@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from omegaconf import OmegaConf
 
-from lrpe_fairseq.experiments.data import checksums, folders
+from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.records import checkpoints, dictionaries, fairseq_log, shards
 from lrpe_fairseq.experiments.records.console import clock
 from lrpe_fairseq.experiments.records.fairseq_log import Curve
@@ -307,16 +307,16 @@ class TrainingRun(ABC):
         validated = chosen.get("valid_subset") or "valid"
         return {trained, *validated.split(","), *(split for split, _ in self.evaluations)}
 
-    def data_checksums(self) -> checksums.Checksums:
+    def data_checksums(self) -> folders.Checksums:
         """Return the checksums of the data of :meth:`splits`; empty if they are not prepared."""
-        return checksums.checksums(self.data, self.splits())
+        return folders.checksums(self.data, self.splits())
 
     def other_data(self, known: Run) -> list[str]:
         """Return the splits (or the dictionary) that differ from the checksums ``known``.
 
         Empty without checksums in ``known`` or without the data.
         """
-        return checksums.changed(known.get("data", {}), self.data_checksums())
+        return folders.changed(known.get("data", {}), self.data_checksums())
 
     def progress(self) -> tuple[int, int]:
         """Return (updates done, updates of the whole run)."""
@@ -446,7 +446,7 @@ class TrainingRun(ABC):
 
         Raises: UserError if the data differ from their manifest.
         """
-        checksums.verify(self.data)
+        folders.verify(self.data)
         seen = self.ready_to_resume(say)
         if seen < self.max_update():
             if not seen:
