@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lrpe_fairseq.experiments.data.listops import LENGTHS, SYMBOLS, Recipe
 from sklearn.datasets import load_digits
 
 from lrpe_fairseq.experiments.data import corpus as prep
-from lrpe_fairseq.experiments.data import examples, images, listops
+from lrpe_fairseq.experiments.data import examples, images
 from lrpe_fairseq.experiments.data.examples import Examples
 from tests.test_data_prep import files, load, refusal
 
-sst2, digits = load("sst2-bytes"), load("digits")
+sst2, digits, listops = load("sst2-bytes"), load("digits"), load("listops")
+LENGTHS, SYMBOLS = listops.LENGTHS, listops.SYMBOLS
 
 
 def stored(bin_dir: Path, split: str, end: bool) -> Examples:
@@ -68,15 +67,6 @@ def test_the_digits_are_those_of_scikit_learn_in_disjoint_stratified_splits(
     manifest = prep.Steps(digits_data, "digits", "8x8").old
     assert manifest["splits"]["test"]["tokens"] == 540 * 64
     assert manifest["classes"] == 10
-
-
-@pytest.mark.parametrize("side", [28, 14, 7])
-def test_smaller_images_are_means_of_blocks_that_are_rounded_once(side: int) -> None:
-    whole = np.random.RandomState(0).randint(0, 256, (3, 28, 28))
-    found, block = images.averaged(whole, side), 28 // side
-    for n, row, column in np.ndindex(found.shape):
-        y, x = row * block, column * block
-        assert found[n, row, column] == round(float(whole[n, y : y + block, x : x + block].mean()))
 
 
 def test_digits_are_reproducible_and_finished_steps_are_skipped(
@@ -235,26 +225,6 @@ def test_equal_options_give_equal_bytes_and_brackets_are_tokens(tmp_path: Path) 
     assert manifest["splits"]["train"]["root"] >= manifest["splits"]["train"]["majority"]
 
 
-def test_giving_up_early_does_not_change_the_distribution() -> None:
-    """Expressions of at most 12 tokens, drawn with and without giving up."""
-
-    def drawn(longest: int) -> list[int]:
-        rng, found = random.Random(5), []
-        recipe = Recipe(0, longest, 4, 3)
-        while len(found) < 3_000:
-            try:
-                tokens, _ = listops.expression(rng, recipe)
-            except listops.TooLong:
-                continue
-            if len(tokens) < 13:
-                found.append(len(tokens))
-        return found
-
-    counts = [np.bincount(drawn(longest), minlength=13) for longest in (13, 10_000)]
-    error = np.sqrt(counts[0] + counts[1] + 1)
-    assert (np.abs(counts[0] - counts[1]) < 4 * error).all()
-
-
 # --- SST-2 -------------------------------------------------------------------------------------
 
 
@@ -276,9 +246,3 @@ def test_sst2_is_stored_byte_by_byte_and_valid_is_held_out_of_train(tmp_path: Pa
         known[split] = texts
     assert known["test"] == [phrase.strip() for phrase in phrases[30:]]
     assert sorted(known["train"] + known["valid"]) == sorted(p.strip() for p in phrases[:30])
-
-
-def test_sst2_without_its_files_is_refused(tmp_path: Path) -> None:
-    said = refusal(sst2.prepare, tmp_path / "dest", tmp_path)
-    assert "contains no train.tsv or train.tsv.gz" in said
-    assert not (tmp_path / "dest" / "bin").exists()

@@ -14,12 +14,13 @@ import os
 import random
 import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tarfile
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -27,9 +28,9 @@ import pytest
 import sentencepiece
 
 from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.data import pieces
 from lrpe_fairseq.experiments.data.pieces import SentencePiece
 from lrpe_fairseq.experiments.records.console import UserError
-from tests.end_to_end.forked import run_forked
 
 DATA_PREP = Path(__file__).resolve().parents[1] / "data-prep"
 
@@ -79,24 +80,6 @@ def sentence(rng: random.Random) -> str:
 # ------------------------------------------------------------------------------------------ pydoc
 
 
-IN_AN_INTERPRETER = (
-    "test_pieces_are_binarized_as_fairseq_preprocess_does",
-    "test_a_failing_preprocess_is_reported_and_leaves_no_binary",
-)
-
-
-@pytest.fixture(autouse=True)
-def _preprocess_forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fairseq-preprocess in a forked process, but for two tests, which start it as a user does."""
-
-    def forked(command: list[str]) -> None:
-        done = run_forked(command[2], command[3:])
-        assert done.returncode == 0, done.stderr
-
-    if request.node.originalname not in IN_AN_INTERPRETER:
-        monkeypatch.setattr(prep, "_run", forked)
-
-
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small standard library: 120 modules, each with one paragraph that all share."""
@@ -137,8 +120,10 @@ def documents(dest: Path, split: str) -> dict[str, list[str]]:
     return {name.strip(): body for (_, name), body in zip(index, bodies, strict=True)}
 
 
-def test_the_pydoc_split_is_by_whole_documents(embedded: Path) -> None:
-    """Every document lies in one split with all its paragraphs, closed by an empty line."""
+def test_the_pydoc_split_is_by_whole_documents_and_no_paragraph_occurs_twice(
+    embedded: Path,
+) -> None:
+    """Doctests, underlines and test suites are left out."""
     splits = {split: documents(embedded, split) for split in prep.SPLITS}
     names = [name for found in splits.values() for name in found]
     assert len(names) == len(set(names)) == 160
@@ -148,10 +133,6 @@ def test_the_pydoc_split_is_by_whole_documents(embedded: Path) -> None:
             assert body[-1] == ""
             assert all(body[:-1])
             assert len(body) - 1 >= (3 if name.startswith("module:") else 2)
-
-
-def test_no_paragraph_is_in_two_splits_or_twice_in_one(embedded: Path) -> None:
-    """What several documents say is kept once."""
     lines = [
         line
         for split in prep.SPLITS
@@ -160,34 +141,7 @@ def test_no_paragraph_is_in_two_splits_or_twice_in_one(embedded: Path) -> None:
     paragraphs = [line for line in lines if line]
     assert len(paragraphs) == len(set(paragraphs))
     assert paragraphs.count("Every module says this very sentence.") == 1
-
-
-def test_code_underlines_and_test_suites_are_not_english(embedded: Path) -> None:
-    """The text has no doctest, no underline and nothing from test/."""
-    text = "".join((embedded / "text" / f"{split}.txt").read_text() for split in prep.SPLITS)
-    assert not re.search(r">>>|---|does not belong", text)
-
-
-def test_the_same_library_gives_the_same_bytes(
-    embedded: Path, library: Path, topics: dict, tmp_path: Path
-) -> None:
-    """Text, model, pieces, dictionary and binaries are reproducible, and so is the manifest."""
-    pydoc.prepare(tmp_path / "again", 60, library, topics)
-    assert files(tmp_path / "again") == files(embedded)
-    for file in files(embedded):
-        assert (tmp_path / "again" / file).read_bytes() == (embedded / file).read_bytes(), file
-
-
-def test_a_second_run_repeats_nothing(
-    embedded: Path, library: Path, topics: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither text nor pieces nor binaries are made again; the manifest is the same."""
-    for step in ("binarize", "encode", "train_sentencepiece"):
-        monkeypatch.setattr(prep, step, None)
-    monkeypatch.setattr(pydoc, "gather", None)
-    before = (embedded / "manifest.json").read_bytes()
-    pydoc.prepare(embedded, 60, library, topics)
-    assert (embedded / "manifest.json").read_bytes() == before
+    assert not re.search(r">>>|---|does not belong", "".join(lines))
 
 
 def test_the_manifest_counts_words_with_one_eos_a_line_and_tokens_as_fairseq_does(
@@ -197,10 +151,10 @@ def test_the_manifest_counts_words_with_one_eos_a_line_and_tokens_as_fairseq_doe
     manifest = prep.Steps(embedded, "pydoc", "bpe").old
     for split in prep.SPLITS:
         text = (embedded / "text" / f"{split}.txt").read_text()
-        pieces = (embedded / "pieces" / f"{split}.txt").read_text()
+        encoded = (embedded / "pieces" / f"{split}.txt").read_text()
         counts = manifest["splits"][split]
         assert counts["words_with_eos"] == len(text.split()) + text.count("\n")
-        assert counts["tokens"] == len(pieces.split()) + pieces.count("\n")
+        assert counts["tokens"] == len(encoded.split()) + encoded.count("\n")
 
 
 def test_without_a_vocabulary_size_the_text_is_cut_into_characters(
@@ -210,29 +164,26 @@ def test_without_a_vocabulary_size_the_text_is_cut_into_characters(
     counts = pydoc.prepare(tmp_path / "dest", None, library, topics)["splits"]
     for split in prep.SPLITS:
         text = (embedded / "text" / f"{split}.txt").read_text()
-        pieces = (tmp_path / "dest" / "pieces" / f"{split}.txt").read_text()
-        assert pieces.replace(" ", "").replace("▁", " ") == text
+        cut = (tmp_path / "dest" / "pieces" / f"{split}.txt").read_text()
+        assert cut.replace(" ", "").replace("▁", " ") == text
         assert counts[split]["tokens"] == len(text)
         assert counts[split]["unknown"] == 0
 
 
-@pytest.mark.parametrize("filler", [0, 65_500], ids=["two-bytes", "four-bytes"])
-def test_pieces_are_binarized_as_fairseq_preprocess_does(
-    embedded: Path, tmp_path: Path, filler: int
-) -> None:
-    """The same bytes, unknown symbols included, for a small and a large dictionary."""
-    symbols = (embedded / "pieces" / "dict.txt").read_text().splitlines()[5:]
-    symbols += [f"filler{number} 0" for number in range(filler)]
-    symbols += [f"padding{n} 0" for n in range(-(len(symbols) + 4) % 8)]
-    dictionary = tmp_path / "dict.txt"
-    dictionary.write_text("".join(f"{line}\n" for line in symbols))
-    texts = {split: embedded / "pieces" / f"{split}.txt" for split in prep.SPLITS}
-    prep.binarize(texts, tmp_path / "theirs", dictionary)
-    prep.binarize_pieces(texts, tmp_path / "ours", dictionary)
-    assert files(tmp_path / "ours") == files(tmp_path / "theirs")
-    for file in files(tmp_path / "ours"):
-        assert (tmp_path / "ours" / file).read_bytes() == (tmp_path / "theirs" / file).read_bytes()
-    assert prep.count_binary(tmp_path / "ours" / "train")["unknown"] > 0
+def test_the_binary_form_is_that_of_fairseq_preprocess(embedded: Path, tmp_path: Path) -> None:
+    """The same dictionary and bytes, with one worker and with two, unknown symbols included."""
+    texts = {split: embedded / "text" / f"{split}.txt" for split in prep.SPLITS}
+    command = [sys.executable, "-m", "fairseq_cli.preprocess", "--only-source", "--workers", "2"]
+    command += [part for split in texts for part in (f"--{split}pref", str(texts[split]))]
+    subprocess.run([*command, "--destdir", str(tmp_path / "theirs")], check=True)
+    (tmp_path / "theirs" / "preprocess.log").unlink()
+    for workers in (1, 2):
+        prep.write_binary(texts, tmp_path / "ours", workers=workers)
+        assert files(tmp_path / "ours") == files(tmp_path / "theirs")
+        for file in files(tmp_path / "ours"):
+            ours, theirs = (tmp_path / name / file for name in ("ours", "theirs"))
+            assert ours.read_bytes() == theirs.read_bytes(), file
+    assert prep.count_binary(tmp_path / "ours" / "valid")["unknown"] > 0
 
 
 def test_this_interpreter_carries_a_corpus_whose_held_out_text_is_new() -> None:
@@ -344,35 +295,30 @@ def test_counts_that_differ_from_the_table_are_refused_and_no_binary_is_left(
 
 def test_pieces_encode_the_very_words_and_unk_is_one_piece(release: Path, tmp_path: Path) -> None:
     """Decoding gives back every word, line for line, empty lines kept."""
-    text, model, pieces = release / "wiki.train.tokens", tmp_path / "m", tmp_path / "pieces"
-    prep.train_sentencepiece(prep.read_lines(text), model, 60)
-    prep.encode(SentencePiece(model), text, pieces)
+    text, model, encoded = release / "wiki.train.tokens", tmp_path / "m", tmp_path / "pieces"
+    pieces.train_sentencepiece(prep.read_lines(text), model, 60)
+    pieces.encode(SentencePiece(model), text, encoded)
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    encoded = [line.split() for line in prep.read_lines(pieces)]
-    assert [processor.decode(line) for line in encoded] == list(prep.read_lines(text))
-    assert sum(line.count("▁<unk>") for line in encoded) == text.read_text().count("<unk>")
+    rows = [line.split() for line in prep.read_lines(encoded)]
+    assert [processor.decode(line) for line in rows] == list(prep.read_lines(text))
+    assert sum(line.count("▁<unk>") for line in rows) == text.read_text().count("<unk>")
 
 
 def test_a_piece_absent_from_the_encoded_train_split_is_still_in_the_dictionary(
     tmp_path: Path,
 ) -> None:
     """BPE merges "ab" away in train, yet "a" alone must not become <unk> elsewhere."""
-    prep.train_sentencepiece(["ab ab cab cab dab"] * 9, tmp_path / "m", 9)
+    pieces.train_sentencepiece(["ab ab cab cab dab"] * 9, tmp_path / "m", 9)
     (tmp_path / "train").write_text("ab ab\n")
-    prep.encode(SentencePiece(tmp_path / "m"), tmp_path / "train", tmp_path / "pieces")
-    prep.write_dictionary(SentencePiece(tmp_path / "m"), tmp_path / "pieces", tmp_path / "dict.txt")
+    pieces.encode(SentencePiece(tmp_path / "m"), tmp_path / "train", tmp_path / "pieces")
+    pieces.write_dictionary(
+        SentencePiece(tmp_path / "m"), tmp_path / "pieces", tmp_path / "dict.txt"
+    )
     rows = [line.split() for line in prep.read_lines(tmp_path / "dict.txt")]
     counts = {piece: int(count) for piece, count in rows}
     assert counts["a"] == 0
     assert "a" not in (tmp_path / "pieces").read_text().split()
     assert prep.count_types(tmp_path / "dict.txt") == {"size": 16, "symbols": 8}
-
-
-def test_an_impossible_vocabulary_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    """sentencepiece's own complaint does not reach the user as a traceback."""
-    with pytest.raises(UserError, match="--vocab-size"):
-        prep.train_sentencepiece(["too little text"], tmp_path / "m", 4000)
-    assert files(tmp_path) == []
 
 
 @pytest.mark.parametrize("form", ["plain", "gz", "zip", "archive", "absent"])
@@ -396,20 +342,6 @@ def test_truncated_input_is_refused_in_one_sentence_and_nothing_is_left(
     message = refusal(wikitext.prepare, "small", "word", dest, from_dir=folder, corpora=table)
     assert name in message
     assert files(dest) == []
-
-
-def test_a_file_with_a_wrong_checksum_is_refused(tmp_path: Path) -> None:
-    """Of the right length, but one byte changed; md5 and sha1 are understood too."""
-    (tmp_path / "text").write_bytes(b"another")
-    message = refusal(prep.obtain, "text", (), sha256(b"another!"), tmp_path / "d", tmp_path)
-    assert "sha256" in message
-    assert "run the same command" in message
-    assert files(tmp_path) == ["text"]
-    for kind in ("md5", "sha1"):
-        checksum = hashlib.new(kind, b"another").hexdigest()
-        assert (
-            prep.obtain("text", (), checksum, tmp_path / kind, tmp_path).read_bytes() == b"another"
-        )
 
 
 # --------------------------------------------------------------------------------------- download
@@ -466,18 +398,19 @@ def server(release: Path) -> Iterator[Server]:
 
 
 def test_an_interrupted_download_is_resumed_by_the_next_run(
-    server: Server, release: Path, table: dict, tmp_path: Path
+    server: Server, release: Path, table: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first run ends with a sentence and a .part file; the second asks for the rest only."""
     name, small = "small-v1.zip", table["small"]
     size = (release / name).stat().st_size
     server.cut = 1000
     urls = [server.url + name]
-    message = refusal(prep.obtain, name, urls, small.archive_sha256, tmp_path, attempts=1)
-    assert "closed after" in message
+    monkeypatch.setattr(prep, "ATTEMPTS", 1)
+    message = refusal(prep.obtain, name, urls, small.archive_sha256, tmp_path)
+    assert "the connection closed 1,000 bytes before the end" in message
     assert "run the same command again to resume" in message
     assert files(tmp_path) == [f"{name}.part"]
-    prep.obtain(name, urls, small.archive_sha256, tmp_path, attempts=1)
+    prep.obtain(name, urls, small.archive_sha256, tmp_path)
     assert server.asked == [None, f"bytes={size - 1000}-"]
     assert files(tmp_path) == [name]
     assert prep.has_checksum(tmp_path / name, small.archive_sha256)
@@ -508,14 +441,21 @@ def test_a_part_that_cannot_be_resumed_is_begun_anew(
     assert prep.has_checksum(tmp_path / name, small.archive_sha256)
 
 
-def test_a_download_with_a_wrong_checksum_is_refused_and_deleted(
-    server: Server, table: dict, tmp_path: Path
-) -> None:
-    """Neither the file nor its part stays."""
-    name = "small-v1.zip"
-    message = refusal(prep.obtain, name, [server.url + name], "0" * 64, tmp_path)
-    assert "wrong checksum" in message
-    assert files(tmp_path) == []
+@pytest.mark.parametrize("kind", ["folder", "download", "packed"])
+def test_another_version_is_refused_and_not_kept(kind: str, tmp_path: Path) -> None:
+    """file:// addresses are served by urllib as http is; md5 and sha1 are understood too."""
+    there, into, packed = tmp_path / "there", tmp_path / "into", kind == "packed"
+    there.mkdir()
+    file = there / ("text.gz" if packed else "text")
+    file.write_bytes(gzip.compress(b"another") if packed else b"another")
+    options = {"packed": packed, "from_dir": there if kind == "folder" else None}
+    for name in ("md5", "sha1", "sha256"):
+        wrong = hashlib.new(name, b"another!").hexdigest()
+        refusal(prep.obtain, "text", [file.as_uri()], wrong, into / name, **options)
+        assert not list(into.rglob("text"))
+        known = hashlib.new(name, b"another").hexdigest()
+        found = prep.obtain("text", [file.as_uri()], known, into / name, **options)
+        assert found.read_bytes() == b"another"
 
 
 # ------------------------------------------------------------------------------------------ steps
@@ -542,28 +482,6 @@ def test_a_step_runs_again_when_its_input_or_its_output_changed_and_only_then(
     assert (run(2), run(2)) == (3, 3)
     target.unlink()
     assert (run(2), run(2)) == (4, 4)
-
-
-def test_an_interrupted_step_leaves_a_manifest_without_results(tmp_path: Path) -> None:
-    """Only a complete destination has ``splits`` in its manifest."""
-    steps = prep.Steps(tmp_path, "corpus", "word")
-    steps.run("make", {"setting": 1}, [], lambda: None)
-    steps.finish(lambda: {"splits": {"train": {}}})
-
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    steps = prep.Steps(tmp_path, "corpus", "word")
-    with pytest.raises(KeyboardInterrupt):
-        steps.run("make", {"setting": 2}, [], interrupted)
-    assert "splits" not in prep.Steps(tmp_path, "corpus", "word").old
-
-
-def test_a_failing_preprocess_is_reported_and_leaves_no_binary(tmp_path: Path) -> None:
-    """Its last line of output is in the message; neither bin/ nor bin.part/ stays."""
-    with pytest.raises(UserError, match=r"fairseq-preprocess failed .*absent"):
-        prep.binarize({"train": tmp_path / "absent"}, tmp_path / "bin")
-    assert list(tmp_path.iterdir()) == []
 
 
 # ------------------------------------------------------------------------------------------- real
@@ -630,8 +548,8 @@ def test_parallel_text_has_one_model_and_a_dictionary_for_each_language(
     model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spm" / "spm.model"))
     for language in ("en", "de"):
         raw = (tmp_path / "raw" / f"val.{language}").read_text().splitlines()
-        pieces = (tmp_path / "pieces" / f"valid.{language}").read_text().splitlines()
-        assert [model.decode(line.split()) for line in pieces] == raw
+        cut = (tmp_path / "pieces" / f"valid.{language}").read_text().splitlines()
+        assert [model.decode(line.split()) for line in cut] == raw
         assert manifest["splits"]["train"][language]["unknown"] == 0
         names = (f"{split}.en-de.{language}.{kind}" for split in PAIRS for kind in ("bin", "idx"))
         assert {*names, f"dict.{language}.txt"} <= set(os.listdir(tmp_path / "bin"))
@@ -644,46 +562,21 @@ def test_parallel_text_has_one_model_and_a_dictionary_for_each_language(
     assert before == {path: (tmp_path / path).stat().st_mtime_ns for path in files(tmp_path)}
 
 
-def test_sides_of_different_length_are_refused_before_anything_is_trained(
-    captions: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (lambda own: own[:-1], "20 lines of en and 19 lines of de"),
+        (lambda own: [*own[:4], " \n", *own[5:]], "val.de, line 5, is empty"),
+    ],
+    ids=["shorter", "empty"],
+)
+def test_parallel_text_that_does_not_pair_up_is_refused(
+    captions: Path, tmp_path: Path, lines: Callable[[list], list], said: str
 ) -> None:
-    shorter = tmp_path / "shorter"
-    shutil.copytree(captions, shorter)
-    lines = (shorter / "val.de").read_text().splitlines(keepends=True)
-    (shorter / "val.de").write_text("".join(lines[:-1]))
-    said = refusal(prepare_captions, tmp_path / "dest", shorter)
-    assert "20 lines of en and 19 lines of de" in said
-    assert not (tmp_path / "dest" / "spm").exists()
-
-
-def test_an_empty_line_is_named_and_nothing_is_binarized(captions: Path, tmp_path: Path) -> None:
-    given = tmp_path / "given"
-    shutil.copytree(captions, given)
-    lines = (given / "val.de").read_text().splitlines(keepends=True)
-    (given / "val.de").write_text("".join([*lines[:4], " \n", *lines[5:]]))
-    said = refusal(prepare_captions, tmp_path / "dest", given)
-    assert "val.de, line 5, is empty" in said
+    given = shutil.copytree(captions, tmp_path / "given")
+    (given / "val.de").write_text("".join(lines((given / "val.de").open().readlines())))
+    assert said in refusal(prepare_captions, tmp_path / "dest", given)
     assert not (tmp_path / "dest" / "bin").exists()
-
-
-def test_another_number_of_pairs_than_the_published_one_is_refused(
-    captions: Path, tmp_path: Path
-) -> None:
-    said = refusal(prepare_captions, tmp_path, captions, pairs={**PAIRS, "train": 29_000})
-    assert "fetch its files again" in said
-
-
-def test_a_packed_download_is_unpacked_checked_and_not_kept(tmp_path: Path) -> None:
-    """By way of file:// addresses, which urllib serves as it does http."""
-    (tmp_path / "there").mkdir()
-    packed = tmp_path / "there" / "val.en.gz"
-    packed.write_bytes(gzip.compress(b"A dog runs.\n"))
-    into = tmp_path / "here"
-    found = prep.obtain("val.en", [packed.as_uri()], sha256(b"A dog runs.\n"), into, packed=True)
-    assert found.read_bytes() == b"A dog runs.\n"
-    assert files(into) == ["val.en"]
-    said = refusal(prep.obtain, "x.en", [packed.as_uri()], sha256(b"no"), into, packed=True)
-    assert "truncated or not the expected version" in said
 
 
 # --------------------------------------------------------------------------------------- newstest
@@ -793,8 +686,3 @@ def test_wmt14_refuses_what_is_cut_short_and_takes_plain_texts(
         wmt14.prepare, tmp_path / "d", from_dir=plain, archives=archives, held_out=HELD_OUT
     )
     assert "has 1 pairs instead of 60" in said
-
-
-def test_a_wmt14_test_set_reads_as_the_published_plain_one() -> None:
-    given = b'<seg id="1">A  &quot;B&quot;\nC</seg>\n<seg id="2">\xc2\x85D</seg>'
-    assert wmt14.Segments(io.BytesIO(given)).read() == b"A &quot;B&quot; C\nD\n"

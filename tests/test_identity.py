@@ -12,7 +12,7 @@ import pytest
 from fairseq.trainer import Trainer
 
 from lrpe_fairseq import compat
-from lrpe_fairseq.experiments.data import checksums
+from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.data.corpus import digest
 from lrpe_fairseq.experiments.families import lm
 from lrpe_fairseq.experiments.records import checkout
@@ -54,12 +54,12 @@ def test_a_run_file_has_one_checksum_for_each_split_and_the_dictionary(prepared)
     only_valid = replace(prepared, evaluations=(("valid", lm.BLOCKS),))
     assert only_valid.data_checksums() == {k: v for k, v in found.items() if k != "test"}
     replace_file(prepared, "valid.idx")
-    assert checksums.changed(found, prepared.data_checksums()) == ["valid"]
+    assert folders.changed(found, prepared.data_checksums()) == ["valid"]
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_damaged_or_replaced_data_are_refused_before_training(prepared, name):
-    checksums.verify(prepared.data)
+    folders.verify(prepared.data)
     replace_file(prepared, name)
     with pytest.raises(UserError, match=f"bin/{name} is not the file that data-prep wrote"):
         prepared.begin(pytest.fail)

@@ -6,7 +6,6 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from lrpe_fairseq.experiments.data.correlation import average_ranks, spearman
 
 from lrpe_fairseq.experiments.families import plan
 from lrpe_fairseq.experiments.records import recipes
@@ -650,34 +649,6 @@ def test_a_reference_to_a_published_cell_that_is_not_there_is_refused(root):
     save(root, "a")
     with pytest.raises(ValueError, match=r"0 cells with .*SPF"):
         page(root)
-
-
-# --- rank correlation -------------------------------------------------------------------------
-
-
-def test_equal_values_share_the_mean_of_their_ranks():
-    assert average_ranks([30.0, 10.0, 20.0, 20.0]).tolist() == [4.0, 1.0, 2.5, 2.5]
-    assert average_ranks([5.0, 5.0, 5.0, 1.0]).tolist() == [3.0, 3.0, 3.0, 1.0]
-
-
-def test_spearman_equals_examples_worked_by_hand():
-    assert spearman([1, 2, 3], [10, 20, 99]) == pytest.approx(1.0)
-    assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1.0)
-    # no ties: 1 - 6 * 4 / (4 * 15)
-    assert spearman([1, 2, 3, 4], [2, 1, 4, 3]) == pytest.approx(0.6)
-    # ranks 1, 2.5, 2.5, 4 against 1, 2, 3, 4: 4.5 / sqrt(4.5 * 5)
-    assert spearman([1, 2, 2, 4], [10, 20, 30, 40]) == pytest.approx(4.5 / 22.5**0.5)
-    # ties on both sides, ranks 1.5, 1.5, 3 against 1, 2.5, 2.5: 0.75 / 1.5
-    assert spearman([7, 7, 9], [1, 4, 4]) == pytest.approx(0.5)
-
-
-def test_spearman_of_a_constant_column_is_undefined():
-    assert spearman([1, 1, 1], [1, 2, 3]) is None
-
-
-def test_spearman_refuses_columns_of_different_lengths():
-    with pytest.raises(ValueError, match="2 values with 3"):
-        spearman([1, 2], [1, 2, 3])
 
 
 # --- the rendered text ------------------------------------------------------------------------

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lrpe_fairseq.experiments.data.gpt2 import obtain_gpt2
 
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import folders
-from lrpe_fairseq.experiments.data.pieces import SentencePiece
+from lrpe_fairseq.experiments.data.pieces import SPM, SentencePiece, obtain_gpt2, write_dictionary
 from lrpe_fairseq.experiments.families import lm, plan
 from lrpe_fairseq.experiments.records import shards
 from lrpe_fairseq.experiments.records.runs import read_run
@@ -58,7 +57,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shard = folder / f"bin-shard{number}-8"
         shard.mkdir()
         (shard / "empty").write_text("")
-        prep.write_dictionary(tokenizer, shard / "empty", shard / "dict.txt")
+        write_dictionary(tokenizer, shard / "empty", shard / "dict.txt")
         for split, lines in (("train", 5), ("valid", 2)):
             rows = [[*rng.integers(4, TYPES, 10 + number), prep.FAIRSEQ_EOS] for _ in range(lines)]
             prep.write_indexed(rows, shard / split, np.uint16)
@@ -432,7 +431,7 @@ def test_books_keep_their_marks_and_titles_and_no_text_is_unknown(
         assert counts["words_with_eos"] == counts["words"] + counts["lines"]
     lines = (dest / "pieces" / "test.txt").read_text().splitlines()
     assert lines[0] == f"▁{shelves.BOOK}"
-    decoded = SentencePiece(dest / prep.SPM)._processor.decode(lines[-1].split())
+    decoded = SentencePiece(dest / SPM)._processor.decode(lines[-1].split())
     assert decoded == "λόγος, naïve"
     assert lm.with_words({"loss": 2.0, "tokens": 100}, dest, "test")["word_ppl"] == pytest.approx(
         2 ** (200 / made["splits"]["test"]["words"])
@@ -446,7 +445,7 @@ def test_more_shards_are_more_text_in_the_same_pieces(library: Path, tmp_path: P
     )
     assert folders.dataset_name(tmp_path / "all") == "gutenberg-bpe"
     assert [made["splits"]["train"]["documents"] for made in (one, all_)] == [4, 9]
-    for file in (prep.SPM, "pieces/test.txt"):
+    for file in (SPM, "pieces/test.txt"):
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "all" / file).read_bytes()
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lrpe_fairseq.experiments.data.trees import Tree
 from numpy.random import RandomState
 
-from lrpe_fairseq.experiments.data import transduction, trees
-from lrpe_fairseq.experiments.data.transduction import Recipe, Sample, Scale
+from lrpe_fairseq.experiments.data import transduction
+from lrpe_fairseq.experiments.data.transduction import Recipe, Sample, Scale, Tree
 from lrpe_fairseq.experiments.records.console import UserError
 
 FOLDER = Path(__file__).resolve().parents[1] / "data-prep" / "algebraic"
@@ -40,10 +39,10 @@ def node(label: str, left: Tree | str, right: Tree | str) -> Tree:
 
 def random_tree(seed: int, depth: int = 6) -> Tree:
     rng = RandomState(seed)
-    return trees.labeled(
-        trees.random_shape(rng, depth),
-        trees.uniform(rng, ["l1", "l2", "l3"]),
-        trees.uniform(rng, ["o1", "o2"]),
+    return transduction.labeled(
+        transduction.random_shape(rng, depth),
+        transduction.uniform(rng, ["l1", "l2", "l3"]),
+        transduction.uniform(rng, ["o1", "o2"]),
     )
 
 
@@ -65,16 +64,16 @@ def depths(samples: list[Sample], side: str) -> list[int]:
 @pytest.mark.parametrize("depth", [0, 1, 3, 6])
 def test_a_random_tree_has_its_depth_and_the_mean_size_of_the_recurrence(depth: int) -> None:
     rng = RandomState(depth)
-    shapes = [trees.random_shape(rng, depth) for _ in range(800)]
-    assert {trees.depth(shape) for shape in shapes} == {depth}
-    sizes = np.array([sum(1 for _ in trees.depth_first(shape)) for shape in shapes])
+    shapes = [transduction.random_shape(rng, depth) for _ in range(800)]
+    assert {transduction.depth(shape) for shape in shapes} == {depth}
+    sizes = np.array([sum(1 for _ in transduction.depth_first(shape)) for shape in shapes])
     error = sizes.std() / math.sqrt(len(sizes))
-    assert abs(sizes.mean() - trees.expected_nodes(depth)) <= 4 * error
+    assert abs(sizes.mean() - transduction.expected_nodes(depth)) <= 4 * error
 
 
 def test_the_mean_size_of_a_tree_of_depth_2_is_5_and_a_half() -> None:
     """One child has depth 1 (3 nodes); the other 0 with 3/4 (1 node), 1 with 1/4 (3 nodes)."""
-    assert trees.expected_nodes(2) == 1 + 3 + 0.75 * 1 + 0.25 * 3
+    assert transduction.expected_nodes(2) == 1 + 3 + 0.75 * 1 + 0.25 * 3
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -85,7 +84,7 @@ def test_codes_follow_the_path_from_the_root_in_both_orders(seed: int) -> None:
         """The node of a code, found through its ancestors."""
         return at((code - 1) // 2).children[(code - 1) % 2] if code else tree
 
-    breadth, depth = (list(trees.ORDERS[order](tree)) for order in ("breadth", "depth"))
+    breadth, depth = (list(transduction.ORDERS[order](tree)) for order in ("breadth", "depth"))
     for found in (breadth, depth):
         assert all(at(code) is node for node, code in found)
         assert len({code for _, code in found}) == len(in_order(tree))
@@ -103,15 +102,15 @@ def path(code: int) -> list[int]:
 
 def test_rotation_by_hand() -> None:
     tree = node("r", node("p", node("a", "l1", "l2"), "l3"), node("b", node("c", "l4", "l5"), "l6"))
-    assert str(trees.rotate(tree)) == "p(a(l1, l2), r(l3, c(l4, b(l5, l6))))"
+    assert str(transduction.rotate(tree)) == "p(a(l1, l2), r(l3, c(l4, b(l5, l6))))"
     left_is_a_leaf = node("r", "l1", node("p", node("a", "l2", "l3"), "l4"))
-    assert trees.rotate(left_is_a_leaf) == left_is_a_leaf
+    assert transduction.rotate(left_is_a_leaf) == left_is_a_leaf
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_rotation_keeps_the_order_of_the_nodes(seed: int) -> None:
     tree = random_tree(seed)
-    assert in_order(trees.rotate(tree)) == in_order(tree)
+    assert in_order(transduction.rotate(tree)) == in_order(tree)
 
 
 def value(tree: Tree) -> int:
@@ -121,23 +120,23 @@ def value(tree: Tree) -> int:
 @pytest.mark.parametrize("seed", range(5))
 def test_reduction_keeps_the_value_and_removes_one_level(seed: int) -> None:
     tree = random_tree(seed)
-    reduced = trees.reduce_c3(tree)
+    reduced = transduction.reduce_c3(tree)
     assert value(reduced) == value(tree)
-    assert trees.depth(reduced) == trees.depth(tree) - 1
+    assert transduction.depth(reduced) == transduction.depth(tree) - 1
     pairs = sum(bool(n.children) and not any(c.children for c in n.children) for n in nodes(tree))
     assert len(nodes(reduced)) == len(nodes(tree)) - 2 * pairs
 
 
 def nodes(tree: Tree) -> list[Tree]:
-    return [node for node, _ in trees.depth_first(tree)]
+    return [node for node, _ in transduction.depth_first(tree)]
 
 
 def test_the_four_commands_by_hand() -> None:
     tree = node("o1", node("o2", node("o3", "l1", "l2"), "l3"), "l4")
     subtree = tree.children[0]
-    assert str(trees.flip(subtree)) == "o2(l3, o3(l1, l2))"
-    assert trees.flip(leaf("l4")) == leaf("l4")
-    assert str(trees.truncate(tree, "o2")) == "o1(o2, l4)"
+    assert str(transduction.flip(subtree)) == "o2(l3, o3(l1, l2))"
+    assert transduction.flip(leaf("l4")) == leaf("l4")
+    assert str(transduction.truncate(tree, "o2")) == "o1(o2, l4)"
 
 
 def test_tree_ops_samples_answer_their_command() -> None:
@@ -155,7 +154,7 @@ def test_tree_ops_samples_answer_their_command() -> None:
         expected = {
             "o:extract": subtree,
             "o:flip": Tree(subtree.label, subtree.children[::-1]),
-            "o:truncate": trees.truncate(given, chosen),
+            "o:truncate": transduction.truncate(given, chosen),
             "o:keep": given,
         }
         assert answer == expected[command]
@@ -278,7 +277,8 @@ def test_the_seed_alone_decides(task: str) -> None:
 
 def test_both_orders_have_the_same_trees() -> None:
     breadth, depth = (
-        transduction.generate(recipe("tree-rotate", order=order))["test"] for order in trees.ORDERS
+        transduction.generate(recipe("tree-rotate", order=order))["test"]
+        for order in transduction.ORDERS
     )
     assert [s.source for s in breadth] == [s.source for s in depth]
     for one, other in zip(breadth, depth, strict=True):

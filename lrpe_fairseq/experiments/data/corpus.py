@@ -43,6 +43,7 @@ FAIRSEQ_EOS, FAIRSEQ_UNK = 2, 3
 BLOCK = 1 << 20
 UNREADABLE = (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile, tarfile.TarError)
 Opener = Callable[[], AbstractContextManager[IO[bytes]]]
+ATTEMPTS = 3  # per address
 USER_AGENT = "lrpe-fairseq data-prep"  # some mirrors refuse Python's own
 
 
@@ -231,11 +232,11 @@ def _stored(file: str, folder: Path) -> Opener:
     )
 
 
-def _download(urls: Sequence[str], part: Path, attempts: int = 3) -> None:
+def _download(urls: Sequence[str], part: Path) -> None:
     """Complete ``part`` from the first address that answers."""
     file, reason = part.stem, "no URL is known"
     part.parent.mkdir(parents=True, exist_ok=True)
-    for url, attempt in itertools.product(urls, range(attempts)):
+    for url, attempt in itertools.product(urls, range(ATTEMPTS)):
         try:
             return _resume(url, part)
         except (OSError, http.client.HTTPException) as error:
