@@ -11,14 +11,13 @@ import os
 import re
 import runpy
 import shutil
-import stat
 import sys
 import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -111,7 +110,7 @@ class Lab:
         """A prepared folder of one language with these words."""
         folder = self.folder / "data" / name
         texts, dictionary = self._texts(folder, symbols)
-        prep.binarize_pieces(texts, folder / "bin", dictionary)
+        prep.write_binary(texts, folder / "bin", dictionary)
         write_json(folder / "manifest.json", {"corpus": name, "level": "word"})
         return folder
 
@@ -121,7 +120,7 @@ class Lab:
         texts, dictionary = self._texts(folder, symbols)
         (folder / "bin").mkdir()
         for language in PAIR:
-            prep.binarize_pieces(texts, folder / language, dictionary)
+            prep.write_binary(texts, folder / language, dictionary)
             for file in (folder / language).iterdir():
                 split, _, kind = file.name.partition(".")
                 new = f"dict.{language}.txt" if split == "dict" else f"{split}.en-de.{language}."
@@ -584,23 +583,6 @@ def destination(dest: Callable[[Lab], Path]) -> Provoke:
     return provoke
 
 
-def zipped(name: str, mode: int) -> Provoke:
-    """A zip archive with one special member."""
-
-    def provoke(lab: Lab) -> int:
-        member = zipfile.ZipInfo(name)
-        member.external_attr = (mode | 0o644) << 16
-        archive = lab.folder / "special.zip"
-        with zipfile.ZipFile(archive, "w") as file:
-            file.writestr(member, "/etc/passwd")
-        out = lab.folder / "unpacked" / "dev.tsv"
-        return guarded(
-            lambda: prep.copy_whole(partial(prep.zip_member, archive, "dev.tsv"), out) and None
-        )
-
-    return provoke
-
-
 def tarred(kind: bytes) -> Provoke:
     """A tar archive with one special member."""
 
@@ -611,7 +593,7 @@ def tarred(kind: bytes) -> Provoke:
         member.type, member.linkname = kind, "/etc/passwd"
         with tarfile.open(archive, "w") as file:
             file.addfile(member)
-        return guarded(lambda: unpack(archive, {"a.en": "news.en"}, lab.folder / "unpacked"))
+        return guarded(lambda: unpack(archive, {"news.en": "a.en"}, lab.folder / "unpacked"))
 
     return provoke
 
@@ -660,12 +642,10 @@ DATA = [
         destination(lambda lab: Path("/proc/lrpe")),
         "choose another --dest",
     ),
-    Attack("zip: a link", zipped("a/dev.tsv", stat.S_IFLNK), "link or a device"),
-    Attack("zip: a device", zipped("a/dev.tsv", stat.S_IFCHR), "link or a device"),
-    Attack("tar: a symbolic link", tarred(tarfile.SYMTYPE), "link or a device"),
-    Attack("tar: a hard link", tarred(tarfile.LNKTYPE), "link or a device"),
-    Attack("tar: a device", tarred(tarfile.CHRTYPE), "link or a device"),
-    Attack("tar: a folder", tarred(tarfile.DIRTYPE), "link or a device"),
+    Attack("tar: a symbolic link", tarred(tarfile.SYMTYPE), "contains no news.en"),
+    Attack("tar: a hard link", tarred(tarfile.LNKTYPE), "contains no news.en"),
+    Attack("tar: a device", tarred(tarfile.CHRTYPE), "contains no news.en"),
+    Attack("tar: a folder", tarred(tarfile.DIRTYPE), "contains no news.en"),
 ]
 
 # ---- models and kernels ----

@@ -38,7 +38,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dest = tmp_path_factory.mktemp("classes")
     steps = corpus.Steps(dest, "test", "bytes")
     splits = {split: lengths_and_labels(split) for split in SIZES}
-    examples.binarize(steps, {}, lambda: splits, symbols=BYTES, classes=CLASSES)
+    examples.prepare(steps, {}, lambda: splits, symbols=BYTES, classes=CLASSES)
     return dest / "bin"
 
 

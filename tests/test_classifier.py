@@ -14,7 +14,6 @@ from torch import nn
 
 from lrpe_fairseq.encodings import Encoding
 from lrpe_fairseq.errors import Refusal
-from lrpe_fairseq.experiments.data import listops
 from lrpe_fairseq.experiments.data.examples import BYTES
 from lrpe_fairseq.experiments.families.plan import load_named
 from lrpe_fairseq.experiments.records.files import CONFIGS, load_config
@@ -29,6 +28,7 @@ from lrpe_fairseq.models.classifier import (
 )
 from lrpe_fairseq.models.patches import Pixels
 from tests.end_to_end.cases import usable
+from tests.test_data_prep import load
 
 PAD, FIRST = 1, 4
 CLASSES = 5
@@ -331,7 +331,7 @@ def test_pixels_need_the_dictionary_of_pixels_and_pairs_the_pair_head() -> None:
 
 # --- configurations ----------------------------------------------------------------------------
 
-SYMBOLS = {"listops": listops.SYMBOLS}
+SYMBOLS = {"listops": load("listops").SYMBOLS}
 
 
 def configured(path: Path) -> tuple[OmegaConf, SimpleNamespace]:

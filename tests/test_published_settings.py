@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from lrpe_fairseq.experiments.data import imagenet, listops, lra
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, load_config
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.report.paper import read_table
 from lrpe_fairseq.experiments.runner import identity
 from lrpe_fairseq.tasks.images import ROUND
 from tests.test_data_prep import load
+
+imagenet, listops, lra = load("imagenet"), load("listops"), load("lra")
 
 CONFIG = {
     "ALM": CONFIGS / "lm" / "wikitext103.yaml",

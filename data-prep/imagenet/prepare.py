@@ -190,6 +190,7 @@ def _unpack(steps: prep.Steps, from_dir: Path, archives: Archives) -> None:
 
 
 def _unpack_train(archive: Path, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     for found, stream in prep.tar_members(archive, rf"({CLASS})\.tar"):
         if not (folder / found[1]).is_dir():
             with prep.folder_written_whole(folder / found[1]) as part:

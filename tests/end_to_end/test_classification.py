@@ -209,7 +209,7 @@ def letters(tmp_path: Path) -> Path:
         rows = [rng.randint(8 * own, 8 * own + 12, rng.randint(3, 20)).tolist() for own in labels]
         splits[split] = Examples(rows, labels)
     steps = corpus.Steps(tmp_path / "letters", "test", "bytes")
-    examples.binarize(steps, {}, lambda: splits, symbols=BYTES, classes=2)
+    examples.prepare(steps, {}, lambda: splits, symbols=BYTES, classes=2)
     return steps.dest / "bin"
 
 

@@ -18,7 +18,7 @@ import torch
 from lrpe_fairseq.attention.multihead import ATTENTION_TYPES
 from lrpe_fairseq.experiments.commands import eval_glue, finetune
 from lrpe_fairseq.experiments.data import corpus as prep
-from lrpe_fairseq.experiments.data import glue
+from lrpe_fairseq.experiments.data import glue, pieces
 from lrpe_fairseq.experiments.families import finetuning
 from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
 from lrpe_fairseq.experiments.families.plan import load_named, runs
@@ -60,7 +60,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / split).write_text(text)
     texts = {split: folder / split for split in ("train", "valid")}
     steps = prep.Steps(folder, "words", "bpe")
-    prep.run_pieces(steps, texts, prep.run_sentencepiece(steps, {"train": texts["train"]}, 48))
+    pieces.run_pieces(steps, texts, pieces.run_sentencepiece(steps, {"train": texts["train"]}, 48))
     return folder
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lrpe_fairseq.experiments.data import listops, lra
 from lrpe_fairseq.experiments.records import fairseq_log
 from tests.end_to_end.test_classification import classification_run, work
+from tests.test_data_prep import load
 from tests.test_lra_data import packed, png, small
 
+listops, lra = load("listops"), load("lra")
 pytestmark = pytest.mark.end_to_end
 
 SHORT = (  # a small model that learns in seconds

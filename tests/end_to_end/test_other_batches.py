@@ -81,7 +81,8 @@ def data(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
     def classes(task: str) -> Path:
         rows = Examples([[n, 2 * n] for n in range(1, 60)], [n % 3 for n in range(1, 60)])
         steps = prep.Steps(folder / task, "test", "bytes")
-        examples.binarize(steps, {}, lambda: {"train": rows}, symbols=BYTES, classes=3)
+        every = dict.fromkeys(prep.SPLITS, rows)
+        examples.prepare(steps, {}, lambda: every, symbols=BYTES, classes=3)
         return folder / task / "bin"
 
     def drawn(task: str) -> Path:

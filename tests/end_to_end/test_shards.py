@@ -40,7 +40,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for split, path in texts.items():
             size = lines if split == "train" else 10
             path.write_text("".join(f"{' '.join(_words(rng))}\n" for _ in range(size)))
-        prep.binarize_pieces(texts, folder / "bin" / f"shard{number}", folder / "dict.txt")
+        prep.write_binary(texts, folder / "bin" / f"shard{number}", folder / "dict.txt")
     return folder
 
 

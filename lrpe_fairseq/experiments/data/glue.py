@@ -258,9 +258,10 @@ def _rows(path: Path) -> Iterator[list[str]]:
         )
         try:
             yield from rows
-        except (UnicodeDecodeError, csv.Error) as error:
+        except (UnicodeDecodeError, csv.Error):
             raise UserError(
-                f"{path} cannot be read after line {rows.line_num} ({error}): fetch it again."
+                f"{path}, line {rows.line_num} or the next, is not UTF-8 or has too long a field: "
+                "fetch it again."
             ) from None
 
 
