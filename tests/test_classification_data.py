@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from sklearn.datasets import load_digits
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import examples, images
 from lrpe_fairseq.experiments.data.examples import Examples
-from tests.test_data_prep import files, load, refusal
+from tests.test_data_prep import files, load
 
 sst2, digits, listops = load("sst2-bytes"), load("digits"), load("listops")
 LENGTHS, SYMBOLS = listops.LENGTHS, listops.SYMBOLS
@@ -67,29 +65,6 @@ def test_the_digits_are_those_of_scikit_learn_in_disjoint_stratified_splits(
     manifest = prep.Steps(digits_data, "digits", "8x8").old
     assert manifest["splits"]["test"]["tokens"] == 540 * 64
     assert manifest["classes"] == 10
-
-
-def test_digits_are_reproducible_and_finished_steps_are_skipped(
-    digits_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    source = tmp_path / "from"
-    source.mkdir()
-    (source / "digits.csv").write_bytes((digits_data / "raw" / "digits.csv").read_bytes())
-    images.prepare(tmp_path / "again", images.DIGITS, 8, source)
-    same_bytes(tmp_path / "again", digits_data)
-    images.prepare(digits_data, images.DIGITS, 8)
-    assert "binarize: already done" in capsys.readouterr().out
-
-
-def test_images_that_are_absent_or_other_ones_are_refused(tmp_path: Path) -> None:
-    absent = replace(images.DIGITS, package="no_such_package_here")
-    said = refusal(images.prepare, tmp_path / "a", absent, 8)
-    assert "run pip install scikit-learn, or pass a folder with digits.csv.gz" in said
-    (tmp_path / "digits.csv").write_text("1,2,3\n")
-    assert "not the expected version" in refusal(
-        images.prepare, tmp_path / "b", images.DIGITS, 8, tmp_path
-    )
-    assert not (tmp_path / "b" / "bin").exists()
 
 
 def test_mnist_is_averaged_in_blocks_and_its_classes_are_in_the_last_column(
@@ -168,40 +143,6 @@ def test_lengths_are_within_the_bounds_and_no_expression_occurs_twice(
     assert len(set(rows)) == len(rows) == 4_600
     assert min(map(len, rows)) == 21
     assert max(map(len, rows)) < 100
-
-
-@pytest.mark.parametrize(
-    ("length", "count", "mean", "majority", "root"),
-    [
-        ("20-100", 4_000, 33, 11.7, 24.7),
-        ("100-400", 500, 252, 15.5, 33.5),
-        ("500-2000", 1000, 1045, 17.9, 37.5),
-    ],
-)
-def test_the_statistics_are_those_of_the_specification(
-    length: str, count: int, mean: float, majority: float, root: float, short: dict[str, Examples]
-) -> None:
-    """Within three standard errors."""
-    if length == "20-100":
-        found = short["train"]
-    else:
-        found = listops.generate(replace(LENGTHS[length], sizes={"train": count}), 2)["train"]
-    lengths = np.array([len(row) for row in found.inputs])
-    assert abs(lengths.mean() - mean) < 3 * lengths.std() / np.sqrt(count) + 0.5
-    for keys, expected in (([0] * count, majority), ([row[0] for row in found.inputs], root)):
-        error = 100 * np.sqrt(expected / 100 * (1 - expected / 100) / count)
-        assert abs(guessed(keys, found.labels) - expected) < 3 * error
-
-
-def guessed(keys: Sequence[int], labels: Sequence[int]) -> float:
-    """The accuracy, times 100, of the best guess per key of one half of the data on the other."""
-    halves = [list(zip(keys, labels, strict=True))[first::2] for first in (0, 1)]
-    right = 0
-    for own, other in (halves, halves[::-1]):
-        counts = {key: Counter(label for k, label in own if k == key) for key in set(keys)}
-        best = {key: count.most_common(1)[0][0] for key, count in counts.items()}
-        right += sum(best[key] == label for key, label in other)
-    return 100 * right / len(labels)
 
 
 def test_equal_options_give_equal_bytes_and_brackets_are_tokens(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from lrpe_fairseq.experiments.commands import run_table
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import glue
 from lrpe_fairseq.experiments.data import pieces as tokenizers
-from lrpe_fairseq.experiments.data.pieces import GPT2, obtain_gpt2, tokenizer_of
+from lrpe_fairseq.experiments.data.pieces import GPT2, tokenizer_of
 from lrpe_fairseq.experiments.families import finetuning, plan
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import ROOT
@@ -172,19 +172,12 @@ def test_metrics_are_those_of_scikit_learn_and_scipy() -> None:
     mrpc = glue.scores(glue.TASKS["MRPC"], predicted, wanted)
     assert mrpc["accuracy"] == pytest.approx(100 * metrics.accuracy_score(wanted, predicted))
     assert mrpc["f1"] == pytest.approx(100 * metrics.f1_score(wanted, predicted))
+    equal = glue.scores(glue.TASKS["STS-B"], [0, 0, 0], [0, 1, 1])  # says nothing, is no error
+    assert equal["pearson"] == equal["spearman"] == 0
     values, said = rng.integers(0, 6, 50) / 1.0, rng.normal(size=50)
     stsb = glue.scores(glue.TASKS["STS-B"], said, values)
     assert stsb["pearson"] == pytest.approx(100 * stats.pearsonr(values, said)[0])
     assert stsb["spearman"] == pytest.approx(100 * stats.spearmanr(values, said)[0])
-
-
-@pytest.mark.parametrize("name", ["CoLA", "MRPC", "STS-B"])
-def test_predictions_that_are_all_equal_say_nothing_and_are_no_error(name: str) -> None:
-    found = glue.scores(glue.TASKS[name], [0, 0, 0], [0, 1, 1])
-    assert all(np.isfinite(list(found.values())))
-    assert found.get("matthews", 0) == found.get("pearson", 0) == found.get("f1", 0) == 0
-    with pytest.raises(ValueError, match="0 predictions for 0 examples"):
-        glue.scores(glue.TASKS[name], [], [])
 
 
 # ---- GPT-2's pieces ----
@@ -217,14 +210,6 @@ def test_gpt2_pieces_give_the_text_back_and_all_have_a_place_in_the_dictionary(
     assert isinstance(tokenizer_of(tmp_path), GPT2)
 
 
-def test_gpt2_files_are_verified(tmp_path: Path) -> None:
-    gpt2_files(tmp_path / "from")
-    said = refusal(obtain_gpt2, tmp_path / "to", tmp_path / "from")
-    assert "encoder.json is truncated or not the expected version" in said
-    known = {f: prep.digest(tmp_path / "from" / f) for f in ("encoder.json", "vocab.bpe")}
-    obtain_gpt2(tmp_path / "to", tmp_path / "from", known)
-
-
 def test_a_missing_header_is_noticed_instead_of_losing_an_example(tmp_path, pieces):
     for name in ("RTE", "MNLI", "STS-B"):
         write_task(tmp_path, name, {"train": 5, "valid": 5})
@@ -232,18 +217,6 @@ def test_a_missing_header_is_noticed_instead_of_losing_an_example(tmp_path, piec
         path.write_text(path.read_text().split("\n", 1)[1])
         said = refusal(run, name, tmp_path / "dest", pieces, tmp_path)
         assert "train.tsv, line 1, is an example where the names of the columns belong" in said
-
-
-@pytest.mark.parametrize("score", ["nan", "inf", "5.001", "-0.2", "high"])
-def test_a_score_that_is_none_of_sts_b_is_refused(tmp_path, pieces, score):
-    write_task(tmp_path, "STS-B", {"train": 5, "valid": 5})
-    path = tmp_path / "STS-B" / "train.tsv"
-    lines = path.read_text().splitlines()
-    row = lines[2].split("\t")
-    row[glue.TASKS["STS-B"].label] = score
-    path.write_text("\n".join([*lines[:2], "\t".join(row), *lines[3:]]) + "\n")
-    said = refusal(run, "STS-B", tmp_path / "dest", pieces, tmp_path)
-    assert f"line 3, has the label {score!r} instead of a number from 0 to 5" in said
 
 
 def test_another_source_is_refused_instead_of_using_the_first(tmp_path, pieces):

@@ -99,23 +99,6 @@ def test_folders_and_archives_give_the_same_index(folders: Path, tmp_path: Path)
     assert (one / "bin" / "label" / "dict.txt").read_text() == "0 1\n1 1\n"
 
 
-def test_a_second_run_skips_what_is_done_and_a_changed_folder_is_indexed_anew(
-    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    dest = tmp_path / "dest"
-    packed = archives_in(tmp_path / "packed")
-    imagenet.prepare(dest, tmp_path / "packed", TINY, packed)
-    capsys.readouterr()
-    imagenet.prepare(dest, tmp_path / "packed", TINY, packed)
-    said = capsys.readouterr().out
-    assert "unpack: already done" in said
-    assert "index: already done" in said
-    other = tmp_path / "linked"
-    imagenet.prepare(other, folders, imagenet.FOLDER)
-    (folders / "train" / NAMES[0] / "more.png").write_bytes(b"new")
-    assert imagenet.prepare(other, folders, imagenet.FOLDER)["splits"]["train"]["examples"] == 7
-
-
 def test_an_interrupted_unpacking_keeps_whole_classes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,16 +142,6 @@ def test_nothing_is_written_outside_for_a_malicious_member(name: str, tmp_path: 
     assert not any(path.is_symlink() for path in inside)
 
 
-def test_damaged_archives_are_refused(tmp_path: Path) -> None:
-    packed = archives_in(tmp_path / "packed")
-    whole = tmp_path / "packed" / packed.train[0]
-    whole.write_bytes(whole.read_bytes()[:-600])
-    assert "md5" in refusal(imagenet.prepare, tmp_path / "d", tmp_path / "packed", TINY, packed)
-    packed = archives_in(tmp_path / "packed", train=b"no tar" * 200)
-    said = refusal(imagenet.prepare, tmp_path / "d", tmp_path / "packed", TINY, packed)
-    assert "truncated or not the expected version" in said
-
-
 def test_other_images_are_refused_unless_they_are_asked_for(folders: Path, tmp_path: Path) -> None:
     said = refusal(imagenet.prepare, tmp_path / "dest", folders)
     assert "2 classes instead of 1,000" in said
@@ -188,16 +161,6 @@ def test_folders_that_cannot_be_right_are_refused(folders: Path, tmp_path: Path)
     empty.with_name("notes.txt").unlink()
     (folders / "val" / "n00000003").mkdir()
     assert "other class folders" in refusal(imagenet.prepare, tmp_path / "d", folders, TINY)
-
-
-def test_without_images_the_sentence_says_where_they_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    assert imagenet.main(["--dest", str(tmp_path / "dest")]) == 2
-    assert "register at https://image-net.org/download" in capsys.readouterr().err
-    assert not (tmp_path / "dest").exists()
-    (tmp_path / "empty").mkdir()
-    assert "ILSVRC2012_img_train.tar" in refusal(imagenet.prepare, tmp_path, tmp_path / "empty")
 
 
 def test_the_devkit_gives_the_class_of_every_validation_image(tmp_path: Path) -> None:

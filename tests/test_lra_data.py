@@ -170,20 +170,6 @@ def test_pairs_have_two_inputs_and_quotes_are_bytes(release: dict, tmp_path: Pat
     same_bytes(tmp_path / "again" / "bin", bin_dir)
 
 
-def test_pairs_that_are_incomplete_or_damaged_are_refused(release: dict, tmp_path: Path) -> None:
-    folder = unpacked(tmp_path / "from", release)
-    task = small(lra.RETRIEVAL, train=7, eval=3, test=2)
-    assert "has 6 pairs instead of 7" in refusal(lra.prepare, task, tmp_path / "a", folder)
-    table = next(folder.rglob("new_aan_pairs.eval.tsv"))
-    table.write_text("1.0\tone\ttwo\tthree\n")
-    task = small(lra.RETRIEVAL, train=6, eval=3, test=2)
-    assert "line 1 of" in refusal(lra.prepare, task, tmp_path / "b", folder)
-    table.unlink()
-    said = refusal(lra.prepare, task, tmp_path / "c", folder)
-    assert "contains no new_aan_pairs.eval.tsv" in said
-    assert not list(tmp_path.rglob("bin"))
-
-
 # --- pathfinder of the release -----------------------------------------------------------------
 
 
@@ -226,21 +212,6 @@ def test_paths_have_the_labels_of_the_metadata_and_empty_files_are_left_out(
     assert sorted(shades) == sorted(
         [100 * (n % 2) + n for n in [*range(15), *range(15)] if n != 4] + [4]
     )
-
-
-def test_paths_without_labels_or_of_another_size_are_refused(paths: dict, tmp_path: Path) -> None:
-    unlabeled = {n: body for n, body in paths.items() if not n.endswith("metadata/1.npy")}
-    folder = unpacked(tmp_path / "a", unlabeled)
-    said = refusal(lra.prepare, lra.PATHFINDER, tmp_path / "dest", folder)
-    assert "14 of them without a label" in said
-    short = {n: b + b"\nimgs/1 x.png" if n.endswith("1.npy") else b for n, b in paths.items()}
-    said = refusal(lra.prepare, lra.PATHFINDER, tmp_path / "dest", unpacked(tmp_path / "c", short))
-    assert "labels is 'imgs/1 x.png'" in said
-    other = {n: png(np.zeros((16, 16), "u1")) if n.endswith("0/sample_3.png") else b
-             for n, b in paths.items()}  # fmt: skip
-    said = refusal(lra.prepare, lra.PATHFINDER, tmp_path / "dest", unpacked(tmp_path / "b", other))
-    assert "has 16 x 16 pixels, not 32 x 32" in said
-    assert not (tmp_path / "dest" / "bin").exists()
 
 
 # --- image -------------------------------------------------------------------------------------
@@ -294,18 +265,6 @@ def test_an_archive_that_is_absent_truncated_or_incomplete_is_refused(
     assert not (tmp_path / "dest" / "bin").exists()
 
 
-def test_the_scripts_refuse_options_of_other_tasks(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    given = ["image", "--dest", str(tmp_path / "dest"), "--from", str(tmp_path)]
-    assert lra.main([*given, "--published-splits"]) == 2
-    assert "--published-splits is an option of the task text" in capsys.readouterr().err
-    assert lra.main(given) == 2
-    assert "contains neither cifar-10-binary.tar.gz" in capsys.readouterr().err
-    assert pathfinder.main(["--dest", str(tmp_path / "dest"), "--contour", "2"]) == 2
-    assert not (tmp_path / "dest" / "bin").exists()
-
-
 # --- pathfinder, generated ---------------------------------------------------------------------
 
 
@@ -329,19 +288,6 @@ def test_the_label_says_whether_both_markers_are_at_the_tips_of_one_path(
         assert made.label == any(set(made.marked) <= own for own in tips)
         assert made.marked[0] in {path.tail for path in made.paths}
         assert made.marked[1] in {path.head for path in made.paths}
-
-
-def test_markers_are_two_discs_at_the_marked_tips(
-    scenes: list[pathfinder.Scene], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    brightness = np.rint(255 * pathfinder.MARKER / pathfinder.DISTRACTOR)
-    monkeypatch.setattr(pathfinder, "MARKER", 0.0)  # the same images without markers
-    y, x = np.indices((16, 16))
-    for number, made in enumerate(scenes[:20]):
-        bare = drawn_scene(number).pixels
-        discs = np.any([np.hypot(y - tip[0], x - tip[1]) <= 1.5 for tip in made.marked], axis=0)
-        expected = np.where(discs, np.maximum(bare, brightness), bare)
-        np.testing.assert_array_equal(made.pixels, expected)
 
 
 @pytest.mark.parametrize(("side", "images"), [(16, 60), (32, 15)])

@@ -192,50 +192,6 @@ def test_random_fillers_are_neither_blanks_nor_keys_nor_values() -> None:
         Recipe("copy", "tiny", fillers="random")
 
 
-def test_any_value_of_a_sample_is_right_more_often_than_chance() -> None:
-    rng = RandomState(1)
-
-    def any_value(seen: Tokens) -> str:
-        return rng.choice([token for token in seen if token[0] == "v"])
-
-    def any_value_of_the_key(seen: Tokens) -> str:
-        return rng.choice([b for a, b in itertools.pairwise(seen) if a == seen[-1] and b[0] == "v"])
-
-    for task, one, own in (("mqar", 1 / 6, 1), ("mqrar", 1 / 12, 0.62)):
-        samples = drawn(task, multiple=1)
-        assert accuracy(samples, any_value) == pytest.approx(one, abs=0.03)
-        assert accuracy(samples, any_value_of_the_key) == pytest.approx(own, abs=0.03)
-
-
-@pytest.mark.parametrize("ignore", [0.8, 0.98, 0.1])
-def test_flip_flop_ignores_with_its_probability_and_shares_the_rest(ignore: float) -> None:
-    samples = drawn("flip-flop", 400, multiple=1, ignore=ignore)
-    inner = [i for s in samples for i in s.inputs[2:-2:2]]
-    for instruction, p in (("i", ignore), ("w", (1 - ignore) / 2), ("r", (1 - ignore) / 2)):
-        error = math.sqrt(p * (1 - p) / len(inner))
-        assert inner.count(instruction) / len(inner) == pytest.approx(p, abs=4 * error)
-    assert {(s.inputs[0], s.inputs[-2]) for s in samples} == {("w", "r")}
-
-
-def test_counts_are_uniform_at_every_length() -> None:
-    for multiple in (0, 4):
-        samples = drawn("counting", 600, multiple)
-        found = Counter(t for s in samples for t in s.targets if t != PAD)
-        for count in range(11):
-            p = found[str(count)] / found.total()
-            assert p == pytest.approx(1 / 11, abs=4 * math.sqrt(10 / 121 / found.total()))
-
-
-def test_the_distance_in_the_sequence_solves_a_grid_only_where_the_ring_is_not_closed() -> None:
-    def at_the_distance(seen: Tokens) -> str:
-        width, (up, right) = width_of(seen), synthetic.OFFSETS[seen[0]]
-        return seen[len(seen) - 1 - up * width + right]
-
-    closed = 1.5 / 8  # of the cells: 1 or 2 of 8 columns
-    found = accuracy(drawn("grid", 200, 1), at_the_distance)
-    assert found == pytest.approx(1 - closed * (1 - 1 / 8), abs=0.02)
-
-
 # ---------------------------------------------------------------------------------------- files
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import lzma
-import os
 import random
 import re
 import shutil
@@ -28,20 +27,6 @@ from tests.test_data_prep import Server, load, refusal, sentence, serving
 from tests.test_glue import gpt2_files
 
 wikibook, books, shelves = load("wikibook"), load("books"), load("gutenberg")
-SMALL = (
-    "model.decoder_layers=1",
-    "model.decoder_embed_dim=32",
-    "model.decoder_input_dim=32",
-    "model.decoder_output_dim=32",
-    "model.decoder_ffn_embed_dim=32",
-    "optimization.max_update=2",
-    "optimization.update_freq=[1]",
-    "task.tokens_per_sample=64",
-    "dataset.max_tokens=512",
-    "dataset.num_workers=0",
-    "lr_scheduler.warmup_updates=1",
-    "common.log_interval=1",
-)
 TYPES = 264  # of the 259 pieces of gpt2_files
 SHARDS = 3
 
@@ -117,17 +102,6 @@ def test_the_published_shards_are_copied_verified_and_counted(
     assert "obtain: already done" in capsys.readouterr().out
 
 
-def test_another_number_of_shards_keeps_those_that_are_there(
-    prepare: Callable[..., dict], release: Path, tmp_path: Path
-) -> None:
-    prepare(2)
-    assert [p.name for p in shards.folders(tmp_path / "data")] == ["shard0", "shard1"]
-    prepare(1)
-    assert [p.name for p in shards.folders(tmp_path / "data")] == ["shard0"]
-    assert prepare(3)["splits"]["train"]["tokens"] == 180
-    assert not (tmp_path / "data" / "raw").exists()
-
-
 def test_until_every_shard_is_there_nothing_is_prepared_and_the_next_run_resumes(
     prepare: Callable[..., dict], release: Path, tmp_path: Path
 ) -> None:
@@ -196,24 +170,9 @@ def test_downloads_are_verified_by_the_publishers_checksums_and_resumed(
         assert there == tree(release / f"bin-shard{number}-8")
 
 
-def test_a_download_with_another_checksum_is_refused(
-    server: Server, release: Path, tmp_path: Path
-) -> None:
-    source = wikibook.Source(f"{server.url}{{}}/", f"{server.url}{{}}.list")
-    listed = release / "bin-shard0-8.list"
-    entries = [{"path": "bin-shard0-8/train.bin", "lfs": {"oid": "0" * 64}}]
-    listed.write_text(json.dumps(entries))
-    said = refusal(wikibook.obtain, 0, tmp_path / "raw", None, tmp_path / "listing", source)
-    assert "train.bin has the wrong checksum and was deleted" in said
-
-
 def wikibook_sha256(release: Path) -> dict[str, str]:
     """The checksums of the small GPT-2's files."""
     return {file: prep.digest(release / file) for file in ("encoder.json", "vocab.bpe")}
-
-
-def test_the_number_of_shards_is_checked(prepare: Callable[..., dict]) -> None:
-    assert "from 1 to 16, not 17" in refusal(prepare, 17)
 
 
 TINY = (
@@ -314,31 +273,6 @@ def test_a_split_without_a_book_and_a_book_that_is_not_utf_8_are_refused(
     assert not out.exists()
 
 
-def test_books_need_a_folder_and_a_limit_is_pg19s(tmp_path: Path) -> None:
-    assert "pass a folder" in refusal(books.prepare, "books", tmp_path, None)
-    said = refusal(books.prepare, "books", tmp_path, tmp_path, limit=3)
-    assert "option of pg19" in said
-    assert "at least 1" in refusal(books.prepare, "pg19", tmp_path, None, limit=0)
-
-
-@pytest.mark.end_to_end
-def test_a_cell_of_the_books_column_is_trained_and_evaluated(shelf: Path, tmp_path: Path) -> None:
-    data = tmp_path / "books"
-    books.prepare("books", data, shelf, **known(shelf))
-    every = plan.runs(plan.load_named("tmlr-table2"), "paper", [1])
-    (cell,) = (own for own in every if (own.config, own.label) == ("books", "Type2"))
-    made = shortened(cell, data, tmp_path, SMALL)
-    made.work(WarmChildren(), Devices(), print)
-    found = read_run(made.result)
-    assert (found["dataset"], found["curve"][-1]["updates"]) == ("books-gpt2", 2)
-    assert found["config"]["model.position_encoding"] == "lrpe-type2"
-    assert found["config"]["model.attention_normalizer"] == "layernorm"
-    for split in ("valid", "test"):
-        measured = found["metrics"][split]["blocks"]
-        assert measured["ppl"] == pytest.approx(TYPES, rel=0.5)  # hardly trained
-        assert measured["tokens"] == prep.row_lengths(data / "bin" / split).sum()
-
-
 OFFICIAL = {"train": 4, "valid": 2, "test": 1}
 
 
@@ -371,11 +305,6 @@ def test_pg19_is_read_from_a_folder_or_downloaded_and_a_part_has_its_own_name(
     assert part["splits"]["train"]["documents"] == 3
     assert part["splits"]["valid"] == made["splits"]["valid"]
     assert folders.dataset_name(tmp_path / "web") == "pg19-first-3-gpt2"
-
-
-def test_books_of_pg19_are_not_split_anew(gutenberg: Path, tmp_path: Path) -> None:
-    said = refusal(books.prepare, "books", tmp_path / "data", gutenberg, **known(gutenberg))
-    assert "as PG-19 does: prepare it as pg19" in said
 
 
 def test_a_missing_book_of_pg19_is_noticed(gutenberg: Path, tmp_path: Path) -> None:
@@ -436,41 +365,3 @@ def test_books_keep_their_marks_and_titles_and_no_text_is_unknown(
     assert lm.with_words({"loss": 2.0, "tokens": 100}, dest, "test")["word_ppl"] == pytest.approx(
         2 ** (200 / made["splits"]["test"]["words"])
     )
-
-
-def test_more_shards_are_more_text_in_the_same_pieces(library: Path, tmp_path: Path) -> None:
-    one, all_ = (
-        prepared_books(library, tmp_path / "one"),
-        prepared_books(library, tmp_path / "all", 3),
-    )
-    assert folders.dataset_name(tmp_path / "all") == "gutenberg-bpe"
-    assert [made["splits"]["train"]["documents"] for made in (one, all_)] == [4, 9]
-    for file in (SPM, "pieces/test.txt"):
-        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "all" / file).read_bytes()
-
-
-def test_a_damaged_or_missing_shard_and_a_wrong_number_of_them_are_refused(
-    library: Path, tmp_path: Path
-) -> None:
-    said = refusal(shelves.prepare, tmp_path / "data", library, 1)
-    assert "train-00.txt.xz is missing or not the version with the sha256 6ab1361e" in said
-    assert "from 1 to 3, not 4" in refusal(shelves.prepare, tmp_path / "data", library, 4)
-    (library / "valid.txt.xz").unlink()
-    sha256 = {
-        name: prep.digest(path) for name in BOOKS if (path := library / f"{name}.txt.xz").exists()
-    }
-    known = {**sha256, "valid": "0" * 64}
-    said = refusal(shelves.prepare, tmp_path / "data", library, 1, sha256=known)
-    assert "valid.txt.xz is missing" in said
-    assert not (tmp_path / "data" / "bin").exists()
-
-
-def test_the_real_test_books_have_the_words_that_the_readme_counts(tmp_path: Path) -> None:
-    folder = Path(os.environ.get("LRPE_DATA", "")) / "gutenberg-books"
-    if "LRPE_DATA" not in os.environ or not folder.is_dir():
-        pytest.skip("LRPE_DATA names no folder that holds gutenberg-books/")
-    (source,) = shelves.obtain(["test"], folder, shelves.SHA256)
-    shelves.join([source], tmp_path / "test.txt", tmp_path / "test.tsv")
-    assert len((tmp_path / "test.tsv").read_text().splitlines()) == 43
-    counts = prep.count_words(tmp_path / "test.txt")
-    assert (counts["lines"], counts["words"] - 43) == (69_381, 2_712_358)
