@@ -312,15 +312,12 @@ def test_distractors_hardly_overlap_the_paths_or_each_other(
         assert (made.pixels[np.max(drawn, 0) == 1] == 255).all()
 
 
-def test_labels_are_balanced_and_images_depend_on_the_seed_and_their_number_only() -> None:
-    labels = [int(np.random.RandomState([1, 0, n]).randint(2)) for n in range(10_000)]
-    assert abs(np.mean(labels) - 0.5) < 0.02  # the first draw of an image is its label
+def test_images_depend_on_the_seed_and_their_number_only() -> None:
     recipe = replace(pathfinder.RECIPES[16], sizes={"train": 6, "valid": 2, "test": 2})
     more = replace(recipe, sizes={"train": 8, "valid": 2, "test": 2})
     one, other = (pathfinder.generate(chosen, 1) for chosen in (recipe, more))
     assert other["train"].inputs[:6] == one["train"].inputs
     assert other["test"] == one["test"]
-    assert one["train"].labels == labels[:6]
     assert pathfinder.generate(recipe, 2)["train"].inputs != one["train"].inputs
 
 
