@@ -25,6 +25,7 @@ setup(
         "sacrebleu",
         "pyyaml",
         "tensorboard",
+        "tqdm",
     ],
     extras_require={
         "test": [
