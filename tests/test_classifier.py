@@ -16,7 +16,7 @@ from lrpe_fairseq.encodings import Encoding
 from lrpe_fairseq.errors import Refusal
 from lrpe_fairseq.experiments.data.examples import BYTES
 from lrpe_fairseq.experiments.families.plan import load_named
-from lrpe_fairseq.experiments.records.files import CONFIGS, load_config
+from lrpe_fairseq.experiments.records.files import CONFIGS, configurations, load_config
 from lrpe_fairseq.models.classifier import (
     ClassifierLayer,
     LRPEClassifier,
@@ -346,7 +346,7 @@ def configured(path: Path) -> tuple[OmegaConf, SimpleNamespace]:
     return OmegaConf.merge(OmegaConf.structured(kind), model), task
 
 
-@pytest.mark.parametrize("name", sorted(p.stem for p in CONFIGURED.glob("*.yaml") if p.stem != VIT))
+@pytest.mark.parametrize("name", [p.stem for p in configurations(CONFIGURED) if p.stem != VIT])
 def test_every_configuration_builds_its_model_with_the_encodings_of_its_table(name: str) -> None:
     options, task = configured(CONFIGURED / f"{name}.yaml")
     encodings = {row.encoding for row in load_named("tmlr-table4").rows}

@@ -32,7 +32,7 @@ from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, recipes, 
 from lrpe_fairseq.experiments.records import runs as run_files
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.fairseq_log import Curve
-from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, load_config
+from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, configurations, load_config
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import plain, read_run, write_run
 from lrpe_fairseq.experiments.report import cells, cost, tables
@@ -55,7 +55,7 @@ from tests.test_data_prep import multi30k, newstest, wmt14
 TRAIN_SH = ROOT / "scripts" / "train.sh"
 TABLES = [load_table(path) for path in sorted((ROOT / "configs" / "tables").glob("*.yaml"))]
 FAMILY_CONFIGS = sorted(
-    {path for kind in FAMILIES.values() for path in (CONFIGS / kind.configs).glob("*")}
+    {path for kind in FAMILIES.values() for path in configurations(CONFIGS / kind.configs)}
 )
 INNER = (
     '2026-01-01 10:00:00 | INFO | train_inner | {{"wps": "{}", "wpb": "2048", "num_updates": "{}"}}'
@@ -267,7 +267,7 @@ def test_the_paper_scale_trains_65536_tokens_an_update_on_any_number_of_gpus(one
 
 
 def test_the_paper_scale_is_table_7():
-    config = OmegaConf.load(CONFIGS / "lm" / "wikitext103.yaml")
+    config = load_config(CONFIGS / "lm" / "wikitext103.yaml")
     assert config.optimizer.adam_betas == "(0.9, 0.98)"
     assert (config.optimizer.adam_eps, config.optimizer.weight_decay) == (1e-8, 0.01)
     assert (config.optimization.clip_norm, list(config.optimization.lr)) == (0.0, [5e-4])
@@ -280,7 +280,7 @@ def test_the_paper_scale_is_table_7():
 
 @pytest.mark.parametrize("path", FAMILY_CONFIGS, ids=lambda path: path.stem)
 def test_every_configuration_resumes_exactly_and_says_how_to_start_it(path):
-    assert OmegaConf.load(path).dataset.update_epoch_batch_itr is True
+    assert load_config(path).dataset.update_epoch_batch_itr is True
     top = path.read_text().split("defaults:")[0]
     assert f"--config-name {path.stem}" in top
     assert "Expected" in top

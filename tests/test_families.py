@@ -13,14 +13,14 @@ from lrpe_fairseq.experiments.families import FAMILIES, family_of, known_data, p
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.families.plan import load_named, runs
 from lrpe_fairseq.experiments.families.translation import TranslationRun
-from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT
+from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, configurations, load_config
 from lrpe_fairseq.experiments.records.runs import curve_metric, read_runs, validate
 from tests.test_experiments import a_record
 from tests.toy_checkout import checkout
 
 
 def owners(config: Path) -> list[str]:
-    task = OmegaConf.load(config).task._name
+    task = load_config(config).task._name
     return [
         name
         for name, family in FAMILIES.items()
@@ -28,10 +28,13 @@ def owners(config: Path) -> list[str]:
     ]
 
 
+def all_configurations() -> list[Path]:
+    folders = (folder for folder in CONFIGS.iterdir() if folder.is_dir())
+    return [path for f in folders if f.name != "tables" for path in configurations(f)]
+
+
 def test_every_configuration_belongs_to_exactly_one_family() -> None:
-    found = {
-        path: owners(path) for path in CONFIGS.glob("*/*.yaml") if path.parent.name != "tables"
-    }
+    found = {path: owners(path) for path in all_configurations()}
     assert {path: names for path, names in found.items() if len(names) != 1} == {}
     assert set().union(*found.values()) == set(FAMILIES)
 
@@ -39,8 +42,8 @@ def test_every_configuration_belongs_to_exactly_one_family() -> None:
 def test_every_validation_within_an_epoch_saves_a_checkpoint_if_it_is_the_best() -> None:
     """fairseq compares validations only where it saves. Translations average the last ones."""
     lost = []
-    for path in CONFIGS.glob("*/*.yaml"):
-        known = OmegaConf.load(path)
+    for path in all_configurations():
+        known = load_config(path)
         every = OmegaConf.select(known, "dataset.validate_interval_updates", default=0)
         saved = OmegaConf.select(known, "checkpoint.save_interval_updates", default=0)
         if every and path.parent.name != "translation" and (not saved or every % saved):

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments.data import transduction as data
 from lrpe_fairseq.experiments.data.transduction import Recipe
 from lrpe_fairseq.experiments.families import plan, preparation_of, transduction
 from lrpe_fairseq.experiments.families.transduction import METRICS, TransductionRun
 from lrpe_fairseq.experiments.records import checkpoints
-from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT
+from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, load_config
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.recipes import cells
 from lrpe_fairseq.experiments.records.runs import read_run
@@ -109,8 +108,8 @@ def test_the_paper_scores_other_tokens_in_every_kind_of_task(name: str) -> None:
 
 def test_the_scales_have_the_papers_sizes() -> None:
     for kind in ("sequence", "tree"):
-        paper = OmegaConf.load(CONFIGS / "transduction" / f"{kind}-paper.yaml")
-        small = OmegaConf.load(CONFIGS / "transduction" / f"{kind}-small.yaml")
+        paper = load_config(CONFIGS / "transduction" / f"{kind}-paper.yaml")
+        small = load_config(CONFIGS / "transduction" / f"{kind}-small.yaml")
         encoder, decoder = paper.model.encoder, paper.model.decoder
         assert (encoder.embed_dim, encoder.ffn_embed_dim, encoder.layers) == (512, 512, 2)
         assert (decoder.embed_dim, decoder.ffn_embed_dim, decoder.layers) == (512, 1024, 2)

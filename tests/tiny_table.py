@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
 
-from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.records.files import ROOT, load_config
 from lrpe_fairseq.experiments.records.runs import Run, read_runs
 from tests.end_to_end.commands import Corpus
 
@@ -43,7 +44,7 @@ def repository(folder: Path, corpus: Corpus) -> Path:
         (folder / name).mkdir(parents=True)
     (folder / ".venv").symlink_to(sys.prefix)
     (folder / "configs" / "tables" / "tiny.yaml").write_text(TABLE)
-    config = yaml.safe_load((ROOT / "configs" / "lm" / "wikitext2.yaml").read_text())
+    config = OmegaConf.to_container(load_config(ROOT / "configs" / "lm" / "wikitext2.yaml"))
     config["task"] |= {"data": "data/tiny/bin", "tokens_per_sample": 32}
     width = {f"decoder_{part}_dim": 32 for part in ("embed", "input", "output", "ffn_embed")}
     config["model"] |= width

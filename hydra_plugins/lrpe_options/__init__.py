@@ -4,15 +4,24 @@ hydra refuses to override a key that a YAML lacks, before fairseq imports ``lrpe
 knows the options. Sections of our classes therefore accept every key here. Names and types are
 checked when fairseq merges a section with its class; see ``models/options.py``.
 
+hydra puts the schema of fairseq's configuration below the file that ``--config-name`` names, but
+above the bases in that file's ``defaults``, so that fairseq's defaults would replace what a base
+says. The bases and the file are therefore merged once more above the schema.
+
 hydra imports this package in all of its programs, so it imports and changes nothing else.
 """
 
+import copy
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import DictConfig, OmegaConf
 
+BASE = "base"
+"""The base of a folder of configs/; its file, and files above it, are merged above the schema."""
+
 _apply = ConfigLoaderImpl._apply_overrides_to_config
+_compose = ConfigLoaderImpl._compose_config_from_defaults_list
 
 
 def _apply_to_open_sections(overrides: list[Any], cfg: DictConfig) -> None:
@@ -26,4 +35,16 @@ def _apply_to_open_sections(overrides: list[Any], cfg: DictConfig) -> None:
     _apply(overrides, cfg)
 
 
+def _compose_bases_above_the_schema(self: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> Any:
+    """Compose ``defaults``, and merge a base and the files that list it above the schema."""
+    paths = [default.config_path for default in defaults]
+    paths = paths[paths.index(BASE) :] if BASE in paths else []
+    files = [copy.deepcopy(repo.load_config(path).config) for path in paths]  # _compose edits them
+    config = _compose(self, defaults, repo)
+    for file in files:
+        config.merge_with(file)
+    return config
+
+
+ConfigLoaderImpl._compose_config_from_defaults_list = _compose_bases_above_the_schema
 ConfigLoaderImpl._apply_overrides_to_config = staticmethod(_apply_to_open_sections)

@@ -82,24 +82,40 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_config(path: Path) -> Any:
-    """Load a configuration of fairseq; an unchanged file is parsed only once.
+    """Load a configuration of fairseq, over the bases beside it that its ``defaults`` name.
 
-    Raises: ValueError for invalid YAML or a missing task.
+    An unchanged file is parsed only once. Raises: ValueError for invalid YAML or a missing task.
     """
-    from omegaconf import (
-        DictConfig,
-        OmegaConf,
-    )  # data preparation uses this module without omegaconf
+    # data preparation uses this module without omegaconf
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     try:
-        config = copy.deepcopy(_parsed(path.read_text(encoding="utf-8")))
-    except (yaml.YAMLError, OSError) as error:
+        config = _with_bases(path)
+    except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
         raise ValueError(f"{relative(path)} does not load: {error}") from None
     if not isinstance(config, DictConfig) or not OmegaConf.select(config, "task._name"):
         raise ValueError(
             f"{relative(path)} is not a configuration of fairseq: it has no task._name"
         )
     return config
+
+
+def configurations(folder: Path) -> list[Path]:
+    """Return the configurations of a folder, without the bases that they share."""
+    return sorted(path for path in folder.glob("*.yaml") if not path.stem.startswith("base"))
+
+
+def _with_bases(path: Path) -> Any:
+    """Return a configuration merged over its bases; without ``defaults``, as hydra composes it."""
+    from omegaconf import DictConfig, OmegaConf
+
+    config = copy.deepcopy(_parsed(path.read_text(encoding="utf-8")))
+    if not isinstance(config, DictConfig):
+        return config
+    named = [name for name in config.pop("defaults", ()) if isinstance(name, str)]
+    bases = [path.with_name(f"{name}.yaml") for name in named if name != "_self_"]
+    return OmegaConf.merge(*map(_with_bases, bases), config)
 
 
 @functools.lru_cache(maxsize=64)

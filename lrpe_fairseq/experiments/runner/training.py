@@ -25,6 +25,7 @@ from lrpe_fairseq.experiments.records.fairseq_log import Curve
 from lrpe_fairseq.experiments.records.files import (
     CONFIGS,
     ROOT,
+    configurations,
     load_config,
     relative,
 )
@@ -204,7 +205,7 @@ class TrainingRun(ABC):
         folder = CONFIGS / self.configs
         path = folder / f"{self.config}.yaml"
         if not path.exists():
-            known = ", ".join(sorted(found.stem for found in folder.glob("*.yaml")))
+            known = ", ".join(found.stem for found in configurations(folder))
             raise ValueError(f"configs/{self.configs} has no {self.config}.yaml; it has {known}")
         return load_config(path)
 
