@@ -57,9 +57,10 @@ test-all: $(TOOLS)  ## run every test, the exhaustive ones included
 versions:  ## test other versions of torch and Python; hours
 	scripts/test_versions.sh
 
-lint: $(TOOLS)  ## check style
+lint: $(TOOLS)  ## check style and imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 
 format: $(TOOLS)  ## fix style
 	$(BIN)/ruff check --fix .

@@ -29,6 +29,7 @@ setup(
     ],
     extras_require={
         "test": [
+            "import-linter>=2.1",
             "pytest",
             "pytest-timeout",
             "pytest-xdist>=3.8",  # --no-loadscope-reorder

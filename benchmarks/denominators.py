@@ -101,7 +101,9 @@ def trained_shares(folder: Path, data: str) -> dict[str, Tensor]:
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
-def shares_of_layers(model, attentions: list[MultiheadAttention], text: Tensor) -> Tensor:
+def shares_of_layers(
+    model: torch.nn.Module, attentions: list[MultiheadAttention], text: Tensor
+) -> Tensor:
     """Return the shares of all layers on ``text`` (B, T)."""
     collected = []
 

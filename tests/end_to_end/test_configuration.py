@@ -1,6 +1,7 @@
 """Options mean the same from the command line and from a YAML, and fairseq's own keep working."""
 
 import copy
+from collections.abc import Iterator
 from dataclasses import Field, fields
 from enum import Enum
 from itertools import cycle, product
@@ -19,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
 from lrpe_fairseq.encodings import options_of_encodings
 from lrpe_fairseq.errors import Refusal
+from lrpe_fairseq.experiments.records.files import CONFIGS, load_config
 from lrpe_fairseq.models import checks
 from tests.end_to_end.cases import sampled
 from tests.end_to_end.commands import (
@@ -192,6 +194,28 @@ def test_a_word_that_names_no_option_or_value_is_refused_in_one_sentence(
 def test_hydra_treats_the_models_of_fairseq_as_before(tmp_path: Path) -> None:
     with pytest.raises(ConfigCompositionException, match="fox_bias"):
         read_by_hydra(tmp_path, {"_name": "transformer_lm"}, "model.fox_bias=3")
+
+
+def leaves(config: dict, above: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in config.items():
+        yield from (
+            leaves(value, f"{above}{key}.") if isinstance(value, dict) else [(above + key, value)]
+        )
+
+
+@pytest.mark.parametrize("name", ["lm/wikitext2", "roberta/finetune-wikibook"])
+def test_hydra_reads_a_configuration_over_its_bases_as_our_own_loader_does(name: str) -> None:
+    path = CONFIGS / f"{name}.yaml"
+    hydra_init(path.stem)
+    with initialize_config_dir(str(path.parent), version_base="1.1"):
+        found = compose(path.stem, ["optimization.clip_norm=7", "common.seed=3"])
+    expected = dict(leaves(OmegaConf.to_container(load_config(path))))
+    expected |= {"optimization.clip_norm": 7, "common.seed": 3}
+    for key, value in expected.items():
+        if not key.startswith("hydra."):
+            assert OmegaConf.select(found, key) == value, key
+    assert len(expected) > 40
+    assert found.common.empty_cache_freq == 0  # a default of fairseq
 
 
 # ---- fairseq's own options ----

@@ -86,15 +86,14 @@ def load_config(path: Path) -> Any:
 
     An unchanged file is parsed only once. Raises: ValueError for invalid YAML or a missing task.
     """
-    # data preparation uses this module without omegaconf
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import OmegaConf  # data preparation uses this module without omegaconf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        config = _with_bases(path)
-    except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
+        config = copy.deepcopy(_merged(_texts(path)))
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
         raise ValueError(f"{relative(path)} does not load: {error}") from None
-    if not isinstance(config, DictConfig) or not OmegaConf.select(config, "task._name"):
+    if not OmegaConf.select(config, "task._name"):
         raise ValueError(
             f"{relative(path)} is not a configuration of fairseq: it has no task._name"
         )
@@ -106,24 +105,33 @@ def configurations(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*.yaml") if not path.stem.startswith("base"))
 
 
-def _with_bases(path: Path) -> Any:
-    """Return a configuration merged over its bases; without ``defaults``, as hydra composes it."""
-    from omegaconf import DictConfig, OmegaConf
-
-    config = copy.deepcopy(_parsed(path.read_text(encoding="utf-8")))
-    if not isinstance(config, DictConfig):
-        return config
-    named = [name for name in config.pop("defaults", ()) if isinstance(name, str)]
+def _texts(path: Path) -> tuple[str, ...]:
+    """Return the texts of a configuration and of its bases, the lowest base first."""
+    text = path.read_text(encoding="utf-8")
+    named = [name for name in _parsed(text).get("defaults", ()) if isinstance(name, str)]
     bases = [path.with_name(f"{name}.yaml") for name in named if name != "_self_"]
-    return OmegaConf.merge(*map(_with_bases, bases), config)
+    return (*(below for base in bases for below in _texts(base)), text)
 
 
 @functools.lru_cache(maxsize=64)
 def _parsed(text: str) -> Any:
-    """Parse a configuration."""
+    """Parse a configuration. Raises: ValueError if it is no mapping."""
+    from omegaconf import DictConfig, OmegaConf
+
+    config = OmegaConf.load(io.StringIO(text))
+    if not isinstance(config, DictConfig):
+        raise ValueError("it is no mapping")
+    return config
+
+
+@functools.lru_cache(maxsize=64)
+def _merged(texts: tuple[str, ...]) -> Any:
+    """Merge configurations, the lowest first; without ``defaults``, as hydra composes them."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.load(io.StringIO(text))
+    config = OmegaConf.merge(*map(_parsed, texts))
+    config.pop("defaults", None)
+    return config
 
 
 def _sync_folder(folder: Path) -> None:

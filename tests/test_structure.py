@@ -1,0 +1,96 @@
+"""What an import loads and changes, and the length of functions; `make lint` checks the rest."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LONGEST = 50
+
+
+def test_no_function_is_longer_than_50_lines() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for path in (ROOT / "lrpe_fairseq").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= LONGEST
+    ]
+    assert not found, "\n".join(found)
+
+
+def run(code: str) -> str:
+    """What Python code prints in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+WITHOUT_FAIRSEQ = """
+import sys, numpy as np, torch
+names = set(dir(np))
+sys.modules["fairseq"] = None  # importing fails
+import lrpe_fairseq.attention.multihead
+from lrpe_fairseq.encodings import build_encoding
+from lrpe_fairseq.experiments.data import bitext, corpus, glue, pieces
+encoding = build_encoding("lrpe-type2", head_dim=64, num_heads=8)
+q, positions = torch.rand(2, 8, 10, 64), torch.arange(10)
+print(tuple(encoding(q, q, positions, positions)[0].shape), names == set(dir(np)))
+"""
+
+
+def test_encodings_and_attention_work_without_fairseq_and_leave_numpy_as_it_is() -> None:
+    assert run(WITHOUT_FAIRSEQ) == "(2, 8, 10, 64) True"
+
+
+USER_DIR = """
+from argparse import Namespace
+from fairseq import utils
+from fairseq_cli import train
+utils.import_user_module(Namespace(user_dir="lrpe_fairseq"))
+assert hasattr(train.validate_and_save, "func")  # it saves on a signal
+"""
+USED_BY_FAIRSEQ = """
+import numpy as np, fairseq.models, fairseq.tasks
+print("lrpe_lm" in fairseq.models.MODEL_REGISTRY, hasattr(np, "int"),
+    "lrpe_truncated_bptt_lm" in fairseq.tasks.TASK_REGISTRY)
+"""
+
+
+@pytest.mark.parametrize(
+    "first",
+    ["from lrpe_fairseq import models", f"import lrpe_fairseq.encodings\n{USER_DIR}"],
+    ids=["models alone", "encodings, then user-dir"],
+)
+def test_the_models_are_registered_and_fairseq_is_mended_in_any_order(first: str) -> None:
+    assert run(first + USED_BY_FAIRSEQ).splitlines()[-1] == "True True True"
+
+
+TRAINING = """
+import sys
+sys.modules |= dict.fromkeys(["matplotlib", "pandas", "seaborn", "jinja2"])  # importing fails
+from lrpe_fairseq.experiments.commands import (
+    eval_classifier, eval_glue, eval_lm, eval_mt, run_table, score_lm, train_row
+)
+"""
+
+
+def test_training_and_evaluation_import_no_library_for_pages() -> None:
+    """A machine for training may lack them."""
+    run(TRAINING)
+
+
+DATA_ROOM = """
+import sys, types
+package = types.ModuleType("lrpe_fairseq")  # the room alone, without the plugin's registration
+package.__path__ = ["lrpe_fairseq"]
+sys.modules["lrpe_fairseq"] = package
+from lrpe_fairseq.experiments.data import bitext, corpus, folders, glue, pieces
+print(sorted({"fairseq", "torch", "omegaconf"} & sys.modules.keys()))
+"""
+
+
+def test_the_data_room_imports_neither_fairseq_nor_torch() -> None:
+    assert run(DATA_ROOM) == "[]"
