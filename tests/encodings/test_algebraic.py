@@ -368,37 +368,6 @@ def test_the_canonical_form_folds_into_the_projections(components):
 # --- trees in attention ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attention_type", ["linear", "softmax"])
-def test_trees_decode_token_by_token_through_beam_reorder(attention_type):
-    module = MultiheadAttention(
-        16, 2, attention_type=attention_type, position_encoding="ape-tree", causal=True
-    ).double()
-    x, nodes = normal(3, 9, 16), torch.randint(0, 200, (3, 9), generator=torch.Generator())
-    orders = {3: torch.tensor([2, 0, 1]), 6: torch.tensor([1, 1, 0, 2])}
-    state, outs = None, []
-    for step in range(9):
-        if step in orders:
-            incremental = {module._state_key: state}
-            module.reorder_incremental_state(incremental, orders[step])
-            state = incremental[module._state_key]
-            x, nodes = x[orders[step]], nodes[orders[step]]
-            outs = [out[orders[step]] for out in outs]
-        own = slice(step, step + 1)
-        out, state = module.attend(x[:, own], None, state, True, positions=nodes[:, own])
-        outs.append(out)
-    parallel, _ = module.attend(x, positions=nodes)
-    torch.testing.assert_close(torch.cat(outs, 1), parallel)
-
-
-def test_a_row_does_not_depend_on_the_other_rows():
-    encoding = trained(build("tree2"))
-    x, nodes = normal(3, HEADS, 4, D), torch.tensor([[0, 1, 2, 3], [7, 7, 0, 1], [900, 5, 6, 0]])
-    together = encoding(x, x, nodes, nodes)[0]
-    for row in range(3):
-        alone = encoding(x[row : row + 1], x[row : row + 1], nodes[row], nodes[row])[0]
-        torch.testing.assert_close(together[row : row + 1], alone)
-
-
 def test_a_tree_with_one_branch_is_a_sequence():
     one, sequence, at = build("tree1"), build("sequence"), torch.arange(5) * 1000
     x = normal(1, HEADS, 5, D)

@@ -1,12 +1,9 @@
 """CAPE against a loop over pairs, against its base encodings, and its locality."""
 
-from unittest import mock
-
 import pytest
 import torch
 
-from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.encodings import EncodingOptions, build_encoding, cape
+from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from tests.encodings.lags import bias_of
 from tests.references import score_matrix
@@ -97,16 +94,6 @@ def test_permuting_the_heads_and_the_columns_of_the_network_permutes_the_scores(
     torch.testing.assert_close(after, before[:, order], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("batch", [False, True])
-def test_blocks_of_queries_give_the_scores_of_one_block(batch):
-    encoding, (q, k, *at) = build("cape-fire"), example()
-    at = [torch.stack([x, x + 600]) for x in at] if batch else at
-    whole = encoded(encoding, q, k, *at)
-    for block in (1, 2 * 2 * 7 * 32):
-        with mock.patch.object(cape, "BLOCK", block):
-            torch.testing.assert_close(encoded(encoding, q, k, *at), whole)
-
-
 def test_scores_that_float16_cannot_hold_saturate():
     encoding = build("cape-alibi").float()
     with torch.no_grad():
@@ -126,21 +113,6 @@ def test_layers_share_neither_the_network_nor_the_bias(name):
     share_across_layers(layers)
     bias = {"cape-alibi": 0, "cape-kerple": 2 * 3, "cape-fire": 2 + 64 + 33 * 3}[name]
     assert sum(p.numel() for p in layers.parameters()) == before == 3 * (97 * 3 + 32 + bias)
-
-
-def test_relative_up_to_the_threshold_of_fire_only():
-    assert build("cape-fire", fire_length=77).relative_up_to == 77
-    assert build("cape-kerple").relative_up_to is None
-
-
-def test_masked_keys_get_no_weight_in_attention():
-    torch.manual_seed(0)
-    options = {"attention_type": "softmax", "position_encoding": "cape-kerple", "causal": True}
-    module = MultiheadAttention(8, 2, **options).double().eval()
-    x = torch.randn(2, 6, 8, dtype=torch.float64)
-    mask = torch.zeros(2, 6).bool()
-    mask[:, 4:] = True
-    torch.testing.assert_close(module.attend(x, mask)[0][:, :4], module.attend(x[:, :4])[0])
 
 
 def test_a_width_below_one_is_refused():

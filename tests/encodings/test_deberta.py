@@ -88,15 +88,6 @@ def test_both_ends_of_the_table_are_those_of_the_paper():
     assert rows == [row_of(m, 3) for m in range(-5, 6)] == [0, 0, 0, 1, 2, 3, 4, 5, 5, 5, 5]
 
 
-def test_positions_with_a_batch_axis_and_far_apart_are_those_of_their_rows():
-    encoding, (q, k) = build(False), example()
-    positions = torch.tensor([[0, 1, 2, 3, 4], [0, 0, 7, 2**31, 9]])
-    together = scores_of(encoding, q, k, positions, positions)
-    for row, at in enumerate(positions):
-        alone = by_pairs(encoding, q[row : row + 1], k[row : row + 1], at, at)
-        torch.testing.assert_close(together[row : row + 1], alone)
-
-
 def test_a_table_of_zeros_without_biases_is_no_encoding_with_a_third_of_the_variance():
     encoding, (q, k), at = build(), example(), torch.arange(5)
     with torch.no_grad():

@@ -59,18 +59,6 @@ def test_the_form_by_lag_equals_the_form_by_pair():
     torch.testing.assert_close(fast, slow, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("batch", [False, True])
-def test_blocks_of_queries_give_the_bias_of_one_block(batch):
-    encoding, at = build(fire_length=5), torch.arange(20)
-    x = torch.zeros(2, 3, 20, 4, dtype=torch.float64)
-    positions = torch.stack([at, at + 7]) if batch else at
-    whole = encoding.bias(x, x, positions, positions)
-    assert whole.shape == ((2, 3, 20, 20) if batch else (3, 20, 20))
-    for block in (1, 3 * 20 * 32 * 2):
-        with mock.patch.object(fire, "BLOCK", block):
-            torch.testing.assert_close(encoding.bias(x, x, positions, positions), whole)
-
-
 @pytest.mark.parametrize("r2", [0.02, 0.7])
 def test_with_a_linear_f_and_a_long_threshold_it_is_kerple(r2):
     kerple = build_encoding("kerple-log", 4, 3, causal=True).double()
@@ -85,31 +73,11 @@ def test_with_a_linear_f_and_a_long_threshold_it_is_kerple(r2):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_it_is_relative_up_to_the_threshold_and_not_beyond():
-    encoding, at = build(fire_length=100), torch.arange(10)
-    here = bias_of(encoding, at, at)
-    assert encoding.relative_up_to == 100
-    torch.testing.assert_close(bias_of(encoding, at + 91, at + 91), here, rtol=0, atol=1e-13)
-    there = bias_of(encoding, at + 92, at + 92)
-    assert ((there - here).abs() > 1e-6).any(-1).tolist() == [[False] * 9 + [True]] * 3
-    with torch.no_grad():
-        encoding.threshold_factor.fill_(-0.505)
-    assert encoding.relative_up_to == 50
-
-
 def test_the_oldest_key_has_the_same_bias_at_any_position_beyond_the_threshold():
     encoding = build(fire_length=100)
     zero = torch.zeros(1).long()
     near, far = (bias_of(encoding, torch.tensor([s]), zero) for s in (200, 10**6))
     torch.testing.assert_close(near, far, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("length", [4, 512])
-def test_gradients_reach_every_parameter(length):
-    encoding, at = build(fire_length=length), torch.arange(40)
-    bias_of(encoding, at, at).square().sum().backward()
-    for name, parameter in encoding.named_parameters():
-        assert parameter.grad.abs().max() > 0, name
 
 
 def test_shared_layers_have_one_set_and_unshared_layers_do_not():

@@ -103,13 +103,6 @@ def test_the_departure_doubles_the_score_of_frequency_zero():
     torch.testing.assert_close(score, 2 * q0 @ k0.transpose(-1, -2))
 
 
-def test_the_score_at_one_distance_changes_with_the_position():
-    encoding, (q, k) = encoding_of(), example(time=1)
-    at = torch.arange(5)[:, None]
-    scores = torch.stack([score_matrix(encoding, q, k, s + 3, s) for s in at])
-    assert scores.std(0).min() > 1e-2
-
-
 def test_the_coefficients_are_the_identity_and_a_draw_of_xavier():
     noise = torch.stack(
         [encoding_of(64, seed=s, fope_sigma=0.5).core.coefficients for s in range(20)]

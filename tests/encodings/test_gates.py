@@ -172,20 +172,6 @@ def test_a_shut_gate_hides_earlier_tokens_and_nothing_else(kind):
     torch.testing.assert_close(shut[:, 3:], module.attend(x[:, 3:])[0], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["fox", "gated:lrpe-type2", "gated:permuteformer"])
-def test_a_text_split_at_any_token_is_the_whole(name, kind):
-    module, x = module_of(name, kind), text(6)
-    padding = torch.zeros(2, 6, dtype=torch.bool)
-    padding[0, :2], padding[1, 4:] = True, True
-    whole, _ = module.attend(x, padding)
-    for cut in range(1, 6):
-        first, state = module.attend(x[:, :cut], padding[:, :cut], None, True)
-        second, _ = module.attend(x[:, cut:], padding[:, cut:], state, True)
-        split = torch.cat([first, second], 1)
-        torch.testing.assert_close(split[~padding], whole[~padding], rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize("name", ["alibi", "fox", "gated:rope"])
 def test_a_memory_of_earlier_segments_is_the_text_before(name):
     module, x = module_of(name, "softmax"), text(9)

@@ -8,7 +8,6 @@ import torch
 from fairseq import options
 from torch import nn
 
-from lrpe_fairseq.attention.linear import linear_attention_naive
 from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
 from lrpe_fairseq.encodings import ENCODINGS, EncodingOptions, QueryKeyEncoding, build_encoding
 from lrpe_fairseq.encodings.grid import GridEncoding, rows_and_columns
@@ -123,23 +122,6 @@ def test_one_pass_is_missing_where_a_part_has_none():
     x, _ = example(width=6, dtype=torch.float32)  # halves of odd width
     assert encoding_of("rope", "axial", width=6).one_pass(x, AT, "elu+1") is None
     assert encoding_of("rope", "sum", width=6).one_pass(x.double(), AT, "elu+1") is None
-
-
-@pytest.mark.parametrize("kind", ["sum", "axial"])
-@pytest.mark.parametrize("name", ["lrpe-type3", "lrpe-type8", "spe"])
-def test_linear_attention_on_a_grid_is_its_naive_form(name, kind):
-    torch.manual_seed(0)
-    own = EncodingOptions(grid_width=4, position_grid=kind)
-    module = MultiheadAttention(
-        16, 2, attention_type="linear", position_encoding=name, causal=True, normalizer="content",
-        options=own,
-    ).double().eval()  # fmt: skip
-    x = torch.randn(2, 12, 16, dtype=torch.float64)
-    q, k, v = module._project(x)
-    plain = feature_map(q), feature_map(k)
-    q, k = module._features(q, k, AT)
-    out = linear_attention_naive(q, k, v, causal=True, normalizer="content", content=plain)
-    torch.testing.assert_close(module.attend(x)[0], module._project_out(out, x))
 
 
 @pytest.mark.parametrize("kind", ["sum", "axial"])

@@ -326,14 +326,3 @@ def test_blocks_without_a_rotation_are_refused(name, head_dim, width, block):
         ChoiceError, match="rotation_block must be at least 2 and the head width at least"
     ):
         build(name, head_dim=head_dim, width=width, block=block)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_parameters_have_the_shapes_of_the_papers(name):
-    shapes = {
-        "liere": {"lower": (2, 2, 4, 28)},
-        "comrope-ap": {"p": (2, 4, 8, 8)},
-        "comrope-ld": {"p": (2, 4, 8, 8), "theta": (2, 4)},
-    }
-    found = build(name, head_dim=32, width=3, block=8).named_parameters()
-    assert {key: tuple(value.shape) for key, value in found} == shapes[name]

@@ -181,13 +181,6 @@ def test_an_unknown_name_is_refused_with_the_list_of_names():
         assert all(name in str(error.value) for name in (*ENCODINGS, *PROJECTIONS, *CORES))
 
 
-def test_floating_positions_are_refused():
-    encoding = build_encoding("rope", head_dim=8, num_heads=2)
-    q, k, _ = example(3, 8)
-    with pytest.raises(ValueError, match="int64"):
-        encoding(q, k, torch.arange(3.0), torch.arange(3.0))
-
-
 @pytest.mark.parametrize("core", [c for c in CORES if c != "permutation"])
 @pytest.mark.parametrize("halve", [torch.float16, torch.bfloat16, torch.float32])
 def test_the_angle_in_use_is_within_1e_3_rad_up_to_position_16384(core, halve):

@@ -7,7 +7,6 @@ import torch
 from torch.nn import functional as F
 
 from lrpe_fairseq.attention.linear import linear_attention, linear_attention_naive
-from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 
 
@@ -63,17 +62,6 @@ def test_features_are_the_powers_of_the_permutation_at_any_position():
                 assert torch.equal(y[:, h, row], expected)
 
 
-def test_a_batch_axis_of_positions_encodes_every_row_at_its_own_place():
-    encoding = build()
-    q, k, _ = example(5)
-    positions = torch.tensor([[0, 0, 0, 1, 2], [3, 4, 5, 6, 2**31]])
-    together = encoding(q, k, positions, positions)
-    for row in range(2):
-        alone = encoding(q[row : row + 1], k[row : row + 1], positions[row], positions[row])
-        for a, b in zip(together, alone, strict=True):
-            assert torch.equal(a[row : row + 1], b)
-
-
 def test_the_ratio_is_the_published_one_and_only_causal_models_have_it():
     heads = 4
     expected = [math.log(1 / (1 + math.exp(-(2 + 3 * h / heads)))) for h in range(heads)]
@@ -97,24 +85,6 @@ def test_linear_attention_is_the_dense_toeplitz_form_with_decay(form, normalizer
     q2, k2 = encoding(q, k, positions, positions)
     out = form(q2, k2, v, causal=True, normalizer=normalizer, log_decay=encoding.log_decay())
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)  # log_decay is float32
-
-
-@pytest.mark.parametrize("normalizer", ["rotated", "content", "layernorm"])
-@pytest.mark.parametrize("attention_type", ["linear", "softmax"])
-def test_the_decay_counts_tokens_not_padding(attention_type, normalizer):
-    torch.manual_seed(0)
-    module = MultiheadAttention(
-        24, 3, attention_type=attention_type, position_encoding="permuteformer", causal=True,
-        normalizer=normalizer,
-    ).double().eval()  # fmt: skip
-    x, padding = torch.randn(1, 30, 24).double(), torch.zeros(1, 30).bool()
-    padding[0, 3:23] = True  # 20 slots between tokens, then a continued prompt
-    alone, _ = module.attend(x[~padding].unsqueeze(0))
-    together, _ = module.attend(x, padding)
-    torch.testing.assert_close(together[~padding].unsqueeze(0), alone, rtol=1e-9, atol=1e-9)
-    _, state = module.attend(x[:, :20], padding[:, :20], None, True)
-    rest, _ = module.attend(x[:, 20:], padding[:, 20:], state, True)
-    torch.testing.assert_close(rest[:, 3:], alone[:, 3:], rtol=1e-9, atol=1e-9)
 
 
 def test_half_precision_inputs_of_4096_tokens_stay_finite_and_right():
@@ -147,23 +117,6 @@ def dense_row(encoding, q, k, v, s):
     return torch.stack(rows)
 
 
-def test_the_permutation_is_saved_and_restored():
-    one, other = build(seed=1), build(seed=2)
-    assert not torch.equal(one.permutation, other.permutation)
-    other.load_state_dict(one.state_dict())
-    x, positions = example(6)[0], torch.arange(6)
-    for a, b in zip(
-        one(x, x, positions, positions), other(x, x, positions, positions), strict=True
-    ):
-        assert torch.equal(a, b)
-
-
-def test_building_leaves_the_global_generator_alone():
-    before = torch.get_rng_state()
-    build(), build(departures=["permuteformer-shared-permutation"])
-    assert torch.equal(before, torch.get_rng_state())
-
-
 def test_the_shared_permutation_departure_has_one_for_all_heads_and_seeds():
     one = build(seed=1, departures=["permuteformer-shared-permutation"]).permutation
     other = build(seed=2, departures=["permuteformer-shared-permutation"]).permutation
@@ -183,18 +136,6 @@ def test_the_bidirectional_ratio_departure_multiplies_scores_by_growing_powers()
     expected = (q1 @ k1.transpose(-1, -2)) * ratio[:, None, None] ** lag
     torch.testing.assert_close(q2 @ k2.transpose(-1, -2), expected, rtol=1e-5, atol=1e-6)
     assert (ratio[:, None, None] ** lag).max() > 1  # a key after the query is favored
-
-
-def test_under_that_departure_every_query_of_linear_attention_sees_the_end_of_the_text():
-    encoding = build(causal=False, departures=["permuteformer-bidirectional-ratio"])
-    q, k = torch.ones(1, 3, 512, 8), torch.ones(1, 3, 512, 8)
-    v = torch.zeros(1, 3, 512, 1)
-    v[:, :, -50:] = 1.0
-    positions = torch.arange(512)
-    q, k = encoding(q, k, positions, positions)
-    share_of_the_end = linear_attention(q, k, v, causal=False)[0, 0, :, 0]
-    assert share_of_the_end.isfinite().all()
-    assert share_of_the_end.min() > 0.99  # 1 - 0.88^50
 
 
 def test_the_bidirectional_ratio_departure_changes_nothing_in_a_causal_model():

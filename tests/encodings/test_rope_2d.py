@@ -80,16 +80,6 @@ def test_the_kernel_gives_the_dense_features_and_gradients(name, kind):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_score_depends_on_the_differences_of_rows_and_columns(name):
-    encoding, (q, k) = encoding_of(name, grid=20), example(time=4)
-    cells = torch.tensor([[0, 0], [0, 3], [2, 1], [5, 6]])
-    here = score_matrix(encoding, q, k, *[cells @ torch.tensor([20, 1])] * 2)
-    moved = cells + torch.tensor([7, 11])
-    there = score_matrix(encoding, q, k, *[moved @ torch.tensor([20, 1])] * 2)
-    torch.testing.assert_close(here, there, rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_a_grid_wider_than_the_text_turns_by_the_column_and_a_line_by_the_row(name):
     q, k = example()
     at = torch.arange(12)
@@ -103,16 +93,6 @@ def test_a_grid_wider_than_the_text_turns_by_the_column_and_a_line_by_the_row(na
     else:
         line.core.row, line.core.column = wide.core.column, wide.core.row
         torch.testing.assert_close(wide(q, k, at, at)[0], line(q, k, at, at)[0])
-
-
-def test_swapping_the_axes_is_transposing_the_grid():
-    encoding, (q, k) = encoding_of("rope-2d", grid=4), example(time=16)
-    at = torch.arange(16)
-    transposed = at.view(4, 4).T.flatten()
-    swap = torch.tensor([4, 5, 6, 7, 0, 1, 2, 3])
-    found = encoding(q, k, transposed, transposed)[0]
-    expected = encoding(q[..., swap], k, at, at)[0][..., swap]
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("width", [8, 16])

@@ -79,16 +79,6 @@ def test_one_query_distinguishes_no_more_distances_than_the_table_has(causal, ve
     assert torch.equal(beyond, beyond[..., :1].expand_as(beyond))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_table_that_is_not_clipped_is_the_same_for_any_larger_distance(causal):
-    small, large, (q, k) = build(causal, 5), build(causal, 40), example()
-    with torch.no_grad():
-        rows = slice(35, 41 if causal else 46)
-        small.table.copy_(large.table[rows])
-    at = torch.arange(5)
-    torch.testing.assert_close(small.bias(q, k, at, at), large.bias(q, k, at, at))
-
-
 def test_the_table_starts_uniform_by_xavier_and_stays_float32():
     table = build_encoding("shaw", 64, HEADS, causal=False).half().table
     bound = math.sqrt(6 / (33 + 64))

@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.encodings import spe as spe_module
 from lrpe_fairseq.encodings.fidelity import DEPARTURES, check_departures
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.encodings.spe_codes import BLOCK, contiguous_runs
@@ -81,16 +80,6 @@ def test_mean_scores_are_the_plain_scores_times_the_template(code, realizations,
     q, k = example(9, batch=1)
     positions = torch.arange(20, 29) * STRIDE[code]
     assert deviation(encoding, q, k, positions, positions) < WITHIN
-
-
-@pytest.mark.parametrize("code", CODES)
-def test_that_comparison_notices_a_template_of_other_distances(code):
-    encoding = build(code, spe_realizations=64).train()
-    q, k = example(9, batch=1)
-    positions = torch.arange(9) * STRIDE[code]
-    template = encoding.template
-    encoding.template = lambda lags: template(lags + STRIDE[code])
-    assert deviation(encoding, q, k, positions, positions) > 2 * WITHIN
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -202,24 +191,6 @@ def test_evaluation_is_deterministic_and_training_is_not(code):
         assert (drawn[0][place] - drawn[1][place]).abs().min() > 0
 
 
-@pytest.mark.parametrize("code", CODES)
-def test_evaluation_and_construction_leave_the_global_generator_alone(code):
-    before = torch.get_rng_state()
-    encoding = build(code).eval()
-    q, k = example(7)
-    encoding(q, k, torch.arange(7), torch.arange(7))
-    assert torch.equal(before, torch.get_rng_state())
-
-
-@pytest.mark.parametrize("code", CODES)
-def test_features_vary_with_the_position(code):
-    encoding = build(code, spe_gated=False).eval()
-    x = torch.ones(1, HEADS, 6, WIDTH)
-    q, k = encoding(x, x, torch.arange(6), torch.arange(6))
-    for features in (q, k):
-        assert (features.diff(dim=2).abs() > 1e-6).all()
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("code", CODES)
 def test_features_do_not_depend_on_the_order_of_the_batch(code, training):
@@ -232,44 +203,6 @@ def test_features_do_not_depend_on_the_order_of_the_batch(code, training):
     permuted = encoding(q[order], k[order], positions, positions)
     for a, b in zip(straight, permuted, strict=True):
         torch.testing.assert_close(a[order], b)
-
-
-@pytest.mark.parametrize("code", CODES)
-def test_a_token_at_a_time_gives_the_features_of_the_parallel_form(code):
-    encoding = build(code).eval()
-    first, length = BLOCK - 8, 12  # a block of noise ends within
-    q, k = example(length)
-    positions = torch.arange(first, first + length)
-    q_whole, k_whole = encoding(q, k, positions, positions)
-    for i in range(length):
-        here = positions[i : i + 1].clone()
-        q_one, k_one = encoding(q[:, :, i : i + 1], k[:, :, i : i + 1], here, here.clone())
-        torch.testing.assert_close(q_one, q_whole[:, :, i : i + 1])
-        torch.testing.assert_close(k_one, k_whole[:, :, i : i + 1])
-
-
-PLACES = {
-    "any": [[0, 1, 2, 3, 4], [0, 0, 0, 1, 2], [40, 41, 7, 300, 2]],
-    "five, some twice": [[0, 1, 2, 3, 4], [0, 0, 0, 1, 2], [4, 3, 2, 1, 0]],
-    "padding": [[0, 1, 2, 3, 4], [3, 4, 0, 1, 2], [2, 3, 0, 4, 1]],
-}
-
-
-@pytest.mark.parametrize("gathered", [1, 2**24])
-@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
-@pytest.mark.parametrize("code", CODES)
-def test_a_batch_axis_of_positions_encodes_every_row_at_its_own_place(
-    code, places, gathered, monkeypatch
-):
-    monkeypatch.setattr(spe_module, "GATHERED", gathered)
-    encoding = build(code).eval()
-    q, k = example(5, batch=3)
-    positions = torch.tensor(places)
-    together = encoding(q, k, positions, positions)
-    for row in range(3):
-        alone = encoding(q[row : row + 1], k[row : row + 1], positions[row], positions[row])
-        for a, b in zip(together, alone, strict=True):
-            torch.testing.assert_close(a[row : row + 1], b)
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -302,34 +235,6 @@ def test_gradients_are_the_derivatives_of_the_features(code):
     assert torch.autograd.gradcheck(features, parameters)
 
 
-@pytest.mark.parametrize("code", CODES)
-def test_a_checkpoint_restores_the_noise_of_evaluation_whatever_the_seed(code):
-    one, other = build(code, seed=1).eval(), build(code, seed=2).eval()
-    q, k = example(7)
-    positions = torch.arange(7)
-    assert not torch.equal(one(q, k, positions, positions)[0], other(q, k, positions, positions)[0])
-    other.load_state_dict(one.state_dict())
-    for a, b in zip(
-        one(q, k, positions, positions), other(q, k, positions, positions), strict=True
-    ):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("code", CODES)
-def test_far_positions_and_half_precision_keep_their_phase(code):
-    encoding = build(code).eval()
-    q, k = example(5)
-    positions = torch.arange(100_000, 100_005)
-    exact = build(code).double().eval()(q.double(), k.double(), positions, positions)
-    single = encoding(q, k, positions, positions)
-    half = encoding.half()(q.half(), k.half(), positions, positions)
-    assert all(p.dtype == torch.float32 for p in encoding.parameters())
-    for a, b, c in zip(exact, single, half, strict=True):
-        torch.testing.assert_close(b.double(), a, rtol=1e-4, atol=1e-5)
-        assert c.dtype == torch.float16
-        torch.testing.assert_close(c.double(), a, rtol=2e-2, atol=2e-2)
-
-
 @pytest.mark.parametrize("position", [1, 511, 100_000, 2**24 + 1, 2**31])
 def test_waves_have_the_exact_phase_at_any_position(position):
     code = build(head_dim=1, heads=1, spe_sines=1).code
@@ -360,17 +265,6 @@ def test_runs_cover_the_positions_and_join_what_is_close():
 
 
 # --- knobs -------------------------------------------------------------------------------------
-
-
-def test_the_capability_fields_say_what_is_true():
-    encoding = build(spe_realizations=16)
-    assert encoding.serves_linear
-    assert encoding.before_feature_map
-    assert not encoding.keeps_norm
-    assert encoding.relative == "in expectation"
-    assert encoding.feature_dim == 16
-    assert encoding(*example(3), torch.arange(3), torch.arange(3))[0].shape[-1] == 16
-    assert build(head_dim=12).feature_dim == 12
 
 
 def test_impossible_knobs_are_refused():

@@ -75,16 +75,6 @@ def test_the_bias_is_the_table_at_the_bucket_of_every_pair_per_head(causal):
     assert torch.equal(shifted, scores + bias)
 
 
-def test_a_batch_axis_of_positions_gives_every_row_its_own_bias():
-    encoding = build(False)
-    x = torch.randn(2, 3, 4, 4)
-    positions = torch.tensor([[0, 1, 2, 3], [0, 0, 0, 1]])
-    bias = encoding.bias(x, x, positions, positions)
-    assert bias.shape == (2, 3, 4, 4)
-    for row in range(2):
-        assert torch.equal(bias[row], encoding.bias(x, x, positions[row], positions[row]))
-
-
 def test_cached_buckets_follow_the_positions_when_they_change_in_place():
     encoding, x = build(), torch.randn(1, 3, 4, 4)
     q_positions, k_positions = torch.arange(4) + 10, torch.arange(4)
@@ -113,10 +103,6 @@ def test_the_table_starts_small_and_stays_float32_under_half():
     assert encoding.bias(x, x, positions, positions).dtype == torch.float16
 
 
-def test_it_serves_softmax_attention_only():
-    assert not build().serves_linear
-
-
 def test_impossible_numbers_of_buckets_are_refused():
     with pytest.raises(ValueError, match="at least 2 buckets"):
         build(t5_buckets=1)
@@ -139,9 +125,3 @@ def test_the_departures_share_the_bias_among_heads_and_start_it_from_unit_normal
     assert shared.bias(x, x, positions, positions).shape == (1, 4, 4)
     assert shared.table.shape == (1, 32)
     assert 0.9 < build(heads=64, departures=["t5-unit-init"]).table.std() < 1.1
-
-
-def test_building_leaves_the_global_generator_alone():
-    before = torch.get_rng_state()
-    build()
-    assert torch.equal(before, torch.get_rng_state())
