@@ -1,4 +1,4 @@
-"""Bad inputs and attacks on the commands, and what becomes of each: ``python -m tests.attacks``.
+"""Bad inputs and attacks on the commands, and what becomes of each.
 
 Each attack runs in this process. A child process that a command would start counts as accepted
 input, so nothing is trained or evaluated here. The outcome to have is one sentence.
@@ -385,17 +385,6 @@ CHECKPOINTS = [
         for door, opened in DOORS.items()
     ),
     Attack("eval_lm: 2 kB of zeros in the weights", lm(lambda lab: lab.zeroed(lab.lm)), "damaged"),
-    Attack("eval_mt: 2 kB of zeros in the weights", mt(lambda lab: lab.zeroed(lab.mt)), "damaged"),
-    Attack(
-        "eval_glue: 2 kB of zeros in the weights",
-        glue_of(lambda lab: lab.zeroed(lab.masked)),
-        "damaged",
-    ),
-    Attack(
-        "finetune: 2 kB of zeros in the weights",
-        tuned(lambda lab: lab.zeroed(lab.masked)),
-        "damaged",
-    ),
     Attack(
         "resume: 2 kB of zeros in the weights", resumed(lambda lab: lab.zeroed(lab.lm)), "damaged"
     ),
@@ -403,7 +392,6 @@ CHECKPOINTS = [
     Attack("eval_lm: a truncated checkpoint", lm(_truncated), "does not load: it is truncated"),
     Attack("eval_lm: a folder", lm(lambda lab: lab.folder), "is a folder: name a checkpoint"),
     Attack("eval_lm: a translation model", lm(lambda lab: lab.mt), "not of lrpe_lm"),
-    Attack("eval_lm: a masked language model", lm(lambda lab: lab.masked), "not of lrpe_lm"),
     Attack("eval_lm: a model of fairseq", lm(lambda lab: lab.stock), "not of lrpe_lm"),
     Attack("eval_lm: a diverged model", lm(_diverged), "diverged"),
     Attack(
@@ -433,14 +421,15 @@ CHECKPOINTS = [
         "is not the dictionary",
     ),
     *(
-        Attack(f"eval_mt: {option} {value}", mt(lambda lab: lab.mt, *alone, option, value), said)
-        for alone in (("--average", "1"),)
+        Attack(
+            f"eval_mt: {option} {value}",
+            mt(lambda lab: lab.mt, "--average", "1", option, value),
+            said,
+        )
         for option, value, said in (
             ("--average", "0", "--average must be at least 1"),
-            ("--average", "-3", "--average must be at least 1"),
             ("--beam", "0", "--beam must be at least 1"),
             ("--lenpen", "nan", "--lenpen must be a finite number"),
-            ("--lenpen", "inf", "--lenpen must be a finite number"),
         )
     ),
     Attack(
@@ -454,9 +443,7 @@ CHECKPOINTS = [
         Attack(f"finetune: {option} {value}", tuned(lambda lab: lab.masked, option, value), said)
         for option, value, said in (
             ("--seeds", "0", "--seeds and --jobs must be at least 1"),
-            ("--jobs", "0", "--seeds and --jobs must be at least 1"),
             ("--lr", "nan", "--lr must be positive"),
-            ("--lr", "-1", "--lr must be positive"),
         )
     ),
 ]
@@ -517,9 +504,7 @@ rows:
 """
 TABLES = [
     Attack("run_table: --array-task 999", table("--array-task", "999"), "--array-task"),
-    Attack("run_table: --array-task -1", table("--array-task", "-1"), "--array-task"),
     Attack("run_table: --gpus -1", table("--gpus", "-1"), "--gpus must be"),
-    Attack("run_table: --gpus 0", table("--gpus", "0"), "--gpus must be"),
     Attack("run_table: --slurm --gpus 4", table("--slurm", "--gpus", "4"), "use --gpus-per-node"),
     Attack("run_table: --slurm --jobs 2", table("--slurm", "--jobs", "2"), "set running in"),
     Attack("run_table: --nodes 2", table("--nodes", "2"), "--nodes has no effect without --slurm"),
@@ -690,23 +675,3 @@ MODELS = [
 ]  # fmt: skip
 
 ATTACKS = [*CHECKPOINTS, *TABLES, *DATA, *MODELS]
-
-
-def main() -> int:
-    """Print the outcome of every attack, and how many get one sentence."""
-    with tempfile.TemporaryDirectory() as folder:
-        lab = Lab(Path(folder))
-        found = [(attack, outcome(attack, lab)) for attack in ATTACKS]
-        print("| attack | outcome |\n|---|---|")
-        for attack, ended in found:
-            said = ended.said.replace(folder, "").replace(str(ROOT), "").replace("|", "\\|")
-            print(f"| {attack.name} | {ended.kind}: {said} |")
-        if lab.mark.exists():
-            print("a program of a checkpoint RAN")
-    good = sum(ended.kind == "sentence" for _, ended in found)
-    print(f"\n{good} of {len(found)} bad inputs get one sentence.")
-    return 0 if good == len(found) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -21,7 +21,6 @@ from lrpe_fairseq.experiments.records.layout import file_name
 from lrpe_fairseq.experiments.runner import by_hand, processes, schedule, slurm, training
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children
-from tests import attacks
 from tests.attacks import ATTACKS, Accepted, Attack, Lab, outcome
 
 
@@ -261,11 +260,3 @@ def test_a_second_sigterm_does_not_disturb_the_end() -> None:
         os.kill(os.getpid(), signal.SIGTERM)  # on the way to the exit status
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def test_the_table_of_attacks_ends_with_their_count(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(attacks, "ATTACKS", [a for a in ATTACKS if a.name.startswith("table")])
-    assert attacks.main() == 0
-    assert capsys.readouterr().out.endswith("\n3 of 3 bad inputs get one sentence.\n")

@@ -13,6 +13,7 @@ from lrpe_fairseq.attention.linear import (
     reorder_state,
 )
 from lrpe_fairseq.kernels import causal_cpu
+from tests.pairwise import pairwise
 
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 200, 300)
 BATCH, HEADS, D, E = 3, 2, 6, 5
@@ -68,11 +69,10 @@ def use(form, monkeypatch):
         monkeypatch.setattr({"chunked": chunked, "native": causal_cpu}[name], setting, value)
 
 
-@pytest.mark.parametrize("mask", [False, True], ids=["unpadded", "padded"])
-@pytest.mark.parametrize("decay", [None, (-0.2, -0.01)], ids=["plain", "decay"])
-@pytest.mark.parametrize("normalizer", NORMALIZERS)
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "length", "normalizer", "decay", "mask"),
+    pairwise(FORMS, LENGTHS, NORMALIZERS, [None, (-0.2, -0.01)], [False, True]),
+)
 def test_every_fast_form_equals_the_naive_one_in_outputs_and_gradients(
     form, length, normalizer, decay, mask, monkeypatch
 ):
@@ -89,10 +89,12 @@ def test_every_fast_form_equals_the_naive_one_in_outputs_and_gradients(
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("mask", [False, True], ids=["unpadded", "padded"])
-@pytest.mark.parametrize("normalizer", NORMALIZERS)
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (65, 65), (7, 130), (130, 7)])
-def test_bidirectional_equals_naive_in_outputs_and_gradients(queries, keys, normalizer, mask):
+@pytest.mark.parametrize(
+    ("lengths", "normalizer", "mask"),
+    pairwise([(1, 1), (65, 65), (7, 130), (130, 7)], NORMALIZERS, [False, True]),
+)
+def test_bidirectional_equals_naive_in_outputs_and_gradients(lengths, normalizer, mask):
+    queries, keys = lengths
     options = {
         "causal": False,
         "normalizer": normalizer,
@@ -108,9 +110,9 @@ def decayed(function, inputs, rate, **options):
     return outputs_and_gradients(function, inputs, causal=False, log_decay=rate, **options)
 
 
-@pytest.mark.parametrize("mask", [False, True], ids=["unpadded", "padded"])
-@pytest.mark.parametrize("normalizer", NORMALIZERS)
-@pytest.mark.parametrize("length", [1, 65, 130])
+@pytest.mark.parametrize(
+    ("length", "normalizer", "mask"), pairwise([1, 65, 130], NORMALIZERS, [False, True])
+)
 def test_a_bidirectional_decay_equals_the_naive_one_and_the_equation(length, normalizer, mask):
     rate = torch.tensor([-0.2, -3.0], dtype=torch.float64)
     options = {"normalizer": normalizer, "key_padding_mask": padding(length) if mask else None}
@@ -152,9 +154,10 @@ def test_a_bidirectional_decay_over_other_keys_is_refused():
             form(q, k, v, causal=False, log_decay=torch.zeros(HEADS))
 
 
-@pytest.mark.parametrize("decay", [None, (-0.2, -0.01)], ids=["plain", "decay"])
-@pytest.mark.parametrize("normalizer", NORMALIZERS)
-@pytest.mark.parametrize("blocks", [(1,) * 70, (5, 1, 64), (70,), (1, 69), (69, 1)])
+@pytest.mark.parametrize(
+    ("blocks", "normalizer", "decay"),
+    pairwise([(1,) * 70, (5, 1, 64), (70,), (1, 69), (69, 1)], NORMALIZERS, [None, (-0.2, -0.01)]),
+)
 def test_any_split_into_blocks_resumes_exactly(blocks, normalizer, decay):
     q, k, v, *content = (x.detach() for x in example(70))
     log_decay = None if decay is None else torch.tensor(decay)
@@ -308,9 +311,10 @@ def test_causal_attention_over_fewer_keys_is_refused():
         linear_attention(q, k, v, causal=True)
 
 
-@pytest.mark.parametrize("normalizer", NORMALIZERS)
-@pytest.mark.parametrize("window", [1, 64, 400])
-@pytest.mark.parametrize("decay", [None, (HEADS,), (BATCH, HEADS, 200)])
+@pytest.mark.parametrize(
+    ("normalizer", "window", "decay"),
+    pairwise(NORMALIZERS, [1, 64, 400], [None, (HEADS,), (BATCH, HEADS, 200)]),
+)
 def test_a_window_by_blocks_equals_the_naive_one_in_outputs_and_gradients(
     normalizer, window, decay
 ):

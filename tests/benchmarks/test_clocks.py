@@ -12,13 +12,11 @@ from benchmarks import (
     encoding,
     lengths,
     phases,
-    profiles,
     run,
-    timing,
     training,
 )
 from benchmarks.timing import Timing, contest
-from lrpe_fairseq.attention import linear, multihead
+from lrpe_fairseq.attention import linear
 from lrpe_fairseq.encodings import ENCODINGS, Encoding
 from lrpe_fairseq.experiments.report import speed
 
@@ -54,15 +52,6 @@ def test_a_speed_up_of_something_else_is_not_shown(monkeypatch):
     monkeypatch.setattr(attention, "linear_attention", lambda q, k, v, causal: q * k * v)
     with pytest.raises(AssertionError):
         attention.check()
-
-
-def test_a_row_states_the_speed_up_over_the_contestant(monkeypatch):
-    clock = iter([1.0, 3.0, 1.0, 3.0])
-    monkeypatch.setattr(timing, "_time", lambda run: next(clock))
-    timings = contest({"chunked": lambda: None, "sdpa": lambda: None}, rounds=2, warmup=0)
-    row = attention.row(512, 4096, "sdpa", timings, "chunked")
-    assert row["speed_up"] == 3.0
-    assert row["tokens_per_second"] == pytest.approx(4096 / 3)
 
 
 def test_every_contestant_makes_a_step():
@@ -120,23 +109,6 @@ def test_a_decoder_that_says_something_else_token_by_token_is_not_timed(monkeypa
         decoding.check()
 
 
-def test_lengths_state_time_and_memory_of_every_form(monkeypatch):
-    monkeypatch.setattr(lengths, "LONGEST", {"linear": 64, "sdpa": 64, "naive": 32})
-    monkeypatch.setattr(  # which starts an interpreter: the next test
-        lengths, "peak_memory", lambda name, length, *rest: (name, length)
-    )
-    rows = lengths.measure("cpu", torch.float32, 1, lengths=(32, 64), tokens=128)
-    assert [(r["length"], r["contestant"]) for r in rows] == [
-        (32, "linear"),
-        (32, "sdpa"),
-        (32, "naive"),
-        (64, "linear"),
-        (64, "sdpa"),
-    ]
-    assert [r["flatness"] is None for r in rows] == [False, True, True, False, True]
-    assert all(r["peak_mb"] == (r["contestant"], r["length"]) for r in rows)
-
-
 def test_memory_of_the_naive_form_is_that_of_its_matrices():
     peak = lengths.peak_memory("naive", 1024, "cpu", torch.float32)
     assert peak > 2 * 8 * 1024**2 * 4 / 1e6
@@ -161,56 +133,6 @@ def test_phases_of_rounded_angles_are_off_and_ours_are_not():
     assert rows[1_000_000, "float32"]["float32_angle"] > 1e-2
     assert rows[512, "bfloat16"]["own_angle"] > 1
     assert rows[1_000_000, "float16"]["own_angle"] is None
-
-
-def test_operators_are_counted_under_their_kind():
-    assert profiles.kind_of("aten::baddbmm_") == "matrix products"
-    assert (
-        profiles.kind_of("aten::_scaled_dot_product_flash_attention_for_cpu") == "softmax attention"
-    )
-    assert profiles.kind_of("aten::_fused_adam_") == "optimizer"
-    assert profiles.kind_of("aten::add_") == profiles.REST
-
-
-def test_the_plain_forms_are_those_of_the_definitions():
-    with profiles.plain():
-        assert multihead.linear_attention is linear.linear_attention_naive
-    assert multihead.linear_attention is linear.linear_attention
-
-
-def test_steps_are_profiled_in_turn_each_in_its_own_form(monkeypatch):
-    monkeypatch.setattr(profiles, "CONTESTANTS", (("linear", "none"), ("softmax", "none")))
-    taken = []
-
-    def step(model, encoding, attention, *rest):
-        def run():
-            taken.append((attention, multihead.linear_attention is linear.linear_attention_naive))
-            torch.ones(2) + 1
-
-        return run
-
-    monkeypatch.setattr(training, "step", step)
-    rows = profiles.measure("cpu", 512)
-    turn = [(attention, plain) for attention in ("linear", "softmax") for plain in (True, False)]
-    assert taken == turn * (1 + profiles.ROUNDS)
-    assert [(r["attention"], r["form"] == "plain") for r in rows] == turn
-
-
-def test_training_compares_every_encoding_with_base(monkeypatch):
-    monkeypatch.setattr(training, "ENCODINGS", {"none": None, "t5": None})
-    monkeypatch.setattr(training, "VARIANTS", {"ape (other)": ("ape", {})})
-    monkeypatch.setattr(training, "BESIDE_ROPE", ["ape (other)"])
-    monkeypatch.setattr(training, "step", lambda *choices: lambda: None)
-    monkeypatch.setitem(training.ENCODINGS, "fox", None)
-    for model, causal in (("lm", ["fox"]), ("roberta", [])):
-        rows = training.measure("cpu", 512, 1, model)
-        assert {r["model"] for r in rows} == {model}
-        for kind, names in (("linear", ["none"]), ("softmax", ["none", "t5"])):
-            own = [r["encoding"] for r in rows if r["attention"] == kind]
-            assert own == [*names, *causal, "ape (other)"]
-        assert ["relative_to_rope" in r for r in rows] == [
-            r["encoding"] == "ape (other)" for r in rows
-        ]
 
 
 @pytest.mark.parametrize("build", [training.build_lm, training.build_roberta])

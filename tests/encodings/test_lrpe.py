@@ -14,6 +14,7 @@ from lrpe_fairseq.attention.softmax import softmax_attention
 from lrpe_fairseq.encodings import ENCODINGS, FAMILIES, EncodingOptions, build_encoding
 from lrpe_fairseq.encodings.lrpe import CORES, PROJECTIONS
 from lrpe_fairseq.encodings.permutations import CyclicPowers
+from tests.pairwise import pairwise
 from tests.references import dense_lambda, dense_p, dense_scores, dense_w, frequencies
 
 LRPE_FORMS = FAMILIES["lrpe"].names
@@ -72,9 +73,7 @@ def test_features_are_lambda_s_p_q_as_dense_matrices(form, width):
             assert expected.imag.abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("width", [8, 7])
-@pytest.mark.parametrize("form", LRPE_FORMS)
+@pytest.mark.parametrize(("form", "width", "length"), pairwise(LRPE_FORMS, [8, 7], LENGTHS))
 def test_both_attentions_equal_the_dense_definition_in_outputs_and_gradients(form, width, length):
     _, p_name, core_name = form.split(":")
     encoding = build_encoding(form, head_dim=width, num_heads=2, seed=3)

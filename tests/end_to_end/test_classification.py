@@ -229,19 +229,6 @@ def test_two_processes_train_a_classifier_as_one_with_twice_the_update_frequency
     assert validated < 0.9 * first["extra_state"]["val_loss"]
 
 
-def test_two_processes_with_half_the_batch_train_a_classifier_as_one(
-    letters: Path, tmp_path: Path
-) -> None:
-    ordered = ALONE_OR_TOGETHER.replace("--norm layer", "--norm batch") + " --curriculum 2"
-    train = [letters, ordered, "--save-dir"]
-    run("fairseq_cli.train", *train, tmp_path / "alone")
-    run_together(2, *train, tmp_path / "together", "--batch-size 4")
-    alone, together = (tmp_path / who / "checkpoint_1_6.pt" for who in ("alone", "together"))
-    assert last_loss(together) == pytest.approx(last_loss(alone), rel=1e-5)
-    expected, found = (saved(checkpoint)["model"] for checkpoint in (alone, together))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-
-
 # --- configurations and tables -----------------------------------------------------------------
 
 

@@ -198,19 +198,6 @@ def test_layers_to_keep_prune_a_translation_model(translation: Path) -> None:
         assert torch.equal(weight, weights[f"{side}.layers.{kept}.fc1.weight"])
 
 
-def test_one_side_of_a_translation_model_is_pruned_alone(translation: Path) -> None:
-    model = overridden(translation, encoder_layers_to_keep="1")
-    assert (len(model.encoder.layers), len(model.decoder.layers)) == (1, 2)
-    weights = saved(translation)["model"]
-    assert torch.equal(model.encoder.layers[0].fc1.weight, weights["encoder.layers.1.fc1.weight"])
-    assert torch.equal(model.decoder.layers[1].fc1.weight, weights["decoder.layers.1.fc1.weight"])
-
-
-def test_layers_to_keep_are_read_from_the_command_line(pairs: Path) -> None:
-    model, _, _ = built(pairs, PAIRS, "--encoder-layers-to-keep 0,1 --decoder-layers-to-keep 1")
-    assert (len(model.encoder.layers), len(model.decoder.layers)) == (2, 1)
-
-
 def test_a_model_that_was_trained_with_layers_to_keep_is_not_pruned_again(
     pairs: Path, tmp_path: Path
 ) -> None:
@@ -378,10 +365,6 @@ def test_a_language_model_that_would_fail_later_is_refused_when_it_is_built(
     assert "\n" not in str(refusal.value)
 
 
-def test_an_adaptive_softmax_may_have_another_width_than_the_embeddings(corpus: Corpus) -> None:
-    build(corpus, SMALL, ADAPTIVE, "--decoder-output-dim 16")
-
-
 # ---- inference ----
 
 
@@ -436,12 +419,6 @@ def test_retained_attention_dropout_changes_the_output(corpus: Corpus) -> None:
         with torch.no_grad():
             first, second = (model(tokens())[0] for _ in range(2))
         assert torch.equal(first, second) is not changes
-
-
-def test_full_context_alignment_is_refused(pairs: Path) -> None:
-    model, _, _ = built(pairs, PAIRS)
-    with pytest.raises(ValueError, match="full_context_alignment is not supported"):
-        model.decoder(tokens(), full_context_alignment=True)
 
 
 # ---- export ----

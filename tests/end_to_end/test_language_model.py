@@ -73,7 +73,10 @@ def train_until_killed(update: int, *arguments: object) -> int:
     return finish(process).returncode
 
 
-@pytest.fixture(scope="session", params=OPTIONS)
+LIVES = ["linear", pytest.param("softmax", marks=pytest.mark.exhaustive)]
+
+
+@pytest.fixture(scope="session", params=LIVES)
 def story(
     request: pytest.FixtureRequest, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory
 ) -> Story:

@@ -16,6 +16,7 @@ from lrpe_fairseq.encodings import ENCODINGS, QueryKeyEncoding, build_encoding
 from lrpe_fairseq.encodings import base as encodings_base
 from lrpe_fairseq.encodings.base import ELU_PLUS_ONE
 from lrpe_fairseq.kernels import encode, encode_cpu, loader
+from tests.pairwise import pairwise
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, HEADS = 2, 3
@@ -107,9 +108,7 @@ def gradients(out, encoding, x):
     return torch.autograd.grad(out, [x, *encoding.parameters()], weights)
 
 
-@pytest.mark.parametrize("kind", ["shared", "own"])
-@pytest.mark.parametrize("time", [1, 32, 45])
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize(("name", "time", "kind"), pairwise(SERVED, [1, 32, 45], ["shared", "own"]))
 def test_one_pass_gives_the_encoding_and_its_gradients(name, time, kind):
     assert_one_pass_is_the_encoding(name, time, kind)
 
@@ -155,9 +154,7 @@ def test_queries_and_keys_of_different_sequences(width, served, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["shared", "own"])
-@pytest.mark.parametrize("time", [1, 32, 45])
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize(("name", "time", "kind"), pairwise(NATIVE, [1, 32, 45], ["shared", "own"]))
 @pytest.mark.parametrize("form", ["native"], indirect=True)
 def test_one_pass_in_cpp_gives_the_encoding_and_its_gradients(name, time, kind):
     assert_one_pass_is_the_encoding(name, time, kind)
