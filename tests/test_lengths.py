@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lrpe_fairseq.attention.linear import EPS
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.encodings import ENCODINGS, build_encoding, canonical_name
+from lrpe_fairseq.encodings import canonical_name
 from lrpe_fairseq.experiments.commands import eval_lm
 from lrpe_fairseq.experiments.families import lm
 from lrpe_fairseq.experiments.families.lm import LMRun
@@ -27,6 +27,7 @@ from lrpe_fairseq.experiments.report import cells
 from lrpe_fairseq.experiments.runner import schedule, scoring
 from lrpe_fairseq.experiments.runner.processes import RunFailed
 from lrpe_fairseq.experiments.runner.warm import WarmChildren
+from tests.end_to_end.cases import each_encoding_once, usable
 from tests.end_to_end.commands import Corpus, build
 from tests.test_experiments import a_record
 from tests.test_results import make_run
@@ -184,15 +185,7 @@ def test_losses_are_those_of_the_model(corpus, attention, name, monkeypatch) -> 
     assert found["ppl"] == pytest.approx(2 ** found["loss"])
 
 
-MODES = [
-    (attention, name)
-    for name in ENCODINGS
-    for attention in ("linear", "softmax")
-    if attention == "softmax" or build_encoding(name, 8, 2, causal=True).serves_linear
-]
-
-
-@pytest.mark.parametrize(("attention", "name"), MODES)
+@pytest.mark.parametrize(("attention", "name"), each_encoding_once())
 def test_every_encoding_is_evaluated_at_sixteen_lengths_of_its_training(
     corpus,
     attention: str,
@@ -539,7 +532,7 @@ def test_the_lengths_of_the_table_are_multiples_of_its_training() -> None:
 
 def test_the_table_has_every_encoding_of_a_text_and_absolute_positions_in_one_row_only() -> None:
     table = load_table(ROOT / "configs" / "tables" / "extrapolation.yaml")
-    for attention, name in MODES:
+    for attention, name in usable():
         shown = {canonical_name(row.encoding) for row in table.rows if attention in row.attention}
         assert name == "ape-tree" or canonical_name(name) in shown  # a text is no tree
     absolute = "model.no_token_positional_embeddings"

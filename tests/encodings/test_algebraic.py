@@ -18,6 +18,7 @@ from lrpe_fairseq.encodings.sharing import share_across_layers, share_across_sta
 from lrpe_fairseq.encodings.tree_products import definition as step_by_step
 from lrpe_fairseq.encodings.tree_products import steps_to_root, tree_turn
 from lrpe_fairseq.errors import ChoiceError
+from tests.pairwise import pairwise
 from tests.references import score_matrix
 
 HEADS, D = 2, 8
@@ -112,22 +113,6 @@ def test_only_left_translation_keeps_the_scores_of_a_tree(components):
         assert (score_matrix(encoding, q, k_, right, right) - here).abs().max() > 0.1
 
 
-def test_branches_of_a_tree_do_not_commute_at_the_start():
-    encoding = build("tree2")
-    w = [operator(encoding, p) for p in (1, 2)]
-    assert (w[0] @ w[1] - w[1] @ w[0]).abs().max() > 0.1
-    assert (w[0] - w[1]).abs().max() > 0.1
-
-
-def test_the_operator_from_21_to_12_is_that_of_figure_1b():
-    """From W_2 W_1 to W_1 W_2: (W_2 W_1)^-1 W_1 W_2, branches counted from 1 there."""
-    encoding = trained(build("tree2"))
-    first, second = (operator(encoding, p) for p in (1, 2))
-    two_one, one_two = (domains.child(n, b, 2) for n, b in ((2, 0), (1, 1)))
-    found = operator(encoding, two_one).mT @ operator(encoding, one_two)
-    torch.testing.assert_close(found, (second @ first).mT @ first @ second)
-
-
 # --- definitions and gradients -----------------------------------------------------------------
 
 
@@ -163,9 +148,14 @@ AT = torch.tensor([0, 1, 2, 5, 5, 11, 30])
 ROWS = torch.stack([AT, AT.flip(0)])
 
 
-@pytest.mark.parametrize("positions", [AT, ROWS], ids=["T", "BT"])
-@pytest.mark.parametrize("start", ["rope", "identity", "zero", "trained"])
-@pytest.mark.parametrize("components", ["sequence", "tree2", "tree3+sequence"])
+@pytest.mark.parametrize(
+    ("components", "start", "positions"),
+    pairwise(
+        ["sequence", "tree2", "tree3+sequence"],
+        ["rope", "identity", "zero", "trained"],
+        [AT, ROWS],
+    ),
+)
 def test_outputs_and_gradients_equal_explicit_products(components, start, positions):
     encoding = build(components, ape_init="identity" if start == "identity" else "rope")
     if start == "trained":
@@ -450,12 +440,6 @@ def test_components_start_at_random_generators_of_their_own(generator):
     options = {"ape_generator": generator, "ape_init": "identity", "grid_width": 4}
     pair = [c.parameters() for c in build("sequence+sequence", **options).components]
     assert all(not torch.equal(a, b) for a, b in zip(*pair, strict=True))
-
-
-def test_the_base_of_the_frequencies_is_an_option():
-    encoding = build("sequence", ape_base=100.0)
-    wanted = bands(D, 100.0).expand(HEADS, -1)
-    torch.testing.assert_close(encoding.to_rope()[0], wanted, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,8 @@ def lines_of(corpus: Corpus) -> int:
 
 # ---- attention ----
 
+XL_AND_T5 = [(name, memory) for name in ("transformer-xl", "t5") for memory in (0, 64)]
+
 
 def attention(name: str, attention_type: str = "softmax", causal: bool = True) -> Any:
     torch.manual_seed(0)
@@ -88,8 +90,9 @@ def attention(name: str, attention_type: str = "softmax", causal: bool = True) -
     return module.double().eval()
 
 
-@pytest.mark.parametrize("memory", [0, 5, 64])
-@pytest.mark.parametrize("name", ENCODINGS)
+@pytest.mark.parametrize(
+    ("name", "memory"), [*((name, 5) for name in ENCODINGS), ("rope", 0), *XL_AND_T5]
+)
 def test_attention_after_a_memory_is_that_of_one_long_block(name: str, memory: int) -> None:
     module, length = attention(name), 7
     x = torch.randn(2, memory + length, 16, dtype=torch.float64)
@@ -551,12 +554,6 @@ def test_what_does_not_go_together_is_refused_in_one_sentence(corpus: Corpus, gi
         built(corpus, given, memory=4)
     assert refusal.value.code == 2
     assert "\n" not in str(refusal.value)
-
-
-def test_the_task_is_for_our_language_model_only(corpus: Corpus) -> None:
-    stock = SMALL.replace("lrpe_lm_tiny", "transformer_lm")
-    with pytest.raises(SystemExit, match="supports lrpe_lm and its presets only"):
-        build(corpus, stock, STREAMS)
 
 
 def test_absolute_positions_and_a_memory_are_refused(corpus: Corpus) -> None:

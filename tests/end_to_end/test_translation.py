@@ -352,14 +352,6 @@ def test_encodings_in_all_attention_replace_absolute_positions(pairs: Path, tmp_
     assert len(aligned) == len(sentences)
 
 
-def test_a_checkpoint_alone_restores_both_sides(trained: Trained, pairs: Path) -> None:
-    model, _, config = load(trained.folder / "checkpoint_best.pt")
-    assert config.model.encoder.position_encoding == "lrpe-type3"
-    assert config.model.decoder.attention_normalizer == "content"
-    assert model.decoder.layers[0].self_attn.normalizer == "content"
-    assert len(model.encoder.layers) == len(model.decoder.layers) == 2
-
-
 def test_a_run_is_scored_on_the_raw_references_by_the_mean_of_its_last_checkpoints(
     trained: Trained, pairs: Path, tmp_path: Path
 ) -> None:
