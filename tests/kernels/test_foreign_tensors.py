@@ -9,15 +9,10 @@ from torch.func import functional_call
 
 from lrpe_fairseq.attention.linear import linear_attention, linear_attention_naive
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.encodings import ENCODINGS, encoding_class
+from tests.end_to_end.cases import usable
 
 WIDTH, HEADS = 16, 2
-PAIRS = [
-    (name, attention_type)
-    for name in ENCODINGS
-    for attention_type in ("linear", "softmax")
-    if attention_type == "softmax" or encoding_class(name).serves_linear
-]
+PAIRS = [(name, attention_type) for attention_type, name in usable()]
 
 
 def module_of(name, attention_type, seed=0):

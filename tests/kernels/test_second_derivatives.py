@@ -7,19 +7,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lrpe_fairseq.attention import chunked
 from lrpe_fairseq.attention.linear import EPS, linear_attention, linear_attention_naive
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.encodings import ENCODINGS, build_encoding, encoding_class
+from lrpe_fairseq.encodings import build_encoding
 from lrpe_fairseq.encodings.cores import phases, rotate_pairs
 from lrpe_fairseq.encodings.permutations import permute
 from lrpe_fairseq.encodings.projections import reflect
 from lrpe_fairseq.kernels import causal, causal_cpu, encode, encode_cpu
+from tests.end_to_end.cases import usable
 
 WIDTH, HEADS, TIME = 8, 2, 5
-PAIRS = [
-    (name, attention_type)
-    for name in ENCODINGS
-    for attention_type in ("linear", "softmax")
-    if attention_type == "softmax" or encoding_class(name).serves_linear
-]
+PAIRS = [(name, attention_type) for attention_type, name in usable()]
 
 
 def module_of(name, attention_type, dtype=torch.float64):
