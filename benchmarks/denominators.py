@@ -8,7 +8,7 @@ of every layer of the language models under FOLDER (each subfolder's checkpoint_
 linear attention with the normalizer ``rotated`` only) on the validation text of DATA.
 
 Each call writes one run file, results/bench/cpu/denominators.json or denominators-trained.json;
-``make docs`` renders docs/denominators.md from both.
+``make docs`` renders results/settings.md from the first.
 """
 
 import argparse
@@ -17,13 +17,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.encoding import serves_linear
 from benchmarks.run import show, write
 from lrpe_fairseq.attention.linear import EPS
 from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
 from lrpe_fairseq.encodings import ENCODINGS, QueryKeyEncoding, build_encoding
 from lrpe_fairseq.experiments.records.runs import environment
-from lrpe_fairseq.experiments.report.denominators import RANDOM, TRAINED, serves_linear
 
+RANDOM, TRAINED = "denominators", "denominators-trained"
 HEADS, WIDTH, LENGTH, DRAWS = 8, 64, 512, 20
 BLOCKS = 16
 

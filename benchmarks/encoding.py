@@ -13,9 +13,9 @@ from lrpe_fairseq.encodings import (
     QueryKeyEncoding,
     build_encoding,
     canonical_name,
+    encoding_class,
 )
 from lrpe_fairseq.encodings.base import ELU_PLUS_ONE
-from lrpe_fairseq.experiments.report.denominators import serves_linear
 from lrpe_fairseq.kernels.encode import feature_map
 
 PASSES = 5  # over all encodings; the time of an operation depends on where its memory lies
@@ -86,6 +86,11 @@ class Encode:
             encode = self._encoding.one_pass(pair[0], at, ELU_PLUS_ONE)
             return encode(pair[0]), encode(pair[1])
         return self._encoding(*map(feature_map, pair), at, at)
+
+
+def serves_linear(name: str) -> bool:
+    """True if the encoding supports linear attention."""
+    return encoding_class(name).serves_linear
 
 
 def forms(x: Tensor) -> dict[tuple[str, str], Encode]:

@@ -21,6 +21,7 @@ from fairseq.models import MODEL_REGISTRY
 from omegaconf import OmegaConf
 from torch import nn
 
+from lrpe_fairseq.experiments import report
 from lrpe_fairseq.experiments.commands import run_table
 from lrpe_fairseq.experiments.data import folders, synthetic
 from lrpe_fairseq.experiments.data.corpus import SPLITS
@@ -35,7 +36,7 @@ from lrpe_fairseq.experiments.records.fairseq_log import Curve
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, configurations, load_config
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import plain, read_run, write_run
-from lrpe_fairseq.experiments.report import cells, cost, tables
+from lrpe_fairseq.experiments.report import cells
 from lrpe_fairseq.experiments.runner import (
     deadline,
     identity,
@@ -721,7 +722,7 @@ def test_events_are_shown_when_their_log_cannot_be_written(tmp_path, capsys):
 def run_fakes(monkeypatch, root, jobs, left_out=0, **options):
     """What ``run_table`` does with ``jobs`` under ``root``: the exit status."""
     monkeypatch.setattr(run_table, "ROOT", root)
-    monkeypatch.setattr(tables, "render", lambda: 0)
+    monkeypatch.setattr(report, "render", lambda: 0)
     given = {"table": "table2", "scale": "small", "seeds": 1, "jobs": 2, "gpus": None}
     selected = dict.fromkeys((*run_table.SELECTIONS, "minutes", "pack"))
     options = argparse.Namespace(**given, **{**selected, **options})
@@ -735,17 +736,6 @@ def test_the_time_of_a_whole_table_is_kept(tmp_path, monkeypatch, capsys):
     assert (kept["table"], kept["trainings"], kept["jobs"]) == ("table2", 3, 2)
     assert 100 < kept["wall_seconds"] < 200
     assert "table2: 0:01:4" in capsys.readouterr().out
-    line = cost.measured_table([kept]).splitlines()[-1]
-    assert line.startswith("| table2 | small | 3 | 2 | 0:01:4")
-
-
-def test_the_time_of_the_runs_is_summed_by_table_and_scale():
-    def took(*minutes):
-        runs = [{"experiment": "a", "scale": "small", "wall_seconds": 60 * n} for n in minutes]
-        return cost.spent_table(dict(enumerate(runs))).splitlines()[-1]
-
-    assert took(6) == "| a | small | 1 | 6.0 | 6.0–6.0 | 0.1 |"
-    assert took(10, 20, 30) == "| a | small | 3 | 20.0 | 10.0–30.0 | 1.0 |"
 
 
 class FakeData:

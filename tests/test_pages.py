@@ -339,7 +339,7 @@ from lrpe_fairseq.experiments.report import docs
 parser = options.get_training_parser("language_modeling")
 words = "x --arch lrpe_lm_tiny --position-encoding yours --yours-base 50".split()
 base = options.parse_args_and_arch(parser, words).yours_base
-print("driver:", int(status), docs.main(["readme", "gallery"]), base, lrpe_fairseq.__file__)
+print("driver:", int(status), docs.main(["marked"]), base, lrpe_fairseq.__file__)
 """
 
 

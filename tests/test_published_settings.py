@@ -8,7 +8,7 @@ import pytest
 
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, load_config
 from lrpe_fairseq.experiments.records.layout import load_table
-from lrpe_fairseq.experiments.report.paper import read_table
+from lrpe_fairseq.experiments.report.frame import read_paper
 from lrpe_fairseq.experiments.runner import identity
 from lrpe_fairseq.tasks.images import ROUND
 from tests.test_data_prep import load
@@ -46,7 +46,7 @@ NOT_PRINTED = "-"
 
 def printed() -> dict[tuple[str, str], str]:
     """(setting, column) -> the printed text."""
-    cells = read_table(ROOT / "results" / "paper" / "tmlr-table8.csv")
+    cells = read_paper(ROOT / "results" / "paper" / "tmlr-table8.csv")
     return {(c["setting"], c["column"]): c["printed"] for c in cells if c["column"] in CONFIG}
 
 
@@ -140,7 +140,7 @@ def test_the_settings_of_the_long_range_arena_are_the_printed_ones(task: str) ->
         "Epoch": known["optimization.max_update"] / batches,
         "Lr": known["optimization.lr"][0],
     }
-    cells = read_table(ROOT / "results" / "paper" / "tmlr-table9.csv")
+    cells = read_paper(ROOT / "results" / "paper" / "tmlr-table9.csv")
     printed = {cell["column"]: cell["printed"] for cell in cells if cell["setting"] == task}
     assert printed.keys() == ours.keys()
     for setting, text in printed.items():
@@ -173,7 +173,7 @@ EXPECTED = {
 @pytest.mark.parametrize("name", EXPECTED)
 def test_the_head_of_a_configuration_expects_the_published_accuracies(name):
     file, dataset = EXPECTED[name]
-    cells = read_table(ROOT / "results" / "paper" / f"{file}.csv")
+    cells = read_paper(ROOT / "results" / "paper" / f"{file}.csv")
     own = [c for c in cells if (c["dataset"], c["metric"]) == (dataset, "Accuracy")]
     known = {cell["method"]: cell["value"] for cell in own}
     head = (CONFIGS / "classification" / f"{name}.yaml").read_text(encoding="utf-8")

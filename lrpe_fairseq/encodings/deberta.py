@@ -71,10 +71,8 @@ class DeBERTa(ScoreEncoding):
         equation=r"\frac{q_s^\top k_t + q_s^\top K^r_{\delta(s,t)} + k_t^\top Q^r_{\delta(t,s)}}"
         r"{\sqrt{3D}}, \quad \delta(a, b) = \mathrm{clip}(a - b + K, 0, 2K - 1)",
         cost="up to 4 K (H D)^2 multiply-adds for two projections of the table, 2 B H T 2 K D for "
-        "products with it, and two gathers of B H T S entries; 2 K H D parameters in all layers "
-        "together and 2 (H D)^2 + 2 H D in each",
-        beyond="All distances from K on have one vector, so longer texts cause no error, but the "
-        "order of keys that are farther away is not represented.",
+        "products with it, and two gathers of B H T S entries",
+        beyond="All distances from K on share one vector; the order of such keys is lost.",
         source="He, Liu, Gao and Chen, 2021, first version (V1)",
     )
 

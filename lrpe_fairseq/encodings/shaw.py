@@ -41,10 +41,8 @@ class Shaw(ScoreEncoding):
     card = Card(
         equation=r"\frac{1}{\sqrt D}\, q_s^\top \left(k_t + w_{\mathrm{clip}(t - s, -K, K)}"
         r"\right)",
-        cost="B H T (2 K + 1) D multiply-adds (causal: K + 1) and a gather of B H T S entries; "
-        "(2 K + 1) D parameters (causal: (K + 1) D)",
-        beyond="All distances from K on have one vector, so longer texts cause no error, but the "
-        "order of keys that are farther away is not represented.",
+        cost="B H T (2 K + 1) D multiply-adds (causal: K + 1) and a gather of B H T S entries",
+        beyond="All distances from K on share one vector; the order of such keys is lost.",
         source="Shaw, Uszkoreit and Vaswani, 2018; without the vectors that are added to values",
     )
 

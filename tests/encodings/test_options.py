@@ -116,7 +116,7 @@ def test_one_line_in_encodings_brings_options_departures_and_documentation():
         "args = options.parse_args_and_arch(parser, given)\n"
         "from lrpe_fairseq.models.options import encoding_options\n"
         "print(encoding_options(args))\n"
-        "from lrpe_fairseq.experiments.report.gallery import encodings_table, options_table\n"
+        "from lrpe_fairseq.experiments.report.marked import encodings_table, options_table\n"
         "print('`toy`' in encodings_table(), '`--toy-kind {left,right}`' in options_table())\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

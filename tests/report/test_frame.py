@@ -72,7 +72,7 @@ def root(tmp_path):
 
 
 def column(root, key="ppl"):
-    return Results.load(root).column("demo", key)
+    return Results(root).column("demo", key)
 
 
 def test_a_method_has_the_name_of_the_command_line_and_the_options_of_its_row():
@@ -146,7 +146,7 @@ def test_a_row_with_a_seed_that_diverged_is_ordered_with_nothing(root):
 
 
 def test_the_frame_has_a_line_for_every_value(root):
-    found = Results.load(root).frame
+    found = Results(root).frame
     assert len(found) == 3 * 3 * len(MEANS)
     ours = found[(found.column == "ppl") & (found.row == "RoPE")]
     assert list(ours.value) == list(column(root).cells["RoPE"].values())
@@ -155,4 +155,4 @@ def test_the_frame_has_a_line_for_every_value(root):
 
 def test_a_column_without_runs_is_named(root):
     with pytest.raises(KeyError, match="table demo has no runs at scale paper"):
-        Results.load(root).column("demo", "ppl", "paper")
+        Results(root).column("demo", "ppl", "paper")

@@ -13,7 +13,7 @@ import yaml
 
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.layout import load_tables
-from lrpe_fairseq.experiments.report import choosing, frame, markdown, pages
+from lrpe_fairseq.experiments.report import choosing, frame, pages
 from lrpe_fairseq.experiments.report.frame import Results
 from tests.report.test_frame import MEANS, checkout, column, measured, save
 
@@ -46,7 +46,7 @@ def test_a_page_has_verdict_picture_grid_and_files(root):
     assert "![Ours against the paper](figures/demo-wikitext-2-small.png)" in text
     assert "| method | valid | paper | accuracy |" in text
     assert "| `rope` | 50.30±0.10 ✓ | 33.00 | 49.90±0.10 ✓ |" in text
-    assert "12 runs on A CPU: [runs/demo](runs/demo)" in flat
+    assert "12 runs (0.0 h) on A CPU: [runs/demo](runs/demo)" in flat
     assert "`scripts/run_table.sh demo`" in flat
 
 
@@ -118,15 +118,6 @@ def test_every_picture_is_drawn_and_equal_content_has_equal_bytes(root):
     assert (root / path).read_bytes() == first
 
 
-def test_lines_are_wrapped_outside_tables():
-    wide = f"| {'cell ' * 30}|\n\n![{'p' * 120}](p)"
-    text = f"# Head\n\n{'word ' * 40}\n- {'item ' * 30}\n- two\n{wide}"
-    lines = markdown.wrapped(text).splitlines()
-    assert [line for line in lines if len(line) > 100] == wide.split("\n\n")
-    assert markdown.wrapped("\n".join(lines)) == "\n".join(lines)
-    assert lines[:2] == ["# Head", ""]
-
-
 # --- docs/choosing.md -----------------------------------------------------------------------------
 
 
@@ -134,11 +125,6 @@ def test_a_sentence_that_the_runs_contradict_is_refused():
     assert choosing.expect(True) == ""
     with pytest.raises(ValueError, match=r"do not support a sentence of docs/choosing\.md"):
         choosing.expect(False)
-
-
-def test_every_order_that_the_template_states_in_words_is_expected():
-    text = (ROOT / "lrpe_fairseq/experiments/report/templates/choosing.md.j2").read_text()
-    assert text.count("expect(") >= 7
 
 
 def test_a_verdict_says_holds_contradicted_or_open(root):
@@ -153,7 +139,7 @@ def test_a_statement_shows_the_papers_numbers_and_ours(root):
     given = {"claim": "c", "source": "s", "table": "demo", "scale": "small", "column": "ppl"}
     stated = [{**given, "first": "PER-LN", "others": ["Base"]}]
     (root / "results" / "paper" / "statements.yaml").write_text(yaml.safe_dump(stated))
-    [found] = choosing.statements(Results.load(root))
+    [found] = choosing.statements(Results(root))
     assert (found["paper"], found["ours"], found["verdict"]) == (
         "31.00, 34.00",
         "40.30, 60.30",
@@ -191,13 +177,7 @@ def test_every_page_has_at_most_its_words():
     for path, text in texts.items():
         if re.fullmatch(r"results/[\w-]+\.md", path) or path in MOST:
             assert words(text) <= MOST.get(path, 900), path
-    assert sum(map(words, texts.values())) <= 47_000
-
-
-def test_generated_lines_fit_in_100_columns():
-    for path in ("docs/choosing.md", *(p for p in tracked() if re.fullmatch(r"results/[^/]+", p))):
-        for line in (ROOT / path).read_text(encoding="utf-8").splitlines():
-            assert len(line) <= 100 or line.startswith(("|", "![")), path
+    assert sum(map(words, texts.values())) <= 38_500
 
 
 COMMANDS = "run_table, eval_lm, eval_mt, eval_classifier"

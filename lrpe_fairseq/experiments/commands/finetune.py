@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
+from lrpe_fairseq.experiments import report
 from lrpe_fairseq.experiments.data import glue
 from lrpe_fairseq.experiments.families.finetuning import finetuning_runs, source_of
 from lrpe_fairseq.experiments.families.plan import config_of, load_named
 from lrpe_fairseq.experiments.records.console import FAILED, command
 from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.report import tables
 from lrpe_fairseq.experiments.runner import schedule
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
@@ -48,7 +48,7 @@ def _work(runs: Sequence[TrainingRun], jobs: int) -> int:
     devices = schedule.shares(min(jobs, len(runs)), one)
     failed = schedule.Schedule(runs, devices, events).run()
     _print_best(runs)
-    return FAILED if tables.render() or failed else 0
+    return FAILED if report.render() or failed else 0
 
 
 def _print_best(runs: Sequence[TrainingRun]) -> None:

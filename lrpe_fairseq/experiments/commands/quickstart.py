@@ -128,7 +128,7 @@ def show(finished: Sequence[QuickstartRun]) -> None:
     """Print the table and its agreement with the published order; draw the curves."""
     runs = [read_run(run.result) for run in finished]
     found = report.rows(runs)
-    print("\n" + report.table(found, aligned=True))
+    print("\n" + report.table(found))
     if published := report.rows(report.published(RUNS)):
         print("\n".join(report.comparison(found, published)) + "\n")
     picture = WORK / "validation.png"
@@ -144,7 +144,7 @@ def publish(finished: Sequence[QuickstartRun]) -> None:
         old.unlink()
     for run in finished:
         write_run(RUNS / f"{run.folder.name}.json", read_run(run.result))
-    docs.write(ROOT, ["quickstart", "readme"])
+    docs.write(ROOT, ["quickstart", "marked"])
 
 
 @contextlib.contextmanager

@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from lrpe_fairseq.experiments import report
 from lrpe_fairseq.experiments.families.plan import load_named, runs, with_columns, with_data
 from lrpe_fairseq.experiments.records import bases, sweeps
 from lrpe_fairseq.experiments.records.console import FAILED, UserError, clock, command
 from lrpe_fairseq.experiments.records.files import ROOT, relative, require_writable, written_whole
 from lrpe_fairseq.experiments.records.layout import Table
-from lrpe_fairseq.experiments.report import tables
 from lrpe_fairseq.experiments.runner import batches, schedule, slurm
 from lrpe_fairseq.experiments.runner.deadline import Deadline
 from lrpe_fairseq.experiments.runner.devices import Devices
@@ -118,7 +118,7 @@ def _run_here(
     whole = not part and schedule.untouched(chosen)
     work = made()
     failed = work.run()
-    failed = tables.render() or failed
+    failed = report.render() or failed
     seconds = time.monotonic() - begun
     lost = f"; {left_out} runs were left out, since their data are missing" if left_out else ""
     events.say(f"{options.table}: {clock(seconds)} in total{lost}")
@@ -201,7 +201,7 @@ def _submit(
     tasks = [index for index, run in enumerate(chosen) if run in ready and not run.finished()]
     if not tasks:
         print("all runs are already finished")
-        return tables.render()
+        return report.render()
     site = _site(options)
     own = [word for word in _without(given, [*SITE_OPTIONS, "from"]) if word != "--slurm"]
     job = slurm.submit(ROOT, options.table, [*own, "--nodes", str(site.nodes)], tasks, site)

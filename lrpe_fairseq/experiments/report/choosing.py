@@ -4,7 +4,6 @@ A sentence of a template that states an order is preceded by ``expect``, which f
 not support it.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,35 +14,15 @@ import yaml
 from lrpe_fairseq.experiments.records.layout import Table
 from lrpe_fairseq.experiments.report import frame, markdown, orders, plots, speed
 from lrpe_fairseq.experiments.report.frame import ColumnView, Results
-from lrpe_fairseq.experiments.report.pages import rendered
 
 PAGE, INDEX = "docs/choosing.md", "results/README.md"
 LENGTHS = (128, 256, 512, 1024, 2048)
-SHOWN = (128, 512, 2048)
 CURVES = {
     "linear": ["NoPE", "RoPE", "RoPE-LN", "Type2-LN", "Type2, content", "Type4", "PER", "ALiBi",
                "FoX, open", "Type2, gated, open"],
     "softmax": ["NoPE", "Sinusoidal", "RoPE", "Type2", "PER", "ALiBi", "T5, T/4", "KERPLE-log",
                 "FoX, open", "Type2, gated, open", "stick-breaking"],
 }  # fmt: skip
-BEYOND = {
-    "linear": ["NoPE", "RoPE", "Type2-LN", "PER", "ALiBi", "FoX, open", "Type2, gated, open"],
-    "softmax": ["RoPE", "Type2", "ALiBi", "KERPLE-log", "FoX, open", "stick-breaking"],
-}
-TWELVE = {  # method -> its label in: extrapolation, synthetic, table4
-    "none": ("NoPE", "NoPE", ""),
-    "rope": ("RoPE", "RoPE", "RoPE"),
-    "permuteformer": ("PER", "PER", "PER"),
-    "lrpe-type1": ("Type1", "Type1", "Type1"),
-    "lrpe-type2": ("Type2", "Type2", "Type2"),
-    "lrpe-type4": ("Type4", "Type4", "Type4"),
-    "alibi": ("ALiBi", "ALiBi", ""),
-    "fox": ("FoX, open", "FoX", ""),
-    "gated:lrpe-type2": ("Type2, gated, open", "Type2, gated", ""),
-    "t5": ("T5, T/4", "T5", "T5"),
-    "kerple-log": ("KERPLE-log", "KERPLE-log", ""),
-    "stick-breaking": ("stick-breaking", "stick-breaking", ""),
-}
 GROUPS = {
     "Language models": ["table2", "catalogue", "extrapolation", "budget", "books",
                         "tmlr-table2", "tmlr-table5", "table5"],
@@ -80,31 +59,16 @@ def _is_measured(results: Results) -> bool:
 
 def choosing(results: Results) -> str:
     """Return docs/choosing.md."""
-    beyond = {
-        kind: [row for row in rows if row in _beyond(results, kind).rows]
-        for kind, rows in BEYOND.items()
-    }
-    gained = [_beyond(results, kind).mean(row) for kind, rows in beyond.items() for row in rows]
     config = next(iter(results.sheets_of("extrapolation")[0].group.runs.values()))["config"]
-    return rendered(
+    return markdown.rendered(
         "choosing.md.j2",
         expect=expect,
         column=results.column,
-        ln=lambda row, n: _length(results, "linear", n),
-        sm=lambda row, n: _length(results, "softmax", n),
         length=partial(_length, results),
         recall=partial(_recall, results),
-        beyond=partial(_beyond, results),
-        beyond_rows=beyond,
-        most_gained=max(gained),
-        speed=partial(_speed, results.root),
-        all_tied=partial(_all_tied, results),
-        lengths=SHOWN,
+        speed=partial(speed.speed, results.root, "cuda"),
         statements=statements(results),
-        twelve=[_line(results, name, labels) for name, labels in TWELVE.items()],
-        shape=f"{config['model.decoder_layers']} x {config['model.decoder_embed_dim']}",
-        trained=config["task.tokens_per_sample"],
-        updates=f"{config['optimization.max_update']:,}",
+        config=config,
     )
 
 
@@ -115,51 +79,30 @@ def expect(supported: bool) -> str:
     return ""
 
 
-def _length(results: Results, attention: str, tokens: int) -> ColumnView:
-    return results.column("extrapolation", f"{attention}-paired-{tokens}")
+def _length(results: Results, attention: str, place: int) -> ColumnView:
+    return results.column("extrapolation", f"{attention}-paired-{place}")
 
 
-def _beyond(results: Results, attention: str) -> ColumnView:
-    return results.column("extrapolation", f"{attention}-beyond")
-
-
-def _recall(results: Results, attention: str, times: int) -> ColumnView:
-    return results.column("synthetic", f"{attention}-mqar-tokens-{times}x")
-
-
-def _all_tied(results: Results, pairs: list[tuple[str, str, str, str]], tokens: int) -> bool:
-    return all(
-        _length(results, kind, tokens).mark(one, other) == orders.TIED
-        for kind, _, one, other in pairs
-    )
-
-
-def _speed(root: Path, attention: str, encoding: str) -> str:
-    """Return the training speed on a GPU relative to Base; empty if it was not measured."""
-    for row in speed.measured("table9", "cuda", root):
-        if (row["attention"], row["encoding"]) == (attention, encoding):
-            return f"{row['relative_speed']:.2f}"
-    return ""
+def _recall(results: Results, attention: str, place: int) -> ColumnView:
+    return results.column("synthetic", f"{attention}-mqar-tokens-{place}x")
 
 
 def answer(root: Path) -> str:
     """Return README's table: the best method of each attention type, and how many tie with it."""
     results = frame.results(root)
     if not _is_measured(results):
-        return f"{markdown.NOT_MEASURED.capitalize()}."
+        return "Not measured."
     columns = {
-        "context 128, as in training": partial(_length, results, tokens=128),
-        "context 2048": partial(_length, results, tokens=2048),
-        "recall at 16 times the training length": partial(_recall, results, times=16),
+        "context 128, as in training": partial(_length, results, place=128),
+        "context 2048": partial(_length, results, place=2048),
+        "recall at 16 times the training length": partial(_recall, results, place=16),
     }
-    rows = [
-        [title, *(_best(view(kind)).partition(" ")[2] for kind in ("linear", "softmax"))]
-        for title, view in columns.items()
-    ]
+    kinds = ("linear", "softmax")
+    rows = [[title, *(_best(view(kind)) for kind in kinds)] for title, view in columns.items()]
     return markdown.table(["", "best with linear attention", "with softmax attention"], rows)
 
 
-# --- statements and the table of twelve methods --------------------------------------------------
+# --- statements ----------------------------------------------------------------------------------
 
 
 def statements(results: Results) -> list[dict[str, str]]:
@@ -172,13 +115,12 @@ def _stated(results: Results, given: Mapping[str, Any]) -> dict[str, str]:
     view = results.column(given["table"], given["column"], given["scale"])
     rows = [given["first"], *given["others"]]
     printed = [f"{view.paper[row]:.2f}" for row in rows if row in view.paper]
-    ours = ", ".join(view.short(row) if row in view.rows else "not run" for row in rows)
-    found = {
+    return {
+        **given,
         "paper": ", ".join(printed) if len(printed) == len(rows) else "",
-        "ours": ours,
+        "ours": ", ".join(view.short(row) if row in view.rows else "not run" for row in rows),
         "verdict": verdict(view, given["first"], given["others"]),
     }
-    return {**given, **found}
 
 
 def verdict(view: ColumnView, first: str, others: list[str]) -> str:
@@ -189,24 +131,6 @@ def verdict(view: ColumnView, first: str, others: list[str]) -> str:
     return "contradicted" if orders.WORSE in marks else "open"
 
 
-def _line(results: Results, name: str, labels: tuple[str, str, str]) -> list[str]:
-    views = [
-        (labels[0], partial(_length, results, tokens=128)),
-        (labels[0], partial(_length, results, tokens=2048)),
-        (labels[1], partial(_recall, results, times=16)),
-        (labels[2], lambda attention: results.column("table4", f"{attention}-test")),
-    ]
-    cells = [_both(view, label) for label, view in views]
-    speeds = [_speed(results.root, kind, name) or "–" for kind in ("linear", "softmax")]
-    return [f"`{name}`", *cells, " / ".join(speeds)]
-
-
-def _both(view: Callable[[str], ColumnView], label: str) -> str:
-    found = [view(kind) for kind in ("linear", "softmax")]
-    shown = [v.short(label) if label in v.rows else "–" for v in found]
-    return " / ".join(shown) if set(shown) != {"–"} else ""
-
-
 # --- the index -----------------------------------------------------------------------------------
 
 
@@ -215,34 +139,36 @@ def index(results: Results) -> str:
     settings = [table for table in results.tables.values() if table.page]
     known = {name for names in GROUPS.values() for name in names}
     others = [t.name for t in results.tables.values() if t.name not in known and not t.page]
-    groups = [
-        (title, [line for name in own for line in _entries(results, results.tables[name])])
+    groups = {
+        title: [(table, _first(results, table)) for table in own]
         for title, names in {**GROUPS, "Others": others}.items()
-        if (own := [name for name in names if name in results.tables])
-    ]
-    return rendered("results.md.j2", groups=groups, settings=settings, not_run=_not_run(results))
+        if (own := [results.tables[name] for name in names if name in results.tables])
+    }
+    values = {"groups": groups, "settings": settings, "not_run": _not_run(results)}
+    return markdown.rendered("results.md.j2", **values)
 
 
-def _entries(results: Results, table: Table) -> list[dict[str, str]]:
-    link = f"[{table.title}]({table.name}.md)"
+def _first(results: Results, table: Table) -> str:
+    """Return the best rows of a table's first headline columns."""
     sheet = next(iter(results.sheets_of(table.name)), None)
     if sheet is None:
-        return [{"link": link, "best": "not run"}]
-    first = {column.attention: column for column in reversed(sheet.headlines)}
-    best = "; ".join(_best(results.view(sheet, column)) for column in reversed(first.values()))
+        return "not run"
+    first: dict[str, ColumnView] = {}
+    for view in results.headlines(sheet):
+        first.setdefault(view.column.attention, view)
+    best = "; ".join(f"{attention} {_best(view)}" for attention, view in first.items())
     scale = sheet.group.scale
-    return [{"link": link, "best": best if scale == "small" else f"`{scale}`: {best}"}]
+    return best if scale == "small" else f"`{scale}`: {best}"
 
 
 def _best(view: ColumnView) -> str:
-    ranked, place = view.ranked(), view.column.attention
-    if not ranked:
-        return f"{place} not finite"
+    if not view.ranked():
+        return "not finite"
     if view.is_open:
-        return f"{place} {view.named(ranked[0])} ?"
+        return f"{view.named(view.ranked()[0])} ?"
     best = view.first()
     tied = view.tied_with(best)
-    return f"{place} {view.named(best)}" + (f" ≈ {len(tied)} more" if tied else " ✓")
+    return view.named(best) + (f" ≈ {len(tied)} more" if tied else " ✓")
 
 
 def _not_run(results: Results) -> str:
@@ -260,27 +186,38 @@ def _not_run(results: Results) -> str:
 
 def draw_lengths(path: Path, results: Results) -> None:
     """Draw perplexity of the same tokens by context, a panel per attention type."""
-    panels = {}
+    panels = []
     for attention, rows in CURVES.items():
         views = [(tokens, _length(results, attention, tokens)) for tokens in LENGTHS]
         names = views[0][1].names
-        curves = {names[row]: plots.curve(views, row) for row in rows if row in names}
-        panels[f"{attention} attention"] = {name: line for name, line in curves.items() if line}
-    plots.lines(path, panels, "context, tokens", "test perplexity, lower is better", 128)
+        curves = {names[row]: _curve(views, row) for row in rows if row in names}
+        curves = {name: curve for name, curve in curves.items() if curve}
+        y = "test perplexity, lower is better"
+        panels.append(plots.Panel(f"{attention} attention", "context, tokens", curves, y))
+    plots.lines(path, panels, mark=LENGTHS[0])
+
+
+def _curve(views: list[tuple[int, ColumnView]], row: str) -> list[plots.Point]:
+    """Return the curve of one row; columns where it is missing or not finite are left out."""
+    return [
+        plots.point(tokens, list(view.cells[row].values()))
+        for tokens, view in views
+        if row in view.rows and row not in view.broken
+    ]
 
 
 def draw_speed(path: Path, results: Results) -> None:
     """Draw validation perplexity over training speed on a GPU, a panel per attention type."""
-    panels = {}
+    x, y = "training speed on a GPU relative to Base, higher is better", "validation perplexity"
+    panels = []
     for attention in ("linear", "softmax"):
         view = results.column("catalogue", f"{attention}-valid")
-        best = min(view.mean(row) for row in view.ranked())
-        points = {
-            view.names[row]: (float(fast), view.mean(row))
-            for row in view.ranked()
-            if (fast := _speed(results.root, attention, view.names[row].partition(",")[0]))
-            and view.mean(row) < 2 * best
-        }
-        panels[f"{attention} attention"] = {k: v for k, v in points.items() if math.isfinite(v[0])}
-    x = "training speed on a GPU relative to Base, higher is better"
-    plots.plane(path, panels, x, "validation perplexity, lower is better")
+        most = 2 * view.mean(view.ranked()[0])
+        points = {}
+        for row in (row for row in view.ranked() if view.mean(row) < most):
+            method = view.names[row].partition(",")[0]
+            label = view.names[row] if method == "none" else method
+            fast = speed.speed(results.root, "cuda", attention, method)
+            points |= {label: (float(fast), view.mean(row))} if fast != "–" else {}
+        panels.append(plots.Panel(f"{attention} attention", x, points, f"{y}, lower is better"))
+    plots.points(path, panels)

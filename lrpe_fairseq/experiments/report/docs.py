@@ -1,9 +1,8 @@
 """Regenerate the generated pages (``make docs``), or name the stale ones (``--check``).
 
 ``python -m lrpe_fairseq.experiments.report.docs [--check] [--root DIR] [PART ...]`` writes all
-parts or the named ones. A part is a module with ``pages`` (path -> text) and, optionally,
-``pictures`` (path -> function that draws it). Every number comes from a run file, a
-configuration or ``results/paper``.
+parts or the named ones. A part is a module with ``pages`` (path -> text) and ``pictures`` (path ->
+function that draws it). Every number comes from a run file, a configuration or ``results/paper``.
 """
 
 import argparse
@@ -14,33 +13,18 @@ from types import ModuleType
 
 from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.report import (
-    choosing,
-    cost,
-    denominators,
-    fidelity,
-    gallery,
-    pages,
-    quickstart,
-    readme,
-    speed,
-    versions,
-)
+from lrpe_fairseq.experiments.report import choosing, marked, pages, quickstart, speed
 
 PARTS: dict[str, ModuleType] = {
     "results": pages,
     "choosing": choosing,
     "quickstart": quickstart,
-    "readme": readme,
-    "gallery": gallery,
-    "cost": cost,
+    "marked": marked,
     "speed": speed,
-    "denominators": denominators,
-    "fidelity": fidelity,
-    "versions": versions,
 }
 GENERATED = (
-    "results/*.md", "results/*.csv", "results/figures/*.png", "docs/figures/encodings/*.png",
+    "results/*.md", "results/*.csv", "results/bench/*.csv", "results/figures/*.png",
+    "docs/figures/encodings/*.png",
 )  # fmt: skip
 """Patterns of files that are never written by hand."""
 
@@ -55,11 +39,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="name stale files and exit with 1")
     parser.add_argument("--root", type=Path, default=ROOT, help="root of the repository")
     options = parser.parse_args(arguments)
-    unknown = sorted(set(options.parts) - set(PARTS))
-    if unknown:
+    if unknown := sorted(set(options.parts) - set(PARTS)):
         parser.error(f"unknown part {', '.join(unknown)}; choose from {', '.join(PARTS)}")
     parts = options.parts or list(PARTS)
-    return _check(options.root, parts) if options.check else write(options.root, parts)
+    if not options.check:
+        return write(options.root, parts)
+    if found := stale(options.root, parts):
+        print(f"docs: stale: {', '.join(found)}; run 'make docs'", file=sys.stderr)
+    return 1 if found else 0
 
 
 def render(root: Path, parts: Iterable[str]) -> dict[str, str]:
@@ -69,8 +56,7 @@ def render(root: Path, parts: Iterable[str]) -> dict[str, str]:
 
 def pictures(root: Path, parts: Iterable[str]) -> dict[str, Callable[[Path], None]]:
     """Return path relative to ``root`` -> function that draws the picture."""
-    modules = [PARTS[part] for part in parts if hasattr(PARTS[part], "pictures")]
-    return {path: draw for module in modules for path, draw in module.pictures(root).items()}
+    return {path: draw for part in parts for path, draw in PARTS[part].pictures(root).items()}
 
 
 def write(root: Path, parts: Iterable[str]) -> int:
@@ -96,13 +82,6 @@ def stale(root: Path, parts: Iterable[str]) -> list[str]:
     return found + [
         f"{p} (not generated: delete it)" for p in there if p not in {*texts, *drawings}
     ]
-
-
-def _check(root: Path, parts: list[str]) -> int:
-    found = stale(root, parts)
-    if found:
-        print(f"docs: stale: {', '.join(found)}; run 'make docs'", file=sys.stderr)
-    return 1 if found else 0
 
 
 def _read(path: Path) -> str | None:

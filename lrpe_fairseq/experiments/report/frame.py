@@ -4,7 +4,9 @@ A line of the frame is the value of one cell for one seed. Templates take a :cla
 :meth:`Results.column`; every number and order on a page is an expression on such a view.
 """
 
+import csv
 import functools
+import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,11 +16,10 @@ from typing import Any
 import pandas as pd
 
 from lrpe_fairseq.encodings import ENCODINGS, canonical_name
-from lrpe_fairseq.experiments.records.layout import Column, Table, load_tables, short
-from lrpe_fairseq.experiments.records.runs import Run, read_runs
+from lrpe_fairseq.experiments.records.layout import Column, Row, Table, load_tables, short
+from lrpe_fairseq.experiments.records.runs import read_runs
 from lrpe_fairseq.experiments.report import cells, orders
 from lrpe_fairseq.experiments.report.markdown import fixed
-from lrpe_fairseq.experiments.report.sheet import Sheet, sheets
 
 UNNAMED = {
     "model.attention_normalizer", "model.encoder.attention_normalizer",
@@ -29,6 +30,8 @@ UNNAMED = {
 """Options that :func:`method` names in its own way, or that follow from the method."""
 MARKS = {orders.BETTER: "✓", orders.WORSE: "✗", orders.TIED: "≈", orders.UNSTABLE: "~"}
 """The sign of a mark; "?" stands for open."""
+FRAME = ("table", "scale", "dataset", "method", "row", "attention", "column", "seed", "value",
+         "paper")  # fmt: skip
 
 
 def public_name(encoding: str) -> str:
@@ -70,8 +73,9 @@ class ColumnView:
     """One column of one comparable group of runs.
 
     cells: label of a row -> seed -> value. examples: size of the test set of an accuracy, else 0.
-    kind: scale of comparison (``orders.compared``). paper: label -> published number. names: label
-    -> :func:`method`. broken: labels with a seed whose evaluation was not finite.
+    kind: scale of comparison (``orders.compared``). whole: the value of all, of a fraction. paper:
+    label -> published number. names: label -> :func:`method`. broken: labels with a seed whose
+    evaluation was not finite.
     """
 
     table: Table
@@ -81,6 +85,7 @@ class ColumnView:
     cells: Mapping[str, Mapping[int, float]]
     examples: int
     kind: str
+    whole: float
     paper: Mapping[str, float]
     names: Mapping[str, str]
     broken: frozenset[str]
@@ -92,22 +97,12 @@ class ColumnView:
 
     @functools.cached_property
     def _marks(self) -> dict[tuple[str, str], str]:
-        whole = 100.0 if self.kind == "fraction" and self._percent else 1.0
         scaled = {
-            label: {seed: orders.compared(v / whole, self.kind) for seed, v in values.items()}
+            label: {seed: orders.compared(v / self.whole, self.kind) for seed, v in values.items()}
             for label, values in self.cells.items()
             if values and label not in self.broken
         }
         return orders.orders(scaled, self.column.better, self.examples)
-
-    @property
-    def _percent(self) -> bool:
-        return cells.COUNTS.get(self._metric, ("", 1.0))[1] == 100.0
-
-    @property
-    def _metric(self) -> str:
-        parts = self.column.mean_of
-        return self.table.column(parts[0]).metric if parts else self.column.metric
 
     def mark(self, row: str, other: str) -> str:
         """Return how ``row`` stands to ``other``: better, worse, tied, unstable or open."""
@@ -177,85 +172,97 @@ class ColumnView:
         return [o for o in self.ranked() if o != row and self.mark(o, row) == orders.BETTER]
 
 
+@dataclass(frozen=True)
+class Sheet:
+    """A table at the scale of ``group``, with the runs of ``group``: one scale and data set."""
+
+    table: Table
+    group: cells.Group
+
+    @property
+    def name(self) -> str:
+        """``table-dataset-scale``, as in the names of pictures."""
+        parts = (self.table.name, self.group.dataset, self.group.scale)
+        return "-".join(filter(None, parts)).lower()
+
+
 class Results:
-    """The measurements under a root: the frame, and views of its columns."""
+    """The measurements of the checkout ``root``: the frame, and views of its columns."""
 
-    def __init__(self, root: Path, tables: list[Table], runs: Mapping[str, Run]) -> None:
-        self.root, self.runs = root, dict(runs)
-        self.sheets = [sheet for table in tables for sheet in sheets(root, table, self.runs)]
-        self.tables = {table.name: table for table in tables}
-        self._views: dict[tuple[str, ...], ColumnView] = {}
-
-    @classmethod
-    def load(cls, root: Path) -> "Results":
-        """Read all tables and run files of a checkout."""
-        tables = load_tables(root / "configs" / "tables")
-        return cls(root, tables, read_runs(root / "results" / "runs"))
+    def __init__(self, root: Path) -> None:
+        self.root, runs = root, read_runs(root / "results" / "runs")
+        self.tables = {table.name: table for table in load_tables(root / "configs" / "tables")}
+        self.sheets = [
+            Sheet(table.at(group.scale), group)
+            for table in self.tables.values()
+            for group in cells.groups(table, runs)
+        ]
+        self._views: dict[tuple[str, str], ColumnView] = {}
 
     def sheets_of(self, table: str) -> list[Sheet]:
         """Return the comparable groups of a table that have runs."""
         return [sheet for sheet in self.sheets if sheet.table.name == table]
 
-    def column(self, table: str, key: str, scale: str = "", dataset: str = "") -> ColumnView:
-        """Return one column; without ``scale`` or ``dataset``, of the table's first group.
-
-        Raises: KeyError if there is none.
-        """
+    def column(self, table: str, key: str, scale: str = "") -> ColumnView:
+        """Return a column of a table's first group at ``scale``. Raises: KeyError without any."""
         for sheet in self.sheets_of(table):
-            if scale in ("", sheet.group.scale) and dataset in ("", sheet.group.dataset):
-                return self.view(sheet, sheet.table.column(key))
+            if scale in ("", sheet.group.scale):
+                return self.view(sheet, key)
         raise KeyError(f"table {table} has no runs at scale {scale or 'any'}")
 
-    def view(self, sheet: Sheet, column: Column) -> ColumnView:
+    def view(self, sheet: Sheet, key: str) -> ColumnView:
         """Return a column of a sheet."""
-        key = (sheet.name, column.key)
-        if key not in self._views:
-            self._views[key] = _view(sheet, column)
-        return self._views[key]
+        name = (sheet.name, key)
+        if name not in self._views:
+            self._views[name] = _view(self.root, sheet, sheet.table.column(key))
+        return self._views[name]
+
+    def headlines(self, sheet: Sheet) -> list[ColumnView]:
+        """Return the headline columns of a sheet that have values."""
+        views = [self.view(sheet, key) for key in sheet.table.headline]
+        return [view for view in views if view.rows]
 
     @functools.cached_property
     def frame(self) -> pd.DataFrame:
         """Every value of every cell, with its table, row, column, seed and published number."""
         lines = [
-            {
-                "table": view.table.name, "scale": view.scale, "dataset": view.dataset,
-                "column": column.key, "row": row, "method": view.names[row],
-                "attention": column.attention, "seed": seed, "value": value,
-                "paper": view.paper.get(row),
-            }
+            (view.table.name, view.scale, view.dataset, view.names[row], row, column.attention,
+             column.key, seed, value, view.paper.get(row))
             for sheet in self.sheets
             for column in sheet.table.columns
-            for view in [self.view(sheet, column)]
+            for view in [self.view(sheet, column.key)]
             for row, values in view.cells.items()
             for seed, value in values.items()
         ]  # fmt: skip
-        return pd.DataFrame(lines)
+        return pd.DataFrame(lines, columns=FRAME).astype({"value": float, "paper": float})
 
 
 @functools.lru_cache(maxsize=1)
 def results(root: Path) -> Results:
     """Return the measurements of a checkout; they are read once per process."""
-    return Results.load(root)
+    return Results(root)
 
 
-def _view(sheet: Sheet, column: Column) -> ColumnView:
-    rows = {row.label: row for row in sheet.table.rows}
-    found = {label: sheet.ours(row, column) for label, row in rows.items()}
-    parts = [sheet.table.column(key) for key in column.mean_of] or [column]
+def _view(root: Path, sheet: Sheet, column: Column) -> ColumnView:
+    table, group = sheet.table, sheet.group
+    found = {row.label: cells.scores(table, row, column, group.runs) for row in table.rows}
+    parts = [table.column(key) for key in column.mean_of] or [column]
     metrics = {part.metric for part in parts}
     fraction = metrics <= cells.COUNTS.keys()
-    published = {label: sheet.published(row, column) for label, row in rows.items()}
+    published = {row.label: _published(root, table, row, parts) for row in table.rows}
+    perplexity = metrics <= set(cells.LOGARITHMIC)
     return ColumnView(
-        sheet.table,
-        sheet.group.scale,
-        sheet.group.dataset,
-        column,
-        {label: dict(scores) for label, scores in found.items()},
-        _examples(sheet, parts) if fraction else 0,
-        "perplexity" if metrics <= set(cells.LOGARITHMIC) else "fraction" if fraction else "",
-        {label: value for label, value in published.items() if value is not None},
-        names(sheet.table),
-        frozenset(label for label, scores in found.items() if scores.lost),
+        table=table,
+        scale=group.scale,
+        dataset=group.dataset,
+        column=column,
+        cells={label: dict(scores) for label, scores in found.items()},
+        examples=_examples(sheet, parts) if fraction else 0,
+        kind="perplexity" if perplexity else "fraction" if fraction else "",
+        whole=cells.COUNTS[parts[0].metric][1] if fraction else 1.0,
+        paper={label: value for label, value in published.items() if value is not None},
+        names=names(table),
+        broken=frozenset(label for label, scores in found.items() if scores.lost),
     )
 
 
@@ -279,3 +286,40 @@ def names(table: Table) -> dict[str, str]:
         row.label: method(row.encoding, {**table.options, **row.overrides}, table.options)
         for row in table.rows
     }
+
+
+# --- the published numbers -------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=64)
+def read_paper(path: Path) -> tuple[dict[str, str], ...]:
+    """Return the cells of a file of ``results/paper``, as printed, in file order."""
+    with open(path, newline="", encoding="utf-8") as file:
+        return tuple(csv.DictReader(file))
+
+
+def find_cell(path: Path, selectors: Mapping[str, str]) -> dict[str, str]:
+    """Return the cell of ``path`` whose columns have the values of ``selectors``.
+
+    Raises: ValueError if a column is unknown, or if not exactly one cell matches.
+    """
+    every = read_paper(path)
+    if unknown := sorted(set(selectors) - set(every[0])):
+        raise ValueError(f"{path.name} has no column {', '.join(unknown)}")
+    found = [cell for cell in every if selectors.items() <= cell.items()]
+    if len(found) != 1:
+        raise ValueError(f"{path.name} has {len(found)} cells with {selectors} instead of one")
+    return found[0]
+
+
+def _published(root: Path, table: Table, row: Row, columns: list[Column]) -> float | None:
+    """Return the mean of the published numbers of a row in ``columns``; None if one is missing."""
+    found = []
+    for column in columns:
+        method = row.method.get(column.key, "") if isinstance(row.method, dict) else row.method
+        if not column.paper or not method or not row.has(column):
+            return None
+        selectors = {**column.paper, **row.paper, "method": method}
+        path = root / "results" / "paper" / selectors.pop("file")
+        found.append(find_cell(path, selectors)["value"])
+    return math.fsum(map(float, found)) / len(found) if all(found) else None

@@ -23,14 +23,9 @@ from lrpe_fairseq.encodings import (
 )
 from lrpe_fairseq.experiments.report import plots
 
-CONTENTS = 64
-"""Number of random contents over which a curve is averaged."""
-
-NODES = 31
-"""Nodes of a map of scores where positions are not on a line."""
-
-HEADS_SHOWN = 4
-"""Curves per picture; maps show the first and the last of these heads."""
+CONTENTS = 64  # random contents over which a curve is averaged
+NODES = 31  # of a map of scores where positions are not on a line
+HEADS_SHOWN = 4  # curves per picture; maps show the first and the last of these heads
 
 
 @torch.no_grad()
@@ -62,30 +57,42 @@ def draw(
     figure = plots.blank(4.6, 2.3)
     if encoding.reads_grid:
         label = f"score of the cell in the center, {grid_width} x {grid_width} cells"
-        _maps(figure, cells(encoding, grid_width), label)
-    elif encoding.contextual or not _is_a_curve(encoding):
+        cells, center = torch.arange(grid_width**2), grid_width // 2 * (grid_width + 1)
+        shown = scores(encoding, torch.tensor([center]), cells)
+        _maps(figure, shown.unflatten(-1, (grid_width, grid_width)).squeeze(1), label)
+    elif encoding.contextual or not (own.serves_linear or encoding.additive):
         label = "square roots of attention weights: query down, key across"
-        _maps(figure, weights(encoding, length // 4), label, weighted=True)
+        _maps(figure, weights(encoding, length // 4).sqrt(), label)
     elif encoding.relative_by:
         label = f"score / plain score of the positions 0 to {NODES - 1}: query down, key across"
-        _maps(figure, pairs(encoding, NODES), label)
+        _maps(figure, scores(encoding, torch.arange(NODES), torch.arange(NODES)), label)
     else:
         _curves(figure, encoding, curve(encoding, length))
     plots.save(figure, Path(path))
 
 
+def scores(encoding: QueryKeyEncoding, q_at: Tensor, k_at: Tensor) -> Tensor:
+    """Return the score of copies of a token at positions (T,) and (S,), (H, T, S).
+
+    It is divided by the score without encoding, and averaged over random contents.
+    """
+    x = _contents(encoding, 1)
+    q, k = x.expand(-1, -1, len(q_at), -1), x.expand(-1, -1, len(k_at), -1)
+    q, k = encoding(q, k, q_at, k_at)
+    return ((q @ k.mT) / x.square().sum(-1, keepdim=True)).mean(0)
+
+
 def curve(encoding: Encoding, length: int) -> Tensor:
     """Return the score or the bias at the distances 0 .. length - 1, (H, length)."""
-    x = _contents(encoding, 1)
-    q_positions, k_positions = torch.tensor([length - 1]), torch.arange(length).flip(0)
-    keys = x.expand(-1, -1, length, -1)
+    q_at, k_at = torch.tensor([length - 1]), torch.arange(length).flip(0)
     if isinstance(encoding, ScoreEncoding):
+        x = _contents(encoding, 1)
         q = x * encoding.spec.head_dim**-0.5 * encoding.content_scale
-        bias = encoding.bias(q, keys, q_positions, k_positions)
+        bias = encoding.bias(q, x.expand(-1, -1, length, -1), q_at, k_at)
         return bias.expand(len(x), encoding.spec.num_heads, 1, length).mean(0)[:, 0]
-    q, keys = encoding(x, keys, q_positions, k_positions)
-    scores = (q @ keys.mT).squeeze(2) / x.square().sum(-1)
-    return scores.mean(0) * _decay(encoding, torch.arange(length))
+    log_decay = encoding.log_decay()
+    decay = 1.0 if log_decay is None else torch.exp(log_decay[:, None] * torch.arange(length))
+    return scores(encoding, q_at, k_at)[:, 0] * decay
 
 
 def weights(encoding: Encoding, length: int) -> Tensor:
@@ -106,37 +113,10 @@ def weights(encoding: Encoding, length: int) -> Tensor:
     return scores.masked_fill(~seen, -torch.inf).softmax(-1)[0]
 
 
-def cells(encoding: QueryKeyEncoding, width: int) -> Tensor:
-    """Return the score of the central cell of a grid with every cell, (H, width, width)."""
-    x = _contents(encoding, 1)
-    center = torch.tensor([width // 2 * width + width // 2])
-    keys = x.expand(-1, -1, width * width, -1)
-    q, keys = encoding(x, keys, center, torch.arange(width * width))
-    scores = (q @ keys.mT).squeeze(2) / x.square().sum(-1)
-    return scores.mean(0).unflatten(-1, (width, width))
-
-
-def pairs(encoding: QueryKeyEncoding, count: int) -> Tensor:
-    """Return the score of copies of a token at the positions 0 .. count - 1, (H, count, count)."""
-    x, at = _contents(encoding, 1), torch.arange(count)
-    q, k = encoding(*[x.expand(-1, -1, count, -1)] * 2, at, at)
-    return ((q @ k.mT) / x.square().sum(-1, keepdim=True)).mean(0)
-
-
-def _is_a_curve(encoding: Encoding) -> bool:
-    return isinstance(encoding, QueryKeyEncoding) or encoding.additive
-
-
 def _contents(encoding: Encoding, length: int, seed: int = 0) -> Tensor:
     """Return random contents, (CONTENTS, H, length, D)."""
     shape = CONTENTS, encoding.spec.num_heads, length, encoding.spec.head_dim
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _decay(encoding: QueryKeyEncoding, lag: Tensor) -> Tensor:
-    """Return the factor of a constant decay, (H, N), or 1."""
-    log_decay = encoding.log_decay()
-    return torch.ones(()) if log_decay is None else torch.exp(log_decay[:, None] * lag)
 
 
 def _curves(figure: Any, encoding: Encoding, values: Tensor) -> None:
@@ -165,15 +145,11 @@ def _averages_equal(encoding: Encoding) -> bool:
     return isinstance(encoding, QueryKeyEncoding) and not own and encoding.log_decay() is None
 
 
-def _maps(figure: Any, values: Tensor, label: str, weighted: bool = False) -> None:
-    """Draw the maps (H, ., .) of the first and of the last shown head side by side.
-
-    weighted: the values are weights, whose square roots are shown.
-    """
+def _maps(figure: Any, values: Tensor, label: str) -> None:
+    """Draw the maps (H, ., .) of the first and of the last shown head side by side."""
     heads = sorted({0, min(len(values), HEADS_SHOWN) - 1})
     for axes, head in zip(figure.subplots(1, len(heads), squeeze=False).flat, heads, strict=True):
-        shown = values[head].clamp_min(0).sqrt() if weighted else values[head]
-        axes.imshow(shown, cmap="viridis", interpolation="nearest", aspect="equal")
+        axes.imshow(values[head], cmap="viridis", interpolation="nearest", aspect="equal")
         axes.set_title(f"head {head}", size=8)
         axes.tick_params(labelsize=6)
     figure.supxlabel(label, size=8)

@@ -1,4 +1,4 @@
-"""The quickstart's results as text: one table, and the order of its rows.
+"""The quickstart's results: one table, the order of its rows, their page and pictures.
 
 An order of two rows is stated by the rule of :mod:`.orders`.
 """
@@ -6,40 +6,19 @@ An order of two rows is stated by the rule of :mod:`.orders`.
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from functools import partial
+from itertools import pairwise, permutations
 from pathlib import Path
 
 from lrpe_fairseq.experiments.records import bases
 from lrpe_fairseq.experiments.records.runs import Run, read_run
-from lrpe_fairseq.experiments.report import cells, orders, plots
+from lrpe_fairseq.experiments.report import markdown, orders, plots
 
 HEAD = ("attention", "encoding", "test perplexity", "vs Base")
 BASE = "none"
 ENCODINGS = (BASE, "rope", "lrpe-type2")  # the rows of each attention type, in this order
 PROTOCOL = "blocks"
-PAGE = "results/quickstart/README.md"
-PICTURE = "results/quickstart/validation.png"
 RUNS = "results/quickstart/runs"
-TEMPLATE = """# Quickstart
-
-Run files written by `python -m lrpe_fairseq.experiments.commands.quickstart --seeds 3 --publish`,
-page rendered by `make docs`: `lrpe_lm_tiny`, reduced to {shape}, on the English text contained in
-CPython {python}, at character level. {updates} updates of {tokens} characters, a cosine schedule
-annealed to zero, {seeds}. Perplexity is per character on held-out documents
-({evaluated} characters), {protocol}
-Base is the encoding `none`: sinusoidal positions only. The other rows use them too, as in the
-paper. Linear attention is normalized by a LayerNorm in every row, as in the TMLR paper.
-
-The normalizer, the learning rate and the size were chosen by pilots on the validation loss of
-seed 1, which is one of the seeds below. With the default normalizer `rotated` the pilots did not
-show `lrpe-type2` ahead of `rope`, so the order of these two holds for LayerNorm only.
-
-{numbers}
-
-The run files are in [runs/](runs/). {machine}.
-
-![Validation curves](validation.png)
-"""
 
 
 @dataclass(frozen=True)
@@ -56,11 +35,6 @@ class Row:
         return statistics.fmean(self.ppl.values())
 
     @property
-    def deviation(self) -> float:
-        """Standard deviation over the seeds; 0 for a single seed."""
-        return statistics.stdev(self.ppl.values()) if len(self.ppl) > 1 else 0.0
-
-    @property
     def name(self) -> str:
         """``Base`` or the name of the encoding."""
         return "Base" if self.encoding == BASE else self.encoding
@@ -68,16 +42,8 @@ class Row:
 
 def published(folder: Path) -> list[Run]:
     """Return the run files of ``folder``, sorted by attention type, encoding and seed."""
-    paths = (path for path in sorted(folder.glob("*.json")) if not bases.is_base(path))
-    runs = [read_run(path) for path in paths]
-    return sorted(
-        runs,
-        key=lambda run: (
-            run["attention_type"],
-            ENCODINGS.index(run["position_encoding"]),
-            run["seed"],
-        ),
-    )
+    paths = (path for path in folder.glob("*.json") if not bases.is_base(path))
+    return sorted(map(read_run, paths), key=lambda run: (_place(run), run["seed"]))
 
 
 def rows(runs: Iterable[Run]) -> list[Row]:
@@ -88,6 +54,34 @@ def rows(runs: Iterable[Run]) -> list[Row]:
     return [Row(*name, ppl) for name, ppl in found.items()]
 
 
+def _key(run: Run) -> tuple[str, str]:
+    return run["attention_type"], run["position_encoding"]
+
+
+def _place(run: Run) -> tuple[str, int]:
+    return run["attention_type"], ENCODINGS.index(run["position_encoding"])
+
+
+# --- the table and the order ---------------------------------------------------------------------
+
+
+def table(found: Sequence[Row]) -> str:
+    """The rows as an aligned Markdown table, each beside Base of its attention type."""
+    lines = [HEAD, *(_cells(row, found) for row in found)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    padded = [[c.ljust(w) for c, w in zip(line, widths, strict=True)] for line in lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in padded)
+
+
+def _cells(row: Row, found: Sequence[Row]) -> list[str]:
+    base = next(r for r in found if (r.attention, r.encoding) == (row.attention, BASE))
+    spread = f" ± {statistics.stdev(row.ppl.values()):.2f}" if len(row.ppl) > 1 else ""
+    change = "—" if row is base else f"{100 * (row.mean / base.mean - 1):+.0f} %"
+    name = f"{row.encoding} (Base)" if row is base else row.encoding
+    return [row.attention, name, f"{row.mean:.2f}{spread}", change]
+
+
 def separated(better: Row, worse: Row, found: Sequence[Row]) -> bool:
     """True if ``better`` has the lower perplexity by the rule of orders, among ``found``."""
     own = {
@@ -96,15 +90,6 @@ def separated(better: Row, worse: Row, found: Sequence[Row]) -> bool:
         if row.attention == better.attention
     }
     return orders.orders(own)[better.encoding, worse.encoding] == orders.BETTER
-
-
-def table(found: Sequence[Row], aligned: bool = False) -> str:
-    """The rows as a Markdown table, each beside Base of its attention type."""
-    lines = [list(HEAD), *(_cells(row, base_of(row, found)) for row in found)]
-    widths = [max(map(len, column)) if aligned else 3 for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    padded = [[c.ljust(w) for c, w in zip(line, widths, strict=True)] for line in lines]
-    return "".join("| " + " | ".join(line) + " |\n" for line in padded)
 
 
 def order(found: Sequence[Row]) -> list[str]:
@@ -123,9 +108,8 @@ def order(found: Sequence[Row]) -> list[str]:
 
 def stated(found: Sequence[Row]) -> list[tuple[Row, Row]]:
     """Return every separated pair (better, worse) of rows with the same attention type."""
-    pairs = [pair for pair in combinations(found, 2) if pair[0].attention == pair[1].attention]
-    both = [*pairs, *((second, first) for first, second in pairs)]
-    return [pair for pair in both if separated(*pair, found)]
+    pairs = [pair for pair in permutations(found, 2) if pair[0].attention == pair[1].attention]
+    return [pair for pair in pairs if separated(*pair, found)]
 
 
 def contradicted(found: Sequence[Row], published: Sequence[Row]) -> list[str]:
@@ -140,29 +124,41 @@ def contradicted(found: Sequence[Row], published: Sequence[Row]) -> list[str]:
 
 def comparison(found: Sequence[Row], published: Sequence[Row]) -> list[str]:
     """Return the published orders and the agreement of ``found`` with them, as screen lines."""
-    differing = contradicted(found, published)
-    agrees = "The table above agrees with every `<`."
+    differing = [f"The table above differs: {line}." for line in contradicted(found, published)]
     return [
         f"Published, {len(published[0].ppl)} seeds, lower is better:",
         *(f"  {line}" for line in order(published)),
-        *([f"The table above differs: {line}." for line in differing] or [agrees]),
+        *(differing or ["The table above agrees with every `<`."]),
     ]
 
 
-def numbers(found: Sequence[Row]) -> str:
-    """:func:`table` and :func:`order` as Markdown."""
-    rule = "Lower is better. `<` means better by [the rule of orders](results/README.md), `≈` tied:"
-    return "\n".join([table(found), rule, "", *(f"- {line}" for line in order(found))])
+# --- pages and pictures --------------------------------------------------------------------------
+
+
+def numbers(root: Path, rule: str = "results/README.md") -> str:
+    """Return the table and the order of the committed runs. rule: link to the rule of orders."""
+    found = rows(published(root / RUNS))
+    said = f"Lower is better. `<` means better by [the rule of orders]({rule}), `≈` tied:"
+    return "\n".join([table(found), "", said, "", *(f"- {line}" for line in order(found))])
 
 
 def pages(root: Path) -> dict[str, str]:
-    """Return the page, rendered from the committed run files."""
-    return {PAGE: page(published(root / RUNS))}
+    """Return the page of the committed run files."""
+    runs = published(root / RUNS)
+    text = markdown.rendered(
+        "quickstart.md.j2",
+        first=runs[0],
+        seeds=len({run["seed"] for run in runs}),
+        evaluated=runs[0]["metrics"]["test"][PROTOCOL]["tokens"],
+        numbers=numbers(root, "../README.md"),
+    )
+    return {"results/quickstart/README.md": text}
 
 
 def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
     """Return path relative to ``root`` -> function that draws the picture."""
-    return {PICTURE: lambda path: draw(path, published(root / RUNS))}
+    runs = published(root / RUNS)
+    return {"results/quickstart/validation.png": partial(draw, runs=runs)}
 
 
 def draw(path: Path, runs: Sequence[Run]) -> None:
@@ -170,54 +166,22 @@ def draw(path: Path, runs: Sequence[Run]) -> None:
 
     Raises: ImportError if matplotlib, which comes with the extra [experiments], is not installed.
     """
-    found: dict[str, dict[str, list[tuple[float, float, float, float]]]] = {}
+    found: dict[str, dict[str, list[plots.Point]]] = {}
     for attention, encoding in dict.fromkeys(map(_key, runs)):
         own = [run["curve"] for run in runs if _key(run) == (attention, encoding)]
         curve = [
-            (points[0]["updates"], statistics.fmean(values), min(values), max(values))
+            plots.point(points[0]["updates"], [point["valid_ppl"] for point in points])
             for points in zip(*own, strict=False)
-            for values in [[point["valid_ppl"] for point in points]]
         ]
         found.setdefault(f"{attention} attention", {})[encoding] = curve
-    plots.lines(path, found, "updates", "validation perplexity", base=0)
+    panels = [plots.Panel(t, "updates", own, "validation perplexity") for t, own in found.items()]
+    plots.lines(path, panels, base=0)
 
 
-def _key(run: Run) -> tuple[str, str]:
-    return run["attention_type"], run["position_encoding"]
-
-
-def page(runs: Sequence[Run]) -> str:
-    """Return the text of results/quickstart/README.md; every number is from ``runs``."""
-    found, first = rows(runs), runs[0]
-    config, machine = first["config"], first["hardware"]
-    seeds = sorted({run["seed"] for run in runs})
-    return TEMPLATE.format(
-        shape=f"{config['model.decoder_layers']} x {config['model.decoder_embed_dim']}",
-        python=first["versions"]["python"],
-        updates=config["optimization.max_update"],
-        tokens=f"{cells.option(first, 'dataset.max_tokens'):,}",
-        seeds=f"seed {seeds[0]}"
-        if len(seeds) == 1
-        else f"mean ± deviation over {len(seeds)} seeds",
-        evaluated=f"{first['metrics']['test'][PROTOCOL]['tokens']:,}",
-        protocol=f"in non-overlapping blocks of {config['task.tokens_per_sample']}.",
-        numbers=numbers(found),
-        machine=f"{machine['cpu']}, {machine['cores']} cores; torch {first['versions']['torch']}",
-    )
-
-
-def change(row: Row, base: Row) -> str:
-    """The row's mean relative to that of ``base``, in per cent; a dash for ``base`` itself."""
-    return "—" if row is base else f"{100 * (row.mean / base.mean - 1):+.0f} %"
-
-
-def _cells(row: Row, base: Row) -> list[str]:
-    spread = f" ± {row.deviation:.2f}" if len(row.ppl) > 1 else ""
-    name = f"{row.encoding} (Base)" if row is base else row.encoding
-    return [row.attention, name, f"{row.mean:.2f}{spread}", change(row, base)]
-
-
-def base_of(row: Row, found: Sequence[Row]) -> Row:
-    """Base of the row's attention type. Raises: StopIteration if ``found`` lacks it."""
-    wanted = (row.attention, BASE)
-    return next(r for r in found if (r.attention, r.encoding) == wanted)
+def dots(path: Path, runs: Sequence[Run]) -> None:
+    """Draw the test perplexities to ``path``: the mean, from the best to the worst seed."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in rows(runs):
+        found.setdefault(f"{row.attention} attention", {})[row.encoding] = [*row.ppl.values()]
+    x = "test perplexity per character, lower is better"
+    plots.dots(path, [plots.Panel(title, x, own) for title, own in found.items()])

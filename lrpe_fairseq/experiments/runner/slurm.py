@@ -28,6 +28,8 @@ MARGIN = 10
 ACCOUNTING = ("partition", "account", "qos")
 """Settings of every job, also of the one that renders the tables."""
 
+RENDER = "from lrpe_fairseq.experiments import report; raise SystemExit(report.render())"
+
 JOB = """#!/usr/bin/env bash
 set -uo pipefail
 cd {root}
@@ -154,7 +156,7 @@ def submit(
         *site.options(),
     ]
     job = _sbatch([*array, str(script)])
-    render = shlex.join([sys.executable, "-m", "lrpe_fairseq.experiments.report.tables"])
+    render = shlex.join([sys.executable, "-c", RENDER])
     after = [f"--dependency=afterany:{job}", f"--job-name=lrpe-{table}-tables"]
     where = [f"--chdir={root}", f"--output={folder}/tables.log"]
     try:
