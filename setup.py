@@ -41,7 +41,6 @@ setup(
             "pandas",
             "scipy",
             "jinja2",
-            "seaborn",
             "matplotlib",
             "adjustText",
             "pyyaml",
