@@ -46,7 +46,7 @@ $(TOOLS): $(INSTALLED)
 	@touch $@
 
 quickstart: install  ## train LRPE beside its baselines on real text; prints one table (SEEDS=3)
-	$(BIN)/python -m lrpe_fairseq.experiments.commands.quickstart --seeds $(SEEDS)
+	$(BIN)/python -m lrpe_fairseq.experiments quickstart --seeds $(SEEDS)
 
 test: $(TOOLS)  ## run the tests, end-to-end cases included
 	$(PYTEST) -m 'not exhaustive'

@@ -12,4 +12,4 @@ export LRPE_STARTED_IN="$PWD"  # relative paths count from here
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python
 [ -x "$python" ] || python=python3
-exec "$python" -m lrpe_fairseq.experiments.commands.eval_classifier "$@"
+exec "$python" -m lrpe_fairseq.experiments eval_classifier "$@"

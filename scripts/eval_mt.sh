@@ -11,4 +11,4 @@ export LRPE_STARTED_IN="$PWD"  # relative paths count from here
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python
 [ -x "$python" ] || python=python3
-exec "$python" -m lrpe_fairseq.experiments.commands.eval_mt "$@"
+exec "$python" -m lrpe_fairseq.experiments eval_mt "$@"

@@ -14,4 +14,4 @@ export LRPE_STARTED_IN="$PWD"  # relative paths count from here
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python
 [ -x "$python" ] || python=python3
-exec "$python" -m lrpe_fairseq.experiments.commands.run_table "$@"
+exec "$python" -m lrpe_fairseq.experiments run_table "$@"

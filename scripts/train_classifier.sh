@@ -12,4 +12,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python
 [ -x "$python" ] || python=python3
-exec "$python" -m lrpe_fairseq.experiments.commands.train_row "$@"
+exec "$python" -m lrpe_fairseq.experiments train_row "$@"

@@ -9,4 +9,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python
 [ -x "$python" ] || python=python3
-exec "$python" -m lrpe_fairseq.experiments.commands.train_row table4 "$@"
+exec "$python" -m lrpe_fairseq.experiments train_row table4 "$@"

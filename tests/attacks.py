@@ -24,11 +24,11 @@ from unittest import mock
 
 import torch
 
-from lrpe_fairseq.experiments.commands import eval_glue, eval_lm, eval_mt, finetune, run_table
+from lrpe_fairseq.experiments.commands import evaluate, run_table, train_row
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import folders, glue
 from lrpe_fairseq.experiments.families import family_of, preparation_of
-from lrpe_fairseq.experiments.records import checkpoints, dictionaries
+from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import ROOT, write_json
 from lrpe_fairseq.experiments.records.layout import load_table
@@ -256,7 +256,7 @@ def guarded(work: Callable[[], object]) -> int:
 
 def lm(checkpoint: Callable[[Lab], Path], data: Callable[[Lab], Path] | None = None) -> Provoke:
     """``eval_lm`` on a checkpoint."""
-    return lambda lab: eval_lm.main([str(checkpoint(lab)), str((data or _lm_data)(lab))])
+    return lambda lab: evaluate.lm([str(checkpoint(lab)), str((data or _lm_data)(lab))])
 
 
 def mt(
@@ -264,7 +264,7 @@ def mt(
 ) -> Provoke:
     """``eval_mt`` on a checkpoint; without other options on this one alone."""
     chosen = options or ("--average", "1")
-    return lambda lab: eval_mt.main([str(checkpoint(lab)), str((data or _mt_data)(lab)), *chosen])
+    return lambda lab: evaluate.mt([str(checkpoint(lab)), str((data or _mt_data)(lab)), *chosen])
 
 
 def glue_of(checkpoint: Callable[[Lab], Path]) -> Provoke:
@@ -275,14 +275,14 @@ def glue_of(checkpoint: Callable[[Lab], Path]) -> Provoke:
         for file in ("bin/input0/valid.idx", "bin/input0/dict.txt"):
             (data / file).parent.mkdir(parents=True, exist_ok=True)
             (data / file).write_text("a 1\n")
-        return eval_glue.main([str(checkpoint(lab)), str(data), "--out", str(lab.folder / "o")])
+        return evaluate.eval_glue([str(checkpoint(lab)), str(data), "--out", str(lab.folder / "o")])
 
     return provoke
 
 
 def tuned(checkpoint: Callable[[Lab], Path], *options: str) -> Provoke:
     """``finetune_glue`` from a checkpoint."""
-    return lambda lab: finetune.main([str(checkpoint(lab)), "RTE", *options])
+    return lambda lab: train_row.finetune([str(checkpoint(lab)), "RTE", *options])
 
 
 def resumed(checkpoint: Callable[[Lab], Path]) -> Provoke:
@@ -335,9 +335,7 @@ def _away(lab: Lab) -> Path:
         state["cfg"]["task"]["data"] = str(lab.folder / "gone" / "bin")
 
     away = lab.changed(lab.lm, "away", change)
-    remember = getattr(dictionaries, "remember", None)
-    if remember:
-        remember(away.parent, lab.lm_data)
+    checkpoints.remember_dictionaries(away.parent, lab.lm_data)
     return away
 
 
@@ -349,9 +347,7 @@ def _replaced(lab: Lab) -> Path:
         state["cfg"]["task"]["data"] = str(folder / "bin")
 
     checkpoint = lab.changed(lab.lm, "replaced", change)
-    remember = getattr(dictionaries, "remember", None)
-    if remember:
-        remember(checkpoint.parent, lab.lm_data)
+    checkpoints.remember_dictionaries(checkpoint.parent, lab.lm_data)
     return checkpoint
 
 

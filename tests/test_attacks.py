@@ -13,12 +13,11 @@ from unittest import mock
 import pytest
 import torch
 
-from lrpe_fairseq.experiments.commands import eval_mt
 from lrpe_fairseq.experiments.families.lm import LMRun
-from lrpe_fairseq.experiments.records import checkpoints, dictionaries
+from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import ROOT, read_json
 from lrpe_fairseq.experiments.records.layout import file_name
-from lrpe_fairseq.experiments.runner import by_hand, processes, schedule, slurm, training
+from lrpe_fairseq.experiments.runner import processes, schedule, slurm, training
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children
 from tests.attacks import ATTACKS, Accepted, Attack, Lab, outcome
@@ -136,7 +135,7 @@ def test_a_training_keeps_the_checksum_of_its_dictionary(lab: Lab, run: LMRun) -
         contextlib.suppress(Accepted),
     ):
         run.train(Children(), Devices(), 0, print)
-    assert len(read_json(run.checkpoints / dictionaries.FILE)["dict.txt"]) == 64
+    assert len(read_json(run.checkpoints / checkpoints.DICTIONARIES)["dict.txt"]) == 64
 
 
 def test_where_only_the_size_of_a_dictionary_is_known_this_is_said(lab: Lab) -> None:
@@ -146,34 +145,13 @@ def test_where_only_the_size_of_a_dictionary_is_known_this_is_said(lab: Lab) -> 
     away = lab.changed(lab.lm, "size-only", change)
     said: list[str] = []
     dictionary = lab.lm_data / "bin" / "dict.txt"
-    assert dictionaries.agree(away, "decoder.embed_tokens.weight", dictionary, say=said.append)
+    assert checkpoints.same_dictionary(
+        away, "decoder.embed_tokens.weight", dictionary, say=said.append
+    )
     assert "only the number of words" in said[0]
 
 
 # ---- paths ----
-
-
-def test_a_colon_in_a_path_is_evaluated(lab: Lab, tmp_path: Path) -> None:
-    """The free forms of encodings put colons into the names of run folders."""
-    folder = tmp_path / "lrpe:identity:rotation"
-    shutil.copytree(lab.mt.parent, folder)
-    data = shutil.copytree(lab.mt_data, tmp_path / "a:b")
-    seen: list[Path] = []
-
-    def look(_: Children, command: list[str], *rest: object, **more: object) -> None:
-        where = command[command.index("--path") + 1]
-        assert ":" not in where + command[1]
-        seen.extend((Path(where).resolve(), Path(command[1]).resolve()))
-        raise Accepted
-
-    with mock.patch.object(Children, "run", look), pytest.raises(Accepted):
-        eval_mt.main([str(folder / lab.mt.name), str(data), "--average", "1"])
-    assert seen == [folder / lab.mt.name, Path(data) / "bin"]
-
-
-def test_words_without_a_file_keep_their_colons() -> None:
-    with by_hand.without_colons(["--lr", "a:b", "README.md"]) as words:
-        assert words == ["--lr", "a:b", "README.md"]
 
 
 @pytest.mark.parametrize("script", ["eval_lm", "eval_mt", "finetune_glue", "run_table"])

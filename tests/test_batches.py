@@ -13,11 +13,11 @@ from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments.commands import run_table, train_row
 from lrpe_fairseq.experiments.families import family_of
-from lrpe_fairseq.experiments.records import recipes, updates
+from lrpe_fairseq.experiments.records import keys
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT
 from lrpe_fairseq.experiments.records.layout import Table, load_table
-from lrpe_fairseq.experiments.report import cells
-from lrpe_fairseq.experiments.runner import batches, schedule
+from lrpe_fairseq.experiments.runner import devices as machine
+from lrpe_fairseq.experiments.runner import schedule
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 from tests.test_experiments import trained
@@ -48,7 +48,7 @@ def distinct_runs(table: Table, scale: str) -> list[TrainingRun]:
     """Return one run of every configuration of a table with other options of batches."""
     table = table.at(scale)
     runs = {}
-    for cell in {(cell.options, cell.config): cell for cell in recipes.cells(table)}.values():
+    for cell in {(cell.options, cell.config): cell for cell in keys.cells(table)}.values():
         config = ROOT / (cell.config or table.scales[scale])
         run = family_of(config).of_cell(table, cell, scale, config, 1)[0]
         runs[config, tuple(word for word in run.overrides if word.startswith(OF_BATCHES))] = run
@@ -60,7 +60,7 @@ def limits(run: TrainingRun, command: list[str]) -> dict[str, int]:
     chosen = OmegaConf.from_dotlist([word.lstrip("+") for word in command if "=" in word])
     settings = OmegaConf.merge(run.yaml(), chosen)
     frequency = settings.optimization.update_freq[0]
-    return {k: n * frequency for k in batches.UNITS if (n := settings.dataset.get(k))}
+    return {k: n * frequency for k in machine.UNITS if (n := settings.dataset.get(k))}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def run_of(config: str, folder: Path, *overrides: str) -> TrainingRun:
     )
 
 
-TOKENS, SAMPLES = updates.LIMITS
+TOKENS, SAMPLES = keys.LIMITS
 NORMED = ("dataset.batch_size=128", "optimization.update_freq=[2]")
 
 
@@ -129,7 +129,7 @@ def test_accumulation_is_divided_first_and_then_the_batch(
     command = OmegaConf.from_dotlist([w.lstrip("+") for w in run.command(processes) if "=" in w])
     settings = OmegaConf.merge(run.settings(), command)
     assert settings.optimization.update_freq == [accumulated]
-    assert batches.largest(settings)[0] == size
+    assert machine.largest_batch(settings)[0] == size
 
 
 @pytest.mark.parametrize(
@@ -231,20 +231,20 @@ def test_a_number_of_gpus_that_was_asked_for_is_refused_before_anything_begins(
 
 def by_keys(options: dict[str, object]) -> dict[str, object]:
     """The options by their dotted keys."""
-    keys = {"max_tokens": TOKENS, "batch_size": SAMPLES, "update_freq": updates.FREQUENCY}
-    return {keys[name]: value for name, value in options.items()}
+    named = {"max_tokens": TOKENS, "batch_size": SAMPLES, "update_freq": keys.FREQUENCY}
+    return {named[name]: value for name, value in options.items()}
 
 
 def together(run: TrainingRun, processes: int, **changes: object) -> dict[str, object]:
     """The options that a training on so many processes records."""
-    return trained(run, **{updates.WORLD: processes}, **by_keys(changes))
+    return trained(run, **{keys.WORLD: processes}, **by_keys(changes))
 
 
 def test_a_training_on_several_gpus_is_that_of_one(tmp_path: Path) -> None:
     texts = run_of("classification/lra-text", tmp_path)
     assert texts.differences(together(texts, 4, batch_size=64)) == set()
-    assert texts.differences(together(texts, 4)) == {updates.FREQUENCY}
-    assert texts.differences(together(texts, 4, batch_size=32)) == {SAMPLES, updates.FREQUENCY}
+    assert texts.differences(together(texts, 4)) == {keys.FREQUENCY}
+    assert texts.differences(together(texts, 4, batch_size=32)) == {SAMPLES, keys.FREQUENCY}
     blocks = run_of("lm/wikitext2", tmp_path)
     assert blocks.differences(together(blocks, 4, max_tokens=256)) == set()
     assert blocks.differences(together(blocks, 2, max_tokens=256, update_freq=[2])) == set()
@@ -254,18 +254,18 @@ def test_a_training_on_several_gpus_is_that_of_one(tmp_path: Path) -> None:
 def test_with_batch_norm_accumulated_batches_are_another_training(tmp_path: Path) -> None:
     halves = {"batch_size": 128, "update_freq": [2]}
     texts = run_of("classification/lra-text", tmp_path)
-    assert texts.differences(together(texts, 1, **halves)) == {SAMPLES, updates.FREQUENCY}
+    assert texts.differences(together(texts, 1, **halves)) == {SAMPLES, keys.FREQUENCY}
     two = replace(texts, overrides=NORMED)
     assert two.differences(together(two, 2, batch_size=64)) == set()
-    assert two.differences(together(two, 2, update_freq=[1])) == {updates.FREQUENCY}
+    assert two.differences(together(two, 2, update_freq=[1])) == {keys.FREQUENCY}
     pixels = run_of("classification/mnist5k", tmp_path)
     assert pixels.differences(together(pixels, 1, batch_size=16, update_freq=[2])) == set()
 
 
 def test_tables_show_the_update_over_all_processes() -> None:
     def option(name: str, processes: int = 1, **config: object) -> object:
-        spread = {updates.WORLD: processes, **by_keys(config)}
-        return cells.option({"config": spread}, name)
+        spread = {keys.WORLD: processes, **by_keys(config)}
+        return keys.option(spread, name)
 
     assert option(SAMPLES, batch_size=256, update_freq=[1]) == 256
     assert option(SAMPLES, 4, batch_size=64, update_freq=[1]) == 256

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from lrpe_fairseq.experiments.commands.run_table import usual_scale
 from lrpe_fairseq.experiments.families.plan import load_named, runs
 from lrpe_fairseq.experiments.records.files import ROOT, load_config
-from lrpe_fairseq.experiments.report import cells
+from lrpe_fairseq.experiments.records.keys import filled as filled_by
 from tests.test_results import make_run
 
 
@@ -81,22 +81,14 @@ def test_the_rate_of_every_budget_ends_at_zero() -> None:
                 assert float(rate.total_num_update) == last
 
 
-def test_a_training_is_validated_after_equal_parts_of_every_budget() -> None:
-    for name, scale, times in (("budget", "annealed", 4), ("budget-mlm", "small", 3)):
-        for run in runs(load_named(name), scale, [1])[:6]:
-            settings = run.settings()
-            updates = settings.optimization.max_update
-            assert times * settings.dataset.validate_interval_updates == updates
-            assert times * settings.checkpoint.save_interval_updates == updates
-
-
 def test_a_run_fills_only_the_budget_that_it_was_trained_with() -> None:
     table = load_named("budget")
     base, columns = table.row("Base"), [c for c in table.columns if c.attention == "linear"]
 
     def filled(**changes: object) -> list[str]:
         run = make_run(experiment="table2", scale="annealed", **changes)
-        return [c.title for c in columns if cells.fills(table, base, c, run)]
+        found = filled_by(table, run)
+        return [c.title for c in columns if (base.label, c.key) in found]
 
     assert filled(config=model(1800)) == ["1,800"]
     assert filled(config=model(5400)) == ["5,400"]
@@ -108,7 +100,7 @@ def test_a_run_fills_only_the_budget_that_it_was_trained_with() -> None:
     }
     assert filled(config=usual) == []  # Table 2 at scale small
     small = make_run(experiment="table2", config=model(1800))
-    assert not cells.shown(table, small)  # a scale that the table lacks
+    assert not filled_by(table, small)  # a scale that the table lacks
 
 
 def test_a_table_without_scale_small_runs_its_first_scale() -> None:

@@ -1,6 +1,5 @@
 """Every command ends bad input with exit status 2 and one line on standard error."""
 
-import importlib
 import runpy
 import subprocess
 import sys
@@ -9,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from lrpe_fairseq.experiments.commands import doctor, run_table, train_row
+from lrpe_fairseq.experiments.__main__ import COMMANDS
+from lrpe_fairseq.experiments.__main__ import main as program
+from lrpe_fairseq.experiments.commands import doctor, evaluate, run_table, train_row
 from lrpe_fairseq.experiments.records.console import UserError, command
 from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.runner import by_hand
 
-COMMANDS = ROOT / "lrpe_fairseq" / "experiments" / "commands"
 NO_INPUT = {"doctor", "quickstart"}  # they take no arguments
 BAD = {  # command -> arguments, with {absent} for a path that does not exist
     "eval_classifier": "{absent}/a.pt {absent}",
     "eval_glue": "{absent}/a.pt {absent}/RTE --out {absent}/o.json",
     "eval_lm": "{absent}/a.pt {absent}",
     "eval_mt": "{absent}/a.pt {absent}",
-    "finetune": "{absent}/a.pt RTE",
+    "finetune_glue": "{absent}/a.pt RTE",
     "run_table": "table0",
     "score_lm": "{absent}/a.pt {absent} test blocks-64 --out {absent}/o.json",
     "train_row": "table2 Nobody linear",
@@ -65,8 +64,7 @@ def assert_refused(
 
 
 def test_no_command_is_forgotten_here() -> None:
-    modules = {path.stem for path in COMMANDS.glob("*.py")} - {"__init__"}
-    assert modules == BAD.keys() | NO_INPUT
+    assert COMMANDS.keys() == BAD.keys() | NO_INPUT
     assert {path.parent.name for path in ROOT.glob("data-prep/*/prepare.py")} == BAD_DATA.keys()
 
 
@@ -74,9 +72,14 @@ def test_no_command_is_forgotten_here() -> None:
 def test_a_command_refuses_bad_input_with_status_2(
     name: str, places: dict[str, Path], capsys: pytest.CaptureFixture
 ) -> None:
-    module = importlib.import_module(f"lrpe_fairseq.experiments.commands.{name}")
-    assert_refused(module.main, BAD[name].format(**places), capsys)
+    assert_refused(program, f"{name} {BAD[name].format(**places)}", capsys)
     assert not places["absent"].exists()
+
+
+def test_the_program_lists_its_commands(capsys: pytest.CaptureFixture) -> None:
+    for arguments in ([], ["no-such-command"]):
+        assert program(arguments) == 2
+        assert ", ".join(COMMANDS) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", BAD_DATA)
@@ -160,12 +163,12 @@ def test_gpus_that_a_machine_lacks_are_refused_before_data_are_prepared(
 
 def test_an_evaluation_needs_a_place_for_its_result_before_it_begins(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    parser = by_hand.arguments("it", "Evaluate.")
+    parser = evaluate._arguments("it", "Evaluate.")
     out = str(tmp_path / "file" / "out.json")
     with pytest.raises(UserError, match=r"no folder that can be written .* another --out"):
-        by_hand.parsed(parser, ["model.pt", "data", "--out", out])
+        evaluate._parsed(parser, ["model.pt", "data", "--out", out])
     missing = tmp_path / "absent" / "model.pt"  # refused later, with a better sentence
-    assert by_hand.parsed(parser, [str(missing), "data"]).out == missing.with_suffix(".json")
+    assert evaluate._parsed(parser, [str(missing), "data"]).out == missing.with_suffix(".json")
     assert not missing.parent.exists()
 
 

@@ -83,7 +83,3 @@ def test_a_diverged_run_has_a_run_file_and_a_curve_of_its_finite_points(tmp_path
     write_run(tmp_path / "run.json", run)
     assert read_run(tmp_path / "run.json") == run
     assert first_number(run["metrics"]) == "test blocks diverged"
-
-
-def test_the_protocol_names_the_token_before_the_block():
-    assert "the one token before the block" in lm.protocols(256, {lm.BLOCKS})[lm.BLOCKS]

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from lrpe_fairseq.experiments.commands import doctor
 
@@ -74,32 +73,28 @@ def prepared(root: Path, name: str, content: bytes = b"half of it") -> Path:
     folder = root / "data" / name
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "train.bin").write_bytes(content)
+    (folder / "bin" / "dict.txt").write_text("word 1\n")
     steps = {"binarize": {"writes": {"bin/train.bin": "0" * 64}}}
     (folder / "manifest.json").write_text(json.dumps({"steps": steps}))
     return folder
 
 
-@pytest.mark.parametrize(
-    ("name", "script"),
-    [
-        ("pydoc", "data-prep/pydoc/prepare.py --dest"),
-        ("glue-wikitext-2-bpe/RTE", "data-prep/glue/prepare.py RTE --tokens-of"),
-    ],
-)
-def test_a_damaged_data_file_is_named_with_the_command_that_restores_it(tmp_path, name, script):
-    folder = prepared(tmp_path, name)
+def test_a_damaged_data_file_is_named(tmp_path):
+    folder = prepared(tmp_path, "glue-wikitext-2-bpe/RTE")
     assert folder in doctor.data_folders(tmp_path / "data")
-    with pytest.raises(doctor.CheckFailed, match=rf"bin/train.bin differs.*{script}"):
+    with pytest.raises(
+        doctor.CheckFailed, match=r"bin/train.bin is not the file that data-prep wr"
+    ):
         doctor.data(folder)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"steps": 3}', '{"steps": {"a": 1}}', None])
+@pytest.mark.parametrize("text", ["[]", '{"steps": 3}', '{"steps": {"a": 1}}', None])
 def test_a_missing_or_damaged_manifest_is_one_sentence(tmp_path, text):
     folder = prepared(tmp_path, "pydoc")
     (folder / "manifest.json").unlink()
     if text is not None:
         (folder / "manifest.json").write_text(text)
-    with pytest.raises(doctor.CheckFailed, match=r"(cannot be read|unfinished); run .*prepare.py"):
+    with pytest.raises(doctor.CheckFailed, match=r"cannot be read; run .*data-prep/pydoc/prepare"):
         doctor.data(folder)
 
 
@@ -115,43 +110,13 @@ def test_too_little_room_is_said_in_gigabytes(tmp_path, monkeypatch):
         doctor.disk(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("capability", "compiled", "runs"),
-    [
-        ((7, 0), ["sm_70", "sm_80"], True),
-        ((7, 0), ["sm_75", "sm_80", "compute_90"], False),
-        ((8, 9), ["sm_80", "sm_90"], True),
-        ((8, 0), ["sm_86"], False),
-        ((9, 0), ["sm_80"], False),
-        ((9, 0), ["compute_80"], True),
-        ((12, 0), ["sm_100", "sm_120"], True),
-        ((9, 1), ["sm_90a"], False),
-        ((8, 0), [], False),
-    ],
-)
-def test_code_runs_on_later_minor_versions_and_intermediate_code_on_all_later_ones(
-    capability, compiled, runs
-):
-    assert doctor.runs_on(capability, compiled) is runs
+def test_a_gpu_without_code_in_this_torch_is_named_with_the_command_that_helps(monkeypatch):
+    def no_code(device, attention):
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
 
-
-@pytest.mark.parametrize(
-    ("name", "capability", "compiled", "command"),
-    [
-        ("P100", (6, 0), ["sm_75", "sm_80"], r"P100 is sm_60.*torch==2.6.0 install"),
-        ("V100", (7, 0), ["sm_75", "sm_80"], r"V100 is sm_70.*torch==2.10.0 install"),
-        ("B200", (10, 0), ["sm_70", "sm_90"], r"B200 is sm_100.*torch==2.13.0 install"),
-    ],
-)
-def test_a_gpu_without_code_in_this_torch_is_named_with_the_command_that_helps(
-    monkeypatch, name, capability, compiled, command
-):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: name)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: compiled)
-    with pytest.raises(doctor.CheckFailed, match=command):
-        doctor.gpus()
+    monkeypatch.setattr(doctor, "_losses", no_code)
+    with pytest.raises(doctor.CheckFailed, match=r"no code for it; run make TORCH=.* up to 6\.2"):
+        doctor.training_step("cuda:0")
 
 
 def test_the_exit_status_counts_failures(monkeypatch, capsys):

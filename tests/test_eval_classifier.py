@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lrpe_fairseq.experiments.commands import eval_classifier
+from lrpe_fairseq.experiments.commands import evaluate
 from lrpe_fairseq.experiments.records import checkpoints
-from lrpe_fairseq.experiments.runner import by_hand
 
 
 @pytest.fixture
@@ -25,10 +24,10 @@ def test_the_default_splits_are_those_of_the_data(
     data: Path, given: list[str], splits: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    monkeypatch.setattr(eval_classifier, "evaluate", lambda *words: seen.append(words[2]))
-    monkeypatch.setattr(by_hand, "data_folder", lambda folder, _: folder)
-    monkeypatch.setattr(by_hand, "report", lambda *_: None)
-    assert eval_classifier.main(["a.pt", str(data), *given]) == 0
+    monkeypatch.setattr(evaluate, "evaluate_classifier", lambda *words: seen.append(words[2]))
+    monkeypatch.setattr(evaluate, "_data_folder", lambda folder: folder)
+    monkeypatch.setattr(evaluate, "report", lambda *_: None)
+    assert evaluate.classifier(["a.pt", str(data), *given]) == 0
     assert seen == [splits]
 
 
@@ -37,4 +36,4 @@ def test_an_absent_split_is_refused_before_anything_is_read(
 ) -> None:
     monkeypatch.setattr(checkpoints, "require_model", lambda *_: pytest.fail("was read"))
     with pytest.raises(ValueError, match="has no split test: choose others with --splits"):
-        eval_classifier.evaluate(data / "a.pt", data, ["valid", "test"])
+        evaluate.evaluate_classifier(data / "a.pt", data, ["valid", "test"])

@@ -21,7 +21,6 @@ from fairseq.models import MODEL_REGISTRY
 from omegaconf import OmegaConf
 from torch import nn
 
-from lrpe_fairseq.experiments import report
 from lrpe_fairseq.experiments.commands import run_table
 from lrpe_fairseq.experiments.data import folders, synthetic
 from lrpe_fairseq.experiments.data.corpus import SPLITS
@@ -29,28 +28,27 @@ from lrpe_fairseq.experiments.data.synthetic import Recipe
 from lrpe_fairseq.experiments.families import FAMILIES, family_of, lm, plan
 from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
 from lrpe_fairseq.experiments.families.lm import LMRun
-from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, recipes, sweeps, updates
+from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, keys
 from lrpe_fairseq.experiments.records import runs as run_files
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.fairseq_log import Curve
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, configurations, load_config
 from lrpe_fairseq.experiments.records.layout import load_table
-from lrpe_fairseq.experiments.records.runs import plain, read_run, write_run
-from lrpe_fairseq.experiments.report import cells
+from lrpe_fairseq.experiments.records.runs import read_run, write_run
 from lrpe_fairseq.experiments.runner import (
     deadline,
+    devices,
     identity,
-    launch,
     processes,
     recording,
     schedule,
 )
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Busy, Children, RunFailed
-from lrpe_fairseq.experiments.runner.warm import WarmChildren
 from lrpe_fairseq.models.options import AttentionOptions
 from lrpe_fairseq.models.translation import CrossOptions, DecoderOptions, EncoderOptions
 from tests.end_to_end.conftest import corpus  # noqa: F401  (a fixture)
+from tests.end_to_end.forked import ForkedChildren
 from tests.test_data_prep import multi30k, newstest, wmt14
 
 TRAIN_SH = ROOT / "scripts" / "train.sh"
@@ -147,16 +145,16 @@ def test_every_run_of_a_table_sets_only_keys_that_its_configuration_knows(table,
 @pytest.mark.parametrize(
     ("table", "scale"), [pytest.param(t, s, id=f"{t.name}-{s}") for t in TABLES for s in t.scales]
 )
-def test_a_run_has_the_options_of_its_cell_whatever_its_configuration_says(table, scale):
-    distinct = {(cell.options, cell.config): cell for cell in recipes.cells(table.at(scale))}
-    for cell in distinct.values():
+def test_the_settings_of_a_planned_run_have_the_key_of_its_cell(table, scale):
+    table = table.at(scale)
+    for cell in {(cell.key, cell.config): cell for cell in keys.cells(table)}.values():
         config = ROOT / (cell.config or table.scales[scale])
-        (run, *_) = family_of(config).of_cell(table.at(scale), cell, scale, config, 1)
+        (run, *_) = family_of(config).of_cell(table, cell, scale, config, 1)
         if isinstance(run, FinetuningRun):  # the checkpoint has the options of the model
             continue
-        has = {"config": trained(run)}
-        for name, value in cell.options:
-            assert plain(cells.option(has, name, value)) == plain(value), (run.name, name)
+        planned = recording.settings_of(trained(run))
+        found = keys.key(table, {**planned, "dataset": cell.dataset, "scale": scale})
+        assert found == cell.key, run.name
 
 
 @pytest.mark.parametrize(
@@ -258,27 +256,6 @@ def test_what_a_row_or_a_column_changes_reaches_the_command():
     }
 
 
-def test_the_paper_scale_trains_65536_tokens_an_update_on_any_number_of_gpus(one_run):
-    run = replace(one_run, config="wikitext103")
-    batch = run.settings().dataset.max_tokens
-    for gpus in (1, 2, 4, 8, 16):
-        settings = OmegaConf.from_dotlist([o.lstrip("+") for o in run.command(gpus) if "=" in o])
-        frequency = OmegaConf.merge(run.settings(), settings).optimization.update_freq[0]
-        assert gpus * frequency * batch == 65536
-
-
-def test_the_paper_scale_is_table_7():
-    config = load_config(CONFIGS / "lm" / "wikitext103.yaml")
-    assert config.optimizer.adam_betas == "(0.9, 0.98)"
-    assert (config.optimizer.adam_eps, config.optimizer.weight_decay) == (1e-8, 0.01)
-    assert (config.optimization.clip_norm, list(config.optimization.lr)) == (0.0, [5e-4])
-    assert config.lr_scheduler._name == "inverse_sqrt"
-    assert (config.lr_scheduler.warmup_updates, config.lr_scheduler.warmup_init_lr) == (4000, 1e-7)
-    assert (config.task.tokens_per_sample, config.task.sample_break_mode) == (512, "none")
-    assert (config.optimization.max_update, config.model.dropout) == (50000, 0.1)
-    assert config.model._name == "lrpe_lm"
-
-
 @pytest.mark.parametrize("path", FAMILY_CONFIGS, ids=lambda path: path.stem)
 def test_every_configuration_resumes_exactly_and_says_how_to_start_it(path):
     assert load_config(path).dataset.update_epoch_batch_itr is True
@@ -288,8 +265,8 @@ def test_every_configuration_resumes_exactly_and_says_how_to_start_it(path):
 
 
 def test_a_value_that_hydra_would_misread_is_quoted():
-    assert launch.hydra_override("a.b", "lrpe:identity:rotation") == "++a.b=lrpe:identity:rotation"
-    assert launch.hydra_override("a.b", "my data, 'new'") == r"++a.b='my data, \'new\''"
+    assert devices.hydra_override("a.b", "lrpe:identity:rotation") == "++a.b=lrpe:identity:rotation"
+    assert devices.hydra_override("a.b", "my data, 'new'") == r"++a.b='my data, \'new\''"
 
 
 @pytest.mark.parametrize(
@@ -354,13 +331,6 @@ def test_missing_data_is_reported_with_the_command_that_makes_it():
         folders.require(data, lm.LMRun.preparation_of(data))
     with pytest.raises(UserError, match=r"fairseq-preprocess --destdir nowhere/mine/bin$"):
         folders.require(Path("nowhere/mine"), [])
-
-
-def test_a_folder_in_place_of_a_checkpoint_is_named(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"is a folder: name a checkpoint in it, such as .*best.pt"
-    ):
-        checkpoints.load(tmp_path)
 
 
 # --- what fairseq prints ----------------------------------------------------------------------
@@ -514,11 +484,11 @@ def test_an_option_that_a_training_did_not_know_had_its_default(one_run):
 def test_processes_that_share_an_update_do_not_make_another_training(one_run):
     shared = replace(one_run, overrides=("optimization.update_freq=[4]",))
     for frequency, processes_ in (([4], 1), ([2], 2), ([1], 4)):
-        spread = {updates.FREQUENCY: frequency, updates.WORLD: processes_}
+        spread = {keys.FREQUENCY: frequency, keys.WORLD: processes_}
         config = trained(shared, **spread)
         assert shared.differences(config) == set()
-    config = trained(shared, **{updates.FREQUENCY: [4], updates.WORLD: 2})
-    assert shared.differences(config) == {updates.FREQUENCY}
+    config = trained(shared, **{keys.FREQUENCY: [4], keys.WORLD: 2})
+    assert shared.differences(config) == {keys.FREQUENCY}
 
 
 def test_a_run_without_an_evaluation_that_the_table_shows_is_not_finished(one_run):
@@ -569,12 +539,6 @@ def test_checkpoints_of_other_settings_are_not_resumed(one_run):
 
 def truncate(path):
     path.write_bytes(path.read_bytes()[:1000])
-
-
-def test_an_intact_checkpoint_is_left_alone(tmp_path):
-    save(tmp_path, "checkpoint_last.pt", 30)
-    save(tmp_path, "checkpoint_best.pt", 20)
-    assert checkpoints.ready_to_resume(tmp_path, pytest.fail) == 30
 
 
 def test_the_mean_of_checkpoints_is_that_of_their_weights_and_needs_equal_permutations(tmp_path):
@@ -711,31 +675,13 @@ def test_runs_that_no_thread_was_left_for_count_as_failed(tmp_path, events, monk
     assert schedule.Schedule(jobs, schedule.shares(1), events).run() == 2
 
 
-def test_events_are_shown_when_their_log_cannot_be_written(tmp_path, capsys):
-    events = schedule.Events(tmp_path / "logs" / "events.log")
-    (tmp_path / "logs").rmdir()
-    (tmp_path / "logs").write_text("a file where the folder should be")
-    events.say("still here")
-    assert "still here" in capsys.readouterr().out
-
-
 def run_fakes(monkeypatch, root, jobs, left_out=0, **options):
     """What ``run_table`` does with ``jobs`` under ``root``: the exit status."""
     monkeypatch.setattr(run_table, "ROOT", root)
-    monkeypatch.setattr(report, "render", lambda: 0)
     given = {"table": "table2", "scale": "small", "seeds": 1, "jobs": 2, "gpus": None}
     selected = dict.fromkeys((*run_table.SELECTIONS, "minutes", "pack"))
     options = argparse.Namespace(**given, **{**selected, **options})
     return run_table._run_here(jobs, options, time.monotonic() - 100, left_out)
-
-
-def test_the_time_of_a_whole_table_is_kept(tmp_path, monkeypatch, capsys):
-    jobs = [FakeJob(tmp_path / name, DONE) for name in "abc"]
-    assert run_fakes(monkeypatch, tmp_path, jobs) == 0
-    (kept,) = sweeps.read_sweeps(tmp_path / "results" / "sweeps")
-    assert (kept["table"], kept["trainings"], kept["jobs"]) == ("table2", 3, 2)
-    assert 100 < kept["wall_seconds"] < 200
-    assert "table2: 0:01:4" in capsys.readouterr().out
 
 
 class FakeData:
@@ -804,37 +750,6 @@ def test_the_source_goes_only_to_scripts_that_take_it(tmp_path, capfd):
     assert "Namespace(size=None)" in told
 
 
-def test_the_time_of_a_table_with_runs_left_out_is_not_kept(tmp_path, monkeypatch, capsys):
-    jobs = [FakeJob(tmp_path / name, DONE) for name in "ab"]
-    assert run_fakes(monkeypatch, tmp_path, jobs, left_out=3) == 0
-    assert not (tmp_path / "results").exists()
-    assert "3 runs were left out, since their data are missing" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "why", ["something was there", "a part was asked for", "a run failed", "another trained one"]
-)
-def test_other_times_are_not_kept(tmp_path, monkeypatch, why):
-    jobs = [FakeJob(tmp_path / name, DONE) for name in "ab"]
-    if why == "something was there":
-        (jobs[0].folder / "done").touch()
-    if why == "a run failed":
-        jobs.append(FakeJob(tmp_path / "bad", "raise SystemExit('bad luck')"))
-    if why == "another trained one":
-        monkeypatch.setattr(schedule, "BUSY_SECONDS", 0.1)
-        with processes.locked(jobs[0].folder) as lock:
-            subprocess.Popen(["sleep", "1"], pass_fds=(lock,))
-    rows = ["Base"] if why == "a part was asked for" else None
-    run_fakes(monkeypatch, tmp_path, jobs, rows=rows)
-    assert not (tmp_path / "results").exists()
-
-
-def test_a_damaged_time_of_a_table_is_named(tmp_path):
-    (tmp_path / "table2-small.json").write_text('{"table": "table2"}')
-    with pytest.raises(ValueError, match=r"table2-small\.json does not tell a table's time"):
-        sweeps.read_sweeps(tmp_path)
-
-
 def test_every_run_gets_its_share_of_the_cores(tmp_path, events, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     script = f"import os; print(os.environ['OMP_NUM_THREADS']); {DONE}"
@@ -850,13 +765,6 @@ def test_a_wish_for_fewer_threads_is_heard(monkeypatch):
     assert [schedule.shares(n)[0].threads for n in (1, 2, 4, 8)] == [2, 2, 2, 1]
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert schedule.shares(2)[0].threads == 4
-
-
-def test_large_tensors_are_in_huge_pages_unless_the_user_says_otherwise(monkeypatch):
-    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
-    assert schedule.shares(1)[0].environment["THP_MEM_ALLOC_ENABLE"] == "1"
-    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
-    assert schedule.shares(1)[0].environment["THP_MEM_ALLOC_ENABLE"] == "0"
 
 
 def test_two_runners_do_not_train_the_same_run(tmp_path):
@@ -1070,15 +978,6 @@ def test_sigterm_ends_the_children_and_leaves_no_lock(tmp_path):
 # --- scripts ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("*.sh")), ids=lambda p: p.name)
-def test_every_script_is_strict_and_says_how_it_is_used(script):
-    text = script.read_text()
-    assert "\nset -euo pipefail\n" in text
-    assert f"scripts/{script.name}" in text.split("set -euo")[0]
-    assert os.access(script, os.X_OK)
-    subprocess.run(["bash", "-n", script], check=True)
-
-
 def test_the_launcher_forms_one_group_of_several_processes(tmp_path):
     fakes = tmp_path / "bin"
     fakes.mkdir()
@@ -1134,7 +1033,7 @@ def test_a_run_is_trained_resumed_evaluated_and_recorded(corpus, one_run, events
         first.train(Children(), Devices(), lock, pytest.fail)
     assert run.progress() == (2, 4)
 
-    children = WarmChildren()  # the first training was in a new interpreter
+    children = ForkedChildren()  # the first training was in a new interpreter
     assert schedule.Schedule([run], schedule.shares(1), events, children).run() == 0
     found = read_run(run.result)
     assert found["dataset"] == "toy-word"

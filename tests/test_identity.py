@@ -19,7 +19,7 @@ from lrpe_fairseq.experiments.records import checkout
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.runs import write_run
 from lrpe_fairseq.experiments.report import cells
-from lrpe_fairseq.experiments.runner import identity, parts, processes
+from lrpe_fairseq.experiments.runner import identity, processes, recording
 from lrpe_fairseq.experiments.runner.processes import ChildFailed, Children, RunFailed
 from tests.test_experiments import a_record, one_run, save, trained  # noqa: F401
 
@@ -63,7 +63,7 @@ def test_damaged_or_replaced_data_are_refused_before_training(prepared, name):
     replace_file(prepared, name)
     with pytest.raises(UserError, match=f"bin/{name} is not the file that data-prep wrote"):
         prepared.begin(pytest.fail)
-    assert not parts.read(prepared.folder)
+    assert not recording.usage(prepared.folder)
 
 
 def test_a_run_on_other_data_is_not_finished(prepared):
@@ -79,7 +79,7 @@ def test_a_run_on_other_data_is_not_finished(prepared):
 def test_checkpoints_of_other_data_are_not_resumed(prepared):
     cfg = json.loads(json.dumps(identity.resolved(prepared.settings()), default=str))
     save(prepared.checkpoints, "checkpoint_last.pt", 30, cfg=cfg)
-    parts.begin(prepared.folder, prepared.data_checksums(), resumed=False)
+    recording.begin_part(prepared.folder, prepared.data_checksums(), resumed=False)
     assert prepared.ready_to_resume(pytest.fail) == 30
     replace_file(prepared, "train.bin")
     said = []
@@ -88,7 +88,7 @@ def test_checkpoints_of_other_data_are_not_resumed(prepared):
 
 
 def test_data_that_change_during_the_training_are_not_recorded(prepared):
-    parts.begin(prepared.folder, prepared.data_checksums(), resumed=False)
+    recording.begin_part(prepared.folder, prepared.data_checksums(), resumed=False)
     replace_file(prepared, "test.bin")
     with pytest.raises(RunFailed, match=r"has changed since the training began \(test\)"):
         prepared.record({}, threads=1)
@@ -105,20 +105,20 @@ def test_runs_on_different_data_of_one_name_do_not_share_a_table():
 
 def test_the_commits_of_all_parts_of_a_training_are_named(tmp_path, monkeypatch):
     def at(commit, *, resumed):
-        monkeypatch.setattr(parts, "commit", lambda: commit)
-        parts.begin(tmp_path, {}, resumed=resumed)
-        return parts.provenance(tmp_path)
+        monkeypatch.setattr(recording, "commit", lambda: commit)
+        recording.begin_part(tmp_path, {}, resumed=resumed)
+        return recording.provenance(tmp_path)
 
-    assert parts.commit is checkout.commit
-    assert parts.provenance(tmp_path) == {}  # begun by an older version
+    assert recording.commit is checkout.commit
+    assert recording.provenance(tmp_path) == {}  # begun by an older version
     assert at("a", resumed=False) == {"commit": "a"}
     assert at("a", resumed=True) == {"commit": "a"}
-    parts.end(tmp_path, 300.04)
+    recording.end_part(tmp_path, 300.04)
     assert at("b", resumed=True) == {"commit": "a", "commits": ["a", "b"]}
-    parts.end(tmp_path, 200.0)
-    assert parts.read(tmp_path)["peak_memory_mb"] == 300.0
+    recording.end_part(tmp_path, 200.0)
+    assert recording.usage(tmp_path)["peak_memory_mb"] == 300.0
     assert at("c", resumed=False) == {"commit": "c"}
-    assert "peak_memory_mb" not in parts.read(tmp_path)
+    assert "peak_memory_mb" not in recording.usage(tmp_path)
 
 
 def test_a_clock_that_is_set_back_leaves_the_training_time_as_it_is(monkeypatch):

@@ -37,7 +37,7 @@ POINTS: dict[str, tuple[Callable[[Path], bool], bool]] = {  # moment -> is it th
     "as the first training begins": (lambda folder: log_of_run(folder, "train.log"), True),
     "after its first checkpoint": (lambda folder: reached(folder, FIRST, BEYOND), False),
     "as a finished training is evaluated": (
-        lambda folder: log_of_run(folder, "eval-valid-blocks.log"),
+        lambda folder: log_of_run(folder, "eval-checkpoint_best-valid-blocks.log"),
         True,
     ),
     "after the first result": (lambda folder: finished(folder, FIRST), False),

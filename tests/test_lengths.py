@@ -14,7 +14,7 @@ from torch import Tensor
 from lrpe_fairseq.attention.linear import EPS
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import canonical_name
-from lrpe_fairseq.experiments.commands import eval_lm
+from lrpe_fairseq.experiments.commands import evaluate
 from lrpe_fairseq.experiments.families import lm
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.families.plan import load_named
@@ -26,9 +26,9 @@ from lrpe_fairseq.experiments.records.runs import Run, read_run, validate
 from lrpe_fairseq.experiments.report import cells
 from lrpe_fairseq.experiments.runner import schedule, scoring
 from lrpe_fairseq.experiments.runner.processes import RunFailed
-from lrpe_fairseq.experiments.runner.warm import WarmChildren
 from tests.end_to_end.cases import each_encoding_once, usable
 from tests.end_to_end.commands import Corpus, build
+from tests.end_to_end.forked import ForkedChildren
 from tests.test_experiments import a_record
 from tests.test_results import make_run
 
@@ -280,15 +280,16 @@ def test_blocks_of_a_model_with_a_memory_are_evaluated_with_the_task_that_carrie
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen: list[list[str]] = []
-    monkeypatch.setattr(eval_lm, "_shown", lambda words, log: seen.append(words))
     monkeypatch.setattr(lm, "read_evaluation", lambda *_: {})
     config = {
         "task.tokens_per_sample": T,
         "dataset.max_tokens": 64,
         "task._name": "lrpe_truncated_bptt_lm",
     }
+    best = tmp_path / "best.pt"
     for protocol, task in (("blocks", config["task._name"]), ("sliding", lm.PLAIN_TASK)):
-        eval_lm._measure(tmp_path / "best.pt", tmp_path, "test", protocol, config)
+        given = (best, tmp_path, (("test", protocol),), config, tmp_path)
+        lm.measure(*given, lambda words, log: seen.append(words))
         words = seen.pop()
         assert words[words.index("--task") + 1] == task
 
@@ -475,7 +476,7 @@ def test_an_evaluation_that_lost_tokens_is_refused(corpus, tmp_path, monkeypatch
     out = tmp_path / "eval-best-test-lengths.json"
 
     def run(words: list[str], log: Path) -> None:
-        out.write_text(json.dumps({name: {"loss": 1.0, "tokens": 900} for name in words[6:-2]}))
+        out.write_text(json.dumps({name: {"loss": 1.0, "tokens": 900} for name in words[7:-2]}))
 
     given = (tmp_path / "best.pt", tmp_path, "test")
     for name, expected in (("blocks-64", 1000), ("paired-64", 7 * T)):
@@ -588,7 +589,7 @@ def tiny_run(corpus: Corpus, folder: Path) -> LMRun:
 @pytest.mark.end_to_end
 def test_a_run_is_evaluated_at_other_lengths_and_again_later(corpus, tmp_path) -> None:
     run, tokens = tiny_run(corpus, tmp_path), corpus.token_count("test")
-    children, events = WarmChildren(), schedule.Events(tmp_path / "events.log")
+    children, events = ForkedChildren(), schedule.Events(tmp_path / "events.log")
     assert schedule.Schedule([run], schedule.shares(1), events, children).run() == 0
     found = read_run(run.result)["metrics"]["test"]
     assert list(found) == sorted(FIRST)
@@ -612,5 +613,5 @@ def test_a_run_is_evaluated_at_other_lengths_and_again_later(corpus, tmp_path) -
     checkpoint, out = run.checkpoints / "checkpoint_best.pt", tmp_path / "by-hand.json"
     names = ["--protocols", "tail-64-64", "paired-128"]
     words = [str(checkpoint), str(run.data), "--splits", "test", *names, "--out", str(out)]
-    assert eval_lm.main(words) == 0
+    assert evaluate.lm(words) == 0
     assert read_run(out)["metrics"]["test"] == {name: found[name] for name in names[1:]}

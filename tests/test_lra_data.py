@@ -350,15 +350,14 @@ def test_a_model_is_also_evaluated_on_other_data_that_are_verified(
     folders = {"folder": tmp_path, "result": tmp_path / "run.json", "data": tmp_path / "text"}
     made = ClassificationRun(**names, **kinds, **folders, evaluations=asked)
     commands: list[list[str]] = []
-    monkeypatch.setattr(classification, "run_child", lambda *given: commands.append(given[1]))
 
     def read(path: Path) -> dict:
         score = {"accuracy": {"accuracy": float(len(path.name))}}
         return {"metrics": {"valid": score, "test": score}, "protocol": {"accuracy": "Said."}}
 
     monkeypatch.setattr(classification, "read_run", read)
-    found = made.measure(None, None, 0)
-    assert [command[4] for command in commands] == [str(tmp_path / n) for n in ("text", "other")]
+    found = made.measure(lambda command, log: commands.append(command))
+    assert [command[5] for command in commands] == [str(tmp_path / n) for n in ("text", "other")]
     assert [c[c.index("--splits") + 1 : c.index("--out")] for c in commands] == [
         ["test"], ["valid", "test"]
     ]  # fmt: skip

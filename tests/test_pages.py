@@ -24,14 +24,7 @@ import pytest
 from fairseq import options
 
 import lrpe_fairseq.models  # noqa: F401  (registers the archs)
-from lrpe_fairseq.experiments.commands import (
-    eval_classifier,
-    eval_lm,
-    eval_mt,
-    finetune,
-    run_table,
-    train_row,
-)
+from lrpe_fairseq.experiments.commands import evaluate, run_table, train_row
 from lrpe_fairseq.experiments.families.plan import load_named
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,10 +82,10 @@ PARSERS = {
     "scripts/pretrain_roberta.sh": lambda words: train_row._parse(["table8", *words]),
     "scripts/train_mt.sh": lambda words: train_row._parse(["table4", *words]),
     "scripts/train_classifier.sh": train_row._parse,
-    "scripts/finetune_glue.sh": finetune._parse,
-    "scripts/eval_classifier.sh": partial(parse_only, eval_classifier.main),
-    "scripts/eval_lm.sh": partial(parse_only, eval_lm.main),
-    "scripts/eval_mt.sh": partial(parse_only, eval_mt.main),
+    "scripts/finetune_glue.sh": train_row._parse_finetuning,
+    "scripts/eval_classifier.sh": partial(parse_only, evaluate.classifier),
+    "scripts/eval_lm.sh": partial(parse_only, evaluate.lm),
+    "scripts/eval_mt.sh": partial(parse_only, evaluate.mt),
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from lrpe_fairseq.encodings import encoding_class
 from lrpe_fairseq.experiments.families import plan
-from lrpe_fairseq.experiments.records import recipes
+from lrpe_fairseq.experiments.records import keys
 from lrpe_fairseq.experiments.records.layout import Column, load_table, load_tables
 from lrpe_fairseq.experiments.records.runs import (
     FIELDS,
@@ -344,7 +344,7 @@ def test_a_row_may_lack_columns_and_then_has_neither_cell_nor_training(root):
         "split: test, protocol",
         "overrides: {optimization.clip_norm: 2.0}, split: test, protocol",
     )
-    named = [cell.name for cell in recipes.cells(load_table(path))]
+    named = [cell.name for cell in keys.cells(load_table(path))]
     assert named[:3] == ["Base-linear", "Base-linear-clip-norm=2.0", "RoPE-linear"]
     assert "RoPE-linear-clip-norm=2.0" not in named
     config = {**UPDATES, CLIPPING: 2.0}

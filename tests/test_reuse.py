@@ -9,19 +9,20 @@ from typing import Any
 import pytest
 import torch
 
+from lrpe_fairseq.experiments.commands import evaluate
 from lrpe_fairseq.experiments.families import plan
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.families.translation import TranslationRun
-from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records import checkpoints, keys
 from lrpe_fairseq.experiments.records.checkout import commit
+from lrpe_fairseq.experiments.records.keys import cells
 from lrpe_fairseq.experiments.records.layout import load_table
-from lrpe_fairseq.experiments.records.recipes import cells
 from lrpe_fairseq.experiments.records.runs import Run, read_run, write_run
 from lrpe_fairseq.experiments.report.cells import require_same_options
-from lrpe_fairseq.experiments.runner import by_hand, identity, schedule
+from lrpe_fairseq.experiments.runner import identity, schedule
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children
-from lrpe_fairseq.experiments.runner.training import TrainingRun
+from lrpe_fairseq.experiments.runner.training import Shell, TrainingRun
 from tests.test_experiments import a_record
 
 UPDATES, SECONDS = 5, 12.5
@@ -120,16 +121,18 @@ def test_a_table_whose_runs_cannot_be_told_apart_is_refused(table) -> None:
         table("dataset: wikitext-103-word, config", "dataset: wikitext-2-bpe, config")
 
 
-def test_a_column_without_a_data_set_shows_those_that_no_other_column_configures(table) -> None:
-    own = table(
-        "metric: ppl,\n     dataset: wikitext-2-bpe}\n  - {key: long",
-        "metric: ppl}\n  - {key: long",
-    )
+def test_a_column_without_a_data_set_shows_those_that_no_other_column_names(table) -> None:
+    given = table()
+    columns = [replace(column, dataset="") for column in given.columns[:2]]
+    own = replace(given, columns=[*columns, given.columns[2]])
     valid, _, words = own.columns
-    assert own.shows(valid, "wikitext-2-bpe", "small")
-    assert not own.shows(valid, "wikitext-103-word", "small")
-    assert own.shows(words, "wikitext-103-word", "small")
-    assert not own.shows(words, "wikitext-2-bpe", "small")
+
+    def filled(dataset: str) -> set[str]:
+        run = a_record(experiment="lengths", dataset=dataset)
+        return {column for row, column in keys.filled(own, run) if row == "Base"}
+
+    assert filled("wikitext-2-bpe") == {valid.key, "long"}
+    assert filled("wikitext-103-word") == {words.key}
 
 
 def test_a_column_whose_data_are_not_its_configurations_is_refused(table, monkeypatch) -> None:
@@ -173,7 +176,7 @@ class Recorded(LMRun):
     def require_inputs(self) -> None:
         pass
 
-    def measure(self, children: Children, devices: Devices, lock: int) -> Run:
+    def measure(self, run: Shell) -> Run:
         self.done[0].extend(f"{split} {protocol}" for split, protocol in self.evaluations)
         metrics: Run = {}
         for split, protocol in self.evaluations:
@@ -353,8 +356,8 @@ def test_a_run_file_keeps_earlier_evaluations_of_the_same_checkpoint_and_data_on
         case "data of another split":
             del now["valid"]
     out.write_text("{" if difference == "damaged" else json.dumps(before))
-    monkeypatch.setattr(by_hand.checksums, "checksums", lambda data, splits: now)
-    by_hand.report(evaluated(**AGAIN), out, tmp_path)
+    monkeypatch.setattr(evaluate.folders, "checksums", lambda data, splits: now)
+    evaluate.report(evaluated(**AGAIN), out, tmp_path)
     after = read_run(out)
     found = {s: {n: v["ppl"] for n, v in own.items()} for s, own in after["metrics"].items()}
     assert found == expected

@@ -14,6 +14,7 @@ from lrpe_fairseq.experiments.families.plan import load_named, runs
 from lrpe_fairseq.experiments.families.synthetic import SyntheticRun, read_accuracy
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.files import ROOT, write_json
+from lrpe_fairseq.experiments.records.keys import RATE
 from lrpe_fairseq.experiments.records.layout import Column, Row, Table, load_table
 from lrpe_fairseq.experiments.report import cells
 from lrpe_fairseq.experiments.runner.processes import RunFailed
@@ -42,7 +43,7 @@ def test_the_table_shows_both_accuracies_of_every_task_at_every_length() -> None
 def test_a_cell_has_one_run_per_learning_rate_on_the_data_of_its_column() -> None:
     found = [run for run in runs(load_named("synthetic"), "small", [2]) if run.label == "RoPE"]
     assert len(found) == 2 * len(SUITE) * 3
-    run = next(r for r in found if r.data.name == "synthetic-copy-small" and r.lr == 0.01)
+    run = next(r for r in found if "copy-small-lr0.01" in r.name)
     assert run.folder.name == "small-RoPE-linear-synthetic-copy-small-lr0.01-seed2"
     assert run.result.parent == ROOT / "results" / "runs" / "synthetic"
     assert run.preparation_of(run.data)[:3] == ["data-prep/synthetic/prepare.py", "--task", "copy"]
@@ -64,7 +65,7 @@ def test_recall_with_linear_attention_has_longer_trainings_and_smaller_rates() -
             own = [r for r in own if r.attention_type == attention]
             longer = attention == "linear" and task in ("mqar", "mqrar")
             updates, rates = (2000, [1e-3, 2e-3, 3e-3]) if longer else (1000, [1e-3, 3e-3, 1e-2])
-            assert [run.lr for run in own] == rates
+            assert [run.settings().optimization.lr[0] for run in own] == rates
             for settings in (run.settings() for run in own):
                 assert settings.optimization.max_update == updates
                 warmup = settings.lr_scheduler.warmup_updates
@@ -73,7 +74,7 @@ def test_recall_with_linear_attention_has_longer_trainings_and_smaller_rates() -
 
 def test_the_grid_is_read_with_its_width_flat_and_by_rows_and_columns() -> None:
     width = synthetic.SCALES["small"].width
-    found = [run for run in runs(load_named("grid"), "small", [1]) if run.lr == 0.003]
+    found = [run for run in runs(load_named("grid"), "small", [1]) if "-lr0.003-" in run.name]
     assert {run.data.name for run in found} == {"synthetic-grid-small"}
     read: dict[str, set[str]] = {"linear": set(), "softmax": set()}
     for run in found:
@@ -112,7 +113,7 @@ def test_every_sample_and_answer_is_counted_or_the_run_fails(tmp_path: Path) -> 
 
 def a_table(best_by: dict[str, str]) -> Table:
     column = Column(
-        "test", "test", "softmax", "answer_accuracy", "test4", "whole", best_over=cells.RATE,
+        "test", "test", "softmax", "answer_accuracy", "test4", "whole", best_over=RATE,
         best_by=best_by, better="higher",
     )  # fmt: skip
     rows = [Row("RoPE", "rope", ["softmax"])]
@@ -128,7 +129,7 @@ def a_run(lr: float, loss: float, accuracy: float | None) -> dict:
         "dataset": "d",
         "scale": "small",
         "seed": 1,
-        "config": {cells.RATE: [lr]},
+        "config": {RATE: [lr]},
         "metrics": {"valid": {"whole": {"loss": loss}}, "test4": {"whole": tested}},
     }
 
@@ -143,7 +144,7 @@ def test_the_rate_is_selected_by_validation_loss_and_not_by_the_test_split() -> 
 def test_a_selection_without_a_direction_is_refused(tmp_path: Path) -> None:
     text = (ROOT / "configs" / "tables" / "synthetic.yaml").read_text(encoding="utf-8")
     (tmp_path / "demo.yaml").write_text(text.replace("loss, better: lower}", "loss, better: low}"))
-    with pytest.raises(ValueError, match=r"better in best_by of column .* must be lower or higher"):
+    with pytest.raises(ValueError, match=r"needs best_over, .* and lower or higher as better"):
         load_table(tmp_path / "demo.yaml")
 
 

@@ -18,11 +18,11 @@ from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.data.pieces import SPM, SentencePiece, obtain_gpt2, write_dictionary
 from lrpe_fairseq.experiments.families import lm, plan
-from lrpe_fairseq.experiments.records import shards
+from lrpe_fairseq.experiments.records.files import data_home, first_shard, joined_shards, shards_of
 from lrpe_fairseq.experiments.records.runs import read_run
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.training import TrainingRun
-from lrpe_fairseq.experiments.runner.warm import WarmChildren
+from tests.end_to_end.forked import ForkedChildren
 from tests.test_data_prep import Server, load, refusal, sentence, serving
 from tests.test_glue import gpt2_files
 
@@ -72,14 +72,14 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def test_shards_are_in_numeric_order_and_data_without_them_are_bin(tmp_path: Path) -> None:
-    assert shards.folders(tmp_path) == [tmp_path / "bin"]
-    assert shards.home(shards.joined(tmp_path)) == tmp_path
+    assert shards_of(tmp_path) == [tmp_path / "bin"]
+    assert data_home(joined_shards(tmp_path)) == tmp_path
     for number in (10, 9, 0):
         (tmp_path / "bin" / f"shard{number}").mkdir(parents=True)
     (tmp_path / "bin" / "shards-old").mkdir()
-    assert [path.name for path in shards.folders(tmp_path)] == ["shard0", "shard9", "shard10"]
-    assert shards.home(shards.joined(tmp_path)) == tmp_path
-    assert shards.first(tmp_path).name == "shard0"
+    assert [path.name for path in shards_of(tmp_path)] == ["shard0", "shard9", "shard10"]
+    assert data_home(joined_shards(tmp_path)) == tmp_path
+    assert first_shard(tmp_path).name == "shard0"
 
 
 # ------------------------------------------------------------------------------------- wikibook
@@ -198,7 +198,7 @@ def test_a_cell_of_the_pre_training_table_is_trained_over_the_prepared_shards(
     every = plan.runs(plan.load_named("tmlr-table1-pretrain"), "paper", [1])
     (cell,) = (own for own in every if own.label == "Type2")
     made = shortened(cell, tmp_path / "data", tmp_path, TINY)
-    made.work(WarmChildren(), Devices(), print)
+    made.work(ForkedChildren(), Devices(), print)
     found = read_run(made.result)
     assert made.finished()
     assert (found["dataset"], found["task"]) == ("wikibook-gpt2", "masked_lm")

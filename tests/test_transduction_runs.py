@@ -14,13 +14,12 @@ from lrpe_fairseq.experiments.families import plan, preparation_of, transduction
 from lrpe_fairseq.experiments.families.transduction import METRICS, TransductionRun
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, load_config
+from lrpe_fairseq.experiments.records.keys import cells, option
 from lrpe_fairseq.experiments.records.layout import load_table
-from lrpe_fairseq.experiments.records.recipes import cells
 from lrpe_fairseq.experiments.records.runs import read_run
-from lrpe_fairseq.experiments.report import cells as shown
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import RunFailed
-from lrpe_fairseq.experiments.runner.warm import WarmChildren
+from tests.end_to_end.forked import ForkedChildren
 
 TABLE = """
 title: Trees
@@ -143,7 +142,7 @@ def test_a_run_trains_and_is_measured_from_data_to_run_file(runs, tmp_path: Path
         result=tmp_path / "toy" / "run.json",
     )
     run = replace(run, overrides=(*run.overrides, *SMALLER))
-    assert run.work(WarmChildren(), Devices(1), print)
+    assert run.work(ForkedChildren(), Devices(1), print)
     assert run.finished()
     found = read_run(run.result)
     for split in ("valid", "test"):
@@ -161,13 +160,13 @@ def test_a_run_trains_and_is_measured_from_data_to_run_file(runs, tmp_path: Path
     best = min(point["valid_teacher_ppl"] for point in found["curve"])
     assert best == pytest.approx(found["metrics"]["valid"]["teacher"]["ppl"], rel=1e-3)
     assert found["position_encoding"] == {"encoder": "ape-tree", "decoder": "ape-tree"}
-    assert shown.option(found, "model.*.ape_init") == "identity"
-    assert shown.option(found, "model.cross.position_encoding") == "ape-tree"
+    assert option(found["config"], "model.*.ape_init") == "identity"
+    assert option(found["config"], "model.cross.position_encoding") == "ape-tree"
     weights = checkpoints.load(run.checkpoints / checkpoints.BEST)["model"]
     generators = [w for name, w in weights.items() if name.endswith("generator.entries")]
     assert len(generators) == 3
     assert all(torch.equal(one, generators[0]) for one in generators)
-    assert shown.option(found, "task.node_positions") is True
+    assert option(found["config"], "task.node_positions") is True
 
 
 @pytest.mark.parametrize("name", ["ape-sequences", "ape-trees"])

@@ -16,8 +16,8 @@ from pathlib import Path
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data.glue import TASKS, GlueTask, named, obtain, read_examples
 from lrpe_fairseq.experiments.data.pieces import Tokenizer, tokenizer_of
-from lrpe_fairseq.experiments.records import shards
 from lrpe_fairseq.experiments.records.console import UserError, command
+from lrpe_fairseq.experiments.records.files import first_shard
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Pieces:
 
 def pieces_of(folder: Path) -> Pieces:
     """Read the pieces of a prepared corpus. Raises: UserError if it is not prepared."""
-    tokenizer, dictionary = tokenizer_of(folder), shards.first(folder) / "dict.txt"
+    tokenizer, dictionary = tokenizer_of(folder), first_shard(folder) / "dict.txt"
     if not dictionary.is_file():
         raise UserError(f"{dictionary} does not exist: prepare {folder} first.")
     return Pieces(folder.name, tokenizer, dictionary)

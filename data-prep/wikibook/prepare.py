@@ -20,8 +20,9 @@ import numpy as np
 
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data.pieces import GPT2, SHA256, obtain_gpt2
-from lrpe_fairseq.experiments.records import dictionaries, shards
+from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import UserError, command
+from lrpe_fairseq.experiments.records.files import shards_of
 
 FILES = ("dict.txt", "train.bin", "train.idx", "valid.bin", "valid.idx")
 AVAILABLE = 16  # two orders of the same text, in 8 shards each
@@ -88,7 +89,7 @@ def verify(folders: Sequence[Path], tokenizer: GPT2, types: int = TYPES) -> None
     Raises: UserError, which names the first file that is not.
     """
     first = folders[0] / "dict.txt"
-    words = dictionaries.words(first)
+    words = checkpoints.dictionary_words(first)
     size = len(words) + prep.FAIRSEQ_SPECIALS
     if size != types or set(tokenizer.vocabulary()) - set(words):
         raise UserError(
@@ -165,7 +166,7 @@ def _reopened(dest: Path, count: int) -> Path:
 def results(dest: Path) -> dict:
     """Return the counts: of all shards for train, and of the first one, which fairseq reads, for
     valid."""
-    folders = shards.folders(dest)
+    folders = shards_of(dest)
     parts = [prep.count_binary(folder / "train") for folder in folders]
     train = {key: sum(part[key] for part in parts) for key in parts[0]}
     train["tokens_by_shard"] = [part["tokens"] for part in parts]

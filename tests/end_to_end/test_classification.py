@@ -18,7 +18,7 @@ from numpy.random import RandomState
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.experiments.commands import eval_classifier
+from lrpe_fairseq.experiments.commands import evaluate
 from lrpe_fairseq.experiments.data import corpus, examples, images
 from lrpe_fairseq.experiments.data.examples import BYTES, Examples
 from lrpe_fairseq.experiments.families.classification import ClassificationRun
@@ -26,10 +26,9 @@ from lrpe_fairseq.experiments.families.plan import load_named, runs
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.runs import read_run
 from lrpe_fairseq.experiments.runner.training import CONFIGS, Devices
-from lrpe_fairseq.experiments.runner.warm import WarmChildren
 from lrpe_fairseq.models.classifier import LRPEClassifierTinyConfig
 from tests.end_to_end.commands import PLUGIN, last_loss, run, run_together, saved
-from tests.end_to_end.forked import PATIENCE
+from tests.end_to_end.forked import PATIENCE, ForkedChildren
 
 pytestmark = pytest.mark.end_to_end
 
@@ -69,7 +68,7 @@ def classification_run(data: Path, folder: Path, **changes: object) -> Classific
 
 
 def work(made: ClassificationRun) -> dict:
-    made.work(WarmChildren(), Devices(), print)
+    made.work(ForkedChildren(), Devices(), print)
     return read_run(made.result)
 
 
@@ -136,7 +135,7 @@ def test_a_training_whose_gradients_are_not_finite_has_a_run_file_that_says_so(
     made = classification_run(digits, tmp_path)
     wild = "optimization.lr=[1e30]"
     made, said = replace(made, overrides=(*made.overrides, wild)), []
-    made.work(WarmChildren(), Devices(), said.append)
+    made.work(ForkedChildren(), Devices(), said.append)
     found = read_run(made.result)
     assert found["metrics"] == {split: {"accuracy": {"diverged": 1}} for split in ("valid", "test")}
     assert 0 < found["diverged_at"] < UPDATES
@@ -147,7 +146,7 @@ def test_a_training_whose_gradients_are_not_finite_has_a_run_file_that_says_so(
     assert {"evaluated_update", "tokens_per_second"}.isdisjoint(found)  # nothing was logged before
     assert made.finished()
     assert made.outcome().endswith("accuracy diverged")
-    assert not made.work(WarmChildren(), Devices(), print)
+    assert not made.work(ForkedChildren(), Devices(), print)
 
 
 def test_a_checkpoint_is_evaluated_by_hand_on_any_data_with_its_dictionaries(
@@ -155,16 +154,16 @@ def test_a_checkpoint_is_evaluated_by_hand_on_any_data_with_its_dictionaries(
 ) -> None:
     best, out = finished.checkpoints / checkpoints.BEST, tmp_path / "out.json"
     given = [str(best), str(finished.data), "--splits", "test", "--out", str(out)]
-    assert eval_classifier.main(given) == 0
+    assert evaluate.classifier(given) == 0
     measured = json.loads(out.read_text())
     expected = read_run(finished.result)
     assert measured["metrics"]["test"] == expected["metrics"]["test"]
     assert "test, accuracy: accuracy" in capsys.readouterr().out
-    assert eval_classifier.main([*given, "--max-positions", "100"]) == 0  # longer sinusoids
+    assert evaluate.classifier([*given, "--max-positions", "100"]) == 0  # longer sinusoids
     assert json.loads(out.read_text())["metrics"] == measured["metrics"]
-    assert eval_classifier.main([*given[:2], "--splits", "valid", "--out", str(out)]) == 0
+    assert evaluate.classifier([*given[:2], "--splits", "valid", "--out", str(out)]) == 0
     assert json.loads(out.read_text())["metrics"] == expected["metrics"]
-    assert eval_classifier.main([*given, "--max-positions", "32"]) == 0
+    assert evaluate.classifier([*given, "--max-positions", "32"]) == 0
     cut = json.loads(out.read_text())
     assert "540 inputs are cut at 32 tokens" in cut["protocol"]["accuracy"]
     assert cut["metrics"]["test"]["accuracy"] != measured["metrics"]["test"]["accuracy"]
@@ -172,9 +171,9 @@ def test_a_checkpoint_is_evaluated_by_hand_on_any_data_with_its_dictionaries(
     shutil.copytree(finished.data / "bin", other / "bin")
     lines = (other / "bin" / "input0" / "dict.txt").read_text().splitlines()
     (other / "bin" / "input0" / "dict.txt").write_text("\n".join(reversed(lines)) + "\n")
-    assert eval_classifier.main([str(best), str(other)]) == 2
+    assert evaluate.classifier([str(best), str(other)]) == 2
     assert "is not the dictionary that" in capsys.readouterr().err
-    assert eval_classifier.main([*given[:3], "train7"]) == 2
+    assert evaluate.classifier([*given[:3], "train7"]) == 2
     assert "has no split train7" in capsys.readouterr().err
 
 

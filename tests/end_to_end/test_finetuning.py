@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lrpe_fairseq.attention.multihead import ATTENTION_TYPES
-from lrpe_fairseq.experiments.commands import eval_glue, finetune
+from lrpe_fairseq.experiments.commands import evaluate, train_row
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import glue, pieces
 from lrpe_fairseq.experiments.families import finetuning
@@ -27,9 +27,9 @@ from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.runs import read_run
 from lrpe_fairseq.experiments.runner import schedule
 from lrpe_fairseq.experiments.runner.training import CONFIGS, Devices
-from lrpe_fairseq.experiments.runner.warm import WarmChildren
 from tests.end_to_end.cases import sampled
 from tests.end_to_end.commands import PLUGIN, run
+from tests.end_to_end.forked import ForkedChildren
 from tests.test_data_prep import load
 
 pytestmark = pytest.mark.end_to_end
@@ -124,7 +124,7 @@ def finetuning_run(pretrained: Path, data: Path, folder: Path, **changes: object
 
 
 def work(made: FinetuningRun) -> dict:
-    made.work(WarmChildren(), Devices(), print)
+    made.work(ForkedChildren(), Devices(), print)
     return read_run(made.result)
 
 
@@ -159,7 +159,7 @@ def test_a_task_is_learned_by_the_model_of_the_checkpoint(
     assert model["optimization.max_update"] == 3 * 20
     assert found["attention_type"] == made.attention_type
     assert "a subset: 160 of" in found["protocol"]["glue"]
-    predicted, right = eval_glue.predict(made.checkpoints / checkpoints.BEST, made.data, "valid")
+    predicted, right = evaluate.predict(made.checkpoints / checkpoints.BEST, made.data, "valid")
     expected = glue.scores(glue.TASKS[name], predicted, right)
     assert found["metrics"]["valid"]["glue"] == pytest.approx(expected)
     assert len(right) == 48
@@ -201,7 +201,7 @@ def test_it_goes_on_where_a_kill_stopped_it_and_ends_where_it_would_have(
         child.send_signal(signal.SIGKILL)
         child.wait()
     said: list[str] = []
-    made.work(WarmChildren(), Devices(), said.append)
+    made.work(ForkedChildren(), Devices(), said.append)
     found = read_run(made.result)
     assert found["metrics"] == expected["metrics"]
     ours, theirs = (
@@ -238,7 +238,7 @@ def test_two_processes_share_the_batches_of_a_task_and_fill_the_same_cell(
     last = checkpoints.load(made.checkpoints / checkpoints.LAST)
     assert checkpoints.updates(last) == made.max_update() == 20
     assert made.differences(checkpoints.options(last)) == set()
-    predicted, right = eval_glue.predict(made.checkpoints / checkpoints.BEST, made.data, "valid")
+    predicted, right = evaluate.predict(made.checkpoints / checkpoints.BEST, made.data, "valid")
     best = checkpoints.load(made.checkpoints / checkpoints.BEST)["extra_state"]["best"]
     expected = glue.scores(glue.TASKS["STS-B"], predicted, right)[glue.TASKS["STS-B"].metrics[0]]
     assert best == pytest.approx(expected, abs=0.06)
@@ -263,7 +263,7 @@ def test_another_model_than_the_checkpoints_is_refused(
 
 def refused(made: FinetuningRun) -> str:
     with pytest.raises(UserError) as error:
-        made.work(WarmChildren(), Devices(), print)
+        made.work(ForkedChildren(), Devices(), print)
     assert not made.folder.exists()
     assert not made.result.exists()
     return str(error.value)
@@ -312,9 +312,9 @@ def test_a_checkpoint_of_another_task_or_split_is_not_scored(
     made = finished(pretrained, "RTE")
     best = made.checkpoints / checkpoints.BEST
     with pytest.raises(ValueError, match="no split valid7"):
-        eval_glue.predict(best, made.data, "valid7")
+        evaluate.predict(best, made.data, "valid7")
     with pytest.raises(ValueError, match="a head for 2 classes, and STS-B needs 1"):
-        eval_glue.predict(best, tasks / "STS-B", "valid")
+        evaluate.predict(best, tasks / "STS-B", "valid")
 
 
 def test_the_grid_is_every_task_rate_and_seed_and_its_best_rate_fills_the_table() -> None:
@@ -331,7 +331,7 @@ def test_the_grid_is_every_task_rate_and_seed_and_its_best_rate_fills_the_table(
         CONFIGS / "roberta" / "finetune.yaml",
         "paper",
         ["RTE"],
-        finetune.RATES,
+        train_row.RATES,
         [1],
     )
     assert set(by_hand) <= set(grid)
@@ -342,11 +342,11 @@ def test_the_command_works_off_its_runs_on_this_machine_and_says_what_came_out(
     pretrained: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     made = finetuning_run(pretrained, tasks / "RTE", tmp_path)
-    monkeypatch.setattr(finetune, "_runs", lambda options: [made])
+    monkeypatch.setattr(train_row, "_finetunings", lambda options: [made])
     monkeypatch.setattr(FinetuningRun, "prepare_data", lambda self, source: None)
-    monkeypatch.setattr(finetune.tables, "render", lambda: 0)
-    monkeypatch.setattr(schedule, "Children", WarmChildren)  # cold in the test of the kill
-    assert finetune.main(["unread.pt", "RTE", "--jobs", "2"]) == 0
+    monkeypatch.setattr(train_row.report, "render", lambda: 0)
+    monkeypatch.setattr(schedule, "Children", ForkedChildren)  # cold in the test of the kill
+    assert train_row.finetune(["unread.pt", "RTE", "--jobs", "2"]) == 0
     assert made.finished()
     assert f"{made.folder.name}: {made.outcome()}" in capsys.readouterr().out
 
@@ -360,7 +360,7 @@ REFUSED = {  # sentence -> arguments
 
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_the_command_refuses_in_one_sentence(sentence: str, capsys: pytest.CaptureFixture) -> None:
-    assert finetune.main(REFUSED[sentence]) == 2
+    assert train_row.finetune(REFUSED[sentence]) == 2
     said = capsys.readouterr().err
     assert said.startswith("finetune_glue: ")
     assert sentence in said

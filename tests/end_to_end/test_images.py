@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from lrpe_fairseq.experiments.commands import eval_classifier
+from lrpe_fairseq.experiments.commands import evaluate
 from lrpe_fairseq.experiments.families import plan
 from lrpe_fairseq.experiments.families.classification import ClassificationRun
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.runs import read_run
 from lrpe_fairseq.experiments.runner.devices import Devices
-from lrpe_fairseq.experiments.runner.warm import WarmChildren
 from tests.end_to_end.commands import run, saved
+from tests.end_to_end.forked import ForkedChildren
 from tests.test_data_prep import load
 from tests.test_images import needs_timm, write_class_folders
 
@@ -70,7 +70,7 @@ def test_prepared_images_are_learned_and_evaluated(
     prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     made = image_run(prepared, tmp_path, **{"task.no_augmentation": "true"})
-    made.work(WarmChildren(), Devices(), print)
+    made.work(ForkedChildren(), Devices(), print)
     found = read_run(made.result)
     measured = found["metrics"]["valid"]["accuracy"]
     assert (found["task"], found["dataset"]) == ("lrpe_images", "images-folders")
@@ -79,9 +79,9 @@ def test_prepared_images_are_learned_and_evaluated(
     assert made.finished()
     best, out = made.checkpoints / checkpoints.BEST, tmp_path / "out.json"
     given = [str(best), str(made.data), "--splits", "valid", "--out", str(out)]
-    assert eval_classifier.main(given) == 0
+    assert evaluate.classifier(given) == 0
     assert json.loads(out.read_text())["metrics"] == found["metrics"]
-    assert eval_classifier.main([*given[:3], "test"]) == 2
+    assert evaluate.classifier([*given[:3], "test"]) == 2
     assert "has no split test" in capsys.readouterr().err
 
 
@@ -90,7 +90,7 @@ def test_a_training_with_every_augmentation_ends_and_is_evaluated_without(
     prepared: Path, tmp_path: Path
 ) -> None:
     made = image_run(prepared, tmp_path, **{"optimization.max_update": "4"})
-    made.work(WarmChildren(), Devices(), print)
+    made.work(ForkedChildren(), Devices(), print)
     assert read_run(made.result)["metrics"]["valid"]["accuracy"]["examples"] == 24
 
 

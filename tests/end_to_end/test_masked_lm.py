@@ -170,8 +170,8 @@ def test_a_pretrained_model_is_fine_tuned_and_predicts(
 def test_a_run_is_scored_with_the_same_masks_whatever_its_seed(
     pretrained: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
-    from lrpe_fairseq.experiments.runner.training import Devices
-    from lrpe_fairseq.experiments.runner.warm import WarmChildren
+    from lrpe_fairseq.experiments.runner.training import Devices, shell
+    from tests.end_to_end.forked import ForkedChildren
 
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "checkpoints").symlink_to(pretrained.parent)
@@ -184,7 +184,8 @@ def test_a_run_is_scored_with_the_same_masks_whatever_its_seed(
         PretrainingRun(**names, **sides, **places, data=tmp_path / "data", seed=seed)
         for seed in (1, 2)
     ]
-    first, second = (run.measure(WarmChildren(), Devices(), None)["metrics"] for run in runs)
+    here = shell(ForkedChildren(), Devices())
+    first, second = (run.measure(here)["metrics"] for run in runs)
     assert first == second
     assert 0 < first["valid"]["masked"]["loss"] < 4.0
     assert first["test"]["masked"]["ppl"] == 2 ** first["test"]["masked"]["loss"]
@@ -195,7 +196,7 @@ def test_a_finished_run_is_finished_and_a_longer_one_goes_on_from_it(
 ) -> None:
     """fairseq keeps the string "3000" of the YAML's total_num_update as 3000.0."""
     from lrpe_fairseq.experiments.runner.training import Devices
-    from lrpe_fairseq.experiments.runner.warm import WarmChildren
+    from tests.end_to_end.forked import ForkedChildren
 
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "bin").symlink_to(corpus.data)
@@ -217,7 +218,7 @@ def test_a_finished_run_is_finished_and_a_longer_one_goes_on_from_it(
             "optimization.max_update=2",
         ),
     )
-    run.work(WarmChildren(), Devices(), print)
+    run.work(ForkedChildren(), Devices(), print)
     assert run.finished()
     assert "total_num_update" not in " ".join(run.overrides)
     longer = replace(run, overrides=(*run.overrides[:-1], "optimization.max_update=3"))

@@ -12,8 +12,8 @@ from fairseq.data import data_utils
 
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.families.pretraining import PretrainingRun
-from lrpe_fairseq.experiments.records import dictionaries, shards
-from lrpe_fairseq.experiments.records.files import CONFIGS
+from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records.files import CONFIGS, data_home, joined_shards, read_json
 from tests.end_to_end.commands import PLUGIN, last_loss, run_here, saved
 
 pytestmark = pytest.mark.end_to_end
@@ -75,7 +75,7 @@ def _train(data: Path, folder: Path, ends: tuple[int, ...]) -> Training:
 
     with mock.patch.object(data_utils, "load_indexed_dataset", spy):
         for end in ends:
-            words = [shards.joined(data), TRAIN, f"--max-update {end}", "--save-dir", folder]
+            words = [joined_shards(data), TRAIN, f"--max-update {end}", "--save-dir", folder]
             run_here("fairseq_cli.train", *words)
     return Training(folder / "checkpoint_last.pt", read)
 
@@ -106,8 +106,8 @@ def test_a_run_trains_over_the_shards_and_is_validated_on_the_first(
     known = {"scale": "small", "attention_type": "linear", "position_encoding": "none", "seed": 1}
     where = {"folder": tmp_path / "run", "result": tmp_path / "run.json"}
     made = PretrainingRun("t", "Base", "pretrain-small", data, **known, **where)
-    assert made.chosen()["task.data"] == shards.joined(data)
-    assert f"++task.data={shards.joined(data)}" in made.command()
+    assert made.chosen()["task.data"] == joined_shards(data)
+    assert f"++task.data={joined_shards(data)}" in made.command()
     assert str(data / "bin" / "shard0") in made.validation_command("valid")
     assert set(made.data_checksums()) == {"train", "valid", "dictionary"}
 
@@ -115,14 +115,14 @@ def test_a_run_trains_over_the_shards_and_is_validated_on_the_first(
 def test_the_dictionary_of_shards_is_remembered_as_that_of_one_folder(
     data: Path, tmp_path: Path
 ) -> None:
-    dictionaries.remember(tmp_path, data)
-    assert dictionaries.read_json(tmp_path / dictionaries.FILE).keys() == {"dict.txt"}
+    checkpoints.remember_dictionaries(tmp_path, data)
+    assert read_json(tmp_path / checkpoints.DICTIONARIES).keys() == {"dict.txt"}
 
 
 def test_a_configuration_that_names_shards_keeps_them_until_data_are_prepared(
     tmp_path: Path,
 ) -> None:
-    data = shards.home(PLANNED)
+    data = data_home(PLANNED)
     assert data == Path("data/wikibook")
     known = {"scale": "paper", "attention_type": "linear", "position_encoding": "none", "seed": 1}
     where = {"folder": tmp_path / "run", "result": tmp_path / "run.json"}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lrpe_fairseq.attention.linear import NORMALIZERS, LinearState
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.experiments.commands import eval_mt
+from lrpe_fairseq.experiments.commands import evaluate
 from lrpe_fairseq.experiments.families.translation import (
     Decoding,
     TranslationRun,
@@ -26,12 +26,11 @@ from lrpe_fairseq.experiments.families.translation import (
 )
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.runs import read_run
-from lrpe_fairseq.experiments.runner import by_hand
-from lrpe_fairseq.experiments.runner.training import Devices, RunFailed
-from lrpe_fairseq.experiments.runner.warm import WarmChildren
+from lrpe_fairseq.experiments.runner.training import Devices, RunFailed, shell
 from lrpe_fairseq.models.translation import LRPETransformer
 from tests.end_to_end.cases import each_encoding_once, in_turn, sampled, usable
 from tests.end_to_end.commands import PLUGIN, built, load, run, run_here, save, saved
+from tests.end_to_end.forked import ForkedChildren
 
 pytestmark = pytest.mark.end_to_end
 
@@ -377,7 +376,7 @@ def test_a_run_is_scored_on_the_raw_references_by_the_mean_of_its_last_checkpoin
         evaluations=(("test", "beam"),),
         decoding=Decoding(beam=2, length_penalty=1.0, average=2),
     )
-    measured = run_of.measure(WarmChildren(), Devices(), None)
+    measured = run_of.measure(shell(ForkedChildren(), Devices()))
     assert measured["metrics"]["test"]["beam"]["sentences"] == 30
     assert measured["metrics"]["test"]["beam"]["chrf"] > 60
     said = measured["protocol"]["beam"]
@@ -415,18 +414,18 @@ def test_the_script_scores_a_checkpoint_or_the_mean_of_the_last(
     shutil.copytree(trained.folder, folder)
     given = [str(folder / "checkpoint_last.pt"), str(prepared / "bin"), "--splits", "test"]
     out = ["--out", str(tmp_path / "run.json")]
-    assert eval_mt.main([*given, "--average", "2", "--beam", "2", *out]) == 0
+    assert evaluate.mt([*given, "--average", "2", "--beam", "2", *out]) == 0
     found = read_run(tmp_path / "run.json")
     assert "mean of the last 2 checkpoints, beam 2, length penalty 0.6" in found["protocol"]["beam"]
     assert found["position_encoding"]["encoder"] == "lrpe-type3"
     assert found["metrics"]["test"]["beam"]["sentences"] == 30
     assert "test, beam: bleu" in capsys.readouterr().out
-    monkeypatch.setattr(by_hand, "Children", WarmChildren)  # above, in a new interpreter
-    assert eval_mt.main([*given, "--average", "9", "--beam", "1", *out]) == 0
+    monkeypatch.setattr(evaluate, "Children", ForkedChildren)  # above, in a new interpreter
+    assert evaluate.mt([*given, "--average", "9", "--beam", "1", *out]) == 0
     there = len(list(folder.glob("checkpoint_*_*.pt")))  # fewer than nine
     said = read_run(tmp_path / "run.json")["protocol"]["beam"]
     assert f"mean of the last {there} checkpoints, beam 1" in said
-    assert eval_mt.main([*given, "--average", "1"]) == 0
+    assert evaluate.mt([*given, "--average", "1"]) == 0
     assert "one model, beam 4" in read_run(folder / "checkpoint_last.json")["protocol"]["beam"]
 
 
@@ -437,7 +436,7 @@ def test_what_cannot_be_translated_gets_one_sentence_and_no_result(
     options = ["--splits", "test", "--average", "1", "--out", str(out)]
 
     def said(*given: str) -> str:
-        assert eval_mt.main([*given, *options]) == 2
+        assert evaluate.mt([*given, *options]) == 2
         error = capsys.readouterr().err
         assert error.startswith("eval_mt: ")
         assert error.count("\n") == 1
@@ -446,7 +445,7 @@ def test_what_cannot_be_translated_gets_one_sentence_and_no_result(
 
     assert "nowhere is not prepared" in said(checkpoint, "nowhere")
     absent = str(tmp_path / "absent.pt")
-    assert eval_mt.main([absent, str(prepared)]) == 2  # averaging, as it does by default
+    assert evaluate.mt([absent, str(prepared)]) == 2  # averaging, as it does by default
     assert "absent.pt does not exist" in capsys.readouterr().err
     assert "absent.pt does not exist" in said(absent, str(prepared))
     words = (prepared / "bin" / "dict.de.txt").read_text()

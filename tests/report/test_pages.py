@@ -180,7 +180,7 @@ def test_every_page_has_at_most_its_words():
     assert sum(map(words, texts.values())) <= 38_500
 
 
-COMMANDS = "run_table, eval_lm, eval_mt, eval_classifier"
+COMMANDS = "run_table, train_row, evaluate"
 
 
 def test_training_and_evaluation_import_no_module_with_a_reporting_library():

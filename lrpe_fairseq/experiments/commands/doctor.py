@@ -7,11 +7,9 @@ script also runs where one of them is missing or broken.
 
 import importlib
 import importlib.metadata
-import json
 import logging
 import math
 import platform
-import re
 import shlex
 import shutil
 import subprocess
@@ -29,11 +27,8 @@ FREE_GB = 20
 """Minimum disk space in GB for the checkpoints of one table at paper scale."""
 
 DEFAULT_TORCH = "make TORCH=torch==2.13.0 install"
-OLDER_GPUS = (
-    ((6, 2), "make TORCH=torch==2.6.0 install"),
-    ((7, 2), "make TORCH=torch==2.10.0 install"),
-)
-"""Highest compute capability without code in the default torch -> install command."""
+OLDER_GPUS = "torch==2.10.0 for a compute capability up to 7.2, torch==2.6.0 up to 6.2"
+NO_CODE = "no kernel image is available"  # the error of a torch without code for a GPU
 
 Check = Callable[[], str]
 Named = Iterator[tuple[str, Check]]
@@ -171,58 +166,37 @@ def disk(folder: Path) -> str:
 def data_folders(root: Path) -> list[Path]:
     """Return the data folders under ``root`` that data-prep can make, including GLUE tasks."""
     found = [*root.glob("*"), *root.glob("glue-*/*")]
-    return sorted(path for path in found if path.is_dir() and _preparation(path))
+    return sorted(path for path in found if path.is_dir() and preparation_of(path))
 
 
 def data(folder: Path) -> str:
     """Require that the binarized files match the checksums of the manifest."""
-    again = f"run .venv/bin/python {_preparation(folder)} again"
+    from lrpe_fairseq.experiments.data import folders
+    from lrpe_fairseq.experiments.records.console import UserError
+
+    preparation = preparation_of(folder)
     try:
-        steps = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["steps"]
-        written = {f: s for step in steps.values() for f, s in step.get("writes", {}).items()}
-    except FileNotFoundError:
-        raise CheckFailed(f"unfinished; {again}") from None
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        raise CheckFailed(f"{folder / 'manifest.json'} cannot be read; {again}") from None
-    binary = {f: s for f, s in written.items() if f.startswith("bin/")}
-    damaged = [f for f, s in binary.items() if not _intact(folder / f, s)]
-    if damaged or not binary:
-        what = f"{', '.join(damaged)} differs from the manifest" if damaged else "unfinished"
-        raise CheckFailed(f"{what}; {again}")
-    return f"{len(binary)} files intact"
+        folders.require(folder, preparation)
+        steps = folders.manifest(folder)["steps"]
+        folders.verify(folder)
+    except UserError as error:
+        raise CheckFailed(str(error)) from None
+    except (KeyError, TypeError, AttributeError):
+        command = shlex.join(preparation)
+        raise CheckFailed(f"its manifest cannot be read; run .venv/bin/python {command}") from None
+    return f"{len(steps)} steps intact"
 
 
 def gpus() -> str:
-    """List the GPUs; require a torch with code for each, and NCCL for several."""
+    """List the GPUs; require NCCL for several."""
     import torch
 
     count = torch.cuda.device_count()
     if not count:
         return "none; runs use the CPU"
-    for index in range(count):
-        _require_code(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
     if count > 1 and not torch.distributed.is_nccl_available():
         raise CheckFailed(f"this torch has no NCCL; install a CUDA build: {DEFAULT_TORCH}")
     return ", ".join(torch.cuda.get_device_name(index) for index in range(count))
-
-
-def runs_on(capability: tuple[int, int], architectures: list[str]) -> bool:
-    """True if a torch compiled for ``architectures`` has code for a GPU of ``capability``.
-
-    Code for ``sm_XY`` runs on major version X from minor version Y on, ``sm_XYa`` on exactly X.Y;
-    the intermediate code ``compute_XY`` is compiled on first use for anything later.
-    """
-    for name in architectures:
-        parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", name)
-        if not parts:
-            continue
-        kind, target = parts[1], (int(parts[2]), int(parts[3]))
-        if capability == target:
-            return True
-        later = capability > target and not parts[4]
-        if later and (kind == "compute" or capability[0] == target[0]):
-            return True
-    return False
 
 
 def devices() -> list[str]:
@@ -234,7 +208,14 @@ def devices() -> list[str]:
 
 def training_step(device: str) -> str:
     """Train ``lrpe_lm_tiny`` for one update per attention type; losses must be finite."""
-    losses = [_losses(device, attention) for attention in ("linear", "softmax")]
+    try:
+        losses = [_losses(device, attention) for attention in ("linear", "softmax")]
+    except RuntimeError as error:
+        if NO_CODE in str(error):
+            raise CheckFailed(
+                f"this torch has no code for it; run {DEFAULT_TORCH}, with {OLDER_GPUS}"
+            ) from None
+        raise
     if not all(math.isfinite(loss) for pair in losses for loss in pair):
         raise CheckFailed(f"losses {losses}; run make test to find the defect")
     return "; ".join(f"loss {before:.3f} -> {after:.3f}" for before, after in losses)
@@ -269,30 +250,11 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _preparation(folder: Path) -> str:
-    """Return the command that prepares a data folder; empty if unknown."""
-    from lrpe_fairseq.experiments.families import preparation_of
+def preparation_of(folder: Path) -> list[str]:
+    """Return the script that prepares a data folder, with its arguments; empty if unknown."""
+    from lrpe_fairseq.experiments import families
 
-    return shlex.join(preparation_of(folder))
-
-
-def _intact(path: Path, checksum: str) -> bool:
-    from lrpe_fairseq.experiments.data.corpus import has_checksum
-
-    return has_checksum(path, checksum)
-
-
-def _require_code(name: str, capability: tuple[int, int]) -> None:
-    """Require that this torch has code for a GPU. Raises: CheckFailed with the install command."""
-    import torch
-
-    compiled = torch.cuda.get_arch_list()
-    if not runs_on(capability, compiled):
-        command = next((c for limit, c in OLDER_GPUS if capability <= limit), DEFAULT_TORCH)
-        raise CheckFailed(
-            f"{name} is sm_{capability[0]}{capability[1]}, torch {torch.__version__} has code for "
-            f"{', '.join(compiled) or 'no GPU'} only; run {command}"
-        )
+    return families.preparation_of(folder)
 
 
 def _losses(device: str, attention: str) -> tuple[float, float]:

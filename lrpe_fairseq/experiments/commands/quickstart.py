@@ -8,21 +8,18 @@ call reuses them. ``--seeds 3 --publish`` replaces the committed run files of
 """
 
 import argparse
-import contextlib
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.experiments.families.lm import LMRun
-from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.checkout import require_checkout
 from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import ROOT
@@ -30,35 +27,14 @@ from lrpe_fairseq.experiments.records.protocols import BLOCKS
 from lrpe_fairseq.experiments.records.runs import read_run, write_run
 from lrpe_fairseq.experiments.report import docs
 from lrpe_fairseq.experiments.report import quickstart as report
-from lrpe_fairseq.experiments.runner import warm
-from lrpe_fairseq.experiments.runner.devices import Devices
-from lrpe_fairseq.experiments.runner.processes import Children, RunFailed
+from lrpe_fairseq.experiments.runner.processes import RunFailed
 from lrpe_fairseq.experiments.runner.schedule import Events, Schedule, shares
 
 DATA = ROOT / "data" / "pydoc"
 RESULTS = ROOT / "results" / "quickstart"
 RUNS, WORK = ROOT / report.RUNS, RESULTS / "work"
 METHODS = [(attention, e) for attention in ("linear", "softmax") for e in report.ENCODINGS]
-NEEDED = (  # modules that every child process needs, imported once by the fork server
-    "lrpe_fairseq.attention.multihead",
-    "lrpe_fairseq.experiments.families.lm",
-    "lrpe_fairseq.experiments.report.plots",
-)
 PARALLEL = 2
-LOOK_SECONDS = 0.5  # polling interval of a training log
-
-
-@dataclass(frozen=True)
-class QuickstartRun(LMRun):
-    """A language-model run that reports each validation and the final test perplexity."""
-
-    def work(self, children: Children, devices: Devices, say: Callable[[str], None]) -> bool:
-        """Like :meth:`TrainingRun.work`."""
-        with validations_reported(self.log, self.max_update(), say):
-            ours = super().work(children, devices, say)
-        ppl = read_run(self.result)["metrics"]["test"][BLOCKS]["ppl"]
-        say(f"test perplexity {ppl:.2f}")
-        return ours
 
 
 @command("quickstart")
@@ -81,28 +57,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def methods(seeds: int) -> list[QuickstartRun]:
+def methods(seeds: int) -> list[LMRun]:
     """Return one run per row and seed, ordered by seed."""
     return [_method(*row, seed) for seed in range(1, seeds + 1) for row in METHODS]
 
 
-def measure(wanted: Sequence[QuickstartRun]) -> None:
+def measure(wanted: Sequence[LMRun]) -> None:
     """Prepare the corpus, then train and evaluate unfinished runs. Raises: RunFailed."""
     devices = shares(min(PARALLEL, _cores()))
-    os.environ |= Devices(devices[0].threads).environment  # before the fork server imports torch
-    warm.warm_up(*NEEDED)
-    compilation = warm.CONTEXT.Process(target=compile_kernels)
+    compilation = threading.Thread(target=compile_kernels)
     compilation.start()
     prepare_corpus()
     compilation.join()
-    schedule = Schedule(wanted, devices, Events(WORK / "events.log"), trainings())
+    schedule = Schedule(wanted, devices, Events(WORK / "events.log"))
     if schedule.run():
         raise RunFailed(f"some runs failed; their logs are in {_relative(WORK)}")
-
-
-def trainings() -> Children:
-    """Return what runs the trainings: forked processes, or new ones for GPUs: CUDA cannot fork."""
-    return Children() if torch.cuda.device_count() else warm.WarmChildren()
 
 
 def prepare_corpus() -> None:
@@ -124,7 +93,7 @@ def compile_kernels() -> None:
     layer(torch.rand(32, 2, 64))[0].sum().backward()
 
 
-def show(finished: Sequence[QuickstartRun]) -> None:
+def show(finished: Sequence[LMRun]) -> None:
     """Print the table and its agreement with the published order; draw the curves."""
     runs = [read_run(run.result) for run in finished]
     found = report.rows(runs)
@@ -138,7 +107,7 @@ def show(finished: Sequence[QuickstartRun]) -> None:
         print(f"no {picture.name}: matplotlib is not installed (pip install matplotlib)")
 
 
-def publish(finished: Sequence[QuickstartRun]) -> None:
+def publish(finished: Sequence[LMRun]) -> None:
     """Replace the committed run files by those of ``finished``; render their page and picture."""
     for old in RUNS.glob("*.json"):
         old.unlink()
@@ -147,37 +116,9 @@ def publish(finished: Sequence[QuickstartRun]) -> None:
     docs.write(ROOT, ["quickstart", "marked"])
 
 
-@contextlib.contextmanager
-def validations_reported(log: Path, updates: int, say: Callable[[str], None]) -> Iterator[None]:
-    """Report each validation that is appended to ``log``, the log of a running training."""
-    ended, seen = threading.Event(), len(_curve(log))
-    watcher = threading.Thread(target=_watch, args=(log, updates, seen, say, ended), daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        watcher.join()
-
-
-def _watch(
-    log: Path, updates: int, seen: int, say: Callable[[str], None], ended: threading.Event
-) -> None:
-    while not ended.wait(LOOK_SECONDS):
-        curve = _curve(log)
-        for point in curve[seen:]:
-            ppl = point["valid_ppl"]
-            say(f"{point['updates']} of {updates} updates, validation perplexity {ppl:.2f}")
-        seen = max(seen, len(curve))
-
-
-def _curve(log: Path) -> list[dict[str, float]]:
-    return fairseq_log.read_training_log(log).curve(LMRun.curve) if log.exists() else []
-
-
-def _method(attention: str, encoding: str, seed: int) -> QuickstartRun:
+def _method(attention: str, encoding: str, seed: int) -> LMRun:
     folder = WORK / f"{attention}-{encoding}-seed{seed}"
-    return QuickstartRun(
+    return LMRun(
         experiment="quickstart",
         label=encoding,
         config="quickstart",
@@ -207,7 +148,3 @@ def _relative(path: Path) -> str:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

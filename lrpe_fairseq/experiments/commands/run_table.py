@@ -16,13 +16,13 @@ from pathlib import Path
 
 from lrpe_fairseq.experiments import report
 from lrpe_fairseq.experiments.families.plan import load_named, runs, with_columns, with_data
-from lrpe_fairseq.experiments.records import bases, sweeps
+from lrpe_fairseq.experiments.records import bases
 from lrpe_fairseq.experiments.records.console import FAILED, UserError, clock, command
 from lrpe_fairseq.experiments.records.files import ROOT, relative, require_writable, written_whole
 from lrpe_fairseq.experiments.records.layout import Table
-from lrpe_fairseq.experiments.runner import batches, schedule, slurm
+from lrpe_fairseq.experiments.runner import schedule, slurm
 from lrpe_fairseq.experiments.runner.deadline import Deadline
-from lrpe_fairseq.experiments.runner.devices import Devices
+from lrpe_fairseq.experiments.runner.devices import Devices, divided
 from lrpe_fairseq.experiments.runner.processes import grace
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
@@ -61,7 +61,7 @@ def _require_division(chosen: Sequence[TrainingRun], options: argparse.Namespace
     processes = _processes_asked_for(options)
     for run in chosen if processes > 1 else ():
         try:
-            batches.divided(run.settings(), processes)
+            divided(run.settings(), processes)
         except ValueError as error:
             if not run.finished():
                 raise ValueError(f"{run.name}: {error}") from None
@@ -104,7 +104,7 @@ def _prepared(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> lis
 def _run_here(
     chosen: Sequence[TrainingRun], options: argparse.Namespace, begun: float, left_out: int = 0
 ) -> int:
-    """Run ``chosen`` on this machine and render the tables; record the time of a full table.
+    """Run ``chosen`` on this machine and render the tables.
 
     left_out: number of runs without data, which are named again at the end.
     """
@@ -114,24 +114,11 @@ def _run_here(
     made = functools.partial(schedule.Schedule, chosen, devices, events, deadline=deadline)
     if options.pack:
         return _run_and_pack(made, chosen, options.pack)
-    part = any(getattr(options, name) for name in SELECTIONS) or left_out
-    whole = not part and schedule.untouched(chosen)
-    work = made()
-    failed = work.run()
+    failed = made().run()
     failed = report.render() or failed
     seconds = time.monotonic() - begun
     lost = f"; {left_out} runs were left out, since their data are missing" if left_out else ""
     events.say(f"{options.table}: {clock(seconds)} in total{lost}")
-    if whole and not failed and work.trained == len(chosen):
-        sweeps.write_sweep(
-            ROOT / "results" / "sweeps",
-            table=options.table,
-            scale=options.scale,
-            seeds=options.seeds,
-            trainings=len(chosen),
-            jobs=len(devices),
-            wall_seconds=round(seconds, 1),
-        )
     return FAILED if failed else 0
 
 
@@ -319,7 +306,3 @@ def _show(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:
     counts = Counter(re.match(r"[a-z ]*[a-z]", told)[0] for told in states.values())
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,9 +13,7 @@ from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.fairseq_log import Curve
 from lrpe_fairseq.experiments.records.files import relative
 from lrpe_fairseq.experiments.records.runs import Run, read_run
-from lrpe_fairseq.experiments.runner.devices import Devices
-from lrpe_fairseq.experiments.runner.processes import Children, run_child
-from lrpe_fairseq.experiments.runner.training import TrainingRun
+from lrpe_fairseq.experiments.runner.training import Shell, TrainingRun
 
 ACCURACY = "accuracy"
 """The protocol, and its first metric."""
@@ -76,17 +74,16 @@ class ClassificationRun(TrainingRun):
         for data in {self.data_of(protocol) for _, protocol in self.evaluations} - {self.data}:
             folders.prepare(data, self.preparation_of(data))
 
-    def measure(self, children: Children, devices: Devices, lock: int) -> Run:
+    def measure(self, run: Shell) -> Run:
         """Return accuracy and loss of every (split, protocol) pair of ``evaluations``."""
         metrics: Run = {}
         said: dict[str, str] = {}
         for protocol in dict.fromkeys(own for _, own in self.evaluations):
             splits = [split for split, own in dict.fromkeys(self.evaluations) if own == protocol]
             log, found = (self.folder / f"eval-{protocol}.{kind}" for kind in ("log", "json"))
-            log.unlink(missing_ok=True)
             found.unlink(missing_ok=True)
             best, data = self.checkpoints / checkpoints.BEST, self.data_of(protocol)
-            run_child(children, evaluation_command(best, data, splits, found), log, devices, lock)
+            run(evaluation_command(best, data, splits, found), log)
             measured = read_run(found)
             for split in splits:
                 metrics.setdefault(split, {})[protocol] = measured["metrics"][split][ACCURACY]
@@ -98,7 +95,7 @@ class ClassificationRun(TrainingRun):
 def evaluation_command(checkpoint: Path, data: Path, splits: list[str], out: Path) -> list[str]:
     """Return the command that evaluates a checkpoint and writes a run file to ``out``."""
     return [
-        *(sys.executable, "-m", "lrpe_fairseq.experiments.commands.eval_classifier"),
+        *(sys.executable, "-m", "lrpe_fairseq.experiments", "eval_classifier"),
         *(relative(checkpoint), relative(data)),
         *("--splits", *splits, "--out", relative(out)),
     ]

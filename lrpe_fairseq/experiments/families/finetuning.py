@@ -5,28 +5,26 @@ of the command line.
 """
 
 import itertools
-import json
 import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from omegaconf import OmegaConf
 
 from lrpe_fairseq.encodings import canonical_name
 from lrpe_fairseq.experiments.data import glue
 from lrpe_fairseq.experiments.data.folders import manifest
-from lrpe_fairseq.experiments.records import checkpoints, dictionaries
-from lrpe_fairseq.experiments.records.files import ROOT, load_config, relative
+from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records.files import ROOT, load_config, read_json, relative
+from lrpe_fairseq.experiments.records.keys import Cell
 from lrpe_fairseq.experiments.records.layout import Table, file_name
-from lrpe_fairseq.experiments.records.recipes import Cell
 from lrpe_fairseq.experiments.records.runs import Run
-from lrpe_fairseq.experiments.runner.devices import Devices
-from lrpe_fairseq.experiments.runner.processes import Children, RunFailed, run_child
-from lrpe_fairseq.experiments.runner.training import Budget, TrainingRun
+from lrpe_fairseq.experiments.runner.processes import RunFailed
+from lrpe_fairseq.experiments.runner.training import Budget, Shell, TrainingRun
 
 EXPERIMENT = "table3"
 GLUE = "glue"
@@ -73,8 +71,9 @@ class FinetuningRun(TrainingRun):
         """Return the runs of a cell, whose data set is a GLUE task: one per learning rate."""
         folder = f"{scale}-{file_name(f'{cell.label}-{cell.attention}')}-seed1"
         best = ROOT / "runs" / table.pretrained / folder / "checkpoints" / checkpoints.BEST
-        command = pretraining_command(table.pretrained, cell, scale)
-        source = Source(best, cell.label, cell.attention, cell.encoding, command)
+        row = ["--rows", cell.label, "--attention", cell.attention, "--scale", scale]
+        words = ["scripts/run_table.sh", table.pretrained, *row, "--seeds", "1"]
+        source = Source(best, cell.label, cell.attention, cell.encoding, shlex.join(words))
         tasks = [cell.dataset.removeprefix("glue-")]
         rates, home = table.rates_at(scale, cell.rates), table.experiments[0]
         return finetuning_runs(source, config, scale, tasks, rates, [seed], home)
@@ -115,18 +114,15 @@ class FinetuningRun(TrainingRun):
         """The metrics of a finished run, as text."""
         return super().outcome() if self.finished() else ""
 
-    def measure(self, children: Children, devices: Devices, lock: int) -> Run:
+    def measure(self, run: Shell) -> Run:
         """Return the task's metrics on every development set of the data."""
         metrics: Run = {}
         for split in evaluated(self.data):
             log, found = (self.folder / f"eval-{split}.{kind}" for kind in ("log", "json"))
-            log.unlink(missing_ok=True)
             found.unlink(missing_ok=True)
             best = self.checkpoints / checkpoints.BEST
-            run_child(
-                children, evaluation_command(best, self.data, split, found), log, devices, lock
-            )
-            metrics[split] = {GLUE: json.loads(found.read_text(encoding="utf-8"))}
+            run(evaluation_command(best, self.data, split, found), log)
+            metrics[split] = {GLUE: read_json(found)}
         return {"metrics": metrics, "protocol": {GLUE: self._protocol()}}
 
     def record(self, measured: Run, threads: int) -> Run:
@@ -215,12 +211,6 @@ class Source:
     made_by: str = PRETRAINING
 
 
-def pretraining_command(table: str, cell: Cell, scale: str) -> str:
-    """Return the command that pre-trains the model of a cell, with the first seed."""
-    row = ["--rows", cell.label, "--attention", cell.attention]
-    return shlex.join(["scripts/run_table.sh", table, *row, "--scale", scale, "--seeds", "1"])
-
-
 def source_of(checkpoint: Path) -> Source:
     """Describe a checkpoint; its label is its encoding.
 
@@ -279,36 +269,25 @@ def model_options(checkpoint: Path) -> dict[str, str]:
 
     Raises: ValueError if the checkpoint does not load or is not an lrpe_roberta model.
     """
-    model = _model_config(checkpoint)
-    if not str(model.get("_name", "")).startswith("lrpe_roberta"):
-        raise ValueError(
-            f"{relative(checkpoint)} is a model of {model.get('_name')}, not of lrpe_roberta"
-        )
-    kept = _of_our_dataclass(model)
-    return {f"model.{key}": _text(value) for key, value in kept.items() if value is not None}
+    from lrpe_fairseq.models.masked_lm import LRPERobertaConfig
+
+    known = checkpoints.options(checkpoints.load(checkpoint))
+    name = str(known.get("model._name", ""))
+    if not name.startswith("lrpe_roberta"):
+        raise ValueError(f"{relative(checkpoint)} is a model of {name}, not of lrpe_roberta")
+    own = {"_name", *LRPERobertaConfig.__dataclass_fields__} - FREE  # fairseq adds others
+    kept = {key: known.get(f"model.{key}") for key in sorted(own)}
+    return {
+        f"model.{key}": str(value).lower() if isinstance(value, bool) else str(value)
+        for key, value in kept.items()
+        if value is not None
+    }
 
 
 def max_positions(checkpoint: Path) -> int:
     """Return the longest input that the checkpoint's model accepts, in tokens."""
     known = checkpoints.options(checkpoints.load(checkpoint))
     return int(known.get("model.max_positions") or known["task.tokens_per_sample"])
-
-
-def _model_config(checkpoint: Path) -> dict[str, Any]:
-    model = checkpoints.load(checkpoint)["cfg"]["model"]
-    return model if isinstance(model, dict) else vars(model)
-
-
-def _of_our_dataclass(model: dict[str, Any]) -> dict[str, Any]:
-    """Drop the entries that fairseq adds to a model's own options."""
-    from lrpe_fairseq.models.masked_lm import LRPERobertaConfig
-
-    own = {"_name", *LRPERobertaConfig.__dataclass_fields__}
-    return {key: value for key, value in model.items() if key in own - FREE}
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _require_same(what: str, wanted: str, found: str) -> None:
@@ -335,7 +314,7 @@ def subsets(splits: Mapping[str, Mapping[str, int]]) -> list[str]:
 def evaluation_command(checkpoint: Path, data: Path, split: str, found: Path) -> list[str]:
     """Return the command that scores a checkpoint on a split and writes metrics to ``found``."""
     return [
-        *(sys.executable, "-m", "lrpe_fairseq.experiments.commands.eval_glue"),
+        *(sys.executable, "-m", "lrpe_fairseq.experiments", "eval_glue"),
         *(relative(checkpoint), relative(data), "--split", split, "--out", relative(found)),
     ]
 
@@ -354,32 +333,20 @@ def require_match(checkpoint: Path, data: Path, task: glue.GlueTask, remedy: str
             raise RunFailed(
                 f"{relative(data)} has no split {split}: prepare it with data-prep/glue"
             )
-    _require_head(checkpoint, state, data, task)
-    _require_dictionary(checkpoint, data)
-    _require_labels(data, task)
-
-
-def _require_head(checkpoint: Path, state: Run, data: Path, task: glue.GlueTask) -> None:
     if HEAD in state["model"] and len(state["model"][HEAD]) != task.classes:
         raise RunFailed(
             f"{relative(checkpoint)} has a head for {len(state['model'][HEAD])} classes, and "
             f"{data.name} needs {task.classes}: start from a pre-trained checkpoint instead"
         )
-
-
-def _require_dictionary(checkpoint: Path, data: Path) -> None:
     ours = data / "bin" / "input0" / "dict.txt"
-    if not dictionaries.agree(checkpoint, EMBEDDING, ours, added=1):  # <mask>
+    if not checkpoints.same_dictionary(checkpoint, EMBEDDING, ours, added=1):  # <mask>
         raise RunFailed(
             f"{relative(checkpoint)} was pre-trained with another dictionary than "
             f"{relative(data)} has: prepare it with data-prep/glue/prepare.py --tokens-of "
             "the data of pre-training"
         )
-
-
-def _require_labels(data: Path, task: glue.GlueTask) -> None:
-    path = data / "bin" / "label" / "dict.txt"
-    if task.labels and dictionaries.words(path) != [str(n) for n in range(task.classes)]:
+    path, classes = data / "bin" / "label" / "dict.txt", [str(n) for n in range(task.classes)]
+    if task.labels and checkpoints.dictionary_words(path) != classes:
         raise RunFailed(
             f"{relative(path)} does not hold the {task.classes} classes of {data.name}, so labels "
             "would be missing or wrong: prepare it with data-prep/glue"

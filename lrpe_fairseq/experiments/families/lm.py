@@ -1,25 +1,23 @@
 """Language-model runs: :class:`TrainingRun` scored by perplexity under several protocols."""
 
 import itertools
-import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from lrpe_fairseq.experiments.data.folders import manifest
-from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, shards
+from lrpe_fairseq.experiments.records import checkpoints, fairseq_log
 from lrpe_fairseq.experiments.records.console import UserError
-from lrpe_fairseq.experiments.records.files import relative
+from lrpe_fairseq.experiments.records.files import first_shard, read_json, relative
+from lrpe_fairseq.experiments.records.keys import Evaluations
 from lrpe_fairseq.experiments.records.protocols import BLOCKS, SLIDING, Protocol
-from lrpe_fairseq.experiments.records.recipes import Evaluations
 from lrpe_fairseq.experiments.records.runs import Run
-from lrpe_fairseq.experiments.runner.devices import Devices
-from lrpe_fairseq.experiments.runner.launch import BIN
-from lrpe_fairseq.experiments.runner.processes import Children, RunFailed, run_child
-from lrpe_fairseq.experiments.runner.training import TrainingRun
+from lrpe_fairseq.experiments.runner.devices import BIN
+from lrpe_fairseq.experiments.runner.processes import RunFailed
+from lrpe_fairseq.experiments.runner.training import Shell, TrainingRun
 
 PLAIN_TASK = "language_modeling"
 WITHOUT_EOS = ("pg19", "gutenberg")  # books: perplexity per word does not count line ends
@@ -59,38 +57,44 @@ class LMRun(TrainingRun):
         model = {f"model.{key}": value for key, value in self.settings().model.items()}
         require_positions(model, self.tokens_per_sample, protocols)
 
-    def evaluation_command(self, split: str, protocol: str) -> list[str]:
-        """Return the fairseq-eval-lm command of one (split, protocol) pair."""
-        settings, tokens = self.settings(), self.tokens_per_sample
-        return evaluation_command(
-            self.checkpoints / checkpoints.BEST,
-            self.data,
-            split,
-            tokens_per_sample=tokens,
-            context_window=Protocol.parse(protocol).context_window(tokens),
-            max_tokens=int(settings.dataset.max_tokens),
-            task=task_of(settings.task._name, protocol),
-        )
-
-    def measure(self, children: Children, devices: Devices, lock: int) -> Run:
+    def measure(self, run: Shell) -> Run:
         """Return the perplexities of every (split, protocol) pair of ``evaluations``."""
-        metrics: Run = {}
+        settings = self.settings()
+        options = {
+            "task._name": settings.task._name,
+            "task.tokens_per_sample": self.tokens_per_sample,
+            "dataset.max_tokens": int(settings.dataset.max_tokens),
+        }
+        best = self.checkpoints / checkpoints.BEST
+        return measure(best, self.data, self.evaluations, options, self.folder, run)
 
-        def run(command: list[str], log: Path) -> None:
-            run_child(children, command, log, devices, lock)
 
-        for split, names in by_split(self.evaluations).items():
-            own = {}
-            for protocol in filter(is_fairseqs, names):
-                log = self.folder / f"eval-{split}-{protocol}.log"
-                log.unlink(missing_ok=True)
-                run(self.evaluation_command(split, protocol), log)
-                own[protocol] = read_evaluation(log, self.data, split)
-            best = self.checkpoints / checkpoints.BEST
-            own |= scored(best, self.data, split, names, self.tokens_per_sample, self.folder, run)
-            metrics[split] = {name: own[name] for name in names}
-        used = {protocol for _, protocol in self.evaluations}
-        return {"metrics": metrics, "protocol": protocols(self.tokens_per_sample, used)}
+def measure(
+    checkpoint: Path,
+    data: Path,
+    evaluations: Evaluations,
+    options: Mapping[str, Any],
+    folder: Path,
+    run: Shell,
+) -> Run:
+    """Return ``metrics`` and ``protocol`` of a checkpoint.
+
+    options: of its training, by dotted key. folder: of the logs.
+    Raises: RunFailed if an evaluation fails or did not score every token.
+    """
+    metrics: Run = {}
+    trained = options["task.tokens_per_sample"]
+    for split, names in by_split(evaluations).items():
+        own = {}
+        for protocol in filter(is_fairseqs, names):
+            log = folder / f"eval-{checkpoint.stem}-{split}-{protocol}.log"
+            run(evaluation_command(checkpoint, data, split, protocol, options), log)
+            own[protocol] = read_evaluation(log, data, split)
+        own |= scored(checkpoint, data, split, names, trained, folder, run)
+        metrics[split] = {name: own[name] for name in names}
+    used = sorted({protocol for _, protocol in evaluations})
+    said = {name: Protocol.parse(name).sentence(trained) for name in used}
+    return {"metrics": metrics, "protocol": said}
 
 
 def by_split(evaluations: Evaluations) -> dict[str, list[str]]:
@@ -104,11 +108,6 @@ def by_split(evaluations: Evaluations) -> dict[str, list[str]]:
 def is_fairseqs(protocol: str) -> bool:
     """True if fairseq-eval-lm evaluates ``protocol``."""
     return Protocol.parse(protocol).by_fairseq
-
-
-def protocols(tokens_per_sample: int, names: Iterable[str]) -> dict[str, str]:
-    """Return a description of each protocol in ``names``."""
-    return {name: Protocol.parse(name).sentence(tokens_per_sample) for name in sorted(names)}
 
 
 def require_positions(options: Mapping[str, Any], trained: int, wanted: Sequence[Protocol]) -> None:
@@ -128,39 +127,25 @@ def require_positions(options: Mapping[str, Any], trained: int, wanted: Sequence
         )
 
 
-def task_of(trained: str, protocol: str) -> str:
-    """Return the task of an evaluation by fairseq-eval-lm: ``trained`` for ``blocks``.
-
-    A model with a memory of earlier blocks needs the task of its training to carry it.
-    """
-    return trained if protocol == BLOCKS else PLAIN_TASK
-
-
 def evaluation_command(
-    checkpoint: Path,
-    data: Path,
-    split: str,
-    *,
-    tokens_per_sample: int,
-    context_window: int,
-    max_tokens: int,
-    task: str = PLAIN_TASK,
+    checkpoint: Path, data: Path, split: str, protocol: str, options: Mapping[str, Any]
 ) -> list[str]:
     """Return the fairseq-eval-lm command; its default for --tokens-per-sample is refused.
 
-    ``task``: the task that carries the memory between blocks, for models that have one.
+    A model with a memory of earlier blocks needs the task of its training to carry it.
     """
+    tokens = options["task.tokens_per_sample"]
     return [
         str(BIN / "fairseq-eval-lm"),
-        relative(shards.first(data)),
-        *("--task", task),
+        relative(first_shard(data)),
+        *("--task", options["task._name"] if protocol == BLOCKS else PLAIN_TASK),
         *("--user-dir", "lrpe_fairseq"),
         *("--path", relative(checkpoint)),
         *("--gen-subset", split),
-        *("--tokens-per-sample", str(tokens_per_sample)),
-        *("--context-window", str(context_window)),
+        *("--tokens-per-sample", str(tokens)),
+        *("--context-window", str(Protocol.parse(protocol).context_window(tokens))),
         *("--sample-break-mode", "none"),
-        *("--max-tokens", str(max_tokens)),
+        *("--max-tokens", str(options["dataset.max_tokens"] or tokens)),
         *("--num-workers", "0"),
         "--no-progress-bar",
     ]
@@ -188,7 +173,7 @@ def scored(
     names: Sequence[str],
     trained: int,
     folder: Path,
-    run: Callable[[list[str], Path], None],
+    run: Shell,
 ) -> dict[str, dict[str, float]]:
     """Evaluate the protocols of ``names`` that fairseq-eval-lm does not have, in one process.
 
@@ -201,12 +186,11 @@ def scored(
     log, out = (
         folder / f"eval-{checkpoint.stem}-{split}-lengths.{kind}" for kind in ("log", "json")
     )
-    log.unlink(missing_ok=True)
     out.unlink(missing_ok=True)
-    words = [sys.executable, "-m", "lrpe_fairseq.experiments.commands.score_lm"]
+    words = [sys.executable, "-m", "lrpe_fairseq.experiments", "score_lm"]
     words += [relative(checkpoint), relative(data), split, *names, "--out", relative(out)]
     run(words, log)
-    found = json.loads(out.read_text(encoding="utf-8"))
+    found = read_json(out)
     return {name: _complete(name, found[name], data, split, trained, out) for name in names}
 
 

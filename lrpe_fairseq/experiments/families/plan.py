@@ -16,8 +16,8 @@ from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.families import family_of
 from lrpe_fairseq.experiments.records.checkout import require_checkout
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT
+from lrpe_fairseq.experiments.records.keys import Cell, cells
 from lrpe_fairseq.experiments.records.layout import Table, load_table
-from lrpe_fairseq.experiments.records.recipes import Cell, cells
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 
@@ -74,13 +74,7 @@ def with_columns(
 
     Raises: ValueError for a title that no column has.
     """
-    known = list(dict.fromkeys(column.title for column in table.columns))
-    for title in titles:
-        if title not in known:
-            raise ValueError(
-                f"table {table.name} has no column {title!r} at scale {scale}; it has "
-                f"{'; '.join(known)}"
-            )
+    _require(table, scale, "column", titles, [column.title for column in table.columns])
     keys = set(itertools.chain(*(c.mean_of or [c.key] for c in table.columns if c.title in titles)))
     columns = [column for column in table.columns if column.key in keys]
     names = {run.name for run in runs(dataclasses.replace(table, columns=columns), scale, seeds)}
@@ -94,14 +88,20 @@ def with_data(
 
     Raises: ValueError for a data set that no run has.
     """
-    known = list(dict.fromkeys(run.data.name for run in found))
-    for name in names or []:
+    _require(table, scale, "data set", names or (), [run.data.name for run in found])
+    return [run for run in found if not names or run.data.name in names]
+
+
+def _require(
+    table: Table, scale: str, kind: str, names: Sequence[str], known: Sequence[str]
+) -> None:
+    """Raise ValueError for a name that is not known."""
+    for name in names:
         if name not in known:
+            has = "; ".join(dict.fromkeys(known))
             raise ValueError(
-                f"table {table.name} has no data set {name!r} at scale {scale}; it has "
-                f"{', '.join(known)}"
+                f"table {table.name} has no {kind} {name!r} at scale {scale}; it has {has}"
             )
-    return [run for run in found if run.data.name in (names or known)]
 
 
 def _homes(tables: Sequence[Table], scale: str) -> list[tuple[Table, Cell]]:
@@ -111,33 +111,28 @@ def _homes(tables: Sequence[Table], scale: str) -> list[tuple[Table, Cell]]:
     """
     first, *others = tables
     homes: dict[Any, tuple[Table, Cell]] = {}
+
+    def place(table: Table, cell: Cell) -> Any:
+        return cell.key, cell.config or table.scales[scale]
+
     for cell in cells(first):
-        _, home = homes.setdefault(_key(first, cell, scale), (first, cell))
-        homes[_key(first, cell, scale)] = first, home.asked(cell.evaluations)
+        _, home = homes.setdefault(place(first, cell), (first, cell))
+        homes[place(first, cell)] = first, home.asked(cell.evaluations)
     for other in others:
-        own = {_key(other, cell, scale): cell for cell in reversed(cells(other))}
+        own = {place(other, cell): cell for cell in reversed(cells(other))}
         for key in homes.keys() & own.keys():
             homes[key] = other, own[key].asked(homes[key][1].evaluations)
     return list(homes.values())
-
-
-def _key(table: Table, cell: Cell, scale: str) -> Any:
-    return cell.recipe, cell.config or table.scales[scale]
 
 
 def _runs_of(table: Table, cell: Cell, scale: str, seed: int) -> list[TrainingRun]:
     config = ROOT / cell.config if cell.config else config_of(table, scale)
     found = family_of(config).of_cell(table, cell, scale, config, seed)
     for run in found:
-        if cell.config and folders.is_prepared(run.data):
-            _require_dataset(run, cell)
+        known = folders.dataset_name(run.data) if folders.is_prepared(run.data) else cell.dataset
+        if cell.config and known != cell.dataset:
+            raise ValueError(
+                f"{cell.config} trains on {known}, but its column has the data set {cell.dataset}: "
+                "make them equal"
+            )
     return found
-
-
-def _require_dataset(run: TrainingRun, cell: Cell) -> None:
-    dataset = folders.dataset_name(run.data)
-    if dataset != cell.dataset:
-        raise ValueError(
-            f"{cell.config} trains on {dataset}, but its column has the data set {cell.dataset}: "
-            "make them equal"
-        )

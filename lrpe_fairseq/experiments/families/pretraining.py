@@ -8,10 +8,7 @@ from typing import ClassVar
 
 from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.runs import Run
-from lrpe_fairseq.experiments.runner import validation
-from lrpe_fairseq.experiments.runner.devices import Devices
-from lrpe_fairseq.experiments.runner.processes import Children
-from lrpe_fairseq.experiments.runner.training import TrainingRun
+from lrpe_fairseq.experiments.runner.training import Shell, TrainingRun, parse_validation
 
 MASKED = "masked"
 MASK_SEED = 1
@@ -39,19 +36,18 @@ class PretrainingRun(TrainingRun):
 
     def validation_command(self, split: str) -> list[str]:
         """Return fairseq-validate of the best checkpoint on one split, with the shared masks."""
-        return validation.command(
-            self,
-            self.task,
-            split,
-            *("--max-tokens", str(self.settings().dataset.max_tokens)),
-            *("--required-batch-size-multiple", "1"),
-            *("--model-overrides", f"{{'seed': {MASK_SEED}}}"),
-        )
+        size = str(self.settings().dataset.max_tokens)
+        options = ["--max-tokens", size, "--required-batch-size-multiple", "1"]
+        seed = ["--model-overrides", f"{{'seed': {MASK_SEED}}}"]
+        return self.validation(self.task, split, *options, *seed)
 
-    def measure(self, children: Children, devices: Devices, lock: int) -> Run:
+    def measure(self, run: Shell) -> Run:
         """Return loss and perplexity of every split of ``evaluations``."""
-        process = children, devices, lock
-        metrics = validation.measure(self, self.validation_command, read_validation, *process)
+        metrics: Run = {}
+        for split, protocol in self.evaluations:
+            log = self.folder / f"eval-{split}-{protocol}.log"
+            run(self.validation_command(split), log)
+            metrics[split] = {protocol: read_validation(log, split)}
         return {"metrics": metrics, "protocol": PROTOCOL}
 
 
@@ -63,6 +59,6 @@ def read_validation(log: Path, split: str) -> dict[str, float]:
 
     Raises: RunFailed if the output has none.
     """
-    found = validation.parse(log, split)
+    found = parse_validation(log, split)
     exact = EXACT_ABOVE < found["ppl"] < math.inf
     return fairseq_log.scored(math.log2(found["ppl"]) if exact else found["loss"])

@@ -6,7 +6,7 @@ validation loss.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,14 +14,10 @@ from lrpe_fairseq.experiments.data import synthetic
 from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED, Curve
-from lrpe_fairseq.experiments.records.files import ROOT, load_config
-from lrpe_fairseq.experiments.records.layout import Table
-from lrpe_fairseq.experiments.records.recipes import Cell
+from lrpe_fairseq.experiments.records.keys import Evaluations
 from lrpe_fairseq.experiments.records.runs import Run
-from lrpe_fairseq.experiments.runner import validation
-from lrpe_fairseq.experiments.runner.devices import Devices
-from lrpe_fairseq.experiments.runner.processes import Children, RunFailed, run_child
-from lrpe_fairseq.experiments.runner.training import TrainingRun
+from lrpe_fairseq.experiments.runner.processes import RunFailed
+from lrpe_fairseq.experiments.runner.training import Shell, TrainingRun
 
 WHOLE = "whole"
 VALID = ("valid", WHOLE)
@@ -36,10 +32,7 @@ MAX_TOKENS = 4096  # tokens per batch of an evaluation
 
 @dataclass(frozen=True)
 class SyntheticRun(TrainingRun):
-    """One model of one task with one learning rate.
-
-    ``lr``: peak learning rate. The other fields are those of every run.
-    """
+    """One model of one task with one learning rate."""
 
     configs: ClassVar[str] = "synthetic"
     data_scripts: ClassVar[Mapping[str, str]] = {
@@ -47,52 +40,22 @@ class SyntheticRun(TrainingRun):
         for task in synthetic.TASKS
     }
     curve: ClassVar[Curve] = Curve("valid_answer_accuracy", "higher")
-    lr: float = 0.003
+    data_name: ClassVar[str] = "{dataset}"
+    run_name: ClassVar[str] = "{scale}-{cell}-{data}-lr{lr}-seed{seed}"
+    always: ClassVar[Evaluations] = (VALID,)
 
-    @classmethod
-    def of_cell(
-        cls, table: Table, cell: Cell, scale: str, config: Path, seed: int
-    ) -> list[TrainingRun]:
-        """Return one run of a cell per learning rate, on the data set of the cell's column.
-
-        Raises: ValueError if a column has no data set.
-        """
-        if not cell.dataset:
-            raise ValueError(f"table {table.name} needs a dataset in every column")
-        [run] = super().of_cell(table, cell, scale, config, seed)
-        rates = table.rates_at(scale, cell.rates) or list(load_config(config).optimization.lr)
-        evaluations = (VALID, *run.evaluations)
-        run = replace(run, data=ROOT / "data" / cell.dataset, evaluations=evaluations)
-        return [run._at(table.name, f"{scale}-{cell.name}", lr) for lr in rates]
-
-    def _at(self, table: str, cell: str, lr: float) -> "SyntheticRun":
-        """Return this run with the learning rate ``lr``; its name has data set and rate."""
-        name = f"{cell}-{self.data.name}-lr{lr:g}-seed{self.seed}"
-        return replace(
-            self,
-            folder=ROOT / "runs" / table / name,
-            result=ROOT / "results" / "runs" / table / f"{name}.json",
-            lr=lr,
-        )
-
-    def encoding_choices(self) -> dict[str, str]:
-        """Attention type, encoding and learning rate of the run."""
-        return {**super().encoding_choices(), "optimization.lr": f"[{self.lr:g}]"}
-
-    def measure(self, children: Children, devices: Devices, lock: int) -> Run:
+    def measure(self, run: Shell) -> Run:
         """Return accuracies and loss of every split of ``evaluations``, in one process."""
         log = self.folder / "eval.log"
-        log.unlink(missing_ok=True)
         splits = [split for split, _ in self.evaluations]
-        run_child(children, self.evaluation_command(splits), log, devices, lock)
+        run(self.evaluation_command(splits), log)
         text = log.read_text(encoding="utf-8")
         metrics = {split: {WHOLE: read_accuracy(text, self.data, split)} for split in splits}
         return {"metrics": metrics, "protocol": {WHOLE: PROTOCOL}}
 
     def evaluation_command(self, splits: list[str]) -> list[str]:
         """Return the fairseq-validate command for these splits."""
-        size = str(MAX_TOKENS)
-        return validation.command(self, TASK, ",".join(splits), "--max-tokens", size)
+        return self.validation(TASK, ",".join(splits), "--max-tokens", str(MAX_TOKENS))
 
 
 def read_accuracy(log: str, data: Path, split: str) -> dict[str, float]:

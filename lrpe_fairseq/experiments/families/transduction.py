@@ -6,23 +6,18 @@ Models are scored with the true prefix as input (teacher forcing), and in column
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from lrpe_fairseq.experiments.data import transduction as data
-from lrpe_fairseq.experiments.families.encoder_decoder import EncoderDecoderRun
+from lrpe_fairseq.experiments.families.translation import EncoderDecoderRun
 from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.fairseq_log import Curve
-from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.records.layout import Table
-from lrpe_fairseq.experiments.records.recipes import Cell
+from lrpe_fairseq.experiments.records.keys import Evaluations
 from lrpe_fairseq.experiments.records.runs import Run
-from lrpe_fairseq.experiments.runner import validation
-from lrpe_fairseq.experiments.runner.devices import Devices
-from lrpe_fairseq.experiments.runner.processes import Children, RunFailed
-from lrpe_fairseq.experiments.runner.training import TrainingRun
+from lrpe_fairseq.experiments.runner.processes import RunFailed
+from lrpe_fairseq.experiments.runner.training import Shell, parse_validation
 
 TASK = "lrpe_transduction"
 TEACHER, GENERATE = "teacher", "generate"
@@ -76,22 +71,10 @@ class TransductionRun(EncoderDecoderRun):
     task: ClassVar[str] = TASK
     data_scripts: ClassVar[Mapping[str, str]] = _scripts()
     curve: ClassVar[Curve] = Curve("valid_teacher_ppl", "lower")
-    evaluations: tuple[tuple[str, str], ...] = (("valid", TEACHER), ("test", TEACHER))
-
-    @classmethod
-    def of_cell(
-        cls, table: Table, cell: Cell, scale: str, config: Path, seed: int
-    ) -> list[TrainingRun]:
-        """Return the run of a cell; its data set is ``cell.dataset`` in the sizes of ``scale``."""
-        (run,) = super().of_cell(table, cell, scale, config, seed)
-        asked = dict.fromkeys([*cls.evaluations, *cell.evaluations])
-        run = replace(run, evaluations=tuple(asked))
-        if not cell.dataset:
-            return [run]
-        name = f"{scale}-{cell.dataset}-{cell.name}-seed{seed}"
-        folder, result = run.folder.with_name(name), run.result.with_name(f"{name}.json")
-        source = ROOT / "data" / f"{cell.dataset}-{scale}"
-        return [replace(run, data=source, folder=folder, result=result)]
+    data_name: ClassVar[str] = "{dataset}-{scale}"
+    run_name: ClassVar[str] = "{scale}-{dataset}-{cell}-seed{seed}"
+    always: ClassVar[Evaluations] = (("valid", TEACHER), ("test", TEACHER))
+    evaluations: Evaluations = always
 
     def encoding_choices(self) -> dict[str, str]:
         """Return attention and encoding of both halves, and the tokens to score."""
@@ -101,23 +84,20 @@ class TransductionRun(EncoderDecoderRun):
         """Return fairseq-validate of the best checkpoint on one split."""
         size = str(self.settings().dataset.batch_size)
         decode = ("--decode-samples", str(DECODED)) if protocol == GENERATE else ()
-        return validation.command(self, TASK, split, "--batch-size", size, *decode)
+        return self.validation(TASK, split, "--batch-size", size, *decode)
 
-    def measure(self, children: Children, devices: Devices, lock: int) -> Run:
+    def measure(self, run: Shell) -> Run:
         """Return :data:`METRICS` of every split and protocol of ``evaluations``.
 
         Raises: RunFailed for a protocol that does not exist.
         """
         metrics: Run = {}
-        for name in dict.fromkeys(protocol for _, protocol in self.evaluations):
+        for split, name in self.evaluations:
             if name not in METRICS:
                 raise RunFailed(f"there is no protocol {name!r}: choose from {', '.join(METRICS)}")
-            own = replace(self, evaluations=tuple(e for e in self.evaluations if e[1] == name))
-            command = partial(self.validation_command, protocol=name)
-            read = partial(read_validation, protocol=name)
-            found = validation.measure(own, command, read, children, devices, lock)
-            for split, values in found.items():
-                metrics.setdefault(split, {}).update(values)
+            log = self.folder / f"eval-{split}-{name}.log"
+            run(self.validation_command(split, name), log)
+            metrics.setdefault(split, {})[name] = read_validation(log, split, name)
         used = {protocol for _, protocol in self.evaluations}
         return {"metrics": metrics, "protocol": {n: PROTOCOL[n] for n in PROTOCOL if n in used}}
 
@@ -132,7 +112,7 @@ def read_validation(log: Path, split: str, protocol: str = TEACHER) -> dict[str,
 
     Raises: RunFailed if one of them is missing.
     """
-    found, names = validation.parse(log, split), METRICS[protocol]
+    found, names = parse_validation(log, split), METRICS[protocol]
     if missing := [name for name in names.values() if name not in found]:
         raise RunFailed(f"fairseq-validate printed no {missing[0]} for {split} ({log})")
     measured = {name: found[printed] for name, printed in names.items()}

@@ -1,8 +1,8 @@
-"""Translation runs, scored by BLEU and chrF of detokenized text."""
+"""Encoder-decoder models, and translation: scored by BLEU and chrF of detokenized text."""
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,16 +11,16 @@ from sacrebleu.metrics import BLEU, CHRF
 
 from lrpe_fairseq.experiments.data.bitext import side
 from lrpe_fairseq.experiments.data.folders import manifest
-from lrpe_fairseq.experiments.families.encoder_decoder import EncoderDecoderRun
-from lrpe_fairseq.experiments.records import checkpoints, dictionaries
+from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import relative
-from lrpe_fairseq.experiments.records.layout import Table
+from lrpe_fairseq.experiments.records.layout import HALVES, PARTS, Table
 from lrpe_fairseq.experiments.records.runs import Run
-from lrpe_fairseq.experiments.runner.devices import Devices
-from lrpe_fairseq.experiments.runner.launch import BIN
-from lrpe_fairseq.experiments.runner.processes import Children, RunFailed, run_child
+from lrpe_fairseq.experiments.runner.devices import BIN
+from lrpe_fairseq.experiments.runner.processes import RunFailed
+from lrpe_fairseq.experiments.runner.training import Shell, TrainingRun
 
 BEAM = "beam"
+CROSS = "model.cross.position_encoding"
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,30 @@ class Decoding:
 
 
 @dataclass(frozen=True)
-class Half:
-    """One half of an encoder-decoder model: its attention and encoding."""
+class EncoderDecoderRun(TrainingRun, ABC):
+    """One ``lrpe_transformer`` with the same attention type and encoding in encoder and decoder.
 
-    side: str
-    attention: str
-    encoding: str
+    Cross-attention is stock unless a table sets ``model.cross.position_encoding``. A table names an
+    option of one part as ``model.encoder.fidelity``, and of all parts as ``model.*.fidelity``.
+    """
+
+    @classmethod
+    def overrides_of(cls, option: str, value: Any) -> tuple[str, ...]:
+        """Return ``section.key=value`` for an option, for every part that has it."""
+        parts = HALVES if option.endswith("learned_pos") else PARTS
+        names = [option.replace("*", part) for part in parts] if "*" in option else [option]
+        return tuple(cls.override(name, value) for name in names)
+
+    def encoding_choices(self) -> dict[str, str]:
+        """Return attention and encoding of both halves, and the seed of all encodings."""
+        encoded = any(override.startswith(f"{CROSS}=") for override in self.overrides)
+        choices = {
+            "attention_type": self.attention_type,
+            "position_encoding": self.position_encoding,
+            "encoding_seed": str(self.seed),
+        }
+        found = {f"model.{half}.{key}": value for half in HALVES for key, value in choices.items()}
+        return found | ({"model.cross.encoding_seed": str(self.seed)} if encoded else {})
 
 
 @dataclass(frozen=True)
@@ -89,28 +107,27 @@ class TranslationRun(EncoderDecoderRun):
     next_step: ClassVar[str] = "evaluate with: scripts/eval_mt.sh {best} {data}"
     evaluations: tuple[tuple[str, str], ...] = (("valid", BEAM), ("test", BEAM))
     decoding: Decoding = Decoding()
-    fixed: Half | None = None
+    fixed: tuple[tuple[str, str], ...] = ()  # side, attention and encoding of one half
 
     @classmethod
     def fields_of(cls, table: Table) -> dict[str, Any]:
         """Return the half that all cells of the table share, if there is one."""
-        return {"fixed": Half(**table.fixed)} if table.fixed else {}
+        return {"fixed": tuple(table.fixed.items())}
 
     def encoding_choices(self) -> dict[str, str]:
         """Return attention type and encoding of encoder and decoder as configuration keys."""
         found = super().encoding_choices()
-        if self.fixed:
-            found[f"model.{self.fixed.side}.attention_type"] = self.fixed.attention
-            found[f"model.{self.fixed.side}.position_encoding"] = self.fixed.encoding
+        if fixed := dict(self.fixed):
+            found[f"model.{fixed['side']}.attention_type"] = fixed["attention"]
+            found[f"model.{fixed['side']}.position_encoding"] = fixed["encoding"]
         return found
 
-    def measure(self, children: Children, devices: Devices, lock: int) -> Run:
+    def measure(self, run: Shell) -> Run:
         """Return BLEU and chrF of every split of ``evaluations``, and what was averaged."""
         last = checkpoints.periodic(self.checkpoints)[-self.decoding.average :]
         averaged, decoding = self._averaged()
         splits = [split for split, _ in self.evaluations]
-        generate = functools.partial(run_child, children, devices=devices, lock=lock)
-        found = measure(averaged, self.data, splits, decoding, self.folder, generate)
+        found = measure(averaged, self.data, splits, decoding, self.folder, run)
         updates = [checkpoints.update_of(path) for path in last]
         return {**found, "averaged_updates": updates} if updates else found
 
@@ -128,11 +145,11 @@ def measure(
     splits: Sequence[str],
     decoding: Decoding,
     logs: Path,
-    generate: Callable[[list[str], Path], Any],
+    run: Shell,
 ) -> Run:
     """Return ``metrics`` and ``protocol`` of a checkpoint.
 
-    ``generate`` runs a command and writes its output to a log in ``logs``.
+    logs: the folder of the outputs of fairseq-generate.
 
     Raises: RunFailed if the dictionaries differ from the checkpoint's, fairseq-generate fails (for
         example on a source that is too long), or a sentence is missing.
@@ -141,8 +158,7 @@ def measure(
     metrics: Run = {}
     for split in splits:
         log = logs / f"eval-{split}-{BEAM}.log"
-        log.unlink(missing_ok=True)
-        generate(generate_command(checkpoint, data, split, decoding), log)
+        run(generate_command(checkpoint, data, split, decoding), log)
         metrics[split] = {}
         metrics[split][BEAM], said = score(log, data, split)
     return {"metrics": metrics, "protocol": {BEAM: decoding.sentence(said)}}
@@ -158,7 +174,9 @@ def require_dictionaries(checkpoint: Path, data: Path) -> None:
         )
     for part, language in zip(("encoder", "decoder"), known["languages"], strict=True):
         dictionary = data / "bin" / f"dict.{language}.txt"
-        if not dictionaries.agree(checkpoint, f"{part}.embed_tokens.weight", dictionary, say=print):
+        if not checkpoints.same_dictionary(
+            checkpoint, f"{part}.embed_tokens.weight", dictionary, say=print
+        ):
             raise RunFailed(
                 f"{relative(dictionary)} is not the dictionary that {relative(checkpoint)} was "
                 "trained with: evaluate it on its training data"

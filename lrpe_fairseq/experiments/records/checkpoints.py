@@ -1,5 +1,12 @@
-"""Check, read, average and delete fairseq's checkpoints, without fairseq."""
+"""Check, read, average and delete fairseq's checkpoints, without fairseq.
 
+A training stores the checksums of its dictionaries next to its checkpoints
+(:func:`remember_dictionaries`), so that no checkpoint is evaluated with other ones. For a
+checkpoint without them, the dictionary in the data folder of its training is compared; if that was
+deleted, only the number of words is compared.
+"""
+
+import hashlib
 import math
 import pickle
 import re
@@ -12,7 +19,13 @@ from typing import Any
 
 import torch
 
-from lrpe_fairseq.experiments.records.files import written_whole
+from lrpe_fairseq.experiments.records.files import (
+    ROOT,
+    first_shard,
+    read_json,
+    write_json,
+    written_whole,
+)
 
 LAST = "checkpoint_last.pt"
 BEST = "checkpoint_best.pt"
@@ -20,6 +33,9 @@ AVERAGED = "checkpoint_averaged.pt"
 CRASH = "crash.pt"  # fairseq saves it at an update whose gradients are not finite
 PERIODIC = re.compile(r"checkpoint_\d+_(\d+)\.pt")
 """Name of a checkpoint that fairseq saves within an epoch; the number counts updates."""
+DICTIONARIES = "dictionaries.json"
+"""File next to the checkpoints: path of a dictionary in ``bin`` -> sha256 of its words in order."""
+SPECIALS = 4  # <s>, <pad>, </s>, <unk>: in every fairseq dictionary, but not in dict.txt
 SECTIONS = (
     "common",
     "distributed_training",
@@ -216,6 +232,57 @@ def remove_all(folder: Path) -> None:
     """Delete every checkpoint of a folder."""
     for path in folder.glob("checkpoint*.pt"):
         path.unlink()
+
+
+def remember_dictionaries(folder: Path, data: Path) -> None:
+    """Store the checksums of the dictionaries of ``data`` in a folder of checkpoints."""
+    home = first_shard(data)
+    found = {p.relative_to(home).as_posix(): _sha256(p) for p in sorted(home.rglob("dict*.txt"))}
+    write_json(folder / DICTIONARIES, found)
+
+
+def same_dictionary(
+    checkpoint: Path,
+    embedding: str,
+    dictionary: Path,
+    added: int = 0,
+    say: Callable[[str], None] = lambda text: None,
+    name: str = "",
+) -> bool:
+    """True if ``dictionary`` is the one of the ``embedding`` of ``checkpoint``.
+
+    added: symbols that the task adds, such as ``<mask>``. say: called with a sentence if only the
+    numbers of words were compared. name: the path of ``dictionary`` in ``bin``, by default its
+    file name. The size of an adaptive input, which has no single embedding, is not compared.
+
+    Raises: ValueError if the checkpoint does not load.
+    """
+    state = load(checkpoint)
+    if not dictionary.is_file():
+        return False
+    weight = state["model"].get(embedding)
+    if weight is not None and len(dictionary_words(dictionary)) + SPECIALS + added != len(weight):
+        return False
+    name = name or dictionary.name
+    kept = read_json(checkpoint.with_name(DICTIONARIES)).get(name)
+    there = ROOT / str(options(state).get("task.data", "")).split(":")[0] / name
+    trained = kept or (_sha256(there) if there.is_file() else "")
+    if not trained:
+        say(
+            f"{checkpoint} does not tell the words of its dictionary and the data of its training "
+            f"are gone: only the number of words of {dictionary} was compared"
+        )
+    return trained in ("", _sha256(dictionary))
+
+
+def dictionary_words(dictionary: Path) -> list[str]:
+    """Return the symbols of a ``dict.txt`` in order."""
+    lines = dictionary.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    return [line.rpartition(" ")[0] for line in lines]
+
+
+def _sha256(dictionary: Path) -> str:
+    return hashlib.sha256("\n".join(dictionary_words(dictionary)).encode()).hexdigest()
 
 
 def _resumable(folder: Path, say: Callable[[str], None]) -> dict[Path, int]:

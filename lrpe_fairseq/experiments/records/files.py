@@ -1,4 +1,9 @@
-"""The repository's folders, and atomic writing of files."""
+"""The repository's folders, and atomic writing of files.
+
+Prepared data are in ``bin`` of their folder, or in shards ``bin/shard0``, ``bin/shard1``, …
+fairseq takes shards as one path with colons. It trains on shard ``(epoch - 1) mod n`` and reads
+the dictionary and the sets for evaluation of the first.
+"""
 
 import contextlib
 import copy
@@ -6,6 +11,7 @@ import functools
 import io
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +23,40 @@ from lrpe_fairseq.experiments.records.console import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = ROOT / "configs"
+SHARD = re.compile(r"shard(\d+)")
 
 
 def relative(path: Path) -> str:
     """Return ``path`` relative to the repository root if it is below it, otherwise absolute."""
     absolute = path.absolute()
     return str(absolute.relative_to(ROOT) if absolute.is_relative_to(ROOT) else absolute)
+
+
+def shards_of(data: Path) -> list[Path]:
+    """Return the folders of ``data`` that fairseq reads, shards in numeric order."""
+    found = {p: SHARD.fullmatch(p.name) for p in (data / "bin").glob("shard*")}
+    numbered = {path: int(match[1]) for path, match in found.items() if match}
+    return sorted(numbered, key=numbered.__getitem__) or [data / "bin"]
+
+
+def first_shard(data: Path) -> Path:
+    """Return the folder with the dictionary and the sets for evaluation."""
+    return shards_of(data)[0]
+
+
+def joined_shards(data: Path) -> str:
+    """Return fairseq's path of ``data``: ``task.data``."""
+    return ":".join(map(relative, shards_of(data)))
+
+
+def data_home(path: str) -> Path:
+    """Return the data folder of fairseq's path.
+
+    >>> data_home("data/wikibook/bin/shard0:data/wikibook/bin/shard1")
+    PosixPath('data/wikibook')
+    """
+    folder = Path(path.split(":")[0])
+    return folder.parent.parent if SHARD.fullmatch(folder.name) else folder.parent
 
 
 @contextlib.contextmanager

@@ -9,14 +9,12 @@ and column) has the cell's value in the run's ``config``.
 import dataclasses
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
-
-from lrpe_fairseq.experiments.records import repeated
 
 Options = dict[str, Any]
 ATTENTION = ("linear", "softmax")
@@ -32,7 +30,7 @@ SELECTION = {"split", "protocol", "metric", "better"}
 class Column:
     """One column, and the field of the run file that it shows.
 
-    A file may write several columns at once (:mod:`.repeated`).
+    A file may write several columns at once (:func:`repeated`).
     key: its name in ``method``. title: its heading. attention: ``linear`` or
     ``softmax``. metric, with split and protocol: a number of the run's ``metrics``; without
     them: a field of the run, such as ``tokens_per_second``. dataset: only runs on this data set
@@ -150,15 +148,6 @@ class Table:
         """True if a column has its own configuration."""
         return any(column.config for column in self.columns)
 
-    def shows(self, column: Column, dataset: str, scale: str) -> bool:
-        """True if ``column`` shows runs on ``dataset`` at ``scale``.
-
-        A column without a data set shows all but those of the columns that have a configuration.
-        """
-        if not column.dataset:
-            return dataset not in {other.dataset for other in self.columns if other.config}
-        return column.dataset in (dataset, dataset.removesuffix(f"-{scale}"))
-
     def headlines(self) -> list[str]:
         """Return ``headline``, or by default the first column of each attention type."""
         first = {column.attention: column.key for column in reversed(self.columns)}
@@ -185,7 +174,7 @@ def load_table(path: Path) -> Table:
         if not isinstance(given, dict):
             raise ValueError("a table holds keys and values")
         content = {"name": path.stem, **given}
-        columns = repeated.spelled_out(content.get("columns", []))
+        columns = repeated(content.get("columns", []))
         usual = {"better": content.get("better", "")}
         content["columns"] = _by_attention([build(Column, {**usual, **each}) for each in columns])
         content["rows"] = [build(Row, row) for row in content.get("rows", [])]
@@ -194,6 +183,54 @@ def load_table(path: Path) -> Table:
     except (ValueError, TypeError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: {error}") from error
     return table
+
+
+def repeated(columns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return ``columns`` with each one that has ``for`` repeated for all its values.
+
+    ``for`` maps names to their values, either a list or a mapping of values to titles. The column
+    is repeated for every combination; the last name changes fastest. In its texts, ``{name}``
+    stands for the value and ``{name title}`` for its title::
+
+        - for: {attention: [linear, softmax], task: {copy: copy, mqar: MQAR}, length: [1, 2]}
+          key: "{attention}-{task}-{length}x"
+          title: "{task title} {length}x"
+          attention: "{attention}"
+
+    Raises: ValueError for values that are no list or mapping, and for a name that ``for`` lacks.
+    """
+    return [single for column in columns for single in _repeat(dict(column))]
+
+
+def _repeat(column: dict[str, Any]) -> list[dict[str, Any]]:
+    if "for" not in column:
+        return [column]
+    choices = [_choices(name, values) for name, values in column.pop("for").items()]
+    return [
+        _filled(column, {name: text for choice in combination for name, text in choice.items()})
+        for combination in itertools.product(*choices)
+    ]
+
+
+def _choices(name: str, values: list[Any] | dict[Any, str]) -> list[dict[str, Any]]:
+    if not isinstance(values, list | dict):
+        raise ValueError(f"{name} under `for` needs a list of values, not {values!r}")
+    titles = values if isinstance(values, dict) else {value: value for value in values}
+    return [{name: value, f"{name} title": title} for value, title in titles.items()]
+
+
+def _filled(content: Any, texts: dict[str, Any]) -> Any:
+    """Return ``content`` with the names in its strings replaced."""
+    if isinstance(content, dict):
+        return {key: _filled(value, texts) for key, value in content.items()}
+    if isinstance(content, list):
+        return [_filled(item, texts) for item in content]
+    if not isinstance(content, str):
+        return content
+    try:
+        return content.format_map(texts)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{content!r} has a name that `for` lacks: {error}") from None
 
 
 def _by_attention(columns: list[Column]) -> list[Column]:
@@ -245,99 +282,80 @@ def _named(items: list[Any], attribute: str, name: str, table: str) -> Any:
 
 
 def _check(table: Table) -> None:
-    _check_unique([row.label for row in table.rows])
-    _check_file_names([row.label for row in table.rows])
-    _check_unique([column.key for column in table.columns])
-    _check_overrides(table)
-    for scale in itertools.chain(table.rows_of, *(column.scales for column in table.columns)):
-        if scale not in table.scales:
-            raise ValueError(f"there is no scale {scale}; there are {', '.join(table.scales)}")
-    for scale, labels in table.rows_of.items():
-        if table.baseline not in labels:
-            raise ValueError(f"rows_of {scale} lacks the baseline {table.baseline}")
-    for better in (table.better, *(column.better for column in table.columns)):
-        if better not in BETTER:
-            raise ValueError(f"better must be lower or higher, not {better!r}")
-    for label in [table.baseline, *itertools.chain(*table.rows_of.values())]:
-        table.row(label)
-    for row in table.rows:
-        _check_row(table, row)
-    for column in table.columns:
-        _check_column(table, column)
-    _check_configs(table)
-    if table.fixed and set(table.fixed) != {"side", "encoding", "attention"}:
-        raise ValueError("fixed needs side, encoding and attention, and nothing else")
-    for key in table.headline:
-        table.column(key)
-    if table.compare not in COMPARE:
-        raise ValueError(f"compare must be rows or columns, not {table.compare!r}")
-
-
-def _check_unique(names: list[str]) -> None:
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"{', '.join(twice)} stands there twice")
-
-
-def _check_file_names(labels: list[str]) -> None:
-    homes: dict[str, str] = {}
-    for label in labels:
-        other = homes.setdefault(file_name(label), label)
-        if other != label:
-            raise ValueError(
-                f"the labels {other!r} and {label!r} have one file name, {file_name(label)}: "
-                "rename one of them"
-            )
-
-
-def _check_overrides(table: Table) -> None:
-    for part in [*table.rows, *table.columns]:
-        unknown = sorted(set(part.overrides) - set(table.options))
-        if unknown:
-            raise ValueError(f"the override {', '.join(unknown)} has no usual value in options")
-
-
-def _check_row(table: Table, row: Row) -> None:
-    unknown = [name for name in row.attention if name not in ATTENTION]
-    if unknown or not row.attention:
-        raise ValueError(f"row {row.label} needs attention types out of {', '.join(ATTENTION)}")
-    for key in (*row.without, *(row.method if isinstance(row.method, dict) else [])):
-        table.column(key)
-
-
-def _check_column(table: Table, column: Column) -> None:
-    if column.attention not in ATTENTION:
-        raise ValueError(f"column {column.key} needs attention {' or '.join(ATTENTION)}")
-    if bool(column.metric) == bool(column.mean_of):
-        raise ValueError(f"column {column.key} needs either a metric or mean_of")
-    if bool(column.split) != bool(column.protocol):
-        raise ValueError(f"column {column.key} needs split and protocol together, or neither")
-    for key in column.mean_of:
-        table.column(key)
-    if not (column.comparable or column.paper or column.mean_of):
-        raise ValueError(f"column {column.key} has no published number: leave out comparable")
-    if column.best_by and not (column.best_over and set(column.best_by) == SELECTION):
-        raise ValueError(
-            f"best_by of column {column.key} needs best_over, and the keys "
-            f"{', '.join(sorted(SELECTION))}"
-        )
-    if column.best_by and column.best_by["better"] not in BETTER:
-        raise ValueError(f"better in best_by of column {column.key} must be lower or higher")
-
-
-def _check_configs(table: Table) -> None:
-    """Refuse columns with their own configurations if a run does not tell which one it fills."""
-    if not table.has_configs():
-        return
-    for scale in table.scales:
+    """Raise ValueError for the first fault of a table."""
+    for fault in itertools.chain(_faults_of_names(table), _faults_of_parts(table)):
+        raise ValueError(fault)
+    for scale in table.scales if table.has_configs() else ():
         homes: dict[str, Column] = {}
         for column in table.at(scale).columns:
             if not column.mean_of:
                 _check_config(column, homes)
 
 
+def _faults_of_names(table: Table) -> Iterator[str]:
+    """Yield what is wrong with names: two equal ones, or one that nothing has."""
+    labels, keys = ([row.label for row in table.rows], [column.key for column in table.columns])
+    for names in (labels, keys):
+        for twice in sorted({name for name in names if names.count(name) > 1}):
+            yield f"{twice} stands there twice"
+    homes: dict[str, str] = {}
+    for label in labels:
+        if (other := homes.setdefault(file_name(label), label)) != label:
+            yield (
+                f"the labels {other!r} and {label!r} have one file name, {file_name(label)}: "
+                "rename one of them"
+            )
+    for part in [*table.rows, *table.columns]:
+        if unknown := sorted(set(part.overrides) - set(table.options)):
+            yield f"the override {', '.join(unknown)} has no usual value in options"
+    for scale in itertools.chain(table.rows_of, *(column.scales for column in table.columns)):
+        if scale not in table.scales:
+            yield f"there is no scale {scale}; there are {', '.join(table.scales)}"
+    for scale, own in table.rows_of.items():
+        if table.baseline not in own:
+            yield f"rows_of {scale} lacks the baseline {table.baseline}"
+    for label in [table.baseline, *itertools.chain(*table.rows_of.values())]:
+        table.row(label)
+    parts = [row.without for row in table.rows] + [column.mean_of for column in table.columns]
+    methods = [row.method for row in table.rows if isinstance(row.method, dict)]
+    for key in itertools.chain(table.headline, *parts, *methods):
+        table.column(key)
+
+
+def _faults_of_parts(table: Table) -> Iterator[str]:
+    """Yield what is wrong with values and with keys that need each other."""
+    for better in (table.better, *(column.better for column in table.columns)):
+        if better not in BETTER:
+            yield f"better must be lower or higher, not {better!r}"
+    if table.compare not in COMPARE:
+        yield f"compare must be rows or columns, not {table.compare!r}"
+    if table.fixed and set(table.fixed) != {"side", "encoding", "attention"}:
+        yield "fixed needs side, encoding and attention, and nothing else"
+    for row in table.rows:
+        if not row.attention or set(row.attention) - set(ATTENTION):
+            yield f"row {row.label} needs attention types out of {', '.join(ATTENTION)}"
+    for column in table.columns:
+        yield from (f"column {column.key} {fault}" for fault in _faults_of_column(column))
+
+
+def _faults_of_column(column: Column) -> Iterator[str]:
+    by = column.best_by
+    if column.attention not in ATTENTION:
+        yield f"needs attention {' or '.join(ATTENTION)}"
+    if bool(column.metric) == bool(column.mean_of):
+        yield "needs either a metric or mean_of"
+    if bool(column.split) != bool(column.protocol):
+        yield "needs split and protocol together, or neither"
+    if by and not (column.best_over and set(by) == SELECTION and by["better"] in BETTER):
+        known = ", ".join(sorted(SELECTION))
+        yield f"has best_by, which needs best_over, {known}, and lower or higher as better"
+
+
 def _check_config(column: Column, homes: dict[str, Column]) -> None:
-    """Compare the configuration of a column with those of equal columns before it, ``homes``."""
+    """Compare the configuration of a column with those of equal columns before it, ``homes``.
+
+    Raises: ValueError if a run would not tell which of them it fills.
+    """
     if column.config and not column.dataset:
         raise ValueError(f"column {column.key} needs a dataset, because it names its own config")
     place = str((column.attention, column.dataset, sorted(column.overrides.items())))

@@ -17,8 +17,8 @@ from typing import Any
 
 from lrpe_fairseq.experiments.records import bases
 from lrpe_fairseq.experiments.records.checkout import commit
-from lrpe_fairseq.experiments.records.cross_checks import cross_check
 from lrpe_fairseq.experiments.records.files import write_json
+from lrpe_fairseq.experiments.records.protocols import PAIRED, TRUNCATED
 
 Run = dict[str, Any]
 
@@ -54,8 +54,11 @@ OPTIONAL: dict[str, tuple[type, ...]] = {
     "evaluated_later": (dict,),  # split.protocol -> commit, of evaluations added to a finished run
     "curve": (list,),  # of {"updates", "tokens", a metric such as "valid_ppl"}, updates ascending
 }
+POSITIVE = {"tokens_per_second", "wall_seconds", "peak_memory_mb"}
 CURVE_AXES = ("updates", "tokens")
 WORDS = {str: "a string", dict: "an object", int: "an integer", list: "a list"}
+ROUNDING = {"rel_tol": 1e-4, "abs_tol": 0.005}
+"""Rounding of a loss with 4 and a perplexity with 2 decimals."""
 
 
 def validate(run: Run) -> None:
@@ -66,15 +69,17 @@ def validate(run: Run) -> None:
         if name not in run:
             raise ValueError(f"the run lacks the field '{name}'")
         _check_type(name, run[name], types)
-    for name, types in OPTIONAL.items():
-        if name in run:
-            _check_type(name, run[name], types)
-    _check_finite("run", run)
+    for name in OPTIONAL.keys() & run.keys():
+        _check_type(name, run[name], OPTIONAL[name])
+    for path, value in _leaves(run):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"the run's value {'.'.join(path)} is {value}, not a finite number")
+    for name in POSITIVE & run.keys():
+        if run[name] <= 0:
+            raise ValueError(f"the run's field '{name}' must be positive, not {run[name]}")
     _check_names(run)
     _check_metrics(run["metrics"], run["protocol"])
-    _check_positive(run)
     _check_curve(run)
-    cross_check(run)
 
 
 def write_run(path: Path | str, run: Run) -> None:
@@ -176,17 +181,6 @@ def _check_type(name: str, value: Any, types: tuple[type, ...]) -> None:
         raise ValueError(f"the run's field '{name}' must be {wanted}, not {type(value).__name__}")
 
 
-def _check_finite(path: str, value: Any) -> None:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"the run's value {path} is {value}, not a finite number")
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            _check_finite(f"{path}.{key}", inner)
-    if isinstance(value, (list, tuple)):
-        for index, inner in enumerate(value):
-            _check_finite(f"{path}[{index}]", inner)
-
-
 def _check_names(run: Run) -> None:
     for name in (n for n, types in FIELDS.items() if str in types):
         value = run[name]
@@ -198,6 +192,7 @@ def _check_names(run: Run) -> None:
 
 
 def _check_metrics(metrics: Run, protocols: Run) -> None:
+    """Check names and numbers, that ppl = 2^loss, and that protocols count equal tokens."""
     measured = list(_leaves(metrics))
     if not measured:
         raise ValueError("the run's field 'metrics' holds no number")
@@ -208,20 +203,32 @@ def _check_metrics(metrics: Run, protocols: Run) -> None:
             )
         if not _is(protocols.get(path[1]), str):
             raise ValueError(f"the run's field 'protocol' does not describe '{path[1]}'")
+    for split, own in metrics.items():
+        for protocol, found in own.items():
+            _check_perplexity(f"{split}.{protocol}.ppl", found.get("loss"), found.get("ppl"))
+        _check_tokens(split, own)
+
+
+def _check_perplexity(where: str, loss: float | None, ppl: float | None) -> None:
+    if None not in (loss, ppl) and not (loss < 1024 and math.isclose(2**loss, ppl, **ROUNDING)):
+        raise ValueError(f"the run's metric {where} is {ppl}, not 2 to its loss of {loss}")
+
+
+def _check_tokens(split: str, protocols: Run) -> None:
+    """Check that protocols count equal tokens: all of the split, or the paired ones."""
+    counts = {name: found["tokens"] for name, found in protocols.items() if "tokens" in found}
+    paired = {n for name, n in counts.items() if name.split("-")[0] in (PAIRED, TRUNCATED)}
+    whole = {n for name, n in counts.items() if name.split("-")[0] not in (PAIRED, TRUNCATED)}
+    if len(paired) > 1 or len(whole) > 1:
+        raise ValueError(f"the run's metric {split} counts different tokens: {counts}")
 
 
 def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if not isinstance(tree, dict):
+    if not isinstance(tree, dict | list | tuple):
         yield path, tree
         return
-    for key, inner in tree.items():
-        yield from _leaves(inner, (*path, key))
-
-
-def _check_positive(run: Run) -> None:
-    for name in ("tokens_per_second", "wall_seconds", "peak_memory_mb"):
-        if name in run and run[name] <= 0:
-            raise ValueError(f"the run's field '{name}' must be positive, not {run[name]}")
+    for key, inner in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        yield from _leaves(inner, (*path, str(key)))
 
 
 def curve_metric(run: Run) -> str:

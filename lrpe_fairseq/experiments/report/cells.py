@@ -6,17 +6,12 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from lrpe_fairseq.encodings import canonical_name
-from lrpe_fairseq.experiments.records import updates
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
-from lrpe_fairseq.experiments.records.layout import HALVES, PARTS, Column, Row, Table
+from lrpe_fairseq.experiments.records.keys import RATE, filled, option
+from lrpe_fairseq.experiments.records.layout import Column, Row, Table
 from lrpe_fairseq.experiments.records.protocols import BEYOND, HOLDS, Protocol, derived
 from lrpe_fairseq.experiments.records.runs import Run, plain
 
-Runs = dict[str, Run]  # by path relative to results/runs
-RATE = "optimization.lr"
-"""The option of learning rates."""
-ABSENT = object()
 LOGARITHMIC = ("ppl", "word_ppl")
 COUNTS = {  # fractions: the number of tested examples beside them, and the value of all
     "accuracy": ("examples", 100.0),
@@ -25,6 +20,21 @@ COUNTS = {  # fractions: the number of tested examples beside them, and the valu
     "token_accuracy": ("samples", 1.0),  # tokens of one sample are not independent
     "exact_match": ("samples", 1.0),
 }
+
+
+class Runs(dict[str, Run]):
+    """Runs by path relative to results/runs."""
+
+    _of_cells: dict[tuple[str, str], dict[str, Run]] | None = None
+
+    def of_cell(self, table: Table, row: Row, column: Column) -> dict[str, Run]:
+        """Return the runs that fill a cell of ``table``; the first call looks at every run."""
+        if self._of_cells is None:
+            self._of_cells = {}
+            for name, run in self.items():
+                for cell in filled(table, run):
+                    self._of_cells.setdefault(cell, {})[name] = run
+        return self._of_cells.get((row.label, column.key), {})
 
 
 class Scores(dict[int, float]):
@@ -44,75 +54,22 @@ class Group:
     runs: Runs
 
 
-def groups(table: Table, runs: Runs) -> list[Group]:
+def groups(table: Table, runs: Mapping[str, Run]) -> list[Group]:
     """Return the runs that fill cells of ``table`` as comparable groups, in scale order.
 
     Raises: ValueError if runs of a group differ in an option of ``table.same``, or in their data.
     """
-    keys = {name: _group_key(table, run) for name, run in runs.items() if shown(table, run)}
+    keys = {name: _group_key(table, run) for name, run in runs.items() if filled(table, run)}
     found = []
     for scale, dataset in sorted(set(keys.values()), key=lambda key: _scale_order(table, *key)):
-        members = {n: runs[n] for n, key in sorted(keys.items()) if key == (scale, dataset)}
+        members = Runs({n: runs[n] for n, k in sorted(keys.items()) if k == (scale, dataset)})
         require_same_options(table, members)
         require_same_data(members)
         found.append(Group(scale, dataset, members))
     return found
 
 
-def shown(table: Table, run: Run) -> bool:
-    """True if ``run`` fills any cell of ``table``."""
-    return any(
-        fills(table, row, column, run)
-        for column in table.columns
-        if not column.mean_of
-        for row in table.rows
-    )
-
-
-def fills(table: Table, row: Row, column: Column, run: Run) -> bool:
-    """True if ``run`` belongs to the cell at ``row`` and ``column``."""
-    return (  # the cheapest comparisons first: pages compare every run with every cell
-        run["experiment"] in table.experiments
-        and run["scale"] in table.scales
-        and row.has(column)
-        and table.shows(column, run["dataset"], run["scale"])
-        and _halves(run["attention_type"]) == _sides(column.attention, "attention", table.fixed)
-        and _canonical(run["position_encoding"]) == _canonical(_encoding(table, row))
-        and option(run, RATE) in _rates(table, column, run)
-        and _options_agree(table, row, column, run)
-    )
-
-
-def option(run: Run, name: str, default: Any = None) -> Any:
-    """Return the option of ``run`` with the dotted key ``name``.
-
-    Limits of a batch are those of an update over all processes. A list of one value, such as
-    fairseq's learning rate per epoch, is returned as that value. ``model.*.key`` is the option of
-    encoder, decoder and perhaps cross-attention if they have the same value; otherwise the result
-    is a dictionary, which equals no value of a table.
-    """
-    if name in updates.LIMITS:
-        return _of_update(run, name)
-    found = {part: _given(run, name.replace("*", part)) for part in PARTS}
-    found = {part: value for part, value in found.items() if value is not ABSENT}
-    if not found:
-        return default
-    first, *others = found.values()
-    return found if any(other != first for other in others) else first
-
-
-def _given(run: Run, name: str) -> Any:
-    value = run["config"].get(name, ABSENT)
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
-def _of_update(run: Run, limit: str) -> Any:
-    """Return the largest update, by epoch if epochs differ; None if ``limit`` is not set."""
-    sizes = [int(size) for size in updates.sizes(run["config"], limit)]
-    return sizes[0] if len(sizes) == 1 else sizes or None
-
-
-def require_same_options(table: Table, runs: Runs) -> None:
+def require_same_options(table: Table, runs: Mapping[str, Run]) -> None:
     """Check that runs agree in the options of ``table.same``.
 
     Raises: ValueError if two runs differ; for columns with their own configurations, two runs on
@@ -122,7 +79,7 @@ def require_same_options(table: Table, runs: Runs) -> None:
     for name, run in runs.items():
         for key in table.same:
             other = first.setdefault((run["dataset"] if table.has_configs() else "", key), name)
-            one, two = option(runs[other], key), option(run, key)
+            one, two = option(runs[other]["config"], key), option(run["config"], key)
             if plain(one) != plain(two):
                 raise ValueError(
                     f"{other} and {name} cannot be in one table because they differ in {key}: "
@@ -130,7 +87,7 @@ def require_same_options(table: Table, runs: Runs) -> None:
                 )
 
 
-def require_same_data(runs: Runs) -> None:
+def require_same_data(runs: Mapping[str, Run]) -> None:
     """Check that runs on a data set of one name read the same files, as far as they say.
 
     Raises: ValueError naming two runs and the split (or the dictionary) in which they differ.
@@ -146,12 +103,13 @@ def require_same_data(runs: Runs) -> None:
                 )
 
 
-def cell_runs(table: Table, row: Row, column: Column, runs: Runs) -> Runs:
+def cell_runs(table: Table, row: Row, column: Column, runs: Mapping[str, Run]) -> dict[str, Run]:
     """Return the runs that belong to one cell."""
-    return {name: run for name, run in runs.items() if fills(table, row, column, run)}
+    own = runs if isinstance(runs, Runs) else Runs(runs)
+    return own.of_cell(table, row, column)
 
 
-def scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:
+def scores(table: Table, row: Row, column: Column, runs: Mapping[str, Run]) -> Scores:
     """Return the value of one cell per seed; empty without runs.
 
     Raises: ValueError if two runs have the same cell and seed.
@@ -182,39 +140,12 @@ def _scale_order(table: Table, scale: str, dataset: str) -> tuple[int, str, str]
     return (order.index(scale) if scale in order else len(order), scale, dataset)
 
 
-def _sides(own: str, what: str, fixed: dict[str, str]) -> dict[str, str]:
-    """Return the name of encoder and decoder; one of them may be fixed."""
-    return {**_halves(own), **({fixed["side"]: fixed[what]} if fixed else {})}
-
-
-def _halves(given: str | dict[str, str]) -> dict[str, str]:
-    """Return a name for encoder and decoder; models with one stack have the same name twice."""
-    return dict.fromkeys(HALVES, given) if isinstance(given, str) else given
-
-
-def _encoding(table: Table, row: Row) -> dict[str, str]:
-    return _sides(row.encoding, "encoding", table.fixed)
-
-
-def _canonical(encoding: str | dict[str, str]) -> dict[str, str]:
-    """Return the canonical names of encoder and decoder."""
-    return {side: canonical_name(name) for side, name in _halves(encoding).items()}
-
-
 def _rates(table: Table, column: Column, run: Run) -> list[Any]:
     """Return the learning rates that the column shows at this scale; default: the run's."""
-    return table.rates_at(run["scale"], column.rates) or [option(run, RATE)]
+    return table.rates_at(run["scale"], column.rates) or [option(run["config"], RATE)]
 
 
-def _options_agree(table: Table, row: Row, column: Column, run: Run) -> bool:
-    wanted = {**table.options, **row.overrides, **column.overrides}
-    return all(
-        plain(option(run, name, table.options[name])) == plain(value)
-        for name, value in wanted.items()
-    )
-
-
-def selected(table: Table, row: Row, column: Column, runs: Runs) -> dict[int, str]:
+def selected(table: Table, row: Row, column: Column, runs: Mapping[str, Run]) -> dict[int, str]:
     """Return seed -> the run that one cell shows: the best over ``best_over``, or the only one.
 
     A seed is left out until its sweep is complete (:func:`_complete`).
@@ -227,7 +158,10 @@ def selected(table: Table, row: Row, column: Column, runs: Runs) -> dict[int, st
         rank = _rank(run, column)
         if rank is None:
             continue
-        choice = (run["seed"], str(option(run, column.best_over)) if column.best_over else "")
+        choice = (
+            run["seed"],
+            str(option(run["config"], column.best_over)) if column.best_over else "",
+        )
         if choice in found:
             raise ValueError(
                 f"{found[choice]} and {name} both fill seed {run['seed']} of row {row.label}, "
@@ -240,7 +174,7 @@ def selected(table: Table, row: Row, column: Column, runs: Runs) -> dict[int, st
     return {seed: best(ranked[seed], key=itemgetter(0))[1] for seed in sorted(ranked)}
 
 
-def _complete(table: Table, row: Row, column: Column, runs: Runs) -> Runs:
+def _complete(table: Table, row: Row, column: Column, runs: Mapping[str, Run]) -> dict[str, Run]:
     """Return the runs of one cell without the seeds that lack a learning rate of the table.
 
     A diverged run counts. Only columns with ``best_over: optimization.lr`` show a sweep of
@@ -251,7 +185,7 @@ def _complete(table: Table, row: Row, column: Column, runs: Runs) -> Runs:
         return own
     found: dict[int, set[Any]] = {}  # seed -> rates
     for run in own.values():
-        found.setdefault(run["seed"], set()).add(option(run, RATE))
+        found.setdefault(run["seed"], set()).add(option(run["config"], RATE))
     return {
         name: run
         for name, run in own.items()
@@ -259,7 +193,7 @@ def _complete(table: Table, row: Row, column: Column, runs: Runs) -> Runs:
     }
 
 
-def _raw_scores(table: Table, row: Row, column: Column, runs: Runs) -> Scores:
+def _raw_scores(table: Table, row: Row, column: Column, runs: Mapping[str, Run]) -> Scores:
     chosen = {seed: runs[name] for seed, name in selected(table, row, column, runs).items()}
     values = {seed: _value(run, column) for seed, run in chosen.items()}
     known = {seed: value for seed, value in values.items() if value is not None}

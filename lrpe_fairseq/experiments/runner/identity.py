@@ -15,11 +15,9 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from lrpe_fairseq.encodings import canonical_name
 from lrpe_fairseq.errors import did_you_mean
-from lrpe_fairseq.experiments.records import checkpoints, updates
+from lrpe_fairseq.experiments.records import checkpoints, keys
 from lrpe_fairseq.experiments.records.runs import plain
-from lrpe_fairseq.experiments.runner import launch
 
 Config = dict[str, dict[str, Any]]
 Names = tuple[tuple[str, str | None], ...]
@@ -84,25 +82,18 @@ def differences(settings: Any, config: Mapping[str, Any]) -> set[str]:
     """
     wanted, usual = options(resolved(settings)), _usual(_names(settings))
     had = {**{name: usual.get(name, wanted[name]) for name in wanted}, **config}
-    spread = OmegaConf.select(settings, launch.WORLD_SIZE, default=1)
+    spread = OmegaConf.select(settings, keys.WORLD, default=1)
     names = {name for name in wanted if not _is_incidental(name)}
-    changed = {name for name in names if _value(had, name) != _value(wanted, name)}
+    changed = {n for n in names if keys.comparable(n, had[n]) != keys.comparable(n, wanted[n])}
     followed = _followed(_names(settings))
     # a checkpoint may lack what the model reads from its task
     changed -= {n for n in changed if None in (had[n], wanted[n]) and n == "model.max_positions"}
     changed -= {name for name in changed if followed.get(name) in changed}
     ours, theirs = (
-        {**wanted, updates.WORLD: spread},
-        {**had, updates.WORLD: config.get(updates.WORLD, 1)},
+        {**wanted, keys.WORLD: spread},
+        {**had, keys.WORLD: config.get(keys.WORLD, 1)},
     )
     return changed | _differences_of_batches(ours, theirs)
-
-
-def _value(config: Mapping[str, Any], name: str) -> Any:
-    """Return the value of an option in the form in which values are compared."""
-    value = config[name]
-    is_name = name.endswith("position_encoding") and isinstance(value, str)
-    return plain(canonical_name(value) if is_name else value)
 
 
 def _differences_of_batches(wanted: Mapping[str, Any], had: Mapping[str, Any]) -> set[str]:
@@ -110,13 +101,13 @@ def _differences_of_batches(wanted: Mapping[str, Any], had: Mapping[str, Any]) -
 
     With BatchNorm also equal updates differ if they are accumulated from other batches.
     """
-    per_update = all(updates.sizes(wanted, n) == updates.sizes(had, n) for n in updates.LIMITS)
+    per_update = all(keys.sizes(wanted, n) == keys.sizes(had, n) for n in keys.LIMITS)
     batch_norm = wanted.get("model.norm") == "batch"
-    if per_update and not (batch_norm and updates.steps(wanted) != updates.steps(had)):
+    if per_update and not (batch_norm and keys.steps(wanted) != keys.steps(had)):
         return set()
-    found = {name for name in updates.LIMITS if _value(wanted, name) != _value(had, name)}
-    together = updates.batches(wanted) != updates.batches(had)
-    return found | ({updates.FREQUENCY} if together or not found else set())
+    found = {name for name in keys.LIMITS if plain(wanted[name]) != plain(had[name])}
+    together = keys.batches(wanted) != keys.batches(had)
+    return found | ({keys.FREQUENCY} if together or not found else set())
 
 
 def _names(settings: Any) -> Names:
@@ -157,7 +148,7 @@ def _typed(names: Names) -> Any:
 def _is_incidental(name: str) -> bool:
     """True for an option without effect on the weights, and for the sizes of batches."""
     section, _, key = name.partition(".")
-    batches = name in (*updates.LIMITS, updates.FREQUENCY)
+    batches = name in (*keys.LIMITS, keys.FREQUENCY)
     return batches or section == "distributed_training" or key in INCIDENTAL
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import IO
 
 from lrpe_fairseq.experiments.records import fairseq_log
-from lrpe_fairseq.experiments.records.checkout import commit
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import ROOT, relative
 from lrpe_fairseq.experiments.runner import measured
@@ -72,10 +71,6 @@ class Children:
     def stopping(self) -> bool:
         """True after :meth:`stop` was called."""
         return self._stopping.is_set()
-
-    def code(self) -> str:
-        """Return the commit of the code that a child imports when it starts now."""
-        return commit()
 
     def run(
         self,

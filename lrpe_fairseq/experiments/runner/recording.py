@@ -1,14 +1,53 @@
-"""The parts of a run file that a checkpoint and a training log provide."""
+"""What a run file says of its training: read from a checkpoint, and kept in ``usage.json``.
 
+A training has one part per start or resumption; ``usage.json`` in its run folder has the commits
+of all parts, the checksums of the data, and the peak memory.
+"""
+
+from pathlib import Path
 from typing import Any
 
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.checkout import commit
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
-from lrpe_fairseq.experiments.records.recipes import Evaluations
+from lrpe_fairseq.experiments.records.files import read_json, write_json
+from lrpe_fairseq.experiments.records.keys import Evaluations
 from lrpe_fairseq.experiments.records.runs import Run
 
+USAGE = "usage.json"
 COUNTS = ("examples", "sentences", "tokens")  # metrics that count what was evaluated
+
+
+def usage(folder: Path) -> Run:
+    """Return ``commits`` (in order), ``data`` (checksums) and ``peak_memory_mb`` of a run folder.
+
+    If an older version started the training, some of them are missing.
+    """
+    return read_json(folder / USAGE)
+
+
+def begin_part(folder: Path, data: dict[str, str], *, resumed: bool) -> None:
+    """Store the commit and the data checksums of a part that starts."""
+    known = usage(folder) if resumed else {}
+    commits = list(dict.fromkeys([*known.get("commits", []), commit()]))
+    write_json(folder / USAGE, {**known, "commits": commits, "data": data})
+
+
+def end_part(folder: Path, memory: float) -> None:
+    """Store the peak memory in MB of a finished part; the largest of all parts is kept."""
+    known = usage(folder)
+    peak = max(round(memory, 1), known.get("peak_memory_mb", 0))
+    write_json(folder / USAGE, {**known, "peak_memory_mb": peak})
+
+
+def provenance(folder: Path) -> Run:
+    """Return fields of a run file: ``commit`` of the first part, ``commits`` if several.
+
+    Empty if an older version started the training, whose commit is then unknown.
+    """
+    commits = usage(folder).get("commits", [])
+    first = {"commit": commits[0]} if commits else {}
+    return first | ({"commits": commits} if len(commits) > 1 else {})
 
 
 def described_by(state: dict[str, Any]) -> Run:
@@ -18,7 +57,11 @@ def described_by(state: dict[str, Any]) -> Run:
 
 def trained_by(state: dict[str, Any]) -> Run:
     """Return the fields of a run file that any loaded checkpoint of its training provides."""
-    config = checkpoints.options(state)
+    return settings_of(checkpoints.options(state))
+
+
+def settings_of(config: Run) -> Run:
+    """Return the fields of a run file that the options of its training provide."""
     return {
         "task": config["task._name"],
         "attention_type": _sides(config, "attention_type"),

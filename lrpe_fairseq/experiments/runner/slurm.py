@@ -145,7 +145,7 @@ def submit(
     require_sbatch()
     folder = root / "runs" / table / "slurm"
     folder.mkdir(parents=True, exist_ok=True)
-    runner = [sys.executable, "-m", "lrpe_fairseq.experiments.commands.run_table", *arguments]
+    runner = [sys.executable, "-m", "lrpe_fairseq.experiments", "run_table", *arguments]
     script = folder / "job.sh"
     script.write_text(job_script(root, folder, runner, site), encoding="utf-8")
     at_most = f"%{site.running}" if site.running else ""

@@ -19,32 +19,30 @@ from typing import Any, ClassVar
 from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments.data import folders
-from lrpe_fairseq.experiments.records import checkpoints, dictionaries, fairseq_log, shards
+from lrpe_fairseq.experiments.records import checkpoints, fairseq_log
 from lrpe_fairseq.experiments.records.console import clock
 from lrpe_fairseq.experiments.records.fairseq_log import Curve
 from lrpe_fairseq.experiments.records.files import (
     CONFIGS,
     ROOT,
     configurations,
+    data_home,
+    first_shard,
+    joined_shards,
     load_config,
     relative,
 )
+from lrpe_fairseq.experiments.records.keys import RATE, WORLD, Cell, Evaluations
 from lrpe_fairseq.experiments.records.layout import Table
-from lrpe_fairseq.experiments.records.recipes import Cell, Evaluations
 from lrpe_fairseq.experiments.records.runs import Run, environment, read_run, write_run
-from lrpe_fairseq.experiments.runner import (
-    batches,
-    identity,
-    launch,
-    parts,
-    processes,
-    recording,
-)
-from lrpe_fairseq.experiments.runner.devices import Devices
+from lrpe_fairseq.experiments.runner import devices as machine
+from lrpe_fairseq.experiments.runner import identity, processes, recording
+from lrpe_fairseq.experiments.runner.devices import BIN, Devices
 from lrpe_fairseq.experiments.runner.processes import Children, Diverged, RunFailed, run_child
-from lrpe_fairseq.experiments.runner.recording import described_by, first_number
 
 Say = Callable[[str], None]
+Shell = Callable[[list[str], Path], None]
+"""Runs a command from the repository root with a new log. Raises: RunFailed, Stopped."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +79,12 @@ class TrainingRun(ABC):
     """The metric of every validation that the run file keeps as a curve."""
     next_step: ClassVar[str] = "evaluate with: scripts/run_table.sh {table} --scale {scale}"
     """Text printed after a training; may contain {best}, {data}, {table} and {scale}."""
+    data_name: ClassVar[str] = ""
+    """Data folder of a column's data set; may contain {dataset} and {scale}. Empty: of the YAML."""
+    run_name: ClassVar[str] = "{scale}-{cell}-seed{seed}"
+    """Name of a run; may contain {dataset}, {data} and, to train with every rate, {lr}."""
+    always: ClassVar[Evaluations] = ()
+    """Evaluations of every run of a table, beside those that its columns show."""
 
     experiment: str
     label: str
@@ -96,10 +100,10 @@ class TrainingRun(ABC):
     evaluations: Evaluations = ()
 
     @abstractmethod
-    def measure(self, children: Children, devices: Devices, lock: int) -> Run:
+    def measure(self, run: Shell) -> Run:
         """Evaluate the trained model; return ``metrics`` and ``protocol`` of the run file.
 
-        Raises: RunFailed, Stopped.
+        run: starts an evaluation, on the devices of the training. Raises: RunFailed, Stopped.
         """
 
     # Methods that a family may override.
@@ -112,23 +116,35 @@ class TrainingRun(ABC):
 
         Raises: ValueError if the cell changes an option without a section.
         """
-        name = f"{scale}-{cell.name}-seed{seed}"
-        run = cls(
-            experiment=table.name,
-            label=cell.label,
-            config=config.stem,
-            data=ROOT / shards.home(load_config(config).task.data),
-            attention_type=cell.attention,
-            position_encoding=cell.encoding,
-            seed=seed,
-            scale=scale,
-            folder=ROOT / "runs" / table.name / name,
-            result=ROOT / "results" / "runs" / table.name / f"{name}.json",
-            overrides=cls._overrides(cell, load_config(config)),
-            evaluations=cell.evaluations,
-            **cls.fields_of(table),
-        )
-        return [run]
+        yaml = load_config(config)
+        data = ROOT / data_home(yaml.task.data)
+        if cls.data_name and cell.dataset:
+            data = ROOT / "data" / cls.data_name.format(dataset=cell.dataset, scale=scale)
+        rates: list[Any] = [""]
+        if "{lr}" in cls.run_name:
+            rates = table.rates_at(scale, cell.rates) or list(yaml.optimization.lr)
+        made, pattern = [], cls.run_name.replace("{dataset}-", "{dataset}-" if cell.dataset else "")
+        known = {"scale": scale, "cell": cell.name, "dataset": cell.dataset, "seed": seed}
+        for lr in (f"{rate:g}" if rate else "" for rate in rates):
+            name = pattern.format(**known, data=data.name, lr=lr)
+            rate = (f"{RATE}=[{lr}]",) if lr else ()
+            run = cls(
+                experiment=table.name,
+                label=cell.label,
+                config=config.stem,
+                data=data,
+                attention_type=cell.attention,
+                position_encoding=cell.encoding,
+                seed=seed,
+                scale=scale,
+                folder=ROOT / "runs" / table.name / name,
+                result=ROOT / "results" / "runs" / table.name / f"{name}.json",
+                overrides=(*rate, *cls._overrides(cell, yaml)),
+                evaluations=tuple(dict.fromkeys([*cls.always, *cell.evaluations])),
+                **cls.fields_of(table),
+            )
+            made.append(run)
+        return made
 
     @classmethod
     def _overrides(cls, cell: Cell, yaml: Any) -> tuple[str, ...]:
@@ -165,7 +181,7 @@ class TrainingRun(ABC):
     def budget(self) -> Budget:
         """Return updates x tokens, or updates x samples if batches are counted in samples."""
         settings = self.settings()
-        size, unit, _ = batches.largest(settings)
+        size, unit, _ = machine.largest_batch(settings)
         size *= settings.optimization.update_freq[0]
         updates = int(settings.optimization.max_update)
         return Budget(f"{updates:,} x {size:,}", updates * size, unit)
@@ -174,6 +190,22 @@ class TrainingRun(ABC):
         """Raise UserError, which says what to do, if an input of the run is missing."""
         folders.require(self.data, self.preparation_of(self.data))
         folders.require_splits(self.data, [split for split, _ in self.evaluations])
+
+    # fairseq-validate, for families that use it.
+
+    def validation(self, task: str, splits: str, *options: str) -> list[str]:
+        """Return fairseq-validate of the best checkpoint on ``splits``, separated by commas."""
+        return [
+            str(BIN / "fairseq-validate"),
+            relative(first_shard(self.data)),
+            *("--user-dir", "lrpe_fairseq"),
+            *("--task", task),
+            *("--path", relative(self.checkpoints / checkpoints.BEST)),
+            *("--valid-subset", splits),
+            *options,
+            *("--num-workers", "0"),
+            *("--log-format", "json"),
+        ]
 
     # Names, folders and configuration.
 
@@ -222,16 +254,16 @@ class TrainingRun(ABC):
             "common.seed": str(self.seed),
             "common.tensorboard_logdir": relative(self.folder / "tensorboard"),
             "checkpoint.save_dir": relative(self.checkpoints),
-            **launch.parse_overrides(self.overrides),
+            **machine.parse_overrides(self.overrides),
         }
 
     def _path_of_data(self) -> str:
         """Return fairseq's path of the data; while they are not prepared, that of the YAML."""
         if not folders.is_prepared(self.data):
             planned = self.yaml().task.data
-            if ROOT / shards.home(planned) == self.data:
+            if ROOT / data_home(planned) == self.data:
                 return planned
-        return shards.joined(self.data)
+        return joined_shards(self.data)
 
     def max_update(self) -> int:
         """Return the number of updates of the whole run."""
@@ -244,12 +276,12 @@ class TrainingRun(ABC):
         """
         chosen = self.chosen()
         if processes > 1:
-            chosen |= batches.divided(self.settings(), processes)
-        chosen[launch.WORLD_SIZE] = str(processes)  # fairseq's default is all GPUs
+            chosen |= machine.divided(self.settings(), processes)
+        chosen[WORLD] = str(processes)  # fairseq's default is all GPUs
         return [
-            str(launch.BIN / "fairseq-hydra-train"),
+            str(BIN / "fairseq-hydra-train"),
             *("--config-dir", str(CONFIGS / self.configs), "--config-name", self.config),
-            *(launch.hydra_override(key, value) for key, value in chosen.items()),
+            *(machine.hydra_override(key, value) for key, value in chosen.items()),
         ]
 
     def usable(self, devices: Devices, say: Say) -> Devices:
@@ -259,11 +291,11 @@ class TrainingRun(ABC):
         """
         settings = self.settings()
         for part in devices.parts():
-            if batches.can_divide(settings, part.processes):
+            if machine.can_divide(settings, part.processes):
                 if part != devices:
                     say(
                         f"{devices.processes} GPUs cannot have equal parts of "
-                        f"{batches.described(settings)}, so {part.processes} of them are used"
+                        f"{machine.described(settings)}, so {part.processes} of them are used"
                     )
                 return part
         return devices
@@ -326,7 +358,7 @@ class TrainingRun(ABC):
     def outcome(self) -> str:
         """Return the first metric of the run file, or the best so far and the remaining time."""
         if self.finished():
-            return first_number(read_run(self.result)["metrics"])
+            return recording.first_number(read_run(self.result)["metrics"])
         log = fairseq_log.read_training_log(self.log)
         best, left = log.best(self.curve), log.seconds_left(self.max_update())
         metric = self.curve.metric.replace("_", " ")
@@ -345,7 +377,7 @@ class TrainingRun(ABC):
         allowed = seen <= self.max_update()  # a longer training is fine
         longer = {"optimization.max_update"} if allowed else set()
         changed = sorted(self.differences(config) - longer)
-        changed += [f"data ({part})" for part in self.other_data(parts.read(self.folder))]
+        changed += [f"data ({part})" for part in self.other_data(recording.usage(self.folder))]
         if changed:
             checkpoints.remove_all(self.checkpoints)
             say(f"{', '.join(changed)} changed, so training starts over")
@@ -363,8 +395,9 @@ class TrainingRun(ABC):
         """
         self.require_inputs()
         with processes.locked(self.folder) as lock:
+            run_here = shell(children, devices, lock)
             known = self.recorded()
-            if known and self._complete(known, children, devices, lock, say):
+            if known and self._complete(known, run_here, say):
                 return False
             run = self._with_those_of(known)
             try:
@@ -374,14 +407,12 @@ class TrainingRun(ABC):
                 measured = run.lost()
             else:
                 checkpoints.require_best(self.checkpoints)
-                measured = run.measure(children, devices, lock)
+                measured = run.measure(run_here)
             write_run(self.result, self.record(measured, devices.threads))
             checkpoints.drop_intermediate(self.checkpoints)
         return True
 
-    def _complete(
-        self, known: Run, children: Children, devices: Devices, lock: int, say: Say
-    ) -> bool:
+    def _complete(self, known: Run, run: Shell, say: Say) -> bool:
         """Add the missing evaluations to the run file ``known``; False if that is impossible."""
         missing = self.missing(known)
         if not missing:
@@ -391,7 +422,7 @@ class TrainingRun(ABC):
             say(f"{reason}, so the run is trained anew to evaluate {named}")
             return False
         say(f"evaluating {named}; nothing is trained")
-        measured = replace(self, evaluations=missing).measure(children, devices, lock)
+        measured = replace(self, evaluations=missing).measure(run)
         write_run(self.result, recording.with_evaluations(known, measured, self.data_checksums()))
         return True
 
@@ -421,7 +452,7 @@ class TrainingRun(ABC):
 
         Raises: Diverged if the gradients of an update are not finite, RunFailed.
         """
-        if self.begin(say, children.code()) >= self.max_update():
+        if self.begin(say) >= self.max_update():
             return  # fairseq would train one update too many
         devices = self.usable(devices, say)
         command = devices.launch(self.command(devices.processes))
@@ -438,12 +469,10 @@ class TrainingRun(ABC):
                 ) from None
             raise
         self._require_the_end()
-        parts.end(self.folder, memory)
+        recording.end_part(self.folder, memory)
 
-    def begin(self, say: Say, code: str = "") -> int:
+    def begin(self, say: Say) -> int:
         """Return the updates already done; if some are left, store the commit and the checksums.
-
-        code: the commit of the code that will train; default: that of the repository now.
 
         Raises: UserError if the data differ from their manifest.
         """
@@ -452,8 +481,8 @@ class TrainingRun(ABC):
         if seen < self.max_update():
             if not seen:
                 self.log.unlink(missing_ok=True)
-                dictionaries.remember(self.checkpoints, self.data)
-            parts.begin(self.folder, self.data_checksums(), resumed=seen > 0, code=code)
+                checkpoints.remember_dictionaries(self.checkpoints, self.data)
+            recording.begin_part(self.folder, self.data_checksums(), resumed=seen > 0)
         return seen
 
     def lost(self) -> Run:
@@ -466,7 +495,7 @@ class TrainingRun(ABC):
 
         Raises: RunFailed if the data have changed since the start of the training.
         """
-        known = parts.read(self.folder)
+        known = recording.usage(self.folder)
         if changed := self.other_data(known):
             raise RunFailed(
                 f"{relative(self.data)} has changed since the training began ({', '.join(changed)})"
@@ -486,7 +515,7 @@ class TrainingRun(ABC):
             "label": self.label,
             "scale": self.scale,
             "dataset": folders.dataset_name(self.data),
-            **(recording.trained_by(best) if lost else described_by(best)),
+            **(recording.trained_by(best) if lost else recording.described_by(best)),
             **measured,
             "wall_seconds": checkpoints.seconds(last),
             "curve": log.curve(self.curve),
@@ -494,13 +523,23 @@ class TrainingRun(ABC):
             **{name: value for name, value in optional.items() if value is not None},
             "data": self.data_checksums(),
             **environment(),
-            **parts.provenance(self.folder),
+            **recording.provenance(self.folder),
         }
 
     def _require_the_end(self) -> None:
         seen = checkpoints.updates(checkpoints.load(self.checkpoints / checkpoints.LAST))
         if seen < self.max_update():
             raise RunFailed(f"training ended after {seen} of {self.max_update()} updates")
+
+
+def shell(children: Children, devices: Devices, lock: int | None = None) -> Shell:
+    """Return what runs an evaluation as a child on ``devices``; it keeps ``lock`` open."""
+
+    def run(command: list[str], log: Path) -> None:
+        log.unlink(missing_ok=True)
+        run_child(children, command, log, devices, lock)
+
+    return run
 
 
 def _contradicts(override: str, yaml: Any) -> bool:
@@ -510,3 +549,14 @@ def _contradicts(override: str, yaml: Any) -> bool:
     return stated is not None and stated != OmegaConf.select(
         OmegaConf.from_dotlist([override]), key
     )
+
+
+def parse_validation(log: Path, split: str) -> dict[str, float]:
+    """Return what fairseq-validate printed for a split.
+
+    Raises: RunFailed if it printed nothing for it.
+    """
+    try:
+        return fairseq_log.parse_validation(log.read_text(encoding="utf-8"), split)
+    except ValueError as error:
+        raise RunFailed(f"{error} ({log})") from None

@@ -1,0 +1,449 @@
+"""Evaluate a checkpoint by hand: ``scripts/eval_lm.sh``, ``eval_mt.sh``, ``eval_classifier.sh``.
+
+The facts about the training are read from the checkpoint; the result is a run file. Two commands
+are started by the runner and write metrics only: ``score_lm``, for protocols with lengths of their
+own, and ``eval_glue``, for a fine-tuned model.
+"""
+
+import argparse
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq import checkpoint_utils, utils
+from fairseq.data import data_utils
+from torch import Tensor
+
+import lrpe_fairseq  # noqa: F401  registers the models
+from lrpe_fairseq.criterions.classification import scores
+from lrpe_fairseq.experiments.data import corpus, folders, glue
+from lrpe_fairseq.experiments.families import classification, preparation_of, translation
+from lrpe_fairseq.experiments.families import lm as language_models
+from lrpe_fairseq.experiments.families.translation import Decoding
+from lrpe_fairseq.experiments.records import bases, checkpoints
+from lrpe_fairseq.experiments.records.console import command
+from lrpe_fairseq.experiments.records.files import (
+    first_shard,
+    relative,
+    require_writable,
+    write_json,
+)
+from lrpe_fairseq.experiments.records.protocols import BLOCKS, DOCUMENTS, FORMS, SLIDING, Protocol
+from lrpe_fairseq.experiments.records.runs import Run, environment, read_run, write_run
+from lrpe_fairseq.experiments.runner import recording, scoring
+from lrpe_fairseq.experiments.runner.devices import Devices
+from lrpe_fairseq.experiments.runner.processes import Children
+from lrpe_fairseq.experiments.runner.training import shell
+from lrpe_fairseq.tasks import images
+from lrpe_fairseq.tasks.truncated_bptt import document_starts
+
+CHECKPOINT = "checkpoint"
+"""Field of a run file: the sha256 of the evaluated checkpoint."""
+PROTOCOLS = (BLOCKS, SLIDING)
+CLASSIFIERS = ("lrpe_classifier", "lrpe_vit")
+SPLITS = ("valid", "test")
+"""Evaluated by default, as far as the data have them."""
+HEAD = "sentence_classification_head"
+BATCH = 32
+INPUTS, LABELS = "input0/dict.txt", "label/dict.txt"
+
+
+# --- language models ------------------------------------------------------------------------------
+
+
+@command("eval_lm")
+def lm(arguments: list[str] | None = None) -> None:
+    """Evaluate a language model: print the perplexities, write the run file."""
+    parser = _arguments("eval_lm", "Evaluate a language model under several protocols.")
+    parser.add_argument(
+        "--protocols", nargs="+", default=PROTOCOLS, metavar="PROTOCOL", help=f"of {FORMS}"
+    )
+    options = _parsed(parser, arguments)
+    data = _data_folder(options.data)
+    run = evaluate_lm(options.checkpoint, data, options.splits, options.protocols)
+    report(run, options.out, data)
+
+
+def evaluate_lm(
+    checkpoint: Path, data: Path, splits: list[str], names: Sequence[str] = PROTOCOLS
+) -> Run:
+    """Evaluate ``checkpoint`` on ``splits`` of a data folder and return the run file.
+
+    Raises: ValueError for an unknown protocol, a damaged or diverged checkpoint, one of another
+        model, or data with another dictionary; UserError for learned positions that are too few;
+        RunFailed if an evaluation fails or is empty.
+    """
+    wanted = [Protocol.parse(name) for name in names]
+    config = checkpoints.options(checkpoints.require_model(checkpoint, "lrpe_lm"))
+    language_models.require_positions(config, config["task.tokens_per_sample"], wanted)
+    _require_dictionary(checkpoint, first_shard(data) / "dict.txt", "decoder.embed_tokens.weight")
+    pairs = tuple((split, name) for split in splits for name in names)
+    folder = checkpoint.absolute().parent
+    measured = language_models.measure(checkpoint, data, pairs, config, folder, _shown)
+    return record(checkpoint, data, measured["metrics"], measured["protocol"])
+
+
+def _shown(words: list[str], log: Path) -> None:
+    print(shlex.join(words), flush=True)
+    shell(Children(), Devices())(words, log)
+
+
+@command("score_lm")
+def score_lm(arguments: Sequence[str] | None = None) -> None:
+    """Evaluate a split under protocols with lengths of their own; write the metrics as JSON."""
+    parser = argparse.ArgumentParser(prog="score_lm")
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("data", type=Path, help="a folder of data-prep")
+    parser.add_argument("split")
+    parser.add_argument("protocols", nargs="+", metavar="PROTOCOL")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    found = score(options.checkpoint, options.data, options.split, options.protocols)
+    write_json(options.out, found)
+
+
+def score(
+    checkpoint: Path, data: Path, split: str, names: Sequence[str]
+) -> dict[str, dict[str, float]]:
+    """Return the metrics of every protocol of ``names``; the model is loaded once.
+
+    Raises: ValueError if the split is absent, a protocol does not fit, or the checkpoint is
+        damaged, diverged or of another model, or ``documents`` does not list the documents.
+    """
+    trained = checkpoints.options(checkpoints.require_model(checkpoint, "lrpe_lm"))
+    home = first_shard(data)
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
+        [str(checkpoint)], arg_overrides={"data": str(home)}
+    )
+    dictionary = task.source_dictionary
+    lines = data_utils.load_indexed_dataset(str(home / split), dictionary)
+    if lines is None:
+        raise ValueError(f"{data} has no split {split}")
+    text = torch.cat([lines[index] for index in range(len(lines))]).long()
+    starts = [0]
+    if any(Protocol.parse(name).kind == DOCUMENTS for name in names):
+        known = document_starts(data / "documents" / f"{split}.tsv", lines.sizes)
+        starts += known[1:].tolist()  # what precedes the first one belongs to it
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model.to(device).eval()
+    length = trained["task.tokens_per_sample"]
+    return scoring.evaluate(model, text, dictionary.eos(), length, names, starts)
+
+
+# --- translation ----------------------------------------------------------------------------------
+
+
+@command("eval_mt")
+def mt(arguments: list[str] | None = None) -> None:
+    """Translate with a checkpoint: print the scores, write the run file."""
+    options = _parse_mt(arguments)
+    decoding = Decoding(options.beam, options.lenpen, options.average)
+    data = _data_folder(options.data)
+    run = evaluate_mt(options.checkpoint, data, options.splits, decoding)
+    report(run, options.out, data)
+
+
+def evaluate_mt(checkpoint: Path, data: Path, splits: list[str], decoding: Decoding) -> Run:
+    """Return the run file of ``checkpoint``, or of the mean of the last ones in its folder.
+
+    Raises: ValueError if there are no such checkpoints, or for a damaged or diverged one or one of
+        another model; RunFailed if they do not match the data or a sentence is not translated.
+    """
+    checkpoints.require_model(checkpoint, "lrpe_transformer")
+    translation.require_dictionaries(checkpoint, data)  # raises before a mean is written
+    used = checkpoint
+    if decoding.average > 1:
+        used, decoding = decoding.mean(checkpoint.parent)
+    logs = checkpoint.absolute().parent
+    measured = translation.measure(used, data, splits, decoding, logs, shell(Children(), Devices()))
+    return record(checkpoint, data, measured["metrics"], measured["protocol"], used)
+
+
+def _parse_mt(arguments: list[str] | None) -> argparse.Namespace:
+    parser = _arguments("eval_mt", "Translate with checkpoints and score.")
+    usual = Decoding()
+    parser.add_argument("--beam", type=int, default=usual.beam)
+    parser.add_argument("--lenpen", type=float, default=usual.length_penalty)
+    parser.add_argument(
+        "--average",
+        type=int,
+        default=usual.average,
+        metavar="N",
+        help="average the last N periodic checkpoints of this folder; 1: this checkpoint only",
+    )
+    return _parsed(parser, arguments)
+
+
+# --- classifiers ----------------------------------------------------------------------------------
+
+
+@command("eval_classifier")
+def classifier(arguments: list[str] | None = None) -> None:
+    """Evaluate a classifier: print accuracy and loss, write the run file."""
+    parser = _arguments("eval_classifier", "Evaluate a checkpoint of a classifier.")
+    parser.set_defaults(splits=None)
+    parser.add_argument(
+        "--max-positions", type=int, help="longest input; longer ones are cut (default: training's)"
+    )
+    options = _parsed(parser, arguments)
+    data = _data_folder(options.data)
+    splits = options.splits or [s for s in SPLITS if _has_split(data, s)] or list(SPLITS)
+    run = evaluate_classifier(options.checkpoint, data, splits, options.max_positions)
+    report(run, options.out, data)
+
+
+def evaluate_classifier(
+    checkpoint: Path, data: Path, splits: list[str], max_positions: int | None = None
+) -> Run:
+    """Evaluate ``checkpoint`` on ``splits`` of a data folder and return the run file.
+
+    max_positions: length at which inputs are cut; None for that of the training.
+
+    Raises: ValueError for a damaged or diverged checkpoint, one of another model, data with other
+        dictionaries, an absent split, or a length that the model does not support.
+    """
+    for split in splits:
+        _require_split(data, split)
+    trained = checkpoints.options(checkpoints.require_model(checkpoint, *CLASSIFIERS))
+    if not _reads_files(trained):
+        inputs = data / "bin" / INPUTS
+        _require_dictionary(checkpoint, inputs, "encoder.embed_tokens.weight", INPUTS)
+    _require_dictionary(checkpoint, data / "bin" / LABELS, "", LABELS)  # classes: no embedding
+    if _reads_files(trained):
+        trained["task.max_positions"] = trained["task.image_size"] ** 2  # pixels
+    longest = int(trained["task.max_positions"]) if max_positions is None else max_positions
+    _require_length(checkpoint, longest, trained)
+    metrics: Run = {}
+    for split in splits:
+        found = predictions(checkpoint, data, split, _logits, _overrides(trained, longest))
+        metrics[split] = {classification.ACCURACY: scores(*found)}
+    said = classification.protocol(data, longest, _cut(data, splits, longest))
+    protocol = {classification.ACCURACY: said}
+    return record(checkpoint, data, metrics, protocol)
+
+
+def _reads_files(trained: Run) -> bool:
+    """True for a model of images in files, which are resized and not cut."""
+    return trained["task._name"] == images.NAME
+
+
+def _overrides(trained: Run, longest: int) -> dict[str, Any]:
+    """Return the options that change in evaluation: no augmentation of images."""
+    if _reads_files(trained):
+        return {"no_augmentation": True, "repeats": 1}
+    return {"max_positions": longest}
+
+
+def _has_split(data: Path, split: str) -> bool:
+    places = (Path("input0", f"{split}.idx"), Path(f"{split}.tsv"))
+    return any((data / "bin" / place).is_file() for place in places)
+
+
+def _require_split(data: Path, split: str) -> None:
+    if not _has_split(data, split):
+        raise ValueError(f"{relative(data)} has no split {split}: choose others with --splits")
+
+
+def _logits(model: Any, net_input: Mapping[str, Tensor]) -> Tensor:
+    return model(**net_input)
+
+
+def _require_length(checkpoint: Path, longest: int, trained: Run) -> None:
+    """Refuse a length with positions that the model has not learned."""
+    learned = (
+        trained["model.encoder_learned_pos"] and not trained["model.no_token_positional_embeddings"]
+    )
+    if longest < 1 or (learned and longest != trained["task.max_positions"]):
+        raise ValueError(
+            f"{relative(checkpoint)} does not support --max-positions {longest}: it has "
+            f"{trained['task.max_positions']}" + (" learned absolute positions" if learned else "")
+        )
+
+
+def _cut(data: Path, splits: list[str], longest: int) -> int:
+    """Return the number of inputs of ``splits`` that are longer than ``longest``."""
+    folders = sorted((data / "bin").glob("input*"))
+    lengths = (corpus.row_lengths(folder / split) for folder in folders for split in splits)
+    return sum(int((own > longest).sum()) for own in lengths)
+
+
+@torch.no_grad()
+def predictions(
+    checkpoint: Path,
+    data: Path,
+    split: str,
+    call: Callable[[Any, Mapping[str, Any]], Tensor],
+    overrides: Mapping[str, Any] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs (N, ...) of all examples of a split, and their targets (N,).
+
+    Args:
+        data: a folder of data-prep.
+        call: (model, net_input of a batch) -> outputs (B, ...).
+        overrides: options of the checkpoint that change, by flat names.
+    Returns: on the CPU, in the order of the batches.
+    """
+    models, _, task = checkpoint_utils.load_model_ensemble_and_task(
+        [str(checkpoint)], arg_overrides={"data": str(data / "bin"), **(overrides or {})}
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = models[0].eval().to(device)
+    task.load_dataset(split)
+    batches = task.get_batch_iterator(task.dataset(split), max_sentences=BATCH)
+    outputs, targets = [], []
+    for sample in batches.next_epoch_itr(shuffle=False):
+        sample = utils.move_to_cuda(sample) if device == "cuda" else sample
+        outputs.append(call(model, sample["net_input"]).cpu())
+        targets.append(sample["target"].view(-1).cpu())
+    return torch.cat(outputs), torch.cat(targets)
+
+
+@command("eval_glue")
+def eval_glue(arguments: Sequence[str] | None = None) -> None:
+    """Score a fine-tuned checkpoint on a split of a GLUE task; write the metrics as JSON."""
+    parser = argparse.ArgumentParser(prog="eval_glue")
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("data", type=Path, help="a folder made by data-prep/glue, such as …/RTE")
+    parser.add_argument("--split", default="valid")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    predicted, right = predict(options.checkpoint, options.data, options.split)
+    write_json(options.out, glue.scores(glue.named(options.data.name), predicted, right))
+
+
+def predict(checkpoint: Path, data: Path, split: str) -> tuple[list[float], list[float]]:
+    """Return the predictions for every example of a split, and the labels: classes or values.
+
+    Raises: ValueError if the split is absent, the head has another number of classes, or the
+        checkpoint is damaged, diverged or of another model.
+    """
+    if not (data / "bin" / "input0" / f"{split}.idx").is_file():
+        raise ValueError(f"{data} has no split {split}: prepare it with data-prep/glue")
+    wanted = glue.named(data.name)
+    trained = checkpoints.options(checkpoints.require_model(checkpoint, "lrpe_roberta")).get(
+        "task.num_classes", 0
+    )
+    if trained != wanted.classes:
+        raise ValueError(
+            f"{checkpoint} has a head for {trained} classes, and {data.name} needs {wanted.classes}"
+        )
+    logits, right = predictions(checkpoint, data, split, _classified)
+    predicted = logits.argmax(-1) if wanted.labels else logits.squeeze(-1)
+    return predicted.tolist(), right.tolist()
+
+
+def _classified(model: Any, net_input: Mapping[str, Any]) -> Tensor:
+    return model(**net_input, features_only=True, classification_head_name=HEAD)[0]
+
+
+# --- what all have in common ----------------------------------------------------------------------
+
+
+def _arguments(script: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser with the options of all evaluations: checkpoint, data, splits, out."""
+    parser = argparse.ArgumentParser(prog=f"scripts/{script}.sh", description=description)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("data", type=Path, help="a folder of data-prep, or its bin")
+    parser.add_argument("--splits", nargs="+", default=["valid", "test"], metavar="SPLIT")
+    parser.add_argument("--out", type=Path, help="the run file (default: beside the checkpoint)")
+    return parser
+
+
+def _parsed(parser: argparse.ArgumentParser, given: list[str] | None) -> argparse.Namespace:
+    """Return the options, with ``out``. Raises: UserError if that cannot be written."""
+    options = parser.parse_args(given)
+    out = options.out or options.checkpoint.with_suffix(".json")
+    if options.out or out.parent.is_dir():
+        require_writable(out.parent, "--out")
+    options.out = out
+    return options
+
+
+def _data_folder(given: Path) -> Path:
+    """Return the data folder that a script of data-prep made; its ``bin`` may be given instead.
+
+    Raises: UserError if the folder contains no prepared data or differs from its manifest.
+    """
+    data = given.parent if given.name == "bin" else given
+    folders.require(data, preparation_of(data))
+    folders.verify(data)
+    return data
+
+
+def _require_dictionary(checkpoint: Path, path: Path, embedding: str, name: str = "") -> None:
+    """Raise ValueError unless ``path`` is the dictionary of an embedding of the checkpoint."""
+    if not checkpoints.same_dictionary(checkpoint, embedding, path, say=print, name=name):
+        raise ValueError(
+            f"{relative(path)} is not the dictionary that {relative(checkpoint)} was trained "
+            "with: evaluate it on data with the dictionaries of its training"
+        )
+
+
+def record(
+    checkpoint: Path, data: Path, metrics: Run, protocol: Run, evaluated: Path | None = None
+) -> Run:
+    """Return the run file of an evaluation; its training fields are from checkpoint and folder.
+
+    evaluated: the file with the weights, if it is not ``checkpoint``.
+    """
+    state = checkpoints.load(checkpoint)
+    return {
+        CHECKPOINT: corpus.digest(evaluated or checkpoint),
+        "experiment": bases.BY_HAND,
+        "scale": bases.BY_HAND,
+        "dataset": folders.dataset_name(data),
+        **recording.described_by(state),
+        "metrics": metrics,
+        "protocol": protocol,
+        "tokens_per_second": _speed(state),
+        "wall_seconds": checkpoints.seconds(state),
+        "data": folders.checksums(data, set(metrics)),
+        **environment(),
+        **recording.provenance(checkpoint.absolute().parent.parent),
+    }
+
+
+def report(run: Run, out: Path, data: Path) -> None:
+    """Print the metrics of a run file and write it, with those of ``out`` that it lacks."""
+    for split, by_protocol in run["metrics"].items():
+        for protocol, measured in by_protocol.items():
+            numbers = ", ".join(f"{name} {value:,.6g}" for name, value in measured.items())
+            print(f"{split}, {protocol}: {numbers}")
+    write_run(out, _with_earlier(out, run, data))
+    print(f"written to {out}")
+
+
+def _with_earlier(out: Path, run: Run, data: Path) -> Run:
+    """Return ``run`` with the evaluations that ``out`` has of the same checkpoint and data."""
+    try:
+        known = read_run(out)
+    except (OSError, ValueError):
+        return run
+    now = folders.checksums(data, known.get("data", {}))
+    if known.get(CHECKPOINT) != run[CHECKPOINT] or known.get("data") != now:
+        print(f"{out} had results of another checkpoint or other data, which are replaced")
+        return run
+    kept = _not_replaced(known, run)
+    return recording.with_evaluations(kept, run, run["data"]) if kept["metrics"] else run
+
+
+def _not_replaced(known: Run, run: Run) -> Run:
+    """Return ``known`` without the evaluations that ``run`` has or whose protocol it changes."""
+    found: Run = {}
+    for split, by_protocol in known["metrics"].items():
+        for name, measured in by_protocol.items():
+            said = known["protocol"][name]
+            if run["protocol"].get(name, said) != said:
+                print(f"{split}, {name}: the earlier result is of another protocol: {said}")
+            elif name not in run["metrics"].get(split, {}):
+                found.setdefault(split, {})[name] = measured
+    kept = {name: known["protocol"][name] for own in found.values() for name in own}
+    return {**known, "metrics": found, "protocol": kept}
+
+
+def _speed(state: dict[str, Any]) -> float:
+    """Return training tokens per second since the start of the checkpoint's epoch."""
+    meters = {name: values for _, name, _, values in state["extra_state"]["metrics"]["train"]}
+    return round(meters["wps"]["n"] / meters["wps"]["init"], 1)

@@ -1,0 +1,211 @@
+"""The cells of a table that a training fills, and the trainings that fill a table.
+
+:func:`key` reads the key of a run from its settings, :func:`key_at` that of a row and a column. A
+run fills the cells that have its key. The plan makes one training of the cells with one key, and a
+page shows in a cell the runs with its key.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lrpe_fairseq.encodings import canonical_name
+from lrpe_fairseq.experiments.records.layout import (
+    HALVES,
+    PARTS,
+    Column,
+    Row,
+    Table,
+    file_name,
+    short,
+)
+from lrpe_fairseq.experiments.records.runs import Run, plain
+
+Evaluations = tuple[tuple[str, str], ...]
+"""(split, protocol) pairs."""
+Sides = str | Mapping[str, str]
+"""A name, or those of encoder and decoder."""
+RATE = "optimization.lr"
+LIMITS = ("dataset.max_tokens", "dataset.batch_size")
+"""Options that limit a batch; one of them may be None."""
+FREQUENCY = "optimization.update_freq"
+WORLD = "distributed_training.distributed_world_size"
+ABSENT = object()
+
+
+class Key(NamedTuple):
+    """What distinguishes the cells of a table, apart from what they show of a run.
+
+    attention, encoding: of encoder and decoder; a model with one stack has the same twice.
+    Encodings have canonical names. changed: the options with other values than the table's usual
+    ones. dataset: that of a column; empty for the data of the table's configuration.
+    """
+
+    attention: tuple[str, ...]
+    encoding: tuple[str, ...]
+    changed: frozenset[tuple[str, str]]
+    dataset: str
+
+
+def key(table: Table, run: Run) -> Key:
+    """Return the key of a run file, or of a planned run with the same fields."""
+    found = {name: option(run["config"], name, usual) for name, usual in table.options.items()}
+    names = {column.dataset for column in table.columns}
+    data = run["dataset"]
+    return Key(
+        _halves(run["attention_type"]),
+        tuple(map(canonical_name, _halves(run["position_encoding"]))),
+        _changed(table, found),
+        next((n for n in (data, data.removesuffix(f"-{run['scale']}")) if n in names), ""),
+    )
+
+
+def key_at(table: Table, row: Row, column: Column) -> Key:
+    """Return the key of the cell at ``row`` and ``column``."""
+    fixed = table.fixed
+    sides = [
+        {**dict.fromkeys(HALVES, own), **({fixed["side"]: fixed[what]} if fixed else {})}
+        for own, what in ((column.attention, "attention"), (row.encoding, "encoding"))
+    ]
+    chosen = {**table.options, **row.overrides, **column.overrides}
+    attention, encoding = map(_halves, sides)
+    names = tuple(map(canonical_name, encoding))
+    return Key(attention, names, _changed(table, chosen), column.dataset)
+
+
+def filled(table: Table, run: Run) -> list[tuple[str, str]]:
+    """Return (label of the row, key of the column) of every cell of ``table`` that a run fills."""
+    if run["experiment"] not in table.experiments or run["scale"] not in table.scales:
+        return []
+    own, rate = key(table, run), option(run["config"], RATE)
+    return [
+        (row.label, column.key)
+        for row in table.rows
+        for column in table.columns
+        if row.has(column) and not column.mean_of and key_at(table, row, column) == own
+        if rate in (table.rates_at(run["scale"], column.rates) or [rate])
+    ]
+
+
+def option(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
+    """Return the option with the dotted key ``name`` in the options of a run.
+
+    Limits of a batch are those of an update over all processes. A list of one value, such as
+    fairseq's learning rate per epoch, is returned as that value. ``model.*.key`` is the option of
+    encoder, decoder and perhaps cross-attention if they have the same value; otherwise the result
+    is a dictionary, which equals no value of a table.
+    """
+    if name in LIMITS:
+        whole = [int(size) for size in sizes(config, name)]
+        return whole[0] if len(whole) == 1 else whole or None
+    found = {part: config.get(name.replace("*", part), ABSENT) for part in PARTS}
+    found = {part: _single(value) for part, value in found.items() if value is not ABSENT}
+    if not found:
+        return default
+    first, *others = found.values()
+    return found if any(other != first for other in others) else first
+
+
+def comparable(name: str, value: Any) -> Any:
+    """Return the value of an option in the form in which settings are compared.
+
+    Encodings have canonical names, and 1, 1.0 and "1" are equal.
+    """
+    is_name = name.endswith("position_encoding") and isinstance(value, str)
+    return plain(canonical_name(value) if is_name else value)
+
+
+def steps(config: Mapping[str, Any]) -> list[float]:
+    """Return the batches of an update in one process, by epoch."""
+    return [float(frequency) for frequency in config.get(FREQUENCY) or [1]]
+
+
+def batches(config: Mapping[str, Any]) -> list[float]:
+    """Return the batches of an update over all processes, by epoch."""
+    return [count * (config.get(WORLD) or 1) for count in steps(config)]
+
+
+def sizes(config: Mapping[str, Any], limit: str) -> list[float]:
+    """Return the largest update by epoch, as an option of LIMITS counts it; empty if not set."""
+    size = config.get(limit)
+    return [float(size) * count for count in batches(config)] if size else []
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model to train: a row under an attention type, and its options.
+
+    options: every option of the table, with the value of the row and column. changed: those that
+    differ from the table's own values. name: for file names, such as ``Type2-linear``, followed by
+    the data set of a column with its own configuration and the options that the column changes.
+    config: the column's own configuration; empty for that of the scale. rates: the column's own
+    learning rates; empty for those of the table. evaluations: what the columns that the model fills
+    show.
+    """
+
+    key: Key
+    label: str
+    encoding: str
+    attention: str
+    options: tuple[tuple[str, Any], ...]
+    changed: tuple[tuple[str, Any], ...]
+    dataset: str
+    name: str
+    config: str = ""
+    rates: tuple[float, ...] = ()
+    evaluations: Evaluations = ()
+
+    def asked(self, evaluations: Evaluations) -> "Cell":
+        """Return the cell with more evaluations."""
+        both = tuple(dict.fromkeys(self.evaluations + evaluations))
+        return dataclasses.replace(self, evaluations=both)
+
+
+def cells(table: Table) -> list[Cell]:
+    """Return the cells of ``table`` that need separate trainings, row by row."""
+    found: dict[Cell, Evaluations] = {}
+    for row in table.rows:
+        for column in table.columns:
+            if row.has(column) and not column.mean_of:
+                cell = _cell(table, row, column)
+                shown = ((column.split, column.protocol),) if column.split else ()
+                found[cell] = found.get(cell, ()) + shown
+    return [cell.asked(evaluations) for cell, evaluations in found.items()]
+
+
+def _cell(table: Table, row: Row, column: Column) -> Cell:
+    chosen = {**table.options, **row.overrides, **column.overrides}
+    options = tuple(sorted(chosen.items(), key=lambda option: short(option[0])))
+    changed = tuple((k, v) for k, v in options if v != table.options[k])
+    named = [column.dataset] if column.config else []
+    named += [f"{short(k)}={v}" for k, v in changed if k not in row.overrides]
+    return Cell(
+        key=key_at(table, row, column),
+        label=row.label,
+        encoding=row.encoding,
+        attention=column.attention,
+        options=options,
+        changed=changed,
+        dataset=column.dataset,
+        name=file_name("-".join([row.label, column.attention, *named])),
+        config=column.config,
+        rates=tuple(column.rates),
+    )
+
+
+def _changed(table: Table, chosen: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
+    return frozenset(
+        (name, repr(comparable(name, value)))
+        for name, value in chosen.items()
+        if comparable(name, value) != comparable(name, table.options[name])
+    )
+
+
+def _single(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _halves(given: Sides) -> tuple[str, ...]:
+    """Return the names of encoder and decoder; models with one stack have the same name twice."""
+    return (given, given) if isinstance(given, str) else tuple(given[side] for side in HALVES)
