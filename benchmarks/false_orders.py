@@ -6,7 +6,7 @@ The layouts are those of the measured columns (results/*.csv): their rows and th
 each. Values are drawn without any difference between rows: seeds have effects of the size of the
 errors. Errors are normal and equal; normal with the deviations that the rows of the column have
 ("unequal"); or those of accuracies near 1 of 1,000 examples ("saturated"). A column counts if the
-rule orders any two of its rows. The result is results/bench/cpu/false-orders.json.
+rule orders any two of its rows. The result is results/false-orders.json.
 """
 
 import csv
@@ -21,7 +21,7 @@ from lrpe_fairseq.experiments.report import orders
 
 DRAWS = 10  # of every column
 EXAMPLES, TRUE_ACCURACY, SEED_DEVIATION = 1000, 0.99, 0.3  # of the saturated accuracies; in logits
-TARGET = ROOT / "results" / "bench" / "cpu" / "false-orders.json"
+TARGET = ROOT / "results" / "false-orders.json"
 Layout = dict[str, tuple[int, float]]
 """row -> number of seeds, and its relative deviation (0 if it has one seed)."""
 

@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments.families import FAMILIES, family_of, known_data, preparation_of
 from lrpe_fairseq.experiments.families.lm import LMRun
-from lrpe_fairseq.experiments.families.plan import load_named, runs
 from lrpe_fairseq.experiments.families.translation import TranslationRun
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, configurations, load_config
 from lrpe_fairseq.experiments.records.runs import curve_metric, read_runs, validate
@@ -89,13 +88,6 @@ def test_an_option_of_a_table_is_a_dotted_key_and_a_star_is_every_part() -> None
     assert TranslationRun.overrides_of("model.*.learned_pos", True) == halves
     with pytest.raises(ValueError, match=r"is section\.key, not 'memory-length'"):
         LMRun.override("memory-length", 64)
-
-
-def test_the_budget_of_a_run_counts_what_its_configuration_counts() -> None:
-    whole = runs(load_named("table2"), "paper", [1])[0].budget()
-    assert (whole.text, whole.amount, whole.unit) == ("50,000 x 65,536", 50_000 * 65_536, "tokens")
-    tuned = next(r for r in runs(load_named("table3"), "paper", [1]) if r.data.name == "RTE")
-    assert (tuned.budget().amount, tuned.budget().unit) == (3 * 2_490, "sentences")
 
 
 def test_a_curve_is_of_one_metric_which_need_not_be_perplexity() -> None:

@@ -24,7 +24,7 @@ from lrpe_fairseq.experiments.records.keys import Cell
 from lrpe_fairseq.experiments.records.layout import Table, file_name
 from lrpe_fairseq.experiments.records.runs import Run
 from lrpe_fairseq.experiments.runner.processes import RunFailed
-from lrpe_fairseq.experiments.runner.training import Budget, Shell, TrainingRun
+from lrpe_fairseq.experiments.runner.training import Shell, TrainingRun
 
 EXPERIMENT = "table3"
 GLUE = "glue"
@@ -86,12 +86,6 @@ class FinetuningRun(TrainingRun):
             return []
         script = f"data-prep/glue/prepare.py {data.name} --tokens-of"
         return [*script.split(), relative(home.parent / pieces), "--dest", relative(home)]
-
-    def budget(self) -> Budget:
-        """Epochs of the task's training set, in sentences: token counts depend on the data."""
-        epochs = self.yaml().optimization.max_epoch
-        examples = self.glue_task.examples["train"]
-        return Budget(f"{epochs} epochs of a task", epochs * examples, "sentences")
 
     def encoding_choices(self) -> dict[str, str]:
         """Options of the checkpoint's model, the task's head and metric, and its updates."""

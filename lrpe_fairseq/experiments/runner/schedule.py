@@ -125,8 +125,6 @@ class Schedule:
         self._attempts: collections.Counter[str] = collections.Counter()
         self._busy: set[str] = set()
         self._done, self._failed = 0, 0
-        self.trained = 0
-        """Number of runs that this process finished without another process."""
         self._guard = threading.Lock()
         self._skipped = len(jobs) - len(self._jobs)
 
@@ -186,16 +184,15 @@ class Schedule:
         if job.name not in self._busy:
             update, _ = job.progress()
             self._say(job, f"resumed at {update}" if update else "started")
-        begun, alone = time.monotonic(), job.name not in self._busy
+        begun = time.monotonic()
         if self._deadline:
             self._deadline.begin(job)
         say = functools.partial(self._say, job)
-        ours = job.work(self._children, devices, say) and alone
+        job.work(self._children, devices, say)
         with contextlib.suppress(OSError):
             (job.folder / ERROR).unlink(missing_ok=True)
         with self._guard:
             self._done += 1
-            self.trained += ours
             if self._deadline:
                 self._deadline.finish(job)
             self._finished(job)
@@ -287,11 +284,6 @@ def shares(parallel: int, gpus_per_run: int | None = None) -> list[Devices]:
     each = gpus_per_run or 1
     groups = [tuple(range(n * each, (n + 1) * each)) for n in range(gpus // each)]
     return [Devices(threads, groups[slot % len(groups)]) for slot in range(parallel)]
-
-
-def untouched(jobs: Sequence[Job]) -> bool:
-    """True if none of ``jobs`` is finished or partly trained."""
-    return not any(job.finished() or job.progress()[0] for job in jobs)
 
 
 def state(job: Job) -> str:

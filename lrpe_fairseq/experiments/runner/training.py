@@ -46,19 +46,6 @@ Shell = Callable[[list[str], Path], None]
 
 
 @dataclass(frozen=True)
-class Budget:
-    """The amount of data that one training reads.
-
-    text: updates x batch, such as ``50,000 x 65,536``. amount: the total. unit: tokens, samples or
-    sentences.
-    """
-
-    text: str
-    amount: int
-    unit: str
-
-
-@dataclass(frozen=True)
 class TrainingRun(ABC):
     """One model to train and evaluate; a family of experiments is a subclass.
 
@@ -177,14 +164,6 @@ class TrainingRun(ABC):
             "model.position_encoding": self.position_encoding,
             "model.encoding_seed": str(self.seed),
         }
-
-    def budget(self) -> Budget:
-        """Return updates x tokens, or updates x samples if batches are counted in samples."""
-        settings = self.settings()
-        size, unit, _ = machine.largest_batch(settings)
-        size *= settings.optimization.update_freq[0]
-        updates = int(settings.optimization.max_update)
-        return Budget(f"{updates:,} x {size:,}", updates * size, unit)
 
     def require_inputs(self) -> None:
         """Raise UserError, which says what to do, if an input of the run is missing."""
