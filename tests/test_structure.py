@@ -71,9 +71,7 @@ def test_the_models_are_registered_and_fairseq_is_mended_in_any_order(first: str
 TRAINING = """
 import sys
 sys.modules |= dict.fromkeys(["matplotlib", "pandas", "jinja2"])  # importing fails
-from lrpe_fairseq.experiments.commands import (
-    eval_classifier, eval_glue, eval_lm, eval_mt, run_table, score_lm, train_row
-)
+from lrpe_fairseq.experiments.commands import evaluate, run_table, train_row
 """
 
 

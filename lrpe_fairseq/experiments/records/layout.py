@@ -346,6 +346,8 @@ def _faults_of_column(column: Column) -> Iterator[str]:
         yield "needs either a metric or mean_of"
     if bool(column.split) != bool(column.protocol):
         yield "needs split and protocol together, or neither"
+    if not (column.comparable or column.paper or column.mean_of):
+        yield "has no published number: leave out comparable"
     if by and not (column.best_over and set(by) == SELECTION and by["better"] in BETTER):
         known = ", ".join(sorted(SELECTION))
         yield f"has best_by, which needs best_over, {known}, and lower or higher as better"
