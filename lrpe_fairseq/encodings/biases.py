@@ -6,7 +6,13 @@ Axes: B batch, H heads, T query time, S key time.
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import ScoreEncoding, check_positions
+from lrpe_fairseq.encodings.base import (
+    BLOCKS,
+    EncodingSpec,
+    PositionCache,
+    ScoreEncoding,
+    check_positions,
+)
 from lrpe_fairseq.kernels.dispatch import has_values
 
 LOWEST = -3e4
@@ -19,6 +25,10 @@ class LagBias(ScoreEncoding):
     The function is evaluated once for each different lag, O(T + S) times, if that is cheaper than
     once for each pair.
     """
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__(spec)
+        self._ends = PositionCache(BLOCKS)
 
     def of_lag(self, lag: Tensor) -> Tensor:
         """Return the bias of every lag.
@@ -35,13 +45,15 @@ class LagBias(ScoreEncoding):
         lag = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
         lag = lag.clamp_min(0) if self.spec.causal else lag.abs()
         wide = torch.promote_types(q.dtype, torch.float32)  # its gradient sums over pairs
-        return self._by_lag(lag, wide).to(q.dtype).movedim(-1, -3)
+        ends = None
+        if lag.numel() and has_values(lag):  # read once for the same positions
+            both = q_positions, k_positions
+            ends = self._ends.get(both, None, lambda: (int(lag.min()), int(lag.max())))
+        return self._by_lag(lag, ends, wide).to(q.dtype).movedim(-1, -3)
 
-    def _by_lag(self, lag: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the bias of every lag, evaluated on the range of the lags if that is smaller."""
-        if lag.numel() == 0 or not has_values(lag):
-            return self.of_lag(lag).clamp_min(LOWEST).to(dtype)
-        first, last = int(lag.min()), int(lag.max())
+    def _by_lag(self, lag: Tensor, ends: tuple[int, int] | None, dtype: torch.dtype) -> Tensor:
+        """Return the bias of every lag, evaluated on the range ``ends`` if that is smaller."""
+        first, last = ends or (0, lag.numel())
         if last - first >= lag.numel():
             return self.of_lag(lag).clamp_min(LOWEST).to(dtype)
         table = self.of_lag(torch.arange(first, last + 1, device=lag.device))

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from lrpe_fairseq.encodings.base import (
+    BLOCKS,
     Card,
     EncodingSpec,
+    PositionCache,
     check_positions,
     option,
 )
@@ -71,6 +73,7 @@ class FIRE(LagBias):
                 f"{options.fire_length}, {options.fire_width} and {options.fire_layers}"
             )
         self.shared = options.fire_shared
+        self._last = PositionCache(BLOCKS)
         self.c = nn.Parameter(torch.full((1,), 0.1, dtype=torch.float32))
         self.threshold_factor = nn.Parameter(torch.ones(1, dtype=torch.float32))
         widths = [1, *[options.fire_width] * options.fire_layers, spec.num_heads]
@@ -114,7 +117,8 @@ class FIRE(LagBias):
         """True if it is known that every query is at s <= L; False if L is NaN."""
         if q_positions.numel() == 0 or not has_values(q_positions, self.threshold_factor):
             return False
-        return bool(q_positions.max() <= self.threshold)
+        last = self._last.get(q_positions, None, lambda: int(q_positions.max()))
+        return last <= self.threshold.detach().item()
 
     def of_lag(self, lag: Tensor) -> Tensor:
         """Return the bias of every lag (..., H) for queries at s <= L."""
