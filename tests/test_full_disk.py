@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from lrpe_fairseq.experiments.commands import run_table
-from lrpe_fairseq.experiments.runner import processes, schedule
+from lrpe_fairseq.experiments.runner import schedule
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 from tests.test_experiments import DONE, FakeJob, events, run_fakes  # noqa: F401
 
@@ -61,21 +61,3 @@ def test_runs_on_a_read_only_disk_are_one_sentence_and_status_2(monkeypatch, cap
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "Read-only file system" in said
-
-
-def test_a_run_that_another_runner_finished_at_the_last_moment_is_not_ours(
-    tmp_path,
-    monkeypatch,
-    events,  # noqa: F811
-):
-    job = FakeJob(tmp_path / "shared", DONE)
-    locked = processes.locked
-
-    def late(folder):
-        (folder / "done").touch()  # by the other runner, before we held the lock
-        return locked(folder)
-
-    monkeypatch.setattr(processes, "locked", late)
-    work = schedule.Schedule([job], schedule.shares(1), events)
-    assert work.run() == 0
-    assert work.trained == 0
