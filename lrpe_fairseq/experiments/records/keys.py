@@ -8,6 +8,7 @@ page shows in a cell the runs with its key.
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from lrpe_fairseq.encodings import canonical_name
@@ -81,11 +82,20 @@ def filled(table: Table, run: Run) -> list[tuple[str, str]]:
     own, rate = key(table, run), option(run["config"], RATE)
     return [
         (row.label, column.key)
-        for row in table.rows
-        for column in table.columns
-        if row.has(column) and not column.mean_of and key_at(table, row, column) == own
+        for row, column in _places(table).get(own, ())
         if rate in (table.rates_at(run["scale"], column.rates) or [rate])
     ]
+
+
+@lru_cache(maxsize=256)
+def _places(table: Table) -> dict[Key, list[tuple[Row, Column]]]:
+    """Return the cells of a table by key, row by row."""
+    found: dict[Key, list[tuple[Row, Column]]] = {}
+    for row in table.rows:
+        for column in table.columns:
+            if row.has(column) and not column.mean_of:
+                found.setdefault(key_at(table, row, column), []).append((row, column))
+    return found
 
 
 def option(config: Mapping[str, Any], name: str, default: Any = None) -> Any:

@@ -92,7 +92,7 @@ class Row:
         return column.attention in self.attention and column.key not in self.without
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity, which caches need
 class Table:
     """One table.
 
