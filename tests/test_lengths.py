@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -394,6 +395,11 @@ def test_truncated_windows_are_no_longer_than_the_layers_reach(
     whole = scoring.evaluate(model, text, 2, T, ["truncated-128"])["truncated-128"]["loss"]
     assert read[2:] == [16 * T, T]
     assert found == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["fire", "cape-fire", "spe"])
+def test_windows_are_whole_where_a_score_depends_on_more_than_the_lag(corpus, name: str) -> None:
+    assert scoring.reach_of(model_of(corpus, "softmax", name), T) == sys.maxsize
 
 
 @pytest.mark.parametrize(("attention", "name"), [("linear", "spe"), ("softmax", "fope")])

@@ -255,10 +255,12 @@ def limited(model: nn.Module, window: int | None) -> Iterator[None]:
 def reach_of(model: nn.Module, window: int) -> int:
     """Return the distance to the first token that a token depends on in a ``limited`` model.
 
-    Every layer adds ``window`` - 1. Where positions are absolute, all tokens before count.
+    Every layer adds ``window`` - 1. Where a score depends on more than the lag, as with absolute
+    positions or FIRE's beyond its threshold, all tokens before count.
     """
     modules = _attentions(model)
-    relative = all(module.encoding.relative == "exact" for module in modules)
+    encodings = [module.encoding for module in modules]
+    relative = all(e.relative == "exact" and e.relative_up_to is None for e in encodings)
     if not relative or model.decoder.embed_positions is not None:
         return sys.maxsize
     return len(modules) * (window - 1)
