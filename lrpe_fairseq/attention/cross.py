@@ -15,21 +15,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lrpe_fairseq.attention.linear import LinearState, attend_to_memory, summed_memory
-from lrpe_fairseq.attention.multihead import block_positions, next_position
 from lrpe_fairseq.attention.projected import (
     NOT_EXPORTED,
     ProjectedAttention,
     feature_map,
     warn_about_compiler,
 )
-from lrpe_fairseq.attention.scored import Tokens, scored_attention, scored_weights
-from lrpe_fairseq.encodings import Encoding
-from lrpe_fairseq.encodings.base import PositionCache, check_positions
+from lrpe_fairseq.attention.softmax import encoded_attention, encoded_weights
+from lrpe_fairseq.attention.tokens import Tokens, tokens_after, tokens_of
 from lrpe_fairseq.errors import ChoiceError
 
 
 class EncodedMemory(NamedTuple):
-    """Keys and values of a memory in softmax attention.
+    """Keys and values of a memory in softmax attention, and their tokens.
 
     Keys are encoded if the encoding is decomposable.
     """
@@ -40,13 +38,10 @@ class EncodedMemory(NamedTuple):
     counts: Tensor  # S or B S, int64: number of real tokens before each token
     padding: Tensor | None  # B S, true at padding; None without padding
 
-
-class Source(NamedTuple):
-    """A memory and its tokens."""
-
-    inputs: Tensor  # B S C'
-    padding: Tensor | None  # B S, true at padding; None without padding
-    tokens: Tokens
+    @property
+    def tokens(self) -> Tokens:
+        """The tokens of the keys."""
+        return Tokens(self.positions, self.counts, self.padding)
 
 
 class CrossState(NamedTuple):
@@ -74,9 +69,12 @@ class CrossAttention(ProjectedAttention):
     ) -> None:
         width = embed_dim if memory_dim is None else memory_dim
         super().__init__(embed_dim, num_heads, causal=False, memory_dim=width, **options)
-        _check_decays(self.encoding, self.attention_type, self.score_decay)
-        self.memory_positions: Tensor | None = None  # as ``positions``, of the memory
-        self.query_padding: Tensor | None = None  # of the next calls of forward
+        if self.attention_type == "linear" and self.encoding.log_decay() is not None:
+            raise ChoiceError(
+                f"linear cross-attention does not support {self.encoding.name!r}, whose decay "
+                "counts the tokens between a query and a key of one sequence; use softmax "
+                "cross-attention"
+            )
 
     # --- fairseq's interface: (T, B, C), and a dictionary of states ----------------------------
 
@@ -98,8 +96,7 @@ class CrossAttention(ProjectedAttention):
         ``need_head_weights``, before dropout. They are None unless they are needed, and always in
         linear attention. ``value`` is not used, because it equals the key. With
         ``incremental_state`` the query is the next block; the memory of the first call is kept.
-        ``self.positions``, ``self.memory_positions`` and ``self.query_padding`` are those of
-        :meth:`attend`; the stack of layers sets them.
+        Positions and padding of the query are those of ``self.given``, which the stack sets.
         Raises: ValueError for an ``attn_mask``.
         """
         if attn_mask is not None:
@@ -114,9 +111,9 @@ class CrossAttention(ProjectedAttention):
             key_padding_mask,
             self._get_input_buffer(incremental_state),
             incremental_state is not None,
-            positions=self.positions,
-            memory_positions=self.memory_positions,
-            query_padding_mask=self.query_padding,
+            positions=self.given.positions,
+            memory_positions=self.given.memory_positions,
+            query_padding_mask=self.given.query_padding,
             need_weights=need_weights or need_head_weights,
         )
         if incremental_state is not None:
@@ -160,60 +157,62 @@ class CrossAttention(ProjectedAttention):
         Under torch.compile it runs outside the compiled graph.
         Raises: ValueError for positions of another shape.
         """
-        queries = _tokens(x, query_padding_mask, positions, state)
-        source = None if state is not None else _source(memory, key_padding_mask, memory_positions)
-        out, weights, past = self._attend(x, queries, source, state, need_weights)
+        before, past = (None, None) if state is None else (state.next_position, state.memory)
+        queries = tokens_of(x, query_padding_mask, before, positions)
+        source = None
+        if state is None:
+            source = tokens_of(memory, key_padding_mask, positions=memory_positions)
+        given, weights = (x, queries, memory, source, past), None
+        if self.attention_type == "linear":
+            out, past = self._linear(*given)
+        else:
+            q, past = self._softmax(*given)
+            out, weights = self._attended(q, queries, past, need_weights)
+        out = self._project_out(out, x)
         if not keep_state:
             return out, weights, None
-        return out, weights, CrossState(past, next_position(x, query_padding_mask, state))
+        following = tokens_after(x, query_padding_mask, before)
+        return out, weights, CrossState(past, following)
 
-    def _attend(
+    def _linear(
         self,
         x: Tensor,
         queries: Tokens,
-        source: Source | None,
-        state: CrossState | None,
-        need_weights: bool,
-    ) -> tuple[Tensor, Tensor | None, LinearState | EncodedMemory]:
-        """Return output, weights and encoded memory."""
-        past, weights = None if state is None else state.memory, None
-        if self.attention_type == "linear":
-            out, past = self._linear(x, queries, source, past)
-        else:
-            q, past = self._softmax(x, queries, source, past)
-            out, weights = self._attended(q, queries, past, need_weights)
-        return self._project_out(out, x), weights, past
-
-    def _linear(
-        self, x: Tensor, queries: Tokens, source: Source | None, past: LinearState | None
+        memory: Tensor,
+        source: Tokens | None,
+        past: LinearState | None,
     ) -> tuple[Tensor, LinearState]:
         """Return the output (B, H, T, E) and the sums over the memory, ``past`` if given."""
         with_content = self.normalizer == "content"
-        options = {"normalizer": self.normalizer}
+        options, at = {"normalizer": self.normalizer}, queries.positions
         if past is None:
-            q, k, v = self._project(x, source.inputs)
+            q, k, v = self._project(x, memory)
             content = feature_map(k) if with_content else None
-            encoded, k = self._features(q, k, queries.positions, source.tokens.positions)
+            encoded, k = self._features(q, k, at, source.positions)
             v = v.to(self._value_type(v))
             masked = {"key_padding_mask": source.padding, **options}
             past = summed_memory(k, v, content=content, **masked)
         else:
             q = self._heads(self.q_proj(x))
-            encoded, _ = self._features(q, q, queries.positions)
+            encoded, _ = self._features(q, q, at, at)
         content = feature_map(q) if with_content else None
         options |= {"content": content, "dtype": self._value_type(q)}
         return attend_to_memory(encoded, past, **options), past
 
     def _softmax(
-        self, x: Tensor, queries: Tokens, source: Source | None, past: EncodedMemory | None
+        self,
+        x: Tensor,
+        queries: Tokens,
+        memory: Tensor,
+        source: Tokens | None,
+        past: EncodedMemory | None,
     ) -> tuple[Tensor, EncodedMemory]:
         """Return the encoded queries (B, H, T, D) and the encoded memory, ``past`` if given."""
         if past is None:
-            own = source.tokens
-            q, k, v = self._encoded(x, queries.positions, source.inputs, own.positions)
-            return q, EncodedMemory(k, v, own.positions, own.counts, source.padding)
+            q, k, v = self._encoded(x, queries, memory, source)
+            return q, EncodedMemory(k, v, source.positions, source.numbers, source.padding)
         q = self._heads(self.q_proj(x))
-        if not self.encoding.serves_linear:
+        if not self.encoding.decomposable:
             return q, past
         # keys at the same positions are encoded with the queries and dropped
         return self.encoding(q, q, queries.positions, queries.positions)[0], past
@@ -223,16 +222,16 @@ class CrossAttention(ProjectedAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output (B, H, T, E) and the weights (B, H, T, S) or None.
 
-        Weights are computed once and multiplied with the values, without fused kernels, unless
-        dropout acts on the scores.
+        Weights are computed once and multiplied with the values, without fused kernels.
         """
-        keys, settings = Tokens(past.positions, None, past.counts), self._settings()
-        places, weights = (queries, keys, past.padding, settings), None
+        given = self.encoding, q, past.keys
+        places = queries, past.tokens
         if need_weights:
-            weights = scored_weights(self.encoding, q, past.keys, *places)
-        if weights is not None and not self.encoding.drops_scores:
-            return F.dropout(weights, settings.dropout) @ past.values, weights
-        return scored_attention(self.encoding, q, past.keys, past.values, *places), weights
+            weights = encoded_weights(*given, *places, causal=False)
+            return F.dropout(weights, self._dropout) @ past.values, weights
+        dropout = self._dropout
+        out = encoded_attention(*given, past.values, *places, causal=False, dropout=dropout)
+        return out, None
 
 
 def reorder_cross_state(state: CrossState, new_order: Tensor) -> CrossState:
@@ -243,38 +242,3 @@ def reorder_cross_state(state: CrossState, new_order: Tensor) -> CrossState:
         memory = EncodedMemory(*memory[:2], *places, memory.padding)
     parts = (None if part is None else part.index_select(0, new_order) for part in memory)
     return CrossState(type(memory)(*parts), state.next_position.index_select(0, new_order))
-
-
-def _tokens(
-    x: Tensor, padding: Tensor | None, positions: Tensor | None, state: CrossState | None = None
-) -> Tokens:
-    """Return positions and counts of x (B, T, C); positions that are None count real tokens."""
-    counts = block_positions(x, padding, state)
-    positions = counts if positions is None else check_positions(positions, x)
-    return Tokens(positions, None, counts)
-
-
-def _source(memory: Tensor, padding: Tensor | None, positions: Tensor | None) -> Source:
-    if padding is not None:  # fairseq's encoder returns a mask for every batch
-        given = padding
-        padding = _masks.get(given, None, lambda: given.bool() if given.any() else None)
-    return Source(memory, padding, _tokens(memory, padding, positions))
-
-
-_masks = PositionCache()
-
-
-def _check_decays(encoding: Encoding, attention_type: str, score_decay: float) -> None:
-    """Refuse a decay of linear attention, whose sums follow one sequence."""
-    if attention_type == "softmax":
-        return
-    if encoding.log_decay() is not None:
-        raise ChoiceError(
-            f"linear cross-attention does not support {encoding.name!r}, whose decay counts the "
-            "tokens between a query and a key of one sequence; use softmax cross-attention"
-        )
-    if score_decay != 1:
-        raise ChoiceError(
-            "linear cross-attention does not support a score decay, which counts steps between a "
-            "query and a key; use softmax cross-attention or --cross-score-decay 1"
-        )

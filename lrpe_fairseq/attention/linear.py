@@ -27,8 +27,9 @@ encoding, as in RoFormer. ``layernorm``: none here, but a LayerNorm follows (TML
 EPS = 1e-6
 """Smallest denominator: smaller ones are clamped to it, as in the authors' code."""
 
-LOWEST = -1000.0
-"""Smallest logarithm of a decay: smaller ones are clamped to it. exp(-1000) is 0 in float64."""
+LOWEST_DECAY = -1000.0
+"""Smallest logarithm of a decay: exp(-1000) is 0 in float64, and float32 sums of a block of such
+decays keep three decimals."""
 
 KERNELS = "lrpe_fairseq.kernels.causal_triton"
 
@@ -263,9 +264,9 @@ def _prepare(
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None, Tensor | None]:
     """Check the arguments, convert to at least float32, and set padded keys to zero.
 
-    ``log_decay`` is clamped to :data:`LOWEST`, so that -inf gives no NaN. The content features are
-    returned only for normalizer ``content``. Without ``widen`` q, k and v keep their dtype, because
-    the kernel computes its sums in float32.
+    ``log_decay`` is clamped to :data:`LOWEST_DECAY`, so that -inf gives no NaN. The content
+    features are returned only for normalizer ``content``. Without ``widen`` q, k and v keep their
+    dtype, because the kernel computes its sums in float32.
     """
     if normalizer not in NORMALIZERS:
         raise ValueError(f"unknown normalizer {normalizer!r}; choose one of {NORMALIZERS}")
@@ -289,7 +290,7 @@ def _prepare(
         padded = key_padding_mask.bool()[:, None, :, None]
         keys = [x.masked_fill(padded, 0.0) for x in keys]
     used = (content[0].to(wide), keys[2]) if normalizer == "content" else None
-    log_decay = None if log_decay is None else log_decay.clamp_min(LOWEST)
+    log_decay = None if log_decay is None else log_decay.clamp_min(LOWEST_DECAY)
     return q.to(own), keys[0], keys[1], used, log_decay
 
 

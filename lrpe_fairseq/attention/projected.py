@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_fairseq.attention.linear import NORMALIZERS
-from lrpe_fairseq.attention.scored import Settings
+from lrpe_fairseq.attention.tokens import Given, Tokens
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.base import ELU_PLUS_ONE
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import encode, loader
 
@@ -40,15 +39,12 @@ class ProjectedAttention(nn.Module):
             paper (Table 7: "attention dropout is only used for vanilla attention").
         normalizer: of linear attention; see ``attention.linear.NORMALIZERS``.
         seed: seed of the encoding's fixed random parts. options: options of individual encodings.
-        score_decay: c in (0, 1]: the encoded score of (s, t) is multiplied by c^n, before decays of
-            the weight. n is the number of steps between s and t in the domain of the encoding
-            (``Encoding.steps_between``).
         wrap_linear: applied to each projection, for example fairseq's quantization noise.
         memory_dim: width of the input of keys and values if they come from another sequence; None
             in self-attention.
         qkv_bias: False for self-attention whose q, k and v have no biases.
-    Raises: ChoiceError for an unknown name, a width that is not divisible by H, a score decay out
-        of range, or an encoding that the attention type does not support.
+    Raises: ChoiceError for an unknown name, a width that is not divisible by H, or an encoding that
+        the attention type does not support.
     """
 
     def __init__(
@@ -63,17 +59,16 @@ class ProjectedAttention(nn.Module):
         normalizer: str = "rotated",
         seed: int = 0,
         options: EncodingOptions = EncodingOptions(),
-        score_decay: float = 1.0,
         wrap_linear: Callable[[nn.Linear], nn.Module] = lambda linear: linear,
         memory_dim: int | None = None,
         qkv_bias: bool = True,
     ) -> None:
         super().__init__()
-        _check_choices(embed_dim, num_heads, attention_type, normalizer, score_decay)
+        _check_choices(embed_dim, num_heads, attention_type, normalizer)
         self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
         self.attention_type, self.normalizer = attention_type, normalizer
         self.causal, self.dropout, self.retain_dropout = causal, dropout, False
-        self.positions: Tensor | None = None  # of queries in the next calls; None counts tokens
+        self.given = Given()  # for calls of forward; a stack of layers shares one
         self.encoding = build_encoding(
             position_encoding, self.head_dim, num_heads, causal=causal, seed=seed, options=options
         )
@@ -82,7 +77,6 @@ class ProjectedAttention(nn.Module):
                 f"position encoding {position_encoding!r} needs the score matrix, which linear "
                 "attention does not compute; use it with softmax attention"
             )
-        self.scale, self.score_decay = self.encoding.softmax_scale, score_decay
         own = memory_dim is None
         projections = _of_self(embed_dim, qkv_bias) if own else _of_cross(embed_dim, memory_dim)
         for name, projection in projections.items():
@@ -156,32 +150,29 @@ class ProjectedAttention(nn.Module):
         return tuple(self._heads(F.linear(x, w.mT.flatten(0, 1), b.flatten())) for w, b in planes)
 
     def _encoded(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        memory: Tensor | None = None,
-        memory_positions: Tensor | None = None,
+        self, x: Tensor, queries: Tokens, memory: Tensor | None = None, keys: Tokens | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q~, k~ and v of softmax attention; score encodings do not change q and k.
 
-        Keys and values are those of the memory (B, S, C') at its positions, or of x.
+        Keys and values are those of the memory (B, S, C'), or of x.
         """
-        if not self.encoding.serves_linear:
+        if not self.encoding.decomposable:
             return self._project(x, memory)
-        source, at = (x, positions) if memory is None else (memory, memory_positions)
-        kernels = self._kernels(x, positions, source, at)
+        source, keys = (x, queries) if memory is None else (memory, keys)
+        at = queries.positions, keys.positions
+        kernels = self._kernels(x, source, *at)
         if kernels is not None:
             q, k, v = self._project(x, memory)
             return kernels[0](q), kernels[1](k), v
         if not (self._folds(x) and self._folds(source)):
             q, k, v = self._project(x, memory)
-            return *self.encoding(q, k, positions, at), v
+            return *self.encoding(q, k, *at), v
         planes = self._folded(self.q_proj, x), self._folded(self.k_proj, source)
-        q, k = self.encoding.turn(*planes, positions, at)
+        q, k = self.encoding.turn(*planes, *at)
         return q, k, self._heads(self.v_proj(source))
 
     def _kernels(
-        self, x: Tensor, positions: Tensor, source: Tensor, at: Tensor
+        self, x: Tensor, source: Tensor, at_q: Tensor, at_k: Tensor
     ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None:
         """Return functions that encode q and k in one pass on a GPU; None without such kernels.
 
@@ -189,32 +180,32 @@ class ProjectedAttention(nn.Module):
         """
         if loader.triton_kernels(KERNELS) is None or source.shape[-1] != x.shape[-1]:
             return None
-        of_q = self.encoding.one_pass(self._heads(x), positions, None)
-        if of_q is None or at is positions:
-            return of_q and (of_q, of_q)
-        of_k = self.encoding.one_pass(self._heads(source), at, None)
-        return of_k and (of_q, of_k)
+        return self._one_pass(self._heads(x), self._heads(source), at_q, at_k, phi=False)
+
+    def _one_pass(
+        self, q: Tensor, k: Tensor, at_q: Tensor, at_k: Tensor, *, phi: bool
+    ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None:
+        """Return ``QueryKeyEncoding.one_pass`` of queries and keys, or None."""
+        of_q = self.encoding.one_pass(q, at_q, phi)
+        of_k = of_q if at_k is at_q else self.encoding.one_pass(k, at_k, phi)
+        return None if of_q is None or of_k is None else (of_q, of_k)
 
     # --- the feature map -----------------------------------------------------------------------
 
-    def _features(
-        self, q: Tensor, k: Tensor, positions: Tensor, k_positions: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def _features(self, q: Tensor, k: Tensor, at_q: Tensor, at_k: Tensor) -> tuple[Tensor, Tensor]:
         """Apply feature map and encoding to q (B, H, T, D) and k (B, H, S, D), in the right order.
 
-        k_positions: of the keys; None if they equal ``positions``.
+        at_q, at_k: positions of queries and keys; one object if they are equal.
         """
         if self.encoding.denominator_vanishes and q.dtype == torch.float16:
             self._warn_about_denominator()
-        at_k = positions if k_positions is None else k_positions
-        of_q = self.encoding.one_pass(q, positions, FEATURE_MAP)
-        of_k = of_q if at_k is positions else self.encoding.one_pass(k, at_k, FEATURE_MAP)
-        if of_q is not None and of_k is not None:
-            return of_q(q), of_k(k)
+        kernels = self._one_pass(q, k, at_q, at_k, phi=True)
+        if kernels is not None:
+            return kernels[0](q), kernels[1](k)
         if self.encoding.before_feature_map:
-            q, k = self.encoding(q, k, positions, at_k)
+            q, k = self.encoding(q, k, at_q, at_k)
             return feature_map(q), feature_map(k)
-        return self.encoding(feature_map(q), feature_map(k), positions, at_k)
+        return self.encoding(feature_map(q), feature_map(k), at_q, at_k)
 
     def _warn_about_denominator(self) -> None:
         if self.normalizer == "rotated":
@@ -233,11 +224,10 @@ class ProjectedAttention(nn.Module):
 
     # --- the output ----------------------------------------------------------------------------
 
-    def _settings(self) -> Settings:
-        """Return the settings of softmax attention in the current mode."""
-        dropout = self.dropout if self.training or self.retain_dropout else 0.0
-        drops_scores = self.encoding.drops_scores
-        return Settings(self.causal, self.scale, dropout, self.score_decay, drops_scores)
+    @property
+    def _dropout(self) -> float:
+        """The dropout of softmax attention in the current mode."""
+        return self.dropout if self.training or self.retain_dropout else 0.0
 
     def _project_out(self, out: Tensor, x: Tensor) -> Tensor:
         """(B, H, T, E) -> (B, T, C) in the dtype of x."""
@@ -259,10 +249,6 @@ def feature_map(x: Tensor) -> Tensor:
     return kernels.feature_map(x)
 
 
-FEATURE_MAP = ELU_PLUS_ONE
-"""The name of :func:`feature_map` in ``QueryKeyEncoding.one_pass``."""
-
-
 @cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=2)
@@ -277,9 +263,7 @@ def warn_about_compiler() -> None:
     )
 
 
-def _check_choices(
-    embed_dim: int, num_heads: int, attention_type: str, normalizer: str, score_decay: float
-) -> None:
+def _check_choices(embed_dim: int, num_heads: int, attention_type: str, normalizer: str) -> None:
     if num_heads < 1 or embed_dim % num_heads:
         raise ChoiceError(f"the width {embed_dim} is not divisible by {num_heads} attention heads")
     if attention_type not in ATTENTION_TYPES:
@@ -290,8 +274,6 @@ def _check_choices(
         raise ChoiceError(
             f"unknown normalizer {normalizer!r}; choose one of {', '.join(NORMALIZERS)}"
         )
-    if not 0 < score_decay <= 1:
-        raise ChoiceError(f"the score decay must be above 0 and at most 1, got {score_decay}")
 
 
 def _of_self(width: int, qkv_bias: bool) -> dict[str, nn.Linear]:

@@ -1,23 +1,341 @@
-"""Softmax attention with torch's scaled_dot_product_attention, a naive reference, and the state.
+"""Softmax attention with any encoding: fused kernels where they serve it, else blocks of queries.
+
+An encoding that changes q and k only uses torch's fused kernel for all queries at once. What
+depends on a pair is computed for blocks of queries, so that memory does not grow with the product
+of the lengths.
 
 Axes: B batch, H heads, T query time, S key time, D key width, E value width.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import masked_softmax
+from lrpe_fairseq.attention.tokens import Tokens, lag_numbers, lags_between, visible_pairs
+from lrpe_fairseq.encodings.base import LOWEST, Encoding, Form, masked_softmax
 from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed
+
+BLOCK = 2**24
+"""Maximum number of scores B H R S of a block of R queries: 64 MB in float32."""
 
 Rescore = Callable[[Tensor, Tensor | None], Tensor]
 """(scores, visible) -> scores; see ``ScoreEncoding.forward``."""
 
 Weigh = Callable[[Tensor, Tensor | None, torch.dtype], Tensor]
 """(scores, visible, dtype) -> weights; see ``ScoreEncoding.weigh``."""
+
+
+class Call(NamedTuple):
+    """What all blocks of a call share."""
+
+    form: Form
+    causal: bool
+    scale: float
+    dropout: float = 0.0
+
+
+class Terms(NamedTuple):
+    """What is done to the scaled scores of a block: a bias is added, or they are mapped."""
+
+    bias: Tensor | None = None
+    rescore: Rescore | None = None
+    weigh: Weigh = masked_softmax
+
+
+# --- attention with an encoding ----------------------------------------------------------------
+
+
+def encoded_attention(
+    encoding: Encoding,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Tokens,
+    keys: Tokens,
+    *,
+    causal: bool,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Compute softmax attention with ``encoding``.
+
+    A decay, constant or from gates, counts real tokens: the weight exp(score) of (s, t), or for a
+    ``score_decay`` the score itself, is multiplied by exp(sum of log decays of the tokens in
+    t+1..s), in a bidirectional model by the sum between the two.
+
+    Args:
+        q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E), already encoded in q and k.
+        queries, keys: their tokens. In causal attention the queries are the last T keys.
+        dropout: on the attention weights, as in the paper (softmax only).
+    Returns: (B, H, T, E). A query without a visible key gets zeros, never NaN.
+    """
+    call = _call(encoding, queries, keys, causal, dropout)
+    if call.form == Form() and queries.sums is None:
+        return _plain(q, k, v, queries, keys, call)
+    blocks = list(query_blocks(q, k, causal, BLOCK))
+    if len(blocks) == 1:
+        return _block(q, k, v, queries, keys, call)
+    parts = (
+        _block(
+            *(q[:, :, rows], k[:, :, columns], v[:, :, columns]),
+            *(queries.of(rows), keys.of(columns)),
+            call,
+        )
+        for rows, columns in blocks
+    )
+    return torch.cat(list(parts), 2)
+
+
+def encoded_weights(
+    encoding: Encoding, q: Tensor, k: Tensor, queries: Tokens, keys: Tokens, *, causal: bool
+) -> Tensor:
+    """Return the weights of :func:`encoded_attention`, (B, H, T, S) in q's dtype."""
+    call = _call(encoding, queries, keys, causal, 0.0)
+    terms = _terms(q, k, queries, keys, call)._asdict()
+    visible = visible_pairs(queries, keys, causal)
+    return softmax_weights(q, k, visible=visible, scale=call.scale, dtype=q.dtype, **terms)
+
+
+def _call(encoding: Encoding, queries: Tokens, keys: Tokens, causal: bool, dropout: float) -> Call:
+    form = encoding.form(lags_between(queries, keys), keys.positions.device)
+    return Call(form, causal, encoding.softmax_scale, dropout)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call: Call) -> Tensor:
+    """Compute attention whose scores are q k^T."""
+    square, options = q.shape[-2] == k.shape[-2], {"scale": call.scale, "dropout": call.dropout}
+    masked = keys.padding is not None or keys.segments is not None or keys.window is not None
+    if not masked and (square or not call.causal):
+        return fused_attention(q, k, v, is_causal=call.causal, **options)
+    return softmax_attention(q, k, v, visible=visible_pairs(queries, keys, call.causal), **options)
+
+
+def _block(q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call: Call) -> Tensor:
+    """Compute :func:`encoded_attention` of one block."""
+    terms, visible = _terms(q, k, queries, keys, call), visible_pairs(queries, keys, call.causal)
+    options = {"visible": visible, "scale": call.scale, "dropout": call.dropout}
+    if terms.rescore is None and terms.weigh is masked_softmax:
+        return softmax_attention(q, k, v, bias=terms.bias, **options)
+    return softmax_attention_naive(q, k, v, **terms._asdict(), **options)
+
+
+def _terms(q: Tensor, k: Tensor, queries: Tokens, keys: Tokens, call: Call) -> Terms:
+    """Return what the form does to the scores of a block.
+
+    It runs without autocast, which would round what encodings compute in float32.
+    """
+    form, exact = call.form, partial(torch.autocast, q.device.type, enabled=False)
+    at, given = (queries.positions, keys.positions), (q * call.scale, k)
+    with exact():
+        bias = _bias(form, queries, keys, call.causal, q.dtype)
+        factor = _factor(form, queries, keys, call.causal, q.dtype)
+        if form.bias is not None and factor is None:
+            own = form.bias(*given, *at)
+            bias = own if bias is None else bias + own
+    if factor is None and form.rescore is None:
+        return Terms(bias, None, form.weigh or masked_softmax)
+
+    def rescore(scores: Tensor, visible: Tensor | None) -> Tensor:
+        scores = scores if factor is None else scores * factor
+        with exact():
+            own = form.rescore
+            scores = scores if own is None else own(scores, *given, *at, visible)
+        return scores if bias is None else scores + bias
+
+    return Terms(None, rescore, form.weigh or masked_softmax)
+
+
+def _bias(
+    form: Form, queries: Tokens, keys: Tokens, causal: bool, dtype: torch.dtype
+) -> Tensor | None:
+    """Return the table of biases, the decay and the gates as a bias of every pair in ``dtype``."""
+    exponents = []
+    if queries.sums is not None:
+        exponents.append(queries.sums.unsqueeze(-1) - keys.sums.unsqueeze(-2))
+    if form.decay is not None:
+        wide = form.decay.to(torch.promote_types(form.decay.dtype, dtype))
+        exponents.append(_by_number(wide, queries, keys, causal))
+    bias = sum(exponents).clamp(LOWEST, 0.0).to(dtype) if exponents else None
+    if form.table is None:
+        return bias
+    wide = form.table.to(torch.promote_types(dtype, torch.float32))  # its gradient sums over pairs
+    own = by_lag(wide, queries, keys).to(dtype)
+    return own if bias is None else own + bias
+
+
+def _factor(
+    form: Form, queries: Tokens, keys: Tokens, causal: bool, dtype: torch.dtype
+) -> Tensor | None:
+    """Return the factor of every score, broadcastable to (B, H, T, S), or None."""
+    if form.score_decay is not None:
+        return _by_number(form.score_decay, queries, keys, causal).exp().to(dtype)
+    if form.factor is None:
+        return None
+    return form.factor(queries.positions, keys.positions).to(dtype).unsqueeze(-3)
+
+
+def _by_number(log_decay: Tensor, queries: Tokens, keys: Tokens, causal: bool) -> Tensor:
+    """Return log_decay n, (H, T, S) or (B, H, T, S), for log_decay (H,)."""
+    lag = lag_numbers(queries, keys, causal).unsqueeze(-3)
+    return log_decay.view(-1, 1, 1) * lag.to(log_decay.dtype)
+
+
+def by_lag(table: Tensor, queries: Tokens, keys: Tokens) -> Tensor:
+    """Expand a table (H, R) of the lags of ``lags_between`` to pairs, (H, T, S) or (B, H, T, S)."""
+    if queries.first is not None and keys.first is not None:
+        return by_diagonals(table, queries.positions.shape[-1])
+    first, _ = lags_between(queries, keys)
+    lag = queries.positions.unsqueeze(-1) - keys.positions.unsqueeze(-2)
+    pairs = table[:, lag - first]
+    return pairs if lag.dim() == 2 else pairs.transpose(0, 1)
+
+
+def by_diagonals(table: Tensor, rows: int) -> Tensor:
+    """Return the pairs (H, T, S) of a function of the lag, T = ``rows``.
+
+    table: (H, T + S - 1), the values of the lags from those of the first query and the last key on.
+    """
+    columns = table.shape[-1] - rows + 1
+    return table.flip(-1).unfold(-1, columns, 1).flip(-2)
+
+
+def query_blocks(q: Tensor, k: Tensor, causal: bool, limit: int) -> Iterator[tuple[slice, slice]]:
+    """Yield slices of the T queries and the S keys with at most ``limit`` scores each.
+
+    q: (B, H, T, D). k: (B, H, S, D). A block has R >= 1 rows with B H R S <= ``limit`` if R > 1.
+    In causal attention its keys end at the key of its last query, so that the last R keys are
+    those of the queries, as for the whole. There is one block, maybe empty, if T = 0.
+    """
+    batch, heads, rows, columns = *q.shape[:3], k.shape[2]
+    step = max(1, limit // max(1, batch * heads * columns))
+    for first in range(0, max(1, rows), step):
+        last = min(first + step, rows)
+        yield slice(first, last), slice(0, columns - rows + last if causal else columns)
+
+
+# --- attention with terms ----------------------------------------------------------------------
+
+
+def softmax_attention_naive(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    visible: Tensor | None = None,
+    dropout: float = 0.0,
+    bias: Tensor | None = None,
+    rescore: Rescore | None = None,
+    weigh: Weigh = masked_softmax,
+) -> Tensor:
+    """Compute the definition, with the score matrix in memory; see :func:`softmax_attention`.
+
+    Additional arguments:
+        rescore: maps the scaled scores (B, H, T, S) and the visible keys to new scores, for
+            encodings that are not additive.
+        weigh: maps scores, visible keys and a dtype to weights, 0 where not visible.
+    """
+    options = {"bias": bias, "rescore": rescore, "weigh": weigh, "dtype": v.dtype}
+    return F.dropout(softmax_weights(q, k, scale=scale, visible=visible, **options), dropout) @ v
+
+
+def softmax_weights(
+    q: Tensor,
+    k: Tensor,
+    *,
+    scale: float,
+    dtype: torch.dtype,
+    visible: Tensor | None = None,
+    bias: Tensor | None = None,
+    rescore: Rescore | None = None,
+    weigh: Weigh = masked_softmax,
+) -> Tensor:
+    """Return the weights (B, H, T, S) of :func:`softmax_attention_naive` in ``dtype``."""
+    scores = (q * scale) @ k.transpose(-1, -2)
+    scores = scores if bias is None else scores + bias
+    scores = scores if rescore is None else rescore(scores, visible)
+    return weigh(scores, visible, dtype)
+
+
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    visible: Tensor | None = None,
+    dropout: float = 0.0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Compute softmax(scale q k^T + bias) v with torch's fused kernels (LRPE, Eq. 2).
+
+    Args:
+        q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E), already encoded.
+        scale: D^-0.5 of the *original* head width. Encoded features may be wider.
+        visible: bool, broadcastable to (B, H, T, S), true if the query may attend to the key.
+        bias: broadcastable to (B, H, T, S), added to the scaled scores.
+    Returns: (B, H, T, E). A query without a visible key gets zeros, never NaN.
+    Raises: RuntimeError for second derivatives, which fused kernels do not have. Use
+        ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` for them.
+    """
+    options = {"scale": scale, "dropout": dropout}
+    if bias is not None and is_transformed():  # torch's fused kernel refuses a learned bias there
+        return softmax_attention_naive(q, k, v, visible=visible, bias=bias, **options)
+    if visible is None:
+        return fused_attention(q, k, v, attn_mask=_like(bias, q), **options)
+    blind = ~visible.any(-1, keepdim=True)
+    mask = visible | blind
+    if bias is not None:
+        mask = (bias + bias.new_zeros(mask.shape)).masked_fill(~mask, -torch.inf)
+    return fused_attention(q, k, v, attn_mask=_like(mask, q), **options).masked_fill(blind, 0.0)
+
+
+def _like(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """Return a bias in the dtype of q; a bool mask as it is."""
+    return mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float, **options: Any) -> Tensor:
+    """Call torch's fused kernel, with v padded with zeros to the width of q and k.
+
+    Complex features make q and k wider than v, which only torch's slow kernel supports.
+    """
+    missing = q.shape[-1] - v.shape[-1]
+    v = F.pad(v, (0, missing)) if missing > 0 else v
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **options)
+    if is_plain(out) and out.requires_grad and "ScaledDotProduct" in out.grad_fn.name():
+        out.grad_fn.register_hook(_refuse_second_derivatives)
+    return out[..., :-missing] if missing > 0 else out
+
+
+def _refuse_second_derivatives(
+    grads: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...] | None:
+    """Under create_graph, let the derivative of a fused kernel's gradients raise an error."""
+    if not torch.is_grad_enabled():
+        return None
+    return tuple(None if g is None else _NoSecondDerivative.apply(g) for g in grads)
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """The identity map, whose derivative raises an error that says what to do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError(
+            "torch's fused softmax attention has no second derivative: run the forward pass under "
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )
+
+
+# --- the state ---------------------------------------------------------------------------------
 
 
 class KVBuffer:
@@ -58,7 +376,7 @@ class KVBuffer:
 
 
 class SoftmaxState(NamedTuple):
-    """State of causal softmax attention: all keys and values so far.
+    """State of causal softmax attention: all keys and values so far, and their tokens.
 
     Keys are encoded if the encoding is decomposable. The tensors may be views of ``buffer``, to
     which the next tokens are appended; see :func:`extend_state`.
@@ -69,12 +387,35 @@ class SoftmaxState(NamedTuple):
     positions: Tensor  # B S
     padding: Tensor  # B S, true where a key is padding
     sums: Tensor  # B H S, float64: sums of the log gates of all tokens so far; B 0 S without gates
+    padded: bool = False  # True if a block had a padding mask
+    counted: bool = True  # True if all positions count real tokens
     buffer: KVBuffer | None = None
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
         """The five tensors without the buffer."""
         return self[:5]
+
+    @property
+    def tokens(self) -> Tokens:
+        """The tokens of the keys."""
+        counts = None if self.counted else (~self.padding).cumsum(-1) - 1
+        padding = self.padding if self.padded else None
+        sums = self.sums if self.sums.shape[1] else None
+        return Tokens(self.positions, counts, padding, sums=sums)
+
+
+def state_of(k: Tensor, v: Tensor, tokens: Tokens) -> SoftmaxState:
+    """Return the state of one block of keys and values."""
+    batch, length = k.shape[0], k.shape[2]
+    padding, sums = tokens.padding, tokens.sums
+    if padding is None:
+        padding = torch.zeros(batch, length, dtype=torch.bool, device=k.device)
+    if sums is None:
+        sums = k.new_empty(batch, 0, length, dtype=torch.float64)
+    positions = tokens.positions.expand(batch, length)
+    flags = tokens.padding is not None, tokens.counts is None
+    return SoftmaxState(k, v, positions, padding, sums, *flags)
 
 
 def extend_state(past: SoftmaxState | None, new: SoftmaxState) -> SoftmaxState:
@@ -86,15 +427,16 @@ def extend_state(past: SoftmaxState | None, new: SoftmaxState) -> SoftmaxState:
     """
     if past is None:
         return new
+    flags = past.padded or new.padded, past.counted and new.counted
     if torch.is_grad_enabled():
         pairs = zip(past.parts, new.parts, strict=True)
-        return SoftmaxState(*map(torch.cat, pairs, KVBuffer.AXES))
+        return SoftmaxState(*map(torch.cat, pairs, KVBuffer.AXES), *flags)
     seen, more = past.keys.shape[2], new.keys.shape[2]
     buffer = past.buffer
     if buffer is None or not buffer.fits(seen, more):
         buffer = KVBuffer(past.parts, 2 * (seen + more))
         buffer.append(past.parts, seen)
-    return SoftmaxState(*buffer.append(new.parts, more), buffer)
+    return SoftmaxState(*buffer.append(new.parts, more), *flags, buffer)
 
 
 def reorder_state(state: SoftmaxState, new_order: Tensor) -> SoftmaxState:
@@ -103,176 +445,12 @@ def reorder_state(state: SoftmaxState, new_order: Tensor) -> SoftmaxState:
     The new buffer has the capacity of the old one.
     """
     if state.buffer is None:
-        return SoftmaxState(*(part.index_select(0, new_order) for part in state.parts))
+        parts = (part.index_select(0, new_order) for part in state.parts)
+        return SoftmaxState(*parts, state.padded, state.counted)
     seen = state.keys.shape[2]
     first = (part[:1].expand(len(new_order), *part.shape[1:]) for part in state.parts)
     buffer = KVBuffer(first, state.buffer.tokens)
     for place, part in zip(buffer.at(0, seen), state.parts, strict=True):
         torch.index_select(part, 0, new_order, out=place)
     buffer.used = seen
-    return SoftmaxState(*buffer.at(0, seen), buffer)
-
-
-def softmax_attention_naive(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    key_padding_mask: Tensor | None = None,
-    dropout: float = 0.0,
-    bias: Tensor | None = None,
-    rescore: Rescore | None = None,
-    weigh: Weigh = masked_softmax,
-) -> Tensor:
-    """Compute the definition, with the score matrix in memory; see :func:`softmax_attention`.
-
-    Additional arguments:
-        rescore: maps the scaled scores (B, H, T, S) and the visible keys to new scores, for
-            encodings that are not additive.
-        weigh: maps scores, visible keys and a dtype to weights, 0 where not visible.
-    """
-    options = {"bias": bias, "rescore": rescore, "weigh": weigh, "dtype": v.dtype}
-    masks = {"causal": causal, "key_padding_mask": key_padding_mask}
-    return F.dropout(softmax_weights(q, k, scale=scale, **masks, **options), dropout) @ v
-
-
-def softmax_weights(
-    q: Tensor,
-    k: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    dtype: torch.dtype,
-    key_padding_mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    rescore: Rescore | None = None,
-    weigh: Weigh = masked_softmax,
-) -> Tensor:
-    """Return the weights (B, H, T, S) of :func:`softmax_attention_naive` in ``dtype``."""
-    scores = (q * scale) @ k.transpose(-1, -2)
-    scores = scores if bias is None else scores + bias
-    visible = visible_keys(q, k, causal, key_padding_mask)
-    scores = scores if rescore is None else rescore(scores, visible)
-    return weigh(scores, visible, dtype)
-
-
-def softmax_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    key_padding_mask: Tensor | None = None,
-    dropout: float = 0.0,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Compute softmax(scale q k^T + bias) v with torch's fused kernels (LRPE, Eq. 2).
-
-    Args:
-        q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E), already encoded.
-        causal: True if query i of T attends to keys 0 .. S - T + i, so that a block may follow a
-            cache.
-        scale: D^-0.5 of the *original* head width. Encoded features may be wider.
-        key_padding_mask: (B, S), true where a key is padding; or (B, T, S), true where a query
-            must not attend to a key.
-        dropout: on the attention weights, as in the paper (softmax only).
-        bias: broadcastable to (B, H, T, S), added to the scaled scores.
-    Returns: (B, H, T, E). A query without a visible key gets zeros, never NaN.
-    Raises: RuntimeError for second derivatives, which fused kernels do not have. Use
-        ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` for them.
-    """
-    if bias is not None and is_transformed():  # torch's fused kernel refuses a learned bias there
-        masks = {"causal": causal, "key_padding_mask": key_padding_mask}
-        return softmax_attention_naive(q, k, v, scale=scale, dropout=dropout, bias=bias, **masks)
-    square = q.shape[-2] == k.shape[-2]
-    if bias is None and key_padding_mask is None and (square or not causal):
-        return _fused(q, k, v, dropout_p=dropout, is_causal=causal, scale=scale)
-    allowed = visible_keys(q, k, causal, key_padding_mask)
-    if allowed is None:
-        return _attend(q, k, v, bias, dropout, scale)
-    blind = ~allowed.any(-1, keepdim=True)
-    mask = allowed | blind
-    if bias is not None:
-        mask = (bias + bias.new_zeros(mask.shape)).masked_fill(~mask, -torch.inf)
-    return _attend(q, k, v, mask, dropout, scale).masked_fill(blind, 0.0)
-
-
-def query_blocks(q: Tensor, k: Tensor, causal: bool, limit: int) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of the T queries and the S keys with at most ``limit`` scores each.
-
-    q: (B, H, T, D). k: (B, H, S, D). A block has R >= 1 rows with B H R S <= ``limit`` if R > 1.
-    In causal attention its keys end at the key of its last query, so that the last R keys are
-    those of the queries, as for the whole. There is one block, maybe empty, if T = 0.
-    """
-    batch, heads, rows, columns = *q.shape[:3], k.shape[2]
-    step = max(1, limit // max(1, batch * heads * columns))
-    for first in range(0, max(1, rows), step):
-        last = min(first + step, rows)
-        yield slice(first, last), slice(0, columns - rows + last if causal else columns)
-
-
-def visible_keys(
-    q: Tensor, k: Tensor, causal: bool, key_padding_mask: Tensor | None
-) -> Tensor | None:
-    """Return a bool mask (B or 1, 1, T, S), true if the query may attend to the key.
-
-    Returns: None if every query may attend to every key.
-    """
-    rows, columns = q.shape[-2], k.shape[-2]
-    allowed = None
-    if causal and rows > 1:
-        full = torch.ones(rows, columns, dtype=torch.bool, device=q.device)
-        allowed = full.tril(columns - rows)[None, None]
-    if key_padding_mask is not None:
-        hidden = key_padding_mask.bool()
-        shown = ~(hidden if hidden.dim() == 3 else hidden.unsqueeze(1)).unsqueeze(1)
-        allowed = shown if allowed is None else allowed & shown
-    return allowed
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float
-) -> Tensor:
-    if mask is not None and mask.is_floating_point():
-        mask = mask.to(q.dtype)
-    return _fused(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
-
-
-def _fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Call torch's fused kernel, with v padded with zeros to the width of q and k.
-
-    Complex features make q and k wider than v, which only torch's slow kernel supports.
-    """
-    missing = q.shape[-1] - v.shape[-1]
-    v = F.pad(v, (0, missing)) if missing > 0 else v
-    out = F.scaled_dot_product_attention(q, k, v, **options)
-    if is_plain(out) and out.requires_grad and "ScaledDotProduct" in out.grad_fn.name():
-        out.grad_fn.register_hook(_refuse_second_derivatives)
-    return out[..., :-missing] if missing > 0 else out
-
-
-def _refuse_second_derivatives(
-    grads: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]
-) -> tuple[Tensor | None, ...] | None:
-    """Under create_graph, let the derivative of a fused kernel's gradients raise an error."""
-    if not torch.is_grad_enabled():
-        return None
-    return tuple(None if g is None else _NoSecondDerivative.apply(g) for g in grads)
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """The identity map, whose derivative raises an error that says what to do."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise RuntimeError(
-            "torch's fused softmax attention has no second derivative: run the forward pass under "
-            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
-        )
+    return SoftmaxState(*buffer.at(0, seen), state.padded, state.counted, buffer)

@@ -25,8 +25,7 @@ from lrpe_fairseq.encodings.cosformer import CosFormer
 from lrpe_fairseq.encodings.deberta import DeBERTa
 from lrpe_fairseq.encodings.fire import FIRE
 from lrpe_fairseq.encodings.fope import FoPE
-from lrpe_fairseq.encodings.fox import FoX
-from lrpe_fairseq.encodings.gated import Gated, can_be_gated
+from lrpe_fairseq.encodings.fox import FoX, can_be_gated, gated
 from lrpe_fairseq.encodings.grid import GridEncoding
 from lrpe_fairseq.encodings.kerple import KerpleLog, KerplePower
 from lrpe_fairseq.encodings.lie import ComRoPEAP, ComRoPELD, LieRE
@@ -54,6 +53,7 @@ __all__ = [
     "build_encoding",
     "canonical_name",
     "encoding_class",
+    "is_causal_only",
     "options_of_encodings",
 ]
 
@@ -152,7 +152,7 @@ def _gated(name: str) -> Constructor:
             f"gated:{name}: gates can be added to decomposable encodings without gates; choose "
             f"one of {', '.join(_without_gates())}, or lrpe:<P>:<Lambda>"
         )
-    return partial(Gated, inner=constructor_of(name), name=name)
+    return partial(gated, inner=constructor_of(name))
 
 
 def _without_gates() -> list[str]:
@@ -194,9 +194,20 @@ def canonical_name(name: str) -> str:
 
 
 def encoding_class(name: str) -> type[Encoding]:
-    """Return the class of the encoding ``name``. Raises: ChoiceError if it is unknown."""
+    """Return the class of the encoding ``name``; for ``gated:<name>`` that of <name>.
+
+    Raises: ChoiceError if it is unknown.
+    """
     constructor = constructor_of(name)
+    if isinstance(constructor, partial) and constructor.func is gated:
+        constructor = constructor.keywords["inner"]
     return constructor.func if isinstance(constructor, partial) else constructor
+
+
+def is_causal_only(name: str) -> bool:
+    """True if the encoding ``name`` is defined for causal attention only."""
+    family = FAMILIES.get(name.partition(":")[0])
+    return encoding_class(name).causal_only or (family is not None and family.causal_only)
 
 
 FAMILIES: dict[str, Family] = {
@@ -267,7 +278,7 @@ def build_encoding(
     unknown = sorted(options.values.keys() - options_of_encodings().keys())
     if unknown:
         raise ChoiceError(f"no encoding has the option {', '.join(unknown)}")
-    if encoding_class(name).causal_only and not causal:
+    if is_causal_only(name) and not causal:
         raise ChoiceError(
             f"position encoding {name!r} is defined for causal attention only; choose another one "
             "for an encoder or cross-attention"

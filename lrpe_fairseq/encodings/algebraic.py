@@ -19,14 +19,18 @@ from lrpe_fairseq.encodings import domains
 from lrpe_fairseq.encodings.base import (
     Card,
     EncodingSpec,
+    Form,
+    Lags,
     Planes,
     PositionCache,
+    Properties,
     QueryKeyEncoding,
     check_positions,
+    constant,
     option,
     undecayed,
 )
-from lrpe_fairseq.encodings.cores import phases, rotate_pairs
+from lrpe_fairseq.encodings.cores import BASE, phases, rotate_pairs
 from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.encodings.grid import rows_and_columns
 from lrpe_fairseq.encodings.rotations import (
@@ -68,9 +72,12 @@ class APEOptions:
         choices=("exponential", "canonical"),
     )
     ape_learned: bool = option(True, "APE: learn the generators; otherwise they stay as they start")
-    ape_shared: bool = option(True, "APE: one set of generators for all layers")
-    ape_base: float = option(10000.0, "APE: base of the frequencies under --ape-init rope")
     ape_branches: int = option(2, "ape-tree: number k of branches of a node")
+    ape_decay: float = option(
+        1.0,
+        "APE: C of the locality factor C^n of the score, n the number of steps between two "
+        "positions (0.98 in the published code)",
+    )
 
 
 # --- the encodings -----------------------------------------------------------------------------
@@ -83,10 +90,10 @@ class Algebraic(QueryKeyEncoding):
     the nodes of a k-ary tree, ``domains``) or "cycle<m>" (integers modulo m). All components read
     the same position. With ``grid_width`` W and ``position_grid`` "flat" a sum of two components
     reads the row s // W and the column s mod W. Every head has its own generators, and all layers
-    share them unless ``ape_shared`` is false. A slice of a sum has even width, and features that
+    share them. A slice of a sum has even width, and features that
     fill no slice are unchanged.
 
-    Trap: a score in a tree is not relative under addition of codes, so ``relative`` is "no" there.
+    Trap: a score in a tree is not relative under addition of codes, so it is not relative there.
     It is unchanged if all positions are moved below one node (``domains.concat``).
 
     Args:
@@ -123,17 +130,6 @@ class Algebraic(QueryKeyEncoding):
             code="one set for all heads in trees; the parameters of the others are not used",
             ours="a set for each head",
         ),
-        "ape-tree-distance": Departure(
-            paper="the distance that `--score-decay` counts is a number of steps",
-            code="in trees 2 (L - n), L the depth of the deepest node of the batch and n the "
-            "length of the common prefix",
-            ours="the number of steps",
-        ),
-        "ape-euclidean": Departure(
-            paper="the distance that `--score-decay` counts is a number of steps",
-            code="on grids the Euclidean distance, rounded down",
-            ours="rows plus columns",
-        ),
     }
 
     def __init__(self, spec: EncodingSpec, components: str) -> None:
@@ -154,18 +150,27 @@ class Algebraic(QueryKeyEncoding):
         self.components = nn.ModuleList(
             _component(name, spec, self.width, number) for number, name in enumerate(names)
         )
-        self.shared = self.shared_by_stacks = self.options.ape_shared
+        if not 0 < self.options.ape_decay <= 1:
+            raise ChoiceError(
+                f"ape_decay must be above 0 and at most 1, got {self.options.ape_decay}"
+            )
+        self._decays = self.options.ape_decay != 1
+        self._on_line = len(names) == 1 and self.components[0].on_line
+        self.serves_linear = self._on_line or not self._decays
+        self.shared = self.shared_by_stacks = True
         # positive features that are summed over a whole cycle cancel
         self.denominator_vanishes = all(getattr(c, "period", 0) for c in self.components)
         self.foldable = all(isinstance(c, Planar) for c in self.components)
         trees = any(isinstance(c, Tree) for c in self.components)
         self.reads_nodes = trees
-        self.relative = "no" if trees else "exact"
         one_tree = all(isinstance(c, Tree) for c in self.components) and (
             self._on_grid or len(set(names)) == 1
         )
-        self.relative_by = "the path from one node to the other" if one_tree else ""
-        self.shift_unit = spec.options.grid_width if self._on_grid and not trees else 1
+        self.properties = Properties(
+            relative="no" if trees else "exact",
+            relative_by="the path from one node to the other" if one_tree else "",
+            shift_unit=spec.options.grid_width if self._on_grid and not trees else 1,
+        )
         self._text, self._cells = components, PositionCache(2)
         self.card = _card(trees, self.foldable)
 
@@ -235,24 +240,26 @@ class Algebraic(QueryKeyEncoding):
         width = self.spec.options.grid_width
         return self._cells.get(positions, width, lambda: rows_and_columns(positions, width))
 
-    # --- the metric ----------------------------------------------------------------------------
+    # --- the decay of the score ----------------------------------------------------------------
 
-    def steps_between(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        """Return the sum of the distances of the components; see :meth:`Encoding.steps_between`."""
+    def log_decay(self, device: torch.device | str = "cpu") -> Tensor | None:
+        """Return log ``ape_decay`` for positions on a line, (H,) float32, or None."""
+        if not self._decays or not self._on_line:
+            return None
+        each = (math.log(self.options.ape_decay),) * self.spec.num_heads
+        return constant(each, torch.float32, torch.device(device))
+
+    def form(self, lags: Lags | None, device: torch.device) -> Form:
+        """Return the decay of the score: per token on a line, else per step."""
+        if self._decays and not self._on_line:
+            return Form(factor=self._factor)
+        return Form(score_decay=self.log_decay(device))
+
+    def _factor(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        """Return ``ape_decay`` to the number of steps, float64 (T, S) or (B, T, S)."""
         each = zip(self.components, self._axes(q_positions), self._axes(k_positions), strict=True)
-        found = [c.distance(q.unsqueeze(-1), k.unsqueeze(-2)) for c, q, k in each]
-        return self.over_axes(found) if self._on_grid else sum(found)
-
-    def over_axes(self, distances: list[Tensor]) -> Tensor:
-        """Return the distance on a grid; see :meth:`Encoding.over_axes`."""
-        if "ape-euclidean" not in self.spec.options.fidelity:
-            return super().over_axes(distances)
-        return sum(d.double().square() for d in distances).sqrt().long()
-
-    @property
-    def steps_are_lags(self) -> bool:
-        """True for one component, a sequence."""
-        return len(self.components) == 1 and self.components[0].steps_are_lags
+        steps = sum(c.distance(q.unsqueeze(-1), k.unsqueeze(-2)) for c, q, k in each)
+        return self.options.ape_decay ** steps.double()
 
     # --- RoPE ----------------------------------------------------------------------------------
 
@@ -341,7 +348,8 @@ class _Projections(nn.Module):
 class Component(nn.Module):
     """M(p) on one slice of the features. A subclass defines :meth:`forward`."""
 
-    steps_are_lags = False
+    on_line = False
+    """True if the number of steps between two positions is their difference."""
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Encode x (n, B, H, T, d), float32 or float64, at positions (T,) or (B, T)."""
@@ -374,7 +382,7 @@ class Generator(nn.Module):
 class Sequence(Component):
     """M(s) = W^s, W = exp(B) for each head."""
 
-    steps_are_lags = True
+    on_line = True
 
     def __init__(self, spec: EncodingSpec, width: int, stream: int) -> None:
         super().__init__()
@@ -408,7 +416,7 @@ class Planar(Component):
         super().__init__()
         learned, heads = spec.options.of(APEOptions).ape_learned, spec.num_heads
         self.period, self._residues = period, PositionCache(2)
-        self.steps_are_lags = not period
+        self.on_line = not period
         theta = theta.expand(heads, -1).clone()
         self.theta = theta if period else undecayed(theta.float(), learned)
         start = theta.new_zeros(heads, width, width)
@@ -474,7 +482,7 @@ class Tree(Component):
         if options.ape_init == "rope" and "ape-equal-branches" not in fidelity:
             start = _in_other_planes(start, spec.generator(stream))
         self.generator = Generator(start, options.ape_learned, _full(spec))
-        self._shifts, self._pads = "ape-shifted-paths" in fidelity, "ape-tree-distance" in fidelity
+        self._shifts = "ape-shifted-paths" in fidelity
         self._shifted, self._steps = PositionCache(2), PositionCache(2)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -492,13 +500,7 @@ class Tree(Component):
 
     def distance(self, one: Tensor, other: Tensor) -> Tensor:
         """Return the number of steps between nodes."""
-        one, other = self._nodes(one), self._nodes(other)
-        if not self._pads:
-            return domains.tree_distance(one, other, self.branches)
-        k, common = self.branches, domains.common_ancestor(one, other, self.branches)
-        deepest = torch.maximum(domains.depth(one, k).max(), domains.depth(other, k).max())
-        steps = 2 * (deepest - domains.depth(common, k))
-        return steps.masked_fill(one == other, 0)
+        return domains.tree_distance(self._nodes(one), self._nodes(other), self.branches)
 
 
 def _component(name: str, spec: EncodingSpec, width: int, number: int) -> Component:
@@ -530,14 +532,14 @@ def _component(name: str, spec: EncodingSpec, width: int, number: int) -> Compon
 # --- starts ------------------------------------------------------------------------------------
 
 
-def bands(width: int, base: float) -> Tensor:
-    """Return RoPE's angles base^(-2i/w), i = 0..w/2-1, float64, w the even part of ``width``."""
+def bands(width: int) -> Tensor:
+    """Return RoPE's angles 10000^(-2i/w), i = 0..w/2-1, float64, w the even part of ``width``."""
     pairs = width // 2
-    return base ** (torch.arange(pairs, dtype=torch.float64, device="cpu") / -pairs)
+    return BASE ** (torch.arange(pairs, dtype=torch.float64, device="cpu") / -pairs)
 
 
 def _bands(spec: EncodingSpec, width: int) -> Tensor:
-    theta = bands(width, spec.options.of(APEOptions).ape_base)
+    theta = bands(width)
     if "ape-half-bands" not in spec.options.fidelity:
         return theta
     return -theta[torch.arange(len(theta), device="cpu") // 2 * 2]

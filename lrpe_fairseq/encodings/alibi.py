@@ -5,7 +5,6 @@ from torch import Tensor
 
 from lrpe_fairseq.encodings.base import (
     Card,
-    EncodingSpec,
     QueryKeyEncoding,
     check_positions,
     constant,
@@ -34,11 +33,6 @@ class ALiBi(QueryKeyEncoding):
         source="Press, Smith and Lewis (2022), Section 3",
     )
 
-    def __init__(self, spec: EncodingSpec) -> None:
-        super().__init__(spec)
-        # the slopes themselves are no buffer: ``to_empty`` would discard them
-        self.register_buffer("device_of", torch.empty(0, device="cpu"), persistent=False)
-
     def forward(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -46,7 +40,7 @@ class ALiBi(QueryKeyEncoding):
         check_positions(q_positions, q), check_positions(k_positions, k)
         return q, k
 
-    def log_decay(self) -> Tensor:
+    def log_decay(self, device: torch.device | str = "cpu") -> Tensor:
         """Return -m_h, (H,) float32."""
-        slopes = tuple(alibi_slopes(self.spec.num_heads))
-        return -constant(slopes, torch.float32, self.device_of.device)
+        slopes = tuple(-m for m in alibi_slopes(self.spec.num_heads))
+        return constant(slopes, torch.float32, torch.device(device))

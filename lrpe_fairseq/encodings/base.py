@@ -12,17 +12,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.departures import DROPPED_SCORES, Departure
+from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import is_transformed
-
-ELU_PLUS_ONE = "elu+1"
-"""Name of the feature map phi(x) = 1 + elu(x); see :meth:`QueryKeyEncoding.one_pass`."""
 
 Planes = tuple[Tensor, ...]
 """A real tensor as (re,) or a complex tensor as (re, im)."""
@@ -133,6 +130,26 @@ class Card:
 
 
 @dataclass(frozen=True)
+class Properties:
+    """What an encoding promises about its scores; the property suite asserts it.
+
+    relative: a score depends on t - s only: "exact", "in expectation" for random codes, or "no".
+    relative_up_to: the largest position for which that holds; None if there is no limit.
+    relative_by: what a score depends on if positions are no integers on a line, such as a path.
+    shift_unit: shifts by multiples of this number do not change a score: W on a grid of width W.
+    keeps_norm: an encoded query or key has the norm of the original.
+    contextual: distances depend on the tokens in between, and not on positions.
+    """
+
+    relative: str = "exact"
+    relative_up_to: int | None = None
+    relative_by: str = ""
+    shift_unit: int = 1
+    keeps_norm: bool = True
+    contextual: bool = False
+
+
+@dataclass(frozen=True)
 class EncodingSpec:
     """The argument of every encoding's constructor.
 
@@ -168,6 +185,41 @@ def query_scale(spec: EncodingSpec) -> float:
     """
     wide = "embed-dim-scale" in spec.options.fidelity
     return (spec.num_heads * spec.head_dim if wide else spec.head_dim) ** -0.5
+
+
+LOWEST = -3e4
+"""Smallest bias: exp(-3e4) is 0 in every floating dtype, and float16 can represent -3e4."""
+
+
+# --- what an encoding does to the scores -------------------------------------------------------
+
+Lags = tuple[int, int]
+"""The smallest and the largest lag s - t of a call."""
+
+
+class Form(NamedTuple):
+    """What an encoding does to the scaled scores z_st of softmax attention; None: nothing.
+
+    In this order: z is multiplied by exp(score_decay n) and :attr:`factor`, mapped by
+    :attr:`rescore`, and the biases and decay n are added; :attr:`weigh` replaces the softmax. n is
+    the number of real tokens between s and t. The functions run in float32 or wider, and without
+    autocast, on blocks of queries.
+    """
+
+    table: Tensor | None = None
+    """(H, R): the bias of every lag from ``lags[0]`` on; float32 or wider."""
+    decay: Tensor | None = None
+    """(H,): see :meth:`Encoding.log_decay`."""
+    score_decay: Tensor | None = None
+    """(H,): as ``decay``, of the score itself."""
+    factor: Callable[[Tensor, Tensor], Tensor] | None = None
+    """(q_positions, k_positions) -> float64 (T, S) or (B, T, S)."""
+    bias: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
+    """:meth:`ScoreEncoding.bias`."""
+    rescore: Callable[..., Tensor] | None = None
+    """:meth:`ScoreEncoding.forward`."""
+    weigh: Callable[[Tensor, Tensor | None, torch.dtype], Tensor] | None = None
+    """:meth:`ScoreEncoding.weigh`."""
 
 
 # --- the protocols -----------------------------------------------------------------------------
@@ -214,8 +266,8 @@ class Float32Module(nn.Module):
 class Encoding(Float32Module):
     """Base class of both protocols: options, capability fields, and parameters kept in float32.
 
-    A capability field states an exception to a property that the test suite checks for every
-    encoding. The suite reads the field and asserts the exception; it never skips the check.
+    A capability field states an exception to what attention and models expect of every encoding.
+    The property suite reads it, and :attr:`properties`, and asserts the exception.
     """
 
     @dataclass(frozen=True)
@@ -233,29 +285,22 @@ class Encoding(Float32Module):
     """The entry of the gallery; a class attribute, or set by the constructor."""
     name: str = ""
     """The name passed to ``build_encoding``, which sets it."""
-    serves_linear: ClassVar[bool] = False
-    """True if linear attention supports it (decomposable encodings only)."""
-    relative: str = "exact"
-    """The score depends on t - s only: "exact", "in expectation" for random codes, or "no"."""
-    relative_up_to: int | None = None
-    """The largest position for which :attr:`relative` holds; None if there is no limit."""
-    relative_by: str = ""
-    """What a score depends on if positions are no integers on a line, in words, such as a path."""
-    shift_unit: int = 1
-    """Shifts by multiples of this number do not change a score: W on a grid of width W."""
+    decomposable: ClassVar[bool] = False
+    """True for a :class:`QueryKeyEncoding`: it changes q and k."""
+    serves_linear: bool = False
+    """True if linear attention supports it: a decomposable encoding whose decay, if any, counts
+    tokens."""
+    properties: Properties = Properties()
+    """What is promised about the scores; attention and models do not read it."""
     reads_grid: bool = False
     """True if the encoding has two axes on a grid: it reads ``EncodingOptions.grid_width`` itself
     and needs no ``position_grid``."""
     reads_nodes: bool = False
     """True if positions may be int64 codes of the nodes of trees (``domains``)."""
-    causal_only: ClassVar[bool] = False
+    causal_only: bool = False
     """True if the method is defined for causal attention only."""
-    contextual: ClassVar[bool] = False
-    """True if distances depend on the tokens in between, and not on positions."""
     without_absolute: bool = False
     """True if the method is defined for models without absolute positions; others are warned."""
-    keeps_norm: bool = True
-    """True if an encoded query or key has the norm of the original."""
     shared: bool = False
     """True if all layers share one set of parameters; see :meth:`share_with`."""
     shared_by_stacks: bool = False
@@ -272,32 +317,31 @@ class Encoding(Float32Module):
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
         self.spec = spec
+        self.forget_gate: nn.Module | None = None  # see ``fox``
 
     @property
     def softmax_scale(self) -> float:
         """The factor of q k^T in softmax attention."""
         return self.content_scale * query_scale(self.spec)
 
-    @property
-    def drops_scores(self) -> bool:
-        """True if dropout of softmax attention acts on scores instead of weights."""
-        return DROPPED_SCORES in self.spec.options.fidelity
+    def form(self, lags: Lags | None, device: torch.device) -> Form:
+        """Return what the encoding does to the scores of one call of softmax attention.
 
-    @property
-    def ignores_padding(self) -> bool:
-        """True if self-attention counts padding as tokens and attends to it."""
-        return "padding-ignored" in self.spec.options.fidelity
+        lags: the smallest and largest lag s - t, if attention has counted the positions; else None.
+        """
+        raise NotImplementedError
 
     @property
     def options(self) -> Any:
         """The options of this method, an instance of its ``Options``."""
         return self.spec.options.of(self.Options)
 
-    def log_decay(self) -> Tensor | None:
+    def log_decay(self, device: torch.device | str = "cpu") -> Tensor | None:
         """Return the natural logarithm of a constant decay per token, (H,) float32, or None.
 
         Attention multiplies by exp(log_decay n), where n is the number of real tokens in t+1..s,
-        because r^s and r^-t overflow separately. ``decay_on`` says what is multiplied.
+        because r^s and r^-t overflow separately. In softmax attention :meth:`form` says what is
+        multiplied, in linear attention it is the score of the kernel.
         """
         return None
 
@@ -307,10 +351,9 @@ class Encoding(Float32Module):
         Args:
             x: the input of the layer, (B, T, C) with C = H D.
         Returns: (B, H, T) float32, at most 0. Attention multiplies by the exponential of their sum
-            over t+1..s, and sets them to 0 at padding. An encoding has gates or a constant decay,
-            not both.
+            over t+1..s, and sets them to 0 at padding. A constant decay comes on top.
         """
-        return None
+        return None if self.forget_gate is None else self.forget_gate(x)
 
     def share_with(self, owner: "Encoding") -> None:
         """Replace the parameters by those of ``owner``, an encoding of the same name.
@@ -319,37 +362,6 @@ class Encoding(Float32Module):
         true.
         """
         raise NotImplementedError(f"{type(self).__name__} has no parameters to share")
-
-    def steps_between(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        """Return the number of steps between every query and every key, int64 (T, S) or (B, T, S).
-
-        The steps are those of the positions' own domain: |s - t| on a line, rows plus columns on a
-        grid. A score decay counts them (``attention.multihead``).
-        """
-        if not self._distance_on_grid:
-            return (q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)).abs()
-        width = self.spec.options.grid_width
-        lags = [
-            (q.unsqueeze(-1) - k.unsqueeze(-2)).abs()
-            for q, k in (
-                (q_positions // width, k_positions // width),
-                (q_positions % width, k_positions % width),
-            )
-        ]
-        return self.over_axes(lags)
-
-    def over_axes(self, distances: list[Tensor]) -> Tensor:
-        """Return the distance in a domain of several axes from those on each: their sum."""
-        return sum(distances[1:], distances[0])
-
-    @property
-    def steps_are_lags(self) -> bool:
-        """True if :meth:`steps_between` is |s - t|; else linear attention has no score decay."""
-        return not self._distance_on_grid
-
-    @property
-    def _distance_on_grid(self) -> bool:
-        return self.reads_grid and self.spec.options.grid_width > 0
 
     def summary(self) -> str:
         """Describe the encoding in one line: by default the first sentence of the docstring."""
@@ -364,13 +376,9 @@ class QueryKeyEncoding(Encoding):
     Re(q~^H k~). Trap: softmax attention still scales by D^-0.5 of the *original* width.
     """
 
-    serves_linear = True
+    decomposable = serves_linear = True
     before_feature_map: bool = False
     """True if linear attention encodes before the feature map instead of after it."""
-
-    decay_on: ClassVar[str] = "weight"
-    """What a decay multiplies in softmax attention: the "weight" exp(score), so that log_decay n is
-    added to the score, or the "score" itself. In linear attention both are the same."""
 
     foldable: bool = False
     """True if the encoding equals ``turn(projection(q), projection(k), ...)`` with a linear
@@ -392,6 +400,10 @@ class QueryKeyEncoding(Encoding):
         """
         raise NotImplementedError(f"{type(self).__name__} is not foldable")
 
+    def form(self, lags: Lags | None, device: torch.device) -> Form:
+        """Return the constant decay; see :meth:`Encoding.form`."""
+        return Form(decay=self.log_decay(device))
+
     def forward(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -411,17 +423,15 @@ class QueryKeyEncoding(Encoding):
         return self.spec.head_dim
 
     def one_pass(
-        self, x: Tensor, positions: Tensor, feature_map: str | None
+        self, x: Tensor, positions: Tensor, phi: bool
     ) -> Callable[[Tensor], Tensor] | None:
-        """Return a function that applies a feature map and the encoding in one pass over memory.
+        """Return a function that encodes in one pass over memory, or None without such a kernel.
 
         Args:
             x: (B, H, T, D), an example of the function's argument.
             positions: as in :meth:`forward`.
-            feature_map: name of the map that attention applies before the encoding
-                (:data:`ELU_PLUS_ONE`), or None for no map.
-        Returns: a function of tensors like ``x``, equal to the encoding of feature_map(x); None if
-            there is no such kernel.
+            phi: True to apply the feature map 1 + elu(x) first.
+        Returns: a function of tensors like ``x``, equal to the encoding of x or of phi(x).
         """
         return None
 
@@ -442,6 +452,14 @@ class ScoreEncoding(Encoding):
         super().__init_subclass__(**keywords)
         own = cls.forward, cls.weigh
         cls.additive = own == (ScoreEncoding.forward, ScoreEncoding.weigh)
+
+    def form(self, lags: Lags | None, device: torch.device) -> Form:
+        """Return a table of biases by lag, a bias, or functions; see :meth:`Encoding.form`."""
+        if self.additive:
+            table = None if lags is None else self.bias_by_lag(*lags, device)
+            return Form(bias=self.bias) if table is None else Form(table=table)
+        own = type(self).weigh is not ScoreEncoding.weigh
+        return Form(rescore=self.forward, weigh=self.weigh if own else None)
 
     def forward(
         self,

@@ -8,15 +8,13 @@ from torch import Tensor
 
 from lrpe_fairseq.encodings.base import (
     BLOCKS,
+    LOWEST,
     EncodingSpec,
     PositionCache,
     ScoreEncoding,
     check_positions,
 )
 from lrpe_fairseq.kernels.dispatch import has_values
-
-LOWEST = -3e4
-"""Smallest bias: exp(-3e4) is 0 in every floating dtype, and float16 can represent -3e4."""
 
 
 class LagBias(ScoreEncoding):

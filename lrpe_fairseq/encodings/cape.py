@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import Card, EncodingSpec, ScoreEncoding, constant, option
+from lrpe_fairseq.encodings.base import (
+    Card,
+    EncodingSpec,
+    Properties,
+    ScoreEncoding,
+    constant,
+    option,
+)
 from lrpe_fairseq.encodings.biases import LagBias
 from lrpe_fairseq.encodings.fire import FIRE
 from lrpe_fairseq.encodings.kerple import KerpleLog
@@ -84,9 +91,9 @@ class CAPE(ScoreEncoding):
         self.outer = linear(width, heads, generator)
 
     @property
-    def relative_up_to(self) -> int | None:
-        """As of the base encoding."""
-        return self.base.relative_up_to
+    def properties(self) -> Properties:
+        """Those of the base encoding."""
+        return self.base.properties
 
     def forward(
         self,

@@ -8,13 +8,12 @@ from torch import Tensor, nn
 from lrpe_fairseq.encodings.base import (
     Card,
     EncodingSpec,
+    Properties,
     ScoreEncoding,
     check_positions,
     option,
-    query_scale,
 )
 from lrpe_fairseq.encodings.biases import pick, seen_keys
-from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.errors import ChoiceError
 
 
@@ -42,14 +41,7 @@ class CoPE(ScoreEncoding):
         )
 
     causal_only = True
-    contextual = True
-    departures = {
-        "cope-unscaled-position": Departure(
-            paper="neither q_s.k_t nor q_s.e[p_st] is scaled (CoPE, Golovneva et al. 2024)",
-            code="the paper's listing scales q_s.k_t in the gates by D^-0.5, but not q_s.e",
-            ours="every term is scaled by D^-0.5",
-        ),
-    }
+    properties = Properties(contextual=True)
     card = Card(
         equation=r"\frac{q_s^\top (k_t + e[p_{st}])}{\sqrt D}, \quad p_{st} = \min\left(P - 1, "
         r"\sum_{u=t}^{s} \sigma\!\left(\tfrac{q_s^\top k_u}{\sqrt D}\right)\right), "
@@ -67,8 +59,6 @@ class CoPE(ScoreEncoding):
         if count < 2:
             raise ChoiceError(f"cope_positions must be at least 2, got {count}")
         self.table = nn.Parameter(torch.zeros(count, spec.head_dim, device="cpu"))
-        unscaled = "cope-unscaled-position" in spec.options.fidelity
-        self.scale = 1 / query_scale(spec) if unscaled else 1.0
 
     def forward(
         self,
@@ -82,7 +72,7 @@ class CoPE(ScoreEncoding):
         """Add q_s.e[p_st] to the scores; see :meth:`ScoreEncoding.forward`."""
         check_positions(q_positions, q), check_positions(k_positions, k)
         at = self.counts(scores, visible)
-        by_position = self.scale * (q.to(at.dtype) @ self.table.to(at.dtype).mT)  # B H T P
+        by_position = q.to(at.dtype) @ self.table.to(at.dtype).mT  # B H T P
         low = at.floor()
         below, above = pick(by_position, self._row(low)), pick(by_position, self._row(at.ceil()))
         return scores + torch.lerp(below, above, at - low).to(scores.dtype)

@@ -17,7 +17,6 @@ from lrpe_fairseq.encodings.base import (
     query_scale,
 )
 from lrpe_fairseq.encodings.biases import pick
-from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.encodings.networks import Linear, key_projection
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import has_values
@@ -60,13 +59,6 @@ class DeBERTa(ScoreEncoding):
         )
 
     content_scale = 3**-0.5
-    departures = {
-        "deberta-p2c-index": Departure(
-            paper="the key's term reads row delta(t, s) (DeBERTa, He et al. 2021)",
-            code="reads row delta(s, t), so that this term sees distances with the opposite sign",
-            ours="row delta(t, s)",
-        ),
-    }
     card = Card(
         equation=r"\frac{q_s^\top k_t + q_s^\top K^r_{\delta(s,t)} + k_t^\top Q^r_{\delta(t,s)}}"
         r"{\sqrt{3D}}, \quad \delta(a, b) = \mathrm{clip}(a - b + K, 0, 2K - 1)",
@@ -88,7 +80,6 @@ class DeBERTa(ScoreEncoding):
         self.key_proj = key_projection(width, generator, bias=True)
         self.query_proj = key_projection(width, generator, bias=True)
         self.key_scale = self.content_scale * query_scale(spec)
-        self._opposite = "deberta-p2c-index" not in spec.options.fidelity
         self._ends = PositionCache(BLOCKS)
         self._key_rows, self._query_rows = KeptRows(), KeptRows()
 
@@ -106,10 +97,8 @@ class DeBERTa(ScoreEncoding):
         lag = lag.clamp_min(0) if self.spec.causal else lag
         low, high = self.ends(q_positions, k_positions)
         of_queries = self._term(q, self.key_proj, self._key_rows, lag, (low, high))
-        if self._opposite:
-            lag, low, high = -lag, -high, -low
-        k = self.key_scale * k
-        return of_queries + self._term(k, self.query_proj, self._query_rows, lag.mT, (low, high)).mT
+        k, lag, ends = self.key_scale * k, -lag, (-high, -low)
+        return of_queries + self._term(k, self.query_proj, self._query_rows, lag.mT, ends).mT
 
     def row(self, difference: Tensor) -> Tensor:
         """Return d of the difference a - b, int64 of any shape."""

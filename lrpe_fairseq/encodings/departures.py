@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass
 
-DROPPED_SCORES = "ape-logit-dropout"
-"""The departure whose dropout acts on scores."""
-
 
 @dataclass(frozen=True)
 class Departure:

@@ -8,13 +8,15 @@ from torch import Tensor, nn
 
 from lrpe_fairseq.encodings.base import (
     BLOCKS,
+    LOWEST,
     Card,
     EncodingSpec,
     PositionCache,
+    Properties,
     check_positions,
     option,
 )
-from lrpe_fairseq.encodings.biases import LOWEST, LagBias
+from lrpe_fairseq.encodings.biases import LagBias
 from lrpe_fairseq.encodings.networks import linear
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import has_values
@@ -39,7 +41,7 @@ class FIRE(LagBias):
     as the learned L is not below the length; otherwise one per pair, in blocks of queries.
 
     Trap: for s > L the bias depends on s as well as on n. It is relative up to L only
-    (:attr:`relative_up_to`).
+    (:attr:`properties`).
 
     Raises: ChoiceError unless length and width are positive and the number of layers is at least 0.
     """
@@ -92,9 +94,9 @@ class FIRE(LagBias):
         return (self.threshold_factor.double() * self.options.fire_length).abs()
 
     @property
-    def relative_up_to(self) -> int:
-        """The largest position at which the bias depends on the lag only, floor(L)."""
-        return int(self.threshold.detach())
+    def properties(self) -> Properties:
+        """Relative up to the position floor(L); beyond, the bias depends on the query's too."""
+        return Properties(relative_up_to=int(self.threshold.detach()))
 
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Return (H, T, S), or (B, H, T, S) for positions with a batch axis, in the dtype of q."""

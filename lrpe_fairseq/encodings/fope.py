@@ -6,13 +6,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import Card, EncodingSpec, Planes, PositionCache, option
+from lrpe_fairseq.encodings.base import (
+    Card,
+    EncodingSpec,
+    Planes,
+    PositionCache,
+    Properties,
+    option,
+)
 from lrpe_fairseq.encodings.cores import Rotation, phases, rotate_pairs
-from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.encodings.lrpe import LRPE
 from lrpe_fairseq.errors import ChoiceError
-
-DOUBLED = "fope-zero-frequency-doubled"
 
 
 @dataclass(frozen=True)
@@ -58,13 +62,6 @@ class FoPE(LRPE):
     """
 
     Options = FoPEOptions
-    departures = {
-        DOUBLED: Departure(
-            paper="a frequency below 2 pi / N is set to 0 (FoPE, Hua et al. 2025)",
-            code="multiplies such pairs by 1 + i, which doubles their part of the score",
-            ours="multiplies them by 1",
-        )
-    }
     card = Card(
         equation=(
             r"\mathrm{Re}\sum_j \bar q_j \bar F_{hj}(s)\, F_{hj}(t) k_j, \quad "
@@ -78,8 +75,7 @@ class FoPE(LRPE):
         ),
         source="Hua et al. 2025, Fourier Position Embedding, Eq. 13 and Appendix B",
     )
-    relative = "no"
-    keeps_norm = False
+    properties = Properties(relative="no", keeps_norm=False)
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec, "identity", FourierSeries(spec))
@@ -93,8 +89,6 @@ class FourierSeries(nn.Module):
         own = spec.options.of(FoPEOptions)
         self.theta = kept_frequencies(spec, own.fope_length)
         self.cache = PositionCache()
-        self.dropped = spec.head_dim // 2 - len(self.theta)
-        self.doubles = DOUBLED in spec.options.fidelity
         coefficients = _draw(spec, len(self.theta), own.fope_sigma)
         if own.fope_learned:
             self.coefficients = nn.Parameter(coefficients)
@@ -111,10 +105,7 @@ class FourierSeries(nn.Module):
             (positions, self.theta), exact, lambda: phases(positions, self.theta, exact)
         )
         a, b = self.coefficients.to(exact)
-        turn = torch.complex((basis.real @ a).to(dtype), (basis.imag @ b).to(dtype))
-        if not self.doubles:
-            return turn  # the other pairs are unchanged
-        return torch.cat([turn, turn.new_full((*turn.shape[:-1], self.dropped), 1 + 1j)], -1)
+        return torch.complex((basis.real @ a).to(dtype), (basis.imag @ b).to(dtype))
 
     def forward(self, planes: Planes, turn: Tensor) -> Planes:
         """Multiply the pairs of every plane (B, H, T, D) by ``turn``, the result of :meth:`at`."""

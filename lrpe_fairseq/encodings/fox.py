@@ -1,6 +1,7 @@
-"""FoX, the Forgetting Transformer (Lin, Nikishin, He and Courville, 2025): forget gates."""
+"""Forget gates (Lin, Nikishin, He and Courville, 2025): FoX, and ``gated:<name>``."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -8,11 +9,14 @@ from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.base import (
     Card,
+    Encoding,
     EncodingSpec,
+    Properties,
     QueryKeyEncoding,
-    check_positions,
     option,
+    query_scale,
 )
+from lrpe_fairseq.encodings.none import NoEncoding
 
 START_STD = 0.02
 """Standard deviation of the initial weights of the gates, as in the authors' code."""
@@ -47,7 +51,7 @@ class ForgetGate(nn.Module):
             return F.logsigmoid(logits).transpose(1, 2)
 
 
-class FoX(QueryKeyEncoding):
+class FoX(NoEncoding):
     """score_st + sum_(t<u<=s) log f_u with forget gates f_u = sigmoid(w_h x_u + b_h).
 
     x_u is the input of the layer. q and k are unchanged, and so is the score at lag 0. In softmax
@@ -62,7 +66,8 @@ class FoX(QueryKeyEncoding):
 
     Options = GateOptions
     causal_only = True
-    contextual = True
+    reads_nodes = False
+    properties = Properties(contextual=True)
     without_absolute = True
     card = Card(
         equation=r"z_{st} + \sum_{u=t+1}^{s} \log f_u,\quad f_u = \sigma(w_h^\top x_u + b_h)",
@@ -74,15 +79,50 @@ class FoX(QueryKeyEncoding):
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)
-        self.gate = ForgetGate(spec, self.options.fox_bias)
+        add_gate(self)
 
-    def forward(
-        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return q and k unchanged."""
-        check_positions(q_positions, q), check_positions(k_positions, k)
-        return q, k
+    @property
+    def softmax_scale(self) -> float:
+        """D^-0.5, or (H D)^-0.5 under ``embed-dim-scale``."""
+        return query_scale(self.spec)
 
-    def log_gates(self, x: Tensor) -> Tensor:
-        """Return log f; see :meth:`QueryKeyEncoding.log_gates`."""
-        return self.gate(x)
+
+def gated(spec: EncodingSpec, inner: Callable[[EncodingSpec], QueryKeyEncoding]) -> Encoding:
+    """Build a decomposable encoding and add forget gates: score_st + sum_(t<u<=s) log f_u.
+
+    Each layer has separate gates, also if the encoding shares its parameters. A constant decay
+    stays what it is: gates multiply the weight, and PermuteFormer's decay multiplies the score. In
+    linear attention, where both are the same, the exponents are added. With gates of 1 the result
+    is that of the encoding alone.
+    """
+    encoding = inner(spec)
+    add_gate(encoding)
+    encoding.causal_only = True
+    encoding.properties = replace(encoding.properties, contextual=True)
+    encoding.card = Card(
+        equation=r"a_{st} + \sum_{u=t+1}^{s} \log f_u,\quad f_u = \sigma(w_h^\top x_u + b_h)",
+        cost="that of the encoding, H C + H parameters, and one bias (B, H, T, S) in softmax",
+        beyond="As the encoding; far keys count as long as the learned gates stay open.",
+        source="gates of Lin, Nikishin, He and Courville (2025) on another encoding",
+    )
+    return encoding
+
+
+def add_gate(encoding: Encoding) -> None:
+    """Add forget gates to an encoding."""
+    spec = encoding.spec
+    encoding.forget_gate = ForgetGate(spec, spec.options.of(GateOptions).fox_bias)
+    encoding.register_load_state_dict_pre_hook(_rename_old)
+
+
+def _rename_old(module: nn.Module, state: dict, prefix: str, *rest: object) -> None:
+    """Rename the parameters of version 0.1: ``gate.<name>``, and ``inner.<name>`` under gates."""
+    for name in [name for name in state if name.startswith(f"{prefix}gate.")]:
+        state[f"{prefix}forget_{name.removeprefix(prefix)}"] = state.pop(name)
+    for name in [name for name in state if name.startswith(f"{prefix}inner.")]:
+        state[prefix + name.removeprefix(f"{prefix}inner.")] = state.pop(name)
+
+
+def can_be_gated(kind: type[Encoding]) -> bool:
+    """True for a class of decomposable encodings that have no gates."""
+    return issubclass(kind, QueryKeyEncoding) and kind is not FoX

@@ -65,9 +65,9 @@ class GridEncoding(QueryKeyEncoding):
         self._take_capabilities(part)
 
     def _take_capabilities(self, part: QueryKeyEncoding) -> None:
-        self.relative, self.keeps_norm = part.relative, part.keeps_norm
-        self.relative_by = part.relative_by
-        self.shift_unit = 1 if part.relative == "no" else self.spec.options.grid_width
+        fixed = part.properties.relative == "no"
+        unit = 1 if fixed else self.spec.options.grid_width
+        self.properties = replace(part.properties, shift_unit=unit)
         self.before_feature_map = part.before_feature_map
         self.denominator_vanishes = part.denominator_vanishes
         self.without_absolute = part.without_absolute
@@ -114,24 +114,14 @@ class GridEncoding(QueryKeyEncoding):
         return self.parts[0].turn(q, k, at_q, at_k)
 
     def one_pass(
-        self, x: Tensor, positions: Tensor, feature_map: str | None
+        self, x: Tensor, positions: Tensor, phi: bool
     ) -> Callable[[Tensor], Tensor] | None:
         """Use the kernels of the parts; see :meth:`QueryKeyEncoding.one_pass`."""
         each = zip(self.parts, self._split(x), self._axes(positions), strict=True)
-        encode = [part.one_pass(*given, feature_map) for part, *given in each]
+        encode = [part.one_pass(*given, phi) for part, *given in each]
         if None in encode:
             return None
         return lambda x: _joined([f(y) for f, y in zip(encode, self._split(x), strict=True)])
-
-    def steps_between(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        """Return the distance of the parts, over both axes; see :meth:`Encoding.steps_between`."""
-        each = zip(self.parts, *self._positions(q_positions, k_positions), strict=True)
-        return self.parts[0].over_axes([part.steps_between(q, k) for part, q, k in each])
-
-    @property
-    def steps_are_lags(self) -> bool:
-        """False: positions that follow each other may be in different rows."""
-        return False
 
     def _positions(
         self, q_positions: Tensor, k_positions: Tensor
@@ -175,8 +165,7 @@ def _check(part: Encoding, name: str, grid: str) -> None:
         raise ChoiceError(refused + "it needs the score matrix, which has no rows and columns")
     if part.reads_grid:
         raise ChoiceError(refused + "it reads rows and columns itself; leave the grid at 'flat'")
-    gated = type(part).log_gates is not QueryKeyEncoding.log_gates
-    if gated or part.log_decay() is not None:
+    if part.forget_gate is not None or part.log_decay() is not None:
         raise ChoiceError(refused + "its decay counts tokens, not rows and columns")
 
 

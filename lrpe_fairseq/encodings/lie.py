@@ -21,6 +21,7 @@ from lrpe_fairseq.encodings.base import (
     Card,
     EncodingSpec,
     PositionCache,
+    Properties,
     QueryKeyEncoding,
     check_positions,
     option,
@@ -158,7 +159,7 @@ class LieRE(BlockRotation):
             start = line_start(spec.num_heads, self.blocks, self.block)[..., *triangle(self.block)]
             draw = start + NOISE * torch.randn(shape, generator=generator, device="cpu")
         else:
-            self.relative = "no"
+            self.properties = Properties(relative="no")
             draw = 2 * math.pi * torch.rand(shape, generator=generator, device="cpu")
         self.lower = undecayed(draw)
         self._cells = PositionCache()
@@ -185,7 +186,7 @@ class ComRoPE(BlockRotation):
 
     def __init__(self, spec: EncodingSpec, least_blocks: int = 1) -> None:
         super().__init__(spec, least_blocks)
-        self.shift_unit = spec.options.grid_width or 1
+        self.properties = Properties(shift_unit=spec.options.grid_width or 1)
         shape = spec.num_heads, self.blocks, self.block, self.block
         draw = torch.randn(shape, generator=spec.generator(stream=32), device="cpu")
         if self.axes == 1:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from lrpe_fairseq.encodings.base import (
-    ELU_PLUS_ONE,
     Card,
     EncodingSpec,
     Planes,
@@ -97,7 +96,7 @@ class LRPE(QueryKeyEncoding):
         return self._turned(q, at_q, wide), self._turned(k, at_k, wide)
 
     def one_pass(
-        self, x: Tensor, positions: Tensor, feature_map: str | None
+        self, x: Tensor, positions: Tensor, phi: bool
     ) -> Callable[[Tensor], Tensor] | None:
         """Use a compiled kernel; see :meth:`QueryKeyEncoding.one_pass`.
 
@@ -107,10 +106,8 @@ class LRPE(QueryKeyEncoding):
         fourier = isinstance(self.projection, Fourier)
         if fourier and not isinstance(self.core, Unitary):
             return None
-        if feature_map not in (None, ELU_PLUS_ONE):
-            return None
         form = encode.Form(
-            phi=feature_map is not None,
+            phi=phi,
             halves=isinstance(self.projection, OddEven),
             wide=isinstance(self.core, Unitary),
             permutes=isinstance(self.core, Permutation),

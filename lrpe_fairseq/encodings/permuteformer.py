@@ -1,22 +1,24 @@
 """PermuteFormer (Chen, 2021): features permuted by position, and a decay in causal attention."""
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.base import (
-    ELU_PLUS_ONE,
     Card,
     EncodingSpec,
+    Form,
+    Lags,
     QueryKeyEncoding,
     check_positions,
+    constant,
 )
 from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.encodings.permutations import CyclicPowers, permute
-from lrpe_fairseq.kernels import encode_cpu
-from lrpe_fairseq.kernels.encode import Form
+from lrpe_fairseq.kernels import encode, encode_cpu
 
 PUBLISHED_SEED = 0xDEADBEEFDEADBEEF
 """Seed of the one permutation of the departure ``permuteformer-shared-permutation``."""
@@ -32,14 +34,8 @@ class PermuteFormer(QueryKeyEncoding):
 
     Costs O(D) per token and head for any position up to 2^31: no table of powers is stored. pi is
     int64 (H, D), drawn from the spec's generator and saved in the checkpoint.
-
-    Trap of the departure ``permuteformer-bidirectional-ratio``: if the denominator sums the scores,
-    r^s cancels, and every query of linear attention weights the keys by r^-t, so that it attends
-    almost exclusively to the end of the text. The features are then float32 for any dtype of q, and
-    overflow if keys span more than about 1300 tokens. Softmax scores overflow at about 690.
     """
 
-    decay_on = "score"
     card = Card(
         equation=r"r_h^{\,n}\, (\pi_h^s q_s)^\top (\pi_h^t k_t), \qquad "
         r"r_h = \sigma(2 + 3h/H) \text{ in causal attention, } r_h = 1 \text{ else}",
@@ -53,42 +49,29 @@ class PermuteFormer(QueryKeyEncoding):
             code="one for all heads and layers, drawn from the seed 0xdeadbeefdeadbeef",
             ours="one per head and layer",
         ),
-        "permuteformer-bidirectional-ratio": Departure(
-            paper="the weight r^(s-t) belongs to causal models",
-            code="kept in bidirectional ones, where it grows without bound for t > s",
-            ours="no weight in bidirectional models",
-        ),
     }
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)
-        fidelity = spec.options.fidelity
-        shared = "permuteformer-shared-permutation" in fidelity
+        shared = "permuteformer-shared-permutation" in spec.options.fidelity
         self.register_buffer("permutation", _shared_draw(spec) if shared else _draw(spec))
         self.cycles = CyclicPowers()
-        self._grows = "permuteformer-bidirectional-ratio" in fidelity and not spec.causal
 
     def forward(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Permute the features of q and k; see :meth:`QueryKeyEncoding.forward`."""
-        q, k = self.permute(q, q_positions), self.permute(k, k_positions)
-        if not self._grows:
-            return q, k
-        middle = (k_positions.min() + k_positions.max()) // 2  # halves the exponents
-        return q * self._power(q_positions - middle), k * self._power(middle - k_positions)
+        return self.permute(q, q_positions), self.permute(k, k_positions)
 
     def permute(self, x: Tensor, positions: Tensor) -> Tensor:
         """Permute x (B, H, T, D) at positions (T,) or (B, T); exact in any dtype."""
         return permute(x, *self._orders(check_positions(positions, x)))
 
     def one_pass(
-        self, x: Tensor, positions: Tensor, feature_map: str | None
+        self, x: Tensor, positions: Tensor, phi: bool
     ) -> Callable[[Tensor], Tensor] | None:
         """Use the C++ kernel if it supports x; see :meth:`QueryKeyEncoding.one_pass`."""
-        if self._grows or feature_map not in (None, ELU_PLUS_ONE):
-            return None
-        form = Form(phi=feature_map is not None, permutes=True)
+        form = encode.Form(phi=phi, permutes=True)
         if not encode_cpu.serves(x, form):
             return None
         orders = self._orders(check_positions(positions, x))
@@ -99,18 +82,22 @@ class PermuteFormer(QueryKeyEncoding):
         powers = self.cycles.powers(self.permutation, positions)
         return tuple(index.transpose(-3, -2) for index in powers)
 
-    def log_decay(self) -> Tensor | None:
+    def log_decay(self, device: torch.device | str = "cpu") -> Tensor | None:
         """Return log r_h, (H,) float32, all negative; None in a bidirectional model."""
-        return self.log_ratio() if self.spec.causal else None
+        if not self.spec.causal:
+            return None
+        return constant(log_ratios(self.spec.num_heads), torch.float32, torch.device(device))
 
-    def log_ratio(self) -> Tensor:
-        """Return log sigmoid(2 + 3h/H), (H,) float32: -0.127 for the first head, at most -0.007."""
-        head = torch.arange(self.spec.num_heads, device=self.permutation.device)
-        return F.logsigmoid(2.0 + 3.0 * head / self.spec.num_heads)
+    def form(self, lags: Lags | None, device: torch.device) -> Form:
+        """Return the decay of the score; see :meth:`Encoding.form`."""
+        return Form(score_decay=self.log_decay(device))
 
-    def _power(self, exponent: Tensor) -> Tensor:
-        """Return r_h^e, (H, T, 1) or (B, H, T, 1), for e (T,) or (B, T)."""
-        return torch.exp(self.log_ratio()[:, None] * exponent.unsqueeze(-2)).unsqueeze(-1)
+
+@cache
+def log_ratios(heads: int) -> tuple[float, ...]:
+    """Return log sigmoid(2 + 3h/H) for every head: -0.127 for the first, at most -0.007."""
+    head = torch.arange(heads, device="cpu")
+    return tuple(F.logsigmoid(2.0 + 3.0 * head / heads).tolist())
 
 
 def _draw(spec: EncodingSpec) -> Tensor:

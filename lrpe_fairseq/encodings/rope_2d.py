@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import Card, Encoding, EncodingSpec, Planes, undecayed
+from lrpe_fairseq.encodings.base import Card, Encoding, EncodingSpec, Planes, Properties, undecayed
 from lrpe_fairseq.encodings.cores import Rotation, phases, rotate_pairs
 from lrpe_fairseq.encodings.grid import rows_and_columns
 from lrpe_fairseq.encodings.lrpe import LRPE
@@ -53,7 +53,7 @@ class RoPE2D(LRPE):
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec, "identity", AxialRotation(spec))
-        self.shift_unit = max(spec.options.grid_width, 1)
+        self.properties = Properties(shift_unit=max(spec.options.grid_width, 1))
 
 
 class RoPE2DMixed(LRPE):
@@ -89,7 +89,7 @@ class RoPE2DMixed(LRPE):
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec, "identity", MixedRotation(spec))
-        self.shift_unit = max(spec.options.grid_width, 1)
+        self.properties = Properties(shift_unit=max(spec.options.grid_width, 1))
         self.denominator_vanishes = True  # base 10: no pair turns slowly
 
 

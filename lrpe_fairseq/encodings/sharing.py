@@ -17,7 +17,7 @@ def share_across_layers(model: nn.Module) -> None:
     for module in list(model.modules()):
         if not isinstance(module, Encoding) or not module.shared:
             continue
-        owner = owners.setdefault((type(module), module.name, module.spec.causal), module)
+        owner = owners.setdefault((type(module), _name(module), module.spec.causal), module)
         if owner is not module:
             module.share_with(owner)
 
@@ -42,7 +42,13 @@ def share_across_stacks(model: nn.Module) -> None:
 
 def _alike(one: Encoding, other: Encoding) -> bool:
     """True if two encodings differ at most in their seeds and masks."""
-    return (type(one), one.name, *_settings(one)) == (type(other), other.name, *_settings(other))
+    own, others = (type(one), _name(one)), (type(other), _name(other))
+    return (*own, *_settings(one)) == (*others, *_settings(other))
+
+
+def _name(encoding: Encoding) -> str:
+    """Return the name without gates, which every layer has for itself."""
+    return encoding.name.removeprefix("gated:")
 
 
 def _settings(encoding: Encoding) -> tuple:

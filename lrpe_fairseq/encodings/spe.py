@@ -14,6 +14,7 @@ from lrpe_fairseq.encodings.base import (
     Card,
     EncodingSpec,
     PositionCache,
+    Properties,
     QueryKeyEncoding,
     check_positions,
 )
@@ -89,8 +90,7 @@ class SPE(QueryKeyEncoding):
         ),
     }
 
-    relative = "in expectation"
-    keeps_norm = False
+    properties = Properties(relative="in expectation", keeps_norm=False)
     before_feature_map = True
 
     def __init__(self, spec: EncodingSpec) -> None:

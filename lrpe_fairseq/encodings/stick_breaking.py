@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import Card, ScoreEncoding, check_positions
+from lrpe_fairseq.encodings.base import Card, Properties, ScoreEncoding, check_positions
 from lrpe_fairseq.encodings.biases import seen_keys
 
 
@@ -23,7 +23,7 @@ class StickBreaking(ScoreEncoding):
     """
 
     causal_only = True
-    contextual = True
+    properties = Properties(contextual=True)
     without_absolute = True
     card = Card(
         equation=r"\beta_{st} \prod_{t<u<s} (1 - \beta_{su}), \quad \beta_{st} = "

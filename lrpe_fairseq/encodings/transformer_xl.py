@@ -14,7 +14,6 @@ from lrpe_fairseq.encodings.base import (
     query_scale,
 )
 from lrpe_fairseq.encodings.biases import pick
-from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.encodings.networks import key_projection
 from lrpe_fairseq.kernels.dispatch import has_values
 
@@ -47,14 +46,6 @@ class TransformerXL(ScoreEncoding):
         beyond="sinusoids of larger distances, which training has not seen",
         source="Dai et al. (2019), Section 3.3",
     )
-    departures = {
-        "xl-no-dropout": Departure(
-            paper="dropout 0.1 (Table 7)",
-            code="assigns 0.0 to both dropouts of Transformer-XL, whatever the command line says, "
-            "so that one row of Table 2 is regularized less than the others",
-            ours="0.1, as for every row",
-        ),
-    }
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)

@@ -79,9 +79,7 @@ def check_node_positions(model: nn.Module, task: Any) -> None:
 def is_stock_cross(options: Any) -> bool:
     """True if the options of cross-attention ask for fairseq's own. None stands for defaults."""
     return options is None or (
-        str(options.attention_type) == "softmax"
-        and options.position_encoding == "none"
-        and options.score_decay == 1
+        str(options.attention_type) == "softmax" and options.position_encoding == "none"
     )
 
 

@@ -19,7 +19,6 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from lrpe_fairseq.encodings.base import Float32Module
-from lrpe_fairseq.encodings.fidelity import PADDING_SEEN, parse_departures
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.models.checks import check_probabilities, check_sizes
@@ -133,17 +132,12 @@ def normalized(norm: nn.Module, x: Tensor, real: Tensor | None) -> Tensor:
     return norm(x, real) if isinstance(norm, TokenBatchNorm) else norm(x)
 
 
-def sees_padding(options: Any) -> bool:
-    """True under the departure by which norms do not leave out padding."""
-    return PADDING_SEEN in parse_departures(options.fidelity)
-
-
 class ClassifierLayer(EncoderLayer):
     """A pre-norm encoder layer whose norms leave out padding, with drop-path."""
 
     def __init__(self, cfg: Any, options: Any, layer: int) -> None:
         super().__init__(cfg, options, layer)
-        self.drop_path, self.padding_seen = options.drop_path, sees_padding(options)
+        self.drop_path = options.drop_path
         self.self_attn_layer_norm = build_norm(str(options.norm), self.embed_dim)
         self.final_layer_norm = build_norm(str(options.norm), self.embed_dim)
 
@@ -151,8 +145,7 @@ class ClassifierLayer(EncoderLayer):
         self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: None = None
     ) -> Tensor:
         """Called by fairseq: x (T, B, C), mask (B, T), true at padding -> (T, B, C)."""
-        seen = encoder_padding_mask is None or self.padding_seen
-        real = None if seen else ~encoder_padding_mask.T
+        real = None if encoder_padding_mask is None else ~encoder_padding_mask.T
         y = normalized(self.self_attn_layer_norm, x, real)
         x = x + self._branch(self.self_attn(y, y, y, key_padding_mask=encoder_padding_mask)[0])
         y = self.activation_fn(self.fc1(normalized(self.final_layer_norm, x, real)))
@@ -239,7 +232,7 @@ class LRPEClassifier(BooleanFlags, RetainedDropout, BaseFairseqModel):
         """Pool x (T, B, C) over ``real`` (T, B): (B, C)."""
         first = str(self.options.final_norm) == "before"
         if first:
-            x = normalized(self.norm, x, None if sees_padding(self.options) else real)
+            x = normalized(self.norm, x, real)
         x = x[0] if str(self.options.pooling) == "first" else mean_of_tokens(x, real)
         return x if first else normalized(self.norm, x, None)
 
@@ -267,7 +260,7 @@ def build_encoder(options: Any, dictionary: Any) -> ClassifierEncoder:
         embedder = build_patches(options, width, pad)
     encoder = ClassifierEncoder(cfg, dictionary, embedder, options)
     if kind == "image":
-        init_positions(encoder.embed_positions, options.fidelity)
+        init_positions(encoder.embed_positions)
     share_across_layers(encoder)
     return encoder
 

@@ -16,7 +16,6 @@ from fairseq.models.transformer_lm import (
 from torch import Tensor, nn
 
 from lrpe_fairseq.attention.multihead import Memory
-from lrpe_fairseq.encodings.fidelity import parse_departures
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.models.checks import check_language_model
@@ -152,7 +151,6 @@ class LRPELanguageModel(BooleanFlags, RetainedDropout, TransformerLanguageModel)
         with one_sentence_errors():
             check_memory(args)
             check_language_model(args)
-            switch_dropout(args)
         layers, args.decoder_layers = args.decoder_layers, 0
         shell = super().build_model(args, task).decoder
         args.decoder_layers = args.decoder_layers or layers
@@ -191,10 +189,3 @@ def check_memory(options: Any) -> None:
             "--decoder-layerdrop cannot be used with a memory of earlier segments: a dropped layer "
             "has no input to store"
         )
-
-
-def switch_dropout(options: Any) -> None:
-    """Apply the departure ``xl-no-dropout``: train Transformer-XL without dropout."""
-    departs = "xl-no-dropout" in parse_departures(options.fidelity)
-    if departs and options.position_encoding == "transformer-xl":
-        options.dropout = options.attention_dropout = options.activation_dropout = 0.0

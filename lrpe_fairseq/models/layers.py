@@ -14,8 +14,7 @@ from fairseq.modules.transformer_layer import (
 )
 from torch import Tensor, nn
 
-from lrpe_fairseq.attention.cross import CrossAttention
-from lrpe_fairseq.attention.multihead import MultiheadAttention
+from lrpe_fairseq.attention.tokens import Given
 from lrpe_fairseq.encodings.spe import SPE
 from lrpe_fairseq.models import node_positions
 from lrpe_fairseq.models.checks import is_stock_cross
@@ -69,21 +68,19 @@ class DecoderLayer(TransformerDecoderLayerBase):
         self, *rest: Any, self_attn_padding_mask: Tensor | None = None, **keywords: Any
     ) -> tuple:
         """Compute the layer as fairseq does; cross-attention needs the padding of its queries."""
-        if isinstance(self.encoder_attn, CrossAttention):
-            self.encoder_attn.query_padding = self_attn_padding_mask
+        self.self_attn.given.query_padding = self_attn_padding_mask
         return super().forward(*rest, self_attn_padding_mask=self_attn_padding_mask, **keywords)
 
 
 class Encoder(TransformerEncoderBase):
     """fairseq's encoder with our layers. ``options``: an ``AttentionOptions``."""
 
-    has_positions = False
-
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Module, options: Any) -> None:
         self._options, self._layer_count = options, count()
         super().__init__(cfg, dictionary, embed_tokens)
         if has_tree_embedding(cfg):
             self.embed_positions = TreeEmbedding(cfg.encoder.embed_dim)
+        self.given = share_given(self)
         name_dropout(self, "TransformerEncoder")
 
     def build_encoder_layer(self, cfg: Any) -> nn.Module:
@@ -119,7 +116,6 @@ class Decoder(TransformerDecoderBase):
     decoding, which a task sets, or None to count tokens.
     """
 
-    has_positions = False
     nodes: node_positions.NodeRule | None = None
 
     def __init__(
@@ -129,6 +125,7 @@ class Decoder(TransformerDecoderBase):
         super().__init__(cfg, dictionary, embed_tokens, **keywords)
         if has_tree_embedding(cfg):
             self.embed_positions = TreeEmbedding(cfg.decoder.embed_dim)
+        self.given = share_given(self)
         name_dropout(self, "TransformerDecoder")
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
@@ -189,6 +186,15 @@ def has_tree_embedding(cfg: Any) -> bool:
     return getattr(cfg, "tree_embedding", False)
 
 
+def share_given(stack: nn.Module) -> Given:
+    """Let all attention of a stack, and its tree embedding, read one :class:`Given`."""
+    given = Given()
+    for module in stack.modules():
+        if hasattr(module, "given"):
+            module.given = given
+    return given
+
+
 def begin_pass(
     stack: nn.Module, positions: Tensor | None, memory_positions: Tensor | None = None
 ) -> None:
@@ -196,20 +202,19 @@ def begin_pass(
 
     SPE's shared noise is drawn by the first layer that runs, whichever LayerDrop leaves.
     """
-    stack.has_positions |= positions is not None or memory_positions is not None
-    if not (stack.has_positions or stack.training):
-        return
-    for module in stack.modules():
-        if isinstance(module, MultiheadAttention | CrossAttention | TreeEmbedding):
-            module.positions = positions
-        if isinstance(module, CrossAttention):
-            module.memory_positions = memory_positions
-        if isinstance(module, SPE):
-            module.code.drawn = None
+    stack.given.positions, stack.given.memory_positions = positions, memory_positions
+    if stack.training:
+        for code in _codes(stack):
+            code.drawn = None
 
 
-OF_PASS = ("positions", "memory_positions", "drawn")
-"""Attributes of modules that belong to one forward pass; see :func:`begin_pass`."""
+def _codes(module: nn.Module) -> list[nn.Module]:
+    """Return the codes of SPE in a module, which hold the noise of a pass."""
+    return [part.code for part in module.modules() if isinstance(part, SPE)]
+
+
+OF_PASS = ("positions", "memory_positions", "query_padding", "drawn")
+"""Attributes of :class:`Given` and of SPE's codes that belong to one forward pass."""
 
 
 def wrapped(layer: nn.Module, cfg: Any) -> nn.Module:
@@ -224,12 +229,13 @@ def wrapped(layer: nn.Module, cfg: Any) -> nn.Module:
 
 def _with_pass(layer: nn.Module, given: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict]:
     """Add the attributes OF_PASS to the arguments, which activation checkpointing stores."""
-    own = [(m, n, vars(m)[n]) for m in layer.modules() for n in OF_PASS if n in vars(m)]
+    holders = [layer.self_attn.given, *_codes(layer)]
+    own = [(h, n, vars(h)[n]) for h in holders for n in OF_PASS if n in vars(h)]
     return given, {**keywords, "of_pass": own}
 
 
 def _forward_of_pass(forward: Callable, *given: Any, of_pass: list, **keywords: Any) -> Any:
     """Compute a layer. Recomputation sees its own pass, whichever began since."""
-    for module, name, value in of_pass:
-        setattr(module, name, value)
+    for holder, name, value in of_pass:
+        setattr(holder, name, value)
     return forward(*given, **keywords)

@@ -93,13 +93,6 @@ class AttentionOptions(FairseqDataclass):
             "(row + column, as the image code of TMLR LRPE does)"
         },
     )
-    score_decay: float = field(
-        default=1.0,
-        metadata={
-            "help": "multiply the score of a query and a key by C^n, n the number of steps between "
-            "their positions; 1: off"
-        },
-    )
     encoding_seed: int = field(
         default=0,
         metadata={"help": "seed of the encoding's fixed random parts (vectors, permutations)"},
@@ -160,7 +153,6 @@ def _settings(options: Any, cfg: Any, layer: int) -> dict[str, Any]:
         "dropout": cfg.attention_dropout,
         "normalizer": str(options.attention_normalizer),
         "seed": options.encoding_seed * 1000 + layer,
-        "score_decay": getattr(options, "score_decay", 1.0),  # absent from older checkpoints
         "options": encoding_options(options),
         "wrap_linear": lambda linear: quant_noise(linear, p, block),
     }

@@ -9,7 +9,6 @@ import torch
 from fairseq.modules import LearnedPositionalEmbedding
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.fidelity import UNIT_POSITIONS, parse_departures
 from lrpe_fairseq.errors import ChoiceError
 
 BLACK = 4
@@ -130,18 +129,14 @@ def build_patches(options: Any, width: int, pad: int) -> Patches:
     return Pixels(*shape, options.pixel_mean, options.pixel_std, options.channels)
 
 
-def init_positions(positions: nn.Module | None, fidelity: str) -> None:
+def init_positions(positions: nn.Module | None) -> None:
     """Draw learned absolute positions of images anew.
 
-    The deviation is 0.02, and the distribution is truncated at two deviations, as in DeiT;
-    published code has N(0, 1).
+    The deviation is 0.02, and the distribution is truncated at two deviations, as in DeiT.
     """
     if not isinstance(positions, LearnedPositionalEmbedding):
         return
-    if UNIT_POSITIONS in parse_departures(fidelity):
-        nn.init.normal_(positions.weight)
-    else:
-        nn.init.trunc_normal_(positions.weight, std=STD, a=-2 * STD, b=2 * STD)
+    nn.init.trunc_normal_(positions.weight, std=STD, a=-2 * STD, b=2 * STD)
     nn.init.zeros_(positions.weight[positions.padding_idx])
 
 

@@ -101,10 +101,9 @@ class SegmentMemory:
 
 
 def memories(segment: Segment, past: Past) -> list[Memory]:
-    """Return the memory of each layer's attention. Tokens of other documents are hidden."""
-    own, documents = segment.get("documents"), _documents(segment, past)
-    hidden = None if own is None else own.unsqueeze(-1) != documents.unsqueeze(-2)  # B T M+T
-    return [Memory(inputs, hidden) for inputs in past.inputs]
+    """Return the memory of each layer's attention. A token sees its own document only."""
+    documents = _documents(segment, past)
+    return [Memory(inputs, documents) for inputs in past.inputs]
 
 
 def _documents(segment: Segment, past: Past) -> Tensor | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lrpe_fairseq.attention.tokens import Given
 from lrpe_fairseq.encodings import domains
 from lrpe_fairseq.errors import ChoiceError
 
@@ -26,7 +27,7 @@ class TreeEmbedding(nn.Module):
     and number of steps are those of the published code of APE; its powers belong to other steps
     than its branches. The root has the embedding 0, and features that are left over are 0.
 
-    ``positions``: int64 codes of nodes (B, T) of the next call; the stack of layers sets them.
+    ``given.positions``: int64 codes of nodes (B, T) of the next call, set by the stack of layers.
     Trap: nodes with the same last ``STEPS`` steps have the same embedding.
     Raises: ChoiceError for a width below ``STEPS`` ``BRANCHES``.
     """
@@ -37,17 +38,18 @@ class TreeEmbedding(nn.Module):
             raise ChoiceError(f"--tree-embedding needs a width of at least {STEPS * BRANCHES}")
         self.width, self.decays = width, width // (STEPS * BRANCHES)
         self.weight = nn.Parameter(torch.empty(self.decays).uniform_(0.7, 0.999))
-        self.positions: Tensor | None = None
+        self.given = Given()
         self.max_positions = sys.maxsize  # read by fairseq: no limit
 
     def forward(self, tokens: Tensor, incremental_state: dict | None = None) -> Tensor:
-        """Return the embeddings (B, T, width) of the nodes at ``positions``.
+        """Return the embeddings (B, T, width) of the nodes at ``given.positions``.
 
         Called by fairseq in the place of its own embeddings. Raises: ValueError without positions.
         """
-        if self.positions is None:
+        positions = self.given.positions
+        if positions is None:
             raise ValueError("--tree-embedding needs the positions of the nodes")
-        embedded = (paths(self.positions).unsqueeze(-1) * self._amplitudes()).flatten(2)
+        embedded = (paths(positions).unsqueeze(-1) * self._amplitudes()).flatten(2)
         return F.pad(embedded, (0, self.width - embedded.shape[2])).to(self.weight.dtype)
 
     def _amplitudes(self) -> Tensor:

@@ -244,12 +244,12 @@ def limited(model: nn.Module, window: int | None) -> Iterator[None]:
     """Limit the attention of every layer to the last ``window`` tokens; None: no limit."""
     modules = _attentions(model)
     for module in modules:
-        module.window = window
+        module.given.window = window
     try:
         yield
     finally:
         for module in modules:
-            module.window = None
+            module.given.window = None
 
 
 def reach_of(model: nn.Module, window: int) -> int:

@@ -1,0 +1,178 @@
+"""The tokens of a call of attention: positions, padding, documents, gates, and what they see.
+
+Axes: B batch, H heads, T query time, S key time, N tokens, C width.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lrpe_fairseq.encodings.base import Lags, PositionCache, check_positions
+from lrpe_fairseq.kernels.dispatch import is_transformed
+
+
+@dataclass
+class Given:
+    """What the next forward pass says of its tokens, shared by the layers of one stack.
+
+    positions: int64 (T,) or (B, T) of the queries; None counts real tokens. memory_positions: of
+    the memory of cross-attention. query_padding: (B, T), true at padding, of the queries of
+    cross-attention. window: see :class:`Tokens`.
+    """
+
+    positions: Tensor | None = None
+    memory_positions: Tensor | None = None
+    query_padding: Tensor | None = None
+    window: int | None = None
+
+
+class Tokens(NamedTuple):
+    """N queries or keys of each of B sequences."""
+
+    positions: Tensor
+    """N or B N, int64."""
+    counts: Tensor | None = None
+    """N or B N, int64: real tokens before each token; None if the positions are these."""
+    padding: Tensor | None = None
+    """B N, true at padding, or None without padding."""
+    segments: Tensor | None = None
+    """B N, int: the document of each token. A query sees keys of its own document only."""
+    window: int | None = None
+    """A query sees the last ``window`` keys only, itself included (causal attention)."""
+    sums: Tensor | None = None
+    """B H N, float64: sums of the log gates up to each token, or None without gates."""
+    first: int | None = None
+    """Positions are first, first + 1, ...; None if that is not known."""
+    limit: int | None = None
+    """Positions are at least 0 and below this number; None if that is not known."""
+
+    def of(self, part: slice) -> "Tokens":
+        """Return the tokens of a slice."""
+        cut = {n: x[..., part] for n, x in self._asdict().items() if isinstance(x, Tensor)}
+        if self.first is not None:
+            first, last, _ = part.indices(self.positions.shape[-1])
+            device = self.positions.device
+            cut["positions"] = counted(self.first + last, device, self.first + first)
+            cut["first"] = self.first + first
+        return self._replace(**cut)
+
+    @property
+    def numbers(self) -> Tensor:
+        """The number of real tokens before each token, N or B N."""
+        return self.positions if self.counts is None else self.counts
+
+    @property
+    def ends(self) -> tuple[int, int] | None:
+        """The smallest and largest position they may have; None if that is not known."""
+        if self.first is not None:
+            return self.first, self.first + self.positions.shape[-1] - 1
+        return None if self.limit is None else (0, self.limit - 1)
+
+
+def tokens_of(
+    x: Tensor,
+    padding: Tensor | None = None,
+    before: Tensor | None = None,
+    positions: Tensor | None = None,
+    **more: Tensor | int | None,
+) -> Tokens:
+    """Return the tokens of a block x (B, T, C).
+
+    Real tokens are counted first, then padding, which is masked. No value is read. The same
+    positions object is returned for the same length or mask, so that encodings can cache.
+
+    Args:
+        padding: (B, T), true at padding, which may be anywhere.
+        before: int64 (B,), the number of real tokens before the block; None: 0.
+        positions: int64 (T,) or (B, T); None counts. more: further fields of :class:`Tokens`.
+    Raises: ValueError for positions of another type or shape.
+    """
+    length, device = x.shape[1], x.device
+    if padding is None:
+        counts = counted(length, device)
+    else:
+        counts = _counts_of_mask.get(padding, None, partial(_count_real_first, padding))
+    if before is not None:
+        counts = before.unsqueeze(1) + counts
+    padding = None if padding is None else padding.bool()
+    if positions is not None:
+        return Tokens(check_positions(positions, x), counts, padding, **more)
+    first = 0 if before is None and padding is None else None
+    limit = length if before is None else None
+    return Tokens(counts, None, padding, first=first, limit=limit, **more)
+
+
+def counted(length: int, device: torch.device, first: int = 0) -> Tensor:
+    """Return first, ..., length - 1 (int64); the same tensor object for the same arguments."""
+    if is_transformed():  # a traced or fake tensor must not be cached
+        return torch.arange(first, length, device=device)
+    return _cached_count(length, device, first)
+
+
+@lru_cache(maxsize=256)
+def _cached_count(length: int, device: torch.device, first: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(first, length, device=device)
+
+
+_counts_of_mask = PositionCache(2)  # of a source and a target
+
+
+def _count_real_first(padding: Tensor) -> Tensor:
+    """Return the numbers (B, T) of the tokens of a mask (B, T), true at padding."""
+    padding = padding.bool()
+    real = ~padding
+    after = real.sum(1, keepdim=True) + padding.cumsum(1)
+    return torch.where(padding, after, real.cumsum(1)) - 1
+
+
+def tokens_after(x: Tensor, padding: Tensor | None, before: Tensor | None) -> Tensor:
+    """Return the number of real tokens up to the end of the block x (B, T, C), int64 (B,)."""
+    batch, length, _ = x.shape
+    if padding is None:
+        real = torch.full((batch,), length, device=x.device)
+    else:
+        real = (~padding.bool()).sum(1)
+    return real if before is None else before + real
+
+
+def lags_between(queries: Tokens, keys: Tokens) -> Lags | None:
+    """Return the smallest and largest lag s - t, or None if that is not known."""
+    of_q, of_k = queries.ends, keys.ends
+    if of_q is None or of_k is None or not keys.positions.numel():
+        return None
+    return of_q[0] - of_k[1], of_q[1] - of_k[0]
+
+
+def lag_numbers(queries: Tokens, keys: Tokens, causal: bool) -> Tensor:
+    """Return the number of real tokens in t+1..s, int64 (T, S) or (B, T, S).
+
+    For a key after the query it is 0 in a causal model, and that of s+1..t in a bidirectional one.
+    """
+    lag = queries.numbers.unsqueeze(-1) - keys.numbers.unsqueeze(-2)
+    return lag.clamp_min(0) if causal else lag.abs()
+
+
+def visible_pairs(queries: Tokens, keys: Tokens, causal: bool) -> Tensor | None:
+    """Return a bool mask (B or 1, 1, T, S), true if the query may attend to the key.
+
+    In causal attention the queries are the last T keys. None: every query sees every key.
+    """
+    rows, columns = queries.positions.shape[-1], keys.positions.shape[-1]
+    device, found = keys.positions.device, None
+    if (causal and rows > 1) or keys.window is not None:
+        pairs = torch.ones(rows, columns, dtype=torch.bool, device=device)
+        pairs = pairs.tril(columns - rows) if causal else pairs
+        if keys.window is not None:
+            pairs = pairs.triu(columns - rows - keys.window + 1)
+        found = pairs[None, None]
+    if keys.segments is not None:
+        same = queries.segments.unsqueeze(-1) == keys.segments.unsqueeze(-2)
+        found = same.unsqueeze(1) if found is None else found & same.unsqueeze(1)
+    if keys.padding is not None:
+        shown = ~keys.padding[:, None, None]
+        found = shown if found is None else found & shown
+    return found
