@@ -4,7 +4,6 @@ The published version calls the method DAPE. It is not the CAPE of Likhomanenko 
 augments absolute positions.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -17,14 +16,12 @@ from lrpe_fairseq.encodings.base import (
     Properties,
     ScoreEncoding,
     constant,
-    option,
 )
 from lrpe_fairseq.encodings.biases import LagBias
 from lrpe_fairseq.encodings.fire import FIRE
 from lrpe_fairseq.encodings.kerple import KerpleLog
 from lrpe_fairseq.encodings.networks import linear
 from lrpe_fairseq.encodings.slopes import alibi_slopes
-from lrpe_fairseq.errors import ChoiceError
 
 SLOPE = 0.01
 """Slope of the LeakyReLU for negative arguments."""
@@ -52,7 +49,7 @@ class CAPE(ScoreEncoding):
     """z + b + W2 LeakyReLU(W1 [z; b] + c1) + c2, vectors over the heads at each pair (s, t).
 
     z is the scaled score and b the bias of another encoding, :attr:`base_class`. W1 (w, 2H) and
-    W2 (H, w) with w = ``cape_width`` belong to the layer and are initialized like ``nn.Linear``,
+    W2 (H, w) with w = ``width`` belong to the layer and are initialized like ``nn.Linear``,
     with the spec's generator. The parameters of the bias also belong to the layer, as in the
     authors' code. A pair does not affect another pair, so scores are encoded
     before masking. The encoding is relative if b is.
@@ -62,15 +59,7 @@ class CAPE(ScoreEncoding):
 
     Trap: the paper's equation has no separate "+ b"; the authors' code does, and this class follows
     it. With W2 = c2 = 0 it is the base encoding.
-
-    Raises: ChoiceError unless the width is positive.
     """
-
-    @dataclass(frozen=True)
-    class Options:
-        """Option of CAPE: the width of the network."""
-
-        cape_width: int = option(32, "CAPE: width of the hidden layer over the heads")
 
     without_absolute = True
     base_class: ClassVar[type[LagBias]]
@@ -78,11 +67,9 @@ class CAPE(ScoreEncoding):
     base_name: ClassVar[str]
     """Name of :attr:`base_class`."""
 
-    def __init__(self, spec: EncodingSpec) -> None:
+    def __init__(self, spec: EncodingSpec, width: int = 32) -> None:
         super().__init__(spec)
-        width, heads = self.options.cape_width, spec.num_heads
-        if width < 1:
-            raise ChoiceError(f"cape_width must be positive, got {width}")
+        heads = spec.num_heads
         self.base = self.base_class(spec)
         self.base.name = self.base_name
         self.base.shared = False

@@ -32,7 +32,7 @@ class DeBERTa(ScoreEncoding):
     2K - 1) is the row of a difference (so K - 1 and all larger differences share the last one). W_k
     and W_q (H D x H D, with bias) split their results into heads, as the content projections do.
 
-    All layers share P, as in the paper, unless ``deberta_shared`` is false. Each layer has separate
+    All layers share P, as in the paper. Each layer has separate
     projections. P is initialized from N(0, 0.02^2), W_k and W_q like fairseq's key projection
     (Xavier, gain 1/sqrt 2), with the spec's generator. Dropout of P, the log buckets and the shared
     projections of DeBERTa V2 and V3 are not part of this method.
@@ -47,15 +47,12 @@ class DeBERTa(ScoreEncoding):
 
     @dataclass(frozen=True)
     class Options:
-        """Options of DeBERTa: the largest distance, and True if all layers share the table P."""
+        """Options of DeBERTa: the largest distance."""
 
         deberta_distance: int = option(
             512,
             "DeBERTa: all distances from this on share one vector; the table has twice as many "
             "rows",
-        )
-        deberta_shared: bool = option(
-            True, "DeBERTa: one table in all layers (projections stay separate)"
         )
 
     content_scale = 3**-0.5
@@ -70,7 +67,7 @@ class DeBERTa(ScoreEncoding):
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)
-        self.distance, self.shared = self.options.deberta_distance, self.options.deberta_shared
+        self.distance, self.shared = self.options.deberta_distance, True
         if self.distance < 1:
             raise ChoiceError(f"deberta_distance must be at least 1, got {self.distance}")
         generator = spec.generator(stream=32)

@@ -31,8 +31,8 @@ BLOCK = 1 << 24
 class FIRE(LagBias):
     """score_st + f(psi(n) / psi(max(L, s)))_h, n = s - t, psi(x) = log(1 + |c| x), causal only.
 
-    s is the position of the query. f maps a number to one bias per head: ``fire_layers`` hidden
-    layers of width ``fire_width`` with ReLU. Learned are f, c (initially 0.1) and a factor lambda
+    s is the position of the query. f maps a number to one bias per head: ``layers`` hidden
+    layers of ``width`` with ReLU. Learned are f, c (initially 0.1) and a factor lambda
     of the threshold L = |lambda| ``fire_length`` (initially 1), in every layer, or once in all
     layers with ``fire_shared`` (FIRE-S). psi is float64; f has the precision of its weights. f is
     initialized like ``nn.Linear``, with the spec's generator.
@@ -43,16 +43,14 @@ class FIRE(LagBias):
     Trap: for s > L the bias depends on s as well as on n. It is relative up to L only
     (:attr:`properties`).
 
-    Raises: ChoiceError unless length and width are positive and the number of layers is at least 0.
+    Raises: ChoiceError unless the length is positive.
     """
 
     @dataclass(frozen=True)
     class Options:
-        """Options of FIRE: initial threshold, sizes of f, and True for FIRE-S."""
+        """Options of FIRE: initial threshold, and True for FIRE-S."""
 
         fire_length: int = option(512, "FIRE: initial threshold L, in tokens")
-        fire_width: int = option(32, "FIRE: width of the hidden layers of f")
-        fire_layers: int = option(1, "FIRE: number of hidden layers of f; 0: f is linear")
         fire_shared: bool = option(False, "FIRE: one set of parameters in all layers (FIRE-S)")
 
     causal_only = True
@@ -66,23 +64,19 @@ class FIRE(LagBias):
         source="Li et al., 2024",
     )
 
-    def __init__(self, spec: EncodingSpec) -> None:
+    def __init__(self, spec: EncodingSpec, width: int = 32, layers: int = 1) -> None:
         super().__init__(spec)
-        options = self.options
-        if min(options.fire_length, options.fire_width) < 1 or options.fire_layers < 0:
-            raise ChoiceError(
-                "fire_length and fire_width must be positive and fire_layers at least 0, got "
-                f"{options.fire_length}, {options.fire_width} and {options.fire_layers}"
-            )
-        self.shared = options.fire_shared
+        if self.options.fire_length < 1:
+            raise ChoiceError(f"fire_length must be positive, got {self.options.fire_length}")
+        self.shared, self.width = self.options.fire_shared, width
         self._last = PositionCache(BLOCKS)
         self.c = nn.Parameter(torch.full((1,), 0.1, dtype=torch.float32))
         self.threshold_factor = nn.Parameter(torch.ones(1, dtype=torch.float32))
-        widths = [1, *[options.fire_width] * options.fire_layers, spec.num_heads]
+        widths = [1, *[width] * layers, spec.num_heads]
         generator = spec.generator(stream=22)
-        layers = [linear(a, b, generator) for a, b in pairwise(widths)]
-        between = [part for layer in layers[:-1] for part in (layer, nn.ReLU())]
-        self.f = nn.Sequential(*between, layers[-1])
+        *hidden, last = [linear(a, b, generator) for a, b in pairwise(widths)]
+        between = [part for layer in hidden for part in (layer, nn.ReLU())]
+        self.f = nn.Sequential(*between, last)
 
     def share_with(self, owner: "FIRE") -> None:
         """Use f, c and the threshold of ``owner``."""
@@ -104,7 +98,7 @@ class FIRE(LagBias):
             return super().bias(q, k, q_positions, k_positions)
         check_positions(q_positions, q), check_positions(k_positions, k)
         pairs = k_positions.shape[-1] * q_positions[..., :1].numel()
-        rows = max(1, BLOCK // (max(1, pairs) * self.options.fire_width))
+        rows = max(1, BLOCK // (max(1, pairs) * self.width))
         blocks = [
             self._of_pairs(part.unsqueeze(-1), k_positions.unsqueeze(-2)).to(q.dtype)
             for part in q_positions.split(rows, -1)

@@ -28,8 +28,6 @@ class FoPEOptions:
         "FoPE: N; frequencies below 2 pi / N are set to 0. Set it to the length of the training "
         "texts",
     )
-    fope_sigma: float = option(0.3, "FoPE: gain of the coefficients' Xavier initialization")
-    fope_learned: bool = option(False, "FoPE: learn the coefficients, which the authors fix")
 
 
 class FoPE(LRPE):
@@ -43,9 +41,9 @@ class FoPE(LRPE):
         (x, y) -> (x C - y S, x S + y C) for queries and keys,
 
     with a and b the identity plus N(0, 2 sigma^2 / (M (M + H))). This is the Xavier initialization
-    of the authors' code with gain sigma = ``fope_sigma``: torch's fans of its (H, M, M) tensor are
+    of the authors' code with gain sigma = ``sigma``: torch's fans of its (H, M, M) tensor are
     M M and H M. The coefficients are drawn from the spec's generator, saved in
-    the checkpoint, and fixed unless ``fope_learned``.
+    the checkpoint, and fixed.
 
     The encoding is not relative: the score contains products of two series, so it changes with
     both positions at one distance. Norms are not preserved. With sigma = 0 it is RoPE with clipped
@@ -77,23 +75,19 @@ class FoPE(LRPE):
     )
     properties = Properties(relative="no", keeps_norm=False)
 
-    def __init__(self, spec: EncodingSpec) -> None:
-        super().__init__(spec, "identity", FourierSeries(spec))
+    def __init__(self, spec: EncodingSpec, sigma: float = 0.3) -> None:
+        super().__init__(spec, "identity", FourierSeries(spec, sigma))
 
 
 class FourierSeries(nn.Module):
     """Multiplies the pairs of every head, as complex numbers, by series of the frequencies."""
 
-    def __init__(self, spec: EncodingSpec) -> None:
+    def __init__(self, spec: EncodingSpec, sigma: float) -> None:
         super().__init__()
         own = spec.options.of(FoPEOptions)
         self.theta = kept_frequencies(spec, own.fope_length)
         self.cache = PositionCache()
-        coefficients = _draw(spec, len(self.theta), own.fope_sigma)
-        if own.fope_learned:
-            self.coefficients = nn.Parameter(coefficients)
-        else:
-            self.register_buffer("coefficients", coefficients)
+        self.register_buffer("coefficients", _draw(spec, len(self.theta), sigma))
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Return C + i S of every head and position: (H, T, E) or (B, H, T, E), complex.
@@ -129,7 +123,7 @@ def kept_frequencies(spec: EncodingSpec, length: int) -> Tensor:
 def _draw(spec: EncodingSpec, count: int, sigma: float) -> Tensor:
     """Return the coefficients a and b, (2, H, M, M) float32, of input i and output j."""
     if sigma < 0:
-        raise ChoiceError(f"fope_sigma cannot be negative, got {sigma}")
+        raise ChoiceError(f"sigma of fope cannot be negative, got {sigma}")
     generator, shape = spec.generator(stream=22), (2, spec.num_heads, count, count)
     noise = torch.randn(shape, generator=generator, device="cpu")
     deviation = sigma * math.sqrt(2 / (count * (count + spec.num_heads)))

@@ -1,12 +1,11 @@
 """KERPLE (Chi, Fan, Ramadge and Rudnicky, 2022): logarithmic and power biases of the lag."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import Card, EncodingSpec, option, undecayed
+from lrpe_fairseq.encodings.base import Card, EncodingSpec, undecayed
 from lrpe_fairseq.encodings.biases import LagBias
 from lrpe_fairseq.kernels.dispatch import is_transformed
 
@@ -27,12 +26,7 @@ class Kerple(LagBias):
     types the float32 copies that the optimizer updates are not clamped.
     """
 
-    @dataclass(frozen=True)
-    class Options:
-        """Option of both forms: True if all layers share r1 and r2, as in the paper."""
-
-        kerple_shared: bool = option(True, "KERPLE: one set of parameters in all layers")
-
+    shared = True
     without_absolute = True
     stream: ClassVar[int]
     """The stream of the spec's generator."""
@@ -43,7 +37,6 @@ class Kerple(LagBias):
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)
-        self.shared = self.options.kerple_shared
         generator = spec.generator(self.stream)
         draw = torch.rand(2, spec.num_heads, generator=generator, dtype=torch.float64, device="cpu")
         self.r1, self.r2 = (

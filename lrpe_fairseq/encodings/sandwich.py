@@ -1,11 +1,9 @@
 """Sandwich (Chi, Fan, Rudnicky and Ramadge, 2023): the inner product of sinusoids as a bias."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import Card, EncodingSpec, option
+from lrpe_fairseq.encodings.base import Card, EncodingSpec
 from lrpe_fairseq.encodings.biases import LagBias
 from lrpe_fairseq.errors import ChoiceError
 
@@ -16,7 +14,7 @@ BASE = 10000.0
 class Sandwich(LagBias):
     """score_st + H / (8(h+1)) (sum_i cos(n w_i) - w/2), n = s - t, w_i = 10000^(-2i/w), i = 1..w/2.
 
-    The sum is the inner product of two sinusoidal embeddings of width w = ``sandwich_width``, which
+    The sum is the inner product of two sinusoidal embeddings of width w = ``width``, which
     does not depend on the width of the model. The offset makes the bias 0 at n = 0 and negative
     elsewhere. There are no parameters. Cosines are float64. Costs O((T + S) w) and one lookup per
     pair.
@@ -27,12 +25,6 @@ class Sandwich(LagBias):
     Raises: ChoiceError unless the width is even and positive.
     """
 
-    @dataclass(frozen=True)
-    class Options:
-        """Option of Sandwich: the width of the sinusoids."""
-
-        sandwich_width: int = option(128, "Sandwich: width of the sinusoids, even")
-
     without_absolute = True
     card = Card(
         equation=r"b_{st} = \frac{H}{8(h+1)} \Big( \sum_{i=1}^{w/2} "
@@ -42,11 +34,10 @@ class Sandwich(LagBias):
         source="Chi, Fan, Rudnicky and Ramadge, 2023",
     )
 
-    def __init__(self, spec: EncodingSpec) -> None:
+    def __init__(self, spec: EncodingSpec, width: int = 128) -> None:
         super().__init__(spec)
-        width = self.options.sandwich_width
         if width < 2 or width % 2:
-            raise ChoiceError(f"sandwich_width must be even and positive, got {width}")
+            raise ChoiceError(f"the width of sandwich must be even and positive, got {width}")
         self._terms = width // 2
 
     def of_lag(self, lag: Tensor) -> Tensor:

@@ -99,8 +99,8 @@ class SPE(QueryKeyEncoding):
         self.shared = options.spe_shared
         given = options.spe_realizations
         self.realizations = spec.head_dim if given is None else given
-        if min(self.realizations, options.spe_sines, options.spe_kernel) < 1:
-            raise ChoiceError("spe_realizations, spe_sines and spe_kernel must be positive")
+        if min(self.realizations, options.spe_sines) < 1:
+            raise ChoiceError("spe_realizations and spe_sines must be positive")
         self.code = CODES[options.spe_code](spec, self.realizations)
         self.gate = self._make_gate() if options.spe_gated else None
         self.before_feature_map = "spe-after-feature-map" not in spec.options.fidelity

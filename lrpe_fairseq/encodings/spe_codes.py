@@ -27,7 +27,6 @@ class SPEOptions:
     spe_code: str = option("sine", "SPE: kind of code", choices=("sine", "convolution"))
     spe_realizations: Optional[int] = option(None, "SPE: realizations R (default: the head width)")
     spe_sines: int = option(10, "SPE: sines per feature")
-    spe_kernel: int = option(128, "SPE: taps of the convolution")
     spe_gated: bool = option(True, "SPE: learned gates add a position-independent part")
     spe_shared: bool = option(False, "SPE: one code in all layers")
 
@@ -114,9 +113,8 @@ class ConvCode(nn.Module):
     length agree. The FFT costs O(log T) per token.
     """
 
-    def __init__(self, spec: EncodingSpec, realizations: int) -> None:
+    def __init__(self, spec: EncodingSpec, realizations: int, taps: int = 128) -> None:
         super().__init__()
-        taps = spec.options.of(SPEOptions).spe_kernel
         self.shape = (spec.num_heads, spec.head_dim, realizations)
         generator = spec.generator(stream=6)
         draw = torch.rand(2, *self.shape[:2], taps, generator=generator, device="cpu")

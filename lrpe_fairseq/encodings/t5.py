@@ -37,9 +37,8 @@ class T5Bias(ScoreEncoding):
 
     @dataclass(frozen=True)
     class Options:
-        """Options of T5: sizes of the table, and True if all layers share it."""
+        """Options of T5: the largest distance, and True if all layers share the table."""
 
-        t5_buckets: int = option(32, "T5: number of buckets of distances")
         t5_max_distance: int = option(128, "T5: all distances from this on share the last bucket")
         t5_shared: bool = option(False, "T5: one table in all layers")
 
@@ -62,18 +61,18 @@ class T5Bias(ScoreEncoding):
         ),
     }
 
-    def __init__(self, spec: EncodingSpec) -> None:
+    def __init__(self, spec: EncodingSpec, buckets: int = 32) -> None:
         super().__init__(spec)
         options, fidelity = self.options, spec.options.fidelity
         self.shared = options.t5_shared
-        one_way = options.t5_buckets if spec.causal else options.t5_buckets // 2
+        one_way = buckets if spec.causal else buckets // 2
         # not a buffer: ``to_empty`` would discard it, and no checkpoint restores it
         self._starts = tuple(bucket_starts(one_way, options.t5_max_distance))
         heads = 1 if "t5-shared-bias" in fidelity else spec.num_heads
         std = (spec.num_heads * spec.head_dim) ** -0.5
         std = 1.0 if "t5-unit-init" in fidelity else std
         generator = spec.generator(stream=4)
-        draw = torch.randn(heads, options.t5_buckets, generator=generator, device="cpu")
+        draw = torch.randn(heads, buckets, generator=generator, device="cpu")
         self.table = nn.Parameter(std * draw)
         self._cache = PositionCache()
 
