@@ -26,7 +26,8 @@ from lrpe_fairseq.attention.projected import (
     warn_about_compiler,
 )
 from lrpe_fairseq.attention.softmax import SoftmaxState, encoded_attention
-from lrpe_fairseq.attention.tokens import Tokens, counted, tokens_after, tokens_of
+from lrpe_fairseq.attention.tokens import Tokens, tokens_after, tokens_of
+from lrpe_fairseq.encodings.base import counted
 
 __all__ = [
     "ATTENTION_TYPES",

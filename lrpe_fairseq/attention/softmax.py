@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lrpe_fairseq.attention.tokens import Tokens, lag_numbers, lags_between, visible_pairs
-from lrpe_fairseq.encodings.base import LOWEST, Encoding, Form, masked_softmax
+from lrpe_fairseq.attention.tokens import Tokens, lag_numbers, visible_pairs
+from lrpe_fairseq.encodings.base import LOWEST, Encoding, Form, Lags, known_lags, masked_softmax
 from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed
 
 BLOCK = 2**24
@@ -33,6 +33,7 @@ class Call(NamedTuple):
     """What all blocks of a call share."""
 
     form: Form
+    lags: Lags | None
     causal: bool
     scale: float
     dropout: float = 0.0
@@ -100,8 +101,9 @@ def encoded_weights(
 
 
 def _call(encoding: Encoding, queries: Tokens, keys: Tokens, causal: bool, dropout: float) -> Call:
-    form = encoding.form(lags_between(queries, keys), keys.positions.device)
-    return Call(form, causal, encoding.softmax_scale, dropout)
+    lags = known_lags(queries.positions, keys.positions)
+    form = encoding.form(lags, keys.positions.device)
+    return Call(form, lags, causal, encoding.softmax_scale, dropout)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call: Call) -> Tensor:
@@ -130,7 +132,7 @@ def _terms(q: Tensor, k: Tensor, queries: Tokens, keys: Tokens, call: Call) -> T
     form, exact = call.form, partial(torch.autocast, q.device.type, enabled=False)
     at, given = (queries.positions, keys.positions), (q * call.scale, k)
     with exact():
-        bias = _bias(form, queries, keys, call.causal, q.dtype)
+        bias = _bias(call, queries, keys, q.dtype)
         factor = _factor(form, queries, keys, call.causal, q.dtype)
         if form.bias is not None and factor is None:
             own = form.bias(*given, *at)
@@ -148,21 +150,19 @@ def _terms(q: Tensor, k: Tensor, queries: Tokens, keys: Tokens, call: Call) -> T
     return Terms(None, rescore, form.weigh or masked_softmax)
 
 
-def _bias(
-    form: Form, queries: Tokens, keys: Tokens, causal: bool, dtype: torch.dtype
-) -> Tensor | None:
+def _bias(call: Call, queries: Tokens, keys: Tokens, dtype: torch.dtype) -> Tensor | None:
     """Return the table of biases, the decay and the gates as a bias of every pair in ``dtype``."""
-    exponents = []
+    form, exponents = call.form, []
     if queries.sums is not None:
         exponents.append(queries.sums.unsqueeze(-1) - keys.sums.unsqueeze(-2))
     if form.decay is not None:
         wide = form.decay.to(torch.promote_types(form.decay.dtype, dtype))
-        exponents.append(_by_number(wide, queries, keys, causal))
+        exponents.append(_by_number(wide, queries, keys, call.causal))
     bias = sum(exponents).clamp(LOWEST, 0.0).to(dtype) if exponents else None
     if form.table is None:
         return bias
     wide = form.table.to(torch.promote_types(dtype, torch.float32))  # its gradient sums over pairs
-    own = by_lag(wide, queries, keys).to(dtype)
+    own = by_lag(wide, call.lags[0], queries, keys).to(dtype)
     return own if bias is None else own + bias
 
 
@@ -183,14 +183,14 @@ def _by_number(log_decay: Tensor, queries: Tokens, keys: Tokens, causal: bool) -
     return log_decay.view(-1, 1, 1) * lag.to(log_decay.dtype)
 
 
-def by_lag(table: Tensor, queries: Tokens, keys: Tokens) -> Tensor:
-    """Expand a table (H, R) of the lags of ``lags_between`` to pairs, (H, T, S) or (B, H, T, S)."""
-    if queries.first is not None and keys.first is not None:
-        return by_diagonals(table, queries.positions.shape[-1])
-    first, _ = lags_between(queries, keys)
-    lag = queries.positions.unsqueeze(-1) - keys.positions.unsqueeze(-2)
-    pairs = table[:, lag - first]
-    return pairs if lag.dim() == 2 else pairs.transpose(0, 1)
+def by_lag(table: Tensor, first: int, queries: Tokens, keys: Tokens) -> Tensor:
+    """Expand a table (H, R) of the lags from ``first`` on: (H, T, S) or (B, H, T, S)."""
+    rows, columns = queries.positions.shape[-1], keys.positions.shape[-1]
+    if queries.counted_in_order and keys.counted_in_order:
+        start = known_lags(queries.positions, keys.positions)[0] - first
+        return by_diagonals(table[:, start : start + rows + columns - 1], rows)
+    pairs = table[:, queries.positions.unsqueeze(-1) - keys.positions.unsqueeze(-2) - first]
+    return pairs if pairs.dim() == 3 else pairs.transpose(0, 1)
 
 
 def by_diagonals(table: Tensor, rows: int) -> Tensor:

@@ -4,14 +4,19 @@ Axes: B batch, H heads, T query time, S key time, N tokens, C width.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import Lags, PositionCache, check_positions
-from lrpe_fairseq.kernels.dispatch import is_transformed
+from lrpe_fairseq.encodings.base import (
+    PositionCache,
+    check_positions,
+    counted,
+    known_range,
+    within,
+)
 
 
 @dataclass
@@ -44,19 +49,16 @@ class Tokens(NamedTuple):
     """A query sees the last ``window`` keys only, itself included (causal attention)."""
     sums: Tensor | None = None
     """B H N, float64: sums of the log gates up to each token, or None without gates."""
-    first: int | None = None
-    """Positions are first, first + 1, ...; None if that is not known."""
-    limit: int | None = None
-    """Positions are at least 0 and below this number; None if that is not known."""
 
     def of(self, part: slice) -> "Tokens":
         """Return the tokens of a slice."""
         cut = {n: x[..., part] for n, x in self._asdict().items() if isinstance(x, Tensor)}
-        if self.first is not None:
+        known = known_range(self.positions)
+        if self.counted_in_order:
             first, last, _ = part.indices(self.positions.shape[-1])
-            device = self.positions.device
-            cut["positions"] = counted(self.first + last, device, self.first + first)
-            cut["first"] = self.first + first
+            cut["positions"] = counted(known[0] + last, self.positions.device, known[0] + first)
+        elif known is not None:
+            within(cut["positions"], *known)
         return self._replace(**cut)
 
     @property
@@ -65,11 +67,9 @@ class Tokens(NamedTuple):
         return self.positions if self.counts is None else self.counts
 
     @property
-    def ends(self) -> tuple[int, int] | None:
-        """The smallest and largest position they may have; None if that is not known."""
-        if self.first is not None:
-            return self.first, self.first + self.positions.shape[-1] - 1
-        return None if self.limit is None else (0, self.limit - 1)
+    def counted_in_order(self) -> bool:
+        """True if positions are (N,) and known to be consecutive."""
+        return self.positions.dim() == 1 and known_range(self.positions) is not None
 
 
 def tokens_of(
@@ -100,22 +100,7 @@ def tokens_of(
     padding = None if padding is None else padding.bool()
     if positions is not None:
         return Tokens(check_positions(positions, x), counts, padding, **more)
-    first = 0 if before is None and padding is None else None
-    limit = length if before is None else None
-    return Tokens(counts, None, padding, first=first, limit=limit, **more)
-
-
-def counted(length: int, device: torch.device, first: int = 0) -> Tensor:
-    """Return first, ..., length - 1 (int64); the same tensor object for the same arguments."""
-    if is_transformed():  # a traced or fake tensor must not be cached
-        return torch.arange(first, length, device=device)
-    return _cached_count(length, device, first)
-
-
-@lru_cache(maxsize=256)
-def _cached_count(length: int, device: torch.device, first: int) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.arange(first, length, device=device)
+    return Tokens(counts, None, padding, **more)
 
 
 _counts_of_mask = PositionCache(2)  # of a source and a target
@@ -126,7 +111,7 @@ def _count_real_first(padding: Tensor) -> Tensor:
     padding = padding.bool()
     real = ~padding
     after = real.sum(1, keepdim=True) + padding.cumsum(1)
-    return torch.where(padding, after, real.cumsum(1)) - 1
+    return within(torch.where(padding, after, real.cumsum(1)) - 1, 0, padding.shape[1] - 1)
 
 
 def tokens_after(x: Tensor, padding: Tensor | None, before: Tensor | None) -> Tensor:
@@ -137,14 +122,6 @@ def tokens_after(x: Tensor, padding: Tensor | None, before: Tensor | None) -> Te
     else:
         real = (~padding.bool()).sum(1)
     return real if before is None else before + real
-
-
-def lags_between(queries: Tokens, keys: Tokens) -> Lags | None:
-    """Return the smallest and largest lag s - t, or None if that is not known."""
-    of_q, of_k = queries.ends, keys.ends
-    if of_q is None or of_k is None or not keys.positions.numel():
-        return None
-    return of_q[0] - of_k[1], of_q[1] - of_k[0]
 
 
 def lag_numbers(queries: Tokens, keys: Tokens, causal: bool) -> Tensor:

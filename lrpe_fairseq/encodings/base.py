@@ -536,6 +536,42 @@ def over_heads(per_position: Tensor, positions: Tensor) -> Tensor:
     return per_position if positions.dim() == 1 else per_position.unsqueeze(1)
 
 
+def counted(length: int, device: torch.device, first: int = 0) -> Tensor:
+    """Return first, ..., length - 1 (int64); the same tensor object for the same arguments."""
+    if is_transformed():  # a traced or fake tensor must not be cached
+        return within(torch.arange(first, length, device=device), first, length - 1)
+    return _cached_count(length, device, first)
+
+
+@lru_cache(maxsize=256)
+def _cached_count(length: int, device: torch.device, first: int) -> Tensor:
+    with torch.inference_mode(False):
+        return within(torch.arange(first, length, device=device), first, length - 1)
+
+
+def within(positions: Tensor, first: int, last: int) -> Tensor:
+    """Note on ``positions`` (T,) or (B, T) that attention has counted them from first to last.
+
+    If there are last - first + 1 of them, each row has every number once, and (T,) has them in
+    order. The note is an attribute of this tensor object; :func:`known_range` reads it.
+    """
+    positions.known_range = first, last
+    return positions
+
+
+def known_range(positions: Tensor) -> tuple[int, int] | None:
+    """Return the smallest and largest position, without reading them; None if it is not known."""
+    return getattr(positions, "known_range", None)
+
+
+def known_lags(q_positions: Tensor, k_positions: Tensor) -> Lags | None:
+    """Return the smallest and largest lag s - t, without reading; None if it is not known."""
+    of_q, of_k = known_range(q_positions), known_range(k_positions)
+    if of_q is None or of_k is None or of_k[1] < of_k[0]:
+        return None
+    return of_q[0] - of_k[1], of_q[1] - of_k[0]
+
+
 BLOCKS = 8
 """Number of blocks of queries whose positions a cache keeps."""
 

@@ -13,6 +13,7 @@ from lrpe_fairseq.encodings.base import (
     PositionCache,
     ScoreEncoding,
     check_positions,
+    known_lags,
 )
 from lrpe_fairseq.kernels.dispatch import has_values
 
@@ -43,8 +44,10 @@ class LagBias(ScoreEncoding):
         lag = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
         lag = lag.clamp_min(0) if self.spec.causal else lag.abs()
         wide = torch.promote_types(q.dtype, torch.float32)  # its gradient sums over pairs
-        ends = None
-        if lag.numel() and has_values(lag):  # read once for the same positions
+        ends = known_lags(q_positions, k_positions)
+        if ends is not None:
+            ends = 0, max(0, ends[1]) if self.spec.causal else max(map(abs, ends))
+        elif lag.numel() and has_values(lag):  # read once for the same positions
             both = q_positions, k_positions
             ends = self._ends.get(both, None, lambda: (int(lag.min()), int(lag.max())))
         return self._by_lag(lag, ends, wide).to(q.dtype).movedim(-1, -3)

@@ -13,6 +13,7 @@ from lrpe_fairseq.encodings.base import (
     PositionCache,
     ScoreEncoding,
     check_positions,
+    known_lags,
     option,
     query_scale,
 )
@@ -107,8 +108,10 @@ class DeBERTa(ScoreEncoding):
             return -self.distance, self.distance
 
         def compute() -> Ends:
-            low = int(q_positions.min() - k_positions.max())
-            high = int(q_positions.max() - k_positions.min())
+            low, high = known_lags(q_positions, k_positions) or (
+                int(q_positions.min() - k_positions.max()),
+                int(q_positions.max() - k_positions.min()),
+            )
             least = 0 if self.spec.causal else -self.distance
             return tuple(min(max(end, least), self.distance) for end in (low, high))
 

@@ -45,9 +45,9 @@ class _Permuted(torch.autograd.Function):
 class CyclicPowers:
     """Powers of permutations by index arithmetic on their cycles.
 
-    The cycles are cached until the values of the permutation change. On a GPU a comparison of
-    values would synchronize the device at every call, so the tensor's identity, version and memory
-    address are compared instead. Trap: an in-place edit through ``.data`` is not detected there.
+    The cycles are cached until the permutation changes: its identity, version and memory address
+    are compared, since a comparison of values would synchronize a GPU. Trap: an in-place edit
+    through ``.data`` is not detected.
     """
 
     def __init__(self) -> None:
@@ -69,13 +69,11 @@ class CyclicPowers:
     def _cycles_of(self, permutation: Tensor) -> tuple[Tensor, ...]:
         if not has_values(permutation):
             return cycle_form(permutation)
-        known = self._known
-        if known is not None and _unchanged(permutation, *known[:2]):
+        known, mark = self._known, _identity(permutation)
+        if known is not None and known[0] is permutation and known[1] == mark:
             return known[2]
         with torch.inference_mode(False):  # the cached form must be usable in training
-            copy = torch.tensor(permutation.tolist(), device=permutation.device)
-            form = cycle_form(copy)
-        mark = copy if permutation.device.type == "cpu" else _identity(permutation)
+            form = cycle_form(torch.tensor(permutation.tolist(), device=permutation.device))
         self._known = permutation, mark, form
         return form
 
@@ -84,15 +82,6 @@ class CyclicPowers:
 
     def __reduce__(self) -> tuple:
         return CyclicPowers, ()
-
-
-def _unchanged(permutation: Tensor, known: Tensor, mark: Tensor | tuple) -> bool:
-    """True if ``permutation`` has the same values as when ``mark`` was computed from it."""
-    if permutation.device != known.device:
-        return False
-    if isinstance(mark, Tensor):
-        return torch.equal(permutation, mark)
-    return permutation is known and _identity(permutation) == mark
 
 
 def _identity(tensor: Tensor) -> tuple[int, int]:

@@ -17,6 +17,8 @@ from lrpe_fairseq.encodings.base import (
     Properties,
     QueryKeyEncoding,
     check_positions,
+    counted,
+    known_range,
 )
 from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.encodings.spe_codes import CODES, SPEOptions
@@ -204,6 +206,10 @@ class Rows(NamedTuple):
 
 def distinct_of_rows(positions: Tensor) -> tuple[Tensor, Rows]:
     """Return the distinct values (N,) of int64 positions (B, T), and their indices."""
+    known, device = known_range(positions), positions.device
+    if known is not None and known[1] - known[0] + 1 == positions.shape[1]:
+        index = positions - known[0]
+        return counted(known[1] + 1, device, known[0]), Rows(index, index.argsort(1))
     distinct, index = positions.unique(return_inverse=True)
     if len(distinct) != index.shape[1]:
         return distinct, Rows(index, None)

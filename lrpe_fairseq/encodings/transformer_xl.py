@@ -8,9 +8,12 @@ from lrpe_fairseq.encodings.base import (
     BLOCKS,
     Card,
     EncodingSpec,
+    Lags,
     PositionCache,
     ScoreEncoding,
     check_positions,
+    known_lags,
+    known_range,
     query_scale,
 )
 from lrpe_fairseq.encodings.biases import pick
@@ -55,7 +58,7 @@ class TransformerXL(ScoreEncoding):
         shape = (spec.num_heads, spec.head_dim)
         self.u = nn.Parameter(0.02 * torch.randn(shape, generator=generator, device="cpu"))
         self.v = nn.Parameter(0.02 * torch.randn(shape, generator=generator, device="cpu"))
-        self._layouts, self._sinusoids = PositionCache(BLOCKS), PositionCache(BLOCKS)
+        self._sinusoids = PositionCache(BLOCKS)
 
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Return the sum of terms (b), (c) and (d), (B, H, T, S), for q times ``query_scale``."""
@@ -66,8 +69,7 @@ class TransformerXL(ScoreEncoding):
         q, of_keys = self._content(q, k)
         if q.numel() == 0:
             return of_keys
-        aligned = self._layouts.get(both, None, lambda: end_together(*both))
-        if aligned:
+        if end_together(*both):
             return of_keys + self._by_shift(q, q_positions, k.shape[-2])
         return of_keys + self._by_distance(q, q_positions, k_positions)
 
@@ -112,8 +114,11 @@ class TransformerXL(ScoreEncoding):
         """Compute (b) + (d) with a product with W R at every distance that occurs, and a gather."""
         distance = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
         after = (distance < 0).unsqueeze(-3)
-        distance = distance.clamp_min(0) if self.spec.causal else distance
-        occurring, index = _distinct_distances(distance)
+        lags = known_lags(q_positions, k_positions)
+        if self.spec.causal:
+            distance = distance.clamp_min(0)
+            lags = lags and (max(0, lags[0]), max(0, lags[1]))
+        occurring, index = _distinct_distances(distance, lags)
         r = sinusoid(occurring, self.r_proj.in_features)
         scores = q @ self.position_keys(r, q.dtype).transpose(-1, -2)  # B H T N
         scores = pick(scores, index)
@@ -145,16 +150,19 @@ def left_shift(x: Tensor, width: int) -> Tensor:
 
 
 def end_together(q_positions: Tensor, k_positions: Tensor) -> bool:
-    """True if key positions count up by one and the T queries have the last T of them."""
-    memory = k_positions.shape[-1] - q_positions.shape[-1]
-    if q_positions.dim() != 1 or k_positions.dim() != 1 or memory < 0:
+    """True if both are known to count up by one, (T,) and (S,), and to end together, T <= S."""
+    if q_positions.dim() != 1 or k_positions.dim() != 1 or len(q_positions) > len(k_positions):
         return False
-    return bool((k_positions.diff() == 1).all()) and torch.equal(q_positions, k_positions[memory:])
+    of_q, of_k = known_range(q_positions), known_range(k_positions)
+    return of_q is not None and of_k is not None and of_q[1] == of_k[1]
 
 
-def _distinct_distances(distance: Tensor) -> tuple[Tensor, Tensor]:
-    """Return distances (N,) that include all of ``distance`` (..., T, S), and each pair's index."""
-    low, high = (int(end) for end in distance.aminmax())
+def _distinct_distances(distance: Tensor, lags: Lags | None) -> tuple[Tensor, Tensor]:
+    """Return distances (N,) that include all of ``distance`` (..., T, S), and each pair's index.
+
+    lags: their smallest and largest one, if that is known.
+    """
+    low, high = lags or (int(end) for end in distance.aminmax())
     if high - low < sum(distance.shape[-2:]):  # true if padding is the only irregularity
         return torch.arange(low, high + 1, device=distance.device), distance - low
     return distance.unique(return_inverse=True)
