@@ -33,7 +33,7 @@ class LagBias(ScoreEncoding):
         """Return the bias of every lag.
 
         Args:
-            lag: int64 of any shape. At least 0: n in causal attention, |n| in bidirectional.
+            lag: int64 of any shape, s - t; at least 0 in causal attention.
         Returns: float32 or wider, (*lag.shape, H).
         """
         raise NotImplementedError
@@ -42,29 +42,25 @@ class LagBias(ScoreEncoding):
         """Return (H, T, S), or (B, H, T, S) for positions with a batch axis, in the dtype of q."""
         check_positions(q_positions, q), check_positions(k_positions, k)
         lag = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
-        lag = lag.clamp_min(0) if self.spec.causal else lag.abs()
         wide = torch.promote_types(q.dtype, torch.float32)  # its gradient sums over pairs
         ends = known_lags(q_positions, k_positions)
-        if ends is not None:
-            ends = 0, max(0, ends[1]) if self.spec.causal else max(map(abs, ends))
-        elif lag.numel() and has_values(lag):  # read once for the same positions
+        if ends is None and lag.numel() and has_values(lag):  # read once for the same positions
             both = q_positions, k_positions
             ends = self._ends.get(both, None, lambda: (int(lag.min()), int(lag.max())))
-        return self._by_lag(lag, ends, wide).to(q.dtype).movedim(-1, -3)
-
-    def _by_lag(self, lag: Tensor, ends: tuple[int, int] | None, dtype: torch.dtype) -> Tensor:
-        """Return the bias of every lag, evaluated on the range ``ends`` if that is smaller."""
-        first, last = ends or (0, lag.numel())
-        if last - first >= lag.numel():
-            return self.of_lag(lag).clamp_min(LOWEST).to(dtype)
-        table = self.of_lag(torch.arange(first, last + 1, device=lag.device))
-        return table.clamp_min(LOWEST).to(dtype)[lag - first]
+        if ends is None or ends[1] - ends[0] >= lag.numel():
+            bias = self.bias_of(lag).to(wide)
+        else:
+            bias = self.bias_of(torch.arange(ends[0], ends[1] + 1, device=lag.device))
+            bias = bias.to(wide)[lag - ends[0]]
+        return bias.to(q.dtype).movedim(-1, -3)
 
     def bias_by_lag(self, first: int, last: int, device: torch.device) -> Tensor | None:
         """Return the bias of every lag; see :meth:`ScoreEncoding.bias_by_lag`."""
-        lag = torch.arange(first, last + 1, device=device)
-        lag = lag.clamp_min(0) if self.spec.causal else lag.abs()
-        return self.of_lag(lag).clamp_min(LOWEST).t()
+        return self.bias_of(torch.arange(first, last + 1, device=device)).t()
+
+    def bias_of(self, lag: Tensor) -> Tensor:
+        """Return :meth:`of_lag` for lags of any sign, clamped from below."""
+        return self.of_lag(lag.clamp_min(0) if self.spec.causal else lag).clamp_min(LOWEST)
 
 
 def pick(table: Tensor, index: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ class LinearBias(LagBias):
         """Return -m n, float64 (..., H)."""
         slopes = tuple(alibi_slopes(self.spec.num_heads))
         m = constant(slopes, torch.float64, lag.device)
-        return -m * lag.unsqueeze(-1)
+        return -m * lag.abs().unsqueeze(-1)
 
 
 class CAPEALiBi(CAPE):

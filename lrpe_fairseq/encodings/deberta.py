@@ -38,8 +38,7 @@ class DeBERTa(ScoreEncoding):
     (Xavier, gain 1/sqrt 2), with the spec's generator. Dropout of P, the log buckets and the shared
     projections of DeBERTa V2 and V3 are not part of this method.
 
-    Kr and Qr are computed for the differences that can occur. Without gradients they are computed
-    once for all differences, and again when the weights change.
+    Kr and Qr are computed for the differences that can occur.
 
     Trap: q is already scaled by (3 D)^-0.5, so the term of k_t is scaled here.
 
@@ -79,7 +78,6 @@ class DeBERTa(ScoreEncoding):
         self.query_proj = key_projection(width, generator, bias=True)
         self.key_scale = self.content_scale * query_scale(spec)
         self._ends = PositionCache(BLOCKS)
-        self._key_rows, self._query_rows = KeptRows(), KeptRows()
 
     def share_with(self, owner: "DeBERTa") -> None:
         """Use the table of ``owner``. Each layer keeps separate projections."""
@@ -94,9 +92,9 @@ class DeBERTa(ScoreEncoding):
         lag = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
         lag = lag.clamp_min(0) if self.spec.causal else lag
         low, high = self.ends(q_positions, k_positions)
-        of_queries = self._term(q, self.key_proj, self._key_rows, lag, (low, high))
+        of_queries = self._term(q, self.key_proj, lag, (low, high))
         k, lag, ends = self.key_scale * k, -lag, (-high, -low)
-        return of_queries + self._term(k, self.query_proj, self._query_rows, lag.mT, ends).mT
+        return of_queries + self._term(k, self.query_proj, lag.mT, ends).mT
 
     def row(self, difference: Tensor) -> Tensor:
         """Return d of the difference a - b, int64 of any shape."""
@@ -117,9 +115,7 @@ class DeBERTa(ScoreEncoding):
 
         return self._ends.get((q_positions, k_positions), None, compute)
 
-    def _term(
-        self, x: Tensor, projection: Linear, kept: "KeptRows", difference: Tensor, ends: Ends
-    ) -> Tensor:
+    def _term(self, x: Tensor, projection: Linear, difference: Tensor, ends: Ends) -> Tensor:
         """Return the product of x_a and the projected row d(a, b).
 
         Args:
@@ -127,46 +123,13 @@ class DeBERTa(ScoreEncoding):
         Returns: (B, H, A, B').
         """
         first, last = (min(end + self.distance, 2 * self.distance - 1) for end in ends)
-        rows = kept.rows(self.table, projection, slice(first, last + 1), x.dtype)
+        rows = _projected(projection, self.table[first : last + 1], x.dtype)
         rows = rows.unflatten(-1, (self.spec.num_heads, -1))  # N H D
         index = self.row(difference) - first
         if index.shape[-1] == 1:  # one row for each x_a: less work than the products with all
             own = rows[index.squeeze(-1)].transpose(-3, -2)  # H A D or B H A D
             return (x * own).sum(-1, keepdim=True)
         return pick(x @ rows.permute(1, 2, 0), index)
-
-
-class KeptRows:
-    """The projection of a table, kept while the weights have the same values.
-
-    Only used without gradients. It is not part of the state dict, and copies start empty. Threads
-    may share it: the entry is one tuple, replaced after the rows are computed.
-    """
-
-    def __init__(self) -> None:
-        self._entry: tuple[tuple[Tensor, ...], Tensor] | None = None
-
-    def rows(self, table: Tensor, projection: Linear, wanted: slice, dtype: torch.dtype) -> Tensor:
-        """Return ``projection(table[wanted])`` in ``dtype``, (N, H D)."""
-        weights = table, projection.weight, projection.bias
-        if torch.is_grad_enabled() or not has_values(*weights):
-            return _projected(projection, table[wanted], dtype)
-        entry = self._entry
-        if entry is None or entry[1].dtype != dtype or not all(map(_same, entry[0], weights)):
-            entry = tuple(w.clone() for w in weights), _projected(projection, table, dtype)
-            self._entry = entry
-        return entry[1][wanted]
-
-    def __deepcopy__(self, memo: dict) -> "KeptRows":
-        return KeptRows()
-
-    def __reduce__(self) -> tuple:
-        return KeptRows, ()
-
-
-def _same(kept: Tensor, now: Tensor) -> bool:
-    """True if both tensors have the same type, device and values."""
-    return kept.dtype == now.dtype and kept.device == now.device and torch.equal(kept, now)
 
 
 def _projected(projection: Linear, table: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,8 +13,6 @@ from torch import Tensor
 
 LARGEST = 2**63 - 1
 """The largest int64 code."""
-ORDERS = ("breadth", "depth")
-"""Level by level, or a node before its children."""
 
 
 def max_depth(k: int) -> int:
@@ -108,60 +106,10 @@ def tree_distance(one: Tensor, other: Tensor, k: int) -> Tensor:
     return depth(one, k) + depth(other, k) - 2 * meeting
 
 
-class Walk:
-    """Finds the codes of the nodes of a tree that is written as a sequence of nodes.
-
-    order: "breadth" (level by level) or "depth" (a node before its children).
-    Raises: ValueError for another order.
-
-    >>> walk = Walk(2, "breadth")
-    >>> [walk.place(2), walk.place(0), walk.place(2)]
-    [0, 1, 2]
-    """
-
-    def __init__(self, k: int, order: str) -> None:
-        if order not in ORDERS:
-            raise ValueError(f"unknown order of nodes {order!r}; choose one of {', '.join(ORDERS)}")
-        self.k, self.order, self._pending = k, order, deque([0])
-
-    @property
-    def complete(self) -> bool:
-        """True if every node has the children that it needs."""
-        return not self._pending
-
-    def place(self, arity: int) -> int:
-        """Return the code of the next node, which has ``arity`` children, or 0 after the end.
-
-        Raises: ValueError for more than k children or too deep a tree.
-        """
-        if arity > self.k:
-            raise ValueError(f"a node has {arity} children, but the tree has {self.k} branches")
-        if not self._pending:
-            return 0
-        node = self._pending[0]
-        children = [child(node, b, self.k) for b in range(arity)]
-        self._pending.popleft()
-        if self.order == "breadth":
-            self._pending.extend(children)
-        else:
-            self._pending.extendleft(reversed(children))
-        return node
-
-    def end(self) -> None:
-        """Place all further nodes after the end of the tree."""
-        self._pending.clear()
-
-    def copy(self) -> "Walk":
-        """Return a walk that continues from here on its own."""
-        twin = Walk(self.k, self.order)
-        twin._pending = self._pending.copy()
-        return twin
-
-
 def codes_from_arities(arities: Iterable[int], k: int, order: str) -> list[int]:
     """Return the codes of the nodes of a tree that is written as a sequence of nodes.
 
-    The codes of a prefix are a prefix of the codes. Nodes after the end of the tree get code 0.
+    Nodes after the end of the tree get code 0.
 
     Args:
         arities: the number of children of each node. Those of a node are branches 0, 1, ...
@@ -171,8 +119,20 @@ def codes_from_arities(arities: Iterable[int], k: int, order: str) -> list[int]:
     >>> codes_from_arities([2, 2, 0, 0, 0], 2, "depth")
     [0, 1, 3, 4, 2]
     """
-    walk = Walk(k, order)
-    return [walk.place(arity) for arity in arities]
+    if order not in ("breadth", "depth"):
+        raise ValueError(f"unknown order of nodes {order!r}; choose one of breadth, depth")
+    codes, pending = [], deque([0])
+    for arity in arities:
+        if arity > k:
+            raise ValueError(f"a node has {arity} children, but the tree has {k} branches")
+        node = pending.popleft() if pending else None
+        children = [] if node is None else [child(node, b, k) for b in range(arity)]
+        if order == "breadth":
+            pending.extend(children)
+        else:
+            pending.extendleft(reversed(children))
+        codes.append(node or 0)
+    return codes
 
 
 def check_nodes(codes: Tensor) -> Tensor:

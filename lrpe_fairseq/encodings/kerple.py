@@ -75,7 +75,7 @@ class KerpleLog(Kerple):
     def of_lag(self, lag: Tensor) -> Tensor:
         """Return -r1 log(1 + r2 n), float64 (..., H)."""
         r1, r2 = self.clamped()
-        return -r1 * torch.log1p(r2 * lag.double().unsqueeze(-1))
+        return -r1 * torch.log1p(r2 * lag.abs().double().unsqueeze(-1))
 
 
 class KerplePower(Kerple):
@@ -95,5 +95,5 @@ class KerplePower(Kerple):
     def of_lag(self, lag: Tensor) -> Tensor:
         """Return -r1 n^r2, float64 (..., H); 0 at n = 0, where n^r2 has no finite derivative."""
         r1, r2 = self.clamped()
-        n = lag.clamp_min(1).double().unsqueeze(-1)
+        n = lag.abs().clamp_min(1).double().unsqueeze(-1)
         return -r1 * torch.exp(r2 * n.log()).masked_fill((lag == 0).unsqueeze(-1), 0.0)

@@ -9,17 +9,15 @@ from torch.nn import functional as F
 from lrpe_fairseq.encodings.base import (
     Card,
     EncodingSpec,
-    PositionCache,
-    ScoreEncoding,
-    check_positions,
     constant,
     option,
 )
+from lrpe_fairseq.encodings.biases import LagBias
 from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.errors import ChoiceError
 
 
-class T5Bias(ScoreEncoding):
+class T5Bias(LagBias):
     """score_st + b_h[bucket(s - t)], a learned table b (H, buckets) per layer.
 
     With n buckets per direction, each distance below n/2 has one bucket. Buckets are logarithmic
@@ -74,29 +72,14 @@ class T5Bias(ScoreEncoding):
         generator = spec.generator(stream=4)
         draw = torch.randn(heads, buckets, generator=generator, device="cpu")
         self.table = nn.Parameter(std * draw)
-        self._cache = PositionCache()
 
     def share_with(self, owner: "T5Bias") -> None:
         """Use the table of ``owner``."""
         self.table = owner.table
 
-    def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        """Return b (H, T, S), or (B, H, T, S) if positions have a batch axis, in the dtype of q."""
-        check_positions(q_positions, q), check_positions(k_positions, k)
-        table = self.table.t().to(q.dtype)
-        return F.embedding(self.buckets(q_positions, k_positions), table).movedim(-1, -3)
-
-    def bias_by_lag(self, first: int, last: int, device: torch.device) -> Tensor:
-        """Return the bias of every lag; see :meth:`ScoreEncoding.bias_by_lag`."""
-        return self.table[:, self.bucket(torch.arange(first, last + 1, device=device))]
-
-    def buckets(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        """Return the bucket of every pair, int64 (T, S) or (B, T, S). The result is cached."""
-        return self._cache.get(
-            (q_positions, k_positions),
-            None,
-            lambda: self.bucket(q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)),
-        )
+    def of_lag(self, lag: Tensor) -> Tensor:
+        """Return b of every lag, (..., heads)."""
+        return F.embedding(self.bucket(lag), self.table.t())
 
     def bucket(self, distance: Tensor) -> Tensor:
         """Return the bucket of s - t, int64 of any shape.

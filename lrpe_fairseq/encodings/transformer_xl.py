@@ -18,7 +18,6 @@ from lrpe_fairseq.encodings.base import (
 )
 from lrpe_fairseq.encodings.biases import pick
 from lrpe_fairseq.encodings.networks import key_projection
-from lrpe_fairseq.kernels.dispatch import has_values
 
 BASE = 10000.0
 """Base of the frequencies of the sinusoids R."""
@@ -64,25 +63,12 @@ class TransformerXL(ScoreEncoding):
         """Return the sum of terms (b), (c) and (d), (B, H, T, S), for q times ``query_scale``."""
         check_positions(q_positions, q), check_positions(k_positions, k)
         both = q_positions, k_positions
-        if not has_values(*both):
-            return self.bias_naive(q, k, *both)
         q, of_keys = self._content(q, k)
         if q.numel() == 0:
             return of_keys
         if end_together(*both):
             return of_keys + self._by_shift(q, q_positions, k.shape[-2])
         return of_keys + self._by_distance(q, q_positions, k_positions)
-
-    def bias_naive(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        """Compute :meth:`bias` from W R of every pair in O(T S (H D)^2), as a reference."""
-        q, of_keys = self._content(q, k)
-        distance = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
-        keys = self.position_keys(sinusoid(distance, self.r_proj.in_features), q.dtype)
-        of_position = (q.unsqueeze(-2) * keys).sum(-1)  # B H T S
-        if self.spec.causal:
-            after = (distance < 0).unsqueeze(-3)
-            of_position = of_position.masked_fill(after, 0.0)
-        return of_keys + of_position
 
     def position_keys(self, r: Tensor, dtype: torch.dtype) -> Tensor:
         """Return W R for sinusoids r (..., N, H D): (..., H, N, D), or (H, T, S, D) for pairs."""

@@ -22,7 +22,6 @@ from lrpe_fairseq.encodings.base import Float32Module
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.models.checks import check_probabilities, check_sizes
-from lrpe_fairseq.models.inference import RetainedDropout
 from lrpe_fairseq.models.layers import Encoder, EncoderLayer, wrapped
 from lrpe_fairseq.models.norms import SharedBatchNorm
 from lrpe_fairseq.models.options import (
@@ -172,7 +171,7 @@ class ClassifierEncoder(Encoder):
 
 
 @register_model("lrpe_classifier", dataclass=LRPEClassifierConfig)
-class LRPEClassifier(BooleanFlags, RetainedDropout, BaseFairseqModel):
+class LRPEClassifier(BooleanFlags, BaseFairseqModel):
     """Classifier of sequences, pairs of sequences or images: ``--arch lrpe_classifier``."""
 
     def __init__(self, options: Any, encoder: ClassifierEncoder, classes: int) -> None:

@@ -19,7 +19,6 @@ from lrpe_fairseq.attention.multihead import Memory
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.models.checks import check_language_model
-from lrpe_fairseq.models.inference import RetainedDropout
 from lrpe_fairseq.models.layers import Decoder, DecoderLayer, wrapped
 from lrpe_fairseq.models.options import (
     AttentionOptions,
@@ -135,7 +134,7 @@ class LRPELanguageModelTinyConfig(LRPELanguageModelConfig):
 
 
 @register_model("lrpe_lm", dataclass=LRPELanguageModelConfig)
-class LRPELanguageModel(BooleanFlags, RetainedDropout, TransformerLanguageModel):
+class LRPELanguageModel(BooleanFlags, TransformerLanguageModel):
     """Decoder-only language model: ``--arch lrpe_lm``."""
 
     @classmethod

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 
 from lrpe_fairseq.attention.tokens import Given
 from lrpe_fairseq.encodings.spe import SPE
-from lrpe_fairseq.models import node_positions
 from lrpe_fairseq.models.checks import is_stock_cross
-from lrpe_fairseq.models.inference import name_dropout
 from lrpe_fairseq.models.options import build_attention, build_cross_attention
 from lrpe_fairseq.models.tree_embedding import TreeEmbedding
 
@@ -29,7 +27,6 @@ class EncoderLayer(TransformerEncoderLayerBase):
     def __init__(self, cfg: Any, options: Any, layer: int) -> None:
         self._options, self._layer = options, layer
         super().__init__(cfg)
-        name_dropout(self, "TransformerEncoderLayer")
 
     def build_self_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
         """Called by fairseq's constructor."""
@@ -48,7 +45,6 @@ class DecoderLayer(TransformerDecoderLayerBase):
     def __init__(self, cfg: Any, options: Any, layer: int, no_encoder_attn: bool) -> None:
         self._options, self._layer = options, layer
         super().__init__(cfg, no_encoder_attn=no_encoder_attn)
-        name_dropout(self, "TransformerDecoderLayer")
 
     def build_self_attention(
         self, embed_dim: int, cfg: Any, add_bias_kv: bool = False, add_zero_attn: bool = False
@@ -81,7 +77,6 @@ class Encoder(TransformerEncoderBase):
         if has_tree_embedding(cfg):
             self.embed_positions = TreeEmbedding(cfg.encoder.embed_dim)
         self.given = share_given(self)
-        name_dropout(self, "TransformerEncoder")
 
     def build_encoder_layer(self, cfg: Any) -> nn.Module:
         """Called by fairseq's constructor."""
@@ -112,11 +107,8 @@ class Encoder(TransformerEncoderBase):
 class Decoder(TransformerDecoderBase):
     """fairseq's decoder with our layers and without a T x T mask.
 
-    ``options``: an ``AttentionOptions``. ``nodes``: the rule of the positions in incremental
-    decoding, which a task sets, or None to count tokens.
+    ``options``: an ``AttentionOptions``.
     """
-
-    nodes: node_positions.NodeRule | None = None
 
     def __init__(
         self, cfg: Any, dictionary: Any, embed_tokens: nn.Module, options: Any, **keywords: Any
@@ -126,7 +118,6 @@ class Decoder(TransformerDecoderBase):
         if has_tree_embedding(cfg):
             self.embed_positions = TreeEmbedding(cfg.decoder.embed_dim)
         self.given = share_given(self)
-        name_dropout(self, "TransformerDecoder")
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
         """Called by fairseq's constructor."""
@@ -145,23 +136,16 @@ class Decoder(TransformerDecoderBase):
         """Decode as fairseq does.
 
         positions: int64 (B, T) of self- and cross-attention, such as codes of tree nodes. None
-            counts tokens. Positions of the source are those of ``encoder_out``, and those of an
-            incremental state follow from ``nodes``.
+            counts tokens. Positions of the source are those of ``encoder_out``.
         Raises: ValueError for positions with an incremental state.
         """
         if positions is not None and incremental_state is not None:
             raise ValueError("explicit positions are not supported in incremental decoding")
-        if self.nodes is not None and incremental_state is not None:
-            positions = self.nodes.following(prev_output_tokens, incremental_state)
         of_source = (encoder_out or {}).get("positions", [])
         begin_pass(self, positions, of_source[0] if of_source else None)
         return super().forward(
             prev_output_tokens, encoder_out, incremental_state, *rest, **keywords
         )
-
-    def reorder_incremental_state(self, incremental_state: dict, new_order: Tensor) -> None:
-        """Called by fairseq in beam search: continue from the rows ``new_order`` (B',)."""
-        node_positions.reorder(incremental_state, new_order)
 
     def extract_features(
         self, *rest: Any, full_context_alignment: bool = False, **keywords: Any

@@ -18,7 +18,6 @@ from torch import nn
 
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.models.checks import check_probabilities, check_sizes
-from lrpe_fairseq.models.inference import RetainedDropout
 from lrpe_fairseq.models.layers import Encoder
 from lrpe_fairseq.models.options import (
     AttentionOptions,
@@ -93,7 +92,7 @@ class MaskedLMEncoder(RobertaEncoder):
 
 
 @register_model("lrpe_roberta", dataclass=LRPERobertaConfig)
-class LRPERobertaModel(BooleanFlags, RetainedDropout, RobertaModel):
+class LRPERobertaModel(BooleanFlags, RobertaModel):
     """Encoder-only masked language model: ``--arch lrpe_roberta``."""
 
     @classmethod

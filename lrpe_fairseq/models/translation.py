@@ -20,7 +20,6 @@ from lrpe_fairseq.encodings.fidelity import UNIT_EMBEDDINGS, parse_departures
 from lrpe_fairseq.encodings.sharing import share_across_layers, share_across_stacks
 from lrpe_fairseq.errors import refuse
 from lrpe_fairseq.models.checks import check_node_positions, check_translation
-from lrpe_fairseq.models.inference import RetainedDropout
 from lrpe_fairseq.models.layers import Decoder, Encoder
 from lrpe_fairseq.models.options import (
     AttentionOptions,
@@ -115,7 +114,7 @@ class LRPETransformerTinyConfig(LRPETransformerConfig):
 
 
 @register_model("lrpe_transformer", dataclass=LRPETransformerConfig)
-class LRPETransformer(BooleanFlags, RetainedDropout, TransformerModelBase):
+class LRPETransformer(BooleanFlags, TransformerModelBase):
     """Encoder-decoder model: ``--arch lrpe_transformer``."""
 
     @classmethod

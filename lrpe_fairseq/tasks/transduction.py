@@ -19,7 +19,6 @@ from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from torch import Tensor
 
 from lrpe_fairseq.errors import ChoiceError, refuse
-from lrpe_fairseq.models.node_positions import NodeRule, rule_of
 from lrpe_fairseq.models.options import one_sentence_errors
 from lrpe_fairseq.models.translation import LRPETransformer
 from lrpe_fairseq.tasks.missing_data import single_folder
@@ -28,8 +27,6 @@ NAME = "lrpe_transduction"
 PUBLISHED_BATCH = 32
 """Rows of the validation batches of the published code, in the order of the file."""
 SCORED = ("all", "no-end", "inner")
-RULE_SPLITS = ("valid", "test", "train")
-"""Splits whose stored codes show the order of the nodes; the first one that exists is read."""
 DECODED = ("samples", "tokens", "correct", "exact")
 """Sums of decoded samples in the log of a batch, as ``_decoded_samples``."""
 
@@ -77,13 +74,11 @@ class LRPETransductionTask(TranslationTask):
     targets that equal the output. Only ``--decode-samples`` samples count.
 
     Raises: Refusal for a model other than ``lrpe_transformer`` with ``--node-positions``, for data
-        without positions or in shards, and for decoding of trees whose labels do not determine
-        their nodes.
+        without positions or in shards, and for decoding with ``--node-positions``.
     """
 
     def __init__(self, *rest: Any) -> None:
         super().__init__(*rest)
-        self._rules: dict[str, NodeRule] = {}
         if self.cfg.node_positions:
             single_folder(self.cfg.data, "--node-positions")
 
@@ -95,48 +90,13 @@ class LRPETransductionTask(TranslationTask):
         return model
 
     def build_generator(self, models: Any, args: Any, *rest: Any, **keywords: Any) -> Any:
-        """Build the generator as fairseq does; decoders get the rule of the target's nodes."""
+        """Build the generator as fairseq does. Raises: Refusal to decode nodes of trees."""
         if self.cfg.node_positions and not getattr(args, "score_reference", False):
-            rule = self.node_rule(self.cfg.target_lang)
-            for model in models:
-                model.decoder.nodes = rule
+            refuse(
+                "--node-positions cannot decode, because the positions of the next nodes are not "
+                "known: measure with fairseq-validate"
+            )
         return super().build_generator(models, args, *rest, **keywords)
-
-    def inference_step(
-        self, generator: Any, models: Any, sample: dict, *rest: Any, **keywords: Any
-    ) -> Any:
-        """Generate as fairseq does; sources without positions get those of their tokens."""
-        given = sample["net_input"]
-        if self.cfg.node_positions and "src_positions" not in given:
-            rule = self.node_rule(self.cfg.source_lang)
-            with one_sentence_errors():
-                positions = rule.positions(given["src_tokens"])
-            sample = {**sample, "net_input": {**given, "src_positions": positions}}
-        return super().inference_step(generator, models, sample, *rest, **keywords)
-
-    def node_rule(self, side: str) -> NodeRule:
-        """Return how the tokens of a language determine its nodes.
-
-        Raises: Refusal if they do not, or if the data folder has no split with positions.
-        """
-        if side not in self._rules:
-            words = self.target_dictionary
-            words = self.source_dictionary if side == self.cfg.source_lang else words
-            with one_sentence_errors():
-                self._rules[side] = rule_of(words, self._stored(side, words))
-        return self._rules[side]
-
-    def _stored(self, side: str, dictionary: Any) -> list[tuple[list[int], list[int]]]:
-        """Return the sentences of one side of a split and their codes."""
-        for split in RULE_SPLITS:
-            tokens = data_utils.load_indexed_dataset(self._path(split, side), dictionary)
-            if tokens is not None:
-                codes = self._codes(split, side, np.asarray(tokens.sizes))
-                return [(tokens[i].tolist(), codes[i].tolist()) for i in range(len(tokens))]
-        raise ChoiceError(
-            f"decoding with --node-positions needs one of {self._path('valid', side)}.idx, test or "
-            "train, whose stored positions show the order of the nodes"
-        )
 
     def _path(self, split: str, name: str) -> str:
         pair = f"{self.cfg.source_lang}-{self.cfg.target_lang}"
