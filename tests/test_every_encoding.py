@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.attention import projected, scored
+from lrpe_fairseq.attention import projected, softmax
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import (
     ENCODINGS,
@@ -24,6 +24,7 @@ from lrpe_fairseq.encodings import (
     QueryKeyEncoding,
     ScoreEncoding,
     build_encoding,
+    is_causal_only,
 )
 from lrpe_fairseq.encodings.base import check_positions
 from tests.references import score_matrix, weight_matrix
@@ -110,6 +111,12 @@ def parts_of(name):
     return name, EncodingOptions(grid_width=int(width or 0), position_grid=kind or "flat")
 
 
+def is_causal(name):
+    """True for an encoding of causal attention only."""
+    with mock.patch.dict(ENCODINGS, HERE_ONLY):
+        return is_causal_only(parts_of(name)[0])
+
+
 def encoding_of(name, causal=True, seed=0):
     with mock.patch.dict(ENCODINGS, HERE_ONLY):
         name, options = parts_of(name)
@@ -118,7 +125,7 @@ def encoding_of(name, causal=True, seed=0):
 
 def expected_scores(name, q, k, q_positions, k_positions, causal=True):
     """The score matrix; for random codes its mean over draws, with its standard error."""
-    if encoding_of(name).relative != "in expectation":
+    if encoding_of(name).properties.relative != "in expectation":
         encoding = encoding_of(name, causal)
         scores = score_matrix(encoding, q, k, q_positions, k_positions, inputs())
         return scores, torch.zeros_like(scores)
@@ -164,7 +171,7 @@ MODES = [
     (*pair, causal)
     for pair in PAIRS
     for causal in (True, False)
-    if causal or not encoding_of(pair[0]).causal_only
+    if causal or not is_causal(pair[0])
 ]
 HALVES = [
     (*pair, dtype)
@@ -173,7 +180,7 @@ HALVES = [
     if dtype == torch.float16 or pair[1] == "linear" or not encoding_of(pair[0]).serves_linear
 ]
 DECOMPOSABLE = [n for n in NAMES if isinstance(encoding_of(n), QueryKeyEncoding)]
-NORMS_KEPT = [n for n in DECOMPOSABLE if encoding_of(n).keeps_norm]
+NORMS_KEPT = [n for n in DECOMPOSABLE if encoding_of(n).properties.keeps_norm]
 
 
 # --- the score ---------------------------------------------------------------------------------
@@ -183,36 +190,37 @@ SHIFTS = [
     (name, shift, causal)
     for name in NAMES
     for shift, causal in [(7, True), (500, False), (100_000, True), (100_000, False)]
-    if shift != 500 or encoding_of(name).relative != "in expectation"  # 100 draws each
-    if causal or not encoding_of(name).causal_only
+    if shift != 500 or encoding_of(name).properties.relative != "in expectation"  # 100 draws each
+    if causal or not is_causal(name)
 ]
 
 
 @pytest.mark.parametrize(("name", "shift", "causal"), SHIFTS)
 def test_the_score_depends_on_t_minus_s_only_where_the_encoding_says_so(name, shift, causal):
     encoding, (q, k) = encoding_of(name, causal), example()
-    shift *= encoding.shift_unit
-    limit = math.inf if encoding.relative_up_to is None else encoding.relative_up_to
+    promised = encoding.properties
+    shift *= promised.shift_unit
+    limit = math.inf if promised.relative_up_to is None else promised.relative_up_to
     positions = torch.arange(6)
     here, error = expected_scores(name, q, k, positions, positions, causal)
     there, other = expected_scores(name, q, k, positions + shift, positions + shift, causal)
     seen = torch.ones(6, 6, dtype=torch.bool).tril() if causal else torch.ones(6, 6).bool()
     difference = ((here - there).abs() - 5 * (error + other)).masked_fill(~seen, 0)
-    if encoding.relative == "no" or shift + 5 > limit:
+    if promised.relative == "no" or shift + 5 > limit:
         assert difference.max() > 1e-6
     else:
         assert difference.max() < 1e-9
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if encoding_of(n).shift_unit > 1])
+@pytest.mark.parametrize("name", [n for n in NAMES if encoding_of(n).properties.shift_unit > 1])
 def test_a_shift_that_is_not_a_whole_row_changes_the_score(name):
     encoding, (q, k), at = encoding_of(name), example(), torch.arange(6)
-    moved = at + encoding.shift_unit - 1
+    moved = at + encoding.properties.shift_unit - 1
     here, there = score_matrix(encoding, q, k, at, at), score_matrix(encoding, q, k, moved, moved)
     assert (here - there).abs().max() > 1e-6
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if encoding_of(n).causal_only])
+@pytest.mark.parametrize("name", [n for n in NAMES if is_causal(n)])
 def test_a_causal_encoding_is_refused_by_bidirectional_attention(name):
     with pytest.raises(ValueError, match="defined for causal attention only; choose another"):
         encoding_of(name, causal=False)
@@ -253,7 +261,7 @@ def test_norms_are_kept(name):
 @pytest.mark.parametrize("name", sorted({*DECOMPOSABLE} - {*NORMS_KEPT}))
 def test_an_encoding_that_does_not_keep_norms_is_not_exactly_relative(name):
     encoding, (q, k), at = encoding_of(name), example(), torch.arange(6)
-    assert encoding.relative != "exact"
+    assert encoding.properties.relative != "exact"
     found = encoding(q, k, at, at)[0].norm(dim=-1)
     assert ((found / q.norm(dim=-1)).log().abs() > 0.1).any()
 
@@ -375,7 +383,7 @@ def test_blocks_of_query_rows_agree(name, causal):
     padding = torch.zeros(2, 7, dtype=torch.bool)
     padding[0, [0, 4]] = True
     found = []
-    for limit in (1, 3 * 2 * HEADS * 7, scored.BLOCK):  # rows at a time: 1, 3, all
+    for limit in (1, 3 * 2 * HEADS * 7, softmax.BLOCK):  # rows at a time: 1, 3, all
         with mock.patch.object(scored, "BLOCK", limit):
             parts = [module.attend(x)[0], module.attend(x, padding)[0]]
             if causal:
@@ -396,8 +404,9 @@ def test_explicit_positions_are_checked_and_used(name, attention_type):
     plain, _ = module.attend(x)
     at = torch.arange(6)
     assert torch.equal(module.attend(x, positions=at)[0], plain)
-    if module.encoding.relative == "exact":
-        unit, limit = module.encoding.shift_unit, module.encoding.relative_up_to
+    promised = module.encoding.properties
+    if promised.relative == "exact":
+        unit, limit = promised.shift_unit, promised.relative_up_to
         far = 1000 * unit if limit is None else limit - 6
         rows = torch.stack([at + far, at + 5 * unit])
         state, parts = None, []

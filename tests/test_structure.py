@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from lrpe_fairseq.encodings import ENCODINGS, FAMILIES, encoding_class
+from lrpe_fairseq.encodings.fidelity import DEPARTURES
+
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST = 50
 
@@ -19,6 +22,26 @@ def test_no_function_is_longer_than_50_lines() -> None:
         if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= LONGEST
     ]
     assert not found, "\n".join(found)
+
+
+def words_of(path: Path) -> set[str]:
+    """The names and the strings of a module, without its docstrings."""
+    tree = ast.parse(path.read_text("utf-8"))
+    texts = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+            found.add(node.value)
+        found.add(getattr(node, "id", None) or getattr(node, "attr", ""))
+        found |= {a.name for a in node.names} if isinstance(node, ast.ImportFrom) else set()
+    return found
+
+
+def test_attention_names_no_method_and_no_departure() -> None:
+    classes = {encoding_class(name).__name__ for name in ENCODINGS}
+    names = {*ENCODINGS, *FAMILIES, *DEPARTURES, *classes} - {"none"}
+    for path in (ROOT / "lrpe_fairseq" / "attention").glob("*.py"):
+        assert not words_of(path) & names, path.name
 
 
 def run(code: str) -> str:

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
-from lrpe_fairseq.attention import scored
+from lrpe_fairseq.attention import softmax
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import ENCODINGS, ScoreEncoding, build_encoding
 
-READS = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero"}
 BATCH, HEADS, TIME, WIDTH = 3, 4, 50, 64
 
 
@@ -36,24 +34,16 @@ def results(name: str, causal: bool, padding: torch.Tensor | None) -> list[torch
     return [out, *torch.autograd.grad((out * weights).sum(), [x, *module.parameters()])]
 
 
-@pytest.mark.parametrize("scores", [scored.BLOCK, BATCH * HEADS * TIME * 9])
+@pytest.mark.parametrize("scores", [softmax.BLOCK, BATCH * HEADS * TIME * 9])
 @pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "padded"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_expanded_table_is_the_bias_of_every_pair(name, causal, padding, scores, monkeypatch):
-    monkeypatch.setattr(scored, "BLOCK", scores)
+    monkeypatch.setattr(softmax, "BLOCK", scores)
     found = results(name, causal, padding)
-    monkeypatch.setattr(scored, "_bias_of_lags", lambda *_: None)
+    monkeypatch.setattr(softmax, "known_lags", lambda *_: None)
     for ours, wanted in zip(found, results(name, causal, padding), strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-11, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_no_position_is_read_from_the_second_step_on(name):
-    results(name, True, None)
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        results(name, True, None)
-    assert not READS & {event.name for event in seen.events()}
 
 
 def test_tables_are_those_of_four_methods():

@@ -63,7 +63,7 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def dense(module, x, memory, positions, memory_positions, padding, factor=1.0):
+def dense(module, x, memory, positions, memory_positions, padding):
     """Output and weights from the score matrix; in linear attention the weights are scores."""
     q, k, v = module._project(x, memory)
     at, encoding = (positions, memory_positions), module.encoding
@@ -78,7 +78,7 @@ def dense(module, x, memory, positions, memory_positions, padding, factor=1.0):
         out = weights @ v / weights.sum(-1, keepdim=True).clamp_min(1e-6)
     else:
         own = encoding.content_scale if isinstance(encoding, ScoreEncoding) else 1
-        scores = score_matrix(encoding, q * (module.scale / own), k, *at) * factor
+        scores = score_matrix(encoding, q * (encoding.softmax_scale / own), k, *at)
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         out = weights @ v
     return module.out_proj(out.transpose(1, 2).flatten(2)), weights
@@ -131,8 +131,9 @@ def test_the_score_depends_on_both_positions_through_their_difference(name, atte
     assert torch.equal(out(at, there), here)
     if name not in ("none", "alibi"):  # a decay counts tokens
         assert (out(at + 97, there) - here).abs().max() > 1e-6
-    if encoding.relative == "exact" and encoding.relative_up_to is None:
-        moved = 500 * encoding.shift_unit
+    own = encoding.properties
+    if own.relative == "exact" and own.relative_up_to is None:
+        moved = 500 * own.shift_unit
         torch.testing.assert_close(out(at + moved, there + moved), here)
 
 
@@ -239,25 +240,7 @@ def test_the_state_of_linear_attention_has_a_size_that_does_not_depend_on_the_so
     assert len(sizes) == 1
 
 
-# --- score decay, precision, errors ------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["none", "rope", "ape-tree", "t5"])
-def test_the_score_decay_multiplies_by_c_to_the_steps_between_the_positions(name):
-    module, target, source = build(name, score_decay=0.8), torch.arange(5), torch.arange(2, 9)
-    x, memory, padding = normal(2, 5, WIDTH), normal(2, 7, SOURCE, seed=1), torch.zeros(2, 7).bool()
-    steps = module.encoding.steps_between(target, source)
-    if name != "ape-tree":
-        assert torch.equal(steps, (target[:, None] - source).abs())
-    wanted, _ = dense(module, x, memory, target, source, padding, 0.8**steps)
-    for needed in (False, True):
-        places = {"positions": target, "memory_positions": source, "need_weights": needed}
-        torch.testing.assert_close(module.attend(x, memory, **places)[0], wanted)
-
-
-def test_linear_attention_refuses_a_score_decay():
-    with pytest.raises(ChoiceError, match="use softmax cross-attention or --cross-score-decay 1"):
-        build("rope", "linear", score_decay=0.9)
+# --- precision, errors ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -6,10 +6,10 @@ import torch
 from lrpe_fairseq.attention.multihead import (
     Memory,
     MultiheadAttention,
-    block_positions,
     feature_map,
 )
-from lrpe_fairseq.encodings import ENCODINGS, FAMILIES, EncodingOptions, ScoreEncoding
+from lrpe_fairseq.attention.tokens import tokens_of
+from lrpe_fairseq.encodings import ENCODINGS, FAMILIES, ScoreEncoding
 
 WIDTH, HEADS = 16, 2
 FOLDABLE = [name for name in FAMILIES["lrpe"].names if ":identity:" not in name]
@@ -76,8 +76,8 @@ def test_the_softmax_scale_is_that_of_the_original_width():
 def test_positions_count_real_tokens_on_either_side():
     x = torch.empty(2, 4, WIDTH)
     mask = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 1]]).bool()
-    assert block_positions(x, mask, None).tolist() == [[2, 3, 0, 1], [0, 1, 2, 3]]
-    assert block_positions(x, None, None).tolist() == [0, 1, 2, 3]
+    assert tokens_of(x, mask).positions.tolist() == [[2, 3, 0, 1], [0, 1, 2, 3]]
+    assert tokens_of(x).positions.tolist() == [0, 1, 2, 3]
 
 
 def test_the_next_position_follows_the_last_real_token_of_explicit_positions():
@@ -96,12 +96,6 @@ def test_features_of_half_precision_are_rounded_but_do_not_cancel(dtype):
     wanted = 1 + torch.nn.functional.elu(x.double())
     error = (feature_map(x).double() - wanted).abs() / wanted
     assert error.max() <= torch.finfo(dtype).eps
-
-
-def test_rows_that_are_padded_at_the_end_share_their_positions():
-    x = torch.empty(2, 4, WIDTH)
-    mask = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 1]]).bool()
-    assert block_positions(x, mask, None).tolist() == [0, 1, 2, 3]
 
 
 def test_what_is_cached_follows_a_change_of_length_mask_and_device_dtype():
@@ -203,33 +197,3 @@ def test_positions_given_by_hand_do_not_go_with_a_memory():
     with pytest.raises(ValueError, match="cannot be combined with a memory"):
         module.attend(torch.zeros(1, 2, 8), None, Memory(torch.zeros(3, 1, 8)), False,
                       positions=torch.arange(2))  # fmt: skip
-
-
-# --- the departure ape-logit-dropout -----------------------------------------------------------
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_departure_drops_scores_and_a_query_may_see_dropped_keys_only(causal):
-    options = EncodingOptions(fidelity=frozenset(["ape-logit-dropout"]))
-    module = module_of(position_encoding="rope", causal=causal, dropout=0.5, options=options)
-    x, at = torch.randn(2, 9, WIDTH, dtype=torch.float64), torch.arange(9)
-    assert torch.equal(
-        module.attend(x)[0],
-        module_of(position_encoding="rope", causal=causal, dropout=0.5).attend(x)[0],
-    )
-    module.train()
-    torch.manual_seed(3)
-    found = module.attend(x)[0]
-    torch.manual_seed(3)
-    dropped = torch.rand(2, HEADS, 9, 9) < 0.5
-    q, k, v = module._project(x)
-    q, k = module.encoding(q, k, at, at)
-    scores = module.scale * (q @ k.mT)
-    visible = torch.ones(9, 9).tril().bool() if causal else torch.ones(9, 9).bool()
-    kept = scores.masked_fill(~visible | dropped, -torch.inf)
-    blind = ~kept.isfinite().any(-1)
-    wanted = torch.where(
-        blind[..., None], dropped / dropped.sum(-1, keepdim=True), kept.softmax(-1)
-    )
-    assert blind.any() == causal  # the first token sees itself only
-    torch.testing.assert_close(found, module._project_out(wanted @ v, x))

@@ -5,16 +5,17 @@ import itertools
 import pytest
 import torch
 
-from lrpe_fairseq.attention import scored
-from lrpe_fairseq.attention.scored import Settings, Tokens, scored_attention
+from lrpe_fairseq.attention import softmax
 from lrpe_fairseq.attention.softmax import (
     SoftmaxState,
+    encoded_attention,
     extend_state,
     query_blocks,
     reorder_state,
     softmax_attention,
     softmax_attention_naive,
 )
+from lrpe_fairseq.attention.tokens import Tokens, visible_pairs
 from lrpe_fairseq.encodings import build_encoding
 
 BATCH, HEADS, D = 3, 2, 6
@@ -34,7 +35,12 @@ def options_for(rows, columns, causal, padded, biased):
         mask = torch.zeros(BATCH, columns, dtype=torch.bool)
         mask[1, : columns // 2], mask[2, 1 + columns // 2 :] = True, True
     bias = torch.randn(1, HEADS, rows, columns, dtype=torch.float64) if biased else None
-    return {"causal": causal, "scale": 0.3, "key_padding_mask": mask, "bias": bias}
+    return {"visible": seen(rows, columns, causal, mask), "scale": 0.3, "bias": bias}
+
+
+def seen(rows, columns, causal, mask=None):
+    queries, keys = Tokens(torch.arange(rows)), Tokens(torch.arange(columns), padding=mask)
+    return visible_pairs(queries, keys, causal)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (2, 2), (65, 65), (1, 9), (4, 9)])
@@ -57,7 +63,7 @@ def test_a_query_that_sees_only_padding_gets_zeros_and_finite_gradients():
     inputs = example(4, 4)
     mask = torch.zeros(BATCH, 4, dtype=torch.bool)
     mask[0, :2] = True  # left padding: queries 0 and 1 see no key
-    out = softmax_attention(*inputs, causal=True, scale=1.0, key_padding_mask=mask)
+    out = softmax_attention(*inputs, scale=1.0, visible=seen(4, 4, True, mask))
     assert torch.count_nonzero(out[0, :, :2]) == 0
     grads = torch.autograd.grad(out.sum(), inputs)
     assert all(g.isfinite().all() for g in grads)
@@ -68,19 +74,21 @@ def test_what_stands_at_padding_leaks_nowhere():
     q, k, v = (x.detach() for x in example(5, 5))
     mask = torch.zeros(BATCH, 5, dtype=torch.bool)
     mask[0, 3:] = True
-    clean = softmax_attention(q, k, v, causal=False, scale=1.0, key_padding_mask=mask)
+    visible = seen(5, 5, False, mask)
+    clean = softmax_attention(q, k, v, scale=1.0, visible=visible)
     dead = mask[:, None, :, None]
     k, v = k.masked_fill(dead, 1e9), v.masked_fill(dead, 1e9)
-    spoilt = softmax_attention(q, k, v, causal=False, scale=1.0, key_padding_mask=mask)
+    spoilt = softmax_attention(q, k, v, scale=1.0, visible=visible)
     assert torch.equal(clean, spoilt)
 
 
 def test_a_rescoring_function_acts_before_masking_and_softmax():
     q, k, v = (x.detach() for x in example(5, 5))
+    visible = {"visible": seen(5, 5, True)}
     halved = softmax_attention_naive(
-        q, k, v, causal=True, scale=1.0, rescore=lambda scores, visible: scores * 0.5
+        q, k, v, scale=1.0, rescore=lambda scores, visible: scores * 0.5, **visible
     )
-    torch.testing.assert_close(halved, softmax_attention(q, k, v, causal=True, scale=0.5))
+    torch.testing.assert_close(halved, softmax_attention(q, k, v, scale=0.5, **visible))
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -88,7 +96,7 @@ def test_values_narrower_than_keys_are_attended_to_like_any(causal):
     q, k, v = example(9, 9)
     narrow = v.detach()[..., :4].clone().requires_grad_()
     fast, naive = (
-        form(q, k, narrow, causal=causal, scale=0.3)
+        form(q, k, narrow, visible=seen(9, 9, causal), scale=0.3)
         for form in (softmax_attention, softmax_attention_naive)
     )
     torch.testing.assert_close(fast, naive)
@@ -184,16 +192,40 @@ def test_no_queries_are_one_empty_block():
 @pytest.mark.parametrize("name", ["t5", "permuteformer"])
 def test_dropout_acts_on_the_weights_of_every_block(name, monkeypatch):
     length = 40
-    monkeypatch.setattr(scored, "BLOCK", 7 * 2 * length)
+    monkeypatch.setattr(softmax, "BLOCK", 7 * 2 * length)
     encoding = build_encoding(name, 4, 2, causal=True)
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 2, length, 4, generator=generator, dtype=torch.float64)
     tokens, v = Tokens(torch.arange(length)), torch.eye(length).double().expand(1, 2, -1, -1)
     whole, dropped = (
-        scored_attention(encoding, q, k, v, tokens, tokens, None, Settings(True, 0.5, p))
+        encoded_attention(encoding, q, k, v, tokens, tokens, causal=True, dropout=p)
         for p in (0.0, 0.3)
     )
     seen = torch.ones(length, length).tril().bool().expand_as(whole)
     gone = dropped[seen] == 0
     assert 0.25 < gone.double().mean() < 0.35
     torch.testing.assert_close(dropped[seen][~gone], whole[seen][~gone] / 0.7)
+
+
+# --- what a query sees -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["none", "t5", "fox", "cape-kerple", "stick-breaking", "cosformer"]
+)
+def test_segments_and_a_window_are_the_documents_and_tokens_alone(name):
+    """Query s sees keys t of its own document with s - window < t <= s."""
+    encoding, length = build_encoding(name, 4, 2, causal=True), 11
+    q, k, v = torch.randn(3, 1, 2, length, 4, generator=torch.Generator().manual_seed(0))
+    q, k = encoding(q, k, *2 * [torch.arange(length)]) if encoding.decomposable else (q, k)
+    documents, sums = torch.tensor([[0] * 4 + [1] * 6 + [2]]), torch.rand(1, 2, length).cumsum(-1)
+    sums = -sums.double() if name == "fox" else None
+    tokens = Tokens(torch.arange(length), segments=documents, window=3, sums=sums)
+    found = encoded_attention(encoding, q, k, v, tokens, tokens, causal=True)
+    for s in range(length):
+        first = max(s - 2, [0, 4, 10][documents[0, s]])
+        keys = Tokens(torch.arange(length), sums=sums).of(slice(first, s + 1))
+        own = keys.of(slice(s - first, s - first + 1))
+        part = q[:, :, s : s + 1], k[:, :, first : s + 1], v[:, :, first : s + 1]
+        alone = encoded_attention(encoding, *part, own, keys, causal=True)
+        torch.testing.assert_close(found[:, :, s : s + 1], alone)
