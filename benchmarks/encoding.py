@@ -15,7 +15,6 @@ from lrpe_fairseq.encodings import (
     canonical_name,
     encoding_class,
 )
-from lrpe_fairseq.encodings.base import ELU_PLUS_ONE
 from lrpe_fairseq.kernels.encode import feature_map
 
 PASSES = 5  # over all encodings; the time of an operation depends on where its memory lies
@@ -83,7 +82,7 @@ class Encode:
         """Encode two tensors (B, H, T, D) to two tensors (B, H, T, D')."""
         at = self._positions
         if self._one_pass:
-            encode = self._encoding.one_pass(pair[0], at, ELU_PLUS_ONE)
+            encode = self._encoding.one_pass(pair[0], at, phi=True)
             return encode(pair[0]), encode(pair[1])
         return self._encoding(*map(feature_map, pair), at, at)
 
@@ -114,6 +113,6 @@ def forms(x: Tensor) -> dict[tuple[str, str], Encode]:
             continue  # SPE is not applied after phi
         found[name, "step by step"] = Encode(encoding, x, one_pass=False)
         positions = torch.arange(x.shape[2], device=x.device)
-        if encoding.one_pass(x, positions, ELU_PLUS_ONE) is not None:
+        if encoding.one_pass(x, positions, phi=True) is not None:
             found[name, "one pass"] = Encode(encoding, x, one_pass=True)
     return found

@@ -9,7 +9,7 @@ from fairseq.data import Dictionary
 from torch.nn import functional as F
 
 from benchmarks.timing import Timing, contest
-from lrpe_fairseq.encodings import ENCODINGS, encoding_class
+from lrpe_fairseq.encodings import ENCODINGS, encoding_class, is_causal_only
 from lrpe_fairseq.models.language_model import LRPELanguageModel, LRPELanguageModelConfig
 from lrpe_fairseq.models.masked_lm import LRPERobertaConfig, LRPERobertaModel
 
@@ -96,9 +96,10 @@ def measure_table6(
 
 def serves(model: str, attention: str, name: str) -> bool:
     """True if the encoding serves the attention type, causal in ``lm`` and full in ``roberta``."""
-    kind = encoding_class(VARIANTS.get(name, (name,))[0])
+    name = VARIANTS.get(name, (name,))[0]
+    kind = encoding_class(name)
     return (attention == "softmax" or kind.serves_linear) and not (
-        model == "roberta" and kind.causal_only
+        model == "roberta" and is_causal_only(name)
     )
 
 

@@ -16,6 +16,7 @@ from lrpe_fairseq.encodings import (
     build_encoding,
     domains,
     encoding_class,
+    is_causal_only,
 )
 from lrpe_fairseq.encodings.rotations import Spectrum
 from lrpe_fairseq.encodings.sharing import share_across_layers
@@ -31,7 +32,7 @@ TYPES = ("linear", "softmax")
 def refusal(name: str, attention_type: str) -> str:
     """Return what the capability fields of an encoding refuse it for; "" if it is served."""
     kind = encoding_class(name)
-    if kind.causal_only:
+    if is_causal_only(name):
         return "causal attention only; choose another one for an encoder or cross-attention"
     if attention_type == "softmax":
         return ""

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lrpe_fairseq.attention.multihead import ATTENTION_TYPES
-from lrpe_fairseq.encodings import ENCODINGS, encoding_class
+from lrpe_fairseq.encodings import ENCODINGS, encoding_class, is_causal_only
 
 Pair = tuple[str, str]
 KINDS = ("decoder-only", "encoder-only", "encoder", "decoder")  # the last two of translation
@@ -36,7 +36,7 @@ def usable(kind: str = "decoder-only") -> list[Pair]:
 
 def serves(name: str, kind: str) -> bool:
     """False for a causal encoding and a kind of model with bidirectional attention."""
-    return kind not in BIDIRECTIONAL or not encoding_class(name).causal_only
+    return kind not in BIDIRECTIONAL or not is_causal_only(name)
 
 
 def pairs_of(name: str) -> list[Pair]:

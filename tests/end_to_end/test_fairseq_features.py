@@ -17,11 +17,11 @@ from fairseq.dataclass.configs import EMAConfig
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models.ema import build_ema
 from fairseq.modules import FairseqDropout
+from lrpe_fairseq.models.inference import DROPOUT_MODULES
 from omegaconf import OmegaConf
 
 from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
 from lrpe_fairseq.errors import Refusal
-from lrpe_fairseq.models.inference import DROPOUT_MODULES
 from tests.end_to_end.commands import (
     PLUGIN,
     SMALL,

@@ -14,7 +14,6 @@ from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
 from lrpe_fairseq.encodings import ENCODINGS, QueryKeyEncoding, build_encoding
 from lrpe_fairseq.encodings import base as encodings_base
-from lrpe_fairseq.encodings.base import ELU_PLUS_ONE
 from lrpe_fairseq.kernels import encode, encode_cpu, loader
 from tests.pairwise import pairwise
 
@@ -116,7 +115,7 @@ def test_one_pass_gives_the_encoding_and_its_gradients(name, time, kind):
 @pytest.mark.parametrize("name", SERVED)
 @pytest.mark.parametrize("form", ["fused"], indirect=True)
 def test_one_pass_without_the_feature_map_of_softmax_attention(name):
-    assert_one_pass_is_the_encoding(name, 45, "own", phi=None)
+    assert_one_pass_is_the_encoding(name, 45, "own", phi=False)
 
 
 @pytest.mark.parametrize("name", ["rope", "lrpe-type2", "lrpe-type5", "lrpe-tmlr-type1", "fope"])
@@ -173,7 +172,7 @@ def test_any_number_of_heads_of_any_width(name, count, width, monkeypatch):
 def test_a_row_that_is_not_finite_stays_alone(name):
     """Rows share a cache, up to the end of their last vector, which 20 numbers do not fill."""
     encoding, (x, positions) = built(name, 20), example(9, 20)
-    encode = encoding.one_pass(heads(x), positions["shared"], ELU_PLUS_ONE)
+    encode = encoding.one_pass(heads(x), positions["shared"], True)
     clean, broken = (heads(x).detach().requires_grad_() for _ in range(2))
     wanted = encode(clean)
     weights = torch.linspace(-1, 1, wanted.numel()).view_as(wanted)
@@ -190,13 +189,13 @@ def test_a_row_that_is_not_finite_stays_alone(name):
     assert torch.equal(gradient[others], wanted_gradient[others])
 
 
-def assert_one_pass_is_the_encoding(name, time, kind, width=16, phi=ELU_PLUS_ONE):
+def assert_one_pass_is_the_encoding(name, time, kind, width=16, phi=True):
     """In outputs and in gradients of x and of what is learned."""
     encoding, (x, positions) = built(name, width), example(time, width)
     x.requires_grad_()
     found = encoding.one_pass(heads(x), positions[kind], phi)(heads(x))
     exact, wide = copy.deepcopy(encoding).double(), x.detach().double().requires_grad_()
-    maps = {None: lambda x: x, ELU_PLUS_ONE: encode.feature_map}
+    maps = {False: lambda x: x, True: encode.feature_map}
     expected = by_definition(exact, heads(wide), positions[kind], maps[phi])
     assert_near(found, expected, 1e-6)
     both = gradients(found, encoding, x), gradients(expected, exact, wide)
@@ -214,10 +213,10 @@ def assert_near(found, wanted, scale):
 def test_half_types_are_rounded_once(dtype, form):
     encoding, (x, positions) = built("lrpe-type2"), example(40, dtype=dtype)
     if form != "fused":
-        assert encoding.one_pass(heads(x), positions["shared"], ELU_PLUS_ONE) is None
+        assert encoding.one_pass(heads(x), positions["shared"], True) is None
         return
     exact = by_definition(encoding, heads(x.float()), positions["shared"])
-    found = encoding.one_pass(heads(x), positions["shared"], ELU_PLUS_ONE)(heads(x))
+    found = encoding.one_pass(heads(x), positions["shared"], True)(heads(x))
     assert found.dtype == dtype
     torch.testing.assert_close(found, exact.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-3)
 
@@ -229,11 +228,11 @@ def test_what_no_form_serves_is_left_to_the_encoding(form):
     for name in ENCODINGS:
         encoding = build_encoding(name, 16, HEADS, causal=True).to(DEVICE)
         if isinstance(encoding, QueryKeyEncoding):
-            one_pass = encoding.one_pass(heads(x), at, ELU_PLUS_ONE)
+            one_pass = encoding.one_pass(heads(x), at, True)
             assert (one_pass is not None) == (name in served), name
     odd, _ = example(8, width=15)
-    assert build_encoding("rope", 15, HEADS).one_pass(heads(odd), at, ELU_PLUS_ONE) is None
-    assert encodings_base.QueryKeyEncoding.one_pass(encoding, x, at, ELU_PLUS_ONE) is None
+    assert build_encoding("rope", 15, HEADS).one_pass(heads(odd), at, True) is None
+    assert encodings_base.QueryKeyEncoding.one_pass(encoding, x, at, True) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -304,4 +303,4 @@ def test_a_fixed_rotation_keeps_nothing_of_x(name, kept, form):
 def test_another_width_than_that_of_the_encoding_is_refused(name, width, form):
     x, positions = example(8, width=width)
     with pytest.raises((ValueError, RuntimeError), match=r"features|size"):
-        built(name).one_pass(heads(x), positions["shared"], ELU_PLUS_ONE)(heads(x))
+        built(name).one_pass(heads(x), positions["shared"], True)(heads(x))

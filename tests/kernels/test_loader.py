@@ -12,7 +12,6 @@ import torch
 from lrpe_fairseq.attention.linear import linear_attention, linear_attention_naive
 from lrpe_fairseq.attention.multihead import feature_map
 from lrpe_fairseq.encodings import build_encoding
-from lrpe_fairseq.encodings.base import ELU_PLUS_ONE
 from lrpe_fairseq.kernels import causal_cpu, loader
 from lrpe_fairseq.kernels.causal_cpu import SOURCE
 
@@ -261,7 +260,7 @@ def test_vectors_of_every_processor_give_the_same(size, fresh, monkeypatch):
     found = linear_attention(*inputs, causal=True)
     torch.testing.assert_close(found, linear_attention_naive(*inputs, causal=True))
     expected = encoding(*[feature_map(x)] * 2, *[positions] * 2)[0]
-    torch.testing.assert_close(encoding.one_pass(x, positions, ELU_PLUS_ONE)(x), expected)
+    torch.testing.assert_close(encoding.one_pass(x, positions, True)(x), expected)
     assert len(list(fresh.iterdir())) == 2
 
 
@@ -288,7 +287,7 @@ def test_every_read_and_write_is_inside_its_arrays(tmp_path):
         "        out.sum().backward()\n"
         "    for number in (3, 4, 5, 8):\n"
         "        encoding = build_encoding(f'lrpe-type{number}', keys, 2)\n"
-        "        encoding.one_pass(q, torch.arange(length), 'elu+1')(q).sum().backward()\n"
+        "        encoding.one_pass(q, torch.arange(length), True)(q).sum().backward()\n"
         "print('clean')\n"
     )
     environment = dict(

@@ -161,16 +161,17 @@ def entry(name: str) -> str:
 
 def _position(encoding: Encoding) -> str:
     """Say on what the score depends, from the capability fields."""
-    if encoding.contextual:
+    promised = encoding.properties
+    if promised.contextual:
         said = "counted in context, from the tokens in between"
     else:
-        said = (
-            f"{encoding.relative_by} only" if encoding.relative_by else POSITION[encoding.relative]
-        )
-    if encoding.relative_up_to is not None:
-        said += f", up to position {encoding.relative_up_to:,}"
+        own = promised.relative_by
+        said = f"{own} only" if own else POSITION[promised.relative]
+    if promised.relative_up_to is not None:
+        said += f", up to position {promised.relative_up_to:,}"
     if encoding.reads_grid:
-        more = "" if built(encoding.name, grid_width=8).relative == "exact" else "more than "
+        on_grid = built(encoding.name, grid_width=8).properties
+        more = "" if on_grid.relative == "exact" else "more than "
         said += f"; on a grid (`--grid-width`) {more}the differences of rows and columns"
     return said + ("; for models without absolute positions" if encoding.without_absolute else "")
 

@@ -60,10 +60,10 @@ def draw(
         cells, center = torch.arange(grid_width**2), grid_width // 2 * (grid_width + 1)
         shown = scores(encoding, torch.tensor([center]), cells)
         _maps(figure, shown.unflatten(-1, (grid_width, grid_width)).squeeze(1), label)
-    elif encoding.contextual or not (own.serves_linear or encoding.additive):
+    elif encoding.properties.contextual or not (own.serves_linear or encoding.additive):
         label = "square roots of attention weights: query down, key across"
         _maps(figure, weights(encoding, length // 4).sqrt(), label)
-    elif encoding.relative_by:
+    elif encoding.properties.relative_by:
         label = f"score / plain score of the positions 0 to {NODES - 1}: query down, key across"
         _maps(figure, scores(encoding, torch.arange(NODES), torch.arange(NODES)), label)
     else:

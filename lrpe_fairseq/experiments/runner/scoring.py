@@ -259,8 +259,8 @@ def reach_of(model: nn.Module, window: int) -> int:
     positions or FIRE's beyond its threshold, all tokens before count.
     """
     modules = _attentions(model)
-    encodings = [module.encoding for module in modules]
-    relative = all(e.relative == "exact" and e.relative_up_to is None for e in encodings)
+    promised = [module.encoding.properties for module in modules]
+    relative = all(p.relative == "exact" and p.relative_up_to is None for p in promised)
     if not relative or model.decoder.embed_positions is not None:
         return sys.maxsize
     return len(modules) * (window - 1)
