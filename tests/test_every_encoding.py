@@ -384,7 +384,7 @@ def test_blocks_of_query_rows_agree(name, causal):
     padding[0, [0, 4]] = True
     found = []
     for limit in (1, 3 * 2 * HEADS * 7, softmax.BLOCK):  # rows at a time: 1, 3, all
-        with mock.patch.object(scored, "BLOCK", limit):
+        with mock.patch.object(softmax, "BLOCK", limit):
             parts = [module.attend(x)[0], module.attend(x, padding)[0]]
             if causal:
                 _, state = module.attend(x[:, :2], padding[:, :2], None, True)

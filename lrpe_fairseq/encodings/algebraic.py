@@ -38,7 +38,6 @@ from lrpe_fairseq.encodings.rotations import (
     exponential,
     from_groups,
     generator_of,
-    planes_of,
     skew_of_triangle,
     to_groups,
     triangle,
@@ -261,20 +260,6 @@ class Algebraic(QueryKeyEncoding):
         steps = sum(c.distance(q.unsqueeze(-1), k.unsqueeze(-2)) for c, q, k in each)
         return self.options.ape_decay ** steps.double()
 
-    # --- RoPE ----------------------------------------------------------------------------------
-
-    def to_rope(self) -> tuple[Tensor, Tensor]:
-        """Return theta (H, D // 2) and P (H, D, D) with M(s) = P R(s theta) P^T, float64.
-
-        RoPE with the angles theta (radians per token) and the projections P^T W_q and P^T W_k has
-        the scores of this encoding, at RoPE's cost. Gradients are not computed.
-        Raises: ChoiceError unless there is one component that is a sequence or a cycle.
-        """
-        if len(self.components) > 1 or isinstance(self.components[0], Tree):
-            raise ChoiceError(f"ape:{self._text} is not a rotation of planes in the whole head")
-        with torch.no_grad():
-            return self.components[0].planes()
-
 
 class APE(Algebraic):
     """Learned orthogonal powers: q~_s = W^s q with W = exp(L - L^T) per head, for all layers.
@@ -397,10 +382,6 @@ class Sequence(Component):
         turned = turn(to_groups(x, 1, positions.dim() == 2), skew, amounts, self.generator.spectrum)
         return from_groups(turned, x.shape, 1)
 
-    def planes(self) -> tuple[Tensor, Tensor]:
-        """Return theta and P; see :meth:`Algebraic.to_rope`."""
-        return planes_of(self.generator())
-
 
 class Planar(Component):
     """M(s) = P R(s theta) P^T with an orthogonal P = exp(S) for each head.
@@ -440,10 +421,6 @@ class Planar(Component):
         at = phases(positions, self.theta.flatten(), x.dtype).unflatten(-1, self.theta.shape)
         at = at.transpose(-2, -3)  # H T E, or B 1 H T E
         return rotate_pairs(x, at.squeeze(1) if positions.dim() == 2 else at)
-
-    def planes(self) -> tuple[Tensor, Tensor]:
-        """Return theta and P; see :meth:`Algebraic.to_rope`."""
-        return self.theta.double(), self.projection.matrix()
 
     def distance(self, one: Tensor, other: Tensor) -> Tensor:
         """Return the number of steps, the shorter way round a cycle."""

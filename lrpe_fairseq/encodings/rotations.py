@@ -7,8 +7,6 @@ Axes: B batch, H heads, T time, J blocks, b width of a block, G = H J, K vectors
 positions, M positions.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -208,44 +206,10 @@ def _gradient_of_amounts(b: Tensor, y: Tensor, values: Tensor) -> Tensor:
     return ((b.conj() * y).imag.sum(1).to(values.dtype) @ values.unsqueeze(-1)).squeeze(-1)
 
 
-# --- planes ------------------------------------------------------------------------------------
-
-UNTURNED = 1e-7
-"""Largest angle per token (radians) of a plane that :func:`planes_of` treats as fixed."""
-
-
-def planes_of(skew: Tensor) -> tuple[Tensor, Tensor]:
-    """Return theta (..., b // 2) and P (..., b, b) with exp(u A) = P R(u theta) P^T.
-
-    P is orthogonal, and R rotates the pair (2i, 2i + 1) of features by u theta_i, as RoPE does,
-    theta_0 >= theta_1 >= ... >= 0 in radians. With an odd width the last feature is unchanged.
-
-    Args: skew: A, float64 (..., b, b).
-    """
-    width, flat = skew.shape[-1], skew.flatten(0, -3)
-    values, basis = eigenbasis(flat)
-    theta, vectors = -values[:, : width // 2], basis[:, :, : width // 2]
-    theta = theta.masked_fill(theta <= UNTURNED, 0.0)
-    pairs = math.sqrt(2) * torch.stack([vectors.real, -vectors.imag], -1).flatten(-2)
-    planes = torch.stack(
-        [_completed(p, int((t > 0).sum())) for p, t in zip(pairs, theta, strict=True)]
-    )
-    return theta.unflatten(0, skew.shape[:-2]), planes.unflatten(0, skew.shape[:-2])
-
-
-def _completed(pairs: Tensor, turned: int) -> Tensor:
-    """Return an orthogonal matrix that starts with the first 2 ``turned`` columns of ``pairs``."""
-    width, own = len(pairs), pairs[:, : 2 * turned]
-    eye = torch.eye(width, dtype=pairs.dtype, device=pairs.device)
-    left = torch.linalg.svd(eye - own @ own.mT)[0][:, : width - 2 * turned]
-    return torch.cat([own, left], 1)
-
-
 def generator_of(theta: Tensor, width: int) -> Tensor:
     """Return A (..., b, b) with exp(u A) = R(u theta), RoPE's rotation of the pairs (2i, 2i + 1).
 
-    The inverse of :func:`planes_of` for P = I, in closed form: A is 0 but for theta_i at
-    (2i + 1, 2i) and -theta_i at (2i, 2i + 1).
+    A is 0 but for theta_i at (2i + 1, 2i) and -theta_i at (2i, 2i + 1).
 
     Args: theta: (..., b // 2), radians. width: b.
     """
