@@ -440,11 +440,12 @@ def test_left_padded_equals_right_padded_equals_unpadded(name, attention_type, c
     none, dead = torch.zeros(1, 5).bool(), torch.ones(1, 3).bool()
     mask = torch.cat([torch.cat([dead, none], 1), torch.cat([none, dead], 1), torch.zeros(1, 8)])
     batch = torch.cat([torch.cat([junk, x]), torch.cat([x, junk]), full], dim=1)
-    out, _ = module(batch, key_padding_mask=mask.bool())
     alone, _ = module(x)
-    torch.testing.assert_close(out[3:, :1], alone, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(out[:5, 1:2], alone, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(out[:, 2:], module(full)[0], rtol=1e-9, atol=1e-9)
+    for module.given.one_sided in (False, True):
+        out, _ = module(batch, key_padding_mask=mask.bool())
+        torch.testing.assert_close(out[3:, :1], alone, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(out[:5, 1:2], alone, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(out[:, 2:], module(full)[0], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(("name", "attention_type"), PAIRS)

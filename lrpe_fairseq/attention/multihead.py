@@ -6,7 +6,7 @@ are in ``attention.projected``. fairseq's layers call this module and ``attentio
 Axes: B batch, H heads, T query time, S key time, D key width, E value width, C = H D.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,7 +90,8 @@ class MultiheadAttention(ProjectedAttention):
         state = self._get_input_buffer(incremental_state)
         keep_state = incremental_state is not None and not isinstance(state, Memory)
         x = query.transpose(0, 1)
-        given = {"positions": self.given.positions, "window": self.given.window}
+        own = self.given
+        given = {"positions": own.positions, "window": own.window, "one_sided": own.one_sided}
         out, state = self.attend(x, key_padding_mask, state, keep_state, **given)
         if keep_state:
             incremental_state[self._state_key] = state
@@ -117,6 +118,7 @@ class MultiheadAttention(ProjectedAttention):
         positions: Tensor | None = None,
         *,
         window: int | None = None,
+        one_sided: bool = False,
     ) -> tuple[Tensor, AttentionState | None]:
         """Compute self-attention of x (B, T, C) from ``state``; return (B, T, C) and the new state.
 
@@ -130,6 +132,8 @@ class MultiheadAttention(ProjectedAttention):
                 Not supported with a Memory.
             window: a token attends to the last ``window`` tokens only, itself included; for causal
                 attention to a whole text.
+            one_sided: True if the padding of a row is all before or all after its tokens. It saves
+                time where a score depends on the lag.
         Under torch.compile it runs outside the compiled graph and warns once.
         Raises: ValueError for incompatible arguments.
         """
@@ -143,7 +147,8 @@ class MultiheadAttention(ProjectedAttention):
             if positions is not None:
                 raise ValueError("explicit positions cannot be combined with a memory of segments")
             return self._after_memory(x, state), None
-        return self._attend(x, key_padding_mask, state, keep_state, positions, window)
+        options = {"positions": positions, "window": window, "one_sided": one_sided}
+        return self._attend(x, key_padding_mask, state, keep_state, options)
 
     @torch.compiler.disable  # compiled backward passes of linear attention fail
     def _attend(
@@ -152,19 +157,18 @@ class MultiheadAttention(ProjectedAttention):
         padding: Tensor | None,
         state: AttentionState | None,
         keep_state: bool,
-        positions: Tensor | None,
-        window: int | None,
+        options: dict[str, Any],
     ) -> tuple[Tensor, AttentionState | None]:
         """Compute :meth:`attend` after its checks, always in eager execution."""
         before = None if state is None else state.next_position
-        tokens = tokens_of(x, padding, before, positions, window=window)
+        tokens = tokens_of(x, padding, before, **options)
         attend = self._linear if self.attention_type == "linear" else self._softmax
         out, past = attend(x, tokens, state and state.past, keep_state)
         out = self._project_out(out, x)
         if not keep_state:
             return out, None
         following = tokens_after(x, padding, before)
-        if positions is not None:
+        if options["positions"] is not None:
             following = _next_after(tokens, x.shape[0], before)
         return out, AttentionState(past, following)
 
@@ -178,7 +182,8 @@ class MultiheadAttention(ProjectedAttention):
         if self.normalizer == "content":
             options["content"] = feature_map(q), feature_map(k)
         q, k = self._features(q, k, tokens.positions, tokens.positions)
-        options["log_decay"] = self._log_decay(x, tokens.padding)
+        in_slots = tokens.slots is not None and not keep_state
+        options["log_decay"] = self._log_decay(x, tokens.padding, in_slots)
         if tokens.window is not None:
             return linear_attention_window(q, k, v, window=tokens.window, **options), None
         if not keep_state:
@@ -202,16 +207,18 @@ class MultiheadAttention(ProjectedAttention):
         options = {"causal": self.causal, "normalizer": "none", "log_decay": self._log_decay(x)}
         return linear_attention(q, k, ones, **options).squeeze(-1)
 
-    def _log_decay(self, x: Tensor, padding: Tensor | None = None) -> Tensor | None:
-        """Return the decay of linear attention: (B, H, T) per token, or (H,) for every token.
+    def _log_decay(
+        self, x: Tensor, padding: Tensor | None = None, in_slots: bool = True
+    ) -> Tensor | None:
+        """Return the decay of linear attention: (B, H, T) per token, or (H,) for every slot.
 
         The gates of x (B, T, C) are per token. A constant decay is (H,), except in a causal model
-        with padding, whose slots (H,) would count.
+        with padding, if slots do not count as tokens do.
         """
         constant, gates = self.encoding.log_decay(x.device), self._gates(x, padding)
         if gates is not None:
             return gates if constant is None else gates + constant.unsqueeze(-1)
-        if constant is None or padding is None or not self.causal:
+        if constant is None or padding is None or in_slots or not self.causal:
             return constant
         batch, length = padding.shape
         return constant[:, None].expand(batch, -1, length)

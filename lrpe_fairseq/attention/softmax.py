@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lrpe_fairseq.attention.tokens import Tokens, lag_numbers, visible_pairs
-from lrpe_fairseq.encodings.base import LOWEST, Encoding, Form, Lags, known_lags, masked_softmax
+from lrpe_fairseq.attention.tokens import Tokens, lag_numbers, lags_between, visible_pairs
+from lrpe_fairseq.encodings.base import LOWEST, Encoding, Form, Lags, masked_softmax
 from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed
 
 BLOCK = 2**24
@@ -101,7 +101,7 @@ def encoded_weights(
 
 
 def _call(encoding: Encoding, queries: Tokens, keys: Tokens, causal: bool, dropout: float) -> Call:
-    lags = known_lags(queries.positions, keys.positions)
+    lags = lags_between(queries, keys)
     form = encoding.form(lags, keys.positions.device)
     return Call(form, lags, causal, encoding.softmax_scale, dropout)
 
@@ -185,10 +185,10 @@ def _by_number(log_decay: Tensor, queries: Tokens, keys: Tokens, causal: bool) -
 
 def by_lag(table: Tensor, first: int, queries: Tokens, keys: Tokens) -> Tensor:
     """Expand a table (H, R) of the lags from ``first`` on: (H, T, S) or (B, H, T, S)."""
-    rows, columns = queries.positions.shape[-1], keys.positions.shape[-1]
-    if queries.counted_in_order and keys.counted_in_order:
-        start = known_lags(queries.positions, keys.positions)[0] - first
-        return by_diagonals(table[:, start : start + rows + columns - 1], rows)
+    if queries.slots is not None and keys.slots is not None:
+        lowest, highest = lags_between(queries, keys)
+        own = table[:, lowest - first : highest - first + 1]
+        return by_diagonals(own, queries.positions.shape[-1])
     pairs = table[:, queries.positions.unsqueeze(-1) - keys.positions.unsqueeze(-2) - first]
     return pairs if pairs.dim() == 3 else pairs.transpose(0, 1)
 

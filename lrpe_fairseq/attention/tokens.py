@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from lrpe_fairseq.encodings.base import (
+    Lags,
     PositionCache,
     check_positions,
     counted,
+    known_lags,
     known_range,
     within,
 )
@@ -25,13 +27,15 @@ class Given:
 
     positions: int64 (T,) or (B, T) of the queries; None counts real tokens. memory_positions: of
     the memory of cross-attention. query_padding: (B, T), true at padding, of the queries of
-    cross-attention. window: see :class:`Tokens`.
+    cross-attention. window: see :class:`Tokens`. one_sided: the padding of a row is all before or
+    all after its tokens, as fairseq's batches have it.
     """
 
     positions: Tensor | None = None
     memory_positions: Tensor | None = None
     query_padding: Tensor | None = None
     window: int | None = None
+    one_sided: bool = False
 
 
 class Tokens(NamedTuple):
@@ -49,27 +53,25 @@ class Tokens(NamedTuple):
     """A query sees the last ``window`` keys only, itself included (causal attention)."""
     sums: Tensor | None = None
     """B H N, float64: sums of the log gates up to each token, or None without gates."""
+    slots: int | None = None
+    """The slot of the first token, if lags between positions are those between slots: without
+    padding between tokens. None if that is not known."""
 
     def of(self, part: slice) -> "Tokens":
         """Return the tokens of a slice."""
         cut = {n: x[..., part] for n, x in self._asdict().items() if isinstance(x, Tensor)}
+        first, last, _ = part.indices(self.positions.shape[-1])
         known = known_range(self.positions)
-        if self.counted_in_order:
-            first, last, _ = part.indices(self.positions.shape[-1])
+        if known is not None and self.positions.dim() == 1:
             cut["positions"] = counted(known[0] + last, self.positions.device, known[0] + first)
         elif known is not None:
             within(cut["positions"], *known)
-        return self._replace(**cut)
+        return self._replace(**cut, slots=None if self.slots is None else self.slots + first)
 
     @property
     def numbers(self) -> Tensor:
         """The number of real tokens before each token, N or B N."""
         return self.positions if self.counts is None else self.counts
-
-    @property
-    def counted_in_order(self) -> bool:
-        """True if positions are (N,) and known to be consecutive."""
-        return self.positions.dim() == 1 and known_range(self.positions) is not None
 
 
 def tokens_of(
@@ -77,6 +79,7 @@ def tokens_of(
     padding: Tensor | None = None,
     before: Tensor | None = None,
     positions: Tensor | None = None,
+    one_sided: bool = False,
     **more: Tensor | int | None,
 ) -> Tokens:
     """Return the tokens of a block x (B, T, C).
@@ -87,7 +90,8 @@ def tokens_of(
     Args:
         padding: (B, T), true at padding, which may be anywhere.
         before: int64 (B,), the number of real tokens before the block; None: 0.
-        positions: int64 (T,) or (B, T); None counts. more: further fields of :class:`Tokens`.
+        positions: int64 (T,) or (B, T); None counts. one_sided: see :class:`Given`.
+        more: further fields of :class:`Tokens`.
     Raises: ValueError for positions of another type or shape.
     """
     length, device = x.shape[1], x.device
@@ -100,7 +104,8 @@ def tokens_of(
     padding = None if padding is None else padding.bool()
     if positions is not None:
         return Tokens(check_positions(positions, x), counts, padding, **more)
-    return Tokens(counts, None, padding, **more)
+    in_slots = before is None and (padding is None or one_sided)
+    return Tokens(counts, None, padding, slots=0 if in_slots else None, **more)
 
 
 _counts_of_mask = PositionCache(2)  # of a source and a target
@@ -122,6 +127,15 @@ def tokens_after(x: Tensor, padding: Tensor | None, before: Tensor | None) -> Te
     else:
         real = (~padding.bool()).sum(1)
     return real if before is None else before + real
+
+
+def lags_between(queries: Tokens, keys: Tokens) -> Lags | None:
+    """Return the smallest and largest lag s - t, without reading; None if it is not known."""
+    if queries.slots is None or keys.slots is None:
+        return known_lags(queries.positions, keys.positions)
+    rows, columns = queries.positions.shape[-1], keys.positions.shape[-1]
+    first = queries.slots - keys.slots
+    return (first - columns + 1, first + rows - 1) if columns else None
 
 
 def lag_numbers(queries: Tokens, keys: Tokens, causal: bool) -> Tensor:

@@ -172,7 +172,7 @@ def has_tree_embedding(cfg: Any) -> bool:
 
 def share_given(stack: nn.Module) -> Given:
     """Let all attention of a stack, and its tree embedding, read one :class:`Given`."""
-    given = Given()
+    given = Given(one_sided=True)
     for module in stack.modules():
         if hasattr(module, "given"):
             module.given = given
