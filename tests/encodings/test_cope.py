@@ -94,28 +94,6 @@ def test_the_departure_is_unscaled_under_the_scale_of_the_published_code_too():
     assert module.scale * module.encoding.scale == pytest.approx(1)
 
 
-def test_open_gates_give_a_table_of_the_clipped_distance():
-    """Gates 1: e[min(n + 1, P - 1)], since both ends are counted."""
-    encoding, (q, _) = build(), example()
-    q = 1 + q.abs()
-    k = torch.full_like(q, 1e3)
-    content = q @ k.mT * WIDTH**-0.5
-    lag = torch.arange(6)[:, None] - torch.arange(6)
-    index = (lag + 1).clamp(0, 3)
-    wanted = torch.einsum("bhsd,std->bhst", q, encoding.table[index]) * WIDTH**-0.5
-    found = (scores_of(encoding, q, k) - content).tril()
-    torch.testing.assert_close(found, wanted.tril(), rtol=1e-9, atol=1e-9)
-
-
-def test_closed_gates_give_the_first_vector_everywhere():
-    encoding, (q, _) = build(), example()
-    q = 1 + q.abs()
-    k = torch.full_like(q, -1e3)
-    wanted = (q @ encoding.table[0])[..., None].expand(2, HEADS, 6, 6) * WIDTH**-0.5
-    found = scores_of(encoding, q, k) - q @ k.mT * WIDTH**-0.5
-    torch.testing.assert_close(found.tril(), wanted.tril(), rtol=1e-9, atol=1e-9)
-
-
 def test_a_table_of_zeros_is_no_encoding_and_how_it_starts():
     encoding, (q, k) = build_encoding("cope", WIDTH, HEADS, causal=True), example()
     assert not encoding.table.any()

@@ -8,7 +8,6 @@ import torch
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.sharing import share_across_layers
 
 HEADS, WIDTH = 2, 4
 
@@ -41,7 +40,7 @@ def row_of(difference, distance):
     return 2 * distance - 1 if difference >= distance else difference + distance
 
 
-def by_pairs(encoding, q, k, q_positions, k_positions, opposite=True):
+def by_pairs(encoding, q, k, q_positions, k_positions):
     """(q_s.k_t + q_s.Kr[d(s, t)] + k_t.Qr[d(t, s)]) / sqrt(3 D), in a loop over pairs."""
     keys, queries = (
         (encoding.table @ p.weight.T + p.bias).view(-1, HEADS, WIDTH)
@@ -51,7 +50,7 @@ def by_pairs(encoding, q, k, q_positions, k_positions, opposite=True):
     def score(i, j):
         lag = int(q_positions[i] - k_positions[j])
         key = keys[row_of(lag, encoding.distance)]
-        query = queries[row_of(-lag if opposite else lag, encoding.distance)]
+        query = queries[row_of(-lag, encoding.distance)]
         terms = q[:, :, i] * (k[:, :, j] + key) + k[:, :, j] * query
         return terms.sum(-1) / math.sqrt(3 * WIDTH)
 
@@ -82,20 +81,6 @@ def test_scores_and_gradients_are_the_definition_written_out_for_every_pair(
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-def test_both_ends_of_the_table_are_those_of_the_paper():
-    encoding = build(distance=3)
-    rows = encoding.row(torch.arange(-5, 6)).tolist()
-    assert rows == [row_of(m, 3) for m in range(-5, 6)] == [0, 0, 0, 1, 2, 3, 4, 5, 5, 5, 5]
-
-
-def test_a_table_of_zeros_without_biases_is_no_encoding_with_a_third_of_the_variance():
-    encoding, (q, k), at = build(), example(), torch.arange(5)
-    with torch.no_grad():
-        for tensor in (encoding.table, encoding.key_proj.bias, encoding.query_proj.bias):
-            tensor.zero_()
-    torch.testing.assert_close(scores_of(encoding, q, k, at, at), q @ k.mT / math.sqrt(3 * WIDTH))
-
-
 def test_a_module_scales_the_content_of_the_score_too():
     """With P = 0 the module is that of no encoding with its scores divided by sqrt 3."""
 
@@ -108,17 +93,6 @@ def test_a_module_scales_the_content_of_the_score_too():
     torch.nn.init.zeros_(module.encoding.table)
     plain.scale *= 3**-0.5
     torch.testing.assert_close(module.attend(x)[0], plain.attend(x)[0])
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_departure_reads_the_opposite_distance_in_the_keys_term(causal):
-    encoding = build(causal, departures=["deberta-p2c-index"])
-    (q, k), at = example(), torch.arange(5)
-    wanted = by_pairs(encoding, q, k, at, at, opposite=False)
-    visible = (at[:, None] >= at) | (not causal)
-    found = scores_of(encoding, q, k, at, at)
-    torch.testing.assert_close(found * visible, wanted * visible)
-    assert (found - scores_of(build(causal), q, k, at, at)).abs().max() > 0.1
 
 
 def test_the_departure_is_the_gather_of_the_published_code():
@@ -139,15 +113,6 @@ def test_the_departure_is_the_gather_of_the_published_code():
 def test_the_key_term_has_the_scale_of_the_query_under_the_scale_of_the_published_code():
     encoding = build(departures=["embed-dim-scale"])
     assert encoding.key_scale == pytest.approx((3 * HEADS * WIDTH) ** -0.5)
-
-
-def test_layers_share_the_table_alone_unless_asked_not_to():
-    for shared, tables in ((True, 1), (False, 3)):
-        layers = [build(deberta_shared=shared, seed=s) for s in range(3)]
-        layers = torch.nn.ModuleList(layers)
-        share_across_layers(layers)
-        assert len({layer.table for layer in layers}) == tables
-        assert len(list(layers.parameters())) == tables + 3 * 4
 
 
 def edits(encoding):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding, fire
-from lrpe_fairseq.encodings.sharing import share_across_layers
 from tests.encodings.lags import bias_of, loop_bias
 
 
@@ -57,38 +56,6 @@ def test_the_form_by_lag_equals_the_form_by_pair():
         with pytest.raises(AssertionError):
             bias_of(encoding, at, at)
     torch.testing.assert_close(fast, slow, rtol=1e-13, atol=1e-13)
-
-
-@pytest.mark.parametrize("r2", [0.02, 0.7])
-def test_with_a_linear_f_and_a_long_threshold_it_is_kerple(r2):
-    kerple = build_encoding("kerple-log", 4, 3, causal=True).double()
-    encoding, at = build(fire_layers=0, fire_length=10_000), torch.arange(0, 9000, 300)
-    with torch.no_grad():
-        kerple.r2.fill_(r2)
-        encoding.c.fill_(r2)
-        whole = torch.log1p(r2 * encoding.threshold) + fire.EPS
-        encoding.f[0].weight.copy_(-(kerple.r1 * whole).unsqueeze(-1))
-        encoding.f[0].bias.zero_()
-    found, expected = bias_of(encoding, at, at), bias_of(kerple, at, at)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_the_oldest_key_has_the_same_bias_at_any_position_beyond_the_threshold():
-    encoding = build(fire_length=100)
-    zero = torch.zeros(1).long()
-    near, far = (bias_of(encoding, torch.tensor([s]), zero) for s in (200, 10**6))
-    torch.testing.assert_close(near, far, rtol=0, atol=1e-6)
-
-
-def test_shared_layers_have_one_set_and_unshared_layers_do_not():
-    shared = torch.nn.ModuleList([build(fire_shared=True, seed=s) for s in range(3)])
-    own = torch.nn.ModuleList([build(seed=s) for s in range(3)])
-    share_across_layers(shared), share_across_layers(own)
-    one = 2 + 32 + 32 + 32 * 3 + 3
-    assert sum(p.numel() for p in shared.parameters()) == one
-    assert sum(p.numel() for p in own.parameters()) == 3 * one
-    at = torch.arange(5)
-    assert torch.equal(bias_of(shared[0], at, at), bias_of(shared[2], at, at))
 
 
 def test_it_starts_like_the_published_code():

@@ -61,24 +61,6 @@ def test_scores_and_gradients_are_the_definition_written_out_for_every_pair(caus
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-def test_the_canonical_form_of_lrpe_holds_with_a_vector_of_ones():
-    """LRPE, C.1: q^T k + (sum of features of q * w), with the vector 1_d in place of k."""
-    encoding, (q, k), at = build(False), example(), torch.arange(5)
-    w = encoding.table[(at - at[:, None]).clamp(-3, 3) + 3]  # T S D
-    canonical = torch.einsum("bhsd,std,d->bhst", q, w, torch.ones(WIDTH).double())
-    wanted = (q @ k.mT + canonical) / math.sqrt(WIDTH)
-    torch.testing.assert_close(scores_of(encoding, q, k, at, at), wanted)
-
-
-@pytest.mark.parametrize(("causal", "vectors"), [(True, 4), (False, 7)])
-def test_one_query_distinguishes_no_more_distances_than_the_table_has(causal, vectors):
-    encoding, (q, k) = build(causal), example(1, 30)
-    bias = encoding.bias(q, k, torch.tensor([15]), torch.arange(30))
-    assert bias[0, 0, 0].unique().numel() == vectors == encoding.table.shape[0]
-    beyond = bias[..., :13]  # distances from 3 on
-    assert torch.equal(beyond, beyond[..., :1].expand_as(beyond))
-
-
 def test_the_table_starts_uniform_by_xavier_and_stays_float32():
     table = build_encoding("shaw", 64, HEADS, causal=False).half().table
     bound = math.sqrt(6 / (33 + 64))
