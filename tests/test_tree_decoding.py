@@ -15,7 +15,7 @@ from lrpe_fairseq.encodings.domains import ORDERS, codes_from_arities
 from lrpe_fairseq.errors import ChoiceError, Refusal
 from lrpe_fairseq.experiments.data import transduction as data
 from lrpe_fairseq.experiments.data.transduction import Recipe
-from lrpe_fairseq.models.node_positions import NodeRule, reorder, rule_of
+from lrpe_fairseq.models.node_positions import NodeRule, rule_of
 from lrpe_fairseq.tasks.transduction import decoded_sums
 from tests.end_to_end.commands import PLUGIN, built, run_here, save
 
@@ -107,24 +107,6 @@ def test_a_prefix_deeper_than_int64_codes_ends_its_tree() -> None:
     codes = NodeRule(dictionary, "depth").codes([dictionary.index("o1")] * 80)
     assert codes[:62] == [2**depth - 1 for depth in range(62)]
     assert codes[62:] == [0] * 18
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_prefixes_grow_one_token_at_a_time_and_beams_part(order: str) -> None:
-    """Rows are copied, dropped and continued with other tokens."""
-    dictionary, state = words("o1", "l1"), {}
-    rule, generator = NodeRule(dictionary, order), torch.Generator().manual_seed(1)
-    tokens, codes = torch.full((3, 1), EOS), []
-    for step in range(24):
-        codes.append(rule.following(tokens, state))
-        if step % 4 == 3:
-            rows = torch.randint(len(tokens), (4,), generator=generator)
-            reorder(state, rows)
-            tokens, codes = tokens[rows], [c[rows] for c in codes]
-        following = torch.randint(4, 6, (len(tokens), 1), generator=generator)
-        tokens = torch.cat([tokens, following], 1)
-    wanted = [rule.codes(row) for row in tokens[:, :-1].tolist()]
-    assert torch.cat(codes, 1).tolist() == wanted
 
 
 @pytest.mark.parametrize("line", ["", "o1 l1", "l1 l1", "o1 l1 l1 l1", "o1 l1 x9"])
