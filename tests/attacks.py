@@ -8,7 +8,6 @@ import contextlib
 import io
 import logging
 import os
-import re
 import runpy
 import shutil
 import sys
@@ -16,10 +15,9 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -191,8 +189,7 @@ class Lab:
 Provoke = Callable[[Lab], int | None]
 
 
-@dataclass(frozen=True)
-class Attack:
+class Attack(NamedTuple):
     """One bad input: how to provoke it, and a part of the sentence that answers it."""
 
     name: str
@@ -200,37 +197,22 @@ class Attack:
     sentence: str
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of an attack. kind: ``sentence``, ``accepted``, ``traceback`` or ``raw``."""
+def answer(attack: Attack, lab: Lab) -> str:
+    """Provoke ``attack``; return what the command wrote before it ended with its status.
 
-    kind: str
-    said: str
-
-
-def outcome(attack: Attack, lab: Lab) -> Outcome:
-    """Provoke ``attack`` and look at how the command ended."""
+    Raises: Accepted if the command went on to its work.
+    """
     said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()), _apart():
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()), _apart():
+        try:
             status = attack.provoke(lab)
-    except Accepted:
-        return Outcome("accepted", "the command went on to its work")
-    except SystemExit as end:  # argparse, and our models
-        if end.code != 2:
-            return Outcome("raw", f"exit status {end.code}")
-        return _judged(attack, said.getvalue().strip().splitlines()[-1:])
-    except Exception as error:
-        return Outcome("traceback", f"{type(error).__name__}: {error}".splitlines()[0])
+        except SystemExit as end:  # argparse, and our models, which may log before
+            if end.code != 2:
+                raise
+            return said.getvalue().strip().splitlines()[-1]
     if not status:
-        return Outcome("accepted", "exit status 0")
-    return _judged(attack, said.getvalue().strip().splitlines())
-
-
-def _judged(attack: Attack, lines: list[str]) -> Outcome:
-    text = " / ".join(lines)
-    good = len(lines) == 1 and re.search(attack.sentence, text)
-    return Outcome("sentence" if good else "raw", text)
+        raise Accepted
+    return said.getvalue().strip()
 
 
 @contextlib.contextmanager

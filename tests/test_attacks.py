@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from lrpe_fairseq.experiments.records.layout import file_name
 from lrpe_fairseq.experiments.runner import processes, schedule, slurm, training
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children
-from tests.attacks import ATTACKS, Accepted, Attack, Lab, outcome
+from tests.attacks import ATTACKS, Accepted, Attack, Lab, answer
 
 
 @pytest.fixture(scope="session")
@@ -31,8 +32,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
 def test_a_bad_input_gets_one_sentence_and_runs_no_program(attack: Attack, lab: Lab) -> None:
-    ended = outcome(attack, lab)
-    assert ended.kind == "sentence", ended
+    said = answer(attack, lab)
+    assert re.search(attack.sentence, said), said
+    assert "\n" not in said
     assert not lab.mark.exists()
 
 

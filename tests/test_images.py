@@ -20,7 +20,6 @@ from omegaconf import OmegaConf
 from PIL import Image
 from torch import nn
 
-from lrpe_fairseq.criterions.classification import cross_entropy
 from lrpe_fairseq.encodings.fidelity import UNIT_POSITIONS
 from lrpe_fairseq.errors import Refusal
 from lrpe_fairseq.experiments.families import plan
@@ -377,15 +376,6 @@ def test_mixed_targets_are_probabilities_of_the_batch_and_its_reverse(written: P
         seen |= set(target[mixed].flatten().tolist())
         torch.testing.assert_close(target[~mixed], labels[~mixed])
     assert len(seen) > 2
-
-
-@needs_timm
-def test_smoothing_by_the_criterion_equals_timm_s() -> None:
-    from timm.data.mixup import mixup_target
-
-    labels, logits = torch.tensor([0, 2, 1, 2]), torch.randn(4, 3)
-    plain, smooth = (mixup_target(labels, 3, 0.3, s).double() for s in (0.0, 0.1))
-    torch.testing.assert_close(cross_entropy(logits, plain, 0.1), cross_entropy(logits, smooth))
 
 
 REFUSED = {

@@ -353,22 +353,6 @@ def test_windows_are_whole_where_a_score_depends_on_more_than_the_lag(corpus, na
     assert scoring.reach_of(model_of(corpus, "softmax", name), T) == sys.maxsize
 
 
-@pytest.mark.parametrize(("attention", "name"), [("linear", "spe"), ("softmax", "fope")])
-def test_truncated_attention_differs_from_a_window_where_places_are_absolute(
-    corpus, attention: str, name: str
-) -> None:
-    """The table ``extrapolation`` has no truncated cell for these."""
-    model = model_of(corpus, attention, name, "rotated")
-    text = text_of(model, 16 * T)
-    each = [Window(max(0, t + 1 - T), t + 1, t) for t in range(15 * T, 16 * T)]
-    expected = by_hand(model, text, each).double().mean().item()
-    found = scoring.evaluate(model, text, 2, T, ["truncated-128"])
-    assert found["truncated-128"]["loss"] != pytest.approx(expected, abs=2e-5)
-    table = load_named("extrapolation")
-    [row] = [row for row in table.rows if row.encoding == name]
-    assert not any(row.has(column) for column in table.columns if column.title == "truncated")
-
-
 def attentions(model: torch.nn.Module) -> Iterator[MultiheadAttention]:
     return (m for m in model.modules() if isinstance(m, MultiheadAttention))
 

@@ -318,16 +318,6 @@ def test_the_canonical_form_folds_into_the_projections(components):
     torch.testing.assert_close(folded, module.attend(x)[0])
 
 
-# --- trees in attention ------------------------------------------------------------------------
-
-
-def test_a_tree_with_one_branch_is_a_sequence():
-    one, sequence, at = build("tree1"), build("sequence"), torch.arange(5) * 1000
-    x = normal(1, HEADS, 5, D)
-    assert one.relative == "exact"
-    assert torch.equal(one(x, x, at, at)[0], sequence(x, x, at, at)[0])
-
-
 # --- sums and grids ----------------------------------------------------------------------------
 
 
@@ -383,13 +373,6 @@ def test_frozen_generators_get_no_gradient(options):
     for components in ("sequence", "cycle7"):
         encoding = build(components, ape_learned=False, **options)
         assert not any(p.requires_grad for p in encoding.parameters())
-
-
-@pytest.mark.parametrize("generator", ["canonical", "exponential"])
-def test_components_start_at_random_generators_of_their_own(generator):
-    options = {"ape_generator": generator, "ape_init": "identity", "grid_width": 4}
-    pair = [c.parameters() for c in build("sequence+sequence", **options).components]
-    assert all(not torch.equal(a, b) for a, b in zip(*pair, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,3 @@ def test_the_score_is_the_content_times_the_cosine(length, width):
     found = score_matrix(encoding_of(width, cosformer_length=length), q, k, at, at)
     expected = q @ k.transpose(-1, -2) * cosines(40, length)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("length", [0, -1])
-def test_a_length_that_is_not_positive_is_refused(length):
-    with pytest.raises(ValueError, match="cosformer_length must be positive, got"):
-        encoding_of(cosformer_length=length)

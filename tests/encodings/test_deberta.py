@@ -8,6 +8,7 @@ import torch
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
+from tests.encodings.lags import assert_same_with_gradients, queries_and_keys
 
 HEADS, WIDTH = 2, 4
 
@@ -19,13 +20,6 @@ def build(causal=True, distance=3, departures=(), seed=0, **knobs):
     for parameter in encoding.double().parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator).double()
     return encoding
-
-
-def example(rows=5, columns=5):
-    generator = torch.Generator().manual_seed(columns)
-    shapes = [(2, HEADS, rows, WIDTH), (2, HEADS, columns, WIDTH)]
-    draws = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
-    return [x.requires_grad_() for x in draws]
 
 
 def scores_of(encoding, q, k, q_positions, k_positions):
@@ -64,21 +58,15 @@ def by_pairs(encoding, q, k, q_positions, k_positions):
 def test_scores_and_gradients_are_the_definition_written_out_for_every_pair(
     causal, distance, rows, columns
 ):
-    encoding, (q, k) = build(causal, distance), example(rows, columns)
+    encoding, (q, k) = build(causal, distance), queries_and_keys(rows, columns)
     keys = torch.arange(100, 100 + columns)
     positions = keys[columns - rows :].clone(), keys
     visible = (positions[0][:, None] >= keys) | (not causal)
     found, wanted = (form(encoding, q, k, *positions) for form in (scores_of, by_pairs))
-    torch.testing.assert_close(found * visible, wanted * visible, rtol=1e-12, atol=1e-12)
+    assert_same_with_gradients(found, wanted, [q, k, *encoding.parameters()], visible)
     with torch.no_grad():  # from the rows that are kept
         kept = scores_of(encoding, q, k, *positions)
     torch.testing.assert_close(kept, found.detach(), rtol=1e-12, atol=1e-12)
-    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(2)).double()
-    inputs = q, k, *encoding.parameters()
-    losses = ((scores.sin() * weight * visible).sum() for scores in (found, wanted))
-    grads = [torch.autograd.grad(loss, inputs) for loss in losses]
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 def test_a_module_scales_the_content_of_the_score_too():
@@ -101,7 +89,7 @@ def test_the_departure_is_the_gather_of_the_published_code():
     Row i is the key and column j the query there.
     """
     encoding = build(False, departures=["deberta-p2c-index"])
-    (q, k), at = example(), torch.arange(5)
+    (q, k), at = queries_and_keys(5, 5), torch.arange(5)
     with torch.no_grad():
         encoding.key_proj.weight.zero_(), encoding.key_proj.bias.zero_()
     queries = encoding.query_proj(encoding.table).view(-1, HEADS, WIDTH).transpose(0, 1)
@@ -126,7 +114,7 @@ def edits(encoding):
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_kept_rows_follow_every_change_of_the_weights(inference):
-    encoding, (q, k), at = build(), [x.detach() for x in example()], torch.arange(5)
+    encoding, (q, k), at = build(), [x.detach() for x in queries_and_keys(5, 5)], torch.arange(5)
     for edit in edits(encoding):
         with torch.inference_mode(inference):
             before = encoding.bias(q, k, at, at)
@@ -140,7 +128,7 @@ def test_kept_rows_follow_every_change_of_the_weights(inference):
 
 
 def test_kept_rows_are_not_part_of_a_copy_or_of_the_state():
-    encoding, (q, k), at = build(), example(), torch.arange(5)
+    encoding, (q, k), at = build(), queries_and_keys(5, 5), torch.arange(5)
     with torch.no_grad():
         encoding.bias(q, k, at, at)
     assert copy.deepcopy(encoding)._key_rows._entry is None
@@ -157,8 +145,3 @@ def test_the_parameters_start_as_documented():
         assert 0.99 * bound < projection.weight.abs().max() <= bound
         assert not projection.bias.any()
     assert not torch.equal(encoding.key_proj.weight, encoding.query_proj.weight)
-
-
-def test_impossible_distances_are_refused():
-    with pytest.raises(ValueError, match="deberta_distance must be at least 1"):
-        build(distance=0)

@@ -104,16 +104,3 @@ def test_gradients_of_learned_coefficients_equal_finite_differences(count):
     assert torch.autograd.gradcheck(
         lambda *_: score_matrix(encoding, q, k, at, at), list(encoding.parameters())
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"fope_length": 6}, "fope_length must be at least 7, so that a frequency remains, got 6"),
-        ({"fope_length": 0}, "fope_length must be at least 7"),
-        ({"fope_sigma": -0.1}, "fope_sigma cannot be negative, got -0.1"),
-    ],
-)
-def test_options_without_meaning_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        encoding_of(**options)

@@ -212,9 +212,3 @@ def test_a_gated_encoding_has_the_capabilities_of_the_one_inside(name):
     declared = Encoding.__annotations__ | QueryKeyEncoding.__annotations__
     for field in declared.keys() - own:
         assert getattr(gated, field) == getattr(gated.inner, field), field
-
-
-@pytest.mark.parametrize("name", ["gated:t5", "gated:fox", "gated:gated:rope"])
-def test_an_encoding_that_cannot_be_gated_is_refused(name):
-    with pytest.raises(ValueError, match=f"{name}: gates can be added to decomposable encodings"):
-        build_encoding(name, 4, 3, causal=True)

@@ -7,7 +7,6 @@ import torch
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.encodings.rotations import definition, exponential, turn
-from lrpe_fairseq.errors import ChoiceError
 
 NAMES = ("liere", "comrope-ap", "comrope-ld")
 
@@ -219,14 +218,3 @@ def test_blocks_are_at_most_as_wide_as_the_head_and_each_axis_has_one():
     assert build("comrope-ap", head_dim=6, block=8).block == 6
     axial = build("comrope-ap", head_dim=6, block=8, width=4)
     assert (axial.block, axial.blocks) == (3, 2)
-
-
-@pytest.mark.parametrize(
-    ("name", "head_dim", "width", "block"),
-    [("liere", 1, 0, 8), ("comrope-ap", 3, 4, 8), ("comrope-ld", 8, 0, 1)],
-)
-def test_blocks_without_a_rotation_are_refused(name, head_dim, width, block):
-    with pytest.raises(
-        ChoiceError, match="rotation_block must be at least 2 and the head width at least"
-    ):
-        build(name, head_dim=head_dim, width=width, block=block)

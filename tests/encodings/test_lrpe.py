@@ -141,20 +141,6 @@ def test_permutation_powers_are_repeated_application():
             power = pi[power]
 
 
-@pytest.mark.parametrize(
-    ("form", "width"),
-    [
-        ("lrpe:identity:rotation", 1),
-        ("lrpe:householder:rotation-learned", 1),
-        ("lrpe:identity:rotation-half", 2),
-        ("rope", 0),
-    ],
-)
-def test_a_width_the_mathematics_does_not_allow_is_refused(form, width):
-    with pytest.raises(ValueError, match="head"):
-        build_encoding(form, head_dim=width, num_heads=1)
-
-
 def test_an_unknown_name_is_refused_with_the_list_of_names():
     for wrong in ("ropee", "lrpe:house:rotation", "lrpe:identity:rotation:x", "gated:rop", "apes"):
         forms = r"unknown position encoding .*lrpe:<P>.*gated:<name>"

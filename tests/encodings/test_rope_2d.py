@@ -99,11 +99,3 @@ def test_gradients_of_mixed_frequencies_equal_finite_differences():
         return score_matrix(encoding, q, k, at, at)
 
     assert torch.autograd.gradcheck(scores, list(encoding.parameters()))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_width_below_4_is_refused(name):
-    with pytest.raises(
-        ValueError, match="rows and columns needs a head width of at least 4, got 3"
-    ):
-        encoding_of(name, 3)

@@ -28,8 +28,5 @@ def test_the_bias_is_that_of_the_equation(causal):
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
-def test_it_has_no_parameters_and_a_width_that_is_even():
+def test_it_has_no_parameters():
     assert build().state_dict() == {}
-    for width in (0, 7, -2):
-        with pytest.raises(ValueError, match="sandwich_width must be even and positive"):
-            build(sandwich_width=width)

@@ -71,13 +71,6 @@ def test_the_table_starts_small():
     assert 0.055 < encoding.table.std() < 0.07
 
 
-def test_impossible_numbers_of_buckets_are_refused():
-    with pytest.raises(ValueError, match="at least 2 buckets"):
-        build(t5_buckets=1)
-    with pytest.raises(ValueError, match="largest distance"):
-        build(causal=False, t5_buckets=32, t5_max_distance=8)
-
-
 def test_the_departures_share_the_bias_among_heads_and_start_it_from_unit_normals():
     shared = build(departures=["t5-shared-bias"])
     x, positions = torch.randn(1, 3, 4, 4), torch.arange(4)

@@ -7,6 +7,7 @@ import torch
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.encodings.transformer_xl import end_together, sinusoid
+from tests.encodings.lags import assert_same_with_gradients
 
 MEMORIES = (0, 5, 64)
 LENGTHS = (1, 7, 64)
@@ -35,14 +36,6 @@ def positions_of(memory, length, first=0):
     return keys[memory:].clone(), keys
 
 
-def outputs_and_gradients(encoding, bias, q, k, visible):
-    """The bias where ``visible``, and the gradients of a generic function of it there."""
-    weight = torch.randn(bias.shape, generator=torch.Generator().manual_seed(3)).double()
-    inputs = [q, k, *encoding.parameters()]
-    grads = torch.autograd.grad((bias.sin() * weight * visible).sum(), inputs)
-    return [bias * visible, *grads]
-
-
 @pytest.mark.parametrize("by_shift", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("length", LENGTHS)
@@ -57,11 +50,8 @@ def test_the_shift_and_the_gathers_are_the_naive_form_in_outputs_and_gradients(
         pads = torch.tensor([[0], [min(3, length - 1)]])
         positions = [(p - 3 - pads).clamp_min(0) for p in positions]
     assert end_together(*positions) == by_shift
-    everywhere = torch.ones(length, memory + length)
     fast, slow = encoding.bias(q, k, *positions), encoding.bias_naive(q, k, *positions)
-    forms = (outputs_and_gradients(encoding, bias, q, k, everywhere) for bias in (fast, slow))
-    for a, b in zip(*forms, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    assert_same_with_gradients(fast, slow, [q, k, *encoding.parameters()])
 
 
 @pytest.mark.parametrize("causal", [True, False])

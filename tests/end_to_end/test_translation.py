@@ -313,7 +313,7 @@ def test_a_run_records_the_updates_of_the_checkpoints_that_it_averages(
     monkeypatch.setattr(translation, "measure", lambda *_: {})
     run_of = mock.Mock(checkpoints=trained.folder, decoding=Decoding(average=2), evaluations=())
     run_of._averaged.return_value = None, None
-    assert TranslationRun.measure(run_of, None) == {"averaged_updates": [200, 300]}
+    assert TranslationRun.measure(run_of, None) == {"averaged_updates": [100, 200]}
 
 
 @pytest.fixture
