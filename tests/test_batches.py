@@ -165,14 +165,6 @@ def test_a_run_uses_the_most_gpus_that_can_have_equal_parts_and_says_so(
     assert run.usable(Devices(gpus=(1, 2)), pytest.fail) == Devices(gpus=(1, 2))
 
 
-def test_no_node_is_left_out(tmp_path: Path, gpus: Iterator) -> None:
-    gpus(4)
-    run = run_of("classification/lra-image", tmp_path)
-    assert run.usable(Devices(nodes=2), pytest.fail) == Devices(nodes=2)
-    with pytest.raises(ValueError, match="8 processes cannot"):
-        run.command(Devices(nodes=2).processes)
-
-
 def test_gpus_are_counted_among_those_that_the_process_sees(
     monkeypatch: pytest.MonkeyPatch, gpus: Iterator
 ) -> None:
