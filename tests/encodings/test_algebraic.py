@@ -358,8 +358,7 @@ def test_an_encoder_and_a_decoder_share_generators_if_their_options_agree():
     for options, count in (
         ({}, 1),
         (another, 1),
-        ({"ape_base": 100.0}, 2),
-        ({"ape_shared": False}, 3),
+        ({"ape_init": "identity"}, 2),
     ):
         model = nn.ModuleDict({"encoder": stack(False), "decoder": stack(True, **options)})
         for part in model.values():

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from tests.encodings.lags import assert_same_with_gradients, queries_and_keys
 
@@ -59,28 +58,6 @@ def test_scores_and_gradients_are_the_definition_written_out_for_every_pair(
     wanted = by_pairs(encoding, q, k, hidden)
     found = scores_of(encoding, q, k, visible) * visible
     assert_same_with_gradients(found, wanted, [q, k, encoding.table])
-
-
-def test_the_departure_does_not_scale_the_term_of_positions():
-    encoding, (q, k) = build(departures=["cope-unscaled-position"]), queries_and_keys(6, 6)
-    nothing = [set(), set()]
-    found, plain = (scores_of(e, q, k).tril() for e in (encoding, build()))
-    torch.testing.assert_close(found, by_pairs(encoding, q, k, nothing, unscaled=True))
-    content = (q @ k.mT * WIDTH**-0.5).tril()
-    torch.testing.assert_close(found - content, 2 * (plain - content))  # sqrt 4
-
-
-def test_the_departure_is_unscaled_under_the_scale_of_the_published_code_too():
-    fidelity = frozenset(["cope-unscaled-position", "embed-dim-scale"])
-    module = MultiheadAttention(
-        8,
-        HEADS,
-        attention_type="softmax",
-        position_encoding="cope",
-        causal=True,
-        options=EncodingOptions(fidelity=fidelity),
-    )
-    assert module.scale * module.encoding.scale == pytest.approx(1)
 
 
 def test_a_table_of_zeros_is_no_encoding_and_how_it_starts():

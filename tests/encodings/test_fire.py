@@ -5,14 +5,13 @@ from unittest import mock
 import pytest
 import torch
 
-from lrpe_fairseq.encodings import EncodingOptions, build_encoding, fire
+from lrpe_fairseq.encodings import EncodingOptions, EncodingSpec, fire
 from tests.encodings.lags import assert_same_with_gradients, bias_of, loop_bias
 
 
-def build(heads=3, seed=0, **options):
-    options = EncodingOptions(**options)
-    encoding = build_encoding("fire", 4, heads, causal=True, seed=seed, options=options)
-    return encoding.double()
+def build(heads=3, seed=0, layers=1, **options):
+    spec = EncodingSpec(4, heads, causal=True, seed=seed, options=EncodingOptions(**options))
+    return fire.FIRE(spec, layers=layers).double()
 
 
 def by_equation(encoding, h, s, t):
@@ -29,7 +28,7 @@ def by_equation(encoding, h, s, t):
     ("length", "layers", "start"), [(512, 1, 50), (20, 1, 50), (52, 2, 50), (52, 0, 100_000)]
 )
 def test_the_bias_and_its_gradients_are_those_of_the_equation(length, layers, start):
-    encoding = build(fire_length=length, fire_layers=layers)
+    encoding = build(fire_length=length, layers=layers)
     with torch.no_grad():  # any sign is allowed, and L is no whole number
         encoding.c.fill_(-0.3), encoding.threshold_factor.fill_(-1.01)
     q_positions, k_positions = torch.arange(start, start + 5), start - 50 + torch.arange(0, 77, 11)

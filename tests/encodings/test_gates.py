@@ -6,14 +6,13 @@ import math
 import pytest
 import torch
 
-from lrpe_fairseq.attention import scored
 from lrpe_fairseq.attention.multihead import Memory, MultiheadAttention, feature_map
+from lrpe_fairseq.attention.softmax import encoded_attention
+from lrpe_fairseq.attention.tokens import Tokens
 from lrpe_fairseq.encodings import (
     ENCODINGS,
     FAMILIES,
-    Encoding,
     EncodingOptions,
-    QueryKeyEncoding,
     build_encoding,
     encoding_class,
 )
@@ -39,7 +38,7 @@ def text(length, batch=2, seed=1):
 
 def set_gates(module, gates):
     """Replace the gates of a module by constants in (0, 1], one per head."""
-    gate = module.encoding.gate
+    gate = module.encoding.forget_gate
     with torch.no_grad():
         gate.weight.zero_()
         gate.bias.copy_(torch.logit(torch.as_tensor(gates, dtype=torch.float64)))
@@ -91,11 +90,10 @@ def test_alibi_is_the_sum_written_out(kind, causal):
 def weights_of(module, q, rows):
     """The weights of the last ``rows`` queries, for queries equal to keys q (B, H, T, D)."""
     length = q.shape[2]
-    tokens = scored.Tokens(torch.arange(length))
+    tokens = Tokens(torch.arange(length))
     values = torch.eye(length, dtype=q.dtype).expand(*q.shape[:2], -1, -1)
-    settings = scored.Settings(module.causal, module.scale)
     given = q[:, :, -rows:], q, values, tokens.of(slice(-rows, None)), tokens
-    return scored.scored_attention(module.encoding, *given, None, settings)
+    return encoded_attention(module.encoding, *given, causal=module.causal)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -114,8 +112,10 @@ def test_a_bias_in_a_half_type_is_rounded_once(dtype):
 def test_fox_is_the_product_of_gates_written_out(kind):
     module, x = module_of("fox", kind), text(5).requires_grad_()
     with torch.no_grad():
-        module.encoding.gate.weight.mul_(50)
-    gates = torch.sigmoid(x @ module.encoding.gate.weight.mT + module.encoding.gate.bias)
+        module.encoding.forget_gate.weight.mul_(50)
+    gates = torch.sigmoid(
+        x @ module.encoding.forget_gate.weight.mT + module.encoding.forget_gate.bias
+    )
 
     def exponent(b, h, s, t):
         return gates[b, t + 1 : s + 1, h].log().sum()
@@ -128,10 +128,7 @@ def test_fox_is_the_product_of_gates_written_out(kind):
 def test_open_gates_change_nothing(name, kind):
     plain = module_of("none" if name == "fox" else name.removeprefix("gated:"), kind)
     gated, x = module_of(name, kind), text(9)
-    inner = {
-        key.replace("encoding.", "encoding.inner."): v for key, v in plain.state_dict().items()
-    }
-    gated.load_state_dict(inner, strict=False)
+    gated.load_state_dict(plain.state_dict(), strict=False)
     set_gates(gated, [1.0] * HEADS)
     assert gated.encoding.feature_dim == plain.encoding.feature_dim
     torch.testing.assert_close(gated.attend(x)[0], plain.attend(x)[0], rtol=1e-9, atol=1e-9)
@@ -191,7 +188,7 @@ def test_the_option_fox_bias_opens_the_gates_at_the_start():
         encoding = build_encoding(name, 4, 3, causal=True, options=options)
         found = encoding.log_gates(torch.zeros(1, 2, WIDTH))
         torch.testing.assert_close(found.exp(), torch.full((1, 3, 2), 1 / (1 + math.exp(-bias))))
-        assert encoding.gate.weight.std() < 0.04
+        assert encoding.forget_gate.weight.std() < 0.04
 
 
 # --- the free form -----------------------------------------------------------------------------
@@ -201,14 +198,15 @@ def test_every_decomposable_encoding_without_gates_can_be_gated():
     linear = {name for name in ENCODINGS if encoding_class(name).serves_linear}
     assert {f"gated:{name}" for name in linear - {"fox"}} == {*FAMILIES["gated"].names}
     for name in FAMILIES["lrpe"].names:
-        assert build_encoding(f"gated:{name}", 4, 3, causal=True).inner.name == name
+        gated = build_encoding(f"gated:{name}", 4, 3, causal=True)
+        assert (gated.properties.contextual, gated.causal_only) == (True, True)
 
 
-@pytest.mark.parametrize("name", FAMILIES["gated"].names)
-def test_a_gated_encoding_has_the_capabilities_of_the_one_inside(name):
-    gated = build_encoding(name, 4, 3, causal=True)
-    own = {"causal_only", "contextual", "card", "name", "projection", "departures"}
-    own |= {"shared", "shared_by_stacks"}  # sharing finds the encoding inside
-    declared = Encoding.__annotations__ | QueryKeyEncoding.__annotations__
-    for field in declared.keys() - own:
-        assert getattr(gated, field) == getattr(gated.inner, field), field
+def test_a_checkpoint_of_version_0_1_is_loaded():
+    gated = build_encoding("gated:spe", 4, 3, causal=True)
+    old = {f"inner.{name}": v for name, v in gated.state_dict().items() if "forget" not in name}
+    old |= {f"gate.{n}": v + 1 for n, v in gated.forget_gate.state_dict().items()}
+    loaded = build_encoding("gated:spe", 4, 3, causal=True)
+    loaded.load_state_dict(old)
+    assert torch.equal(loaded.gate, gated.gate)
+    assert torch.equal(loaded.forget_gate.bias, gated.forget_gate.bias + 1)

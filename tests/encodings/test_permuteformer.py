@@ -92,26 +92,3 @@ def test_the_shared_permutation_departure_has_one_for_all_heads_and_seeds():
     other = build(seed=2, departures=["permuteformer-shared-permutation"]).permutation
     assert torch.equal(one, other)
     assert torch.equal(one, one[:1].expand_as(one))
-
-
-def test_the_bidirectional_ratio_departure_multiplies_scores_by_growing_powers():
-    plain = build(causal=False)
-    grown = build(causal=False, departures=["permuteformer-bidirectional-ratio"])
-    q, k, _ = example(12)
-    positions = torch.arange(12)
-    q1, k1 = plain(q, k, positions, positions)
-    q2, k2 = grown(q, k, positions, positions)
-    lag = (positions[:, None] - positions).double()
-    ratio = torch.tensor([1 / (1 + math.exp(-(2 + h))) for h in range(3)]).double()
-    expected = (q1 @ k1.transpose(-1, -2)) * ratio[:, None, None] ** lag
-    torch.testing.assert_close(q2 @ k2.transpose(-1, -2), expected, rtol=1e-5, atol=1e-6)
-    assert (ratio[:, None, None] ** lag).max() > 1  # a key after the query is favored
-
-
-def test_the_bidirectional_ratio_departure_changes_nothing_in_a_causal_model():
-    plain, departed = build(), build(departures=["permuteformer-bidirectional-ratio"])
-    x, positions = example(6)[0], torch.arange(6)
-    ours, theirs = (encoding(x, x, positions, positions) for encoding in (plain, departed))
-    for a, b in zip(ours, theirs, strict=True):
-        assert torch.equal(a, b)
-    assert torch.equal(plain.log_decay(), departed.log_decay())

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.encodings.fidelity import check_departures
 from lrpe_fairseq.encodings.sharing import share_across_layers
-from lrpe_fairseq.encodings.spe_codes import BLOCK
+from lrpe_fairseq.encodings.spe_codes import BLOCK, ConvCode
 
 CODES = ("sine", "convolution")
 HEADS, WIDTH = 2, 4
@@ -24,10 +24,13 @@ WITHIN = 5.0
 """Standard errors: a mean of a few hundred entries exceeds this with probability 1e-4."""
 
 
-def build(code="sine", head_dim=WIDTH, heads=HEADS, seed=0, departures=(), **knobs):
-    knobs = {"spe_sines": 3, "spe_kernel": 6, **knobs}
+def build(code="sine", head_dim=WIDTH, heads=HEADS, seed=0, departures=(), taps=6, **knobs):
+    knobs = {"spe_sines": 3, **knobs}
     options = EncodingOptions(fidelity=frozenset(departures), spe_code=code, **knobs)
-    return build_encoding("spe", head_dim, heads, seed=seed, options=options)
+    encoding = build_encoding("spe", head_dim, heads, seed=seed, options=options)
+    if code == "convolution":
+        encoding.code = ConvCode(encoding.spec, encoding.realizations, taps)
+    return encoding
 
 
 def example(length, batch=2, head_dim=WIDTH, heads=HEADS):
@@ -102,7 +105,7 @@ def test_the_fixed_noise_of_evaluation_has_the_same_template(code):
 
 
 def test_a_convolution_sees_nothing_beyond_its_taps_but_what_passes_the_gate():
-    encoding = build("convolution", spe_kernel=6)
+    encoding = build("convolution", taps=6)
     gate = torch.sigmoid(encoding.gate.double())
     far = encoding.template(torch.tensor([6, -6, 10**6]))
     torch.testing.assert_close(far, gate.unsqueeze(-1).expand_as(far))
@@ -149,7 +152,7 @@ def test_parameters_start_as_in_the_published_library():
     assert abs(code.offset.std() - 1) < 0.1
     # lambda 2 / sqrt(|lambda|) has the norm 2 sqrt(|lambda|), about 2 sqrt(sqrt(10))
     assert abs(code.gain.norm(dim=-1).mean() - 2 * 10**0.25) < 0.2
-    taps = build("convolution", head_dim=64, heads=8, spe_kernel=128).code.kernels
+    taps = build("convolution", head_dim=64, heads=8, taps=128).code.kernels
     assert taps.min() >= 0
     assert 0.124 < taps.max() <= 0.125  # 1 / sqrt(128 / 2)
 
@@ -202,7 +205,7 @@ def test_gradients_are_the_same_with_and_without_a_batch_axis_of_positions(code)
 
 @pytest.mark.parametrize("code", CODES)
 def test_gradients_are_the_derivatives_of_the_features(code):
-    encoding = build(code, head_dim=2, heads=1, spe_sines=2, spe_kernel=3).double().eval()
+    encoding = build(code, head_dim=2, heads=1, spe_sines=2, taps=3).double().eval()
     parameters = list(encoding.parameters())
     x, positions = example(4, 1, 2, 1)[0].double(), torch.tensor([0, 1, 2, 9])
 
