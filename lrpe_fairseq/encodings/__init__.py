@@ -147,7 +147,7 @@ def _free_algebraic(rest: str) -> Constructor | None:
 
 def _gated(name: str) -> Constructor:
     """Return the constructor of ``gated:<name>``."""
-    if not can_be_gated(encoding_class(name)):
+    if name.startswith("gated:") or not can_be_gated(encoding_class(name)):
         raise ChoiceError(
             f"gated:{name}: gates can be added to decomposable encodings without gates; choose "
             f"one of {', '.join(_without_gates())}, or lrpe:<P>:<Lambda>"

@@ -317,7 +317,7 @@ class Encoding(Float32Module):
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.forget_gate: nn.Module | None = None  # see ``fox``
+        self.forget_gate: nn.Module | None = None
 
     @property
     def softmax_scale(self) -> float:

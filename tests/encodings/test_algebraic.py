@@ -13,13 +13,12 @@ from lrpe_fairseq.encodings.algebraic import bands
 from lrpe_fairseq.encodings.base import PositionCache
 from lrpe_fairseq.encodings.projections import Householder
 from lrpe_fairseq.encodings.rotations import definition as power_definition
-from lrpe_fairseq.encodings.rotations import generator_of, planes_of, turn
+from lrpe_fairseq.encodings.rotations import generator_of, turn
 from lrpe_fairseq.encodings.sharing import share_across_layers, share_across_stacks
 from lrpe_fairseq.encodings.tree_products import definition as step_by_step
 from lrpe_fairseq.encodings.tree_products import tree_turn
 from lrpe_fairseq.errors import ChoiceError
 from tests.pairwise import pairwise
-from tests.references import score_matrix
 
 HEADS, D = 2, 8
 COMPONENTS = ("sequence", "cycle7", "tree2", "tree3", "sequence+cycle7", "tree3+sequence")
@@ -275,30 +274,6 @@ def test_canonical_with_a_householder_matrix_is_lrpe_with_learned_angles():
     x, at = normal(2, HEADS, 6, D), torch.arange(6) * 1009
     for a, b in zip(encoding(x, 2 * x, at, at), lrpe(x, 2 * x, at, at), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("theta", [[0.7, 0.2, 0.05, 0.01], [0.7, 0.7, 0.7, 0.2], [0.3, 0, 0, 0]])
-def test_planes_of_a_generator_give_its_powers(theta):
-    for width in (8, 9):
-        q = torch.linalg.qr(normal(HEADS, width, width))[0]
-        skew = q @ generator_of(torch.tensor(theta).double().expand(HEADS, -1), width) @ q.mT
-        angles, p = planes_of(skew)
-        torch.testing.assert_close(p @ p.mT, torch.eye(width).double().expand_as(p))
-        for power in (1, 7, 1000):
-            wanted = torch.matrix_exp(power * skew)
-            found = p @ torch.matrix_exp(power * generator_of(angles, width)) @ p.mT
-            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("options", [{}, {"ape_generator": "canonical"}, {"ape_init": "identity"}])
-def test_to_rope_gives_the_scores_at_the_cost_of_rope(options):
-    encoding = trained(build("sequence", **options))
-    theta, p = encoding.to_rope()
-    q, k, at = normal(2, HEADS, 6, D), normal(2, HEADS, 6, D, seed=1), torch.arange(6) * 97
-    rotation = torch.matrix_exp(at[:, None, None, None] * generator_of(theta, D)).transpose(0, 1)
-    q_, k_ = (torch.einsum("htij,bhtj->bhti", rotation, x @ p) for x in (q, k))
-    wanted = score_matrix(encoding, q, k, at, at)
-    torch.testing.assert_close(q_ @ k_.mT, wanted, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("components", ["sequence", "sequence+cycle7"])

@@ -1,6 +1,5 @@
 """DeBERTa against loops over pairs, and against the gathers of its code."""
 
-import copy
 import math
 
 import pytest
@@ -86,14 +85,6 @@ def test_a_module_scales_the_content_of_the_score_too():
 def test_the_key_term_has_the_scale_of_the_query_under_the_scale_of_the_published_code():
     encoding = build(departures=["embed-dim-scale"])
     assert encoding.key_scale == pytest.approx((3 * HEADS * WIDTH) ** -0.5)
-
-
-def test_kept_rows_are_not_part_of_a_copy_or_of_the_state():
-    encoding, (q, k), at = build(), queries_and_keys(5, 5), torch.arange(5)
-    with torch.no_grad():
-        encoding.bias(q, k, at, at)
-    assert copy.deepcopy(encoding)._key_rows._entry is None
-    assert len(encoding.state_dict()) == 5
 
 
 def test_the_parameters_start_as_documented():

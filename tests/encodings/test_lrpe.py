@@ -8,7 +8,7 @@ import torch
 from lrpe_fairseq.attention import projected
 from lrpe_fairseq.attention.linear import EPS, linear_attention
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.attention.softmax import softmax_attention
+from lrpe_fairseq.attention.softmax import fused_attention
 from lrpe_fairseq.encodings import ENCODINGS, FAMILIES, EncodingOptions, build_encoding
 from lrpe_fairseq.encodings.lrpe import CORES, PROJECTIONS
 from lrpe_fairseq.encodings.permutations import CyclicPowers
@@ -85,7 +85,7 @@ def test_both_attentions_equal_the_dense_definition_in_outputs_and_gradients(for
     tame = weights.sum(-1).min() > 1e-2  # a tiny denominator magnifies rounding without bound
     if tame:
         assert_same_with_gradients(linear, linear_attention(q2, k2, v, causal=True), inputs)
-    ours = softmax_attention(q2, k2, v, causal=True, scale=width**-0.5)
+    ours = fused_attention(q2, k2, v, dropout=0.0, is_causal=True, scale=width**-0.5)
     assert_same_with_gradients(softmax, ours, inputs)
     unnormalized = linear_attention(q2, k2, v, causal=True, normalizer="none")
     assert_same_with_gradients(weights @ v, unnormalized, inputs, scale=length)

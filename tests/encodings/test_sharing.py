@@ -9,7 +9,6 @@ from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.encodings.sharing import share_across_layers
 
 LAYERS = 3
-SHARED_BY_DEFAULT = {"kerple", "ape", "deberta"}
 OWN = {"deberta": 4, "spe": 1}
 """Parameters that stay each layer's own: the projections of DeBERTa, and the gate of SPE."""
 
@@ -26,14 +25,17 @@ def layers_of(name, **options):
     return layers, before
 
 
-@pytest.mark.parametrize("shared", [True, False, None])
+OPTIONAL = ["t5", "fire", "spe"]
+
+
 @pytest.mark.parametrize(
-    "name", ["t5", "fire", "kerple-log", "kerple-power", "deberta", "ape", "spe"]
+    ("name", "shared"),
+    [(name, shared) for name in OPTIONAL for shared in (True, False)]
+    + [(name, None) for name in (*OPTIONAL, "kerple-log", "kerple-power", "deberta", "ape")],
 )
-def test_an_option_makes_one_set_of_parameters_of_all_layers(name, shared):
-    family = name.partition("-")[0]
-    layers, each = layers_of(name, **({} if shared is None else {f"{family}_shared": shared}))
-    one = family in SHARED_BY_DEFAULT if shared is None else shared
+def test_layers_share_one_set_of_parameters_by_an_option_or_always(name, shared):
+    layers, each = layers_of(name, **({} if shared is None else {f"{name}_shared": shared}))
+    one = name not in OPTIONAL if shared is None else shared
     own = OWN.get(name, 0)
     expected = LAYERS * own + (each - own) * (1 if one else LAYERS)
     assert len(list(layers.parameters())) == expected

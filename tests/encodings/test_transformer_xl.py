@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
+from lrpe_fairseq.encodings.base import counted
 from lrpe_fairseq.encodings.transformer_xl import end_together, sinusoid
 from tests.encodings.lags import assert_same_with_gradients
 
@@ -32,8 +33,19 @@ def example(memory, length, heads=HEADS, width=WIDTH, batch=2):
 
 
 def positions_of(memory, length, first=0):
-    keys = torch.arange(first, first + memory + length)
-    return keys[memory:].clone(), keys
+    """Of queries and keys, as attention counts them."""
+    last, device = first + memory + length, torch.device("cpu")
+    return counted(last, device, first + memory), counted(last, device, first)
+
+
+def naive(encoding, q, k, q_positions, k_positions):
+    """The bias from W R of every pair, in O(T S (H D)^2)."""
+    q, of_keys = encoding._content(q, k)
+    distance = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
+    keys = encoding.position_keys(sinusoid(distance, encoding.r_proj.in_features), q.dtype)
+    of_position = (q.unsqueeze(-2) * keys).sum(-1)  # B H T S
+    after = (distance < 0).unsqueeze(-3) & encoding.spec.causal
+    return of_keys + of_position.masked_fill(after, 0.0)
 
 
 @pytest.mark.parametrize("by_shift", [True, False])
@@ -50,7 +62,7 @@ def test_the_shift_and_the_gathers_are_the_naive_form_in_outputs_and_gradients(
         pads = torch.tensor([[0], [min(3, length - 1)]])
         positions = [(p - 3 - pads).clamp_min(0) for p in positions]
     assert end_together(*positions) == by_shift
-    fast, slow = encoding.bias(q, k, *positions), encoding.bias_naive(q, k, *positions)
+    fast, slow = encoding.bias(q, k, *positions), naive(encoding, q, k, *positions)
     assert_same_with_gradients(fast, slow, [q, k, *encoding.parameters()])
 
 
@@ -82,38 +94,20 @@ def hand_made_sinusoid(distance, width):
     return torch.tensor(values, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(
-    ("queries", "keys", "aligned"),
-    [
-        ([3, 4], [0, 1, 2, 3, 4], True),
-        ([0], [0], True),
-        ([2, 3], [0, 1, 2, 3, 4], False),  # ends before the keys do
-        ([3, 4], [0, 1, 1, 3, 4], False),  # a gap in the keys
-        ([3, 4, 5], [4, 5], False),
-        ([[0, 1]], [[0, 1]], False),
-    ],
-)
-def test_the_shift_is_used_only_where_queries_end_contiguous_keys(queries, keys, aligned):
-    assert end_together(torch.tensor(queries), torch.tensor(keys)) is aligned
-
-
-def test_what_is_remembered_of_the_positions_follows_both_tensors():
-    encoding = build(causal=True)
-    q, k = example(0, 3)
-    queries = torch.arange(3, 6)
-    for keys in (torch.arange(3, 6), torch.tensor([0, 1, 4]), torch.arange(3, 6)):
-        expected = encoding.bias_naive(q, k, queries, keys)
-        torch.testing.assert_close(encoding.bias(q, k, queries, keys), expected)
-    queries += 1  # in place: the same object no longer ends with the keys
-    expected = encoding.bias_naive(q, k, queries, keys)
-    torch.testing.assert_close(encoding.bias(q, k, queries, keys), expected)
+def test_the_shift_is_used_only_for_counted_positions_that_end_together():
+    cpu = torch.device("cpu")
+    assert end_together(counted(5, cpu, 3), counted(5, cpu))
+    assert not end_together(counted(4, cpu, 2), counted(5, cpu))  # ends before the keys do
+    assert not end_together(counted(6, cpu, 3), counted(6, cpu, 4))  # fewer keys than queries
+    assert not end_together(torch.arange(3, 5), torch.arange(5))  # not known without reading
+    assert not end_together(counted(2, cpu)[None], counted(2, cpu)[None])
 
 
 def test_irregular_and_far_positions_are_served_without_a_table_between_them():
     encoding = build(causal=False)
     q, k = example(2, 3)
     positions = torch.tensor([7, 2**31, 0]), torch.tensor([5, 0, 3, 2**31, 40])
-    fast, slow = encoding.bias(q, k, *positions), encoding.bias_naive(q, k, *positions)
+    fast, slow = encoding.bias(q, k, *positions), naive(encoding, q, k, *positions)
     torch.testing.assert_close(fast, slow, rtol=1e-10, atol=1e-12)
 
 
@@ -123,7 +117,7 @@ def test_sinusoids_are_exact_at_distance_100_000_and_survive_half_precision():
     q, k = (x.detach().half() for x in example(0, 5))
     k = torch.cat([k[:, :, :1], k], dim=2)
     positions = torch.arange(100_000, 100_005), torch.tensor([0, *range(100_000, 100_005)])
-    expected = encoding.double().bias_naive(q.double(), k.double(), *positions)
+    expected = naive(encoding.double(), q.double(), k.double(), *positions)
     bias = encoding.float().half().bias(q, k, *positions)
     assert bias.dtype == torch.float16
     assert encoding.u.dtype == torch.float32
@@ -134,5 +128,5 @@ def test_an_odd_model_width_is_served():
     encoding = build(True, heads=1, width=5)
     q, k = example(2, 3, heads=1, width=5)
     positions = positions_of(2, 3)
-    fast, slow = encoding.bias(q, k, *positions), encoding.bias_naive(q, k, *positions)
+    fast, slow = encoding.bias(q, k, *positions), naive(encoding, q, k, *positions)
     torch.testing.assert_close(fast, slow, rtol=1e-10, atol=1e-12)
