@@ -1,0 +1,177 @@
+"""Softmax attention whose scores depend on the lag, on gates, and on masks of tokens.
+
+    score_ij  = scale f[n] q_i . k_j + b[n] + min(c_i - d_j, 0),    n = (slot of i) - j
+    weight_ij = softmax over the visible keys j, then dropout;      o_i = sum_j weight_ij v_j
+
+b (``table``) and f (``factor``) are values by lag for every head; c and d (``gates``) are sums of
+log gates. The slot of query i is i, or S - T + i in causal attention, where the queries are the
+last T of S keys. :func:`definition` computes this with all scores in memory. The fast form is
+``flash_triton.flash_attention``, with the same arguments.
+
+Axes: B batch, H heads, T query time, S key time, D key width, E value width, R lags of a table.
+"""
+
+import torch
+from torch import Tensor
+
+Pair = tuple[Tensor, Tensor]
+"""A tensor of the queries and one of the keys."""
+
+STEPS = 2**16
+"""Dropout's probability is a multiple of 1 / STEPS."""
+
+
+def definition(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    table: Tensor | None = None,
+    first_lag: int = 0,
+    factor: Tensor | None = None,
+    gates: Pair | None = None,
+    padding: Tensor | None = None,
+    segments: Pair | None = None,
+    window: int | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+) -> Tensor:
+    """Compute the attention of this module in differentiable operations.
+
+    Args:
+        q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E).
+        causal: True if a query sees no later key.
+        table: biases by lag, (H, R); the column of lag n is n - first_lag. None for 0.
+        factor: factors by lag, (H, R), with the lags of ``table``. None for 1.
+        gates: sums c (B, H, T) of the queries and d (B, H, S) of the keys, float64. In causal
+            attention c_i <= d_j for every visible key.
+        padding: (B, S) bool, true at keys that no query sees.
+        segments: int32 numbers of documents, (B, T) and (B, S). Only equal numbers see each other.
+        window: a query sees the last ``window`` keys, its own one included. Causal only.
+        dropout: of the weights; rounded to a multiple of 1 / STEPS.
+        seed: int64 with one element, which determines the dropped weights; see :func:`kept`.
+    Returns: (B, H, T, E). A query without a visible key gets zeros.
+    """
+    check(q, k, causal, (table, factor), first_lag, window)
+    lag = lags(q, k, causal)
+    scores = q @ k.mT * scale
+    if factor is not None:
+        scores = scores * of_lags(factor, lag - first_lag)
+    if table is not None:
+        scores = scores + of_lags(table, lag - first_lag)
+    if gates is not None:
+        difference = gates[0].unsqueeze(-1) - gates[1].unsqueeze(-2)
+        scores = scores + difference.clamp_max(0.0).to(scores.dtype)
+    hidden = ~visible(lag, causal, padding, segments, window)
+    blind = hidden.all(-1, keepdim=True)
+    weights = scores.masked_fill(hidden & ~blind, -torch.inf).softmax(-1).masked_fill(blind, 0.0)
+    if dropout:
+        threshold, inverse = dropout_of(dropout)
+        weights = weights * kept(seed, weights.shape, threshold) * inverse
+    return weights.to(v.dtype) @ v
+
+
+def lags(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """Return the lag of every pair, (T, S): the slot of the query minus that of the key."""
+    rows, columns = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
+    return rows.unsqueeze(-1) + offset_of(q, k, causal) - columns
+
+
+def offset_of(q: Tensor, k: Tensor, causal: bool) -> int:
+    """Return the slot of the first query: S - T in causal attention, else 0."""
+    return k.shape[2] - q.shape[2] if causal else 0
+
+
+def of_lags(values: Tensor, columns: Tensor) -> Tensor:
+    """Select values (H, R) by column, (T, S) -> (H, T, S). Those of hidden pairs are arbitrary."""
+    return values[:, columns.clamp(0, values.shape[1] - 1)]
+
+
+def visible(
+    lag: Tensor, causal: bool, padding: Tensor | None, segments: Pair | None, window: int | None
+) -> Tensor:
+    """Return a bool mask broadcastable to (B, H, T, S), true if the query sees the key."""
+    seen = lag >= 0 if causal else torch.ones_like(lag, dtype=torch.bool)
+    if window is not None:
+        seen = seen & (lag < window)
+    if padding is not None:
+        seen = seen & ~padding[:, None, None, :]
+    if segments is not None:
+        seen = seen & (segments[0][:, None, :, None] == segments[1][:, None, None, :])
+    return seen
+
+
+def dropout_of(dropout: float) -> tuple[int, float]:
+    """Return the number of STEPS at which a weight is dropped, and the factor of the others."""
+    threshold = round(dropout * STEPS)
+    return threshold, STEPS / (STEPS - threshold) if threshold < STEPS else 0.0
+
+
+def kept(seed: Tensor, shape: torch.Size, threshold: int) -> Tensor:
+    """Return dropout's mask of the weights (B, H, T, S), true where a weight is kept.
+
+    Philox (Salmon et al., 2011) with key ``seed`` and counter (j // 8, i, b H + h, 0) gives 128
+    bits for 8 neighbouring keys. A weight is dropped if its 16 bits are below ``threshold``.
+    """
+    batch, heads, rows, columns = shape
+    groups = torch.arange(-(-columns // 8), device=seed.device)
+    row = torch.arange(rows, device=seed.device).unsqueeze(-1)
+    sequence = torch.arange(batch * heads, device=seed.device)[:, None, None]
+    counter = torch.broadcast_tensors(groups, row, sequence, groups * 0)
+    words = torch.stack(_philox(seed, counter), -1)
+    drawn = torch.stack([words & 0xFFFF, words >> 16], -1).flatten(-3)
+    return drawn[..., :columns].unflatten(0, (batch, heads)) >= threshold
+
+
+def _philox(seed: Tensor, counter: tuple[Tensor, ...]) -> list[Tensor]:
+    """Compute Philox 4x32 with ten rounds: four words of 32 bits as int64."""
+    word = 2**32 - 1
+    key = [seed & word, seed >> 32 & word]
+    c = list(counter)
+    for _ in range(10):
+        a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57  # modulo 2^64
+        c = [b >> 32 & word ^ c[1] ^ key[0], b & word, a >> 32 & word ^ c[3] ^ key[1], a & word]
+        key = [key[0] + 0x9E3779B9 & word, key[1] + 0xBB67AE85 & word]
+    return c
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    tables: tuple[Tensor | None, ...],
+    first_lag: int,
+    window: int | None,
+) -> None:
+    """Raise ValueError if the window is not causal or a table lacks the lag of a visible pair."""
+    if window is not None and (not causal or window < 1):
+        raise ValueError(f"a window needs causal attention and at least one key, got {window}")
+    last = q.shape[2] - 1 + offset_of(q, k, causal)
+    first = 0 if causal else 1 - k.shape[2]
+    last = last if window is None else min(last, window - 1)
+    for table in tables:
+        if table is not None and not first_lag <= first <= last < first_lag + table.shape[1]:
+            raise ValueError(
+                f"a table by lag has lags {first_lag} to {first_lag + table.shape[1] - 1}, but "
+                f"attention needs {first} to {last}"
+            )
+
+
+class NoSecondDerivative(torch.autograd.Function):
+    """The identity map of its first argument, whose derivative raises an error.
+
+    The other arguments are what the first one was computed from.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, *sources: Tensor) -> Tensor:  # noqa: D102
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+        raise RuntimeError(
+            "torch's fused softmax attention has no second derivative: run the forward pass under "
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )

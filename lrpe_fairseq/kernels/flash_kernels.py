@@ -1,0 +1,230 @@
+"""Triton kernels of flash attention: the output, two of the gradients, and two small ones.
+
+Nothing is summed by atomic operations, so equal inputs give equal bits. Strides are in units of
+UNIT elements. Sums of log gates are two floats per token.
+
+Axes: B batch, H heads, L = B H sequences, T query time, S key time, D key width, E value width,
+M tiles of BM queries, N tiles of BN keys.
+"""
+
+import triton
+import triton.language as tl
+
+from lrpe_fairseq.kernels.flash_tiles import (
+    LOG2E,
+    delta_of,
+    dot,
+    gate_gradient,
+    kept,
+    key_tiles,
+    load_rows,
+    load_vector,
+    place,
+    query_tiles,
+    scored,
+    segment_range,
+    store_rows,
+    store_term_gradients,
+    store_vector,
+    term_gradients,
+    through_factor,
+    tile_gradient,
+)
+
+STRIDES = ["qb", "qh", "qt", "kb", "kh", "kt", "vb", "vh", "vt", "gb", "gh", "gt"]
+NUMBERS = ["T", "S", "H", "R", "first_lag", "offset", "window", "threshold", "count", "least"]
+NUMBERS += STRIDES
+"""Arguments whose values are not compiled in."""
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def output_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
+    table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, padding_ptr, q_segment_ptr, k_segment_ptr,
+    bounds_ptr, seed_ptr,
+    qb, qh, qt, kb, kh, kt, vb, vh, vt,
+    T, S, H, R, first_lag, offset, window, threshold, scale, inverse,
+    D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr, TABLE: tl.constexpr, FACTOR: tl.constexpr, GATED: tl.constexpr,
+    EXACT: tl.constexpr, PADDED: tl.constexpr, SEGMENTS: tl.constexpr, DROPS: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Compute o (B, H, T, E) and the log2 of the softmax's sums, lse (L, T), inf without a key."""
+    m, b, h, sequence = place(T, BM, H)
+    q = load_rows(q_ptr + (b * qb + h * qh) * UNIT, m * BM, qt * UNIT, T, D, BM, DP)
+    out = tl.zeros((BM, EP), tl.float32)
+    top, total = tl.full((BM,), float("-inf"), tl.float32), tl.zeros((BM,), tl.float32)
+    first, full, last = key_tiles(
+        m, b, bounds_ptr, T, S, offset, window, BM, BN, CAUSAL, WINDOWED, PADDED or SEGMENTS
+    )
+    for part in tl.static_range(0, 2 if SPLIT else 1):  # tiles with hidden pairs, then the others
+        for n in range(full if SPLIT and part == 0 else first, last if part == 0 else full):
+            k = load_rows(k_ptr + (b * kb + h * kh) * UNIT, n * BN, kt * UNIT, S, D, BN, DP)
+            s = scored(
+                dot(q, tl.trans(k)), m, n, b, h, sequence,
+                table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, padding_ptr, q_segment_ptr,
+                k_segment_ptr, T, S, R, first_lag, offset, window, scale, BM, BN, CAUSAL, WINDOWED,
+                TABLE, FACTOR, GATED, EXACT, PADDED, SEGMENTS, part == 0, False,
+            )  # fmt: skip
+            v = load_rows(v_ptr + (b * vb + h * vh) * UNIT, n * BN, vt * UNIT, S, E, BN, EP)
+            higher = tl.maximum(top, tl.max(s, 1) * LOG2E)
+            p = tl.exp2(s * LOG2E - tl.where(higher == float("-inf"), 0.0, higher)[:, None])
+            shrink = tl.exp2(top - tl.where(higher == float("-inf"), 0.0, higher))
+            total, top = total * shrink + tl.sum(p, 1), higher
+            if DROPS:
+                p = tl.where(kept(seed_ptr, sequence, m, n, threshold, BM, BN), p, 0.0)
+            out = out * shrink[:, None] + dot(p.to(v.dtype), v)
+    seen = total > 0
+    out = tl.where(seen[:, None], out * (inverse / tl.where(seen, total, 1.0))[:, None], 0.0)
+    store_rows(o_ptr, out, b, h, m * BM, T, H, E, BM, EP)
+    lse = tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("inf"))
+    store_vector(lse_ptr, lse, sequence, m, T, BM)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def query_gradient_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, grad_ptr, lse_ptr, delta_ptr, dq_ptr, dgate_ptr,
+    table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, padding_ptr, q_segment_ptr, k_segment_ptr,
+    bounds_ptr, seed_ptr,
+    qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt,
+    T, S, H, R, first_lag, offset, window, threshold, scale, inverse,
+    D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr, TABLE: tl.constexpr, FACTOR: tl.constexpr, GATED: tl.constexpr,
+    EXACT: tl.constexpr, PADDED: tl.constexpr, SEGMENTS: tl.constexpr, DROPS: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Compute dq (B, H, T, D), delta (L, T) and, unless CAUSAL, the gates' gradients (L, T)."""
+    m, b, h, sequence = place(T, BM, H)
+    q = load_rows(q_ptr + (b * qb + h * qh) * UNIT, m * BM, qt * UNIT, T, D, BM, DP)
+    grad = load_rows(grad_ptr + (b * gb + h * gh) * UNIT, m * BM, gt * UNIT, T, E, BM, EP)
+    delta = delta_of(o_ptr, delta_ptr, grad, b, h, m, T, H, E, BM, EP)
+    lse = load_vector(lse_ptr, sequence, m, T, float("inf"), BM)
+    dq, dgate = tl.zeros((BM, DP), tl.float32), tl.zeros((BM,), tl.float32)
+    first, full, last = key_tiles(
+        m, b, bounds_ptr, T, S, offset, window, BM, BN, CAUSAL, WINDOWED, PADDED or SEGMENTS
+    )
+    for part in tl.static_range(0, 2 if SPLIT else 1):
+        for n in range(full if SPLIT and part == 0 else first, last if part == 0 else full):
+            k = load_rows(k_ptr + (b * kb + h * kh) * UNIT, n * BN, kt * UNIT, S, D, BN, DP)
+            v = load_rows(v_ptr + (b * vb + h * vh) * UNIT, n * BN, vt * UNIT, S, E, BN, EP)
+            _, ds = tile_gradient(
+                dot(q, tl.trans(k)),
+                dot(grad, tl.trans(v)),
+                lse[:, None], delta[:, None], m, n, b, h, sequence, table_ptr, factor_ptr,
+                q_gate_ptr, k_gate_ptr, padding_ptr, q_segment_ptr, k_segment_ptr, seed_ptr,
+                T, S, R, first_lag, offset, window, threshold, scale, inverse, BM, BN, CAUSAL,
+                WINDOWED, TABLE, FACTOR, GATED, EXACT, PADDED, SEGMENTS, DROPS, part == 0, False,
+            )  # fmt: skip
+            if GATED and not CAUSAL:
+                dgate += gate_gradient(
+                    ds, m, n, sequence, q_gate_ptr, k_gate_ptr, T, S, BM, BN, CAUSAL, EXACT, False
+                )
+            ds = through_factor(
+                ds, factor_ptr, m, n, h, R, first_lag, offset, BM, BN, FACTOR, False
+            )
+            dq += dot(ds.to(k.dtype), k)
+    store_rows(dq_ptr, dq * scale, b, h, m * BM, T, H, D, BM, DP)
+    if GATED and not CAUSAL:
+        store_vector(dgate_ptr, dgate, sequence, m, T, BM)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def key_gradient_kernel(
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dgate_ptr, dtable_ptr,
+    dfactor_ptr, table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, padding_ptr, q_segment_ptr,
+    k_segment_ptr, bounds_ptr, seed_ptr,
+    qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt,
+    T, S, H, R, first_lag, offset, window, threshold, count, least, scale, inverse,
+    D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr, TABLE: tl.constexpr, FACTOR: tl.constexpr, GATED: tl.constexpr,
+    EXACT: tl.constexpr, PADDED: tl.constexpr, SEGMENTS: tl.constexpr, DROPS: tl.constexpr,
+    SPLIT: tl.constexpr, TABLE_LEARNS: tl.constexpr, FACTOR_LEARNS: tl.constexpr,
+):  # fmt: skip
+    """Compute dk, dv, the gates' gradients (L, S) and sums by lag (L, N, count)."""
+    n, b, h, sequence = place(S, BN, H)
+    k = load_rows(k_ptr + (b * kb + h * kh) * UNIT, n * BN, kt * UNIT, S, D, BN, DP)
+    v = load_rows(v_ptr + (b * vb + h * vh) * UNIT, n * BN, vt * UNIT, S, E, BN, EP)
+    dk, dv = tl.zeros((BN, DP), tl.float32), tl.zeros((BN, EP), tl.float32)
+    dgate, carry = tl.zeros((BN,), tl.float32), tl.zeros((BM,), tl.float32)
+    carried = carry
+    first, full, last = query_tiles(
+        n, b, bounds_ptr, T, S, offset, window, BM, BN, CAUSAL, WINDOWED, PADDED or SEGMENTS
+    )
+    at = (sequence * tl.cdiv(S, BN) + n) * count - n * BN - BM - least
+    for part in tl.static_range(0, 2 if SPLIT else 1):
+        for m in range(first if part == 0 else full, full if SPLIT and part == 0 else last):
+            q = load_rows(q_ptr + (b * qb + h * qh) * UNIT, m * BM, qt * UNIT, T, D, BM, DP)
+            grad = load_rows(grad_ptr + (b * gb + h * gh) * UNIT, m * BM, gt * UNIT, T, E, BM, EP)
+            product = dot(k, tl.trans(q))
+            p, ds = tile_gradient(
+                product, dot(v, tl.trans(grad)),
+                load_vector(lse_ptr, sequence, m, T, float("inf"), BM)[None, :],
+                load_vector(delta_ptr, sequence, m, T, 0.0, BM)[None, :],
+                m, n, b, h, sequence, table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, padding_ptr,
+                q_segment_ptr, k_segment_ptr, seed_ptr, T, S, R, first_lag, offset, window,
+                threshold, scale, inverse, BM, BN, CAUSAL, WINDOWED, TABLE, FACTOR, GATED, EXACT,
+                PADDED, SEGMENTS, DROPS, part == 0, True,
+            )  # fmt: skip
+            dv += dot(p.to(grad.dtype), grad)
+            ds, dgate, carry, carried = term_gradients(
+                ds, product * scale, dgate, carry, carried, m, n, h, sequence,
+                dtable_ptr + at, dfactor_ptr + at, factor_ptr, q_gate_ptr, k_gate_ptr, T, S, R,
+                first_lag, offset, BM, BN, CAUSAL, FACTOR, GATED, EXACT, TABLE_LEARNS,
+                FACTOR_LEARNS,
+            )  # fmt: skip
+            dk += dot(ds.to(q.dtype), q)
+    store_rows(dk_ptr, dk * scale, b, h, n * BN, S, H, D, BN, DP)
+    store_rows(dv_ptr, dv * inverse, b, h, n * BN, S, H, E, BN, EP)
+    store_term_gradients(
+        dgate, carry, carried, n, sequence, first, last, dgate_ptr, dtable_ptr + at,
+        dfactor_ptr + at, S, BM, BN, GATED, TABLE_LEARNS, FACTOR_LEARNS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["B", "H", "N", "count", "R", "shift"])
+def lag_sums_kernel(
+    part_ptr, sum_ptr, B, H, N, count, R, shift, ROWS: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """Sum part (B, H, N, count) over B and N: column r of sum (H, R) has entry r + shift, or 0."""
+    h, tile = tl.program_id(0) % H, tl.program_id(0) // H
+    column = tile * SIZE + tl.arange(0, SIZE)
+    entry = column + shift
+    known = (entry >= 0) & (entry < count)
+    total = tl.zeros((SIZE,), tl.float32)
+    for start in range(0, B * N, ROWS):
+        row = start + tl.arange(0, ROWS)
+        line = ((row // N) * H + h).to(tl.int64) * N + row % N
+        at = part_ptr + line[:, None] * count + entry[None, :]
+        total += tl.sum(tl.load(at, mask=(row < B * N)[:, None] & known[None, :], other=0.0), 0)
+    tl.store(sum_ptr + h * R + column, total, mask=column < R)
+
+
+@triton.jit(do_not_specialize=["X", "Y"])
+def bounds_kernel(
+    own_ptr, other_ptr, own_padding_ptr, other_padding_ptr, bounds_ptr, X, Y,
+    SIZE: tl.constexpr, OTHER: tl.constexpr, SEGMENTS: tl.constexpr, OWN_PADDED: tl.constexpr,
+    OTHER_PADDED: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Write bounds (B, tiles of SIZE of X tokens, 2): the first and the last (exclusive) of the
+    tiles of OTHER of Y tokens that have a pair with it, by padding and ranges of segments."""
+    tiles, row = tl.cdiv(X, SIZE), tl.arange(0, GROUP)
+    b = (tl.program_id(0) // tiles).to(tl.int64)
+    own = (tl.program_id(0) % tiles * SIZE + tl.arange(0, SIZE))[None, :]
+    low, high = segment_range(
+        own_ptr + b * X, own_padding_ptr + b * X, own, X, SEGMENTS, OWN_PADDED
+    )
+    first, last = tl.full((GROUP,), 2147483647, tl.int32), tl.zeros((GROUP,), tl.int32)
+    for start in range(0, tl.cdiv(Y, OTHER), GROUP):
+        t = (start + row)[:, None] * OTHER + tl.arange(0, OTHER)[None, :]
+        other_low, other_high = segment_range(
+            other_ptr + b * Y, other_padding_ptr + b * Y, t, Y, SEGMENTS, OTHER_PADDED
+        )
+        seen = (other_low <= high) & (other_high >= low)
+        first = tl.minimum(first, tl.where(seen, start + row, 2147483647))
+        last = tl.maximum(last, tl.where(seen, start + row + 1, 0))
+    at = bounds_ptr + tl.program_id(0) * 2
+    tl.store(at, tl.min(first, 0))
+    tl.store(at + 1, tl.max(last, 0))

@@ -1,0 +1,361 @@
+"""Triton functions of flash attention: addresses, loads, masks and scores of one tile.
+
+Tile (m, n) has the queries from m BM and the keys from n BN on. It has a row for each query, or, if
+TURNED, a column.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def place(count, SIZE: tl.constexpr, H):
+    """Return the tile of ``count`` rows, the batch (int64), the head, and both as one (int64).
+
+    The last tiles come first: in causal attention they have the most keys.
+    """
+    tiles = tl.cdiv(count, SIZE)
+    sequence = tl.program_id(0) // tiles
+    tile = tiles - 1 - tl.program_id(0) % tiles
+    return tile, (sequence // H).to(tl.int64), sequence % H, sequence.to(tl.int64)
+
+
+@triton.jit
+def load_rows(base, start, stride, count, W: tl.constexpr, ROWS: tl.constexpr, WP: tl.constexpr):
+    """Load the rows from ``start`` on of a matrix (count, W): (ROWS, WP), zero outside."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, WP)
+    inside = (start + row < count)[:, None]
+    if W < WP:
+        inside = inside & (column < W)[None, :]
+    base += stride.to(tl.int64) * start
+    return tl.load(base + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def store_rows(
+    base, x, b, h, start, count, H,
+    W: tl.constexpr, ROWS: tl.constexpr, WP: tl.constexpr,
+):  # fmt: skip
+    """Write rows of a tensor (B, H, count, W), which lies in memory as (B, count, H, W)."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, WP)
+    inside = (start + row < count)[:, None]
+    if W < WP:
+        inside = inside & (column < W)[None, :]
+    base += ((b * count + start) * H + h) * W
+    to = base + row[:, None] * (H * W) + column[None, :]
+    tl.store(to, x.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def key_tiles(
+    m, b, bounds_ptr, T, S, offset, window,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """Return the first and the last (exclusive) key tile of query tile m, and one between them.
+
+    Every query of the tile sees every key of the tiles before the one between.
+    """
+    slot = m * BM + offset  # of the first query
+    first, last, full = 0, tl.cdiv(S, BN), S // BN
+    if CAUSAL:
+        last = tl.minimum(last, tl.cdiv(tl.maximum(slot + BM, 0), BN))
+        full = tl.minimum(full, tl.maximum(slot + 1, 0) // BN)
+    if WINDOWED:
+        first = tl.maximum(slot - window + 1, 0) // BN
+    if BOUNDED:
+        at = bounds_ptr + (b * tl.cdiv(T, BM) + m) * 2
+        first = tl.maximum(first, tl.load(at))
+        last = tl.minimum(last, tl.load(at + 1))
+    return first, full, last
+
+
+@triton.jit
+def delta_of(
+    o_ptr, delta_ptr, grad, b, h, m, T, H, E: tl.constexpr, BM: tl.constexpr, EP: tl.constexpr
+):  # fmt: skip
+    """Return grad . o of a tile's queries and write it to delta (L, T)."""
+    o = load_rows(o_ptr + (b * T * H + h) * E, m * BM, H * E, T, E, BM, EP)
+    delta = tl.sum(grad.to(tl.float32) * o.to(tl.float32), 1)
+    store_vector(delta_ptr, delta, b * H + h, m, T, BM)
+    return delta
+
+
+@triton.jit
+def load_vector(base, sequence, tile, count, other, SIZE: tl.constexpr):
+    """Load a tile of a vector per sequence (L, count), ``other`` past its end."""
+    t = tile * SIZE + tl.arange(0, SIZE)
+    return tl.load(base + sequence * count + t, mask=t < count, other=other)
+
+
+@triton.jit
+def store_vector(base, x, sequence, tile, count, SIZE: tl.constexpr):
+    """Write a tile of a vector per sequence (L, count)."""
+    t = tile * SIZE + tl.arange(0, SIZE)
+    tl.store(base + sequence * count + t, x, mask=t < count)
+
+
+@triton.jit
+def query_tiles(
+    n, b, bounds_ptr, T, S, offset, window,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """Return the first and the last (exclusive) query tile of key tile n, and one between them.
+
+    Every query from the one between on sees every key of the tile.
+    """
+    start = n * BN - offset  # the query in the slot of the first key
+    first, last, full = 0, tl.cdiv(T, BM), 0
+    if CAUSAL:
+        first = tl.maximum(start, 0) // BM
+        full = tl.cdiv(tl.maximum(start + BN - 1, 0), BM)
+    if WINDOWED:
+        last = tl.minimum(last, tl.cdiv(tl.maximum(start + BN - 1 + window, 0), BM))
+    if BOUNDED:
+        at = bounds_ptr + (b * tl.cdiv(S, BN) + n) * 2
+        first = tl.maximum(first, tl.load(at))
+        last = tl.minimum(last, tl.load(at + 1))
+    full = tl.where((n + 1) * BN <= S, tl.minimum(full, last), last)
+    return first, full, last
+
+
+@triton.jit
+def pairs(m, n, BM: tl.constexpr, BN: tl.constexpr, TURNED: tl.constexpr):
+    """Return the queries and the keys of a tile, of shapes that broadcast to it."""
+    i, j = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN)
+    if TURNED:
+        i, j = i[None, :], j[:, None]
+    else:
+        i, j = i[:, None], j[None, :]
+    return i, j
+
+
+@triton.jit
+def visible(
+    i, j, b, padding_ptr, q_segment_ptr, k_segment_ptr, T, S, offset, window,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PADDED: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """Return a mask that broadcasts to the tile, true if the query sees the key."""
+    ok = j < S
+    if CAUSAL:
+        ok = j <= tl.minimum(i + offset, S - 1)
+    if WINDOWED:
+        ok = ok & (j > i + (offset - window))
+    if PADDED:
+        ok = ok & (tl.load(padding_ptr + b * S + j, mask=j < S, other=1) == 0)
+    if SEGMENTS:
+        own = tl.load(q_segment_ptr + b * T + i, mask=i < T, other=0)
+        ok = ok & (own == tl.load(k_segment_ptr + b * S + j, mask=j < S, other=0))
+    return ok
+
+
+@triton.jit
+def log_decay(
+    i, j, m, sequence, q_gate_ptr, k_gate_ptr, T, S, BM: tl.constexpr, EXACT: tl.constexpr
+):  # fmt: skip
+    """Return c_i - d_j from sums that are two floats each, high and low.
+
+    EXACT: the difference is correct to float32. Otherwise sums relative to the first query of the
+    tile are rounded once, and one operation per pair is left of three. It is correct to float32
+    for keys before the tile, and within it to 2^-22 of the sum of the tile's log gates.
+    """
+    q_gate_ptr += sequence * T * 2
+    k_gate_ptr += sequence * S * 2
+    x = tl.load(q_gate_ptr + 2 * i, mask=i < T, other=0.0)
+    y = tl.load(k_gate_ptr + 2 * j, mask=j < S, other=0.0)
+    x_low = tl.load(q_gate_ptr + 2 * i + 1, mask=i < T, other=0.0)
+    y_low = tl.load(k_gate_ptr + 2 * j + 1, mask=j < S, other=0.0)
+    if EXACT:
+        difference = (x - y) + (x_low - y_low)
+    else:
+        high, low = tl.load(q_gate_ptr + 2 * m * BM), tl.load(q_gate_ptr + 2 * m * BM + 1)
+        difference = ((x - high) + (x_low - low)) - ((y - high) + (y_low - low))
+    return difference
+
+
+@triton.jit
+def scored(
+    product, m, n, b, h, sequence,
+    table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, padding_ptr, q_segment_ptr, k_segment_ptr,
+    T, S, R, first_lag, offset, window, scale,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+    TABLE: tl.constexpr, FACTOR: tl.constexpr, GATED: tl.constexpr, EXACT: tl.constexpr,
+    PADDED: tl.constexpr, SEGMENTS: tl.constexpr, EDGE: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """Return the scores of a tile from its products q . k, -inf where hidden.
+
+    EDGE: False if every query of the tile sees every key.
+    """
+    i, j = pairs(m, n, BM, BN, TURNED)
+    s = product * scale
+    column = i - j + (h * R + offset - first_lag)
+    if FACTOR:
+        s *= tl.load(factor_ptr + column)
+    if TABLE:
+        s += tl.load(table_ptr + column)
+    if GATED:
+        difference = log_decay(i, j, m, sequence, q_gate_ptr, k_gate_ptr, T, S, BM, EXACT)
+        s += difference if CAUSAL else tl.minimum(difference, 0.0)
+    if EDGE:
+        ok = visible(
+            i, j, b, padding_ptr, q_segment_ptr, k_segment_ptr, T, S, offset, window,
+            CAUSAL, WINDOWED, PADDED, SEGMENTS,
+        )  # fmt: skip
+        s = tl.where(ok, s, float("-inf"))
+    return s
+
+
+@triton.jit
+def kept(seed_ptr, sequence, m, n, threshold, BM: tl.constexpr, BN: tl.constexpr):
+    """Return dropout's mask of a tile (BM, BN); see ``flash.kept``. It depends on no tile size."""
+    i = m * BM + tl.arange(0, BM)[:, None] + tl.zeros((1, BN // 8), tl.int32)
+    group = n * (BN // 8) + tl.arange(0, BN // 8)[None, :] + tl.zeros((BM, 1), tl.int32)
+    a, b, c, d = tl.philox(
+        tl.load(seed_ptr), group, i, sequence.to(tl.int32) + 0 * group, 0 * group
+    )
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BM, BN // 2))
+    drawn = tl.reshape(tl.join(words & 0xFFFF, words >> 16), (BM, BN))
+    return drawn.to(tl.int32) >= threshold
+
+
+@triton.jit
+def tile_gradient(
+    product, dp, lse, delta, m, n, b, h, sequence,
+    table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, padding_ptr, q_segment_ptr, k_segment_ptr,
+    seed_ptr, T, S, R, first_lag, offset, window, threshold, scale, inverse,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+    TABLE: tl.constexpr, FACTOR: tl.constexpr, GATED: tl.constexpr, EXACT: tl.constexpr,
+    PADDED: tl.constexpr, SEGMENTS: tl.constexpr, DROPS: tl.constexpr, EDGE: tl.constexpr,
+    TURNED: tl.constexpr,
+):  # fmt: skip
+    """Return the weights of a tile, 0 where dropped, and the gradient of its scores.
+
+    dp: grad . v of every pair. lse and delta have shapes that broadcast to the tile. The weights
+    lack dropout's factor ``inverse``.
+    """
+    s = scored(
+        product, m, n, b, h, sequence, table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, padding_ptr,
+        q_segment_ptr, k_segment_ptr, T, S, R, first_lag, offset, window, scale, BM, BN, CAUSAL,
+        WINDOWED, TABLE, FACTOR, GATED, EXACT, PADDED, SEGMENTS, EDGE, TURNED,
+    )  # fmt: skip
+    p = tl.exp2(s * LOG2E - lse)
+    if DROPS:
+        keep = kept(seed_ptr, sequence, m, n, threshold, BM, BN)
+        if TURNED:
+            keep = tl.trans(keep)
+        ds = p * (tl.where(keep, dp * inverse, 0.0) - delta)
+        p = tl.where(keep, p, 0.0)
+    else:
+        ds = p * (dp - delta)
+    return p, ds
+
+
+@triton.jit
+def gate_gradient(
+    ds, m, n, sequence, q_gate_ptr, k_gate_ptr, T, S,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, EXACT: tl.constexpr,
+    TURNED: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of a tile's rows over the pairs whose c_i - d_j is not clamped to 0."""
+    if not CAUSAL:
+        i, j = pairs(m, n, BM, BN, TURNED)
+        difference = log_decay(i, j, m, sequence, q_gate_ptr, k_gate_ptr, T, S, BM, EXACT)
+        ds = tl.where(difference <= 0, ds, 0.0)
+    return tl.sum(ds, 1)
+
+
+@triton.jit
+def through_factor(
+    ds, factor_ptr, m, n, h, R, first_lag, offset,
+    BM: tl.constexpr, BN: tl.constexpr, FACTOR: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """Return the gradient of scale q . k from that of the scores."""
+    if FACTOR:
+        i, j = pairs(m, n, BM, BN, TURNED)
+        ds *= tl.load(factor_ptr + (i - j + (h * R + offset - first_lag)))
+    return ds
+
+
+@triton.jit
+def add_lags(
+    part_ptr, carry, x, m, BM: tl.constexpr, BN: tl.constexpr, LEARNS: tl.constexpr
+):  # fmt: skip
+    """Write the sums over pairs of the same lag of a turned tile (BN, BM); return the carry.
+
+    BM >= BN. Tile (m, n) has lags from (m - 1) BM - n BN on. The last BM of them are the first ones
+    of tile (m + 1, n), so they are carried there, and every number is written once.
+    """
+    if LEARNS:
+        r = tl.arange(0, BM)
+        query = tl.arange(0, BN)[:, None] + r[None, :]  # of column c and row j: one lag per column
+        turned = tl.gather(x, query % BM, 1)
+        tl.store(part_ptr + m * BM + r, carry + tl.sum(tl.where(query < BM, 0.0, turned), 0))
+        carry = tl.sum(tl.where(query < BM, turned, 0.0), 0)
+    return carry
+
+
+@triton.jit
+def term_gradients(
+    ds, product, dgate, carry, carried, m, n, h, sequence,
+    dtable_ptr, dfactor_ptr, factor_ptr, q_gate_ptr, k_gate_ptr,
+    T, S, R, first_lag, offset,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, FACTOR: tl.constexpr,
+    GATED: tl.constexpr, EXACT: tl.constexpr, TABLE_LEARNS: tl.constexpr,
+    FACTOR_LEARNS: tl.constexpr,
+):  # fmt: skip
+    """Add what a turned tile contributes to the gradients of gates, table and factor.
+
+    product: scale q . k. Returns: its gradient, that of the keys' gates, and two carries.
+    """
+    if GATED:
+        dgate -= gate_gradient(
+            ds, m, n, sequence, q_gate_ptr, k_gate_ptr, T, S, BM, BN, CAUSAL, EXACT, True
+        )
+    carry = add_lags(dtable_ptr, carry, ds, m, BM, BN, TABLE_LEARNS)
+    carried = add_lags(dfactor_ptr, carried, ds * product, m, BM, BN, FACTOR_LEARNS)
+    ds = through_factor(ds, factor_ptr, m, n, h, R, first_lag, offset, BM, BN, FACTOR, True)
+    return ds, dgate, carry, carried
+
+
+@triton.jit
+def store_term_gradients(
+    dgate, carry, carried, n, sequence, first, last, dgate_ptr, dtable_ptr, dfactor_ptr, S,
+    BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, TABLE_LEARNS: tl.constexpr,
+    FACTOR_LEARNS: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of a tile's gates, and the carries of its last query tile, if any."""
+    r = tl.arange(0, BM)
+    at, some = last * BM + r, first + 0 * r < last
+    if GATED:
+        store_vector(dgate_ptr, dgate, sequence, n, S, BN)
+    if TABLE_LEARNS:
+        tl.store(dtable_ptr + at, carry, mask=some)
+    if FACTOR_LEARNS:
+        tl.store(dfactor_ptr + at, carried, mask=some)
+
+
+@triton.jit
+def dot(a, b):
+    """Return a b in float32; a product of float32 is that of three tf32 products."""
+    return tl.dot(a, b, input_precision="tf32x3" if a.dtype == tl.float32 else "tf32")
+
+
+@triton.jit
+def segment_range(
+    segment_ptr, padding_ptr, t, count, SEGMENTS: tl.constexpr, PADDED: tl.constexpr
+):  # fmt: skip
+    """Return the smallest and the largest segment in the rows of t (., .) that is no padding.
+
+    The smallest is larger than the largest if there is none. All segments are 0 if not SEGMENTS.
+    """
+    real = t < count
+    if PADDED:
+        real = real & (tl.load(padding_ptr + t, mask=t < count, other=1) == 0)
+    segment = tl.zeros_like(t)
+    if SEGMENTS:
+        segment = tl.load(segment_ptr + t, mask=t < count, other=0)
+    low = tl.min(tl.where(real, segment, 2147483647), 1)
+    return low, tl.max(tl.where(real, segment, -2147483648), 1)

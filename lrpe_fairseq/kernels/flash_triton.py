@@ -1,0 +1,348 @@
+"""Softmax attention with biases by lag, gates and masks on CUDA, as Triton kernels.
+
+The definition is ``flash.definition``. No T x S matrix is stored, tiles without a visible pair are
+skipped, and equal inputs give equal bits. The kernels are in ``flash_kernels``.
+
+Axes: B batch, H heads, L = B H sequences, T query time, S key time, D key width, E value width,
+R lags of a table.
+"""
+
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional as F
+
+from lrpe_fairseq.kernels import flash, flash_kernels
+from lrpe_fairseq.kernels.dispatch import is_plain
+from lrpe_fairseq.kernels.loader import launch, on_device
+
+WIDEST_KEY, WIDEST_VALUE = 256, 128
+MINIMUM = 16  # smallest side of a tl.dot
+MARGIN = 128  # tokens; no tile is longer
+
+
+class Tile(NamedTuple):
+    """Queries and keys of a tile, warps of a program, and stages of its loop's pipeline.
+
+    split: True if tiles without hidden pairs have a loop of their own, which masks nothing.
+    """
+
+    queries: int = 64
+    keys: int = 64
+    warps: int = 4
+    stages: int = 2
+    split: bool = True
+
+
+def serves(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
+    """True if the kernels support q, k, v of one dtype, and ``others``: all other tensors.
+
+    They are on one Ampere or newer GPU, or on a CPU in Triton's interpreter; q, k and v are not
+    float64, keys have at most 256 features and values 128. Never under ``sdpa_kernel(MATH)``, as
+    the kernels have no second derivatives.
+    """
+    given = (q, k, v, *(x for x in others if x is not None))
+    sdp = torch.backends.cuda
+    return (
+        (sdp.flash_sdp_enabled() or sdp.mem_efficient_sdp_enabled())
+        and is_plain(*given)
+        and all(x.device == q.device for x in given)
+        and q.dtype == k.dtype == v.dtype
+        and q.shape[3] <= WIDEST_KEY
+        and v.shape[3] <= WIDEST_VALUE
+        and (on_device(q) or _interpreted(q))
+    )
+
+
+def _interpreted(x: Tensor) -> bool:
+    in_interpreter = not isinstance(flash_kernels.output_kernel, triton.JITFunction)
+    return in_interpreter and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    table: Tensor | None = None,
+    first_lag: int = 0,
+    factor: Tensor | None = None,
+    gates: flash.Pair | None = None,
+    padding: Tensor | None = None,
+    segments: flash.Pair | None = None,
+    window: int | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+) -> Tensor:
+    """Compute :func:`flash.definition`, with the same arguments, in the dtype of q, k and v.
+
+    Gradients: of q, k, v, table, factor and gates, the same bits in every run. ``seed`` None means
+    a number from torch's generator of the device. The result lies in memory as (B, T, H, E).
+    Raises: ValueError as :func:`flash.check`; RuntimeError for second derivatives.
+    Trap: table and factor are float32 and gates float64. The dtype of the gradients is theirs.
+    """
+    flash.check(q, k, causal, (table, factor), first_lag, window)
+    if dropout and seed is None:
+        seed = torch.randint(2**63 - 1, (1,), device=q.device)
+    options = _Options(causal, scale, first_lag, padding, segments, window, dropout, seed)
+    c, d = (None, None) if gates is None else gates
+    return _Flash.apply(q, k, v, table, factor, c, d, options)
+
+
+def tile_of(name: str, call: "_Call") -> Tile:
+    """Return the tile of a kernel for a call."""
+    return Tile()
+
+
+class _Options(NamedTuple):
+    """The arguments that need no gradients."""
+
+    causal: bool
+    scale: float
+    first_lag: int
+    padding: Tensor | None
+    segments: flash.Pair | None
+    window: int | None
+    dropout: float
+    seed: Tensor | None
+
+
+class _Flash(torch.autograd.Function):
+    """Flash attention with a hand-written gradient."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, table, factor, c, d, options):
+        rows = (_rows(x) for x in (q, k, v))
+        call = _Call(*rows, table, factor, c, d, options)
+        out, lse = call.output()
+        ctx.save_for_backward(q, k, v, table, factor, c, d, out, lse)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        *given, out, lse = ctx.saved_tensors
+        found = ctx.call.gradients(_rows(grad), out, lse, ctx.needs_input_grad)
+        if torch.is_grad_enabled():
+            sources = [x for x in (grad, *given) if x is not None]
+            found = [x if x is None else flash.NoSecondDerivative.apply(x, *sources) for x in found]
+        return *found, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return x with contiguous rows, of which MARGIN lie within 2^31 elements."""
+    x = x.detach().resolve_neg()
+    return x if x.stride(-1) == 1 and x.stride(2) < 2**24 else x.contiguous()
+
+
+def _rounded(count: int) -> int:
+    """Return the number of tokens of the tiles of ``count`` tokens, at most."""
+    return triton.cdiv(count, MARGIN) * MARGIN
+
+
+def _heads_inside(like: Tensor, tokens: int, width: int) -> Tensor:
+    """Return memory for (B, H, tokens, width) that lies as (B, tokens, H, width)."""
+    return like.new_empty(like.shape[0], tokens, like.shape[1], width).transpose(1, 2)
+
+
+def _two_floats(sums: Tensor) -> Tensor:
+    """Return float64 sums as pairs of floats, (..., 2), whose sum has a relative error of 2^-48."""
+    exact = sums.detach().double()
+    high = exact.float()
+    return torch.stack([high, (exact - high.double()).float()], -1)
+
+
+def _power_of_two(width: int) -> int:
+    return max(MINIMUM, triton.next_power_of_2(width))
+
+
+class _Call:
+    """One call of the kernels: their arguments that are no q, k and v, and what they return."""
+
+    def __init__(self, q, k, v, table, factor, c, d, options: _Options) -> None:
+        self.given, self.options = (q, k, v), options
+        self.batch, self.heads, self.queries, self.width = q.shape
+        self.keys, self.values = k.shape[2], v.shape[3]
+        self.offset = flash.offset_of(q, k, options.causal)
+        self.first_lag, self.tables = self._with_margins(table, factor)
+        self.lags = next((x.shape[1] for x in (table, factor) if x is not None), 0)
+        self.columns = next((x.shape[1] for x in self.tables if x is not None), 0)
+        self.gates = (None, None) if c is None else (_two_floats(c), _two_floats(d))
+        self.padding = None if options.padding is None else _bytes(options.padding)
+        numbers = options.segments or (None, None)
+        self.segments = [None if x is None else x.int().contiguous() for x in numbers]
+        self.threshold, self.inverse = flash.dropout_of(options.dropout)
+
+    def _with_margins(self, *tables: Tensor | None) -> tuple[int, list[Tensor | None]]:
+        """Return the first lag, and tables (H, R) that have the lags of all pairs of all tiles."""
+        first = self.options.first_lag
+        least = -2 * MARGIN if self.options.causal else -_rounded(self.keys)
+        before = max(0, first - least)
+        padded = []
+        for table in tables:
+            if table is not None:
+                after = max(0, _rounded(self.queries) + self.offset - first - table.shape[1])
+                table = table.detach().float()
+                table = F.pad(table, (before, after)) if before or after else table.contiguous()
+            padded.append(table)
+        return first - before, padded
+
+    def output(self) -> tuple[Tensor, Tensor]:
+        """Return o (B, H, T, E) and lse (L, T)."""
+        q, k, v = self.given
+        out = _heads_inside(q, self.queries, self.values)
+        lse = q.new_empty(self.batch * self.heads, self.queries, dtype=torch.float32)
+        self._launch("output", (q, k, v, out, lse), self.given)
+        return out, lse
+
+    def gradients(
+        self, grad: Tensor, out: Tensor, lse: Tensor, needed: tuple[bool, ...]
+    ) -> list[Tensor | None]:
+        """Return the gradients of q, k, v, table, factor and both sums of gates."""
+        q, k, v = self.given
+        delta = torch.empty_like(lse)
+        gated = self.gates[0] is not None
+        own = torch.zeros_like(lse) if gated else None  # remain 0 in causal attention
+        dq, dk = (_heads_inside(x, x.shape[2], self.width) for x in (q, k))
+        dv = _heads_inside(v, self.keys, self.values)
+        strided = (*self.given, grad)
+        pointers = (q, k, v, out, grad, lse, delta, dq, own)
+        self._launch("query_gradient", pointers, strided)
+        of_keys = lse.new_empty(lse.shape[0], self.keys) if gated else None
+        parts, numbers = self._parts(needed[3:5])
+        pointers = (q, k, v, grad, lse, delta, dk, dv, of_keys, *parts)
+        flags = {"TABLE_LEARNS": needed[3], "FACTOR_LEARNS": needed[4]}
+        self._launch("key_gradient", pointers, strided, numbers, **flags)
+        sums = (self._lag_sums(part, numbers[1]) for part in parts)
+        gates = (
+            x.view(self.batch, self.heads, -1).double() if need else None
+            for x, need in zip((own, of_keys), needed[5:7], strict=True)
+        )
+        return [dq, dk, dv, *sums, *gates]
+
+    def _parts(self, learns: tuple[bool, ...]) -> tuple[list[Tensor | None], tuple[int, int]]:
+        """Return memory for sums by lag (L, N, count) of table and factor, count, and first lag.
+
+        The lags are without the offset. Each has a sum for every tile of keys.
+        """
+        rows, size, *_ = self._tile("key_gradient")
+        tiles, window = triton.cdiv(self.keys, size), self.options.window
+        least, most = -rows - (tiles - 1) * size, triton.cdiv(self.queries, rows) * rows
+        if self.options.causal:
+            least = max(least, -self.offset - 2 * rows)
+        if window is not None:
+            most = min(most, window + size + rows - self.offset)
+        shape = (self.batch * self.heads, tiles, max(0, most - least))
+        new = self.given[0].new_zeros
+        parts = [new(shape, dtype=torch.float32) if learn else None for learn in learns]
+        return parts, (shape[2], least)
+
+    def _lag_sums(self, part: Tensor | None, least: int) -> Tensor | None:
+        """Return the gradient (H, R) of a table from sums by lag (L, N, count)."""
+        if part is None:
+            return None
+        _, tiles, count = part.shape
+        lags = self.lags
+        out = part.new_empty(self.heads, lags)
+        shift = self.options.first_lag - self.offset - least
+        launch(
+            flash_kernels.lag_sums_kernel,
+            (self.heads * triton.cdiv(lags, 64),),
+            *(part, out, self.batch, self.heads, tiles, count, lags, shift),
+            ROWS=64,
+            SIZE=64,
+        )
+        return out
+
+    def _bounds(self, tile: Tile, of_keys: bool) -> Tensor | None:
+        """Return the range of tiles that every tile of keys, or of queries, has a pair with."""
+        segments, padding = self.segments, self.padding
+        if segments[0] is None and padding is None:
+            return None
+        sides = [(self.queries, tile.queries, segments[0], None)]
+        sides.append((self.keys, tile.keys, segments[1], padding))
+        own, other = reversed(sides) if of_keys else sides
+        count = triton.cdiv(own[0], own[1])
+        like = self.given[0]
+        bounds = torch.empty(self.batch, count, 2, dtype=torch.int32, device=like.device)
+        launch(
+            flash_kernels.bounds_kernel,
+            (self.batch * count,),
+            *(like if x is None else x for x in (own[2], other[2], own[3], other[3])),
+            *(bounds, own[0], other[0]),
+            SIZE=own[1],
+            OTHER=other[1],
+            SEGMENTS=segments[0] is not None,
+            OWN_PADDED=own[3] is not None,
+            OTHER_PADDED=other[3] is not None,
+            GROUP=16,
+        )
+        return bounds
+
+    def _tile(self, name: str) -> Tile:
+        """Return the tile of a kernel."""
+        return tile_of(name, self)
+
+    def _launch(
+        self,
+        name: str,
+        pointers: tuple[Tensor | None, ...],
+        strided: tuple[Tensor, ...],
+        numbers: tuple[int, ...] = (),
+        **flags: bool,
+    ) -> None:
+        """Launch the kernel of that name for all tiles of queries, or of keys."""
+        tile, options, of_keys = self._tile(name), self.options, name == "key_gradient"
+        tokens, size = (self.keys, tile.keys) if of_keys else (self.queries, tile.queries)
+        masks = (self.padding, *self.segments, self._bounds(tile, of_keys))
+        pointers = (*pointers, *self.tables, *self.gates, *masks, options.seed)
+        strides = [n for x in strided for n in x.stride()[:3]]
+        unit = gcd(16, *strides)
+        launch(
+            getattr(flash_kernels, f"{name}_kernel"),
+            (triton.cdiv(tokens, size) * self.batch * self.heads,),
+            *(self.given[0] if x is None else x for x in pointers),
+            *(n // unit for n in strides),
+            *(self.queries, self.keys, self.heads, self.columns, self.first_lag, self.offset),
+            *(options.window or 0, self.threshold, *numbers, options.scale, self.inverse),
+            UNIT=unit,
+            BM=tile.queries,
+            BN=tile.keys,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **self._constants(tile.split),
+            **flags,
+        )
+
+    def _constants(self, split: bool) -> dict[str, Any]:
+        """Return the compile-time arguments of all three kernels, without tiles and strides."""
+        options = self.options
+        masks = {
+            "WINDOWED": options.window is not None,
+            "PADDED": options.padding is not None,
+            "SEGMENTS": options.segments is not None,
+        }
+        return {
+            "D": self.width,
+            "E": self.values,
+            "DP": _power_of_two(self.width),
+            "EP": _power_of_two(self.values),
+            "CAUSAL": options.causal,
+            "TABLE": self.tables[0] is not None,
+            "FACTOR": self.tables[1] is not None,
+            "GATED": self.gates[0] is not None,
+            "EXACT": self.given[0].dtype == torch.float32,
+            "DROPS": self.threshold > 0,
+            "SPLIT": split and not any(masks.values()),
+            **masks,
+        }
+
+
+def _bytes(mask: Tensor) -> Tensor:
+    """Return a bool mask as bytes."""
+    return mask.contiguous().view(torch.uint8)

@@ -1,0 +1,98 @@
+"""Calls of flash attention for tests: inputs of every form, on any device and in any dtype."""
+
+import torch
+
+from lrpe_fairseq.kernels import flash
+
+ARGUMENTS = ("q", "k", "v", "table", "factor", "c", "d")
+"""What may need a gradient; c and d are the sums of gates of queries and keys."""
+
+
+def inputs(
+    T=70, S=None, D=16, E=16, B=2, H=2, dtype=torch.float32, device="cpu", causal=True,
+    table=False, factor=False, gates=False, padding=False, documents=0, **others,
+):  # fmt: skip
+    """Return tensors by the names of ARGUMENTS, and the other arguments of attention.
+
+    table, factor, gates, padding: whether they are given. documents: tokens per packed document.
+    Documents of the last sequence have other borders, and an order that does not ascend.
+    """
+    torch.manual_seed(0)
+    S = S or T
+    rows = ((T, D), (S, D), (S, E))
+    found = {name: torch.randn(B, t, H, w) for name, (t, w) in zip("qkv", rows, strict=True)}
+    found = {name: x.to(dtype).transpose(1, 2) for name, x in found.items()}
+    options = {"causal": causal, "scale": 0.3, "first_lag": 1 - max(T, S), **others}
+    lags = 2 * max(T, S) - 1
+    found |= {"table": torch.randn(H, lags)} if table else {}
+    found |= {"factor": torch.rand(H, lags)} if factor else {}
+    if gates:
+        sums = (-torch.rand(B, H, S, dtype=torch.float64) / 5).cumsum(2)
+        found |= {"c": sums[..., S - T :].clone(), "d": sums}
+    if padding:
+        hidden = torch.zeros(B, S, dtype=torch.bool)
+        hidden[0, : S // 8] = hidden[-1, S // 2 :] = True
+        options["padding"] = hidden.to(device)
+    if documents:
+        number = (torch.arange(S) // documents).int().repeat(B, 1)
+        number[-1] = number[-1].flip(0)
+        options["segments"] = number[:, S - T :].to(device), number.to(device)
+    if others.get("dropout"):
+        options["seed"] = torch.tensor([2**40 + 7], device=device)
+    return {name: x.to(device) for name, x in found.items()}, options
+
+
+def results(attention, tensors, options, weights=None):
+    """Return the output and the gradients of a weighted sum of it, by name."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
+    given = dict(leaves)
+    gates = (given.pop("c"), given.pop("d")) if "c" in given else None
+    rows = [given.pop(name) for name in "qkv"]
+    out = attention(*rows, gates=gates, **given, **options)
+    if weights is None:
+        weights = torch.arange(out.numel(), device=out.device).cos().view_as(out)
+    grads = torch.autograd.grad(out, list(leaves.values()), weights.to(out.dtype))
+    return {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
+
+
+def exact(tensors, options):
+    """Return the results of the definition in float64."""
+    return results(flash.definition, {n: x.double() for n, x in tensors.items()}, options)
+
+
+def assert_near(found, wanted, bound):
+    """Compare tensors by their norms; those of ``wanted`` below 1 count as 1."""
+    for name, expected in wanted.items():
+        assert found[name].isfinite().all(), name
+        error = (found[name].double() - expected).norm() / expected.norm().clamp_min(1.0)
+        assert error <= bound, f"{name}: {error:.2g} above {bound:.2g}"
+
+
+CASES = {
+    "plain": {"T": 130},
+    "full": {"causal": False},
+    "table of a text longer than a tile": {"T": 130, "table": True, "B": 1},
+    "table, full": {"table": True, "causal": False, "T": 130, "B": 1},
+    "factor": {"factor": True},
+    "gates": {"gates": True, "T": 130, "B": 1},
+    "gates, full": {"gates": True, "causal": False},
+    "padding": {"padding": True, "T": 130},
+    "padding, full": {"padding": True, "causal": False, "T": 130},
+    "documents": {"documents": 19, "T": 130},
+    "documents, full": {"documents": 50, "causal": False, "T": 130},
+    "window": {"window": 20, "T": 130, "table": True, "B": 1},
+    "dropout": {"dropout": 0.3},
+    "all, after a cache": {
+        "T": 66, "S": 130, "table": True, "factor": True, "gates": True, "padding": True,
+        "documents": 40, "window": 90, "dropout": 0.1, "D": 40, "E": 24,
+    },
+    "all, full": {
+        "causal": False, "table": True, "factor": True, "gates": True, "padding": True,
+        "documents": 40, "dropout": 0.1, "D": 20, "E": 36,
+    },
+    "one query": {"T": 1, "S": 70, "table": True, "gates": True},
+    "one token": {"T": 1, "table": True},
+    "queries without keys": {"T": 110, "S": 70, "table": True, "B": 1},
+    "cross-attention": {"T": 70, "S": 40, "causal": False, "padding": True},
+    "wide": {"T": 66, "D": 256, "E": 128, "B": 1, "H": 1, "table": True, "scale": 0.05},
+}  # fmt: skip
