@@ -17,10 +17,13 @@ from torch.nn import functional as F
 
 from lrpe_fairseq.attention.tokens import Tokens, lag_numbers, lags_between, visible_pairs
 from lrpe_fairseq.encodings.base import LOWEST, Encoding, Form, Lags, masked_softmax
+from lrpe_fairseq.kernels import loader
 from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed
 
 BLOCK = 2**24
 """Maximum number of scores B H R S of a block of R queries: 64 MB in float32."""
+
+FLASH = "lrpe_fairseq.kernels.flash_triton"
 
 Rescore = Callable[[Tensor, Tensor | None], Tensor]
 """(scores, visible) -> scores; see ``ScoreEncoding.forward``."""
@@ -74,6 +77,9 @@ def encoded_attention(
     Returns: (B, H, T, E). A query without a visible key gets zeros, never NaN.
     """
     call = _call(encoding, queries, keys, causal, dropout)
+    out = _flash(q, k, v, queries, keys, call)
+    if out is not None:
+        return out
     if call.form == Form() and queries.sums is None:
         return _plain(q, k, v, queries, keys, call)
     blocks = list(query_blocks(q, k, causal, BLOCK))
@@ -109,10 +115,71 @@ def _call(encoding: Encoding, queries: Tokens, keys: Tokens, causal: bool, dropo
 def _plain(q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call: Call) -> Tensor:
     """Compute attention whose scores are q k^T."""
     square, options = q.shape[-2] == k.shape[-2], {"scale": call.scale, "dropout": call.dropout}
-    masked = keys.padding is not None or keys.segments is not None or keys.window is not None
-    if not masked and (square or not call.causal):
+    if keys.unmasked and (square or not call.causal):
         return fused_attention(q, k, v, is_causal=call.causal, **options)
     return softmax_attention(q, k, v, visible=visible_pairs(queries, keys, call.causal), **options)
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call: Call
+) -> Tensor | None:
+    """Compute :func:`encoded_attention` in the Triton kernel, if it serves the form.
+
+    None for a form that is no data, for scores that torch's own kernel computes as fast, and for a
+    single query.
+    """
+    form, kernels = call.form, loader.triton_kernels(FLASH)
+    if kernels is None or form._replace(table=None, decay=None, score_decay=None) != Form():
+        return None
+    plain = form == Form() and queries.sums is None and keys.unmasked
+    if q.shape[2] == 1 or (plain and q.shape[3] == v.shape[3]):
+        return None
+    in_slots = queries.slots is not None and keys.slots is not None
+    by_lag = form.table is not None or form.score_decay is not None or form.decay is not None
+    by_gates = form.decay is not None and call.causal and form[0] is form.score_decay is None
+    if by_lag and not in_slots and not by_gates:
+        return None
+    data = _by_slot(call) if in_slots else {}
+    data["gates"] = _gates(queries, keys, None if in_slots else form.decay, len(q))
+    if not kernels.serves(q, k, v, keys.padding, data.get("table"), data.get("factor")):
+        return None
+    masks: dict[str, Any] = {"padding": keys.padding, "window": keys.window}
+    if keys.segments is not None:
+        masks["segments"] = queries.segments.int(), keys.segments.int()
+    options = {"causal": call.causal, "scale": call.scale, "dropout": call.dropout}
+    return kernels.flash_attention(q, k, v, **options, **masks, **data)
+
+
+def _by_slot(call: Call) -> dict[str, Any]:
+    """Return biases and factors by lag, (H, R) float32, and the smallest lag."""
+    form, (first, last) = call.form, call.lags
+    decays = form.decay, form.score_decay
+    device = next((x.device for x in (form.table, *decays) if x is not None), None)
+    if device is None:
+        return {}
+    lag = torch.arange(first, last + 1, device=device)
+    lag = lag.clamp_min(0) if call.causal else lag.abs()
+    table, factor = (None if d is None else d.float().unsqueeze(-1) * lag for d in decays)
+    if form.table is not None:
+        table = form.table.float() if table is None else form.table.float() + table
+    factor = None if factor is None else factor.exp()
+    return {"table": table, "factor": factor, "first_lag": first}
+
+
+def _gates(
+    queries: Tokens, keys: Tokens, decay: Tensor | None, batch: int
+) -> tuple[Tensor, Tensor] | None:
+    """Return sums (B, H, T) and (B, H, S), float64, whose differences are the log decays."""
+    if queries.sums is None and decay is None:
+        return None
+    found = []
+    for tokens in (queries, keys):
+        sums = tokens.sums
+        if decay is not None:
+            own = decay.double().unsqueeze(-1) * tokens.numbers.unsqueeze(-2)
+            sums = own.expand(batch, -1, -1) if sums is None else sums + own
+        found.append(sums)
+    return tuple(found)
 
 
 def _block(q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call: Call) -> Tensor:

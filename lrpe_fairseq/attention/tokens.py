@@ -69,6 +69,11 @@ class Tokens(NamedTuple):
         return self._replace(**cut, slots=None if self.slots is None else self.slots + first)
 
     @property
+    def unmasked(self) -> bool:
+        """True if nothing but causality hides keys."""
+        return self.padding is None and self.segments is None and self.window is None
+
+    @property
     def numbers(self) -> Tensor:
         """The number of real tokens before each token, N or B N."""
         return self.positions if self.counts is None else self.counts

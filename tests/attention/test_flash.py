@@ -1,0 +1,90 @@
+"""Softmax attention through the Triton kernel, in Triton's interpreter, against PyTorch."""
+
+import pytest
+import torch
+
+from lrpe_fairseq.attention import softmax
+from lrpe_fairseq.attention.multihead import MultiheadAttention
+from lrpe_fairseq.encodings import ENCODINGS, encoding_class, is_causal_only
+
+flash_triton = pytest.importorskip("lrpe_fairseq.kernels.flash_triton")
+BATCH, HEADS, TIME, WIDTH = 2, 2, 19, 16
+LEFT = torch.zeros(BATCH, TIME, dtype=torch.bool)
+LEFT[1, :5] = True
+BETWEEN = torch.zeros(BATCH, TIME, dtype=torch.bool)
+BETWEEN[0, [2, 3, 11]] = True
+MASKS = {"whole": {}, "left": {"key_padding_mask": LEFT, "one_sided": True},
+         "between": {"key_padding_mask": BETWEEN}}  # fmt: skip
+BY_LAG = ("alibi", "kerple-log", "kerple-power", "permuteformer", "sandwich", "t5")
+"""Encodings whose score depends on the lag between tokens."""
+BY_GATES = ("fox", "gated:alibi", "gated:lrpe-type2")
+WIDE = ("cosformer", "lrpe-tmlr-type1", "lrpe-type8")
+"""Encodings whose features are wider than values."""
+
+
+def expected(name, causal, mask):
+    """True if the kernel serves the encoding; torch's own serves plain scores of equal widths."""
+    if name in BY_LAG:
+        return mask != "between" or (name == "alibi" and causal)
+    data = not encoding_class(name).decomposable
+    return not data and (name in WIDE or name in BY_GATES or mask != "whole")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The arguments of every call of the kernel, which is used on the CPU."""
+    found, kernel = [], flash_triton.flash_attention
+
+    def counted(*given, **options):
+        found.append(options)
+        return kernel(*given, **options)
+
+    monkeypatch.setattr(flash_triton, "flash_attention", counted)
+    monkeypatch.setattr(softmax.loader, "triton_kernels",
+                        lambda name: flash_triton if name == softmax.FLASH else None)  # fmt: skip
+    return found
+
+
+def results(module, **options):
+    """Output at real tokens, and the gradients of the input and of every parameter."""
+    x = torch.randn(BATCH, TIME, WIDTH, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    out = module.attend(x, **options)[0]
+    padding = options.get("key_padding_mask")
+    out = out if padding is None else out.masked_fill(padding[..., None], 0.0)
+    weights = torch.arange(out.numel()).cos().view_as(out)
+    learned = [p for p in module.parameters() if p.requires_grad]
+    grads = torch.autograd.grad((out * weights).sum(), [x, *learned], allow_unused=True)
+    return [out, *(g for g in grads if g is not None)]
+
+
+def compared(name, causal, calls, monkeypatch, **options):
+    """Compare kernel and PyTorch; return the number of the kernel's calls."""
+    torch.manual_seed(0)
+    given = {"attention_type": "softmax", "position_encoding": name, "causal": causal}
+    module = MultiheadAttention(WIDTH, HEADS, **given).eval()
+    found, count = results(module, **options), len(calls)
+    monkeypatch.setattr(softmax.loader, "triton_kernels", lambda name: None)
+    for ours, wanted in zip(found, results(module, **options), strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=2e-4, atol=2e-5)
+    return count
+
+
+QUICK = ("none", "alibi", "t5", "fox", "permuteformer", "lrpe-type8", "cope")
+CASES = [
+    pytest.param(name, causal, mask, marks=[] if name in QUICK else [pytest.mark.exhaustive])
+    for name in (*ENCODINGS, *BY_GATES[1:])
+    for causal in (True, False)
+    for mask in MASKS
+    if causal or not is_causal_only(name)
+]
+
+
+@pytest.mark.parametrize(("name", "causal", "mask"), CASES)
+def test_the_kernel_serves_what_is_data_and_equals_pytorch(name, causal, mask, calls, monkeypatch):
+    count = compared(name, causal, calls, monkeypatch, **MASKS[mask])
+    assert count == expected(name, causal, mask)
+
+
+@pytest.mark.parametrize("name", ["rope", "alibi", "t5", "fox", "permuteformer"])
+def test_a_window_is_a_window_of_the_kernel(name, calls, monkeypatch):
+    assert compared(name, True, calls, monkeypatch, window=4) == 1
