@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lrpe_fairseq.attention.multihead import MultiheadAttention
+from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
 from lrpe_fairseq.encodings import EncodingOptions, EncodingSpec, build_encoding, domains
 from lrpe_fairseq.encodings import rotations as rotations_module
 from lrpe_fairseq.encodings.algebraic import bands
@@ -19,6 +19,7 @@ from lrpe_fairseq.encodings.tree_products import definition as step_by_step
 from lrpe_fairseq.encodings.tree_products import tree_turn
 from lrpe_fairseq.errors import ChoiceError
 from tests.pairwise import pairwise
+from tests.references import score_matrix
 
 HEADS, D = 2, 8
 COMPONENTS = ("sequence", "cycle7", "tree2", "tree3", "sequence+cycle7", "tree3+sequence")
@@ -253,7 +254,7 @@ def test_at_the_start_it_is_rope(generator, head_dim):
     x, at = normal(2, HEADS, 6, head_dim), torch.tensor([0, 1, 2, 31, 512, 100_000])
     learned = build_encoding("lrpe:identity:rotation-learned", head_dim, HEADS)  # float32 angles
     torch.testing.assert_close(encoding(x, x, at, at), learned(x, x, at, at), rtol=0, atol=1e-10)
-    exact = bands(head_dim, 10000.0).expand(HEADS, -1)
+    exact = bands(head_dim).expand(HEADS, -1)
     component = encoding.components[0]
     if generator == "canonical":
         component.theta.data = exact.clone()
@@ -482,15 +483,49 @@ def test_arities_that_do_not_fit_are_refused(arities, order, message):
 # --- distances ---------------------------------------------------------------------------------
 
 
-def test_distances_are_steps():
-    at = torch.tensor([0, 1, 2, 5, 6])
-    steps = torch.tensor([[0, 1, 1, 2, 2], [1, 0, 2, 3, 3]])
-    assert torch.equal(build("tree2").steps_between(at[:2], at), steps)
-    assert build("cycle7").steps_between(torch.tensor([0]), at).tolist() == [[0, 1, 2, 2, 1]]
-    assert build("sequence+cycle7").steps_between(at[:1], at).tolist() == [[0, 2, 4, 7, 7]]
-    grid = build("sequence+sequence", grid_width=4)
-    assert grid.steps_between(torch.tensor([0]), at).tolist() == [[0, 1, 2, 2, 3]]
-    published = build("sequence+sequence", grid_width=4, fidelity=["ape-euclidean"])
-    assert published.steps_between(torch.tensor([0]), at).tolist() == [[0, 1, 2, 1, 2]]
-    padded = build("tree2", fidelity=["ape-tree-distance"])
-    assert padded.steps_between(at[:2], at[:4]).tolist() == [[0, 4, 4, 4], [4, 0, 4, 4]]
+def test_the_locality_factor_counts_steps_in_every_domain():
+    at, cpu = torch.tensor([0, 1, 2, 5, 6]), torch.device("cpu")
+
+    def steps(components, **options):
+        factor = build(components, ape_decay=0.5, **options).form(None, cpu).factor
+        return (-factor(at[:2], at).log2()).tolist()
+
+    assert steps("tree2") == [[0, 1, 1, 2, 2], [1, 0, 2, 3, 3]]
+    assert steps("cycle7")[0] == [0, 1, 2, 2, 1]
+    assert steps("sequence+cycle7")[0] == [0, 2, 4, 7, 7]
+    assert steps("sequence+sequence", grid_width=4)[0] == [0, 1, 2, 2, 3]
+    form = build("sequence", ape_decay=0.5).form(None, cpu)
+    assert form.factor is None
+    torch.testing.assert_close(form.score_decay.exp(), torch.full((HEADS,), 0.5))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ["ape", "ape-tree"])
+def test_the_locality_factor_multiplies_the_score(name, causal):
+    def module_of(kind, decay):
+        torch.manual_seed(0)
+        options = EncodingOptions(ape_decay=decay)
+        given = {"attention_type": kind, "position_encoding": name, "options": options}
+        return MultiheadAttention(HEADS * D, HEADS, causal=causal, **given).double().eval()
+
+    module, x, at = module_of("softmax", 0.8), normal(2, 6, HEADS * D), torch.arange(6)
+    q, k, v = module._project(x)
+    factor = 0.8 ** (at[:, None] - at).abs()
+    if name == "ape-tree":
+        factor = module.encoding.form(None, q.device).factor(at, at)
+    scores = score_matrix(module_of("softmax", 1.0).encoding, q * D**-0.5, k, at, at) * factor
+    hidden = torch.ones(6, 6).triu(1).bool() & causal
+    wanted = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+    torch.testing.assert_close(
+        module.attend(x)[0], module._project_out(wanted, x), rtol=0, atol=1e-6
+    )
+    if name == "ape-tree":
+        with pytest.raises(ChoiceError, match="linear attention"):
+            module_of("linear", 0.8)
+        return
+    q, k = (feature_map(x) for x in (q, k))
+    scores = score_matrix(module_of("linear", 1.0).encoding, q, k, at, at) * factor
+    scores = scores.masked_fill(hidden, 0.0)
+    wanted = scores @ v / scores.sum(-1, keepdim=True)
+    found = module_of("linear", 0.8).attend(x)[0]
+    torch.testing.assert_close(found, module._project_out(wanted, x), rtol=0, atol=1e-6)
