@@ -20,7 +20,6 @@ from omegaconf import OmegaConf
 from PIL import Image
 from torch import nn
 
-from lrpe_fairseq.encodings.fidelity import UNIT_POSITIONS
 from lrpe_fairseq.errors import Refusal
 from lrpe_fairseq.experiments.families import plan
 from lrpe_fairseq.experiments.records.files import CONFIGS, load_config
@@ -166,11 +165,10 @@ def test_pixels_in_color_are_patches_too() -> None:
     assert single.cells(image.flatten(1))[0, 5].tolist() == image[0, 0, 5].tolist()
 
 
-def test_learned_positions_start_small_and_as_in_published_code_on_request() -> None:
-    for fidelity, expected in (("correct", 0.0176), (UNIT_POSITIONS, 1.0)):
-        weight = model_of(fidelity=fidelity).encoder.embed_positions.weight
-        assert weight[PAD].count_nonzero() == 0
-        assert weight[2:].std().item() == pytest.approx(expected, rel=0.1)
+def test_learned_positions_start_small() -> None:
+    weight = model_of().encoder.embed_positions.weight
+    assert weight[PAD].count_nonzero() == 0
+    assert weight[2:].std().item() == pytest.approx(0.0176, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -304,7 +304,7 @@ def test_truncated_attention_of_one_layer_is_that_of_a_window_for_every_token(
     found = scoring.evaluate(model, text, 2, T, ["truncated-128", "truncated-8", "paired-8"])
     assert found["truncated-128"]["loss"] == pytest.approx(expected, abs=2e-5)
     assert found["truncated-8"]["loss"] == pytest.approx(found["paired-8"]["loss"], abs=2e-5)
-    assert all(m.window is None for m in attentions(model))
+    assert all(m.given.window is None for m in attentions(model))
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_layers_with_a_window_reach_as_far_as_their_windows_together(
     layers = ONE_LAYER.replace("--decoder-layers 1", "--decoder-layers 3")
     model = build(corpus, f"{layers} {options}")[0].eval().double()
     for module in attentions(model):
-        module.window = 4
+        module.given.window = 4
     text = text_of(model, 40)[None]
     with torch.no_grad():
         whole, all_seen, one_lost = (
@@ -361,9 +361,8 @@ def test_a_window_needs_whole_texts() -> None:
     for attention in ("linear", "softmax"):
         options = {"attention_type": attention, "position_encoding": "rope", "causal": True}
         module = MultiheadAttention(16, 2, **options)
-        module.window = 3
         with pytest.raises(ValueError, match="a window needs causal attention to whole texts"):
-            module.attend(torch.randn(1, 5, 16), keep_state=True)
+            module.attend(torch.randn(1, 5, 16), keep_state=True, window=3)
 
 
 # --- denominators -----------------------------------------------------------------------------

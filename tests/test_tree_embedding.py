@@ -48,8 +48,8 @@ def test_the_embedding_of_known_nodes() -> None:
     with torch.no_grad():
         embedding.weight.copy_(torch.tensor(decays).atanh())
     found = [(), (1,), (0, 1), (1, 1, 0, 1, 0, 0, 1, 0, 1, 1)]
-    embedding.positions = torch.tensor([[node(*path) for path in found]])
-    embedded = embedding(embedding.positions)
+    embedding.given.positions = torch.tensor([[node(*path) for path in found]])
+    embedded = embedding(embedding.given.positions)
     for row, path in zip(embedded[0], found, strict=True):
         torch.testing.assert_close(row, expected(path, decays, 35))
     assert embedded[0, 0].count_nonzero() == 0

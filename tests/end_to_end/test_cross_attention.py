@@ -68,7 +68,6 @@ def cross_of(model: Any) -> list[Any]:
         ("--cross-attention-normalizer none --cross-encoding-seed 3", Stock),
         (f"{CROSS} rope", CrossAttention),
         ("--cross-attention-type linear", CrossAttention),
-        ("--cross-score-decay 0.98", CrossAttention),
     ],
 )
 def test_cross_attention_is_stock_by_default_and_starts_from_its_weights(

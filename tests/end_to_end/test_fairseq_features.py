@@ -15,11 +15,8 @@ from fairseq.data import Dictionary
 from fairseq.dataclass.configs import EMAConfig
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models.ema import build_ema
-from fairseq.modules import FairseqDropout
-from lrpe_fairseq.models.inference import DROPOUT_MODULES
 from omegaconf import OmegaConf
 
-from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.errors import Refusal
 from tests.end_to_end.commands import (
     PLUGIN,
@@ -310,49 +307,6 @@ def test_a_model_that_would_fail_later_is_refused_when_it_is_built(
 
 
 # ---- inference ----
-
-
-def dropouts(model: Any) -> dict[str, bool]:
-    """True for each named module whose dropout is on at inference."""
-    found = {
-        m.module_name: m.apply_during_inference
-        for m in model.modules()
-        if isinstance(m, FairseqDropout) and m.module_name in DROPOUT_MODULES
-    }
-    own = {m.retain_dropout for m in model.modules() if isinstance(m, MultiheadAttention)}
-    assert own == {found["MultiheadAttention"]}  # ours as the stock cross-attention
-    return found
-
-
-@pytest.mark.parametrize(
-    ("asked", "kept"),
-    [
-        (None, set(DROPOUT_MODULES)),
-        (["TransformerEncoderLayer"], {"TransformerEncoderLayer"}),
-        (["TransformerDecoderLayerBase"], {"TransformerDecoderLayer"}),
-        (
-            ["MultiheadAttention", "TransformerEncoder"],
-            {"MultiheadAttention", "TransformerEncoder"},
-        ),
-    ],
-)
-def test_dropout_is_retained_in_the_modules_that_are_named(
-    pairs: Path, asked: list[str] | None, kept: set[str]
-) -> None:
-    model, _, _ = built(pairs, PAIRS, "--attention-dropout 0.1 --encoder-attention-type softmax")
-    model.make_generation_fast_(retain_dropout=True, retain_dropout_modules=asked)
-    assert {name for name, on in dropouts(model).items() if on} == kept
-
-
-@pytest.mark.parametrize("arch", ["lrpe_lm_tiny", "lrpe_transformer_tiny"])
-def test_retained_dropout_of_an_unknown_module_is_refused(
-    corpus: Corpus, pairs: Path, arch: str
-) -> None:
-    model = (build(corpus, SMALL) if arch == "lrpe_lm_tiny" else built(pairs, PAIRS))[0]
-    with pytest.raises(SystemExit, match="unknown module 'EncoderLayr'") as refusal:
-        model.make_generation_fast_(retain_dropout=True, retain_dropout_modules=["EncoderLayr"])
-    assert refusal.value.code == 2
-    assert "\n" not in str(refusal.value)
 
 
 def test_retained_attention_dropout_changes_the_output(corpus: Corpus) -> None:

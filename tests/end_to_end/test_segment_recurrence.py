@@ -498,17 +498,3 @@ def test_segments_that_are_too_long_and_context_windows_are_refused(corpus: Corp
         batches(task, max_positions=SEGMENT - 1)
     with pytest.raises(SystemExit, match="does not support --context-window"):
         task.eval_lm_dataloader(dataset=task.dataset("valid"), context_window=4)
-
-
-@pytest.mark.parametrize(
-    ("given", "dropout"),
-    [("", 0.1), ("--fidelity xl-no-dropout", 0.0), ("--fidelity published", 0.0),
-     ("--fidelity xl-no-dropout --position-encoding rope", 0.1)],
-)  # fmt: skip
-def test_the_published_transformer_xl_has_no_dropout(
-    corpus: Corpus, given: str, dropout: float
-) -> None:
-    rates = "--dropout 0.1 --attention-dropout 0.1 --activation-dropout 0.1"
-    layer = built(corpus, rates, given, memory=4)[0].decoder.layers[0]
-    found = {layer.dropout_module.p, layer.activation_dropout_module.p, layer.self_attn.dropout}
-    assert found == {dropout}
