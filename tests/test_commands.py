@@ -156,7 +156,7 @@ def test_changes_that_a_training_can_have_name_a_folder_below_by_hand() -> None:
 def test_gpus_that_a_machine_lacks_are_refused_before_data_are_prepared(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_table, "_prepared", None)  # not called
+    monkeypatch.setattr(run_table.TrainingRun, "prepare_data", None)  # not called
     assert run_table.main(["table2", "--rows", "Base", "--gpus", "999"]) == 2
     assert "a run cannot have 999 GPUs" in capsys.readouterr().err
 

@@ -126,4 +126,4 @@ def test_the_exit_status_counts_failures(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "basics", lambda: iter([]))
     monkeypatch.setattr(doctor, "checks", lambda: iter([("a", lambda: "fine"), ("b", broken)]))
     assert doctor.main() == 1
-    assert capsys.readouterr().out == "ok    a: fine\nFAIL  b: do this\n1 check failed\n"
+    assert capsys.readouterr().out == "ok    a: fine\nFAIL  b: do this\n1 failed\n"

@@ -331,7 +331,7 @@ AGAIN = {"test": {"blocks": 4.0, "blocks-512": 5.0}}
     ("difference", "expected"),
     [
         ("none", {"test": {**BEFORE["test"], **AGAIN["test"]}, "valid": BEFORE["valid"]}),
-        ("protocol", {"test": {"sliding": 2.0, **AGAIN["test"]}}),
+        ("protocol", AGAIN),
         ("checkpoint", AGAIN),
         ("no checkpoint", AGAIN),
         ("data", AGAIN),

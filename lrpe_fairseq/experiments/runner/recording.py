@@ -1,7 +1,7 @@
 """What a run file says of its training: read from a checkpoint, and kept in ``usage.json``.
 
 A training has one part per start or resumption; ``usage.json`` in its run folder has the commits
-of all parts, the checksums of the data, and the peak memory.
+of all parts and the checksums of the data.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ COUNTS = ("examples", "sentences", "tokens")  # metrics that count what was eval
 
 
 def usage(folder: Path) -> Run:
-    """Return ``commits`` (in order), ``data`` (checksums) and ``peak_memory_mb`` of a run folder.
+    """Return ``commits`` (in order) and ``data`` (checksums) of a run folder.
 
     If an older version started the training, some of them are missing.
     """
@@ -31,13 +31,6 @@ def begin_part(folder: Path, data: dict[str, str], *, resumed: bool) -> None:
     known = usage(folder) if resumed else {}
     commits = list(dict.fromkeys([*known.get("commits", []), commit()]))
     write_json(folder / USAGE, {**known, "commits": commits, "data": data})
-
-
-def end_part(folder: Path, memory: float) -> None:
-    """Store the peak memory in MB of a finished part; the largest of all parts is kept."""
-    known = usage(folder)
-    peak = max(round(memory, 1), known.get("peak_memory_mb", 0))
-    write_json(folder / USAGE, {**known, "peak_memory_mb": peak})
 
 
 def provenance(folder: Path) -> Run:
