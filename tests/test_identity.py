@@ -10,11 +10,11 @@ from fairseq.trainer import Trainer
 from lrpe_fairseq import compat
 from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.data.corpus import digest
-from lrpe_fairseq.experiments.families import lm
+from lrpe_fairseq.experiments.families import lm, plan
 from lrpe_fairseq.experiments.records import checkout
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.runs import write_run
-from lrpe_fairseq.experiments.report import cells
+from lrpe_fairseq.experiments.report.frame import require_same
 from lrpe_fairseq.experiments.runner import identity, recording
 from lrpe_fairseq.experiments.runner.processes import ChildFailed, Children, RunFailed
 from tests.test_experiments import a_record, one_run, save, trained  # noqa: F401
@@ -91,12 +91,13 @@ def test_data_that_change_during_the_training_are_not_recorded(prepared):
 
 
 def test_runs_on_different_data_of_one_name_do_not_share_a_table():
+    table = replace(plan.load_named("table2"), same=[])
     old, one = a_record(), a_record(data={"train": "1", "dictionary": "2"})
     elsewhere = a_record(dataset="other", data={"train": "3"})
-    cells.require_same_data({"old": old, "one": one, "again": one, "elsewhere": elsewhere})
+    require_same(table, {"old": old, "one": one, "again": one, "elsewhere": elsewhere})
     other = a_record(data={"train": "3", "dictionary": "2"})
-    with pytest.raises(ValueError, match=r"^one and b cannot share a table; .*toy \(train\)"):
-        cells.require_same_data({"old": old, "one": one, "b": other})
+    with pytest.raises(ValueError, match=r"^one and b cannot .* differ in the data toy \(train\)"):
+        require_same(table, {"old": old, "one": one, "b": other})
 
 
 def test_the_commits_of_all_parts_of_a_training_are_named(tmp_path, monkeypatch):

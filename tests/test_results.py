@@ -19,7 +19,7 @@ from lrpe_fairseq.experiments.records.runs import (
     validate,
     write_run,
 )
-from lrpe_fairseq.experiments.report import cells, docs, frame, pages
+from lrpe_fairseq.experiments.report import docs, frame, pages
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPER = ROOT / "results" / "paper"
@@ -329,7 +329,8 @@ def edit_table(root, old, new):
 def scores(root, row, column):
     table = load_table(root / "configs" / "tables" / "demo.yaml")
     runs = read_runs(root / "results" / "runs")
-    return cells.scores(table, table.row(row), table.column(column), runs)
+    sheet = frame.Sheet(table, "small", "", runs)
+    return sheet.scores(table.row(row), table.column(column))
 
 
 def page(root):
@@ -444,18 +445,6 @@ def test_a_mean_column_averages_columns_over_the_seeds_they_share(root):
     save(root, "a", seed=1, metrics=both)
     save(root, "b", seed=2, metrics=ppl(10.0))
     assert scores(root, "Base", "mean") == {1: 15.0}
-
-
-def test_a_relative_column_divides_by_the_mean_of_the_baseline_row(root):
-    extra = (
-        "  - {key: speed, title: speed, attention: linear, metric: tokens_per_second,"
-        " relative: true}\nrows:"
-    )
-    edit_table(root, "rows:", extra)
-    save(root, "a", seed=1, tokens_per_second=900)
-    save(root, "b", seed=2, tokens_per_second=1100)
-    save(root, "c", seed=1, tokens_per_second=500, position_encoding="rope")
-    assert scores(root, "RoPE", "speed") == {1: 0.5}
 
 
 @pytest.mark.parametrize(("side", "other"), [("decoder", "encoder"), ("encoder", "decoder")])

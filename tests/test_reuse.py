@@ -18,7 +18,7 @@ from lrpe_fairseq.experiments.records.checkout import commit
 from lrpe_fairseq.experiments.records.keys import cells
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import Run, read_run, write_run
-from lrpe_fairseq.experiments.report.cells import require_same_options
+from lrpe_fairseq.experiments.report.frame import require_same
 from lrpe_fairseq.experiments.runner import identity, schedule
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children
@@ -151,12 +151,12 @@ def test_options_are_shared_within_a_data_set(table) -> None:
         f"lengths/{n}.json": a_record(dataset=data, config={"task.tokens_per_sample": tokens})
         for n, (data, tokens) in enumerate([("a", 256), ("a", 256), ("b", 512)])
     }
-    require_same_options(table(), runs)
+    require_same(table(), runs)
     runs["lengths/2.json"]["config"]["task.tokens_per_sample"] = 256
-    require_same_options(table(), runs)
+    require_same(table(), runs)
     runs["lengths/1.json"]["config"]["task.tokens_per_sample"] = 128
     with pytest.raises(ValueError, match=r"differ in task\.tokens_per_sample: 256 and 128"):
-        require_same_options(table(), runs)
+        require_same(table(), runs)
 
 
 def test_cells_without_a_configuration_keep_their_names(table) -> None:

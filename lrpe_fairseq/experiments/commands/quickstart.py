@@ -99,7 +99,8 @@ def show(finished: Sequence[LMRun]) -> None:
     found = report.rows(runs)
     print("\n" + report.table(found))
     if published := report.rows(report.published(RUNS)):
-        print("\n".join(report.comparison(found, published)) + "\n")
+        print(f"Published, {len(published[0].ppl)} seeds, lower is better:")
+        print("\n".join(f"  {line}" for line in report.order(published)) + "\n")
     picture = WORK / "validation.png"
     try:
         report.draw(picture, runs)
