@@ -1,6 +1,7 @@
 """Runs, their schedule and tables: what is trained, what counts as finished, what survives."""
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from dataclasses import fields, replace
 from pathlib import Path
@@ -43,12 +45,13 @@ from lrpe_fairseq.experiments.runner import (
     schedule,
 )
 from lrpe_fairseq.experiments.runner.devices import Devices
-from lrpe_fairseq.experiments.runner.processes import Busy, Children, RunFailed
+from lrpe_fairseq.experiments.runner.processes import RunFailed
 from lrpe_fairseq.models.options import AttentionOptions
 from lrpe_fairseq.models.translation import CrossOptions, DecoderOptions, EncoderOptions
 from tests.end_to_end.conftest import corpus  # noqa: F401  (a fixture)
 from tests.end_to_end.forked import ForkedChildren
 from tests.test_data_prep import multi30k, newstest, wmt14
+from tests.tiny_table import wait_until
 
 TRAIN_SH = ROOT / "scripts" / "train.sh"
 TABLES = [load_table(path) for path in sorted((ROOT / "configs" / "tables").glob("*.yaml"))]
@@ -81,6 +84,17 @@ def one_run(tmp_path):
 @pytest.fixture
 def events(tmp_path):
     return schedule.Events(tmp_path / "events.log")
+
+
+@functools.cache
+def planned(table, scale):
+    """The runs of a table at a scale, with seed 1."""
+    return plan.runs(table, scale, [1])
+
+
+every_scale = pytest.mark.parametrize(
+    ("table", "scale"), [pytest.param(t, s, id=f"{t.name}-{s}") for t in TABLES for s in t.scales]
+)
 
 
 def a_record(**changes):
@@ -125,11 +139,9 @@ def test_table_2_becomes_one_run_for_every_row_attention_type_and_seed():
     assert len(runs) == len(wanted) == len({r.result for r in runs}) == len({r.name for r in runs})
 
 
-@pytest.mark.parametrize(
-    ("table", "scale"), [pytest.param(t, s, id=f"{t.name}-{s}") for t in TABLES for s in t.scales]
-)
+@every_scale
 def test_every_run_of_a_table_sets_only_keys_that_its_configuration_knows(table, scale):
-    runs = plan.runs(table, scale, [1])
+    runs = planned(table, scale)
     known = [runs[0].yaml(), OmegaConf.structured(FairseqConfig)]
     chosen = {key for run in runs for key in run.chosen()}
     missing = {k for k in chosen if all(OmegaConf.select(config, k) is None for config in known)}
@@ -141,9 +153,7 @@ def test_every_run_of_a_table_sets_only_keys_that_its_configuration_knows(table,
     }
 
 
-@pytest.mark.parametrize(
-    ("table", "scale"), [pytest.param(t, s, id=f"{t.name}-{s}") for t in TABLES for s in t.scales]
-)
+@every_scale
 def test_the_settings_of_a_planned_run_have_the_key_of_its_cell(table, scale):
     table = table.at(scale)
     for cell in {(cell.key, cell.config): cell for cell in keys.cells(table)}.values():
@@ -188,11 +198,9 @@ TEST_SETS = {  # of data with other splits than train, valid and test
 }
 
 
-@pytest.mark.parametrize(
-    ("table", "scale"), [pytest.param(t, s, id=f"{t.name}-{s}") for t in TABLES for s in t.scales]
-)
+@every_scale
 def test_a_table_shows_no_split_that_is_not_prepared(table, scale):
-    for run in plan.runs(table, scale, [1]):
+    for run in planned(table, scale):
         assert {split for split, _ in run.evaluations} <= TEST_SETS.get(run.data.name, set(SPLITS))
 
 
@@ -353,21 +361,18 @@ def test_an_evaluation_of_no_tokens_is_refused():
         fairseq_log.parse_evaluation(output)
 
 
-def test_an_evaluation_of_a_part_of_the_split_is_refused(tmp_path):
-    log = tmp_path / "eval.log"
-    log.write_text("Evaluated 900 tokens in 1s\nLoss (base 2): 5.0, Perplexity: 32.00")
+def test_an_evaluation_needs_the_whole_split_and_spreads_the_loss_over_words_and_lines(tmp_path):
+    log, said = (
+        tmp_path / "eval.log",
+        "Evaluated {} tokens in 1s\nLoss (base 2): 5.0, Perplexity: 32",
+    )
     counts = {"tokens": 1000, "words_with_eos": 500}
     (tmp_path / "manifest.json").write_text(json.dumps({"splits": {"test": counts}}))
+    log.write_text(said.format("1,000"))
+    assert lm.read_evaluation(log, tmp_path, "test")["word_ppl"] == 2**10
+    log.write_text(said.format("900"))
     with pytest.raises(RunFailed, match="900 of 1000 tokens"):
         lm.read_evaluation(log, tmp_path, "test")
-
-
-def test_word_perplexity_spreads_the_loss_over_words_and_line_ends(tmp_path):
-    log = tmp_path / "eval.log"
-    log.write_text("Evaluated 1,000 tokens in 1s\nLoss (base 2): 5.0, Perplexity: 32.00")
-    counts = {"tokens": 1000, "words_with_eos": 500}
-    (tmp_path / "manifest.json").write_text(json.dumps({"splits": {"test": counts}}))
-    assert lm.read_evaluation(log, tmp_path, "test")["word_ppl"] == 2**10
 
 
 @pytest.mark.parametrize("name", ["pg19", "pg19-first-3"])
@@ -480,23 +485,6 @@ def test_an_option_that_a_training_did_not_know_had_its_default(one_run):
     assert with_memory.differences(config) == {"model.memory_length"}
 
 
-def test_processes_that_share_an_update_do_not_make_another_training(one_run):
-    shared = replace(one_run, overrides=("optimization.update_freq=[4]",))
-    for frequency, processes_ in (([4], 1), ([2], 2), ([1], 4)):
-        spread = {keys.FREQUENCY: frequency, keys.WORLD: processes_}
-        config = trained(shared, **spread)
-        assert shared.differences(config) == set()
-    config = trained(shared, **{keys.FREQUENCY: [4], keys.WORLD: 2})
-    assert shared.differences(config) == {keys.FREQUENCY}
-
-
-def test_a_run_without_an_evaluation_that_the_table_shows_is_not_finished(one_run):
-    write_run(one_run.result, a_record(config=trained(one_run)))
-    assert one_run.finished()
-    for wanted in (("valid", lm.BLOCKS), ("test", lm.SLIDING)):
-        assert not replace(one_run, evaluations=(("test", lm.BLOCKS), wanted)).finished()
-
-
 def test_the_state_of_a_run_is_seen_from_another_process(one_run):
     one_run = replace(one_run, overrides=("optimization.max_update=900",))
     one_run.folder.mkdir()
@@ -575,24 +563,14 @@ def test_after_a_truncated_checkpoint_the_newest_one_that_loads_is_resumed(tmp_p
     said = []
     save(tmp_path, "checkpoint_last.pt", 40)
     save(tmp_path, "checkpoint_1_30.pt", 30, age=10)
-    save(tmp_path, "checkpoint_1_20.pt", 20, age=20)
-    save(tmp_path, "checkpoint_best.pt", 10, age=30)
+    save(tmp_path, "checkpoint_1_20.pt", 20, age=30)
+    save(tmp_path, "checkpoint_best.pt", 10, age=20)  # updates count, not the age
     truncate(tmp_path / "checkpoint_last.pt")
     truncate(tmp_path / "checkpoint_1_30.pt")
     assert checkpoints.ready_to_resume(tmp_path, said.append) == 20
     assert checkpoints.updates(checkpoints.load(tmp_path / "checkpoint_last.pt")) == 20
     assert said[-1] == "resuming from checkpoint_1_20.pt, update 20"
     assert all("\n" not in line for line in said)
-
-
-def test_where_no_checkpoint_loads_training_starts_over(tmp_path):
-    said = []
-    for name in ("checkpoint_last.pt", "checkpoint_best.pt"):
-        save(tmp_path, name, 40)
-        truncate(tmp_path / name)
-    assert checkpoints.ready_to_resume(tmp_path, said.append) == 0
-    assert not (tmp_path / "checkpoint_last.pt").exists()
-    assert said[-1] == "no checkpoint can be loaded; training starts over"
 
 
 # --- the schedule -----------------------------------------------------------------------------
@@ -652,13 +630,6 @@ def test_a_crashed_run_is_retried_once_and_its_neighbors_go_on(tmp_path, events,
     assert "2 runs finished, 1 failed" in said
 
 
-def test_a_finished_run_is_not_touched(tmp_path, events):
-    job = FakeJob(tmp_path / "old", "raise SystemExit('run again')")
-    (job.folder / "done").touch()
-    assert schedule.Schedule([job], schedule.shares(1), events).run() == 0
-    assert not (job.folder / "log").exists()
-
-
 def test_a_run_folder_that_cannot_be_written_fails_that_run_only(tmp_path, events, capsys):
     jobs = [FakeJob(tmp_path / name, DONE) for name in ("bad", "good")]
     jobs[0].folder.rmdir()
@@ -666,12 +637,6 @@ def test_a_run_folder_that_cannot_be_written_fails_that_run_only(tmp_path, event
     assert schedule.Schedule(jobs, schedule.shares(1), events).run() == 1
     assert [job.finished() for job in jobs] == [False, True]
     assert "1 runs finished, 1 failed" in capsys.readouterr().out
-
-
-def test_runs_that_no_thread_was_left_for_count_as_failed(tmp_path, events, monkeypatch):
-    monkeypatch.setattr(schedule.Schedule, "_work", lambda work, devices: None)  # dies at once
-    jobs = [FakeJob(tmp_path / name, DONE) for name in "ab"]
-    assert schedule.Schedule(jobs, schedule.shares(1), events).run() == 2
 
 
 def run_fakes(monkeypatch, root, jobs, **options):
@@ -709,28 +674,12 @@ def test_the_source_goes_only_to_scripts_that_take_it(tmp_path, capfd):
     assert "Namespace(size=None)" in told
 
 
-def test_every_run_gets_its_share_of_the_cores(tmp_path, events, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    script = f"import os; print(os.environ['OMP_NUM_THREADS']); {DONE}"
-    jobs = [FakeJob(tmp_path / name, script) for name in "ab"]
-    schedule.Schedule(jobs, schedule.shares(2), events).run()
-    share = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert [(job.folder / "log").read_text() for job in jobs] == [f"{share}\n"] * 2
-
-
 def test_a_wish_for_fewer_threads_is_heard(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert [schedule.shares(n)[0].threads for n in (1, 2, 4, 8)] == [2, 2, 2, 1]
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert schedule.shares(2)[0].threads == 4
-
-
-def test_two_runners_do_not_train_the_same_run(tmp_path):
-    with processes.locked(tmp_path), pytest.raises(Busy), processes.locked(tmp_path):
-        pytest.fail("both hold the lock")
-    with processes.locked(tmp_path):
-        pass
 
 
 def test_the_lock_holds_while_a_child_of_a_dead_runner_trains_on(tmp_path):
@@ -806,30 +755,23 @@ def test_a_run_that_another_process_trains_is_waited_for(tmp_path, events, monke
     assert capsys.readouterr().out.count("another process trains this run") == 1
 
 
-STOPPED = """
-import sys
-from pathlib import Path
-from tests.test_experiments import FakeJob
-from lrpe_fairseq.experiments.runner import schedule
-folder = Path(sys.argv[1])
-job = FakeJob(folder / "long", "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
-try:
-    schedule.Schedule([job], schedule.shares(1), schedule.Events(folder / "events.log")).run()
-except KeyboardInterrupt:
-    raise SystemExit(130)
-"""
+def test_sigterm_ends_the_children_and_leaves_no_lock(tmp_path, events):
+    script = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    job = FakeJob(tmp_path / "long", script)
+    log = job.folder / "log"
 
+    def terminate():
+        wait_until(lambda: log.exists() and log.read_text().strip(), 60)
+        os.kill(os.getpid(), signal.SIGTERM)
 
-def test_sigterm_ends_the_children_and_leaves_no_lock(tmp_path):
-    runner = subprocess.Popen([sys.executable, "-c", STOPPED, str(tmp_path)], cwd=ROOT)
-    log = tmp_path / "long" / "log"
-    for _ in range(1500):
-        if log.exists() and log.read_text().strip():
-            break
-        time.sleep(0.1)
-    runner.send_signal(signal.SIGTERM)
-    assert runner.wait(timeout=20) == 130
-    assert not processes.is_locked(tmp_path / "long")
+    before = signal.getsignal(signal.SIGTERM)
+    threading.Thread(target=terminate).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            schedule.Schedule([job], schedule.shares(1), events).run()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not processes.is_locked(job.folder)
     with pytest.raises(ProcessLookupError):
         os.kill(int(log.read_text()), 0)
 
@@ -837,34 +779,18 @@ def test_sigterm_ends_the_children_and_leaves_no_lock(tmp_path):
 # --- scripts ----------------------------------------------------------------------------------
 
 
-def test_the_launcher_forms_one_group_of_several_processes(tmp_path):
-    fakes = tmp_path / "bin"
-    fakes.mkdir()
-    (fakes / "torchrun").write_text('#!/bin/bash\nexport RANK=1\nexec "${@:5}"\n')
-    (fakes / "fairseq-train").write_text('#!/bin/bash\necho "ran: $*"\n')
-    for fake in fakes.iterdir():
-        fake.chmod(0o755)
-    copy = tmp_path / "scripts" / "train.sh"
+def test_the_launcher_starts_one_process_whatever_the_number_of_gpus(tmp_path):
+    (tmp_path / "fairseq-train").write_text('#!/bin/bash\necho "ran: $*"\n')
+    (tmp_path / "fairseq-train").chmod(0o755)
+    copy = tmp_path / "scripts" / "train.sh"  # without .venv beside it
     copy.parent.mkdir()
     copy.write_text(TRAIN_SH.read_text())
-    env = {**os.environ, "PROCS": "2", "PATH": f"{fakes}:{os.environ['PATH']}"}
+    env = {**os.environ, "PROCS": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = ["bash", str(copy), "some data", "--cpu", "--arch", "lrpe_lm_tiny"]
     said = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
-    alone = {**env, "PROCS": "1"}
-    one = subprocess.run(command, env=alone, capture_output=True, text=True, check=True).stdout
-    assert one.splitlines()[1].endswith("--distributed-world-size 1")  # not all GPUs
-    shown, ran = said.splitlines()
-    assert "torchrun --standalone --no-python --nproc_per_node 2" in shown
+    ran = said.splitlines()[1]
     assert ran.startswith("ran: some data --cpu --arch lrpe_lm_tiny --user-dir")
-    for option in (
-        "--distributed-world-size 2",
-        "--distributed-rank 1",
-        "--distributed-init-method env://",
-        "--distributed-backend gloo",
-        "--ddp-backend legacy_ddp",
-        "--distributed-no-spawn",
-    ):
-        assert option in ran
+    assert ran.endswith("--distributed-world-size 1")
 
 
 # --- the whole, once --------------------------------------------------------------------------
@@ -888,11 +814,10 @@ def test_a_run_is_trained_resumed_evaluated_and_recorded(corpus, one_run, events
     run = replace(one_run, overrides=tiny, evaluations=(("test", lm.SLIDING),))
     first = replace(run, overrides=(*tiny[:2], "optimization.max_update=2", *tiny[3:]))
     run.folder.mkdir()
+    children = ForkedChildren()
     with processes.locked(run.folder) as lock:
-        first.train(Children(), Devices(), lock, pytest.fail)
+        first.train(children, Devices(), lock, pytest.fail)
     assert run.progress() == (2, 4)
-
-    children = ForkedChildren()  # the first training was in a new interpreter
     assert schedule.Schedule([run], schedule.shares(1), events, children).run() == 0
     found = read_run(run.result)
     assert found["dataset"] == "toy-word"

@@ -4,7 +4,6 @@ import csv
 import io
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml

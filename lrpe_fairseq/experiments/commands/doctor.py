@@ -10,9 +10,7 @@ import importlib.metadata
 import logging
 import math
 import platform
-import shlex
 import shutil
-import subprocess
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
@@ -76,13 +74,9 @@ def checks() -> Named:
     yield "plugin", plugin
     yield "fairseq commands", commands
     yield "disk", lambda: disk(ROOT)
-    for folder in data_folders(ROOT / "data"):
-        name = folder.relative_to(ROOT).as_posix()
-        yield name, lambda folder=folder: data(folder)
     yield "GPU", gpus
     for device in devices():
         yield f"a training step on {device}", lambda device=device: training_step(device)
-    yield "Slurm", slurm
 
 
 def python() -> str:
@@ -159,30 +153,6 @@ def disk(folder: Path) -> str:
     return f"{free:.0f} GB free"
 
 
-def data_folders(root: Path) -> list[Path]:
-    """Return the data folders under ``root`` that data-prep can make, including GLUE tasks."""
-    found = [*root.glob("*"), *root.glob("glue-*/*")]
-    return sorted(path for path in found if path.is_dir() and preparation_of(path))
-
-
-def data(folder: Path) -> str:
-    """Require that the binarized files match the checksums of the manifest."""
-    from lrpe_fairseq.experiments.data import folders
-    from lrpe_fairseq.experiments.records.console import UserError
-
-    preparation = preparation_of(folder)
-    try:
-        folders.require(folder, preparation)
-        steps = folders.manifest(folder)["steps"]
-        folders.verify(folder)
-    except UserError as error:
-        raise CheckFailed(str(error)) from None
-    except (KeyError, TypeError, AttributeError):
-        command = shlex.join(preparation)
-        raise CheckFailed(f"its manifest cannot be read; run .venv/bin/python {command}") from None
-    return f"{len(steps)} steps intact"
-
-
 def gpus() -> str:
     """List the GPUs; require NCCL for several."""
     import torch
@@ -217,16 +187,6 @@ def training_step(device: str) -> str:
     return "; ".join(f"loss {before:.3f} -> {after:.3f}" for before, after in losses)
 
 
-def slurm() -> str:
-    """Report if ``--slurm`` is available; it is optional."""
-    if not shutil.which("sbatch"):
-        return "not installed; --slurm is not available"
-    done = subprocess.run(["sinfo", "--noheader"], capture_output=True, text=True)
-    if done.returncode:
-        return "installed, but no cluster answers; --slurm is not available from here"
-    return f"{len(done.stdout.splitlines())} partition states; see sinfo"
-
-
 def _failed(named: Named) -> int:
     return sum(not passed(name, check) for name, check in named)
 
@@ -244,13 +204,6 @@ def _import(name: str) -> ModuleType:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def preparation_of(folder: Path) -> list[str]:
-    """Return the script that prepares a data folder, with its arguments; empty if unknown."""
-    from lrpe_fairseq.experiments import families
-
-    return families.preparation_of(folder)
 
 
 def _losses(device: str, attention: str) -> tuple[float, float]:

@@ -5,9 +5,7 @@ of all parts and the checksums of the data.
 """
 
 from pathlib import Path
-from typing import Any
 
-from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.checkout import commit
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.files import read_json, write_json
@@ -41,16 +39,6 @@ def provenance(folder: Path) -> Run:
     commits = usage(folder).get("commits", [])
     first = {"commit": commits[0]} if commits else {}
     return first | ({"commits": commits} if len(commits) > 1 else {})
-
-
-def described_by(state: dict[str, Any]) -> Run:
-    """Return the fields of a run file that the loaded checkpoint of its model provides."""
-    return {**trained_by(state), "evaluated_update": checkpoints.updates(state)}
-
-
-def trained_by(state: dict[str, Any]) -> Run:
-    """Return the fields of a run file that any loaded checkpoint of its training provides."""
-    return settings_of(checkpoints.options(state))
 
 
 def settings_of(config: Run) -> Run:
