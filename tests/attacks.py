@@ -29,7 +29,6 @@ from lrpe_fairseq.experiments.families import family_of, preparation_of
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import ROOT, write_json
-from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.runner import schedule, slurm
 from lrpe_fairseq.experiments.runner.processes import Children
 from lrpe_fairseq.experiments.runner.training import TrainingRun
@@ -409,11 +408,6 @@ def config(name: str, content: str) -> Provoke:
     return provoke
 
 
-def layout(content: str) -> Provoke:
-    """A table."""
-    return lambda lab: guarded(lambda: load_table(lab.written("t.yaml", content)))
-
-
 def site(content: str) -> Provoke:
     """The settings of a cluster."""
     return lambda lab: guarded(lambda: slurm.load_site(lab.written("slurm.yaml", content), {}))
@@ -434,18 +428,6 @@ def sbatch(script: str) -> Provoke:
     return provoke
 
 
-TABLE = """
-title: T
-text: T
-experiments: [t]
-scales: {small: configs/lm/wikitext2.yaml}
-baseline: A b
-better: lower
-columns: [{key: c, title: c, attention: linear, metric: ppl, split: valid, protocol: blocks}]
-rows:
-  - {label: "A b", encoding: none, attention: [linear]}
-  - {label: "A/b", encoding: rope, attention: [linear]}
-"""
 TABLES = [
     Attack("run_table: --array-task 999", table("--array-task", "999"), "--array-task"),
     Attack("run_table: --gpus -1", table("--gpus", "-1"), "--gpus must be"),
@@ -463,8 +445,6 @@ TABLES = [
     Attack("sbatch: fails without a word", sbatch("exit 3"), "sbatch failed with status 3"),
     Attack("sbatch: refuses", sbatch("echo bad account >&2; exit 1"), "bad account"),
     Attack("sbatch: prints no job id", sbatch("exit 0"), "no job id"),
-    Attack("table: malformed YAML", layout("rows: [1, {"), r"t\.yaml"),
-    Attack("table: two labels with one file name", layout(TABLE), "one file name"),
     Attack("configuration: malformed YAML", config("c.yaml", "task: [1, {"), r"c\.yaml"),
     Attack("configuration: without a task", config("c.yaml", "model: {}"), r"c\.yaml"),
     Attack("configuration: no mapping", config("c.yaml", "text"), r"c\.yaml"),

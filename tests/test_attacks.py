@@ -14,8 +14,9 @@ from unittest import mock
 import pytest
 import torch
 
+from lrpe_fairseq.experiments.commands import evaluate
 from lrpe_fairseq.experiments.families.lm import LMRun
-from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records import checkpoints, console
 from lrpe_fairseq.experiments.records.files import ROOT, read_json
 from lrpe_fairseq.experiments.records.layout import file_name
 from lrpe_fairseq.experiments.runner import processes, schedule, slurm, training
@@ -61,17 +62,6 @@ def checkpoint(path: Path, updates: int, **more: object) -> Path:
     return path
 
 
-def test_the_checkpoint_with_the_most_updates_is_resumed_whatever_its_age(tmp_path: Path) -> None:
-    checkpoint(tmp_path / "checkpoint_1_30.pt", 30)
-    checkpoint(tmp_path / checkpoints.LAST, 20)
-    newer = checkpoint(tmp_path / "checkpoint_1_10.pt", 10)
-    os.utime(newer, (2e9, 2e9))
-    said: list[str] = []
-    assert checkpoints.ready_to_resume(tmp_path, said.append) == 30
-    assert said == ["resuming from checkpoint_1_30.pt, update 30"]
-    assert checkpoints.updates(checkpoints.load(tmp_path / checkpoints.LAST)) == 30
-
-
 def test_a_mean_of_checkpoints_is_never_resumed(tmp_path: Path) -> None:
     parts = [checkpoint(tmp_path / f"checkpoint_1_{n}.pt", n) for n in (10, 20)]
     checkpoints.average(parts, tmp_path / checkpoints.AVERAGED)
@@ -85,14 +75,6 @@ def test_a_mean_of_checkpoints_is_never_resumed(tmp_path: Path) -> None:
     assert checkpoints.ready_to_resume(tmp_path, said.append) == 0
     assert not (tmp_path / checkpoints.LAST).exists()
     assert "average of checkpoints" in " ".join(said)
-
-
-def test_checkpoints_are_averaged_in_the_order_of_their_updates(tmp_path: Path) -> None:
-    for epoch, updates in ((2, 9), (1, 100), (3, 20)):
-        checkpoint(tmp_path / f"checkpoint_{epoch}_{updates}.pt", updates)
-    checkpoint(tmp_path / "checkpoint_best_mine.pt", 500)
-    found = [path.name for path in checkpoints.newest(tmp_path, 2)]
-    assert found == ["checkpoint_3_20.pt", "checkpoint_1_100.pt"]
 
 
 @pytest.fixture
@@ -158,14 +140,22 @@ def test_where_only_the_size_of_a_dictionary_is_known_this_is_said(lab: Lab) -> 
 # ---- paths ----
 
 
-def test_relative_paths_count_from_where_the_user_stands(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", ["eval_lm", "eval_mt", "finetune_glue", "run_table"])
+def test_scripts_hand_on_where_the_user_stands(script: str, tmp_path: Path) -> None:
+    text = (ROOT / "scripts" / f"{script}.sh").read_text()
+    assert text.index('export LRPE_STARTED_IN="$PWD"') < text.index("cd ")
+
+
+def test_relative_paths_count_from_where_the_user_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     (tmp_path / "here.pt").write_bytes(b"no checkpoint")
     (tmp_path / "data" / "bin").mkdir(parents=True)
     (tmp_path / "data" / "bin" / "dict.txt").write_text("a 1\n")
-    command = ["bash", str(ROOT / "scripts" / "eval_lm.sh"), "here.pt", "data"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert ended.returncode == 2
-    assert "here.pt does not load" in ended.stderr
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv(console.STARTED_IN, str(tmp_path))
+    assert evaluate.lm(["here.pt", "data"]) == 2
+    assert "here.pt does not load" in capsys.readouterr().err
 
 
 # ---- the runner ----

@@ -208,7 +208,7 @@ def test_a_number_of_gpus_that_was_asked_for_is_refused_before_anything_begins(
     def stop(*_: object) -> None:
         raise ValueError("it would begin")
 
-    monkeypatch.setattr(run_table, "_prepared", stop)
+    monkeypatch.setattr(TrainingRun, "prepare_data", stop)
     monkeypatch.setattr(run_table.slurm, "require_sbatch", lambda: None)
     monkeypatch.setattr(run_table.schedule, "shares", lambda *_: [])  # enough GPUs
     chosen = ["tmlr-table4", "--scale", "paper", "--datasets", "lra-image", "--rows", "RoPE"]

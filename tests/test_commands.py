@@ -10,7 +10,7 @@ import pytest
 
 from lrpe_fairseq.experiments.__main__ import COMMANDS
 from lrpe_fairseq.experiments.__main__ import main as program
-from lrpe_fairseq.experiments.commands import doctor, evaluate, run_table, train_row
+from lrpe_fairseq.experiments.commands import doctor, evaluate, train_row
 from lrpe_fairseq.experiments.records.console import UserError, command
 from lrpe_fairseq.experiments.records.files import ROOT
 
@@ -151,14 +151,6 @@ def test_changes_that_a_training_can_have_name_a_folder_below_by_hand() -> None:
     run = train_row._run(train_row._parse(["images", "RoPE", "linear", *changes]))
     assert run.folder.parent == ROOT / "runs" / "by-hand"
     assert not set(run.folder.name) & set(" ()/[]")
-
-
-def test_gpus_that_a_machine_lacks_are_refused_before_data_are_prepared(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_table, "_prepared", None)  # not called
-    assert run_table.main(["table2", "--rows", "Base", "--gpus", "999"]) == 2
-    assert "a run cannot have 999 GPUs" in capsys.readouterr().err
 
 
 def test_an_evaluation_needs_a_place_for_its_result_before_it_begins(tmp_path: Path) -> None:

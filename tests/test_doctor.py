@@ -1,6 +1,5 @@
 """The doctor finds what would break a run, and says what to do."""
 
-import json
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_a_sound_environment_passes_every_check(capsys):
-    names = {"plugin", "fairseq commands", "GPU", "Slurm"}
+    names = {"plugin", "fairseq commands", "GPU"}
     assert doctor._failed(doctor.basics()) == 0, capsys.readouterr().out
     results = {name: doctor.passed(name, check) for name, check in doctor.checks() if name in names}
     assert results == dict.fromkeys(names, True), capsys.readouterr().out
@@ -47,10 +46,6 @@ def run_doctor(folder: Path, **modules: str) -> subprocess.CompletedProcess[str]
             "torch: torch is not installed; run make install",
         ),
         (
-            {"torch": "raise OSError('libcudart.so.12: cannot open\\nmore')"},
-            "torch: torch does not import (OSError: libcudart.so.12: cannot open); run make inst",
-        ),
-        (
             {"fairseq": "raise ImportError('undefined symbol: _ZN3c10')"},
             "fairseq: fairseq does not import (ImportError: undefined symbol: _ZN3c10); run make",
         ),
@@ -66,36 +61,6 @@ def test_a_missing_or_broken_package_is_one_sentence_without_a_traceback(
     assert done.stdout.splitlines()[-1].endswith(
         "the other checks depend on these and were not run"
     )
-
-
-def prepared(root: Path, name: str, content: bytes = b"half of it") -> Path:
-    """A data folder whose manifest names another content of its one file."""
-    folder = root / "data" / name
-    (folder / "bin").mkdir(parents=True)
-    (folder / "bin" / "train.bin").write_bytes(content)
-    (folder / "bin" / "dict.txt").write_text("word 1\n")
-    steps = {"binarize": {"writes": {"bin/train.bin": "0" * 64}}}
-    (folder / "manifest.json").write_text(json.dumps({"steps": steps}))
-    return folder
-
-
-def test_a_damaged_data_file_is_named(tmp_path):
-    folder = prepared(tmp_path, "glue-wikitext-2-bpe/RTE")
-    assert folder in doctor.data_folders(tmp_path / "data")
-    with pytest.raises(
-        doctor.CheckFailed, match=r"bin/train.bin is not the file that data-prep wr"
-    ):
-        doctor.data(folder)
-
-
-@pytest.mark.parametrize("text", ["[]", '{"steps": 3}', '{"steps": {"a": 1}}', None])
-def test_a_missing_or_damaged_manifest_is_one_sentence(tmp_path, text):
-    folder = prepared(tmp_path, "pydoc")
-    (folder / "manifest.json").unlink()
-    if text is not None:
-        (folder / "manifest.json").write_text(text)
-    with pytest.raises(doctor.CheckFailed, match=r"cannot be read; run .*data-prep/pydoc/prepare"):
-        doctor.data(folder)
 
 
 def test_a_folder_that_cannot_be_written_is_a_clear_failure(tmp_path, capsys):
@@ -126,4 +91,4 @@ def test_the_exit_status_counts_failures(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "basics", lambda: iter([]))
     monkeypatch.setattr(doctor, "checks", lambda: iter([("a", lambda: "fine"), ("b", broken)]))
     assert doctor.main() == 1
-    assert capsys.readouterr().out == "ok    a: fine\nFAIL  b: do this\n1 check failed\n"
+    assert capsys.readouterr().out == "ok    a: fine\nFAIL  b: do this\n1 failed\n"

@@ -1,10 +1,6 @@
 """What a run was trained on, and by which commit; data that differ never pass for the same."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
@@ -14,12 +10,12 @@ from fairseq.trainer import Trainer
 from lrpe_fairseq import compat
 from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.data.corpus import digest
-from lrpe_fairseq.experiments.families import lm
+from lrpe_fairseq.experiments.families import lm, plan
 from lrpe_fairseq.experiments.records import checkout
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.runs import write_run
-from lrpe_fairseq.experiments.report import cells
-from lrpe_fairseq.experiments.runner import identity, processes, recording
+from lrpe_fairseq.experiments.report.frame import require_same
+from lrpe_fairseq.experiments.runner import identity, recording
 from lrpe_fairseq.experiments.runner.processes import ChildFailed, Children, RunFailed
 from tests.test_experiments import a_record, one_run, save, trained  # noqa: F401
 
@@ -95,12 +91,13 @@ def test_data_that_change_during_the_training_are_not_recorded(prepared):
 
 
 def test_runs_on_different_data_of_one_name_do_not_share_a_table():
+    table = replace(plan.load_named("table2"), same=[])
     old, one = a_record(), a_record(data={"train": "1", "dictionary": "2"})
     elsewhere = a_record(dataset="other", data={"train": "3"})
-    cells.require_same_data({"old": old, "one": one, "again": one, "elsewhere": elsewhere})
+    require_same(table, {"old": old, "one": one, "again": one, "elsewhere": elsewhere})
     other = a_record(data={"train": "3", "dictionary": "2"})
-    with pytest.raises(ValueError, match=r"^one and b cannot share a table; .*toy \(train\)"):
-        cells.require_same_data({"old": old, "one": one, "b": other})
+    with pytest.raises(ValueError, match=r"^one and b cannot .* differ in the data toy \(train\)"):
+        require_same(table, {"old": old, "one": one, "b": other})
 
 
 def test_the_commits_of_all_parts_of_a_training_are_named(tmp_path, monkeypatch):
@@ -113,12 +110,8 @@ def test_the_commits_of_all_parts_of_a_training_are_named(tmp_path, monkeypatch)
     assert recording.provenance(tmp_path) == {}  # begun by an older version
     assert at("a", resumed=False) == {"commit": "a"}
     assert at("a", resumed=True) == {"commit": "a"}
-    recording.end_part(tmp_path, 300.04)
     assert at("b", resumed=True) == {"commit": "a", "commits": ["a", "b"]}
-    recording.end_part(tmp_path, 200.0)
-    assert recording.usage(tmp_path)["peak_memory_mb"] == 300.0
     assert at("c", resumed=False) == {"commit": "c"}
-    assert "peak_memory_mb" not in recording.usage(tmp_path)
 
 
 def test_a_clock_that_is_set_back_leaves_the_training_time_as_it_is(monkeypatch):
@@ -130,45 +123,11 @@ def test_a_clock_that_is_set_back_leaves_the_training_time_as_it_is(monkeypatch)
     assert 100.0 <= trainer._local_cumulative_training_time() < 110.0
 
 
-MEMORY = "import sys; bytearray(int(sys.argv[1]) << 20)"
-
-
-def test_the_peak_memory_is_that_of_the_command_and_not_of_the_runner(tmp_path):
-    ballast = bytearray(200 << 20)  # of the runner, beside torch and fairseq
-    given = {"log": tmp_path / "log", "cwd": tmp_path, "environment": {}}
-    assert Children().run(["/bin/true"], **given) < 40
-    small, large = (
-        Children().run([sys.executable, "-c", MEMORY, megabytes], **given)
-        for megabytes in ("1", "101")
-    )
-    assert large - small == pytest.approx(100, abs=5)
-    assert len(ballast) == 200 << 20
-
-
-def test_a_command_that_fails_dies_or_does_not_exist_keeps_its_status_and_its_output(tmp_path):
-    log = tmp_path / "log"
-    for command, status in (
-        (["sh", "-c", "echo before; exit 3"], 3),
-        (["sh", "-c", "kill -9 $$"], 137),
-        (["./no-such-command"], 127),
-    ):
-        with pytest.raises(ChildFailed) as failed:
-            Children().run(command, log, cwd=tmp_path, environment={})
-        assert failed.value.status == status
-    assert log.read_text().startswith("before\n")
-    assert "No such file or directory: './no-such-command'" in log.read_text()
-
-
-def test_a_signal_to_the_group_is_the_commands_to_act_on(tmp_path):
-    saving = "trap 'echo saved; exit 0' USR1; echo ready; while :; do sleep 0.05; done"
-    reader, writer = os.pipe()
-    words = [*processes.MEASURED, str(writer), "sh", "-c", saving]
-    child = subprocess.Popen(
-        words, stdout=subprocess.PIPE, text=True, pass_fds=(writer,), start_new_session=True
-    )
-    assert child.stdout.readline() == "ready\n"
-    os.killpg(child.pid, signal.SIGUSR1)
-    assert child.communicate(timeout=20) == ("saved\n", None)
-    assert child.returncode == 0
-    os.close(writer)
-    assert int(os.fdopen(reader).read()) > 0
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [(["sh", "-c", "echo before; exit 3"], 3), (["sh", "-c", "kill -9 $$"], -9)],
+)
+def test_a_command_that_fails_or_dies_keeps_its_status(tmp_path, command, status):
+    with pytest.raises(ChildFailed) as failed:
+        Children().run(command, tmp_path / "log", cwd=tmp_path, environment={})
+    assert failed.value.status == status

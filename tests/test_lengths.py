@@ -23,7 +23,7 @@ from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.protocols import Protocol, Window, holds_to
 from lrpe_fairseq.experiments.records.runs import Run, read_run, validate
-from lrpe_fairseq.experiments.report import cells
+from lrpe_fairseq.experiments.report.frame import Sheet
 from lrpe_fairseq.experiments.runner import schedule, scoring
 from lrpe_fairseq.experiments.runner.processes import RunFailed
 from tests.end_to_end.cases import usable
@@ -270,9 +270,9 @@ def test_a_cell_of_holds_to_is_the_lowest_of_its_seeds_and_beyond_window_is_in_n
         names = {"experiment": "extrapolation", "position_encoding": "rope", "seed": seed}
         return make_run(**names, metrics=metrics, config=config)
 
-    runs = {"a": run(1, 0.0), "b": run(2, 0.2)}
-    assert cells.scores(table, row, holds, runs) == {1: 256, 2: 256}
-    found = cells.scores(table, row, beyond, runs)
+    sheet = Sheet(table, "small", "", {"a": run(1, 0.0), "b": run(2, 0.2)})
+    assert sheet.scores(row, holds) == {1: 256, 2: 256}
+    found = sheet.scores(row, beyond)
     assert found == pytest.approx({1: -math.log(2), 2: -math.log(2)})
 
 

@@ -295,18 +295,6 @@ def test_the_job_that_renders_the_tables_has_the_account_too(
     assert ["--gpus-per-node=4" in options for options in submitted] == [True, False]
 
 
-def test_a_setting_that_sbatch_would_never_see_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "slurm.yaml").write_text("{partion: gpu}")
-    with pytest.raises(ValueError, match="no setting partion; there are partition, "):
-        slurm.load_site(tmp_path / "slurm.yaml", {})
-
-
 def test_the_settings_in_the_repository_are_complete() -> None:
     settings = yaml.safe_load((ROOT / "configs" / "slurm.yaml").read_text())
     assert slurm.Site(**settings).options()
-
-
-def test_without_slurm_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="there is no sbatch here"):
-        slurm.submit(tmp_path, "table2", ["table2"], [0], slurm.Site())

@@ -16,7 +16,7 @@ from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.files import ROOT, write_json
 from lrpe_fairseq.experiments.records.keys import RATE
 from lrpe_fairseq.experiments.records.layout import Column, Row, Table, load_table
-from lrpe_fairseq.experiments.report import cells
+from lrpe_fairseq.experiments.report.frame import Scores, Sheet
 from lrpe_fairseq.experiments.runner.processes import RunFailed
 
 SUITE = [task for task in TASKS if task != "grid"]
@@ -133,11 +133,16 @@ def a_run(lr: float, loss: float, accuracy: float | None) -> dict:
     }
 
 
+def scores(best_by: dict[str, str], runs: dict[str, dict]) -> Scores:
+    """The only cell of a table with these runs."""
+    table = a_table(best_by)
+    return Sheet(table, "small", "", runs).scores(table.rows[0], table.columns[0])
+
+
 def test_the_rate_is_selected_by_validation_loss_and_not_by_the_test_split() -> None:
     found = {"a": a_run(1e-3, 0.2, 0.9), "b": a_run(3e-3, 0.1, 0.6), "c": a_run(1e-2, 0.3, 0.8)}
     for best_by, value in ((BEST, 0.6), ({}, 0.9)):
-        table = a_table(best_by)
-        assert cells.scores(table, table.rows[0], table.columns[0], found) == {1: value}
+        assert scores(best_by, found) == {1: value}
 
 
 def test_a_selection_without_a_direction_is_refused(tmp_path: Path) -> None:
@@ -148,11 +153,9 @@ def test_a_selection_without_a_direction_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_selected_run_that_diverges_on_a_split_is_shown_as_diverged() -> None:
-    table = a_table(BEST)
-    cell = table, table.rows[0], table.columns[0]
     best_lost = {"a": a_run(1e-3, 0.2, 0.9), "b": a_run(3e-3, 0.1, None)}
-    assert cells.scores(*cell, best_lost) == {}
-    assert cells.scores(*cell, best_lost).lost == {1}
+    assert scores(BEST, best_lost) == {}
+    assert scores(BEST, best_lost).lost == {1}
     other_lost = {"a": a_run(1e-3, 0.2, 0.9), "b": a_run(3e-3, 0.4, None)}
-    assert cells.scores(*cell, other_lost) == {1: 0.9}
-    assert not cells.scores(*cell, other_lost).lost
+    assert scores(BEST, other_lost) == {1: 0.9}
+    assert not scores(BEST, other_lost).lost

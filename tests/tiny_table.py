@@ -17,8 +17,8 @@ from lrpe_fairseq.experiments.records.files import ROOT, load_config
 from lrpe_fairseq.experiments.records.runs import Run, read_runs
 from tests.end_to_end.commands import Corpus
 
-UPDATES = 600
-SAVED = 200  # and every multiple of it
+UPDATES = 400
+SAVED = 100  # and every multiple of it
 BEYOND = SAVED + 20  # when a checkpoint can be resumed, and the training is far from its end
 TABLE = """
 title: "A table for a test"

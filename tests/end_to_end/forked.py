@@ -80,8 +80,8 @@ class ForkedChildren(Children):
         cwd: Path,
         environment: Mapping[str, str],
         lock: int | None = None,
-    ) -> float:
-        """As :meth:`Children.run`, for commands that :func:`become` supports; memory is unknown."""
+    ) -> None:
+        """As :meth:`Children.run`, for commands that :func:`become` supports."""
         warm_up()
         words = (list(command), (str(log), str(log)), str(cwd), {**os.environ, **environment})
         process = CONTEXT.Process(target=become, args=words)
@@ -91,7 +91,6 @@ class ForkedChildren(Children):
         process.join()
         if process.exitcode:
             raise ChildFailed(process.exitcode)
-        return 100.0
 
 
 def become(

@@ -6,11 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from lrpe_fairseq.experiments.runner import measured
+from lrpe_fairseq.experiments.runner.processes import Children, Stopped
 from lrpe_fairseq.preemption import SAVED
 from tests.end_to_end.commands import (
     LAUNCHER,
@@ -25,6 +26,7 @@ from tests.end_to_end.commands import (
     words,
 )
 from tests.end_to_end.test_language_model import assert_same_tensors
+from tests.tiny_table import wait_until
 
 pytestmark = pytest.mark.end_to_end
 
@@ -94,8 +96,8 @@ FairseqTask.train_step = lambda *given, **named: time.sleep(0.4) or step(*given,
 """
 
 
-def _interruptible() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # shells ignore it in background jobs
+def said(log: Path) -> str:
+    return log.read_text().replace(" ", "")
 
 
 def test_processes_of_several_gpus_save_although_the_signal_ends_their_parent(
@@ -106,21 +108,18 @@ def test_processes_of_several_gpus_save_although_the_signal_ends_their_parent(
     slow.write_text(SLOW)  # a fast update ends before its process is interrupted
     group = f"--user-dir {slow.parent} --distributed-init-method file://{tmp_path}/group"
     group += " --distributed-world-size 2 --distributed-backend gloo --ddp-backend legacy_ddp"
-    command = [sys.executable, "-IS", measured.__file__, "1", sys.executable, "-c", SPAWNED]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(
-        [*command, *words(training(corpus, tmp_path, group))],
-        env=environment(), start_new_session=True, preexec_fn=_interruptible, **pipes,
-    )  # fmt: skip
-    wait_for(process, 5)
-    time.sleep(0.2)  # into the next update
-    os.killpg(process.pid, signal.SIGUSR1)
-    process.wait()
-    assert (tmp_path / "checkpoint_last.pt").exists()  # it waits for the processes
-    ended = finish(process)
-    assert ended.returncode != 0
+    command = [sys.executable, "-c", SPAWNED, *words(training(corpus, tmp_path, group))]
+    children, log = Children(), tmp_path / "log"
+    given = {"cwd": tmp_path, "environment": environment()}
+    with ThreadPoolExecutor() as pool:
+        ended = pool.submit(children.run, command, log, **given)
+        wait_until(lambda: ended.done() or (log.exists() and "num_updates=5," in said(log)), 120)
+        time.sleep(0.2)  # into the next update
+        children.stop()
+        with pytest.raises(Stopped):
+            ended.result()
     reached = saved(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"]
-    assert f"received a signal: saved at update {reached}" in ended.stdout
+    assert f"received a signal: saved at update {reached}" in log.read_text()
 
 
 def test_of_two_processes_one_is_told_and_both_end_at_the_same_update(

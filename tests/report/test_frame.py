@@ -121,9 +121,6 @@ def test_the_number_of_seeds_is_shown_where_it_differs(root):
 SCALES = [("ppl", "perplexity", 0), ("acc", "fraction", 400), ("loss", "", 0)]
 
 
-SCALES = [("ppl", "perplexity", 0), ("acc", "fraction", 400), ("loss", "", 0)]
-
-
 @pytest.mark.parametrize(("key", "kind", "examples"), SCALES)
 def test_a_metric_has_its_scale_of_comparison_and_its_number_of_tests(root, key, kind, examples):
     view = column(root, key)

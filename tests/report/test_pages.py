@@ -1,12 +1,9 @@
 """The pages: text, sizes, statements, and that every number comes from a run."""
 
 import csv
-import importlib.util
 import io
 import re
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -178,19 +175,3 @@ def test_every_page_has_at_most_its_words():
         if re.fullmatch(r"results/[\w-]+\.md", path) or path in MOST:
             assert words(text) <= MOST.get(path, 900), path
     assert sum(map(words, texts.values())) <= 38_500
-
-
-COMMANDS = "run_table, train_row, evaluate"
-
-
-def test_training_and_evaluation_import_no_module_with_a_reporting_library():
-    code = (
-        f"import sys\nfrom lrpe_fairseq.experiments.commands import {COMMANDS}\nprint(*sys.modules)"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = [name for name in shown.stdout.split() if name.startswith("lrpe_fairseq.")]
-    assert "lrpe_fairseq.experiments.commands.run_table" in loaded
-    library = r"^(import|from) (pandas|scipy|jinja2|matplotlib|adjustText)\b"
-    for name in loaded:  # stock fairseq itself imports scipy where scikit-learn is installed
-        source = Path(importlib.util.find_spec(name).origin).read_text(encoding="utf-8")
-        assert not re.search(library, source, re.M), name

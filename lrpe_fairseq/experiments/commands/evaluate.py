@@ -205,7 +205,8 @@ def evaluate_classifier(
         dictionaries, an absent split, or a length that the model does not support.
     """
     for split in splits:
-        _require_split(data, split)
+        if not _has_split(data, split):
+            raise ValueError(f"{relative(data)} has no split {split}: choose others with --splits")
     trained = checkpoints.options(checkpoints.require_model(checkpoint, *CLASSIFIERS))
     if not _reads_files(trained):
         inputs = data / "bin" / INPUTS
@@ -217,7 +218,7 @@ def evaluate_classifier(
     _require_length(checkpoint, longest, trained)
     metrics: Run = {}
     for split in splits:
-        found = predictions(checkpoint, data, split, _logits, _overrides(trained, longest))
+        found = predictions(checkpoint, data, split, _classes, _overrides(trained, longest))
         metrics[split] = {classification.ACCURACY: scores(*found)}
     said = classification.protocol(data, longest, _cut(data, splits, longest))
     protocol = {classification.ACCURACY: said}
@@ -236,18 +237,13 @@ def _overrides(trained: Run, longest: int) -> dict[str, Any]:
     return {"max_positions": longest}
 
 
+def _classes(model: Any, net_input: Mapping[str, Any]) -> Tensor:
+    return model(**net_input)
+
+
 def _has_split(data: Path, split: str) -> bool:
     places = (Path("input0", f"{split}.idx"), Path(f"{split}.tsv"))
     return any((data / "bin" / place).is_file() for place in places)
-
-
-def _require_split(data: Path, split: str) -> None:
-    if not _has_split(data, split):
-        raise ValueError(f"{relative(data)} has no split {split}: choose others with --splits")
-
-
-def _logits(model: Any, net_input: Mapping[str, Tensor]) -> Tensor:
-    return model(**net_input)
 
 
 def _require_length(checkpoint: Path, longest: int, trained: Run) -> None:
@@ -394,7 +390,8 @@ def record(
         "experiment": bases.BY_HAND,
         "scale": bases.BY_HAND,
         "dataset": folders.dataset_name(data),
-        **recording.described_by(state),
+        **recording.settings_of(checkpoints.options(state)),
+        "evaluated_update": checkpoints.updates(state),
         "metrics": metrics,
         "protocol": protocol,
         "tokens_per_second": _speed(state),
@@ -416,31 +413,24 @@ def report(run: Run, out: Path, data: Path) -> None:
 
 
 def _with_earlier(out: Path, run: Run, data: Path) -> Run:
-    """Return ``run`` with the evaluations that ``out`` has of the same checkpoint and data."""
+    """Return ``run`` with the other evaluations that ``out`` has, by the same protocols."""
     try:
         known = read_run(out)
     except (OSError, ValueError):
         return run
-    now = folders.checksums(data, known.get("data", {}))
-    if known.get(CHECKPOINT) != run[CHECKPOINT] or known.get("data") != now:
-        print(f"{out} had results of another checkpoint or other data, which are replaced")
+    same = (
+        known.get(CHECKPOINT) == run[CHECKPOINT]
+        and known.get("data") == folders.checksums(data, known.get("data", {}))
+        and all(known["protocol"].get(n, said) == said for n, said in run["protocol"].items())
+    )
+    if not same:
+        print(f"{out} had results of another checkpoint, data or protocol, which are replaced")
         return run
-    kept = _not_replaced(known, run)
-    return recording.with_evaluations(kept, run, run["data"]) if kept["metrics"] else run
-
-
-def _not_replaced(known: Run, run: Run) -> Run:
-    """Return ``known`` without the evaluations that ``run`` has or whose protocol it changes."""
-    found: Run = {}
-    for split, by_protocol in known["metrics"].items():
-        for name, measured in by_protocol.items():
-            said = known["protocol"][name]
-            if run["protocol"].get(name, said) != said:
-                print(f"{split}, {name}: the earlier result is of another protocol: {said}")
-            elif name not in run["metrics"].get(split, {}):
-                found.setdefault(split, {})[name] = measured
-    kept = {name: known["protocol"][name] for own in found.values() for name in own}
-    return {**known, "metrics": found, "protocol": kept}
+    metrics = {
+        split: {n: m for n, m in own.items() if n not in run["metrics"].get(split, {})}
+        for split, own in known["metrics"].items()
+    }
+    return recording.with_evaluations({**known, "metrics": metrics}, run, run["data"])
 
 
 def _speed(state: dict[str, Any]) -> float:

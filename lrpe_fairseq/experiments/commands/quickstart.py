@@ -9,20 +9,13 @@ call reuses them. ``--seeds 3 --publish`` replaces the committed run files of
 
 import argparse
 import os
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-import torch
-
-from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.records.checkout import require_checkout
 from lrpe_fairseq.experiments.records.console import command
-from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.records.files import ROOT, relative
 from lrpe_fairseq.experiments.records.protocols import BLOCKS
 from lrpe_fairseq.experiments.records.runs import read_run, write_run
 from lrpe_fairseq.experiments.report import docs
@@ -51,9 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.publish:
         publish(methods(options.seeds))
     minutes, seconds = divmod(round(time.monotonic() - begun), 60)
-    print(
-        f"Done in {minutes} min {seconds} s. `tensorboard --logdir {_relative(WORK)}` shows more."
-    )
+    print(f"Done in {minutes} min {seconds} s. `tensorboard --logdir {relative(WORK)}` shows more.")
     return 0
 
 
@@ -63,48 +54,22 @@ def methods(seeds: int) -> list[LMRun]:
 
 
 def measure(wanted: Sequence[LMRun]) -> None:
-    """Prepare the corpus, then train and evaluate unfinished runs. Raises: RunFailed."""
-    devices = shares(min(PARALLEL, _cores()))
-    compilation = threading.Thread(target=compile_kernels)
-    compilation.start()
-    prepare_corpus()
-    compilation.join()
-    schedule = Schedule(wanted, devices, Events(WORK / "events.log"))
-    if schedule.run():
-        raise RunFailed(f"some runs failed; their logs are in {_relative(WORK)}")
-
-
-def prepare_corpus() -> None:
-    """Prepare data/pydoc unless it is complete. Raises: RunFailed."""
-    words = [sys.executable, "data-prep/pydoc/prepare.py", "--dest", str(DATA)]
-    status = subprocess.run(words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    if status.returncode:
-        raise RunFailed("the preparation of the corpus failed")
-
-
-def compile_kernels() -> None:
-    """Train one layer for one update, which compiles the C++ kernels.
-
-    Compilation takes about ten seconds of one core while another core prepares the corpus. Without
-    this step, two concurrent trainings would both compile the kernels.
-    """
-    choices = {"attention_type": "linear", "position_encoding": "lrpe-type2"}
-    layer = MultiheadAttention(64, 2, causal=True, normalizer="layernorm", **choices)
-    layer(torch.rand(32, 2, 64))[0].sum().backward()
+    """Prepare the corpus, then train and evaluate unfinished runs. Raises: UserError."""
+    wanted[0].prepare_data()
+    devices = shares(min(PARALLEL, len(os.sched_getaffinity(0))))
+    if Schedule(wanted, devices, Events(WORK / "events.log")).run():
+        raise RunFailed(f"some runs failed; their logs are in {relative(WORK)}")
 
 
 def show(finished: Sequence[LMRun]) -> None:
-    """Print the table and its agreement with the published order; draw the curves."""
+    """Print the table and the published order; draw the curves."""
     runs = [read_run(run.result) for run in finished]
     found = report.rows(runs)
     print("\n" + report.table(found))
     if published := report.rows(report.published(RUNS)):
-        print("\n".join(report.comparison(found, published)) + "\n")
-    picture = WORK / "validation.png"
-    try:
-        report.draw(picture, runs)
-    except ImportError:
-        print(f"no {picture.name}: matplotlib is not installed (pip install matplotlib)")
+        print(f"Published, {len(published[0].ppl)} seeds, lower is better:")
+        print("\n".join(f"  {line}" for line in report.order(published)) + "\n")
+    report.draw(WORK / "validation.png", runs)
 
 
 def publish(finished: Sequence[LMRun]) -> None:
@@ -140,11 +105,3 @@ def _parser() -> argparse.ArgumentParser:
         "--publish", action="store_true", help="replace the committed results with these"
     )
     return parser
-
-
-def _relative(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))

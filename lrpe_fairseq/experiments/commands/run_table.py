@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
-import functools
+import math
 import os
 import re
 import shlex
@@ -11,17 +11,16 @@ import sys
 import tarfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from lrpe_fairseq.experiments import report
 from lrpe_fairseq.experiments.families.plan import load_named, runs, with_columns, with_data
 from lrpe_fairseq.experiments.records import bases
-from lrpe_fairseq.experiments.records.console import FAILED, UserError, clock, command
+from lrpe_fairseq.experiments.records.console import FAILED, clock, command
 from lrpe_fairseq.experiments.records.files import ROOT, relative, require_writable, written_whole
 from lrpe_fairseq.experiments.records.layout import Table
 from lrpe_fairseq.experiments.runner import schedule, slurm
-from lrpe_fairseq.experiments.runner.deadline import Deadline
 from lrpe_fairseq.experiments.runner.devices import Devices, divided
 from lrpe_fairseq.experiments.runner.processes import grace
 from lrpe_fairseq.experiments.runner.training import TrainingRun
@@ -50,10 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         schedule.shares(min(options.jobs, len(chosen)), options.gpus)  # before data are prepared
     _require_division(chosen, options)
-    ready = _prepared(chosen, options)
-    if options.slurm:
-        return _submit(chosen, ready, options, given)
-    return _run_here(ready, options, begun, left_out=len(chosen) - len(ready))
+    for run in {run.data: run for run in chosen}.values():
+        run.prepare_data(options.source)
+    return _submit(chosen, options, given) if options.slurm else _run_here(chosen, options, begun)
 
 
 def _require_division(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> None:
@@ -81,83 +79,39 @@ def _site(options: argparse.Namespace) -> slurm.Site:
     return slurm.load_site(ROOT / "configs" / "slurm.yaml", settings)
 
 
-def _prepared(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> list[TrainingRun]:
-    """Prepare the data of ``chosen``; return its runs without those whose data have no source.
-
-    Raises: UserError if none is left, or a preparation fails.
-    """
-    first = {run.data: run for run in chosen}
-    absent = {data: run for data, run in first.items() if run.lacks_source(options.source)}
-    for data, run in absent.items():
-        script = shlex.join([*run.preparation_of(data), "--from"])
-        lack = f"{relative(data)} has no download: run .venv/bin/python {script} FOLDER"
-        if absent.keys() == first.keys():
-            raise UserError(f"{lack}, and repeat this command")
-        count = sum(run.data == data for run in chosen)
-        print(f"{lack}, and repeat this command for the {count} runs left out", flush=True)
-    ready = {data: run for data, run in first.items() if data not in absent}
-    for run in ready.values():
-        run.prepare_data(options.source)
-    return [run for run in chosen if run.data in ready]
-
-
-def _run_here(
-    chosen: Sequence[TrainingRun], options: argparse.Namespace, begun: float, left_out: int = 0
-) -> int:
-    """Run ``chosen`` on this machine and render the tables.
-
-    left_out: number of runs without data, which are named again at the end.
-    """
+def _run_here(chosen: Sequence[TrainingRun], options: argparse.Namespace, begun: float) -> int:
+    """Run ``chosen`` on this machine, then render the tables or pack the run files."""
     events = schedule.Events(ROOT / "runs" / options.table / "events.log")
     devices = schedule.shares(min(options.jobs, len(chosen)), options.gpus)
-    deadline = _deadline(options, devices, begun)
-    made = functools.partial(schedule.Schedule, chosen, devices, events, deadline=deadline)
-    if options.pack:
-        return _run_and_pack(made, chosen, options.pack)
-    failed = made().run()
-    failed = report.render() or failed
-    seconds = time.monotonic() - begun
-    lost = f"; {left_out} runs were left out, since their data are missing" if left_out else ""
-    events.say(f"{options.table}: {clock(seconds)} in total{lost}")
-    return FAILED if failed else 0
-
-
-def _run_and_pack(
-    made: Callable[..., schedule.Schedule], chosen: Sequence[TrainingRun], target: Path
-) -> int:
-    """Run a schedule of ``chosen``; write the run files of this call to ``target``, a tar.
-
-    It is written anew after every run, whole, with the bases of its configurations, and at the end
-    with all logs. Nothing is rendered, so that no library for pages and plots is needed.
-    """
+    minutes = math.inf if options.minutes is None else options.minutes
+    seconds = begun + 60 * minutes - grace() - CLOSING_SECONDS - time.monotonic()
     results: list[Path] = []
-
-    def pack(logs: Sequence[Path] = ()) -> None:
-        with written_whole(target, "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
-            homes = sorted({result.parent for result in results})
-            for path in (*results, *(p for home in homes for p in bases.all_in(home)), *logs):
-                tar.add(path, relative(path))
 
     def finished(run: TrainingRun) -> None:
         results.append(run.result)
-        with contextlib.suppress(OSError):  # the last call says so
-            pack()
+        if options.pack:
+            with contextlib.suppress(OSError):  # the last call says so
+                _pack(options.pack, results)
 
+    work = schedule.Schedule(chosen, devices, events, seconds=seconds, finished=finished)
     try:
-        return FAILED if made(finished=finished).run() else 0
+        failed = work.run()
     finally:
-        pack([path for run in chosen for path in sorted(run.folder.glob("*.log"))])
+        if options.pack:
+            logs = [path for run in chosen for path in sorted(run.folder.glob("*.log"))]
+            _pack(options.pack, results, logs)
+    if not options.pack:  # pages need libraries that a lent machine may lack
+        failed = report.render() or failed
+    events.say(f"{options.table}: {clock(time.monotonic() - begun)} in total")
+    return FAILED if failed else 0
 
 
-def _deadline(
-    options: argparse.Namespace, devices: Sequence[Devices], begun: float
-) -> Deadline | None:
-    """Return the deadline of ``--minutes`` after ``begun``, with time to stop before it."""
-    if options.minutes is None:
-        return None
-    end = begun + 60 * options.minutes - grace() - CLOSING_SECONDS
-    gpus = {share.gpus for share in devices} - {None}
-    return Deadline(end - time.monotonic(), len(gpus or devices))
+def _pack(target: Path, results: Sequence[Path], logs: Sequence[Path] = ()) -> None:
+    """Write run files, with the bases of their configurations, and logs to a tar, whole."""
+    homes = sorted({path.parent for path in results})
+    with written_whole(target, "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
+        for path in (*results, *(base for home in homes for base in bases.all_in(home)), *logs):
+            tar.add(path, relative(path))
 
 
 def _run_task(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:
@@ -178,14 +132,9 @@ def _run_task(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int
     return FAILED if schedule.Schedule([run], [devices], events).run() else 0
 
 
-def _submit(
-    chosen: Sequence[TrainingRun],
-    ready: Sequence[TrainingRun],
-    options: argparse.Namespace,
-    given: list[str],
-) -> int:
-    """Submit the unfinished runs of ``ready``; the array counts those of ``chosen``."""
-    tasks = [index for index, run in enumerate(chosen) if run in ready and not run.finished()]
+def _submit(chosen: Sequence[TrainingRun], options: argparse.Namespace, given: list[str]) -> int:
+    """Submit the unfinished runs; the array counts all of ``chosen``."""
+    tasks = [index for index, run in enumerate(chosen) if not run.finished()]
     if not tasks:
         print("all runs are already finished")
         return report.render()
@@ -248,11 +197,7 @@ def usual_scale(table: Table) -> str:
 def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
     table = table.at(options.scale)
     labels = options.rows or [row.label for row in table.rows]
-    if options.seeds < 1 or options.jobs < 1:
-        raise ValueError("--seeds and --jobs must be at least 1")
-    if options.gpus is not None and options.gpus < 1:
-        raise ValueError(f"--gpus must be at least 1, not {options.gpus}")
-    _require_effect(options)
+    _require_sense(options)
     part = dataclasses.replace(table, rows=[table.row(label) for label in dict.fromkeys(labels)])
     seeds = range(1, options.seeds + 1)
     found = runs(part, options.scale, seeds)
@@ -272,27 +217,37 @@ def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
     return found
 
 
-def _require_effect(options: argparse.Namespace) -> None:
-    """Raise ValueError for options that would be ignored with ``--slurm`` or without it.
+def _require_sense(options: argparse.Namespace) -> None:
+    """Raise ValueError for impossible numbers, and for options that would be ignored.
 
-    So do too few minutes, and UserError does a file that cannot be written.
+    Raises: UserError if the pack cannot be written.
     """
-    if options.slurm and options.gpus:
-        raise ValueError("--gpus is for this machine: with --slurm, use --gpus-per-node")
-    if options.slurm and options.jobs > 1:
-        raise ValueError(
-            "--jobs is for this machine: with --slurm, set running in configs/slurm.yaml"
-        )
-    if options.slurm and (options.minutes or options.pack):
-        raise ValueError("--minutes and --pack are for this machine: with --slurm, use --time")
-    least = grace() + CLOSING_SECONDS
-    if options.minutes is not None and 60 * options.minutes <= least:
-        raise ValueError(f"--minutes must be more than {least / 60:.2g}, to stop and save in time")
+    least, minutes = grace() + CLOSING_SECONDS, options.minutes
+    of_cluster = [name for name in SITE_OPTIONS if getattr(options, name) is not None]
+    idle = [] if options.slurm or options.array_task is not None else of_cluster
+    wrong = {
+        "--seeds and --jobs must be at least 1": options.seeds < 1 or options.jobs < 1,
+        "--gpus must be at least 1": options.gpus is not None and options.gpus < 1,
+        f"--{''.join(idle[:1]).replace('_', '-')} has no effect without --slurm": idle,
+        f"--minutes must be more than {least / 60:.2g}, to stop and save in time": (
+            minutes is not None and 60 * minutes <= least
+        ),
+    }
+    if options.slurm:
+        wrong |= {
+            "--gpus is for this machine: with --slurm, use --gpus-per-node": options.gpus,
+            "--jobs is for this machine: with --slurm, set running in configs/slurm.yaml": (
+                options.jobs > 1
+            ),
+            "--minutes and --pack are for this machine: with --slurm, use --time": (
+                minutes or options.pack
+            ),
+        }
+    for reason, holds in wrong.items():
+        if holds:
+            raise ValueError(reason)
     if options.pack:
         require_writable(options.pack.absolute().parent, "--pack")
-    of_cluster = [name for name in SITE_OPTIONS if getattr(options, name) is not None]
-    if of_cluster and not options.slurm and options.array_task is None:
-        raise ValueError(f"--{of_cluster[0].replace('_', '-')} has no effect without --slurm")
 
 
 def _show(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:

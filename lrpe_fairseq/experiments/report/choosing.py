@@ -59,7 +59,7 @@ def _is_measured(results: Results) -> bool:
 
 def choosing(results: Results) -> str:
     """Return docs/choosing.md."""
-    config = next(iter(results.sheets_of("extrapolation")[0].group.runs.values()))["config"]
+    config = next(iter(results.sheets_of("extrapolation")[0].runs.values()))["config"]
     return markdown.rendered(
         "choosing.md.j2",
         expect=expect,
@@ -157,7 +157,7 @@ def _first(results: Results, table: Table) -> str:
     for view in results.headlines(sheet):
         first.setdefault(view.column.attention, view)
     best = "; ".join(f"{attention} {_best(view)}" for attention, view in first.items())
-    scale = sheet.group.scale
+    scale = sheet.scale
     return best if scale == "small" else f"`{scale}`: {best}"
 
 
@@ -174,7 +174,7 @@ def _best(view: ColumnView) -> str:
 def _not_run(results: Results) -> str:
     missing: dict[str, list[str]] = {}
     for table in results.tables.values():
-        seen = {sheet.group.scale for sheet in results.sheets_of(table.name)}
+        seen = {sheet.scale for sheet in results.sheets_of(table.name)}
         for scale in table.scales.keys() - seen:
             missing.setdefault(scale, []).append(table.name)
     parts = [f"scale `{k}` of {markdown.listed(names)}" for k, names in sorted(missing.items())]

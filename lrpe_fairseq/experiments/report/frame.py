@@ -8,7 +8,7 @@ import csv
 import functools
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,12 @@ from typing import Any
 import pandas as pd
 
 from lrpe_fairseq.encodings import ENCODINGS, canonical_name
+from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
+from lrpe_fairseq.experiments.records.keys import RATE, filled, option
 from lrpe_fairseq.experiments.records.layout import Column, Row, Table, load_tables, short
-from lrpe_fairseq.experiments.records.runs import read_runs
-from lrpe_fairseq.experiments.report import cells, orders
+from lrpe_fairseq.experiments.records.protocols import BEYOND, HOLDS, Protocol, derived
+from lrpe_fairseq.experiments.records.runs import Run, plain, read_runs
+from lrpe_fairseq.experiments.report import orders
 from lrpe_fairseq.experiments.report.markdown import fixed
 
 UNNAMED = {
@@ -30,6 +33,14 @@ UNNAMED = {
 """Options that :func:`method` names in its own way, or that follow from the method."""
 MARKS = {orders.BETTER: "✓", orders.WORSE: "✗", orders.TIED: "≈", orders.UNSTABLE: "~"}
 """The sign of a mark; "?" stands for open."""
+LOGARITHMIC = {"ppl", "word_ppl"}
+COUNTS = {  # fractions: the number of tested examples beside them, and the value of all
+    "accuracy": ("examples", 100.0),
+    "top5": ("examples", 100.0),
+    "answer_accuracy": ("samples", 1.0),
+    "token_accuracy": ("samples", 1.0),  # tokens of one sample are not independent
+    "exact_match": ("samples", 1.0),
+}
 FRAME = ("table", "scale", "dataset", "method", "row", "attention", "column", "seed", "value",
          "paper")  # fmt: skip
 
@@ -172,18 +183,165 @@ class ColumnView:
         return [o for o in self.ranked() if o != row and self.mark(o, row) == orders.BETTER]
 
 
+# --- the runs of a cell --------------------------------------------------------------------------
+
+
+class Scores(dict[int, float]):
+    """The value of a cell per seed. lost: the seeds whose evaluation was not finite."""
+
+    def __init__(self, values: Mapping[int, float] = {}, lost: Iterable[int] = ()):
+        super().__init__(values)
+        self.lost = frozenset(lost)
+
+
 @dataclass(frozen=True)
 class Sheet:
-    """A table at the scale of ``group``, with the runs of ``group``: one scale and data set."""
+    """Comparable runs of a table: one scale, and one data set unless columns name theirs.
+
+    table: at the scale. runs: by path relative to results/runs.
+    """
 
     table: Table
-    group: cells.Group
+    scale: str
+    dataset: str
+    runs: Mapping[str, Run]
 
     @property
     def name(self) -> str:
         """``table-dataset-scale``, as in the names of pictures."""
-        parts = (self.table.name, self.group.dataset, self.group.scale)
-        return "-".join(filter(None, parts)).lower()
+        return "-".join(filter(None, (self.table.name, self.dataset, self.scale))).lower()
+
+    @functools.cached_property
+    def _of_cells(self) -> dict[tuple[str, str], dict[str, Run]]:
+        found: dict[tuple[str, str], dict[str, Run]] = {}
+        for name, run in self.runs.items():
+            for cell in filled(self.table, run):
+                found.setdefault(cell, {})[name] = run
+        return found
+
+    def runs_of(self, row: Row, column: Column) -> dict[str, Run]:
+        """Return the runs that fill a cell, without the seeds that lack a rate of the table.
+
+        Only a column with ``best_over: optimization.lr`` shows a sweep of learning rates. A
+        diverged run counts.
+        """
+        own = self._of_cells.get((row.label, column.key), {})
+        rates = set(self.table.rates_at(self.scale, column.rates))
+        if column.best_over != RATE or not rates:
+            return own
+        found: dict[int, set[Any]] = {}
+        for run in own.values():
+            found.setdefault(run["seed"], set()).add(option(run["config"], RATE))
+        return {name: run for name, run in own.items() if found[run["seed"]] >= rates}
+
+    def scores(self, row: Row, column: Column) -> Scores:
+        """Return the value of one cell per seed; empty without runs.
+
+        Raises: ValueError if two runs have the same cell and seed.
+        """
+        if not row.has(column):
+            return Scores()
+        if column.mean_of:
+            parts = [self.scores(row, self.table.column(key)) for key in column.mean_of]
+            seeds = sorted(set.intersection(*map(set, parts)))
+            means = {seed: statistics.fmean(part[seed] for part in parts) for seed in seeds}
+            return Scores(means, set().union(*(part.lost for part in parts)))
+        chosen = {seed: _value(run, column) for seed, run in self._selected(row, column).items()}
+        known = {seed: value for seed, value in chosen.items() if value is not None}
+        if column.metric == HOLDS and known:  # a mean of two lengths is none of them
+            known = dict.fromkeys(known, min(known.values()))
+        lost = {
+            run["seed"]
+            for run in self.runs_of(row, column).values()
+            if DIVERGED in _at(run, column.split, column.protocol)
+        }
+        return Scores(known, lost - set(known))
+
+    def _selected(self, row: Row, column: Column) -> dict[int, Run]:
+        """Return seed -> the run that a cell shows: the only one, or the best of ``best_over``."""
+        found: dict[int, dict[str, tuple[float, str]]] = {}  # seed -> option -> rank and name
+        for name, run in self.runs_of(row, column).items():
+            by = column.best_by
+            rank = (
+                _at(run, by["split"], by["protocol"]).get(by["metric"])
+                if by
+                else _value(run, column)
+            )
+            if rank is None:
+                continue
+            choice = str(option(run["config"], column.best_over)) if column.best_over else ""
+            own = found.setdefault(run["seed"], {})
+            if choice in own:
+                raise ValueError(
+                    f"{own[choice][1]} and {name} both fill seed {run['seed']} of row {row.label}, "
+                    f"column {column.key}"
+                )
+            own[choice] = rank, name
+        better = column.best_by.get("better", column.better)
+        best = min if better == "lower" else max
+        ranked = {
+            seed: best(own.values(), key=lambda r: r[0]) for seed, own in sorted(found.items())
+        }
+        return {seed: self.runs[name] for seed, (_, name) in ranked.items()}
+
+
+def _value(run: Run, column: Column) -> float | None:
+    if not column.split:
+        return run.get(column.metric)
+    if column.metric in (HOLDS, BEYOND):
+        length = Protocol.parse(column.protocol).length
+        return derived(column.metric, run["metrics"].get(column.split, {}), length)
+    return _at(run, column.split, column.protocol).get(column.metric)
+
+
+def _at(run: Run, split: str, protocol: str) -> Run:
+    """Return what a run measured on a split under a protocol."""
+    return run["metrics"].get(split, {}).get(protocol, {})
+
+
+def sheets(table: Table, runs: Mapping[str, Run]) -> list[Sheet]:
+    """Return the comparable groups of the runs that fill cells of ``table``, in scale order.
+
+    Raises: ValueError if runs of a group differ in an option of ``table.same``, or in their data.
+    """
+    found: dict[tuple[str, str], dict[str, Run]] = {}
+    for name, run in sorted(runs.items()):
+        if filled(table, run):
+            own_data = any(column.dataset for column in table.at(run["scale"]).columns)
+            key = run["scale"], "" if own_data else run["dataset"]
+            found.setdefault(key, {})[name] = run
+    for members in found.values():
+        require_same(table, members)
+    order = list(table.scales)
+    return [
+        Sheet(table.at(scale), scale, dataset, found[scale, dataset])
+        for scale, dataset in sorted(found, key=lambda key: (order.index(key[0]), key[1]))
+    ]
+
+
+def require_same(table: Table, runs: Mapping[str, Run]) -> None:
+    """Check that runs agree in the options of ``table.same`` and, as far as they say, in the data.
+
+    Raises: ValueError if two runs differ in an option (with columns that have configurations: two
+        runs on one data set), or in the checksum of a split or dictionary of one data set.
+    """
+    first: dict[tuple[str, str], tuple[str, Any]] = {}
+    for name, run in runs.items():
+        data = run["dataset"]
+        where = data if table.has_configs() else ""
+        facts = {(where, key): option(run["config"], key) for key in table.same}
+        checksums = run.get("data", {}).items()
+        facts |= {(data, f"the data {data} ({part})"): value for part, value in checksums}
+        for fact, value in facts.items():
+            other, known = first.setdefault(fact, (name, value))
+            if plain(known) != plain(value):
+                raise ValueError(
+                    f"{other} and {name} cannot be in one table because they differ in {fact[1]}: "
+                    f"{known} and {value}"
+                )
+
+
+# --- all results ---------------------------------------------------------------------------------
 
 
 class Results:
@@ -192,11 +350,7 @@ class Results:
     def __init__(self, root: Path) -> None:
         self.root, runs = root, read_runs(root / "results" / "runs")
         self.tables = {table.name: table for table in load_tables(root / "configs" / "tables")}
-        self.sheets = [
-            Sheet(table.at(group.scale), group)
-            for table in self.tables.values()
-            for group in cells.groups(table, runs)
-        ]
+        self.sheets = [s for table in self.tables.values() for s in sheets(table, runs)]
         self._views: dict[tuple[str, str], ColumnView] = {}
 
     def sheets_of(self, table: str) -> list[Sheet]:
@@ -206,7 +360,7 @@ class Results:
     def column(self, table: str, key: str, scale: str = "") -> ColumnView:
         """Return a column of a table's first group at ``scale``. Raises: KeyError without any."""
         for sheet in self.sheets_of(table):
-            if scale in ("", sheet.group.scale):
+            if scale in ("", sheet.scale):
                 return self.view(sheet, key)
         raise KeyError(f"table {table} has no runs at scale {scale or 'any'}")
 
@@ -244,39 +398,35 @@ def results(root: Path) -> Results:
 
 
 def _view(root: Path, sheet: Sheet, column: Column) -> ColumnView:
-    table, group = sheet.table, sheet.group
-    found = {row.label: cells.scores(table, row, column, group.runs) for row in table.rows}
+    table = sheet.table
+    found = {row.label: sheet.scores(row, column) for row in table.rows}
     parts = [table.column(key) for key in column.mean_of] or [column]
     metrics = {part.metric for part in parts}
-    fraction = metrics <= cells.COUNTS.keys()
+    fraction = metrics <= COUNTS.keys()
     published = {row.label: _published(root, table, row, parts) for row in table.rows}
-    perplexity = metrics <= set(cells.LOGARITHMIC)
     return ColumnView(
         table=table,
-        scale=group.scale,
-        dataset=group.dataset,
+        scale=sheet.scale,
+        dataset=sheet.dataset,
         column=column,
         cells={label: dict(scores) for label, scores in found.items()},
         examples=_examples(sheet, parts) if fraction else 0,
-        kind="perplexity" if perplexity else "fraction" if fraction else "",
-        whole=cells.COUNTS[parts[0].metric][1] if fraction else 1.0,
+        kind="perplexity" if metrics <= LOGARITHMIC else "fraction" if fraction else "",
+        whole=COUNTS[parts[0].metric][1] if fraction else 1.0,
         paper={label: value for label, value in published.items() if value is not None},
         names=names(table),
         broken=frozenset(label for label, scores in found.items() if scores.lost),
     )
 
 
-def _examples(sheet: Sheet, columns: list[Column]) -> int:
+def _examples(sheet: Sheet, columns: Sequence[Column]) -> int:
     """Return the tested examples of the columns together, for any run."""
     total = 0
     for column in columns:
-        count = cells.COUNTS[column.metric][0]
-        tested = (
-            run["metrics"].get(column.split, {}).get(column.protocol, {}).get(count, 0)
-            for row in sheet.table.rows
-            for run in cells.cell_runs(sheet.table, row, column, sheet.group.runs).values()
-        )
-        total += int(next((n for n in tested if n), 0))
+        own = (run for row in sheet.table.rows for run in sheet.runs_of(row, column).values())
+        measured = (_at(run, column.split, column.protocol) for run in own)
+        counts = (found.get(COUNTS[column.metric][0]) for found in measured)
+        total += int(next(filter(None, counts), 0))
     return total
 
 

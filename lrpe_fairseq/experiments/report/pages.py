@@ -55,7 +55,7 @@ def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
 def _section(results: Results, table: Table) -> dict[str, Any]:
     """Return what a page shows of a table."""
     sheets = results.sheets_of(table.name)
-    runs = {name: run for sheet in sheets for name, run in sheet.group.runs.items()}
+    runs = {name: run for sheet in sheets for name, run in sheet.runs.items()}
     machines = sorted({markdown.processors(run["hardware"]) for run in runs.values()})
     folders = sorted({name.split("/")[0] for name in runs})
     return {
@@ -71,8 +71,8 @@ def _section(results: Results, table: Table) -> dict[str, Any]:
 def _group(sheet: Sheet, views: list[ColumnView]) -> dict[str, str]:
     """Return what a page shows of a comparable group of runs."""
     return {
-        "scale": sheet.group.scale,
-        "dataset": sheet.group.dataset,
+        "scale": sheet.scale,
+        "dataset": sheet.dataset,
         "verdict": verdict(sheet.table, views),
         "picture": picture(sheet) if has_picture(views) else "",
         "caption": "Ours against the paper" if _against_paper(views) else "All rows",

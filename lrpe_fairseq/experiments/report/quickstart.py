@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise, permutations
+from itertools import pairwise
 from pathlib import Path
 
 from lrpe_fairseq.experiments.records import bases
@@ -104,32 +104,6 @@ def order(found: Sequence[Row]) -> list[str]:
         words = [f"{sign} {row.name}" for sign, row in zip(signs, ranked[1:], strict=True)]
         lines.append(" ".join([f"{attention} attention: {ranked[0].name}", *words]))
     return lines
-
-
-def stated(found: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """Return every separated pair (better, worse) of rows with the same attention type."""
-    pairs = [pair for pair in permutations(found, 2) if pair[0].attention == pair[1].attention]
-    return [pair for pair in pairs if separated(*pair, found)]
-
-
-def contradicted(found: Sequence[Row], published: Sequence[Row]) -> list[str]:
-    """Return, as sentences, the published orders that the means of ``found`` contradict."""
-    mean = {(row.attention, row.encoding): row.mean for row in found}
-    return [
-        f"{better.attention} attention: {better.name} does not beat {worse.name}"
-        for better, worse in stated(published)
-        if mean[better.attention, better.encoding] >= mean[worse.attention, worse.encoding]
-    ]
-
-
-def comparison(found: Sequence[Row], published: Sequence[Row]) -> list[str]:
-    """Return the published orders and the agreement of ``found`` with them, as screen lines."""
-    differing = [f"The table above differs: {line}." for line in contradicted(found, published)]
-    return [
-        f"Published, {len(published[0].ppl)} seeds, lower is better:",
-        *(f"  {line}" for line in order(published)),
-        *(differing or ["The table above agrees with every `<`."]),
-    ]
 
 
 # --- pages and pictures --------------------------------------------------------------------------

@@ -141,7 +141,7 @@ def divided(settings: Any, processes: int) -> dict[str, str]:
 
     Raises: ValueError if the processes cannot have equal parts.
     """
-    if found := _division(settings, processes):
+    if found := division(settings, processes):
         return found
     raise ValueError(
         f"{processes} processes cannot have equal parts of {described(settings)}: use another "
@@ -156,13 +156,8 @@ def described(settings: Any) -> str:
     return f"an update of {size * _frequency(settings):,} {unit}{inside}"
 
 
-def can_divide(settings: Any, processes: int) -> bool:
-    """True if this many processes can have equal parts of an update."""
-    return bool(_division(settings, processes))
-
-
-def _division(settings: Any, processes: int) -> dict[str, str]:
-    """Return the overrides with the largest batches; empty if no parts are equal."""
+def division(settings: Any, processes: int) -> dict[str, str]:
+    """Return what :func:`divided` does; empty if the processes cannot have equal parts."""
     frequency, limits = _frequency(settings), _limits(settings)
     with_batch_norm = settings.model.get("norm") == "batch"
     fewest = frequency if with_batch_norm else math.ceil(frequency / processes)

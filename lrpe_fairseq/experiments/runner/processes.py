@@ -1,4 +1,4 @@
-"""Start child processes, measure them, and end them with the runner.
+"""Start child processes, and end them with the runner.
 
 A run folder is locked while a process trains in it. The lock is an open file that every child
 inherits, so it is held until the last child ends: after ``kill -9`` of the runner, a second runner
@@ -6,28 +6,25 @@ does not write to the folder of a training that is still running.
 """
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import signal
 import subprocess
-import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import ROOT, relative
-from lrpe_fairseq.experiments.runner import measured
 from lrpe_fairseq.experiments.runner.devices import Devices
 
 GRACE = "LRPE_FAIRSEQ_GRACE"
 """Environment variable: seconds that a training has to save after a signal."""
 GRACE_SECONDS = 25.0  # by default: a cluster sends SIGKILL after 30 s
-KIB = 1024
-MEASURED = (sys.executable, "-IS", str(Path(measured.__file__)))
-"""Command of the intermediate process that reports the peak memory of a command."""
+PR_SET_CHILD_SUBREAPER = 36  # of Linux: orphans of children become children of this process
 
 
 def grace() -> float:
@@ -63,8 +60,9 @@ class Children:
     """Runs child processes for several threads and ends them all on :meth:`stop`."""
 
     def __init__(self) -> None:
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._guard = threading.Lock()
-        self._alive: dict[int, Path] = {}  # process -> its log
+        self._alive: set[int] = set()
         self._stopping = threading.Event()
 
     @property
@@ -80,28 +78,36 @@ class Children:
         cwd: Path,
         environment: Mapping[str, str],
         lock: int | None = None,
-    ) -> float:
-        """Run ``command`` and return its peak memory in MB (largest resident set).
+    ) -> None:
+        """Run ``command``; its output is appended to ``log``.
 
-        Its output is appended to ``log``. ``lock`` is a file descriptor that the child keeps open.
-        The peak excludes this process: see :mod:`measured`.
-
-        Raises: Stopped, ChildFailed.
+        lock: a file descriptor that the child keeps open. Raises: Stopped, ChildFailed.
         """
-        reader, writer = os.pipe()
-        with open(reader, encoding="ascii") as peak:
-            with open(log, "ab") as output, open(writer, "wb"):
-                words = [*MEASURED, str(writer), *command]
-                kept = (writer,) if lock is None else (writer, lock)
-                process = self._start(words, output, cwd, environment, kept)
-            process.wait()
-            with self._guard:
-                self._alive.pop(process.pid)
+        with self._guard, open(log, "ab") as output:
             if self.stopping:
                 raise Stopped
-            if process.returncode:
-                raise ChildFailed(process.returncode)
-            return int(peak.read()) / KIB
+            process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=cwd,
+                env={**os.environ, **environment},
+                start_new_session=True,  # a separate group: Ctrl-C reaches the runner only
+                pass_fds=() if lock is None else (lock,),
+            )
+            self._alive.add(process.pid)
+        process.wait()
+        with contextlib.suppress(ChildProcessError):  # none is left
+            # a training on several GPUs ends before the processes of its GPUs have saved
+            while self.stopping:
+                os.waitpid(-process.pid, 0)
+        with self._guard:
+            self._alive.remove(process.pid)
+        if self.stopping:
+            raise Stopped
+        if process.returncode:
+            raise ChildFailed(process.returncode)
 
     def stop(self) -> None:
         """End every child and its descendants, by SIGUSR1 and then SIGKILL; start no more.
@@ -112,73 +118,27 @@ class Children:
         with self._guard:
             self._stopping.set()
         self._signal(signal.SIGUSR1)
-        waiting = threading.Event()
-        for _ in range(int(grace() * 10)):
-            if not self._alive:
-                return
-            waiting.wait(0.1)
+        end = time.monotonic() + grace()
+        while self._alive and time.monotonic() < end:
+            time.sleep(0.1)
         self._signal(signal.SIGKILL)
 
-    def _start(
-        self,
-        command: Sequence[str],
-        output: IO[bytes],
-        cwd: Path,
-        environment: Mapping[str, str],
-        kept: tuple[int, ...],
-    ) -> subprocess.Popen[bytes]:
-        with self._guard:
-            if self.stopping:
-                raise Stopped
-            process = subprocess.Popen(
-                list(command),
-                stdin=subprocess.DEVNULL,
-                stdout=output.fileno(),
-                stderr=subprocess.STDOUT,
-                cwd=cwd,
-                env={**os.environ, **environment},
-                start_new_session=True,  # a separate group: Ctrl-C reaches the runner only
-                pass_fds=kept,
-            )
-            self._alive[process.pid] = Path(output.name)
-        return process
-
-    def end(self, folder: Path) -> None:
-        """Ask the children whose log is below ``folder`` to save and exit, by SIGUSR1.
-
-        Those that are still alive after the time to save are killed.
-        """
-        with self._guard:
-            chosen = [pid for pid, log in self._alive.items() if folder in log.parents]
-        self._signal(signal.SIGUSR1, chosen)
-        late = threading.Timer(grace(), self._signal, [signal.SIGKILL, chosen])
-        late.daemon = True
-        late.start()
-
-    def _signal(self, number: signal.Signals, chosen: Sequence[int] | None = None) -> None:
-        """Send a signal to the living children, or to those of them that are ``chosen``."""
+    def _signal(self, number: signal.Signals) -> None:
         with self._guard:
             for pid in self._alive:
-                if chosen is None or pid in chosen:
-                    _send(pid, number)
-
-
-def _send(pid: int, number: int) -> None:
-    """Send a signal to a child and its descendants, or to a fork without a group of its own."""
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError):
-            return kill(pid, number)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, number)
 
 
 def run_child(
     children: Children, command: list[str], log: Path, devices: Devices, lock: int | None
-) -> float:
-    """Run one command from the repository root and return its peak memory in MB.
+) -> None:
+    """Run one command from the repository root.
 
     Raises: Stopped; RunFailed with the last line of its output.
     """
     try:
-        return children.run(command, log, cwd=ROOT, environment=devices.environment, lock=lock)
+        children.run(command, log, cwd=ROOT, environment=devices.environment, lock=lock)
     except ChildFailed as error:
         raise RunFailed(f"{fairseq_log.last_line(log)} ({error}, {relative(log)})") from None
 

@@ -1,13 +1,11 @@
 """What a run file says of its training: read from a checkpoint, and kept in ``usage.json``.
 
 A training has one part per start or resumption; ``usage.json`` in its run folder has the commits
-of all parts, the checksums of the data, and the peak memory.
+of all parts and the checksums of the data.
 """
 
 from pathlib import Path
-from typing import Any
 
-from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.checkout import commit
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.files import read_json, write_json
@@ -19,7 +17,7 @@ COUNTS = ("examples", "sentences", "tokens")  # metrics that count what was eval
 
 
 def usage(folder: Path) -> Run:
-    """Return ``commits`` (in order), ``data`` (checksums) and ``peak_memory_mb`` of a run folder.
+    """Return ``commits`` (in order) and ``data`` (checksums) of a run folder.
 
     If an older version started the training, some of them are missing.
     """
@@ -33,13 +31,6 @@ def begin_part(folder: Path, data: dict[str, str], *, resumed: bool) -> None:
     write_json(folder / USAGE, {**known, "commits": commits, "data": data})
 
 
-def end_part(folder: Path, memory: float) -> None:
-    """Store the peak memory in MB of a finished part; the largest of all parts is kept."""
-    known = usage(folder)
-    peak = max(round(memory, 1), known.get("peak_memory_mb", 0))
-    write_json(folder / USAGE, {**known, "peak_memory_mb": peak})
-
-
 def provenance(folder: Path) -> Run:
     """Return fields of a run file: ``commit`` of the first part, ``commits`` if several.
 
@@ -48,16 +39,6 @@ def provenance(folder: Path) -> Run:
     commits = usage(folder).get("commits", [])
     first = {"commit": commits[0]} if commits else {}
     return first | ({"commits": commits} if len(commits) > 1 else {})
-
-
-def described_by(state: dict[str, Any]) -> Run:
-    """Return the fields of a run file that the loaded checkpoint of its model provides."""
-    return {**trained_by(state), "evaluated_update": checkpoints.updates(state)}
-
-
-def trained_by(state: dict[str, Any]) -> Run:
-    """Return the fields of a run file that any loaded checkpoint of its training provides."""
-    return settings_of(checkpoints.options(state))
 
 
 def settings_of(config: Run) -> Run:

@@ -60,8 +60,6 @@ class TrainingRun(ABC):
     """fairseq's task, if two families share a folder of configurations."""
     data_scripts: ClassVar[Mapping[str, str]] = {}
     """Name of a data folder -> the script that makes it, with arguments."""
-    without_download: ClassVar[frozenset[str]] = frozenset()
-    """Names of data folders whose script needs ``--from``."""
     curve: ClassVar[Curve] = Curve("valid_ppl", "lower")
     """The metric of every validation that the run file keeps as a curve."""
     next_step: ClassVar[str] = "evaluate with: scripts/run_table.sh {table} --scale {scale}"
@@ -269,20 +267,14 @@ class TrainingRun(ABC):
         ``say`` reports that GPUs are left idle.
         """
         settings = self.settings()
-        for part in devices.parts():
-            if machine.can_divide(settings, part.processes):
-                if part != devices:
-                    say(
-                        f"{devices.processes} GPUs cannot have equal parts of "
-                        f"{machine.described(settings)}, so {part.processes} of them are used"
-                    )
-                return part
-        return devices
-
-    def lacks_source(self, source: Path | None = None) -> bool:
-        """True if the data are missing and can be neither downloaded nor read from ``source``."""
-        no_way = self.data.name in self.without_download and source is None
-        return no_way and not folders.is_prepared(self.data)
+        able = (part for part in devices.parts() if machine.division(settings, part.processes))
+        part = next(able, devices)
+        if part != devices:
+            say(
+                f"{devices.processes} GPUs cannot have equal parts of "
+                f"{machine.described(settings)}, so {part.processes} of them are used"
+            )
+        return part
 
     def prepare_data(self, source: Path | None = None) -> None:
         """Prepare the data if they are missing, from ``source`` or the network."""
@@ -397,28 +389,23 @@ class TrainingRun(ABC):
         if not missing:
             return True
         named = ", ".join(" ".join(pair) for pair in missing)
-        if reason := self._other_training(known):
-            say(f"{reason}, so the run is trained anew to evaluate {named}")
+        try:
+            self._require_training_of(known)
+        except ValueError as error:
+            say(f"{error}, so the run is trained anew to evaluate {named}")
             return False
         say(f"evaluating {named}; nothing is trained")
         measured = replace(self, evaluations=missing).measure(run)
         write_run(self.result, recording.with_evaluations(known, measured, self.data_checksums()))
         return True
 
-    def _other_training(self, known: Run) -> str:
-        """Return why the checkpoints are not those of the run file ``known``; empty if they are."""
-        try:
-            best, last = (
-                checkpoints.load_sound(self.checkpoints / name)
-                for name in (checkpoints.BEST, checkpoints.LAST)
-            )
-        except ValueError as error:
-            return str(error)
+    def _require_training_of(self, known: Run) -> None:
+        """Raise ValueError unless the checkpoints are undamaged and those of a run file."""
+        paths = (self.checkpoints / name for name in (checkpoints.BEST, checkpoints.LAST))
+        best, last = map(checkpoints.load_sound, paths)
         found = checkpoints.updates(best), checkpoints.seconds(last)
         if found != (known.get("evaluated_update"), known["wall_seconds"]):
-            return f"{relative(self.checkpoints)} is of another training"
-        changed = sorted(self.differences(checkpoints.options(best)))
-        return f"the checkpoint has other options ({', '.join(changed)})" if changed else ""
+            raise ValueError(f"{relative(self.checkpoints)} is of another training")
 
     def _with_those_of(self, known: Run | None) -> "TrainingRun":
         """Return the run with the evaluations of the run file ``known`` too, which it replaces."""
@@ -439,7 +426,7 @@ class TrainingRun(ABC):
         crash = self.checkpoints / checkpoints.CRASH
         crash.unlink(missing_ok=True)
         try:
-            memory = run_child(children, command, self.log, devices, lock)
+            run_child(children, command, self.log, devices, lock)
         except RunFailed:
             if crash.exists() and fairseq_log.ended_not_finite(self.log):
                 raise Diverged(
@@ -447,8 +434,9 @@ class TrainingRun(ABC):
                     "gradients are not finite"
                 ) from None
             raise
-        self._require_the_end()
-        recording.end_part(self.folder, memory)
+        seen = checkpoints.updates(checkpoints.load(self.checkpoints / checkpoints.LAST))
+        if seen < self.max_update():
+            raise RunFailed(f"training ended after {seen} of {self.max_update()} updates")
 
     def begin(self, say: Say) -> int:
         """Return the updates already done; if some are left, store the commit and the checksums.
@@ -474,8 +462,7 @@ class TrainingRun(ABC):
 
         Raises: RunFailed if the data have changed since the start of the training.
         """
-        known = recording.usage(self.folder)
-        if changed := self.other_data(known):
+        if changed := self.other_data(recording.usage(self.folder)):
             raise RunFailed(
                 f"{relative(self.data)} has changed since the training began ({', '.join(changed)})"
             )
@@ -486,7 +473,6 @@ class TrainingRun(ABC):
         unlogged = lost and not log.inner  # it ended before the first line
         optional = {
             "tokens_per_second": None if unlogged else log.tokens_per_second(),
-            "peak_memory_mb": known.get("peak_memory_mb"),
             "million_parameters": fairseq_log.million_parameters(self.log),
         }
         return {
@@ -494,7 +480,8 @@ class TrainingRun(ABC):
             "label": self.label,
             "scale": self.scale,
             "dataset": folders.dataset_name(self.data),
-            **(recording.trained_by(best) if lost else recording.described_by(best)),
+            **recording.settings_of(checkpoints.options(best)),
+            **({} if lost else {"evaluated_update": checkpoints.updates(best)}),
             **measured,
             "wall_seconds": checkpoints.seconds(last),
             "curve": log.curve(self.curve),
@@ -504,11 +491,6 @@ class TrainingRun(ABC):
             **environment(),
             **recording.provenance(self.folder),
         }
-
-    def _require_the_end(self) -> None:
-        seen = checkpoints.updates(checkpoints.load(self.checkpoints / checkpoints.LAST))
-        if seen < self.max_update():
-            raise RunFailed(f"training ended after {seen} of {self.max_update()} updates")
 
 
 def shell(children: Children, devices: Devices, lock: int | None = None) -> Shell:
