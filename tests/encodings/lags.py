@@ -1,4 +1,4 @@
-"""A double loop over pairs, the reference of biases that depend on the lag."""
+"""Examples, a double loop over pairs for biases that depend on the lag, and equal gradients."""
 
 import torch
 
@@ -19,3 +19,23 @@ def bias_of(encoding, q_positions, k_positions, dtype=torch.float64):
     q = torch.zeros(1, spec.num_heads, len(q_positions), spec.head_dim, dtype=dtype)
     k = torch.zeros(1, spec.num_heads, len(k_positions), spec.head_dim, dtype=dtype)
     return encoding.bias(q, k, q_positions, k_positions)
+
+
+def queries_and_keys(rows, columns, heads=2, width=4):
+    """Return random q (2, H, T, D) and k (2, H, S, D), float64, with gradients."""
+    generator = torch.Generator().manual_seed(rows * columns)
+    shapes = [(2, heads, time, width) for time in (rows, columns)]
+    draws = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    return [x.requires_grad_() for x in draws]
+
+
+def assert_same_with_gradients(found, wanted, inputs, visible=1.0):
+    """Compare two tensors where ``visible``, and the gradients of a generic function of them."""
+    torch.testing.assert_close(found * visible, wanted * visible, rtol=1e-12, atol=1e-12)
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(wanted.shape, generator=generator, dtype=torch.float64) * visible
+    inputs = list(inputs)
+    losses = ((values.sin() * weight).sum() for values in (found, wanted))
+    pairs = [torch.autograd.grad(loss, inputs) for loss in losses]
+    for one, other in zip(*pairs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)

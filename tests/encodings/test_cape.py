@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.sharing import share_across_layers
-from tests.encodings.lags import bias_of
+from tests.encodings.lags import assert_same_with_gradients, bias_of
 from tests.references import score_matrix
 
 NAMES = ["cape-alibi", "cape-kerple", "cape-fire"]
@@ -46,12 +45,7 @@ def test_scores_and_gradients_are_those_of_the_equation(name):
     scores = (q @ k.mT).requires_grad_()
     expected = by_equation(encoding, scores, bias_of(encoding.base, *at))
     found = encoding(scores, q, k, *at)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    inputs, weight = [scores, *encoding.parameters()], torch.rand_like(expected)
-    grads = [torch.autograd.grad((x * weight).sum(), inputs) for x in (found, expected)]
-    for one, other in zip(*grads, strict=True):
-        assert other.abs().max() > 0
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    assert_same_with_gradients(found, expected, [scores, *encoding.parameters()])
 
 
 @pytest.mark.parametrize(("name", "base"), zip(NAMES, ("alibi", "kerple-log", "fire"), strict=True))
@@ -70,30 +64,6 @@ def test_the_bias_of_alibi_is_even_in_a_bidirectional_model():
     assert torch.equal(bias[:, 0, 8], torch.tensor([-0.5, -8 / 256]).double())
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_key_affects_no_score_of_another_key(name):
-    encoding, (q, k, *at) = build(name), example()
-    before = encoded(encoding, q, k, *at)
-    k[:, :, 3] = 1e6
-    after = encoded(encoding, q, k, *at)
-    rest = [0, 1, 2, 4, 5, 6]
-    assert torch.equal(before[..., rest], after[..., rest])
-    assert not torch.equal(before[..., 3], after[..., 3])
-
-
-def test_permuting_the_heads_and_the_columns_of_the_network_permutes_the_scores():
-    encoding, (q, k, *at) = build("cape-kerple"), example()
-    order, before = torch.tensor([2, 0, 1]), encoded(encoding, q, k, *at)
-    with torch.no_grad():
-        encoding.inner.weight.copy_(encoding.inner.weight[:, torch.cat([order, order + 3])])
-        encoding.outer.weight.copy_(encoding.outer.weight[order])
-        encoding.outer.bias.copy_(encoding.outer.bias[order])
-        encoding.base.r1.copy_(encoding.base.r1[order])
-        encoding.base.r2.copy_(encoding.base.r2[order])
-    after = encoded(encoding, q[:, order], k[:, order], *at)
-    torch.testing.assert_close(after, before[:, order], rtol=1e-12, atol=1e-12)
-
-
 def test_scores_that_float16_cannot_hold_saturate():
     encoding = build("cape-alibi").float()
     with torch.no_grad():
@@ -104,17 +74,3 @@ def test_scores_that_float16_cannot_hold_saturate():
     assert scores.isfinite().all()
     assert (scores[:, 0] == 65504).all()
     assert (scores[:, 1] == -65504).all()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_layers_share_neither_the_network_nor_the_bias(name):
-    layers = torch.nn.ModuleList([build(name, seed=s) for s in range(3)])
-    before = sum(p.numel() for p in layers.parameters())
-    share_across_layers(layers)
-    bias = {"cape-alibi": 0, "cape-kerple": 2 * 3, "cape-fire": 2 + 64 + 33 * 3}[name]
-    assert sum(p.numel() for p in layers.parameters()) == before == 3 * (97 * 3 + 32 + bias)
-
-
-def test_a_width_below_one_is_refused():
-    with pytest.raises(ValueError, match="cape_width must be positive"):
-        build("cape-alibi", cape_width=0)

@@ -7,6 +7,7 @@ import torch
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
+from tests.encodings.lags import assert_same_with_gradients, queries_and_keys
 
 HEADS, WIDTH = 2, 4
 
@@ -18,13 +19,6 @@ def build(positions=4, departures=()):
     with torch.no_grad():
         encoding.table.copy_(torch.randn(encoding.table.shape, generator=generator))
     return encoding
-
-
-def example(rows=6, columns=6):
-    generator = torch.Generator().manual_seed(rows * columns)
-    shapes = [(2, HEADS, rows, WIDTH), (2, HEADS, columns, WIDTH)]
-    draws = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
-    return [x.requires_grad_() for x in draws]
 
 
 def scores_of(encoding, q, k, visible=None):
@@ -58,22 +52,17 @@ def by_pairs(encoding, q, k, hidden, unscaled=False):
 def test_scores_and_gradients_are_the_definition_written_out_for_every_pair(
     rows, columns, positions
 ):
-    encoding, (q, k) = build(positions), example(rows, columns)
+    encoding, (q, k) = build(positions), queries_and_keys(rows, columns)
     hidden = [set(), {0, 2}]
     visible = torch.ones(2, 1, rows, columns, dtype=torch.bool).tril(columns - rows)
     visible[1, ..., [0, 2]] = False
     wanted = by_pairs(encoding, q, k, hidden)
     found = scores_of(encoding, q, k, visible) * visible
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(2)).double()
-    inputs = q, k, encoding.table
-    grads = [torch.autograd.grad((s.sin() * weight).sum(), inputs) for s in (found, wanted)]
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    assert_same_with_gradients(found, wanted, [q, k, encoding.table])
 
 
 def test_the_departure_does_not_scale_the_term_of_positions():
-    encoding, (q, k) = build(departures=["cope-unscaled-position"]), example()
+    encoding, (q, k) = build(departures=["cope-unscaled-position"]), queries_and_keys(6, 6)
     nothing = [set(), set()]
     found, plain = (scores_of(e, q, k).tril() for e in (encoding, build()))
     torch.testing.assert_close(found, by_pairs(encoding, q, k, nothing, unscaled=True))
@@ -94,30 +83,8 @@ def test_the_departure_is_unscaled_under_the_scale_of_the_published_code_too():
     assert module.scale * module.encoding.scale == pytest.approx(1)
 
 
-def test_open_gates_give_a_table_of_the_clipped_distance():
-    """Gates 1: e[min(n + 1, P - 1)], since both ends are counted."""
-    encoding, (q, _) = build(), example()
-    q = 1 + q.abs()
-    k = torch.full_like(q, 1e3)
-    content = q @ k.mT * WIDTH**-0.5
-    lag = torch.arange(6)[:, None] - torch.arange(6)
-    index = (lag + 1).clamp(0, 3)
-    wanted = torch.einsum("bhsd,std->bhst", q, encoding.table[index]) * WIDTH**-0.5
-    found = (scores_of(encoding, q, k) - content).tril()
-    torch.testing.assert_close(found, wanted.tril(), rtol=1e-9, atol=1e-9)
-
-
-def test_closed_gates_give_the_first_vector_everywhere():
-    encoding, (q, _) = build(), example()
-    q = 1 + q.abs()
-    k = torch.full_like(q, -1e3)
-    wanted = (q @ encoding.table[0])[..., None].expand(2, HEADS, 6, 6) * WIDTH**-0.5
-    found = scores_of(encoding, q, k) - q @ k.mT * WIDTH**-0.5
-    torch.testing.assert_close(found.tril(), wanted.tril(), rtol=1e-9, atol=1e-9)
-
-
 def test_a_table_of_zeros_is_no_encoding_and_how_it_starts():
-    encoding, (q, k) = build_encoding("cope", WIDTH, HEADS, causal=True), example()
+    encoding, (q, k) = build_encoding("cope", WIDTH, HEADS, causal=True), queries_and_keys(6, 6)
     assert not encoding.table.any()
     assert torch.equal(scores_of(encoding, q, k), q * WIDTH**-0.5 @ k.mT)
 
@@ -130,8 +97,3 @@ def test_counts_in_half_types_do_not_lose_keys(dtype):
     counts = encoding.counts(scores, None)
     assert counts.dtype == torch.float32
     assert torch.equal(counts[0, 0, 0], torch.arange(2048, 0, -1.0))
-
-
-def test_impossible_tables_are_refused():
-    with pytest.raises(ValueError, match="cope_positions must be at least 2"):
-        build(positions=1)

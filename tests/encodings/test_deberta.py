@@ -8,7 +8,7 @@ import torch
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.sharing import share_across_layers
+from tests.encodings.lags import assert_same_with_gradients, queries_and_keys
 
 HEADS, WIDTH = 2, 4
 
@@ -20,13 +20,6 @@ def build(causal=True, distance=3, departures=(), seed=0, **knobs):
     for parameter in encoding.double().parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator).double()
     return encoding
-
-
-def example(rows=5, columns=5):
-    generator = torch.Generator().manual_seed(columns)
-    shapes = [(2, HEADS, rows, WIDTH), (2, HEADS, columns, WIDTH)]
-    draws = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
-    return [x.requires_grad_() for x in draws]
 
 
 def scores_of(encoding, q, k, q_positions, k_positions):
@@ -41,7 +34,7 @@ def row_of(difference, distance):
     return 2 * distance - 1 if difference >= distance else difference + distance
 
 
-def by_pairs(encoding, q, k, q_positions, k_positions, opposite=True):
+def by_pairs(encoding, q, k, q_positions, k_positions):
     """(q_s.k_t + q_s.Kr[d(s, t)] + k_t.Qr[d(t, s)]) / sqrt(3 D), in a loop over pairs."""
     keys, queries = (
         (encoding.table @ p.weight.T + p.bias).view(-1, HEADS, WIDTH)
@@ -51,7 +44,7 @@ def by_pairs(encoding, q, k, q_positions, k_positions, opposite=True):
     def score(i, j):
         lag = int(q_positions[i] - k_positions[j])
         key = keys[row_of(lag, encoding.distance)]
-        query = queries[row_of(-lag if opposite else lag, encoding.distance)]
+        query = queries[row_of(-lag, encoding.distance)]
         terms = q[:, :, i] * (k[:, :, j] + key) + k[:, :, j] * query
         return terms.sum(-1) / math.sqrt(3 * WIDTH)
 
@@ -65,35 +58,15 @@ def by_pairs(encoding, q, k, q_positions, k_positions, opposite=True):
 def test_scores_and_gradients_are_the_definition_written_out_for_every_pair(
     causal, distance, rows, columns
 ):
-    encoding, (q, k) = build(causal, distance), example(rows, columns)
+    encoding, (q, k) = build(causal, distance), queries_and_keys(rows, columns)
     keys = torch.arange(100, 100 + columns)
     positions = keys[columns - rows :].clone(), keys
     visible = (positions[0][:, None] >= keys) | (not causal)
     found, wanted = (form(encoding, q, k, *positions) for form in (scores_of, by_pairs))
-    torch.testing.assert_close(found * visible, wanted * visible, rtol=1e-12, atol=1e-12)
+    assert_same_with_gradients(found, wanted, [q, k, *encoding.parameters()], visible)
     with torch.no_grad():  # from the rows that are kept
         kept = scores_of(encoding, q, k, *positions)
     torch.testing.assert_close(kept, found.detach(), rtol=1e-12, atol=1e-12)
-    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(2)).double()
-    inputs = q, k, *encoding.parameters()
-    losses = ((scores.sin() * weight * visible).sum() for scores in (found, wanted))
-    grads = [torch.autograd.grad(loss, inputs) for loss in losses]
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-
-
-def test_both_ends_of_the_table_are_those_of_the_paper():
-    encoding = build(distance=3)
-    rows = encoding.row(torch.arange(-5, 6)).tolist()
-    assert rows == [row_of(m, 3) for m in range(-5, 6)] == [0, 0, 0, 1, 2, 3, 4, 5, 5, 5, 5]
-
-
-def test_a_table_of_zeros_without_biases_is_no_encoding_with_a_third_of_the_variance():
-    encoding, (q, k), at = build(), example(), torch.arange(5)
-    with torch.no_grad():
-        for tensor in (encoding.table, encoding.key_proj.bias, encoding.query_proj.bias):
-            tensor.zero_()
-    torch.testing.assert_close(scores_of(encoding, q, k, at, at), q @ k.mT / math.sqrt(3 * WIDTH))
 
 
 def test_a_module_scales_the_content_of_the_score_too():
@@ -110,24 +83,13 @@ def test_a_module_scales_the_content_of_the_score_too():
     torch.testing.assert_close(module.attend(x)[0], plain.attend(x)[0])
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_departure_reads_the_opposite_distance_in_the_keys_term(causal):
-    encoding = build(causal, departures=["deberta-p2c-index"])
-    (q, k), at = example(), torch.arange(5)
-    wanted = by_pairs(encoding, q, k, at, at, opposite=False)
-    visible = (at[:, None] >= at) | (not causal)
-    found = scores_of(encoding, q, k, at, at)
-    torch.testing.assert_close(found * visible, wanted * visible)
-    assert (found - scores_of(build(causal), q, k, at, at)).abs().max() > 0.1
-
-
 def test_the_departure_is_the_gather_of_the_published_code():
     """p2c: the index clamp(-(i - j) + K, 0, 2K - 1) of row i and column j, before a transposition.
 
     Row i is the key and column j the query there.
     """
     encoding = build(False, departures=["deberta-p2c-index"])
-    (q, k), at = example(), torch.arange(5)
+    (q, k), at = queries_and_keys(5, 5), torch.arange(5)
     with torch.no_grad():
         encoding.key_proj.weight.zero_(), encoding.key_proj.bias.zero_()
     queries = encoding.query_proj(encoding.table).view(-1, HEADS, WIDTH).transpose(0, 1)
@@ -141,15 +103,6 @@ def test_the_key_term_has_the_scale_of_the_query_under_the_scale_of_the_publishe
     assert encoding.key_scale == pytest.approx((3 * HEADS * WIDTH) ** -0.5)
 
 
-def test_layers_share_the_table_alone_unless_asked_not_to():
-    for shared, tables in ((True, 1), (False, 3)):
-        layers = [build(deberta_shared=shared, seed=s) for s in range(3)]
-        layers = torch.nn.ModuleList(layers)
-        share_across_layers(layers)
-        assert len({layer.table for layer in layers}) == tables
-        assert len(list(layers.parameters())) == tables + 3 * 4
-
-
 def edits(encoding):
     """Changes of the weights, of which only some are known to autograd."""
     yield lambda: encoding.table.data.mul_(1.5)
@@ -161,7 +114,7 @@ def edits(encoding):
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_kept_rows_follow_every_change_of_the_weights(inference):
-    encoding, (q, k), at = build(), [x.detach() for x in example()], torch.arange(5)
+    encoding, (q, k), at = build(), [x.detach() for x in queries_and_keys(5, 5)], torch.arange(5)
     for edit in edits(encoding):
         with torch.inference_mode(inference):
             before = encoding.bias(q, k, at, at)
@@ -175,7 +128,7 @@ def test_kept_rows_follow_every_change_of_the_weights(inference):
 
 
 def test_kept_rows_are_not_part_of_a_copy_or_of_the_state():
-    encoding, (q, k), at = build(), example(), torch.arange(5)
+    encoding, (q, k), at = build(), queries_and_keys(5, 5), torch.arange(5)
     with torch.no_grad():
         encoding.bias(q, k, at, at)
     assert copy.deepcopy(encoding)._key_rows._entry is None
@@ -192,8 +145,3 @@ def test_the_parameters_start_as_documented():
         assert 0.99 * bound < projection.weight.abs().max() <= bound
         assert not projection.bias.any()
     assert not torch.equal(encoding.key_proj.weight, encoding.query_proj.weight)
-
-
-def test_impossible_distances_are_refused():
-    with pytest.raises(ValueError, match="deberta_distance must be at least 1"):
-        build(distance=0)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding, fire
-from lrpe_fairseq.encodings.sharing import share_across_layers
-from tests.encodings.lags import bias_of, loop_bias
+from tests.encodings.lags import assert_same_with_gradients, bias_of, loop_bias
 
 
 def build(heads=3, seed=0, **options):
@@ -38,13 +37,7 @@ def test_the_bias_and_its_gradients_are_those_of_the_equation(length, layers, st
         lambda h, s, t: by_equation(encoding, h, s, t), q_positions, k_positions, 3
     )
     found = bias_of(encoding, q_positions, k_positions)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    weight = torch.rand_like(expected)
-    grads = [
-        torch.autograd.grad((x * weight).sum(), encoding.parameters()) for x in (found, expected)
-    ]
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    assert_same_with_gradients(found, expected, encoding.parameters())
 
 
 def test_the_form_by_lag_equals_the_form_by_pair():
@@ -59,47 +52,9 @@ def test_the_form_by_lag_equals_the_form_by_pair():
     torch.testing.assert_close(fast, slow, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("r2", [0.02, 0.7])
-def test_with_a_linear_f_and_a_long_threshold_it_is_kerple(r2):
-    kerple = build_encoding("kerple-log", 4, 3, causal=True).double()
-    encoding, at = build(fire_layers=0, fire_length=10_000), torch.arange(0, 9000, 300)
-    with torch.no_grad():
-        kerple.r2.fill_(r2)
-        encoding.c.fill_(r2)
-        whole = torch.log1p(r2 * encoding.threshold) + fire.EPS
-        encoding.f[0].weight.copy_(-(kerple.r1 * whole).unsqueeze(-1))
-        encoding.f[0].bias.zero_()
-    found, expected = bias_of(encoding, at, at), bias_of(kerple, at, at)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_the_oldest_key_has_the_same_bias_at_any_position_beyond_the_threshold():
-    encoding = build(fire_length=100)
-    zero = torch.zeros(1).long()
-    near, far = (bias_of(encoding, torch.tensor([s]), zero) for s in (200, 10**6))
-    torch.testing.assert_close(near, far, rtol=0, atol=1e-6)
-
-
-def test_shared_layers_have_one_set_and_unshared_layers_do_not():
-    shared = torch.nn.ModuleList([build(fire_shared=True, seed=s) for s in range(3)])
-    own = torch.nn.ModuleList([build(seed=s) for s in range(3)])
-    share_across_layers(shared), share_across_layers(own)
-    one = 2 + 32 + 32 + 32 * 3 + 3
-    assert sum(p.numel() for p in shared.parameters()) == one
-    assert sum(p.numel() for p in own.parameters()) == 3 * one
-    at = torch.arange(5)
-    assert torch.equal(bias_of(shared[0], at, at), bias_of(shared[2], at, at))
-
-
 def test_it_starts_like_the_published_code():
     encoding = build(heads=500).float()
     assert (encoding.c, encoding.threshold) == (torch.tensor([0.1]), torch.tensor([512.0]))
     first, last = encoding.f[0], encoding.f[2]
     assert (first.weight.abs().max() <= 1, first.weight.abs().max() > 0.8) == (True, True)
     assert 0.99 * 32**-0.5 < last.weight.abs().max() <= 32**-0.5
-
-
-def test_impossible_sizes_are_refused():
-    for wrong in ({"fire_length": 0}, {"fire_width": 0}, {"fire_layers": -1}):
-        with pytest.raises(ValueError, match="must be positive and fire_layers at least 0"):
-            build(**wrong)

@@ -74,24 +74,6 @@ def test_the_kernel_gives_the_features_and_gradients_of_float64(kind):
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
 
 
-def test_without_spread_it_is_rope_with_clipped_frequencies():
-    encoding, (q, k) = encoding_of(fope_sigma=0.0, fope_length=100), example()
-    rope = build_encoding("rope", WIDTH, HEADS)
-    rope.core.theta = torch.tensor(frequencies(WIDTH, 100), dtype=torch.float64)
-    assert (rope.core.theta == 0).any()
-    found, expected = encoding(q, k, AT, AT), rope(q, k, AT, AT)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    here, there = (score_matrix(encoding, q, k, at, at) for at in (AT, AT + 1000))
-    torch.testing.assert_close(here, there, rtol=0, atol=1e-9)
-
-
-def test_pairs_of_frequency_zero_are_unchanged():
-    encoding, (q, k) = encoding_of(fope_length=100), example()
-    kept = 2 * len(encoding.core.theta)
-    assert 0 < kept < WIDTH
-    assert torch.equal(encoding(q, k, AT, AT)[0][..., kept:], q[..., kept:])
-
-
 def test_the_departure_doubles_the_score_of_frequency_zero():
     name = "fope-zero-frequency-doubled"
     encoding, (q, k) = encoding_of(departures=[name], fope_length=100), example()
@@ -122,16 +104,3 @@ def test_gradients_of_learned_coefficients_equal_finite_differences(count):
     assert torch.autograd.gradcheck(
         lambda *_: score_matrix(encoding, q, k, at, at), list(encoding.parameters())
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"fope_length": 6}, "fope_length must be at least 7, so that a frequency remains, got 6"),
-        ({"fope_length": 0}, "fope_length must be at least 7"),
-        ({"fope_sigma": -0.1}, "fope_sigma cannot be negative, got -0.1"),
-    ],
-)
-def test_options_without_meaning_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        encoding_of(**options)

@@ -88,14 +88,6 @@ def test_alibi_is_the_sum_written_out(kind, causal):
     assert_equal_with_gradients(module, module.attend(x)[0], wanted, x)
 
 
-def test_equal_scores_give_geometric_weights():
-    module = module_of("alibi", "softmax")
-    weights = weights_of(module, torch.zeros(1, HEADS, 6, D, dtype=torch.float64), 6)
-    ratio = weights[..., 5, 1:] / weights[..., 5, :-1]
-    slopes = torch.tensor(alibi_slopes(HEADS)).double()
-    torch.testing.assert_close(ratio, slopes.exp()[:, None].expand(1, -1, 5), rtol=1e-6, atol=0)
-
-
 def weights_of(module, q, rows):
     """The weights of the last ``rows`` queries, for queries equal to keys q (B, H, T, D)."""
     length = q.shape[2]
@@ -132,14 +124,6 @@ def test_fox_is_the_product_of_gates_written_out(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_constant_gates_are_alibi(kind):
-    fox, alibi, x = module_of("fox", kind), module_of("alibi", kind), text(70)
-    set_gates(fox, alibi.encoding.log_decay().double().exp())
-    fox.load_state_dict(alibi.state_dict(), strict=False)
-    torch.testing.assert_close(fox.attend(x)[0], alibi.attend(x)[0], rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [*FAMILIES["gated"].names, "fox"])
 def test_open_gates_change_nothing(name, kind):
     plain = module_of("none" if name == "fox" else name.removeprefix("gated:"), kind)
@@ -170,13 +154,6 @@ def test_a_shut_gate_hides_earlier_tokens_and_nothing_else(kind):
     torch.testing.assert_close(shut[:, :3], open_[:, :3], rtol=1e-12, atol=1e-12)
     module.encoding.log_gates = gate
     torch.testing.assert_close(shut[:, 3:], module.attend(x[:, 3:])[0], rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", ["alibi", "fox", "gated:rope"])
-def test_a_memory_of_earlier_segments_is_the_text_before(name):
-    module, x = module_of(name, "softmax"), text(9)
-    after, _ = module.attend(x[:, 5:], None, Memory(x[:, :5].transpose(0, 1)))
-    torch.testing.assert_close(after, module.attend(x)[0][:, 5:], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -235,15 +212,3 @@ def test_a_gated_encoding_has_the_capabilities_of_the_one_inside(name):
     declared = Encoding.__annotations__ | QueryKeyEncoding.__annotations__
     for field in declared.keys() - own:
         assert getattr(gated, field) == getattr(gated.inner, field), field
-
-
-@pytest.mark.parametrize("name", ["gated:t5", "gated:fox", "gated:gated:rope"])
-def test_an_encoding_that_cannot_be_gated_is_refused(name):
-    with pytest.raises(ValueError, match=f"{name}: gates can be added to decomposable encodings"):
-        build_encoding(name, 4, 3, causal=True)
-
-
-@pytest.mark.parametrize("name", ["gated:", "gated:rop", "gated", "lrpe:x:rotation", "apes"])
-def test_an_unknown_free_form_is_refused_with_all_forms(name):
-    with pytest.raises(ValueError, match=r"unknown position encoding .*lrpe:<P>.*gated:<name>"):
-        build_encoding(name, 4, 3, causal=True)

@@ -1,20 +1,17 @@
 """``position_grid``: encodings of sequences on a grid."""
 
 import copy
-from argparse import Namespace
 
 import pytest
 import torch
-from fairseq import options
 from torch import nn
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
 from lrpe_fairseq.encodings import ENCODINGS, EncodingOptions, QueryKeyEncoding, build_encoding
-from lrpe_fairseq.encodings.grid import GridEncoding, rows_and_columns
+from lrpe_fairseq.encodings.grid import rows_and_columns
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import encode_cpu
-from lrpe_fairseq.models.options import encoding_options
 from tests.references import score_matrix
 
 HEADS, WIDTH = 2, 8
@@ -86,18 +83,6 @@ def test_sum_is_the_encoding_at_row_plus_column(name):
     assert encoding.feature_dim == plain.feature_dim
 
 
-@pytest.mark.parametrize("name", ["rope", "lrpe-type2", "lrpe-type4"])
-def test_axial_depends_on_the_differences_of_rows_and_columns_and_on_both(name):
-    encoding, (q, k) = encoding_of(name, "axial", grid=20), example(4)
-    q, k = (x[:, :, :1].expand(-1, -1, 4, -1) for x in (q, k))
-    cells = torch.tensor([[0, 0], [0, 3], [1, 2], [5, 3]])
-    at, moved = (c @ torch.tensor([20, 1]) for c in (cells, cells + torch.tensor([7, 11])))
-    here, there = (score_matrix(encoding, q, k, p, p) for p in (at, moved))
-    torch.testing.assert_close(here, there, rtol=0, atol=1e-9)
-    assert (here[..., 0, 1] - here[..., 0, 2]).abs().min() > 1e-3  # one anti-diagonal
-    assert (here[..., 0, 1] - here[..., 0, 3]).abs().min() > 1e-3  # one column
-
-
 @pytest.mark.parametrize(
     "name", ["rope", "lrpe-type2", "lrpe-type8", "lrpe-tmlr-type1", "lrpe-type4"]
 )
@@ -138,17 +123,6 @@ def test_a_projection_that_is_folded_gives_the_same_attention(kind):
     torch.testing.assert_close(module.attend(x)[0], found, rtol=1e-9, atol=1e-9)
 
 
-def test_flat_builds_no_wrapper():
-    assert not isinstance(encoding_of("lrpe-type2", "flat"), GridEncoding)
-    (q, k), plain = example(), build_encoding("lrpe-type2", WIDTH, HEADS)
-    assert torch.equal(encoding_of("lrpe-type2", "flat")(q, k, AT, AT)[0], plain(q, k, AT, AT)[0])
-
-
-def test_the_two_axes_have_different_random_parts():
-    encoding = encoding_of("lrpe-type2", "axial")
-    assert not torch.equal(encoding.row.projection.v, encoding.column.projection.v)
-
-
 def test_layers_share_the_parameters_of_one_axis():
     layers = nn.ModuleList(encoding_of("spe", "axial", spe_shared=True, seed=s) for s in (1, 2))
     share_across_layers(layers)
@@ -159,12 +133,8 @@ def test_layers_share_the_parameters_of_one_axis():
 
 
 def test_capabilities_are_those_of_the_encoding():
-    assert encoding_of("rope", "axial").shift_unit == 4
-    fope, spe = encoding_of("fope", "axial"), encoding_of("spe", "axial")
-    assert (fope.relative, fope.keeps_norm, fope.shift_unit) == ("no", False, 1)
-    assert (spe.relative, spe.keeps_norm, spe.before_feature_map) == ("in expectation", False, True)
+    assert encoding_of("spe", "axial").before_feature_map
     assert encoding_of("lrpe-type8", "axial").denominator_vanishes
-    assert encoding_of("rope", "axial").name == "rope"
     assert encoding_of("rope", "sum").summary() == "identity x rotation, on a grid (sum)"
 
 
@@ -190,15 +160,3 @@ def test_capabilities_are_those_of_the_encoding():
 def test_what_has_no_meaning_is_refused_in_one_sentence(name, kind, options, message):
     with pytest.raises(ChoiceError, match=message):
         encoding_of(name, kind, **options)
-
-
-def test_a_configuration_without_a_grid_is_flat():
-    own = encoding_options(Namespace(fidelity="correct"))
-    assert (own.grid_width, own.position_grid) == (0, "flat")
-
-
-def test_the_command_line_sets_the_grid():
-    given = ["x", "--arch", "lrpe_lm", "--task", "language_modeling", "--fidelity", "correct"]
-    given += ["--grid-width", "14", "--position-grid", "axial"]
-    found = encoding_options(options.parse_args_and_arch(options.get_training_parser(), given))
-    assert (found.grid_width, found.position_grid) == (14, "axial")

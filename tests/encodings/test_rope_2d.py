@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lrpe_fairseq.encodings import EncodingOptions, build_encoding, cores
+from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from tests.references import score_matrix
 
 NAMES = ("rope-2d", "rope-2d-mixed")
@@ -79,42 +79,6 @@ def test_the_kernel_gives_the_dense_features_and_gradients(name, kind):
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_grid_wider_than_the_text_turns_by_the_column_and_a_line_by_the_row(name):
-    q, k = example()
-    at = torch.arange(12)
-    wide, line = encoding_of(name, grid=50), encoding_of(name)
-    if name == "rope-2d":
-        turned = q.clone()
-        turned[..., 4:], turned[..., :4] = q[..., :4], q[..., 4:]  # the halves swap their roles
-        found = wide(turned, k, at, at)[0]
-        expected = line(q, k, at, at)[0].roll(4, -1)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    else:
-        line.core.row, line.core.column = wide.core.column, wide.core.row
-        torch.testing.assert_close(wide(q, k, at, at)[0], line(q, k, at, at)[0])
-
-
-@pytest.mark.parametrize("width", [8, 16])
-def test_mixed_frequencies_along_the_axes_are_axial(width):
-    axial, mixed = encoding_of("rope-2d", width, 4), encoding_of("rope-2d-mixed", width, 4).double()
-    theta, zero = axial.core.theta, torch.zeros(width // 4)
-    for parameter, halves in ((mixed.core.row, (theta, zero)), (mixed.core.column, (zero, theta))):
-        parameter.data = torch.cat(halves).double().expand(HEADS, -1).clone()
-    (q, k), at = example(width=width), torch.arange(12)
-    for found, expected in zip(mixed(q, k, at, at), axial(q, k, at, at), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-def test_axial_is_rope_with_base_100_under_an_axial_grid(monkeypatch):
-    monkeypatch.setattr(cores, "BASE", 100.0)
-    options = EncodingOptions(grid_width=4, position_grid="axial")
-    wrapped = build_encoding("rope", 8, HEADS, options=options)
-    (q, k), at = example(), torch.arange(12)
-    found, expected = wrapped(q, k, at, at), encoding_of("rope-2d", grid=4)(q, k, at, at)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
 def test_mixed_frequencies_start_in_one_direction_per_head_and_in_the_orthogonal_one():
     core = encoding_of("rope-2d-mixed", 16).core
     frequency = torch.complex(core.column, core.row).detach()
@@ -135,11 +99,3 @@ def test_gradients_of_mixed_frequencies_equal_finite_differences():
         return score_matrix(encoding, q, k, at, at)
 
     assert torch.autograd.gradcheck(scores, list(encoding.parameters()))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_width_below_4_is_refused(name):
-    with pytest.raises(
-        ValueError, match="rows and columns needs a head width of at least 4, got 3"
-    ):
-        encoding_of(name, 3)

@@ -28,28 +28,5 @@ def test_the_bias_is_that_of_the_equation(causal):
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
-def test_it_is_the_inner_product_of_sinusoids_less_that_at_lag_zero():
-    width, at = 16, torch.arange(40)
-    angle = at.double()[:, None] / 10000 ** (2 * torch.arange(1, width // 2 + 1).double() / width)
-    sinusoid = torch.cat([angle.sin(), angle.cos()], -1)
-    product = sinusoid @ sinusoid.T
-    found = bias_of(build(False, heads=8, sandwich_width=width), at, at)
-    torch.testing.assert_close(found[0], product - product[0, 0], rtol=0, atol=1e-11)
-    torch.testing.assert_close(found[3], found[0] / 4)
-
-
-def test_the_values_are_those_of_the_specification_and_the_trend_falls():
-    lags = torch.tensor([0, 1, 16, 256, 4096, 16384])
-    found = 8 * bias_of(build(heads=1), torch.tensor([16384]), 16384 - lags)[0, 0]
-    rounded = torch.tensor([0, -1.5, -22.3, -42.4, -67.3, -72.3]).double()
-    torch.testing.assert_close(found, rounded, rtol=0, atol=0.06)
-    powers = 2 ** torch.arange(13)  # beyond 4096 it oscillates
-    trend = bias_of(build(heads=1), torch.tensor([4096]), 4096 - powers)[0, 0]
-    assert (trend.diff() < 0).all()
-
-
-def test_it_has_no_parameters_and_a_width_that_is_even():
+def test_it_has_no_parameters():
     assert build().state_dict() == {}
-    for width in (0, 7, -2):
-        with pytest.raises(ValueError, match="sandwich_width must be even and positive"):
-            build(sandwich_width=width)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
+from tests.encodings.lags import assert_same_with_gradients, queries_and_keys
 
 HEADS, WIDTH = 2, 4
 
@@ -14,14 +15,6 @@ def build(causal=True, distance=3, seed=0):
     options = EncodingOptions(shaw_distance=distance)
     encoding = build_encoding("shaw", WIDTH, HEADS, causal=causal, seed=seed, options=options)
     return encoding.double()
-
-
-def example(rows=5, columns=5):
-    generator = torch.Generator().manual_seed(columns)
-    shapes = [(2, HEADS, rows, WIDTH), (2, HEADS, columns, WIDTH)]
-    return [
-        torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes
-    ]
 
 
 def by_pairs(encoding, q, k, q_positions, k_positions):
@@ -46,37 +39,11 @@ def scores_of(encoding, q, k, q_positions, k_positions):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("distance", [0, 3, 20])
 def test_scores_and_gradients_are_the_definition_written_out_for_every_pair(causal, distance):
-    encoding, (q, k) = build(causal, distance), example(5, 9)
+    encoding, (q, k) = build(causal, distance), queries_and_keys(5, 9)
     positions = torch.arange(104, 109), torch.arange(100, 109)
     visible = (positions[0][:, None] >= positions[1]) | (not causal)
-    weight = torch.randn(5, 9, generator=torch.Generator().manual_seed(2)).double()
     found, wanted = (form(encoding, q, k, *positions) for form in (scores_of, by_pairs))
-    torch.testing.assert_close(found * visible, wanted * visible, rtol=1e-12, atol=1e-12)
-    inputs = q, k, encoding.table
-    grads = [
-        torch.autograd.grad((scores.sin() * weight * visible).sum(), inputs)
-        for scores in (found, wanted)
-    ]
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-
-
-def test_the_canonical_form_of_lrpe_holds_with_a_vector_of_ones():
-    """LRPE, C.1: q^T k + (sum of features of q * w), with the vector 1_d in place of k."""
-    encoding, (q, k), at = build(False), example(), torch.arange(5)
-    w = encoding.table[(at - at[:, None]).clamp(-3, 3) + 3]  # T S D
-    canonical = torch.einsum("bhsd,std,d->bhst", q, w, torch.ones(WIDTH).double())
-    wanted = (q @ k.mT + canonical) / math.sqrt(WIDTH)
-    torch.testing.assert_close(scores_of(encoding, q, k, at, at), wanted)
-
-
-@pytest.mark.parametrize(("causal", "vectors"), [(True, 4), (False, 7)])
-def test_one_query_distinguishes_no_more_distances_than_the_table_has(causal, vectors):
-    encoding, (q, k) = build(causal), example(1, 30)
-    bias = encoding.bias(q, k, torch.tensor([15]), torch.arange(30))
-    assert bias[0, 0, 0].unique().numel() == vectors == encoding.table.shape[0]
-    beyond = bias[..., :13]  # distances from 3 on
-    assert torch.equal(beyond, beyond[..., :1].expand_as(beyond))
+    assert_same_with_gradients(found, wanted, [q, k, encoding.table], visible)
 
 
 def test_the_table_starts_uniform_by_xavier_and_stays_float32():
@@ -84,8 +51,3 @@ def test_the_table_starts_uniform_by_xavier_and_stays_float32():
     bound = math.sqrt(6 / (33 + 64))
     assert table.dtype == torch.float32
     assert 0.95 * bound < table.abs().max() <= bound
-
-
-def test_impossible_distances_are_refused():
-    with pytest.raises(ValueError, match="shaw_distance cannot be negative"):
-        build(distance=-1)

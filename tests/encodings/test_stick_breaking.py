@@ -5,7 +5,7 @@ import torch
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import build_encoding
-from tests.references import weight_matrix
+from tests.encodings.lags import assert_same_with_gradients
 
 
 def build():
@@ -49,41 +49,16 @@ def test_weights_and_gradients_are_those_of_a_stick_broken_by_hand(rows, columns
             for head in text
         ]
     ).view_as(scores)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
-    if columns == 1:
-        return  # no weight depends on the scores
-    weight = example(rows, columns)
-    grads = [torch.autograd.grad((w.sin() * weight).sum(), scores)[0] for w in (found, wanted)]
-    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-13)
-
-
-def test_a_row_sums_to_what_its_keys_took_from_one():
-    scores = example()
-    weights, kept = weigh(scores), torch.sigmoid(-scores)
-    for s in range(6):
-        rest = kept[..., s, :s].prod(-1)
-        torch.testing.assert_close(1 - weights[..., s, :].sum(-1), rest, rtol=1e-12, atol=1e-13)
+    if columns == 1:  # no weight depends on the scores
+        assert torch.equal(found, wanted)
+    else:
+        assert_same_with_gradients(found, wanted, [scores])
 
 
 def test_without_a_mask_the_query_sees_the_keys_before_its_own():
     scores = example(3, 6)
     visible = torch.ones(3, 6, dtype=torch.bool).tril(3)[None, None]
     assert torch.equal(weigh(scores), weigh(scores, visible))
-
-
-def test_equal_scores_give_geometric_weights_in_proportion_to_those_of_alibi():
-    """beta (1 - beta)^(n - 1), where ALiBi's slope is -log(1 - beta)."""
-    alibi, lag = build_encoding("alibi", 4, 2, causal=True), torch.arange(6)[:, None]
-    lag = (lag - lag.T).double()
-    beta = -torch.expm1(alibi.log_decay().double())[:, None, None]
-    weights = weigh(beta.logit().expand(1, 2, 6, 6))
-    geometric = (beta * (1 - beta) ** (lag - 1)).where(lag > 0, 0)
-    torch.testing.assert_close(weights[0], geometric, rtol=1e-12, atol=1e-15)
-    nothing, at = torch.zeros(1, 2, 6, 4).double(), torch.arange(6)
-    linear = weight_matrix(alibi, nothing, nothing, at, at).tril(-1)[:, :, 1:]
-    for found in (linear, weights[:, :, 1:]):
-        found /= found.sum(-1, keepdim=True)
-    torch.testing.assert_close(weights[:, :, 1:], linear, rtol=1e-12, atol=1e-15)
 
 
 def test_the_first_token_attends_to_nothing_and_has_a_finite_gradient():

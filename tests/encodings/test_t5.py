@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.encodings.t5 import bucket_starts
 
 # 32 buckets, largest distance 128. Causal: 16 exact, then bucket 16 + k starts at the first
@@ -26,26 +25,18 @@ def bucket_by_hand(distance, starts):
 
 
 def test_causal_buckets_are_those_of_the_table():
-    distances = [-5, 0, 1, 2, 15, 16, 18, 19, 20, 21, 23, 24, 30, 31, 63, 64, 66, 67, 112, 113]
-    table = [0, 0, 1, 2, 15, 16, 16, 17, 17, 18, 18, 19, 20, 21, 26, 26, 26, 27, 30, 31]
     encoding = build(causal=True)
-    assert encoding.bucket(torch.tensor(distances)).tolist() == table
-    assert encoding.bucket(torch.tensor([127, 128, 129, 10**6])).tolist() == [31] * 4
-    every = torch.arange(200)
+    assert encoding.bucket(torch.tensor([-5, 127, 128, 10**6])).tolist() == [0, 31, 31, 31]
     expected = [bucket_by_hand(n, CAUSAL_STARTS) for n in range(200)]
-    assert encoding.bucket(every).tolist() == expected
+    assert encoding.bucket(torch.arange(200)).tolist() == expected
 
 
 def test_bidirectional_buckets_are_those_of_the_table():
     encoding = build(causal=False)
-    past = [0, 1, 7, 8, 11, 12, 15, 16, 22, 23, 31, 32, 45, 46, 63, 64, 90, 91, 127, 128, 999]
-    table = [0, 1, 7, 8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15, 15, 15]
-    assert encoding.bucket(torch.tensor(past)).tolist() == table
-    future = encoding.bucket(-torch.tensor(past[1:]))  # a key after the query: the upper half
-    assert future.tolist() == [16 + b for b in table[1:]]
-    every = torch.arange(200)
     expected = [bucket_by_hand(n, ONE_WAY_STARTS) for n in range(200)]
-    assert encoding.bucket(every).tolist() == expected
+    assert encoding.bucket(torch.arange(200)).tolist() == expected
+    future = encoding.bucket(-torch.arange(1, 200))  # a key after the query: the upper half
+    assert future.tolist() == [16 + bucket for bucket in expected[1:]]
 
 
 @pytest.mark.parametrize(("buckets", "largest"), [(16, 128), (32, 128), (8, 20), (5, 50)])
@@ -75,48 +66,9 @@ def test_the_bias_is_the_table_at_the_bucket_of_every_pair_per_head(causal):
     assert torch.equal(shifted, scores + bias)
 
 
-def test_cached_buckets_follow_the_positions_when_they_change_in_place():
-    encoding, x = build(), torch.randn(1, 3, 4, 4)
-    q_positions, k_positions = torch.arange(4) + 10, torch.arange(4)
-    encoding.bias(x, x, q_positions, k_positions)
-    for positions in (q_positions, k_positions):
-        positions += 3
-        expected = encoding.bias(x, x, q_positions.clone(), k_positions.clone())
-        assert torch.equal(encoding.bias(x, x, q_positions, k_positions), expected)
-
-
-def test_every_bucket_that_occurs_receives_its_gradient():
-    encoding = build()
-    x, positions = torch.randn(1, 3, 40, 4), torch.arange(40)
-    encoding.bias(x, x, positions, positions).sum().backward()
-    buckets = encoding.bucket(positions[:, None] - positions)
-    counts = torch.bincount(buckets.flatten(), minlength=32).float()
-    assert torch.equal(encoding.table.grad, counts.expand(3, 32))
-
-
-def test_the_table_starts_small_and_stays_float32_under_half():
+def test_the_table_starts_small():
     encoding = build(heads=64)  # H D = 256: standard deviation 1/16
     assert 0.055 < encoding.table.std() < 0.07
-    encoding = encoding.half()
-    x, positions = torch.randn(1, 64, 4, 4).half(), torch.arange(4)
-    assert encoding.table.dtype == torch.float32
-    assert encoding.bias(x, x, positions, positions).dtype == torch.float16
-
-
-def test_impossible_numbers_of_buckets_are_refused():
-    with pytest.raises(ValueError, match="at least 2 buckets"):
-        build(t5_buckets=1)
-    with pytest.raises(ValueError, match="largest distance"):
-        build(causal=False, t5_buckets=32, t5_max_distance=8)
-
-
-def test_shared_tables_are_one_parameter_and_unshared_ones_are_not():
-    shared = torch.nn.ModuleList([build(t5_shared=True, seed=s) for s in range(3)])
-    own = torch.nn.ModuleList([build(seed=s) for s in range(3)])
-    share_across_layers(shared)
-    share_across_layers(own)
-    assert len(list(shared.parameters())) == 1
-    assert len(list(own.parameters())) == 3
 
 
 def test_the_departures_share_the_bias_among_heads_and_start_it_from_unit_normals():

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.transformer_xl import end_together, left_shift, sinusoid
+from lrpe_fairseq.encodings.transformer_xl import end_together, sinusoid
+from tests.encodings.lags import assert_same_with_gradients
 
 MEMORIES = (0, 5, 64)
 LENGTHS = (1, 7, 64)
@@ -35,51 +36,29 @@ def positions_of(memory, length, first=0):
     return keys[memory:].clone(), keys
 
 
-def outputs_and_gradients(encoding, bias, q, k, visible):
-    """The bias where ``visible``, and the gradients of a generic function of it there."""
-    weight = torch.randn(bias.shape, generator=torch.Generator().manual_seed(3)).double()
-    inputs = [q, k, *encoding.parameters()]
-    grads = torch.autograd.grad((bias.sin() * weight * visible).sum(), inputs)
-    return [bias * visible, *grads]
-
-
+@pytest.mark.parametrize("by_shift", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("memory", MEMORIES)
-def test_the_shift_form_is_the_naive_form_in_outputs_and_gradients(memory, length, causal):
+def test_the_shift_and_the_gathers_are_the_naive_form_in_outputs_and_gradients(
+    memory, length, causal, by_shift
+):
     encoding = build(causal)
     q, k = example(memory, length)
     positions = positions_of(memory, length, first=3)
-    assert end_together(*positions)
-    everywhere = torch.ones(length, memory + length)
-    fast = outputs_and_gradients(encoding, encoding.bias(q, k, *positions), q, k, everywhere)
-    slow = encoding.bias_naive(q, k, *positions)
-    slow = outputs_and_gradients(encoding, slow, q, k, everywhere)
-    for a, b in zip(fast, slow, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    if not by_shift:  # a batch whose second text begins with padding
+        pads = torch.tensor([[0], [min(3, length - 1)]])
+        positions = [(p - 3 - pads).clamp_min(0) for p in positions]
+    assert end_together(*positions) == by_shift
+    fast, slow = encoding.bias(q, k, *positions), encoding.bias_naive(q, k, *positions)
+    assert_same_with_gradients(fast, slow, [q, k, *encoding.parameters()])
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("memory", MEMORIES)
-def test_gathering_by_distance_is_the_naive_form_in_outputs_and_gradients(memory, length, causal):
-    encoding = build(causal)
-    q, k = example(memory, length)
-    q_positions, k_positions = positions_of(memory, length)
-    pads = torch.tensor([[0], [min(3, length - 1)]])
-    positions = (q_positions - pads).clamp_min(0), (k_positions - pads).clamp_min(0)
-    everywhere = torch.ones(length, memory + length)
-    fast = outputs_and_gradients(encoding, encoding.bias(q, k, *positions), q, k, everywhere)
-    slow = encoding.bias_naive(q, k, *positions)
-    slow = outputs_and_gradients(encoding, slow, q, k, everywhere)
-    for a, b in zip(fast, slow, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize(("departures", "wide"), [((), 1), (("embed-dim-scale",), 2)])
-def test_scores_are_the_four_terms_written_out_for_every_pair(departures, wide):
+def test_scores_are_the_four_terms_written_out_for_every_pair(departures, wide, causal):
     heads, width, memory, length = 2, 6, 3, 4
-    encoding = build(True, heads, width, departures=departures)
+    encoding = build(causal, heads, width, departures=departures)
     query, k = example(memory, length, heads, width, batch=1)
     q_positions, k_positions = positions_of(memory, length)
     q = query * (wide * width) ** -0.5
@@ -87,7 +66,7 @@ def test_scores_are_the_four_terms_written_out_for_every_pair(departures, wide):
     w = encoding.r_proj.weight.view(heads, width, heads * width)
     for h in range(heads):
         for i in range(length):
-            for j in range(memory + i + 1):
+            for j in range(memory + (i + 1 if causal else length)):
                 r = hand_made_sinusoid(memory + i - j, heads * width)
                 a = query[0, h, i] @ k[0, h, j]
                 b = query[0, h, i] @ (w[h] @ r)
@@ -101,57 +80,6 @@ def hand_made_sinusoid(distance, width):
     angles = [distance / 10000 ** (2 * i / width) for i in range(width // 2)]
     values = [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
     return torch.tensor(values, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("length", [7, 64])
-@pytest.mark.parametrize("memory", [5, 64])
-def test_segments_with_memory_are_one_long_segment_over_the_same_window(memory, length):
-    encoding = build(causal=True)
-    x, k = example(0, memory + length)
-    v = torch.randn(k.shape, generator=torch.Generator().manual_seed(1)).double()
-    window = torch.arange(memory + length)
-    whole = attend(encoding, x, k, v, window, window)[:, :, memory:]
-    segment = attend(encoding, x[:, :, memory:], k, v, window[memory:], window)
-    torch.testing.assert_close(segment, whole, rtol=1e-10, atol=1e-12)
-    later = window + 1000  # and it does not matter when the window was read
-    segment = attend(encoding, x[:, :, memory:], k, v, later[memory:], later)
-    torch.testing.assert_close(segment, whole, rtol=1e-10, atol=1e-12)
-
-
-def attend(encoding, q, k, v, q_positions, k_positions):
-    q = q * WIDTH**-0.5
-    scores = encoding(q @ k.transpose(-1, -2), q, k, q_positions, k_positions)
-    after = k_positions > q_positions.unsqueeze(-1)
-    return scores.masked_fill(after, -math.inf).softmax(-1) @ v
-
-
-def test_the_left_shift_moves_row_i_by_the_rows_below_it():
-    x = torch.arange(12.0).view(3, 4)
-    expected = torch.tensor([[2.0, 3.0, 0.0, 0.0], [5.0, 6.0, 7.0, 0.0], [8.0, 9.0, 10.0, 11.0]])
-    assert torch.equal(left_shift(x, 4), expected)
-
-
-def test_terms_of_position_are_zero_for_keys_after_a_causal_query_in_every_form():
-    encoding = build(causal=True)
-    q, k = example(2, 5)
-    k = torch.zeros_like(k)  # leaves terms (b) and (d)
-    positions = positions_of(2, 5)
-    after = positions[1] > positions[0].unsqueeze(-1)
-    as_batch = [p.expand(2, -1) for p in positions]
-    for bias in (encoding.bias(q, k, *positions), encoding.bias(q, k, *as_batch)):
-        assert not bias[..., after].any()
-        assert bias[..., ~after].all()
-
-
-def test_distances_behind_and_ahead_differ_in_a_bidirectional_model():
-    encoding = build(causal=False)
-    q, k = example(0, 6)
-    positions = torch.arange(6)
-    flipped = encoding.bias(q.flip(2), k.flip(2), positions, positions).flip(2, 3)
-    straight = encoding.bias(q, k, positions, positions)
-    off_diagonal = ~torch.eye(6, dtype=torch.bool)
-    assert (flipped - straight).abs()[..., off_diagonal].min() > 1e-6
-    torch.testing.assert_close(flipped[..., ~off_diagonal], straight[..., ~off_diagonal])
 
 
 @pytest.mark.parametrize(
