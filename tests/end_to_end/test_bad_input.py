@@ -2,7 +2,6 @@
 
 import subprocess
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import fairseq.tasks
 import pytest
 from fairseq.dataclass import utils as dataclass_utils
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError
 
 from lrpe_fairseq.encodings import ENCODINGS
 from tests.end_to_end.commands import (
@@ -19,10 +17,9 @@ from tests.end_to_end.commands import (
     TRAINING,
     Corpus,
     build,
-    finish,
+    environment,
     hydra,
     side_by_side,
-    start,
     words,
     yaml_config,
 )
@@ -30,19 +27,15 @@ from tests.end_to_end.forked import run_forked
 
 pytestmark = pytest.mark.end_to_end
 
-TYPED = {
-    "unknown encoding": "--position-encoding lrpe-type9",
-    "unknown attention type": "--attention-type quadratic",
-}
 READ = {
     "mistyped option": {"postion_encoding": "rope"},
     "mistyped number": {"decoder_layers": "six"},
 }
-IN_AN_INTERPRETER = {"mistyped option"}
 UNRELATED = "two processes that form no group"
 SENTENCES = {
     "unknown encoding": f"unknown position encoding 'lrpe-type9'; choose one of "
     f"{', '.join(ENCODINGS)}, or lrpe:<P>:<Lambda> with P in ",
+    UNRELATED: "2 processes were started without a process group",
     "mistyped option": "unknown model option 'postion_encoding'; did you mean 'position_encoding'?",
     "mistyped number": "bad value of model option 'decoder_layers': Value 'six' of type 'str' "
     "could not be converted to Integer",
@@ -59,24 +52,18 @@ def save_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def refusals(corpus: Corpus, save_dir: Path) -> Refusals:
-    """The results of every refused command; one, and those of torchrun, in new interpreters."""
-    train = [corpus.data, TRAINING, SMALL, "--max-update 1 --save-dir", save_dir]
-    jobs: dict[str, Callable[[], subprocess.CompletedProcess]] = {}
-
-    def job(label: str, tool: str, *arguments: object) -> None:
-        new = label in IN_AN_INTERPRETER
-        jobs[label] = lambda: (
-            finish(start(tool, *arguments)) if new else run_forked(tool, words(arguments))
-        )
-
-    for label, options in TYPED.items():
-        job(label, "fairseq_cli.train", *train, options)
+    """The results of every refused command, each in a process of its own."""
+    train = words([corpus.data, TRAINING, SMALL, "--max-update 1 --save-dir", save_dir])
+    encoding = [*train, "--position-encoding", "lrpe-type9"]
+    launched = environment(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0")  # as torchrun sets them
+    jobs = {
+        "unknown encoding": lambda: run_forked("fairseq_cli.train", encoding),
+        UNRELATED: lambda: run_forked("fairseq_cli.train", train, environment=launched),
+    }
     for label, model in READ.items():
         config = yaml_config(corpus, save_dir, model)
-        arguments = hydra(save_dir.parent / label.replace(" ", "-"), config)
-        job(label, "fairseq_cli.hydra_train", *arguments)
-    torchrun = ["--nproc_per_node 2 --module fairseq_cli.train", *train]
-    jobs[UNRELATED] = lambda: finish(start("torch.distributed.run", *torchrun))
+        read = words(hydra(save_dir.parent / label.replace(" ", "-"), config))
+        jobs[label] = lambda read=read: run_forked("fairseq_cli.hydra_train", read)
     return dict(zip(jobs, side_by_side(*jobs.values()), strict=True))
 
 
@@ -95,27 +82,6 @@ def test_a_bad_choice_ends_a_training_with_one_sentence(refusals: Refusals, labe
     (sentence,) = said(ended)
     assert sentence.startswith(SENTENCES[label])
     assert ended.stderr.rstrip().endswith(sentence)
-
-
-def test_an_unknown_attention_type_is_refused_by_the_parser_with_the_choices(
-    refusals: Refusals,
-) -> None:
-    ended = refusals["unknown attention type"]
-    assert ended.returncode == 2
-    assert "Traceback" not in ended.stderr
-    last = ended.stderr.splitlines()[-1]
-    assert "argument --attention-type: invalid choice: 'quadratic'" in last
-    assert "linear" in last
-    assert "softmax" in last
-
-
-def test_torchrun_cannot_start_unrelated_trainings(refusals: Refusals) -> None:
-    ended = refusals[UNRELATED]
-    assert ended.returncode != 0
-    assert said(ended)
-    for sentence in said(ended):
-        assert sentence.startswith("2 processes were started without a process group")
-        assert sentence.endswith("start them with scripts/train.sh")
 
 
 def test_nothing_that_was_refused_left_a_checkpoint(refusals: Refusals, save_dir: Path) -> None:
@@ -169,13 +135,6 @@ def test_data_without_a_dictionary_are_named_with_the_folder_that_has_one(
     assert f"{tmp_path}/dict.txt does not exist; the data must be a folder" in refused(tmp_path)
     (tmp_path / "bin" / "dict.txt").write_text("a 1\n")
     assert f"dict.txt does not exist; did you mean {tmp_path}/bin?" in refused(tmp_path)
-
-
-def test_the_options_of_other_models_are_left_to_fairseq() -> None:
-    stock = fairseq.models.MODEL_DATACLASS_REGISTRY["transformer_lm"]
-    config = OmegaConf.create({"model": {"postion_encoding": "rope"}})
-    with pytest.raises(ConfigKeyError):
-        fairseq.models.merge_with_parent(stock(), config.model)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from fairseq import models
-from fairseq.models import MODEL_DATACLASS_REGISTRY
 from fairseq.modules import MultiheadAttention as Stock
 from omegaconf import OmegaConf, open_dict
 
@@ -122,14 +120,6 @@ def test_a_checkpoint_from_before_the_options_has_stock_cross_attention(
     old, _, _ = load(tmp_path / "old.pt")
     with torch.no_grad():
         assert torch.equal(old(**batch())[0], model.eval()(**batch())[0])
-
-
-def test_the_options_have_the_same_names_in_a_yaml() -> None:
-    preset = MODEL_DATACLASS_REGISTRY["lrpe_transformer_tiny"]
-    given = OmegaConf.create({"cross": {"position_encoding": "ape", "ape_init": "identity"}})
-    found = models.merge_with_parent(preset(), given).cross
-    assert (found.position_encoding, str(found.ape_init)) == ("ape", "identity")
-    assert str(found.attention_type) == "softmax"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import re
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from fairseq.models.ema import build_ema
 from fairseq.modules import FairseqDropout
 from omegaconf import OmegaConf
 
-from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
+from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.errors import Refusal
 from lrpe_fairseq.models.inference import DROPOUT_MODULES
 from tests.end_to_end.commands import (
@@ -88,12 +87,10 @@ def test_an_adaptive_softmax_with_shared_embeddings_resumes_and_is_evaluated(
     assert f"Evaluated {corpus.token_count('test')} tokens" in caplog.text
 
 
-@pytest.mark.parametrize("encoding", ["lrpe-type4", "lrpe-type2"])
 def test_the_average_of_weights_keeps_the_buffers_of_an_encoding(
-    corpus: Corpus, tmp_path: Path, encoding: str
+    corpus: Corpus, tmp_path: Path
 ) -> None:
-    average = f"--store-ema --ema-decay 0.9 --position-encoding {encoding}"
-    state = train(corpus, tmp_path, 2, average)
+    state = train(corpus, tmp_path, 2, "--store-ema --ema-decay 0.9 --position-encoding lrpe-type2")
     averaged = state["extra_state"]["ema"]
     learned = {"theta"}
     drawn = {k for k in averaged if "self_attn.encoding" in k and k.split(".")[-1] not in learned}
@@ -198,16 +195,6 @@ def test_layers_to_keep_prune_a_translation_model(translation: Path) -> None:
         assert torch.equal(weight, weights[f"{side}.layers.{kept}.fc1.weight"])
 
 
-def test_a_model_that_was_trained_with_layers_to_keep_is_not_pruned_again(
-    pairs: Path, tmp_path: Path
-) -> None:
-    model, _, config = built(pairs, PAIRS, "--encoder-layers-to-keep 1 --decoder-layers-to-keep 1")
-    save(model, config, tmp_path / "pruned.pt")
-    loaded = overridden(tmp_path / "pruned.pt")
-    for name, weight in model.state_dict().items():
-        assert torch.equal(weight, loaded.state_dict()[name]), name
-
-
 def test_an_option_that_is_newer_than_the_checkpoint_is_overridden(
     translation: Path, tmp_path: Path
 ) -> None:
@@ -248,11 +235,6 @@ def test_what_from_pretrained_passes_is_no_unknown_override(translation: Path) -
     ("model", "sentence"),
     [
         (
-            {"decoder": {"attention_type": "sofmax"}},
-            "bad value of model option 'decoder.attention_type': Invalid value 'sofmax', expected "
-            "one of [linear, softmax]",
-        ),
-        (
             {"encoder": {"atention_type": "softmax"}},
             "unknown model option 'encoder.atention_type'; did you mean 'encoder.attention_type'?",
         ),
@@ -283,7 +265,6 @@ def test_a_translation_model_is_built_from_a_namespace(pairs: Path, given: str) 
     assert str(actual) == str(expected)
     for section in (actual.cfg.encoder, actual.cfg.decoder):
         assert section.embed_dim == 32
-    assert differences(expected.cfg, actual.cfg) == []
 
 
 def test_a_masked_model_of_a_task_without_a_longest_input_can_be_pruned_adaptively() -> None:
@@ -300,67 +281,30 @@ def test_a_masked_model_of_a_task_without_a_longest_input_can_be_pruned_adaptive
     assert model(torch.tensor([[0, 2]]))[0].shape == (1, 2, len(words))
 
 
-def differences(config: Any, other: Any) -> list[str]:
-    """The options, nested ones too, that differ."""
-    found = []
-    for option in fields(type(other)):
-        if option.name.startswith("_"):
-            continue
-        ours, theirs = getattr(config, option.name), getattr(other, option.name)
-        if is_dataclass(theirs):
-            found += [f"{option.name}.{name}" for name in differences(ours, theirs)]
-        elif ours != theirs and str(ours) != str(theirs):  # choices of either form
-            found.append(option.name)
-    return found
+NARROW = "--quant-noise-pq 0.1 --quant-noise-pq-block-size 7"
+REFUSED = [
+    ("translation", "--cross-self-attention", "--cross-self-attention is not supported"),
+    ("translation", "--share-decoder-input-output-embed --decoder-output-dim 16", "not 32 and 16"),
+    ("translation", "--encoder-xformers-att-config {}", "xFormers attention is not supported"),
+    ("translation", NARROW, "7 must divide the widths"),
+    ("text", "--adaptive-input", "--adaptive-input requires --adaptive-input-cutoff"),
+    (
+        "text",
+        f"{ADAPTIVE} --tie-adaptive-weights --adaptive-input --adaptive-input-cutoff 4",
+        "--tie-adaptive-weights requires equal cutoffs",
+    ),
+    ("text", "--decoder-output-dim 16", "require equal widths, not 32 and 16"),
+    ("text", "--decoder-xformers-att-config {}", "xFormers attention is not supported"),
+    ("text", NARROW, "7 must divide the widths"),
+]
 
 
-def test_a_namespace_without_options_has_the_defaults_of_its_preset(pairs: Path) -> None:
-    _, task, _ = built(pairs, PAIRS)
-    model = task.build_model(Namespace(arch="lrpe_transformer_tiny"))
-    assert [len(side.layers) for side in (model.encoder, model.decoder)] == [3, 3]
-    assert model.encoder.layers[0].self_attn.attention_type == "linear"
-    assert model.decoder.output_projection.weight.shape == (len(task.target_dictionary), 128)
-
-
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        ("--cross-self-attention", "--cross-self-attention is not supported"),
-        (
-            "--share-decoder-input-output-embed --decoder-output-dim 16",
-            "require equal widths, not 32 and 16",
-        ),
-        ("--encoder-xformers-att-config {}", "xFormers attention is not supported"),
-        ("--quant-noise-pq 0.1 --quant-noise-pq-block-size 7", "7 must divide the widths"),
-    ],
-)
-def test_a_translation_model_that_would_fail_later_is_refused_when_it_is_built(
-    pairs: Path, given: str, sentence: str
+@pytest.mark.parametrize(("model", "given", "sentence"), REFUSED)
+def test_a_model_that_would_fail_later_is_refused_when_it_is_built(
+    corpus: Corpus, pairs: Path, model: str, given: str, sentence: str
 ) -> None:
     with pytest.raises(SystemExit, match=sentence) as refusal:
-        built(pairs, PAIRS, given)
-    assert refusal.value.code == 2
-    assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        ("--adaptive-input", "--adaptive-input requires --adaptive-input-cutoff"),
-        (
-            f"{ADAPTIVE} --tie-adaptive-weights --adaptive-input --adaptive-input-cutoff 4",
-            "--tie-adaptive-weights requires equal cutoffs",
-        ),
-        ("--decoder-output-dim 16", "require equal widths, not 32 and 16"),
-        ("--decoder-xformers-att-config {}", "xFormers attention is not supported"),
-        ("--quant-noise-pq 0.1 --quant-noise-pq-block-size 7", "7 must divide the widths"),
-    ],
-)
-def test_a_language_model_that_would_fail_later_is_refused_when_it_is_built(
-    corpus: Corpus, given: str, sentence: str
-) -> None:
-    with pytest.raises(SystemExit, match=sentence) as refusal:
-        build(corpus, SMALL, given)
+        build(corpus, SMALL, given) if model == "text" else built(pairs, PAIRS, given)
     assert refusal.value.code == 2
     assert "\n" not in str(refusal.value)
 
@@ -432,20 +376,16 @@ def trace(model: Any) -> None:
     torch.jit.trace(model, tokens(), strict=False)
 
 
-@pytest.mark.parametrize("export", [script, trace])
-@pytest.mark.parametrize("attention", ATTENTION_TYPES)
+@pytest.mark.parametrize(
+    ("model", "export"),
+    [(SMALL, script), (f"{SMALL} --attention-type softmax", trace), (PAIRS, script)],
+)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_torchscript_is_refused_in_one_sentence(
-    corpus: Corpus, attention: str, export: Callable
+    corpus: Corpus, pairs: Path, model: str, export: Callable
 ) -> None:
-    model, _, _ = build(corpus, SMALL, f"--attention-type {attention}")
+    made = (built(pairs, PAIRS) if model == PAIRS else build(corpus, model))[0].eval()
     with pytest.raises(NotImplementedError, match="TorchScript") as refusal:
-        export(model.eval())
+        export(made)
     assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_torchscript_of_an_encoder_decoder_is_refused(pairs: Path) -> None:
-    with pytest.raises(NotImplementedError, match="TorchScript"):
-        script(built(pairs, PAIRS)[0].eval())

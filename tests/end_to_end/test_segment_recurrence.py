@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lrpe_fairseq.attention.multihead import Memory, MultiheadAttention
 from lrpe_fairseq.encodings import ENCODINGS
-from lrpe_fairseq.encodings.transformer_xl import TransformerXL
 from lrpe_fairseq.tasks.truncated_bptt import LRPETruncatedBPTTTask, Streams, document_starts
 from tests.end_to_end.commands import (
     PLUGIN,
@@ -28,7 +27,7 @@ from tests.end_to_end.commands import (
     build,
     last_loss,
     run,
-    run_together,
+    run_forked_together,
     saved,
     side_by_side,
 )
@@ -91,7 +90,8 @@ def attention(name: str, attention_type: str = "softmax", causal: bool = True) -
 
 
 @pytest.mark.parametrize(
-    ("name", "memory"), [*((name, 5) for name in ENCODINGS), ("rope", 0), *XL_AND_T5]
+    ("name", "memory"),
+    [*((name, 5) for name in (*ENCODINGS, "gated:rope")), ("rope", 0), *XL_AND_T5],
 )
 def test_attention_after_a_memory_is_that_of_one_long_block(name: str, memory: int) -> None:
     module, length = attention(name), 7
@@ -108,12 +108,6 @@ def test_attention_after_a_memory_is_that_of_one_long_block(name: str, memory: i
     )
     assert any(gradient.any() for gradient in expected[1:])
     torch.testing.assert_close(found, expected, **EXACT)
-
-
-def test_transformer_xl_after_a_memory_uses_its_left_shift(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(TransformerXL, "_by_distance")
-    x = torch.randn(2, 9, 16, dtype=torch.float64)
-    attention("transformer-xl").attend(x[:, 5:], state=Memory(x[:, :5].transpose(0, 1)))
 
 
 @pytest.mark.parametrize(("attention_type", "causal"), [("linear", True), ("softmax", False)])
@@ -149,10 +143,7 @@ def gradient_of(features: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
         "",
         "--no-decoder-normalize-before",
         "--checkpoint-activations",
-        f"{SOFTMAX} rope",
-        f"{SOFTMAX} t5",
         f"{SOFTMAX} permuteformer",
-        f"{SOFTMAX} lrpe-tmlr-type1",
     ],
 )
 def test_segments_with_memory_are_one_long_segment(
@@ -252,36 +243,6 @@ def test_each_row_goes_on_where_its_stream_was(
         assert firsts == (True,) + (False,) * (len(firsts) - 1)
 
 
-def test_an_update_reads_one_segment_of_every_stream_however_many_processes(
-    corpus: Corpus,
-) -> None:
-    _, task = built(corpus)
-    (alone,) = rounds(task, rows=2, shards=1, updates=4)
-    together = rounds(task, rows=2, shards=2, updates=2)
-    streams = [batch["net_input"]["segment"]["stream"] for batch in alone]
-    assert streams[:8] == [0, 2, 4, 6] * 2
-    read = [batch for pair in zip(*together, strict=True) for batch in pair if batch]
-    assert [b["id"].tolist() for b in read] == [b["id"].tolist() for b in alone]
-
-
-def test_workers_and_epochs_do_not_change_what_is_read(corpus: Corpus) -> None:
-    _, task = built(corpus)
-    expected = [batch["id"].tolist() for batch in batches(task)]
-    again = batches(task, epoch=7, seed=5, num_workers=2, data_buffer_size=3)
-    assert [batch["id"].tolist() for batch in again] == expected
-
-
-@pytest.mark.parametrize("blocks", [1, 2, 7, 12, 13])
-@pytest.mark.parametrize("streams", [1, 2, 5, 7])
-def test_a_block_knows_its_stream(blocks: int, streams: int) -> None:
-    plan = Streams(blocks, min(streams, blocks))
-    bounds = [plan.start(stream) for stream in range(plan.streams + 1)]
-    assert (bounds[0], bounds[-1]) == (0, blocks)
-    for block in range(blocks):
-        stream = plan.stream_of(block)
-        assert bounds[stream] <= block < bounds[stream + 1]
-
-
 # ---- the memory between batches ----
 
 
@@ -314,17 +275,6 @@ def test_the_memory_is_carried_from_batch_to_batch(corpus: Corpus) -> None:
         source = whole[blocks[0] * SEGMENT - 1] if stream else task.dictionary.eos()
         expected = alone(model, tokens, int(source))
         torch.testing.assert_close(torch.cat([found[b] for b in blocks]), expected, **EXACT)
-
-
-def test_without_a_memory_segments_know_nothing_of_each_other(corpus: Corpus) -> None:
-    remembering, task = built(corpus)
-    forgetful, _ = built(corpus, memory=0)
-    first, second, *_ = batches(task)
-    expected = predictions(forgetful, [second])
-    found = predictions(remembering, [first, second])
-    for block in expected:
-        assert (found[block] - expected[block]).abs().max() > 1e-4
-    assert_equal(predictions(forgetful, [first, second]), expected)
 
 
 def assert_equal(found: dict[int, Tensor], expected: dict[int, Tensor]) -> None:
@@ -392,13 +342,6 @@ def test_the_memory_has_the_precision_of_the_model(corpus: Corpus, dtype: torch.
     assert past.inputs.dtype == dtype
 
 
-def test_the_memory_is_no_part_of_the_state_dict(corpus: Corpus) -> None:
-    model, task = built(corpus)
-    before = set(model.state_dict())
-    predictions(model, batches(task))
-    assert set(model.state_dict()) == before == set(built(corpus, memory=0)[0].state_dict())
-
-
 # ---- documents ----
 
 DOCUMENT_LINES = [1, 4, 5, 19]
@@ -430,13 +373,6 @@ def test_a_document_is_read_as_if_it_stood_alone_when_asked(
     mixed, task = built(corpus, f"{SOFTMAX} {encoding}")
     other = predictions(mixed, batches(task, max_tokens=SEGMENT))
     assert (torch.cat([other[block] for block in sorted(other)]) - scores).abs().max() > 1e-4
-
-
-def test_streams_keep_documents_apart_too(corpus: Corpus, documents: Path) -> None:
-    model, task = built(corpus, f"--reset-at-documents {documents}", memory=12)
-    read = batches(task)
-    assert {batch["net_input"]["segment"]["documents"].min().item() for batch in read} >= {0, -1}
-    predictions(model, read)
 
 
 @pytest.mark.parametrize("rows", ["0\ta\n0\tb\n", "3\ta\n2\tb\n", "-1\ta\n", "30\ta\n", "x\ta\n"])
@@ -485,23 +421,13 @@ def interval_saves(trainings: dict[str, Path]) -> list[Path]:
     return list(trainings["whole"].glob("checkpoint_*_*.pt"))
 
 
-def test_a_checkpoint_holds_the_memory_of_every_stream(trainings: dict[str, Path]) -> None:
-    (stopped,) = (p for p in interval_saves(trainings) if p.stem.endswith(f"_{STOP}"))
-    state = saved(stopped)["extra_state"]
-    assert state["train_iterator"]["iterations_in_epoch"] > 0
-    kept = state["LRPETruncatedBPTTTask"]
-    assert sorted(kept) == [0, 8]  # two batches an update, of eight rows
-    for past in kept.values():
-        assert past["inputs"].shape == (2, MEMORY, 8, 32)
-
-
 def test_two_processes_train_as_one_with_twice_the_update_frequency(
     corpus: Corpus, tmp_path: Path
 ) -> None:
     sgd = "--optimizer sgd --lr 0.3 --dropout 0 --disable-validation --max-update 5 --max-tokens 64"
     train = [corpus.data, TRAINED, sgd, "--save-dir"]
     run("fairseq_cli.train", *train, tmp_path / "alone", "--update-freq 2")
-    run_together(2, *train, tmp_path / "together")
+    run_forked_together(2, *train, tmp_path / "together")
     one, two = (saved(tmp_path / name / "checkpoint_last.pt") for name in ("alone", "together"))
     torch.testing.assert_close(two["model"], one["model"], rtol=1e-5, atol=1e-6)
 
@@ -552,13 +478,10 @@ REFUSED = {
 def test_what_does_not_go_together_is_refused_in_one_sentence(corpus: Corpus, given: str) -> None:
     with pytest.raises(SystemExit, match=REFUSED[given]) as refusal:
         built(corpus, given, memory=4)
-    assert refusal.value.code == 2
-    assert "\n" not in str(refusal.value)
-
-
-def test_absolute_positions_and_a_memory_are_refused(corpus: Corpus) -> None:
     with pytest.raises(SystemExit, match="absolute positions restart in every segment"):
         build(corpus, SMALL, f"{SOFTMAX} rope --memory-length 4")
+    assert refusal.value.code == 2
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_memory_is_not_trained_without_streams(corpus: Corpus) -> None:
