@@ -1,17 +1,11 @@
 """The losses of the first 50 updates of a cell of the table `books`, in float32 on a CPU or a GPU.
 
-    python -m tests.fifty_updates Type2 linear cpu > cpu.json
-    python -m tests.fifty_updates Type2 linear cuda --against cpu.json
-
 The updates are smaller than those of the table, so that a CPU core computes one in seconds. fairseq
 prints a loss with three decimals, in bits.
 """
 
-import argparse
-import json
 import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,25 +52,3 @@ def losses(label: str, attention: str, device: str, log: Path, data: Path | None
 def difference(ours: list, theirs: list) -> float:
     """Return the largest difference of two lists of losses."""
     return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-
-
-def main() -> int:
-    """Print the losses, or compare them with a file; return 1 if they differ."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("label")
-    parser.add_argument("attention", choices=("linear", "softmax"))
-    parser.add_argument("device", choices=("cpu", "cuda"))
-    parser.add_argument("--against", type=Path, help="the output of another call")
-    parser.add_argument("--log", type=Path, default=Path("fifty.log"), help="of the training")
-    options = parser.parse_args()
-    found = losses(options.label, options.attention, options.device, options.log.absolute())
-    if not options.against:
-        print(json.dumps(found))
-        return 0
-    largest = difference(found, json.loads(options.against.read_text()))
-    print(f"{options.label} {options.attention}: losses differ by up to {largest:.4f} bits")
-    return 1 if largest > TOLERANCE else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

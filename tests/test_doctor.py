@@ -50,9 +50,10 @@ def run_doctor(folder: Path, **modules: str) -> subprocess.CompletedProcess[str]
             {"torch": "raise OSError('libcudart.so.12: cannot open\\nmore')"},
             "torch: torch does not import (OSError: libcudart.so.12: cannot open); run make inst",
         ),
-        (
+        pytest.param(
             {"fairseq": "raise ImportError('undefined symbol: _ZN3c10')"},
             "fairseq: fairseq does not import (ImportError: undefined symbol: _ZN3c10); run make",
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )

@@ -118,13 +118,6 @@ def test_another_version_of_python_makes_the_environment_anew(stub, tmp_path):
     assert made("python3.12", "3.12")
 
 
-def test_the_environment_may_be_a_link_to_another_disk(stub, tmp_path):
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "venv").symlink_to(tmp_path / "disk")
-    assert install(tmp_path, stub()).returncode == 0
-    assert (tmp_path / "disk" / "bin" / "python").exists()
-
-
 def test_a_python_that_fairseq_does_not_support_is_refused_in_one_sentence(stub, tmp_path):
     done = install(tmp_path, stub("python3.13", "3.13"))
     assert done.returncode == 2
@@ -165,13 +158,3 @@ def test_make_installs_again_when_torch_or_python_change_and_keeps_a_choice(stub
     assert make("TORCH=torch==2.13.0") == "torch==2.13.0"
     assert make() == ""
     assert make(f"PYTHON={older}") == "torch==2.13.0"
-
-
-@pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
-def test_make_test_leaves_out_the_exhaustive_tests_and_make_test_all_runs_them():
-    def shown(target: str) -> str:
-        command = ["make", "--dry-run", "INSTALLED=setup.py", "TOOLS=setup.py", target]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-
-    assert "-m 'not exhaustive'" in shown("test")
-    assert "exhaustive" not in shown("test-all")

@@ -1,23 +1,17 @@
 """README and docs: generated parts are fresh, and no number stands there without a run."""
 
-import re
 import shutil
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from lrpe_fairseq.encodings import ENCODINGS, FAMILIES
 from lrpe_fairseq.experiments.report import (
-    choosing,
     docs,
-    frame,
     markdown,
-    marked,
     portraits,
     speed,
 )
-from lrpe_fairseq.experiments.report.marked import encodings_table
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,12 +33,6 @@ def test_the_check_names_what_is_stale_and_the_pages_are_written_by_the_same_com
     assert docs.main([*arguments, "--check"]) == 0
 
 
-def test_contributing_names_every_generated_page():
-    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    for path in [*marked.MARKED, choosing.PAGE, choosing.INDEX, speed.PAGE, "results/<table>.md"]:
-        assert f"`{path}`" in page, path
-
-
 def test_a_bar_in_a_cell_does_not_break_the_table():
     table = markdown.table(["a", "b"], [["P(s | t)", "|s - t| < 2"]])
     assert table.splitlines()[2] == r"| P(s \| t) | \|s - t\| < 2 |"
@@ -58,50 +46,10 @@ def test_a_part_without_its_place_is_refused():
 # --- the encodings -----------------------------------------------------------------------------
 
 
-def test_the_encodings_table_has_a_row_for_every_name():
-    rows = encodings_table().splitlines()[2:]
-    forms = [family.form for family in FAMILIES.values()]
-    assert [row.split("`")[1] for row in rows] == [*ENCODINGS, *forms]
-
-
-def test_a_method_with_rows_and_columns_is_described_and_drawn_on_a_grid(tmp_path):
-    two_axes = {name for name in ENCODINGS if marked.built(name).reads_grid}
-    assert two_axes == {"rope-2d", "rope-2d-mixed", "liere", "comrope-ap", "comrope-ld"}
-    for name in two_axes:
-        more = "`) more than the differences" if name == "liere" else "`) the differences"
-        assert f"{more} of rows and columns" in marked.entry(name)
+def test_a_method_with_rows_and_columns_is_drawn_on_a_grid(tmp_path):
     with mock.patch.object(portraits, "_maps", wraps=portraits._maps) as maps:
         portraits.draw("rope-2d", tmp_path / "grid.png", 8, 2, grid_width=4)
     assert maps.call_args.args[1].shape == (2, 4, 4)
-
-
-@pytest.mark.parametrize("name", ENCODINGS)
-def test_every_encoding_has_an_entry_with_equation_and_source(name):
-    text, card = marked.entry(name), marked.built(name).card
-    if frame.public_name(name) != name:
-        assert f"[`{frame.public_name(name)}`]" in text
-        return
-    assert card.equation.count("{") == card.equation.count("}")
-    assert f"```math\n{card.equation}\n```" in text
-    assert not re.search(r"\\(operatorname|mbox|phantom|def|newcommand)\b", card.equation)
-    for part in (card.cost, card.beyond, card.source):
-        assert part
-        assert part in text
-
-
-@pytest.mark.parametrize("name", ["rope", "t5"])
-def test_a_picture_of_an_encoding_is_reproducible(tmp_path, name):
-    for turn in ("first", "second"):
-        portraits.draw(name, tmp_path / f"{turn}.png", head_dim=8, num_heads=2, length=32)
-    assert (tmp_path / "first.png").read_bytes() == (tmp_path / "second.png").read_bytes()
-
-
-def test_the_readme_names_every_encoding_once():
-    text = marked.names_table()
-    shown = re.findall(r"`([^`]+)`", text)[1:]
-    assert len(shown) == len(set(shown))
-    assert text.index("`rope`") < text.index("\n| softmax |") < text.index("`t5`")
-    assert set(ENCODINGS) == {name for name in shown if "<" not in name}
 
 
 # --- the benchmarks ----------------------------------------------------------------------------
@@ -129,10 +77,3 @@ def test_a_speed_that_was_not_measured_is_a_dash(monkeypatch):
     monkeypatch.setattr(speed, "measured", lambda part, device, root: [row] * (device == "cpu"))
     assert speed.speed(ROOT, "cpu", "linear", "lrpe-type3") == "0.98"
     assert speed.speed(ROOT, "cuda", "linear", "lrpe-type3") == "–"
-
-
-def test_the_csv_of_a_part_has_every_row_and_its_machine():
-    for path in (ROOT / speed.RESULTS).glob("*/*.json"):
-        rows = speed.measured(path.stem, path.parent.name, ROOT)
-        text = (ROOT / speed.RESULTS / f"{path.stem}.csv").read_text(encoding="utf-8")
-        assert len(re.findall(rf"^{path.parent.name},", text, re.MULTILINE)) == len(rows)

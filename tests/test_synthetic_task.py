@@ -14,9 +14,8 @@ from lrpe_fairseq.errors import Refusal
 from lrpe_fairseq.experiments.data import synthetic as data
 from lrpe_fairseq.experiments.data.corpus import write_indexed
 from lrpe_fairseq.experiments.data.synthetic import Recipe
-from lrpe_fairseq.tasks.synthetic import SyntheticDataset, sums
+from lrpe_fairseq.tasks.synthetic import sums
 from tests.end_to_end.commands import PLUGIN, built, run_here
-from tests.test_synthetic import SOLVERS
 
 PAD = 1
 MODEL = (
@@ -57,38 +56,6 @@ def test_a_batch_is_padded_on_the_right_and_counts_scored_and_all_tokens(task) -
     chosen = [samples[n] for n in (0, 5, 9)]
     assert batch["tokens"] == sum(len(s.inputs) for s in chosen)
     assert batch["ntokens"] == sum(t != data.PAD for s in chosen for t in s.targets)
-
-
-@pytest.mark.parametrize("name", data.TASKS)
-def test_a_solver_has_both_accuracies_1_and_a_constant_answer_those_of_the_manifest(
-    name: str, tmp_path: Path
-) -> None:
-    recipe = Recipe(name, "tiny")
-    samples = data.generate(recipe)["test1"]
-    numbers = {symbol: n for n, symbol in enumerate(recipe.vocabulary, 4)} | {data.PAD: PAD}
-    dataset = SyntheticDataset(*(_rows(samples, side, numbers) for side in (0, 1)), PAD)
-    batch = dataset.collater([dataset[n] for n in range(len(dataset))])
-    target = batch["target"]
-    solved = torch.full_like(target, PAD)
-    for row, sample in enumerate(samples):
-        for place in np.flatnonzero(target[row].ne(PAD)):
-            solved[row, place] = numbers[SOLVERS[name](sample.inputs[: place + 1])]
-    found = sums(F.one_hot(solved).float(), target, PAD)
-    assert found["_correct"] == found["_answers"] == batch["ntokens"]
-    assert found["_exact"] == found["_samples"] == len(samples)
-    counts = target[target.ne(PAD)].bincount()
-    constant = torch.full_like(target, int(counts.argmax()))
-    found = sums(F.one_hot(constant).float(), target, PAD)
-    assert found["_correct"] == counts.max()
-
-
-def _rows(samples: list, side: int, numbers: dict[str, int]):
-    rows = [torch.tensor([numbers[t] for t in sample[side]]) for sample in samples]
-
-    class Rows(list):
-        sizes = np.array([len(row) for row in rows])
-
-    return Rows(rows)
 
 
 def test_an_answer_with_one_wrong_token_is_wrong_and_unscored_tokens_do_not_count() -> None:

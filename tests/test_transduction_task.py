@@ -79,25 +79,6 @@ def test_the_model_uses_the_positions_and_forgets_them(trained) -> None:
     torch.testing.assert_close(alone, nodes[:1])
 
 
-@pytest.mark.parametrize("side", ["src", "prev_output"])
-def test_counted_positions_given_explicitly_change_nothing(side: str, trained) -> None:
-    model, _, batch = trained
-    given = {k: v for k, v in batch["net_input"].items() if "positions" not in k}
-    tokens = given[f"{side}_tokens"]
-    counts = (tokens.ne(PAD).cumsum(1) - 1).clamp(min=0)
-    with torch.no_grad():
-        counted, explicit = model(**given)[0], model(**given, **{f"{side}_positions": counts})[0]
-    real = given["prev_output_tokens"].ne(PAD)
-    torch.testing.assert_close(explicit[real], counted[real])
-
-
-def test_explicit_positions_in_incremental_decoding_are_refused(trained) -> None:
-    model, _, batch = trained
-    tokens = batch["net_input"]["prev_output_tokens"]
-    with pytest.raises(ValueError, match="not supported in incremental decoding"):
-        model.decoder(tokens, positions=torch.zeros_like(tokens), incremental_state={})
-
-
 # -------------------------------------------------------------------------------------- metrics
 
 
@@ -161,20 +142,6 @@ def test_the_published_slip_is_an_explicit_mask_of_the_inputs() -> None:
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         extra = inputs.sum(1) - targets.sum(1)
         assert (published_zeros(lengths)[start : start + 32] == extra).all()
-
-
-@pytest.mark.parametrize(
-    ("task", "factor"),
-    [("reverse", 0.990), ("tree-rotate", 0.972), ("tree-c3", 0.955), ("tree-ops", 0.934)],
-)
-def test_the_slip_lowers_log_perplexity_as_it_does_in_the_published_code(
-    task: str, factor: float
-) -> None:
-    order = "depth" if task.startswith("tree") else ""
-    draw, rng = data.sampler(Recipe(task, "paper", order)), np.random.RandomState(3)
-    lengths = np.array([len(draw(rng).target.tokens) for _ in range(60 * 32)])
-    found = lengths.sum() / (lengths.sum() + published_zeros(lengths).sum())
-    assert found == pytest.approx(factor, abs=0.006)
 
 
 def test_training_reports_the_metrics_of_a_direct_computation(

@@ -10,7 +10,7 @@ import torch
 from lrpe_fairseq.errors import ChoiceError, Refusal
 from lrpe_fairseq.experiments.data import transduction as data
 from lrpe_fairseq.experiments.data.transduction import Recipe
-from lrpe_fairseq.models.tree_embedding import STEPS, TreeEmbedding, paths
+from lrpe_fairseq.models.tree_embedding import STEPS, TreeEmbedding
 from tests.end_to_end.commands import PLUGIN, built
 
 MODEL = (
@@ -54,12 +54,6 @@ def test_the_embedding_of_known_nodes() -> None:
         torch.testing.assert_close(row, expected(path, decays, 35))
     assert embedded[0, 0].count_nonzero() == 0
     assert embedded.square().sum(2).max() <= len(decays) ** 2 / 2
-
-
-def test_paths_read_the_last_steps_first() -> None:
-    found = paths(torch.tensor([[node(0, 1, 1), node(), node(*[1] * 62)]]))
-    assert found[0, 0].argmax(1)[:3].tolist() == [1, 1, 0]
-    assert found[0, :, :, :].sum((1, 2)).tolist() == [3, 0, STEPS]
 
 
 def test_too_narrow_a_width_and_missing_positions_are_refused() -> None:

@@ -8,7 +8,6 @@ from benchmarks import (
     decays,
     decoding,
     encoding,
-    lengths,
     phases,
     run,
     training,
@@ -49,11 +48,6 @@ def test_a_speed_up_of_something_else_is_not_shown(monkeypatch):
     monkeypatch.setattr(attention, "linear_attention", lambda q, k, v, causal: q * k * v)
     with pytest.raises(AssertionError):
         attention.check()
-
-
-def test_every_contestant_makes_a_step():
-    for form in (attention.ours, attention.chunked, attention.naive, attention.sdpa):
-        attention.step(form, 8, 16, "cpu", torch.float32)()
 
 
 def test_bidirectional_rows_compare_with_sdpa_at_every_length():
@@ -97,18 +91,11 @@ def test_the_state_of_a_linear_decoder_does_not_grow_and_that_of_a_softmax_one_d
 
 def test_a_decoder_that_says_something_else_token_by_token_is_not_timed(monkeypatch):
     decoding.check()
-    monkeypatch.setattr(linear, "_advance_by_one", linear._advance)
-    decoding.check()
     monkeypatch.setattr(
         linear, "_advance_by_one", lambda q, k, v, before, *rest, **options: (v, None, before)
     )
     with pytest.raises(AssertionError):
         decoding.check()
-
-
-def test_memory_of_the_naive_form_is_that_of_its_matrices():
-    peak = lengths.peak_memory("naive", 1024, "cpu", torch.float32)
-    assert peak > 2 * 8 * 1024**2 * 4 / 1e6
 
 
 def test_encoding_is_compared_with_a_copy(monkeypatch):
@@ -139,11 +126,9 @@ def test_a_variant_is_an_encoding_with_other_options(build, monkeypatch):
     assert {(m.name, m.options.ape_generator) for m in found} == {("ape", "canonical")}
 
 
-@pytest.mark.parametrize("model", ["lm", "roberta"])
-def test_a_training_step_runs(model, monkeypatch):
+def test_a_training_step_runs(monkeypatch):
     monkeypatch.setattr(training, "LENGTH", 8)
-    monkeypatch.setattr(training, "ROBERTA_LAYERS", 1)
-    training.step(model, "none", "linear", "cpu", 16)()
+    training.step("lm", "none", "linear", "cpu", 16)()
 
 
 def test_every_row_of_tmlrs_table_6_makes_a_step_with_its_normalizer(monkeypatch):
