@@ -25,6 +25,9 @@ def model(updates: int, **changes: object) -> dict[str, object]:
     }
 
 
+FEW = ("Base", "RoPE", "Type2")
+
+
 def test_the_shortest_budget_has_the_runs_of_the_paper_table_and_no_others() -> None:
     for name, scale, home in (("budget", "annealed", "table2"), ("budget-mlm", "small", "table8")):
         found = [(run.max_update(), run) for run in runs(load_named(name), scale, [1])]

@@ -41,6 +41,15 @@ from tests.end_to_end.commands import SMALL, Corpus, build, load, save
 
 ROOT = Path(__file__).resolve().parent.parent
 
+MENDED = """
+import atexit, os
+import torch.distributed as dist
+atexit.register(lambda: print("initialized" if dist.is_initialized() else "left"))  # runs last
+from lrpe_fairseq import compat
+compat.apply()
+store = f"file://{os.getcwd()}/store"
+dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+"""
 # name -> (what happens without the fixes, what happens with them, the code)
 PROBES = {
     "sample-break-mode eos": (
@@ -266,24 +275,22 @@ def _environment() -> dict[str, str]:
 
 def _start_probes(preamble: str, report: Path) -> subprocess.Popen:
     command = [sys.executable, "-c", preamble + RUN_PROBES, str(report)]
-    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=_environment(), cwd=report.parent, **pipes)
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(command, env=_environment(), cwd=report.parent, text=True, **pipes)
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     """The result of every probe, without ("stock") and with ("mended") the fixes."""
     folder = tmp_path_factory.mktemp("probes")
-    preambles = {
-        "stock": "import fairseq",
-        "mended": "from lrpe_fairseq import compat; compat.apply()",
-    }
+    preambles = {"stock": "import fairseq", "mended": MENDED}
     running = {k: _start_probes(v, folder / f"{k}.json") for k, v in preambles.items()}
     code = json.dumps({name: code for name, (_, _, code) in PROBES.items()})
     for process in running.values():
-        _, errors = process.communicate(code)
+        output, errors = process.communicate(code)
         assert process.returncode == 0, errors
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in running}
+    found = {name: json.loads((folder / f"{name}.json").read_text()) for name in running}
+    return {**found, "said last": output.splitlines()[-1]}
 
 
 @pytest.fixture(scope="module")
@@ -610,17 +617,5 @@ def test_batches_that_others_cannot_continue_are_refused_with_those_that_can(
         compat._convert_place(place, before, now, by_updates=False)
 
 
-RANK = """
-import atexit, sys
-import torch.distributed as dist
-atexit.register(lambda: print("initialized" if dist.is_initialized() else "left"))  # runs last
-from lrpe_fairseq import compat
-compat.leave_the_process_group()
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
-"""
-
-
-def test_a_rank_over_gloo_leaves_its_process_group_when_it_ends(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", RANK, str(tmp_path / "store")]
-    ended = subprocess.run(command, env=_environment(), capture_output=True, text=True)
-    assert ended.stdout.splitlines()[-1:] == ["left"], ended.stderr
+def test_a_rank_over_gloo_leaves_its_process_group_when_it_ends(outcomes: dict) -> None:
+    assert outcomes["said last"] == "left"

@@ -474,14 +474,9 @@ GRAY, COLOR, PALETTE, GRAY_ALPHA, COLOR_ALPHA = 0, 2, 3, 4, 6
 PALETTE_OF_TWO = (b"PLTE", bytes([9, 9, 9, 51, 51, 51]))
 FIRST_PIXEL_TRANSPARENT = {  # the second one is 20 % gray, if the depth has it
     "1 bit": (png(1, GRAY, [0b10000000], key(1)), 0),
-    "2 bits": (png(2, GRAY, [0b10010000], key(2)), 85),
-    "4 bits": (png(4, GRAY, [0x73], key(7)), 51),
-    "8 bits": (png(8, GRAY, [7, 51], key(7)), 51),
     "16 bits": (png(16, GRAY, [7, 9, 51, 51], key(7 * 256 + 9)), 51),
-    "color": (png(8, COLOR, [1, 2, 3, 51, 51, 51], key(1, 2, 3)), 51),
     "color of 16 bits": (png(16, COLOR, [1, 0, 2, 0, 3, 0] + [51] * 6, key(256, 512, 768)), 51),
     "palette": (png(8, PALETTE, [0, 1], PALETTE_OF_TWO, (b"tRNS", b"\0")), 51),
-    "gray and alpha": (png(8, GRAY_ALPHA, [7, 0, 51, 255]), 51),
     "gray and alpha of 16 bits": (png(16, GRAY_ALPHA, [7, 7, 0, 0] + [51] * 2 + [255] * 2), 51),
     "color and alpha": (png(8, COLOR_ALPHA, [1, 2, 3, 0, 51, 51, 51, 255]), 51),
 }

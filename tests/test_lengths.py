@@ -504,7 +504,8 @@ def tiny_run(corpus: Corpus, folder: Path) -> LMRun:
 
 
 @pytest.mark.end_to_end
-def test_a_run_is_evaluated_at_other_lengths_and_again_later(corpus, tmp_path) -> None:
+def test_a_run_is_evaluated_at_other_lengths_and_again_later(corpus, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(evaluate, "Children", ForkedChildren)
     run, tokens = tiny_run(corpus, tmp_path), corpus.token_count("test")
     children, events = ForkedChildren(), schedule.Events(tmp_path / "events.log")
     assert schedule.Schedule([run], schedule.shares(1), events, children).run() == 0

@@ -1,18 +1,14 @@
 """README and docs: generated parts are fresh, and no number stands there without a run."""
 
-import re
 import shutil
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from lrpe_fairseq.encodings import ENCODINGS
 from lrpe_fairseq.experiments.report import (
     docs,
-    frame,
     markdown,
-    marked,
     portraits,
     speed,
 )
@@ -50,29 +46,10 @@ def test_a_part_without_its_place_is_refused():
 # --- the encodings -----------------------------------------------------------------------------
 
 
-def test_a_method_with_rows_and_columns_is_described_and_drawn_on_a_grid(tmp_path):
-    two_axes = {name for name in ENCODINGS if marked.built(name).reads_grid}
-    assert two_axes == {"rope-2d", "rope-2d-mixed", "liere", "comrope-ap", "comrope-ld"}
-    for name in two_axes:
-        more = "`) more than the differences" if name == "liere" else "`) the differences"
-        assert f"{more} of rows and columns" in marked.entry(name)
+def test_a_method_with_rows_and_columns_is_drawn_on_a_grid(tmp_path):
     with mock.patch.object(portraits, "_maps", wraps=portraits._maps) as maps:
         portraits.draw("rope-2d", tmp_path / "grid.png", 8, 2, grid_width=4)
     assert maps.call_args.args[1].shape == (2, 4, 4)
-
-
-@pytest.mark.parametrize("name", ENCODINGS)
-def test_every_encoding_has_an_entry_with_equation_and_source(name):
-    text, card = marked.entry(name), marked.built(name).card
-    if frame.public_name(name) != name:
-        assert f"[`{frame.public_name(name)}`]" in text
-        return
-    assert card.equation.count("{") == card.equation.count("}")
-    assert f"```math\n{card.equation}\n```" in text
-    assert not re.search(r"\\(operatorname|mbox|phantom|def|newcommand)\b", card.equation)
-    for part in (card.cost, card.beyond, card.source):
-        assert part
-        assert part in text
 
 
 # --- the benchmarks ----------------------------------------------------------------------------

@@ -68,6 +68,10 @@ def test_encodings_and_attention_work_without_fairseq_and_leave_numpy_as_it_is()
     assert run(WITHOUT_FAIRSEQ) == "(2, 8, 10, 64) True"
 
 
+WITHOUT_PAGES = """
+import sys
+sys.modules |= dict.fromkeys(["matplotlib", "pandas", "jinja2"])  # importing fails
+"""
 USER_DIR = """
 from argparse import Namespace
 from fairseq import utils
@@ -77,6 +81,7 @@ assert hasattr(train.validate_and_save, "func")  # it saves on a signal
 """
 USED_BY_FAIRSEQ = """
 import numpy as np, fairseq.models, fairseq.tasks
+from lrpe_fairseq.experiments.commands import evaluate, run_table, train_row
 print("lrpe_lm" in fairseq.models.MODEL_REGISTRY, hasattr(np, "int"),
     "lrpe_truncated_bptt_lm" in fairseq.tasks.TASK_REGISTRY)
 """
@@ -84,7 +89,10 @@ print("lrpe_lm" in fairseq.models.MODEL_REGISTRY, hasattr(np, "int"),
 
 @pytest.mark.parametrize(
     "first",
-    ["from lrpe_fairseq import models", f"import lrpe_fairseq.encodings\n{USER_DIR}"],
+    [
+        "from lrpe_fairseq import models",
+        pytest.param(f"import lrpe_fairseq.encodings\n{USER_DIR}", marks=pytest.mark.exhaustive),
+    ],
     ids=["models alone", "encodings, then user-dir"],
 )
 def test_the_models_are_registered_and_fairseq_is_mended_in_any_order(first: str) -> None:

@@ -27,7 +27,7 @@ from tests.end_to_end.commands import (
     build,
     last_loss,
     run,
-    run_together,
+    run_forked_together,
     saved,
     side_by_side,
 )
@@ -427,7 +427,7 @@ def test_two_processes_train_as_one_with_twice_the_update_frequency(
     sgd = "--optimizer sgd --lr 0.3 --dropout 0 --disable-validation --max-update 5 --max-tokens 64"
     train = [corpus.data, TRAINED, sgd, "--save-dir"]
     run("fairseq_cli.train", *train, tmp_path / "alone", "--update-freq 2")
-    run_together(2, *train, tmp_path / "together")
+    run_forked_together(2, *train, tmp_path / "together")
     one, two = (saved(tmp_path / name / "checkpoint_last.pt") for name in ("alone", "together"))
     torch.testing.assert_close(two["model"], one["model"], rtol=1e-5, atol=1e-6)
 
