@@ -68,10 +68,6 @@ def test_encodings_and_attention_work_without_fairseq_and_leave_numpy_as_it_is()
     assert run(WITHOUT_FAIRSEQ) == "(2, 8, 10, 64) True"
 
 
-WITHOUT_PAGES = """
-import sys
-sys.modules |= dict.fromkeys(["matplotlib", "pandas", "jinja2"])  # importing fails
-"""
 USER_DIR = """
 from argparse import Namespace
 from fairseq import utils
