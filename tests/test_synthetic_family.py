@@ -10,8 +10,8 @@ import pytest
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.experiments.data import synthetic
 from lrpe_fairseq.experiments.data.synthetic import MULTIPLES, TASKS
+from lrpe_fairseq.experiments.families.generated import SyntheticRun, read_accuracy
 from lrpe_fairseq.experiments.families.plan import load_named, runs
-from lrpe_fairseq.experiments.families.synthetic import SyntheticRun, read_accuracy
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.files import ROOT, write_json
 from lrpe_fairseq.experiments.records.keys import RATE
@@ -96,18 +96,22 @@ def said(**changes: object) -> str:
 def test_every_sample_and_answer_is_counted_or_the_run_fails(tmp_path: Path) -> None:
     counts = {"samples": 4, "answers": 8}
     write_json(tmp_path / "manifest.json", {"splits": {"test16": counts}})
-    assert read_accuracy(said(), tmp_path, "test16") == {
+    log = tmp_path / "log"
+    log.write_text(said())
+    assert read_accuracy(log, tmp_path, "test16") == {
         "answer_accuracy": 0.5,
         "token_accuracy": 0.75,
         "loss": 0.25,
         **counts,
     }
-    assert read_accuracy(said(exact_loss="nan"), tmp_path, "test16") == {DIVERGED: 1, **counts}
+    log.write_text(said(exact_loss="nan"))
+    assert read_accuracy(log, tmp_path, "test16") == {DIVERGED: 1, **counts}
     for short in ({"samples": "3"}, {"answers": "7"}):
+        log.write_text(said(**short))
         with pytest.raises(RunFailed, match=r"of test16 were evaluated"):
-            read_accuracy(said(**short), tmp_path, "test16")
+            read_accuracy(log, tmp_path, "test16")
     with pytest.raises(RunFailed, match="printed no numbers for test1"):
-        read_accuracy(said(), tmp_path, "test1")
+        read_accuracy(log, tmp_path, "test1")
 
 
 def a_table(best_by: dict[str, str]) -> Table:

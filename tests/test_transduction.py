@@ -143,12 +143,8 @@ def subtree_at(label: dict[int, str], code: int) -> Tree:
     return Tree(label[code], tuple(below))
 
 
-def test_published_labels_use_one_operator_label_as_a_command() -> None:
-    leaves, operators = transduction.labels(recipe("tree-ops"))
-    assert len({*leaves, *operators}) == 128
-    assert set(transduction.labels(recipe("tree-ops", published_labels=True))[1]) == {
-        *operators
-    } - {"o:extract"}
+def test_the_labels_of_tree_ops_are_as_many_as_published() -> None:
+    assert len(set(transduction.vocabulary(recipe("tree-ops")))) == 128
 
 
 # ----------------------------------------------------------------------------------- statistics
@@ -266,7 +262,6 @@ def test_the_samples_are_the_same_on_every_machine(task: str, checksum: str) -> 
     [
         ("--task tree-copy", "tree-copy needs --order breadth or depth."),
         ("--task copy --order depth", "--order is for trees: copy has sequences."),
-        ("--task copy --published-labels", "--published-labels is an option of tree-ops only."),
     ],
 )
 def test_options_that_do_not_fit_are_refused_in_one_sentence(

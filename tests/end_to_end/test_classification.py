@@ -19,7 +19,7 @@ from numpy.random import RandomState
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.experiments.commands import evaluate
-from lrpe_fairseq.experiments.data import corpus, examples, images
+from lrpe_fairseq.experiments.data import corpus, examples
 from lrpe_fairseq.experiments.data.examples import BYTES, Examples
 from lrpe_fairseq.experiments.families.classification import ClassificationRun
 from lrpe_fairseq.experiments.families.plan import load_named, runs
@@ -38,7 +38,7 @@ UPDATES = 204  # six epochs
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dest = tmp_path_factory.mktemp("data") / "digits"
-    images.prepare(dest, images.DIGITS, 8)
+    examples.prepare_images(dest, examples.DIGITS, 8)
     return dest
 
 

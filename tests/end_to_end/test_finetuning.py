@@ -255,7 +255,7 @@ def test_another_model_than_the_checkpoints_is_refused(
     made = finetuning_run(pretrained, tasks / "RTE", tmp_path)
     with pytest.raises(ValueError, match=r"encoder_layers is 2 in .* and cannot become 3"):
         replace(made, overrides=("model.encoder_layers=3",)).command()
-    with pytest.raises(ValueError, match="encoding of the checkpoint is lrpe-type3, not rope"):
+    with pytest.raises(ValueError, match="encoding lrpe-type3, not linear and rope"):
         replace(made, position_encoding="rope").command()
     free = replace(made, overrides=("model.dropout=0.3",)).command()
     assert "++model.dropout=0.3" in free

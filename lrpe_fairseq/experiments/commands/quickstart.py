@@ -20,9 +20,8 @@ import torch
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.experiments.families.lm import LMRun
-from lrpe_fairseq.experiments.records.checkout import require_checkout
 from lrpe_fairseq.experiments.records.console import command
-from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.records.files import ROOT, require_checkout
 from lrpe_fairseq.experiments.records.protocols import BLOCKS
 from lrpe_fairseq.experiments.records.runs import read_run, write_run
 from lrpe_fairseq.experiments.report import docs

@@ -152,10 +152,13 @@ class FinetuningRun(TrainingRun):
         if not self.checkpoint.is_file():
             return super().encoding_choices()
         model = model_options(self.checkpoint)
-        _require_same("attention type", self.attention_type, model["model.attention_type"])
-        trained = model["model.position_encoding"]
-        if canonical_name(self.position_encoding) != canonical_name(trained):
-            _require_same("encoding", self.position_encoding, trained)
+        own = self.attention_type, canonical_name(self.position_encoding)
+        trained = model["model.attention_type"], canonical_name(model["model.position_encoding"])
+        if own != trained:
+            raise ValueError(
+                f"the checkpoint has {trained[0]} attention and the encoding {trained[1]}, not "
+                f"{own[0]} and {own[1]}"
+            )
         for key, equals, value in (override.partition("=") for override in self.overrides):
             if key in model and equals and value != model[key]:
                 raise ValueError(
@@ -284,11 +287,6 @@ def max_positions(checkpoint: Path) -> int:
     return int(known.get("model.max_positions") or known["task.tokens_per_sample"])
 
 
-def _require_same(what: str, wanted: str, found: str) -> None:
-    if wanted != found:
-        raise ValueError(f"the {what} of the checkpoint is {found}, not {wanted}")
-
-
 def evaluated(data: Path) -> list[str]:
     """Return the development sets of ``data``; none if nothing is prepared."""
     return [split for split in manifest(data).get("splits", {}) if split != "train"]
@@ -322,11 +320,6 @@ def require_match(checkpoint: Path, data: Path, task: glue.GlueTask, remedy: str
         state = checkpoints.require_model(checkpoint, "lrpe_roberta")
     except ValueError as error:
         raise RunFailed(f"{error}: pre-train it first, with {remedy}") from None
-    for split in ("train", *task.evaluations[:1]):
-        if not any((data / "bin" / "input0").glob(f"{split}.idx")):
-            raise RunFailed(
-                f"{relative(data)} has no split {split}: prepare it with data-prep/glue"
-            )
     if HEAD in state["model"] and len(state["model"][HEAD]) != task.classes:
         raise RunFailed(
             f"{relative(checkpoint)} has a head for {len(state['model'][HEAD])} classes, and "
@@ -338,10 +331,4 @@ def require_match(checkpoint: Path, data: Path, task: glue.GlueTask, remedy: str
             f"{relative(checkpoint)} was pre-trained with another dictionary than "
             f"{relative(data)} has: prepare it with data-prep/glue/prepare.py --tokens-of "
             "the data of pre-training"
-        )
-    path, classes = data / "bin" / "label" / "dict.txt", [str(n) for n in range(task.classes)]
-    if task.labels and checkpoints.dictionary_words(path) != classes:
-        raise RunFailed(
-            f"{relative(path)} does not hold the {task.classes} classes of {data.name}, so labels "
-            "would be missing or wrong: prepare it with data-prep/glue"
         )

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lrpe_fairseq.experiments.records import checkpoints
-from lrpe_fairseq.experiments.records.checkout import commit
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
-from lrpe_fairseq.experiments.records.files import read_json, write_json
+from lrpe_fairseq.experiments.records.files import commit, read_json, write_json
 from lrpe_fairseq.experiments.records.keys import Evaluations
 from lrpe_fairseq.experiments.records.runs import Run
 
