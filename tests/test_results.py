@@ -181,10 +181,6 @@ BAD = {
     "no speed": {"tokens_per_second": 0},
     "a config that is a list": {"config": []},
     "an infinite option": {"config": {RATE: [float("inf")]}},
-    "a curve point without tokens": {"curve": [{"updates": 1, "valid_ppl": 2.0}]},
-    "a curve that runs backwards": {
-        "curve": [{"updates": u, "tokens": u, "valid_ppl": 2.0} for u in (2, 1)]
-    },
 }
 
 

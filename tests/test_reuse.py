@@ -15,7 +15,6 @@ from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.families.translation import TranslationRun
 from lrpe_fairseq.experiments.records import checkpoints, keys
 from lrpe_fairseq.experiments.records.files import commit
-from lrpe_fairseq.experiments.records.keys import cells
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import Run, read_run, write_run
 from lrpe_fairseq.experiments.report.cells import require_same_options
@@ -157,11 +156,6 @@ def test_options_are_shared_within_a_data_set(table) -> None:
     runs["lengths/1.json"]["config"]["task.tokens_per_sample"] = 128
     with pytest.raises(ValueError, match=r"differ in task\.tokens_per_sample: 256 and 128"):
         require_same_options(table(), runs)
-
-
-def test_cells_without_a_configuration_keep_their_names(table) -> None:
-    names = [cell.name for cell in cells(table())]
-    assert names[:2] == ["Base-linear", "Base-linear-wikitext-103-word"]
 
 
 # --- evaluations that are missing -------------------------------------------------------------

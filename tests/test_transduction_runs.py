@@ -10,10 +10,10 @@ import torch
 
 from lrpe_fairseq.experiments.data import transduction as data
 from lrpe_fairseq.experiments.data.transduction import Recipe
-from lrpe_fairseq.experiments.families import generated, plan, preparation_of
+from lrpe_fairseq.experiments.families import generated, plan
 from lrpe_fairseq.experiments.families.generated import METRICS, TransductionRun
 from lrpe_fairseq.experiments.records import checkpoints
-from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, load_config
+from lrpe_fairseq.experiments.records.files import CONFIGS, load_config
 from lrpe_fairseq.experiments.records.keys import cells, option
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import read_run
@@ -86,15 +86,6 @@ def test_a_cell_names_its_data_set_and_sets_both_halves(runs) -> None:
     always = (("valid", "teacher"), ("test", "teacher"))
     assert run.evaluations == (*always, ("test", "generate"))
     assert other.evaluations == always
-
-
-def test_every_task_and_scale_has_a_data_folder_and_a_script() -> None:
-    words = preparation_of(ROOT / "data" / "tree-ops-depth-paper")
-    assert words[1:] == ["--task", "tree-ops", "--scale", "paper", "--order", "depth", "--dest",
-                         "data/tree-ops-depth-paper"]  # fmt: skip
-    names = set(TransductionRun.data_scripts)
-    assert {"copy-small", "reverse-paper", "tree-c3-breadth-small", "repeat-tiny"} <= names
-    assert len(names) == len(data.SCALES) * (3 + 2 * 4)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ of the command line.
 import itertools
 import math
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,13 @@ from lrpe_fairseq.encodings import canonical_name
 from lrpe_fairseq.experiments.data import glue
 from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records import checkpoints
-from lrpe_fairseq.experiments.records.files import ROOT, load_config, read_json, relative
+from lrpe_fairseq.experiments.records.files import (
+    ROOT,
+    load_config,
+    own_command,
+    read_json,
+    relative,
+)
 from lrpe_fairseq.experiments.records.keys import Cell
 from lrpe_fairseq.experiments.records.layout import Table, file_name
 from lrpe_fairseq.experiments.records.runs import Run
@@ -115,7 +120,8 @@ class FinetuningRun(TrainingRun):
             log, found = (self.folder / f"eval-{split}.{kind}" for kind in ("log", "json"))
             found.unlink(missing_ok=True)
             best = self.checkpoints / checkpoints.BEST
-            run(evaluation_command(best, self.data, split, found), log)
+            words = ("eval_glue", best, self.data, "--split", split, "--out", found)
+            run(own_command(*words), log)
             metrics[split] = {GLUE: read_json(found)}
         return {"metrics": metrics, "protocol": {GLUE: self._protocol()}}
 
@@ -152,12 +158,12 @@ class FinetuningRun(TrainingRun):
         if not self.checkpoint.is_file():
             return super().encoding_choices()
         model = model_options(self.checkpoint)
-        own = self.attention_type, canonical_name(self.position_encoding)
-        trained = model["model.attention_type"], canonical_name(model["model.position_encoding"])
-        if own != trained:
+        attention, encoding = model["model.attention_type"], model["model.position_encoding"]
+        same = canonical_name(encoding) == canonical_name(self.position_encoding)
+        if not (same and attention == self.attention_type):
             raise ValueError(
-                f"the checkpoint has {trained[0]} attention and the encoding {trained[1]}, not "
-                f"{own[0]} and {own[1]}"
+                f"the checkpoint has {attention} attention and the encoding {encoding}, not "
+                f"{self.attention_type} and {self.position_encoding}"
             )
         for key, equals, value in (override.partition("=") for override in self.overrides):
             if key in model and equals and value != model[key]:
@@ -300,14 +306,6 @@ def subsets(splits: Mapping[str, Mapping[str, int]]) -> list[str]:
         f"{found['official']:,} examples."
         for split, found in splits.items()
         if found["examples"] != found["official"]
-    ]
-
-
-def evaluation_command(checkpoint: Path, data: Path, split: str, found: Path) -> list[str]:
-    """Return the command that scores a checkpoint on a split and writes metrics to ``found``."""
-    return [
-        *(sys.executable, "-m", "lrpe_fairseq.experiments", "eval_glue"),
-        *(relative(checkpoint), relative(data), "--split", split, "--out", relative(found)),
     ]
 
 

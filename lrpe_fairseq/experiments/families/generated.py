@@ -79,19 +79,10 @@ def read_accuracy(log: Path, data: Path, split: str) -> dict[str, float]:
 # --- transduction -----------------------------------------------------------------------------
 
 TEACHER, GENERATE = "teacher", "generate"
+EXACT = ("token_accuracy", "exact_match", "samples")
 METRICS = {  # by protocol: in a run file -> of fairseq-validate
-    TEACHER: {
-        "ppl": "teacher_ppl",
-        "ppl_published": "ppl_published",
-        "token_accuracy": "token_accuracy",
-        "exact_match": "exact_match",
-        "samples": "samples",
-    },
-    GENERATE: {
-        "token_accuracy": "decoded_token_accuracy",
-        "exact_match": "decoded_exact_match",
-        "samples": "decoded_samples",
-    },
+    TEACHER: {"ppl": "teacher_ppl", "ppl_published": "ppl_published"} | {n: n for n in EXACT},
+    GENERATE: {name: f"decoded_{name}" for name in EXACT},
 }
 DECODED = 256
 """Samples of a split that the protocol ``generate`` decodes."""

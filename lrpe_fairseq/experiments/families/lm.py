@@ -1,8 +1,6 @@
 """Language models, scored by perplexity under several protocols, and masked ones, by their loss."""
 
-import itertools
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Any, ClassVar
 from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records import checkpoints, fairseq_log
 from lrpe_fairseq.experiments.records.console import UserError
-from lrpe_fairseq.experiments.records.files import first_shard, read_json, relative
+from lrpe_fairseq.experiments.records.files import first_shard, own_command, read_json, relative
 from lrpe_fairseq.experiments.records.keys import Evaluations
 from lrpe_fairseq.experiments.records.protocols import BLOCKS, SLIDING, Protocol
 from lrpe_fairseq.experiments.records.runs import Run
@@ -84,30 +82,19 @@ def measure(
     """
     metrics: Run = {}
     trained = options["task.tokens_per_sample"]
-    for split, names in by_split(evaluations).items():
-        own = {}
-        for protocol in filter(is_fairseqs, names):
-            log = folder / f"eval-{checkpoint.stem}-{split}-{protocol}.log"
-            run(evaluation_command(checkpoint, data, split, protocol, options), log)
-            own[protocol] = read_evaluation(log, data, split)
-        own |= scored(checkpoint, data, split, names, trained, folder, run)
-        metrics[split] = {name: own[name] for name in names}
-    used = sorted({protocol for _, protocol in evaluations})
-    said = {name: Protocol.parse(name).sentence(trained) for name in used}
+    known = {name: Protocol.parse(name) for name in sorted({name for _, name in evaluations})}
+    for split in dict.fromkeys(split for split, _ in evaluations):
+        names = [name for own, name in evaluations if own == split]
+        found: Run = {}
+        for name in (name for name in names if known[name].by_fairseq):
+            log = folder / f"eval-{checkpoint.stem}-{split}-{name}.log"
+            run(evaluation_command(checkpoint, data, split, name, options), log)
+            found[name] = read_evaluation(log, data, split)
+        if others := [name for name in names if name not in found]:
+            found |= scored(checkpoint, data, split, others, trained, folder, run)
+        metrics[split] = {name: found[name] for name in names}
+    said = {name: protocol.sentence(trained) for name, protocol in known.items()}
     return {"metrics": metrics, "protocol": said}
-
-
-def by_split(evaluations: Evaluations) -> dict[str, list[str]]:
-    """Return split -> its protocols, both in order."""
-    found: dict[str, list[str]] = {}
-    for split, protocol in evaluations:
-        found.setdefault(split, []).append(protocol)
-    return found
-
-
-def is_fairseqs(protocol: str) -> bool:
-    """True if fairseq-eval-lm evaluates ``protocol``."""
-    return Protocol.parse(protocol).by_fairseq
 
 
 def require_positions(options: Mapping[str, Any], trained: int, wanted: Sequence[Protocol]) -> None:
@@ -162,8 +149,7 @@ def read_evaluation(log: Path, data: Path, split: str) -> dict[str, float]:
         measured = fairseq_log.parse_evaluation(log.read_text(encoding="utf-8"))
     except ValueError as error:
         raise RunFailed(f"{error} ({log})") from None
-    _require_tokens(measured, _tokens(data, split) or measured["tokens"], log)
-    return with_words(measured, data, split)
+    return _complete(BLOCKS, measured, data, split, 0, log)
 
 
 def scored(
@@ -175,21 +161,16 @@ def scored(
     folder: Path,
     run: Shell,
 ) -> dict[str, dict[str, float]]:
-    """Evaluate the protocols of ``names`` that fairseq-eval-lm does not have, in one process.
+    """Evaluate protocols that fairseq-eval-lm does not have, in one process.
 
     folder: of the log and the metrics. run: a function that runs a command with a log.
     Raises: RunFailed if an evaluation fails or did not score every token.
     """
-    names = list(itertools.filterfalse(is_fairseqs, names))
-    if not names:
-        return {}
     log, out = (
         folder / f"eval-{checkpoint.stem}-{split}-lengths.{kind}" for kind in ("log", "json")
     )
     out.unlink(missing_ok=True)
-    words = [sys.executable, "-m", "lrpe_fairseq.experiments", "score_lm"]
-    words += [relative(checkpoint), relative(data), split, *names, "--out", relative(out)]
-    run(words, log)
+    run(own_command("score_lm", checkpoint, data, split, *names, "--out", out), log)
     found = read_json(out)
     return {name: _complete(name, found[name], data, split, trained, out) for name in names}
 
@@ -197,21 +178,13 @@ def scored(
 def _complete(
     name: str, measured: Run, data: Path, split: str, trained: int, source: Path
 ) -> dict[str, float]:
-    """Return the metrics of a protocol, which must have scored all its tokens."""
-    protocol, tokens = Protocol.parse(name), _tokens(data, split)
-    if tokens:
-        _require_tokens(measured, protocol.count(tokens, trained), source)
-    return measured if protocol.is_paired else with_words(measured, data, split)
-
-
-def _tokens(data: Path, split: str) -> int:
-    """Return the tokens of a split according to the manifest; 0 if it does not say."""
-    return manifest(data).get("splits", {}).get(split, {}).get("tokens", 0)
-
-
-def _require_tokens(measured: Run, expected: int, source: Path) -> None:
+    """Return the metrics of a protocol, which must have scored all tokens of the manifest."""
+    protocol = Protocol.parse(name)
+    tokens = manifest(data).get("splits", {}).get(split, {}).get("tokens")
+    expected = protocol.count(tokens, trained) if tokens else measured["tokens"]
     if measured["tokens"] != expected:
         raise RunFailed(f"{source}: {measured['tokens']} of {expected} tokens were evaluated")
+    return measured if protocol.is_paired else with_words(measured, data, split)
 
 
 def with_words(measured: Run, data: Path, split: str) -> dict[str, float]:

@@ -85,11 +85,10 @@ def load_sound(path: Path) -> dict[str, Any]:
     state = load(path)
     try:
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
+            if damaged := archive.testzip():
+                raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
     except (zipfile.BadZipFile, EOFError, OSError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
-    if damaged:
-        raise ValueError(f"{path} is damaged: the checksum of {damaged} is wrong")
     return state
 
 
@@ -139,9 +138,8 @@ def seconds(state: dict[str, Any]) -> float:
 
 def options(state: dict[str, Any]) -> dict[str, Any]:
     """Return every option of the training that saved the checkpoint; see :func:`dotted`."""
-    sections = {section: state["cfg"].get(section) or {} for section in SECTIONS}
-    plain = {k: vars(v) if isinstance(v, Namespace) else v for k, v in sections.items()}
-    return dotted(plain)
+    sections = {name: state["cfg"].get(name) or {} for name in SECTIONS}
+    return dotted({k: vars(v) if isinstance(v, Namespace) else v for k, v in sections.items()})
 
 
 def dotted(config: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,12 @@ def data_home(path: str) -> Path:
     """
     folder = Path(path.split(":")[0])
     return folder.parent.parent if SHARD.fullmatch(folder.name) else folder.parent
+
+
+def own_command(*words: object) -> list[str]:
+    """Return the command line of a subcommand of this program; paths are relative to the root."""
+    plain = (relative(word) if isinstance(word, Path) else str(word) for word in words)
+    return [sys.executable, "-m", "lrpe_fairseq.experiments", *plain]
 
 
 @contextlib.contextmanager

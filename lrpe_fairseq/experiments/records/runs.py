@@ -53,7 +53,6 @@ OPTIONAL: dict[str, tuple[type, ...]] = {
     "curve": (list,),  # of {"updates", "tokens", a metric such as "valid_ppl"}, updates ascending
 }
 POSITIVE = {"tokens_per_second", "wall_seconds", "peak_memory_mb"}
-CURVE_AXES = ("updates", "tokens")
 ROUNDING = {"rel_tol": 1e-4, "abs_tol": 0.005}
 """Rounding of a loss with 4 and a perplexity with 2 decimals."""
 
@@ -76,7 +75,6 @@ def validate(run: Run) -> None:
             raise ValueError(f"the run's field '{name}' must be positive, not {run[name]}")
     _check_names(run)
     _check_metrics(run["metrics"], run["protocol"])
-    _check_curve(run)
 
 
 def write_run(path: Path | str, run: Run) -> None:
@@ -206,27 +204,6 @@ def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
         return
     for key, inner in tree.items() if isinstance(tree, dict) else enumerate(tree):
         yield from _leaves(inner, (*path, str(key)))
-
-
-def curve_metric(run: Run) -> str:
-    """Return the metric of the run's curve, such as ``valid_ppl``; empty without a curve."""
-    curve = run.get("curve") or [{}]
-    return next((name for name in curve[0] if name not in CURVE_AXES), "")
-
-
-def _check_curve(run: Run) -> None:
-    curve = run.get("curve", [])
-    if not all(_is(point, dict) for point in curve):
-        raise ValueError("a point of the run's curve is an object")
-    wanted = (*CURVE_AXES, curve_metric(run) or "a metric")
-    for index, point in enumerate(curve):
-        if set(point) != set(wanted):
-            raise ValueError(f"point {index} of the run's curve needs exactly {', '.join(wanted)}")
-        for name in wanted:
-            _check_type(f"curve[{index}].{name}", point[name], NUMBER)
-    updates = [point["updates"] for point in curve]
-    if sorted(set(updates)) != updates:
-        raise ValueError("the updates of the run's curve do not ascend")
 
 
 def _version(distribution: str) -> str:
