@@ -24,7 +24,7 @@ from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.runs import read_run
 from lrpe_fairseq.experiments.runner.training import Devices, TrainingRun
 from lrpe_fairseq.models.classifier import LRPEClassifierTinyConfig
-from tests.end_to_end.commands import PLUGIN, last_loss, run, run_together, saved
+from tests.end_to_end.commands import PLUGIN, last_loss, run, saved, side_by_side
 from tests.end_to_end.forked import ForkedChildren
 
 pytestmark = pytest.mark.end_to_end
@@ -187,7 +187,12 @@ def test_two_processes_train_a_classifier_as_one_with_twice_the_update_frequency
 ) -> None:
     train = [letters, ALONE_OR_TOGETHER, "--save-dir"]
     run("fairseq_cli.train", *train, tmp_path / "alone", "--update-freq 2")
-    run_together(2, *train, tmp_path / "together")
+    group = (
+        "--distributed-world-size 2 --distributed-no-spawn --distributed-backend gloo "
+        f"--ddp-backend legacy_ddp --distributed-init-method file://{tmp_path}/group"
+    )
+    ranked = functools.partial(run, "fairseq_cli.train", *train, tmp_path / "together", group)
+    side_by_side(*(functools.partial(ranked, f"--distributed-rank {n}") for n in range(2)))
     alone, together = ([tmp_path / w / name for name in UPDATED] for w in ("alone", "together"))
     losses = [last_loss(checkpoint) for checkpoint in alone]
     assert [last_loss(checkpoint) for checkpoint in together] == pytest.approx(losses, rel=1e-5)
