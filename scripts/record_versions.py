@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from lrpe_fairseq.experiments.records.runs import environment, write_whole
+from lrpe_fairseq.experiments.records.files import write_json
+from lrpe_fairseq.experiments.records.runs import environment
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "versions"
 
@@ -33,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         result |= environment() | {"suites": {path.stem: counts(path) for path in given.xml}}
         result["versions"]["triton"] = _version("triton")
-    write_whole(RESULTS / f"py{given.python}-torch{given.torch}.json", result)
+    write_json(RESULTS / f"py{given.python}-torch{given.torch}.json", result, sort_keys=True)
     return 0
 
 

@@ -12,7 +12,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 from lrpe_fairseq.experiments.data import corpus as prep
-from lrpe_fairseq.experiments.data import examples, images
+from lrpe_fairseq.experiments.data import examples
 from lrpe_fairseq.experiments.data.examples import Examples
 from tests.test_data_prep import files, load
 
@@ -55,7 +55,7 @@ def test_the_digits_are_those_of_scikit_learn_in_disjoint_stratified_splits(
         for image, label in zip(known.data, known.target, strict=True)
     )
     found = []
-    for split, size in images.DIGITS.sizes.items():
+    for split, size in examples.DIGITS.sizes.items():
         own = stored(digits_data / "bin", split, end=False)
         assert len(own.labels) == size
         share = np.bincount(own.labels) / np.bincount(known.target)
@@ -78,8 +78,8 @@ def test_mnist_is_averaged_in_blocks_and_its_classes_are_in_the_last_column(
         out.write(text)
     checksum = hashlib.sha256(text).hexdigest()
     sizes = {"train": 10, "valid": 5, "test": 5}
-    source = replace(images.MNIST5K, sha256=checksum, sizes=sizes)
-    manifest = images.prepare(tmp_path / "dest", source, 14, tmp_path)
+    source = replace(examples.MNIST5K, sha256=checksum, sizes=sizes)
+    manifest = examples.prepare_images(tmp_path / "dest", source, 14, tmp_path)
     assert {s: c["examples"] for s, c in manifest["splits"].items()} == sizes
     means = {}
     for image, label in zip(pixels, labels, strict=True):

@@ -14,7 +14,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import threading
@@ -30,6 +29,7 @@ from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import pieces
 from lrpe_fairseq.experiments.data.pieces import SentencePiece
 from lrpe_fairseq.experiments.records.console import UserError
+from tests.end_to_end.commands import run_here
 
 DATA_PREP = Path(__file__).resolve().parents[1] / "data-prep"
 
@@ -143,19 +143,6 @@ def test_the_pydoc_split_is_by_whole_documents_and_no_paragraph_occurs_twice(
     assert not re.search(r">>>|---|does not belong", "".join(lines))
 
 
-def test_the_manifest_counts_words_with_one_eos_a_line_and_tokens_as_fairseq_does(
-    embedded: Path,
-) -> None:
-    """So that a loss per token can be turned into a perplexity per word."""
-    manifest = prep.Steps(embedded, "pydoc", "bpe").old
-    for split in prep.SPLITS:
-        text = (embedded / "text" / f"{split}.txt").read_text()
-        encoded = (embedded / "pieces" / f"{split}.txt").read_text()
-        counts = manifest["splits"][split]
-        assert counts["words_with_eos"] == len(text.split()) + text.count("\n")
-        assert counts["tokens"] == len(encoded.split()) + encoded.count("\n")
-
-
 def test_without_a_vocabulary_size_the_text_is_cut_into_characters(
     embedded: Path, library: Path, topics: dict, tmp_path: Path
 ) -> None:
@@ -170,18 +157,17 @@ def test_without_a_vocabulary_size_the_text_is_cut_into_characters(
 
 
 def test_the_binary_form_is_that_of_fairseq_preprocess(embedded: Path, tmp_path: Path) -> None:
-    """The same dictionary and bytes, with one worker and with two, unknown symbols included."""
+    """The same dictionary and bytes, of two workers too, unknown symbols included."""
     texts = {split: embedded / "text" / f"{split}.txt" for split in prep.SPLITS}
-    command = [sys.executable, "-m", "fairseq_cli.preprocess", "--only-source", "--workers", "2"]
-    command += [part for split in texts for part in (f"--{split}pref", str(texts[split]))]
-    subprocess.run([*command, "--destdir", str(tmp_path / "theirs")], check=True)
+    given = [part for split in texts for part in (f"--{split}pref", texts[split])]
+    options = "--only-source --workers 1 --destdir"
+    run_here("fairseq_cli.preprocess", options, tmp_path / "theirs", *given)
     (tmp_path / "theirs" / "preprocess.log").unlink()
-    for workers in (1, 2):
-        prep.write_binary(texts, tmp_path / "ours", workers=workers)
-        assert files(tmp_path / "ours") == files(tmp_path / "theirs")
-        for file in files(tmp_path / "ours"):
-            ours, theirs = (tmp_path / name / file for name in ("ours", "theirs"))
-            assert ours.read_bytes() == theirs.read_bytes(), file
+    prep.write_binary(texts, tmp_path / "ours", workers=2)
+    assert files(tmp_path / "ours") == files(tmp_path / "theirs")
+    for file in files(tmp_path / "ours"):
+        ours, theirs = (tmp_path / name / file for name in ("ours", "theirs"))
+        assert ours.read_bytes() == theirs.read_bytes(), file
     assert prep.count_binary(tmp_path / "ours" / "valid")["unknown"] > 0
 
 
@@ -461,9 +447,6 @@ def test_a_step_runs_again_when_its_input_or_its_output_changed_and_only_then(
     assert (run(2), run(2)) == (3, 3)
     target.unlink()
     assert (run(2), run(2)) == (4, 4)
-
-
-# ------------------------------------------------------------------------------------------- real
 
 
 # --------------------------------------------------------------------------------------- multi30k

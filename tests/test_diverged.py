@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from lrpe_fairseq.experiments.families import lm, pretraining
+from lrpe_fairseq.experiments.families import lm
 from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.fairseq_log import Curve
 from lrpe_fairseq.experiments.records.runs import read_run, write_run
@@ -45,14 +45,14 @@ def test_a_masked_model_that_is_not_finite_has_diverged(tmp_path, loss):
     log = tmp_path / "eval.log"
     ppl = "nan" if loss == "nan" else "inf"
     log.write_text(f'| INFO | valid | {{"valid_loss": "{loss}", "valid_ppl": "{ppl}"}}')
-    assert pretraining.read_validation(log, "valid") == {"diverged": 1}
+    assert lm.read_validation(log, "valid") == {"diverged": 1}
 
 
 @pytest.mark.parametrize("exact", [1.58, 2.3251, 8.73672, 8.73748])
 def test_a_masked_loss_is_that_of_the_more_exact_of_two_rounded_numbers(tmp_path, exact):
     log = tmp_path / "eval.log"
     log.write_text(f'| valid | {{"valid_loss": "{exact:.3f}", "valid_ppl": "{2**exact:.2f}"}}')
-    found = pretraining.read_validation(log, "valid")
+    found = lm.read_validation(log, "valid")
     assert found["ppl"] == pytest.approx(2**exact, rel=3.5e-4)
     assert found["loss"] == pytest.approx(exact, abs=5e-4 if exact < 3 else 2e-5)
 

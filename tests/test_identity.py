@@ -11,7 +11,7 @@ from lrpe_fairseq import compat
 from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.data.corpus import digest
 from lrpe_fairseq.experiments.families import lm, plan
-from lrpe_fairseq.experiments.records import checkout
+from lrpe_fairseq.experiments.records import files
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.runs import write_run
 from lrpe_fairseq.experiments.report.frame import require_same
@@ -106,7 +106,7 @@ def test_the_commits_of_all_parts_of_a_training_are_named(tmp_path, monkeypatch)
         recording.begin_part(tmp_path, {}, resumed=resumed)
         return recording.provenance(tmp_path)
 
-    assert recording.commit is checkout.commit
+    assert recording.commit is files.commit
     assert recording.provenance(tmp_path) == {}  # begun by an older version
     assert at("a", resumed=False) == {"commit": "a"}
     assert at("a", resumed=True) == {"commit": "a"}

@@ -14,7 +14,7 @@ from lrpe_fairseq.experiments.families import plan
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.families.translation import TranslationRun
 from lrpe_fairseq.experiments.records import checkpoints, keys
-from lrpe_fairseq.experiments.records.checkout import commit
+from lrpe_fairseq.experiments.records.files import commit
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import Run, read_run, write_run
 from lrpe_fairseq.experiments.report.frame import require_same

@@ -202,19 +202,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return dest
 
 
-def test_fairseq_reads_the_samples(prepared: Path) -> None:
-    from fairseq.data import Dictionary, data_utils
-
-    words = Dictionary.load(str(prepared / "bin" / "dict.txt"))
-    for split, samples in generated("flip-flop").items():
-        for side, position in (("input", 0), ("target", 1)):
-            prefix = str(prepared / "bin" / f"{split}.{side}")
-            rows = data_utils.load_indexed_dataset(prefix, None, "mmap")
-            assert len(rows) == len(samples)
-            for number in range(0, len(rows), 13):
-                assert [words[i] for i in rows[number]] == list(samples[number][position])
-
-
 def test_the_manifest_counts_samples_answers_and_chance(prepared: Path) -> None:
     found = synthetic.prepare(prepared, Recipe("flip-flop", "tiny"))
     for split, samples in generated("flip-flop").items():

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import lzma
 import random
-import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +15,8 @@ import pytest
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.data.pieces import SPM, SentencePiece, obtain_gpt2, write_dictionary
-from lrpe_fairseq.experiments.families import lm, plan
+from lrpe_fairseq.experiments.families import lm
 from lrpe_fairseq.experiments.records.files import data_home, first_shard, joined_shards, shards_of
-from lrpe_fairseq.experiments.records.runs import read_run
-from lrpe_fairseq.experiments.runner.devices import Devices
-from lrpe_fairseq.experiments.runner.training import TrainingRun
-from tests.end_to_end.forked import ForkedChildren
 from tests.test_data_prep import Server, load, refusal, sentence, serving
 from tests.test_glue import gpt2_files
 
@@ -53,10 +47,9 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def prepare(release: Path, tmp_path: Path) -> Callable[..., dict]:
     """Prepare the small release in ``tmp_path / "data"``."""
-    known = {file: prep.digest(release / file) for file in ("encoder.json", "vocab.bpe")}
 
     def made(count: int = SHARDS, from_dir: Path | None = release, **keywords: object) -> dict:
-        chosen = {"sha256": known, "types": TYPES, **keywords}
+        chosen = {**known(release), "types": TYPES, **keywords}
         return wikibook.prepare(tmp_path / "data", count, from_dir, **chosen)
 
     return made
@@ -159,7 +152,7 @@ def test_downloads_are_verified_by_the_publishers_checksums_and_resumed(
     prepare: Callable[..., dict], server: Server, release: Path, tmp_path: Path
 ) -> None:
     source = wikibook.Source(f"{server.url}{{}}/", f"{server.url}{{}}.list")
-    obtain_gpt2(tmp_path / "data", release, wikibook_sha256(release))
+    obtain_gpt2(tmp_path / "data", release, **known(release))
     target = tmp_path / "data" / "raw" / "shard0" / "train.bin.part"
     target.parent.mkdir(parents=True)
     target.write_bytes((release / "bin-shard0-8" / "train.bin").read_bytes()[:20])
@@ -168,53 +161,6 @@ def test_downloads_are_verified_by_the_publishers_checksums_and_resumed(
     for number in range(SHARDS):
         there = tree(tmp_path / "data" / "bin" / f"shard{number}")
         assert there == tree(release / f"bin-shard{number}-8")
-
-
-def wikibook_sha256(release: Path) -> dict[str, str]:
-    """The checksums of the small GPT-2's files."""
-    return {file: prep.digest(release / file) for file in ("encoder.json", "vocab.bpe")}
-
-
-TINY = (
-    "model.encoder_layers=1",
-    "model.encoder_embed_dim=32",
-    "model.encoder_ffn_embed_dim=32",
-    "model.encoder_attention_heads=2",
-    f"optimization.max_update={SHARDS + 1}",
-    "optimization.update_freq=[1]",
-    "task.tokens_per_sample=16",
-    "dataset.max_tokens=128",  # a shard is one batch
-    "dataset.num_workers=0",
-    "lr_scheduler.warmup_updates=1",
-    "common.log_interval=1",
-)
-
-
-@pytest.mark.end_to_end
-def test_a_cell_of_the_pre_training_table_is_trained_over_the_prepared_shards(
-    prepare: Callable[..., dict], tmp_path: Path
-) -> None:
-    prepare()
-    every = plan.runs(plan.load_named("tmlr-table1-pretrain"), "paper", [1])
-    (cell,) = (own for own in every if own.label == "Type2")
-    made = shortened(cell, tmp_path / "data", tmp_path, TINY)
-    made.work(ForkedChildren(), Devices(), print)
-    found = read_run(made.result)
-    assert made.finished()
-    assert (found["dataset"], found["task"]) == ("wikibook-gpt2", "masked_lm")
-    assert found["config"]["task.data"].count(":") == SHARDS - 1
-    assert found["config"]["model.attention_normalizer"] == "layernorm"
-    assert set(found["data"]) == {"train", "valid", "dictionary"}
-    assert found["metrics"].keys() == {"valid"}
-    assert found["metrics"]["valid"]["masked"]["ppl"] == pytest.approx(TYPES, rel=0.5)
-    read = re.findall(r"loaded (\d+) examples from: \S+/(shard\d)/train", made.log.read_text())
-    assert read == [("5", f"shard{number}") for number in (0, 1, 2, 0)]
-
-
-def shortened(cell: TrainingRun, data: Path, folder: Path, changes: tuple[str, ...]) -> TrainingRun:
-    """A run of a table on ``data``, in ``folder``."""
-    places = {"folder": folder / "work", "result": folder / "run.json"}
-    return replace(cell, data=data, overrides=(*cell.overrides, *changes), **places)
 
 
 # ----------------------------------------------------------------------------------------- books
@@ -233,7 +179,7 @@ def shelf(tmp_path: Path) -> Path:
 
 def known(folder: Path) -> dict[str, dict[str, str]]:
     """The keyword with the checksums of the small GPT-2's files."""
-    return {"sha256": wikibook_sha256(folder)}
+    return {"sha256": {file: prep.digest(folder / file) for file in ("encoder.json", "vocab.bpe")}}
 
 
 def test_books_are_split_by_their_names_and_cut_into_pieces(shelf: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import math
 from pathlib import Path
 
@@ -14,8 +13,8 @@ from numpy.random import RandomState
 from lrpe_fairseq.experiments.data import transduction
 from lrpe_fairseq.experiments.data.transduction import Recipe, Sample, Scale, Tree
 from lrpe_fairseq.experiments.records.console import UserError
+from tests.test_data_prep import DATA_PREP, load
 
-FOLDER = Path(__file__).resolve().parents[1] / "data-prep" / "algebraic"
 SPLITS = ("train", "valid", "test")
 
 
@@ -143,14 +142,6 @@ def subtree_at(label: dict[int, str], code: int) -> Tree:
     return Tree(label[code], tuple(below))
 
 
-def test_published_labels_use_one_operator_label_as_a_command() -> None:
-    leaves, operators = transduction.labels(recipe("tree-ops"))
-    assert len({*leaves, *operators}) == 128
-    assert set(transduction.labels(recipe("tree-ops", published_labels=True))[1]) == {
-        *operators
-    } - {"o:extract"}
-
-
 # ----------------------------------------------------------------------------------- statistics
 
 
@@ -196,14 +187,6 @@ def test_too_few_different_inputs_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 # ---------------------------------------------------------------------------------------- files
-
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("prepare_algebraic", FOLDER / "prepare.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -266,14 +249,13 @@ def test_the_samples_are_the_same_on_every_machine(task: str, checksum: str) -> 
     [
         ("--task tree-copy", "tree-copy needs --order breadth or depth."),
         ("--task copy --order depth", "--order is for trees: copy has sequences."),
-        ("--task copy --published-labels", "--published-labels is an option of tree-ops only."),
     ],
 )
 def test_options_that_do_not_fit_are_refused_in_one_sentence(
-    options: str, said: str, script, tmp_path: Path, capsys: pytest.CaptureFixture
+    options: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     dest = tmp_path / "dest"
-    assert script.main(["--dest", str(dest), *options.split()]) == 2
+    assert load("algebraic").main(["--dest", str(dest), *options.split()]) == 2
     assert said in capsys.readouterr().err
     assert not dest.exists()
 
@@ -283,4 +265,4 @@ def test_the_counts_of_the_readme_are_those_of_the_generator(task: str) -> None:
     splits = transduction.generate(recipe(task, "small"))
     counts = [sum(len(s[side].tokens) + 1 for s in splits["train"]) for side in (0, 1)]
     row = "| `{}` | {:,} | {:,} |\n".format(task, *counts)
-    assert row in (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert row in (DATA_PREP / "algebraic" / "README.md").read_text(encoding="utf-8")

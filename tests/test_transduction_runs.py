@@ -10,10 +10,10 @@ import torch
 
 from lrpe_fairseq.experiments.data import transduction as data
 from lrpe_fairseq.experiments.data.transduction import Recipe
-from lrpe_fairseq.experiments.families import plan, preparation_of, transduction
-from lrpe_fairseq.experiments.families.transduction import METRICS, TransductionRun
+from lrpe_fairseq.experiments.families import generated, plan
+from lrpe_fairseq.experiments.families.generated import METRICS, TransductionRun
 from lrpe_fairseq.experiments.records import checkpoints
-from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, load_config
+from lrpe_fairseq.experiments.records.files import CONFIGS, load_config
 from lrpe_fairseq.experiments.records.keys import cells, option
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import read_run
@@ -88,21 +88,12 @@ def test_a_cell_names_its_data_set_and_sets_both_halves(runs) -> None:
     assert other.evaluations == always
 
 
-def test_every_task_and_scale_has_a_data_folder_and_a_script() -> None:
-    words = preparation_of(ROOT / "data" / "tree-ops-depth-paper")
-    assert words[1:] == ["--task", "tree-ops", "--scale", "paper", "--order", "depth", "--dest",
-                         "data/tree-ops-depth-paper"]  # fmt: skip
-    names = set(TransductionRun.data_scripts)
-    assert {"copy-small", "reverse-paper", "tree-c3-breadth-small", "repeat-tiny"} <= names
-    assert len(names) == len(data.SCALES) * (3 + 2 * 4)
-
-
 @pytest.mark.parametrize(
     "name", ["copy-small", "reverse-paper", "repeat-tiny", "tree-c3-depth-small"]
 )
 def test_the_paper_scores_other_tokens_in_every_kind_of_task(name: str) -> None:
     wanted = {"copy": "all", "reverse": "inner", "repeat": "inner", "tree": "no-end"}
-    assert transduction.scored_tokens(Path(name)) == wanted[name.partition("-")[0]]
+    assert generated.scored_tokens(Path(name)) == wanted[name.partition("-")[0]]
 
 
 def test_the_scales_have_the_papers_sizes() -> None:
@@ -125,12 +116,12 @@ def test_a_log_without_a_metric_is_refused_and_one_that_is_not_finite_diverged(t
     log = tmp_path / "log"
     log.write_text('INFO | test | {"epoch": 1, "test_teacher_ppl": "2.5"}')
     with pytest.raises(RunFailed, match="printed no ppl_published for test"):
-        transduction.read_validation(log, "test")
+        generated.read_validation(log, "test")
     values = ", ".join(f'"test_{name}": "nan"' for name in METRICS["teacher"].values())
     log.write_text(f"INFO | test | {{{values}}}")
-    assert transduction.read_validation(log, "test") == {"diverged": 1}
+    assert generated.read_validation(log, "test") == {"diverged": 1}
     with pytest.raises(RunFailed, match="printed no decoded_token_accuracy for test"):
-        transduction.read_validation(log, "test", "generate")
+        generated.read_validation(log, "test", "generate")
 
 
 def test_a_run_trains_and_is_measured_from_data_to_run_file(runs, tmp_path: Path) -> None:

@@ -31,11 +31,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--scale", default="small", choices=list(transduction.SCALES))
     parser.add_argument("--seed", type=int, default=Recipe.seed, help="of the data")
-    parser.add_argument(
-        "--published-labels",
-        action="store_true",
-        help="tree-ops: the command 'extract' is also an operator label, as in the published code",
-    )
     return parser.parse_args(argv)
 
 

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lrpe_fairseq.experiments.data import images
 from lrpe_fairseq.experiments.data.corpus import say
+from lrpe_fairseq.experiments.data.examples import DIGITS, prepare_images
 from lrpe_fairseq.experiments.records.console import command
 
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--from", dest="from_dir", type=Path, help="folder with digits.csv.gz")
     options = parser.parse_args(argv)
     say(f"digits -> {options.dest}")
-    images.prepare(options.dest, images.DIGITS, images.DIGITS.side, options.from_dir)
+    prepare_images(options.dest, DIGITS, DIGITS.side, options.from_dir)
 
 
 if __name__ == "__main__":

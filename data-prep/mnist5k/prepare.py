@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lrpe_fairseq.experiments.data import images
 from lrpe_fairseq.experiments.data.corpus import say
+from lrpe_fairseq.experiments.data.examples import MNIST5K, prepare_images
 from lrpe_fairseq.experiments.records.console import command
 
 SIDES = (28, 14, 7)
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--from", dest="from_dir", type=Path, help="folder with mnist_5k.csv.gz")
     options = parser.parse_args(argv)
     say(f"MNIST, 5,000 digits of {options.size} x {options.size} pixels -> {options.dest}")
-    images.prepare(options.dest, images.MNIST5K, options.size, options.from_dir)
+    prepare_images(options.dest, MNIST5K, options.size, options.from_dir)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import shlex
 import shutil
-import signal
-import subprocess
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,16 +16,16 @@ from numpy.random import RandomState
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.experiments.commands import evaluate
-from lrpe_fairseq.experiments.data import corpus, examples, images
+from lrpe_fairseq.experiments.data import corpus, examples
 from lrpe_fairseq.experiments.data.examples import BYTES, Examples
 from lrpe_fairseq.experiments.families.classification import ClassificationRun
 from lrpe_fairseq.experiments.families.plan import load_named, runs
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.runs import read_run
-from lrpe_fairseq.experiments.runner.training import CONFIGS, Devices
+from lrpe_fairseq.experiments.runner.training import Devices, TrainingRun
 from lrpe_fairseq.models.classifier import LRPEClassifierTinyConfig
-from tests.end_to_end.commands import PLUGIN, last_loss, run, run_together, saved
-from tests.end_to_end.forked import PATIENCE, ForkedChildren
+from tests.end_to_end.commands import PLUGIN, last_loss, run, saved, side_by_side
+from tests.end_to_end.forked import ForkedChildren
 
 pytestmark = pytest.mark.end_to_end
 
@@ -38,12 +35,12 @@ UPDATES = 204  # six epochs
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dest = tmp_path_factory.mktemp("data") / "digits"
-    images.prepare(dest, images.DIGITS, 8)
+    examples.prepare_images(dest, examples.DIGITS, 8)
     return dest
 
 
 def classification_run(data: Path, folder: Path, **changes: object) -> ClassificationRun:
-    """A short training of digits, with batch norm, whose statistics a resumption must keep."""
+    """A short training of digits, with batch norm."""
     made = ClassificationRun(
         experiment="trial",
         label="RoPE",
@@ -61,7 +58,6 @@ def classification_run(data: Path, folder: Path, **changes: object) -> Classific
             "optimization.lr=[0.005]",
             "model.norm=batch",
             "dataset.validate_interval=2",
-            "checkpoint.save_interval_updates=20",
         ),
     )
     return replace(made, **changes)
@@ -101,32 +97,6 @@ def test_digits_are_learned_and_the_run_file_says_how_they_were_measured(
     split, measured = next(iter(found["metrics"].items()))
     value = measured["accuracy"]["accuracy"]
     assert finished.outcome() == f"{split} accuracy accuracy {value:.2f}"
-
-
-def test_a_killed_training_ends_as_an_uninterrupted_one(
-    finished: ClassificationRun, tmp_path: Path
-) -> None:
-    expected = read_run(finished.result)
-    made = classification_run(finished.data, tmp_path)
-    made.checkpoints.mkdir(parents=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PLUGIN.parent)}
-    with open(made.log, "w") as log:
-        child = subprocess.Popen(
-            made.command(), stdout=log, stderr=log, cwd=CONFIGS.parent, env=environment
-        )
-        end = time.monotonic() + PATIENCE
-        while not list(made.checkpoints.glob("checkpoint_*_60.pt")):  # within the second epoch
-            assert time.monotonic() < end
-            assert child.poll() is None, made.log.read_text()[-500:]
-            time.sleep(0.05)
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-    found = work(made)
-    assert found["metrics"] == expected["metrics"]
-    ours, theirs = (
-        checkpoints.load(r.checkpoints / checkpoints.LAST)["model"] for r in (made, finished)
-    )
-    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
 def test_a_training_whose_gradients_are_not_finite_has_a_run_file_that_says_so(
@@ -217,7 +187,12 @@ def test_two_processes_train_a_classifier_as_one_with_twice_the_update_frequency
 ) -> None:
     train = [letters, ALONE_OR_TOGETHER, "--save-dir"]
     run("fairseq_cli.train", *train, tmp_path / "alone", "--update-freq 2")
-    run_together(2, *train, tmp_path / "together")
+    group = (
+        "--distributed-world-size 2 --distributed-no-spawn --distributed-backend gloo "
+        f"--ddp-backend legacy_ddp --distributed-init-method file://{tmp_path}/group"
+    )
+    ranked = functools.partial(run, "fairseq_cli.train", *train, tmp_path / "together", group)
+    side_by_side(*(functools.partial(ranked, f"--distributed-rank {n}") for n in range(2)))
     alone, together = ([tmp_path / w / name for name in UPDATED] for w in ("alone", "together"))
     losses = [last_loss(checkpoint) for checkpoint in alone]
     assert [last_loss(checkpoint) for checkpoint in together] == pytest.approx(losses, rel=1e-5)
@@ -252,9 +227,14 @@ def test_a_row_of_images_lacks_the_grids_exactly_where_its_encoding_does() -> No
                 assert row.has(column) == supports(row.encoding, grid), (row.label, column.key)
 
 
-@pytest.mark.parametrize("scale", load_named("images").scales)
-def test_encodings_that_have_a_length_are_given_that_of_the_images(scale: str) -> None:
-    for made in runs(load_named("images"), scale, [1]):
+@functools.cache
+def planned(name: str) -> list[TrainingRun]:
+    table = load_named(name)
+    return [made for scale in table.scales for made in runs(table, scale, [1])]
+
+
+def test_encodings_that_have_a_length_are_given_that_of_the_images() -> None:
+    for made in planned("images"):
         option = f"{made.position_encoding}_length"
         if made.position_encoding in ("cosformer", "fope"):
             settings = made.settings()
@@ -263,12 +243,11 @@ def test_encodings_that_have_a_length_are_given_that_of_the_images(scale: str) -
 
 @pytest.mark.parametrize("name", ["images", "listops", "tmlr-table4"])
 def test_every_run_of_a_table_sets_options_that_the_model_has(name: str) -> None:
-    table = load_named(name)
-    for scale in table.scales:
-        for made in runs(table, scale, [1]):
-            settings = made.settings()
-            unknown = set(settings.model) - set(LRPEClassifierTinyConfig.__dataclass_fields__)
-            assert unknown == set()
+    overridden = (word.partition("=")[0] for made in planned(name) for word in made.overrides)
+    chosen = {key.removeprefix("model.") for key in overridden if key.startswith("model.")}
+    for made in {made.config: made for made in planned(name)}.values():
+        chosen |= {*made.yaml().model}
+    assert chosen - set(LRPEClassifierTinyConfig.__dataclass_fields__) == set()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from lrpe_fairseq.experiments.records import fairseq_log
 from tests.end_to_end.test_classification import classification_run, work
 from tests.test_data_prep import load
-from tests.test_lra_data import packed, png, small
+from tests.test_lra_data import packed, small
 
 listops, lra = load("listops"), load("lra")
 pytestmark = pytest.mark.end_to_end
@@ -91,19 +91,6 @@ def image(dest: Path) -> None:
     lra.prepare(small(lra.IMAGE, checksum, train=60, test=20), dest, dest)
 
 
-def pathfinder(dest: Path) -> None:
-    """Images of one brightness, which is their class, in the release's form."""
-    home = "pathfinder32/curv_contour_length_14"
-    shades = [200 * (number % 2) + number for number in range(50)]
-    members = {
-        f"{home}/imgs/0/sample_{number}.png": png(np.full((32, 32), shade, np.uint8))
-        for number, shade in enumerate(shades)
-    }
-    labels = "".join(f"imgs/0 sample_{n}.png {n} {n % 2}\n" for n in range(len(shades)))
-    packed(dest, lra.RELEASE, {**members, f"{home}/metadata/0.npy": labels.encode()})
-    lra.prepare(lra.PATHFINDER, dest, dest)
-
-
 def expressions(dest: Path) -> None:
     """Short expressions instead of those of 501 to 1,999 tokens."""
     sizes = {"train": 48, "valid": 6, "test": 20}
@@ -113,17 +100,16 @@ def expressions(dest: Path) -> None:
         listops.prepare(dest, "500-2000")
 
 
-PIXELS = {"model.input": "pixels"}
+PIXELS = {"model.input": "pixels", "model.pixel_mean": 0.4808}
 
 
 @pytest.mark.parametrize(
     ("config", "prepare", "sizes", "dataset", "model"),
     [
-        ("lra-image", image, (54, 6, 20), "lra-image", PIXELS | {"model.pixel_mean": 0.4808}),
-        ("lra-pathfinder", pathfinder, (40, 5, 5), "lra-pathfinder32", PIXELS),
+        ("lra-image", image, (54, 6, 20), "lra-image", PIXELS),
         ("lra-listops", expressions, (48, 6, 20), "listops-500-2000", {"model.input": "tokens"}),
     ],
-    ids=["image", "pathfinder", "listops"],
+    ids=["image", "listops"],
 )
 def test_images_and_expressions_are_trained_for_some_updates_and_evaluated(
     config: str,

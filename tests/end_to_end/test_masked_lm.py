@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.experiments.families.pretraining import PretrainingRun
+from lrpe_fairseq.experiments.families.lm import PretrainingRun
 from lrpe_fairseq.models.masked_lm import LRPERobertaModel
 from tests.end_to_end.cases import in_turn, sampled, usable
 from tests.end_to_end.commands import PLUGIN, Corpus, build, load, run, saved

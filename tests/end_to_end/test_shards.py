@@ -11,7 +11,7 @@ import torch
 from fairseq.data import data_utils
 
 from lrpe_fairseq.experiments.data import corpus as prep
-from lrpe_fairseq.experiments.families.pretraining import PretrainingRun
+from lrpe_fairseq.experiments.families.lm import PretrainingRun
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import CONFIGS, data_home, joined_shards, read_json
 from tests.end_to_end.commands import PLUGIN, last_loss, run_here, saved
@@ -108,7 +108,7 @@ def test_a_run_trains_over_the_shards_and_is_validated_on_the_first(
     made = PretrainingRun("t", "Base", "pretrain-small", data, **known, **where)
     assert made.chosen()["task.data"] == joined_shards(data)
     assert f"++task.data={joined_shards(data)}" in made.command()
-    assert str(data / "bin" / "shard0") in made.validation_command("valid")
+    assert str(data / "bin" / "shard0") in made.validation(made.task, "valid")
     assert set(made.data_checksums()) == {"train", "valid", "dictionary"}
 
 

@@ -111,7 +111,7 @@ def fairseq_version() -> str:
 
 def checkout() -> str:
     """Require the configurations and scripts, which a wheel does not contain."""
-    from lrpe_fairseq.experiments.records.checkout import require_checkout
+    from lrpe_fairseq.experiments.records.files import require_checkout
 
     try:
         require_checkout(ROOT)

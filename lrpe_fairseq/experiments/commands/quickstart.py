@@ -13,9 +13,8 @@ import time
 from collections.abc import Sequence
 
 from lrpe_fairseq.experiments.families.lm import LMRun
-from lrpe_fairseq.experiments.records.checkout import require_checkout
 from lrpe_fairseq.experiments.records.console import command
-from lrpe_fairseq.experiments.records.files import ROOT, relative
+from lrpe_fairseq.experiments.records.files import ROOT, relative, require_checkout
 from lrpe_fairseq.experiments.records.protocols import BLOCKS
 from lrpe_fairseq.experiments.records.runs import read_run, write_run
 from lrpe_fairseq.experiments.report import docs

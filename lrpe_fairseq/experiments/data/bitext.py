@@ -88,11 +88,11 @@ def run_pieces(
     def binarize_all() -> None:
         with prep.folder_written_whole(bin_dir) as part:
             for language in languages:
-                dictionary = part / f"dict.{language}.txt"
-                prep.build_dictionary(encoded[f"train {language}"], dictionary, workers)
-                for split in texts:
-                    prefix = part / binary_name(split, languages, language)
-                    prep.binarize(encoded[f"{split} {language}"], prefix, dictionary, workers)
+                own = {
+                    part / binary_name(split, languages, language): encoded[f"{split} {language}"]
+                    for split in sorted(texts, key="train".__ne__)
+                }
+                prep.binarize(own, part / f"dict.{language}.txt", workers=workers)
 
     files = {file.name: file for file in tokenizer.files}
     steps.run("encode", {**reads, **files}, list(encoded.values()), encode_all)

@@ -16,7 +16,6 @@ import gzip
 import hashlib
 import http.client
 import itertools
-import json
 import os
 import re
 import shutil
@@ -35,7 +34,12 @@ from typing import IO, Any
 import numpy as np
 
 from lrpe_fairseq.experiments.records.console import UserError
-from lrpe_fairseq.experiments.records.files import require_writable, write_json, written_whole
+from lrpe_fairseq.experiments.records.files import (
+    read_json,
+    require_writable,
+    write_json,
+    written_whole,
+)
 
 SPLITS = ("train", "valid", "test")
 FAIRSEQ_SPECIALS = 4  # <s>, <pad>, </s>, <unk>: in every fairseq dictionary, in no dict.txt
@@ -283,34 +287,31 @@ def write_binary(
     default one is built from the train split.
     """
     with folder_written_whole(folder) as part:
-        if dictionary:
-            shutil.copyfile(dictionary, part / "dict.txt")
-        else:
-            build_dictionary(texts["train"], part / "dict.txt", workers)
-        for split, text in texts.items():
-            binarize(text, part / split, part / "dict.txt", workers)
+        prefixes = {part / split: text for split, text in texts.items()}
+        binarize(prefixes, part / "dict.txt", dictionary, workers)
 
 
-def build_dictionary(text: Path, target: Path, workers: int = 1) -> None:
-    """Write the fairseq dictionary of a text, padded to a multiple of 8."""
+def binarize(
+    texts: Mapping[Path, Path], target: Path, dictionary: Path | None = None, workers: int = 1
+) -> None:
+    """Write fairseq's dictionary ``target``, and the ids of texts with the end of sentence.
+
+    texts: path of the ids without its endings -> text. dictionary: by default one is built from the
+    first text, padded to a multiple of 8.
+    """
+    from fairseq.binarizer import FileBinarizer, VocabularyDatasetBinarizer
     from fairseq.data import Dictionary
     from fairseq.tokenizer import tokenize_line
 
-    words = Dictionary()
-    Dictionary.add_file_to_dictionary(str(text), words, tokenize_line, workers)
-    words.finalize()
+    words = Dictionary.load(str(dictionary)) if dictionary else Dictionary()
+    if not dictionary:
+        first = str(next(iter(texts.values())))
+        Dictionary.add_file_to_dictionary(first, words, tokenize_line, workers)
+        words.finalize()
     words.save(str(target))
-
-
-def binarize(text: Path, prefix: Path, dictionary: Path, workers: int = 1) -> None:
-    """Write fairseq's ids of a text to ``prefix``.bin, with the end of sentence after each line."""
-    from fairseq.binarizer import FileBinarizer, VocabularyDatasetBinarizer
-    from fairseq.data import Dictionary
-
-    words = Dictionary.load(str(dictionary))
-    binarizer = VocabularyDatasetBinarizer(words)
-    where = str(text), "mmap", binarizer, str(prefix)
-    FileBinarizer.multiprocess_dataset(*where, vocab_size=len(words), num_workers=workers)
+    for prefix, text in texts.items():
+        where = str(text), "mmap", VocabularyDatasetBinarizer(words), str(prefix)
+        FileBinarizer.multiprocess_dataset(*where, vocab_size=len(words), num_workers=workers)
 
 
 def write_indexed(rows: Iterable[Sequence[int]], prefix: Path, kind: type[np.integer]) -> None:
@@ -322,15 +323,6 @@ def write_indexed(rows: Iterable[Sequence[int]], prefix: Path, kind: type[np.int
     for row in rows:
         builder.add_item(torch.as_tensor(row))
     builder.finalize(f"{prefix}.idx")
-
-
-def count_words(text: Path) -> dict[str, int]:
-    """Count lines and words of a text; ``words_with_eos`` adds one end of line per line."""
-    lines = words = 0
-    for line in read_lines(text):
-        lines += 1
-        words += line.count(" ") + 1 if line else 0
-    return {"lines": lines, "words": words, "words_with_eos": words + lines}
 
 
 def row_lengths(prefix: Path) -> np.ndarray:
@@ -370,14 +362,16 @@ def count_split(text: Path, prefix: Path) -> dict[str, int]:
 
     The two counts make perplexities of different tokenizations comparable: with a loss in bits
     per token, the perplexity per word is ``2 ** (loss * tokens / words_with_eos)``, and that of
-    PG-19 ``2 ** (loss * tokens / words)``.
+    PG-19 ``2 ** (loss * tokens / words)``. ``words_with_eos`` adds one end of line per line.
     """
-    words, binary = count_words(text), count_binary(prefix)
-    if binary.pop("samples") != words["lines"]:
+    sizes, binary = [len(line.split()) for line in read_lines(text)], count_binary(prefix)
+    lines, words = len(sizes), sum(sizes)
+    if binary.pop("samples") != lines:
         raise UserError(
             f"{prefix}.bin and {text} have different numbers of lines: delete both and run again."
         )
-    return {**words, "pieces": binary["tokens"] - words["lines"], **binary}
+    counted = {"lines": lines, "words": words, "words_with_eos": words + lines}
+    return {**counted, "pieces": binary["tokens"] - lines, **binary}
 
 
 def count_corpus(dest: Path, texts: Mapping[str, Path]) -> dict[str, Any]:
@@ -404,7 +398,9 @@ class Steps:
         self.dest, self.path = dest, dest / "manifest.json"
         require_writable(dest, "--dest")
         self.head = {"corpus": corpus, "level": level}
-        self.old, self.done = self._load(), {}
+        self.old, self.done = {}, {}
+        with contextlib.suppress(ValueError):  # a damaged manifest counts as none
+            self.old = read_json(self.path)
         found = {key: self.old.get(key, value) for key, value in self.head.items()}
         if found != self.head:
             raise UserError(
@@ -451,12 +447,6 @@ class Steps:
     def _save(self, content: dict[str, Any]) -> None:
         self.old = {**self.head, **content}
         write_json(self.path, self.old)
-
-    def _load(self) -> dict[str, Any]:
-        try:
-            return json.loads(self.path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
-            return {}
 
     def _outputs(self, writes: Sequence[Path]) -> dict[str, str]:
         return {str(path.relative_to(self.dest)): self._fingerprint(path) for path in writes}

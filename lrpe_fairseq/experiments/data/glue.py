@@ -7,7 +7,7 @@ Classes are numbered as in the official scripts. fairseq's label dictionary list
 import csv
 import functools
 import gzip
-import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,11 +43,6 @@ class GlueTask:
     def classes(self) -> int:
         """Number of outputs of the head: the classes, or 1 for a regression."""
         return len(self.labels) or 1
-
-    @property
-    def evaluations(self) -> tuple[str, ...]:
-        """The splits to score."""
-        return tuple(split for split in self.files if split != "train")
 
 
 TASKS = {
@@ -96,37 +91,21 @@ def scores(task: GlueTask, predicted: Sequence[float], wanted: Sequence[float]) 
     """
     if len(predicted) != len(wanted) or not len(wanted):
         raise ValueError(f"{len(predicted)} predictions for {len(wanted)} examples")
-    sides = np.asarray(wanted, dtype=float), np.asarray(predicted, dtype=float)
-    found = {name: 100 * METRICS[name](*sides) for name in task.metrics}
-    return {**found, "examples": len(wanted)}
+    from scipy import stats
+    from sklearn import metrics
 
-
-def _f1(wanted: np.ndarray, predicted: np.ndarray) -> float:
-    both = float(((wanted == 1) & (predicted == 1)).sum())
-    return 2 * both / (float((wanted == 1).sum() + (predicted == 1).sum()) or 1.0)
-
-
-def _pearson(wanted: np.ndarray, predicted: np.ndarray) -> float:
-    """Equals Matthews' correlation for columns of 0 and 1."""
-    a, b = wanted - wanted.mean(), predicted - predicted.mean()
-    norm = math.sqrt(float(a @ a) * float(b @ b))
-    return float(a @ b) / norm if norm else 0.0
-
-
-def average_ranks(values: Sequence[float]) -> np.ndarray:
-    """Return ranks (n,), 1 for the smallest; equal values share the mean of their ranks."""
-    _, inverse, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
-    shared = np.cumsum(counts) - (counts - 1) / 2
-    return shared[inverse]
-
-
-METRICS = {
-    "accuracy": lambda wanted, predicted: float((wanted == predicted).mean()),
-    "f1": _f1,
-    "matthews": _pearson,
-    "pearson": _pearson,
-    "spearman": lambda *sides: _pearson(*map(average_ranks, sides)),
-}
+    known = {
+        "accuracy": metrics.accuracy_score,
+        "f1": metrics.f1_score,
+        "matthews": metrics.matthews_corrcoef,
+        "pearson": lambda *sides: stats.pearsonr(*sides)[0],
+        "spearman": lambda *sides: stats.spearmanr(*sides)[0],
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of constant predictions
+        found = {name: known[name](wanted, predicted) for name in task.metrics}
+    percent = {name: 100 * float(np.nan_to_num(value)) for name, value in found.items()}
+    return {**percent, "examples": len(wanted)}
 
 
 # ----------------------------------------------------------------------------------------- files

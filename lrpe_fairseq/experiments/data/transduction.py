@@ -24,6 +24,7 @@ from numpy.random import RandomState
 
 from lrpe_fairseq.experiments.data import bitext
 from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.data.corpus import FAIRSEQ_EOS as EOS
 from lrpe_fairseq.experiments.records.console import UserError
 
 SIDES = ("source", "target")
@@ -79,8 +80,7 @@ SCALES = {
 class Recipe:
     """What to generate.
 
-    ``order``: of the nodes of a tree's target. ``published_labels``: in tree-ops the command
-    ``extract`` is also an operator label, as in the published code.
+    ``order``: of the nodes of a tree's target.
 
     Raises: UserError for an option that is missing, or has no effect on the task.
     """
@@ -89,15 +89,12 @@ class Recipe:
     scale: str
     order: str = ""
     seed: int = 42
-    published_labels: bool = False
 
     def __post_init__(self) -> None:
         if self.has_trees and self.order not in ORDERS:
             raise UserError(f"{self.task} needs --order {' or '.join(ORDERS)}.")
         if not self.has_trees and self.order:
             raise UserError(f"--order is for trees: {self.task} has sequences.")
-        if self.published_labels and self.task != "tree-ops":
-            raise UserError("--published-labels is an option of tree-ops only.")
 
     @property
     def has_trees(self) -> bool:
@@ -112,8 +109,7 @@ class Recipe:
     @property
     def name(self) -> str:
         """The data set's name without its scale, such as ``tree-rotate-depth``."""
-        published = "published" if self.published_labels else ""
-        return "-".join(part for part in (self.task, published, self.order) if part)
+        return "-".join(filter(None, (self.task, self.order)))
 
 
 # ----------------------------------------------------------------------------------------- trees
@@ -291,11 +287,8 @@ def labels(recipe: Recipe) -> tuple[list[str], list[str]]:
     if recipe.task == "tree-c3":
         return types("l", 3), ["o1"]
     if recipe.task == "tree-ops":
-        operators = types("o", DISTINCT_OPERATORS)
-        commands = [f"o:{command}" for command in COMMANDS]
-        if recipe.published_labels:
-            commands[0] = operators[-1]
-        return types("l", DISTINCT_LEAVES), operators + commands
+        operators = [*types("o", DISTINCT_OPERATORS), *(f"o:{command}" for command in COMMANDS)]
+        return types("l", DISTINCT_LEAVES), operators
     return types("l", recipe.sizes.labels), types("o", recipe.sizes.labels)
 
 
@@ -413,8 +406,8 @@ def write_text(recipe: Recipe, folder: Path) -> None:
 
 
 def vocabulary(recipe: Recipe) -> list[str]:
-    """Return every label once, in the order of the dictionary, which both sides share."""
-    return list(dict.fromkeys(itertools.chain(*labels(recipe))))
+    """Return every label, in the order of the dictionary, which both sides share."""
+    return [*itertools.chain(*labels(recipe))]
 
 
 def prepare(dest: Path, recipe: Recipe) -> dict:
@@ -425,22 +418,14 @@ def prepare(dest: Path, recipe: Recipe) -> dict:
     """
     steps = prep.Steps(dest, recipe.name, recipe.scale)
     numbers = {label: n for n, label in enumerate(vocabulary(recipe), prep.FAIRSEQ_SPECIALS)}
-    columns = []
-    for split, side in itertools.product(recipe.sizes.pairs, SIDES):
-        columns.append(
-            Column(
-                f"{split}.{side}",
-                bitext.binary_name(split, SIDES, side),
-                lambda row: [*(numbers[token] for token in row), prep.FAIRSEQ_EOS],
-            )
-        )
-    for split, side in itertools.product(recipe.sizes.pairs if recipe.has_trees else (), SIDES):
-        name = positions_of(side)
-        binary = bitext.binary_name(split, SIDES, name)
-        codes = Column(f"{split}.{name}", binary, lambda row: [*map(int, row), 0], np.int64)
-        columns.append(codes)
-    reads: dict[str, Any] = {"script": Path(__file__), "seed": recipe.seed}
-    reads["published labels"] = recipe.published_labels
+    kinds = [(s, lambda row: [*(numbers[t] for t in row), EOS], np.uint16) for s in SIDES]
+    if recipe.has_trees:
+        kinds += [(positions_of(s), lambda row: [*map(int, row), 0], np.int64) for s in SIDES]
+    columns = [
+        Column(f"{split}.{name}", bitext.binary_name(split, SIDES, name), *kind)
+        for split, (name, *kind) in itertools.product(recipe.sizes.pairs, kinds)
+    ]
+    reads = {"script": Path(__file__), "seed": recipe.seed}
     dictionaries = [f"dict.{side}.txt" for side in SIDES]
     binarize(steps, reads, partial(write_text, recipe), columns, dictionaries)
     texts = {split: dest / "text" / split for split in recipe.sizes.pairs}

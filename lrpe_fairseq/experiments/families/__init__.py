@@ -9,12 +9,10 @@ from pathlib import Path
 
 from lrpe_fairseq.experiments.families.classification import ClassificationRun
 from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
-from lrpe_fairseq.experiments.families.lm import LMRun
-from lrpe_fairseq.experiments.families.pretraining import PretrainingRun
-from lrpe_fairseq.experiments.families.synthetic import SyntheticRun
-from lrpe_fairseq.experiments.families.transduction import TransductionRun
+from lrpe_fairseq.experiments.families.generated import SyntheticRun, TransductionRun
+from lrpe_fairseq.experiments.families.lm import LMRun, PretrainingRun
 from lrpe_fairseq.experiments.families.translation import TranslationRun
-from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, load_config, relative
+from lrpe_fairseq.experiments.records.files import CONFIGS, load_config, relative
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 FAMILIES: dict[str, type[TrainingRun]] = {
@@ -48,9 +46,3 @@ def preparation_of(data: Path) -> list[str]:
     """Return the script that prepares ``data``, with its arguments; empty if no family has one."""
     found = (family.preparation_of(data) for family in FAMILIES.values())
     return next(filter(None, found), [])
-
-
-def known_data() -> list[Path]:
-    """Return every data folder that a family names."""
-    names = (name for family in FAMILIES.values() for name in family.data_scripts)
-    return [ROOT / "data" / name for name in dict.fromkeys(names)]

@@ -1,7 +1,6 @@
 """Classification runs: :class:`TrainingRun` scored by accuracy."""
 
 import filecmp
-import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.fairseq_log import Curve
-from lrpe_fairseq.experiments.records.files import relative
+from lrpe_fairseq.experiments.records.files import own_command
 from lrpe_fairseq.experiments.records.runs import Run, read_run
 from lrpe_fairseq.experiments.runner.training import Shell, TrainingRun
 
@@ -83,22 +82,14 @@ class ClassificationRun(TrainingRun):
             log, found = (self.folder / f"eval-{protocol}.{kind}" for kind in ("log", "json"))
             found.unlink(missing_ok=True)
             best, data = self.checkpoints / checkpoints.BEST, self.data_of(protocol)
-            run(evaluation_command(best, data, splits, found), log)
+            words = ("eval_classifier", best, data, "--splits", *splits, "--out", found)
+            run(own_command(*words), log)
             measured = read_run(found)
             for split in splits:
                 metrics.setdefault(split, {})[protocol] = measured["metrics"][split][ACCURACY]
             where = "" if data == self.data else f" On {folders.dataset_name(data)}."
             said[protocol] = f"{measured['protocol'][ACCURACY]}{where} {CHOSEN}"
         return {"metrics": metrics, "protocol": said}
-
-
-def evaluation_command(checkpoint: Path, data: Path, splits: list[str], out: Path) -> list[str]:
-    """Return the command that evaluates a checkpoint and writes a run file to ``out``."""
-    return [
-        *(sys.executable, "-m", "lrpe_fairseq.experiments", "eval_classifier"),
-        *(relative(checkpoint), relative(data)),
-        *("--splits", *splits, "--out", relative(out)),
-    ]
 
 
 def protocol(data: Path, longest: int, cut: int) -> str:

@@ -7,7 +7,6 @@ of the command line.
 import itertools
 import math
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,13 @@ from lrpe_fairseq.encodings import canonical_name
 from lrpe_fairseq.experiments.data import glue
 from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records import checkpoints
-from lrpe_fairseq.experiments.records.files import ROOT, load_config, read_json, relative
+from lrpe_fairseq.experiments.records.files import (
+    ROOT,
+    load_config,
+    own_command,
+    read_json,
+    relative,
+)
 from lrpe_fairseq.experiments.records.keys import Cell
 from lrpe_fairseq.experiments.records.layout import Table, file_name
 from lrpe_fairseq.experiments.records.runs import Run
@@ -115,7 +120,8 @@ class FinetuningRun(TrainingRun):
             log, found = (self.folder / f"eval-{split}.{kind}" for kind in ("log", "json"))
             found.unlink(missing_ok=True)
             best = self.checkpoints / checkpoints.BEST
-            run(evaluation_command(best, self.data, split, found), log)
+            words = ("eval_glue", best, self.data, "--split", split, "--out", found)
+            run(own_command(*words), log)
             metrics[split] = {GLUE: read_json(found)}
         return {"metrics": metrics, "protocol": {GLUE: self._protocol()}}
 
@@ -152,10 +158,13 @@ class FinetuningRun(TrainingRun):
         if not self.checkpoint.is_file():
             return super().encoding_choices()
         model = model_options(self.checkpoint)
-        _require_same("attention type", self.attention_type, model["model.attention_type"])
-        trained = model["model.position_encoding"]
-        if canonical_name(self.position_encoding) != canonical_name(trained):
-            _require_same("encoding", self.position_encoding, trained)
+        attention, encoding = model["model.attention_type"], model["model.position_encoding"]
+        same = canonical_name(encoding) == canonical_name(self.position_encoding)
+        if not (same and attention == self.attention_type):
+            raise ValueError(
+                f"the checkpoint has {attention} attention and the encoding {encoding}, not "
+                f"{self.attention_type} and {self.position_encoding}"
+            )
         for key, equals, value in (override.partition("=") for override in self.overrides):
             if key in model and equals and value != model[key]:
                 raise ValueError(
@@ -284,11 +293,6 @@ def max_positions(checkpoint: Path) -> int:
     return int(known.get("model.max_positions") or known["task.tokens_per_sample"])
 
 
-def _require_same(what: str, wanted: str, found: str) -> None:
-    if wanted != found:
-        raise ValueError(f"the {what} of the checkpoint is {found}, not {wanted}")
-
-
 def evaluated(data: Path) -> list[str]:
     """Return the development sets of ``data``; none if nothing is prepared."""
     return [split for split in manifest(data).get("splits", {}) if split != "train"]
@@ -305,14 +309,6 @@ def subsets(splits: Mapping[str, Mapping[str, int]]) -> list[str]:
     ]
 
 
-def evaluation_command(checkpoint: Path, data: Path, split: str, found: Path) -> list[str]:
-    """Return the command that scores a checkpoint on a split and writes metrics to ``found``."""
-    return [
-        *(sys.executable, "-m", "lrpe_fairseq.experiments", "eval_glue"),
-        *(relative(checkpoint), relative(data), "--split", split, "--out", relative(found)),
-    ]
-
-
 def require_match(checkpoint: Path, data: Path, task: glue.GlueTask, remedy: str) -> None:
     """Raise RunFailed unless the checkpoint can be fine-tuned on ``data``.
 
@@ -322,11 +318,6 @@ def require_match(checkpoint: Path, data: Path, task: glue.GlueTask, remedy: str
         state = checkpoints.require_model(checkpoint, "lrpe_roberta")
     except ValueError as error:
         raise RunFailed(f"{error}: pre-train it first, with {remedy}") from None
-    for split in ("train", *task.evaluations[:1]):
-        if not any((data / "bin" / "input0").glob(f"{split}.idx")):
-            raise RunFailed(
-                f"{relative(data)} has no split {split}: prepare it with data-prep/glue"
-            )
     if HEAD in state["model"] and len(state["model"][HEAD]) != task.classes:
         raise RunFailed(
             f"{relative(checkpoint)} has a head for {len(state['model'][HEAD])} classes, and "
@@ -338,10 +329,4 @@ def require_match(checkpoint: Path, data: Path, task: glue.GlueTask, remedy: str
             f"{relative(checkpoint)} was pre-trained with another dictionary than "
             f"{relative(data)} has: prepare it with data-prep/glue/prepare.py --tokens-of "
             "the data of pre-training"
-        )
-    path, classes = data / "bin" / "label" / "dict.txt", [str(n) for n in range(task.classes)]
-    if task.labels and checkpoints.dictionary_words(path) != classes:
-        raise RunFailed(
-            f"{relative(path)} does not hold the {task.classes} classes of {data.name}, so labels "
-            "would be missing or wrong: prepare it with data-prep/glue"
         )

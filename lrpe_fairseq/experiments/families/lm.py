@@ -1,8 +1,6 @@
-"""Language-model runs: :class:`TrainingRun` scored by perplexity under several protocols."""
+"""Language models, scored by perplexity under several protocols, and masked ones, by their loss."""
 
-import itertools
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +9,13 @@ from typing import Any, ClassVar
 from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records import checkpoints, fairseq_log
 from lrpe_fairseq.experiments.records.console import UserError
-from lrpe_fairseq.experiments.records.files import first_shard, read_json, relative
+from lrpe_fairseq.experiments.records.files import first_shard, own_command, read_json, relative
 from lrpe_fairseq.experiments.records.keys import Evaluations
 from lrpe_fairseq.experiments.records.protocols import BLOCKS, SLIDING, Protocol
 from lrpe_fairseq.experiments.records.runs import Run
 from lrpe_fairseq.experiments.runner.devices import BIN
 from lrpe_fairseq.experiments.runner.processes import RunFailed
-from lrpe_fairseq.experiments.runner.training import Shell, TrainingRun
+from lrpe_fairseq.experiments.runner.training import Shell, TrainingRun, parse_validation
 
 PLAIN_TASK = "language_modeling"
 WITHOUT_EOS = ("pg19", "gutenberg")  # books: perplexity per word does not count line ends
@@ -84,30 +82,19 @@ def measure(
     """
     metrics: Run = {}
     trained = options["task.tokens_per_sample"]
-    for split, names in by_split(evaluations).items():
-        own = {}
-        for protocol in filter(is_fairseqs, names):
-            log = folder / f"eval-{checkpoint.stem}-{split}-{protocol}.log"
-            run(evaluation_command(checkpoint, data, split, protocol, options), log)
-            own[protocol] = read_evaluation(log, data, split)
-        own |= scored(checkpoint, data, split, names, trained, folder, run)
-        metrics[split] = {name: own[name] for name in names}
-    used = sorted({protocol for _, protocol in evaluations})
-    said = {name: Protocol.parse(name).sentence(trained) for name in used}
+    known = {name: Protocol.parse(name) for name in sorted({name for _, name in evaluations})}
+    for split in dict.fromkeys(split for split, _ in evaluations):
+        names = [name for own, name in evaluations if own == split]
+        found: Run = {}
+        for name in (name for name in names if known[name].by_fairseq):
+            log = folder / f"eval-{checkpoint.stem}-{split}-{name}.log"
+            run(evaluation_command(checkpoint, data, split, name, options), log)
+            found[name] = read_evaluation(log, data, split)
+        if others := [name for name in names if name not in found]:
+            found |= scored(checkpoint, data, split, others, trained, folder, run)
+        metrics[split] = {name: found[name] for name in names}
+    said = {name: protocol.sentence(trained) for name, protocol in known.items()}
     return {"metrics": metrics, "protocol": said}
-
-
-def by_split(evaluations: Evaluations) -> dict[str, list[str]]:
-    """Return split -> its protocols, both in order."""
-    found: dict[str, list[str]] = {}
-    for split, protocol in evaluations:
-        found.setdefault(split, []).append(protocol)
-    return found
-
-
-def is_fairseqs(protocol: str) -> bool:
-    """True if fairseq-eval-lm evaluates ``protocol``."""
-    return Protocol.parse(protocol).by_fairseq
 
 
 def require_positions(options: Mapping[str, Any], trained: int, wanted: Sequence[Protocol]) -> None:
@@ -162,8 +149,7 @@ def read_evaluation(log: Path, data: Path, split: str) -> dict[str, float]:
         measured = fairseq_log.parse_evaluation(log.read_text(encoding="utf-8"))
     except ValueError as error:
         raise RunFailed(f"{error} ({log})") from None
-    _require_tokens(measured, _tokens(data, split) or measured["tokens"], log)
-    return with_words(measured, data, split)
+    return _complete(BLOCKS, measured, data, split, 0, log)
 
 
 def scored(
@@ -175,21 +161,16 @@ def scored(
     folder: Path,
     run: Shell,
 ) -> dict[str, dict[str, float]]:
-    """Evaluate the protocols of ``names`` that fairseq-eval-lm does not have, in one process.
+    """Evaluate protocols that fairseq-eval-lm does not have, in one process.
 
     folder: of the log and the metrics. run: a function that runs a command with a log.
     Raises: RunFailed if an evaluation fails or did not score every token.
     """
-    names = list(itertools.filterfalse(is_fairseqs, names))
-    if not names:
-        return {}
     log, out = (
         folder / f"eval-{checkpoint.stem}-{split}-lengths.{kind}" for kind in ("log", "json")
     )
     out.unlink(missing_ok=True)
-    words = [sys.executable, "-m", "lrpe_fairseq.experiments", "score_lm"]
-    words += [relative(checkpoint), relative(data), split, *names, "--out", relative(out)]
-    run(words, log)
+    run(own_command("score_lm", checkpoint, data, split, *names, "--out", out), log)
     found = read_json(out)
     return {name: _complete(name, found[name], data, split, trained, out) for name in names}
 
@@ -197,21 +178,13 @@ def scored(
 def _complete(
     name: str, measured: Run, data: Path, split: str, trained: int, source: Path
 ) -> dict[str, float]:
-    """Return the metrics of a protocol, which must have scored all its tokens."""
-    protocol, tokens = Protocol.parse(name), _tokens(data, split)
-    if tokens:
-        _require_tokens(measured, protocol.count(tokens, trained), source)
-    return measured if protocol.is_paired else with_words(measured, data, split)
-
-
-def _tokens(data: Path, split: str) -> int:
-    """Return the tokens of a split according to the manifest; 0 if it does not say."""
-    return manifest(data).get("splits", {}).get(split, {}).get("tokens", 0)
-
-
-def _require_tokens(measured: Run, expected: int, source: Path) -> None:
+    """Return the metrics of a protocol, which must have scored all tokens of the manifest."""
+    protocol = Protocol.parse(name)
+    tokens = manifest(data).get("splits", {}).get(split, {}).get("tokens")
+    expected = protocol.count(tokens, trained) if tokens else measured["tokens"]
     if measured["tokens"] != expected:
         raise RunFailed(f"{source}: {measured['tokens']} of {expected} tokens were evaluated")
+    return measured if protocol.is_paired else with_words(measured, data, split)
 
 
 def with_words(measured: Run, data: Path, split: str) -> dict[str, float]:
@@ -232,3 +205,55 @@ def with_words(measured: Run, data: Path, split: str) -> dict[str, float]:
     if math.isinf(word_ppl):
         return {fairseq_log.DIVERGED: 1, "tokens": measured["tokens"]}
     return {**measured, "word_ppl": word_ppl}
+
+
+# --- masked language models --------------------------------------------------------------------
+
+MASKED = "masked"
+MASK_SEED = 1
+EXACT_ABOVE = 0.005 / (0.0005 * math.log(2))
+"""The perplexity where both of fairseq's rounded numbers have the same relative error."""
+PROTOCOL = {
+    MASKED: "fairseq-validate over non-overlapping blocks; 15 % of the tokens are predicted, the "
+    f"same ones of every model (mask seed {MASK_SEED}). The loss is in bits per predicted token."
+}
+
+
+@dataclass(frozen=True)
+class PretrainingRun(TrainingRun):
+    """The pre-training and validation of one masked language model."""
+
+    configs: ClassVar[str] = "roberta"
+    task: ClassVar[str] = "masked_lm"
+    data_scripts: ClassVar[Mapping[str, str]] = {
+        "wikitext-2-bpe": "data-prep/wikitext/prepare.py wikitext-2 --level bpe",
+        "wikitext-103-gpt2": "data-prep/wikitext/prepare.py wikitext-103 --level gpt2",
+        "wikibook": "data-prep/wikibook/prepare.py",
+    }
+    next_step: ClassVar[str] = "fine-tune with: scripts/finetune_glue.sh {best} all"
+    evaluations: tuple[tuple[str, str], ...] = (("valid", MASKED), ("test", MASKED))
+
+    def measure(self, run: Shell) -> Run:
+        """Return loss and perplexity of every split of ``evaluations``, with the shared masks."""
+        metrics: Run = {}
+        size = str(self.settings().dataset.max_tokens)
+        options = ["--max-tokens", size, "--required-batch-size-multiple", "1"]
+        options += ["--model-overrides", f"{{'seed': {MASK_SEED}}}"]
+        for split, protocol in self.evaluations:
+            log = self.folder / f"eval-{split}-{protocol}.log"
+            run(self.validation(self.task, split, *options), log)
+            metrics[split] = {protocol: read_validation(log, split)}
+        return {"metrics": metrics, "protocol": PROTOCOL}
+
+
+def read_validation(log: Path, split: str) -> dict[str, float]:
+    """Read ``loss`` (bits) and ``ppl``, or ``diverged``, from the output of fairseq-validate.
+
+    Trap: fairseq rounds the loss to 3 decimals and its perplexity, of the loss before rounding, to
+    2. Above a perplexity of about 14 the second is more exact.
+
+    Raises: RunFailed if the output has none.
+    """
+    found = parse_validation(log, split)
+    exact = EXACT_ABOVE < found["ppl"] < math.inf
+    return fairseq_log.scored(math.log2(found["ppl"]) if exact else found["loss"])

@@ -14,8 +14,7 @@ from typing import Any
 
 from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.families import family_of
-from lrpe_fairseq.experiments.records.checkout import require_checkout
-from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT
+from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, require_checkout
 from lrpe_fairseq.experiments.records.keys import Cell, cells
 from lrpe_fairseq.experiments.records.layout import Table, load_table
 from lrpe_fairseq.experiments.runner.training import TrainingRun

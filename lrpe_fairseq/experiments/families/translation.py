@@ -124,11 +124,10 @@ class TranslationRun(EncoderDecoderRun):
 
     def measure(self, run: Shell) -> Run:
         """Return BLEU and chrF of every split of ``evaluations``, and what was averaged."""
-        last = checkpoints.periodic(self.checkpoints)[-self.decoding.average :]
+        updates = list(checkpoints.periodic(self.checkpoints))[-self.decoding.average :]
         averaged, decoding = self._averaged()
         splits = [split for split, _ in self.evaluations]
         found = measure(averaged, self.data, splits, decoding, self.folder, run)
-        updates = [checkpoints.update_of(path) for path in last]
         return {**found, "averaged_updates": updates} if updates else found
 
     def _averaged(self) -> tuple[Path, Decoding]:

@@ -85,11 +85,10 @@ def load_sound(path: Path) -> dict[str, Any]:
     state = load(path)
     try:
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
+            if damaged := archive.testzip():
+                raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
     except (zipfile.BadZipFile, EOFError, OSError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
-    if damaged:
-        raise ValueError(f"{path} is damaged: the checksum of {damaged} is wrong")
     return state
 
 
@@ -139,9 +138,8 @@ def seconds(state: dict[str, Any]) -> float:
 
 def options(state: dict[str, Any]) -> dict[str, Any]:
     """Return every option of the training that saved the checkpoint; see :func:`dotted`."""
-    sections = {section: state["cfg"].get(section) or {} for section in SECTIONS}
-    plain = {k: vars(v) if isinstance(v, Namespace) else v for k, v in sections.items()}
-    return dotted(plain)
+    sections = {name: state["cfg"].get(name) or {} for name in SECTIONS}
+    return dotted({k: vars(v) if isinstance(v, Namespace) else v for k, v in sections.items()})
 
 
 def dotted(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -179,10 +177,11 @@ def ready_to_resume(folder: Path, say: Callable[[str], None]) -> int:
             last.unlink()
             say("no checkpoint can be loaded; training starts over")
         return 0
-    seen = max(found.values())
-    path = next(path for path, count in found.items() if count == seen)
+    path = max(found, key=found.get)  # the first of several
+    seen = found[path]
     if path != last:
-        _put(path, last)
+        with open(path, "rb") as content, written_whole(last, "wb") as file:
+            shutil.copyfileobj(content, file, 1 << 20)
         say(f"resuming from {path.name}, update {seen}")
     return seen
 
@@ -195,18 +194,14 @@ def average(paths: Sequence[Path], target: Path) -> None:
     states = [load_sound(path) for path in paths]
     models = [state["model"] for state in states]
     mean = {name: _mean(name, [model[name] for model in models]) for name in models[-1]}
-    _write({**states[-1], "model": mean, "last_optimizer_state": None}, target)
+    with written_whole(target, "wb") as file:
+        torch.save({**states[-1], "model": mean, "last_optimizer_state": None}, file)
 
 
-def periodic(folder: Path) -> list[Path]:
-    """Return the periodic checkpoints of a folder, by ascending updates."""
-    numbered = [(PERIODIC.fullmatch(path.name), path) for path in folder.glob("checkpoint_*_*.pt")]
-    return [path for _, path in sorted((int(name[1]), path) for name, path in numbered if name)]
-
-
-def update_of(periodic: Path) -> int:
-    """Return the update in the name of a periodic checkpoint."""
-    return int(PERIODIC.fullmatch(periodic.name)[1])
+def periodic(folder: Path) -> dict[int, Path]:
+    """Return the periodic checkpoints of a folder by their updates, ascending."""
+    named = [(PERIODIC.fullmatch(path.name), path) for path in folder.glob("checkpoint_*_*.pt")]
+    return dict(sorted((int(name[1]), path) for name, path in named if name))
 
 
 def newest(folder: Path, count: int) -> list[Path]:
@@ -214,7 +209,7 @@ def newest(folder: Path, count: int) -> list[Path]:
 
     Raises: ValueError if there is none.
     """
-    found = periodic(folder)
+    found = list(periodic(folder).values())
     if not found:
         raise ValueError(
             f"{folder} has no periodic checkpoints to average: evaluate a single one (--average 1)"
@@ -287,20 +282,17 @@ def _sha256(dictionary: Path) -> str:
 
 def _resumable(folder: Path, say: Callable[[str], None]) -> dict[Path, int]:
     """Return {path: updates} of the undamaged checkpoints; ``checkpoint_last.pt`` comes first."""
-    others = sorted(folder.glob("checkpoint*.pt"), key=lambda path: path.name != LAST)
     found = {}
-    for path in others:
-        if path.name == AVERAGED:
-            continue
+    for path in sorted(folder.glob("checkpoint*.pt"), key=lambda path: path.name != LAST):
         try:
             state = load_sound(path)
         except ValueError as error:
             say(str(error))
             continue
-        if state.get("last_optimizer_state", {}) is None:
-            say(f"{path} is an average of checkpoints and is not resumed")
-        else:
+        if state.get("last_optimizer_state", {}) is not None:
             found[path] = updates(state)
+        elif path.name != AVERAGED:
+            say(f"{path} is an average of checkpoints and is not resumed")
     return found
 
 
@@ -310,16 +302,6 @@ def _mean(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if not all(torch.equal(tensor, tensors[0]) for tensor in tensors):
         raise ValueError(f"the checkpoints differ in {name}, whose values cannot be averaged")
     return tensors[0]
-
-
-def _write(state: dict[str, Any], target: Path) -> None:
-    with written_whole(target, "wb") as file:
-        torch.save(state, file)
-
-
-def _put(source: Path, target: Path) -> None:
-    with open(source, "rb") as content, written_whole(target, "wb") as file:
-        shutil.copyfileobj(content, file, 1 << 20)
 
 
 def _plain(value: Any) -> Any:

@@ -4,6 +4,7 @@ Validation losses are means per token in base 2, as fairseq prints them; perplex
 loss.
 """
 
+import contextlib
 import json
 import math
 import re
@@ -89,22 +90,20 @@ class TrainingLog:
         tokens, before = 0.0, 0
         for n, values in sorted(self.inner.items()):
             if n <= update:
-                tokens += (n - before) * float(values["wpb"])
-                before = n
-        rest = (update - before) * float(next(iter(self.inner.values()))["wpb"])
-        return round(tokens + rest) if self.inner else 0
+                tokens, before = tokens + (n - before) * float(values["wpb"]), n
+        first = next(iter(self.inner.values()), {"wpb": 0})
+        return round(tokens + (update - before) * float(first["wpb"]))
 
 
 def read_training_log(path: Path) -> TrainingLog:
     """Read a log of ``common.log_format: json``; a later line replaces one of the same update."""
-    inner: dict[int, dict[str, str]] = {}
-    valid: dict[int, dict[str, str]] = {}
+    log = TrainingLog({}, {})
     for kind, values in _entries(path.read_text(encoding="utf-8", errors="replace")):
         if kind == "valid":
-            valid[int(values["valid_num_updates"])] = values
-        elif kind == "train_inner":
-            inner[int(values["num_updates"])] = values
-    return TrainingLog(inner, valid)
+            log.valid[int(values["valid_num_updates"])] = values
+        else:
+            log.inner[int(values["num_updates"])] = values
+    return log
 
 
 def million_parameters(path: Path) -> float | None:
@@ -115,12 +114,9 @@ def million_parameters(path: Path) -> float | None:
 
 def last_update(path: Path) -> int:
     """Return the last update in the log of a running training; 0 if there is none."""
-    tail = _tail(path)
-    updates = [
-        int(values.get("num_updates") or values.get("valid_num_updates") or 0)
-        for _, values in _entries(tail)
-    ]
-    return next((update for update in reversed(updates) if update), 0)
+    names = {"train_inner": "num_updates", "valid": "valid_num_updates"}
+    seen = [int(values[names[kind]]) for kind, values in _entries(_tail(path))]
+    return seen[-1] if seen else 0
 
 
 def ended_not_finite(path: Path) -> bool:
@@ -130,11 +126,7 @@ def ended_not_finite(path: Path) -> bool:
 
 def last_line(path: Path) -> str:
     """Return the last informative line of a log; after a crash, the exception."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "it left no log"
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = filter(None, map(str.strip, _tail(path).splitlines()))
     said = [line for line in lines if not line.startswith(("Set the environment", "^"))]
     return said[-1][:300] if said else "it printed nothing"
 
@@ -182,10 +174,8 @@ def parse_validation(output: str, split: str) -> dict[str, float]:
     found = re.findall(rf"\| {re.escape(split)} \| (\{{.*\}})", output)
     if not found:
         raise ValueError(f"fairseq-validate printed no numbers for {split}")
-    values = {
-        name.removeprefix(f"{split}_"): value for name, value in json.loads(found[-1]).items()
-    }
-    return {name: float(value) for name, value in values.items() if name != "epoch"}
+    values = json.loads(found[-1])
+    return {n.removeprefix(f"{split}_"): float(v) for n, v in values.items() if n != "epoch"}
 
 
 def _tail(path: Path) -> str:
@@ -200,11 +190,7 @@ def _tail(path: Path) -> str:
 
 def _entries(text: str) -> list[tuple[str, dict[str, Any]]]:
     found = []
-    for line in text.splitlines():
-        match = LINE.search(line)
-        if match:
-            try:
-                found.append((match[1], json.loads(match[2])))
-            except ValueError:
-                continue  # a line that was truncated by a kill
+    for match in filter(None, map(LINE.search, text.splitlines())):
+        with contextlib.suppress(ValueError):  # of a line that was truncated by a kill
+            found.append((match[1], json.loads(match[2])))
     return found

@@ -176,9 +176,9 @@ def load_table(path: Path) -> Table:
         content = {"name": path.stem, **given}
         columns = repeated(content.get("columns", []))
         usual = {"better": content.get("better", "")}
-        content["columns"] = _by_attention([build(Column, {**usual, **each}) for each in columns])
-        content["rows"] = [build(Row, row) for row in content.get("rows", [])]
-        table = build(Table, content)
+        content["columns"] = _by_attention([Column(**{**usual, **each}) for each in columns])
+        content["rows"] = [Row(**row) for row in content.get("rows", [])]
+        table = Table(**content)
         _check(table)
     except (ValueError, TypeError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: {error}") from error
@@ -255,23 +255,6 @@ def file_name(name: str) -> str:
     return re.sub(r"[^\w.=-]", "_", name)
 
 
-def build(kind: Any, content: Options) -> Any:
-    """Return ``content`` as a ``kind``. Raises: ValueError for a missing or unknown key."""
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    unknown = sorted(set(content) - set(fields))
-    if unknown:
-        raise ValueError(f"a {kind.__name__.lower()} has no key {', '.join(unknown)}")
-    required = [n for n, f in fields.items() if _required(f)]
-    missing = [n for n in required if n not in content]
-    if missing:
-        raise ValueError(f"a {kind.__name__.lower()} lacks the key {', '.join(missing)}")
-    return kind(**content)
-
-
-def _required(f: Any) -> bool:
-    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-
-
 def _named(items: list[Any], attribute: str, name: str, table: str) -> Any:
     for item in items:
         if getattr(item, attribute) == name:
@@ -283,8 +266,14 @@ def _named(items: list[Any], attribute: str, name: str, table: str) -> Any:
 
 def _check(table: Table) -> None:
     """Raise ValueError for the first fault of a table."""
-    for fault in itertools.chain(_faults_of_names(table), _faults_of_parts(table)):
+    for fault in itertools.chain(_faults_of_names(table), _faults_of_values(table)):
         raise ValueError(fault)
+    keys = [table.headline, *(c.mean_of for c in table.columns), *(r.without for r in table.rows)]
+    keys += [row.method for row in table.rows if isinstance(row.method, dict)]
+    for key in itertools.chain(*keys):
+        table.column(key)
+    for label in [table.baseline, *itertools.chain(*table.rows_of.values())]:
+        table.row(label)
     for scale in table.scales if table.has_configs() else ():
         homes: dict[str, Column] = {}
         for column in table.at(scale).columns:
@@ -294,19 +283,12 @@ def _check(table: Table) -> None:
 
 def _faults_of_names(table: Table) -> Iterator[str]:
     """Yield what is wrong with names: two equal ones, or one that nothing has."""
-    labels, keys = ([row.label for row in table.rows], [column.key for column in table.columns])
-    for names in (labels, keys):
+    files = [file_name(row.label) for row in table.rows]
+    for names, where in ((files, "rows"), ([column.key for column in table.columns], "columns")):
         for twice in sorted({name for name in names if names.count(name) > 1}):
-            yield f"{twice} stands there twice"
-    homes: dict[str, str] = {}
-    for label in labels:
-        if (other := homes.setdefault(file_name(label), label)) != label:
-            yield (
-                f"the labels {other!r} and {label!r} have one file name, {file_name(label)}: "
-                "rename one of them"
-            )
+            yield f"two {where} have the name {twice}: rename one of them"
     for part in [*table.rows, *table.columns]:
-        if unknown := sorted(set(part.overrides) - set(table.options)):
+        if unknown := sorted(part.overrides.keys() - table.options.keys()):
             yield f"the override {', '.join(unknown)} has no usual value in options"
     for scale in itertools.chain(table.rows_of, *(column.scales for column in table.columns)):
         if scale not in table.scales:
@@ -314,43 +296,33 @@ def _faults_of_names(table: Table) -> Iterator[str]:
     for scale, own in table.rows_of.items():
         if table.baseline not in own:
             yield f"rows_of {scale} lacks the baseline {table.baseline}"
-    for label in [table.baseline, *itertools.chain(*table.rows_of.values())]:
-        table.row(label)
-    parts = [row.without for row in table.rows] + [column.mean_of for column in table.columns]
-    methods = [row.method for row in table.rows if isinstance(row.method, dict)]
-    for key in itertools.chain(table.headline, *parts, *methods):
-        table.column(key)
 
 
-def _faults_of_parts(table: Table) -> Iterator[str]:
+def _faults_of_values(table: Table) -> Iterator[str]:
     """Yield what is wrong with values and with keys that need each other."""
-    for better in (table.better, *(column.better for column in table.columns)):
-        if better not in BETTER:
-            yield f"better must be lower or higher, not {better!r}"
-    if table.compare not in COMPARE:
-        yield f"compare must be rows or columns, not {table.compare!r}"
+    for what, known, given in (
+        ("better", BETTER, [table.better, *(column.better for column in table.columns)]),
+        ("compare", COMPARE, [table.compare]),
+        ("attention", ATTENTION, itertools.chain(*(row.attention for row in table.rows))),
+        ("attention", ATTENTION, [column.attention for column in table.columns]),
+    ):
+        for value in given:
+            if value not in known:
+                yield f"{what} must be {' or '.join(known)}, not {value!r}"
     if table.fixed and set(table.fixed) != {"side", "encoding", "attention"}:
         yield "fixed needs side, encoding and attention, and nothing else"
-    for row in table.rows:
-        if not row.attention or set(row.attention) - set(ATTENTION):
-            yield f"row {row.label} needs attention types out of {', '.join(ATTENTION)}"
     for column in table.columns:
-        yield from (f"column {column.key} {fault}" for fault in _faults_of_column(column))
-
-
-def _faults_of_column(column: Column) -> Iterator[str]:
-    by = column.best_by
-    if column.attention not in ATTENTION:
-        yield f"needs attention {' or '.join(ATTENTION)}"
-    if bool(column.metric) == bool(column.mean_of):
-        yield "needs either a metric or mean_of"
-    if bool(column.split) != bool(column.protocol):
-        yield "needs split and protocol together, or neither"
-    if not (column.comparable or column.paper or column.mean_of):
-        yield "has no published number: leave out comparable"
-    if by and not (column.best_over and set(by) == SELECTION and by["better"] in BETTER):
-        known = ", ".join(sorted(SELECTION))
-        yield f"has best_by, which needs best_over, {known}, and lower or higher as better"
+        by = column.best_by
+        if bool(column.metric) == bool(column.mean_of):
+            yield f"column {column.key} needs either a metric or mean_of"
+        if bool(column.split) != bool(column.protocol):
+            yield f"column {column.key} needs split and protocol together, or neither"
+        if by and not (column.best_over and set(by) == SELECTION and by["better"] in BETTER):
+            known = ", ".join(sorted(SELECTION))
+            yield (
+                f"column {column.key} has best_by, which needs best_over, {known}, and lower or "
+                "higher as better"
+            )
 
 
 def _check_config(column: Column, homes: dict[str, Column]) -> None:

@@ -18,15 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-BLOCKS, SLIDING, TAIL, PAIRED, TRUNCATED, POSITIONS, DOCUMENTS = (
-    "blocks",
-    "sliding",
-    "tail",
-    "paired",
-    "truncated",
-    "positions",
-    "documents",
-)
+BLOCKS, SLIDING, TAIL, PAIRED = "blocks", "sliding", "tail", "paired"
+TRUNCATED, POSITIONS, DOCUMENTS = "truncated", "positions", "documents"
 TAIL_STEP = 128
 LONGEST = 16
 """Length of the blocks of paired protocols, in lengths of training."""

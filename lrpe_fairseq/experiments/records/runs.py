@@ -2,10 +2,9 @@
 
 The path of a run file is ``results/runs/<experiment>/<anything>.json``. It is a plain dict with the
 fields of :data:`FIELDS`; :data:`OPTIONAL` ones are checked if present, and further fields are kept.
-This module does not need fairseq, and imports torch only to name GPUs and kernels.
+This module does not need fairseq.
 """
 
-import contextlib
 import importlib.metadata
 import json
 import math
@@ -16,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lrpe_fairseq.experiments.records import bases
-from lrpe_fairseq.experiments.records.checkout import commit
-from lrpe_fairseq.experiments.records.files import write_json
+from lrpe_fairseq.experiments.records.files import commit, write_json
 from lrpe_fairseq.experiments.records.protocols import PAIRED, TRUNCATED
 
 Run = dict[str, Any]
@@ -55,8 +53,6 @@ OPTIONAL: dict[str, tuple[type, ...]] = {
     "curve": (list,),  # of {"updates", "tokens", a metric such as "valid_ppl"}, updates ascending
 }
 POSITIVE = {"tokens_per_second", "wall_seconds", "peak_memory_mb"}
-CURVE_AXES = ("updates", "tokens")
-WORDS = {str: "a string", dict: "an object", int: "an integer", list: "a list"}
 ROUNDING = {"rel_tol": 1e-4, "abs_tol": 0.005}
 """Rounding of a loss with 4 and a perplexity with 2 decimals."""
 
@@ -79,7 +75,6 @@ def validate(run: Run) -> None:
             raise ValueError(f"the run's field '{name}' must be positive, not {run[name]}")
     _check_names(run)
     _check_metrics(run["metrics"], run["protocol"])
-    _check_curve(run)
 
 
 def write_run(path: Path | str, run: Run) -> None:
@@ -88,25 +83,11 @@ def write_run(path: Path | str, run: Run) -> None:
     Raises: ValueError for an invalid run (nothing is written), OSError, which names ``path``.
     """
     validate(run)
-    with _named(Path(path)):
-        content = bases.packed(run, Path(path))
-    write_whole(Path(path), content)
-
-
-def write_whole(target: Path, content: Run) -> None:
-    """Write ``content`` as JSON to ``target`` atomically. Raises: OSError, which names it."""
-    with _named(target):
-        write_json(target, content, sort_keys=True)
-
-
-@contextlib.contextmanager
-def _named(target: Path) -> Iterator[None]:
-    """Name ``target`` in an OSError."""
     try:
-        yield
+        write_json(Path(path), bases.packed(run, Path(path)), sort_keys=True)
     except OSError as error:
         message = f"cannot write this result: {error.strerror}"
-        raise OSError(error.errno, message, str(target)) from error
+        raise OSError(error.errno, message, str(path)) from error
 
 
 def read_run(path: Path | str) -> Run:
@@ -138,25 +119,19 @@ def read_runs(root: Path | str) -> dict[str, Run]:
 
 def environment() -> Run:
     """Return the fields ``commit``, ``versions``, ``hardware`` and ``kernels`` of this process."""
-    found = {"commit": commit(), "versions": versions(), "hardware": hardware()}
-    return {**found, "kernels": _kernels()}
+    from torch import cuda  # slow to import
 
+    from lrpe_fairseq.kernels.loader import kernels_in_use
 
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that affect results."""
-    found = {"python": platform.python_version()}
-    for name, distributions in {
-        "torch": ["torch"],
-        "numpy": ["numpy"],
-        "fairseq": ["fairseq-fixed", "fairseq"],
-    }.items():
-        found[name] = next(filter(None, map(_version, distributions)), "not installed")
-    return found
-
-
-def hardware() -> Run:
-    """Return the CPU model, the cores that this process may use, and the names of the GPUs."""
-    return {"cpu": _cpu_model(), "cores": _cores(), "gpus": _gpu_names()}
+    packages = {"torch": "torch", "numpy": "numpy", "fairseq": "fairseq-fixed"}
+    versions = {name: _version(distribution) for name, distribution in packages.items()}
+    gpus = [cuda.get_device_name(index) for index in range(cuda.device_count())]
+    return {
+        "commit": commit(),
+        "versions": {"python": platform.python_version(), **versions},
+        "hardware": {"cpu": _cpu_model(), "cores": _cores(), "gpus": gpus},
+        "kernels": kernels_in_use(),
+    }
 
 
 def plain(value: Any) -> Any:
@@ -177,7 +152,7 @@ def _is(value: Any, *types: type) -> bool:
 
 def _check_type(name: str, value: Any, types: tuple[type, ...]) -> None:
     if not _is(value, *types):
-        wanted = "a number" if types == NUMBER else " or ".join(WORDS[t] for t in types)
+        wanted = " or ".join(kind.__name__ for kind in types)
         raise ValueError(f"the run's field '{name}' must be {wanted}, not {type(value).__name__}")
 
 
@@ -231,32 +206,11 @@ def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
         yield from _leaves(inner, (*path, str(key)))
 
 
-def curve_metric(run: Run) -> str:
-    """Return the metric of the run's curve, such as ``valid_ppl``; empty without a curve."""
-    curve = run.get("curve") or [{}]
-    return next((name for name in curve[0] if name not in CURVE_AXES), "")
-
-
-def _check_curve(run: Run) -> None:
-    curve = run.get("curve", [])
-    if not all(_is(point, dict) for point in curve):
-        raise ValueError("a point of the run's curve is an object")
-    wanted = (*CURVE_AXES, curve_metric(run) or "a metric")
-    for index, point in enumerate(curve):
-        if set(point) != set(wanted):
-            raise ValueError(f"point {index} of the run's curve needs exactly {', '.join(wanted)}")
-        for name in wanted:
-            _check_type(f"curve[{index}].{name}", point[name], NUMBER)
-    updates = [point["updates"] for point in curve]
-    if sorted(set(updates)) != updates:
-        raise ValueError("the updates of the run's curve do not ascend")
-
-
-def _version(distribution: str) -> str | None:
+def _version(distribution: str) -> str:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return None
+        return "not installed"
 
 
 def _cpu_model() -> str:
@@ -272,19 +226,3 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _kernels() -> dict[str, str]:
-    if _version("torch") is None:
-        return {"reason": "torch is not installed"}
-    from lrpe_fairseq.kernels.loader import kernels_in_use  # imports torch, which is slow
-
-    return kernels_in_use()
-
-
-def _gpu_names() -> list[str]:
-    if _version("torch") is None:
-        return []
-    from torch import cuda  # slow to import, and only these names need it
-
-    return [cuda.get_device_name(index) for index in range(cuda.device_count())]

@@ -6,9 +6,8 @@ of all parts and the checksums of the data.
 
 from pathlib import Path
 
-from lrpe_fairseq.experiments.records.checkout import commit
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
-from lrpe_fairseq.experiments.records.files import read_json, write_json
+from lrpe_fairseq.experiments.records.files import commit, read_json, write_json
 from lrpe_fairseq.experiments.records.keys import Evaluations
 from lrpe_fairseq.experiments.records.runs import Run
 

@@ -1,0 +1,165 @@
+"""Tasks whose data are generated: the synthetic suite, and transduction with data-prep/algebraic.
+
+Every cell of the synthetic suite is trained with each learning rate of the table; a column shows
+the run with the lowest validation loss. Models of transduction are scored with the true prefix as
+input (teacher forcing), and in columns with the protocol ``generate`` also by what they write
+without it.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from lrpe_fairseq.experiments.data import synthetic, transduction
+from lrpe_fairseq.experiments.data.folders import manifest
+from lrpe_fairseq.experiments.families.translation import EncoderDecoderRun
+from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED, Curve
+from lrpe_fairseq.experiments.records.keys import Evaluations
+from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.runner.processes import RunFailed
+from lrpe_fairseq.experiments.runner.training import Shell, TrainingRun, parse_validation
+
+# --- the synthetic suite ------------------------------------------------------------------------
+
+WHOLE = "whole"
+WHOLE_PROTOCOL = (
+    "fairseq-validate on every sequence of the split, with the true tokens given: answer_accuracy "
+    "is the fraction of sequences without a wrong scored token, token_accuracy that of the scored "
+    "tokens; loss is in bits per scored token."
+)
+MAX_TOKENS = 4096  # tokens per batch of an evaluation
+
+
+@dataclass(frozen=True)
+class SyntheticRun(TrainingRun):
+    """One model of one task with one learning rate."""
+
+    configs: ClassVar[str] = "synthetic"
+    data_scripts: ClassVar[Mapping[str, str]] = {
+        f"synthetic-{task}-small": f"data-prep/synthetic/prepare.py --task {task}"
+        for task in synthetic.TASKS
+    }
+    curve: ClassVar[Curve] = Curve("valid_answer_accuracy", "higher")
+    data_name: ClassVar[str] = "{dataset}"
+    run_name: ClassVar[str] = "{scale}-{cell}-{data}-lr{lr}-seed{seed}"
+    always: ClassVar[Evaluations] = (("valid", WHOLE),)
+
+    def measure(self, run: Shell) -> Run:
+        """Return accuracies and loss of every split of ``evaluations``, in one process."""
+        log = self.folder / "eval.log"
+        splits = [split for split, _ in self.evaluations]
+        options = ("--max-tokens", str(MAX_TOKENS))
+        run(self.validation("lrpe_synthetic", ",".join(splits), *options), log)
+        metrics = {split: {WHOLE: read_accuracy(log, self.data, split)} for split in splits}
+        return {"metrics": metrics, "protocol": {WHOLE: WHOLE_PROTOCOL}}
+
+
+def read_accuracy(log: Path, data: Path, split: str) -> dict[str, float]:
+    """Return the metrics of a split in the output of fairseq-validate.
+
+    If the loss is not finite: ``diverged`` and the counts.
+
+    Raises: RunFailed unless every sample and answer of the manifest was counted. fairseq drops
+        long samples silently if it is told to skip them.
+    """
+    found = parse_validation(log, split)
+    counts = {name: int(found[name]) for name in ("samples", "answers")}
+    known = manifest(data).get("splits", {}).get(split, counts)
+    for name, number in counts.items():
+        if number != known[name]:
+            raise RunFailed(f"{number} of {known[name]} {name} of {split} were evaluated")
+    if not math.isfinite(found["exact_loss"]):
+        return {DIVERGED: 1, **counts}
+    accuracies = {name: found[name] for name in ("answer_accuracy", "token_accuracy")}
+    return {**accuracies, "loss": found["exact_loss"], **counts}
+
+
+# --- transduction -----------------------------------------------------------------------------
+
+TEACHER, GENERATE = "teacher", "generate"
+EXACT = ("token_accuracy", "exact_match", "samples")
+METRICS = {  # by protocol: in a run file -> of fairseq-validate
+    TEACHER: {"ppl": "teacher_ppl", "ppl_published": "ppl_published"} | {n: n for n in EXACT},
+    GENERATE: {name: f"decoded_{name}" for name in EXACT},
+}
+DECODED = 256
+"""Samples of a split that the protocol ``generate`` decodes."""
+SCORED = {"copy": "all", "repeat": "inner", "reverse": "inner"}
+"""The tokens that the paper scores in a task (``--scored-tokens``)."""
+SCORED_IN_TREES = "no-end"
+PROTOCOL = {
+    TEACHER: "fairseq-validate with the true prefix as input. ppl: exp of the mean "
+    "negative log-likelihood (base e) of the tokens that --scored-tokens selects; ppl_published: "
+    "the same losses with the published code's count of tokens; token_accuracy: scored tokens "
+    "without an error; exact_match: targets whose scored tokens have none.",
+    GENERATE: f"fairseq-validate --decode-samples {DECODED}: greedy decoding of the first samples "
+    "of the split without the true prefix. token_accuracy: tokens of the targets, end of sentence "
+    "included, that the output has at the same place; exact_match: targets that equal the output.",
+}
+
+
+def _scripts() -> dict[str, str]:
+    """Return name of a data folder, such as ``tree-ops-depth-small`` -> script with arguments."""
+    found = {}
+    for scale in transduction.SCALES:
+        for task in transduction.TASKS:
+            for order in [""] if task in transduction.SEQUENCES else transduction.ORDERS:
+                name = f"{transduction.Recipe(task, scale, order).name}-{scale}"
+                script = f"data-prep/algebraic/prepare.py --task {task} --scale {scale}"
+                found[name] = f"{script} --order {order}" if order else script
+    return found
+
+
+@dataclass(frozen=True)
+class TransductionRun(EncoderDecoderRun):
+    """One encoder-decoder model on one task."""
+
+    configs: ClassVar[str] = "transduction"
+    task: ClassVar[str] = "lrpe_transduction"
+    data_scripts: ClassVar[Mapping[str, str]] = _scripts()
+    curve: ClassVar[Curve] = Curve("valid_teacher_ppl", "lower")
+    data_name: ClassVar[str] = "{dataset}-{scale}"
+    run_name: ClassVar[str] = "{scale}-{dataset}-{cell}-seed{seed}"
+    always: ClassVar[Evaluations] = (("valid", TEACHER), ("test", TEACHER))
+    evaluations: Evaluations = always
+
+    def encoding_choices(self) -> dict[str, str]:
+        """Return attention and encoding of both halves, and the tokens to score."""
+        return {**super().encoding_choices(), "task.scored_tokens": scored_tokens(self.data)}
+
+    def measure(self, run: Shell) -> Run:
+        """Return :data:`METRICS` of every split and protocol of ``evaluations``.
+
+        Raises: RunFailed for a protocol that does not exist.
+        """
+        metrics: Run = {}
+        size = str(self.settings().dataset.batch_size)
+        for split, name in self.evaluations:
+            if name not in METRICS:
+                raise RunFailed(f"there is no protocol {name!r}: choose from {', '.join(METRICS)}")
+            log = self.folder / f"eval-{split}-{name}.log"
+            decode = ("--decode-samples", str(DECODED)) if name == GENERATE else ()
+            run(self.validation(self.task, split, "--batch-size", size, *decode), log)
+            metrics.setdefault(split, {})[name] = read_validation(log, split, name)
+        used = {protocol for _, protocol in self.evaluations}
+        return {"metrics": metrics, "protocol": {n: PROTOCOL[n] for n in PROTOCOL if n in used}}
+
+
+def scored_tokens(folder: Path) -> str:
+    """Return ``--scored-tokens`` of a data folder of this family, named ``<task>-<scale>``."""
+    return SCORED.get(folder.name.partition("-")[0], SCORED_IN_TREES)
+
+
+def read_validation(log: Path, split: str, protocol: str = TEACHER) -> dict[str, float]:
+    """Read the :data:`METRICS` of a protocol, or ``diverged``, from fairseq-validate's output.
+
+    Raises: RunFailed if one of them is missing.
+    """
+    found, names = parse_validation(log, split), METRICS[protocol]
+    if missing := [name for name in names.values() if name not in found]:
+        raise RunFailed(f"fairseq-validate printed no {missing[0]} for {split} ({log})")
+    measured = {name: found[printed] for name, printed in names.items()}
+    finite = all(math.isfinite(value) for value in measured.values())
+    return measured if finite else {DIVERGED: 1}
