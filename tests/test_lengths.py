@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lrpe_fairseq.attention.linear import EPS
 from lrpe_fairseq.attention.multihead import MultiheadAttention
+from lrpe_fairseq.attention.tokens import tokens_of
 from lrpe_fairseq.encodings import canonical_name
 from lrpe_fairseq.experiments.commands import evaluate
 from lrpe_fairseq.experiments.families import lm
@@ -377,9 +378,9 @@ def test_denominators_are_the_sums_of_all_scores(name: str) -> None:
     values = module._project(x)[2]
     found = module.denominators(x)
     module.normalizer = "none"
-    numerator = module._linear(x, torch.arange(9), None, None, False)[0]
+    numerator = module._linear(x, tokens_of(x), None, False)[0]
     module.normalizer = "rotated"
-    divided = module._linear(x, torch.arange(9), None, None, False)[0]
+    divided = module._linear(x, tokens_of(x), None, False)[0]
     assert found.shape == values.shape[:3]
     assert torch.allclose(numerator / found.clamp_min(EPS).unsqueeze(-1), divided)
 

@@ -33,7 +33,7 @@ options: {task.node_positions: false, model.no_token_positional_embeddings: fals
 columns:
   - {key: rotate, title: rotate, attention: softmax, dataset: tree-rotate-depth, split: test,
      protocol: teacher, metric: ppl}
-  - {key: decoded, title: decoded, attention: softmax, dataset: tree-rotate-depth, split: test,
+  - {key: decoded, title: decoded, attention: softmax, dataset: reverse, split: test,
      protocol: generate, metric: exact_match}
   - {key: reverse, title: reverse, attention: softmax, dataset: reverse, split: test,
      protocol: teacher, metric: ppl}
@@ -141,12 +141,7 @@ def test_a_run_trains_and_is_measured_from_data_to_run_file(runs, tmp_path: Path
         assert set(measured) == set(METRICS["teacher"])
         assert 1 < measured["ppl_published"] <= measured["ppl"] < 30
         assert 0 <= measured["exact_match"] <= measured["token_accuracy"] <= 1
-    decoded = found["metrics"]["test"]["generate"]
-    assert set(decoded) == set(METRICS["generate"])
-    assert decoded["samples"] == 64
-    assert 0 <= decoded["exact_match"] <= decoded["token_accuracy"] <= 1
-    assert set(found["protocol"]) == {"teacher", "generate"}
-    assert "generate" not in found["metrics"]["valid"]
+    assert set(found["protocol"]) == {"teacher"}
     assert found["curve"][-1]["updates"] == 8
     best = min(point["valid_teacher_ppl"] for point in found["curve"])
     assert best == pytest.approx(found["metrics"]["valid"]["teacher"]["ppl"], rel=1e-3)

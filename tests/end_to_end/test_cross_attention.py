@@ -10,6 +10,7 @@ from omegaconf import OmegaConf, open_dict
 
 from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.encodings.base import Encoding
+from lrpe_fairseq.models import translation
 from tests.end_to_end.commands import PLUGIN, built, load, save
 
 pytestmark = pytest.mark.end_to_end
@@ -185,11 +186,13 @@ def generators(model: Any) -> list[torch.nn.Parameter]:
 
 
 def test_encoder_decoder_and_cross_attention_share_one_generator_and_its_gradient(
-    pairs: Path,
+    pairs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sides = ("encoder", "decoder", "cross")
-    separate = " ".join(f"--no-{side}-ape-shared" for side in sides)
-    model, apart = (model_of(pairs, APE, more).double() for more in ("", separate))
+    model = model_of(pairs, APE).double()
+    with monkeypatch.context() as patched:
+        for name in ("share_across_layers", "share_across_stacks"):
+            patched.setattr(translation, name, lambda stack: None)
+        apart = model_of(pairs, APE).double()
     assert sum(isinstance(m, Encoding) for m in model.modules()) == 5
     assert (len(generators(model)), len(generators(apart))) == (1, 5)
     for one in (model, apart):
