@@ -536,7 +536,7 @@ WRONG_TABLES = {
     "two labels of one file name": (
         "{label: SPE,",
         '{label: "A b", encoding: none, attention: [linear]}\n  - {label: "A/b",',
-        "one file name",
+        "two rows have the name A_b",
     ),
     "a row twice": ("label: SPE", "label: RoPE", "two rows have the name RoPE"),
     "no such baseline": ("baseline: Base", "baseline: Bass", "has no row 'Bass'"),
