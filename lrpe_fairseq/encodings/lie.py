@@ -23,14 +23,16 @@ from lrpe_fairseq.encodings.base import (
     PositionCache,
     Properties,
     QueryKeyEncoding,
-    check_positions,
     option,
     undecayed,
 )
+from lrpe_fairseq.encodings.cores import bands
 from lrpe_fairseq.encodings.grid import rows_and_columns
 from lrpe_fairseq.encodings.rotations import (
+    encode_both,
     exponential,
     from_groups,
+    generator_of,
     skew_of_triangle,
     to_groups,
     triangle,
@@ -39,8 +41,6 @@ from lrpe_fairseq.encodings.rotations import (
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import has_values
 
-BASE = 10000.0
-"""Base of the frequencies that the generators on a line start from, as in RoPE."""
 NOISE = 0.001
 """Standard deviation of the noise that is added to an entry of A. It is small because angles grow
 with the position: noise of 0.01 removes the slow rotations of RoPE within a few hundred tokens, and
@@ -88,13 +88,7 @@ class BlockRotation(QueryKeyEncoding):
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Rotate q and k; see :meth:`QueryKeyEncoding.forward`."""
-        check_positions(q_positions, q), check_positions(k_positions, k)
-        with torch.autocast(q.device.type, enabled=False):
-            if q_positions is k_positions and q.dtype == k.dtype:
-                q, k = self._rotated(torch.stack([q, k]), q_positions).unbind(0)
-                return q, k
-            q = self._rotated(q.unsqueeze(0), q_positions).squeeze(0)
-            return q, self._rotated(k.unsqueeze(0), k_positions).squeeze(0)
+        return encode_both(self._rotated, q, k, q_positions, k_positions)
 
     def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x (n, B, H, T, D) at positions (T,) or (B, T), in float32 or wider."""
@@ -126,7 +120,7 @@ class LieRE(BlockRotation):
     """q~_p = exp(sum_a p_a A_a) q_p, A_a a learned block-diagonal skew-symmetric matrix per head.
 
     A_a = L_a - L_a^T; the strictly lower triangle L_a (N, H, J, b (b - 1) / 2) is learned, per
-    layer. R(p) is orthogonal, so norms are kept.
+    layer. Eigenbases are float64, so R(p) is orthogonal at any position.
 
     On a line the score is exactly relative, and this is LRPE with a learned block-orthogonal P and
     learned angles. L starts from RoPE's frequencies in pairs of features, plus N(0, 0.001^2): the
@@ -134,10 +128,7 @@ class LieRE(BlockRotation):
     L starts from U(0, 2 pi), as in the authors' code.
 
     Trap: on a grid the score is *not* relative, because R(p)^T R(p') = R(p' - p) only if A_0 and
-    A_1 commute. There one eigenbasis of b x b is computed for each distinct cell, block and head,
-    which dominates the cost.
-
-    All eigenbases are computed in float64, so R(p) is orthogonal at any position.
+    A_1 commute. There one eigenbasis is computed for each distinct cell, block and head.
     """
 
     card = Card(
@@ -266,12 +257,8 @@ def line_start(heads: int, blocks: int, block: int) -> Tensor:
     Entry (2i + 1, 2i) of block j is 10000^(-n/E), n the number of the pair and E the number of
     pairs in a head. An odd block has one feature that is not rotated.
     """
-    pairs = blocks * (block // 2)
-    number = torch.arange(pairs, dtype=torch.float64, device="cpu")
-    start = torch.zeros(blocks, block, block, device="cpu")
-    column = torch.arange(0, block - 1, 2, device="cpu")
-    start[:, column + 1, column] = (BASE ** (-number / pairs)).float().view(blocks, -1)
-    return start.expand(heads, -1, -1, -1).clone()
+    theta = bands(2 * blocks * (block // 2)).view(blocks, -1)
+    return generator_of(theta, block).tril().float().expand(heads, -1, -1, -1)
 
 
 def distinct(positions: Tensor) -> tuple[Tensor, Tensor]:
