@@ -17,7 +17,7 @@ from lrpe_fairseq.encodings.base import (
     query_scale,
 )
 from lrpe_fairseq.encodings.biases import pick
-from lrpe_fairseq.encodings.networks import key_projection
+from lrpe_fairseq.encodings.networks import applied, key_projection
 
 BASE = 10000.0
 """Base of the frequencies of the sinusoids R."""
@@ -72,10 +72,7 @@ class TransformerXL(ScoreEncoding):
 
     def position_keys(self, r: Tensor, dtype: torch.dtype) -> Tensor:
         """Return W R for sinusoids r (..., N, H D): (..., H, N, D), or (H, T, S, D) for pairs."""
-        weight = self.r_proj.weight
-        wide = torch.promote_types(weight.dtype, dtype)
-        keys = F.linear(r.to(wide), weight.to(wide)).to(dtype)
-        keys = keys.unflatten(-1, (self.spec.num_heads, self.spec.head_dim))
+        keys = applied(self.r_proj, r, dtype).unflatten(-1, (self.spec.num_heads, -1))
         return keys.movedim(-2, 0 if r.dim() < 4 else 1)
 
     def _content(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
