@@ -25,7 +25,7 @@ class Linear(nn.Module):
 
 
 def applied(layer: Linear, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Apply ``layer`` to x (..., inputs), float64 or not; in ``dtype``, or wider before a cast."""
+    """Apply ``layer`` in the wider one of its dtype and ``dtype``, and return ``dtype``."""
     wide = torch.promote_types(layer.weight.dtype, dtype)
     bias = None if layer.bias is None else layer.bias.to(wide)
     return F.linear(x.to(wide), layer.weight.to(wide), bias).to(dtype)
