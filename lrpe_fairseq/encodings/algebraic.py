@@ -52,6 +52,7 @@ START_STD = 0.02
 """Standard deviation of the entries of a generator under ``ape_init`` "identity"."""
 MOST = 256
 """Largest number of branches of a tree."""
+COMPONENT = re.compile(r"sequence|tree([1-9]\d*)|cycle([1-9]\d*)")
 FORM = "sequence, treeK or cycleM (K branches, M positions)"
 SOURCE = "Kogkalidis, Bernardy and Garg, 2024 (Algebraic Positional Encodings)"
 
@@ -102,6 +103,7 @@ class Algebraic(QueryKeyEncoding):
     """
 
     Options = APEOptions
+    shared = shared_by_stacks = True
     departures = {
         "ape-half-bands": Departure(
             paper="generators start as RoPE's rotations (APE, Kogkalidis et al. 2024)",
@@ -155,7 +157,6 @@ class Algebraic(QueryKeyEncoding):
         self._decays = self.options.ape_decay != 1
         self._on_line = len(names) == 1 and self.components[0].on_line
         self.serves_linear = self._on_line or not self._decays
-        self.shared = self.shared_by_stacks = True
         # positive features that are summed over a whole cycle cancel
         self.denominator_vanishes = all(getattr(c, "period", 0) for c in self.components)
         self.foldable = all(isinstance(c, Planar) for c in self.components)
@@ -227,8 +228,6 @@ class Algebraic(QueryKeyEncoding):
             return axes_of(positions, self.spec.options.grid_width)
         return (positions,) * len(self.components)
 
-    # --- the decay of the score ----------------------------------------------------------------
-
     def log_decay(self, device: torch.device | str = "cpu") -> Tensor | None:
         """Return log ``ape_decay`` for positions on a line, (H,) float32, or None."""
         if not self._decays or not self._on_line:
@@ -252,9 +251,8 @@ class Algebraic(QueryKeyEncoding):
 class APE(Algebraic):
     """Learned orthogonal powers: q~_s = W^s q with W = exp(L - L^T) per head, for all layers.
 
-    The score is q_s^T W^(t-s) k_t. With the start "rope" it is RoPE at first, and it is always
-    LRPE with a learned orthogonal P and learned angles, one set for each head. Powers come from one
-    eigenbasis per value of L, exactly orthogonal up to position 2^31.
+    With the start "rope" it is RoPE at first, and it is always LRPE with a learned orthogonal P and
+    learned angles, one set for each head.
     """
 
     def __init__(self, spec: EncodingSpec) -> None:
@@ -267,20 +265,11 @@ class APETree(Algebraic):
     q~_p = W_(w_1) ... W_(w_n) q for the path w_1 ... w_n from the root to node p. Positions are
     int64 codes (``domains``): the root is 0 and child b of n is k n + b + 1, k = ``ape_branches``.
     Tokens without explicit positions fill the complete tree breadth-first.
-    See :class:`Algebraic` for what is relative here.
     """
 
     def __init__(self, spec: EncodingSpec) -> None:
         k = spec.options.of(APEOptions).ape_branches
         super().__init__(spec, f"tree{k}")
-
-
-def free_form(rest: str) -> str | None:
-    """Return the components of ``ape:<component>(+<component>)*``, or None if one is unknown."""
-    return rest if all(PATTERN.fullmatch(name) for name in rest.split("+")) else None
-
-
-PATTERN = re.compile(r"sequence|tree([1-9]\d*)|cycle([1-9]\d*)")
 
 
 def _card(trees: bool, foldable: bool) -> Card:
@@ -359,9 +348,8 @@ class Sequence(Component):
 class Planar(Component):
     """M(s) = P R(s theta) P^T with an orthogonal P = exp(S) for each head.
 
-    P cancels on the left of the score, so R(s theta) P^T is applied. R rotates the pairs
-    (2i, 2i + 1) by s theta_i, theta (H, d // 2) in radians. In a cycle theta is fixed and positions
-    are taken modulo its ``period``.
+    P cancels on the left of the score, so R(s theta) P^T is applied, theta (H, d // 2) in radians.
+    In a cycle theta is fixed and positions are taken modulo its ``period``.
     """
 
     def __init__(
@@ -443,7 +431,7 @@ class Tree(Component):
 
 def _component(name: str, spec: EncodingSpec, width: int, number: int) -> Component:
     """Build the component ``name``, the one with this ``number`` of an encoding."""
-    found = PATTERN.fullmatch(name)
+    found = COMPONENT.fullmatch(name)
     if found is None:
         raise ChoiceError(f"unknown component {name!r} of an algebraic encoding; choose {FORM}")
     branches, period = (int(digits or 0) for digits in found.groups())
