@@ -39,7 +39,6 @@ def check_translation(cfg: Any, task: Any) -> None:
         )
     check_cross_attention(cfg, task)
     check_tree_embedding(cfg, task)
-    check_shared_embeddings(cfg, task)
     check_shared_output(cfg, cfg.decoder.embed_dim, cfg.decoder.output_dim)
     check_sizes({f"--{n}-layers": getattr(cfg, n).layers for n in ("encoder", "decoder")})
     check_probabilities(cfg)
@@ -100,20 +99,6 @@ def check_cross_attention(cfg: Any, task: Any) -> None:
         )
 
 
-def check_shared_embeddings(cfg: Any, task: Any) -> None:
-    """Check that ``--share-all-embeddings`` has one dictionary, width and embedding file."""
-    if not cfg.share_all_embeddings:
-        return
-    if task.source_dictionary != task.target_dictionary:
-        raise ChoiceError("--share-all-embeddings requires a joined dictionary")
-    if cfg.encoder.embed_dim != cfg.decoder.embed_dim:
-        raise ChoiceError(
-            "--share-all-embeddings requires --encoder-embed-dim to match --decoder-embed-dim"
-        )
-    if cfg.decoder.embed_path not in (None, "", cfg.encoder.embed_path):
-        raise ChoiceError("--share-all-embeddings is not compatible with --decoder-embed-path")
-
-
 def check_tied_adaptive(options: Any) -> None:
     """Check ``--tie-adaptive-weights``. fairseq asserts its conditions without a message."""
     conditions = {
@@ -143,7 +128,7 @@ def check_shared_output(options: Any, input_dim: int, output_dim: int) -> None:
 
 
 def check_sizes(sizes: dict[str, int]) -> None:
-    """A model has at least one layer."""
+    """Check that sizes, by the names of their options, are at least 1."""
     for option, size in sizes.items():
         if int(size) < 1:
             raise ChoiceError(f"{option} must be at least 1, not {size}")

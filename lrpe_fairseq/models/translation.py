@@ -16,6 +16,7 @@ from fairseq.models.transformer.transformer_config import DecoderConfig, EncDecB
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from lrpe_fairseq.encodings.base import option
 from lrpe_fairseq.encodings.fidelity import UNIT_EMBEDDINGS, parse_departures
 from lrpe_fairseq.encodings.sharing import share_across_layers, share_across_stacks
 from lrpe_fairseq.errors import refuse
@@ -28,7 +29,6 @@ from lrpe_fairseq.models.options import (
     one_sentence_errors,
     refuse_unrelated_processes,
 )
-from lrpe_fairseq.models.overrides import without_prefix
 from lrpe_fairseq.models.tree_embedding import TreeEmbedding
 
 TINY = {"embed_dim": 128, "ffn_embed_dim": 512, "layers": 3, "attention_heads": 4}
@@ -60,12 +60,10 @@ class LRPETransformerConfig(TransformerConfig):
     encoder: EncoderOptions = field(default=EncoderOptions)
     decoder: DecoderOptions = field(default=DecoderOptions)
     cross: CrossOptions = field(default=CrossOptions)
-    tree_embedding: bool = field(
-        default=False,
-        metadata={
-            "help": "Tree-SQ (Shiv and Quirk): embeddings of the nodes of binary trees, added to "
-            "those of tokens; needs --task lrpe_transduction --node-positions"
-        },
+    tree_embedding: bool = option(
+        False,
+        "Tree-SQ (Shiv and Quirk): embeddings of the nodes of binary trees, added to those of "
+        "tokens; needs --task lrpe_transduction --node-positions",
     )
 
     @classmethod
@@ -78,19 +76,19 @@ class LRPETransformerConfig(TransformerConfig):
         if not isinstance(args, Namespace):
             return args
         given = {}
-        for option in fields(cls):
-            if is_dataclass(option.type):
-                given[option.name] = _built(option.type, without_prefix(vars(args), option.name))
-            elif hasattr(args, option.name):
-                given[option.name] = getattr(args, option.name)
+        for own in fields(cls):
+            if is_dataclass(own.type):
+                given[own.name] = _built(own.type, vars(args), f"{own.name}_")
+            elif hasattr(args, own.name):
+                given[own.name] = getattr(args, own.name)
         return cls(**given)
 
 
-def _built(config: type, options: dict[str, Any]) -> Any:
+def _built(config: type, options: dict[str, Any], prefix: str) -> Any:
     """Return an instance of ``config`` from the ``options`` that it has and that are resolved."""
-    known = {option.name for option in fields(config)}
-    unset = {name for name, value in options.items() if str(value).startswith("${")}
-    return config(**{name: options[name] for name in known - unset if name in options})
+    names = [own.name for own in fields(config) if prefix + own.name in options]
+    given = {name: options[prefix + name] for name in names}
+    return config(**{name: v for name, v in given.items() if not str(v).startswith("${")})
 
 
 @defaults(**TINY)
@@ -142,8 +140,8 @@ class LRPETransformer(BooleanFlags, TransformerModelBase):
     @classmethod
     def build_decoder(cls, cfg: Any, tgt_dict: Any, embed_tokens: nn.Module) -> Decoder:
         """Called by fairseq's ``build_model``."""
-        no_encoder_attn = cfg.no_cross_attention
-        return Decoder(cfg, tgt_dict, embed_tokens, cfg.decoder, no_encoder_attn=no_encoder_attn)
+        alone = cfg.no_cross_attention
+        return Decoder(cfg, tgt_dict, embed_tokens, cfg.decoder, no_encoder_attn=alone)
 
     def forward(
         self,
@@ -190,9 +188,8 @@ class LRPETransformer(BooleanFlags, TransformerModelBase):
     ) -> Any:
         """Load a state dict as fairseq does, and prune its layers to those of ``model_cfg``.
 
-        fairseq's pruning reads flat option names only, so these are passed. If a checkpoint has no
-        more layers than the model, it was already pruned in training. Then all its layers are
-        listed, because fairseq drops layers that are not listed.
+        fairseq's pruning reads flat option names only, and drops layers that are not listed. A
+        checkpoint with no more layers than the model was already pruned in training.
         """
         if model_cfg is not None:
             kept = flat_layers_to_keep(model_cfg)
@@ -243,9 +240,7 @@ def widen_embeddings(cfg: Any, model: nn.Module) -> None:
 
 def count_layers(state_dict: dict, side: str) -> int:
     """Count the layers of the encoder or the decoder in a state dict."""
-    prefix = f"{side}.layers."
-    names = [name.removeprefix(prefix) for name in state_dict if name.startswith(prefix)]
-    return len({name.partition(".")[0] for name in names})
+    return len({n.split(".")[2] for n in state_dict if n.startswith(f"{side}.layers.")})
 
 
 def flat_layers_to_keep(cfg: Any) -> dict[str, str | None]:
