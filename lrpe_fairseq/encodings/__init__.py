@@ -11,13 +11,9 @@ from typing import NamedTuple
 
 from lrpe_fairseq.encodings.algebraic import APE, COMPONENT, FORM, Algebraic, APETree
 from lrpe_fairseq.encodings.alibi import ALiBi
-from lrpe_fairseq.encodings.base import (
-    Encoding,
-    EncodingOptions,
-    EncodingSpec,
-    QueryKeyEncoding,
-    ScoreEncoding,
-)
+from lrpe_fairseq.encodings.base import Encoding, EncodingOptions, EncodingSpec
+from lrpe_fairseq.encodings.base import QueryKeyEncoding as QueryKeyEncoding
+from lrpe_fairseq.encodings.base import ScoreEncoding as ScoreEncoding
 from lrpe_fairseq.encodings.cape import CAPEFIRE, CAPEALiBi, CAPEKerple
 from lrpe_fairseq.encodings.cope import CoPE
 from lrpe_fairseq.encodings.cosformer import CosFormer
@@ -39,23 +35,6 @@ from lrpe_fairseq.encodings.stick_breaking import StickBreaking
 from lrpe_fairseq.encodings.t5 import T5Bias
 from lrpe_fairseq.encodings.transformer_xl import TransformerXL
 from lrpe_fairseq.errors import ChoiceError, did_you_mean
-
-__all__ = [
-    "ENCODINGS",
-    "FAMILIES",
-    "FREE_FORMS",
-    "Encoding",
-    "EncodingOptions",
-    "EncodingSpec",
-    "QueryKeyEncoding",
-    "ScoreEncoding",
-    "build_encoding",
-    "canonical_name",
-    "encoding_class",
-    "is_causal_only",
-    "options_of_encodings",
-]
-
 
 Constructor = type[Encoding] | partial[Encoding]
 """An encoding class, or one with some arguments bound; called with an :class:`EncodingSpec`."""

@@ -1,9 +1,8 @@
 """Algebraic positional encodings (Kogkalidis et al., 2024) of sequences, cycles, trees and sums.
 
-A position is an element p of a group, and M(p) is an orthogonal matrix with M(p r) = M(p) M(r).
-The encoded features are q~_p = M(p) q and k~_r = M(r) k, so the score q^T M(p^-1 r) k depends only
-on the path from p to r. M is fixed by the matrices of the generators of the group, which are
-learned, W = exp(B) with B = L - L^T.
+A position is an element p of a group, and M(p) is an orthogonal matrix with M(p r) = M(p) M(r), so
+the score q^T M(p^-1 r) k depends only on the path from p to r. M is fixed by the matrices of the
+generators of the group, which are learned, W = exp(B) with B = L - L^T.
 
 Axes: B batch, H heads, T time, D head width, d width of a component's slice, k branches of a tree.
 """
@@ -48,10 +47,8 @@ from lrpe_fairseq.encodings.rotations import (
 from lrpe_fairseq.encodings.tree_products import tree_turn
 from lrpe_fairseq.errors import ChoiceError
 
-START_STD = 0.02
-"""Standard deviation of the entries of a generator under ``ape_init`` "identity"."""
-MOST = 256
-"""Largest number of branches of a tree."""
+START_STD = 0.02  # of the entries of a generator under ``ape_init`` "identity"
+MOST = 256  # branches of a tree
 COMPONENT = re.compile(r"sequence|tree([1-9]\d*)|cycle([1-9]\d*)")
 FORM = "sequence, treeK or cycleM (K branches, M positions)"
 SOURCE = "Kogkalidis, Bernardy and Garg, 2024 (Algebraic Positional Encodings)"
@@ -150,21 +147,18 @@ class Algebraic(QueryKeyEncoding):
         self.components = nn.ModuleList(
             _component(name, spec, self.width, number) for number, name in enumerate(names)
         )
-        if not 0 < self.options.ape_decay <= 1:
-            raise ChoiceError(
-                f"ape_decay must be above 0 and at most 1, got {self.options.ape_decay}"
-            )
-        self._decays = self.options.ape_decay != 1
+        decay = self.options.ape_decay
+        if not 0 < decay <= 1:
+            raise ChoiceError(f"ape_decay must be above 0 and at most 1, got {decay}")
+        self._decays = decay != 1
         self._on_line = len(names) == 1 and self.components[0].on_line
         self.serves_linear = self._on_line or not self._decays
         # positive features that are summed over a whole cycle cancel
         self.denominator_vanishes = all(getattr(c, "period", 0) for c in self.components)
         self.foldable = all(isinstance(c, Planar) for c in self.components)
-        trees = any(isinstance(c, Tree) for c in self.components)
-        self.reads_nodes = trees
-        one_tree = all(isinstance(c, Tree) for c in self.components) and (
-            self._on_grid or len(set(names)) == 1
-        )
+        of_trees = [isinstance(c, Tree) for c in self.components]
+        self.reads_nodes = trees = any(of_trees)
+        one_tree = all(of_trees) and (self._on_grid or len(set(names)) == 1)
         self.properties = Properties(
             relative="no" if trees else "exact",
             relative_by="the path from one node to the other" if one_tree else "",
@@ -179,17 +173,13 @@ class Algebraic(QueryKeyEncoding):
 
     def summary(self) -> str:
         """Name the components of a free form."""
-        if type(self) is not Algebraic:
-            return super().summary()
-        return f"learned orthogonal generators: {self._text.replace('+', ' + ')}"
+        own = f"learned orthogonal generators: {self._text.replace('+', ' + ')}"
+        return own if type(self) is Algebraic else super().summary()
 
     def forward(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Encode q and k; see :meth:`QueryKeyEncoding.forward`.
-
-        Half-precision inputs are converted to float32 first, and the result is rounded once.
-        """
+        """Encode q and k; see :meth:`QueryKeyEncoding.forward`."""
 
         def encode(x: Tensor, positions: Tensor) -> Tensor:
             return self._each(lambda c, part, at: c(part, at), x, positions)
@@ -293,14 +283,13 @@ def _card(trees: bool, foldable: bool) -> Card:
 
 
 class Component(nn.Module):
-    """M(p) on one slice of the features. A subclass defines :meth:`forward`."""
+    """M(p) on one slice of the features.
+
+    A call encodes x (n, B, H, T, d), float32 or float64, at positions (T,) or (B, T). ``on_line``
+    is true if the number of steps between two positions is their difference.
+    """
 
     on_line = False
-    """True if the number of steps between two positions is their difference."""
-
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Encode x (n, B, H, T, d), float32 or float64, at positions (T,) or (B, T)."""
-        raise NotImplementedError
 
     def distance(self, one: Tensor, other: Tensor) -> Tensor:
         """Return the number of steps between positions that broadcast, int64."""

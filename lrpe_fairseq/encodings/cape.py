@@ -17,9 +17,6 @@ from lrpe_fairseq.encodings.kerple import KerpleLog
 from lrpe_fairseq.encodings.networks import linear
 from lrpe_fairseq.encodings.slopes import alibi_slopes
 
-SLOPE = 0.01
-"""Slope of the LeakyReLU for negative arguments."""
-
 BLOCK = 1 << 24
 """Number of hidden activations that one block of queries may have on a GPU."""
 
@@ -103,8 +100,7 @@ class CAPE(ScoreEncoding):
         # batched products: a matrix times a batch would copy the hidden activations
         batched = (len(z), -1, -1)
         hidden = torch.baddbmm(constant.expand(batched), of_z.expand(batched), z)
-        hidden = F.leaky_relu(hidden, SLOPE)
-        result = torch.baddbmm(start, outer.expand(batched), hidden)
+        result = torch.baddbmm(start, outer.expand(batched), F.leaky_relu(hidden))
         result = result.unflatten(-1, scores.shape[-2:])
         if result.dtype == scores.dtype:
             return result

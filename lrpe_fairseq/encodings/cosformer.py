@@ -29,9 +29,9 @@ class CosFormer(LRPE):
 
         q~_s = [q_s cos(a s), q_s sin(a s)], k~_t likewise, a = pi / 2M.
 
-    This is LRPE with P = I and Lambda^(s) = exp(i a s) I (LRPE, C.1); any other P gives the same
-    scores. In linear attention q is phi(q) with 1 + elu; the paper's feature map is ReLU. In
-    softmax attention the cosine multiplies q.k before the softmax, which the paper does not do.
+    This is LRPE with P = I and Lambda^(s) = exp(i a s) I (LRPE, C.1). The feature map is 1 + elu;
+    the paper's is ReLU. In softmax attention the cosine multiplies q.k before the softmax, which
+    the paper does not do.
 
     M = ``cosformer_length`` is fixed: the authors' causal code takes M from the length of its
     input, so that a further token changes all earlier outputs.

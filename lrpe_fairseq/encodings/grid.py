@@ -31,9 +31,6 @@ class GridEncoding(QueryKeyEncoding):
     "sum" encodes all features at the position row + column. Cells on one anti-diagonal have the
     same position. The image code of TMLR LRPE does this; the paper does not mention it.
 
-    Norms, the kind of relativity and the feature map are those of the encoding. Parameters of one
-    axis are shared between layers if the encoding shares them.
-
     Args:
         spec: of the whole encoding; ``spec.options`` holds the grid.
         name: the name of the encoding. construct: its constructor, called with a spec.

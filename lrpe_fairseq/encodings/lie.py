@@ -42,9 +42,8 @@ from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import has_values
 
 NOISE = 0.001
-"""Standard deviation of the noise that is added to an entry of A. It is small because angles grow
-with the position: noise of 0.01 removes the slow rotations of RoPE within a few hundred tokens, and
-the denominators of linear attention (Eq. 39) are then often close to zero."""
+"""Standard deviation of the noise in an entry of A on a line: 0.01 would remove the slow rotations
+of RoPE within a few hundred tokens, and the denominators of Eq. 39 be often close to zero."""
 
 
 # --- the encodings -----------------------------------------------------------------------------
@@ -54,7 +53,8 @@ class BlockRotation(QueryKeyEncoding):
     """q~ = R(p) q and k~ = R(p) k with an orthogonal R(p), block diagonal in blocks of width b.
 
     b = min(``rotation_block``, D // ``least_blocks``). The last D mod b features are unchanged, as
-    the last feature of RoPE for an odd D. A subclass defines :meth:`turned`.
+    the last feature of RoPE for an odd D. A subclass defines ``turned``, which rotates x
+    (G, K, M, b) at positions of any shape with M entries.
     Raises: ChoiceError unless b is at least 2.
     """
 
@@ -73,8 +73,7 @@ class BlockRotation(QueryKeyEncoding):
     def __init__(self, spec: EncodingSpec, least_blocks: int = 1) -> None:
         super().__init__(spec)
         self.axes = 2 if spec.options.grid_width else 1
-        # generators that start from large random numbers turn narrow heads, or those of tall grids,
-        # into nearly independent directions
+        # generators from large random numbers turn narrow heads into nearly independent directions
         self.denominator_vanishes = self.axes == 2
         self.block = min(self.options.rotation_block, spec.head_dim // least_blocks)
         if self.block < 2:
@@ -97,10 +96,6 @@ class BlockRotation(QueryKeyEncoding):
         groups = to_groups(wide, self.blocks, positions.dim() == 2)
         out = from_groups(self.turned(groups, positions), wide.shape, self.blocks).to(x.dtype)
         return out if width == x.shape[-1] else torch.cat([out, x[..., width:]], dim=-1)
-
-    def turned(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate x (G, K, M, b) at positions of any shape with M entries."""
-        raise NotImplementedError
 
     def coordinates(self, positions: Tensor) -> Tensor:
         """Return p of every position, float64 (M, N); see the docstring of this file."""
@@ -156,7 +151,7 @@ class LieRE(BlockRotation):
         self._cells = PositionCache()
 
     def turned(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate x (G, K, M, b); see :meth:`BlockRotation.turned`."""
+        """Rotate x (G, K, M, b)."""
         skew = skew_of_triangle(self.lower.double(), self.block).flatten(1, 2)  # N G b b
         if self.axes == 1:
             return turn(x, skew[0], self.coordinates(positions).expand(-1, len(x)).t())
@@ -170,9 +165,9 @@ class ComRoPE(BlockRotation):
 
     R(p)^T R(p') = R(p' - p), so the score is exactly relative in every axis. P (H, J, b, b) is
     learned per layer. On a grid it starts from N(0, 1), as in the paper; on a line A starts as that
-    of :class:`LieRE`. The paper shifts the coordinates of a cell by
-    half a cell, which cancels in every score, and adds noise to them in training, which is not
-    done here. A subclass defines :meth:`amounts`.
+    of :class:`LieRE`. The paper shifts coordinates by half a cell, which cancels in every score,
+    and adds noise to them in training, which is not done here. A subclass defines ``amounts``,
+    sum_a theta_aj p_a, float64 (M, J), for coordinates (M, N).
     """
 
     def __init__(self, spec: EncodingSpec, least_blocks: int = 1) -> None:
@@ -185,14 +180,10 @@ class ComRoPE(BlockRotation):
         self.p = undecayed(draw)
 
     def turned(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate x (G, K, M, b); see :meth:`BlockRotation.turned`."""
+        """Rotate x (G, K, M, b)."""
         p = self.p.double().flatten(0, 1)  # G b b
         amounts = self.amounts(self.coordinates(positions)).t().repeat(self.spec.num_heads, 1)
         return turn(x, p - p.transpose(-1, -2), amounts)
-
-    def amounts(self, coordinates: Tensor) -> Tensor:
-        """Return sum_a theta_aj p_a, float64 (M, J), for coordinates (M, N)."""
-        raise NotImplementedError
 
 
 class ComRoPEAP(ComRoPE):
@@ -216,7 +207,7 @@ class ComRoPEAP(ComRoPE):
         super().__init__(spec, least_blocks=2 if spec.options.grid_width else 1)
 
     def amounts(self, coordinates: Tensor) -> Tensor:
-        """Return p_(j mod N); see :meth:`ComRoPE.amounts`."""
+        """Return p_(j mod N); see :class:`ComRoPE`."""
         return coordinates[:, torch.arange(self.blocks, device=coordinates.device) % self.axes]
 
 
@@ -244,7 +235,7 @@ class ComRoPELD(ComRoPE):
         self.theta = undecayed(torch.ones(shape, device="cpu") if self.axes == 1 else draw)
 
     def amounts(self, coordinates: Tensor) -> Tensor:
-        """Return sum_a theta_aj p_a; see :meth:`ComRoPE.amounts`."""
+        """Return sum_a theta_aj p_a; see :class:`ComRoPE`."""
         return coordinates @ self.theta.double()
 
 

@@ -5,8 +5,7 @@ score (Eq. 76) and is never computed. P (``projections``) and Lambda (``cores``)
 and combine freely.
 
 A complex vector is represented by its *planes*, the tuple (re, im), and a real vector by (re,).
-Real maps act on each plane separately. The planes are concatenated last, so that the real inner
-product of two results is Re(q~^H k~).
+The planes are concatenated last, so that the inner product of two results is Re(q~^H k~).
 """
 
 from collections.abc import Callable
@@ -70,10 +69,7 @@ class LRPE(QueryKeyEncoding):
     def forward(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Encode; see :meth:`QueryKeyEncoding.forward`.
-
-        Half-precision inputs are converted to float32 first, and the result is rounded once.
-        """
+        """Encode in float32 or wider; see :meth:`QueryKeyEncoding.forward`."""
         wide = torch.promote_types(q.dtype, torch.float32)
         planes = (self.projection(x.to(wide)) for x in (q, k))
         turned = self.turn(*planes, q_positions, k_positions)

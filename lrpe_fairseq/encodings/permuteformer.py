@@ -27,11 +27,10 @@ PUBLISHED_SEED = 0xDEADBEEFDEADBEEF
 class PermuteFormer(QueryKeyEncoding):
     """x~_s[j] = x_s[pi_h^s(j)] with a separate permutation pi_h for each head; norms are preserved.
 
-    The score of (s, t) depends on pi_h^(s-t) only. In causal attention it is multiplied by
-    r_h^(s-t) with r_h = sigmoid(2 + 3h/H), h = 0..H-1 (PermuteFormer's language model). Attention
-    applies the factor (:meth:`log_decay`), because r^-t alone overflows float16 after 87 tokens.
-    A bidirectional model has no factor, since r^(s-t) grows without bound for t > s. pi is int64
-    (H, D) and saved in the checkpoint.
+    In causal attention the score of (s, t) is multiplied by r_h^(s-t) with
+    r_h = sigmoid(2 + 3h/H), h = 0..H-1 (PermuteFormer's language model). A bidirectional model has
+    no factor, since r^(s-t) grows without bound for t > s. pi is int64 (H, D) and saved in the
+    checkpoint.
     """
 
     card = Card(

@@ -11,12 +11,8 @@ from lrpe_fairseq.encodings.grid import axes_of
 from lrpe_fairseq.encodings.lrpe import LRPE
 from lrpe_fairseq.errors import ChoiceError
 
-AXIAL_BASE = 100.0
-"""Base of the fixed frequencies 100^(-i/(D/4)), i = 0..D/4-1 (Heo et al., Section 3.2)."""
-
-MIXED_BASE = 10.0
-"""Base of the initial magnitudes 10^(-i/(D/4)) of the mixed frequencies (the authors' code)."""
-
+AXIAL_BASE = 100.0  # of the fixed frequencies (Heo et al., Section 3.2)
+MIXED_BASE = 10.0  # of the initial magnitudes of the mixed frequencies (the authors' code)
 SOURCE = "Heo et al. 2024, Rotary Position Embedding for Vision Transformer, Section 3.2"
 
 
@@ -24,9 +20,7 @@ class RoPE2D(LRPE):
     """Axial RoPE: D/4 pairs of features turn by row theta_i, D/4 pairs by column theta_i.
 
     theta_i = 100^(-i/(D/4)), i = 0..D/4-1 (Heo et al., 2024, Section 3.2). The first half of the
-    features belongs to the row, the second half to the column: a permutation of the features of
-    the paper, which alternates the two. This is RoPE with base 100 on either half, as
-    ``--position-grid axial`` would give it, in one pass.
+    features belongs to the row, the second half to the column; the paper alternates the two.
 
     The score depends on the differences of rows and columns only, so a shift by whole rows does not
     change it. If D is not divisible by 4, the last features are unchanged.
@@ -61,7 +55,6 @@ class RoPE2DMixed(LRPE):
     Each layer has its own alpha and beta, (H, 2 (D // 4)) each (Heo et al., 2024, Section 3.2).
     They start at magnitude 10^(-i/(D/4)), i = 0..D/4-1, and in one random direction per head for
     the first D/4 pairs; the second D/4 pairs have the same magnitudes in the orthogonal direction.
-    A diagonal frequency distinguishes directions that the axial form (``rope-2d``) confuses.
 
     The score depends on the differences of rows and columns only. If D is not divisible by 4, the
     last features are unchanged. With ``grid_width`` 0 the positions are on a line, and beta is not

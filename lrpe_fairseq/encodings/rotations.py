@@ -203,8 +203,7 @@ def _gradient_of_skew(
     """Return dA, float64 (G, b, b): Re conj(U) C U^T with divided differences C.
 
     C_jl = sum_u conj(h_j) y_l (e_j - e_l) / (-i (lambda_j - lambda_l)), e = e^(-i u lambda)
-    (Daleckii and Krein), is the difference of two products of matrices. Where the eigenvalues are
-    so close that it would cancel, its limit is used, a third product with weights u.
+    (Daleckii and Krein). Where eigenvalues are so close that it would cancel, its limit is used.
 
     Args: parts: b, y, h, z, complex (G, K, M, b) each: h = U^H g and y = U^H x for the incoming
         gradient g, b = conj(e) h and z = e y.

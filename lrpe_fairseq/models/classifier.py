@@ -1,7 +1,6 @@
 """``lrpe_classifier``: a bidirectional encoder, pooled over the real tokens, and a classifier.
 
-Everything but the residual blocks, the input of pixels (:mod:`.patches`) and the head is that of
-the other models (:mod:`.layers`). Tasks: ``lrpe_classification``, ``lrpe_images``.
+Tasks: ``lrpe_classification``, ``lrpe_images``.
 
 Axes: B batch, T tokens, C width.
 """
@@ -97,10 +96,7 @@ class LRPEClassifierTinyConfig(LRPEClassifierConfig):
 
 
 class TokenBatchNorm(Float32Module):
-    """BatchNorm over the real tokens of a batch, of all processes in training, in float32.
-
-    Padding neither enters the statistics nor is normalized; the output is 0 there.
-    """
+    """BatchNorm over the real tokens of a batch, of all processes in training; 0 at padding."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -179,10 +175,7 @@ class LRPEClassifier(BooleanFlags, BaseFairseqModel):
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "LRPEClassifier":
-        """Build from a configuration. ``max_positions`` defaults to that of the task.
-
-        Raises: Refusal for options that contradict each other or the data.
-        """
+        """Build from a configuration. ``max_positions`` defaults to that of the task."""
         refuse_unrelated_processes()
         if args.max_positions is None:
             args.max_positions = task.max_positions()

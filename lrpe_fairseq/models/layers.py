@@ -83,8 +83,7 @@ class Encoder(TransformerEncoderBase):
     def forward(self, *rest: Any, positions: Tensor | None = None, **keywords: Any) -> dict:
         """Encode as fairseq does; the result has one more entry, ``positions``.
 
-        positions: int64 (B, T) of self- and cross-attention, such as codes of tree nodes. None
-            counts tokens.
+        positions: int64 (B, T), such as codes of tree nodes. None counts tokens.
         """
         begin_pass(self, positions)
         encoded = super().forward(*rest, **keywords)
@@ -144,10 +143,7 @@ class Decoder(TransformerDecoderBase):
     def extract_features(
         self, *rest: Any, full_context_alignment: bool = False, **keywords: Any
     ) -> tuple[Tensor, dict]:
-        """Compute features as fairseq does; see TransformerDecoderBase.
-
-        Raises: ValueError for ``full_context_alignment``, which needs attention to later tokens.
-        """
+        """Compute features as fairseq does, without attention to later tokens."""
         if full_context_alignment:
             raise ValueError(
                 "full_context_alignment is not supported: LRPE decoders are always causal"

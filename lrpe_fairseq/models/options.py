@@ -46,10 +46,7 @@ def with_encoding_options(cls: type) -> type:
 @dataclass
 @with_encoding_options
 class AttentionOptions(FairseqDataclass):
-    """Options of attention, part of every model's configuration.
-
-    The decorator adds the options of individual encodings, which each encoding class declares.
-    """
+    """Options of attention and of all encodings, part of every model's configuration."""
 
     attention_type: ChoiceEnum(list(ATTENTION_TYPES)) = option(
         "linear", "attention: linear (1+elu kernel) or softmax"
@@ -202,7 +199,9 @@ def _merge_or_explain(merge: Callable, config: Any, given: Any, *rest: Any, **ke
 
 
 def _explanation(cls: type, error: OmegaConfBaseException) -> str:
-    given, kind = str(error.full_key or error.key or ""), _kind(cls)
+    rooms = {"tasks": "task", "criterions": "criterion", "optim": "optimizer"}
+    kind = rooms.get(cls.__module__.split(".")[1], "model")
+    given = str(error.full_key or error.key or "")
     names = [name for name, _ in options_of(cls)]
     if given in names or not isinstance(error, ConfigKeyError):
         reason = str(error.msg).partition("\n")[0]
@@ -211,17 +210,11 @@ def _explanation(cls: type, error: OmegaConfBaseException) -> str:
     return f"unknown {kind} option {given!r}{did_you_mean(given, names)}"
 
 
-def _kind(cls: type) -> str:
-    """Return what the options of a class of this package belong to."""
-    rooms = {"tasks": "task", "criterions": "criterion", "optim": "optimizer"}
-    return rooms.get(cls.__module__.split(".")[1], "model")
-
-
 def refuse_unrelated_processes() -> None:
     """Stop if a launcher started several processes without a process group.
 
-    ``torchrun fairseq-train`` starts several *independent* trainings, which overwrite each other's
-    checkpoints and exit with status 0.
+    ``torchrun fairseq-train`` starts *independent* trainings, which overwrite each other's
+    checkpoints.
     """
     started = int(os.environ.get("WORLD_SIZE", "1"))
     joined = torch.distributed.is_available() and torch.distributed.is_initialized()

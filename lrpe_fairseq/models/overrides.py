@@ -54,15 +54,12 @@ def _our_config(config: DictConfig) -> type | None:
 
 
 def _task_config(config: DictConfig) -> type | None:
-    """Return the configuration class of the checkpoint's task, or None if it has none."""
+    """Return the configuration class of the checkpoint's task, or None."""
     return TASK_DATACLASS_REGISTRY.get(getattr(config.get("task"), "_name", None))
 
 
 def _add_later_options(section: DictConfig, options: type, overrides: dict[str, Any]) -> None:
-    """Set options that the checkpoint lacks because they are newer than it.
-
-    fairseq overrides only what the checkpoint has.
-    """
+    """Set options that the checkpoint lacks because they are newer than it."""
     for name in (option.name for option in fields(options)):
         if name in overrides and name not in section:
             section[name] = overrides[name]
@@ -80,10 +77,7 @@ def _override_sections(model: DictConfig, family: type, overrides: dict[str, Any
 
 
 def _refuse_unknown_names(config: DictConfig, family: type, overrides: dict[str, Any]) -> None:
-    """Stop with one sentence if a name overrides nothing.
-
-    If a part of the configuration is a Namespace, every name is accepted.
-    """
+    """Stop if a name overrides nothing; a Namespace in the configuration accepts every name."""
     if any(isinstance(config[key], Namespace) for key in config if key in config):
         return
     model = {name.replace(".", "_") for name, _ in options_of(family)}

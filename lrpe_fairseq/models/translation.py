@@ -70,8 +70,7 @@ class LRPETransformerConfig(TransformerConfig):
     def from_namespace(cls, args: Any) -> Any:
         """Return the configuration for flat options (``args.encoder_embed_dim``).
 
-        fairseq's method reads only the stock fields and ignores the defaults of a preset. A
-        configuration, which checkpoints and hydra use, is returned unchanged.
+        fairseq's method reads only the stock fields and ignores the defaults of a preset.
         """
         if not isinstance(args, Namespace):
             return args
@@ -117,7 +116,7 @@ class LRPETransformer(BooleanFlags, TransformerModelBase):
 
     @classmethod
     def build_model(cls, cfg: Any, task: Any) -> "LRPETransformer":
-        """Build from a configuration or a flat Namespace; see TransformerModelBase for options."""
+        """Build from a configuration or a flat Namespace."""
         refuse_unrelated_processes()
         cfg = getattr(cls, "__dataclass").from_namespace(cfg)
         with one_sentence_errors():
@@ -154,10 +153,10 @@ class LRPETransformer(BooleanFlags, TransformerModelBase):
         prev_output_positions: Tensor | None = None,
         **keywords: Any,
     ) -> tuple[Tensor, dict]:
-        """Compute the output as fairseq does; see TransformerModelBase.
+        """Compute the output as fairseq does.
 
         src_positions, prev_output_positions: int64 (B, T) of self- and cross-attention, such as
-            codes of tree nodes. None counts tokens. fairseq's cross-attention has no positions.
+            codes of tree nodes. None counts tokens.
         """
         hiddens = {"src_lengths": src_lengths, "return_all_hiddens": return_all_hiddens}
         encoded = self.encoder(src_tokens, positions=src_positions, **hiddens)
@@ -170,10 +169,7 @@ class LRPETransformer(BooleanFlags, TransformerModelBase):
         )
 
     def prepare_for_inference_(self, cfg: Any) -> None:
-        """Called by fairseq before inference.
-
-        Raises: Refusal for alignments of linear cross-attention, which has no weights.
-        """
+        """Called by fairseq before inference."""
         options = cfg.generation
         aligns = options.print_alignment or options.replace_unk is not None
         if aligns and str(self.cfg.cross.attention_type) == "linear":
@@ -224,10 +220,9 @@ def keep_layers(cfg: Any) -> None:
 
 
 def widen_embeddings(cfg: Any, model: nn.Module) -> None:
-    """Give embeddings variance 1, for the departure ``ape-unit-embeddings`` of either side.
+    """Give drawn embeddings variance 1, for the departure ``ape-unit-embeddings`` of either side.
 
-    The drawn weights are multiplied, so that all others are those of the same seed without it.
-    Embeddings from a file stay as they are, and so do adaptive ones.
+    They are multiplied, so that all other weights are those of the same seed without it.
     """
     found = {}
     for stack, options in ((model.encoder, cfg.encoder), (model.decoder, cfg.decoder)):
