@@ -1,8 +1,7 @@
 """Relative positional encodings by name. Pure PyTorch; fairseq is not needed.
 
 Command-line choices, tests, benchmark rows and the README's table are derived from
-:data:`ENCODINGS`, and the free forms of names from :data:`FAMILIES`. To add an encoding, write one
-file and add one line here.
+:data:`ENCODINGS`. To add an encoding, write one file and add one line here.
 """
 
 from collections.abc import Callable
@@ -10,15 +9,11 @@ from dataclasses import Field, fields
 from functools import partial
 from typing import NamedTuple
 
-from lrpe_fairseq.encodings.algebraic import APE, FORM, Algebraic, APETree, free_form
+from lrpe_fairseq.encodings.algebraic import APE, COMPONENT, FORM, Algebraic, APETree
 from lrpe_fairseq.encodings.alibi import ALiBi
-from lrpe_fairseq.encodings.base import (
-    Encoding,
-    EncodingOptions,
-    EncodingSpec,
-    QueryKeyEncoding,
-    ScoreEncoding,
-)
+from lrpe_fairseq.encodings.base import Encoding, EncodingOptions, EncodingSpec
+from lrpe_fairseq.encodings.base import QueryKeyEncoding as QueryKeyEncoding
+from lrpe_fairseq.encodings.base import ScoreEncoding as ScoreEncoding
 from lrpe_fairseq.encodings.cape import CAPEFIRE, CAPEALiBi, CAPEKerple
 from lrpe_fairseq.encodings.cope import CoPE
 from lrpe_fairseq.encodings.cosformer import CosFormer
@@ -40,23 +35,6 @@ from lrpe_fairseq.encodings.stick_breaking import StickBreaking
 from lrpe_fairseq.encodings.t5 import T5Bias
 from lrpe_fairseq.encodings.transformer_xl import TransformerXL
 from lrpe_fairseq.errors import ChoiceError, did_you_mean
-
-__all__ = [
-    "ENCODINGS",
-    "FAMILIES",
-    "FREE_FORMS",
-    "Encoding",
-    "EncodingOptions",
-    "EncodingSpec",
-    "QueryKeyEncoding",
-    "ScoreEncoding",
-    "build_encoding",
-    "canonical_name",
-    "encoding_class",
-    "is_causal_only",
-    "options_of_encodings",
-]
-
 
 Constructor = type[Encoding] | partial[Encoding]
 """An encoding class, or one with some arguments bound; called with an :class:`EncodingSpec`."""
@@ -109,8 +87,6 @@ ENCODINGS: dict[str, Constructor] = {
     "stick-breaking": StickBreaking,
 }
 
-DEFAULTS = EncodingOptions()
-
 DEFAULT = "lrpe-type2"
 """The encoding of a model whose configuration does not name one."""
 
@@ -118,9 +94,9 @@ DEFAULT = "lrpe-type2"
 class Family(NamedTuple):
     """A free form ``<prefix>:<rest>`` of names, which need no line of their own in ENCODINGS.
 
-    form: how such a name is written. rest: what the rest may be, in words. names: examples, or all
-    names if there are few. build: maps the rest to a constructor; it returns None if the rest is
-    not understood, and raises ChoiceError to say more. causal_only: True if all of them are.
+    rest: what the rest may be, in words. names: examples, or all names if there are few. build:
+    maps the rest to a constructor; it returns None if the rest is not understood, and raises
+    ChoiceError to say more. causal_only: True if all of them are.
     """
 
     form: str
@@ -141,8 +117,8 @@ def _free_lrpe(rest: str) -> Constructor | None:
 
 def _free_algebraic(rest: str) -> Constructor | None:
     """Return the constructor of ``ape:<component>(+<component>)*``."""
-    components = free_form(rest)
-    return None if components is None else partial(Algebraic, components=components)
+    known = all(COMPONENT.fullmatch(name) for name in rest.split("+"))
+    return partial(Algebraic, components=rest) if known else None
 
 
 def _gated(name: str) -> Constructor:
@@ -178,8 +154,7 @@ def constructor_of(name: str) -> Constructor:
 def canonical_name(name: str) -> str:
     """Return the one name of an encoding that has several, so that equal methods share runs.
 
-    A member of the LRPE family is ``lrpe:<P>:<Lambda>``, and ``ape`` is its free form. Other names,
-    also unknown ones, are returned unchanged.
+    Names with one form, also unknown ones, are returned unchanged.
 
     >>> canonical_name("lrpe-tmlr-type3"), canonical_name("gated:rope")
     ('lrpe:householder:permutation', 'gated:lrpe:identity:rotation')
@@ -238,10 +213,7 @@ FREE_FORMS: tuple[str, ...] = tuple(name for family in FAMILIES.values() for nam
 
 
 def options_of_encodings() -> dict[str, Field]:
-    """Return the options of all encodings as {name: field}, in the order of ENCODINGS.
-
-    Raises: TypeError if two classes declare the same name, or an option has no help text.
-    """
+    """Return the options of all encodings as {name: field}, in the order of ENCODINGS."""
     found: dict[str, Field] = {}
     for kind in dict.fromkeys(encoding_class(name).Options for name in ENCODINGS):
         for own in fields(kind):
@@ -258,17 +230,14 @@ def build_encoding(
     *,
     causal: bool = False,
     seed: int = 0,
-    options: EncodingOptions = DEFAULTS,
+    options: EncodingOptions = EncodingOptions(),
 ) -> Encoding:
     """Build the encoding ``name``.
 
     Args:
         name: a key of :data:`ENCODINGS` or a free form of :data:`FAMILIES`.
-        head_dim: width D of one head. num_heads: H.
-        causal: True if the attention is causal.
-        seed: seed of the encoding's fixed random parts.
-        options: options of individual methods; those of other methods are ignored. With a
-            ``position_grid`` other than "flat" the encoding reads rows and columns.
+        head_dim, num_heads, causal, seed: see :class:`EncodingSpec`.
+        options: options of individual methods; those of other methods are ignored.
     Raises: ChoiceError for an unknown name (listing the names), an unknown option, a width or a
         grid that the method does not support, or a causal method without ``causal``.
 

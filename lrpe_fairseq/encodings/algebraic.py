@@ -1,15 +1,15 @@
 """Algebraic positional encodings (Kogkalidis et al., 2024) of sequences, cycles, trees and sums.
 
-A position is an element p of a group, and M(p) is an orthogonal matrix with M(p r) = M(p) M(r).
-The encoded features are q~_p = M(p) q and k~_r = M(r) k, so the score q^T M(p^-1 r) k depends only
-on the path from p to r. M is fixed by the matrices of the generators of the group, which are
-learned, W = exp(B) with B = L - L^T.
+A position is an element p of a group, and M(p) is an orthogonal matrix with M(p r) = M(p) M(r), so
+the score q^T M(p^-1 r) k depends only on the path from p to r. M is fixed by the matrices of the
+generators of the group, which are learned, W = exp(B) with B = L - L^T.
 
 Axes: B batch, H heads, T time, D head width, d width of a component's slice, k branches of a tree.
 """
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,11 +30,12 @@ from lrpe_fairseq.encodings.base import (
     option,
     undecayed,
 )
-from lrpe_fairseq.encodings.cores import BASE, phases, rotate_pairs
+from lrpe_fairseq.encodings.cores import bands, phases_by_head, rotate_pairs
 from lrpe_fairseq.encodings.departures import Departure
-from lrpe_fairseq.encodings.grid import rows_and_columns
+from lrpe_fairseq.encodings.grid import axes_of
 from lrpe_fairseq.encodings.rotations import (
     Spectrum,
+    encode_both,
     exponential,
     from_groups,
     generator_of,
@@ -46,10 +47,9 @@ from lrpe_fairseq.encodings.rotations import (
 from lrpe_fairseq.encodings.tree_products import tree_turn
 from lrpe_fairseq.errors import ChoiceError
 
-START_STD = 0.02
-"""Standard deviation of the entries of a generator under ``ape_init`` "identity"."""
-MOST = 256
-"""Largest number of branches of a tree."""
+START_STD = 0.02  # of the entries of a generator under ``ape_init`` "identity"
+MOST = 256  # branches of a tree
+COMPONENT = re.compile(r"sequence|tree([1-9]\d*)|cycle([1-9]\d*)")
 FORM = "sequence, treeK or cycleM (K branches, M positions)"
 SOURCE = "Kogkalidis, Bernardy and Garg, 2024 (Algebraic Positional Encodings)"
 
@@ -89,20 +89,18 @@ class Algebraic(QueryKeyEncoding):
     the nodes of a k-ary tree, ``domains``) or "cycle<m>" (integers modulo m). All components read
     the same position. With ``grid_width`` W and ``position_grid`` "flat" a sum of two components
     reads the row s // W and the column s mod W. Every head has its own generators, and all layers
-    share them. A slice of a sum has even width, and features that
-    fill no slice are unchanged.
+    share them. A slice of a sum has even width, and features that fill no slice are unchanged.
 
     Trap: a score in a tree is not relative under addition of codes, so it is not relative there.
     It is unchanged if all positions are moved below one node (``domains.concat``).
 
-    Args:
-        spec: widths, seed and options.
-        components: joined by "+".
+    Args: components: joined by "+".
     Raises: ChoiceError for an unknown component, slices narrower than 2 features, a tree with the
         canonical generator, or more than two components on a grid.
     """
 
     Options = APEOptions
+    shared = shared_by_stacks = True
     departures = {
         "ape-half-bands": Departure(
             paper="generators start as RoPE's rotations (APE, Kogkalidis et al. 2024)",
@@ -149,28 +147,24 @@ class Algebraic(QueryKeyEncoding):
         self.components = nn.ModuleList(
             _component(name, spec, self.width, number) for number, name in enumerate(names)
         )
-        if not 0 < self.options.ape_decay <= 1:
-            raise ChoiceError(
-                f"ape_decay must be above 0 and at most 1, got {self.options.ape_decay}"
-            )
-        self._decays = self.options.ape_decay != 1
+        decay = self.options.ape_decay
+        if not 0 < decay <= 1:
+            raise ChoiceError(f"ape_decay must be above 0 and at most 1, got {decay}")
+        self._decays = decay != 1
         self._on_line = len(names) == 1 and self.components[0].on_line
         self.serves_linear = self._on_line or not self._decays
-        self.shared = self.shared_by_stacks = True
         # positive features that are summed over a whole cycle cancel
         self.denominator_vanishes = all(getattr(c, "period", 0) for c in self.components)
         self.foldable = all(isinstance(c, Planar) for c in self.components)
-        trees = any(isinstance(c, Tree) for c in self.components)
-        self.reads_nodes = trees
-        one_tree = all(isinstance(c, Tree) for c in self.components) and (
-            self._on_grid or len(set(names)) == 1
-        )
+        of_trees = [isinstance(c, Tree) for c in self.components]
+        self.reads_nodes = trees = any(of_trees)
+        one_tree = all(of_trees) and (self._on_grid or len(set(names)) == 1)
         self.properties = Properties(
             relative="no" if trees else "exact",
             relative_by="the path from one node to the other" if one_tree else "",
             shift_unit=spec.options.grid_width if self._on_grid and not trees else 1,
         )
-        self._text, self._cells = components, PositionCache(2)
+        self._text = components
         self.card = _card(trees, self.foldable)
 
     def share_with(self, owner: "Algebraic") -> None:
@@ -179,67 +173,50 @@ class Algebraic(QueryKeyEncoding):
 
     def summary(self) -> str:
         """Name the components of a free form."""
-        if type(self) is not Algebraic:
-            return super().summary()
-        return f"learned orthogonal generators: {self._text.replace('+', ' + ')}"
+        own = f"learned orthogonal generators: {self._text.replace('+', ' + ')}"
+        return own if type(self) is Algebraic else super().summary()
 
     def forward(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Encode q and k; see :meth:`QueryKeyEncoding.forward`.
+        """Encode q and k; see :meth:`QueryKeyEncoding.forward`."""
 
-        Half-precision inputs are converted to float32 first, and the result is rounded once.
-        """
-        check_positions(q_positions, q), check_positions(k_positions, k)
-        if q_positions is k_positions and q.dtype == k.dtype:
-            q, k = self._encoded(torch.stack([q, k]), q_positions).unbind(0)
-            return q, k
-        q = self._encoded(q.unsqueeze(0), q_positions).squeeze(0)
-        return q, self._encoded(k.unsqueeze(0), k_positions).squeeze(0)
+        def encode(x: Tensor, positions: Tensor) -> Tensor:
+            return self._each(lambda c, part, at: c(part, at), x, positions)
 
-    def _encoded(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Encode x (n, B, H, T, D) at positions (T,) or (B, T)."""
-        with torch.autocast(x.device.type, enabled=False):
-            *slices, rest = self._slices(x.to(torch.promote_types(x.dtype, torch.float32)))
-            each = zip(self.components, slices, self._axes(positions), strict=True)
-            return self._joined([c(*given) for c, *given in each], rest).to(x.dtype)
+        return encode_both(encode, q, k, q_positions, k_positions)
 
-    @property
-    def projection(self) -> nn.Module:
-        """P^T of all components; only if ``foldable``."""
-        return _Projections(self)
+    def projection(self, x: Tensor) -> Planes:
+        """Return P^T x of x (..., H, T, D) as one plane; only if ``foldable``."""
+        return (self._each(lambda c, part, _: c.projection(part)[0], x),)
 
     def turn(
         self, q: Planes, k: Planes, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Rotate the planes of P^T q and P^T k; see :meth:`QueryKeyEncoding.turn`."""
         check_positions(q_positions, q[0]), check_positions(k_positions, k[0])
-        return self._rotated(q[0], q_positions), self._rotated(k[0], k_positions)
 
-    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
-        *slices, rest = self._slices(x.to(torch.promote_types(x.dtype, torch.float32)))
-        each = zip(self.components, slices, self._axes(positions), strict=True)
-        return self._joined([c.rotated(*given) for c, *given in each], rest).to(x.dtype)
+        def rotated(x: Tensor, positions: Tensor) -> Tensor:
+            return self._each(lambda c, part, at: c.rotated(part, at), x, positions)
 
-    def _slices(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Split the last axis into one slice for each component and the rest."""
+        return rotated(q[0], q_positions), rotated(k[0], k_positions)
+
+    def _each(
+        self, apply: Callable[..., Tensor], x: Tensor, positions: Tensor | None = None
+    ) -> Tensor:
+        """Apply a function of component, slice of x (..., D) and position to each component."""
         count = len(self.components)
-        rest = x.shape[-1] - count * self.width
-        return x.split([self.width] * count + [rest], -1)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        *slices, rest = wide.split([self.width] * count + [x.shape[-1] - count * self.width], -1)
+        parts = [*map(apply, self.components, slices, self._axes(positions))]
+        parts += [rest] if rest.shape[-1] else []
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).to(x.dtype)
 
-    @staticmethod
-    def _joined(slices: list[Tensor], rest: Tensor) -> Tensor:
-        parts = [*slices, rest] if rest.shape[-1] else slices
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-
-    def _axes(self, positions: Tensor) -> tuple[Tensor, ...]:
+    def _axes(self, positions: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the position that each component reads; the same objects for the same object."""
-        if not self._on_grid:
-            return (positions,) * len(self.components)
-        width = self.spec.options.grid_width
-        return self._cells.get(positions, width, lambda: rows_and_columns(positions, width))
-
-    # --- the decay of the score ----------------------------------------------------------------
+        if self._on_grid and positions is not None:
+            return axes_of(positions, self.spec.options.grid_width)
+        return (positions,) * len(self.components)
 
     def log_decay(self, device: torch.device | str = "cpu") -> Tensor | None:
         """Return log ``ape_decay`` for positions on a line, (H,) float32, or None."""
@@ -264,9 +241,8 @@ class Algebraic(QueryKeyEncoding):
 class APE(Algebraic):
     """Learned orthogonal powers: q~_s = W^s q with W = exp(L - L^T) per head, for all layers.
 
-    The score is q_s^T W^(t-s) k_t. With the start "rope" it is RoPE at first, and it is always
-    LRPE with a learned orthogonal P and learned angles, one set for each head. Powers come from one
-    eigenbasis per value of L, exactly orthogonal up to position 2^31.
+    With the start "rope" it is RoPE at first, and it is always LRPE with a learned orthogonal P and
+    learned angles, one set for each head.
     """
 
     def __init__(self, spec: EncodingSpec) -> None:
@@ -279,20 +255,11 @@ class APETree(Algebraic):
     q~_p = W_(w_1) ... W_(w_n) q for the path w_1 ... w_n from the root to node p. Positions are
     int64 codes (``domains``): the root is 0 and child b of n is k n + b + 1, k = ``ape_branches``.
     Tokens without explicit positions fill the complete tree breadth-first.
-    See :class:`Algebraic` for what is relative here.
     """
 
     def __init__(self, spec: EncodingSpec) -> None:
         k = spec.options.of(APEOptions).ape_branches
         super().__init__(spec, f"tree{k}")
-
-
-def free_form(rest: str) -> str | None:
-    """Return the components of ``ape:<component>(+<component>)*``, or None if one is unknown."""
-    return rest if all(PATTERN.fullmatch(name) for name in rest.split("+")) else None
-
-
-PATTERN = re.compile(r"sequence|tree([1-9]\d*)|cycle([1-9]\d*)")
 
 
 def _card(trees: bool, foldable: bool) -> Card:
@@ -312,33 +279,17 @@ def _card(trees: bool, foldable: bool) -> Card:
     )
 
 
-class _Projections(nn.Module):
-    """x -> P^T x in the slice of each component."""
-
-    def __init__(self, encoding: Algebraic) -> None:
-        super().__init__()
-        self._encoding = [encoding]  # in a list, so that it is no submodule
-
-    def forward(self, x: Tensor) -> Planes:
-        """(..., H, T, D) -> one plane (..., H, T, D)."""
-        (encoding,) = self._encoding
-        *slices, rest = encoding._slices(x)
-        pairs = zip(encoding.components, slices, strict=True)
-        return (encoding._joined([c.projected(part) for c, part in pairs], rest),)
-
-
 # --- components --------------------------------------------------------------------------------
 
 
 class Component(nn.Module):
-    """M(p) on one slice of the features. A subclass defines :meth:`forward`."""
+    """M(p) on one slice of the features.
+
+    A call encodes x (n, B, H, T, d), float32 or float64, at positions (T,) or (B, T). ``on_line``
+    is true if the number of steps between two positions is their difference.
+    """
 
     on_line = False
-    """True if the number of steps between two positions is their difference."""
-
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Encode x (n, B, H, T, d), float32 or float64, at positions (T,) or (B, T)."""
-        raise NotImplementedError
 
     def distance(self, one: Tensor, other: Tensor) -> Tensor:
         """Return the number of steps between positions that broadcast, int64."""
@@ -386,41 +337,31 @@ class Sequence(Component):
 class Planar(Component):
     """M(s) = P R(s theta) P^T with an orthogonal P = exp(S) for each head.
 
-    P cancels on the left of the score, so R(s theta) P^T is applied. R rotates the pairs
-    (2i, 2i + 1) by s theta_i, theta (H, d // 2) in radians. In a cycle theta is fixed and positions
-    are taken modulo its ``period``.
+    P cancels on the left of the score, so R(s theta) P^T is applied, theta (H, d // 2) in radians.
+    In a cycle theta is fixed and positions are taken modulo its ``period``.
     """
 
     def __init__(
         self, spec: EncodingSpec, width: int, stream: int, theta: Tensor, period: int = 0
     ) -> None:
         super().__init__()
-        learned, heads = spec.options.of(APEOptions).ape_learned, spec.num_heads
-        self.period, self._residues = period, PositionCache(2)
-        self.on_line = not period
+        options, heads = spec.options.of(APEOptions), spec.num_heads
+        self.period, self.on_line = period, not period
         theta = theta.expand(heads, -1).clone()
-        self.theta = theta if period else undecayed(theta.float(), learned)
+        self.theta = theta if period else undecayed(theta.float(), options.ape_learned)
         start = theta.new_zeros(heads, width, width)
-        if spec.options.of(APEOptions).ape_init == "identity":
+        if options.ape_init == "identity":
             start = _normal(spec, (heads,), width, stream)
-        self.projection = Orthogonal(Generator(start, learned))
+        self.projection = Orthogonal(Generator(start, options.ape_learned))
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Encode; see :class:`Component`."""
-        return torch.stack([self.rotated(self.projected(y), positions) for y in x])
-
-    def projected(self, x: Tensor) -> Tensor:
-        """Return P^T x of x (..., H, T, d)."""
-        return self.projection(x)[0]
+        return torch.stack([self.rotated(self.projection(y)[0], positions) for y in x])
 
     def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return R(s theta) x of x (B, H, T, d)."""
-        if self.period:
-            given = positions
-            positions = self._residues.get(given, None, lambda: given % self.period)
-        at = phases(positions, self.theta.flatten(), x.dtype).unflatten(-1, self.theta.shape)
-        at = at.transpose(-2, -3)  # H T E, or B 1 H T E
-        return rotate_pairs(x, at.squeeze(1) if positions.dim() == 2 else at)
+        positions = positions % self.period if self.period else positions
+        return rotate_pairs(x, phases_by_head(positions, self.theta, x.dtype))
 
     def distance(self, one: Tensor, other: Tensor) -> Tensor:
         """Return the number of steps, the shorter way round a cycle."""
@@ -437,14 +378,11 @@ class Orthogonal(nn.Module):
         super().__init__()
         self.generator = generator
 
-    def matrix(self) -> Tensor:
-        """Return P, float64 (H, d, d)."""
-        return exponential(self.generator(), self.generator.spectrum)
-
     def forward(self, x: Tensor) -> Planes:
         """(..., H, T, d) -> one plane (..., H, T, d)."""
         with torch.autocast(x.device.type, enabled=False):
-            return (x @ self.matrix().to(x.dtype),)
+            matrix = exponential(self.generator(), self.generator.spectrum)  # H d d
+            return (x @ matrix.to(x.dtype),)
 
 
 class Tree(Component):
@@ -482,7 +420,7 @@ class Tree(Component):
 
 def _component(name: str, spec: EncodingSpec, width: int, number: int) -> Component:
     """Build the component ``name``, the one with this ``number`` of an encoding."""
-    found = PATTERN.fullmatch(name)
+    found = COMPONENT.fullmatch(name)
     if found is None:
         raise ChoiceError(f"unknown component {name!r} of an algebraic encoding; choose {FORM}")
     branches, period = (int(digits or 0) for digits in found.groups())
@@ -507,12 +445,6 @@ def _component(name: str, spec: EncodingSpec, width: int, number: int) -> Compon
 
 
 # --- starts ------------------------------------------------------------------------------------
-
-
-def bands(width: int) -> Tensor:
-    """Return RoPE's angles 10000^(-2i/w), i = 0..w/2-1, float64, w the even part of ``width``."""
-    pairs = width // 2
-    return BASE ** (torch.arange(pairs, dtype=torch.float64, device="cpu") / -pairs)
 
 
 def _bands(spec: EncodingSpec, width: int) -> Tensor:

@@ -3,22 +3,17 @@
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import (
-    Card,
-    QueryKeyEncoding,
-    check_positions,
-    constant,
-)
+from lrpe_fairseq.encodings.base import Card, constant
+from lrpe_fairseq.encodings.none import Unchanged
 from lrpe_fairseq.encodings.slopes import alibi_slopes
 
 
-class ALiBi(QueryKeyEncoding):
+class ALiBi(Unchanged):
     """score_st - m_h n: a decay e^(-m_h) per token, with a fixed slope m_h per head.
 
-    q and k are unchanged. In softmax attention -m_h n is added to the scaled score (Section 3).
-    Linear attention multiplies the score of its kernel by the same factor e^(-m_h n). A
-    bidirectional model uses |n|, which the paper does not define. There are no parameters. n counts
-    real tokens, also with explicit positions.
+    In softmax attention -m_h n is added to the scaled score (Section 3). Linear attention
+    multiplies the score of its kernel by e^(-m_h n). A bidirectional model uses |n|, which the
+    paper does not define. n counts real tokens, also with explicit positions.
 
     Trap: the slopes were designed for softmax attention. Linear attention keeps them, so that head
     0 of 4 has a half-life of 2.8 tokens. With normalizer "content" the denominator is not decayed,
@@ -32,13 +27,6 @@ class ALiBi(QueryKeyEncoding):
         beyond="Designed for it: keys much farther than 1 / m_h have no weight at any length.",
         source="Press, Smith and Lewis (2022), Section 3",
     )
-
-    def forward(
-        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return q and k unchanged."""
-        check_positions(q_positions, q), check_positions(k_positions, k)
-        return q, k
 
     def log_decay(self, device: torch.device | str = "cpu") -> Tensor:
         """Return -m_h, (H,) float32."""

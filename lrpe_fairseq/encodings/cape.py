@@ -10,21 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import (
-    Card,
-    EncodingSpec,
-    Properties,
-    ScoreEncoding,
-    constant,
-)
+from lrpe_fairseq.encodings.base import Card, EncodingSpec, Properties, ScoreEncoding, constant
 from lrpe_fairseq.encodings.biases import LagBias
 from lrpe_fairseq.encodings.fire import FIRE
 from lrpe_fairseq.encodings.kerple import KerpleLog
 from lrpe_fairseq.encodings.networks import linear
 from lrpe_fairseq.encodings.slopes import alibi_slopes
-
-SLOPE = 0.01
-"""Slope of the LeakyReLU for negative arguments."""
 
 BLOCK = 1 << 24
 """Number of hidden activations that one block of queries may have on a GPU."""
@@ -49,10 +40,8 @@ class CAPE(ScoreEncoding):
     """z + b + W2 LeakyReLU(W1 [z; b] + c1) + c2, vectors over the heads at each pair (s, t).
 
     z is the scaled score and b the bias of another encoding, :attr:`base_class`. W1 (w, 2H) and
-    W2 (H, w) with w = ``width`` belong to the layer and are initialized like ``nn.Linear``,
-    with the spec's generator. The parameters of the bias also belong to the layer, as in the
-    authors' code. A pair does not affect another pair, so scores are encoded
-    before masking. The encoding is relative if b is.
+    W2 (H, w) with w = ``width`` belong to the layer and are initialized like ``nn.Linear``. The
+    parameters of the bias also belong to the layer, as in the authors' code.
 
     Computed in float32 or wider, in blocks of queries: a hidden activation has w / H times the size
     of the scores. A result that float16 cannot represent becomes its largest number.
@@ -111,8 +100,7 @@ class CAPE(ScoreEncoding):
         # batched products: a matrix times a batch would copy the hidden activations
         batched = (len(z), -1, -1)
         hidden = torch.baddbmm(constant.expand(batched), of_z.expand(batched), z)
-        hidden = F.leaky_relu(hidden, SLOPE)
-        result = torch.baddbmm(start, outer.expand(batched), hidden)
+        result = torch.baddbmm(start, outer.expand(batched), F.leaky_relu(hidden))
         result = result.unflatten(-1, scores.shape[-2:])
         if result.dtype == scores.dtype:
             return result

@@ -23,9 +23,7 @@ class CoPE(ScoreEncoding):
     Keys are counted by the gates g_su = sigmoid(score_su), both ends included, and counts are
     limited to P - 1 with P = ``cope_positions``. The learned table e (P, D) is interpolated between
     floor(p) and ceil(p). Each layer has a separate table, which its heads share. It starts at zero.
-
     Only visible keys are counted, in the order of the keys in memory; positions are not used.
-    Gates and counts are float32 or wider.
 
     Trap: where p is an integer (saturated gates, or the limit P - 1) it has no gradient.
 

@@ -1,20 +1,15 @@
 """The position-dependent unitary maps Lambda^(s) of the LRPE family (Eq. 23-25, C.7, C.8).
 
-A core is constructed from an :class:`EncodingSpec`. ``core.at(positions, dtype)`` returns the
-phases or indices, which depend only on the positions. ``core(planes, core.at(...))`` applies
-Lambda^(s) to the last axis of every plane (..., T, D).
+``core.at(positions, dtype)`` returns the phases or indices, which depend only on the positions.
+``core(planes, core.at(...))`` applies Lambda^(s) to the last axis of every plane (..., T, D).
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import (
-    EncodingSpec,
-    Planes,
-    PositionCache,
-    over_heads,
-    undecayed,
-)
+from lrpe_fairseq.encodings.base import EncodingSpec, Planes, PositionCache, over_heads, undecayed
 from lrpe_fairseq.encodings.permutations import CyclicPowers, permute
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import encode, encode_cpu
@@ -29,40 +24,40 @@ class Rotation(nn.Module):
 
     e is the largest even number up to d. If d is odd, the last feature is unchanged (q = 1 in
     Eq. 24). Angles are in radians.
+
+    Args: theta: other frequencies than those of :meth:`frequencies`.
     """
 
     latex = r"\Lambda^{(s)} = \mathrm{diag}_i\, R(s\, \alpha_i),\ \alpha_i = 10000^{-2i/D}"
 
-    def __init__(self, spec: EncodingSpec) -> None:
+    def __init__(self, spec: EncodingSpec, theta: Tensor | None = None) -> None:
         super().__init__()
-        width = self.turned(spec.head_dim)
-        exponent = torch.arange(width // 2, dtype=torch.float64, device="cpu") * (-2.0 / width)
-        self.register_frequencies(BASE**exponent)
+        self.register_frequencies(self.frequencies(spec) if theta is None else theta)
 
-    @staticmethod
-    def turned(head_dim: int) -> int:
-        """Return the number of leading features that are rotated.
+    def frequencies(self, spec: EncodingSpec) -> Tensor:
+        """Return the frequencies, (E,) float64, radians per token.
 
-        Raises: ChoiceError if ``head_dim`` is too small for a rotation.
+        Raises: ChoiceError if the head width is too small.
         """
-        if head_dim < 2:
-            raise ChoiceError(f"a rotation needs a head width of at least 2, got {head_dim}")
-        return head_dim - head_dim % 2
+        if spec.head_dim < 2:
+            raise ChoiceError(f"a rotation needs a head width of at least 2, got {spec.head_dim}")
+        return bands(spec.head_dim)
 
     def register_frequencies(self, theta: Tensor) -> None:
-        """Store the fixed frequencies ``theta`` (float64, radians per token).
-
-        They are not a buffer, because casting or broadcasting a model's buffers would change them.
-        """
+        """Store fixed frequencies; casting or broadcasting a buffer would change them."""
         self.theta = theta
         self.cache = PositionCache()
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Return exp(i s theta) for every position: (T, E) or (B, 1, T, E), complex."""
         if self.cache is None:
-            return phases(positions, self.theta, dtype)
-        sources = positions, self.theta
-        return self.cache.get(sources, dtype, lambda: phases(positions, self.theta, dtype))
+            return self.phases(positions, dtype)
+        compute = partial(self.phases, positions, dtype)
+        return self.cache.get((positions, self.theta), dtype, compute)
+
+    def phases(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Compute the result of :meth:`at`."""
+        return phases(positions, self.theta, dtype)
 
     def forward(self, planes: Planes, turn: Tensor) -> Planes:
         """Rotate every plane (..., T, D) by ``turn``, the result of :meth:`at`."""
@@ -75,11 +70,7 @@ class LearnedRotation(Rotation):
     latex = r"\Lambda^{(s)} = \mathrm{diag}_i\, R(s\, \theta_i),\ \theta \text{ learned}"
 
     def register_frequencies(self, theta: Tensor) -> None:
-        """Register ``theta`` as a float32 parameter.
-
-        Phases are not cached, not even for a frozen parameter, because an edit through ``.data``
-        cannot be detected.
-        """
+        """Register a float32 parameter. An edit through ``.data`` would not be seen by a cache."""
         self.theta = undecayed(theta.float())
         self.cache = None
 
@@ -96,15 +87,14 @@ class HalfRotation(Rotation):
         r"E = D/2 \text{ features turn}"
     )
 
-    @staticmethod
-    def turned(head_dim: int) -> int:
-        """Return d // 2, rounded up to even.
-
-        Raises: ChoiceError below width 3, where every feature would be rotated.
-        """
-        if head_dim < 3:
-            raise ChoiceError(f"rotation-half needs a head width of at least 3, got {head_dim}")
-        return head_dim // 2 + (head_dim // 2) % 2
+    def frequencies(self, spec: EncodingSpec) -> Tensor:
+        """Return the frequencies; below width 3 every feature would be rotated."""
+        if spec.head_dim < 3:
+            raise ChoiceError(
+                f"rotation-half needs a head width of at least 3, got {spec.head_dim}"
+            )
+        half = spec.head_dim // 2
+        return bands(half + half % 2)
 
 
 class Unitary(Rotation):
@@ -115,10 +105,9 @@ class Unitary(Rotation):
 
     latex = r"\Lambda^{(s)} = \mathrm{diag}_j\, e^{i s \alpha_j},\ \alpha_j = 10000^{-2j/D}"
 
-    def __init__(self, spec: EncodingSpec) -> None:
-        nn.Module.__init__(self)
-        exponent = torch.arange(spec.head_dim, dtype=torch.float64, device="cpu")
-        self.register_frequencies(BASE ** (exponent * (-2.0 / spec.head_dim)))
+    def frequencies(self, spec: EncodingSpec) -> Tensor:
+        """Return one frequency for each feature, (D,) float64."""
+        return bands(2 * spec.head_dim, BASE**2)
 
     def forward(self, planes: Planes, turn: Tensor) -> Planes:
         """One or two planes (..., T, D) -> the planes (re, im)."""
@@ -126,15 +115,6 @@ class Unitary(Rotation):
             return planes[0] * turn.real, planes[0] * turn.imag
         re, im = planes
         return re * turn.real - im * turn.imag, re * turn.imag + im * turn.real
-
-
-class OneAngle(Unitary):
-    """Lambda^(s) = exp(i s theta) I, one ``angle`` theta for all features (radians per token)."""
-
-    def __init__(self, spec: EncodingSpec, angle: float) -> None:
-        nn.Module.__init__(self)
-        theta = torch.full((spec.head_dim,), angle, dtype=torch.float64, device="cpu")
-        self.register_frequencies(theta)
 
 
 class LearnedUnitary(Unitary):
@@ -148,8 +128,7 @@ class LearnedUnitary(Unitary):
 class Permutation(nn.Module):
     """Lambda^(s) = (I)_{pi^s}: feature j at position s is feature pi^s(j) (Eq. 25, 59).
 
-    pi is drawn once and saved in the checkpoint. pi^s(j) is s steps along the cycle of j, modulo
-    its length, so every position up to 2^31 costs the same and no table is stored.
+    pi is drawn once and saved in the checkpoint.
     """
 
     latex = r"\Lambda^{(s)} = \text{permutation } \pi^s"
@@ -170,6 +149,12 @@ class Permutation(nn.Module):
         return tuple(permute(x, *powers) for x in planes)
 
 
+def bands(width: int, base: float = BASE) -> Tensor:
+    """Return base^(-2i/w), i = 0..w/2-1, float64, w the even part of ``width``."""
+    pairs = width // 2
+    return base ** (torch.arange(pairs, dtype=torch.float64, device="cpu") / -pairs)
+
+
 def phases(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute exp(i s theta), complex (T, E) or (B, 1, T, E), for positions s (T,) or (B, T).
 
@@ -178,6 +163,12 @@ def phases(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
     """
     compute = _phases if is_transformed() else _Phases.apply
     return over_heads(compute(theta, positions, dtype), positions)
+
+
+def phases_by_head(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute :func:`phases` for theta (H, E) of every head: (H, T, E) or (B, H, T, E)."""
+    turn = phases(positions, theta.flatten(), dtype).unflatten(-1, theta.shape).transpose(-2, -3)
+    return turn.squeeze(1) if positions.dim() == 2 else turn
 
 
 def _phases(theta: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
@@ -210,10 +201,8 @@ class _Phases(torch.autograd.Function):
 def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:
     """Rotate the pairs (2i, 2i+1) of x (..., T, D) by the complex ``turn``.
 
-    turn: (T, E) or (B, 1, T, E), or one per head, (H, T, E) or (B, H, T, E).
-
-    The first 2E features are multiplied as complex numbers x[2i] + i x[2i+1]. The remaining
-    features are unchanged.
+    turn: (T, E) or (B, 1, T, E), or one per head, (H, T, E) or (B, H, T, E). The features from 2E
+        on are unchanged.
     """
     form = encode.Form(phi=False)
     if encode_cpu.serves(x, form):

@@ -3,8 +3,10 @@
 import math
 from dataclasses import dataclass
 
+import torch
+
 from lrpe_fairseq.encodings.base import Card, EncodingSpec, option
-from lrpe_fairseq.encodings.cores import OneAngle
+from lrpe_fairseq.encodings.cores import Unitary
 from lrpe_fairseq.encodings.lrpe import LRPE
 from lrpe_fairseq.errors import ChoiceError
 
@@ -27,13 +29,12 @@ class CosFormer(LRPE):
 
         q~_s = [q_s cos(a s), q_s sin(a s)], k~_t likewise, a = pi / 2M.
 
-    This is LRPE with P = I and Lambda^(s) = exp(i a s) I (LRPE, C.1); any other P gives the same
-    scores. The encoded width is 2D. In linear attention q is phi(q). The feature map is the
-    project's 1 + elu; the paper's is ReLU. In softmax attention the cosine multiplies q.k before
-    the softmax, which the paper does not do.
+    This is LRPE with P = I and Lambda^(s) = exp(i a s) I (LRPE, C.1). The feature map is 1 + elu;
+    the paper's is ReLU. In softmax attention the cosine multiplies q.k before the softmax, which
+    the paper does not do.
 
-    M is ``cosformer_length``, and nothing is learned. M is fixed: the authors' causal code takes M
-    from the length of its input, so that a further token changes all earlier outputs.
+    M = ``cosformer_length`` is fixed: the authors' causal code takes M from the length of its
+    input, so that a further token changes all earlier outputs.
 
     Trap: beyond distance M the score is negative, and the denominator of Eq. 39 can vanish. With M
     much larger than the text all weights are close to 1, as without an encoding.
@@ -54,4 +55,6 @@ class CosFormer(LRPE):
         length = spec.options.of(CosFormerOptions).cosformer_length
         if length < 1:
             raise ChoiceError(f"cosformer_length must be positive, got {length}")
-        super().__init__(spec, "identity", OneAngle(spec, math.pi / (2 * length)))
+        angle = math.pi / (2 * length)
+        theta = torch.full((spec.head_dim,), angle, dtype=torch.float64, device="cpu")
+        super().__init__(spec, "identity", Unitary(spec, theta))

@@ -4,26 +4,22 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.base import (
     BLOCKS,
     Card,
     EncodingSpec,
+    Lags,
     PositionCache,
     ScoreEncoding,
     check_positions,
     known_lags,
     option,
-    query_scale,
 )
 from lrpe_fairseq.encodings.biases import pick
-from lrpe_fairseq.encodings.networks import Linear, key_projection
+from lrpe_fairseq.encodings.networks import Linear, applied, key_projection
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import has_values
-
-Ends = tuple[int, int]
-"""The smallest and the largest difference of two positions that can occur."""
 
 
 class DeBERTa(ScoreEncoding):
@@ -33,12 +29,9 @@ class DeBERTa(ScoreEncoding):
     2K - 1) is the row of a difference (so K - 1 and all larger differences share the last one). W_k
     and W_q (H D x H D, with bias) split their results into heads, as the content projections do.
 
-    All layers share P, as in the paper. Each layer has separate
-    projections. P is initialized from N(0, 0.02^2), W_k and W_q like fairseq's key projection
-    (Xavier, gain 1/sqrt 2), with the spec's generator. Dropout of P, the log buckets and the shared
+    All layers share P, as in the paper. P is initialized from N(0, 0.02^2), W_k and W_q like
+    fairseq's key projection (Xavier, gain 1/sqrt 2). Dropout of P, the log buckets and the shared
     projections of DeBERTa V2 and V3 are not part of this method.
-
-    Kr and Qr are computed for the differences that can occur.
 
     Trap: q is already scaled by (3 D)^-0.5, so the term of k_t is scaled here.
 
@@ -55,7 +48,7 @@ class DeBERTa(ScoreEncoding):
             "rows",
         )
 
-    content_scale = 3**-0.5
+    content_scale, shared = 3**-0.5, True
     card = Card(
         equation=r"\frac{q_s^\top k_t + q_s^\top K^r_{\delta(s,t)} + k_t^\top Q^r_{\delta(t,s)}}"
         r"{\sqrt{3D}}, \quad \delta(a, b) = \mathrm{clip}(a - b + K, 0, 2K - 1)",
@@ -67,16 +60,15 @@ class DeBERTa(ScoreEncoding):
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)
-        self.distance, self.shared = self.options.deberta_distance, True
+        self.distance = self.options.deberta_distance
         if self.distance < 1:
             raise ChoiceError(f"deberta_distance must be at least 1, got {self.distance}")
         generator = spec.generator(stream=32)
-        shape = 2 * self.distance, spec.num_heads * spec.head_dim
-        self.table = nn.Parameter(0.02 * torch.randn(shape, generator=generator, device="cpu"))
-        width = shape[1]
+        width = spec.num_heads * spec.head_dim
+        draw = torch.randn(2 * self.distance, width, generator=generator, device="cpu")
+        self.table = nn.Parameter(0.02 * draw)
         self.key_proj = key_projection(width, generator, bias=True)
         self.query_proj = key_projection(width, generator, bias=True)
-        self.key_scale = self.content_scale * query_scale(spec)
         self._ends = PositionCache(BLOCKS)
 
     def share_with(self, owner: "DeBERTa") -> None:
@@ -84,28 +76,26 @@ class DeBERTa(ScoreEncoding):
         self.table = owner.table
 
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        """Return both terms of positions, (B, H, T, S). ``q`` is scaled by (3 D)^-0.5.
-
-        In a causal model a key after the query is treated as distance 0; attention masks it.
-        """
+        """Return both terms of positions, (B, H, T, S). A causal model treats a key after the query
+        as distance 0; attention masks it."""
         check_positions(q_positions, q), check_positions(k_positions, k)
         lag = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
         lag = lag.clamp_min(0) if self.spec.causal else lag
         low, high = self.ends(q_positions, k_positions)
         of_queries = self._term(q, self.key_proj, lag, (low, high))
-        k, lag, ends = self.key_scale * k, -lag, (-high, -low)
-        return of_queries + self._term(k, self.query_proj, lag.mT, ends).mT
+        k, ends = self.softmax_scale * k, (-high, -low)
+        return of_queries + self._term(k, self.query_proj, -lag.mT, ends).mT
 
     def row(self, difference: Tensor) -> Tensor:
         """Return d of the difference a - b, int64 of any shape."""
         return (difference + self.distance).clamp(0, 2 * self.distance - 1)
 
-    def ends(self, q_positions: Tensor, k_positions: Tensor) -> Ends:
+    def ends(self, q_positions: Tensor, k_positions: Tensor) -> Lags:
         """Return bounds of s - t, between -K and K. The result is cached."""
         if not has_values(q_positions, k_positions) or not q_positions.numel():
             return -self.distance, self.distance
 
-        def compute() -> Ends:
+        def compute() -> Lags:
             low, high = known_lags(q_positions, k_positions) or (
                 int(q_positions.min() - k_positions.max()),
                 int(q_positions.max() - k_positions.min()),
@@ -115,7 +105,7 @@ class DeBERTa(ScoreEncoding):
 
         return self._ends.get((q_positions, k_positions), None, compute)
 
-    def _term(self, x: Tensor, projection: Linear, difference: Tensor, ends: Ends) -> Tensor:
+    def _term(self, x: Tensor, projection: Linear, difference: Tensor, ends: Lags) -> Tensor:
         """Return the product of x_a and the projected row d(a, b).
 
         Args:
@@ -123,17 +113,10 @@ class DeBERTa(ScoreEncoding):
         Returns: (B, H, A, B').
         """
         first, last = (min(end + self.distance, 2 * self.distance - 1) for end in ends)
-        rows = _projected(projection, self.table[first : last + 1], x.dtype)
+        rows = applied(projection, self.table[first : last + 1], x.dtype)
         rows = rows.unflatten(-1, (self.spec.num_heads, -1))  # N H D
         index = self.row(difference) - first
         if index.shape[-1] == 1:  # one row for each x_a: less work than the products with all
             own = rows[index.squeeze(-1)].transpose(-3, -2)  # H A D or B H A D
             return (x * own).sum(-1, keepdim=True)
         return pick(x @ rows.permute(1, 2, 0), index)
-
-
-def _projected(projection: Linear, table: Tensor, dtype: torch.dtype) -> Tensor:
-    """Apply the projection in the wider one of its dtype and ``dtype``; return ``dtype``."""
-    wide = torch.promote_types(table.dtype, dtype)
-    weight, bias = projection.weight.to(wide), projection.bias.to(wide)
-    return F.linear(table.to(wide), weight, bias).to(dtype)

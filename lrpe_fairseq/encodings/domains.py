@@ -16,23 +16,16 @@ LARGEST = 2**63 - 1
 
 
 def max_depth(k: int) -> int:
-    """Return the depth down to which all nodes have an int64 code: 62 for k = 2, 15 for k = 16."""
+    """Return the depth down to which all nodes have an int64 code: 62 for k = 2, 15 for k = 16.
+
+    For k > 1 some nodes one step deeper have a code, too.
+    """
     if k == 1:
         return LARGEST
     depth, last = 0, 0
     while k * last + k <= LARGEST:
         depth, last = depth + 1, k * last + k
     return depth
-
-
-def levels(k: int) -> int:
-    """Return the number of steps from the deepest int64 node to the root."""
-    if k == 1:
-        return LARGEST
-    code, steps = LARGEST, 0
-    while code > 0:
-        code, steps = (code - 1) // k, steps + 1
-    return steps
 
 
 def child(node: int, branch: int, k: int) -> int:
@@ -66,7 +59,7 @@ def depth(codes: Tensor, k: int) -> Tensor:
     if k == 1:
         return codes
     total = torch.zeros_like(codes)
-    for _ in range(levels(k)):
+    for _ in range(max_depth(k) + 1):
         total += codes > 0
         codes = parent(codes, k)
     return total
@@ -88,22 +81,17 @@ def concat(node: Tensor, path: Tensor, k: int) -> Tensor:
     return node * (torch.full_like(steps, k) ** steps) + path
 
 
-def common_ancestor(one: Tensor, other: Tensor, k: int) -> Tensor:
-    """Return the lowest common ancestor of the nodes ``one`` and ``other``, which broadcast."""
-    if k == 1:
-        return torch.minimum(one, other)
-    one, other = torch.broadcast_tensors(one, other)
-    for _ in range(2 * levels(k)):  # the larger code is not higher up in the tree
-        up, down = one > other, other > one
-        one = torch.where(up, parent(one, k), one)
-        other = torch.where(down, parent(other, k), other)
-    return one
-
-
 def tree_distance(one: Tensor, other: Tensor, k: int) -> Tensor:
     """Return the number of steps between the nodes ``one`` and ``other``, which broadcast."""
-    meeting = depth(common_ancestor(one, other, k), k)
-    return depth(one, k) + depth(other, k) - 2 * meeting
+    if k == 1:
+        return (one - other).abs()
+    low, high = torch.minimum(one, other), torch.maximum(one, other)
+    steps = torch.zeros_like(low)
+    for _ in range(2 * max_depth(k) + 2):  # the larger code is not higher up in the tree
+        steps += low != high
+        step = torch.where(low == high, high, parent(high, k))
+        low, high = torch.minimum(low, step), torch.maximum(low, step)
+    return steps
 
 
 def codes_from_arities(arities: Iterable[int], k: int, order: str) -> list[int]:
@@ -132,15 +120,6 @@ def codes_from_arities(arities: Iterable[int], k: int, order: str) -> list[int]:
         else:
             pending.extendleft(reversed(children))
         codes.append(node or 0)
-    return codes
-
-
-def check_nodes(codes: Tensor) -> Tensor:
-    """Return ``codes`` if none is negative. Raises: ValueError otherwise."""
-    if (codes < 0).any():
-        raise ValueError(
-            "the positions in a tree are the codes of its nodes, which are not negative"
-        )
     return codes
 
 

@@ -1,11 +1,8 @@
 """Departures of the code behind the published numbers from the papers that it compares.
 
-Each departure has a name. ``EncodingOptions.fidelity`` holds the names that are switched on, by
-default none. A method declares its departures in ``Encoding.departures``. Those below concern
-attention under any encoding, and whole models.
+A method declares its departures in ``Encoding.departures``. Those below concern attention under any
+encoding, and whole models.
 """
-
-from collections.abc import Iterable
 
 from lrpe_fairseq.encodings import ENCODINGS, encoding_class
 from lrpe_fairseq.encodings.departures import Departure
@@ -62,22 +59,11 @@ def parse_departures(text: str) -> frozenset[str]:
     if text == "correct":
         return frozenset()
     names = {name.strip() for name in text.split(",")}
-    return check_departures(names - {"published"}) | (PUBLISHED if "published" in names else set())
-
-
-def check_departures(names: Iterable[str]) -> frozenset[str]:
-    """Return ``names`` as a set.
-
-    Raises: ChoiceError, listing the known names, if one is unknown.
-
-    >>> sorted(check_departures(["t5-unit-init"]))
-    ['t5-unit-init']
-    """
-    chosen = frozenset(names)
+    chosen = frozenset(names - {"published"})
     unknown = sorted(chosen - DEPARTURES.keys())
     if unknown:
         raise ChoiceError(
             f"unknown departures {', '.join(unknown)}; choose correct, published, or a list of "
             f"{', '.join(DEPARTURES)}"
         )
-    return chosen
+    return chosen | PUBLISHED if "published" in names else chosen

@@ -32,13 +32,10 @@ class FIRE(LagBias):
     """score_st + f(psi(n) / psi(max(L, s)))_h, n = s - t, psi(x) = log(1 + |c| x), causal only.
 
     s is the position of the query. f maps a number to one bias per head: ``layers`` hidden
-    layers of ``width`` with ReLU. Learned are f, c (initially 0.1) and a factor lambda
-    of the threshold L = |lambda| ``fire_length`` (initially 1), in every layer, or once in all
-    layers with ``fire_shared`` (FIRE-S). psi is float64; f has the precision of its weights. f is
-    initialized like ``nn.Linear``, with the spec's generator.
-
-    Costs one evaluation of f per lag if all queries are at positions s <= L, as in training as long
-    as the learned L is not below the length; otherwise one per pair, in blocks of queries.
+    layers of ``width`` with ReLU, initialized like ``nn.Linear``. Learned are f, c (initially 0.1)
+    and a factor lambda of the threshold L = |lambda| ``fire_length`` (initially 1), in every layer,
+    or once in all layers with ``fire_shared`` (FIRE-S). psi is float64; f has the precision of its
+    weights. f is evaluated once per lag if all queries are at positions s <= L, else once per pair.
 
     Trap: for s > L the bias depends on s as well as on n. It is relative up to L only
     (:attr:`properties`).

@@ -4,17 +4,10 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lrpe_fairseq.encodings.base import (
-    Card,
-    EncodingSpec,
-    Planes,
-    PositionCache,
-    Properties,
-    option,
-)
-from lrpe_fairseq.encodings.cores import Rotation, phases, rotate_pairs
+from lrpe_fairseq.encodings.base import Card, EncodingSpec, Properties, option
+from lrpe_fairseq.encodings.cores import Rotation
 from lrpe_fairseq.encodings.lrpe import LRPE
 from lrpe_fairseq.errors import ChoiceError
 
@@ -40,19 +33,13 @@ class FoPE(LRPE):
         C_hj(s) = sum_i a_hij cos(w_i s),   S_hj(s) = sum_i b_hij sin(w_i s),
         (x, y) -> (x C - y S, x S + y C) for queries and keys,
 
-    with a and b the identity plus N(0, 2 sigma^2 / (M (M + H))). This is the Xavier initialization
-    of the authors' code with gain sigma = ``sigma``: torch's fans of its (H, M, M) tensor are
-    M M and H M. The coefficients are drawn from the spec's generator, saved in
-    the checkpoint, and fixed.
+    with a and b the identity plus N(0, 2 sigma^2 / (M (M + H))), fixed and saved in the checkpoint.
+    This is the Xavier initialization of the authors' code with gain ``sigma``: torch's fans of its
+    (H, M, M) tensor are M M and H M. Their listing also divides the coefficients by their sum over
+    i, which Eq. 13 does not contain, and keeps at most D/4 pairs.
 
     The encoding is not relative: the score contains products of two series, so it changes with
-    both positions at one distance. Norms are not preserved. With sigma = 0 it is RoPE with clipped
-    frequencies, which is relative.
-
-    The authors' listing also divides the coefficients by their sum over i, which Eq. 13 does not
-    contain, and keeps at most D/4 pairs.
-
-    Costs O(D) per token and head, and O(H T M^2) for the series.
+    both positions at one distance. With sigma = 0 it is RoPE with clipped frequencies.
 
     Trap: ``fope_length`` must be the length of the training texts.
 
@@ -79,15 +66,22 @@ class FoPE(LRPE):
         super().__init__(spec, "identity", FourierSeries(spec, sigma))
 
 
-class FourierSeries(nn.Module):
+class FourierSeries(Rotation):
     """Multiplies the pairs of every head, as complex numbers, by series of the frequencies."""
 
     def __init__(self, spec: EncodingSpec, sigma: float) -> None:
-        super().__init__()
-        own = spec.options.of(FoPEOptions)
-        self.theta = kept_frequencies(spec, own.fope_length)
-        self.cache = PositionCache()
+        super().__init__(spec)
         self.register_buffer("coefficients", _draw(spec, len(self.theta), sigma))
+
+    def frequencies(self, spec: EncodingSpec) -> Tensor:
+        """Return RoPE's frequencies that are at least 2 pi / N, (M,) float64."""
+        theta, length = super().frequencies(spec), spec.options.of(FoPEOptions).fope_length
+        theta = theta[theta >= 2 * math.pi / max(length, 1)]
+        if not len(theta):
+            raise ChoiceError(
+                f"fope_length must be at least 7, so that a frequency remains, got {length}"
+            )
+        return theta
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Return C + i S of every head and position: (H, T, E) or (B, H, T, E), complex.
@@ -95,29 +89,8 @@ class FourierSeries(nn.Module):
         The series is summed in float64 and then cast.
         """
         exact = torch.float32 if positions.device.type == "mps" else torch.float64
-        basis = self.cache.get(
-            (positions, self.theta), exact, lambda: phases(positions, self.theta, exact)
-        )
-        a, b = self.coefficients.to(exact)
+        basis, (a, b) = super().at(positions, exact), self.coefficients.to(exact)
         return torch.complex((basis.real @ a).to(dtype), (basis.imag @ b).to(dtype))
-
-    def forward(self, planes: Planes, turn: Tensor) -> Planes:
-        """Multiply the pairs of every plane (B, H, T, D) by ``turn``, the result of :meth:`at`."""
-        return tuple(rotate_pairs(x, turn) for x in planes)
-
-
-def kept_frequencies(spec: EncodingSpec, length: int) -> Tensor:
-    """Return RoPE's frequencies that are at least 2 pi / ``length``, (M,) float64.
-
-    Raises: ChoiceError if there is none.
-    """
-    theta = Rotation(spec).theta
-    theta = theta[theta >= 2 * math.pi / max(length, 1)]
-    if not len(theta):
-        raise ChoiceError(
-            f"fope_length must be at least 7, so that a frequency remains, got {length}"
-        )
-    return theta
 
 
 def _draw(spec: EncodingSpec, count: int, sigma: float) -> Tensor:

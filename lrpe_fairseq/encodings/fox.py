@@ -14,9 +14,8 @@ from lrpe_fairseq.encodings.base import (
     Properties,
     QueryKeyEncoding,
     option,
-    query_scale,
 )
-from lrpe_fairseq.encodings.none import NoEncoding
+from lrpe_fairseq.encodings.none import Unchanged
 
 START_STD = 0.02
 """Standard deviation of the initial weights of the gates, as in the authors' code."""
@@ -51,13 +50,12 @@ class ForgetGate(nn.Module):
             return F.logsigmoid(logits).transpose(1, 2)
 
 
-class FoX(NoEncoding):
+class FoX(Unchanged):
     """score_st + sum_(t<u<=s) log f_u with forget gates f_u = sigmoid(w_h x_u + b_h).
 
-    x_u is the input of the layer. q and k are unchanged, and so is the score at lag 0. In softmax
-    attention the sum of the log gates is added to the scaled score; linear attention multiplies the
-    score of its kernel by the product of the gates. Each layer has separate gates. Costs O(H C) per
-    token. Causal attention only.
+    x_u is the input of the layer. In softmax attention the sum of the log gates is added to the
+    scaled score; linear attention multiplies the score of its kernel by the product of the gates.
+    Each layer has separate gates.
 
     Trap: with ``fox_bias`` 0, the authors' start, a gate is about 1/2 and training starts with a
     window of a few tokens. With normalizer "content" of linear attention the denominator is not
@@ -66,7 +64,6 @@ class FoX(NoEncoding):
 
     Options = GateOptions
     causal_only = True
-    reads_nodes = False
     properties = Properties(contextual=True)
     without_absolute = True
     card = Card(
@@ -81,19 +78,12 @@ class FoX(NoEncoding):
         super().__init__(spec)
         add_gate(self)
 
-    @property
-    def softmax_scale(self) -> float:
-        """D^-0.5, or (H D)^-0.5 under ``embed-dim-scale``."""
-        return query_scale(self.spec)
-
 
 def gated(spec: EncodingSpec, inner: Callable[[EncodingSpec], QueryKeyEncoding]) -> Encoding:
     """Build a decomposable encoding and add forget gates: score_st + sum_(t<u<=s) log f_u.
 
     Each layer has separate gates, also if the encoding shares its parameters. A constant decay
-    stays what it is: gates multiply the weight, and PermuteFormer's decay multiplies the score. In
-    linear attention, where both are the same, the exponents are added. With gates of 1 the result
-    is that of the encoding alone.
+    stays what it is: gates multiply the weight, and PermuteFormer's decay multiplies the score.
     """
     encoding = inner(spec)
     add_gate(encoding)

@@ -4,10 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lrpe_fairseq.encodings.base import (
-    Card,
     Encoding,
     EncodingOptions,
     EncodingSpec,
@@ -32,13 +31,9 @@ class GridEncoding(QueryKeyEncoding):
     "sum" encodes all features at the position row + column. Cells on one anti-diagonal have the
     same position. The image code of TMLR LRPE does this; the paper does not mention it.
 
-    Norms, the kind of relativity and the feature map are those of the encoding. Parameters of one
-    axis are shared between layers if the encoding shares them.
-
     Args:
         spec: of the whole encoding; ``spec.options`` holds the grid.
-        name: the name of the encoding, a key of ENCODINGS.
-        construct: its constructor, called with a spec.
+        name: the name of the encoding. construct: its constructor, called with a spec.
     Raises: ChoiceError for an encoding that needs the score matrix, has a decay or reads the grid
         itself, or for an odd head width under "axial".
     """
@@ -47,51 +42,40 @@ class GridEncoding(QueryKeyEncoding):
         self, spec: EncodingSpec, name: str, construct: Callable[[EncodingSpec], Encoding]
     ) -> None:
         super().__init__(spec)
-        self.grid, self._cells = spec.options.position_grid, PositionCache(2)
-        self._names = AXES[self.grid]
-        if spec.head_dim % len(self._names):
+        self.grid = spec.options.position_grid
+        names = AXES[self.grid]
+        if spec.head_dim % len(names):
             raise ChoiceError(
                 f"position grid {self.grid!r} halves the features of a head, so the head width "
                 f"must be even, got {spec.head_dim}"
             )
         own = EncodingOptions(spec.options.fidelity, **spec.options.values)
-        width = spec.head_dim // len(self._names)
-        for number, axis in enumerate(self._names):
-            seed = len(self._names) * spec.seed + number
+        width = spec.head_dim // len(names)
+        for number, axis in enumerate(names):
+            seed = len(names) * spec.seed + number
             part = construct(replace(spec, head_dim=width, seed=seed, options=own))
             part.name = f"{name} ({axis})"
             setattr(self, axis, part)
         _check(part, name, self.grid)
-        self._take_capabilities(part)
-
-    def _take_capabilities(self, part: QueryKeyEncoding) -> None:
-        fixed = part.properties.relative == "no"
-        unit = 1 if fixed else self.spec.options.grid_width
+        for field in ("card", "before_feature_map", "denominator_vanishes", "without_absolute"):
+            setattr(self, field, getattr(part, field))
+        unit = 1 if part.properties.relative == "no" else spec.options.grid_width
         self.properties = replace(part.properties, shift_unit=unit)
-        self.before_feature_map = part.before_feature_map
-        self.denominator_vanishes = part.denominator_vanishes
-        self.without_absolute = part.without_absolute
         self.foldable = part.foldable and self.grid == "sum"
 
     @property
     def parts(self) -> list[QueryKeyEncoding]:
         """The encoding of row + column, or those of the row and of the column."""
-        return [getattr(self, axis) for axis in self._names]
-
-    @property
-    def card(self) -> Card:
-        """The entry of the gallery of the encoding without a grid."""
-        return self.parts[0].card
+        return [*self.children()]
 
     @property
     def feature_dim(self) -> int:
         """The sum of the widths of :attr:`parts`."""
         return sum(part.feature_dim for part in self.parts)
 
-    @property
-    def projection(self) -> nn.Module:
-        """The projection of the encoding of row + column; only if ``foldable``."""
-        return self.parts[0].projection
+    def projection(self, x: Tensor) -> Planes:
+        """Apply the projection of the encoding of row + column; only if ``foldable``."""
+        return self.parts[0].projection(x)
 
     def summary(self) -> str:
         """Return the summary of the encoding and the kind of the grid."""
@@ -101,8 +85,8 @@ class GridEncoding(QueryKeyEncoding):
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Encode q and k by rows and columns; see :meth:`QueryKeyEncoding.forward`."""
-        at_q, at_k = self._positions(q_positions, k_positions)
-        each = zip(self.parts, self._split(q), self._split(k), at_q, at_k, strict=True)
+        at = self._positions(q_positions, k_positions)
+        each = zip(self.parts, self._split(q), self._split(k), *at, strict=True)
         encoded = [part(*given) for part, *given in each]
         return tuple(_joined(halves) for halves in zip(*encoded, strict=True))
 
@@ -131,15 +115,30 @@ class GridEncoding(QueryKeyEncoding):
         return at_q, at_q if k_positions is q_positions else self._axes(k_positions)
 
     def _axes(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """Return the positions of every part, cached because the parts cache by identity."""
-        return self._cells.get(positions, None, lambda: self._computed_axes(positions))
-
-    def _computed_axes(self, positions: Tensor) -> tuple[Tensor, ...]:
-        row, column = rows_and_columns(positions, self.spec.options.grid_width)
-        return (row + column,) if self.grid == "sum" else (row, column)
+        return axes_of(positions, self.spec.options.grid_width, self.grid)
 
     def _split(self, x: Tensor) -> tuple[Tensor, ...]:
-        return x.chunk(len(self._names), -1)
+        return x.chunk(len(self.parts), -1)
+
+
+def _joined(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), -1)
+
+
+def axes_of(positions: Tensor, width: int, grid: str = "axial") -> tuple[Tensor, ...]:
+    """Return the row and the column of positions on a grid of ``width``, or for "sum" their sum.
+
+    The same tensors for the same positions object, so that encodings can cache.
+    """
+
+    def compute() -> tuple[Tensor, ...]:
+        row, column = rows_and_columns(positions, width)
+        return (row + column,) if grid == "sum" else (row, column)
+
+    return _cells.get(positions, (width, grid), compute)
+
+
+_cells = PositionCache(4)  # two streams of tokens, each read in two ways
 
 
 def rows_and_columns(positions: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -167,7 +166,3 @@ def _check(part: Encoding, name: str, grid: str) -> None:
         raise ChoiceError(refused + "it reads rows and columns itself; leave the grid at 'flat'")
     if part.forget_gate is not None or part.log_decay() is not None:
         raise ChoiceError(refused + "its decay counts tokens, not rows and columns")
-
-
-def _joined(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), -1)

@@ -17,9 +17,7 @@ class Kerple(LagBias):
     """A bias with two positive parameters r1 and r2 per head, which all layers share.
 
     As in the authors' code, the parameters are r1 and r2 themselves, without weight decay, and the
-    forward pass clamps them. They are float32 (H,) and start from U(0, 1) times :attr:`largest`,
-    drawn with the spec's generator. Lags and biases are float64 until the bias is cast. Costs
-    O(T + S) evaluations and one lookup per pair.
+    forward pass clamps them. They are float32 (H,) and start from U(0, 1) times :attr:`largest`.
 
     Traps: the paper's first equation divides the bias by sqrt D together with q.k, but its code
     adds the bias to the scaled score. This class follows the code; r1 absorbs the factor. With half

@@ -23,14 +23,16 @@ from lrpe_fairseq.encodings.base import (
     PositionCache,
     Properties,
     QueryKeyEncoding,
-    check_positions,
     option,
     undecayed,
 )
+from lrpe_fairseq.encodings.cores import bands
 from lrpe_fairseq.encodings.grid import rows_and_columns
 from lrpe_fairseq.encodings.rotations import (
+    encode_both,
     exponential,
     from_groups,
+    generator_of,
     skew_of_triangle,
     to_groups,
     triangle,
@@ -39,12 +41,9 @@ from lrpe_fairseq.encodings.rotations import (
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import has_values
 
-BASE = 10000.0
-"""Base of the frequencies that the generators on a line start from, as in RoPE."""
 NOISE = 0.001
-"""Standard deviation of the noise that is added to an entry of A. It is small because angles grow
-with the position: noise of 0.01 removes the slow rotations of RoPE within a few hundred tokens, and
-the denominators of linear attention (Eq. 39) are then often close to zero."""
+"""Standard deviation of the noise in an entry of A on a line: 0.01 would remove the slow rotations
+of RoPE within a few hundred tokens, and the denominators of Eq. 39 be often close to zero."""
 
 
 # --- the encodings -----------------------------------------------------------------------------
@@ -54,7 +53,8 @@ class BlockRotation(QueryKeyEncoding):
     """q~ = R(p) q and k~ = R(p) k with an orthogonal R(p), block diagonal in blocks of width b.
 
     b = min(``rotation_block``, D // ``least_blocks``). The last D mod b features are unchanged, as
-    the last feature of RoPE for an odd D. A subclass defines :meth:`turned`.
+    the last feature of RoPE for an odd D. A subclass defines ``turned``, which rotates x
+    (G, K, M, b) at positions of any shape with M entries.
     Raises: ChoiceError unless b is at least 2.
     """
 
@@ -73,8 +73,7 @@ class BlockRotation(QueryKeyEncoding):
     def __init__(self, spec: EncodingSpec, least_blocks: int = 1) -> None:
         super().__init__(spec)
         self.axes = 2 if spec.options.grid_width else 1
-        # generators that start from large random numbers turn narrow heads, or those of tall grids,
-        # into nearly independent directions
+        # generators from large random numbers turn narrow heads into nearly independent directions
         self.denominator_vanishes = self.axes == 2
         self.block = min(self.options.rotation_block, spec.head_dim // least_blocks)
         if self.block < 2:
@@ -88,13 +87,7 @@ class BlockRotation(QueryKeyEncoding):
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Rotate q and k; see :meth:`QueryKeyEncoding.forward`."""
-        check_positions(q_positions, q), check_positions(k_positions, k)
-        with torch.autocast(q.device.type, enabled=False):
-            if q_positions is k_positions and q.dtype == k.dtype:
-                q, k = self._rotated(torch.stack([q, k]), q_positions).unbind(0)
-                return q, k
-            q = self._rotated(q.unsqueeze(0), q_positions).squeeze(0)
-            return q, self._rotated(k.unsqueeze(0), k_positions).squeeze(0)
+        return encode_both(self._rotated, q, k, q_positions, k_positions)
 
     def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x (n, B, H, T, D) at positions (T,) or (B, T), in float32 or wider."""
@@ -103,10 +96,6 @@ class BlockRotation(QueryKeyEncoding):
         groups = to_groups(wide, self.blocks, positions.dim() == 2)
         out = from_groups(self.turned(groups, positions), wide.shape, self.blocks).to(x.dtype)
         return out if width == x.shape[-1] else torch.cat([out, x[..., width:]], dim=-1)
-
-    def turned(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate x (G, K, M, b) at positions of any shape with M entries."""
-        raise NotImplementedError
 
     def coordinates(self, positions: Tensor) -> Tensor:
         """Return p of every position, float64 (M, N); see the docstring of this file."""
@@ -126,7 +115,7 @@ class LieRE(BlockRotation):
     """q~_p = exp(sum_a p_a A_a) q_p, A_a a learned block-diagonal skew-symmetric matrix per head.
 
     A_a = L_a - L_a^T; the strictly lower triangle L_a (N, H, J, b (b - 1) / 2) is learned, per
-    layer. R(p) is orthogonal, so norms are kept.
+    layer. Eigenbases are float64, so R(p) is orthogonal at any position.
 
     On a line the score is exactly relative, and this is LRPE with a learned block-orthogonal P and
     learned angles. L starts from RoPE's frequencies in pairs of features, plus N(0, 0.001^2): the
@@ -134,10 +123,7 @@ class LieRE(BlockRotation):
     L starts from U(0, 2 pi), as in the authors' code.
 
     Trap: on a grid the score is *not* relative, because R(p)^T R(p') = R(p' - p) only if A_0 and
-    A_1 commute. There one eigenbasis of b x b is computed for each distinct cell, block and head,
-    which dominates the cost.
-
-    All eigenbases are computed in float64, so R(p) is orthogonal at any position.
+    A_1 commute. There one eigenbasis is computed for each distinct cell, block and head.
     """
 
     card = Card(
@@ -165,7 +151,7 @@ class LieRE(BlockRotation):
         self._cells = PositionCache()
 
     def turned(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate x (G, K, M, b); see :meth:`BlockRotation.turned`."""
+        """Rotate x (G, K, M, b)."""
         skew = skew_of_triangle(self.lower.double(), self.block).flatten(1, 2)  # N G b b
         if self.axes == 1:
             return turn(x, skew[0], self.coordinates(positions).expand(-1, len(x)).t())
@@ -179,9 +165,9 @@ class ComRoPE(BlockRotation):
 
     R(p)^T R(p') = R(p' - p), so the score is exactly relative in every axis. P (H, J, b, b) is
     learned per layer. On a grid it starts from N(0, 1), as in the paper; on a line A starts as that
-    of :class:`LieRE`. The paper shifts the coordinates of a cell by
-    half a cell, which cancels in every score, and adds noise to them in training, which is not
-    done here. A subclass defines :meth:`amounts`.
+    of :class:`LieRE`. The paper shifts coordinates by half a cell, which cancels in every score,
+    and adds noise to them in training, which is not done here. A subclass defines ``amounts``,
+    sum_a theta_aj p_a, float64 (M, J), for coordinates (M, N).
     """
 
     def __init__(self, spec: EncodingSpec, least_blocks: int = 1) -> None:
@@ -194,14 +180,10 @@ class ComRoPE(BlockRotation):
         self.p = undecayed(draw)
 
     def turned(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate x (G, K, M, b); see :meth:`BlockRotation.turned`."""
+        """Rotate x (G, K, M, b)."""
         p = self.p.double().flatten(0, 1)  # G b b
         amounts = self.amounts(self.coordinates(positions)).t().repeat(self.spec.num_heads, 1)
         return turn(x, p - p.transpose(-1, -2), amounts)
-
-    def amounts(self, coordinates: Tensor) -> Tensor:
-        """Return sum_a theta_aj p_a, float64 (M, J), for coordinates (M, N)."""
-        raise NotImplementedError
 
 
 class ComRoPEAP(ComRoPE):
@@ -225,7 +207,7 @@ class ComRoPEAP(ComRoPE):
         super().__init__(spec, least_blocks=2 if spec.options.grid_width else 1)
 
     def amounts(self, coordinates: Tensor) -> Tensor:
-        """Return p_(j mod N); see :meth:`ComRoPE.amounts`."""
+        """Return p_(j mod N); see :class:`ComRoPE`."""
         return coordinates[:, torch.arange(self.blocks, device=coordinates.device) % self.axes]
 
 
@@ -253,7 +235,7 @@ class ComRoPELD(ComRoPE):
         self.theta = undecayed(torch.ones(shape, device="cpu") if self.axes == 1 else draw)
 
     def amounts(self, coordinates: Tensor) -> Tensor:
-        """Return sum_a theta_aj p_a; see :meth:`ComRoPE.amounts`."""
+        """Return sum_a theta_aj p_a; see :class:`ComRoPE`."""
         return coordinates @ self.theta.double()
 
 
@@ -266,12 +248,8 @@ def line_start(heads: int, blocks: int, block: int) -> Tensor:
     Entry (2i + 1, 2i) of block j is 10000^(-n/E), n the number of the pair and E the number of
     pairs in a head. An odd block has one feature that is not rotated.
     """
-    pairs = blocks * (block // 2)
-    number = torch.arange(pairs, dtype=torch.float64, device="cpu")
-    start = torch.zeros(blocks, block, block, device="cpu")
-    column = torch.arange(0, block - 1, 2, device="cpu")
-    start[:, column + 1, column] = (BASE ** (-number / pairs)).float().view(blocks, -1)
-    return start.expand(heads, -1, -1, -1).clone()
+    theta = bands(2 * blocks * (block // 2)).view(blocks, -1)
+    return generator_of(theta, block).tril().float().expand(heads, -1, -1, -1)
 
 
 def distinct(positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,13 +5,10 @@ score (Eq. 76) and is never computed. P (``projections``) and Lambda (``cores``)
 and combine freely.
 
 A complex vector is represented by its *planes*, the tuple (re, im), and a real vector by (re,).
-Real maps act on each plane separately. The planes are concatenated last, so that the real inner
-product of two results is Re(q~^H k~).
+The planes are concatenated last, so that the inner product of two results is Re(q~^H k~).
 """
 
 from collections.abc import Callable
-from functools import partial
-from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +29,6 @@ from lrpe_fairseq.encodings.projections import (
     LRPEOptions,
     OddEven,
 )
-from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import encode, encode_cpu, loader
 
 KERNELS = "lrpe_fairseq.kernels.encode_triton"
@@ -42,12 +38,9 @@ class LRPE(QueryKeyEncoding):
     """q~_s = Lambda^(s) P q_s, k~_t = Lambda^(t) P k_t (Eq. 76), shared by all heads.
 
     Args:
-        spec: widths and seed.
         projection: a name of :data:`PROJECTIONS`.
         core: a name of :data:`CORES`, or a module like those of ``cores``.
-    Raises: ChoiceError for an unknown name or a head width that the core does not support.
-
-    Costs O(D) per token and head, or O(D^2) with fourier. Supports positions up to 2^31.
+    Raises: ChoiceError for a head width that the core does not support.
     """
 
     Options = LRPEOptions
@@ -55,8 +48,8 @@ class LRPE(QueryKeyEncoding):
     def __init__(self, spec: EncodingSpec, projection: str, core: str | nn.Module) -> None:
         super().__init__(spec)
         self._parts = (projection, core) if isinstance(core, str) else ()
-        self.projection = _named(PROJECTIONS, projection, "P")(spec)
-        self.core = _named(CORES, core, "Lambda")(spec) if isinstance(core, str) else core
+        self.projection = PROJECTIONS[projection](spec)
+        self.core = CORES[core](spec) if isinstance(core, str) else core
         self._planes = 2 if projection == "fourier" or isinstance(self.core, Unitary) else 1
         self.foldable = projection != "identity"
         if type(self).card is None:  # a subclass has its own
@@ -76,10 +69,7 @@ class LRPE(QueryKeyEncoding):
     def forward(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Encode; see :meth:`QueryKeyEncoding.forward`.
-
-        Half-precision inputs are converted to float32 first, and the result is rounded once.
-        """
+        """Encode in float32 or wider; see :meth:`QueryKeyEncoding.forward`."""
         wide = torch.promote_types(q.dtype, torch.float32)
         planes = (self.projection(x.to(wide)) for x in (q, k))
         turned = self.turn(*planes, q_positions, k_positions)
@@ -100,8 +90,7 @@ class LRPE(QueryKeyEncoding):
     ) -> Callable[[Tensor], Tensor] | None:
         """Use a compiled kernel; see :meth:`QueryKeyEncoding.one_pass`.
 
-        Returns: None if no kernel supports x (B, H, T, D), or if P is a Fourier matrix and Lambda
-            is not unitary.
+        No kernel has a Fourier matrix P with a Lambda that is not unitary.
         """
         fourier = isinstance(self.projection, Fourier)
         if fourier and not isinstance(self.core, Unitary):
@@ -124,27 +113,16 @@ class LRPE(QueryKeyEncoding):
         elif fourier:
             projection = self.projection.matrix(wide, x.device)
         at = self.core.at(check_positions(positions, x), wide)
-        if form.permutes:
-            return lambda x: kernel.encode(x, projection, at, form)
-        run = partial(_run, kernel, projection, form)
-        return lambda x: encode.by_head(run, x, at)
+
+        def run(x: Tensor, at: object) -> Tensor:
+            return kernel.encode(x, projection, at, form)
+
+        return lambda x: run(x, at) if form.permutes else encode.by_head(run, x, at)
 
     def _turned(self, planes: Planes, at: object, wide: torch.dtype) -> Tensor:
         turned = self.core(tuple(x.to(wide) for x in planes), at)
         turned = turned[0] if len(turned) == 1 else torch.cat(turned, dim=-1)
         return turned.to(planes[0].dtype)
-
-
-def _run(
-    kernel: ModuleType, projection: Tensor | None, form: encode.Form, x: Tensor, at: Tensor
-) -> Tensor:
-    return kernel.encode(x, projection, at, form)
-
-
-def _named(table: dict[str, type], name: str, role: str) -> type:
-    if name not in table:
-        raise ChoiceError(f"unknown {role} {name!r}; choose one of {', '.join(table)}")
-    return table[name]
 
 
 def _card(projection: nn.Module, core: nn.Module) -> Card:

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 class Linear(nn.Module):
     """x W^T + b with W (outputs, inputs) and an optional b (outputs,), float32 on the CPU.
 
-    The values are undefined until they are initialized. It is no ``nn.Linear``, because fairseq
-    initializes every ``nn.Linear`` of a BERT model again, with the global generator.
+    It is no ``nn.Linear``, because fairseq initializes every ``nn.Linear`` of a BERT model again,
+    with the global generator.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True) -> None:
@@ -22,6 +22,13 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., inputs) -> (..., outputs)."""
         return F.linear(x, self.weight, self.bias)
+
+
+def applied(layer: Linear, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Apply ``layer`` in the wider one of its dtype and ``dtype``, and return ``dtype``."""
+    wide = torch.promote_types(layer.weight.dtype, dtype)
+    bias = None if layer.bias is None else layer.bias.to(wide)
+    return F.linear(x.to(wide), layer.weight.to(wide), bias).to(dtype)
 
 
 def linear(inputs: int, outputs: int, generator: torch.Generator) -> Linear:

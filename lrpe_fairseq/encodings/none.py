@@ -5,7 +5,18 @@ from torch import Tensor
 from lrpe_fairseq.encodings.base import Card, QueryKeyEncoding, check_positions
 
 
-class NoEncoding(QueryKeyEncoding):
+class Unchanged(QueryKeyEncoding):
+    """q~ = q, k~ = k. A subclass may have a decay."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return q and k unchanged."""
+        check_positions(q_positions, q), check_positions(k_positions, k)
+        return q, k
+
+
+class NoEncoding(Unchanged):
     """q~ = q, k~ = k. Costs nothing. Absolute positions may be added to the embeddings."""
 
     card = Card(
@@ -20,10 +31,3 @@ class NoEncoding(QueryKeyEncoding):
     def softmax_scale(self) -> float:
         """D^-0.5, as stock attention has under every departure."""
         return self.spec.head_dim**-0.5
-
-    def forward(
-        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return q and k unchanged."""
-        check_positions(q_positions, q), check_positions(k_positions, k)
-        return q, k

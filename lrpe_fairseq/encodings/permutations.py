@@ -45,9 +45,8 @@ class _Permuted(torch.autograd.Function):
 class CyclicPowers:
     """Powers of permutations by index arithmetic on their cycles.
 
-    The cycles are cached until the permutation changes: its identity, version and memory address
-    are compared, since a comparison of values would synchronize a GPU. Trap: an in-place edit
-    through ``.data`` is not detected.
+    The cycles are cached by identity, version and memory address of the permutation, since a
+    comparison of values would synchronize a GPU. Trap: an edit through ``.data`` is not detected.
     """
 
     def __init__(self) -> None:
@@ -92,9 +91,9 @@ def _identity(tensor: Tensor) -> tuple[int, int]:
 def cycle_form(permutation: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the cycles of pi (..., D): start, step, length and members, (..., D) each.
 
-    ``members`` lists the elements cycle by cycle. j is at index start[j] + step[j], its cycle has
-    length[j] elements, and pi^s(j) = members[start[j] + (step[j] + s) mod length[j]]. Only tensor
-    operations are used, so this works on any device, with fake tensors and under torch.compile.
+    ``members`` lists the elements cycle by cycle, with j at start[j] + step[j], hence
+    pi^s(j) = members[start[j] + (step[j] + s) mod length[j]]. Only tensor operations are used, so
+    this works on any device, with fake tensors and under torch.compile.
     """
     width = permutation.shape[-1]
     own = torch.arange(width, device=permutation.device).expand_as(permutation)

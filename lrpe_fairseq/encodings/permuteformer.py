@@ -27,13 +27,10 @@ PUBLISHED_SEED = 0xDEADBEEFDEADBEEF
 class PermuteFormer(QueryKeyEncoding):
     """x~_s[j] = x_s[pi_h^s(j)] with a separate permutation pi_h for each head; norms are preserved.
 
-    The score of (s, t) depends on pi_h^(s-t) only. In causal attention it is multiplied by
-    r_h^(s-t) with r_h = sigmoid(2 + 3h/H), h = 0..H-1 (PermuteFormer's language model). Attention
-    applies the factor (:meth:`log_decay`), because r^-t alone overflows float16 after 87 tokens.
-    A bidirectional model has no factor, since r^(s-t) grows without bound for t > s.
-
-    Costs O(D) per token and head for any position up to 2^31: no table of powers is stored. pi is
-    int64 (H, D), drawn from the spec's generator and saved in the checkpoint.
+    In causal attention the score of (s, t) is multiplied by r_h^(s-t) with
+    r_h = sigmoid(2 + 3h/H), h = 0..H-1 (PermuteFormer's language model). A bidirectional model has
+    no factor, since r^(s-t) grows without bound for t > s. pi is int64 (H, D) and saved in the
+    checkpoint.
     """
 
     card = Card(
@@ -54,18 +51,17 @@ class PermuteFormer(QueryKeyEncoding):
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)
         shared = "permuteformer-shared-permutation" in spec.options.fidelity
-        self.register_buffer("permutation", _shared_draw(spec) if shared else _draw(spec))
+        self.register_buffer("permutation", _draw(spec, shared))
         self.cycles = CyclicPowers()
 
     def forward(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Permute the features of q and k; see :meth:`QueryKeyEncoding.forward`."""
-        return self.permute(q, q_positions), self.permute(k, k_positions)
-
-    def permute(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Permute x (B, H, T, D) at positions (T,) or (B, T); exact in any dtype."""
-        return permute(x, *self._orders(check_positions(positions, x)))
+        return tuple(
+            permute(x, *self._orders(check_positions(positions, x)))
+            for x, positions in ((q, q_positions), (k, k_positions))
+        )
 
     def one_pass(
         self, x: Tensor, positions: Tensor, phi: bool
@@ -100,17 +96,11 @@ def log_ratios(heads: int) -> tuple[float, ...]:
     return tuple(F.logsigmoid(2.0 + 3.0 * head / heads).tolist())
 
 
-def _draw(spec: EncodingSpec) -> Tensor:
-    generator = spec.generator(stream=3)
+def _draw(spec: EncodingSpec, shared: bool) -> Tensor:
+    """Return the permutations (H, D), one of all heads if ``shared``."""
+    generator = torch.Generator().manual_seed(PUBLISHED_SEED) if shared else spec.generator(3)
     draws = [
         torch.randperm(spec.head_dim, generator=generator, device="cpu")
-        for _ in range(spec.num_heads)
+        for _ in range(1 if shared else spec.num_heads)
     ]
-    return torch.stack(draws)
-
-
-def _shared_draw(spec: EncodingSpec) -> Tensor:
-    generator = torch.Generator().manual_seed(PUBLISHED_SEED)
-    return torch.randperm(spec.head_dim, generator=generator, device="cpu").repeat(
-        spec.num_heads, 1
-    )
+    return torch.stack(draws).expand(spec.num_heads, -1).clone()

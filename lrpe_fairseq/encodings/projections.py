@@ -1,7 +1,6 @@
 """The unitary maps P of the LRPE family, on the last axis (LRPE ICLR, Eq. 74, 75 and C.7).
 
-A complex vector is represented by its *planes*, the tuple (re, im), and a real vector by (re,).
-Each map takes a real x (..., D) and returns its planes, each (..., D).
+Each map takes a real x (..., D) and returns its planes, (re,) or (re, im), each (..., D).
 """
 
 import math
@@ -58,17 +57,16 @@ class Householder(nn.Module):
 
     def unit(self, dtype: torch.dtype) -> Tensor:
         """Return v normalized to length 1, (D,)."""
-        return _unit(self.v.to(dtype))
+        v = self.v.to(dtype)
+        return v / v.norm().clamp_min(EPS)
 
 
 class LearnedHouseholder(Householder):
     """The Householder map with a learned v, initialized from N(0, I) (pseudo-code of Type 3).
 
-    The map depends only on the direction of v, but the speed of learning depends on its norm: the
-    gradient is orthogonal to v and inversely proportional to its norm, and a step of an adaptive
-    optimizer turns v by an angle inversely proportional to it. A sample of N(0, I) has a norm of
-    about sqrt(D); with norm 1 (``lrpe_householder_start="unit"``) v turns about sqrt(D) times as
-    fast.
+    The map depends only on the direction of v, but a step of an adaptive optimizer turns v by an
+    angle inversely proportional to its norm. A sample of N(0, I) has a norm of about sqrt(D); with
+    norm 1 (``lrpe_householder_start="unit"``) v turns about sqrt(D) times as fast.
     """
 
     latex = r"P = I - 2\, v v^\top / v^\top v \text{ with a learned } v"
@@ -127,10 +125,7 @@ class Fourier(nn.Module):
         return (x @ self.matrix(x.dtype, x.device)).chunk(2, dim=-1)
 
     def matrix(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return [Re F, Im F], (D, 2D).
-
-        One copy per dtype and device is cached, outside the state dict.
-        """
+        """Return [Re F, Im F], (D, 2D); one copy per dtype and device is cached."""
         if (dtype, device) not in self.copies:
             with torch.inference_mode(False):
                 self.copies[dtype, device] = self.exact.to(dtype=dtype, device=device)
@@ -142,10 +137,6 @@ def reflect(x: Tensor, unit: Tensor) -> Tensor:
     if not is_plain(x, unit):
         return x - 2.0 * (x @ unit).unsqueeze(-1) * unit
     return _Reflection.apply(x, unit)
-
-
-def _unit(v: Tensor) -> Tensor:
-    return v / v.norm().clamp_min(EPS)
 
 
 class _Reflection(torch.autograd.Function):

@@ -6,17 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from lrpe_fairseq.encodings.base import Card, Encoding, EncodingSpec, Planes, Properties, undecayed
-from lrpe_fairseq.encodings.cores import Rotation, phases, rotate_pairs
-from lrpe_fairseq.encodings.grid import rows_and_columns
+from lrpe_fairseq.encodings.cores import Rotation, bands, phases, phases_by_head, rotate_pairs
+from lrpe_fairseq.encodings.grid import axes_of
 from lrpe_fairseq.encodings.lrpe import LRPE
 from lrpe_fairseq.errors import ChoiceError
 
-AXIAL_BASE = 100.0
-"""Base of the fixed frequencies 100^(-i/(D/4)), i = 0..D/4-1 (Heo et al., Section 3.2)."""
-
-MIXED_BASE = 10.0
-"""Base of the initial magnitudes 10^(-i/(D/4)) of the mixed frequencies (the authors' code)."""
-
+AXIAL_BASE = 100.0  # of the fixed frequencies (Heo et al., Section 3.2)
+MIXED_BASE = 10.0  # of the initial magnitudes of the mixed frequencies (the authors' code)
 SOURCE = "Heo et al. 2024, Rotary Position Embedding for Vision Transformer, Section 3.2"
 
 
@@ -24,13 +20,10 @@ class RoPE2D(LRPE):
     """Axial RoPE: D/4 pairs of features turn by row theta_i, D/4 pairs by column theta_i.
 
     theta_i = 100^(-i/(D/4)), i = 0..D/4-1 (Heo et al., 2024, Section 3.2). The first half of the
-    features belongs to the row, the second half to the column: a permutation of the features of
-    the paper, which alternates the two. This is RoPE with base 100 on either half, as
-    ``--position-grid axial`` would give it, in one pass.
+    features belongs to the row, the second half to the column; the paper alternates the two.
 
-    The grid has ``grid_width`` columns (:func:`~lrpe_fairseq.encodings.grid.rows_and_columns`). The
-    score depends on the differences of rows and columns only, so a shift by whole rows does not
-    change it. Nothing is learned. If D is not divisible by 4, the last features are unchanged.
+    The score depends on the differences of rows and columns only, so a shift by whole rows does not
+    change it. If D is not divisible by 4, the last features are unchanged.
 
     Trap: with ``grid_width`` 0 the positions are on a line, half of the features do not turn, and
     the method is not two-dimensional.
@@ -62,15 +55,13 @@ class RoPE2DMixed(LRPE):
     Each layer has its own alpha and beta, (H, 2 (D // 4)) each (Heo et al., 2024, Section 3.2).
     They start at magnitude 10^(-i/(D/4)), i = 0..D/4-1, and in one random direction per head for
     the first D/4 pairs; the second D/4 pairs have the same magnitudes in the orthogonal direction.
-    A diagonal frequency distinguishes directions that the axial form (``rope-2d``) confuses.
 
-    The grid has ``grid_width`` columns. The score depends on the differences of rows and columns
-    only. If D is not divisible by 4, the last features are unchanged. Phases are computed for each
-    head and call: O(H T D) cosines.
+    The score depends on the differences of rows and columns only. If D is not divisible by 4, the
+    last features are unchanged. With ``grid_width`` 0 the positions are on a line, and beta is not
+    used.
 
-    In linear attention use the normalizer "layernorm" or "content": all pairs turn fast, so that
-    the denominator of Eq. 39 is often negative. With ``grid_width`` 0 the positions are on a line,
-    and beta is not used.
+    Trap: all pairs turn fast, so that the denominator of Eq. 39 is often negative. Use the
+    normalizer "layernorm" or "content".
 
     Raises: ChoiceError for a head width below 4.
     """
@@ -97,17 +88,12 @@ class AxialRotation(Rotation):
     """Rotates D/4 pairs by row theta and the next D/4 pairs by column theta."""
 
     def __init__(self, spec: EncodingSpec) -> None:
-        nn.Module.__init__(self)
+        super().__init__(spec, _quarter(spec, AXIAL_BASE))
         self.grid_width = spec.options.grid_width
-        self.register_frequencies(_quarter(spec, AXIAL_BASE))
 
-    def at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the phases of every position: (T, D/2) or (B, 1, T, D/2), complex."""
-        sources = positions, self.theta
-        return self.cache.get(sources, dtype, lambda: self._phases(positions, dtype))
-
-    def _phases(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        axes = rows_and_columns(positions, self.grid_width)
+    def phases(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Compute the phases of every position: (T, D/2) or (B, 1, T, D/2), complex."""
+        axes = axes_of(positions, self.grid_width)
         return torch.cat([phases(axis, self.theta, dtype) for axis in axes], -1)
 
 
@@ -116,7 +102,7 @@ class MixedRotation(nn.Module):
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
-        self.grid_width, self.heads = spec.options.grid_width, spec.num_heads
+        self.grid_width = spec.options.grid_width
         magnitude = _quarter(spec, MIXED_BASE)
         draw = torch.rand(spec.num_heads, 1, generator=spec.generator(stream=21), device="cpu")
         direction = draw.double() * (2 * math.pi)
@@ -125,15 +111,10 @@ class MixedRotation(nn.Module):
         self.column = undecayed(torch.cat([magnitude * d.cos() for d in halves], -1).float())
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the phases of every head and position: (H, T, E) or (B, H, T, E), complex.
-
-        They are not cached, as those of the other learned frequencies.
-        """
-        row, column = rows_and_columns(positions, self.grid_width)
-        turn = phases(row, self.row.flatten(), dtype)
-        turn = turn * phases(column, self.column.flatten(), dtype)
-        turn = turn.unflatten(-1, (self.heads, -1)).transpose(-2, -3)
-        return turn.squeeze(1) if positions.dim() == 2 else turn
+        """Return the phases of every head and position: (H, T, E) or (B, H, T, E), complex."""
+        row, column = axes_of(positions, self.grid_width)
+        turn = phases_by_head(row, self.row, dtype)
+        return turn * phases_by_head(column, self.column, dtype)
 
     def forward(self, planes: Planes, turn: Tensor) -> Planes:
         """Rotate every plane (B, H, T, D) by ``turn``, the result of :meth:`at`."""
@@ -142,9 +123,8 @@ class MixedRotation(nn.Module):
 
 def _quarter(spec: EncodingSpec, base: float) -> Tensor:
     """Return base^(-i/(D/4)), i = 0..D/4-1, float64."""
-    quarter = spec.head_dim // 4
-    if quarter == 0:
+    if spec.head_dim < 4:
         raise ChoiceError(
             f"a rotation by rows and columns needs a head width of at least 4, got {spec.head_dim}"
         )
-    return base ** (torch.arange(quarter, dtype=torch.float64, device="cpu") / -quarter)
+    return bands(spec.head_dim // 2, base)

@@ -7,9 +7,12 @@ Axes: B batch, H heads, T time, J blocks, b width of a block, G = H J, K vectors
 positions, M positions.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from lrpe_fairseq.encodings.base import check_positions
 from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain
 
 # --- generators --------------------------------------------------------------------------------
@@ -45,6 +48,26 @@ def from_groups(x: Tensor, shape: torch.Size, blocks: int) -> Tensor:
     n, batch, heads, length, width = shape
     x = x.reshape(heads, blocks, n, batch, length, width // blocks)
     return x.permute(2, 3, 0, 4, 1, 5).flatten(-2)
+
+
+def encode_both(
+    encode: Callable[[Tensor, Tensor], Tensor],
+    q: Tensor,
+    k: Tensor,
+    q_positions: Tensor,
+    k_positions: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return ``encode`` of q and of k, in one call if they have the same positions.
+
+    encode: a function of x (n, B, H, T, D) and positions (T,) or (B, T). It runs without autocast.
+    """
+    check_positions(q_positions, q), check_positions(k_positions, k)
+    with torch.autocast(q.device.type, enabled=False):
+        if q_positions is k_positions and q.dtype == k.dtype:
+            q, k = encode(torch.stack([q, k]), q_positions).unbind(0)
+            return q, k
+        q = encode(q.unsqueeze(0), q_positions).squeeze(0)
+        return q, encode(k.unsqueeze(0), k_positions).squeeze(0)
 
 
 # --- the exponential ---------------------------------------------------------------------------
@@ -88,8 +111,7 @@ class Spectrum:
     """A cache of the eigenbasis of i A for the last value of A.
 
     Values are compared, because an optimizer may change a parameter through ``.data``, which leaves
-    its version as it was. Eigenbases have no graph, so an entry may be used in many steps.
-    Threads may share a cache: the entry is one tuple, replaced after the basis is computed.
+    its version as it was. Threads may share a cache: the entry is one tuple, replaced whole.
     """
 
     def __init__(self) -> None:
@@ -143,11 +165,8 @@ class _Turn(torch.autograd.Function):
 def eigenbasis(skew: Tensor) -> tuple[Tensor, Tensor]:
     """Return lambda (..., b), ascending, and U (..., b, b) with i A = U diag(lambda) U^H.
 
-    lambda is made exactly antisymmetric, as that of a skew-symmetric A is. Rounding would change
-    norms by 1e-11 at position 2^31 otherwise.
-
-    torch.linalg.eigh raises for matrices that are not finite; lambda is NaN there, so that a
-    training that diverges has a loss of NaN, as with other encodings.
+    lambda is made exactly antisymmetric: rounding would change norms by 1e-11 at position 2^31.
+    For a matrix that is not finite, for which torch.linalg.eigh raises, lambda is NaN.
     """
     not_finite = (skew * 0).sum((-2, -1)).unsqueeze(-1)  # 0, or NaN
     finite = skew.nan_to_num(0.0, 0.0, 0.0)
@@ -184,8 +203,7 @@ def _gradient_of_skew(
     """Return dA, float64 (G, b, b): Re conj(U) C U^T with divided differences C.
 
     C_jl = sum_u conj(h_j) y_l (e_j - e_l) / (-i (lambda_j - lambda_l)), e = e^(-i u lambda)
-    (Daleckii and Krein), is the difference of two products of matrices. Where the eigenvalues are
-    so close that it would cancel, its limit is used, a third product with weights u.
+    (Daleckii and Krein). Where eigenvalues are so close that it would cancel, its limit is used.
 
     Args: parts: b, y, h, z, complex (G, K, M, b) each: h = U^H g and y = U^H x for the incoming
         gradient g, b = conj(e) h and z = e y.
@@ -209,9 +227,8 @@ def _gradient_of_amounts(b: Tensor, y: Tensor, values: Tensor) -> Tensor:
 def generator_of(theta: Tensor, width: int) -> Tensor:
     """Return A (..., b, b) with exp(u A) = R(u theta), RoPE's rotation of the pairs (2i, 2i + 1).
 
-    A is 0 but for theta_i at (2i + 1, 2i) and -theta_i at (2i, 2i + 1).
-
-    Args: theta: (..., b // 2), radians. width: b.
+    theta: (..., b // 2), radians. A is 0 but for theta_i at (2i + 1, 2i) and -theta_i at
+        (2i, 2i + 1).
     """
     even = 2 * torch.arange(theta.shape[-1], device=theta.device)
     lower = theta.new_zeros(*theta.shape[:-1], width, width)

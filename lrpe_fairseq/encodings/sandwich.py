@@ -14,10 +14,8 @@ BASE = 10000.0
 class Sandwich(LagBias):
     """score_st + H / (8(h+1)) (sum_i cos(n w_i) - w/2), n = s - t, w_i = 10000^(-2i/w), i = 1..w/2.
 
-    The sum is the inner product of two sinusoidal embeddings of width w = ``width``, which
-    does not depend on the width of the model. The offset makes the bias 0 at n = 0 and negative
-    elsewhere. There are no parameters. Cosines are float64. Costs O((T + S) w) and one lookup per
-    pair.
+    The sum is the inner product of two sinusoidal embeddings of width w = ``width``. The offset
+    makes the bias 0 at n = 0 and negative elsewhere. Cosines are float64.
 
     Trap: the bias equals an inner product that is *added* to the score. Linear attention applies a
     feature map before the product and cannot use it.

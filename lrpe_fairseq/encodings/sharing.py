@@ -1,5 +1,7 @@
 """Encoding parameters shared between layers."""
 
+from collections.abc import Callable
+
 from torch import nn
 
 from lrpe_fairseq.encodings.base import Encoding
@@ -13,13 +15,7 @@ def share_across_layers(model: nn.Module) -> None:
     cross-attention. Call this once for each stack of layers that run in order, before an optimizer
     is created: once for an encoder and once for a decoder.
     """
-    owners: dict[tuple[type, str, bool], Encoding] = {}
-    for module in list(model.modules()):
-        if not isinstance(module, Encoding) or not module.shared:
-            continue
-        owner = owners.setdefault((type(module), _name(module), module.spec.causal), module)
-        if owner is not module:
-            module.share_with(owner)
+    _share(model, "shared", lambda encoding: encoding.spec.causal)
 
 
 def share_across_stacks(model: nn.Module) -> None:
@@ -29,29 +25,22 @@ def share_across_stacks(model: nn.Module) -> None:
     same class, name, widths and options of its own. Call this once, after
     :func:`share_across_layers` for every stack.
     """
-    owners: list[Encoding] = []
+    _share(model, "shared_by_stacks", _settings)
+
+
+def _share(model: nn.Module, field: str, key: Callable[[Encoding], object]) -> None:
+    """Share between encodings whose ``field`` is true, of one class, name and ``key``."""
+    owners: dict[tuple, Encoding] = {}
     for module in list(model.modules()):
-        if not isinstance(module, Encoding) or not module.shared_by_stacks:
+        if not isinstance(module, Encoding) or not getattr(module, field):
             continue
-        owner = next((o for o in owners if _alike(o, module)), None)
-        if owner is None:
-            owners.append(module)
-        else:
+        name = module.name.removeprefix("gated:")  # every layer has its own gates
+        owner = owners.setdefault((type(module), name, key(module)), module)
+        if owner is not module:
             module.share_with(owner)
 
 
-def _alike(one: Encoding, other: Encoding) -> bool:
-    """True if two encodings differ at most in their seeds and masks."""
-    own, others = (type(one), _name(one)), (type(other), _name(other))
-    return (*own, *_settings(one)) == (*others, *_settings(other))
-
-
-def _name(encoding: Encoding) -> str:
-    """Return the name without gates, which every layer has for itself."""
-    return encoding.name.removeprefix("gated:")
-
-
 def _settings(encoding: Encoding) -> tuple:
-    spec = encoding.spec
-    common = spec.options.fidelity, spec.options.grid_width, spec.options.grid_height
-    return spec.head_dim, spec.num_heads, encoding.options, *common
+    spec, given = encoding.spec, encoding.spec.options
+    grid = given.grid_width, given.grid_height
+    return spec.head_dim, spec.num_heads, encoding.options, given.fidelity, grid

@@ -5,13 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import (
-    Card,
-    EncodingSpec,
-    ScoreEncoding,
-    check_positions,
-    option,
-)
+from lrpe_fairseq.encodings.base import Card, EncodingSpec, ScoreEncoding, check_positions, option
 from lrpe_fairseq.encodings.biases import pick
 from lrpe_fairseq.errors import ChoiceError
 
@@ -20,11 +14,8 @@ class Shaw(ScoreEncoding):
     """score_st = q_s.(k_t + w[clip(t - s, -K, K)]) / sqrt D, a learned vector w (D,) per distance.
 
     K is ``shaw_distance``. The table w is (2K + 1, D). A causal model needs the K + 1 rows with
-    t <= s only. Each layer has a separate table, which its heads share. It is initialized with
-    Xavier's uniform distribution and the spec's generator.
-
-    q.w is computed for every row of the table and gathered by distance, so no tensor of shape
-    (T, S, D) is formed.
+    t <= s only. Each layer has a separate table, which its heads share, with Xavier's uniform
+    distribution. q.w is computed for every row and gathered, so no tensor (T, S, D) is formed.
 
     The paper also adds such vectors to the values. They are left out here, as in LRPE's canonical
     form of this method (Appendix C.1).

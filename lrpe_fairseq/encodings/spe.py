@@ -40,21 +40,18 @@ class SPE(QueryKeyEncoding):
 
     This is the plain score with a template, so the caller's factor D^-0.5 is unchanged. For R = D,
     the default, the scaling equals SPE's (R D)^(-1/4). Otherwise SPE's features are (R/D)^(1/4)
-    times these, and its softmax compensates for the factor. The filter is applied before the
-    feature map.
+    times these, and its softmax compensates for the factor.
 
     The noise is common to the batch and to q and k of one call. In training each forward pass draws
     new noise. Evaluation uses fixed noise, a function of the position, so that decoding token by
-    token gives the same features as the parallel form. The checkpoint stores the noise of the sine
-    code and the seed of the convolutional code.
+    token gives the same features as the parallel form. It is saved in the checkpoint.
 
-    Costs O(D R) per token and head. A code takes H T D R numbers of memory, independently of the
-    batch size. Positions (B, T) cost the same if all rows have the same positions in any order
-    (padding). Otherwise the code is gathered row by row, and again in the backward pass.
+    A code takes H T D R numbers of memory, independently of the batch size; also for positions
+    (B, T) if all rows have the same positions in any order (padding).
 
-    Trap: with ``spe_shared`` (:func:`lrpe_fairseq.encodings.sharing.share_across_layers`) the
-    layer that owns the code draws the noise for the later layers, so it must run first. Where it
-    may not run, or a layer is computed again, the caller sets ``code.drawn`` (``models.layers``).
+    Trap: with ``spe_shared`` the layer that owns the code draws the noise for the later layers, so
+    it must run first. Where it may not run, or a layer is computed again, the caller sets
+    ``code.drawn`` (``models.layers``).
 
     Raises: ChoiceError for an unknown ``spe_code`` or a count below 1.
     """
@@ -99,23 +96,21 @@ class SPE(QueryKeyEncoding):
         super().__init__(spec)
         options = self.options
         self.shared = options.spe_shared
-        given = options.spe_realizations
-        self.realizations = spec.head_dim if given is None else given
+        self.realizations = options.spe_realizations
+        if self.realizations is None:
+            self.realizations = spec.head_dim
         if min(self.realizations, options.spe_sines) < 1:
             raise ChoiceError("spe_realizations and spe_sines must be positive")
         self.code = CODES[options.spe_code](spec, self.realizations)
-        self.gate = self._make_gate() if options.spe_gated else None
+        self.gate = None
+        if options.spe_gated:
+            generator, shape = spec.generator(stream=7), (spec.num_heads, spec.head_dim)
+            self.gate = nn.Parameter(torch.randn(shape, generator=generator, device="cpu"))
+            eps = torch.randn(*shape, self.realizations, generator=generator, device="cpu")
+            self.register_buffer("gate_noise", eps)
         self.before_feature_map = "spe-after-feature-map" not in spec.options.fidelity
         self._draws = True  # False if another layer owns the code and draws its noise
         self._rows = PositionCache()
-
-    def _make_gate(self) -> nn.Parameter:
-        generator = self.spec.generator(stream=7)
-        shape = (self.spec.num_heads, self.spec.head_dim)
-        draw = torch.randn(shape, generator=generator, device="cpu")
-        eps = torch.randn(*shape, self.realizations, generator=generator, device="cpu")
-        self.register_buffer("gate_noise", eps)
-        return nn.Parameter(draw)
 
     @property
     def feature_dim(self) -> int:
@@ -222,8 +217,8 @@ def filter_features(x: Tensor, code: Tensor, rows: Rows | None) -> Tensor:
     """Compute sum_d x[b,h,t,d] code[h,n,d,r], n = t or rows.index[b,t]: (B, H, T, R).
 
     If every row has every position once (a padded batch), the tokens are sorted by position first.
-    Otherwise the code is gathered per row. For the whole batch this would take B times the memory,
-    so it is done for at most :data:`GATHERED` entries at once, and again in the backward pass.
+    Otherwise the code is gathered per row, for at most :data:`GATHERED` entries at once, and again
+    in the backward pass.
     """
     if rows is None:
         return torch.einsum("bhtd,htdr->bhtr", x, code)

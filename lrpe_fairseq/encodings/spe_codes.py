@@ -109,8 +109,7 @@ class ConvCode(nn.Module):
     qbar(s) = sum_p a_p z(s + p) and kbar(t) = sum_p b_p z(t + p), hence
     c(n) = sum_p a_p b_(p+n), which is zero for distances of at least P. Taps are initialized from
     U(0, 1) / sqrt(P/2). The noise z is a function of (seed, position), generated in blocks of
-    :data:`BLOCK` positions. A forward pass in training draws a seed, so overlapping windows of any
-    length agree. The FFT costs O(log T) per token.
+    :data:`BLOCK` positions, so overlapping windows of any length agree.
     """
 
     def __init__(self, spec: EncodingSpec, realizations: int, taps: int = 128) -> None:

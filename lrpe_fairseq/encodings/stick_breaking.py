@@ -16,8 +16,8 @@ class StickBreaking(ScoreEncoding):
     a row sum to 1 - prod_(u<s) (1 - b_su), which is at most 1, and the first token attends to
     nothing. The remainder is not added to the output.
 
-    There are no parameters and no positions: the order is that of the keys in memory. Hidden keys
-    (padding) take nothing and leave the rest unchanged.
+    The order is that of the keys in memory, not of positions. Hidden keys (padding) take nothing
+    and leave the rest unchanged.
 
     Trap: adding a constant to all scores of a row changes the weights, unlike in a softmax.
     """

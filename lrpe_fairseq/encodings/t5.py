@@ -6,12 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import (
-    Card,
-    EncodingSpec,
-    constant,
-    option,
-)
+from lrpe_fairseq.encodings.base import Card, EncodingSpec, constant, option
 from lrpe_fairseq.encodings.biases import LagBias
 from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.errors import ChoiceError
@@ -20,15 +15,12 @@ from lrpe_fairseq.errors import ChoiceError
 class T5Bias(LagBias):
     """score_st + b_h[bucket(s - t)], a learned table b (H, buckets) per layer.
 
-    With n buckets per direction, each distance below n/2 has one bucket. Buckets are logarithmic
-    from there to ``t5_max_distance``, and all larger distances share the last one (see
-    :func:`bucket_starts`). A causal model uses all buckets for earlier keys, a bidirectional model
-    half of them for each direction. Costs O(T S), as the scores do. The table is initialized from
-    N(0, 1/(H D)), as in the public T5 implementation, with the spec's generator.
+    Buckets: :func:`bucket_starts`. A causal model uses all of them for earlier keys, a
+    bidirectional model half of them for each direction. The table is initialized from
+    N(0, 1/(H D)), as in the public T5 implementation.
 
     Trap: T5 shares one table between all layers. Here, as in the comparison of LRPE (Table 2), each
-    layer has a separate table unless ``t5_shared`` is set and the model calls
-    :func:`lrpe_fairseq.encodings.sharing.share_across_layers`.
+    layer has a separate table unless ``t5_shared`` is set.
 
     Raises: ChoiceError if there are too few buckets, or too small distances, for a logarithmic one.
     """
@@ -67,10 +59,8 @@ class T5Bias(LagBias):
         # not a buffer: ``to_empty`` would discard it, and no checkpoint restores it
         self._starts = tuple(bucket_starts(one_way, options.t5_max_distance))
         heads = 1 if "t5-shared-bias" in fidelity else spec.num_heads
-        std = (spec.num_heads * spec.head_dim) ** -0.5
-        std = 1.0 if "t5-unit-init" in fidelity else std
-        generator = spec.generator(stream=4)
-        draw = torch.randn(heads, buckets, generator=generator, device="cpu")
+        std = 1.0 if "t5-unit-init" in fidelity else (spec.num_heads * spec.head_dim) ** -0.5
+        draw = torch.randn(heads, buckets, generator=spec.generator(stream=4), device="cpu")
         self.table = nn.Parameter(std * draw)
 
     def share_with(self, owner: "T5Bias") -> None:

@@ -17,7 +17,7 @@ from lrpe_fairseq.encodings.base import (
     query_scale,
 )
 from lrpe_fairseq.encodings.biases import pick
-from lrpe_fairseq.encodings.networks import key_projection
+from lrpe_fairseq.encodings.networks import applied, key_projection
 
 BASE = 10000.0
 """Base of the frequencies of the sinusoids R."""
@@ -28,15 +28,13 @@ class TransformerXL(ScoreEncoding):
 
     W (H D x H D, the paper's W_kR) maps the sinusoid R, whose width is that of the model, to
     position keys of every head. u and v (H, D) replace the query in the terms that must not depend
-    on its position. Every layer has separate parameters. W is initialized like a key projection of
-    fairseq (Xavier, gain 1/sqrt 2), and u and v from N(0, 0.02^2), with the spec's generator.
+    on its position. W is initialized like a key projection of fairseq (Xavier, gain 1/sqrt 2), and
+    u and v from N(0, 0.02^2).
 
-    Positions s and t may start anywhere. With a memory of M tokens the keys start M tokens before
-    the queries. If queries and keys both count up by one and end together, terms (b) and (d) take
-    one product with the S (bidirectional: S + T - 1) vectors W R and a left shift of each row
-    (Appendix B). For other positions (padded batches) the products are gathered by distance. The
-    naive form serves tensors without values (fake tensors, tracing). A causal model sets (b) and
-    (d) to zero for keys after the query, as in the appendix; the mask removes (a) and (c).
+    If queries and keys both count up by one and end together, terms (b) and (d) take one product
+    with the S (bidirectional: S + T - 1) vectors W R and a left shift of each row (Appendix B). For
+    other positions (padded batches) the products are gathered by distance. A causal model sets (b)
+    and (d) to zero for keys after the query, as in the appendix; the mask removes (a) and (c).
 
     Trap: q is already scaled by D^-0.5, so u and v are scaled here, and W R is not.
     """
@@ -62,20 +60,16 @@ class TransformerXL(ScoreEncoding):
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Return the sum of terms (b), (c) and (d), (B, H, T, S), for q times ``query_scale``."""
         check_positions(q_positions, q), check_positions(k_positions, k)
-        both = q_positions, k_positions
         q, of_keys = self._content(q, k)
         if q.numel() == 0:
             return of_keys
-        if end_together(*both):
+        if end_together(q_positions, k_positions):
             return of_keys + self._by_shift(q, q_positions, k.shape[-2])
         return of_keys + self._by_distance(q, q_positions, k_positions)
 
     def position_keys(self, r: Tensor, dtype: torch.dtype) -> Tensor:
         """Return W R for sinusoids r (..., N, H D): (..., H, N, D), or (H, T, S, D) for pairs."""
-        weight = self.r_proj.weight
-        wide = torch.promote_types(weight.dtype, dtype)
-        keys = F.linear(r.to(wide), weight.to(wide)).to(dtype)
-        keys = keys.unflatten(-1, (self.spec.num_heads, self.spec.head_dim))
+        keys = applied(self.r_proj, r, dtype).unflatten(-1, (self.spec.num_heads, -1))
         return keys.movedim(-2, 0 if r.dim() < 4 else 1)
 
     def _content(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,8 +100,7 @@ class TransformerXL(ScoreEncoding):
             lags = lags and (max(0, lags[0]), max(0, lags[1]))
         occurring, index = _distinct_distances(distance, lags)
         r = sinusoid(occurring, self.r_proj.in_features)
-        scores = q @ self.position_keys(r, q.dtype).transpose(-1, -2)  # B H T N
-        scores = pick(scores, index)
+        scores = pick(q @ self.position_keys(r, q.dtype).transpose(-1, -2), index)
         return scores.masked_fill(after, 0.0) if self.spec.causal else scores
 
 

@@ -30,7 +30,11 @@ def steps_to_root(positions: Tensor, k: int) -> list[Step]:
 
     Raises: ValueError for a negative position.
     """
-    codes, found = domains.check_nodes(positions).flatten(), []
+    if (positions < 0).any():
+        raise ValueError(
+            "the positions in a tree are the codes of its nodes, which are not negative"
+        )
+    codes, found = positions.flatten(), []
     while (codes > 0).any():
         branches = domains.branch(codes, k).masked_fill(codes == 0, -1)
         steps = [Step(b, (branches == b).nonzero().squeeze(1)) for b in range(k)]
@@ -58,8 +62,7 @@ def tree_turn(x: Tensor, matrices: Tensor, positions: Tensor, cache: PositionCac
 def definition(x: Tensor, matrices: Tensor, positions: Tensor) -> Tensor:
     """Compute :func:`tree_turn` one step at a time, from the node up to the root.
 
-    Ordinary differentiable operations on all vectors: as many products of x by every W as the tree
-    is deep.
+    As many products of x by every W as the tree is deep.
     """
     k, codes = len(matrices), positions
     own = matrices.to(x.dtype)
@@ -76,7 +79,7 @@ def definition(x: Tensor, matrices: Tensor, positions: Tensor) -> Tensor:
 def _depth(codes: Tensor, k: int) -> int:
     """Return the depth of the deepest node, or that of all int64 codes if values are not known."""
     if not has_values(codes):
-        return domains.levels(k)
+        return domains.max_depth(k) + 1
     return int(domains.depth(codes, k).max()) if codes.numel() else 0
 
 

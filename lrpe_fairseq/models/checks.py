@@ -39,7 +39,6 @@ def check_translation(cfg: Any, task: Any) -> None:
         )
     check_cross_attention(cfg, task)
     check_tree_embedding(cfg, task)
-    check_shared_embeddings(cfg, task)
     check_shared_output(cfg, cfg.decoder.embed_dim, cfg.decoder.output_dim)
     check_sizes({f"--{n}-layers": getattr(cfg, n).layers for n in ("encoder", "decoder")})
     check_probabilities(cfg)
@@ -57,16 +56,21 @@ def check_tree_embedding(cfg: Any, task: Any) -> None:
         raise ChoiceError(
             "--tree-embedding replaces absolute positions: pass --no-token-positional-embeddings"
         )
-    if not getattr(getattr(task, "cfg", None), "node_positions", False):
+    if not has_nodes(task):
         raise ChoiceError(
             "--tree-embedding needs the positions of nodes: pass --task lrpe_transduction "
             "--node-positions"
         )
 
 
+def has_nodes(task: Any) -> bool:
+    """True for a task with ``--node-positions``."""
+    return getattr(getattr(task, "cfg", None), "node_positions", False)
+
+
 def check_node_positions(model: nn.Module, task: Any) -> None:
     """Refuse encodings of sequences for tokens whose positions are nodes of trees."""
-    if not getattr(getattr(task, "cfg", None), "node_positions", False):
+    if not has_nodes(task):
         return
     for encoding in model.modules():
         if isinstance(encoding, Encoding) and not encoding.reads_nodes:
@@ -100,20 +104,6 @@ def check_cross_attention(cfg: Any, task: Any) -> None:
         )
 
 
-def check_shared_embeddings(cfg: Any, task: Any) -> None:
-    """Check that ``--share-all-embeddings`` has one dictionary, width and embedding file."""
-    if not cfg.share_all_embeddings:
-        return
-    if task.source_dictionary != task.target_dictionary:
-        raise ChoiceError("--share-all-embeddings requires a joined dictionary")
-    if cfg.encoder.embed_dim != cfg.decoder.embed_dim:
-        raise ChoiceError(
-            "--share-all-embeddings requires --encoder-embed-dim to match --decoder-embed-dim"
-        )
-    if cfg.decoder.embed_path not in (None, "", cfg.encoder.embed_path):
-        raise ChoiceError("--share-all-embeddings is not compatible with --decoder-embed-path")
-
-
 def check_tied_adaptive(options: Any) -> None:
     """Check ``--tie-adaptive-weights``. fairseq asserts its conditions without a message."""
     conditions = {
@@ -132,9 +122,8 @@ def check_tied_adaptive(options: Any) -> None:
 
 def check_shared_output(options: Any, input_dim: int, output_dim: int) -> None:
     """Check that output weights shared with the embeddings have the same width."""
-    shared = options.share_decoder_input_output_embed or getattr(
-        options, "share_all_embeddings", False
-    )
+    every = getattr(options, "share_all_embeddings", False)
+    shared = options.share_decoder_input_output_embed or every
     if shared and not options.adaptive_softmax_cutoff and int(output_dim) != int(input_dim):
         raise ChoiceError(
             f"shared input and output embeddings require equal widths, not {input_dim} and "
@@ -143,24 +132,16 @@ def check_shared_output(options: Any, input_dim: int, output_dim: int) -> None:
 
 
 def check_sizes(sizes: dict[str, int]) -> None:
-    """A model has at least one layer."""
+    """Check that sizes, by the names of their options, are at least 1."""
     for option, size in sizes.items():
         if int(size) < 1:
             raise ChoiceError(f"{option} must be at least 1, not {size}")
 
 
-PROBABILITIES = (
-    "dropout",
-    "attention_dropout",
-    "activation_dropout",
-    "pooler_dropout",
-    "drop_path",
-)
-
-
 def check_probabilities(options: Any) -> None:
     """A probability of dropout is at least 0 and less than 1."""
-    for name in PROBABILITIES:
+    of_dropout = (f"{part}dropout" for part in ("", "attention_", "activation_", "pooler_"))
+    for name in (*of_dropout, "drop_path"):
         value = float(getattr(options, name, 0) or 0)
         if not 0 <= value < 1:
             option = name.replace("_", "-")
@@ -183,10 +164,7 @@ def check_quantization_blocks(probability: float, block: int, *widths: int) -> N
 
 
 def warn_about_absolute_positions(encoding: Encoding, cfg: Any) -> None:
-    """Warn once if a model adds absolute positions to a method that is defined without them.
-
-    cfg: the TransformerConfig of the whole model.
-    """
+    """Warn once if a model adds absolute positions to a method that is defined without them."""
     if encoding.without_absolute and not cfg.no_token_positional_embeddings:
         _warn_once(
             f"position encoding {encoding.name!r} is defined for models without absolute "
@@ -194,6 +172,4 @@ def warn_about_absolute_positions(encoding: Encoding, cfg: Any) -> None:
         )
 
 
-@cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)
+_warn_once = cache(logger.warning)

@@ -1,12 +1,11 @@
 """``lrpe_classifier``: a bidirectional encoder, pooled over the real tokens, and a classifier.
 
-Everything but the residual blocks, the input of pixels (:mod:`.patches`) and the head is that of
-the other models (:mod:`.layers`). Tasks: ``lrpe_classification``, ``lrpe_images``.
+Tasks: ``lrpe_classification``, ``lrpe_images``.
 
 Axes: B batch, T tokens, C width.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
@@ -18,11 +17,11 @@ from fairseq.modules import LayerNorm
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import Float32Module
+from lrpe_fairseq.encodings.base import Float32Module, option
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.models.checks import check_probabilities, check_sizes
-from lrpe_fairseq.models.layers import Encoder, EncoderLayer, wrapped
+from lrpe_fairseq.models.layers import Encoder, EncoderLayer
 from lrpe_fairseq.models.norms import SharedBatchNorm
 from lrpe_fairseq.models.options import (
     AttentionOptions,
@@ -34,10 +33,6 @@ from lrpe_fairseq.models.options import (
 from lrpe_fairseq.models.patches import Patches, build_patches, check_patches, init_positions
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass
 class LRPEClassifierConfig(AttentionOptions, FairseqDataclass):
     """4 x 128, 2 heads, FFN 256, GELU, dropout 0.1, pre-norm, sinusoidal absolute positions.
@@ -46,49 +41,49 @@ class LRPEClassifierConfig(AttentionOptions, FairseqDataclass):
     printed there.
     """
 
-    encoder_layers: int = _option(4, "number of layers")
-    encoder_embed_dim: int = _option(128, "embedding dimension")
-    encoder_ffn_embed_dim: int = _option(256, "embedding dimension of the feed-forward network")
-    encoder_attention_heads: int = _option(2, "number of attention heads")
-    encoder_learned_pos: bool = _option(False, "learned absolute positions instead of sinusoids")
-    no_token_positional_embeddings: bool = _option(False, "no absolute positions")
-    max_positions: Optional[int] = _option(None, "longest input (default: the task's)")
-    input: ChoiceEnum(["tokens", "pixels", "image"]) = _option(  # type: ignore[valid-type]
+    encoder_layers: int = option(4, "number of layers")
+    encoder_embed_dim: int = option(128, "embedding dimension")
+    encoder_ffn_embed_dim: int = option(256, "embedding dimension of the feed-forward network")
+    encoder_attention_heads: int = option(2, "number of attention heads")
+    encoder_learned_pos: bool = option(False, "learned absolute positions instead of sinusoids")
+    no_token_positional_embeddings: bool = option(False, "no absolute positions")
+    max_positions: Optional[int] = option(None, "longest input (default: the task's)")
+    input: ChoiceEnum(["tokens", "pixels", "image"]) = option(  # type: ignore[valid-type]
         "tokens",
         "tokens: an embedding per symbol; pixels: symbols are numbers from 0 to 255; image: color "
         "images of the task lrpe_images",
     )
-    pixel_mean: float = _option(0.5, "subtracted from pixels, which are from 0 to 1 here")
-    pixel_std: float = _option(0.5, "pixels are divided by this number")
-    patch: int = _option(
+    pixel_mean: float = option(0.5, "subtracted from pixels, which are from 0 to 1 here")
+    pixel_std: float = option(0.5, "pixels are divided by this number")
+    patch: int = option(
         1, "p x p pixels are one token; an image then has p times --grid-width columns"
     )
-    channels: int = _option(
+    channels: int = option(
         1, "numbers per pixel, which follow each other: 3 for pixels in color (images always are)"
     )
-    norm: ChoiceEnum(["layer", "batch"]) = _option(  # type: ignore[valid-type]
+    norm: ChoiceEnum(["layer", "batch"]) = option(  # type: ignore[valid-type]
         "layer", "norm before each block and at the end: LayerNorm, or BatchNorm over real tokens"
     )
-    pooling: ChoiceEnum(["mean", "first"]) = _option(  # type: ignore[valid-type]
+    pooling: ChoiceEnum(["mean", "first"]) = option(  # type: ignore[valid-type]
         "mean", "of the last layer: the mean over real tokens, or the first token"
     )
-    final_norm: ChoiceEnum(["before", "after"]) = _option(  # type: ignore[valid-type]
+    final_norm: ChoiceEnum(["before", "after"]) = option(  # type: ignore[valid-type]
         "before", "the last norm is applied to tokens before pooling, or to the pooled vector"
     )
-    pair_head: bool = _option(
+    pair_head: bool = option(
         False, "classify [u, v, u - v, u v] of the pooled vectors u and v of a pair"
     )
-    activation_fn: ChoiceEnum(utils.get_available_activation_fns()) = _option(
+    activation_fn: ChoiceEnum(utils.get_available_activation_fns()) = option(
         "gelu", "activation of the feed-forward network"
     )
-    dropout: float = _option(0.1, "dropout")
-    attention_dropout: float = _option(0.0, "dropout on softmax attention weights")
-    activation_dropout: float = _option(0.0, "dropout after the activation")
-    drop_path: float = _option(0.0, "probability to drop a residual branch of an example")
-    qkv_bias: bool = _option(True, "biases of the projections to queries, keys and values")
-    checkpoint_activations: bool = _option(False, "recompute activations in the backward pass")
-    offload_activations: bool = _option(False, "checkpoint activations and store them on the CPU")
-    min_params_to_wrap: int = _option(DEFAULT_MIN_PARAMS_TO_WRAP, "smallest layer to shard")
+    dropout: float = option(0.1, "dropout")
+    attention_dropout: float = option(0.0, "dropout on softmax attention weights")
+    activation_dropout: float = option(0.0, "dropout after the activation")
+    drop_path: float = option(0.0, "probability to drop a residual branch of an example")
+    qkv_bias: bool = option(True, "biases of the projections to queries, keys and values")
+    checkpoint_activations: bool = option(False, "recompute activations in the backward pass")
+    offload_activations: bool = option(False, "checkpoint activations and store them on the CPU")
+    min_params_to_wrap: int = option(DEFAULT_MIN_PARAMS_TO_WRAP, "smallest layer to shard")
 
 
 @defaults(encoder_layers=2, encoder_embed_dim=64, encoder_ffn_embed_dim=128)
@@ -101,10 +96,7 @@ class LRPEClassifierTinyConfig(LRPEClassifierConfig):
 
 
 class TokenBatchNorm(Float32Module):
-    """BatchNorm over the real tokens of a batch, of all processes in training, in float32.
-
-    Padding neither enters the statistics nor is normalized; the output is 0 there.
-    """
+    """BatchNorm over the real tokens of a batch, of all processes in training; 0 at padding."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -160,11 +152,9 @@ class ClassifierLayer(EncoderLayer):
 
 
 class ClassifierEncoder(Encoder):
-    """The encoder of the other models with our layers and without a norm after the last one."""
+    """The encoder of the other models with the layers of classifiers."""
 
-    def build_encoder_layer(self, cfg: Any) -> nn.Module:
-        """Called by fairseq's constructor."""
-        return wrapped(ClassifierLayer(cfg, self._options, next(self._layer_count)), cfg)
+    layer_class = ClassifierLayer
 
 
 # --- model -------------------------------------------------------------------------------------
@@ -185,10 +175,7 @@ class LRPEClassifier(BooleanFlags, BaseFairseqModel):
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "LRPEClassifier":
-        """Build from a configuration. ``max_positions`` defaults to that of the task.
-
-        Raises: Refusal for options that contradict each other or the data.
-        """
+        """Build from a configuration. ``max_positions`` defaults to that of the task."""
         refuse_unrelated_processes()
         if args.max_positions is None:
             args.max_positions = task.max_positions()
@@ -205,9 +192,8 @@ class LRPEClassifier(BooleanFlags, BaseFairseqModel):
         src_tokens2: Tensor | None = None,
         src_lengths2: Tensor | None = None,
     ) -> Tensor:
-        """Return the logits (B, classes) of token ids (B, T), padded on the right.
+        """Return the logits (B, classes) of token ids (B, T), padded on the right, or of images.
 
-        Images are (B, 3, S, S), normalized.
         src_tokens2: the second inputs of pairs, (B, T2). Both inputs are encoded as one batch, so
         that they share the statistics of BatchNorm. The lengths are not used.
         """
@@ -276,8 +262,7 @@ def check_classifier(options: Any, task: Any) -> None:
             "--norm batch would count every batch twice with --checkpoint-activations: omit one"
         )
     if options.pair_head != task.pairs:
-        found = "have" if task.pairs else "have no"
-        fix = "set" if task.pairs else "omit"
+        found, fix = ("have", "set") if task.pairs else ("have no", "omit")
         raise ChoiceError(f"the data {found} second inputs (input1): {fix} --pair-head")
     if options.max_positions != task.max_positions():
         raise ChoiceError(
@@ -295,10 +280,7 @@ def stacked(first: Tensor, second: Tensor, pad: int) -> Tensor:
 
 
 def mean_of_tokens(x: Tensor, real: Tensor) -> Tensor:
-    """Return the mean of x (T, B, C) over the tokens where ``real`` (T, B) is true, (B, C).
-
-    Sums are in float32 or wider.
-    """
+    """Return the mean of x (T, B, C) over the tokens where ``real`` (T, B) is true, (B, C)."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     weight = real.unsqueeze(-1).to(wide.dtype)
     return ((wide * weight).sum(0) / weight.sum(0)).to(x.dtype)

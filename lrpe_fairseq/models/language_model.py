@@ -4,7 +4,7 @@ Everything but self-attention is fairseq's own TransformerLanguageModel.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fairseq.models import register_model
@@ -16,10 +16,11 @@ from fairseq.models.transformer_lm import (
 from torch import Tensor, nn
 
 from lrpe_fairseq.attention.multihead import Memory
+from lrpe_fairseq.encodings.base import option
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.models.checks import check_language_model
-from lrpe_fairseq.models.layers import Decoder, DecoderLayer, wrapped
+from lrpe_fairseq.models.layers import Decoder, DecoderLayer
 from lrpe_fairseq.models.options import (
     AttentionOptions,
     BooleanFlags,
@@ -57,20 +58,14 @@ class SegmentLayer(DecoderLayer):
 class SegmentDecoder(Decoder):
     """A decoder that can continue from earlier segments."""
 
-    def __init__(self, args: Any, dictionary: Any, embed_tokens: nn.Module) -> None:
-        """Build from ``args``, a LRPELanguageModelConfig.
+    layer_class = SegmentLayer
 
-        It is stored, because the TransformerConfig made from it has no encoding options.
-        """
+    def __init__(self, args: Any, dictionary: Any, embed_tokens: nn.Module) -> None:
+        """Build from ``args``, a LRPELanguageModelConfig."""
         cfg = TransformerConfig.from_namespace(args)
         super().__init__(cfg, dictionary, embed_tokens, args, no_encoder_attn=True)
         self.args = args
         self.memory = SegmentMemory(args.memory_length, len(self.layers))
-
-    def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
-        """Called by fairseq's constructor."""
-        layer = SegmentLayer(cfg, self._options, next(self._layer_count), no_encoder_attn)
-        return wrapped(layer, cfg)
 
     def forward(
         self,
@@ -84,8 +79,11 @@ class SegmentDecoder(Decoder):
         Without a segment, as in generation, there is no memory.
         Raises: Refusal if a model with a memory is trained without segments.
         """
-        if segment is None:
-            self._refuse_to_train_without_streams()
+        if segment is None and self.training and self.memory.length:
+            refuse(
+                f"a memory of {self.memory.length} tokens needs batches of "
+                "consecutive segments: train with --task lrpe_truncated_bptt_lm"
+            )
         if segment is None or not (self.memory.length or "documents" in segment):
             return super().forward(prev_output_tokens, *rest, **keywords)
         like = self.layers[0].fc1.weight  # F C
@@ -97,13 +95,6 @@ class SegmentDecoder(Decoder):
         self.memory.keep(segment, self.training, past, extra["inner_states"][:-1])
         return x, extra
 
-    def _refuse_to_train_without_streams(self) -> None:
-        if self.training and self.memory.length:
-            refuse(
-                f"a memory of {self.memory.length} tokens needs batches of "
-                "consecutive segments: train with --task lrpe_truncated_bptt_lm"
-            )
-
 
 @defaults(decoder_normalize_before=True, share_decoder_input_output_embed=True)
 @dataclass
@@ -111,12 +102,10 @@ class LRPELanguageModelConfig(TransformerLanguageModelConfig, AttentionOptions):
     """LRPE, Table 7, column AML: 6 x 512, 8 heads, FFN 2048, ReLU, dropout 0.1, pre-norm with a
     final norm, tied embeddings, sinusoidal positions on."""
 
-    memory_length: int = field(
-        default=0,
-        metadata={
-            "help": "number of tokens of earlier segments to attend to (Transformer-XL); requires "
-            "--task lrpe_truncated_bptt_lm and --no-token-positional-embeddings"
-        },
+    memory_length: int = option(
+        0,
+        "number of tokens of earlier segments to attend to (Transformer-XL); requires "
+        "--task lrpe_truncated_bptt_lm and --no-token-positional-embeddings",
     )
 
 
@@ -139,7 +128,7 @@ class LRPELanguageModel(BooleanFlags, TransformerLanguageModel):
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "LRPELanguageModel":
-        """Build from a configuration; see fairseq's TransformerLanguageModel for its options.
+        """Build from a configuration.
 
         fairseq's ``build_model`` always builds its own decoder class. It is called for a model
         without layers, to check the options and to build the embeddings for our decoder.
@@ -173,17 +162,19 @@ def check_memory(options: Any) -> None:
     length = options.memory_length
     if length < 0:
         raise ChoiceError(f"--memory-length {length} is negative")
-    if length and str(options.attention_type) == "linear":
+    if not length:
+        return
+    if str(options.attention_type) == "linear":
         raise ChoiceError(
             "a memory of earlier segments requires softmax attention: the state of linear "
             "attention sums over the whole text and cannot be limited to the last tokens"
         )
-    if length and not options.no_token_positional_embeddings:
+    if not options.no_token_positional_embeddings:
         raise ChoiceError(
             "a memory of earlier segments requires --no-token-positional-embeddings: absolute "
             "positions restart in every segment"
         )
-    if length and options.decoder_layerdrop:
+    if options.decoder_layerdrop:
         raise ChoiceError(
             "--decoder-layerdrop cannot be used with a memory of earlier segments: a dropped layer "
             "has no input to store"

@@ -30,10 +30,8 @@ class EncoderLayer(TransformerEncoderLayerBase):
 
     def build_self_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
         """Called by fairseq's constructor."""
-        heads = cfg.encoder.attention_heads
-        return build_attention(
-            self._options, cfg, embed_dim, heads, causal=False, layer=self._layer
-        )
+        own, heads = self._options, cfg.encoder.attention_heads
+        return build_attention(own, cfg, embed_dim, heads, causal=False, layer=self._layer)
 
 
 class DecoderLayer(TransformerDecoderLayerBase):
@@ -71,22 +69,21 @@ class DecoderLayer(TransformerDecoderLayerBase):
 class Encoder(TransformerEncoderBase):
     """fairseq's encoder with our layers. ``options``: an ``AttentionOptions``."""
 
+    layer_class = EncoderLayer
+
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Module, options: Any) -> None:
         self._options, self._layer_count = options, count()
         super().__init__(cfg, dictionary, embed_tokens)
-        if has_tree_embedding(cfg):
-            self.embed_positions = TreeEmbedding(cfg.encoder.embed_dim)
-        self.given = share_given(self)
+        begin_stack(self, cfg, cfg.encoder.embed_dim)
 
     def build_encoder_layer(self, cfg: Any) -> nn.Module:
         """Called by fairseq's constructor."""
-        return wrapped(EncoderLayer(cfg, self._options, next(self._layer_count)), cfg)
+        return wrapped(self.layer_class(cfg, self._options, next(self._layer_count)), cfg)
 
     def forward(self, *rest: Any, positions: Tensor | None = None, **keywords: Any) -> dict:
         """Encode as fairseq does; the result has one more entry, ``positions``.
 
-        positions: int64 (B, T) of self- and cross-attention, such as codes of tree nodes. None
-            counts tokens.
+        positions: int64 (B, T), such as codes of tree nodes. None counts tokens.
         """
         begin_pass(self, positions)
         encoded = super().forward(*rest, **keywords)
@@ -105,23 +102,20 @@ class Encoder(TransformerEncoderBase):
 
 
 class Decoder(TransformerDecoderBase):
-    """fairseq's decoder with our layers and without a T x T mask.
+    """fairseq's decoder with our layers and without a T x T mask; see :class:`Encoder`."""
 
-    ``options``: an ``AttentionOptions``.
-    """
+    layer_class = DecoderLayer
 
     def __init__(
         self, cfg: Any, dictionary: Any, embed_tokens: nn.Module, options: Any, **keywords: Any
     ) -> None:
         self._options, self._layer_count = options, count()
         super().__init__(cfg, dictionary, embed_tokens, **keywords)
-        if has_tree_embedding(cfg):
-            self.embed_positions = TreeEmbedding(cfg.decoder.embed_dim)
-        self.given = share_given(self)
+        begin_stack(self, cfg, cfg.decoder.embed_dim)
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
         """Called by fairseq's constructor."""
-        layer = DecoderLayer(cfg, self._options, next(self._layer_count), no_encoder_attn)
+        layer = self.layer_class(cfg, self._options, next(self._layer_count), no_encoder_attn)
         return wrapped(layer, cfg)
 
     def forward(
@@ -135,8 +129,7 @@ class Decoder(TransformerDecoderBase):
     ) -> tuple[Tensor, dict]:
         """Decode as fairseq does.
 
-        positions: int64 (B, T) of self- and cross-attention, such as codes of tree nodes. None
-            counts tokens. Positions of the source are those of ``encoder_out``.
+        positions: as in :class:`Encoder`; those of the source are in ``encoder_out``.
         Raises: ValueError for positions with an incremental state.
         """
         if positions is not None and incremental_state is not None:
@@ -150,10 +143,7 @@ class Decoder(TransformerDecoderBase):
     def extract_features(
         self, *rest: Any, full_context_alignment: bool = False, **keywords: Any
     ) -> tuple[Tensor, dict]:
-        """Compute features as fairseq does; see TransformerDecoderBase.
-
-        Raises: ValueError for ``full_context_alignment``, which needs attention to later tokens.
-        """
+        """Compute features as fairseq does, without attention to later tokens."""
         if full_context_alignment:
             raise ValueError(
                 "full_context_alignment is not supported: LRPE decoders are always causal"
@@ -165,18 +155,14 @@ class Decoder(TransformerDecoderBase):
         return None
 
 
-def has_tree_embedding(cfg: Any) -> bool:
-    """True for ``--tree-embedding``; older checkpoints and other models do not have it."""
-    return getattr(cfg, "tree_embedding", False)
-
-
-def share_given(stack: nn.Module) -> Given:
-    """Let all attention of a stack, and its tree embedding, read one :class:`Given`."""
-    given = Given(one_sided=True)
+def begin_stack(stack: nn.Module, cfg: Any, width: int) -> None:
+    """Build a ``--tree-embedding``; let it and all attention of a stack read one :class:`Given`."""
+    if getattr(cfg, "tree_embedding", False):  # older checkpoints and other models lack it
+        stack.embed_positions = TreeEmbedding(width)
+    stack.given = Given(one_sided=True)
     for module in stack.modules():
         if hasattr(module, "given"):
-            module.given = given
-    return given
+            module.given = stack.given
 
 
 def begin_pass(

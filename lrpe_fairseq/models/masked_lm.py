@@ -4,7 +4,7 @@ Everything but self-attention is fairseq's own RobertaModel: pre-training (task 
 classification heads, fine-tuning (task ``sentence_prediction``) and the hub interface.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Optional
 
 from fairseq import utils
@@ -16,6 +16,7 @@ from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from omegaconf import OmegaConf
 from torch import nn
 
+from lrpe_fairseq.encodings.base import option
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.models.checks import check_probabilities, check_sizes
 from lrpe_fairseq.models.layers import Encoder
@@ -30,43 +31,39 @@ from lrpe_fairseq.models.options import (
 ACTIVATIONS = ChoiceEnum(utils.get_available_activation_fns())
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass
 class LRPERobertaConfig(AttentionOptions, FairseqDataclass):
     """LRPE, Table 7, column BLM: 12 x 768, 12 heads, FFN 3072, GELU, dropout and attention dropout
     0.1, post-norm, learned absolute positions on."""
 
-    encoder_layers: int = _option(12, "number of layers")
-    encoder_embed_dim: int = _option(768, "embedding dimension")
-    encoder_ffn_embed_dim: int = _option(3072, "embedding dimension of the feed-forward network")
-    encoder_attention_heads: int = _option(12, "number of attention heads")
-    encoder_normalize_before: bool = _option(False, "LayerNorm before each block instead of after")
-    encoder_learned_pos: bool = _option(True, "learned absolute positions instead of sinusoids")
-    no_token_positional_embeddings: bool = _option(False, "no absolute positions")
-    layernorm_embedding: bool = _option(True, "LayerNorm after the embeddings")
-    max_positions: Optional[int] = _option(None, "longest input (default: the task's)")
-    activation_fn: ACTIVATIONS = _option("gelu", "activation of the feed-forward network")
-    dropout: float = _option(0.1, "dropout")
-    attention_dropout: float = _option(0.1, "dropout on softmax attention weights")
-    activation_dropout: float = _option(0.0, "dropout after the activation")
-    untie_weights_roberta: bool = _option(False, "do not share output weights with the embeddings")
-    pooler_activation_fn: ACTIVATIONS = _option("tanh", "activation of classification heads")
-    pooler_dropout: float = _option(0.0, "dropout in classification heads")
-    spectral_norm_classification_head: bool = _option(False, "spectral norm in the heads")
-    load_checkpoint_heads: bool = _option(False, "load the classification heads of a checkpoint")
-    encoder_layerdrop: float = _option(0.0, "probability to drop a layer")
-    encoder_layers_to_keep: Optional[str] = _option(None, "layers to keep, comma-separated")
-    quant_noise_pq: float = _option(0.0, "quantization noise on weights")
-    quant_noise_pq_block_size: int = _option(8, "block size of quantization noise")
-    quant_noise_scalar: float = _option(0.0, "scalar quantization noise")
-    mha_reg_scale_factor: float = _option(0.0, "scale of the penalty on heads (AdaPrune)")
-    ffn_reg_scale_factor: float = _option(0.0, "scale of the penalty on neurons (AdaPrune)")
-    checkpoint_activations: bool = _option(False, "recompute activations in the backward pass")
-    offload_activations: bool = _option(False, "checkpoint activations and store them on the CPU")
-    min_params_to_wrap: int = _option(DEFAULT_MIN_PARAMS_TO_WRAP, "smallest layer to shard")
+    encoder_layers: int = option(12, "number of layers")
+    encoder_embed_dim: int = option(768, "embedding dimension")
+    encoder_ffn_embed_dim: int = option(3072, "embedding dimension of the feed-forward network")
+    encoder_attention_heads: int = option(12, "number of attention heads")
+    encoder_normalize_before: bool = option(False, "LayerNorm before each block instead of after")
+    encoder_learned_pos: bool = option(True, "learned absolute positions instead of sinusoids")
+    no_token_positional_embeddings: bool = option(False, "no absolute positions")
+    layernorm_embedding: bool = option(True, "LayerNorm after the embeddings")
+    max_positions: Optional[int] = option(None, "longest input (default: the task's)")
+    activation_fn: ACTIVATIONS = option("gelu", "activation of the feed-forward network")
+    dropout: float = option(0.1, "dropout")
+    attention_dropout: float = option(0.1, "dropout on softmax attention weights")
+    activation_dropout: float = option(0.0, "dropout after the activation")
+    untie_weights_roberta: bool = option(False, "do not share output weights with the embeddings")
+    pooler_activation_fn: ACTIVATIONS = option("tanh", "activation of classification heads")
+    pooler_dropout: float = option(0.0, "dropout in classification heads")
+    spectral_norm_classification_head: bool = option(False, "spectral norm in the heads")
+    load_checkpoint_heads: bool = option(False, "load the classification heads of a checkpoint")
+    encoder_layerdrop: float = option(0.0, "probability to drop a layer")
+    encoder_layers_to_keep: Optional[str] = option(None, "layers to keep, comma-separated")
+    quant_noise_pq: float = option(0.0, "quantization noise on weights")
+    quant_noise_pq_block_size: int = option(8, "block size of quantization noise")
+    quant_noise_scalar: float = option(0.0, "scalar quantization noise")
+    mha_reg_scale_factor: float = option(0.0, "scale of the penalty on heads (AdaPrune)")
+    ffn_reg_scale_factor: float = option(0.0, "scale of the penalty on neurons (AdaPrune)")
+    checkpoint_activations: bool = option(False, "recompute activations in the backward pass")
+    offload_activations: bool = option(False, "checkpoint activations and store them on the CPU")
+    min_params_to_wrap: int = option(DEFAULT_MIN_PARAMS_TO_WRAP, "smallest layer to shard")
 
 
 @defaults(
@@ -102,11 +99,7 @@ class LRPERobertaModel(BooleanFlags, RobertaModel):
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "LRPERobertaModel":
-        """Build from a configuration.
-
-        ``max_positions`` defaults to that of the task, or 512 where the task has none, as in
-        fairseq's RoBERTa.
-        """
+        """Build from a configuration; ``max_positions`` defaults to that of the task, or 512."""
         refuse_unrelated_processes()
         if args.max_positions is None:
             args.max_positions = task.max_positions() or 512

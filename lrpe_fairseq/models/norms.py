@@ -8,9 +8,9 @@ from torch import Tensor, nn
 class SharedBatchNorm(nn.BatchNorm1d):
     """BatchNorm over rows (N, C); in training over the rows of all processes, N of each its own.
 
-    torch's SyncBatchNorm has no form for CPUs. The result is that of one process with all rows,
-    in outputs, running statistics and gradients. The trap: every process must call it equally
-    often, and fairseq's dummy batch of a process that has run out of data counts too.
+    torch's SyncBatchNorm has no form for CPUs. The result is that of one process with all rows.
+    Trap: every process must call it equally often, and fairseq's dummy batch of a process that has
+    run out of data counts too.
     """
 
     def forward(self, rows: Tensor) -> Tensor:

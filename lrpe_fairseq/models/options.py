@@ -1,10 +1,11 @@
 """Options that all model families share, and the attention built from them."""
 
 import os
+import re
 from argparse import BooleanOptionalAction
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from lrpe_fairseq.encodings import (
     EncodingOptions,
     options_of_encodings,
 )
-from lrpe_fairseq.encodings.base import POSITION_GRIDS
+from lrpe_fairseq.encodings.base import POSITION_GRIDS, option
 from lrpe_fairseq.encodings.fidelity import DEPARTURES, parse_departures
 from lrpe_fairseq.errors import ChoiceError, did_you_mean, refuse
 from lrpe_fairseq.models.checks import warn_about_absolute_positions
@@ -36,74 +37,51 @@ from lrpe_fairseq.models.checks import warn_about_absolute_positions
 def with_encoding_options(cls: type) -> type:
     """Class decorator that adds the options of all encodings; apply it before ``dataclass``."""
     for name, own in options_of_encodings().items():
-        cls.__annotations__[name] = _type_for_fairseq(own)
-        setattr(cls, name, field(default=own.default, metadata={"help": own.metadata["help"]}))
+        choices = own.metadata["choices"]  # fairseq's parser needs an enumeration
+        cls.__annotations__[name] = ChoiceEnum(list(choices)) if choices else own.type
+        setattr(cls, name, option(own.default, own.metadata["help"]))
     return cls
-
-
-def _type_for_fairseq(own: Field) -> Any:
-    """Return the type of an option: an enumeration, as fairseq's parser needs it, for choices."""
-    choices = own.metadata["choices"]
-    return ChoiceEnum(list(choices)) if choices else own.type
 
 
 @dataclass
 @with_encoding_options
 class AttentionOptions(FairseqDataclass):
-    """Options of attention, part of every model's configuration.
+    """Options of attention and of all encodings, part of every model's configuration."""
 
-    The decorator adds the options of individual encodings, which each encoding class declares.
-    """
-
-    attention_type: ChoiceEnum(list(ATTENTION_TYPES)) = field(
-        default="linear", metadata={"help": "attention: linear (1+elu kernel) or softmax"}
+    attention_type: ChoiceEnum(list(ATTENTION_TYPES)) = option(
+        "linear", "attention: linear (1+elu kernel) or softmax"
     )
-    position_encoding: str = field(
-        default=DEFAULT,
-        metadata={
-            "help": "relative position encoding: "
-            + ", ".join(ENCODINGS)
-            + ", or a free form: "
-            + ", ".join(family.form for family in FAMILIES.values())
-        },
+    position_encoding: str = option(
+        DEFAULT,
+        f"relative position encoding: {', '.join(ENCODINGS)}, or a free form: "
+        + ", ".join(family.form for family in FAMILIES.values()),
     )
-    attention_normalizer: ChoiceEnum(list(NORMALIZERS)) = field(
-        default="rotated",
-        metadata={"help": "denominator of linear attention (rotated is Eq. 39 of LRPE)"},
+    attention_normalizer: ChoiceEnum(list(NORMALIZERS)) = option(
+        "rotated", "denominator of linear attention (rotated is Eq. 39 of LRPE)"
     )
-    grid_width: int = field(
-        default=0,
-        metadata={
-            "help": "columns W of a grid whose cells are numbered row by row: position s is row "
-            "s // W, column s mod W; 0: a sequence"
-        },
+    grid_width: int = option(
+        0,
+        "columns W of a grid whose cells are numbered row by row: position s is row s // W, column "
+        "s mod W; 0: a sequence",
     )
-    grid_height: int = field(
-        default=0,
-        metadata={
-            "help": "rows of the grid, for encodings whose coordinates are fractions of it; 0: as "
-            "many as columns"
-        },
+    grid_height: int = option(
+        0,
+        "rows of the grid, for encodings whose coordinates are fractions of it; 0: as many as "
+        "columns",
     )
-    position_grid: ChoiceEnum(list(POSITION_GRIDS)) = field(
-        default="flat",
-        metadata={
-            "help": "how an encoding of sequences reads a grid: flat (the number of the cell), "
-            "axial (one half of each head's features by row, the other half by column) or sum "
-            "(row + column, as the image code of TMLR LRPE does)"
-        },
+    position_grid: ChoiceEnum(list(POSITION_GRIDS)) = option(
+        "flat",
+        "how an encoding of sequences reads a grid: flat (the number of the cell), axial (one half "
+        "of each head's features by row, the other half by column) or sum (row + column, as the "
+        "image code of TMLR LRPE does)",
     )
-    encoding_seed: int = field(
-        default=0,
-        metadata={"help": "seed of the encoding's fixed random parts (vectors, permutations)"},
+    encoding_seed: int = option(
+        0, "seed of the encoding's fixed random parts (vectors, permutations)"
     )
-    fidelity: str = field(
-        default="correct",
-        metadata={
-            "help": "departures of the authors' code to switch on: correct (none) or a "
-            "comma-separated list of published (all that concern one method or attention), "
-            + ", ".join(DEPARTURES)
-        },
+    fidelity: str = option(
+        "correct",
+        "departures of the authors' code to switch on: correct (none) or a comma-separated list of "
+        "published (all that concern one method or attention), " + ", ".join(DEPARTURES),
     )
 
 
@@ -128,9 +106,9 @@ def build_attention(
     draws its own fixed random parts, as in the authors' code: the seed of the encoding is
     1000 ``encoding_seed`` + ``layer``.
     """
-    settings = _settings(options, cfg, layer)
-    settings["qkv_bias"] = getattr(options, "qkv_bias", True)  # an option of classifiers
-    attention = MultiheadAttention(embed_dim, num_heads, causal=causal, **settings)
+    bias = getattr(options, "qkv_bias", True)  # an option of classifiers
+    settings = {"causal": causal, "qkv_bias": bias, **_settings(options, cfg, layer)}
+    attention = MultiheadAttention(embed_dim, num_heads, **settings)
     warn_about_absolute_positions(attention.encoding, cfg)
     return attention
 
@@ -172,46 +150,37 @@ class BooleanFlags:
         ``super()`` is not called, because fairseq's RoBERTa and Transformer would add options.
         """
         config = getattr(cls, "__dataclass")
-        for prefix, option in _options_of(config):
-            if option.default is True:
-                name = "--" + f"{prefix}{option.name}".replace("_", "-")
-                help_text = option.metadata.get("help")
-                parser.add_argument(name, action=BooleanOptionalAction, help=help_text)
+        for name, own in options_of(config):
+            if own.default is True:
+                flag, text = "--" + re.sub("[._]", "-", name), own.metadata.get("help")
+                parser.add_argument(flag, action=BooleanOptionalAction, help=text)
         gen_parser_from_dataclass(parser, config(), delete_default=True, with_prefix="")
 
 
-def _options_of(config: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the fields of a configuration and of nested ones, with their command-line prefix."""
-    for option in fields(config):
-        if isinstance(option.type, type) and issubclass(option.type, FairseqDataclass):
-            yield from _options_of(option.type, f"{prefix}{option.name}_")
-        else:
-            yield prefix, option
-
-
-def _dotted_options_of(config: type, section: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the fields of a configuration and of nested ones, with their section in a YAML."""
-    for option in fields(config):
-        yield section, option
-        if isinstance(option.type, type) and issubclass(option.type, FairseqDataclass):
-            yield from _dotted_options_of(option.type, f"{section}.{option.name}".lstrip("."))
+def options_of(config: type, section: str = "") -> Iterator[tuple[str, Field]]:
+    """Yield the dotted name and the field of every option of a configuration and of nested ones."""
+    for own in fields(config):
+        yield section + own.name, own
+        if is_dataclass(own.type):
+            yield from options_of(own.type, f"{section}{own.name}.")
 
 
 @contextmanager
 def one_sentence_errors() -> Iterator[None]:
-    """Turn a ChoiceError into one sentence on standard error and exit status 2."""
+    """Turn an error about an option into one sentence on standard error and exit status 2."""
     try:
         yield
-    except ChoiceError as error:
-        refuse(str(error))
+    except ValueError as error:
+        if isinstance(error, ChoiceError) or str(error).startswith("--"):  # fairseq's own sentences
+            refuse(str(error))
+        raise
 
 
 def explain_bad_options() -> None:
     """Report a mistyped option of one of our models in one sentence.
 
-    fairseq merges a YAML into the model's configuration before any code of the model runs, and
-    does not catch omegaconf's exception. The merging function is replaced in both modules that
-    import it by name.
+    fairseq merges a YAML into the model's configuration before any code of the model runs. The
+    merging function is replaced in both modules that import it by name.
     """
     for module in (dataclass_utils, fairseq.models):
         merge = module.merge_with_parent
@@ -230,26 +199,22 @@ def _merge_or_explain(merge: Callable, config: Any, given: Any, *rest: Any, **ke
 
 
 def _explanation(cls: type, error: OmegaConfBaseException) -> str:
-    option, kind = str(error.full_key or error.key or ""), _kind(cls)
-    names = [f"{prefix}.{known.name}".lstrip(".") for prefix, known in _dotted_options_of(cls)]
-    if option in names or not isinstance(error, ConfigKeyError):
-        reason = str(error.msg).partition("\n")[0]
-        named = f" option {option!r}" if option else ""
-        return f"bad value of {kind}{named}: {reason}"
-    return f"unknown {kind} option {option!r}{did_you_mean(option, names)}"
-
-
-def _kind(cls: type) -> str:
-    """Return what the options of a class of this package belong to."""
     rooms = {"tasks": "task", "criterions": "criterion", "optim": "optimizer"}
-    return rooms.get(cls.__module__.split(".")[1], "model")
+    kind = rooms.get(cls.__module__.split(".")[1], "model")
+    given = str(error.full_key or error.key or "")
+    names = [name for name, _ in options_of(cls)]
+    if given in names or not isinstance(error, ConfigKeyError):
+        reason = str(error.msg).partition("\n")[0]
+        named = f" option {given!r}" if given else ""
+        return f"bad value of {kind}{named}: {reason}"
+    return f"unknown {kind} option {given!r}{did_you_mean(given, names)}"
 
 
 def refuse_unrelated_processes() -> None:
     """Stop if a launcher started several processes without a process group.
 
-    ``torchrun fairseq-train`` starts several *independent* trainings, which overwrite each other's
-    checkpoints and exit with status 0.
+    ``torchrun fairseq-train`` starts *independent* trainings, which overwrite each other's
+    checkpoints.
     """
     started = int(os.environ.get("WORLD_SIZE", "1"))
     joined = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -268,7 +233,7 @@ def defaults(**changes: Any) -> Callable[[type], type]:
     """
 
     def redefine(cls: type) -> type:
-        known = {option.name: option for option in fields(cls)}
+        known = {own.name: own for own in fields(cls)}
         for name, value in changes.items():
             if known[name].default is MISSING:
                 raise TypeError(f"{name} has no default to change")

@@ -19,6 +19,7 @@ from fairseq.tasks import TASK_DATACLASS_REGISTRY
 from omegaconf import DictConfig, open_dict
 
 from lrpe_fairseq.errors import did_you_mean, refuse
+from lrpe_fairseq.models.options import options_of
 
 HUB_NAMES = ("data", "generation_args", "is_vocoder", "user_dir")
 """Names that ``from_pretrained`` passes in addition to options."""
@@ -29,12 +30,6 @@ def apply_flat_overrides() -> None:
     override = checkpoint_utils.overwrite_args_by_name
     if getattr(override, "func", None) is not _override:
         checkpoint_utils.overwrite_args_by_name = partial(_override, override)
-
-
-def without_prefix(options: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the options named ``prefix_<name>`` as {name: value}."""
-    start = f"{prefix}_"
-    return {k.removeprefix(start): v for k, v in options.items() if k.startswith(start)}
 
 
 def _override(original: Callable, config: DictConfig, overrides: dict[str, Any]) -> None:
@@ -59,15 +54,12 @@ def _our_config(config: DictConfig) -> type | None:
 
 
 def _task_config(config: DictConfig) -> type | None:
-    """Return the configuration class of the checkpoint's task, or None if it has none."""
+    """Return the configuration class of the checkpoint's task, or None."""
     return TASK_DATACLASS_REGISTRY.get(getattr(config.get("task"), "_name", None))
 
 
 def _add_later_options(section: DictConfig, options: type, overrides: dict[str, Any]) -> None:
-    """Set options that the checkpoint lacks because they are newer than it.
-
-    fairseq overrides only what the checkpoint has.
-    """
+    """Set options that the checkpoint lacks because they are newer than it."""
     for name in (option.name for option in fields(options)):
         if name in overrides and name not in section:
             section[name] = overrides[name]
@@ -75,49 +67,26 @@ def _add_later_options(section: DictConfig, options: type, overrides: dict[str, 
 
 def _override_sections(model: DictConfig, family: type, overrides: dict[str, Any]) -> None:
     """Set ``model.encoder.layers`` to the value of ``encoder_layers``, and so on."""
-    for section, options in _sections(family):
-        for name, value in without_prefix(overrides, section).items():
-            if name in options:
-                model[section][name] = _value(name, value)
-
-
-def _value(name: str, value: Any) -> Any:
-    """Convert layers to keep from fairseq's text form, "0,2", to the list of a configuration."""
-    if name == "layers_to_keep" and isinstance(value, str):
-        return [int(layer) for layer in value.split(",")]
-    return value
-
-
-def _sections(family: type) -> Iterator[tuple[str, set[str]]]:
-    """Yield the nested configurations of ``family`` and the names of their options."""
-    for option in fields(family):
-        if is_dataclass(option.type):
-            yield option.name, {nested.name for nested in fields(option.type)}
+    for option, _ in options_of(family):
+        section, _, name = option.partition(".")
+        if name and f"{section}_{name}" in overrides:
+            value = overrides[f"{section}_{name}"]
+            if name == "layers_to_keep" and isinstance(value, str):
+                value = [int(layer) for layer in value.split(",")]
+            model[section][name] = value
 
 
 def _refuse_unknown_names(config: DictConfig, family: type, overrides: dict[str, Any]) -> None:
-    """Stop with one sentence if a name overrides nothing.
-
-    If a part of the configuration is a Namespace, every name is accepted.
-    """
+    """Stop if a name overrides nothing; a Namespace in the configuration accepts every name."""
     if any(isinstance(config[key], Namespace) for key in config if key in config):
         return
-    model = set(_flat_names(family))
+    model = {name.replace(".", "_") for name, _ in options_of(family)}
     task = _task_config(config)
     options = {option.name for option in fields(task)} if task else set()
     known = {*model, *options, *_names(config), *_known_to_fairseq(), *HUB_NAMES}
     for name in overrides:
         if name not in known:
             refuse(f"unknown option {name!r} in the overrides{did_you_mean(name, model)}")
-
-
-def _flat_names(family: type) -> Iterator[str]:
-    sections = dict(_sections(family))
-    for option in fields(family):
-        if option.name in sections:
-            yield from (f"{option.name}_{name}" for name in sections[option.name])
-        else:
-            yield option.name
 
 
 def _names(config: DictConfig) -> Iterator[str]:

@@ -21,6 +21,9 @@ STD = 0.02
 class Patches(nn.Module):
     """Embed patches of p x p pixels by one linear map, in place of an embedding of tokens.
 
+    A subclass defines ``cells`` (the numbers of every patch in raster order, (B, T, N)), ``shape``
+    (ids (B, T) of the tokens: padding, or any other id) and ``forward`` (cells -> (B, T, C)).
+
     Args:
         width: C. pad: the id of padding.
         patch: p; 1 for single pixels. columns: patches in a row of the image.
@@ -33,29 +36,12 @@ class Patches(nn.Module):
         self.patch, self.columns, self.channels = patch, columns, channels
         self.linear = nn.Linear(channels * patch * patch, width)
 
-    def cells(self, inputs: Tensor) -> Tensor:
-        """Return the numbers of every patch in raster order, (B, T, N).
-
-        Raises: ValueError if an image does not consist of whole patches.
-        """
-        raise NotImplementedError
-
-    def shape(self, cells: Tensor) -> Tensor:
-        """Return ids (B, T) of the tokens: padding, or any other id."""
-        raise NotImplementedError
-
-    def forward(self, cells: Tensor) -> Tensor:
-        """Embed the result of :meth:`cells`: (B, T, N) -> (B, T, C)."""
-        raise NotImplementedError
-
 
 class Pixels(Patches):
     """Symbols 0 to 255 as numbers: Linear of (value / 255 - mean) / std.
 
     The numbers of a pixel follow each other, and pixels are in raster order. Images of different
-    heights may be in one batch.
-
-    Args: see :class:`Patches`. mean, std: of pixels from 0 to 1.
+    heights may be in one batch. mean, std: of pixels from 0 to 1.
     """
 
     def __init__(
@@ -72,7 +58,10 @@ class Pixels(Patches):
         self.mean, self.std = mean, std
 
     def cells(self, inputs: Tensor) -> Tensor:
-        """Return the ids (B, T, N) of ``inputs``, ids (B, numbers); see :meth:`Patches.cells`."""
+        """Return the ids (B, T, N) of ``inputs``, ids (B, numbers).
+
+        Raises: ValueError if an image does not consist of whole patches.
+        """
         p, columns, channels = self.patch, self.columns, self.channels
         band = channels * (columns * p * p if p > 1 else 1)
         real = inputs.ne(self.padding_idx).sum(1)
@@ -93,7 +82,7 @@ class Pixels(Patches):
         return cells[..., 0].masked_fill(cells[..., 0] != self.padding_idx, 0)
 
     def forward(self, cells: Tensor) -> Tensor:
-        """Embed the ids of :meth:`cells`; see :meth:`Patches.forward`."""
+        """Embed the ids of :meth:`cells`."""
         value = (cells - BLACK).to(self.linear.weight.dtype) / 255
         return self.linear((value - self.mean) / self.std)
 
@@ -102,7 +91,7 @@ class Images(Patches):
     """Normalized images in color, (B, 3, S, S), of one size: no padding."""
 
     def cells(self, inputs: Tensor) -> Tensor:
-        """Return the numbers (B, T, 3 p p) of each patch, channel by channel."""
+        """Return the numbers (B, T, 3 p p) of each patch, channel by channel; see Pixels."""
         p, (height, width) = self.patch, inputs.shape[-2:]
         if height % p or width != p * self.columns:
             raise ValueError(
@@ -117,7 +106,7 @@ class Images(Patches):
         return torch.zeros(cells.shape[:2], dtype=torch.long, device=cells.device)
 
     def forward(self, cells: Tensor) -> Tensor:
-        """Embed the patches; see :meth:`Patches.forward`."""
+        """Embed the patches."""
         return self.linear(cells.to(self.linear.weight.dtype))
 
 
@@ -130,14 +119,10 @@ def build_patches(options: Any, width: int, pad: int) -> Patches:
 
 
 def init_positions(positions: nn.Module | None) -> None:
-    """Draw learned absolute positions of images anew.
-
-    The deviation is 0.02, and the distribution is truncated at two deviations, as in DeiT.
-    """
-    if not isinstance(positions, LearnedPositionalEmbedding):
-        return
-    nn.init.trunc_normal_(positions.weight, std=STD, a=-2 * STD, b=2 * STD)
-    nn.init.zeros_(positions.weight[positions.padding_idx])
+    """Draw learned absolute positions of images anew, truncated at two deviations, as in DeiT."""
+    if isinstance(positions, LearnedPositionalEmbedding):
+        nn.init.trunc_normal_(positions.weight, std=STD, a=-2 * STD, b=2 * STD)
+        nn.init.zeros_(positions.weight[positions.padding_idx])
 
 
 def check_patches(options: Any, task: Any) -> None:
@@ -150,16 +135,11 @@ def check_patches(options: Any, task: Any) -> None:
             f"images of {side} x {side} pixels need --patch times --grid-width to be {side}, not "
             f"{options.patch} times {options.grid_width}"
         )
-    if kind != "pixels":
-        _check_none_of_pixels(options, kind)
-    else:
+    if kind == "pixels":
         _check_pixels(options, task.source_dictionary)
-
-
-def _check_none_of_pixels(options: Any, kind: str) -> None:
-    if kind == "tokens" and options.patch != 1:
+    elif kind == "tokens" and options.patch != 1:
         raise ChoiceError("--patch is an option of --input pixels")
-    if options.channels != 1:
+    elif options.channels != 1:
         raise ChoiceError("--channels is an option of --input pixels")
 
 

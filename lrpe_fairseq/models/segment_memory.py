@@ -42,9 +42,8 @@ class Past(NamedTuple):
 class SegmentMemory:
     """The memory of every stream. It is not part of the model's state dict.
 
-    Training and evaluation have separate memories, so an evaluation during training does not
-    change the training. A stream stores L x M x C numbers, the inputs of each layer; keys and
-    values are computed from them with the current weights.
+    Training and evaluation have separate memories. A stream stores the inputs of each layer; keys
+    and values are computed from them with the current weights.
 
     Args: length: M, tokens to store; 0 for none. layers: L.
     """
@@ -56,8 +55,8 @@ class SegmentMemory:
     def recall(self, segment: Segment, training: bool, like: Tensor) -> Past:
         """Return the past of ``segment``'s streams, with dtype and device of ``like`` (..., C).
 
-        It is empty at the start of the streams. It is also empty, with a warning, if the text
-        stored last does not precede the segment, for instance after resuming in another process.
+        It is empty at the start of the streams and, with a warning, if the text stored last does
+        not precede the segment.
         """
         blocks, kept = segment["blocks"], self._pasts[training].get(segment["stream"])
         rows = len(blocks)

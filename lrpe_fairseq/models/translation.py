@@ -16,6 +16,7 @@ from fairseq.models.transformer.transformer_config import DecoderConfig, EncDecB
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from lrpe_fairseq.encodings.base import option
 from lrpe_fairseq.encodings.fidelity import UNIT_EMBEDDINGS, parse_departures
 from lrpe_fairseq.encodings.sharing import share_across_layers, share_across_stacks
 from lrpe_fairseq.errors import refuse
@@ -28,7 +29,6 @@ from lrpe_fairseq.models.options import (
     one_sentence_errors,
     refuse_unrelated_processes,
 )
-from lrpe_fairseq.models.overrides import without_prefix
 from lrpe_fairseq.models.tree_embedding import TreeEmbedding
 
 TINY = {"embed_dim": 128, "ffn_embed_dim": 512, "layers": 3, "attention_heads": 4}
@@ -60,37 +60,34 @@ class LRPETransformerConfig(TransformerConfig):
     encoder: EncoderOptions = field(default=EncoderOptions)
     decoder: DecoderOptions = field(default=DecoderOptions)
     cross: CrossOptions = field(default=CrossOptions)
-    tree_embedding: bool = field(
-        default=False,
-        metadata={
-            "help": "Tree-SQ (Shiv and Quirk): embeddings of the nodes of binary trees, added to "
-            "those of tokens; needs --task lrpe_transduction --node-positions"
-        },
+    tree_embedding: bool = option(
+        False,
+        "Tree-SQ (Shiv and Quirk): embeddings of the nodes of binary trees, added to those of "
+        "tokens; needs --task lrpe_transduction --node-positions",
     )
 
     @classmethod
     def from_namespace(cls, args: Any) -> Any:
         """Return the configuration for flat options (``args.encoder_embed_dim``).
 
-        fairseq's method reads only the stock fields and ignores the defaults of a preset. A
-        configuration, which checkpoints and hydra use, is returned unchanged.
+        fairseq's method reads only the stock fields and ignores the defaults of a preset.
         """
         if not isinstance(args, Namespace):
             return args
         given = {}
-        for option in fields(cls):
-            if is_dataclass(option.type):
-                given[option.name] = _built(option.type, without_prefix(vars(args), option.name))
-            elif hasattr(args, option.name):
-                given[option.name] = getattr(args, option.name)
+        for own in fields(cls):
+            if is_dataclass(own.type):
+                given[own.name] = _built(own.type, vars(args), f"{own.name}_")
+            elif hasattr(args, own.name):
+                given[own.name] = getattr(args, own.name)
         return cls(**given)
 
 
-def _built(config: type, options: dict[str, Any]) -> Any:
+def _built(config: type, options: dict[str, Any], prefix: str) -> Any:
     """Return an instance of ``config`` from the ``options`` that it has and that are resolved."""
-    known = {option.name for option in fields(config)}
-    unset = {name for name, value in options.items() if str(value).startswith("${")}
-    return config(**{name: options[name] for name in known - unset if name in options})
+    names = [own.name for own in fields(config) if prefix + own.name in options]
+    given = {name: options[prefix + name] for name in names}
+    return config(**{name: v for name, v in given.items() if not str(v).startswith("${")})
 
 
 @defaults(**TINY)
@@ -119,7 +116,7 @@ class LRPETransformer(BooleanFlags, TransformerModelBase):
 
     @classmethod
     def build_model(cls, cfg: Any, task: Any) -> "LRPETransformer":
-        """Build from a configuration or a flat Namespace; see TransformerModelBase for options."""
+        """Build from a configuration or a flat Namespace."""
         refuse_unrelated_processes()
         cfg = getattr(cls, "__dataclass").from_namespace(cfg)
         with one_sentence_errors():
@@ -142,8 +139,8 @@ class LRPETransformer(BooleanFlags, TransformerModelBase):
     @classmethod
     def build_decoder(cls, cfg: Any, tgt_dict: Any, embed_tokens: nn.Module) -> Decoder:
         """Called by fairseq's ``build_model``."""
-        no_encoder_attn = cfg.no_cross_attention
-        return Decoder(cfg, tgt_dict, embed_tokens, cfg.decoder, no_encoder_attn=no_encoder_attn)
+        alone = cfg.no_cross_attention
+        return Decoder(cfg, tgt_dict, embed_tokens, cfg.decoder, no_encoder_attn=alone)
 
     def forward(
         self,
@@ -156,10 +153,10 @@ class LRPETransformer(BooleanFlags, TransformerModelBase):
         prev_output_positions: Tensor | None = None,
         **keywords: Any,
     ) -> tuple[Tensor, dict]:
-        """Compute the output as fairseq does; see TransformerModelBase.
+        """Compute the output as fairseq does.
 
         src_positions, prev_output_positions: int64 (B, T) of self- and cross-attention, such as
-            codes of tree nodes. None counts tokens. fairseq's cross-attention has no positions.
+            codes of tree nodes. None counts tokens.
         """
         hiddens = {"src_lengths": src_lengths, "return_all_hiddens": return_all_hiddens}
         encoded = self.encoder(src_tokens, positions=src_positions, **hiddens)
@@ -172,10 +169,7 @@ class LRPETransformer(BooleanFlags, TransformerModelBase):
         )
 
     def prepare_for_inference_(self, cfg: Any) -> None:
-        """Called by fairseq before inference.
-
-        Raises: Refusal for alignments of linear cross-attention, which has no weights.
-        """
+        """Called by fairseq before inference."""
         options = cfg.generation
         aligns = options.print_alignment or options.replace_unk is not None
         if aligns and str(self.cfg.cross.attention_type) == "linear":
@@ -190,9 +184,8 @@ class LRPETransformer(BooleanFlags, TransformerModelBase):
     ) -> Any:
         """Load a state dict as fairseq does, and prune its layers to those of ``model_cfg``.
 
-        fairseq's pruning reads flat option names only, so these are passed. If a checkpoint has no
-        more layers than the model, it was already pruned in training. Then all its layers are
-        listed, because fairseq drops layers that are not listed.
+        fairseq's pruning reads flat option names only, and drops layers that are not listed. A
+        checkpoint with no more layers than the model was already pruned in training.
         """
         if model_cfg is not None:
             kept = flat_layers_to_keep(model_cfg)
@@ -227,10 +220,9 @@ def keep_layers(cfg: Any) -> None:
 
 
 def widen_embeddings(cfg: Any, model: nn.Module) -> None:
-    """Give embeddings variance 1, for the departure ``ape-unit-embeddings`` of either side.
+    """Give drawn embeddings variance 1, for the departure ``ape-unit-embeddings`` of either side.
 
-    The drawn weights are multiplied, so that all others are those of the same seed without it.
-    Embeddings from a file stay as they are, and so do adaptive ones.
+    They are multiplied, so that all other weights are those of the same seed without it.
     """
     found = {}
     for stack, options in ((model.encoder, cfg.encoder), (model.decoder, cfg.decoder)):
@@ -243,9 +235,7 @@ def widen_embeddings(cfg: Any, model: nn.Module) -> None:
 
 def count_layers(state_dict: dict, side: str) -> int:
     """Count the layers of the encoder or the decoder in a state dict."""
-    prefix = f"{side}.layers."
-    names = [name.removeprefix(prefix) for name in state_dict if name.startswith(prefix)]
-    return len({name.partition(".")[0] for name in names})
+    return len({n.split(".")[2] for n in state_dict if n.startswith(f"{side}.layers.")})
 
 
 def flat_layers_to_keep(cfg: Any) -> dict[str, str | None]:

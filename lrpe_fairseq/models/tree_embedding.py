@@ -1,7 +1,6 @@
 """Tree-SQ: positional embeddings of tree nodes, added to token embeddings (Shiv and Quirk, 2019).
 
-The baseline of "Algebraic Positional Encodings" for trees. It takes the place of fairseq's absolute
-positions, and attention needs no encoding beside it.
+The baseline of "Algebraic Positional Encodings" for trees, in the place of absolute positions.
 """
 
 import sys
@@ -23,9 +22,9 @@ class TreeEmbedding(nn.Module):
 
     Step 0 is the last one of the path from the root to the node, step 1 the one before, up to
     ``STEPS``. a = tanh(w) with a learned w (n,), uniform in [0.7, 0.999) at first, and n =
-    ``width`` // (``STEPS`` ``BRANCHES``) decays. The squared norm is at most n^2 / 2. Start, scale
-    and number of steps are those of the published code of APE; its powers belong to other steps
-    than its branches. The root has the embedding 0, and features that are left over are 0.
+    ``width`` // (``STEPS`` ``BRANCHES``) decays. Start, scale and number of steps are those of the
+    published code of APE; its powers belong to other steps than its branches. The root has the
+    embedding 0, and features that are left over are 0.
 
     ``given.positions``: int64 codes of nodes (B, T) of the next call, set by the stack of layers.
     Trap: nodes with the same last ``STEPS`` steps have the same embedding.
@@ -42,10 +41,7 @@ class TreeEmbedding(nn.Module):
         self.max_positions = sys.maxsize  # read by fairseq: no limit
 
     def forward(self, tokens: Tensor, incremental_state: dict | None = None) -> Tensor:
-        """Return the embeddings (B, T, width) of the nodes at ``given.positions``.
-
-        Called by fairseq in the place of its own embeddings. Raises: ValueError without positions.
-        """
+        """Return the embeddings (B, T, width) of the nodes at ``given.positions``."""
         positions = self.given.positions
         if positions is None:
             raise ValueError("--tree-embedding needs the positions of the nodes")
