@@ -162,6 +162,8 @@ def linear_attention(
     given = (q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
     q, k, v, content, log_decay = _prepare(*given, widen=kernels is None)
     padding, normalizes = key_padding_mask, normalizer == "rotated"
+    form = "PyTorch or C++" if kernels is None else "triton"
+    loader.log_served("linear attention", form, q.device.type)
     out, denominator = _sums(kernels, q, k, v, normalizes, causal, log_decay, padding)
     if content is not None:
         keys = content[1].cumsum(-2) if causal else content[1].sum(-2, keepdim=True)

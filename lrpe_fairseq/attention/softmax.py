@@ -78,9 +78,12 @@ def encoded_attention(
     """
     call = _call(encoding, queries, keys, causal, dropout)
     out = _flash(q, k, v, queries, keys, call)
+    plain = call.form == Form() and queries.sums is None
+    form = "triton" if out is not None else "torch" if plain else "blocks of queries"
+    loader.log_served(f"softmax attention of {encoding.name}", form, q.device.type)
     if out is not None:
         return out
-    if call.form == Form() and queries.sums is None:
+    if plain:
         return _plain(q, k, v, queries, keys, call)
     blocks = list(query_blocks(q, k, causal, BLOCK))
     if len(blocks) == 1:

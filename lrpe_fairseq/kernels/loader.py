@@ -22,7 +22,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -72,6 +72,12 @@ def kernels_in_use(device: str | None = None) -> dict[str, str]:
     forms, reason = _forms_of(device)
     found = {"device": device, **forms}
     return {**found, "reason": reason} if "pytorch" in forms.values() else found
+
+
+@cache
+def log_served(what: str, form: str, device: str) -> None:
+    """Log once which form computes ``what``, such as "softmax attention of t5"."""
+    logger.info("%s on %s: %s", what, device, form)
 
 
 def _forms_of(device: str) -> tuple[dict[str, str], str]:
