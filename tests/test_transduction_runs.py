@@ -84,8 +84,8 @@ def test_a_cell_names_its_data_set_and_sets_both_halves(runs) -> None:
     assert other.settings().task.scored_tokens == "inner"
     assert other.result.name == "small-reverse-Sinusoidal-softmax-seed3.json"
     always = (("valid", "teacher"), ("test", "teacher"))
-    assert run.evaluations == (*always, ("test", "generate"))
-    assert other.evaluations == always
+    assert other.evaluations == (*always, ("test", "generate"))
+    assert run.evaluations == always
 
 
 @pytest.mark.parametrize(

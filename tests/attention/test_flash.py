@@ -24,7 +24,7 @@ WIDE = ("cosformer", "lrpe-tmlr-type1", "lrpe-type8")
 
 def expected(name, causal, mask):
     """True if the kernel serves the encoding; torch's own serves plain scores of equal widths."""
-    if name in BY_LAG:
+    if name in BY_LAG and (causal or name != "permuteformer"):  # which decays if causal
         return mask != "between" or (name == "alibi" and causal)
     data = not encoding_class(name).decomposable
     return not data and (name in WIDE or name in BY_GATES or mask != "whole")

@@ -12,6 +12,7 @@ import torch
 
 from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
+from lrpe_fairseq.attention.tokens import Tokens
 from lrpe_fairseq.encodings import ENCODINGS, QueryKeyEncoding, build_encoding
 from lrpe_fairseq.encodings import base as encodings_base
 from lrpe_fairseq.kernels import encode, encode_cpu, loader
@@ -145,8 +146,9 @@ def test_queries_and_keys_of_different_sequences(width, served, monkeypatch):
         32, 2, attention_type="softmax", position_encoding="lrpe-type2", memory_dim=width
     ).to(DEVICE)
     x, memory = torch.randn(2, 5, 32, device=DEVICE), torch.randn(2, 9, width, device=DEVICE)
-    given = (x, torch.arange(5, device=DEVICE), memory, torch.arange(9, device=DEVICE).expand(2, 9))
-    assert (module._kernels(*given) is not None) == served
+    at_q, at_k = torch.arange(5, device=DEVICE), torch.arange(9, device=DEVICE).expand(2, 9)
+    assert (module._kernels(x, memory, at_q, at_k) is not None) == served
+    given = x, Tokens(at_q), memory, Tokens(at_k)
     found = module._encoded(*given)
     monkeypatch.setattr(loader, "triton_kernels", lambda name: None)
     for a, b in zip(found, module._encoded(*given), strict=True):
