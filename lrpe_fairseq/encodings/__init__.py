@@ -105,9 +105,6 @@ class Family(NamedTuple):
     build: Callable[[str], Constructor | None]
     causal_only: bool = False
 
-    def __str__(self) -> str:
-        return f"{self.form} {self.rest}"
-
 
 def _free_lrpe(rest: str) -> Constructor | None:
     """Return the constructor of ``lrpe:<P>:<Lambda>``."""
@@ -145,7 +142,7 @@ def constructor_of(name: str) -> Constructor:
     if constructor is None:
         raise ChoiceError(
             f"unknown position encoding {name!r}; choose one of {', '.join(ENCODINGS)}, "
-            + ", ".join(f"or {family}" for family in FAMILIES.values())
+            + ", ".join(f"or {family.form} {family.rest}" for family in FAMILIES.values())
             + did_you_mean(name, ENCODINGS)
         )
     return constructor

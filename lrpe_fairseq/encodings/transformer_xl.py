@@ -17,10 +17,8 @@ from lrpe_fairseq.encodings.base import (
     query_scale,
 )
 from lrpe_fairseq.encodings.biases import pick
+from lrpe_fairseq.encodings.cores import BASE
 from lrpe_fairseq.encodings.networks import applied, key_projection
-
-BASE = 10000.0
-"""Base of the frequencies of the sinusoids R."""
 
 
 class TransformerXL(ScoreEncoding):
@@ -60,7 +58,9 @@ class TransformerXL(ScoreEncoding):
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Return the sum of terms (b), (c) and (d), (B, H, T, S), for q times ``query_scale``."""
         check_positions(q_positions, q), check_positions(k_positions, k)
-        q, of_keys = self._content(q, k)
+        scale = query_scale(self.spec)
+        u, v = (scale * self.u).to(q.dtype), (scale * self.v).to(q.dtype)
+        q, of_keys = q + v.unsqueeze(-2), (k @ u.unsqueeze(-1)).mT
         if q.numel() == 0:
             return of_keys
         if end_together(q_positions, k_positions):
@@ -71,12 +71,6 @@ class TransformerXL(ScoreEncoding):
         """Return W R for sinusoids r (..., N, H D): (..., H, N, D), or (H, T, S, D) for pairs."""
         keys = applied(self.r_proj, r, dtype).unflatten(-1, (self.spec.num_heads, -1))
         return keys.movedim(-2, 0 if r.dim() < 4 else 1)
-
-    def _content(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return q + v (B, H, T, D) and term (c) (B, H, 1, S), both scaled."""
-        scale = query_scale(self.spec)
-        u, v = (scale * self.u).to(q.dtype), (scale * self.v).to(q.dtype)
-        return q + v.unsqueeze(-2), (k @ u.unsqueeze(-1)).transpose(-1, -2)
 
     def _by_shift(self, q: Tensor, q_positions: Tensor, keys: int) -> Tensor:
         """Compute (b) + (d) with one product with W R at distances S-1, S-2, ..., and left shifts
@@ -119,7 +113,7 @@ def left_shift(x: Tensor, width: int) -> Tensor:
     """Shift row i of x (..., T, W) left by T-1-i and return ``width`` columns (Appendix B).
 
     Columns from W on are zero. The padded rows are flattened and read with a stride that is one
-    smaller, so that each row starts one column earlier than the row above. No index is formed.
+    smaller, so that each row starts one column earlier than the row above.
     """
     rows = x.shape[-2]
     stride = width + rows

@@ -1,8 +1,7 @@
 """Products of matrices along the paths of a k-ary tree: x -> W_(w_1) ... W_(w_n) x.
 
 All vectors climb to the root together: in each round, those whose node is the same child of its
-parent are multiplied by the same W. A product of matrices is never formed, and no matrix is stored
-per token. Nodes are int64 codes (``domains``).
+parent are multiplied by the same W. Nodes are int64 codes (``domains``).
 
 Axes: B batch, H heads, T time, D width, M nodes of the vectors, K vectors that share a node.
 """

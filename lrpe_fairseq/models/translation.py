@@ -1,9 +1,8 @@
 """``lrpe_transformer``: fairseq's encoder-decoder Transformer with LRPE attention.
 
 Attention type and encoding are chosen separately for the encoder's and the decoder's self-attention
-and for cross-attention: ``--encoder-position-encoding``, ``--decoder-position-encoding``,
-``--cross-position-encoding`` and so on, ``model.encoder.*``, ``model.decoder.*`` and
-``model.cross.*`` in a YAML. Everything else is fairseq's own, by default cross-attention too.
+and for cross-attention (``--encoder-...``, ``--decoder-...``, ``--cross-...``). Everything else is
+fairseq's own, by default cross-attention too.
 """
 
 from argparse import Namespace
@@ -210,10 +209,7 @@ def share_tree_embedding(model: TransformerModelBase) -> None:
 
 
 def keep_layers(cfg: Any) -> None:
-    """Apply ``--encoder-layers-to-keep`` and ``--decoder-layers-to-keep`` to the layer counts.
-
-    fairseq splits them at commas, although they are lists in a nested configuration.
-    """
+    """Apply the layers to keep, which fairseq splits at commas, although they are lists here."""
     for side in (cfg.encoder, cfg.decoder):
         if side.layers_to_keep:
             side.layers, side.layers_to_keep = len(side.layers_to_keep), None
