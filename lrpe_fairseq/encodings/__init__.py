@@ -170,10 +170,10 @@ def encoding_class(name: str) -> type[Encoding]:
 
     Raises: ChoiceError if it is unknown.
     """
-    constructor = constructor_of(name)
-    if isinstance(constructor, partial) and constructor.func is gated:
-        constructor = constructor.keywords["inner"]
-    return constructor.func if isinstance(constructor, partial) else constructor
+    found = constructor_of(name)
+    while isinstance(found, partial):
+        found = found.keywords["inner"] if found.func is gated else found.func
+    return found
 
 
 def is_causal_only(name: str) -> bool:
