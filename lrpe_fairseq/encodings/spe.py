@@ -89,7 +89,6 @@ class SPE(QueryKeyEncoding):
     }
 
     properties = Properties(relative="in expectation", keeps_norm=False)
-    before_feature_map = True
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)

@@ -58,9 +58,7 @@ class TransformerXL(ScoreEncoding):
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Return the sum of terms (b), (c) and (d), (B, H, T, S), for q times ``query_scale``."""
         check_positions(q_positions, q), check_positions(k_positions, k)
-        scale = query_scale(self.spec)
-        u, v = (scale * self.u).to(q.dtype), (scale * self.v).to(q.dtype)
-        q, of_keys = q + v.unsqueeze(-2), (k @ u.unsqueeze(-1)).mT
+        q, of_keys = self._content(q, k)
         if q.numel() == 0:
             return of_keys
         if end_together(q_positions, k_positions):
@@ -72,16 +70,21 @@ class TransformerXL(ScoreEncoding):
         keys = applied(self.r_proj, r, dtype).unflatten(-1, (self.spec.num_heads, -1))
         return keys.movedim(-2, 0 if r.dim() < 4 else 1)
 
+    def _content(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return q + v (B, H, T, D) and term (c) (B, H, 1, S), both scaled."""
+        scale = query_scale(self.spec)
+        u, v = (scale * self.u).to(q.dtype), (scale * self.v).to(q.dtype)
+        return q + v.unsqueeze(-2), (k @ u.unsqueeze(-1)).mT
+
     def _by_shift(self, q: Tensor, q_positions: Tensor, keys: int) -> Tensor:
         """Compute (b) + (d) with one product with W R at distances S-1, S-2, ..., and left shifts
         (Appendix B)."""
-        last = 0 if self.spec.causal else 1 - q.shape[-2]
+        last, width = 0 if self.spec.causal else 1 - q.shape[-2], self.r_proj.in_features
 
-        def all_distances() -> Tensor:
-            distance = torch.arange(keys - 1, last - 1, -1, device=q.device)
-            return sinusoid(distance, self.r_proj.in_features)
+        def sinusoids() -> Tensor:
+            return sinusoid(torch.arange(keys - 1, last - 1, -1, device=q.device), width)
 
-        r = self._sinusoids.get(q_positions, (keys, last), all_distances)
+        r = self._sinusoids.get(q_positions, (keys, last), sinusoids)
         return left_shift(q @ self.position_keys(r, q.dtype).transpose(-1, -2), keys)
 
     def _by_distance(self, q: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
