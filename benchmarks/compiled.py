@@ -39,8 +39,8 @@ from lrpe_fairseq.kernels import flash_triton
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "results" / "bench" / "compiled.json"
-CAPABILITIES = (80, 86, 89, 90, 120)
-"""A100; RTX 30, A40; RTX 40, L40; H100, H200; RTX 50."""
+CAPABILITIES = (90, 80, 89, 86, 120)
+"""H100, H200; A100; RTX 40, L40; RTX 30, A40; RTX 50."""
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
 """Shared memory that a block may have, in KiB."""
 TYPES = ("bfloat16", "float16")
@@ -203,24 +203,26 @@ def main() -> None:
     options = parser.parse_args()
     jobs = list(product(options.families, options.capabilities, TYPES))
     with ProcessPoolExecutor(options.processes) as pool:
-        rows = [row for found in pool.map(figures, *zip(*jobs, strict=True)) for row in found]
-    for row in rows:
-        if row["spilled_bytes"] or row["shared_bytes"] > SHARED[row["capability"]] * 1024:
-            print(json.dumps(row))
-    write(rows, options.families)
+        for rows in pool.map(figures, *zip(*jobs, strict=True)):
+            for row in rows:
+                if row["spilled_bytes"] or row["shared_bytes"] > SHARED[row["capability"]] * 1024:
+                    print(json.dumps(row))
+            write(rows)
 
 
-def write(rows: list[dict], families: list[str]) -> None:
-    """Write rows to results/bench/compiled.json, in place of those of the same forms."""
+def write(rows: list[dict]) -> None:
+    """Write the rows of a family, architecture and dtype to results/bench/compiled.json."""
     before = json.loads(FIGURES.read_text("utf-8")) if FIGURES.exists() else {}
     order = itemgetter("family", "capability", "dtype", "case", "kernel")
-    compiled = {(row["family"], row["capability"]) for row in rows}
-    kept = [r for r in before.get("rows", []) if (r["family"], r["capability"]) not in compiled]
-    sources = before.get("sources", {}) | {name: source_hash(name) for name in families}
+    made_by = itemgetter("family", "capability", "dtype")
+    kept = [row for row in before.get("rows", []) if made_by(row) != made_by(rows[0])]
+    family, capability, dtype = made_by(rows[0])
+    made_from = {f"{family} sm_{capability} {dtype}": source_hash(family)}
+    sources = before.get("sources", {}) | made_from
     lines = ",\n".join(json.dumps(row) for row in sorted(kept + rows, key=order))
     head = json.dumps({"triton": version("triton"), "sources": sources})[:-1]
     FIGURES.write_text(f'{head}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
-    print(f"{len(rows)} rows written to {FIGURES.relative_to(ROOT)}")
+    print(f"{len(rows)} rows written to {FIGURES.relative_to(ROOT)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -141,7 +141,10 @@ def test_flash_attention_equals_its_definition(case, dtype):
     flash_triton = pytest.importorskip("lrpe_fairseq.kernels.flash_triton")
     form = {**flash_cases.CASES, **LONG}[case]
     tensors, options = flash_cases.inputs(dtype=dtype, device="cuda", **form)
-    assert flash_triton.serves(*(tensors[name] for name in "qkv"))
+    if not flash_triton.serves(*(tensors[name] for name in "qkv")):
+        assert dtype == torch.float32
+        assert tensors["q"].shape[-1] == 256
+        return
     torch.use_deterministic_algorithms(True, warn_only=True)
     first, second = (
         flash_cases.results(flash_triton.flash_attention, tensors, options) for _ in range(2)

@@ -21,7 +21,7 @@ from lrpe_fairseq.kernels import flash, flash_kernels
 from lrpe_fairseq.kernels.dispatch import is_plain
 from lrpe_fairseq.kernels.loader import launch, on_device
 
-WIDEST_KEY, WIDEST_VALUE = 256, 128
+WIDEST_KEY, WIDEST_VALUE = {True: 128, False: 256}, 128  # True: in float32
 MINIMUM = 16  # smallest side of a tl.dot
 MARGIN = 128  # tokens; no tile is longer
 
@@ -43,8 +43,9 @@ def serves(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
     """True if the kernels support q, k, v of one dtype, and ``others``: all other tensors.
 
     They are on one Ampere or newer GPU, or on a CPU in Triton's interpreter; q, k and v are not
-    float64, keys have at most 256 features and values 128. Never under ``sdpa_kernel(MATH)``, as
-    the kernels have no second derivatives, nor with Triton 3.2, which lacks ``gather``.
+    float64; keys have at most 256 features, in float32 128, and values 128. Never under
+    ``sdpa_kernel(MATH)``, as the kernels have no second derivatives, nor with Triton 3.2, which
+    lacks ``gather``.
     """
     given = (q, k, v, *(x for x in others if x is not None))
     sdp = torch.backends.cuda
@@ -54,7 +55,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
         and is_plain(*given)
         and all(x.device == q.device for x in given)
         and q.dtype == k.dtype == v.dtype
-        and q.shape[3] <= WIDEST_KEY
+        and q.shape[3] <= WIDEST_KEY[q.dtype == torch.float32]
         and v.shape[3] <= WIDEST_VALUE
         and (on_device(q) or _interpreted(q))
     )
@@ -121,8 +122,8 @@ OTHERS = {
 def tile_of(name: str, call: "_Call") -> Tile:
     """Return the tile of a kernel for a call: the largest with which it does not spill registers.
 
-    The load is what needs registers: terms of the scores, width, and float32, which takes the
-    least tile. ``python -m benchmarks.compiled`` shows the figures of every form.
+    The load is what needs registers: terms of the scores, and width. Float32 has one tile for all;
+    wide forms of it spill. ``python -m benchmarks.compiled`` shows the figures of half types.
     """
     major, _ = capability_of(call.given[0].device)
     terms = (*call.tables, call.gates[0], call.options.seed if call.threshold else None)
@@ -130,7 +131,7 @@ def tile_of(name: str, call: "_Call") -> Tile:
     load = 2 * sum(x is not None for x in terms) + 3 * (width > 128) + 3 * (width > 256)
     tiles = (LARGE_MEMORY if major in (9, 10) else OTHERS)[name]
     if call.given[0].dtype == torch.float32:
-        return tiles[-1][1]
+        return Tile(32, 16, stages=1, split=False)
     longest = max(64, call.queries)
     return next(tile for limit, tile in tiles if load <= limit and tile.queries <= longest)
 

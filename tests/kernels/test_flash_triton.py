@@ -59,7 +59,9 @@ def poisoned():
 @pytest.mark.parametrize(("dtype", "case"), ALL)
 def test_the_kernels_equal_the_definition_in_outputs_and_gradients(dtype, case):
     tensors, options = inputs(dtype=dtype, device=DEVICE, **CASES[case])
-    assert serves(*(tensors[name] for name in "qkv"), tensors.get("table"))
+    if not serves(*(tensors[name] for name in "qkv"), tensors.get("table")):
+        assert (dtype, case) == (torch.float32, "wide")
+        return
     found = results(flash_attention, tensors, options)
     assert_near(found, exact(tensors, options), BOUNDS[dtype])
     assert all(found[name].dtype == x.dtype for name, x in tensors.items())
@@ -166,6 +168,9 @@ def test_what_the_kernels_do_not_support_is_not_served():
     assert not serves(q, q, q.expand(1, 1, 4, 16).repeat(1, 1, 1, 9))
     assert not serves(q, q, q, torch.zeros(1, 7, device="meta"))
     assert not serves(q[:, :, :0], q, q)
+    wide = torch.zeros(1, 1, 4, 256, device=DEVICE)
+    assert serves(wide.half(), wide.half(), q.half())
+    assert not serves(wide, wide, q)
 
 
 def test_wrong_lags_and_windows_are_refused():
