@@ -8,6 +8,7 @@ from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import build_encoding
 from lrpe_fairseq.kernels import loader
 from tests.fifty_updates import TOLERANCE, difference, losses
+from tests.kernels import flash_cases
 from tests.test_every_encoding import MODES, parts_of
 
 if not torch.cuda.is_available():
@@ -122,6 +123,42 @@ def test_token_by_token_equals_all_at_once(name, attention_type, kernels):
         whole, _ = module(x)
         steps = [module(token.unsqueeze(0), incremental_state=state)[0] for token in x]
     torch.testing.assert_close(torch.cat(steps), whole, rtol=1e-4, atol=1e-4)
+
+
+FLASH_BOUNDS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+LONG = {
+    "causal": {"T": 1000, "D": 64, "E": 64, "H": 4, "table": True, "gates": True},
+    "full": {"T": 1000, "D": 64, "E": 64, "causal": False, "padding": True, "dropout": 0.1},
+    "complex": {"T": 500, "D": 128, "E": 64, "factor": True, "window": 200},
+    "widest": {"T": 300, "D": 256, "E": 128, "table": True, "gates": True, "dropout": 0.1},
+}
+
+
+@pytest.mark.parametrize("dtype", FLASH_BOUNDS, ids=str)
+@pytest.mark.parametrize("case", [*flash_cases.CASES, *LONG])
+def test_flash_attention_equals_its_definition(case, dtype):
+    """Twice with equal bits, and on memory full of NaN."""
+    flash_triton = pytest.importorskip("lrpe_fairseq.kernels.flash_triton")
+    form = {**flash_cases.CASES, **LONG}[case]
+    tensors, options = flash_cases.inputs(dtype=dtype, device="cuda", **form)
+    if not flash_triton.serves(*(tensors[name] for name in "qkv")):
+        assert dtype == torch.float32
+        assert tensors["q"].shape[-1] == 256
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    first, second = (
+        flash_cases.results(flash_triton.flash_attention, tensors, options) for _ in range(2)
+    )
+    torch.use_deterministic_algorithms(False)
+    flash_cases.assert_near(first, flash_cases.exact(tensors, options), FLASH_BOUNDS[dtype])
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_flash_attention_takes_more_sequences_than_cuda_allows_on_most_axes_of_a_grid():
+    flash_triton = pytest.importorskip("lrpe_fairseq.kernels.flash_triton")
+    tensors, options = flash_cases.inputs(T=2, B=40_000, table=True, device="cuda")
+    found = flash_cases.results(flash_triton.flash_attention, tensors, options)
+    flash_cases.assert_near(found, flash_cases.exact(tensors, options), 2e-5)
 
 
 CELLS = [("Type2", "linear"), ("FoX, open", "linear"), ("RoPE", "softmax"), ("T5", "softmax")]

@@ -105,9 +105,6 @@ class Family(NamedTuple):
     build: Callable[[str], Constructor | None]
     causal_only: bool = False
 
-    def __str__(self) -> str:
-        return f"{self.form} {self.rest}"
-
 
 def _free_lrpe(rest: str) -> Constructor | None:
     """Return the constructor of ``lrpe:<P>:<Lambda>``."""
@@ -145,7 +142,7 @@ def constructor_of(name: str) -> Constructor:
     if constructor is None:
         raise ChoiceError(
             f"unknown position encoding {name!r}; choose one of {', '.join(ENCODINGS)}, "
-            + ", ".join(f"or {family}" for family in FAMILIES.values())
+            + ", ".join(f"or {family.form} {family.rest}" for family in FAMILIES.values())
             + did_you_mean(name, ENCODINGS)
         )
     return constructor
@@ -173,10 +170,10 @@ def encoding_class(name: str) -> type[Encoding]:
 
     Raises: ChoiceError if it is unknown.
     """
-    constructor = constructor_of(name)
-    if isinstance(constructor, partial) and constructor.func is gated:
-        constructor = constructor.keywords["inner"]
-    return constructor.func if isinstance(constructor, partial) else constructor
+    found = constructor_of(name)
+    while isinstance(found, partial):
+        found = found.keywords["inner"] if found.func is gated else found.func
+    return found
 
 
 def is_causal_only(name: str) -> bool:

@@ -297,10 +297,7 @@ class Component(nn.Module):
 
 
 class Generator(nn.Module):
-    """Learned skew-symmetric matrices B = L - L^T, (..., d, d), from a start of that shape.
-
-    entries: the lower triangle of L, (..., d (d - 1) / 2); the full matrix for ``full``.
-    """
+    """Learned B = L - L^T (..., d, d), stored as the triangle of L or, if ``full``, as L."""
 
     def __init__(self, start: Tensor, learned: bool, full: bool = False) -> None:
         super().__init__()
@@ -337,8 +334,8 @@ class Sequence(Component):
 class Planar(Component):
     """M(s) = P R(s theta) P^T with an orthogonal P = exp(S) for each head.
 
-    P cancels on the left of the score, so R(s theta) P^T is applied, theta (H, d // 2) in radians.
-    In a cycle theta is fixed and positions are taken modulo its ``period``.
+    P cancels on the left of the score. theta (H, d // 2) is in radians; in a cycle it is fixed, and
+    positions are taken modulo its ``period``.
     """
 
     def __init__(

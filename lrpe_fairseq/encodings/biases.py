@@ -21,8 +21,7 @@ from lrpe_fairseq.kernels.dispatch import has_values
 class LagBias(ScoreEncoding):
     """An additive bias that is a function of the lag n = s - t, defined by :meth:`of_lag`.
 
-    The function is evaluated once for each different lag, O(T + S) times, if that is cheaper than
-    once for each pair.
+    The function is evaluated once for each lag, or once for each pair if that is cheaper.
     """
 
     def __init__(self, spec: EncodingSpec) -> None:
@@ -78,11 +77,7 @@ def seen_keys(scores: Tensor, visible: Tensor | None, before: int = 0) -> Tensor
     """Return the keys that count in causal attention, a bool mask broadcastable to (B, H, T, S).
 
     They are visible, and at least ``before`` columns before the query's own key, which is column
-    S - T + i for row i.
-
-    Args:
-        scores: (B, H, T, S), only for its shape and device. visible: as in
-            :meth:`ScoreEncoding.forward`.
+    S - T + i for row i. scores: (B, H, T, S), only for its shape and device.
     """
     rows, columns = scores.shape[-2:]
     earlier = torch.ones(rows, columns, dtype=torch.bool, device=scores.device)

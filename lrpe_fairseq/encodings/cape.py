@@ -53,14 +53,11 @@ class CAPE(ScoreEncoding):
     without_absolute = True
     base_class: ClassVar[type[LagBias]]
     """The encoding whose bias is b."""
-    base_name: ClassVar[str]
-    """Name of :attr:`base_class`."""
 
     def __init__(self, spec: EncodingSpec, width: int = 32) -> None:
         super().__init__(spec)
         heads = spec.num_heads
         self.base = self.base_class(spec)
-        self.base.name = self.base_name
         self.base.shared = False
         generator = spec.generator(stream=23)
         self.inner = linear(2 * heads, width, generator)
@@ -124,7 +121,7 @@ class CAPEALiBi(CAPE):
     See :class:`CAPE`.
     """
 
-    base_class, base_name = LinearBias, "alibi"
+    base_class = LinearBias
     card = _card("ALiBi", "The bias falls linearly; the network may undo that by content.")
 
 
@@ -134,7 +131,7 @@ class CAPEKerple(CAPE):
     See :class:`CAPE`.
     """
 
-    base_class, base_name = KerpleLog, "kerple-log"
+    base_class = KerpleLog
     card = _card("KERPLE-log", "The bias falls logarithmically; the network may undo that.")
 
 
@@ -144,6 +141,6 @@ class CAPEFIRE(CAPE):
     See :class:`CAPE`. In the authors' code this FIRE has LeakyReLU; here it has ReLU, as alone.
     """
 
-    base_class, base_name = FIRE, "fire"
+    base_class = FIRE
     causal_only = True
     card = _card("FIRE", "As of FIRE: the argument of its function stays in [0, 1].")

@@ -78,8 +78,7 @@ class LearnedRotation(Rotation):
 class HalfRotation(Rotation):
     """The rotation of the first e = d // 2 features, rounded up to even (C.7).
 
-    The remaining features are unchanged. The frequencies are 10000^(-2i/e), as in the pseudo-code
-    (C.8); the text prints 10000^(-2t/d) (C.7).
+    The frequencies are 10000^(-2i/e), as in the pseudo-code (C.8); the text prints 10000^(-2t/d).
     """
 
     latex = (
@@ -158,8 +157,7 @@ def bands(width: int, base: float = BASE) -> Tensor:
 def phases(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute exp(i s theta), complex (T, E) or (B, 1, T, E), for positions s (T,) or (B, T).
 
-    The angle s theta (radians) is computed in float64, because in float32 it is off by 6e-3 rad at
-    position 100,000. Its cosine and sine are then cast to ``dtype``.
+    The angle (radians) is float64: in float32 it would be off by 6e-3 at position 100,000.
     """
     compute = _phases if is_transformed() else _Phases.apply
     return over_heads(compute(theta, positions, dtype), positions)
@@ -181,7 +179,7 @@ def _phases(theta: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
 class _Phases(torch.autograd.Function):
     """exp(i s theta); the gradient of theta is sum_s s Im(conj(phase) gradient).
 
-    Differentiable any number of times, because the saved phase is an output of the function.
+    Differentiable any number of times, because the saved phase is an output.
     """
 
     @staticmethod

@@ -106,11 +106,9 @@ class DeBERTa(ScoreEncoding):
         return self._ends.get((q_positions, k_positions), None, compute)
 
     def _term(self, x: Tensor, projection: Linear, difference: Tensor, ends: Lags) -> Tensor:
-        """Return the product of x_a and the projected row d(a, b).
+        """Return the product of x_a and the projected row d(a, b), (B, H, A, B').
 
-        Args:
-            x: (B, H, A, D). difference: a - b, int64 (A, B') or (B, A, B'). ends: its bounds.
-        Returns: (B, H, A, B').
+        x: (B, H, A, D). difference: a - b, int64 (A, B') or (B, A, B'). ends: its bounds.
         """
         first, last = (min(end + self.distance, 2 * self.distance - 1) for end in ends)
         rows = applied(projection, self.table[first : last + 1], x.dtype)

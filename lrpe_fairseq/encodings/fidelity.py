@@ -49,8 +49,7 @@ PUBLISHED = frozenset(name for name, own in DEPARTURES.items() if not own.named_
 def parse_departures(text: str) -> frozenset[str]:
     """Return the departures that ``--fidelity TEXT`` names.
 
-    TEXT is ``correct`` (none) or a comma-separated list of names, which may contain ``published``
-    (all that are not ``named_only``).
+    TEXT is ``correct`` (none) or a comma-separated list, which may contain ``published``.
     Raises: ChoiceError, listing the known names, if one is unknown.
 
     >>> sorted(parse_departures("t5-unit-init,t5-shared-bias"))

@@ -115,17 +115,15 @@ class FIRE(LagBias):
 
     def of_lag(self, lag: Tensor) -> Tensor:
         """Return the bias of every lag (..., H) for queries at s <= L."""
-        return self._f(self._psi(lag.double()) / (self._psi(self.threshold) + EPS))
+        return self._f(lag, self.threshold)
 
     def _of_pairs(self, s: Tensor, t: Tensor) -> Tensor:
         """Return the bias (..., H) of queries at s and keys at t (int64, broadcast)."""
-        scale = self._psi(torch.maximum(self.threshold, s.double())) + EPS
-        return self._f(self._psi((s - t).clamp_min(0).double()) / scale).clamp_min(LOWEST)
+        longest = torch.maximum(self.threshold, s.double())
+        return self._f((s - t).clamp_min(0), longest).clamp_min(LOWEST)
 
-    def _psi(self, x: Tensor) -> Tensor:
-        """Return log(1 + |c| x) for float64 x >= 0."""
-        return torch.log1p(self.c.double().abs() * x)
-
-    def _f(self, x: Tensor) -> Tensor:
-        """Apply f to x (...): (..., H)."""
+    def _f(self, lag: Tensor, longest: Tensor) -> Tensor:
+        """Return f(psi(lag) / psi(longest)), (..., H), for a float64 ``longest``."""
+        c = self.c.double().abs()
+        x = torch.log1p(c * lag.double()) / (torch.log1p(c * longest) + EPS)
         return self.f(x.to(self.f[-1].weight.dtype).unsqueeze(-1))

@@ -107,10 +107,9 @@ def add_gate(encoding: Encoding) -> None:
 
 def _rename_old(module: nn.Module, state: dict, prefix: str, *rest: object) -> None:
     """Rename the parameters of version 0.1: ``gate.<name>``, and ``inner.<name>`` under gates."""
-    for name in [name for name in state if name.startswith(f"{prefix}gate.")]:
-        state[f"{prefix}forget_{name.removeprefix(prefix)}"] = state.pop(name)
-    for name in [name for name in state if name.startswith(f"{prefix}inner.")]:
-        state[prefix + name.removeprefix(f"{prefix}inner.")] = state.pop(name)
+    for old, new in ((f"{prefix}gate.", f"{prefix}forget_gate."), (f"{prefix}inner.", prefix)):
+        for name in [name for name in state if name.startswith(old)]:
+            state[new + name.removeprefix(old)] = state.pop(name)
 
 
 def can_be_gated(kind: type[Encoding]) -> bool:

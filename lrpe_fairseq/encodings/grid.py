@@ -144,10 +144,8 @@ _cells = PositionCache(4)  # two streams of tokens, each read in two ways
 def rows_and_columns(positions: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the row s // W and the column s mod W of every position s.
 
-    Args:
-        positions: int64, any shape. A negative position is in a row above row 0.
-        width: W. 0: the positions are on a line, with row s and column 0.
-    Returns: row and column, int64, in the shape of ``positions``.
+    positions: int64, any shape. A negative position is in a row above row 0.
+    width: W. 0: the positions are on a line, with row s and column 0.
 
     >>> rows_and_columns(torch.tensor([0, 5, 7]), 4)
     (tensor([0, 1, 1]), tensor([0, 1, 3]))

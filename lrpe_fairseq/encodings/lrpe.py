@@ -31,8 +31,6 @@ from lrpe_fairseq.encodings.projections import (
 )
 from lrpe_fairseq.kernels import encode, encode_cpu, loader
 
-KERNELS = "lrpe_fairseq.kernels.encode_triton"
-
 
 class LRPE(QueryKeyEncoding):
     """q~_s = Lambda^(s) P q_s, k~_t = Lambda^(t) P k_t (Eq. 76), shared by all heads.
@@ -102,7 +100,7 @@ class LRPE(QueryKeyEncoding):
             permutes=isinstance(self.core, Permutation),
             fourier=fourier,
         )
-        kernels = (loader.triton_kernels(KERNELS), encode_cpu)
+        kernels = (loader.triton_kernels("lrpe_fairseq.kernels.encode_triton"), encode_cpu)
         kernel = next((m for m in kernels if m is not None and m.serves(x, form)), None)
         if kernel is None:
             return None

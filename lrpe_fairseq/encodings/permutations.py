@@ -1,7 +1,6 @@
 """Powers pi^s of a permutation, and the permutation of features by them.
 
-pi^s(j) is found on the cycle that contains j, so every position up to 2^31 costs the same and no
-table of powers is stored.
+pi^s(j) is found on the cycle that contains j, so every position up to 2^31 costs the same.
 """
 
 import torch
@@ -26,10 +25,7 @@ def permute(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
 
 
 class _Permuted(torch.autograd.Function):
-    """A gather whose gradient is the inverse gather, which is faster than a scatter-add.
-
-    Differentiable any number of times.
-    """
+    """A gather whose gradient is the inverse gather, which is faster than a scatter-add."""
 
     @staticmethod
     def forward(ctx, x, index, inverse):
@@ -68,24 +64,14 @@ class CyclicPowers:
     def _cycles_of(self, permutation: Tensor) -> tuple[Tensor, ...]:
         if not has_values(permutation):
             return cycle_form(permutation)
-        known, mark = self._known, _identity(permutation)
+        version = -1 if permutation.is_inference() else permutation._version  # which has none
+        known, mark = self._known, (version, permutation.data_ptr())
         if known is not None and known[0] is permutation and known[1] == mark:
             return known[2]
         with torch.inference_mode(False):  # the cached form must be usable in training
             form = cycle_form(torch.tensor(permutation.tolist(), device=permutation.device))
         self._known = permutation, mark, form
         return form
-
-    def __deepcopy__(self, memo: dict) -> "CyclicPowers":
-        return CyclicPowers()
-
-    def __reduce__(self) -> tuple:
-        return CyclicPowers, ()
-
-
-def _identity(tensor: Tensor) -> tuple[int, int]:
-    """Return the version (-1 for inference tensors, which have none) and the memory address."""
-    return -1 if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
 
 def cycle_form(permutation: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -143,7 +143,7 @@ class _Reflection(torch.autograd.Function):
     """The reflection of x in the hyperplane normal to a unit vector u.
 
     The map is symmetric, so the gradient of x is the reflected gradient: two passes over memory
-    instead of the six of automatic differentiation. Differentiable any number of times.
+    instead of the six of automatic differentiation.
     """
 
     @staticmethod

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import Card, Encoding, EncodingSpec, Planes, Properties, undecayed
-from lrpe_fairseq.encodings.cores import Rotation, bands, phases, phases_by_head, rotate_pairs
+from lrpe_fairseq.encodings.base import Card, Encoding, EncodingSpec, Properties, undecayed
+from lrpe_fairseq.encodings.cores import Rotation, bands, phases, phases_by_head
 from lrpe_fairseq.encodings.grid import axes_of
 from lrpe_fairseq.encodings.lrpe import LRPE
 from lrpe_fairseq.errors import ChoiceError
@@ -116,9 +116,7 @@ class MixedRotation(nn.Module):
         turn = phases_by_head(row, self.row, dtype)
         return turn * phases_by_head(column, self.column, dtype)
 
-    def forward(self, planes: Planes, turn: Tensor) -> Planes:
-        """Rotate every plane (B, H, T, D) by ``turn``, the result of :meth:`at`."""
-        return tuple(rotate_pairs(x, turn) for x in planes)
+    forward = Rotation.forward
 
 
 def _quarter(spec: EncodingSpec, base: float) -> Tensor:

@@ -126,12 +126,6 @@ class Spectrum:
                 entry = self._entry = own, eigenbasis(own)
         return entry[1]
 
-    def __deepcopy__(self, memo: dict) -> "Spectrum":
-        return Spectrum()
-
-    def __reduce__(self) -> tuple:
-        return Spectrum, ()
-
 
 class _Turn(torch.autograd.Function):
     """:func:`turn` with a gradient that is exact at equal and zero eigenvalues."""

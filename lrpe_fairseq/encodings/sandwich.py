@@ -5,10 +5,8 @@ from torch import Tensor
 
 from lrpe_fairseq.encodings.base import Card, EncodingSpec
 from lrpe_fairseq.encodings.biases import LagBias
+from lrpe_fairseq.encodings.cores import BASE
 from lrpe_fairseq.errors import ChoiceError
-
-BASE = 10000.0
-"""Base of the frequencies."""
 
 
 class Sandwich(LagBias):

@@ -10,10 +10,9 @@ from lrpe_fairseq.encodings.base import Encoding
 def share_across_layers(model: nn.Module) -> None:
     """Share parameters between the encodings of ``model`` whose ``shared`` is true.
 
-    Each of them uses the parameters of the first encoding of the same class, name and direction
-    (``Encoding.share_with``): causal self-attention of a decoder shares nothing with its
-    cross-attention. Call this once for each stack of layers that run in order, before an optimizer
-    is created: once for an encoder and once for a decoder.
+    Each of them uses the parameters of the first encoding of the same class, name and direction:
+    causal self-attention of a decoder shares nothing with its cross-attention. Call this once for
+    each stack of layers that run in order, before an optimizer is created.
     """
     _share(model, "shared", lambda encoding: encoding.spec.causal)
 

@@ -1,7 +1,6 @@
 """Stochastic positional encoding, SPE (Liutkus et al., 2021): sine and convolutional, gated.
 
-A filter sums the features of q_s against a random code for position s (``spe_codes``) and returns R
-numbers, which represent both q_s and its position.
+A filter sums the features of q_s against a random code for position s (``spe_codes``).
 """
 
 from typing import NamedTuple
@@ -90,7 +89,6 @@ class SPE(QueryKeyEncoding):
     }
 
     properties = Properties(relative="in expectation", keeps_norm=False)
-    before_feature_map = True
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)
@@ -169,16 +167,11 @@ class SPE(QueryKeyEncoding):
         return (1.0 - gate).sqrt().unsqueeze(1), gate.sqrt().unsqueeze(-1) * eps
 
     def _apply_code(
-        self,
-        x: Tensor,
-        code: Tensor,
-        rows: "Rows | None",
-        through: tuple[Tensor, Tensor] | None,
+        self, x: Tensor, code: Tensor, rows: "Rows | None", through: tuple[Tensor, ...] | None
     ) -> Tensor:
         """Apply code (H, N, D, R) and gate to x (B, H, T, D): (B, H, T, R).
 
-        sqrt(1-g) multiplies x instead of the code, and the constant part of the gate is a separate
-        product, so no second tensor of the code's size is allocated.
+        sqrt(1-g) multiplies x, so that no second tensor of the code's size is allocated.
         """
         scale = self.realizations**-0.5
         if through is None:

@@ -35,9 +35,8 @@ class SineCode(nn.Module):
     """qbar, kbar = weighted sums of sines with common noise (SPE, Section 3.1; SineSPE).
 
     c(n) = 1/(2K) sum_k g_k^2 cos(2 pi f_k n + o_k) per head and feature, with learned frequencies
-    f = sigmoid(.)/2, gains g = softplus(.) and offsets o. All parameters are initialized from
-    N(0, 1). Then, as in the authors' code, 4 is subtracted from the frequencies (long waves), and
-    the gains are divided by sqrt(norm over k) / 2.
+    f = sigmoid(.)/2, gains g = softplus(.) and offsets o, from N(0, 1). Then, as in the authors'
+    code, 4 is subtracted from f (long waves), and g is divided by sqrt(norm over k) / 2.
     """
 
     def __init__(self, spec: EncodingSpec, realizations: int) -> None:
@@ -93,8 +92,7 @@ class SineCode(nn.Module):
     def _weights(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """Convert noise (H, D, 2K, R) into the weights of the waves for qbar and for kbar.
 
-        cos(a + o) and sin(a + o) are cos(a) and sin(a) rotated by o. The noise is rotated by the
-        offset instead, so that qbar and kbar use the same waves.
+        The noise is rotated by the offset o, so that qbar and kbar use the same waves.
         """
         gain = F.softplus(self.gain).unsqueeze(-1) / math.sqrt(z.shape[-2])
         cos_part, sin_part = (gain * half for half in z.chunk(2, dim=-2))
@@ -185,8 +183,7 @@ def contiguous_runs(positions: Tensor, gap: int) -> tuple[list[tuple[int, int]],
     """Return runs [(first, last), ...] that cover int64 ``positions`` (T,), and an index (T,).
 
     Neighboring positions less than ``gap`` apart are in the same run. The index locates each
-    position in the concatenation of all runs. It is None if it would be 0, 1, ..., T-1 and the runs
-    contain nothing else.
+    position in the concatenation of all runs; None if it is 0, 1, ..., T-1 and nothing else.
     """
     distinct = positions.unique()
     breaks = distinct.diff() >= gap

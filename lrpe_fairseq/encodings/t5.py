@@ -87,8 +87,7 @@ def bucket_starts(buckets: int, max_distance: int) -> list[int]:
     """Return the smallest distances of the buckets 1, 2, ..., buckets - 1 of one direction.
 
     With e = buckets // 2, a distance n < e has bucket n, and a larger one has bucket
-    e + floor((buckets - e) log(n/e) / log(max_distance/e)), at most buckets - 1. The boundaries
-    are computed in integers, so they do not depend on the rounding of logarithms.
+    e + floor((buckets - e) log(n/e) / log(max_distance/e)), at most buckets - 1, in integers.
     Raises: ChoiceError unless buckets >= 2 and max_distance > buckets // 2.
 
     >>> bucket_starts(8, 16)

@@ -17,10 +17,8 @@ from lrpe_fairseq.encodings.base import (
     query_scale,
 )
 from lrpe_fairseq.encodings.biases import pick
+from lrpe_fairseq.encodings.cores import BASE
 from lrpe_fairseq.encodings.networks import applied, key_projection
-
-BASE = 10000.0
-"""Base of the frequencies of the sinusoids R."""
 
 
 class TransformerXL(ScoreEncoding):
@@ -76,18 +74,17 @@ class TransformerXL(ScoreEncoding):
         """Return q + v (B, H, T, D) and term (c) (B, H, 1, S), both scaled."""
         scale = query_scale(self.spec)
         u, v = (scale * self.u).to(q.dtype), (scale * self.v).to(q.dtype)
-        return q + v.unsqueeze(-2), (k @ u.unsqueeze(-1)).transpose(-1, -2)
+        return q + v.unsqueeze(-2), (k @ u.unsqueeze(-1)).mT
 
     def _by_shift(self, q: Tensor, q_positions: Tensor, keys: int) -> Tensor:
         """Compute (b) + (d) with one product with W R at distances S-1, S-2, ..., and left shifts
         (Appendix B)."""
-        last = 0 if self.spec.causal else 1 - q.shape[-2]
+        last, width = 0 if self.spec.causal else 1 - q.shape[-2], self.r_proj.in_features
 
-        def all_distances() -> Tensor:
-            distance = torch.arange(keys - 1, last - 1, -1, device=q.device)
-            return sinusoid(distance, self.r_proj.in_features)
+        def sinusoids() -> Tensor:
+            return sinusoid(torch.arange(keys - 1, last - 1, -1, device=q.device), width)
 
-        r = self._sinusoids.get(q_positions, (keys, last), all_distances)
+        r = self._sinusoids.get(q_positions, (keys, last), sinusoids)
         return left_shift(q @ self.position_keys(r, q.dtype).transpose(-1, -2), keys)
 
     def _by_distance(self, q: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
@@ -119,7 +116,7 @@ def left_shift(x: Tensor, width: int) -> Tensor:
     """Shift row i of x (..., T, W) left by T-1-i and return ``width`` columns (Appendix B).
 
     Columns from W on are zero. The padded rows are flattened and read with a stride that is one
-    smaller, so that each row starts one column earlier than the row above. No index is formed.
+    smaller, so that each row starts one column earlier than the row above.
     """
     rows = x.shape[-2]
     stride = width + rows

@@ -1,8 +1,7 @@
 """Products of matrices along the paths of a k-ary tree: x -> W_(w_1) ... W_(w_n) x.
 
 All vectors climb to the root together: in each round, those whose node is the same child of its
-parent are multiplied by the same W. A product of matrices is never formed, and no matrix is stored
-per token. Nodes are int64 codes (``domains``).
+parent are multiplied by the same W. Nodes are int64 codes (``domains``).
 
 Axes: B batch, H heads, T time, D width, M nodes of the vectors, K vectors that share a node.
 """
@@ -65,8 +64,10 @@ def definition(x: Tensor, matrices: Tensor, positions: Tensor) -> Tensor:
     As many products of x by every W as the tree is deep.
     """
     k, codes = len(matrices), positions
-    own = matrices.to(x.dtype)
-    for _ in range(_depth(codes, k)):
+    own, deepest = matrices.to(x.dtype), domains.max_depth(k) + 1
+    if has_values(codes) and codes.numel():
+        deepest = int(domains.depth(codes, k).max())
+    for _ in range(deepest):
         step = domains.branch(codes, k).where(codes > 0, torch.full_like(codes, -1))
         step = (step if codes.dim() == 1 else step.unsqueeze(1)).unsqueeze(-1)
         turned = x
@@ -74,13 +75,6 @@ def definition(x: Tensor, matrices: Tensor, positions: Tensor) -> Tensor:
             turned = torch.where(step == b, torch.einsum("hij,bhtj->bhti", own[b], x), turned)
         x, codes = turned, domains.parent(codes, k)
     return x
-
-
-def _depth(codes: Tensor, k: int) -> int:
-    """Return the depth of the deepest node, or that of all int64 codes if values are not known."""
-    if not has_values(codes):
-        return domains.max_depth(k) + 1
-    return int(domains.depth(codes, k).max()) if codes.numel() else 0
 
 
 class _TreeTurn(torch.autograd.Function):

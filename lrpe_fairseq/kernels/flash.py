@@ -56,7 +56,8 @@ def definition(
     """
     check(q, k, causal, (table, factor), first_lag, window)
     lag = lags(q, k, causal)
-    scores = q @ k.mT * scale
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(wide) @ k.to(wide).mT * scale
     if factor is not None:
         scores = scores * of_lags(factor, lag - first_lag)
     if table is not None:
@@ -145,16 +146,19 @@ def check(
     first_lag: int,
     window: int | None,
 ) -> None:
-    """Raise ValueError if the window is not causal or a table lacks the lag of a visible pair."""
+    """Raise ValueError for a window that is not causal, and for tables of other lags or heads."""
     if window is not None and (not causal or window < 1):
         raise ValueError(f"a window needs causal attention and at least one key, got {window}")
     last = q.shape[2] - 1 + offset_of(q, k, causal)
     first = 0 if causal else 1 - k.shape[2]
     last = last if window is None else min(last, window - 1)
-    for table in tables:
-        if table is not None and not first_lag <= first <= last < first_lag + table.shape[1]:
+    shapes = {tuple(table.shape) for table in tables if table is not None}
+    if len(shapes | {(q.shape[1], *x[1:]) for x in shapes}) > 1:
+        raise ValueError(f"tables by lag must be ({q.shape[1]}, lags), not {sorted(shapes)}")
+    for _, count in shapes:
+        if not first_lag <= first <= last < first_lag + count:
             raise ValueError(
-                f"a table by lag has lags {first_lag} to {first_lag + table.shape[1] - 1}, but "
+                f"a table by lag has lags {first_lag} to {first_lag + count - 1}, but "
                 f"attention needs {first} to {last}"
             )
 

@@ -7,11 +7,13 @@ Axes: B batch, H heads, L = B H sequences, T query time, S key time, D key width
 R lags of a table.
 """
 
+from functools import lru_cache
 from math import gcd
 from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -19,7 +21,7 @@ from lrpe_fairseq.kernels import flash, flash_kernels
 from lrpe_fairseq.kernels.dispatch import is_plain
 from lrpe_fairseq.kernels.loader import launch, on_device
 
-WIDEST_KEY, WIDEST_VALUE = 256, 128
+WIDEST_KEY, WIDEST_VALUE = {True: 128, False: 256}, 128  # True: in float32
 MINIMUM = 16  # smallest side of a tl.dot
 MARGIN = 128  # tokens; no tile is longer
 
@@ -41,17 +43,19 @@ def serves(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
     """True if the kernels support q, k, v of one dtype, and ``others``: all other tensors.
 
     They are on one Ampere or newer GPU, or on a CPU in Triton's interpreter; q, k and v are not
-    float64, keys have at most 256 features and values 128. Never under ``sdpa_kernel(MATH)``, as
-    the kernels have no second derivatives.
+    float64; keys have at most 256 features, in float32 128, and values 128. Never under
+    ``sdpa_kernel(MATH)``, as the kernels have no second derivatives, nor with Triton 3.2, which
+    lacks ``gather``.
     """
     given = (q, k, v, *(x for x in others if x is not None))
     sdp = torch.backends.cuda
     return (
-        (sdp.flash_sdp_enabled() or sdp.mem_efficient_sdp_enabled())
+        hasattr(tl, "gather")
+        and (sdp.flash_sdp_enabled() or sdp.mem_efficient_sdp_enabled())
         and is_plain(*given)
         and all(x.device == q.device for x in given)
         and q.dtype == k.dtype == v.dtype
-        and q.shape[3] <= WIDEST_KEY
+        and q.shape[3] <= WIDEST_KEY[q.dtype == torch.float32]
         and v.shape[3] <= WIDEST_VALUE
         and (on_device(q) or _interpreted(q))
     )
@@ -94,9 +98,48 @@ def flash_attention(
     return _Flash.apply(q, k, v, table, factor, c, d, options)
 
 
+SQUARE, LONG, SMALL, LEAST = (
+    Tile(64, 64, 8, split=False),
+    Tile(64, 32, 8, split=False),
+    Tile(32, 32, 4, split=False),
+    Tile(32, 16, 8, split=False),
+)
+NO_LIMIT = 99
+LARGE_MEMORY = {
+    "output": ((4, Tile(128, 64, 8)), (5, SQUARE), (8, LONG), (NO_LIMIT, SMALL)),
+    "query_gradient": ((4, Tile(128, 64, 8)), (5, SQUARE), (7, LONG), (NO_LIMIT, SMALL)),
+    "key_gradient": ((3, SQUARE), (7, LONG), (NO_LIMIT, LEAST)),
+}
+"""Tiles of each kernel on GPUs with 227 KiB of shared memory, after the largest load that they
+bear."""
+OTHERS = {
+    "output": ((4, Tile(64, 64, 8)), (5, SQUARE), (8, LONG), (NO_LIMIT, SMALL)),
+    "query_gradient": ((2, Tile(64, 32)), (5, Tile(64, 32, split=False)), (NO_LIMIT, SMALL)),
+    "key_gradient": ((3, Tile(64, 32, split=False)), (7, LONG), (NO_LIMIT, LEAST)),
+}
+
+
 def tile_of(name: str, call: "_Call") -> Tile:
-    """Return the tile of a kernel for a call."""
-    return Tile()
+    """Return the tile of a kernel for a call: the largest with which it does not spill registers.
+
+    The load is what needs registers: terms of the scores, and width. Float32 has one tile for all;
+    wide forms of it spill. ``python -m benchmarks.compiled`` shows the figures of half types.
+    """
+    major, _ = capability_of(call.given[0].device)
+    terms = (*call.tables, call.gates[0], call.options.seed if call.threshold else None)
+    width = _power_of_two(call.width) + _power_of_two(call.values)
+    load = 2 * sum(x is not None for x in terms) + 3 * (width > 128) + 3 * (width > 256)
+    tiles = (LARGE_MEMORY if major in (9, 10) else OTHERS)[name]
+    if call.given[0].dtype == torch.float32:
+        return Tile(32, 16, stages=1, split=False)
+    longest = max(64, call.queries)
+    return next(tile for limit, tile in tiles if load <= limit and tile.queries <= longest)
+
+
+@lru_cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU; that of an H100 for a CPU, in the interpreter."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
 class _Options(NamedTuple):
@@ -121,12 +164,13 @@ class _Flash(torch.autograd.Function):
         call = _Call(*rows, table, factor, c, d, options)
         out, lse = call.output()
         ctx.save_for_backward(q, k, v, table, factor, c, d, out, lse)
-        ctx.call = call
+        ctx.call, call.given = call, ()
         return out
 
     @staticmethod
     def backward(ctx, grad):
         *given, out, lse = ctx.saved_tensors
+        ctx.call.given = tuple(_rows(x) for x in given[:3])
         found = ctx.call.gradients(_rows(grad), out, lse, ctx.needs_input_grad)
         if torch.is_grad_enabled():
             sources = [x for x in (grad, *given) if x is not None]
@@ -177,6 +221,7 @@ class _Call:
         numbers = options.segments or (None, None)
         self.segments = [None if x is None else x.int().contiguous() for x in numbers]
         self.threshold, self.inverse = flash.dropout_of(options.dropout)
+        self.bounds: dict[tuple[int, int, bool], Tensor] = {}
 
     def _with_margins(self, *tables: Tensor | None) -> tuple[int, list[Tensor | None]]:
         """Return the first lag, and tables (H, R) that have the lags of all pairs of all tiles."""
@@ -262,14 +307,16 @@ class _Call:
     def _bounds(self, tile: Tile, of_keys: bool) -> Tensor | None:
         """Return the range of tiles that every tile of keys, or of queries, has a pair with."""
         segments, padding = self.segments, self.padding
-        if segments[0] is None and padding is None:
-            return None
+        key = (tile.queries, tile.keys, of_keys)
+        if key in self.bounds or (segments[0] is None and padding is None):
+            return self.bounds.get(key)
         sides = [(self.queries, tile.queries, segments[0], None)]
         sides.append((self.keys, tile.keys, segments[1], padding))
         own, other = reversed(sides) if of_keys else sides
         count = triton.cdiv(own[0], own[1])
         like = self.given[0]
         bounds = torch.empty(self.batch, count, 2, dtype=torch.int32, device=like.device)
+        self.bounds[key] = bounds
         launch(
             flash_kernels.bounds_kernel,
             (self.batch * count,),

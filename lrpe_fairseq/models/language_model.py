@@ -44,8 +44,7 @@ class SegmentLayer(DecoderLayer):
     ) -> tuple:
         """Compute the layer as fairseq does; ``encoder_out`` contains the memories of all layers.
 
-        There is no encoder. A memory consists of earlier inputs of the layer, so a pre-norm layer
-        normalizes it as well.
+        They are earlier inputs of the layers, so a pre-norm layer normalizes them as well.
         """
         if encoder_out is not None:
             memory = encoder_out[self._layer]

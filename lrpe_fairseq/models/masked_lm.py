@@ -1,7 +1,6 @@
 """``lrpe_roberta``: fairseq's RoBERTa with bidirectional LRPE self-attention.
 
-Everything but self-attention is fairseq's own RobertaModel: pre-training (task ``masked_lm``),
-classification heads, fine-tuning (task ``sentence_prediction``) and the hub interface.
+Everything but self-attention is fairseq's own RobertaModel, with its heads and hub interface.
 """
 
 from dataclasses import dataclass

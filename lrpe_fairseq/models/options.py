@@ -5,7 +5,7 @@ import re
 from argparse import BooleanOptionalAction
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -235,8 +235,6 @@ def defaults(**changes: Any) -> Callable[[type], type]:
     def redefine(cls: type) -> type:
         known = {own.name: own for own in fields(cls)}
         for name, value in changes.items():
-            if known[name].default is MISSING:
-                raise TypeError(f"{name} has no default to change")
             setattr(cls, name, field(default=value, metadata=known[name].metadata))
             cls.__annotations__[name] = known[name].type
         if "__init__" in vars(cls):

@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from fairseq import checkpoint_utils
@@ -99,9 +100,6 @@ def _names(config: DictConfig) -> Iterator[str]:
 
 def _known_to_fairseq() -> Iterator[str]:
     """Yield the options of fairseq's sections and of its tokenizers, BPE, criteria and so on."""
-    yield from (option.name for option in fields(FairseqConfig))
-    parts = [option.type for option in fields(FairseqConfig)]
-    for registry in REGISTRIES.values():
-        parts += registry["dataclass_registry"].values()
-    for part in filter(is_dataclass, parts):
-        yield from (option.name for option in fields(part))
+    registered = (r["dataclass_registry"].values() for r in REGISTRIES.values())
+    for part in filter(is_dataclass, chain([FairseqConfig], *registered)):
+        yield from (own.name for _, own in options_of(part))

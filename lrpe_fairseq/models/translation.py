@@ -1,9 +1,8 @@
 """``lrpe_transformer``: fairseq's encoder-decoder Transformer with LRPE attention.
 
 Attention type and encoding are chosen separately for the encoder's and the decoder's self-attention
-and for cross-attention: ``--encoder-position-encoding``, ``--decoder-position-encoding``,
-``--cross-position-encoding`` and so on, ``model.encoder.*``, ``model.decoder.*`` and
-``model.cross.*`` in a YAML. Everything else is fairseq's own, by default cross-attention too.
+and for cross-attention (``--encoder-...``, ``--decoder-...``, ``--cross-...``). Everything else is
+fairseq's own, by default cross-attention too.
 """
 
 from argparse import Namespace
@@ -188,11 +187,13 @@ class LRPETransformer(BooleanFlags, TransformerModelBase):
         checkpoint with no more layers than the model was already pruned in training.
         """
         if model_cfg is not None:
-            kept = flat_layers_to_keep(model_cfg)
+            kept: dict[str, str | None] = {}
             for side in ("encoder", "decoder"):
+                listed = getattr(getattr(model_cfg, side, None), "layers_to_keep", None)
                 layers = count_layers(state_dict, side)
                 if layers <= len(getattr(self, side).layers):
-                    kept[f"{side}_layers_to_keep"] = ",".join(map(str, range(layers)))
+                    listed = range(layers)
+                kept[f"{side}_layers_to_keep"] = ",".join(map(str, listed)) if listed else None
             model_cfg = DictConfig({"_name": "lrpe_transformer", **kept})
         return super().load_state_dict(state_dict, strict, model_cfg, args)
 
@@ -210,10 +211,7 @@ def share_tree_embedding(model: TransformerModelBase) -> None:
 
 
 def keep_layers(cfg: Any) -> None:
-    """Apply ``--encoder-layers-to-keep`` and ``--decoder-layers-to-keep`` to the layer counts.
-
-    fairseq splits them at commas, although they are lists in a nested configuration.
-    """
+    """Apply the layers to keep, which fairseq splits at commas, although they are lists here."""
     for side in (cfg.encoder, cfg.decoder):
         if side.layers_to_keep:
             side.layers, side.layers_to_keep = len(side.layers_to_keep), None
@@ -236,12 +234,3 @@ def widen_embeddings(cfg: Any, model: nn.Module) -> None:
 def count_layers(state_dict: dict, side: str) -> int:
     """Count the layers of the encoder or the decoder in a state dict."""
     return len({n.split(".")[2] for n in state_dict if n.startswith(f"{side}.layers.")})
-
-
-def flat_layers_to_keep(cfg: Any) -> dict[str, str | None]:
-    """Return the layers to keep, with the names and in the form that fairseq's pruning reads."""
-    flat: dict[str, str | None] = {}
-    for name in ("encoder", "decoder"):
-        kept = getattr(getattr(cfg, name, None), "layers_to_keep", None)
-        flat[f"{name}_layers_to_keep"] = ",".join(map(str, kept)) if kept else None
-    return flat

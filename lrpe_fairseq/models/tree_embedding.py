@@ -45,14 +45,11 @@ class TreeEmbedding(nn.Module):
         positions = self.given.positions
         if positions is None:
             raise ValueError("--tree-embedding needs the positions of the nodes")
-        embedded = (paths(positions).unsqueeze(-1) * self._amplitudes()).flatten(2)
-        return F.pad(embedded, (0, self.width - embedded.shape[2])).to(self.weight.dtype)
-
-    def _amplitudes(self) -> Tensor:
-        """Return a_j^i sqrt(n (1 - a_j^2) / 2), (steps, 1, n), float32 or wider."""
         a = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)).tanh()
         powers = torch.arange(STEPS, device=a.device).view(-1, 1, 1)
-        return a**powers * (self.decays * (1 - a.square()) / 2).sqrt()
+        scaled = a**powers * (self.decays * (1 - a.square()) / 2).sqrt()  # steps 1 n
+        embedded = (paths(positions).unsqueeze(-1) * scaled).flatten(2)
+        return F.pad(embedded, (0, self.width - embedded.shape[2])).to(self.weight.dtype)
 
 
 def paths(codes: Tensor) -> Tensor:

@@ -26,9 +26,8 @@ from lrpe_fairseq.models.options import defaults
 class LRPEViTConfig(LRPEClassifierConfig):
     """DeiT-small as in TMLR LRPE, Table 3: 12 x 384, 6 heads, FFN 1536, 14 x 14 patches of 16 x 16.
 
-    It has no class token: the mean over patches is normalized and classified. Absolute positions
-    are learned. fairseq's have two rows more than there are patches, of which one is used for
-    nothing and one for padding: 384 parameters more than the authors' model.
+    The mean over patches is normalized and classified. fairseq's learned positions have two rows
+    more than there are patches.
     """
 
 

@@ -84,11 +84,11 @@ CASES = {
     "dropout": {"dropout": 0.3},
     "all, after a cache": {
         "T": 66, "S": 130, "table": True, "factor": True, "gates": True, "padding": True,
-        "documents": 40, "window": 90, "dropout": 0.1, "D": 40, "E": 24,
+        "documents": 40, "window": 90, "dropout": 0.1, "D": 40, "E": 24, "B": 1,
     },
     "all, full": {
         "causal": False, "table": True, "factor": True, "gates": True, "padding": True,
-        "documents": 40, "dropout": 0.1, "D": 20, "E": 36,
+        "documents": 40, "dropout": 0.1, "D": 20, "E": 36, "H": 1,
     },
     "one query": {"T": 1, "S": 70, "table": True, "gates": True},
     "one token": {"T": 1, "table": True},

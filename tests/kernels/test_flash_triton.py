@@ -40,9 +40,16 @@ ALL = [
 
 
 @pytest.fixture(autouse=True)
+def tiles(monkeypatch):
+    """Large tiles in the interpreter, whose time is that of its operations, not of their size."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(flash_triton, "tile_of", lambda *_: Tile(64, 64))
+
+
+@pytest.fixture(autouse=True)
 def poisoned():
     """Memory that is not written contains NaN."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(2).isnan().all()
     assert torch.ones(2).new_empty(2).isnan().all()
     yield
@@ -52,23 +59,25 @@ def poisoned():
 @pytest.mark.parametrize(("dtype", "case"), ALL)
 def test_the_kernels_equal_the_definition_in_outputs_and_gradients(dtype, case):
     tensors, options = inputs(dtype=dtype, device=DEVICE, **CASES[case])
-    assert serves(*(tensors[name] for name in "qkv"), tensors.get("table"))
+    if not serves(*(tensors[name] for name in "qkv"), tensors.get("table")):
+        assert (dtype, case) == (torch.float32, "wide")
+        return
     found = results(flash_attention, tensors, options)
     assert_near(found, exact(tensors, options), BOUNDS[dtype])
     assert all(found[name].dtype == x.dtype for name, x in tensors.items())
 
 
-@pytest.mark.parametrize("tile", [Tile(32, 16), Tile(64, 32, split=False)], ids=str)
+@pytest.mark.parametrize("tile", [Tile(32, 16), Tile(128, 64, split=False)], ids=str)
 def test_results_do_not_depend_on_the_tiles(tile, monkeypatch):
     """Nor does the mask of dropout."""
-    tensors, options = inputs(device=DEVICE, B=1, table=True, gates=True, dropout=0.5)
+    tensors, options = inputs(device=DEVICE, B=1, H=1, table=True, gates=True, dropout=0.5)
     wanted = exact(tensors, options)
     monkeypatch.setattr(flash_triton, "tile_of", lambda *_: tile)
     assert_near(results(flash_attention, tensors, options), wanted, BOUNDS[torch.float32])
 
 
 def test_two_runs_give_equal_bits():
-    case = CASES["all, full"] | {"B": 1}
+    case = CASES["all, full"] | {"B": 1, "T": 70}
     runs = [results(flash_attention, *inputs(device=DEVICE, **case)) for _ in range(2)]
     assert all(torch.equal(runs[0][name], x) for name, x in runs[1].items())
 
@@ -159,6 +168,9 @@ def test_what_the_kernels_do_not_support_is_not_served():
     assert not serves(q, q, q.expand(1, 1, 4, 16).repeat(1, 1, 1, 9))
     assert not serves(q, q, q, torch.zeros(1, 7, device="meta"))
     assert not serves(q[:, :, :0], q, q)
+    wide = torch.zeros(1, 1, 4, 256, device=DEVICE)
+    assert serves(wide.half(), wide.half(), q.half())
+    assert not serves(wide, wide, q)
 
 
 def test_wrong_lags_and_windows_are_refused():
@@ -168,6 +180,10 @@ def test_wrong_lags_and_windows_are_refused():
     for options in ({"causal": False}, {"causal": True, "first_lag": 1}):
         with pytest.raises(ValueError, match="a table by lag has lags"):
             flash_attention(q, q, q, scale=1.0, table=table, **options)
+    with pytest.raises(ValueError, match="tables by lag must be"):
+        flash_attention(q, q, q, causal=True, scale=1.0, table=table, factor=table[:, :3])
+    with pytest.raises(ValueError, match="tables by lag must be"):
+        flash_attention(q, q, q, causal=True, scale=1.0, table=table.expand(2, 4))
     with pytest.raises(ValueError, match="a window needs causal attention"):
         flash_attention(q, q, q, causal=False, scale=1.0, window=2)
 
@@ -178,5 +194,5 @@ def test_sequences_are_on_the_first_axis_of_every_grid(monkeypatch):
     monkeypatch.setattr(flash_triton, "launch", lambda kernel, grid, *_, **__: grids.append(grid))
     tensors, options = inputs(T=1, B=40_000, device="cpu", table=True, padding=True)
     results(flash_attention, tensors, options)
-    assert len(grids) == 7  # three kernels with the bounds of each, and the sums by lag
+    assert len(grids) == 6  # three kernels, bounds of queries and of keys, and the sums by lag
     assert all(len(grid) == 1 for grid in grids)

@@ -1,0 +1,229 @@
+"""``python -m benchmarks.compiled``: compile the Triton kernels for GPUs, without one.
+
+Every kernel of a family is compiled in every form, for every architecture and both half types, as
+its launch on such a GPU would compile it. results/bench/compiled.json has a row for each: registers
+of a thread, bytes of registers spilled to memory, and bytes of shared memory of a block.
+
+    python -m benchmarks.compiled [FAMILY …] [--capabilities 80 90]
+
+measures the named families and architectures again; other rows stay. To add a family, add an entry
+to FAMILIES.
+"""
+
+import argparse
+import ast
+import hashlib
+import importlib
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from importlib.metadata import version
+from itertools import product
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler as nvidia
+
+from lrpe_fairseq.kernels import flash_triton
+
+ROOT = Path(__file__).resolve().parents[1]
+FIGURES = ROOT / "results" / "bench" / "compiled.json"
+CAPABILITIES = (90, 80, 89, 86, 120)
+"""H100, H200; A100; RTX 40, L40; RTX 30, A40; RTX 50."""
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
+"""Shared memory that a block may have, in KiB."""
+TYPES = ("bfloat16", "float16")
+Case = tuple[str, Callable[[], None]]
+
+
+class Family(NamedTuple):
+    """Kernels whose figures are made together.
+
+    launcher: the module whose ``launch`` launches them. sources: the modules on which the figures
+    depend. cases: for a dtype, names of forms and functions that run a forward and backward pass.
+    """
+
+    launcher: str
+    sources: tuple[str, ...]
+    cases: Callable[[torch.dtype], Iterator[Case]]
+
+
+def flash_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """Yield every form of flash attention, and widths of complex features and of wide heads."""
+    table, factor = (torch.zeros(HEADS, 2 * TIME - 1).requires_grad_() for _ in range(2))
+    c, d = (torch.zeros(1, HEADS, TIME, dtype=torch.float64).requires_grad_() for _ in range(2))
+    numbers = torch.zeros(1, TIME, dtype=torch.int32)
+    terms = {
+        "table": {"table": table, "first_lag": 1 - TIME},
+        "factor": {"factor": factor, "first_lag": 1 - TIME},
+        "gates": {"gates": (c, d)},
+        "padding": {"padding": torch.zeros(1, TIME, dtype=torch.bool)},
+        "documents": {"segments": (numbers, numbers)},
+        "window": {"window": 100},
+        "dropout": {"dropout": 0.1, "seed": torch.zeros(1, dtype=torch.int64)},
+    }
+    forms = [("plain", 64, 64), *((name, 64, 64) for name in terms)]
+    forms += [("full", 64, 64), ("full gates", 64, 64), ("full table padding dropout", 64, 64)]
+    forms += [(" ".join(terms), 64, 64), *(("plain", *widths) for widths in WIDTHS)]
+    forms += [("table", 128, 128), ("gates", 128, 128), (" ".join(terms), 256, 128)]
+    for name, *widths in forms:
+        options = {"causal": not name.startswith("full")}
+        for term in set(name.split()) & terms.keys():
+            options |= terms[term]
+        yield f"{name}, {widths[0]}/{widths[1]}", partial(_flash, dtype, *widths, options)
+
+
+HEADS, TIME = 2, 512
+WIDTHS = ((128, 64), (128, 128), (96, 96), (256, 128))
+
+
+def _flash(dtype: torch.dtype, keys: int, values: int, options: dict[str, Any]) -> None:
+    rows = (torch.zeros(1, TIME, HEADS, w, dtype=dtype) for w in (keys, keys, values))
+    q, k, v = (x.transpose(1, 2).requires_grad_() for x in rows)
+    out = flash_triton.flash_attention(q, k, v, scale=0.1, **options)
+    out.backward(out.detach())
+
+
+FAMILIES = {
+    "flash": Family(
+        "lrpe_fairseq.kernels.flash_triton",
+        tuple(f"lrpe_fairseq.kernels.flash_{name}" for name in ("tiles", "kernels", "triton")),
+        flash_cases,
+    ),
+}
+
+
+class _Driver:
+    """Replaces Triton's driver, which needs a GPU."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # so that Triton compiles anew for another architecture
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def figures(family: str, capability: int, dtype: str, only: str | None = None) -> list[dict]:
+    """Compile the kernels of a family for an architecture, in all forms or in the form ``only``.
+
+    Returns: rows of {family, case, kernel, dtype, capability, registers, spilled_bytes,
+        shared_bytes, warps, stages, tile}.
+    """
+    triton.runtime.driver.set_active(_Driver(capability))
+    flash_triton.capability_of = lambda device: divmod(capability, 10)
+    rows: dict[tuple[str, str], dict] = {}
+
+    def compile_launch(
+        case: str, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any
+    ) -> None:
+        name = kernel.fn.__name__
+        compiled = kernel.warmup(*args, grid=grid, **constants)
+        registers, spilled = _assembled(compiled.asm["ptx"], capability)
+        rows[case, name] = {
+            "family": family,
+            "case": case,
+            "kernel": name,
+            "dtype": dtype,
+            "capability": capability,
+            "tile": [constants[size] for size in ("BM", "BN") if size in constants],
+            "warps": compiled.metadata.num_warps,
+            "stages": compiled.metadata.num_stages,
+            "registers": registers,
+            "spilled_bytes": spilled,
+            "shared_bytes": compiled.metadata.shared,
+        }
+
+    chosen = FAMILIES[family]
+    launcher = importlib.import_module(chosen.launcher)
+    for case, run in chosen.cases(getattr(torch, dtype)):
+        if only in (None, case):
+            launcher.launch = partial(compile_launch, case)
+            run()
+    return list(rows.values())
+
+
+def _assembled(ptx: str, capability: int) -> tuple[int, int]:
+    """Return the registers of a thread and the bytes spilled, by NVIDIA's assembler."""
+    target = f"sm_{capability}{'a' if capability >= 90 else ''}"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [nvidia.get_ptxas(capability).path, "-v", f"--gpu-name={target}", file.name]
+        done = subprocess.run([*command, "-o", "/dev/null"], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    spills = re.findall(r"(\d+) bytes spill", done.stderr)
+    return int(re.search(r"Used (\d+) registers", done.stderr)[1]), sum(map(int, spills))
+
+
+def source_hash(family: str) -> str:
+    """Return a hash of a family's code, without comments, docstrings and layout."""
+    digest = hashlib.sha256()
+    for name in FAMILIES[family].sources:
+        tree = ast.parse((ROOT / (name.replace(".", "/") + ".py")).read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            body = getattr(node, "body", None)
+            if isinstance(body, list):
+                node.body = [x for x in body if not _is_text(x)] or [ast.Pass()]
+        digest.update(ast.unparse(tree).encode())
+    return digest.hexdigest()[:16]
+
+
+def _is_text(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+def main() -> None:
+    """Compile, print rows that spill or need too much shared memory, and write all figures."""
+    parser = argparse.ArgumentParser(prog="benchmarks.compiled", description=__doc__.split("\n")[0])
+    parser.add_argument("families", nargs="*", default=list(FAMILIES), metavar="FAMILY")
+    parser.add_argument("--capabilities", nargs="+", type=int, default=CAPABILITIES)
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    options = parser.parse_args()
+    jobs = list(product(options.families, options.capabilities, TYPES))
+    with ProcessPoolExecutor(options.processes) as pool:
+        for rows in pool.map(figures, *zip(*jobs, strict=True)):
+            for row in rows:
+                if row["spilled_bytes"] or row["shared_bytes"] > SHARED[row["capability"]] * 1024:
+                    print(json.dumps(row))
+            write(rows)
+
+
+def write(rows: list[dict]) -> None:
+    """Write the rows of a family, architecture and dtype to results/bench/compiled.json."""
+    before = json.loads(FIGURES.read_text("utf-8")) if FIGURES.exists() else {}
+    order = itemgetter("family", "capability", "dtype", "case", "kernel")
+    made_by = itemgetter("family", "capability", "dtype")
+    kept = [row for row in before.get("rows", []) if made_by(row) != made_by(rows[0])]
+    family, capability, dtype = made_by(rows[0])
+    made_from = {f"{family} sm_{capability} {dtype}": source_hash(family)}
+    sources = before.get("sources", {}) | made_from
+    lines = ",\n".join(json.dumps(row) for row in sorted(kept + rows, key=order))
+    head = json.dumps({"triton": version("triton"), "sources": sources})[:-1]
+    FIGURES.write_text(f'{head}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
+    print(f"{len(rows)} rows written to {FIGURES.relative_to(ROOT)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

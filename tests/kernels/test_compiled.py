@@ -1,0 +1,64 @@
+"""results/bench/compiled.json: the figures of the present kernels, and what they must be."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
+
+PROGRAM = """
+import json
+from benchmarks import compiled
+hashes = {name: compiled.source_hash(name) for name in compiled.FAMILIES}
+half = compiled.torch.float16
+names = {f: [case for case, _ in x.cases(half)] for f, x in compiled.FAMILIES.items()}
+again = compiled.figures("flash", 90, "bfloat16", "plain, 64/64")
+print(json.dumps([hashes, names, again, compiled.version("triton"), compiled.CAPABILITIES,
+    compiled.SHARED, compiled.TYPES, str(compiled.FIGURES)]))
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """What a process without the interpreter says."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def committed(compiled):
+    with open(compiled[-1], encoding="utf-8") as file:
+        return json.load(file)
+
+
+def test_the_figures_are_those_of_the_present_kernels(compiled, committed):
+    """Else run ``python -m benchmarks.compiled``."""
+    hashes, _, again, version = compiled[:4]
+    assert committed["sources"] == hashes
+    assert len(again) == 3
+    if committed["triton"] == version:
+        assert all(row in committed["rows"] for row in again)
+
+
+def test_every_form_is_compiled_for_every_architecture_in_both_half_types(compiled, committed):
+    _, names, _, _, capabilities, _, types, _ = compiled
+    found = {(r["family"], r["case"], r["capability"], r["dtype"]) for r in committed["rows"]}
+    for family, cases in names.items():
+        wanted = {(family, case, c, t) for case in cases for c in capabilities for t in types}
+        assert wanted <= found
+
+
+def test_no_flash_kernel_spills_registers_or_needs_more_shared_memory_than_there_is(
+    compiled, committed
+):
+    shared = compiled[5]
+    for row in committed["rows"]:
+        if row["family"] == "flash":
+            assert row["spilled_bytes"] == 0, row
+            assert row["shared_bytes"] <= shared[str(row["capability"])] * 1024, row
