@@ -24,7 +24,7 @@ from lrpe_fairseq.kernels import causal_triton as attention
 from lrpe_fairseq.kernels import encode_triton as encodings
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
-TYPES[torch.float64] = "*fp64"
+TYPES |= {torch.float64: "*fp64", torch.int32: "*i32"}
 
 
 class Compiled:
@@ -42,7 +42,9 @@ class Compiled:
         names = self.kernel.arg_names
         given = dict(zip((n for n in names if n not in constants), args, strict=True))
         kinds = {n: kind(given[n]) if n in given else "constexpr" for n in names}
-        aligned = [i for i, n in enumerate(names) if n in given and is_aligned(given[n])]
+        free = {p.name for p in self.kernel.params if p.do_not_specialize}
+        seen = given.keys() - free
+        aligned = [i for i, n in enumerate(names) if n in seen and is_aligned(given[n])]
         compiled = triton.compile(
             source(self.kernel, kinds, constants, aligned),
             target=GPUTarget("cuda", self.capability, 32),
