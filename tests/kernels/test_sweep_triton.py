@@ -44,6 +44,18 @@ def definition(q, k, v, wanted, log_decay, eps, segments=None):
     return out, denominator if wanted == "sums" else None
 
 
+def full_definition(q, k, v, wanted, log_decay, eps, segments):
+    scores = q @ k.mT
+    out, denominator = scores @ v, scores.sum(-1)
+    if wanted == "normalized":
+        out = out / denominator.clamp_min(eps).unsqueeze(-1)
+    return out, denominator if wanted == "sums" else None
+
+
+def full_sums(q, k, v, wanted, log_decay, eps, segments):
+    return full_triton.full_sums(q, k, v, wanted, eps)
+
+
 def decay_of(kind, time):
     """Gates may be open, weak, strong and shut."""
     if kind == "head":
@@ -105,16 +117,84 @@ def test_outputs_and_gradients_equal_the_definition(
     assert max(found) <= BOUND[dtype]
 
 
-def full_definition(q, k, v, wanted, log_decay, eps, segments):
-    scores = q @ k.mT
-    out, denominator = scores @ v, scores.sum(-1)
-    if wanted == "normalized":
-        out = out / denominator.clamp_min(eps).unsqueeze(-1)
-    return out, denominator if wanted == "sums" else None
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gates_of_a_long_text_have_exact_gradients(dtype, monkeypatch):
+    """Their sums over later tokens cancel, and start anew in every part."""
+    monkeypatch.setattr(sweep_triton, "GATED", 128)
+    monkeypatch.setattr(sweep_triton, "PROGRAMS", 1)
+    leaves, _ = example(600, 16, 16, dtype, "token")
+    leaves[3][:, 0] *= 1e-3  # a long memory
+    assert max(errors(leaves, "normalized", None)) <= BOUND[dtype]
 
 
-def full_sums(q, k, v, wanted, log_decay, eps, segments):
-    return full_triton.full_sums(q, k, v, wanted, eps)
+def both_forms(dtype=torch.float16):
+    """The forms with arguments for them."""
+    leaves, segments = example(40, 32, 16, dtype, "token", documents=True)
+    yield sweep_triton.causal_sums, leaves, segments
+    yield full_sums, leaves[:3], None
+
+
+def test_every_number_is_written_and_two_runs_give_equal_bits(monkeypatch):
+    """Memory is full of NaN before the kernels write to it."""
+
+    def poison(form):
+        def poisoned(*args, **options):
+            x = form(*args, **options)
+            return x.fill_(torch.nan) if x.is_floating_point() else x
+
+        return poisoned
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
+    for form, leaves, segments in both_forms():
+        for wanted in ("normalized", "sums"):
+            once, again = (results(form, leaves, wanted, segments) for _ in range(2))
+            assert all(x.isfinite().all() for x in once)
+            assert all(a.equal(b) for a, b in zip(once, again, strict=True))
+
+
+def test_clamped_denominators_saturate_float16_without_a_gradient():
+    for form, (q, k, v, *_), _ in both_forms():
+        q, k, v = (x.detach().requires_grad_() for x in (-q, k, v))
+        out, _ = form(q, k, v, "normalized", None, EPS, None)
+        assert out.abs().max() == 65504 / 64
+        grads = torch.autograd.grad(out, (q, k, v), (out.abs() == 65504 / 64).to(out))
+        assert not any(g.any() for g in grads)
+
+
+def test_scores_and_states_may_exceed_the_range_of_float16():
+    for form, (q, k, v, *_), _ in both_forms():
+        q, k = (torch.full_like(x, 60.0) for x in (q, k))  # scores of 115,200
+        leaves = [x.detach() for x in (q, k, v)]
+        reference = definition if form is sweep_triton.causal_sums else full_definition
+        assert errors(leaves, "normalized", None, form, reference)[0] <= BOUND[torch.float16]
+
+
+def test_second_derivatives_are_those_of_the_definition():
+    for form, leaves, segments in both_forms(torch.float32):
+        reference = definition if form is sweep_triton.causal_sums else full_definition
+        seconds, leaves = [], [x.clamp_min(-1e3) for x in leaves]
+        for by, dtype in ((form, torch.float32), (reference, torch.float64)):
+            own = [x.detach()[:, :, :5].to(dtype).requires_grad_() for x in leaves]
+            cuts = None if segments is None else segments[:, :5]
+            gates = own[3] if len(own) > 3 else None
+            out, _ = by(*own[:3], "normalized", gates, EPS, cuts)
+            firsts = torch.autograd.grad(out.square().sum(), own, create_graph=True)
+            seconds.append(torch.autograd.grad(sum(x.square().sum() for x in firsts), own))
+        for a, b in zip(*seconds, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-4)
+
+
+def test_one_of_two_results_may_be_used_alone():
+    for form, leaves, segments in both_forms(torch.float32):
+        own = [x.detach().requires_grad_() for x in leaves[:3]]
+        _, denominator = form(*own, "sums", None, EPS, segments)
+        reference = definition if form is sweep_triton.causal_sums else full_definition
+        _, expected = reference(*own, "sums", None, EPS, segments)
+        found = torch.autograd.grad(denominator.sum(), own)
+        wanted = torch.autograd.grad(expected.sum(), own, materialize_grads=True)
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
