@@ -9,6 +9,7 @@ from lrpe_fairseq.encodings import build_encoding
 from lrpe_fairseq.kernels import loader
 from tests.fifty_updates import TOLERANCE, difference, losses
 from tests.kernels import flash_cases
+from tests.kernels import test_sweep_triton as sums
 from tests.test_every_encoding import MODES, parts_of
 
 if not torch.cuda.is_available():
@@ -112,6 +113,18 @@ def test_half_types_are_near_float64(name, attention_type, causal, dtype, kernel
     assert all(value.isfinite().all() for value in found.values() if value is not None)
     wanted = results(module.cpu().double(), x.double(), padding)
     assert_near({"output": found["output"]}, {"output": wanted["output"]}, 0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("decay", [None, "head", "token"])
+@pytest.mark.parametrize("shape", [(1, 64, 64), (300, 32, 32), (513, 64, 64), (200, 128, 64)])
+def test_states_in_registers_are_near_float64(shape, decay, dtype):
+    """Outputs and gradients, over all tokens before and over all tokens."""
+    for documents in (False, True):
+        leaves, segments = sums.example(*shape, dtype, decay, documents)
+        assert max(sums.errors(leaves, "normalized", segments)) <= sums.BOUND[dtype]
+    leaves, forms = leaves[:3], (sums.full_sums, sums.full_definition)
+    assert max(sums.errors(leaves, "normalized", None, *forms)) <= sums.BOUND[dtype]
 
 
 @pytest.mark.parametrize(("name", "attention_type"), [mode[:2] for mode in MODES if mode[2]])

@@ -399,9 +399,9 @@ def _narrow(out: Tensor, dtype: torch.dtype, normalizer: str) -> Tensor:
 
     A denominator of :data:`EPS` (frequent for Type 8) gives values near 1e8, which overflow
     float16. The margin of 64 also keeps the following projection finite. Sums without a denominator
-    grow with T: pass a float32 ``v`` if they are normalized later.
+    grow with T: pass a float32 ``v`` if they are normalized later. Kernels may have cast already.
     """
-    if dtype == torch.float16:
+    if dtype == torch.float16 != out.dtype:
         margin = 64 if normalizer in ("rotated", "content") else 1
         limit = torch.finfo(dtype).max / margin
         out = out.clamp(-limit, limit)

@@ -1,5 +1,8 @@
 """The sums of linear attention on CUDA as Triton kernels, causal or over all keys.
 
+In half precision, states of usual widths are kept in registers (``sweep_triton``,
+``full_triton``). This file has the kernels for float32 and for wide heads, and the choice.
+
 A scan writes the state before every chunk in float32. Then all chunks are computed in parallel from
 their rows and their states. The same pass divides by the denominator. No T x T matrix and no
 float32 copy of q, k or v is stored. The definition is ``causal.definition``. If every query sees
@@ -19,9 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lrpe_fairseq.kernels import causal
+from lrpe_fairseq.kernels import causal, full_triton, sweep_triton
 from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain
 from lrpe_fairseq.kernels.loader import launch, on_device
+from lrpe_fairseq.kernels.tiles_triton import fits_registers
 
 CHUNK = 64
 WIDEST_BLOCK = {True: 32, False: 64}
@@ -46,7 +50,13 @@ def serves(q: Tensor, v: Tensor, log_decay: Tensor | None = None) -> bool:
 def causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute :func:`causal.definition` in float32."""
+    """Compute :func:`causal.definition`.
+
+    The result is float32. If ``wanted`` is "normalized", it may be in the dtype of v; float16 then
+    saturates at 1/64 of its range.
+    """
+    if fits_registers(q, v):
+        return sweep_triton.causal_sums(q, k, v, wanted, log_decay, eps)
     if log_decay is not None and log_decay.dim() == 1 and log_decay.requires_grad:
         log_decay = log_decay[None, :, None].expand(q.shape[:3])
     return _sums(q, k, v, log_decay, wanted, eps, full=False)
@@ -55,7 +65,9 @@ def causal_sums(
 def full_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute :func:`causal.full_definition` in float32; k is as long as q."""
+    """Compute :func:`causal.full_definition`, as :func:`causal_sums`; k is as long as q."""
+    if fits_registers(q, v):
+        return full_triton.full_sums(q, k, v, wanted, eps)
     return _sums(q, k, v, None, wanted, eps, full=True)
 
 

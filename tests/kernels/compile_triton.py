@@ -22,9 +22,10 @@ from triton.compiler import ASTSource
 
 from lrpe_fairseq.kernels import causal_triton as attention
 from lrpe_fairseq.kernels import encode_triton as encodings
+from lrpe_fairseq.kernels import full_triton, sweep_triton, tiles_triton
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
-TYPES[torch.float64] = "*fp64"
+TYPES |= {torch.float64: "*fp64", torch.int32: "*i32"}
 
 
 class Compiled:
@@ -42,7 +43,9 @@ class Compiled:
         names = self.kernel.arg_names
         given = dict(zip((n for n in names if n not in constants), args, strict=True))
         kinds = {n: kind(given[n]) if n in given else "constexpr" for n in names}
-        aligned = [i for i, n in enumerate(names) if n in given and is_aligned(given[n])]
+        free = {p.name for p in self.kernel.params if p.do_not_specialize}
+        seen = given.keys() - free
+        aligned = [i for i, n in enumerate(names) if n in seen and is_aligned(given[n])]
         compiled = triton.compile(
             source(self.kernel, kinds, constants, aligned),
             target=GPUTarget("cuda", self.capability, 32),
@@ -51,6 +54,7 @@ class Compiled:
         registers, spilled = assembled(compiled.asm["ptx"], self.capability)
         found = {
             "case": self.case,
+            "module": self.kernel.fn.__module__.split(".")[-1],
             "kernel": self.kernel.fn.__name__,
             "registers": registers,
             "spilled_bytes": spilled,
@@ -106,16 +110,35 @@ def random(*shape, dtype=torch.float32):
     return torch.randn(*shape).to(dtype).requires_grad_()
 
 
+def sweeps(dtype, keys):
+    """Causal attention without and with gates, documents and parts, and attention to all keys."""
+    for decays in (False, True):
+        Compiled.case = f"sweep, {dtype}, {keys} by 64, {decays=}"
+        q, k, v = (random(1, 2, 256, width, dtype=dtype) for width in (keys, keys, 64))
+        gates, segments = None, None
+        if decays:
+            gates = torch.zeros(1, 2, 256).requires_grad_()
+            segments = torch.zeros(1, 256, dtype=torch.int32)
+        sweep_triton.PROGRAMS = 100 if decays else 1
+        assert tiles_triton.fits_registers(q, v)
+        out, _ = sweep_triton.causal_sums(q, k, v, "normalized", gates, 1e-6, segments)
+        out.sum().backward()
+    attention.full_sums(q, k, v, "normalized", 1e-6)[0].sum().backward()
+
+
 def main(capability):
-    for module in (attention, encodings):
+    tiles_triton.capability = sweep_triton.capability = lambda x: capability // 10
+    for module in (attention, encodings, full_triton, sweep_triton):
         for name, kernel in vars(module).copy().items():
             if isinstance(kernel, triton.JITFunction) and launched(name):
                 setattr(module, name, Compiled(kernel, capability))
-    for dtype in (torch.bfloat16, torch.float32):
-        Compiled.case = f"attention, {dtype}"
-        q, k, v = (random(1, 2, 256, 64, dtype=dtype) for _ in "qkv")
+    sweeps(torch.float16, 64)
+    sweeps(torch.bfloat16, 64 if capability < 90 else 128)
+    for dtype, width in ((torch.bfloat16, 128), (torch.float32, 64)):
+        Compiled.case = f"attention, {dtype}, {width} wide"
+        q, k, v = (random(1, 2, 256, width, dtype=dtype) for _ in "qkv")
         attention.causal_sums(q, k, v, "normalized", None, 1e-6)[0].sum().backward()
-        Compiled.case = f"attention to all keys, {dtype}"
+        Compiled.case = f"attention to all keys, {dtype}, {width} wide"
         attention.full_sums(q, k, v, "normalized", 1e-6)[0].sum().backward()
     Compiled.case = "attention, decay per token"
     gates = torch.zeros(1, 2, 256).requires_grad_()

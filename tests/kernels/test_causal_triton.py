@@ -1,5 +1,7 @@
 """The Triton kernels against the naive form in float64, in outputs and gradients.
 
+``test_sweep_triton`` tests those for half precision.
+
 Without a GPU they run in Triton's interpreter (TRITON_INTERPRET=1, set in tests/conftest.py).
 """
 
@@ -166,8 +168,8 @@ def test_a_clamped_denominator_has_no_gradient():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_inputs_are_summed_in_float32(dtype):
-    inputs = example(130, dtype=dtype)
+def test_wide_half_precision_inputs_are_summed_in_float32(dtype):
+    inputs = example(70, 130, 40, dtype)
     out, _ = causal_triton.causal_sums(*inputs, "normalized", None, EPS)
     expected, exact = naive(inputs, "rotated", None)
     assert out.dtype == torch.float32

@@ -10,19 +10,29 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
 
-SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that one block may have
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227}  # KiB that one block may have
 SPILLED = 1280  # bytes; 255 registers are 1,020
+STATES_IN_REGISTERS = {"sweep_triton", "full_triton"}
+"""Modules whose kernels spill nothing, but for one."""
+ONE = "sweep, torch.float16, 64 by 64, decays=True"
+"""Its kernel for the gradients of keys has 32 numbers too many on GPUs of capability 8."""
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    "capability", [80, 90, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (86, 89))]
+)
 def test_every_kernel_compiles_and_keeps_its_work_in_registers(capability):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.compile_triton", str(capability)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    # states and their gradients, outputs, two gradients; encoding and gradient
-    assert len(found) == 5 * 5 + 5 * 2
+    # sweeps: 3 kernels, with parts 6, over all keys 4; the scan: states and their gradients,
+    # outputs, two gradients; encoding and gradient
+    assert len(found) == 2 * (3 + 6 + 1 + 4) + 5 * 5 + 5 * 2
     for kernel in found:
-        assert kernel["spilled_bytes"] <= SPILLED, kernel
-        assert kernel["shared_bytes"] <= SHARED[capability], kernel
+        spilled = SPILLED
+        if kernel["module"] in STATES_IN_REGISTERS:
+            spilled = 128 if kernel["case"] == ONE and capability < 90 else 0
+        assert kernel["spilled_bytes"] <= spilled, kernel
+        assert kernel["shared_bytes"] <= SHARED[capability] * 1024, kernel

@@ -7,12 +7,15 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
 
-from lrpe_fairseq.kernels import causal_triton, encode_triton
+from lrpe_fairseq.kernels import causal_triton, encode_triton, full_triton, sweep_triton
 from lrpe_fairseq.kernels.encode import Form
 from tests.kernels.compile_triton import launched
 
 MANY, MOST = 70_000, 65_535
 """Sequences, more than CUDA allows programs on any axis of a grid but the first."""
+
+
+FOR_FEW_SEQUENCES = {f"{sweep_triton.__name__}._{x}_kernel" for x in ("sums", "scan", "later")}
 
 
 class Recorder:
@@ -39,25 +42,27 @@ def guard(x):
 def launches(monkeypatch):
     """(device of the guard, device of the tensors, grid) of every launch, by kernel."""
     found = {}
-    for module in (causal_triton, encode_triton):
-        monkeypatch.setattr(module, "on_device", lambda x: True)
+    for module in (causal_triton, encode_triton, full_triton, sweep_triton):
+        monkeypatch.setattr(module, "on_device", lambda x: True, raising=False)
         for name in filter(launched, list(vars(module))):
-            monkeypatch.setattr(module, name, Recorder(found.setdefault(name, [])))
+            kernel = f"{module.__name__}.{name}"
+            monkeypatch.setattr(module, name, Recorder(found.setdefault(kernel, [])))
     monkeypatch.setattr(torch.cuda, "device_of", guard)
     return found
 
 
 def test_every_kernel_runs_on_the_device_of_its_tensors_for_any_number_of_sequences(launches):
-    x = torch.rand(MANY, 1, 1, 16).requires_grad_()
-    assert causal_triton.serves(x, x)
     gates = torch.zeros(MANY, 1, 1).requires_grad_()
-    causal_triton.causal_sums(x, x, x, "normalized", gates, 1e-6)[0].sum().backward()
-    causal_triton.full_sums(x, x, x, "normalized", 1e-6)[0].sum().backward()
+    for dtype in (torch.float16, torch.float32):
+        x = torch.rand(MANY, 1, 1, 16).to(dtype).requires_grad_()
+        assert causal_triton.serves(x, x)
+        causal_triton.causal_sums(x, x, x, "normalized", gates, 1e-6)[0].sum().backward()
+        causal_triton.full_sums(x, x, x, "normalized", 1e-6)[0].sum().backward()
     assert encode_triton.serves(x, Form())
     encode_triton.feature_map(x).sum().backward()
-    assert len(launches) == 7
+    assert len(launches) == 17
     for name, found in launches.items():
-        assert found, name
+        assert found or name in FOR_FEW_SEQUENCES, name
         for guarded, device, grid in found:
             assert guarded == device, name
             assert grid[0] >= MANY, name

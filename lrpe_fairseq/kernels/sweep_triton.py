@@ -1,0 +1,624 @@
+"""The causal sums of linear attention on CUDA, with the states in registers.
+
+A program sweeps over the tiles (C tokens) of a sequence with the state sum_t k_t v_t^T and the sum
+of the keys. There are one forward and two backward launches: the gradient of q from left to right,
+those of k, v and the gates from right to left. The quotient and its gradient are computed inside.
+If there are too few sequences to occupy a GPU, each is divided into parts, whose first states come
+from a scan. The definition is ``causal.definition``.
+
+A decay is exp of a sum of logarithms, which are at most 0. They are split into multiples of 1/1024,
+whose float32 sums are exact, and a rest. So differences of sums are exact, and no exponent is
+positive. A document begins with a logarithm of :data:`LOWEST`, which removes the state.
+
+Axes: B batch, H heads, L = B H sequences, N parts, T time, D key width, E value width. A state is
+D E + D numbers in memory: sum_t k_t v_t^T, then sum_t k_t.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from lrpe_fairseq.kernels import causal
+from lrpe_fairseq.kernels.dispatch import gradients_of
+from lrpe_fairseq.kernels.loader import launch
+from lrpe_fairseq.kernels.tiles_triton import (
+    PROGRAMS,
+    capability,
+    head,
+    incoming,
+    load,
+    load_state,
+    narrow,
+    outer,
+    power_of_two,
+    product,
+    quotient,
+    result_like,
+    split,
+    store,
+    store_state,
+    straight,
+    times,
+    unsaturated,
+    with_strides,
+)
+
+GATED = 1024
+"""Longest part, in tokens, if gates need a gradient. It is a sum of differences over later tokens,
+which starts anew in every part, so that rounding errors do not add up."""
+
+TILE = 32
+"""Largest number of tokens in a tile; parts are multiples of it."""
+
+LOWEST = tl.constexpr(-105.0)  # exp of it is 0 in float32; smaller logarithms are set to it
+GRID = tl.constexpr(1024.0)  # sums of up to 128 multiples of 1 / GRID, at least LOWEST, are exact
+
+
+def causal_sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    wanted: str,
+    log_decay: Tensor | None,
+    eps: float,
+    segments: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute :func:`causal.definition` of q, k and v of one dtype.
+
+    Args: segments: int32 (B, T), numbers of packed documents. The sums start anew where the number
+        changes.
+    Returns: the result (B, H, T, E), in the dtype of v if ``wanted`` is "normalized" (float16
+        saturates at 1/64 of its range), else in float32; and the denominators for "sums".
+    """
+    if log_decay is not None and log_decay.dim() == 1:
+        log_decay = log_decay[None, :, None].expand(q.shape[:3])
+    segments = None if segments is None else segments.int().contiguous()
+    out, denominator = _Sweep.apply(*map(straight, (q, k, v)), log_decay, segments, wanted, eps)
+    return out, denominator if wanted == "sums" else None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The sizes of one call, and what all its launches share."""
+
+    q: Tensor
+    v: Tensor
+    gates: Tensor | None
+    segments: Tensor | None
+    wanted: str
+    eps: float
+    with_gates: bool
+
+    @cached_property
+    def sequences(self) -> int:
+        return self.q.shape[0] * self.q.shape[1]
+
+    @cached_property
+    def blocks(self) -> tuple[int, int]:
+        return power_of_two(self.q.shape[3]), power_of_two(self.v.shape[3])
+
+    @cached_property
+    def span(self) -> int:
+        """The number of tokens in a part."""
+        tiles = triton.cdiv(self.q.shape[2], TILE)
+        span = TILE * triton.cdiv(tiles, max(1, PROGRAMS // self.sequences))
+        return min(span, GATED) if self.with_gates else span
+
+    @cached_property
+    def parts(self) -> int:
+        return triton.cdiv(self.q.shape[2], self.span)
+
+    @cached_property
+    def masks(self) -> list[Tensor | int]:
+        """Gates with their strides, and segments; anything where there are none."""
+        gates = self.q if self.gates is None else self.gates
+        return [*with_strides(gates), self.q if self.segments is None else self.segments]
+
+    @cached_property
+    def decays(self) -> int:
+        """0 for none, 1 for gates, 2 for segments, 3 for both."""
+        return (self.gates is not None) + 2 * (self.segments is not None)
+
+    @cached_property
+    def constants(self) -> dict:
+        """The compile-time arguments of all kernels."""
+        wide = self.q.dtype == torch.float32
+        return {
+            "D": self.q.shape[3],
+            "E": self.v.shape[3],
+            "BD": self.blocks[0],
+            "BE": self.blocks[1],
+            "DECAYS": self.decays,
+            "PRECISION": "tf32x3" if wide else "tf32",
+        }
+
+    @cached_property
+    def modes(self) -> dict:
+        """The compile-time arguments of the kernels that read or write results."""
+        divides = self.wanted == "normalized"
+        return {"KEYS": self.wanted != "numerator", "DIVIDE": divides, "STARTS": self.parts > 1}
+
+    def launch(
+        self, kernel, *arguments: Tensor | float, tile: int = TILE, **constants: bool
+    ) -> None:
+        """Launch a program per sequence and part; times and sizes are the last arguments."""
+        time, heads = self.q.shape[2], self.q.shape[1]
+        widest = 16 if self.q.dtype == torch.float32 or max(self.blocks) > 64 else tile
+        tile = min(widest, power_of_two(time))
+        constants |= {**self.constants, "C": tile, "num_warps": self.warps(tile)}
+        sizes, grid = (time, heads, self.span // tile), (self.sequences, self.parts)
+        launch(kernel, grid, *arguments, *sizes, **constants)
+
+    def warps(self, tile: int) -> int:
+        """Return the number of warps, with which no registers are spilled."""
+        small = self.q.dtype == torch.float16 and tile == 16 and capability(self.q) < 9
+        return 8 if small or self.q.dtype == torch.float32 or max(self.blocks) > 64 else 4
+
+    @cached_property
+    def backward_tiles(self) -> tuple[int, int]:
+        """Tokens in a tile of the gradients of q, and of k and v: as many as spill no registers."""
+        for_query = 16 if self.decays else TILE
+        return for_query, 16 if capability(self.q) < 9 else for_query
+
+    def vector(self, *shape: int) -> Tensor:
+        return self.q.new_empty(self.sequences, *shape, dtype=torch.float32)
+
+    def scan(self, sums: Tensor, whole: Tensor, reverse: bool) -> None:
+        """Replace the sums of every part by those before it, or after it."""
+        size = sums.shape[-1]
+        grid = self.sequences, triton.cdiv(size, 256)
+        constants = {"SIZE": size, "REVERSE": reverse, "BLOCK": 256, "num_warps": 2}
+        launch(_scan_kernel, grid, sums, whole, self.parts, **constants)
+
+
+class _Sweep(torch.autograd.Function):
+    """(result, denominator) with a hand-written gradient."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, log_decay, segments, wanted, eps):
+        gates = None if log_decay is None else log_decay.detach().float()
+        call = _Call(q, v, gates, segments, wanted, eps, ctx.needs_input_grad[3])
+        out = result_like(v, q, v.dtype if wanted == "normalized" else torch.float32)
+        denominator = call.vector(q.shape[2])
+        states = whole = q  # not read
+        if call.parts > 1:
+            width = q.shape[3] * (v.shape[3] + 1)
+            states, whole = call.vector(call.parts, width), call.vector(call.parts)
+            rest = (*call.masks, states, whole)
+            call.launch(_sums_kernel, *with_strides(k, v), *rest)
+            call.scan(states, whole, reverse=False)
+        rest = (*call.masks, denominator, states, eps)
+        call.launch(_forward_kernel, *with_strides(q, k, v, out), *rest, **call.modes)
+        kept = (out, denominator) if wanted == "normalized" else (None, None)
+        ctx.save_for_backward(q, k, v, log_decay, segments, gates, states, whole, *kept)
+        ctx.settings = wanted, eps
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*([] if wanted == "sums" else [denominator]))
+        return out, denominator.unflatten(0, q.shape[:2])
+
+    @staticmethod
+    def backward(ctx, grad, grad_denominator):
+        if grad is None and grad_denominator is None:
+            return (None,) * 7
+        q, _, v, log_decay, segments, gates, *kept = ctx.saved_tensors
+        wanted, eps = ctx.settings
+        if grad is None:
+            grad = v.new_zeros((), dtype=torch.float32).expand(*q.shape[:3], v.shape[3])
+        if wanted == "sums" and grad_denominator is None:
+            grad_denominator = grad.new_zeros(q.shape[:3])
+        if torch.is_grad_enabled():
+            return *_gradients_as_graph(ctx, grad, grad_denominator), None, None, None
+        call = _Call(q, v, gates, segments, wanted, eps, ctx.needs_input_grad[3])
+        *grads, found = _gradients(
+            call, *ctx.saved_tensors[:3], straight(grad), grad_denominator, *kept
+        )
+        if found is not None:
+            found = found.unflatten(0, q.shape[:2]).to(log_decay.dtype)
+        return *grads, found, None, None, None
+
+
+def _gradients_as_graph(ctx, grad: Tensor, grad_denominator: Tensor | None) -> list[Tensor | None]:
+    """Return the gradients of a call with their graph, for second derivatives."""
+    (wanted, eps), segments = ctx.settings, ctx.saved_tensors[4]
+
+    def definition(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> tuple[Tensor, ...]:
+        if segments is not None:
+            log_decay = with_cuts(log_decay, segments, q.shape[1])
+        rows = (x.float() for x in (q, k, v))
+        found = causal.present(*causal.definition(*rows, wanted, log_decay, eps))
+        return tuple(narrow(x, grad.dtype) for x in found)
+
+    grads = causal.present(grad, grad_denominator)
+    return gradients_of(definition, ctx.saved_tensors[:4], ctx.needs_input_grad[:4], grads)
+
+
+def with_cuts(log_decay: Tensor | None, segments: Tensor, heads: int) -> Tensor:
+    """Return the decay per token (B, H, T) that removes the state where ``segments`` change."""
+    cuts = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0)).unsqueeze(1)
+    if log_decay is None:
+        log_decay = torch.zeros(1, device=segments.device)
+    if log_decay.dim() == 1:
+        log_decay = log_decay[None, :, None]
+    log_decay = log_decay.expand(len(segments), heads, segments.shape[1])
+    return log_decay.masked_fill(cuts, -1000.0)
+
+
+def _gradients(
+    call: _Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    grad_denominator: Tensor | None,
+    states: Tensor,
+    whole: Tensor,
+    out: Tensor | None,
+    denominator: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, k, v and gates (L, T) or None."""
+    out, denominator = (grad, q) if out is None else (out, denominator)
+    g = call.vector(q.shape[2]) if grad_denominator is None else grad_denominator
+    g = g.float().contiguous()
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    products = call.vector(q.shape[2]) if call.with_gates else q
+    given, rest = with_strides(q, k, v, grad, out), (*call.masks, denominator, g)
+    constants = {**call.modes, "GRADS": call.with_gates}
+    for_query, for_key = call.backward_tiles
+    own = (products, states, call.eps)
+    more = with_strides(grads[0])
+    call.launch(_query_kernel, *given, *more, *rest, *own, tile=for_query, **constants)
+    later, across = q, q  # not read
+    if call.parts > 1:
+        later = torch.empty_like(states)
+        rows = with_strides(q, grad, out)
+        call.launch(_later_kernel, *rows, *rest, later, call.eps, **constants)
+        call.scan(later, whole, reverse=True)
+    if call.parts > 1 and call.with_gates:
+        across = F.pad((states[:, 1:] * later[:, :-1]).sum(-1), (0, 1))
+    own, more = (products, later, across, call.eps), with_strides(*grads[1:])
+    call.launch(_key_kernel, *given, *more, *rest, *own, tile=for_key, **constants)
+    return *grads, products if call.with_gates else None
+
+
+# --- kernels: program 0 is the sequence, program 1 the part -------------------------------------
+#
+# Times and strides of gates take any value in one compiled form. Strides of rows keep Triton's two
+# forms, multiples of 16 or not, because loads of 16 bytes need multiples.
+
+SIZES = ["gb", "gh", "gt", "T", "H", "each"]
+
+
+@triton.jit
+def _factors(
+    gate_ptr, gt, segment_ptr, first, T,
+    C: tl.constexpr, DECAYS: tl.constexpr,
+):  # fmt: skip
+    """Return the decay of a tile, from gates (DECAYS is 1), segments (2) or both (3).
+
+    Returns: sums of the logarithms up to each token (C,), as coarse + fine, of which coarse is
+        exact; the factors (C,) from the state before the tile to each query, and from each key to
+        the state after it; and the factor of the state over the whole tile.
+    """
+    t, log = first + tl.arange(0, C), tl.zeros((C,), tl.float32)
+    coarse, fine, into, out_of, whole = log, log, log + 1.0, log + 1.0, 1.0
+    if DECAYS % 2 == 1:
+        log = tl.load(gate_ptr + t.to(tl.int64) * gt, mask=t < T, other=0.0)
+    if DECAYS >= 2:
+        own = tl.load(segment_ptr + t, mask=t < T, other=0)
+        before = tl.load(segment_ptr + t - 1, mask=(t > 0) & (t < T), other=0)
+        log = tl.where(own == before, log, LOWEST)
+    if DECAYS > 0:
+        log = tl.maximum(log, LOWEST)
+        step = tl.ceil(log * GRID) / GRID
+        coarse, fine = tl.cumsum(step, 0), tl.cumsum(log - step, 0)
+        most, rest = tl.sum(step, 0), tl.sum(log - step, 0)
+        into, whole = tl.exp(coarse + fine), tl.exp(most + rest)
+        out_of = tl.exp(tl.minimum((most - coarse) + (rest - fine), 0.0))
+    return coarse, fine, into, out_of, whole
+
+
+@triton.jit
+def _visible(x, coarse, fine, BY_KEY: tl.constexpr, DECAYS: tl.constexpr, C: tl.constexpr):
+    """Apply decay and causal mask to x (C, C), whose rows are queries, or keys if BY_KEY."""
+    row = tl.arange(0, C)
+    seen = row[:, None] <= row[None, :] if BY_KEY else row[:, None] >= row[None, :]
+    if DECAYS > 0:
+        log = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
+        x = x * tl.exp(tl.minimum(-log if BY_KEY else log, 0.0))
+    return tl.where(seen, x, 0.0)
+
+
+@triton.jit
+def _added(
+    state, a, b, factor, whole, WEIGHTED: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Return state * whole + a^T (b * factor)."""
+    if WEIGHTED:
+        b = b.to(tl.float32) * factor[:, None]
+        state = state * whole + outer(a, b, EXACT, PRECISION)
+    else:
+        state = tl.dot(tl.trans(a), b, state, input_precision=PRECISION)
+    return state
+
+
+@triton.jit
+def _incoming(
+    go_ptr, got, o_ptr, ot, den_ptr, g_ptr, first, T, eps, dtype: tl.constexpr, C: tl.constexpr,
+    E: tl.constexpr, BE: tl.constexpr, KEYS: tl.constexpr, DIVIDE: tl.constexpr,
+):  # fmt: skip
+    """Return G (C, BE) in ``dtype``, g and f (C,).
+
+    f G are the gradients of the numerators, f g those of the denominators. In a quotient,
+    ``_query_kernel`` computes g.
+    """
+    t = first + tl.arange(0, C)
+    g = tl.zeros((C,), tl.float32)
+    if KEYS:
+        g = tl.load(g_ptr + t, mask=t < T, other=0.0)
+    go, g, f = incoming(go_ptr, first, got, g, T, dtype, C, E, BE)
+    if DIVIDE:
+        f = f / tl.maximum(tl.load(den_ptr + t, mask=t < T, other=1.0), eps)
+        if dtype == tl.float16:
+            go = unsaturated(go, load(o_ptr, first, ot, T, C, E, BE))
+    return go, g, f
+
+
+@triton.jit
+def _gradient_of_denominators(den_ptr, g_ptr, first, T, dq, q, pairs, f, eps, C: tl.constexpr):
+    """Return and write g (C,) of a quotient, which is minus G times the result.
+
+    dq: the gradient of q through the state. pairs: score times its gradient, both (C, C). Their
+    sums are G times the numerator, more exactly than with results in half precision.
+    """
+    t = first + tl.arange(0, C)
+    den = tl.load(den_ptr + t, mask=t < T, other=1.0)
+    g = -(tl.sum(q.to(tl.float32) * dq, 1) + tl.sum(pairs, 1)) * f
+    g = tl.where(den < eps, 0.0, g)
+    tl.store(g_ptr + t, g, mask=t < T)
+    return g
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _sums_kernel(
+    k_ptr, kb, kh, kt, v_ptr, vb, vh, vt, gate_ptr, gb, gh, gt, segment_ptr, state_ptr, whole_ptr,
+    T, H, each, D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the sums of every part (L, N, D E + D), and its decay (L, N)."""
+    sequence, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    k_ptr, v_ptr = head(k_ptr, sequence, H, kb, kh), head(v_ptr, sequence, H, vb, vh)
+    gate_ptr = head(gate_ptr, sequence, H, gb, gh)
+    segment_ptr += sequence // H * T
+    state, keys, decay = tl.zeros((BD, BE), tl.float32), tl.zeros((BD,), tl.float32), 1.0
+    for i in range(part * each, tl.minimum(part * each + each, tl.cdiv(T, C))):
+        first = i * C
+        k, v = load(k_ptr, first, kt, T, C, D, BD), load(v_ptr, first, vt, T, C, E, BE)
+        _, _, _, out_of, whole = _factors(gate_ptr, gt, segment_ptr, first, T, C, DECAYS)
+        state = _added(state, k, v, out_of, whole, DECAYS > 0, True, PRECISION)
+        keys = keys * whole + tl.sum(k.to(tl.float32) * out_of[:, None], 0)
+        decay = decay * whole
+    row = sequence * tl.num_programs(1) + part
+    store_state(state_ptr, state, keys, row, D, E, BD, BE)
+    tl.store(whole_ptr + row, decay)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _scan_kernel(
+    sum_ptr, whole_ptr, N, SIZE: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Replace the sums of every part (L, N, SIZE) by those before it, or after it if REVERSE."""
+    sequence = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in range(N):
+        row = sequence * N + (N - 1 - i if REVERSE else i)
+        at = sum_ptr + row * SIZE + column
+        own = tl.load(at, mask=column < SIZE, other=0.0)
+        tl.store(at, total, mask=column < SIZE)
+        total = total * tl.load(whole_ptr + row) + own
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _forward_kernel(
+    q_ptr, qb, qh, qt, k_ptr, kb, kh, kt, v_ptr, vb, vh, vt, o_ptr, ob, oh, ot,
+    gate_ptr, gb, gh, gt, segment_ptr, den_ptr, state_ptr, eps, T, H, each,
+    D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    DECAYS: tl.constexpr, KEYS: tl.constexpr, DIVIDE: tl.constexpr,
+    STARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the results (B, H, T, E) and, with KEYS, the denominators (L, T)."""
+    sequence, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    q_ptr, k_ptr = head(q_ptr, sequence, H, qb, qh), head(k_ptr, sequence, H, kb, kh)
+    v_ptr, o_ptr = head(v_ptr, sequence, H, vb, vh), head(o_ptr, sequence, H, ob, oh)
+    gate_ptr = head(gate_ptr, sequence, H, gb, gh)
+    den_ptr += sequence * T
+    segment_ptr += sequence // H * T
+    state, keys = tl.zeros((BD, BE), tl.float32), tl.zeros((BD,), tl.float32)
+    if STARTS:
+        row = sequence * tl.num_programs(1) + part
+        state, keys = load_state(state_ptr, row, D, E, BD, BE)
+    for i in range(part * each, tl.minimum(part * each + each, tl.cdiv(T, C))):
+        first = i * C
+        t = first + tl.arange(0, C)
+        q, k = load(q_ptr, first, qt, T, C, D, BD), load(k_ptr, first, kt, T, C, D, BD)
+        v = load(v_ptr, first, vt, T, C, E, BE)
+        coarse, fine, into, out_of, whole = _factors(gate_ptr, gt, segment_ptr, first, T, C, DECAYS)
+        high, low, scale = split(state, q.dtype)
+        out = times(q, high, low, scale, PRECISION) * into[:, None]
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        scores = _visible(scores, coarse, fine, False, DECAYS, C)
+        out += product(scores, v, PRECISION)
+        if KEYS:
+            den = tl.sum(q.to(tl.float32) * keys[None, :], 1) * into + tl.sum(scores, 1)
+            tl.store(den_ptr + t, den, mask=t < T)
+            keys = keys * whole + tl.sum(k.to(tl.float32) * out_of[:, None], 0)
+            if DIVIDE:
+                out = quotient(out, den, eps, v.dtype)
+        store(o_ptr, out, first, ot, T, C, E, BE)
+        state = _added(state, k, v, out_of, whole, DECAYS > 0, True, PRECISION)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _query_kernel(
+    q_ptr, qb, qh, qt, k_ptr, kb, kh, kt, v_ptr, vb, vh, vt, go_ptr, gob, goh, got, o_ptr, ob, oh,
+    ot, dq_ptr, dqb, dqh, dqt, gate_ptr, gb, gh, gt, segment_ptr, den_ptr, g_ptr, product_ptr,
+    state_ptr, eps, T, H, each,
+    D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    DECAYS: tl.constexpr, KEYS: tl.constexpr, DIVIDE: tl.constexpr,
+    STARTS: tl.constexpr, GRADS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of q, g of a quotient (see ``_incoming``) and, with GRADS, the product of
+    q with the part of its gradient through the state (L, T). The state is transposed."""
+    sequence, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    q_ptr, k_ptr = head(q_ptr, sequence, H, qb, qh), head(k_ptr, sequence, H, kb, kh)
+    v_ptr, o_ptr = head(v_ptr, sequence, H, vb, vh), head(o_ptr, sequence, H, ob, oh)
+    go_ptr, dq_ptr = head(go_ptr, sequence, H, gob, goh), head(dq_ptr, sequence, H, dqb, dqh)
+    gate_ptr = head(gate_ptr, sequence, H, gb, gh)
+    den_ptr, g_ptr = den_ptr + sequence * T, g_ptr + sequence * T
+    product_ptr += sequence * T
+    segment_ptr += sequence // H * T
+    state, keys = tl.zeros((BE, BD), tl.float32), tl.zeros((BD,), tl.float32)
+    if STARTS:
+        row = sequence * tl.num_programs(1) + part
+        state, keys = load_state(state_ptr, row, D, E, BD, BE)
+        state = tl.trans(state)
+    for i in range(part * each, tl.minimum(part * each + each, tl.cdiv(T, C))):
+        first = i * C
+        q, k = load(q_ptr, first, qt, T, C, D, BD), load(k_ptr, first, kt, T, C, D, BD)
+        v = load(v_ptr, first, vt, T, C, E, BE)
+        go, g, f = _incoming(
+            go_ptr, got, o_ptr, ot, den_ptr, g_ptr, first, T, eps, k.dtype, C, E, BE,
+            KEYS and not DIVIDE, DIVIDE,
+        )  # fmt: skip
+        coarse, fine, into, out_of, whole = _factors(gate_ptr, gt, segment_ptr, first, T, C, DECAYS)
+        high, low, scale = split(state, k.dtype)
+        dq = times(go, high, low, scale, PRECISION) * into[:, None]
+        p = tl.dot(go, tl.trans(v), input_precision=PRECISION)
+        if DIVIDE:
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            pairs = _visible(scores * p, coarse, fine, False, DECAYS, C)
+            g = _gradient_of_denominators(den_ptr, g_ptr, first, T, dq, q, pairs, f, eps, C)
+        if KEYS:
+            dq, p = dq + (g * into)[:, None] * keys[None, :], p + g[:, None]
+            keys = keys * whole + tl.sum(k.to(tl.float32) * out_of[:, None], 0)
+        if GRADS:
+            t = first + tl.arange(0, C)
+            tl.store(product_ptr + t, tl.sum(q.to(tl.float32) * dq, 1) * f, mask=t < T)
+        dq += product(_visible(p, coarse, fine, False, DECAYS, C), k, PRECISION)
+        store(dq_ptr, dq * f[:, None], first, dqt, T, C, D, BD)
+        state = _added(state, v, k, out_of, whole, DECAYS > 0, True, PRECISION)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _later_kernel(
+    q_ptr, qb, qh, qt, go_ptr, gob, goh, got, o_ptr, ob, oh, ot, gate_ptr, gb, gh, gt, segment_ptr,
+    den_ptr, g_ptr, sum_ptr, eps, T, H, each,
+    D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    DECAYS: tl.constexpr, KEYS: tl.constexpr, DIVIDE: tl.constexpr,
+    STARTS: tl.constexpr, GRADS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of the state before every part that come from the queries in it."""
+    sequence, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    q_ptr, go_ptr = head(q_ptr, sequence, H, qb, qh), head(go_ptr, sequence, H, gob, goh)
+    o_ptr, gate_ptr = head(o_ptr, sequence, H, ob, oh), head(gate_ptr, sequence, H, gb, gh)
+    den_ptr, g_ptr = den_ptr + sequence * T, g_ptr + sequence * T
+    segment_ptr += sequence // H * T
+    state, keys = tl.zeros((BD, BE), tl.float32), tl.zeros((BD,), tl.float32)
+    end = tl.minimum(part * each + each, tl.cdiv(T, C))
+    for i in range(part * each, end):
+        first = (end - 1 - (i - part * each)) * C
+        q = load(q_ptr, first, qt, T, C, D, BD)
+        go, g, f = _incoming(
+            go_ptr, got, o_ptr, ot, den_ptr, g_ptr, first, T, eps, q.dtype, C, E, BE, KEYS, DIVIDE
+        )  # fmt: skip
+        _, _, into, _, whole = _factors(gate_ptr, gt, segment_ptr, first, T, C, DECAYS)
+        state = _added(state, q, go, f * into, whole, True, GRADS, PRECISION)
+        if KEYS:
+            keys = keys * whole + tl.sum(q.to(tl.float32) * (f * into * g)[:, None], 0)
+    row = sequence * tl.num_programs(1) + part
+    store_state(sum_ptr, state, keys, row, D, E, BD, BE)
+
+
+@triton.jit
+def _through_state(state, keys, k, v, out_of, KEYS: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the parts of the gradients of k and v (C, .) that come from later tiles."""
+    high, low, scale = split(state, k.dtype)
+    dv = times(k, high, low, scale, PRECISION) * out_of[:, None]
+    dk = times(v, tl.trans(high), tl.trans(low), scale, PRECISION)
+    if KEYS:
+        dk += keys[None, :]
+    return dk * out_of[:, None], dv
+
+
+@triton.jit
+def _gradient_of_gates(product_ptr, first, T, total, through_keys, pairs, C: tl.constexpr):
+    """Replace the products of a tile by the gradients of its gates; return the sum from here on.
+
+    The gradient of a gate is the sum of q . dq - k . dk over its token and later ones.
+    through_keys: k . dk (C,) through the state. pairs: score times its gradient, keys by queries.
+    """
+    t = first + tl.arange(0, C)
+    own = tl.load(product_ptr + t, mask=t < T, other=0.0)
+    own += tl.sum(pairs, 0) - tl.sum(pairs, 1) - through_keys
+    whole = tl.sum(own, 0)
+    found = tl.where(t > 0, total + whole - tl.cumsum(own, 0) + own, 0.0)
+    tl.store(product_ptr + t, found, mask=t < T)
+    return total + whole
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _key_kernel(
+    q_ptr, qb, qh, qt, k_ptr, kb, kh, kt, v_ptr, vb, vh, vt, go_ptr, gob, goh, got, o_ptr, ob, oh,
+    ot, dk_ptr, dkb, dkh, dkt, dv_ptr, dvb, dvh, dvt, gate_ptr, gb, gh, gt, segment_ptr, den_ptr,
+    g_ptr, product_ptr, state_ptr, across_ptr, eps, T, H, each,
+    D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    DECAYS: tl.constexpr, KEYS: tl.constexpr, DIVIDE: tl.constexpr,
+    STARTS: tl.constexpr, GRADS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of k and v and, with GRADS, replace the products (L, T) by those of the
+    gates. The state is the gradient of the sums; across (L, N) is the gates' sum after a part."""
+    sequence, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = sequence * tl.num_programs(1) + part
+    q_ptr, k_ptr = head(q_ptr, sequence, H, qb, qh), head(k_ptr, sequence, H, kb, kh)
+    v_ptr, o_ptr = head(v_ptr, sequence, H, vb, vh), head(o_ptr, sequence, H, ob, oh)
+    dk_ptr, dv_ptr = head(dk_ptr, sequence, H, dkb, dkh), head(dv_ptr, sequence, H, dvb, dvh)
+    go_ptr, gate_ptr = head(go_ptr, sequence, H, gob, goh), head(gate_ptr, sequence, H, gb, gh)
+    den_ptr, g_ptr = den_ptr + sequence * T, g_ptr + sequence * T
+    product_ptr += sequence * T
+    segment_ptr += sequence // H * T
+    state, keys, total = tl.zeros((BD, BE), tl.float32), tl.zeros((BD,), tl.float32), 0.0
+    if STARTS:
+        state, keys = load_state(state_ptr, row, D, E, BD, BE)
+        if GRADS:
+            total = tl.load(across_ptr + row)
+    end = tl.minimum(part * each + each, tl.cdiv(T, C))
+    for i in range(part * each, end):
+        first = (end - 1 - (i - part * each)) * C
+        q, k = load(q_ptr, first, qt, T, C, D, BD), load(k_ptr, first, kt, T, C, D, BD)
+        v = load(v_ptr, first, vt, T, C, E, BE)
+        go, g, f = _incoming(
+            go_ptr, got, o_ptr, ot, den_ptr, g_ptr, first, T, eps, k.dtype, C, E, BE, KEYS, DIVIDE
+        )  # fmt: skip
+        coarse, fine, into, out_of, whole = _factors(gate_ptr, gt, segment_ptr, first, T, C, DECAYS)
+        dk, dv = _through_state(state, keys, k, v, out_of, KEYS, PRECISION)
+        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        scores = _visible(scores, coarse, fine, True, DECAYS, C) * f[None, :]
+        p = tl.dot(v, tl.trans(go), input_precision=PRECISION)
+        if KEYS:
+            p += g[None, :]
+        if GRADS:
+            pairs, product_k = scores * p, tl.sum(k.to(tl.float32) * dk, 1)
+            total = _gradient_of_gates(product_ptr, first, T, total, product_k, pairs, C)
+        dv += product(scores, go, PRECISION)
+        store(dv_ptr, dv, first, dvt, T, C, E, BE)
+        p = _visible(p * f[None, :], coarse, fine, True, DECAYS, C)
+        dk += product(p, q, PRECISION)
+        store(dk_ptr, dk, first, dkt, T, C, D, BD)
+        state = _added(state, q, go, f * into, whole, True, GRADS, PRECISION)
+        if KEYS:
+            keys = keys * whole + tl.sum(q.to(tl.float32) * (f * into * g)[:, None], 0)

@@ -1,0 +1,191 @@
+"""Parts of the kernels of linear attention: tiles of C rows in the dtype of memory, and products.
+
+Products are computed by tensor cores in the dtype of the rows, and summed in float32. A state,
+which is float32, is split in two parts of that dtype, high and low, which together have 16 bits or
+more. float16 has too small a range for sums, so a tile is divided by its largest number first.
+Numbers down to 2^-28 of the largest one keep all bits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS = 264
+"""Number of programs into which sequences are divided at least, if they can be: two for each
+multiprocessor of a large GPU."""
+
+LARGEST = tl.constexpr(16384.0)  # in a tile of float16 after the division
+TINY = tl.constexpr(1e-30)
+LIMIT = 65504 / 64  # of quotients in float16; see attention.linear._narrow
+SATURATED = tl.constexpr(LIMIT)
+
+
+STATE = {8: 64 * 64, 9: 128 * 64}
+"""Largest state, in numbers, of a program on GPUs of compute capability 8, and of 9 or more. Larger
+ones do not fit in its registers. float32 does not fit: its products are three of tf32."""
+
+
+def fits_registers(q: Tensor, v: Tensor) -> bool:
+    """True if the state of q (B, H, T, D) and v (B, H, S, E) is kept in registers."""
+    blocks = power_of_two(q.shape[3]) * power_of_two(v.shape[3])
+    return v.dtype != torch.float32 and blocks <= STATE[min(capability(v), 9)]
+
+
+def capability(x: Tensor) -> int:
+    """Return the major compute capability of the GPU of ``x``; 9 for a CPU."""
+    return torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 9
+
+
+def straight(x: Tensor) -> Tensor:
+    """Return ``x``, copied unless its last axis is contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def with_strides(*tensors: Tensor) -> list[Tensor | int]:
+    """Return the arguments of a kernel for tensors (B, H, T, .): each, and its three strides."""
+    return [argument for x in tensors for argument in (x, *x.stride()[:3])]
+
+
+def narrow(quotient: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast as the kernels do: float16 saturates."""
+    return (quotient.clamp(-LIMIT, LIMIT) if dtype == torch.float16 else quotient).to(dtype)
+
+
+def power_of_two(width: int) -> int:
+    """Return the side of a block, at least that of a tl.dot."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def result_like(v: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return memory (B, H, T, E) that lies as (B, T, H, E), in which heads are joined later."""
+    batch, heads, time, _ = q.shape
+    return torch.empty(batch, time, heads, v.shape[3], dtype=dtype, device=v.device).transpose(1, 2)
+
+
+# --- called by kernels ---------------------------------------------------------------------------
+
+
+@triton.jit
+def head(pointer, sequence, H, batch_stride, head_stride):
+    """Return the address of a sequence (int64) in a tensor (B, H, T, .)."""
+    return pointer + sequence // H * batch_stride + sequence % H * head_stride
+
+
+@triton.jit
+def load(pointer, first, stride, T, C: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Load the rows of times ``first``, ..., (C, BLOCK), zero outside."""
+    row, column = tl.arange(0, C), tl.arange(0, BLOCK)
+    at = pointer + first.to(tl.int64) * stride + (row[:, None] * stride + column[None, :])
+    return tl.load(at, mask=(first + row < T)[:, None] & (column < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def store(pointer, x, first, stride, T, C: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Write rows (C, BLOCK), cast to the dtype of the memory."""
+    row, column = tl.arange(0, C), tl.arange(0, BLOCK)
+    at = pointer + first.to(tl.int64) * stride + (row[:, None] * stride + column[None, :])
+    mask = (first + row < T)[:, None] & (column < WIDTH)[None, :]
+    tl.store(at, x.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_state(pointer, row, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
+    """Load a state, D E + D numbers of memory: the sums of a^T b, (BD, BE), and of a, (BD,)."""
+    d, e = tl.arange(0, BD), tl.arange(0, BE)
+    pointer += row * (D * E + D)
+    mask = (d < D)[:, None] & (e < E)[None, :]
+    state = tl.load(pointer + d[:, None] * E + e[None, :], mask=mask, other=0.0)
+    return state, tl.load(pointer + D * E + d, mask=d < D, other=0.0)
+
+
+@triton.jit
+def store_state(
+    pointer, state, sums, row,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """Write a state; see ``load_state``."""
+    d, e = tl.arange(0, BD), tl.arange(0, BE)
+    pointer += row * (D * E + D)
+    mask = (d < D)[:, None] & (e < E)[None, :]
+    tl.store(pointer + d[:, None] * E + e[None, :], state, mask=mask)
+    tl.store(pointer + D * E + d, sums, mask=d < D)
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr):
+    """Return x / scale in ``dtype``, and the scale, which is 1 unless ``dtype`` is float16."""
+    scale = 1.0
+    if dtype == tl.float16:
+        scale = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), TINY) / LARGEST
+        x = x * (1.0 / scale)
+    return x.to(dtype), scale
+
+
+@triton.jit
+def split(x, dtype: tl.constexpr):
+    """Return (high, low, scale) with x = (high + low) scale; low is 0 in float32."""
+    high, scale = cast(x, dtype)
+    return high, (x * (1.0 / scale) - high.to(tl.float32)).to(dtype), scale
+
+
+@triton.jit
+def times(a, high, low, scale, PRECISION: tl.constexpr):
+    """Return the product of a and a state that was split."""
+    out = tl.dot(a, high, input_precision=PRECISION)
+    if a.dtype != tl.float32:
+        out = tl.dot(a, low, out)
+    return out * scale
+
+
+@triton.jit
+def product(x, b, PRECISION: tl.constexpr):
+    """Return x b, with float32 x rounded to the dtype of b."""
+    x, scale = cast(x, b.dtype)
+    return tl.dot(x, b, input_precision=PRECISION) * scale
+
+
+@triton.jit
+def outer(a, x, EXACT: tl.constexpr, PRECISION: tl.constexpr):
+    """Return a^T x, with float32 x split in two parts if EXACT, else rounded to the dtype of a."""
+    if EXACT:
+        high, low, scale = split(x, a.dtype)
+        out = times(tl.trans(a), high, low, scale, PRECISION)
+    else:
+        high, scale = cast(x, a.dtype)
+        out = tl.dot(tl.trans(a), high, input_precision=PRECISION) * scale
+    return out
+
+
+@triton.jit
+def incoming(
+    go_ptr, first, stride, g, T,
+    DTYPE: tl.constexpr, C: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """Load incoming gradients (C, BE) in DTYPE.
+
+    If the memory has another dtype, rows and g (C,) are divided by the largest number of both.
+    Returns: the rows, g, and that number (C,), or 1.
+    """
+    go, unit = load(go_ptr, first, stride, T, C, E, BE), tl.full((C,), 1.0, tl.float32)
+    if go.dtype != DTYPE:
+        unit = tl.maximum(tl.maximum(tl.max(tl.abs(go), 1), tl.abs(g)), TINY)
+        go, g = (go / unit[:, None]).to(DTYPE), g / unit
+    return go, g, unit
+
+
+@triton.jit
+def unsaturated(go, o):
+    """Set the gradients of results (C, BE) that saturate float16 to zero."""
+    if o.dtype == tl.float16:
+        go = tl.where(tl.abs(o.to(tl.float32)) < SATURATED, go, 0.0)
+    return go
+
+
+@triton.jit
+def quotient(numerator, denominator, eps, dtype: tl.constexpr):
+    """Divide rows by denominators (C,) of at least ``eps``; float16 saturates."""
+    out = numerator / tl.maximum(denominator, eps)[:, None]
+    if dtype == tl.float16:
+        out = tl.minimum(tl.maximum(out, -SATURATED), SATURATED)
+    return out

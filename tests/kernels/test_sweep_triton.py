@@ -1,0 +1,210 @@
+"""Linear attention with states in registers, against the T x T matrix in float64.
+
+Without a GPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1, see tests/conftest.py).
+"""
+
+import pytest
+import torch
+
+from lrpe_fairseq.attention.linear import EPS
+
+pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
+
+from lrpe_fairseq.kernels import full_triton, sweep_triton
+from tests import triton_probe
+from tests.pairwise import pairwise
+
+pytestmark = pytest.mark.skipif(bool(triton_probe.why_not()), reason=triton_probe.why_not())
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BATCH, HEADS = 2, 2
+BOUND = {torch.float32: 5e-6, torch.float16: 3e-3, torch.bfloat16: 3e-2}
+"""Largest error of outputs and gradients, relative to the largest reference (at least 0.02)."""
+
+
+SHAPES = [(1, 32, 32), (17, 24, 16), (70, 64, 64), (50, 128, 64), (33, 20, 48), (20, 192, 64)]
+"""Time, key width and value width."""
+
+
+def definition(q, k, v, wanted, log_decay, eps, segments=None):
+    """The T x T matrix. A decay of 0 or less than e^-1000 is the same."""
+    scores = q @ k.mT
+    if log_decay is not None:
+        rate = log_decay if log_decay.dim() == 3 else log_decay[None, :, None].expand(q.shape[:3])
+        total = rate.clamp_min(-1e3).cumsum(-1)
+        scores = scores * (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp()
+    if segments is not None:
+        run = (segments[:, 1:] != segments[:, :-1]).cumsum(-1)
+        run = torch.nn.functional.pad(run, (1, 0))
+        scores = scores * (run[:, None, :, None] == run[:, None, None, :])
+    scores = scores.tril()
+    out, denominator = scores @ v, scores.sum(-1)
+    if wanted == "normalized":
+        out = out / denominator.clamp_min(eps).unsqueeze(-1)
+    return out, denominator if wanted == "sums" else None
+
+
+def full_definition(q, k, v, wanted, log_decay, eps, segments):
+    scores = q @ k.mT
+    out, denominator = scores @ v, scores.sum(-1)
+    if wanted == "normalized":
+        out = out / denominator.clamp_min(eps).unsqueeze(-1)
+    return out, denominator if wanted == "sums" else None
+
+
+def full_sums(q, k, v, wanted, log_decay, eps, segments):
+    return full_triton.full_sums(q, k, v, wanted, eps)
+
+
+def decay_of(kind, time):
+    """Gates may be open, weak, strong and shut."""
+    if kind == "head":
+        return -torch.tensor([0.0, 0.3])
+    gates = -0.1 * torch.rand(BATCH, HEADS, time)
+    gates[..., 3::17], gates[..., 5::23], gates[..., 7::41] = 0.0, -1e4, -30.0
+    gates[:, 1, ::29] = -torch.inf
+    return gates if kind == "token" else None
+
+
+def example(time, keys, values, dtype, decay=None, documents=False):
+    """q and k positive, all views of (B, T, H, .); the decay; the numbers of the documents."""
+    torch.manual_seed(time)
+    widths = (keys, keys, values)
+    q, k, v = (torch.randn(BATCH, time, HEADS, w).transpose(1, 2) for w in widths)
+    q, k = (torch.nn.functional.elu(x) + 1 for x in (q, k))
+    segments = None
+    if documents:
+        segments = (torch.rand(BATCH, time) < 0.1).cumsum(-1).remainder(3).int().to(DEVICE)
+    rate = decay_of(decay, time)
+    leaves = [x.to(dtype) for x in (q, k, v)] + ([] if rate is None else [rate])
+    return [x.to(DEVICE) for x in leaves], segments
+
+
+def results(form, leaves, wanted, segments, dtype=None):
+    """Return the results and the gradients of a weighted sum of their elements."""
+    own = [x.detach().to(dtype or x.dtype).requires_grad_() for x in leaves]
+    q, k, v, *rest = own
+    found = form(q, k, v, wanted, rest[0] if rest else None, EPS, segments)
+    found = [x for x in found if x is not None]
+    torch.manual_seed(0)
+    weights = [torch.randn(x.shape).to(leaves[0].dtype).to(x) for x in found]
+    return [*found, *torch.autograd.grad(found, own, weights)]
+
+
+def errors(leaves, wanted, segments, form=sweep_triton.causal_sums, reference=definition):
+    """The error of every result and gradient, relative to the largest number."""
+    found = results(form, leaves, wanted, segments)
+    exact = results(reference, leaves, wanted, segments, torch.float64)
+    pairs = list(zip(found, exact, strict=True))
+    assert all(a.shape == b.shape for a, b in pairs)
+    return [((a.double() - b).abs().max() / b.abs().max().clamp_min(0.02)).item() for a, b in pairs]
+
+
+FACTORS = (SHAPES, ["normalized", "sums", "numerator"], [None, "head", "token"], [False, True],
+           [1, 1000], list(BOUND))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted", "decay", "documents", "programs", "dtype"), pairwise(*FACTORS)
+)
+def test_outputs_and_gradients_equal_the_definition(
+    shape, wanted, decay, documents, programs, dtype, monkeypatch
+):
+    """In one part and in many."""
+    monkeypatch.setattr(sweep_triton, "PROGRAMS", programs)
+    leaves, segments = example(*shape, dtype, decay, documents)
+    found = errors(leaves, wanted, segments)
+    assert max(found) <= BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gates_of_a_long_text_have_exact_gradients(dtype, monkeypatch):
+    """Their sums over later tokens cancel, and start anew in every part."""
+    monkeypatch.setattr(sweep_triton, "GATED", 128)
+    monkeypatch.setattr(sweep_triton, "PROGRAMS", 1)
+    leaves, _ = example(600, 16, 16, dtype, "token")
+    leaves[3][:, 0] *= 1e-3  # a long memory
+    assert max(errors(leaves, "normalized", None)) <= BOUND[dtype]
+
+
+def both_forms(dtype=torch.float16):
+    """The forms with arguments for them."""
+    leaves, segments = example(40, 32, 16, dtype, "token", documents=True)
+    yield sweep_triton.causal_sums, leaves, segments
+    yield full_sums, leaves[:3], None
+
+
+def test_every_number_is_written_and_two_runs_give_equal_bits(monkeypatch):
+    """Memory is full of NaN before the kernels write to it."""
+
+    def poison(form):
+        def poisoned(*args, **options):
+            x = form(*args, **options)
+            return x.fill_(torch.nan) if x.is_floating_point() else x
+
+        return poisoned
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
+    for form, leaves, segments in both_forms():
+        for wanted in ("normalized", "sums"):
+            once, again = (results(form, leaves, wanted, segments) for _ in range(2))
+            assert all(x.isfinite().all() for x in once)
+            assert all(a.equal(b) for a, b in zip(once, again, strict=True))
+
+
+def test_clamped_denominators_saturate_float16_without_a_gradient():
+    for form, (q, k, v, *_), _ in both_forms():
+        q, k, v = (x.detach().requires_grad_() for x in (-q, k, v))
+        out, _ = form(q, k, v, "normalized", None, EPS, None)
+        assert out.abs().max() == 65504 / 64
+        grads = torch.autograd.grad(out, (q, k, v), (out.abs() == 65504 / 64).to(out))
+        assert not any(g.any() for g in grads)
+
+
+def test_scores_and_states_may_exceed_the_range_of_float16():
+    for form, (q, k, v, *_), _ in both_forms():
+        q, k = (torch.full_like(x, 60.0) for x in (q, k))  # scores of 115,200
+        leaves = [x.detach() for x in (q, k, v)]
+        reference = definition if form is sweep_triton.causal_sums else full_definition
+        assert errors(leaves, "normalized", None, form, reference)[0] <= BOUND[torch.float16]
+
+
+def test_second_derivatives_are_those_of_the_definition():
+    for form, leaves, segments in both_forms(torch.float32):
+        reference = definition if form is sweep_triton.causal_sums else full_definition
+        seconds, leaves = [], [x.clamp_min(-1e3) for x in leaves]
+        for by, dtype in ((form, torch.float32), (reference, torch.float64)):
+            own = [x.detach()[:, :, :5].to(dtype).requires_grad_() for x in leaves]
+            cuts = None if segments is None else segments[:, :5]
+            gates = own[3] if len(own) > 3 else None
+            out, _ = by(*own[:3], "normalized", gates, EPS, cuts)
+            firsts = torch.autograd.grad(out.square().sum(), own, create_graph=True)
+            seconds.append(torch.autograd.grad(sum(x.square().sum() for x in firsts), own))
+        for a, b in zip(*seconds, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-4)
+
+
+def test_one_of_two_results_may_be_used_alone():
+    for form, leaves, segments in both_forms(torch.float32):
+        own = [x.detach().requires_grad_() for x in leaves[:3]]
+        _, denominator = form(*own, "sums", None, EPS, segments)
+        reference = definition if form is sweep_triton.causal_sums else full_definition
+        _, expected = reference(*own, "sums", None, EPS, segments)
+        found = torch.autograd.grad(denominator.sum(), own)
+        wanted = torch.autograd.grad(expected.sum(), own, materialize_grads=True)
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted", "keys", "programs", "dtype"),
+    pairwise([*SHAPES[:4], (33, 128, 128)], FACTORS[1], [None, 7, 90], [1, 1000], list(BOUND)),
+)
+def test_sums_over_all_keys_equal_the_definition(shape, wanted, keys, programs, dtype, monkeypatch):
+    monkeypatch.setattr(full_triton, "PROGRAMS", programs)
+    leaves, _ = example(*shape, dtype)
+    if keys is not None:
+        leaves[1:] = example(keys, *shape[1:], dtype)[0][1:]
+    found = errors(leaves, wanted, None, full_sums, full_definition)
+    assert max(found) <= BOUND[dtype]
