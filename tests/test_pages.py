@@ -21,9 +21,12 @@ from functools import cache, partial
 from pathlib import Path
 
 import pytest
+import torch
 from fairseq import options
 
 import lrpe_fairseq.models  # noqa: F401  (registers the archs)
+from lrpe_fairseq.attention.multihead import MultiheadAttention
+from lrpe_fairseq.encodings import ENCODINGS
 from lrpe_fairseq.experiments.commands import evaluate, run_table, train_row
 from lrpe_fairseq.experiments.families.plan import load_named
 
@@ -302,7 +305,7 @@ def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path):
     assert languages <= {"", "python", "math"}  # no block escapes the checks
     found = blocks(page, "python")
     if page.name == "CONTRIBUTING.md":
-        assert len(found) == 2  # followed below, and in test_families.py
+        assert len(found) == 4  # followed below, and in test_families.py
         return
     for text in found:
         exec(compile(text, page.name, "exec"), {})
@@ -344,6 +347,26 @@ def follow_the_recipe(folder: Path) -> None:
     first, head, rest = table.partition("ENCODINGS: dict[str, Constructor] = {\n")
     imported = "from lrpe_fairseq.encodings.yours import Yours\n\n"
     (room / "__init__.py").write_text(f"{first}{imported}{head}    {line}\n{rest}")
+
+
+@pytest.mark.parametrize(("number", "name"), [(1, "Ramp"), (2, "Cap")])
+def test_the_score_encodings_of_the_recipe_decode_and_train(number, name, monkeypatch):
+    code = {}
+    exec(compile(blocks(ROOT / "CONTRIBUTING.md", "python")[number], name, "exec"), code)
+    monkeypatch.setitem(ENCODINGS, name, code[name])
+    options = {"attention_type": "softmax", "position_encoding": name}
+    module, x = MultiheadAttention(16, 2, causal=True, **options), torch.randn(2, 7, 16)
+    plain = MultiheadAttention(16, 2, causal=True, **{**options, "position_encoding": "none"})
+    plain.load_state_dict(module.state_dict(), strict=False)
+    whole, state, parts = module.attend(x)[0], None, []
+    assert (whole - plain.attend(x)[0]).abs().max() > 1e-6
+    whole.sum().backward()
+    assert all(p.grad is not None for p in module.encoding.parameters())
+    for s in range(7):
+        part, state = module.attend(x[:, s : s + 1], None, state, True)
+        parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+    assert (module.encoding.form((-6, 6), x.device).table is not None) == (name == "Ramp")
 
 
 def test_an_encoding_is_one_file_and_one_line(tmp_path):
