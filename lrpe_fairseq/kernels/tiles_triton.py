@@ -33,8 +33,12 @@ def fits_registers(q: Tensor, v: Tensor) -> bool:
 
 
 def capability(x: Tensor) -> int:
-    """Return the major compute capability of the GPU of ``x``; 9 for a CPU."""
-    return torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 9
+    """Return the major compute capability of the GPU of ``x``, on which tile sizes depend.
+
+    It is 8 for 12.x (consumer Blackwell), which also spills larger states, and 9 for a CPU.
+    """
+    major = torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 9
+    return 8 if major == 12 else major
 
 
 def straight(x: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def is_aligned(argument):
 
 def assembled(ptx, capability):
     """(registers of a thread, bytes spilled), by NVIDIA's assembler."""
-    target = f"sm_{capability}{'a' if capability == 90 else ''}"
+    target = f"sm_{capability}{'a' if capability >= 90 else ''}"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
