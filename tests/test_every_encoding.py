@@ -26,7 +26,7 @@ from lrpe_fairseq.encodings import (
     build_encoding,
     is_causal_only,
 )
-from lrpe_fairseq.encodings.base import check_positions
+from lrpe_fairseq.encodings.positions import check_positions
 from tests.references import score_matrix, weight_matrix
 
 

@@ -27,7 +27,7 @@ from lrpe_fairseq.attention.projected import (
 )
 from lrpe_fairseq.attention.softmax import SoftmaxState, encoded_attention
 from lrpe_fairseq.attention.tokens import Tokens, tokens_after, tokens_of
-from lrpe_fairseq.encodings.base import counted
+from lrpe_fairseq.encodings.positions import counted
 
 __all__ = [
     "ATTENTION_TYPES",

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lrpe_fairseq.attention.tokens import Tokens, lag_numbers, lags_between, visible_pairs
-from lrpe_fairseq.encodings.base import LOWEST, Encoding, Form, Lags, masked_softmax
+from lrpe_fairseq.encodings.base import LOWEST, Encoding, Form, masked_softmax
+from lrpe_fairseq.encodings.positions import Lags
 from lrpe_fairseq.kernels import loader
 from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import (
+from lrpe_fairseq.encodings.positions import (
     Lags,
     PositionCache,
     check_positions,

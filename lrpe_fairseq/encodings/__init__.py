@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from lrpe_fairseq.encodings.algebraic import APE, COMPONENT, FORM, Algebraic, APETree
 from lrpe_fairseq.encodings.alibi import ALiBi
-from lrpe_fairseq.encodings.base import Encoding, EncodingOptions, EncodingSpec
+from lrpe_fairseq.encodings.base import Encoding
 from lrpe_fairseq.encodings.base import QueryKeyEncoding as QueryKeyEncoding
 from lrpe_fairseq.encodings.base import ScoreEncoding as ScoreEncoding
 from lrpe_fairseq.encodings.cape import CAPEFIRE, CAPEALiBi, CAPEKerple
@@ -26,6 +26,7 @@ from lrpe_fairseq.encodings.kerple import KerpleLog, KerplePower
 from lrpe_fairseq.encodings.lie import ComRoPEAP, ComRoPELD, LieRE
 from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
 from lrpe_fairseq.encodings.none import NoEncoding
+from lrpe_fairseq.encodings.options import EncodingOptions, EncodingSpec
 from lrpe_fairseq.encodings.permuteformer import PermuteFormer
 from lrpe_fairseq.encodings.rope_2d import RoPE2D, RoPE2DMixed
 from lrpe_fairseq.encodings.sandwich import Sandwich

@@ -16,23 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from lrpe_fairseq.encodings import domains
-from lrpe_fairseq.encodings.base import (
-    Card,
-    EncodingSpec,
-    Form,
-    Lags,
-    Planes,
-    PositionCache,
-    Properties,
-    QueryKeyEncoding,
-    check_positions,
-    constant,
-    option,
-    undecayed,
-)
+from lrpe_fairseq.encodings.base import Card, Form, Planes, Properties, QueryKeyEncoding, undecayed
 from lrpe_fairseq.encodings.cores import bands, phases_by_head, rotate_pairs
 from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.encodings.grid import axes_of
+from lrpe_fairseq.encodings.options import EncodingSpec, option
+from lrpe_fairseq.encodings.positions import Lags, PositionCache, check_positions, constant
 from lrpe_fairseq.encodings.rotations import (
     Spectrum,
     encode_both,

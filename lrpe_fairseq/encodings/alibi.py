@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import Card, constant
+from lrpe_fairseq.encodings.base import Card
 from lrpe_fairseq.encodings.none import Unchanged
+from lrpe_fairseq.encodings.positions import constant
 from lrpe_fairseq.encodings.slopes import alibi_slopes
 
 

@@ -10,105 +10,18 @@ Axes: B batch, H heads, T query time, S key time, D key width.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lrpe_fairseq.encodings.departures import Departure
-from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.kernels.dispatch import is_transformed
+from lrpe_fairseq.encodings.options import EncodingSpec, query_scale
+from lrpe_fairseq.encodings.positions import Lags
 
 Planes = tuple[Tensor, ...]
 """A real tensor as (re,) or a complex tensor as (re, im)."""
-
-POSITION_GRIDS = ("flat", "sum", "axial")
-"""Position of the cell at (row, column) of a grid: its number row by row; row + column; or the row
-for one half of the features and the column for the other half (``grid.GridEncoding``)."""
-
-OptionsOf = TypeVar("OptionsOf")
-
-
-# --- options -----------------------------------------------------------------------------------
-
-
-def option(default: Any, help_text: str, choices: tuple[str, ...] | None = None) -> Any:
-    """Return a field of an encoding's ``Options``: default, help text and allowed values."""
-    return field(default=default, metadata={"help": help_text, "choices": choices})
-
-
-@dataclass(frozen=True, init=False)
-class EncodingOptions:
-    """Options of individual methods, and the departures that are switched on.
-
-    fidelity: names of departures of the authors' code from the papers. Empty means that the papers
-        are followed.
-    grid_width: W of a grid whose cells are numbered row by row: position s is row s // W, column
-        s mod W. 0: positions are on a line. Read by the encodings that have two axes.
-    position_grid: how the other encodings read a grid, a name in :data:`POSITION_GRIDS`.
-    grid_height: number of rows, 0 if as many as columns. Read by encodings whose coordinates are
-        fractions of the grid.
-    values: the options that differ from their defaults, by name; see each class's ``Options``.
-
-    >>> EncodingOptions(toy_size=3).values
-    {'toy_size': 3}
-    """
-
-    fidelity: frozenset[str]
-    grid_width: int
-    position_grid: str
-    grid_height: int
-    values: Mapping[str, Any]
-
-    def __init__(
-        self,
-        fidelity: frozenset[str] = frozenset(),
-        grid_width: int = 0,
-        position_grid: str = "flat",
-        grid_height: int = 0,
-        **values: Any,
-    ) -> None:
-        _check_grid(grid_width, position_grid, grid_height)
-        object.__setattr__(self, "fidelity", fidelity)
-        object.__setattr__(self, "grid_width", grid_width)
-        object.__setattr__(self, "position_grid", position_grid)
-        object.__setattr__(self, "grid_height", grid_height)
-        object.__setattr__(self, "values", values)
-
-    def of(self, kind: type[OptionsOf]) -> OptionsOf:
-        """Return the options of one method, whose ``Options`` class is ``kind``.
-
-        Raises: ChoiceError for a value that is not among an option's choices.
-        """
-        own = {f.name: self.values[f.name] for f in fields(kind) if f.name in self.values}
-        for f in fields(kind):
-            choices = f.metadata.get("choices")
-            if choices and own.get(f.name, f.default) not in choices:
-                raise ChoiceError(
-                    f"unknown {f.name} {own[f.name]!r}; choose one of {', '.join(choices)}"
-                )
-        return kind(**own)
-
-
-def _check_grid(grid_width: int, position_grid: str, grid_height: int) -> None:
-    if min(grid_width, grid_height) < 0:
-        raise ChoiceError(
-            "width and height of a grid cannot be negative, got "
-            f"--grid-width {grid_width} and --grid-height {grid_height}"
-        )
-    if grid_height and not grid_width:
-        raise ChoiceError("--grid-height needs --grid-width, the number of columns of the grid")
-    if position_grid not in POSITION_GRIDS:
-        raise ChoiceError(
-            f"unknown position grid {position_grid!r}; choose one of {', '.join(POSITION_GRIDS)}"
-        )
-    if position_grid != "flat" and not grid_width:
-        raise ChoiceError(
-            f"position grid {position_grid!r} needs the number of columns of the grid; set "
-            "--grid-width"
-        )
 
 
 @dataclass(frozen=True)
@@ -149,52 +62,11 @@ class Properties:
     contextual: bool = False
 
 
-@dataclass(frozen=True)
-class EncodingSpec:
-    """The argument of every encoding's constructor.
-
-    head_dim: width D of one head. num_heads: H. causal: True if s attends to t <= s only.
-    seed: seed of a separate generator for the encoding's fixed random parts (Householder vectors,
-        permutations, noise in evaluation). Models that differ in their encoding only therefore
-        start from the same weights under one training seed.
-    options: options of individual methods.
-    Raises: ChoiceError unless both sizes are positive.
-    """
-
-    head_dim: int
-    num_heads: int
-    causal: bool = False
-    seed: int = 0
-    options: EncodingOptions = EncodingOptions()
-
-    def __post_init__(self) -> None:
-        if self.head_dim < 1 or self.num_heads < 1:
-            raise ChoiceError(
-                f"head_dim and num_heads must be positive, got {self.head_dim} and {self.num_heads}"
-            )
-
-    def generator(self, stream: int = 0) -> torch.Generator:
-        """Return a CPU generator for this encoding; each ``stream`` is independent."""
-        return torch.Generator("cpu").manual_seed(self.seed * 1_000_003 + stream)
-
-
-def query_scale(spec: EncodingSpec) -> float:
-    """Return the factor of q in softmax attention, without a ``content_scale``.
-
-    It is D^-0.5, or (H D)^-0.5 with the departure ``embed-dim-scale``.
-    """
-    wide = "embed-dim-scale" in spec.options.fidelity
-    return (spec.num_heads * spec.head_dim if wide else spec.head_dim) ** -0.5
-
-
 LOWEST = -3e4
 """Smallest bias: exp(-3e4) is 0 in every floating dtype, and float16 can represent -3e4."""
 
 
 # --- what an encoding does to the scores -------------------------------------------------------
-
-Lags = tuple[int, int]
-"""The smallest and the largest lag s - t of a call."""
 
 
 class Form(NamedTuple):
@@ -510,129 +382,3 @@ def masked_softmax(scores: Tensor, visible: Tensor | None, dtype: torch.dtype) -
         return scores.softmax(-1, dtype=wide).to(dtype)
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     return scores.softmax(-1, dtype=wide).to(dtype).masked_fill(~visible, 0.0)
-
-
-# --- positions ---------------------------------------------------------------------------------
-
-
-def check_positions(positions: Tensor, x: Tensor) -> Tensor:
-    """Return ``positions`` if it is int64 of shape (T,) or (B, T) for x (B, ..., T, D).
-
-    Floating-point positions are refused because float32 cannot represent all integers above 2^24.
-    Other shapes, such as (T, 2), are refused because they would broadcast as a batch.
-    Raises: ValueError for these.
-    """
-    batch, length = x.shape[0], x.shape[-2]
-    if positions.dtype != torch.int64 or positions.shape not in ((length,), (batch, length)):
-        raise ValueError(
-            f"positions must be an int64 tensor of shape (T,) or (B, T), here ({length},) or "
-            f"({batch}, {length}), got {positions.dtype} of shape {tuple(positions.shape)}"
-        )
-    return positions
-
-
-def over_heads(per_position: Tensor, positions: Tensor) -> Tensor:
-    """Add an axis for the heads: (T, X) is returned unchanged, (B, T, X) as (B, 1, T, X)."""
-    return per_position if positions.dim() == 1 else per_position.unsqueeze(1)
-
-
-def counted(length: int, device: torch.device, first: int = 0) -> Tensor:
-    """Return first, ..., length - 1 (int64); the same tensor object for the same arguments."""
-    if is_transformed():  # a traced or fake tensor must not be cached
-        return within(torch.arange(first, length, device=device), first, length - 1)
-    return _cached_count(length, device, first)
-
-
-@lru_cache(maxsize=256)
-def _cached_count(length: int, device: torch.device, first: int) -> Tensor:
-    with torch.inference_mode(False):
-        return within(torch.arange(first, length, device=device), first, length - 1)
-
-
-def within(positions: Tensor, first: int, last: int) -> Tensor:
-    """Note on ``positions`` (T,) or (B, T) that attention has counted them from first to last.
-
-    If there are last - first + 1 of them, each row has every number once, and (T,) has them in
-    order. The note is an attribute of this tensor object; :func:`known_range` reads it.
-    """
-    positions.known_range = first, last
-    return positions
-
-
-def known_range(positions: Tensor) -> tuple[int, int] | None:
-    """Return the smallest and largest position, without reading them; None if it is not known."""
-    return getattr(positions, "known_range", None)
-
-
-def known_lags(q_positions: Tensor, k_positions: Tensor) -> Lags | None:
-    """Return the smallest and largest lag s - t, without reading; None if it is not known."""
-    of_q, of_k = known_range(q_positions), known_range(k_positions)
-    if of_q is None or of_k is None or of_k[1] < of_k[0]:
-        return None
-    return of_q[0] - of_k[1], of_q[1] - of_k[0]
-
-
-BLOCKS = 8
-"""Number of blocks of queries whose positions a cache keeps."""
-
-
-def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return ``values`` on a device; the same tensor for the same arguments, copied there once."""
-    if is_transformed():  # a traced or fake tensor must not be cached
-        return torch.tensor(values, dtype=dtype, device=device)
-    return _cached_constant(values, dtype, device)
-
-
-@lru_cache(maxsize=256)
-def _cached_constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor(values, dtype=dtype, device=device)
-
-
-class PositionCache:
-    """A cache of the last values computed from some tensors, outside the state dict.
-
-    Attention passes the *same* positions object to every layer and step of one length, so tensors
-    are compared by identity: no values are compared and no device is synchronized. An in-place
-    edit invalidates the entry. Trap: an edit through ``.data`` does not, so a parameter or buffer
-    may be a source only if its values are checked as well.
-
-    Threads may share a cache: the entries are one tuple, replaced after a value is computed.
-
-    size: the number of values. Two serve cross-attention, which alternates between the positions of
-        a source and of a target; several serve attention in blocks of queries.
-    """
-
-    def __init__(self, size: int = 1) -> None:
-        self._size, self._entries = size, ()
-
-    def get(
-        self, sources: Tensor | tuple[Tensor, ...], key: Any, compute: Callable[[], Any]
-    ) -> Any:
-        """Return the cached value, or ``compute()`` if the source objects or ``key`` are new.
-
-        ``key`` holds everything else that the value depends on, such as its dtype.
-        """
-        if torch.compiler.is_compiling():
-            return compute()  # the compiler cannot compare object identities
-        sources = sources if isinstance(sources, tuple) else (sources,)
-        if torch.is_inference_mode_enabled() or any(s.is_inference() for s in sources):
-            return compute()  # inference tensors have no version and cannot be used in training
-        versions = [s._version for s in sources]
-        for entry in self._entries:
-            if entry[1:3] == (versions, key) and _same_objects(entry[0], sources):
-                return entry[3]
-        value = compute()
-        self._entries = ((sources, versions, key, value), *self._entries[: self._size - 1])
-        return value
-
-    def __deepcopy__(self, memo: dict) -> "PositionCache":
-        return PositionCache(self._size)
-
-    def __reduce__(self) -> tuple:
-        return PositionCache, (self._size,)
-
-
-def _same_objects(some: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
-    """True if both tuples hold the same objects."""
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))

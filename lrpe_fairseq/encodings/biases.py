@@ -6,15 +6,9 @@ Axes: B batch, H heads, T query time, S key time.
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import (
-    BLOCKS,
-    LOWEST,
-    EncodingSpec,
-    PositionCache,
-    ScoreEncoding,
-    check_positions,
-    known_lags,
-)
+from lrpe_fairseq.encodings.base import LOWEST, ScoreEncoding
+from lrpe_fairseq.encodings.options import EncodingSpec
+from lrpe_fairseq.encodings.positions import BLOCKS, PositionCache, check_positions, known_lags
 from lrpe_fairseq.kernels.dispatch import has_values
 
 

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import Card, EncodingSpec, Properties, ScoreEncoding, constant
+from lrpe_fairseq.encodings.base import Card, Properties, ScoreEncoding
 from lrpe_fairseq.encodings.biases import LagBias
 from lrpe_fairseq.encodings.fire import FIRE
 from lrpe_fairseq.encodings.kerple import KerpleLog
 from lrpe_fairseq.encodings.networks import linear
+from lrpe_fairseq.encodings.options import EncodingSpec
+from lrpe_fairseq.encodings.positions import constant
 from lrpe_fairseq.encodings.slopes import alibi_slopes
 
 BLOCK = 1 << 24

@@ -9,8 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import EncodingSpec, Planes, PositionCache, over_heads, undecayed
+from lrpe_fairseq.encodings.base import Planes, undecayed
+from lrpe_fairseq.encodings.options import EncodingSpec
 from lrpe_fairseq.encodings.permutations import CyclicPowers, permute
+from lrpe_fairseq.encodings.positions import PositionCache, over_heads
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import encode, encode_cpu
 from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from lrpe_fairseq.encodings.base import Card, EncodingSpec, option
+from lrpe_fairseq.encodings.base import Card
 from lrpe_fairseq.encodings.cores import Unitary
 from lrpe_fairseq.encodings.lrpe import LRPE
+from lrpe_fairseq.encodings.options import EncodingSpec, option
 from lrpe_fairseq.errors import ChoiceError
 
 

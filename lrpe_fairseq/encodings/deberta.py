@@ -5,19 +5,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import (
-    BLOCKS,
-    Card,
-    EncodingSpec,
-    Lags,
-    PositionCache,
-    ScoreEncoding,
-    check_positions,
-    known_lags,
-    option,
-)
+from lrpe_fairseq.encodings.base import Card, ScoreEncoding
 from lrpe_fairseq.encodings.biases import pick
 from lrpe_fairseq.encodings.networks import Linear, applied, key_projection
+from lrpe_fairseq.encodings.options import EncodingSpec, option
+from lrpe_fairseq.encodings.positions import (
+    BLOCKS,
+    Lags,
+    PositionCache,
+    check_positions,
+    known_lags,
+)
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import has_values
 

@@ -6,18 +6,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import (
-    BLOCKS,
-    LOWEST,
-    Card,
-    EncodingSpec,
-    PositionCache,
-    Properties,
-    check_positions,
-    option,
-)
+from lrpe_fairseq.encodings.base import LOWEST, Card, Properties
 from lrpe_fairseq.encodings.biases import LagBias
 from lrpe_fairseq.encodings.networks import linear
+from lrpe_fairseq.encodings.options import EncodingSpec, option
+from lrpe_fairseq.encodings.positions import BLOCKS, PositionCache, check_positions
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import has_values
 

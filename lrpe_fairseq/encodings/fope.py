@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import Card, EncodingSpec, Properties, option
+from lrpe_fairseq.encodings.base import Card, Properties
 from lrpe_fairseq.encodings.cores import Rotation
 from lrpe_fairseq.encodings.lrpe import LRPE
+from lrpe_fairseq.encodings.options import EncodingSpec, option
 from lrpe_fairseq.errors import ChoiceError
 
 

@@ -7,15 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import (
-    Card,
-    Encoding,
-    EncodingSpec,
-    Properties,
-    QueryKeyEncoding,
-    option,
-)
+from lrpe_fairseq.encodings.base import Card, Encoding, Properties, QueryKeyEncoding
 from lrpe_fairseq.encodings.none import Unchanged
+from lrpe_fairseq.encodings.options import EncodingSpec, option
 
 START_STD = 0.02
 """Standard deviation of the initial weights of the gates, as in the authors' code."""

@@ -6,14 +6,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import (
-    Encoding,
-    EncodingOptions,
-    EncodingSpec,
-    Planes,
-    PositionCache,
-    QueryKeyEncoding,
-)
+from lrpe_fairseq.encodings.base import Encoding, Planes, QueryKeyEncoding
+from lrpe_fairseq.encodings.options import EncodingOptions, EncodingSpec
+from lrpe_fairseq.encodings.positions import PositionCache
 from lrpe_fairseq.errors import ChoiceError
 
 AXES = {"sum": ("cell",), "axial": ("row", "column")}

@@ -17,17 +17,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import (
-    Card,
-    EncodingSpec,
-    PositionCache,
-    Properties,
-    QueryKeyEncoding,
-    option,
-    undecayed,
-)
+from lrpe_fairseq.encodings.base import Card, Properties, QueryKeyEncoding, undecayed
 from lrpe_fairseq.encodings.cores import bands
 from lrpe_fairseq.encodings.grid import rows_and_columns
+from lrpe_fairseq.encodings.options import EncodingSpec, option
+from lrpe_fairseq.encodings.positions import PositionCache
 from lrpe_fairseq.encodings.rotations import (
     encode_both,
     exponential,

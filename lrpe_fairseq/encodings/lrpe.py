@@ -13,14 +13,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import (
-    Card,
-    EncodingSpec,
-    Planes,
-    QueryKeyEncoding,
-    check_positions,
-)
+from lrpe_fairseq.encodings.base import Card, Planes, QueryKeyEncoding
 from lrpe_fairseq.encodings.cores import CORES, LearnedUnitary, Permutation, Rotation, Unitary
+from lrpe_fairseq.encodings.options import EncodingSpec
+from lrpe_fairseq.encodings.positions import check_positions
 from lrpe_fairseq.encodings.projections import (
     PROJECTIONS,
     Fourier,

@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import Card, QueryKeyEncoding, check_positions
+from lrpe_fairseq.encodings.base import Card, QueryKeyEncoding
+from lrpe_fairseq.encodings.positions import check_positions
 
 
 class Unchanged(QueryKeyEncoding):

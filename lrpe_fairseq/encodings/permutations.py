@@ -6,7 +6,7 @@ pi^s(j) is found on the cycle that contains j, so every position up to 2^31 cost
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import PositionCache
+from lrpe_fairseq.encodings.positions import PositionCache
 from lrpe_fairseq.kernels import encode, encode_cpu
 from lrpe_fairseq.kernels.dispatch import has_values, is_plain
 

@@ -7,17 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import (
-    Card,
-    EncodingSpec,
-    Form,
-    Lags,
-    QueryKeyEncoding,
-    check_positions,
-    constant,
-)
+from lrpe_fairseq.encodings.base import Card, Form, QueryKeyEncoding
 from lrpe_fairseq.encodings.departures import Departure
+from lrpe_fairseq.encodings.options import EncodingSpec
 from lrpe_fairseq.encodings.permutations import CyclicPowers, permute
+from lrpe_fairseq.encodings.positions import Lags, check_positions, constant
 from lrpe_fairseq.kernels import encode, encode_cpu
 
 PUBLISHED_SEED = 0xDEADBEEFDEADBEEF

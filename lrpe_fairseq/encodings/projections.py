@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import EncodingSpec, Planes, option
+from lrpe_fairseq.encodings.base import Planes
+from lrpe_fairseq.encodings.options import EncodingSpec, option
 from lrpe_fairseq.kernels.dispatch import is_plain
 
 EPS = 1e-6

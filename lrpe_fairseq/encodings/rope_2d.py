@@ -5,10 +5,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import Card, Encoding, EncodingSpec, Properties, undecayed
+from lrpe_fairseq.encodings.base import Card, Encoding, Properties, undecayed
 from lrpe_fairseq.encodings.cores import Rotation, bands, phases, phases_by_head
 from lrpe_fairseq.encodings.grid import axes_of
 from lrpe_fairseq.encodings.lrpe import LRPE
+from lrpe_fairseq.encodings.options import EncodingSpec
 from lrpe_fairseq.errors import ChoiceError
 
 AXIAL_BASE = 100.0  # of the fixed frequencies (Heo et al., Section 3.2)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import check_positions
+from lrpe_fairseq.encodings.positions import check_positions
 from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain
 
 # --- generators --------------------------------------------------------------------------------

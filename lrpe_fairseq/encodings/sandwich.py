@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import Card, EncodingSpec
+from lrpe_fairseq.encodings.base import Card
 from lrpe_fairseq.encodings.biases import LagBias
 from lrpe_fairseq.encodings.cores import BASE
+from lrpe_fairseq.encodings.options import EncodingSpec
 from lrpe_fairseq.errors import ChoiceError
 
 

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import Card, EncodingSpec, ScoreEncoding, check_positions, option
+from lrpe_fairseq.encodings.base import Card, ScoreEncoding
 from lrpe_fairseq.encodings.biases import pick
+from lrpe_fairseq.encodings.options import EncodingSpec, option
+from lrpe_fairseq.encodings.positions import check_positions
 from lrpe_fairseq.errors import ChoiceError
 
 

@@ -9,17 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lrpe_fairseq.encodings.base import (
-    Card,
-    EncodingSpec,
-    PositionCache,
-    Properties,
-    QueryKeyEncoding,
-    check_positions,
-    counted,
-    known_range,
-)
+from lrpe_fairseq.encodings.base import Card, Properties, QueryKeyEncoding
 from lrpe_fairseq.encodings.departures import Departure
+from lrpe_fairseq.encodings.options import EncodingSpec
+from lrpe_fairseq.encodings.positions import PositionCache, check_positions, counted, known_range
 from lrpe_fairseq.encodings.spe_codes import CODES, SPEOptions
 from lrpe_fairseq.errors import ChoiceError
 

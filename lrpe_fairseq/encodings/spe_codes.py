@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import EncodingSpec, option, undecayed
+from lrpe_fairseq.encodings.base import undecayed
+from lrpe_fairseq.encodings.options import EncodingSpec, option
 
 BLOCK = 256
 """Positions for which the convolutional code draws noise at once."""

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import Card, EncodingSpec, constant, option
+from lrpe_fairseq.encodings.base import Card
 from lrpe_fairseq.encodings.biases import LagBias
 from lrpe_fairseq.encodings.departures import Departure
+from lrpe_fairseq.encodings.options import EncodingSpec, option
+from lrpe_fairseq.encodings.positions import constant
 from lrpe_fairseq.errors import ChoiceError
 
 

@@ -4,21 +4,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import (
-    BLOCKS,
-    Card,
-    EncodingSpec,
-    Lags,
-    PositionCache,
-    ScoreEncoding,
-    check_positions,
-    known_lags,
-    known_range,
-    query_scale,
-)
+from lrpe_fairseq.encodings.base import Card, ScoreEncoding
 from lrpe_fairseq.encodings.biases import pick
 from lrpe_fairseq.encodings.cores import BASE
 from lrpe_fairseq.encodings.networks import applied, key_projection
+from lrpe_fairseq.encodings.options import EncodingSpec, query_scale
+from lrpe_fairseq.encodings.positions import (
+    BLOCKS,
+    Lags,
+    PositionCache,
+    check_positions,
+    known_lags,
+    known_range,
+)
 
 
 class TransformerXL(ScoreEncoding):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lrpe_fairseq.encodings import domains
-from lrpe_fairseq.encodings.base import PositionCache
+from lrpe_fairseq.encodings.positions import PositionCache
 from lrpe_fairseq.kernels.dispatch import gradients_of, has_values, is_plain
 
 

@@ -16,7 +16,7 @@ from fairseq.models.transformer_lm import (
 from torch import Tensor, nn
 
 from lrpe_fairseq.attention.multihead import Memory
-from lrpe_fairseq.encodings.base import option
+from lrpe_fairseq.encodings.options import option
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.models.checks import check_language_model

@@ -15,7 +15,7 @@ from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from omegaconf import OmegaConf
 from torch import nn
 
-from lrpe_fairseq.encodings.base import option
+from lrpe_fairseq.encodings.options import option
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.models.checks import check_probabilities, check_sizes
 from lrpe_fairseq.models.layers import Encoder

@@ -28,8 +28,8 @@ from lrpe_fairseq.encodings import (
     EncodingOptions,
     options_of_encodings,
 )
-from lrpe_fairseq.encodings.base import POSITION_GRIDS, option
 from lrpe_fairseq.encodings.fidelity import DEPARTURES, parse_departures
+from lrpe_fairseq.encodings.options import POSITION_GRIDS, option
 from lrpe_fairseq.errors import ChoiceError, did_you_mean, refuse
 from lrpe_fairseq.models.checks import warn_about_absolute_positions
 

@@ -15,8 +15,8 @@ from fairseq.models.transformer.transformer_config import DecoderConfig, EncDecB
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import option
 from lrpe_fairseq.encodings.fidelity import UNIT_EMBEDDINGS, parse_departures
+from lrpe_fairseq.encodings.options import option
 from lrpe_fairseq.encodings.sharing import share_across_layers, share_across_stacks
 from lrpe_fairseq.errors import refuse
 from lrpe_fairseq.models.checks import check_node_positions, check_translation

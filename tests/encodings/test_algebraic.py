@@ -10,7 +10,7 @@ from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
 from lrpe_fairseq.encodings import EncodingOptions, EncodingSpec, build_encoding, domains
 from lrpe_fairseq.encodings import rotations as rotations_module
 from lrpe_fairseq.encodings.algebraic import bands
-from lrpe_fairseq.encodings.base import PositionCache
+from lrpe_fairseq.encodings.positions import PositionCache
 from lrpe_fairseq.encodings.projections import Householder
 from lrpe_fairseq.encodings.rotations import definition as power_definition
 from lrpe_fairseq.encodings.rotations import generator_of, turn

@@ -11,7 +11,7 @@ import torch
 from lrpe_fairseq.attention import tokens
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import build_encoding, permutations
-from lrpe_fairseq.encodings.base import PositionCache
+from lrpe_fairseq.encodings.positions import PositionCache
 
 SECONDS = float(os.environ.get("LRPE_THREAD_TEST_SECONDS", "2"))
 """How long two threads are compared; ten seconds find what two may miss."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.base import counted
+from lrpe_fairseq.encodings.positions import counted
 from lrpe_fairseq.encodings.transformer_xl import end_together, sinusoid
 from tests.encodings.lags import assert_same_with_gradients
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lrpe_fairseq.encodings.base import QueryKeyEncoding, option
+from lrpe_fairseq.encodings.base import QueryKeyEncoding
 from lrpe_fairseq.encodings.departures import Departure
+from lrpe_fairseq.encodings.options import option
 
 
 class Toy(QueryKeyEncoding):
