@@ -263,8 +263,8 @@ class MultiheadAttention(ProjectedAttention):
         if keep_state:
             past = softmax.extend_state(past, softmax.state_of(k, v, tokens))
             k, v, keys = past.keys, past.values, past.tokens
-            if keys.counts is not None and queries.counts is None:
-                queries = queries._replace(counts=queries.positions)
+            if keys.counts is not None:
+                queries = queries._replace(counts=keys.counts[..., -x.shape[1] :])
         options = {"causal": self.causal, "dropout": self._dropout}
         return encoded_attention(self.encoding, q, k, v, queries, keys, **options), past
 

@@ -256,7 +256,7 @@ class QueryKeyEncoding(Encoding):
     """True if the encoding equals ``turn(projection(q), projection(k), ...)`` with a linear
     :attr:`projection`. Softmax attention then multiplies P into its weights once per call, at
     no cost per token. A foldable encoding defines :attr:`projection` and :meth:`turn`."""
-    projection: nn.Module
+    projection: Callable[[Tensor], Planes]
     """Only if :attr:`foldable`: the linear map P, a module that maps (..., D) to planes of shape
     (..., D). It must not depend on positions."""
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.fidelity import check_departures
+from lrpe_fairseq.encodings.fidelity import parse_departures
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.encodings.spe_codes import BLOCK, ConvCode
 
@@ -285,4 +285,4 @@ def test_noise_at_evaluation_is_drawn_anew_under_its_departure(code):
 
 def test_unknown_departures_are_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="spe-along-batch"):
-        check_departures(["spe-along-bath"])
+        parse_departures("spe-along-bath")

@@ -78,7 +78,7 @@ def test_the_kernels_equal_the_naive_form_in_outputs_and_gradients(length, norma
 def test_a_decay_per_token_equals_the_definition_in_outputs_and_gradients(length, keys, wanted):
     """Gates down to e^-50, and shut ones."""
     gates = -50 * torch.rand(BATCH, HEADS, length).pow(4)
-    gates[:, :, ::17] = linear.LOWEST
+    gates[:, :, ::17] = linear.LOWEST_DECAY
     inputs = [*example(length, keys), gates.to(DEVICE).requires_grad_()]
     results = []
     for form, dtype in ((causal_triton.causal_sums, None), (causal.definition, torch.float64)):
