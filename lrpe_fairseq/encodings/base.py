@@ -257,7 +257,7 @@ class QueryKeyEncoding(Encoding):
     :attr:`projection`. Softmax attention then multiplies P into its weights once per call, at
     no cost per token. A foldable encoding defines :attr:`projection` and :meth:`turn`."""
     projection: Callable[[Tensor], Planes]
-    """Only if :attr:`foldable`: the linear map P, a module that maps (..., D) to planes of shape
+    """Only if :attr:`foldable`: the linear map P, from (..., D) to planes of shape
     (..., D). It must not depend on positions."""
 
     def turn(
