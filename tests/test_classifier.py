@@ -32,7 +32,7 @@ from tests.test_data_prep import load
 PAD, FIRST = 1, 4
 CLASSES = 5
 CONFIGURED = CONFIGS / "classification"
-VIT = "vit-imagenet"  # built in test_images
+VIT = "vit-imagenet"  # built in test_experiments
 BOTH = pytest.mark.parametrize("attention", ["linear", "softmax"])
 
 
@@ -328,11 +328,11 @@ def test_every_configuration_builds_its_model_with_the_encodings_of_its_table(na
     lengths = [task.max_positions()] * 2 if options.input == "pixels" else [4, 2]
     tokens = batch_of(rows_of(*lengths))
     tokens = tokens.clamp(max=len(task.source_dictionary) - 1)
+    options.encoder_layers = 1
     for encoding in sorted(encodings):
         options.position_encoding = encoding
-        with torch.device("meta"):  # large ones too; the values of no parameter are needed
-            layers = LRPEClassifier.build_model(options, task).encoder.layers
-        assert len(layers) == options.encoder_layers
+        with torch.device("meta"):  # the values of no parameter are needed
+            LRPEClassifier.build_model(options, task)
     model = LRPEClassifier.build_model(options, task).eval()
     given = [tokens, None, tokens, None] if task.pairs else [tokens]
     with torch.no_grad():

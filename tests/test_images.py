@@ -21,8 +21,6 @@ from PIL import Image
 from torch import nn
 
 from lrpe_fairseq.errors import Refusal
-from lrpe_fairseq.experiments.families import plan
-from lrpe_fairseq.experiments.records.files import CONFIGS, load_config
 from lrpe_fairseq.image_files import in_eight_bits, read_image
 from lrpe_fairseq.models.classifier import LRPEClassifier, LRPEClassifierTinyConfig
 from lrpe_fairseq.models.patches import Images, Pixels
@@ -87,18 +85,6 @@ def test_the_model_has_the_parameters_of_the_paper(encoding: str, normalizer: st
         model = LRPEViT.build_model(OmegaConf.structured(config), task_of_images(224, 1000))
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count - SPARE_ROW == PARAMETERS[encoding, normalizer]
-
-
-def test_the_configuration_of_imagenet_builds_the_model_of_every_cell_of_its_table() -> None:
-    known = load_config(CONFIGS / "classification" / "vit-imagenet.yaml")
-    task = task_of_images(known.task.image_size, known.task.num_classes)
-    assert known.model._name == "lrpe_vit"
-    for run in plan.runs(plan.load_named("tmlr-table3"), "paper", [1]):
-        model = {key: value for key, value in run.settings().model.items() if key != "_name"}
-        options = OmegaConf.merge(OmegaConf.structured(LRPEViTConfig), model)
-        with torch.device("meta"):
-            layers = LRPEViT.build_model(options, task).encoder.layers
-        assert len(layers) == options.encoder_layers == 12
 
 
 def test_repeated_images_are_not_shuffled_after_the_last_epoch_of_the_curriculum(

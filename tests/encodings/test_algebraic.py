@@ -189,14 +189,6 @@ def test_a_frozen_tree_has_the_gradient_of_its_input_only():
     torch.testing.assert_close(found, gradients(step_by_step(x, matrices, at), [x]))
 
 
-def test_second_derivatives_of_tree_products():
-    matrices = torch.matrix_exp(normal(2, 1, 3, 3) - normal(2, 1, 3, 3).mT).requires_grad_()
-    x, at, cache = normal(1, 1, 3, 3).requires_grad_(), torch.tensor([0, 2, 5]), PositionCache()
-    assert torch.autograd.gradgradcheck(
-        lambda x, matrices: tree_turn(x, matrices, at, cache).sin(), (x, matrices)
-    )
-
-
 @pytest.mark.parametrize("components", ["sequence", "tree2"])
 def test_accumulated_gradients_equal_those_of_one_batch(components):
     """Caches hold nothing of a graph that was freed."""
@@ -341,13 +333,6 @@ def test_an_encoder_and_a_decoder_share_generators_if_their_options_agree():
             share_across_layers(part)
         share_across_stacks(model)
         assert len(list(model.parameters())) == count
-
-
-@pytest.mark.parametrize("options", [{}, {"ape_generator": "canonical"}])
-def test_frozen_generators_get_no_gradient(options):
-    for components in ("sequence", "cycle7"):
-        encoding = build(components, ape_learned=False, **options)
-        assert not any(p.requires_grad for p in encoding.parameters())
 
 
 @pytest.mark.parametrize(

@@ -114,13 +114,6 @@ def test_the_gradient_is_right_at_equal_and_zero_eigenvalues():
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
-def test_second_derivatives_are_those_of_the_definition():
-    x, raw, u = (normal(*s).requires_grad_() for s in ((2, 1, 3, 3), (2, 3, 3), (2, 3)))
-    assert torch.autograd.gradgradcheck(
-        lambda x, raw, u: turn(x, raw - raw.transpose(-1, -2), u).sin(), (x, raw, u)
-    )
-
-
 def test_exponentials_of_large_generators_are_orthogonal():
     large = 1e8 * skew(5, 2, 4, 4)
     rotation = exponential(large)
