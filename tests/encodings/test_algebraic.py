@@ -1,7 +1,5 @@
 """Algebraic encodings against explicit products, the group law, and the equalities with RoPE."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -223,17 +221,6 @@ def test_an_edit_through_data_is_seen_and_an_eigenbasis_is_computed_once(compone
         assert torch.equal(outs[0], outs[1])
         assert torch.equal(outs[0], outs[2])
     assert (first[0] - second[0]).abs().max() > 0.01
-
-
-def test_no_grad_and_inference_mode_leave_caches_that_training_can_use():
-    for components in ("sequence", "tree2"):
-        encoding, x, at = build(components), normal(1, HEADS, 5, D), torch.arange(5)
-        with torch.inference_mode():
-            wanted = encoding(x, x, at, at)[0].clone()
-        out = encoding(x, x, at, at)[0]
-        torch.testing.assert_close(out.detach(), wanted)
-        out.sum().backward()
-        assert torch.equal(copy.deepcopy(encoding)(x, x, at, at)[0], out)
 
 
 # --- RoPE and LRPE -----------------------------------------------------------------------------
