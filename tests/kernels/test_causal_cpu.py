@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from lrpe_fairseq.attention import chunked
-from lrpe_fairseq.attention.linear import EPS, LOWEST, linear_attention, linear_attention_naive
+from lrpe_fairseq.attention.linear import (
+    EPS,
+    LOWEST_DECAY,
+    linear_attention,
+    linear_attention_naive,
+)
 from lrpe_fairseq.kernels import causal, causal_cpu
 
 BATCH, HEADS = 2, 3
@@ -59,7 +64,7 @@ def with_gates(inputs, dtype=None):
     """``inputs`` and gates down to e^-50, some of them shut; all as leaves of ``dtype``."""
     generator = torch.Generator().manual_seed(1)
     gates = -50 * torch.rand(*inputs[0].shape[:3], generator=generator).pow(4)
-    gates[:, :, ::17] = LOWEST
+    gates[:, :, ::17] = LOWEST_DECAY
     return [x.detach().to(dtype or inputs[0].dtype).requires_grad_() for x in (*inputs, gates)]
 
 
