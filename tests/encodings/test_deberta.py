@@ -84,7 +84,7 @@ def test_a_module_scales_the_content_of_the_score_too():
 
 def test_the_key_term_has_the_scale_of_the_query_under_the_scale_of_the_published_code():
     encoding = build(departures=["embed-dim-scale"])
-    assert encoding.key_scale == pytest.approx((3 * HEADS * WIDTH) ** -0.5)
+    assert encoding.softmax_scale == pytest.approx((3 * HEADS * WIDTH) ** -0.5)
 
 
 def test_the_parameters_start_as_documented():
