@@ -33,7 +33,7 @@ from lrpe_fairseq.experiments.runner import schedule, slurm
 from lrpe_fairseq.experiments.runner.processes import Children
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 from lrpe_fairseq.kernels import causal_cpu, loader
-from tests.end_to_end.commands import PLUGIN, SMALL, TRAINING, built, save, words
+from tests.end_to_end.commands import PLUGIN, SMALL, TRAINING, built, save, small_transformer, words
 
 WORDS = [f"w{n}" for n in range(20)]
 OTHERS = [f"v{n}" for n in range(20)]
@@ -41,8 +41,7 @@ LINES = {"train": 40, "valid": 4, "test": 4}
 PAIR = ("en", "de")
 TRANSLATION = (
     f"--user-dir {PLUGIN} --task translation -s en -t de --cpu --optimizer adam --max-tokens 64 "
-    "--arch lrpe_transformer_tiny --encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 32 "
-    "--decoder-embed-dim 32 --encoder-ffn-embed-dim 32 --decoder-ffn-embed-dim 32"
+    + small_transformer()
 )
 MASKED = (
     f"--user-dir {PLUGIN} --task masked_lm --tokens-per-sample 32 --cpu --optimizer adam "

@@ -22,17 +22,20 @@ torch.set_num_threads(1)
 
 LONGEST_FIRST = (
     "test_slurm",
-    "test_translation",
+    "test_causal_triton",
     "test_interruptions",
-    "test_language_model",
-    "test_every_encoding",
-    "test_finetuning",
-    "test_compile",
-    "test_fairseq_features",
-    "test_segment_recurrence",
-    "test_masked_lm",
-    "test_compat",
+    "test_compile_triton",
+    "test_pages",
+    "test_preemption",
     "test_experiments",
+    "test_translation",
+    "test_masked_lm",
+    "test_finetuning",
+    "test_classification",
+    "test_segment_recurrence",
+    "test_compile",
+    "test_configuration",
+    "test_language_model",
 )
 """Files that must not be left for the end, when the other worker has nothing to do."""
 

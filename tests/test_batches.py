@@ -41,7 +41,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator:
     return lambda count: monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
 
-OF_BATCHES = ("task.", "dataset.", "optimization.", "model.norm=")
+OF_BATCHES = ("task.", "dataset.", "optimization.", "model.norm")
 
 
 def distinct_runs() -> list[TrainingRun]:
@@ -49,11 +49,11 @@ def distinct_runs() -> list[TrainingRun]:
     runs = {}
     for whole, scale in ((table, scale) for table in TABLES for scale in table.scales):
         table = whole.at(scale)
-        for cell in {(cell.options, cell.config): cell for cell in keys.cells(table)}.values():
+        for cell in keys.cells(table):
             config = ROOT / (cell.config or table.scales[scale])
-            run = family_of(config).of_cell(table, cell, scale, config, 1)[0]
-            own = tuple(word for word in run.overrides if word.startswith(OF_BATCHES))
-            runs.setdefault((config, own), run)
+            own = tuple(option for option in cell.options if option[0].startswith(OF_BATCHES))
+            if (config, own) not in runs:
+                runs[config, own] = family_of(config).of_cell(table, cell, scale, config, 1)[0]
     return list(runs.values())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lrpe_fairseq.experiments.commands.run_table import usual_scale
-from lrpe_fairseq.experiments.families.plan import load_named, runs
+from lrpe_fairseq.experiments.families.plan import load_named
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.keys import filled as filled_by
 from tests.test_results import make_run
@@ -23,20 +23,6 @@ def model(updates: int, **changes: object) -> dict[str, object]:
         "checkpoint.save_interval_updates": interval,
         **changes,
     }
-
-
-FEW = ("Base", "RoPE", "Type2")
-
-
-def test_the_shortest_budget_has_the_runs_of_the_paper_table_and_no_others() -> None:
-    for name, scale, home in (("budget", "annealed", "table2"), ("budget-mlm", "small", "table8")):
-        found = [(run.max_update(), run) for run in runs(load_named(name), scale, [1])]
-        lengths = sorted({updates for updates, _ in found})
-        assert lengths == [lengths[0] * n for n in (1, 3, 9)]
-        for updates, run in found:
-            assert run.experiment == (home if updates == lengths[0] else name)
-        theirs = {run.result for run in runs(load_named(home), scale, [1])}
-        assert {run.result for _, run in found if run.experiment == home} <= theirs
 
 
 def test_a_run_fills_only_the_budget_that_it_was_trained_with() -> None:

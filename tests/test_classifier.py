@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,7 +31,7 @@ from tests.test_data_prep import load
 PAD, FIRST = 1, 4
 CLASSES = 5
 CONFIGURED = CONFIGS / "classification"
-VIT = "vit-imagenet"  # built in test_images
+VIT = "vit-imagenet"  # built in test_experiments
 BOTH = pytest.mark.parametrize("attention", ["linear", "softmax"])
 
 
@@ -157,16 +156,6 @@ def test_batch_norm_is_over_the_real_tokens_and_zero_at_padding() -> None:
     same(norm.eval()(x, None), plain.eval()(x.flatten(0, 1)).view(x.shape))
 
 
-def test_padding_does_not_change_the_statistics() -> None:
-    found = []
-    for longest in (9, 20):
-        model = model_of(norm="batch").train()
-        model(batch_of(rows_of(5, 9, 3), longest))
-        state = model.state_dict()
-        found.append(torch.cat([v.flatten() for k, v in state.items() if "running" in k]))
-    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_statistics_and_parameters_of_batch_norm_stay_float32(dtype: torch.dtype) -> None:
     model = model_of(norm="batch").float().to(dtype).train()
@@ -209,18 +198,6 @@ def test_pixels_are_numbers_and_not_symbols() -> None:
     tokens = torch.tensor([[FIRST, FIRST + 255, FIRST + 51]])
     numbers = torch.tensor([[-0.5], [1.5], [-0.1]])
     torch.testing.assert_close(embed(embed.cells(tokens))[0], embed.linear(numbers))
-
-
-def test_patches_are_squares_in_raster_order() -> None:
-    embed = Pixels(3, PAD, patch=2, columns=3, mean=0.0, std=1.0)
-    image = torch.arange(4 * 6).view(4, 6) + FIRST
-    cells = embed.cells(image.view(1, -1))[0]
-    assert len(cells) == 6
-    for (row, column), cell in zip(itertools.product(range(2), range(3)), cells, strict=True):
-        square = image[2 * row : 2 * row + 2, 2 * column : 2 * column + 2]
-        assert cell.tolist() == square.flatten().tolist()
-    with pytest.raises(ValueError, match=r"24 pixels is not made of rows of 5 patches of 2 x 2"):
-        Pixels(3, PAD, 2, 5, 0.0, 1.0).cells(image.view(1, -1))
 
 
 @BOTH
@@ -328,11 +305,11 @@ def test_every_configuration_builds_its_model_with_the_encodings_of_its_table(na
     lengths = [task.max_positions()] * 2 if options.input == "pixels" else [4, 2]
     tokens = batch_of(rows_of(*lengths))
     tokens = tokens.clamp(max=len(task.source_dictionary) - 1)
+    options.encoder_layers = 1
     for encoding in sorted(encodings):
         options.position_encoding = encoding
-        with torch.device("meta"):  # large ones too; the values of no parameter are needed
-            layers = LRPEClassifier.build_model(options, task).encoder.layers
-        assert len(layers) == options.encoder_layers
+        with torch.device("meta"):  # the values of no parameter are needed
+            LRPEClassifier.build_model(options, task)
     model = LRPEClassifier.build_model(options, task).eval()
     given = [tokens, None, tokens, None] if task.pairs else [tokens]
     with torch.no_grad():

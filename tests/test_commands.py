@@ -76,12 +76,6 @@ def test_a_command_refuses_bad_input_with_status_2(
     assert not places["absent"].exists()
 
 
-def test_the_program_lists_its_commands(capsys: pytest.CaptureFixture) -> None:
-    for arguments in ([], ["no-such-command"]):
-        assert program(arguments) == 2
-        assert ", ".join(COMMANDS) in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", BAD_DATA)
 def test_data_preparation_refuses_bad_input_with_status_2(
     name: str, places: dict[str, Path], capsys: pytest.CaptureFixture
@@ -96,21 +90,6 @@ def test_a_script_of_the_shell_prints_its_help_and_does_nothing_else(name: str) 
     done = subprocess.run(words, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"scripts/{name}.sh" in done.stdout
-
-
-@pytest.mark.parametrize("table", [*train_row.SCRIPTS, "images"])
-def test_the_usage_of_a_row_names_the_script_and_only_what_it_takes(
-    table: str, capsys: pytest.CaptureFixture
-) -> None:
-    given, script = (
-        ([table], train_row.SCRIPTS[table]) if table != "images" else ([], "train_classifier")
-    )
-    with pytest.raises(SystemExit):
-        train_row.main([*given, "--help"])
-    usage = capsys.readouterr().out
-    assert usage.startswith(f"usage: scripts/{script}.sh ")
-    assert ("\n  table " in usage) == (not given)
-    assert (ROOT / "scripts" / f"{script}.sh").is_file()
 
 
 def test_a_row_is_trained_on_the_data_set_that_was_chosen() -> None:

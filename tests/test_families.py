@@ -49,13 +49,6 @@ def test_every_validation_within_an_epoch_saves_a_checkpoint_if_it_is_the_best()
     assert lost == []
 
 
-def test_two_families_may_share_a_folder_or_a_task_but_not_both() -> None:
-    owned = [(family.configs, family.task) for family in FAMILIES.values()]
-    for folder, task in owned:
-        sharing = [t for f, t in owned if f == folder and ("" in (task, t) or t == task)]
-        assert len(sharing) == 1
-
-
 def test_a_configuration_without_family_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"absent\.yaml does not exist"):
         family_of(CONFIGS / "lm" / "absent.yaml")

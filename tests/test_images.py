@@ -21,8 +21,6 @@ from PIL import Image
 from torch import nn
 
 from lrpe_fairseq.errors import Refusal
-from lrpe_fairseq.experiments.families import plan
-from lrpe_fairseq.experiments.records.files import CONFIGS, load_config
 from lrpe_fairseq.image_files import in_eight_bits, read_image
 from lrpe_fairseq.models.classifier import LRPEClassifier, LRPEClassifierTinyConfig
 from lrpe_fairseq.models.patches import Images, Pixels
@@ -89,18 +87,6 @@ def test_the_model_has_the_parameters_of_the_paper(encoding: str, normalizer: st
     assert count - SPARE_ROW == PARAMETERS[encoding, normalizer]
 
 
-def test_the_configuration_of_imagenet_builds_the_model_of_every_cell_of_its_table() -> None:
-    known = load_config(CONFIGS / "classification" / "vit-imagenet.yaml")
-    task = task_of_images(known.task.image_size, known.task.num_classes)
-    assert known.model._name == "lrpe_vit"
-    for run in plan.runs(plan.load_named("tmlr-table3"), "paper", [1]):
-        model = {key: value for key, value in run.settings().model.items() if key != "_name"}
-        options = OmegaConf.merge(OmegaConf.structured(LRPEViTConfig), model)
-        with torch.device("meta"):
-            layers = LRPEViT.build_model(options, task).encoder.layers
-        assert len(layers) == options.encoder_layers == 12
-
-
 def test_repeated_images_are_not_shuffled_after_the_last_epoch_of_the_curriculum(
     written: Path,
 ) -> None:
@@ -163,12 +149,6 @@ def test_pixels_in_color_are_patches_too() -> None:
     assert embed(embed.cells(image.flatten(1))).shape == (1, 6, 7)
     single = Pixels(7, PAD, 1, 0, 0.0, 1.0, channels=3)
     assert single.cells(image.flatten(1))[0, 5].tolist() == image[0, 0, 5].tolist()
-
-
-def test_learned_positions_start_small() -> None:
-    weight = model_of().encoder.embed_positions.weight
-    assert weight[PAD].count_nonzero() == 0
-    assert weight[2:].std().item() == pytest.approx(0.0176, rel=0.1)
 
 
 @pytest.mark.parametrize(

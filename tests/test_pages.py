@@ -203,7 +203,7 @@ def test_every_command_in_the_head_of_a_configuration_is_taken(config):
         if name == "scripts/run_table.sh":
             parsed = run_table._parse(words)
             table = load_named(parsed.table)
-            parsed.scale = parsed.scale or run_table.usual_scale(table)
+            parsed.scale, parsed.seeds = parsed.scale or run_table.usual_scale(table), 1
             assert run_table._select(table, parsed)
 
 

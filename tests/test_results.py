@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from lrpe_fairseq.encodings import encoding_class
-from lrpe_fairseq.experiments.families import plan
 from lrpe_fairseq.experiments.records import keys
 from lrpe_fairseq.experiments.records.layout import Column, load_table, load_tables
 from lrpe_fairseq.experiments.records.runs import (
@@ -201,11 +200,6 @@ def test_a_written_run_is_read_back_as_it_was(tmp_path):
     assert read_runs(tmp_path) == {"demo/a.json": run}
 
 
-def test_encoder_and_decoder_may_differ():
-    sides = {"encoder": "rope", "decoder": "none"}
-    validate(make_run(position_encoding=sides, attention_type=dict.fromkeys(sides, "linear")))
-
-
 @pytest.mark.parametrize("call", ["os.fsync", "os.replace"])
 def test_a_failing_disk_leaves_the_old_run_whole_and_says_which_file(tmp_path, monkeypatch, call):
     path = tmp_path / "demo" / "a.json"
@@ -396,24 +390,6 @@ def test_runs_with_unequal_budgets_do_not_share_a_table(root):
         page(root)
 
 
-def test_columns_may_be_data_sets(root):
-    edit_table(root, "title: valid, ", "title: valid, dataset: rte, ")
-    edit_table(root, "split: test, protocol", "dataset: cola, split: valid, protocol")
-    save(root, "a", dataset="rte", metrics=ppl(1.0))
-    save(root, "b", dataset="cola", metrics=ppl(2.0))
-    save(root, "c", dataset="mrpc", metrics=ppl(3.0))
-    assert scores(root, "Base", "valid") == {1: 1.0}
-    assert scores(root, "Base", "test") == {1: 2.0}
-
-
-def test_only_the_best_of_a_seeds_learning_rates_counts_where_the_column_says_so(root):
-    edit_table(root, "title: test, ", "title: test, best_over: optimization.lr, ")
-    values = [(1, 1e-5, 9.0), (1, 3e-5, 7.0), (2, 1e-5, 8.0), (2, 3e-5, 8.5)]
-    for name, (seed, lr, value) in enumerate(values):
-        save(root, name, seed=seed, metrics=ppl(value, "test"), config={RATE: lr})
-    assert scores(root, "Base", "test") == {1: 7.0, 2: 8.0}
-
-
 def test_a_seed_is_left_out_until_every_rate_of_the_table_has_a_run(root):
     edit_table(root, "title: test, ", "title: test, best_over: optimization.lr, ")
     lost = {"test": {"blocks": {"diverged": 1}}}
@@ -493,17 +469,6 @@ def test_a_column_with_for_stands_for_every_combination(root):
         Column("loss-softmax-valid", "loss", "softmax", split="valid", **same),
         Column("loss-softmax-test", "loss (test)", "softmax", split="test", **same),
     ]
-
-
-def test_the_runs_of_a_table_change_the_half_that_is_not_fixed():
-    for name, own, fixed in [("table4", "encoder", "decoder"), ("decoders", "decoder", "encoder")]:
-        table = load_table(ROOT / "configs" / "tables" / f"{name}.yaml")
-        for run in plan.runs(table, "small", [1]):
-            chosen = run.encoding_choices()
-            assert chosen[f"model.{own}.position_encoding"] == run.position_encoding
-            assert chosen[f"model.{own}.attention_type"] == run.attention_type
-            assert chosen[f"model.{fixed}.position_encoding"] == "none"
-            assert chosen[f"model.{fixed}.attention_type"] == "softmax"
 
 
 HIGHER = {"accuracy", "bleu", "exact_match", "f1", "matthews", "pearson", "spearman", "holds-to",

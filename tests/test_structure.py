@@ -76,10 +76,12 @@ utils.import_user_module(Namespace(user_dir="lrpe_fairseq"))
 assert hasattr(train.validate_and_save, "func")  # it saves on a signal
 """
 USED_BY_FAIRSEQ = """
-import numpy as np, fairseq.models, fairseq.tasks
+import sys, numpy as np, fairseq.models, fairseq.tasks
+sys.modules |= dict.fromkeys(["matplotlib", "pandas", "jinja2"])  # a machine for training
 from lrpe_fairseq.experiments.commands import evaluate, run_table, train_row
 print("lrpe_lm" in fairseq.models.MODEL_REGISTRY, hasattr(np, "int"),
-    "lrpe_truncated_bptt_lm" in fairseq.tasks.TASK_REGISTRY)
+    "lrpe_truncated_bptt_lm" in fairseq.tasks.TASK_REGISTRY,
+    [name for name in sys.modules if name.startswith("lrpe_fairseq.experiments.report.")])
 """
 
 
@@ -92,20 +94,8 @@ print("lrpe_lm" in fairseq.models.MODEL_REGISTRY, hasattr(np, "int"),
     ids=["models alone", "encodings, then user-dir"],
 )
 def test_the_models_are_registered_and_fairseq_is_mended_in_any_order(first: str) -> None:
-    assert run(first + USED_BY_FAIRSEQ).splitlines()[-1] == "True True True"
-
-
-TRAINING = """
-import sys
-sys.modules |= dict.fromkeys(["matplotlib", "pandas", "jinja2"])  # importing fails
-from lrpe_fairseq.experiments.commands import evaluate, run_table, train_row
-print([name for name in sys.modules if name.startswith("lrpe_fairseq.experiments.report.")])
-"""
-
-
-def test_training_and_evaluation_import_no_library_for_pages() -> None:
-    """A machine for training may lack them."""
-    assert run(TRAINING) == "[]"
+    """The commands that train and evaluate import no library for pages."""
+    assert run(first + USED_BY_FAIRSEQ).splitlines()[-1] == "True True True []"
 
 
 DATA_ROOM = """

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.experiments.data import synthetic
 from lrpe_fairseq.experiments.data.synthetic import MULTIPLES, TASKS
 from lrpe_fairseq.experiments.families.generated import SyntheticRun, read_accuracy
 from lrpe_fairseq.experiments.families.plan import load_named, runs
@@ -24,23 +22,6 @@ from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 SUITE = [task for task in TASKS if task != "grid"]
 BEST = {"split": "valid", "protocol": "whole", "metric": "loss", "better": "lower"}
-
-
-def test_the_table_shows_both_accuracies_of_every_task_at_every_length() -> None:
-    table = load_named("synthetic")
-    assert set(SUITE) == set(TASKS) - {"grid"}  # which has a table of its own
-    for attention in ("linear", "softmax"):
-        columns = [c for c in table.columns if c.attention == attention and c.dataset]
-        shown = {(c.dataset, c.split, c.metric) for c in columns}
-        assert len(shown) == len(columns)
-        for task in SUITE:
-            splits = [f"test{multiple}" for multiple in MULTIPLES]
-            splits += ["sparse", "dense"] if task == "flip-flop" else []
-            for metric in ("answer_accuracy", "token_accuracy"):
-                mine = [s for d, s, m in shown if (d, m) == (f"synthetic-{task}-small", metric)]
-                assert sorted(mine) == sorted(splits)
-        assert {str(c.best_by) for c in columns} == {str(BEST)}
-        assert sum(attention in row.attention for row in table.rows) >= 14
 
 
 @functools.cache
@@ -63,37 +44,6 @@ def test_a_cell_has_one_run_per_learning_rate_on_the_data_of_its_column() -> Non
     flip = next(r for r in found if r.data.name == "synthetic-flip-flop-small")
     assert {"sparse", "dense"} <= {split for split, _ in flip.evaluations}
     assert isinstance(run, SyntheticRun)
-
-
-def test_recall_with_linear_attention_has_longer_trainings_and_smaller_rates() -> None:
-    found = rope_runs()
-    for task in SUITE:
-        for attention in ("linear", "softmax"):
-            own = [r for r in found if r.data.name == f"synthetic-{task}-small"]
-            own = [r for r in own if r.attention_type == attention]
-            longer = attention == "linear" and task in ("mqar", "mqrar")
-            updates, rates = (2000, [1e-3, 2e-3, 3e-3]) if longer else (1000, [1e-3, 3e-3, 1e-2])
-            assert [run.settings().optimization.lr[0] for run in own] == rates
-            for settings in (run.settings() for run in own):
-                assert settings.optimization.max_update == updates
-                warmup = settings.lr_scheduler.warmup_updates
-                assert settings.lr_scheduler.lr_period_updates == updates - warmup
-
-
-def test_the_grid_is_read_with_its_width_flat_and_by_rows_and_columns() -> None:
-    width = synthetic.SCALES["small"].width
-    found = [run for run in runs(load_named("grid"), "small", [1]) if "-lr0.003-" in run.name]
-    assert {run.data.name for run in found} == {"synthetic-grid-small"}
-    read: dict[str, set[str]] = {"linear": set(), "softmax": set()}
-    for run in found:
-        chosen = run.chosen()
-        assert chosen["model.grid_width"] == str(width)
-        grid = chosen.get("model.position_grid", "flat")
-        options = EncodingOptions(grid_width=width, position_grid=grid)
-        name = run.position_encoding
-        build_encoding(name, head_dim=32, num_heads=2, options=options, causal=True)
-        read[run.attention_type].add(grid)
-    assert read == {key: {"flat", "axial"} for key in ("linear", "softmax")}
 
 
 def said(**changes: object) -> str:

@@ -13,7 +13,7 @@ from numpy.random import RandomState
 from lrpe_fairseq.experiments.data import transduction
 from lrpe_fairseq.experiments.data.transduction import Recipe, Sample, Scale, Tree
 from lrpe_fairseq.experiments.records.console import UserError
-from tests.test_data_prep import DATA_PREP, load
+from tests.test_data_prep import load
 
 SPLITS = ("train", "valid", "test")
 
@@ -258,11 +258,3 @@ def test_options_that_do_not_fit_are_refused_in_one_sentence(
     assert load("algebraic").main(["--dest", str(dest), *options.split()]) == 2
     assert said in capsys.readouterr().err
     assert not dest.exists()
-
-
-@pytest.mark.parametrize("task", ["reverse", "tree-c3"])
-def test_the_counts_of_the_readme_are_those_of_the_generator(task: str) -> None:
-    splits = transduction.generate(recipe(task, "small"))
-    counts = [sum(len(s[side].tokens) + 1 for s in splits["train"]) for side in (0, 1)]
-    row = "| `{}` | {:,} | {:,} |\n".format(task, *counts)
-    assert row in (DATA_PREP / "algebraic" / "README.md").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ import torch
 
 from lrpe_fairseq.experiments.data import transduction as data
 from lrpe_fairseq.experiments.data.transduction import Recipe
-from lrpe_fairseq.experiments.families import generated, plan
+from lrpe_fairseq.experiments.families import generated
 from lrpe_fairseq.experiments.families.generated import METRICS, TransductionRun
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import CONFIGS, load_config
@@ -153,21 +153,3 @@ def test_a_run_trains_and_is_measured_from_data_to_run_file(runs, tmp_path: Path
     assert len(generators) == 3
     assert all(torch.equal(one, generators[0]) for one in generators)
     assert option(found["config"], "task.node_positions") is True
-
-
-@pytest.mark.parametrize("name", ["ape-sequences", "ape-trees"])
-def test_every_cell_of_a_table_has_its_own_run_on_data_of_the_scale(name: str) -> None:
-    table = plan.load_named(name)
-    for scale in table.scales:
-        made = plan.runs(table, scale, [1])
-        assert len({run.result for run in made}) == len(made) == len(cells(table.at(scale)))
-        assert {run.data.name.rpartition("-")[2] for run in made} == {scale}
-        for run in made:
-            chosen, encoding = run.chosen(), run.position_encoding
-            relative = encoding != "none"
-            assert chosen.get("model.cross.position_encoding", "none") == encoding
-            without = chosen.get("model.no_token_positional_embeddings", "false")
-            assert without == str(relative or run.label == "Tree-SQ").lower()
-        model = made[0].yaml().model
-        assert model.encoder.shaw_distance == model.decoder.shaw_distance
-        assert model.cross.shaw_distance == model.encoder.shaw_distance

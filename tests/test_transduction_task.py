@@ -16,12 +16,11 @@ from lrpe_fairseq.errors import Refusal
 from lrpe_fairseq.experiments.data import transduction as data
 from lrpe_fairseq.experiments.data.transduction import Recipe
 from lrpe_fairseq.tasks.transduction import log_scored, published_zeros, scored_mask, sums
-from tests.end_to_end.commands import PLUGIN, built, run_here
+from tests.end_to_end.commands import PLUGIN, built, run_here, small_transformer
 
 PAD, EOS = 1, 2
 MODEL = (
-    "--arch lrpe_transformer_tiny --encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 16 "
-    "--decoder-embed-dim 16 --encoder-ffn-embed-dim 16 --decoder-ffn-embed-dim 16 "
+    f"{small_transformer(width=16, inner=16)} "
     "--encoder-attention-heads 2 --decoder-attention-heads 2 --share-all-embeddings "
     "--no-token-positional-embeddings --encoder-position-encoding ape-tree "
     "--decoder-position-encoding ape-tree --encoder-attention-type softmax --dropout 0 "

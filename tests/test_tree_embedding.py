@@ -11,11 +11,10 @@ from lrpe_fairseq.errors import ChoiceError, Refusal
 from lrpe_fairseq.experiments.data import transduction as data
 from lrpe_fairseq.experiments.data.transduction import Recipe
 from lrpe_fairseq.models.tree_embedding import STEPS, TreeEmbedding
-from tests.end_to_end.commands import PLUGIN, built
+from tests.end_to_end.commands import PLUGIN, built, small_transformer
 
 MODEL = (
-    "--arch lrpe_transformer_tiny --encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 32 "
-    "--decoder-embed-dim 32 --encoder-ffn-embed-dim 16 --decoder-ffn-embed-dim 16 "
+    f"{small_transformer(inner=16)} "
     "--encoder-attention-heads 2 --decoder-attention-heads 2 --share-all-embeddings "
     "--encoder-position-encoding none --encoder-attention-type softmax --dropout 0"
 )

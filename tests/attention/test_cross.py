@@ -44,7 +44,6 @@ def refusal(name: str, attention_type: str) -> str:
 
 PAIRS = [(name, kind) for name in NAMES for kind in TYPES]
 SERVED = [pair for pair in PAIRS if not refusal(*pair)]
-SOME = ["rope", "ape", "ape-tree", "lrpe-type2"]
 
 
 def build(name="rope", attention_type="softmax", seed=0, options=None, **changes):
@@ -231,16 +230,6 @@ def test_decoding_at_explicit_nodes_equals_parallel(name, attention_type):
     torch.testing.assert_close(torch.cat(parts, 1), whole)
 
 
-def test_the_state_of_linear_attention_has_a_size_that_does_not_depend_on_the_source():
-    module, sizes = build("ape", "linear"), set()
-    for length in (3, 30):
-        _, _, state = module.attend(
-            normal(2, 1, WIDTH), normal(2, length, SOURCE), None, None, True
-        )
-        sizes.add(sum(part.numel() for part in state.memory))
-    assert len(sizes) == 1
-
-
 # --- precision, errors ------------------------------------------------------------
 
 
@@ -278,28 +267,6 @@ def test_a_mask_of_pairs_and_positions_of_another_shape_are_refused():
 
 
 # --- caches and sharing ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("attention_type", TYPES)
-@pytest.mark.parametrize("name", SOME)
-def test_two_small_batches_have_the_gradients_of_one_and_follow_an_update(name, attention_type):
-    module = build(name, attention_type).train()
-    x, memory = normal(4, 5, WIDTH), normal(4, 7, SOURCE, seed=1)
-    target, source = (torch.randint(0, 60, (4, n), generator=torch.Generator()) for n in (5, 7))
-
-    def loss(rows):
-        places = {"positions": target[rows], "memory_positions": source[rows]}
-        return module.attend(x[rows], memory[rows], **places)[0].square().sum()
-
-    for _ in range(2):
-        module.zero_grad()
-        loss(slice(0, 2)).backward(), loss(slice(2, 4)).backward()
-        both = [p.grad.clone() for p in module.parameters()]
-        module.zero_grad()
-        loss(slice(0, 4)).backward()
-        torch.testing.assert_close([p.grad for p in module.parameters()], both)
-        for parameter in module.parameters():
-            parameter.data += 0.1
 
 
 def test_the_paths_of_a_shared_tree_are_found_once_for_each_side(monkeypatch):

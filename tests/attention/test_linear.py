@@ -10,7 +10,6 @@ from lrpe_fairseq.attention.linear import (
     linear_attention_block,
     linear_attention_naive,
     linear_attention_window,
-    reorder_state,
 )
 from lrpe_fairseq.kernels import causal_cpu
 from tests.pairwise import pairwise
@@ -188,17 +187,6 @@ def test_any_split_into_blocks_resumes_exactly(blocks, normalizer, decay):
         parts.append(part)
         start += size
     torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-9, atol=1e-9)
-
-
-def test_the_state_follows_its_beam_and_keeps_its_size():
-    q, k, v, *_ = (x.detach() for x in example(9))
-    _, state = linear_attention_block(q, k, v, state=None)
-    order = torch.tensor([2, 0, 0, 1])
-    moved = reorder_state(state, order)
-    assert torch.equal(moved.kv, state.kv[order])
-    assert torch.equal(moved.keys, state.keys[order])
-    assert state.kv.shape == (BATCH, HEADS, D, E)
-    assert state.keys.shape == (BATCH, HEADS, D)
 
 
 def test_what_stands_at_padding_leaks_nowhere():

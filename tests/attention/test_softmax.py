@@ -117,15 +117,6 @@ def joined(states):
     return list(map(torch.cat, parts, (2, 2, 1, 1, 2)))
 
 
-@pytest.mark.parametrize(("grad", "gates"), [(True, 2), (False, 2), (True, 0), (False, 0)])
-def test_a_state_extended_token_by_token_holds_all_of_them(grad, gates):
-    blocks, state = [state_of(n, n, gates) for n in (3, 1, 1, 5, 1, 1, 1, 1, 30)], None
-    with torch.set_grad_enabled(grad):
-        for block in blocks:
-            state = extend_state(state, block)
-    torch.testing.assert_close(list(state.parts), joined(blocks), rtol=0, atol=0)
-
-
 def test_a_state_of_inference_mode_goes_on_outside_it():
     start, later = state_of(2), [state_of(1, seed) for seed in (1, 2)]
     with torch.inference_mode():
@@ -181,12 +172,6 @@ def test_blocks_cover_all_rows_within_the_limit(rows, columns, limit, causal):
         height = own.stop - own.start
         assert height == 1 or 2 * 3 * height * columns <= limit
         assert keys == slice(0, columns - rows + own.stop if causal else columns)
-
-
-def test_no_queries_are_one_empty_block():
-    assert list(query_blocks(torch.zeros(2, 3, 0, 1), torch.zeros(2, 3, 4, 1), True, 9)) == [
-        (slice(0, 0), slice(0, 4))
-    ]
 
 
 @pytest.mark.parametrize("name", ["t5", "permuteformer"])

@@ -159,33 +159,6 @@ def long():
     return q, k, v, gates * torch.tensor([1.0, 0.1, 1e-3], dtype=gates.dtype)[:, None]
 
 
-@pytest.mark.parametrize("form", [linear_attention, linear_attention_naive])
-def test_padding_on_either_side_gives_the_unpadded_outputs_and_gradients(form):
-    short = [x.detach() for x in example(70)]
-    results = []
-    for first in (None, 0, 20):  # unpadded, right padding, left padding
-        inputs, mask = short, None
-        if first is not None:
-            place = slice(first, first + 70)
-            inputs, mask = [], torch.ones(B, 90, dtype=torch.bool)
-            mask[:, place] = False
-            for x in short:
-                wide = x.new_full((*x.shape[:2], 90, *x.shape[3:]), -7.0)
-                wide[:, :, place] = x
-                inputs.append(wide)
-        own = [x.clone().requires_grad_() for x in inputs]
-        out = form(*own[:3], causal=True, key_padding_mask=mask, log_decay=own[3])
-        out = out if first is None else out[:, :, place]
-        grads = torch.autograd.grad(out.square().sum(), own)
-        if mask is not None:
-            assert torch.count_nonzero(grads[3][:, :, mask[0]]) == 0
-            grads = [x[:, :, place] for x in grads]
-        results.append([out, *grads])
-    for a, b, c in zip(*results, strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-8, atol=1e-8)
-        torch.testing.assert_close(c, a, rtol=1e-8, atol=1e-8)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_types_are_summed_in_float32(dtype):
     q, k, v, gates = (x.detach().to(dtype).requires_grad_() for x in example(300))

@@ -126,11 +126,6 @@ def test_a_variant_is_an_encoding_with_other_options(build, monkeypatch):
     assert {(m.name, m.options.ape_generator) for m in found} == {("ape", "canonical")}
 
 
-def test_a_training_step_runs(monkeypatch):
-    monkeypatch.setattr(training, "LENGTH", 8)
-    training.step("lm", "none", "linear", "cpu", 16)()
-
-
 def test_every_row_of_tmlrs_table_6_makes_a_step_with_its_normalizer(monkeypatch):
     monkeypatch.setattr(training, "LENGTH", 8)
     monkeypatch.setattr(training, "ROBERTA_LAYERS", 1)

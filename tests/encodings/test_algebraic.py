@@ -1,7 +1,5 @@
 """Algebraic encodings against explicit products, the group law, and the equalities with RoPE."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -189,14 +187,6 @@ def test_a_frozen_tree_has_the_gradient_of_its_input_only():
     torch.testing.assert_close(found, gradients(step_by_step(x, matrices, at), [x]))
 
 
-def test_second_derivatives_of_tree_products():
-    matrices = torch.matrix_exp(normal(2, 1, 3, 3) - normal(2, 1, 3, 3).mT).requires_grad_()
-    x, at, cache = normal(1, 1, 3, 3).requires_grad_(), torch.tensor([0, 2, 5]), PositionCache()
-    assert torch.autograd.gradgradcheck(
-        lambda x, matrices: tree_turn(x, matrices, at, cache).sin(), (x, matrices)
-    )
-
-
 @pytest.mark.parametrize("components", ["sequence", "tree2"])
 def test_accumulated_gradients_equal_those_of_one_batch(components):
     """Caches hold nothing of a graph that was freed."""
@@ -231,17 +221,6 @@ def test_an_edit_through_data_is_seen_and_an_eigenbasis_is_computed_once(compone
         assert torch.equal(outs[0], outs[1])
         assert torch.equal(outs[0], outs[2])
     assert (first[0] - second[0]).abs().max() > 0.01
-
-
-def test_no_grad_and_inference_mode_leave_caches_that_training_can_use():
-    for components in ("sequence", "tree2"):
-        encoding, x, at = build(components), normal(1, HEADS, 5, D), torch.arange(5)
-        with torch.inference_mode():
-            wanted = encoding(x, x, at, at)[0].clone()
-        out = encoding(x, x, at, at)[0]
-        torch.testing.assert_close(out.detach(), wanted)
-        out.sum().backward()
-        assert torch.equal(copy.deepcopy(encoding)(x, x, at, at)[0], out)
 
 
 # --- RoPE and LRPE -----------------------------------------------------------------------------
@@ -341,13 +320,6 @@ def test_an_encoder_and_a_decoder_share_generators_if_their_options_agree():
             share_across_layers(part)
         share_across_stacks(model)
         assert len(list(model.parameters())) == count
-
-
-@pytest.mark.parametrize("options", [{}, {"ape_generator": "canonical"}])
-def test_frozen_generators_get_no_gradient(options):
-    for components in ("sequence", "cycle7"):
-        encoding = build(components, ape_learned=False, **options)
-        assert not any(p.requires_grad for p in encoding.parameters())
 
 
 @pytest.mark.parametrize(

@@ -18,21 +18,6 @@ def test_names_of_one_method_have_one_canonical_name():
     assert canonical_name("ape") == "ape:sequence"
 
 
-def test_other_names_are_their_own_canonical_names():
-    for name in ("none", "spe", "t5", "ape-tree", "gated:spe", "no-such-name", "gated:no-such"):
-        assert canonical_name(name) == name
-    for name in (*ENCODINGS, *FREE_FORMS):
-        assert canonical_name(canonical_name(name)) == canonical_name(name)
-
-
-def test_only_the_second_papers_types_repeat_an_encoding():
-    homes = {}
-    for name in ENCODINGS:
-        homes.setdefault(canonical_name(name), []).append(name)
-    repeated = [names for names in homes.values() if len(names) > 1]
-    assert repeated == [["lrpe-type2", "lrpe-tmlr-type2"], ["lrpe-type4", "lrpe-tmlr-type3"]]
-
-
 @pytest.mark.parametrize("name", ALIASES)
 def test_an_alias_builds_the_module_of_its_canonical_name(name):
     attention = "linear" if build_encoding(name, 8, 2, causal=True).serves_linear else "softmax"

@@ -54,13 +54,6 @@ def test_rows_and_columns():
     assert row.dtype == column.dtype == torch.int64
 
 
-def test_most_decomposable_encodings_are_served():
-    assert {"none", "rope", "spe", "cosformer", "fope", "lrpe-type2", "permuteformer"} <= {
-        *SEQUENCES
-    }
-    assert not {"rope-2d", "rope-2d-mixed", "liere", "comrope-ap", "t5"} & {*SEQUENCES}
-
-
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_axial_is_one_encoding_by_the_row_and_one_by_the_column(name):
     encoding, (q, k) = encoding_of(name, "axial", seed=3), example()
@@ -130,12 +123,6 @@ def test_layers_share_the_parameters_of_one_axis():
     assert second.row.code is first.row.code
     assert second.column.code is first.column.code
     assert first.row.code is not first.column.code
-
-
-def test_capabilities_are_those_of_the_encoding():
-    assert encoding_of("spe", "axial").before_feature_map
-    assert encoding_of("lrpe-type8", "axial").denominator_vanishes
-    assert encoding_of("rope", "sum").summary() == "identity x rotation, on a grid (sum)"
 
 
 @pytest.mark.parametrize(

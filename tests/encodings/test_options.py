@@ -2,12 +2,8 @@
 
 import copy
 import pickle
-import re
-import subprocess
-import sys
 from argparse import Namespace
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 from torch import nn
@@ -29,8 +25,6 @@ from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.models.options import AttentionOptions, encoding_options, one_sentence_errors
 from tests.encodings.toy import Toy
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_configuration_has_every_option_with_its_default_and_help_text():
@@ -76,15 +70,6 @@ def test_published_leaves_out_what_would_change_the_rows_of_other_papers():
     assert parse_departures("correct") == set()
 
 
-@pytest.mark.parametrize("file", ["encodings/base.py", "encodings/sharing.py", "models/options.py"])
-def test_what_serves_all_methods_names_none(file):
-    text = (ROOT / "lrpe_fairseq" / file).read_text(encoding="utf-8")
-    methods = {re.split("[-_]", name)[0] for name in [*ENCODINGS, *options_of_encodings()]}
-    methods -= {"none", "lrpe", "transformer"}  # a word, the package, fairseq's models
-    named = [m for m in methods if re.search(rf"\b{m}\b|\b{m}_|--{m}", text, re.IGNORECASE)]
-    assert named == []
-
-
 def test_any_encoding_can_share_its_parameters(monkeypatch):
     monkeypatch.setitem(ENCODINGS, "toy", Toy)
     for shared in (True, False):
@@ -94,31 +79,6 @@ def test_any_encoding_can_share_its_parameters(monkeypatch):
         assert len(list(layers.parameters())) == (1 if shared else 3)
     with pytest.raises(NotImplementedError, match="no parameters to share"):
         build_encoding("none", 4, 1).share_with(build_encoding("none", 4, 1))
-
-
-def test_one_line_in_encodings_brings_options_departures_and_documentation():
-    code = (
-        "import sys\n"
-        "from lrpe_fairseq.encodings import ENCODINGS\n"
-        "from tests.encodings.toy import Toy\n"
-        "ENCODINGS['toy'] = Toy\n"
-        "from lrpe_fairseq import models\n"
-        "from fairseq import options\n"
-        "parser = options.get_training_parser()\n"
-        "given = ['x', '--arch', 'lrpe_lm', '--position-encoding', 'toy', '--toy-kind', 'right',\n"
-        "    '--fidelity', 'toy-doubled', '--task', 'language_modeling']\n"
-        "args = options.parse_args_and_arch(parser, given)\n"
-        "from lrpe_fairseq.models.options import encoding_options\n"
-        "print(encoding_options(args))\n"
-        "from lrpe_fairseq.experiments.report.marked import encodings_table, options_table\n"
-        "print('`toy`' in encodings_table(), '`--toy-kind {left,right}`' in options_table())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()
-    assert "'toy_kind': 'right'" in said[-2]
-    assert "toy-doubled" in said[-2]
-    assert said[-1] == "True True"
 
 
 def test_only_a_users_choice_loses_its_traceback(capsys):

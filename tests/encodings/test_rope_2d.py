@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from tests.references import score_matrix
 
 NAMES = ("rope-2d", "rope-2d-mixed")
 HEADS = 3
@@ -89,13 +88,3 @@ def test_mixed_frequencies_start_in_one_direction_per_head_and_in_the_orthogonal
     directions = first.angle()
     torch.testing.assert_close(directions, directions[:, :1].expand_as(directions))
     assert len(directions[:, 0].unique()) == HEADS
-
-
-def test_gradients_of_mixed_frequencies_equal_finite_differences():
-    encoding, (q, k) = encoding_of("rope-2d-mixed", 4, 3).double(), example(5, 4)
-    at = torch.tensor([0, 1, 4, 11, 20])
-
-    def scores(*_):
-        return score_matrix(encoding, q, k, at, at)
-
-    assert torch.autograd.gradcheck(scores, list(encoding.parameters()))

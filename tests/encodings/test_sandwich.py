@@ -26,7 +26,3 @@ def test_the_bias_is_that_of_the_equation(causal):
     expected = loop_bias(lambda h, s, t: by_equation(3, h, lag(s - t)), q_positions, k_positions, 3)
     found = bias_of(build(causal), q_positions, k_positions)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
-
-
-def test_it_has_no_parameters():
-    assert build().state_dict() == {}

@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.fidelity import parse_departures
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.encodings.spe_codes import BLOCK, ConvCode
 
@@ -281,8 +280,3 @@ def test_noise_at_evaluation_is_drawn_anew_under_its_departure(code):
     q, k = example(7)
     one, other = (encoding(q, k, torch.arange(7), torch.arange(7))[0] for _ in range(2))
     assert (one - other).abs().min() > 0
-
-
-def test_unknown_departures_are_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="spe-along-batch"):
-        parse_departures("spe-along-bath")

@@ -42,6 +42,15 @@ SMALL = (
     "--arch lrpe_lm_tiny --decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 "
     "--decoder-output-dim 32 --decoder-ffn-embed-dim 64"
 )
+
+
+def small_transformer(layers: int = 1, width: int = 32, inner: int = 32) -> str:
+    """Options of an encoder-decoder model with alike halves."""
+    sizes = {"layers": layers, "embed-dim": width, "ffn-embed-dim": inner}
+    halves = [f"--{half}-{k} {n}" for half in ("encoder", "decoder") for k, n in sizes.items()]
+    return " ".join(["--arch lrpe_transformer_tiny", *halves])
+
+
 TRAINING = (
     f"{TASK} --optimizer adam --lr 3e-3 --max-tokens 128 --required-batch-size-multiple 1 "
     "--num-workers 0 --cpu --no-epoch-checkpoints --log-format simple"

@@ -13,17 +13,13 @@ import pytest
 import torch
 from numpy.random import RandomState
 
-from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.experiments.commands import evaluate
 from lrpe_fairseq.experiments.data import corpus, examples
 from lrpe_fairseq.experiments.data.examples import BYTES, Examples
 from lrpe_fairseq.experiments.families.classification import ClassificationRun
-from lrpe_fairseq.experiments.families.plan import load_named, runs
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.runs import read_run
-from lrpe_fairseq.experiments.runner.training import Devices, TrainingRun
-from lrpe_fairseq.models.classifier import LRPEClassifierTinyConfig
+from lrpe_fairseq.experiments.runner.training import Devices
 from tests.end_to_end.commands import PLUGIN, last_loss, run, saved, side_by_side
 from tests.end_to_end.forked import ForkedChildren
 
@@ -204,63 +200,3 @@ def test_two_processes_train_a_classifier_as_one_with_twice_the_update_frequency
 
 
 # --- configurations and tables -----------------------------------------------------------------
-
-
-def supports(name: str, grid: str) -> bool:
-    """True if an encoding of the tiny model's heads can be built with this grid."""
-    heads = LRPEClassifierTinyConfig.encoder_attention_heads
-    width = LRPEClassifierTinyConfig.encoder_embed_dim // heads
-    try:
-        options = EncodingOptions(grid_width=8, position_grid=grid)
-        build_encoding(name, width, heads, options=options)
-    except ChoiceError:
-        return False
-    return True
-
-
-def test_a_row_of_images_lacks_the_grids_exactly_where_its_encoding_does() -> None:
-    table = load_named("images")
-    for row in table.rows:
-        for column in table.columns:
-            grid = column.overrides.get("model.position_grid", "flat")
-            if column.attention in row.attention and row.encoding != "none":
-                assert row.has(column) == supports(row.encoding, grid), (row.label, column.key)
-
-
-@functools.cache
-def planned(name: str) -> list[TrainingRun]:
-    table = load_named(name)
-    return [made for scale in table.scales for made in runs(table, scale, [1])]
-
-
-def test_encodings_that_have_a_length_are_given_that_of_the_images() -> None:
-    for made in planned("images"):
-        option = f"{made.position_encoding}_length"
-        if made.position_encoding in ("cosformer", "fope"):
-            settings = made.settings()
-            assert settings.model[option] == settings.task.max_positions
-
-
-@pytest.mark.parametrize("name", ["images", "listops", "tmlr-table4"])
-def test_every_run_of_a_table_sets_options_that_the_model_has(name: str) -> None:
-    overridden = (word.partition("=")[0] for made in planned(name) for word in made.overrides)
-    chosen = {key.removeprefix("model.") for key in overridden if key.startswith("model.")}
-    for made in {made.config: made for made in planned(name)}.values():
-        chosen |= {*made.yaml().model}
-    assert chosen - set(LRPEClassifierTinyConfig.__dataclass_fields__) == set()
-
-
-@pytest.mark.parametrize(
-    ("config", "examples"),
-    [
-        ("digits-small", 1077),
-        ("mnist5k", 3500),
-        ("mnist5k-patches", 3500),
-        ("listops-small", 20_000),
-        ("sst2-bytes", 65_349),
-    ],
-)
-def test_a_configuration_trains_whole_epochs(config: str, examples: int, tmp_path: Path) -> None:
-    settings = classification_run(tmp_path, tmp_path, config=config, overrides=()).settings()
-    batches = -(-examples // settings.dataset.batch_size)
-    assert settings.optimization.max_update % batches == 0

@@ -28,6 +28,7 @@ from tests.end_to_end.commands import (
     run_here,
     save,
     saved,
+    small_transformer,
     words,
 )
 
@@ -39,11 +40,7 @@ EVALUATION = (
 )
 PAIRS = (
     f"--user-dir {PLUGIN} --task translation -s en -t de --cpu --optimizer adam --max-tokens 128 "
-    "--arch lrpe_transformer_tiny "
-    + " ".join(
-        f"--{side}-layers 2 --{side}-embed-dim 32 --{side}-ffn-embed-dim 32"
-        for side in ("encoder", "decoder")
-    )
+    + small_transformer(layers=2)
 )
 
 

@@ -16,7 +16,7 @@ from fairseq.models import BaseFairseqModel
 from fairseq.tasks import FairseqTask
 from torch import Tensor
 
-from tests.end_to_end.cases import each_encoding_once, in_turn, sampled, usable
+from tests.end_to_end.cases import in_turn, sampled, usable
 from tests.end_to_end.commands import (
     PLUGIN,
     SMALL,
@@ -46,7 +46,6 @@ OPTIONS = {  # none of them the default, so that one that got lost is noticed
 SAVED_AT, UPDATES = 40, 80  # an epoch has 33 updates
 PROMPTS = ["w1 w2", "w3 w5 w7", "w9", "w4 w4 w4 w4 w4"]
 MAX_LENGTH = 16
-GREEDY = [("linear", "lrpe-type2"), ("linear", "permuteformer"), ("softmax", "transformer-xl")]
 
 
 # ---- train, kill -9, resume, evaluate, generate ----
@@ -184,18 +183,6 @@ def generate(model: BaseFairseqModel, task: FairseqTask, beam: int) -> list[list
     return task.inference_step(generator, [model], sample)
 
 
-def most_likely(model: BaseFairseqModel, task: FairseqTask, prompt: str) -> list[int]:
-    """The greedy continuation, each token by a forward pass over all before it."""
-    words = task.source_dictionary
-    tokens = words.encode_line(prompt, append_eos=False).tolist()
-    while len(tokens) < MAX_LENGTH and words.eos() not in tokens:
-        with torch.no_grad():
-            logits = model(torch.tensor([[words.eos(), *tokens]]))[0][0, -1]
-        logits[words.pad()] = -math.inf
-        tokens.append(int(logits.argmax()))
-    return tokens if words.eos() in tokens else [*tokens, words.eos()]
-
-
 @pytest.fixture(scope="session")
 def untrained(corpus: Corpus) -> Any:
     """Builds small models that differ in attention and encoding, in a moment each."""
@@ -220,18 +207,6 @@ def test_a_hypothesis_of_beam_search_has_the_score_of_full_context(
             expected = teacher_forced(model, task, hypothesis["tokens"])
             torch.testing.assert_close(hypothesis["positional_scores"], expected, rtol=0, atol=1e-4)
             assert float(hypothesis["score"]) == pytest.approx(expected.mean().item(), abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("attention_type", "encoding"),
-    sampled(list(dict.fromkeys([*GREEDY, *each_encoding_once()])), GREEDY),
-)
-def test_greedy_generation_takes_the_most_likely_token_of_full_context(
-    untrained: Any, attention_type: str, encoding: str
-) -> None:
-    model, task = untrained(attention_type, encoding)
-    for prompt, (hypothesis, *_) in zip(PROMPTS, generate(model, task, beam=1), strict=True):
-        assert hypothesis["tokens"].tolist() == most_likely(model, task, prompt)
 
 
 # ---- a checkpoint carries its options ----
@@ -343,17 +318,6 @@ def test_bf16_trains_and_keeps_the_learned_angles_in_float32(bf16: Path) -> None
     assert angles
     assert not angles & rounded
     assert "decoder.layers.0.self_attn.q_proj.weight" in rounded
-
-
-def test_a_resumed_training_in_bf16_is_the_uninterrupted_one_bit_for_bit(
-    corpus: Corpus, bf16: Path, tmp_path: Path
-) -> None:
-    half = bf16 / "checkpoint_1_10.pt"
-    resume = ["--restore-file", half, "--save-dir", tmp_path]
-    run(TRAIN, corpus.data, BF16, OPTIONS[bf16.name], *resume)
-    whole, resumed = (saved(folder / "checkpoint_last.pt") for folder in (half.parent, tmp_path))
-    for part in ("model", "last_optimizer_state"):
-        assert_same_tensors(whole[part], resumed[part])
 
 
 @pytest.mark.parametrize(

@@ -31,18 +31,15 @@ OPTIONS = {  # none of them the default
 }
 
 
-def masked_lm(corpus: Corpus, options: str) -> LRPERobertaModel:
-    return build(corpus, TASK, SMALL, options)[0].eval()
-
-
 @pytest.mark.parametrize(
     ("attention", "encoding"), sampled(usable("encoder-only"), in_turn("encoder-only"))
 )
 def test_a_padded_batch_and_its_single_sentences_have_the_same_logits(
     corpus: Corpus, attention: str, encoding: str
 ) -> None:
-    options = f"--attention-type {attention} --position-encoding {encoding}"
-    model = masked_lm(corpus, options)
+    _, task, config = build(corpus, TASK, SMALL)  # read once
+    config.model.attention_type, config.model.position_encoding = attention, encoding
+    model = task.build_model(config.model).eval()
     pad = model.encoder.dictionary.pad()
     generator = torch.Generator().manual_seed(0)
     sentences = [torch.randint(4, 24, (n,), generator=generator) for n in (20, 13, 1)]
@@ -79,7 +76,7 @@ def test_pretraining_learns_and_its_checkpoint_alone_restores_the_model(
         f"--position-encoding {config.model.position_encoding}" in OPTIONS[pretrained.parent.name]
     )
     assert saved(pretrained)["extra_state"]["best"] < 4.0  # log2 of 20 words is 4.3
-    typed = masked_lm(corpus, OPTIONS[pretrained.parent.name])
+    typed = build(corpus, TASK, SMALL, OPTIONS[pretrained.parent.name])[0].eval()
     typed.load_state_dict(saved(pretrained)["model"])
     tokens = torch.randint(4, 24, (2, 30))
     assert torch.equal(model(tokens)[0], typed(tokens)[0])

@@ -421,6 +421,7 @@ def interval_saves(trainings: dict[str, Path]) -> list[Path]:
     return list(trainings["whole"].glob("checkpoint_*_*.pt"))
 
 
+@pytest.mark.exhaustive  # what each process reads: above
 def test_two_processes_train_as_one_with_twice_the_update_frequency(
     corpus: Corpus, tmp_path: Path
 ) -> None:

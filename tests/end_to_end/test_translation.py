@@ -30,16 +30,13 @@ from lrpe_fairseq.experiments.records.runs import read_run
 from lrpe_fairseq.experiments.runner.training import RunFailed
 from lrpe_fairseq.models.translation import LRPETransformer
 from tests.end_to_end.cases import each_encoding_once, in_turn, sampled, usable
-from tests.end_to_end.commands import PLUGIN, built, load, run, run_here, save
+from tests.end_to_end.commands import PLUGIN, built, run, run_here, save, small_transformer
 from tests.end_to_end.forked import ForkedChildren
 
 pytestmark = pytest.mark.end_to_end
 
 TASK = f"--user-dir {PLUGIN} --task translation -s en -t de --cpu"
-SMALL = (
-    "--arch lrpe_transformer_tiny --encoder-layers 2 --decoder-layers 2 --encoder-embed-dim 32 "
-    "--decoder-embed-dim 32 --encoder-ffn-embed-dim 64 --decoder-ffn-embed-dim 64"
-)
+SMALL = small_transformer(layers=2, inner=64)
 TRAINING = (
     f"{TASK} --optimizer adam --lr 3e-3 --max-tokens 512 --num-workers 0 --no-epoch-checkpoints "
     "--log-format simple --criterion label_smoothed_cross_entropy --label-smoothing 0.1"
@@ -287,24 +284,6 @@ def test_the_three_ways_agree_on_what_was_learned(trained: Trained, pairs: Path)
     assert others == [expected, expected]
     right = [s.upper() == e for s, e in zip(trained.sentences, expected, strict=True)]
     assert sum(right) >= 4, expected
-
-
-def test_encodings_in_all_attention_replace_absolute_positions(
-    pairs: Path, trained: Trained
-) -> None:
-    best = trained.folder / "checkpoint_best.pt"
-    model, _, config = load(best)
-    assert config.model.cross.position_encoding == "ape"
-    assert len([name for name, _ in model.named_parameters() if "generator" in name]) == 1
-    options = f"--user-dir {PLUGIN} --path {best} --cpu --beam 4"
-    generate = f"{options} --max-len-b 12 --num-workers 0 --print-alignment"
-    output = run_here("fairseq_cli.generate", pairs, generate)
-    found = translations(output)
-    sentences = (pairs.parent / "test.en").read_text().splitlines()
-    right = [sentence.upper() == found[n] for n, sentence in enumerate(sentences)]
-    assert sum(right) > 0.8 * len(sentences), found
-    aligned = [line for line in output.splitlines() if line.startswith("A-")]
-    assert len(aligned) == len(sentences)
 
 
 def test_a_run_records_the_updates_of_the_checkpoints_that_it_averages(

@@ -5,6 +5,7 @@ in tests/conftest.py). ``native`` is in C++ for CPUs.
 """
 
 import copy
+from itertools import cycle
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from lrpe_fairseq.attention.tokens import Tokens
 from lrpe_fairseq.encodings import ENCODINGS, QueryKeyEncoding, build_encoding
 from lrpe_fairseq.encodings import base as encodings_base
 from lrpe_fairseq.kernels import encode, encode_cpu, loader
+from tests.end_to_end.cases import sampled
 from tests.pairwise import pairwise
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -108,7 +110,17 @@ def gradients(out, encoding, x):
     return torch.autograd.grad(out, [x, *encoding.parameters()], weights)
 
 
-@pytest.mark.parametrize(("name", "time", "kind"), pairwise(SERVED, [1, 32, 45], ["shared", "own"]))
+SHAPES = [(45, "own"), (32, "shared"), (1, "own"), (45, "shared"), (32, "own"), (1, "shared")]
+"""Numbers of tokens and whose the positions are."""
+
+
+@pytest.mark.parametrize(
+    ("name", "time", "kind"),
+    sampled(
+        [(name, *shape) for name in SERVED for shape in SHAPES],
+        [(name, *shape) for name, shape in zip(SERVED, cycle(SHAPES), strict=False)],
+    ),
+)
 def test_one_pass_gives_the_encoding_and_its_gradients(name, time, kind):
     assert_one_pass_is_the_encoding(name, time, kind)
 

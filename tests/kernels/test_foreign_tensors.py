@@ -9,10 +9,10 @@ from torch.func import functional_call
 
 from lrpe_fairseq.attention.linear import linear_attention, linear_attention_naive
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from tests.end_to_end.cases import usable
+from tests.end_to_end.cases import each_encoding_once
 
 WIDTH, HEADS = 16, 2
-PAIRS = [(name, attention_type) for attention_type, name in usable()]
+PAIRS = [(name, attention_type) for attention_type, name in each_encoding_once()]
 
 
 def module_of(name, attention_type, seed=0):

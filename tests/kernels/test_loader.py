@@ -1,6 +1,7 @@
 """How kernels are chosen, compiled, cached and loaded."""
 
 import ctypes
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -42,22 +43,16 @@ def test_it_is_compiled_once(fresh, quick, monkeypatch):
     assert isinstance(causal_cpu.library(), ctypes.CDLL)
 
 
-def test_four_processes_compile_at_once(tmp_path):
-    script = (
-        "import torch\n"
-        "from lrpe_fairseq.kernels import causal_cpu, loader\n"
-        "loader.FLAGS = (*loader.FLAGS, '-O0')\n"
-        "q = torch.rand(1, 2, 70, 16)\n"
-        "assert causal_cpu.library() is not None\n"
-        "out, _ = causal_cpu.causal_sums(q, q, q, 'normalized', None, 1e-6)\n"
-        "print(out.isfinite().all().item())"
-    )
-    environment = dict(os.environ, XDG_CACHE_HOME=str(tmp_path), OMP_NUM_THREADS="1")
-    command = [sys.executable, "-c", script]
-    options = {"env": environment, "stdout": subprocess.PIPE, "text": True}
-    together = [subprocess.Popen(command, **options) for _ in range(4)]
-    assert [process.communicate()[0].strip() for process in together] == ["True"] * 4
-    assert len(list((tmp_path / "lrpe_fairseq").iterdir())) == 1
+def sums_are_finite(_: int) -> bool:
+    q = torch.rand(1, 2, 70, 16)
+    assert causal_cpu.library() is not None
+    return causal_cpu.causal_sums(q, q, q, "normalized", None, 1e-6)[0].isfinite().all().item()
+
+
+def test_four_processes_compile_at_once(fresh, quick):
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        assert pool.map(sums_are_finite, range(4), chunksize=1) == [True] * 4
+    assert len(list(fresh.iterdir())) == 1
 
 
 def test_the_cache_is_for_the_user_alone(fresh, quick):
@@ -71,7 +66,7 @@ def test_the_cache_is_for_the_user_alone(fresh, quick):
     assert library.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.5, 0.999])
+@pytest.mark.parametrize("kept", [0.0, 0.999])
 def test_a_library_that_was_cut_off_is_compiled_again(kept, fresh, quick):
     library = loader._library(SOURCE)
     content = library.read_bytes()
@@ -251,7 +246,7 @@ def test_without_a_usable_cache_folder_kernels_are_compiled_elsewhere(
 
 
 @pytest.mark.parametrize("size", [16, 32, 64])
-def test_vectors_of_every_processor_give_the_same(size, fresh, monkeypatch):
+def test_vectors_of_every_processor_give_the_same(size, fresh, quick, monkeypatch):
     inputs = torch.rand(3, 2, 2, 70, 24, dtype=torch.float64).unbind()
     encoding, x = build_encoding("lrpe-type5", 24, 2), torch.randn(2, 2, 70, 24)
     positions = torch.arange(70)
@@ -276,7 +271,7 @@ def test_every_read_and_write_is_inside_its_arrays(tmp_path):
         "import torch\n"
         "from lrpe_fairseq.kernels import causal_cpu as native, loader\n"
         "from lrpe_fairseq.encodings import build_encoding\n"
-        "loader.FLAGS = (*loader.FLAGS, '-fsanitize=address', '-O1')\n"
+        "loader.FLAGS = (*loader.FLAGS, '-fsanitize=address', '-O0')\n"
         "for keys, values, length in ((6, 3, 70), (16, 16, 32), (34, 17, 300)):\n"
         "    shapes = [(1, 2, length, n) for n in (keys, keys, values)]\n"
         "    q, k, v = (torch.rand(s, requires_grad=True) for s in shapes)\n"

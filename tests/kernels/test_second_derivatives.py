@@ -12,10 +12,13 @@ from lrpe_fairseq.encodings.cores import phases, rotate_pairs
 from lrpe_fairseq.encodings.permutations import permute
 from lrpe_fairseq.encodings.projections import reflect
 from lrpe_fairseq.kernels import causal, causal_cpu, encode, encode_cpu
-from tests.end_to_end.cases import usable
+from tests.end_to_end.cases import each_encoding_once, sampled, usable
 
 WIDTH, HEADS, TIME = 8, 2, 5
-PAIRS = [(name, attention_type) for attention_type, name in usable()]
+PAIRS = sampled(
+    [(name, attention_type) for attention_type, name in usable()],
+    [(name, attention_type) for attention_type, name in each_encoding_once()],
+)
 
 
 def module_of(name, attention_type, dtype=torch.float64):
