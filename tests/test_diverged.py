@@ -8,8 +8,7 @@ import pytest
 from lrpe_fairseq.experiments.families import lm
 from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.fairseq_log import Curve
-from lrpe_fairseq.experiments.records.runs import read_run, write_run
-from lrpe_fairseq.experiments.runner.recording import first_number
+from lrpe_fairseq.experiments.records.runs import first_number, read_run, write_run
 from tests.test_experiments import INNER, VALID, a_record
 
 EVALUATED = "Evaluated 1,000 tokens in 1s\n{}Loss (base 2): {}, Perplexity: {}"

@@ -23,11 +23,12 @@ from fairseq.models import MODEL_REGISTRY
 from omegaconf import OmegaConf
 from torch import nn
 
+from lrpe_fairseq.experiments import families
 from lrpe_fairseq.experiments.commands import run_table
 from lrpe_fairseq.experiments.data import folders, synthetic
 from lrpe_fairseq.experiments.data.corpus import SPLITS
 from lrpe_fairseq.experiments.data.synthetic import Recipe
-from lrpe_fairseq.experiments.families import FAMILIES, family_of, lm, plan
+from lrpe_fairseq.experiments.families import FAMILIES, family_of, lm
 from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, keys
@@ -41,7 +42,6 @@ from lrpe_fairseq.experiments.runner import (
     devices,
     identity,
     processes,
-    recording,
     schedule,
 )
 from lrpe_fairseq.experiments.runner.devices import Devices
@@ -89,7 +89,7 @@ def events(tmp_path):
 @functools.cache
 def planned(table, scale):
     """The runs of a table at a scale, with seed 1."""
-    return plan.runs(table, scale, [1])
+    return families.runs(table, scale, [1])
 
 
 every_scale = pytest.mark.parametrize(
@@ -128,8 +128,8 @@ def trained(run, **changes):
 
 
 def test_table_2_becomes_one_run_for_every_row_attention_type_and_seed():
-    table = plan.load_named("table2")
-    runs = plan.runs(table, "small", [1, 2])
+    table = families.load_named("table2")
+    runs = families.runs(table, "small", [1, 2])
     wanted = {
         (row.encoding, attention, seed)
         for row, seed in itertools.product(table.rows, (1, 2))
@@ -161,7 +161,7 @@ def test_the_settings_of_a_planned_run_have_the_key_of_its_cell(table, scale):
         (run, *_) = family_of(config).of_cell(table, cell, scale, config, 1)
         if isinstance(run, FinetuningRun):  # the checkpoint has the options of the model
             continue
-        planned = recording.settings_of(trained(run))
+        planned = run_files.settings_of(trained(run))
         found = keys.key(table, {**planned, "dataset": cell.dataset, "scale": scale})
         assert found == cell.key, run.name
 
@@ -214,11 +214,11 @@ def test_a_split_that_is_not_there_is_noticed_before_anything_is_trained(one_run
 
 
 def test_a_cell_that_another_table_has_too_is_trained_there():
-    runs = plan.runs(plan.load_named("table5"), "small", [1])
+    runs = families.runs(families.load_named("table5"), "small", [1])
     homes = {run.position_encoding: run.experiment for run in runs}
     assert homes["lrpe-type2"] == homes["lrpe-type6"] == "table2"
     assert homes["lrpe:identity:rotation-learned"] == "table5"
-    results = {run.result for run in plan.runs(plan.load_named("table2"), "small", [1])}
+    results = {run.result for run in families.runs(families.load_named("table2"), "small", [1])}
     assert {run.result for run in runs if run.experiment == "table2"} <= results
 
 
@@ -226,7 +226,7 @@ def test_a_table_without_the_scale_trains_no_cell_of_another():
     homes = {
         scale: {
             run.label: run.experiment
-            for run in plan.runs(plan.load_named(name), scale, [1])
+            for run in families.runs(families.load_named(name), scale, [1])
             if "wikitext" in run.data.name
         }
         for name, scale in (("tmlr-table2", "small"), ("tmlr-table2", "paper"))
@@ -240,7 +240,7 @@ def test_on_books_only_rows_with_equal_absolute_positions_are_shared():
     shared = {
         name: {
             (run.label, run.settings().model.no_token_positional_embeddings)
-            for run in plan.runs(plan.load_named(name), "books", [1])
+            for run in families.runs(families.load_named(name), "books", [1])
             if run.experiment == "books"
         }
         for name in ("table2", "tmlr-table2")
@@ -250,11 +250,11 @@ def test_on_books_only_rows_with_equal_absolute_positions_are_shared():
 
 
 def test_what_a_row_or_a_column_changes_reaches_the_command():
-    runs = plan.runs(plan.load_named("table2"), "paper", [3])
+    runs = families.runs(families.load_named("table2"), "paper", [3])
     type8 = next(run for run in runs if run.label == "Type8")
     assert "++optimization.clip_norm=1.0" in type8.command()
     assert "++common.seed=3" in type8.command()
-    normalizers = plan.runs(plan.load_named("normalizers"), "small", [1])
+    normalizers = families.runs(families.load_named("normalizers"), "small", [1])
     type2 = {run.overrides for run in normalizers if run.position_encoding == "lrpe-type2"}
     assert type2 == {
         (),
@@ -327,7 +327,7 @@ def test_the_title_of_a_mean_chooses_the_columns_that_it_averages():
 
 def chosen(arguments):
     options = run_table._parse(arguments)
-    table = plan.load_named(options.table)
+    table = families.load_named(options.table)
     options.scale = run_table.usual_scale(table)
     return run_table._select(table, options)
 
@@ -836,4 +836,4 @@ def test_the_number_of_a_run_is_its_metric_and_not_how_much_was_scored():
         ({"valid": {"blocks": {"loss": 5.0, "ppl": 32.0}}}, "valid blocks ppl 32.00"),
         ({"valid": {"beam": {"sentences": 3, "bleu": 7.5}}}, "valid beam bleu 7.50"),
     ):
-        assert recording.first_number(metrics) == number
+        assert run_files.first_number(metrics) == number

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from lrpe_fairseq.experiments import families
 from lrpe_fairseq.experiments.commands import run_table
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import glue
 from lrpe_fairseq.experiments.data import pieces as tokenizers
 from lrpe_fairseq.experiments.data.pieces import GPT2, tokenizer_of
-from lrpe_fairseq.experiments.families import finetuning, plan
+from lrpe_fairseq.experiments.families import finetuning
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.runner.processes import RunFailed
@@ -228,7 +229,7 @@ FINE_TUNED = {"tmlr-table1": "paper", "table3": "paper", "finetuning-rate": "sma
 
 @pytest.mark.parametrize("name", FINE_TUNED)
 def test_without_its_checkpoint_a_run_names_the_command_that_makes_it(name, tmp_path):
-    every = plan.runs(plan.load_named(name), FINE_TUNED[name], [1])
+    every = families.runs(families.load_named(name), FINE_TUNED[name], [1])
     for checkpoint, run in {run.checkpoint: run for run in every}.items():
         absent = replace(run, checkpoint=tmp_path / checkpoint.relative_to(ROOT))
         given = absent.checkpoint, absent.data, absent.glue_task, absent.remedy()
@@ -237,7 +238,7 @@ def test_without_its_checkpoint_a_run_names_the_command_that_makes_it(name, tmp_
             finetuning.require_match(*given)
         script, *words = shlex.split(run.made_by)
         chosen = run_table._parse(words)
-        (trained,) = run_table._select(plan.load_named(chosen.table), chosen)
+        (trained,) = run_table._select(families.load_named(chosen.table), chosen)
         assert (ROOT / script).exists()
         assert trained.checkpoints / checkpoints.BEST == checkpoint
 
@@ -245,7 +246,7 @@ def test_without_its_checkpoint_a_run_names_the_command_that_makes_it(name, tmp_
 def test_a_run_file_whose_checkpoint_is_gone_is_named_because_its_table_skips_the_run(
     tmp_path, monkeypatch
 ):
-    run = plan.runs(plan.load_named("table3"), "paper", [1])[0]
+    run = families.runs(families.load_named("table3"), "paper", [1])[0]
     trained = run.checkpoint.parents[1]
     monkeypatch.setattr(finetuning, "ROOT", tmp_path)
     result = tmp_path / "results" / "runs" / trained.parent.name / f"{trained.name}.json"

@@ -21,7 +21,7 @@ from PIL import Image
 from torch import nn
 
 from lrpe_fairseq.errors import Refusal
-from lrpe_fairseq.experiments.families import plan
+from lrpe_fairseq.experiments import families
 from lrpe_fairseq.experiments.records.files import CONFIGS, load_config
 from lrpe_fairseq.image_files import in_eight_bits, read_image
 from lrpe_fairseq.models.classifier import LRPEClassifier, LRPEClassifierTinyConfig
@@ -93,7 +93,7 @@ def test_the_configuration_of_imagenet_builds_the_model_of_every_cell_of_its_tab
     known = load_config(CONFIGS / "classification" / "vit-imagenet.yaml")
     task = task_of_images(known.task.image_size, known.task.num_classes)
     assert known.model._name == "lrpe_vit"
-    for run in plan.runs(plan.load_named("tmlr-table3"), "paper", [1]):
+    for run in families.runs(families.load_named("tmlr-table3"), "paper", [1]):
         model = {key: value for key, value in run.settings().model.items() if key != "_name"}
         options = OmegaConf.merge(OmegaConf.structured(LRPEViTConfig), model)
         with torch.device("meta"):

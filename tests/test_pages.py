@@ -25,7 +25,7 @@ from fairseq import options
 
 import lrpe_fairseq.models  # noqa: F401  (registers the archs)
 from lrpe_fairseq.experiments.commands import evaluate, run_table, train_row
-from lrpe_fairseq.experiments.families.plan import load_named
+from lrpe_fairseq.experiments.families import load_named
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("data-prep/*/README.md")])

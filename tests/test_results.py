@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lrpe_fairseq.encodings import encoding_class
-from lrpe_fairseq.experiments.families import plan
+from lrpe_fairseq.experiments import families
 from lrpe_fairseq.experiments.records import keys
 from lrpe_fairseq.experiments.records.layout import Column, load_table, load_tables
 from lrpe_fairseq.experiments.records.runs import (
@@ -498,7 +498,7 @@ def test_a_column_with_for_stands_for_every_combination(root):
 def test_the_runs_of_a_table_change_the_half_that_is_not_fixed():
     for name, own, fixed in [("table4", "encoder", "decoder"), ("decoders", "decoder", "encoder")]:
         table = load_table(ROOT / "configs" / "tables" / f"{name}.yaml")
-        for run in plan.runs(table, "small", [1]):
+        for run in families.runs(table, "small", [1]):
             chosen = run.encoding_choices()
             assert chosen[f"model.{own}.position_encoding"] == run.position_encoding
             assert chosen[f"model.{own}.attention_type"] == run.attention_type

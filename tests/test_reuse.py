@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from lrpe_fairseq.experiments import families
 from lrpe_fairseq.experiments.commands import evaluate
-from lrpe_fairseq.experiments.families import plan
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.families.translation import TranslationRun
 from lrpe_fairseq.experiments.records import checkpoints, keys
@@ -65,7 +65,7 @@ def table(tmp_path: Path) -> Any:
 
 
 def test_rows_of_equal_methods_are_trained_once(table) -> None:
-    runs = plan.runs(table(), "small", [1])
+    runs = families.runs(table(), "small", [1])
     labels = [(run.label, run.config) for run in runs]
     both = ("wikitext2", "wikitext103")
     assert labels == [(label, config) for label in ("Base", "Type2") for config in both]
@@ -83,7 +83,7 @@ def test_a_run_of_another_name_of_its_method_is_finished(tmp_path: Path) -> None
 
 
 def test_a_column_trains_with_its_own_configuration(table) -> None:
-    runs = plan.runs(replace(table(), rows=table().rows[:1]), "small", [1])
+    runs = families.runs(replace(table(), rows=table().rows[:1]), "small", [1])
     assert [(run.config, run.data.name) for run in runs] == [
         ("wikitext2", "wikitext-2-bpe"),
         ("wikitext103", "wikitext-103-word"),
@@ -95,7 +95,7 @@ def test_a_column_trains_with_its_own_configuration(table) -> None:
 
 
 def test_a_run_is_evaluated_as_the_columns_that_it_fills_show(table) -> None:
-    small, large = plan.runs(replace(table(), rows=table().rows[:1]), "small", [1])
+    small, large = families.runs(replace(table(), rows=table().rows[:1]), "small", [1])
     assert small.evaluations == (("valid", "blocks"), ("valid", "blocks-512"))
     assert large.evaluations == (("test", "blocks"),)
 
@@ -108,7 +108,7 @@ def test_a_shared_run_has_the_evaluations_of_both_tables(table) -> None:
         columns=[replace(column, dataset="") for column in own.columns[:2]],
         rows=own.rows[:1],
     )
-    (run,) = plan.runs(first, "small", [1])
+    (run,) = families.runs(first, "small", [1])
     assert run.experiment == "table2"
     assert run.evaluations == (("valid", "blocks"), ("test", "blocks"), ("valid", "blocks-512"))
 
@@ -136,13 +136,13 @@ def test_a_column_without_a_data_set_shows_those_that_no_other_column_names(tabl
 
 def test_a_column_whose_data_are_not_its_configurations_is_refused(table, monkeypatch) -> None:
     other = table("dataset: wikitext-103-word", "dataset: wikitext-103-gpt2")
-    plan.runs(other, "small", [1])  # unknown until the data are prepared
-    monkeypatch.setattr(plan.folders, "is_prepared", lambda data: True)
-    monkeypatch.setattr(plan.folders, "dataset_name", lambda data: data.name)
+    families.runs(other, "small", [1])  # unknown until the data are prepared
+    monkeypatch.setattr(families.folders, "is_prepared", lambda data: True)
+    monkeypatch.setattr(families.folders, "dataset_name", lambda data: data.name)
     with pytest.raises(
         ValueError, match="trains on wikitext-103-word, but its column has the data"
     ):
-        plan.runs(other, "small", [1])
+        families.runs(other, "small", [1])
 
 
 def test_options_are_shared_within_a_data_set(table) -> None:

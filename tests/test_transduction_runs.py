@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from lrpe_fairseq.experiments import families
 from lrpe_fairseq.experiments.data import transduction as data
 from lrpe_fairseq.experiments.data.transduction import Recipe
-from lrpe_fairseq.experiments.families import generated, plan
+from lrpe_fairseq.experiments.families import generated
 from lrpe_fairseq.experiments.families.generated import METRICS, TransductionRun
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import CONFIGS, load_config
@@ -157,9 +158,9 @@ def test_a_run_trains_and_is_measured_from_data_to_run_file(runs, tmp_path: Path
 
 @pytest.mark.parametrize("name", ["ape-sequences", "ape-trees"])
 def test_every_cell_of_a_table_has_its_own_run_on_data_of_the_scale(name: str) -> None:
-    table = plan.load_named(name)
+    table = families.load_named(name)
     for scale in table.scales:
-        made = plan.runs(table, scale, [1])
+        made = families.runs(table, scale, [1])
         assert len({run.result for run in made}) == len(made) == len(cells(table.at(scale)))
         assert {run.data.name.rpartition("-")[2] for run in made} == {scale}
         for run in made:

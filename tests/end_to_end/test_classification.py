@@ -18,8 +18,8 @@ from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.experiments.commands import evaluate
 from lrpe_fairseq.experiments.data import corpus, examples
 from lrpe_fairseq.experiments.data.examples import BYTES, Examples
+from lrpe_fairseq.experiments.families import load_named, runs
 from lrpe_fairseq.experiments.families.classification import ClassificationRun
-from lrpe_fairseq.experiments.families.plan import load_named, runs
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.runs import read_run
 from lrpe_fairseq.experiments.runner.training import Devices, TrainingRun

@@ -19,9 +19,8 @@ from lrpe_fairseq.attention.multihead import ATTENTION_TYPES
 from lrpe_fairseq.experiments.commands import evaluate, train_row
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import glue, pieces
-from lrpe_fairseq.experiments.families import finetuning
+from lrpe_fairseq.experiments.families import finetuning, load_named, runs
 from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
-from lrpe_fairseq.experiments.families.plan import load_named, runs
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.runs import read_run

@@ -22,7 +22,7 @@ from lrpe_fairseq.experiments.data import corpus, folders, glue
 from lrpe_fairseq.experiments.families import classification, preparation_of, translation
 from lrpe_fairseq.experiments.families import lm as language_models
 from lrpe_fairseq.experiments.families.translation import Decoding
-from lrpe_fairseq.experiments.records import bases, checkpoints
+from lrpe_fairseq.experiments.records import checkpoints, runs
 from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import (
     first_shard,
@@ -32,7 +32,7 @@ from lrpe_fairseq.experiments.records.files import (
 )
 from lrpe_fairseq.experiments.records.protocols import BLOCKS, DOCUMENTS, FORMS, SLIDING, Protocol
 from lrpe_fairseq.experiments.records.runs import Run, environment, read_run, write_run
-from lrpe_fairseq.experiments.runner import recording, scoring
+from lrpe_fairseq.experiments.runner import scoring
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children
 from lrpe_fairseq.experiments.runner.training import shell
@@ -387,10 +387,10 @@ def record(
     state = checkpoints.load(checkpoint)
     return {
         CHECKPOINT: corpus.digest(evaluated or checkpoint),
-        "experiment": bases.BY_HAND,
-        "scale": bases.BY_HAND,
+        "experiment": runs.BY_HAND,
+        "scale": runs.BY_HAND,
         "dataset": folders.dataset_name(data),
-        **recording.settings_of(checkpoints.options(state)),
+        **runs.settings_of(checkpoints.options(state)),
         "evaluated_update": checkpoints.updates(state),
         "metrics": metrics,
         "protocol": protocol,
@@ -398,7 +398,7 @@ def record(
         "wall_seconds": checkpoints.seconds(state),
         "data": folders.checksums(data, set(metrics)),
         **environment(),
-        **recording.provenance(checkpoint.absolute().parent.parent),
+        **runs.provenance(checkpoint.absolute().parent.parent),
     }
 
 
@@ -430,7 +430,7 @@ def _with_earlier(out: Path, run: Run, data: Path) -> Run:
         split: {n: m for n, m in own.items() if n not in run["metrics"].get(split, {})}
         for split, own in known["metrics"].items()
     }
-    return recording.with_evaluations({**known, "metrics": metrics}, run, run["data"])
+    return runs.with_evaluations({**known, "metrics": metrics}, run, run["data"])
 
 
 def _speed(state: dict[str, Any]) -> float:

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lrpe_fairseq.experiments import report
-from lrpe_fairseq.experiments.families.plan import load_named, runs, with_columns, with_data
-from lrpe_fairseq.experiments.records import bases
+from lrpe_fairseq.experiments.families import load_named, runs, with_columns, with_data
 from lrpe_fairseq.experiments.records.console import FAILED, clock, command
 from lrpe_fairseq.experiments.records.files import ROOT, relative, require_writable, written_whole
 from lrpe_fairseq.experiments.records.layout import Table
+from lrpe_fairseq.experiments.records.runs import bases_in
 from lrpe_fairseq.experiments.runner import schedule, slurm
 from lrpe_fairseq.experiments.runner.devices import Devices, divided
 from lrpe_fairseq.experiments.runner.processes import grace
@@ -110,7 +110,7 @@ def _pack(target: Path, results: Sequence[Path], logs: Sequence[Path] = ()) -> N
     """Write run files, with the bases of their configurations, and logs to a tar, whole."""
     homes = sorted({path.parent for path in results})
     with written_whole(target, "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
-        for path in (*results, *(base for home in homes for base in bases.all_in(home)), *logs):
+        for path in (*results, *(base for home in homes for base in bases_in(home)), *logs):
             tar.add(path, relative(path))
 
 

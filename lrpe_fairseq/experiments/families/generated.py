@@ -16,8 +16,7 @@ from lrpe_fairseq.experiments.data import synthetic, transduction
 from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.families.translation import EncoderDecoderRun
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED, Curve
-from lrpe_fairseq.experiments.records.keys import Evaluations
-from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.records.runs import Evaluations, Run
 from lrpe_fairseq.experiments.runner.processes import RunFailed
 from lrpe_fairseq.experiments.runner.training import Shell, TrainingRun, parse_validation
 

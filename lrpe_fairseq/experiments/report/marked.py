@@ -21,7 +21,7 @@ from lrpe_fairseq.encodings import (
     encoding_class,
 )
 from lrpe_fairseq.encodings.fidelity import DEPARTURES
-from lrpe_fairseq.experiments.report import choosing, frame, markdown, portraits, quickstart
+from lrpe_fairseq.experiments.report import choosing, frame, markdown, plots, quickstart
 from lrpe_fairseq.experiments.report.pages import verdict
 
 PORTRAITS = "docs/figures/encodings"
@@ -50,7 +50,7 @@ def pages(root: Path) -> dict[str, str]:
 def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
     """Return a picture for every name of ENCODINGS, and the quickstart's perplexities as dots."""
     drawn = [name for name in ENCODINGS if frame.public_name(name) == name]
-    found = {f"{PORTRAITS}/{name}.png": partial(portraits.draw, name) for name in drawn}
+    found = {f"{PORTRAITS}/{name}.png": partial(plots.portrait, name) for name in drawn}
     runs = quickstart.published(root / quickstart.RUNS)
     return {**found, **({QUICKSTART: partial(quickstart.dots, runs=runs)} if runs else {})}
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments.data import folders
-from lrpe_fairseq.experiments.records import checkpoints, fairseq_log
+from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, runs
 from lrpe_fairseq.experiments.records.console import clock
 from lrpe_fairseq.experiments.records.fairseq_log import Curve
 from lrpe_fairseq.experiments.records.files import (
@@ -32,11 +32,11 @@ from lrpe_fairseq.experiments.records.files import (
     load_config,
     relative,
 )
-from lrpe_fairseq.experiments.records.keys import RATE, WORLD, Cell, Evaluations
+from lrpe_fairseq.experiments.records.keys import RATE, WORLD, Cell
 from lrpe_fairseq.experiments.records.layout import Table
-from lrpe_fairseq.experiments.records.runs import Run, environment, read_run, write_run
+from lrpe_fairseq.experiments.records.runs import Evaluations, Run, environment, read_run, write_run
 from lrpe_fairseq.experiments.runner import devices as machine
-from lrpe_fairseq.experiments.runner import identity, processes, recording
+from lrpe_fairseq.experiments.runner import identity, processes
 from lrpe_fairseq.experiments.runner.devices import BIN, Devices
 from lrpe_fairseq.experiments.runner.processes import Children, Diverged, RunFailed, run_child
 
@@ -329,7 +329,7 @@ class TrainingRun(ABC):
     def outcome(self) -> str:
         """Return the first metric of the run file, or the best so far and the remaining time."""
         if self.finished():
-            return recording.first_number(read_run(self.result)["metrics"])
+            return runs.first_number(read_run(self.result)["metrics"])
         log = fairseq_log.read_training_log(self.log)
         best, left = log.best(self.curve), log.seconds_left(self.max_update())
         metric = self.curve.metric.replace("_", " ")
@@ -348,7 +348,7 @@ class TrainingRun(ABC):
         allowed = seen <= self.max_update()  # a longer training is fine
         longer = {"optimization.max_update"} if allowed else set()
         changed = sorted(self.differences(config) - longer)
-        changed += [f"data ({part})" for part in self.other_data(recording.usage(self.folder))]
+        changed += [f"data ({part})" for part in self.other_data(runs.usage(self.folder))]
         if changed:
             checkpoints.remove_all(self.checkpoints)
             say(f"{', '.join(changed)} changed, so training starts over")
@@ -396,7 +396,7 @@ class TrainingRun(ABC):
             return False
         say(f"evaluating {named}; nothing is trained")
         measured = replace(self, evaluations=missing).measure(run)
-        write_run(self.result, recording.with_evaluations(known, measured, self.data_checksums()))
+        write_run(self.result, runs.with_evaluations(known, measured, self.data_checksums()))
         return True
 
     def _require_training_of(self, known: Run) -> None:
@@ -449,20 +449,20 @@ class TrainingRun(ABC):
             if not seen:
                 self.log.unlink(missing_ok=True)
                 checkpoints.remember_dictionaries(self.checkpoints, self.data)
-            recording.begin_part(self.folder, self.data_checksums(), resumed=seen > 0)
+            runs.begin_part(self.folder, self.data_checksums(), resumed=seen > 0)
         return seen
 
     def lost(self) -> Run:
         """Return what :meth:`measure` returns, for a training that diverged."""
         crash = checkpoints.load(self.checkpoints / checkpoints.CRASH)
-        return recording.diverged(checkpoints.updates(crash), self.evaluations)
+        return runs.diverged(checkpoints.updates(crash), self.evaluations)
 
     def record(self, measured: Run, threads: int) -> Run:
         """Return the run file; ``measured`` is the result of :meth:`measure` or :meth:`lost`.
 
         Raises: RunFailed if the data have changed since the start of the training.
         """
-        if changed := self.other_data(recording.usage(self.folder)):
+        if changed := self.other_data(runs.usage(self.folder)):
             raise RunFailed(
                 f"{relative(self.data)} has changed since the training began ({', '.join(changed)})"
             )
@@ -480,7 +480,7 @@ class TrainingRun(ABC):
             "label": self.label,
             "scale": self.scale,
             "dataset": folders.dataset_name(self.data),
-            **recording.settings_of(checkpoints.options(best)),
+            **runs.settings_of(checkpoints.options(best)),
             **({} if lost else {"evaluated_update": checkpoints.updates(best)}),
             **measured,
             "wall_seconds": checkpoints.seconds(last),
@@ -489,7 +489,7 @@ class TrainingRun(ABC):
             **{name: value for name, value in optional.items() if value is not None},
             "data": self.data_checksums(),
             **environment(),
-            **recording.provenance(self.folder),
+            **runs.provenance(self.folder),
         }
 
 
