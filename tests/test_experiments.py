@@ -34,7 +34,6 @@ from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, keys
 from lrpe_fairseq.experiments.records import runs as run_files
 from lrpe_fairseq.experiments.records.console import UserError
-from lrpe_fairseq.experiments.records.fairseq_log import Curve
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, configurations, load_config
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import read_run, write_run
@@ -398,7 +397,7 @@ def test_a_resumed_training_has_one_curve_and_the_speed_of_its_steady_part(tmp_p
     again = [INNER.format(920, 30), INNER.format(50, 40), VALID.format(69, 40)]
     log.write_text("\n".join([*first, *killed, *again]))
     found = fairseq_log.read_training_log(log)
-    assert found.curve(Curve("valid_ppl", "lower")) == [
+    assert found.curve("valid_ppl") == [
         {"updates": 20, "tokens": 20 * 2048, "valid_ppl": 80.0},
         {"updates": 40, "tokens": 40 * 2048, "valid_ppl": 69.0},
     ]

@@ -5,7 +5,6 @@ import io
 import json
 import math
 import random
-import re
 import shlex
 import zipfile
 from dataclasses import replace
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lrpe_fairseq.experiments import families
-from lrpe_fairseq.experiments.commands import run_table
+from lrpe_fairseq.experiments.commands import train_row
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import glue
 from lrpe_fairseq.experiments.data import pieces as tokenizers
@@ -232,27 +231,11 @@ def test_without_its_checkpoint_a_run_names_the_command_that_makes_it(name, tmp_
     every = families.runs(families.load_named(name), FINE_TUNED[name], [1])
     for checkpoint, run in {run.checkpoint: run for run in every}.items():
         absent = replace(run, checkpoint=tmp_path / checkpoint.relative_to(ROOT))
-        given = absent.checkpoint, absent.data, absent.glue_task, absent.remedy()
-        said = f"checkpoint_best.pt does not exist: pre-train it first, with {run.made_by}"
-        with pytest.raises(RunFailed, match=re.escape(said)):
-            finetuning.require_match(*given)
-        script, *words = shlex.split(run.made_by)
-        chosen = run_table._parse(words)
-        (trained,) = run_table._select(families.load_named(chosen.table), chosen)
-        assert (ROOT / script).exists()
+        with pytest.raises(RunFailed, match=r"checkpoint_best\.pt does not exist") as refused:
+            absent.require_inputs()
+        words = shlex.split(str(refused.value).partition("train_row ")[2])
+        trained = train_row._run(train_row._parse(words))
         assert trained.checkpoints / checkpoints.BEST == checkpoint
-
-
-def test_a_run_file_whose_checkpoint_is_gone_is_named_because_its_table_skips_the_run(
-    tmp_path, monkeypatch
-):
-    run = families.runs(families.load_named("table3"), "paper", [1])[0]
-    trained = run.checkpoint.parents[1]
-    monkeypatch.setattr(finetuning, "ROOT", tmp_path)
-    result = tmp_path / "results" / "runs" / trained.parent.name / f"{trained.name}.json"
-    result.parent.mkdir(parents=True)
-    result.write_text("{}")
-    assert run.remedy() == f"{run.made_by}; delete {result} before, or the run is skipped"
 
 
 def test_subsets_are_named_in_the_protocol():

@@ -36,9 +36,6 @@ class LMRun(TrainingRun):
         "gutenberg": "data-prep/gutenberg/prepare.py",
         "gutenberg-first-1": "data-prep/gutenberg/prepare.py --shards 1",
     }
-    without_download: ClassVar[frozenset[str]] = frozenset(
-        {"books", "gutenberg", "gutenberg-first-1"}
-    )
     next_step: ClassVar[str] = "evaluate with: scripts/eval_lm.sh {best} {data}"
     evaluations: Evaluations = EVERYTHING
 

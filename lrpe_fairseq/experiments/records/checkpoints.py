@@ -2,13 +2,11 @@
 
 A training stores the checksums of its dictionaries next to its checkpoints
 (:func:`remember_dictionaries`), so that no checkpoint is evaluated with other ones. For a
-checkpoint without them, the dictionary in the data folder of its training is compared; if that was
-deleted, only the number of words is compared.
+checkpoint without them, only the number of words is compared.
 """
 
 import hashlib
 import math
-import pickle
 import re
 import shutil
 import zipfile
@@ -20,7 +18,6 @@ from typing import Any
 import torch
 
 from lrpe_fairseq.experiments.records.files import (
-    ROOT,
     first_shard,
     read_json,
     write_json,
@@ -57,19 +54,15 @@ def load(path: Path) -> dict[str, Any]:
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist")
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder: name a checkpoint in it, such as {path / BEST}")
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} does not load: it is truncated, or not a checkpoint")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError:
+    except Exception as error:  # torch raises various types
         raise ValueError(
-            f"{path} does not load: it is damaged, or contains Python objects that could run code"
+            f"{path} does not load: it is damaged, or contains Python objects that could run code "
+            f"({type(error).__name__})"
         ) from None
-    except Exception as error:  # torch raises various types for a truncated file
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"{path} does not load: {reason[0]}") from None
     if not isinstance(state, dict) or "optimizer_history" not in state or not state.get("cfg"):
         raise ValueError(f"{path} is not a checkpoint of fairseq-train")
     return state
@@ -258,14 +251,11 @@ def same_dictionary(
     weight = state["model"].get(embedding)
     if weight is not None and len(dictionary_words(dictionary)) + SPECIALS + added != len(weight):
         return False
-    name = name or dictionary.name
-    kept = read_json(checkpoint.with_name(DICTIONARIES)).get(name)
-    there = ROOT / str(options(state).get("task.data", "")).split(":")[0] / name
-    trained = kept or (_sha256(there) if there.is_file() else "")
+    trained = read_json(checkpoint.with_name(DICTIONARIES)).get(name or dictionary.name, "")
     if not trained:
         say(
-            f"{checkpoint} does not tell the words of its dictionary and the data of its training "
-            f"are gone: only the number of words of {dictionary} was compared"
+            f"{checkpoint.with_name(DICTIONARIES)} is missing: only the number of words of "
+            f"{dictionary} was compared"
         )
     return trained in ("", _sha256(dictionary))
 

@@ -108,24 +108,18 @@ def load_site(path: Path, chosen: Mapping[str, Any]) -> Site:
 
 
 def _check_types(path: Path, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError for a value of the wrong type or an impossible number."""
-    for name in ("setup", "sbatch"):
-        lines = settings.get(name, [])
-        if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-            raise ValueError(f"{path}: {name} must be a list of strings, not {lines!r}")
+    """Raise ValueError for a value that sbatch would misread."""
     if not isinstance(settings.get("time", ""), str | None):
         raise ValueError(
             f'{path}: write time in quotes, such as "24:00:00": YAML reads it as the number '
             f"{settings['time']}"
         )
-    least = {"nodes": 1, "gpus_per_node": 0, "cpus_per_task": 1, "warning": 1, "running": 1}
-    for name, smallest in least.items():
-        value = settings.get(name, smallest)
-        if name == "running" and value is None:
-            continue
-        if type(value) is not int or value < smallest:
-            option = f"{name} (--{name.replace('_', '-')})"
-            raise ValueError(f"{path}: {option} must be an integer >= {smallest}, not {value!r}")
+    for name in ("nodes", "cpus_per_task", "warning"):
+        if type(settings.get(name, 1)) is not int or settings.get(name, 1) < 1:
+            raise ValueError(f"{path}: {name} must be an integer from 1 on, not {settings[name]!r}")
+    for name in ("setup", "sbatch"):
+        if not isinstance(settings.get(name, []), list):
+            raise ValueError(f"{path}: {name} must be a list of strings, not {settings[name]!r}")
 
 
 def require_sbatch() -> None:

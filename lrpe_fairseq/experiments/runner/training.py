@@ -20,12 +20,9 @@ from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, runs
-from lrpe_fairseq.experiments.records.console import clock
-from lrpe_fairseq.experiments.records.fairseq_log import Curve
 from lrpe_fairseq.experiments.records.files import (
     CONFIGS,
     ROOT,
-    configurations,
     data_home,
     first_shard,
     joined_shards,
@@ -60,7 +57,7 @@ class TrainingRun(ABC):
     """fairseq's task, if two families share a folder of configurations."""
     data_scripts: ClassVar[Mapping[str, str]] = {}
     """Name of a data folder -> the script that makes it, with arguments."""
-    curve: ClassVar[Curve] = Curve("valid_ppl", "lower")
+    curve: ClassVar[str] = "valid_ppl"
     """The metric of every validation that the run file keeps as a curve."""
     next_step: ClassVar[str] = "evaluate with: scripts/run_table.sh {table} --scale {scale}"
     """Text printed after a training; may contain {best}, {data}, {table} and {scale}."""
@@ -211,12 +208,7 @@ class TrainingRun(ABC):
 
     def yaml(self) -> Any:
         """Return the YAML without overrides. Raises: ValueError if it does not exist."""
-        folder = CONFIGS / self.configs
-        path = folder / f"{self.config}.yaml"
-        if not path.exists():
-            known = ", ".join(found.stem for found in configurations(folder))
-            raise ValueError(f"configs/{self.configs} has no {self.config}.yaml; it has {known}")
-        return load_config(path)
+        return load_config(CONFIGS / self.configs / f"{self.config}.yaml")
 
     def settings(self) -> Any:
         """Return the YAML with this run's overrides. Raises: ValueError if it does not exist."""
@@ -327,14 +319,8 @@ class TrainingRun(ABC):
         return fairseq_log.last_update(self.log), self.max_update()
 
     def outcome(self) -> str:
-        """Return the first metric of the run file, or the best so far and the remaining time."""
-        if self.finished():
-            return runs.first_number(read_run(self.result)["metrics"])
-        log = fairseq_log.read_training_log(self.log)
-        best, left = log.best(self.curve), log.seconds_left(self.max_update())
-        metric = self.curve.metric.replace("_", " ")
-        parts = [f"best {metric} {best:.2f}" if best else "", f"ETA {clock(left)}" if left else ""]
-        return ", ".join(filter(None, parts))
+        """Return the first metric of the run file as text."""
+        return runs.first_number(read_run(self.result)["metrics"])
 
     def ready_to_resume(self, say: Say) -> int:
         """Return the updates of the newest undamaged checkpoint with these settings and data.
