@@ -429,7 +429,6 @@ def sbatch(script: str) -> Provoke:
 
 
 TABLES = [
-    Attack("run_table: --array-task 999", table("--array-task", "999"), "--array-task"),
     Attack("run_table: --gpus -1", table("--gpus", "-1"), "--gpus must be at least 1"),
     Attack("run_table: --slurm --gpus 4", table("--slurm", "--gpus", "4"), "use --gpus-per-node"),
     Attack("run_table: --slurm --jobs 2", table("--slurm", "--jobs", "2"), "and running in"),

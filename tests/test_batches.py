@@ -126,16 +126,16 @@ def test_accumulation_is_divided_first_and_then_the_batch(
     command = OmegaConf.from_dotlist([w.lstrip("+") for w in run.command(processes) if "=" in w])
     settings = OmegaConf.merge(run.settings(), command)
     assert settings.optimization.update_freq == [accumulated]
-    assert machine.largest_batch(settings)[0] == size
+    assert next(iter(machine._limits(settings).values())) == size
 
 
 @pytest.mark.parametrize(
     ("config", "overrides", "processes", "said"),
     [
-        ("lm/wikitext103", (), 3, "update of 65,536 tokens in samples of up to 512"),
-        ("lm/wikitext2", (), 8, "1,024 tokens in samples of up to 256"),
-        ("translation/multi30k", (), 8, "4,096 tokens in samples of up to 1,024"),
-        ("classification/lra-image", (), 8, "update of 100 samples: use .* dataset.batch_size"),
+        ("lm/wikitext103", (), 3, "update of 65,536 tokens"),
+        ("lm/wikitext2", (), 8, "1,024 tokens"),
+        ("translation/multi30k", (), 8, "4,096 tokens"),
+        ("classification/lra-image", (), 8, "update of 100 samples: use another number"),
         ("classification/vit-imagenet", (), 64, "1,600 samples"),  # mixup needs pairs
         ("synthetic/suite", ("dataset.batch_size=24",), 2, "24 samples"),  # fairseq: 8, not 12
     ],

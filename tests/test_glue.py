@@ -203,26 +203,6 @@ def test_gpt2_pieces_give_the_text_back_and_all_have_a_place_in_the_dictionary(
     assert isinstance(tokenizer_of(tmp_path), GPT2)
 
 
-def test_a_missing_header_is_noticed_instead_of_losing_an_example(tmp_path, pieces):
-    for name in ("RTE", "MNLI", "STS-B"):
-        write_task(tmp_path, name, {"train": 5, "valid": 5})
-        path = tmp_path / name / "train.tsv"
-        path.write_text(path.read_text().split("\n", 1)[1])
-        said = refusal(run, name, tmp_path / "dest", pieces, tmp_path)
-        assert "train.tsv, line 1, is an example where the names of the columns belong" in said
-
-
-def test_another_source_is_refused_instead_of_using_the_first(tmp_path, pieces):
-    for source in "ab":
-        write_task(tmp_path / source, "RTE", {"train": 5, "valid": 5})
-    path = tmp_path / "b" / "RTE" / "train.tsv"
-    path.write_text(path.read_text().replace("x", "y"))
-    first = run("RTE", tmp_path / "dest", pieces, tmp_path / "a")
-    said = refusal(run, "RTE", tmp_path / "dest", pieces, tmp_path / "b")
-    assert "train.tsv was made from another source" in said
-    assert run("RTE", tmp_path / "dest", pieces, tmp_path / "a") == first
-
-
 FINE_TUNED = {"tmlr-table1": "paper", "table3": "paper", "finetuning-rate": "small"}
 
 

@@ -171,9 +171,6 @@ BAD = {
     "a protocol that is not described": {"protocol": {"sliding": "with context"}},
     "a seed that is text": {"seed": "1"},
     "a seed that is a truth value": {"seed": True},
-    "an empty encoding": {"position_encoding": ""},
-    "an encoder without decoder": {"position_encoding": {"encoder": "rope"}},
-    "no speed": {"tokens_per_second": 0},
     "a config that is a list": {"config": []},
     "an infinite option": {"config": {RATE: [float("inf")]}},
 }

@@ -93,15 +93,7 @@ def _pack(target: Path, results: Sequence[Path], logs: Sequence[Path] = ()) -> N
 
 
 def _run_task(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:
-    """Run one element of a Slurm array with all its resources; a later job renders.
-
-    Raises: ValueError if the table has no such element.
-    """
-    if not 0 <= options.array_task < len(chosen):
-        raise ValueError(
-            f"--array-task must be from 0 to {len(chosen) - 1}, not {options.array_task}: submit "
-            "the table again with --slurm"
-        )
+    """Run one element of a Slurm array with all its resources; a later job renders."""
     run = chosen[options.array_task]
     run.prepare_data()
     events = schedule.Events(run.folder / "events.log")

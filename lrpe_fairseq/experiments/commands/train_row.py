@@ -120,10 +120,10 @@ def _run(options: argparse.Namespace) -> TrainingRun:
     changes = parse_overrides(tuple(options.changes))
     for key in ELSEWHERE.keys() & changes.keys():
         raise ValueError(f"{key} cannot be changed here: {ELSEWHERE[key]}")
+    identity.require_known(run.settings(), changes)
     name = file_name("-".join([run.folder.name, *options.changes]))
     folder = ROOT / "runs" / "by-hand" / name
     run = replace(run, overrides=(*run.overrides, *options.changes), folder=folder)
-    identity.require_known(run.settings(), changes)
     return run
 
 

@@ -162,23 +162,6 @@ def unpack(opener: Opener, target: Path, checksum: str = "") -> Path:
     return target
 
 
-def unpack_once(opener: Opener, target: Path) -> Path:
-    """:func:`unpack`, unless ``target`` exists.
-
-    Raises: UserError if ``target`` has other content, because it came from another source.
-    """
-    if not target.is_file():
-        return unpack(opener, target)
-    with readable(target.name), opener() as stream:
-        same = hashlib.file_digest(stream, "sha256").hexdigest() == digest(target)
-    if not same:
-        raise UserError(
-            f"{target} was made from another source, with other content: delete "
-            f"{target.parent.parent} to prepare it anew, or choose another --dest."
-        )
-    return target
-
-
 @contextlib.contextmanager
 def readable(source: object) -> Iterator[None]:
     """Turn the errors of a damaged file or archive into a UserError that names ``source``."""

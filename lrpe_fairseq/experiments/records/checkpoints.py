@@ -102,19 +102,6 @@ def require_model(path: Path, *archs: str) -> dict[str, Any]:
     return state
 
 
-def require_best(folder: Path) -> None:
-    """Verify the best checkpoint of a finished training.
-
-    Raises: ValueError, which says what to do, if it is absent or damaged.
-    """
-    try:
-        load_sound(folder / BEST)
-    except ValueError as error:
-        raise ValueError(
-            f"{error}: restore {BEST} from a copy, or delete {folder} to train again"
-        ) from None
-
-
 def updates(state: dict[str, Any]) -> int:
     """Return the number of updates before a loaded checkpoint was saved."""
     return state["optimizer_history"][-1]["num_updates"]
@@ -123,7 +110,7 @@ def updates(state: dict[str, Any]) -> int:
 def seconds(state: dict[str, Any]) -> float:
     """Return the wall-clock seconds of training before it was saved, without interruptions.
 
-    Rounded to tenths, and at least one of them: a run file refuses a training that took no time.
+    Rounded to tenths, and at least one of them.
     """
     # a tensor if several processes trained
     return max(0.1, round(float(state["extra_state"]["previous_training_time"]), 1))

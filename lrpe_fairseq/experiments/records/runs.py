@@ -66,7 +66,6 @@ OPTIONAL: dict[str, tuple[type, ...]] = {
     "evaluated_later": (dict,),  # split.protocol -> commit, of evaluations added to a finished run
     "curve": (list,),  # of {"updates", "tokens", a metric such as "valid_ppl"}, updates ascending
 }
-POSITIVE = {"tokens_per_second", "wall_seconds", "peak_memory_mb"}
 ROUNDING = {"rel_tol": 1e-4, "abs_tol": 0.005}
 """Rounding of a loss with 4 and a perplexity with 2 decimals."""
 
@@ -89,10 +88,6 @@ def validate(run: Run) -> None:
     for path, value in _leaves(run):
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"the run's value {'.'.join(path)} is {value}, not a finite number")
-    for name in POSITIVE & run.keys():
-        if run[name] <= 0:
-            raise ValueError(f"the run's field '{name}' must be positive, not {run[name]}")
-    _check_names(run)
     _check_metrics(run["metrics"], run["protocol"])
 
 
@@ -173,16 +168,6 @@ def _check_type(name: str, value: Any, types: tuple[type, ...]) -> None:
     if not _is(value, *types):
         wanted = " or ".join(kind.__name__ for kind in types)
         raise ValueError(f"the run's field '{name}' must be {wanted}, not {type(value).__name__}")
-
-
-def _check_names(run: Run) -> None:
-    for name in (n for n, types in FIELDS.items() if str in types):
-        value = run[name]
-        sides = value if isinstance(value, dict) else {"encoder": value, "decoder": value}
-        if set(sides) != {"encoder", "decoder"}:
-            raise ValueError(f"the run's field '{name}' must name encoder and decoder, no other")
-        if not all(_is(side, str) and side for side in sides.values()):
-            raise ValueError(f"the run's field '{name}' must not be empty")
 
 
 def _check_metrics(metrics: Run, protocols: Run) -> None:

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -91,15 +91,10 @@ def load_site(path: Path, chosen: Mapping[str, Any]) -> Site:
     """
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from None
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path} must hold keys and values; see configs/slurm.yaml")
-    settings |= {key: value for key, value in chosen.items() if value is not None}
-    unknown = sorted(set(settings) - {f.name for f in fields(Site)})
-    if unknown:
-        known = ", ".join(f.name for f in fields(Site))
-        raise ValueError(f"{path}: there is no setting {', '.join(unknown)}; there are {known}")
+        settings |= {key: value for key, value in chosen.items() if value is not None}
+        Site(**settings)
+    except (TypeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} is not as configs/slurm.yaml: {error}") from None
     for name, split in (("setup", lambda line: [line]), ("sbatch", shlex.split)):
         if isinstance(settings.get(name), str):
             settings[name] = split(settings[name])

@@ -363,7 +363,7 @@ class TrainingRun(ABC):
                 say(f"{error}; the run file says so")
                 measured = run.lost()
             else:
-                checkpoints.require_best(self.checkpoints)
+                checkpoints.load_sound(self.checkpoints / checkpoints.BEST)
                 measured = run.measure(run_here)
             write_run(self.result, self.record(measured, devices.threads))
             checkpoints.drop_intermediate(self.checkpoints)
@@ -371,27 +371,20 @@ class TrainingRun(ABC):
 
     def _complete(self, known: Run, run: Shell, say: Say) -> bool:
         """Add the missing evaluations to the run file ``known``; False if that is impossible."""
-        missing = self.missing(known)
-        if not missing:
+        if not (missing := self.missing(known)):
             return True
-        named = ", ".join(" ".join(pair) for pair in missing)
         try:
-            self._require_training_of(known)
-        except ValueError as error:
-            say(f"{error}, so the run is trained anew to evaluate {named}")
+            paths = (self.checkpoints / name for name in (checkpoints.BEST, checkpoints.LAST))
+            best, last = map(checkpoints.load_sound, paths)
+        except ValueError:
             return False
-        say(f"evaluating {named}; nothing is trained")
+        found = checkpoints.updates(best), checkpoints.seconds(last)
+        if found != (known.get("evaluated_update"), known["wall_seconds"]):
+            return False  # of another training
+        say(f"evaluating {', '.join(map(' '.join, missing))}; nothing is trained")
         measured = replace(self, evaluations=missing).measure(run)
         write_run(self.result, runs.with_evaluations(known, measured, self.data_checksums()))
         return True
-
-    def _require_training_of(self, known: Run) -> None:
-        """Raise ValueError unless the checkpoints are undamaged and those of a run file."""
-        paths = (self.checkpoints / name for name in (checkpoints.BEST, checkpoints.LAST))
-        best, last = map(checkpoints.load_sound, paths)
-        found = checkpoints.updates(best), checkpoints.seconds(last)
-        if found != (known.get("evaluated_update"), known["wall_seconds"]):
-            raise ValueError(f"{relative(self.checkpoints)} is of another training")
 
     def _with_those_of(self, known: Run | None) -> "TrainingRun":
         """Return the run with the evaluations of the run file ``known`` too, which it replaces."""
