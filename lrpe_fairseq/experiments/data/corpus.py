@@ -16,6 +16,7 @@ import gzip
 import hashlib
 import http.client
 import itertools
+import json
 import os
 import re
 import shutil
@@ -424,7 +425,7 @@ class Steps:
         if "splits" not in self.old:
             self._save({**results(), "steps": self.done})
         for split, counts in self.old["splits"].items():
-            say(f"  {split}: {_listed(counts)}")
+            say(f"  {split}: {json.dumps(counts)}")
         return self.old
 
     def _save(self, content: dict[str, Any]) -> None:
@@ -444,14 +445,3 @@ class Steps:
 def binary_files(names: Iterable[str]) -> list[str]:
     """Return the two files of each name in the binary form."""
     return [f"{name}.{kind}" for name in names for kind in ("bin", "idx")]
-
-
-def _listed(counts: Mapping[str, Any]) -> str:
-    """Return counts as one line, such as ``1,014 pairs, en (20,000 tokens)``."""
-    return ", ".join(
-        f"{name} ({_listed(value)})"
-        if isinstance(value, Mapping)
-        else f"{value:,} {name.replace('_', ' ')}"
-        for name, value in counts.items()
-        if not isinstance(value, list)
-    )
