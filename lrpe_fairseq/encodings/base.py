@@ -119,14 +119,12 @@ class Card:
     cost: additional cost of one layer, in the symbols of the code (B, H, T, S, D).
     beyond: what the method promises for positions that training did not reach.
     source: authors, year, section or equation.
-    drawn_with: options for the picture, if the defaults do not show the method.
     """
 
     equation: str
     cost: str
     beyond: str
     source: str
-    drawn_with: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
