@@ -2,7 +2,8 @@
 
 A training stores the checksums of its dictionaries next to its checkpoints
 (:func:`remember_dictionaries`), so that no checkpoint is evaluated with other ones. For a
-checkpoint without them, only the number of words is compared.
+checkpoint without them, the dictionary in the data folder of its training is compared; if that was
+deleted, only the number of words is compared.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from lrpe_fairseq.experiments.records.files import (
+    ROOT,
     first_shard,
     read_json,
     write_json,
@@ -100,6 +102,19 @@ def require_model(path: Path, *archs: str) -> dict[str, Any]:
                 f"{path} is of a diverged training: {name} contains values that are not finite"
             )
     return state
+
+
+def require_best(folder: Path) -> None:
+    """Verify the best checkpoint of a finished training.
+
+    Raises: ValueError, which says what to do, if it is absent or damaged.
+    """
+    try:
+        load_sound(folder / BEST)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}: restore {BEST} from a copy, or delete {folder} to train again"
+        ) from None
 
 
 def updates(state: dict[str, Any]) -> int:
@@ -238,11 +253,14 @@ def same_dictionary(
     weight = state["model"].get(embedding)
     if weight is not None and len(dictionary_words(dictionary)) + SPECIALS + added != len(weight):
         return False
-    trained = read_json(checkpoint.with_name(DICTIONARIES)).get(name or dictionary.name, "")
+    name = name or dictionary.name
+    kept = read_json(checkpoint.with_name(DICTIONARIES)).get(name)
+    there = ROOT / str(options(state).get("task.data", "")).split(":")[0] / name
+    trained = kept or (_sha256(there) if there.is_file() else "")
     if not trained:
         say(
-            f"{checkpoint.with_name(DICTIONARIES)} is missing: only the number of words of "
-            f"{dictionary} was compared"
+            f"{checkpoint} does not tell the words of its dictionary and the data of its training "
+            f"are gone: only the number of words of {dictionary} was compared"
         )
     return trained in ("", _sha256(dictionary))
 

@@ -363,7 +363,7 @@ class TrainingRun(ABC):
                 say(f"{error}; the run file says so")
                 measured = run.lost()
             else:
-                checkpoints.load_sound(self.checkpoints / checkpoints.BEST)
+                checkpoints.require_best(self.checkpoints)
                 measured = run.measure(run_here)
             write_run(self.result, self.record(measured, devices.threads))
             checkpoints.drop_intermediate(self.checkpoints)
