@@ -9,7 +9,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-from lrpe_fairseq.experiments.families import plan
+from lrpe_fairseq.experiments import families
 from lrpe_fairseq.experiments.records.fairseq_log import read_training_log
 from lrpe_fairseq.experiments.records.files import ROOT
 
@@ -36,7 +36,7 @@ def losses(label: str, attention: str, device: str, log: Path, data: Path | None
     log: of the training. data: a data folder; default: that of the table.
     Raises: CalledProcessError.
     """
-    runs = plan.runs(plan.load_named("books"), "books", [1])
+    runs = families.runs(families.load_named("books"), "books", [1])
     (run,) = (run for run in runs if (run.label, run.attention_type) == (label, attention))
     chosen = (*run.overrides, *SMALLER, f"common.cpu={str(device == 'cpu').lower()}")
     run = replace(run, overrides=chosen, data=data or run.data, folder=log.parent / "run")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lrpe_fairseq.experiments.records import bases
+from lrpe_fairseq.experiments.records import runs
 from lrpe_fairseq.experiments.records.files import ROOT, write_json
 from lrpe_fairseq.experiments.records.runs import Run, read_run, read_runs, write_run
 from tests.test_experiments import a_record
@@ -39,7 +39,7 @@ def test_a_run_is_stored_as_its_differences_from_a_base_that_stays(tmp_path: Pat
 
 
 def test_an_evaluation_by_hand_has_its_whole_configuration(tmp_path: Path) -> None:
-    hand = {"experiment": bases.BY_HAND, "scale": bases.BY_HAND}
+    hand = {"experiment": runs.BY_HAND, "scale": runs.BY_HAND}
     assert written(tmp_path / "run.json", FIRST, **hand)["config"] == FIRST
     assert not list(tmp_path.glob("base-*"))
 
@@ -71,7 +71,7 @@ def test_processes_that_write_the_first_base_at_once_agree_on_one(
         write_json(*arguments, **options)
         both.wait(60)  # no process has a base yet
 
-    monkeypatch.setattr(bases, "write_json", write_together)
+    monkeypatch.setattr(runs, "write_json", write_together)
     configs = {tmp_path / f"{number}.json": FIRST | {"task.seed": number} for number in (1, 2)}
     writers = [
         fork.Process(target=write_run, args=(path, a_record(config=config)))
@@ -90,7 +90,7 @@ def test_every_run_file_of_this_repository_is_whole_and_passes() -> None:
     quickstart = ROOT / "results" / "quickstart" / "runs"
     assert read_runs(ROOT / "results" / "runs")
     for path in (*quickstart.glob("*.json"), *(ROOT / "results" / "runs").rglob("*.json")):
-        if not bases.is_base(path):
+        if not runs.is_base(path):
             assert b'"config_hash"' in path.read_bytes(), path
             if path.parent == quickstart:
                 read_run(path)

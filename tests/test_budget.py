@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lrpe_fairseq.experiments.commands.run_table import usual_scale
-from lrpe_fairseq.experiments.families.plan import load_named
+from lrpe_fairseq.experiments.families import load_named
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.keys import filled as filled_by
 from tests.test_results import make_run

@@ -14,7 +14,7 @@ from torch import nn
 from lrpe_fairseq.encodings import Encoding
 from lrpe_fairseq.errors import Refusal
 from lrpe_fairseq.experiments.data.examples import BYTES
-from lrpe_fairseq.experiments.families.plan import load_named
+from lrpe_fairseq.experiments.families import load_named
 from lrpe_fairseq.experiments.records.files import CONFIGS, configurations, load_config
 from lrpe_fairseq.models.classifier import (
     ClassifierLayer,

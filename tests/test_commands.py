@@ -109,7 +109,6 @@ CHANGES = {
     "foobar=1": "an override is section.key=value, not 'foobar=1'",
     "lr_scheduler.warmup_update=5": "did you mean 'lr_scheduler.warmup_updates'?",
     "model.encoder.layerz=2": "did you mean 'model.encoder.layers'?",
-    "optimization.max_epoch=abc": "bad value of the setting 'optimization.max_epoch': Value 'abc'",
     "task.data=x": "task.data cannot be changed here: choose the data with --dataset",
     "--seed=-1": "--seed must be at least 1",
 }

@@ -7,9 +7,7 @@ import pytest
 
 from lrpe_fairseq.experiments.families import lm
 from lrpe_fairseq.experiments.records import fairseq_log
-from lrpe_fairseq.experiments.records.fairseq_log import Curve
-from lrpe_fairseq.experiments.records.runs import read_run, write_run
-from lrpe_fairseq.experiments.runner.recording import first_number
+from lrpe_fairseq.experiments.records.runs import first_number, read_run, write_run
 from tests.test_experiments import INNER, VALID, a_record
 
 EVALUATED = "Evaluated 1,000 tokens in 1s\n{}Loss (base 2): {}, Perplexity: {}"
@@ -77,7 +75,7 @@ def test_a_diverged_run_has_a_run_file_and_a_curve_of_its_finite_points(tmp_path
     log = tmp_path / "train.log"
     lines = [INNER.format(100, 10), VALID.format(80, 10), VALID.format("inf", 20)]
     log.write_text("\n".join([*lines, VALID.format("nan", 30)]))
-    curve = fairseq_log.read_training_log(log).curve(Curve("valid_ppl", "lower"))
+    curve = fairseq_log.read_training_log(log).curve("valid_ppl")
     assert [point["updates"] for point in curve] == [10]
     run = a_record(metrics={"test": {"blocks": LOST}}, curve=curve)
     write_run(tmp_path / "run.json", run)

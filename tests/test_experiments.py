@@ -23,17 +23,17 @@ from fairseq.models import MODEL_REGISTRY
 from omegaconf import OmegaConf
 from torch import nn
 
+from lrpe_fairseq.experiments import families
 from lrpe_fairseq.experiments.commands import run_table
 from lrpe_fairseq.experiments.data import folders, synthetic
 from lrpe_fairseq.experiments.data.corpus import SPLITS
 from lrpe_fairseq.experiments.data.synthetic import Recipe
-from lrpe_fairseq.experiments.families import FAMILIES, family_of, lm, plan
+from lrpe_fairseq.experiments.families import FAMILIES, family_of, lm
 from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, keys
 from lrpe_fairseq.experiments.records import runs as run_files
 from lrpe_fairseq.experiments.records.console import UserError
-from lrpe_fairseq.experiments.records.fairseq_log import Curve
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, configurations, load_config
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import read_run, write_run
@@ -41,7 +41,6 @@ from lrpe_fairseq.experiments.runner import (
     devices,
     identity,
     processes,
-    recording,
     schedule,
 )
 from lrpe_fairseq.experiments.runner.devices import Devices
@@ -89,7 +88,7 @@ def events(tmp_path):
 @functools.cache
 def planned(table, scale):
     """The runs of a table at a scale, with seed 1."""
-    return plan.runs(table, scale, [1])
+    return families.runs(table, scale, [1])
 
 
 every_scale = pytest.mark.parametrize(
@@ -128,8 +127,8 @@ def trained(run, **changes):
 
 
 def test_table_2_becomes_one_run_for_every_row_attention_type_and_seed():
-    table = plan.load_named("table2")
-    runs = plan.runs(table, "small", [1, 2])
+    table = families.load_named("table2")
+    runs = families.runs(table, "small", [1, 2])
     wanted = {
         (row.encoding, attention, seed)
         for row, seed in itertools.product(table.rows, (1, 2))
@@ -166,7 +165,7 @@ def test_the_settings_of_a_planned_run_have_the_key_of_its_cell(table, scale):
         (run, *_) = family_of(config).of_cell(table, cell, scale, config, 1)
         if isinstance(run, FinetuningRun):  # the checkpoint has the options of the model
             continue
-        planned = recording.settings_of(trained(run))
+        planned = run_files.settings_of(trained(run))
         found = keys.key(table, {**planned, "dataset": cell.dataset, "scale": scale})
         assert found == cell.key, run.name
 
@@ -225,11 +224,11 @@ def test_a_split_that_is_not_there_is_noticed_before_anything_is_trained(one_run
 
 
 def test_a_cell_that_another_table_has_too_is_trained_there():
-    runs = plan.runs(plan.load_named("table5"), "small", [1])
+    runs = families.runs(families.load_named("table5"), "small", [1])
     homes = {run.position_encoding: run.experiment for run in runs}
     assert homes["lrpe-type2"] == homes["lrpe-type6"] == "table2"
     assert homes["lrpe:identity:rotation-learned"] == "table5"
-    results = {run.result for run in plan.runs(plan.load_named("table2"), "small", [1])}
+    results = {run.result for run in families.runs(families.load_named("table2"), "small", [1])}
     assert {run.result for run in runs if run.experiment == "table2"} <= results
 
 
@@ -237,7 +236,7 @@ def test_a_table_without_the_scale_trains_no_cell_of_another():
     homes = {
         scale: {
             run.label: run.experiment
-            for run in plan.runs(plan.load_named(name), scale, [1])
+            for run in families.runs(families.load_named(name), scale, [1])
             if "wikitext" in run.data.name
         }
         for name, scale in (("tmlr-table2", "small"), ("tmlr-table2", "paper"))
@@ -248,11 +247,11 @@ def test_a_table_without_the_scale_trains_no_cell_of_another():
 
 
 def test_what_a_row_or_a_column_changes_reaches_the_command():
-    runs = plan.runs(plan.load_named("table2"), "paper", [3])
+    runs = families.runs(families.load_named("table2"), "paper", [3])
     type8 = next(run for run in runs if run.label == "Type8")
     assert "++optimization.clip_norm=1.0" in type8.command()
     assert "++common.seed=3" in type8.command()
-    normalizers = plan.runs(plan.load_named("normalizers"), "small", [1])
+    normalizers = families.runs(families.load_named("normalizers"), "small", [1])
     type2 = {run.overrides for run in normalizers if run.position_encoding == "lrpe-type2"}
     assert type2 == {
         (),
@@ -325,7 +324,7 @@ def test_the_title_of_a_mean_chooses_the_columns_that_it_averages():
 
 def chosen(arguments):
     options = run_table._parse(arguments)
-    table = plan.load_named(options.table)
+    table = families.load_named(options.table)
     options.scale = run_table.usual_scale(table)
     return run_table._select(table, options)
 
@@ -396,7 +395,7 @@ def test_a_resumed_training_has_one_curve_and_the_speed_of_its_steady_part(tmp_p
     again = [INNER.format(920, 30), INNER.format(50, 40), VALID.format(69, 40)]
     log.write_text("\n".join([*first, *killed, *again]))
     found = fairseq_log.read_training_log(log)
-    assert found.curve(Curve("valid_ppl", "lower")) == [
+    assert found.curve("valid_ppl") == [
         {"updates": 20, "tokens": 20 * 2048, "valid_ppl": 80.0},
         {"updates": 40, "tokens": 40 * 2048, "valid_ppl": 69.0},
     ]

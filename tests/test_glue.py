@@ -5,7 +5,6 @@ import io
 import json
 import math
 import random
-import re
 import shlex
 import zipfile
 from dataclasses import replace
@@ -13,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from lrpe_fairseq.experiments.commands import run_table
+from lrpe_fairseq.experiments import families
+from lrpe_fairseq.experiments.commands import train_row
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import glue
 from lrpe_fairseq.experiments.data import pieces as tokenizers
 from lrpe_fairseq.experiments.data.pieces import GPT2, tokenizer_of
-from lrpe_fairseq.experiments.families import finetuning, plan
+from lrpe_fairseq.experiments.families import finetuning
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.runner.processes import RunFailed
@@ -203,55 +203,19 @@ def test_gpt2_pieces_give_the_text_back_and_all_have_a_place_in_the_dictionary(
     assert isinstance(tokenizer_of(tmp_path), GPT2)
 
 
-def test_a_missing_header_is_noticed_instead_of_losing_an_example(tmp_path, pieces):
-    for name in ("RTE", "MNLI", "STS-B"):
-        write_task(tmp_path, name, {"train": 5, "valid": 5})
-        path = tmp_path / name / "train.tsv"
-        path.write_text(path.read_text().split("\n", 1)[1])
-        said = refusal(run, name, tmp_path / "dest", pieces, tmp_path)
-        assert "train.tsv, line 1, is an example where the names of the columns belong" in said
-
-
-def test_another_source_is_refused_instead_of_using_the_first(tmp_path, pieces):
-    for source in "ab":
-        write_task(tmp_path / source, "RTE", {"train": 5, "valid": 5})
-    path = tmp_path / "b" / "RTE" / "train.tsv"
-    path.write_text(path.read_text().replace("x", "y"))
-    first = run("RTE", tmp_path / "dest", pieces, tmp_path / "a")
-    said = refusal(run, "RTE", tmp_path / "dest", pieces, tmp_path / "b")
-    assert "train.tsv was made from another source" in said
-    assert run("RTE", tmp_path / "dest", pieces, tmp_path / "a") == first
-
-
 FINE_TUNED = {"tmlr-table1": "paper", "table3": "paper", "finetuning-rate": "small"}
 
 
 @pytest.mark.parametrize("name", FINE_TUNED)
 def test_without_its_checkpoint_a_run_names_the_command_that_makes_it(name, tmp_path):
-    every = plan.runs(plan.load_named(name), FINE_TUNED[name], [1])
+    every = families.runs(families.load_named(name), FINE_TUNED[name], [1])
     for checkpoint, run in {run.checkpoint: run for run in every}.items():
         absent = replace(run, checkpoint=tmp_path / checkpoint.relative_to(ROOT))
-        given = absent.checkpoint, absent.data, absent.glue_task, absent.remedy()
-        said = f"checkpoint_best.pt does not exist: pre-train it first, with {run.made_by}"
-        with pytest.raises(RunFailed, match=re.escape(said)):
-            finetuning.require_match(*given)
-        script, *words = shlex.split(run.made_by)
-        chosen = run_table._parse(words)
-        (trained,) = run_table._select(plan.load_named(chosen.table), chosen)
-        assert (ROOT / script).exists()
+        with pytest.raises(RunFailed, match=r"checkpoint_best\.pt does not exist") as refused:
+            absent.require_inputs()
+        words = shlex.split(str(refused.value).partition("train_row ")[2])
+        trained = train_row._run(train_row._parse(words))
         assert trained.checkpoints / checkpoints.BEST == checkpoint
-
-
-def test_a_run_file_whose_checkpoint_is_gone_is_named_because_its_table_skips_the_run(
-    tmp_path, monkeypatch
-):
-    run = plan.runs(plan.load_named("table3"), "paper", [1])[0]
-    trained = run.checkpoint.parents[1]
-    monkeypatch.setattr(finetuning, "ROOT", tmp_path)
-    result = tmp_path / "results" / "runs" / trained.parent.name / f"{trained.name}.json"
-    result.parent.mkdir(parents=True)
-    result.write_text("{}")
-    assert run.remedy() == f"{run.made_by}; delete {result} before, or the run is skipped"
 
 
 def test_subsets_are_named_in_the_protocol():

@@ -8,14 +8,15 @@ import pytest
 from fairseq.trainer import Trainer
 
 from lrpe_fairseq import compat
+from lrpe_fairseq.experiments import families
 from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.data.corpus import digest
-from lrpe_fairseq.experiments.families import lm, plan
-from lrpe_fairseq.experiments.records import files
+from lrpe_fairseq.experiments.families import lm
+from lrpe_fairseq.experiments.records import files, runs
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.runs import write_run
 from lrpe_fairseq.experiments.report.frame import require_same
-from lrpe_fairseq.experiments.runner import identity, recording
+from lrpe_fairseq.experiments.runner import identity
 from lrpe_fairseq.experiments.runner.processes import ChildFailed, Children, RunFailed
 from tests.test_experiments import a_record, one_run, save, trained  # noqa: F401
 
@@ -59,7 +60,7 @@ def test_damaged_or_replaced_data_are_refused_before_training(prepared, name):
     replace_file(prepared, name)
     with pytest.raises(UserError, match=f"bin/{name} is not the file that data-prep wrote"):
         prepared.begin(pytest.fail)
-    assert not recording.usage(prepared.folder)
+    assert not runs.usage(prepared.folder)
 
 
 def test_a_run_on_other_data_is_not_finished(prepared):
@@ -75,7 +76,7 @@ def test_a_run_on_other_data_is_not_finished(prepared):
 def test_checkpoints_of_other_data_are_not_resumed(prepared):
     cfg = json.loads(json.dumps(identity.resolved(prepared.settings()), default=str))
     save(prepared.checkpoints, "checkpoint_last.pt", 30, cfg=cfg)
-    recording.begin_part(prepared.folder, prepared.data_checksums(), resumed=False)
+    runs.begin_part(prepared.folder, prepared.data_checksums(), resumed=False)
     assert prepared.ready_to_resume(pytest.fail) == 30
     replace_file(prepared, "train.bin")
     said = []
@@ -84,14 +85,14 @@ def test_checkpoints_of_other_data_are_not_resumed(prepared):
 
 
 def test_data_that_change_during_the_training_are_not_recorded(prepared):
-    recording.begin_part(prepared.folder, prepared.data_checksums(), resumed=False)
+    runs.begin_part(prepared.folder, prepared.data_checksums(), resumed=False)
     replace_file(prepared, "test.bin")
     with pytest.raises(RunFailed, match=r"has changed since the training began \(test\)"):
         prepared.record({}, threads=1)
 
 
 def test_runs_on_different_data_of_one_name_do_not_share_a_table():
-    table = replace(plan.load_named("table2"), same=[])
+    table = replace(families.load_named("table2"), same=[])
     old, one = a_record(), a_record(data={"train": "1", "dictionary": "2"})
     elsewhere = a_record(dataset="other", data={"train": "3"})
     require_same(table, {"old": old, "one": one, "again": one, "elsewhere": elsewhere})
@@ -102,12 +103,12 @@ def test_runs_on_different_data_of_one_name_do_not_share_a_table():
 
 def test_the_commits_of_all_parts_of_a_training_are_named(tmp_path, monkeypatch):
     def at(commit, *, resumed):
-        monkeypatch.setattr(recording, "commit", lambda: commit)
-        recording.begin_part(tmp_path, {}, resumed=resumed)
-        return recording.provenance(tmp_path)
+        monkeypatch.setattr(runs, "commit", lambda: commit)
+        runs.begin_part(tmp_path, {}, resumed=resumed)
+        return runs.provenance(tmp_path)
 
-    assert recording.commit is files.commit
-    assert recording.provenance(tmp_path) == {}  # begun by an older version
+    assert runs.commit is files.commit
+    assert runs.provenance(tmp_path) == {}  # begun by an older version
     assert at("a", resumed=False) == {"commit": "a"}
     assert at("a", resumed=True) == {"commit": "a"}
     assert at("b", resumed=True) == {"commit": "a", "commits": ["a", "b"]}

@@ -16,9 +16,8 @@ from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.tokens import tokens_of
 from lrpe_fairseq.encodings import canonical_name
 from lrpe_fairseq.experiments.commands import evaluate
-from lrpe_fairseq.experiments.families import lm
+from lrpe_fairseq.experiments.families import lm, load_named
 from lrpe_fairseq.experiments.families.lm import LMRun
-from lrpe_fairseq.experiments.families.plan import load_named
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.layout import load_table

@@ -28,7 +28,7 @@ import lrpe_fairseq.models  # noqa: F401  (registers the archs)
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import ENCODINGS
 from lrpe_fairseq.experiments.commands import evaluate, run_table, train_row
-from lrpe_fairseq.experiments.families.plan import load_named
+from lrpe_fairseq.experiments.families import load_named
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("data-prep/*/README.md")])

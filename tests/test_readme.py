@@ -2,14 +2,12 @@
 
 import shutil
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from lrpe_fairseq.experiments.report import (
     docs,
     markdown,
-    portraits,
     speed,
 )
 
@@ -44,12 +42,6 @@ def test_a_part_without_its_place_is_refused():
 
 
 # --- the encodings -----------------------------------------------------------------------------
-
-
-def test_a_method_with_rows_and_columns_is_drawn_on_a_grid(tmp_path):
-    with mock.patch.object(portraits, "_maps", wraps=portraits._maps) as maps:
-        portraits.draw("rope-2d", tmp_path / "grid.png", 8, 2, grid_width=4)
-    assert maps.call_args.args[1].shape == (2, 4, 4)
 
 
 # --- the benchmarks ----------------------------------------------------------------------------

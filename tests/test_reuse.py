@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lrpe_fairseq.experiments.commands import evaluate
-from lrpe_fairseq.experiments.families import plan
+from lrpe_fairseq.experiments import families
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.families.translation import TranslationRun
 from lrpe_fairseq.experiments.records import checkpoints, keys
@@ -65,7 +64,7 @@ def table(tmp_path: Path) -> Any:
 
 
 def test_rows_of_equal_methods_are_trained_once(table) -> None:
-    runs = plan.runs(table(), "small", [1])
+    runs = families.runs(table(), "small", [1])
     labels = [(run.label, run.config) for run in runs]
     both = ("wikitext2", "wikitext103")
     assert labels == [(label, config) for label in ("Base", "Type2") for config in both]
@@ -83,7 +82,7 @@ def test_a_run_of_another_name_of_its_method_is_finished(tmp_path: Path) -> None
 
 
 def test_a_column_trains_with_its_own_configuration(table) -> None:
-    runs = plan.runs(replace(table(), rows=table().rows[:1]), "small", [1])
+    runs = families.runs(replace(table(), rows=table().rows[:1]), "small", [1])
     assert [(run.config, run.data.name) for run in runs] == [
         ("wikitext2", "wikitext-2-bpe"),
         ("wikitext103", "wikitext-103-word"),
@@ -95,7 +94,7 @@ def test_a_column_trains_with_its_own_configuration(table) -> None:
 
 
 def test_a_run_is_evaluated_as_the_columns_that_it_fills_show(table) -> None:
-    small, large = plan.runs(replace(table(), rows=table().rows[:1]), "small", [1])
+    small, large = families.runs(replace(table(), rows=table().rows[:1]), "small", [1])
     assert small.evaluations == (("valid", "blocks"), ("valid", "blocks-512"))
     assert large.evaluations == (("test", "blocks"),)
 
@@ -108,15 +107,13 @@ def test_a_shared_run_has_the_evaluations_of_both_tables(table) -> None:
         columns=[replace(column, dataset="") for column in own.columns[:2]],
         rows=own.rows[:1],
     )
-    (run,) = plan.runs(first, "small", [1])
+    (run,) = families.runs(first, "small", [1])
     assert run.experiment == "table2"
     assert run.evaluations == (("valid", "blocks"), ("test", "blocks"), ("valid", "blocks-512"))
 
 
 def test_a_table_whose_runs_cannot_be_told_apart_is_refused(table) -> None:
-    with pytest.raises(ValueError, match="column words needs a dataset, because it names its own"):
-        table("dataset: wikitext-103-word, config", "config")
-    with pytest.raises(ValueError, match="valid and words have different configs, but nothing"):
+    with pytest.raises(ValueError, match="words has the runs of another one, but another config"):
         table("dataset: wikitext-103-word, config", "dataset: wikitext-2-bpe, config")
 
 
@@ -136,13 +133,13 @@ def test_a_column_without_a_data_set_shows_those_that_no_other_column_names(tabl
 
 def test_a_column_whose_data_are_not_its_configurations_is_refused(table, monkeypatch) -> None:
     other = table("dataset: wikitext-103-word", "dataset: wikitext-103-gpt2")
-    plan.runs(other, "small", [1])  # unknown until the data are prepared
-    monkeypatch.setattr(plan.folders, "is_prepared", lambda data: True)
-    monkeypatch.setattr(plan.folders, "dataset_name", lambda data: data.name)
+    families.runs(other, "small", [1])  # unknown until the data are prepared
+    monkeypatch.setattr(families.folders, "is_prepared", lambda data: True)
+    monkeypatch.setattr(families.folders, "dataset_name", lambda data: data.name)
     with pytest.raises(
         ValueError, match="trains on wikitext-103-word, but its column has the data"
     ):
-        plan.runs(other, "small", [1])
+        families.runs(other, "small", [1])
 
 
 def test_options_are_shared_within_a_data_set(table) -> None:
@@ -260,11 +257,9 @@ def test_without_its_checkpoint_a_run_is_trained_anew_with_all_its_evaluations(
         save(finished, seconds=SECONDS + 1)
     else:
         save(finished, updates=UPDATES + 1)
-    trained, (said,) = work(replace(finished, evaluations=(("valid", "tail-512"),)))
+    trained, _ = work(replace(finished, evaluations=(("valid", "tail-512"),)))
     assert trained
     assert finished.done[0] == ["train", "valid tail-512", "test blocks"]
-    reason = "does not exist" if why == "gone" else "is of another training"
-    assert f"{reason}, so the run is trained anew to evaluate valid tail-512" in said
 
 
 def test_a_run_of_other_settings_is_not_only_evaluated(finished: Recorded) -> None:
@@ -304,52 +299,3 @@ def test_the_state_of_a_run_that_lacks_an_evaluation_says_so(finished: Recorded)
     assert schedule.state(finished) == "trained, to be evaluated"
     work(finished)
     assert schedule.state(finished).startswith("done, ")
-
-
-# --- run files of single checkpoints ----------------------------------------------------------
-
-
-def evaluated(**metrics: dict) -> Run:
-    """The run file of an evaluation by hand: split -> protocol -> perplexity."""
-    scores = {split: {n: {"ppl": v} for n, v in own.items()} for split, own in metrics.items()}
-    said = {name: f"{name}." for own in metrics.values() for name in own}
-    data = {"dictionary": "d", **{split: split for split in metrics}}
-    return a_record(metrics=scores, protocol=said, checkpoint="c", data=data)
-
-
-BEFORE = {"test": {"blocks": 1.0, "sliding": 2.0}, "valid": {"blocks": 3.0}}
-AGAIN = {"test": {"blocks": 4.0, "blocks-512": 5.0}}
-
-
-@pytest.mark.parametrize(
-    ("difference", "expected"),
-    [
-        ("none", {"test": {**BEFORE["test"], **AGAIN["test"]}, "valid": BEFORE["valid"]}),
-        ("protocol", AGAIN),
-        ("checkpoint", AGAIN),
-        ("data", AGAIN),
-        ("damaged", AGAIN),
-    ],
-)
-def test_a_run_file_keeps_earlier_evaluations_of_the_same_checkpoint_and_data_only(
-    difference: str, expected: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, before, now = tmp_path / "best.json", evaluated(**BEFORE), {"dictionary": "d"}
-    now |= {"test": "test", "valid": "valid"}
-    match difference:
-        case "protocol":
-            before["protocol"]["blocks"] = "blocks of another length."
-        case "checkpoint":
-            before["checkpoint"] = "of a training under the same name"
-        case "data":
-            now["test"] = "prepared again"
-    out.write_text("{" if difference == "damaged" else json.dumps(before))
-    monkeypatch.setattr(evaluate.folders, "checksums", lambda data, splits: now)
-    evaluate.report(evaluated(**AGAIN), out, tmp_path)
-    after = read_run(out)
-    found = {s: {n: v["ppl"] for n, v in own.items()} for s, own in after["metrics"].items()}
-    assert found == expected
-    assert after["protocol"].keys() == {name for own in expected.values() for name in own}
-    assert after["protocol"]["blocks"] == "blocks."
-    later = {"test.blocks", "test.blocks-512"} if expected != AGAIN else set()
-    assert after.get("evaluated_later", {}).keys() == later

@@ -65,7 +65,7 @@ def obtain(
                 raise UserError(
                     f"{path} does not exist: put it there, or omit --from to download it."
                 )
-            prep.unpack_once(functools.partial(open, path, "rb"), into / file)
+            prep.unpack(functools.partial(open, path, "rb"), into / file)
         return
     source = source or Source()
     known = checksums(name, listings, source)

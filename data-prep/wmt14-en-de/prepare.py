@@ -103,7 +103,7 @@ def obtain(raw: Path, from_dir: Path | None, archives: Sequence[Archive] = ARCHI
 def _take_plain(ours: str, raw: Path, from_dir: Path) -> None:
     source = from_dir / ours
     if source.is_file():
-        prep.unpack_once(functools.partial(open, source, "rb"), raw / ours)
+        prep.unpack(functools.partial(open, source, "rb"), raw / ours)
 
 
 def _unpack(packed: Path, members: Mapping[str, str], raw: Path) -> None:

@@ -10,7 +10,7 @@ Axes: B batch, H heads, T query time, S key time, D key width.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -32,14 +32,12 @@ class Card:
     cost: additional cost of one layer, in the symbols of the code (B, H, T, S, D).
     beyond: what the method promises for positions that training did not reach.
     source: authors, year, section or equation.
-    drawn_with: options for the picture, if the defaults do not show the method.
     """
 
     equation: str
     cost: str
     beyond: str
     source: str
-    drawn_with: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

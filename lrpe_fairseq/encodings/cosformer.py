@@ -49,7 +49,6 @@ class CosFormer(LRPE):
         cost="features of width 2D",
         beyond="No promise beyond M: the score is 0 at distance M and negative from there to 3M.",
         source="Qin et al. 2022, cosFormer, Section 3.2",
-        drawn_with={"cosformer_length": 256},
     )
 
     def __init__(self, spec: EncodingSpec) -> None:

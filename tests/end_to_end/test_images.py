@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from lrpe_fairseq.experiments import families
 from lrpe_fairseq.experiments.commands import evaluate
-from lrpe_fairseq.experiments.families import plan
 from lrpe_fairseq.experiments.families.classification import ClassificationRun
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.runs import read_run
@@ -54,7 +54,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def image_run(data: Path, folder: Path, **changes: str) -> ClassificationRun:
     """A short training of the row Type2 of TMLR Table 3, column ``sum``."""
-    every = plan.runs(plan.load_named("tmlr-table3"), "paper", [1])
+    every = families.runs(families.load_named("tmlr-table3"), "paper", [1])
     chosen = next(run for run in every if run.label == "Type2")
     short = tuple(f"{key}={value}" for key, value in {**OVERRIDES, **changes}.items())
     return replace(

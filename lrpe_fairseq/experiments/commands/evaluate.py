@@ -22,7 +22,7 @@ from lrpe_fairseq.experiments.data import corpus, folders, glue
 from lrpe_fairseq.experiments.families import classification, preparation_of, translation
 from lrpe_fairseq.experiments.families import lm as language_models
 from lrpe_fairseq.experiments.families.translation import Decoding
-from lrpe_fairseq.experiments.records import bases, checkpoints
+from lrpe_fairseq.experiments.records import checkpoints, runs
 from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import (
     first_shard,
@@ -31,8 +31,8 @@ from lrpe_fairseq.experiments.records.files import (
     write_json,
 )
 from lrpe_fairseq.experiments.records.protocols import BLOCKS, DOCUMENTS, FORMS, SLIDING, Protocol
-from lrpe_fairseq.experiments.records.runs import Run, environment, read_run, write_run
-from lrpe_fairseq.experiments.runner import recording, scoring
+from lrpe_fairseq.experiments.records.runs import Run, environment, write_run
+from lrpe_fairseq.experiments.runner import scoring
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children
 from lrpe_fairseq.experiments.runner.training import shell
@@ -63,7 +63,7 @@ def lm(arguments: list[str] | None = None) -> None:
     options = _parsed(parser, arguments)
     data = _data_folder(options.data)
     run = evaluate_lm(options.checkpoint, data, options.splits, options.protocols)
-    report(run, options.out, data)
+    report(run, options.out)
 
 
 def evaluate_lm(
@@ -142,7 +142,7 @@ def mt(arguments: list[str] | None = None) -> None:
     decoding = Decoding(options.beam, options.lenpen, options.average)
     data = _data_folder(options.data)
     run = evaluate_mt(options.checkpoint, data, options.splits, decoding)
-    report(run, options.out, data)
+    report(run, options.out)
 
 
 def evaluate_mt(checkpoint: Path, data: Path, splits: list[str], decoding: Decoding) -> Run:
@@ -191,7 +191,7 @@ def classifier(arguments: list[str] | None = None) -> None:
     data = _data_folder(options.data)
     splits = options.splits or [s for s in SPLITS if _has_split(data, s)] or list(SPLITS)
     run = evaluate_classifier(options.checkpoint, data, splits, options.max_positions)
-    report(run, options.out, data)
+    report(run, options.out)
 
 
 def evaluate_classifier(
@@ -310,23 +310,10 @@ def eval_glue(arguments: Sequence[str] | None = None) -> None:
 
 
 def predict(checkpoint: Path, data: Path, split: str) -> tuple[list[float], list[float]]:
-    """Return the predictions for every example of a split, and the labels: classes or values.
-
-    Raises: ValueError if the split is absent, the head has another number of classes, or the
-        checkpoint is damaged, diverged or of another model.
-    """
-    if not (data / "bin" / "input0" / f"{split}.idx").is_file():
-        raise ValueError(f"{data} has no split {split}: prepare it with data-prep/glue")
-    wanted = glue.named(data.name)
-    trained = checkpoints.options(checkpoints.require_model(checkpoint, "lrpe_roberta")).get(
-        "task.num_classes", 0
-    )
-    if trained != wanted.classes:
-        raise ValueError(
-            f"{checkpoint} has a head for {trained} classes, and {data.name} needs {wanted.classes}"
-        )
+    """Return the predictions for every example of a split, and the labels: classes or values."""
+    checkpoints.require_model(checkpoint, "lrpe_roberta")
     logits, right = predictions(checkpoint, data, split, _classified)
-    predicted = logits.argmax(-1) if wanted.labels else logits.squeeze(-1)
+    predicted = logits.argmax(-1) if glue.named(data.name).labels else logits.squeeze(-1)
     return predicted.tolist(), right.tolist()
 
 
@@ -387,10 +374,10 @@ def record(
     state = checkpoints.load(checkpoint)
     return {
         CHECKPOINT: corpus.digest(evaluated or checkpoint),
-        "experiment": bases.BY_HAND,
-        "scale": bases.BY_HAND,
+        "experiment": runs.BY_HAND,
+        "scale": runs.BY_HAND,
         "dataset": folders.dataset_name(data),
-        **recording.settings_of(checkpoints.options(state)),
+        **runs.settings_of(checkpoints.options(state)),
         "evaluated_update": checkpoints.updates(state),
         "metrics": metrics,
         "protocol": protocol,
@@ -398,39 +385,18 @@ def record(
         "wall_seconds": checkpoints.seconds(state),
         "data": folders.checksums(data, set(metrics)),
         **environment(),
-        **recording.provenance(checkpoint.absolute().parent.parent),
+        **runs.provenance(checkpoint.absolute().parent.parent),
     }
 
 
-def report(run: Run, out: Path, data: Path) -> None:
-    """Print the metrics of a run file and write it, with those of ``out`` that it lacks."""
+def report(run: Run, out: Path) -> None:
+    """Print the metrics of a run file and write it."""
     for split, by_protocol in run["metrics"].items():
         for protocol, measured in by_protocol.items():
             numbers = ", ".join(f"{name} {value:,.6g}" for name, value in measured.items())
             print(f"{split}, {protocol}: {numbers}")
-    write_run(out, _with_earlier(out, run, data))
+    write_run(out, run)
     print(f"written to {out}")
-
-
-def _with_earlier(out: Path, run: Run, data: Path) -> Run:
-    """Return ``run`` with the other evaluations that ``out`` has, by the same protocols."""
-    try:
-        known = read_run(out)
-    except (OSError, ValueError):
-        return run
-    same = (
-        known.get(CHECKPOINT) == run[CHECKPOINT]
-        and known.get("data") == folders.checksums(data, known.get("data", {}))
-        and all(known["protocol"].get(n, said) == said for n, said in run["protocol"].items())
-    )
-    if not same:
-        print(f"{out} had results of another checkpoint, data or protocol, which are replaced")
-        return run
-    metrics = {
-        split: {n: m for n, m in own.items() if n not in run["metrics"].get(split, {})}
-        for split, own in known["metrics"].items()
-    }
-    return recording.with_evaluations({**known, "metrics": metrics}, run, run["data"])
 
 
 def _speed(state: dict[str, Any]) -> float:

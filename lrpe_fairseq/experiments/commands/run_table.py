@@ -15,19 +15,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lrpe_fairseq.experiments import report
-from lrpe_fairseq.experiments.families.plan import load_named, runs, with_columns, with_data
-from lrpe_fairseq.experiments.records import bases
+from lrpe_fairseq.experiments.families import load_named, runs, with_columns, with_data
 from lrpe_fairseq.experiments.records.console import FAILED, clock, command
 from lrpe_fairseq.experiments.records.files import ROOT, relative, require_writable, written_whole
 from lrpe_fairseq.experiments.records.layout import Table
+from lrpe_fairseq.experiments.records.runs import bases_in
 from lrpe_fairseq.experiments.runner import schedule, slurm
-from lrpe_fairseq.experiments.runner.devices import Devices, divided
+from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import grace
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 SEEDS = 2
 SCALE = "small"
-SELECTIONS = ("rows", "columns", "attention", "datasets")
 CLOSING_SECONDS = 5.0  # to write the last files after all processes have ended
 SITE_OPTIONS = {"partition": str, "time": str, "gpus_per_node": int, "nodes": int}
 
@@ -48,30 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
         slurm.require_sbatch()
     else:
         schedule.shares(min(options.jobs, len(chosen)), options.gpus)  # before data are prepared
-    _require_division(chosen, options)
     for run in {run.data: run for run in chosen}.values():
         run.prepare_data(options.source)
     return _submit(chosen, options, given) if options.slurm else _run_here(chosen, options, begun)
-
-
-def _require_division(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> None:
-    """Raise ValueError if a run cannot use as many processes as the command line asks for."""
-    processes = _processes_asked_for(options)
-    for run in chosen if processes > 1 else ():
-        try:
-            divided(run.settings(), processes)
-        except ValueError as error:
-            if not run.finished():
-                raise ValueError(f"{run.name}: {error}") from None
-
-
-def _processes_asked_for(options: argparse.Namespace) -> int:
-    """Return the processes of a run; 1 if their number may follow from the GPUs of a machine."""
-    if not options.slurm:
-        return options.gpus or 1
-    site = _site(options)
-    asked = options.gpus_per_node or site.nodes > 1
-    return max(1, site.gpus_per_node) * site.nodes if asked else 1
 
 
 def _site(options: argparse.Namespace) -> slurm.Site:
@@ -110,22 +88,14 @@ def _pack(target: Path, results: Sequence[Path], logs: Sequence[Path] = ()) -> N
     """Write run files, with the bases of their configurations, and logs to a tar, whole."""
     homes = sorted({path.parent for path in results})
     with written_whole(target, "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
-        for path in (*results, *(base for home in homes for base in bases.all_in(home)), *logs):
+        for path in (*results, *(base for home in homes for base in bases_in(home)), *logs):
             tar.add(path, relative(path))
 
 
 def _run_task(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:
-    """Run one element of a Slurm array with all its resources; a later job renders.
-
-    Raises: ValueError if the table has no such element.
-    """
-    if not 0 <= options.array_task < len(chosen):
-        raise ValueError(
-            f"--array-task must be from 0 to {len(chosen) - 1}, not {options.array_task}: submit "
-            "the table again with --slurm"
-        )
+    """Run one element of a Slurm array with all its resources; a later job renders."""
     run = chosen[options.array_task]
-    run.prepare_data(options.source)
+    run.prepare_data()
     events = schedule.Events(run.folder / "events.log")
     cores = int(os.environ.get("SLURM_CPUS_PER_TASK", "1"))  # some clusters do not set the affinity
     devices = Devices(threads=cores, nodes=options.nodes or 1)
@@ -139,22 +109,10 @@ def _submit(chosen: Sequence[TrainingRun], options: argparse.Namespace, given: l
         print("all runs are already finished")
         return report.render()
     site = _site(options)
-    own = [word for word in _without(given, [*SITE_OPTIONS, "from"]) if word != "--slurm"]
+    own = [word for word in given if word != "--slurm"]
     job = slurm.submit(ROOT, options.table, [*own, "--nodes", str(site.nodes)], tasks, site)
     print(f"job array {job}: {len(tasks)} of {len(chosen)} runs; see their progress with --status")
     return 0
-
-
-def _without(given: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return a command line without these options and their values."""
-    kept, words = [], iter(given)
-    for word in words:
-        name, equals, _ = word.partition("=")
-        if name.removeprefix("--").replace("-", "_") not in names:
-            kept.append(word)
-        elif not equals:
-            next(words, None)
-    return kept
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -209,10 +167,9 @@ def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
         found = [run for run in found if run.attention_type in kinds]
         found.sort(key=lambda run: (run.seed, kinds[run.attention_type]))
     if not found:
-        *most, last = (f"--{name}" for name in SELECTIONS)
         raise ValueError(
-            f"no cell of table {table.name} has these rows, columns, attention and data sets "
-            f"together: leave out {', '.join(most)} or {last}"
+            f"no cell of table {table.name} has these --rows, --columns, --attention and "
+            "--datasets together"
         )
     return found
 
@@ -223,29 +180,18 @@ def _require_sense(options: argparse.Namespace) -> None:
     Raises: UserError if the pack cannot be written.
     """
     least, minutes = grace() + CLOSING_SECONDS, options.minutes
-    of_cluster = [name for name in SITE_OPTIONS if getattr(options, name) is not None]
-    idle = [] if options.slurm or options.array_task is not None else of_cluster
-    wrong = {
-        "--seeds and --jobs must be at least 1": options.seeds < 1 or options.jobs < 1,
-        "--gpus must be at least 1": options.gpus is not None and options.gpus < 1,
-        f"--{''.join(idle[:1]).replace('_', '-')} has no effect without --slurm": idle,
-        f"--minutes must be more than {least / 60:.2g}, to stop and save in time": (
-            minutes is not None and 60 * minutes <= least
-        ),
-    }
-    if options.slurm:
-        wrong |= {
-            "--gpus is for this machine: with --slurm, use --gpus-per-node": options.gpus,
-            "--jobs is for this machine: with --slurm, set running in configs/slurm.yaml": (
-                options.jobs > 1
-            ),
-            "--minutes and --pack are for this machine: with --slurm, use --time": (
-                minutes or options.pack
-            ),
-        }
-    for reason, holds in wrong.items():
-        if holds:
-            raise ValueError(reason)
+    if min(options.seeds, options.jobs, options.gpus or 1) < 1:
+        raise ValueError("--seeds, --jobs and --gpus must be at least 1")
+    if minutes is not None and 60 * minutes <= least:
+        raise ValueError(f"--minutes must be more than {least / 60:.2g}, to stop and save in time")
+    of_cluster = any(getattr(options, name) is not None for name in SITE_OPTIONS)
+    if of_cluster and not options.slurm and options.array_task is None:
+        raise ValueError("--partition, --time, --gpus-per-node and --nodes need --slurm")
+    if options.slurm and (options.gpus or options.jobs > 1 or minutes or options.pack):
+        raise ValueError(
+            "--gpus, --jobs, --minutes and --pack are for this machine: with --slurm, use "
+            "--gpus-per-node, --time, and running in configs/slurm.yaml"
+        )
     if options.pack:
         require_writable(options.pack.absolute().parent, "--pack")
 

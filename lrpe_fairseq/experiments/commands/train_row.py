@@ -16,9 +16,8 @@ from pathlib import Path
 
 import torch
 
-from lrpe_fairseq.experiments import report
+from lrpe_fairseq.experiments import families, report
 from lrpe_fairseq.experiments.data import folders, glue
-from lrpe_fairseq.experiments.families import plan
 from lrpe_fairseq.experiments.families.finetuning import finetuning_runs, source_of
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import FAILED, command
@@ -105,26 +104,26 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace) -> TrainingRun:
-    table = plan.load_named(options.table)
+    table = families.load_named(options.table)
     row = table.row(options.row)
     if options.attention not in row.attention:
         raise ValueError(f"{row.label} supports only {' and '.join(row.attention)} attention")
     usual = "paper" if "paper" in table.scales else next(iter(table.scales))
     options.scale = options.scale or usual
     wanted = replace(table, rows=[row])
-    found = plan.runs(wanted, options.scale, [options.seed])
+    found = families.runs(wanted, options.scale, [options.seed])
     names = [options.dataset] if options.dataset else None
-    found = plan.with_data(found, table, options.scale, names)
+    found = families.with_data(found, table, options.scale, names)
     run = next(run for run in found if run.attention_type == options.attention)
     if not options.changes:
         return run
     changes = parse_overrides(tuple(options.changes))
     for key in ELSEWHERE.keys() & changes.keys():
         raise ValueError(f"{key} cannot be changed here: {ELSEWHERE[key]}")
+    identity.require_known(run.settings(), changes)
     name = file_name("-".join([run.folder.name, *options.changes]))
     folder = ROOT / "runs" / "by-hand" / name
     run = replace(run, overrides=(*run.overrides, *options.changes), folder=folder)
-    identity.require_known(run.settings(), changes)
     return run
 
 
@@ -152,11 +151,11 @@ def finetune(arguments: Sequence[str] | None = None) -> int:
 
 
 def _finetunings(options: argparse.Namespace) -> list[TrainingRun]:
-    table = plan.load_named("table3")
+    table = families.load_named("table3")
     tasks = (
         list(glue.TASKS) if options.task == "all" else [glue.named(options.task) and options.task]
     )
-    config = plan.config_of(table, options.scale)
+    config = families.config_of(table, options.scale)
     source = source_of(options.checkpoint)
     seeds = range(1, options.seeds + 1)
     return finetuning_runs(source, config, options.scale, tasks, options.lr, seeds)

@@ -16,6 +16,7 @@ import gzip
 import hashlib
 import http.client
 import itertools
+import json
 import os
 import re
 import shutil
@@ -159,23 +160,6 @@ def unpack(opener: Opener, target: Path, checksum: str = "") -> Path:
         out.flush()
         if not has_checksum(Path(out.name), checksum):
             raise ValueError(f"its checksum is not {checksum}")
-    return target
-
-
-def unpack_once(opener: Opener, target: Path) -> Path:
-    """:func:`unpack`, unless ``target`` exists.
-
-    Raises: UserError if ``target`` has other content, because it came from another source.
-    """
-    if not target.is_file():
-        return unpack(opener, target)
-    with readable(target.name), opener() as stream:
-        same = hashlib.file_digest(stream, "sha256").hexdigest() == digest(target)
-    if not same:
-        raise UserError(
-            f"{target} was made from another source, with other content: delete "
-            f"{target.parent.parent} to prepare it anew, or choose another --dest."
-        )
     return target
 
 
@@ -441,7 +425,7 @@ class Steps:
         if "splits" not in self.old:
             self._save({**results(), "steps": self.done})
         for split, counts in self.old["splits"].items():
-            say(f"  {split}: {_listed(counts)}")
+            say(f"  {split}: {json.dumps(counts)}")
         return self.old
 
     def _save(self, content: dict[str, Any]) -> None:
@@ -461,14 +445,3 @@ class Steps:
 def binary_files(names: Iterable[str]) -> list[str]:
     """Return the two files of each name in the binary form."""
     return [f"{name}.{kind}" for name in names for kind in ("bin", "idx")]
-
-
-def _listed(counts: Mapping[str, Any]) -> str:
-    """Return counts as one line, such as ``1,014 pairs, en (20,000 tokens)``."""
-    return ", ".join(
-        f"{name} ({_listed(value)})"
-        if isinstance(value, Mapping)
-        else f"{value:,} {name.replace('_', ' ')}"
-        for name, value in counts.items()
-        if not isinstance(value, list)
-    )

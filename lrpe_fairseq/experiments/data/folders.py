@@ -35,9 +35,7 @@ def is_prepared(data: Path) -> bool:
 
 
 def require(data: Path, preparation: Sequence[str]) -> None:
-    """Raise UserError, with the command that helps, if ``data`` is not prepared or damaged.
-
-    Damaged is a manifest that is not valid JSON, or a dictionary or binary file without content.
+    """Raise UserError, with the command that helps, if ``data`` is not prepared.
 
     preparation: the data-prep script and its arguments; empty if unknown.
     """
@@ -47,13 +45,6 @@ def require(data: Path, preparation: Sequence[str]) -> None:
         how = f"write data of your own with fairseq-preprocess --destdir {folder}"
     if not is_prepared(data):
         raise UserError(f"{relative(data)} is not prepared: {how}")
-    try:
-        manifest(data)
-    except ValueError as error:
-        raise UserError(f"{error}: {how}") from None
-    for path in sorted((data / "bin").rglob("*")):
-        if path.suffix in (".txt", ".bin", ".idx") and not path.stat().st_size:
-            raise UserError(f"{relative(path)} is empty: {how}")
 
 
 def require_splits(data: Path, splits: Sequence[str]) -> None:

@@ -159,7 +159,7 @@ def obtain(name: str, raw: Path, from_dir: Path | None) -> dict[str, Path]:
                     "there, or omit --from to download it."
                 )
             opener = gzip.open if found[0].suffix == ".gz" else open
-            prep.unpack_once(functools.partial(opener, found[0], "rb"), target)
+            prep.unpack(functools.partial(opener, found[0], "rb"), target)
         elif not target.is_file():
             fetch_mrpc(raw) if name == "MRPC" else fetch_archive(name, raw)
         _require_official(name, split, target)
@@ -202,16 +202,11 @@ def split_mrpc(pairs: Path, ids: Path, raw: Path) -> None:
 def read_examples(path: Path, task: GlueTask) -> Iterator[Example]:
     """Yield the examples of a TSV file; quotes are text, a byte order mark is removed.
 
-    Raises: UserError with the line number if a column is missing or the label is invalid, or if the
-        header is missing, since the first example would be lost.
+    Raises: UserError with the line number if a column is missing or the label is invalid.
     """
     rows = enumerate(_rows(path), start=1)
-    names = next(rows, (1, []))[1] if task.header else []
-    if len(names) > max(task.label, 0) and _is_label(names[task.label], task):
-        raise UserError(
-            f"{path}, line 1, is an example where the names of the columns belong: put the "
-            f"official header back."
-        )
+    if task.header:
+        next(rows, None)
     for number, row in rows:
         try:
             sentences = [" ".join(row[column].split()) for column in task.inputs]

@@ -1,18 +1,36 @@
-"""One file per family of experiments, and the list of families.
+"""One file per family of experiments, the list of families, and the runs of a table.
 
 A family is a subclass of :class:`TrainingRun`. It declares its configurations, data preparation,
 validation curve, budget, table options and the next step after a training; and it measures a
 trained model.
+
+The cells of ``configs/tables/<table>.yaml`` become runs with the run files
+``results/runs/<experiment>/<scale>-<row>-<attention>[-<difference>]-seed<n>.json``; their working
+folders are under ``runs/``.
 """
 
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
+from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.families.classification import ClassificationRun
 from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
 from lrpe_fairseq.experiments.families.generated import SyntheticRun, TransductionRun
 from lrpe_fairseq.experiments.families.lm import LMRun, PretrainingRun
 from lrpe_fairseq.experiments.families.translation import TranslationRun
-from lrpe_fairseq.experiments.records.files import CONFIGS, load_config, relative
+from lrpe_fairseq.experiments.records.files import (
+    CONFIGS,
+    ROOT,
+    load_config,
+    relative,
+    require_checkout,
+)
+from lrpe_fairseq.experiments.records.keys import Cell, cells
+from lrpe_fairseq.experiments.records.layout import Table, load_table
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 FAMILIES: dict[str, type[TrainingRun]] = {
@@ -46,3 +64,123 @@ def preparation_of(data: Path) -> list[str]:
     """Return the script that prepares ``data``, with its arguments; empty if no family has one."""
     found = (family.preparation_of(data) for family in FAMILIES.values())
     return next(filter(None, found), [])
+
+
+# --- the runs of a table -------------------------------------------------------------------------
+
+
+def load_named(name: str) -> Table:
+    """Load ``configs/tables/<name>.yaml``.
+
+    Raises: ValueError, which names the table with the nearest name, or all tables.
+    """
+    require_checkout()
+    folder = CONFIGS / "tables"
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    if name not in known:
+        close = get_close_matches(Path(name).stem, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+        raise ValueError(f"there is no table {name}; {hint}")
+    return load_table(folder / f"{name}.yaml")
+
+
+def config_of(table: Table, scale: str) -> Path:
+    """Return the configuration of a scale. Raises: ValueError if the table lacks the scale."""
+    if scale not in table.scales:
+        known = ", ".join(table.scales)
+        raise ValueError(f"table {table.name} has no scale {scale!r}; it has {known}")
+    return ROOT / table.scales[scale]
+
+
+def runs(table: Table, scale: str, seeds: Sequence[int]) -> list[TrainingRun]:
+    """Return every run of ``table`` at ``scale``, seed by seed.
+
+    A cell that also occurs in another table of ``table.experiments`` with the same configuration
+    uses that table's run, with the evaluations that this table shows too.
+
+    Raises: ValueError if the table lacks the scale, no family trains it, or the data of a column's
+        configuration are not its data set.
+    """
+    config_of(table, scale)
+    tables = (table, *(load_named(name) for name in table.experiments[1:]))
+    homes = _homes([other.at(scale) for other in tables if scale in other.scales], scale)
+    made = (_runs_of(*home, scale, seed) for seed in seeds for home in homes)
+    named = {run.name: run for run in itertools.chain.from_iterable(made)}
+    return list(named.values())  # columns that separate learning rates share their runs
+
+
+def with_columns(
+    found: Sequence[TrainingRun],
+    table: Table,
+    scale: str,
+    seeds: Sequence[int],
+    titles: Sequence[str],
+) -> list[TrainingRun]:
+    """Return the runs of ``found`` that fill a column with one of these titles.
+
+    Each keeps its evaluations for the other columns.
+
+    Raises: ValueError for a title that no column has.
+    """
+    _require(table, scale, "column", titles, [column.title for column in table.columns])
+    keys = set(itertools.chain(*(c.mean_of or [c.key] for c in table.columns if c.title in titles)))
+    columns = [column for column in table.columns if column.key in keys]
+    names = {run.name for run in runs(dataclasses.replace(table, columns=columns), scale, seeds)}
+    return [run for run in found if run.name in names]
+
+
+def with_data(
+    found: Sequence[TrainingRun], table: Table, scale: str, names: Sequence[str] | None
+) -> list[TrainingRun]:
+    """Return the runs on the data sets ``names``, or all without names.
+
+    Raises: ValueError for a data set that no run has.
+    """
+    _require(table, scale, "data set", names or (), [run.data.name for run in found])
+    return [run for run in found if not names or run.data.name in names]
+
+
+def _require(
+    table: Table, scale: str, kind: str, names: Sequence[str], known: Sequence[str]
+) -> None:
+    """Raise ValueError for a name that is not known."""
+    for name in names:
+        if name not in known:
+            has = "; ".join(dict.fromkeys(known))
+            raise ValueError(
+                f"table {table.name} has no {kind} {name!r} at scale {scale}; it has {has}"
+            )
+
+
+def _homes(tables: Sequence[Table], scale: str) -> list[tuple[Table, Cell]]:
+    """Return the cells of the first table, each with the table that its runs belong to.
+
+    The run of several equal cells belongs to the first of them, and to the last table that has it.
+    """
+    first, *others = tables
+    homes: dict[Any, tuple[Table, Cell]] = {}
+
+    def place(table: Table, cell: Cell) -> Any:
+        return cell.key, cell.config or table.scales[scale]
+
+    for cell in cells(first):
+        _, home = homes.setdefault(place(first, cell), (first, cell))
+        homes[place(first, cell)] = first, home.asked(cell.evaluations)
+    for other in others:
+        own = {place(other, cell): cell for cell in reversed(cells(other))}
+        for key in homes.keys() & own.keys():
+            homes[key] = other, own[key].asked(homes[key][1].evaluations)
+    return list(homes.values())
+
+
+def _runs_of(table: Table, cell: Cell, scale: str, seed: int) -> list[TrainingRun]:
+    config = ROOT / cell.config if cell.config else config_of(table, scale)
+    found = family_of(config).of_cell(table, cell, scale, config, seed)
+    for run in found:
+        known = folders.dataset_name(run.data) if folders.is_prepared(run.data) else cell.dataset
+        if cell.config and known != cell.dataset:
+            raise ValueError(
+                f"{cell.config} trains on {known}, but its column has the data set {cell.dataset}: "
+                "make them equal"
+            )
+    return found

@@ -9,7 +9,6 @@ from typing import ClassVar
 from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records import checkpoints
-from lrpe_fairseq.experiments.records.fairseq_log import Curve
 from lrpe_fairseq.experiments.records.files import own_command
 from lrpe_fairseq.experiments.records.runs import Run, read_run
 from lrpe_fairseq.experiments.runner.training import Shell, TrainingRun
@@ -41,8 +40,7 @@ class ClassificationRun(TrainingRun):
         "pathfinder16": "data-prep/pathfinder/prepare.py --size 16",
         "imagenet": "data-prep/imagenet/prepare.py",
     }
-    without_download: ClassVar[frozenset[str]] = frozenset({"imagenet"})
-    curve: ClassVar[Curve] = Curve("valid_accuracy", "higher")
+    curve: ClassVar[str] = "valid_accuracy"
     next_step: ClassVar[str] = "evaluate with: scripts/eval_classifier.sh {best} {data}"
     evaluations: tuple[tuple[str, str], ...] = (("valid", ACCURACY), ("test", ACCURACY))
 

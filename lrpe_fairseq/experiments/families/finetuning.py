@@ -8,7 +8,7 @@ import itertools
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -33,8 +33,6 @@ from lrpe_fairseq.experiments.runner.training import Shell, TrainingRun
 
 EXPERIMENT = "table3"
 GLUE = "glue"
-PRETRAINING = "scripts/pretrain_roberta.sh or scripts/run_table.sh table8"
-"""Commands that make a checkpoint, for one that no table names."""
 WARM_UP = 0.06  # fraction of the updates, as in RoBERTa's fine-tuning
 FREE = {  # model options that fine-tuning may set
     "dropout",
@@ -46,7 +44,6 @@ FREE = {  # model options that fine-tuning may set
     "load_checkpoint_heads",
     "max_positions",
 }
-HEAD = "classification_heads.sentence_classification_head.out_proj.weight"
 EMBEDDING = "encoder.sentence_encoder.embed_tokens.weight"
 
 
@@ -54,15 +51,13 @@ EMBEDDING = "encoder.sentence_encoder.embed_tokens.weight"
 class FinetuningRun(TrainingRun):
     """One model on the task ``data.name``, starting from ``checkpoint``.
 
-    ``lr``: peak learning rate. ``made_by``: the command that makes the checkpoint. The other fields
-    are those of every run.
+    ``lr``: peak learning rate. The other fields are those of every run.
     """
 
     configs: ClassVar[str] = "roberta"
     task: ClassVar[str] = "sentence_prediction"
     checkpoint: Path = Path()
     lr: float = 1e-5
-    made_by: str = field(default=PRETRAINING, compare=False)
 
     @property
     def glue_task(self) -> glue.GlueTask:
@@ -76,9 +71,7 @@ class FinetuningRun(TrainingRun):
         """Return the runs of a cell, whose data set is a GLUE task: one per learning rate."""
         folder = f"{scale}-{file_name(f'{cell.label}-{cell.attention}')}-seed1"
         best = ROOT / "runs" / table.pretrained / folder / "checkpoints" / checkpoints.BEST
-        row = ["--rows", cell.label, "--attention", cell.attention, "--scale", scale]
-        words = ["scripts/run_table.sh", table.pretrained, *row, "--seeds", "1"]
-        source = Source(best, cell.label, cell.attention, cell.encoding, shlex.join(words))
+        source = Source(best, cell.label, cell.attention, cell.encoding)
         tasks = [cell.dataset.removeprefix("glue-")]
         rates, home = table.rates_at(scale, cell.rates), table.experiments[0]
         return finetuning_runs(source, config, scale, tasks, rates, [seed], home)
@@ -98,8 +91,14 @@ class FinetuningRun(TrainingRun):
 
     def require_inputs(self) -> None:
         """Also require that checkpoint, data and task match."""
+        if not self.checkpoint.exists():
+            row = (self.checkpoint.absolute().parents[2].name, self.label, self.attention_type)
+            raise RunFailed(
+                f"{relative(self.checkpoint)} does not exist: pre-train it first, with python -m "
+                f"lrpe_fairseq.experiments train_row {shlex.join(row)} --scale {self.scale}"
+            )
         super().require_inputs()
-        require_match(self.checkpoint, self.data, self.glue_task, self.remedy())
+        require_match(self.checkpoint, self.data)
 
     def splits(self) -> set[str]:
         """Also every development set."""
@@ -108,10 +107,6 @@ class FinetuningRun(TrainingRun):
     def max_update(self) -> int:
         """The number of updates of the whole run; 0 while the data is not prepared."""
         return int(self.settings().optimization.max_update) if manifest(self.data) else 0
-
-    def outcome(self) -> str:
-        """The metrics of a finished run, as text."""
-        return super().outcome() if self.finished() else ""
 
     def measure(self, run: Shell) -> Run:
         """Return the task's metrics on every development set of the data."""
@@ -137,14 +132,6 @@ class FinetuningRun(TrainingRun):
             },
         }
 
-    def remedy(self) -> str:
-        """Return how to make the checkpoint: a table skips a run whose run file is there."""
-        folder = self.checkpoint.absolute().parent.parent
-        result = ROOT / "results" / "runs" / folder.parent.name / f"{folder.name}.json"
-        if not result.exists():
-            return self.made_by
-        return f"{self.made_by}; delete {relative(result)} before, or the run is skipped"
-
     def _protocol(self) -> str:
         metric = self.glue_task.metrics[0]
         part = "".join(f" {text}" for text in subsets(manifest(self.data)["splits"]))
@@ -165,12 +152,6 @@ class FinetuningRun(TrainingRun):
                 f"the checkpoint has {attention} attention and the encoding {encoding}, not "
                 f"{self.attention_type} and {self.position_encoding}"
             )
-        for key, equals, value in (override.partition("=") for override in self.overrides):
-            if key in model and equals and value != model[key]:
-                raise ValueError(
-                    f"{key} is {model[key]} in {relative(self.checkpoint)} and cannot become "
-                    f"{value}: pre-train a model with it"
-                )
         return {**model, "task.max_positions": str(max_positions(self.checkpoint))}
 
     def _task(self) -> dict[str, str]:
@@ -204,14 +185,12 @@ class FinetuningRun(TrainingRun):
 
 @dataclass(frozen=True)
 class Source:
-    """A pre-trained model: its checkpoint, its label in tables, its encoding, and the command that
-    makes the checkpoint."""
+    """A pre-trained model: its checkpoint, its label in tables and its encoding."""
 
     checkpoint: Path
     label: str
     attention_type: str
     position_encoding: str
-    made_by: str = PRETRAINING
 
 
 def source_of(checkpoint: Path) -> Source:
@@ -261,7 +240,6 @@ def finetuning_runs(
                 result=ROOT / "results" / "runs" / experiment / f"{name}.json",
                 checkpoint=source.checkpoint,
                 lr=lr,
-                made_by=source.made_by,
             )
         )
     return made
@@ -309,20 +287,12 @@ def subsets(splits: Mapping[str, Mapping[str, int]]) -> list[str]:
     ]
 
 
-def require_match(checkpoint: Path, data: Path, task: glue.GlueTask, remedy: str) -> None:
-    """Raise RunFailed unless the checkpoint can be fine-tuned on ``data``.
-
-    remedy: how to make the checkpoint.
-    """
+def require_match(checkpoint: Path, data: Path) -> None:
+    """Raise RunFailed unless the checkpoint can be fine-tuned on ``data``."""
     try:
-        state = checkpoints.require_model(checkpoint, "lrpe_roberta")
+        checkpoints.require_model(checkpoint, "lrpe_roberta")
     except ValueError as error:
-        raise RunFailed(f"{error}: pre-train it first, with {remedy}") from None
-    if HEAD in state["model"] and len(state["model"][HEAD]) != task.classes:
-        raise RunFailed(
-            f"{relative(checkpoint)} has a head for {len(state['model'][HEAD])} classes, and "
-            f"{data.name} needs {task.classes}: start from a pre-trained checkpoint instead"
-        )
+        raise RunFailed(str(error)) from None
     ours = data / "bin" / "input0" / "dict.txt"
     if not checkpoints.same_dictionary(checkpoint, EMBEDDING, ours, added=1):  # <mask>
         raise RunFailed(

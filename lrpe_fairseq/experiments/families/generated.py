@@ -15,9 +15,8 @@ from typing import ClassVar
 from lrpe_fairseq.experiments.data import synthetic, transduction
 from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.families.translation import EncoderDecoderRun
-from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED, Curve
-from lrpe_fairseq.experiments.records.keys import Evaluations
-from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
+from lrpe_fairseq.experiments.records.runs import Evaluations, Run
 from lrpe_fairseq.experiments.runner.processes import RunFailed
 from lrpe_fairseq.experiments.runner.training import Shell, TrainingRun, parse_validation
 
@@ -41,7 +40,7 @@ class SyntheticRun(TrainingRun):
         f"synthetic-{task}-small": f"data-prep/synthetic/prepare.py --task {task}"
         for task in synthetic.TASKS
     }
-    curve: ClassVar[Curve] = Curve("valid_answer_accuracy", "higher")
+    curve: ClassVar[str] = "valid_answer_accuracy"
     data_name: ClassVar[str] = "{dataset}"
     run_name: ClassVar[str] = "{scale}-{cell}-{data}-lr{lr}-seed{seed}"
     always: ClassVar[Evaluations] = (("valid", WHOLE),)
@@ -119,7 +118,7 @@ class TransductionRun(EncoderDecoderRun):
     configs: ClassVar[str] = "transduction"
     task: ClassVar[str] = "lrpe_transduction"
     data_scripts: ClassVar[Mapping[str, str]] = _scripts()
-    curve: ClassVar[Curve] = Curve("valid_teacher_ppl", "lower")
+    curve: ClassVar[str] = "valid_teacher_ppl"
     data_name: ClassVar[str] = "{dataset}-{scale}"
     run_name: ClassVar[str] = "{scale}-{dataset}-{cell}-seed{seed}"
     always: ClassVar[Evaluations] = (("valid", TEACHER), ("test", TEACHER))

@@ -10,9 +10,8 @@ from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records import checkpoints, fairseq_log
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import first_shard, own_command, read_json, relative
-from lrpe_fairseq.experiments.records.keys import Evaluations
 from lrpe_fairseq.experiments.records.protocols import BLOCKS, SLIDING, Protocol
-from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.records.runs import Evaluations, Run
 from lrpe_fairseq.experiments.runner.devices import BIN
 from lrpe_fairseq.experiments.runner.processes import RunFailed
 from lrpe_fairseq.experiments.runner.training import Shell, TrainingRun, parse_validation
@@ -37,9 +36,6 @@ class LMRun(TrainingRun):
         "gutenberg": "data-prep/gutenberg/prepare.py",
         "gutenberg-first-1": "data-prep/gutenberg/prepare.py --shards 1",
     }
-    without_download: ClassVar[frozenset[str]] = frozenset(
-        {"books", "gutenberg", "gutenberg-first-1"}
-    )
     next_step: ClassVar[str] = "evaluate with: scripts/eval_lm.sh {best} {data}"
     evaluations: Evaluations = EVERYTHING
 

@@ -33,10 +33,8 @@ class Decoding:
 
     def __post_init__(self) -> None:
         """Raises: ValueError for a number that fairseq-generate cannot use."""
-        if self.average < 1:
-            raise ValueError(f"--average must be at least 1, not {self.average}")
-        if self.beam < 1:
-            raise ValueError(f"--beam must be at least 1, not {self.beam}")
+        if min(self.average, self.beam) < 1:
+            raise ValueError("--average and --beam must be at least 1")
         if not math.isfinite(self.length_penalty):
             raise ValueError(f"--lenpen must be a finite number, not {self.length_penalty}")
 

@@ -8,7 +8,6 @@ deleted, only the number of words is compared.
 
 import hashlib
 import math
-import pickle
 import re
 import shutil
 import zipfile
@@ -57,19 +56,15 @@ def load(path: Path) -> dict[str, Any]:
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist")
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder: name a checkpoint in it, such as {path / BEST}")
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} does not load: it is truncated, or not a checkpoint")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError:
+    except Exception as error:  # torch raises various types
         raise ValueError(
-            f"{path} does not load: it is damaged, or contains Python objects that could run code"
+            f"{path} does not load: it is damaged, or contains Python objects that could run code "
+            f"({type(error).__name__})"
         ) from None
-    except Exception as error:  # torch raises various types for a truncated file
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"{path} does not load: {reason[0]}") from None
     if not isinstance(state, dict) or "optimizer_history" not in state or not state.get("cfg"):
         raise ValueError(f"{path} is not a checkpoint of fairseq-train")
     return state
@@ -130,7 +125,7 @@ def updates(state: dict[str, Any]) -> int:
 def seconds(state: dict[str, Any]) -> float:
     """Return the wall-clock seconds of training before it was saved, without interruptions.
 
-    Rounded to tenths, and at least one of them: a run file refuses a training that took no time.
+    Rounded to tenths, and at least one of them.
     """
     # a tensor if several processes trained
     return max(0.1, round(float(state["extra_state"]["previous_training_time"]), 1))

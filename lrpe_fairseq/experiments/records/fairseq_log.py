@@ -30,18 +30,6 @@ TAIL_BYTES = 16384
 
 
 @dataclass(frozen=True)
-class Curve:
-    """A metric that fairseq prints at every validation.
-
-    metric: fairseq's name, such as ``valid_ppl`` or ``valid_accuracy``. better: ``lower`` or
-    ``higher``.
-    """
-
-    metric: str
-    better: str
-
-
-@dataclass(frozen=True)
 class TrainingLog:
     """The log of one training, including its resumptions.
 
@@ -51,15 +39,15 @@ class TrainingLog:
     inner: dict[int, dict[str, str]]
     valid: dict[int, dict[str, str]]
 
-    def curve(self, curve: Curve) -> list[dict[str, float]]:
-        """Return the metric of ``curve`` by update, with the number of training tokens so far.
+    def curve(self, metric: str) -> list[dict[str, float]]:
+        """Return a metric, such as ``valid_ppl``, by update, with the training tokens so far.
 
         Empty if fairseq did not print that metric. Points that are not finite are omitted.
         """
         return [
-            {"updates": n, "tokens": self._tokens_until(n), curve.metric: float(v[curve.metric])}
+            {"updates": n, "tokens": self._tokens_until(n), metric: float(v[metric])}
             for n, v in sorted(self.valid.items())
-            if math.isfinite(float(v.get(curve.metric, "nan")))
+            if math.isfinite(float(v.get(metric, "nan")))
         ]
 
     def tokens_per_second(self) -> float:
@@ -72,19 +60,6 @@ class TrainingLog:
         last = max(self.inner)
         speeds = [float(v["wps"]) for n, v in self.inner.items() if n > last / 10]
         return round(statistics.median(speed for speed in speeds if speed > 0), 1)
-
-    def best(self, curve: Curve) -> float | None:
-        """Return the best value of the curve so far; None before the first validation."""
-        choose = min if curve.better == "lower" else max
-        return choose((point[curve.metric] for point in self.curve(curve)), default=None)
-
-    def seconds_left(self, max_update: int) -> float | None:
-        """Return the seconds until ``max_update``, at the speed of the last logged update."""
-        if not self.inner:
-            return None
-        last = max(self.inner)
-        speed = float(self.inner[last]["wps"]) / float(self.inner[last]["wpb"])
-        return max(0, max_update - last) / speed if speed else None
 
     def _tokens_until(self, update: int) -> int:
         tokens, before = 0.0, 0

@@ -8,7 +8,6 @@ the dictionary and the sets for evaluation of the first.
 import contextlib
 import copy
 import functools
-import io
 import json
 import os
 import re
@@ -137,13 +136,11 @@ def load_config(path: Path) -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        config = copy.deepcopy(_merged(_texts(path)))
+        config = copy.deepcopy(_composed(path, path.stat().st_mtime_ns))
+        if not OmegaConf.select(config, "task._name"):
+            raise ValueError("it is not a configuration of fairseq: it has no task._name")
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
         raise ValueError(f"{relative(path)} does not load: {error}") from None
-    if not OmegaConf.select(config, "task._name"):
-        raise ValueError(
-            f"{relative(path)} is not a configuration of fairseq: it has no task._name"
-        )
     return config
 
 
@@ -152,33 +149,18 @@ def configurations(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*.yaml") if not path.stem.startswith("base"))
 
 
-def _texts(path: Path) -> tuple[str, ...]:
-    """Return the texts of a configuration and of its bases, the lowest base first."""
-    text = path.read_text(encoding="utf-8")
-    named = [name for name in _parsed(text).get("defaults", ()) if isinstance(name, str)]
-    bases = [path.with_name(f"{name}.yaml") for name in named if name != "_self_"]
-    return (*(below for base in bases for below in _texts(base)), text)
-
-
 @functools.lru_cache(maxsize=64)
-def _parsed(text: str) -> Any:
-    """Parse a configuration. Raises: ValueError if it is no mapping."""
-    from omegaconf import DictConfig, OmegaConf
+def _composed(path: Path, changed: int) -> Any:
+    """Return a configuration over its bases, as hydra composes them, without ``defaults``.
 
-    config = OmegaConf.load(io.StringIO(text))
-    if not isinstance(config, DictConfig):
-        raise ValueError("it is no mapping")
-    return config
-
-
-@functools.lru_cache(maxsize=64)
-def _merged(texts: tuple[str, ...]) -> Any:
-    """Merge configurations, the lowest first; without ``defaults``, as hydra composes them."""
+    changed: the time of modification of the file.
+    """
     from omegaconf import OmegaConf
 
-    config = OmegaConf.merge(*map(_parsed, texts))
-    config.pop("defaults", None)
-    return config
+    config = OmegaConf.merge({}, OmegaConf.load(path))
+    names = [name for name in config.pop("defaults", ()) if name != "_self_"]
+    bases = [path.with_name(f"{name}.yaml") for name in names]
+    return OmegaConf.merge(*(_composed(base, base.stat().st_mtime_ns) for base in bases), config)
 
 
 def _sync_folder(folder: Path) -> None:

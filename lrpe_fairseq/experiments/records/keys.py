@@ -21,10 +21,8 @@ from lrpe_fairseq.experiments.records.layout import (
     file_name,
     short,
 )
-from lrpe_fairseq.experiments.records.runs import Run, plain
+from lrpe_fairseq.experiments.records.runs import Evaluations, Run, plain
 
-Evaluations = tuple[tuple[str, str], ...]
-"""(split, protocol) pairs."""
 Sides = str | Mapping[str, str]
 """A name, or those of encoder and decoder."""
 RATE = "optimization.lr"

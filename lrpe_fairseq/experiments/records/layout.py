@@ -21,9 +21,7 @@ ATTENTION = ("linear", "softmax")
 HALVES = ("encoder", "decoder")
 PARTS = (*HALVES, "cross")
 """The attention of an encoder-decoder model: self-attention of both, and cross-attention."""
-COMPARE = ("rows", "columns")
 BETTER = ("lower", "higher")
-SELECTION = {"split", "protocol", "metric", "better"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Column:
     (for columns that differ in it); ``reverse`` also stands for ``reverse-small`` at scale small.
     config: a training configuration in place of the scale's; the column then names its data set.
     scales: the scales with this column, for example those whose data have the split; default all.
-    overrides: options that differ. relative: as a fraction of the baseline row. best_over: an
+    overrides: options that differ. best_over: an
     option; of each seed's runs that differ in it only the best counts. best_by: split, protocol,
     metric and ``better`` of the number that selects it, instead of the column's own metric. rates:
     learning rates instead of the table's. mean_of: keys of the columns that this one averages,
@@ -57,7 +55,6 @@ class Column:
     config: str = ""
     scales: list[str] = field(default_factory=list)
     overrides: Options = field(default_factory=dict)
-    relative: bool = False
     best_over: str = ""
     best_by: dict[str, str] = field(default_factory=dict)
     rates: list[float] = field(default_factory=list)
@@ -170,17 +167,14 @@ def load_tables(folder: Path) -> list[Table]:
 def load_table(path: Path) -> Table:
     """Read and check one table. Raises: ValueError, which names the file and the error."""
     try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(given, dict):
-            raise ValueError("a table holds keys and values")
-        content = {"name": path.stem, **given}
+        content = {"name": path.stem, **yaml.safe_load(path.read_text(encoding="utf-8"))}
         columns = repeated(content.get("columns", []))
         usual = {"better": content.get("better", "")}
         content["columns"] = _by_attention([Column(**{**usual, **each}) for each in columns])
         content["rows"] = [Row(**row) for row in content.get("rows", [])]
         table = Table(**content)
         _check(table)
-    except (ValueError, TypeError, yaml.YAMLError) as error:
+    except (KeyError, TypeError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: {error}") from error
     return table
 
@@ -196,8 +190,6 @@ def repeated(columns: list[dict[str, Any]]) -> list[dict[str, Any]]:
           key: "{attention}-{task}-{length}x"
           title: "{task title} {length}x"
           attention: "{attention}"
-
-    Raises: ValueError for values that are no list or mapping, and for a name that ``for`` lacks.
     """
     return [single for column in columns for single in _repeat(dict(column))]
 
@@ -205,18 +197,18 @@ def repeated(columns: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _repeat(column: dict[str, Any]) -> list[dict[str, Any]]:
     if "for" not in column:
         return [column]
-    choices = [_choices(name, values) for name, values in column.pop("for").items()]
+    choices = [
+        [{name: value, f"{name} title": title} for value, title in _titled(values).items()]
+        for name, values in column.pop("for").items()
+    ]
     return [
         _filled(column, {name: text for choice in combination for name, text in choice.items()})
         for combination in itertools.product(*choices)
     ]
 
 
-def _choices(name: str, values: list[Any] | dict[Any, str]) -> list[dict[str, Any]]:
-    if not isinstance(values, list | dict):
-        raise ValueError(f"{name} under `for` needs a list of values, not {values!r}")
-    titles = values if isinstance(values, dict) else {value: value for value in values}
-    return [{name: value, f"{name} title": title} for value, title in titles.items()]
+def _titled(values: list[Any] | dict[Any, str]) -> dict[Any, str]:
+    return values if isinstance(values, dict) else {value: value for value in values}
 
 
 def _filled(content: Any, texts: dict[str, Any]) -> Any:
@@ -227,10 +219,7 @@ def _filled(content: Any, texts: dict[str, Any]) -> Any:
         return [_filled(item, texts) for item in content]
     if not isinstance(content, str):
         return content
-    try:
-        return content.format_map(texts)
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"{content!r} has a name that `for` lacks: {error}") from None
+    return content.format_map(texts)
 
 
 def _by_attention(columns: list[Column]) -> list[Column]:
@@ -266,7 +255,7 @@ def _named(items: list[Any], attribute: str, name: str, table: str) -> Any:
 
 def _check(table: Table) -> None:
     """Raise ValueError for the first fault of a table."""
-    for fault in itertools.chain(_faults_of_names(table), _faults_of_values(table)):
+    for fault in _faults(table):
         raise ValueError(fault)
     keys = [table.headline, *(c.mean_of for c in table.columns), *(r.without for r in table.rows)]
     keys += [row.method for row in table.rows if isinstance(row.method, dict)]
@@ -274,71 +263,32 @@ def _check(table: Table) -> None:
         table.column(key)
     for label in [table.baseline, *itertools.chain(*table.rows_of.values())]:
         table.row(label)
-    for scale in table.scales if table.has_configs() else ():
-        homes: dict[str, Column] = {}
-        for column in table.at(scale).columns:
-            if not column.mean_of:
-                _check_config(column, homes)
 
 
-def _faults_of_names(table: Table) -> Iterator[str]:
-    """Yield what is wrong with names: two equal ones, or one that nothing has."""
+def _faults(table: Table) -> Iterator[str]:
+    """Yield what would train or show other cells than the file seems to say."""
     files = [file_name(row.label) for row in table.rows]
-    for names, where in ((files, "rows"), ([column.key for column in table.columns], "columns")):
+    for names in (files, [column.key for column in table.columns]):
         for twice in sorted({name for name in names if names.count(name) > 1}):
-            yield f"two {where} have the name {twice}: rename one of them"
+            yield f"two rows or columns have the name {twice}: rename one of them"
     for part in [*table.rows, *table.columns]:
         if unknown := sorted(part.overrides.keys() - table.options.keys()):
             yield f"the override {', '.join(unknown)} has no usual value in options"
+    kinds = itertools.chain(*(row.attention for row in table.rows))
+    for value in [*kinds, *(column.attention for column in table.columns)]:
+        if value not in ATTENTION:
+            yield f"attention must be {' or '.join(ATTENTION)}, not {value!r}"
+    for value in [table.better, *(column.better for column in table.columns)]:
+        if value not in BETTER:
+            yield f"better must be {' or '.join(BETTER)}, not {value!r}"
     for scale in itertools.chain(table.rows_of, *(column.scales for column in table.columns)):
         if scale not in table.scales:
             yield f"there is no scale {scale}; there are {', '.join(table.scales)}"
-    for scale, own in table.rows_of.items():
-        if table.baseline not in own:
-            yield f"rows_of {scale} lacks the baseline {table.baseline}"
-
-
-def _faults_of_values(table: Table) -> Iterator[str]:
-    """Yield what is wrong with values and with keys that need each other."""
-    for what, known, given in (
-        ("better", BETTER, [table.better, *(column.better for column in table.columns)]),
-        ("compare", COMPARE, [table.compare]),
-        ("attention", ATTENTION, itertools.chain(*(row.attention for row in table.rows))),
-        ("attention", ATTENTION, [column.attention for column in table.columns]),
-    ):
-        for value in given:
-            if value not in known:
-                yield f"{what} must be {' or '.join(known)}, not {value!r}"
-    if table.fixed and set(table.fixed) != {"side", "encoding", "attention"}:
-        yield "fixed needs side, encoding and attention, and nothing else"
-    for column in table.columns:
-        by = column.best_by
-        if bool(column.metric) == bool(column.mean_of):
-            yield f"column {column.key} needs either a metric or mean_of"
-        if bool(column.split) != bool(column.protocol):
-            yield f"column {column.key} needs split and protocol together, or neither"
-        if by and not (column.best_over and set(by) == SELECTION and by["better"] in BETTER):
-            known = ", ".join(sorted(SELECTION))
-            yield (
-                f"column {column.key} has best_by, which needs best_over, {known}, and lower or "
-                "higher as better"
-            )
-
-
-def _check_config(column: Column, homes: dict[str, Column]) -> None:
-    """Compare the configuration of a column with those of equal columns before it, ``homes``.
-
-    Raises: ValueError if a run would not tell which of them it fills.
-    """
-    if column.config and not column.dataset:
-        raise ValueError(f"column {column.key} needs a dataset, because it names its own config")
-    place = str((column.attention, column.dataset, sorted(column.overrides.items())))
-    other = homes.setdefault(place, column)
-    if other.config != column.config:
-        raise ValueError(
-            f"columns {other.key} and {column.key} have different configs, but nothing "
-            "distinguishes their runs: give them other datasets or overrides"
-        )
+    configs: dict[Any, str] = {}
+    for column in (column for column in table.columns if not column.mean_of):
+        cell = str((column.scales, column.attention, column.dataset, column.overrides))
+        if configs.setdefault(cell, column.config) != column.config:
+            yield f"column {column.key} has the runs of another one, but another config"
 
 
 def _order(table: Table) -> tuple[bool, int, str]:

@@ -3,23 +3,37 @@
 The path of a run file is ``results/runs/<experiment>/<anything>.json``. It is a plain dict with the
 fields of :data:`FIELDS`; :data:`OPTIONAL` ones are checked if present, and further fields are kept.
 This module does not need fairseq.
+
+A file holds in ``config`` what differs from ``base-<scale>.json`` of its folder, in ``without`` the
+keys of the base that it lacks, and in ``config_hash`` a hash of the whole configuration. The first
+run of a scale writes the base, which never changes: a later edit of a YAML or of a default does not
+reinterpret a run. An evaluation by hand has its whole configuration in its file.
 """
 
+import contextlib
+import hashlib
 import importlib.metadata
 import json
 import math
 import os
 import platform
+import uuid
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lrpe_fairseq.experiments.records import bases
-from lrpe_fairseq.experiments.records.files import commit, write_json
+from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
+from lrpe_fairseq.experiments.records.files import commit, read_json, write_json
 from lrpe_fairseq.experiments.records.protocols import PAIRED, TRUNCATED
 
 Run = dict[str, Any]
+Evaluations = tuple[tuple[str, str], ...]
+"""(split, protocol) pairs."""
 
+PREFIX = "base-"
+BY_HAND = "by-hand"
+"""Experiment and scale of an evaluation by hand."""
 NAME = (str,)
 ONE_OR_TWO = (str, dict)  # a name, or {"encoder": name, "decoder": name}
 NUMBER = (int, float)
@@ -52,9 +66,13 @@ OPTIONAL: dict[str, tuple[type, ...]] = {
     "evaluated_later": (dict,),  # split.protocol -> commit, of evaluations added to a finished run
     "curve": (list,),  # of {"updates", "tokens", a metric such as "valid_ppl"}, updates ascending
 }
-POSITIVE = {"tokens_per_second", "wall_seconds", "peak_memory_mb"}
 ROUNDING = {"rel_tol": 1e-4, "abs_tol": 0.005}
 """Rounding of a loss with 4 and a perplexity with 2 decimals."""
+
+
+USAGE = "usage.json"
+"""File in a run folder: the commits of all parts of a training, and the checksums of its data."""
+COUNTS = ("examples", "sentences", "tokens")  # metrics that count what was evaluated
 
 
 def validate(run: Run) -> None:
@@ -70,10 +88,6 @@ def validate(run: Run) -> None:
     for path, value in _leaves(run):
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"the run's value {'.'.join(path)} is {value}, not a finite number")
-    for name in POSITIVE & run.keys():
-        if run[name] <= 0:
-            raise ValueError(f"the run's field '{name}' must be positive, not {run[name]}")
-    _check_names(run)
     _check_metrics(run["metrics"], run["protocol"])
 
 
@@ -84,7 +98,7 @@ def write_run(path: Path | str, run: Run) -> None:
     """
     validate(run)
     try:
-        write_json(Path(path), bases.packed(run, Path(path)), sort_keys=True)
+        write_json(Path(path), _packed(run, Path(path)), sort_keys=True)
     except OSError as error:
         message = f"cannot write this result: {error.strerror}"
         raise OSError(error.errno, message, str(path)) from error
@@ -94,7 +108,7 @@ def read_run(path: Path | str) -> Run:
     """Read a run file. Raises: ValueError, which names the file, if it is invalid."""
     try:
         run = json.loads(Path(path).read_text(encoding="utf-8"))
-        run = bases.unpacked(run, Path(path)) if isinstance(run, dict) else run
+        run = _unpacked(run, Path(path)) if isinstance(run, dict) else run
         validate(run)
     except ValueError as error:
         raise ValueError(f"{path} is not a run file: {error}") from error
@@ -108,7 +122,7 @@ def read_runs(root: Path | str) -> dict[str, Run]:
     """
     runs = {}
     for path in sorted(Path(root).rglob("*.json")):
-        if path.name.startswith(".") or bases.is_base(path):
+        if path.name.startswith(".") or is_base(path):
             continue
         name = path.relative_to(root).as_posix()
         runs[name] = read_run(path)
@@ -154,16 +168,6 @@ def _check_type(name: str, value: Any, types: tuple[type, ...]) -> None:
     if not _is(value, *types):
         wanted = " or ".join(kind.__name__ for kind in types)
         raise ValueError(f"the run's field '{name}' must be {wanted}, not {type(value).__name__}")
-
-
-def _check_names(run: Run) -> None:
-    for name in (n for n, types in FIELDS.items() if str in types):
-        value = run[name]
-        sides = value if isinstance(value, dict) else {"encoder": value, "decoder": value}
-        if set(sides) != {"encoder", "decoder"}:
-            raise ValueError(f"the run's field '{name}' must name encoder and decoder, no other")
-        if not all(_is(side, str) and side for side in sides.values()):
-            raise ValueError(f"the run's field '{name}' must not be empty")
 
 
 def _check_metrics(metrics: Run, protocols: Run) -> None:
@@ -226,3 +230,175 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+# --- the bases of configurations -----------------------------------------------------------------
+
+
+def is_base(path: Path) -> bool:
+    """True for the name of a base."""
+    return path.name.startswith(PREFIX)
+
+
+def bases_in(folder: Path) -> list[Path]:
+    """Return the bases of the run files of a folder."""
+    return sorted(folder.glob(f"{PREFIX}*.json"))
+
+
+def _home(run_file: Path, scale: str) -> Path:
+    """Return the path of the base of a run file."""
+    return run_file.parent / f"{PREFIX}{scale}.json"
+
+
+def _digest(config: Run) -> str:
+    """Return the hash of a whole configuration."""
+    return hashlib.sha256(_text(config).encode()).hexdigest()[:16]
+
+
+def _packed(run: Run, target: Path) -> Run:
+    """Return ``run`` with the differences of its configuration; the first run writes the base."""
+    if run["experiment"] == BY_HAND:
+        return run
+    config, base = run["config"], _base_for(_home(target, run["scale"]), run["config"])
+    known = {key: _text(value) for key, value in base.items()}
+    own = {key: value for key, value in config.items() if known.get(key) != _text(value)}
+    lacks = sorted(base.keys() - config.keys())
+    without = {"without": lacks} if lacks else {}
+    return {**run, "config": own, **without, "config_hash": _digest(config)}
+
+
+def _unpacked(run: Run, source: Path) -> Run:
+    """Return a run file's content with its whole configuration.
+
+    Raises: ValueError if the base is missing or the hash does not agree.
+    """
+    if "config_hash" not in run:
+        return run
+    path = _home(source, str(run.get("scale")))
+    if not path.exists():
+        raise ValueError(f"its base {path.name} is missing: restore it from the repository")
+    lacks, known = set(run.pop("without", ())), run.pop("config_hash")
+    base = _read(path, path.stat().st_mtime_ns)
+    whole = {key: value for key, value in base.items() if key not in lacks} | run["config"]
+    if _digest(whole) != known:
+        raise ValueError(f"its config_hash does not agree with its config and {path.name}")
+    return {**run, "config": whole}
+
+
+def _base_for(path: Path, config: Run) -> Run:
+    """Return the base at ``path``; if there is none, ``config`` becomes it."""
+    if not path.exists():
+        part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        write_json(part, config, sort_keys=True)
+        try:
+            with contextlib.suppress(FileExistsError):  # another runner was first
+                os.link(part, path)
+        finally:
+            part.unlink()
+    return read_json(path)
+
+
+@lru_cache(maxsize=256)
+def _read(path: Path, changed: int) -> Run:
+    """Return the base at ``path``; ``changed`` is its time of modification."""
+    return read_json(path)
+
+
+def _text(value: Any) -> str:
+    """Return the JSON text of a value, in which 1, 1.0 and True differ."""
+    return json.dumps(value, sort_keys=True)
+
+
+# --- what a run file says of its training --------------------------------------------------------
+
+
+def usage(folder: Path) -> Run:
+    """Return ``commits`` (in order) and ``data`` (checksums) of a run folder.
+
+    If an older version started the training, some of them are missing.
+    """
+    return read_json(folder / USAGE)
+
+
+def begin_part(folder: Path, data: dict[str, str], *, resumed: bool) -> None:
+    """Store the commit and the data checksums of a part that starts."""
+    known = usage(folder) if resumed else {}
+    commits = list(dict.fromkeys([*known.get("commits", []), commit()]))
+    write_json(folder / USAGE, {**known, "commits": commits, "data": data})
+
+
+def provenance(folder: Path) -> Run:
+    """Return fields of a run file: ``commit`` of the first part, ``commits`` if several.
+
+    Empty if an older version started the training, whose commit is then unknown.
+    """
+    commits = usage(folder).get("commits", [])
+    first = {"commit": commits[0]} if commits else {}
+    return first | ({"commits": commits} if len(commits) > 1 else {})
+
+
+def settings_of(config: Run) -> Run:
+    """Return the fields of a run file that the options of its training provide."""
+    return {
+        "task": config["task._name"],
+        "attention_type": _sides(config, "attention_type"),
+        "position_encoding": _sides(config, "position_encoding"),
+        "seed": config["common.seed"],
+        "config": config,
+    }
+
+
+def diverged(update: int, evaluations: Evaluations) -> Run:
+    """Return the measures of a training that ended because gradients were not finite.
+
+    update: the last one before. Nothing was evaluated, and ``metrics`` say so.
+    """
+    metrics: Run = {}
+    for split, protocol in evaluations:
+        metrics.setdefault(split, {})[protocol] = {DIVERGED: 1}
+    said = f"The training ended after update {update:,}: gradients were not finite."
+    return {
+        "metrics": metrics,
+        "protocol": dict.fromkeys([protocol for _, protocol in evaluations], said),
+        "diverged_at": update,
+    }
+
+
+def with_evaluations(known: Run, measured: Run, data: dict[str, str]) -> Run:
+    """Return the run file ``known`` with the evaluations of ``measured`` that it lacks.
+
+    measured: ``metrics`` and ``protocol``. data: checksums of the splits and the dictionary. The
+    commit of each added evaluation is kept in ``evaluated_later``.
+    """
+    metrics = {split: dict(protocols) for split, protocols in known["metrics"].items()}
+    added = dict(known.get("evaluated_later", {}))
+    for split, protocols in measured["metrics"].items():
+        for protocol, values in protocols.items():
+            if protocol not in metrics.setdefault(split, {}):
+                metrics[split][protocol] = values
+                added[f"{split}.{protocol}"] = commit()
+    checksums = {"data": {**data, **known["data"]}} if "data" in known else {}
+    return {
+        **known,
+        "metrics": metrics,
+        "protocol": {**measured["protocol"], **known["protocol"]},
+        "evaluated_later": added,
+        **checksums,
+    }
+
+
+def first_number(metrics: Run) -> str:
+    """Return a metric as text, such as ``valid blocks ppl 57.30``: perplexity, or the first one."""
+    split, protocols = next(iter(metrics.items()))
+    protocol, measured = next(iter(protocols.items()))
+    if DIVERGED in measured:
+        return f"{split} {protocol} diverged"
+    name = "ppl" if "ppl" in measured else next(key for key in measured if key not in COUNTS)
+    return f"{split} {protocol} {name} {measured[name]:.2f}"
+
+
+def _sides(config: Run, option: str) -> str | dict[str, str]:
+    """Return the option's value, or those of encoder and decoder if the model has both."""
+    if f"model.{option}" in config:
+        return config[f"model.{option}"]
+    return {side: config[f"model.{side}.{option}"] for side in ("encoder", "decoder")}

@@ -24,7 +24,6 @@ PARTS: dict[str, ModuleType] = {
 }
 GENERATED = (
     "results/*.md", "results/*.csv", "results/bench/*.csv", "results/figures/*.png",
-    "docs/figures/encodings/*.png",
 )  # fmt: skip
 """Patterns of files that are never written by hand."""
 

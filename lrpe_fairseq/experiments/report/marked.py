@@ -21,10 +21,9 @@ from lrpe_fairseq.encodings import (
     encoding_class,
 )
 from lrpe_fairseq.encodings.fidelity import DEPARTURES
-from lrpe_fairseq.experiments.report import choosing, frame, markdown, portraits, quickstart
+from lrpe_fairseq.experiments.report import choosing, frame, markdown, quickstart
 from lrpe_fairseq.experiments.report.pages import verdict
 
-PORTRAITS = "docs/figures/encodings"
 QUICKSTART = "results/figures/quickstart.png"
 VERSIONS = "results/versions"
 POSITION = {
@@ -48,11 +47,9 @@ def pages(root: Path) -> dict[str, str]:
 
 
 def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
-    """Return a picture for every name of ENCODINGS, and the quickstart's perplexities as dots."""
-    drawn = [name for name in ENCODINGS if frame.public_name(name) == name]
-    found = {f"{PORTRAITS}/{name}.png": partial(portraits.draw, name) for name in drawn}
+    """Return the picture of the quickstart's perplexities, as dots."""
     runs = quickstart.published(root / quickstart.RUNS)
-    return {**found, **({QUICKSTART: partial(quickstart.dots, runs=runs)} if runs else {})}
+    return {QUICKSTART: partial(quickstart.dots, runs=runs)} if runs else {}
 
 
 # --- README.md -----------------------------------------------------------------------------------
@@ -140,7 +137,7 @@ def encodings_table() -> str:
 
 
 def entry(name: str) -> str:
-    """Return the entry of one encoding: equation, properties and picture.
+    """Return the entry of one encoding: equation and properties.
 
     Trap: in a block between $$ GitHub applies Markdown first, which turns "\\," into a comma.
     """
@@ -155,7 +152,6 @@ def entry(name: str) -> str:
     if card is not None:
         lines += [f"- Cost: {card.cost}", f"- Beyond training: {card.beyond}"]
         lines += [f"- Source: {card.source}"]
-    lines += ["", f"![{name}]({Path(PORTRAITS).relative_to('docs').as_posix()}/{name}.png)"]
     return "\n".join(lines)
 
 

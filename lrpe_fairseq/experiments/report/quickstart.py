@@ -10,8 +10,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from lrpe_fairseq.experiments.records import bases
-from lrpe_fairseq.experiments.records.runs import Run, read_run
+from lrpe_fairseq.experiments.records.runs import Run, is_base, read_run
 from lrpe_fairseq.experiments.report import markdown, orders, plots
 
 HEAD = ("attention", "encoding", "test perplexity", "vs Base")
@@ -42,7 +41,7 @@ class Row:
 
 def published(folder: Path) -> list[Run]:
     """Return the run files of ``folder``, sorted by attention type, encoding and seed."""
-    paths = (path for path in folder.glob("*.json") if not bases.is_base(path))
+    paths = (path for path in folder.glob("*.json") if not is_base(path))
     return sorted(map(read_run, paths), key=lambda run: (_place(run), run["seed"]))
 
 

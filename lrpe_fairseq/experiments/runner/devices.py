@@ -125,15 +125,6 @@ def parse_overrides(overrides: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def largest_batch(settings: Any) -> tuple[int, str, str]:
-    """Return the largest batch of one process: size, unit, and its key in the dataset section.
-
-    The unit is ``tokens``, or ``samples`` where the configuration limits ``batch_size``.
-    """
-    key, size = next(iter(_limits(settings).items()))
-    return size, UNITS[key], key
-
-
 def divided(settings: Any, processes: int) -> dict[str, str]:
     """Return the accumulation and the batch with which ``processes`` keep the size of an update.
 
@@ -145,15 +136,14 @@ def divided(settings: Any, processes: int) -> dict[str, str]:
         return found
     raise ValueError(
         f"{processes} processes cannot have equal parts of {described(settings)}: use another "
-        f"number of GPUs, or another dataset.{largest_batch(settings)[2]}"
+        "number of GPUs, or another batch"
     )
 
 
 def described(settings: Any) -> str:
     """Return the size of an update in words."""
-    size, unit, key = largest_batch(settings)
-    inside = f" in samples of up to {_longest(settings.task):,}" if key == "max_tokens" else ""
-    return f"an update of {size * _frequency(settings):,} {unit}{inside}"
+    key, size = next(iter(_limits(settings).items()))
+    return f"an update of {size * _frequency(settings):,} {UNITS[key]}"
 
 
 def division(settings: Any, processes: int) -> dict[str, str]:

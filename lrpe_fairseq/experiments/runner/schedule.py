@@ -228,7 +228,7 @@ def state(run: TrainingRun) -> str:
         return f"done, {run.outcome()}"
     update, total = run.progress()
     if is_locked(run.folder):
-        return f"running {update}/{total}, {run.outcome()}" if update else "running"
+        return f"running {update}/{total}" if update else "running"
     error = run.folder / ERROR
     if error.exists():
         return f"failed: {error.read_text(encoding='utf-8').strip()}"

@@ -77,8 +77,11 @@ class _Scorer:
     def metrics(self, protocol: Protocol) -> Metrics:
         """Return loss (bits), ppl and tokens, or ``diverged``; and what the protocol adds."""
         windows = list(protocol.windows(len(self.text), self.trained, self.starts))
-        clamped = Clamped(protocol.length) if protocol.kind == POSITIONS else None
-        bits = self._bits_of(protocol, windows, clamped)
+        counted: Metrics = {}
+        if protocol.kind == POSITIONS:  # it counts in every window
+            with clamped(self.model, protocol.length) as counted:
+                self._remember(windows, self._known)
+        bits = self._bits_of(protocol, windows)
         if len(bits) != protocol.count(len(self.text), self.trained):
             raise ValueError(f"{len(bits)} tokens of {len(self.text)} were scored")
         found = {**scored(_finite_mean(bits)), "tokens": len(bits)}
@@ -87,24 +90,18 @@ class _Scorer:
         if protocol.is_paired and protocol.length > self.trained:
             baseline = Protocol(PAIRED, self.trained).windows(len(self.text), self.trained)
             found |= differences(bits - self.losses(list(baseline)), len(windows))
-        if clamped is not None:
-            found |= by_position(bits, protocol.length) | clamped.fractions()
+        if protocol.kind == POSITIONS:
+            found |= by_position(bits, protocol.length) | counted
         if protocol.kind == DOCUMENTS:
             found |= by_document(bits, self.starts)
         return found
 
-    def _bits_of(
-        self, protocol: Protocol, windows: Sequence[Window], clamped: "Clamped | None"
-    ) -> Tensor:
+    def _bits_of(self, protocol: Protocol, windows: Sequence[Window]) -> Tensor:
         if protocol.kind == TRUNCATED:
             reach = reach_of(self.model, self.trained)
             cut = [w._replace(start=max(w.start, w.first - reach)) for w in windows]
             with limited(self.model, self.trained):
                 return self.losses(cut, self._limited)
-        if clamped is not None:  # it counts in every window
-            with clamped:
-                clamped.watch(self.model)
-                self._remember(windows, self._known)
         return self.losses(windows)
 
     def losses(self, windows: Sequence[Window], known: Losses | None = None) -> Tensor:
@@ -203,40 +200,32 @@ def by_document(bits: Tensor, starts: Sequence[int]) -> Metrics:
     return {"documents": len(means), "document_ppl": 2 ** torch.stack(means).mean().item()}
 
 
-class Clamped(contextlib.AbstractContextManager):
-    """Counts the denominators of Eq. 39 that linear attention clamps, by bin of positions.
+@contextlib.contextmanager
+def clamped(model: nn.Module, length: int) -> Iterator[Metrics]:
+    """Count the denominators of Eq. 39 that linear attention clamps, by bin of positions.
 
-    A model with softmax attention or another normalizer has none.
+    Yields metrics that have ``clamped-<bound>`` at the end, for every bin with denominators. A
+    model with softmax attention or another normalizer has none.
     """
+    under, every = (torch.zeros(len(bounds(length))).double() for _ in range(2))
 
-    def __init__(self, length: int) -> None:
-        self._length = length
-        self._under, self._all = (torch.zeros(len(bounds(length))).double() for _ in range(2))
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-
-    def watch(self, model: nn.Module) -> None:
-        """Count in all layers of ``model`` until the end of the context."""
-        for module in _attentions(model):
-            if module.has_denominators:
-                hook = module.register_forward_pre_hook(self._count, with_kwargs=True)
-                self._hooks.append(hook)
-
-    def fractions(self) -> Metrics:
-        """Return ``clamped-<bound>`` for every bin with denominators."""
-        pairs = zip(bounds(self._length), self._under.tolist(), self._all.tolist(), strict=True)
-        return {f"clamped-{bound}": under / every for bound, under, every in pairs if every}
-
-    def _count(self, module: MultiheadAttention, inputs: tuple, keywords: dict) -> None:
+    def count(module: MultiheadAttention, inputs: tuple, keywords: dict) -> None:
         query = keywords["query"] if "query" in keywords else inputs[0]
         found = module.denominators(query.transpose(0, 1)).cpu()  # B H L
-        bins = _bins(found.shape[-1], self._length)
-        under = (found <= EPS).sum((0, 1)).double()
-        self._under.index_add_(0, bins, under)
-        self._all.index_add_(0, bins, torch.full_like(under, found.shape[0] * found.shape[1]))
+        bins, own = _bins(found.shape[-1], length), (found <= EPS).sum((0, 1)).double()
+        under.index_add_(0, bins, own)
+        every.index_add_(0, bins, torch.full_like(own, found.shape[0] * found.shape[1]))
 
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
+    layers = [module for module in _attentions(model) if module.has_denominators]
+    hooks = [layer.register_forward_pre_hook(count, with_kwargs=True) for layer in layers]
+    fractions: Metrics = {}
+    try:
+        yield fractions
+    finally:
+        for hook in hooks:
             hook.remove()
+    counts = zip(bounds(length), under.tolist(), every.tolist(), strict=True)
+    fractions |= {f"clamped-{bound}": part / whole for bound, part, whole in counts if whole}
 
 
 @contextlib.contextmanager

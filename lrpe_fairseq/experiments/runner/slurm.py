@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -91,15 +91,10 @@ def load_site(path: Path, chosen: Mapping[str, Any]) -> Site:
     """
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from None
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path} must hold keys and values; see configs/slurm.yaml")
-    settings |= {key: value for key, value in chosen.items() if value is not None}
-    unknown = sorted(set(settings) - {f.name for f in fields(Site)})
-    if unknown:
-        known = ", ".join(f.name for f in fields(Site))
-        raise ValueError(f"{path}: there is no setting {', '.join(unknown)}; there are {known}")
+        settings |= {key: value for key, value in chosen.items() if value is not None}
+        Site(**settings)
+    except (TypeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} is not as configs/slurm.yaml: {error}") from None
     for name, split in (("setup", lambda line: [line]), ("sbatch", shlex.split)):
         if isinstance(settings.get(name), str):
             settings[name] = split(settings[name])
@@ -108,24 +103,18 @@ def load_site(path: Path, chosen: Mapping[str, Any]) -> Site:
 
 
 def _check_types(path: Path, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError for a value of the wrong type or an impossible number."""
-    for name in ("setup", "sbatch"):
-        lines = settings.get(name, [])
-        if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-            raise ValueError(f"{path}: {name} must be a list of strings, not {lines!r}")
+    """Raise ValueError for a value that sbatch would misread."""
     if not isinstance(settings.get("time", ""), str | None):
         raise ValueError(
             f'{path}: write time in quotes, such as "24:00:00": YAML reads it as the number '
             f"{settings['time']}"
         )
-    least = {"nodes": 1, "gpus_per_node": 0, "cpus_per_task": 1, "warning": 1, "running": 1}
-    for name, smallest in least.items():
-        value = settings.get(name, smallest)
-        if name == "running" and value is None:
-            continue
-        if type(value) is not int or value < smallest:
-            option = f"{name} (--{name.replace('_', '-')})"
-            raise ValueError(f"{path}: {option} must be an integer >= {smallest}, not {value!r}")
+    for name in ("nodes", "cpus_per_task", "warning"):
+        if type(settings.get(name, 1)) is not int or settings.get(name, 1) < 1:
+            raise ValueError(f"{path}: {name} must be an integer from 1 on, not {settings[name]!r}")
+    for name in ("setup", "sbatch"):
+        if not isinstance(settings.get(name, []), list):
+            raise ValueError(f"{path}: {name} must be a list of strings, not {settings[name]!r}")
 
 
 def require_sbatch() -> None:

@@ -19,24 +19,21 @@ from typing import Any, ClassVar
 from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments.data import folders
-from lrpe_fairseq.experiments.records import checkpoints, fairseq_log
-from lrpe_fairseq.experiments.records.console import clock
-from lrpe_fairseq.experiments.records.fairseq_log import Curve
+from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, runs
 from lrpe_fairseq.experiments.records.files import (
     CONFIGS,
     ROOT,
-    configurations,
     data_home,
     first_shard,
     joined_shards,
     load_config,
     relative,
 )
-from lrpe_fairseq.experiments.records.keys import RATE, WORLD, Cell, Evaluations
+from lrpe_fairseq.experiments.records.keys import RATE, WORLD, Cell
 from lrpe_fairseq.experiments.records.layout import Table
-from lrpe_fairseq.experiments.records.runs import Run, environment, read_run, write_run
+from lrpe_fairseq.experiments.records.runs import Evaluations, Run, environment, read_run, write_run
 from lrpe_fairseq.experiments.runner import devices as machine
-from lrpe_fairseq.experiments.runner import identity, processes, recording
+from lrpe_fairseq.experiments.runner import identity, processes
 from lrpe_fairseq.experiments.runner.devices import BIN, Devices
 from lrpe_fairseq.experiments.runner.processes import Children, Diverged, RunFailed, run_child
 
@@ -60,7 +57,7 @@ class TrainingRun(ABC):
     """fairseq's task, if two families share a folder of configurations."""
     data_scripts: ClassVar[Mapping[str, str]] = {}
     """Name of a data folder -> the script that makes it, with arguments."""
-    curve: ClassVar[Curve] = Curve("valid_ppl", "lower")
+    curve: ClassVar[str] = "valid_ppl"
     """The metric of every validation that the run file keeps as a curve."""
     next_step: ClassVar[str] = "evaluate with: scripts/run_table.sh {table} --scale {scale}"
     """Text printed after a training; may contain {best}, {data}, {table} and {scale}."""
@@ -211,12 +208,7 @@ class TrainingRun(ABC):
 
     def yaml(self) -> Any:
         """Return the YAML without overrides. Raises: ValueError if it does not exist."""
-        folder = CONFIGS / self.configs
-        path = folder / f"{self.config}.yaml"
-        if not path.exists():
-            known = ", ".join(found.stem for found in configurations(folder))
-            raise ValueError(f"configs/{self.configs} has no {self.config}.yaml; it has {known}")
-        return load_config(path)
+        return load_config(CONFIGS / self.configs / f"{self.config}.yaml")
 
     def settings(self) -> Any:
         """Return the YAML with this run's overrides. Raises: ValueError if it does not exist."""
@@ -327,14 +319,8 @@ class TrainingRun(ABC):
         return fairseq_log.last_update(self.log), self.max_update()
 
     def outcome(self) -> str:
-        """Return the first metric of the run file, or the best so far and the remaining time."""
-        if self.finished():
-            return recording.first_number(read_run(self.result)["metrics"])
-        log = fairseq_log.read_training_log(self.log)
-        best, left = log.best(self.curve), log.seconds_left(self.max_update())
-        metric = self.curve.metric.replace("_", " ")
-        parts = [f"best {metric} {best:.2f}" if best else "", f"ETA {clock(left)}" if left else ""]
-        return ", ".join(filter(None, parts))
+        """Return the first metric of the run file as text."""
+        return runs.first_number(read_run(self.result)["metrics"])
 
     def ready_to_resume(self, say: Say) -> int:
         """Return the updates of the newest undamaged checkpoint with these settings and data.
@@ -348,7 +334,7 @@ class TrainingRun(ABC):
         allowed = seen <= self.max_update()  # a longer training is fine
         longer = {"optimization.max_update"} if allowed else set()
         changed = sorted(self.differences(config) - longer)
-        changed += [f"data ({part})" for part in self.other_data(recording.usage(self.folder))]
+        changed += [f"data ({part})" for part in self.other_data(runs.usage(self.folder))]
         if changed:
             checkpoints.remove_all(self.checkpoints)
             say(f"{', '.join(changed)} changed, so training starts over")
@@ -385,27 +371,20 @@ class TrainingRun(ABC):
 
     def _complete(self, known: Run, run: Shell, say: Say) -> bool:
         """Add the missing evaluations to the run file ``known``; False if that is impossible."""
-        missing = self.missing(known)
-        if not missing:
+        if not (missing := self.missing(known)):
             return True
-        named = ", ".join(" ".join(pair) for pair in missing)
         try:
-            self._require_training_of(known)
-        except ValueError as error:
-            say(f"{error}, so the run is trained anew to evaluate {named}")
+            paths = (self.checkpoints / name for name in (checkpoints.BEST, checkpoints.LAST))
+            best, last = map(checkpoints.load_sound, paths)
+        except ValueError:
             return False
-        say(f"evaluating {named}; nothing is trained")
-        measured = replace(self, evaluations=missing).measure(run)
-        write_run(self.result, recording.with_evaluations(known, measured, self.data_checksums()))
-        return True
-
-    def _require_training_of(self, known: Run) -> None:
-        """Raise ValueError unless the checkpoints are undamaged and those of a run file."""
-        paths = (self.checkpoints / name for name in (checkpoints.BEST, checkpoints.LAST))
-        best, last = map(checkpoints.load_sound, paths)
         found = checkpoints.updates(best), checkpoints.seconds(last)
         if found != (known.get("evaluated_update"), known["wall_seconds"]):
-            raise ValueError(f"{relative(self.checkpoints)} is of another training")
+            return False  # of another training
+        say(f"evaluating {', '.join(map(' '.join, missing))}; nothing is trained")
+        measured = replace(self, evaluations=missing).measure(run)
+        write_run(self.result, runs.with_evaluations(known, measured, self.data_checksums()))
+        return True
 
     def _with_those_of(self, known: Run | None) -> "TrainingRun":
         """Return the run with the evaluations of the run file ``known`` too, which it replaces."""
@@ -449,20 +428,20 @@ class TrainingRun(ABC):
             if not seen:
                 self.log.unlink(missing_ok=True)
                 checkpoints.remember_dictionaries(self.checkpoints, self.data)
-            recording.begin_part(self.folder, self.data_checksums(), resumed=seen > 0)
+            runs.begin_part(self.folder, self.data_checksums(), resumed=seen > 0)
         return seen
 
     def lost(self) -> Run:
         """Return what :meth:`measure` returns, for a training that diverged."""
         crash = checkpoints.load(self.checkpoints / checkpoints.CRASH)
-        return recording.diverged(checkpoints.updates(crash), self.evaluations)
+        return runs.diverged(checkpoints.updates(crash), self.evaluations)
 
     def record(self, measured: Run, threads: int) -> Run:
         """Return the run file; ``measured`` is the result of :meth:`measure` or :meth:`lost`.
 
         Raises: RunFailed if the data have changed since the start of the training.
         """
-        if changed := self.other_data(recording.usage(self.folder)):
+        if changed := self.other_data(runs.usage(self.folder)):
             raise RunFailed(
                 f"{relative(self.data)} has changed since the training began ({', '.join(changed)})"
             )
@@ -480,7 +459,7 @@ class TrainingRun(ABC):
             "label": self.label,
             "scale": self.scale,
             "dataset": folders.dataset_name(self.data),
-            **recording.settings_of(checkpoints.options(best)),
+            **runs.settings_of(checkpoints.options(best)),
             **({} if lost else {"evaluated_update": checkpoints.updates(best)}),
             **measured,
             "wall_seconds": checkpoints.seconds(last),
@@ -489,7 +468,7 @@ class TrainingRun(ABC):
             **{name: value for name, value in optional.items() if value is not None},
             "data": self.data_checksums(),
             **environment(),
-            **recording.provenance(self.folder),
+            **runs.provenance(self.folder),
         }
 
 
