@@ -157,6 +157,7 @@ class Algebraic(QueryKeyEncoding):
         self._on_line = len(names) == 1 and self.components[0].on_line
         self.serves_linear = self._on_line or not self._decays
         self.shared = self.shared_by_stacks = True
+        self.turns = not self._decays
         # positive features that are summed over a whole cycle cancel
         self.denominator_vanishes = all(getattr(c, "period", 0) for c in self.components)
         self.foldable = all(isinstance(c, Planar) for c in self.components)

@@ -70,6 +70,7 @@ class GridEncoding(QueryKeyEncoding):
         self.properties = replace(part.properties, shift_unit=unit)
         self.before_feature_map = part.before_feature_map
         self.denominator_vanishes = part.denominator_vanishes
+        self.turns = part.turns
         self.without_absolute = part.without_absolute
         self.foldable = part.foldable and self.grid == "sum"
 

@@ -30,7 +30,10 @@ from lrpe_fairseq.encodings import (
 from lrpe_fairseq.encodings.base import POSITION_GRIDS
 from lrpe_fairseq.encodings.fidelity import DEPARTURES, parse_departures
 from lrpe_fairseq.errors import ChoiceError, did_you_mean, refuse
-from lrpe_fairseq.models.checks import warn_about_absolute_positions
+from lrpe_fairseq.models.checks import (
+    warn_about_absolute_positions,
+    warn_about_longer_texts,
+)
 
 
 def with_encoding_options(cls: type) -> type:
@@ -132,6 +135,7 @@ def build_attention(
     settings["qkv_bias"] = getattr(options, "qkv_bias", True)  # an option of classifiers
     attention = MultiheadAttention(embed_dim, num_heads, causal=causal, **settings)
     warn_about_absolute_positions(attention.encoding, cfg)
+    warn_about_longer_texts(attention)
     return attention
 
 
