@@ -21,11 +21,10 @@ from lrpe_fairseq.encodings import (
     encoding_class,
 )
 from lrpe_fairseq.encodings.fidelity import DEPARTURES
-from lrpe_fairseq.experiments.report import choosing, frame, markdown, portraits, quickstart
+from lrpe_fairseq.experiments.report import choosing, frame, markdown, portraits
 from lrpe_fairseq.experiments.report.pages import verdict
 
 PORTRAITS = "docs/figures/encodings"
-QUICKSTART = "results/figures/quickstart.png"
 VERSIONS = "results/versions"
 POSITION = {
     "exact": "s - t only",
@@ -48,24 +47,9 @@ def pages(root: Path) -> dict[str, str]:
 
 
 def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
-    """Return a picture for every name of ENCODINGS, and the quickstart's perplexities as dots."""
+    """Return path -> function that draws it, a picture for every name of ENCODINGS."""
     drawn = [name for name in ENCODINGS if frame.public_name(name) == name]
-    found = {f"{PORTRAITS}/{name}.png": partial(portraits.draw, name) for name in drawn}
-    runs = quickstart.published(root / quickstart.RUNS)
-    return {**found, **({QUICKSTART: partial(quickstart.dots, runs=runs)} if runs else {})}
-
-
-# --- README.md -----------------------------------------------------------------------------------
-
-
-def names_table() -> str:
-    """The names of ENCODINGS by the attention types that they serve."""
-    both = [name for name in ENCODINGS if encoding_class(name).serves_linear]
-    softmax = [name for name in ENCODINGS if name not in both]
-    both += [family.form for family in FAMILIES.values()]
-    kinds = {"linear, softmax": both, "softmax": softmax}
-    rows = [[kind, ", ".join(f"`{name}`" for name in own)] for kind, own in kinds.items()]
-    return markdown.table(["attention", "`--position-encoding`"], rows)
+    return {f"{PORTRAITS}/{name}.png": partial(portraits.draw, name) for name in drawn}
 
 
 # --- docs/fidelity.md and docs/installing.md -----------------------------------------------------
@@ -189,11 +173,7 @@ def options_table() -> str:
 
 
 MARKED: dict[str, dict[str, Callable[[Path], str]]] = {
-    "README.md": {
-        "encodings": lambda root: names_table(),
-        "answer": choosing.answer,
-        "quickstart": quickstart.numbers,
-    },
+    "README.md": {"answer": choosing.answer},
     "docs/encodings.md": {
         "encodings": lambda root: encodings_table(),
         "gallery": lambda root: "\n\n".join(entry(name) for name in ENCODINGS),
