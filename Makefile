@@ -29,7 +29,7 @@ ifneq ($(INSTALLED_PYTHON) $(INSTALLED_TORCH),$(PYTHON) $(TORCH))
 $(INSTALLED): FORCE
 endif
 
-# the extra "experiments" renders the tables, and draws the curves of the quickstart
+# the extra "experiments" renders the tables
 $(INSTALLED): setup.py scripts/install.sh
 	@rm -f $(INSTALLED) $(TOOLS) $(SETTINGS)
 	@echo "installing $(TORCH), fairseq and this package in $(VENV): a few minutes"
@@ -45,7 +45,7 @@ $(TOOLS): $(INSTALLED)
 	    || { tail -n 40 $(VENV)/install-test.log; exit 1; }
 	@touch $@
 
-quickstart: install  ## train LRPE beside its baselines on real text; prints one table (SEEDS=3)
+quickstart: install  ## train four small models on real text and compare them (SEEDS=3)
 	$(BIN)/python -m lrpe_fairseq.experiments quickstart --seeds $(SEEDS)
 
 test: $(TOOLS)  ## run the tests, end-to-end cases included

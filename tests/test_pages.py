@@ -302,7 +302,7 @@ def test_the_readme_links_every_page():
 def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     languages = {named for _, named, _ in FENCED.findall(page.read_text(encoding="utf-8"))}
-    assert languages <= {"", "python", "math"}  # no block escapes the checks
+    assert languages <= {"", "python", "math", "bibtex"}  # no block escapes the checks
     found = blocks(page, "python")
     if page.name == "CONTRIBUTING.md":
         assert len(found) == 4  # followed below, and in test_families.py
@@ -335,7 +335,7 @@ def follow_the_recipe(folder: Path) -> None:
     """CONTRIBUTING's encoding in a copy of the repository: its file, its line, its import."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     ignored = shutil.ignore_patterns("__pycache__", "work")
-    for name in ("lrpe_fairseq", "tests", "docs", "results/quickstart"):
+    for name in ("lrpe_fairseq", "tests", "docs"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     for name in ("README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)

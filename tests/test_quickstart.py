@@ -1,63 +1,70 @@
-"""The quickstart: its table, and the orders that it states."""
+"""The quickstart: its trainings, its published runs, and the n-gram counts beside them."""
+
+import itertools
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from lrpe_fairseq.experiments.families.plan import load_named, runs
 
 from lrpe_fairseq.experiments.commands import quickstart
-from lrpe_fairseq.experiments.report import quickstart as report
-from lrpe_fairseq.experiments.report.quickstart import Row
+from lrpe_fairseq.experiments.data.ngrams import perplexities
+from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.report import frame
+
+COUNTS = json.loads((ROOT / "results" / "ngrams.json").read_text(encoding="utf-8"))
 
 
-def row(encoding: str, *ppl: float, attention: str = "linear") -> Row:
-    """A row whose seeds are 1, 2, ..."""
-    return Row(attention, encoding, dict(enumerate(ppl, start=1)))
+def test_a_visitor_trains_the_published_rows_and_leaves_their_run_files_alone():
+    own, published = quickstart.planned(3), runs(load_named("quickstart"), "small", range(1, 4))
+    assert [run.name for run in own] == [run.name for run in published]
+    assert [run.command() for run in own] == [run.command() for run in published]
+    assert not any(run.result.is_relative_to(ROOT / "results") for run in own)
+    assert all(run.finished() for run in published if run.seed == 1)
 
 
-# --- the table and the order --------------------------------------------------------------------
+def test_every_row_but_base_is_better_than_trigrams_and_one_has_less_than_five():
+    views = frame.results(ROOT).headlines(frame.results(ROOT).sheets_of("quickstart")[0])
+    means = {(view.column.attention, row): view.mean(row) for view in views for row in view.rows}
+    assert len(means) == 4
+    learned = [value for (_, row), value in means.items() if row != "Base"]
+    assert max(learned) < COUNTS["3"]
+    assert min(learned) < 5
 
 
-def test_a_row_is_compared_with_base_of_the_same_attention():
-    found = [
-        row("none", 100.0, 102.0),
-        row("rope", 90.0, 91.8),
-        row("none", 80.0, 80.0, attention="softmax"),
-        row("lrpe-type2", 60.0, 60.0, attention="softmax"),
-    ]
-    lines = [" ".join(line.split()) for line in report.table(found).splitlines()]
-    assert lines[2].startswith("| linear | none (Base) | 101.00 ± 1.41 | — ")
-    assert lines[3].startswith("| linear | rope | 90.90 ± 1.27 | -10 % |")
-    assert lines[5].startswith("| softmax | lrpe-type2 | 60.00 ± 0.00 | -25 % |")
+def by_definition(train: list[int], test: list[int], longest: int) -> dict[int, float]:
+    """Witten and Bell's estimates, token by token."""
+    below, found = [1 / len(set(train))] * len(test), {}
+    for n in range(1, longest + 1):
+        grams = Counter(tuple(train[i : i + n]) for i in range(len(train) - n + 1))
+        for place in range(n - 1, len(test)):
+            *context, _ = gram = tuple(test[place - n + 1 : place + 1])
+            seen = {g: count for g, count in grams.items() if g[:-1] == tuple(context)}
+            if seen:
+                mixed = grams[gram] + len(seen) * below[place]
+                below[place] = mixed / (sum(seen.values()) + len(seen))
+        found[n] = float(np.exp(-np.log(below).mean()))
+    return found
 
 
-def test_one_seed_has_no_deviation_and_supports_no_order():
-    found = [row("none", 100.0), row("rope", 1.0)]
-    assert "±" not in report.table(found[:1])
-    assert report.order(found) == ["linear attention: rope ≈ Base"]
+def test_counts_are_those_of_witten_and_bell():
+    train = np.random.default_rng(1).integers(0, 6, 300).tolist()
+    test = np.random.default_rng(2).integers(0, 7, 40).tolist()  # with a symbol that training lacks
+    expected = by_definition(train, test, 4)
+    assert perplexities(train, test, 4) == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_order_names_neighbors_that_are_not_separated():
-    found = [row("none", 10.0, 10.1, 10.2), row("rope", 8.0, 8.2, 8.3)]
-    found.append(row("lrpe-type2", 8.1, 8.2, 8.4))
-    assert report.order(found) == ["linear attention: rope ≈ lrpe-type2 < Base"]
+def test_probabilities_of_all_next_tokens_sum_to_one():
+    train = [0, 1, 2, 0, 1, 1, 2, 2, 0, 1]
+    context = [0, 1]
+    total = 0.0
+    for token in range(3):
+        longer, shorter = (perplexities(train, [*context, *t], 3)[3] for t in ([token], []))
+        total += shorter ** len(context) / longer ** (len(context) + 1)
+    assert total == pytest.approx(1)
 
 
-# --- what is committed --------------------------------------------------------------------------
-
-
-def test_every_row_is_published_with_the_same_three_seeds():
-    found = report.rows(report.published(quickstart.RUNS))
-    assert [(r.attention, r.encoding) for r in found] == quickstart.METHODS
-    assert {tuple(r.ppl) for r in found} == {(1, 2, 3)}
-
-
-def test_the_published_runs_have_the_settings_of_the_configuration():
-    runs = [run for run in report.published(quickstart.RUNS) if run["seed"] == 1]
-    published = {(run["attention_type"], run["position_encoding"]): run for run in runs}
-    for method in quickstart.methods(1):
-        run = published[method.attention_type, method.position_encoding]
-        assert method.differences(run["config"]) == set()
-
-
-def test_every_relative_encoding_beats_base_in_the_published_runs():
-    found = report.rows(report.published(quickstart.RUNS))
-    base = {row.attention: row for row in found if row.encoding == "none"}
-    assert all(
-        report.separated(row, base[row.attention], found) for row in found if row.encoding != "none"
-    )
+def test_longer_counts_of_a_repeated_text_are_better():
+    found = perplexities([0, 1, 0, 2] * 50, [0, 1, 0, 2] * 5, 3)
+    assert all(a > b for a, b in itertools.pairwise(found.values()))

@@ -1,7 +1,13 @@
-"""README and docs: generated parts are fresh, and no number stands there without a run."""
+"""README and docs: generated parts are fresh, and README's commands do what they promise."""
 
+import os
+import random
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,14 +25,14 @@ def test_every_generated_page_is_fresh():
 
 
 def test_the_check_names_what_is_stale_and_the_pages_are_written_by_the_same_command(
-    tmp_path, capsys
+    tmp_path, capsys, monkeypatch
 ):
-    page = "results/quickstart/README.md"
-    shutil.copytree(ROOT / "results/quickstart/runs", tmp_path / "results/quickstart/runs")
-    (tmp_path / page).write_text((ROOT / page).read_text("utf-8").replace("rope", "r0pe"))
-    arguments = ["quickstart", "--root", str(tmp_path)]
+    part = SimpleNamespace(pages=lambda root: {"page.md": "fresh"}, pictures=lambda root: {})
+    monkeypatch.setitem(docs.PARTS, "toy", part)
+    (tmp_path / "page.md").write_text("stale")
+    arguments = ["toy", "--root", str(tmp_path)]
     assert docs.main([*arguments, "--check"]) == 1
-    assert f"docs: stale: {page}, " in capsys.readouterr().err
+    assert "docs: stale: page.md; " in capsys.readouterr().err
     assert docs.main(arguments) == 0
     assert docs.main([*arguments, "--check"]) == 0
 
@@ -69,3 +75,77 @@ def test_a_speed_that_was_not_measured_is_a_dash(monkeypatch):
     monkeypatch.setattr(speed, "measured", lambda part, device, root: [row] * (device == "cpu"))
     assert speed.speed(ROOT, "cpu", "linear", "lrpe-type3") == "0.98"
     assert speed.speed(ROOT, "cuda", "linear", "lrpe-type3") == "–"
+
+
+# --- README's commands -------------------------------------------------------------------------
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TRAININGS = re.findall(r"^fairseq-hydra-train (?:.*\\\n)*.*$", README, re.MULTILINE)
+TINY = "optimization.max_update=2 checkpoint.save_interval_updates=2 dataset.max_valid_steps=1"
+ON_CPU = "common.cpu=true common.bf16=false model.decoder_layers=1 dataset.max_tokens=512"
+
+
+def command(start: str) -> str:
+    """README's first command that begins with ``start``."""
+    pattern = rf"^{re.escape(start)}(?:.*\\\n)*.*$"
+    return re.search(pattern, README, re.MULTILINE)[0]
+
+
+def shell(folder: Path, text: str) -> str:
+    """What the command writes, with the programs of this installation; it must succeed."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    own = {"PATH": path, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(["bash", "-c", text], cwd=folder, env=os.environ | own, text=True, **both)
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def own_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout with README's ``data/mine``, prepared by its command."""
+    folder = tmp_path_factory.mktemp("own")
+    shutil.copytree(ROOT / "lrpe_fairseq", folder / "lrpe_fairseq")  # a root of its own
+    for name in ("configs", "hydra_plugins", "scripts", ".venv"):
+        if (ROOT / name).exists():
+            (folder / name).symlink_to(ROOT / name)
+    (folder / "data/mine").mkdir(parents=True)
+    words, chance = re.findall(r"\w+", README), random.Random(1)
+    for split, lines in {"train": 400, "valid": 60, "test": 400}.items():
+        text = (" ".join(chance.choices(words, k=12)) + "\n" for _ in range(lines))
+        (folder / f"data/mine/{split}.txt").write_text("".join(text), encoding="utf-8")
+    shell(folder, command("fairseq-preprocess"))
+    return folder
+
+
+@pytest.mark.end_to_end
+def test_a_model_of_own_text_is_trained_resumed_evaluated_and_writes(own_text):
+    story = README[README.index("On a CPU;") :]
+    training = re.search(r"^fairseq-hydra-train (?:.*\\\n)*.*$", story, re.MULTILINE)[0]
+    written = shell(own_text, f"{training} {TINY} common.log_interval=1")
+    assert re.search(r"done training in [\d.]+ seconds$", written.strip())
+    assert "num_updates=1," in written
+    written = shell(own_text, f"{training} {TINY} optimization.max_update=3")
+    assert "Loaded checkpoint runs/mine/linear-fox/checkpoint_last.pt" in written
+    evaluated = shell(own_text, command("scripts/eval_lm.sh"))
+    assert all(re.search(rf"test +{name}\b.* \d+", evaluated) for name in ("blocks", "paired-2048"))
+    assert re.search(r"^D-0\t", shell(own_text, command("echo ")), re.MULTILINE)
+    assert list(own_text.glob("runs/mine/linear-fox/tensorboard/*/events*"))
+
+
+@pytest.mark.end_to_end
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("text", TRAININGS, ids=range(len(TRAININGS)))
+def test_every_training_command_trains(own_text, text):
+    if "multi30k" in text:
+        pytest.skip("the data are a download; tests/end_to_end trains translation models")
+    folder = f"checkpoint.save_dir={own_text}/runs/{abs(hash(text))}"
+    written = shell(own_text, f"{text} {TINY} {ON_CPU if '-gpu' in text else ''} {folder}")
+    assert "done training in" in written
+    assert ("can fail on texts longer" in written) == ("rotated" in text)
+
+
+def test_the_pages_stay_within_their_words():
+    pages = [path for path in ROOT.rglob("*.md") if ".venv" not in path.parts]
+    assert len(README.split()) <= 900
+    assert sum(len(path.read_text(encoding="utf-8").split()) for path in pages) <= 36_000

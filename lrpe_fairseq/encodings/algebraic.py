@@ -142,6 +142,7 @@ class Algebraic(QueryKeyEncoding):
         self._decays = decay != 1
         self._on_line = len(names) == 1 and self.components[0].on_line
         self.serves_linear = self._on_line or not self._decays
+        self.turns = not self._decays
         # positive features that are summed over a whole cycle cancel
         self.denominator_vanishes = all(getattr(c, "period", 0) for c in self.components)
         self.foldable = all(isinstance(c, Planar) for c in self.components)

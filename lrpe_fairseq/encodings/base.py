@@ -179,6 +179,9 @@ class Encoding(Float32Module):
     content_scale: ClassVar[float] = 1.0
     """Factor of the content score q k^T, in addition to D^-0.5. The q that the encoding receives
     has this factor."""
+    turns: bool = False
+    """True if features turn with the position: scores of positive features may be negative, and the
+    denominator of Eq. 39 can vanish on texts longer than those of training."""
     denominator_vanishes: bool = False
     """True if the denominator of Eq. 39 is often close to zero or negative. Linear attention with
     normalizer "rotated" then divides by the clamp: results are finite in float32 and bfloat16, but

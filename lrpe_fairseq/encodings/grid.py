@@ -11,6 +11,9 @@ from lrpe_fairseq.encodings.options import EncodingOptions, EncodingSpec
 from lrpe_fairseq.encodings.positions import PositionCache
 from lrpe_fairseq.errors import ChoiceError
 
+INNER = ("card", "before_feature_map", "denominator_vanishes", "turns", "without_absolute")
+"""Fields of a :class:`GridEncoding` that are those of its parts."""
+
 AXES = {"sum": ("cell",), "axial": ("row", "column")}
 """Names of the encodings of a :class:`GridEncoding`, by ``position_grid``."""
 
@@ -52,7 +55,7 @@ class GridEncoding(QueryKeyEncoding):
             part.name = f"{name} ({axis})"
             setattr(self, axis, part)
         _check(part, name, self.grid)
-        for field in ("card", "before_feature_map", "denominator_vanishes", "without_absolute"):
+        for field in INNER:
             setattr(self, field, getattr(part, field))
         unit = 1 if part.properties.relative == "no" else spec.options.grid_width
         self.properties = replace(part.properties, shift_unit=unit)

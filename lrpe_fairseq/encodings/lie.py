@@ -61,6 +61,7 @@ class BlockRotation(QueryKeyEncoding):
         )
 
     reads_grid = True
+    turns = True
     last_at_one: ClassVar[bool] = False
     """True if the last row and column of a grid have the coordinate 1, as in linspace(0, 1)."""
 

@@ -48,6 +48,7 @@ class LRPE(QueryKeyEncoding):
         self.foldable = projection != "identity"
         if type(self).card is None:  # a subclass has its own
             self.card = _card(self.projection, self.core)
+        self.turns = not isinstance(self.core, Permutation)
         # the Fourier transform of a positive vector is largest in bin 0, which turns fastest
         self.denominator_vanishes = projection == "fourier"
 

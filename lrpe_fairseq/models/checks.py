@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import Encoding
 from lrpe_fairseq.errors import ChoiceError
 
@@ -169,6 +170,20 @@ def warn_about_absolute_positions(encoding: Encoding, cfg: Any) -> None:
         _warn_once(
             f"position encoding {encoding.name!r} is defined for models without absolute "
             "positions: pass --no-token-positional-embeddings"
+        )
+
+
+def warn_about_longer_texts(attention: MultiheadAttention) -> None:
+    """Warn once if linear attention divides by the sum of rotated scores, which can vanish.
+
+    A gate forgets distant tokens, so gated encodings are not affected.
+    """
+    encoding = attention.encoding
+    if attention.has_denominators and encoding.turns and encoding.forget_gate is None:
+        _warn_once(
+            f"position encoding {encoding.name!r} with attention normalizer 'rotated' can fail on "
+            "texts longer than those of training: for these pass --attention-normalizer content "
+            "(docs/choosing.md)"
         )
 
 

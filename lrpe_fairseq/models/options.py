@@ -31,7 +31,10 @@ from lrpe_fairseq.encodings import (
 from lrpe_fairseq.encodings.fidelity import DEPARTURES, parse_departures
 from lrpe_fairseq.encodings.options import POSITION_GRIDS, option
 from lrpe_fairseq.errors import ChoiceError, did_you_mean, refuse
-from lrpe_fairseq.models.checks import warn_about_absolute_positions
+from lrpe_fairseq.models.checks import (
+    warn_about_absolute_positions,
+    warn_about_longer_texts,
+)
 
 
 def with_encoding_options(cls: type) -> type:
@@ -110,6 +113,7 @@ def build_attention(
     settings = {"causal": causal, "qkv_bias": bias, **_settings(options, cfg, layer)}
     attention = MultiheadAttention(embed_dim, num_heads, **settings)
     warn_about_absolute_positions(attention.encoding, cfg)
+    warn_about_longer_texts(attention)
     return attention
 
 

@@ -288,7 +288,32 @@ def test_absolute_positions_are_warned_about_where_a_method_is_defined_without_t
     build(corpus, SMALL, options)
     found = [r.getMessage() for r in caplog.records if r.name == checks.__name__]
     sentence = "is defined for models without absolute positions: pass --no-token-positional-emb"
-    assert [sentence in message for message in found] == [True] * warned
+    assert sum(sentence in message for message in found) == warned
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ("--position-encoding rope", True),
+        ("--position-encoding lrpe-type2", True),
+        ("--position-encoding liere", True),
+        ("--position-encoding ape", True),
+        ("--position-encoding rope --attention-normalizer content", False),
+        ("--position-encoding rope --attention-type softmax", False),
+        ("--position-encoding gated:rope", False),
+        ("--position-encoding lrpe-type4", False),
+        ("--position-encoding permuteformer", False),
+        ("--position-encoding fox", False),
+    ],
+)
+def test_a_rotation_under_the_rotated_normalizer_says_what_happens_on_longer_texts(
+    corpus: Corpus, caplog: pytest.LogCaptureFixture, options: str, warned: bool
+) -> None:
+    checks._warn_once.cache_clear()
+    build(corpus, SMALL, options)
+    found = [r.getMessage() for r in caplog.records if r.name == checks.__name__]
+    sentence = "can fail on texts longer than those of training: for these pass --attention-norm"
+    assert sum(sentence in message for message in found) == warned
 
 
 @pytest.mark.parametrize("attention_type", ATTENTION_TYPES)

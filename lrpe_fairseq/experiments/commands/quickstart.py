@@ -1,106 +1,108 @@
-"""Compare LRPE with its baselines on real text, in minutes on two CPU cores: ``make quickstart``.
+"""Train the table ``quickstart`` here and print it: ``make quickstart``.
 
-Prepares the English text contained in CPython, trains a small language model for every row of
-:data:`METHODS` with fairseq, evaluates each on held-out documents, and prints one table.
-Checkpoints, logs, run files and TensorBoard logs are in ``results/quickstart/work/``; a second
-call reuses them. ``--seeds 3 --publish`` replaces the committed run files of
-``results/quickstart/``.
+Checkpoints, logs and run files are in ``runs/quickstart/``; a second call reuses them. The
+published run files of the table are neither read nor changed.
 """
 
 import argparse
+import dataclasses
+import logging
 import os
 import time
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
-from lrpe_fairseq.experiments.families.lm import LMRun
+import torch
+
+from lrpe_fairseq.experiments.data.ngrams import counted
+from lrpe_fairseq.experiments.families import load_named, runs
+from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import command
-from lrpe_fairseq.experiments.records.files import ROOT, relative, require_checkout
+from lrpe_fairseq.experiments.records.files import ROOT, first_shard, relative, write_json
+from lrpe_fairseq.experiments.records.keys import filled
 from lrpe_fairseq.experiments.records.protocols import BLOCKS
-from lrpe_fairseq.experiments.records.runs import read_run, write_run
-from lrpe_fairseq.experiments.report import docs
-from lrpe_fairseq.experiments.report import quickstart as report
+from lrpe_fairseq.experiments.records.runs import Run, read_run
+from lrpe_fairseq.experiments.report import frame, pages, plots
+from lrpe_fairseq.experiments.report.frame import ColumnView
 from lrpe_fairseq.experiments.runner.processes import RunFailed
 from lrpe_fairseq.experiments.runner.schedule import Events, Schedule, shares
+from lrpe_fairseq.experiments.runner.training import TrainingRun
+from lrpe_fairseq.models.language_model import LRPELanguageModel
 
-DATA = ROOT / "data" / "pydoc"
-RESULTS = ROOT / "results" / "quickstart"
-RUNS, WORK = ROOT / report.RUNS, RESULTS / "work"
-METHODS = [(attention, e) for attention in ("linear", "softmax") for e in report.ENCODINGS]
+TABLE, SCALE = "quickstart", "small"
+WORK = ROOT / "runs" / TABLE
 PARALLEL = 2
+LONGEST = 5  # n-grams
+PROMPT, SPACE = "T h e", "\u2581"  # characters are the tokens
 
 
 @command("quickstart")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all unfinished steps; return the exit status."""
     begun = time.monotonic()
-    parser = _parser()
+    parser = argparse.ArgumentParser(prog="make quickstart", description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds per row (default 1)")
     options = parser.parse_args(arguments)
     if options.seeds < 1:
         parser.error("--seeds must be at least 1")
-    require_checkout()
-    measure(methods(options.seeds))
-    show(methods(options.seeds))
-    if options.publish:
-        publish(methods(options.seeds))
+    logging.getLogger("fairseq").setLevel(logging.WARNING)
+    wanted = planned(options.seeds)
+    wanted[0].prepare_data()
+    devices = shares(min(PARALLEL, len(os.sched_getaffinity(0))))
+    if Schedule(wanted, devices, Events(WORK / "events.log")).run():
+        raise RunFailed(f"some runs failed; their logs are in {relative(WORK)}")
+    show(wanted)
     minutes, seconds = divmod(round(time.monotonic() - begun), 60)
     print(f"Done in {minutes} min {seconds} s. `tensorboard --logdir {relative(WORK)}` shows more.")
     return 0
 
 
-def methods(seeds: int) -> list[LMRun]:
-    """Return one run per row and seed, ordered by seed."""
-    return [_method(*row, seed) for seed in range(1, seeds + 1) for row in METHODS]
+def planned(seeds: int) -> list[TrainingRun]:
+    """Return the runs of the table, seed by seed, with run files in their own folders."""
+    found = runs(load_named(TABLE), SCALE, range(1, seeds + 1))
+    return [dataclasses.replace(run, result=run.folder / "run.json") for run in found]
 
 
-def measure(wanted: Sequence[LMRun]) -> None:
-    """Prepare the corpus, then train and evaluate unfinished runs. Raises: UserError."""
-    wanted[0].prepare_data()
-    devices = shares(min(PARALLEL, len(os.sched_getaffinity(0))))
-    if Schedule(wanted, devices, Events(WORK / "events.log")).run():
-        raise RunFailed(f"some runs failed; their logs are in {relative(WORK)}")
+def show(finished: Sequence[TrainingRun]) -> None:
+    """Print the table, the n-gram counts and a text of the best model; draw the curves."""
+    measured = {run.name: read_run(run.result) for run in finished}
+    results = frame.Results(ROOT, measured)
+    views = results.headlines(results.sheets_of(TABLE)[0])
+    table = pages.grid(views[0].table, views)
+    print(f"\nTest perplexity per character, lower is better:\n\n{table}")
+    print("\nSigns against the first row: results/README.md. `?` needs SEEDS=3.")
+    counts = counted(first_shard(finished[0].data), LONGEST)
+    write_json(WORK / "ngrams.json", counts)
+    listed = ", ".join(f"{n}-grams {value:.2f}" for n, value in counts.items() if n > 1)
+    print(f"\nCounts of the same text, for comparison: {listed}")
+    best = min(finished, key=lambda run: measured[run.name]["metrics"]["test"][BLOCKS]["ppl"])
+    print(f"\n{best.name} writes:\n{sample(best)}\n")
+    draw(WORK / "validation.png", views, list(measured.values()))
 
 
-def show(finished: Sequence[LMRun]) -> None:
-    """Print the table and the published order; draw the curves."""
-    runs = [read_run(run.result) for run in finished]
-    found = report.rows(runs)
-    print("\n" + report.table(found))
-    if published := report.rows(report.published(RUNS)):
-        print(f"Published, {len(published[0].ppl)} seeds, lower is better:")
-        print("\n".join(f"  {line}" for line in report.order(published)) + "\n")
-    report.draw(WORK / "validation.png", runs)
+def sample(run: TrainingRun) -> str:
+    """Return a text that a trained model writes."""
+    data = str(first_shard(run.data))
+    hub = LRPELanguageModel.from_pretrained(str(run.checkpoints), checkpoints.BEST, data, bpe=None)
+    torch.manual_seed(1)
+    warnings.simplefilter("ignore", UserWarning)  # of memory that is not pinned without a GPU
+    text = hub.sample(PROMPT, beam=1, sampling=True, sampling_topk=10)
+    return text.replace(" ", "").replace(SPACE, " ")
 
 
-def publish(finished: Sequence[LMRun]) -> None:
-    """Replace the committed run files by those of ``finished``; render their page and picture."""
-    for old in RUNS.glob("*.json"):
-        old.unlink()
-    for run in finished:
-        write_run(RUNS / f"{run.folder.name}.json", read_run(run.result))
-    docs.write(ROOT, ["quickstart", "marked"])
-
-
-def _method(attention: str, encoding: str, seed: int) -> LMRun:
-    folder = WORK / f"{attention}-{encoding}-seed{seed}"
-    return LMRun(
-        experiment="quickstart",
-        label=encoding,
-        config="quickstart",
-        data=DATA,
-        attention_type=attention,
-        position_encoding=encoding,
-        seed=seed,
-        scale="quickstart",
-        folder=folder,
-        result=folder / "run.json",
-        evaluations=(("test", BLOCKS),),
-    )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="make quickstart", description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=1, help="number of seeds per row (default 1)")
-    parser.add_argument(
-        "--publish", action="store_true", help="replace the committed results with these"
-    )
-    return parser
+def draw(path: Path, views: Sequence[ColumnView], measured: Sequence[Run]) -> None:
+    """Draw the validation perplexity by updates, a panel per attention type."""
+    panels = []
+    for view in views:
+        rows = {}
+        for row in view.rows:
+            cell = row, view.column.key
+            own = [run["curve"] for run in measured if cell in filled(view.table, run)]
+            rows[view.names[row]] = [
+                plots.point(points[0]["updates"], [point["valid_ppl"] for point in points])
+                for points in zip(*own, strict=True)
+            ]
+        title = f"{view.column.attention} attention"
+        panels.append(plots.Panel(title, "updates", rows, "validation perplexity"))
+    plots.lines(path, panels, base=0)

@@ -24,7 +24,7 @@ CURVES = {
                 "FoX, open", "Type2, gated, open", "stick-breaking"],
 }  # fmt: skip
 GROUPS = {
-    "Language models": ["table2", "catalogue", "extrapolation", "budget", "books",
+    "Language models": ["quickstart", "table2", "catalogue", "extrapolation", "budget", "books",
                         "tmlr-table2", "tmlr-table5", "table5"],
     "Masked language models and GLUE": ["table8", "table3", "budget-mlm", "tmlr-table1-pretrain",
                                         "tmlr-table1"],
@@ -60,22 +60,33 @@ def _is_measured(results: Results) -> bool:
 def choosing(results: Results) -> str:
     """Return docs/choosing.md."""
     config = next(iter(results.sheets_of("extrapolation")[0].runs.values()))["config"]
-    return markdown.rendered(
-        "choosing.md.j2",
-        expect=expect,
-        column=results.column,
-        length=partial(_length, results),
-        recall=partial(_recall, results),
-        speed=partial(speed.speed, results.root, "cuda"),
-        statements=statements(results),
-        config=config,
-    )
+    found = statements(results)
+    return markdown.rendered("choosing.md.j2", **_values(results), statements=found, config=config)
+
+
+def answer(root: Path) -> str:
+    """Return README's five sentences, each with its command."""
+    results = frame.results(root)
+    return markdown.rendered("answer.md.j2", **_values(results)) if _is_measured(results) else ""
+
+
+def _values(results: Results) -> dict[str, Callable]:
+    """Return what both templates call."""
+    return {
+        "expect": expect,
+        "column": results.column,
+        "length": partial(_length, results),
+        "recall": partial(_recall, results),
+        "speed": partial(speed.speed, results.root, "cuda"),
+    }
 
 
 def expect(supported: bool) -> str:
     """Return nothing if the runs support the text beside it. Raises: ValueError if not."""
     if not supported:
-        raise ValueError(f"the runs do not support a sentence of {PAGE}: rewrite its template")
+        raise ValueError(
+            f"the runs do not support a sentence of README or {PAGE}: rewrite its template"
+        )
     return ""
 
 
@@ -85,21 +96,6 @@ def _length(results: Results, attention: str, place: int) -> ColumnView:
 
 def _recall(results: Results, attention: str, place: int) -> ColumnView:
     return results.column("synthetic", f"{attention}-mqar-tokens-{place}x")
-
-
-def answer(root: Path) -> str:
-    """Return README's table: the best method of each attention type, and how many tie with it."""
-    results = frame.results(root)
-    if not _is_measured(results):
-        return "Not measured."
-    columns = {
-        "context 128, as in training": partial(_length, results, place=128),
-        "context 2048": partial(_length, results, place=2048),
-        "recall at 16 times the training length": partial(_recall, results, place=16),
-    }
-    kinds = ("linear", "softmax")
-    rows = [[title, *(_best(view(kind)) for kind in kinds)] for title, view in columns.items()]
-    return markdown.table(["", "best with linear attention", "with softmax attention"], rows)
 
 
 # --- statements ----------------------------------------------------------------------------------

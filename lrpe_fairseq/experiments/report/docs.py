@@ -13,12 +13,11 @@ from types import ModuleType
 
 from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.report import choosing, marked, pages, quickstart, speed
+from lrpe_fairseq.experiments.report import choosing, marked, pages, speed
 
 PARTS: dict[str, ModuleType] = {
     "results": pages,
     "choosing": choosing,
-    "quickstart": quickstart,
     "marked": marked,
     "speed": speed,
 }

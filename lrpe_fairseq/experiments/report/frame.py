@@ -345,10 +345,14 @@ def require_same(table: Table, runs: Mapping[str, Run]) -> None:
 
 
 class Results:
-    """The measurements of the checkout ``root``: the frame, and views of its columns."""
+    """The measurements of the checkout ``root``: the frame, and views of its columns.
 
-    def __init__(self, root: Path) -> None:
-        self.root, runs = root, read_runs(root / "results" / "runs")
+    runs: name -> run, in place of the run files of the checkout.
+    """
+
+    def __init__(self, root: Path, runs: Mapping[str, Run] | None = None) -> None:
+        self.root = root
+        runs = read_runs(root / "results" / "runs") if runs is None else runs
         self.tables = {table.name: table for table in load_tables(root / "configs" / "tables")}
         self.sheets = [s for table in self.tables.values() for s in sheets(table, runs)]
         self._views: dict[tuple[str, str], ColumnView] = {}

@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,9 @@ from lrpe_fairseq.encodings import (
     encoding_class,
 )
 from lrpe_fairseq.encodings.fidelity import DEPARTURES
-from lrpe_fairseq.experiments.report import choosing, frame, markdown, quickstart
+from lrpe_fairseq.experiments.report import choosing, frame, markdown
 from lrpe_fairseq.experiments.report.pages import verdict
 
-QUICKSTART = "results/figures/quickstart.png"
 VERSIONS = "results/versions"
 POSITION = {
     "exact": "s - t only",
@@ -47,22 +45,8 @@ def pages(root: Path) -> dict[str, str]:
 
 
 def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
-    """Return the picture of the quickstart's perplexities, as dots."""
-    runs = quickstart.published(root / quickstart.RUNS)
-    return {QUICKSTART: partial(quickstart.dots, runs=runs)} if runs else {}
-
-
-# --- README.md -----------------------------------------------------------------------------------
-
-
-def names_table() -> str:
-    """The names of ENCODINGS by the attention types that they serve."""
-    both = [name for name in ENCODINGS if encoding_class(name).serves_linear]
-    softmax = [name for name in ENCODINGS if name not in both]
-    both += [family.form for family in FAMILIES.values()]
-    kinds = {"linear, softmax": both, "softmax": softmax}
-    rows = [[kind, ", ".join(f"`{name}`" for name in own)] for kind, own in kinds.items()]
-    return markdown.table(["attention", "`--position-encoding`"], rows)
+    """Return no pictures."""
+    return {}
 
 
 # --- docs/fidelity.md and docs/installing.md -----------------------------------------------------
@@ -185,11 +169,7 @@ def options_table() -> str:
 
 
 MARKED: dict[str, dict[str, Callable[[Path], str]]] = {
-    "README.md": {
-        "encodings": lambda root: names_table(),
-        "answer": choosing.answer,
-        "quickstart": quickstart.numbers,
-    },
+    "README.md": {"answer": choosing.answer},
     "docs/encodings.md": {
         "encodings": lambda root: encodings_table(),
         "gallery": lambda root: "\n\n".join(entry(name) for name in ENCODINGS),

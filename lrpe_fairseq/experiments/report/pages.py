@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 from scipy import stats
 
+from lrpe_fairseq.experiments.records.files import read_json
 from lrpe_fairseq.experiments.records.layout import Table
 from lrpe_fairseq.experiments.report import frame, markdown, plots, speed
 from lrpe_fairseq.experiments.report.frame import ColumnView, Results, Sheet
@@ -37,6 +38,7 @@ def pages(root: Path) -> dict[str, str]:
             title=tables[0].title if len(tables) == 1 else name.capitalize(),
             sections=[_section(results, table) for table in tables],
             clamped=speed.clamped(root),
+            counts=functools.partial(read_json, root / FOLDER / "ngrams.json"),
         )
     return found
 
