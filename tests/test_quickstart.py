@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from lrpe_fairseq.experiments.families.plan import load_named, runs
+from lrpe_fairseq.experiments.families import load_named, runs
 
 from lrpe_fairseq.experiments.commands import quickstart
 from lrpe_fairseq.experiments.data.ngrams import perplexities
