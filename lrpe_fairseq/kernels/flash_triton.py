@@ -115,7 +115,12 @@ bear."""
 OTHERS = {
     "output": ((4, Tile(64, 64, 8)), (5, SQUARE), (9, LONG), (NO_LIMIT, SMALL)),
     "query_gradient": ((2, Tile(64, 32)), (5, Tile(64, 32, split=False)), (NO_LIMIT, SMALL)),
-    "key_gradient": ((2, Tile(64, 32, split=False)), (7, LONG), (NO_LIMIT, LEAST)),
+    "key_gradient": (
+        (2, Tile(64, 32, split=False)),
+        (3, Tile(64, 32, 8)),
+        (7, LONG),
+        (NO_LIMIT, LEAST),
+    ),
 }
 
 
