@@ -68,10 +68,7 @@ def definition(
     hidden = ~visible(lag, causal, padding, segments, window)
     blind = hidden.all(-1, keepdim=True)
     weights = scores.masked_fill(hidden & ~blind, -torch.inf).softmax(-1).masked_fill(blind, 0.0)
-    if dropout:
-        threshold, inverse = dropout_of(dropout)
-        weights = weights * kept(seed, weights.shape, threshold) * inverse
-    return weights.to(v.dtype) @ v
+    return _dropped(weights, dropout, seed).to(v.dtype) @ v
 
 
 def lags(q: Tensor, k: Tensor, causal: bool) -> Tensor:
@@ -108,6 +105,12 @@ def dropout_of(dropout: float) -> tuple[int, float]:
     """Return the number of STEPS at which a weight is dropped, and the factor of the others."""
     threshold = round(dropout * STEPS)
     return threshold, STEPS / (STEPS - threshold) if threshold < STEPS else 0.0
+
+
+def _dropped(weights: Tensor, dropout: float, seed: Tensor | None) -> Tensor:
+    """Return the weights (B, H, T, S) after dropout."""
+    threshold, inverse = dropout_of(dropout)
+    return weights * kept(seed, weights.shape, threshold) * inverse if threshold else weights
 
 
 def kept(seed: Tensor, shape: torch.Size, threshold: int) -> Tensor:

@@ -134,14 +134,13 @@ def query_gradient_kernel(
 def key_gradient_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dgate_ptr, dtable_ptr,
     dfactor_ptr, table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, padding_ptr, q_segment_ptr,
-    k_segment_ptr, bounds_ptr, seed_ptr,
-    qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt,
+    k_segment_ptr, bounds_ptr, seed_ptr, qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt,
     T, S, H, R, first_lag, offset, window, threshold, count, least, scale, inverse,
-    D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr, TABLE: tl.constexpr, FACTOR: tl.constexpr, GATED: tl.constexpr,
-    EXACT: tl.constexpr, PADDED: tl.constexpr, SEGMENTS: tl.constexpr, DROPS: tl.constexpr,
-    SPLIT: tl.constexpr, TABLE_LEARNS: tl.constexpr, FACTOR_LEARNS: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, UNIT: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+    TABLE: tl.constexpr, FACTOR: tl.constexpr, GATED: tl.constexpr, EXACT: tl.constexpr,
+    PADDED: tl.constexpr, SEGMENTS: tl.constexpr, DROPS: tl.constexpr, SPLIT: tl.constexpr,
+    TABLE_LEARNS: tl.constexpr, FACTOR_LEARNS: tl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv, the gates' gradients (L, S) and sums by lag (L, N, count)."""
     n, b, h, sequence = place(S, BN, H)
@@ -170,10 +169,9 @@ def key_gradient_kernel(
             )  # fmt: skip
             dv += dot(p.to(grad.dtype), grad)
             ds, dgate, carry, carried = term_gradients(
-                ds, product * scale, dgate, carry, carried, m, n, h, sequence,
-                dtable_ptr + at, dfactor_ptr + at, factor_ptr, q_gate_ptr, k_gate_ptr, T, S, R,
-                first_lag, offset, BM, BN, CAUSAL, FACTOR, GATED, EXACT, TABLE_LEARNS,
-                FACTOR_LEARNS,
+                ds, product * scale, dgate, carry, carried, m, n, h, sequence, dtable_ptr + at,
+                dfactor_ptr + at, factor_ptr, q_gate_ptr, k_gate_ptr, T, S, R, first_lag, offset,
+                BM, BN, CAUSAL, FACTOR, GATED, EXACT, TABLE_LEARNS, FACTOR_LEARNS,
             )  # fmt: skip
             dk += dot(ds.to(q.dtype), q)
     store_rows(dk_ptr, dk * scale, b, h, n * BN, S, H, D, BN, DP)

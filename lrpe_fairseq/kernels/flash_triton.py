@@ -106,16 +106,21 @@ SQUARE, LONG, SMALL, LEAST = (
 )
 NO_LIMIT = 99
 LARGE_MEMORY = {
-    "output": ((4, Tile(128, 64, 8)), (5, SQUARE), (8, LONG), (NO_LIMIT, SMALL)),
+    "output": ((4, Tile(128, 64, 8)), (5, SQUARE), (9, LONG), (NO_LIMIT, SMALL)),
     "query_gradient": ((4, Tile(128, 64, 8)), (5, SQUARE), (7, LONG), (NO_LIMIT, SMALL)),
     "key_gradient": ((3, SQUARE), (7, LONG), (NO_LIMIT, LEAST)),
 }
 """Tiles of each kernel on GPUs with 227 KiB of shared memory, after the largest load that they
 bear."""
 OTHERS = {
-    "output": ((4, Tile(64, 64, 8)), (5, SQUARE), (8, LONG), (NO_LIMIT, SMALL)),
+    "output": ((4, Tile(64, 64, 8)), (5, SQUARE), (9, LONG), (NO_LIMIT, SMALL)),
     "query_gradient": ((2, Tile(64, 32)), (5, Tile(64, 32, split=False)), (NO_LIMIT, SMALL)),
-    "key_gradient": ((3, Tile(64, 32, split=False)), (7, LONG), (NO_LIMIT, LEAST)),
+    "key_gradient": (
+        (2, Tile(64, 32, split=False)),
+        (3, Tile(64, 32, 8)),
+        (7, LONG),
+        (NO_LIMIT, LEAST),
+    ),
 }
 
 
@@ -126,9 +131,10 @@ def tile_of(name: str, call: "_Call") -> Tile:
     wide forms of it spill. ``python -m benchmarks.compiled`` shows the figures of half types.
     """
     major, _ = capability_of(call.given[0].device)
-    terms = (*call.tables, call.gates[0], call.options.seed if call.threshold else None)
+    table, factor = (x is not None for x in call.tables)
+    terms = 2 * (table + (call.gates[0] is not None) + (call.threshold > 0)) + 3 * factor
     width = _power_of_two(call.width) + _power_of_two(call.values)
-    load = 2 * sum(x is not None for x in terms) + 3 * (width > 128) + 3 * (width > 256)
+    load = terms + 3 * (width > 128) + 3 * (width > 256)
     tiles = (LARGE_MEMORY if major in (9, 10) else OTHERS)[name]
     if call.given[0].dtype == torch.float32:
         return Tile(32, 16, stages=1, split=False)
