@@ -16,6 +16,7 @@ from numpy.random import RandomState
 
 from lrpe_fairseq.experiments.data import synthetic
 from lrpe_fairseq.experiments.data.synthetic import PAD, TASKS, Recipe, Sample, Split
+from lrpe_fairseq.experiments.records.console import UserError
 
 Tokens = tuple[str, ...]
 
@@ -176,6 +177,19 @@ def test_every_key_is_asked_once_and_mqrar_assigns_as_many_values_again(task: st
         assert 4 <= len(asked) <= 8
         assert len(keys) == len(asked) * (2 if task == "mqrar" else 1)
         assert len({value for _, value in pairs}) == len(keys)  # no value twice
+
+
+def test_random_fillers_are_neither_blanks_nor_keys_nor_values() -> None:
+    given = synthetic.generate(Recipe("mqar", "tiny", fillers="random"))
+    for samples in given.values():
+        assert accuracy(samples, recalled) == 1
+    used = Counter(token for sample in given["test4"] for token in sample.inputs)
+    assert {token[0] for token in used} == {"k", "v", "n"}
+    fillers = {token: n for token, n in used.items() if token[0] == "n"}
+    assert len(fillers) == 8
+    assert max(fillers.values()) < 1.5 * min(fillers.values())
+    with pytest.raises(UserError, match="leave it out for copy"):
+        Recipe("copy", "tiny", fillers="random")
 
 
 # ---------------------------------------------------------------------------------------- files

@@ -22,6 +22,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dest", type=Path, required=True, help="output folder")
     parser.add_argument("--task", required=True, choices=list(synthetic.TASKS))
     parser.add_argument("--scale", default="small", choices=list(synthetic.SCALES))
+    parser.add_argument(
+        "--fillers", default="blank", choices=synthetic.FILLERS, help="of MQAR and MQRAR"
+    )
     parser.add_argument("--seed", type=int, default=Recipe.seed, help="of the data")
     return parser.parse_args(argv)
 

@@ -145,11 +145,12 @@ def _flash(
         return None
     data = _by_slot(call) if in_slots else {}
     data["gates"] = _gates(queries, keys, None if in_slots else form.decay, len(q))
-    if not kernels.serves(q, k, v, keys.padding, data.get("table"), data.get("factor")):
-        return None
     masks: dict[str, Any] = {"padding": keys.padding, "window": keys.window}
     if keys.segments is not None:
         masks["segments"] = queries.segments.int(), keys.segments.int()
+    pairs = (*(data["gates"] or ()), *masks.get("segments", ()))
+    if not kernels.serves(q, k, v, keys.padding, data.get("table"), data.get("factor"), *pairs):
+        return None
     options = {"causal": call.causal, "scale": call.scale, "dropout": call.dropout}
     return kernels.flash_attention(q, k, v, **options, **masks, **data)
 

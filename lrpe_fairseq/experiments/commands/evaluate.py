@@ -390,13 +390,35 @@ def record(
 
 
 def report(run: Run, out: Path) -> None:
-    """Print the metrics of a run file and write it."""
+    """Print the metrics of a run file and write it, with the other evaluations of ``out``."""
     for split, by_protocol in run["metrics"].items():
         for protocol, measured in by_protocol.items():
             numbers = ", ".join(f"{name} {value:,.6g}" for name, value in measured.items())
             print(f"{split}, {protocol}: {numbers}")
-    write_run(out, run)
+    write_run(out, _with_earlier(out, run))
     print(f"written to {out}")
+
+
+def _with_earlier(out: Path, run: Run) -> Run:
+    """Add the evaluations that ``out`` has of the same checkpoint, data and protocols."""
+    if not out.exists():
+        return run
+    known, now = runs.read_run(out), run["data"]
+    parts = known.get("data", {})
+    same = known.get(CHECKPOINT) == run[CHECKPOINT]
+    if not same or any(now.get(part, own) != own for part, own in parts.items()):
+        print(f"{out} had results of another checkpoint or other data, which are replaced")
+        return run
+    metrics = dict(run["metrics"])
+    said = {**known["protocol"], **run["protocol"]}
+    for split, by_protocol in known["metrics"].items():
+        kept = {n: own for n, own in by_protocol.items() if said[n] == known["protocol"][n]}
+        if dropped := sorted(by_protocol.keys() - kept.keys()):
+            print(f"{split}: the earlier results of another protocol go: {', '.join(dropped)}")
+        metrics[split] = {**kept, **metrics.get(split, {})}
+    names = {name for own in metrics.values() for name in own}
+    protocol = {name: said[name] for name in sorted(names)}
+    return {**run, "metrics": metrics, "protocol": protocol, "data": {**parts, **now}}
 
 
 def _speed(state: dict[str, Any]) -> float:

@@ -22,12 +22,14 @@ from numpy.random import RandomState
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import transduction
 from lrpe_fairseq.experiments.data.transduction import SEQUENCES, Column, below, types
+from lrpe_fairseq.experiments.records.console import UserError
 
 SIDES = ("input", "target")
 PAD, PAD_ID = "<pad>", 1
 MULTIPLES = (1, 2, 4, 8, 16)
 """Lengths of the test splits, in training lengths."""
 BEGIN, SEPARATOR, BLANK = "begin", "separator", "."
+FILLERS = ("blank", "random")  # of MQAR and MQRAR
 GAP_POWER = 0.01  # a of MQAR: the gap g before a query has the weight g^(a - 1)
 IGNORE = 0.8  # probability of the instruction "ignore" in training
 OTHER_IGNORE = {"sparse": 0.98, "dense": 0.1}  # test splits at the training length
@@ -261,11 +263,16 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to generate."""
+    """What to generate. Raises: UserError for fillers of another task than MQAR or MQRAR."""
 
     task: str
     scale: str
     seed: int = 42
+    fillers: str = "blank"
+
+    def __post_init__(self) -> None:
+        if self.fillers != "blank" and self.task not in ("mqar", "mqrar"):
+            raise UserError(f"--fillers is for mqar and mqrar: leave it out for {self.task}.")
 
     @property
     def sizes(self) -> Scale:
@@ -286,7 +293,8 @@ class Recipe:
     def vocabulary(self) -> list[str]:
         """Every symbol, in the order of the dictionary."""
         task = TASKS[self.task]
-        return task.vocabulary(self.sizes) + task.answers(self.sizes)
+        fillers = types("n", self.sizes.keys) if self.fillers == "random" else []
+        return task.vocabulary(self.sizes) + task.answers(self.sizes) + fillers
 
     @property
     def splits(self) -> dict[str, Split]:
@@ -313,10 +321,19 @@ def sampler(recipe: Recipe, split: Split) -> Callable[[RandomState], Sample]:
         length = split.multiple * longest or shortest + below(rng, longest - shortest + 1)
         length -= length % 2 if task.even else 0
         sample = task.draw(rng, recipe.sizes, length, **split.keywords)
+        if recipe.fillers == "random":
+            sample = _without_blanks(rng, sample, recipe.sizes.keys)
         unscored = seen if split.multiple > 1 else 0
         return sample._replace(targets=(*[PAD] * unscored, *sample.targets[unscored:]))
 
     return draw
+
+
+def _without_blanks(rng: RandomState, sample: Sample, symbols: int) -> Sample:
+    """Return ``sample`` with random symbols n1, n2, ... in place of blanks."""
+    drawn = iter(types("n", symbols)[n] for n in rng.randint(symbols, size=len(sample.inputs)))
+    inputs = (next(drawn) if token == BLANK else token for token in sample.inputs)
+    return sample._replace(inputs=tuple(inputs))
 
 
 def generate(recipe: Recipe) -> dict[str, list[Sample]]:
@@ -373,7 +390,7 @@ def prepare(dest: Path, recipe: Recipe) -> dict[str, Any]:
     numbers[PAD] = PAD_ID
     names = [f"{split}.{side}" for split in recipe.splits for side in SIDES]
     columns = [Column(name, name, lambda row: [numbers[token] for token in row]) for name in names]
-    reads = {"script": Path(__file__), "seed": recipe.seed}
+    reads = {"script": Path(__file__), "seed": recipe.seed, "fillers": recipe.fillers}
     transduction.binarize(
         steps, reads, partial(write_text, recipe), columns, ["dict.txt"], "dict.txt"
     )
