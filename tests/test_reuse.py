@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lrpe_fairseq.experiments import families
+from lrpe_fairseq.experiments.commands import evaluate
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.families.translation import TranslationRun
 from lrpe_fairseq.experiments.records import checkpoints, keys
@@ -299,3 +300,48 @@ def test_the_state_of_a_run_that_lacks_an_evaluation_says_so(finished: Recorded)
     assert schedule.state(finished) == "trained, to be evaluated"
     work(finished)
     assert schedule.state(finished).startswith("done, ")
+
+
+# --- evaluations by hand -------------------------------------------------------------------------
+
+BEFORE = {"test": {"blocks": 1.0, "sliding": 2.0}, "valid": {"blocks": 3.0}}
+AGAIN = {"test": {"blocks": 4.0, "blocks-512": 5.0}}
+
+
+def evaluated(**by_split: dict[str, float]) -> Run:
+    """A run file of an evaluation, as evaluate.record makes it."""
+    metrics = {s: {n: {"ppl": v} for n, v in own.items()} for s, own in by_split.items()}
+    protocol = {name: f"{name}." for own in by_split.values() for name in own}
+    data = {"dictionary": "d", **{split: split for split in by_split}}
+    return a_record(checkpoint="c", metrics=metrics, protocol=protocol, data=data)
+
+
+@pytest.mark.parametrize(
+    ("difference", "expected"),
+    [
+        ("none", {"test": {**BEFORE["test"], **AGAIN["test"]}, "valid": BEFORE["valid"]}),
+        ("protocol", {"test": {"sliding": 2.0, **AGAIN["test"]}}),
+        ("checkpoint", AGAIN),
+        ("data of another split", AGAIN),
+        ("damaged", AGAIN),
+    ],
+)
+def test_a_run_file_keeps_earlier_evaluations_of_the_same_checkpoint_and_data_only(
+    difference: str, expected: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, before, now = tmp_path / "best.json", evaluated(**BEFORE), {"dictionary": "d"}
+    now |= {"test": "test", "valid": "valid"}
+    if difference == "protocol":
+        before["protocol"]["blocks"] = "blocks of another length."
+    if difference == "checkpoint":
+        before["checkpoint"] = "of a training under the same name"
+    if difference == "data of another split":
+        now["valid"] = "prepared again"
+    out.write_text("{" if difference == "damaged" else json.dumps(before))
+    monkeypatch.setattr(evaluate.folders, "checksums", lambda data, splits: now)
+    evaluate.report(evaluated(**AGAIN), out, tmp_path)
+    after = read_run(out)
+    found = {s: {n: v["ppl"] for n, v in own.items()} for s, own in after["metrics"].items()}
+    assert found == expected
+    assert after["protocol"].keys() == {name for own in expected.values() for name in own}
+    assert after["protocol"]["blocks"] == "blocks."

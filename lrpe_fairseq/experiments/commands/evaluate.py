@@ -63,7 +63,7 @@ def lm(arguments: list[str] | None = None) -> None:
     options = _parsed(parser, arguments)
     data = _data_folder(options.data)
     run = evaluate_lm(options.checkpoint, data, options.splits, options.protocols)
-    report(run, options.out)
+    report(run, options.out, data)
 
 
 def evaluate_lm(
@@ -142,7 +142,7 @@ def mt(arguments: list[str] | None = None) -> None:
     decoding = Decoding(options.beam, options.lenpen, options.average)
     data = _data_folder(options.data)
     run = evaluate_mt(options.checkpoint, data, options.splits, decoding)
-    report(run, options.out)
+    report(run, options.out, data)
 
 
 def evaluate_mt(checkpoint: Path, data: Path, splits: list[str], decoding: Decoding) -> Run:
@@ -191,7 +191,7 @@ def classifier(arguments: list[str] | None = None) -> None:
     data = _data_folder(options.data)
     splits = options.splits or [s for s in SPLITS if _has_split(data, s)] or list(SPLITS)
     run = evaluate_classifier(options.checkpoint, data, splits, options.max_positions)
-    report(run, options.out)
+    report(run, options.out, data)
 
 
 def evaluate_classifier(
@@ -389,24 +389,25 @@ def record(
     }
 
 
-def report(run: Run, out: Path) -> None:
+def report(run: Run, out: Path, data: Path) -> None:
     """Print the metrics of a run file and write it, with the other evaluations of ``out``."""
     for split, by_protocol in run["metrics"].items():
         for protocol, measured in by_protocol.items():
             numbers = ", ".join(f"{name} {value:,.6g}" for name, value in measured.items())
             print(f"{split}, {protocol}: {numbers}")
-    write_run(out, _with_earlier(out, run))
+    write_run(out, _with_earlier(out, run, data))
     print(f"written to {out}")
 
 
-def _with_earlier(out: Path, run: Run) -> Run:
+def _with_earlier(out: Path, run: Run, data: Path) -> Run:
     """Add the evaluations that ``out`` has of the same checkpoint, data and protocols."""
-    if not out.exists():
+    try:
+        known = runs.read_run(out)
+    except (OSError, ValueError):
         return run
-    known, now = runs.read_run(out), run["data"]
     parts = known.get("data", {})
     same = known.get(CHECKPOINT) == run[CHECKPOINT]
-    if not same or any(now.get(part, own) != own for part, own in parts.items()):
+    if not same or folders.checksums(data, parts) != parts:
         print(f"{out} had results of another checkpoint or other data, which are replaced")
         return run
     metrics = dict(run["metrics"])
@@ -415,10 +416,11 @@ def _with_earlier(out: Path, run: Run) -> Run:
         kept = {n: own for n, own in by_protocol.items() if said[n] == known["protocol"][n]}
         if dropped := sorted(by_protocol.keys() - kept.keys()):
             print(f"{split}: the earlier results of another protocol go: {', '.join(dropped)}")
-        metrics[split] = {**kept, **metrics.get(split, {})}
+        if kept:
+            metrics[split] = {**kept, **metrics.get(split, {})}
     names = {name for own in metrics.values() for name in own}
     protocol = {name: said[name] for name in sorted(names)}
-    return {**run, "metrics": metrics, "protocol": protocol, "data": {**parts, **now}}
+    return {**run, "metrics": metrics, "protocol": protocol, "data": {**parts, **run["data"]}}
 
 
 def _speed(state: dict[str, Any]) -> float:
