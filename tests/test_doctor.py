@@ -23,7 +23,7 @@ def test_a_sound_environment_passes_every_check(capsys, monkeypatch):
 def test_a_layer_of_either_attention_is_computed_and_must_be_finite(monkeypatch):
     assert re.match(r"linear on cpu: loss .*; softmax on cpu: loss", doctor.training())
     monkeypatch.setattr(doctor.math, "isfinite", lambda number: False)
-    with pytest.raises(ValueError, match="linear on cpu: .*; run make test to find the defect"):
+    with pytest.raises(ValueError, match=r"linear on cpu: .*; run make test to find the defect"):
         doctor.training()
 
 
