@@ -128,7 +128,8 @@ def test_a_model_of_own_text_is_trained_resumed_evaluated_and_writes(own_text):
     written = shell(own_text, f"{training} {TINY} optimization.max_update=3")
     assert "Loaded checkpoint runs/mine/linear-fox/checkpoint_last.pt" in written
     evaluated = shell(own_text, command("scripts/eval_lm.sh"))
-    assert all(re.search(rf"test +{name}\b.* \d+", evaluated) for name in ("blocks", "paired-2048"))
+    for protocol in ("blocks", "paired-256", "paired-2048"):
+        assert re.search(rf"^test, {protocol}: loss [\d.]+, ppl ", evaluated, re.MULTILINE)
     assert re.search(r"^D-0\t", shell(own_text, command("echo ")), re.MULTILINE)
     assert list(own_text.glob("runs/mine/linear-fox/tensorboard/*/events*"))
 
@@ -143,9 +144,3 @@ def test_every_training_command_trains(own_text, text):
     written = shell(own_text, f"{text} {TINY} {ON_CPU if '-gpu' in text else ''} {folder}")
     assert "done training in" in written
     assert ("can fail on texts longer" in written) == ("rotated" in text)
-
-
-def test_the_pages_stay_within_their_words():
-    pages = [path for path in ROOT.rglob("*.md") if ".venv" not in path.parts]
-    assert len(README.split()) <= 900
-    assert sum(len(path.read_text(encoding="utf-8").split()) for path in pages) <= 36_000

@@ -11,7 +11,6 @@ import os
 import time
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -20,11 +19,9 @@ from lrpe_fairseq.experiments.families import load_named, runs
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import ROOT, first_shard, relative, write_json
-from lrpe_fairseq.experiments.records.keys import filled
 from lrpe_fairseq.experiments.records.protocols import BLOCKS
-from lrpe_fairseq.experiments.records.runs import Run, read_run
+from lrpe_fairseq.experiments.records.runs import read_run
 from lrpe_fairseq.experiments.report import frame, pages, plots
-from lrpe_fairseq.experiments.report.frame import ColumnView
 from lrpe_fairseq.experiments.runner.processes import RunFailed
 from lrpe_fairseq.experiments.runner.schedule import Events, Schedule, shares
 from lrpe_fairseq.experiments.runner.training import TrainingRun
@@ -65,20 +62,26 @@ def planned(seeds: int) -> list[TrainingRun]:
 
 
 def show(finished: Sequence[TrainingRun]) -> None:
-    """Print the table, the n-gram counts and a text of the best model; draw the curves."""
+    """Print the table, the n-gram counts and a text of the best model; draw the table."""
     measured = {run.name: read_run(run.result) for run in finished}
     results = frame.Results(ROOT, measured)
     views = results.headlines(results.sheets_of(TABLE)[0])
     table = pages.grid(views[0].table, views)
     print(f"\nTest perplexity per character, lower is better:\n\n{table}")
-    print("\nSigns against the first row: results/README.md. `?` needs SEEDS=3.")
+    print("\nSigns are against the first row; `?`: too few seeds (make SEEDS=3 quickstart).")
     counts = counted(first_shard(finished[0].data), LONGEST)
     write_json(WORK / "ngrams.json", counts)
     listed = ", ".join(f"{n}-grams {value:.2f}" for n, value in counts.items() if n > 1)
     print(f"\nCounts of the same text, for comparison: {listed}")
     best = min(finished, key=lambda run: measured[run.name]["metrics"]["test"][BLOCKS]["ppl"])
     print(f"\n{best.name} writes:\n{sample(best)}\n")
-    draw(WORK / "validation.png", views, list(measured.values()))
+    rows = {f"{n}-gram counts": [value] for n, value in counts.items() if n > 1}
+    for view in views:
+        own = {row: f"{view.names[row]}, {view.column.attention}" for row in view.rows}
+        rows |= {name: list(view.cells[row].values()) for row, name in own.items()}
+    ranked = dict(sorted(rows.items(), key=lambda item: min(item[1])))
+    panel = plots.Panel("Test perplexity per character", "lower is better", ranked)
+    plots.dots(WORK / "test.png", [panel])
 
 
 def sample(run: TrainingRun) -> str:
@@ -89,20 +92,3 @@ def sample(run: TrainingRun) -> str:
     warnings.simplefilter("ignore", UserWarning)  # of memory that is not pinned without a GPU
     text = hub.sample(PROMPT, beam=1, sampling=True, sampling_topk=10)
     return text.replace(" ", "").replace(SPACE, " ")
-
-
-def draw(path: Path, views: Sequence[ColumnView], measured: Sequence[Run]) -> None:
-    """Draw the validation perplexity by updates, a panel per attention type."""
-    panels = []
-    for view in views:
-        rows = {}
-        for row in view.rows:
-            cell = row, view.column.key
-            own = [run["curve"] for run in measured if cell in filled(view.table, run)]
-            rows[view.names[row]] = [
-                plots.point(points[0]["updates"], [point["valid_ppl"] for point in points])
-                for points in zip(*own, strict=True)
-            ]
-        title = f"{view.column.attention} attention"
-        panels.append(plots.Panel(title, "updates", rows, "validation perplexity"))
-    plots.lines(path, panels, base=0)

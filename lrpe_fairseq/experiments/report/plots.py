@@ -122,24 +122,21 @@ def points(path: Path, panels: Sequence[Panel]) -> None:
     save(figure, path)
 
 
-def lines(path: Path, panels: Sequence[Panel], mark: float = 0, base: float = 2) -> None:
+def lines(path: Path, panels: Sequence[Panel], mark: float) -> None:
     """Draw a curve per method with a band over the seeds. rows: method -> its points.
 
-    mark: a vertical line at this place, labeled as the training length; 0: none. base: of the
-    logarithmic axis of x; 0: a linear axis.
+    mark: a vertical line at this place, labeled as the training length.
     """
     figure, every = _axes(panels, 5.6 + 1.8 / len(panels), 4.4)
     handles: dict[str, Any] = {}
     for axes, panel in zip(every, panels, strict=True):
         for method, curve in panel.rows.items():
             handles.setdefault(method, _line(axes, method, curve))
-        if base:
-            axes.set_xscale("log", base=base)
+        axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
         _logarithmic(axes, "y", [mean for curve in panel.rows.values() for _, mean, *_ in curve])
-        if mark:
-            axes.axvline(mark, color="black", linewidth=0.8)
-            axes.text(mark, axes.get_ylim()[1], " training length", fontsize=8, va="top")
+        axes.axvline(mark, color="black", linewidth=0.8)
+        axes.text(mark, axes.get_ylim()[1], " training length", fontsize=8, va="top")
     figure.legend(handles.values(), handles.keys(), loc="outside right center", fontsize=8)
     save(figure, path)
 
