@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lrpe_fairseq.experiments.commands import quickstart
-from lrpe_fairseq.experiments.data.ngrams import perplexities
+from lrpe_fairseq.experiments.commands.quickstart import perplexities
 from lrpe_fairseq.experiments.families import load_named, runs
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.report import frame
