@@ -72,7 +72,7 @@ def show(finished: Sequence[TrainingRun]) -> None:
     views = results.headlines(results.sheets_of(TABLE)[0])
     table = pages.grid(views[0].table, views)
     print(f"\nTest perplexity per character, lower is better:\n\n{table}")
-    print("\nSigns are against the first row; `?`: too few seeds (make SEEDS=3 quickstart).")
+    print("\nSigns are against the first row (results/README.md); `?` needs SEEDS=3.")
     counts = counted(first_shard(finished[0].data), LONGEST)
     write_json(WORK / "ngrams.json", counts)
     listed = ", ".join(f"{n}-grams {value:.2f}" for n, value in counts.items() if n > 1)
