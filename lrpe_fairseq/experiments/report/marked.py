@@ -7,7 +7,6 @@ and the gallery are read from the classes of ENCODINGS.
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from lrpe_fairseq.encodings import (
     Encoding,
     EncodingOptions,
     build_encoding,
-    encoding_class,
+    options_of_encodings,
 )
 from lrpe_fairseq.encodings.fidelity import DEPARTURES
 from lrpe_fairseq.experiments.report import choosing, frame, markdown
@@ -112,11 +111,12 @@ def encodings_table() -> str:
         linear, both = encoding.serves_linear, not encoding.causal_only
         learned = sum(p.numel() for p in encoding.parameters() if p.requires_grad)
         row = [f"[`{name}`](#{name})", encoding.summary(), YES[linear], YES[both], f"{learned:,}"]
-        rows.append(row)
+        rows.append([*row, encoding.scales or "–"])
     for family in FAMILIES.values():
         text = f"the free form {family.rest}"
-        rows.append([f"`{family.form}`", text, YES[True], YES[not family.causal_only], ""])
+        rows.append([f"`{family.form}`", text, YES[True], YES[not family.causal_only], "", ""])
     head = ["name", "description", "linear", "bidirectional", "learned parameters"]
+    head += ["`--context-scaling` scales"]
     return markdown.table(head, rows)
 
 
@@ -159,12 +159,11 @@ def _position(encoding: Encoding) -> str:
 def options_table() -> str:
     """Return one row per option of an encoding, from the classes of ENCODINGS."""
     rows = []
-    for kind in dict.fromkeys(encoding_class(name).Options for name in ENCODINGS):
-        for own in fields(kind):
-            choices = own.metadata["choices"]
-            flag = "--" + own.name.replace("_", "-")
-            flag += f" {{{','.join(choices)}}}" if choices else ""
-            rows.append([f"`{flag}`", own.default, own.metadata["help"]])
+    for own in options_of_encodings().values():
+        choices = own.metadata["choices"]
+        flag = "--" + own.name.replace("_", "-")
+        flag += f" {{{','.join(choices)}}}" if choices else ""
+        rows.append([f"`{flag}`", own.default, own.metadata["help"]])
     return markdown.table(["option of an encoding", "default", "description"], rows)
 
 
