@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import io
+import math
 import random
 import struct
 import sys
@@ -20,8 +22,9 @@ from omegaconf import OmegaConf
 from PIL import Image
 from torch import nn
 
+from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.errors import Refusal
-from lrpe_fairseq.image_files import in_eight_bits, read_image
+from lrpe_fairseq.image_files import in_eight_bits, read_image, rows_and_columns
 from lrpe_fairseq.models.classifier import LRPEClassifier, LRPEClassifierTinyConfig
 from lrpe_fairseq.models.patches import Images, Pixels
 from lrpe_fairseq.models.vit import LRPEViT, LRPEViTConfig, LRPEViTTinyConfig
@@ -40,22 +43,22 @@ needs_timm = pytest.mark.skipif(
 BOTH = pytest.mark.parametrize("attention", ["linear", "softmax"])
 
 
-def task_of_images(side: int = 32, classes: int = 5) -> SimpleNamespace:
+def task_of_images(size: int | str = 32, classes: int = 5) -> SimpleNamespace:
     """What the model reads of the task."""
     return SimpleNamespace(
         source_dictionary=Dictionary(),
         num_classes=classes,
         pairs=False,
-        image_size=side,
-        max_positions=lambda: side * side,
+        image_size=size,
+        max_positions=lambda: math.prod(rows_and_columns(size)),
     )
 
 
-def model_of(**options: object) -> LRPEViT:
+def model_of(size: int | str = 32, **options: object) -> LRPEViT:
     """The tiny model in float64 and in evaluation."""
     torch.manual_seed(1)
     config = OmegaConf.structured(LRPEViTTinyConfig(**options))
-    return LRPEViT.build_model(config, task_of_images()).double().eval()
+    return LRPEViT.build_model(config, task_of_images(size)).double().eval()
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -112,6 +115,36 @@ def test_an_image_has_one_output_alone_and_anywhere_in_a_batch(
 
 
 @BOTH
+@pytest.mark.parametrize("encoding", ["rope-2d", "liere", "lrpe-type2"])
+def test_a_trained_model_reads_images_of_another_size(attention: str, encoding: str) -> None:
+    options = {"attention_type": attention, "position_encoding": encoding}
+    trained, image = model_of(**options), torch.randn(2, 3, 40, 24).double()
+    state = trained.state_dict()
+    table = trained.encoder.embed_positions.weight.data
+    rows, columns = torch.meshgrid(torch.arange(4.0), torch.arange(4.0), indexing="ij")
+    table[2:, 0], table[2:, 1] = 5.0, (rows + 10 * columns).flatten()
+    wide = model_of("40x24", **options)
+    wide.load_state_dict(copy.deepcopy(state))
+    grid = wide.encoder.embed_positions.weight.data[2:].unflatten(0, (5, 3))
+    assert grid[..., 0].tolist() == pytest.approx(np.full((5, 3), 5.0))
+    center = (4 - 1) / 2 * 11  # of the ramp, which bicubic interpolation keeps there
+    assert grid[2, 1, 1].item() == pytest.approx(center)
+    assert (grid[:, 1:, 1] > grid[:, :-1, 1]).all()
+    for module in (m for m in wide.modules() if isinstance(m, MultiheadAttention)):
+        chosen = module.encoding.spec.options
+        assert (chosen.grid_height, chosen.grid_width) == (5, 3)
+    with torch.no_grad():
+        assert wide(image).isfinite().all()
+    state.pop("encoder.embed_tokens.grid")  # as in older checkpoints
+    again = model_of("40x24", **options)
+    again.load_state_dict(copy.deepcopy(state))
+    assert torch.equal(again.encoder.embed_positions.weight, wide.encoder.embed_positions.weight)
+    back = model_of(**options)
+    back.load_state_dict(wide.state_dict())  # its grid is not square
+    assert back.encoder.embed_positions.weight.shape == table.shape
+
+
+@BOTH
 def test_sum_gives_patches_of_one_antidiagonal_one_position_and_axial_does_not(
     attention: str,
 ) -> None:
@@ -155,7 +188,8 @@ def test_pixels_in_color_are_patches_too() -> None:
     ("options", "sentence"),
     [
         ({"input": "pixels"}, "need each other"),
-        ({"patch": 16}, "--patch times --grid-width to be 32, not 16 times 4"),
+        ({"patch": 12}, "images of 32 x 32 pixels are not made of patches of 12 x 12"),
+        ({"grid_width": 5}, "have 4 rows of 4 patches: leave --grid-width and --grid-height out"),
         ({"channels": 3}, "--channels is an option of --input pixels"),
     ],
 )
@@ -299,7 +333,7 @@ def test_the_crop_of_evaluation_is_timm_s(size: tuple[int, int]) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
     image = Image.fromarray(pixels)
     timm = create_transform(224, is_training=False, interpolation="bicubic", crop_pct=224 / 256)
-    torch.testing.assert_close(Crop(224)(image), timm(image), rtol=0, atol=1e-6)
+    torch.testing.assert_close(Crop(224, 224)(image), timm(image), rtol=0, atol=1e-6)
 
 
 def test_repeated_images_come_in_order_and_every_epoch_has_others(written: Path) -> None:
@@ -364,7 +398,9 @@ REFUSED = {
     "set --curriculum": {"repeats": 3, "curriculum": 0},
     "cuts batches of 10 to a multiple of 8": {"batch_size": 10, "required_batch_size_multiple": 8},
     "24 images are less than one update of 36": {"repeats": 3, "batch_size": 12},
-    "--image-size and --repeats must be at least 1": {"repeats": 0},
+    "--repeats must be at least 1": {"repeats": 0},
+    "such as 288x224, or one number for both, not '32x'": {"image_size": "32x"},
+    "such as 288x224, or one number for both, not '0'": {"image_size": "0"},
 }
 
 

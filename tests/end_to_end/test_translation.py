@@ -374,7 +374,14 @@ def test_what_cannot_be_translated_gets_one_sentence_and_no_result(
     )
     for path in (tmp_path / "long").glob("test*"):
         shutil.copy(path, prepared / "bin")
-    assert "longer than the maximum of (1024, 1024)" in said(checkpoint, str(prepared))
+    error = said(checkpoint, str(prepared))
+    assert "longer than the maximum of (1024, 1024)" in error
+    assert "--truncate-source" in error
+    search = "--gen-subset test --truncate-source --beam 1 --max-len-a 0 --max-len-b 5 --path"
+    found = run("fairseq_cli.generate", prepared / "bin", TASK, search, checkpoint)
+    source = next(line for line in found.splitlines() if line.startswith("S-0"))
+    assert len(source.split("\t")[1].split()) == 1023  # and the end of sentence
+    assert "H-0" in found
 
 
 def test_a_sentence_that_was_not_translated_is_noticed(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ own, and ``eval_glue``, for a fine-tuned model.
 """
 
 import argparse
+import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ from lrpe_fairseq.experiments.runner import scoring
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children
 from lrpe_fairseq.experiments.runner.training import shell
+from lrpe_fairseq.image_files import rows_and_columns
 from lrpe_fairseq.tasks import images
 from lrpe_fairseq.tasks.truncated_bptt import document_starts
 
@@ -194,19 +196,28 @@ def classifier(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--max-positions", type=int, help="longest input; longer ones are cut (default: training's)"
     )
+    parser.add_argument(
+        "--image-size", metavar="HxW", help="pixels that lrpe_vit reads (default: training's)"
+    )
     options = _parsed(parser, arguments)
     data = _data_folder(options.data)
     splits = options.splits or [s for s in SPLITS if _has_split(data, s)] or list(SPLITS)
-    run = evaluate_classifier(options.checkpoint, data, splits, options.max_positions)
+    sizes = options.max_positions, options.image_size
+    run = evaluate_classifier(options.checkpoint, data, splits, *sizes)
     report(run, options.out, data)
 
 
 def evaluate_classifier(
-    checkpoint: Path, data: Path, splits: list[str], max_positions: int | None = None
+    checkpoint: Path,
+    data: Path,
+    splits: list[str],
+    max_positions: int | None = None,
+    image_size: str | None = None,
 ) -> Run:
     """Evaluate ``checkpoint`` on ``splits`` of a data folder and return the run file.
 
-    max_positions: length at which inputs are cut; None for that of the training.
+    max_positions: length at which inputs are cut; None for that of the training. image_size: of
+        images in files, rows x columns; None for that of the training.
 
     Raises: ValueError for a damaged or diverged checkpoint, one of another model, data with other
         dictionaries, an absent split, or a length that the model does not support.
@@ -220,16 +231,20 @@ def evaluate_classifier(
         _require_dictionary(checkpoint, inputs, "encoder.embed_tokens.weight", INPUTS)
     _require_dictionary(checkpoint, data / "bin" / LABELS, "", LABELS)  # classes: no embedding
     if _reads_files(trained):
-        trained["task.max_positions"] = trained["task.image_size"] ** 2  # pixels
+        pixels = rows_and_columns(trained["task.image_size"])
+        trained["task.max_positions"] = math.prod(pixels)
+    elif image_size is not None:
+        raise ValueError("--image-size is for models of images in files, of the task lrpe_images")
     longest = int(trained["task.max_positions"]) if max_positions is None else max_positions
     _require_length(checkpoint, longest, trained)
-    metrics: Run = {}
+    overrides, metrics = _overrides(trained, longest, image_size), {}
+    name = classification.ACCURACY + (f"-at-{image_size}" if image_size else "")
     for split in splits:
-        found = predictions(checkpoint, data, split, _classes, _overrides(trained, longest))
-        metrics[split] = {classification.ACCURACY: scores(*found)}
+        found = predictions(checkpoint, data, split, _classes, overrides)
+        metrics[split] = {name: scores(*found)}
     said = classification.protocol(data, longest, _cut(data, splits, longest))
-    protocol = {classification.ACCURACY: said}
-    return record(checkpoint, data, metrics, protocol)
+    said += f" Images have {image_size} pixels." if image_size else ""
+    return record(checkpoint, data, metrics, {name: said})
 
 
 def _reads_files(trained: Run) -> bool:
@@ -237,11 +252,15 @@ def _reads_files(trained: Run) -> bool:
     return trained["task._name"] == images.NAME
 
 
-def _overrides(trained: Run, longest: int) -> dict[str, Any]:
-    """Return the options that change in evaluation: no augmentation of images."""
-    if _reads_files(trained):
-        return {"no_augmentation": True, "repeats": 1}
-    return {"max_positions": longest}
+def _overrides(trained: Run, longest: int, image_size: str | None) -> dict[str, Any]:
+    """Return the options that change in evaluation: the size, and no augmentation of images."""
+    if not _reads_files(trained):
+        return {"max_positions": longest}
+    plain = {"no_augmentation": True, "repeats": 1}
+    if image_size is None:
+        return plain
+    grid = {"grid_width": 0, "grid_height": 0, "max_positions": None}  # those of the images
+    return {**plain, **grid, "image_size": image_size}
 
 
 def _classes(model: Any, net_input: Mapping[str, Any]) -> Tensor:
