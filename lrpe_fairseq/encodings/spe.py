@@ -50,11 +50,12 @@ class SPE(QueryKeyEncoding):
 
     Options = SPEOptions
     card = Card(
+        mechanism="rotation",
         equation=r"\mathbb{E}[\tilde q_s^\top \tilde k_t] ="
         r" \sum_d q_{s,d}\, k_{t,d}\, \big((1 - g_d)\, c_d(s - t) + g_d\big)",
         cost="O(D R) per token and head; a random code of H T D R numbers",
         beyond="the learned templates continue as sums of sinusoids, or as 0 for the convolution",
-        source="Liutkus et al. (2021)",
+        source="[Liutkus et al. (2021)](https://arxiv.org/abs/2105.08399)",
     )
     departures = {
         "spe-along-batch": Departure(
