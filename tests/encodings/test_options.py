@@ -35,10 +35,10 @@ def test_a_configuration_has_every_option_with_its_default_and_help_text():
 
 
 def test_a_configuration_older_than_an_option_has_its_default():
-    old = Namespace(fidelity="t5-unit-init", spe_code="convolution", t5_max_distance=80)
+    old = Namespace(fidelity="t5-unit-init", spe_sines=3, t5_max_distance=80)
     options = encoding_options(old)
     assert options.fidelity == {"t5-unit-init"}
-    assert options.of(encoding_class("spe").Options).spe_code == "convolution"
+    assert options.of(encoding_class("spe").Options).spe_sines == 3
     assert options.of(encoding_class("t5").Options).t5_max_distance == 80
     assert options.of(encoding_class("rope").Options).lrpe_householder_start == "normal"
 
