@@ -1,6 +1,6 @@
 """The properties every encoding must have: each name of ENCODINGS, the free forms, a
-multiplicative score encoding that exists here only, and "NAME@W" or "NAME@W:GRID", NAME on a grid
-of width W with ``position_grid`` GRID.
+multiplicative score encoding that exists here only, "NAME@W" or "NAME@W:GRID", NAME on a grid of
+width W with ``position_grid`` GRID, and "NAME~S", NAME with context scaling S.
 
 An exception is a capability field on the class, which a test asserts; no name is skipped.
 """
@@ -83,7 +83,8 @@ FREE = (
     "lrpe:fourier:rotation",
 )
 """Pairs of P and Lambda that no named encoding has; tests/encodings/test_lrpe.py has them all."""
-NAMES = (*ENCODINGS, *HERE_ONLY, *FREE, *ALGEBRAIC, *GATED, *GRIDS)
+SCALED = ("rope~yarn", "lrpe-type2~yarn", "lrpe-tmlr-type1~ntk", "fope~linear")
+NAMES = (*ENCODINGS, *HERE_ONLY, *FREE, *ALGEBRAIC, *GATED, *GRIDS, *SCALED)
 WIDTH, HEADS, D = 16, 2, 8
 
 
@@ -106,10 +107,13 @@ def inputs(length=6, batch=2):
 
 
 def parts_of(name):
-    """Return the name and the options of "NAME", "NAME@W" or "NAME@W:GRID"."""
+    """Return the name and the options of "NAME", "NAME~S", "NAME@W" or "NAME@W:GRID"."""
+    name, _, scaling = name.partition("~")
     name, _, grid = name.partition("@")
     width, _, kind = grid.partition(":")
-    return name, EncodingOptions(grid_width=int(width or 0), position_grid=kind or "flat")
+    own = {"context_scaling": scaling, "context_factor": 4.0, "context_length": 128}
+    grid = {"grid_width": int(width or 0), "position_grid": kind or "flat"}
+    return name, EncodingOptions(**grid, **(own if scaling else {}))
 
 
 def is_causal(name):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -52,13 +53,25 @@ def windows(name: str, tokens: int, trained: int = T) -> list[Window]:
 
 @pytest.mark.parametrize(
     "name",
-    ["block", "blocks-0", "blocks-x", "blocks-64-8", "tail", "sliding-64", "paired", "blocks-064"],
+    [
+        *("block", "blocks-0", "blocks-x", "blocks-64-8", "tail", "sliding-64", "paired"),
+        *("blocks-064", "blocks+yarn", "blocks+none-1", "blocks+yarn-0.5", "blocks+yarn-4.0"),
+    ],
 )
 def test_an_unknown_protocol_is_refused_with_the_forms(name: str) -> None:
     with pytest.raises(
-        ValueError, match=f"there is no protocol '{name}'; the protocols are blocks,"
+        ValueError, match=f"there is no protocol '{re.escape(name)}'; the protocols are blocks,"
     ):
         Protocol.parse(name)
+
+
+def test_context_scaling_is_part_of_a_protocols_name_and_sentence() -> None:
+    scaled = Protocol.parse("paired-512+yarn-2.5")
+    assert scaled == Protocol("paired", 512, scaling="yarn", factor=2.5)
+    own = {"context_scaling": "yarn", "context_factor": 2.5, "context_length": T}
+    assert scaled.overrides(T) == own
+    assert scaled.sentence(T).endswith("scaled for the evaluation: yarn by 2.5, from 8 tokens.")
+    assert Protocol.parse("paired-512").overrides(T) == {}
 
 
 def test_a_tail_longer_than_its_window_is_refused() -> None:
@@ -532,4 +545,15 @@ def test_a_run_is_evaluated_at_other_lengths_and_again_later(corpus, tmp_path, m
     names = ["--protocols", "tail-64-64", "paired-128"]
     words = [str(checkpoint), str(run.data), "--splits", "test", *names, "--out", str(out)]
     assert evaluate.lm(words) == 0
-    assert read_run(out)["metrics"]["test"] == {name: found[name] for name in names[1:]}
+    plain = {name: found[name] for name in names[1:]}
+    assert read_run(out)["metrics"]["test"] == plain
+
+    names[1:] = ["blocks", f"blocks-{T}", "paired-128"]
+    scale = ["--context-scaling", "yarn", "--context-factor", "2.5"]
+    assert evaluate.lm([*words[:4], *names, *scale, *words[-2:]]) == 0
+    scaled = read_run(out)["metrics"]["test"]
+    assert {name: scaled.pop(name) for name in plain} == plain
+    assert scaled.keys() == {f"{name}+yarn-2.5" for name in names[1:]}
+    blocks, same, _ = scaled.values()
+    assert blocks["loss"] == pytest.approx(same["loss"], abs=1e-4)
+    assert scaled["paired-128+yarn-2.5"]["loss"] != plain["paired-128"]["loss"]

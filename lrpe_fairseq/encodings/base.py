@@ -178,9 +178,12 @@ class Encoding(Float32Module):
     shared_by_stacks: bool = False
     """True if also an encoder, a decoder and its cross-attention share it, with equal options."""
 
-    content_scale: ClassVar[float] = 1.0
-    """Factor of the content score q k^T, in addition to D^-0.5. The q that the encoding receives
-    has this factor."""
+    scales: str = ""
+    """What ``--context-scaling`` changes, in words for the gallery; empty if the encoding has no
+    rotations and refuses ``scaling.RotationOptions``."""
+    content_scale: float = 1.0
+    """Factor of the content score q k^T in softmax attention, in addition to D^-0.5. The q that a
+    score encoding receives has this factor."""
     turns: bool = False
     """True if features turn with the position: scores of positive features may be negative, and the
     denominator of Eq. 39 can vanish on texts longer than those of training."""

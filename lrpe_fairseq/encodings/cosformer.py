@@ -59,3 +59,4 @@ class CosFormer(LRPE):
         angle = math.pi / (2 * length)
         theta = torch.full((spec.head_dim,), angle, dtype=torch.float64, device="cpu")
         super().__init__(spec, "identity", Unitary(spec, theta))
+        self.scales = ""  # M is its length

@@ -25,6 +25,7 @@ from lrpe_fairseq.encodings.projections import (
     LRPEOptions,
     OddEven,
 )
+from lrpe_fairseq.encodings.scaling import RotationOptions
 from lrpe_fairseq.kernels import encode, encode_cpu, loader
 
 
@@ -49,6 +50,8 @@ class LRPE(QueryKeyEncoding):
         if type(self).card is None:  # a subclass has its own
             self.card = _card(self.projection, self.core)
         self.turns = not isinstance(self.core, Permutation)
+        self.scales = self.core.scales
+        self.content_scale = spec.options.of(RotationOptions).score_factor
         # the Fourier transform of a positive vector is largest in bin 0, which turns fastest
         self.denominator_vanishes = projection == "fourier"
 

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from fairseq import checkpoint_utils, utils
-from fairseq.data import data_utils
+from fairseq.data import Dictionary, data_utils
 from torch import Tensor
 
 import lrpe_fairseq  # noqa: F401  registers the models
 from lrpe_fairseq.criterions.classification import scores
+from lrpe_fairseq.encodings.scaling import SCALINGS
 from lrpe_fairseq.experiments.data import corpus, folders, glue
 from lrpe_fairseq.experiments.families import classification, preparation_of, translation
 from lrpe_fairseq.experiments.families import lm as language_models
@@ -60,9 +61,14 @@ def lm(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--protocols", nargs="+", default=PROTOCOLS, metavar="PROTOCOL", help=f"of {FORMS}"
     )
+    parser.add_argument("--context-scaling", choices=SCALINGS, default="none")
+    parser.add_argument("--context-factor", type=float, default=1.0, metavar="F")
     options = _parsed(parser, arguments)
-    data = _data_folder(options.data)
-    run = evaluate_lm(options.checkpoint, data, options.splits, options.protocols)
+    data, names = _data_folder(options.data), options.protocols
+    if options.context_scaling != "none":
+        end = f"+{options.context_scaling}-{options.context_factor:g}"
+        names = [f"{name}{end}" for name in names]
+    run = evaluate_lm(options.checkpoint, data, options.splits, names)
     report(run, options.out, data)
 
 
@@ -107,17 +113,14 @@ def score_lm(arguments: Sequence[str] | None = None) -> None:
 def score(
     checkpoint: Path, data: Path, split: str, names: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-    """Return the metrics of every protocol of ``names``; the model is loaded once.
+    """Return the metrics of every protocol of ``names``; the model is loaded once per scaling.
 
     Raises: ValueError if the split is absent, a protocol does not fit, or the checkpoint is
         damaged, diverged or of another model, or ``documents`` does not list the documents.
     """
     trained = checkpoints.options(checkpoints.require_model(checkpoint, "lrpe_lm"))
-    home = first_shard(data)
-    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
-        [str(checkpoint)], arg_overrides={"data": str(home)}
-    )
-    dictionary = task.source_dictionary
+    home, length = first_shard(data), trained["task.tokens_per_sample"]
+    dictionary = Dictionary.load(str(home / "dict.txt"))
     lines = data_utils.load_indexed_dataset(str(home / split), dictionary)
     if lines is None:
         raise ValueError(f"{data} has no split {split}")
@@ -126,10 +129,14 @@ def score(
     if any(Protocol.parse(name).kind == DOCUMENTS for name in names):
         known = document_starts(data / "documents" / f"{split}.tsv", lines.sizes)
         starts += known[1:].tolist()  # what precedes the first one belongs to it
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model.to(device).eval()
-    length = trained["task.tokens_per_sample"]
-    return scoring.evaluate(model, text, dictionary.eos(), length, names, starts)
+    found: dict[str, dict[str, float]] = {}
+    for scaling in dict.fromkeys(name.partition("+")[2] for name in names):
+        own = [name for name in names if name.partition("+")[2] == scaling]
+        overrides = {"data": str(home), **Protocol.parse(own[0]).overrides(length)}
+        (model,), _ = checkpoint_utils.load_model_ensemble([str(checkpoint)], overrides)
+        model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+        found |= scoring.evaluate(model, text, dictionary.eos(), length, own, starts)
+    return {name: found[name] for name in names}
 
 
 # --- translation ----------------------------------------------------------------------------------

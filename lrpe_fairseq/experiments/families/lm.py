@@ -117,19 +117,21 @@ def evaluation_command(
 
     A model with a memory of earlier blocks needs the task of its training to carry it.
     """
-    tokens = options["task.tokens_per_sample"]
+    tokens, parsed = options["task.tokens_per_sample"], Protocol.parse(protocol)
+    overrides = parsed.overrides(tokens)
     return [
         str(BIN / "fairseq-eval-lm"),
         relative(first_shard(data)),
-        *("--task", options["task._name"] if protocol == BLOCKS else PLAIN_TASK),
+        *("--task", options["task._name"] if parsed.kind == BLOCKS else PLAIN_TASK),
         *("--user-dir", "lrpe_fairseq"),
         *("--path", relative(checkpoint)),
         *("--gen-subset", split),
         *("--tokens-per-sample", str(tokens)),
-        *("--context-window", str(Protocol.parse(protocol).context_window(tokens))),
+        *("--context-window", str(parsed.context_window(tokens))),
         *("--sample-break-mode", "none"),
         *("--max-tokens", str(options["dataset.max_tokens"] or tokens)),
         *("--num-workers", "0"),
+        *(("--model-overrides", str(overrides)) if overrides else ()),
         "--no-progress-bar",
     ]
 

@@ -1,7 +1,6 @@
 """docs/encodings.md: tables, gallery and picture, read from the classes of ENCODINGS."""
 
 import math
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from lrpe_fairseq.encodings import (
     EncodingOptions,
     build_encoding,
     canonical_name,
-    encoding_class,
+    options_of_encodings,
 )
 from lrpe_fairseq.experiments.report import frame, markdown, plots
 
@@ -60,23 +59,24 @@ def encodings_table() -> str:
         linear, both = encoding.serves_linear, not encoding.causal_only
         learned = sum(p.numel() for p in encoding.parameters() if p.requires_grad)
         link = f"[`{name}`](#{FAMILY if _is_lrpe(name) else name})"
-        rows.append([link, encoding.summary(), YES[linear], YES[both], f"{learned:,}"])
+        row = [link, encoding.summary(), YES[linear], YES[both], f"{learned:,}"]
+        rows.append([*row, encoding.scales or "–"])
     for family in FAMILIES.values():
         text = f"the free form {family.rest}"
-        rows.append([f"`{family.form}`", text, YES[True], YES[not family.causal_only], ""])
+        rows.append([f"`{family.form}`", text, YES[True], YES[not family.causal_only], "", ""])
     head = ["name", "description", "linear", "bidirectional", "learned parameters"]
+    head += ["`--context-scaling` scales"]
     return markdown.table(head, rows)
 
 
 def options_table() -> str:
     """Return one row per option of an encoding, from the classes of ENCODINGS."""
     rows = []
-    for kind in dict.fromkeys(encoding_class(name).Options for name in ENCODINGS):
-        for own in fields(kind):
-            choices = own.metadata["choices"]
-            flag = "--" + own.name.replace("_", "-")
-            flag += f" {{{','.join(choices)}}}" if choices else ""
-            rows.append([f"`{flag}`", own.default, own.metadata["help"]])
+    for own in options_of_encodings().values():
+        choices = own.metadata["choices"]
+        flag = "--" + own.name.replace("_", "-")
+        flag += f" {{{','.join(choices)}}}" if choices else ""
+        rows.append([f"`{flag}`", own.default, own.metadata["help"]])
     return markdown.table(["option of an encoding", "default", "description"], rows)
 
 
