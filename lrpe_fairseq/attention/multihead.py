@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lrpe_fairseq.attention import linear, softmax
 from lrpe_fairseq.attention.linear import (
@@ -27,7 +28,6 @@ from lrpe_fairseq.attention.projected import (
 )
 from lrpe_fairseq.attention.softmax import SoftmaxState, encoded_attention
 from lrpe_fairseq.attention.tokens import Tokens, tokens_after, tokens_of
-from lrpe_fairseq.encodings.positions import counted
 
 __all__ = [
     "ATTENTION_TYPES",
@@ -80,7 +80,7 @@ class MultiheadAttention(ProjectedAttention):
 
         ``key`` and ``value`` are not used, because they equal the query in self-attention. With
         ``incremental_state`` the query and its mask are the next block, usually one token.
-        Positions and window are those of ``self.given``, which the stack of layers sets.
+        Positions, window and documents are those of ``self.given``, which the stack of layers sets.
         Raises: ValueError for an ``attn_mask``; causality is an argument of the constructor.
         """
         if attn_mask is not None:
@@ -92,6 +92,7 @@ class MultiheadAttention(ProjectedAttention):
         x = query.transpose(0, 1)
         own = self.given
         given = {"positions": own.positions, "window": own.window, "one_sided": own.one_sided}
+        given["starts"] = own.starts
         out, state = self.attend(x, key_padding_mask, state, keep_state, **given)
         if keep_state:
             incremental_state[self._state_key] = state
@@ -119,6 +120,7 @@ class MultiheadAttention(ProjectedAttention):
         *,
         window: int | None = None,
         one_sided: bool = False,
+        starts: Tensor | None = None,
     ) -> tuple[Tensor, AttentionState | None]:
         """Compute self-attention of x (B, T, C) from ``state``; return (B, T, C) and the new state.
 
@@ -134,6 +136,9 @@ class MultiheadAttention(ProjectedAttention):
                 attention to a whole text.
             one_sided: True if the padding of a row is all before or all after its tokens. It saves
                 time where a score depends on the lag.
+            starts: bool (B, T), true at every token that begins a document (causal only). A token
+                attends to its own document only; positions, gates and linear states start anew.
+                The first token of a text need not be marked. A Memory has documents of its own.
         Under torch.compile it runs outside the compiled graph and warns once.
         Raises: ValueError for incompatible arguments.
         """
@@ -143,11 +148,14 @@ class MultiheadAttention(ProjectedAttention):
             raise ValueError("keep_state needs causal attention: build the module with causal=True")
         if window is not None and (not self.causal or state is not None or keep_state):
             raise ValueError("a window needs causal attention to whole texts, without a state")
+        if starts is not None and (not self.causal or positions is not None):
+            raise ValueError("documents need causal attention and positions that are counted")
         if isinstance(state, Memory):
             if positions is not None:
                 raise ValueError("explicit positions cannot be combined with a memory of segments")
             return self._after_memory(x, state), None
         options = {"positions": positions, "window": window, "one_sided": one_sided}
+        options["starts"] = starts
         return self._attend(x, key_padding_mask, state, keep_state, options)
 
     @torch.compiler.disable  # compiled backward passes of linear attention fail
@@ -170,6 +178,9 @@ class MultiheadAttention(ProjectedAttention):
         following = tokens_after(x, padding, before)
         if options["positions"] is not None:
             following = _next_after(tokens, x.shape[0], before)
+        elif tokens.segments is not None:
+            last = tokens.positions[:, -1]
+            following = last + (1 if tokens.padding is None else ~tokens.padding[:, -1])
         return out, AttentionState(past, following)
 
     def _linear(
@@ -179,6 +190,7 @@ class MultiheadAttention(ProjectedAttention):
         q, k, v = self._project(x)
         v = v.to(self._value_type(v))
         options = {"key_padding_mask": tokens.padding, "normalizer": self.normalizer}
+        options["starts"] = tokens.starts
         if self.normalizer == "content":
             options["content"] = feature_map(q), feature_map(k)
         q, k = self._features(q, k, tokens.positions, tokens.positions)
@@ -201,10 +213,11 @@ class MultiheadAttention(ProjectedAttention):
         They are the sums of all scores, which are the output for values of 1 without a normalizer.
         """
         q, k, _ = self._project(x)
-        at = counted(x.shape[1], x.device)
-        q, k = self._features(q, k, at, at)
+        tokens = tokens_of(x, starts=self.given.starts)
+        q, k = self._features(q, k, tokens.positions, tokens.positions)
         ones = q.new_ones(*q.shape[:3], 1)
         options = {"causal": self.causal, "normalizer": "none", "log_decay": self._log_decay(x)}
+        options["starts"] = tokens.starts
         return linear_attention(q, k, ones, **options).squeeze(-1)
 
     def _log_decay(
@@ -236,7 +249,9 @@ class MultiheadAttention(ProjectedAttention):
         if self.attention_type == "linear" or not self.causal:
             raise ValueError("only causal softmax attention has a memory of earlier segments")
         whole = torch.cat([memory.inputs.transpose(0, 1), x], 1)
-        tokens = tokens_of(whole, segments=memory.segments)
+        numbers = memory.segments
+        starts = None if numbers is None else F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0))
+        tokens = tokens_of(whole, starts=starts)
         out, _ = self._softmax(whole, tokens, None, False, memory.inputs.shape[0])
         return self._project_out(out, x)
 
@@ -265,6 +280,8 @@ class MultiheadAttention(ProjectedAttention):
             k, v, keys = past.keys, past.values, past.tokens
             if keys.counts is not None:
                 queries = queries._replace(counts=keys.counts[..., -x.shape[1] :])
+            if keys.segments is not None:
+                queries = queries._replace(segments=keys.segments[..., -x.shape[1] :])
         options = {"causal": self.causal, "dropout": self._dropout}
         return encoded_attention(self.encoding, q, k, v, queries, keys, **options), past
 

@@ -461,6 +461,7 @@ class SoftmaxState(NamedTuple):
     sums: Tensor  # B H S, float64: sums of the log gates of all tokens so far; B 0 S without gates
     padded: bool = False  # True if a block had a padding mask
     counted: bool = True  # True if all positions count real tokens
+    packed: bool = False  # True if a block had starts of documents, whose positions are 0
     buffer: KVBuffer | None = None
 
     @property
@@ -474,7 +475,10 @@ class SoftmaxState(NamedTuple):
         counts = None if self.counted else (~self.padding).cumsum(-1) - 1
         padding = self.padding if self.padded else None
         sums = self.sums if self.sums.shape[1] else None
-        return Tokens(self.positions, counts, padding, sums=sums)
+        segments = None
+        if self.packed:
+            segments = ((self.positions == 0) & ~self.padding).cumsum(-1)
+        return Tokens(self.positions, counts, padding, segments, sums=sums)
 
 
 def state_of(k: Tensor, v: Tensor, tokens: Tokens) -> SoftmaxState:
@@ -486,7 +490,7 @@ def state_of(k: Tensor, v: Tensor, tokens: Tokens) -> SoftmaxState:
     if sums is None:
         sums = k.new_empty(batch, 0, length, dtype=torch.float64)
     positions = tokens.positions.expand(batch, length)
-    flags = tokens.padding is not None, tokens.counts is None
+    flags = tokens.padding is not None, tokens.counts is None, tokens.segments is not None
     return SoftmaxState(k, v, positions, padding, sums, *flags)
 
 
@@ -499,7 +503,7 @@ def extend_state(past: SoftmaxState | None, new: SoftmaxState) -> SoftmaxState:
     """
     if past is None:
         return new
-    flags = past.padded or new.padded, past.counted and new.counted
+    flags = past.padded or new.padded, past.counted and new.counted, past.packed or new.packed
     if torch.is_grad_enabled():
         pairs = zip(past.parts, new.parts, strict=True)
         return SoftmaxState(*map(torch.cat, pairs, KVBuffer.AXES), *flags)
@@ -518,11 +522,11 @@ def reorder_state(state: SoftmaxState, new_order: Tensor) -> SoftmaxState:
     """
     if state.buffer is None:
         parts = (part.index_select(0, new_order) for part in state.parts)
-        return SoftmaxState(*parts, state.padded, state.counted)
+        return SoftmaxState(*parts, *state[5:8])
     seen = state.keys.shape[2]
     first = (part[:1].expand(len(new_order), *part.shape[1:]) for part in state.parts)
     buffer = KVBuffer(first, state.buffer.tokens)
     for place, part in zip(buffer.at(0, seen), state.parts, strict=True):
         torch.index_select(part, 0, new_order, out=place)
     buffer.used = seen
-    return SoftmaxState(*buffer.at(0, seen), state.padded, state.counted, buffer)
+    return SoftmaxState(*buffer.at(0, seen), *state[5:8], buffer)

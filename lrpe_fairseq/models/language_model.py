@@ -3,10 +3,12 @@
 Everything but self-attention is fairseq's own TransformerLanguageModel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Optional
 
+import torch
 from fairseq.models import register_model
 from fairseq.models.transformer import TransformerConfig
 from fairseq.models.transformer_lm import (
@@ -16,6 +18,7 @@ from fairseq.models.transformer_lm import (
 from torch import Tensor, nn
 
 from lrpe_fairseq.attention.multihead import Memory
+from lrpe_fairseq.attention.tokens import restarted
 from lrpe_fairseq.encodings.options import option
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError, refuse
@@ -28,7 +31,7 @@ from lrpe_fairseq.models.options import (
     one_sentence_errors,
     refuse_unrelated_processes,
 )
-from lrpe_fairseq.models.segment_memory import Segment, SegmentMemory, memories
+from lrpe_fairseq.models.segment_memory import Segment, SegmentMemory, memories, with_documents
 
 
 class SegmentLayer(DecoderLayer):
@@ -65,10 +68,16 @@ class SegmentDecoder(Decoder):
         super().__init__(cfg, dictionary, embed_tokens, args, no_encoder_attn=True)
         self.args = args
         self.memory = SegmentMemory(args.memory_length, len(self.layers))
+        self.boundary = boundary_of(args.document_boundary, dictionary)
+        if self.boundary is not None and self.embed_positions is not None:
+            embed = self.embed_positions
+            embed.forward = partial(_embed_restarted, embed.forward, dictionary, self.boundary)
 
     def forward(
         self,
         prev_output_tokens: Tensor,
+        encoder_out: None = None,
+        incremental_state: dict | None = None,
         *rest: Any,
         segment: Segment | None = None,
         **keywords: Any,
@@ -83,14 +92,19 @@ class SegmentDecoder(Decoder):
                 f"a memory of {self.memory.length} tokens needs batches of "
                 "consecutive segments: train with --task lrpe_truncated_bptt_lm"
             )
+        if self.boundary is not None:
+            starts = prev_output_tokens.eq(self.boundary)
+            self.given.starts = starts if incremental_state is None else starts[:, -1:]
         if segment is None or not (self.memory.length or "documents" in segment):
-            return super().forward(prev_output_tokens, *rest, **keywords)
+            return super().forward(prev_output_tokens, None, incremental_state, *rest, **keywords)
         like = self.layers[0].fc1.weight  # F C
         past = self.memory.recall(segment, self.training, like)
+        if self.boundary is not None:
+            segment = with_documents(segment, past, starts)
         # fairseq passes encoder_out to every layer
         encoder_out = {"encoder_out": [memories(segment, past)], "encoder_padding_mask": []}
         keywords["encoder_out"] = encoder_out
-        x, extra = super().forward(prev_output_tokens, *rest, **keywords)
+        x, extra = super().forward(prev_output_tokens, **keywords)
         self.memory.keep(segment, self.training, past, extra["inner_states"][:-1])
         return x, extra
 
@@ -105,6 +119,11 @@ class LRPELanguageModelConfig(TransformerLanguageModelConfig, AttentionOptions):
         0,
         "number of tokens of earlier segments to attend to (Transformer-XL); requires "
         "--task lrpe_truncated_bptt_lm and --no-token-positional-embeddings",
+    )
+    document_boundary: Optional[str] = option(
+        None,
+        "symbol of the dictionary, such as </s>, that is the first input of a document: a token "
+        "attends to its own document only, in which positions, gates and states start anew",
     )
 
 
@@ -154,6 +173,30 @@ class LRPELanguageModel(BooleanFlags, TransformerLanguageModel):
 @register_model("lrpe_lm_tiny", dataclass=LRPELanguageModelTinyConfig)
 class LRPELanguageModelTiny(LRPELanguageModel):
     """The tiny preset: ``--arch lrpe_lm_tiny`` or ``_name: lrpe_lm_tiny``."""
+
+
+def boundary_of(symbol: str | None, dictionary: Any) -> int | None:
+    """Return the index of ``--document-boundary``. Raises: ChoiceError for an unknown symbol."""
+    if symbol is None:
+        return None
+    index = dictionary.indices.get(symbol, dictionary.pad())
+    if index == dictionary.pad():
+        raise ChoiceError(
+            f"--document-boundary {symbol!r} is no symbol of the dictionary: pass an entry of the "
+            "data's dict.txt, or </s> for the ends of lines"
+        )
+    return index
+
+
+def _embed_restarted(
+    forward: Callable, dictionary: Any, boundary: int, tokens: Tensor, incremental_state: Any = None
+) -> Tensor:
+    """Return fairseq's absolute embeddings of positions that restart, for tokens (B, T): (B, T, C).
+
+    forward: of fairseq's module, which counts the tokens of a line.
+    """
+    positions, _ = restarted(tokens.eq(boundary), tokens.eq(dictionary.pad()))
+    return forward(torch.full_like(tokens[:1], boundary))[0][positions]
 
 
 def check_memory(options: Any) -> None:

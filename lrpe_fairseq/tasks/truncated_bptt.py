@@ -128,6 +128,8 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
                 raise ChoiceError(f"the task {NAME} supports lrpe_lm and its presets only")
             if self.args.reset_at_documents and str(args.attention_type) == "linear":
                 raise ChoiceError("--reset-at-documents requires softmax attention")
+            if self.args.reset_at_documents and args.document_boundary:
+                raise ChoiceError("pass --reset-at-documents or --document-boundary, not both")
         return self._model
 
     def get_checkpoint_dict(self) -> dict[str, Any]:
