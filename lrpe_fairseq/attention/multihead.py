@@ -80,7 +80,8 @@ class MultiheadAttention(ProjectedAttention):
 
         ``key`` and ``value`` are not used, because they equal the query in self-attention. With
         ``incremental_state`` the query and its mask are the next block, usually one token.
-        Positions and window are those of ``self.given``, which the stack of layers sets.
+        Positions are those of ``self.given``, which the stack of layers sets, and a window of it
+        limits the layer's own further.
         Raises: ValueError for an ``attn_mask``; causality is an argument of the constructor.
         """
         if attn_mask is not None:
@@ -130,8 +131,8 @@ class MultiheadAttention(ProjectedAttention):
             positions: int64 (T,) or (B, T) of this block. None counts real tokens, so that left-
                 and right-padded batches give equal results. A decay always counts real tokens.
                 Not supported with a Memory.
-            window: a token attends to the last ``window`` tokens only, itself included; for causal
-                attention to a whole text.
+            window: a token attends to the last ``window`` tokens only, itself included, and to no
+                more than the window of the module; for causal attention to a whole text.
             one_sided: True if the padding of a row is all before or all after its tokens. It saves
                 time where a score depends on the lag.
         Under torch.compile it runs outside the compiled graph and warns once.
@@ -147,6 +148,9 @@ class MultiheadAttention(ProjectedAttention):
             if positions is not None:
                 raise ValueError("explicit positions cannot be combined with a memory of segments")
             return self._after_memory(x, state), None
+        window = min((w for w in (window, self.window) if w is not None), default=None)
+        if window is not None and state is None and not keep_state and window >= x.shape[1]:
+            window = None  # it hides nothing
         options = {"positions": positions, "window": window, "one_sided": one_sided}
         return self._attend(x, key_padding_mask, state, keep_state, options)
 
@@ -173,9 +177,11 @@ class MultiheadAttention(ProjectedAttention):
         return out, AttentionState(past, following)
 
     def _linear(
-        self, x: Tensor, tokens: Tokens, past: LinearState | None, keep_state: bool
-    ) -> tuple[Tensor, LinearState | None]:
+        self, x: Tensor, tokens: Tokens, past: LinearState | SoftmaxState | None, keep_state: bool
+    ) -> tuple[Tensor, LinearState | SoftmaxState | None]:
         """Return the output (B, H, T, E), and the state after the block if it is kept."""
+        if tokens.window is not None:
+            return self._linear_window(x, tokens, past, keep_state)
         q, k, v = self._project(x)
         v = v.to(self._value_type(v))
         options = {"key_padding_mask": tokens.padding, "normalizer": self.normalizer}
@@ -184,16 +190,35 @@ class MultiheadAttention(ProjectedAttention):
         q, k = self._features(q, k, tokens.positions, tokens.positions)
         in_slots = tokens.slots is not None and not keep_state
         options["log_decay"] = self._log_decay(x, tokens.padding, in_slots)
-        if tokens.window is not None:
-            return linear_attention_window(q, k, v, window=tokens.window, **options), None
         if not keep_state:
             return linear_attention(q, k, v, causal=self.causal, **options), None
         return linear_attention_block(q, k, v, state=past, **options)
 
+    def _linear_window(
+        self, x: Tensor, tokens: Tokens, past: SoftmaxState | None, keep_state: bool
+    ) -> tuple[Tensor, SoftmaxState | None]:
+        """Return what :meth:`_linear` does; the state has the last keys of the window.
+
+        The features without encoding, for normalizer "content", stand behind the encoded keys.
+        """
+        tokens = self._with_gates(x, tokens, past)
+        q, k, v = self._project(x)
+        content = [feature_map(q), feature_map(k)] if self.normalizer == "content" else None
+        q, k = self._features(q, k, tokens.positions, tokens.positions)
+        queries, keys, v, width = tokens, tokens, v.to(self._value_type(v)), k.shape[-1]
+        k = k if content is None else torch.cat([k, content[1]], -1)
+        if keep_state:
+            k, v, queries, keys, past = _remembered(k, v, tokens, past)
+        if content is not None:
+            k, content[1] = k[..., :width], k[..., width:]
+        options = {"normalizer": self.normalizer, "log_decay": self.encoding.log_decay(x.device)}
+        return linear_attention_window(q, k, v, queries, keys, content=content, **options), past
+
     @property
     def has_denominators(self) -> bool:
-        """True for linear attention that divides by the denominator of Eq. 39."""
-        return self.attention_type == "linear" and self.normalizer == "rotated"
+        """True for linear attention to all tokens that divides by the denominator of Eq. 39."""
+        whole = self.window is None
+        return whole and self.attention_type == "linear" and self.normalizer == "rotated"
 
     def denominators(self, x: Tensor) -> Tensor:
         """Return the denominators of Eq. 39 for x (B, T, C) before they are clamped, (B, H, T).
@@ -236,7 +261,7 @@ class MultiheadAttention(ProjectedAttention):
         if self.attention_type == "linear" or not self.causal:
             raise ValueError("only causal softmax attention has a memory of earlier segments")
         whole = torch.cat([memory.inputs.transpose(0, 1), x], 1)
-        tokens = tokens_of(whole, segments=memory.segments)
+        tokens = tokens_of(whole, segments=memory.segments, window=self.window)
         out, _ = self._softmax(whole, tokens, None, False, memory.inputs.shape[0])
         return self._project_out(out, x)
 
@@ -252,21 +277,41 @@ class MultiheadAttention(ProjectedAttention):
 
         Queries are the tokens from ``first`` on, keys are all, and those of ``past``.
         """
-        gates = self._gates(x, tokens.padding)
-        if gates is not None:
-            sums = gates.double().cumsum(-1)
-            tokens = tokens._replace(sums=sums if past is None else sums + past.sums[..., -1:])
+        tokens = self._with_gates(x, tokens, past)
         q, k, v = self._encoded(x, tokens)
         queries = keys = tokens
         if first:
             q, queries = q[:, :, first:], tokens.of(slice(first, None))
         if keep_state:
-            past = softmax.extend_state(past, softmax.state_of(k, v, tokens))
-            k, v, keys = past.keys, past.values, past.tokens
-            if keys.counts is not None:
-                queries = queries._replace(counts=keys.counts[..., -x.shape[1] :])
+            k, v, queries, keys, past = _remembered(k, v, tokens, past)
         options = {"causal": self.causal, "dropout": self._dropout}
         return encoded_attention(self.encoding, q, k, v, queries, keys, **options), past
+
+    def _with_gates(self, x: Tensor, tokens: Tokens, past: SoftmaxState | None) -> Tokens:
+        """Return the tokens of x (B, T, C) with the sums of their gates after those of the past."""
+        gates = self._gates(x, tokens.padding)
+        if gates is None:
+            return tokens
+        sums = gates.double().cumsum(-1)
+        return tokens._replace(sums=sums if past is None else sums + past.sums[..., -1:])
+
+
+def _remembered(
+    k: Tensor, v: Tensor, tokens: Tokens, past: SoftmaxState | None
+) -> tuple[Tensor, Tensor, Tokens, Tokens, SoftmaxState]:
+    """Return keys, values, the tokens of the queries and of the keys, and the state after a block.
+
+    k, v, tokens: of the block; its queries also see the past, in a window or whole.
+    """
+    every = softmax.extend_state(past, softmax.state_of(k, v, tokens))
+    queries, keys, window = tokens, every.tokens, tokens.window
+    if keys.counts is not None:
+        queries = queries._replace(counts=keys.counts[..., -k.shape[2] :])
+    if window is None:
+        return every.keys, every.values, queries, keys, every
+    keys = keys._replace(window=window if window < every.keys.shape[2] else None)
+    after = softmax.last_tokens(every, max(1, window - 1))  # the last sum of gates stays
+    return every.keys, every.values, queries, keys, after
 
 
 def _next_after(tokens: Tokens, batch: int, before: Tensor | None) -> Tensor:
