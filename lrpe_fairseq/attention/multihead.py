@@ -6,10 +6,11 @@ are in ``attention.projected``. fairseq's layers call this module and ``attentio
 Axes: B batch, H heads, T query time, S key time, D key width, E value width, C = H D.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lrpe_fairseq.attention import linear, softmax
 from lrpe_fairseq.attention.linear import (
@@ -27,6 +28,7 @@ from lrpe_fairseq.attention.projected import (
 )
 from lrpe_fairseq.attention.softmax import SoftmaxState, encoded_attention
 from lrpe_fairseq.attention.tokens import Tokens, tokens_after, tokens_of
+from lrpe_fairseq.encodings import EncodingOptions
 from lrpe_fairseq.encodings.positions import counted
 
 __all__ = [
@@ -57,10 +59,67 @@ class Memory(NamedTuple):
 
 
 class MultiheadAttention(ProjectedAttention):
-    """Self-attention of one layer.
+    """Multi-head self-attention with a relative positional encoding, for plain PyTorch and fairseq.
 
-    Args and Raises: see :class:`ProjectedAttention`.
+    >>> attention = MultiheadAttention(
+    ...     64, 4, attention_type="linear", position_encoding="fox", causal=True, fox_bias=3.0
+    ... )
+    >>> out, state = attention.attend(x, keep_state=True)  # x, out: (B, T, 64)
+
+    Args:
+        embed_dim: C, the width. num_heads: H; must divide C. Names are those of
+            ``nn.MultiheadAttention`` where the meaning is the same; batches come first.
+        attention_type: "linear" (phi(x) = 1 + elu(x) first, then the encoding; O(T) time and a
+            state of constant size) or "softmax" (scale (C / H)^-0.5).
+        position_encoding: a name of ``lrpe_fairseq.encodings.ENCODINGS`` or a free form.
+        causal: True if a token attends only to itself and earlier tokens.
+        dropout: on softmax weights; linear attention has none.
+        normalizer: what linear attention divides by: "rotated" (Eq. 39 of LRPE), "content",
+            "layernorm" or "none".
+        window: a token attends to the last ``window`` tokens only, itself included; None: to all.
+        qkv_bias: False for no biases in the projections to q, k and v.
+        seed: of the encoding's fixed random parts, which have a generator of their own.
+        options: as one value, what may also be given by keyword.
+        wrap_linear: applied to each projection, for example fairseq's quantization noise.
+        encoding_options: options of the encoding by keyword, named as on the command line
+            (``fox_bias``, ``grid_width``). Trap: those of another encoding are ignored.
+    Raises: ChoiceError for an unknown name or option, a width that is not divisible by H, a window
+        that is not causal, or an encoding that the attention type does not support.
     """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        attention_type: str,
+        position_encoding: str,
+        causal: bool,
+        dropout: float = 0.0,
+        normalizer: str = "rotated",
+        window: int | None = None,
+        qkv_bias: bool = True,
+        seed: int = 0,
+        options: EncodingOptions | None = None,
+        wrap_linear: Callable[[nn.Linear], nn.Module] = lambda linear: linear,
+        **encoding_options: Any,
+    ) -> None:
+        if options is not None and encoding_options:
+            raise ValueError("give the options of an encoding by keyword or as options, not both")
+        super().__init__(
+            embed_dim,
+            num_heads,
+            attention_type=attention_type,
+            position_encoding=position_encoding,
+            causal=causal,
+            dropout=dropout,
+            normalizer=normalizer,
+            window=window,
+            qkv_bias=qkv_bias,
+            seed=seed,
+            options=EncodingOptions(**encoding_options) if options is None else options,
+            wrap_linear=wrap_linear,
+        )
 
     # --- fairseq's interface: (T, B, C), and a dictionary of states ----------------------------
 
