@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lrpe_fairseq.attention import projected, softmax
-from lrpe_fairseq.attention.multihead import MultiheadAttention
+from lrpe_fairseq.attention.multihead import MultiheadAttention, reorder_attention_state
 from lrpe_fairseq.encodings import (
     ENCODINGS,
     FAMILIES,
@@ -438,6 +438,36 @@ def test_blocks_with_padding_anywhere_then_tokens_equal_parallel(name, attention
         alone, _ = module(x[real, row : row + 1])
         torch.testing.assert_close(out[real, row : row + 1], alone, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(at_once[real, row : row + 1], alone, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize(("name", "attention_type"), in_turn(PAIRS))
+def test_a_window_is_the_last_tokens_alone_all_at_once_and_from_a_state(
+    name, attention_type, window
+):
+    module, whole = (attention_of(name, attention_type, window=w) for w in (window, None))
+    x = torch.randn(2, 12, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    padding = torch.zeros(2, 12, dtype=torch.bool)
+    padding[0, [0, 3, 4, 6, 8]] = True
+    wanted = torch.zeros_like(x)
+    for row, real in enumerate((~padding).int()):
+        every = real.nonzero().flatten()
+        for last, place in enumerate(every):
+            first = max(0, last - window + 1)
+            at = torch.arange(first, last + 1)
+            wanted[row, place] = whole.attend(x[row, every[at]][None], positions=at)[0][0, -1]
+    state, parts, order = None, [], torch.tensor([1, 0, 1])
+    for cut in (slice(0, 5), slice(5, 9), slice(9, 10), slice(10, 11), slice(11, 12)):
+        if cut.start == 10:
+            state = reorder_attention_state(state, order)
+            x, padding, wanted, parts = *(y[order] for y in (x, padding, wanted)), [parts[0][order]]
+        mask = padding[:, cut] if padding[:, cut].any() else None
+        out, state = module.attend(x[:, cut], mask, state, True)
+        parts = [torch.cat([*parts, out], 1)]
+        assert state.past.keys.shape[2] <= max(1, window - 1)
+    for found in (module.attend(x, padding)[0], *parts):
+        torch.testing.assert_close(found[~padding], wanted[~padding], rtol=1e-9, atol=1e-9)
+    assert torch.equal(attention_of(name, attention_type, window=12)(x)[0], whole(x)[0])
 
 
 def stores_pairs(name):

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from lrpe_fairseq.attention import chunked
 from lrpe_fairseq.attention.chunked import block_decay
+from lrpe_fairseq.attention.softmax import BLOCK, decay_sums, query_blocks
+from lrpe_fairseq.attention.tokens import Tokens, counts_slots, visible_pairs
 from lrpe_fairseq.kernels import causal_cpu, loader
 from lrpe_fairseq.kernels.causal import decay_matrix, full_definition
 
@@ -91,39 +93,49 @@ def linear_attention_naive(
     return numerator / scores.sum(-1, keepdim=True).clamp_min(EPS)
 
 
+@_without_autocast
 def linear_attention_window(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    queries: Tokens,
+    keys: Tokens,
     *,
-    window: int,
-    key_padding_mask: Tensor | None = None,
     normalizer: str = "rotated",
     content: tuple[Tensor, Tensor] | None = None,
     log_decay: Tensor | None = None,
-    starts: Tensor | None = None,
 ) -> Tensor:
-    """Compute causal :func:`linear_attention_naive` with a window in O(T window) time.
+    """Compute causal linear attention to the last ``keys.window`` tokens, in O(T window) time.
 
-    Each block of ``window`` queries is computed with the ``window - 1`` tokens before it. Arguments
-    and result are those of :func:`linear_attention`.
+    Args:
+        q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E), encoded features.
+        queries, keys: their tokens, with the sums of gates. The queries are the last T keys.
+        normalizer, content: as of :func:`linear_attention`. log_decay: (H,), per real token.
+    Returns: (B, H, T, E), equal to :func:`linear_attention_naive` with this window.
     """
-    found, per_token = [], log_decay is not None and log_decay.dim() == 3
-    for start in range(0, q.shape[2], window):
-        first = max(0, start - window + 1)
-        part = slice(first, start + window)
-        out = linear_attention_naive(
-            *(x[:, :, part] for x in (q, k, v)),
-            causal=True,
-            key_padding_mask=None if key_padding_mask is None else key_padding_mask[:, part],
-            normalizer=normalizer,
-            content=None if content is None else tuple(x[:, :, part] for x in content),
-            log_decay=log_decay[..., part] if per_token else log_decay,
-            starts=None if starts is None else starts[:, part],
-            window=window,
-        )
-        found.append(out[:, :, start - first :])
-    return torch.cat(found, 2)
+    dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
+    q, k, v = (x.to(wide) for x in (q, k, v))
+    counted = content and tuple(x.to(wide) for x in content)
+    sums = decay_sums(queries, keys, log_decay, len(q))
+    window, found = keys.window if counts_slots(queries, keys) else None, []
+    for rows, columns in query_blocks(q, k, True, BLOCK, window):
+        visible = visible_pairs(queries.of(rows), keys.of(columns), True)
+        scores = q[:, :, rows] @ k[:, :, columns].mT
+        if sums is not None:
+            exponent = sums[0][..., rows, None] - sums[1][..., None, columns]
+            scores = scores * exponent.clamp(LOWEST_DECAY, 0.0).exp().to(wide)
+        scores = _shown(scores, visible)
+        denominator = scores.sum(-1) if normalizer == "rotated" else None
+        if normalizer == "content":
+            plain = counted[0][:, :, rows] @ counted[1][:, :, columns].mT
+            denominator = _shown(plain, visible).sum(-1)
+        found.append(_divide(scores @ v[:, :, columns], denominator))
+    return _narrow(torch.cat(found, 2), dtype, normalizer)
+
+
+def _shown(scores: Tensor, visible: Tensor | None) -> Tensor:
+    """Set the scores (B, H, T, S) of hidden keys to zero; visible: see :func:`visible_pairs`."""
+    return scores if visible is None else scores.masked_fill(~visible, 0.0)
 
 
 def _visible(scores: Tensor, causal: bool, window: int | None, starts: Tensor | None) -> Tensor:

@@ -52,7 +52,8 @@ class Tokens(NamedTuple):
     segments: Tensor | None = None
     """B N, int: the document of each token, ascending. A query sees keys of its own only."""
     window: int | None = None
-    """A query sees the last ``window`` keys only, itself included (causal attention)."""
+    """A query sees the last ``window`` keys only, itself included; padding does not count (causal
+    attention)."""
     sums: Tensor | None = None
     """B H N, float64: sums of the log gates up to each token, or None without gates."""
     slots: int | None = None
@@ -190,6 +191,11 @@ def lag_numbers(queries: Tokens, keys: Tokens, causal: bool) -> Tensor:
     return lag.clamp_min(0) if causal else lag.abs()
 
 
+def counts_slots(queries: Tokens, keys: Tokens) -> bool:
+    """True if the last keys of a query are its last slots: no padding is between tokens."""
+    return keys.padding is None or (queries.slots is not None and keys.slots is not None)
+
+
 def visible_pairs(queries: Tokens, keys: Tokens, causal: bool) -> Tensor | None:
     """Return a bool mask (B or 1, 1, T, S), true if the query may attend to the key.
 
@@ -197,12 +203,15 @@ def visible_pairs(queries: Tokens, keys: Tokens, causal: bool) -> Tensor | None:
     """
     rows, columns = queries.positions.shape[-1], keys.positions.shape[-1]
     device, found = keys.positions.device, None
-    if (causal and rows > 1) or keys.window is not None:
+    window, by_slots = keys.window, counts_slots(queries, keys)
+    if (causal and rows > 1) or window is not None:
         pairs = torch.ones(rows, columns, dtype=torch.bool, device=device)
         pairs = pairs.tril(columns - rows) if causal else pairs
-        if keys.window is not None:
-            pairs = pairs.triu(columns - rows - keys.window + 1)
+        if window is not None and by_slots:
+            pairs = pairs.triu(columns - rows - window + 1)
         found = pairs[None, None]
+    if window is not None and not by_slots:
+        found = found & (lag_numbers(queries, keys, causal) < window).unsqueeze(-3)
     if keys.segments is not None:
         same = queries.segments.unsqueeze(-1) == keys.segments.unsqueeze(-2)
         found = same.unsqueeze(1) if found is None else found & same.unsqueeze(1)

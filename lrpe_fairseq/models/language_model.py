@@ -28,10 +28,12 @@ from lrpe_fairseq.models.options import (
     AttentionOptions,
     BooleanFlags,
     defaults,
+    keep_patterns,
     one_sentence_errors,
     refuse_unrelated_processes,
 )
 from lrpe_fairseq.models.segment_memory import Segment, SegmentMemory, memories, with_documents
+from lrpe_fairseq.patterns import over_layers
 
 
 class SegmentLayer(DecoderLayer):
@@ -157,6 +159,7 @@ class LRPELanguageModel(BooleanFlags, TransformerLanguageModel):
         with one_sentence_errors():
             check_memory(args)
             check_language_model(args)
+            keep_patterns(args, args.decoder_layers, args.decoder_layers_to_keep)
         layers, args.decoder_layers = args.decoder_layers, 0
         shell = super().build_model(args, task).decoder
         args.decoder_layers = args.decoder_layers or layers
@@ -206,7 +209,7 @@ def check_memory(options: Any) -> None:
         raise ChoiceError(f"--memory-length {length} is negative")
     if not length:
         return
-    if str(options.attention_type) == "linear":
+    if "linear" in over_layers(options.attention_type, options.decoder_layers):
         raise ChoiceError(
             "a memory of earlier segments requires softmax attention: the state of linear "
             "attention sums over the whole text and cannot be limited to the last tokens"

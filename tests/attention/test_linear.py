@@ -11,6 +11,7 @@ from lrpe_fairseq.attention.linear import (
     linear_attention_naive,
     linear_attention_window,
 )
+from lrpe_fairseq.attention.tokens import tokens_of
 from lrpe_fairseq.kernels import causal_cpu
 from tests.pairwise import pairwise
 
@@ -349,14 +350,22 @@ def test_a_window_by_blocks_equals_the_naive_one_in_outputs_and_gradients(
     normalizer, window, decay
 ):
     generator = torch.Generator().manual_seed(window)
-    options = {
-        "normalizer": normalizer,
-        "log_decay": decay and -torch.rand(decay, generator=generator, dtype=torch.float64),
-        "window": window,
-        "key_padding_mask": padding(200),
-        "starts": documents(200),
-    }
+    hidden, rate = padding(200), None
+    if decay:
+        rate = -torch.rand(decay, generator=generator, dtype=torch.float64)
+        rate = rate.masked_fill(hidden[:, None], 0.0) if len(decay) == 3 else rate
+    options = {"normalizer": normalizer, "log_decay": rate, "window": window}
+    options |= {"key_padding_mask": hidden, "starts": documents(200)}
+    x = torch.empty(BATCH, 200, 1)
+    tokens = tokens_of(x, hidden, starts=documents(200), one_sided=True, window=window)
+    if decay and len(decay) == 3:
+        tokens, rate = tokens._replace(sums=rate.cumsum(-1)), None
+
+    def by_blocks(q, k, v, content):
+        own = {"normalizer": normalizer, "log_decay": rate, "content": content}
+        return linear_attention_window(q, k, v, tokens, tokens, **own)
+
     wanted = outputs_and_gradients(linear_attention_naive, example(200), causal=True, **options)
-    got = outputs_and_gradients(linear_attention_window, example(200), **options)
+    got = outputs_and_gradients(by_blocks, example(200))
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)

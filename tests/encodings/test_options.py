@@ -49,7 +49,7 @@ def test_options_can_be_copied_and_pickled():
 
 
 def test_unknown_options_and_values_are_refused():
-    with pytest.raises(ChoiceError, match="no encoding has the option t5_distance"):
+    with pytest.raises(ChoiceError, match="no encoding has the option 't5_distance'; did you mean"):
         build_encoding("t5", 8, 2, options=EncodingOptions(t5_distance=8))
     options = EncodingOptions(lrpe_householder_start="zero")
     with pytest.raises(ChoiceError, match="choose one of normal, unit"):

@@ -44,15 +44,6 @@ PAIRS = (
 )
 
 
-@pytest.fixture(scope="module")
-def pairs(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the two dictionaries of a translation task, and no text."""
-    folder = tmp_path_factory.mktemp("dictionaries")
-    for language in ("en", "de"):
-        (folder / f"dict.{language}.txt").write_bytes((corpus.data / "dict.txt").read_bytes())
-    return folder
-
-
 def train(corpus: Corpus, save_dir: Path, updates: int, *arguments: object) -> dict[str, Any]:
     """Train in this process, resuming what ``save_dir`` holds; the last checkpoint."""
     steps = f"--max-update {updates} --save-dir"

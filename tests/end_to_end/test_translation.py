@@ -44,15 +44,17 @@ TRAINING = (
 OTHER_NORMALIZERS = [("linear", "lrpe-type2", name) for name in NORMALIZERS if name != "rotated"]
 SIDES = ("encoder", "decoder")
 CROSS = [("cross", "softmax", "ape", "rotated"), ("cross", "linear", "rope", "content")]
+STACKS = [("decoder", "softmax,linear", "rope,fox", "content")]
 CASES = [  # (side, attention, encoding, normalizer)
     (side, *case)
     for side in SIDES
     for case in [*((*pair, "rotated") for pair in usable(side)), *OTHER_NORMALIZERS]
-] + CROSS
+] + [*STACKS, *CROSS]
 DECODERS = [case for case in CASES if case[0] != "encoder"]
 IN_TURN = [
     *((side, *pair, "rotated") for side in SIDES for pair in in_turn(side)),
     *(("decoder", *case) for case in OTHER_NORMALIZERS),
+    *STACKS,
     *CROSS,
 ]
 FEW = [
