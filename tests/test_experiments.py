@@ -4,6 +4,7 @@ import argparse
 import functools
 import itertools
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -45,6 +46,7 @@ from lrpe_fairseq.experiments.runner import (
 )
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import RunFailed
+from lrpe_fairseq.kernels import loader
 from lrpe_fairseq.models.options import AttentionOptions
 from lrpe_fairseq.models.translation import CrossOptions, DecoderOptions, EncoderOptions
 from tests.end_to_end.conftest import corpus  # noqa: F401  (a fixture)
@@ -389,6 +391,26 @@ def test_parameters_are_those_that_fairseq_counts(tmp_path):
     assert fairseq_log.million_parameters(log) == 22.036456
     log.write_text("killed before that")
     assert fairseq_log.million_parameters(log) is None
+
+
+def test_a_log_says_which_forms_computed_each_attention(tmp_path, monkeypatch):
+    """In the formats of fairseq and of hydra; a new process of a resumed training logs again."""
+    monkeypatch.setattr(loader, "SERVED", {})
+    log, logger = tmp_path / "train.log", loader.logger
+    for form in ("%(asctime)s | %(levelname)s | %(name)s | ", "[%(asctime)s][%(name)s] - "):
+        handler = logging.FileHandler(log)
+        handler.setFormatter(logging.Formatter(f"{form}%(message)s"))
+        monkeypatch.setattr(logger, "handlers", [handler])
+        monkeypatch.setattr(logger, "level", logging.INFO)
+        for device in ("cpu", "cuda", "cuda"):
+            loader.log_served("softmax attention of gated:lrpe:p:q", "triton", device)
+        loader.SERVED.clear()
+    assert len(log.read_text().splitlines()) == 4
+    found = {"softmax attention of gated:lrpe:p:q": ["triton on cpu", "triton on cuda"]}
+    assert fairseq_log.served(log) == found
+    loader.log_served("linear attention", "c++", "cpu")
+    served = {**found, "linear attention": ["c++ on cpu"]}
+    assert run_files.environment([log])["kernels"]["served"] == served
 
 
 def test_a_resumed_training_has_one_curve_and_the_speed_of_its_steady_part(tmp_path):

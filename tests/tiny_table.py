@@ -116,3 +116,5 @@ def assert_same_results(ours: Path, theirs: Path) -> None:
     for name, run in found.items():
         assert run["metrics"] == expected[name]["metrics"]
         assert curve(run) == curve(expected[name])
+        attention = f"{run['attention_type']} attention"
+        assert any(what.startswith(attention) for what in run["kernels"]["served"])

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.attention import chunked
+from lrpe_fairseq.attention import chunked, half
 from lrpe_fairseq.attention.chunked import block_decay
 from lrpe_fairseq.attention.softmax import BLOCK, decay_sums, query_blocks
 from lrpe_fairseq.attention.tokens import Tokens, counts_slots, visible_pairs
@@ -179,15 +179,13 @@ def linear_attention(
         wider. A query without a visible key gets zeros.
     Raises: ValueError for an unknown normalizer or incompatible arguments.
     """
-    dtype, kernels = v.dtype, loader.triton_kernels(KERNELS)
-    kernels = kernels if kernels is not None and kernels.serves(q, v, log_decay) else None
+    dtype, kernels = v.dtype, loader.triton_kernels(KERNELS) or half
+    kernels = kernels if kernels.serves(q, v, log_decay) else None
     given = (q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
     q, k, v, content, log_decay = _prepare(*given, widen=kernels is None)
     padding, normalizes = key_padding_mask, normalizer == "rotated"
     if starts is not None and not causal:
         raise ValueError("starts of documents need causal=True")
-    form = "PyTorch or C++" if kernels is None else "triton"
-    loader.log_served("linear attention", form, q.device.type)
     out, denominator = _sums(kernels, q, k, v, normalizes, causal, log_decay, padding, starts)
     if content is not None and starts is not None:
         ones = torch.ones_like(content[0][..., :1])
@@ -388,6 +386,10 @@ def _sums(
     """Return the sums over all visible keys, and their denominators if they are not divided yet."""
     causal_sums = _causal_sums if kernels is None else kernels.causal_sums
     full_sums = full_definition if kernels is None else kernels.full_sums
+    if kernels is not None:
+        _log_served("pytorch, products in half precision" if kernels is half else "triton", q)
+    elif not causal and log_decay is None:
+        _log_served("pytorch", q)
     wanted = "normalized" if normalizes else "numerator"
     if causal:
         log_decay = _with_cuts(_without_padding(log_decay, padding), starts, q)
@@ -432,7 +434,12 @@ def _causal_sums(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute ``chunked.causal_sums`` in C++ if supported. Not traced by torch.compile."""
     module = causal_cpu if causal_cpu.serves(q, k, v, log_decay) else chunked
+    _log_served("pytorch" if module is chunked else "c++", q)
     return module.causal_sums(q, k, v, wanted, log_decay, eps)
+
+
+def _log_served(form: str, q: Tensor) -> None:
+    loader.log_served("linear attention", form, q.device.type)
 
 
 def _divide(numerator: Tensor, denominator: Tensor | None) -> Tensor:

@@ -23,7 +23,7 @@ from lrpe_fairseq.attention.tokens import (
     visible_pairs,
 )
 from lrpe_fairseq.encodings.base import LOWEST, Encoding, Form, masked_softmax
-from lrpe_fairseq.encodings.positions import Lags
+from lrpe_fairseq.encodings.positions import Lags, PositionCache
 from lrpe_fairseq.kernels import loader
 from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed
 
@@ -32,6 +32,9 @@ BLOCK = 2**24
 
 ROWS = 64
 """Queries of a block with a window, if that is shorter. It is read from R + window - 1 keys."""
+
+LARGEST_BIAS = 2**25
+"""Maximum number of elements of a bias that is kept: 64 MB in half precision."""
 
 FLASH = "lrpe_fairseq.kernels.flash_triton"
 
@@ -89,13 +92,17 @@ def encoded_attention(
     call = _call(encoding, queries, keys, causal, dropout)
     out = _flash(q, k, v, queries, keys, call)
     plain = call.form == Form() and queries.sums is None
+    bias = None if out is not None or plain else _constant_bias(q, queries, keys, call)
     form = "triton" if out is not None else "torch" if plain else "blocks of queries"
+    form = form if bias is None else "torch with a cached bias"
     loader.log_served(f"softmax attention of {encoding.name}", form, q.device.type)
     if out is not None:
         return out
     window = keys.window if counts_slots(queries, keys) else None
     if plain and window is None:
         return _plain(q, k, v, queries, keys, call)
+    if bias is not None:
+        return softmax_attention(q, k, v, scale=call.scale, dropout=dropout, bias=bias)
     blocks = list(query_blocks(q, k, causal, BLOCK, window))
     if len(blocks) == 1:
         return _block(q, k, v, queries, keys, call)
@@ -165,6 +172,36 @@ def _flash(
         return None
     options = {"causal": call.causal, "scale": call.scale, "dropout": call.dropout}
     return kernels.flash_attention(q, k, v, **options, **masks, **data)
+
+
+def _constant_bias(q: Tensor, queries: Tokens, keys: Tokens, call: Call) -> Tensor | None:
+    """Return a constant decay and causality as a bias (H, T, S) in q's dtype, kept for later calls.
+
+    Torch's memory-efficient kernel adds it without scores in memory. None except in half precision
+    on a GPU that runs no Triton kernels, for a decay that is not learned and no other term.
+    """
+    decay = call.form.decay
+    one = decay is not None and not decay.requires_grad and call.form == Form(decay=decay)
+    at = queries.numbers, keys.numbers
+    shared = keys.unmasked and queries.sums is None and at[0].dim() == at[1].dim() == 1
+    if not (one and shared and _in_half_on_gpu(q)):
+        return None
+    if q.shape[1] * len(at[0]) * len(at[1]) > LARGEST_BIAS:
+        return None
+
+    def compute() -> Tensor:
+        bias, seen = _bias(call, queries, keys, q.dtype), visible_pairs(queries, keys, call.causal)
+        return bias if seen is None else bias.masked_fill(~seen[0], -torch.inf)
+
+    return _biases.get((*at, decay), (call.causal, q.dtype), compute)
+
+
+_biases = PositionCache(2)  # of training and validation
+
+
+def _in_half_on_gpu(q: Tensor) -> bool:
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    return q.is_cuda and half and loader.triton_kernels(FLASH) is None and is_plain(q)
 
 
 def _by_slot(call: Call) -> dict[str, Any]:

@@ -192,6 +192,24 @@ def test_dropout_acts_on_the_weights_of_every_block(name, monkeypatch):
     torch.testing.assert_close(dropped[seen][~gone], whole[seen][~gone] / 0.7)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_constant_bias_is_kept_for_half_precision_on_a_gpu_without_kernels(causal, monkeypatch):
+    """Here on a CPU, where it is not used: half types have errors of 2e-3 of the largest number."""
+    encoding, tokens = build_encoding("alibi", 8, 2, causal=causal), Tokens(torch.arange(50))
+    q, k, v = torch.randn(3, 2, 2, 50, 8, generator=torch.Generator().manual_seed(0)).half()
+    exact = encoded_attention(
+        encoding, *(x.double() for x in (q, k, v)), tokens, tokens, causal=causal
+    )
+    assert not softmax._in_half_on_gpu(q)
+    monkeypatch.setattr(softmax, "_in_half_on_gpu", lambda q: True)
+    made, bias = [], softmax._bias
+    monkeypatch.setattr(softmax, "_bias", lambda *given: made.append(1) or bias(*given))
+    for _ in range(2):
+        found = encoded_attention(encoding, q, k, v, tokens, tokens, causal=causal)
+        assert (found - exact).abs().max() <= 2e-3 * exact.abs().max()
+    assert len(made) == 1
+
+
 # --- what a query sees -------------------------------------------------------------------------
 
 

@@ -148,7 +148,7 @@ def test_without_a_compiler_linear_attention_runs_and_says_what_to_do(
     found = linear_attention(*inputs, causal=True)
     torch.testing.assert_close(found, linear_attention_naive(*inputs, causal=True))
     assert "set CXX to GCC 12, clang 14 or newer, or LRPE_FAIRSEQ_KERNELS=0" in caplog.text
-    assert len(caplog.records) == 1
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
     assert not list(fresh.iterdir())
 
 

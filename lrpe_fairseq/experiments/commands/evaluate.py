@@ -6,6 +6,7 @@ own, and ``eval_glue``, for a fine-tuned model.
 """
 
 import argparse
+import logging
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -106,6 +107,7 @@ def score_lm(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("protocols", nargs="+", metavar="PROTOCOL")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO)
     found = score(options.checkpoint, options.data, options.split, options.protocols)
     write_json(options.out, found)
 
@@ -312,6 +314,7 @@ def eval_glue(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--split", default="valid")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO)
     predicted, right = predict(options.checkpoint, options.data, options.split)
     write_json(options.out, glue.scores(glue.named(options.data.name), predicted, right))
 
@@ -391,7 +394,7 @@ def record(
         "tokens_per_second": _speed(state),
         "wall_seconds": checkpoints.seconds(state),
         "data": folders.checksums(data, set(metrics)),
-        **environment(),
+        **environment(checkpoint.absolute().parent.glob("eval-*.log")),
         **runs.provenance(checkpoint.absolute().parent.parent),
     }
 
