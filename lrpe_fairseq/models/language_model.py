@@ -78,8 +78,6 @@ class SegmentDecoder(Decoder):
     def forward(
         self,
         prev_output_tokens: Tensor,
-        encoder_out: None = None,
-        incremental_state: dict | None = None,
         *rest: Any,
         segment: Segment | None = None,
         **keywords: Any,
@@ -94,21 +92,33 @@ class SegmentDecoder(Decoder):
                 f"a memory of {self.memory.length} tokens needs batches of "
                 "consecutive segments: train with --task lrpe_truncated_bptt_lm"
             )
-        if self.boundary is not None:
-            starts = prev_output_tokens.eq(self.boundary)
-            self.given.starts = starts if incremental_state is None else starts[:, -1:]
         if segment is None or not (self.memory.length or "documents" in segment):
-            return super().forward(prev_output_tokens, None, incremental_state, *rest, **keywords)
+            return super().forward(prev_output_tokens, *rest, **keywords)
         like = self.layers[0].fc1.weight  # F C
         past = self.memory.recall(segment, self.training, like)
         if self.boundary is not None:
-            segment = with_documents(segment, past, starts)
+            segment = with_documents(segment, past, prev_output_tokens.eq(self.boundary))
         # fairseq passes encoder_out to every layer
         encoder_out = {"encoder_out": [memories(segment, past)], "encoder_padding_mask": []}
         keywords["encoder_out"] = encoder_out
-        x, extra = super().forward(prev_output_tokens, **keywords)
+        x, extra = super().forward(prev_output_tokens, *rest, **keywords)
         self.memory.keep(segment, self.training, past, extra["inner_states"][:-1])
         return x, extra
+
+    def extract_features(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: dict | None = None,
+        incremental_state: dict | None = None,
+        **keywords: Any,
+    ) -> tuple[Tensor, dict]:
+        """Compute features; documents begin at the symbol of ``--document-boundary``."""
+        if self.boundary is not None:
+            starts = prev_output_tokens.eq(self.boundary)
+            self.given.starts = starts if incremental_state is None else starts[:, -1:]
+        return super().extract_features(
+            prev_output_tokens, encoder_out, incremental_state, **keywords
+        )
 
 
 @defaults(decoder_normalize_before=True, share_decoder_input_output_embed=True)

@@ -144,7 +144,7 @@ def gradient_of(features: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
         "--no-decoder-normalize-before",
         "--checkpoint-activations",
         f"{SOFTMAX} permuteformer",
-        f"{SOFTMAX} fire --document-boundary w1",
+        f"{SOFTMAX} fire --fire-length 4 --document-boundary w1",
     ],
 )
 def test_segments_with_memory_are_one_long_segment(
