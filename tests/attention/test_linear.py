@@ -182,13 +182,6 @@ def test_a_bidirectional_decay_counts_real_tokens_only(normalizer):
             torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
-def test_a_bidirectional_decay_over_other_keys_is_refused():
-    q, k, v, *_ = example(4, keys=3)
-    for form in (linear_attention, linear_attention_naive):
-        with pytest.raises(ValueError, match="log_decay needs as many queries as keys"):
-            form(q, k, v, causal=False, log_decay=torch.zeros(HEADS))
-
-
 @pytest.mark.parametrize(
     ("blocks", "normalizer", "decay", "packed"),
     pairwise(

@@ -10,7 +10,6 @@ from lrpe_fairseq.attention.softmax import (
     SoftmaxState,
     encoded_attention,
     extend_state,
-    query_blocks,
     reorder_state,
     softmax_attention,
     softmax_attention_naive,
@@ -160,18 +159,6 @@ def test_tokens_are_written_into_room_that_is_kept():
 
 
 # --- blocks of queries -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("rows", "columns", "limit"), [(7, 7, 1), (5, 9, 60), (4, 4, 1000)])
-def test_blocks_cover_all_rows_within_the_limit(rows, columns, limit, causal):
-    q, k = torch.zeros(2, 3, rows, 1), torch.zeros(2, 3, columns, 1)
-    blocks = list(query_blocks(q, k, causal, limit))
-    assert [r for own, _ in blocks for r in range(rows)[own]] == list(range(rows))
-    for own, keys in blocks:
-        height = own.stop - own.start
-        assert height == 1 or 2 * 3 * height * columns <= limit
-        assert keys == slice(0, columns - rows + own.stop if causal else columns)
 
 
 @pytest.mark.parametrize("name", ["t5", "permuteformer"])
