@@ -140,12 +140,6 @@ def test_where_only_the_size_of_a_dictionary_is_known_this_is_said(lab: Lab) -> 
 # ---- paths ----
 
 
-@pytest.mark.parametrize("script", ["eval_lm", "eval_mt", "finetune_glue", "run_table"])
-def test_scripts_hand_on_where_the_user_stands(script: str, tmp_path: Path) -> None:
-    text = (ROOT / "scripts" / f"{script}.sh").read_text()
-    assert text.index('export LRPE_STARTED_IN="$PWD"') < text.index("cd ")
-
-
 def test_relative_paths_count_from_where_the_user_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

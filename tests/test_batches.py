@@ -223,16 +223,3 @@ def test_with_batch_norm_accumulated_batches_are_another_training(tmp_path: Path
     assert two.differences(together(two, 2, update_freq=[1])) == {keys.FREQUENCY}
     pixels = run_of("classification/mnist5k", tmp_path)
     assert pixels.differences(together(pixels, 1, batch_size=16, update_freq=[2])) == set()
-
-
-def test_tables_show_the_update_over_all_processes() -> None:
-    def option(name: str, processes: int = 1, **config: object) -> object:
-        spread = {keys.WORLD: processes, **by_keys(config)}
-        return keys.option(spread, name)
-
-    assert option(SAMPLES, batch_size=256, update_freq=[1]) == 256
-    assert option(SAMPLES, 4, batch_size=64, update_freq=[1]) == 256
-    assert option(TOKENS, 4, max_tokens=4096, update_freq=[4]) == 65536
-    assert option(TOKENS, 4, batch_size=64, update_freq=[1], max_tokens=None) is None
-    assert option(TOKENS, 4, batch_size=64, update_freq=[1]) is None
-    assert option(SAMPLES, batch_size=8, update_freq=[1, 2]) == [8, 16]

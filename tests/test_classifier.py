@@ -235,7 +235,6 @@ RECOMPUTED = {
     "rope": {"attention": "linear"},
     "own noise": {"encoding": "spe"},
     "shared noise": {"encoding": "spe", "spe_shared": True},
-    "shared seed": {"encoding": "spe", "spe_shared": True, "spe_code": "convolution"},
 }
 
 

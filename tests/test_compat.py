@@ -5,7 +5,6 @@ shown in a second process that never imports the package: ``PROBES`` run there, 
 process with the fixes.
 """
 
-import argparse
 import importlib.util
 import io
 import json
@@ -377,13 +376,6 @@ def test_a_checkpoint_that_numpy_1_wrote_loads(tmp_path: Path) -> None:
     assert state["best"] == 0.5
 
 
-def test_a_loaded_array_is_saved_as_plain_numpy_again(tmp_path: Path) -> None:
-    torch.save({"counts": np.arange(4)}, tmp_path / "first.pt")
-    torch.save(torch.load(tmp_path / "first.pt"), tmp_path / "second.pt")
-    assert _globals_of(tmp_path / "second.pt") == _globals_of(tmp_path / "first.pt")
-    assert torch.load(tmp_path / "second.pt")["counts"].tolist() == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize(
     "function", [os.system, eval, exec, subprocess.Popen, importlib.import_module, utils.eval_bool]
 )
@@ -412,14 +404,6 @@ def test_a_checkpoint_holds_no_numpy_but_numbers(tmp_path: Path, value: object) 
     torch.save({"best": value}, tmp_path / "checkpoint.pt")
     with pytest.raises((pickle.UnpicklingError, TypeError)):
         torch.load(tmp_path / "checkpoint.pt")
-
-
-def test_an_array_in_a_checkpoint_is_filled_once() -> None:
-    array = compat._NumericArray()
-    state = (1, (2,), np.dtype("u1"), False, b"ab")
-    array.__setstate__(state)
-    with pytest.raises(pickle.UnpicklingError, match="twice"):
-        array.__setstate__(state)
 
 
 @pytest.mark.filterwarnings("ignore:Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
@@ -559,22 +543,6 @@ def test_applying_twice_changes_nothing() -> None:
     for fix in compat.FIXES:
         fix()
     assert patched() == before
-
-
-def test_bf16_means_a_tpu_where_torch_xla_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = lambda args: (["common.tpu=True"], [])  # noqa: E731
-    monkeypatch.setattr(dataclass_utils, "override_module_args", stock)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    compat.keep_bf16_off_the_tpu()
-    assert dataclass_utils.override_module_args is stock
-    monkeypatch.undo()
-
-
-def test_a_tpu_that_the_command_line_asks_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = argparse.Namespace(bf16=True, tpu=True)
-    monkeypatch.setattr(sys, "argv", ["fairseq-train", "--tpu", "--bf16"])
-    dataclass_utils.override_module_args(asked)
-    assert asked.tpu
 
 
 @pytest.mark.parametrize("samples", [1, 5, 8, 15, 16, 17])

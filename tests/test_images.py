@@ -25,13 +25,11 @@ from torch import nn
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.errors import Refusal
 from lrpe_fairseq.image_files import in_eight_bits, read_image, rows_and_columns
-from lrpe_fairseq.models.classifier import LRPEClassifier, LRPEClassifierTinyConfig
 from lrpe_fairseq.models.patches import Images, Pixels
 from lrpe_fairseq.models.vit import LRPEViT, LRPEViTConfig, LRPEViTTinyConfig
 from lrpe_fairseq.tasks import images
 from lrpe_fairseq.tasks.images import Crop, ImagesConfig, LRPEImagesTask, UpdateOrder
 from tests.end_to_end.cases import each_encoding_once, sampled, serves
-from tests.test_classifier import task_of
 
 PAD = 1
 KIND = "encoder-only"
@@ -197,12 +195,6 @@ def test_options_that_contradict_the_images_are_refused(options: dict, sentence:
     config = OmegaConf.structured(LRPEViTTinyConfig(**options))
     with pytest.raises(Refusal, match=sentence):
         LRPEViT.build_model(config, task_of_images())
-
-
-def test_images_need_their_task() -> None:
-    config = OmegaConf.structured(LRPEClassifierTinyConfig(input="image"))
-    with pytest.raises(Refusal, match="--input image and the task lrpe_images need each other"):
-        LRPEClassifier.build_model(config, task_of(["0"]))
 
 
 # --- the order of an epoch ---------------------------------------------------------------------

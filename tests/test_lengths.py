@@ -15,19 +15,15 @@ from torch import Tensor
 from lrpe_fairseq.attention.linear import EPS
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.tokens import tokens_of
-from lrpe_fairseq.encodings import canonical_name
 from lrpe_fairseq.experiments.commands import evaluate
 from lrpe_fairseq.experiments.families import lm, load_named
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.records.console import UserError
-from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.protocols import Protocol, Window, holds_to
 from lrpe_fairseq.experiments.records.runs import Run, read_run, validate
 from lrpe_fairseq.experiments.report.frame import Sheet
 from lrpe_fairseq.experiments.runner import schedule, scoring
 from lrpe_fairseq.experiments.runner.processes import RunFailed
-from tests.end_to_end.cases import usable
 from tests.end_to_end.commands import Corpus, build
 from tests.end_to_end.forked import ForkedChildren
 from tests.test_experiments import a_record
@@ -459,16 +455,6 @@ def test_paired_protocols_may_count_other_tokens_than_the_whole_split() -> None:
 
 
 # --- the table ---------------------------------------------------------------------------------
-
-
-def test_the_table_has_every_encoding_of_a_text_and_absolute_positions_in_one_row_only() -> None:
-    table = load_table(ROOT / "configs" / "tables" / "extrapolation.yaml")
-    for attention, name in usable():
-        shown = {canonical_name(row.encoding) for row in table.rows if attention in row.attention}
-        assert name == "ape-tree" or canonical_name(name) in shown  # a text is no tree
-    absolute = "model.no_token_positional_embeddings"
-    options = {row.label: {**table.options, **row.overrides} for row in table.rows}
-    assert [label for label, own in options.items() if not own[absolute]] == ["Sinusoidal"]
 
 
 # --- the whole, once --------------------------------------------------------------------------

@@ -245,9 +245,9 @@ def build_encoding(
     >>> enc = build_encoding("lrpe-type1", head_dim=64, num_heads=8)
     >>> q2, k2 = enc(q, k, positions, positions)  # q, k: (B, H, T, D)
     """
-    unknown = sorted(options.values.keys() - options_of_encodings().keys())
-    if unknown:
-        raise ChoiceError(f"no encoding has the option {', '.join(unknown)}")
+    known = options_of_encodings()
+    for unknown in sorted(options.values.keys() - known.keys()):
+        raise ChoiceError(f"no encoding has the option {unknown!r}{did_you_mean(unknown, known)}")
     if is_causal_only(name) and not causal:
         raise ChoiceError(
             f"position encoding {name!r} is defined for causal attention only; choose another one "

@@ -28,12 +28,14 @@ Planes = tuple[Tensor, ...]
 class Card:
     """What the gallery (docs/encodings.md) says about an encoding.
 
+    mechanism: "none", "rotation", "decay", "gate", "bias", "content" or "tree and grid".
     equation: LaTeX without delimiters; s is the query's position, t the key's, n = s - t.
     cost: additional cost of one layer, in the symbols of the code (B, H, T, S, D).
     beyond: what the method promises for positions that training did not reach.
-    source: authors, year, section or equation.
+    source: authors and year, with a link; section or equation.
     """
 
+    mechanism: str
     equation: str
     cost: str
     beyond: str

@@ -52,6 +52,7 @@ class FoPE(LRPE):
 
     Options = FoPEOptions
     card = Card(
+        mechanism="rotation",
         equation=(
             r"\mathrm{Re}\sum_j \bar q_j \bar F_{hj}(s)\, F_{hj}(t) k_j, \quad "
             r"F_{hj}(s) = \sum_i a_{hij} \cos \omega_i s + \mathrm{i}\, b_{hij} \sin \omega_i s"
@@ -62,7 +63,7 @@ class FoPE(LRPE):
             "Training has seen a whole period of every frequency if N is its length. The score is "
             "not relative."
         ),
-        source="Hua et al. 2025, Fourier Position Embedding, Eq. 13 and Appendix B",
+        source="[Hua et al. (2025)](https://arxiv.org/abs/2412.17739), Eq. 13 and Appendix B",
     )
     properties = Properties(relative="no", keeps_norm=False)
 

@@ -14,7 +14,7 @@ from lrpe_fairseq.errors import ChoiceError
 
 AXIAL_BASE = 100.0  # of the fixed frequencies (Heo et al., Section 3.2)
 MIXED_BASE = 10.0  # of the initial magnitudes of the mixed frequencies (the authors' code)
-SOURCE = "Heo et al. 2024, Rotary Position Embedding for Vision Transformer, Section 3.2"
+SOURCE = "[Heo et al. (2024)](https://arxiv.org/abs/2403.13298), Section 3.2"
 
 
 class RoPE2D(LRPE):
@@ -35,6 +35,7 @@ class RoPE2D(LRPE):
     Options = Encoding.Options
     reads_grid = True
     card = Card(
+        mechanism="tree and grid",
         equation=(
             r"\sum_{i} \mathrm{Re}\left[\bar q_i k_i e^{-\mathrm{i}\theta_i \Delta_{row}} + "
             r"\bar q_{i+D/4} k_{i+D/4} e^{-\mathrm{i}\theta_i \Delta_{col}}\right], \quad "
@@ -70,6 +71,7 @@ class RoPE2DMixed(LRPE):
     Options = Encoding.Options
     reads_grid = True
     card = Card(
+        mechanism="tree and grid",
         equation=(
             r"\sum_{i} \mathrm{Re}\left[\bar q_i k_i "
             r"e^{-\mathrm{i}(\alpha_{hi} \Delta_{row} + \beta_{hi} \Delta_{col})}\right]"

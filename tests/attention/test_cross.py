@@ -257,15 +257,6 @@ def test_dropout_acts_on_softmax_weights_and_not_on_those_that_are_returned():
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, HEADS, 5).double())
 
 
-def test_a_mask_of_pairs_and_positions_of_another_shape_are_refused():
-    module, x, memory = build(), normal(2, 5, WIDTH), normal(2, 7, SOURCE)
-    with pytest.raises(ValueError, match="attn_mask is not supported"):
-        module(x.transpose(0, 1), memory.transpose(0, 1), attn_mask=torch.zeros(5, 7))
-    for places in ({"positions": torch.arange(7)}, {"memory_positions": torch.arange(5)}):
-        with pytest.raises(ValueError, match=r"shape \(T,\) or \(B, T\)"):
-            module.attend(x, memory, **places)
-
-
 # --- caches and sharing ------------------------------------------------------------------------
 
 

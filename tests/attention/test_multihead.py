@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from lrpe_fairseq.attention.multihead import (
-    Memory,
     MultiheadAttention,
     feature_map,
 )
@@ -188,12 +187,3 @@ def test_a_score_encoding_may_replace_the_softmax_and_count_visible_keys(monkeyp
         part, state = module.attend(x[:, s : s + 1], padding[:, s : s + 1], state, True)
         parts.append(part)
     torch.testing.assert_close(torch.cat(parts, 1), out)
-
-
-def test_positions_given_by_hand_do_not_go_with_a_memory():
-    module = MultiheadAttention(
-        8, 2, attention_type="softmax", position_encoding="rope", causal=True
-    )
-    with pytest.raises(ValueError, match="cannot be combined with a memory"):
-        module.attend(torch.zeros(1, 2, 8), None, Memory(torch.zeros(3, 1, 8)), False,
-                      positions=torch.arange(2))  # fmt: skip

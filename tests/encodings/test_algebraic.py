@@ -12,7 +12,7 @@ from lrpe_fairseq.encodings.positions import PositionCache
 from lrpe_fairseq.encodings.projections import Householder
 from lrpe_fairseq.encodings.rotations import definition as power_definition
 from lrpe_fairseq.encodings.rotations import generator_of, turn
-from lrpe_fairseq.encodings.sharing import share_across_layers, share_across_stacks
+from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.encodings.tree_products import definition as step_by_step
 from lrpe_fairseq.encodings.tree_products import tree_turn
 from lrpe_fairseq.errors import ChoiceError
@@ -302,26 +302,6 @@ def test_features_that_fill_no_slice_are_unchanged():
 # --- sharing and options -----------------------------------------------------------------------
 
 
-def test_an_encoder_and_a_decoder_share_generators_if_their_options_agree():
-    def stack(causal, **options):
-        given = EncodingOptions(**options)
-        return nn.ModuleList(
-            build_encoding("ape", D, HEADS, causal=causal, seed=s, options=given) for s in range(2)
-        )
-
-    another = {"cosformer_length": 7}  # of another encoding
-    for options, count in (
-        ({}, 1),
-        (another, 1),
-        ({"ape_init": "identity"}, 2),
-    ):
-        model = nn.ModuleDict({"encoder": stack(False), "decoder": stack(True, **options)})
-        for part in model.values():
-            share_across_layers(part)
-        share_across_stacks(model)
-        assert len(list(model.parameters())) == count
-
-
 @pytest.mark.parametrize(
     ("components", "options", "message"),
     [
@@ -438,15 +418,6 @@ def test_codes_from_arities_are_those_of_a_recursive_enumeration(order):
         half = len(arities) // 2
         assert domains.codes_from_arities(arities[:half], 3, order) == codes[:half]
         assert domains.codes_from_arities([*arities, 0], 3, order) == [*codes, 0]
-
-
-@pytest.mark.parametrize(
-    ("arities", "order", "message"),
-    [([3], "depth", "3 children, but the tree has 2"), ([0], "width", "breadth, depth")],
-)
-def test_arities_that_do_not_fit_are_refused(arities, order, message):
-    with pytest.raises(ValueError, match=message):
-        domains.codes_from_arities(arities, 2, order)
 
 
 # --- distances ---------------------------------------------------------------------------------

@@ -150,6 +150,7 @@ def test_data_without_a_dictionary_are_named_with_the_folder_that_has_one(
         ("--position-encoding ''", "unknown position encoding ''"),
         ("--decoder-attention-heads 5", "width 32 is not divisible by 5 attention heads"),
         ("--decoder-attention-heads 0", "0 attention heads"),
+        ("--document-boundary book", "--document-boundary 'book' is no symbol of the dictionary"),
     ],
 )
 def test_a_model_that_cannot_be_built_says_why(corpus: Corpus, options: str, reason: str) -> None:

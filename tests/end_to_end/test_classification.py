@@ -25,7 +25,7 @@ from tests.end_to_end.forked import ForkedChildren
 
 pytestmark = pytest.mark.end_to_end
 
-UPDATES = 204  # six epochs
+UPDATES = 136  # four epochs
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import re
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,15 +41,6 @@ PAIRS = (
     f"--user-dir {PLUGIN} --task translation -s en -t de --cpu --optimizer adam --max-tokens 128 "
     + small_transformer(layers=2)
 )
-
-
-@pytest.fixture(scope="module")
-def pairs(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the two dictionaries of a translation task, and no text."""
-    folder = tmp_path_factory.mktemp("dictionaries")
-    for language in ("en", "de"):
-        (folder / f"dict.{language}.txt").write_bytes((corpus.data / "dict.txt").read_bytes())
-    return folder
 
 
 def train(corpus: Corpus, save_dir: Path, updates: int, *arguments: object) -> dict[str, Any]:
@@ -226,28 +216,6 @@ def test_what_from_pretrained_passes_is_no_unknown_override(translation: Path) -
 
 
 @pytest.mark.parametrize(
-    ("model", "sentence"),
-    [
-        (
-            {"encoder": {"atention_type": "softmax"}},
-            "unknown model option 'encoder.atention_type'; did you mean 'encoder.attention_type'?",
-        ),
-        (
-            {"encoder": 3},
-            "bad value of model: Merge error: int is not a subclass of TinyEncoderOptions. "
-            "value: 3",
-        ),
-    ],
-)
-def test_a_bad_nested_option_is_explained_in_one_sentence(model: dict, sentence: str) -> None:
-    config = OmegaConf.create({"model": model})
-    preset = fairseq.models.MODEL_DATACLASS_REGISTRY["lrpe_transformer_tiny"]
-    with pytest.raises(SystemExit) as refusal:
-        fairseq.models.merge_with_parent(preset(), config.model)
-    assert str(refusal.value) == f"lrpe_fairseq: {sentence}"
-
-
-@pytest.mark.parametrize(
     "given", ["", "--decoder-attention-type linear --encoder-attention-heads 2"]
 )
 def test_a_translation_model_is_built_from_a_namespace(pairs: Path, given: str) -> None:
@@ -306,37 +274,4 @@ def test_a_model_that_would_fail_later_is_refused_when_it_is_built(
 # ---- inference ----
 
 
-def test_retained_attention_dropout_changes_the_output(corpus: Corpus) -> None:
-    given = "--attention-type softmax --attention-dropout 0.5"
-    for modules, changes in (["MultiheadAttention"], True), (["TransformerEncoder"], False):
-        model, _, _ = build(corpus, SMALL, given)
-        model.make_generation_fast_(retain_dropout=True, retain_dropout_modules=modules)
-        with torch.no_grad():
-            first, second = (model(tokens())[0] for _ in range(2))
-        assert torch.equal(first, second) is not changes
-
-
 # ---- export ----
-
-
-def script(model: Any) -> None:
-    torch.jit.script(model)
-
-
-def trace(model: Any) -> None:
-    torch.jit.trace(model, tokens(), strict=False)
-
-
-@pytest.mark.parametrize(
-    ("model", "export"),
-    [(SMALL, script), (f"{SMALL} --attention-type softmax", trace), (PAIRS, script)],
-)
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_torchscript_is_refused_in_one_sentence(
-    corpus: Corpus, pairs: Path, model: str, export: Callable
-) -> None:
-    made = (built(pairs, PAIRS) if model == PAIRS else build(corpus, model))[0].eval()
-    with pytest.raises(NotImplementedError, match="TorchScript") as refusal:
-        export(made)
-    assert "\n" not in str(refusal.value)

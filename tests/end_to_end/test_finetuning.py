@@ -115,7 +115,7 @@ def finetuning_run(pretrained: Path, data: Path, folder: Path, **changes: object
         scale="small",
         folder=folder / "work",
         result=folder / "run.json",
-        overrides=("dataset.batch_size=8", "checkpoint.save_interval_updates=5"),
+        overrides=("dataset.batch_size=8", "checkpoint.save_interval_updates=10"),
         checkpoint=pretrained,
         lr=3e-3,
     )

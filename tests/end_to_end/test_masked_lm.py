@@ -21,8 +21,8 @@ SMALL = (
 )
 PRETRAIN = (
     f"{TASK} {SMALL} --optimizer adam --lr 3e-3 --max-tokens 256 --num-workers 0 --cpu "
-    "--no-epoch-checkpoints --log-format simple --max-update 250 --dropout 0 --save-interval 999 "
-    "--validate-interval 999 --save-interval-updates 250"
+    "--no-epoch-checkpoints --log-format simple --max-update 150 --dropout 0 --save-interval 999 "
+    "--validate-interval 999 --save-interval-updates 150"
 )
 OPTIONS = {  # none of them the default
     "linear": "--attention-type linear --position-encoding lrpe-type3 --encoding-seed 5 "

@@ -144,6 +144,7 @@ def gradient_of(features: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
         "--no-decoder-normalize-before",
         "--checkpoint-activations",
         f"{SOFTMAX} permuteformer",
+        f"{SOFTMAX} fire --fire-length 4 --document-boundary w1",
     ],
 )
 def test_segments_with_memory_are_one_long_segment(
@@ -472,6 +473,7 @@ REFUSED = {
     "--add-bos-token": "supports add_bos_token=False only",
     "--memory-length 0 --attention-type linear --position-encoding rope "
     "--reset-at-documents nowhere": "--reset-at-documents requires softmax attention",
+    "--reset-at-documents nowhere --document-boundary w1": "--document-boundary, not both",
 }
 
 

@@ -44,15 +44,17 @@ TRAINING = (
 OTHER_NORMALIZERS = [("linear", "lrpe-type2", name) for name in NORMALIZERS if name != "rotated"]
 SIDES = ("encoder", "decoder")
 CROSS = [("cross", "softmax", "ape", "rotated"), ("cross", "linear", "rope", "content")]
+STACKS = [("decoder", "softmax,linear", "rope,fox", "content")]
 CASES = [  # (side, attention, encoding, normalizer)
     (side, *case)
     for side in SIDES
     for case in [*((*pair, "rotated") for pair in usable(side)), *OTHER_NORMALIZERS]
-] + CROSS
+] + [*STACKS, *CROSS]
 DECODERS = [case for case in CASES if case[0] != "encoder"]
 IN_TURN = [
     *((side, *pair, "rotated") for side in SIDES for pair in in_turn(side)),
     *(("decoder", *case) for case in OTHER_NORMALIZERS),
+    *STACKS,
     *CROSS,
 ]
 FEW = [
@@ -189,16 +191,6 @@ def test_a_forced_prefix_is_kept_and_scored_as_training_scores_it(
         torch.testing.assert_close(found[0]["positional_scores"], expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("encoding", ["fox", "gated:rope"])
-def test_a_causal_encoding_serves_the_decoder_and_is_refused_in_the_encoder(
-    model_of: Callable, encoding: str
-) -> None:
-    model, _ = model_of("decoder", "linear", encoding, "rotated")
-    assert model.decoder.layers[0].self_attn.encoding.name == encoding
-    with pytest.raises(SystemExit, match="causal attention only; choose another one for an enc"):
-        model_of("encoder", "linear", encoding, "rotated")
-
-
 @pytest.fixture(scope="session")
 def joined(pairs: Path) -> Path:
     """The same pairs, with one dictionary for both languages."""
@@ -245,7 +237,8 @@ def trained(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("translation")
     saving = "--max-update 300 --save-interval-updates 100 --keep-interval-updates 3"
     saving += " --save-interval 999 --validate-interval 999"  # not after each of 40 epochs
-    train = [pairs, TRAINING, SMALL, OPTIONS, saving, "--dropout 0 --save-dir", folder]
+    small = small_transformer(layers=1, inner=64)
+    train = [pairs, TRAINING, small, OPTIONS, saving, "--dropout 0 --save-dir", folder]
     run("fairseq_cli.train", *train)
     return Trained(folder, (pairs.parent / "test.en").read_text().splitlines()[:6])
 

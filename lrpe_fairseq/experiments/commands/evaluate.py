@@ -6,6 +6,7 @@ own, and ``eval_glue``, for a fine-tuned model.
 """
 
 import argparse
+import logging
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -108,6 +109,7 @@ def score_lm(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("protocols", nargs="+", metavar="PROTOCOL")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO)
     found = score(options.checkpoint, options.data, options.split, options.protocols)
     write_json(options.out, found)
 
@@ -331,6 +333,7 @@ def eval_glue(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--split", default="valid")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO)
     predicted, right = predict(options.checkpoint, options.data, options.split)
     write_json(options.out, glue.scores(glue.named(options.data.name), predicted, right))
 
@@ -410,7 +413,7 @@ def record(
         "tokens_per_second": _speed(state),
         "wall_seconds": checkpoints.seconds(state),
         "data": folders.checksums(data, set(metrics)),
-        **environment(),
+        **environment(checkpoint.absolute().parent.glob("eval-*.log")),
         **runs.provenance(checkpoint.absolute().parent.parent),
     }
 

@@ -25,6 +25,7 @@ NOT_FINITE = re.compile(
     r"|^rank +\d+ = -?(nan|inf)$",  # fairseq's message with several processes
     re.MULTILINE,
 )
+SERVED = re.compile(r"((?:linear|softmax) attention\b.*) runs as (.+)$", re.MULTILINE)
 PARAMETERS = re.compile(r"num\. shared model params: ([\d,]+)")
 TAIL_BYTES = 16384
 
@@ -85,6 +86,14 @@ def million_parameters(path: Path) -> float | None:
     """Return the number of the model's parameters, in millions; None if the log lacks it."""
     found = PARAMETERS.search(path.read_text(encoding="utf-8", errors="replace"))
     return int(found[1].replace(",", "")) / 1e6 if found else None
+
+
+def served(path: Path) -> dict[str, list[str]]:
+    """Return which forms computed each attention, as ``kernels.loader.log_served`` has logged."""
+    found: dict[str, set[str]] = {}
+    for what, form in SERVED.findall(path.read_text(encoding="utf-8", errors="replace")):
+        found.setdefault(what, set()).add(form)
+    return {what: sorted(forms) for what, forms in found.items()}
 
 
 def last_update(path: Path) -> int:

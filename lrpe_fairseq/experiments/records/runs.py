@@ -18,11 +18,12 @@ import math
 import os
 import platform
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.files import commit, read_json, write_json
 from lrpe_fairseq.experiments.records.protocols import PAIRED, TRUNCATED
@@ -55,7 +56,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "wall_seconds": NUMBER,  # of training
 }
 OPTIONAL: dict[str, tuple[type, ...]] = {
-    "kernels": (dict,),  # the forms that computed causal sums and encodings; old runs lack it
+    "kernels": (dict,),  # available ones, and in "served" attention -> forms; old runs lack both
     "peak_memory_mb": NUMBER,
     "million_parameters": NUMBER,  # of the model, learned or not, without buffers
     "tokens_per_second": NUMBER,  # of training, unless it diverged before its first logged update
@@ -131,11 +132,19 @@ def read_runs(root: Path | str) -> dict[str, Run]:
     return runs
 
 
-def environment() -> Run:
-    """Return the fields ``commit``, ``versions``, ``hardware`` and ``kernels`` of this process."""
+def environment(logs: Iterable[Path] = ()) -> Run:
+    """Return the fields ``commit``, ``versions``, ``hardware`` and ``kernels`` of this process.
+
+    logs: of its children. ``kernels`` says which forms computed their attention, and its own.
+    """
     from torch import cuda  # slow to import
 
-    from lrpe_fairseq.kernels.loader import kernels_in_use
+    from lrpe_fairseq.kernels import loader
+
+    served: dict[str, list[str]] = {}
+    for found in (loader.SERVED, *map(fairseq_log.served, logs)):
+        for what, forms in found.items():
+            served[what] = sorted({*served.get(what, ()), *forms})
 
     packages = {"torch": "torch", "numpy": "numpy", "fairseq": "fairseq-fixed"}
     versions = {name: _version(distribution) for name, distribution in packages.items()}
@@ -144,7 +153,7 @@ def environment() -> Run:
         "commit": commit(),
         "versions": {"python": platform.python_version(), **versions},
         "hardware": {"cpu": _cpu_model(), "cores": _cores(), "gpus": gpus},
-        "kernels": kernels_in_use(),
+        "kernels": {**loader.kernels_in_use(), "served": served},
     }
 
 

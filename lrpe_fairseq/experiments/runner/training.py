@@ -467,7 +467,7 @@ class TrainingRun(ABC):
             "threads": threads,
             **{name: value for name, value in optional.items() if value is not None},
             "data": self.data_checksums(),
-            **environment(),
+            **environment([self.log, *self.folder.glob("eval*.log")]),
             **runs.provenance(self.folder),
         }
 
