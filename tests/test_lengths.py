@@ -435,12 +435,24 @@ def test_an_evaluation_that_lost_tokens_is_refused(corpus, tmp_path, monkeypatch
 
 def test_learned_positions_are_refused_beyond_their_length() -> None:
     wanted = [Protocol.parse(name) for name in ("blocks-256", "paired-512")]
-    learned = {"model.decoder_learned_pos": True, "model.no_token_positional_embeddings": False}
+    rope = {"model.position_encoding": "rope"}
+    learned = {
+        **rope,
+        "model.decoder_learned_pos": True,
+        "model.no_token_positional_embeddings": False,
+    }
     with pytest.raises(UserError, match="none beyond the 256 tokens of its training, so it cannot"):
         lm.require_positions(learned, 256, wanted)
     lm.require_positions(learned, 512, wanted)
     lm.require_positions({**learned, "model.no_token_positional_embeddings": True}, 256, wanted)
-    lm.require_positions({"model.decoder_learned_pos": False}, 256, wanted)
+    lm.require_positions({**rope, "model.decoder_learned_pos": False}, 256, wanted)
+
+
+def test_context_scaling_is_refused_for_a_model_without_rotations() -> None:
+    wanted = [Protocol.parse("blocks"), Protocol.parse("blocks+ntk-4")]
+    with pytest.raises(UserError, match="encoding fox, none has no rotations to scale"):
+        lm.require_positions({"model.position_encoding": "fox,none"}, 256, wanted)
+    lm.require_positions({"model.position_encoding": "fox,rope"}, 256, wanted)
 
 
 def test_paired_protocols_may_count_other_tokens_than_the_whole_split() -> None:

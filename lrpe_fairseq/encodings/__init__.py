@@ -6,7 +6,7 @@ Command-line choices, tests, benchmark rows and the README's table are derived f
 
 from collections.abc import Callable
 from dataclasses import Field, fields
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 from lrpe_fairseq.encodings.algebraic import APE, COMPONENT, FORM, Algebraic, APETree
@@ -209,6 +209,12 @@ FAMILIES: dict[str, Family] = {
 
 FREE_FORMS: tuple[str, ...] = tuple(name for family in FAMILIES.values() for name in family.names)
 """Names of the free forms."""
+
+
+@cache
+def has_rotations(name: str) -> bool:
+    """True if the encoding ``name`` takes ``RotationOptions``. Raises: ChoiceError if unknown."""
+    return bool(build_encoding(name, 8, 1, causal=True).scales)
 
 
 def options_of_encodings() -> dict[str, Field]:

@@ -28,10 +28,12 @@ from lrpe_fairseq.encodings import (
     ENCODINGS,
     FAMILIES,
     EncodingOptions,
+    has_rotations,
     options_of_encodings,
 )
 from lrpe_fairseq.encodings.fidelity import DEPARTURES, parse_departures
 from lrpe_fairseq.encodings.options import POSITION_GRIDS, option
+from lrpe_fairseq.encodings.scaling import RotationOptions
 from lrpe_fairseq.errors import ChoiceError, did_you_mean, refuse
 from lrpe_fairseq.models.checks import (
     warn_about_absolute_positions,
@@ -102,15 +104,19 @@ class AttentionOptions(FairseqDataclass):
     )
 
 
-def encoding_options(options: Any) -> EncodingOptions:
-    """Return the options of individual encodings from a model's configuration.
+def encoding_options(options: Any, layer: int = 0) -> EncodingOptions:
+    """Return the options of individual encodings of a layer from a model's configuration.
 
-    An option that a checkpoint does not contain yet has its default.
+    An option that a checkpoint does not contain yet has its default, and so have those of rotations
+    in a layer without them, if another layer of the pattern has rotations.
     """
     defaults = {name: own.default for name, own in options_of_encodings().items()}
     defaults |= {"grid_width": 0, "grid_height": 0, "position_grid": "flat"}
     given = {name: getattr(options, name, default) for name, default in defaults.items()}
     plain = {name: str(v) if isinstance(v, Enum) else v for name, v in given.items()}
+    names = patterns.values(getattr(options, "position_encoding", DEFAULT))
+    if any(map(has_rotations, names)) and not has_rotations(names[layer % len(names)]):
+        plain |= {own.name: own.default for own in fields(RotationOptions)}
     return EncodingOptions(parse_departures(options.fidelity), **plain)
 
 
@@ -151,7 +157,7 @@ def _settings(options: Any, cfg: Any, layer: int) -> dict[str, Any]:
         "normalizer": at_layer(options, "attention_normalizer", layer),
         "window": _window(at_layer(options, "attention_window", layer)),
         "seed": options.encoding_seed * 1000 + layer,
-        "options": encoding_options(options),
+        "options": encoding_options(options, layer),
         "wrap_linear": lambda linear: quant_noise(linear, p, block),
     }
 

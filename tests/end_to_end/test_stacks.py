@@ -63,6 +63,17 @@ def test_a_mixed_stack_is_its_layers_alone(corpus: Corpus) -> None:
     assert torch.equal(model.decoder.output_layer(x), model(tokens)[0])
 
 
+def test_context_scaling_concerns_the_layers_with_rotations(corpus: Corpus) -> None:
+    scaling = "--context-scaling ntk --context-factor 4"
+    found = [
+        own.encoding.spec.options.values for own in layers_of(build(corpus, STACK, scaling)[0])
+    ]
+    assert [own["context_scaling"] for own in found] == ["none", "ntk", "ntk", "none"]
+    for name in ("fox", "fox,none"):
+        with pytest.raises(Refusal, match="'fox' does not support --context-scaling"):
+            build(corpus, BARE, f"--position-encoding {name}", scaling)
+
+
 @pytest.mark.parametrize("kind", ["linear", "softmax"])
 def test_a_window_in_training_is_that_of_the_evaluation(corpus: Corpus, kind: str) -> None:
     attention = f"{BARE} --attention-type {kind} --position-encoding rope"

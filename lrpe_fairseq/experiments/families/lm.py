@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from lrpe_fairseq import patterns
+from lrpe_fairseq.encodings import has_rotations
 from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records import checkpoints, fairseq_log
 from lrpe_fairseq.experiments.records.console import UserError
@@ -94,11 +96,17 @@ def measure(
 
 
 def require_positions(options: Mapping[str, Any], trained: int, wanted: Sequence[Protocol]) -> None:
-    """Refuse a protocol that is longer than the learned absolute positions of a model.
+    """Refuse a protocol that is longer than learned positions, or scales rotations without any.
 
     options: of the training, by dotted key. Sinusoidal positions have any length.
     Raises: UserError.
     """
+    names = patterns.values(options["model.position_encoding"])
+    if not any(map(has_rotations, names)) and any(p.scaling != "none" for p in wanted):
+        raise UserError(
+            f"position encoding {', '.join(names)} has no rotations to scale: evaluate it without "
+            "context scaling"
+        )
     longest = max((protocol.length for protocol in wanted), default=0)
     learned = options.get("model.decoder_learned_pos") and not options.get(
         "model.no_token_positional_embeddings"
