@@ -287,9 +287,12 @@ def test_a_value_that_hydra_would_misread_is_quoted():
             ["table4", "--scale", "newstest", "--rows", "Base", "T5"],
             "no row 'T5'; it has Base; Type2",
         ),
-        (["table2", "--rows", "T5", "--attention", "linear"], "leave out --rows, --columns, "),
+        (
+            ["table2", "--rows", "T5", "--attention", "linear"],
+            "no cell of table table2 has these --rows, ",
+        ),
         (["table2", "--minutes", "0.5"], "--minutes must be more than 0.5, to stop and save"),
-        (["table2", "--minutes", "9", "--slurm"], "with --slurm, use --time"),
+        (["table2", "--minutes", "9", "--slurm"], "with --slurm, use --gpus-per-node, --time, "),
         (["table2", "--pack", "/dev/null/x.tar"], "/dev/null is no folder that can be written"),
         (["budget", "--columns", "600"], "no column '600' at scale annealed; it has 1,800; 5,400"),
         (
@@ -628,8 +631,8 @@ def run_fakes(monkeypatch, root, jobs, **options):
     monkeypatch.setattr(run_table, "ROOT", root)
     monkeypatch.setattr(run_table.report, "render", lambda: 0)
     given = {"table": "table2", "scale": "small", "seeds": 1, "jobs": 2, "gpus": None}
-    selected = dict.fromkeys((*run_table.SELECTIONS, "minutes", "pack"))
-    options = argparse.Namespace(**given, **{**selected, **options})
+    unset = {"minutes": None, "pack": None}
+    options = argparse.Namespace(**{**given, **unset, **options})
     return run_table._run_here(jobs, options, time.monotonic() - 100)
 
 

@@ -148,7 +148,7 @@ def test_hydra_takes_every_option_of_every_encoding(
         found = read_by_hydra(tmp_path, yaml)
     read = {name: OmegaConf.select(found, name) for name in chosen}
     assert {name: str(v) if isinstance(v, Enum) else v for name, v in read.items()} == chosen
-    assert len(chosen) > 30
+    assert len(chosen) > 20
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,9 @@ def test_checkpointed_activations_are_computed_again_and_change_no_gradient(
     passes: list[MultiheadAttention] = []
     attend = MultiheadAttention.attend
     monkeypatch.setattr(
-        MultiheadAttention, "attend", lambda self, *rest: passes.append(self) or attend(self, *rest)
+        MultiheadAttention,
+        "attend",
+        lambda self, *rest, **named: passes.append(self) or attend(self, *rest, **named),
     )
     attention = f"--attention-type {attention_type}"
     plain, plain_loss = train_step(corpus, attention)

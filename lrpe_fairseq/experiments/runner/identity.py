@@ -90,6 +90,8 @@ def differences(settings: Any, config: Mapping[str, Any]) -> set[str]:
     spread = OmegaConf.select(settings, keys.WORLD, default=1)
     names = {name for name in wanted if not _is_incidental(name)}
     changed = {n for n in names if keys.comparable(n, had[n]) != keys.comparable(n, wanted[n])}
+    # a checkpoint may lack what the model reads from its task
+    changed -= {n for n in changed if None in (had[n], wanted[n]) and n == "model.max_positions"}
     ours = {**wanted, keys.WORLD: spread}
     theirs = {**had, keys.WORLD: config.get(keys.WORLD, 1)}
     return changed | _differences_of_batches(ours, theirs)
