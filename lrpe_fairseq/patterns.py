@@ -8,6 +8,9 @@ from typing import Any
 
 from lrpe_fairseq.errors import ChoiceError
 
+OPTIONS = ("attention_type", "position_encoding", "attention_normalizer", "attention_window")
+"""Options of a stack that may have a value per layer."""
+
 
 def values(pattern: Any) -> list[str]:
     """Return the values of a pattern, in order. Raises: ChoiceError if one is empty.

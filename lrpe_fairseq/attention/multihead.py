@@ -285,6 +285,18 @@ class MultiheadAttention(ProjectedAttention):
         options = {"normalizer": self.normalizer, "log_decay": self.encoding.log_decay(x.device)}
         return linear_attention_window(q, k, v, queries, keys, content=content, **options), past
 
+    def state_size(self, length: int) -> int:
+        """Return how many numbers of keys, values and sums the state has after ``length`` tokens.
+
+        For one sequence, without what belongs to a token alone (positions, padding, gates).
+        """
+        width = getattr(self.encoding, "feature_dim", self.head_dim)
+        linear, content = self.attention_type == "linear", self.normalizer == "content"
+        if linear and self.window is None:
+            return self.num_heads * (width * self.head_dim + (self.head_dim if content else width))
+        kept = length if self.window is None else min(length, max(1, self.window - 1))
+        return kept * self.num_heads * (width + self.head_dim * (2 if linear and content else 1))
+
     @property
     def has_denominators(self) -> bool:
         """True for linear attention to all tokens that divides by the denominator of Eq. 39."""

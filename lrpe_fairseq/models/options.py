@@ -40,8 +40,6 @@ from lrpe_fairseq.models.checks import (
     warn_about_longer_texts,
 )
 
-PATTERNS = ("attention_type", "position_encoding", "attention_normalizer", "attention_window")
-"""Options of a stack that may have a value per layer (``lrpe_fairseq.patterns``)."""
 IN_TURN = "; several, separated by commas, are those of the layers in turn"
 
 logger = logging.getLogger(__name__)
@@ -170,13 +168,13 @@ def _window(given: str) -> int | None:
 
 
 def at_layer(options: Any, name: str, layer: int) -> str:
-    """Return the value that one of PATTERNS has in a layer; an older checkpoint has no window."""
+    """Return an option of ``patterns.OPTIONS`` in a layer; an older checkpoint has no window."""
     return patterns.over_layers(getattr(options, name, "0"), layer + 1)[layer]
 
 
 def log_patterns(options: Any, layers: int) -> None:
     """Say in the log which layers have which values, if a pattern does not divide the stack."""
-    for name in PATTERNS:
+    for name in patterns.OPTIONS:
         pattern = str(getattr(options, name, "0"))
         if layers % len(patterns.values(pattern)):
             option, found = name.replace("_", "-"), patterns.over_layers(pattern, layers)
@@ -192,7 +190,7 @@ def keep_patterns(options: Any, layers: int, kept: Sequence[int] | str | None) -
     kept = kept.split(",") if isinstance(kept, str) else kept
     if not kept or len(kept) >= layers:
         return
-    for name in PATTERNS:
+    for name in patterns.OPTIONS:
         pattern = getattr(options, name, "0")
         if len(patterns.values(pattern)) > 1:
             every = patterns.over_layers(pattern, layers)

@@ -82,7 +82,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     table = argparse.SUPPRESS if script else "a file of configs/tables, without .yaml"
     parser.add_argument("table", help=table)
     parser.add_argument("row", help="a label of the table, such as Base")
-    parser.add_argument("attention", choices=("linear", "softmax"))
+    parser.add_argument("attention", help="a type, or the pattern of the row")
     parser.add_argument(
         "changes",
         nargs="*",

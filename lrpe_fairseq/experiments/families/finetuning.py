@@ -14,7 +14,6 @@ from typing import ClassVar
 
 from omegaconf import OmegaConf
 
-from lrpe_fairseq.encodings import canonical_name
 from lrpe_fairseq.experiments.data import glue
 from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records import checkpoints
@@ -25,7 +24,7 @@ from lrpe_fairseq.experiments.records.files import (
     read_json,
     relative,
 )
-from lrpe_fairseq.experiments.records.keys import Cell
+from lrpe_fairseq.experiments.records.keys import Cell, comparable
 from lrpe_fairseq.experiments.records.layout import Table, file_name
 from lrpe_fairseq.experiments.records.runs import Run
 from lrpe_fairseq.experiments.runner.processes import RunFailed
@@ -146,8 +145,8 @@ class FinetuningRun(TrainingRun):
             return super().encoding_choices()
         model = model_options(self.checkpoint)
         attention, encoding = model["model.attention_type"], model["model.position_encoding"]
-        same = canonical_name(encoding) == canonical_name(self.position_encoding)
-        if not (same and attention == self.attention_type):
+        own = {"attention_type": attention, "position_encoding": encoding}
+        if any(comparable(k, v) != comparable(k, getattr(self, k)) for k, v in own.items()):
             raise ValueError(
                 f"the checkpoint has {attention} attention and the encoding {encoding}, not "
                 f"{self.attention_type} and {self.position_encoding}"

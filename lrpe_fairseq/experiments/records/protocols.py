@@ -157,7 +157,8 @@ class Protocol:
             f"{trained - 1} before it only.",
             POSITIONS: f"Non-overlapping blocks of {length} tokens, by position up to each bound; "
             "losses are in bits. clamped is the fraction of the denominators of linear attention "
-            "that are raised to the clamp, over all layers and heads.",
+            "that are raised to the clamp, over all layers and heads; state counts the numbers "
+            "that decoding keeps after a block.",
             DOCUMENTS: f"Blocks of {length} tokens of each document, from its first token on; "
             "document_ppl is the geometric mean of the documents' perplexities.",
         }[self.kind]

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from lrpe_fairseq.experiments.records.layout import Table
+from lrpe_fairseq.experiments.records.layout import ANY, Table
 from lrpe_fairseq.experiments.report import frame, markdown, orders, plots, speed
 from lrpe_fairseq.experiments.report.frame import ColumnView, Results
 
@@ -152,7 +152,8 @@ def _first(results: Results, table: Table) -> str:
     first: dict[str, ColumnView] = {}
     for view in results.headlines(sheet):
         first.setdefault(view.column.attention, view)
-    best = "; ".join(f"{attention} {_best(view)}" for attention, view in first.items())
+    kinds = {kind: "" if kind == ANY else f"{kind} " for kind in first}
+    best = "; ".join(f"{kinds[kind]}{_best(view)}" for kind, view in first.items())
     scale = sheet.scale
     return best if scale == "small" else f"`{scale}`: {best}"
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import pandas as pd
 
+from lrpe_fairseq import patterns
 from lrpe_fairseq.encodings import ENCODINGS, canonical_name
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.keys import RATE, filled, option
-from lrpe_fairseq.experiments.records.layout import Column, Row, Table, load_tables, short
+from lrpe_fairseq.experiments.records.layout import ANY, Column, Row, Table, load_tables, short
 from lrpe_fairseq.experiments.records.protocols import BEYOND, HOLDS, Protocol, derived
 from lrpe_fairseq.experiments.records.runs import Run, plain, read_runs
 from lrpe_fairseq.experiments.report import orders
@@ -65,7 +66,7 @@ def method(encoding: str, options: Mapping[str, Any], usual: Mapping[str, Any]) 
     >>> method("none", {"model.no_token_positional_embeddings": True}, {})
     'none, no positions'
     """
-    parts = [public_name(encoding)]
+    parts = [patterns.canonical(encoding, public_name)]
     if encoding == "none":
         bare = options.get("model.no_token_positional_embeddings", False)
         parts.append("no positions" if bare else "sinusoidal")
@@ -384,8 +385,8 @@ class Results:
     def frame(self) -> pd.DataFrame:
         """Every value of every cell, with its table, row, column, seed and published number."""
         lines = [
-            (view.table.name, view.scale, view.dataset, view.names[row], row, column.attention,
-             column.key, seed, value, view.paper.get(row))
+            (view.table.name, view.scale, view.dataset, view.names[row], row,
+             view.table.row(row).attention_in(column), column.key, seed, value, view.paper.get(row))
             for sheet in self.sheets
             for column in sheet.table.columns
             for view in [self.view(sheet, column.key)]
@@ -435,9 +436,11 @@ def _examples(sheet: Sheet, columns: Sequence[Column]) -> int:
 
 
 def names(table: Table) -> dict[str, str]:
-    """Return the method of every row of a table, by its label."""
+    """Return the method of every row of a table, and its attention if that is its own."""
+    own = any(column.attention == ANY for column in table.columns)
     return {
         row.label: method(row.encoding, {**table.options, **row.overrides}, table.options)
+        + (f" ({row.attention[0]})" if own else "")
         for row in table.rows
     }
 

@@ -14,7 +14,7 @@ import pandas as pd
 from scipy import stats
 
 from lrpe_fairseq.experiments.records.files import read_json
-from lrpe_fairseq.experiments.records.layout import Table
+from lrpe_fairseq.experiments.records.layout import ANY, Table
 from lrpe_fairseq.experiments.report import frame, markdown, plots, speed
 from lrpe_fairseq.experiments.report.frame import ColumnView, Results, Sheet
 
@@ -156,7 +156,8 @@ def _change(first: ColumnView, view: ColumnView) -> str:
 
 
 def _place(view: ColumnView) -> str:
-    return f"{view.column.attention.capitalize()} attention, {view.column.title}"
+    kind, title = view.column.attention, view.column.title
+    return title.capitalize() if kind == ANY else f"{kind.capitalize()} attention, {title}"
 
 
 # --- the table and the CSV file ------------------------------------------------------------------

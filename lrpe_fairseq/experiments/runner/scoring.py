@@ -92,6 +92,8 @@ class _Scorer:
             found |= differences(bits - self.losses(list(baseline)), len(windows))
         if protocol.kind == POSITIONS:
             found |= by_position(bits, protocol.length) | counted
+            state = (module.state_size(protocol.length) for module in _attentions(self.model))
+            found["state"] = sum(state)
         if protocol.kind == DOCUMENTS:
             found |= by_document(bits, self.starts)
         return found
