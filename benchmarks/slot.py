@@ -193,7 +193,7 @@ class Files:
         self._stated = {**environment(), "threads": threads, "dtype": dtype}
         for part in PARTS if resume else ():
             before = read_json(folder / f"{part}.json")
-            if before and all(before[name] == self._stated[name] for name in SAME):
+            if before and alike(before, self._stated):
                 own = {"commit": before["commit"]}
                 own = {} if own["commit"] == self._stated["commit"] else own
                 self._known[part] = [{**own, **row} for row in before["rows"]]
@@ -210,6 +210,12 @@ class Files:
         stated = {"part": row.part, **self._stated, "kernels": kernels}
         path = self._folder / f"{row.part}.json"
         write_json(path, {**stated, "rows": self._known[row.part]}, sort_keys=True)
+
+
+def alike(before: dict[str, Any], stated: dict[str, Any]) -> bool:
+    """True if rows of both may stand in one file: of the same machine, versions and kernels."""
+    kernels = (here["kernels"] | {"served": None} for here in (before, stated))
+    return next(kernels) == next(kernels) and all(before[n] == stated[n] for n in SAME)
 
 
 # --- the rows, most important first --------------------------------------------------------------
