@@ -68,6 +68,7 @@ format: $(TOOLS)  ## fix style
 
 bench: install  ## time attention and every encoding against their baselines
 	$(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks.slot --minutes 120
 
 docs: install  ## regenerate every generated page from the run files
 	$(BIN)/python -m lrpe_fairseq.experiments.report.docs
