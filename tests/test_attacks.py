@@ -19,7 +19,7 @@ from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.records import checkpoints, console
 from lrpe_fairseq.experiments.records.files import ROOT, read_json
 from lrpe_fairseq.experiments.records.layout import file_name
-from lrpe_fairseq.experiments.runner import processes, schedule, slurm, training
+from lrpe_fairseq.experiments.runner import processes, schedule, slurm
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children
 from tests.attacks import ATTACKS, Accepted, Attack, Lab, answer
@@ -117,7 +117,7 @@ def test_a_bad_best_checkpoint_after_the_last_update_says_the_way_out(
 
 def test_a_training_keeps_the_checksum_of_its_dictionary(lab: Lab, run: LMRun) -> None:
     with (
-        mock.patch.object(training, "run_child", side_effect=Accepted),
+        mock.patch.object(Children, "run", side_effect=Accepted),
         contextlib.suppress(Accepted),
     ):
         run.train(Children(), Devices(), 0, print)

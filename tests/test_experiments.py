@@ -320,22 +320,24 @@ def test_missing_data_is_reported_with_the_command_that_makes_it():
 # --- what fairseq prints ----------------------------------------------------------------------
 
 
-def test_an_evaluation_is_read_to_the_last_printed_digit():
-    output = (
+def test_an_evaluation_is_read_to_the_last_printed_digit(tmp_path):
+    log = tmp_path / "log"
+    log.write_text(
         "2026-01-01 10:00:00 | INFO | eval | Evaluated 24,913 tokens in 3.1s (8031.10 tokens/s)\n"
         "2026-01-01 10:00:00 | INFO | eval | Loss (base 2): 5.6439, Perplexity: 50.00\n"
     )
-    assert fairseq_log.parse_evaluation(output) == {
+    assert fairseq_log.parse_evaluation(log) == {
         "loss": 5.6439,
         "ppl": pytest.approx(50.0, abs=0.01),
         "tokens": 24913,
     }
 
 
-def test_an_evaluation_of_no_tokens_is_refused():
-    output = "Evaluated 0 tokens in 0.0s (0.00 tokens/s)\nLoss (base 2): 0.0000, Perplexity: 1.00"
+def test_an_evaluation_of_no_tokens_is_refused(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("Evaluated 0 tokens in 0.0s (0 tokens/s)\nLoss (base 2): 0.0, Perplexity: 1.00")
     with pytest.raises(ValueError, match="evaluated 0 tokens, so its perplexity means nothing"):
-        fairseq_log.parse_evaluation(output)
+        fairseq_log.parse_evaluation(log)
 
 
 def test_an_evaluation_needs_the_whole_split_and_spreads_the_loss_over_words_and_lines(tmp_path):
@@ -582,10 +584,7 @@ class FakeJob:
                 return False
             command = [sys.executable, "-c", self.script]
             log, env = self.folder / "log", devices.environment
-            try:
-                children.run(command, log, cwd=self.folder, environment=env, lock=lock)
-            except processes.ChildFailed:
-                raise RunFailed(fairseq_log.last_line(log)) from None
+            children.run(command, log, environment=env, lock=lock, cwd=self.folder)
             return True
 
 

@@ -427,10 +427,10 @@ def test_an_evaluation_that_lost_tokens_is_refused(corpus, tmp_path, monkeypatch
     def run(words: list[str], log: Path) -> None:
         out.write_text(json.dumps({name: {"loss": 1.0, "tokens": 900} for name in words[7:-2]}))
 
-    given = (tmp_path / "best.pt", tmp_path, "test")
+    best, options = tmp_path / "best.pt", {"task.tokens_per_sample": T}
     for name, expected in (("blocks-64", 1000), ("paired-64", 7 * T)):
         with pytest.raises(RunFailed, match=f"900 of {expected} tokens were evaluated"):
-            lm.scored(*given, [name], T, tmp_path, run)
+            lm.measure(best, tmp_path, (("test", name),), options, tmp_path, run)
 
 
 def test_learned_positions_are_refused_beyond_their_length() -> None:

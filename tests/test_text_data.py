@@ -14,9 +14,10 @@ import pytest
 
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import folders
+from lrpe_fairseq.experiments.data.folders import data_home, joined_shards
 from lrpe_fairseq.experiments.data.pieces import SPM, SentencePiece, obtain_gpt2, write_dictionary
 from lrpe_fairseq.experiments.families import lm
-from lrpe_fairseq.experiments.records.files import data_home, first_shard, joined_shards, shards_of
+from lrpe_fairseq.experiments.records.files import first_shard, shards_of
 from tests.test_data_prep import Server, load, refusal, sentence, serving
 from tests.test_glue import gpt2_files
 

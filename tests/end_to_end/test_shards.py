@@ -11,9 +11,10 @@ import torch
 from fairseq.data import data_utils
 
 from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.data.folders import data_home, joined_shards
 from lrpe_fairseq.experiments.families.lm import PretrainingRun
 from lrpe_fairseq.experiments.records import checkpoints
-from lrpe_fairseq.experiments.records.files import CONFIGS, data_home, joined_shards, read_json
+from lrpe_fairseq.experiments.records.files import CONFIGS, read_json
 from tests.end_to_end.commands import PLUGIN, last_loss, run_here, saved
 
 pytestmark = pytest.mark.end_to_end

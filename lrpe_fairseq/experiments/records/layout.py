@@ -32,21 +32,19 @@ BETTER = ("lower", "higher")
 class Column:
     """One column, and the field of the run file that it shows.
 
-    A file may write several columns at once (:func:`repeated`).
-    key: its name in ``method``. title: its heading. attention: ``linear`` or ``softmax``, or
-    :data:`ANY`. metric, with split and protocol: a number of the run's ``metrics``; without
-    them: a field of the run, such as ``tokens_per_second``. dataset: only runs on this data set
-    (for columns that differ in it); ``reverse`` also stands for ``reverse-small`` at scale small.
-    config: a training configuration in place of the scale's; the column then names its data set.
-    scales: the scales with this column, for example those whose data have the split; default all.
-    overrides: options that differ. best_over: an
-    option; of each seed's runs that differ in it only the best counts. best_by: split, protocol,
-    metric and ``better`` of the number that selects it, instead of the column's own metric. rates:
-    learning rates instead of the table's. mean_of: keys of the columns that this one averages,
-    instead of a metric. paper: the published cell: ``file`` and the values of its columns.
-    comparable: false if the published number is of another or unknown measure; the page then
-    leaves it out.
-    better: ``lower`` or ``higher``; :func:`load_table` sets that of the table by default.
+    A file may write several columns at once (:func:`repeated`). key: its name in ``method``.
+    title: its heading. attention: ``linear``, ``softmax`` or :data:`ANY`. metric, with split and protocol: a
+    number of the run's ``metrics``; without them: a field of the run, such as
+    ``tokens_per_second``. dataset: only runs on this data set (for columns that differ in it);
+    ``reverse`` also stands for ``reverse-small`` at scale small. config: a training configuration
+    in place of the scale's; the column then names its data set. scales: the scales with this
+    column, for example those whose data have the split; default all. overrides: options that
+    differ. best_over: an option; of each seed's runs that differ in it only the best counts.
+    best_by: split, protocol, metric and ``better`` of the number that selects it, instead of the
+    column's own metric. rates: learning rates instead of the table's. mean_of: keys of the columns
+    that this one averages, instead of a metric. paper: the published cell: ``file`` and the values
+    of its columns. comparable: false if the published number is of another or unknown measure; the
+    page then leaves it out. better: ``lower`` or ``higher``; default: that of the table.
     """
 
     key: str
@@ -75,10 +73,10 @@ class Row:
 
     label: its name, also on the command line. encoding: our public name, or a pattern over the
     layers. attention: the types with cells in this row; in a column with :data:`ANY` one type or
-    pattern. overrides: options that differ. without: keys of columns
-    without a cell in this row. method: its label in the published table, one for all columns or by
-    column key; without it there is no published number.
-    paper: further columns of the published cell, with their values.
+    pattern. overrides: options that differ. without: keys of columns without a cell in
+    this row. method: its label in the published table, one for all columns or by column key;
+    without it there is no published number. paper: further columns of the published cell, with
+    their values.
     """
 
     label: str

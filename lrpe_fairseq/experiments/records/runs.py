@@ -17,6 +17,7 @@ import json
 import math
 import os
 import platform
+import re
 import uuid
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
@@ -93,10 +94,7 @@ def validate(run: Run) -> None:
 
 
 def write_run(path: Path | str, run: Run) -> None:
-    """Write ``run`` to ``path`` atomically.
-
-    Raises: ValueError for an invalid run (nothing is written), OSError, which names ``path``.
-    """
+    """Write ``run`` atomically. Raises: ValueError if it is invalid; OSError naming ``path``."""
     validate(run)
     try:
         write_json(Path(path), _packed(run, Path(path)), sort_keys=True)
@@ -227,18 +225,13 @@ def _version(distribution: str) -> str:
 
 
 def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
+    told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    found = re.search(r"^model name\s*:(.*)", told, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 # --- the bases of configurations -----------------------------------------------------------------
@@ -277,10 +270,7 @@ def _packed(run: Run, target: Path) -> Run:
 
 
 def _unpacked(run: Run, source: Path) -> Run:
-    """Return a run file's content with its whole configuration.
-
-    Raises: ValueError if the base is missing or the hash does not agree.
-    """
+    """Return a run with its whole configuration. Raises: ValueError without base and equal hash."""
     if "config_hash" not in run:
         return run
     path = _home(source, str(run.get("scale")))
@@ -322,10 +312,7 @@ def _text(value: Any) -> str:
 
 
 def usage(folder: Path) -> Run:
-    """Return ``commits`` (in order) and ``data`` (checksums) of a run folder.
-
-    If an older version started the training, some of them are missing.
-    """
+    """Return ``commits`` and ``data`` (checksums) of a run folder; older versions stored less."""
     return read_json(folder / USAGE)
 
 
