@@ -50,6 +50,7 @@ from tests.end_to_end.conftest import corpus  # noqa: F401  (a fixture)
 from tests.end_to_end.forked import ForkedChildren
 from tests.test_data_prep import multi30k, newstest, wmt14
 from tests.tiny_table import wait_until
+from tests.trial import trial
 
 TABLES = [load_table(path) for path in sorted((ROOT / "configs" / "tables").glob("*.yaml"))]
 FAMILY_CONFIGS = sorted(
@@ -63,19 +64,7 @@ VALID = 'INFO:valid:{{"valid_ppl": "{}", "valid_num_updates": "{}"}}'
 
 @pytest.fixture
 def one_run(tmp_path):
-    return LMRun(
-        experiment="trial",
-        label="Base",
-        config="wikitext2",
-        data=tmp_path / "data",
-        attention_type="linear",
-        position_encoding="none",
-        seed=1,
-        scale="small",
-        folder=tmp_path / "work",
-        result=tmp_path / "run.json",
-        evaluations=(("test", lm.BLOCKS),),
-    )
+    return trial(tmp_path, evaluations=(("test", lm.BLOCKS),))
 
 
 @pytest.fixture
@@ -215,20 +204,6 @@ def test_a_cell_that_another_table_has_too_is_trained_there():
     assert homes["lrpe:identity:rotation-learned"] == "table5"
     results = {run.result for run in families.runs(families.load_named("table2"), "small", [1])}
     assert {run.result for run in runs if run.experiment == "table2"} <= results
-
-
-def test_a_table_without_the_scale_trains_no_cell_of_another():
-    homes = {
-        scale: {
-            run.label: run.experiment
-            for run in families.runs(families.load_named(name), scale, [1])
-            if "wikitext" in run.data.name
-        }
-        for name, scale in (("tmlr-table2", "small"), ("tmlr-table2", "paper"))
-    }
-    assert homes["small"]["NoPE"] == "catalogue"
-    assert homes["paper"]["NoPE"] == "tmlr-table2"
-    assert homes["small"]["Base"] == homes["paper"]["Base"] == "table2"
 
 
 def test_what_a_row_or_a_column_changes_reaches_the_command():
@@ -664,14 +639,6 @@ def test_a_run_is_started_only_if_the_longest_one_would_fit(tmp_path, events, ca
     assert schedule.Schedule(jobs, schedule.shares(1), events, seconds=1.8).run() == 0
     assert [job.finished() for job in jobs] == [True, False]
     assert "1 left for the next call" in capsys.readouterr().out
-
-
-def test_rows_and_attention_types_are_run_in_the_order_of_the_command_line():
-    given = ["table2", "--rows", "Type2", "Base", "--attention", "softmax", "linear"]
-    wanted = itertools.product((1, 2), ("softmax", "linear"), ("Type2", "Base"))
-    assert [
-        (run.seed, run.attention_type, run.label) for run in chosen([*given, "--seeds", "2"])
-    ] == list(wanted)
 
 
 def test_the_pack_has_the_results_of_this_call_and_all_logs(tmp_path, events, monkeypatch):

@@ -253,13 +253,6 @@ def test_pg19_is_read_from_a_folder_or_downloaded_and_a_part_has_its_own_name(
     assert folders.dataset_name(tmp_path / "web") == "pg19-first-3-gpt2"
 
 
-def test_a_missing_book_of_pg19_is_noticed(gutenberg: Path, tmp_path: Path) -> None:
-    (gutenberg / "validation" / "1.txt").unlink()
-    options = {"official": OFFICIAL, **known(gutenberg)}
-    said = refusal(books.prepare, "pg19", tmp_path / "data", gutenberg, **options)
-    assert "PG-19 has 2 books in validation, not 1" in said
-
-
 # ------------------------------------------------------------------------------------- gutenberg
 
 

@@ -48,14 +48,6 @@ def test_options_can_be_copied_and_pickled():
     assert copy.deepcopy(options) == pickle.loads(pickle.dumps(options)) == options
 
 
-def test_unknown_options_and_values_are_refused():
-    with pytest.raises(ChoiceError, match="no encoding has the option t5_distance"):
-        build_encoding("t5", 8, 2, options=EncodingOptions(t5_distance=8))
-    options = EncodingOptions(lrpe_householder_start="zero")
-    with pytest.raises(ChoiceError, match="choose one of normal, unit"):
-        build_encoding("lrpe-type3", 8, 2, options=options)
-
-
 def test_departures_are_those_of_the_methods_of_attention_and_of_models():
     of_methods = [encoding_class(name).departures for name in ENCODINGS]
     others = OF_ATTENTION.keys() | OF_MODELS.keys()

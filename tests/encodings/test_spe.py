@@ -171,20 +171,6 @@ def test_evaluation_is_deterministic_and_training_is_not(code):
         assert (drawn[0][place] - drawn[1][place]).abs().min() > 0
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("code", CODES)
-def test_features_do_not_depend_on_the_order_of_the_batch(code, training):
-    encoding = build(code).train(training)
-    q, k = example(7, batch=4)
-    order, positions = torch.tensor([2, 0, 3, 1]), torch.arange(7)
-    torch.manual_seed(5)
-    straight = encoding(q, k, positions, positions)
-    torch.manual_seed(5)
-    permuted = encoding(q[order], k[order], positions, positions)
-    for a, b in zip(straight, permuted, strict=True):
-        torch.testing.assert_close(a[order], b)
-
-
 @pytest.mark.parametrize("code", CODES)
 def test_gradients_are_the_same_with_and_without_a_batch_axis_of_positions(code):
     encoding = build(code).double().eval()

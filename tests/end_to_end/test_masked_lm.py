@@ -9,9 +9,12 @@ import torch
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.experiments.families.lm import PretrainingRun
+from lrpe_fairseq.experiments.runner.training import Devices, shell
 from lrpe_fairseq.models.masked_lm import LRPERobertaModel
 from tests.end_to_end.cases import in_turn, sampled, usable
 from tests.end_to_end.commands import PLUGIN, Corpus, build, load, run, saved
+from tests.end_to_end.forked import ForkedChildren
+from tests.trial import trial
 
 pytestmark = pytest.mark.end_to_end
 
@@ -140,20 +143,12 @@ def test_a_pretrained_model_is_fine_tuned_and_predicts(
 def test_a_run_is_scored_with_the_same_masks_whatever_its_seed(
     pretrained: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
-    from lrpe_fairseq.experiments.runner.training import Devices, shell
-    from tests.end_to_end.forked import ForkedChildren
-
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "checkpoints").symlink_to(pretrained.parent)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "bin").symlink_to(corpus.data)
-    names = {"experiment": "trial", "label": "x", "config": "pretrain-small", "scale": "small"}
-    sides = {"attention_type": "linear", "position_encoding": "none"}
-    places = {"folder": tmp_path / "work", "result": tmp_path / "run.json"}
-    runs = [
-        PretrainingRun(**names, **sides, **places, data=tmp_path / "data", seed=seed)
-        for seed in (1, 2)
-    ]
+    kind = {"kind": PretrainingRun, "config": "pretrain-small"}
+    runs = [trial(tmp_path, **kind, seed=seed) for seed in (1, 2)]
     here = shell(ForkedChildren(), Devices())
     first, second = (run.measure(here)["metrics"] for run in runs)
     assert first == second
@@ -165,29 +160,12 @@ def test_a_finished_run_is_finished_and_a_longer_one_goes_on_from_it(
     corpus: Corpus, tmp_path: Path
 ) -> None:
     """fairseq keeps the string "3000" of the YAML's total_num_update as 3000.0."""
-    from lrpe_fairseq.experiments.runner.training import Devices
-    from tests.end_to_end.forked import ForkedChildren
-
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "bin").symlink_to(corpus.data)
     tiny = ["encoder_layers=1", "encoder_embed_dim=16", "encoder_attention_heads=2"]
-    run = PretrainingRun(
-        experiment="trial",
-        label="x",
-        config="pretrain-small",
-        scale="small",
-        data=tmp_path / "data",
-        attention_type="linear",
-        position_encoding="none",
-        seed=1,
-        folder=tmp_path / "work",
-        result=tmp_path / "run.json",
-        overrides=(
-            *(f"model.{option}" for option in tiny),
-            "common.log_interval=1",
-            "optimization.max_update=2",
-        ),
-    )
+    tiny = [f"model.{option}" for option in tiny] + ["common.log_interval=1"]
+    chosen = (*tiny, "optimization.max_update=2")
+    run = trial(tmp_path, PretrainingRun, config="pretrain-small", overrides=chosen)
     run.work(ForkedChildren(), Devices(), print)
     assert run.finished()
     assert "total_num_update" not in " ".join(run.overrides)

@@ -7,7 +7,6 @@ import random
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,7 +28,7 @@ from lrpe_fairseq.experiments.families.translation import (
 from lrpe_fairseq.experiments.records.runs import read_run
 from lrpe_fairseq.experiments.runner.training import RunFailed
 from lrpe_fairseq.models.translation import LRPETransformer
-from tests.end_to_end.cases import each_encoding_once, in_turn, sampled, usable
+from tests.end_to_end.cases import in_turn, sampled, usable
 from tests.end_to_end.commands import PLUGIN, built, run, run_here, save, small_transformer
 from tests.end_to_end.forked import ForkedChildren
 
@@ -62,14 +61,6 @@ FEW = [
     ("decoder", "linear", "lrpe-type2", "content"),
     ("decoder", "softmax", "transformer-xl", "rotated"),
     *CROSS,
-]
-ONCE = [
-    *FEW,
-    *(
-        (side, *pair, "rotated")
-        for side, pair in zip(cycle(SIDES), each_encoding_once(first=1), strict=False)
-        if (side, *pair, "rotated") not in FEW and pair in usable(side)
-    ),
 ]
 
 
@@ -170,7 +161,7 @@ def beam_options(**changes: Any) -> Any:
     return GenerationConfig(**{"max_len_a": 0.0, "max_len_b": 12, **changes})
 
 
-@with_cases(FEW, ONCE)
+@with_cases(FEW, CASES)
 def test_a_forced_prefix_is_kept_and_scored_as_training_scores_it(
     model_of: Callable, side: str, attention: str, encoding: str, normalizer: str
 ) -> None:
@@ -324,48 +315,6 @@ def test_the_script_scores_a_checkpoint_or_the_mean_of_the_last(
     assert f"mean of the last {there} checkpoints, beam 1" in said
     assert evaluate.mt([*given, "--average", "1"]) == 0
     assert "one model, beam 4" in read_run(folder / "checkpoint_last.json")["protocol"]["beam"]
-
-
-def test_what_cannot_be_translated_gets_one_sentence_and_no_result(
-    trained: Trained,
-    prepared: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(evaluate, "Children", ForkedChildren)
-    checkpoint, out = str(trained.folder / "checkpoint_best.pt"), tmp_path / "run.json"
-    options = ["--splits", "test", "--average", "1", "--out", str(out)]
-
-    def said(*given: str) -> str:
-        assert evaluate.mt([*given, *options]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("eval_mt: ")
-        assert error.count("\n") == 1
-        assert not out.exists()
-        return error
-
-    assert "nowhere is not prepared" in said(checkpoint, "nowhere")
-    words = (prepared / "bin" / "dict.de.txt").read_text()
-    lines = (trained.folder / "long.en", trained.folder / "long.de")
-    symbol = words.split()[0].lower()
-    lines[0].write_text(f"{symbol} " * 1100 + "\n")
-    lines[1].write_text("X\n")
-    dictionaries = [
-        f"--{side}dict {prepared / 'bin' / f'dict.{language}.txt'}"
-        for side, language in (("src", "en"), ("tgt", "de"))
-    ]
-    run(
-        "fairseq_cli.preprocess",
-        "-s en -t de --workers 1",
-        f"--testpref {trained.folder / 'long'}",
-        *dictionaries,
-        "--destdir",
-        tmp_path / "long",
-    )
-    for path in (tmp_path / "long").glob("test*"):
-        shutil.copy(path, prepared / "bin")
-    assert "longer than the maximum of (1024, 1024)" in said(checkpoint, str(prepared))
 
 
 def test_a_sentence_that_was_not_translated_is_noticed(tmp_path: Path) -> None:
