@@ -564,15 +564,6 @@ def test_a_crashed_run_is_retried_once_and_its_neighbors_go_on(tmp_path, events,
     assert "2 runs finished, 1 failed" in said
 
 
-def test_a_run_folder_that_cannot_be_written_fails_that_run_only(tmp_path, events, capsys):
-    jobs = [FakeJob(tmp_path / name, DONE) for name in ("bad", "good")]
-    jobs[0].folder.rmdir()
-    jobs[0].folder.write_text("a file where the folder should be")
-    assert schedule.Schedule(jobs, schedule.shares(1), events).run() == 1
-    assert [job.finished() for job in jobs] == [False, True]
-    assert "1 runs finished, 1 failed" in capsys.readouterr().out
-
-
 def run_fakes(monkeypatch, root, jobs, **options):
     """What ``run_table`` does with ``jobs`` under ``root``: the exit status."""
     monkeypatch.setattr(run_table, "ROOT", root)
@@ -592,20 +583,6 @@ def test_an_array_keeps_the_numbers_of_its_runs(tmp_path, monkeypatch):
     options = argparse.Namespace(table="table2", **dict.fromkeys(run_table.SITE_OPTIONS))
     assert run_table._submit(jobs, options, ["table2", "--slurm"]) == 0
     assert submitted == [0, 2, 3]
-
-
-def test_the_source_goes_only_to_scripts_that_take_it(tmp_path, capfd):
-    takes, generates = tmp_path / "takes.py", tmp_path / "generates.py"
-    for script, option in (takes, "--from"), (generates, "--size"):
-        script.write_text(
-            f"import argparse\nparser = argparse.ArgumentParser()\n"
-            f"parser.add_argument('{option}')\nprint(parser.parse_args())\n"
-        )
-        folders.prepare(tmp_path / "data", [str(script)], tmp_path)
-    told = capfd.readouterr().out
-    assert f"Namespace(from='{tmp_path}')" in told
-    assert "is generated, so --from does not apply to it" in told
-    assert "Namespace(size=None)" in told
 
 
 def test_the_lock_holds_while_a_child_of_a_dead_runner_trains_on(tmp_path):

@@ -333,14 +333,6 @@ def attentions(model: torch.nn.Module) -> Iterator[MultiheadAttention]:
     return (m for m in model.modules() if isinstance(m, MultiheadAttention))
 
 
-def test_a_window_needs_whole_texts() -> None:
-    for attention in ("linear", "softmax"):
-        options = {"attention_type": attention, "position_encoding": "rope", "causal": True}
-        module = MultiheadAttention(16, 2, **options)
-        with pytest.raises(ValueError, match="a window needs causal attention to whole texts"):
-            module.attend(torch.randn(1, 5, 16), keep_state=True, window=3)
-
-
 # --- denominators -----------------------------------------------------------------------------
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from fairseq.dataclass.initialize import hydra_init
 from fairseq.models import MODEL_DATACLASS_REGISTRY, BaseFairseqModel, merge_with_parent
-from fairseq.modules import AdaptiveInput
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
@@ -245,15 +244,6 @@ def test_an_option_of_fairseq_trains_every_parameter(
     assert any(parameter.grad.any() for parameter in parameters.values())
 
 
-def test_adaptive_input_and_softmax_share_their_weights_when_tied(corpus: Corpus) -> None:
-    tied = "--tie-adaptive-weights --tie-adaptive-proj"
-    decoder = build(corpus, SMALL, ADAPTIVE_INPUT, tied)[0].decoder
-    assert isinstance(decoder.embed_tokens, AdaptiveInput)
-    head = decoder.adaptive_softmax.head.word_proj.weight
-    assert head is decoder.embed_tokens.embeddings[0][0].weight
-    assert decoder.output_projection is None
-
-
 WITHOUT_POSITIONS = "is defined for models without absolute positions: pass --no-token-positional-"
 LONGER = "can fail on texts longer than those of training: for these pass --attention-norm"
 WARNED = {
@@ -301,17 +291,6 @@ def test_checkpointed_activations_are_computed_again_and_change_no_gradient(
     expected = dict(plain.named_parameters())
     for name, parameter in frugal.named_parameters():
         assert torch.equal(parameter.grad, expected[name].grad), name
-
-
-def test_layerdrop_skips_layers_in_training_only(corpus: Corpus) -> None:
-    model, _, _ = build(corpus, SMALL, "--decoder-layerdrop 0.5 --dropout 0")
-    tokens = torch.randint(4, 24, (1, 20))
-    with torch.no_grad():
-        outputs = {float(model.train()(tokens)[0].sum()) for _ in range(30)}
-        assert 1 < len(outputs) <= 4  # each of two layers is there or not
-        whole = {float(model.eval()(tokens)[0].sum()) for _ in range(3)}
-    assert len(whole) == 1
-    assert whole < outputs
 
 
 def test_layerdrop_leaves_no_noise_of_an_earlier_pass_in_shared_spe(corpus: Corpus) -> None:

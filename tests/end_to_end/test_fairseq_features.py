@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from fairseq import checkpoint_utils, options, tasks
+from fairseq import checkpoint_utils
 from fairseq.dataclass.configs import EMAConfig
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models.ema import build_ema
 from omegaconf import OmegaConf
 
@@ -24,7 +23,6 @@ from tests.end_to_end.commands import (
     save,
     saved,
     small_transformer,
-    words,
 )
 
 pytestmark = pytest.mark.end_to_end
@@ -212,20 +210,6 @@ def test_an_unknown_override_is_refused(translation: Path, name: str, hint: str)
 
 
 # ---- options ----
-
-
-@pytest.mark.parametrize(
-    "given", ["", "--decoder-attention-type linear --encoder-attention-heads 2"]
-)
-def test_a_translation_model_is_built_from_a_namespace(pairs: Path, given: str) -> None:
-    parser = options.get_training_parser()
-    namespace = options.parse_args_and_arch(parser, words([pairs, PAIRS, given]))
-    config = convert_namespace_to_omegaconf(namespace)
-    task = tasks.setup_task(config.task)
-    expected, actual = (task.build_model(given) for given in (config.model, namespace))
-    assert str(actual) == str(expected)
-    for section in (actual.cfg.encoder, actual.cfg.decoder):
-        assert section.embed_dim == 32
 
 
 NARROW = "--quant-noise-pq 0.1 --quant-noise-pq-block-size 7"
