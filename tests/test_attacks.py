@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -19,10 +18,11 @@ from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.records import checkpoints, console
 from lrpe_fairseq.experiments.records.files import ROOT, read_json
 from lrpe_fairseq.experiments.records.layout import file_name
-from lrpe_fairseq.experiments.runner import processes, schedule, slurm
+from lrpe_fairseq.experiments.runner import schedule, slurm
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children
 from tests.attacks import ATTACKS, Accepted, Attack, Lab, answer
+from tests.trial import trial
 
 
 @pytest.fixture(scope="session")
@@ -80,19 +80,7 @@ def test_a_mean_of_checkpoints_is_never_resumed(tmp_path: Path) -> None:
 @pytest.fixture
 def run(lab: Lab, tmp_path: Path) -> LMRun:
     """A language-model run that has not begun."""
-    return LMRun(
-        experiment="trial",
-        label="Base",
-        config="wikitext2",
-        data=lab.lm_data,
-        attention_type="linear",
-        position_encoding="none",
-        seed=1,
-        scale="small",
-        folder=tmp_path / "work",
-        result=tmp_path / "run.json",
-        evaluations=(),
-    )
+    return trial(tmp_path, data=lab.lm_data)
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "zeroed"])
@@ -166,30 +154,6 @@ def test_shell_text_in_paths_and_labels_is_no_program(tmp_path: Path) -> None:
     assert not mark.exists()
     assert not (root / mark.name).exists()
     assert file_name("../$(id)/a b") == ".._$_id__a_b".replace("$", "_")
-
-
-@pytest.fixture
-def no_writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on a file system that is mounted read-only."""
-    original = os.open
-
-    def read_only(path: object, flags: int, *rest: object, **more: object) -> int:
-        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            raise OSError(30, "Read-only file system", str(path))
-        return original(path, flags, *rest, **more)
-
-    monkeypatch.setattr(os, "open", read_only)
-    return
-
-
-def test_the_status_needs_no_write_access(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    (tmp_path / "free").mkdir()
-    with processes.locked(tmp_path / "free"), processes.locked(tmp_path / "held"):
-        assert processes.is_locked(tmp_path / "held")
-        request.getfixturevalue("no_writing")
-        assert processes.is_locked(tmp_path / "held")
-    assert not processes.is_locked(tmp_path / "free")
-    assert not processes.is_locked(tmp_path / "absent")
 
 
 def _stopped_twice() -> bool:

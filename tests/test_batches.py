@@ -21,6 +21,7 @@ from lrpe_fairseq.experiments.runner import schedule
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 from tests.test_experiments import trained
+from tests.trial import trial
 
 TABLES = [load_table(path) for path in sorted((CONFIGS / "tables").glob("*.yaml"))]
 FEWER = {  # configuration -> GPUs of 8 that are used
@@ -82,19 +83,7 @@ def test_every_run_has_updates_of_one_size_on_1_2_4_and_8_gpus(gpus: Iterator) -
 def run_of(config: str, folder: Path, *overrides: str) -> TrainingRun:
     """A run of a configuration ``family/name`` on data that do not exist."""
     kind = family_of(CONFIGS / f"{config}.yaml")
-    return kind(
-        experiment="trial",
-        label="Base",
-        config=config.partition("/")[2],
-        data=folder / "data",
-        attention_type="linear",
-        position_encoding="none",
-        seed=1,
-        scale="small",
-        folder=folder / "work",
-        result=folder / "run.json",
-        overrides=overrides,
-    )
+    return trial(folder, kind, config=config.partition("/")[2], overrides=overrides)
 
 
 TOKENS, SAMPLES = keys.LIMITS

@@ -271,15 +271,6 @@ def test_options_that_contradict_each_other_are_refused(sentence: str) -> None:
         LRPEClassifier.build_model(config, task_of(BYTES))
 
 
-def test_pixels_need_the_dictionary_of_pixels_and_pairs_the_pair_head() -> None:
-    config = OmegaConf.structured(LRPEClassifierTinyConfig(input="pixels"))
-    with pytest.raises(Refusal, match="dictionary of the symbols 0 to 255"):
-        LRPEClassifier.build_model(config, task_of(BYTES[::-1]))
-    config = OmegaConf.structured(LRPEClassifierTinyConfig())
-    with pytest.raises(Refusal, match=r"have second inputs .*: set --pair-head"):
-        LRPEClassifier.build_model(config, task_of(BYTES, pairs=True))
-
-
 # --- configurations ----------------------------------------------------------------------------
 
 SYMBOLS = {"listops": load("listops").SYMBOLS}

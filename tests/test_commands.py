@@ -84,14 +84,6 @@ def test_data_preparation_refuses_bad_input_with_status_2(
     assert_refused(main, BAD_DATA[name].format(**places), capsys)
 
 
-@pytest.mark.parametrize("name", ["install", "test_versions", "train"])
-def test_a_script_of_the_shell_prints_its_help_and_does_nothing_else(name: str) -> None:
-    words = ["bash", str(ROOT / "scripts" / f"{name}.sh"), "--help"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"scripts/{name}.sh" in done.stdout
-
-
 def test_a_row_is_trained_on_the_data_set_that_was_chosen() -> None:
     row = ["tmlr-table4", "RoPE", "linear", "--scale", "small"]
     chosen = {"": "listops-20-100", "sst2-bytes": "sst2-bytes", "pathfinder16": "pathfinder16"}

@@ -52,6 +52,7 @@ from tests.end_to_end.conftest import corpus  # noqa: F401  (a fixture)
 from tests.end_to_end.forked import ForkedChildren
 from tests.test_data_prep import multi30k, newstest, wmt14
 from tests.tiny_table import wait_until
+from tests.trial import trial
 
 TABLES = [load_table(path) for path in sorted((ROOT / "configs" / "tables").glob("*.yaml"))]
 FAMILY_CONFIGS = sorted(
@@ -65,19 +66,7 @@ VALID = 'INFO:valid:{{"valid_ppl": "{}", "valid_num_updates": "{}"}}'
 
 @pytest.fixture
 def one_run(tmp_path):
-    return LMRun(
-        experiment="trial",
-        label="Base",
-        config="wikitext2",
-        data=tmp_path / "data",
-        attention_type="linear",
-        position_encoding="none",
-        seed=1,
-        scale="small",
-        folder=tmp_path / "work",
-        result=tmp_path / "run.json",
-        evaluations=(("test", lm.BLOCKS),),
-    )
+    return trial(tmp_path, evaluations=(("test", lm.BLOCKS),))
 
 
 @pytest.fixture
@@ -217,20 +206,6 @@ def test_a_cell_that_another_table_has_too_is_trained_there():
     assert homes["lrpe:identity:rotation-learned"] == "table5"
     results = {run.result for run in families.runs(families.load_named("table2"), "small", [1])}
     assert {run.result for run in runs if run.experiment == "table2"} <= results
-
-
-def test_a_table_without_the_scale_trains_no_cell_of_another():
-    homes = {
-        scale: {
-            run.label: run.experiment
-            for run in families.runs(families.load_named(name), scale, [1])
-            if "wikitext" in run.data.name
-        }
-        for name, scale in (("tmlr-table2", "small"), ("tmlr-table2", "paper"))
-    }
-    assert homes["small"]["NoPE"] == "catalogue"
-    assert homes["paper"]["NoPE"] == "tmlr-table2"
-    assert homes["small"]["Base"] == homes["paper"]["Base"] == "table2"
 
 
 def test_what_a_row_or_a_column_changes_reaches_the_command():
@@ -613,15 +588,6 @@ def test_a_crashed_run_is_retried_once_and_its_neighbors_go_on(tmp_path, events,
     assert "2 runs finished, 1 failed" in said
 
 
-def test_a_run_folder_that_cannot_be_written_fails_that_run_only(tmp_path, events, capsys):
-    jobs = [FakeJob(tmp_path / name, DONE) for name in ("bad", "good")]
-    jobs[0].folder.rmdir()
-    jobs[0].folder.write_text("a file where the folder should be")
-    assert schedule.Schedule(jobs, schedule.shares(1), events).run() == 1
-    assert [job.finished() for job in jobs] == [False, True]
-    assert "1 runs finished, 1 failed" in capsys.readouterr().out
-
-
 def run_fakes(monkeypatch, root, jobs, **options):
     """What ``run_table`` does with ``jobs`` under ``root``: the exit status."""
     monkeypatch.setattr(run_table, "ROOT", root)
@@ -641,20 +607,6 @@ def test_an_array_keeps_the_numbers_of_its_runs(tmp_path, monkeypatch):
     options = argparse.Namespace(table="table2", **dict.fromkeys(run_table.SITE_OPTIONS))
     assert run_table._submit(jobs, options, ["table2", "--slurm"]) == 0
     assert submitted == [0, 2, 3]
-
-
-def test_the_source_goes_only_to_scripts_that_take_it(tmp_path, capfd):
-    takes, generates = tmp_path / "takes.py", tmp_path / "generates.py"
-    for script, option in (takes, "--from"), (generates, "--size"):
-        script.write_text(
-            f"import argparse\nparser = argparse.ArgumentParser()\n"
-            f"parser.add_argument('{option}')\nprint(parser.parse_args())\n"
-        )
-        folders.prepare(tmp_path / "data", [str(script)], tmp_path)
-    told = capfd.readouterr().out
-    assert f"Namespace(from='{tmp_path}')" in told
-    assert "is generated, so --from does not apply to it" in told
-    assert "Namespace(size=None)" in told
 
 
 def test_the_lock_holds_while_a_child_of_a_dead_runner_trains_on(tmp_path):
@@ -688,14 +640,6 @@ def test_a_run_is_started_only_if_the_longest_one_would_fit(tmp_path, events, ca
     assert schedule.Schedule(jobs, schedule.shares(1), events, seconds=1.8).run() == 0
     assert [job.finished() for job in jobs] == [True, False]
     assert "1 left for the next call" in capsys.readouterr().out
-
-
-def test_rows_and_attention_types_are_run_in_the_order_of_the_command_line():
-    given = ["table2", "--rows", "Type2", "Base", "--attention", "softmax", "linear"]
-    wanted = itertools.product((1, 2), ("softmax", "linear"), ("Type2", "Base"))
-    assert [
-        (run.seed, run.attention_type, run.label) for run in chosen([*given, "--seeds", "2"])
-    ] == list(wanted)
 
 
 def test_the_pack_has_the_results_of_this_call_and_all_logs(tmp_path, events, monkeypatch):

@@ -7,9 +7,7 @@ import importlib.util
 import io
 import math
 import random
-import struct
 import sys
-import zlib
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -459,55 +457,36 @@ def test_an_image_of_any_mode_with_alpha_is_shown_on_white(mode: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=1.01)
 
 
-def png(
-    depth: int, kind: int, line: list[int], *chunks: tuple[bytes, bytes], width: int = 2
-) -> io.BytesIO:
-    """A PNG of one line. kind: of its colors. line: its bytes."""
-    header = struct.pack(">2I5B", width, 1, depth, kind, 0, 0, 0)
-    lines = (b"IDAT", zlib.compress(bytes([0, *line])))
-    file = io.BytesIO(b"\x89PNG\r\n\x1a\n")
-    file.seek(0, io.SEEK_END)
-    for name, content in [(b"IHDR", header), *chunks, lines, (b"IEND", b"")]:
-        file.write(struct.pack(">I", len(content)) + name + content)
-        file.write(struct.pack(">I", zlib.crc32(name + content)))
-    file.seek(0)
-    return file
-
-
-def key(*values: int) -> tuple[bytes, bytes]:
-    return b"tRNS", struct.pack(f">{len(values)}H", *values)
-
-
-GRAY, COLOR, PALETTE, GRAY_ALPHA, COLOR_ALPHA = 0, 2, 3, 4, 6
-PALETTE_OF_TWO = (b"PLTE", bytes([9, 9, 9, 51, 51, 51]))
-FIRST_PIXEL_TRANSPARENT = {  # the second one is 20 % gray, if the depth has it
-    "1 bit": (png(1, GRAY, [0b10000000], key(1)), 0),
-    "16 bits": (png(16, GRAY, [7, 9, 51, 51], key(7 * 256 + 9)), 51),
-    "color of 16 bits": (png(16, COLOR, [1, 0, 2, 0, 3, 0] + [51] * 6, key(256, 512, 768)), 51),
-    "palette": (png(8, PALETTE, [0, 1], PALETTE_OF_TWO, (b"tRNS", b"\0")), 51),
-    "gray and alpha of 16 bits": (png(16, GRAY_ALPHA, [7, 7, 0, 0] + [51] * 2 + [255] * 2), 51),
-    "color and alpha": (png(8, COLOR_ALPHA, [1, 2, 3, 0, 51, 51, 51, 255]), 51),
+KEYS = {  # mode of an image whose first pixel has the transparent color -> pixels, the color
+    "L": (np.array([[7, 51]], np.uint8), 7),
+    "I;16": (np.array([[7 * 256 + 9, 51 * 257]], np.uint16), 7 * 256 + 9),
+    "RGB": (np.array([[[1, 2, 3], [51] * 3]], np.uint8), (1, 2, 3)),
+    "P": (np.array([[0, 51]], np.uint8), b"\0"),
 }
 
 
-@pytest.mark.parametrize("kind", FIRST_PIXEL_TRANSPARENT)
-def test_a_transparent_color_of_a_png_of_any_kind_is_white(kind: str) -> None:
-    file, opaque = FIRST_PIXEL_TRANSPARENT[kind]
-    file.seek(0)
-    found = np.asarray(read_image(file)).tolist()
-    assert found == [[[255] * 3, [opaque] * 3]]
+@pytest.mark.parametrize("mode", KEYS)
+def test_a_transparent_color_of_a_png_is_white(mode: str) -> None:
+    pixels, color = KEYS[mode]
+    image, file = Image.fromarray(pixels), io.BytesIO()
+    if mode == "P":
+        image.putpalette(np.repeat(np.arange(256, dtype=np.uint8), 3).tobytes())
+    assert image.mode == mode
+    image.save(file, "PNG", transparency=color)
+    assert np.asarray(read_image(file)).tolist() == [[[255] * 3, [51] * 3]]
 
 
 @pytest.fixture
 def bad_image(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A file that is no image, or one that cannot be shown in 8 bits."""
     path, ramp = tmp_path / f"0.{request.param.partition(' ')[0]}", Image.fromarray(RAMP)
-    content = png(8, GRAY, [7, 51]).getvalue()
+    ramp.save(file := io.BytesIO(), "PNG")
+    content = file.getvalue()
     match request.param:
         case "tif F" | "tif I":
             ramp.convert(request.param[-1]).save(path)
         case "png above the limit":
-            path.write_bytes(png(8, GRAY, [7, 51], width=2001).getvalue())
+            ramp.resize((2001, 1)).save(path)
         case "png cut":
             path.write_bytes(content[:-26])
         case "png with a wrong checksum":

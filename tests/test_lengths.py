@@ -28,6 +28,7 @@ from tests.end_to_end.commands import Corpus, build
 from tests.end_to_end.forked import ForkedChildren
 from tests.test_experiments import a_record
 from tests.test_results import make_run
+from tests.trial import trial
 
 T = 8
 """Length of training in these tests."""
@@ -336,27 +337,6 @@ def test_layers_with_a_window_reach_as_far_as_their_windows_together(
     assert (one_lost - whole).abs().max() > 1e-6
 
 
-@pytest.mark.parametrize("name", ["lrpe-type2", "fox"])
-@pytest.mark.parametrize("attention", ["linear", "softmax"])
-def test_truncated_windows_are_no_longer_than_the_layers_reach(
-    corpus, attention: str, name: str, monkeypatch
-) -> None:
-    model, read = model_of(corpus, attention, name), []
-    text, forward = text_of(model, 16 * T), model.forward
-
-    def count(tokens: Tensor, **given: object) -> object:
-        read.append(tokens.shape[1])
-        return forward(tokens, **given)
-
-    monkeypatch.setattr(model, "forward", count)
-    found = scoring.evaluate(model, text, 2, T, ["truncated-128"])["truncated-128"]["loss"]
-    assert read == [T - 1 + T, T]  # the last is that of the difference
-    monkeypatch.setattr(scoring, "reach_of", lambda *_: 1000)
-    whole = scoring.evaluate(model, text, 2, T, ["truncated-128"])["truncated-128"]["loss"]
-    assert read[2:] == [16 * T, T]
-    assert found == pytest.approx(whole, rel=1e-6)
-
-
 @pytest.mark.parametrize("name", ["fire", "cape-fire", "spe"])
 def test_windows_are_whole_where_a_score_depends_on_more_than_the_lag(corpus, name: str) -> None:
     assert scoring.reach_of(model_of(corpus, "softmax", name), T) == sys.maxsize
@@ -364,14 +344,6 @@ def test_windows_are_whole_where_a_score_depends_on_more_than_the_lag(corpus, na
 
 def attentions(model: torch.nn.Module) -> Iterator[MultiheadAttention]:
     return (m for m in model.modules() if isinstance(m, MultiheadAttention))
-
-
-def test_a_window_needs_whole_texts() -> None:
-    for attention in ("linear", "softmax"):
-        options = {"attention_type": attention, "position_encoding": "rope", "causal": True}
-        module = MultiheadAttention(16, 2, **options)
-        with pytest.raises(ValueError, match="a window needs causal attention to whole texts"):
-            module.attend(torch.randn(1, 5, 16), keep_state=True, window=3)
 
 
 # --- denominators -----------------------------------------------------------------------------
@@ -490,28 +462,17 @@ def tiny_run(corpus: Corpus, folder: Path) -> LMRun:
     splits = {"test": {"tokens": corpus.token_count("test")}}
     about = {"corpus": "toy", "level": "word", "splits": splits}
     (data / "manifest.json").write_text(json.dumps(about))
-    return LMRun(
-        experiment="trial",
-        label="Type2",
-        config="extrapolation",
-        data=data,
-        attention_type="linear",
-        position_encoding="lrpe-type2",
-        seed=1,
-        scale="small",
-        folder=folder / "work",
-        result=folder / "run.json",
-        overrides=(
-            f"task.tokens_per_sample={T}",
-            "dataset.max_tokens=64",
-            "optimization.max_update=2",
-            "lr_scheduler.lr_period_updates=2",
-            "lr_scheduler.warmup_updates=0",
-            "common.log_interval=1",
-            "model.decoder_layers=1",
-        ),
-        evaluations=of_test(FIRST),
+    chosen = (
+        f"task.tokens_per_sample={T}",
+        "dataset.max_tokens=64",
+        "optimization.max_update=2",
+        "lr_scheduler.lr_period_updates=2",
+        "lr_scheduler.warmup_updates=0",
+        "common.log_interval=1",
+        "model.decoder_layers=1",
     )
+    given = {"config": "extrapolation", "position_encoding": "lrpe-type2", "overrides": chosen}
+    return trial(folder, **given, evaluations=of_test(FIRST))
 
 
 @pytest.mark.end_to_end

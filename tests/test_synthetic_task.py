@@ -121,14 +121,3 @@ def test_splits_that_are_missing_damaged_or_too_long_are_refused(
         write_indexed([[4] * 16385], folder / f"long.{side}", np.uint16)
     with pytest.raises(Refusal, match=said):
         task.load_dataset(split)
-
-
-def test_missing_data_and_models_that_are_no_language_model_are_refused(
-    folder: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(Refusal, match=r"dict\.txt does not exist: prepare the data"):
-        built(tmp_path, TASK, MODEL)
-    with pytest.raises(Refusal, match="lrpe_synthetic reads a single data folder, not the shards"):
-        built(f"{folder}:{folder}", TASK, MODEL)
-    with pytest.raises(Refusal, match="lrpe_synthetic supports language models only"):
-        built(folder, TASK, "--arch lrpe_transformer_tiny")

@@ -124,21 +124,6 @@ def test_inference_mode_leaves_nothing_behind_that_training_cannot_use():
         module(x)[0].sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"attention_type": "quadratic"}, "unknown attention type"),
-        ({"normalizer": "softmax"}, "unknown normalizer"),
-        ({"position_encoding": "rotary"}, "unknown position encoding"),
-        ({"position_encoding": "t5", "attention_type": "linear"}, "softmax attention"),
-    ],
-)
-def test_a_wrong_choice_is_refused_in_one_sentence(changes, message):
-    with pytest.raises(ValueError, match=message) as error:
-        module_of(**changes)
-    assert "\n" not in str(error.value)
-
-
 def test_a_width_that_the_heads_do_not_divide_is_refused():
     with pytest.raises(ValueError, match="not divisible"):
         MultiheadAttention(10, 4, attention_type="linear", position_encoding="none", causal=True)

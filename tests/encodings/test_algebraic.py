@@ -20,7 +20,6 @@ from tests.pairwise import pairwise
 from tests.references import score_matrix
 
 HEADS, D = 2, 8
-COMPONENTS = ("sequence", "cycle7", "tree2", "tree3", "sequence+cycle7", "tree3+sequence")
 
 
 def build(components="sequence", head_dim=D, seed=0, fidelity=(), grid_width=0, **options):
@@ -49,37 +48,7 @@ def operator(encoding, position):
     return encoding(x, x, at, at)[0][0].mT
 
 
-def joined(components, one, other):
-    """p r: steps of ``other`` after those of ``one``; all components read the same code."""
-    tree = [int(c[4:]) for c in components.split("+") if c.startswith("tree")]
-    if not tree:
-        return one + other
-    return domains.concat(torch.tensor(one), torch.tensor(other), tree[0]).item()
-
-
 # --- the group ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("components", "generator"),
-    [(c, "exponential") for c in COMPONENTS if c != "tree3+sequence"]
-    + [(c, "canonical") for c in COMPONENTS if "tree" not in c],
-)
-def test_m_is_an_orthogonal_representation(components, generator):
-    encoding = trained(build(components, ape_generator=generator))
-    eye = torch.eye(D, dtype=torch.float64).expand(HEADS, -1, -1)
-    # the canonical form leaves P on the left out: M(p) = R(p) P^T, and M(0)^T M(p) is the operator
-    start = operator(encoding, 0)
-    if not encoding.foldable and "cycle" not in components:
-        torch.testing.assert_close(start, eye, rtol=0, atol=1e-12)
-
-    def m(position):
-        return start.mT @ operator(encoding, position)
-
-    for one, other in ((0, 5), (3, 4), (6, 11), (29, 8)):
-        both = m(joined(components, one, other))
-        torch.testing.assert_close(m(one) @ m(other), both, rtol=0, atol=1e-12)
-        torch.testing.assert_close(m(one) @ m(one).mT, eye, rtol=0, atol=1e-12)
 
 
 def test_a_cycle_returns_to_its_start():

@@ -144,35 +144,6 @@ def test_evaluation_is_deterministic_and_training_is_not():
         assert (drawn[0][place] - drawn[1][place]).abs().min() > 0
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_features_do_not_depend_on_the_order_of_the_batch(training):
-    encoding = build().train(training)
-    q, k = example(7, batch=4)
-    order, positions = torch.tensor([2, 0, 3, 1]), torch.arange(7)
-    torch.manual_seed(5)
-    straight = encoding(q, k, positions, positions)
-    torch.manual_seed(5)
-    permuted = encoding(q[order], k[order], positions, positions)
-    for a, b in zip(straight, permuted, strict=True):
-        torch.testing.assert_close(a[order], b)
-
-
-def test_gradients_are_the_same_with_and_without_a_batch_axis_of_positions():
-    encoding = build().double().eval()
-    q, k = example(5, batch=3).double().requires_grad_()
-    alike = torch.arange(5).repeat(3, 1)
-    apart = torch.cat([alike[:2], 7 * alike[2:]])  # no common order: gathered row by row
-    grads = []
-    for positions in (torch.arange(5), alike, apart):
-        q2, k2 = encoding(q, k, positions, positions)
-        loss = (q2 @ k2.transpose(-1, -2))[:2].tanh().sum()
-        grads.append(torch.autograd.grad(loss, [q, k, *encoding.parameters()]))
-    for other in grads[1:]:
-        for a, b in zip(grads[0], other, strict=True):
-            torch.testing.assert_close(a, b)
-            assert a.abs().max() > 0
-
-
 def test_gradients_are_the_derivatives_of_the_features():
     encoding = build(head_dim=2, heads=1, spe_sines=2).double().eval()
     parameters = list(encoding.parameters())

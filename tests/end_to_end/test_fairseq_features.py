@@ -1,18 +1,13 @@
 """Features of fairseq that depend on the model class: checkpoints, overrides, inference, export."""
 
 import re
-from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import fairseq.models
 import pytest
 import torch
-from fairseq import checkpoint_utils, options, tasks
-from fairseq.data import Dictionary
+from fairseq import checkpoint_utils
 from fairseq.dataclass.configs import EMAConfig
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models.ema import build_ema
 from omegaconf import OmegaConf
 
@@ -28,7 +23,6 @@ from tests.end_to_end.commands import (
     save,
     saved,
     small_transformer,
-    words,
 )
 
 pytestmark = pytest.mark.end_to_end
@@ -206,41 +200,7 @@ def test_an_unknown_override_is_refused(translation: Path, name: str, hint: str)
     assert str(refusal.value) == f"lrpe_fairseq: unknown option {name!r} in the overrides{hint}"
 
 
-def test_what_from_pretrained_passes_is_no_unknown_override(translation: Path) -> None:
-    data = saved(translation)["cfg"]["task"]["data"]
-    overridden(translation, data=data, user_dir=str(PLUGIN), bpe="sentencepiece", beam=2,
-               sentencepiece_model="pieces.model", tokenizer=None, bpe_codes="codes")  # fmt: skip
-
-
 # ---- options ----
-
-
-@pytest.mark.parametrize(
-    "given", ["", "--decoder-attention-type linear --encoder-attention-heads 2"]
-)
-def test_a_translation_model_is_built_from_a_namespace(pairs: Path, given: str) -> None:
-    parser = options.get_training_parser()
-    namespace = options.parse_args_and_arch(parser, words([pairs, PAIRS, given]))
-    config = convert_namespace_to_omegaconf(namespace)
-    task = tasks.setup_task(config.task)
-    expected, actual = (task.build_model(given) for given in (config.model, namespace))
-    assert str(actual) == str(expected)
-    for section in (actual.cfg.encoder, actual.cfg.decoder):
-        assert section.embed_dim == 32
-
-
-def test_a_masked_model_of_a_task_without_a_longest_input_can_be_pruned_adaptively() -> None:
-    """AdaPrune's penalties and its pruning, which fairseq's RoBERTa has."""
-    words = Dictionary()
-    task = SimpleNamespace(source_dictionary=words, max_positions=lambda: None)
-    namespace = Namespace(arch="lrpe_roberta_tiny", mha_reg_scale_factor=0.5)
-    model = fairseq.models.build_model(namespace, task)
-    assert model.max_positions() == 512
-    assert model._get_adaptive_head_loss() > 0 == model._get_adaptive_ffn_loss()
-    layer = model.encoder.sentence_encoder.layers[0]
-    layer._prune_fc_layer(remove_index=layer._get_fc_rank(remove_num=2))
-    assert layer.fc1.out_features == 510
-    assert model(torch.tensor([[0, 2]]))[0].shape == (1, 2, len(words))
 
 
 NARROW = "--quant-noise-pq 0.1 --quant-noise-pq-block-size 7"

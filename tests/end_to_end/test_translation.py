@@ -7,7 +7,6 @@ import random
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,7 +28,7 @@ from lrpe_fairseq.experiments.families.translation import (
 from lrpe_fairseq.experiments.records.runs import read_run
 from lrpe_fairseq.experiments.runner.training import RunFailed
 from lrpe_fairseq.models.translation import LRPETransformer
-from tests.end_to_end.cases import each_encoding_once, in_turn, sampled, usable
+from tests.end_to_end.cases import in_turn, sampled, usable
 from tests.end_to_end.commands import PLUGIN, built, run, run_here, save, small_transformer
 from tests.end_to_end.forked import ForkedChildren
 
@@ -64,14 +63,6 @@ FEW = [
     ("decoder", "linear", "lrpe-type2", "content"),
     ("decoder", "softmax", "transformer-xl", "rotated"),
     *CROSS,
-]
-ONCE = [
-    *FEW,
-    *(
-        (side, *pair, "rotated")
-        for side, pair in zip(cycle(SIDES), each_encoding_once(first=1), strict=False)
-        if (side, *pair, "rotated") not in FEW and pair in usable(side)
-    ),
 ]
 
 
@@ -172,7 +163,7 @@ def beam_options(**changes: Any) -> Any:
     return GenerationConfig(**{"max_len_a": 0.0, "max_len_b": 12, **changes})
 
 
-@with_cases(FEW, ONCE)
+@with_cases(FEW, CASES)
 def test_a_forced_prefix_is_kept_and_scored_as_training_scores_it(
     model_of: Callable, side: str, attention: str, encoding: str, normalizer: str
 ) -> None:

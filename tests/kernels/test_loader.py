@@ -130,7 +130,7 @@ def test_a_mismatch_is_raised_when_the_library_is_loaded(fresh, quick):
         loader.compiled(SOURCE, wrong)
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+@pytest.mark.parametrize("compiler", ['c++ "', "no-such-compiler", "false"])
 def test_without_a_compiler_linear_attention_runs_and_says_what_to_do(
     compiler, fresh, monkeypatch, caplog
 ):

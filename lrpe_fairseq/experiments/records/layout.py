@@ -33,8 +33,8 @@ class Column:
     """One column, and the field of the run file that it shows.
 
     A file may write several columns at once (:func:`repeated`). key: its name in ``method``.
-    title: its heading. attention: ``linear``, ``softmax`` or :data:`ANY`. metric, with split and protocol: a
-    number of the run's ``metrics``; without them: a field of the run, such as
+    title: its heading. attention: ``linear``, ``softmax`` or :data:`ANY`. metric, with split and
+    protocol: a number of the run's ``metrics``; without them: a field of the run, such as
     ``tokens_per_second``. dataset: only runs on this data set (for columns that differ in it);
     ``reverse`` also stands for ``reverse-small`` at scale small. config: a training configuration
     in place of the scale's; the column then names its data set. scales: the scales with this
