@@ -273,11 +273,12 @@ class Rows(NamedTuple):
 
 
 def distinct_of_rows(positions: Tensor) -> tuple[Tensor, Rows]:
-    """Return the distinct values (N,) of int64 positions (B, T), and their indices."""
+    """Return distinct positions (N,) that include all of int64 (B, T), and their indices."""
     known, device = known_range(positions), positions.device
-    if known is not None and known[1] - known[0] + 1 == positions.shape[1]:
-        index = positions - known[0]
-        return counted(known[1] + 1, device, known[0]), Rows(index, index.argsort(1))
+    if known is not None:  # some of them may be absent
+        index, count = positions - known[0], known[1] - known[0] + 1
+        order = index.argsort(1) if count == positions.shape[1] else None
+        return counted(known[1] + 1, device, known[0]), Rows(index, order)
     distinct, index = positions.unique(return_inverse=True)
     if len(distinct) != index.shape[1]:
         return distinct, Rows(index, None)

@@ -41,12 +41,16 @@ CASES = {
 
 
 def reads_of_a_step(module, length):
-    """Train with a new mask, and return what was read in the forward and backward pass."""
+    """Train with a new mask, in causal self-attention also with new documents, and return what was
+    read in the forward and backward pass."""
     x = torch.randn(BATCH, length, WIDTH)
     padding = torch.zeros(BATCH, length, dtype=torch.bool)
     padding[1, length - 3 :] = padding[2, :2] = True
     memory = (torch.randn(BATCH, 7, WIDTH),) if isinstance(module, CrossAttention) else ()
     masks = {"query_padding_mask": padding} if memory else {"key_padding_mask": padding}
+    if not memory and module.causal:
+        masks["starts"] = torch.zeros(BATCH, length, dtype=torch.bool)
+        masks["starts"][:2, 4] = True
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         module.attend(x, *memory, **masks)[0].sum().backward()
     return READS & {event.name for event in seen.events()}
