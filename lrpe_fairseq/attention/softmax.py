@@ -24,7 +24,7 @@ from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed
 BLOCK = 2**24
 """Maximum number of scores B H R S of a block of R queries: 64 MB in float32."""
 
-FLASH = "lrpe_fairseq.kernels.flash_triton"
+FLASH, STICK = "lrpe_fairseq.kernels.flash_triton", "lrpe_fairseq.kernels.stick_triton"
 
 Rescore = Callable[[Tensor, Tensor | None], Tensor]
 """(scores, visible) -> scores; see ``ScoreEncoding.forward``."""
@@ -78,7 +78,7 @@ def encoded_attention(
     Returns: (B, H, T, E). A query without a visible key gets zeros, never NaN.
     """
     call = _call(encoding, queries, keys, causal, dropout)
-    out = _flash(q, k, v, queries, keys, call)
+    out = (_shares if call.form.shares else _flash)(q, k, v, queries, keys, call)
     plain = call.form == Form() and queries.sums is None
     form = "triton" if out is not None else "torch" if plain else "blocks of queries"
     loader.log_served(f"softmax attention of {encoding.name}", form, q.device.type)
@@ -145,14 +145,37 @@ def _flash(
         return None
     data = _by_slot(call) if in_slots else {}
     data["gates"] = _gates(queries, keys, None if in_slots else form.decay, len(q))
-    masks: dict[str, Any] = {"padding": keys.padding, "window": keys.window}
-    if keys.segments is not None:
-        masks["segments"] = queries.segments.int(), keys.segments.int()
+    masks = _masks(queries, keys)
     pairs = (*(data["gates"] or ()), *masks.get("segments", ()))
     if not kernels.serves(q, k, v, keys.padding, data.get("table"), data.get("factor"), *pairs):
         return None
     options = {"causal": call.causal, "scale": call.scale, "dropout": call.dropout}
     return kernels.flash_attention(q, k, v, **options, **masks, **data)
+
+
+def _shares(
+    q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call: Call
+) -> Tensor | None:
+    """Compute :func:`encoded_attention` whose weights are shares in their Triton kernel.
+
+    None as :func:`_flash`, which has no such weights.
+    """
+    form, kernels = call.form, loader.triton_kernels(STICK)
+    alone = form == Form(weigh=form.weigh, shares=True) and queries.sums is None
+    if kernels is None or not (call.causal and alone) or q.shape[2] == 1:
+        return None
+    masks = _masks(queries, keys)
+    if not kernels.serves(q, k, v, keys.padding, *masks.get("segments", ())):
+        return None
+    return kernels.stick_attention(q, k, v, scale=call.scale, dropout=call.dropout, **masks)
+
+
+def _masks(queries: Tokens, keys: Tokens) -> dict[str, Any]:
+    """Return what hides keys, as arguments of the kernels."""
+    masks: dict[str, Any] = {"padding": keys.padding, "window": keys.window}
+    if keys.segments is not None:
+        masks["segments"] = queries.segments.int(), keys.segments.int()
+    return masks
 
 
 def _by_slot(call: Call) -> dict[str, Any]:
