@@ -35,7 +35,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 
-from lrpe_fairseq.kernels import flash_triton
+from lrpe_fairseq.kernels import flash_triton, stick_triton
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "results" / "bench" / "compiled.json"
@@ -81,17 +81,36 @@ def flash_cases(dtype: torch.dtype) -> Iterator[Case]:
         options = {"causal": not name.startswith("full")}
         for term in set(name.split()) & terms.keys():
             options |= terms[term]
-        yield f"{name}, {widths[0]}/{widths[1]}", partial(_flash, dtype, *widths, options)
+        run = partial(_run, flash_triton.flash_attention, dtype, *widths, options)
+        yield f"{name}, {widths[0]}/{widths[1]}", run
+
+
+def stick_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """Yield stick-breaking attention with and without masks and dropout, and wide heads."""
+    masks = {"padding": torch.zeros(1, TIME, dtype=torch.bool), "window": 100}
+    masks["segments"] = (torch.zeros(1, TIME, dtype=torch.int32),) * 2
+    dropout = {"dropout": 0.1, "seed": torch.zeros(1, dtype=torch.int64)}
+    forms = {"plain": {}, "masks": masks, "dropout": dropout, "all": masks | dropout}
+    widths = [(name, 64, 64) for name in forms] + [("plain", 128, 128), ("all", 128, 128)]
+    for name, *width in widths:
+        run = partial(_run, stick_triton.stick_attention, dtype, *width, forms[name])
+        yield f"{name}, {width[0]}/{width[1]}", run
 
 
 HEADS, TIME = 2, 512
 WIDTHS = ((128, 64), (128, 128), (96, 96), (256, 128))
 
 
-def _flash(dtype: torch.dtype, keys: int, values: int, options: dict[str, Any]) -> None:
+def _run(
+    attention: Callable[..., torch.Tensor],
+    dtype: torch.dtype,
+    keys: int,
+    values: int,
+    options: dict[str, Any],
+) -> None:
     rows = (torch.zeros(1, TIME, HEADS, w, dtype=dtype) for w in (keys, keys, values))
     q, k, v = (x.transpose(1, 2).requires_grad_() for x in rows)
-    out = flash_triton.flash_attention(q, k, v, scale=0.1, **options)
+    out = attention(q, k, v, scale=0.1, **options)
     out.backward(out.detach())
 
 
@@ -100,6 +119,14 @@ FAMILIES = {
         "lrpe_fairseq.kernels.flash_triton",
         tuple(f"lrpe_fairseq.kernels.flash_{name}" for name in ("tiles", "kernels", "triton")),
         flash_cases,
+    ),
+    "stick": Family(
+        "lrpe_fairseq.kernels.flash_triton",
+        tuple(
+            f"lrpe_fairseq.kernels.{name}"
+            for name in ("stick_kernels", "stick_triton", "flash_tiles", "flash_triton")
+        ),
+        stick_cases,
     ),
 }
 

@@ -8,7 +8,7 @@ from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import build_encoding
 from lrpe_fairseq.kernels import loader
 from tests.fifty_updates import TOLERANCE, difference, losses
-from tests.kernels import flash_cases
+from tests.kernels import flash_cases, stick_cases
 from tests.kernels import test_sweep_triton as sums
 from tests.test_every_encoding import MODES, parts_of
 
@@ -158,13 +158,33 @@ def test_flash_attention_equals_its_definition(case, dtype):
         assert dtype == torch.float32
         assert tensors["q"].shape[-1] == 256
         return
+    assert_as_defined(flash_cases, flash_triton.flash_attention, tensors, options)
+
+
+def assert_as_defined(cases, attention, tensors, options):
+    """Compare outputs and gradients with the definition, of two runs on memory full of NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    first, second = (
-        flash_cases.results(flash_triton.flash_attention, tensors, options) for _ in range(2)
-    )
+    first, second = (cases.results(attention, tensors, options) for _ in range(2))
     torch.use_deterministic_algorithms(False)
-    flash_cases.assert_near(first, flash_cases.exact(tensors, options), FLASH_BOUNDS[dtype])
+    wanted, bound = cases.exact(tensors, options), FLASH_BOUNDS[tensors["q"].dtype]
+    flash_cases.assert_near(first, wanted, bound)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+LONG_STICKS = {
+    "long": {"T": 1000, "D": 64, "E": 64, "H": 4},
+    "every key": {"T": 1000, "D": 64, "E": 64, "near": -8.0, "dropout": 0.1},
+}
+
+
+@pytest.mark.parametrize("dtype", FLASH_BOUNDS, ids=str)
+@pytest.mark.parametrize("case", [*stick_cases.CASES, *LONG_STICKS])
+def test_stick_breaking_attention_equals_its_definition(case, dtype):
+    stick_triton = pytest.importorskip("lrpe_fairseq.kernels.stick_triton")
+    form = {**stick_cases.CASES, **LONG_STICKS}[case]
+    tensors, options = stick_cases.inputs(dtype=dtype, device="cuda", **form)
+    assert stick_triton.serves(*tensors.values())
+    assert_as_defined(stick_cases, stick_triton.stick_attention, tensors, options)
 
 
 def test_flash_attention_takes_more_sequences_than_cuda_allows_on_most_axes_of_a_grid():

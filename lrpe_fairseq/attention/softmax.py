@@ -36,7 +36,7 @@ ROWS = 64
 LARGEST_BIAS = 2**25
 """Maximum number of elements of a bias that is kept: 64 MB in half precision."""
 
-FLASH = "lrpe_fairseq.kernels.flash_triton"
+FLASH, STICK = "lrpe_fairseq.kernels.flash_triton", "lrpe_fairseq.kernels.stick_triton"
 
 Rescore = Callable[[Tensor, Tensor | None], Tensor]
 """(scores, visible) -> scores; see ``ScoreEncoding.forward``."""
@@ -90,7 +90,7 @@ def encoded_attention(
     Returns: (B, H, T, E). A query without a visible key gets zeros, never NaN.
     """
     call = _call(encoding, queries, keys, causal, dropout)
-    out = _flash(q, k, v, queries, keys, call)
+    out = (_shares if call.form.shares else _flash)(q, k, v, queries, keys, call)
     plain = call.form == Form() and queries.sums is None
     bias = None if out is not None or plain else _constant_bias(q, queries, keys, call)
     form = "triton" if out is not None else "torch" if plain else "blocks of queries"
@@ -164,14 +164,39 @@ def _flash(
         return None
     data = _by_slot(call) if in_slots else {}
     data["gates"] = decay_sums(queries, keys, None if in_slots else form.decay, len(q))
-    masks: dict[str, Any] = {"padding": keys.padding, "window": keys.window}
-    if keys.segments is not None:
-        masks["segments"] = queries.segments.int(), keys.segments.int()
+    masks = _masks(queries, keys)
     pairs = (*(data["gates"] or ()), *masks.get("segments", ()))
     if not kernels.serves(q, k, v, keys.padding, data.get("table"), data.get("factor"), *pairs):
         return None
     options = {"causal": call.causal, "scale": call.scale, "dropout": call.dropout}
     return kernels.flash_attention(q, k, v, **options, **masks, **data)
+
+
+def _shares(
+    q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call: Call
+) -> Tensor | None:
+    """Compute :func:`encoded_attention` whose weights are shares in their Triton kernel.
+
+    None as :func:`_flash`, which has no such weights.
+    """
+    form, kernels = call.form, loader.triton_kernels(STICK)
+    alone = form == Form(weigh=form.weigh, shares=True) and queries.sums is None
+    if kernels is None or not (call.causal and alone) or q.shape[2] == 1:
+        return None
+    if keys.window is not None and not counts_slots(queries, keys):
+        return None
+    masks = _masks(queries, keys)
+    if not kernels.serves(q, k, v, keys.padding, *masks.get("segments", ())):
+        return None
+    return kernels.stick_attention(q, k, v, scale=call.scale, dropout=call.dropout, **masks)
+
+
+def _masks(queries: Tokens, keys: Tokens) -> dict[str, Any]:
+    """Return what hides keys, as arguments of the kernels."""
+    masks: dict[str, Any] = {"padding": keys.padding, "window": keys.window}
+    if keys.segments is not None:
+        masks["segments"] = queries.segments.int(), keys.segments.int()
+    return masks
 
 
 def _constant_bias(q: Tensor, queries: Tokens, keys: Tokens, call: Call) -> Tensor | None:

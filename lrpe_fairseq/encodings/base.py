@@ -92,6 +92,9 @@ class Form(NamedTuple):
     """:meth:`ScoreEncoding.forward`."""
     weigh: Callable[[Tensor, Tensor | None, torch.dtype], Tensor] | None = None
     """:meth:`ScoreEncoding.weigh`."""
+    shares: bool = False
+    """True if ``weigh`` gives every key before the query, from the newest on, the share sigmoid(z)
+    of what is left, which a kernel computes."""
 
 
 # --- the protocols -----------------------------------------------------------------------------

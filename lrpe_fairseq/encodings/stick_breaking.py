@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import Card, Properties, ScoreEncoding
+from lrpe_fairseq.encodings.base import Card, Form, Properties, ScoreEncoding
 from lrpe_fairseq.encodings.biases import seen_keys
-from lrpe_fairseq.encodings.positions import check_positions
+from lrpe_fairseq.encodings.positions import Lags, check_positions
 
 
 class StickBreaking(ScoreEncoding):
@@ -35,6 +35,10 @@ class StickBreaking(ScoreEncoding):
         "weight, so longer texts add little to a row that has a match.",
         source="[Tan et al. (2025)](https://arxiv.org/abs/2410.17980)",
     )
+
+    def form(self, lags: Lags | None, device: torch.device) -> Form:
+        """Return :meth:`weigh`, marked as shares."""
+        return Form(weigh=self.weigh, shares=True)
 
     def forward(
         self,

@@ -9,6 +9,7 @@ R lags of a table.
 
 from functools import lru_cache
 from math import gcd
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +21,9 @@ from torch.nn import functional as F
 from lrpe_fairseq.kernels import flash, flash_kernels
 from lrpe_fairseq.kernels.dispatch import is_plain
 from lrpe_fairseq.kernels.loader import launch, on_device
+from lrpe_fairseq.kernels.tiles_triton import power_of_two
 
 WIDEST_KEY, WIDEST_VALUE = {True: 128, False: 256}, 128  # True: in float32
-MINIMUM = 16  # smallest side of a tl.dot
 MARGIN = 128  # tokens; no tile is longer
 
 
@@ -93,7 +94,7 @@ def flash_attention(
     flash.check(q, k, causal, (table, factor), first_lag, window)
     if dropout and seed is None:
         seed = torch.randint(2**63 - 1, (1,), device=q.device)
-    options = _Options(causal, scale, first_lag, padding, segments, window, dropout, seed)
+    options = Options(causal, scale, padding, segments, window, dropout, seed, first_lag)
     c, d = (None, None) if gates is None else gates
     return _Flash.apply(q, k, v, table, factor, c, d, options)
 
@@ -133,7 +134,7 @@ def tile_of(name: str, call: "_Call") -> Tile:
     major, _ = capability_of(call.given[0].device)
     table, factor = (x is not None for x in call.tables)
     terms = 2 * (table + (call.gates[0] is not None) + (call.threshold > 0)) + 3 * factor
-    width = _power_of_two(call.width) + _power_of_two(call.values)
+    width = power_of_two(call.width) + power_of_two(call.values)
     load = terms + 3 * (width > 128) + 3 * (width > 256)
     tiles = (LARGE_MEMORY if major in (9, 10) else OTHERS)[name]
     if call.given[0].dtype == torch.float32:
@@ -148,17 +149,17 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
-class _Options(NamedTuple):
-    """The arguments that need no gradients."""
+class Options(NamedTuple):
+    """The arguments that need no gradients; see :func:`flash.definition`."""
 
     causal: bool
     scale: float
-    first_lag: int
     padding: Tensor | None
     segments: flash.Pair | None
     window: int | None
     dropout: float
     seed: Tensor | None
+    first_lag: int = 0
 
 
 class _Flash(torch.autograd.Function):
@@ -166,8 +167,7 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, table, factor, c, d, options):
-        rows = (_rows(x) for x in (q, k, v))
-        call = _Call(*rows, table, factor, c, d, options)
+        call = _Call(*map(rows_of, (q, k, v)), table, factor, c, d, options)
         out, lse = call.output()
         ctx.save_for_backward(q, k, v, table, factor, c, d, out, lse)
         ctx.call, call.given = call, ()
@@ -176,15 +176,15 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         *given, out, lse = ctx.saved_tensors
-        ctx.call.given = tuple(_rows(x) for x in given[:3])
-        found = ctx.call.gradients(_rows(grad), out, lse, ctx.needs_input_grad)
+        ctx.call.given = tuple(map(rows_of, given[:3]))
+        found = ctx.call.gradients(rows_of(grad), out, lse, ctx.needs_input_grad)
         if torch.is_grad_enabled():
             sources = [x for x in (grad, *given) if x is not None]
             found = [x if x is None else flash.NoSecondDerivative.apply(x, *sources) for x in found]
         return *found, None
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
     """Return x with contiguous rows, of which MARGIN lie within 2^31 elements."""
     x = x.detach().resolve_neg()
     return x if x.stride(-1) == 1 and x.stride(2) < 2**24 else x.contiguous()
@@ -195,7 +195,7 @@ def _rounded(count: int) -> int:
     return triton.cdiv(count, MARGIN) * MARGIN
 
 
-def _heads_inside(like: Tensor, tokens: int, width: int) -> Tensor:
+def heads_inside(like: Tensor, tokens: int, width: int) -> Tensor:
     """Return memory for (B, H, tokens, width) that lies as (B, tokens, H, width)."""
     return like.new_empty(like.shape[0], tokens, like.shape[1], width).transpose(1, 2)
 
@@ -207,108 +207,81 @@ def _two_floats(sums: Tensor) -> Tensor:
     return torch.stack([high, (exact - high.double()).float()], -1)
 
 
-def _power_of_two(width: int) -> int:
-    return max(MINIMUM, triton.next_power_of_2(width))
+class MaskedCall:
+    """One call of kernels of attention over tiles: its sizes, masks and dropout, and launches.
 
+    A kernel has as arguments: ``pointers``, :attr:`terms`, the masks, dropout's seed, strides in
+    units of UNIT elements, T, S, H, :attr:`term_numbers`, the offset, the window, dropout's
+    threshold, ``numbers``, the scale, and dropout's factor.
+    """
 
-class _Call:
-    """One call of the kernels: their arguments that are no q, k and v, and what they return."""
+    kernels: ModuleType = flash_kernels
+    terms: tuple[Tensor | None, ...] = ()
+    """Tensors of the terms of the scores, and their numbers."""
+    term_numbers: tuple[int, ...] = ()
 
-    def __init__(self, q, k, v, table, factor, c, d, options: _Options) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
         self.given, self.options = (q, k, v), options
         self.batch, self.heads, self.queries, self.width = q.shape
         self.keys, self.values = k.shape[2], v.shape[3]
-        self.offset = flash.offset_of(q, k, options.causal)
-        self.first_lag, self.tables = self._with_margins(table, factor)
-        self.lags = next((x.shape[1] for x in (table, factor) if x is not None), 0)
-        self.columns = next((x.shape[1] for x in self.tables if x is not None), 0)
-        self.gates = (None, None) if c is None else (_two_floats(c), _two_floats(d))
+        self.offset, self.window = flash.offset_of(q, k, options.causal), options.window
         self.padding = None if options.padding is None else _bytes(options.padding)
         numbers = options.segments or (None, None)
         self.segments = [None if x is None else x.int().contiguous() for x in numbers]
         self.threshold, self.inverse = flash.dropout_of(options.dropout)
         self.bounds: dict[tuple[int, int, bool], Tensor] = {}
 
-    def _with_margins(self, *tables: Tensor | None) -> tuple[int, list[Tensor | None]]:
-        """Return the first lag, and tables (H, R) that have the lags of all pairs of all tiles."""
-        first = self.options.first_lag
-        least = -2 * MARGIN if self.options.causal else -_rounded(self.keys)
-        before = max(0, first - least)
-        padded = []
-        for table in tables:
-            if table is not None:
-                after = max(0, _rounded(self.queries) + self.offset - first - table.shape[1])
-                table = table.detach().float()
-                table = F.pad(table, (before, after)) if before or after else table.contiguous()
-            padded.append(table)
-        return first - before, padded
+    def tile(self, name: str) -> Tile:
+        """Return the tile of a kernel."""
+        raise NotImplementedError
 
-    def output(self) -> tuple[Tensor, Tensor]:
-        """Return o (B, H, T, E) and lse (L, T)."""
-        q, k, v = self.given
-        out = _heads_inside(q, self.queries, self.values)
-        lse = q.new_empty(self.batch * self.heads, self.queries, dtype=torch.float32)
-        self._launch("output", (q, k, v, out, lse), self.given)
-        return out, lse
+    def constants(self, tile: Tile) -> dict[str, Any]:
+        """Return the compile-time arguments of every kernel, without tiles and strides."""
+        return {
+            "D": self.width,
+            "E": self.values,
+            "DP": power_of_two(self.width),
+            "EP": power_of_two(self.values),
+            "WINDOWED": self.window is not None,
+            "PADDED": self.padding is not None,
+            "SEGMENTS": self.segments[0] is not None,
+            "DROPS": self.threshold > 0,
+        }
 
-    def gradients(
-        self, grad: Tensor, out: Tensor, lse: Tensor, needed: tuple[bool, ...]
-    ) -> list[Tensor | None]:
-        """Return the gradients of q, k, v, table, factor and both sums of gates."""
-        q, k, v = self.given
-        delta = torch.empty_like(lse)
-        gated = self.gates[0] is not None
-        own = torch.zeros_like(lse) if gated else None  # remain 0 in causal attention
-        dq, dk = (_heads_inside(x, x.shape[2], self.width) for x in (q, k))
-        dv = _heads_inside(v, self.keys, self.values)
-        strided = (*self.given, grad)
-        pointers = (q, k, v, out, grad, lse, delta, dq, own)
-        self._launch("query_gradient", pointers, strided)
-        of_keys = lse.new_empty(lse.shape[0], self.keys) if gated else None
-        parts, numbers = self._parts(needed[3:5])
-        pointers = (q, k, v, grad, lse, delta, dk, dv, of_keys, *parts)
-        flags = {"TABLE_LEARNS": needed[3], "FACTOR_LEARNS": needed[4]}
-        self._launch("key_gradient", pointers, strided, numbers, **flags)
-        sums = (self._lag_sums(part, numbers[1]) for part in parts)
-        gates = (
-            x.view(self.batch, self.heads, -1).double() if need else None
-            for x, need in zip((own, of_keys), needed[5:7], strict=True)
-        )
-        return [dq, dk, dv, *sums, *gates]
+    def launch(
+        self,
+        name: str,
+        pointers: tuple[Tensor | None, ...],
+        strided: tuple[Tensor, ...],
+        numbers: tuple[int, ...] = (),
+        batch: int | None = None,
+        **flags: bool,
+    ) -> None:
+        """Launch the kernel of that name for all tiles of queries, or of keys.
 
-    def _parts(self, learns: tuple[bool, ...]) -> tuple[list[Tensor | None], tuple[int, int]]:
-        """Return memory for sums by lag (L, N, count) of table and factor, count, and first lag.
-
-        The lags are without the offset. Each has a sum for every tile of keys.
+        batch: how many sequences of the batch; None: all.
         """
-        rows, size, *_ = self._tile("key_gradient")
-        tiles, window = triton.cdiv(self.keys, size), self.options.window
-        least, most = -rows - (tiles - 1) * size, triton.cdiv(self.queries, rows) * rows
-        if self.options.causal:
-            least = max(least, -self.offset - 2 * rows)
-        if window is not None:
-            most = min(most, window + size + rows - self.offset)
-        shape = (self.batch * self.heads, tiles, max(0, most - least))
-        new = self.given[0].new_zeros
-        parts = [new(shape, dtype=torch.float32) if learn else None for learn in learns]
-        return parts, (shape[2], least)
-
-    def _lag_sums(self, part: Tensor | None, least: int) -> Tensor | None:
-        """Return the gradient (H, R) of a table from sums by lag (L, N, count)."""
-        if part is None:
-            return None
-        _, tiles, count = part.shape
-        lags = self.lags
-        out = part.new_empty(self.heads, lags)
-        shift = self.options.first_lag - self.offset - least
+        tile, options, of_keys = self.tile(name), self.options, name == "key_gradient"
+        tokens, size = (self.keys, tile.keys) if of_keys else (self.queries, tile.queries)
+        masks = (self.padding, *self.segments, self._bounds(tile, of_keys))
+        strides = [n for x in strided for n in x.stride()[:3]]
+        unit = gcd(16, *strides)
+        given = (*pointers, *self.terms, *masks, options.seed)
         launch(
-            flash_kernels.lag_sums_kernel,
-            (self.heads * triton.cdiv(lags, 64),),
-            *(part, out, self.batch, self.heads, tiles, count, lags, shift),
-            ROWS=64,
-            SIZE=64,
+            getattr(self.kernels, f"{name}_kernel"),
+            (triton.cdiv(tokens, size) * (batch or self.batch) * self.heads,),
+            *(self.given[0] if x is None else x for x in given),
+            *(n // unit for n in strides),
+            *(self.queries, self.keys, self.heads, *self.term_numbers, self.offset),
+            *(self.window or 0, self.threshold, *numbers, options.scale, self.inverse),
+            UNIT=unit,
+            BM=tile.queries,
+            BN=tile.keys,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **self.constants(tile),
+            **flags,
         )
-        return out
 
     def _bounds(self, tile: Tile, of_keys: bool) -> Tensor | None:
         """Return the range of tiles that every tile of keys, or of queries, has a pair with."""
@@ -337,62 +310,114 @@ class _Call:
         )
         return bounds
 
-    def _tile(self, name: str) -> Tile:
+
+class _Call(MaskedCall):
+    """One call of the kernels of flash attention: the terms of its scores, and what it returns."""
+
+    def __init__(self, q, k, v, table, factor, c, d, options: Options) -> None:
+        super().__init__(q, k, v, options)
+        first_lag, self.tables = self._with_margins(table, factor)
+        self.lags = next((x.shape[1] for x in (table, factor) if x is not None), 0)
+        columns = next((x.shape[1] for x in self.tables if x is not None), 0)
+        self.gates = (None, None) if c is None else (_two_floats(c), _two_floats(d))
+        self.terms, self.term_numbers = (*self.tables, *self.gates), (columns, first_lag)
+
+    def _with_margins(self, *tables: Tensor | None) -> tuple[int, list[Tensor | None]]:
+        """Return the first lag, and tables (H, R) that have the lags of all pairs of all tiles."""
+        first = self.options.first_lag
+        least = -2 * MARGIN if self.options.causal else -_rounded(self.keys)
+        before = max(0, first - least)
+        padded = []
+        for table in tables:
+            if table is not None:
+                after = max(0, _rounded(self.queries) + self.offset - first - table.shape[1])
+                table = table.detach().float()
+                table = F.pad(table, (before, after)) if before or after else table.contiguous()
+            padded.append(table)
+        return first - before, padded
+
+    def output(self) -> tuple[Tensor, Tensor]:
+        """Return o (B, H, T, E) and lse (L, T)."""
+        q, k, v = self.given
+        out = heads_inside(q, self.queries, self.values)
+        lse = q.new_empty(self.batch * self.heads, self.queries, dtype=torch.float32)
+        self.launch("output", (q, k, v, out, lse), self.given)
+        return out, lse
+
+    def gradients(
+        self, grad: Tensor, out: Tensor, lse: Tensor, needed: tuple[bool, ...]
+    ) -> list[Tensor | None]:
+        """Return the gradients of q, k, v, table, factor and both sums of gates."""
+        q, k, v = self.given
+        delta = torch.empty_like(lse)
+        gated = self.gates[0] is not None
+        own = torch.zeros_like(lse) if gated else None  # remain 0 in causal attention
+        dq, dk = (heads_inside(x, x.shape[2], self.width) for x in (q, k))
+        dv = heads_inside(v, self.keys, self.values)
+        strided = (*self.given, grad)
+        pointers = (q, k, v, out, grad, lse, delta, dq, own)
+        self.launch("query_gradient", pointers, strided)
+        of_keys = lse.new_empty(lse.shape[0], self.keys) if gated else None
+        parts, numbers = self._parts(needed[3:5])
+        pointers = (q, k, v, grad, lse, delta, dk, dv, of_keys, *parts)
+        flags = {"TABLE_LEARNS": needed[3], "FACTOR_LEARNS": needed[4]}
+        self.launch("key_gradient", pointers, strided, numbers, **flags)
+        sums = (self._lag_sums(part, numbers[1]) for part in parts)
+        gates = (
+            x.view(self.batch, self.heads, -1).double() if need else None
+            for x, need in zip((own, of_keys), needed[5:7], strict=True)
+        )
+        return [dq, dk, dv, *sums, *gates]
+
+    def _parts(self, learns: tuple[bool, ...]) -> tuple[list[Tensor | None], tuple[int, int]]:
+        """Return memory for sums by lag (L, N, count) of table and factor, count, and first lag.
+
+        The lags are without the offset. Each has a sum for every tile of keys.
+        """
+        rows, size, *_ = self.tile("key_gradient")
+        tiles, window = triton.cdiv(self.keys, size), self.options.window
+        least, most = -rows - (tiles - 1) * size, triton.cdiv(self.queries, rows) * rows
+        if self.options.causal:
+            least = max(least, -self.offset - 2 * rows)
+        if window is not None:
+            most = min(most, window + size + rows - self.offset)
+        shape = (self.batch * self.heads, tiles, max(0, most - least))
+        new = self.given[0].new_zeros
+        parts = [new(shape, dtype=torch.float32) if learn else None for learn in learns]
+        return parts, (shape[2], least)
+
+    def _lag_sums(self, part: Tensor | None, least: int) -> Tensor | None:
+        """Return the gradient (H, R) of a table from sums by lag (L, N, count)."""
+        if part is None:
+            return None
+        _, tiles, count = part.shape
+        lags = self.lags
+        out = part.new_empty(self.heads, lags)
+        shift = self.options.first_lag - self.offset - least
+        launch(
+            flash_kernels.lag_sums_kernel,
+            (self.heads * triton.cdiv(lags, 64),),
+            *(part, out, self.batch, self.heads, tiles, count, lags, shift),
+            ROWS=64,
+            SIZE=64,
+        )
+        return out
+
+    def tile(self, name: str) -> Tile:
         """Return the tile of a kernel."""
         return tile_of(name, self)
 
-    def _launch(
-        self,
-        name: str,
-        pointers: tuple[Tensor | None, ...],
-        strided: tuple[Tensor, ...],
-        numbers: tuple[int, ...] = (),
-        **flags: bool,
-    ) -> None:
-        """Launch the kernel of that name for all tiles of queries, or of keys."""
-        tile, options, of_keys = self._tile(name), self.options, name == "key_gradient"
-        tokens, size = (self.keys, tile.keys) if of_keys else (self.queries, tile.queries)
-        masks = (self.padding, *self.segments, self._bounds(tile, of_keys))
-        pointers = (*pointers, *self.tables, *self.gates, *masks, options.seed)
-        strides = [n for x in strided for n in x.stride()[:3]]
-        unit = gcd(16, *strides)
-        launch(
-            getattr(flash_kernels, f"{name}_kernel"),
-            (triton.cdiv(tokens, size) * self.batch * self.heads,),
-            *(self.given[0] if x is None else x for x in pointers),
-            *(n // unit for n in strides),
-            *(self.queries, self.keys, self.heads, self.columns, self.first_lag, self.offset),
-            *(options.window or 0, self.threshold, *numbers, options.scale, self.inverse),
-            UNIT=unit,
-            BM=tile.queries,
-            BN=tile.keys,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            **self._constants(tile.split),
-            **flags,
-        )
-
-    def _constants(self, split: bool) -> dict[str, Any]:
+    def constants(self, tile: Tile) -> dict[str, Any]:
         """Return the compile-time arguments of all three kernels, without tiles and strides."""
-        options = self.options
-        masks = {
-            "WINDOWED": options.window is not None,
-            "PADDED": options.padding is not None,
-            "SEGMENTS": options.segments is not None,
-        }
-        return {
-            "D": self.width,
-            "E": self.values,
-            "DP": _power_of_two(self.width),
-            "EP": _power_of_two(self.values),
-            "CAUSAL": options.causal,
+        found = super().constants(tile)
+        masked = found["WINDOWED"] or found["PADDED"] or found["SEGMENTS"]
+        return found | {
+            "CAUSAL": self.options.causal,
             "TABLE": self.tables[0] is not None,
             "FACTOR": self.tables[1] is not None,
             "GATED": self.gates[0] is not None,
             "EXACT": self.given[0].dtype == torch.float32,
-            "DROPS": self.threshold > 0,
-            "SPLIT": split and not any(masks.values()),
-            **masks,
+            "SPLIT": tile.split and not masked,
         }
 
 

@@ -1,5 +1,7 @@
 """Softmax attention through the Triton kernel, in Triton's interpreter, against PyTorch."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from lrpe_fairseq.encodings import ENCODINGS, encoding_class, is_causal_only
 from tests.end_to_end.cases import sampled
 
 flash_triton = pytest.importorskip("lrpe_fairseq.kernels.flash_triton")
+stick_triton = pytest.importorskip("lrpe_fairseq.kernels.stick_triton")
 BATCH, HEADS, TIME, WIDTH = 2, 2, 19, 16
 LEFT = torch.zeros(BATCH, TIME, dtype=torch.bool)
 LEFT[1, :5] = True
@@ -21,12 +24,16 @@ BY_LAG = ("alibi", "kerple-log", "kerple-power", "permuteformer", "sandwich", "t
 BY_GATES = ("fox", "gated:alibi", "gated:lrpe-type2")
 WIDE = ("cosformer", "lrpe-tmlr-type1", "lrpe-type8")
 """Encodings whose features are wider than values."""
+SHARES = "stick-breaking"
+"""With a kernel of its own."""
 
 
 def expected(name, causal, mask):
     """True if the kernel serves the encoding; torch's own serves plain scores of equal widths."""
     if name in BY_LAG and (causal or name != "permuteformer"):  # which decays if causal
         return mask != "between" or (name == "alibi" and causal)
+    if name == SHARES:
+        return True
     data = not encoding_class(name).decomposable
     return not data and (name in WIDE or name in BY_GATES or mask != "whole")
 
@@ -34,15 +41,15 @@ def expected(name, causal, mask):
 @pytest.fixture
 def calls(monkeypatch):
     """The arguments of every call of the kernel, which is used on the CPU."""
-    found, kernel = [], flash_triton.flash_attention
+    found, modules = [], {softmax.FLASH: flash_triton, softmax.STICK: stick_triton}
 
-    def counted(*given, **options):
+    def counted(kernel, *given, **options):
         found.append(options)
         return kernel(*given, **options)
 
-    monkeypatch.setattr(flash_triton, "flash_attention", counted)
-    monkeypatch.setattr(softmax.loader, "triton_kernels",
-                        lambda name: flash_triton if name == softmax.FLASH else None)  # fmt: skip
+    for module, name in ((flash_triton, "flash_attention"), (stick_triton, "stick_attention")):
+        monkeypatch.setattr(module, name, partial(counted, getattr(module, name)))
+    monkeypatch.setattr(softmax.loader, "triton_kernels", modules.get)
     return found
 
 
@@ -70,7 +77,7 @@ def compared(name, causal, calls, monkeypatch, **options):
     return count
 
 
-QUICK = ("none", "alibi", "t5", "fox", "permuteformer", "lrpe-type8", "cope")
+QUICK = ("none", "alibi", "t5", "fox", "permuteformer", "lrpe-type8", "cope", SHARES)
 CASES = [
     (name, causal, mask)
     for name in (*ENCODINGS, *BY_GATES[1:])
@@ -89,6 +96,6 @@ def test_the_kernel_serves_what_is_data_and_equals_pytorch(name, causal, mask, c
     assert count == expected(name, causal, mask)
 
 
-@pytest.mark.parametrize("name", ["rope", "alibi", "t5", "fox", "permuteformer"])
+@pytest.mark.parametrize("name", ["rope", "alibi", "t5", "fox", "permuteformer", SHARES])
 def test_a_window_is_a_window_of_the_kernel(name, calls, monkeypatch):
     assert compared(name, True, calls, monkeypatch, window=4) == 1
