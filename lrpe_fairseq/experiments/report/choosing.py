@@ -25,12 +25,12 @@ CURVES = {
 }  # fmt: skip
 GROUPS = {
     "Language models": ["quickstart", "table2", "catalogue", "extrapolation", "budget", "books",
-                        "tmlr-table2", "tmlr-table5", "table5"],
+                        "tmlr-table2", "tmlr-table5", "table5", "hybrid-lm"],
     "Masked language models and GLUE": ["table8", "table3", "budget-mlm", "tmlr-table1-pretrain",
                                         "tmlr-table1"],
     "Translation and transduction": ["table4", "ape-wmt14", "ape-sequences", "ape-trees"],
     "Classification and images": ["images", "listops", "tmlr-table4", "tmlr-table3"],
-    "Synthetic tasks": ["synthetic", "grid"],
+    "Synthetic tasks": ["synthetic", "grid", "hybrid-mqar"],
 }  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def index(results: Results) -> str:
     groups = {
         title: [(table, _first(results, table)) for table in own]
         for title, names in {**GROUPS, "Others": others}.items()
-        if (own := [results.tables[name] for name in names if name in results.tables])
+        if (own := [results.tables[name] for name in names if results.sheets_of(name)])
     }
     values = {"groups": groups, "settings": settings, "not_run": _not_run(results)}
     return markdown.rendered("results.md.j2", **values)
@@ -146,9 +146,7 @@ def index(results: Results) -> str:
 
 def _first(results: Results, table: Table) -> str:
     """Return the best rows of a table's first headline columns."""
-    sheet = next(iter(results.sheets_of(table.name)), None)
-    if sheet is None:
-        return "not run"
+    sheet = results.sheets_of(table.name)[0]
     first: dict[str, ColumnView] = {}
     for view in results.headlines(sheet):
         first.setdefault(view.column.attention, view)
