@@ -7,7 +7,6 @@ import torch
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import build_encoding
 from lrpe_fairseq.kernels import loader
-from tests.fifty_updates import TOLERANCE, difference, losses
 from tests.kernels import flash_cases
 from tests.kernels import test_sweep_triton as sums
 from tests.test_every_encoding import MODES, parts_of
@@ -172,17 +171,3 @@ def test_flash_attention_takes_more_sequences_than_cuda_allows_on_most_axes_of_a
     tensors, options = flash_cases.inputs(T=2, B=40_000, table=True, device="cuda")
     found = flash_cases.results(flash_triton.flash_attention, tensors, options)
     flash_cases.assert_near(found, flash_cases.exact(tensors, options), 2e-5)
-
-
-CELLS = [("Type2", "linear"), ("FoX, open", "linear"), ("RoPE", "softmax"), ("T5", "softmax")]
-
-
-@pytest.mark.parametrize(("label", "attention"), CELLS)
-def test_fifty_updates_of_a_cell_of_books_are_those_of_a_cpu(label, attention, corpus, tmp_path):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "bin").symlink_to(corpus.data)
-    cpu, gpu = (
-        losses(label, attention, device, tmp_path / f"{device}.log", tmp_path / "data")
-        for device in ("cpu", "cuda")
-    )
-    assert difference(gpu, cpu) <= TOLERANCE
