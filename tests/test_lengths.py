@@ -181,29 +181,6 @@ def test_sinusoidal_positions_extend_beyond_the_length_of_training(corpus) -> No
     assert len(positions.weights) == 128 + 2
 
 
-@pytest.mark.parametrize("attention", ["linear", "softmax"])
-def test_windows_of_several_protocols_are_computed_once(corpus, attention, monkeypatch) -> None:
-    model = model_of(corpus, attention, "lrpe-type2")
-    text = text_of(model, 300)
-    blocks = ["positions-128", "blocks-16", "blocks-8"]
-    paired = ["paired-128", "paired-16", "paired-8"]
-    other = ["truncated-128", "tail-24-5", "positions-64", "paired-32"]
-    alone = {n: scoring.evaluate(model, text, 2, T, [n])[n] for n in (*blocks, *paired, *other)}
-    read, forward = [], model.forward
-
-    def count(tokens: Tensor, **given: object) -> object:
-        read.append(tokens.numel())
-        return forward(tokens, **given)
-
-    monkeypatch.setattr(model, "forward", count)
-    found = scoring.evaluate(model, text, 2, T, [*paired, *blocks])
-    assert list(found) == [*paired, *blocks]
-    assert sum(read) == len(text) * len(blocks)
-    found |= scoring.evaluate(model, text, 2, T, [*other, *blocks])
-    for name, measured in alone.items():
-        assert found[name] == pytest.approx(measured, rel=1e-5, abs=1e-6)
-
-
 def test_a_difference_is_in_nats_with_an_interval_over_blocks() -> None:
     bits = torch.tensor([1.0, 3.0, 2.0, 2.0, 6.0, 4.0]).double()
     found = scoring.differences(bits, 3)

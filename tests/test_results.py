@@ -9,7 +9,7 @@ import pytest
 
 from lrpe_fairseq.encodings import encoding_class
 from lrpe_fairseq.experiments.records import keys
-from lrpe_fairseq.experiments.records.layout import Column, load_table, load_tables
+from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import (
     FIELDS,
     environment,
@@ -394,49 +394,6 @@ def test_a_column_of_a_data_set_shows_it_in_the_size_of_the_scale(root):
     assert set(scores(root, "Base", "valid")) == {0, 1}
 
 
-def test_a_column_with_for_stands_for_every_combination(root):
-    path = edit_table(
-        root,
-        "columns:\n",
-        """columns:
-  - for: {attention: [linear, softmax], split: {valid: "", test: " (test)"}}
-    key: "loss-{attention}-{split}"
-    title: "loss{split title}"
-    attention: "{attention}"
-    split: "{split}"
-    protocol: blocks
-    metric: loss
-    overrides: {optimization.clip_norm: 1.0}
-""",
-    )
-    same = {"protocol": "blocks", "metric": "loss", "overrides": {CLIPPING: 1.0}}
-    same["better"] = "lower"
-    columns = load_table(path).columns
-    assert [column for column in columns if column.metric == "loss"] == [
-        Column("loss-linear-valid", "loss", "linear", split="valid", **same),
-        Column("loss-linear-test", "loss (test)", "linear", split="test", **same),
-        Column("loss-softmax-valid", "loss", "softmax", split="valid", **same),
-        Column("loss-softmax-test", "loss (test)", "softmax", split="test", **same),
-    ]
-
-
-HIGHER = {"accuracy", "bleu", "exact_match", "f1", "matthews", "pearson", "spearman", "holds-to",
-          "answer_accuracy", "token_accuracy", "beyond-window"}  # fmt: skip
-LOWER = {"ppl", "word_ppl", "loss", "delta"}
-
-
-def test_a_column_has_the_direction_of_its_metric_in_every_table():
-    for table in load_tables(ROOT / "configs" / "tables"):
-        for column in table.columns:
-            for metric, better in [
-                (column.metric, column.better),
-                (column.best_by.get("metric"), column.best_by.get("better")),
-            ]:
-                name = (metric or "").removesuffix("-2048")
-                expected = "higher" if name in HIGHER else "lower" if name in LOWER else better
-                assert better == expected, f"{table.name}, {column.key}"
-
-
 WRONG_TABLES = {
     "an unknown key": ("better: lower", "beter: lower", "unexpected keyword argument 'beter'"),
     "a missing key": ("better: lower\n", "", "missing 1 required positional argument: 'better'"),
@@ -446,13 +403,11 @@ WRONG_TABLES = {
         "",
         "override optimization.clip_norm",
     ),
-    "malformed YAML": ("rows:", "rows: [1, {", "demo.yaml"),
     "two labels of one file name": (
         "{label: SPE,",
         '{label: "A b", encoding: none, attention: [linear]}\n  - {label: "A/b",',
         "two rows or columns have the name A_b",
     ),
-    "a row twice": ("label: SPE", "label: RoPE", "two rows or columns have the name RoPE"),
     "no such baseline": ("baseline: Base", "baseline: Bass", "has no row 'Bass'"),
     "an unknown attention": (
         "[softmax]",
@@ -465,9 +420,7 @@ WRONG_TABLES = {
         "has no column 'vaild'",
     ),
     "a column of no scale": ("title: test,", "title: test, scales: [huge],", "no scale huge"),
-    "rows of no scale": ("compare:", "rows_of: {huge: [Base]}\ncompare:", "no scale huge"),
     "no such row": ("compare:", "rows_of: {small: [Base, X]}\ncompare:", "has no row 'X'"),
-    "no such headline": ("compare:", "headline: [vaild]\ncompare:", "has no column 'vaild'"),
 }
 
 

@@ -311,24 +311,6 @@ def test_memory_is_linear_in_length(form, monkeypatch):
     assert saved(4096) < 9 * saved(512)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"normalizer": "softmax"}, "unknown normalizer"),
-        ({"normalizer": "content"}, "content="),
-        (
-            {"causal": False, "log_decay": torch.zeros(BATCH, HEADS, 4)},
-            r"log_decay of shape \(B, H, T\) needs causal=True",
-        ),
-    ],
-)
-def test_arguments_that_do_not_fit_are_refused(options, message):
-    q, k, v, *_ = example(4)
-    for function in (linear_attention, linear_attention_naive):
-        with pytest.raises(ValueError, match=message):
-            function(q, k, v, **{"causal": True, **options})
-
-
 def test_causal_attention_over_fewer_keys_is_refused():
     q, k, v, *_ = example(4, keys=3)
     with pytest.raises(ValueError, match="as many queries as keys"):

@@ -129,14 +129,6 @@ def test_a_width_that_the_heads_do_not_divide_is_refused():
         MultiheadAttention(10, 4, attention_type="linear", position_encoding="none", causal=True)
 
 
-def test_a_mask_of_scores_and_a_bidirectional_cache_are_refused():
-    x = torch.randn(3, 1, WIDTH, dtype=torch.float64)
-    with pytest.raises(ValueError, match="causal=True"):
-        module_of()(x, attn_mask=torch.zeros(3, 3))
-    with pytest.raises(ValueError, match="causal=True"):
-        module_of(causal=False)(x, incremental_state={})
-
-
 class Average(ScoreEncoding):
     """Weights that are no softmax: all visible keys count alike, and so do their positions."""
 

@@ -7,13 +7,10 @@ from benchmarks import (
     attention,
     decays,
     decoding,
-    encoding,
     phases,
-    training,
 )
 from benchmarks.timing import Timing, contest
 from lrpe_fairseq.attention import linear
-from lrpe_fairseq.encodings import ENCODINGS
 
 
 def test_contestants_run_in_turn_and_warm_up_rounds_do_not_count():
@@ -80,19 +77,6 @@ def test_a_decoder_that_says_something_else_token_by_token_is_not_timed(monkeypa
     )
     with pytest.raises(AssertionError):
         decoding.check()
-
-
-def test_encoding_is_compared_with_a_copy(monkeypatch):
-    monkeypatch.setitem(encoding.SHAPES, "cpu", (1, 2, 8, 16))
-    rows = encoding.measure("cpu", torch.float32, 1)
-    names = [name for name in ENCODINGS if training.serves("lm", "linear", name) and name != "spe"]
-    names = [name for name in names if name not in ("lrpe-tmlr-type2", "lrpe-tmlr-type3")]  # twins
-    names += training.VARIANTS
-    forms = {(r["encoding"], r["form"]) for r in rows}
-    assert [r["encoding"] for r in rows if r["form"] == "step by step"] == names
-    assert ("lrpe-type2", "one pass") in forms
-    assert ("none", "one pass") not in forms  # nothing to do after phi
-    assert all(r["copies"] > 0 < r["copies_backward"] for r in rows)
 
 
 def test_phases_of_rounded_angles_are_off_and_ours_are_not():

@@ -277,11 +277,9 @@ def test_features_that_fill_no_slice_are_unchanged():
         ("tree2", {"ape_generator": "canonical"}, "have no canonical form"),
         ("cycle1", {}, "at least 2 positions"),
         ("tree1000", {}, "1 to 256 branches"),
-        ("tree0", {}, "unknown position encoding"),
         ("sequence+sequence+sequence", {"grid_width": 4}, "one row and one column"),
         ("sequence+sequence+sequence+sequence+sequence", {}, "head width of at least 2"),
         ("ring", {}, "unknown position encoding 'ape:ring'"),
-        ("sequence+", {}, "unknown position encoding"),
     ],
 )
 def test_what_cannot_be_built_is_refused(components, options, message):
