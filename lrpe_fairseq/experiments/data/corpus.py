@@ -121,7 +121,7 @@ def obtain(
     and resumed by the next attempt or the next call. checksum: of the plain file; empty if none is
     published. packed: the URLs serve the file compressed with gzip.
 
-    Raises: UserError if it is missing, truncated or another version; it is then not left there.
+    Raises: UserError if it is missing, truncated or another version; no file is left then.
     """
     target = into / file
     if has_checksum(target, checksum):

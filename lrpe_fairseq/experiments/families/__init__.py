@@ -63,7 +63,7 @@ def preparation_of(data: Path) -> list[str]:
 
 
 def load_named(name: str) -> Table:
-    """Load ``configs/tables/<name>.yaml``. Raises: ValueError, which names near or all tables."""
+    """Load configs/tables/<name>.yaml. Raises: ValueError, which names the nearest table or all."""
     require_checkout()
     folder = CONFIGS / "tables"
     known = sorted(path.stem for path in folder.glob("*.yaml"))

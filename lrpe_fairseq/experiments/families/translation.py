@@ -132,7 +132,7 @@ class TranslationRun(EncoderDecoderRun):
 def measure(
     checkpoint: Path, data: Path, splits: Sequence[str], decoding: Decoding, logs: Path, run: Shell
 ) -> Run:
-    """Return ``metrics`` and ``protocol`` of a checkpoint. logs: a folder.
+    """Return ``metrics`` and ``protocol`` of a checkpoint. logs: folder of the translations.
 
     Raises: RunFailed if the dictionaries differ from the checkpoint's, fairseq-generate fails (for
         example on a source that is too long), or a sentence is missing.

@@ -128,11 +128,9 @@ def dotted(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
     A nested section, such as a translation model's encoder, is part of the key:
     ``model.encoder.embed_dim``.
     """
-    return {
-        key: _plain(value)
-        for section, values in config.items()
-        for key, value in _dotted(section, values)
-    }
+    found = dict(pair for part, values in config.items() for pair in _dotted(part, values))
+    # inf, nan and what JSON does not know become text
+    return json.loads(json.dumps(found, default=str), parse_constant=lambda n: str(float(n)))
 
 
 def _dotted(section: str, values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -277,8 +275,3 @@ def _mean(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if not all(torch.equal(tensor, tensors[0]) for tensor in tensors):
         raise ValueError(f"the checkpoints differ in {name}, whose values cannot be averaged")
     return tensors[0]
-
-
-def _plain(value: Any) -> Any:
-    """Convert a value to types that JSON supports; inf, nan and other types become text."""
-    return json.loads(json.dumps(value, default=str), parse_constant=lambda n: str(float(n)))

@@ -133,6 +133,8 @@ def _typed(names: Names) -> Any:
     from fairseq.dataclass.configs import FairseqConfig
     from fairseq.dataclass.initialize import add_defaults
 
+    from lrpe_fairseq import criterions, models, optim, tasks  # noqa: F401  (register classes)
+
     kinds = {part: FairseqConfig.__dataclass_fields__[part].default for part in checkpoints.PLAIN}
     values = {part: OmegaConf.structured(kind) for part, kind in kinds.items()}
     config = OmegaConf.create({**values, **{part: {"_name": name} for part, name in names}})

@@ -22,10 +22,10 @@ from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import ROOT, read_json, relative
 
-GRACE = "LRPE_FAIRSEQ_GRACE"
-"""Environment variable: seconds that a training has to save after a signal."""
 Shell = Callable[[list[str], Path], None]
 """Runs a command from the repository root with a new log. Raises: RunFailed, Stopped."""
+GRACE = "LRPE_FAIRSEQ_GRACE"
+"""Environment variable: seconds that a training has to save after a signal."""
 GRACE_SECONDS = 25.0  # by default: a cluster sends SIGKILL after 30 s
 PR_SET_CHILD_SUBREAPER = 36  # of Linux: orphans of children become children of this process
 
