@@ -18,7 +18,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-re
 SEEDS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all versions lint format bench docs tables FORCE
+.PHONY: help install quickstart test test-all versions lint format bench docs api tables FORCE
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,7 +41,7 @@ $(INSTALLED): setup.py scripts/install.sh
 
 $(TOOLS): $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
-	    --no-build-isolation --editable '.[test,experiments]' > $(VENV)/install-test.log 2>&1 \
+	    --no-build-isolation --editable '.[fairseq,experiments,test]' > $(VENV)/install-test.log 2>&1 \
 	    || { tail -n 40 $(VENV)/install-test.log; exit 1; }
 	@touch $@
 
@@ -68,8 +68,15 @@ format: $(TOOLS)  ## fix style
 
 bench: install  ## time attention and every encoding against their baselines
 	$(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks.slot --minutes 120
 
 docs: install  ## regenerate every generated page from the run files
 	$(BIN)/python -m lrpe_fairseq.experiments.report.docs
+
+api: install  ## write API pages of attention and encodings from the docstrings, build/api
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore pdoc
+	$(BIN)/python -m pdoc --docformat google --output-directory build/api lrpe_fairseq.attention \
+	    lrpe_fairseq.encodings
+	@echo "open build/api/index.html"
 
 tables: docs

@@ -20,14 +20,17 @@ setup(
     install_requires=[
         "torch>=2.6",  # safe checkpoint loading is the default from 2.6 on
         "numpy",
-        "fairseq-fixed==0.12.3.1",  # imports as fairseq; stock 0.12.2 does not import on 3.11
-        "sentencepiece",
-        "sacrebleu",
-        "pyyaml",
-        "tensorboard",
-        "tqdm",
     ],
     extras_require={
+        # The plugin and its scripts; encodings and attention need none of these.
+        "fairseq": [
+            "fairseq-fixed==0.12.3.1",  # imports as fairseq; stock 0.12.2 does not import on 3.11
+            "sentencepiece",
+            "sacrebleu",
+            "pyyaml",
+            "tensorboard",
+            "tqdm",
+        ],
         "test": [
             "import-linter>=2.1",
             "pytest",

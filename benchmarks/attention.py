@@ -1,6 +1,5 @@
 """Linear attention against the naive form and SDPA: forward and backward, causal and not."""
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from unittest import mock
 
@@ -35,12 +34,10 @@ def measure(device: str, dtype: torch.dtype, rounds: int) -> list[dict]:
 
 
 def causal_forms(device: str) -> dict[str, Callable]:
-    """Return the contestants, including our kernel and fla's if available on the device."""
+    """Return the contestants, including our kernel if the device has one."""
     forms = {"chunked": chunked, "naive": naive, "sdpa": sdpa}
     if has_kernel(device):
         forms["kernel"] = ours
-    if device != "cpu" and importlib.util.find_spec("fla") is not None:
-        forms["fla"] = fla
     return forms
 
 
@@ -118,13 +115,6 @@ def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return linear_attention(q, k, v, causal=True)
 
 
-def fla(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The chunked form of flash-linear-attention, whose tensors are (B, T, H, D)."""
-    from fla.ops.linear_attn import chunk_linear_attn
-
-    return chunk_linear_attn(q, k, v, scale=1.0)[0]
-
-
 def bidirectional(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Our bidirectional linear attention."""
     return linear_attention(q, k, v, causal=False)
@@ -149,7 +139,7 @@ def step(
     form: Callable, length: int, tokens: int, device: str, dtype: torch.dtype
 ) -> Callable[[], None]:
     """One forward and backward pass on ``tokens`` tokens in sequences of ``length``."""
-    shape = (tokens // length, *((length, HEADS) if form is fla else (HEADS, length)), WIDTH)
+    shape = (tokens // length, HEADS, length, WIDTH)
     inputs = [torch.rand(shape, device=device, dtype=dtype).requires_grad_() for _ in range(3)]
     grad = torch.randn(shape, device=device, dtype=dtype)
 

@@ -1,11 +1,16 @@
 """Training speed of every encoding relative to Base (LRPE, Table 9): ``lrpe_lm`` and RoBERTa."""
 
+from argparse import Namespace
 from collections.abc import Callable, Collection
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from fairseq.data import Dictionary
+from fairseq.models import BaseFairseqModel
+from fairseq.models.roberta.model import RobertaModel, base_architecture
+from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from torch.nn import functional as F
 
 from benchmarks.timing import Timing, contest
@@ -17,6 +22,10 @@ VOCABULARY = 8192
 LENGTH = 512
 MODELS = ("lm", "roberta")
 ROBERTA_LAYERS = 4  # instead of 12, each as in the paper: same ratios in a third of the time
+STOCK = "stock"
+"""The name of fairseq's own model of the same size, with softmax attention."""
+PADDED = 0.2
+"""Share of padding in the batches of :func:`masked_step`."""
 CANONICAL = "ape (canonical)"
 VARIANTS = {
     CANONICAL: ("ape", {"ape_generator": "canonical"}),
@@ -90,7 +99,7 @@ def measure_table6(
         own = step("roberta", name, "linear", device, tokens, dtype, normalizer)
         timings = contest({"none": base, label: own}, rounds)
         chosen = {"row": label, "encoding": name, "normalizer": normalizer}
-        rows.append({**chosen, **_speeds(tokens, timings[label], timings["none"])})
+        rows.append({**chosen, **speeds(tokens, timings[label], timings["none"])})
     return rows
 
 
@@ -111,12 +120,17 @@ def step(
     tokens: int,
     dtype: torch.dtype = torch.float32,
     normalizer: str = DENOMINATOR,
+    **shape: int,
 ) -> Callable[[], None]:
-    """Return a training step of ``lrpe_lm`` (6 x 512) or ``lrpe_roberta`` (4 x 768)."""
+    """Return a training step of ``lrpe_lm`` (6 x 512) or ``lrpe_roberta`` (4 x 768).
+
+    shape: options of the model that differ, and ``length``, tokens of a sequence.
+    """
     build = {"lm": build_lm, "roberta": build_roberta}[model]
-    trained = build(name, attention_type, normalizer).to(device, dtype)
+    trained = build(name, attention_type, normalizer, **shape).to(device, dtype)
     optimizer = torch.optim.Adam(trained.parameters(), lr=1e-4, fused=True)
-    text = torch.randint(4, VOCABULARY, (tokens // LENGTH, LENGTH + 1), device=device)
+    length = shape.get("length", LENGTH)
+    text = torch.randint(4, VOCABULARY, (max(1, tokens // length), length + 1), device=device)
 
     def run() -> None:
         optimizer.zero_grad()
@@ -127,42 +141,83 @@ def step(
     return run
 
 
-def build_lm(name: str, attention_type: str, normalizer: str = DENOMINATOR) -> LRPELanguageModel:
-    """Build ``lrpe_lm`` with the given attention and a synthetic dictionary."""
+def masked_step(
+    name: str, attention_type: str, device: str, tokens: int, dtype: torch.dtype, **shape: int
+) -> Callable[[], None]:
+    """Return a training step of ``lrpe_roberta`` (12 x 768), or fairseq's own, on masked tokens.
+
+    The batches have :data:`PADDED` padding, the models their dropout of 0.1. shape: as of
+    :func:`step`.
+    """
+    shape = {"encoder_layers": 12, **shape}
+    trained = build_roberta(name, attention_type, **shape).to(device, dtype)
+    optimizer = torch.optim.Adam(trained.parameters(), lr=1e-4, fused=True)
+    length, padding = shape.get("length", LENGTH), _task().source_dictionary.pad()
+    rows = max(2, tokens // length)
+    text = torch.randint(4, VOCABULARY, (rows, length), device=device)
+    ends = torch.linspace(1 - 2 * PADDED, 1.0, rows, device=device) * length
+    text[torch.arange(length, device=device) >= ends.unsqueeze(1)] = padding
+    masked = (torch.rand(text.shape, device=device) < 0.15) & (text != padding)
+    wanted = text[masked]
+
+    def run() -> None:
+        optimizer.zero_grad()
+        logits, _ = trained(text, masked_tokens=masked)
+        F.cross_entropy(logits.float(), wanted).backward()
+        optimizer.step()
+
+    return run
+
+
+def build_lm(
+    name: str,
+    attention_type: str,
+    normalizer: str = DENOMINATOR,
+    length: int = LENGTH,
+    **shape: int,
+) -> BaseFairseqModel:
+    """Build ``lrpe_lm``, or ``transformer_lm`` for :data:`STOCK`, with a synthetic dictionary."""
     encoding, options = VARIANTS.get(name, (name, {}))
-    cfg = LRPELanguageModelConfig(
-        attention_type=attention_type,
-        attention_normalizer=normalizer,
-        position_encoding=encoding,
-        tokens_per_sample=LENGTH,
-        max_target_positions=LENGTH,
-        add_bos_token=False,
-        tpu=False,
-        **options,
-    )
+    shape |= {"tokens_per_sample": length, "max_target_positions": length}
+    shape |= {"add_bos_token": False, "tpu": False}
+    if name == STOCK:
+        config = TransformerLanguageModelConfig(**shape)
+        return TransformerLanguageModel.build_model(config, _task())
+    chosen = _chosen(attention_type, normalizer, encoding)
+    cfg = LRPELanguageModelConfig(**chosen, **shape, **options)
     return LRPELanguageModel.build_model(cfg, _task())
 
 
 def build_roberta(
-    name: str, attention_type: str, normalizer: str = DENOMINATOR
-) -> LRPERobertaModel:
-    """Build a shorter ``lrpe_roberta`` with the given attention and a synthetic dictionary."""
+    name: str,
+    attention_type: str,
+    normalizer: str = DENOMINATOR,
+    length: int = LENGTH,
+    **shape: int,
+) -> BaseFairseqModel:
+    """Build a shorter ``lrpe_roberta``, or fairseq's own for :data:`STOCK`; see build_lm."""
     encoding, options = VARIANTS.get(name, (name, {}))
-    cfg = LRPERobertaConfig(
-        attention_type=attention_type,
-        attention_normalizer=normalizer,
-        position_encoding=encoding,
-        encoder_layers=ROBERTA_LAYERS,
-        max_positions=LENGTH,
-        **options,
-    )
-    return LRPERobertaModel.build_model(cfg, _task())
+    shape = {"encoder_layers": ROBERTA_LAYERS, "max_positions": length, **shape}
+    if name == STOCK:
+        config = Namespace(tokens_per_sample=length, **shape)
+        base_architecture(config)
+        return RobertaModel.build_model(config, _task())
+    chosen = _chosen(attention_type, normalizer, encoding)
+    return LRPERobertaModel.build_model(LRPERobertaConfig(**chosen, **shape, **options), _task())
+
+
+def _chosen(attention_type: str, normalizer: str, encoding: str) -> dict[str, Any]:
+    return {
+        "attention_type": attention_type,
+        "attention_normalizer": normalizer,
+        "position_encoding": encoding,
+    }
 
 
 def _task() -> SimpleNamespace:
     torch.manual_seed(0)
-    dictionary = dictionary_of(VOCABULARY)
-    return SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    words = dictionary_of(VOCABULARY)
+    return SimpleNamespace(source_dictionary=words, target_dictionary=words, dictionary=words)
 
 
 def dictionary_of(size: int) -> Dictionary:
@@ -181,12 +236,13 @@ def _row(
         "model": model,
         "attention": attention_type,
         "encoding": name,
-        **_speeds(tokens, timing, timings["none"]),
+        **speeds(tokens, timing, timings["none"]),
         **({"relative_to_rope": timings["rope"].ratio(timing)} if name in BESIDE_ROPE else {}),
     }
 
 
-def _speeds(tokens: int, timing: Timing, base: Timing) -> dict:
+def speeds(tokens: int, timing: Timing, base: Timing) -> dict:
+    """Return the columns of a row that are measured; see :func:`measure`."""
     return {
         "seconds": timing.median,
         "spread": timing.spread,

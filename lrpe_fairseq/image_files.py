@@ -16,6 +16,22 @@ STEPS = {"1": 255, "L;2": 85, "L;4": 17}
 """Factor by which Pillow brings gray values of a PNG with fewer than 8 bits to 0 to 255."""
 
 
+def rows_and_columns(size: str | int) -> tuple[int, int]:
+    """Return the rows and columns of pixels of ``size``, ``HxW`` or one number for both.
+
+    Raises: ChoiceError for another text.
+
+    >>> rows_and_columns("288x224"), rows_and_columns(224)
+    ((288, 224), (224, 224))
+    """
+    sides = str(size).split("x")
+    if len(sides) > 2 or not all(side.isdecimal() and int(side) for side in sides):
+        raise ChoiceError(
+            f"--image-size is rows x columns, such as 288x224, or one number for both, not {size!r}"
+        )
+    return int(sides[0]), int(sides[-1])
+
+
 def read_image(file: Path | IO[bytes], name: str = "") -> Any:
     """Return the picture of a file as a PIL image of mode RGB.
 

@@ -4,7 +4,7 @@
 # cut, unless --max-positions allows them.
 #
 #   scripts/eval_classifier.sh <checkpoint> <data> [--splits valid test] [--max-positions N]
-#                              [--out FILE.json]
+#                              [--image-size HxW] [--out FILE.json]
 #
 #   scripts/eval_classifier.sh runs/listops/checkpoints/checkpoint_best.pt data/listops-100-400
 set -euo pipefail

@@ -5,7 +5,7 @@
 # file of the same checkpoint and data keeps its other results.
 #
 #   scripts/eval_lm.sh <checkpoint> <data> [--splits valid test] [--protocols blocks tail-2048 …]
-#                      [--out FILE.json]
+#                      [--context-scaling yarn --context-factor 4] [--out FILE.json]
 #
 #   scripts/eval_lm.sh runs/wikitext2/checkpoints/checkpoint_best.pt data/wikitext-2-bpe
 set -euo pipefail

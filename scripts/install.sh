@@ -61,6 +61,6 @@ step "building fairseq, installing it and this package" \
     env -u CUDA_HOME PATH="$work:$PATH" DIST_EXTRA_CONFIG="$work/parallel.cfg" \
     CFLAGS="${CFLAGS:-} -O1 -g0" CXXFLAGS="${CXXFLAGS:-} -O1 -g0" \
     "${install[@]}" "${cache[@]}" --no-build-isolation fairseq-fixed==0.12.3.1 \
-    --editable ".${extras:+[$extras]}"
+    --editable ".[fairseq${extras:+,$extras}]"
 step "importing fairseq and this package" \
     "$python" -c 'import fairseq.data.data_utils_fast, lrpe_fairseq'

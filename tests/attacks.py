@@ -6,12 +6,10 @@ input, so nothing is trained or evaluated here. The outcome to have is one sente
 
 import contextlib
 import io
-import logging
 import os
 import runpy
 import shutil
 import sys
-import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
@@ -24,7 +22,7 @@ import torch
 
 from lrpe_fairseq.experiments.commands import evaluate, run_table, train_row
 from lrpe_fairseq.experiments.data import corpus as prep
-from lrpe_fairseq.experiments.data import folders, glue
+from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.families import family_of
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import command
@@ -32,8 +30,7 @@ from lrpe_fairseq.experiments.records.files import ROOT, write_json
 from lrpe_fairseq.experiments.runner import schedule, slurm
 from lrpe_fairseq.experiments.runner.processes import Children
 from lrpe_fairseq.experiments.runner.training import TrainingRun
-from lrpe_fairseq.kernels import causal_cpu, loader
-from tests.end_to_end.commands import PLUGIN, SMALL, TRAINING, built, save, small_transformer, words
+from tests.end_to_end.commands import PLUGIN, SMALL, TRAINING, built, save, small_transformer
 
 WORDS = [f"w{n}" for n in range(20)]
 OTHERS = [f"v{n}" for n in range(20)]
@@ -43,12 +40,6 @@ TRANSLATION = (
     f"--user-dir {PLUGIN} --task translation -s en -t de --cpu --optimizer adam --max-tokens 64 "
     + small_transformer()
 )
-MASKED = (
-    f"--user-dir {PLUGIN} --task masked_lm --tokens-per-sample 32 --cpu --optimizer adam "
-    "--arch lrpe_roberta_tiny --encoder-layers 1 --encoder-embed-dim 32 "
-    "--encoder-ffn-embed-dim 32 --max-tokens 64 --criterion masked_lm"
-)
-STOCK = TRAINING + " --arch transformer_lm --decoder-layers 1 --decoder-embed-dim 32"
 
 
 class Accepted(BaseException):
@@ -91,16 +82,6 @@ class Lab:
     def mt(self) -> Path:
         """A translation model that was not trained."""
         return self.model("mt", self.mt_data, TRANSLATION)
-
-    @cached_property
-    def masked(self) -> Path:
-        """A masked language model that was not trained."""
-        return self.model("masked", self.lm_data, MASKED)
-
-    @cached_property
-    def stock(self) -> Path:
-        """A language model of fairseq, without our options."""
-        return self.model("stock", self.lm_data, STOCK)
 
     def text_data(self, name: str, symbols: list[str]) -> Path:
         """A prepared folder of one language with these words."""
@@ -342,9 +323,7 @@ CHECKPOINTS = [
         "resume: 2 kB of zeros in the weights", resumed(lambda lab: lab.zeroed(lab.lm)), "damaged"
     ),
     Attack("eval_lm: a truncated checkpoint", lm(_truncated), "does not load: it is truncated"),
-    Attack("eval_lm: a folder", lm(lambda lab: lab.folder), "does not load: it is truncated"),
     Attack("eval_lm: a translation model", lm(lambda lab: lab.mt), "not of lrpe_lm"),
-    Attack("eval_lm: a model of fairseq", lm(lambda lab: lab.stock), "not of lrpe_lm"),
     Attack("eval_lm: a diverged model", lm(_diverged), "diverged"),
     Attack(
         "eval_lm: another dictionary of equal size",
@@ -362,17 +341,10 @@ CHECKPOINTS = [
         mt(lambda lab: lab.mt, data=_without_manifest),
         "manifest.json",
     ),
-    *(
-        Attack(
-            f"eval_mt: {option} {value}",
-            mt(lambda lab: lab.mt, "--average", "1", option, value),
-            said,
-        )
-        for option, value, said in (
-            ("--average", "0", "must be at least 1"),
-            ("--beam", "0", "must be at least 1"),
-            ("--lenpen", "nan", "--lenpen must be a finite number"),
-        )
+    Attack(
+        "eval_mt: --lenpen nan",
+        mt(lambda lab: lab.mt, "--average", "1", "--lenpen", "nan"),
+        "--lenpen must be a finite number",
     ),
     Attack(
         "eval_mt: no periodic checkpoint to average",
@@ -381,13 +353,6 @@ CHECKPOINTS = [
     ),
     Attack("eval_glue: a language model", glue_of(lambda lab: lab.lm), "not of lrpe_roberta"),
     Attack("finetune: a language model", tuned(lambda lab: lab.lm), "not of lrpe_roberta"),
-    *(
-        Attack(f"finetune: {option} {value}", tuned(lambda lab: lab.masked, option, value), said)
-        for option, value, said in (
-            ("--seeds", "0", "--seeds and --jobs must be at least 1"),
-            ("--lr", "nan", "--lr must be positive"),
-        )
-    ),
 ]
 
 # ---- tables and clusters ----
@@ -428,13 +393,10 @@ def sbatch(script: str) -> Provoke:
 
 
 TABLES = [
-    Attack("run_table: --gpus -1", table("--gpus", "-1"), "--gpus must be at least 1"),
     Attack("run_table: --slurm --gpus 4", table("--slurm", "--gpus", "4"), "use --gpus-per-node"),
     Attack("run_table: --slurm --jobs 2", table("--slurm", "--jobs", "2"), "and running in"),
     Attack("run_table: --nodes 2", table("--nodes", "2"), "--nodes need --slurm"),
-    Attack("run_table: --gpus 64", table("--gpus", "64"), "cannot have 64 GPUs"),
     Attack("run_table: --seeds 0", table("--seeds", "0"), "at least 1"),
-    Attack("run_table: --jobs 0", table("--jobs", "0"), "at least 1"),
     Attack("slurm.yaml: nodes 0", site("nodes: 0"), "nodes must be an integer"),
     Attack("slurm.yaml: time without quotes", site("time: 24:00:00"), "in quotes"),
     Attack("run_table: --slurm without sbatch", table("--slurm"), "no sbatch"),
@@ -442,14 +404,10 @@ TABLES = [
     Attack("sbatch: is not there", sbatch(""), "no sbatch"),
     Attack("sbatch: fails without a word", sbatch("exit 3"), "sbatch failed with status 3"),
     Attack("sbatch: refuses", sbatch("echo bad account >&2; exit 1"), "bad account"),
-    Attack("sbatch: prints no job id", sbatch("exit 0"), "no job id"),
     Attack("configuration: malformed YAML", config("c.yaml", "task: [1, {"), r"c\.yaml"),
     Attack("configuration: without a task", config("c.yaml", "model: {}"), r"c\.yaml"),
-    Attack("configuration: no mapping", config("c.yaml", "text"), r"c\.yaml"),
     Attack("slurm.yaml: malformed YAML", site("setup: [1, {"), r"slurm\.yaml"),
     Attack("slurm.yaml: an unknown key", site("gpu: 1"), "gpu"),
-    Attack("slurm.yaml: nodes as a word", site("nodes: two"), "nodes"),
-    Attack("slurm.yaml: setup as a mapping", site("setup: {a: 1}"), "setup"),
 ]
 
 # ---- data ----
@@ -467,38 +425,12 @@ def prepared(change: Callable[[Path], object]) -> Provoke:
     return provoke
 
 
-def examples(content: bytes) -> Provoke:
-    """A file of RTE."""
-
-    def provoke(lab: Lab) -> int:
-        reads = runpy.run_path(str(ROOT / "data-prep" / "glue" / "prepare.py"))["read_examples"]
-        path = lab.written("train.tsv", b"index\ta\tb\tlabel\n" + content)
-        return guarded(lambda: list(reads(path, glue.TASKS["RTE"])))
-
-    return provoke
-
-
 def destination(dest: Callable[[Lab], Path]) -> Provoke:
     """A data-prep script with this ``--dest``."""
 
     def provoke(lab: Lab) -> int:
         main = runpy.run_path(str(ROOT / "data-prep" / "multi30k" / "prepare.py"))["main"]
         return main(["--dest", str(dest(lab)), "--from", str(lab.folder)])
-
-    return provoke
-
-
-def tarred(kind: bytes) -> Provoke:
-    """A tar archive with one special member."""
-
-    def provoke(lab: Lab) -> int:
-        unpack = runpy.run_path(str(ROOT / "data-prep" / "wmt14-en-de" / "prepare.py"))["_unpack"]
-        archive = lab.folder / "special.tar"
-        member = tarfile.TarInfo("training/news.en")
-        member.type, member.linkname = kind, "/etc/passwd"
-        with tarfile.open(archive, "w") as file:
-            file.addfile(member)
-        return guarded(lambda: unpack(archive, {"news.en": "a.en"}, lab.folder / "unpacked"))
 
     return provoke
 
@@ -510,21 +442,6 @@ DATA = [
         r"manifest\.json is not valid JSON",
     ),
     Attack(
-        "GLUE: Latin-1",
-        examples("0\tcafé\tb\tentailment\n".encode("latin-1")),
-        r"train\.tsv.*UTF-8",
-    ),
-    Attack(
-        "GLUE: UTF-16", examples("0\ta\tb\tentailment\n".encode("utf-16")), r"train\.tsv.*UTF-8"
-    ),
-    Attack(
-        "GLUE: a field of 200 kB",
-        examples(b"0\t" + b"a" * 200_000 + b"\tb\tentailment\n"),
-        r"train\.tsv, line 2",
-    ),
-    Attack("GLUE: a missing column", examples(b"0\ta\n"), r"train\.tsv, line 2"),
-    Attack("GLUE: an unknown label", examples(b"0\ta\tb\tmaybe\n"), r"train\.tsv, line 2"),
-    Attack(
         "--dest: a file", destination(lambda lab: lab.written("d", "")), "choose another --dest"
     ),
     Attack(
@@ -532,49 +449,6 @@ DATA = [
         destination(lambda lab: Path("/proc/lrpe")),
         "choose another --dest",
     ),
-    Attack("tar: a symbolic link", tarred(tarfile.SYMTYPE), "contains no news.en"),
-    Attack("tar: a device", tarred(tarfile.CHRTYPE), "contains no news.en"),
 ]
 
-# ---- models and kernels ----
-
-
-def built_with(options: str) -> Provoke:
-    """A language model with these options."""
-
-    def provoke(lab: Lab) -> None:
-        built(lab.lm_data / "bin", TRAINING, SMALL, *words([options]))
-
-    return provoke
-
-
-def compiler(name: str) -> Provoke:
-    """``CXX``: PyTorch runs in place of the kernels, and one line says why."""
-
-    def provoke(lab: Lab) -> int:
-        said = logging.StreamHandler(sys.stderr)
-        loader.logger.addHandler(said)
-        loader.compiled.cache_clear()
-        try:
-            with mock.patch.dict(os.environ, CXX=name):
-                return 0 if causal_cpu.library() else 2
-        finally:
-            loader.logger.removeHandler(said)
-            loader.compiled.cache_clear()
-
-    return provoke
-
-
-MODELS = [
-    Attack("model: --spe-realizations 0", built_with("--position-encoding spe "
-           "--attention-type linear --spe-realizations 0"), "must be positive"),
-    Attack("model: --decoder-layers -1", built_with("--decoder-layers -1"), "decoder-layers"),
-    Attack("model: --decoder-layers 0", built_with("--decoder-layers 0"), "decoder-layers"),
-    Attack("model: --dropout 2", built_with("--dropout 2"), "dropout"),
-    Attack("model: --dropout nan", built_with("--dropout nan"), "dropout"),
-    Attack("model: --attention-dropout -0.1", built_with("--attention-dropout -0.1"), "dropout"),
-    Attack("CXX: does not parse", compiler('c++ "'), "No closing quotation"),
-    Attack("CXX: is not there", compiler("no-such-compiler"), "no-such-compiler"),
-]  # fmt: skip
-
-ATTACKS = [*CHECKPOINTS, *TABLES, *DATA, *MODELS]
+ATTACKS = [*CHECKPOINTS, *TABLES, *DATA]

@@ -22,20 +22,17 @@ torch.set_num_threads(1)
 
 LONGEST_FIRST = (
     "test_slurm",
-    "test_causal_triton",
     "test_interruptions",
-    "test_compile_triton",
-    "test_pages",
     "test_preemption",
     "test_experiments",
-    "test_translation",
-    "test_masked_lm",
+    "test_readme",
     "test_finetuning",
-    "test_classification",
-    "test_segment_recurrence",
-    "test_compile",
-    "test_configuration",
+    "test_translation",
+    "test_causal_triton",
+    "test_compile_triton",
     "test_language_model",
+    "test_pages",
+    "test_segment_recurrence",
 )
 """Files that must not be left for the end, when the other worker has nothing to do."""
 

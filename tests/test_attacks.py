@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -19,10 +18,11 @@ from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.records import checkpoints, console
 from lrpe_fairseq.experiments.records.files import ROOT, read_json
 from lrpe_fairseq.experiments.records.layout import file_name
-from lrpe_fairseq.experiments.runner import processes, schedule, slurm, training
+from lrpe_fairseq.experiments.runner import schedule, slurm
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children
 from tests.attacks import ATTACKS, Accepted, Attack, Lab, answer
+from tests.trial import trial
 
 
 @pytest.fixture(scope="session")
@@ -80,19 +80,7 @@ def test_a_mean_of_checkpoints_is_never_resumed(tmp_path: Path) -> None:
 @pytest.fixture
 def run(lab: Lab, tmp_path: Path) -> LMRun:
     """A language-model run that has not begun."""
-    return LMRun(
-        experiment="trial",
-        label="Base",
-        config="wikitext2",
-        data=lab.lm_data,
-        attention_type="linear",
-        position_encoding="none",
-        seed=1,
-        scale="small",
-        folder=tmp_path / "work",
-        result=tmp_path / "run.json",
-        evaluations=(),
-    )
+    return trial(tmp_path, data=lab.lm_data)
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "zeroed"])
@@ -117,7 +105,7 @@ def test_a_bad_best_checkpoint_after_the_last_update_says_the_way_out(
 
 def test_a_training_keeps_the_checksum_of_its_dictionary(lab: Lab, run: LMRun) -> None:
     with (
-        mock.patch.object(training, "run_child", side_effect=Accepted),
+        mock.patch.object(Children, "run", side_effect=Accepted),
         contextlib.suppress(Accepted),
     ):
         run.train(Children(), Devices(), 0, print)
@@ -138,12 +126,6 @@ def test_where_only_the_size_of_a_dictionary_is_known_this_is_said(lab: Lab) -> 
 
 
 # ---- paths ----
-
-
-@pytest.mark.parametrize("script", ["eval_lm", "eval_mt", "finetune_glue", "run_table"])
-def test_scripts_hand_on_where_the_user_stands(script: str, tmp_path: Path) -> None:
-    text = (ROOT / "scripts" / f"{script}.sh").read_text()
-    assert text.index('export LRPE_STARTED_IN="$PWD"') < text.index("cd ")
 
 
 def test_relative_paths_count_from_where_the_user_stands(
@@ -172,30 +154,6 @@ def test_shell_text_in_paths_and_labels_is_no_program(tmp_path: Path) -> None:
     assert not mark.exists()
     assert not (root / mark.name).exists()
     assert file_name("../$(id)/a b") == ".._$_id__a_b".replace("$", "_")
-
-
-@pytest.fixture
-def no_writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on a file system that is mounted read-only."""
-    original = os.open
-
-    def read_only(path: object, flags: int, *rest: object, **more: object) -> int:
-        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            raise OSError(30, "Read-only file system", str(path))
-        return original(path, flags, *rest, **more)
-
-    monkeypatch.setattr(os, "open", read_only)
-    return
-
-
-def test_the_status_needs_no_write_access(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    (tmp_path / "free").mkdir()
-    with processes.locked(tmp_path / "free"), processes.locked(tmp_path / "held"):
-        assert processes.is_locked(tmp_path / "held")
-        request.getfixturevalue("no_writing")
-        assert processes.is_locked(tmp_path / "held")
-    assert not processes.is_locked(tmp_path / "free")
-    assert not processes.is_locked(tmp_path / "absent")
 
 
 def _stopped_twice() -> bool:

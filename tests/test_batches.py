@@ -21,6 +21,7 @@ from lrpe_fairseq.experiments.runner import schedule
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 from tests.test_experiments import trained
+from tests.trial import trial
 
 TABLES = [load_table(path) for path in sorted((CONFIGS / "tables").glob("*.yaml"))]
 FEWER = {  # configuration -> GPUs of 8 that are used
@@ -82,19 +83,7 @@ def test_every_run_has_updates_of_one_size_on_1_2_4_and_8_gpus(gpus: Iterator) -
 def run_of(config: str, folder: Path, *overrides: str) -> TrainingRun:
     """A run of a configuration ``family/name`` on data that do not exist."""
     kind = family_of(CONFIGS / f"{config}.yaml")
-    return kind(
-        experiment="trial",
-        label="Base",
-        config=config.partition("/")[2],
-        data=folder / "data",
-        attention_type="linear",
-        position_encoding="none",
-        seed=1,
-        scale="small",
-        folder=folder / "work",
-        result=folder / "run.json",
-        overrides=overrides,
-    )
+    return trial(folder, kind, config=config.partition("/")[2], overrides=overrides)
 
 
 TOKENS, SAMPLES = keys.LIMITS
@@ -223,16 +212,3 @@ def test_with_batch_norm_accumulated_batches_are_another_training(tmp_path: Path
     assert two.differences(together(two, 2, update_freq=[1])) == {keys.FREQUENCY}
     pixels = run_of("classification/mnist5k", tmp_path)
     assert pixels.differences(together(pixels, 1, batch_size=16, update_freq=[2])) == set()
-
-
-def test_tables_show_the_update_over_all_processes() -> None:
-    def option(name: str, processes: int = 1, **config: object) -> object:
-        spread = {keys.WORLD: processes, **by_keys(config)}
-        return keys.option(spread, name)
-
-    assert option(SAMPLES, batch_size=256, update_freq=[1]) == 256
-    assert option(SAMPLES, 4, batch_size=64, update_freq=[1]) == 256
-    assert option(TOKENS, 4, max_tokens=4096, update_freq=[4]) == 65536
-    assert option(TOKENS, 4, batch_size=64, update_freq=[1], max_tokens=None) is None
-    assert option(TOKENS, 4, batch_size=64, update_freq=[1]) is None
-    assert option(SAMPLES, batch_size=8, update_freq=[1, 2]) == [8, 16]

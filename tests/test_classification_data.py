@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 from dataclasses import replace
 from pathlib import Path
@@ -65,33 +64,6 @@ def test_the_digits_are_those_of_scikit_learn_in_disjoint_stratified_splits(
     manifest = prep.Steps(digits_data, "digits", "8x8").old
     assert manifest["splits"]["test"]["tokens"] == 540 * 64
     assert manifest["classes"] == 10
-
-
-def test_mnist_is_averaged_in_blocks_and_its_classes_are_in_the_last_column(
-    tmp_path: Path,
-) -> None:
-    rng = np.random.RandomState(0)
-    pixels, labels = rng.randint(0, 256, (20, 28, 28)), np.arange(20) % 10
-    rows = np.concatenate([pixels.reshape(20, -1), labels[:, None]], 1)
-    text = "".join(",".join(map(str, row)) + "\n" for row in rows).encode()
-    with gzip.open(tmp_path / "mnist_5k.csv.gz", "wb") as out:
-        out.write(text)
-    checksum = hashlib.sha256(text).hexdigest()
-    sizes = {"train": 10, "valid": 5, "test": 5}
-    source = replace(examples.MNIST5K, sha256=checksum, sizes=sizes)
-    manifest = examples.prepare_images(tmp_path / "dest", source, 14, tmp_path)
-    assert {s: c["examples"] for s, c in manifest["splits"].items()} == sizes
-    means = {}
-    for image, label in zip(pixels, labels, strict=True):
-        mean = [
-            round(float(image[2 * r : 2 * r + 2, 2 * c : 2 * c + 2].mean()))
-            for r in range(14)
-            for c in range(14)
-        ]
-        means[tuple(mean)] = label
-    for split in sizes:
-        own = stored(tmp_path / "dest" / "bin", split, end=False)
-        assert [means[tuple(row)] for row in own.inputs] == own.labels
 
 
 # --- ListOps -----------------------------------------------------------------------------------

@@ -228,8 +228,3 @@ def test_few_classes_have_no_top5_and_half_precision_is_summed_in_float32() -> N
     assert float(loss) == 60000
     assert "_top5" not in log
     assert int(log["_accuracy"]) == 1
-
-
-def test_a_smoothing_that_is_no_probability_is_refused() -> None:
-    with pytest.raises(Refusal, match="--label-smoothing must be at least 0 and less than 1"):
-        criterion_of(1.0)

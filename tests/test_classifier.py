@@ -235,7 +235,6 @@ RECOMPUTED = {
     "rope": {"attention": "linear"},
     "own noise": {"encoding": "spe"},
     "shared noise": {"encoding": "spe", "spe_shared": True},
-    "shared seed": {"encoding": "spe", "spe_shared": True, "spe_code": "convolution"},
 }
 
 
@@ -270,15 +269,6 @@ def test_options_that_contradict_each_other_are_refused(sentence: str) -> None:
     config = OmegaConf.structured(LRPEClassifierTinyConfig(**REFUSED[sentence]))
     with pytest.raises(Refusal, match=sentence):
         LRPEClassifier.build_model(config, task_of(BYTES))
-
-
-def test_pixels_need_the_dictionary_of_pixels_and_pairs_the_pair_head() -> None:
-    config = OmegaConf.structured(LRPEClassifierTinyConfig(input="pixels"))
-    with pytest.raises(Refusal, match="dictionary of the symbols 0 to 255"):
-        LRPEClassifier.build_model(config, task_of(BYTES[::-1]))
-    config = OmegaConf.structured(LRPEClassifierTinyConfig())
-    with pytest.raises(Refusal, match=r"have second inputs .*: set --pair-head"):
-        LRPEClassifier.build_model(config, task_of(BYTES, pairs=True))
 
 
 # --- configurations ----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 
 from lrpe_fairseq.experiments.__main__ import COMMANDS
 from lrpe_fairseq.experiments.__main__ import main as program
-from lrpe_fairseq.experiments.commands import doctor, evaluate, train_row
+from lrpe_fairseq.experiments.commands import evaluate, train_row
 from lrpe_fairseq.experiments.records.console import UserError, command
 from lrpe_fairseq.experiments.records.files import ROOT
 
@@ -84,14 +84,6 @@ def test_data_preparation_refuses_bad_input_with_status_2(
     assert_refused(main, BAD_DATA[name].format(**places), capsys)
 
 
-@pytest.mark.parametrize("name", ["install", "test_versions", "train"])
-def test_a_script_of_the_shell_prints_its_help_and_does_nothing_else(name: str) -> None:
-    words = ["bash", str(ROOT / "scripts" / f"{name}.sh"), "--help"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"scripts/{name}.sh" in done.stdout
-
-
 def test_a_row_is_trained_on_the_data_set_that_was_chosen() -> None:
     row = ["tmlr-table4", "RoPE", "linear", "--scale", "small"]
     chosen = {"": "listops-20-100", "sst2-bytes": "sst2-bytes", "pathfinder16": "pathfinder16"}
@@ -140,14 +132,6 @@ def test_an_evaluation_needs_a_place_for_its_result_before_it_begins(tmp_path: P
     missing = tmp_path / "absent" / "model.pt"  # refused later, with a better sentence
     assert evaluate._parsed(parser, [str(missing), "data"]).out == missing.with_suffix(".json")
     assert not missing.parent.exists()
-
-
-def test_the_doctor_refuses_arguments_and_has_help(capsys: pytest.CaptureFixture) -> None:
-    for arguments, status in (["--help"], 0), (["data"], 2):
-        with pytest.raises(SystemExit) as ended:
-            doctor.main(arguments)
-        assert ended.value.code == status
-    assert "unrecognized arguments: data" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [UserError("a\nb"), ValueError("a b"), OSError("a  b")])

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from lrpe_fairseq.experiments.commands import evaluate
-from lrpe_fairseq.experiments.records import checkpoints
 
 
 @pytest.fixture
@@ -29,11 +28,3 @@ def test_the_default_splits_are_those_of_the_data(
     monkeypatch.setattr(evaluate, "report", lambda *_: None)
     assert evaluate.classifier(["a.pt", str(data), *given]) == 0
     assert seen == [splits]
-
-
-def test_an_absent_split_is_refused_before_anything_is_read(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoints, "require_model", lambda *_: pytest.fail("was read"))
-    with pytest.raises(ValueError, match="has no split test: choose others with --splits"):
-        evaluate.evaluate_classifier(data / "a.pt", data, ["valid", "test"])

@@ -1,10 +1,11 @@
 """The properties every encoding must have: each name of ENCODINGS, the free forms, a
-multiplicative score encoding that exists here only, and "NAME@W" or "NAME@W:GRID", NAME on a grid
-of width W with ``position_grid`` GRID.
+multiplicative score encoding that exists here only, "NAME@W" or "NAME@W:GRID", NAME on a grid of
+width W with ``position_grid`` GRID, and "NAME~S", NAME with context scaling S.
 
 An exception is a capability field on the class, which a test asserts; no name is skipped.
 """
 
+import itertools
 import math
 from contextlib import nullcontext
 from unittest import mock
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lrpe_fairseq.attention import projected, softmax
-from lrpe_fairseq.attention.multihead import MultiheadAttention
+from lrpe_fairseq.attention.multihead import MultiheadAttention, reorder_attention_state
 from lrpe_fairseq.encodings import (
     ENCODINGS,
     FAMILIES,
@@ -83,7 +84,8 @@ FREE = (
     "lrpe:fourier:rotation",
 )
 """Pairs of P and Lambda that no named encoding has; tests/encodings/test_lrpe.py has them all."""
-NAMES = (*ENCODINGS, *HERE_ONLY, *FREE, *ALGEBRAIC, *GATED, *GRIDS)
+SCALED = ("rope~yarn", "lrpe-type2~yarn", "lrpe-tmlr-type1~ntk", "fope~linear")
+NAMES = (*ENCODINGS, *HERE_ONLY, *FREE, *ALGEBRAIC, *GATED, *GRIDS, *SCALED)
 WIDTH, HEADS, D = 16, 2, 8
 
 
@@ -106,10 +108,13 @@ def inputs(length=6, batch=2):
 
 
 def parts_of(name):
-    """Return the name and the options of "NAME", "NAME@W" or "NAME@W:GRID"."""
+    """Return the name and the options of "NAME", "NAME~S", "NAME@W" or "NAME@W:GRID"."""
+    name, _, scaling = name.partition("~")
     name, _, grid = name.partition("@")
     width, _, kind = grid.partition(":")
-    return name, EncodingOptions(grid_width=int(width or 0), position_grid=kind or "flat")
+    own = {"context_scaling": scaling, "context_factor": 4.0, "context_length": 128}
+    grid = {"grid_width": int(width or 0), "position_grid": kind or "flat"}
+    return name, EncodingOptions(**grid, **(own if scaling else {}))
 
 
 def is_causal(name):
@@ -354,6 +359,69 @@ def test_incremental_through_beam_reorder_equals_parallel(name, attention_type):
         outputs.append(module(x[step : step + 1], incremental_state=state)[0])
     parallel, _ = module(torch.cat(history))
     torch.testing.assert_close(torch.cat(outputs), parallel, rtol=1e-9, atol=1e-9)
+    stored = sum(part[0].numel() for part in next(iter(state.values())).past[:2])
+    assert module.state_size(9) == stored
+
+
+DOCUMENTS = ((3, 1, 1, 5, 2), (12,), (1, 10, 1))
+"""Lengths of the documents of each row."""
+
+
+def packed(module):
+    """Inputs (B, T, C), the starts of their documents, and each document as (row, slice)."""
+    generator = torch.Generator().manual_seed(7)
+    for parameter in module.encoding.parameters():  # tables that start at zero say nothing
+        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    x = torch.randn(3, 12, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
+    starts, parts = torch.zeros(3, 12, dtype=torch.bool), []
+    for row, lengths in enumerate(DOCUMENTS):
+        for length, end in zip(lengths, itertools.accumulate(lengths), strict=True):
+            starts[row, end - length] = row != 1  # the start of a row need not be marked
+            parts.append((slice(row, row + 1), slice(end - length, end)))
+    return x, starts, parts
+
+
+@pytest.mark.parametrize(("name", "attention_type"), PAIRS)
+def test_packed_documents_are_each_document_alone(name, attention_type):
+    module = attention_of(name, attention_type)
+    x, starts, parts = packed(module)
+    with mock.patch.object(softmax, "BLOCK", 5 * 3 * HEADS * 12):  # five queries at a time
+        together, _ = module.attend(x, starts=starts)
+    alone = torch.zeros_like(together)
+    for part in parts:
+        alone[part] = module.attend(x[part])[0]
+    torch.testing.assert_close(together, alone, rtol=1e-10, atol=1e-10)
+    weight, learned = torch.randn_like(x), [x, *module.parameters()]
+    grads = [
+        torch.autograd.grad((out * weight).sum(), learned, materialize_grads=True)
+        for out in (together, alone)
+    ]
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-10)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "attention_type"), in_turn(PAIRS))
+def test_decoding_across_documents_and_reordered_beams_equals_parallel(name, attention_type):
+    module = attention_of(name, attention_type)
+    x, starts, _ = packed(module)
+    order, padding = torch.tensor([1, 0, 0, 2]), torch.zeros(4, 12, dtype=torch.bool)
+    padding[0, [0, 3]] = True
+    whole, starts = x[order], starts[order] & ~padding
+    out, _ = module.attend(whole, padding, starts=starts)
+    state, parts = {}, []
+    for first, last in itertools.pairwise([0, 4, 5, 6, 7, 9, 12]):
+        part = slice(first, last)
+        module.given.starts = starts[:, part]
+        block, mask = whole[:, part].transpose(0, 1), padding[:, part]
+        found, _ = module(block, key_padding_mask=mask, incremental_state=state)
+        parts.append(found.transpose(0, 1))
+        if last == 5:
+            beams = torch.tensor([3, 1, 2, 0, 1])
+            module.reorder_incremental_state(state, beams)
+            whole, starts, padding, out = (t[beams] for t in (whole, starts, padding, out))
+            parts = [p[beams] for p in parts]
+    found = torch.cat(parts, 1)
+    torch.testing.assert_close(found[~padding], out[~padding], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(("name", "attention_type"), PAIRS)
@@ -372,6 +440,37 @@ def test_blocks_with_padding_anywhere_then_tokens_equal_parallel(name, attention
         alone, _ = module(x[real, row : row + 1])
         torch.testing.assert_close(out[real, row : row + 1], alone, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(at_once[real, row : row + 1], alone, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize(("name", "attention_type"), in_turn(PAIRS))
+def test_a_window_is_the_last_tokens_alone_all_at_once_and_from_a_state(
+    name, attention_type, window
+):
+    module, whole = (attention_of(name, attention_type, window=w) for w in (window, None))
+    x = torch.randn(2, 12, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    padding = torch.zeros(2, 12, dtype=torch.bool)
+    padding[0, [0, 3, 4, 6, 8]] = True
+    wanted = torch.zeros_like(x)
+    for row, real in enumerate((~padding).int()):
+        every = real.nonzero().flatten()
+        for last, place in enumerate(every):
+            first = max(0, last - window + 1)
+            at = torch.arange(first, last + 1)
+            wanted[row, place] = whole.attend(x[row, every[at]][None], positions=at)[0][0, -1]
+    state, parts, order = None, [], torch.tensor([1, 0, 1])
+    for cut in (slice(0, 5), slice(5, 9), slice(9, 10), slice(10, 11), slice(11, 12)):
+        if cut.start == 10:
+            state = reorder_attention_state(state, order)
+            x, padding, wanted, parts = *(y[order] for y in (x, padding, wanted)), [parts[0][order]]
+        mask = padding[:, cut] if padding[:, cut].any() else None
+        out, state = module.attend(x[:, cut], mask, state, True)
+        parts = [torch.cat([*parts, out], 1)]
+    stored = sum(part[0].numel() for part in state.past[:2])
+    assert module.state_size(12) == stored
+    for found in (module.attend(x, padding)[0], *parts):
+        torch.testing.assert_close(found[~padding], wanted[~padding], rtol=1e-9, atol=1e-9)
+    assert torch.equal(attention_of(name, attention_type, window=12)(x)[0], whole(x)[0])
 
 
 def stores_pairs(name):

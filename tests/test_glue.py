@@ -122,8 +122,10 @@ def test_what_is_not_the_task_is_refused_in_one_sentence(tmp_path: Path, pieces:
     assert "perhaps" in said
     path.write_text("index\ta\tb\tlabel\n0\tonly two\n")
     assert "only 2 columns" in refusal(run, "RTE", tmp_path / "h", pieces, tmp_path / "label")
+    path.write_bytes("index\ta\tb\tlabel\n0\tcafé\tb\tentailment\n".encode("latin-1"))
+    assert "UTF-8" in refusal(run, "RTE", tmp_path / "i", pieces, tmp_path / "label")
     assert "has no tokenizer" in refusal(prepare_glue.pieces_of, tmp_path)
-    for folder in "defgh":
+    for folder in "defghi":
         assert not (tmp_path / folder / "RTE" / "bin").exists()
 
 

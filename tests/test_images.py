@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import io
+import math
 import random
-import struct
 import sys
-import zlib
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,15 +20,14 @@ from omegaconf import OmegaConf
 from PIL import Image
 from torch import nn
 
+from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.errors import Refusal
-from lrpe_fairseq.image_files import in_eight_bits, read_image
-from lrpe_fairseq.models.classifier import LRPEClassifier, LRPEClassifierTinyConfig
+from lrpe_fairseq.image_files import in_eight_bits, read_image, rows_and_columns
 from lrpe_fairseq.models.patches import Images, Pixels
 from lrpe_fairseq.models.vit import LRPEViT, LRPEViTConfig, LRPEViTTinyConfig
 from lrpe_fairseq.tasks import images
 from lrpe_fairseq.tasks.images import Crop, ImagesConfig, LRPEImagesTask, UpdateOrder
 from tests.end_to_end.cases import each_encoding_once, sampled, serves
-from tests.test_classifier import task_of
 
 PAD = 1
 KIND = "encoder-only"
@@ -40,22 +39,22 @@ needs_timm = pytest.mark.skipif(
 BOTH = pytest.mark.parametrize("attention", ["linear", "softmax"])
 
 
-def task_of_images(side: int = 32, classes: int = 5) -> SimpleNamespace:
+def task_of_images(size: int | str = 32, classes: int = 5) -> SimpleNamespace:
     """What the model reads of the task."""
     return SimpleNamespace(
         source_dictionary=Dictionary(),
         num_classes=classes,
         pairs=False,
-        image_size=side,
-        max_positions=lambda: side * side,
+        image_size=size,
+        max_positions=lambda: math.prod(rows_and_columns(size)),
     )
 
 
-def model_of(**options: object) -> LRPEViT:
+def model_of(size: int | str = 32, **options: object) -> LRPEViT:
     """The tiny model in float64 and in evaluation."""
     torch.manual_seed(1)
     config = OmegaConf.structured(LRPEViTTinyConfig(**options))
-    return LRPEViT.build_model(config, task_of_images()).double().eval()
+    return LRPEViT.build_model(config, task_of_images(size)).double().eval()
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -112,6 +111,36 @@ def test_an_image_has_one_output_alone_and_anywhere_in_a_batch(
 
 
 @BOTH
+@pytest.mark.parametrize("encoding", ["rope-2d", "liere", "lrpe-type2"])
+def test_a_trained_model_reads_images_of_another_size(attention: str, encoding: str) -> None:
+    options = {"attention_type": attention, "position_encoding": encoding}
+    trained, image = model_of(**options), torch.randn(2, 3, 40, 24).double()
+    state = trained.state_dict()
+    table = trained.encoder.embed_positions.weight.data
+    rows, columns = torch.meshgrid(torch.arange(4.0), torch.arange(4.0), indexing="ij")
+    table[2:, 0], table[2:, 1] = 5.0, (rows + 10 * columns).flatten()
+    wide = model_of("40x24", **options)
+    wide.load_state_dict(copy.deepcopy(state))
+    grid = wide.encoder.embed_positions.weight.data[2:].unflatten(0, (5, 3))
+    assert grid[..., 0].tolist() == pytest.approx(np.full((5, 3), 5.0))
+    center = (4 - 1) / 2 * 11  # of the ramp, which bicubic interpolation keeps there
+    assert grid[2, 1, 1].item() == pytest.approx(center)
+    assert (grid[:, 1:, 1] > grid[:, :-1, 1]).all()
+    for module in (m for m in wide.modules() if isinstance(m, MultiheadAttention)):
+        chosen = module.encoding.spec.options
+        assert (chosen.grid_height, chosen.grid_width) == (5, 3)
+    with torch.no_grad():
+        assert wide(image).isfinite().all()
+    state.pop("encoder.embed_tokens.grid")  # as in older checkpoints
+    again = model_of("40x24", **options)
+    again.load_state_dict(copy.deepcopy(state))
+    assert torch.equal(again.encoder.embed_positions.weight, wide.encoder.embed_positions.weight)
+    back = model_of(**options)
+    back.load_state_dict(wide.state_dict())  # its grid is not square
+    assert back.encoder.embed_positions.weight.shape == table.shape
+
+
+@BOTH
 def test_sum_gives_patches_of_one_antidiagonal_one_position_and_axial_does_not(
     attention: str,
 ) -> None:
@@ -155,7 +184,8 @@ def test_pixels_in_color_are_patches_too() -> None:
     ("options", "sentence"),
     [
         ({"input": "pixels"}, "need each other"),
-        ({"patch": 16}, "--patch times --grid-width to be 32, not 16 times 4"),
+        ({"patch": 12}, "images of 32 x 32 pixels are not made of patches of 12 x 12"),
+        ({"grid_width": 5}, "have 4 rows of 4 patches: leave --grid-width and --grid-height out"),
         ({"channels": 3}, "--channels is an option of --input pixels"),
     ],
 )
@@ -163,12 +193,6 @@ def test_options_that_contradict_the_images_are_refused(options: dict, sentence:
     config = OmegaConf.structured(LRPEViTTinyConfig(**options))
     with pytest.raises(Refusal, match=sentence):
         LRPEViT.build_model(config, task_of_images())
-
-
-def test_images_need_their_task() -> None:
-    config = OmegaConf.structured(LRPEClassifierTinyConfig(input="image"))
-    with pytest.raises(Refusal, match="--input image and the task lrpe_images need each other"):
-        LRPEClassifier.build_model(config, task_of(["0"]))
 
 
 # --- the order of an epoch ---------------------------------------------------------------------
@@ -299,7 +323,7 @@ def test_the_crop_of_evaluation_is_timm_s(size: tuple[int, int]) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
     image = Image.fromarray(pixels)
     timm = create_transform(224, is_training=False, interpolation="bicubic", crop_pct=224 / 256)
-    torch.testing.assert_close(Crop(224)(image), timm(image), rtol=0, atol=1e-6)
+    torch.testing.assert_close(Crop(224, 224)(image), timm(image), rtol=0, atol=1e-6)
 
 
 def test_repeated_images_come_in_order_and_every_epoch_has_others(written: Path) -> None:
@@ -364,7 +388,9 @@ REFUSED = {
     "set --curriculum": {"repeats": 3, "curriculum": 0},
     "cuts batches of 10 to a multiple of 8": {"batch_size": 10, "required_batch_size_multiple": 8},
     "24 images are less than one update of 36": {"repeats": 3, "batch_size": 12},
-    "--image-size and --repeats must be at least 1": {"repeats": 0},
+    "--repeats must be at least 1": {"repeats": 0},
+    "such as 288x224, or one number for both, not '32x'": {"image_size": "32x"},
+    "such as 288x224, or one number for both, not '0'": {"image_size": "0"},
 }
 
 
@@ -431,55 +457,36 @@ def test_an_image_of_any_mode_with_alpha_is_shown_on_white(mode: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=1.01)
 
 
-def png(
-    depth: int, kind: int, line: list[int], *chunks: tuple[bytes, bytes], width: int = 2
-) -> io.BytesIO:
-    """A PNG of one line. kind: of its colors. line: its bytes."""
-    header = struct.pack(">2I5B", width, 1, depth, kind, 0, 0, 0)
-    lines = (b"IDAT", zlib.compress(bytes([0, *line])))
-    file = io.BytesIO(b"\x89PNG\r\n\x1a\n")
-    file.seek(0, io.SEEK_END)
-    for name, content in [(b"IHDR", header), *chunks, lines, (b"IEND", b"")]:
-        file.write(struct.pack(">I", len(content)) + name + content)
-        file.write(struct.pack(">I", zlib.crc32(name + content)))
-    file.seek(0)
-    return file
-
-
-def key(*values: int) -> tuple[bytes, bytes]:
-    return b"tRNS", struct.pack(f">{len(values)}H", *values)
-
-
-GRAY, COLOR, PALETTE, GRAY_ALPHA, COLOR_ALPHA = 0, 2, 3, 4, 6
-PALETTE_OF_TWO = (b"PLTE", bytes([9, 9, 9, 51, 51, 51]))
-FIRST_PIXEL_TRANSPARENT = {  # the second one is 20 % gray, if the depth has it
-    "1 bit": (png(1, GRAY, [0b10000000], key(1)), 0),
-    "16 bits": (png(16, GRAY, [7, 9, 51, 51], key(7 * 256 + 9)), 51),
-    "color of 16 bits": (png(16, COLOR, [1, 0, 2, 0, 3, 0] + [51] * 6, key(256, 512, 768)), 51),
-    "palette": (png(8, PALETTE, [0, 1], PALETTE_OF_TWO, (b"tRNS", b"\0")), 51),
-    "gray and alpha of 16 bits": (png(16, GRAY_ALPHA, [7, 7, 0, 0] + [51] * 2 + [255] * 2), 51),
-    "color and alpha": (png(8, COLOR_ALPHA, [1, 2, 3, 0, 51, 51, 51, 255]), 51),
+KEYS = {  # mode of an image whose first pixel has the transparent color -> pixels, the color
+    "L": (np.array([[7, 51]], np.uint8), 7),
+    "I;16": (np.array([[7 * 256 + 9, 51 * 257]], np.uint16), 7 * 256 + 9),
+    "RGB": (np.array([[[1, 2, 3], [51] * 3]], np.uint8), (1, 2, 3)),
+    "P": (np.array([[0, 51]], np.uint8), b"\0"),
 }
 
 
-@pytest.mark.parametrize("kind", FIRST_PIXEL_TRANSPARENT)
-def test_a_transparent_color_of_a_png_of_any_kind_is_white(kind: str) -> None:
-    file, opaque = FIRST_PIXEL_TRANSPARENT[kind]
-    file.seek(0)
-    found = np.asarray(read_image(file)).tolist()
-    assert found == [[[255] * 3, [opaque] * 3]]
+@pytest.mark.parametrize("mode", KEYS)
+def test_a_transparent_color_of_a_png_is_white(mode: str) -> None:
+    pixels, color = KEYS[mode]
+    image, file = Image.fromarray(pixels), io.BytesIO()
+    if mode == "P":
+        image.putpalette(np.repeat(np.arange(256, dtype=np.uint8), 3).tobytes())
+    assert image.mode == mode
+    image.save(file, "PNG", transparency=color)
+    assert np.asarray(read_image(file)).tolist() == [[[255] * 3, [51] * 3]]
 
 
 @pytest.fixture
 def bad_image(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A file that is no image, or one that cannot be shown in 8 bits."""
     path, ramp = tmp_path / f"0.{request.param.partition(' ')[0]}", Image.fromarray(RAMP)
-    content = png(8, GRAY, [7, 51]).getvalue()
+    ramp.save(file := io.BytesIO(), "PNG")
+    content = file.getvalue()
     match request.param:
         case "tif F" | "tif I":
             ramp.convert(request.param[-1]).save(path)
         case "png above the limit":
-            path.write_bytes(png(8, GRAY, [7, 51], width=2001).getvalue())
+            ramp.resize((2001, 1)).save(path)
         case "png cut":
             path.write_bytes(content[:-26])
         case "png with a wrong checksum":

@@ -1,11 +1,16 @@
 """scripts/install.sh and the Makefile's stamps, with a Python that only records its arguments."""
 
+import ast
+import contextlib
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
 import sys
+import sysconfig
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
@@ -89,7 +94,7 @@ def test_fairseq_is_built_in_parallel_without_cuda_home_and_ninja_and_with_a_cac
     assert call["ninja"] != 0
     assert call["config"].startswith("[build_ext]\nparallel = ")
     assert "/cache/fairseq-torch-2.13.0" in call["arguments"]
-    assert call["arguments"][-1] == ".[experiments]"
+    assert call["arguments"][-1] == ".[fairseq,experiments]"
 
 
 def test_without_a_cache_of_pip_fairseq_is_built_without_one(stub, tmp_path):
@@ -158,3 +163,51 @@ def test_make_installs_again_when_torch_or_python_change_and_keeps_a_choice(stub
     assert make("TORCH=torch==2.13.0") == "torch==2.13.0"
     assert make() == ""
     assert make(f"PYTHON={older}") == "torch==2.13.0"
+
+
+# ---- without fairseq ----
+
+
+def needed(*names: str) -> set[str]:
+    """The top-level modules of distributions and of what they require without extras."""
+    found, left, seen = set(), list(names), set()
+    while left:
+        name = left.pop()
+        with contextlib.suppress(PackageNotFoundError):  # of another platform
+            package = distribution(name)
+            found |= {file.parts[0] for file in package.files if file.parts[0] != ".."}
+            wanted = (word for word in package.requires or () if "extra ==" not in word)
+            seen.add(name)
+            left += {re.match(r"[\w.-]+", word)[0] for word in wanted} - seen
+    return found
+
+
+@pytest.mark.exhaustive
+def test_a_wheel_without_fairseq_runs_the_plain_pytorch_of_the_readme(tmp_path):
+    """A new environment has the wheel, torch and numpy, and what these two need."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    source, plain = tmp_path / "source", tmp_path / "venv"
+    for name in ("setup.py", "README.md", "lrpe_fairseq", "hydra_plugins"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        source.mkdir(exist_ok=True)
+        copy(ROOT / name, source / name)
+    built = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, source]
+    subprocess.run([*pip, *built], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", plain], check=True)
+    python = plain / "bin" / "python"
+    packages = next(plain.glob("lib/python*/site-packages"))
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([*pip, "--python", python, "install", "--no-deps", wheel], check=True)
+    for name in needed("torch", "numpy"):
+        (packages / name).symlink_to(Path(sysconfig.get_path("purelib")) / name)
+
+    def run(code: str) -> subprocess.CompletedProcess[str]:
+        command = [python, "-I", "-c", code]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert "No module named 'fairseq'" in run("import fairseq").stderr
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    example = run(re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1])
+    assert "again" in example.stdout, example.stderr
+    required = run("import importlib.metadata as m; print(m.requires('lrpe-fairseq'))").stdout
+    assert [w for w in ast.literal_eval(required) if "extra" not in w] == ["torch>=2.6", "numpy"]

@@ -1,19 +1,16 @@
 """kill -9 at any moment, of the runner or of what it started: nothing lost, nothing twice."""
 
 import contextlib
-import json
 import os
 import random
 import signal
 import subprocess
-import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from lrpe_fairseq.experiments.records.layout import ATTENTION
 from lrpe_fairseq.experiments.records.runs import read_runs, write_run
 from tests.end_to_end.commands import Corpus
 from tests.test_experiments import a_record
@@ -41,7 +38,7 @@ KILLS = 10
 
 
 def log_of_run(folder: Path, name: str) -> bool:
-    """True if any of the four runs has started to write this log."""
+    """True if any run has started to write this log."""
     return any((folder / "runs").rglob(name))
 
 
@@ -101,50 +98,6 @@ def test_a_table_survives_kill_9_at_ten_random_moments(
     for _ in range(KILLS):
         kill_at(folder, after_random_seconds(rng), rng.random() < 0.5)
     assert_survived(folder, undisturbed_table)
-
-
-def packed(path: Path) -> dict[str, bytes]:
-    """Name -> content of a pack without its logs."""
-    with tarfile.open(path) as tar:
-        names = [name for name in tar.getnames() if not name.endswith(".log")]
-        return {name: tar.extractfile(name).read() for name in names}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(1800)
-def test_a_table_with_a_deadline_packs_whole_results_whenever_it_is_killed(
-    corpus: Corpus, undisturbed_table: Path, tmp_path: Path
-) -> None:
-    folder, target = repository(tmp_path / "checkout", corpus), tmp_path / "new.tar"
-    given = ["--rows", "Base", "--attention", "softmax", "linear", "--pack", str(target)]
-    said = run_table(folder, *given, "--minutes", "0.25", LRPE_FAIRSEQ_GRACE="4")  # 6 seconds
-    assert "0 runs finished, 0 failed, 2 left for the next call" in said
-    assert packed(target) == {}
-
-    words = command(folder, *given, "--minutes", "9")
-    runner = subprocess.Popen(words, env=environment(folder), stdout=subprocess.DEVNULL)
-    wait_until(lambda: packed(target) or runner.poll() is not None, 600)
-    for pid in {runner.pid, *processes(f"{folder}/")}:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    runner.wait()
-    first = packed(target)
-    base, *results = sorted(first)
-    assert base == "results/runs/tiny/base-tiny.json"
-    assert results == ["results/runs/tiny/tiny-Base-softmax-seed1.json"]
-
-    run_table(folder, *given, "--minutes", "9")
-    both = first | packed(target)
-    assert sorted(both) == [
-        base,
-        *(f"results/runs/tiny/tiny-Base-{a}-seed1.json" for a in sorted(ATTENTION)),
-    ]
-    assert not (folder / "results" / "README.md").exists()  # no page
-    for name, content in both.items():
-        assert (folder / name).read_bytes() == content
-        if name != base:
-            theirs = json.loads((undisturbed_table / name).read_text())
-            assert json.loads(content)["metrics"] == theirs["metrics"]
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -14,23 +15,20 @@ from torch import Tensor
 from lrpe_fairseq.attention.linear import EPS
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.tokens import tokens_of
-from lrpe_fairseq.encodings import canonical_name
 from lrpe_fairseq.experiments.commands import evaluate
 from lrpe_fairseq.experiments.families import lm, load_named
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.records.console import UserError
-from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.protocols import Protocol, Window, holds_to
 from lrpe_fairseq.experiments.records.runs import Run, read_run, validate
 from lrpe_fairseq.experiments.report.frame import Sheet
 from lrpe_fairseq.experiments.runner import schedule, scoring
 from lrpe_fairseq.experiments.runner.processes import RunFailed
-from tests.end_to_end.cases import usable
 from tests.end_to_end.commands import Corpus, build
 from tests.end_to_end.forked import ForkedChildren
 from tests.test_experiments import a_record
 from tests.test_results import make_run
+from tests.trial import trial
 
 T = 8
 """Length of training in these tests."""
@@ -52,13 +50,25 @@ def windows(name: str, tokens: int, trained: int = T) -> list[Window]:
 
 @pytest.mark.parametrize(
     "name",
-    ["block", "blocks-0", "blocks-x", "blocks-64-8", "tail", "sliding-64", "paired", "blocks-064"],
+    [
+        *("block", "blocks-0", "blocks-x", "blocks-64-8", "tail", "sliding-64", "paired"),
+        *("blocks-064", "blocks+yarn", "blocks+none-1", "blocks+yarn-0.5", "blocks+yarn-4.0"),
+    ],
 )
 def test_an_unknown_protocol_is_refused_with_the_forms(name: str) -> None:
     with pytest.raises(
-        ValueError, match=f"there is no protocol '{name}'; the protocols are blocks,"
+        ValueError, match=f"there is no protocol '{re.escape(name)}'; the protocols are blocks,"
     ):
         Protocol.parse(name)
+
+
+def test_context_scaling_is_part_of_a_protocols_name_and_sentence() -> None:
+    scaled = Protocol.parse("paired-512+yarn-2.5")
+    assert scaled == Protocol("paired", 512, scaling="yarn", factor=2.5)
+    own = {"context_scaling": "yarn", "context_factor": 2.5, "context_length": T}
+    assert scaled.overrides(T) == own
+    assert scaled.sentence(T).endswith("scaled for the evaluation: yarn by 2.5, from 8 tokens.")
+    assert Protocol.parse("paired-512").overrides(T) == {}
 
 
 def test_a_tail_longer_than_its_window_is_refused() -> None:
@@ -169,29 +179,6 @@ def test_sinusoidal_positions_extend_beyond_the_length_of_training(corpus) -> No
     found = scoring.evaluate(model, text_of(model, 130), 2, T, ["blocks-128"])
     assert found["blocks-128"]["tokens"] == 130
     assert len(positions.weights) == 128 + 2
-
-
-@pytest.mark.parametrize("attention", ["linear", "softmax"])
-def test_windows_of_several_protocols_are_computed_once(corpus, attention, monkeypatch) -> None:
-    model = model_of(corpus, attention, "lrpe-type2")
-    text = text_of(model, 300)
-    blocks = ["positions-128", "blocks-16", "blocks-8"]
-    paired = ["paired-128", "paired-16", "paired-8"]
-    other = ["truncated-128", "tail-24-5", "positions-64", "paired-32"]
-    alone = {n: scoring.evaluate(model, text, 2, T, [n])[n] for n in (*blocks, *paired, *other)}
-    read, forward = [], model.forward
-
-    def count(tokens: Tensor, **given: object) -> object:
-        read.append(tokens.numel())
-        return forward(tokens, **given)
-
-    monkeypatch.setattr(model, "forward", count)
-    found = scoring.evaluate(model, text, 2, T, [*paired, *blocks])
-    assert list(found) == [*paired, *blocks]
-    assert sum(read) == len(text) * len(blocks)
-    found |= scoring.evaluate(model, text, 2, T, [*other, *blocks])
-    for name, measured in alone.items():
-        assert found[name] == pytest.approx(measured, rel=1e-5, abs=1e-6)
 
 
 def test_a_difference_is_in_nats_with_an_interval_over_blocks() -> None:
@@ -327,27 +314,6 @@ def test_layers_with_a_window_reach_as_far_as_their_windows_together(
     assert (one_lost - whole).abs().max() > 1e-6
 
 
-@pytest.mark.parametrize("name", ["lrpe-type2", "fox"])
-@pytest.mark.parametrize("attention", ["linear", "softmax"])
-def test_truncated_windows_are_no_longer_than_the_layers_reach(
-    corpus, attention: str, name: str, monkeypatch
-) -> None:
-    model, read = model_of(corpus, attention, name), []
-    text, forward = text_of(model, 16 * T), model.forward
-
-    def count(tokens: Tensor, **given: object) -> object:
-        read.append(tokens.shape[1])
-        return forward(tokens, **given)
-
-    monkeypatch.setattr(model, "forward", count)
-    found = scoring.evaluate(model, text, 2, T, ["truncated-128"])["truncated-128"]["loss"]
-    assert read == [T - 1 + T, T]  # the last is that of the difference
-    monkeypatch.setattr(scoring, "reach_of", lambda *_: 1000)
-    whole = scoring.evaluate(model, text, 2, T, ["truncated-128"])["truncated-128"]["loss"]
-    assert read[2:] == [16 * T, T]
-    assert found == pytest.approx(whole, rel=1e-6)
-
-
 @pytest.mark.parametrize("name", ["fire", "cape-fire", "spe"])
 def test_windows_are_whole_where_a_score_depends_on_more_than_the_lag(corpus, name: str) -> None:
     assert scoring.reach_of(model_of(corpus, "softmax", name), T) == sys.maxsize
@@ -355,14 +321,6 @@ def test_windows_are_whole_where_a_score_depends_on_more_than_the_lag(corpus, na
 
 def attentions(model: torch.nn.Module) -> Iterator[MultiheadAttention]:
     return (m for m in model.modules() if isinstance(m, MultiheadAttention))
-
-
-def test_a_window_needs_whole_texts() -> None:
-    for attention in ("linear", "softmax"):
-        options = {"attention_type": attention, "position_encoding": "rope", "causal": True}
-        module = MultiheadAttention(16, 2, **options)
-        with pytest.raises(ValueError, match="a window needs causal attention to whole texts"):
-            module.attend(torch.randn(1, 5, 16), keep_state=True, window=3)
 
 
 # --- denominators -----------------------------------------------------------------------------
@@ -418,20 +376,32 @@ def test_an_evaluation_that_lost_tokens_is_refused(corpus, tmp_path, monkeypatch
     def run(words: list[str], log: Path) -> None:
         out.write_text(json.dumps({name: {"loss": 1.0, "tokens": 900} for name in words[7:-2]}))
 
-    given = (tmp_path / "best.pt", tmp_path, "test")
+    best, options = tmp_path / "best.pt", {"task.tokens_per_sample": T}
     for name, expected in (("blocks-64", 1000), ("paired-64", 7 * T)):
         with pytest.raises(RunFailed, match=f"900 of {expected} tokens were evaluated"):
-            lm.scored(*given, [name], T, tmp_path, run)
+            lm.measure(best, tmp_path, (("test", name),), options, tmp_path, run)
 
 
 def test_learned_positions_are_refused_beyond_their_length() -> None:
     wanted = [Protocol.parse(name) for name in ("blocks-256", "paired-512")]
-    learned = {"model.decoder_learned_pos": True, "model.no_token_positional_embeddings": False}
+    rope = {"model.position_encoding": "rope"}
+    learned = {
+        **rope,
+        "model.decoder_learned_pos": True,
+        "model.no_token_positional_embeddings": False,
+    }
     with pytest.raises(UserError, match="none beyond the 256 tokens of its training, so it cannot"):
         lm.require_positions(learned, 256, wanted)
     lm.require_positions(learned, 512, wanted)
     lm.require_positions({**learned, "model.no_token_positional_embeddings": True}, 256, wanted)
-    lm.require_positions({"model.decoder_learned_pos": False}, 256, wanted)
+    lm.require_positions({**rope, "model.decoder_learned_pos": False}, 256, wanted)
+
+
+def test_context_scaling_is_refused_for_a_model_without_rotations() -> None:
+    wanted = [Protocol.parse("blocks"), Protocol.parse("blocks+ntk-4")]
+    with pytest.raises(UserError, match="encoding fox, none has no rotations to scale"):
+        lm.require_positions({"model.position_encoding": "fox,none"}, 256, wanted)
+    lm.require_positions({"model.position_encoding": "fox,rope"}, 256, wanted)
 
 
 def test_paired_protocols_may_count_other_tokens_than_the_whole_split() -> None:
@@ -446,16 +416,6 @@ def test_paired_protocols_may_count_other_tokens_than_the_whole_split() -> None:
 
 
 # --- the table ---------------------------------------------------------------------------------
-
-
-def test_the_table_has_every_encoding_of_a_text_and_absolute_positions_in_one_row_only() -> None:
-    table = load_table(ROOT / "configs" / "tables" / "extrapolation.yaml")
-    for attention, name in usable():
-        shown = {canonical_name(row.encoding) for row in table.rows if attention in row.attention}
-        assert name == "ape-tree" or canonical_name(name) in shown  # a text is no tree
-    absolute = "model.no_token_positional_embeddings"
-    options = {row.label: {**table.options, **row.overrides} for row in table.rows}
-    assert [label for label, own in options.items() if not own[absolute]] == ["Sinusoidal"]
 
 
 # --- the whole, once --------------------------------------------------------------------------
@@ -479,28 +439,17 @@ def tiny_run(corpus: Corpus, folder: Path) -> LMRun:
     splits = {"test": {"tokens": corpus.token_count("test")}}
     about = {"corpus": "toy", "level": "word", "splits": splits}
     (data / "manifest.json").write_text(json.dumps(about))
-    return LMRun(
-        experiment="trial",
-        label="Type2",
-        config="extrapolation",
-        data=data,
-        attention_type="linear",
-        position_encoding="lrpe-type2",
-        seed=1,
-        scale="small",
-        folder=folder / "work",
-        result=folder / "run.json",
-        overrides=(
-            f"task.tokens_per_sample={T}",
-            "dataset.max_tokens=64",
-            "optimization.max_update=2",
-            "lr_scheduler.lr_period_updates=2",
-            "lr_scheduler.warmup_updates=0",
-            "common.log_interval=1",
-            "model.decoder_layers=1",
-        ),
-        evaluations=of_test(FIRST),
+    chosen = (
+        f"task.tokens_per_sample={T}",
+        "dataset.max_tokens=64",
+        "optimization.max_update=2",
+        "lr_scheduler.lr_period_updates=2",
+        "lr_scheduler.warmup_updates=0",
+        "common.log_interval=1",
+        "model.decoder_layers=1",
     )
+    given = {"config": "extrapolation", "position_encoding": "lrpe-type2", "overrides": chosen}
+    return trial(folder, **given, evaluations=of_test(FIRST))
 
 
 @pytest.mark.end_to_end
@@ -532,4 +481,15 @@ def test_a_run_is_evaluated_at_other_lengths_and_again_later(corpus, tmp_path, m
     names = ["--protocols", "tail-64-64", "paired-128"]
     words = [str(checkpoint), str(run.data), "--splits", "test", *names, "--out", str(out)]
     assert evaluate.lm(words) == 0
-    assert read_run(out)["metrics"]["test"] == {name: found[name] for name in names[1:]}
+    plain = {name: found[name] for name in names[1:]}
+    assert read_run(out)["metrics"]["test"] == plain
+
+    names[1:] = ["blocks", f"blocks-{T}", "paired-128"]
+    scale = ["--context-scaling", "yarn", "--context-factor", "2.5"]
+    assert evaluate.lm([*words[:4], *names, *scale, *words[-2:]]) == 0
+    scaled = read_run(out)["metrics"]["test"]
+    assert {name: scaled.pop(name) for name in plain} == plain
+    assert scaled.keys() == {f"{name}+yarn-2.5" for name in names[1:]}
+    blocks, same, _ = scaled.values()
+    assert blocks["loss"] == pytest.approx(same["loss"], abs=1e-4)
+    assert scaled["paired-128+yarn-2.5"]["loss"] != plain["paired-128"]["loss"]

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from lrpe_fairseq.experiments.families.classification import ClassificationRun
 from lrpe_fairseq.experiments.records.console import UserError
 from tests.test_classification_data import same_bytes, stored
 from tests.test_data_prep import load, refusal, sha256
+from tests.trial import trial
 
 lra, pathfinder = load("lra"), load("pathfinder")
 
@@ -287,28 +288,6 @@ def test_the_label_says_whether_both_markers_are_at_the_tips_of_one_path(
         assert made.marked[1] in {path.head for path in made.paths}
 
 
-@pytest.mark.parametrize(("side", "images"), [(16, 60), (32, 15)])
-def test_distractors_hardly_overlap_the_paths_or_each_other(
-    side: int, images: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[np.ndarray] = []
-
-    def recorded(*given: object, draw: Callable = pathfinder._snake) -> np.ndarray:
-        drawn.append(draw(*given))
-        return drawn[-1]
-
-    monkeypatch.setattr(pathfinder, "_snake", recorded)
-    recipe = pathfinder.RECIPES[side]
-    for number in range(images):
-        drawn.clear()
-        made = pathfinder.scene(recipe, np.random.RandomState([7, 0, number]))
-        assert len(drawn) == recipe.distractors
-        assert all(np.count_nonzero(mask) > 0 for mask in drawn)
-        paths = [path.mask for path in made.paths]
-        assert np.sum([*paths, *drawn], 0).max() < pathfinder.OVERLAP == 1.8
-        assert (made.pixels[np.max(drawn, 0) == 1] == 255).all()
-
-
 def test_images_depend_on_the_seed_and_their_number_only() -> None:
     recipe = replace(pathfinder.RECIPES[16], sizes={"train": 6, "valid": 2, "test": 2})
     more = replace(recipe, sizes={"train": 8, "valid": 2, "test": 2})
@@ -342,10 +321,9 @@ def test_a_model_is_also_evaluated_on_other_data_that_are_verified(
     for name in ("text", "other"):
         lra.prepare(task, tmp_path / name, source)
     asked = (("test", "accuracy"), ("valid", "accuracy-on-other"), ("test", "accuracy-on-other"))
-    names = {"experiment": "e", "label": "l", "config": "lra-text", "scale": "paper"}
-    kinds = {"attention_type": "linear", "position_encoding": "rope", "seed": 1}
-    folders = {"folder": tmp_path, "result": tmp_path / "run.json", "data": tmp_path / "text"}
-    made = ClassificationRun(**names, **kinds, **folders, evaluations=asked)
+    places = {"folder": tmp_path, "data": tmp_path / "text"}
+    given = {"config": "lra-text", "evaluations": asked, **places}
+    made = trial(tmp_path, ClassificationRun, **given)
     commands: list[list[str]] = []
 
     def read(path: Path) -> dict:

@@ -1,6 +1,5 @@
 """The quickstart: its trainings, its published runs, and the n-gram counts beside them."""
 
-import itertools
 import json
 from collections import Counter
 
@@ -53,18 +52,3 @@ def test_counts_are_those_of_witten_and_bell():
     test = np.random.default_rng(2).integers(0, 7, 40).tolist()  # with a symbol that training lacks
     expected = by_definition(train, test, 4)
     assert perplexities(train, test, 4) == pytest.approx(expected, rel=1e-12)
-
-
-def test_probabilities_of_all_next_tokens_sum_to_one():
-    train = [0, 1, 2, 0, 1, 1, 2, 2, 0, 1]
-    context = [0, 1]
-    total = 0.0
-    for token in range(3):
-        longer, shorter = (perplexities(train, [*context, *t], 3)[3] for t in ([token], []))
-        total += shorter ** len(context) / longer ** (len(context) + 1)
-    assert total == pytest.approx(1)
-
-
-def test_longer_counts_of_a_repeated_text_are_better():
-    found = perplexities([0, 1, 0, 2] * 50, [0, 1, 0, 2] * 5, 3)
-    assert all(a > b for a, b in itertools.pairwise(found.values()))

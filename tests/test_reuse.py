@@ -23,6 +23,7 @@ from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children
 from lrpe_fairseq.experiments.runner.training import Shell, TrainingRun
 from tests.test_experiments import a_record
+from tests.trial import trial
 
 UPDATES, SECONDS = 5, 12.5
 TABLE = """
@@ -184,21 +185,8 @@ class Recorded(LMRun):
 
 
 def a_run(folder: Path, **changes: Any) -> Recorded:
-    given: dict[str, Any] = {
-        "experiment": "trial",
-        "label": "Base",
-        "config": "wikitext2",
-        "data": folder / "data",
-        "attention_type": "linear",
-        "position_encoding": "none",
-        "seed": 1,
-        "scale": "small",
-        "folder": folder / "work",
-        "result": folder / "run.json",
-        "evaluations": (("test", "blocks"), ("valid", "tail-512")),
-        "done": ([],),
-    }
-    return Recorded(**{**given, **changes})
+    asked = (("test", "blocks"), ("valid", "tail-512"))
+    return trial(folder, Recorded, **{"evaluations": asked, "done": ([],), **changes})
 
 
 def trained_as(run: LMRun) -> Run:

@@ -119,7 +119,7 @@ class Cluster:
             daemon.wait(30)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # before the table, which takes long
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if MISSING or os.getuid():
         pytest.skip(f"needs root and {', '.join(MISSING) or 'nothing else'} (Debian: slurm-wlm)")
@@ -148,9 +148,7 @@ def test_a_disturbed_array_ends_in_the_table_of_an_undisturbed_run(
     disturbed = repository(tmp_path / "disturbed", corpus)
     said = run_table(disturbed, "--slurm", **cluster.environment)
     job = said.split("job array ")[1].split(":")[0]
-    first, second, *_ = (
-        f"tiny-{row}-{kind}-seed1" for row in ("Base", "RoPE") for kind in ("linear", "softmax")
-    )
+    first, second = (f"tiny-Base-{kind}-seed1" for kind in ("linear", "softmax"))
     wait_until(lambda: reached(disturbed, first, 20), 120)
     cluster.alive["n1"].kill()  # jobs do not need it; it finds them when it is back
     cluster.alive["n1"].wait()
@@ -168,7 +166,7 @@ def test_a_disturbed_array_ends_in_the_table_of_an_undisturbed_run(
     rendered = (disturbed / "results" / "README.md").read_text()
     [line] = [line for line in rendered.splitlines() if "A table for a test" in line]
     assert "not run" not in line
-    assert "4 done" in run_table(disturbed, "--status")
+    assert "2 done" in run_table(disturbed, "--status")
 
 
 def test_two_nodes_share_a_training_and_save_together_when_they_are_preempted(

@@ -69,7 +69,7 @@ def test_every_sample_and_answer_is_counted_or_the_run_fails(tmp_path: Path) -> 
         log.write_text(said(**short))
         with pytest.raises(RunFailed, match=r"of test16 were evaluated"):
             read_accuracy(log, tmp_path, "test16")
-    with pytest.raises(RunFailed, match="printed no numbers for test1"):
+    with pytest.raises(ValueError, match="printed no numbers for test1"):
         read_accuracy(log, tmp_path, "test1")
 
 

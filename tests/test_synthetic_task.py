@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lrpe_fairseq.errors import Refusal
 from lrpe_fairseq.experiments.data import synthetic as data
-from lrpe_fairseq.experiments.data.corpus import write_indexed
 from lrpe_fairseq.experiments.data.synthetic import Recipe
 from lrpe_fairseq.tasks.synthetic import sums
 from tests.end_to_end.commands import PLUGIN, built, run_here
@@ -102,33 +100,3 @@ def test_training_and_validation_report_the_numbers_of_a_direct_computation(
     tokens = data.count(Recipe("mqar", "tiny"), folder.parent / "text")["splits"]["train"]["tokens"]
     found = re.search(r"epoch 001 \| loss .*\| wpb ([\d.]+)", text)
     assert float(found[1]) == pytest.approx(tokens / 8, abs=0.1)
-
-
-@pytest.mark.parametrize(
-    ("split", "said"),
-    [
-        ("nothing", "prepare the data with data-prep/synthetic"),
-        ("uneven", "split uneven does not have a target for every token"),
-        ("long", "split long has 16385 tokens in a row: set --max-target-positions"),
-    ],
-)
-def test_splits_that_are_missing_damaged_or_too_long_are_refused(
-    split: str, said: str, task, folder: Path
-) -> None:
-    write_indexed([[4, 5]], folder / "uneven.input", np.uint16)
-    write_indexed([[4, 5, 6]], folder / "uneven.target", np.uint16)
-    for side in ("input", "target"):
-        write_indexed([[4] * 16385], folder / f"long.{side}", np.uint16)
-    with pytest.raises(Refusal, match=said):
-        task.load_dataset(split)
-
-
-def test_missing_data_and_models_that_are_no_language_model_are_refused(
-    folder: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(Refusal, match=r"dict\.txt does not exist: prepare the data"):
-        built(tmp_path, TASK, MODEL)
-    with pytest.raises(Refusal, match="lrpe_synthetic reads a single data folder, not the shards"):
-        built(f"{folder}:{folder}", TASK, MODEL)
-    with pytest.raises(Refusal, match="lrpe_synthetic supports language models only"):
-        built(folder, TASK, "--arch lrpe_transformer_tiny")

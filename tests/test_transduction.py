@@ -11,9 +11,7 @@ import pytest
 from numpy.random import RandomState
 
 from lrpe_fairseq.experiments.data import transduction
-from lrpe_fairseq.experiments.data.transduction import Recipe, Sample, Scale, Tree
-from lrpe_fairseq.experiments.records.console import UserError
-from tests.test_data_prep import load
+from lrpe_fairseq.experiments.data.transduction import Recipe, Sample, Tree
 
 SPLITS = ("train", "valid", "test")
 
@@ -179,13 +177,6 @@ def test_no_input_of_a_split_occurs_in_another(task: str) -> None:
         assert not inputs[one] & inputs[other]
 
 
-def test_too_few_different_inputs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Scale({"train": 50, "valid": 9}, (2, 0.1), (1, 0), {"copy": 2}, 1)
-    monkeypatch.setitem(transduction.SCALES, "tiny", one)
-    with pytest.raises(UserError, match=r"copy has too few different inputs"):
-        transduction.generate(recipe("copy"))
-
-
 # ---------------------------------------------------------------------------------------- files
 
 
@@ -242,19 +233,3 @@ def test_the_samples_are_the_same_on_every_machine(task: str, checksum: str) -> 
     splits = transduction.generate(recipe(task)).values()
     rows = [[(*sample.source, *sample.target) for sample in samples] for samples in splits]
     assert hashlib.sha256(repr(rows).encode()).hexdigest()[:16] == checksum
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("--task tree-copy", "tree-copy needs --order breadth or depth."),
-        ("--task copy --order depth", "--order is for trees: copy has sequences."),
-    ],
-)
-def test_options_that_do_not_fit_are_refused_in_one_sentence(
-    options: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    dest = tmp_path / "dest"
-    assert load("algebraic").main(["--dest", str(dest), *options.split()]) == 2
-    assert said in capsys.readouterr().err
-    assert not dest.exists()

@@ -13,7 +13,7 @@ from lrpe_fairseq.experiments.data.transduction import Recipe
 from lrpe_fairseq.experiments.families import generated
 from lrpe_fairseq.experiments.families.generated import METRICS, TransductionRun
 from lrpe_fairseq.experiments.records import checkpoints
-from lrpe_fairseq.experiments.records.files import CONFIGS, load_config
+from lrpe_fairseq.experiments.records.files import CONFIGS
 from lrpe_fairseq.experiments.records.keys import cells, option
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import read_run
@@ -94,22 +94,6 @@ def test_a_cell_names_its_data_set_and_sets_both_halves(runs) -> None:
 def test_the_paper_scores_other_tokens_in_every_kind_of_task(name: str) -> None:
     wanted = {"copy": "all", "reverse": "inner", "repeat": "inner", "tree": "no-end"}
     assert generated.scored_tokens(Path(name)) == wanted[name.partition("-")[0]]
-
-
-def test_the_scales_have_the_papers_sizes() -> None:
-    for kind in ("sequence", "tree"):
-        paper = load_config(CONFIGS / "transduction" / f"{kind}-paper.yaml")
-        small = load_config(CONFIGS / "transduction" / f"{kind}-small.yaml")
-        encoder, decoder = paper.model.encoder, paper.model.decoder
-        assert (encoder.embed_dim, encoder.ffn_embed_dim, encoder.layers) == (512, 512, 2)
-        assert (decoder.embed_dim, decoder.ffn_embed_dim, decoder.layers) == (512, 1024, 2)
-        assert encoder.normalize_before
-        assert decoder.normalize_before
-        for config, epochs in ((paper, 400), (small, 10)):
-            batches = -(-6000 // config.dataset.batch_size)
-            schedule = config.lr_scheduler
-            assert config.optimization.max_update == epochs * batches
-            assert schedule.warmup_updates + schedule.lr_period_updates == epochs * batches
 
 
 def test_a_log_without_a_metric_is_refused_and_one_that_is_not_finite_diverged(tmp_path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lrpe_fairseq.errors import ChoiceError, Refusal
 from lrpe_fairseq.experiments.data import transduction as data
 from lrpe_fairseq.experiments.data.transduction import Recipe
 from lrpe_fairseq.models.tree_embedding import STEPS, TreeEmbedding
@@ -55,13 +54,6 @@ def test_the_embedding_of_known_nodes() -> None:
     assert embedded.square().sum(2).max() <= len(decays) ** 2 / 2
 
 
-def test_too_narrow_a_width_and_missing_positions_are_refused() -> None:
-    with pytest.raises(ChoiceError, match="a width of at least 16"):
-        TreeEmbedding(15)
-    with pytest.raises(ValueError, match="needs the positions of the nodes"):
-        TreeEmbedding(16)(torch.zeros(1, 1))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dest = tmp_path_factory.mktemp("data") / "tree-copy"
@@ -89,16 +81,3 @@ def test_the_model_adds_it_to_tokens_with_one_weight_for_both_halves(folder: Pat
         moved = {**given, "src_positions": given["src_positions"] * 0}
         assert not torch.allclose(model(**moved)[0], out)
     assert encoded["encoder_out"][0].isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("--tree-embedding --node-positions", "pass --no-token-positional-embeddings"),
-        ("--tree-embedding --no-token-positional-embeddings", "--node-positions"),
-        ("--node-positions --decoder-position-encoding rope", "choose ape-tree or none"),
-    ],
-)
-def test_combinations_without_effect_are_refused(options: str, said: str, folder: Path) -> None:
-    with pytest.raises(Refusal, match=said):
-        built(folder, TASK, MODEL, options)

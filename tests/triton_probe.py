@@ -22,3 +22,8 @@ def why_not() -> str:
         versions = f"triton {triton.__version__} with numpy {numpy.__version__}"
         return f"Triton's interpreter does not run under {versions} ({what})"
     return ""
+
+
+def launched(name):
+    """True if a function of a module is launched by itself, not called by a kernel."""
+    return name.endswith("_kernel") or name.startswith("_encode")

@@ -8,6 +8,7 @@ See the README in this folder for sources, checksums, cleaning and counts.
 import contextlib
 import functools
 import io
+import itertools
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from lrpe_fairseq.experiments.records.files import written_whole
 
 LANGUAGES = ("en", "de")
 VOCAB_SIZE = 40_000
+LONGEST, RATIO = 250, 1.5  # pieces of a clean pair, and of its longer side to its shorter one
 TRAIN_LINES = 4_000_000  # maximum number of lines, both languages, to train sentencepiece on
 
 
@@ -195,9 +197,23 @@ def _run_clean(
     reads = bitext.sides({"train": train}, LANGUAGES)
     reads |= {file.name: file for file in tokenizer.files}
     writes = [bitext.side(target, language) for language in LANGUAGES]
-    make = functools.partial(bitext.clean, train, target, LANGUAGES, tokenizer, threads=workers)
-    steps.run("clean", reads, writes, make)
+    steps.run("clean", reads, writes, lambda: clean(train, target, tokenizer, workers))
     return target
+
+
+def clean(source: Path, target: Path, tokenizer: SentencePiece, threads: int) -> None:
+    """Copy the pairs that pass the length filter: neither side is empty, longer than LONGEST
+    pieces, or more than RATIO times as long as the other."""
+    with contextlib.ExitStack() as stack:
+        lines = [prep.read_lines(bitext.side(source, name)) for name in LANGUAGES]
+        outs = [stack.enter_context(written_whole(bitext.side(target, n))) for n in LANGUAGES]
+        while batch := list(itertools.islice(zip(*lines, strict=True), 20_000)):
+            columns = zip(*batch, strict=True)
+            lengths = [[len(p.split()) for p in tokenizer.cut(c, threads)] for c in columns]
+            for pair, sizes in zip(batch, zip(*lengths, strict=True), strict=True):
+                if min(sizes) > 0 and max(sizes) <= min(LONGEST, RATIO * min(sizes)):
+                    for out, text in zip(outs, pair, strict=True):
+                        out.write(f"{text}\n")
 
 
 @command("data-prep/wmt14-en-de/prepare.py")

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.attention import chunked
+from lrpe_fairseq.attention import chunked, half
 from lrpe_fairseq.attention.chunked import block_decay
+from lrpe_fairseq.attention.softmax import BLOCK, decay_sums, query_blocks
+from lrpe_fairseq.attention.tokens import Tokens, counts_slots, visible_pairs
 from lrpe_fairseq.kernels import causal_cpu, loader
 from lrpe_fairseq.kernels.causal import decay_matrix, full_definition
 
@@ -69,6 +71,7 @@ def linear_attention_naive(
     normalizer: str = "rotated",
     content: tuple[Tensor, Tensor] | None = None,
     log_decay: Tensor | None = None,
+    starts: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
     """Compute the T x S definition in O(T S) time and memory; see :func:`linear_attention`.
@@ -80,51 +83,67 @@ def linear_attention_naive(
     scores = q @ k.transpose(-1, -2)
     if log_decay is not None:
         scores = scores * _factors(log_decay, q, causal, key_padding_mask)
-    scores = _visible(scores, causal, window)
+    scores = _visible(scores, causal, window, starts)
     numerator = scores @ v
     if normalizer in ("layernorm", "none"):
         return numerator
     if content is not None:
-        scores = _visible(content[0] @ content[1].transpose(-1, -2), causal, window)
+        scores = content[0] @ content[1].transpose(-1, -2)
+        scores = _visible(scores, causal, window, starts)
     return numerator / scores.sum(-1, keepdim=True).clamp_min(EPS)
 
 
+@_without_autocast
 def linear_attention_window(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    queries: Tokens,
+    keys: Tokens,
     *,
-    window: int,
-    key_padding_mask: Tensor | None = None,
     normalizer: str = "rotated",
     content: tuple[Tensor, Tensor] | None = None,
     log_decay: Tensor | None = None,
 ) -> Tensor:
-    """Compute causal :func:`linear_attention_naive` with a window in O(T window) time.
+    """Compute causal linear attention to the last ``keys.window`` tokens, in O(T window) time.
 
-    Each block of ``window`` queries is computed with the ``window - 1`` tokens before it. Arguments
-    and result are those of :func:`linear_attention`.
+    Args:
+        q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E), encoded features.
+        queries, keys: their tokens, with the sums of gates. The queries are the last T keys.
+        normalizer, content: as of :func:`linear_attention`. log_decay: (H,), per real token.
+    Returns: (B, H, T, E), equal to :func:`linear_attention_naive` with this window.
     """
-    found, per_token = [], log_decay is not None and log_decay.dim() == 3
-    for start in range(0, q.shape[2], window):
-        first = max(0, start - window + 1)
-        part = slice(first, start + window)
-        out = linear_attention_naive(
-            *(x[:, :, part] for x in (q, k, v)),
-            causal=True,
-            key_padding_mask=None if key_padding_mask is None else key_padding_mask[:, part],
-            normalizer=normalizer,
-            content=None if content is None else tuple(x[:, :, part] for x in content),
-            log_decay=log_decay[..., part] if per_token else log_decay,
-            window=window,
-        )
-        found.append(out[:, :, start - first :])
-    return torch.cat(found, 2)
+    dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
+    q, k, v = (x.to(wide) for x in (q, k, v))
+    counted = content and tuple(x.to(wide) for x in content)
+    sums = decay_sums(queries, keys, log_decay, len(q))
+    window, found = keys.window if counts_slots(queries, keys) else None, []
+    for rows, columns in query_blocks(q, k, True, BLOCK, window):
+        visible = visible_pairs(queries.of(rows), keys.of(columns), True)
+        scores = q[:, :, rows] @ k[:, :, columns].mT
+        if sums is not None:
+            exponent = sums[0][..., rows, None] - sums[1][..., None, columns]
+            scores = scores * exponent.clamp(LOWEST_DECAY, 0.0).exp().to(wide)
+        scores = _shown(scores, visible)
+        denominator = scores.sum(-1) if normalizer == "rotated" else None
+        if normalizer == "content":
+            plain = counted[0][:, :, rows] @ counted[1][:, :, columns].mT
+            denominator = _shown(plain, visible).sum(-1)
+        found.append(_divide(scores @ v[:, :, columns], denominator))
+    return _narrow(torch.cat(found, 2), dtype, normalizer)
 
 
-def _visible(scores: Tensor, causal: bool, window: int | None) -> Tensor:
+def _shown(scores: Tensor, visible: Tensor | None) -> Tensor:
+    """Set the scores (B, H, T, S) of hidden keys to zero; visible: see :func:`visible_pairs`."""
+    return scores if visible is None else scores.masked_fill(~visible, 0.0)
+
+
+def _visible(scores: Tensor, causal: bool, window: int | None, starts: Tensor | None) -> Tensor:
     """Set the scores of keys that a query does not attend to to zero."""
     scores = scores.tril() if causal else scores
+    if starts is not None:
+        document = starts.cumsum(-1).unsqueeze(1)  # B 1 T
+        scores = scores.masked_fill(document.unsqueeze(-1) != document.unsqueeze(-2), 0.0)
     return scores if window is None else scores.triu(1 - window)
 
 
@@ -139,6 +158,7 @@ def linear_attention(
     normalizer: str = "rotated",
     content: tuple[Tensor, Tensor] | None = None,
     log_decay: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """Compute linear attention in O(T) time and memory, for any T.
 
@@ -153,19 +173,25 @@ def linear_attention(
             set to 0 at padding. Trap: in causal attention a constant decay counts every slot,
             padding included. In bidirectional attention the factor is exp(log_decay n), n the
             number of real tokens after the earlier of s, t, up to the later one; it needs S = T.
+        starts: bool (B, T), true at every token that begins a document (causal only): a decay of 0
+            before it, so that no later token reads the sums of earlier ones.
     Returns: (B, H, T, E) in the dtype of ``v`` (float16 saturates). Sums are computed in float32 or
         wider. A query without a visible key gets zeros.
     Raises: ValueError for an unknown normalizer or incompatible arguments.
     """
-    dtype, kernels = v.dtype, loader.triton_kernels(KERNELS)
-    kernels = kernels if kernels is not None and kernels.serves(q, v, log_decay) else None
+    dtype, kernels = v.dtype, loader.triton_kernels(KERNELS) or half
+    kernels = kernels if kernels.serves(q, v, log_decay) else None
     given = (q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
     q, k, v, content, log_decay = _prepare(*given, widen=kernels is None)
     padding, normalizes = key_padding_mask, normalizer == "rotated"
-    form = "PyTorch or C++" if kernels is None else "triton"
-    loader.log_served("linear attention", form, q.device.type)
-    out, denominator = _sums(kernels, q, k, v, normalizes, causal, log_decay, padding)
-    if content is not None:
+    if starts is not None and not causal:
+        raise ValueError("starts of documents need causal=True")
+    out, denominator = _sums(kernels, q, k, v, normalizes, causal, log_decay, padding, starts)
+    if content is not None and starts is not None:
+        ones = torch.ones_like(content[0][..., :1])
+        found = _sums(kernels, *content, ones, False, causal, None, padding, starts)
+        denominator = found[0].squeeze(-1)
+    elif content is not None:
         keys = content[1].cumsum(-2) if causal else content[1].sum(-2, keepdim=True)
         denominator = (content[0] * keys).sum(-1)
     return _narrow(_divide(out, denominator), dtype, normalizer)
@@ -182,6 +208,7 @@ def linear_attention_block(
     normalizer: str = "rotated",
     content: tuple[Tensor, Tensor] | None = None,
     log_decay: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> tuple[Tensor, LinearState]:
     """Compute causal attention of the next T >= 1 tokens from the state before them.
 
@@ -192,13 +219,18 @@ def linear_attention_block(
     dtype = v.dtype
     given = (q, k, v, True, key_padding_mask, normalizer, content, log_decay)
     q, k, v, content, log_decay = _prepare(*given)
-    log_decay = _without_padding(log_decay, key_padding_mask)
+    log_decay = _with_cuts(_without_padding(log_decay, key_padding_mask), starts, q)
     before = state or _empty_state(q, v, content)
     advance = _advance_by_one if q.shape[-2] == 1 else _advance
     numerator, denominator, after = advance(
         q, k, v, before, log_decay, with_denominator=normalizer == "rotated"
     )
-    if content is not None:
+    if content is not None and starts is not None:
+        ones = torch.ones_like(content[0][..., :1])
+        past = LinearState(before.keys.unsqueeze(-1), before.keys)
+        found = advance(*content, ones, past, _with_cuts(None, starts, q), with_denominator=False)
+        denominator, after = found[0].squeeze(-1), after._replace(keys=found[2].kv.squeeze(-1))
+    elif content is not None:
         keys = before.keys.unsqueeze(-2) + content[1].cumsum(-2)
         denominator, after = (content[0] * keys).sum(-1), after._replace(keys=keys[..., -1, :])
     return _narrow(_divide(numerator, denominator), dtype, normalizer), after
@@ -329,6 +361,17 @@ def _without_padding(log_decay: Tensor | None, key_padding_mask: Tensor | None) 
     return log_decay.masked_fill(key_padding_mask.bool().unsqueeze(1), 0.0)
 
 
+def _with_cuts(log_decay: Tensor | None, starts: Tensor | None, q: Tensor) -> Tensor | None:
+    """Return the decay per token (B, H, T) that removes the state before every start."""
+    if starts is None:
+        return log_decay
+    if log_decay is None:
+        log_decay = torch.zeros((), device=q.device)
+    elif log_decay.dim() == 1:
+        log_decay = log_decay[:, None]
+    return torch.where(starts.unsqueeze(1), LOWEST_DECAY, log_decay).expand(q.shape[:3])
+
+
 def _sums(
     kernels: ModuleType | None,
     q: Tensor,
@@ -338,13 +381,19 @@ def _sums(
     causal: bool,
     log_decay: Tensor | None,
     padding: Tensor | None,
+    starts: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the sums over all visible keys, and their denominators if they are not divided yet."""
     causal_sums = _causal_sums if kernels is None else kernels.causal_sums
     full_sums = full_definition if kernels is None else kernels.full_sums
+    if kernels is not None:
+        _log_served("pytorch, products in half precision" if kernels is half else "triton", q)
+    elif not causal and log_decay is None:
+        _log_served("pytorch", q)
     wanted = "normalized" if normalizes else "numerator"
     if causal:
-        return causal_sums(q, k, v, wanted, _without_padding(log_decay, padding), EPS)[0], None
+        log_decay = _with_cuts(_without_padding(log_decay, padding), starts, q)
+        return causal_sums(q, k, v, wanted, log_decay, EPS)[0], None
     if log_decay is None:
         return full_sums(q, k, v, wanted, EPS)[0], None
     wanted = "sums" if normalizes else "numerator"
@@ -385,7 +434,12 @@ def _causal_sums(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute ``chunked.causal_sums`` in C++ if supported. Not traced by torch.compile."""
     module = causal_cpu if causal_cpu.serves(q, k, v, log_decay) else chunked
+    _log_served("pytorch" if module is chunked else "c++", q)
     return module.causal_sums(q, k, v, wanted, log_decay, eps)
+
+
+def _log_served(form: str, q: Tensor) -> None:
+    loader.log_served("linear attention", form, q.device.type)
 
 
 def _divide(numerator: Tensor, denominator: Tensor | None) -> Tensor:

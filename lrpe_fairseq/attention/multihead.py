@@ -6,10 +6,12 @@ are in ``attention.projected``. fairseq's layers call this module and ``attentio
 Axes: B batch, H heads, T query time, S key time, D key width, E value width, C = H D.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lrpe_fairseq.attention import linear, softmax
 from lrpe_fairseq.attention.linear import (
@@ -27,7 +29,7 @@ from lrpe_fairseq.attention.projected import (
 )
 from lrpe_fairseq.attention.softmax import SoftmaxState, encoded_attention
 from lrpe_fairseq.attention.tokens import Tokens, tokens_after, tokens_of
-from lrpe_fairseq.encodings.positions import counted
+from lrpe_fairseq.encodings import EncodingOptions
 
 __all__ = [
     "ATTENTION_TYPES",
@@ -57,10 +59,67 @@ class Memory(NamedTuple):
 
 
 class MultiheadAttention(ProjectedAttention):
-    """Self-attention of one layer.
+    """Multi-head self-attention with a relative positional encoding, for plain PyTorch and fairseq.
 
-    Args and Raises: see :class:`ProjectedAttention`.
+    >>> attention = MultiheadAttention(
+    ...     64, 4, attention_type="linear", position_encoding="fox", causal=True, fox_bias=3.0
+    ... )
+    >>> out, state = attention.attend(x, keep_state=True)  # x, out: (B, T, 64)
+
+    Args:
+        embed_dim: C, the width. num_heads: H; must divide C. Names are those of
+            ``nn.MultiheadAttention`` where the meaning is the same; batches come first.
+        attention_type: "linear" (phi(x) = 1 + elu(x) first, then the encoding; O(T) time and a
+            state of constant size) or "softmax" (scale (C / H)^-0.5).
+        position_encoding: a name of ``lrpe_fairseq.encodings.ENCODINGS`` or a free form.
+        causal: True if a token attends only to itself and earlier tokens.
+        dropout: on softmax weights; linear attention has none.
+        normalizer: what linear attention divides by: "rotated" (Eq. 39 of LRPE), "content",
+            "layernorm" or "none".
+        window: a token attends to the last ``window`` tokens only, itself included; None: to all.
+        qkv_bias: False for no biases in the projections to q, k and v.
+        seed: of the encoding's fixed random parts, which have a generator of their own.
+        options: as one value, what may also be given by keyword.
+        wrap_linear: applied to each projection, for example fairseq's quantization noise.
+        encoding_options: options of the encoding by keyword, named as on the command line
+            (``fox_bias``, ``grid_width``). Trap: those of another encoding are ignored.
+    Raises: ChoiceError for an unknown name or option, a width that is not divisible by H, a window
+        that is not causal, or an encoding that the attention type does not support.
     """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        attention_type: str,
+        position_encoding: str,
+        causal: bool,
+        dropout: float = 0.0,
+        normalizer: str = "rotated",
+        window: int | None = None,
+        qkv_bias: bool = True,
+        seed: int = 0,
+        options: EncodingOptions | None = None,
+        wrap_linear: Callable[[nn.Linear], nn.Module] = lambda linear: linear,
+        **encoding_options: Any,
+    ) -> None:
+        if options is not None and encoding_options:
+            raise ValueError("give the options of an encoding by keyword or as options, not both")
+        super().__init__(
+            embed_dim,
+            num_heads,
+            attention_type=attention_type,
+            position_encoding=position_encoding,
+            causal=causal,
+            dropout=dropout,
+            normalizer=normalizer,
+            window=window,
+            qkv_bias=qkv_bias,
+            seed=seed,
+            options=EncodingOptions(**encoding_options) if options is None else options,
+            wrap_linear=wrap_linear,
+        )
 
     # --- fairseq's interface: (T, B, C), and a dictionary of states ----------------------------
 
@@ -80,7 +139,8 @@ class MultiheadAttention(ProjectedAttention):
 
         ``key`` and ``value`` are not used, because they equal the query in self-attention. With
         ``incremental_state`` the query and its mask are the next block, usually one token.
-        Positions and window are those of ``self.given``, which the stack of layers sets.
+        Positions and documents are those of ``self.given``, which the stack of layers sets, and a
+        window of it limits the layer's own further.
         Raises: ValueError for an ``attn_mask``; causality is an argument of the constructor.
         """
         if attn_mask is not None:
@@ -92,6 +152,7 @@ class MultiheadAttention(ProjectedAttention):
         x = query.transpose(0, 1)
         own = self.given
         given = {"positions": own.positions, "window": own.window, "one_sided": own.one_sided}
+        given["starts"] = own.starts
         out, state = self.attend(x, key_padding_mask, state, keep_state, **given)
         if keep_state:
             incremental_state[self._state_key] = state
@@ -119,6 +180,7 @@ class MultiheadAttention(ProjectedAttention):
         *,
         window: int | None = None,
         one_sided: bool = False,
+        starts: Tensor | None = None,
     ) -> tuple[Tensor, AttentionState | None]:
         """Compute self-attention of x (B, T, C) from ``state``; return (B, T, C) and the new state.
 
@@ -130,10 +192,13 @@ class MultiheadAttention(ProjectedAttention):
             positions: int64 (T,) or (B, T) of this block. None counts real tokens, so that left-
                 and right-padded batches give equal results. A decay always counts real tokens.
                 Not supported with a Memory.
-            window: a token attends to the last ``window`` tokens only, itself included; for causal
-                attention to a whole text.
+            window: a token attends to the last ``window`` tokens only, itself included, and to no
+                more than the window of the module; for causal attention to a whole text.
             one_sided: True if the padding of a row is all before or all after its tokens. It saves
                 time where a score depends on the lag.
+            starts: bool (B, T), true at every token that begins a document (causal only). A token
+                attends to its own document only; positions, gates and linear states start anew.
+                The first token of a text need not be marked. A Memory has documents of its own.
         Under torch.compile it runs outside the compiled graph and warns once.
         Raises: ValueError for incompatible arguments.
         """
@@ -143,11 +208,17 @@ class MultiheadAttention(ProjectedAttention):
             raise ValueError("keep_state needs causal attention: build the module with causal=True")
         if window is not None and (not self.causal or state is not None or keep_state):
             raise ValueError("a window needs causal attention to whole texts, without a state")
+        if starts is not None and (not self.causal or positions is not None):
+            raise ValueError("documents need causal attention and positions that are counted")
         if isinstance(state, Memory):
             if positions is not None:
                 raise ValueError("explicit positions cannot be combined with a memory of segments")
             return self._after_memory(x, state), None
+        window = min((w for w in (window, self.window) if w is not None), default=None)
+        if window is not None and state is None and not keep_state and window >= x.shape[1]:
+            window = None  # it hides nothing
         options = {"positions": positions, "window": window, "one_sided": one_sided}
+        options["starts"] = starts
         return self._attend(x, key_padding_mask, state, keep_state, options)
 
     @torch.compiler.disable  # compiled backward passes of linear attention fail
@@ -170,30 +241,67 @@ class MultiheadAttention(ProjectedAttention):
         following = tokens_after(x, padding, before)
         if options["positions"] is not None:
             following = _next_after(tokens, x.shape[0], before)
+        elif tokens.segments is not None:
+            last = tokens.positions[:, -1]
+            following = last + (1 if tokens.padding is None else ~tokens.padding[:, -1])
         return out, AttentionState(past, following)
 
     def _linear(
-        self, x: Tensor, tokens: Tokens, past: LinearState | None, keep_state: bool
-    ) -> tuple[Tensor, LinearState | None]:
+        self, x: Tensor, tokens: Tokens, past: LinearState | SoftmaxState | None, keep_state: bool
+    ) -> tuple[Tensor, LinearState | SoftmaxState | None]:
         """Return the output (B, H, T, E), and the state after the block if it is kept."""
+        if tokens.window is not None:
+            return self._linear_window(x, tokens, past, keep_state)
         q, k, v = self._project(x)
         v = v.to(self._value_type(v))
         options = {"key_padding_mask": tokens.padding, "normalizer": self.normalizer}
+        options["starts"] = tokens.starts
         if self.normalizer == "content":
             options["content"] = feature_map(q), feature_map(k)
         q, k = self._features(q, k, tokens.positions, tokens.positions)
         in_slots = tokens.slots is not None and not keep_state
         options["log_decay"] = self._log_decay(x, tokens.padding, in_slots)
-        if tokens.window is not None:
-            return linear_attention_window(q, k, v, window=tokens.window, **options), None
         if not keep_state:
             return linear_attention(q, k, v, causal=self.causal, **options), None
         return linear_attention_block(q, k, v, state=past, **options)
 
+    def _linear_window(
+        self, x: Tensor, tokens: Tokens, past: SoftmaxState | None, keep_state: bool
+    ) -> tuple[Tensor, SoftmaxState | None]:
+        """Return what :meth:`_linear` does; the state has the last keys of the window.
+
+        The features without encoding, for normalizer "content", stand behind the encoded keys.
+        """
+        tokens = self._with_gates(x, tokens, past)
+        q, k, v = self._project(x)
+        content = [feature_map(q), feature_map(k)] if self.normalizer == "content" else None
+        q, k = self._features(q, k, tokens.positions, tokens.positions)
+        queries, keys, v, width = tokens, tokens, v.to(self._value_type(v)), k.shape[-1]
+        k = k if content is None else torch.cat([k, content[1]], -1)
+        if keep_state:
+            k, v, queries, keys, past = _remembered(k, v, tokens, past)
+        if content is not None:
+            k, content[1] = k[..., :width], k[..., width:]
+        options = {"normalizer": self.normalizer, "log_decay": self.encoding.log_decay(x.device)}
+        return linear_attention_window(q, k, v, queries, keys, content=content, **options), past
+
+    def state_size(self, length: int) -> int:
+        """Return how many numbers of keys, values and sums the state has after ``length`` tokens.
+
+        For one sequence, without what belongs to a token alone (positions, padding, gates).
+        """
+        width = getattr(self.encoding, "feature_dim", self.head_dim)
+        linear, content = self.attention_type == "linear", self.normalizer == "content"
+        if linear and self.window is None:
+            return self.num_heads * (width * self.head_dim + (self.head_dim if content else width))
+        kept = length if self.window is None else min(length, max(1, self.window - 1))
+        return kept * self.num_heads * (width + self.head_dim * (2 if linear and content else 1))
+
     @property
     def has_denominators(self) -> bool:
-        """True for linear attention that divides by the denominator of Eq. 39."""
-        return self.attention_type == "linear" and self.normalizer == "rotated"
+        """True for linear attention to all tokens that divides by the denominator of Eq. 39."""
+        whole = self.window is None
+        return whole and self.attention_type == "linear" and self.normalizer == "rotated"
 
     def denominators(self, x: Tensor) -> Tensor:
         """Return the denominators of Eq. 39 for x (B, T, C) before they are clamped, (B, H, T).
@@ -201,10 +309,11 @@ class MultiheadAttention(ProjectedAttention):
         They are the sums of all scores, which are the output for values of 1 without a normalizer.
         """
         q, k, _ = self._project(x)
-        at = counted(x.shape[1], x.device)
-        q, k = self._features(q, k, at, at)
+        tokens = tokens_of(x, starts=self.given.starts)
+        q, k = self._features(q, k, tokens.positions, tokens.positions)
         ones = q.new_ones(*q.shape[:3], 1)
         options = {"causal": self.causal, "normalizer": "none", "log_decay": self._log_decay(x)}
+        options["starts"] = tokens.starts
         return linear_attention(q, k, ones, **options).squeeze(-1)
 
     def _log_decay(
@@ -236,7 +345,9 @@ class MultiheadAttention(ProjectedAttention):
         if self.attention_type == "linear" or not self.causal:
             raise ValueError("only causal softmax attention has a memory of earlier segments")
         whole = torch.cat([memory.inputs.transpose(0, 1), x], 1)
-        tokens = tokens_of(whole, segments=memory.segments)
+        numbers = memory.segments
+        starts = None if numbers is None else F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0))
+        tokens = tokens_of(whole, starts=starts, window=self.window)
         out, _ = self._softmax(whole, tokens, None, False, memory.inputs.shape[0])
         return self._project_out(out, x)
 
@@ -252,21 +363,43 @@ class MultiheadAttention(ProjectedAttention):
 
         Queries are the tokens from ``first`` on, keys are all, and those of ``past``.
         """
-        gates = self._gates(x, tokens.padding)
-        if gates is not None:
-            sums = gates.double().cumsum(-1)
-            tokens = tokens._replace(sums=sums if past is None else sums + past.sums[..., -1:])
+        tokens = self._with_gates(x, tokens, past)
         q, k, v = self._encoded(x, tokens)
         queries = keys = tokens
         if first:
             q, queries = q[:, :, first:], tokens.of(slice(first, None))
         if keep_state:
-            past = softmax.extend_state(past, softmax.state_of(k, v, tokens))
-            k, v, keys = past.keys, past.values, past.tokens
-            if keys.counts is not None:
-                queries = queries._replace(counts=keys.counts[..., -x.shape[1] :])
+            k, v, queries, keys, past = _remembered(k, v, tokens, past)
         options = {"causal": self.causal, "dropout": self._dropout}
         return encoded_attention(self.encoding, q, k, v, queries, keys, **options), past
+
+    def _with_gates(self, x: Tensor, tokens: Tokens, past: SoftmaxState | None) -> Tokens:
+        """Return the tokens of x (B, T, C) with the sums of their gates after those of the past."""
+        gates = self._gates(x, tokens.padding)
+        if gates is None:
+            return tokens
+        sums = gates.double().cumsum(-1)
+        return tokens._replace(sums=sums if past is None else sums + past.sums[..., -1:])
+
+
+def _remembered(
+    k: Tensor, v: Tensor, tokens: Tokens, past: SoftmaxState | None
+) -> tuple[Tensor, Tensor, Tokens, Tokens, SoftmaxState]:
+    """Return keys, values, the tokens of the queries and of the keys, and the state after a block.
+
+    k, v, tokens: of the block; its queries also see the past, in a window or whole.
+    """
+    every = softmax.extend_state(past, softmax.state_of(k, v, tokens))
+    queries, keys, window = tokens, every.tokens, tokens.window
+    if keys.counts is not None:
+        queries = queries._replace(counts=keys.counts[..., -k.shape[2] :])
+    if keys.segments is not None:
+        queries = queries._replace(segments=keys.segments[..., -k.shape[2] :])
+    if window is None:
+        return every.keys, every.values, queries, keys, every
+    keys = keys._replace(window=window if window < every.keys.shape[2] else None)
+    after = softmax.last_tokens(every, max(1, window - 1))  # the last sum of gates stays
+    return every.keys, every.values, queries, keys, after
 
 
 def _next_after(tokens: Tokens, batch: int, before: Tensor | None) -> Tensor:

@@ -38,13 +38,14 @@ class ProjectedAttention(nn.Module):
         dropout: on softmax weights. Linear attention has no weights and ignores it, as in the
             paper (Table 7: "attention dropout is only used for vanilla attention").
         normalizer: of linear attention; see ``attention.linear.NORMALIZERS``.
+        window: a token attends to the last ``window`` tokens only, itself included; None: to all.
         seed: seed of the encoding's fixed random parts. options: options of individual encodings.
         wrap_linear: applied to each projection, for example fairseq's quantization noise.
         memory_dim: width of the input of keys and values if they come from another sequence; None
             in self-attention.
         qkv_bias: False for self-attention whose q, k and v have no biases.
-    Raises: ChoiceError for an unknown name, a width that is not divisible by H, or an encoding that
-        the attention type does not support.
+    Raises: ChoiceError for an unknown name, a width that is not divisible by H, a window that is
+        not causal, or an encoding that the attention type does not support.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class ProjectedAttention(nn.Module):
         causal: bool,
         dropout: float = 0.0,
         normalizer: str = "rotated",
+        window: int | None = None,
         seed: int = 0,
         options: EncodingOptions = EncodingOptions(),
         wrap_linear: Callable[[nn.Linear], nn.Module] = lambda linear: linear,
@@ -68,6 +70,7 @@ class ProjectedAttention(nn.Module):
         self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
         self.attention_type, self.normalizer = attention_type, normalizer
         self.causal, self.dropout, self.retain_dropout = causal, dropout, False
+        self.window = _checked_window(window, causal)
         self.given = Given()  # for calls of forward; a stack of layers shares one
         self.encoding = build_encoding(
             position_encoding, self.head_dim, num_heads, causal=causal, seed=seed, options=options
@@ -274,6 +277,17 @@ def _check_choices(embed_dim: int, num_heads: int, attention_type: str, normaliz
         raise ChoiceError(
             f"unknown normalizer {normalizer!r}; choose one of {', '.join(NORMALIZERS)}"
         )
+
+
+def _checked_window(window: int | None, causal: bool) -> int | None:
+    if window is not None and window < 1:
+        raise ChoiceError(f"an attention window has at least one token, not {window}")
+    if window is not None and not causal:
+        raise ChoiceError(
+            "an attention window needs causal attention: choose none for an encoder or "
+            "cross-attention"
+        )
+    return window
 
 
 def _of_self(width: int, qkv_bias: bool) -> dict[str, nn.Linear]:

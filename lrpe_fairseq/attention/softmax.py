@@ -15,14 +15,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lrpe_fairseq.attention.tokens import Tokens, lag_numbers, lags_between, visible_pairs
+from lrpe_fairseq.attention.tokens import (
+    Tokens,
+    counts_slots,
+    lag_numbers,
+    lags_between,
+    visible_pairs,
+)
 from lrpe_fairseq.encodings.base import LOWEST, Encoding, Form, masked_softmax
-from lrpe_fairseq.encodings.positions import Lags
+from lrpe_fairseq.encodings.positions import Lags, PositionCache
 from lrpe_fairseq.kernels import loader
 from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed
 
 BLOCK = 2**24
 """Maximum number of scores B H R S of a block of R queries: 64 MB in float32."""
+
+ROWS = 64
+"""Queries of a block with a window, if that is shorter. It is read from R + window - 1 keys."""
+
+LARGEST_BIAS = 2**25
+"""Maximum number of elements of a bias that is kept: 64 MB in half precision."""
 
 FLASH, STICK = "lrpe_fairseq.kernels.flash_triton", "lrpe_fairseq.kernels.stick_triton"
 
@@ -80,13 +92,18 @@ def encoded_attention(
     call = _call(encoding, queries, keys, causal, dropout)
     out = (_shares if call.form.shares else _flash)(q, k, v, queries, keys, call)
     plain = call.form == Form() and queries.sums is None
+    bias = None if out is not None or plain else _constant_bias(q, queries, keys, call)
     form = "triton" if out is not None else "torch" if plain else "blocks of queries"
+    form = form if bias is None else "torch with a cached bias"
     loader.log_served(f"softmax attention of {encoding.name}", form, q.device.type)
     if out is not None:
         return out
-    if plain:
+    window = keys.window if counts_slots(queries, keys) else None
+    if plain and window is None:
         return _plain(q, k, v, queries, keys, call)
-    blocks = list(query_blocks(q, k, causal, BLOCK))
+    if bias is not None:
+        return softmax_attention(q, k, v, scale=call.scale, dropout=dropout, bias=bias)
+    blocks = list(query_blocks(q, k, causal, BLOCK, window))
     if len(blocks) == 1:
         return _block(q, k, v, queries, keys, call)
     parts = (
@@ -138,13 +155,15 @@ def _flash(
     plain = form == Form() and queries.sums is None and keys.unmasked
     if q.shape[2] == 1 or (plain and q.shape[3] == v.shape[3]):
         return None
+    if keys.window is not None and not counts_slots(queries, keys):
+        return None
     in_slots = queries.slots is not None and keys.slots is not None
     by_lag = form.table is not None or form.score_decay is not None or form.decay is not None
     by_gates = form.decay is not None and call.causal and form[0] is form.score_decay is None
     if by_lag and not in_slots and not by_gates:
         return None
     data = _by_slot(call) if in_slots else {}
-    data["gates"] = _gates(queries, keys, None if in_slots else form.decay, len(q))
+    data["gates"] = decay_sums(queries, keys, None if in_slots else form.decay, len(q))
     masks = _masks(queries, keys)
     pairs = (*(data["gates"] or ()), *masks.get("segments", ()))
     if not kernels.serves(q, k, v, keys.padding, data.get("table"), data.get("factor"), *pairs):
@@ -164,6 +183,8 @@ def _shares(
     alone = form == Form(weigh=form.weigh, shares=True) and queries.sums is None
     if kernels is None or not (call.causal and alone) or q.shape[2] == 1:
         return None
+    if keys.window is not None and not counts_slots(queries, keys):
+        return None
     masks = _masks(queries, keys)
     if not kernels.serves(q, k, v, keys.padding, *masks.get("segments", ())):
         return None
@@ -176,6 +197,36 @@ def _masks(queries: Tokens, keys: Tokens) -> dict[str, Any]:
     if keys.segments is not None:
         masks["segments"] = queries.segments.int(), keys.segments.int()
     return masks
+
+
+def _constant_bias(q: Tensor, queries: Tokens, keys: Tokens, call: Call) -> Tensor | None:
+    """Return a constant decay and causality as a bias (H, T, S) in q's dtype, kept for later calls.
+
+    Torch's memory-efficient kernel adds it without scores in memory. None except in half precision
+    on a GPU that runs no Triton kernels, for a decay that is not learned and no other term.
+    """
+    decay = call.form.decay
+    one = decay is not None and not decay.requires_grad and call.form == Form(decay=decay)
+    at = queries.numbers, keys.numbers
+    shared = keys.unmasked and queries.sums is None and at[0].dim() == at[1].dim() == 1
+    if not (one and shared and _in_half_on_gpu(q)):
+        return None
+    if q.shape[1] * len(at[0]) * len(at[1]) > LARGEST_BIAS:
+        return None
+
+    def compute() -> Tensor:
+        bias, seen = _bias(call, queries, keys, q.dtype), visible_pairs(queries, keys, call.causal)
+        return bias if seen is None else bias.masked_fill(~seen[0], -torch.inf)
+
+    return _biases.get((*at, decay), (call.causal, q.dtype), compute)
+
+
+_biases = PositionCache(2)  # of training and validation
+
+
+def _in_half_on_gpu(q: Tensor) -> bool:
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    return q.is_cuda and half and loader.triton_kernels(FLASH) is None and is_plain(q)
 
 
 def _by_slot(call: Call) -> dict[str, Any]:
@@ -194,10 +245,13 @@ def _by_slot(call: Call) -> dict[str, Any]:
     return {"table": table, "factor": factor, "first_lag": first}
 
 
-def _gates(
+def decay_sums(
     queries: Tokens, keys: Tokens, decay: Tensor | None, batch: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Return sums (B, H, T) and (B, H, S), float64, whose differences are the log decays."""
+    """Return sums (B, H, T) and (B, H, S), float64, whose differences are the log decays.
+
+    decay: (H,), per real token; gates are in the tokens. None without both.
+    """
     if queries.sums is None and decay is None:
         return None
     found = []
@@ -297,18 +351,24 @@ def by_diagonals(table: Tensor, rows: int) -> Tensor:
     return table.flip(-1).unfold(-1, columns, 1).flip(-2)
 
 
-def query_blocks(q: Tensor, k: Tensor, causal: bool, limit: int) -> Iterator[tuple[slice, slice]]:
+def query_blocks(
+    q: Tensor, k: Tensor, causal: bool, limit: int, window: int | None = None
+) -> Iterator[tuple[slice, slice]]:
     """Yield slices of the T queries and the S keys with at most ``limit`` scores each.
 
     q: (B, H, T, D). k: (B, H, S, D). A block has R >= 1 rows with B H R S <= ``limit`` if R > 1.
     In causal attention its keys end at the key of its last query, so that the last R keys are
-    those of the queries, as for the whole. There is one block, maybe empty, if T = 0.
+    those of the queries, as for the whole; with a window they begin at the first key that its first
+    query sees. There is one block, maybe empty, if T = 0.
     """
     batch, heads, rows, columns = *q.shape[:3], k.shape[2]
-    step = max(1, limit // max(1, batch * heads * columns))
+    most = rows if window is None else max(window, ROWS)
+    wide = columns if window is None else min(columns, most + window)
+    step = max(1, min(most, limit // max(1, batch * heads * wide)))
     for first in range(0, max(1, rows), step):
         last = min(first + step, rows)
-        yield slice(first, last), slice(0, columns - rows + last if causal else columns)
+        start = 0 if window is None else max(0, columns - rows + first - window + 1)
+        yield slice(first, last), slice(start, columns - rows + last if causal else columns)
 
 
 # --- attention with terms ----------------------------------------------------------------------
@@ -462,19 +522,19 @@ class KVBuffer:
         writable = torch.is_inference_mode_enabled() or not self.buffers[0].is_inference()
         return writable and self.used == seen and seen + more <= self.tokens
 
-    def append(self, parts: Iterable[Tensor], tokens: int) -> tuple[Tensor, ...]:
-        """Write ``tokens`` tokens after the used ones, and return views of all tokens."""
+    def append(self, parts: Iterable[Tensor], tokens: int) -> None:
+        """Write ``tokens`` tokens after the used ones."""
         for place, part in zip(self.at(self.used, self.used + tokens), parts, strict=True):
             place.copy_(part)
         self.used += tokens
-        return self.at(0, self.used)
 
 
 class SoftmaxState(NamedTuple):
     """State of causal softmax attention: all keys and values so far, and their tokens.
 
     Keys are encoded if the encoding is decomposable. The tensors may be views of ``buffer``, to
-    which the next tokens are appended; see :func:`extend_state`.
+    which the next tokens are appended; see :func:`extend_state`. With a window it has the last keys
+    only (:func:`last_tokens`), also in linear attention.
     """
 
     keys: Tensor  # B H S D
@@ -484,7 +544,9 @@ class SoftmaxState(NamedTuple):
     sums: Tensor  # B H S, float64: sums of the log gates of all tokens so far; B 0 S without gates
     padded: bool = False  # True if a block had a padding mask
     counted: bool = True  # True if all positions count real tokens
+    packed: bool = False  # True if a block had starts of documents, whose positions are 0
     buffer: KVBuffer | None = None
+    first: int = 0  # the place of the first token in the buffer
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -497,7 +559,10 @@ class SoftmaxState(NamedTuple):
         counts = None if self.counted else (~self.padding).cumsum(-1) - 1
         padding = self.padding if self.padded else None
         sums = self.sums if self.sums.shape[1] else None
-        return Tokens(self.positions, counts, padding, sums=sums)
+        segments = None
+        if self.packed:
+            segments = ((self.positions == 0) & ~self.padding).cumsum(-1)
+        return Tokens(self.positions, counts, padding, segments, sums=sums)
 
 
 def state_of(k: Tensor, v: Tensor, tokens: Tokens) -> SoftmaxState:
@@ -509,7 +574,7 @@ def state_of(k: Tensor, v: Tensor, tokens: Tokens) -> SoftmaxState:
     if sums is None:
         sums = k.new_empty(batch, 0, length, dtype=torch.float64)
     positions = tokens.positions.expand(batch, length)
-    flags = tokens.padding is not None, tokens.counts is None
+    flags = tokens.padding is not None, tokens.counts is None, tokens.segments is not None
     return SoftmaxState(k, v, positions, padding, sums, *flags)
 
 
@@ -522,16 +587,35 @@ def extend_state(past: SoftmaxState | None, new: SoftmaxState) -> SoftmaxState:
     """
     if past is None:
         return new
-    flags = past.padded or new.padded, past.counted and new.counted
+    flags = past.padded or new.padded, past.counted and new.counted, past.packed or new.packed
     if torch.is_grad_enabled():
         pairs = zip(past.parts, new.parts, strict=True)
         return SoftmaxState(*map(torch.cat, pairs, KVBuffer.AXES), *flags)
     seen, more = past.keys.shape[2], new.keys.shape[2]
-    buffer = past.buffer
-    if buffer is None or not buffer.fits(seen, more):
-        buffer = KVBuffer(past.parts, 2 * (seen + more))
+    buffer, first = past.buffer, past.first
+    if buffer is None or not buffer.fits(first + seen, more):
+        buffer, first = KVBuffer(past.parts, 2 * (seen + more)), 0
         buffer.append(past.parts, seen)
-    return SoftmaxState(*buffer.append(new.parts, more), *flags, buffer)
+    buffer.append(new.parts, more)
+    return SoftmaxState(*buffer.at(first, buffer.used), *flags, buffer, first)
+
+
+def last_tokens(state: SoftmaxState, count: int) -> SoftmaxState:
+    """Return the state with the last ``count`` real tokens of each row, or all if they are fewer.
+
+    Views of the buffer, so that a window needs O(count) memory; rows with padding are copied.
+    """
+    more = state.keys.shape[2] - count
+    if more <= 0:
+        return state
+    pairs = list(zip(state.parts, KVBuffer.AXES, strict=True))
+    if not state.padded:
+        views = (part.narrow(axis, more, count) for part, axis in pairs)
+        return SoftmaxState(*views, *state[5:9], state.first + more)
+    order = (~state.padding).byte().argsort(dim=1, stable=True)[:, more:]  # B count: padding first
+    axes = {4: order[:, None, :, None], 3: order[:, None], 2: order}
+    parts = (part.take_along_dim(axes[part.dim()], axis) for part, axis in pairs)
+    return SoftmaxState(*parts, *state[5:8])
 
 
 def reorder_state(state: SoftmaxState, new_order: Tensor) -> SoftmaxState:
@@ -541,11 +625,11 @@ def reorder_state(state: SoftmaxState, new_order: Tensor) -> SoftmaxState:
     """
     if state.buffer is None:
         parts = (part.index_select(0, new_order) for part in state.parts)
-        return SoftmaxState(*parts, state.padded, state.counted)
+        return SoftmaxState(*parts, *state[5:8])
     seen = state.keys.shape[2]
     first = (part[:1].expand(len(new_order), *part.shape[1:]) for part in state.parts)
     buffer = KVBuffer(first, state.buffer.tokens)
     for place, part in zip(buffer.at(0, seen), state.parts, strict=True):
         torch.index_select(part, 0, new_order, out=place)
     buffer.used = seen
-    return SoftmaxState(*buffer.at(0, seen), state.padded, state.counted, buffer)
+    return SoftmaxState(*buffer.at(0, seen), *state[5:8], buffer)

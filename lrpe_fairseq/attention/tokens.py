@@ -28,7 +28,8 @@ class Given:
     positions: int64 (T,) or (B, T) of the queries; None counts real tokens. memory_positions: of
     the memory of cross-attention. query_padding: (B, T), true at padding, of the queries of
     cross-attention. window: see :class:`Tokens`. one_sided: the padding of a row is all before or
-    all after its tokens, as fairseq's batches have it.
+    all after its tokens, as fairseq's batches have it. starts: bool (B, T), true at tokens that
+    begin a document; None for one document.
     """
 
     positions: Tensor | None = None
@@ -36,6 +37,7 @@ class Given:
     query_padding: Tensor | None = None
     window: int | None = None
     one_sided: bool = False
+    starts: Tensor | None = None
 
 
 class Tokens(NamedTuple):
@@ -48,9 +50,10 @@ class Tokens(NamedTuple):
     padding: Tensor | None = None
     """B N, true at padding, or None without padding."""
     segments: Tensor | None = None
-    """B N, int: the document of each token. A query sees keys of its own document only."""
+    """B N, int: the document of each token, ascending. A query sees keys of its own only."""
     window: int | None = None
-    """A query sees the last ``window`` keys only, itself included (causal attention)."""
+    """A query sees the last ``window`` keys only, itself included; padding does not count (causal
+    attention)."""
     sums: Tensor | None = None
     """B H N, float64: sums of the log gates up to each token, or None without gates."""
     slots: int | None = None
@@ -74,6 +77,14 @@ class Tokens(NamedTuple):
         return self.padding is None and self.segments is None and self.window is None
 
     @property
+    def starts(self) -> Tensor | None:
+        """True at real tokens that begin a document, B N; None for one document."""
+        if self.segments is None:
+            return None
+        first = self.positions == 0
+        return first if self.padding is None else first & ~self.padding
+
+    @property
     def numbers(self) -> Tensor:
         """The number of real tokens before each token, N or B N."""
         return self.positions if self.counts is None else self.counts
@@ -85,17 +96,20 @@ def tokens_of(
     before: Tensor | None = None,
     positions: Tensor | None = None,
     one_sided: bool = False,
+    starts: Tensor | None = None,
     **more: Tensor | int | None,
 ) -> Tokens:
     """Return the tokens of a block x (B, T, C).
 
     Real tokens are counted first, then padding, which is masked. No value is read. The same
-    positions object is returned for the same length or mask, so that encodings can cache.
+    positions object is returned for the same length, mask or starts, so that encodings can cache.
 
     Args:
         padding: (B, T), true at padding, which may be anywhere.
-        before: int64 (B,), the number of real tokens before the block; None: 0.
+        before: int64 (B,), the number of real tokens before the block; None: 0. With ``starts``
+            those of the document that it continues.
         positions: int64 (T,) or (B, T); None counts. one_sided: see :class:`Given`.
+        starts: bool (B, T); positions count from the last start on.
         more: further fields of :class:`Tokens`.
     Raises: ValueError for positions of another type or shape.
     """
@@ -110,10 +124,17 @@ def tokens_of(
     if positions is not None:
         return Tokens(check_positions(positions, x), counts, padding, **more)
     in_slots = before is None and (padding is None or one_sided)
-    return Tokens(counts, None, padding, slots=0 if in_slots else None, **more)
+    slots = 0 if in_slots else None
+    if starts is None:
+        return Tokens(counts, None, padding, slots=slots, **more)
+    sources = (starts,) if padding is None else (starts, padding)
+    find = partial(restarted, starts, padding, before)
+    positions, segments = _documents.get(sources, None, find) if before is None else find()
+    return Tokens(positions, counts, padding, segments, slots=slots, **more)
 
 
 _counts_of_mask = PositionCache(2)  # of a source and a target
+_documents = PositionCache()
 
 
 def _count_real_first(padding: Tensor) -> Tensor:
@@ -122,6 +143,24 @@ def _count_real_first(padding: Tensor) -> Tensor:
     real = ~padding
     after = real.sum(1, keepdim=True) + padding.cumsum(1)
     return within(torch.where(padding, after, real.cumsum(1)) - 1, 0, padding.shape[1] - 1)
+
+
+def restarted(
+    starts: Tensor, padding: Tensor | None, before: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return positions and segments of :class:`Tokens`, (B, T) each, for ``starts``.
+
+    A position is the number of real tokens since the start of the document. before: see
+    :func:`tokens_of`.
+    """
+    real = torch.ones_like(starts) if padding is None else ~padding
+    counts = real.cumsum(1) - real.long()  # real tokens before each
+    counts = counts if before is None else counts + before.unsqueeze(1)
+    starts = starts & real
+    positions = counts - torch.where(starts, counts, 0).cummax(1).values
+    if before is None:
+        within(positions, 0, starts.shape[1])  # one more than the largest: not every number once
+    return positions, starts.cumsum(1)
 
 
 def tokens_after(x: Tensor, padding: Tensor | None, before: Tensor | None) -> Tensor:
@@ -152,6 +191,11 @@ def lag_numbers(queries: Tokens, keys: Tokens, causal: bool) -> Tensor:
     return lag.clamp_min(0) if causal else lag.abs()
 
 
+def counts_slots(queries: Tokens, keys: Tokens) -> bool:
+    """True if the last keys of a query are its last slots: no padding is between tokens."""
+    return keys.padding is None or (queries.slots is not None and keys.slots is not None)
+
+
 def visible_pairs(queries: Tokens, keys: Tokens, causal: bool) -> Tensor | None:
     """Return a bool mask (B or 1, 1, T, S), true if the query may attend to the key.
 
@@ -159,12 +203,15 @@ def visible_pairs(queries: Tokens, keys: Tokens, causal: bool) -> Tensor | None:
     """
     rows, columns = queries.positions.shape[-1], keys.positions.shape[-1]
     device, found = keys.positions.device, None
-    if (causal and rows > 1) or keys.window is not None:
+    window, by_slots = keys.window, counts_slots(queries, keys)
+    if (causal and rows > 1) or window is not None:
         pairs = torch.ones(rows, columns, dtype=torch.bool, device=device)
         pairs = pairs.tril(columns - rows) if causal else pairs
-        if keys.window is not None:
-            pairs = pairs.triu(columns - rows - keys.window + 1)
+        if window is not None and by_slots:
+            pairs = pairs.triu(columns - rows - window + 1)
         found = pairs[None, None]
+    if window is not None and not by_slots:
+        found = found & (lag_numbers(queries, keys, causal) < window).unsqueeze(-3)
     if keys.segments is not None:
         same = queries.segments.unsqueeze(-1) == keys.segments.unsqueeze(-2)
         found = same.unsqueeze(1) if found is None else found & same.unsqueeze(1)

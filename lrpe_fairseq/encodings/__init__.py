@@ -6,7 +6,7 @@ Command-line choices, tests, benchmark rows and the README's table are derived f
 
 from collections.abc import Callable
 from dataclasses import Field, fields
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 from lrpe_fairseq.encodings.algebraic import APE, COMPONENT, FORM, Algebraic, APETree
@@ -30,6 +30,7 @@ from lrpe_fairseq.encodings.options import EncodingOptions, EncodingSpec
 from lrpe_fairseq.encodings.permuteformer import PermuteFormer
 from lrpe_fairseq.encodings.rope_2d import RoPE2D, RoPE2DMixed
 from lrpe_fairseq.encodings.sandwich import Sandwich
+from lrpe_fairseq.encodings.scaling import RotationOptions
 from lrpe_fairseq.encodings.shaw import Shaw
 from lrpe_fairseq.encodings.spe import SPE
 from lrpe_fairseq.encodings.stick_breaking import StickBreaking
@@ -210,10 +211,17 @@ FREE_FORMS: tuple[str, ...] = tuple(name for family in FAMILIES.values() for nam
 """Names of the free forms."""
 
 
+@cache
+def has_rotations(name: str) -> bool:
+    """True if the encoding ``name`` takes ``RotationOptions``. Raises: ChoiceError if unknown."""
+    return bool(build_encoding(name, 8, 1, causal=True).scales)
+
+
 def options_of_encodings() -> dict[str, Field]:
-    """Return the options of all encodings as {name: field}, in the order of ENCODINGS."""
+    """Return the options of all encodings as {name: field}: of ENCODINGS in order, of rotations."""
     found: dict[str, Field] = {}
-    for kind in dict.fromkeys(encoding_class(name).Options for name in ENCODINGS):
+    kinds = [encoding_class(name).Options for name in ENCODINGS]
+    for kind in dict.fromkeys([*kinds, RotationOptions]):
         for own in fields(kind):
             if own.name in found or not own.metadata.get("help"):
                 raise TypeError(f"{kind.__qualname__}.{own.name} needs a new name and a help text")
@@ -236,15 +244,16 @@ def build_encoding(
         name: a key of :data:`ENCODINGS` or a free form of :data:`FAMILIES`.
         head_dim, num_heads, causal, seed: see :class:`EncodingSpec`.
         options: options of individual methods; those of other methods are ignored.
-    Raises: ChoiceError for an unknown name (listing the names), an unknown option, a width or a
-        grid that the method does not support, or a causal method without ``causal``.
+    Raises: ChoiceError for an unknown name (listing the names), an unknown option, options of
+        rotations for a method without them, a width or a grid that the method does not support, or
+        a causal method without ``causal``.
 
     >>> enc = build_encoding("lrpe-type1", head_dim=64, num_heads=8)
     >>> q2, k2 = enc(q, k, positions, positions)  # q, k: (B, H, T, D)
     """
-    unknown = sorted(options.values.keys() - options_of_encodings().keys())
-    if unknown:
-        raise ChoiceError(f"no encoding has the option {', '.join(unknown)}")
+    known = options_of_encodings()
+    for unknown in sorted(options.values.keys() - known.keys()):
+        raise ChoiceError(f"no encoding has the option {unknown!r}{did_you_mean(unknown, known)}")
     if is_causal_only(name) and not causal:
         raise ChoiceError(
             f"position encoding {name!r} is defined for causal attention only; choose another one "
@@ -253,5 +262,10 @@ def build_encoding(
     spec, construct = EncodingSpec(head_dim, num_heads, causal, seed, options), constructor_of(name)
     flat = options.position_grid == "flat"
     encoding = construct(spec) if flat else GridEncoding(spec, name, construct)
+    if not encoding.scales and options.of(RotationOptions) != RotationOptions():
+        raise ChoiceError(
+            f"position encoding {name!r} does not support --context-scaling, --rotation-base and "
+            "--rotation-fraction: leave them out, or choose rope or an LRPE type with rotations"
+        )
     encoding.name = name
     return encoding

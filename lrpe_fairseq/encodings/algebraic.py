@@ -40,7 +40,7 @@ START_STD = 0.02  # of the entries of a generator under ``ape_init`` "identity"
 MOST = 256  # branches of a tree
 COMPONENT = re.compile(r"sequence|tree([1-9]\d*)|cycle([1-9]\d*)")
 FORM = "sequence, treeK or cycleM (K branches, M positions)"
-SOURCE = "Kogkalidis, Bernardy and Garg, 2024 (Algebraic Positional Encodings)"
+SOURCE = "[Kogkalidis, Bernardy and Garg (2024)](https://arxiv.org/abs/2312.16045)"
 
 
 @dataclass(frozen=True)
@@ -255,6 +255,7 @@ class APETree(Algebraic):
 def _card(trees: bool, foldable: bool) -> Card:
     if trees:
         return Card(
+            mechanism="tree and grid",
             equation=r"(M_p q_p)^\top M_r k_r,\quad M_{w_1 \ldots w_n} = W_{w_1} \cdots W_{w_n}, "
             r"\quad W_b = \exp(L_b - L_b^\top)",
             cost="O(D^2) per token, head and step of its path",
@@ -262,6 +263,7 @@ def _card(trees: bool, foldable: bool) -> Card:
             source=SOURCE,
         )
     return Card(
+        mechanism="tree and grid",
         equation=r"q_s^\top W^{t-s} k_t,\quad W = \exp(L - L^\top)",
         cost="O(D) per token and head in softmax attention" if foldable else "O(B H T D^2)",
         beyond="nothing: the angles grow with the position, as in RoPE",

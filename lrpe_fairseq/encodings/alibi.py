@@ -23,10 +23,11 @@ class ALiBi(Unchanged):
 
     without_absolute = True
     card = Card(
+        mechanism="decay",
         equation=r"z_{st} - m_h\,|n|,\quad m_h = 2^{-8(h+1)/H} \text{ for } H = 2, 4, 8, \dots",
         cost="one bias (H, T, S) in softmax attention; in linear attention none",
         beyond="Designed for it: keys much farther than 1 / m_h have no weight at any length.",
-        source="Press, Smith and Lewis (2022), Section 3",
+        source="[Press, Smith and Lewis (2022)](https://arxiv.org/abs/2108.12409), Section 3",
     )
 
     def log_decay(self, device: torch.device | str = "cpu") -> Tensor:

@@ -28,12 +28,14 @@ Planes = tuple[Tensor, ...]
 class Card:
     """What the gallery (docs/encodings.md) says about an encoding.
 
+    mechanism: "none", "rotation", "decay", "gate", "bias", "content" or "tree and grid".
     equation: LaTeX without delimiters; s is the query's position, t the key's, n = s - t.
     cost: additional cost of one layer, in the symbols of the code (B, H, T, S, D).
     beyond: what the method promises for positions that training did not reach.
-    source: authors, year, section or equation.
+    source: authors and year, with a link; section or equation.
     """
 
+    mechanism: str
     equation: str
     cost: str
     beyond: str
@@ -179,9 +181,12 @@ class Encoding(Float32Module):
     shared_by_stacks: bool = False
     """True if also an encoder, a decoder and its cross-attention share it, with equal options."""
 
-    content_scale: ClassVar[float] = 1.0
-    """Factor of the content score q k^T, in addition to D^-0.5. The q that the encoding receives
-    has this factor."""
+    scales: str = ""
+    """What ``--context-scaling`` changes, in words for the gallery; empty if the encoding has no
+    rotations and refuses ``scaling.RotationOptions``."""
+    content_scale: float = 1.0
+    """Factor of the content score q k^T in softmax attention, in addition to D^-0.5. The q that a
+    score encoding receives has this factor."""
     turns: bool = False
     """True if features turn with the position: scores of positive features may be negative, and the
     denominator of Eq. 39 can vanish on texts longer than those of training."""

@@ -29,12 +29,13 @@ CACHE_BLOCK = 1 << 19
 def _card(base: str, beyond: str) -> Card:
     """Return the card of CAPE over the method ``base``."""
     return Card(
+        mechanism="bias",
         equation=r"z'_{st} = z_{st} + b_{st} + W_2 \, \mathrm{LeakyReLU}"
         r"\big( W_1 [z_{st}; b_{st}] + c_1 \big) + c_2 "
         rf"\quad \text{{over heads, }} b \text{{ of {base}}}",
         cost="97 H + 32 parameters and those of the bias; 96 H multiply-adds per pair",
         beyond=beyond,
-        source=f"Zheng et al., 2024, with the bias of {base}",
+        source=f"[Zheng et al. (2024)](https://arxiv.org/abs/2405.14722), with the bias of {base}",
     )
 
 

@@ -36,6 +36,7 @@ class CoPE(ScoreEncoding):
     causal_only = True
     properties = Properties(contextual=True)
     card = Card(
+        mechanism="content",
         equation=r"\frac{q_s^\top (k_t + e[p_{st}])}{\sqrt D}, \quad p_{st} = \min\left(P - 1, "
         r"\sum_{u=t}^{s} \sigma\!\left(\tfrac{q_s^\top k_u}{\sqrt D}\right)\right), "
         r"\quad e \text{ linear between whole } p",
@@ -43,7 +44,7 @@ class CoPE(ScoreEncoding):
         "gathers; P D parameters",
         beyond="Positions count the keys that the gates select, so they grow more slowly than the "
         "text. All counts from P - 1 on share one vector.",
-        source="Golovneva, Wang, Weston and Sukhbaatar, 2024",
+        source="[Golovneva et al. (2024)](https://arxiv.org/abs/2405.18719)",
     )
 
     def __init__(self, spec: EncodingSpec) -> None:

@@ -5,14 +5,17 @@
 """
 
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.base import Planes, undecayed
 from lrpe_fairseq.encodings.options import EncodingSpec
 from lrpe_fairseq.encodings.permutations import CyclicPowers, permute
-from lrpe_fairseq.encodings.positions import PositionCache, over_heads
+from lrpe_fairseq.encodings.positions import PositionCache, exact_type, over_heads
+from lrpe_fairseq.encodings.scaling import RotationOptions, scaled
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import encode, encode_cpu
 from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed
@@ -25,25 +28,39 @@ class Rotation(nn.Module):
     """Lambda^(s) rotates the pair (2i, 2i+1) by s alpha_i, alpha_i = 10000^(-2i/e) (Eq. 24).
 
     e is the largest even number up to d. If d is odd, the last feature is unchanged (q = 1 in
-    Eq. 24). Angles are in radians.
+    Eq. 24). Angles are in radians. ``RotationOptions`` changes base, e and angles.
 
     Args: theta: other frequencies than those of :meth:`frequencies`.
     """
+
+    base: ClassVar[float] = BASE
+    scales: ClassVar[str] = "angles"
+    """What context scaling changes, in words; see ``Encoding.scales``."""
 
     latex = r"\Lambda^{(s)} = \mathrm{diag}_i\, R(s\, \alpha_i),\ \alpha_i = 10000^{-2i/D}"
 
     def __init__(self, spec: EncodingSpec, theta: Tensor | None = None) -> None:
         super().__init__()
+        self.options, self.width = spec.options.of(RotationOptions), spec.head_dim
         self.register_frequencies(self.frequencies(spec) if theta is None else theta)
 
     def frequencies(self, spec: EncodingSpec) -> Tensor:
-        """Return the frequencies, (E,) float64, radians per token.
+        """Return the frequencies without context scaling, (E,) float64, radians per token.
 
         Raises: ChoiceError if the head width is too small.
         """
         if spec.head_dim < 2:
             raise ChoiceError(f"a rotation needs a head width of at least 2, got {spec.head_dim}")
-        return bands(spec.head_dim)
+        return self.bands(self.options.turned(spec.head_dim))
+
+    def bands(self, width: int) -> Tensor:
+        """Return :func:`bands` with the base that the user chose, or that of the method."""
+        return bands(width, self.options.rotation_base or self.base)
+
+    @property
+    def angles(self) -> Tensor:
+        """The angles per token after context scaling, (E,)."""
+        return scaled(self.theta, self.options)
 
     def register_frequencies(self, theta: Tensor) -> None:
         """Store fixed frequencies; casting or broadcasting a buffer would change them."""
@@ -59,7 +76,7 @@ class Rotation(nn.Module):
 
     def phases(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Compute the result of :meth:`at`."""
-        return phases(positions, self.theta, dtype)
+        return phases(positions, self.angles, dtype)
 
     def forward(self, planes: Planes, turn: Tensor) -> Planes:
         """Rotate every plane (..., T, D) by ``turn``, the result of :meth:`at`."""
@@ -70,6 +87,7 @@ class LearnedRotation(Rotation):
     """The rotation with learned frequencies, initialized to those of :class:`Rotation`."""
 
     latex = r"\Lambda^{(s)} = \mathrm{diag}_i\, R(s\, \theta_i),\ \theta \text{ learned}"
+    scales = "learned angles"
 
     def register_frequencies(self, theta: Tensor) -> None:
         """Register a float32 parameter. An edit through ``.data`` would not be seen by a cache."""
@@ -95,7 +113,7 @@ class HalfRotation(Rotation):
                 f"rotation-half needs a head width of at least 3, got {spec.head_dim}"
             )
         half = spec.head_dim // 2
-        return bands(half + half % 2)
+        return self.bands(min(half + half % 2, self.options.turned(spec.head_dim)))
 
 
 class Unitary(Rotation):
@@ -107,8 +125,15 @@ class Unitary(Rotation):
     latex = r"\Lambda^{(s)} = \mathrm{diag}_j\, e^{i s \alpha_j},\ \alpha_j = 10000^{-2j/D}"
 
     def frequencies(self, spec: EncodingSpec) -> Tensor:
-        """Return one frequency for each feature, (D,) float64."""
-        return bands(2 * spec.head_dim, BASE**2)
+        """Return one frequency for each feature that turns, (E,) float64."""
+        base = self.options.rotation_base or self.base
+        return bands(2 * self.options.turned(spec.head_dim), base**2)
+
+    @property
+    def angles(self) -> Tensor:
+        """The angles per token after context scaling, (D,): 0 for features that do not turn."""
+        angles = super().angles
+        return F.pad(angles, (0, self.width - len(angles)))
 
     def forward(self, planes: Planes, turn: Tensor) -> Planes:
         """One or two planes (..., T, D) -> the planes (re, im)."""
@@ -122,6 +147,7 @@ class LearnedUnitary(Unitary):
     """The unitary diagonal with learned frequencies (TMLR, Type 1)."""
 
     latex = r"\Lambda^{(s)} = \mathrm{diag}_j\, e^{i s \theta_j},\ \theta \text{ learned}"
+    scales = "learned angles"
 
     register_frequencies = LearnedRotation.register_frequencies
 
@@ -133,6 +159,7 @@ class Permutation(nn.Module):
     """
 
     latex = r"\Lambda^{(s)} = \text{permutation } \pi^s"
+    scales = ""
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
@@ -173,7 +200,7 @@ def phases_by_head(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tens
 
 def _phases(theta: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute exp(i s theta), (..., E), in differentiable operations."""
-    exact = torch.float32 if positions.device.type == "mps" else torch.float64
+    exact = exact_type(positions.device)
     angle = positions.unsqueeze(-1).to(exact) * theta.to(exact).to(positions.device)
     return torch.complex(angle.cos().to(dtype), angle.sin().to(dtype))
 
@@ -193,7 +220,7 @@ class _Phases(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         positions, phase, theta = ctx.saved_tensors
-        exact = torch.float32 if positions.device.type == "mps" else torch.float64
+        exact = exact_type(positions.device)
         s, turned = positions.unsqueeze(-1).to(exact), (phase.conj() * grad).imag.to(exact)
         return (s * turned).flatten(0, -2).sum(0).to(theta), None, None
 

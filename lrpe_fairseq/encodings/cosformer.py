@@ -45,10 +45,11 @@ class CosFormer(LRPE):
 
     Options = CosFormerOptions
     card = Card(
+        mechanism="rotation",
         equation=r"q_s^\top k_t \cos\frac{\pi n}{2M}",
         cost="features of width 2D",
         beyond="No promise beyond M: the score is 0 at distance M and negative from there to 3M.",
-        source="Qin et al. 2022, cosFormer, Section 3.2",
+        source="[Qin et al. (2022)](https://arxiv.org/abs/2202.08791), cosFormer, Section 3.2",
     )
 
     def __init__(self, spec: EncodingSpec) -> None:
@@ -58,3 +59,4 @@ class CosFormer(LRPE):
         angle = math.pi / (2 * length)
         theta = torch.full((spec.head_dim,), angle, dtype=torch.float64, device="cpu")
         super().__init__(spec, "identity", Unitary(spec, theta))
+        self.scales = ""  # M is its length

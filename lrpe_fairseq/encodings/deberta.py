@@ -48,12 +48,13 @@ class DeBERTa(ScoreEncoding):
 
     content_scale, shared = 3**-0.5, True
     card = Card(
+        mechanism="content",
         equation=r"\frac{q_s^\top k_t + q_s^\top K^r_{\delta(s,t)} + k_t^\top Q^r_{\delta(t,s)}}"
         r"{\sqrt{3D}}, \quad \delta(a, b) = \mathrm{clip}(a - b + K, 0, 2K - 1)",
         cost="up to 4 K (H D)^2 multiply-adds for two projections of the table, 2 B H T 2 K D for "
         "products with it, and two gathers of B H T S entries",
         beyond="All distances from K on share one vector; the order of such keys is lost.",
-        source="He, Liu, Gao and Chen, 2021, first version (V1)",
+        source="[He et al. (2021)](https://arxiv.org/abs/2006.03654), first version (V1)",
     )
 
     def __init__(self, spec: EncodingSpec) -> None:

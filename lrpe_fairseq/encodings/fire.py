@@ -46,12 +46,13 @@ class FIRE(LagBias):
     causal_only = True
     without_absolute = True
     card = Card(
+        mechanism="bias",
         equation=r"b_{st} = f_\theta\!\left( \frac{\psi(n)}{\psi(\max(L, s))} \right)_{\!h}, "
         r"\quad \psi(x) = \log(1 + |c| x)",
         cost="66 + 33 H parameters; 32 (1 + H) multiply-adds per lag up to L, per pair beyond",
         beyond="Beyond L the argument of f stays in [0, 1]: the oldest key has argument 1 at any "
         "length.",
-        source="Li et al., 2024",
+        source="[Li et al. (2024)](https://arxiv.org/abs/2310.04418)",
     )
 
     def __init__(self, spec: EncodingSpec, width: int = 32, layers: int = 1) -> None:

@@ -4,12 +4,14 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lrpe_fairseq.encodings.base import Card, Properties
 from lrpe_fairseq.encodings.cores import Rotation
 from lrpe_fairseq.encodings.lrpe import LRPE
 from lrpe_fairseq.encodings.options import EncodingSpec, option
+from lrpe_fairseq.encodings.positions import exact_type
+from lrpe_fairseq.encodings.scaling import scaled
 from lrpe_fairseq.errors import ChoiceError
 
 
@@ -42,13 +44,15 @@ class FoPE(LRPE):
     The encoding is not relative: the score contains products of two series, so it changes with
     both positions at one distance. With sigma = 0 it is RoPE with clipped frequencies.
 
-    Trap: ``fope_length`` must be the length of the training texts.
+    Trap: ``fope_length`` must be the length of the training texts. Context scaling clips more
+    frequencies unless ``fope_length`` is multiplied by f too.
 
     Raises: ChoiceError for a length below 7, where no frequency remains, or a negative sigma.
     """
 
     Options = FoPEOptions
     card = Card(
+        mechanism="rotation",
         equation=(
             r"\mathrm{Re}\sum_j \bar q_j \bar F_{hj}(s)\, F_{hj}(t) k_j, \quad "
             r"F_{hj}(s) = \sum_i a_{hij} \cos \omega_i s + \mathrm{i}\, b_{hij} \sin \omega_i s"
@@ -59,7 +63,7 @@ class FoPE(LRPE):
             "Training has seen a whole period of every frequency if N is its length. The score is "
             "not relative."
         ),
-        source="Hua et al. 2025, Fourier Position Embedding, Eq. 13 and Appendix B",
+        source="[Hua et al. (2025)](https://arxiv.org/abs/2412.17739), Eq. 13 and Appendix B",
     )
     properties = Properties(relative="no", keeps_norm=False)
 
@@ -68,15 +72,24 @@ class FoPE(LRPE):
 
 
 class FourierSeries(Rotation):
-    """Multiplies the pairs of every head, as complex numbers, by series of the frequencies."""
+    """Multiplies the pairs of every head, as complex numbers, by series of the frequencies.
+
+    With context scaling fewer frequencies may remain. The coefficients of a checkpoint without it
+    are then cut to these.
+    """
+
+    scales = "frequencies, before they are clipped"
 
     def __init__(self, spec: EncodingSpec, sigma: float) -> None:
         super().__init__(spec)
         self.register_buffer("coefficients", _draw(spec, len(self.theta), sigma))
+        if self.options.context_scaling != "none":
+            self.register_load_state_dict_pre_hook(_cut)
 
     def frequencies(self, spec: EncodingSpec) -> Tensor:
-        """Return RoPE's frequencies that are at least 2 pi / N, (M,) float64."""
-        theta, length = super().frequencies(spec), spec.options.of(FoPEOptions).fope_length
+        """Return RoPE's scaled frequencies that are at least 2 pi / N, (M,) float64."""
+        theta = scaled(super().frequencies(spec), self.options)
+        length = spec.options.of(FoPEOptions).fope_length
         theta = theta[theta >= 2 * math.pi / max(length, 1)]
         if not len(theta):
             raise ChoiceError(
@@ -84,14 +97,26 @@ class FourierSeries(Rotation):
             )
         return theta
 
+    @property
+    def angles(self) -> Tensor:
+        """The frequencies, which are scaled already."""
+        return self.theta
+
     def at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Return C + i S of every head and position: (H, T, E) or (B, H, T, E), complex.
 
         The series is summed in float64 and then cast.
         """
-        exact = torch.float32 if positions.device.type == "mps" else torch.float64
+        exact = exact_type(positions.device)
         basis, (a, b) = super().at(positions, exact), self.coefficients.to(exact)
         return torch.complex((basis.real @ a).to(dtype), (basis.imag @ b).to(dtype))
+
+
+def _cut(module: nn.Module, state: dict, prefix: str, *rest: object) -> None:
+    """Leave out the coefficients of frequencies that context scaling clips: the slowest."""
+    if (name := f"{prefix}coefficients") in state:
+        count = len(module.theta)
+        state[name] = state[name][..., :count, :count]
 
 
 def _draw(spec: EncodingSpec, count: int, sigma: float) -> Tensor:

@@ -61,11 +61,12 @@ class FoX(Unchanged):
     properties = Properties(contextual=True)
     without_absolute = True
     card = Card(
+        mechanism="gate",
         equation=r"z_{st} + \sum_{u=t+1}^{s} \log f_u,\quad f_u = \sigma(w_h^\top x_u + b_h)",
         cost="H C + H parameters; one bias (B, H, T, S) in softmax attention",
         beyond="The gates depend on content only, so nothing changes with the position; far keys "
         "count as long as the learned gates stay open.",
-        source="Lin, Nikishin, He and Courville (2025), Section 3",
+        source="[Lin et al. (2025)](https://arxiv.org/abs/2503.02130), Section 3",
     )
 
     def __init__(self, spec: EncodingSpec) -> None:
@@ -84,10 +85,11 @@ def gated(spec: EncodingSpec, inner: Callable[[EncodingSpec], QueryKeyEncoding])
     encoding.causal_only = True
     encoding.properties = replace(encoding.properties, contextual=True)
     encoding.card = Card(
+        mechanism="gate",
         equation=r"a_{st} + \sum_{u=t+1}^{s} \log f_u,\quad f_u = \sigma(w_h^\top x_u + b_h)",
         cost="that of the encoding, H C + H parameters, and one bias (B, H, T, S) in softmax",
         beyond="As the encoding; far keys count as long as the learned gates stay open.",
-        source="gates of Lin, Nikishin, He and Courville (2025) on another encoding",
+        source="[Lin et al. (2025)](https://arxiv.org/abs/2503.02130), on another encoding",
     )
     return encoding
 

@@ -11,7 +11,10 @@ from lrpe_fairseq.encodings.options import EncodingOptions, EncodingSpec
 from lrpe_fairseq.encodings.positions import PositionCache
 from lrpe_fairseq.errors import ChoiceError
 
-INNER = ("card", "before_feature_map", "denominator_vanishes", "turns", "without_absolute")
+INNER = (
+    *("card", "before_feature_map", "content_scale", "denominator_vanishes"),
+    *("scales", "turns", "without_absolute"),
+)
 """Fields of a :class:`GridEncoding` that are those of its parts."""
 
 AXES = {"sum": ("cell",), "axial": ("row", "column")}

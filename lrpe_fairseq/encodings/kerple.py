@@ -65,10 +65,11 @@ class KerpleLog(Kerple):
 
     stream, largest = 20, (2.0, 1.0)
     card = Card(
+        mechanism="bias",
         equation=r"b_{st} = -r_1 \log(1 + r_2 |n|), \quad r_1, r_2 > 0 \text{ per head}",
         cost="2 H parameters in the whole model; one lookup per pair, O(H T S)",
         beyond="The weights keep falling, as slowly as n^(-r1): distant keys stay visible.",
-        source="Chi, Fan, Ramadge and Rudnicky, 2022, logarithmic form",
+        source="[Chi et al. (2022)](https://arxiv.org/abs/2205.09921), logarithmic form",
     )
 
     def of_lag(self, lag: Tensor) -> Tensor:
@@ -85,10 +86,11 @@ class KerplePower(Kerple):
 
     stream, largest, largest_r2 = 21, (1.0, 2.0), 2.0
     card = Card(
+        mechanism="bias",
         equation=r"b_{st} = -r_1 |n|^{r_2}, \quad r_1 > 0, \; 0 < r_2 \le 2 \text{ per head}",
         cost="2 H parameters in the whole model; one lookup per pair, O(H T S)",
         beyond="The weights keep falling as exp(-r1 n^r2), to 0 beyond a learned distance.",
-        source="Chi, Fan, Ramadge and Rudnicky, 2022, power form",
+        source="[Chi et al. (2022)](https://arxiv.org/abs/2205.09921), power form",
     )
 
     def of_lag(self, lag: Tensor) -> Tensor:

@@ -122,13 +122,14 @@ class LieRE(BlockRotation):
     """
 
     card = Card(
+        mechanism="tree and grid",
         equation=(
             r"(R_s q_s)^\top R_t k_t,\quad R_s = \exp\Big(\sum_a p_a(s)\, A_a\Big),\quad "
             r"A_a = L_a - L_a^\top \text{ in blocks of width } b"
         ),
         cost="O(B H T D b) and one eigenbasis, O(H D b^2); on a grid one for each distinct cell",
         beyond="No promise: the angles grow with the position, as in RoPE.",
-        source="Ostmeier et al., 2025 (LieRE: Lie Rotational Positional Encodings)",
+        source="[Ostmeier et al. (2025)](https://arxiv.org/abs/2406.10322)",
     )
     last_at_one = True
 
@@ -189,13 +190,14 @@ class ComRoPEAP(ComRoPE):
     """
 
     card = Card(
+        mechanism="tree and grid",
         equation=(
             r"q_s^\top \exp\big(\mathrm{diag}_j\, (p_{j \bmod N}(t) - p_{j \bmod N}(s))\, "
             r"(P_j - P_j^\top)\big)\, k_t"
         ),
         cost="O(B H T D b) and one eigenbasis, O(H D b^2)",
         beyond="No promise: the angles grow with the position, as in RoPE.",
-        source="Yu et al., 2025 (ComRoPE), axial partition",
+        source="[Yu et al. (2025)](https://arxiv.org/abs/2506.03737), axial partition",
     )
 
     def __init__(self, spec: EncodingSpec) -> None:
@@ -214,13 +216,14 @@ class ComRoPELD(ComRoPE):
     """
 
     card = Card(
+        mechanism="tree and grid",
         equation=(
             r"q_s^\top \exp\Big(\mathrm{diag}_j \sum_a \theta_{aj}\, (p_a(t) - p_a(s))\, "
             r"(P_j - P_j^\top)\Big)\, k_t"
         ),
         cost="O(B H T D b) and one eigenbasis, O(H D b^2)",
         beyond="No promise: the angles grow with the position, as in RoPE.",
-        source="Yu et al., 2025 (ComRoPE), linearly dependent",
+        source="[Yu et al. (2025)](https://arxiv.org/abs/2506.03737), linearly dependent",
     )
 
     def __init__(self, spec: EncodingSpec) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lrpe_fairseq.encodings.base import Card, Planes, QueryKeyEncoding
-from lrpe_fairseq.encodings.cores import CORES, LearnedUnitary, Permutation, Rotation, Unitary
+from lrpe_fairseq.encodings.cores import CORES, Permutation, Rotation, Unitary
 from lrpe_fairseq.encodings.options import EncodingSpec
 from lrpe_fairseq.encodings.positions import check_positions
 from lrpe_fairseq.encodings.projections import (
@@ -25,6 +25,7 @@ from lrpe_fairseq.encodings.projections import (
     LRPEOptions,
     OddEven,
 )
+from lrpe_fairseq.encodings.scaling import RotationOptions
 from lrpe_fairseq.kernels import encode, encode_cpu, loader
 
 
@@ -49,6 +50,8 @@ class LRPE(QueryKeyEncoding):
         if type(self).card is None:  # a subclass has its own
             self.card = _card(self.projection, self.core)
         self.turns = not isinstance(self.core, Permutation)
+        self.scales = self.core.scales
+        self.content_scale = spec.options.of(RotationOptions).score_factor
         # the Fourier transform of a positive vector is largest in bin 0, which turns fastest
         self.denominator_vanishes = projection == "fourier"
 
@@ -122,12 +125,14 @@ class LRPE(QueryKeyEncoding):
 
 def _card(projection: nn.Module, core: nn.Module) -> Card:
     """Describe one combination of P and Lambda."""
-    source = "LRPE (ICLR submission, Table 1 and C.7)"
-    if isinstance(core, LearnedUnitary):
-        source = "LRPE (TMLR, Type 1)"
-    elif isinstance(projection, Identity) and type(core) is Rotation:
-        source = "RoFormer (Su et al., 2021); LRPE with P = I"
+    source = (
+        "[Qin et al. (2023)](https://openreview.net/forum?id=xoLyps2qWc); "
+        "[ICLR submission](https://openreview.net/forum?id=xMWFqb5Uyk), Table 1 and C.7"
+    )
+    if isinstance(projection, Identity) and type(core) is Rotation:
+        source = "[Su et al. (2021)](https://arxiv.org/abs/2104.09864); LRPE with P = I"
     return Card(
+        mechanism="rotation",
         equation=r"\mathrm{Re}\big[(\Lambda^{(s)} P q_s)^{\mathsf H} \Lambda^{(t)} P k_t\big],"
         rf" \qquad {projection.latex}, \qquad {core.latex}",
         cost="O(D^2) per token and head" if isinstance(projection, Fourier) else "O(D) per token",

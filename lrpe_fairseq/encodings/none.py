@@ -21,10 +21,11 @@ class NoEncoding(Unchanged):
     """q~ = q, k~ = k. Costs nothing. Absolute positions may be added to the embeddings."""
 
     card = Card(
+        mechanism="none",
         equation=r"q_s^\top k_t",
         cost="none",
         beyond="nothing; without absolute positions only the causal mask carries the order",
-        source="the row Base of LRPE (ICLR submission, Table 2)",
+        source="the row Base of [LRPE](https://openreview.net/forum?id=xMWFqb5Uyk), Table 2",
     )
     reads_nodes = True  # it reads no positions
 

@@ -28,11 +28,12 @@ class PermuteFormer(QueryKeyEncoding):
     """
 
     card = Card(
+        mechanism="rotation",
         equation=r"r_h^{\,n}\, (\pi_h^s q_s)^\top (\pi_h^t k_t), \qquad "
         r"r_h = \sigma(2 + 3h/H) \text{ in causal attention, } r_h = 1 \text{ else}",
         cost="O(D) per token and head: a gather",
         beyond="the permutation repeats after its period; the decay of causal attention stays",
-        source="PermuteFormer (Chen, 2021)",
+        source="[Chen (2021)](https://arxiv.org/abs/2109.02377)",
     )
     departures = {
         "permuteformer-shared-permutation": Departure(

@@ -32,6 +32,11 @@ def check_positions(positions: Tensor, x: Tensor) -> Tensor:
     return positions
 
 
+def exact_type(device: torch.device) -> torch.dtype:
+    """Return the dtype of angles: float64, or float32 on a device without it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def over_heads(per_position: Tensor, positions: Tensor) -> Tensor:
     """Add an axis for the heads: (T, X) is returned unchanged, (B, T, X) as (B, 1, T, X)."""
     return per_position if positions.dim() == 1 else per_position.unsqueeze(1)

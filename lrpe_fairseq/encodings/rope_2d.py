@@ -14,7 +14,7 @@ from lrpe_fairseq.errors import ChoiceError
 
 AXIAL_BASE = 100.0  # of the fixed frequencies (Heo et al., Section 3.2)
 MIXED_BASE = 10.0  # of the initial magnitudes of the mixed frequencies (the authors' code)
-SOURCE = "Heo et al. 2024, Rotary Position Embedding for Vision Transformer, Section 3.2"
+SOURCE = "[Heo et al. (2024)](https://arxiv.org/abs/2403.13298), Section 3.2"
 
 
 class RoPE2D(LRPE):
@@ -35,6 +35,7 @@ class RoPE2D(LRPE):
     Options = Encoding.Options
     reads_grid = True
     card = Card(
+        mechanism="tree and grid",
         equation=(
             r"\sum_{i} \mathrm{Re}\left[\bar q_i k_i e^{-\mathrm{i}\theta_i \Delta_{row}} + "
             r"\bar q_{i+D/4} k_{i+D/4} e^{-\mathrm{i}\theta_i \Delta_{col}}\right], \quad "
@@ -70,6 +71,7 @@ class RoPE2DMixed(LRPE):
     Options = Encoding.Options
     reads_grid = True
     card = Card(
+        mechanism="tree and grid",
         equation=(
             r"\sum_{i} \mathrm{Re}\left[\bar q_i k_i "
             r"e^{-\mathrm{i}(\alpha_{hi} \Delta_{row} + \beta_{hi} \Delta_{col})}\right]"
@@ -88,23 +90,32 @@ class RoPE2DMixed(LRPE):
 class AxialRotation(Rotation):
     """Rotates D/4 pairs by row theta and the next D/4 pairs by column theta."""
 
+    base = AXIAL_BASE
+    scales = "angles of both axes; yarn's L is a number of rows or columns"
+
     def __init__(self, spec: EncodingSpec) -> None:
-        super().__init__(spec, _quarter(spec, AXIAL_BASE))
+        super().__init__(spec)
         self.grid_width = spec.options.grid_width
+
+    def frequencies(self, spec: EncodingSpec) -> Tensor:
+        """Return the frequencies of one axis, (D/4,) float64."""
+        return self.bands(_of_axis(self.options.turned(spec.head_dim)))
 
     def phases(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Compute the phases of every position: (T, D/2) or (B, 1, T, D/2), complex."""
         axes = axes_of(positions, self.grid_width)
-        return torch.cat([phases(axis, self.theta, dtype) for axis in axes], -1)
+        return torch.cat([phases(axis, self.angles, dtype) for axis in axes], -1)
 
 
 class MixedRotation(nn.Module):
     """Rotates the pairs of every head by row alpha + column beta, the learned frequencies."""
 
+    scales = ""
+
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
         self.grid_width = spec.options.grid_width
-        magnitude = _quarter(spec, MIXED_BASE)
+        magnitude = bands(_of_axis(spec.head_dim), MIXED_BASE)
         draw = torch.rand(spec.num_heads, 1, generator=spec.generator(stream=21), device="cpu")
         direction = draw.double() * (2 * math.pi)
         halves = [direction, direction + math.pi / 2]
@@ -120,10 +131,10 @@ class MixedRotation(nn.Module):
     forward = Rotation.forward
 
 
-def _quarter(spec: EncodingSpec, base: float) -> Tensor:
-    """Return base^(-i/(D/4)), i = 0..D/4-1, float64."""
-    if spec.head_dim < 4:
+def _of_axis(width: int) -> int:
+    """Return the number of features that turn by one axis, of ``width`` features."""
+    if width < 4:
         raise ChoiceError(
-            f"a rotation by rows and columns needs a head width of at least 4, got {spec.head_dim}"
+            f"a rotation by rows and columns needs a head width of at least 4, got {width}"
         )
-    return bands(spec.head_dim // 2, base)
+    return width // 2

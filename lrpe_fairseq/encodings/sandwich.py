@@ -24,11 +24,12 @@ class Sandwich(LagBias):
 
     without_absolute = True
     card = Card(
+        mechanism="bias",
         equation=r"b_{st} = \frac{H}{8(h+1)} \Big( \sum_{i=1}^{w/2} "
         r"\cos\big(n \, 10000^{-2i/w}\big) - \frac{w}{2} \Big), \quad w = 128",
         cost="no parameters; O((T + S) w) cosines and one lookup per pair, O(H T S)",
         beyond="The bias falls about as log n, with oscillations; nothing is learned.",
-        source="Chi, Fan, Rudnicky and Ramadge, 2023",
+        source="[Chi et al. (2023)](https://arxiv.org/abs/2212.10356)",
     )
 
     def __init__(self, spec: EncodingSpec, width: int = 128) -> None:

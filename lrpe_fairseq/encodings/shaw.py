@@ -32,11 +32,12 @@ class Shaw(ScoreEncoding):
         shaw_distance: int = option(16, "Shaw: all distances from this on share one vector")
 
     card = Card(
+        mechanism="content",
         equation=r"\frac{1}{\sqrt D}\, q_s^\top \left(k_t + w_{\mathrm{clip}(t - s, -K, K)}"
         r"\right)",
         cost="B H T (2 K + 1) D multiply-adds (causal: K + 1) and a gather of B H T S entries",
         beyond="All distances from K on share one vector; the order of such keys is lost.",
-        source="Shaw, Uszkoreit and Vaswani, 2018; without the vectors that are added to values",
+        source="[Shaw et al. (2018)](https://arxiv.org/abs/1803.02155), without vectors for values",
     )
 
     def __init__(self, spec: EncodingSpec) -> None:

@@ -1,23 +1,109 @@
-"""Stochastic positional encoding, SPE (Liutkus et al., 2021): sine and convolutional, gated.
+"""Stochastic positional encoding, SPE (Liutkus et al., 2021): gated SineSPE.
 
-A filter sums the features of q_s against a random code for position s (``spe_codes``).
+A filter sums the features of q_s against a random code for position s. A code is a pair of random
+signals qbar and kbar for every head and feature, in R independent realizations, with
+cross-covariance E[qbar(s) kbar(t)] = c(s - t).
+
+Axes: H heads, T or N positions, D key width, K sines, R realizations.
 """
 
-from typing import NamedTuple
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lrpe_fairseq.encodings.base import Card, Properties, QueryKeyEncoding
+from lrpe_fairseq.encodings.base import Card, Properties, QueryKeyEncoding, undecayed
 from lrpe_fairseq.encodings.departures import Departure
-from lrpe_fairseq.encodings.options import EncodingSpec
+from lrpe_fairseq.encodings.options import EncodingSpec, option
 from lrpe_fairseq.encodings.positions import PositionCache, check_positions, counted, known_range
-from lrpe_fairseq.encodings.spe_codes import CODES, SPEOptions
 from lrpe_fairseq.errors import ChoiceError
 
 GATHERED = 2**24
 """Maximum number of gathered code entries if positions have a batch axis (64 MB)."""
+
+
+@dataclass(frozen=True)
+class SPEOptions:
+    """Options of SPE."""
+
+    spe_realizations: Optional[int] = option(None, "SPE: realizations R (default: the head width)")
+    spe_sines: int = option(10, "SPE: sines per feature")
+    spe_gated: bool = option(True, "SPE: learned gates add a position-independent part")
+    spe_shared: bool = option(False, "SPE: one code in all layers")
+
+
+class SineCode(nn.Module):
+    """qbar, kbar = weighted sums of sines with common noise (SPE, Section 3.1; SineSPE).
+
+    c(n) = 1/(2K) sum_k g_k^2 cos(2 pi f_k n + o_k) per head and feature, with learned frequencies
+    f = sigmoid(.)/2, gains g = softplus(.) and offsets o, from N(0, 1). Then, as in the authors'
+    code, 4 is subtracted from f (long waves), and g is divided by sqrt(norm over k) / 2.
+    """
+
+    def __init__(self, spec: EncodingSpec, realizations: int) -> None:
+        super().__init__()
+        one = "spe-one-sine" in spec.options.fidelity
+        sines = 1 if one else spec.options.of(SPEOptions).spe_sines
+        generator = spec.generator(stream=6)
+        shape = (spec.num_heads, spec.head_dim, sines)
+        frequency, offset, gain = torch.randn(3, *shape, generator=generator, device="cpu")
+        self.frequency = undecayed(frequency - 4.0)
+        self.offset = undecayed(offset)
+        self.gain = nn.Parameter(gain * 2.0 / gain.norm(dim=-1, keepdim=True).sqrt())
+        noise = torch.randn(*shape[:2], 2 * sines, realizations, generator=generator, device="cpu")
+        self.register_buffer("noise", noise)
+        self.drawn: Tensor | None = None
+
+    def draw(self) -> None:
+        """Draw the noise of the next forward pass in training from torch's global generator."""
+        self.drawn = torch.randn_like(self.noise)
+
+    def forward(
+        self, q_positions: Tensor, k_positions: Tensor, fixed: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return qbar (H, T, D, R) at int64 positions (T,) and kbar (H, S, D, R) at (S,).
+
+        fixed: True for the fixed noise of evaluation, False for the noise drawn last.
+        """
+        z_q, z_k = self._weights(self.noise if fixed else self.drawn)
+        q_waves = self.waves(q_positions)
+        k_waves = q_waves if k_positions is q_positions else self.waves(k_positions)
+        code = "htdj,hdjr->htdr"
+        return torch.einsum(code, q_waves, z_q), torch.einsum(code, k_waves, z_k)
+
+    def waves(self, positions: Tensor) -> Tensor:
+        """Return [cos, sin](2 pi f s) at int64 positions s (T,): (H, T, D, 2K).
+
+        The number of turns f s is computed in float64.
+        """
+        turns = torch.frac(positions[:, None, None].double() * self._frequency().unsqueeze(1))
+        angle = 2.0 * math.pi * turns.to(self.frequency.dtype)
+        return torch.cat([angle.cos(), angle.sin()], dim=-1)
+
+    def template(self, lags: Tensor) -> Tensor:
+        """Return c(n) for int64 lags n (N,): (H, D, N) float64."""
+        turns = lags[:, None].double() * self._frequency().unsqueeze(-2)  # H D N K
+        waves = torch.cos(2.0 * math.pi * turns + self.offset.double().unsqueeze(-2))
+        return (F.softplus(self.gain.double()).square().unsqueeze(-2) * waves).mean(-1) / 2.0
+
+    def _frequency(self) -> Tensor:
+        """Return the frequencies (H, D, K) in turns per token, float64, between 0 and 1/2."""
+        return torch.sigmoid(self.frequency.double()) / 2.0
+
+    def _weights(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Convert noise (H, D, 2K, R) into the weights of the waves for qbar and for kbar.
+
+        The noise is rotated by the offset o, so that qbar and kbar use the same waves.
+        """
+        gain = F.softplus(self.gain).unsqueeze(-1) / math.sqrt(z.shape[-2])
+        cos_part, sin_part = (gain * half for half in z.chunk(2, dim=-2))
+        cos, sin = self.offset.cos().unsqueeze(-1), self.offset.sin().unsqueeze(-1)
+        rotated = [cos * cos_part + sin * sin_part, cos * sin_part - sin * cos_part]
+        return torch.cat(rotated, dim=-2), torch.cat([cos_part, sin_part], dim=-2)
 
 
 class SPE(QueryKeyEncoding):
@@ -45,16 +131,17 @@ class SPE(QueryKeyEncoding):
     it must run first. Where it may not run, or a layer is computed again, the caller sets
     ``code.drawn`` (``models.layers``).
 
-    Raises: ChoiceError for an unknown ``spe_code`` or a count below 1.
+    Raises: ChoiceError for a count below 1.
     """
 
     Options = SPEOptions
     card = Card(
+        mechanism="rotation",
         equation=r"\mathbb{E}[\tilde q_s^\top \tilde k_t] ="
         r" \sum_d q_{s,d}\, k_{t,d}\, \big((1 - g_d)\, c_d(s - t) + g_d\big)",
         cost="O(D R) per token and head; a random code of H T D R numbers",
-        beyond="the learned templates continue as sums of sinusoids, or as 0 for the convolution",
-        source="Liutkus et al. (2021)",
+        beyond="the learned templates continue as sums of sinusoids",
+        source="[Liutkus et al. (2021)](https://arxiv.org/abs/2105.08399)",
     )
     departures = {
         "spe-along-batch": Departure(
@@ -92,7 +179,7 @@ class SPE(QueryKeyEncoding):
             self.realizations = spec.head_dim
         if min(self.realizations, options.spe_sines) < 1:
             raise ChoiceError("spe_realizations and spe_sines must be positive")
-        self.code = CODES[options.spe_code](spec, self.realizations)
+        self.code = SineCode(spec, self.realizations)
         self.gate = None
         if options.spe_gated:
             generator, shape = spec.generator(stream=7), (spec.num_heads, spec.head_dim)
@@ -186,11 +273,12 @@ class Rows(NamedTuple):
 
 
 def distinct_of_rows(positions: Tensor) -> tuple[Tensor, Rows]:
-    """Return the distinct values (N,) of int64 positions (B, T), and their indices."""
+    """Return distinct positions (N,) that include all of int64 (B, T), and their indices."""
     known, device = known_range(positions), positions.device
-    if known is not None and known[1] - known[0] + 1 == positions.shape[1]:
-        index = positions - known[0]
-        return counted(known[1] + 1, device, known[0]), Rows(index, index.argsort(1))
+    if known is not None:  # some of them may be absent
+        index, count = positions - known[0], known[1] - known[0] + 1
+        order = index.argsort(1) if count == positions.shape[1] else None
+        return counted(known[1] + 1, device, known[0]), Rows(index, order)
     distinct, index = positions.unique(return_inverse=True)
     if len(distinct) != index.shape[1]:
         return distinct, Rows(index, None)

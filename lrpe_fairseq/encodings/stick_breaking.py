@@ -27,12 +27,13 @@ class StickBreaking(ScoreEncoding):
     properties = Properties(contextual=True)
     without_absolute = True
     card = Card(
+        mechanism="content",
         equation=r"\beta_{st} \prod_{t<u<s} (1 - \beta_{su}), \quad \beta_{st} = "
         r"\sigma\!\left(q_s^\top k_t / \sqrt D\right), \quad t < s",
         cost="softplus, cumulative sum and exponential of B H T S entries; no parameters",
         beyond="The newest matching key wins at any distance. Keys behind it have almost no "
         "weight, so longer texts add little to a row that has a match.",
-        source="Tan, Yang, Courville, Panda and Shen, 2025",
+        source="[Tan et al. (2025)](https://arxiv.org/abs/2410.17980)",
     )
 
     def form(self, lags: Lags | None, device: torch.device) -> Form:

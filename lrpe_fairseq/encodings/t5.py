@@ -35,10 +35,11 @@ class T5Bias(LagBias):
         t5_shared: bool = option(False, "T5: one table in all layers")
 
     card = Card(
+        mechanism="bias",
         equation=r"\frac{q_s^\top k_t}{\sqrt D} + b_{h,\,\mathrm{bucket}(s - t)}",
         cost="O(T S) per head: a lookup",
         beyond="all distances from t5_max_distance on share one bias",
-        source="Raffel et al. (2020), Section 2.1",
+        source="[Raffel et al. (2020)](https://arxiv.org/abs/1910.10683), Section 2.1",
     )
     departures = {
         "t5-shared-bias": Departure(

@@ -36,11 +36,12 @@ class TransformerXL(ScoreEncoding):
     """
 
     card = Card(
+        mechanism="content",
         equation=r"\frac{q_s^\top k_t + q_s^\top W R_{s-t} + u_h^\top k_t"
         r" + v_h^\top W R_{s-t}}{\sqrt D}",
         cost="a projection of S sinusoids, and O(T S D) per head for the second product",
         beyond="sinusoids of larger distances, which training has not seen",
-        source="Dai et al. (2019), Section 3.3",
+        source="[Dai et al. (2019)](https://arxiv.org/abs/1901.02860), Section 3.3",
     )
 
     def __init__(self, spec: EncodingSpec) -> None:

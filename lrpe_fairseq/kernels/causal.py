@@ -1,10 +1,13 @@
 """The definitions of the sums of linear attention, in differentiable operations.
 
 It works chunk by chunk: scores are computed within a chunk, and earlier tokens contribute through
-the state. The fast forms are ``attention.chunked``, ``causal_cpu`` (C++) and ``causal_triton``.
+the state. The fast forms are ``attention.chunked``, ``causal_cpu`` (C++) and ``causal_triton``;
+``attention.half`` computes the definition with products of half-precision numbers.
 
 Axes: B batch, H heads, T time, N chunks of C tokens, D key width, E value width.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,8 +17,18 @@ CHUNK = 64
 """Maximum length of a chunk in tokens; the cost per token is O(CHUNK + D)."""
 
 
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
 def definition(
-    q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    wanted: str,
+    log_decay: Tensor | None,
+    eps: float,
+    product: Product = torch.matmul,
+    chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the causal sums of q, k (B, H, T, D) and v (B, H, T, E).
 
@@ -26,25 +39,27 @@ def definition(
         log_decay: logarithms g of a decay, at most 0, constant (H,) or per token (B, H, T). The
             score of (s, t) is multiplied by exp(g_{t+1} + ... + g_s).
         eps: the smallest denominator.
+        product: the matrix product. Its results have the dtype of all sums.
+        chunk: longest chunk in tokens.
     Returns: the result (B, H, T, E), and the denominators for "sums", else None.
     All tensors may need gradients of any order. T and B may be 0.
     """
     length = q.shape[-2]
-    chunks, size = chunks_of(length)
+    chunks, size = chunks_of(length, chunk)
     q, k, v = (_cut(x, chunks, size) for x in (q, k, v))
-    scores, q_in, k_in, steps = (q @ k.mT).tril(), q, k, None
+    scores, q_in, k_in, steps = product(q, k.mT).tril(), q, k, None
     if log_decay is not None:
         total = _decay_in_chunk(log_decay, length, chunks, size)  # B H N C
         within = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp()
-        scores, q_in = scores * within.to(q), q * total.exp().to(q).unsqueeze(-1)
-        k_in = k * (total[..., -1:] - total).exp().to(k).unsqueeze(-1)
+        scores, q_in = scores * within.to(scores), q * total.exp().to(scores).unsqueeze(-1)
+        k_in = k * (total[..., -1:] - total).exp().to(scores).unsqueeze(-1)
         after = total[..., -1].cumsum(-1)
-        steps = (after.unsqueeze(-1) - after.unsqueeze(-2)).tril().exp().tril().to(q)
-    out = scores @ v + q_in @ _before(k_in.mT @ v, steps)
+        steps = (after.unsqueeze(-1) - after.unsqueeze(-2)).tril().exp().tril().to(scores)
+    out = product(scores, v) + product(q_in, _before(product(k_in.mT, v), steps))
     out = out.flatten(2, 3)[:, :, :length]
     if wanted == "numerator":
         return out, None
-    keys = _before(k_in.sum(-2, keepdim=True), steps)
+    keys = _before(k_in.sum(-2, keepdim=True, dtype=scores.dtype), steps)
     denominator = scores.sum(-1) + (q_in * keys).sum(-1)
     denominator = denominator.flatten(2)[:, :, :length]
     if wanted == "sums":
@@ -53,24 +68,24 @@ def definition(
 
 
 def full_definition(
-    q: Tensor, k: Tensor, v: Tensor, wanted: str, eps: float
+    q: Tensor, k: Tensor, v: Tensor, wanted: str, eps: float, product: Product = torch.matmul
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the sums of q (B, H, T, D) over all keys k (B, H, S, D) and values v (B, H, S, E).
 
     Arguments and results are those of :func:`definition`, without a decay.
     """
-    out = q @ (k.mT @ v)
+    out = product(q, product(k.mT, v))
     if wanted == "numerator":
         return out, None
-    denominator = (q @ k.sum(-2).unsqueeze(-1)).squeeze(-1)
+    denominator = product(q, k.sum(-2, dtype=out.dtype).unsqueeze(-1)).squeeze(-1)
     if wanted == "sums":
         return out, denominator
     return out / denominator.clamp_min(eps).unsqueeze(-1), None
 
 
-def chunks_of(length: int) -> tuple[int, int]:
+def chunks_of(length: int, longest: int = CHUNK) -> tuple[int, int]:
     """Return the number and the size of equal chunks for ``length`` tokens."""
-    chunks = max(1, -(-length // CHUNK))
+    chunks = max(1, -(-length // longest))
     return chunks, max(1, -(-length // chunks))
 
 

@@ -22,7 +22,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -61,7 +61,7 @@ def kernels_enabled() -> bool:
 
 
 def kernels_in_use(device: str | None = None) -> dict[str, str]:
-    """Return the forms that compute causal sums and encodings on ``device``, for run files.
+    """Return the kernels that are available on ``device``, for run files.
 
     Args: device: "cuda" or "cpu"; None means "cuda" if a GPU is available.
     Returns: ``device``; ``causal`` and ``encode``, each "cpu-c++", "triton" or "pytorch"; and
@@ -74,10 +74,19 @@ def kernels_in_use(device: str | None = None) -> dict[str, str]:
     return {**found, "reason": reason} if "pytorch" in forms.values() else found
 
 
-@cache
+SERVED: dict[str, list[str]] = {}
+"""What this process has computed -> the forms that computed it; see :func:`log_served`."""
+
+
 def log_served(what: str, form: str, device: str) -> None:
-    """Log once which form computes ``what``, such as "softmax attention of t5"."""
-    logger.info("%s on %s: %s", what, device, form)
+    """Record, and log once, which form computes ``what``, such as "softmax attention of t5".
+
+    Run files have these records: :func:`.fairseq_log.served` reads them in a log.
+    """
+    forms, form = SERVED.setdefault(what, []), f"{form} on {device}"
+    if form not in forms:
+        forms.append(form)
+        logger.info("%s runs as %s", what, form)
 
 
 def _forms_of(device: str) -> tuple[dict[str, str], str]:

@@ -13,6 +13,7 @@ from torch import nn
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import Encoding
 from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.patterns import over_layers
 
 logger = logging.getLogger(__name__)
 
@@ -81,24 +82,27 @@ def check_node_positions(model: nn.Module, task: Any) -> None:
             )
 
 
-def is_stock_cross(options: Any) -> bool:
+def is_stock_cross(options: Any, layer: int) -> bool:
     """True if the options of cross-attention ask for fairseq's own. None stands for defaults."""
-    return options is None or (
-        str(options.attention_type) == "softmax" and options.position_encoding == "none"
-    )
+    names = ("attention_type", "position_encoding", "attention_window")
+    if options is None:
+        return True
+    found = [over_layers(getattr(options, name, "0"), layer + 1)[layer] for name in names]
+    return found == ["softmax", "none", "0"]
 
 
 def check_cross_attention(cfg: Any, task: Any) -> None:
     """Refuse options of a cross-attention that does not exist, or that has no weights to train."""
-    options = getattr(cfg, "cross", None)
-    if is_stock_cross(options):
+    options, layers = getattr(cfg, "cross", None), cfg.decoder.layers
+    if all(is_stock_cross(options, layer) for layer in range(layers)):
         return
     if cfg.no_cross_attention:
         raise ChoiceError(
             "--no-cross-attention removes the layers that the --cross-... options would change: "
             "remove one or the other"
         )
-    if str(options.attention_type) == "linear" and getattr(task.cfg, "load_alignments", False):
+    aligned = over_layers(options.attention_type, layers)[-1]
+    if aligned == "linear" and getattr(task.cfg, "load_alignments", False):
         raise ChoiceError(
             "--load-alignments trains attention weights, which linear cross-attention does not "
             "have: use --cross-attention-type softmax"

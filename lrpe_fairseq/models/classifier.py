@@ -31,7 +31,14 @@ from lrpe_fairseq.models.options import (
     one_sentence_errors,
     refuse_unrelated_processes,
 )
-from lrpe_fairseq.models.patches import Patches, build_patches, check_patches, init_positions
+from lrpe_fairseq.models.patches import (
+    Patches,
+    build_patches,
+    check_patches,
+    fit_grid,
+    fit_positions,
+    init_positions,
+)
 
 
 @dataclass
@@ -183,6 +190,7 @@ class LRPEClassifier(BooleanFlags, BaseFairseqModel):
         options = OmegaConf.create(dict(args)) if OmegaConf.is_config(args) else args
         with one_sentence_errors():
             check_classifier(options, task)
+            fit_grid(options, task)
             model = cls(options, build_encoder(options, task.source_dictionary), task.num_classes)
         return model
 
@@ -225,6 +233,11 @@ class LRPEClassifier(BooleanFlags, BaseFairseqModel):
     def max_positions(self) -> int:
         """Return the length of the longest input."""
         return self.options.max_positions
+
+    def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> None:
+        """Called by fairseq before a checkpoint is loaded: fit the positions of images."""
+        super().upgrade_state_dict_named(state_dict, name)
+        fit_positions(self.encoder, state_dict, f"{name}.encoder.".removeprefix("."))
 
 
 @register_model("lrpe_classifier_tiny", dataclass=LRPEClassifierTinyConfig)

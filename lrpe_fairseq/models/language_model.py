@@ -3,10 +3,12 @@
 Everything but self-attention is fairseq's own TransformerLanguageModel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Optional
 
+import torch
 from fairseq.models import register_model
 from fairseq.models.transformer import TransformerConfig
 from fairseq.models.transformer_lm import (
@@ -16,6 +18,7 @@ from fairseq.models.transformer_lm import (
 from torch import Tensor, nn
 
 from lrpe_fairseq.attention.multihead import Memory
+from lrpe_fairseq.attention.tokens import restarted
 from lrpe_fairseq.encodings.options import option
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError, refuse
@@ -25,10 +28,12 @@ from lrpe_fairseq.models.options import (
     AttentionOptions,
     BooleanFlags,
     defaults,
+    keep_patterns,
     one_sentence_errors,
     refuse_unrelated_processes,
 )
-from lrpe_fairseq.models.segment_memory import Segment, SegmentMemory, memories
+from lrpe_fairseq.models.segment_memory import Segment, SegmentMemory, memories, with_documents
+from lrpe_fairseq.patterns import over_layers
 
 
 class SegmentLayer(DecoderLayer):
@@ -65,6 +70,10 @@ class SegmentDecoder(Decoder):
         super().__init__(cfg, dictionary, embed_tokens, args, no_encoder_attn=True)
         self.args = args
         self.memory = SegmentMemory(args.memory_length, len(self.layers))
+        self.boundary = boundary_of(args.document_boundary, dictionary)
+        if self.boundary is not None and self.embed_positions is not None:
+            embed = self.embed_positions
+            embed.forward = partial(_embed_restarted, embed.forward, dictionary, self.boundary)
 
     def forward(
         self,
@@ -87,12 +96,29 @@ class SegmentDecoder(Decoder):
             return super().forward(prev_output_tokens, *rest, **keywords)
         like = self.layers[0].fc1.weight  # F C
         past = self.memory.recall(segment, self.training, like)
+        if self.boundary is not None:
+            segment = with_documents(segment, past, prev_output_tokens.eq(self.boundary))
         # fairseq passes encoder_out to every layer
         encoder_out = {"encoder_out": [memories(segment, past)], "encoder_padding_mask": []}
         keywords["encoder_out"] = encoder_out
         x, extra = super().forward(prev_output_tokens, *rest, **keywords)
         self.memory.keep(segment, self.training, past, extra["inner_states"][:-1])
         return x, extra
+
+    def extract_features(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: dict | None = None,
+        incremental_state: dict | None = None,
+        **keywords: Any,
+    ) -> tuple[Tensor, dict]:
+        """Compute features; documents begin at the symbol of ``--document-boundary``."""
+        if self.boundary is not None:
+            starts = prev_output_tokens.eq(self.boundary)
+            self.given.starts = starts if incremental_state is None else starts[:, -1:]
+        return super().extract_features(
+            prev_output_tokens, encoder_out, incremental_state, **keywords
+        )
 
 
 @defaults(decoder_normalize_before=True, share_decoder_input_output_embed=True)
@@ -105,6 +131,11 @@ class LRPELanguageModelConfig(TransformerLanguageModelConfig, AttentionOptions):
         0,
         "number of tokens of earlier segments to attend to (Transformer-XL); requires "
         "--task lrpe_truncated_bptt_lm and --no-token-positional-embeddings",
+    )
+    document_boundary: Optional[str] = option(
+        None,
+        "symbol of the dictionary, such as </s>, that is the first input of a document: a token "
+        "attends to its own document only, in which positions, gates and states start anew",
     )
 
 
@@ -138,6 +169,7 @@ class LRPELanguageModel(BooleanFlags, TransformerLanguageModel):
         with one_sentence_errors():
             check_memory(args)
             check_language_model(args)
+            keep_patterns(args, args.decoder_layers, args.decoder_layers_to_keep)
         layers, args.decoder_layers = args.decoder_layers, 0
         shell = super().build_model(args, task).decoder
         args.decoder_layers = args.decoder_layers or layers
@@ -156,6 +188,30 @@ class LRPELanguageModelTiny(LRPELanguageModel):
     """The tiny preset: ``--arch lrpe_lm_tiny`` or ``_name: lrpe_lm_tiny``."""
 
 
+def boundary_of(symbol: str | None, dictionary: Any) -> int | None:
+    """Return the index of ``--document-boundary``. Raises: ChoiceError for an unknown symbol."""
+    if symbol is None:
+        return None
+    index = dictionary.indices.get(symbol, dictionary.pad())
+    if index == dictionary.pad():
+        raise ChoiceError(
+            f"--document-boundary {symbol!r} is no symbol of the dictionary: pass an entry of the "
+            "data's dict.txt, or </s> for the ends of lines"
+        )
+    return index
+
+
+def _embed_restarted(
+    forward: Callable, dictionary: Any, boundary: int, tokens: Tensor, incremental_state: Any = None
+) -> Tensor:
+    """Return fairseq's absolute embeddings of positions that restart, for tokens (B, T): (B, T, C).
+
+    forward: of fairseq's module, which counts the tokens of a line.
+    """
+    positions, _ = restarted(tokens.eq(boundary), tokens.eq(dictionary.pad()))
+    return forward(torch.full_like(tokens[:1], boundary))[0][positions]
+
+
 def check_memory(options: Any) -> None:
     """Raise ChoiceError if the options of a model do not allow a memory of earlier segments."""
     length = options.memory_length
@@ -163,7 +219,7 @@ def check_memory(options: Any) -> None:
         raise ChoiceError(f"--memory-length {length} is negative")
     if not length:
         return
-    if str(options.attention_type) == "linear":
+    if "linear" in over_layers(options.attention_type, options.decoder_layers):
         raise ChoiceError(
             "a memory of earlier segments requires softmax attention: the state of linear "
             "attention sums over the whole text and cannot be limited to the last tokens"

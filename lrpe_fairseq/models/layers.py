@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lrpe_fairseq.attention.tokens import Given
 from lrpe_fairseq.encodings.spe import SPE
 from lrpe_fairseq.models.checks import is_stock_cross
-from lrpe_fairseq.models.options import build_attention, build_cross_attention
+from lrpe_fairseq.models.options import build_attention, build_cross_attention, log_patterns
 from lrpe_fairseq.models.tree_embedding import TreeEmbedding
 
 
@@ -54,7 +54,7 @@ class DecoderLayer(TransformerDecoderLayerBase):
     def build_encoder_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
         """Called by fairseq's constructor."""
         options = getattr(cfg, "cross", None)
-        if is_stock_cross(options):
+        if is_stock_cross(options, self._layer):
             return super().build_encoder_attention(embed_dim, cfg)
         return build_cross_attention(options, cfg, self._layer)
 
@@ -73,6 +73,7 @@ class Encoder(TransformerEncoderBase):
 
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Module, options: Any) -> None:
         self._options, self._layer_count = options, count()
+        log_patterns(options, cfg.encoder.layers)
         super().__init__(cfg, dictionary, embed_tokens)
         begin_stack(self, cfg, cfg.encoder.embed_dim)
 
@@ -110,6 +111,9 @@ class Decoder(TransformerDecoderBase):
         self, cfg: Any, dictionary: Any, embed_tokens: nn.Module, options: Any, **keywords: Any
     ) -> None:
         self._options, self._layer_count = options, count()
+        for own in (options, getattr(cfg, "cross", None)):
+            if own is not None:
+                log_patterns(own, cfg.decoder.layers)
         super().__init__(cfg, dictionary, embed_tokens, **keywords)
         begin_stack(self, cfg, cfg.decoder.embed_dim)
 
@@ -183,7 +187,7 @@ def _codes(module: nn.Module) -> list[nn.Module]:
     return [part.code for part in module.modules() if isinstance(part, SPE)]
 
 
-OF_PASS = ("positions", "memory_positions", "query_padding", "drawn")
+OF_PASS = ("positions", "memory_positions", "query_padding", "starts", "drawn")
 """Attributes of :class:`Given` and of SPE's codes that belong to one forward pass."""
 
 

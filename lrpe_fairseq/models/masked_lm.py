@@ -23,6 +23,7 @@ from lrpe_fairseq.models.options import (
     AttentionOptions,
     BooleanFlags,
     defaults,
+    keep_patterns,
     one_sentence_errors,
     refuse_unrelated_processes,
 )
@@ -105,6 +106,7 @@ class LRPERobertaModel(BooleanFlags, RobertaModel):
         options = OmegaConf.create(dict(args)) if OmegaConf.is_config(args) else args
         with one_sentence_errors():
             check_sizes({"--encoder-layers": options.encoder_layers})
+            keep_patterns(options, options.encoder_layers, options.encoder_layers_to_keep)
             check_probabilities(options)
             return cls(options, MaskedLMEncoder(options, task.source_dictionary))
 

@@ -1,9 +1,10 @@
 """Options that all model families share, and the attention built from them."""
 
+import logging
 import os
 import re
 from argparse import BooleanOptionalAction
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from enum import Enum
@@ -18,23 +19,30 @@ from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.modules.quant_noise import quant_noise
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from lrpe_fairseq import patterns
 from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.linear import NORMALIZERS
-from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
+from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import (
     DEFAULT,
     ENCODINGS,
     FAMILIES,
     EncodingOptions,
+    has_rotations,
     options_of_encodings,
 )
 from lrpe_fairseq.encodings.fidelity import DEPARTURES, parse_departures
 from lrpe_fairseq.encodings.options import POSITION_GRIDS, option
+from lrpe_fairseq.encodings.scaling import RotationOptions
 from lrpe_fairseq.errors import ChoiceError, did_you_mean, refuse
 from lrpe_fairseq.models.checks import (
     warn_about_absolute_positions,
     warn_about_longer_texts,
 )
+
+IN_TURN = "; several, separated by commas, are those of the layers in turn"
+
+logger = logging.getLogger(__name__)
 
 
 def with_encoding_options(cls: type) -> type:
@@ -51,16 +59,22 @@ def with_encoding_options(cls: type) -> type:
 class AttentionOptions(FairseqDataclass):
     """Options of attention and of all encodings, part of every model's configuration."""
 
-    attention_type: ChoiceEnum(list(ATTENTION_TYPES)) = option(
-        "linear", "attention: linear (1+elu kernel) or softmax"
-    )
+    attention_type: str = option("linear", f"attention: linear (1+elu kernel) or softmax{IN_TURN}")
     position_encoding: str = option(
         DEFAULT,
         f"relative position encoding: {', '.join(ENCODINGS)}, or a free form: "
-        + ", ".join(family.form for family in FAMILIES.values()),
+        + ", ".join(family.form for family in FAMILIES.values())
+        + IN_TURN,
     )
-    attention_normalizer: ChoiceEnum(list(NORMALIZERS)) = option(
-        "rotated", "denominator of linear attention (rotated is Eq. 39 of LRPE)"
+    attention_normalizer: str = option(
+        "rotated",
+        f"denominator of linear attention: {', '.join(NORMALIZERS)} (rotated is Eq. 39 of LRPE)"
+        + IN_TURN,
+    )
+    attention_window: str = option(
+        "0",
+        "number of last tokens that a token attends to, itself included; needs causal attention; "
+        "0: all" + IN_TURN,
     )
     grid_width: int = option(
         0,
@@ -88,15 +102,19 @@ class AttentionOptions(FairseqDataclass):
     )
 
 
-def encoding_options(options: Any) -> EncodingOptions:
-    """Return the options of individual encodings from a model's configuration.
+def encoding_options(options: Any, layer: int = 0) -> EncodingOptions:
+    """Return the options of individual encodings of a layer from a model's configuration.
 
-    An option that a checkpoint does not contain yet has its default.
+    An option that a checkpoint does not contain yet has its default, and so have those of rotations
+    in a layer without them, if another layer of the pattern has rotations.
     """
     defaults = {name: own.default for name, own in options_of_encodings().items()}
     defaults |= {"grid_width": 0, "grid_height": 0, "position_grid": "flat"}
     given = {name: getattr(options, name, default) for name, default in defaults.items()}
     plain = {name: str(v) if isinstance(v, Enum) else v for name, v in given.items()}
+    names = patterns.values(getattr(options, "position_encoding", DEFAULT))
+    if any(map(has_rotations, names)) and not has_rotations(names[layer % len(names)]):
+        plain |= {own.name: own.default for own in fields(RotationOptions)}
     return EncodingOptions(parse_departures(options.fidelity), **plain)
 
 
@@ -120,8 +138,9 @@ def build_attention(
 def build_cross_attention(options: Any, cfg: Any, layer: int) -> CrossAttention:
     """Build the cross-attention of one decoder layer; see :func:`build_attention`."""
     width, heads = cfg.decoder.embed_dim, cfg.decoder.attention_heads
-    settings = _settings(options, cfg, layer)
-    attention = CrossAttention(width, heads, memory_dim=cfg.encoder.embed_dim, **settings)
+    attention = CrossAttention(
+        width, heads, memory_dim=cfg.encoder.embed_dim, **_settings(options, cfg, layer)
+    )
     warn_about_absolute_positions(attention.encoding, cfg)
     return attention
 
@@ -130,14 +149,52 @@ def _settings(options: Any, cfg: Any, layer: int) -> dict[str, Any]:
     """Return the arguments that self- and cross-attention of one layer take from the options."""
     p, block = cfg.quant_noise.pq, cfg.quant_noise.pq_block_size
     return {
-        "attention_type": str(options.attention_type),
-        "position_encoding": options.position_encoding,
+        "attention_type": at_layer(options, "attention_type", layer),
+        "position_encoding": at_layer(options, "position_encoding", layer),
         "dropout": cfg.attention_dropout,
-        "normalizer": str(options.attention_normalizer),
+        "normalizer": at_layer(options, "attention_normalizer", layer),
+        "window": _window(at_layer(options, "attention_window", layer)),
         "seed": options.encoding_seed * 1000 + layer,
-        "options": encoding_options(options),
+        "options": encoding_options(options, layer),
         "wrap_linear": lambda linear: quant_noise(linear, p, block),
     }
+
+
+def _window(given: str) -> int | None:
+    try:
+        return int(given) or None
+    except ValueError:
+        raise ChoiceError(f"--attention-window is a number of tokens, not {given!r}") from None
+
+
+def at_layer(options: Any, name: str, layer: int) -> str:
+    """Return an option of ``patterns.OPTIONS`` in a layer; an older checkpoint has no window."""
+    return patterns.over_layers(getattr(options, name, "0"), layer + 1)[layer]
+
+
+def log_patterns(options: Any, layers: int) -> None:
+    """Say in the log which layers have which values, if a pattern does not divide the stack."""
+    for name in patterns.OPTIONS:
+        pattern = str(getattr(options, name, "0"))
+        if layers % len(patterns.values(pattern)):
+            option, found = name.replace("_", "-"), patterns.over_layers(pattern, layers)
+            logger.info("%s %s of %d layers: %s", option, pattern, layers, ", ".join(found))
+
+
+def keep_patterns(options: Any, layers: int, kept: Sequence[int] | str | None) -> None:
+    """Write the patterns of the layers ``kept`` of a stack, in full, into its options.
+
+    kept: indices, or their list separated by commas. A stack that is no longer than it has been
+    pruned already.
+    """
+    kept = kept.split(",") if isinstance(kept, str) else kept
+    if not kept or len(kept) >= layers:
+        return
+    for name in patterns.OPTIONS:
+        pattern = getattr(options, name, "0")
+        if len(patterns.values(pattern)) > 1:
+            every = patterns.over_layers(pattern, layers)
+            setattr(options, name, ",".join(every[int(layer)] for layer in kept))
 
 
 class BooleanFlags:

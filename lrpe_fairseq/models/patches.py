@@ -3,13 +3,16 @@
 Axes: B batch, T tokens, C width, N numbers per token.
 """
 
+import math
 from typing import Any
 
 import torch
 from fairseq.modules import LearnedPositionalEmbedding
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.image_files import rows_and_columns
 
 BLACK = 4
 """The id of the symbol ``0``: ids 0 to 3 are fairseq's special symbols."""
@@ -88,7 +91,7 @@ class Pixels(Patches):
 
 
 class Images(Patches):
-    """Normalized images in color, (B, 3, S, S), of one size: no padding."""
+    """Normalized images in color, (B, 3, R, C), of one size: no padding."""
 
     def cells(self, inputs: Tensor) -> Tensor:
         """Return the numbers (B, T, 3 p p) of each patch, channel by channel; see Pixels."""
@@ -114,7 +117,10 @@ def build_patches(options: Any, width: int, pad: int) -> Patches:
     """Return the embedding of ``--input pixels`` or ``--input image``."""
     shape = width, pad, options.patch, options.grid_width
     if str(options.input) == "image":
-        return Images(*shape, COLORS)
+        images = Images(*shape, COLORS)
+        grid = torch.tensor([options.grid_height, options.grid_width])
+        images.register_buffer("grid", grid)  # that of learned positions, for other sizes
+        return images
     return Pixels(*shape, options.pixel_mean, options.pixel_std, options.channels)
 
 
@@ -125,16 +131,55 @@ def init_positions(positions: nn.Module | None) -> None:
         nn.init.zeros_(positions.weight[positions.padding_idx])
 
 
+def fit_positions(encoder: nn.Module, state: dict[str, Tensor], prefix: str) -> None:
+    """Interpolate learned positions of ``state`` to the grid of the encoder, bicubic, as in DeiT.
+
+    state: of a checkpoint, changed in place; names begin with ``prefix``. One without the grid of
+        its training, an older one, has a square one.
+    """
+    embedder, positions = encoder.embed_tokens, f"{prefix}embed_positions.weight"
+    if not hasattr(embedder, "grid"):
+        return
+    own, name = embedder.grid, f"{prefix}embed_tokens.grid"
+    if (table := state.get(positions)) is not None:
+        first = encoder.embed_positions.padding_idx + 1
+        side = math.isqrt(len(table) - first)
+        known = state.get(name, own.new_tensor([side, side]))
+        if known.tolist() != own.tolist():
+            cells = table[first:].float().unflatten(0, known.tolist()).movedim(-1, 0)
+            fitted = F.interpolate(cells[None], own.tolist(), mode="bicubic")[0]
+            rows = fitted.flatten(1).T.to(table.dtype)
+            state[positions] = torch.cat([table[:first], rows])
+    state[name] = own
+
+
+def fit_grid(options: Any, task: Any) -> None:
+    """Set ``grid_width`` and ``grid_height`` of a model of images to the patches of an image.
+
+    Raises: ChoiceError if the image is not made of patches, or the options say another grid.
+    """
+    if str(options.input) != "image" or getattr(task, "image_size", None) is None:
+        return
+    sides, patch = rows_and_columns(task.image_size), options.patch
+    grid = [side // patch for side in sides]
+    if any(side % patch for side in sides):
+        raise ChoiceError(
+            f"images of {sides[0]} x {sides[1]} pixels are not made of patches of {patch} x "
+            f"{patch}: change --image-size or --patch"
+        )
+    if options.grid_width not in (0, grid[1]) or options.grid_height not in (0, grid[0]):
+        raise ChoiceError(
+            f"images of {sides[0]} x {sides[1]} pixels have {grid[0]} rows of {grid[1]} patches: "
+            "leave --grid-width and --grid-height out"
+        )
+    options.grid_height, options.grid_width = grid
+
+
 def check_patches(options: Any, task: Any) -> None:
     """Raise ChoiceError if the options of pixels and images contradict each other or the task."""
-    kind, side = str(options.input), getattr(task, "image_size", None)
-    if (kind == "image") != (side is not None):
+    kind = str(options.input)
+    if (kind == "image") != (getattr(task, "image_size", None) is not None):
         raise ChoiceError("--input image and the task lrpe_images need each other")
-    if kind == "image" and options.patch * options.grid_width != side:
-        raise ChoiceError(
-            f"images of {side} x {side} pixels need --patch times --grid-width to be {side}, not "
-            f"{options.patch} times {options.grid_width}"
-        )
     if kind == "pixels":
         _check_pixels(options, task.source_dictionary)
     elif kind == "tokens" and options.patch != 1:

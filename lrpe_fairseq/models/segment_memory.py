@@ -22,7 +22,7 @@ class Segment(TypedDict):
     blocks: index of each row's segment in the text; a row continues its previous segment.
     first: true for the first segments of the streams, which have no memory.
     documents: (B, T) the index of each target's document, -1 at padding; absent if tokens may
-        attend to other documents.
+        attend to other documents, or if the model knows their symbol.
     """
 
     stream: int
@@ -105,9 +105,17 @@ def memories(segment: Segment, past: Past) -> list[Memory]:
     return [Memory(inputs, documents) for inputs in past.inputs]
 
 
+def with_documents(segment: Segment, past: Past, starts: Tensor) -> Segment:
+    """Return the segment with the documents that begin at ``starts``, bool (B, T)."""
+    last = 0 if past.documents is None else past.documents[:, -1:]
+    return {**segment, "documents": last + starts.cumsum(1)}
+
+
 def _documents(segment: Segment, past: Past) -> Tensor | None:
-    """Document indices of the past and of the segment: (B, M+T)."""
-    own = segment.get("documents")
-    if own is None or past.documents is None:
-        return own
-    return torch.cat([past.documents, own], 1)
+    """Document indices of the past, 0 if they are unknown, and of the segment: (B, M+T)."""
+    own, before = segment.get("documents"), past.documents
+    if own is None:
+        return None
+    if before is None:
+        before = own.new_zeros(len(own), past.inputs.shape[1])
+    return torch.cat([before, own], 1)

@@ -25,10 +25,12 @@ from lrpe_fairseq.models.options import (
     AttentionOptions,
     BooleanFlags,
     defaults,
+    keep_patterns,
     one_sentence_errors,
     refuse_unrelated_processes,
 )
 from lrpe_fairseq.models.tree_embedding import TreeEmbedding
+from lrpe_fairseq.patterns import over_layers
 
 TINY = {"embed_dim": 128, "ffn_embed_dim": 512, "layers": 3, "attention_heads": 4}
 
@@ -119,8 +121,8 @@ class LRPETransformer(BooleanFlags, TransformerModelBase):
         refuse_unrelated_processes()
         cfg = getattr(cls, "__dataclass").from_namespace(cfg)
         with one_sentence_errors():
-            check_translation(cfg, task)
             keep_layers(cfg)
+            check_translation(cfg, task)
             model = super().build_model(cfg, task)
             check_node_positions(model, task)
             widen_embeddings(cfg, model)
@@ -171,7 +173,8 @@ class LRPETransformer(BooleanFlags, TransformerModelBase):
         """Called by fairseq before inference."""
         options = cfg.generation
         aligns = options.print_alignment or options.replace_unk is not None
-        if aligns and str(self.cfg.cross.attention_type) == "linear":
+        found = over_layers(self.cfg.cross.attention_type, len(self.decoder.layers))
+        if aligns and found[-1] == "linear":
             refuse(
                 "--print-alignment and --replace-unk need the weights of cross-attention, which "
                 "--cross-attention-type linear does not have"
@@ -212,8 +215,11 @@ def share_tree_embedding(model: TransformerModelBase) -> None:
 
 def keep_layers(cfg: Any) -> None:
     """Apply the layers to keep, which fairseq splits at commas, although they are lists here."""
-    for side in (cfg.encoder, cfg.decoder):
+    cross = getattr(cfg, "cross", None)
+    for side, stacks in ((cfg.encoder, [cfg.encoder]), (cfg.decoder, [cfg.decoder, cross])):
         if side.layers_to_keep:
+            for stack in filter(None, stacks):
+                keep_patterns(stack, side.layers, side.layers_to_keep)
             side.layers, side.layers_to_keep = len(side.layers_to_keep), None
 
 

@@ -16,7 +16,6 @@ from lrpe_fairseq.models.options import defaults
     encoder_learned_pos=True,
     input="image",
     patch=16,
-    grid_width=14,
     final_norm="after",
     dropout=0.0,
     drop_path=0.1,
@@ -24,7 +23,9 @@ from lrpe_fairseq.models.options import defaults
 )
 @dataclass
 class LRPEViTConfig(LRPEClassifierConfig):
-    """DeiT-small as in TMLR LRPE, Table 3: 12 x 384, 6 heads, FFN 1536, 14 x 14 patches of 16 x 16.
+    """DeiT-small as in TMLR LRPE, Table 3: 12 x 384, 6 heads, FFN 1536, patches of 16 x 16.
+
+    The grid is that of ``--image-size``, by default 14 x 14 patches.
 
     The mean over patches is normalized and classified. fairseq's learned positions have two rows
     more than there are patches.
@@ -42,12 +43,11 @@ class LRPEViT(LRPEClassifier):
     encoder_ffn_embed_dim=128,
     encoder_attention_heads=2,
     patch=8,
-    grid_width=4,
     drop_path=0.0,
 )
 @dataclass
 class LRPEViTTinyConfig(LRPEViTConfig):
-    """2 x 64, 2 heads, FFN 128, 4 x 4 patches of 8 x 8: ``lrpe_vit`` for images of 32 x 32."""
+    """2 x 64, 2 heads, FFN 128, patches of 8 x 8: ``lrpe_vit`` for images of 32 x 32."""
 
 
 @register_model("lrpe_vit_tiny", dataclass=LRPEViTTinyConfig)

@@ -9,6 +9,7 @@ and cutmix on the batch. They are the same for every number of workers, for ever
 processes that trains on the same batches, and after a resumption.
 """
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from omegaconf import II
 from torch import Tensor
 
 from lrpe_fairseq.errors import refuse
-from lrpe_fairseq.image_files import read_image
+from lrpe_fairseq.image_files import read_image, rows_and_columns
 from lrpe_fairseq.models.options import one_sentence_errors
 from lrpe_fairseq.tasks.classification import ClassTask, check_classes
 from lrpe_fairseq.tasks.datasets import EpochDataset
@@ -53,7 +54,9 @@ class ImagesConfig(FairseqDataclass):
 
     data: str = _option("", "folder with label/dict.txt and train.tsv, as of data-prep/imagenet")
     num_classes: int = _option(0, "number of classes, as in label/dict.txt")
-    image_size: int = _option(224, "rows and columns of the images that the model reads")
+    image_size: str = _option(
+        "224", "pixels that the model reads: rows x columns, as 288x224, or one number for both"
+    )
     no_augmentation: bool = _option(False, "train on central crops, without timm")
     color_jitter: float = _option(0.4, "brightness, contrast and saturation; not with RandAugment")
     auto_augment: str = _option("rand-m9-mstd0.5-inc1", "timm's policy; empty: none")
@@ -74,7 +77,7 @@ class ImagesConfig(FairseqDataclass):
 class LRPEImagesTask(ClassTask):
     """Classification of images.
 
-    A batch has ``net_input`` with ``src_tokens``, normalized images (B, 3, S, S); and ``target``,
+    A batch has ``net_input`` with ``src_tokens``, normalized images (B, 3, R, C); and ``target``,
     classes int64 (B,), or after mixup and cutmix probabilities, float64 (B, classes), which
     training in half precision leaves as they are. A pixel counts as one token.
 
@@ -98,15 +101,17 @@ class LRPEImagesTask(ClassTask):
         if not (folder / "label" / "dict.txt").is_file():
             refuse(f"{folder} has no label/dict.txt: prepare the data first")
         check_classes(folder / "label" / "dict.txt", cfg.num_classes)
-        if cfg.image_size < 1 or cfg.repeats < 1:
-            refuse("--image-size and --repeats must be at least 1")
+        if cfg.repeats < 1:
+            refuse("--repeats must be at least 1")
+        with one_sentence_errors():
+            rows_and_columns(cfg.image_size)
         return cls(cfg, Dictionary())
 
     def load_dataset(self, split: str, combine: bool = False, **keywords: Any) -> None:
         """Load the index of a split; called by fairseq."""
         cfg, augmented = self.cfg, split == "train" and not self.cfg.no_augmentation
         files, labels = read_index(Path(cfg.data) / f"{split}.tsv", cfg.num_classes)
-        transform = augmentation(cfg) if augmented else Crop(cfg.image_size)
+        transform = augmentation(cfg) if augmented else Crop(*rows_and_columns(cfg.image_size))
         mixing = mixing_of(cfg) if augmented else None
         order = None
         if split == "train" and (mixing or cfg.repeats > 1):
@@ -116,7 +121,7 @@ class LRPEImagesTask(ClassTask):
             files,
             labels,
             transform,
-            side=cfg.image_size,
+            pixels=self.max_positions(),
             seed=cfg.seed,
             order=order,
             mixing=mixing,
@@ -160,11 +165,11 @@ class LRPEImagesTask(ClassTask):
 
     def max_positions(self) -> int:
         """Return the number of pixels of an image."""
-        return self.cfg.image_size**2
+        return math.prod(rows_and_columns(self.cfg.image_size))
 
     @property
-    def image_size(self) -> int:
-        """Rows and columns of an image."""
+    def image_size(self) -> str:
+        """Rows and columns of an image, as the option has them."""
         return self.cfg.image_size
 
 
@@ -232,7 +237,7 @@ class ImageDataset(EpochDataset):
 
     Args:
         folder: of the files. files: bytes (N,). labels: int64 (N,).
-        transform: PIL image -> (3, S, S). side: S.
+        transform: PIL image -> (3, R, C). pixels: R C.
         seed: of all random choices.
         order: permutation -> order of an epoch; None for the permutation.
         mixing: (images, classes) -> (images, probabilities); None for none.
@@ -245,14 +250,14 @@ class ImageDataset(EpochDataset):
         labels: np.ndarray,
         transform: Transform,
         *,
-        side: int,
+        pixels: int,
         seed: int = 1,
         order: UpdateOrder | None = None,
         mixing: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         super().__init__()
         self.folder, self.files, self.labels = folder, files, labels
-        self.transform, self.pixels = transform, side * side
+        self.transform, self.pixels = transform, pixels
         self.seed, self.order, self.mixing, self.epoch = seed, order, mixing, 1
         self.sizes = np.full(len(files), self.pixels)
 
@@ -312,19 +317,28 @@ def seeded(*numbers: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Crop:
-    """Evaluation: resize the shorter side to S 256 / 224, bicubic, take the center, normalize."""
+    """Evaluation: resize, bicubic, take the center and normalize.
 
-    side: int
+    The center of R rows and C columns has 224 / 256 of the height or of the width.
+    """
+
+    rows: int
+    columns: int
 
     def __call__(self, image: Any) -> Tensor:
-        """Return (3, S, S) of an image."""
-        shorter = int(self.side / CROP)
+        """Return (3, R, C) of an image."""
+        least = int(self.columns / CROP), int(self.rows / CROP)
         width, height = image.size
-        longer = int(shorter * max(width, height) / min(width, height))
-        size = (shorter, longer) if width <= height else (longer, shorter)
-        left, top = (round((length - self.side) / 2) for length in size)
+        if least[0] * height >= least[1] * width:
+            size = least[0], int(least[0] * height / width)
+        else:
+            size = int(least[1] * width / height), least[1]
+        left, top = (
+            round((length - own) / 2)
+            for length, own in zip(size, (self.columns, self.rows), strict=True)
+        )
         image = image.resize(size, resample=3)  # bicubic
-        image = image.crop((left, top, left + self.side, top + self.side))
+        image = image.crop((left, top, left + self.columns, top + self.rows))
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
         return (pixels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
 
@@ -332,7 +346,7 @@ class Crop:
 def augmentation(cfg: Any) -> Transform:
     """Return timm's augmentation of one image: crop, flip, colors, policy, erasing."""
     return _timm().create_transform(
-        cfg.image_size,
+        rows_and_columns(cfg.image_size),
         is_training=True,
         interpolation="bicubic",
         color_jitter=cfg.color_jitter or None,

@@ -25,6 +25,7 @@ from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.models.language_model import LRPELanguageModel
 from lrpe_fairseq.models.options import one_sentence_errors
 from lrpe_fairseq.models.segment_memory import Segment
+from lrpe_fairseq.patterns import over_layers
 
 NAME = "lrpe_truncated_bptt_lm"
 ONLY = {  # with other values batches would not be consecutive segments
@@ -126,8 +127,11 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
         with one_sentence_errors():
             if not isinstance(self._model, LRPELanguageModel):
                 raise ChoiceError(f"the task {NAME} supports lrpe_lm and its presets only")
-            if self.args.reset_at_documents and str(args.attention_type) == "linear":
+            linear = "linear" in over_layers(args.attention_type, args.decoder_layers)
+            if self.args.reset_at_documents and linear:
                 raise ChoiceError("--reset-at-documents requires softmax attention")
+            if self.args.reset_at_documents and args.document_boundary:
+                raise ChoiceError("pass --reset-at-documents or --document-boundary, not both")
         return self._model
 
     def get_checkpoint_dict(self) -> dict[str, Any]:

@@ -18,9 +18,7 @@ from lrpe_fairseq.encodings import (
     encoding_class,
     is_causal_only,
 )
-from lrpe_fairseq.encodings.rotations import Spectrum
 from lrpe_fairseq.encodings.sharing import share_across_layers
-from lrpe_fairseq.encodings.tree_products import steps_to_root
 from lrpe_fairseq.errors import ChoiceError
 from tests.references import score_matrix
 
@@ -257,34 +255,7 @@ def test_dropout_acts_on_softmax_weights_and_not_on_those_that_are_returned():
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, HEADS, 5).double())
 
 
-def test_a_mask_of_pairs_and_positions_of_another_shape_are_refused():
-    module, x, memory = build(), normal(2, 5, WIDTH), normal(2, 7, SOURCE)
-    with pytest.raises(ValueError, match="attn_mask is not supported"):
-        module(x.transpose(0, 1), memory.transpose(0, 1), attn_mask=torch.zeros(5, 7))
-    for places in ({"positions": torch.arange(7)}, {"memory_positions": torch.arange(5)}):
-        with pytest.raises(ValueError, match=r"shape \(T,\) or \(B, T\)"):
-            module.attend(x, memory, **places)
-
-
 # --- caches and sharing ------------------------------------------------------------------------
-
-
-def test_the_paths_of_a_shared_tree_are_found_once_for_each_side(monkeypatch):
-    layers = nn.ModuleList(build("ape-tree", seed=s) for s in range(3))
-    share_across_layers(layers)
-    made, eigen = [], []
-    monkeypatch.setattr(
-        "lrpe_fairseq.encodings.tree_products.steps_to_root",
-        lambda *given: made.append(1) or steps_to_root(*given),
-    )
-    basis = Spectrum.of
-    monkeypatch.setattr(Spectrum, "of", lambda s, skew: eigen.append(id(s)) or basis(s, skew))
-    places = {"positions": torch.arange(5), "memory_positions": torch.arange(40, 47)}
-    with torch.no_grad():
-        for layer in layers:
-            layer.attend(normal(1, 5, WIDTH), normal(1, 7, SOURCE), **places)
-    assert len(set(eigen)) == 1
-    assert len(made) <= 2
 
 
 def test_a_decoder_shares_across_cross_attention_but_not_with_its_self_attention():

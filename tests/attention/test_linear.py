@@ -11,6 +11,7 @@ from lrpe_fairseq.attention.linear import (
     linear_attention_naive,
     linear_attention_window,
 )
+from lrpe_fairseq.attention.tokens import tokens_of
 from lrpe_fairseq.kernels import causal_cpu
 from tests.pairwise import pairwise
 
@@ -38,6 +39,13 @@ def padding(length):
     mask[1, : length // 2] = True
     mask[2, length // 2 + 1 :] = True
     return mask
+
+
+def documents(length):
+    """Starts of documents: none but the first, one at every third token, and single tokens."""
+    starts = torch.zeros(BATCH, length, dtype=torch.bool)
+    starts[1, ::3] = starts[2, length // 3 : length // 2] = True
+    return starts
 
 
 def outputs_and_gradients(function, inputs, **options):
@@ -69,14 +77,15 @@ def use(form, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("form", "length", "normalizer", "decay", "mask"),
-    pairwise(FORMS, LENGTHS, NORMALIZERS, [None, (-0.2, -0.01)], [False, True]),
+    ("form", "length", "normalizer", "decay", "mask", "packed"),
+    pairwise(FORMS, LENGTHS, NORMALIZERS, [None, (-0.2, -0.01)], [False, True], [False, True]),
 )
 def test_every_fast_form_equals_the_naive_one_in_outputs_and_gradients(
-    form, length, normalizer, decay, mask, monkeypatch
+    form, length, normalizer, decay, mask, packed, monkeypatch
 ):
     use(form, monkeypatch)
     options = {
+        "starts": documents(length) if packed else None,
         "causal": True,
         "normalizer": normalizer,
         "log_decay": None if decay is None else torch.tensor(decay),
@@ -86,6 +95,33 @@ def test_every_fast_form_equals_the_naive_one_in_outputs_and_gradients(
     got = outputs_and_gradients(linear_attention, example(length), **options)
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_documents_that_begin_at_any_place_of_a_chunk_are_those_alone(form, monkeypatch):
+    use(form, monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.rand(65, 2, 130, 3, generator=generator).double() for _ in range(3))
+    gates = -torch.rand(65, 2, 130, generator=generator, dtype=torch.float64)
+    inputs = [x.requires_grad_() for x in (q, k, v, gates)]
+    starts = torch.zeros(65, 130, dtype=torch.bool)
+    starts[torch.arange(65), torch.arange(0, 130, 2)] = True  # a document of one token,
+    starts[torch.arange(65), torch.arange(1, 130, 2)] = True  # and the rest
+    out = linear_attention(q, k, v, causal=True, log_decay=gates, starts=starts)
+    alone = []
+    for row, first in enumerate(range(0, 130, 2)):
+        own = (slice(0, first), slice(first, first + 1), slice(first + 1, 130))
+        rows = ([x[row : row + 1, :, part] for x in inputs] for part in own)
+        parts = [
+            linear_attention_naive(a, b, c, causal=True, log_decay=d)
+            for a, b, c, d in rows
+            if a.shape[2]
+        ]
+        alone.append(torch.cat(parts, 2))
+    alone, weight = torch.cat(alone), torch.rand_like(v)
+    torch.testing.assert_close(out, alone, rtol=1e-10, atol=1e-10)
+    found, wanted = (torch.autograd.grad((o * weight).sum(), inputs) for o in (out, alone))
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -146,21 +182,19 @@ def test_a_bidirectional_decay_counts_real_tokens_only(normalizer):
             torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
-def test_a_bidirectional_decay_over_other_keys_is_refused():
-    q, k, v, *_ = example(4, keys=3)
-    for form in (linear_attention, linear_attention_naive):
-        with pytest.raises(ValueError, match="log_decay needs as many queries as keys"):
-            form(q, k, v, causal=False, log_decay=torch.zeros(HEADS))
-
-
 @pytest.mark.parametrize(
-    ("blocks", "normalizer", "decay"),
-    pairwise([(1,) * 70, (5, 1, 64), (70,), (1, 69), (69, 1)], NORMALIZERS, [None, (-0.2, -0.01)]),
+    ("blocks", "normalizer", "decay", "packed"),
+    pairwise(
+        [(1,) * 70, (5, 1, 64), (70,), (1, 69), (69, 1)],
+        NORMALIZERS,
+        [None, (-0.2, -0.01)],
+        [False, True],
+    ),
 )
-def test_any_split_into_blocks_resumes_exactly(blocks, normalizer, decay):
+def test_any_split_into_blocks_resumes_exactly(blocks, normalizer, decay, packed):
     q, k, v, *content = (x.detach() for x in example(70))
     log_decay = None if decay is None else torch.tensor(decay)
-    mask = padding(70)
+    mask, starts = padding(70), documents(70) if packed else None
     whole = linear_attention_naive(
         q,
         k,
@@ -170,6 +204,7 @@ def test_any_split_into_blocks_resumes_exactly(blocks, normalizer, decay):
         normalizer=normalizer,
         content=tuple(content),
         log_decay=log_decay,
+        starts=starts,
     )
     state, parts, start = None, [], 0
     for size in blocks:
@@ -183,6 +218,7 @@ def test_any_split_into_blocks_resumes_exactly(blocks, normalizer, decay):
             normalizer=normalizer,
             content=tuple(x[:, :, cut] for x in content),
             log_decay=log_decay,
+            starts=None if starts is None else starts[:, cut],
         )
         parts.append(part)
         start += size
@@ -275,24 +311,6 @@ def test_memory_is_linear_in_length(form, monkeypatch):
     assert saved(4096) < 9 * saved(512)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"normalizer": "softmax"}, "unknown normalizer"),
-        ({"normalizer": "content"}, "content="),
-        (
-            {"causal": False, "log_decay": torch.zeros(BATCH, HEADS, 4)},
-            r"log_decay of shape \(B, H, T\) needs causal=True",
-        ),
-    ],
-)
-def test_arguments_that_do_not_fit_are_refused(options, message):
-    q, k, v, *_ = example(4)
-    for function in (linear_attention, linear_attention_naive):
-        with pytest.raises(ValueError, match=message):
-            function(q, k, v, **{"causal": True, **options})
-
-
 def test_causal_attention_over_fewer_keys_is_refused():
     q, k, v, *_ = example(4, keys=3)
     with pytest.raises(ValueError, match="as many queries as keys"):
@@ -307,13 +325,22 @@ def test_a_window_by_blocks_equals_the_naive_one_in_outputs_and_gradients(
     normalizer, window, decay
 ):
     generator = torch.Generator().manual_seed(window)
-    options = {
-        "normalizer": normalizer,
-        "log_decay": decay and -torch.rand(decay, generator=generator, dtype=torch.float64),
-        "window": window,
-        "key_padding_mask": padding(200),
-    }
+    hidden, rate = padding(200), None
+    if decay:
+        rate = -torch.rand(decay, generator=generator, dtype=torch.float64)
+        rate = rate.masked_fill(hidden[:, None], 0.0) if len(decay) == 3 else rate
+    options = {"normalizer": normalizer, "log_decay": rate, "window": window}
+    options |= {"key_padding_mask": hidden, "starts": documents(200)}
+    x = torch.empty(BATCH, 200, 1)
+    tokens = tokens_of(x, hidden, starts=documents(200), one_sided=True, window=window)
+    if decay and len(decay) == 3:
+        tokens, rate = tokens._replace(sums=rate.cumsum(-1)), None
+
+    def by_blocks(q, k, v, content):
+        own = {"normalizer": normalizer, "log_decay": rate, "content": content}
+        return linear_attention_window(q, k, v, tokens, tokens, **own)
+
     wanted = outputs_and_gradients(linear_attention_naive, example(200), causal=True, **options)
-    got = outputs_and_gradients(linear_attention_window, example(200), **options)
+    got = outputs_and_gradients(by_blocks, example(200))
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)

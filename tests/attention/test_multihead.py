@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from lrpe_fairseq.attention.multihead import (
-    Memory,
     MultiheadAttention,
     feature_map,
 )
@@ -125,32 +124,9 @@ def test_inference_mode_leaves_nothing_behind_that_training_cannot_use():
         module(x)[0].sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"attention_type": "quadratic"}, "unknown attention type"),
-        ({"normalizer": "softmax"}, "unknown normalizer"),
-        ({"position_encoding": "rotary"}, "unknown position encoding"),
-        ({"position_encoding": "t5", "attention_type": "linear"}, "softmax attention"),
-    ],
-)
-def test_a_wrong_choice_is_refused_in_one_sentence(changes, message):
-    with pytest.raises(ValueError, match=message) as error:
-        module_of(**changes)
-    assert "\n" not in str(error.value)
-
-
 def test_a_width_that_the_heads_do_not_divide_is_refused():
     with pytest.raises(ValueError, match="not divisible"):
         MultiheadAttention(10, 4, attention_type="linear", position_encoding="none", causal=True)
-
-
-def test_a_mask_of_scores_and_a_bidirectional_cache_are_refused():
-    x = torch.randn(3, 1, WIDTH, dtype=torch.float64)
-    with pytest.raises(ValueError, match="causal=True"):
-        module_of()(x, attn_mask=torch.zeros(3, 3))
-    with pytest.raises(ValueError, match="causal=True"):
-        module_of(causal=False)(x, incremental_state={})
 
 
 class Average(ScoreEncoding):
@@ -188,12 +164,3 @@ def test_a_score_encoding_may_replace_the_softmax_and_count_visible_keys(monkeyp
         part, state = module.attend(x[:, s : s + 1], padding[:, s : s + 1], state, True)
         parts.append(part)
     torch.testing.assert_close(torch.cat(parts, 1), out)
-
-
-def test_positions_given_by_hand_do_not_go_with_a_memory():
-    module = MultiheadAttention(
-        8, 2, attention_type="softmax", position_encoding="rope", causal=True
-    )
-    with pytest.raises(ValueError, match="cannot be combined with a memory"):
-        module.attend(torch.zeros(1, 2, 8), None, Memory(torch.zeros(3, 1, 8)), False,
-                      positions=torch.arange(2))  # fmt: skip

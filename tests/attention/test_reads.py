@@ -7,6 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import ENCODINGS, encoding_class, is_causal_only
+from tests.end_to_end.cases import sampled
 
 READS = {
     "aten::_local_scalar_dense",
@@ -27,29 +28,41 @@ REASONS = {
 }
 """Encodings that read, and why they must."""
 BATCH, HEADS, TIME, WIDTH = 3, 2, 11, 16
-PAIRS = [
-    (name, kind, causal)
+CASES = {
+    name: [
+        (name, kind, causal)
+        for kind in ("softmax", "linear")
+        if kind == "softmax" or encoding_class(name).serves_linear
+        for causal in (True, False)
+        if causal or not is_causal_only(name)
+    ]
     for name in (*ENCODINGS, "gated:lrpe-type2")
-    for kind in ("softmax", "linear")
-    if kind == "softmax" or encoding_class(name).serves_linear
-    for causal in (True, False)
-    if causal or not is_causal_only(name)
-]
+}
 
 
 def reads_of_a_step(module, length):
-    """Train with a new mask, and return what was read in the forward and backward pass."""
+    """Train with a new mask, in causal self-attention also with new documents, and return what was
+    read in the forward and backward pass."""
     x = torch.randn(BATCH, length, WIDTH)
     padding = torch.zeros(BATCH, length, dtype=torch.bool)
     padding[1, length - 3 :] = padding[2, :2] = True
     memory = (torch.randn(BATCH, 7, WIDTH),) if isinstance(module, CrossAttention) else ()
     masks = {"query_padding_mask": padding} if memory else {"key_padding_mask": padding}
+    if not memory and module.causal:
+        masks["starts"] = torch.zeros(BATCH, length, dtype=torch.bool)
+        masks["starts"][:2, 4] = True
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         module.attend(x, *memory, **masks)[0].sum().backward()
     return READS & {event.name for event in seen.events()}
 
 
-@pytest.mark.parametrize(("name", "attention_type", "causal"), PAIRS)
+@pytest.mark.parametrize(
+    ("name", "attention_type", "causal"),
+    sampled(
+        [case for own in CASES.values() for case in own],
+        [own[turn % len(own)] for turn, own in enumerate(CASES.values())],
+    ),
+)
 def test_a_step_with_a_new_mask_reads_nothing_from_the_second_on(name, attention_type, causal):
     options = {"attention_type": attention_type, "position_encoding": name, "causal": causal}
     module = MultiheadAttention(WIDTH, HEADS, **options)

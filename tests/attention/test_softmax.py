@@ -10,7 +10,6 @@ from lrpe_fairseq.attention.softmax import (
     SoftmaxState,
     encoded_attention,
     extend_state,
-    query_blocks,
     reorder_state,
     softmax_attention,
     softmax_attention_naive,
@@ -162,18 +161,6 @@ def test_tokens_are_written_into_room_that_is_kept():
 # --- blocks of queries -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("rows", "columns", "limit"), [(7, 7, 1), (5, 9, 60), (4, 4, 1000)])
-def test_blocks_cover_all_rows_within_the_limit(rows, columns, limit, causal):
-    q, k = torch.zeros(2, 3, rows, 1), torch.zeros(2, 3, columns, 1)
-    blocks = list(query_blocks(q, k, causal, limit))
-    assert [r for own, _ in blocks for r in range(rows)[own]] == list(range(rows))
-    for own, keys in blocks:
-        height = own.stop - own.start
-        assert height == 1 or 2 * 3 * height * columns <= limit
-        assert keys == slice(0, columns - rows + own.stop if causal else columns)
-
-
 @pytest.mark.parametrize("name", ["t5", "permuteformer"])
 def test_dropout_acts_on_the_weights_of_every_block(name, monkeypatch):
     length = 40
@@ -190,6 +177,24 @@ def test_dropout_acts_on_the_weights_of_every_block(name, monkeypatch):
     gone = dropped[seen] == 0
     assert 0.25 < gone.double().mean() < 0.35
     torch.testing.assert_close(dropped[seen][~gone], whole[seen][~gone] / 0.7)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_constant_bias_is_kept_for_half_precision_on_a_gpu_without_kernels(causal, monkeypatch):
+    """Here on a CPU, where it is not used: half types have errors of 2e-3 of the largest number."""
+    encoding, tokens = build_encoding("alibi", 8, 2, causal=causal), Tokens(torch.arange(50))
+    q, k, v = torch.randn(3, 2, 2, 50, 8, generator=torch.Generator().manual_seed(0)).half()
+    exact = encoded_attention(
+        encoding, *(x.double() for x in (q, k, v)), tokens, tokens, causal=causal
+    )
+    assert not softmax._in_half_on_gpu(q)
+    monkeypatch.setattr(softmax, "_in_half_on_gpu", lambda q: True)
+    made, bias = [], softmax._bias
+    monkeypatch.setattr(softmax, "_bias", lambda *given: made.append(1) or bias(*given))
+    for _ in range(2):
+        found = encoded_attention(encoding, q, k, v, tokens, tokens, causal=causal)
+        assert (found - exact).abs().max() <= 2e-3 * exact.abs().max()
+    assert len(made) == 1
 
 
 # --- what a query sees -------------------------------------------------------------------------

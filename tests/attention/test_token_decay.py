@@ -106,14 +106,6 @@ def test_a_strong_decay_over_a_long_text_stays_finite():
     torch.testing.assert_close(out, v, rtol=1e-5, atol=1e-5)  # only the token itself is left
 
 
-@pytest.mark.parametrize("shape", [(2,), (B, H), (B, H, 4), (1, H, 5)])
-def test_a_decay_of_another_shape_is_refused(shape):
-    q, k, v, _ = example(5)
-    for form in (linear_attention_naive, linear_attention):
-        with pytest.raises(ValueError, match=r"log_decay must have shape \(H,\) or \(B, H, T\)"):
-            form(q, k, v, causal=True, log_decay=torch.zeros(shape))
-
-
 @pytest.mark.parametrize("name", ["naive", "PyTorch", "C++"])
 def test_a_gate_of_minus_infinity_cuts_the_text(name, monkeypatch):
     form = linear_attention_naive if name == "naive" else linear_attention

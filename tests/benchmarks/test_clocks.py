@@ -7,14 +7,10 @@ from benchmarks import (
     attention,
     decays,
     decoding,
-    encoding,
     phases,
-    run,
-    training,
 )
 from benchmarks.timing import Timing, contest
 from lrpe_fairseq.attention import linear
-from lrpe_fairseq.encodings import ENCODINGS, Encoding
 
 
 def test_contestants_run_in_turn_and_warm_up_rounds_do_not_count():
@@ -24,13 +20,6 @@ def test_contestants_run_in_turn_and_warm_up_rounds_do_not_count():
     )
     assert calls == ["a", "b"] * 5
     assert [len(t.seconds) for t in result.values()] == [3, 3]
-
-
-def test_untimed_calls_settle_a_contestant_before_each_timed_one():
-    calls = []
-    both = {name: lambda name=name: calls.append(name) for name in ("a", "b")}
-    contest(both, rounds=2, warmup=0, settle=["a"])
-    assert calls == ["a", "a", "b"] * 2
 
 
 def test_a_ratio_is_the_median_of_the_rounds_own_ratios():
@@ -48,14 +37,6 @@ def test_a_speed_up_of_something_else_is_not_shown(monkeypatch):
     monkeypatch.setattr(attention, "linear_attention", lambda q, k, v, causal: q * k * v)
     with pytest.raises(AssertionError):
         attention.check()
-
-
-def test_bidirectional_rows_compare_with_sdpa_at_every_length():
-    rows = attention.measure_bidirectional("cpu", torch.float32, rounds=1, lengths=(16, 32))
-    assert [(r["length"], r["contestant"]) for r in rows] == [
-        (n, name) for n in (16, 32) for name in ("linear", "sdpa")
-    ]
-    assert all(r["speed_up"] == 1.0 for r in rows if r["contestant"] == "linear")
 
 
 def test_decays_are_compared_with_attention_without_one():
@@ -98,51 +79,9 @@ def test_a_decoder_that_says_something_else_token_by_token_is_not_timed(monkeypa
         decoding.check()
 
 
-def test_encoding_is_compared_with_a_copy(monkeypatch):
-    monkeypatch.setitem(encoding.SHAPES, "cpu", (1, 2, 8, 16))
-    rows = encoding.measure("cpu", torch.float32, 1)
-    names = [name for name in ENCODINGS if training.serves("lm", "linear", name) and name != "spe"]
-    names = [name for name in names if name not in ("lrpe-tmlr-type2", "lrpe-tmlr-type3")]  # twins
-    names += training.VARIANTS
-    forms = {(r["encoding"], r["form"]) for r in rows}
-    assert [r["encoding"] for r in rows if r["form"] == "step by step"] == names
-    assert ("lrpe-type2", "one pass") in forms
-    assert ("none", "one pass") not in forms  # nothing to do after phi
-    assert all(r["copies"] > 0 < r["copies_backward"] for r in rows)
-
-
 def test_phases_of_rounded_angles_are_off_and_ours_are_not():
     rows = {(r["position"], r["dtype"]): r for r in phases.measure("cpu", (512, 1_000_000))}
     assert rows[1_000_000, "float32"]["ours"] < 1e-7
     assert rows[1_000_000, "float32"]["float32_angle"] > 1e-2
     assert rows[512, "bfloat16"]["own_angle"] > 1
     assert rows[1_000_000, "float16"]["own_angle"] is None
-
-
-@pytest.mark.parametrize("build", [training.build_lm, training.build_roberta])
-def test_a_variant_is_an_encoding_with_other_options(build, monkeypatch):
-    monkeypatch.setattr(training, "ROBERTA_LAYERS", 1)
-    found = [m for m in build("ape (canonical)", "softmax").modules() if isinstance(m, Encoding)]
-    assert {(m.name, m.options.ape_generator) for m in found} == {("ape", "canonical")}
-
-
-def test_every_row_of_tmlrs_table_6_makes_a_step_with_its_normalizer(monkeypatch):
-    monkeypatch.setattr(training, "LENGTH", 8)
-    monkeypatch.setattr(training, "ROBERTA_LAYERS", 1)
-    monkeypatch.setattr(training, "VOCABULARY", 16)
-    build, built = training.build_roberta, []
-    monkeypatch.setattr(
-        training, "build_roberta", lambda *chosen: built.append(build(*chosen)) or built[-1]
-    )
-    rows = training.measure_table6("cpu", 16, 1)
-    assert [row["row"] for row in rows] == list(training.TABLE_6)
-    for label, model in zip(training.TABLE_6, built[1:], strict=True):
-        found = {m.normalizer for m in model.modules() if hasattr(m, "normalizer")}
-        assert found == {"layernorm" if label[:4] == "Type" or "-LN" in label else "rotated"}
-
-
-def test_an_unknown_part_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["run", "decode"])
-    with pytest.raises(SystemExit):
-        run.parse()
-    assert "unknown part decode; choose from causal" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from lrpe_fairseq.encodings.positions import PositionCache
 from lrpe_fairseq.encodings.projections import Householder
 from lrpe_fairseq.encodings.rotations import definition as power_definition
 from lrpe_fairseq.encodings.rotations import generator_of, turn
-from lrpe_fairseq.encodings.sharing import share_across_layers, share_across_stacks
+from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.encodings.tree_products import definition as step_by_step
 from lrpe_fairseq.encodings.tree_products import tree_turn
 from lrpe_fairseq.errors import ChoiceError
@@ -20,7 +20,6 @@ from tests.pairwise import pairwise
 from tests.references import score_matrix
 
 HEADS, D = 2, 8
-COMPONENTS = ("sequence", "cycle7", "tree2", "tree3", "sequence+cycle7", "tree3+sequence")
 
 
 def build(components="sequence", head_dim=D, seed=0, fidelity=(), grid_width=0, **options):
@@ -49,37 +48,7 @@ def operator(encoding, position):
     return encoding(x, x, at, at)[0][0].mT
 
 
-def joined(components, one, other):
-    """p r: steps of ``other`` after those of ``one``; all components read the same code."""
-    tree = [int(c[4:]) for c in components.split("+") if c.startswith("tree")]
-    if not tree:
-        return one + other
-    return domains.concat(torch.tensor(one), torch.tensor(other), tree[0]).item()
-
-
 # --- the group ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("components", "generator"),
-    [(c, "exponential") for c in COMPONENTS if c != "tree3+sequence"]
-    + [(c, "canonical") for c in COMPONENTS if "tree" not in c],
-)
-def test_m_is_an_orthogonal_representation(components, generator):
-    encoding = trained(build(components, ape_generator=generator))
-    eye = torch.eye(D, dtype=torch.float64).expand(HEADS, -1, -1)
-    # the canonical form leaves P on the left out: M(p) = R(p) P^T, and M(0)^T M(p) is the operator
-    start = operator(encoding, 0)
-    if not encoding.foldable and "cycle" not in components:
-        torch.testing.assert_close(start, eye, rtol=0, atol=1e-12)
-
-    def m(position):
-        return start.mT @ operator(encoding, position)
-
-    for one, other in ((0, 5), (3, 4), (6, 11), (29, 8)):
-        both = m(joined(components, one, other))
-        torch.testing.assert_close(m(one) @ m(other), both, rtol=0, atol=1e-12)
-        torch.testing.assert_close(m(one) @ m(one).mT, eye, rtol=0, atol=1e-12)
 
 
 def test_a_cycle_returns_to_its_start():
@@ -302,37 +271,15 @@ def test_features_that_fill_no_slice_are_unchanged():
 # --- sharing and options -----------------------------------------------------------------------
 
 
-def test_an_encoder_and_a_decoder_share_generators_if_their_options_agree():
-    def stack(causal, **options):
-        given = EncodingOptions(**options)
-        return nn.ModuleList(
-            build_encoding("ape", D, HEADS, causal=causal, seed=s, options=given) for s in range(2)
-        )
-
-    another = {"cosformer_length": 7}  # of another encoding
-    for options, count in (
-        ({}, 1),
-        (another, 1),
-        ({"ape_init": "identity"}, 2),
-    ):
-        model = nn.ModuleDict({"encoder": stack(False), "decoder": stack(True, **options)})
-        for part in model.values():
-            share_across_layers(part)
-        share_across_stacks(model)
-        assert len(list(model.parameters())) == count
-
-
 @pytest.mark.parametrize(
     ("components", "options", "message"),
     [
         ("tree2", {"ape_generator": "canonical"}, "have no canonical form"),
         ("cycle1", {}, "at least 2 positions"),
         ("tree1000", {}, "1 to 256 branches"),
-        ("tree0", {}, "unknown position encoding"),
         ("sequence+sequence+sequence", {"grid_width": 4}, "one row and one column"),
         ("sequence+sequence+sequence+sequence+sequence", {}, "head width of at least 2"),
         ("ring", {}, "unknown position encoding 'ape:ring'"),
-        ("sequence+", {}, "unknown position encoding"),
     ],
 )
 def test_what_cannot_be_built_is_refused(components, options, message):
@@ -438,15 +385,6 @@ def test_codes_from_arities_are_those_of_a_recursive_enumeration(order):
         half = len(arities) // 2
         assert domains.codes_from_arities(arities[:half], 3, order) == codes[:half]
         assert domains.codes_from_arities([*arities, 0], 3, order) == [*codes, 0]
-
-
-@pytest.mark.parametrize(
-    ("arities", "order", "message"),
-    [([3], "depth", "3 children, but the tree has 2"), ([0], "width", "breadth, depth")],
-)
-def test_arities_that_do_not_fit_are_refused(arities, order, message):
-    with pytest.raises(ValueError, match=message):
-        domains.codes_from_arities(arities, 2, order)
 
 
 # --- distances ---------------------------------------------------------------------------------

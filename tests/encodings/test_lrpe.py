@@ -124,14 +124,6 @@ def test_permutation_powers_are_repeated_application():
             power = pi[power]
 
 
-def test_an_unknown_name_is_refused_with_the_list_of_names():
-    for wrong in ("ropee", "lrpe:house:rotation", "lrpe:identity:rotation:x", "gated:rop", "apes"):
-        forms = r"unknown position encoding .*lrpe:<P>.*gated:<name>"
-        with pytest.raises(ValueError, match=forms) as error:
-            build_encoding(wrong, head_dim=8, num_heads=1)
-        assert all(name in str(error.value) for name in (*ENCODINGS, *PROJECTIONS, *CORES))
-
-
 @pytest.mark.parametrize("core", [c for c in CORES if c != "permutation"])
 @pytest.mark.parametrize("halve", [torch.float16, torch.bfloat16, torch.float32])
 def test_the_angle_in_use_is_within_1e_3_rad_up_to_position_16384(core, halve):

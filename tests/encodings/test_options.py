@@ -35,10 +35,10 @@ def test_a_configuration_has_every_option_with_its_default_and_help_text():
 
 
 def test_a_configuration_older_than_an_option_has_its_default():
-    old = Namespace(fidelity="t5-unit-init", spe_code="convolution", t5_max_distance=80)
+    old = Namespace(fidelity="t5-unit-init", spe_sines=3, t5_max_distance=80)
     options = encoding_options(old)
     assert options.fidelity == {"t5-unit-init"}
-    assert options.of(encoding_class("spe").Options).spe_code == "convolution"
+    assert options.of(encoding_class("spe").Options).spe_sines == 3
     assert options.of(encoding_class("t5").Options).t5_max_distance == 80
     assert options.of(encoding_class("rope").Options).lrpe_householder_start == "normal"
 
@@ -49,7 +49,7 @@ def test_options_can_be_copied_and_pickled():
 
 
 def test_unknown_options_and_values_are_refused():
-    with pytest.raises(ChoiceError, match="no encoding has the option t5_distance"):
+    with pytest.raises(ChoiceError, match="no encoding has the option 't5_distance'; did you mean"):
         build_encoding("t5", 8, 2, options=EncodingOptions(t5_distance=8))
     options = EncodingOptions(lrpe_householder_start="zero")
     with pytest.raises(ChoiceError, match="choose one of normal, unit"):

@@ -16,7 +16,6 @@ OPTIONS = [
     ("ape", {"ape_decay": 0.0}, "above 0 and at most 1, got 0.0"),
     ("cosformer", {"cosformer_length": 0}, "cosformer_length must be positive, got 0"),
     ("fope", {"fope_length": 6}, f"{LONG_ENOUGH}, so that a frequency remains, got 6"),
-    ("spe", {"spe_code": "cosine"}, "sine, convolution"),
     ("spe", {"spe_sines": -1}, "positive"),
     ("spe", {"spe_realizations": -1}, "positive"),
     ("comrope-ld", {"rotation_block": 1}, ROTATES),

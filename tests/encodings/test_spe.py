@@ -2,7 +2,6 @@
 
 import math
 from fractions import Fraction
-from functools import cache
 
 import pytest
 import torch
@@ -11,25 +10,20 @@ from torch.nn import functional as F
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.encodings.sharing import share_across_layers
-from lrpe_fairseq.encodings.spe_codes import BLOCK, ConvCode
 
-CODES = ("sine", "convolution")
 HEADS, WIDTH = 2, 4
 FORWARDS = 300
 MANY = 10_000
-STRIDE = {"sine": 11, "convolution": 1}
+STRIDE = 11
 """Tokens between the positions of a comparison: a sine starts with waves of 50 and more."""
 WITHIN = 5.0
 """Standard errors: a mean of a few hundred entries exceeds this with probability 1e-4."""
 
 
-def build(code="sine", head_dim=WIDTH, heads=HEADS, seed=0, departures=(), taps=6, **knobs):
+def build(head_dim=WIDTH, heads=HEADS, seed=0, departures=(), **knobs):
     knobs = {"spe_sines": 3, **knobs}
-    options = EncodingOptions(fidelity=frozenset(departures), spe_code=code, **knobs)
-    encoding = build_encoding("spe", head_dim, heads, seed=seed, options=options)
-    if code == "convolution":
-        encoding.code = ConvCode(encoding.spec, encoding.realizations, taps)
-    return encoding
+    options = EncodingOptions(fidelity=frozenset(departures), **knobs)
+    return build_encoding("spe", head_dim, heads, seed=seed, options=options)
 
 
 def example(length, batch=2, head_dim=WIDTH, heads=HEADS):
@@ -68,47 +62,30 @@ def deviation(encoding, q, k, q_positions, k_positions):
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("realizations", [WIDTH, 64])
-@pytest.mark.parametrize("code", CODES)
-def test_mean_scores_are_the_plain_scores_times_the_template(code, realizations, gated):
-    encoding = build(code, spe_realizations=realizations, spe_gated=gated).train()
+def test_mean_scores_are_the_plain_scores_times_the_template(realizations, gated):
+    encoding = build(spe_realizations=realizations, spe_gated=gated).train()
     q, k = example(9, batch=1)
-    positions = torch.arange(20, 29) * STRIDE[code]
+    positions = torch.arange(20, 29) * STRIDE
     assert deviation(encoding, q, k, positions, positions) < WITHIN
 
 
-@pytest.mark.parametrize("code", CODES)
-def test_queries_and_keys_at_different_positions_share_their_noise(code):
-    encoding = build(code, spe_realizations=64).train()
+def test_queries_and_keys_at_different_positions_share_their_noise():
+    encoding = build(spe_realizations=64).train()
     q, k = example(9, batch=1)
     q_positions, k_positions = torch.arange(30, 34), torch.tensor([28, 30, 33, 36, 90])
     assert deviation(encoding, q[:, :, :4], k[:, :, :5], q_positions, k_positions) < WITHIN
 
 
-@cache
-def trained_like(code):
-    """One encoding of many realizations, so that a single draw is close to its mean."""
-    return build(code, spe_realizations=MANY, spe_gated=False).eval()
-
-
-@pytest.mark.parametrize("code", CODES)
-def test_the_fixed_noise_of_evaluation_has_the_same_template(code):
-    encoding = trained_like(code)
+def test_the_fixed_noise_of_evaluation_has_the_same_template():
+    encoding = build(spe_realizations=MANY, spe_gated=False).eval()
     q, k = example(5, batch=1)
-    positions = torch.arange(BLOCK - 3, BLOCK + 2)  # across two blocks of noise
+    positions = torch.arange(253, 258)
     with torch.no_grad():
         q2, k2 = encoding(q, k, positions, positions)
         expected = expected_scores(encoding, q, k, positions, positions)
     scale = q.norm(dim=-1).max() * k.norm(dim=-1).max() * encoding.template(positions[:1] * 0).max()
     error = ((q2 @ k2.transpose(-1, -2)).double() - expected).abs().max() / scale
     assert error < WITHIN / math.sqrt(MANY)
-
-
-def test_a_convolution_sees_nothing_beyond_its_taps_but_what_passes_the_gate():
-    encoding = build("convolution", taps=6)
-    gate = torch.sigmoid(encoding.gate.double())
-    far = encoding.template(torch.tensor([6, -6, 10**6]))
-    torch.testing.assert_close(far, gate.unsqueeze(-1).expand_as(far))
-    assert ((encoding.template(torch.tensor([5, -5])) - gate.unsqueeze(-1)).abs() > 1e-6).all()
 
 
 # --- the authors' library ----------------------------------------------------------------------
@@ -151,17 +128,13 @@ def test_parameters_start_as_in_the_published_library():
     assert abs(code.offset.std() - 1) < 0.1
     # lambda 2 / sqrt(|lambda|) has the norm 2 sqrt(|lambda|), about 2 sqrt(sqrt(10))
     assert abs(code.gain.norm(dim=-1).mean() - 2 * 10**0.25) < 0.2
-    taps = build("convolution", head_dim=64, heads=8, taps=128).code.kernels
-    assert taps.min() >= 0
-    assert 0.124 < taps.max() <= 0.125  # 1 / sqrt(128 / 2)
 
 
 # --- exactly -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("code", CODES)
-def test_evaluation_is_deterministic_and_training_is_not(code):
-    encoding = build(code)
+def test_evaluation_is_deterministic_and_training_is_not():
+    encoding = build()
     q, k = example(7)
     positions = torch.arange(7)
     fixed = [encoding.eval()(q, k, positions, positions) for _ in range(2)]
@@ -171,40 +144,8 @@ def test_evaluation_is_deterministic_and_training_is_not(code):
         assert (drawn[0][place] - drawn[1][place]).abs().min() > 0
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("code", CODES)
-def test_features_do_not_depend_on_the_order_of_the_batch(code, training):
-    encoding = build(code).train(training)
-    q, k = example(7, batch=4)
-    order, positions = torch.tensor([2, 0, 3, 1]), torch.arange(7)
-    torch.manual_seed(5)
-    straight = encoding(q, k, positions, positions)
-    torch.manual_seed(5)
-    permuted = encoding(q[order], k[order], positions, positions)
-    for a, b in zip(straight, permuted, strict=True):
-        torch.testing.assert_close(a[order], b)
-
-
-@pytest.mark.parametrize("code", CODES)
-def test_gradients_are_the_same_with_and_without_a_batch_axis_of_positions(code):
-    encoding = build(code).double().eval()
-    q, k = example(5, batch=3).double().requires_grad_()
-    alike = torch.arange(5).repeat(3, 1)
-    apart = torch.cat([alike[:2], 7 * alike[2:]])  # no common order: gathered row by row
-    grads = []
-    for positions in (torch.arange(5), alike, apart):
-        q2, k2 = encoding(q, k, positions, positions)
-        loss = (q2 @ k2.transpose(-1, -2))[:2].tanh().sum()
-        grads.append(torch.autograd.grad(loss, [q, k, *encoding.parameters()]))
-    for other in grads[1:]:
-        for a, b in zip(grads[0], other, strict=True):
-            torch.testing.assert_close(a, b)
-            assert a.abs().max() > 0
-
-
-@pytest.mark.parametrize("code", CODES)
-def test_gradients_are_the_derivatives_of_the_features(code):
-    encoding = build(code, head_dim=2, heads=1, spe_sines=2, taps=3).double().eval()
+def test_gradients_are_the_derivatives_of_the_features():
+    encoding = build(head_dim=2, heads=1, spe_sines=2).double().eval()
     parameters = list(encoding.parameters())
     x, positions = example(4, 1, 2, 1)[0].double(), torch.tensor([0, 1, 2, 9])
 
@@ -226,23 +167,13 @@ def test_waves_have_the_exact_phase_at_any_position(position):
     torch.testing.assert_close(waves, exact, rtol=0, atol=2e-6)
 
 
-def test_blocks_of_noise_are_independent_draws():
-    encoding = trained_like("convolution")
-    x = torch.ones(1, HEADS, 1, WIDTH)
-    with torch.no_grad():
-        q, k = encoding(x, x, torch.tensor([3]), torch.tensor([3 + BLOCK]))
-    correlation = (q * k).sum(-1) / (q.norm(dim=-1) * k.norm(dim=-1))
-    assert correlation.abs().max() < WITHIN / math.sqrt(MANY)
-
-
 # --- knobs -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("code", CODES)
-def test_a_shared_code_has_one_set_of_parameters_and_one_noise_per_forward(code):
-    layers = nn.ModuleList([build(code, seed=s, spe_shared=True) for s in range(3)])
+def test_a_shared_code_has_one_set_of_parameters_and_one_noise_per_forward():
+    layers = nn.ModuleList([build(seed=s, spe_shared=True) for s in range(3)])
     share_across_layers(layers)
-    per_layer = len(list(build(code).parameters()))
+    per_layer = len(list(build().parameters()))
     assert len(list(layers.parameters())) == per_layer + 2  # two more gates
     q, k = example(7)
     positions = torch.arange(7)
@@ -274,9 +205,8 @@ def test_the_published_filter_comes_after_the_feature_map_and_has_one_sine():
     assert encoding.code.frequency.shape[-1] == 1
 
 
-@pytest.mark.parametrize("code", CODES)
-def test_noise_at_evaluation_is_drawn_anew_under_its_departure(code):
-    encoding = build(code, departures=["spe-noise-at-eval"]).eval()
+def test_noise_at_evaluation_is_drawn_anew_under_its_departure():
+    encoding = build(departures=["spe-noise-at-eval"]).eval()
     q, k = example(7)
     one, other = (encoding(q, k, torch.arange(7), torch.arange(7))[0] for _ in range(2))
     assert (one - other).abs().min() > 0

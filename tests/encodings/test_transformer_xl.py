@@ -94,15 +94,6 @@ def hand_made_sinusoid(distance, width):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def test_the_shift_is_used_only_for_counted_positions_that_end_together():
-    cpu = torch.device("cpu")
-    assert end_together(counted(5, cpu, 3), counted(5, cpu))
-    assert not end_together(counted(4, cpu, 2), counted(5, cpu))  # ends before the keys do
-    assert not end_together(counted(6, cpu, 3), counted(6, cpu, 4))  # fewer keys than queries
-    assert not end_together(torch.arange(3, 5), torch.arange(5))  # not known without reading
-    assert not end_together(counted(2, cpu)[None], counted(2, cpu)[None])
-
-
 def test_irregular_and_far_positions_are_served_without_a_table_between_them():
     encoding = build(causal=False)
     q, k = example(2, 3)

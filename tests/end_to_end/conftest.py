@@ -1,6 +1,7 @@
 """A small language with some regularity, binarized once."""
 
 import random
+from pathlib import Path
 
 import pytest
 
@@ -26,3 +27,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     files = [word for split in sizes for word in (f"--{split}pref", folder / split)]
     run("fairseq_cli.preprocess", "--only-source --workers 1", *files, "--destdir", folder / "data")
     return Corpus(folder / "data", lines)
+
+
+@pytest.fixture(scope="session")
+def pairs(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the two dictionaries of a translation task, and no text."""
+    folder = tmp_path_factory.mktemp("dictionaries")
+    for language in ("en", "de"):
+        (folder / f"dict.{language}.txt").write_bytes((corpus.data / "dict.txt").read_bytes())
+    return folder

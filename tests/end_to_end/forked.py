@@ -23,7 +23,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from lrpe_fairseq.experiments.runner.processes import ChildFailed, Children
+from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.runner.processes import Children, failure
 
 PATIENCE = 240  # seconds that one command may take before it counts as hung
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -77,9 +78,9 @@ class ForkedChildren(Children):
         command: Sequence[str],
         log: Path,
         *,
-        cwd: Path,
         environment: Mapping[str, str],
         lock: int | None = None,
+        cwd: Path = ROOT,
     ) -> None:
         """As :meth:`Children.run`, for commands that :func:`become` supports."""
         warm_up()
@@ -90,7 +91,7 @@ class ForkedChildren(Children):
         multiprocessing.process._children.discard(process)
         process.join()
         if process.exitcode:
-            raise ChildFailed(process.exitcode)
+            raise failure(log, process.exitcode)
 
 
 def become(

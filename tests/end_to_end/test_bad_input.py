@@ -3,13 +3,10 @@
 import subprocess
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import fairseq.models
 import fairseq.tasks
 import pytest
-from fairseq.dataclass import utils as dataclass_utils
-from omegaconf import OmegaConf
 
 from lrpe_fairseq.encodings import ENCODINGS
 from tests.end_to_end.commands import (
@@ -92,36 +89,6 @@ def test_nothing_that_was_refused_left_a_checkpoint(refusals: Refusals, save_dir
 # ---- the same, without starting a process ----
 
 
-@pytest.mark.parametrize("module", [dataclass_utils, fairseq.models])
-@pytest.mark.parametrize(
-    ("model", "sentence"),
-    [
-        (
-            {"attention_type": "quadratic"},
-            "bad value of model option 'attention_type': Invalid value 'quadratic', "
-            "expected one of [linear, softmax]",
-        ),
-        (
-            {"decoder_normalize_before": "maybe"},
-            "bad value of model option 'decoder_normalize_before': Value 'maybe' is not a valid "
-            "bool (type str)",
-        ),
-        ({"zzz": 1}, "unknown model option 'zzz'"),
-        ({"attention-type": "linear"}, "unknown model option 'attention-type'; did you mean "
-         "'attention_type'?"),
-    ],
-)  # fmt: skip
-def test_a_bad_option_of_a_yaml_is_explained_in_one_sentence(
-    module: Any, model: dict, sentence: str
-) -> None:
-    config = OmegaConf.create({"model": model})
-    preset = fairseq.models.MODEL_DATACLASS_REGISTRY["lrpe_lm_tiny"]
-    for given in (preset, preset()):
-        with pytest.raises(SystemExit) as refusal:
-            module.merge_with_parent(given, config.model)
-        assert str(refusal.value) == f"lrpe_fairseq: {sentence}"
-
-
 def test_data_without_a_dictionary_are_named_with_the_folder_that_has_one(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -150,6 +117,7 @@ def test_data_without_a_dictionary_are_named_with_the_folder_that_has_one(
         ("--position-encoding ''", "unknown position encoding ''"),
         ("--decoder-attention-heads 5", "width 32 is not divisible by 5 attention heads"),
         ("--decoder-attention-heads 0", "0 attention heads"),
+        ("--document-boundary book", "--document-boundary 'book' is no symbol of the dictionary"),
     ],
 )
 def test_a_model_that_cannot_be_built_says_why(corpus: Corpus, options: str, reason: str) -> None:

@@ -22,10 +22,11 @@ from lrpe_fairseq.experiments.records.runs import read_run
 from lrpe_fairseq.experiments.runner.training import Devices
 from tests.end_to_end.commands import PLUGIN, last_loss, run, saved, side_by_side
 from tests.end_to_end.forked import ForkedChildren
+from tests.trial import trial
 
 pytestmark = pytest.mark.end_to_end
 
-UPDATES = 204  # six epochs
+UPDATES = 136  # four epochs
 
 
 @pytest.fixture(scope="module")
@@ -37,26 +38,15 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def classification_run(data: Path, folder: Path, **changes: object) -> ClassificationRun:
     """A short training of digits, with batch norm."""
-    made = ClassificationRun(
-        experiment="trial",
-        label="RoPE",
-        config="digits-small",
-        data=data,
-        attention_type="linear",
-        position_encoding="rope",
-        seed=1,
-        scale="small",
-        folder=folder / "work",
-        result=folder / "run.json",
-        overrides=(
-            f"optimization.max_update={UPDATES}",
-            "lr_scheduler.warmup_updates=20",
-            "optimization.lr=[0.005]",
-            "model.norm=batch",
-            "dataset.validate_interval=2",
-        ),
+    chosen = (
+        f"optimization.max_update={UPDATES}",
+        "lr_scheduler.warmup_updates=20",
+        "optimization.lr=[0.005]",
+        "model.norm=batch",
+        "dataset.validate_interval=2",
     )
-    return replace(made, **changes)
+    given = {"config": "digits-small", "position_encoding": "rope", "overrides": chosen, **changes}
+    return trial(folder, ClassificationRun, data=data, **given)
 
 
 def work(made: ClassificationRun) -> dict:

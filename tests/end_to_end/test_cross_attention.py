@@ -226,18 +226,6 @@ def test_activation_checkpointing_has_the_gradients_of_every_pass(
     torch.testing.assert_close(found[0], found[1])
 
 
-@pytest.mark.parametrize("attention", ["linear", "softmax"])
-def test_half_precision_and_layerdrop_compute(pairs: Path, attention: str) -> None:
-    options = f"--cross-attention-type {attention} --decoder-layerdrop 0.5"
-    model = model_of(pairs, APE, options).bfloat16()
-    with torch.no_grad():
-        assert model(**batch())[0].isfinite().all()
-    model.float().train()
-    torch.manual_seed(1)
-    model(**batch())[0].square().sum().backward()
-    assert generators(model)[0].grad.isfinite().all()
-
-
 # --- a departure of the whole model ------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ from tests.end_to_end.cases import sampled
 from tests.end_to_end.commands import PLUGIN, run, side_by_side
 from tests.end_to_end.forked import ForkedChildren
 from tests.test_data_prep import load
+from tests.trial import trial
 
 pytestmark = pytest.mark.end_to_end
 
@@ -104,22 +105,10 @@ def tasks(words: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def finetuning_run(pretrained: Path, data: Path, folder: Path, **changes: object) -> FinetuningRun:
-    made = FinetuningRun(
-        experiment="trial",
-        label="Type3",
-        config="finetune-small",
-        data=data,
-        attention_type=pretrained.parent.parent.name.partition("-")[0],
-        position_encoding="lrpe-type3",
-        seed=1,
-        scale="small",
-        folder=folder / "work",
-        result=folder / "run.json",
-        overrides=("dataset.batch_size=8", "checkpoint.save_interval_updates=5"),
-        checkpoint=pretrained,
-        lr=3e-3,
-    )
-    return replace(made, **changes)
+    given = {"config": "finetune-small", "position_encoding": "lrpe-type3", "lr": 3e-3}
+    given["attention_type"] = pretrained.parent.parent.name.partition("-")[0]
+    given["overrides"] = ("dataset.batch_size=8", "checkpoint.save_interval_updates=10")
+    return trial(folder, FinetuningRun, data=data, checkpoint=pretrained, **given | changes)
 
 
 def work(made: FinetuningRun) -> dict:

@@ -31,7 +31,6 @@ OVERRIDES = {
     "task.num_classes": "2",
     "task.image_size": "32",
     "model._name": "lrpe_vit_tiny",
-    "model.grid_width": "4",
     "model.drop_path": "0.0",
     "optimization.max_update": "24",
     "optimization.lr": "[0.003]",
@@ -81,6 +80,11 @@ def test_prepared_images_are_learned_and_evaluated(
     given = [str(best), str(made.data), "--splits", "valid", "--out", str(out)]
     assert evaluate.classifier(given) == 0
     assert json.loads(out.read_text())["metrics"] == found["metrics"]
+    assert evaluate.classifier([*given, "--image-size", "40x24"]) == 0
+    both = json.loads(out.read_text())["metrics"]["valid"]
+    assert both.pop("accuracy") == measured
+    assert both["accuracy-at-40x24"]["examples"] == 24
+    assert both["accuracy-at-40x24"]["accuracy"] > 75
     assert evaluate.classifier([*given[:3], "test"]) == 2
     assert "has no split test" in capsys.readouterr().err
 
@@ -99,7 +103,6 @@ def test_a_training_with_every_augmentation_ends_and_is_evaluated_without(
 ONE_PATCH = {  # at position 0, where no angle has a gradient
     "task.image_size": "8",
     "task.no_augmentation": "true",
-    "model.grid_width": "1",
     "optimizer.weight_decay": "1.0",
     "lr_scheduler.lr_period_updates": "8",  # the rates do not depend on max_update
     "dataset.disable_validation": "true",

@@ -1,5 +1,5 @@
-"""The masked language model's whole life: pre-trained, fine-tuned, predicting; and padding, which
-no sentence may notice, for every encoding."""
+"""The masked language model: pre-trained, scored, resumed; and padding, which no sentence may
+notice, for every encoding."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +9,11 @@ import torch
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.experiments.families.lm import PretrainingRun
-from lrpe_fairseq.models.masked_lm import LRPERobertaModel
+from lrpe_fairseq.experiments.runner.training import Devices, shell
 from tests.end_to_end.cases import in_turn, sampled, usable
 from tests.end_to_end.commands import PLUGIN, Corpus, build, load, run, saved
+from tests.end_to_end.forked import ForkedChildren
+from tests.trial import trial
 
 pytestmark = pytest.mark.end_to_end
 
@@ -21,8 +23,8 @@ SMALL = (
 )
 PRETRAIN = (
     f"{TASK} {SMALL} --optimizer adam --lr 3e-3 --max-tokens 256 --num-workers 0 --cpu "
-    "--no-epoch-checkpoints --log-format simple --max-update 250 --dropout 0 --save-interval 999 "
-    "--validate-interval 999 --save-interval-updates 250"
+    "--no-epoch-checkpoints --log-format simple --max-update 150 --dropout 0 --save-interval 999 "
+    "--validate-interval 999 --save-interval-updates 150"
 )
 OPTIONS = {  # none of them the default
     "linear": "--attention-type linear --position-encoding lrpe-type3 --encoding-seed 5 "
@@ -82,78 +84,18 @@ def test_pretraining_learns_and_its_checkpoint_alone_restores_the_model(
     assert torch.equal(model(tokens)[0], typed(tokens)[0])
 
 
-# ---- fine-tuning ----
-
-FINETUNE = (
-    f"--user-dir {PLUGIN} --task sentence_prediction --criterion sentence_prediction "
-    f"--num-classes 2 --max-positions 32 {SMALL} --optimizer adam --lr 3e-3 --batch-size 16 "
-    "--num-workers 0 --cpu --no-epoch-checkpoints --log-format simple --max-update 40 "
-    "--save-interval 999 --validate-interval 999 --save-interval-updates 20 "
-    "--reset-optimizer --reset-dataloader --reset-meters --best-checkpoint-metric accuracy "
-    "--maximize-best-checkpoint-metric --init-token 0"
-)
-
-
-@pytest.fixture(scope="session")
-def sentences(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Do the words count on by one, or by two? Binarized with the dictionary of pre-training."""
-    folder = tmp_path_factory.mktemp("sentences")
-    lines = [(f"{i % 2}", line) for i in range(64) for line in [_counting(i, 1 + i % 2)]]
-    for split in ("train", "valid"):
-        (folder / f"{split}.input0").write_text("".join(line + "\n" for _, line in lines))
-        (folder / f"{split}.label").write_text("".join(label + "\n" for label, _ in lines))
-    common = "--only-source --workers 1"
-    for part, dictionary in (("input0", f"--srcdict {corpus.data / 'dict.txt'}"), ("label", "")):
-        files = [f"--{split}pref {folder / split}.{part}" for split in ("train", "valid")]
-        run(
-            "fairseq_cli.preprocess", common, dictionary, *files, "--destdir", folder / "bin" / part
-        )
-    return folder / "bin"
-
-
-def _counting(first: int, step: int) -> str:
-    return " ".join(f"w{(first + i * step) % 20}" for i in range(6))
-
-
-def test_a_pretrained_model_is_fine_tuned_and_predicts(
-    pretrained: Path, sentences: Path, tmp_path: Path
-) -> None:
-    options = OPTIONS[pretrained.parent.name]
-    restore = f"--restore-file {pretrained}"
-    run("fairseq_cli.train", sentences, FINETUNE, options, restore, "--save-dir", tmp_path)
-    hub = LRPERobertaModel.from_pretrained(
-        str(tmp_path), "checkpoint_best.pt", str(sentences), user_dir=str(PLUGIN), bpe=None
-    )
-    hub.eval()
-    words = hub.task.source_dictionary
-    right = 0
-    for index in range(40):
-        tokens = words.encode_line(f"<s> {_counting(index, 1 + index % 2)}", add_if_not_exist=False)
-        label = hub.predict("sentence_classification_head", tokens.long()).argmax().item()
-        right += hub.task.label_dictionary.string(
-            [label + hub.task.label_dictionary.nspecial]
-        ) == str(index % 2)
-    assert right >= 36
-    assert hub.extract_features(tokens.long()).shape == (1, len(tokens), 32)
+# ---- runs ----
 
 
 def test_a_run_is_scored_with_the_same_masks_whatever_its_seed(
     pretrained: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
-    from lrpe_fairseq.experiments.runner.training import Devices, shell
-    from tests.end_to_end.forked import ForkedChildren
-
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "checkpoints").symlink_to(pretrained.parent)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "bin").symlink_to(corpus.data)
-    names = {"experiment": "trial", "label": "x", "config": "pretrain-small", "scale": "small"}
-    sides = {"attention_type": "linear", "position_encoding": "none"}
-    places = {"folder": tmp_path / "work", "result": tmp_path / "run.json"}
-    runs = [
-        PretrainingRun(**names, **sides, **places, data=tmp_path / "data", seed=seed)
-        for seed in (1, 2)
-    ]
+    kind = {"kind": PretrainingRun, "config": "pretrain-small"}
+    runs = [trial(tmp_path, **kind, seed=seed) for seed in (1, 2)]
     here = shell(ForkedChildren(), Devices())
     first, second = (run.measure(here)["metrics"] for run in runs)
     assert first == second
@@ -165,29 +107,12 @@ def test_a_finished_run_is_finished_and_a_longer_one_goes_on_from_it(
     corpus: Corpus, tmp_path: Path
 ) -> None:
     """fairseq keeps the string "3000" of the YAML's total_num_update as 3000.0."""
-    from lrpe_fairseq.experiments.runner.training import Devices
-    from tests.end_to_end.forked import ForkedChildren
-
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "bin").symlink_to(corpus.data)
     tiny = ["encoder_layers=1", "encoder_embed_dim=16", "encoder_attention_heads=2"]
-    run = PretrainingRun(
-        experiment="trial",
-        label="x",
-        config="pretrain-small",
-        scale="small",
-        data=tmp_path / "data",
-        attention_type="linear",
-        position_encoding="none",
-        seed=1,
-        folder=tmp_path / "work",
-        result=tmp_path / "run.json",
-        overrides=(
-            *(f"model.{option}" for option in tiny),
-            "common.log_interval=1",
-            "optimization.max_update=2",
-        ),
-    )
+    tiny = [f"model.{option}" for option in tiny] + ["common.log_interval=1"]
+    chosen = (*tiny, "optimization.max_update=2")
+    run = trial(tmp_path, PretrainingRun, config="pretrain-small", overrides=chosen)
     run.work(ForkedChildren(), Devices(), print)
     assert run.finished()
     assert "total_num_update" not in " ".join(run.overrides)

@@ -22,9 +22,9 @@ from tests.end_to_end.commands import (
     finish,
     run,
     saved,
-    start,
     words,
 )
+from tests.end_to_end.forked import run_forked
 from tests.end_to_end.test_language_model import assert_same_tensors
 from tests.tiny_table import wait_until
 
@@ -64,16 +64,35 @@ def undisturbed(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
+def user_dir(folder: Path, code: str) -> str:
+    """The option for a plugin that does more than ours."""
+    folder.mkdir()
+    (folder / "__init__.py").write_text(code)
+    return f"--user-dir {folder}"
+
+
+TOLD = f"""
+import os, signal
+import lrpe_fairseq.models
+from fairseq.tasks.fairseq_task import FairseqTask
+step, done = FairseqTask.train_step, []
+def told(*given, **named):
+    done.append(given)
+    if len(done) == {TOLD_AT}:
+        os.kill(os.getpid(), signal.SIGTERM)  # SIGUSR1: below
+    return step(*given, **named)
+FairseqTask.train_step = told
+"""
+
+
 def test_a_training_that_is_told_to_end_saves_and_resumes_as_if_nothing_had_been(
     corpus: Corpus, undisturbed: Path, tmp_path: Path
 ) -> None:
     command = training(corpus, tmp_path)
-    process = start("fairseq_cli.train", *command, stderr=subprocess.STDOUT)
-    wait_for(process, TOLD_AT)
-    process.send_signal(signal.SIGTERM)  # SIGUSR1: below
-    assert finish(process).returncode == SAVED
+    told = words([*command, user_dir(tmp_path / "told", TOLD)])
+    assert run_forked("fairseq_cli.train", told).returncode == SAVED
     reached = saved(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"]
-    assert TOLD_AT <= reached < UPDATES
+    assert reached == TOLD_AT
     run("fairseq_cli.train", *command)
     for name in ("checkpoint_last.pt", "checkpoint_best.pt"):
         ours, theirs = saved(tmp_path / name), saved(undisturbed / name)
@@ -103,10 +122,9 @@ def said(log: Path) -> str:
 def test_processes_of_several_gpus_save_although_the_signal_ends_their_parent(
     corpus: Corpus, tmp_path: Path
 ) -> None:
-    slow = tmp_path / "slow" / "__init__.py"
-    slow.parent.mkdir()
-    slow.write_text(SLOW)  # a fast update ends before its process is interrupted
-    group = f"--user-dir {slow.parent} --distributed-init-method file://{tmp_path}/group"
+    # a fast update ends before its process is interrupted
+    group = user_dir(tmp_path / "slow", SLOW)
+    group += f" --distributed-init-method file://{tmp_path}/group"
     group += " --distributed-world-size 2 --distributed-backend gloo --ddp-backend legacy_ddp"
     command = [sys.executable, "-c", SPAWNED, *words(training(corpus, tmp_path, group))]
     children, log = Children(), tmp_path / "log"

@@ -144,6 +144,7 @@ def gradient_of(features: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
         "--no-decoder-normalize-before",
         "--checkpoint-activations",
         f"{SOFTMAX} permuteformer",
+        f"{SOFTMAX} fire --fire-length 4 --document-boundary w1",
     ],
 )
 def test_segments_with_memory_are_one_long_segment(
@@ -328,20 +329,6 @@ def test_generation_and_plain_batches_neither_see_nor_change_the_memory(corpus: 
     assert_equal(predictions(model, [second]), {b: expected[b] for b in second["id"].tolist()})
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_memory_has_the_precision_of_the_model(corpus: Corpus, dtype: torch.dtype) -> None:
-    model, task = built(corpus)
-    first, second, *_ = batches(task)
-    expected = predictions(model, [first, second])
-    predictions(model, [first])
-    found = predictions(model.to(dtype), [second])  # the memory was kept in double precision
-    for block, scores in found.items():
-        assert scores.dtype == dtype
-        torch.testing.assert_close(scores.double(), expected[block], rtol=0.02, atol=0.05)
-    past = model.decoder.memory.recall(segment([2, 6, 10]), False, model.decoder.layers[0].fc1.bias)
-    assert past.inputs.dtype == dtype
-
-
 # ---- documents ----
 
 DOCUMENT_LINES = [1, 4, 5, 19]
@@ -472,6 +459,7 @@ REFUSED = {
     "--add-bos-token": "supports add_bos_token=False only",
     "--memory-length 0 --attention-type linear --position-encoding rope "
     "--reset-at-documents nowhere": "--reset-at-documents requires softmax attention",
+    "--reset-at-documents nowhere --document-boundary w1": "--document-boundary, not both",
 }
 
 
@@ -491,11 +479,3 @@ def test_a_memory_is_not_trained_without_streams(corpus: Corpus) -> None:
     model.eval()(tokens)
     with pytest.raises(SystemExit, match="train with --task lrpe_truncated_bptt_lm"):
         model.train()(tokens)
-
-
-def test_segments_that_are_too_long_and_context_windows_are_refused(corpus: Corpus) -> None:
-    _, task = built(corpus)
-    with pytest.raises(SystemExit, match="segments of 8 tokens are longer than the 7"):
-        batches(task, max_positions=SEGMENT - 1)
-    with pytest.raises(SystemExit, match="does not support --context-window"):
-        task.eval_lm_dataloader(dataset=task.dataset("valid"), context_window=4)

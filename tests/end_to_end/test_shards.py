@@ -11,10 +11,12 @@ import torch
 from fairseq.data import data_utils
 
 from lrpe_fairseq.experiments.data import corpus as prep
+from lrpe_fairseq.experiments.data.folders import data_home, joined_shards
 from lrpe_fairseq.experiments.families.lm import PretrainingRun
 from lrpe_fairseq.experiments.records import checkpoints
-from lrpe_fairseq.experiments.records.files import CONFIGS, data_home, joined_shards, read_json
+from lrpe_fairseq.experiments.records.files import CONFIGS, read_json
 from tests.end_to_end.commands import PLUGIN, last_loss, run_here, saved
+from tests.trial import trial
 
 pytestmark = pytest.mark.end_to_end
 
@@ -103,9 +105,7 @@ def test_a_resumed_training_over_shards_is_the_uninterrupted_one(
 def test_a_run_trains_over_the_shards_and_is_validated_on_the_first(
     data: Path, tmp_path: Path
 ) -> None:
-    known = {"scale": "small", "attention_type": "linear", "position_encoding": "none", "seed": 1}
-    where = {"folder": tmp_path / "run", "result": tmp_path / "run.json"}
-    made = PretrainingRun("t", "Base", "pretrain-small", data, **known, **where)
+    made = trial(tmp_path, PretrainingRun, config="pretrain-small", data=data)
     assert made.chosen()["task.data"] == joined_shards(data)
     assert f"++task.data={joined_shards(data)}" in made.command()
     assert str(data / "bin" / "shard0") in made.validation(made.task, "valid")
@@ -124,9 +124,8 @@ def test_a_configuration_that_names_shards_keeps_them_until_data_are_prepared(
 ) -> None:
     data = data_home(PLANNED)
     assert data == Path("data/wikibook")
-    known = {"scale": "paper", "attention_type": "linear", "position_encoding": "none", "seed": 1}
-    where = {"folder": tmp_path / "run", "result": tmp_path / "run.json"}
-    made = PretrainingRun("t", "B", "pretrain-wikibook", CONFIGS.parent / data, **known, **where)
+    given = {"config": "pretrain-wikibook", "data": CONFIGS.parent / data, "scale": "paper"}
+    made = trial(tmp_path, PretrainingRun, **given)
     if not (CONFIGS.parent / data / "bin").exists():
         assert made.chosen()["task.data"] == made.settings().task.data == PLANNED
 

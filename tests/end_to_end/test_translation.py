@@ -7,7 +7,6 @@ import random
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,7 +28,7 @@ from lrpe_fairseq.experiments.families.translation import (
 from lrpe_fairseq.experiments.records.runs import read_run
 from lrpe_fairseq.experiments.runner.training import RunFailed
 from lrpe_fairseq.models.translation import LRPETransformer
-from tests.end_to_end.cases import each_encoding_once, in_turn, sampled, usable
+from tests.end_to_end.cases import in_turn, sampled, usable
 from tests.end_to_end.commands import PLUGIN, built, run, run_here, save, small_transformer
 from tests.end_to_end.forked import ForkedChildren
 
@@ -44,15 +43,17 @@ TRAINING = (
 OTHER_NORMALIZERS = [("linear", "lrpe-type2", name) for name in NORMALIZERS if name != "rotated"]
 SIDES = ("encoder", "decoder")
 CROSS = [("cross", "softmax", "ape", "rotated"), ("cross", "linear", "rope", "content")]
+STACKS = [("decoder", "softmax,linear", "rope,fox", "content")]
 CASES = [  # (side, attention, encoding, normalizer)
     (side, *case)
     for side in SIDES
     for case in [*((*pair, "rotated") for pair in usable(side)), *OTHER_NORMALIZERS]
-] + CROSS
+] + [*STACKS, *CROSS]
 DECODERS = [case for case in CASES if case[0] != "encoder"]
 IN_TURN = [
     *((side, *pair, "rotated") for side in SIDES for pair in in_turn(side)),
     *(("decoder", *case) for case in OTHER_NORMALIZERS),
+    *STACKS,
     *CROSS,
 ]
 FEW = [
@@ -62,14 +63,6 @@ FEW = [
     ("decoder", "linear", "lrpe-type2", "content"),
     ("decoder", "softmax", "transformer-xl", "rotated"),
     *CROSS,
-]
-ONCE = [
-    *FEW,
-    *(
-        (side, *pair, "rotated")
-        for side, pair in zip(cycle(SIDES), each_encoding_once(first=1), strict=False)
-        if (side, *pair, "rotated") not in FEW and pair in usable(side)
-    ),
 ]
 
 
@@ -170,7 +163,7 @@ def beam_options(**changes: Any) -> Any:
     return GenerationConfig(**{"max_len_a": 0.0, "max_len_b": 12, **changes})
 
 
-@with_cases(FEW, ONCE)
+@with_cases(FEW, CASES)
 def test_a_forced_prefix_is_kept_and_scored_as_training_scores_it(
     model_of: Callable, side: str, attention: str, encoding: str, normalizer: str
 ) -> None:
@@ -187,16 +180,6 @@ def test_a_forced_prefix_is_kept_and_scored_as_training_scores_it(
             scores = model(**net, prev_output_tokens=previous)[0].log_softmax(-1)[0]
         expected = scores.gather(1, tokens.unsqueeze(1)).squeeze(1)
         torch.testing.assert_close(found[0]["positional_scores"], expected, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("encoding", ["fox", "gated:rope"])
-def test_a_causal_encoding_serves_the_decoder_and_is_refused_in_the_encoder(
-    model_of: Callable, encoding: str
-) -> None:
-    model, _ = model_of("decoder", "linear", encoding, "rotated")
-    assert model.decoder.layers[0].self_attn.encoding.name == encoding
-    with pytest.raises(SystemExit, match="causal attention only; choose another one for an enc"):
-        model_of("encoder", "linear", encoding, "rotated")
 
 
 @pytest.fixture(scope="session")
@@ -245,7 +228,8 @@ def trained(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("translation")
     saving = "--max-update 300 --save-interval-updates 100 --keep-interval-updates 3"
     saving += " --save-interval 999 --validate-interval 999"  # not after each of 40 epochs
-    train = [pairs, TRAINING, SMALL, OPTIONS, saving, "--dropout 0 --save-dir", folder]
+    small = small_transformer(layers=1, inner=64)
+    train = [pairs, TRAINING, small, OPTIONS, saving, "--dropout 0 --save-dir", folder]
     run("fairseq_cli.train", *train)
     return Trained(folder, (pairs.parent / "test.en").read_text().splitlines()[:6])
 
@@ -374,7 +358,14 @@ def test_what_cannot_be_translated_gets_one_sentence_and_no_result(
     )
     for path in (tmp_path / "long").glob("test*"):
         shutil.copy(path, prepared / "bin")
-    assert "longer than the maximum of (1024, 1024)" in said(checkpoint, str(prepared))
+    error = said(checkpoint, str(prepared))
+    assert "longer than the maximum of (1024, 1024)" in error
+    assert "--truncate-source" in error
+    search = "--gen-subset test --truncate-source --beam 1 --max-len-a 0 --max-len-b 5 --path"
+    found = run("fairseq_cli.generate", prepared / "bin", TASK, search, checkpoint)
+    source = next(line for line in found.splitlines() if line.startswith("S-0"))
+    assert len(source.split("\t")[1].split()) == 1023  # and the end of sentence
+    assert "H-0" in found
 
 
 def test_a_sentence_that_was_not_translated_is_noticed(tmp_path: Path) -> None:

@@ -18,17 +18,18 @@ pytest.importorskip("triton", reason="the kernels need triton, which is a test d
 
 from lrpe_fairseq.kernels import causal_triton
 from tests import triton_probe
+from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.skipif(bool(triton_probe.why_not()), reason=triton_probe.why_not())
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BATCH, HEADS = 2, 2
+HEADS = 2
 
 
-def example(length, keys=20, values=24, dtype=torch.float32):
+def example(length, keys=20, values=24, dtype=torch.float32, batch=1):
     generator = torch.Generator().manual_seed(length)
     widths = (keys, keys, values)
-    drawn = (torch.rand(BATCH, HEADS, length, w, generator=generator) for w in widths)
+    drawn = (torch.rand(batch, HEADS, length, w, generator=generator) for w in widths)
     return [x.to(DEVICE, dtype).requires_grad_() for x in drawn]
 
 
@@ -57,11 +58,12 @@ def assert_near(found, wanted, scale):
     assert (found.double() - wanted).abs().max() <= bound
 
 
-@pytest.mark.parametrize("kind", ["plain", "decay"])
-@pytest.mark.parametrize("normalizer", ["rotated", "none"])
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 150])
+@pytest.mark.parametrize(
+    ("length", "normalizer", "kind"),
+    pairwise([1, 63, 64, 65, 150], ["rotated", "none"], ["plain", "decay"]),
+)
 def test_the_kernels_equal_the_naive_form_in_outputs_and_gradients(length, normalizer, kind):
-    inputs, decay = example(length), decay_of(kind)
+    inputs, decay = example(length, batch=2 if length < 100 else 1), decay_of(kind)
     wanted = "normalized" if normalizer == "rotated" else "numerator"
     out, _ = causal_triton.causal_sums(*inputs, wanted, decay, EPS)
     expected, exact = naive(inputs, normalizer, decay)
@@ -73,13 +75,23 @@ def test_the_kernels_equal_the_naive_form_in_outputs_and_gradients(length, norma
         assert_near(grad, exact_grad, 1e-5)
 
 
-@pytest.mark.parametrize("wanted", ["normalized", "sums", "numerator"])
-@pytest.mark.parametrize(("length", "keys"), [(1, 20), (64, 70), (150, 20)])
-def test_a_decay_per_token_equals_the_definition_in_outputs_and_gradients(length, keys, wanted):
+@pytest.mark.parametrize(
+    ("length", "keys", "wanted", "batch"),
+    [
+        (1, 20, "normalized", 2),
+        (64, 70, "sums", 1),
+        (65, 20, "normalized", 2),
+        (130, 20, "numerator", 1),
+        (130, 20, "sums", 1),
+    ],
+)
+def test_a_decay_per_token_equals_the_definition_in_outputs_and_gradients(
+    length, keys, wanted, batch
+):
     """Gates down to e^-50, and shut ones."""
-    gates = -50 * torch.rand(BATCH, HEADS, length).pow(4)
+    gates = -50 * torch.rand(batch, HEADS, length).pow(4)
     gates[:, :, ::17] = linear.LOWEST_DECAY
-    inputs = [*example(length, keys), gates.to(DEVICE).requires_grad_()]
+    inputs = [*example(length, keys, batch=batch), gates.to(DEVICE).requires_grad_()]
     results = []
     for form, dtype in ((causal_triton.causal_sums, None), (causal.definition, torch.float64)):
         *given, log_decay = own = [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs]
@@ -96,13 +108,18 @@ def test_a_constant_decay_that_needs_a_gradient_gets_one():
         assert_near(a, b.double(), 2e-5)
 
 
-@pytest.mark.parametrize("programs", [1, causal_triton.PROGRAMS])
-@pytest.mark.parametrize("wanted", ["normalized", "sums", "numerator"])
-@pytest.mark.parametrize(("length", "keys"), [(1, 20), (64, 70), (330, 20)])
-def test_sums_over_all_keys_equal_the_definition(length, keys, wanted, programs, monkeypatch):
+@pytest.mark.parametrize(
+    ("shape", "wanted", "programs"),
+    pairwise(
+        [(1, 20), (64, 70), (330, 20)],
+        ["normalized", "sums", "numerator"],
+        [1, causal_triton.PROGRAMS],
+    ),
+)
+def test_sums_over_all_keys_equal_the_definition(shape, wanted, programs, monkeypatch):
     """In one part and in several."""
     monkeypatch.setattr(causal_triton, "PROGRAMS", programs)
-    inputs, results = example(length, keys), []
+    inputs, results = example(*shape), []
     for form, dtype in (
         (causal_triton.full_sums, torch.float32),
         (causal.full_definition, torch.float64),
@@ -131,7 +148,7 @@ def test_sums_over_all_keys_have_second_derivatives():
 def test_every_width_is_served_complex_features_too(keys, values, programs, monkeypatch):
     """With the blocks of many sequences (1), and with the smaller ones of few (256)."""
     monkeypatch.setattr(causal_triton, "PROGRAMS", programs)
-    inputs = example(70, keys, values)
+    inputs = [x[:, :1] for x in example(70, keys, values)]
     out, denominator = causal_triton.causal_sums(*inputs, "sums", None, EPS)
     numerator, exact = naive(inputs, "none", None)
     scores = (exact[0] @ exact[1].mT).tril().sum(-1)
@@ -169,7 +186,7 @@ def test_a_clamped_denominator_has_no_gradient():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_wide_half_precision_inputs_are_summed_in_float32(dtype):
-    inputs = example(70, 130, 40, dtype)
+    inputs = [x[:, :1] for x in example(66, 130, 40, dtype)]
     out, _ = causal_triton.causal_sums(*inputs, "normalized", None, EPS)
     expected, exact = naive(inputs, "rotated", None)
     assert out.dtype == torch.float32
@@ -181,14 +198,15 @@ def test_wide_half_precision_inputs_are_summed_in_float32(dtype):
         assert_near(grad, exact_grad, 2e-2)
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("normalizer", linear.NORMALIZERS)
+@pytest.mark.parametrize(
+    ("normalizer", "dtype", "is_causal"),
+    pairwise(linear.NORMALIZERS, [torch.float32, torch.bfloat16], [True, False]),
+)
 def test_linear_attention_gives_the_same_with_and_without_the_kernels(
     normalizer, dtype, is_causal, monkeypatch
 ):
-    q, k, v = example(100, 16, 16, dtype)
-    mask = torch.zeros(BATCH, 100, dtype=torch.bool, device=DEVICE)
+    q, k, v = example(100, 16, 16, dtype, batch=2)
+    mask = torch.zeros(2, 100, dtype=torch.bool, device=DEVICE)
     mask[0, :30] = True
     options = {"causal": is_causal, "normalizer": normalizer, "key_padding_mask": mask}
     options["content"] = (q, k)

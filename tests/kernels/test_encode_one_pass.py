@@ -309,12 +309,3 @@ def test_a_fixed_rotation_keeps_nothing_of_x(name, kept, form):
     found, expected = (torch.autograd.grad(y, x, weights.to(y))[0] for y in (k, wanted))
     assert found.stride() == x.stride()
     assert_near(found, expected.double(), 1e-5)
-
-
-@pytest.mark.parametrize("width", [8, 32])
-@pytest.mark.parametrize("name", ["lrpe-type2", "lrpe-type4", "lrpe-type8", "lrpe-tmlr-type1"])
-@pytest.mark.parametrize("form", ["native"], indirect=True)
-def test_another_width_than_that_of_the_encoding_is_refused(name, width, form):
-    x, positions = example(8, width=width)
-    with pytest.raises((ValueError, RuntimeError), match=r"features|size"):
-        built(name).one_pass(heads(x), positions["shared"], True)(heads(x))

@@ -176,21 +176,6 @@ def test_what_the_kernels_do_not_support_is_not_served():
     assert not serves(wide, wide, q)
 
 
-def test_wrong_lags_and_windows_are_refused():
-    q = torch.zeros(1, 1, 4, 16, device=DEVICE)
-    table = torch.zeros(1, 4, device=DEVICE)
-    flash_attention(q, q, q, causal=True, scale=1.0, table=table)
-    for options in ({"causal": False}, {"causal": True, "first_lag": 1}):
-        with pytest.raises(ValueError, match="a table by lag has lags"):
-            flash_attention(q, q, q, scale=1.0, table=table, **options)
-    with pytest.raises(ValueError, match="tables by lag must be"):
-        flash_attention(q, q, q, causal=True, scale=1.0, table=table, factor=table[:, :3])
-    with pytest.raises(ValueError, match="tables by lag must be"):
-        flash_attention(q, q, q, causal=True, scale=1.0, table=table.expand(2, 4))
-    with pytest.raises(ValueError, match="a window needs causal attention"):
-        flash_attention(q, q, q, causal=False, scale=1.0, window=2)
-
-
 def test_biases_of_every_token_need_its_shape():
     q, k = torch.zeros(1, 2, 4, 16, device=DEVICE), torch.zeros(1, 2, 5, 16, device=DEVICE)
     for name, shape in (("by_query", (1, 2, 5, 8)), ("by_key", (1, 2, 5, 1))):

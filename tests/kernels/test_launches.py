@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="the kernels need triton, which is a test d
 
 from lrpe_fairseq.kernels import causal_triton, encode_triton, full_triton, sweep_triton
 from lrpe_fairseq.kernels.encode import Form
-from tests.kernels.compile_triton import launched
+from tests.triton_probe import launched
 
 MANY, MOST = 70_000, 65_535
 """Sequences, more than CUDA allows programs on any axis of a grid but the first."""

@@ -66,15 +66,6 @@ def test_the_cache_is_for_the_user_alone(fresh, quick):
     assert library.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.999])
-def test_a_library_that_was_cut_off_is_compiled_again(kept, fresh, quick):
-    library = loader._library(SOURCE)
-    content = library.read_bytes()
-    library.write_bytes(content[: int(kept * len(content))])
-    assert causal_cpu.library() is not None
-    assert loader._is_complete(library)
-
-
 def test_a_library_of_which_one_byte_changed_is_compiled_again(fresh, quick):
     library = loader._library(SOURCE)
     content = bytearray(library.read_bytes())
@@ -139,7 +130,7 @@ def test_a_mismatch_is_raised_when_the_library_is_loaded(fresh, quick):
         loader.compiled(SOURCE, wrong)
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+@pytest.mark.parametrize("compiler", ['c++ "', "no-such-compiler", "false"])
 def test_without_a_compiler_linear_attention_runs_and_says_what_to_do(
     compiler, fresh, monkeypatch, caplog
 ):
@@ -148,7 +139,7 @@ def test_without_a_compiler_linear_attention_runs_and_says_what_to_do(
     found = linear_attention(*inputs, causal=True)
     torch.testing.assert_close(found, linear_attention_naive(*inputs, causal=True))
     assert "set CXX to GCC 12, clang 14 or newer, or LRPE_FAIRSEQ_KERNELS=0" in caplog.text
-    assert len(caplog.records) == 1
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
     assert not list(fresh.iterdir())
 
 
@@ -171,14 +162,6 @@ def test_kernels_can_be_switched_off(fresh, monkeypatch, caplog):
         "encode": "pytorch",
         "reason": "LRPE_FAIRSEQ_KERNELS=0",
     }
-
-
-@pytest.mark.parametrize("value", ["", "yes", "2", "01", " 1"])
-def test_an_unknown_value_is_refused(value, fresh, monkeypatch):
-    monkeypatch.setenv("LRPE_FAIRSEQ_KERNELS", value)
-    for look in (causal_cpu.library, loader.kernels_in_use):
-        with pytest.raises(ValueError, match=r"must be 0 .* 1 or unset"):
-            look()
 
 
 def test_run_files_can_say_which_kernels_ran():

@@ -8,9 +8,6 @@ from lrpe_fairseq.attention import chunked
 from lrpe_fairseq.attention.linear import EPS, linear_attention, linear_attention_naive
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import build_encoding
-from lrpe_fairseq.encodings.cores import phases, rotate_pairs
-from lrpe_fairseq.encodings.permutations import permute
-from lrpe_fairseq.encodings.projections import reflect
 from lrpe_fairseq.kernels import causal, causal_cpu, encode, encode_cpu
 from tests.end_to_end.cases import each_encoding_once, sampled, usable
 
@@ -190,20 +187,6 @@ def test_the_encodings_in_cpp(kind, reflects):
         results.append(torch.autograd.grad(sum(weighted(g.square()) for g in squares), inputs))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a.to(b.dtype), b, rtol=1e-3, atol=1e-3 * b.abs().max().item())
-
-
-def test_gradgradcheck_of_the_steps_of_an_encoding():
-    x, unit = vector(2, 2, 3, 4).requires_grad_(), vector(4, seed=1).requires_grad_()
-    theta, index = vector(2, seed=2).requires_grad_(), torch.tensor([2, 0, 3, 1])
-    s, inverse = torch.arange(3), index.argsort()
-
-    def turned(x, theta):
-        return rotate_pairs(x, phases(s, theta, torch.float64))
-
-    check = torch.autograd.gradgradcheck
-    assert check(reflect, [x, unit])
-    assert check(lambda x: permute(x.square(), index.expand_as(x), inverse.expand_as(x)), [x])
-    assert check(turned, [x, theta])
 
 
 def test_fused_softmax_attention_refuses_second_derivatives_in_one_sentence():

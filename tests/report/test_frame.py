@@ -87,6 +87,24 @@ def test_a_method_has_the_name_of_the_command_line_and_the_options_of_its_row():
     )
 
 
+def test_a_stack_with_a_pattern_fills_the_cell_of_its_row(root):
+    table = TABLE.replace("attention: linear, split", "attention: any, split").replace(
+        "  - {label: SPE, encoding: spe, attention: [linear]}",
+        '  - {label: stack, encoding: "lrpe-type2,none", attention: ["linear,softmax"]}',
+    )
+    (root / "configs/tables/demo.yaml").write_text(table)
+    twice = {"attention_type": "linear,softmax,linear,softmax"}
+    encodings = "lrpe-tmlr-type2, none,lrpe-type2,none"
+    save(root, encodings, 1, measured(30.0, 1), **twice)
+    save(root, "none,lrpe-type2", 1, measured(20.0, 1), **twice)
+    found = column(root)
+    assert found.names["stack"] == "lrpe-type2,none (linear,softmax)"
+    assert found.cells["stack"] == {1: pytest.approx(30.1)}
+    assert found.names["RoPE"] == "rope (linear)"
+    lines = Results(root).frame
+    assert set(lines[lines.row == "stack"].attention) == {"linear,softmax"}
+
+
 def test_no_two_rows_of_a_table_of_this_repository_have_one_name():
     for table in load_tables(ROOT / "configs" / "tables"):
         names = frame.names(table)

@@ -130,12 +130,6 @@ def test_an_accuracy_must_exceed_its_sampling_error_too():
     assert orders.orders(cells, "higher")["b", "a"] == BETTER  # without the bound
 
 
-def test_scales_of_comparison():
-    assert orders.compared(math.e, "perplexity") == pytest.approx(1.0)
-    assert orders.compared(1.0, "fraction") == pytest.approx(math.pi)
-    assert orders.compared(31.5, "") == 31.5
-
-
 # --- columns of equal rows ----------------------------------------------------------------------
 
 COLUMNS = 200

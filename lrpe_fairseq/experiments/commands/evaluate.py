@@ -6,6 +6,8 @@ own, and ``eval_glue``, for a fine-tuned model.
 """
 
 import argparse
+import logging
+import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,11 +15,12 @@ from typing import Any
 
 import torch
 from fairseq import checkpoint_utils, utils
-from fairseq.data import data_utils
+from fairseq.data import Dictionary, data_utils
 from torch import Tensor
 
 import lrpe_fairseq  # noqa: F401  registers the models
 from lrpe_fairseq.criterions.classification import scores
+from lrpe_fairseq.encodings.scaling import SCALINGS
 from lrpe_fairseq.experiments.data import corpus, folders, glue
 from lrpe_fairseq.experiments.families import classification, preparation_of, translation
 from lrpe_fairseq.experiments.families import lm as language_models
@@ -36,6 +39,7 @@ from lrpe_fairseq.experiments.runner import scoring
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children
 from lrpe_fairseq.experiments.runner.training import shell
+from lrpe_fairseq.image_files import rows_and_columns
 from lrpe_fairseq.tasks import images
 from lrpe_fairseq.tasks.truncated_bptt import document_starts
 
@@ -60,9 +64,14 @@ def lm(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--protocols", nargs="+", default=PROTOCOLS, metavar="PROTOCOL", help=f"of {FORMS}"
     )
+    parser.add_argument("--context-scaling", choices=SCALINGS, default="none")
+    parser.add_argument("--context-factor", type=float, default=1.0, metavar="F")
     options = _parsed(parser, arguments)
-    data = _data_folder(options.data)
-    run = evaluate_lm(options.checkpoint, data, options.splits, options.protocols)
+    data, names = _data_folder(options.data), options.protocols
+    if options.context_scaling != "none":
+        end = f"+{options.context_scaling}-{options.context_factor:g}"
+        names = [f"{name}{end}" for name in names]
+    run = evaluate_lm(options.checkpoint, data, options.splits, names)
     report(run, options.out, data)
 
 
@@ -100,6 +109,7 @@ def score_lm(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("protocols", nargs="+", metavar="PROTOCOL")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO)
     found = score(options.checkpoint, options.data, options.split, options.protocols)
     write_json(options.out, found)
 
@@ -107,17 +117,14 @@ def score_lm(arguments: Sequence[str] | None = None) -> None:
 def score(
     checkpoint: Path, data: Path, split: str, names: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-    """Return the metrics of every protocol of ``names``; the model is loaded once.
+    """Return the metrics of every protocol of ``names``; the model is loaded once per scaling.
 
     Raises: ValueError if the split is absent, a protocol does not fit, or the checkpoint is
         damaged, diverged or of another model, or ``documents`` does not list the documents.
     """
     trained = checkpoints.options(checkpoints.require_model(checkpoint, "lrpe_lm"))
-    home = first_shard(data)
-    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
-        [str(checkpoint)], arg_overrides={"data": str(home)}
-    )
-    dictionary = task.source_dictionary
+    home, length = first_shard(data), trained["task.tokens_per_sample"]
+    dictionary = Dictionary.load(str(home / "dict.txt"))
     lines = data_utils.load_indexed_dataset(str(home / split), dictionary)
     if lines is None:
         raise ValueError(f"{data} has no split {split}")
@@ -126,10 +133,14 @@ def score(
     if any(Protocol.parse(name).kind == DOCUMENTS for name in names):
         known = document_starts(data / "documents" / f"{split}.tsv", lines.sizes)
         starts += known[1:].tolist()  # what precedes the first one belongs to it
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model.to(device).eval()
-    length = trained["task.tokens_per_sample"]
-    return scoring.evaluate(model, text, dictionary.eos(), length, names, starts)
+    found: dict[str, dict[str, float]] = {}
+    for scaling in dict.fromkeys(name.partition("+")[2] for name in names):
+        own = [name for name in names if name.partition("+")[2] == scaling]
+        overrides = {"data": str(home), **Protocol.parse(own[0]).overrides(length)}
+        (model,), _ = checkpoint_utils.load_model_ensemble([str(checkpoint)], overrides)
+        model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+        found |= scoring.evaluate(model, text, dictionary.eos(), length, own, starts)
+    return {name: found[name] for name in names}
 
 
 # --- translation ----------------------------------------------------------------------------------
@@ -187,19 +198,28 @@ def classifier(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--max-positions", type=int, help="longest input; longer ones are cut (default: training's)"
     )
+    parser.add_argument(
+        "--image-size", metavar="HxW", help="pixels that lrpe_vit reads (default: training's)"
+    )
     options = _parsed(parser, arguments)
     data = _data_folder(options.data)
     splits = options.splits or [s for s in SPLITS if _has_split(data, s)] or list(SPLITS)
-    run = evaluate_classifier(options.checkpoint, data, splits, options.max_positions)
+    sizes = options.max_positions, options.image_size
+    run = evaluate_classifier(options.checkpoint, data, splits, *sizes)
     report(run, options.out, data)
 
 
 def evaluate_classifier(
-    checkpoint: Path, data: Path, splits: list[str], max_positions: int | None = None
+    checkpoint: Path,
+    data: Path,
+    splits: list[str],
+    max_positions: int | None = None,
+    image_size: str | None = None,
 ) -> Run:
     """Evaluate ``checkpoint`` on ``splits`` of a data folder and return the run file.
 
-    max_positions: length at which inputs are cut; None for that of the training.
+    max_positions: length at which inputs are cut; None for that of the training. image_size: of
+        images in files, rows x columns; None for that of the training.
 
     Raises: ValueError for a damaged or diverged checkpoint, one of another model, data with other
         dictionaries, an absent split, or a length that the model does not support.
@@ -213,16 +233,20 @@ def evaluate_classifier(
         _require_dictionary(checkpoint, inputs, "encoder.embed_tokens.weight", INPUTS)
     _require_dictionary(checkpoint, data / "bin" / LABELS, "", LABELS)  # classes: no embedding
     if _reads_files(trained):
-        trained["task.max_positions"] = trained["task.image_size"] ** 2  # pixels
+        pixels = rows_and_columns(trained["task.image_size"])
+        trained["task.max_positions"] = math.prod(pixels)
+    elif image_size is not None:
+        raise ValueError("--image-size is for models of images in files, of the task lrpe_images")
     longest = int(trained["task.max_positions"]) if max_positions is None else max_positions
     _require_length(checkpoint, longest, trained)
-    metrics: Run = {}
+    overrides, metrics = _overrides(trained, longest, image_size), {}
+    name = classification.ACCURACY + (f"-at-{image_size}" if image_size else "")
     for split in splits:
-        found = predictions(checkpoint, data, split, _classes, _overrides(trained, longest))
-        metrics[split] = {classification.ACCURACY: scores(*found)}
+        found = predictions(checkpoint, data, split, _classes, overrides)
+        metrics[split] = {name: scores(*found)}
     said = classification.protocol(data, longest, _cut(data, splits, longest))
-    protocol = {classification.ACCURACY: said}
-    return record(checkpoint, data, metrics, protocol)
+    said += f" Images have {image_size} pixels." if image_size else ""
+    return record(checkpoint, data, metrics, {name: said})
 
 
 def _reads_files(trained: Run) -> bool:
@@ -230,11 +254,15 @@ def _reads_files(trained: Run) -> bool:
     return trained["task._name"] == images.NAME
 
 
-def _overrides(trained: Run, longest: int) -> dict[str, Any]:
-    """Return the options that change in evaluation: no augmentation of images."""
-    if _reads_files(trained):
-        return {"no_augmentation": True, "repeats": 1}
-    return {"max_positions": longest}
+def _overrides(trained: Run, longest: int, image_size: str | None) -> dict[str, Any]:
+    """Return the options that change in evaluation: the size, and no augmentation of images."""
+    if not _reads_files(trained):
+        return {"max_positions": longest}
+    plain = {"no_augmentation": True, "repeats": 1}
+    if image_size is None:
+        return plain
+    grid = {"grid_width": 0, "grid_height": 0, "max_positions": None}  # those of the images
+    return {**plain, **grid, "image_size": image_size}
 
 
 def _classes(model: Any, net_input: Mapping[str, Any]) -> Tensor:
@@ -305,6 +333,7 @@ def eval_glue(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--split", default="valid")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO)
     predicted, right = predict(options.checkpoint, options.data, options.split)
     write_json(options.out, glue.scores(glue.named(options.data.name), predicted, right))
 
@@ -384,7 +413,7 @@ def record(
         "tokens_per_second": _speed(state),
         "wall_seconds": checkpoints.seconds(state),
         "data": folders.checksums(data, set(metrics)),
-        **environment(),
+        **environment(checkpoint.absolute().parent.glob("eval-*.log")),
         **runs.provenance(checkpoint.absolute().parent.parent),
     }
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lrpe_fairseq.experiments import report
-from lrpe_fairseq.experiments.families import load_named, runs, with_columns, with_data
+from lrpe_fairseq.experiments.families import in_columns, load_named, runs, with_data
 from lrpe_fairseq.experiments.records.console import FAILED, clock, command
 from lrpe_fairseq.experiments.records.files import ROOT, relative, require_writable, written_whole
 from lrpe_fairseq.experiments.records.layout import Table
@@ -50,11 +50,6 @@ def main(arguments: list[str] | None = None) -> int:
     for run in {run.data: run for run in chosen}.values():
         run.prepare_data(options.source)
     return _submit(chosen, options, given) if options.slurm else _run_here(chosen, options, begun)
-
-
-def _site(options: argparse.Namespace) -> slurm.Site:
-    settings = {name: getattr(options, name) for name in SITE_OPTIONS}
-    return slurm.load_site(ROOT / "configs" / "slurm.yaml", settings)
 
 
 def _run_here(chosen: Sequence[TrainingRun], options: argparse.Namespace, begun: float) -> int:
@@ -108,7 +103,8 @@ def _submit(chosen: Sequence[TrainingRun], options: argparse.Namespace, given: l
     if not tasks:
         print("all runs are already finished")
         return report.render()
-    site = _site(options)
+    settings = {name: getattr(options, name) for name in SITE_OPTIONS}
+    site = slurm.load_site(ROOT / "configs" / "slurm.yaml", settings)
     own = [word for word in given if word != "--slurm"]
     job = slurm.submit(ROOT, options.table, [*own, "--nodes", str(site.nodes)], tasks, site)
     print(f"job array {job}: {len(tasks)} of {len(chosen)} runs; see their progress with --status")
@@ -128,12 +124,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--seeds", type=int, default=SEEDS, metavar="N", help="seeds 1 to N")
     add("--scale", help="a scale of the table (default: small, or its first without one)")
     add("--jobs", type=int, default=1, metavar="J", help="concurrent runs")
-    add(
-        "--gpus",
-        type=int,
-        metavar="G",
-        help="GPUs per run (default: all with --jobs 1, otherwise 1)",
-    )
+    add("--gpus", type=int, metavar="G", help="GPUs per run (default: all with --jobs 1, else 1)")
     add("--from", dest="source", type=Path, metavar="DIR", help="folder with the source data")
     add("--minutes", type=float, metavar="M", help="end after M minutes; the most important first")
     add("--pack", type=Path, metavar="FILE.tar", help="put the new run files there; no pages")
@@ -160,7 +151,8 @@ def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
     seeds = range(1, options.seeds + 1)
     found = runs(part, options.scale, seeds)
     if options.columns:
-        found = with_columns(found, part, options.scale, seeds, options.columns)
+        names = in_columns(part, options.scale, seeds, options.columns)
+        found = [run for run in found if run.name in names]
     found = with_data(found, table, options.scale, options.datasets)
     if options.attention:  # in this order
         kinds = {kind: place for place, kind in enumerate(options.attention)}
@@ -175,10 +167,7 @@ def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
 
 
 def _require_sense(options: argparse.Namespace) -> None:
-    """Raise ValueError for impossible numbers, and for options that would be ignored.
-
-    Raises: UserError if the pack cannot be written.
-    """
+    """Raise ValueError or UserError for impossible numbers and options that would be ignored."""
     least, minutes = grace() + CLOSING_SECONDS, options.minutes
     if min(options.seeds, options.jobs, options.gpus or 1) < 1:
         raise ValueError("--seeds, --jobs and --gpus must be at least 1")

@@ -80,23 +80,14 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         description="Train one row of a table on this machine; an interrupted training is resumed.",
     )
     table = argparse.SUPPRESS if script else "a file of configs/tables, without .yaml"
-    parser.add_argument("table", help=table)
-    parser.add_argument("row", help="a label of the table, such as Base")
-    parser.add_argument("attention", choices=("linear", "softmax"))
-    parser.add_argument(
-        "changes",
-        nargs="*",
-        default=[],
-        metavar="key=value",
-        help="configuration overrides, such as model.dropout=0.2",
-    )
-    parser.add_argument("--scale", help="default: paper, or the first one of the table")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--dataset",
-        metavar="DATA",
-        help="data set of a table with several of them, a folder of data (default: the first)",
-    )
+    add = parser.add_argument
+    add("table", help=table)
+    add("row", help="a label of the table, such as Base")
+    add("attention", help="a type, or the pattern of the row")
+    add("changes", nargs="*", default=[], metavar="key=value", help="such as model.dropout=0.2")
+    add("--scale", help="default: paper, or the first one of the table")
+    add("--seed", type=int, default=1)
+    add("--dataset", metavar="DATA", help="data set of a table with several (default: the first)")
     options = parser.parse_intermixed_args(given)
     if options.seed < 1:
         raise ValueError("--seed must be at least 1")
@@ -123,8 +114,7 @@ def _run(options: argparse.Namespace) -> TrainingRun:
     identity.require_known(run.settings(), changes)
     name = file_name("-".join([run.folder.name, *options.changes]))
     folder = ROOT / "runs" / "by-hand" / name
-    run = replace(run, overrides=(*run.overrides, *options.changes), folder=folder)
-    return run
+    return replace(run, overrides=(*run.overrides, *options.changes), folder=folder)
 
 
 @command("finetune_glue")
@@ -152,9 +142,7 @@ def finetune(arguments: Sequence[str] | None = None) -> int:
 
 def _finetunings(options: argparse.Namespace) -> list[TrainingRun]:
     table = families.load_named("table3")
-    tasks = (
-        list(glue.TASKS) if options.task == "all" else [glue.named(options.task) and options.task]
-    )
+    tasks = list(glue.TASKS) if options.task == "all" else [options.task]
     config = families.config_of(table, options.scale)
     source = source_of(options.checkpoint)
     seeds = range(1, options.seeds + 1)
@@ -169,14 +157,7 @@ def _parse_finetuning(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("checkpoint", type=Path, help="of pre-training")
     add("task", help=f"one of {', '.join(glue.TASKS)}, or all")
-    add(
-        "--lr",
-        type=float,
-        nargs="+",
-        default=list(RATES),
-        metavar="LR",
-        help="peak learning rates to try",
-    )
+    add("--lr", type=float, nargs="+", default=RATES, metavar="LR", help="peak learning rates")
     add("--seeds", type=int, default=SEEDS, metavar="N", help="seeds 1 to N")
     add("--scale", default="paper", help="paper (the default) or small")
     add("--jobs", type=int, default=1, metavar="J", help="concurrent runs")

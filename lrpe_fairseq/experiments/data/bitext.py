@@ -6,7 +6,6 @@ Table 7 of the LRPE paper.
 """
 
 import argparse
-import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,6 @@ from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import pieces
 from lrpe_fairseq.experiments.data.pieces import SentencePiece
 from lrpe_fairseq.experiments.records.console import UserError
-from lrpe_fairseq.experiments.records.files import written_whole
 
 
 def arguments(
@@ -69,10 +67,7 @@ def run_pieces(
     tokenizer: SentencePiece,
     workers: int = 1,
 ) -> None:
-    """Steps: write ``pieces/`` for all splits and both languages, then ``bin/``.
-
-    Raises: UserError for an empty line.
-    """
+    """Steps: write ``pieces/`` and ``bin/`` of both sides. Raises: UserError for an empty line."""
     reads, bin_dir = sides(texts, languages), steps.dest / "bin"
     encoded = sides({split: steps.dest / "pieces" / split for split in texts}, languages)
     names = [binary_name(split, languages, s) for split in texts for s in languages]
@@ -99,30 +94,6 @@ def run_pieces(
     dictionaries = [bin_dir / f"dict.{language}.txt" for language in languages]
     binary = [bin_dir / file for file in prep.binary_files(names)]
     steps.run("binarize", encoded, [*binary, *dictionaries], binarize_all)
-
-
-def clean(
-    source: Path,
-    target: Path,
-    languages: Sequence[str],
-    tokenizer: SentencePiece,
-    *,
-    longest: int = 250,
-    ratio: float = 1.5,
-    threads: int = 1,
-) -> None:
-    """Copy the pairs that pass the length filter: neither side is empty, longer than ``longest``
-    pieces, or more than ``ratio`` times as long as the other."""
-    with contextlib.ExitStack() as stack:
-        lines = [prep.read_lines(side(source, name)) for name in languages]
-        outs = [stack.enter_context(written_whole(side(target, n))) for n in languages]
-        while batch := list(itertools.islice(zip(*lines, strict=True), 20_000)):
-            columns = zip(*batch, strict=True)
-            lengths = [[len(p.split()) for p in tokenizer.cut(c, threads)] for c in columns]
-            for pair, sizes in zip(batch, zip(*lengths, strict=True), strict=True):
-                if min(sizes) > 0 and max(sizes) <= min(longest, ratio * min(sizes)):
-                    for out, text in zip(outs, pair, strict=True):
-                        out.write(f"{text}\n")
 
 
 def count(dest: Path, texts: Mapping[str, Path], languages: Sequence[str]) -> dict[str, Any]:

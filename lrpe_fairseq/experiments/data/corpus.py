@@ -118,15 +118,10 @@ def obtain(
 
     With ``from_dir`` the file is read from there (plain, ``.gz`` or ``.zip``) without network
     access. Otherwise the URLs are tried in turn; an interrupted download is kept as ``file.part``
-    and resumed by the next attempt or the next call.
+    and resumed by the next attempt or the next call. checksum: of the plain file; empty if none is
+    published. packed: the URLs serve the file compressed with gzip.
 
-    Args:
-        checksum: md5, sha1 or sha256 of the plain file; empty if none is published.
-        packed: the URLs serve the file compressed with gzip.
-
-    Raises:
-        UserError: the file is missing, truncated or another version; no file is left under its
-            name.
+    Raises: UserError if it is missing, truncated or another version; no file is left then.
     """
     target = into / file
     if has_checksum(target, checksum):
@@ -310,10 +305,7 @@ def write_indexed(rows: Iterable[Sequence[int]], prefix: Path, kind: type[np.int
 
 
 def row_lengths(prefix: Path) -> np.ndarray:
-    """Return the lengths of the rows of an MMapIndexedDataset, int32 (N,).
-
-    Raises: UserError if ``prefix``.idx is another kind of file.
-    """
+    """Return row lengths of an MMapIndexedDataset, int32 (N,). Raises: UserError without one."""
     with open(f"{prefix}.idx", "rb") as index:
         if index.read(9) != b"MMIDIDX\x00\x00":
             raise UserError(f"{prefix}.idx is not a fairseq index: delete it and run again.")

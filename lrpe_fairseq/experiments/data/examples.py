@@ -89,10 +89,7 @@ def _ids(rows: Iterable[Sequence[int]], end: bool) -> Iterable[np.ndarray]:
 
 
 def count(dest: Path, classes: int) -> dict[str, Any]:
-    """Count a finished destination, for its manifest.
-
-    ``majority``: the accuracy, times 100, of always predicting the most frequent class.
-    """
+    """Count ``dest``. ``majority``: accuracy, times 100, of the most frequent class alone."""
     splits = {}
     for split in prep.SPLITS:
         parts = sorted((dest / "bin").glob("input*"))
@@ -115,12 +112,9 @@ def labels_of(prefix: Path) -> np.ndarray:
 
 
 def stratified(labels: Sequence[int], sizes: Mapping[str, int], seed: int) -> dict[str, np.ndarray]:
-    """Draw disjoint splits in which every class has its share, up to rounding.
+    """Draw disjoint splits in which every class has its share; return split -> ascending indices.
 
-    Args:
-        labels: (N,). sizes: split -> number of examples, together N.
-        seed: of the draw. numpy guarantees the stream of ``RandomState``.
-    Returns: split -> indices, ascending.
+    labels: (N,). sizes: of the splits, together N. numpy guarantees the stream of ``RandomState``.
     """
     labels = np.asarray(labels)
     draw = np.random.RandomState(seed).permutation(len(labels))

@@ -12,7 +12,7 @@ from typing import Any
 
 from lrpe_fairseq.experiments.data.corpus import digest
 from lrpe_fairseq.experiments.records.console import UserError
-from lrpe_fairseq.experiments.records.files import ROOT, read_json, relative
+from lrpe_fairseq.experiments.records.files import ROOT, SHARD, read_json, relative, shards_of
 
 DICTIONARY = "dictionary"
 Checksums = dict[str, str]
@@ -34,11 +34,23 @@ def is_prepared(data: Path) -> bool:
     return any((data / "bin").rglob("dict*.txt"))
 
 
-def require(data: Path, preparation: Sequence[str]) -> None:
-    """Raise UserError, with the command that helps, if ``data`` is not prepared.
+def joined_shards(data: Path) -> str:
+    """Return fairseq's path of ``data``: ``task.data``."""
+    return ":".join(map(relative, shards_of(data)))
 
-    preparation: the data-prep script and its arguments; empty if unknown.
+
+def data_home(path: str) -> Path:
+    """Return the data folder of fairseq's path.
+
+    >>> data_home("data/wikibook/bin/shard0:data/wikibook/bin/shard1")
+    PosixPath('data/wikibook')
     """
+    folder = Path(path.split(":")[0])
+    return folder.parent.parent if SHARD.fullmatch(folder.name) else folder.parent
+
+
+def require(data: Path, preparation: Sequence[str]) -> None:
+    """Raise UserError, with the command ``preparation`` if one is known, for missing data."""
     how = f"run .venv/bin/python {shlex.join(preparation)}"
     if not preparation:
         folder = relative(data / "bin")

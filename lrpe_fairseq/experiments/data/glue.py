@@ -111,15 +111,7 @@ def scores(task: GlueTask, predicted: Sequence[float], wanted: Sequence[float]) 
 # ----------------------------------------------------------------------------------------- files
 
 GLUE = "https://dl.fbaipublicfiles.com/glue/data/"
-ARCHIVES = {
-    "CoLA": "CoLA.zip",
-    "SST-2": "SST-2.zip",
-    "STS-B": "STS-B.zip",
-    "QQP": "QQP-clean.zip",
-    "MNLI": "MNLI.zip",
-    "QNLI": "QNLIv2.zip",
-    "RTE": "RTE.zip",
-}
+ARCHIVES = {"QQP": "QQP-clean", "QNLI": "QNLIv2"}  # with another name than the task's
 MRPC_PAIRS = "https://dl.fbaipublicfiles.com/senteval/senteval_data/msr_paraphrase_train.txt"
 MRPC_DEV_IDS = GLUE + "mrpc_dev_ids.tsv"
 SHA256 = {  # of the official files, if known
@@ -169,7 +161,8 @@ def obtain(name: str, raw: Path, from_dir: Path | None) -> dict[str, Path]:
 
 def fetch_archive(name: str, raw: Path) -> None:
     """Download and unpack the official archive of one task."""
-    archive = prep.obtain(ARCHIVES[name], [GLUE + ARCHIVES[name]], "", raw)
+    file = f"{ARCHIVES.get(name, name)}.zip"
+    archive = prep.obtain(file, [GLUE + file], "", raw)
     try:
         for file in TASKS[name].files.values():
             prep.unpack(
@@ -242,7 +235,7 @@ def _rows(path: Path) -> Iterator[list[str]]:
 def _is_label(text: str, task: GlueTask) -> bool:
     """True for one of the labels, or for a score of a regression."""
     if task.labels:
-        return text.strip() in task.labels
+        return text in task.labels
     try:
         return 0 <= float(text) <= 5
     except ValueError:

@@ -253,8 +253,7 @@ TASKS["grid"] = Task(
 
 
 class Split(NamedTuple):
-    """One split: its number of samples, its length in training lengths (0: mixed up to one), and
-    keywords for the task's ``draw``."""
+    """A split: samples, length in training lengths (0: mixed up to one), keywords of ``draw``."""
 
     samples: int
     multiple: int
@@ -298,8 +297,7 @@ class Recipe:
 
     @property
     def splits(self) -> dict[str, Split]:
-        """The splits: train and valid with mixed lengths, ``test1`` ... ``test16``, and for
-        flip-flop ``sparse`` and ``dense``."""
+        """train and valid with mixed lengths, the tests by length, and two more of flip-flop."""
         sizes = self.sizes.samples
         found = {name: Split(sizes[name], 0) for name in ("train", "valid")}
         found |= {f"test{multiple}": Split(sizes["test"], multiple) for multiple in MULTIPLES}
@@ -381,10 +379,7 @@ def count(recipe: Recipe, text: Path) -> dict[str, Any]:
 
 
 def prepare(dest: Path, recipe: Recipe) -> dict[str, Any]:
-    """Prepare ``dest`` and return its manifest; finished steps are skipped.
-
-    The binary form has fairseq's ids without an end of sentence.
-    """
+    """Prepare ``dest`` and return its manifest. The binary form has no end of sentence."""
     steps = prep.Steps(dest, recipe.name, recipe.scale)
     numbers = {symbol: n for n, symbol in enumerate(recipe.vocabulary, prep.FAIRSEQ_SPECIALS)}
     numbers[PAD] = PAD_ID

@@ -278,10 +278,7 @@ TASKS = (*SEQUENCES, *ANSWERS, "tree-ops")
 
 
 def labels(recipe: Recipe) -> tuple[list[str], list[str]]:
-    """Return the labels of leaves and of operators; a sequence has the first kind only.
-
-    Those of tree-ops end with the four commands.
-    """
+    """Return the labels of leaves (or a sequence) and of operators, with the commands last."""
     if not recipe.has_trees:
         return types("t", recipe.sizes.symbols[recipe.task]), []
     if recipe.task == "tree-c3":

@@ -1,9 +1,5 @@
 """One file per family of experiments, the list of families, and the runs of a table.
 
-A family is a subclass of :class:`TrainingRun`. It declares its configurations, data preparation,
-validation curve, budget, table options and the next step after a training; and it measures a
-trained model.
-
 The cells of ``configs/tables/<table>.yaml`` become runs with the run files
 ``results/runs/<experiment>/<scale>-<row>-<attention>[-<difference>]-seed<n>.json``; their working
 folders are under ``runs/``.
@@ -45,10 +41,7 @@ FAMILIES: dict[str, type[TrainingRun]] = {
 
 
 def family_of(config: Path) -> type[TrainingRun]:
-    """Return the family that trains with ``config``, a file of configs/<folder>.
-
-    Raises: ValueError if the file does not exist or belongs to no family.
-    """
+    """Return the family that trains with ``config``. Raises: ValueError if none does."""
     if not config.exists():
         raise ValueError(f"{relative(config)} does not exist")
     task = load_config(config).task._name
@@ -70,10 +63,7 @@ def preparation_of(data: Path) -> list[str]:
 
 
 def load_named(name: str) -> Table:
-    """Load ``configs/tables/<name>.yaml``.
-
-    Raises: ValueError, which names the table with the nearest name, or all tables.
-    """
+    """Load configs/tables/<name>.yaml. Raises: ValueError, which names the nearest table or all."""
     require_checkout()
     folder = CONFIGS / "tables"
     known = sorted(path.stem for path in folder.glob("*.yaml"))
@@ -109,33 +99,18 @@ def runs(table: Table, scale: str, seeds: Sequence[int]) -> list[TrainingRun]:
     return list(named.values())  # columns that separate learning rates share their runs
 
 
-def with_columns(
-    found: Sequence[TrainingRun],
-    table: Table,
-    scale: str,
-    seeds: Sequence[int],
-    titles: Sequence[str],
-) -> list[TrainingRun]:
-    """Return the runs of ``found`` that fill a column with one of these titles.
-
-    Each keeps its evaluations for the other columns.
-
-    Raises: ValueError for a title that no column has.
-    """
+def in_columns(table: Table, scale: str, seeds: Sequence[int], titles: Sequence[str]) -> set[str]:
+    """Return the names of the runs that fill columns with these titles. Raises: ValueError."""
     _require(table, scale, "column", titles, [column.title for column in table.columns])
     keys = set(itertools.chain(*(c.mean_of or [c.key] for c in table.columns if c.title in titles)))
     columns = [column for column in table.columns if column.key in keys]
-    names = {run.name for run in runs(dataclasses.replace(table, columns=columns), scale, seeds)}
-    return [run for run in found if run.name in names]
+    return {run.name for run in runs(dataclasses.replace(table, columns=columns), scale, seeds)}
 
 
 def with_data(
     found: Sequence[TrainingRun], table: Table, scale: str, names: Sequence[str] | None
 ) -> list[TrainingRun]:
-    """Return the runs on the data sets ``names``, or all without names.
-
-    Raises: ValueError for a data set that no run has.
-    """
+    """Return the runs on the data sets ``names``, or all. Raises: ValueError for another name."""
     _require(table, scale, "data set", names or (), [run.data.name for run in found])
     return [run for run in found if not names or run.data.name in names]
 

@@ -9,9 +9,9 @@ from typing import ClassVar
 from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records import checkpoints
-from lrpe_fairseq.experiments.records.files import own_command
-from lrpe_fairseq.experiments.records.runs import Run, read_run
-from lrpe_fairseq.experiments.runner.training import Shell, TrainingRun
+from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.runner.processes import Shell, written_by
+from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 ACCURACY = "accuracy"
 """The protocol, and its first metric."""
@@ -45,10 +45,7 @@ class ClassificationRun(TrainingRun):
     evaluations: tuple[tuple[str, str], ...] = (("valid", ACCURACY), ("test", ACCURACY))
 
     def data_of(self, protocol: str) -> Path:
-        """Return the data folder of a protocol: that of the training, or the named one beside it.
-
-        Raises: ValueError for another protocol.
-        """
+        """Return the data folder of a protocol. Raises: ValueError for an unknown protocol."""
         if protocol == ACCURACY:
             return self.data
         name = protocol.removeprefix(ON)
@@ -77,12 +74,9 @@ class ClassificationRun(TrainingRun):
         said: dict[str, str] = {}
         for protocol in dict.fromkeys(own for _, own in self.evaluations):
             splits = [split for split, own in dict.fromkeys(self.evaluations) if own == protocol]
-            log, found = (self.folder / f"eval-{protocol}.{kind}" for kind in ("log", "json"))
-            found.unlink(missing_ok=True)
             best, data = self.checkpoints / checkpoints.BEST, self.data_of(protocol)
-            words = ("eval_classifier", best, data, "--splits", *splits, "--out", found)
-            run(own_command(*words), log)
-            measured = read_run(found)
+            words = ("eval_classifier", best, data, "--splits", *splits)
+            measured = written_by(run, self.folder / f"eval-{protocol}.json", *words)
             for split in splits:
                 metrics.setdefault(split, {})[protocol] = measured["metrics"][split][ACCURACY]
             where = "" if data == self.data else f" On {folders.dataset_name(data)}."

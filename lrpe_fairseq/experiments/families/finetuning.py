@@ -14,22 +14,15 @@ from typing import ClassVar
 
 from omegaconf import OmegaConf
 
-from lrpe_fairseq.encodings import canonical_name
 from lrpe_fairseq.experiments.data import glue
 from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records import checkpoints
-from lrpe_fairseq.experiments.records.files import (
-    ROOT,
-    load_config,
-    own_command,
-    read_json,
-    relative,
-)
-from lrpe_fairseq.experiments.records.keys import Cell
+from lrpe_fairseq.experiments.records.files import ROOT, load_config, relative
+from lrpe_fairseq.experiments.records.keys import Cell, comparable
 from lrpe_fairseq.experiments.records.layout import Table, file_name
 from lrpe_fairseq.experiments.records.runs import Run
-from lrpe_fairseq.experiments.runner.processes import RunFailed
-from lrpe_fairseq.experiments.runner.training import Shell, TrainingRun
+from lrpe_fairseq.experiments.runner.processes import RunFailed, Shell, written_by
+from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 EXPERIMENT = "table3"
 GLUE = "glue"
@@ -49,10 +42,7 @@ EMBEDDING = "encoder.sentence_encoder.embed_tokens.weight"
 
 @dataclass(frozen=True)
 class FinetuningRun(TrainingRun):
-    """One model on the task ``data.name``, starting from ``checkpoint``.
-
-    ``lr``: peak learning rate. The other fields are those of every run.
-    """
+    """Fine-tuning of ``checkpoint`` on the task ``data.name``, with the peak learning rate lr."""
 
     configs: ClassVar[str] = "roberta"
     task: ClassVar[str] = "sentence_prediction"
@@ -112,12 +102,8 @@ class FinetuningRun(TrainingRun):
         """Return the task's metrics on every development set of the data."""
         metrics: Run = {}
         for split in evaluated(self.data):
-            log, found = (self.folder / f"eval-{split}.{kind}" for kind in ("log", "json"))
-            found.unlink(missing_ok=True)
-            best = self.checkpoints / checkpoints.BEST
-            words = ("eval_glue", best, self.data, "--split", split, "--out", found)
-            run(own_command(*words), log)
-            metrics[split] = {GLUE: read_json(found)}
+            words = ("eval_glue", self.checkpoints / checkpoints.BEST, self.data, "--split", split)
+            metrics[split] = {GLUE: written_by(run, self.folder / f"eval-{split}.json", *words)}
         return {"metrics": metrics, "protocol": {GLUE: self._protocol()}}
 
     def record(self, measured: Run, threads: int) -> Run:
@@ -146,8 +132,8 @@ class FinetuningRun(TrainingRun):
             return super().encoding_choices()
         model = model_options(self.checkpoint)
         attention, encoding = model["model.attention_type"], model["model.position_encoding"]
-        same = canonical_name(encoding) == canonical_name(self.position_encoding)
-        if not (same and attention == self.attention_type):
+        own = {"attention_type": attention, "position_encoding": encoding}
+        if any(comparable(k, v) != comparable(k, getattr(self, k)) for k, v in own.items()):
             raise ValueError(
                 f"the checkpoint has {attention} attention and the encoding {encoding}, not "
                 f"{self.attention_type} and {self.position_encoding}"
@@ -167,8 +153,7 @@ class FinetuningRun(TrainingRun):
         }
 
     def _updates(self) -> dict[str, str]:
-        """The updates of the YAML's epochs, at most its max_update, and the schedule; empty
-        without data."""
+        """The updates of the YAML's epochs, up to its max_update, and the schedule; or nothing."""
         splits = manifest(self.data).get("splits")
         if not splits:
             return {}
@@ -194,10 +179,7 @@ class Source:
 
 
 def source_of(checkpoint: Path) -> Source:
-    """Describe a checkpoint; its label is its encoding.
-
-    Raises: ValueError if it does not load or is not an lrpe_roberta model.
-    """
+    """Describe a checkpoint by its encoding. Raises: ValueError unless it is an lrpe_roberta."""
     model = model_options(checkpoint)
     encoding = model["model.position_encoding"]
     return Source(checkpoint, encoding, model["model.attention_type"], encoding)
@@ -288,11 +270,8 @@ def subsets(splits: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 
 def require_match(checkpoint: Path, data: Path) -> None:
-    """Raise RunFailed unless the checkpoint can be fine-tuned on ``data``."""
-    try:
-        checkpoints.require_model(checkpoint, "lrpe_roberta")
-    except ValueError as error:
-        raise RunFailed(str(error)) from None
+    """Raise ValueError or RunFailed unless the checkpoint can be fine-tuned on ``data``."""
+    checkpoints.require_model(checkpoint, "lrpe_roberta")
     ours = data / "bin" / "input0" / "dict.txt"
     if not checkpoints.same_dictionary(checkpoint, EMBEDDING, ours, added=1):  # <mask>
         raise RunFailed(

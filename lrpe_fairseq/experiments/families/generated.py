@@ -15,10 +15,10 @@ from typing import ClassVar
 from lrpe_fairseq.experiments.data import synthetic, transduction
 from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.families.translation import EncoderDecoderRun
-from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
+from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED, parse_validation
 from lrpe_fairseq.experiments.records.runs import Evaluations, Run
-from lrpe_fairseq.experiments.runner.processes import RunFailed
-from lrpe_fairseq.experiments.runner.training import Shell, TrainingRun, parse_validation
+from lrpe_fairseq.experiments.runner.processes import RunFailed, Shell
+from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 # --- the synthetic suite ------------------------------------------------------------------------
 
@@ -152,10 +152,7 @@ def scored_tokens(folder: Path) -> str:
 
 
 def read_validation(log: Path, split: str, protocol: str = TEACHER) -> dict[str, float]:
-    """Read the :data:`METRICS` of a protocol, or ``diverged``, from fairseq-validate's output.
-
-    Raises: RunFailed if one of them is missing.
-    """
+    """Return the :data:`METRICS` of a protocol, or ``diverged``. Raises: RunFailed without one."""
     found, names = parse_validation(log, split), METRICS[protocol]
     if missing := [name for name in names.values() if name not in found]:
         raise RunFailed(f"fairseq-validate printed no {missing[0]} for {split} ({log})")

@@ -6,15 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from lrpe_fairseq import patterns
+from lrpe_fairseq.encodings import has_rotations
 from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records import checkpoints, fairseq_log
 from lrpe_fairseq.experiments.records.console import UserError
-from lrpe_fairseq.experiments.records.files import first_shard, own_command, read_json, relative
+from lrpe_fairseq.experiments.records.files import first_shard, relative
 from lrpe_fairseq.experiments.records.protocols import BLOCKS, SLIDING, Protocol
 from lrpe_fairseq.experiments.records.runs import Evaluations, Run
 from lrpe_fairseq.experiments.runner.devices import BIN
-from lrpe_fairseq.experiments.runner.processes import RunFailed
-from lrpe_fairseq.experiments.runner.training import Shell, TrainingRun, parse_validation
+from lrpe_fairseq.experiments.runner.processes import RunFailed, Shell, written_by
+from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 PLAIN_TASK = "language_modeling"
 WITHOUT_EOS = ("pg19", "gutenberg")  # books: perplexity per word does not count line ends
@@ -87,18 +89,26 @@ def measure(
             run(evaluation_command(checkpoint, data, split, name, options), log)
             found[name] = read_evaluation(log, data, split)
         if others := [name for name in names if name not in found]:
-            found |= scored(checkpoint, data, split, others, trained, folder, run)
+            out = folder / f"eval-{checkpoint.stem}-{split}-lengths.json"
+            measured = written_by(run, out, "score_lm", checkpoint, data, split, *others)
+            found |= {n: _complete(n, measured[n], data, split, trained, out) for n in others}
         metrics[split] = {name: found[name] for name in names}
     said = {name: protocol.sentence(trained) for name, protocol in known.items()}
     return {"metrics": metrics, "protocol": said}
 
 
 def require_positions(options: Mapping[str, Any], trained: int, wanted: Sequence[Protocol]) -> None:
-    """Refuse a protocol that is longer than the learned absolute positions of a model.
+    """Refuse a protocol that is longer than learned positions, or scales rotations without any.
 
     options: of the training, by dotted key. Sinusoidal positions have any length.
     Raises: UserError.
     """
+    names = patterns.values(options["model.position_encoding"])
+    if not any(map(has_rotations, names)) and any(p.scaling != "none" for p in wanted):
+        raise UserError(
+            f"position encoding {', '.join(names)} has no rotations to scale: evaluate it without "
+            "context scaling"
+        )
     longest = max((protocol.length for protocol in wanted), default=0)
     learned = options.get("model.decoder_learned_pos") and not options.get(
         "model.no_token_positional_embeddings"
@@ -117,19 +127,21 @@ def evaluation_command(
 
     A model with a memory of earlier blocks needs the task of its training to carry it.
     """
-    tokens = options["task.tokens_per_sample"]
+    tokens, parsed = options["task.tokens_per_sample"], Protocol.parse(protocol)
+    overrides = parsed.overrides(tokens)
     return [
         str(BIN / "fairseq-eval-lm"),
         relative(first_shard(data)),
-        *("--task", options["task._name"] if protocol == BLOCKS else PLAIN_TASK),
+        *("--task", options["task._name"] if parsed.kind == BLOCKS else PLAIN_TASK),
         *("--user-dir", "lrpe_fairseq"),
         *("--path", relative(checkpoint)),
         *("--gen-subset", split),
         *("--tokens-per-sample", str(tokens)),
-        *("--context-window", str(Protocol.parse(protocol).context_window(tokens))),
+        *("--context-window", str(parsed.context_window(tokens))),
         *("--sample-break-mode", "none"),
         *("--max-tokens", str(options["dataset.max_tokens"] or tokens)),
         *("--num-workers", "0"),
+        *(("--model-overrides", str(overrides)) if overrides else ()),
         "--no-progress-bar",
     ]
 
@@ -139,36 +151,9 @@ def read_evaluation(log: Path, data: Path, split: str) -> dict[str, float]:
 
     If a perplexity is not finite: ``diverged`` and tokens.
 
-    Raises: RunFailed if the split was not evaluated completely.
+    Raises: ValueError without a perplexity; RunFailed if the split was not evaluated completely.
     """
-    try:
-        measured = fairseq_log.parse_evaluation(log.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RunFailed(f"{error} ({log})") from None
-    return _complete(BLOCKS, measured, data, split, 0, log)
-
-
-def scored(
-    checkpoint: Path,
-    data: Path,
-    split: str,
-    names: Sequence[str],
-    trained: int,
-    folder: Path,
-    run: Shell,
-) -> dict[str, dict[str, float]]:
-    """Evaluate protocols that fairseq-eval-lm does not have, in one process.
-
-    folder: of the log and the metrics. run: a function that runs a command with a log.
-    Raises: RunFailed if an evaluation fails or did not score every token.
-    """
-    log, out = (
-        folder / f"eval-{checkpoint.stem}-{split}-lengths.{kind}" for kind in ("log", "json")
-    )
-    out.unlink(missing_ok=True)
-    run(own_command("score_lm", checkpoint, data, split, *names, "--out", out), log)
-    found = read_json(out)
-    return {name: _complete(name, found[name], data, split, trained, out) for name in names}
+    return _complete(BLOCKS, fairseq_log.parse_evaluation(log), data, split, 0, log)
 
 
 def _complete(
@@ -247,9 +232,7 @@ def read_validation(log: Path, split: str) -> dict[str, float]:
 
     Trap: fairseq rounds the loss to 3 decimals and its perplexity, of the loss before rounding, to
     2. Above a perplexity of about 14 the second is more exact.
-
-    Raises: RunFailed if the output has none.
     """
-    found = parse_validation(log, split)
+    found = fairseq_log.parse_validation(log, split)
     exact = EXACT_ABOVE < found["ppl"] < math.inf
     return fairseq_log.scored(math.log2(found["ppl"]) if exact else found["loss"])

@@ -16,8 +16,8 @@ from lrpe_fairseq.experiments.records.files import relative
 from lrpe_fairseq.experiments.records.layout import HALVES, PARTS, Table
 from lrpe_fairseq.experiments.records.runs import Run
 from lrpe_fairseq.experiments.runner.devices import BIN
-from lrpe_fairseq.experiments.runner.processes import RunFailed
-from lrpe_fairseq.experiments.runner.training import Shell, TrainingRun
+from lrpe_fairseq.experiments.runner.processes import RunFailed, Shell
+from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 BEAM = "beam"
 CROSS = "model.cross.position_encoding"
@@ -41,9 +41,7 @@ class Decoding:
     def mean(self, folder: Path) -> "tuple[Path, Decoding]":
         """Average the last checkpoints in ``folder`` and write the result next to them.
 
-        Returns the path and the options with the actual number of checkpoints, which is smaller
-        than ``average`` if the folder has fewer.
-
+        Returns the path, and the options with the number of checkpoints that were averaged.
         Raises: ValueError if there is none.
         """
         found = checkpoints.newest(folder, self.average)
@@ -70,11 +68,10 @@ class EncoderDecoderRun(TrainingRun, ABC):
     """
 
     @classmethod
-    def overrides_of(cls, option: str, value: Any) -> tuple[str, ...]:
-        """Return ``section.key=value`` for an option, for every part that has it."""
+    def keys_of(cls, option: str) -> list[str]:
+        """Return the key of an option in every part that has it."""
         parts = HALVES if option.endswith("learned_pos") else PARTS
-        names = [option.replace("*", part) for part in parts] if "*" in option else [option]
-        return tuple(cls.override(name, value) for name in names)
+        return [option.replace("*", part) for part in parts] if "*" in option else [option]
 
     def encoding_choices(self) -> dict[str, str]:
         """Return attention and encoding of both halves, and the seed of all encodings."""
@@ -90,11 +87,7 @@ class EncoderDecoderRun(TrainingRun, ABC):
 
 @dataclass(frozen=True)
 class TranslationRun(EncoderDecoderRun):
-    """One encoder-decoder model.
-
-    ``attention_type`` and ``position_encoding`` are those of the half that is not ``fixed``, or of
-    both.
-    """
+    """One model; attention and encoding are those of the half that is not ``fixed``, or of both."""
 
     configs: ClassVar[str] = "translation"
     data_scripts: ClassVar[Mapping[str, str]] = {
@@ -137,16 +130,9 @@ class TranslationRun(EncoderDecoderRun):
 
 
 def measure(
-    checkpoint: Path,
-    data: Path,
-    splits: Sequence[str],
-    decoding: Decoding,
-    logs: Path,
-    run: Shell,
+    checkpoint: Path, data: Path, splits: Sequence[str], decoding: Decoding, logs: Path, run: Shell
 ) -> Run:
-    """Return ``metrics`` and ``protocol`` of a checkpoint.
-
-    logs: the folder of the outputs of fairseq-generate.
+    """Return ``metrics`` and ``protocol`` of a checkpoint. logs: folder of the translations.
 
     Raises: RunFailed if the dictionaries differ from the checkpoint's, fairseq-generate fails (for
         example on a source that is too long), or a sentence is missing.
@@ -198,10 +184,7 @@ def generate_command(checkpoint: Path, data: Path, split: str, decoding: Decodin
 
 
 def score(log: Path, data: Path, split: str) -> tuple[dict[str, float], str]:
-    """Score the output of fairseq-generate: ``bleu``, ``chrf``, ``sentences``; and the signature.
-
-    Raises: RunFailed if a sentence is missing.
-    """
+    """Return scores and signature of a log. Raises: RunFailed if a sentence is missing."""
     texts, languages = (manifest(data)[key] for key in ("texts", "languages"))
     reference = text_lines(side(data / texts[split], languages[1]).read_text(encoding="utf-8"))
     found = hypotheses(log.read_text(encoding="utf-8"))
@@ -224,9 +207,7 @@ def scores(translated: Sequence[str], reference: Sequence[str]) -> tuple[dict[st
 
 def hypotheses(output: str) -> dict[int, str]:
     """Return sentence number -> best translation in the output of fairseq-generate."""
-    lines: list[list[Any]] = [
-        line.split("\t") for line in text_lines(output) if line.startswith("H-")
-    ]
+    lines = (line.split("\t") for line in text_lines(output) if line.startswith("H-"))
     return {int(number.removeprefix("H-")): text for number, _, text in lines}
 
 

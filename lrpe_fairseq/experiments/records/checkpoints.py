@@ -7,7 +7,7 @@ deleted, only the number of words is compared.
 """
 
 import hashlib
-import math
+import json
 import re
 import shutil
 import zipfile
@@ -35,18 +35,9 @@ PERIODIC = re.compile(r"checkpoint_\d+_(\d+)\.pt")
 DICTIONARIES = "dictionaries.json"
 """File next to the checkpoints: path of a dictionary in ``bin`` -> sha256 of its words in order."""
 SPECIALS = 4  # <s>, <pad>, </s>, <unk>: in every fairseq dictionary, but not in dict.txt
-SECTIONS = (
-    "common",
-    "distributed_training",
-    "dataset",
-    "optimization",
-    "checkpoint",
-    "task",
-    "model",
-    "criterion",
-    "optimizer",
-    "lr_scheduler",
-)
+PLAIN = ("common", "distributed_training", "dataset", "optimization", "checkpoint")
+"""Sections of fairseq's configuration with one class; the others have a class per ``_name``."""
+SECTIONS = (*PLAIN, "task", "model", "criterion", "optimizer", "lr_scheduler")
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -105,10 +96,7 @@ def require_model(path: Path, *archs: str) -> dict[str, Any]:
 
 
 def require_best(folder: Path) -> None:
-    """Verify the best checkpoint of a finished training.
-
-    Raises: ValueError, which says what to do, if it is absent or damaged.
-    """
+    """Verify the best checkpoint. Raises: ValueError, which says what to do, if it is damaged."""
     try:
         load_sound(folder / BEST)
     except ValueError as error:
@@ -123,10 +111,7 @@ def updates(state: dict[str, Any]) -> int:
 
 
 def seconds(state: dict[str, Any]) -> float:
-    """Return the wall-clock seconds of training before it was saved, without interruptions.
-
-    Rounded to tenths, and at least one of them.
-    """
+    """Return the seconds of training before it was saved, in tenths and at least one of them."""
     # a tensor if several processes trained
     return max(0.1, round(float(state["extra_state"]["previous_training_time"]), 1))
 
@@ -143,11 +128,9 @@ def dotted(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
     A nested section, such as a translation model's encoder, is part of the key:
     ``model.encoder.embed_dim``.
     """
-    return {
-        key: _plain(value)
-        for section, values in config.items()
-        for key, value in _dotted(section, values)
-    }
+    found = dict(pair for part, values in config.items() for pair in _dotted(part, values))
+    # inf, nan and what JSON does not know become text
+    return json.loads(json.dumps(found, default=str), parse_constant=lambda n: str(float(n)))
 
 
 def _dotted(section: str, values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -200,10 +183,7 @@ def periodic(folder: Path) -> dict[int, Path]:
 
 
 def newest(folder: Path, count: int) -> list[Path]:
-    """Return up to ``count`` periodic checkpoints, those with the most updates, ascending.
-
-    Raises: ValueError if there is none.
-    """
+    """Return the last ``count`` periodic checkpoints, ascending. Raises: ValueError without any."""
     found = list(periodic(folder).values())
     if not found:
         raise ValueError(
@@ -244,8 +224,6 @@ def same_dictionary(
     added: symbols that the task adds, such as ``<mask>``. say: called with a sentence if only the
     numbers of words were compared. name: the path of ``dictionary`` in ``bin``, by default its
     file name. The size of an adaptive input, which has no single embedding, is not compared.
-
-    Raises: ValueError if the checkpoint does not load.
     """
     state = load(checkpoint)
     if not dictionary.is_file():
@@ -297,14 +275,3 @@ def _mean(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if not all(torch.equal(tensor, tensors[0]) for tensor in tensors):
         raise ValueError(f"the checkpoints differ in {name}, whose values cannot be averaged")
     return tensors[0]
-
-
-def _plain(value: Any) -> Any:
-    """Convert a value to types that JSON supports."""
-    if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

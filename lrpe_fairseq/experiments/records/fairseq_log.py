@@ -16,25 +16,21 @@ from typing import Any
 LINE = re.compile(r"\b(train_inner|valid)\b[ :|]+(\{.*\})\s*$")
 TOKENS = re.compile(r"Evaluated ([\d,]+) tokens")
 LOSS = re.compile(r"Loss \(base 2\): ([-\d.einfa]+), Perplexity")
-INFINITE = (
-    "skipping tokens with inf scores"  # fairseq-eval-lm excludes them from the loss but counts them
-)
+INFINITE = "skipping tokens with inf scores"  # fairseq-eval-lm counts them, without their loss
 DIVERGED = "diverged"  # a metric: 1 instead of a loss and a perplexity that are not finite
 NOT_FINITE = re.compile(
     r"FloatingPointError: (gradients are Nan/Inf|Minimum loss scale reached)"
     r"|^rank +\d+ = -?(nan|inf)$",  # fairseq's message with several processes
     re.MULTILINE,
 )
+SERVED = re.compile(r"((?:linear|softmax) attention\b.*) runs as (.+)$", re.MULTILINE)
 PARAMETERS = re.compile(r"num\. shared model params: ([\d,]+)")
 TAIL_BYTES = 16384
 
 
 @dataclass(frozen=True)
 class TrainingLog:
-    """The log of one training, including its resumptions.
-
-    inner: update -> logged training statistics. valid: update -> validation metrics.
-    """
+    """The log of one training: update -> training statistics, and update -> validation metrics."""
 
     inner: dict[int, dict[str, str]]
     valid: dict[int, dict[str, str]]
@@ -51,10 +47,7 @@ class TrainingLog:
         ]
 
     def tokens_per_second(self) -> float:
-        """Return the median speed of training after its first tenth, without validation.
-
-        Raises: ValueError if the training logged nothing.
-        """
+        """Return the median speed after the first tenth. Raises: ValueError for an empty log."""
         if not self.inner:
             raise ValueError("the training log has no train_inner line; was log_format json?")
         last = max(self.inner)
@@ -87,6 +80,14 @@ def million_parameters(path: Path) -> float | None:
     return int(found[1].replace(",", "")) / 1e6 if found else None
 
 
+def served(path: Path) -> dict[str, list[str]]:
+    """Return which forms computed each attention, as ``kernels.loader.log_served`` has logged."""
+    found: dict[str, set[str]] = {}
+    for what, form in SERVED.findall(path.read_text(encoding="utf-8", errors="replace")):
+        found.setdefault(what, set()).add(form)
+    return {what: sorted(forms) for what, forms in found.items()}
+
+
 def last_update(path: Path) -> int:
     """Return the last update in the log of a running training; 0 if there is none."""
     names = {"train_inner": "num_updates", "valid": "valid_num_updates"}
@@ -106,15 +107,16 @@ def last_line(path: Path) -> str:
     return said[-1][:300] if said else "it printed nothing"
 
 
-def parse_evaluation(output: str) -> dict[str, float]:
-    """Return ``tokens`` and :func:`scored` from the output of fairseq-eval-lm.
+def parse_evaluation(log: Path) -> dict[str, float]:
+    """Return ``tokens`` and :func:`scored` from the log of fairseq-eval-lm.
 
     Raises: ValueError if nothing was evaluated; fairseq then prints perplexity 1.00 and exits with
         status 0.
     """
+    output = log.read_text(encoding="utf-8")
     tokens, loss = TOKENS.findall(output), LOSS.findall(output)
     if not tokens or not loss:
-        raise ValueError("fairseq-eval-lm printed no perplexity")
+        raise ValueError(f"fairseq-eval-lm printed no perplexity ({log})")
     count = int(tokens[-1].replace(",", ""))
     if count == 0:
         raise ValueError(
@@ -133,22 +135,17 @@ def perplexity(loss: float) -> float:
 
 
 def scored(loss: float) -> dict[str, float]:
-    """Return ``loss`` (bits) and ``ppl``, or ``diverged`` if these are not finite.
-
-    Run files cannot contain inf or nan.
-    """
+    """Return ``loss`` (bits) and ``ppl``, or ``diverged``: run files contain no inf or nan."""
     ppl = perplexity(loss)
     return {"loss": loss, "ppl": ppl} if math.isfinite(ppl) else {DIVERGED: 1}
 
 
-def parse_validation(output: str, split: str) -> dict[str, float]:
-    """Return the metrics that fairseq-validate printed for ``split``, such as ``accuracy``.
-
-    Raises: ValueError if it printed none.
-    """
+def parse_validation(log: Path, split: str) -> dict[str, float]:
+    """Return what fairseq-validate measured on ``split``. Raises: ValueError if it is missing."""
+    output = log.read_text(encoding="utf-8")
     found = re.findall(rf"\| {re.escape(split)} \| (\{{.*\}})", output)
     if not found:
-        raise ValueError(f"fairseq-validate printed no numbers for {split}")
+        raise ValueError(f"fairseq-validate printed no numbers for {split} ({log})")
     values = json.loads(found[-1])
     return {n.removeprefix(f"{split}_"): float(v) for n, v in values.items() if n != "epoch"}
 

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,37 +49,13 @@ def first_shard(data: Path) -> Path:
     return shards_of(data)[0]
 
 
-def joined_shards(data: Path) -> str:
-    """Return fairseq's path of ``data``: ``task.data``."""
-    return ":".join(map(relative, shards_of(data)))
-
-
-def data_home(path: str) -> Path:
-    """Return the data folder of fairseq's path.
-
-    >>> data_home("data/wikibook/bin/shard0:data/wikibook/bin/shard1")
-    PosixPath('data/wikibook')
-    """
-    folder = Path(path.split(":")[0])
-    return folder.parent.parent if SHARD.fullmatch(folder.name) else folder.parent
-
-
-def own_command(*words: object) -> list[str]:
-    """Return the command line of a subcommand of this program; paths are relative to the root."""
-    plain = (relative(word) if isinstance(word, Path) else str(word) for word in words)
-    return [sys.executable, "-m", "lrpe_fairseq.experiments", *plain]
-
-
 @contextlib.contextmanager
 def written_whole(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     """Open ``path`` for writing atomically: the file appears after all of it is on the disk.
 
-    The content is written to a temporary file in the same folder, so that neither a reader nor a
-    crash leaves half a file. After an error the temporary file is deleted and an older file is
-    unchanged. The temporary name starts with a dot, which readers of run files and checkpoints
-    ignore.
-
-    Raises: OSError if the folder cannot be created or written.
+    The content is written to a temporary file in the same folder, whose name starts with a dot:
+    readers of run files and checkpoints ignore it. After an error it is deleted and an older file
+    is unchanged. Raises: OSError if the folder cannot be created or written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -97,10 +72,7 @@ def written_whole(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
 
 
 def require_writable(folder: Path, option: str) -> None:
-    """Raise UserError, which names ``option``, unless files can be made in ``folder``.
-
-    It is made if it does not exist.
-    """
+    """Make ``folder``. Raises: UserError, which names ``option``, if no files can be made in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -151,10 +123,7 @@ def configurations(folder: Path) -> list[Path]:
 
 @functools.lru_cache(maxsize=64)
 def _composed(path: Path, changed: int) -> Any:
-    """Return a configuration over its bases, as hydra composes them, without ``defaults``.
-
-    changed: the time of modification of the file.
-    """
+    """Return a configuration over its bases, as hydra composes them. changed: its mtime."""
     from omegaconf import OmegaConf
 
     config = OmegaConf.merge({}, OmegaConf.load(path))
@@ -175,10 +144,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def require_checkout(root: Path = ROOT) -> None:
-    """Check that ``root`` contains the configurations and scripts, which a wheel lacks.
-
-    Raises: ValueError, which says what to do.
-    """
+    """Raise ValueError if ``root`` lacks the configurations and scripts, as a wheel does."""
     missing = [name for name in ("configs", "scripts") if not (root / name).is_dir()]
     if missing:
         raise ValueError(

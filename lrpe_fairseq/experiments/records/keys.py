@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from lrpe_fairseq import patterns
 from lrpe_fairseq.encodings import canonical_name
 from lrpe_fairseq.experiments.records.layout import (
     HALVES,
@@ -37,8 +38,8 @@ class Key(NamedTuple):
     """What distinguishes the cells of a table, apart from what they show of a run.
 
     attention, encoding: of encoder and decoder; a model with one stack has the same twice.
-    Encodings have canonical names. changed: the options with other values than the table's usual
-    ones. dataset: that of a column; empty for the data of the table's configuration.
+    Both are as :func:`comparable` has them. changed: the options with other values than the table's
+    usual ones. dataset: that of a column; empty for the data of the table's configuration.
     """
 
     attention: tuple[str, ...]
@@ -53,8 +54,8 @@ def key(table: Table, run: Run) -> Key:
     names = {column.dataset for column in table.columns}
     data = run["dataset"]
     return Key(
-        _halves(run["attention_type"]),
-        tuple(map(canonical_name, _halves(run["position_encoding"]))),
+        _canonical("attention_type", run["attention_type"]),
+        _canonical("position_encoding", run["position_encoding"]),
         _changed(table, found),
         next((n for n in (data, data.removesuffix(f"-{run['scale']}")) if n in names), ""),
     )
@@ -65,12 +66,11 @@ def key_at(table: Table, row: Row, column: Column) -> Key:
     fixed = table.fixed
     sides = [
         {**dict.fromkeys(HALVES, own), **({fixed["side"]: fixed[what]} if fixed else {})}
-        for own, what in ((column.attention, "attention"), (row.encoding, "encoding"))
+        for own, what in ((row.attention_in(column), "attention"), (row.encoding, "encoding"))
     ]
     chosen = {**table.options, **row.overrides, **column.overrides}
-    attention, encoding = map(_halves, sides)
-    names = tuple(map(canonical_name, encoding))
-    return Key(attention, names, _changed(table, chosen), column.dataset)
+    attention, encoding = map(_canonical, ("attention_type", "position_encoding"), sides)
+    return Key(attention, encoding, _changed(table, chosen), column.dataset)
 
 
 def filled(table: Table, run: Run) -> list[tuple[str, str]]:
@@ -118,10 +118,12 @@ def option(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
 def comparable(name: str, value: Any) -> Any:
     """Return the value of an option in the form in which settings are compared.
 
-    Encodings have canonical names, and 1, 1.0 and "1" are equal.
+    Patterns are as short as possible, encodings have canonical names, and 1, 1.0 and "1" are equal.
     """
-    is_name = name.endswith("position_encoding") and isinstance(value, str)
-    return plain(canonical_name(value) if is_name else value)
+    if not (isinstance(value, str) and value and name.endswith(patterns.OPTIONS)):
+        return plain(value)
+    own = canonical_name if name.endswith("position_encoding") else str
+    return plain(patterns.canonical(value, own))
 
 
 def steps(config: Mapping[str, Any]) -> list[float]:
@@ -192,11 +194,11 @@ def _cell(table: Table, row: Row, column: Column) -> Cell:
         key=key_at(table, row, column),
         label=row.label,
         encoding=row.encoding,
-        attention=column.attention,
+        attention=row.attention_in(column),
         options=options,
         changed=changed,
         dataset=column.dataset,
-        name=file_name("-".join([row.label, column.attention, *named])),
+        name=file_name("-".join([row.label, row.attention_in(column), *named])),
         config=column.config,
         rates=tuple(column.rates),
     )
@@ -212,6 +214,10 @@ def _changed(table: Table, chosen: Mapping[str, Any]) -> frozenset[tuple[str, st
 
 def _single(value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _canonical(name: str, given: Sides) -> tuple[str, ...]:
+    return tuple(comparable(name, value) for value in _halves(given))
 
 
 def _halves(given: Sides) -> tuple[str, ...]:

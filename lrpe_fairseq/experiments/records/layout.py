@@ -16,8 +16,12 @@ from typing import Any
 
 import yaml
 
+from lrpe_fairseq import patterns
+
 Options = dict[str, Any]
 ATTENTION = ("linear", "softmax")
+ANY = "any"
+"""The attention of a column whose rows have their own."""
 HALVES = ("encoder", "decoder")
 PARTS = (*HALVES, "cross")
 """The attention of an encoder-decoder model: self-attention of both, and cross-attention."""
@@ -28,21 +32,19 @@ BETTER = ("lower", "higher")
 class Column:
     """One column, and the field of the run file that it shows.
 
-    A file may write several columns at once (:func:`repeated`).
-    key: its name in ``method``. title: its heading. attention: ``linear`` or
-    ``softmax``. metric, with split and protocol: a number of the run's ``metrics``; without
-    them: a field of the run, such as ``tokens_per_second``. dataset: only runs on this data set
-    (for columns that differ in it); ``reverse`` also stands for ``reverse-small`` at scale small.
-    config: a training configuration in place of the scale's; the column then names its data set.
-    scales: the scales with this column, for example those whose data have the split; default all.
-    overrides: options that differ. best_over: an
-    option; of each seed's runs that differ in it only the best counts. best_by: split, protocol,
-    metric and ``better`` of the number that selects it, instead of the column's own metric. rates:
-    learning rates instead of the table's. mean_of: keys of the columns that this one averages,
-    instead of a metric. paper: the published cell: ``file`` and the values of its columns.
-    comparable: false if the published number is of another or unknown measure; the page then
-    leaves it out.
-    better: ``lower`` or ``higher``; :func:`load_table` sets that of the table by default.
+    A file may write several columns at once (:func:`repeated`). key: its name in ``method``.
+    title: its heading. attention: ``linear``, ``softmax`` or :data:`ANY`. metric, with split and
+    protocol: a number of the run's ``metrics``; without them: a field of the run, such as
+    ``tokens_per_second``. dataset: only runs on this data set (for columns that differ in it);
+    ``reverse`` also stands for ``reverse-small`` at scale small. config: a training configuration
+    in place of the scale's; the column then names its data set. scales: the scales with this
+    column, for example those whose data have the split; default all. overrides: options that
+    differ. best_over: an option; of each seed's runs that differ in it only the best counts.
+    best_by: split, protocol, metric and ``better`` of the number that selects it, instead of the
+    column's own metric. rates: learning rates instead of the table's. mean_of: keys of the columns
+    that this one averages, instead of a metric. paper: the published cell: ``file`` and the values
+    of its columns. comparable: false if the published number is of another or unknown measure; the
+    page then leaves it out. better: ``lower`` or ``higher``; default: that of the table.
     """
 
     key: str
@@ -69,11 +71,12 @@ class Column:
 class Row:
     """One method.
 
-    label: its name, also on the command line. encoding: our public name. attention: the types
-    with cells in this row. overrides: options that differ. without: keys of columns
-    without a cell in this row. method: its label in the published table, one for all columns or by
-    column key; without it there is no published number.
-    paper: further columns of the published cell, with their values.
+    label: its name, also on the command line. encoding: our public name, or a pattern over the
+    layers. attention: the types with cells in this row; in a column with :data:`ANY` one type or
+    pattern. overrides: options that differ. without: keys of columns without a cell in
+    this row. method: its label in the published table, one for all columns or by column key;
+    without it there is no published number. paper: further columns of the published cell, with
+    their values.
     """
 
     label: str
@@ -86,7 +89,11 @@ class Row:
 
     def has(self, column: Column) -> bool:
         """True if the row has a cell in ``column``."""
-        return column.attention in self.attention and column.key not in self.without
+        return column.attention in (ANY, *self.attention) and column.key not in self.without
+
+    def attention_in(self, column: Column) -> str:
+        """Return the attention type, or the pattern, of the row's cell in ``column``."""
+        return self.attention[0] if column.attention == ANY else column.attention
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, which caches need
@@ -148,7 +155,7 @@ class Table:
     def headlines(self) -> list[str]:
         """Return ``headline``, or by default the first column of each attention type."""
         first = {column.attention: column.key for column in reversed(self.columns)}
-        return self.headline or [first[kind] for kind in ATTENTION if kind in first]
+        return self.headline or [first[kind] for kind in (*ATTENTION, ANY) if kind in first]
 
     def column(self, key: str) -> Column:
         """Return the column ``key``. Raises: ValueError if there is none."""
@@ -274,10 +281,14 @@ def _faults(table: Table) -> Iterator[str]:
     for part in [*table.rows, *table.columns]:
         if unknown := sorted(part.overrides.keys() - table.options.keys()):
             yield f"the override {', '.join(unknown)} has no usual value in options"
-    kinds = itertools.chain(*(row.attention for row in table.rows))
-    for value in [*kinds, *(column.attention for column in table.columns)]:
+    of_rows = itertools.chain(*(row.attention for row in table.rows))
+    of_columns = {column.attention for column in table.columns}
+    for value in [*itertools.chain(*map(patterns.values, of_rows)), *(of_columns - {ANY})]:
         if value not in ATTENTION:
             yield f"attention must be {' or '.join(ATTENTION)}, not {value!r}"
+    for row in table.rows:
+        if ANY in of_columns and len(row.attention) != 1:
+            yield f"row {row.label} needs one attention type, for the columns with attention {ANY}"
     for value in [table.better, *(column.better for column in table.columns)]:
         if value not in BETTER:
             yield f"better must be {' or '.join(BETTER)}, not {value!r}"

@@ -10,13 +10,17 @@ others have a length of their own, in their names:
 - ``truncated-L``: ``paired-L`` with attention limited to the last T tokens.
 - ``positions-L``: ``blocks-L``, by position.
 - ``documents-L``: ``blocks-L`` of each document, which begin at its first token.
+
+``+SCALING-F`` after any of them scales the rotations of the model for the evaluation only:
+``blocks-512+yarn-4`` is ``--context-scaling yarn --context-factor 4``.
 """
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 BLOCKS, SLIDING, TAIL, PAIRED = "blocks", "sliding", "tail", "paired"
 TRUNCATED, POSITIONS, DOCUMENTS = "truncated", "positions", "documents"
@@ -30,8 +34,11 @@ HOLDS, BEYOND = "holds-to", "beyond-window"
 BREAK = 0.1  # nats
 Metrics = Mapping[str, float]
 FORMS = (
-    "blocks, sliding, blocks-L, tail-L, tail-L-W, paired-L, truncated-L, positions-L, documents-L"
+    "blocks, sliding, blocks-L, tail-L, tail-L-W, paired-L, truncated-L, positions-L, documents-L, "
+    "each also with context scaling by a factor F: +linear-F, +ntk-F, +yarn-F"
 )
+SCALED = re.compile(r"(linear|ntk|yarn)-([1-9]\d*(?:\.\d*[1-9])?)")
+"""What follows ``+`` in the name of a protocol with context scaling."""
 
 
 class Window(NamedTuple):
@@ -44,19 +51,27 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Protocol:
-    """One protocol; see the module. ``length``: L, or 0 for the length of training. ``step``: W."""
+    """One protocol; see the module. ``length``: L, or 0 for the length of training. ``step``: W.
+
+    scaling, factor: context scaling for the evaluation; "none" for that of the training.
+    """
 
     kind: str
     length: int = 0
     step: int = 0
+    scaling: str = "none"
+    factor: float = 1.0
 
     @classmethod
     def parse(cls, name: str) -> "Protocol":
         """Return the protocol ``name``. Raises: ValueError, which lists the forms, for others.
 
         >>> Protocol.parse("tail-2048")
-        Protocol(kind='tail', length=2048, step=128)
+        Protocol(kind='tail', length=2048, step=128, scaling='none', factor=1.0)
         """
+        plain, _, scaled = name.partition("+")
+        if found := SCALED.fullmatch(scaled):
+            return replace(cls.parse(plain), scaling=found[1], factor=float(found[2]))
         kind, *numbers = name.split("-")
         own = {BLOCKS: (0, 1), SLIDING: (0,), TAIL: (1, 2)}.get(kind, (1,))
         known = kind in (BLOCKS, SLIDING, TAIL, PAIRED, TRUNCATED, POSITIONS, DOCUMENTS)
@@ -72,6 +87,14 @@ class Protocol:
     def by_fairseq(self) -> bool:
         """True if fairseq-eval-lm evaluates it, with the memory of models that have one."""
         return not self.length
+
+    def overrides(self, trained: int) -> dict[str, Any]:
+        """Return the options of the model that the protocol changes, by flat names.
+
+        trained: T, from which the context is scaled.
+        """
+        own = {"scaling": self.scaling, "factor": self.factor, "length": trained}
+        return {} if self.scaling == "none" else {f"context_{k}": v for k, v in own.items()}
 
     @property
     def is_paired(self) -> bool:
@@ -107,6 +130,12 @@ class Protocol:
 
     def sentence(self, trained: int) -> str:
         """Describe the protocol for a model trained on blocks of ``trained`` tokens."""
+        if self.scaling != "none":
+            plain = replace(self, scaling="none", factor=1.0).sentence(trained)
+            return (
+                f"{plain} The rotations of the model are scaled for the evaluation: {self.scaling} "
+                f"by {self.factor:g}, from {trained} tokens."
+            )
         length, half = self.length, trained // 2
         if self.by_fairseq:
             return {
@@ -128,7 +157,8 @@ class Protocol:
             f"{trained - 1} before it only.",
             POSITIONS: f"Non-overlapping blocks of {length} tokens, by position up to each bound; "
             "losses are in bits. clamped is the fraction of the denominators of linear attention "
-            "that are raised to the clamp, over all layers and heads.",
+            "that are raised to the clamp, over all layers and heads; state counts the numbers "
+            "that decoding keeps after a block.",
             DOCUMENTS: f"Blocks of {length} tokens of each document, from its first token on; "
             "document_ppl is the geometric mean of the documents' perplexities.",
         }[self.kind]
@@ -162,7 +192,8 @@ def holds_to(measured: Mapping[str, Metrics], length: int) -> int | None:
     It is the last L of the measured ``paired-L`` before the first whose mean loss is more than
     :data:`BREAK` nats above that of the training length, and ``length`` if there is none.
     """
-    lengths = sorted(Protocol.parse(n).length for n in measured if n.startswith(f"{PAIRED}-"))
+    known = map(Protocol.parse, measured)
+    lengths = sorted(p.length for p in known if p.kind == PAIRED and p.scaling == "none")
     if length not in lengths:
         return None
     trained, *longer = lengths

@@ -17,12 +17,14 @@ import json
 import math
 import os
 import platform
+import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.files import commit, read_json, write_json
 from lrpe_fairseq.experiments.records.protocols import PAIRED, TRUNCATED
@@ -55,7 +57,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "wall_seconds": NUMBER,  # of training
 }
 OPTIONAL: dict[str, tuple[type, ...]] = {
-    "kernels": (dict,),  # the forms that computed causal sums and encodings; old runs lack it
+    "kernels": (dict,),  # available ones, and in "served" attention -> forms; old runs lack both
     "peak_memory_mb": NUMBER,
     "million_parameters": NUMBER,  # of the model, learned or not, without buffers
     "tokens_per_second": NUMBER,  # of training, unless it diverged before its first logged update
@@ -92,10 +94,7 @@ def validate(run: Run) -> None:
 
 
 def write_run(path: Path | str, run: Run) -> None:
-    """Write ``run`` to ``path`` atomically.
-
-    Raises: ValueError for an invalid run (nothing is written), OSError, which names ``path``.
-    """
+    """Write ``run`` atomically. Raises: ValueError if it is invalid; OSError naming ``path``."""
     validate(run)
     try:
         write_json(Path(path), _packed(run, Path(path)), sort_keys=True)
@@ -131,11 +130,19 @@ def read_runs(root: Path | str) -> dict[str, Run]:
     return runs
 
 
-def environment() -> Run:
-    """Return the fields ``commit``, ``versions``, ``hardware`` and ``kernels`` of this process."""
+def environment(logs: Iterable[Path] = ()) -> Run:
+    """Return the fields ``commit``, ``versions``, ``hardware`` and ``kernels`` of this process.
+
+    logs: of its children. ``kernels`` says which forms computed their attention, and its own.
+    """
     from torch import cuda  # slow to import
 
-    from lrpe_fairseq.kernels.loader import kernels_in_use
+    from lrpe_fairseq.kernels import loader
+
+    served: dict[str, list[str]] = {}
+    for found in (loader.SERVED, *map(fairseq_log.served, logs)):
+        for what, forms in found.items():
+            served[what] = sorted({*served.get(what, ()), *forms})
 
     packages = {"torch": "torch", "numpy": "numpy", "fairseq": "fairseq-fixed"}
     versions = {name: _version(distribution) for name, distribution in packages.items()}
@@ -144,7 +151,7 @@ def environment() -> Run:
         "commit": commit(),
         "versions": {"python": platform.python_version(), **versions},
         "hardware": {"cpu": _cpu_model(), "cores": _cores(), "gpus": gpus},
-        "kernels": kernels_in_use(),
+        "kernels": {**loader.kernels_in_use(), "served": served},
     }
 
 
@@ -218,18 +225,13 @@ def _version(distribution: str) -> str:
 
 
 def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
+    told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    found = re.search(r"^model name\s*:(.*)", told, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 # --- the bases of configurations -----------------------------------------------------------------
@@ -268,10 +270,7 @@ def _packed(run: Run, target: Path) -> Run:
 
 
 def _unpacked(run: Run, source: Path) -> Run:
-    """Return a run file's content with its whole configuration.
-
-    Raises: ValueError if the base is missing or the hash does not agree.
-    """
+    """Return a run with its whole configuration. Raises: ValueError without base and equal hash."""
     if "config_hash" not in run:
         return run
     path = _home(source, str(run.get("scale")))
@@ -313,10 +312,7 @@ def _text(value: Any) -> str:
 
 
 def usage(folder: Path) -> Run:
-    """Return ``commits`` (in order) and ``data`` (checksums) of a run folder.
-
-    If an older version started the training, some of them are missing.
-    """
+    """Return ``commits`` and ``data`` (checksums) of a run folder; older versions stored less."""
     return read_json(folder / USAGE)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from lrpe_fairseq.experiments.records.layout import Table
+from lrpe_fairseq.experiments.records.layout import ANY, Table
 from lrpe_fairseq.experiments.report import frame, markdown, orders, plots, speed
 from lrpe_fairseq.experiments.report.frame import ColumnView, Results
 
@@ -25,12 +25,12 @@ CURVES = {
 }  # fmt: skip
 GROUPS = {
     "Language models": ["quickstart", "table2", "catalogue", "extrapolation", "budget", "books",
-                        "tmlr-table2", "tmlr-table5", "table5"],
+                        "tmlr-table2", "tmlr-table5", "table5", "hybrid-lm"],
     "Masked language models and GLUE": ["table8", "table3", "budget-mlm", "tmlr-table1-pretrain",
                                         "tmlr-table1"],
     "Translation and transduction": ["table4", "ape-wmt14", "ape-sequences", "ape-trees"],
     "Classification and images": ["images", "listops", "tmlr-table4", "tmlr-table3"],
-    "Synthetic tasks": ["synthetic", "grid"],
+    "Synthetic tasks": ["synthetic", "grid", "hybrid-mqar"],
 }  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def index(results: Results) -> str:
     groups = {
         title: [(table, _first(results, table)) for table in own]
         for title, names in {**GROUPS, "Others": others}.items()
-        if (own := [results.tables[name] for name in names if name in results.tables])
+        if (own := [results.tables[name] for name in names if results.sheets_of(name)])
     }
     values = {"groups": groups, "settings": settings, "not_run": _not_run(results)}
     return markdown.rendered("results.md.j2", **values)
@@ -146,13 +146,12 @@ def index(results: Results) -> str:
 
 def _first(results: Results, table: Table) -> str:
     """Return the best rows of a table's first headline columns."""
-    sheet = next(iter(results.sheets_of(table.name)), None)
-    if sheet is None:
-        return "not run"
+    sheet = results.sheets_of(table.name)[0]
     first: dict[str, ColumnView] = {}
     for view in results.headlines(sheet):
         first.setdefault(view.column.attention, view)
-    best = "; ".join(f"{attention} {_best(view)}" for attention, view in first.items())
+    kinds = {kind: "" if kind == ANY else f"{kind} " for kind in first}
+    best = "; ".join(f"{kinds[kind]}{_best(view)}" for kind, view in first.items())
     scale = sheet.scale
     return best if scale == "small" else f"`{scale}`: {best}"
 

@@ -22,7 +22,7 @@ PARTS: dict[str, ModuleType] = {
     "speed": speed,
 }
 GENERATED = (
-    "results/*.md", "results/*.csv", "results/bench/*.csv", "results/figures/*.png",
+    "results/*.md", "results/*.csv", "results/bench/*.csv", "results/figures/*.png", "docs/*.png",
 )  # fmt: skip
 """Patterns of files that are never written by hand."""
 

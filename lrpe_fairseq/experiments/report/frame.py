@@ -5,6 +5,7 @@ A line of the frame is the value of one cell for one seed. Templates take a :cla
 """
 
 import csv
+import dataclasses
 import functools
 import math
 import statistics
@@ -15,10 +16,11 @@ from typing import Any
 
 import pandas as pd
 
+from lrpe_fairseq import patterns
 from lrpe_fairseq.encodings import ENCODINGS, canonical_name
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.keys import RATE, filled, option
-from lrpe_fairseq.experiments.records.layout import Column, Row, Table, load_tables, short
+from lrpe_fairseq.experiments.records.layout import ANY, Column, Row, Table, load_tables, short
 from lrpe_fairseq.experiments.records.protocols import BEYOND, HOLDS, Protocol, derived
 from lrpe_fairseq.experiments.records.runs import Run, plain, read_runs
 from lrpe_fairseq.experiments.report import orders
@@ -65,7 +67,7 @@ def method(encoding: str, options: Mapping[str, Any], usual: Mapping[str, Any]) 
     >>> method("none", {"model.no_token_positional_embeddings": True}, {})
     'none, no positions'
     """
-    parts = [public_name(encoding)]
+    parts = [patterns.canonical(encoding, public_name)]
     if encoding == "none":
         bare = options.get("model.no_token_positional_embeddings", False)
         parts.append("no positions" if bare else "sinusoidal")
@@ -107,13 +109,21 @@ class ColumnView:
         return [label for label, values in self.cells.items() if values]
 
     @functools.cached_property
-    def _marks(self) -> dict[tuple[str, str], str]:
-        scaled = {
+    def _scaled(self) -> orders.Cells:
+        return {
             label: {seed: orders.compared(v / self.whole, self.kind) for seed, v in values.items()}
             for label, values in self.cells.items()
             if values and label not in self.broken
         }
-        return orders.orders(scaled, self.column.better, self.examples)
+
+    @functools.cached_property
+    def _marks(self) -> dict[tuple[str, str], str]:
+        return orders.orders(self._scaled, self.column.better, self.examples)
+
+    @functools.cached_property
+    def unstable(self) -> set[str]:
+        """The rows that evaluated for every seed, but whose seeds vary too much to be ordered."""
+        return orders.unstable(self._scaled, self.examples)
 
     def mark(self, row: str, other: str) -> str:
         """Return how ``row`` stands to ``other``: better, worse, tied, unstable or open."""
@@ -169,8 +179,7 @@ class ColumnView:
     def first(self) -> str:
         """Return the stable row with the best mean. Raises: KeyError without one."""
         for row in self.ranked():
-            others = [other for other in self.ranked() if other != row]
-            if not others or any(self.mark(row, o) != orders.UNSTABLE for o in others):
+            if row not in self.unstable:
                 return row
         raise KeyError(f"{self.table.name}, {self.column.key} has no stable row")
 
@@ -235,10 +244,7 @@ class Sheet:
         return {name: run for name, run in own.items() if found[run["seed"]] >= rates}
 
     def scores(self, row: Row, column: Column) -> Scores:
-        """Return the value of one cell per seed; empty without runs.
-
-        Raises: ValueError if two runs have the same cell and seed.
-        """
+        """Return the value of a cell per seed. Raises: ValueError if two runs have one seed."""
         if not row.has(column):
             return Scores()
         if column.mean_of:
@@ -260,13 +266,9 @@ class Sheet:
     def _selected(self, row: Row, column: Column) -> dict[int, Run]:
         """Return seed -> the run that a cell shows: the only one, or the best of ``best_over``."""
         found: dict[int, dict[str, tuple[float, str]]] = {}  # seed -> option -> rank and name
+        judge = dataclasses.replace(column, **column.best_by)
         for name, run in self.runs_of(row, column).items():
-            by = column.best_by
-            rank = (
-                _at(run, by["split"], by["protocol"]).get(by["metric"])
-                if by
-                else _value(run, column)
-            )
+            rank = _value(run, judge)
             if rank is None:
                 continue
             choice = str(option(run["config"], column.best_over)) if column.best_over else ""
@@ -277,8 +279,7 @@ class Sheet:
                     f"column {column.key}"
                 )
             own[choice] = rank, name
-        better = column.best_by.get("better", column.better)
-        best = min if better == "lower" else max
+        best = min if judge.better == "lower" else max
         ranked = {
             seed: best(own.values(), key=lambda r: r[0]) for seed, own in sorted(found.items())
         }
@@ -384,8 +385,8 @@ class Results:
     def frame(self) -> pd.DataFrame:
         """Every value of every cell, with its table, row, column, seed and published number."""
         lines = [
-            (view.table.name, view.scale, view.dataset, view.names[row], row, column.attention,
-             column.key, seed, value, view.paper.get(row))
+            (view.table.name, view.scale, view.dataset, view.names[row], row,
+             view.table.row(row).attention_in(column), column.key, seed, value, view.paper.get(row))
             for sheet in self.sheets
             for column in sheet.table.columns
             for view in [self.view(sheet, column.key)]
@@ -435,9 +436,11 @@ def _examples(sheet: Sheet, columns: Sequence[Column]) -> int:
 
 
 def names(table: Table) -> dict[str, str]:
-    """Return the method of every row of a table, by its label."""
+    """Return the method of every row of a table, and its attention if that is its own."""
+    own = any(column.attention == ANY for column in table.columns)
     return {
         row.label: method(row.encoding, {**table.options, **row.overrides}, table.options)
+        + (f" ({row.attention[0]})" if own else "")
         for row in table.rows
     }
 
@@ -455,12 +458,9 @@ def read_paper(path: Path) -> tuple[dict[str, str], ...]:
 def find_cell(path: Path, selectors: Mapping[str, str]) -> dict[str, str]:
     """Return the cell of ``path`` whose columns have the values of ``selectors``.
 
-    Raises: ValueError if a column is unknown, or if not exactly one cell matches.
+    Raises: ValueError if not exactly one cell matches.
     """
-    every = read_paper(path)
-    if unknown := sorted(set(selectors) - set(every[0])):
-        raise ValueError(f"{path.name} has no column {', '.join(unknown)}")
-    found = [cell for cell in every if selectors.items() <= cell.items()]
+    found = [cell for cell in read_paper(path) if selectors.items() <= cell.items()]
     if len(found) != 1:
         raise ValueError(f"{path.name} has {len(found)} cells with {selectors} instead of one")
     return found[0]

@@ -24,10 +24,7 @@ def rendered(template: str, **values: Any) -> str:
 
 
 def table(head: Sequence[Any], rows: Iterable[Sequence[Any]], numbers: bool = False) -> str:
-    """Return a Markdown table; ``|`` in cells is escaped.
-
-    numbers: right-align all columns but the first.
-    """
+    """Return a Markdown table; ``|`` is escaped. numbers: right-align all columns but the first."""
     right = ["---:"] * (len(head) - 1) if numbers else ["---"] * (len(head) - 1)
     escaped = [[str(cell).replace("|", "\\|") for cell in row] for row in (head, *rows)]
     lines = [escaped[0], ["---", *right], *escaped[1:]]
@@ -35,10 +32,7 @@ def table(head: Sequence[Any], rows: Iterable[Sequence[Any]], numbers: bool = Fa
 
 
 def between(text: str, name: str, content: str) -> str:
-    """Return ``text`` with ``content`` between ``<!-- name -->`` and ``<!-- /name -->``.
-
-    Raises: ValueError if ``text`` lacks these markers.
-    """
+    """Return ``text`` with ``content`` between two markers. Raises: ValueError without them."""
     pattern = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     if not pattern.search(text):
         raise ValueError(f"the markers <!-- {name} --> ... <!-- /{name} --> are missing")

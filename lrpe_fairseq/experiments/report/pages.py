@@ -14,7 +14,7 @@ import pandas as pd
 from scipy import stats
 
 from lrpe_fairseq.experiments.records.files import read_json
-from lrpe_fairseq.experiments.records.layout import Table
+from lrpe_fairseq.experiments.records.layout import ANY, Table
 from lrpe_fairseq.experiments.report import frame, markdown, plots, speed
 from lrpe_fairseq.experiments.report.frame import ColumnView, Results, Sheet
 
@@ -101,23 +101,35 @@ def _rows(table: Table, view: ColumnView) -> str:
         return f"{_place(view)}, {_seeds(view)}: no order ({span}).{rank_correlation(view)}"
     best, base = view.first(), table.baseline
     text = f"{_place(view)}, {_seeds(view)}: {view.named(best)} is best{_ties(view, best)}."
-    if base in ranked and best != base:
-        better, others = len(view.better_than(base)), len(ranked) - 1
+    stable = [row for row in ranked if row not in view.unstable]
+    if base in stable and best != base:
+        better, others = len(view.better_than(base)), len(stable) - 1
         text += f" {better} of {others} are better than the baseline {view.named(base)}."
-    return text + rank_correlation(view)
+    return text + _not_ordered(view) + rank_correlation(view)
 
 
 def _seeds(view: ColumnView) -> str:
     return f"{view.seeds} seed{'s' if view.seeds != 1 else ''}"
 
 
-def _ties(view: ColumnView, best: str, most: int = 3) -> str:
-    tied = view.tied_with(best)
-    if not tied:
-        return ", better than all others"
-    names = [view.named(row) for row in tied[:most]]
-    names += [f"{len(tied) - most} more"] if len(tied) > most else []
-    return f", tied with {markdown.listed(names)}"
+def _ties(view: ColumnView, best: str) -> str:
+    if tied := view.tied_with(best):
+        return f", tied with {_some([view.named(row) for row in tied])}"
+    return ", better than all others" + (" that are ordered" if view.unstable else "")
+
+
+def _not_ordered(view: ColumnView) -> str:
+    """Name the rows that the rule of orders leaves out; empty if there are none."""
+    rows = [row for row in view.ranked() if row in view.unstable]
+    base, whose = view.table.baseline, "its" if len(rows) == 1 else "their"
+    names = [f"the baseline {view.named(row)}" if row == base else view.named(row) for row in rows]
+    return f" Not ordered, because {whose} seeds vary too much: {_some(names)}." if rows else ""
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    """Join the first names, and say how many more there are."""
+    more = [f"{len(names) - most} more"] if len(names) > most else []
+    return markdown.listed(names[:most] + more)
 
 
 def rank_correlation(view: ColumnView) -> str:
@@ -156,7 +168,8 @@ def _change(first: ColumnView, view: ColumnView) -> str:
 
 
 def _place(view: ColumnView) -> str:
-    return f"{view.column.attention.capitalize()} attention, {view.column.title}"
+    kind, title = view.column.attention, view.column.title
+    return title.capitalize() if kind == ANY else f"{kind.capitalize()} attention, {title}"
 
 
 # --- the table and the CSV file ------------------------------------------------------------------

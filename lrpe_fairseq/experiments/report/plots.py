@@ -91,10 +91,7 @@ def _axes(panels: Sequence[Panel], width: float, height: float) -> tuple[Any, li
 
 
 def dots(path: Path, panels: Sequence[Panel]) -> None:
-    """Draw a row per method: its mean, and a line from its lowest to its highest value.
-
-    rows: method -> values of the seeds.
-    """
+    """Draw a row per method: mean, and a line over the seeds. rows: method -> their values."""
     tallest = max(len(panel.rows) for panel in panels)
     figure, every = _axes(panels, 5.2, 1.2 + 0.2 * tallest)
     for axes, panel in zip(every, panels, strict=True):

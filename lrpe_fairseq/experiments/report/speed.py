@@ -18,6 +18,8 @@ from lrpe_fairseq.experiments.report import frame, markdown, plots
 PAGE = "docs/speed.md"
 RESULTS = "results/bench"
 DEVICES = ("cpu", "cuda")
+MISSING = "not&nbsp;measured"
+SPEEDS = ("tokens_per_second", "relative_speed")
 AXES = {"seconds_per_token": ("microseconds per token", 1e6), "peak_mb": ("peak memory, MB", 1)}
 Row = dict[str, Any]
 
@@ -38,6 +40,8 @@ def pages(root: Path) -> dict[str, str]:
         printed={cell["method"].lower(): cell["printed"] for cell in cells},
         published=published(root),
         parts=parts,
+        steps=measured("steps", "cuda", root),
+        forms=measured("attention", "cuda", root),
     )
     return {PAGE: text, **{f"{RESULTS}/{part}.csv": csv_of(root, part) for part in parts}}
 
@@ -66,7 +70,7 @@ def measured(part: str, device: str, root: Path = ROOT) -> list[Row]:
 def value(root: Path, part: str, device: str, key: str, **where: Any) -> Any:
     """Return ``key`` of the row whose entries equal ``where``; None if it was not measured."""
     rows = measured(part, device, root)
-    found = (row[key] for row in rows if all(row.get(k) == v for k, v in where.items()))
+    found = (row.get(key) for row in rows if all(row.get(k) == v for k, v in where.items()))
     return next(found, None)
 
 
@@ -129,6 +133,44 @@ def speed(root: Path, device: str, attention: str, encoding: str) -> str:
     return "–" if found is None else f"{found:.2f}"
 
 
+def step_lengths(root: Path) -> list[int]:
+    """Return the two lengths of the training steps on a GPU; one of older figures."""
+    return [512, 2048] if measured("steps", "cuda", root) else [512]
+
+
+def trained(root: Path, attention: str, encoding: str, length: int) -> str:
+    """Return thousands of tokens per second on a GPU, and the speed relative to Base.
+
+    Older figures of T = 512 are shown as long as there are no others. A dash if the encoding does
+    not serve the attention.
+    """
+    where = {"attention": attention, "encoding": encoding}
+    if value(root, "table9", "cpu", "seconds", **where) is None:
+        return "–"
+    part, at = ("steps", {"length": length}) if measured("steps", "cuda", root) else ("table9", {})
+    found = [value(root, part, "cuda", key, **where, **at) for key in SPEEDS]
+    return MISSING if None in found else f"{found[0] / 1e3:,.0f}&nbsp;({found[1]:.2f})"
+
+
+def measure(root: Path, part: str, key: str, encoding: str, **where: Any) -> str:
+    """Return a figure of softmax attention on a GPU."""
+    found = value(root, part, "cuda", key, attention="softmax", encoding=encoding, **where)
+    return MISSING if found is None else f"{found:.2f}"
+
+
+def form(root: Path, name: str, length: int) -> str:
+    """Return the speed of a form of attention relative to its baseline, on a GPU."""
+    where = {"contestant": name, "length": length}
+    found = value(root, "attention", "cuda", "relative_speed", **where)
+    return MISSING if found is None else f"{found:.2f}"
+
+
+def error(root: Path, name: str) -> str:
+    """Return the largest error of a form of attention against float64, on a GPU."""
+    found = value(root, "attention", "cuda", "error", contestant=name)
+    return MISSING if found is None else f"{found:.1e}"
+
+
 # --- the picture ---------------------------------------------------------------------------------
 
 
@@ -148,5 +190,5 @@ def draw(path: Path, rows: list[Row]) -> None:
     plots.save(figure, path)
 
 
-HELPERS = (value, machines, crossover, speed)
+HELPERS = (value, machines, crossover, speed, step_lengths, trained, measure, form, error)
 """Functions of a root that the template calls."""

@@ -28,10 +28,7 @@ FAIRSEQ_MULTIPLE = 8
 
 @dataclass(frozen=True)
 class Devices:
-    """The resources of one run.
-
-    threads: CPU threads. gpus: indices; all GPUs if None. nodes: Slurm nodes, all like this one.
-    """
+    """The resources of one run: CPU threads, GPUs (None: all), and Slurm nodes like this one."""
 
     threads: int = 1
     gpus: tuple[int, ...] | None = None

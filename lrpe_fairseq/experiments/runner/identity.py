@@ -6,7 +6,6 @@ default.
 """
 
 import functools
-import importlib
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -19,8 +18,6 @@ from lrpe_fairseq.experiments.records.runs import plain
 
 Config = dict[str, dict[str, Any]]
 Names = tuple[tuple[str, str | None], ...]
-PLAIN = ("common", "distributed_training", "dataset", "optimization", "checkpoint")
-"""Sections with one class; the others have a class per ``_name``."""
 
 INCIDENTAL = {
     *("log_file", "log_format", "log_interval", "no_progress_bar", "reset_logging", "profile"),
@@ -90,6 +87,8 @@ def differences(settings: Any, config: Mapping[str, Any]) -> set[str]:
     spread = OmegaConf.select(settings, keys.WORLD, default=1)
     names = {name for name in wanted if not _is_incidental(name)}
     changed = {n for n in names if keys.comparable(n, had[n]) != keys.comparable(n, wanted[n])}
+    # a checkpoint may lack what the model reads from its task
+    changed -= {n for n in changed if None in (had[n], wanted[n]) and n == "model.max_positions"}
     ours = {**wanted, keys.WORLD: spread}
     theirs = {**had, keys.WORLD: config.get(keys.WORLD, 1)}
     return changed | _differences_of_batches(ours, theirs)
@@ -111,7 +110,8 @@ def _differences_of_batches(wanted: Mapping[str, Any], had: Mapping[str, Any]) -
 
 def _names(settings: Any) -> Names:
     """Return (section, ``_name``) of the sections that have a class per name."""
-    parts = [part for part in checkpoints.SECTIONS if part not in PLAIN and settings.get(part)]
+    named = [part for part in checkpoints.SECTIONS if part not in checkpoints.PLAIN]
+    parts = [part for part in named if settings.get(part)]
     return tuple((part, settings[part].get("_name")) for part in parts)
 
 
@@ -133,11 +133,9 @@ def _typed(names: Names) -> Any:
     from fairseq.dataclass.configs import FairseqConfig
     from fairseq.dataclass.initialize import add_defaults
 
-    importlib.import_module("lrpe_fairseq.models")  # registers our classes
-    importlib.import_module("lrpe_fairseq.tasks")
-    importlib.import_module("lrpe_fairseq.criterions")
-    importlib.import_module("lrpe_fairseq.optim")
-    kinds = {part: FairseqConfig.__dataclass_fields__[part].default for part in PLAIN}
+    from lrpe_fairseq import criterions, models, optim, tasks  # noqa: F401  (register classes)
+
+    kinds = {part: FairseqConfig.__dataclass_fields__[part].default for part in checkpoints.PLAIN}
     values = {part: OmegaConf.structured(kind) for part, kind in kinds.items()}
     config = OmegaConf.create({**values, **{part: {"_name": name} for part, name in names}})
     add_defaults(config)

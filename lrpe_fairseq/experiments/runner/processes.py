@@ -11,16 +11,19 @@ import fcntl
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.console import UserError
-from lrpe_fairseq.experiments.records.files import ROOT, relative
-from lrpe_fairseq.experiments.runner.devices import Devices
+from lrpe_fairseq.experiments.records.files import ROOT, read_json, relative
 
+Shell = Callable[[list[str], Path], None]
+"""Runs a command from the repository root with a new log. Raises: RunFailed, Stopped."""
 GRACE = "LRPE_FAIRSEQ_GRACE"
 """Environment variable: seconds that a training has to save after a signal."""
 GRACE_SECONDS = 25.0  # by default: a cluster sends SIGKILL after 30 s
@@ -48,14 +51,6 @@ class Diverged(RunFailed):
     """A training ended because its gradients were not finite."""
 
 
-class ChildFailed(Exception):
-    """A child process ended with the nonzero exit status ``status``."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(f"exit status {status}")
-        self.status = status
-
-
 class Children:
     """Runs child processes for several threads and ends them all on :meth:`stop`."""
 
@@ -75,13 +70,14 @@ class Children:
         command: Sequence[str],
         log: Path,
         *,
-        cwd: Path,
         environment: Mapping[str, str],
         lock: int | None = None,
+        cwd: Path = ROOT,
     ) -> None:
         """Run ``command``; its output is appended to ``log``.
 
-        lock: a file descriptor that the child keeps open. Raises: Stopped, ChildFailed.
+        lock: a file descriptor that the child keeps open.
+        Raises: Stopped; RunFailed with the last line of the output.
         """
         with self._guard, open(log, "ab") as output:
             if self.stopping:
@@ -107,7 +103,7 @@ class Children:
         if self.stopping:
             raise Stopped
         if process.returncode:
-            raise ChildFailed(process.returncode)
+            raise failure(log, process.returncode)
 
     def stop(self) -> None:
         """End every child and its descendants, by SIGUSR1 and then SIGKILL; start no more.
@@ -130,17 +126,20 @@ class Children:
                     os.killpg(pid, number)
 
 
-def run_child(
-    children: Children, command: list[str], log: Path, devices: Devices, lock: int | None
-) -> None:
-    """Run one command from the repository root.
+def written_by(run: Shell, out: Path, *words: object) -> dict[str, Any]:
+    """Run a subcommand of this program, and return the JSON file ``out`` that it writes.
 
-    Raises: Stopped; RunFailed with the last line of its output.
+    words: of the command, without ``--out``. Its log is beside ``out``, with the same name.
     """
-    try:
-        children.run(command, log, cwd=ROOT, environment=devices.environment, lock=lock)
-    except ChildFailed as error:
-        raise RunFailed(f"{fairseq_log.last_line(log)} ({error}, {relative(log)})") from None
+    out.unlink(missing_ok=True)
+    plain = [relative(w) if isinstance(w, Path) else str(w) for w in (*words, "--out", out)]
+    run([sys.executable, "-m", "lrpe_fairseq.experiments", *plain], out.with_suffix(".log"))
+    return read_json(out)
+
+
+def failure(log: Path, status: int) -> RunFailed:
+    """Return the error of a command with this log and nonzero exit status."""
+    return RunFailed(f"{fairseq_log.last_line(log)} (exit status {status}, {relative(log)})")
 
 
 @contextlib.contextmanager

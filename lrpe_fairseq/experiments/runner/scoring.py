@@ -92,6 +92,8 @@ class _Scorer:
             found |= differences(bits - self.losses(list(baseline)), len(windows))
         if protocol.kind == POSITIONS:
             found |= by_position(bits, protocol.length) | counted
+            state = (module.state_size(protocol.length) for module in _attentions(self.model))
+            found["state"] = sum(state)
         if protocol.kind == DOCUMENTS:
             found |= by_document(bits, self.starts)
         return found
@@ -244,15 +246,16 @@ def limited(model: nn.Module, window: int | None) -> Iterator[None]:
 def reach_of(model: nn.Module, window: int) -> int:
     """Return the distance to the first token that a token depends on in a ``limited`` model.
 
-    Every layer adds ``window`` - 1. Where a score depends on more than the lag, as with absolute
-    positions or FIRE's beyond its threshold, all tokens before count.
+    Every layer adds ``window`` - 1, or less with a smaller window of its own. Where a score depends
+    on more than the lag, as with absolute positions or FIRE's beyond its threshold, all tokens
+    before count.
     """
     modules = _attentions(model)
     promised = [module.encoding.properties for module in modules]
     relative = all(p.relative == "exact" and p.relative_up_to is None for p in promised)
     if not relative or model.decoder.embed_positions is not None:
         return sys.maxsize
-    return len(modules) * (window - 1)
+    return sum(min(window, module.window or window) - 1 for module in modules)
 
 
 def _attentions(model: nn.Module) -> list[MultiheadAttention]:

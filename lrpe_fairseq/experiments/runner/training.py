@@ -12,7 +12,6 @@ import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,26 +19,16 @@ from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, runs
-from lrpe_fairseq.experiments.records.files import (
-    CONFIGS,
-    ROOT,
-    data_home,
-    first_shard,
-    joined_shards,
-    load_config,
-    relative,
-)
+from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, first_shard, load_config, relative
 from lrpe_fairseq.experiments.records.keys import RATE, WORLD, Cell
 from lrpe_fairseq.experiments.records.layout import Table
 from lrpe_fairseq.experiments.records.runs import Evaluations, Run, environment, read_run, write_run
 from lrpe_fairseq.experiments.runner import devices as machine
 from lrpe_fairseq.experiments.runner import identity, processes
 from lrpe_fairseq.experiments.runner.devices import BIN, Devices
-from lrpe_fairseq.experiments.runner.processes import Children, Diverged, RunFailed, run_child
+from lrpe_fairseq.experiments.runner.processes import Children, Diverged, RunFailed, Shell
 
 Say = Callable[[str], None]
-Shell = Callable[[list[str], Path], None]
-"""Runs a command from the repository root with a new log. Raises: RunFailed, Stopped."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +83,9 @@ class TrainingRun(ABC):
     def of_cell(
         cls, table: Table, cell: Cell, scale: str, config: Path, seed: int
     ) -> "list[TrainingRun]":
-        """Return the runs of a cell of ``table``: one, unless the family searches a learning rate.
-
-        Raises: ValueError if the cell changes an option without a section.
-        """
+        """Return the runs of a cell of ``table``: one, unless the family searches a rate."""
         yaml = load_config(config)
-        data = ROOT / data_home(yaml.task.data)
+        data = ROOT / folders.data_home(yaml.task.data)
         if cls.data_name and cell.dataset:
             data = ROOT / "data" / cls.data_name.format(dataset=cell.dataset, scale=scale)
         rates: list[Any] = [""]
@@ -131,15 +117,17 @@ class TrainingRun(ABC):
     @classmethod
     def _overrides(cls, cell: Cell, yaml: Any) -> tuple[str, ...]:
         """Return what the cell changes, after its options of which the YAML has another value."""
-        usual = (own for own in cell.options if own not in cell.changed)
-        words = chain.from_iterable(cls.overrides_of(*own) for own in usual)
-        changes = chain.from_iterable(cls.overrides_of(*own) for own in cell.changed)
+        usual = [own for own in cell.options if own not in cell.changed]
+        words, changes = (
+            [_override(key, value) for option, value in part for key in cls.keys_of(option)]
+            for part in (usual, cell.changed)
+        )
         return (*(word for word in words if _contradicts(word, yaml)), *changes)
 
     @classmethod
-    def overrides_of(cls, option: str, value: Any) -> tuple[str, ...]:
-        """Return ``section.key=value`` for every key that an option of a table sets."""
-        return (cls.override(option, value),)
+    def keys_of(cls, option: str) -> list[str]:
+        """Return fairseq's keys that an option of a table sets."""
+        return [option]
 
     @classmethod
     def fields_of(cls, table: Table) -> dict[str, Any]:
@@ -198,14 +186,6 @@ class TrainingRun(ABC):
         """The folder of the checkpoints."""
         return self.folder / "checkpoints"
 
-    @staticmethod
-    def override(option: str, value: Any) -> str:
-        """``section.key=value`` for an option of a table. Raises: ValueError without a section."""
-        if "." not in option:
-            raise ValueError(f"an option of a table is section.key, not {option!r}")
-        text = str(value).lower() if isinstance(value, bool) else str(value)
-        return f"{option}={text}"
-
     def yaml(self) -> Any:
         """Return the YAML without overrides. Raises: ValueError if it does not exist."""
         return load_config(CONFIGS / self.configs / f"{self.config}.yaml")
@@ -230,9 +210,9 @@ class TrainingRun(ABC):
         """Return fairseq's path of the data; while they are not prepared, that of the YAML."""
         if not folders.is_prepared(self.data):
             planned = self.yaml().task.data
-            if ROOT / data_home(planned) == self.data:
+            if ROOT / folders.data_home(planned) == self.data:
                 return planned
-        return joined_shards(self.data)
+        return folders.joined_shards(self.data)
 
     def max_update(self) -> int:
         """Return the number of updates of the whole run."""
@@ -254,10 +234,7 @@ class TrainingRun(ABC):
         ]
 
     def usable(self, devices: Devices, say: Say) -> Devices:
-        """Return ``devices``, or the most of their GPUs that can have equal parts of an update.
-
-        ``say`` reports that GPUs are left idle.
-        """
+        """Return ``devices``, or the most of their GPUs that can have equal parts of an update."""
         settings = self.settings()
         able = (part for part in devices.parts() if machine.division(settings, part.processes))
         part = next(able, devices)
@@ -308,10 +285,7 @@ class TrainingRun(ABC):
         return folders.checksums(self.data, self.splits())
 
     def other_data(self, known: Run) -> list[str]:
-        """Return the splits (or the dictionary) that differ from the checksums ``known``.
-
-        Empty without checksums in ``known`` or without the data.
-        """
+        """Return the splits, or the dictionary, that are known to differ from ``known``."""
         return folders.changed(known.get("data", {}), self.data_checksums())
 
     def progress(self) -> tuple[int, int]:
@@ -323,10 +297,7 @@ class TrainingRun(ABC):
         return runs.first_number(read_run(self.result)["metrics"])
 
     def ready_to_resume(self, say: Say) -> int:
-        """Return the updates of the newest undamaged checkpoint with these settings and data.
-
-        Checkpoints with other settings or data are deleted.
-        """
+        """Return the updates to resume from; checkpoints of other settings or data are deleted."""
         seen = checkpoints.ready_to_resume(self.checkpoints, say)
         if not seen:
             return 0
@@ -405,7 +376,7 @@ class TrainingRun(ABC):
         crash = self.checkpoints / checkpoints.CRASH
         crash.unlink(missing_ok=True)
         try:
-            run_child(children, command, self.log, devices, lock)
+            children.run(command, self.log, environment=devices.environment, lock=lock)
         except RunFailed:
             if crash.exists() and fairseq_log.ended_not_finite(self.log):
                 raise Diverged(
@@ -467,7 +438,7 @@ class TrainingRun(ABC):
             "threads": threads,
             **{name: value for name, value in optional.items() if value is not None},
             "data": self.data_checksums(),
-            **environment(),
+            **environment([self.log, *self.folder.glob("eval*.log")]),
             **runs.provenance(self.folder),
         }
 
@@ -477,9 +448,13 @@ def shell(children: Children, devices: Devices, lock: int | None = None) -> Shel
 
     def run(command: list[str], log: Path) -> None:
         log.unlink(missing_ok=True)
-        run_child(children, command, log, devices, lock)
+        children.run(command, log, environment=devices.environment, lock=lock)
 
     return run
+
+
+def _override(key: str, value: Any) -> str:
+    return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def _contradicts(override: str, yaml: Any) -> bool:
@@ -489,14 +464,3 @@ def _contradicts(override: str, yaml: Any) -> bool:
     return stated is not None and stated != OmegaConf.select(
         OmegaConf.from_dotlist([override]), key
     )
-
-
-def parse_validation(log: Path, split: str) -> dict[str, float]:
-    """Return what fairseq-validate printed for a split.
-
-    Raises: RunFailed if it printed nothing for it.
-    """
-    try:
-        return fairseq_log.parse_validation(log.read_text(encoding="utf-8"), split)
-    except ValueError as error:
-        raise RunFailed(f"{error} ({log})") from None

@@ -1,0 +1,46 @@
+"""Patterns over the layers of a stack: one value, or several, separated by commas and repeated.
+
+This module needs neither torch nor fairseq.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from lrpe_fairseq.errors import ChoiceError
+
+OPTIONS = ("attention_type", "position_encoding", "attention_normalizer", "attention_window")
+"""Options of a stack that may have a value per layer."""
+
+
+def values(pattern: Any) -> list[str]:
+    """Return the values of a pattern, in order. Raises: ChoiceError if one is empty.
+
+    >>> values("linear, linear, softmax")
+    ['linear', 'linear', 'softmax']
+    """
+    found = [value.strip() for value in str(pattern).split(",")]
+    if not all(found):
+        raise ChoiceError(f"the pattern {pattern!r} has an empty value: write one between commas")
+    return found
+
+
+def over_layers(pattern: Any, layers: int) -> list[str]:
+    """Return the value of every layer of a stack.
+
+    >>> over_layers("fox,fox,none", 4)
+    ['fox', 'fox', 'none', 'fox']
+    """
+    found = values(pattern)
+    return [found[layer % len(found)] for layer in range(layers)]
+
+
+def canonical(pattern: Any, name: Callable[[str], str] = str) -> str:
+    """Return the shortest pattern with the same values, each replaced by ``name`` of it.
+
+    >>> canonical("linear,softmax,linear,softmax"), canonical("rope")
+    ('linear,softmax', 'rope')
+    """
+    found = list(map(name, values(pattern)))
+    lengths = (n for n in range(1, len(found) + 1) if len(found) % n == 0)
+    shortest = next(n for n in lengths if found == found[:n] * (len(found) // n))
+    return ",".join(found[:shortest])

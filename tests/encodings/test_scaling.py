@@ -1,0 +1,215 @@
+"""Base, fraction and context scaling of rotations, against angles computed from the formulas."""
+
+import math
+
+import pytest
+import torch
+from torch.func import functional_call
+
+from lrpe_fairseq.attention.linear import linear_attention_naive
+from lrpe_fairseq.attention.multihead import MultiheadAttention
+from lrpe_fairseq.attention.projected import feature_map
+from lrpe_fairseq.encodings import ENCODINGS, FREE_FORMS, EncodingOptions, build_encoding
+from lrpe_fairseq.encodings.scaling import SCALINGS, RotationOptions, scaled
+from lrpe_fairseq.errors import ChoiceError
+
+ROTATING = {
+    *("rope", "lrpe-type1", "lrpe-type2", "lrpe-type3", "lrpe-type5", "lrpe-type6", "lrpe-type8"),
+    *("lrpe-tmlr-type1", "lrpe-tmlr-type2", "rope-2d", "fope"),
+}
+NAMES = (*ENCODINGS, *FREE_FORMS)
+F, L, D, HEADS = 4.0, 128, 16, 2
+AT = torch.tensor([0, 1, 2, 9, 100, 5001])
+ON = [name for name in SCALINGS if name != "none"]
+
+
+def encoding_of(name, scaling="none", factor=F, width=D, **options):
+    """The encoding in float64; its learned parts are moved from their start, always alike."""
+    if scaling != "none":
+        options |= {"context_scaling": scaling, "context_factor": factor, "context_length": L}
+    options = EncodingOptions(**options)
+    encoding = build_encoding(name, width, HEADS, causal=True, options=options).double()
+    for parameter in encoding.parameters():
+        noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
+        parameter.data += 0.1 * noise
+    return encoding
+
+
+def example(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(2, HEADS, len(AT), D, generator=generator).to(dtype)
+
+
+def rotates(name):
+    inner = name.removeprefix("gated:")
+    return inner in ROTATING or (inner.startswith("lrpe:") and not inner.endswith("permutation"))
+
+
+def formula(angles, scaling):
+    """The angles after context scaling, one by one."""
+    order = sorted(range(len(angles)), key=lambda i: -abs(angles[i]))
+    found = list(angles)
+    for place, i in enumerate(order):
+        w = angles[i]
+        if scaling == "linear":
+            found[i] = w / F
+        elif scaling == "ntk":
+            features = 2 * len(angles)
+            found[i] = w * F ** (-2 * place / (features - 2))
+        elif scaling == "yarn":
+            g = min(max((L * abs(w) / (2 * math.pi) - 1) / 31, 0), 1)
+            found[i] = (1 - g) * w / F + g * w
+    return found
+
+
+def with_angles(name, angles):
+    """The encoding without options, whose angles are these."""
+    encoding, angles = encoding_of(name), torch.tensor(angles, dtype=torch.float64)
+    if isinstance(encoding.core.theta, torch.nn.Parameter):
+        encoding.core.theta.data = angles
+    else:
+        encoding.core.theta = angles
+    return encoding
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_has_scaled_rotations_or_refuses_in_one_sentence(name):
+    for options in ({"rotation_fraction": 0.5}, {"rotation_base": 500.0}, {"context_length": 9}):
+        if rotates(name):
+            assert encoding_of(name, **options).scales
+        else:
+            with pytest.raises(ChoiceError, match="does not support --context-sc") as refused:
+                encoding_of(name, **options)
+            assert name in str(refused.value)
+            assert "\n" not in str(refused.value)
+    assert bool(encoding_of(name).scales) == rotates(name)
+
+
+@pytest.mark.parametrize("name", sorted(filter(rotates, NAMES)))
+def test_factor_1_equals_no_scaling_to_the_bit(name):
+    x, plain = example(torch.float32), encoding_of(name)
+    for scaling in ON:
+        one = encoding_of(name, scaling, 1.0)
+        assert torch.equal(one(x, x, AT, AT)[0], plain(x, x, AT, AT)[0])
+        assert one.softmax_scale == plain.softmax_scale
+
+
+@pytest.mark.parametrize("scaling", ON)
+@pytest.mark.parametrize("name", sorted(ROTATING - {"fope"}))
+def test_features_are_those_of_the_angles_of_the_formula(name, scaling):
+    x, encoding = example(), encoding_of(name, scaling)
+    expected = with_angles(name, formula(encoding_of(name).core.theta.tolist(), scaling))
+    found = encoding(x, x, AT, AT)[0]
+    torch.testing.assert_close(found, expected(x, x, AT, AT)[0], rtol=0, atol=1e-9)
+    x = x.float()
+    if kernel := encoding.one_pass(x, AT, False):
+        torch.testing.assert_close(kernel(x).double(), found, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(ROTATING))
+def test_linear_scaling_by_f_equals_positions_divided_by_f(name):
+    x, plain = example(), encoding_of(name)
+    own = {"fope_length": 4 * 512} if name == "fope" else {}
+    far = encoding_of(name, "linear", **own)(x, x, 4 * AT, 4 * AT)[0]
+    torch.testing.assert_close(far, plain(x, x, AT, AT)[0], rtol=0, atol=1e-9)
+
+
+def test_fope_scales_its_frequencies_before_they_are_clipped():
+    plain = encoding_of("fope", fope_length=90)
+    encoding = encoding_of("fope", "ntk", fope_length=90)
+    every = formula([10000 ** (-i / 8) for i in range(8)], "ntk")
+    kept = [w for w in every if w >= 2 * math.pi / 90]
+    torch.testing.assert_close(encoding.core.angles, torch.tensor(kept, dtype=torch.float64))
+    assert len(kept) < len(plain.core.theta)
+    encoding.load_state_dict(plain.state_dict())
+    cut = plain.core.coefficients[:, :, : len(kept), : len(kept)]
+    assert torch.equal(encoding.core.coefficients, cut)
+
+
+def test_yarn_divides_slow_pairs_and_keeps_fast_ones_to_the_bit():
+    once = 2 * math.pi / L
+    theta = torch.tensor([40 * once, 32 * once, 16.5 * once, once, 0.3 * once, 0.0]).double()
+    for f in (2.0, 3.0, 7.3):
+        given = RotationOptions(context_scaling="yarn", context_factor=f, context_length=L)
+        found = scaled(-theta, given)
+        assert torch.equal(found[:1], -theta[:1])
+        torch.testing.assert_close(found[1], -theta[1])
+        torch.testing.assert_close(found[2], -(theta[2] + theta[2] / f) / 2)
+        torch.testing.assert_close(found[3:], -theta[3:] / f)
+
+
+@pytest.mark.parametrize("scaling", ON)
+@pytest.mark.parametrize("name", ["lrpe-type2", "lrpe-tmlr-type1"])
+def test_gradients_reach_the_angles_before_scaling(name, scaling):
+    encoding, x, at = encoding_of(name, scaling), example()[:1, :1, :3], AT[:3]
+
+    def encoded(theta):
+        return functional_call(encoding, {"core.theta": theta}, (x, x, at, at))[0]
+
+    theta = encoding.core.theta.detach().clone().requires_grad_()
+    assert torch.autograd.gradcheck(encoded, theta)
+
+
+@pytest.mark.parametrize("name", ["rope", "lrpe-type2", "lrpe-type8"])
+def test_yarn_multiplies_the_scores_of_softmax_attention_and_not_those_of_linear(name):
+    options = EncodingOptions(context_scaling="yarn", context_factor=F, context_length=L)
+    x = torch.randn(2, 9, 2 * D, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    at, outputs = torch.arange(9), {}
+    for kind in ("softmax", "linear"):
+        torch.manual_seed(0)
+        module = MultiheadAttention(
+            2 * D, 2, attention_type=kind, position_encoding=name, causal=True, options=options
+        ).double()
+        q, k, v = module._project(x)
+        if kind == "linear":
+            q, k = module.encoding(feature_map(q), feature_map(k), at, at)
+            outputs[kind] = linear_attention_naive(q, k, v, causal=True)
+        else:
+            q, k = module.encoding(q, k, at, at)
+            scores = q @ k.mT * D**-0.5 * (0.1 * math.log(F) + 1) ** 2
+            hidden = torch.ones(9, 9).triu(1).bool()
+            outputs[kind] = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
+        expected = module._project_out(outputs[kind], x)
+        torch.testing.assert_close(module.attend(x)[0], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(ROTATING))
+def test_a_fraction_of_the_features_turns_as_in_a_head_of_that_width(name):
+    plane, x = D // 4 * 2, example()
+    found = encoding_of(name, rotation_fraction=0.55).core
+    start = build_encoding(name, plane, HEADS).core
+    own = D // 4 if name in ("lrpe-type1", "lrpe-type5") else plane // 2
+    if name in ("lrpe-type8", "lrpe-tmlr-type1"):
+        assert found.angles[plane:].count_nonzero() == 0
+    elif name not in ("lrpe-type1", "lrpe-type5"):
+        assert len(found.angles) <= own
+    if name in ("rope", "lrpe-type8", "rope-2d"):
+        torch.testing.assert_close(found.angles[: len(start.angles)], start.angles)
+    turned = found((x,), found.at(AT, torch.float64))[0]
+    torch.testing.assert_close(turned[..., plane:], x[..., plane:], rtol=0, atol=0)
+    assert (turned[..., 3:, :plane] - x[..., 3:, :plane]).abs().amax() > 0.1
+
+
+def test_a_base_replaces_that_of_the_method():
+    for name, usual in (("rope", 10000.0), ("lrpe-type2", 10000.0), ("rope-2d", 100.0)):
+        plain, same = encoding_of(name), encoding_of(name, rotation_base=usual)
+        assert torch.equal(plain.core.theta, same.core.theta)
+    angles = encoding_of("rope", rotation_base=500.0).core.angles.tolist()
+    assert angles == pytest.approx([500 ** (-2 * i / D) for i in range(D // 2)])
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"rotation_base": 1.0}, "--rotation-base must be above 1, not 1"),
+        ({"rotation_fraction": 0.0}, "--rotation-fraction must be above 0 and at most 1, not 0"),
+        ({"rotation_fraction": 0.1}, "--rotation-fraction 0.1 leaves no pair of the 16 features"),
+        ({"context_factor": 2.0}, "--context-factor needs --context-scaling linear, ntk or yarn"),
+        ({"context_scaling": "ntk", "context_factor": 0.5}, "must be at least 1, not 0.5"),
+        ({"context_scaling": "yarn", "context_factor": 2.0}, "yarn needs --context-length"),
+        ({"context_scaling": "ntkk"}, "unknown context_scaling 'ntkk'; choose one of none, linear"),
+    ],
+)
+def test_impossible_or_ignored_options_are_refused(options, sentence):
+    with pytest.raises(ChoiceError, match=sentence):
+        build_encoding("rope", D, HEADS, options=EncodingOptions(**options))
