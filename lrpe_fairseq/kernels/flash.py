@@ -197,11 +197,11 @@ def check(
 
 
 def check_own(q: Tensor, k: Tensor, by_query: Tensor | None, by_key: Tensor | None) -> None:
-    """Raise ValueError unless biases of every token have its shape, and two or more lags."""
+    """Raise ValueError unless biases of every token have its shape, and equally many lags."""
     given = [(x, of) for x, of in ((by_query, q), (by_key, k)) if x is not None]
-    if any(x.shape != (*of.shape[:3], given[0][0].shape[3]) or x.shape[3] < 2 for x, of in given):
+    if any(x.shape != (*of.shape[:3], given[0][0].shape[3]) for x, of in given):
         raise ValueError(
-            f"biases by lag of every token must be (B, H, T, C) and (B, H, S, C) with C >= 2 for "
+            f"biases by lag of every token must be (B, H, T, C) and (B, H, S, C) for "
             f"queries {tuple(q.shape)} and keys {tuple(k.shape)}, got "
             f"{', '.join(str(tuple(x.shape)) for x, _ in given)}"
         )

@@ -405,12 +405,6 @@ def segment_range(
 
 
 @triton.jit
-def own_rows(base, t, start, count, sequence, C):
-    """Return the addresses of the rows t, from ``start`` on, of a tensor (L, count, C)."""
-    return base + (sequence * count + start) * C + (t - start) * C
-
-
-@triton.jit
 def own_columns(m, n, shift, BM: tl.constexpr, BN: tl.constexpr, TURNED: tl.constexpr):
     """Return the column of every pair of a tile, and the least and the largest of them."""
     i, j = pairs(m, n, BM, BN, TURNED)
@@ -428,14 +422,15 @@ def with_own(
     CLIPPED: pairs may lie outside the C columns. A tile of such pairs has one bias for each token.
     """
     column, least, largest = own_columns(m, n, shift, BM, BN, TURNED)
-    rows = own_rows(base, t, start, count, sequence, C)
-    column = rows + tl.minimum(tl.maximum(column, 0), C - 1)
+    base, row = base + (sequence * count + start) * C, (t - start) * C
+    near = row + tl.minimum(tl.maximum(column, 0), C - 1)
     if not CLIPPED:
-        s += tl.load(column, mask=t < count, other=0.0)
+        s += tl.load(base + near, mask=t < count, other=0.0)
     elif (least >= C - 1) | (largest <= 0):
-        s += tl.load(rows + tl.minimum(tl.maximum(least, 0), C - 1), mask=t < count, other=0.0)
+        row += tl.minimum(tl.maximum(least, 0), C - 1)
+        s += tl.load(base + row, mask=t < count, other=0.0)
     else:
-        s += tl.load(column, mask=t < count, other=0.0)
+        s += tl.load(base + near, mask=t < count, other=0.0)
     return s
 
 
@@ -452,16 +447,14 @@ def own_gradient(
     if GIVEN:
         column, least, largest = own_columns(m, n, shift, BM, BN, TURNED)
         t = start + tl.arange(0, ds.shape[0])[:, None]
-        to = own_rows(base, t, start, count, sequence, C) + column
+        to = base + (sequence * count + start) * C + ((t - start) * C + column)
         x = ds.to(base.dtype.element_ty)
         if not CLIPPED:
             tl.store(to, x, mask=(t < count) & (column >= 0) & (column < C))
         elif (least >= C - 1) | (largest <= 0):
-            total = tl.sum(ds, 1)
-            low, high = (
-                low + tl.where(least < 0, total, 0.0),
-                high + tl.where(least < 0, 0.0, total),
-            )
+            total, before = tl.sum(ds, 1), least < 0
+            low += tl.where(before, total, 0.0)
+            high += tl.where(before, 0.0, total)
         else:
             tl.store(to, x, mask=(t < count) & (column > 0) & (column < C - 1))
             low += tl.sum(tl.where(column <= 0, ds, 0.0), 1)
@@ -477,6 +470,6 @@ def store_own_ends(
     """Write the gradients of the first and the last column."""
     if GIVEN and CLIPPED:
         t = start + tl.arange(0, SIZE)
-        rows = own_rows(base, t, start, count, sequence, C)
+        rows = base + (sequence * count + start) * C + (t - start) * C
         tl.store(rows, low.to(base.dtype.element_ty), mask=t < count)
         tl.store(rows + C - 1, high.to(base.dtype.element_ty), mask=t < count)

@@ -99,7 +99,11 @@ def flash_attention(
         seed = torch.randint(2**63 - 1, (1,), device=q.device)
     options = Options(causal, scale, padding, segments, window, dropout, seed, first_lag)
     c, d = (None, None) if gates is None else gates
-    return _Flash.apply(q, k, v, table, factor, c, d, by_query, by_key, options)
+    own = (
+        x.expand(-1, -1, -1, 2) if x is not None and x.shape[3] == 1 else x
+        for x in (by_query, by_key)
+    )
+    return _Flash.apply(q, k, v, table, factor, c, d, *own, options)
 
 
 SQUARE, LONG, SMALL, LEAST = (
@@ -118,12 +122,17 @@ LARGE_MEMORY = {
 bear."""
 OTHERS = {
     "output": ((4, Tile(64, 64, 8)), (5, SQUARE), (9, LONG), (NO_LIMIT, SMALL)),
-    "query_gradient": ((2, Tile(64, 32)), (5, Tile(64, 32, split=False)), (NO_LIMIT, SMALL)),
+    "query_gradient": (
+        (2, Tile(64, 32)),
+        (4, Tile(64, 32, split=False)),
+        (5, LONG),
+        (NO_LIMIT, SMALL),
+    ),
     "key_gradient": (
         (2, Tile(64, 32, split=False)),
         (3, Tile(64, 32, 8)),
         (7, LONG),
-        (NO_LIMIT, LEAST),
+        (NO_LIMIT, LEAST._replace(stages=1)),
     ),
 }
 
@@ -139,7 +148,7 @@ def tile_of(name: str, call: "_Call") -> Tile:
     own = sum(x is not None for x in call.own)
     terms = 2 * (table + (call.gates[0] is not None) + (call.threshold > 0)) + 3 * (factor + own)
     width = power_of_two(call.width) + power_of_two(call.values)
-    load = terms + 3 * (width > 128) + 3 * (width > 256)
+    load = max(5 * (own > 0), terms + 3 * (width > 128) + 3 * (width > 256))
     tiles = (LARGE_MEMORY if major in (9, 10) else OTHERS)[name]
     if call.given[0].dtype == torch.float32:
         return Tile(32, 16, stages=1, split=False)

@@ -106,7 +106,7 @@ CASES = {
         "documents": 40, "dropout": 0.1, "D": 20, "E": 36, "H": 1,
     },
     "one query": {"T": 1, "S": 70, "table": True, "gates": True},
-    "one token": {"T": 1, "table": True, "by_query": 2, "by_key": 2},
+    "one token": {"T": 1, "table": True, "by_query": 1, "by_key": 1},
     "queries without keys": {"T": 110, "S": 70, "table": True, "B": 1},
     "cross-attention": {"T": 70, "S": 40, "causal": False, "padding": True},
     "wide": {"T": 66, "D": 256, "E": 128, "B": 1, "H": 1, "table": True, "scale": 0.05},

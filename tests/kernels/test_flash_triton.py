@@ -178,7 +178,7 @@ def test_what_the_kernels_do_not_support_is_not_served():
 
 def test_biases_of_every_token_need_its_shape():
     q, k = torch.zeros(1, 2, 4, 16, device=DEVICE), torch.zeros(1, 2, 5, 16, device=DEVICE)
-    for name, shape in (("by_query", (1, 2, 5, 8)), ("by_key", (1, 2, 5, 1))):
+    for name, shape in (("by_query", (1, 2, 5, 8)), ("by_key", (1, 2, 4, 8))):
         biases = {name: torch.zeros(shape, device=DEVICE)}
         with pytest.raises(ValueError, match="biases by lag of every token must be"):
             flash_attention(q, k, k, causal=True, scale=1.0, **biases)
