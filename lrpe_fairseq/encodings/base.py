@@ -69,6 +69,20 @@ LOWEST = -3e4
 # --- what an encoding does to the scores -------------------------------------------------------
 
 
+class ByToken(NamedTuple):
+    """A bias as data of the queries and the keys, for lags n = s - t: scores
+    scale q_s.k_t + by_query_s[n] + by_key_t[n]."""
+
+    q: Tensor
+    """(B, H, T, D): what replaces q, not scaled."""
+    first_lag: int
+    """The lag of the first of C columns. Lags without a column have the value of the nearest."""
+    by_query: Tensor | None = None
+    """(B, H, T, C)."""
+    by_key: Tensor | None = None
+    """(B, H, S, C)."""
+
+
 class Form(NamedTuple):
     """What an encoding does to the scaled scores z_st of softmax attention; None: nothing.
 
@@ -88,6 +102,8 @@ class Form(NamedTuple):
     """(q_positions, k_positions) -> float64 (T, S) or (B, T, S)."""
     bias: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
     """:meth:`ScoreEncoding.bias`."""
+    by_token: Callable[[Tensor, Tensor, Lags], ByToken] | None = None
+    """:meth:`ScoreEncoding.by_token`: ``bias`` in another form, which a kernel serves."""
     rescore: Callable[..., Tensor] | None = None
     """:meth:`ScoreEncoding.forward`."""
     weigh: Callable[[Tensor, Tensor | None, torch.dtype], Tensor] | None = None
@@ -325,6 +341,12 @@ class ScoreEncoding(Encoding):
     Attention then stores the score matrix.
     """
 
+    by_token: Callable[[Tensor, Tensor, Lags], ByToken] | None = None
+    """(q, k, lags) -> :class:`ByToken`, or None. A method of encodings whose :meth:`bias` is the
+    product of a query or a key with a vector by lag. lags: the smallest and the largest one of
+    visible pairs, of tokens that attention has counted. Trap: unlike in :meth:`bias`, q is not
+    scaled."""
+
     additive: ClassVar[bool] = True
     """True if :meth:`bias` defines the encoding completely. Computed: False for a class that
     overrides :meth:`forward` or :meth:`weigh`."""
@@ -338,7 +360,9 @@ class ScoreEncoding(Encoding):
         """Return a table of biases by lag, a bias, or functions; see :meth:`Encoding.form`."""
         if self.additive:
             table = None if lags is None else self.bias_by_lag(*lags, device)
-            return Form(bias=self.bias) if table is None else Form(table=table)
+            if table is None:
+                return Form(bias=self.bias, by_token=self.by_token)
+            return Form(table=table)
         own = type(self).weigh is not ScoreEncoding.weigh
         return Form(rescore=self.forward, weigh=self.weigh if own else None)
 
