@@ -193,7 +193,7 @@ class CrossAttention(ProjectedAttention):
             masked = {"key_padding_mask": source.padding, **options}
             past = summed_memory(k, v, content=content, **masked)
         else:
-            q = self._heads(self.q_proj(x))
+            q = self._queries(x)
             encoded, _ = self._features(q, q, at, at)
         content = feature_map(q) if with_content else None
         options |= {"content": content, "dtype": self._value_type(q)}
@@ -211,7 +211,7 @@ class CrossAttention(ProjectedAttention):
         if past is None:
             q, k, v = self._encoded(x, queries, memory, source)
             return q, EncodedMemory(k, v, source.positions, source.numbers, source.padding)
-        q = self._heads(self.q_proj(x))
+        q = self._queries(x)
         if not self.encoding.decomposable:
             return q, past
         # keys at the same positions are encoded with the queries and dropped

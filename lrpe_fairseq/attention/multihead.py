@@ -77,6 +77,8 @@ class MultiheadAttention(ProjectedAttention):
         normalizer: what linear attention divides by: "rotated" (Eq. 39 of LRPE), "content",
             "layernorm" or "none".
         window: a token attends to the last ``window`` tokens only, itself included; None: to all.
+        parts: of the layer beside its encoding, separated by commas ("qk-norm,output-gate"); see
+            ``lrpe_fairseq.attention.parts``.
         qkv_bias: False for no biases in the projections to q, k and v.
         seed: of the encoding's fixed random parts, which have a generator of their own.
         options: as one value, what may also be given by keyword.
@@ -98,6 +100,7 @@ class MultiheadAttention(ProjectedAttention):
         dropout: float = 0.0,
         normalizer: str = "rotated",
         window: int | None = None,
+        parts: str = "none",
         qkv_bias: bool = True,
         seed: int = 0,
         options: EncodingOptions | None = None,
@@ -115,6 +118,7 @@ class MultiheadAttention(ProjectedAttention):
             dropout=dropout,
             normalizer=normalizer,
             window=window,
+            parts=parts,
             qkv_bias=qkv_bias,
             seed=seed,
             options=EncodingOptions(**encoding_options) if options is None else options,
