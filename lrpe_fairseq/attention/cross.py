@@ -69,6 +69,11 @@ class CrossAttention(ProjectedAttention):
     ) -> None:
         width = embed_dim if memory_dim is None else memory_dim
         super().__init__(embed_dim, num_heads, causal=False, memory_dim=width, **options)
+        if self.kv_shift is not None:
+            raise ChoiceError(
+                "the attention part kv-shift mixes a token with the one before it in the same "
+                "text: choose other parts for cross-attention"
+            )
         if self.attention_type == "linear" and self.encoding.log_decay() is not None:
             raise ChoiceError(
                 f"linear cross-attention does not support {self.encoding.name!r}, whose decay "

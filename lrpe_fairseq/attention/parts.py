@@ -2,8 +2,9 @@
 
 For the input x_t, per head, in this order:
 
-    q^_t = RMS(q_t), k^_t = RMS(k_t)                   qk-norm: before feature map and encoding
-    y_t = W_o (sigmoid(W_g x_t) * RMS(o_t))            output-gate, output-norm
+    k'_t = a_t k_(t-1) + (1 - a_t) k_t, v'_t likewise    kv-shift; a_t = sigmoid(A x_t)
+    q^_t = RMS(q_t), k^_t = RMS(k'_t)                    qk-norm: before feature map and encoding
+    y_t = W_o (sigmoid(W_g x_t) * RMS(o_t))              output-gate, output-norm
 
 Axes: B batch, H heads, T time, D head width, C = H D.
 """
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lrpe_fairseq.attention.tokens import Tokens
 from lrpe_fairseq.encodings import EncodingSpec
+from lrpe_fairseq.encodings.history import history
 from lrpe_fairseq.errors import ChoiceError
 
-PARTS = ("qk-norm", "output-norm", "output-gate")
+PARTS = ("qk-norm", "output-norm", "output-gate", "kv-shift")
 """Names of all parts."""
 
 START_STD = 0.02
@@ -75,3 +78,22 @@ class Gate(nn.Module):
         """Return the gates (B, T, N) of x (B, T, C), in float32 or wider."""
         logits = F.linear(x, self.weight)
         return logits.to(torch.promote_types(x.dtype, torch.float32)).sigmoid()
+
+
+class KVShift(Gate):
+    """Mix keys and values with those of the real token before, 0 at the start of a document."""
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__(spec, 2 * spec.num_heads, stream=42)
+
+    def shifted(self, x: Tensor, kv: Tensor, tokens: Tokens) -> Tensor:
+        """Return keys and values of x (B, T, C) after the shift.
+
+        kv: (B, T, 2 C), the projections, keys first. Those of the last real token go on from call
+        to call in ``tokens.history``.
+        """
+        given = {"padding": tokens.padding, "starts": tokens.starts}
+        past = {} if tokens.history is None else tokens.history
+        (before,), past["kv-shift"] = history(kv, 1, tail=past.get("kv-shift"), **given)
+        share = self(x).repeat_interleave(kv.shape[-1] // len(self.weight), -1)
+        return (share * before + (1 - share) * kv).to(kv.dtype)

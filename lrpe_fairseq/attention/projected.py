@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_fairseq.attention.linear import NORMALIZERS
-from lrpe_fairseq.attention.parts import Gate, HeadNorm, parse_parts
-from lrpe_fairseq.attention.tokens import Given, Tokens
+from lrpe_fairseq.attention.parts import Gate, HeadNorm, KVShift, parse_parts
+from lrpe_fairseq.attention.tokens import Given, Tokens, tokens_of
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import encode, loader
@@ -104,6 +104,7 @@ class ProjectedAttention(nn.Module):
         )
         self.out_norm = HeadNorm(spec, 1e-6) if "output-norm" in parts else None
         self.out_gate = Gate(spec, width, stream=41) if "output-gate" in parts else None
+        self.kv_shift = KVShift(spec) if "kv-shift" in parts else None
 
     # --- fairseq's interface -------------------------------------------------------------------
 
@@ -147,11 +148,20 @@ class ProjectedAttention(nn.Module):
         """(B, T, C) -> (B, H, T, D)."""
         return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
-    def _project(self, x: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q of x (B, T, C), and k and v of the memory (B, S, C'), or of x."""
+    def _project(
+        self, x: Tensor, memory: Tensor | None = None, tokens: Tokens | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q of x (B, T, C), and k and v of the memory (B, S, C'), or of x.
+
+        They are shifted and normalized where parts say so. tokens: of x, for a shift.
+        """
         memory, q = x if memory is None else memory, self._queries(x)
-        k, v = self._heads(self.k_proj(memory)), self._heads(self.v_proj(memory))
-        return q, k if self.k_norm is None else self.k_norm(k), v
+        k, v = self.k_proj(memory), self.v_proj(memory)
+        if self.kv_shift is not None:
+            kv = torch.cat([k, v], -1)
+            k, v = self.kv_shift.shifted(x, kv, tokens or tokens_of(x)).chunk(2, -1)
+        k = self._heads(k)
+        return q, k if self.k_norm is None else self.k_norm(k), self._heads(v)
 
     def _queries(self, x: Tensor) -> Tensor:
         """Return q (B, H, T, D) of x (B, T, C), normalized if a part says so."""
@@ -165,7 +175,7 @@ class ProjectedAttention(nn.Module):
         between the projections and P.
         """
         hooked = self.q_proj._forward_pre_hooks or self.k_proj._forward_pre_hooks
-        plain = not hooked and self.q_norm is None
+        plain = not hooked and self.q_norm is None and self.kv_shift is None
         return plain and self.encoding.foldable and x.shape[0] * x.shape[1] >= x.shape[2]
 
     def _folded(self, projection: nn.Linear, x: Tensor) -> tuple[Tensor, ...]:
@@ -185,15 +195,15 @@ class ProjectedAttention(nn.Module):
         Keys and values are those of the memory (B, S, C'), or of x.
         """
         if not self.encoding.decomposable:
-            return self._project(x, memory)
+            return self._project(x, memory, queries)
         source, keys = (x, queries) if memory is None else (memory, keys)
         at = queries.positions, keys.positions
         kernels = self._kernels(x, source, *at)
         if kernels is not None:
-            q, k, v = self._project(x, memory)
+            q, k, v = self._project(x, memory, queries)
             return kernels[0](q), kernels[1](k), v
         if not (self._folds(x) and self._folds(source)):
-            q, k, v = self._project(x, memory)
+            q, k, v = self._project(x, memory, queries)
             return *self.encoding(q, k, *at), v
         planes = self._folded(self.q_proj, x), self._folded(self.k_proj, source)
         q, k = self.encoding.turn(*planes, *at)

@@ -40,6 +40,13 @@ def rms(x, weight, eps):
 def definition(module, parts, x):
     """The layer for the text x (1, T, C) alone, causal, with the score matrix."""
     q, k, v = (heads(p(x)) for p in (module.q_proj, module.k_proj, module.v_proj))
+    if "kv-shift" in parts:
+        share = (x @ module.kv_shift.weight.mT).sigmoid().mT.unsqueeze(-1)  # 1 2H T 1
+        mixed = torch.zeros(1, 2 * HEADS, *k.shape[2:]).double()
+        for t, now in enumerate(torch.cat([k, v], 1).unbind(2)):
+            before = torch.cat([k, v], 1)[:, :, t - 1] if t else 0
+            mixed[:, :, t] = share[:, :, t] * before + (1 - share[:, :, t]) * now
+        k, v = mixed.chunk(2, 1)
     if "qk-norm" in parts:
         q, k = rms(q, module.q_norm.weight, 1e-5), rms(k, module.k_norm.weight, 1e-5)
     at, gates = torch.arange(x.shape[1]), module.encoding.log_gates(x)
@@ -104,7 +111,15 @@ def test_packed_documents_are_each_text_alone_with_parts(attention_type, parts):
     module, (x, padding, _) = build(attention_type, parts), texts()
     starts = torch.zeros_like(padding)
     starts[0, [4, 6, 7]] = starts[2, [5, 10]] = True
-    found = module.attend(x, padding, starts=starts)[0]
+    found, state, pieces = module.attend(x, padding, starts=starts)[0], None, []
+    for cut in (slice(0, 5), slice(5, 6), slice(6, 12)):
+        own = {"starts": starts[:, cut]}
+        piece, state = module.attend(x[:, cut], padding[:, cut], state, True, **own)
+        pieces.append(piece)
+    real = ~padding
+    torch.testing.assert_close(torch.cat(pieces, 1)[real], found[real], rtol=1e-9, atol=1e-9)
+    kept = [*state.past[:2], *state.history.values()]
+    assert sum(part[0].numel() for part in kept) == module.state_size(12)
     for row, ends in enumerate(([4, 6, 7, 12], [0, 9], [0, 5, 10, 12])):
         for first, last in itertools.pairwise(ends):
             real = first + (~padding[row, first:last]).nonzero().flatten()
@@ -127,6 +142,7 @@ def test_parts_change_no_other_weight_and_none_of_them_adds_one(attention_type):
         "k_norm.weight": WIDTH,
         "out_norm.weight": WIDTH,
         "out_gate.weight": WIDTH**2,
+        "kv_shift.weight": 2 * HEADS * WIDTH,
     }
 
 
@@ -134,7 +150,8 @@ def test_parts_change_no_other_weight_and_none_of_them_adds_one(attention_type):
 def test_cross_attention_has_the_parts_of_its_queries_and_of_the_memory(attention_type):
     options = {"attention_type": attention_type, "position_encoding": "rope"}
     torch.manual_seed(0)
-    module = started(CrossAttention(WIDTH, HEADS, memory_dim=12, parts=ALL, **options))
+    served = ALL.replace(",kv-shift", "")
+    module = started(CrossAttention(WIDTH, HEADS, memory_dim=12, parts=served, **options))
     x, _, _ = texts()
     memory = torch.randn(3, 7, 12, generator=torch.Generator().manual_seed(2)).double()
     q, k, v = map(heads, (module.q_proj(x), module.k_proj(memory), module.v_proj(memory)))
@@ -173,3 +190,6 @@ def test_bad_parts_are_refused_in_one_sentence():
     ):
         with pytest.raises(ChoiceError, match=message):
             build(**given)
+    options = {"attention_type": "softmax", "position_encoding": "none"}
+    with pytest.raises(ChoiceError, match="choose other parts for cross-attention"):
+        CrossAttention(WIDTH, HEADS, parts="kv-shift", **options)

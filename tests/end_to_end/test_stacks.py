@@ -119,7 +119,7 @@ def test_an_encoder_a_decoder_and_cross_attention_have_their_own_patterns(pairs:
         "--encoder-attention-type softmax,linear --encoder-position-encoding t5,lrpe-type2",
         "--decoder-attention-type linear,softmax --decoder-attention-window 0,4",
         "--cross-position-encoding none,rope",
-        f"--encoder-attention-parts {','.join(PARTS)} --decoder-attention-parts output-norm",
+        f"--encoder-attention-parts {','.join(PARTS)} --decoder-attention-parts kv-shift",
     )[0]
     model, source, lengths = model.double().eval(), text(7), torch.tensor([7, 7])
     assert [layer.self_attn.encoding.name for layer in model.encoder.layers] == ["t5", "lrpe-type2"]
