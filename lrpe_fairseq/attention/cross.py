@@ -69,6 +69,11 @@ class CrossAttention(ProjectedAttention):
     ) -> None:
         width = embed_dim if memory_dim is None else memory_dim
         super().__init__(embed_dim, num_heads, causal=False, memory_dim=width, **options)
+        if self.kv_shift is not None:
+            raise ChoiceError(
+                "the attention part kv-shift mixes a token with the one before it in the same "
+                "text: choose other parts for cross-attention"
+            )
         if self.attention_type == "linear" and self.encoding.log_decay() is not None:
             raise ChoiceError(
                 f"linear cross-attention does not support {self.encoding.name!r}, whose decay "
@@ -193,7 +198,7 @@ class CrossAttention(ProjectedAttention):
             masked = {"key_padding_mask": source.padding, **options}
             past = summed_memory(k, v, content=content, **masked)
         else:
-            q = self._heads(self.q_proj(x))
+            q = self._queries(x)
             encoded, _ = self._features(q, q, at, at)
         content = feature_map(q) if with_content else None
         options |= {"content": content, "dtype": self._value_type(q)}
@@ -211,7 +216,7 @@ class CrossAttention(ProjectedAttention):
         if past is None:
             q, k, v = self._encoded(x, queries, memory, source)
             return q, EncodedMemory(k, v, source.positions, source.numbers, source.padding)
-        q = self._heads(self.q_proj(x))
+        q = self._queries(x)
         if not self.encoding.decomposable:
             return q, past
         # keys at the same positions are encoded with the queries and dropped

@@ -46,6 +46,7 @@ class AttentionState(NamedTuple):
 
     past: LinearState | SoftmaxState
     next_position: Tensor  # B, int64: number of real tokens so far
+    history: dict[str, Tensor] = {}  # B ...: what filters and sums over the text go on from
 
 
 class Memory(NamedTuple):
@@ -77,6 +78,8 @@ class MultiheadAttention(ProjectedAttention):
         normalizer: what linear attention divides by: "rotated" (Eq. 39 of LRPE), "content",
             "layernorm" or "none".
         window: a token attends to the last ``window`` tokens only, itself included; None: to all.
+        parts: of the layer beside its encoding, separated by commas ("qk-norm,output-gate"); see
+            ``lrpe_fairseq.attention.parts``.
         qkv_bias: False for no biases in the projections to q, k and v.
         seed: of the encoding's fixed random parts, which have a generator of their own.
         options: as one value, what may also be given by keyword.
@@ -98,6 +101,7 @@ class MultiheadAttention(ProjectedAttention):
         dropout: float = 0.0,
         normalizer: str = "rotated",
         window: int | None = None,
+        parts: str = "none",
         qkv_bias: bool = True,
         seed: int = 0,
         options: EncodingOptions | None = None,
@@ -115,6 +119,7 @@ class MultiheadAttention(ProjectedAttention):
             dropout=dropout,
             normalizer=normalizer,
             window=window,
+            parts=parts,
             qkv_bias=qkv_bias,
             seed=seed,
             options=EncodingOptions(**encoding_options) if options is None else options,
@@ -232,7 +237,8 @@ class MultiheadAttention(ProjectedAttention):
     ) -> tuple[Tensor, AttentionState | None]:
         """Compute :meth:`attend` after its checks, always in eager execution."""
         before = None if state is None else state.next_position
-        tokens = tokens_of(x, padding, before, **options)
+        history = {} if state is None else dict(state.history)
+        tokens = tokens_of(x, padding, before, history=history, **options)
         attend = self._linear if self.attention_type == "linear" else self._softmax
         out, past = attend(x, tokens, state and state.past, keep_state)
         out = self._project_out(out, x)
@@ -244,7 +250,7 @@ class MultiheadAttention(ProjectedAttention):
         elif tokens.segments is not None:
             last = tokens.positions[:, -1]
             following = last + (1 if tokens.padding is None else ~tokens.padding[:, -1])
-        return out, AttentionState(past, following)
+        return out, AttentionState(past, following, history)
 
     def _linear(
         self, x: Tensor, tokens: Tokens, past: LinearState | SoftmaxState | None, keep_state: bool
@@ -252,7 +258,7 @@ class MultiheadAttention(ProjectedAttention):
         """Return the output (B, H, T, E), and the state after the block if it is kept."""
         if tokens.window is not None:
             return self._linear_window(x, tokens, past, keep_state)
-        q, k, v = self._project(x)
+        q, k, v = self._project(x, tokens=tokens)
         v = v.to(self._value_type(v))
         options = {"key_padding_mask": tokens.padding, "normalizer": self.normalizer}
         options["starts"] = tokens.starts
@@ -273,7 +279,7 @@ class MultiheadAttention(ProjectedAttention):
         The features without encoding, for normalizer "content", stand behind the encoded keys.
         """
         tokens = self._with_gates(x, tokens, past)
-        q, k, v = self._project(x)
+        q, k, v = self._project(x, tokens=tokens)
         content = [feature_map(q), feature_map(k)] if self.normalizer == "content" else None
         q, k = self._features(q, k, tokens.positions, tokens.positions)
         queries, keys, v, width = tokens, tokens, v.to(self._value_type(v)), k.shape[-1]
@@ -292,10 +298,13 @@ class MultiheadAttention(ProjectedAttention):
         """
         width = getattr(self.encoding, "feature_dim", self.head_dim)
         linear, content = self.attention_type == "linear", self.normalizer == "content"
+        shift = 0 if self.kv_shift is None else 2 * self.num_heads * self.head_dim
         if linear and self.window is None:
-            return self.num_heads * (width * self.head_dim + (self.head_dim if content else width))
+            keys = self.head_dim if content else width
+            return shift + self.num_heads * (width * self.head_dim + keys)
         kept = length if self.window is None else min(length, max(1, self.window - 1))
-        return kept * self.num_heads * (width + self.head_dim * (2 if linear and content else 1))
+        per_token = width + self.head_dim * (2 if linear and content else 1)
+        return shift + kept * self.num_heads * per_token
 
     @property
     def has_denominators(self) -> bool:
@@ -308,8 +317,8 @@ class MultiheadAttention(ProjectedAttention):
 
         They are the sums of all scores, which are the output for values of 1 without a normalizer.
         """
-        q, k, _ = self._project(x)
         tokens = tokens_of(x, starts=self.given.starts)
+        q, k, _ = self._project(x, tokens=tokens)
         q, k = self._features(q, k, tokens.positions, tokens.positions)
         ones = q.new_ones(*q.shape[:3], 1)
         options = {"causal": self.causal, "normalizer": "none", "log_decay": self._log_decay(x)}
@@ -415,4 +424,5 @@ def reorder_attention_state(state: AttentionState, new_order: Tensor) -> Attenti
     """Return the state of the rows ``new_order`` (B',), int64 indices into the batch."""
     module = linear if isinstance(state.past, LinearState) else softmax
     past = module.reorder_state(state.past, new_order)
-    return AttentionState(past, state.next_position.index_select(0, new_order))
+    history = {name: part.index_select(0, new_order) for name, part in state.history.items()}
+    return AttentionState(past, state.next_position.index_select(0, new_order), history)

@@ -59,6 +59,9 @@ class Tokens(NamedTuple):
     slots: int | None = None
     """The slot of the first token, if lags between positions are those between slots: without
     padding between tokens. None if that is not known."""
+    history: dict[str, Tensor] | None = None
+    """Tensors (B, ...) from which causal shifts go on after the text before; those after these
+    tokens take their place in it. None: a whole text."""
 
     def of(self, part: slice) -> "Tokens":
         """Return the tokens of a slice."""

@@ -28,7 +28,7 @@ PRETRAIN = (
 )
 OPTIONS = {  # none of them the default
     "linear": "--attention-type linear --position-encoding lrpe-type3 --encoding-seed 5 "
-    "--attention-normalizer layernorm",
+    "--attention-normalizer layernorm --attention-parts qk-norm,output-gate,kv-shift",
     "softmax": "--attention-type softmax --position-encoding lrpe-type6 --encoding-seed 5",
 }
 

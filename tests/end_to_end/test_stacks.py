@@ -10,6 +10,7 @@ import torch
 from fairseq import checkpoint_utils
 from torch import Tensor
 
+from lrpe_fairseq.attention.parts import PARTS
 from lrpe_fairseq.errors import Refusal
 from lrpe_fairseq.models import options
 from tests.end_to_end.commands import SMALL, Corpus, build, built, run_here, save
@@ -101,8 +102,11 @@ def decoded(decoder: Any, tokens: Tensor, **given: Any) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def test_decoding_a_mixed_stack_with_windows_equals_the_whole_text(corpus: Corpus) -> None:
-    model = build(corpus, STACK)[0].double().eval()
+@pytest.mark.parametrize("parts", ["none", ",".join(PARTS)])
+def test_decoding_a_mixed_stack_with_windows_equals_the_whole_text(
+    corpus: Corpus, parts: str
+) -> None:
+    model = build(corpus, STACK, f"--attention-parts {parts}")[0].double().eval()
     with torch.no_grad():
         found = decoded(model.decoder, text())
         torch.testing.assert_close(found, model(text())[0], rtol=1e-9, atol=1e-9)
@@ -115,6 +119,7 @@ def test_an_encoder_a_decoder_and_cross_attention_have_their_own_patterns(pairs:
         "--encoder-attention-type softmax,linear --encoder-position-encoding t5,lrpe-type2",
         "--decoder-attention-type linear,softmax --decoder-attention-window 0,4",
         "--cross-position-encoding none,rope",
+        f"--encoder-attention-parts {','.join(PARTS)} --decoder-attention-parts kv-shift",
     )[0]
     model, source, lengths = model.double().eval(), text(7), torch.tensor([7, 7])
     assert [layer.self_attn.encoding.name for layer in model.encoder.layers] == ["t5", "lrpe-type2"]
@@ -179,6 +184,7 @@ def test_a_pruned_stack_keeps_the_attention_of_its_layers(loaded: Callable[..., 
         ("--attention-window 4,x", "--attention-window is a number of tokens, not 'x'"),
         ("--attention-window -1", "has at least one token, not -1"),
         ("--attention-type softmax,linear --memory-length 8", "requires softmax attention"),
+        ("--attention-parts qk-norm,none", "unknown attention part 'none'; choose none, or a list"),
     ],
 )
 def test_a_bad_pattern_is_refused_in_one_sentence(corpus: Corpus, given: str, message: str) -> None:
