@@ -279,9 +279,10 @@ class Encoding(Float32Module):
         """
         if self.reflections is None:
             return None, {}
-        w, beta, tail = self.reflections(x, padding, starts, history.get("reflections"))
-        encode = self.one_pass(w, positions, phi=False)
-        w = self(w, w, positions, positions)[1] if encode is None else encode(w)
+        with torch.autocast(x.device.type, enabled=False):
+            w, beta, tail = self.reflections(x, padding, starts, history.get("reflections"))
+            encode = self.one_pass(w, positions, phi=False)
+            w = self(w, w, positions, positions)[1] if encode is None else encode(w)
         return Transport(w, beta), {"reflections": tail}
 
     def share_with(self, owner: "Encoding") -> None:

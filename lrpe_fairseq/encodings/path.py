@@ -63,12 +63,11 @@ class Reflections(nn.Module):
         down, up, weight, bias, taps = (
             p.to(wide) for p in (self.down, self.up, self.weight, self.bias, self.filter)
         )
-        with torch.autocast(x.device.type, enabled=False):
-            x = x.to(wide)
-            y = F.linear(F.linear(x, down), up)
-            y, tail = causal_filter(y, taps, padding=padding, starts=starts, tail=tail)
-            y = F.silu(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            beta = 2 * F.linear(x, weight, bias).sigmoid().transpose(1, 2)
+        x = x.to(wide)
+        y = F.linear(F.linear(x, down), up)
+        y, tail = causal_filter(y, taps, padding=padding, starts=starts, tail=tail)
+        y = F.silu(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        beta = 2 * F.linear(x, weight, bias).sigmoid().transpose(1, 2)
         if padding is not None:
             beta = beta.masked_fill(padding.unsqueeze(1), 0.0)
         return F.normalize(y, dim=-1), beta, tail
