@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lrpe_fairseq.attention.tokens import (
     Tokens,
@@ -22,7 +23,8 @@ from lrpe_fairseq.attention.tokens import (
     lags_between,
     visible_pairs,
 )
-from lrpe_fairseq.encodings.base import LOWEST, Encoding, Form, masked_softmax
+from lrpe_fairseq.attention.transport import carried, score_blocks
+from lrpe_fairseq.encodings.base import LOWEST, Encoding, Form, Transport, masked_softmax
 from lrpe_fairseq.encodings.positions import Lags, PositionCache
 from lrpe_fairseq.kernels import loader
 from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed
@@ -85,11 +87,17 @@ def encoded_attention(
 
     Args:
         q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E), already encoded in q and k.
-        queries, keys: their tokens. In causal attention the queries are the last T keys.
+        queries, keys: their tokens. In causal attention the queries are the last T keys. If they
+            have a transport, it has carried the other keys to the token before them.
         dropout: on the attention weights, as in the paper (softmax only).
     Returns: (B, H, T, E). A query without a visible key gets zeros, never NaN.
     """
     call = _call(encoding, queries, keys, causal, dropout)
+    if queries.transport is not None:
+        loader.log_served(
+            f"softmax attention of {encoding.name}", "blocks of chunks", q.device.type
+        )
+        return _carried(q, k, v, queries, keys, call)
     out = (_shares if call.form.shares else _flash)(q, k, v, queries, keys, call)
     plain = call.form == Form() and queries.sums is None
     bias = None if out is not None or plain else _constant_bias(q, queries, keys, call)
@@ -123,14 +131,44 @@ def encoded_weights(
     """Return the weights of :func:`encoded_attention`, (B, H, T, S) in q's dtype."""
     call = _call(encoding, queries, keys, causal, 0.0)
     terms = _terms(q, k, queries, keys, call)._asdict()
-    visible = visible_pairs(queries, keys, causal)
-    return softmax_weights(q, k, visible=visible, scale=call.scale, dtype=q.dtype, **terms)
+    terms |= {"visible": visible_pairs(queries, keys, causal), "dtype": q.dtype}
+    if queries.transport is None:
+        return softmax_weights(q, k, scale=call.scale, **terms)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    ((*_, scores),) = score_blocks(q.to(wide), k.to(wide), queries.transport, q.shape[2] * BLOCK)
+    return weighted(call.scale * scores(), **terms)
 
 
 def _call(encoding: Encoding, queries: Tokens, keys: Tokens, causal: bool, dropout: float) -> Call:
     lags = lags_between(queries, keys)
     form = encoding.form(lags, keys.positions.device)
     return Call(form, lags, causal, encoding.softmax_scale, dropout)
+
+
+def _carried(q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call: Call) -> Tensor:
+    """Compute attention to keys that a transport carries, in blocks of queries.
+
+    If there are several they are computed again in the backward pass, because a query is stored at
+    the start of every chunk of keys before it.
+    """
+    window = keys.window if counts_slots(queries, keys) else None
+    with torch.autocast(q.device.type, enabled=False):
+        wide = torch.promote_types(q.dtype, torch.float32)
+        q, k = q.to(wide), k.to(wide)
+        blocks = list(score_blocks(q, k, queries.transport, BLOCK, window))
+
+        def block(rows: slice, columns: slice, scores: Callable[[], Tensor]) -> Tensor:
+            places = queries.of(rows), keys.of(columns)
+            terms = _terms(q[:, :, rows], k[:, :, columns], *places, call)._asdict()
+            visible = visible_pairs(*places, call.causal)
+            terms |= {"visible": visible, "dtype": v.dtype}
+            weights = weighted(call.scale * scores(), **terms)
+            return F.dropout(weights, call.dropout) @ v[:, :, columns]
+
+        if len(blocks) > 1 and torch.is_grad_enabled() and not is_transformed():
+            options = {"use_reentrant": False, "preserve_rng_state": call.dropout > 0}
+            block = partial(checkpoint, block, **options)
+        return torch.cat([block(*given) for given in blocks], 2)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call: Call) -> Tensor:
@@ -433,7 +471,20 @@ def softmax_weights(
     weigh: Weigh = masked_softmax,
 ) -> Tensor:
     """Return the weights (B, H, T, S) of :func:`softmax_attention_naive` in ``dtype``."""
-    scores = (q * scale) @ k.transpose(-1, -2)
+    options = {"dtype": dtype, "visible": visible, "bias": bias, "rescore": rescore}
+    return weighted((q * scale) @ k.transpose(-1, -2), weigh=weigh, **options)
+
+
+def weighted(
+    scores: Tensor,
+    *,
+    dtype: torch.dtype,
+    visible: Tensor | None = None,
+    bias: Tensor | None = None,
+    rescore: Rescore | None = None,
+    weigh: Weigh = masked_softmax,
+) -> Tensor:
+    """Return the weights of scaled scores (B, H, T, S); see :func:`softmax_weights`."""
     scores = scores if bias is None else scores + bias
     scores = scores if rescore is None else rescore(scores, visible)
     return weigh(scores, visible, dtype)
@@ -622,6 +673,16 @@ def extend_state(past: SoftmaxState | None, new: SoftmaxState) -> SoftmaxState:
         buffer.append(past.parts, seen)
     buffer.append(new.parts, more)
     return SoftmaxState(*buffer.at(first, buffer.used), *flags, buffer, first)
+
+
+def carry(state: SoftmaxState, transport: Transport | None) -> SoftmaxState:
+    """Return the state whose keys a transport of the last T tokens has carried to its end.
+
+    They change with every token, so that they are copied and not appended to a buffer.
+    """
+    if transport is None:
+        return state
+    return state._replace(keys=carried(state.keys, transport), buffer=None, first=0)
 
 
 def last_tokens(state: SoftmaxState, count: int) -> SoftmaxState:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lrpe_fairseq.encodings.base import Transport
 from lrpe_fairseq.encodings.positions import (
     Lags,
     PositionCache,
@@ -56,6 +57,8 @@ class Tokens(NamedTuple):
     attention)."""
     sums: Tensor | None = None
     """B H N, float64: sums of the log gates up to each token, or None without gates."""
+    transport: Transport | None = None
+    """The reflections of queries, which carry the keys before them; None without."""
     slots: int | None = None
     """The slot of the first token, if lags between positions are those between slots: without
     padding between tokens. None if that is not known."""
@@ -72,6 +75,8 @@ class Tokens(NamedTuple):
             cut["positions"] = counted(known[0] + last, self.positions.device, known[0] + first)
         elif known is not None:
             within(cut["positions"], *known)
+        if self.transport is not None:
+            cut["transport"] = self.transport.of(part)
         return self._replace(**cut, slots=None if self.slots is None else self.slots + first)
 
     @property

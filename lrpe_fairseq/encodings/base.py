@@ -28,7 +28,8 @@ Planes = tuple[Tensor, ...]
 class Card:
     """What the gallery (docs/encodings.md) says about an encoding.
 
-    mechanism: "none", "rotation", "decay", "gate", "bias", "content" or "tree and grid".
+    mechanism: "none", "rotation", "decay", "gate", "transport", "bias", "content" or "tree and
+        grid".
     equation: LaTeX without delimiters; s is the query's position, t the key's, n = s - t.
     cost: additional cost of one layer, in the symbols of the code (B, H, T, S, D).
     beyond: what the method promises for positions that training did not reach.
@@ -52,6 +53,8 @@ class Properties:
     shift_unit: shifts by multiples of this number do not change a score: W on a grid of width W.
     keeps_norm: an encoded query or key has the norm of the original.
     contextual: distances depend on the tokens in between, and not on positions.
+    reach: the number of tokens before it whose text a token reads by a causal filter, which are not
+        limited by a window.
     """
 
     relative: str = "exact"
@@ -60,6 +63,7 @@ class Properties:
     shift_unit: int = 1
     keeps_norm: bool = True
     contextual: bool = False
+    reach: int = 0
 
 
 LOWEST = -3e4
@@ -111,6 +115,23 @@ class Form(NamedTuple):
     shares: bool = False
     """True if ``weigh`` gives every key before the query, from the newest on, the share sigmoid(z)
     of what is left, which a kernel computes."""
+
+
+class Transport(NamedTuple):
+    """Reflections that carry keys along the text: the score of (s, t) becomes
+    q~_s^T H_s H_(s-1) ... H_(t+1) k~_t with H_u = I - beta_u w_u w_u^T. Causal attention only.
+
+    Decays, gates and all other terms act on these scores as on any others.
+    """
+
+    w: Tensor
+    """(B, H, T, D'), of norm 1 and encoded like a key; float32 or wider."""
+    beta: Tensor
+    """(B, H, T), in [0, 2]; 0 at padding."""
+
+    def of(self, part: slice) -> "Transport":
+        """Return the reflections of a slice of the tokens."""
+        return Transport(self.w[:, :, part], self.beta[:, :, part])
 
 
 # --- the protocols -----------------------------------------------------------------------------
@@ -215,6 +236,7 @@ class Encoding(Float32Module):
         super().__init__()
         self.spec = spec
         self.forget_gate: nn.Module | None = None
+        self.reflections: nn.Module | None = None
 
     @property
     def softmax_scale(self) -> float:
@@ -251,6 +273,33 @@ class Encoding(Float32Module):
             over t+1..s, and sets them to 0 at padding. A constant decay comes on top.
         """
         return None if self.forget_gate is None else self.forget_gate(x)
+
+    def transport(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        padding: Tensor | None,
+        starts: Tensor | None,
+        history: Mapping[str, Tensor],
+    ) -> tuple[Transport | None, dict[str, Tensor]]:
+        """Return the reflections of tokens that carry keys over them, or None.
+
+        They are encoded like keys, so that without them the score is that of the encoding.
+
+        Args:
+            x: the input of the layer, (B, T, C). positions: as of :meth:`QueryKeyEncoding.forward`.
+            padding, starts: as of ``history.history``.
+            history: the tensors returned for the previous piece of the text, or none.
+        Returns: the transport, and the history for the next piece, whose tensors have the batch as
+            first axis.
+        """
+        if self.reflections is None:
+            return None, {}
+        with torch.autocast(x.device.type, enabled=False):
+            w, beta, tail = self.reflections(x, padding, starts, history.get("reflections"))
+            encode = self.one_pass(w, positions, phi=False)
+            w = self(w, w, positions, positions)[1] if encode is None else encode(w)
+        return Transport(w, beta), {"reflections": tail}
 
     def share_with(self, owner: "Encoding") -> None:
         """Replace the parameters by those of ``owner``, an encoding of the same name.

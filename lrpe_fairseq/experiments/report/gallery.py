@@ -29,6 +29,7 @@ MECHANISMS = {
     "rotation": "Rotation: queries and keys are transformed by position",
     "decay": "Decay: weights fall by a constant factor per token",
     "gate": "Gate: weights fall by a factor that each token computes",
+    "transport": "Transport: every token moves the keys before it",
     "bias": "Bias: a function of the distance is added to the score",
     "content": "Content: what a distance adds depends on query and key",
     "tree and grid": "Tree and grid: positions are more than a number",
@@ -192,6 +193,8 @@ def weights(name: str) -> Tensor:
     tokens, gates = tokens_of(x), encoding.log_gates(x)
     if gates is not None:
         tokens = tokens._replace(sums=gates.double().cumsum(-1))
+    given = tokens.positions, tokens.padding, tokens.starts, {}
+    tokens = tokens._replace(transport=encoding.transport(x, *given)[0])
     if encoding.decomposable:
         q, k = encoding(q, k, tokens.positions, tokens.positions)
     return encoded_weights(encoding, q, k, tokens, tokens, causal=True)[:, 1].mean(0)
