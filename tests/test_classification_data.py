@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import lzma
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from sklearn.datasets import load_digits
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import examples
 from lrpe_fairseq.experiments.data.examples import Examples
+from lrpe_fairseq.experiments.records.console import UserError
 from tests.test_data_prep import files, load
 
-sst2, digits, listops = load("sst2-bytes"), load("digits"), load("listops")
+sst2, digits, listops, mnist = map(load, ("sst2-bytes", "digits", "listops", "mnist5k"))
 LENGTHS, SYMBOLS = listops.LENGTHS, listops.SYMBOLS
 
 
@@ -64,6 +66,31 @@ def test_the_digits_are_those_of_scikit_learn_in_disjoint_stratified_splits(
     manifest = prep.Steps(digits_data, "digits", "8x8").old
     assert manifest["splits"]["test"]["tokens"] == 540 * 64
     assert manifest["classes"] == 10
+
+
+def test_mnist_has_its_own_test_set_and_validation_is_part_of_training(tmp_path: Path) -> None:
+    rng, md5, known = np.random.RandomState(0), {}, []
+    for count, (images, labels) in ((40, list(mnist.MD5)[:2]), (10, list(mnist.MD5)[2:])):
+        pixels, classes = rng.randint(0, 256, (count, 28, 28)), np.arange(count) % 10
+        for name, values in ((images, pixels), (labels, classes)):
+            shape = np.array(values.shape, ">i4").tobytes()
+            content = bytes([0, 0, 8, values.ndim]) + shape + values.astype(np.uint8).tobytes()
+            (tmp_path / f"{name}.xz").write_bytes(lzma.compress(content))
+            md5[name] = hashlib.md5(content).hexdigest()
+        rows = pixels.reshape(count, -1).tolist()
+        known.append(sorted((tuple(row), int(c)) for row, c in zip(rows, classes, strict=True)))
+    made = mnist.prepare_whole(tmp_path / "data", tmp_path, md5=md5, held_out=10)
+    found = {}
+    for split in prep.SPLITS:
+        own = stored(tmp_path / "data" / "bin", split, end=False)
+        found[split] = [(tuple(row), c) for row, c in zip(own.inputs, own.labels, strict=True)]
+    assert sorted(found["train"] + found["valid"]) == known[0]
+    assert sorted(c for _, c in found["valid"]) == list(range(10))
+    assert sorted(found["test"]) == known[1]
+    assert (made["corpus"], made["level"]) == ("mnist", "28x28")
+    (tmp_path / f"{images}.xz").write_bytes(lzma.compress(b"other"))
+    with pytest.raises(UserError, match="is truncated or not the expected version"):
+        mnist.prepare_whole(tmp_path / "no", tmp_path, md5=md5)
 
 
 # --- ListOps -----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import http.server
 import importlib.util
 import io
 import itertools
+import lzma
 import os
 import random
 import re
@@ -549,6 +550,39 @@ def test_the_held_out_years_are_in_no_training_text_and_odd_separators_cut_no_li
         "valid": "raw/newstest2013",
         "test": "raw/newstest2014",
     }
+
+
+def test_mixed_text_has_multi30k_tatoeba_and_the_longer_segments_of_software(
+    captions: Path, tmp_path: Path
+) -> None:
+    rng, source = random.Random(5), tmp_path / "given"
+    for folder in newstest.FOLDERS:
+        (source / folder).mkdir(parents=True)
+    pairs = {"newstest2012": 20, "newstest2013": 5, "newstest2014": 5}
+    for place, count in [*((f"{newstest.NEWS}/{n}", c) for n, c in pairs.items()),
+                         (f"{newstest.TATOEBA}/train", 200)]:  # fmt: skip
+        for language in newstest.LANGUAGES:
+            text = "".join(f"{sentence(rng)} {language}\n" for _ in range(count))
+            (source / f"{place}.{language}").write_text(text)
+    for name in ("train", "test_2016_flickr"):
+        for path in captions.glob(f"{name}.*"):
+            shutil.copy(path, source / newstest.MULTI30K)
+    rows = ["wesnoth\tone two three four\tkurz", "apt\tone two three\u2028 four five\tlang genug"]
+    table = "".join(f"{row}\n" for row in rows).encode()
+    (source / newstest.SOFTWARE / "train.tsv.xz").write_bytes(lzma.compress(table))
+    (source / newstest.SOFTWARE / "README.md").write_text("licences")
+    known = plain_checksums(source / newstest.NEWS)
+    more = {"train.tsv": sha256(table), "README.md": sha256(b"licences")}
+    more = {f"{newstest.SOFTWARE}/{name}": checksum for name, checksum in more.items()}
+    for folder in (newstest.MULTI30K, newstest.TATOEBA):
+        more |= {f"{folder}/{n}": c for n, c in plain_checksums(source / folder).items()}
+    given = {"sha256": known, "pairs": pairs, "more": more, "mixed": True, "vocab_size": 60}
+    made = newstest.prepare(tmp_path / "dest", from_dir=source, **given)
+    counted = {split: counts["pairs"] for split, counts in made["splits"].items()}
+    assert counted == {"train": 20 + 300 + 200 + 1, "valid": 5, "test": 5, "test1": 20}
+    train = (tmp_path / "dest" / "text" / "train.de").read_bytes().decode().split("\n")
+    assert train[-2:] == ["lang genug", ""]
+    assert "--mixed needs --from" in refusal(newstest.prepare, tmp_path / "no", mixed=True)
 
 
 # ----------------------------------------------------------------------------------------- wmt'14

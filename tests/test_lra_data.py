@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import lzma
 import math
+import re
 import tarfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -114,6 +116,26 @@ def test_a_folder_of_files_gives_the_bytes_of_the_archive_and_steps_are_skipped(
     (folder / "aclImdb/test/pos/1_7.txt").write_text("edited")
     lra.prepare(task, tmp_path / "other", folder)
     assert "already done" not in capsys.readouterr().out
+
+
+def test_tables_of_reviews_give_the_bytes_of_the_archive(
+    text: tuple, reviews: dict, tmp_path: Path
+) -> None:
+    source, task = text
+    lra.prepare(task, tmp_path / "one", source)
+    rows: dict[str, str] = {"train": "", "test": ""}
+    for member, body in reviews.items():
+        if found := re.search(task.archive.wanted, member):
+            number, rating = found[3].removesuffix(".txt").split("_")
+            rows[found[1]] += f"{found[2]}\t{rating}\t{number}\t{body.decode()}\n"
+    tables = {f"{part}.tsv.xz": lzma.compress(own.encode()) for part, own in rows.items()}
+    folder = unpacked(tmp_path / "from", tables)
+    known = {name: sha256(content) for name, content in tables.items()}
+    own = replace(task, archive=replace(task.archive, tables=known))
+    lra.prepare(own, tmp_path / "other", folder)
+    same_bytes(tmp_path / "one" / "bin", tmp_path / "other" / "bin")
+    (folder / "test.tsv.xz").write_bytes(b"cut")
+    assert "is truncated" in refusal(lra.prepare, own, tmp_path / "other", folder)
 
 
 def test_the_published_splits_validate_on_the_test_set(text: tuple, tmp_path: Path) -> None:

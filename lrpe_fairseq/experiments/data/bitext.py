@@ -18,9 +18,9 @@ from lrpe_fairseq.experiments.records.console import UserError
 
 
 def arguments(
-    description: str, argv: Sequence[str] | None, vocab_size: int = 4000
+    description: str, argv: Sequence[str] | None, vocab_size: int = 4000, **flags: str
 ) -> dict[str, Any]:
-    """Parse the options of a parallel-text script: dest, vocab_size, from_dir, workers."""
+    """Parse the options of a parallel-text script: dest, vocab_size, from_dir, workers, flags."""
     parser = argparse.ArgumentParser(description=description.split("\n")[0])
     parser.add_argument("--dest", type=Path, required=True, help="output folder")
     parser.add_argument(
@@ -28,6 +28,8 @@ def arguments(
     )
     parser.add_argument("--from", dest="from_dir", type=Path, help="folder with the source files")
     parser.add_argument("--workers", type=int, default=1, help="worker processes")
+    for name, text in flags.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
     return vars(parser.parse_args(argv))
 
 
