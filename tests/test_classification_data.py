@@ -41,15 +41,13 @@ def same_bytes(one: Path, other: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def digits_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def digits_data(tmp_path_factory):
     dest = tmp_path_factory.mktemp("images") / "digits"
     assert digits.main(["--dest", str(dest)]) == 0
     return dest
 
 
-def test_the_digits_are_those_of_scikit_learn_in_disjoint_stratified_splits(
-    digits_data: Path,
-) -> None:
+def test_the_digits_are_those_of_scikit_learn_in_disjoint_stratified_splits(digits_data):
     known = load_digits()
     whole = sorted(
         (tuple((15 * image.astype(int)).tolist()), int(label))
@@ -120,12 +118,12 @@ def value(tokens: list[str]) -> int:
 
 
 @pytest.fixture(scope="module")
-def short() -> dict[str, Examples]:
+def short():
     sizes = {"train": 4_000, "valid": 300, "test": 300}
     return listops.generate(replace(LENGTHS["20-100"], sizes=sizes), 1)
 
 
-def test_labels_are_those_of_an_independent_evaluator(short: dict[str, Examples]) -> None:
+def test_labels_are_those_of_an_independent_evaluator(short):
     some = listops.generate(replace(LENGTHS["100-400"], sizes={"train": 60}), 1)["train"]
     for inputs, labels in (
         (short["train"].inputs[:2000], short["train"].labels),
@@ -135,18 +133,14 @@ def test_labels_are_those_of_an_independent_evaluator(short: dict[str, Examples]
             assert value([SYMBOLS[token] for token in tokens]) == label
 
 
-def test_lengths_are_within_the_bounds_and_no_expression_occurs_twice(
-    short: dict[str, Examples],
-) -> None:
+def test_lengths_are_within_the_bounds_and_no_expression_occurs_twice(short):
     rows = [tuple(row) for split in short.values() for row in split.inputs]
     assert len(set(rows)) == len(rows) == 4_600
     assert min(map(len, rows)) == 21
     assert max(map(len, rows)) < 100
 
 
-def test_expressions_are_stored_as_tokens_and_are_the_same_on_every_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_expressions_are_stored_as_tokens_and_are_the_same_on_every_machine(tmp_path, monkeypatch):
     recipe = replace(LENGTHS["20-100"], sizes={"train": 30, "valid": 10, "test": 10})
     monkeypatch.setitem(LENGTHS, "tiny", recipe)
     manifest, made = listops.prepare(tmp_path, "tiny"), listops.generate(recipe, 1)
@@ -162,7 +156,7 @@ def test_expressions_are_stored_as_tokens_and_are_the_same_on_every_machine(
 # --- SST-2 -------------------------------------------------------------------------------------
 
 
-def test_sst2_is_stored_byte_by_byte_and_valid_is_held_out_of_train(tmp_path: Path) -> None:
+def test_sst2_is_stored_byte_by_byte_and_valid_is_held_out_of_train(tmp_path):
     phrases = [f"phrase {n} is “{'good' if n % 2 else 'bad'}” " for n in range(40)]
     for name, chosen in (("train", phrases[:30]), ("dev", phrases[30:])):
         path = tmp_path / "from" / "SST-2" / f"{name}.tsv"
