@@ -290,7 +290,12 @@ def test_truncated_attention_of_one_layer_is_that_of_a_window_for_every_token(
 
 
 @pytest.mark.parametrize(
-    ("attention", "name"), [("linear", "lrpe-type4"), ("softmax", "stick-breaking")]
+    ("attention", "name"),
+    [
+        ("linear", "lrpe-type4"),
+        ("softmax", "stick-breaking"),
+        ("softmax", "rope --attention-parts kv-shift"),
+    ],
 )
 def test_layers_with_a_window_reach_as_far_as_their_windows_together(corpus, attention, name):
     options = f"--attention-type {attention} --position-encoding {name} --encoding-seed 1"
@@ -298,10 +303,11 @@ def test_layers_with_a_window_reach_as_far_as_their_windows_together(corpus, att
     model = build(corpus, f"{layers} {options}")[0].eval().double()
     for module in attentions(model):
         module.given.window = 4
-    text = text_of(model, 40)[None]
+    text, reach = text_of(model, 40)[None], 3 * 3 + 3 * ("kv-shift" in name)
+    assert scoring.reach_of(model, 4) == reach
     with torch.no_grad():
         whole, all_seen, one_lost = (
-            model(text[:, -tokens:])[0][0, -1] for tokens in (40, 3 * 3 + 1, 3 * 3)
+            model(text[:, -tokens:])[0][0, -1] for tokens in (40, reach + 1, reach)
         )
     torch.testing.assert_close(all_seen, whole, rtol=1e-9, atol=1e-9)
     assert (one_lost - whole).abs().max() > 1e-6

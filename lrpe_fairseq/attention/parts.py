@@ -1,4 +1,4 @@
-"""Parts of an attention layer beside its encoding (FoX Pro; Lin et al. 2025, Figure 2).
+"""Parts of an attention layer beside its encoding (FoX Pro; Lin et al. 2025).
 
 For the input x_t, per head, in this order:
 
