@@ -46,6 +46,7 @@ class AttentionState(NamedTuple):
 
     past: LinearState | SoftmaxState
     next_position: Tensor  # B, int64: number of real tokens so far
+    history: dict[str, Tensor] = {}  # B ...: what filters and sums over the text go on from
 
 
 class Memory(NamedTuple):
@@ -233,6 +234,7 @@ class MultiheadAttention(ProjectedAttention):
         """Compute :meth:`attend` after its checks, always in eager execution."""
         before = None if state is None else state.next_position
         tokens = tokens_of(x, padding, before, **options)
+        tokens, history = self._with_places(x, tokens, {} if state is None else state.history)
         attend = self._linear if self.attention_type == "linear" else self._softmax
         out, past = attend(x, tokens, state and state.past, keep_state)
         out = self._project_out(out, x)
@@ -244,7 +246,7 @@ class MultiheadAttention(ProjectedAttention):
         elif tokens.segments is not None:
             last = tokens.positions[:, -1]
             following = last + (1 if tokens.padding is None else ~tokens.padding[:, -1])
-        return out, AttentionState(past, following)
+        return out, AttentionState(past, following, history)
 
     def _linear(
         self, x: Tensor, tokens: Tokens, past: LinearState | SoftmaxState | None, keep_state: bool
@@ -258,7 +260,7 @@ class MultiheadAttention(ProjectedAttention):
         options["starts"] = tokens.starts
         if self.normalizer == "content":
             options["content"] = feature_map(q), feature_map(k)
-        q, k = self._features(q, k, tokens.positions, tokens.positions)
+        q, k = self._features(q, k, tokens.at, tokens.at)
         in_slots = tokens.slots is not None and not keep_state
         options["log_decay"] = self._log_decay(x, tokens.padding, in_slots)
         if not keep_state:
@@ -275,7 +277,7 @@ class MultiheadAttention(ProjectedAttention):
         tokens = self._with_gates(x, tokens, past)
         q, k, v = self._project(x)
         content = [feature_map(q), feature_map(k)] if self.normalizer == "content" else None
-        q, k = self._features(q, k, tokens.positions, tokens.positions)
+        q, k = self._features(q, k, tokens.at, tokens.at)
         queries, keys, v, width = tokens, tokens, v.to(self._value_type(v)), k.shape[-1]
         k = k if content is None else torch.cat([k, content[1]], -1)
         if keep_state:
@@ -309,8 +311,8 @@ class MultiheadAttention(ProjectedAttention):
         They are the sums of all scores, which are the output for values of 1 without a normalizer.
         """
         q, k, _ = self._project(x)
-        tokens = tokens_of(x, starts=self.given.starts)
-        q, k = self._features(q, k, tokens.positions, tokens.positions)
+        tokens, _ = self._with_places(x, tokens_of(x, starts=self.given.starts), {})
+        q, k = self._features(q, k, tokens.at, tokens.at)
         ones = q.new_ones(*q.shape[:3], 1)
         options = {"causal": self.causal, "normalizer": "none", "log_decay": self._log_decay(x)}
         options["starts"] = tokens.starts
@@ -348,6 +350,7 @@ class MultiheadAttention(ProjectedAttention):
         numbers = memory.segments
         starts = None if numbers is None else F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0))
         tokens = tokens_of(whole, starts=starts, window=self.window)
+        tokens, _ = self._with_places(whole, tokens, {})
         out, _ = self._softmax(whole, tokens, None, False, memory.inputs.shape[0])
         return self._project_out(out, x)
 
@@ -372,6 +375,13 @@ class MultiheadAttention(ProjectedAttention):
             k, v, queries, keys, past = _remembered(k, v, tokens, past)
         options = {"causal": self.causal, "dropout": self._dropout}
         return encoded_attention(self.encoding, q, k, v, queries, keys, **options), past
+
+    def _with_places(
+        self, x: Tensor, tokens: Tokens, history: dict[str, Tensor]
+    ) -> tuple[Tokens, dict[str, Tensor]]:
+        """Return the tokens of x (B, T, C) with their places, and the history after them."""
+        places, history = self.encoding.places(x, tokens.padding, tokens.starts, history)
+        return tokens._replace(places=places), history
 
     def _with_gates(self, x: Tensor, tokens: Tokens, past: SoftmaxState | None) -> Tokens:
         """Return the tokens of x (B, T, C) with the sums of their gates after those of the past."""
@@ -415,4 +425,5 @@ def reorder_attention_state(state: AttentionState, new_order: Tensor) -> Attenti
     """Return the state of the rows ``new_order`` (B',), int64 indices into the batch."""
     module = linear if isinstance(state.past, LinearState) else softmax
     past = module.reorder_state(state.past, new_order)
-    return AttentionState(past, state.next_position.index_select(0, new_order))
+    history = {name: part.index_select(0, new_order) for name, part in state.history.items()}
+    return AttentionState(past, state.next_position.index_select(0, new_order), history)

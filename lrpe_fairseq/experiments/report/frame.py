@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from lrpe_fairseq import patterns
-from lrpe_fairseq.encodings import ENCODINGS, canonical_name
+from lrpe_fairseq.encodings import ENCODINGS, WRAPPERS, canonical_name
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.keys import RATE, filled, option
 from lrpe_fairseq.experiments.records.layout import ANY, Column, Row, Table, load_tables, short
@@ -54,8 +54,9 @@ def public_name(encoding: str) -> str:
     ('rope', 'lrpe-type2')
     """
     canonical = canonical_name(encoding)
-    if canonical.startswith("gated:"):
-        return f"gated:{public_name(canonical.removeprefix('gated:'))}"
+    prefix, _, rest = canonical.partition(":")
+    if prefix in WRAPPERS:
+        return f"{prefix}:{public_name(rest)}"
     return next((name for name in ENCODINGS if canonical_name(name) == canonical), canonical)
 
 
