@@ -290,7 +290,8 @@ class MultiheadAttention(ProjectedAttention):
     def state_size(self, length: int) -> int:
         """Return how many numbers of keys, values and sums the state has after ``length`` tokens.
 
-        For one sequence, without what belongs to a token alone (positions, padding, gates).
+        For one sequence, without what belongs to a token alone (positions, padding, gates) and
+        without the history, which does not grow.
         """
         width = getattr(self.encoding, "feature_dim", self.head_dim)
         linear, content = self.attention_type == "linear", self.normalizer == "content"

@@ -91,8 +91,8 @@ class Increments(nn.Module):
 def selective(spec: EncodingSpec, inner: Callable[[EncodingSpec], LRPE]) -> LRPE:
     """Build a type of LRPE with angles theta, and turn by sums of increments: theta sum_u delta_u.
 
-    Given positions instead of places, which are explicit or of a call without a text, it is the
-    inner encoding: tokens are one apart.
+    Called with positions, without a text, it is the inner encoding: tokens are one apart. Trap:
+    attention sums increments also if it is given explicit positions, which are not read then.
     """
     encoding = inner(spec)
     encoding.increments = Increments(spec, encoding.core.angles.shape[-1])

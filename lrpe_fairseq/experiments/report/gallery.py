@@ -24,6 +24,8 @@ from lrpe_fairseq.experiments.report import frame, markdown, plots
 SHEET = "docs/encodings.png"
 FAMILY = "lrpe"
 """The entry of all types of LRPE."""
+WRAPPED = {"selective:<name>": "selective:rope"}
+"""Free forms with an entry of their own -> a name of which it is written."""
 MECHANISMS = {
     "none": "Without an encoding",
     "rotation": "Rotation: queries and keys are transformed by position",
@@ -84,25 +86,25 @@ def options_table() -> str:
 
 
 def entries() -> str:
-    """Return the entries of all encodings by mechanism; LRPE's types have one."""
+    """Return the entries of all encodings and WRAPPED by mechanism; LRPE's types have one."""
     found: dict[str, list[str]] = {mechanism: [] for mechanism in MECHANISMS}
-    for name in ENCODINGS:
+    for title, name in ({name: name for name in ENCODINGS} | WRAPPED).items():
         card = built(name).card
         mine = found[card.mechanism if card else "none"]
-        text = lrpe_entry() if _is_lrpe(name) else entry(name)
+        text = lrpe_entry() if _is_lrpe(name) else entry(name, title)
         if text not in mine:
             mine.append(text)
     parts = ([f"### {MECHANISMS[key]}", *texts] for key, texts in found.items() if texts)
     return "\n\n".join(text for part in parts for text in part)
 
 
-def entry(name: str) -> str:
+def entry(name: str, title: str) -> str:
     """Return the entry of one encoding: equation and properties.
 
     Trap: in a block between $$ GitHub applies Markdown first, which turns "\\," into a comma.
     """
     encoding = built(name)
-    lines, card = [f"#### `{name}`", ""], encoding.card
+    lines, card = [f"#### `{title}`", ""], encoding.card
     if card is not None:
         lines += ["```math", card.equation, "```", ""]
     lines += [f"- Position: {_position(encoding)}"]
