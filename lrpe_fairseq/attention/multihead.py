@@ -240,8 +240,7 @@ class MultiheadAttention(ProjectedAttention):
         """Compute :meth:`attend` after its checks, always in eager execution."""
         before = None if state is None else state.next_position
         history = {} if state is None else dict(state.history)
-        tokens = tokens_of(x, padding, before, history=history, **options)
-        tokens = self._with_transport(x, tokens)
+        tokens = self._of_text(x, tokens_of(x, padding, before, history=history, **options))
         attend = self._linear if self.attention_type == "linear" else self._softmax
         out, past = attend(x, tokens, state and state.past, keep_state)
         out = self._project_out(out, x)
@@ -267,7 +266,7 @@ class MultiheadAttention(ProjectedAttention):
         options |= {"starts": tokens.starts, "transport": tokens.transport}
         if self.normalizer == "content":
             options["content"] = feature_map(q), feature_map(k)
-        q, k = self._features(q, k, tokens.positions, tokens.positions)
+        q, k = self._features(q, k, tokens.at, tokens.at)
         in_slots = tokens.slots is not None and not keep_state
         options["log_decay"] = self._log_decay(x, tokens.padding, in_slots)
         if not keep_state:
@@ -284,7 +283,7 @@ class MultiheadAttention(ProjectedAttention):
         tokens = self._with_gates(x, tokens, past)
         q, k, v = self._project(x, tokens=tokens)
         content = [feature_map(q), feature_map(k)] if self.normalizer == "content" else None
-        q, k = self._features(q, k, tokens.positions, tokens.positions)
+        q, k = self._features(q, k, tokens.at, tokens.at)
         queries, keys, v, width = tokens, tokens, v.to(self._value_type(v)), k.shape[-1]
         k = k if content is None else torch.cat([k, content[1]], -1)
         if keep_state:
@@ -297,7 +296,8 @@ class MultiheadAttention(ProjectedAttention):
     def state_size(self, length: int) -> int:
         """Return how many numbers of keys, values and sums the state has after ``length`` tokens.
 
-        For one sequence, without what belongs to a token alone (positions, padding, gates).
+        For one sequence, without what belongs to a token alone (positions, padding, gates) and
+        without the history, which does not grow.
         """
         width = getattr(self.encoding, "feature_dim", self.head_dim)
         linear, content = self.attention_type == "linear", self.normalizer == "content"
@@ -320,9 +320,9 @@ class MultiheadAttention(ProjectedAttention):
 
         They are the sums of all scores, which are the output for values of 1 without a normalizer.
         """
-        tokens = self._with_transport(x, tokens_of(x, starts=self.given.starts))
+        tokens = self._of_text(x, tokens_of(x, starts=self.given.starts))
         q, k, _ = self._project(x, tokens=tokens)
-        q, k = self._features(q, k, tokens.positions, tokens.positions)
+        q, k = self._features(q, k, tokens.at, tokens.at)
         ones = q.new_ones(*q.shape[:3], 1)
         options = {"causal": self.causal, "normalizer": "none", "log_decay": self._log_decay(x)}
         options |= {"starts": tokens.starts, "transport": tokens.transport}
@@ -360,7 +360,7 @@ class MultiheadAttention(ProjectedAttention):
         numbers = memory.segments
         starts = None if numbers is None else F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0))
         tokens = tokens_of(whole, starts=starts, window=self.window)
-        tokens = self._with_transport(whole, tokens)
+        tokens = self._of_text(whole, tokens)
         out, _ = self._softmax(whole, tokens, None, False, memory.inputs.shape[0])
         return self._project_out(out, x)
 
@@ -395,13 +395,14 @@ class MultiheadAttention(ProjectedAttention):
         sums = gates.double().cumsum(-1)
         return tokens._replace(sums=sums if past is None else sums + past.sums[..., -1:])
 
-    def _with_transport(self, x: Tensor, tokens: Tokens) -> Tokens:
-        """Return the tokens of x (B, T, C) with their transport; their history goes on."""
-        before = {} if tokens.history is None else tokens.history
-        given = tokens.positions, tokens.padding, tokens.starts, before
-        transport, after = self.encoding.transport(x, *given)
-        before.update(after)
-        return tokens._replace(transport=transport)
+    def _of_text(self, x: Tensor, tokens: Tokens) -> Tokens:
+        """Return the tokens of x (B, T, C) with places and transport; their history goes on."""
+        history = {} if tokens.history is None else tokens.history
+        masks = tokens.padding, tokens.starts, history
+        places, after = self.encoding.places(x, *masks)
+        transport, reflected = self.encoding.transport(x, tokens.positions, *masks)
+        history.update(after | reflected)
+        return tokens._replace(places=places, transport=transport)
 
 
 def _carried_before(k: Tensor, transport: Transport, first: int) -> Tensor:

@@ -237,6 +237,7 @@ class Encoding(Float32Module):
         self.spec = spec
         self.forget_gate: nn.Module | None = None
         self.reflections: nn.Module | None = None
+        self.increments: nn.Module | None = None
 
     @property
     def softmax_scale(self) -> float:
@@ -301,6 +302,25 @@ class Encoding(Float32Module):
             w = self(w, w, positions, positions)[1] if encode is None else encode(w)
         return Transport(w, beta), {"reflections": tail}
 
+    def places(
+        self,
+        x: Tensor,
+        padding: Tensor | None,
+        starts: Tensor | None,
+        history: Mapping[str, Tensor],
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Return what stands in for the positions of tokens, summed from the text, or None.
+
+        Args:
+            x: the input of the layer, (B, T, C). padding, starts: as of ``history.history``.
+            history: the tensors returned for the previous piece of the text, or none.
+        Returns: (B, H, T, E) float64, an argument of :meth:`QueryKeyEncoding.forward`, and the
+            history for the next piece, whose tensors have the batch as first axis.
+        """
+        if self.increments is None:
+            return None, {}
+        return self.increments(x, padding, starts, history)
+
     def share_with(self, owner: "Encoding") -> None:
         """Replace the parameters by those of ``owner``, an encoding of the same name.
 
@@ -358,7 +378,7 @@ class QueryKeyEncoding(Encoding):
         Args:
             q, k: (B, H, T, D) and (B, H, S, D), any floating dtype, which the result has too.
             q_positions, k_positions: int64, (T,) or (B, T), and (S,) or (B, S). Checked by
-                :func:`check_positions`.
+                :func:`check_positions`. Or :meth:`places`, if the encoding has them.
         Returns: q~ (B, H, T, D') and k~ (B, H, S, D') with D' = :attr:`feature_dim`.
         """
         raise NotImplementedError

@@ -76,7 +76,7 @@ def column(root, key="ppl"):
 
 
 def test_a_method_has_the_name_of_the_command_line_and_the_options_of_its_row():
-    assert public_name("gated:lrpe:identity:rotation") == "gated:rope"
+    assert public_name("gated:selective:lrpe:identity:rotation") == "gated:selective:rope"
     assert public_name("lrpe-tmlr-type3") == "lrpe-type4"
     assert method("none", {}, {}) == "none, sinusoidal"
     usual = {"model.attention_normalizer": "rotated", "model.fox_bias": 0.0}

@@ -34,6 +34,8 @@ VERSIONS = "results/versions"
 SHEET = "docs/encodings.png"
 FAMILY = "lrpe"
 """The entry of all types of LRPE."""
+WRAPPED = {"selective:<name>": "selective:rope"}
+"""Free forms with an entry of their own -> a name of which it is written."""
 MECHANISMS = {
     "none": "Without an encoding",
     "rotation": "Rotation: queries and keys are transformed by position",
@@ -125,15 +127,15 @@ def options_table() -> str:
 
 
 def entries() -> str:
-    """Return the entries of all encodings by mechanism; LRPE's types have one.
+    """Return the entries of all encodings and WRAPPED by mechanism; LRPE's types have one.
 
     Trap: in a block between $$ GitHub applies Markdown first, which turns "\\," into a comma.
     """
     found: dict[str, dict[str, Encoding]] = {mechanism: {} for mechanism in MECHANISMS}
-    for name in ENCODINGS:
+    for title, name in ({name: name for name in ENCODINGS} | WRAPPED).items():
         encoding = built("lrpe-type2" if _is_lrpe(name) else name)
         mechanism = encoding.card.mechanism if encoding.card else "none"
-        found[mechanism][FAMILY if _is_lrpe(name) else name] = encoding
+        found[mechanism][FAMILY if _is_lrpe(name) else title] = encoding
     spec = built("lrpe-type2").spec
     return markdown.rendered(
         "gallery.md.j2",
