@@ -4,9 +4,10 @@ The eigenbasis of the Hermitian matrix i A gives every power, at any position up
 gradient is written by hand, because that of torch.linalg.eigh is not defined for equal eigenvalues.
 
 Axes: B batch, H heads, T time, J blocks, b width of a block, G = H J, K vectors that share the
-positions, M positions.
+positions, M positions, c eigenvalues.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -118,12 +119,12 @@ class Spectrum:
         self._entry: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
 
     def of(self, skew: Tensor) -> tuple[Tensor, Tensor]:
-        """Return :func:`eigenbasis` of A, float64 (..., b, b), which must be a plain tensor."""
+        """Return :func:`halved` of A, float64 (..., b, b), which must be a plain tensor."""
         entry = self._entry
         if entry is None or entry[0].device != skew.device or not torch.equal(entry[0], skew):
             with torch.inference_mode(False), torch.no_grad():
                 own = skew.detach().clone()
-                entry = self._entry = own, eigenbasis(own)
+                entry = self._entry = own, halved(*eigenbasis(own))
         return entry[1]
 
 
@@ -168,25 +169,47 @@ def eigenbasis(skew: Tensor) -> tuple[Tensor, Tensor]:
     return (values - values.flip(-1)) / 2 + not_finite, basis
 
 
+SEPARATE = 1e-5
+"""Smallest eigenvalue, relative to the largest, whose vector is orthogonal to its conjugate."""
+
+
+def halved(values: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the eigenvalues from 0 on and their vectors, those above 0 times sqrt 2.
+
+    A is real, so the other half is conjugate, and Re U z is the same sum. c is b / 2, and for an
+    odd b (b + 1) / 2; the vector of eigenvalue 0 is then made real. All b are returned if another
+    eigenvalue is so close to 0 that its vector is not exactly orthogonal to the conjugate one.
+    """
+    pairs, odd = divmod(values.shape[-1], 2)
+    upper, vectors = values[..., -pairs:], basis[..., -pairs:] * math.sqrt(2)
+    if not (upper[..., :1] > SEPARATE * upper[..., -1:]).all():
+        return values, basis
+    if odd:
+        null = basis[..., pairs : pairs + 1]
+        null = null * null.square().sum(-2, keepdim=True).conj().sqrt()  # real up to its sign
+        vectors = torch.cat([null.real.to(basis.dtype), vectors], -1)
+    return values[..., pairs:], vectors
+
+
 def as_real_map(basis: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return W (G, b, 2b), real: x W is U^H x as (re, im) pairs, and z W^T is Re U z."""
+    """Return W (G, b, 2c), real: x W is U^H x as (re, im) pairs, and z W^T is Re U z."""
     return torch.view_as_real(basis.conj().resolve_conj()).flatten(-2).to(dtype)
 
 
 def _into(x: Tensor, weight: Tensor) -> Tensor:
-    """Return U^H x, complex (G, K, M, b), for x (G, K, M, b)."""
+    """Return U^H x, complex (G, K, M, c), for x (G, K, M, b)."""
     out = x.flatten(1, 2) @ weight
     return torch.view_as_complex(out.unflatten(-1, (-1, 2))).unflatten(1, x.shape[1:3])
 
 
 def _out_of(z: Tensor, weight: Tensor) -> Tensor:
-    """Return Re U z, real (G, K, M, b), for complex z (G, K, M, b)."""
-    flat = torch.view_as_real(z.resolve_conj()).flatten(-2).flatten(1, 2)
+    """Return Re U z, real (G, K, M, b), for complex z (G, K, M, c)."""
+    flat = _as_real(z).flatten(1, 2)
     return (flat @ weight.transpose(-1, -2)).unflatten(1, z.shape[1:3])
 
 
 def _phases(values: Tensor, amounts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return e^(-i u lambda), complex (G, 1, M, b); the angles are float64."""
+    """Return e^(-i u lambda), complex (G, 1, M, c); the angles are float64."""
     angle = (-amounts.unsqueeze(-1) * values.unsqueeze(-2)).unsqueeze(1)
     return torch.complex(angle.cos().to(dtype), angle.sin().to(dtype))
 
@@ -198,23 +221,43 @@ def _gradient_of_skew(
 
     C_jl = sum_u conj(h_j) y_l (e_j - e_l) / (-i (lambda_j - lambda_l)), e = e^(-i u lambda)
     (Daleckii and Krein). Where eigenvalues are so close that it would cancel, its limit is used.
+    A half of the spectrum has two blocks of C: l with eigenvalue lambda_l, and its conjugate.
 
-    Args: parts: b, y, h, z, complex (G, K, M, b) each: h = U^H g and y = U^H x for the incoming
+    Args: parts: b, y, h, z, complex (G, K, M, c) each: h = U^H g and y = U^H x for the incoming
         gradient g, b = conj(e) h and z = e y.
     """
-    b, y, h, z = (part.flatten(1, 2) for part in parts)
-    times = amounts.to(b.real.dtype).repeat(1, parts[0].shape[1]).unsqueeze(-1)  # G KM 1
-    gap = values.unsqueeze(-1) - values.unsqueeze(-2)
+    b, y, h, z = (_as_real(part).flatten(1, 2) for part in parts)  # G KM 2c
+    times = amounts.to(b.dtype).repeat(1, parts[0].shape[1]).unsqueeze(-1)  # G KM 1
+    row, column = values.unsqueeze(-1), values.unsqueeze(-2)
+    gap = torch.stack([row - column, row + column])
     largest = amounts.abs().amax(-1)[:, None, None] if amounts.shape[-1] else 0.0
-    near = ~(gap.abs() * largest >= (12 * torch.finfo(b.real.dtype).eps) ** (1 / 3))
-    limit = (b * times).mH @ y + (h * times).mH @ z
-    difference = (b.mH @ y - h.mH @ z).to(basis.dtype) / (-1j * gap.masked_fill(near, 1.0))
-    c = torch.where(near, limit.to(basis.dtype) / 2, difference)
-    return (basis.conj() @ c @ basis.mT).real
+    near = ~(gap.abs() * largest >= (12 * torch.finfo(b.dtype).eps) ** (1 / 3))
+    limit = _products((b * times).mT @ y + (h * times).mT @ z).to(basis.dtype) / 2
+    difference = _products(b.mT @ y - h.mT @ z).to(basis.dtype)
+    c = torch.where(near, limit, difference / (-1j * gap.masked_fill(near, 1.0)))
+    if values.shape[-1] == basis.shape[-2]:  # the whole spectrum
+        return (basis.conj() @ c[0] @ basis.mT).real
+    return (basis.conj() @ (c[0] @ basis.mT + c[1] @ basis.mH)).real / 2
+
+
+def _as_real(z: Tensor) -> Tensor:
+    """Return complex z (..., c) as real (re, im) pairs, (..., 2c)."""
+    return torch.view_as_real(z.resolve_conj()).flatten(-2)
+
+
+def _products(x: Tensor) -> Tensor:
+    """Return B^H Y and B^H conj(Y), complex (2, G, c, c), for x = B^T Y of (re, im) pairs.
+
+    x: real (G, 2c, 2c), of B and Y (G, N, 2c).
+    """
+    (rr, ri), (ir, ii) = (
+        y.unbind(-1) for y in x.unflatten(-1, (-1, 2)).unflatten(-3, (-1, 2)).unbind(-3)
+    )
+    return torch.stack([torch.complex(rr + ii, ri - ir), torch.complex(rr - ii, -ri - ir)])
 
 
 def _gradient_of_amounts(b: Tensor, y: Tensor, values: Tensor) -> Tensor:
-    """Return du, float64 (G, M): sum_j lambda_j Im(conj(b_j) y_j). b, y: complex (G, K, M, b)."""
+    """Return du, float64 (G, M): sum_j lambda_j Im(conj(b_j) y_j). b, y: complex (G, K, M, c)."""
     return ((b.conj() * y).imag.sum(1).to(values.dtype) @ values.unsqueeze(-1)).squeeze(-1)
 
 
