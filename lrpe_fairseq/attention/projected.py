@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.attention.tokens import Given, Tokens
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
+from lrpe_fairseq.encodings.base import OnePass
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import encode, loader
 
@@ -166,7 +167,7 @@ class ProjectedAttention(nn.Module):
         kernels = self._kernels(x, source, *at)
         if kernels is not None:
             q, k, v = self._project(x, memory)
-            return kernels[0](q), kernels[1](k), v
+            return *kernels(q, k), v
         if not (self._folds(x) and self._folds(source)):
             q, k, v = self._project(x, memory)
             return *self.encoding(q, k, *at), v
@@ -174,24 +175,15 @@ class ProjectedAttention(nn.Module):
         q, k = self.encoding.turn(*planes, *at)
         return q, k, self._heads(self.v_proj(source))
 
-    def _kernels(
-        self, x: Tensor, source: Tensor, at_q: Tensor, at_k: Tensor
-    ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None:
-        """Return functions that encode q and k in one pass on a GPU; None without such kernels.
+    def _kernels(self, x: Tensor, source: Tensor, at_q: Tensor, at_k: Tensor) -> OnePass | None:
+        """Return a function that encodes q and k in one pass on a GPU; None without such kernels.
 
-        They are chosen by x and by the input of the keys, which have the shapes of q and k.
+        It is chosen by x and by the input of the keys, which have the shapes of q and k.
         """
         if loader.triton_kernels(KERNELS) is None or source.shape[-1] != x.shape[-1]:
             return None
-        return self._one_pass(self._heads(x), self._heads(source), at_q, at_k, phi=False)
-
-    def _one_pass(
-        self, q: Tensor, k: Tensor, at_q: Tensor, at_k: Tensor, *, phi: bool
-    ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None:
-        """Return ``QueryKeyEncoding.one_pass`` of queries and keys, or None."""
-        of_q = self.encoding.one_pass(q, at_q, phi)
-        of_k = of_q if at_k is at_q else self.encoding.one_pass(k, at_k, phi)
-        return None if of_q is None or of_k is None else (of_q, of_k)
+        given = self._heads(x), self._heads(source), at_q, at_k
+        return self.encoding.one_pass(*given, phi=False)
 
     # --- the feature map -----------------------------------------------------------------------
 
@@ -202,9 +194,9 @@ class ProjectedAttention(nn.Module):
         """
         if self.encoding.denominator_vanishes and q.dtype == torch.float16:
             self._warn_about_denominator()
-        kernels = self._one_pass(q, k, at_q, at_k, phi=True)
+        kernels = self.encoding.one_pass(q, k, at_q, at_k, phi=True)
         if kernels is not None:
-            return kernels[0](q), kernels[1](k)
+            return kernels(q, k)
         if self.encoding.before_feature_map:
             q, k = self.encoding(q, k, at_q, at_k)
             return feature_map(q), feature_map(k)
@@ -247,7 +239,7 @@ class ProjectedAttention(nn.Module):
 def feature_map(x: Tensor) -> Tensor:
     """Compute phi(x), x (B, H, T, D), in one pass over memory if the Triton kernel supports x."""
     kernels = loader.triton_kernels(KERNELS)
-    if kernels is None or not kernels.serves(x, encode.Form()):
+    if kernels is None or not kernels.serves(x, x, encode.Form()):
         return encode.feature_map(x)
     return kernels.feature_map(x)
 

@@ -23,6 +23,9 @@ from lrpe_fairseq.encodings.positions import Lags
 Planes = tuple[Tensor, ...]
 """A real tensor as (re,) or a complex tensor as (re, im)."""
 
+OnePass = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Encodes q and k; see :meth:`QueryKeyEncoding.one_pass`."""
+
 
 @dataclass(frozen=True)
 class Card:
@@ -304,15 +307,16 @@ class QueryKeyEncoding(Encoding):
         return self.spec.head_dim
 
     def one_pass(
-        self, x: Tensor, positions: Tensor, phi: bool
-    ) -> Callable[[Tensor], Tensor] | None:
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor, phi: bool
+    ) -> OnePass | None:
         """Return a function that encodes in one pass over memory, or None without such a kernel.
 
         Args:
-            x: (B, H, T, D), an example of the function's argument.
-            positions: as in :meth:`forward`.
+            q, k, q_positions, k_positions: as in :meth:`forward`; q and k are examples of the
+                function's arguments.
             phi: True to apply the feature map 1 + elu(x) first.
-        Returns: a function of tensors like ``x``, equal to the encoding of x or of phi(x).
+        Returns: a function of tensors like q and k, equal to the encoding of them or of phi of
+            them.
         """
         return None
 

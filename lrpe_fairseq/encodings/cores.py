@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from lrpe_fairseq.encodings.base import Planes, undecayed
 from lrpe_fairseq.encodings.options import EncodingSpec
 from lrpe_fairseq.encodings.permutations import CyclicPowers, permute
-from lrpe_fairseq.encodings.positions import PositionCache, exact_type, over_heads
+from lrpe_fairseq.encodings.positions import PositionCache, constant, exact_type, over_heads
 from lrpe_fairseq.encodings.scaling import RotationOptions, scaled
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import encode, encode_cpu
@@ -78,6 +78,10 @@ class Rotation(nn.Module):
         """Compute the result of :meth:`at`."""
         return phases(positions, self.angles, dtype)
 
+    def in_kernel(self, device: torch.device) -> encode.Angles | None:
+        """Return that from which a GPU kernel computes Lambda; None if it needs :meth:`at`."""
+        return encode.Angles(constant(tuple(self.angles.tolist()), torch.float64, device))
+
     def forward(self, planes: Planes, turn: Tensor) -> Planes:
         """Rotate every plane (..., T, D) by ``turn``, the result of :meth:`at`."""
         return tuple(rotate_pairs(x, turn) for x in planes)
@@ -93,6 +97,10 @@ class LearnedRotation(Rotation):
         """Register a float32 parameter. An edit through ``.data`` would not be seen by a cache."""
         self.theta = undecayed(theta.float())
         self.cache = None
+
+    def in_kernel(self, device: torch.device) -> encode.Angles:
+        """Return the learned angles."""
+        return encode.Angles(self.angles)
 
 
 class HalfRotation(Rotation):
@@ -150,6 +158,7 @@ class LearnedUnitary(Unitary):
     scales = "learned angles"
 
     register_frequencies = LearnedRotation.register_frequencies
+    in_kernel = LearnedRotation.in_kernel
 
 
 class Permutation(nn.Module):
@@ -171,6 +180,10 @@ class Permutation(nn.Module):
         """Return the indices of pi^s and of its inverse, (T, D) or (B, 1, T, D) each."""
         powers = self.cycles.powers(self.permutation, positions)
         return tuple(over_heads(index, positions) for index in powers)
+
+    def in_kernel(self, device: torch.device) -> Tensor:
+        """Return the cycles of pi; see :meth:`Rotation.in_kernel`."""
+        return self.cycles.cycles(self.permutation)
 
     def forward(self, planes: Planes, powers: tuple[Tensor, ...]) -> Planes:
         """Permute the last axis of every plane (..., T, D) by ``powers``, from :meth:`at`."""

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import Encoding, Planes, QueryKeyEncoding
+from lrpe_fairseq.encodings.base import Encoding, OnePass, Planes, QueryKeyEncoding
 from lrpe_fairseq.encodings.options import EncodingOptions, EncodingSpec
 from lrpe_fairseq.encodings.positions import PositionCache
 from lrpe_fairseq.errors import ChoiceError
@@ -99,14 +100,19 @@ class GridEncoding(QueryKeyEncoding):
         return self.parts[0].turn(q, k, at_q, at_k)
 
     def one_pass(
-        self, x: Tensor, positions: Tensor, phi: bool
-    ) -> Callable[[Tensor], Tensor] | None:
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor, phi: bool
+    ) -> OnePass | None:
         """Use the kernels of the parts; see :meth:`QueryKeyEncoding.one_pass`."""
-        each = zip(self.parts, self._split(x), self._axes(positions), strict=True)
+        at = self._positions(q_positions, k_positions)
+        each = zip(self.parts, self._split(q), self._split(k), *at, strict=True)
         encode = [part.one_pass(*given, phi) for part, *given in each]
-        if None in encode:
-            return None
-        return lambda x: _joined([f(y) for f, y in zip(encode, self._split(x), strict=True)])
+        return None if None in encode else partial(self._by_parts, encode)
+
+    def _by_parts(self, encode: list[OnePass], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Encode the features of every part of q and k with a function of its own."""
+        each = zip(encode, self._split(q), self._split(k), strict=True)
+        q, k = map(_joined, zip(*(f(*parts) for f, *parts in each), strict=True))
+        return q, k
 
     def _positions(
         self, q_positions: Tensor, k_positions: Tensor
