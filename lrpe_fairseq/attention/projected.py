@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.attention.tokens import Given, Tokens
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.base import OnePass
+from lrpe_fairseq.encodings.base import Fold, OnePass, Planes
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import encode, loader
 
@@ -142,15 +142,17 @@ class ProjectedAttention(nn.Module):
         False if a hook changes the weights in each call (quantization noise).
         """
         plain = not (self.q_proj._forward_pre_hooks or self.k_proj._forward_pre_hooks)
-        return plain and self.encoding.foldable and x.shape[0] * x.shape[1] >= x.shape[2]
+        return plain and x.shape[0] * x.shape[1] >= x.shape[2]
 
-    def _folded(self, projection: nn.Linear, x: Tensor) -> tuple[Tensor, ...]:
+    def _folded(
+        self, p: Callable[[Tensor], Planes], projection: nn.Linear, x: Tensor
+    ) -> tuple[Tensor, ...]:
         """Return the planes of (P W) x + P b, (B, H, T, D) each; P W is computed once per call."""
         weight = projection.weight.unflatten(0, (self.num_heads, self.head_dim)).mT  # H C D
         bias = projection.bias
         bias = weight.new_zeros(len(projection.weight)) if bias is None else bias
         bias = bias.unflatten(0, (self.num_heads, 1, self.head_dim))  # H 1 D
-        planes = zip(*map(self.encoding.projection, (weight, bias)), strict=True)
+        planes = zip(*map(p, (weight, bias)), strict=True)
         return tuple(self._heads(F.linear(x, w.mT.flatten(0, 1), b.flatten())) for w, b in planes)
 
     def _encoded(
@@ -168,12 +170,24 @@ class ProjectedAttention(nn.Module):
         if kernels is not None:
             q, k, v = self._project(x, memory)
             return *kernels(q, k), v
-        if not (self._folds(x) and self._folds(source)):
+        fold = self.encoding.fold()
+        if fold is None or not (self._folds(x) and self._folds(source)):
             q, k, v = self._project(x, memory)
-            return *self.encoding(q, k, *at), v
-        planes = self._folded(self.q_proj, x), self._folded(self.k_proj, source)
-        q, k = self.encoding.turn(*planes, *at)
+            return *self._in_parts(fold, q, k, *at), v
+        pairs = (self.q_proj, x), (self.k_proj, source)
+        q, k = fold.turn(*(self._folded(fold.projection, *pair) for pair in pairs), *at)
         return q, k, self._heads(self.v_proj(source))
+
+    def _in_parts(
+        self, fold: Fold | None, q: Tensor, k: Tensor, at_q: Tensor, at_k: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Encode q and k by ``fold`` of the encoding, in float32 or wider, or without it."""
+        if fold is None:
+            return self.encoding(q, k, at_q, at_k)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        planes = (fold.projection(x.to(wide)) for x in (q, k))
+        q2, k2 = fold.turn(*planes, at_q, at_k)
+        return q2.to(q.dtype), k2.to(k.dtype)
 
     def _kernels(self, x: Tensor, source: Tensor, at_q: Tensor, at_k: Tensor) -> OnePass | None:
         """Return a function that encodes q and k in one pass on a GPU; None without such kernels.
@@ -200,7 +214,8 @@ class ProjectedAttention(nn.Module):
         if self.encoding.before_feature_map:
             q, k = self.encoding(q, k, at_q, at_k)
             return feature_map(q), feature_map(k)
-        return self.encoding(feature_map(q), feature_map(k), at_q, at_k)
+        q, k = feature_map(q), feature_map(k)
+        return self._in_parts(self.encoding.fold(), q, k, at_q, at_k)
 
     def _warn_about_denominator(self) -> None:
         if self.normalizer == "rotated":

@@ -100,6 +100,17 @@ class Form(NamedTuple):
     of what is left, which a kernel computes."""
 
 
+class Fold(NamedTuple):
+    """An encoding in two parts; its scores are those of :meth:`QueryKeyEncoding.forward`.
+
+    projection: the linear map P, from (..., H, T, D) to planes of this shape.
+    turn: encodes the planes of P q and P k at positions of queries and of keys, as ``forward``.
+    """
+
+    projection: Callable[[Tensor], Planes]
+    turn: Callable[[Planes, Planes, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
 # --- the protocols -----------------------------------------------------------------------------
 
 
@@ -264,25 +275,13 @@ class QueryKeyEncoding(Encoding):
     before_feature_map: bool = False
     """True if linear attention encodes before the feature map instead of after it."""
 
-    foldable: bool = False
-    """True if the encoding equals ``turn(projection(q), projection(k), ...)`` with a linear
-    :attr:`projection`. Softmax attention then multiplies P into its weights once per call, at
-    no cost per token. A foldable encoding defines :attr:`projection` and :meth:`turn`."""
-    projection: Callable[[Tensor], Planes]
-    """Only if :attr:`foldable`: the linear map P, from (..., D) to planes of shape
-    (..., D). It must not depend on positions."""
+    def fold(self) -> "Fold | None":
+        """Return the parts of an encoding with a first linear map P without positions, or None.
 
-    def turn(
-        self, q: Planes, k: Planes, q_positions: Tensor, k_positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Encode the planes of P q and P k; only if :attr:`foldable`.
-
-        Args:
-            q, k: the results of :attr:`projection`, (B, H, T, D) and (B, H, S, D) each.
-            q_positions, k_positions: as in :meth:`forward`.
-        Returns: as :meth:`forward`.
+        Attention then takes ``turn(projection(q), projection(k), ...)`` in place of
+        :meth:`forward`; softmax attention multiplies P into its weights, at no cost per token.
         """
-        raise NotImplementedError(f"{type(self).__name__} is not foldable")
+        return None
 
     def form(self, lags: Lags | None, device: torch.device) -> Form:
         """Return the constant decay; see :meth:`Encoding.form`."""

@@ -14,10 +14,16 @@ from torch.nn import functional as F
 from lrpe_fairseq.encodings.base import Planes, undecayed
 from lrpe_fairseq.encodings.options import EncodingSpec
 from lrpe_fairseq.encodings.permutations import CyclicPowers, permute
-from lrpe_fairseq.encodings.positions import PositionCache, constant, exact_type, over_heads
+from lrpe_fairseq.encodings.positions import (
+    PositionCache,
+    check_positions,
+    constant,
+    exact_type,
+    over_heads,
+)
 from lrpe_fairseq.encodings.scaling import RotationOptions, scaled
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.kernels import encode, encode_cpu
+from lrpe_fairseq.kernels import encode, encode_cpu, loader
 from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed
 
 BASE = 10000.0
@@ -253,6 +259,24 @@ def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:
     width = 2 * turn.shape[-1]
     turned = torch.view_as_real(_pairs(x[..., :width]) * turn).flatten(-2)
     return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], dim=-1)
+
+
+def rotate_both(
+    q: Tensor, k: Tensor, theta: Tensor, q_positions: Tensor, k_positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotate the pairs (2i, 2i+1) of q and k (B, H, T, D) by s theta; theta: (H, E) of every head.
+
+    Computed in float32 or wider, by one kernel on a GPU. The result has the dtype of q and k.
+    """
+    at = check_positions(q_positions, q), check_positions(k_positions, k)
+    kernels, form = loader.triton_kernels("lrpe_fairseq.kernels.encode_triton"), encode.Form(False)
+    if kernels is not None and kernels.serves(q, k, form):
+        return kernels.encode(q, k, None, encode.Angles(theta.to(q.device)), at, form)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    of_q = phases_by_head(at[0], theta, wide)
+    of_k = of_q if at[1] is at[0] else phases_by_head(at[1], theta, wide)
+    q, k = (rotate_pairs(x.to(wide), turn).to(x.dtype) for x, turn in ((q, of_q), (k, of_k)))
+    return q, k
 
 
 def _pairs(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import Encoding, OnePass, Planes, QueryKeyEncoding
+from lrpe_fairseq.encodings.base import Encoding, Fold, OnePass, Planes, QueryKeyEncoding
 from lrpe_fairseq.encodings.options import EncodingOptions, EncodingSpec
 from lrpe_fairseq.encodings.positions import PositionCache
 from lrpe_fairseq.errors import ChoiceError
@@ -63,7 +63,6 @@ class GridEncoding(QueryKeyEncoding):
             setattr(self, field, getattr(part, field))
         unit = 1 if part.properties.relative == "no" else spec.options.grid_width
         self.properties = replace(part.properties, shift_unit=unit)
-        self.foldable = part.foldable and self.grid == "sum"
 
     @property
     def parts(self) -> list[QueryKeyEncoding]:
@@ -74,10 +73,6 @@ class GridEncoding(QueryKeyEncoding):
     def feature_dim(self) -> int:
         """The sum of the widths of :attr:`parts`."""
         return sum(part.feature_dim for part in self.parts)
-
-    def projection(self, x: Tensor) -> Planes:
-        """Apply the projection of the encoding of row + column; only if ``foldable``."""
-        return self.parts[0].projection(x)
 
     def summary(self) -> str:
         """Return the summary of the encoding and the kind of the grid."""
@@ -92,12 +87,17 @@ class GridEncoding(QueryKeyEncoding):
         encoded = [part(*given) for part, *given in each]
         return tuple(_joined(halves) for halves in zip(*encoded, strict=True))
 
-    def turn(
-        self, q: Planes, k: Planes, q_positions: Tensor, k_positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Encode the planes of P q and P k at row + column; see :meth:`QueryKeyEncoding.turn`."""
-        (at_q,), (at_k,) = self._positions(q_positions, k_positions)
-        return self.parts[0].turn(q, k, at_q, at_k)
+    def fold(self) -> Fold | None:
+        """Fold the encoding of row + column; see :meth:`QueryKeyEncoding.fold`."""
+        fold = self.parts[0].fold() if self.grid == "sum" else None
+        if fold is None:
+            return None
+
+        def turn(q: Planes, k: Planes, *positions: Tensor) -> tuple[Tensor, Tensor]:
+            (at_q,), (at_k,) = self._positions(*positions)
+            return fold.turn(q, k, at_q, at_k)
+
+        return Fold(fold.projection, turn)
 
     def one_pass(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor, phi: bool

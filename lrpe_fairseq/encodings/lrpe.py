@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import Card, OnePass, Planes, QueryKeyEncoding
+from lrpe_fairseq.encodings.base import Card, Fold, OnePass, Planes, QueryKeyEncoding
 from lrpe_fairseq.encodings.cores import CORES, Permutation, Rotation, Unitary
 from lrpe_fairseq.encodings.options import EncodingSpec
 from lrpe_fairseq.encodings.positions import check_positions
@@ -46,7 +46,6 @@ class LRPE(QueryKeyEncoding):
         self.projection = PROJECTIONS[projection](spec)
         self.core = CORES[core](spec) if isinstance(core, str) else core
         self._planes = 2 if projection == "fourier" or isinstance(self.core, Unitary) else 1
-        self.foldable = projection != "identity"
         if type(self).card is None:  # a subclass has its own
             self.card = _card(self.projection, self.core)
         self.turns = not isinstance(self.core, Permutation)
@@ -73,10 +72,15 @@ class LRPE(QueryKeyEncoding):
         turned = self.turn(*planes, q_positions, k_positions)
         return tuple(x.to(q.dtype) for x in turned)
 
+    def fold(self) -> Fold | None:
+        """Return P and Lambda unless P is the identity; see :meth:`QueryKeyEncoding.fold`."""
+        plain = isinstance(self.projection, Identity)
+        return None if plain else Fold(self.projection, self.turn)
+
     def turn(
         self, q: Planes, k: Planes, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Apply Lambda^(s) to the planes of P q and P k; see :meth:`QueryKeyEncoding.turn`."""
+        """Apply Lambda^(s) to the planes of P q and P k; see :class:`Fold`."""
         wide = torch.promote_types(q[0].dtype, torch.float32)
         check_positions(q_positions, q[0]), check_positions(k_positions, k[0])
         at_q, at_k = self._at((q_positions, k_positions), wide)

@@ -58,7 +58,7 @@ class CyclicPowers:
         return self._of_positions.get(
             (positions, form),
             None,
-            lambda: (_along_cycles(form, positions), _along_cycles(form, -positions)),
+            lambda: tuple(encode.along_cycles(form, s) for s in (positions, -positions)),
         )
 
     def cycles(self, permutation: Tensor) -> Tensor:
@@ -96,8 +96,3 @@ def cycle_form(permutation: Tensor) -> Tensor:
     start = (lengths.cumsum(-1) - lengths).gather(-1, first)
     members = torch.empty_like(permutation).scatter(-1, start + step, own)
     return torch.stack([start, step, length, members])
-
-
-def _along_cycles(form: Tensor, positions: Tensor) -> Tensor:
-    """Return pi^s(j) from the cycle form of pi, (..., D) with the axes of s before those of pi."""
-    return encode.along_cycles(form, positions)

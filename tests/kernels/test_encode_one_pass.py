@@ -192,21 +192,27 @@ def test_two_runs_give_equal_bits_and_gradients_of_half_precision_are_rounded_on
         assert_near(found, wanted, 1e-3)
 
 
-@pytest.mark.parametrize("name", ["rope", "lrpe-type2", "lrpe-type5", "lrpe-tmlr-type1", "fope"])
+@pytest.mark.parametrize(
+    "name", ["rope", "lrpe-type2", "lrpe-type5", "lrpe-tmlr-type1", "fope", "liere", "ape"]
+)
 @pytest.mark.parametrize("form", ["fused"], indirect=True)
 def test_softmax_attention_is_the_same_with_and_without_it(name, monkeypatch):
+    from lrpe_fairseq.kernels import encode_triton
+
     torch.manual_seed(0)
     module = MultiheadAttention(
         32, 2, attention_type="softmax", position_encoding=name, causal=True
     ).to(DEVICE)
+    for parameter in module.encoding.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
     x = torch.randn(2, 40, 32, device=DEVICE, requires_grad=True)
     results = []
     for kernels in (loader.triton_kernels, lambda name: None):
         monkeypatch.setattr(loader, "triton_kernels", kernels)
-        with mock.patch.object(module.encoding, "turn", wraps=module.encoding.turn) as turn:
+        with mock.patch.object(encode_triton, "_launch", wraps=encode_triton._launch) as launch:
             out, _ = module.attend(x)
         results.append([out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])])
-        assert turn.called == (len(results) == 2)
+        assert launch.call_count == 2 - len(results)
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
