@@ -226,7 +226,8 @@ class CrossAttention(ProjectedAttention):
         if not self.encoding.decomposable:
             return q, past
         # keys at the same positions are encoded with the queries and dropped
-        return self.encoding(q, q, queries.positions, queries.positions)[0], past
+        at = queries.positions
+        return self.encoding.by(self.encoding.fold(), q, q, at, at)[0], past
 
     def _attended(
         self, q: Tensor, queries: Tokens, past: EncodedMemory, need_weights: bool

@@ -16,6 +16,7 @@ from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.attention.parts import Gate, HeadNorm, KVShift, parse_parts
 from lrpe_fairseq.attention.tokens import Given, Tokens, tokens_of
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
+from lrpe_fairseq.encodings.base import OnePass, Planes
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import encode, loader
 
@@ -176,15 +177,17 @@ class ProjectedAttention(nn.Module):
         """
         hooked = self.q_proj._forward_pre_hooks or self.k_proj._forward_pre_hooks
         plain = not hooked and self.q_norm is None and self.kv_shift is None
-        return plain and self.encoding.foldable and x.shape[0] * x.shape[1] >= x.shape[2]
+        return plain and x.shape[0] * x.shape[1] >= x.shape[2]
 
-    def _folded(self, projection: nn.Linear, x: Tensor) -> tuple[Tensor, ...]:
+    def _folded(
+        self, p: Callable[[Tensor], Planes], projection: nn.Linear, x: Tensor
+    ) -> tuple[Tensor, ...]:
         """Return the planes of (P W) x + P b, (B, H, T, D) each; P W is computed once per call."""
         weight = projection.weight.unflatten(0, (self.num_heads, self.head_dim)).mT  # H C D
         bias = projection.bias
         bias = weight.new_zeros(len(projection.weight)) if bias is None else bias
         bias = bias.unflatten(0, (self.num_heads, 1, self.head_dim))  # H 1 D
-        planes = zip(*map(self.encoding.projection, (weight, bias)), strict=True)
+        planes = zip(*map(p, (weight, bias)), strict=True)
         return tuple(self._heads(F.linear(x, w.mT.flatten(0, 1), b.flatten())) for w, b in planes)
 
     def _encoded(
@@ -201,32 +204,24 @@ class ProjectedAttention(nn.Module):
         kernels = self._kernels(x, source, *at)
         if kernels is not None:
             q, k, v = self._project(x, memory, queries)
-            return kernels[0](q), kernels[1](k), v
-        if not (self._folds(x) and self._folds(source)):
+            return *kernels(q, k), v
+        fold = self.encoding.fold()
+        if fold is None or not (self._folds(x) and self._folds(source)):
             q, k, v = self._project(x, memory, queries)
-            return *self.encoding(q, k, *at), v
-        planes = self._folded(self.q_proj, x), self._folded(self.k_proj, source)
-        q, k = self.encoding.turn(*planes, *at)
+            return *self.encoding.by(fold, q, k, *at), v
+        pairs = (self.q_proj, x), (self.k_proj, source)
+        q, k = fold.turn(*(self._folded(fold.projection, *pair) for pair in pairs), *at)
         return q, k, self._heads(self.v_proj(source))
 
-    def _kernels(
-        self, x: Tensor, source: Tensor, at_q: Tensor, at_k: Tensor
-    ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None:
-        """Return functions that encode q and k in one pass on a GPU; None without such kernels.
+    def _kernels(self, x: Tensor, source: Tensor, at_q: Tensor, at_k: Tensor) -> OnePass | None:
+        """Return a function that encodes q and k in one pass on a GPU; None without such kernels.
 
-        They are chosen by x and by the input of the keys, which have the shapes of q and k.
+        It is chosen by x and by the input of the keys, which have the shapes of q and k.
         """
         if loader.triton_kernels(KERNELS) is None or source.shape[-1] != x.shape[-1]:
             return None
-        return self._one_pass(self._heads(x), self._heads(source), at_q, at_k, phi=False)
-
-    def _one_pass(
-        self, q: Tensor, k: Tensor, at_q: Tensor, at_k: Tensor, *, phi: bool
-    ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None:
-        """Return ``QueryKeyEncoding.one_pass`` of queries and keys, or None."""
-        of_q = self.encoding.one_pass(q, at_q, phi)
-        of_k = of_q if at_k is at_q else self.encoding.one_pass(k, at_k, phi)
-        return None if of_q is None or of_k is None else (of_q, of_k)
+        given = self._heads(x), self._heads(source), at_q, at_k
+        return self.encoding.one_pass(*given, phi=False)
 
     # --- the feature map -----------------------------------------------------------------------
 
@@ -237,13 +232,14 @@ class ProjectedAttention(nn.Module):
         """
         if self.encoding.denominator_vanishes and q.dtype == torch.float16:
             self._warn_about_denominator()
-        kernels = self._one_pass(q, k, at_q, at_k, phi=True)
+        kernels = self.encoding.one_pass(q, k, at_q, at_k, phi=True)
         if kernels is not None:
-            return kernels[0](q), kernels[1](k)
+            return kernels(q, k)
         if self.encoding.before_feature_map:
             q, k = self.encoding(q, k, at_q, at_k)
             return feature_map(q), feature_map(k)
-        return self.encoding(feature_map(q), feature_map(k), at_q, at_k)
+        q, k = feature_map(q), feature_map(k)
+        return self.encoding.by(self.encoding.fold(), q, k, at_q, at_k)
 
     def _warn_about_denominator(self) -> None:
         if self.normalizer == "rotated":
@@ -286,7 +282,7 @@ class ProjectedAttention(nn.Module):
 def feature_map(x: Tensor) -> Tensor:
     """Compute phi(x), x (B, H, T, D), in one pass over memory if the Triton kernel supports x."""
     kernels = loader.triton_kernels(KERNELS)
-    if kernels is None or not kernels.serves(x, encode.Form()):
+    if kernels is None or not kernels.serves(x, x, encode.Form()):
         return encode.feature_map(x)
     return kernels.feature_map(x)
 

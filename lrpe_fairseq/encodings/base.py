@@ -23,6 +23,9 @@ from lrpe_fairseq.encodings.positions import Lags
 Planes = tuple[Tensor, ...]
 """A real tensor as (re,) or a complex tensor as (re, im)."""
 
+OnePass = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Encodes q and k; see :meth:`QueryKeyEncoding.one_pass`."""
+
 
 @dataclass(frozen=True)
 class Card:
@@ -132,6 +135,17 @@ class Transport(NamedTuple):
     def of(self, part: slice) -> "Transport":
         """Return the reflections of a slice of the tokens."""
         return Transport(self.w[:, :, part], self.beta[:, :, part])
+
+
+class Fold(NamedTuple):
+    """An encoding in two parts; its scores are those of :meth:`QueryKeyEncoding.forward`.
+
+    projection: the linear map P, from (..., H, T, D) to planes of this shape.
+    turn: encodes the planes of P q and P k at positions of queries and of keys, as ``forward``.
+    """
+
+    projection: Callable[[Tensor], Planes]
+    turn: Callable[[Planes, Planes, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 # --- the protocols -----------------------------------------------------------------------------
@@ -298,8 +312,9 @@ class Encoding(Float32Module):
             return None, {}
         with torch.autocast(x.device.type, enabled=False):
             w, beta, tail = self.reflections(x, padding, starts, history.get("reflections"))
-            encode = self.one_pass(w, positions, phi=False)
-            w = self(w, w, positions, positions)[1] if encode is None else encode(w)
+            given = w, w, positions, positions
+            encode = self.one_pass(*given, phi=False)
+            w = self.by(self.fold(), *given)[1] if encode is None else encode(w, w)[1]
         return Transport(w, beta), {"reflections": tail}
 
     def places(
@@ -346,25 +361,24 @@ class QueryKeyEncoding(Encoding):
     before_feature_map: bool = False
     """True if linear attention encodes before the feature map instead of after it."""
 
-    foldable: bool = False
-    """True if the encoding equals ``turn(projection(q), projection(k), ...)`` with a linear
-    :attr:`projection`. Softmax attention then multiplies P into its weights once per call, at
-    no cost per token. A foldable encoding defines :attr:`projection` and :meth:`turn`."""
-    projection: Callable[[Tensor], Planes]
-    """Only if :attr:`foldable`: the linear map P, from (..., D) to planes of shape
-    (..., D). It must not depend on positions."""
+    def fold(self) -> "Fold | None":
+        """Return the parts of an encoding with a first linear map P without positions, or None.
 
-    def turn(
-        self, q: Planes, k: Planes, q_positions: Tensor, k_positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Encode the planes of P q and P k; only if :attr:`foldable`.
-
-        Args:
-            q, k: the results of :attr:`projection`, (B, H, T, D) and (B, H, S, D) each.
-            q_positions, k_positions: as in :meth:`forward`.
-        Returns: as :meth:`forward`.
+        Attention then takes ``turn(projection(q), projection(k), ...)`` in place of
+        :meth:`forward`; softmax attention multiplies P into its weights, at no cost per token.
         """
-        raise NotImplementedError(f"{type(self).__name__} is not foldable")
+        return None
+
+    def by(
+        self, fold: Fold | None, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Encode by the result of :meth:`fold`, in float32 or wider; if None as :meth:`forward`."""
+        if fold is None:
+            return self(q, k, q_positions, k_positions)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        planes = (fold.projection(x.to(wide)) for x in (q, k))
+        q2, k2 = fold.turn(*planes, q_positions, k_positions)
+        return q2.to(q.dtype), k2.to(k.dtype)
 
     def form(self, lags: Lags | None, device: torch.device) -> Form:
         """Return the constant decay; see :meth:`Encoding.form`."""
@@ -389,15 +403,16 @@ class QueryKeyEncoding(Encoding):
         return self.spec.head_dim
 
     def one_pass(
-        self, x: Tensor, positions: Tensor, phi: bool
-    ) -> Callable[[Tensor], Tensor] | None:
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor, phi: bool
+    ) -> OnePass | None:
         """Return a function that encodes in one pass over memory, or None without such a kernel.
 
         Args:
-            x: (B, H, T, D), an example of the function's argument.
-            positions: as in :meth:`forward`.
+            q, k, q_positions, k_positions: as in :meth:`forward`; q and k are examples of the
+                function's arguments.
             phi: True to apply the feature map 1 + elu(x) first.
-        Returns: a function of tensors like ``x``, equal to the encoding of x or of phi(x).
+        Returns: a function of tensors like q and k, equal to the encoding of them or of phi of
+            them.
         """
         return None
 

@@ -14,10 +14,16 @@ from torch.nn import functional as F
 from lrpe_fairseq.encodings.base import Planes, undecayed
 from lrpe_fairseq.encodings.options import EncodingSpec
 from lrpe_fairseq.encodings.permutations import CyclicPowers, permute
-from lrpe_fairseq.encodings.positions import PositionCache, exact_type, over_heads
+from lrpe_fairseq.encodings.positions import (
+    PositionCache,
+    check_positions,
+    constant,
+    exact_type,
+    over_heads,
+)
 from lrpe_fairseq.encodings.scaling import RotationOptions, scaled
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.kernels import encode, encode_cpu
+from lrpe_fairseq.kernels import encode, encode_cpu, loader
 from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed
 
 BASE = 10000.0
@@ -81,6 +87,10 @@ class Rotation(nn.Module):
         """Compute the result of :meth:`at`."""
         return phases(positions, self.angles, dtype)
 
+    def in_kernel(self, device: torch.device) -> encode.Angles | None:
+        """Return that from which a GPU kernel computes Lambda; None if it needs :meth:`at`."""
+        return encode.Angles(constant(tuple(self.angles.tolist()), torch.float64, device))
+
     def forward(self, planes: Planes, turn: Tensor) -> Planes:
         """Rotate every plane (..., T, D) by ``turn``, the result of :meth:`at`."""
         return tuple(rotate_pairs(x, turn) for x in planes)
@@ -96,6 +106,10 @@ class LearnedRotation(Rotation):
         """Register a float32 parameter. An edit through ``.data`` would not be seen by a cache."""
         self.theta = undecayed(theta.float())
         self.cache = None
+
+    def in_kernel(self, device: torch.device) -> encode.Angles:
+        """Return the learned angles."""
+        return encode.Angles(self.angles)
 
 
 class HalfRotation(Rotation):
@@ -153,6 +167,7 @@ class LearnedUnitary(Unitary):
     scales = "learned angles"
 
     register_frequencies = LearnedRotation.register_frequencies
+    in_kernel = LearnedRotation.in_kernel
 
 
 class Permutation(nn.Module):
@@ -174,6 +189,10 @@ class Permutation(nn.Module):
         """Return the indices of pi^s and of its inverse, (T, D) or (B, 1, T, D) each."""
         powers = self.cycles.powers(self.permutation, positions)
         return tuple(over_heads(index, positions) for index in powers)
+
+    def in_kernel(self, device: torch.device) -> Tensor:
+        """Return the cycles of pi; see :meth:`Rotation.in_kernel`."""
+        return self.cycles.cycles(self.permutation)
 
     def forward(self, planes: Planes, powers: tuple[Tensor, ...]) -> Planes:
         """Permute the last axis of every plane (..., T, D) by ``powers``, from :meth:`at`."""
@@ -250,6 +269,24 @@ def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:
     width = 2 * turn.shape[-1]
     turned = torch.view_as_real(_pairs(x[..., :width]) * turn).flatten(-2)
     return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], dim=-1)
+
+
+def rotate_both(
+    q: Tensor, k: Tensor, theta: Tensor, q_positions: Tensor, k_positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotate the pairs (2i, 2i+1) of q and k (B, H, T, D) by s theta; theta: (H, E) of every head.
+
+    Computed in float32 or wider, by one kernel on a GPU. The result has the dtype of q and k.
+    """
+    at = check_positions(q_positions, q), check_positions(k_positions, k)
+    kernels, form = loader.triton_kernels("lrpe_fairseq.kernels.encode_triton"), encode.Form(False)
+    if kernels is not None and kernels.serves(q, k, form):
+        return kernels.encode(q, k, None, encode.Angles(theta.to(q.device)), at, form)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    of_q = phases_by_head(at[0], theta, wide)
+    of_k = of_q if at[1] is at[0] else phases_by_head(at[1], theta, wide)
+    q, k = (rotate_pairs(x.to(wide), turn).to(x.dtype) for x, turn in ((q, of_q), (k, of_k)))
+    return q, k
 
 
 def _pairs(x: Tensor) -> Tensor:

@@ -32,6 +32,8 @@ SHARES = "stick-breaking"
 
 def expected(name, causal, mask):
     """True if the kernel serves the encoding; torch's own serves plain scores of equal widths."""
+    if name == "path":  # its scores need the keys before them
+        return False
     if name in BY_LAG and (causal or name != "permuteformer"):  # which decays if causal
         return mask != "between" or (name == "alibi" and causal)
     if name in BY_TOKEN:
