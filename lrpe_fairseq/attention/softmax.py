@@ -111,7 +111,15 @@ def encoded_attention(
         return _plain(q, k, v, queries, keys, call)
     if bias is not None:
         return softmax_attention(q, k, v, scale=call.scale, dropout=dropout, bias=bias)
-    blocks = list(query_blocks(q, k, causal, BLOCK, window))
+    return _by_blocks(q, k, v, queries, keys, call)
+
+
+def _by_blocks(
+    q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call: Call
+) -> Tensor:
+    """Return the output (B, H, T, E) of blocks of queries and the keys that they see."""
+    window = keys.window if counts_slots(queries, keys) else None
+    blocks = list(query_blocks(q, k, call.causal, BLOCK, window))
     if len(blocks) == 1:
         return _block(q, k, v, queries, keys, call)
     parts = (
