@@ -208,13 +208,8 @@ def linear_attention(
     if starts is not None and not causal:
         raise ValueError("starts of documents need causal=True")
     out, denominator = _sums(kernels, q, k, v, normalizes, causal, log_decay, padding, starts)
-    if content is not None and starts is not None:
-        ones = torch.ones_like(content[0][..., :1])
-        found = _sums(kernels, *content, ones, False, causal, None, padding, starts)
-        denominator = found[0].squeeze(-1)
-    elif content is not None:
-        keys = content[1].cumsum(-2) if causal else content[1].sum(-2, keepdim=True)
-        denominator = (content[0] * keys).sum(-1)
+    if content is not None:
+        denominator = _content_sums(kernels, *content, causal, padding, starts)
     return _narrow(_divide(out, denominator), dtype, normalizer)
 
 
@@ -448,6 +443,22 @@ def _decayed_sums(
     own = (q.to(out) * k.to(out)).sum(-1)
     out = out + later.flip(-2) - own.unsqueeze(-1) * v.to(out)
     return out, None if denominator is None else denominator + more.flip(-1) - own
+
+
+def _content_sums(
+    kernels: ModuleType | None,
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    padding: Tensor | None,
+    starts: Tensor | None,
+) -> Tensor:
+    """Return the denominators (B, H, T) of normalizer "content" for the features q and k."""
+    if starts is not None:
+        ones = torch.ones_like(q[..., :1])
+        return _sums(kernels, q, k, ones, False, causal, None, padding, starts)[0].squeeze(-1)
+    keys = k.cumsum(-2) if causal else k.sum(-2, keepdim=True)
+    return (q * keys).sum(-1)
 
 
 @torch.compiler.disable
