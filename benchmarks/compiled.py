@@ -35,7 +35,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 
-from lrpe_fairseq.kernels import flash_triton, stick_triton
+from lrpe_fairseq.kernels import encode, encode_triton, flash_triton, stick_triton
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "results" / "bench" / "compiled.json"
@@ -64,10 +64,15 @@ def flash_cases(dtype: torch.dtype) -> Iterator[Case]:
     table, factor = (torch.zeros(HEADS, 2 * TIME - 1).requires_grad_() for _ in range(2))
     c, d = (torch.zeros(1, HEADS, TIME, dtype=torch.float64).requires_grad_() for _ in range(2))
     numbers = torch.zeros(1, TIME, dtype=torch.int32)
+    lags = {"long": TIME, "short": 32}
+    own = {n: torch.zeros(1, HEADS, TIME, x, dtype=dtype).requires_grad_() for n, x in lags.items()}
     terms = {
         "table": {"table": table, "first_lag": 1 - TIME},
         "factor": {"factor": factor, "first_lag": 1 - TIME},
         "gates": {"gates": (c, d)},
+        "query": {"by_query": own["long"]},
+        "clipped-query": {"by_query": own["short"]},
+        "clipped-key": {"by_key": own["short"]},
         "padding": {"padding": torch.zeros(1, TIME, dtype=torch.bool)},
         "documents": {"segments": (numbers, numbers)},
         "window": {"window": 100},
@@ -75,8 +80,10 @@ def flash_cases(dtype: torch.dtype) -> Iterator[Case]:
     }
     forms = [("plain", 64, 64), *((name, 64, 64) for name in terms)]
     forms += [("full", 64, 64), ("full gates", 64, 64), ("full table padding dropout", 64, 64)]
-    forms += [(" ".join(terms), 64, 64), *(("plain", *widths) for widths in WIDTHS)]
-    forms += [("table", 128, 128), ("gates", 128, 128), (" ".join(terms), 256, 128)]
+    forms += [("full clipped-query clipped-key padding dropout", 64, 64), ("query", 128, 128)]
+    every = " ".join(name for name in terms if not name.endswith(("query", "key")))
+    forms += [(every, 64, 64), *(("plain", *widths) for widths in WIDTHS)]
+    forms += [("table", 128, 128), ("gates", 128, 128), (every, 256, 128)]
     for name, *widths in forms:
         options = {"causal": not name.startswith("full")}
         for term in set(name.split()) & terms.keys():
@@ -114,6 +121,53 @@ def _run(
     out.backward(out.detach())
 
 
+def encode_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """Yield every form of Lambda P phi, of the usual width and of wide heads."""
+
+    def angles(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape).requires_grad_()
+
+    fixed, v = torch.zeros(32, dtype=torch.float64), angles(64)
+    plain, phi = encode.Form(phi=False), encode.Form()
+    grid = encode.Angles(angles(HEADS, 32), angles(HEADS, 32), 8)
+    given = torch.zeros(HEADS, TIME, 20, dtype=torch.complex64)
+    forms = {
+        "rotation": (64, None, encode.Angles(fixed), plain),
+        "reflection, learned rotation": (64, v, encode.Angles(angles(32)), plain),
+        "phi, reflection, learned rotation": (64, v, encode.Angles(angles(32)), phi),
+        "odd-even, half rotation": (64, None, encode.Angles(angles(16)), encode.Form(halves=True)),
+        "reflection, learned unitary": (64, v, encode.Angles(angles(64)), encode.Form(wide=True)),
+        "odd-even, unitary": (64, None, encode.Angles(fixed.repeat(2)), plain._replace(wide=True)),
+        "rotation on a grid by head": (64, None, grid, phi),
+        "given phases": (64, None, None, phi),
+        "reflection, learned rotation, wide": (256, angles(256), encode.Angles(angles(128)), phi),
+    }
+    cycles, one = (torch.ones(4, *n, 64, dtype=torch.int64) for n in ((HEADS,), ()))
+    forms |= {
+        "reflection, permutation": (64, v, one, plain._replace(permutes=True)),
+        "odd-even, permutation": (64, None, one, encode.Form(halves=True, permutes=True)),
+        "permutation by head": (64, None, cycles, phi._replace(permutes=True)),
+    }
+    for name, (width, *terms) in forms.items():
+        yield name, partial(_encode, dtype, width, given, *terms)
+    yield "phi alone", partial(_phi, dtype)
+
+
+def _phi(dtype: torch.dtype) -> None:
+    x = torch.zeros(1, HEADS, TIME, 64, dtype=dtype).requires_grad_()
+    out = encode_triton.feature_map(x)
+    out.backward(out.detach())
+
+
+def _encode(dtype: torch.dtype, width: int, given: torch.Tensor, *terms: Any) -> None:
+    rows = (torch.zeros(1, TIME, HEADS, width, dtype=dtype) for _ in range(2))
+    q, k = (x.transpose(1, 2).requires_grad_() for x in rows)
+    v, by, form = terms
+    at = given if by is None else torch.arange(TIME)
+    out = encode_triton.encode(q, k, v, by, (at, at), form)
+    torch.autograd.backward(out, [x.detach() for x in out])
+
+
 FAMILIES = {
     "flash": Family(
         "lrpe_fairseq.kernels.flash_triton",
@@ -127,6 +181,11 @@ FAMILIES = {
             for name in ("stick_kernels", "stick_triton", "flash_tiles", "flash_triton")
         ),
         stick_cases,
+    ),
+    "encode": Family(
+        "lrpe_fairseq.kernels.encode_triton",
+        ("lrpe_fairseq.kernels.encode_triton",),
+        encode_cases,
     ),
 }
 

@@ -82,8 +82,7 @@ class Encode:
         """Encode two tensors (B, H, T, D) to two tensors (B, H, T, D')."""
         at = self._positions
         if self._one_pass:
-            encode = self._encoding.one_pass(pair[0], at, phi=True)
-            return encode(pair[0]), encode(pair[1])
+            return self._encoding.one_pass(*pair, at, at, phi=True)(*pair)
         return self._encoding(*map(feature_map, pair), at, at)
 
 
@@ -113,6 +112,6 @@ def forms(x: Tensor) -> dict[tuple[str, str], Encode]:
             continue  # SPE is not applied after phi
         found[name, "step by step"] = Encode(encoding, x, one_pass=False)
         positions = torch.arange(x.shape[2], device=x.device)
-        if encoding.one_pass(x, positions, phi=True) is not None:
+        if encoding.one_pass(x, x, positions, positions, phi=True) is not None:
             found[name, "one pass"] = Encode(encoding, x, one_pass=True)
     return found

@@ -81,14 +81,18 @@ def score_matrix(
     """The score of every (s, t) under either protocol, (B, H, T, S), for q that is scaled already.
 
     A decay of the weight is part of it: its logarithm is added. x: the layer's input (B, T, C), of
-    which the encoding computes gates and reflections; None for neither.
+    which the encoding computes gates, places and reflections; None for none of them.
     """
     if isinstance(encoding, ScoreEncoding):
         q = q * encoding.content_scale
         visible = visible_matrix(encoding, q, k)
         return encoding(q @ k.transpose(-1, -2), q, k, q_positions, k_positions, visible)
     gates = None if x is None else encoding.log_gates(x)
-    q, k = encoding(q, k, q_positions, k_positions)
+    places = None if x is None else encoding.places(x, None, None, {})[0]
+    if places is None:
+        q, k = encoding(q, k, q_positions, k_positions)
+    else:
+        q, k = encoding(q, k, places, places)
     scores, log_decay = q @ k.transpose(-1, -2), encoding.log_decay()
     if x is not None and encoding.reflections is not None:
         scores = carried_scores(q, k, *encoding.transport(x, k_positions, None, None, {})[0])

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_fairseq.attention.linear import NORMALIZERS
-from lrpe_fairseq.attention.tokens import Given, Tokens
+from lrpe_fairseq.attention.parts import Gate, HeadNorm, KVShift, parse_parts
+from lrpe_fairseq.attention.tokens import Given, Tokens, tokens_of
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
+from lrpe_fairseq.encodings.base import OnePass, Planes
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import encode, loader
 
@@ -39,6 +41,7 @@ class ProjectedAttention(nn.Module):
             paper (Table 7: "attention dropout is only used for vanilla attention").
         normalizer: of linear attention; see ``attention.linear.NORMALIZERS``.
         window: a token attends to the last ``window`` tokens only, itself included; None: to all.
+        parts: names of ``attention.parts.PARTS``, separated by commas, or "none".
         seed: seed of the encoding's fixed random parts. options: options of individual encodings.
         wrap_linear: applied to each projection, for example fairseq's quantization noise.
         memory_dim: width of the input of keys and values if they come from another sequence; None
@@ -59,6 +62,7 @@ class ProjectedAttention(nn.Module):
         dropout: float = 0.0,
         normalizer: str = "rotated",
         window: int | None = None,
+        parts: str = "none",
         seed: int = 0,
         options: EncodingOptions = EncodingOptions(),
         wrap_linear: Callable[[nn.Linear], nn.Module] = lambda linear: linear,
@@ -86,6 +90,22 @@ class ProjectedAttention(nn.Module):
             setattr(self, name, wrap_linear(projection))
         use_norm = attention_type == "linear" and normalizer == "layernorm"
         self.norm = nn.LayerNorm(embed_dim) if use_norm else None
+        self._add_parts(parse_parts(parts))
+
+    def _add_parts(self, parts: frozenset[str]) -> None:
+        """Build the ``attention.parts``; their parameters exist only where they are used."""
+        if "output-norm" in parts and self.norm is not None:
+            raise ChoiceError(
+                "the attention part output-norm and the normalizer layernorm both normalize the "
+                "output: choose one"
+            )
+        spec, width = self.encoding.spec, self.num_heads * self.head_dim
+        self.q_norm, self.k_norm = (
+            HeadNorm(spec, 1e-5) if "qk-norm" in parts else None for _ in range(2)
+        )
+        self.out_norm = HeadNorm(spec, 1e-6) if "output-norm" in parts else None
+        self.out_gate = Gate(spec, width, stream=41) if "output-gate" in parts else None
+        self.kv_shift = KVShift(spec) if "kv-shift" in parts else None
 
     # --- fairseq's interface -------------------------------------------------------------------
 
@@ -129,27 +149,45 @@ class ProjectedAttention(nn.Module):
         """(B, T, C) -> (B, H, T, D)."""
         return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
-    def _project(self, x: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q of x (B, T, C), and k and v of the memory (B, S, C'), or of x."""
-        memory = x if memory is None else memory
-        pairs = (self.q_proj, x), (self.k_proj, memory), (self.v_proj, memory)
-        return tuple(self._heads(projection(given)) for projection, given in pairs)
+    def _project(
+        self, x: Tensor, memory: Tensor | None = None, tokens: Tokens | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q of x (B, T, C), and k and v of the memory (B, S, C'), or of x.
+
+        They are shifted and normalized where parts say so. tokens: of x, for a shift.
+        """
+        memory, q = x if memory is None else memory, self._queries(x)
+        k, v = self.k_proj(memory), self.v_proj(memory)
+        if self.kv_shift is not None:
+            kv = torch.cat([k, v], -1)
+            k, v = self.kv_shift.shifted(x, kv, tokens or tokens_of(x)).chunk(2, -1)
+        k = self._heads(k)
+        return q, k if self.k_norm is None else self.k_norm(k), self._heads(v)
+
+    def _queries(self, x: Tensor) -> Tensor:
+        """Return q (B, H, T, D) of x (B, T, C), normalized if a part says so."""
+        q = self._heads(self.q_proj(x))
+        return q if self.q_norm is None else self.q_norm(q)
 
     def _folds(self, x: Tensor) -> bool:
         """True if P is multiplied into the weights, which is cheaper for at least C tokens.
 
-        False if a hook changes the weights in each call (quantization noise).
+        False if a hook changes the weights in each call (quantization noise), or if a part stands
+        between the projections and P.
         """
-        plain = not (self.q_proj._forward_pre_hooks or self.k_proj._forward_pre_hooks)
-        return plain and self.encoding.foldable and x.shape[0] * x.shape[1] >= x.shape[2]
+        hooked = self.q_proj._forward_pre_hooks or self.k_proj._forward_pre_hooks
+        plain = not hooked and self.q_norm is None and self.kv_shift is None
+        return plain and x.shape[0] * x.shape[1] >= x.shape[2]
 
-    def _folded(self, projection: nn.Linear, x: Tensor) -> tuple[Tensor, ...]:
+    def _folded(
+        self, p: Callable[[Tensor], Planes], projection: nn.Linear, x: Tensor
+    ) -> tuple[Tensor, ...]:
         """Return the planes of (P W) x + P b, (B, H, T, D) each; P W is computed once per call."""
         weight = projection.weight.unflatten(0, (self.num_heads, self.head_dim)).mT  # H C D
         bias = projection.bias
         bias = weight.new_zeros(len(projection.weight)) if bias is None else bias
         bias = bias.unflatten(0, (self.num_heads, 1, self.head_dim))  # H 1 D
-        planes = zip(*map(self.encoding.projection, (weight, bias)), strict=True)
+        planes = zip(*map(p, (weight, bias)), strict=True)
         return tuple(self._heads(F.linear(x, w.mT.flatten(0, 1), b.flatten())) for w, b in planes)
 
     def _encoded(
@@ -160,55 +198,48 @@ class ProjectedAttention(nn.Module):
         Keys and values are those of the memory (B, S, C'), or of x.
         """
         if not self.encoding.decomposable:
-            return self._project(x, memory)
+            return self._project(x, memory, queries)
         source, keys = (x, queries) if memory is None else (memory, keys)
-        at = queries.positions, keys.positions
+        at = queries.at, keys.at
         kernels = self._kernels(x, source, *at)
         if kernels is not None:
-            q, k, v = self._project(x, memory)
-            return kernels[0](q), kernels[1](k), v
-        if not (self._folds(x) and self._folds(source)):
-            q, k, v = self._project(x, memory)
-            return *self.encoding(q, k, *at), v
-        planes = self._folded(self.q_proj, x), self._folded(self.k_proj, source)
-        q, k = self.encoding.turn(*planes, *at)
+            q, k, v = self._project(x, memory, queries)
+            return *kernels(q, k), v
+        fold = self.encoding.fold()
+        if fold is None or not (self._folds(x) and self._folds(source)):
+            q, k, v = self._project(x, memory, queries)
+            return *self.encoding.by(fold, q, k, *at), v
+        pairs = (self.q_proj, x), (self.k_proj, source)
+        q, k = fold.turn(*(self._folded(fold.projection, *pair) for pair in pairs), *at)
         return q, k, self._heads(self.v_proj(source))
 
-    def _kernels(
-        self, x: Tensor, source: Tensor, at_q: Tensor, at_k: Tensor
-    ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None:
-        """Return functions that encode q and k in one pass on a GPU; None without such kernels.
+    def _kernels(self, x: Tensor, source: Tensor, at_q: Tensor, at_k: Tensor) -> OnePass | None:
+        """Return a function that encodes q and k in one pass on a GPU; None without such kernels.
 
-        They are chosen by x and by the input of the keys, which have the shapes of q and k.
+        It is chosen by x and by the input of the keys, which have the shapes of q and k.
         """
         if loader.triton_kernels(KERNELS) is None or source.shape[-1] != x.shape[-1]:
             return None
-        return self._one_pass(self._heads(x), self._heads(source), at_q, at_k, phi=False)
-
-    def _one_pass(
-        self, q: Tensor, k: Tensor, at_q: Tensor, at_k: Tensor, *, phi: bool
-    ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None:
-        """Return ``QueryKeyEncoding.one_pass`` of queries and keys, or None."""
-        of_q = self.encoding.one_pass(q, at_q, phi)
-        of_k = of_q if at_k is at_q else self.encoding.one_pass(k, at_k, phi)
-        return None if of_q is None or of_k is None else (of_q, of_k)
+        given = self._heads(x), self._heads(source), at_q, at_k
+        return self.encoding.one_pass(*given, phi=False)
 
     # --- the feature map -----------------------------------------------------------------------
 
     def _features(self, q: Tensor, k: Tensor, at_q: Tensor, at_k: Tensor) -> tuple[Tensor, Tensor]:
         """Apply feature map and encoding to q (B, H, T, D) and k (B, H, S, D), in the right order.
 
-        at_q, at_k: positions of queries and keys; one object if they are equal.
+        at_q, at_k: positions or places of queries and keys; one object if they are equal.
         """
         if self.encoding.denominator_vanishes and q.dtype == torch.float16:
             self._warn_about_denominator()
-        kernels = self._one_pass(q, k, at_q, at_k, phi=True)
+        kernels = self.encoding.one_pass(q, k, at_q, at_k, phi=True)
         if kernels is not None:
-            return kernels[0](q), kernels[1](k)
+            return kernels(q, k)
         if self.encoding.before_feature_map:
             q, k = self.encoding(q, k, at_q, at_k)
             return feature_map(q), feature_map(k)
-        return self.encoding(feature_map(q), feature_map(k), at_q, at_k)
+        q, k = feature_map(q), feature_map(k)
+        return self.encoding.by(self.encoding.fold(), q, k, at_q, at_k)
 
     def _warn_about_denominator(self) -> None:
         if self.normalizer == "rotated":
@@ -219,11 +250,12 @@ class ProjectedAttention(nn.Module):
             )
 
     def _value_type(self, v: Tensor) -> torch.dtype:
-        """Return the dtype of values in linear attention: at least float32 before a LayerNorm.
+        """Return the dtype of values in linear attention: at least float32 before a norm.
 
         Sums without a denominator overflow float16.
         """
-        return v.dtype if self.norm is None else torch.promote_types(v.dtype, torch.float32)
+        normalized = self.norm is not None or self.out_norm is not None
+        return torch.promote_types(v.dtype, torch.float32) if normalized else v.dtype
 
     # --- the output ----------------------------------------------------------------------------
 
@@ -233,8 +265,11 @@ class ProjectedAttention(nn.Module):
         return self.dropout if self.training or self.retain_dropout else 0.0
 
     def _project_out(self, out: Tensor, x: Tensor) -> Tensor:
-        """(B, H, T, E) -> (B, T, C) in the dtype of x."""
-        return self.out_proj(self._normalized(out.transpose(1, 2).flatten(2)).to(x.dtype))
+        """(B, H, T, E) -> (B, T, C) in the dtype of x, the input of the layer (B, T, C)."""
+        out = out if self.out_norm is None else self.out_norm(out)
+        out = self._normalized(out.transpose(1, 2).flatten(2))
+        out = out if self.out_gate is None else out * self.out_gate(x)
+        return self.out_proj(out.to(x.dtype))
 
     def _normalized(self, out: Tensor) -> Tensor:
         """Apply the optional LayerNorm over all heads (TMLR) in the precision of the sums."""
@@ -247,7 +282,7 @@ class ProjectedAttention(nn.Module):
 def feature_map(x: Tensor) -> Tensor:
     """Compute phi(x), x (B, H, T, D), in one pass over memory if the Triton kernel supports x."""
     kernels = loader.triton_kernels(KERNELS)
-    if kernels is None or not kernels.serves(x, encode.Form()):
+    if kernels is None or not kernels.serves(x, x, encode.Form()):
         return encode.feature_map(x)
     return kernels.feature_map(x)
 

@@ -201,26 +201,36 @@ def _flash(
     single query.
     """
     form, kernels = call.form, loader.triton_kernels(FLASH)
-    if kernels is None or form._replace(table=None, decay=None, score_decay=None) != Form():
+    if kernels is None or not _is_data(form):
         return None
     plain = form == Form() and queries.sums is None and keys.unmasked
     if q.shape[2] == 1 or (plain and q.shape[3] == v.shape[3]):
         return None
     if keys.window is not None and not counts_slots(queries, keys):
         return None
-    in_slots = queries.slots is not None and keys.slots is not None
-    by_lag = form.table is not None or form.score_decay is not None or form.decay is not None
+    in_slots = None not in (queries.slots, keys.slots, call.lags)
+    by_lag = form != Form()
     by_gates = form.decay is not None and call.causal and form[0] is form.score_decay is None
     if by_lag and not in_slots and not by_gates:
         return None
+    options = {"causal": call.causal, "scale": call.scale, "dropout": call.dropout}
     data = _by_slot(call) if in_slots else {}
+    if form.by_token is not None:
+        q, data = _by_token(q, k, call, keys.window)
     data["gates"] = decay_sums(queries, keys, None if in_slots else form.decay, len(q))
     masks = _masks(queries, keys)
     pairs = (*(data["gates"] or ()), *masks.get("segments", ()))
-    if not kernels.serves(q, k, v, keys.padding, data.get("table"), data.get("factor"), *pairs):
+    others = (x for x in data.values() if isinstance(x, Tensor))
+    if not kernels.serves(q, k, v, keys.padding, *others, *pairs):
         return None
-    options = {"causal": call.causal, "scale": call.scale, "dropout": call.dropout}
     return kernels.flash_attention(q, k, v, **options, **masks, **data)
+
+
+def _is_data(form: Form) -> bool:
+    """True if tables, decays or biases of every token, without others, say what the form does."""
+    if form.by_token is not None:
+        return form == Form(bias=form.bias, by_token=form.by_token)
+    return form._replace(table=None, decay=None, score_decay=None) == Form()
 
 
 def _shares(
@@ -294,6 +304,20 @@ def _by_slot(call: Call) -> dict[str, Any]:
         table = form.table.float() if table is None else form.table.float() + table
     factor = None if factor is None else factor.exp()
     return {"table": table, "factor": factor, "first_lag": first}
+
+
+def _by_token(
+    q: Tensor, k: Tensor, call: Call, window: int | None
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return the queries, and biases by lag of every token as arguments of the kernel."""
+    first, last = call.lags
+    lags = (
+        max(first, 0) if call.causal else first,
+        last if window is None else min(last, window - 1),
+    )
+    with torch.autocast(q.device.type, enabled=False):
+        found = call.form.by_token(q, k, lags)._asdict()
+    return found.pop("q"), found
 
 
 def decay_sums(

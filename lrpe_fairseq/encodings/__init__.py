@@ -32,6 +32,7 @@ from lrpe_fairseq.encodings.permuteformer import PermuteFormer
 from lrpe_fairseq.encodings.rope_2d import RoPE2D, RoPE2DMixed
 from lrpe_fairseq.encodings.sandwich import Sandwich
 from lrpe_fairseq.encodings.scaling import RotationOptions
+from lrpe_fairseq.encodings.selective import SelectiveOptions, can_be_selective, selective
 from lrpe_fairseq.encodings.shaw import Shaw
 from lrpe_fairseq.encodings.spe import SPE
 from lrpe_fairseq.encodings.stick_breaking import StickBreaking
@@ -153,6 +154,22 @@ def _carried_names() -> list[str]:
     return [name for name in ENCODINGS if can_be_carried(encoding_class(name))]
 
 
+def _selective(name: str) -> Constructor:
+    """Return the constructor of ``selective:<name>``."""
+    constructor = constructor_of(name)
+    if not can_be_selective(constructor):
+        raise ChoiceError(
+            f"selective:{name}: angles from the text need rotations by one angle per pair; choose "
+            f"one of {', '.join(_with_angles())}, or lrpe:<P>:<Lambda> without a permutation"
+        )
+    return partial(selective, inner=constructor)
+
+
+def _with_angles() -> list[str]:
+    """Return the names in ENCODINGS that ``selective:<name>`` accepts."""
+    return [name for name, constructor in ENCODINGS.items() if can_be_selective(constructor)]
+
+
 def constructor_of(name: str) -> Constructor:
     """Return the constructor of ``name``. Raises: ChoiceError, listing the names, if unknown."""
     prefix, _, rest = name.partition(":")
@@ -186,7 +203,7 @@ def canonical_name(name: str) -> str:
 
 
 def encoding_class(name: str) -> type[Encoding]:
-    """Return the class of the encoding ``name``; for gated: and path:<name> that of <name>.
+    """Return the class of the encoding ``name``; for ``gated:<name>`` and others that of <name>.
 
     Raises: ChoiceError if it is unknown.
     """
@@ -229,10 +246,16 @@ FAMILIES: dict[str, Family] = {
         _path,
         causal_only=True,
     ),
+    "selective": Family(
+        "selective:<name>",
+        "with the name of an encoding with one angle per pair of features",
+        tuple(f"selective:{name}" for name in _with_angles()),
+        _selective,
+    ),
 }
 """The free forms by prefix."""
 
-WRAPPERS = ("gated", "path")
+WRAPPERS = ("gated", "path", "selective")
 """The free forms whose rest is a name."""
 
 FREE_FORMS: tuple[str, ...] = tuple(name for family in FAMILIES.values() for name in family.names)
@@ -246,10 +269,10 @@ def has_rotations(name: str) -> bool:
 
 
 def options_of_encodings() -> dict[str, Field]:
-    """Return the options of all encodings as {name: field}: of ENCODINGS in order, of rotations."""
+    """Return the options of all encodings as {name: field}: of ENCODINGS in order, then others."""
     found: dict[str, Field] = {}
     kinds = [encoding_class(name).Options for name in ENCODINGS]
-    for kind in dict.fromkeys([*kinds, RotationOptions]):
+    for kind in dict.fromkeys([*kinds, RotationOptions, SelectiveOptions]):
         for own in fields(kind):
             if own.name in found or not own.metadata.get("help"):
                 raise TypeError(f"{kind.__qualname__}.{own.name} needs a new name and a help text")

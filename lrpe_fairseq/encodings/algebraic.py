@@ -9,25 +9,35 @@ Axes: B batch, H heads, T time, D head width, d width of a component's slice, k 
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lrpe_fairseq.encodings import domains
-from lrpe_fairseq.encodings.base import Card, Form, Planes, Properties, QueryKeyEncoding, undecayed
-from lrpe_fairseq.encodings.cores import bands, phases_by_head, rotate_pairs
+from lrpe_fairseq.encodings.base import (
+    Card,
+    Fold,
+    Form,
+    Planes,
+    Properties,
+    QueryKeyEncoding,
+    undecayed,
+)
+from lrpe_fairseq.encodings.cores import bands, phases_by_head, rotate_both, rotate_pairs
 from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.encodings.grid import axes_of
 from lrpe_fairseq.encodings.options import EncodingSpec, option
-from lrpe_fairseq.encodings.positions import Lags, PositionCache, check_positions, constant
+from lrpe_fairseq.encodings.positions import Lags, PositionCache, constant
 from lrpe_fairseq.encodings.rotations import (
     Spectrum,
+    canonical,
     encode_both,
     exponential,
     from_groups,
     generator_of,
+    projected,
     skew_of_triangle,
     to_groups,
     triangle,
@@ -145,7 +155,6 @@ class Algebraic(QueryKeyEncoding):
         self.turns = not self._decays
         # positive features that are summed over a whole cycle cancel
         self.denominator_vanishes = all(getattr(c, "period", 0) for c in self.components)
-        self.foldable = all(isinstance(c, Planar) for c in self.components)
         of_trees = [isinstance(c, Tree) for c in self.components]
         self.reads_nodes = trees = any(of_trees)
         one_tree = all(of_trees) and (self._on_grid or len(set(names)) == 1)
@@ -155,7 +164,7 @@ class Algebraic(QueryKeyEncoding):
             shift_unit=spec.options.grid_width if self._on_grid and not trees else 1,
         )
         self._text = components
-        self.card = _card(trees, self.foldable)
+        self.card = _card(trees)
 
     def share_with(self, owner: "Algebraic") -> None:
         """Use the generators of ``owner``, and its caches of their spectra."""
@@ -172,39 +181,41 @@ class Algebraic(QueryKeyEncoding):
         """Encode q and k; see :meth:`QueryKeyEncoding.forward`."""
 
         def encode(x: Tensor, positions: Tensor) -> Tensor:
-            return self._each(lambda c, part, at: c(part, at), x, positions)
+            *slices, rest = self._slices(x.to(torch.promote_types(x.dtype, torch.float32)))
+            each = zip(self.components, slices, self._axes(positions), strict=True)
+            return _joined([*(c(part, at) for c, part, at in each), rest]).to(x.dtype)
 
         return encode_both(encode, q, k, q_positions, k_positions)
 
-    def projection(self, x: Tensor) -> Planes:
-        """Return P^T x of x (..., H, T, D) as one plane; only if ``foldable``."""
-        return (self._each(lambda c, part, _: c.projection(part)[0], x),)
+    def fold(self) -> Fold | None:
+        """Fold P^T of every component; see :meth:`QueryKeyEncoding.fold`."""
+        found = [component.fold() for component in self.components]
+        if None in found:
+            return None
+        bases, angles = zip(*found, strict=True)
 
-    def turn(
-        self, q: Planes, k: Planes, q_positions: Tensor, k_positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Rotate the planes of P^T q and P^T k; see :meth:`QueryKeyEncoding.turn`."""
-        check_positions(q_positions, q[0]), check_positions(k_positions, k[0])
+        def projection(x: Tensor) -> Planes:
+            *slices, rest = self._slices(x)
+            return (_joined([*map(projected, slices, bases), rest]),)
 
-        def rotated(x: Tensor, positions: Tensor) -> Tensor:
-            return self._each(lambda c, part, at: c.rotated(part, at), x, positions)
+        def turn(q: Planes, k: Planes, *positions: Tensor) -> tuple[Tensor, Tensor]:
+            (*of_q, q_rest), (*of_k, k_rest) = self._slices(q[0]), self._slices(k[0])
+            at = zip(*map(self._axes, positions), strict=True)
+            each = zip(self.components, of_q, of_k, angles, at, strict=True)
+            parts = [rotate_both(*given, *map(c.wrapped, s)) for c, *given, s in each]
+            q_parts, k_parts = zip(*parts, (q_rest, k_rest), strict=True)
+            return _joined(q_parts), _joined(k_parts)
 
-        return rotated(q[0], q_positions), rotated(k[0], k_positions)
+        return Fold(projection, turn)
 
-    def _each(
-        self, apply: Callable[..., Tensor], x: Tensor, positions: Tensor | None = None
-    ) -> Tensor:
-        """Apply a function of component, slice of x (..., D) and position to each component."""
-        count = len(self.components)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        *slices, rest = wide.split([self.width] * count + [x.shape[-1] - count * self.width], -1)
-        parts = [*map(apply, self.components, slices, self._axes(positions))]
-        parts += [rest] if rest.shape[-1] else []
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).to(x.dtype)
+    def _slices(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the features of each component, (..., d), and those of none."""
+        used = [self.width] * len(self.components)
+        return x.split([*used, x.shape[-1] - sum(used)], -1)
 
-    def _axes(self, positions: Tensor | None) -> tuple[Tensor | None, ...]:
+    def _axes(self, positions: Tensor) -> tuple[Tensor, ...]:
         """Return the position that each component reads; the same objects for the same object."""
-        if self._on_grid and positions is not None:
+        if self._on_grid:
             return axes_of(positions, self.spec.options.grid_width)
         return (positions,) * len(self.components)
 
@@ -252,7 +263,7 @@ class APETree(Algebraic):
         super().__init__(spec, f"tree{k}")
 
 
-def _card(trees: bool, foldable: bool) -> Card:
+def _card(trees: bool) -> Card:
     if trees:
         return Card(
             mechanism="tree and grid",
@@ -265,10 +276,15 @@ def _card(trees: bool, foldable: bool) -> Card:
     return Card(
         mechanism="tree and grid",
         equation=r"q_s^\top W^{t-s} k_t,\quad W = \exp(L - L^\top)",
-        cost="O(D) per token and head in softmax attention" if foldable else "O(B H T D^2)",
+        cost="O(D) per token and head in softmax attention, and one eigenbasis, O(H D^3)",
         beyond="nothing: the angles grow with the position, as in RoPE",
         source=SOURCE,
     )
+
+
+def _joined(parts: SequenceOf[Tensor]) -> Tensor:
+    parts = [part for part in parts if part.shape[-1]]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 # --- components --------------------------------------------------------------------------------
@@ -282,6 +298,16 @@ class Component(nn.Module):
     """
 
     on_line = False
+    period: int = 0
+    """Positions are taken modulo it, unless it is 0."""
+
+    def fold(self) -> tuple[Tensor, Tensor] | None:
+        """Return P (H, d, d) and theta (H, d / 2) if M(s) = P R(s theta) P^T, else None."""
+        return None
+
+    def wrapped(self, positions: Tensor) -> Tensor:
+        """Return the positions modulo the period."""
+        return positions % self.period if self.period else positions
 
     def distance(self, one: Tensor, other: Tensor) -> Tensor:
         """Return the number of steps between positions that broadcast, int64."""
@@ -315,6 +341,10 @@ class Sequence(Component):
         start = _start(spec, width, (spec.num_heads,), stream)
         self.generator = Generator(start, options.ape_learned, _full(spec))
 
+    def fold(self) -> tuple[Tensor, Tensor] | None:
+        """Return P and theta of B; see :class:`Component`."""
+        return canonical(self.generator(), self.generator.spectrum)
+
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Encode; see :class:`Component`."""
         skew = self.generator()
@@ -343,14 +373,15 @@ class Planar(Component):
             start = _normal(spec, (heads,), width, stream)
         self.projection = Orthogonal(Generator(start, options.ape_learned))
 
+    def fold(self) -> tuple[Tensor, Tensor]:
+        """Return P and theta; see :class:`Component`."""
+        return self.projection(), self.theta
+
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Encode; see :class:`Component`."""
-        return torch.stack([self.rotated(self.projection(y)[0], positions) for y in x])
-
-    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return R(s theta) x of x (B, H, T, d)."""
-        positions = positions % self.period if self.period else positions
-        return rotate_pairs(x, phases_by_head(positions, self.theta, x.dtype))
+        p, theta = self.fold()
+        at = phases_by_head(self.wrapped(positions), theta, x.dtype)
+        return torch.stack([rotate_pairs(projected(y, p), at) for y in x])
 
     def distance(self, one: Tensor, other: Tensor) -> Tensor:
         """Return the number of steps, the shorter way round a cycle."""
@@ -361,17 +392,15 @@ class Planar(Component):
 
 
 class Orthogonal(nn.Module):
-    """x -> P^T x with P = exp(S), one for each head."""
+    """P = exp(S), one for each head."""
 
     def __init__(self, generator: Generator) -> None:
         super().__init__()
         self.generator = generator
 
-    def forward(self, x: Tensor) -> Planes:
-        """(..., H, T, d) -> one plane (..., H, T, d)."""
-        with torch.autocast(x.device.type, enabled=False):
-            matrix = exponential(self.generator(), self.generator.spectrum)  # H d d
-            return (x @ matrix.to(x.dtype),)
+    def forward(self) -> Tensor:
+        """Return P, float64 (H, d, d)."""
+        return exponential(self.generator(), self.generator.spectrum)
 
 
 class Tree(Component):

@@ -23,6 +23,9 @@ from lrpe_fairseq.encodings.positions import Lags
 Planes = tuple[Tensor, ...]
 """A real tensor as (re,) or a complex tensor as (re, im)."""
 
+OnePass = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Encodes q and k; see :meth:`QueryKeyEncoding.one_pass`."""
+
 
 @dataclass(frozen=True)
 class Card:
@@ -73,6 +76,20 @@ LOWEST = -3e4
 # --- what an encoding does to the scores -------------------------------------------------------
 
 
+class ByToken(NamedTuple):
+    """A bias as data of the queries and the keys, for lags n = s - t: scores
+    scale q_s.k_t + by_query_s[n] + by_key_t[n]."""
+
+    q: Tensor
+    """(B, H, T, D): what replaces q, not scaled."""
+    first_lag: int
+    """The lag of the first of C columns. Lags without a column have the value of the nearest."""
+    by_query: Tensor | None = None
+    """(B, H, T, C)."""
+    by_key: Tensor | None = None
+    """(B, H, S, C)."""
+
+
 class Form(NamedTuple):
     """What an encoding does to the scaled scores z_st of softmax attention; None: nothing.
 
@@ -92,6 +109,8 @@ class Form(NamedTuple):
     """(q_positions, k_positions) -> float64 (T, S) or (B, T, S)."""
     bias: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
     """:meth:`ScoreEncoding.bias`."""
+    by_token: Callable[[Tensor, Tensor, Lags], ByToken] | None = None
+    """:meth:`ScoreEncoding.by_token`: ``bias`` in another form, which a kernel serves."""
     rescore: Callable[..., Tensor] | None = None
     """:meth:`ScoreEncoding.forward`."""
     weigh: Callable[[Tensor, Tensor | None, torch.dtype], Tensor] | None = None
@@ -116,6 +135,17 @@ class Transport(NamedTuple):
     def of(self, part: slice) -> "Transport":
         """Return the reflections of a slice of the tokens."""
         return Transport(self.w[:, :, part], self.beta[:, :, part])
+
+
+class Fold(NamedTuple):
+    """An encoding in two parts; its scores are those of :meth:`QueryKeyEncoding.forward`.
+
+    projection: the linear map P, from (..., H, T, D) to planes of this shape.
+    turn: encodes the planes of P q and P k at positions of queries and of keys, as ``forward``.
+    """
+
+    projection: Callable[[Tensor], Planes]
+    turn: Callable[[Planes, Planes, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 # --- the protocols -----------------------------------------------------------------------------
@@ -221,6 +251,7 @@ class Encoding(Float32Module):
         self.spec = spec
         self.forget_gate: nn.Module | None = None
         self.reflections: nn.Module | None = None
+        self.increments: nn.Module | None = None
 
     @property
     def softmax_scale(self) -> float:
@@ -281,9 +312,29 @@ class Encoding(Float32Module):
             return None, {}
         with torch.autocast(x.device.type, enabled=False):
             w, beta, tail = self.reflections(x, padding, starts, history.get("reflections"))
-            encode = self.one_pass(w, positions, phi=False)
-            w = self(w, w, positions, positions)[1] if encode is None else encode(w)
+            given = w, w, positions, positions
+            encode = self.one_pass(*given, phi=False)
+            w = self.by(self.fold(), *given)[1] if encode is None else encode(w, w)[1]
         return Transport(w, beta), {"reflections": tail}
+
+    def places(
+        self,
+        x: Tensor,
+        padding: Tensor | None,
+        starts: Tensor | None,
+        history: Mapping[str, Tensor],
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Return what stands in for the positions of tokens, summed from the text, or None.
+
+        Args:
+            x: the input of the layer, (B, T, C). padding, starts: as of ``history.history``.
+            history: the tensors returned for the previous piece of the text, or none.
+        Returns: (B, H, T, E) float64, an argument of :meth:`QueryKeyEncoding.forward`, and the
+            history for the next piece, whose tensors have the batch as first axis.
+        """
+        if self.increments is None:
+            return None, {}
+        return self.increments(x, padding, starts, history)
 
     def share_with(self, owner: "Encoding") -> None:
         """Replace the parameters by those of ``owner``, an encoding of the same name.
@@ -310,25 +361,24 @@ class QueryKeyEncoding(Encoding):
     before_feature_map: bool = False
     """True if linear attention encodes before the feature map instead of after it."""
 
-    foldable: bool = False
-    """True if the encoding equals ``turn(projection(q), projection(k), ...)`` with a linear
-    :attr:`projection`. Softmax attention then multiplies P into its weights once per call, at
-    no cost per token. A foldable encoding defines :attr:`projection` and :meth:`turn`."""
-    projection: Callable[[Tensor], Planes]
-    """Only if :attr:`foldable`: the linear map P, from (..., D) to planes of shape
-    (..., D). It must not depend on positions."""
+    def fold(self) -> "Fold | None":
+        """Return the parts of an encoding with a first linear map P without positions, or None.
 
-    def turn(
-        self, q: Planes, k: Planes, q_positions: Tensor, k_positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Encode the planes of P q and P k; only if :attr:`foldable`.
-
-        Args:
-            q, k: the results of :attr:`projection`, (B, H, T, D) and (B, H, S, D) each.
-            q_positions, k_positions: as in :meth:`forward`.
-        Returns: as :meth:`forward`.
+        Attention then takes ``turn(projection(q), projection(k), ...)`` in place of
+        :meth:`forward`; softmax attention multiplies P into its weights, at no cost per token.
         """
-        raise NotImplementedError(f"{type(self).__name__} is not foldable")
+        return None
+
+    def by(
+        self, fold: Fold | None, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Encode by the result of :meth:`fold`, in float32 or wider; if None as :meth:`forward`."""
+        if fold is None:
+            return self(q, k, q_positions, k_positions)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        planes = (fold.projection(x.to(wide)) for x in (q, k))
+        q2, k2 = fold.turn(*planes, q_positions, k_positions)
+        return q2.to(q.dtype), k2.to(k.dtype)
 
     def form(self, lags: Lags | None, device: torch.device) -> Form:
         """Return the constant decay; see :meth:`Encoding.form`."""
@@ -342,7 +392,7 @@ class QueryKeyEncoding(Encoding):
         Args:
             q, k: (B, H, T, D) and (B, H, S, D), any floating dtype, which the result has too.
             q_positions, k_positions: int64, (T,) or (B, T), and (S,) or (B, S). Checked by
-                :func:`check_positions`.
+                :func:`check_positions`. Or :meth:`places`, if the encoding has them.
         Returns: q~ (B, H, T, D') and k~ (B, H, S, D') with D' = :attr:`feature_dim`.
         """
         raise NotImplementedError
@@ -353,15 +403,16 @@ class QueryKeyEncoding(Encoding):
         return self.spec.head_dim
 
     def one_pass(
-        self, x: Tensor, positions: Tensor, phi: bool
-    ) -> Callable[[Tensor], Tensor] | None:
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor, phi: bool
+    ) -> OnePass | None:
         """Return a function that encodes in one pass over memory, or None without such a kernel.
 
         Args:
-            x: (B, H, T, D), an example of the function's argument.
-            positions: as in :meth:`forward`.
+            q, k, q_positions, k_positions: as in :meth:`forward`; q and k are examples of the
+                function's arguments.
             phi: True to apply the feature map 1 + elu(x) first.
-        Returns: a function of tensors like ``x``, equal to the encoding of x or of phi(x).
+        Returns: a function of tensors like q and k, equal to the encoding of them or of phi of
+            them.
         """
         return None
 
@@ -373,6 +424,12 @@ class ScoreEncoding(Encoding):
     methods override :meth:`forward`, and also :meth:`weigh` if their weights are not a softmax.
     Attention then stores the score matrix.
     """
+
+    by_token: Callable[[Tensor, Tensor, Lags], ByToken] | None = None
+    """(q, k, lags) -> :class:`ByToken`, or None. A method of encodings whose :meth:`bias` is the
+    product of a query or a key with a vector by lag. lags: the smallest and the largest one of
+    visible pairs, of tokens that attention has counted. Trap: unlike in :meth:`bias`, q is not
+    scaled."""
 
     additive: ClassVar[bool] = True
     """True if :meth:`bias` defines the encoding completely. Computed: False for a class that
@@ -387,7 +444,9 @@ class ScoreEncoding(Encoding):
         """Return a table of biases by lag, a bias, or functions; see :meth:`Encoding.form`."""
         if self.additive:
             table = None if lags is None else self.bias_by_lag(*lags, device)
-            return Form(bias=self.bias) if table is None else Form(table=table)
+            if table is None:
+                return Form(bias=self.bias, by_token=self.by_token)
+            return Form(table=table)
         own = type(self).weigh is not ScoreEncoding.weigh
         return Form(rescore=self.forward, weigh=self.weigh if own else None)
 

@@ -14,10 +14,16 @@ from torch.nn import functional as F
 from lrpe_fairseq.encodings.base import Planes, undecayed
 from lrpe_fairseq.encodings.options import EncodingSpec
 from lrpe_fairseq.encodings.permutations import CyclicPowers, permute
-from lrpe_fairseq.encodings.positions import PositionCache, exact_type, over_heads
+from lrpe_fairseq.encodings.positions import (
+    PositionCache,
+    check_positions,
+    constant,
+    exact_type,
+    over_heads,
+)
 from lrpe_fairseq.encodings.scaling import RotationOptions, scaled
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.kernels import encode, encode_cpu
+from lrpe_fairseq.kernels import encode, encode_cpu, loader
 from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed
 
 BASE = 10000.0
@@ -68,8 +74,11 @@ class Rotation(nn.Module):
         self.cache = PositionCache()
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return exp(i s theta) for every position: (T, E) or (B, 1, T, E), complex."""
-        if self.cache is None:
+        """Return exp(i s theta) for every position: (T, E) or (B, 1, T, E), complex.
+
+        Or for places s, float64 (B, H, T, E) or (B, H, T, 1), which are not cached.
+        """
+        if self.cache is None or positions.is_floating_point():
             return self.phases(positions, dtype)
         compute = partial(self.phases, positions, dtype)
         return self.cache.get((positions, self.theta), dtype, compute)
@@ -77,6 +86,10 @@ class Rotation(nn.Module):
     def phases(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Compute the result of :meth:`at`."""
         return phases(positions, self.angles, dtype)
+
+    def in_kernel(self, device: torch.device) -> encode.Angles | None:
+        """Return that from which a GPU kernel computes Lambda; None if it needs :meth:`at`."""
+        return encode.Angles(constant(tuple(self.angles.tolist()), torch.float64, device))
 
     def forward(self, planes: Planes, turn: Tensor) -> Planes:
         """Rotate every plane (..., T, D) by ``turn``, the result of :meth:`at`."""
@@ -93,6 +106,10 @@ class LearnedRotation(Rotation):
         """Register a float32 parameter. An edit through ``.data`` would not be seen by a cache."""
         self.theta = undecayed(theta.float())
         self.cache = None
+
+    def in_kernel(self, device: torch.device) -> encode.Angles:
+        """Return the learned angles."""
+        return encode.Angles(self.angles)
 
 
 class HalfRotation(Rotation):
@@ -150,6 +167,7 @@ class LearnedUnitary(Unitary):
     scales = "learned angles"
 
     register_frequencies = LearnedRotation.register_frequencies
+    in_kernel = LearnedRotation.in_kernel
 
 
 class Permutation(nn.Module):
@@ -172,6 +190,10 @@ class Permutation(nn.Module):
         powers = self.cycles.powers(self.permutation, positions)
         return tuple(over_heads(index, positions) for index in powers)
 
+    def in_kernel(self, device: torch.device) -> Tensor:
+        """Return the cycles of pi; see :meth:`Rotation.in_kernel`."""
+        return self.cycles.cycles(self.permutation)
+
     def forward(self, planes: Planes, powers: tuple[Tensor, ...]) -> Planes:
         """Permute the last axis of every plane (..., T, D) by ``powers``, from :meth:`at`."""
         return tuple(permute(x, *powers) for x in planes)
@@ -186,10 +208,13 @@ def bands(width: int, base: float = BASE) -> Tensor:
 def phases(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute exp(i s theta), complex (T, E) or (B, 1, T, E), for positions s (T,) or (B, T).
 
+    For places s of every pair, float64 (B, H, T, E), it is (B, H, T, E), with gradients of s.
     The angle (radians) is float64: in float32 it would be off by 6e-3 at position 100,000.
     """
     compute = _phases if is_transformed() else _Phases.apply
-    return over_heads(compute(theta, positions, dtype), positions)
+    if positions.is_floating_point():
+        return compute(theta, positions, dtype)
+    return over_heads(compute(theta, positions.unsqueeze(-1), dtype), positions)
 
 
 def phases_by_head(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
@@ -198,31 +223,35 @@ def phases_by_head(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tens
     return turn.squeeze(1) if positions.dim() == 2 else turn
 
 
-def _phases(theta: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute exp(i s theta), (..., E), in differentiable operations."""
-    exact = exact_type(positions.device)
-    angle = positions.unsqueeze(-1).to(exact) * theta.to(exact).to(positions.device)
+def _phases(theta: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute exp(i s theta), (..., E), for s (..., 1) or (..., E) in differentiable operations."""
+    exact = exact_type(s.device)
+    angle = s.to(exact) * theta.to(exact).to(s.device)
     return torch.complex(angle.cos().to(dtype), angle.sin().to(dtype))
 
 
 class _Phases(torch.autograd.Function):
-    """exp(i s theta); the gradient of theta is sum_s s Im(conj(phase) gradient).
+    """exp(i s theta); with g = Im(conj(phase) gradient), d theta = sum_s s g and d s = theta g.
 
     Differentiable any number of times, because the saved phase is an output.
     """
 
     @staticmethod
-    def forward(ctx, theta, positions, dtype):
-        phase = _phases(theta, positions, dtype)
-        ctx.save_for_backward(positions, phase, theta)
+    def forward(ctx, theta, s, dtype):
+        phase = _phases(theta, s, dtype)
+        ctx.save_for_backward(s if ctx.needs_input_grad[0] else None, phase, theta)
         return phase
 
     @staticmethod
     def backward(ctx, grad):
-        positions, phase, theta = ctx.saved_tensors
-        exact = exact_type(positions.device)
-        s, turned = positions.unsqueeze(-1).to(exact), (phase.conj() * grad).imag.to(exact)
-        return (s * turned).flatten(0, -2).sum(0).to(theta), None, None
+        s, phase, theta = ctx.saved_tensors
+        exact = exact_type(phase.device)
+        turned, of_theta, of_s = (phase.conj() * grad).imag.to(exact), None, None
+        if ctx.needs_input_grad[0]:
+            of_theta = (s.to(exact) * turned).flatten(0, -2).sum(0).to(theta)
+        if ctx.needs_input_grad[1]:
+            of_s = turned * theta.to(turned)
+        return of_theta, of_s, None
 
 
 def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:
@@ -240,6 +269,24 @@ def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:
     width = 2 * turn.shape[-1]
     turned = torch.view_as_real(_pairs(x[..., :width]) * turn).flatten(-2)
     return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], dim=-1)
+
+
+def rotate_both(
+    q: Tensor, k: Tensor, theta: Tensor, q_positions: Tensor, k_positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotate the pairs (2i, 2i+1) of q and k (B, H, T, D) by s theta; theta: (H, E) of every head.
+
+    Computed in float32 or wider, by one kernel on a GPU. The result has the dtype of q and k.
+    """
+    at = check_positions(q_positions, q), check_positions(k_positions, k)
+    kernels, form = loader.triton_kernels("lrpe_fairseq.kernels.encode_triton"), encode.Form(False)
+    if kernels is not None and kernels.serves(q, k, form):
+        return kernels.encode(q, k, None, encode.Angles(theta.to(q.device)), at, form)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    of_q = phases_by_head(at[0], theta, wide)
+    of_k = of_q if at[1] is at[0] else phases_by_head(at[1], theta, wide)
+    q, k = (rotate_pairs(x.to(wide), turn).to(x.dtype) for x, turn in ((q, of_q), (k, of_k)))
+    return q, k
 
 
 def _pairs(x: Tensor) -> Tensor:

@@ -97,6 +97,10 @@ class FourierSeries(Rotation):
             )
         return theta
 
+    def in_kernel(self, device: torch.device) -> None:
+        """Return None: the phases are sums over angles."""
+        return None
+
     @property
     def angles(self) -> Tensor:
         """The frequencies, which are scaled already."""

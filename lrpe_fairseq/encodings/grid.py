@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import Encoding, Planes, QueryKeyEncoding
+from lrpe_fairseq.encodings.base import Encoding, Fold, OnePass, Planes, QueryKeyEncoding
 from lrpe_fairseq.encodings.options import EncodingOptions, EncodingSpec
 from lrpe_fairseq.encodings.positions import PositionCache
 from lrpe_fairseq.errors import ChoiceError
@@ -62,7 +63,6 @@ class GridEncoding(QueryKeyEncoding):
             setattr(self, field, getattr(part, field))
         unit = 1 if part.properties.relative == "no" else spec.options.grid_width
         self.properties = replace(part.properties, shift_unit=unit)
-        self.foldable = part.foldable and self.grid == "sum"
 
     @property
     def parts(self) -> list[QueryKeyEncoding]:
@@ -73,10 +73,6 @@ class GridEncoding(QueryKeyEncoding):
     def feature_dim(self) -> int:
         """The sum of the widths of :attr:`parts`."""
         return sum(part.feature_dim for part in self.parts)
-
-    def projection(self, x: Tensor) -> Planes:
-        """Apply the projection of the encoding of row + column; only if ``foldable``."""
-        return self.parts[0].projection(x)
 
     def summary(self) -> str:
         """Return the summary of the encoding and the kind of the grid."""
@@ -91,22 +87,32 @@ class GridEncoding(QueryKeyEncoding):
         encoded = [part(*given) for part, *given in each]
         return tuple(_joined(halves) for halves in zip(*encoded, strict=True))
 
-    def turn(
-        self, q: Planes, k: Planes, q_positions: Tensor, k_positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Encode the planes of P q and P k at row + column; see :meth:`QueryKeyEncoding.turn`."""
-        (at_q,), (at_k,) = self._positions(q_positions, k_positions)
-        return self.parts[0].turn(q, k, at_q, at_k)
+    def fold(self) -> Fold | None:
+        """Fold the encoding of row + column; see :meth:`QueryKeyEncoding.fold`."""
+        fold = self.parts[0].fold() if self.grid == "sum" else None
+        if fold is None:
+            return None
+
+        def turn(q: Planes, k: Planes, *positions: Tensor) -> tuple[Tensor, Tensor]:
+            (at_q,), (at_k,) = self._positions(*positions)
+            return fold.turn(q, k, at_q, at_k)
+
+        return Fold(fold.projection, turn)
 
     def one_pass(
-        self, x: Tensor, positions: Tensor, phi: bool
-    ) -> Callable[[Tensor], Tensor] | None:
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor, phi: bool
+    ) -> OnePass | None:
         """Use the kernels of the parts; see :meth:`QueryKeyEncoding.one_pass`."""
-        each = zip(self.parts, self._split(x), self._axes(positions), strict=True)
+        at = self._positions(q_positions, k_positions)
+        each = zip(self.parts, self._split(q), self._split(k), *at, strict=True)
         encode = [part.one_pass(*given, phi) for part, *given in each]
-        if None in encode:
-            return None
-        return lambda x: _joined([f(y) for f, y in zip(encode, self._split(x), strict=True)])
+        return None if None in encode else partial(self._by_parts, encode)
+
+    def _by_parts(self, encode: list[OnePass], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Encode the features of every part of q and k with a function of its own."""
+        each = zip(encode, self._split(q), self._split(k), strict=True)
+        q, k = map(_joined, zip(*(f(*parts) for f, *parts in each), strict=True))
+        return q, k
 
     def _positions(
         self, q_positions: Tensor, k_positions: Tensor
@@ -165,5 +171,7 @@ def _check(part: Encoding, name: str, grid: str) -> None:
         raise ChoiceError(refused + "it reads rows and columns itself; leave the grid at 'flat'")
     if part.reflections is not None:
         raise ChoiceError(refused + "its reflections follow the order of tokens")
+    if part.increments is not None:
+        raise ChoiceError(refused + "its positions are summed from the text, without rows")
     if part.forget_gate is not None or part.log_decay() is not None:
         raise ChoiceError(refused + "its decay counts tokens, not rows and columns")

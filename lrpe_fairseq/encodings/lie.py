@@ -17,14 +17,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import Card, Properties, QueryKeyEncoding, undecayed
-from lrpe_fairseq.encodings.cores import bands
+from lrpe_fairseq.encodings.base import Card, Fold, Properties, QueryKeyEncoding, undecayed
+from lrpe_fairseq.encodings.cores import bands, rotate_both
 from lrpe_fairseq.encodings.grid import rows_and_columns
 from lrpe_fairseq.encodings.options import EncodingSpec, option
 from lrpe_fairseq.encodings.positions import PositionCache
 from lrpe_fairseq.encodings.rotations import (
+    Spectrum,
+    canonical,
     encode_both,
     exponential,
+    folded,
     from_groups,
     generator_of,
     skew_of_triangle,
@@ -77,12 +80,27 @@ class BlockRotation(QueryKeyEncoding):
                 f"{2 * least_blocks}, got {self.options.rotation_block} and {spec.head_dim}"
             )
         self.blocks = spec.head_dim // self.block
+        self.spectrum = Spectrum()
 
     def forward(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Rotate q and k; see :meth:`QueryKeyEncoding.forward`."""
         return encode_both(self._rotated, q, k, q_positions, k_positions)
+
+    def fold(self) -> Fold | None:
+        """Fold P^T of A = P generator(theta) P^T on a line; see :meth:`QueryKeyEncoding.fold`."""
+        fills = self.axes == 1 and self.blocks * self.block == self.spec.head_dim
+        found = canonical(self.skew(), self.spectrum) if fills else None
+        if found is None:
+            return None
+        basis, theta = (x.unflatten(0, (-1, self.blocks)) for x in found)  # H J
+        theta = self.rates(theta).flatten(1)
+        return folded(basis, lambda q, k, *at: rotate_both(q, k, theta, *at))
+
+    def rates(self, theta: Tensor) -> Tensor:
+        """Return the angles per token of each pair, for those of A, (H, J, b / 2)."""
+        return theta
 
     def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x (n, B, H, T, D) at positions (T,) or (B, T), in float32 or wider."""
@@ -146,11 +164,17 @@ class LieRE(BlockRotation):
         self.lower = undecayed(draw)
         self._cells = PositionCache()
 
+    def skew(self) -> Tensor:
+        """Return A of every axis, float64 (N, G, b, b), on a line (G, b, b)."""
+        skew = skew_of_triangle(self.lower.double(), self.block).flatten(1, 2)
+        return skew[0] if self.axes == 1 else skew
+
     def turned(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x (G, K, M, b)."""
-        skew = skew_of_triangle(self.lower.double(), self.block).flatten(1, 2)  # N G b b
+        skew = self.skew()
         if self.axes == 1:
-            return turn(x, skew[0], self.coordinates(positions).expand(-1, len(x)).t())
+            amounts = self.coordinates(positions).expand(-1, len(x)).t()
+            return turn(x, skew, amounts, self.spectrum)
         cells, index = self._cells.get(positions, None, lambda: distinct(positions))
         rotation = exponential(torch.einsum("ma,agij->mgij", self.coordinates(cells), skew))
         return torch.einsum("mgij,gkmj->gkmi", rotation.to(x.dtype)[index], x)
@@ -177,9 +201,13 @@ class ComRoPE(BlockRotation):
 
     def turned(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x (G, K, M, b)."""
-        p = self.p.double().flatten(0, 1)  # G b b
         amounts = self.amounts(self.coordinates(positions)).t().repeat(self.spec.num_heads, 1)
-        return turn(x, p - p.transpose(-1, -2), amounts)
+        return turn(x, self.skew(), amounts, self.spectrum)
+
+    def skew(self) -> Tensor:
+        """Return P - P^T, float64 (G, b, b)."""
+        p = self.p.double().flatten(0, 1)
+        return p - p.mT
 
 
 class ComRoPEAP(ComRoPE):
@@ -235,6 +263,10 @@ class ComRoPELD(ComRoPE):
     def amounts(self, coordinates: Tensor) -> Tensor:
         """Return sum_a theta_aj p_a; see :class:`ComRoPE`."""
         return coordinates @ self.theta.double()
+
+    def rates(self, theta: Tensor) -> Tensor:
+        """Return the angles of A times those of the blocks."""
+        return theta * self.theta[0].double().unsqueeze(-1)
 
 
 # --- generators --------------------------------------------------------------------------------

@@ -8,12 +8,12 @@ A complex vector is represented by its *planes*, the tuple (re, im), and a real 
 The planes are concatenated last, so that the inner product of two results is Re(q~^H k~).
 """
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import Card, Planes, QueryKeyEncoding
+from lrpe_fairseq.encodings.base import Card, Fold, OnePass, Planes, QueryKeyEncoding
 from lrpe_fairseq.encodings.cores import CORES, Permutation, Rotation, Unitary
 from lrpe_fairseq.encodings.options import EncodingSpec
 from lrpe_fairseq.encodings.positions import check_positions
@@ -46,7 +46,6 @@ class LRPE(QueryKeyEncoding):
         self.projection = PROJECTIONS[projection](spec)
         self.core = CORES[core](spec) if isinstance(core, str) else core
         self._planes = 2 if projection == "fourier" or isinstance(self.core, Unitary) else 1
-        self.foldable = projection != "identity"
         if type(self).card is None:  # a subclass has its own
             self.card = _card(self.projection, self.core)
         self.turns = not isinstance(self.core, Permutation)
@@ -73,19 +72,23 @@ class LRPE(QueryKeyEncoding):
         turned = self.turn(*planes, q_positions, k_positions)
         return tuple(x.to(q.dtype) for x in turned)
 
+    def fold(self) -> Fold | None:
+        """Return P and Lambda unless P is the identity; see :meth:`QueryKeyEncoding.fold`."""
+        plain = isinstance(self.projection, Identity)
+        return None if plain else Fold(self.projection, self.turn)
+
     def turn(
         self, q: Planes, k: Planes, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Apply Lambda^(s) to the planes of P q and P k; see :meth:`QueryKeyEncoding.turn`."""
+        """Apply Lambda^(s) to the planes of P q and P k; see :class:`Fold`."""
         wide = torch.promote_types(q[0].dtype, torch.float32)
-        check_positions(q_positions, q[0]), check_positions(k_positions, k[0])
-        at_q = self.core.at(q_positions, wide)
-        at_k = at_q if k_positions is q_positions else self.core.at(k_positions, wide)
+        self._check(q_positions, q[0]), self._check(k_positions, k[0])
+        at_q, at_k = self._at((q_positions, k_positions), wide)
         return self._turned(q, at_q, wide), self._turned(k, at_k, wide)
 
     def one_pass(
-        self, x: Tensor, positions: Tensor, phi: bool
-    ) -> Callable[[Tensor], Tensor] | None:
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor, phi: bool
+    ) -> OnePass | None:
         """Use a compiled kernel; see :meth:`QueryKeyEncoding.one_pass`.
 
         No kernel has a Fourier matrix P with a Lambda that is not unitary.
@@ -100,22 +103,44 @@ class LRPE(QueryKeyEncoding):
             permutes=isinstance(self.core, Permutation),
             fourier=fourier,
         )
-        kernels = (loader.triton_kernels("lrpe_fairseq.kernels.encode_triton"), encode_cpu)
-        kernel = next((m for m in kernels if m is not None and m.serves(x, form)), None)
-        if kernel is None:
-            return None
-        wide = torch.promote_types(x.dtype, torch.float32)
-        projection = None
+        at = self._check(q_positions, q), self._check(k_positions, k)
+        kernels = loader.triton_kernels("lrpe_fairseq.kernels.encode_triton")
+        placed = q_positions.is_floating_point()  # phases of places have gradients
+        if kernels is not None and not placed and kernels.serves(q, k, form):
+            v = self.projection.v if isinstance(self.projection, Householder) else None
+            by = self.core.in_kernel(q.device)
+            at = at if by is not None else self._at(at, torch.float32)
+            return lambda q, k: kernels.encode(q, k, v, by, at, form)
+        if encode_cpu.serves(q, form) and encode_cpu.serves(k, form):
+            return partial(self._in_cpp, form, self._at(at, q.dtype))
+        return None
+
+    def _in_cpp(
+        self, form: encode.Form, at: tuple[object, object], q: Tensor, k: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute Lambda P phi of q and k by the C++ kernel; ``at`` is the result of ``_at``."""
+        p = None
         if isinstance(self.projection, Householder):
-            projection = self.projection.unit(wide)
-        elif fourier:
-            projection = self.projection.matrix(wide, x.device)
-        at = self.core.at(check_positions(positions, x), wide)
+            p = self.projection.unit(q.dtype)
+        elif form.fourier:
+            p = self.projection.matrix(q.dtype, q.device)
 
         def run(x: Tensor, at: object) -> Tensor:
-            return kernel.encode(x, projection, at, form)
+            return encode_cpu.encode(x, p, at, form)
 
-        return lambda x: run(x, at) if form.permutes else encode.by_head(run, x, at)
+        by_head = (lambda run, x, at: run(x, at)) if form.permutes else encode.by_head
+        return by_head(run, q, at[0]), by_head(run, k, at[1])
+
+    def _at(self, positions: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[object, object]:
+        """Return phases or indices of the positions of q and k, computed once if they are equal."""
+        of_q = self.core.at(positions[0], dtype)
+        same = positions[1] is positions[0]
+        return of_q, of_q if same else self.core.at(positions[1], dtype)
+
+    def _check(self, positions: Tensor, x: Tensor) -> Tensor:
+        """Return positions after :func:`check_positions`, and places as they are."""
+        placed = self.increments is not None and positions.dim() == 4
+        return positions if placed else check_positions(positions, x)
 
     def _turned(self, planes: Planes, at: object, wide: torch.dtype) -> Tensor:
         turned = self.core(tuple(x.to(wide) for x in planes), at)

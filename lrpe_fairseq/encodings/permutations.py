@@ -54,14 +54,15 @@ class CyclicPowers:
 
         Both are int64 of shape s.shape + pi.shape, and inverse to each other.
         """
-        form = self._cycles_of(permutation)
+        form = self.cycles(permutation)
         return self._of_positions.get(
-            (positions, *form),
+            (positions, form),
             None,
-            lambda: (_along_cycles(form, positions), _along_cycles(form, -positions)),
+            lambda: tuple(encode.along_cycles(form, s) for s in (positions, -positions)),
         )
 
-    def _cycles_of(self, permutation: Tensor) -> tuple[Tensor, ...]:
+    def cycles(self, permutation: Tensor) -> Tensor:
+        """Return :func:`cycle_form` of pi."""
         if not has_values(permutation):
             return cycle_form(permutation)
         version = -1 if permutation.is_inference() else permutation._version  # which has none
@@ -74,8 +75,8 @@ class CyclicPowers:
         return form
 
 
-def cycle_form(permutation: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the cycles of pi (..., D): start, step, length and members, (..., D) each.
+def cycle_form(permutation: Tensor) -> Tensor:
+    """Return the cycles of pi (..., D): start, step, length and members, int64 (4, ..., D).
 
     ``members`` lists the elements cycle by cycle, with j at start[j] + step[j], hence
     pi^s(j) = members[start[j] + (step[j] + s) mod length[j]]. Only tensor operations are used, so
@@ -94,12 +95,4 @@ def cycle_form(permutation: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     lengths = (first == own).long() * length  # at the first element of each cycle, else 0
     start = (lengths.cumsum(-1) - lengths).gather(-1, first)
     members = torch.empty_like(permutation).scatter(-1, start + step, own)
-    return start, step, length, members
-
-
-def _along_cycles(form: tuple[Tensor, Tensor, Tensor, Tensor], positions: Tensor) -> Tensor:
-    """Return pi^s(j) from the cycle form of pi."""
-    start, step, length, members = form
-    s = positions.reshape(positions.shape + (1,) * start.dim())
-    place = start + (step + s) % length
-    return members.expand(place.shape).gather(-1, place)
+    return torch.stack([start, step, length, members])

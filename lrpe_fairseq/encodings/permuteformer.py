@@ -1,18 +1,17 @@
 """PermuteFormer (Chen, 2021): features permuted by position, and a decay in causal attention."""
 
-from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import Card, Form, QueryKeyEncoding
+from lrpe_fairseq.encodings.base import Card, Form, OnePass, QueryKeyEncoding
 from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.encodings.options import EncodingSpec
 from lrpe_fairseq.encodings.permutations import CyclicPowers, permute
 from lrpe_fairseq.encodings.positions import Lags, check_positions, constant
-from lrpe_fairseq.kernels import encode, encode_cpu
+from lrpe_fairseq.kernels import encode, encode_cpu, loader
 
 PUBLISHED_SEED = 0xDEADBEEFDEADBEEF
 """Seed of the one permutation of the departure ``permuteformer-shared-permutation``."""
@@ -59,14 +58,21 @@ class PermuteFormer(QueryKeyEncoding):
         )
 
     def one_pass(
-        self, x: Tensor, positions: Tensor, phi: bool
-    ) -> Callable[[Tensor], Tensor] | None:
-        """Use the C++ kernel if it supports x; see :meth:`QueryKeyEncoding.one_pass`."""
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor, phi: bool
+    ) -> OnePass | None:
+        """Use a kernel that supports q and k; see :meth:`QueryKeyEncoding.one_pass`."""
         form = encode.Form(phi=phi, permutes=True)
-        if not encode_cpu.serves(x, form):
+        kernels = loader.triton_kernels("lrpe_fairseq.kernels.encode_triton")
+        if kernels is not None and kernels.serves(q, k, form):
+            cycles, at = self.cycles.cycles(self.permutation), (q_positions, k_positions)
+            check_positions(q_positions, q), check_positions(k_positions, k)
+            return lambda q, k: kernels.encode(q, k, None, cycles, at, form)
+        if not (encode_cpu.serves(q, form) and encode_cpu.serves(k, form)):
             return None
-        orders = self._orders(check_positions(positions, x))
-        return lambda x: encode_cpu.encode(x, None, orders, form)
+        of_q = self._orders(check_positions(q_positions, q))
+        of_k = self._orders(check_positions(k_positions, k))
+        run = encode_cpu.encode
+        return lambda q, k: (run(q, None, of_q, form), run(k, None, of_k, form))
 
     def _orders(self, positions: Tensor) -> tuple[Tensor, ...]:
         """Return the indices of pi_h^s and of its inverse, (H, T, D) or (B, H, T, D) each."""

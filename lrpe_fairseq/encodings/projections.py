@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from lrpe_fairseq.encodings.base import Planes
 from lrpe_fairseq.encodings.options import EncodingSpec, option
 from lrpe_fairseq.kernels.dispatch import is_plain
-
-EPS = 1e-6
-"""Smallest norm by which a learned Householder vector is divided."""
+from lrpe_fairseq.kernels.encode import unit_vector
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,7 @@ class Householder(nn.Module):
 
     def unit(self, dtype: torch.dtype) -> Tensor:
         """Return v normalized to length 1, (D,)."""
-        v = self.v.to(dtype)
-        return v / v.norm().clamp_min(EPS)
+        return unit_vector(self.v.to(dtype))
 
 
 class LearnedHouseholder(Householder):

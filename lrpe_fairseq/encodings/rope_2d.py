@@ -10,7 +10,9 @@ from lrpe_fairseq.encodings.cores import Rotation, bands, phases, phases_by_head
 from lrpe_fairseq.encodings.grid import axes_of
 from lrpe_fairseq.encodings.lrpe import LRPE
 from lrpe_fairseq.encodings.options import EncodingSpec
+from lrpe_fairseq.encodings.positions import constant
 from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.kernels.encode import Angles
 
 AXIAL_BASE = 100.0  # of the fixed frequencies (Heo et al., Section 3.2)
 MIXED_BASE = 10.0  # of the initial magnitudes of the mixed frequencies (the authors' code)
@@ -106,6 +108,12 @@ class AxialRotation(Rotation):
         axes = axes_of(positions, self.grid_width)
         return torch.cat([phases(axis, self.angles, dtype) for axis in axes], -1)
 
+    def in_kernel(self, device: torch.device) -> Angles:
+        """Return the angles; each pair has one of 0 for the axis that does not turn it."""
+        theta, still = tuple(self.angles.tolist()), (0.0,) * len(self.theta)
+        of_axis = (theta + still, still + theta)
+        return Angles(*(constant(x, torch.float64, device) for x in of_axis), self.grid_width)
+
 
 class MixedRotation(nn.Module):
     """Rotates the pairs of every head by row alpha + column beta, the learned frequencies."""
@@ -127,6 +135,10 @@ class MixedRotation(nn.Module):
         row, column = axes_of(positions, self.grid_width)
         turn = phases_by_head(row, self.row, dtype)
         return turn * phases_by_head(column, self.column, dtype)
+
+    def in_kernel(self, device: torch.device) -> Angles:
+        """Return the learned angles of rows and columns."""
+        return Angles(self.row, self.column, self.grid_width)
 
     forward = Rotation.forward
 

@@ -1,7 +1,8 @@
 """The definition of Lambda P phi(x) of the LRPE family in one call.
 
-:class:`Form` selects the variant and :func:`definition` computes it in PyTorch. The compiled forms
-are ``encode_cpu`` (C++) and ``encode_triton``.
+:class:`Form` selects the variant. :func:`definition` computes it in PyTorch from phases, and
+:func:`both` from angles and positions. The compiled forms are ``encode_cpu`` (C++) and
+``encode_triton``.
 
 Axes: B batch, H heads, T time, D width, E rotated pairs (in a wide form: rotated features).
 """
@@ -12,6 +13,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+EPS = 1e-6
+"""Smallest norm by which the normal of a reflection is divided."""
+
+
+class Angles(NamedTuple):
+    """The angles of Lambda^(s): feature or pair e turns by s theta_e.
+
+    theta, column: radians, (E,) or (H, E), float64 if fixed, float32 if learned. With ``column``
+    positions are on a grid: a pair turns by row theta_e + column column_e, row = s // grid and
+    column = s mod grid, or s and 0 if ``grid`` is 0.
+    """
+
+    theta: Tensor
+    column: Tensor | None = None
+    grid: int = 0
 
 
 class Form(NamedTuple):
@@ -28,11 +45,6 @@ class Form(NamedTuple):
     wide: bool = False
     permutes: bool = False
     fourier: bool = False
-
-    @property
-    def simple(self) -> bool:
-        """True if Lambda is a rotation or unitary diagonal, and P is not a Fourier matrix."""
-        return not self.permutes and not self.fourier
 
 
 def feature_map(x: Tensor) -> Tensor:
@@ -65,6 +77,71 @@ def definition(x: Tensor, p: Tensor | None, at: Tensor, form: Form) -> Tensor:
     if form.wide:
         return torch.cat([z * at.real, z * at.imag], -1)
     return rotated(z, at)
+
+
+def both(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    by: Angles | Tensor | None,
+    at: tuple[Tensor, Tensor],
+    form: Form,
+) -> tuple[Tensor, Tensor]:
+    """Compute :func:`definition` of q and k in float32 or wider; the result has their dtype.
+
+    Args: see ``encode_triton.encode``.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    unit = None if v is None else unit_vector(v.to(wide))
+
+    def encoded(x: Tensor, s: Tensor) -> Tensor:
+        if form.permutes:
+            s = _order_of(by, s, x)
+        elif by is not None:
+            s = phases_of(by, s, wide)
+        return definition(x.to(wide), unit, s, form).to(x.dtype)
+
+    return encoded(q, at[0]), encoded(k, at[1])
+
+
+def unit_vector(v: Tensor) -> Tensor:
+    """Return v (D,) divided by its norm."""
+    return v / v.norm().clamp_min(EPS)
+
+
+def phases_of(angles: Angles, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return exp(i s theta), complex (1 or B, 1 or H, T, E); the angle is float64."""
+    theta, column, grid = angles
+    s = positions if positions.dim() == 2 else positions.unsqueeze(0)
+    row, col = (s // grid, s % grid) if grid else (s, s * 0)
+    angle = _products(row, theta)
+    if column is not None:
+        angle = angle + _products(col, column)
+    return torch.complex(angle.cos().to(dtype), angle.sin().to(dtype))
+
+
+def along_cycles(cycles: Tensor, s: Tensor) -> Tensor:
+    """Return pi^s(j), int64, s.shape + pi.shape.
+
+    cycles: int64 (4, ..., D): ``members`` lists the elements of pi cycle by cycle, that after j by
+        n steps is members[start[j] + (step[j] + n) mod length[j]].
+    """
+    start, step, length, members = cycles
+    place = start + (step + s.reshape(s.shape + (1,) * start.dim())) % length
+    return members.expand(place.shape).gather(-1, place)
+
+
+def _order_of(cycles: Tensor, positions: Tensor, x: Tensor) -> Tensor:
+    """Return the indices (B, H, T, D) of pi^s for x (B, H, T, D)."""
+    order = along_cycles(cycles, positions if positions.dim() == 2 else positions.unsqueeze(0))
+    order = order.transpose(1, 2) if cycles.dim() == 3 else order.unsqueeze(1)
+    return order.expand(x.shape)
+
+
+def _products(s: Tensor, theta: Tensor) -> Tensor:
+    """Return s theta, float64 (B, 1 or H, T, E), for s (B, T) and theta (E,) or (H, E)."""
+    by_head = theta.double().reshape(-1, 1, theta.shape[-1])
+    return s[:, None, :, None].double() * by_head
 
 
 def by_head(encode: Callable[[Tensor, Tensor], Tensor], x: Tensor, at: Tensor) -> Tensor:

@@ -1,180 +1,315 @@
-"""Lambda P phi(x) or Lambda P x on CUDA: a Triton kernel and its gradient, for P a reflection or
-odd-even.
+"""Lambda P phi(x) or Lambda P x of queries and keys on CUDA: one launch, and one for the gradients.
 
-The kernel reads x once and writes the encoded features once. The gradient reads x and the incoming
-gradient once and recomputes intermediate results. Sums are computed in float32. The definition is
-``encode.definition``.
+P is a reflection, odd-even or the identity, and Lambda a rotation, unitary or a permutation. The
+kernel reads q and k, computes phases or indices from the positions and writes the features once.
+The gradient recomputes intermediate results. Sums are in float32. The definition is
+``encode.both``.
 
-A program processes BT positions of one sequence with all heads, so that the gradient of the angles
-needs no atomic additions.
+A program processes BT positions of one sequence of queries or of keys, with all heads. It stores
+its sums for the gradients of angles and reflection, which are added up afterwards, so equal inputs
+give equal bits. Strides are multiples of UNIT elements.
+
+An angle is a fixed-point number of turns, theta / 2 pi mod 1 in units of 2^-64. An integer product
+that wraps around multiplies it by a position without rounding, so phases are exact to float32 at
+any position.
 """
+
+import math
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lrpe_fairseq.kernels import encode as defined
 from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain
-from lrpe_fairseq.kernels.encode import Form, definition
+from lrpe_fairseq.kernels.encode import Angles, Form
 from lrpe_fairseq.kernels.loader import launch, on_device
 
-NUMBERS = 2048  # maximum number of elements of one head in the registers of a program
+ELEMENTS = 2048  # maximum number of features of one head in the registers of a program
+SMALLEST = tl.constexpr(defined.EPS)
 
 
-def serves(x: Tensor, form: Form) -> bool:
-    """True if the kernels support x (B, H, T, D): its device, its dtype, and D a power of two."""
-    if not is_plain(x):
-        return False
-    width = x.shape[-1]
-    fit = width >= 16 and width & (width - 1) == 0 and x.stride(-1) == 1
-    return form.simple and fit and on_device(x)
+def serves(q: Tensor, k: Tensor, form: Form) -> bool:
+    """True if the kernels support q (B, H, T, D) and k: device, dtype, and D a power of two."""
+    width = q.shape[-1]
+    fit = width >= 16 and width & (width - 1) == 0 and q.stride(-1) == k.stride(-1) == 1
+    alike = q.dtype == k.dtype and q.device == k.device and k.shape[-1] == width
+    return is_plain(q, k) and not form.fourier and fit and alike and on_device(q)
 
 
-def encode(x: Tensor, unit: Tensor | None, turn: Tensor, form: Form) -> Tensor:
-    """Compute Lambda P phi(x), (B, H, T, D) or twice as wide, in the dtype of x.
+def encode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    by: Angles | Tensor | None,
+    at: tuple[Tensor, Tensor],
+    form: Form,
+) -> tuple[Tensor, Tensor]:
+    """Compute Lambda P phi of q and k, (B, H, T, D) and (B, H, S, D) or twice as wide.
 
     Args:
-        x: (B, H, T, D), last axis contiguous.
-        unit: the unit vector (D,) of the reflection, float32, or None.
-        turn: exp(i s theta), complex64, (T, E) or (B, 1, T, E). E pairs (features if ``wide``) are
-            rotated, the others are unchanged.
+        q, k: last axis contiguous, otherwise of any strides.
+        v: a normal of the reflection (D,), of any length, float32, or None.
+        by: E angles, for pairs (features if ``wide``); the others are unchanged. If ``permutes``
+            the cycles of the permutation, int64 (4, D) or (4, H, D); see ``encode.along_cycles``.
+            None: phases are given.
+        at: the positions of q and of k, int64 (T,) or (B, T) and (S,) or (B, S). For given phases
+            these, complex64 (H, T, E) or (B, H, T, E), which receive no gradient.
         form: the variant.
     """
-    return _Encoded.apply(x, unit, turn.resolve_conj().contiguous(), form)
+    theta, column, grid = by if isinstance(by, Angles) else (by, None, 0)
+    return _Encoded.apply(q, k, v, theta, column, _Call(at, grid, form))
 
 
 def feature_map(x: Tensor) -> Tensor:
     """Compute phi(x), (B, H, T, D), in the dtype of x: :func:`encode` without P and Lambda."""
-    nothing = torch.empty(x.shape[2], 0, dtype=torch.complex64, device=x.device)
-    return encode(x, None, nothing, Form())
+    nowhere = torch.empty(0, dtype=torch.int64, device=x.device)
+    call = _Call((nowhere, nowhere), 0, Form())
+    return _Encoded.apply(x, x[:, :, :0], None, None, None, call)[0]
+
+
+class _Call(NamedTuple):
+    """What is not differentiated: positions or phases, the width of the grid, and the variant."""
+
+    at: tuple[Tensor, Tensor]
+    grid: int
+    form: Form
+
+    @property
+    def given(self) -> bool:
+        """True if the phases are given."""
+        return self.at[0].is_complex()
+
+    def places(self) -> list[Tensor]:
+        """Return positions (B or 1, 1, T) or phases (B or 1, H, T, E, 2)."""
+        if self.given:
+            found = (torch.view_as_real(at.resolve_conj().contiguous()) for at in self.at)
+            return [at if at.dim() == 5 else at.unsqueeze(0) for at in found]
+        return [at.unsqueeze(1) if at.dim() == 2 else at[None, None] for at in self.at]
 
 
 class _Encoded(torch.autograd.Function):
-    """Lambda P phi with a hand-written gradient.
-
-    The gradient of ``turn`` is complex: the real part is that of the cosines, the imaginary part
-    that of the sines.
-    """
+    """Lambda P phi of q and k with a hand-written gradient of q, k, v and the angles."""
 
     @staticmethod
-    def forward(ctx, x, unit, turn, form):
-        batch, heads, time, width = x.shape
-        out = x.new_empty(batch, heads, time, width * (2 if form.wide else 1))
-        parts = torch.view_as_real(turn)
-        launch(
-            _encode,
-            _grid(x),
-            x,
-            x if unit is None else unit,
-            parts,
-            out,
-            *_sizes(x, parts),
-            **_constants(x, unit, turn, form),
-        )
-        ctx.save_for_backward(x, unit, turn)
-        ctx.form = form
-        return out
+    def forward(ctx, q, k, v, theta, column, call):
+        twice = 2 if call.form.wide else 1
+        out = [x.new_empty(*x.shape[:3], x.shape[3] * twice) for x in (q, k)]
+        ctx.shapes, ctx.call = (q.shape, k.shape), call
+        _launch(_encode, ctx, (q, k), (v, theta, column), out)
+        reads_x = call.form.phi or any(ctx.needs_input_grad[2:5])
+        ctx.save_for_backward(*((q, k) if reads_x else (None, None)), v, theta, column)
+        return tuple(out)
 
     @staticmethod
-    def backward(ctx, grad):
-        x, unit, turn = ctx.saved_tensors
+    def backward(ctx, grad_q, grad_k):
         if torch.is_grad_enabled():
-            found = gradients_of(
-                lambda *inputs: definition(*inputs, ctx.form).to(x.dtype),
-                ctx.saved_tensors,
-                ctx.needs_input_grad[:3],
-                (grad,),
-            )
-            return *found, None
-        grad_x, turned, reflected = _gradients(x, unit, turn, grad.contiguous(), ctx)
-        grad_turn = grad_unit = None
-        if ctx.needs_input_grad[2]:
-            sums = torch.view_as_complex(turned)
-            grad_turn = sums.sum(0) if turn.dim() == 2 else sums.unsqueeze(1)
-        if ctx.needs_input_grad[1]:
-            grad_unit = reflected.sum(0)
-        return grad_x, grad_unit, grad_turn, None
+            return *_gradients_as_graph(ctx, (grad_q, grad_k)), None
+        *given, v, theta, column = ctx.saved_tensors
+        grads = [g if g.stride(-1) == 1 else g.contiguous() for g in (grad_q, grad_k)]
+        found = [_time_major(g, *shape) for g, shape in zip(grads, ctx.shapes, strict=True)]
+        of_v, turns = ctx.needs_input_grad[2], any(ctx.needs_input_grad[3:5])
+        learned = (theta if turns else None, column if turns else None, v if of_v else None)
+        sizes = [0 if x is None else x.numel() for x in learned]
+        sums = grads[0].new_empty(_programs(ctx), sum(sizes), dtype=torch.float32)
+        flags = {"READS_X": given[0] is not None, "ANGLES_LEARN": turns, "UNIT_LEARNS": of_v}
+        rows = (*(given if flags["READS_X"] else grads), *grads)
+        _launch(_encode_gradient, ctx, rows, (v, theta, column), (*found, sums), flags)
+        parts = sums.sum(0).split(sizes) if any(sizes) else sizes
+        of_theta, of_column, of_v = (
+            None if x is None else part.view_as(x) for x, part in zip(learned, parts, strict=True)
+        )
+        return *found, of_v, of_theta, of_column, None
 
 
-def _gradients(
-    x: Tensor, unit: Tensor | None, turn: Tensor, grad: Tensor, ctx
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, of turn for each sequence (B, T, E, 2), and of unit for each
-    program (., D)."""
-    parts, grid, grad_x = torch.view_as_real(turn), _grid(x), torch.empty_like(x)
-    batch, _, time, width = x.shape
-    _, unit_learns, turn_learns, _ = ctx.needs_input_grad
-    options = {"dtype": torch.float32, "device": x.device}
-    turned = torch.empty((batch, time, turn.shape[-1], 2) if turn_learns else (1,), **options)
-    reflected = torch.empty((*grid, width) if unit_learns else (1,), **options)
-    launch(
-        _encode_gradient,
-        grid,
-        *(x, x if unit is None else unit, parts, grad, grad_x, turned, reflected),
-        *_sizes(x, parts),
-        *grad_x.stride()[:3],
-        **_constants(x, unit, turn, ctx.form),
-        TURN_LEARNS=turn_learns,
-        UNIT_LEARNS=unit_learns,
-    )
-    return grad_x, turned, reflected
+def _gradients_as_graph(ctx, grads: tuple[Tensor, ...]) -> list[Tensor | None]:
+    """Return the gradients of a call with their graph, for second derivatives."""
+    q, k, *others = ctx.saved_tensors
+    if q is None:  # the map is linear in q and k, so any of them have the same gradient
+        q, k = (grads[0].new_zeros(shape).requires_grad_() for shape in ctx.shapes)
+
+    def definition(q, k, v, theta, column):
+        by = Angles(theta, column, ctx.call.grid)
+        by = theta if theta is None or ctx.call.form.permutes else by
+        return defined.both(q, k, v, by, ctx.call.at, ctx.call.form)
+
+    return gradients_of(definition, (q, k, *others), ctx.needs_input_grad[:5], grads)
 
 
-def _rows(x: Tensor) -> int:
+def _time_major(like: Tensor, batch: int, heads: int, time: int, width: int) -> Tensor:
+    """Return an empty (B, H, T, D) in memory (B, T, H, D), as projections leave q and k."""
+    return like.new_empty(batch, time, heads, width).transpose(1, 2)
+
+
+def _rows(ctx) -> int:
     """Return the number of positions per program, a power of two."""
-    return min(32, max(1, NUMBERS // x.shape[-1]))
+    features = ctx.shapes[0][3] * (2 if ctx.call.form.wide else 1)
+    return min(32, max(1, ELEMENTS // features))
 
 
-def _grid(x: Tensor) -> tuple[int]:
-    return (triton.cdiv(x.shape[2], _rows(x)) * x.shape[0],)
+def _programs(ctx) -> int:
+    """Return the number of programs for q and k."""
+    return sum(batch * triton.cdiv(time, _rows(ctx)) for batch, _, time, _ in ctx.shapes)
 
 
-def _sizes(x: Tensor, parts: Tensor) -> tuple[int, ...]:
-    """Return heads, time, the strides of x, and the batch stride of ``parts``."""
-    return x.shape[1], x.shape[2], *x.stride()[:3], parts.stride(0) if parts.dim() == 5 else 0
+def _launch(kernel, ctx, rows, learned, results, flags=None) -> None:
+    """Launch a kernel.
 
-
-def _constants(x: Tensor, unit: Tensor | None, turn: Tensor, form: Form) -> dict:
-    return {
-        "D": x.shape[-1],
-        "E": turn.shape[-1],
-        "BT": _rows(x),
-        "REFLECTS": unit is not None,
-        "HALVES": form.halves,
-        "WIDE": form.wide,
-        "PHI": form.phi,
-        "num_warps": 4,
-    }
-
-
-@triton.jit
-def _place(T, BT: tl.constexpr):
-    """Return the positions (BT,) and the sequence of this program.
-
-    Both are int64, because a batch may have more than 2^31 elements.
+    rows: tensors (B, H, T, .) whose strides it needs. learned: v, theta and column, or None.
     """
-    program, parts = tl.program_id(0), tl.cdiv(T, BT)  # int32, which divides faster
-    rows = (program % parts).to(tl.int64) * BT + tl.arange(0, BT)
-    return rows, (program // parts).to(tl.int64)
+    (batch, heads, queries, width), (*_, keys, _) = ctx.shapes
+    call, (v, theta, column) = ctx.call, learned
+    places, strides = call.places(), [n for x in rows for n in x.stride()[:3]]
+    axes = (axis for p in places for axis in zip(p.stride()[:3], p.shape[:3], strict=True))
+    steps = [step if size > 1 else 0 for step, size in axes]
+    permutes, pairs = call.form.permutes, places[0].shape[3] if call.given else 0
+    if theta is not None and not permutes:
+        pairs = theta.shape[-1]
+    unit = math.gcd(16, *strides)
+    launch(
+        kernel,
+        (_programs(ctx),),
+        *(rows[0] if x is None else x for x in (*rows, *places, *learned, *results)),
+        *(batch, heads, queries, keys, call.grid, *steps),
+        *(n // unit for n in strides),
+        D=width,
+        E=pairs,
+        BT=_rows(ctx),
+        UNIT=unit,
+        REFLECTS=v is not None,
+        HALVES=call.form.halves,
+        WIDE=call.form.wide,
+        PHI=call.form.phi,
+        GIVEN=call.given,
+        GRID=column is not None,
+        PERMUTES=permutes,
+        HEADWISE=call.given or (theta is not None and theta.dim() == (3 if permutes else 2)),
+        num_warps=4,
+        **(flags or {}),
+    )
+
+
+NUMBERS = ["B", "H", "T", "S", "grid", "qb", "qh", "qt", "kb", "kh", "kt"]
+NUMBERS += ["gb", "gh", "gt", "fb", "fh", "ft", "ab", "ah", "at", "cb", "ch", "ct"]
+"""Arguments whose values are not compiled in: sizes, and strides of q, k, their gradients and their
+positions or phases."""
+
+# --- phases ------------------------------------------------------------------------------------
+
+HIGH, MIDDLE, LOW = (
+    tl.constexpr(n * 2.0**-e) for n, e in ((10680707, 26), (7228996, 50), (1387004, 74))
+)
+"""1 / 2 pi as a sum of three numbers of 24 bits."""
+RADIANS = tl.constexpr(math.tau / 2**34)
 
 
 @triton.jit
-def _turns(turn, rows, T, E: tl.constexpr, W: tl.constexpr):
-    """Load the cosines and sines (BT, W) of the rows; 1 and 0 for columns from E on."""
-    columns = tl.arange(0, W)
-    at = rows[:, None] * (2 * E) + 2 * columns[None, :]
-    known = (rows[:, None] < T) & (columns[None, :] < E)
-    return tl.load(turn + at, mask=known, other=1.0), tl.load(turn + at + 1, mask=known, other=0.0)
+def _fixed(turns):
+    """Return the fraction of float64 turns in units of 2^-64, int64."""
+    return ((turns - tl.floor(turns + 0.5)) * 18446744073709551616.0).to(tl.int64)
 
 
 @triton.jit
-def _begin(unit, turn, T, tb, D: tl.constexpr, E: tl.constexpr, W: tl.constexpr, BT: tl.constexpr):
-    """Return this program's positions, sequence, columns, mask (BT, D), turns and u (D,)."""
-    rows, b = _place(T, BT)
+def _turns_of(theta):
+    """Return theta / 2 pi mod 1 in units of 2^-64, int64, of theta in radians.
+
+    Every product but the last has at most 53 bits and is exact.
+    """
+    theta = theta.to(tl.float64)
+    first = ((theta.to(tl.int64, bitcast=True) >> 27) << 27).to(tl.float64, bitcast=True)
+    second = theta - first
+    turns = _fixed(first * HIGH) + _fixed(second * HIGH) + _fixed(first * MIDDLE)
+    return turns + _fixed(second * MIDDLE + theta * LOW)
+
+
+@triton.jit
+def _cosine_and_sine(turns):
+    """Return cosine and sine, float32, of turns in units of 2^-64; errors are about 1e-7."""
+    quarter = (turns + (1 << 61)) >> 62
+    rest = (turns - (quarter << 62)) >> 30  # at most an eighth, in units of 2^-34
+    x = rest.to(tl.int32).to(tl.float32) * RADIANS
+    z = x * x
+    sine = x + x * z * (-1.6666654611e-1 + z * (8.3321608736e-3 - z * 1.9515295891e-4))
+    cosine = z * (4.166664568298827e-2 + z * (-1.388731625493765e-3 + z * 2.443315711809948e-5))
+    cosine = 1.0 - 0.5 * z + z * cosine
+    odd = (quarter & 1) == 1
+    c, s = tl.where(odd, sine, cosine), tl.where(odd, cosine, sine)
+    return tl.where(((quarter + 1) & 2) == 0, c, -c), tl.where((quarter & 2) == 0, s, -s)
+
+
+@triton.jit
+def _turned(
+    at, theta, column, row, col, here, h,
+    E: tl.constexpr, W: tl.constexpr, GRID: tl.constexpr, GIVEN: tl.constexpr,
+):  # fmt: skip
+    """Return the cosines and sines (BT, W) of head h; 1 and 0 for columns from E on.
+
+    at: pointers to the phases of the rows, if GIVEN. row, col: positions (BT,).
+    """
+    pairs = tl.arange(0, W)
+    if GIVEN:
+        place, known = at[:, None] + 2 * pairs[None, :], here[:, None] & (pairs < E)[None, :]
+        cos, sin = tl.load(place, mask=known, other=1.0), tl.load(place + 1, mask=known, other=0.0)
+    else:
+        theta = tl.load(theta + h * E + pairs, mask=pairs < E, other=0.0)
+        turns, wrong = row[:, None] * _turns_of(theta)[None, :], theta * 0.0  # 0, or NaN
+        if GRID:
+            column = tl.load(column + h * E + pairs, mask=pairs < E, other=0.0)
+            turns += col[:, None] * _turns_of(column)[None, :]
+            wrong += column * 0.0
+        cos, sin = _cosine_and_sine(turns)
+        cos, sin = cos + wrong.to(tl.float32)[None, :], sin + wrong.to(tl.float32)[None, :]
+    return cos, sin
+
+
+@triton.jit
+def _positions(at, here, grid, READS: tl.constexpr, GRID: tl.constexpr):
+    """Return the positions (BT,), or with GRID row and column of the grid, int64."""
+    row = here.to(tl.int64)
+    if READS:
+        row = tl.load(at, mask=here, other=0)
+    col = row * 0
+    if GRID:  # noqa: SIM102  (a constant)
+        if grid > 0:
+            s = row
+            row = s // grid
+            col = s - row * grid
+            row, col = tl.where(col < 0, row - 1, row), tl.where(col < 0, col + grid, col)
+    return row, col
+
+
+# --- permutations ------------------------------------------------------------------------------
+
+
+@triton.jit
+def _moves(
+    cycles, s, h, size, BACK: tl.constexpr, D: tl.constexpr, HALVES: tl.constexpr
+):  # fmt: skip
+    """Return by how many columns the source of every feature of Lambda P x is away, (BT, D).
+
+    With BACK features are those of x, and sources those of its gradient. s: positions (BT,), below
+    2^50. size: numbers in each row of the cycles. s mod length is the high word of the product of
+    the length and the fraction of s / length.
+    """
     columns = tl.arange(0, D)
-    here = (rows < T)[:, None] & (columns >= 0)[None, :]
-    cos, sin = _turns(turn + b * tb, rows, T, E, W)
-    return rows, b, columns, here, cos, sin, tl.load(unit + columns).to(tl.float32)
+    element = columns
+    if BACK and HALVES:  # the place of each feature after the odd-even permutation
+        element = tl.where(columns < D // 2, 2 * columns, 2 * columns - D + 1)
+    at = cycles + h * D + element
+    start, step, length = tl.load(at), tl.load(at + size), tl.load(at + 2 * size)
+    inverse = ((1 << 62) // length) * 4 + 4
+    n = tl.umulhi(tl.abs(s)[:, None] * inverse[None, :], length[None, :])
+    n = tl.where((s < 0)[:, None] != BACK, length[None, :] - n, n) + step[None, :]
+    n = tl.where(n >= length[None, :], n - length[None, :], n)
+    found = tl.load(cycles + 3 * size + h * D + start[None, :] + n)
+    if HALVES and not BACK:
+        found = found // 2 + (found % 2) * (D // 2)
+    return (found - columns[None, :]).to(tl.int32)
+
+
+# --- steps -------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -184,11 +319,41 @@ def _phi(x):
 
 
 @triton.jit
+def _unit(v, D: tl.constexpr, REFLECTS: tl.constexpr):
+    """Return the unit vector (D,) in the direction of v, and the norm of v."""
+    u = tl.zeros((D,), tl.float32)
+    norm = 1.0
+    if REFLECTS:
+        u = tl.load(v + tl.arange(0, D)).to(tl.float32)
+        norm = tl.sqrt(tl.sum(u * u, 0))
+        u = u / tl.maximum(norm, SMALLEST)
+    return u, norm
+
+
+@triton.jit
 def _reflected(p, u, REFLECTS: tl.constexpr):
     """Reflect the rows of p (BT, D) in the hyperplane normal to u, if REFLECTS."""
     if REFLECTS:
         p = p - 2.0 * tl.sum(p * u[None, :], 1)[:, None] * u[None, :]
     return p
+
+
+@triton.jit
+def _projected(
+    x, v, moves, u, norm, known,
+    D: tl.constexpr, REFLECTS: tl.constexpr, PHI: tl.constexpr, PERMUTES: tl.constexpr,
+):  # fmt: skip
+    """Return P phi(x) (BT, D) of the rows at x, a reflection if any; permuted if PERMUTES."""
+    p = tl.load(x, mask=known, other=0.0).to(tl.float32)
+    z = _reflected(_phi(p) if PHI else p, u, REFLECTS)
+    if PERMUTES:
+        z = tl.load(x + moves, mask=known, other=0.0).to(tl.float32)
+        z = _phi(z) if PHI else z
+        if REFLECTS:
+            along = tl.sum((_phi(p) if PHI else p) * u[None, :], 1)[:, None]
+            other = tl.load(v + tl.arange(0, D)[None, :] + moves) / tl.maximum(norm, SMALLEST)
+            z -= 2.0 * along * other
+    return z
 
 
 @triton.jit
@@ -229,15 +394,6 @@ def _unpaired(z, BT: tl.constexpr, D: tl.constexpr, HALVES: tl.constexpr):
 
 
 @triton.jit
-def _turned_back(grad, z, cos, sin, BT: tl.constexpr, D: tl.constexpr, HALVES: tl.constexpr):
-    """Return the gradients of z (BT, D) and of the cosines and sines (BT, D / 2)."""
-    re, im = _apart(grad, BT, D, False)
-    a, c = _apart(z, BT, D, HALVES)
-    g = _together(re * cos + im * sin, im * cos - re * sin, BT, D, HALVES)
-    return g, re * a + im * c, im * a - re * c
-
-
-@triton.jit
 def _of_unit(g, p, u):
     """Return the gradient (D,) of u in p - 2 u (u . p), whose gradient is g, summed over rows."""
     g_along = tl.sum(g * u[None, :], 1)[:, None]
@@ -246,32 +402,12 @@ def _of_unit(g, p, u):
 
 
 @triton.jit
-def _store_turns(to, of_cos, of_sin, rows, T, E: tl.constexpr, W: tl.constexpr):
-    """Write the gradients (BT, W) of the E cosines and sines of the rows."""
-    pairs = tl.arange(0, W)
-    place = to + rows[:, None] * (2 * E) + 2 * pairs[None, :]
-    known = (rows[:, None] < T) & (pairs[None, :] < E)
-    tl.store(place, of_cos, mask=known)
-    tl.store(place + 1, of_sin, mask=known)
-
-
-@triton.jit
 def _through(
-    x,
-    first,
-    second,
-    u,
-    cos,
-    sin,
-    BT: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    REFLECTS: tl.constexpr,
-    HALVES: tl.constexpr,
-    WIDE: tl.constexpr,
-    PHI: tl.constexpr,
-):
-    """Return the gradients of x (BT, D), cosines, sines and u from that of a head's features.
+    x, first, second, u, cos, sin,
+    BT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, REFLECTS: tl.constexpr,
+    HALVES: tl.constexpr, WIDE: tl.constexpr, PHI: tl.constexpr,
+):  # fmt: skip
+    """Return the gradients of x (BT, D), of angles times position and of u from a head's gradient.
 
     ``second`` is the gradient of the second half of wide features. Unused results cost nothing,
     because the compiler removes them.
@@ -280,95 +416,151 @@ def _through(
     z = _reflected(p, u, REFLECTS)
     if WIDE:
         z = _paired(z, BT, D, HALVES)
-        g, of_cos, of_sin = first * cos + second * sin, first * z, second * z
+        g, of_angle = first * cos + second * sin, z * (second * cos - first * sin)
         g = _unpaired(g, BT, D, HALVES)
     elif E > 0:
-        g, of_cos, of_sin = _turned_back(first, z, cos, sin, BT, D, HALVES)
+        re, im = _apart(first, BT, D, False)
+        a, c = _apart(z, BT, D, HALVES)
+        of_a, of_c = re * cos + im * sin, im * cos - re * sin
+        g, of_angle = _together(of_a, of_c, BT, D, HALVES), a * of_c - c * of_a
     else:  # phi alone
-        g, of_cos, of_sin = first, cos, sin
+        g, of_angle = first, cos
     of_unit = _of_unit(g, p, u)
     g = _reflected(g, u, REFLECTS)
     if PHI:
         g = tl.where(x > 0, g, g * p)  # below zero phi' = phi
-    return g, of_cos, of_sin, of_unit
+    return g, of_angle, of_unit
 
 
 @triton.jit
-def _encode(
-    x,
-    unit,
-    turn,
-    out,
-    H,
-    T,
-    xb,
-    xh,
-    xt,
-    tb,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    BT: tl.constexpr,
-    REFLECTS: tl.constexpr,
-    HALVES: tl.constexpr,
-    WIDE: tl.constexpr,
-    PHI: tl.constexpr,
+def _store_angles(
+    to, of_angle, row, col, step, E: tl.constexpr, W: tl.constexpr, GRID: tl.constexpr
 ):
+    """Write the sums over rows of the gradients (BT, W) times the positions; column ones after."""
+    pairs = tl.arange(0, W)
+    by_row = tl.sum(of_angle * row.to(tl.float32)[:, None], 0)
+    tl.store(to + pairs, by_row, mask=pairs < E)
+    if GRID:
+        by_column = tl.sum(of_angle * col.to(tl.float32)[:, None], 0)
+        tl.store(to + step + pairs, by_column, mask=pairs < E)
+
+
+# --- kernels -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _place(T, S, B, BT: tl.constexpr):
+    """Return True for queries, their number, the sequence, rows (BT,) and which of them exist.
+
+    Rows and sequence are int64, because a batch may have more than 2^31 elements.
+    """
+    program, of_q = tl.program_id(0), tl.cdiv(T, BT) * B
+    is_q = program < of_q
+    program = tl.where(is_q, program, program - of_q)
+    time = tl.where(is_q, T, S)
+    parts = tl.cdiv(time, BT)
+    rows = (program % parts).to(tl.int64) * BT + tl.arange(0, BT)
+    return is_q, time, (program // parts).to(tl.int64), rows, rows < time
+
+
+@triton.jit
+def _rows_of(
+    is_q, q, k, b, rows, qb, qt, kb, kt, D: tl.constexpr, UNIT: tl.constexpr
+):  # fmt: skip
+    """Return pointers (BT, D) to rows of sequence b of q or of k, in the first head."""
+    start = tl.where(is_q, q, k) + b * tl.where(is_q, qb, kb) * UNIT
+    return start + rows[:, None] * (tl.where(is_q, qt, kt) * UNIT) + tl.arange(0, D)[None, :]
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _encode(
+    q, k, q_at, k_at, v, theta, column, q_out, k_out,
+    B, H, T, S, grid, ab, ah, at, cb, ch, ct, qb, qh, qt, kb, kh, kt,
+    D: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, UNIT: tl.constexpr,
+    REFLECTS: tl.constexpr, HALVES: tl.constexpr, WIDE: tl.constexpr, PHI: tl.constexpr,
+    GIVEN: tl.constexpr, GRID: tl.constexpr, PERMUTES: tl.constexpr, HEADWISE: tl.constexpr,
+):  # fmt: skip
     """Compute the features of all heads at the positions of this program."""
     W: tl.constexpr = D if WIDE else D // 2
-    rows, b, columns, here, cos, sin, u = _begin(unit, turn, T, tb, D, E, W, BT)
-    at = x + b * xb + rows[:, None] * xt + columns[None, :]
     width: tl.constexpr = 2 * D if WIDE else D
-    to = out + (b * H * T + rows[:, None]) * width + columns[None, :]
-    for _ in range(H):
-        z = tl.load(at, mask=here, other=0.0).to(tl.float32)
-        z = _reflected(_phi(z) if PHI else z, u, REFLECTS)
+    is_q, time, b, rows, here = _place(T, S, B, BT)
+    known = here[:, None] & (tl.arange(0, D) >= 0)[None, :]
+    x = _rows_of(is_q, q, k, b, rows, qb, qt, kb, kt, D, UNIT)
+    to = _rows_of(is_q, q_out, k_out, b, rows, H * T, 1, H * S, 1, D, width)
+    place = tl.where(is_q, q_at, k_at) + b * tl.where(is_q, ab, cb) + rows * tl.where(is_q, at, ct)
+    u, norm = _unit(v, D, REFLECTS)
+    row, col = _positions(place, here, grid, (E > 0 or PERMUTES) and not GIVEN, GRID)
+    size = D * H if HEADWISE else D
+    moves = _moves(theta, row, 0, size, False, D, HALVES) if PERMUTES else 0
+    cos, sin = _turned(place, theta, column, row, col, here, 0, E, W, GRID, GIVEN)
+    for h in range(H):
+        if HEADWISE:
+            head = place + h * tl.where(is_q, ah, ch)
+            cos, sin = _turned(head, theta, column, row, col, here, h, E, W, GRID, GIVEN)
+            if PERMUTES:
+                moves = _moves(theta, row, h, size, False, D, HALVES)
+        z = _projected(x, v, moves, u, norm, known, D, REFLECTS, PHI, PERMUTES)
         if WIDE:
             z = _paired(z, BT, D, HALVES)
-            tl.store(to, (z * cos).to(out.dtype.element_ty), mask=here)
-            tl.store(to + D, (z * sin).to(out.dtype.element_ty), mask=here)
+            tl.store(to, (z * cos).to(q_out.dtype.element_ty), mask=known)
+            tl.store(to + D, (z * sin).to(q_out.dtype.element_ty), mask=known)
         else:
             if E > 0:
                 a, c = _apart(z, BT, D, HALVES)
                 z = _together(a * cos - c * sin, a * sin + c * cos, BT, D, False)
-            tl.store(to, z.to(out.dtype.element_ty), mask=here)
-        at += xh
-        to += T * width
+            tl.store(to, z.to(q_out.dtype.element_ty), mask=known)
+        x += tl.where(is_q, qh, kh) * UNIT
+        to += time * width
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _encode_gradient(
-    x, unit, turn, grad, grad_x, turned, reflected,
-    H, T, xb, xh, xt, tb, gb, gh, gt,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    BT: tl.constexpr,
-    REFLECTS: tl.constexpr,
-    HALVES: tl.constexpr,
-    WIDE: tl.constexpr,
-    PHI: tl.constexpr,
-    TURN_LEARNS: tl.constexpr,
-    UNIT_LEARNS: tl.constexpr,
+    q, k, q_grad, k_grad, q_at, k_at, v, theta, column, of_q, of_k, sums,
+    B, H, T, S, grid, ab, ah, at, cb, ch, ct, qb, qh, qt, kb, kh, kt, gb, gh, gt, fb, fh, ft,
+    D: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, UNIT: tl.constexpr,
+    REFLECTS: tl.constexpr, HALVES: tl.constexpr, WIDE: tl.constexpr, PHI: tl.constexpr,
+    GIVEN: tl.constexpr, GRID: tl.constexpr, PERMUTES: tl.constexpr, HEADWISE: tl.constexpr,
+    READS_X: tl.constexpr, ANGLES_LEARN: tl.constexpr, UNIT_LEARNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of x, and the sums over heads for those of turn and unit."""
+    """Compute the gradient of q or k, and this program's sums for those of angles and v."""
     W: tl.constexpr = D if WIDE else D // 2
-    rows, b, columns, here, cos, sin, u = _begin(unit, turn, T, tb, D, E, W, BT)
-    at = x + b * xb + rows[:, None] * xt + columns[None, :]
-    to = grad_x + b * gb + rows[:, None] * gt + columns[None, :]
-    width: tl.constexpr = 2 * D if WIDE else D
-    of = grad + (b * H * T + rows[:, None]) * width + columns[None, :]
-    of_cos, of_sin = tl.zeros((BT, W), tl.float32), tl.zeros((BT, W), tl.float32)
-    of_unit = tl.zeros((D,), tl.float32)
-    for _ in range(H):
-        given = tl.load(at, mask=here, other=0.0).to(tl.float32)
-        first = tl.load(of, mask=here, other=0.0).to(tl.float32)
-        second = tl.load(of + (D if WIDE else 0), mask=here, other=0.0).to(tl.float32)
-        g, d_cos, d_sin, d_u = _through(
-            given, first, second, u, cos, sin, BT, D, E, REFLECTS, HALVES, WIDE, PHI
+    is_q, _, b, rows, here = _place(T, S, B, BT)
+    known = here[:, None] & (tl.arange(0, D) >= 0)[None, :]
+    x = _rows_of(is_q, q, k, b, rows, qb, qt, kb, kt, D, UNIT)
+    given = _rows_of(is_q, q_grad, k_grad, b, rows, gb, gt, fb, ft, D, UNIT)
+    to = _rows_of(is_q, of_q, of_k, b, rows, H * T, H, H * S, H, D, D)
+    place = tl.where(is_q, q_at, k_at) + b * tl.where(is_q, ab, cb) + rows * tl.where(is_q, at, ct)
+    u, norm = _unit(v, D, REFLECTS)
+    row, col = _positions(place, here, grid, (E > 0 or PERMUTES) and not GIVEN, GRID)
+    size = D * H if HEADWISE else D
+    moves = _moves(theta, row, 0, size, True, D, HALVES) if PERMUTES else 0
+    cos, sin = _turned(place, theta, column, row, col, here, 0, E, W, GRID, GIVEN)
+    of_angle, of_unit = tl.zeros((BT, W), tl.float32), tl.zeros((D,), tl.float32)
+    angles = (H if HEADWISE else 1) * E if ANGLES_LEARN else 0
+    columns = angles if GRID else 0
+    sums += tl.program_id(0).to(tl.int64) * (angles + columns + (D if UNIT_LEARNS else 0))
+    for h in range(H):
+        if HEADWISE:
+            head = place + h * tl.where(is_q, ah, ch)
+            cos, sin = _turned(head, theta, column, row, col, here, h, E, W, GRID, GIVEN)
+            if PERMUTES:
+                moves = _moves(theta, row, h, size, True, D, HALVES)
+        first = tl.load(given + moves, mask=known, other=0.0).to(tl.float32)
+        second = tl.load(given + (D if WIDE else 0), mask=known, other=0.0).to(tl.float32)
+        values = tl.load(x, mask=known, other=0.0).to(tl.float32) if READS_X else first
+        g, d_angle, d_unit = _through(
+            values, first, second, u, cos, sin, BT, D, E, REFLECTS, HALVES, WIDE, PHI
         )
-        of_cos, of_sin, of_unit = of_cos + d_cos, of_sin + d_sin, of_unit + d_u
-        tl.store(to, g.to(grad_x.dtype.element_ty), mask=here)
-        at, to, of = at + xh, to + gh, of + T * width
-    if TURN_LEARNS:
-        _store_turns(turned + b * T * (2 * E), of_cos, of_sin, rows, T, E, W)
+        tl.store(to, g.to(of_q.dtype.element_ty), mask=known)
+        if ANGLES_LEARN and HEADWISE:
+            _store_angles(sums + h * E, d_angle, row, col, angles, E, W, GRID)
+        of_angle, of_unit = of_angle + d_angle, of_unit + d_unit
+        x += tl.where(is_q, qh, kh) * UNIT
+        given += tl.where(is_q, gh, fh) * UNIT
+        to += D
+    if ANGLES_LEARN and not HEADWISE:
+        _store_angles(sums, of_angle, row, col, angles, E, W, GRID)
     if UNIT_LEARNS:
-        tl.store(reflected + tl.program_id(0).to(tl.int64) * D + columns, of_unit)
+        along = tl.where(norm >= SMALLEST, tl.sum(of_unit * u, 0), 0.0)
+        sums += angles + columns
+        tl.store(sums + tl.arange(0, D), (of_unit - along * u) / tl.maximum(norm, SMALLEST))

@@ -5,11 +5,10 @@ import torch
 from torch import nn
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
-from lrpe_fairseq.encodings import EncodingOptions, EncodingSpec, build_encoding, domains
+from lrpe_fairseq.encodings import EncodingOptions, build_encoding, domains
 from lrpe_fairseq.encodings import rotations as rotations_module
 from lrpe_fairseq.encodings.algebraic import bands
 from lrpe_fairseq.encodings.positions import PositionCache
-from lrpe_fairseq.encodings.projections import Householder
 from lrpe_fairseq.encodings.rotations import definition as power_definition
 from lrpe_fairseq.encodings.rotations import generator_of, turn
 from lrpe_fairseq.encodings.sharing import share_across_layers
@@ -96,9 +95,7 @@ ROWS = torch.stack([AT, AT.flip(0)])
 @pytest.mark.parametrize(
     ("components", "start", "positions"),
     pairwise(
-        ["sequence", "tree2", "tree3+sequence"],
-        ["rope", "identity", "zero", "trained"],
-        [AT, ROWS],
+        ["sequence", "tree2", "tree3+sequence"], ["rope", "identity", "zero", "trained"], [AT, ROWS]
     ),
 )
 def test_outputs_and_gradients_equal_explicit_products(components, start, positions):
@@ -217,7 +214,8 @@ def test_at_the_start_it_is_rope(generator, head_dim):
 def test_canonical_with_a_householder_matrix_is_lrpe_with_learned_angles():
     encoding = build("sequence", ape_generator="canonical")
     lrpe = build_encoding("lrpe:householder:rotation-learned", D, HEADS).double()
-    encoding.components[0].projection = Householder(EncodingSpec(D, HEADS)).double()
+    reflection = lrpe.projection(torch.eye(D, dtype=torch.float64))[0].expand(HEADS, -1, -1)
+    encoding.components[0].projection.forward = lambda: reflection
     lrpe.core.theta.data += 0.1 * normal(D // 2)
     encoding.components[0].theta.data = lrpe.core.theta.data.expand(HEADS, -1).clone()
     x, at = normal(2, HEADS, 6, D), torch.arange(6) * 1009
@@ -225,21 +223,41 @@ def test_canonical_with_a_householder_matrix_is_lrpe_with_learned_angles():
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("components", ["sequence", "sequence+cycle7"])
-def test_the_canonical_form_folds_into_the_projections(components):
-    options = EncodingOptions(ape_generator="canonical")
+@pytest.mark.parametrize("attention", ["softmax", "linear"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ape", {}),
+        ("ape:sequence+cycle7", {}),
+        ("ape:sequence+cycle7", {"ape_generator": "canonical"}),
+        ("liere", {"rotation_block": 4}),
+        ("comrope-ap", {"rotation_block": 6}),
+        ("comrope-ld", {"rotation_block": 4}),
+    ],
+)
+def test_eigenvectors_fold_into_the_projections(name, options, attention):
+    """Outputs, gradients and incremental outputs are those of the explicit rotations."""
     module = MultiheadAttention(
-        20, 2, attention_type="softmax", position_encoding=f"ape:{components}", causal=True,
-        options=options,
+        24, 2, attention_type=attention, position_encoding=name, causal=True,
+        normalizer="layernorm", options=EncodingOptions(**options),
     ).double()  # fmt: skip
     trained(module.encoding)
     for projection in (module.q_proj, module.k_proj):
-        projection.bias.data = normal(20)
-    x = normal(3, 11, 20)
-    assert module._folds(x)
-    folded = module.attend(x)[0]
-    module.encoding.foldable = False
-    torch.testing.assert_close(folded, module.attend(x)[0])
+        projection.bias.data = normal(24)
+    x, results = normal(3, 11, 24).requires_grad_(), []
+    fold = module.encoding.fold
+    assert fold() is not None
+    for module.encoding.fold in (fold, lambda: None):
+        out = module.attend(x)[0]
+        grads = torch.autograd.grad(out.square().sum(), [x, *module.parameters()])
+        state, parts = None, []
+        for part in x.detach().split([9, 1, 1], 1):
+            step, state = module.attend(part, state=state, keep_state=True)
+            parts.append(step)
+        torch.testing.assert_close(torch.cat(parts, 1), out)
+        results.append([out, *grads])
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-8)
 
 
 # --- sums and grids ----------------------------------------------------------------------------

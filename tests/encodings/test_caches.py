@@ -10,8 +10,9 @@ import torch
 
 from lrpe_fairseq.attention import tokens
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.encodings import build_encoding, permutations
+from lrpe_fairseq.encodings import build_encoding
 from lrpe_fairseq.encodings.positions import PositionCache
+from lrpe_fairseq.kernels import encode
 
 SECONDS = float(os.environ.get("LRPE_THREAD_TEST_SECONDS", "2"))
 """How long two threads are compared; ten seconds find what two may miss."""
@@ -63,7 +64,7 @@ def test_a_value_replaced_while_it_is_computed_is_still_the_callers_own():
 def often_switching(monkeypatch):
     """Threads take turns while positions are computed, so that a race shows within a second."""
     monkeypatch.setattr(tokens, "_count_real_first", slow(tokens._count_real_first))
-    monkeypatch.setattr(permutations, "_along_cycles", slow(permutations._along_cycles))
+    monkeypatch.setattr(encode, "along_cycles", slow(encode.along_cycles))
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield

@@ -85,7 +85,7 @@ def test_one_pass_is_the_encoding_and_its_gradients(name, kind):
         pytest.skip("encode_cpu.cpp does not compile here")
     encoding, (x, _) = encoding_of(name, kind), example(dtype=torch.float32)
     x.requires_grad_()
-    found = encoding.one_pass(x, AT, True)(x)
+    found = encoding.one_pass(x, x, AT, AT, True)(x, x)[0]
     exact, y = copy.deepcopy(encoding).double(), x.detach().double().requires_grad_()
     expected = exact(feature_map(y), feature_map(y), AT, AT)[0]
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
@@ -98,8 +98,8 @@ def test_one_pass_is_the_encoding_and_its_gradients(name, kind):
 
 def test_one_pass_is_missing_where_a_part_has_none():
     x, _ = example(width=6, dtype=torch.float32)  # halves of odd width
-    assert encoding_of("rope", "axial", width=6).one_pass(x, AT, True) is None
-    assert encoding_of("rope", "sum", width=6).one_pass(x.double(), AT, True) is None
+    assert encoding_of("rope", "axial", width=6).one_pass(x, x, AT, AT, True) is None
+    assert encoding_of("rope", "sum", width=6).one_pass(*[x.double()] * 2, AT, AT, True) is None
 
 
 @pytest.mark.parametrize("kind", ["sum", "axial"])
@@ -110,9 +110,9 @@ def test_a_projection_that_is_folded_gives_the_same_attention(kind):
         8, 2, attention_type="softmax", position_encoding="lrpe-type2", causal=True, options=own
     ).double()
     x = torch.randn(2, 12, 8, dtype=torch.float64)
-    assert module.encoding.foldable == (kind == "sum")
+    assert (module.encoding.fold() is not None) == (kind == "sum")
     found, _ = module.attend(x)
-    module.encoding.foldable = False
+    module.encoding.fold = lambda: None
     torch.testing.assert_close(module.attend(x)[0], found, rtol=1e-9, atol=1e-9)
 
 
@@ -134,12 +134,7 @@ def test_layers_share_the_parameters_of_one_axis():
         ("permuteformer", "axial", {"causal": True}, "its decay counts tokens, not rows"),
         ("rope", "axial", {"width": 7}, "the head width must be even, got 7"),
         ("rope", "axial", {"grid": 0}, "'axial' needs the number of columns .* set --grid-width"),
-        (
-            "rope",
-            "flat",
-            {"grid": -1},
-            "width and height of a grid cannot be negative",
-        ),
+        ("rope", "flat", {"grid": -1}, "width and height of a grid cannot be negative"),
         ("rope", "both", {}, "unknown position grid 'both'; choose one of flat, sum, axial"),
         ("rope", "axial", {"width": 2}, "a rotation needs a head width of at least 2, got 1"),
     ],

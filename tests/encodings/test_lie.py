@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.rotations import definition, exponential, turn
+from lrpe_fairseq.encodings.rotations import Spectrum, definition, exponential, turn
 
 NAMES = ("liere", "comrope-ap", "comrope-ld")
 
@@ -98,10 +98,23 @@ def equal_eigenvalues():
     return a - a.transpose(-1, -2)
 
 
-def test_the_gradient_is_right_at_equal_and_zero_eigenvalues():
-    x, a = normal(3, 2, 5, 4).requires_grad_(), equal_eigenvalues().requires_grad_()
-    u = torch.tensor([0.0, 1.0, 2.5, -3.0, 40.0], dtype=torch.float64).repeat(3, 1).requires_grad_()
-    weights = normal(3, 2, 5, 4, seed=2)
+@pytest.mark.parametrize(
+    ("a", "count"),
+    [
+        (equal_eigenvalues(), 4),
+        (equal_eigenvalues()[1:2], 2),
+        (skew(3, 5, 5), 3),
+        (skew(2, 6, 6), 3),
+    ],
+    ids=["zero", "repeated", "odd", "even"],
+)
+def test_the_gradient_is_right_at_equal_and_zero_eigenvalues(a, count):
+    """Half of the spectrum is used, unless zero is an eigenvalue twice."""
+    groups, width = a.shape[:2]
+    assert Spectrum().of(a)[0].shape == (groups, count)
+    x, a = normal(groups, 2, 5, width).requires_grad_(), a.clone().requires_grad_()
+    u = torch.tensor([0.0, 1.0, 2.5, -3.0, 40.0], dtype=torch.float64)
+    u, weights = u.repeat(groups, 1).requires_grad_(), normal(groups, 2, 5, width, seed=2)
 
     def gradients(function):
         made = function(x, a - a.transpose(-1, -2), u)

@@ -41,7 +41,7 @@ def example(dtype=torch.float64):
 
 
 def rotates(name):
-    inner = name.removeprefix("gated:").removeprefix("path:")
+    inner = name.removeprefix("gated:").removeprefix("path:").removeprefix("selective:")
     return inner in ROTATING or (inner.startswith("lrpe:") and not inner.endswith("permutation"))
 
 
@@ -102,8 +102,8 @@ def test_features_are_those_of_the_angles_of_the_formula(name, scaling):
     found = encoding(x, x, AT, AT)[0]
     torch.testing.assert_close(found, expected(x, x, AT, AT)[0], rtol=0, atol=1e-9)
     x = x.float()
-    if kernel := encoding.one_pass(x, AT, False):
-        torch.testing.assert_close(kernel(x).double(), found, rtol=0, atol=1e-5)
+    if kernel := encoding.one_pass(x, x, AT, AT, False):
+        torch.testing.assert_close(kernel(x, x)[0].double(), found, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", sorted(ROTATING))

@@ -1,4 +1,4 @@
-"""Compile every Triton kernel for a GPU, without one; print one line of JSON per kernel.
+"""Compile the Triton kernels of linear attention for a GPU, without one; print a line per kernel.
 
     .venv/bin/python -m tests.kernels.compile_triton 90
 
@@ -15,7 +15,6 @@ import triton
 
 from benchmarks.compiled import _assembled, _Driver
 from lrpe_fairseq.kernels import causal_triton as attention
-from lrpe_fairseq.kernels import encode_triton as encodings
 from lrpe_fairseq.kernels import full_triton, sweep_triton, tiles_triton
 from tests.triton_probe import launched
 
@@ -68,7 +67,7 @@ def sweeps(dtype, keys):
 def main(capability):
     triton.runtime.driver.set_active(_Driver(capability))
     tiles_triton.capability = sweep_triton.capability = lambda x: capability // 10
-    for module in (attention, encodings, full_triton, sweep_triton):
+    for module in (attention, full_triton, sweep_triton):
         for name, kernel in vars(module).copy().items():
             if isinstance(kernel, triton.JITFunction) and launched(name):
                 setattr(module, name, Compiled(kernel, capability))
@@ -83,15 +82,6 @@ def main(capability):
     Compiled.case = "attention, decay per token"
     gates = torch.zeros(1, 2, 256).requires_grad_()
     attention.causal_sums(q, k, v, "normalized", gates, 1e-6)[0].sum().backward()
-    Compiled.case = "feature map"
-    encodings.feature_map(random(1, 2, 256, 64, dtype=torch.bfloat16)).sum().backward()
-    forms = [encodings.Form(phi=phi) for phi in (True, False)]
-    forms += [encodings.Form(wide=True, halves=halves) for halves in (True, False)]
-    for width, form in zip((64, 64, 128, 128), forms, strict=True):
-        Compiled.case = f"encoding, {width} wide, {form}"
-        x = random(1, 2, 256, width, dtype=torch.bfloat16)
-        turn = random(256, width if form.wide else width // 2, dtype=torch.complex64)
-        encodings.encode(x, random(width), turn, form).sum().backward()
 
 
 if __name__ == "__main__":

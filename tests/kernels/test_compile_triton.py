@@ -1,5 +1,5 @@
-"""The Triton kernels become machine code for real GPUs, without one: what the interpreter, in which
-their results are tested, cannot show."""
+"""The Triton kernels of linear attention become machine code for real GPUs, without one: what the
+interpreter, in which their results are tested, cannot show."""
 
 import json
 import os
@@ -27,8 +27,8 @@ def test_every_kernel_compiles_and_keeps_its_work_in_registers(capability):
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     # sweeps: 3 kernels, with parts 6, over all keys 4; the scan: states and their gradients,
-    # outputs, two gradients; encoding and gradient
-    assert len(found) == 2 * (3 + 6 + 1 + 4) + 5 * 5 + 5 * 2
+    # outputs, two gradients
+    assert len(found) == 2 * (3 + 6 + 1 + 4) + 5 * 5
     for kernel in found:
         spilled = SPILLED
         if kernel["module"] in STATES_IN_REGISTERS:

@@ -14,7 +14,12 @@ import torch
 from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
 from lrpe_fairseq.attention.tokens import Tokens
-from lrpe_fairseq.encodings import ENCODINGS, QueryKeyEncoding, build_encoding
+from lrpe_fairseq.encodings import (
+    ENCODINGS,
+    EncodingOptions,
+    QueryKeyEncoding,
+    build_encoding,
+)
 from lrpe_fairseq.encodings import base as encodings_base
 from lrpe_fairseq.kernels import encode, encode_cpu, loader
 from tests.end_to_end.cases import sampled
@@ -40,17 +45,14 @@ SERVED = [
     "rope-2d",
     "rope-2d-mixed",
     "fope",
-]
-NATIVE = [
     "permuteformer",
     "lrpe-type4",
     "lrpe-type7",
-    "lrpe-type8",
     "lrpe-tmlr-type3",
     "lrpe:householder-learned:permutation",
-    "lrpe:fourier:unitary-learned",
 ]
-"""Served in C++ only: permutations, and Fourier matrices with a unitary Lambda."""
+NATIVE = ["lrpe-type8", "lrpe:fourier:unitary-learned"]
+"""Served in C++ only: Fourier matrices with a unitary Lambda."""
 
 
 @pytest.fixture(autouse=True, params=["fused", "native"])
@@ -97,7 +99,10 @@ def heads(x):
 
 
 def built(name, width=16):
-    encoding = build_encoding(name, width, HEADS, seed=1).to(DEVICE)
+    name, _, scaled = name.partition(" ")
+    encoding = build_encoding(
+        name, width, HEADS, seed=1, options=SCALED if scaled else EncodingOptions()
+    ).to(DEVICE)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():  # a learned v of length one would hide a wrong gradient of its length
         for parameter in encoding.parameters():
@@ -105,9 +110,15 @@ def built(name, width=16):
     return encoding
 
 
-def gradients(out, encoding, x):
-    weights = torch.linspace(-1, 1, out.numel(), device=DEVICE).view_as(out).to(out.dtype)
-    return torch.autograd.grad(out, [x, *encoding.parameters()], weights)
+def one_pass(encoding, x, positions, phi=True):
+    """What encodes x as queries; x are also the keys."""
+    encode = encoding.one_pass(x, x, positions, positions, phi)
+    return None if encode is None else lambda x: encode(x, x)[0]
+
+
+def gradients(outs, encoding, *xs):
+    weights = [torch.linspace(-1, 1, y.numel(), device=DEVICE).view_as(y).to(y) for y in outs]
+    return torch.autograd.grad(outs, [*xs, *encoding.parameters()], weights)
 
 
 SHAPES = [(45, "own"), (32, "shared"), (1, "own"), (45, "shared"), (32, "own"), (1, "shared")]
@@ -125,27 +136,83 @@ def test_one_pass_gives_the_encoding_and_its_gradients(name, time, kind):
     assert_one_pass_is_the_encoding(name, time, kind)
 
 
-@pytest.mark.parametrize("name", SERVED)
+SCALED = EncodingOptions(
+    rotation_fraction=0.5, context_scaling="yarn", context_factor=4.0, context_length=64
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("lrpe-type3", "lrpe-type7", "lrpe-tmlr-type1", "rope-2d-mixed", "permuteformer"),
+        *("rope scaled", "lrpe-type3 scaled", "lrpe-tmlr-type1 scaled", "rope-2d scaled"),
+        *("lrpe-type5 scaled", "lrpe:odd-even:unitary scaled", "fope scaled"),
+    ],
+)
 @pytest.mark.parametrize("form", ["fused"], indirect=True)
 def test_one_pass_without_the_feature_map_of_softmax_attention(name):
     assert_one_pass_is_the_encoding(name, 45, "own", phi=False)
 
 
-@pytest.mark.parametrize("name", ["rope", "lrpe-type2", "lrpe-type5", "lrpe-tmlr-type1", "fope"])
+@pytest.mark.parametrize(
+    "name", ["rope", "lrpe-type3", "lrpe-type7", "permuteformer", "rope-2d-mixed"]
+)
+@pytest.mark.parametrize("form", ["fused"], indirect=True)
+def test_positions_up_to_two_to_the_31(name):
+    assert_one_pass_is_the_encoding(name, 45, "own", far=2**31 - 2000)
+
+
+@pytest.mark.parametrize("form", ["fused"], indirect=True)
+def test_features_of_an_angle_that_is_not_finite_are_nan():
+    encoding, (x, positions) = built("lrpe-type3"), example(5)
+    encoding.core.theta.data[2] = float("inf")
+    found = one_pass(encoding, heads(x), positions["own"])(heads(x))
+    assert found.isnan().any(dim=(0, 1, 2)).nonzero().flatten().tolist() == [4, 5]
+
+
+@pytest.mark.parametrize("name", ["lrpe-type3", "rope-2d-mixed"])
+@pytest.mark.parametrize("form", ["fused"], indirect=True)
+def test_two_runs_give_equal_bits_and_gradients_of_half_precision_are_rounded_once(name):
+    """Memory that is not written contains NaN."""
+    encoding, (x, positions) = built(name), example(45, dtype=torch.float16)
+    given, results = (positions["own"], positions["shared"]), []
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        for _ in range(2):
+            q, k = (x.clone().requires_grad_() for _ in range(2))
+            out = encoding.one_pass(heads(q), heads(k), *given, True)(heads(q), heads(k))
+            results.append([*out, *gradients(out, encoding, q, k)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, *results))
+    q, k = (x.double().requires_grad_() for _ in range(2))
+    exact = copy.deepcopy(encoding).double()
+    out = exact(encode.feature_map(heads(q)), encode.feature_map(heads(k)), *given)
+    for found, wanted in zip(results[0], [*out, *gradients(out, exact, q, k)], strict=True):
+        assert_near(found, wanted, 1e-3)
+
+
+@pytest.mark.parametrize(
+    "name", ["rope", "lrpe-type2", "lrpe-type5", "lrpe-tmlr-type1", "fope", "liere", "ape"]
+)
 @pytest.mark.parametrize("form", ["fused"], indirect=True)
 def test_softmax_attention_is_the_same_with_and_without_it(name, monkeypatch):
+    from lrpe_fairseq.kernels import encode_triton
+
     torch.manual_seed(0)
     module = MultiheadAttention(
         32, 2, attention_type="softmax", position_encoding=name, causal=True
     ).to(DEVICE)
+    for parameter in module.encoding.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
     x = torch.randn(2, 40, 32, device=DEVICE, requires_grad=True)
     results = []
     for kernels in (loader.triton_kernels, lambda name: None):
         monkeypatch.setattr(loader, "triton_kernels", kernels)
-        with mock.patch.object(module.encoding, "turn", wraps=module.encoding.turn) as turn:
+        with mock.patch.object(encode_triton, "_launch", wraps=encode_triton._launch) as launch:
             out, _ = module.attend(x)
         results.append([out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])])
-        assert turn.called == (len(results) == 2)
+        assert launch.call_count == 2 - len(results)
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
@@ -186,7 +253,7 @@ def test_any_number_of_heads_of_any_width(name, count, width, monkeypatch):
 def test_a_row_that_is_not_finite_stays_alone(name):
     """Rows share a cache, up to the end of their last vector, which 20 numbers do not fill."""
     encoding, (x, positions) = built(name, 20), example(9, 20)
-    encode = encoding.one_pass(heads(x), positions["shared"], True)
+    encode = one_pass(encoding, heads(x), positions["shared"])
     clean, broken = (heads(x).detach().requires_grad_() for _ in range(2))
     wanted = encode(clean)
     weights = torch.linspace(-1, 1, wanted.numel()).view_as(wanted)
@@ -203,16 +270,20 @@ def test_a_row_that_is_not_finite_stays_alone(name):
     assert torch.equal(gradient[others], wanted_gradient[others])
 
 
-def assert_one_pass_is_the_encoding(name, time, kind, width=16, phi=True):
-    """In outputs and in gradients of x and of what is learned."""
-    encoding, (x, positions) = built(name, width), example(time, width)
-    x.requires_grad_()
-    found = encoding.one_pass(heads(x), positions[kind], phi)(heads(x))
-    exact, wide = copy.deepcopy(encoding).double(), x.detach().double().requires_grad_()
+def assert_one_pass_is_the_encoding(name, time, kind, width=16, phi=True, far=0):
+    """In outputs and in gradients of q, of k and of what is learned."""
+    encoding, given = built(name, width), [example(length, width) for length in (time, time + 3)]
+    xs = [x.requires_grad_() for x, _ in given]
+    at = [positions[kind] + far for _, positions in given]
+    found = encoding.one_pass(*map(heads, xs), *at, phi)(*map(heads, xs))
+    exact, wide = copy.deepcopy(encoding).double(), [x.detach().double() for x in xs]
     maps = {False: lambda x: x, True: encode.feature_map}
-    expected = by_definition(exact, heads(wide), positions[kind], maps[phi])
-    assert_near(found, expected, 1e-6)
-    both = gradients(found, encoding, x), gradients(expected, exact, wide)
+    with mock.patch.object(encode_cpu, "serves", return_value=False):
+        features = [maps[phi](heads(x.requires_grad_())) for x in wide]
+        expected = exact(*features, *at)
+    for out, wanted in zip(found, expected, strict=True):
+        assert_near(out, wanted, 1e-6)
+    both = gradients(found, encoding, *xs), gradients(expected, exact, *wide)
     for grad, wanted in zip(*both, strict=True):
         assert_near(grad, wanted, 1e-5)
 
@@ -227,10 +298,10 @@ def assert_near(found, wanted, scale):
 def test_half_types_are_rounded_once(dtype, form):
     encoding, (x, positions) = built("lrpe-type2"), example(40, dtype=dtype)
     if form != "fused":
-        assert encoding.one_pass(heads(x), positions["shared"], True) is None
+        assert one_pass(encoding, heads(x), positions["shared"]) is None
         return
     exact = by_definition(encoding, heads(x.float()), positions["shared"])
-    found = encoding.one_pass(heads(x), positions["shared"], True)(heads(x))
+    found = one_pass(encoding, heads(x), positions["shared"])(heads(x))
     assert found.dtype == dtype
     torch.testing.assert_close(found, exact.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-3)
 
@@ -242,11 +313,11 @@ def test_what_no_form_serves_is_left_to_the_encoding(form):
     for name in ENCODINGS:
         encoding = build_encoding(name, 16, HEADS, causal=True).to(DEVICE)
         if isinstance(encoding, QueryKeyEncoding):
-            one_pass = encoding.one_pass(heads(x), at, True)
-            assert (one_pass is not None) == (name in served), name
+            found = one_pass(encoding, heads(x), at)
+            assert (found is not None) == (name in served), name
     odd, _ = example(8, width=15)
-    assert build_encoding("rope", 15, HEADS).one_pass(heads(odd), at, True) is None
-    assert encodings_base.QueryKeyEncoding.one_pass(encoding, x, at, True) is None
+    assert one_pass(build_encoding("rope", 15, HEADS), heads(odd), at) is None
+    assert encodings_base.QueryKeyEncoding.one_pass(encoding, x, x, at, at, True) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -272,6 +343,23 @@ def test_the_feature_map_alone_has_second_derivatives(form):
         (first,) = torch.autograd.grad(phi(heads(x)).square().sum(), x, create_graph=True)
         seconds.append(torch.autograd.grad(first.square().sum(), x)[0])
     torch.testing.assert_close(*seconds)
+
+
+@pytest.mark.parametrize(("name", "phi"), [("lrpe-type3", True), ("rope", False)])
+@pytest.mark.parametrize("form", ["fused"], indirect=True)
+def test_the_encoding_has_second_derivatives(name, phi):
+    """Also where x is linear and not saved."""
+    encoding, (x, positions) = built(name), example(3)
+    x.requires_grad_()
+    leaves, seconds = [x, *encoding.parameters()], []
+    maps = {False: lambda x: x, True: encode.feature_map}
+    fused = one_pass(encoding, heads(x), positions["own"], phi)
+    for by in (fused, lambda x: by_definition(encoding, x, positions["own"], maps[phi])):
+        out = by(heads(x)).pow(3).sum()
+        grads = torch.autograd.grad(out, leaves, create_graph=True)
+        seconds.append(torch.autograd.grad(sum(g.square().sum() for g in grads), leaves))
+    for found, wanted in zip(*seconds, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["lrpe-type2", "lrpe-type5", "lrpe-tmlr-type1"])

@@ -58,7 +58,7 @@ def test_every_kernel_runs_on_the_device_of_its_tensors_for_any_number_of_sequen
         assert causal_triton.serves(x, x)
         causal_triton.causal_sums(x, x, x, "normalized", gates, 1e-6)[0].sum().backward()
         causal_triton.full_sums(x, x, x, "normalized", 1e-6)[0].sum().backward()
-    assert encode_triton.serves(x, Form())
+    assert encode_triton.serves(x, x, Form())
     encode_triton.feature_map(x).sum().backward()
     assert len(launches) == 17
     for name, found in launches.items():

@@ -328,9 +328,10 @@ def require_same(table: Table, runs: Mapping[str, Run]) -> None:
         runs on one data set), or in the checksum of a split or dictionary of one data set.
     """
     first: dict[tuple[str, str], tuple[str, Any]] = {}
+    by_data = any(column.config for column in table.columns)
     for name, run in runs.items():
         data = run["dataset"]
-        where = data if table.has_configs() else ""
+        where = data if by_data else ""
         facts = {(where, key): option(run["config"], key) for key in table.same}
         checksums = run.get("data", {}).items()
         facts |= {(data, f"the data {data} ({part})"): value for part, value in checksums}
