@@ -209,24 +209,8 @@ def linear_attention(
         raise ValueError("starts of documents need causal=True")
     out, denominator = _sums(kernels, q, k, v, normalizes, causal, log_decay, padding, starts)
     if content is not None:
-        denominator = _content_sums(kernels, content, causal, padding, starts)
+        denominator = _content_sums(kernels, *content, causal, padding, starts)
     return _narrow(_divide(out, denominator), dtype, normalizer)
-
-
-def _content_sums(
-    kernels: ModuleType | None,
-    content: tuple[Tensor, Tensor],
-    causal: bool,
-    padding: Tensor | None,
-    starts: Tensor | None,
-) -> Tensor:
-    """Return the denominators of features without encoding, (B, H, T)."""
-    q, k = content
-    if starts is not None:
-        ones = torch.ones_like(q[..., :1])
-        return _sums(kernels, q, k, ones, False, causal, None, padding, starts)[0].squeeze(-1)
-    keys = k.cumsum(-2) if causal else k.sum(-2, keepdim=True)
-    return (q * keys).sum(-1)
 
 
 @_without_autocast
@@ -459,6 +443,22 @@ def _decayed_sums(
     own = (q.to(out) * k.to(out)).sum(-1)
     out = out + later.flip(-2) - own.unsqueeze(-1) * v.to(out)
     return out, None if denominator is None else denominator + more.flip(-1) - own
+
+
+def _content_sums(
+    kernels: ModuleType | None,
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    padding: Tensor | None,
+    starts: Tensor | None,
+) -> Tensor:
+    """Return the denominators (B, H, T) of normalizer "content" for the features q and k."""
+    if starts is not None:
+        ones = torch.ones_like(q[..., :1])
+        return _sums(kernels, q, k, ones, False, causal, None, padding, starts)[0].squeeze(-1)
+    keys = k.cumsum(-2) if causal else k.sum(-2, keepdim=True)
+    return (q * keys).sum(-1)
 
 
 @torch.compiler.disable

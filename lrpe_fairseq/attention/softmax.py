@@ -111,26 +111,7 @@ def encoded_attention(
         return _plain(q, k, v, queries, keys, call)
     if bias is not None:
         return softmax_attention(q, k, v, scale=call.scale, dropout=dropout, bias=bias)
-    return _by_blocks(q, k, v, queries, keys, call)
-
-
-def _by_blocks(
-    q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call: Call
-) -> Tensor:
-    """Return the output (B, H, T, E) of blocks of queries and the keys that they see."""
-    window = keys.window if counts_slots(queries, keys) else None
-    blocks = list(query_blocks(q, k, call.causal, BLOCK, window))
-    if len(blocks) == 1:
-        return _block(q, k, v, queries, keys, call)
-    parts = (
-        _block(
-            *(q[:, :, rows], k[:, :, columns], v[:, :, columns]),
-            *(queries.of(rows), keys.of(columns)),
-            call,
-        )
-        for rows, columns in blocks
-    )
-    return torch.cat(list(parts), 2)
+    return _in_blocks(q, k, v, queries, keys, call, window)
 
 
 def encoded_weights(
@@ -151,6 +132,30 @@ def _call(encoding: Encoding, queries: Tokens, keys: Tokens, causal: bool, dropo
     lags = lags_between(queries, keys)
     form = encoding.form(lags, keys.positions.device)
     return Call(form, lags, causal, encoding.softmax_scale, dropout)
+
+
+def _in_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Tokens,
+    keys: Tokens,
+    call: Call,
+    window: int | None,
+) -> Tensor:
+    """Compute :func:`encoded_attention` in blocks of queries."""
+    blocks = list(query_blocks(q, k, call.causal, BLOCK, window))
+    if len(blocks) == 1:
+        return _block(q, k, v, queries, keys, call)
+    parts = (
+        _block(
+            *(q[:, :, rows], k[:, :, columns], v[:, :, columns]),
+            *(queries.of(rows), keys.of(columns)),
+            call,
+        )
+        for rows, columns in blocks
+    )
+    return torch.cat(list(parts), 2)
 
 
 def _carried(q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call: Call) -> Tensor:

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from lrpe_fairseq.encodings.base import Transport
 from lrpe_fairseq.kernels.causal import chunks_of, cut, decay_in_chunk
 
-CHUNK = 64
-"""Longest chunk in tokens; the cost per token is O(CHUNK + D) in linear attention."""
+CHUNK = 32
+"""Longest chunk in tokens. On a CPU linear attention takes 0.6 to 0.75 of the time of 64."""
 
 
 def scores_naive(q: Tensor, k: Tensor, transport: Transport) -> Tensor:

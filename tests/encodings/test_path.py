@@ -73,7 +73,7 @@ def assert_equal(found, wanted, tolerance):
 # --- forms -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
 def test_softmax_in_blocks_of_chunks_is_the_product_of_matrices(chunk):
     given = draw()
     wanted = with_gradients(
