@@ -61,7 +61,8 @@ class CrossAttention(ProjectedAttention):
 
     Args: see :class:`ProjectedAttention`; it is never causal. memory_dim: C', by default C.
     Raises: ChoiceError as ProjectedAttention, and for what needs one sequence: an encoding for
-        causal attention only, and in linear attention a decay between query and key.
+        causal attention only, positions summed from a text, and in linear attention a decay
+        between query and key.
     """
 
     def __init__(
@@ -79,6 +80,11 @@ class CrossAttention(ProjectedAttention):
                 f"linear cross-attention does not support {self.encoding.name!r}, whose decay "
                 "counts the tokens between a query and a key of one sequence; use softmax "
                 "cross-attention"
+            )
+        if self.encoding.increments is not None:
+            raise ChoiceError(
+                f"cross-attention does not support {self.encoding.name!r}, whose positions are "
+                "summed along one text; choose the encoding without them"
             )
 
     # --- fairseq's interface: (T, B, C), and a dictionary of states ----------------------------

@@ -29,7 +29,9 @@ from lrpe_fairseq.attention.projected import (
 )
 from lrpe_fairseq.attention.softmax import SoftmaxState, encoded_attention
 from lrpe_fairseq.attention.tokens import Tokens, tokens_after, tokens_of
+from lrpe_fairseq.attention.transport import carried
 from lrpe_fairseq.encodings import EncodingOptions
+from lrpe_fairseq.encodings.base import Transport
 
 __all__ = [
     "ATTENTION_TYPES",
@@ -238,7 +240,7 @@ class MultiheadAttention(ProjectedAttention):
         """Compute :meth:`attend` after its checks, always in eager execution."""
         before = None if state is None else state.next_position
         history = {} if state is None else dict(state.history)
-        tokens = tokens_of(x, padding, before, history=history, **options)
+        tokens = self._of_text(x, tokens_of(x, padding, before, history=history, **options))
         attend = self._linear if self.attention_type == "linear" else self._softmax
         out, past = attend(x, tokens, state and state.past, keep_state)
         out = self._project_out(out, x)
@@ -261,10 +263,10 @@ class MultiheadAttention(ProjectedAttention):
         q, k, v = self._project(x, tokens=tokens)
         v = v.to(self._value_type(v))
         options = {"key_padding_mask": tokens.padding, "normalizer": self.normalizer}
-        options["starts"] = tokens.starts
+        options |= {"starts": tokens.starts, "transport": tokens.transport}
         if self.normalizer == "content":
             options["content"] = feature_map(q), feature_map(k)
-        q, k = self._features(q, k, tokens.positions, tokens.positions)
+        q, k = self._features(q, k, tokens.at, tokens.at)
         in_slots = tokens.slots is not None and not keep_state
         options["log_decay"] = self._log_decay(x, tokens.padding, in_slots)
         if not keep_state:
@@ -281,7 +283,7 @@ class MultiheadAttention(ProjectedAttention):
         tokens = self._with_gates(x, tokens, past)
         q, k, v = self._project(x, tokens=tokens)
         content = [feature_map(q), feature_map(k)] if self.normalizer == "content" else None
-        q, k = self._features(q, k, tokens.positions, tokens.positions)
+        q, k = self._features(q, k, tokens.at, tokens.at)
         queries, keys, v, width = tokens, tokens, v.to(self._value_type(v)), k.shape[-1]
         k = k if content is None else torch.cat([k, content[1]], -1)
         if keep_state:
@@ -294,7 +296,8 @@ class MultiheadAttention(ProjectedAttention):
     def state_size(self, length: int) -> int:
         """Return how many numbers of keys, values and sums the state has after ``length`` tokens.
 
-        For one sequence, without what belongs to a token alone (positions, padding, gates).
+        For one sequence, without what belongs to a token alone (positions, padding, gates) and
+        without the history, which does not grow.
         """
         width = getattr(self.encoding, "feature_dim", self.head_dim)
         linear, content = self.attention_type == "linear", self.normalizer == "content"
@@ -317,12 +320,12 @@ class MultiheadAttention(ProjectedAttention):
 
         They are the sums of all scores, which are the output for values of 1 without a normalizer.
         """
-        tokens = tokens_of(x, starts=self.given.starts)
+        tokens = self._of_text(x, tokens_of(x, starts=self.given.starts))
         q, k, _ = self._project(x, tokens=tokens)
-        q, k = self._features(q, k, tokens.positions, tokens.positions)
+        q, k = self._features(q, k, tokens.at, tokens.at)
         ones = q.new_ones(*q.shape[:3], 1)
         options = {"causal": self.causal, "normalizer": "none", "log_decay": self._log_decay(x)}
-        options["starts"] = tokens.starts
+        options |= {"starts": tokens.starts, "transport": tokens.transport}
         return linear_attention(q, k, ones, **options).squeeze(-1)
 
     def _log_decay(
@@ -357,6 +360,7 @@ class MultiheadAttention(ProjectedAttention):
         numbers = memory.segments
         starts = None if numbers is None else F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0))
         tokens = tokens_of(whole, starts=starts, window=self.window)
+        tokens = self._of_text(whole, tokens)
         out, _ = self._softmax(whole, tokens, None, False, memory.inputs.shape[0])
         return self._project_out(out, x)
 
@@ -377,6 +381,7 @@ class MultiheadAttention(ProjectedAttention):
         queries = keys = tokens
         if first:
             q, queries = q[:, :, first:], tokens.of(slice(first, None))
+            k = k if tokens.transport is None else _carried_before(k, tokens.transport, first)
         if keep_state:
             k, v, queries, keys, past = _remembered(k, v, tokens, past)
         options = {"causal": self.causal, "dropout": self._dropout}
@@ -390,6 +395,22 @@ class MultiheadAttention(ProjectedAttention):
         sums = gates.double().cumsum(-1)
         return tokens._replace(sums=sums if past is None else sums + past.sums[..., -1:])
 
+    def _of_text(self, x: Tensor, tokens: Tokens) -> Tokens:
+        """Return the tokens of x (B, T, C) with places and transport; their history goes on."""
+        history = {} if tokens.history is None else tokens.history
+        masks = tokens.padding, tokens.starts, history
+        places, after = self.encoding.places(x, *masks)
+        transport, reflected = self.encoding.transport(x, tokens.positions, *masks)
+        history.update(after | reflected)
+        return tokens._replace(places=places, transport=transport)
+
+
+def _carried_before(k: Tensor, transport: Transport, first: int) -> Tensor:
+    """Return the keys k (B, H, S, D), those before ``first`` carried to the one before it."""
+    k = k.to(torch.promote_types(k.dtype, torch.float32))
+    past = carried(k[:, :, :first], transport.of(slice(first)))
+    return torch.cat([past, k[:, :, first:]], 2)
+
 
 def _remembered(
     k: Tensor, v: Tensor, tokens: Tokens, past: SoftmaxState | None
@@ -398,16 +419,19 @@ def _remembered(
 
     k, v, tokens: of the block; its queries also see the past, in a window or whole.
     """
+    if tokens.transport is not None:  # a key is rounded once, not at every token
+        k = k.to(torch.promote_types(k.dtype, torch.float32))
     every = softmax.extend_state(past, softmax.state_of(k, v, tokens))
+    after = softmax.carry(every, tokens.transport)
     queries, keys, window = tokens, every.tokens, tokens.window
     if keys.counts is not None:
         queries = queries._replace(counts=keys.counts[..., -k.shape[2] :])
     if keys.segments is not None:
         queries = queries._replace(segments=keys.segments[..., -k.shape[2] :])
     if window is None:
-        return every.keys, every.values, queries, keys, every
+        return every.keys, every.values, queries, keys, after
     keys = keys._replace(window=window if window < every.keys.shape[2] else None)
-    after = softmax.last_tokens(every, max(1, window - 1))  # the last sum of gates stays
+    after = softmax.last_tokens(after, max(1, window - 1))  # the last sum of gates stays
     return every.keys, every.values, queries, keys, after
 
 

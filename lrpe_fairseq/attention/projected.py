@@ -197,7 +197,7 @@ class ProjectedAttention(nn.Module):
         if not self.encoding.decomposable:
             return self._project(x, memory, queries)
         source, keys = (x, queries) if memory is None else (memory, keys)
-        at = queries.positions, keys.positions
+        at = queries.at, keys.at
         kernels = self._kernels(x, source, *at)
         if kernels is not None:
             q, k, v = self._project(x, memory, queries)
@@ -233,7 +233,7 @@ class ProjectedAttention(nn.Module):
     def _features(self, q: Tensor, k: Tensor, at_q: Tensor, at_k: Tensor) -> tuple[Tensor, Tensor]:
         """Apply feature map and encoding to q (B, H, T, D) and k (B, H, S, D), in the right order.
 
-        at_q, at_k: positions of queries and keys; one object if they are equal.
+        at_q, at_k: positions or places of queries and keys; one object if they are equal.
         """
         if self.encoding.denominator_vanishes and q.dtype == torch.float16:
             self._warn_about_denominator()

@@ -78,7 +78,7 @@ class LRPE(QueryKeyEncoding):
     ) -> tuple[Tensor, Tensor]:
         """Apply Lambda^(s) to the planes of P q and P k; see :meth:`QueryKeyEncoding.turn`."""
         wide = torch.promote_types(q[0].dtype, torch.float32)
-        check_positions(q_positions, q[0]), check_positions(k_positions, k[0])
+        self._check(q_positions, q[0]), self._check(k_positions, k[0])
         at_q = self.core.at(q_positions, wide)
         at_k = at_q if k_positions is q_positions else self.core.at(k_positions, wide)
         return self._turned(q, at_q, wide), self._turned(k, at_k, wide)
@@ -110,12 +110,17 @@ class LRPE(QueryKeyEncoding):
             projection = self.projection.unit(wide)
         elif fourier:
             projection = self.projection.matrix(wide, x.device)
-        at = self.core.at(check_positions(positions, x), wide)
+        at = self.core.at(self._check(positions, x), wide)
 
         def run(x: Tensor, at: object) -> Tensor:
             return kernel.encode(x, projection, at, form)
 
         return lambda x: run(x, at) if form.permutes else encode.by_head(run, x, at)
+
+    def _check(self, positions: Tensor, x: Tensor) -> Tensor:
+        """Return positions after :func:`check_positions`, and places as they are."""
+        placed = self.increments is not None and positions.dim() == 4
+        return positions if placed else check_positions(positions, x)
 
     def _turned(self, planes: Planes, at: object, wide: torch.dtype) -> Tensor:
         turned = self.core(tuple(x.to(wide) for x in planes), at)
