@@ -11,6 +11,7 @@ from fairseq.data import Dictionary
 from omegaconf import OmegaConf
 from torch import nn
 
+from lrpe_fairseq.attention.parts import PARTS
 from lrpe_fairseq.encodings import Encoding
 from lrpe_fairseq.errors import Refusal
 from lrpe_fairseq.experiments.data.examples import BYTES
@@ -104,6 +105,7 @@ def test_an_example_has_one_output_alone_padded_and_anywhere_in_the_batch(attent
         {"attention_normalizer": "layernorm", "encoding": "lrpe-type2"},
         {"attention_normalizer": "content", "encoding": "lrpe-type2"},
         {"attention_normalizer": "none", "encoding": "lrpe-type4"},
+        {"attention_parts": ",".join(PARTS)},
     ],
     ids=str,
 )

@@ -301,13 +301,10 @@ class MultiheadAttention(ProjectedAttention):
         """
         width = getattr(self.encoding, "feature_dim", self.head_dim)
         linear, content = self.attention_type == "linear", self.normalizer == "content"
-        shift = 0 if self.kv_shift is None else 2 * self.num_heads * self.head_dim
         if linear and self.window is None:
-            keys = self.head_dim if content else width
-            return shift + self.num_heads * (width * self.head_dim + keys)
+            return self.num_heads * (width * self.head_dim + (self.head_dim if content else width))
         kept = length if self.window is None else min(length, max(1, self.window - 1))
-        per_token = width + self.head_dim * (2 if linear and content else 1)
-        return shift + kept * self.num_heads * per_token
+        return kept * self.num_heads * (width + self.head_dim * (2 if linear and content else 1))
 
     @property
     def has_denominators(self) -> bool:
