@@ -36,23 +36,23 @@ POINTS: dict[str, tuple[Callable[[Path], bool], bool]] = {  # moment -> is it th
 KILLS = 10
 
 
-def log_of_run(folder: Path, name: str) -> bool:
+def log_of_run(folder, name):
     """True if any run has started to write this log."""
     return any((folder / "runs").rglob(name))
 
 
-def logs_of_finished_trainings(folder: Path) -> list[Path]:
+def logs_of_finished_trainings(folder):
     """Return the training logs of the runs whose evaluation had begun."""
     return [path.with_name("train.log") for path in (folder / "runs").rglob("eval-*.log")]
 
 
-def after_random_seconds(rng: random.Random) -> Callable[[Path], bool]:
+def after_random_seconds(rng):
     """True from one to nine seconds on."""
     end = time.monotonic() + rng.uniform(1, 9)
     return lambda folder: time.monotonic() > end
 
 
-def kill_at(folder: Path, there: Callable[[Path], bool], everything: bool) -> None:
+def kill_at(folder, there, everything):
     """Start the table and kill -9 its runner once ``there``; or all of its processes."""
     runner = subprocess.Popen(
         command(folder, "--jobs", "2"),
@@ -69,7 +69,7 @@ def kill_at(folder: Path, there: Callable[[Path], bool], everything: bool) -> No
     read_runs(folder / "results" / "runs")  # whole files only, each in its place
 
 
-def assert_survived(folder: Path, undisturbed: Path) -> None:
+def assert_survived(folder, undisturbed):
     """The next run of the table ends as if nothing had happened."""
     run_table(folder, "--jobs", "2")
     assert_same_results(folder, undisturbed)

@@ -10,12 +10,12 @@ from benchmarks import run
 STATED = {"hardware": {"cpu": "A"}, "versions": {"torch": "2"}, "threads": 2, "dtype": "float32"}
 
 
-def row(name: str, speed: float) -> dict:
+def row(name, speed):
     timed = {"seconds": 0.5, "tokens_per_second": 1024.0}
     return {"attention": "linear", "encoding": name, "relative_speed": speed, **timed}
 
 
-def figures(commit: str, **stated: object) -> dict:
+def figures(commit, **stated):
     return {"part": "table9", "commit": commit, **STATED, **stated}
 
 

@@ -1,19 +1,14 @@
 """A vision transformer learns generated images and is evaluated, in the family of Table 3."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from lrpe_fairseq.experiments import families
 from lrpe_fairseq.experiments.commands import evaluate
-from lrpe_fairseq.experiments.families.classification import ClassificationRun
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.runs import read_run
 from lrpe_fairseq.experiments.runner.devices import Devices
@@ -51,7 +46,7 @@ def prepared(tmp_path_factory):
     return folder / "data"
 
 
-def image_run(data: Path, folder: Path, **changes: str) -> ClassificationRun:
+def image_run(data, folder, **changes):
     """A short training of the row Type2 of TMLR Table 3, column ``sum``."""
     every = families.runs(families.load_named("tmlr-table3"), "paper", [1])
     chosen = next(run for run in every if run.label == "Type2")
@@ -94,8 +89,6 @@ def test_a_training_with_every_augmentation_ends_and_is_evaluated_without(prepar
     assert read_run(made.result)["metrics"]["valid"]["accuracy"]["examples"] == 24
 
 
-# --- weight decay, and a training that resumes -------------------------------------------------
-
 ONE_PATCH = {  # at position 0, where no angle has a gradient
     "task.image_size": "8",
     "task.no_augmentation": "true",
@@ -105,7 +98,7 @@ ONE_PATCH = {  # at position 0, where no angle has a gradient
 }
 
 
-def trained(data: Path, folder: Path, updates: int, bf16: bool = False) -> dict[str, Any]:
+def trained(data, folder, updates, bf16=False):
     """The last checkpoint of a training on one patch, which resumes what ``folder`` has."""
     precision = {"common.bf16": str(bf16).lower()}
     ends = {**ONE_PATCH, **precision, "optimization.max_update": str(updates)}

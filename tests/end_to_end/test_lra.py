@@ -1,7 +1,5 @@
 """The tasks of the Long-Range Arena, from archives or a generator to run files."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -26,7 +24,7 @@ SHORT = (  # a small model that learns in seconds
 )
 
 
-def words(rng: random.Random, letters: str) -> str:
+def words(rng, letters):
     return " ".join("".join(rng.choices(letters, k=4)) for _ in range(rng.randint(2, 4)))
 
 

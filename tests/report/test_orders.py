@@ -130,8 +130,6 @@ def test_an_accuracy_must_exceed_its_sampling_error_too():
     assert orders.orders(cells, "higher")["b", "a"] == BETTER  # without the bound
 
 
-# --- columns of equal rows ----------------------------------------------------------------------
-
 COLUMNS = 200
 FEW = [5, 5, 5, 3, 3, 3, 2, 2, 1, 1, 1, 1]
 

@@ -28,9 +28,6 @@ def rendered(root):
     return pages.pages(root)
 
 
-# --- the page of a table --------------------------------------------------------------------------
-
-
 def test_a_page_has_verdict_picture_grid_and_files(root):
     text = rendered(root)["results/demo.md"]
     flat = " ".join(text.split())
@@ -123,9 +120,6 @@ def test_every_picture_is_drawn_and_equal_content_has_equal_bytes(root):
     assert (root / path).read_bytes() == first
 
 
-# --- docs/choosing.md -----------------------------------------------------------------------------
-
-
 def test_a_sentence_that_the_runs_contradict_is_refused():
     assert choosing.expect(True) == ""
     with pytest.raises(ValueError, match="do not support a sentence of README"):
@@ -161,9 +155,6 @@ def test_the_statements_of_this_repository_name_rows_and_columns_that_exist():
         assert at.column(given["column"])
         assert all(at.row(label).has(at.column(given["column"])) for label in given["others"])
         assert at.row(given["first"])
-
-
-# --- this repository ------------------------------------------------------------------------------
 
 
 def words(text):
