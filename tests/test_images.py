@@ -131,22 +131,6 @@ def test_a_trained_model_reads_images_of_another_size(attention, encoding):
     assert back.encoder.embed_positions.weight.shape == table.shape
 
 
-@BOTH
-def test_sum_gives_patches_of_one_antidiagonal_one_position_and_axial_does_not(attention):
-    bare = {"no_token_positional_embeddings": True, "attention_type": attention}
-    shown = {}
-    for grid in ("flat", "sum", "axial"):
-        model = model_of(position_grid=grid, position_encoding="rope", **bare)
-        image = torch.randn(4, 4, 3, 8, 8, generator=torch.Generator().manual_seed(0)).double()
-        other = image.clone()
-        other[0, 1], other[1, 0] = image[1, 0], image[0, 1]
-        batch = torch.stack([image, other]).permute(0, 3, 1, 4, 2, 5).reshape(2, 3, 32, 32)
-        with torch.no_grad():
-            logits = model(batch)
-        shown[grid] = torch.allclose(logits[0], logits[1], rtol=1e-9, atol=1e-9)
-    assert shown == {"flat": False, "sum": True, "axial": False}
-
-
 def test_patches_of_images_are_those_of_a_convolution_in_raster_order():
     embed = Images(7, PAD, patch=4, columns=3, channels=3)
     convolution = nn.Conv2d(3, 7, 4, 4)

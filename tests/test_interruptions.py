@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lrpe_fairseq.experiments.records.runs import read_runs, write_run
-from tests.test_experiments import a_record
+from lrpe_fairseq.experiments.records.runs import read_runs
 from tests.tiny_table import (
     BEYOND,
     assert_same_results,
@@ -93,16 +92,3 @@ def test_a_table_survives_kill_9_at_ten_random_moments(corpus, undisturbed_table
     for _ in range(KILLS):
         kill_at(folder, after_random_seconds(rng), rng.random() < 0.5)
     assert_survived(folder, undisturbed_table)
-
-
-def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)])
-    if mounted.returncode:
-        pytest.skip("needs the right to mount a small file system")
-    try:
-        big = a_record(curve=[{"updates": n, "tokens": n, "valid_ppl": 1.0} for n in range(5000)])
-        with pytest.raises(OSError, match="cannot write this result: No space left"):
-            write_run(tmp_path / "run.json", big)
-        assert [path.name for path in tmp_path.iterdir()] == ["base-small.json"]  # whole
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)

@@ -144,16 +144,6 @@ def test_longer_samples_are_scored_beyond_every_sample_of_training_only(task):
             assert min(places) >= seen
 
 
-@pytest.mark.parametrize("task", ["mqar", "mqrar"])
-def test_queries_of_longer_samples_are_as_many_as_in_training_and_at_the_end(task):
-    longest = Recipe(task, "small").length
-    for sample in drawn(task, 50, multiple=4):
-        places = [place for place, target in enumerate(sample.targets) if target != PAD]
-        keys = {token for token in sample.inputs if token[0] == "k"}
-        assert len(places) == len(keys)
-        assert min(places) >= 3 * longest
-
-
 def test_the_gaps_of_mqar_follow_the_power_law():
     """One query: place g has the probability (g + 1)^(a - 1) over their sum."""
     rng = RandomState(3)

@@ -1,6 +1,5 @@
 """What cannot work is refused in one sentence, without a traceback."""
 
-import subprocess
 from argparse import Namespace
 
 import fairseq.models
@@ -35,8 +34,6 @@ SENTENCES = {
     "mistyped number": "bad value of model option 'decoder_layers': Value 'six' of type 'str' "
     "could not be converted to Integer",
 }
-
-Refusals = dict[str, subprocess.CompletedProcess]
 
 
 @pytest.fixture(scope="session")

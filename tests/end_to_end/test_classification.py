@@ -159,6 +159,7 @@ def letters(tmp_path):
     return steps.dest / "bin"
 
 
+@pytest.mark.exhaustive
 def test_two_processes_train_a_classifier_as_one_with_twice_the_update_frequency(letters, tmp_path):
     train = [letters, ALONE_OR_TOGETHER, "--save-dir"]
     run("fairseq_cli.train", *train, tmp_path / "alone", "--update-freq 2")

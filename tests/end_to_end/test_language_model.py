@@ -231,7 +231,7 @@ STOPS = {  # (attention, processes) -> where the training stops, to go on in so 
     ("linear", 4): [(2, 5), (4, 13), (1, STEPS)],
     ("softmax", 4): [(4, STEPS)],
 }
-GROUPS = [  # softmax in two processes is in test_segment_recurrence.py, too
+GROUPS = [
     pytest.param(case, marks=() if case == ("linear", 2) else pytest.mark.exhaustive)
     for case in STOPS
 ]

@@ -11,13 +11,12 @@ import pytest
 import torch
 from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from fairseq.models import BaseFairseqModel
 from fairseq_cli import eval_lm
 from torch import Tensor
 
 from lrpe_fairseq.attention.multihead import Memory, MultiheadAttention
 from lrpe_fairseq.encodings import ENCODINGS
-from lrpe_fairseq.tasks.truncated_bptt import LRPETruncatedBPTTTask, Streams, document_starts
+from lrpe_fairseq.tasks.truncated_bptt import Streams, document_starts
 from tests.end_to_end.commands import (
     PLUGIN,
     SMALL,
@@ -25,7 +24,6 @@ from tests.end_to_end.commands import (
     build,
     last_loss,
     run,
-    run_forked_together,
     saved,
     side_by_side,
 )
@@ -40,7 +38,6 @@ EXACT = {"rtol": 1e-6, "atol": 1e-6}  # of double precision: 1e9 roundings
 ALL = 10_000  # a memory that holds everything
 
 Batch = dict[str, Any]
-Built = tuple[BaseFairseqModel, LRPETruncatedBPTTTask]
 
 
 def built(corpus, *arguments, memory=ALL, split="valid"):
@@ -378,16 +375,6 @@ def test_a_resumed_training_is_the_uninterrupted_one(trainings):
 
 def interval_saves(trainings):
     return list(trainings["whole"].glob("checkpoint_*_*.pt"))
-
-
-@pytest.mark.exhaustive  # what each process reads: above
-def test_two_processes_train_as_one_with_twice_the_update_frequency(corpus, tmp_path):
-    sgd = "--optimizer sgd --lr 0.3 --dropout 0 --disable-validation --max-update 5 --max-tokens 64"
-    train = [corpus.data, TRAINED, sgd, "--save-dir"]
-    run("fairseq_cli.train", *train, tmp_path / "alone", "--update-freq 2")
-    run_forked_together(2, *train, tmp_path / "together")
-    one, two = (saved(tmp_path / name / "checkpoint_last.pt") for name in ("alone", "together"))
-    torch.testing.assert_close(two["model"], one["model"], rtol=1e-5, atol=1e-6)
 
 
 def evaluated(corpus, checkpoint, caplog, *given):

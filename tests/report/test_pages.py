@@ -102,15 +102,6 @@ def test_columns_are_compared_with_the_first_where_the_table_says_so(root):
     assert "Linear attention, valid, against it: test +9.7 to +9.7 % (2 rows)." in text
 
 
-def test_the_pages_do_not_depend_on_the_order_of_the_runs(root):
-    first, folder = rendered(root), root / "results" / "runs" / "demo"
-    for path in sorted(folder.glob("*.json"), reverse=True):
-        text = path.read_text()
-        path.unlink()
-        path.write_text(text)
-    assert rendered(root) == first
-
-
 def test_every_picture_is_drawn_and_equal_content_has_equal_bytes(root):
     frame.results.cache_clear()
     [(path, draw)] = pages.pictures(root).items()
