@@ -205,9 +205,6 @@ def guarded(work: Callable[[], object]) -> int:
     return command("it")(lambda: work() and None)()
 
 
-# ---- checkpoints ----
-
-
 def lm(lab: Lab, checkpoint: Path, data: Path | None = None) -> int:
     return evaluate.lm([str(checkpoint), str(data or lab.lm_data)])
 
@@ -311,8 +308,6 @@ CHECKPOINTS: Attacks = {
     "finetune: a language model": (lambda lab: tuned(lab, lab.lm), "not of lrpe_roberta"),
 }
 
-# ---- tables and clusters ----
-
 
 def site(lab: Lab, content: str) -> int:
     return guarded(lambda: slurm.load_site(lab.written("slurm.yaml", content), {}))
@@ -360,8 +355,6 @@ TABLES: Attacks = {
         for text in ("task: [1, {", "model: {}")
     },
 }
-
-# ---- data ----
 
 
 def truncated(lab: Lab) -> int:

@@ -27,7 +27,6 @@ LONGEST_FIRST = (
     "test_finetuning",
     "test_translation",
     "test_causal_triton",
-    "test_compile_triton",
     "test_language_model",
     "test_pages",
     "test_segment_recurrence",

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import time
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -45,10 +44,7 @@ def test_the_pickle_of_the_attacks_would_run_a_program(tmp_path):
     assert lab.mark.exists()
 
 
-# ---- checkpoints ----
-
-
-def checkpoint(path: Path, updates: int, **more: object) -> Path:
+def checkpoint(path, updates, **more):
     """A checkpoint that has seen some updates."""
     state = {
         "cfg": {"model": {"_name": "lrpe_lm"}},
@@ -108,7 +104,7 @@ def test_a_training_keeps_the_checksum_of_its_dictionary(lab, run):
 
 
 def test_where_only_the_size_of_a_dictionary_is_known_this_is_said(lab):
-    def change(state: dict) -> None:
+    def change(state):
         state["cfg"]["task"]["data"] = "/no/such/folder"
 
     away = lab.changed(lab.lm, "size-only", change)
@@ -120,9 +116,6 @@ def test_where_only_the_size_of_a_dictionary_is_known_this_is_said(lab):
     assert "only the number of words" in said[0]
 
 
-# ---- paths ----
-
-
 def test_relative_paths_count_from_where_the_user_stands(tmp_path, monkeypatch, capsys):
     (tmp_path / "here.pt").write_bytes(b"no checkpoint")
     (tmp_path / "data" / "bin").mkdir(parents=True)
@@ -131,9 +124,6 @@ def test_relative_paths_count_from_where_the_user_stands(tmp_path, monkeypatch, 
     monkeypatch.setenv(console.STARTED_IN, str(tmp_path))
     assert evaluate.lm(["here.pt", "data"]) == 2
     assert "here.pt does not load" in capsys.readouterr().err
-
-
-# ---- the runner ----
 
 
 def test_shell_text_in_paths_and_labels_is_no_program(tmp_path):
@@ -149,7 +139,7 @@ def test_shell_text_in_paths_and_labels_is_no_program(tmp_path):
     assert file_name("../$(id)/a b") == ".._$_id__a_b".replace("$", "_")
 
 
-def _stopped_twice() -> bool:
+def _stopped_twice():
     """True if what follows the first SIGTERM came to its end in spite of a second one."""
     with schedule._terminated_like_interrupted():
         try:

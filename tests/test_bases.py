@@ -2,20 +2,18 @@
 
 import json
 from multiprocessing import get_context
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lrpe_fairseq.experiments.records import runs
 from lrpe_fairseq.experiments.records.files import ROOT, write_json
-from lrpe_fairseq.experiments.records.runs import Run, read_run, read_runs, write_run
+from lrpe_fairseq.experiments.records.runs import read_run, read_runs, write_run
 from tests.test_experiments import a_record
 
 FIRST = {"model._name": "lrpe_lm", "optimization.max_update": 900, "optimization.clip_norm": 1}
 
 
-def written(path: Path, config: Run, **changes: str) -> Run:
+def written(path, config, **changes):
     """What the file of a run with these options contains."""
     write_run(path, a_record(config=config, **changes))
     assert read_run(path)["config"] == config
@@ -65,7 +63,7 @@ def test_processes_that_write_the_first_base_at_once_agree_on_one(tmp_path, monk
     fork = get_context("fork")
     both = fork.Barrier(2)
 
-    def write_together(*arguments: Any, **options: Any) -> None:
+    def write_together(*arguments, **options):
         write_json(*arguments, **options)
         both.wait(60)  # no process has a base yet
 

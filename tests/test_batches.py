@@ -1,10 +1,7 @@
 """Several processes train updates of the size of one process, by every table at every scale."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +15,6 @@ from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.runner import devices as machine
 from lrpe_fairseq.experiments.runner import schedule
 from lrpe_fairseq.experiments.runner.devices import Devices
-from lrpe_fairseq.experiments.runner.training import TrainingRun
 from tests.test_experiments import trained
 from tests.trial import trial
 
@@ -44,7 +40,7 @@ def gpus(monkeypatch):
 OF_BATCHES = ("task.", "dataset.", "optimization.", "model.norm")
 
 
-def distinct_runs() -> list[TrainingRun]:
+def distinct_runs():
     """One run of every configuration with other options of batches, of all tables and scales."""
     runs = {}
     for whole, scale in ((table, scale) for table in TABLES for scale in table.scales):
@@ -57,7 +53,7 @@ def distinct_runs() -> list[TrainingRun]:
     return list(runs.values())
 
 
-def limits(run: TrainingRun, command: list[str]) -> dict[str, int]:
+def limits(run, command):
     """Return the limits of a batch of a command, times its accumulation."""
     chosen = OmegaConf.from_dotlist([word.lstrip("+") for word in command if "=" in word])
     settings = OmegaConf.merge(run.yaml(), chosen)
@@ -79,7 +75,7 @@ def test_every_run_has_updates_of_one_size_on_1_2_4_and_8_gpus(gpus):
             assert len(said) == (used < count)
 
 
-def run_of(config: str, folder: Path, *overrides: str) -> TrainingRun:
+def run_of(config, folder, *overrides):
     """A run of a configuration ``family/name`` on data that do not exist."""
     kind = family_of(CONFIGS / f"{config}.yaml")
     return trial(folder, kind, config=config.partition("/")[2], overrides=overrides)
@@ -130,9 +126,6 @@ def test_processes_that_cannot_have_equal_parts_are_refused(
         run_of(config, tmp_path, *overrides).command(processes)
 
 
-# --- the GPUs of a machine ---------------------------------------------------------------------
-
-
 def test_a_run_uses_the_most_gpus_that_can_have_equal_parts_and_says_so(tmp_path, gpus):
     gpus(8)
     run, said = run_of("classification/lra-image", tmp_path), []
@@ -168,16 +161,13 @@ def test_the_script_of_a_row_restricts_its_training_to_those_gpus(
     assert "so 5 of them are used" in capsys.readouterr().out
 
 
-# --- runs that are the same --------------------------------------------------------------------
-
-
-def by_keys(options: dict[str, object]) -> dict[str, object]:
+def by_keys(options):
     """The options by their dotted keys."""
     named = {"max_tokens": TOKENS, "batch_size": SAMPLES, "update_freq": keys.FREQUENCY}
     return {named[name]: value for name, value in options.items()}
 
 
-def together(run: TrainingRun, processes: int, **changes: object) -> dict[str, object]:
+def together(run, processes, **changes):
     """The options that a training on so many processes records."""
     return trained(run, **{keys.WORLD: processes}, **by_keys(changes))
 

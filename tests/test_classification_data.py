@@ -1,11 +1,8 @@
 """Data of classifiers: digits, MNIST, ListOps and the bytes of SST-2."""
 
-from __future__ import annotations
-
 import hashlib
 import lzma
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +18,7 @@ sst2, digits, listops, mnist = map(load, ("sst2-bytes", "digits", "listops", "mn
 LENGTHS, SYMBOLS = listops.LENGTHS, listops.SYMBOLS
 
 
-def stored(bin_dir: Path, split: str, end: bool) -> Examples:
+def stored(bin_dir, split, end):
     """The examples that fairseq reads, as numbers of the dictionary."""
     lengths = prep.row_lengths(bin_dir / "input0" / split)
     ids = np.fromfile(bin_dir / "input0" / f"{split}.bin", dtype=np.uint16)
@@ -31,13 +28,10 @@ def stored(bin_dir: Path, split: str, end: bool) -> Examples:
     return Examples(inputs, examples.labels_of(bin_dir / "label" / split).tolist())
 
 
-def same_bytes(one: Path, other: Path) -> None:
+def same_bytes(one, other):
     assert files(one) == files(other)
     for file in files(one):
         assert (one / file).read_bytes() == (other / file).read_bytes(), file
-
-
-# --- images ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +60,7 @@ def test_the_digits_are_those_of_scikit_learn_in_disjoint_stratified_splits(digi
     assert manifest["classes"] == 10
 
 
-def test_mnist_has_its_own_test_set_and_validation_is_part_of_training(tmp_path: Path) -> None:
+def test_mnist_has_its_own_test_set_and_validation_is_part_of_training(tmp_path):
     rng, md5, known = np.random.RandomState(0), {}, []
     for count, (images, labels) in ((40, list(mnist.MD5)[:2]), (10, list(mnist.MD5)[2:])):
         pixels, classes = rng.randint(0, 256, (count, 28, 28)), np.arange(count) % 10
@@ -91,10 +85,7 @@ def test_mnist_has_its_own_test_set_and_validation_is_part_of_training(tmp_path:
         mnist.prepare_whole(tmp_path / "no", tmp_path, md5=md5)
 
 
-# --- ListOps -----------------------------------------------------------------------------------
-
-
-def value(tokens: list[str]) -> int:
+def value(tokens):
     """The value of an expression, by a stack of open operators; independent of the generator."""
     stack: list[list] = [["[MAX"]]
     for token in tokens:
@@ -151,9 +142,6 @@ def test_expressions_are_stored_as_tokens_and_are_the_same_on_every_machine(tmp_
     own = stored(tmp_path / "bin", "train", end=False)
     assert (own.inputs, own.labels) == rows[0]
     assert manifest["splits"]["train"]["root"] >= manifest["splits"]["train"]["majority"]
-
-
-# --- SST-2 -------------------------------------------------------------------------------------
 
 
 def test_sst2_is_stored_byte_by_byte_and_valid_is_held_out_of_train(tmp_path):

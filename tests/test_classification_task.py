@@ -1,11 +1,8 @@
 """The task and the criterion lrpe_classification."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from itertools import chain
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,7 +23,7 @@ CLASSES = 3
 SIZES = {"train": 50, "valid": 10, "test": 10}
 
 
-def lengths_and_labels(split: str) -> Examples:
+def lengths_and_labels(split):
     rng = np.random.RandomState(len(split))
     rows = [rng.randint(0, 256, rng.randint(1, 20)).tolist() for _ in range(SIZES[split])]
     return Examples(rows, rng.randint(0, CLASSES, SIZES[split]).tolist())
@@ -54,7 +51,7 @@ def paired(data, tmp_path_factory):
     return folder
 
 
-def task_of(folder: Path, split: str = "train", **options: object) -> LRPEClassificationTask:
+def task_of(folder, split="train", **options):
     cfg = ClassificationConfig(
         **{"data": str(folder), "num_classes": CLASSES, "seed": 1, **options}
     )
@@ -63,15 +60,12 @@ def task_of(folder: Path, split: str = "train", **options: object) -> LRPEClassi
     return task
 
 
-def batches(task: LRPEClassificationTask, epoch: int, split: str = "train") -> list[list[int]]:
+def batches(task, epoch, split="train"):
     """The examples of the batches of an epoch, as a training asks for them."""
     iterator = task.get_batch_iterator(
         task.dataset(split), max_sentences=8, seed=1, epoch=epoch, update_epoch_batch_itr=True
     )
     return [batch["id"].tolist() for batch in iterator.next_epoch_itr(shuffle=True)]
-
-
-# --- batches -----------------------------------------------------------------------------------
 
 
 def test_a_batch_has_the_bytes_the_lengths_and_the_classes(data):
@@ -125,7 +119,7 @@ def test_every_epoch_has_other_batches_which_a_resumed_training_sees_too(data, r
 
 
 def test_a_batch_has_inputs_of_similar_lengths_unless_they_are_random(data):
-    def padding(random: bool) -> int:
+    def padding(random):
         task = task_of(data, random_batches=random)
         sizes = task.dataset("train").sizes
         return sum(int((sizes[rows].max() - sizes[rows]).sum()) for rows in batches(task, 1))
@@ -133,7 +127,7 @@ def test_a_batch_has_inputs_of_similar_lengths_unless_they_are_random(data):
     assert padding(False) < padding(True) / 3
 
 
-def refused(folder: Path, **options: object) -> str:
+def refused(folder, **options):
     with pytest.raises(Refusal) as refusal:
         task_of(folder, **options)
     return str(refusal.value)
@@ -152,21 +146,18 @@ def test_data_that_do_not_fit_are_refused_in_one_sentence(data, tmp_path):
     assert "does not list the classes 0, 1, ..." in refused(tmp_path / "bin")
 
 
-# --- the criterion -----------------------------------------------------------------------------
-
-
 class Answers(nn.Module):
     """A model whose logits are given."""
 
-    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+    def forward(self, logits):
         return logits
 
 
-def sample_of(logits: torch.Tensor, target: torch.Tensor) -> dict:
+def sample_of(logits, target):
     return {"net_input": {"logits": logits}, "target": target, "ntokens": 7 * len(target)}
 
 
-def criterion_of(smoothing: float = 0.0) -> ClassificationCriterion:
+def criterion_of(smoothing=0.0):
     return ClassificationCriterion(SimpleNamespace(), smoothing)
 
 

@@ -1,8 +1,5 @@
 """The model lrpe_classifier: padding, pooling, norms, pairs and pixels."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -36,7 +33,7 @@ VIT = "vit-imagenet"  # built in test_experiments
 BOTH = pytest.mark.parametrize("attention", ["linear", "softmax"])
 
 
-def task_of(symbols: list[str], pairs: bool = False, longest: int = 64) -> SimpleNamespace:
+def task_of(symbols, pairs=False, longest=64):
     """What the model reads of the task."""
     words = Dictionary()
     for symbol in symbols:
@@ -46,9 +43,7 @@ def task_of(symbols: list[str], pairs: bool = False, longest: int = 64) -> Simpl
     )
 
 
-def model_of(
-    attention: str = "linear", encoding: str = "rope", seed: int = 1, **options: object
-) -> LRPEClassifier:
+def model_of(attention="linear", encoding="rope", seed=1, **options):
     """A small model in float64 and in evaluation, with every table of its encoding filled."""
     sizes = {"encoder_embed_dim": 16, "encoder_ffn_embed_dim": 16, "dropout": 0.0}
     chosen = {**sizes, "attention_type": attention, "position_encoding": encoding, **options}
@@ -63,23 +58,20 @@ def model_of(
     return model
 
 
-def rows_of(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
+def rows_of(*lengths, seed=0):
     """Token ids of random inputs."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(FIRST, FIRST + 256, (n,), generator=generator) for n in lengths]
 
 
-def batch_of(rows: list[torch.Tensor], longest: int = 0) -> torch.Tensor:
+def batch_of(rows, longest=0):
     """The rows padded on the right, (B, T)."""
     longest = longest or max(map(len, rows))
     return torch.stack([nn.functional.pad(r, (0, longest - len(r)), value=PAD) for r in rows])
 
 
-def same(found: torch.Tensor, expected: torch.Tensor) -> None:
+def same(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-
-
-# --- an example is an example ------------------------------------------------------------------
 
 
 FEW = [("linear", "rope"), ("linear", "spe"), ("softmax", "t5"), ("softmax", "lrpe-type4")]
@@ -119,26 +111,12 @@ def test_it_holds_for_every_input_norm_normalizer_and_pooling(options):
         same(model(batch_of(rows)), alone)
 
 
-@BOTH
-def test_without_positions_the_order_of_the_tokens_does_not_matter_and_with_them_it_does(attention):
-    (row,) = rows_of(9)
-    mixed = row[torch.randperm(9, generator=torch.Generator().manual_seed(3))]
-    nope = model_of(attention, "none", no_token_positional_embeddings=True)
-    base = model_of(attention, "none")
-    with torch.no_grad():
-        same(nope(mixed[None]), nope(row[None]))
-        assert (base(mixed[None]) - base(row[None])).abs().max() > 1e-3
-
-
 def test_the_mean_is_over_real_tokens_and_exact_in_half_precision():
     x = torch.full((4096, 1, 2), 1.001).half()
     real = torch.ones(4096, 1, dtype=torch.bool)
     real[4000:] = False
     x[4000:] = 7
     assert torch.equal(mean_of_tokens(x, real), x[:1, 0])
-
-
-# --- norms -------------------------------------------------------------------------------------
 
 
 def test_batch_norm_is_over_the_real_tokens_and_zero_at_padding():
@@ -171,9 +149,6 @@ def test_drop_path_drops_the_branch_of_an_example_or_scales_it():
     assert torch.equal(layer.eval()._branch(torch.ones(3, 64, 16)), torch.ones(3, 64, 16))
 
 
-# --- pairs -------------------------------------------------------------------------------------
-
-
 def test_a_pair_is_encoded_as_two_inputs_and_is_not_symmetric():
     model = model_of(pair_head=True)
     first, second = rows_of(5, 9, 3), rows_of(4, 2, 11, seed=1)
@@ -183,9 +158,6 @@ def test_a_pair_is_encoded_as_two_inputs_and_is_not_symmetric():
         same(logits, model.head(torch.cat([u, v, u - v, u * v], 1)))
         swapped = model(batch_of(second), None, batch_of(first))
     assert (logits - swapped).abs().max() > 1e-3
-
-
-# --- pixels ------------------------------------------------------------------------------------
 
 
 def test_pixels_are_numbers_and_not_symbols():
@@ -202,9 +174,6 @@ def test_patches_of_one_pixel_are_pixels_and_images_of_other_heights_may_be_padd
     assert model.encoder.embed_positions.weights.shape[0] < 24
     with torch.no_grad():
         same(model(batch_of(rows)), torch.cat([model(row[None]) for row in rows]))
-
-
-# --- the whole model ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -264,12 +233,10 @@ def test_options_that_contradict_each_other_are_refused(sentence):
         LRPEClassifier.build_model(config, task_of(BYTES))
 
 
-# --- configurations ----------------------------------------------------------------------------
-
 SYMBOLS = {"listops": load("listops").SYMBOLS}
 
 
-def configured(path: Path) -> tuple[OmegaConf, SimpleNamespace]:
+def configured(path):
     """The model's options of a configuration, and its task with the data's dictionary."""
     known = load_config(path)
     model = {key: value for key, value in known.model.items() if key != "_name"}

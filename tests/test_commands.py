@@ -3,7 +3,6 @@
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 
@@ -53,9 +52,7 @@ def places(tmp_path):
     return {"absent": tmp_path / "absent", "other": tmp_path / "other"}
 
 
-def assert_refused(
-    main: Callable[[list[str]], int], arguments: str, capsys: pytest.CaptureFixture
-) -> None:
+def assert_refused(main, arguments, capsys):
     assert main(arguments.split()) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
@@ -132,7 +129,7 @@ def test_an_evaluation_needs_a_place_for_its_result_before_it_begins(tmp_path):
 @pytest.mark.parametrize("error", [UserError("a\nb"), ValueError("a b"), OSError("a  b")])
 def test_errors_for_users_become_one_line(error, capsys):
     @command("it")
-    def main() -> None:
+    def main():
         raise error
 
     assert main() == 2
@@ -158,7 +155,7 @@ def test_a_command_without_a_reader_ends_silently(lines):
 
 def test_other_errors_keep_their_traceback_and_ctrl_c_is_130():
     @command("it")
-    def main(error: BaseException | None = None) -> None:
+    def main(error=None):
         if error:
             raise error
 

@@ -1,7 +1,5 @@
 """data-prep/: whole documents, whole files, verified counts, and nothing done twice."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gzip
@@ -19,9 +17,7 @@ import sys
 import tarfile
 import threading
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import sentencepiece
@@ -35,7 +31,7 @@ from tests.end_to_end.commands import run_here
 DATA_PREP = Path(__file__).resolve().parents[1] / "data-prep"
 
 
-def load(name: str) -> ModuleType:
+def load(name):
     """Import data-prep/<name>/prepare.py, which is a script and in no package."""
     spec = importlib.util.spec_from_file_location(
         f"prepare_{name}", DATA_PREP / name / "prepare.py"
@@ -50,17 +46,15 @@ pydoc, wikitext = load("pydoc"), load("wikitext")
 multi30k, newstest, wmt14 = load("multi30k"), load("newstest"), load("wmt14-en-de")
 
 
-def sha256(content: bytes) -> str:
-    """Return the checksum that the tables hold."""
+def sha256(content):
     return hashlib.sha256(content).hexdigest()
 
 
-def files(folder: Path) -> list[str]:
-    """Return every file under a folder, temporary ones included."""
+def files(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def refusal(call, *args, **kwargs) -> str:
+def refusal(call, *args, **kwargs):
     """Return the one sentence with which a call refuses its input."""
     with pytest.raises(UserError) as refused:
         call(*args, **kwargs)
@@ -71,13 +65,9 @@ def refusal(call, *args, **kwargs) -> str:
     return message
 
 
-def sentence(rng: random.Random) -> str:
-    """Return a few pronounceable words."""
+def sentence(rng):
     words = ["".join(rng.choices(("ka", "lo", "mi", "re", "tu"), k=3)) for _ in range(12)]
     return " ".join(words) + "."
-
-
-# ------------------------------------------------------------------------------------------ pydoc
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +87,6 @@ def library(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def topics():
-    """Some topics, one of which repeats a paragraph of another."""
     rng = random.Random(2)
     made = {f"t{number}": f"{sentence(rng)}\n\n   {sentence(rng)}\n" for number in range(40)}
     return {**made, "twice": made["t0"]}
@@ -105,13 +94,12 @@ def topics():
 
 @pytest.fixture(scope="module")
 def embedded(library, topics, tmp_path_factory):
-    """The small library, prepared."""
     dest = tmp_path_factory.mktemp("embedded") / "dest"
     pydoc.prepare(dest, 60, library, topics)
     return dest
 
 
-def documents(dest: Path, split: str) -> dict[str, list[str]]:
+def documents(dest, split):
     """Read name -> paragraphs back from text/ and documents/."""
     lines = list(prep.read_lines(dest / "text" / f"{split}.txt"))
     index = [row.split("\t") for row in (dest / "documents" / f"{split}.tsv").open()]
@@ -121,7 +109,6 @@ def documents(dest: Path, split: str) -> dict[str, list[str]]:
 
 
 def test_the_pydoc_split_is_by_whole_documents_and_no_paragraph_occurs_twice(embedded):
-    """Doctests, underlines and test suites are left out."""
     splits = {split: documents(embedded, split) for split in prep.SPLITS}
     names = [name for found in splits.values() for name in found]
     assert len(names) == len(set(names)) == 160
@@ -145,7 +132,6 @@ def test_the_pydoc_split_is_by_whole_documents_and_no_paragraph_occurs_twice(emb
 def test_without_a_vocabulary_size_the_text_is_cut_into_characters(
     embedded, library, topics, tmp_path
 ):
-    """One token a character and one a line end; the text can be read back from the pieces."""
     counts = pydoc.prepare(tmp_path / "dest", None, library, topics)["splits"]
     for split in prep.SPLITS:
         text = (embedded / "text" / f"{split}.txt").read_text()
@@ -156,7 +142,6 @@ def test_without_a_vocabulary_size_the_text_is_cut_into_characters(
 
 
 def test_the_binary_form_is_that_of_fairseq_preprocess(embedded, tmp_path):
-    """The same dictionary and bytes, of two workers too, unknown symbols included."""
     texts = {split: embedded / "text" / f"{split}.txt" for split in prep.SPLITS}
     given = [part for split in texts for part in (f"--{split}pref", texts[split])]
     options = "--only-source --workers 1 --destdir"
@@ -170,10 +155,7 @@ def test_the_binary_form_is_that_of_fairseq_preprocess(embedded, tmp_path):
     assert prep.count_binary(tmp_path / "ours" / "valid")["unknown"] > 0
 
 
-# --------------------------------------------------------------------------------------- WikiText
-
-
-def article(rng: random.Random, title: str) -> str:
+def article(rng, title):
     """Return an article as WikiText has it, a line that looks like a heading included."""
     text = "".join(f" {sentence(rng)[:-1]} <unk> @-@ {rng.randrange(9)} . \n" for _ in range(6))
     return f" \n = {title} = \n \n{text} = not a title = \n{text} \n = = Part = = \n \n{text}"
@@ -222,7 +204,6 @@ def stored(release, tmp_path):
 
 
 def test_words_are_verified_against_the_table(stored, table, tmp_path):
-    """Plain, .gz and .zip files are taken; tokens and dictionary are what the table says."""
     manifest = wikitext.prepare("small", "word", tmp_path / "w", from_dir=stored, corpora=table)
     small = table["small"]
     assert {split: counts["tokens"] for split, counts in manifest["splits"].items()} == small.tokens
@@ -238,7 +219,6 @@ def test_words_are_verified_against_the_table(stored, table, tmp_path):
 def test_counts_that_differ_from_the_table_are_refused_and_no_binary_is_left(
     stored, table, tmp_path, monkeypatch
 ):
-    """A table that expects one token more refuses the corpus."""
     small = table["small"]
     tokens = {**small.tokens, "valid": small.tokens["valid"] + 1}
     other = {"small": wikitext.WikiText(**{**vars(small), "tokens": tokens})}
@@ -257,7 +237,6 @@ def test_counts_that_differ_from_the_table_are_refused_and_no_binary_is_left(
 
 
 def test_pieces_encode_the_very_words_and_unk_is_one_piece(release, tmp_path):
-    """Decoding gives back every word, line for line, empty lines kept."""
     text, model, encoded = release / "wiki.train.tokens", tmp_path / "m", tmp_path / "pieces"
     pieces.train_sentencepiece(prep.read_lines(text), model, 60)
     pieces.encode(SentencePiece(model), text, encoded)
@@ -286,7 +265,6 @@ def test_a_piece_absent_from_the_encoded_train_split_is_still_in_the_dictionary(
 def test_truncated_input_is_refused_in_one_sentence_and_nothing_is_left(
     form, release, table, tmp_path
 ):
-    """Whatever form the file has, its short copy is not taken."""
     folder, name = tmp_path / "stored", "wiki.train.tokens"
     folder.mkdir()
     content = (release / name).read_bytes()
@@ -305,14 +283,10 @@ def test_truncated_input_is_refused_in_one_sentence_and_nothing_is_left(
     assert files(dest) == []
 
 
-# --------------------------------------------------------------------------------------- download
-
-
 class Server(http.server.ThreadingHTTPServer):
     """Serves a folder on 127.0.0.1; may cut answers short and may know no ranges."""
 
-    def __init__(self, folder: Path) -> None:
-        """Listen on a free port."""
+    def __init__(self, folder):
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder, self.cut, self.ranges = folder, 0, True
         self.asked: list[str | None] = []
@@ -320,9 +294,7 @@ class Server(http.server.ThreadingHTTPServer):
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """One GET: a whole file, or the rest of it from a range on."""
-
-    def do_GET(self) -> None:
+    def do_GET(self):
         """Announce everything, and send ``cut`` bytes less the first time."""
         content, wanted = (self.server.folder / self.path[1:]).read_bytes(), self.headers["Range"]
         self.server.asked.append(wanted)
@@ -333,13 +305,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(content[start : len(content) - self.server.cut])
         self.server.cut = 0
 
-    def log_message(self, *args) -> None:
-        """Keep quiet."""
+    def log_message(self, *args):
+        pass
 
 
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[Server]:
-    """A server of a folder."""
+def serving(folder):
     running = Server(folder)
     thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
     thread.start()
@@ -353,7 +324,6 @@ def serving(folder: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def server(release):
-    """A server of the small release."""
     with serving(release) as running:
         yield running
 
@@ -361,7 +331,6 @@ def server(release):
 def test_an_interrupted_download_is_resumed_by_the_next_run(
     server, release, table, tmp_path, monkeypatch
 ):
-    """The first run ends with a sentence and a .part file; the second asks for the rest only."""
     name, small = "small-v1.zip", table["small"]
     size = (release / name).stat().st_size
     server.cut = 1000
@@ -380,7 +349,6 @@ def test_an_interrupted_download_is_resumed_by_the_next_run(
 def test_a_download_is_unpacked_and_verified_and_the_archive_is_not_kept(
     server, table, tmp_path, monkeypatch
 ):
-    """One run resumes by itself, from a mirror where the first address fails."""
     monkeypatch.setattr(prep.time, "sleep", lambda seconds: None)
     server.cut = 1000
     mirrors = ["http://127.0.0.1:1/", server.url]
@@ -392,7 +360,6 @@ def test_a_download_is_unpacked_and_verified_and_the_archive_is_not_kept(
 
 @pytest.mark.parametrize(("ranges", "size"), [(False, 700), (True, 10**6)])
 def test_a_part_that_cannot_be_resumed_is_begun_anew(ranges, size, server, table, tmp_path):
-    """The server knows no ranges, or the part is longer than the file."""
     name, small = "small-v1.zip", table["small"]
     server.ranges = ranges
     (tmp_path / f"{name}.part").write_bytes(b"x" * size)
@@ -418,14 +385,10 @@ def test_another_version_is_refused_and_not_kept(kind, tmp_path):
         assert found.read_bytes() == b"another"
 
 
-# ------------------------------------------------------------------------------------------ steps
-
-
 def test_a_step_runs_again_when_its_input_or_its_output_changed_and_only_then(tmp_path):
-    """A file by its content, a setting by its value, an output by its presence and content."""
     source, target, runs = tmp_path / "source", tmp_path / "target", []
 
-    def run(setting: int) -> int:
+    def run(setting):
         steps = prep.Steps(tmp_path, "corpus", "word")
         writes = [target]
         reads = {"source": source, "setting": setting}
@@ -442,12 +405,8 @@ def test_a_step_runs_again_when_its_input_or_its_output_changed_and_only_then(tm
     assert (run(2), run(2)) == (4, 4)
 
 
-# --------------------------------------------------------------------------------------- multi30k
-
-
 @pytest.fixture(scope="module")
 def captions(tmp_path_factory):
-    """Parallel text under the published names, the train split packed."""
     folder, rng = tmp_path_factory.mktemp("captions"), random.Random(2)
     for split, name in multi30k.FILES.items():
         lines = [sentence(rng) for _ in range(300 if split == "train" else 20)]
@@ -460,8 +419,7 @@ def captions(tmp_path_factory):
     return folder
 
 
-def plain_checksums(folder: Path) -> dict[str, str]:
-    """Checksums of the plain files, packed ones included."""
+def plain_checksums(folder):
     packed = {p.stem: sha256(gzip.decompress(p.read_bytes())) for p in folder.glob("*.gz")}
     return packed | {p.name: sha256(p.read_bytes()) for p in folder.glob("*.[de][en]")}
 
@@ -469,7 +427,7 @@ def plain_checksums(folder: Path) -> dict[str, str]:
 PAIRS = {"train": 300, "valid": 20, "test": 20, "test1": 20}
 
 
-def prepare_captions(dest: Path, folder: Path, **changed: object) -> dict:
+def prepare_captions(dest, folder, **changed):
     given = {"sha256": plain_checksums(folder), "pairs": PAIRS, "vocab_size": 60}
     return multi30k.prepare(dest, from_dir=folder, **(given | changed))
 
@@ -510,9 +468,6 @@ def test_parallel_text_that_does_not_pair_up_is_refused(captions, tmp_path, line
     assert not (tmp_path / "dest" / "bin").exists()
 
 
-# --------------------------------------------------------------------------------------- newstest
-
-
 def test_the_held_out_years_are_in_no_training_text_and_odd_separators_cut_no_line(tmp_path):
     folder, rng = tmp_path / "given", random.Random(3)
     folder.mkdir()
@@ -538,9 +493,7 @@ def test_the_held_out_years_are_in_no_training_text_and_odd_separators_cut_no_li
     }
 
 
-def test_mixed_text_has_multi30k_tatoeba_and_the_longer_segments_of_software(
-    captions: Path, tmp_path: Path
-) -> None:
+def test_mixed_text_has_multi30k_tatoeba_and_the_longer_segments_of_software(captions, tmp_path):
     rng, source = random.Random(5), tmp_path / "given"
     for folder in newstest.FOLDERS:
         (source / folder).mkdir(parents=True)
@@ -569,9 +522,6 @@ def test_mixed_text_has_multi30k_tatoeba_and_the_longer_segments_of_software(
     train = (tmp_path / "dest" / "text" / "train.de").read_bytes().decode().split("\n")
     assert train[-2:] == ["lang genug", ""]
     assert "--mixed needs --from" in refusal(newstest.prepare, tmp_path / "no", mixed=True)
-
-
-# ----------------------------------------------------------------------------------------- wmt'14
 
 
 @pytest.fixture(scope="module")

@@ -210,9 +210,6 @@ DECOMPOSABLE = [n for n in NAMES if isinstance(encoding_of(n), QueryKeyEncoding)
 NORMS_KEPT = [n for n in DECOMPOSABLE if encoding_of(n).properties.keeps_norm]
 
 
-# --- the score ---------------------------------------------------------------------------------
-
-
 SHIFTS = [
     (name, shift, causal)
     for name in NAMES
@@ -316,9 +313,6 @@ def test_positions_of_a_batch_are_positions_of_its_rows(name):
         torch.testing.assert_close(together[row : row + 1], alone, rtol=1e-9, atol=1e-9)
 
 
-# --- precision ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
 def test_half_types_are_finite_and_right_within_their_own_rounding(name, dtype):
@@ -351,9 +345,6 @@ def test_no_parameter_or_buffer_of_an_encoding_is_rounded_below_float32(name):
     encoding.half().bfloat16().float()
     assert all(torch.equal(before[key], value) for key, value in encoding.state_dict().items())
     assert all(map(torch.equal, gradients, (p.grad for p in encoding.parameters())))
-
-
-# --- the module --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "attention_type"), PAIRS)

@@ -92,9 +92,6 @@ def trained(run, **changes):
     return {**identity.options(identity.resolved(run.settings())), **changes}
 
 
-# --- from tables and YAML files to commands ---------------------------------------------------
-
-
 TEST_SETS = {  # of data with other splits than train, valid and test
     "multi30k": set(multi30k.FILES),
     "newstest": {"train", *newstest.HELD_OUT},
@@ -260,9 +257,6 @@ def test_missing_data_is_reported_with_the_command_that_makes_it():
         folders.require(Path("nowhere/mine"), [])
 
 
-# --- what fairseq prints ----------------------------------------------------------------------
-
-
 def test_an_evaluation_of_no_tokens_is_refused(tmp_path):
     log = tmp_path / "log"
     log.write_text("Evaluated 0 tokens in 0.0s (0 tokens/s)\nLoss (base 2): 0.0, Perplexity: 1.00")
@@ -334,9 +328,6 @@ def test_a_resumed_training_has_one_curve_and_the_speed_of_its_steady_part(tmp_p
     ]
     assert found.tokens_per_second() == 500.0  # of 50, 100, 900, 920
     assert fairseq_log.last_update(log) == 40
-
-
-# --- finished, half done, broken --------------------------------------------------------------
 
 
 def test_a_run_is_finished_when_its_run_file_validates_not_when_a_folder_exists(one_run):
@@ -481,9 +472,6 @@ def test_after_a_truncated_checkpoint_the_newest_one_that_loads_is_resumed(tmp_p
     assert checkpoints.updates(checkpoints.load(tmp_path / "checkpoint_last.pt")) == 20
     assert said[-1] == "resuming from checkpoint_1_20.pt, update 20"
     assert all("\n" not in line for line in said)
-
-
-# --- the schedule -----------------------------------------------------------------------------
 
 
 class FakeJob:
@@ -634,9 +622,6 @@ def test_sigterm_ends_the_children_and_leaves_no_lock(tmp_path, events):
     assert not processes.is_locked(job.folder)
     with pytest.raises(ProcessLookupError):
         os.kill(int(log.read_text()), 0)
-
-
-# --- the whole, once --------------------------------------------------------------------------
 
 
 @pytest.mark.end_to_end

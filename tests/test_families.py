@@ -3,8 +3,6 @@
 import json
 import re
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -15,7 +13,7 @@ from lrpe_fairseq.experiments.records.runs import read_runs
 from tests.toy_checkout import checkout
 
 
-def owners(config: Path) -> list[str]:
+def owners(config):
     task = load_config(config).task._name
     return [
         name
@@ -24,7 +22,7 @@ def owners(config: Path) -> list[str]:
     ]
 
 
-def all_configurations() -> list[Path]:
+def all_configurations():
     folders = (folder for folder in CONFIGS.iterdir() if folder.is_dir())
     return [path for f in folders if f.name != "tables" for path in configurations(f)]
 
@@ -70,8 +68,6 @@ def test_the_data_of_fine_tuning_are_prepared_in_the_pieces_of_pre_training():
     assert preparation_of(ROOT / "data" / "unknown") == []
 
 
-# --- a new family, as CONTRIBUTING.md adds it --------------------------------------------------
-
 DRIVER = """
 from lrpe_fairseq.experiments.commands import run_table, train_row
 
@@ -82,7 +78,7 @@ print("row", train_row.main(["letters", "Base", "linear", "--scale", "paper"]))
 """
 
 
-def snippets() -> Iterator[str]:
+def snippets():
     """The code of CONTRIBUTING.md's section on families, and its entry of FAMILIES."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     section = text.partition("## Add an experiment family")[2].partition("\n## ")[0]

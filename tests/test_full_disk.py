@@ -16,7 +16,7 @@ FULL = Path("/dev/full")  # every write to it fails: no space left on device
 class FullJob(FakeJob):
     """Its error cannot be written, nor its training log."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         super().__init__(folder, DONE)
         for name in ("log", schedule.ERROR):
             (folder / name).symlink_to(FULL)
@@ -40,7 +40,7 @@ def test_on_a_full_disk_every_run_fails_and_no_time_is_kept(tmp_path, monkeypatc
 class FullScreen(io.StringIO):
     """A screen that is a file on a full disk."""
 
-    def write(self, text: str) -> int:
+    def write(self, text):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 

@@ -8,7 +8,6 @@ import random
 import shlex
 import zipfile
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +27,7 @@ prepare_glue = load("glue")
 SENTENCES = ['a "cat sat', "the dog\u2028ran", "no bird sings", "it rains", 'quotes "" stay']
 
 
-def write_task(folder: Path, name: str, sizes: dict[str, int], bom: bool = False) -> None:
+def write_task(folder, name, sizes, bom=False):
     """Random files of one task in the official form."""
     task, rng = glue.TASKS[name], random.Random(0)
     for split, size in sizes.items():
@@ -56,7 +55,7 @@ def pieces(tmp_path_factory):
     return folder
 
 
-def run(name: str, dest: Path, pieces: Path, source: Path) -> dict:
+def run(name, dest, pieces, source):
     return prepare_glue.prepare(name, dest, prepare_glue.pieces_of(pieces), source)
 
 
@@ -172,10 +171,7 @@ def test_metrics_are_in_percent_and_constant_predictions_have_no_correlation():
     assert equal["pearson"] == equal["spearman"] == 0
 
 
-# ---- GPT-2's pieces ----
-
-
-def gpt2_files(folder: Path) -> Path:
+def gpt2_files(folder):
     """The 256 bytes and two merges, in the form of the published files."""
     from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
 

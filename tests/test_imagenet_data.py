@@ -1,12 +1,9 @@
 """data-prep/imagenet: class folders or the official archives become an index of files."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
 import tarfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +16,7 @@ NAMES = ["n00000001", "n00000002"]
 TINY = Source("imagenet", "tiny", {"train": 6, "valid": 4}, 2)
 
 
-def tar(members: dict[str, bytes | None]) -> bytes:
+def tar(members):
     """A tar archive; None stands for a link to a password file."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as archive:
@@ -32,11 +29,11 @@ def tar(members: dict[str, bytes | None]) -> bytes:
     return out.getvalue()
 
 
-def train_images(name: str) -> dict[str, bytes]:
+def train_images(name):
     return {f"{name}_{n}.JPEG": f"{name} {n}".encode() for n in range(3)}
 
 
-def archives_in(folder: Path, **changed: bytes) -> Archives:
+def archives_in(folder, **changed):
     """Small archives with the names of the official ones, and their own checksums."""
     contents = {
         "train": tar({f"{name}.tar": tar(train_images(name)) for name in NAMES}),
@@ -77,7 +74,7 @@ def classes(monkeypatch):
     monkeypatch.setattr(imagenet, "validation_classes", lambda devkit: found)
 
 
-def index_of(dest: Path) -> dict[str, str]:
+def index_of(dest):
     return {path.name: path.read_text() for path in sorted((dest / "bin").glob("*.*"))}
 
 
@@ -102,7 +99,7 @@ def test_folders_and_archives_give_the_same_index(folders, tmp_path):
 def test_an_interrupted_unpacking_keeps_whole_classes(tmp_path, monkeypatch):
     packed, copy, copied = archives_in(tmp_path / "packed"), imagenet._copy, []
 
-    def failing(stream: object, path: Path) -> None:
+    def failing(stream, path):
         if len(copied) == 4:
             raise KeyboardInterrupt
         copied.append(path.name)

@@ -1,7 +1,5 @@
 """lrpe_vit and the task lrpe_images: parameters, patches, the order of an epoch, augmentation."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import io
@@ -9,7 +7,6 @@ import math
 import random
 import sys
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -39,7 +36,7 @@ needs_timm = pytest.mark.skipif(
 BOTH = pytest.mark.parametrize("attention", ["linear", "softmax"])
 
 
-def task_of_images(size: int | str = 32, classes: int = 5) -> SimpleNamespace:
+def task_of_images(size=32, classes=5):
     """What the model reads of the task."""
     return SimpleNamespace(
         source_dictionary=Dictionary(),
@@ -50,18 +47,16 @@ def task_of_images(size: int | str = 32, classes: int = 5) -> SimpleNamespace:
     )
 
 
-def model_of(size: int | str = 32, **options: object) -> LRPEViT:
+def model_of(size=32, **options):
     """The tiny model in float64 and in evaluation."""
     torch.manual_seed(1)
     config = OmegaConf.structured(LRPEViTTinyConfig(**options))
     return LRPEViT.build_model(config, task_of_images(size)).double().eval()
 
 
-def same(found: torch.Tensor, expected: torch.Tensor) -> None:
+def same(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
-
-# --- the model ---------------------------------------------------------------------------------
 
 PARAMETERS = {  # TMLR LRPE, Table 3, prints them in millions
     ("none", "rotated"): 22_036_456,
@@ -136,22 +131,6 @@ def test_a_trained_model_reads_images_of_another_size(attention, encoding):
     assert back.encoder.embed_positions.weight.shape == table.shape
 
 
-@BOTH
-def test_sum_gives_patches_of_one_antidiagonal_one_position_and_axial_does_not(attention):
-    bare = {"no_token_positional_embeddings": True, "attention_type": attention}
-    shown = {}
-    for grid in ("flat", "sum", "axial"):
-        model = model_of(position_grid=grid, position_encoding="rope", **bare)
-        image = torch.randn(4, 4, 3, 8, 8, generator=torch.Generator().manual_seed(0)).double()
-        other = image.clone()
-        other[0, 1], other[1, 0] = image[1, 0], image[0, 1]
-        batch = torch.stack([image, other]).permute(0, 3, 1, 4, 2, 5).reshape(2, 3, 32, 32)
-        with torch.no_grad():
-            logits = model(batch)
-        shown[grid] = torch.allclose(logits[0], logits[1], rtol=1e-9, atol=1e-9)
-    assert shown == {"flat": False, "sum": True, "axial": False}
-
-
 def test_patches_of_images_are_those_of_a_convolution_in_raster_order():
     embed = Images(7, PAD, patch=4, columns=3, channels=3)
     convolution = nn.Conv2d(3, 7, 4, 4)
@@ -189,10 +168,7 @@ def test_options_that_contradict_the_images_are_refused(options, sentence):
         LRPEViT.build_model(config, task_of_images())
 
 
-# --- the order of an epoch ---------------------------------------------------------------------
-
-
-def batches_of(order: UpdateOrder, count: int, seed: int = 0) -> np.ndarray:
+def batches_of(order, count, seed=0):
     """(updates, batches, batch) of copies of images."""
     found = order(np.random.default_rng(seed).permutation(count))
     return found.reshape(-1, order.batches, order.batch)
@@ -211,7 +187,7 @@ def test_copies_of_an_image_are_in_different_batches_of_one_update():
     assert sum(len(updates) == 2 for updates in updates_of.values()) <= len(found)
 
 
-def repeated(permutation: np.ndarray, ranks: int, rank: int) -> list[int]:
+def repeated(permutation, ranks, rank):
     """The images of one process in an epoch of DeiT's repeated augmentation with three copies."""
     copies = np.repeat(permutation, 3)
     copies = np.append(copies, copies[: -len(copies) % ranks])
@@ -237,17 +213,14 @@ def test_deit_s_sampler_is_that_of_timm():
         assert repeated(permutation, 4, rank) == list(sampler)
 
 
-# --- the task ----------------------------------------------------------------------------------
-
-
-def bright_image(label: int, generator: np.random.Generator) -> Image.Image:
+def bright_image(label, generator):
     """A noisy image with one bright color, its class."""
     pixels = generator.integers(0, 128, (40, 48, 3))
     pixels[..., label] += 127
     return Image.fromarray(pixels.astype(np.uint8))
 
 
-def write_images(folder: Path, count: int = 24, classes: int = 2) -> Path:
+def write_images(folder, count=24, classes=2):
     """Write images, whose classes take turns, and their index."""
     generator = np.random.default_rng(0)
     (folder / "bin" / "label").mkdir(parents=True)
@@ -264,7 +237,7 @@ def write_images(folder: Path, count: int = 24, classes: int = 2) -> Path:
     return folder / "bin"
 
 
-def write_class_folders(folder: Path, count: int = 24, classes: int = 2) -> None:
+def write_class_folders(folder, count=24, classes=2):
     """Write images in the layout of ImageNet: train/<class> and val/<class>."""
     generator = np.random.default_rng(0)
     for split, number in product(("train", "val"), range(count)):
@@ -279,14 +252,14 @@ def written(tmp_path_factory):
     return write_images(tmp_path_factory.mktemp("images"))
 
 
-def task_with(bin_dir: Path, **options: object) -> LRPEImagesTask:
+def task_with(bin_dir, **options):
     given = {"data": str(bin_dir), "num_classes": 2, "image_size": 32, "seed": 1}
     batches = {"batch_size": 4, "curriculum": 9, "update_freq": [3]}
     chosen = {**given, **batches, "required_batch_size_multiple": 1, **options}
     return LRPEImagesTask.setup_task(OmegaConf.structured(ImagesConfig(**chosen)))
 
 
-def batches_in(task: LRPEImagesTask, epoch: int = 1, workers: int = 0) -> list[dict]:
+def batches_in(task, epoch=1, workers=0):
     """The training batches of an epoch."""
     task.load_dataset("train")
     iterator = task.get_batch_iterator(
@@ -410,14 +383,12 @@ def test_a_damaged_index_is_refused(line, tmp_path):
         images.read_index(tmp_path / "train.tsv", 2)
 
 
-# --- files of any mode --------------------------------------------------------------------------
-
 RAMP = np.arange(256, dtype=np.uint8).reshape(16, 16)
 HALF = Image.fromarray(np.full_like(RAMP, 128))
 WITH_ALPHA = ["LA", "La", "PA", "RGBA", "RGBa"]
 
 
-def in_mode(mode: str, alpha: int = 255) -> Image.Image:
+def in_mode(mode, alpha=255):
     """The ramp in a mode of Pillow, over its whole range."""
     ramp = Image.fromarray(RAMP)
     if mode == "LAB":

@@ -51,7 +51,7 @@ else:
 def stub(tmp_path):
     """Make a Python of that version that appends what it is asked to ``tmp_path/log``."""
 
-    def make(name: str = "python3.11", version: str = "3.11") -> Path:
+    def make(name="python3.11", version="3.11"):
         path = tmp_path / name
         log = str(tmp_path / "log")
         path.write_text(STUB.format(python=sys.executable, log=log, version=version))
@@ -61,7 +61,7 @@ def stub(tmp_path):
     return make
 
 
-def calls(folder: Path) -> list[dict]:
+def calls(folder):
     """What the stub was asked since the last call."""
     log = folder / "log"
     found = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
@@ -69,13 +69,13 @@ def calls(folder: Path) -> list[dict]:
     return found
 
 
-def install(folder: Path, python: Path, **more: str) -> subprocess.CompletedProcess[str]:
+def install(folder, python, **more):
     environment = {**os.environ, "PYTHON": str(python), "TORCH": "torch==2.13.0", **more}
     command = [ROOT / "scripts" / "install.sh", folder / "venv", "experiments"]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
-def fairseq_call(folder: Path) -> dict:
+def fairseq_call(folder):
     return next(call for call in calls(folder) if "fairseq-fixed==0.12.3.1" in call["arguments"])
 
 
@@ -136,7 +136,7 @@ def test_make_installs_again_when_torch_or_python_change_and_keeps_a_choice(stub
         (tmp_path / name).symlink_to(ROOT / name)
     older, newer = stub(), stub("python3.12", "3.12")
 
-    def make(*arguments: str) -> str:
+    def make(*arguments):
         clean = {k: v for k, v in os.environ.items() if k not in ("TORCH", "PYTHON", "MAKEFLAGS")}
         command = ["make", f"DEFAULT_PYTHON={older}", "install", *arguments]
         subprocess.run(command, cwd=tmp_path, env=clean, check=True, capture_output=True)
@@ -155,10 +155,7 @@ def test_make_installs_again_when_torch_or_python_change_and_keeps_a_choice(stub
     assert make(f"PYTHON={older}") == "torch==2.13.0"
 
 
-# ---- without fairseq ----
-
-
-def needed(*names: str) -> set[str]:
+def needed(*names):
     """The top-level modules of distributions and of what they require without extras."""
     found, left, seen = set(), list(names), set()
     while left:
@@ -191,7 +188,7 @@ def test_a_wheel_without_fairseq_runs_the_plain_pytorch_of_the_readme(tmp_path):
     for name in needed("torch", "numpy"):
         (packages / name).symlink_to(Path(sysconfig.get_path("purelib")) / name)
 
-    def run(code: str) -> subprocess.CompletedProcess[str]:
+    def run(code):
         command = [python, "-I", "-c", code]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
 

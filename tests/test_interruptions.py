@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lrpe_fairseq.experiments.records.runs import read_runs, write_run
-from tests.test_experiments import a_record
+from lrpe_fairseq.experiments.records.runs import read_runs
 from tests.tiny_table import (
     BEYOND,
     assert_same_results,
@@ -36,23 +35,23 @@ POINTS: dict[str, tuple[Callable[[Path], bool], bool]] = {  # moment -> is it th
 KILLS = 10
 
 
-def log_of_run(folder: Path, name: str) -> bool:
+def log_of_run(folder, name):
     """True if any run has started to write this log."""
     return any((folder / "runs").rglob(name))
 
 
-def logs_of_finished_trainings(folder: Path) -> list[Path]:
+def logs_of_finished_trainings(folder):
     """Return the training logs of the runs whose evaluation had begun."""
     return [path.with_name("train.log") for path in (folder / "runs").rglob("eval-*.log")]
 
 
-def after_random_seconds(rng: random.Random) -> Callable[[Path], bool]:
+def after_random_seconds(rng):
     """True from one to nine seconds on."""
     end = time.monotonic() + rng.uniform(1, 9)
     return lambda folder: time.monotonic() > end
 
 
-def kill_at(folder: Path, there: Callable[[Path], bool], everything: bool) -> None:
+def kill_at(folder, there, everything):
     """Start the table and kill -9 its runner once ``there``; or all of its processes."""
     runner = subprocess.Popen(
         command(folder, "--jobs", "2"),
@@ -69,7 +68,7 @@ def kill_at(folder: Path, there: Callable[[Path], bool], everything: bool) -> No
     read_runs(folder / "results" / "runs")  # whole files only, each in its place
 
 
-def assert_survived(folder: Path, undisturbed: Path) -> None:
+def assert_survived(folder, undisturbed):
     """The next run of the table ends as if nothing had happened."""
     run_table(folder, "--jobs", "2")
     assert_same_results(folder, undisturbed)
@@ -93,16 +92,3 @@ def test_a_table_survives_kill_9_at_ten_random_moments(corpus, undisturbed_table
     for _ in range(KILLS):
         kill_at(folder, after_random_seconds(rng), rng.random() < 0.5)
     assert_survived(folder, undisturbed_table)
-
-
-def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)])
-    if mounted.returncode:
-        pytest.skip("needs the right to mount a small file system")
-    try:
-        big = a_record(curve=[{"updates": n, "tokens": n, "valid_ppl": 1.0} for n in range(5000)])
-        with pytest.raises(OSError, match="cannot write this result: No space left"):
-            write_run(tmp_path / "run.json", big)
-        assert [path.name for path in tmp_path.iterdir()] == ["base-small.json"]  # whole
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)

@@ -4,27 +4,23 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from lrpe_fairseq.attention.linear import EPS
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.tokens import tokens_of
 from lrpe_fairseq.experiments.commands import evaluate
 from lrpe_fairseq.experiments.families import lm, load_named
-from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.protocols import Protocol, Window, holds_to
-from lrpe_fairseq.experiments.records.runs import Run, read_run, validate
+from lrpe_fairseq.experiments.records.runs import read_run, validate
 from lrpe_fairseq.experiments.report.frame import Sheet
 from lrpe_fairseq.experiments.runner import schedule, scoring
 from lrpe_fairseq.experiments.runner.processes import RunFailed
-from tests.end_to_end.commands import Corpus, build
+from tests.end_to_end.commands import build
 from tests.end_to_end.forked import ForkedChildren
 from tests.test_experiments import a_record
 from tests.test_results import make_run
@@ -41,11 +37,8 @@ TAILS = ("tail-8-8", "tail-64-8", "tail-64-64", "tail-20-3", "tail-512")
 WHOLE = ("blocks", "sliding", "blocks-7", "blocks-64", "positions-64", *TAILS)
 
 
-def windows(name: str, tokens: int, trained: int = T) -> list[Window]:
+def windows(name, tokens, trained=T):
     return list(Protocol.parse(name).windows(tokens, trained))
-
-
-# --- protocols --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -118,12 +111,7 @@ def test_a_paired_protocol_that_does_not_fit_is_refused():
         windows("paired-64", 127)
 
 
-# --- scores -----------------------------------------------------------------------------------
-
-
-def model_of(
-    corpus: Corpus, attention: str, encoding: str, normalizer: str = "rotated"
-) -> torch.nn.Module:
+def model_of(corpus, attention, encoding, normalizer="rotated"):
     """A language model of one layer; its attention is built here, which is faster than a parser."""
     model = build(corpus, ONE_LAYER)[0].eval()
     model.decoder.layers[0].self_attn = MultiheadAttention(
@@ -138,12 +126,12 @@ def model_of(
     return model
 
 
-def text_of(model: torch.nn.Module, tokens: int) -> Tensor:
+def text_of(model, tokens):
     symbols = len(model.decoder.dictionary)
     return torch.randint(4, symbols, (tokens,), generator=torch.Generator().manual_seed(2))
 
 
-def by_hand(model: torch.nn.Module, text: Tensor, found: list[Window]) -> Tensor:
+def by_hand(model, text, found):
     """Losses in bits, a window at a time, from the model's whole output."""
     before = torch.cat([torch.tensor([2]), text[:-1]])
     losses = []
@@ -232,7 +220,7 @@ def test_blocks_of_a_model_with_a_memory_are_evaluated_with_the_task_that_carrie
 
 
 def test_the_loss_holds_to_the_last_context_before_the_first_that_raises_it():
-    def measured(*deltas: float) -> dict[str, dict[str, float]]:
+    def measured(*deltas):
         named = zip((64, 128, 256, 512), deltas, strict=True)
         return {"paired-32": {}, **{f"paired-{n}": {"delta": delta} for n, delta in named}}
 
@@ -247,7 +235,7 @@ def test_a_cell_of_holds_to_is_the_lowest_of_its_seeds_and_beyond_window_is_in_n
     table = load_named("extrapolation")
     row, holds, beyond = table.row("RoPE"), *map(table.column, ("linear-holds", "linear-beyond"))
 
-    def run(seed: int, delta: float) -> Run:
+    def run(seed, delta):
         paired = {f"paired-{n}": {"delta": delta if n > 256 else 0.0} for n in (256, 512, 1024)}
         long = {"paired-2048": {"loss": 6.0, "delta": 0.0}, "truncated-2048": {"loss": 5.0}}
         metrics = {"test": {"paired-128": {"loss": 6.0}, **paired, **long}}
@@ -260,8 +248,6 @@ def test_a_cell_of_holds_to_is_the_lowest_of_its_seeds_and_beyond_window_is_in_n
     found = sheet.scores(row, beyond)
     assert found == pytest.approx({1: -math.log(2), 2: -math.log(2)})
 
-
-# --- the control: attention limited to the length of training ---------------------------------
 
 LIMITED = ("rope", "lrpe-type4", "permuteformer", "alibi", "fox", "gated:lrpe-type2", "lrpe-type8")
 SCORED = ("t5", "cope", "stick-breaking", "kerple-log", "transformer-xl", "shaw", "cape-alibi")
@@ -318,11 +304,8 @@ def test_windows_are_whole_where_a_score_depends_on_more_than_the_lag(corpus, na
     assert scoring.reach_of(model_of(corpus, "softmax", name), T) == sys.maxsize
 
 
-def attentions(model: torch.nn.Module) -> Iterator[MultiheadAttention]:
+def attentions(model):
     return (m for m in model.modules() if isinstance(m, MultiheadAttention))
-
-
-# --- denominators -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["rope", "lrpe-type8", "permuteformer", "fox", "cosformer"])
@@ -344,7 +327,7 @@ def test_denominators_are_the_sums_of_all_scores(name):
 def test_the_fraction_of_clamped_denominators_is_counted_by_position(corpus, monkeypatch):
     model = model_of(corpus, "linear", "rope")
 
-    def denominators(module: MultiheadAttention, x: Tensor) -> Tensor:
+    def denominators(module, x):
         first = torch.arange(x.shape[1]) < 20  # the first 20 positions of a block are clamped
         return torch.where(first, 0.0, 1.0).expand(x.shape[0], 2, -1)
 
@@ -359,9 +342,6 @@ def test_the_fraction_of_clamped_denominators_is_counted_by_position(corpus, mon
     assert not any(key.startswith("clamped") for key in found["positions-64"])
 
 
-# --- counts and refusals ----------------------------------------------------------------------
-
-
 def test_an_evaluation_that_lost_tokens_is_refused(corpus, tmp_path, monkeypatch):
     model = model_of(corpus, "linear", "none")
     whole = Protocol.windows
@@ -372,7 +352,7 @@ def test_an_evaluation_that_lost_tokens_is_refused(corpus, tmp_path, monkeypatch
     (tmp_path / "manifest.json").write_text(json.dumps(counts))
     out = tmp_path / "eval-best-test-lengths.json"
 
-    def run(words: list[str], log: Path) -> None:
+    def run(words, log):
         out.write_text(json.dumps({name: {"loss": 1.0, "tokens": 900} for name in words[7:-2]}))
 
     best, options = tmp_path / "best.pt", {"task.tokens_per_sample": T}
@@ -404,7 +384,7 @@ def test_context_scaling_is_refused_for_a_model_without_rotations():
 
 
 def test_paired_protocols_may_count_other_tokens_than_the_whole_split():
-    def run(**counts: int) -> dict:
+    def run(**counts):
         measured = {name.replace("_", "-"): {"ppl": 9.0, "tokens": n} for name, n in counts.items()}
         return a_record(metrics={"test": measured}, protocol=dict.fromkeys(measured, "One."))
 
@@ -414,18 +394,15 @@ def test_paired_protocols_may_count_other_tokens_than_the_whole_split():
             validate(run(**bad))
 
 
-# --- the whole, once --------------------------------------------------------------------------
-
-
 FIRST = ("blocks", f"blocks-{T}", "paired-8", "paired-128", "truncated-128", "positions-64")
 MORE = ("tail-64-64", "blocks-64", "sliding", f"tail-{T}-{T // 2}", "documents-16")
 
 
-def of_test(names: Iterable[str]) -> tuple[tuple[str, str], ...]:
+def of_test(names):
     return tuple(("test", name) for name in names)
 
 
-def tiny_run(corpus: Corpus, folder: Path) -> LMRun:
+def tiny_run(corpus, folder):
     """A run of two updates on the tiny corpus, with the evaluations FIRST."""
     data = folder / "data"
     data.mkdir()

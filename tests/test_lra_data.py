@@ -1,7 +1,5 @@
 """Data of the Long-Range Arena: reviews, pairs of papers, paths and images, from small archives."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json
@@ -9,9 +7,7 @@ import lzma
 import math
 import re
 import tarfile
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,7 +24,7 @@ from tests.trial import trial
 lra, pathfinder = load("lra"), load("pathfinder")
 
 
-def packed(folder: Path, name: str, members: Mapping[str, bytes]) -> str:
+def packed(folder, name, members):
     """Write a tar archive, compressed with gzip, and return its sha256."""
     folder.mkdir(parents=True, exist_ok=True)
     with tarfile.open(folder / name, "w:gz") as archive:
@@ -39,22 +35,19 @@ def packed(folder: Path, name: str, members: Mapping[str, bytes]) -> str:
     return sha256((folder / name).read_bytes())
 
 
-def unpacked(folder: Path, members: Mapping[str, bytes]) -> Path:
+def unpacked(folder, members):
     for name, content in members.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     return folder
 
 
-def small(task: object, checksum: str = "", **sizes: int) -> object:
+def small(task, checksum="", **sizes):
     return replace(task, archive=replace(task.archive, checksum=checksum), sizes=sizes)
 
 
-def splits(dest: Path, end: bool) -> dict:
+def splits(dest, end):
     return {split: stored(dest / "bin", split, end) for split in prep.SPLITS}
-
-
-# --- text --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -145,10 +138,7 @@ def test_the_published_splits_validate_on_the_test_set(text, tmp_path):
     assert said.endswith("Valid is the test split: the accuracy on it also selects the checkpoint.")
 
 
-# --- retrieval ---------------------------------------------------------------------------------
-
-
-def papers(name: str, count: int) -> bytes:
+def papers(name, count):
     rows = (
         f'{n % 2}.0\tP{n}\tQ{n}\t"an {name} quote {n}\tsecond {n} “text' + "x" * (5000 * (n == 1))
         for n in range(count)
@@ -186,10 +176,7 @@ def test_pairs_have_two_inputs_and_quotes_are_bytes(release, tmp_path):
     assert counts["tokens"] == stored_tokens
 
 
-# --- pathfinder of the release -----------------------------------------------------------------
-
-
-def png(pixels: np.ndarray) -> bytes:
+def png(pixels):
     out = io.BytesIO()
     Image.fromarray(pixels).save(out, "PNG")
     return out.getvalue()
@@ -230,9 +217,6 @@ def test_paths_have_the_labels_of_the_metadata_and_empty_files_are_left_out(
     )
 
 
-# --- image -------------------------------------------------------------------------------------
-
-
 def test_images_are_gray_as_in_pillow_and_validation_is_part_of_training(tmp_path):
     rng = np.random.RandomState(0)
     parts = [f"data_batch_{n}" for n in range(1, 6)] + ["test_batch"]
@@ -259,9 +243,6 @@ def test_images_are_gray_as_in_pillow_and_validation_is_part_of_training(tmp_pat
     assert "images in test instead of 20" in refusal(lra.prepare, task, tmp_path / "no", folder)
 
 
-# --- archives ----------------------------------------------------------------------------------
-
-
 def test_an_archive_that_is_absent_truncated_or_incomplete_is_refused(text, tmp_path):
     source, task = text
     said = refusal(lra.prepare, task, tmp_path / "dest", tmp_path / "nowhere")
@@ -279,15 +260,12 @@ def test_an_archive_that_is_absent_truncated_or_incomplete_is_refused(text, tmp_
     assert not (tmp_path / "dest" / "bin").exists()
 
 
-# --- pathfinder, generated ---------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def scenes():
     return [drawn_scene(number) for number in range(60)]
 
 
-def drawn_scene(number: int) -> pathfinder.Scene:
+def drawn_scene(number):
     return pathfinder.scene(pathfinder.RECIPES[16], np.random.RandomState([7, 0, number]))
 
 
@@ -323,32 +301,30 @@ def test_generated_paths_are_prepared_with_a_manifest_and_not_again(tmp_path, ca
     assert "binarize: already done" in capsys.readouterr().out
 
 
-# --- evaluation on other data ------------------------------------------------------------------
-
-
-def test_a_model_is_also_evaluated_on_other_data_that_are_verified(text, tmp_path, monkeypatch):
+def test_a_model_is_also_evaluated_on_other_data_that_are_verified(text, tmp_path):
     source, task = text
     for name in ("text", "other"):
         lra.prepare(task, tmp_path / name, source)
     asked = (("test", "accuracy"), ("valid", "accuracy-on-other"), ("test", "accuracy-on-other"))
-    places = {"folder": tmp_path, "data": tmp_path / "text"}
-    given = {"config": "lra-text", "evaluations": asked, **places}
+    given = {"config": "lra-text", "evaluations": asked, "data": tmp_path / "text"}
     made = trial(tmp_path, ClassificationRun, **given)
+    made.folder.mkdir()
     commands: list[list[str]] = []
 
-    def read(path: Path) -> dict:
-        score = {"accuracy": {"accuracy": float(len(path.name))}}
-        return {"metrics": {"valid": score, "test": score}, "protocol": {"accuracy": "Said."}}
+    def run(command, log):
+        commands.append(command)
+        score = {"accuracy": {"accuracy": float(len(log.stem))}}
+        said = {"metrics": {"valid": score, "test": score}, "protocol": {"accuracy": "Said."}}
+        log.with_suffix(".json").write_text(json.dumps(said))
 
-    monkeypatch.setattr(classification, "read_run", read)
-    found = made.measure(lambda command, log: commands.append(command))
+    found = made.measure(run)
     assert [command[5] for command in commands] == [str(tmp_path / n) for n in ("text", "other")]
     assert [c[c.index("--splits") + 1 : c.index("--out")] for c in commands] == [
         ["test"], ["valid", "test"]
     ]  # fmt: skip
     assert found["metrics"]["test"] == {
-        "accuracy": {"accuracy": float(len("eval-accuracy.json"))},
-        "accuracy-on-other": {"accuracy": float(len("eval-accuracy-on-other.json"))},
+        "accuracy": {"accuracy": float(len("eval-accuracy"))},
+        "accuracy-on-other": {"accuracy": float(len("eval-accuracy-on-other"))},
     }
     assert set(found["metrics"]["valid"]) == {"accuracy-on-other"}
     assert "Said. On lra-text. The checkpoint" in found["protocol"]["accuracy-on-other"]

@@ -3,8 +3,6 @@
 The processes import torch alone: importing fairseq takes longer than the test.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys
@@ -19,7 +17,7 @@ ROWS = (7, 11)
 """Real tokens of each process."""
 
 
-def norm_class() -> type[nn.BatchNorm1d]:
+def norm_class():
     """SharedBatchNorm, without importing its package."""
     spec = importlib.util.spec_from_file_location("norms", NORMS)
     module = importlib.util.module_from_spec(spec)
@@ -27,7 +25,7 @@ def norm_class() -> type[nn.BatchNorm1d]:
     return module.SharedBatchNorm
 
 
-def example(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def example(rank):
     """Rows of a process, and the weights of its loss."""
     generator = torch.Generator().manual_seed(rank)
     return tuple(
@@ -35,7 +33,7 @@ def example(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def outcome(norm: nn.Module, rows: torch.Tensor, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def outcome(norm, rows, weight):
     """Apply a norm twice in training; output, gradients and statistics."""
     torch.manual_seed(0)
     norm.double().train()
@@ -47,7 +45,7 @@ def outcome(norm: nn.Module, rows: torch.Tensor, weight: torch.Tensor) -> dict[s
     return {"out": outs[-1].detach(), "grad of x": x.grad, **norm.state_dict(), **grads}
 
 
-def main(rank: int, folder: str) -> None:
+def main(rank, folder):
     """One process of the group."""
     torch.set_num_threads(1)
     dist = torch.distributed

@@ -1,18 +1,15 @@
 """``lrpe_adam``: which parameters are decayed, in every kind of precision; and half precision that
 is resumed."""
 
-from __future__ import annotations
-
 import io
 import math
-from typing import Any
 
 import pytest
 import torch
 from fairseq import optim, utils
 from fairseq.dataclass.configs import FairseqConfig
-from fairseq.optim import FairseqOptimizer, lr_scheduler
-from omegaconf import DictConfig, OmegaConf
+from fairseq.optim import lr_scheduler
+from omegaconf import OmegaConf
 from torch import nn
 
 from lrpe_fairseq import compat
@@ -31,14 +28,14 @@ WRAPPERS = {
 DEFAULTS = OmegaConf.structured(FairseqConfig)
 
 
-def config(name: str = "lrpe_adam", decay: float = 0.5, **common: object) -> DictConfig:
+def config(name="lrpe_adam", decay=0.5, **common):
     """fairseq's whole configuration, which a YAML and its defaults give."""
     given = {"_name": name, "weight_decay": decay, "adam_betas": "(0.9, 0.999)"}
     chosen = {"optimizer": given, "common": common, "optimization": {"lr": [0.1]}}
     return OmegaConf.merge(DEFAULTS, chosen)
 
 
-def model() -> nn.Module:
+def model():
     """A matrix, a bias, the two vectors of a norm, and a number."""
     torch.manual_seed(0)
     made = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
@@ -46,10 +43,7 @@ def model() -> nn.Module:
     return made
 
 
-# --- the optimizer -----------------------------------------------------------------------------
-
-
-def trained(kind: str, built: nn.Module, name: str = "lrpe_adam") -> FairseqOptimizer:
+def trained(kind, built, name="lrpe_adam"):
     """The optimizer after one update with gradients of zero."""
     wrapper, common = WRAPPERS[kind]
     known = config(name, **common)
@@ -124,9 +118,6 @@ def test_both_groups_have_the_options_and_the_update_of_adam():
         assert torch.equal(one, other)
 
 
-# --- the schedule ------------------------------------------------------------------------------
-
-
 def test_lrpe_cosine_counts_from_the_first_update():
     """timm's CosineLRScheduler with warmup_prefix=False: t / T includes the warm-up."""
     known = config()
@@ -137,8 +128,6 @@ def test_lrpe_cosine_counts_from_the_first_update():
     top = [0.01 + 0.045 * (1 + math.cos(math.pi * n / 300)) for n in (20, 150, 300)]
     assert rates == pytest.approx([0.0, 0.05, 0.095, *top])
 
-
-# --- half precision that is resumed ------------------------------------------------------------
 
 HALVES = {  # the loss scaler doubles its scale at the updates 3 and 6
     "bf16": ("lrpe_adam", torch.bfloat16, {"bf16": True}),
@@ -159,7 +148,7 @@ def half(request, monkeypatch):
     return request.param
 
 
-def in_half(kind: str, state: dict[str, Any] | None = None) -> tuple[nn.Module, FairseqOptimizer]:
+def in_half(kind, state=None):
     """A model in half precision, but for its number, and its optimizer; both as saved."""
     name, dtype, common = HALVES[kind]
     built = model().to(dtype)
@@ -175,7 +164,7 @@ def in_half(kind: str, state: dict[str, Any] | None = None) -> tuple[nn.Module, 
     return built, made
 
 
-def train(built: nn.Module, made: FairseqOptimizer, updates: range) -> dict[str, Any]:
+def train(built, made, updates):
     """What a trainer saves after these updates, read again."""
     made.set_lr(0.01)
     for update in updates:

@@ -16,7 +16,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
 
@@ -40,7 +39,7 @@ EXAMPLES = re.compile(r"yours|letters|<|\*|\.\.\.|…|runs/table8|/(work|\.insta
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-def blocks(page: Path, language: str) -> list[str]:
+def blocks(page, language):
     """The fenced blocks of ``page`` in ``language`` ("" for shell), without their indent."""
     found = FENCED.findall(page.read_text(encoding="utf-8"))
     return [
@@ -50,24 +49,21 @@ def blocks(page: Path, language: str) -> list[str]:
     ]
 
 
-def inline(page: Path) -> list[str]:
+def inline(page):
     """What stands between backquotes outside fenced blocks, line breaks as spaces."""
     prose = FENCED.sub("", page.read_text(encoding="utf-8"))
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
-
-
-# --- commands ----------------------------------------------------------------------------------
 
 
 class Parsed(Exception):
     """Ends a program after it has read its command line."""
 
 
-def parse_only(main: Callable[[list[str]], object], words: list[str]) -> None:
+def parse_only(main, words):
     """Call ``main`` up to the end of its parser, which exits for words that it does not take."""
     parse = argparse.ArgumentParser.parse_args
 
-    def parse_and_end(parser: argparse.ArgumentParser, given: list[str]) -> None:
+    def parse_and_end(parser, given):
         parse(parser, given)
         raise Parsed
 
@@ -92,12 +88,12 @@ PARSERS = {
 }
 
 
-def commands(page: Path) -> Iterator[list[str]]:
+def commands(page):
     """The words of every command of ``page``, without variables before it."""
     yield from split([*blocks(page, ""), *(c for c in inline(page) if f"{c} ".startswith(STARTS))])
 
 
-def split(texts: Iterable[str]) -> Iterator[list[str]]:
+def split(texts):
     """The words of every program in the lines of ``texts``, without variables before it."""
     lines = (line for text in texts for line in text.replace("\\\n", " ").splitlines())
     for program in (program for line in lines for program in line.split(" | ")):
@@ -108,7 +104,7 @@ def split(texts: Iterable[str]) -> Iterator[list[str]]:
             yield words
 
 
-def check_command(name: str, words: list[str]) -> None:
+def check_command(name, words):
     """Fail unless the program ``name`` exists and takes ``words``."""
     name = name.removeprefix(".venv/bin/")
     in_prose = not words or words[0] in ("--protocols",)  # names an option, not a whole command
@@ -129,7 +125,7 @@ def check_command(name: str, words: list[str]) -> None:
         assert name in SHELL_ONLY, f"nothing checks the command {name}"
 
 
-def check_python(words: list[str]) -> None:
+def check_python(words):
     """A module that can be imported, a file that exists, or code that compiles."""
     if words[0] == "-m":
         assert importlib.util.find_spec(words[1]), words
@@ -144,7 +140,7 @@ def check_python(words: list[str]) -> None:
             parse_only(runpy.run_path(str(ROOT / words[0]))["main"], words[1:])
 
 
-def check_fairseq(name: str, words: list[str]) -> None:
+def check_fairseq(name, words):
     """fairseq's own parser takes the words; a configuration of hydra's exists."""
     if name == "fairseq-hydra-train":
         folder, config = (words[words.index(w) + 1] for w in ("--config-dir", "--config-name"))
@@ -188,7 +184,7 @@ def test_a_command_that_does_not_exist_is_found(tmp_path):
             check_command(name, words)
 
 
-def head_commands(config: Path) -> Iterator[list[str]]:
+def head_commands(config):
     """The words of every command in the comment that begins ``config``: indented, or in quotes."""
     head = re.match(r"(?:#.*\n)*", config.read_text(encoding="utf-8"))[0]
     lines = re.sub(r"^# ?", "", head, flags=re.MULTILINE)
@@ -208,9 +204,6 @@ def test_every_command_in_the_head_of_a_configuration_is_taken(config):
             assert run_table._select(table, parsed)
 
 
-# --- options, paths, names, links --------------------------------------------------------------
-
-
 ARCHS = {
     "language_modeling": "lrpe_lm",
     "masked_lm": "lrpe_roberta",
@@ -222,7 +215,7 @@ ARCHS = {
 
 
 @cache
-def known_options() -> set[str]:
+def known_options():
     """The options of fairseq's commands with each of our archs, and those of our programs."""
     parsers = [
         options.get_generation_parser(),
@@ -274,7 +267,7 @@ def test_every_name_of_this_package_in_a_page_can_be_imported(page):
             resolve(name)
 
 
-def resolve(name: str) -> object:
+def resolve(name):
     """The module, or the attribute of a module, called ``name``."""
     try:
         return importlib.import_module(name)
@@ -294,9 +287,6 @@ def test_the_readme_links_every_page():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     wanted = [page.relative_to(ROOT).as_posix() for page in PAGES if page.name != "README.md"]
     assert [page for page in wanted if f"]({page})" not in readme] == []
-
-
-# --- Python ------------------------------------------------------------------------------------
 
 
 @by_page
@@ -332,7 +322,7 @@ print("driver:", int(status), base, lrpe_fairseq.__file__)
 """
 
 
-def follow_the_recipe(folder: Path) -> None:
+def follow_the_recipe(folder):
     """CONTRIBUTING's encoding in a copy of the repository: its file, its line, its import."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     ignored = shutil.ignore_patterns("__pycache__", "work")

@@ -42,19 +42,19 @@ NAMES = {
 NOT_PRINTED = "-"
 
 
-def printed() -> dict[tuple[str, str], str]:
+def printed():
     """(setting, column) -> the printed text."""
     cells = read_paper(ROOT / "results" / "paper" / "tmlr-table8.csv")
     return {(c["setting"], c["column"]): c["printed"] for c in cells if c["column"] in CONFIG}
 
 
-def number(text: str) -> float:
+def number(text):
     """``50k updates`` -> 50000."""
     found = re.match(r"([\d.e-]+)(k?)", text)
     return float(found[1]) * (1000 if found[2] else 1)
 
 
-def samples_and_epoch(known: dict) -> tuple[float, int]:
+def samples_and_epoch(known):
     """The samples of an update, and the updates of the unit in which budgets are printed.
 
     That is one update for text. For images it is an epoch: a multiple of 256 images, as in DeiT.
@@ -66,7 +66,7 @@ def samples_and_epoch(known: dict) -> tuple[float, int]:
     return samples, imagenet.IMAGENET.sizes["train"] // ROUND * ROUND // samples
 
 
-def ours(setting: str, column: str, known: dict) -> object:
+def ours(setting, column, known):
     """The value of our configuration, ``known`` by dotted keys."""
     side = SIDE[column]
     if setting in SIDES:
@@ -103,8 +103,6 @@ def test_every_printed_setting_is_ours_or_an_exception_with_a_reason(column, pat
             different[setting, column] = value
     assert different == {key: own for key, (own, _) in EXCEPTIONS.items() if key[1] == column}
 
-
-# --- Table 9, the Long-Range Arena -------------------------------------------------------------
 
 TASKS = ("Text", "ListOps", "Retrieval", "Pathfinder", "Image")
 TRAINED = {  # training examples; the release of Pathfinder has about 200,000 images

@@ -32,7 +32,7 @@ def test_every_row_but_base_is_better_than_trigrams_and_one_has_less_than_five()
     assert min(learned) < 5
 
 
-def by_definition(train: list[int], test: list[int], longest: int) -> dict[int, float]:
+def by_definition(train, test, longest):
     """Witten and Bell's estimates, token by token."""
     below, found = [1 / len(set(train))] * len(test), {}
     for n in range(1, longest + 1):

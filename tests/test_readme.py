@@ -43,9 +43,6 @@ def test_a_part_without_its_place_is_refused():
         markdown.between("text", "encodings", "content")
 
 
-# --- the benchmarks ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("speed_ups", "first"),
     [
@@ -70,21 +67,19 @@ def test_a_speed_that_was_not_measured_is_a_dash(monkeypatch):
     assert speed.speed(ROOT, "cuda", "linear", "lrpe-type3") == "–"
 
 
-# --- README's commands -------------------------------------------------------------------------
-
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TRAININGS = re.findall(r"^fairseq-hydra-train (?:.*\\\n)*.*$", README, re.MULTILINE)
 TINY = "optimization.max_update=2 checkpoint.save_interval_updates=2 dataset.max_valid_steps=1"
 ON_CPU = "common.cpu=true common.bf16=false model.decoder_layers=1 dataset.max_tokens=512"
 
 
-def command(start: str) -> str:
+def command(start):
     """README's first command that begins with ``start``."""
     pattern = rf"^{re.escape(start)}(?:.*\\\n)*.*$"
     return re.search(pattern, README, re.MULTILINE)[0]
 
 
-def shell(folder: Path, text: str) -> str:
+def shell(folder, text):
     """What the command writes, with the programs of this installation; it must succeed."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     own = {"PATH": path, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}

@@ -27,9 +27,6 @@ NUMBERS = ("value", "std", "ci95", "printed", "note")  # columns that do not nam
 RESULTS = sorted({path.stem for path in PAPER.glob("*.csv")} - SETTINGS)
 
 
-# --- the published numbers --------------------------------------------------------------------
-
-
 def published(name):
     return frame.read_paper(PAPER / f"{name}.csv")
 
@@ -79,9 +76,6 @@ def test_long_range_arena_averages_are_the_mean_of_five_tasks():
         rows[method][dataset] = value
     for row in rows.values():
         assert row.pop("AVG") == pytest.approx(sum(row.values()) / 5, abs=0.0051)
-
-
-# --- the run file -----------------------------------------------------------------------------
 
 
 UPDATES = {"optimization.max_update": 900}
@@ -167,21 +161,6 @@ def test_a_failing_disk_leaves_the_old_run_whole_and_says_which_file(tmp_path, m
     assert not list((tmp_path / "new").iterdir())
 
 
-def test_a_run_killed_while_writing_is_no_run(tmp_path, monkeypatch):
-    class Killed(BaseException):
-        pass
-
-    def kill(*_):
-        raise Killed
-
-    monkeypatch.setattr("os.replace", kill)
-    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)  # a killed process cleans nothing
-    with pytest.raises(Killed):
-        write_run(tmp_path / "demo" / "a.json", make_run())
-    assert [p.suffix for p in (tmp_path / "demo").iterdir()] == [".tmp"]
-    assert read_runs(tmp_path) == {}
-
-
 def test_a_truncated_or_misplaced_run_file_is_refused_by_name(tmp_path):
     path = tmp_path / "demo" / "a.json"
     write_run(path, make_run())
@@ -202,9 +181,6 @@ def test_the_environment_completes_a_run_and_does_not_name_the_host():
     assert set(found["hardware"]) == {"cpu", "cores", "gpus"}
     host = platform.node()
     assert not host or host not in json.dumps(found["hardware"])
-
-
-# --- which run fills which cell ---------------------------------------------------------------
 
 
 TABLE = """
@@ -436,16 +412,6 @@ def test_a_reference_to_a_published_cell_that_is_not_there_is_refused(root):
     save(root, "a")
     with pytest.raises(ValueError, match=r"0 cells with .*SPF"):
         page(root)
-
-
-# --- the rendered text ------------------------------------------------------------------------
-
-
-def test_a_table_that_names_its_rates_shows_no_others(root):
-    save(root, "a", metrics=ppl(45.0), config={RATE: [0.001]})
-    assert scores(root, "Base", "valid") == {1: 45.0}
-    edit_table(root, "baseline: Base", "baseline: Base\nrates: {small: [0.002]}")
-    assert scores(root, "Base", "valid") == {}
 
 
 def test_a_column_may_have_rates_of_its_own(root):

@@ -3,8 +3,6 @@ table asks for after the training."""
 
 import json
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from lrpe_fairseq.experiments.report.frame import require_same
 from lrpe_fairseq.experiments.runner import identity, schedule
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children
-from lrpe_fairseq.experiments.runner.training import Shell, TrainingRun
+from lrpe_fairseq.experiments.runner.training import TrainingRun
 from tests.test_experiments import a_record
 from tests.trial import trial
 
@@ -53,16 +51,13 @@ rows:
 def table(tmp_path):
     """Load TABLE with some text replaced."""
 
-    def loaded(old: str = "", new: str = "") -> Any:
+    def loaded(old="", new=""):
         path = tmp_path / "lengths.yaml"
         assert old in TABLE
         path.write_text(TABLE.replace(old, new))
         return load_table(path)
 
     return loaded
-
-
-# --- equal methods ----------------------------------------------------------------------------
 
 
 def test_rows_of_equal_methods_are_trained_once(table):
@@ -78,9 +73,6 @@ def test_a_run_of_another_name_of_its_method_is_finished(tmp_path):
     assert run.differences({**config, "model.position_encoding": "lrpe-type4"}) == set()
     other = {**config, "model.position_encoding": "lrpe-type2"}
     assert run.differences(other) == {"model.position_encoding"}
-
-
-# --- columns with their own configuration -----------------------------------------------------
 
 
 def test_a_column_trains_with_its_own_configuration(table):
@@ -125,7 +117,7 @@ def test_a_column_without_a_data_set_shows_those_that_no_other_column_names(tabl
     own = replace(given, columns=[*columns, given.columns[2]])
     valid, _, words = own.columns
 
-    def filled(dataset: str) -> set[str]:
+    def filled(dataset):
         run = a_record(experiment="lengths", dataset=dataset)
         return {column for row, column in keys.filled(own, run) if row == "Base"}
 
@@ -157,43 +149,40 @@ def test_options_are_shared_within_a_data_set(table):
         require_same(table(), runs)
 
 
-# --- evaluations that are missing -------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Recorded(LMRun):
     """A run that measures without a model, and counts what it does in ``done``."""
 
     done: tuple[list[str], ...] = ([],)
 
-    def require_inputs(self) -> None:
+    def require_inputs(self):
         pass
 
-    def measure(self, run: Shell) -> Run:
+    def measure(self, run):
         self.done[0].extend(f"{split} {protocol}" for split, protocol in self.evaluations)
         metrics: Run = {}
         for split, protocol in self.evaluations:
             metrics.setdefault(split, {})[protocol] = {"ppl": 7.0, "tokens": 1000}
         return {"metrics": metrics, "protocol": {p: "Anew." for _, p in self.evaluations}}
 
-    def train(self, children: Children, devices: Devices, lock: int, say: Any) -> None:
+    def train(self, children, devices, lock, say):
         self.done[0].append("train")
         save(self)
 
-    def record(self, measured: Run, threads: int) -> Run:
+    def record(self, measured, threads):
         return {**a_record(), **measured, "config": trained_as(self), "wall_seconds": 99.0}
 
 
-def a_run(folder: Path, **changes: Any) -> Recorded:
+def a_run(folder, **changes):
     asked = (("test", "blocks"), ("valid", "tail-512"))
     return trial(folder, Recorded, **{"evaluations": asked, "done": ([],), **changes})
 
 
-def trained_as(run: LMRun) -> Run:
+def trained_as(run):
     return identity.options(identity.resolved(run.settings()))
 
 
-def save(run: LMRun, updates: int = UPDATES, seconds: float = SECONDS) -> None:
+def save(run, updates=UPDATES, seconds=SECONDS):
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     state = {
         "cfg": json.loads(json.dumps(identity.resolved(run.settings()), default=str)),
@@ -215,7 +204,7 @@ def finished(tmp_path):
     return run
 
 
-def work(run: Recorded) -> tuple[bool, list[str]]:
+def work(run):
     said: list[str] = []
     return run.work(Children(), Devices(), said.append), said
 
@@ -275,7 +264,7 @@ def test_a_finished_translation_run_is_evaluated_with_the_average_that_it_left(t
     assert kept.read_bytes() == before
 
 
-def vars_of(run: LMRun) -> dict[str, Any]:
+def vars_of(run):
     """The fields of a run that all families have."""
     return {field.name: getattr(run, field.name) for field in fields(TrainingRun)}
 
@@ -288,13 +277,11 @@ def test_the_state_of_a_run_that_lacks_an_evaluation_says_so(finished):
     assert schedule.state(finished).startswith("done, ")
 
 
-# --- evaluations by hand -------------------------------------------------------------------------
-
 BEFORE = {"test": {"blocks": 1.0, "sliding": 2.0}, "valid": {"blocks": 3.0}}
 AGAIN = {"test": {"blocks": 4.0, "blocks-512": 5.0}}
 
 
-def evaluated(**by_split: dict[str, float]) -> Run:
+def evaluated(**by_split):
     """A run file of an evaluation, as evaluate.record makes it."""
     metrics = {s: {n: {"ppl": v} for n, v in own.items()} for s, own in by_split.items()}
     protocol = {name: f"{name}." for own in by_split.values() for name in own}

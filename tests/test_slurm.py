@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -66,11 +65,11 @@ PartitionName=both Nodes=n1,n2 State=UP
 class Cluster:
     """Two nodes, their controller and its authentication."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder, self.alive = folder, {}
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
 
-    def start(self) -> None:
+    def start(self):
         settings = {"host": socket.gethostname().split(".")[0], "ports": free_ports(3)}
         settings |= {"folder": self.folder, "user": getpass.getuser()}
         (self.folder / "slurm.conf").write_text(CONF.format(**settings))
@@ -89,27 +88,27 @@ class Cluster:
         wait_until(lambda: "idle" in self.ask("sinfo", "-h", "-p", "one"), 30)
         wait_until(lambda: " 2 " in self.ask("sinfo", "-h", "-p", "both", "-t", "idle"), 30)
 
-    def start_node(self, node: str) -> None:
+    def start_node(self, node):
         self.alive[node] = self.spawn("slurmd", "-D", "-N", node)
 
-    def spawn(self, daemon: str, *arguments: str) -> subprocess.Popen:
+    def spawn(self, daemon, *arguments):
         environment = {**os.environ, **self.environment}
         output = (self.folder / f"{daemon}.out").open("ab")
         command = [daemon, *arguments]
         return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
 
-    def ask(self, *command: str) -> str:
+    def ask(self, *command):
         environment = {**os.environ, **self.environment}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         return done.stdout
 
-    def is_done(self, job: str) -> bool:
+    def is_done(self, job):
         """True if no job is left. A requeued job starts without Slurm's delay of two minutes."""
         for number in range(4):
             self.ask("scontrol", "update", f"jobid={job}_{number}", "StartTime=now")
         return not self.ask("squeue", "-h")
 
-    def stop(self) -> None:
+    def stop(self):
         self.ask("scancel", "--user", getpass.getuser())
         wait_until(lambda: not self.ask("squeue", "-h"), 60)
         for daemon in reversed(self.alive.values()):
@@ -129,7 +128,7 @@ def cluster(tmp_path_factory):
     cluster.stop()
 
 
-def free_ports(count: int) -> list[int]:
+def free_ports(count):
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -259,7 +258,7 @@ def test_only_failures_count_against_the_restarts(tmp_path, lives, requeued):
     assert calls(tmp_path) == ["requeue 7_2"] * requeued
 
 
-def calls(folder: Path) -> list[str]:
+def calls(folder):
     """Return how scontrol was called."""
     log = folder / "requeued"
     return log.read_text().splitlines() if log.exists() else []

@@ -24,7 +24,7 @@ def test_no_function_is_longer_than_50_lines():
     assert not found, "\n".join(found)
 
 
-def words_of(path: Path) -> set[str]:
+def words_of(path):
     """The names and the strings of a module, without its docstrings."""
     tree = ast.parse(path.read_text("utf-8"))
     texts = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
@@ -44,7 +44,7 @@ def test_attention_names_no_method_and_no_departure():
         assert not words_of(path) & names, path.name
 
 
-def run(code: str) -> str:
+def run(code):
     """What Python code prints in a process of its own."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

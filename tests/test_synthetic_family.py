@@ -1,7 +1,5 @@
 """The family of the synthetic suite: its runs, its counts, and the choice of the learning rate."""
 
-from __future__ import annotations
-
 import functools
 import json
 from dataclasses import replace
@@ -15,16 +13,15 @@ from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.files import ROOT, write_json
 from lrpe_fairseq.experiments.records.keys import RATE
 from lrpe_fairseq.experiments.records.layout import Column, Row, Table
-from lrpe_fairseq.experiments.report.frame import Scores, Sheet
+from lrpe_fairseq.experiments.report.frame import Sheet
 from lrpe_fairseq.experiments.runner.processes import RunFailed
-from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 SUITE = [task for task in TASKS if task != "grid"]
 BEST = {"split": "valid", "protocol": "whole", "metric": "loss", "better": "lower"}
 
 
 @functools.cache
-def rope_runs() -> list[TrainingRun]:
+def rope_runs():
     table = load_named("synthetic")
     return runs(replace(table, rows=[table.row("RoPE")]), "small", [1])
 
@@ -45,7 +42,7 @@ def test_a_cell_has_one_run_per_learning_rate_on_the_data_of_its_column():
     assert isinstance(run, SyntheticRun)
 
 
-def said(**changes: object) -> str:
+def said(**changes):
     numbers = {"exact_loss": "0.25", "answer_accuracy": "0.5", "token_accuracy": "0.75"}
     values = {**numbers, "samples": "4", "answers": "8", **changes}
     return f"x | INFO | test16 | {json.dumps({f'test16_{k}': v for k, v in values.items()})}"
@@ -72,7 +69,7 @@ def test_every_sample_and_answer_is_counted_or_the_run_fails(tmp_path):
         read_accuracy(log, tmp_path, "test1")
 
 
-def a_table(best_by: dict[str, str]) -> Table:
+def a_table(best_by):
     column = Column(
         "test", "test", "softmax", "answer_accuracy", "test4", "whole", best_over=RATE,
         best_by=best_by, better="higher",
@@ -81,7 +78,7 @@ def a_table(best_by: dict[str, str]) -> Table:
     return Table("t", "T", "", ["t"], {"small": ""}, "RoPE", "higher", [column], rows)
 
 
-def a_run(lr: float, loss: float, accuracy: float | None) -> dict:
+def a_run(lr, loss, accuracy):
     tested = {DIVERGED: 1} if accuracy is None else {"answer_accuracy": accuracy}
     return {
         "experiment": "t",
@@ -95,7 +92,7 @@ def a_run(lr: float, loss: float, accuracy: float | None) -> dict:
     }
 
 
-def scores(best_by: dict[str, str], runs: dict[str, dict]) -> Scores:
+def scores(best_by, runs):
     """The only cell of a table with these runs."""
     table = a_table(best_by)
     return Sheet(table, "small", "", runs).scores(table.rows[0], table.columns[0])

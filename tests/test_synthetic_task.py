@@ -1,7 +1,5 @@
 """The task lrpe_synthetic: batches, metrics, counts, and input that it refuses."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

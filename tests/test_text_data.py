@@ -1,12 +1,9 @@
 """data-prep/wikibook, books and gutenberg: shards that fairseq reads, and books split by name."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import random
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,20 +45,17 @@ def release(tmp_path_factory):
 def prepare(release, tmp_path):
     """Prepare the small release in ``tmp_path / "data"``."""
 
-    def made(count: int = SHARDS, from_dir: Path | None = release, **keywords: object) -> dict:
+    def made(count=SHARDS, from_dir=release, **keywords):
         chosen = {**known(release), "types": TYPES, **keywords}
         return wikibook.prepare(tmp_path / "data", count, from_dir, **chosen)
 
     return made
 
 
-def tree(folder: Path) -> dict[str, bytes]:
+def tree(folder):
     """Name -> content of every file of a folder."""
     paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-
-
-# --------------------------------------------------------------------------------------- shards
 
 
 def test_shards_are_in_numeric_order_and_data_without_them_are_bin(tmp_path):
@@ -73,9 +67,6 @@ def test_shards_are_in_numeric_order_and_data_without_them_are_bin(tmp_path):
     assert [path.name for path in shards_of(tmp_path)] == ["shard0", "shard9", "shard10"]
     assert data_home(joined_shards(tmp_path)) == tmp_path
     assert first_shard(tmp_path).name == "shard0"
-
-
-# ------------------------------------------------------------------------------------- wikibook
 
 
 def test_the_published_shards_are_copied_verified_and_counted(prepare, release, tmp_path, capsys):
@@ -152,9 +143,6 @@ def test_downloads_are_verified_by_the_publishers_checksums_and_resumed(
         assert there == tree(release / f"bin-shard{number}-8")
 
 
-# ----------------------------------------------------------------------------------------- books
-
-
 @pytest.fixture
 def shelf(tmp_path):
     """Two hundred books of two lines, in folders, with GPT-2's files."""
@@ -166,7 +154,7 @@ def shelf(tmp_path):
     return folder
 
 
-def known(folder: Path) -> dict[str, dict[str, str]]:
+def known(folder):
     """The keyword with the checksums of the small GPT-2's files."""
     return {"sha256": {file: prep.digest(folder / file) for file in ("encoder.json", "vocab.bpe")}}
 
@@ -224,9 +212,6 @@ def test_pg19_is_read_from_a_folder_or_downloaded_and_a_part_has_its_own_name(gu
     assert folders.dataset_name(tmp_path / "web") == "pg19-first-3-gpt2"
 
 
-# ------------------------------------------------------------------------------------- gutenberg
-
-
 BOOKS = {"train-00": 4, "train-01": 3, "train-02": 2, "valid": 2, "test": 3}
 
 
@@ -245,7 +230,7 @@ def library(tmp_path):
     return folder
 
 
-def prepared_books(folder: Path, dest: Path, shards: int = 1) -> dict:
+def prepared_books(folder, dest, shards=1):
     """Prepare the small library in 300 pieces, of which 256 are bytes."""
     sha256 = {name: prep.digest(folder / f"{name}.txt.xz") for name in BOOKS}
     return shelves.prepare(dest, folder, shards, vocab_size=300, sha256=sha256)

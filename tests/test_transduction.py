@@ -1,7 +1,5 @@
 """data-prep/algebraic: the tasks, their statistics, their splits, and the files for fairseq."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 
@@ -10,58 +8,55 @@ import pytest
 from numpy.random import RandomState
 
 from lrpe_fairseq.experiments.data import transduction
-from lrpe_fairseq.experiments.data.transduction import Recipe, Sample, Tree
+from lrpe_fairseq.experiments.data.transduction import Recipe, Tree
 
 SPLITS = ("train", "valid", "test")
 
 
-def recipe(task: str, scale: str = "tiny", order: str = "depth", **options) -> Recipe:
+def recipe(task, scale="tiny", order="depth", **options):
     return Recipe(task, scale, order if task.startswith("tree") else "", **options)
 
 
-def drawn(task: str, scale: str = "paper", count: int = 1500) -> list[Sample]:
+def drawn(task, scale="paper", count=1500):
     draw, rng = transduction.sampler(recipe(task, scale)), RandomState(7)
     return [draw(rng) for _ in range(count)]
 
 
-def node(label: str, left: Tree | str, right: Tree | str) -> Tree:
+def node(label, left, right):
     return Tree(label, tuple(Tree(c) if isinstance(c, str) else c for c in (left, right)))
 
 
-def random_tree(seed: int, depth: int = 6) -> Tree:
+def random_tree(seed, depth=6):
     rng = RandomState(seed)
     leaf, operator = (lambda: rng.choice(["l1", "l2", "l3"]), lambda: rng.choice(["o1", "o2"]))
     return transduction.labeled(transduction.random_shape(rng, depth), leaf, operator)
 
 
-def term(tree: Tree) -> str:
+def term(tree):
     return f"{tree.label}({', '.join(map(term, tree.children))})" if tree.children else tree.label
 
 
-def height(tree: Tree) -> int:
+def height(tree):
     return 1 + max(map(height, tree.children)) if tree.children else 0
 
 
-def in_order(tree: Tree) -> list[str]:
+def in_order(tree):
     if not tree.children:
         return [tree.label]
     left, right = map(in_order, tree.children)
     return [*left, tree.label, *right]
 
 
-def depths(samples: list[Sample], side: str) -> list[int]:
+def depths(samples, side):
     """Depths from the codes: depth d has the codes 2^d - 1 .. 2^(d+1) - 2."""
     return [(max(getattr(s, side).codes) + 1).bit_length() - 1 for s in samples]
-
-
-# ---------------------------------------------------------------------------------------- trees
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_codes_follow_the_path_from_the_root_in_both_orders(seed):
     tree = random_tree(seed)
 
-    def at(code: int) -> Tree:
+    def at(code):
         """The node of a code, found through its ancestors."""
         return at((code - 1) // 2).children[(code - 1) % 2] if code else tree
 
@@ -77,7 +72,7 @@ def test_codes_follow_the_path_from_the_root_in_both_orders(seed):
     assert places == sorted(places)
 
 
-def path(code: int) -> list[int]:
+def path(code):
     return [*path((code - 1) // 2), (code - 1) % 2] if code else []
 
 
@@ -88,7 +83,7 @@ def test_rotation_by_hand():
     assert transduction.rotate(left_is_a_leaf) == left_is_a_leaf
 
 
-def value(tree: Tree) -> int:
+def value(tree):
     return sum(int(label[1:]) - 1 for label in in_order(tree) if label[0] == "l") % 3
 
 
@@ -102,7 +97,7 @@ def test_reduction_keeps_the_value_and_removes_one_level(seed):
     assert len(nodes(reduced)) == len(nodes(tree)) - 2 * pairs
 
 
-def nodes(tree: Tree) -> list[Tree]:
+def nodes(tree):
     return [node for node, _ in transduction.depth_first(tree)]
 
 
@@ -134,15 +129,12 @@ def test_tree_ops_samples_answer_their_command():
     assert len(seen) == 4
 
 
-def subtree_at(label: dict[int, str], code: int) -> Tree:
+def subtree_at(label, code):
     below = [subtree_at(label, c) for c in (2 * code + 1, 2 * code + 2) if c in label]
     return Tree(label[code], tuple(below))
 
 
-# ----------------------------------------------------------------------------------- statistics
-
-
-def close(found: list[float], mean: float, digits: float = 0.05) -> bool:
+def close(found, mean, digits=0.05):
     """True if the mean of ``found`` is ``mean`` within 4 standard errors and its rounding."""
     return abs(np.mean(found) - mean) <= 4 * np.std(found) / math.sqrt(len(found)) + digits
 
@@ -164,9 +156,6 @@ def test_trees_have_the_sizes_of_the_published_data(task):
     assert set(depths(samples, "source")) <= set(range(2, 13))
 
 
-# --------------------------------------------------------------------------------------- splits
-
-
 @pytest.mark.parametrize("task", transduction.TASKS)
 def test_no_input_of_a_split_occurs_in_another(task):
     splits = transduction.generate(recipe(task))
@@ -174,9 +163,6 @@ def test_no_input_of_a_split_occurs_in_another(task):
     assert [len(splits[split]) for split in SPLITS] == [256, 64, 64]
     for one, other in ((0, 1), (0, 2), (1, 2)):
         assert not inputs[one] & inputs[other]
-
-
-# ---------------------------------------------------------------------------------------- files
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """The family of transduction runs: from a table's cell to a run file."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

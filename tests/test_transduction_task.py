@@ -1,7 +1,5 @@
 """The task lrpe_transduction: positions of nodes in batch and model, and teacher-forced metrics."""
 
-from __future__ import annotations
-
 import copy
 import math
 import re
@@ -77,9 +75,6 @@ def test_the_model_uses_the_positions_and_forgets_them(trained):
     torch.testing.assert_close(alone, nodes[:1])
 
 
-# -------------------------------------------------------------------------------------- metrics
-
-
 def test_sums_by_hand():
     """Three types after the special ones; the second sample is shorter and wrong once."""
     target = torch.tensor([[4, 5, EOS], [6, EOS, PAD]])
@@ -97,7 +92,7 @@ def test_sums_by_hand():
         assert found["_samples"] == 2
 
 
-def logged(*batches: dict) -> dict:
+def logged(*batches):
     with metrics.aggregate(new_root=True) as found:
         for batch in batches:
             log_scored([batch | {"_published_zeros": 0.0}])

@@ -1,7 +1,5 @@
 """Tree-SQ, the added embedding of tree nodes: its definition, and its place in lrpe_transformer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -18,14 +16,14 @@ MODEL = (
 TASK = f"--user-dir {PLUGIN} --task lrpe_transduction --cpu"
 
 
-def node(*branches: int) -> int:
+def node(*branches):
     code = 0
     for branch in branches:
         code = 2 * code + branch + 1
     return code
 
 
-def expected(branches: tuple[int, ...], decays: list[float], width: int) -> torch.Tensor:
+def expected(branches, decays, width):
     """Written out feature by feature: step from the node, branch, decay."""
     features = []
     for step in range(STEPS):

@@ -17,8 +17,8 @@ from lrpe_fairseq.experiments.records.files import ROOT, load_config
 from lrpe_fairseq.experiments.records.runs import Run, read_runs
 from tests.end_to_end.commands import Corpus
 
-UPDATES = 400
-SAVED = 100  # and every multiple of it
+UPDATES = 160
+SAVED = 40  # and every multiple of it
 BEYOND = SAVED + 20  # when a checkpoint can be resumed, and the training is far from its end
 TABLE = """
 title: "A table for a test"
@@ -48,6 +48,7 @@ def repository(folder: Path, corpus: Corpus) -> Path:
     width = {f"decoder_{part}_dim": 32 for part in ("embed", "input", "output", "ffn_embed")}
     config["model"] |= width
     config["optimization"]["max_update"] = UPDATES
+    config["lr_scheduler"]["warmup_updates"] = SAVED
     config["dataset"] |= {"max_tokens": 128, "validate_interval_updates": SAVED}
     config["checkpoint"]["save_interval_updates"] = SAVED
     (folder / "configs" / "lm" / "tiny.yaml").write_text(yaml.safe_dump(config, sort_keys=False))

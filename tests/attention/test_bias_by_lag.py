@@ -14,7 +14,7 @@ BATCH, HEADS, TIME, WIDTH = 3, 4, 50, 64
 CPU = torch.device("cpu")
 
 
-def has_table(name: str) -> bool:
+def has_table(name):
     encoding = build_encoding(name, head_dim=16, num_heads=HEADS, causal=True)
     if not isinstance(encoding, ScoreEncoding):
         return False
@@ -26,7 +26,7 @@ PADDING = torch.zeros(BATCH, TIME, dtype=torch.bool)
 PADDING[1, :7] = PADDING[2, 40:] = True
 
 
-def results(name: str, causal: bool, padding: torch.Tensor | None) -> list[torch.Tensor]:
+def results(name, causal, padding):
     """Output at real tokens, and the gradients of the input and of every parameter, in float64."""
     torch.manual_seed(0)
     options = {"attention_type": "softmax", "position_encoding": name, "causal": causal}

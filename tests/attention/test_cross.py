@@ -27,7 +27,7 @@ NAMES = (*ENCODINGS, "ape:tree3+sequence", "gated:rope")
 TYPES = ("linear", "softmax")
 
 
-def refusal(name: str, attention_type: str) -> str:
+def refusal(name, attention_type):
     """Return what the capability fields of an encoding refuse it for; "" if it is served."""
     kind = encoding_class(name)
     if is_causal_only(name):
@@ -85,9 +85,6 @@ def dense(module, x, memory, positions, memory_positions, padding):
 def gradients(out, *inputs):
     found = torch.autograd.grad(out.square().sum(), inputs, allow_unused=True)
     return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
-
-
-# --- the score ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "attention_type"), PAIRS)
@@ -165,9 +162,6 @@ def test_linear_attention_is_the_naive_form_with_every_normalizer(normalizer):
     torch.testing.assert_close(found, module._project_out(wanted, x))
 
 
-# --- padding and decoding ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "attention_type"), SERVED)
 def test_decoding_a_padded_source_through_beam_reorder_equals_each_row_alone(name, attention_type):
     module, calls = build(name, attention_type), []
@@ -228,9 +222,6 @@ def test_decoding_at_explicit_nodes_equals_parallel(name, attention_type):
     torch.testing.assert_close(torch.cat(parts, 1), whole)
 
 
-# --- precision, errors ------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("attention_type", TYPES)
 def test_half_precision_is_finite_and_near_double(attention_type, dtype):
@@ -253,9 +244,6 @@ def test_dropout_acts_on_softmax_weights_and_not_on_those_that_are_returned():
     assert not torch.equal(one, other)
     assert torch.equal(weights, same)
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, HEADS, 5).double())
-
-
-# --- caches and sharing ------------------------------------------------------------------------
 
 
 def test_a_decoder_shares_across_cross_attention_but_not_with_its_self_attention():

@@ -195,31 +195,16 @@ def test_any_split_into_blocks_resumes_exactly(blocks, normalizer, decay, packed
     q, k, v, *content = (x.detach() for x in example(70))
     log_decay = None if decay is None else torch.tensor(decay)
     mask, starts = padding(70), documents(70) if packed else None
-    whole = linear_attention_naive(
-        q,
-        k,
-        v,
-        causal=True,
-        key_padding_mask=mask,
-        normalizer=normalizer,
-        content=tuple(content),
-        log_decay=log_decay,
-        starts=starts,
-    )
+    options = {"normalizer": normalizer, "log_decay": log_decay}
+    given = {"key_padding_mask": mask, "content": tuple(content), "starts": starts, **options}
+    whole = linear_attention_naive(q, k, v, causal=True, **given)
     state, parts, start = None, [], 0
     for size in blocks:
         cut = slice(start, start + size)
-        part, state = linear_attention_block(
-            q[:, :, cut],
-            k[:, :, cut],
-            v[:, :, cut],
-            state=state,
-            key_padding_mask=mask[:, cut],
-            normalizer=normalizer,
-            content=tuple(x[:, :, cut] for x in content),
-            log_decay=log_decay,
-            starts=None if starts is None else starts[:, cut],
-        )
+        own = {"key_padding_mask": mask[:, cut], "content": [x[:, :, cut] for x in content]}
+        own["starts"] = None if starts is None else starts[:, cut]
+        rows = (x[:, :, cut] for x in (q, k, v))
+        part, state = linear_attention_block(*rows, state=state, **own, **options)
         parts.append(part)
         start += size
     torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-9, atol=1e-9)
@@ -232,13 +217,8 @@ def test_what_stands_at_padding_leaks_nowhere():
         clean = linear_attention(q, k, v, causal=causal, key_padding_mask=mask)
         for poison in (1e9, float("inf"), float("nan")):
             dead = mask[:, None, :, None]
-            spoilt = linear_attention(
-                q,
-                k.masked_fill(dead, poison),
-                v.masked_fill(dead, poison),
-                causal=causal,
-                key_padding_mask=mask,
-            )
+            bad = (x.masked_fill(dead, poison) for x in (k, v))
+            spoilt = linear_attention(q, *bad, causal=causal, key_padding_mask=mask)
             assert torch.equal(clean, spoilt)
 
 

@@ -110,15 +110,7 @@ def test_what_is_cached_follows_a_change_of_length_mask_and_device_dtype():
                 module_of(position_encoding=name)(x, key_padding_mask=mask)[0],
             )
         assert fresh.state_dict().keys() == module.state_dict().keys()
-
-
-def test_inference_mode_leaves_nothing_behind_that_training_cannot_use():
-    for name in ENCODINGS:
-        module = module_of(position_encoding=name).train()
-        x = torch.randn(6, 2, WIDTH, dtype=torch.float64)
-        with torch.inference_mode():
-            module(x)
-        module(x)[0].sum().backward()
+        module.train()(x)[0].sum().backward()  # inference left nothing behind
 
 
 def test_a_width_that_the_heads_do_not_divide_is_refused():

@@ -158,9 +158,6 @@ def test_tokens_are_written_into_room_that_is_kept():
     assert len(addresses) <= 5  # 10, 22, 46, 94, 190 tokens
 
 
-# --- blocks of queries -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["t5", "permuteformer"])
 def test_dropout_acts_on_the_weights_of_every_block(name, monkeypatch):
     length = 40
@@ -195,9 +192,6 @@ def test_a_constant_bias_is_kept_for_half_precision_on_a_gpu_without_kernels(cau
         found = encoded_attention(encoding, q, k, v, tokens, tokens, causal=causal)
         assert (found - exact).abs().max() <= 2e-3 * exact.abs().max()
     assert len(made) == 1
-
-
-# --- what a query sees -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

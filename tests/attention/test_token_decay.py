@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from lrpe_fairseq.attention.linear import (
-    NORMALIZERS,
     linear_attention,
-    linear_attention_block,
     linear_attention_naive,
 )
 from lrpe_fairseq.kernels import causal_cpu
@@ -60,31 +58,6 @@ def test_outputs_and_gradients_are_those_of_the_definition(name, length, normali
     pairs = [torch.autograd.grad(out, inputs, weights) for out in (found, wanted)]
     for one, other in zip(*pairs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
-
-
-@pytest.mark.parametrize("normalizer", NORMALIZERS)
-def test_any_split_into_blocks_is_the_whole(normalizer):
-    q, k, v, gates = (x.detach() for x in example(150))
-    mask = torch.zeros(B, 150, dtype=torch.bool)
-    mask[0, [0, 1, 70, 71, 140, 149]] = True
-    options = {"normalizer": normalizer}
-
-    def piece(cut):
-        content = (q[:, :, cut], k[:, :, cut]) if normalizer == "content" else None
-        given = {"key_padding_mask": mask[:, cut], "content": content, **options}
-        return (x[:, :, cut] for x in (q, k, v)), given, gates[:, :, cut]
-
-    rows, given, own = piece(slice(None))
-    whole = linear_attention(*rows, causal=True, log_decay=own, **given)
-    rows, given, own = piece(slice(None))
-    naive = linear_attention_naive(*rows, causal=True, log_decay=own, **given)
-    torch.testing.assert_close(whole, naive, rtol=1e-9, atol=1e-9)
-    state, parts = None, []
-    for first, last in ((0, 1), (1, 71), (71, 72), (72, 150)):
-        rows, given, own = piece(slice(first, last))
-        out, state = linear_attention_block(*rows, state=state, log_decay=own, **given)
-        parts.append(out)
-    torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-9, atol=1e-9)
 
 
 def test_a_constant_decay_is_the_same_decay_of_every_token():

@@ -47,17 +47,11 @@ def operator(encoding, position):
     return encoding(x, x, at, at)[0][0].mT
 
 
-# --- the group ---------------------------------------------------------------------------------
-
-
 def test_a_cycle_returns_to_its_start():
     encoding = trained(build("cycle7"))
     for position in (0, 3, 6):
         assert torch.equal(operator(encoding, position), operator(encoding, position + 7 * 10**6))
     assert (operator(encoding, 3) - operator(encoding, 4)).abs().max() > 0.1
-
-
-# --- definitions and gradients -----------------------------------------------------------------
 
 
 def explicit(encoding, x, positions):
@@ -189,9 +183,6 @@ def test_an_edit_through_data_is_seen_and_an_eigenbasis_is_computed_once(compone
     assert (first[0] - second[0]).abs().max() > 0.01
 
 
-# --- RoPE and LRPE -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("head_dim", [8, 9])
 @pytest.mark.parametrize("generator", ["exponential", "canonical"])
 def test_at_the_start_it_is_rope(generator, head_dim):
@@ -260,9 +251,6 @@ def test_eigenvectors_fold_into_the_projections(name, options, attention):
         torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-8)
 
 
-# --- sums and grids ----------------------------------------------------------------------------
-
-
 def test_a_sum_on_a_grid_is_one_sequence_for_each_axis():
     encoding = trained(build("sequence+sequence", grid_width=5))
     at, x = torch.arange(20), normal(1, HEADS, 20, D)
@@ -286,9 +274,6 @@ def test_features_that_fill_no_slice_are_unchanged():
     assert (out[..., :8] - x[..., :8]).abs().min() > 0
 
 
-# --- sharing and options -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("components", "options", "message"),
     [
@@ -309,9 +294,6 @@ def test_negative_positions_are_no_nodes():
     x, at = normal(1, HEADS, 2, D), torch.tensor([0, -1])
     with pytest.raises(ValueError, match="codes of its nodes, which are not negative"):
         build("tree2")(x, x, at, at)
-
-
-# --- departures --------------------------------------------------------------------------------
 
 
 def test_half_of_the_bands_twice_and_reversed():
@@ -344,9 +326,6 @@ def test_shared_heads_of_a_tree_have_one_set_of_operators():
     found = operator(encoding, 9)
     assert torch.equal(found[0], found[1])
     assert next(encoding.parameters()).shape[1] == 1
-
-
-# --- nodes -------------------------------------------------------------------------------------
 
 
 def test_a_tree_that_is_too_deep_is_refused():
@@ -403,9 +382,6 @@ def test_codes_from_arities_are_those_of_a_recursive_enumeration(order):
         half = len(arities) // 2
         assert domains.codes_from_arities(arities[:half], 3, order) == codes[:half]
         assert domains.codes_from_arities([*arities, 0], 3, order) == [*codes, 0]
-
-
-# --- distances ---------------------------------------------------------------------------------
 
 
 def test_the_locality_factor_counts_steps_in_every_domain():

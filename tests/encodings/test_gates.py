@@ -75,9 +75,6 @@ def assert_equal_with_gradients(module, found, wanted, x, tolerance=1e-9):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-# --- ALiBi -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_alibi_is_the_sum_written_out(kind, causal):
@@ -103,9 +100,6 @@ def test_a_bias_in_a_half_type_is_rounded_once(dtype):
     weights = weights_of(module, torch.zeros(1, HEADS, 2048, D, dtype=dtype), 1)[..., -9:]
     exact = weights_of(module, torch.zeros(1, HEADS, 2048, D).double(), 1)[..., -9:]
     torch.testing.assert_close(weights.double(), exact, rtol=0.02, atol=1e-4)
-
-
-# --- FoX ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -189,9 +183,6 @@ def test_the_option_fox_bias_opens_the_gates_at_the_start():
         found = encoding.log_gates(torch.zeros(1, 2, WIDTH))
         torch.testing.assert_close(found.exp(), torch.full((1, 3, 2), 1 / (1 + math.exp(-bias))))
         assert encoding.forget_gate.weight.std() < 0.04
-
-
-# --- the free form -----------------------------------------------------------------------------
 
 
 def test_every_decomposable_encoding_without_gates_can_be_gated():

@@ -87,9 +87,6 @@ def test_outputs_and_gradients_equal_the_equation(name, width, positions):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-# --- the gradient ------------------------------------------------------------------------------
-
-
 def equal_eigenvalues():
     """Generators with zero and with repeated eigenvalues, (3, 4, 4)."""
     a = torch.zeros(3, 4, 4, dtype=torch.float64)
@@ -153,9 +150,6 @@ def test_autocast_does_not_round_a_rotation():
         assert torch.equal(encoding(x, x, at, at)[0], wanted)
 
 
-# --- equalities --------------------------------------------------------------------------------
-
-
 def scores(encoding, q, k, positions):
     q, k = encoding(q, k, positions, positions)
     return q @ k.transpose(-1, -2)
@@ -203,9 +197,6 @@ def test_comrope_on_a_grid_depends_on_the_differences_of_rows_and_columns(name):
         torch.testing.assert_close(
             scores(encoding, q, k, cells), scores(encoding, q, k, moved), rtol=0, atol=1e-9
         )
-
-
-# --- shapes and choices ------------------------------------------------------------------------
 
 
 def test_blocks_are_at_most_as_wide_as_the_head_and_each_axis_has_one():

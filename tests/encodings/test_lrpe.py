@@ -34,7 +34,7 @@ TYPES = {
 }
 
 
-def example(length: int, width: int, heads: int = 1, batch: int = 1) -> list[torch.Tensor]:
+def example(length, width, heads=1, batch=1):
     generator = torch.Generator().manual_seed(length * 100 + width)
     shape = (batch, heads, length, width)
     return [torch.rand(shape, generator=generator, dtype=torch.float64) for _ in range(3)]

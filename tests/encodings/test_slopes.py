@@ -7,7 +7,7 @@ import pytest
 from lrpe_fairseq.encodings.slopes import alibi_slopes
 
 
-def _recursion(heads: int) -> list[float]:
+def _recursion(heads):
     """The authors' ``get_slopes``, written from its definition."""
     if math.log2(heads).is_integer():
         start = 2 ** (-(2 ** -(math.log2(heads) - 3)))

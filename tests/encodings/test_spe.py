@@ -57,9 +57,6 @@ def deviation(encoding, q, k, q_positions, k_positions):
     return ((mean - expected).abs() / error).max()
 
 
-# --- in expectation ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("realizations", [WIDTH, 64])
 def test_mean_scores_are_the_plain_scores_times_the_template(realizations, gated):
@@ -86,9 +83,6 @@ def test_the_fixed_noise_of_evaluation_has_the_same_template():
     scale = q.norm(dim=-1).max() * k.norm(dim=-1).max() * encoding.template(positions[:1] * 0).max()
     error = ((q2 @ k2.transpose(-1, -2)).double() - expected).abs().max() / scale
     assert error < WITHIN / math.sqrt(MANY)
-
-
-# --- the authors' library ----------------------------------------------------------------------
 
 
 def library_sine_features(encoding, q, k, length):
@@ -130,9 +124,6 @@ def test_parameters_start_as_in_the_published_library():
     assert abs(code.gain.norm(dim=-1).mean() - 2 * 10**0.25) < 0.2
 
 
-# --- exactly -----------------------------------------------------------------------------------
-
-
 def test_evaluation_is_deterministic_and_training_is_not():
     encoding = build()
     q, k = example(7)
@@ -167,9 +158,6 @@ def test_waves_have_the_exact_phase_at_any_position(position):
     torch.testing.assert_close(waves, exact, rtol=0, atol=2e-6)
 
 
-# --- knobs -------------------------------------------------------------------------------------
-
-
 def test_a_shared_code_has_one_set_of_parameters_and_one_noise_per_forward():
     layers = nn.ModuleList([build(seed=s, spe_shared=True) for s in range(3)])
     share_across_layers(layers)
@@ -185,9 +173,6 @@ def test_a_shared_code_has_one_set_of_parameters_and_one_noise_per_forward():
             assert torch.equal(forward[0], forward[1])
             assert torch.equal(forward[0], forward[2])
         assert not torch.equal(first[0], second[0])
-
-
-# --- departures --------------------------------------------------------------------------------
 
 
 def test_along_batch_codes_carry_no_position_and_depend_on_the_place_in_the_batch():

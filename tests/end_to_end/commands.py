@@ -12,14 +12,12 @@ import importlib
 import io
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -111,23 +109,6 @@ def run_together(processes: int, *arguments: object) -> str:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     command = ["bash", str(LAUNCHER), *words(arguments)]
     return _succeed(finish(_start(command, env=environment(PROCS=str(processes), PATH=path))))
-
-
-def run_forked_together(processes: int, *arguments: object) -> None:
-    """As :func:`run_together`, without the launcher: the processes are forked."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
-    given = words([*arguments, "--ddp-backend legacy_ddp --distributed-backend gloo"])
-    given += words(["--distributed-no-spawn --distributed-init-method env://"])
-    given += ["--distributed-world-size", str(processes), "--distributed-rank"]
-
-    def rank(number: int) -> subprocess.CompletedProcess:
-        own = environment(**group, RANK=str(number), WORLD_SIZE=str(processes))
-        return run_forked("fairseq_cli.train", [*given, str(number)], environment=own)
-
-    for ended in side_by_side(*(partial(rank, number) for number in range(processes))):
-        _succeed(ended)
 
 
 def _start(command: list[str], **popen: Any) -> subprocess.Popen:

@@ -1,13 +1,10 @@
 """Classifiers of images: they learn, resume where they were killed, and are evaluated exactly."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shlex
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,7 +33,7 @@ def digits(tmp_path_factory):
     return dest
 
 
-def classification_run(data: Path, folder: Path, **changes: object) -> ClassificationRun:
+def classification_run(data, folder, **changes):
     """A short training of digits, with batch norm."""
     chosen = (
         f"optimization.max_update={UPDATES}",
@@ -49,7 +46,7 @@ def classification_run(data: Path, folder: Path, **changes: object) -> Classific
     return trial(folder, ClassificationRun, data=data, **given)
 
 
-def work(made: ClassificationRun) -> dict:
+def work(made):
     made.work(ForkedChildren(), Devices(), print)
     return read_run(made.result)
 
@@ -129,8 +126,6 @@ def test_a_checkpoint_is_evaluated_by_hand_on_any_data_with_its_dictionaries(
     assert "has no split train7" in capsys.readouterr().err
 
 
-# --- several processes -------------------------------------------------------------------------
-
 ALONE_OR_TOGETHER = (
     f"--user-dir {shlex.quote(str(PLUGIN))} --task lrpe_classification --num-classes 2 "
     "--criterion lrpe_classification --arch lrpe_classifier_tiny --attention-type linear "
@@ -164,6 +159,7 @@ def letters(tmp_path):
     return steps.dest / "bin"
 
 
+@pytest.mark.exhaustive
 def test_two_processes_train_a_classifier_as_one_with_twice_the_update_frequency(letters, tmp_path):
     train = [letters, ALONE_OR_TOGETHER, "--save-dir"]
     run("fairseq_cli.train", *train, tmp_path / "alone", "--update-freq 2")

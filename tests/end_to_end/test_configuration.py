@@ -1,18 +1,15 @@
 """Options mean the same from the command line and from a YAML, and fairseq's own keep working."""
 
-from collections.abc import Iterator
-from dataclasses import Field
 from enum import Enum
 from itertools import cycle, product
-from pathlib import Path
 
 import pytest
 import torch
 from fairseq.dataclass.initialize import hydra_init
-from fairseq.models import MODEL_DATACLASS_REGISTRY, BaseFairseqModel, merge_with_parent
+from fairseq.models import MODEL_DATACLASS_REGISTRY, merge_with_parent
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
 from lrpe_fairseq.encodings import options_of_encodings
@@ -23,7 +20,6 @@ from tests.end_to_end.cases import sampled
 from tests.end_to_end.commands import (
     SMALL,
     TRAINING,
-    Corpus,
     build,
     hydra,
     last_loss,
@@ -38,9 +34,6 @@ pytestmark = pytest.mark.end_to_end
 SOFTMAX_ROPE = "--attention-type softmax --position-encoding rope --encoding-seed 7"
 MODEL = {"attention_type": "softmax", "position_encoding": "rope"}
 UPDATES = 2
-
-
-# ---- one model from the command line and from a YAML ----
 
 
 @pytest.fixture(scope="session")
@@ -92,22 +85,20 @@ def test_a_flag_sets_what_it_names_and_its_negation_clears_it(
     assert (decoder.output_projection.weight is decoder.embed_tokens.weight) is shared
 
 
-# ---- options of encodings in a YAML and on the line of fairseq-hydra-train ----
-
 PARTS = [
     *(("lrpe_lm", ""), ("lrpe_roberta", ""), ("lrpe_classifier", ""), ("lrpe_vit", "")),
     *(("lrpe_transformer", f"{part}.") for part in ("encoder", "decoder", "cross")),
 ]
 
 
-def other_value(option: Field) -> object:
+def other_value(option):
     """A value that an option of an encoding does not have by default."""
     if choices := option.metadata["choices"]:
         return next(choice for choice in choices if choice != option.default)
     return not option.default if option.type is bool else 7.0 if option.type is float else 7
 
 
-def read_by_hydra(folder: Path, model: dict, *overrides: str) -> DictConfig:
+def read_by_hydra(folder, model, *overrides):
     """The model that fairseq-hydra-train makes of a YAML and the words on its line."""
     OmegaConf.save({"model": model}, folder / "experiment.yaml")
     hydra_init("experiment")
@@ -156,7 +147,7 @@ def test_hydra_treats_the_models_of_fairseq_as_before(tmp_path):
         read_by_hydra(tmp_path, {"_name": "transformer_lm"}, "model.fox_bias=3")
 
 
-def leaves(config: dict, above: str = "") -> Iterator[tuple[str, object]]:
+def leaves(config, above=""):
     for key, value in config.items():
         yield from (
             leaves(value, f"{above}{key}.") if isinstance(value, dict) else [(above + key, value)]
@@ -177,8 +168,6 @@ def test_hydra_reads_a_configuration_over_its_bases_as_our_own_loader_does(name)
     assert len(expected) > 40
     assert found.common.empty_cache_freq == 0  # a default of fairseq
 
-
-# ---- fairseq's own options ----
 
 ADAPTIVE = "--criterion adaptive_loss --adaptive-softmax-cutoff 8,16 --ddp-backend legacy_ddp"
 ADAPTIVE_INPUT = f"{ADAPTIVE} --adaptive-input --adaptive-input-cutoff 8,16"
@@ -203,7 +192,7 @@ STOCK_OPTIONS = [
 ]
 
 
-def train_step(corpus: Corpus, *options: object, seed: int = 1) -> tuple[BaseFairseqModel, float]:
+def train_step(corpus, *options, seed=1):
     """A model after one backward pass, and its loss per token."""
     model, task, config = build(corpus, SMALL, *options)
     task.load_dataset("valid")

@@ -1,8 +1,5 @@
 """Cross-attention of ``lrpe_transformer``: the ``--cross-*`` options, positions and generation."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from fairseq.modules import MultiheadAttention as Stock
@@ -42,11 +39,11 @@ def pairs(tmp_path_factory):
     return folder
 
 
-def model_of(pairs: Path, *options: str) -> Any:
+def model_of(pairs, *options):
     return built(pairs, SMALL, *options)[0].eval()
 
 
-def batch(rows: int = 3) -> dict[str, torch.Tensor]:
+def batch(rows=3):
     """Sources with padding on the left, targets with padding on the right."""
     generator = torch.Generator().manual_seed(0)
     source, target = (torch.randint(4, 20, (rows, n), generator=generator) for n in (7, 6))
@@ -55,11 +52,8 @@ def batch(rows: int = 3) -> dict[str, torch.Tensor]:
     return {"src_tokens": source, "src_lengths": lengths, "prev_output_tokens": target}
 
 
-def cross_of(model: Any) -> list[Any]:
+def cross_of(model):
     return [layer.encoder_attn for layer in model.decoder.layers]
-
-
-# --- stock or ours -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -136,9 +130,6 @@ def test_what_cross_attention_cannot_do_is_refused_when_the_model_is_built(
     assert "\n" not in str(refusal.value)
 
 
-# --- weights -----------------------------------------------------------------------------------
-
-
 def test_softmax_gives_the_alignment_and_linear_refuses_to(pairs):
     asked = OmegaConf.create({"generation": {"print_alignment": "hard", "replace_unk": None}})
     with torch.no_grad():
@@ -158,9 +149,6 @@ def test_softmax_gives_the_alignment_and_linear_refuses_to(pairs):
             linear.prepare_for_inference_(OmegaConf.create({"generation": given}))
 
 
-# --- positions and sharing ---------------------------------------------------------------------
-
-
 def test_beam_search_keeps_the_positions_of_the_source(pairs):
     model, given = model_of(pairs, f"{CROSS} rope"), batch()
     nodes = torch.arange(21).view(3, 7) * 5
@@ -177,7 +165,7 @@ def test_beam_search_keeps_the_positions_of_the_source(pairs):
     assert not torch.allclose(counted, wanted, atol=1e-4)
 
 
-def generators(model: Any) -> list[torch.nn.Parameter]:
+def generators(model):
     return [p for name, p in model.named_parameters() if name.endswith("generator.entries")]
 
 
@@ -203,9 +191,6 @@ def test_encoder_decoder_and_cross_attention_share_one_generator_and_its_gradien
         assert torch.equal(twin(**batch())[0], model(**batch())[0])
 
 
-# --- features of fairseq -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
 def test_activation_checkpointing_has_the_gradients_of_every_pass(pairs, attention):
     found = []
@@ -218,9 +203,6 @@ def test_activation_checkpointing_has_the_gradients_of_every_pass(pairs, attenti
         sum(out.square().sum() for out in passes).backward()
         found.append([p.grad for p in model.parameters()])
     torch.testing.assert_close(found[0], found[1])
-
-
-# --- a departure of the whole model ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("more", ["", "--share-all-embeddings"])

@@ -1,8 +1,6 @@
 """Features of fairseq that depend on the model class: checkpoints, overrides, inference, export."""
 
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from tests.end_to_end.commands import (
     PLUGIN,
     SMALL,
     TRAINING,
-    Corpus,
     build,
     built,
     run_here,
@@ -37,18 +34,15 @@ PAIRS = (
 )
 
 
-def train(corpus: Corpus, save_dir: Path, updates: int, *arguments: object) -> dict[str, Any]:
+def train(corpus, save_dir, updates, *arguments):
     """Train in this process, resuming what ``save_dir`` holds; the last checkpoint."""
     steps = f"--max-update {updates} --save-dir"
     run_here("fairseq_cli.train", corpus.data, TRAINING, SMALL, *arguments, steps, save_dir)
     return saved(save_dir / "checkpoint_last.pt")
 
 
-def tokens(rows: int = 2, length: int = 7) -> torch.Tensor:
+def tokens(rows=2, length=7):
     return torch.randint(4, 20, (rows, length), generator=torch.Generator().manual_seed(0))
-
-
-# ---- checkpoints ----
 
 
 def test_an_adaptive_softmax_with_shared_embeddings_resumes_and_is_evaluated(
@@ -88,9 +82,6 @@ def test_the_averaged_model_of_learned_angles_computes_and_follows_its_parameter
         average.step(model)
         assert not torch.equal(frozen(tokens())[0], before)
         assert torch.equal(frozen(tokens())[0], model.eval()(tokens())[0])
-
-
-# ---- evaluation of the whole text ----
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +127,6 @@ def test_a_validation_of_a_part_of_the_text_is_refused_or_says_how_many_tokens_a
     assert re.search(f"{said}.* are left out", caplog.text)
 
 
-# ---- --model-overrides ----
-
-
 @pytest.fixture(scope="module")
 def translation(pairs, tmp_path_factory):
     """A checkpoint of an untrained translation model with two layers on either side."""
@@ -148,7 +136,7 @@ def translation(pairs, tmp_path_factory):
     return path
 
 
-def overridden(path: Path, **overrides: Any) -> Any:
+def overridden(path, **overrides):
     models, _, _ = checkpoint_utils.load_model_ensemble_and_task([str(path)], overrides)
     return models[0]
 
@@ -158,15 +146,6 @@ def test_a_flat_name_overrides_a_nested_option(translation):
     assert model.encoder.layers[0].self_attn.attention_type == "softmax"
     assert model.decoder.layers[0].self_attn.attention_type == "softmax"  # its default
     assert model.cfg.quant_noise.pq_block_size == 4
-
-
-def test_layers_to_keep_prune_a_translation_model(translation):
-    weights = saved(translation)["model"]
-    model = overridden(translation, encoder_layers_to_keep="1", decoder_layers_to_keep="0")
-    assert (len(model.encoder.layers), len(model.decoder.layers)) == (1, 1)
-    for side, kept in (("encoder", 1), ("decoder", 0)):
-        weight = getattr(model, side).layers[0].fc1.weight
-        assert torch.equal(weight, weights[f"{side}.layers.{kept}.fc1.weight"])
 
 
 def test_an_option_that_is_newer_than_the_checkpoint_is_overridden(translation, tmp_path):
@@ -186,9 +165,6 @@ def test_an_unknown_override_is_refused(translation):
         overridden(translation, encoder_atention_type=1)
     said = "unknown option 'encoder_atention_type' in the overrides; did you mean 'encoder_att"
     assert str(refusal.value).startswith(f"lrpe_fairseq: {said}")
-
-
-# ---- options ----
 
 
 NARROW = "--quant-noise-pq 0.1 --quant-noise-pq-block-size 7"

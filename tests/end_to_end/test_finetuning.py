@@ -9,7 +9,6 @@ import subprocess
 import time
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -46,7 +45,7 @@ one_attention = pytest.mark.parametrize("pretrained", ["linear"], indirect=True)
 NUMBERS = [f"number{letter}" for letter in "abcdefghijkl"]
 
 
-def counted(first: int, size: int) -> str:
+def counted(first, size):
     return " ".join(NUMBERS[(first + i) % 12] for i in range(size))
 
 
@@ -68,7 +67,7 @@ def pretrain(words, tmp_path_factory):
     """Pre-trains a model with an attention type, once; the best checkpoint."""
 
     @functools.cache
-    def train_once(attention: str) -> Path:
+    def train_once(attention):
         folder = tmp_path_factory.mktemp("pretrained") / f"{attention}-seed1" / "checkpoints"
         options = f"--attention-type {attention}"
         run("fairseq_cli.train", words / "bin", PRETRAIN, options, "--save-dir", folder)
@@ -103,14 +102,14 @@ def tasks(words, tmp_path_factory):
     return folder / "glue-words"
 
 
-def finetuning_run(pretrained: Path, data: Path, folder: Path, **changes: object) -> FinetuningRun:
+def finetuning_run(pretrained, data, folder, **changes):
     given = {"config": "finetune-small", "position_encoding": "lrpe-type3", "lr": 3e-3}
     given["attention_type"] = pretrained.parent.parent.name.partition("-")[0]
     given["overrides"] = ("dataset.batch_size=8", "checkpoint.save_interval_updates=10")
     return trial(folder, FinetuningRun, data=data, checkpoint=pretrained, **given | changes)
 
 
-def work(made: FinetuningRun) -> dict:
+def work(made):
     made.work(ForkedChildren(), Devices(), print)
     return read_run(made.result)
 
@@ -120,7 +119,7 @@ def finished(tasks, tmp_path_factory):
     """Fine-tunes a checkpoint on a task, once for all tests that read the run."""
 
     @functools.cache
-    def run_once(pretrained: Path, name: str) -> FinetuningRun:
+    def run_once(pretrained, name):
         made = finetuning_run(pretrained, tasks / name, tmp_path_factory.mktemp("finished"))
         work(made)
         return made
@@ -222,7 +221,7 @@ def test_two_processes_share_the_batches_of_a_task_and_fill_the_same_cell(
     assert best == pytest.approx(expected, abs=0.06)
 
 
-def environment() -> dict[str, str]:
+def environment():
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PLUGIN.parent)}
 
 
@@ -235,7 +234,7 @@ def test_another_model_than_the_checkpoints_is_refused(pretrained, tasks, tmp_pa
     assert "++model.dropout=0.3" in free
 
 
-def refused(made: FinetuningRun) -> str:
+def refused(made):
     with pytest.raises(UserError) as error:
         made.work(ForkedChildren(), Devices(), print)
     assert not made.folder.exists()

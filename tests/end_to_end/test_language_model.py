@@ -8,12 +8,9 @@ from argparse import Namespace
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from fairseq.models import BaseFairseqModel
-from fairseq.tasks import FairseqTask
 from torch import Tensor
 
 from tests.end_to_end.cases import in_turn, sampled, usable
@@ -47,9 +44,6 @@ PROMPTS = ["w1 w2", "w3 w5 w7", "w9", "w4 w4 w4 w4 w4"]
 MAX_LENGTH = 16
 
 
-# ---- train, kill -9, resume, evaluate, generate ----
-
-
 @dataclass(frozen=True)
 class Story:
     """What is left of one model's life."""
@@ -62,7 +56,7 @@ class Story:
     generation: str
 
 
-def train_until_killed(update: int, *arguments: object) -> int:
+def train_until_killed(update, *arguments):
     """Train, kill -9 as soon as the checkpoint of ``update`` is there; the exit status."""
     process = start(TRAIN, *arguments, stderr=subprocess.STDOUT)
     for line in process.stdout:
@@ -96,7 +90,7 @@ def story(request, corpus, tmp_path_factory):
     return Story(whole, broken, status, *logs)
 
 
-def assert_same_tensors(a: Any, b: Any) -> None:
+def assert_same_tensors(a, b):
     """Dictionaries, lists and tensors are the same to the last bit."""
     assert type(a) is type(b)
     if isinstance(a, Tensor):
@@ -148,10 +142,7 @@ def test_the_command_line_generates_by_beam_search_what_full_context_scores_the_
         assert float(score) == pytest.approx(mean, abs=1e-4)
 
 
-# ---- generation, every encoding ----
-
-
-def log_probs(model: BaseFairseqModel, before: Tensor, tokens: Tensor) -> Tensor:
+def log_probs(model, before, tokens):
     """Natural log-probability of each of ``tokens``, given the tokens ``before``; both (T,)."""
     with torch.no_grad():
         output = model(before.unsqueeze(0))
@@ -159,13 +150,13 @@ def log_probs(model: BaseFairseqModel, before: Tensor, tokens: Tensor) -> Tensor
     return every.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
-def teacher_forced(model: BaseFairseqModel, task: FairseqTask, tokens: Tensor) -> Tensor:
+def teacher_forced(model, task, tokens):
     """Log-probabilities of a sentence by one forward pass over it."""
     start_of_sentence = torch.tensor([task.source_dictionary.eos()])
     return log_probs(model, torch.cat([start_of_sentence, tokens[:-1]]), tokens)
 
 
-def generate(model: BaseFairseqModel, task: FairseqTask, beam: int) -> list[list[dict]]:
+def generate(model, task, beam):
     """For every prompt of one batch, its hypotheses by incremental decoding."""
     lines = [task.source_dictionary.encode_line(line).long() for line in PROMPTS]
     dataset = task.build_dataset_for_inference(lines, [len(line) for line in lines])
@@ -179,7 +170,7 @@ def untrained(corpus):
     """Builds small models that differ in attention and encoding, in a moment each."""
     _, task, config = build(corpus, SMALL)
 
-    def construct(attention_type: str, encoding: str) -> tuple[BaseFairseqModel, FairseqTask]:
+    def construct(attention_type, encoding):
         config.model.attention_type, config.model.position_encoding = attention_type, encoding
         torch.manual_seed(0)
         return task.build_model(config.model).eval(), task
@@ -198,9 +189,6 @@ def test_a_hypothesis_of_beam_search_has_the_score_of_full_context(
             expected = teacher_forced(model, task, hypothesis["tokens"])
             torch.testing.assert_close(hypothesis["positional_scores"], expected, rtol=0, atol=1e-4)
             assert float(hypothesis["score"]) == pytest.approx(expected.mean().item(), abs=1e-4)
-
-
-# ---- a checkpoint carries its options ----
 
 
 def test_a_checkpoint_alone_restores_the_model(story, corpus, request):
@@ -232,8 +220,6 @@ def test_the_hub_interface_scores_and_samples_from_a_checkpoint(story, corpus):
     assert hub.sample("w1 w2", beam=2, max_len_b=MAX_LENGTH).startswith("w1 w2")
 
 
-# ---- several processes ----
-
 # plain SGD compares the gradients themselves; Adam divides noise by noise where they vanish, and so
 # does the rotated normalizer in heads of 8
 TOGETHER = (
@@ -245,7 +231,7 @@ STOPS = {  # (attention, processes) -> where the training stops, to go on in so 
     ("linear", 4): [(2, 5), (4, 13), (1, STEPS)],
     ("softmax", 4): [(4, STEPS)],
 }
-GROUPS = [  # softmax in two processes is in test_segment_recurrence.py, too
+GROUPS = [
     pytest.param(case, marks=() if case == ("linear", 2) else pytest.mark.exhaustive)
     for case in STOPS
 ]
@@ -278,8 +264,6 @@ def test_a_group_of_processes_trains_as_one_with_the_matching_update_frequency(a
         saved(together[-1])["model"], saved(alone[-1])["model"], rtol=1e-5, atol=1e-6
     )
 
-
-# ---- reduced precision ----
 
 BF16 = f"{TRAINING} {SMALL} --bf16 --disable-validation --save-interval-updates 1 --max-update 20"
 

@@ -1,7 +1,5 @@
 """The tasks of the Long-Range Arena, from archives or a generator to run files."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -26,28 +24,8 @@ SHORT = (  # a small model that learns in seconds
 )
 
 
-def words(rng: random.Random, letters: str) -> str:
+def words(rng, letters):
     return " ".join("".join(rng.choices(letters, k=4)) for _ in range(rng.randint(2, 4)))
-
-
-def test_reviews_are_read_byte_by_byte_trained_and_evaluated(tmp_path):
-    rng = random.Random(1)
-    members = {
-        f"aclImdb/{part}/{feeling}/{number}_7.txt": words(rng, letters).encode()
-        for part in ("train", "test")
-        for feeling, letters in (("pos", "good"), ("neg", "bad"))
-        for number in range(40)
-    }
-    checksum = packed(tmp_path, lra.TEXT.archive.file, members)
-    lra.prepare(small(lra.TEXT, checksum, train=80, test=80), tmp_path / "text", tmp_path)
-    made = classification_run(tmp_path / "text", tmp_path, config="lra-text", overrides=SHORT)
-    found = work(made)
-    assert made.finished()
-    assert found["dataset"] == "lra-text"
-    assert found["config"]["model.norm"] == "batch"
-    assert found["metrics"]["test"]["accuracy"]["examples"] == 80
-    assert found["metrics"]["test"]["accuracy"]["accuracy"] > 80
-    assert "train 72, valid 8, test 80" in found["protocol"]["accuracy"]
 
 
 def test_pairs_are_encoded_together_trained_and_evaluated(tmp_path):

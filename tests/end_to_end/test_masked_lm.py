@@ -77,9 +77,6 @@ def test_pretraining_learns_and_its_checkpoint_alone_restores_the_model(pretrain
     assert torch.equal(model(tokens)[0], typed(tokens)[0])
 
 
-# ---- runs ----
-
-
 def test_a_run_is_scored_with_the_same_masks_whatever_its_seed(pretrained, corpus, tmp_path):
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "checkpoints").symlink_to(pretrained.parent)

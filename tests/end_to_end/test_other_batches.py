@@ -3,13 +3,11 @@ refused in one sentence; with every task."""
 
 import shutil
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from fairseq import tasks
-from fairseq.data.iterators import EpochBatchIterator
 
 from lrpe_fairseq import compat
 from lrpe_fairseq.errors import Refusal
@@ -68,30 +66,30 @@ def data(corpus, tmp_path_factory):
     """A function that returns the data of a task."""
     folder = tmp_path_factory.mktemp("data")
 
-    def copied(task: str) -> Path:
+    def copied(task):
         return corpus.data
 
-    def paired(task: str) -> Path:
+    def paired(task):
         for side in ("en", "de"):
             shutil.copy(corpus.data / "dict.txt", folder / f"dict.{side}.txt")
             for kind in ("bin", "idx"):
                 shutil.copy(corpus.data / f"train.{kind}", folder / f"train.en-de.{side}.{kind}")
         return folder
 
-    def classes(task: str) -> Path:
+    def classes(task):
         rows = Examples([[n, 2 * n] for n in range(1, 60)], [n % 3 for n in range(1, 60)])
         steps = prep.Steps(folder / task, "test", "bytes")
         every = dict.fromkeys(prep.SPLITS, rows)
         examples.prepare(steps, {}, lambda: every, symbols=BYTES, classes=3)
         return folder / task / "bin"
 
-    def drawn(task: str) -> Path:
+    def drawn(task):
         write_class_folders(folder / "given", count=60)
         given = ["--dest", folder / task, "--from", folder / "given", "--any-images"]
         assert load("imagenet").main(list(map(str, given))) == 0
         return folder / task / "bin"
 
-    def generated(task: str) -> Path:
+    def generated(task):
         if task == "lrpe_synthetic":
             synthetic.prepare(folder / task, synthetic.Recipe("mqar", "tiny"))
         else:
@@ -103,7 +101,7 @@ def data(corpus, tmp_path_factory):
     return lambda task: made.get(task, copied)(task)
 
 
-def prepared(config: Any, batches: Batches) -> Any:
+def prepared(config, batches):
     """The configuration with these batches, and its task."""
     config.distributed_training.distributed_world_size = batches.processes
     config.optimization.update_freq = [batches.frequency]
@@ -121,7 +119,7 @@ def prepared(config: Any, batches: Batches) -> Any:
     return SimpleNamespace(cfg=config, task=task)
 
 
-def iterators(trainer: Any) -> list[EpochBatchIterator]:
+def iterators(trainer):
     """The iterator of every process, as the trainer makes it."""
     chosen = trainer.cfg.dataset
     processes = trainer.cfg.distributed_training.distributed_world_size
@@ -139,7 +137,7 @@ def iterators(trainer: Any) -> list[EpochBatchIterator]:
     ]
 
 
-def read(made: list[EpochBatchIterator], shuffle: bool, stop: int | None = None) -> list[int]:
+def read(made, shuffle, stop=None):
     """The samples of the next batches of every process."""
     for iterator in made:
         iterator.next_epoch_itr(shuffle=shuffle)
@@ -147,7 +145,7 @@ def read(made: list[EpochBatchIterator], shuffle: bool, stop: int | None = None)
     return [int(sample) for batches in rows for batch in batches for sample in batch]
 
 
-def resumed(trainer: Any, place: dict[str, Any], saved_with: dict[str, Any], shuffle: bool) -> list:
+def resumed(trainer, place, saved_with, shuffle):
     """The samples that a training reads from ``place`` of another one."""
     state = {"train_iterator": {**place, compat._BATCHES: saved_with}}
     state = compat._load_for_these_batches(lambda *_: state, trainer, "checkpoint_last.pt")

@@ -17,7 +17,6 @@ from tests.end_to_end.commands import (
     LAUNCHER,
     SMALL,
     TRAINING,
-    Corpus,
     environment,
     finish,
     run,
@@ -35,18 +34,18 @@ LENGTH = f"--max-update {UPDATES} --save-interval-updates 20 --update-epoch-batc
 LOGGED = "--log-interval 1"
 
 
-def training(corpus: Corpus, folder: Path, *more: object) -> list[object]:
+def training(corpus, folder, *more):
     return [corpus.data, TRAINING, SMALL, LENGTH, LOGGED, *more, "--save-dir", folder]
 
 
-def wait_for(process: subprocess.Popen, update: int) -> None:
+def wait_for(process, update):
     """Return when the log has come to ``update``."""
     for line in process.stdout:
         if f"num_updates={update}," in line.replace(" ", ""):
             return
 
 
-def trainers(folder: Path) -> list[int]:
+def trainers(folder):
     """Processes that train into ``folder``, without those that started them."""
     found = []
     for command in Path("/proc").glob("[0-9]*/cmdline"):
@@ -64,7 +63,7 @@ def undisturbed(corpus, tmp_path_factory):
     return folder
 
 
-def user_dir(folder: Path, code: str) -> str:
+def user_dir(folder, code):
     """The option for a plugin that does more than ours."""
     folder.mkdir()
     (folder / "__init__.py").write_text(code)
@@ -115,7 +114,7 @@ FairseqTask.train_step = lambda *given, **named: time.sleep(0.4) or step(*given,
 """
 
 
-def said(log: Path) -> str:
+def said(log):
     return log.read_text().replace(" ", "")
 
 
@@ -138,6 +137,7 @@ def test_processes_of_several_gpus_save_although_the_signal_ends_their_parent(co
     assert f"received a signal: saved at update {reached}" in log.read_text()
 
 
+@pytest.mark.exhaustive  # by the launcher; above, both are told
 def test_of_two_processes_one_is_told_and_both_end_at_the_same_update(corpus, tmp_path):
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     command = ["bash", str(LAUNCHER), *words(training(corpus, tmp_path))]

@@ -4,7 +4,6 @@ of those before; in training, resumed or not, and in evaluation."""
 import logging
 import math
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,22 +11,19 @@ import pytest
 import torch
 from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from fairseq.models import BaseFairseqModel
 from fairseq_cli import eval_lm
 from torch import Tensor
 
 from lrpe_fairseq.attention.multihead import Memory, MultiheadAttention
 from lrpe_fairseq.encodings import ENCODINGS
-from lrpe_fairseq.tasks.truncated_bptt import LRPETruncatedBPTTTask, Streams, document_starts
+from lrpe_fairseq.tasks.truncated_bptt import Streams, document_starts
 from tests.end_to_end.commands import (
     PLUGIN,
     SMALL,
     TRAINING,
-    Corpus,
     build,
     last_loss,
     run,
-    run_forked_together,
     saved,
     side_by_side,
 )
@@ -42,10 +38,9 @@ EXACT = {"rtol": 1e-6, "atol": 1e-6}  # of double precision: 1e9 roundings
 ALL = 10_000  # a memory that holds everything
 
 Batch = dict[str, Any]
-Built = tuple[BaseFairseqModel, LRPETruncatedBPTTTask]
 
 
-def built(corpus: Corpus, *arguments: object, memory: int = ALL, split: str = "valid") -> Built:
+def built(corpus, *arguments, memory=ALL, split="valid"):
     """A model in double precision without dropout, and its task with a split loaded."""
     given = [SMALL, "--dropout 0", XL, f"--memory-length {memory}", *arguments]
     model, task, _ = build(corpus, *given, f"--tokens-per-sample {SEGMENT}")
@@ -53,33 +48,31 @@ def built(corpus: Corpus, *arguments: object, memory: int = ALL, split: str = "v
     return model.double().eval(), task
 
 
-def batches(task: LRPETruncatedBPTTTask, split: str = "valid", **how: Any) -> list[Batch]:
+def batches(task, split="valid", **how):
     """What fairseq reads of a split, as a trainer asks for it."""
     how = {"max_tokens": 3 * SEGMENT, "max_positions": SEGMENT, **how}
     iterator = task.get_batch_iterator(task.dataset(split), **how)
     return list(iterator.next_epoch_itr(shuffle=True))
 
 
-def segment(blocks: list[int], stream: int = 0, first: bool = False) -> dict[str, Any]:
+def segment(blocks, stream=0, first=False):
     return {"stream": stream, "blocks": blocks, "first": first}
 
 
-def text(corpus: Corpus, split: str = "valid") -> Tensor:
+def text(corpus, split="valid"):
     """Every token of a split, line ends included, as numbers."""
     _, task = built(corpus, split=split)
     return torch.cat([task.dataset(split).dataset.dataset[i] for i in range(lines_of(corpus))])
 
 
-def lines_of(corpus: Corpus) -> int:
+def lines_of(corpus):
     return len(corpus.lines["valid"])
 
-
-# ---- attention ----
 
 XL_AND_T5 = [(name, memory) for name in ("transformer-xl", "t5") for memory in (0, 64)]
 
 
-def attention(name: str, attention_type: str = "softmax", causal: bool = True) -> Any:
+def attention(name, attention_type="softmax", causal=True):
     torch.manual_seed(0)
     module = MultiheadAttention(
         16, 2, attention_type=attention_type, position_encoding=name, causal=causal
@@ -117,10 +110,7 @@ def test_attention_that_cannot_remember_says_so(attention_type, causal):
         attention("rope", attention_type, causal).attend(x, state=Memory(x.transpose(0, 1)))
 
 
-# ---- segments with memory are one long segment ----
-
-
-def embedded(model: BaseFairseqModel, tokens: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+def embedded(model, tokens, **given):
     """Features of ``tokens`` and the embeddings they came from."""
     seen: list[Tensor] = []
     hook = model.decoder.embed_tokens.register_forward_hook(lambda *call: seen.append(call[-1]))
@@ -129,7 +119,7 @@ def embedded(model: BaseFairseqModel, tokens: Tensor, **given: Any) -> tuple[Ten
     return features, seen[0]
 
 
-def gradient_of(features: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
+def gradient_of(features, weight, inputs):
     """By ``backward``: activations that are computed again know no other way."""
     inputs.retain_grad()
     (features * weight).sum().backward()
@@ -186,12 +176,10 @@ def test_no_gradient_flows_into_earlier_segments(corpus):
         torch.autograd.grad(features.sum(), earlier)
 
 
-# ---- streams ----
-
 SIZES = [(1, 1, 1), (3, 1, 1), (2, 2, 1), (2, 1, 3), (1, 2, 2), (50, 2, 1)]
 
 
-def rounds(task: LRPETruncatedBPTTTask, rows: int, shards: int, updates: int) -> list[list[Batch]]:
+def rounds(task, rows, shards, updates):
     """What each of ``shards`` processes reads in training, ``updates`` batches an update."""
     task.args.train_subset, task.args.update_freq = "valid", [updates]
     return [
@@ -236,11 +224,8 @@ def test_each_row_goes_on_where_its_stream_was(corpus, rows, shards, updates):
         assert firsts == (True,) + (False,) * (len(firsts) - 1)
 
 
-# ---- the memory between batches ----
-
-
 @torch.no_grad()
-def predictions(model: BaseFairseqModel, read: list[Batch]) -> dict[int, Tensor]:
+def predictions(model, read):
     """What ``model`` says of every word, for each target of each block."""
     found = {}
     for batch in read:
@@ -252,7 +237,7 @@ def predictions(model: BaseFairseqModel, read: list[Batch]) -> dict[int, Tensor]
 
 
 @torch.no_grad()
-def alone(model: BaseFairseqModel, tokens: Tensor, eos: int) -> Tensor:
+def alone(model, tokens, eos):
     """What ``model`` says for each of ``tokens`` as one segment without memory."""
     source = torch.cat([torch.tensor([eos]), tokens[:-1]])
     return model(source.unsqueeze(0))[0][0]
@@ -270,7 +255,7 @@ def test_the_memory_is_carried_from_batch_to_batch(corpus):
         torch.testing.assert_close(torch.cat([found[b] for b in blocks]), expected, **EXACT)
 
 
-def assert_equal(found: dict[int, Tensor], expected: dict[int, Tensor]) -> None:
+def assert_equal(found, expected):
     """True if the blocks of ``expected`` and ``found`` are equal."""
     for block, scores in expected.items():
         torch.testing.assert_close(found[block], scores, rtol=0, atol=0)
@@ -319,8 +304,6 @@ def test_generation_and_plain_batches_neither_see_nor_change_the_memory(corpus):
     assert_equal(predictions(model, [second]), {b: expected[b] for b in second["id"].tolist()})
 
 
-# ---- documents ----
-
 DOCUMENT_LINES = [1, 4, 5, 19]
 
 
@@ -359,8 +342,6 @@ def test_documents_of_another_text_are_refused(tmp_path, rows):
         document_starts(tmp_path / "test.tsv", np.full(30, 7))
 
 
-# ---- training, resumed and not; two processes; evaluation ----
-
 MEMORY = 2 * SEGMENT
 TRAINED = f"{TRAINING} {SMALL} {XL} --tokens-per-sample {SEGMENT} --memory-length {MEMORY}"
 STOP, END = 60, 120  # in the middle of an epoch, which has 37 updates
@@ -373,7 +354,7 @@ def trainings(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("segments")
     train = [corpus.data, TRAINED, SAVED, "--max-tokens 64 --update-freq 2 --save-dir"]
 
-    def interrupted() -> None:
+    def interrupted():
         for end in (STOP, END):
             run("fairseq_cli.train", *train, folder / "resumed", f"--max-update {end}")
 
@@ -392,21 +373,11 @@ def test_a_resumed_training_is_the_uninterrupted_one(trainings):
             assert torch.equal(resumed["model"][key], weight), (name, key)
 
 
-def interval_saves(trainings: dict[str, Path]) -> list[Path]:
+def interval_saves(trainings):
     return list(trainings["whole"].glob("checkpoint_*_*.pt"))
 
 
-@pytest.mark.exhaustive  # what each process reads: above
-def test_two_processes_train_as_one_with_twice_the_update_frequency(corpus, tmp_path):
-    sgd = "--optimizer sgd --lr 0.3 --dropout 0 --disable-validation --max-update 5 --max-tokens 64"
-    train = [corpus.data, TRAINED, sgd, "--save-dir"]
-    run("fairseq_cli.train", *train, tmp_path / "alone", "--update-freq 2")
-    run_forked_together(2, *train, tmp_path / "together")
-    one, two = (saved(tmp_path / name / "checkpoint_last.pt") for name in ("alone", "together"))
-    torch.testing.assert_close(two["model"], one["model"], rtol=1e-5, atol=1e-6)
-
-
-def evaluated(corpus: Corpus, checkpoint: Path, caplog: Any, *given: object) -> tuple[int, float]:
+def evaluated(corpus, checkpoint, caplog, *given):
     """Tokens and perplexity by ``fairseq-eval-lm``."""
     arguments = [str(corpus.data), "--user-dir", str(PLUGIN), "--path", str(checkpoint), "--cpu"]
     arguments += [word for part in given for word in str(part).split()]
@@ -432,8 +403,6 @@ def test_the_memory_makes_evaluation_better_and_loses_no_token(trainings, corpus
     unordered = evaluated(corpus, checkpoint, caplog, streams, cut)
     assert unordered == (tokens, pytest.approx(forgotten, rel=1e-5))
 
-
-# ---- what does not go together, and the departure ----
 
 REFUSED = {
     "--attention-type linear --position-encoding rope": "requires softmax attention",

@@ -3,7 +3,6 @@
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -46,7 +45,7 @@ def data(tmp_path_factory):
     return folder
 
 
-def _words(rng: random.Random) -> list[str]:
+def _words(rng):
     return [f"w{rng.randrange(20)}" for _ in range(rng.randint(5, 12))]
 
 
@@ -66,12 +65,12 @@ def trainings(data, tmp_path_factory):
     return {name: _train(data, folder / name, updates) for name, updates in ends.items()}
 
 
-def _train(data: Path, folder: Path, ends: tuple[int, ...]) -> Training:
+def _train(data, folder, ends):
     """Train to each of ``ends`` in turn, each time as a new training that resumes."""
     read: dict[str, list[str]] = {"train": [], "valid": []}
     load = data_utils.load_indexed_dataset
 
-    def spy(path: str, *rest: Any, **keywords: Any) -> Any:
+    def spy(path, *rest, **keywords):
         read[Path(path).name].append(Path(path).parent.name)
         return load(path, *rest, **keywords)
 

@@ -1,12 +1,10 @@
 """Stacks whose layers differ in attention, encoding, normalizer and window."""
 
 import logging
-from typing import Any
 
 import pytest
 import torch
 from fairseq import checkpoint_utils
-from torch import Tensor
 
 from lrpe_fairseq.attention.parts import PARTS
 from lrpe_fairseq.errors import Refusal
@@ -25,12 +23,12 @@ KINDS = [("linear", "fox"), ("linear", "lrpe-type2"), ("softmax", "rope"), ("lin
 """The four layers of STACK; the last one begins the pattern of attention types again."""
 
 
-def text(length: int = 13) -> Tensor:
+def text(length=13):
     """Tokens (2, T)."""
     return torch.randint(4, 20, (2, length), generator=torch.Generator().manual_seed(1))
 
 
-def layers_of(model: Any) -> list[Any]:
+def layers_of(model):
     return [layer.self_attn for layer in model.decoder.layers]
 
 
@@ -87,7 +85,7 @@ def test_a_window_in_training_is_that_of_the_evaluation(corpus, kind):
     assert not torch.allclose(results[0][0], plain(text())[0])
 
 
-def decoded(decoder: Any, tokens: Tensor, **given: Any) -> Tensor:
+def decoded(decoder, tokens, **given):
     """Logits of tokens (B, T) read one by one, the beams reordered in between."""
     state, parts = {}, []
     for length in range(1, tokens.shape[1] + 1):
@@ -128,9 +126,6 @@ def test_an_encoder_a_decoder_and_cross_attention_have_their_own_patterns(pairs)
     torch.testing.assert_close(found[0], whole[0], rtol=1e-9, atol=1e-9)
 
 
-# ---- checkpoints ----
-
-
 @pytest.fixture(scope="module")
 def checkpoint(corpus, tmp_path_factory):
     model, _, config = build(corpus, STACK)
@@ -141,7 +136,7 @@ def checkpoint(corpus, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def loaded(checkpoint):
-    def load(**overrides: Any) -> Any:
+    def load(**overrides):
         names = [str(checkpoint)]
         return checkpoint_utils.load_model_ensemble_and_task(names, overrides)[0][0]
 

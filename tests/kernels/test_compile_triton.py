@@ -17,9 +17,8 @@ STATES_IN_REGISTERS = {"sweep_triton", "full_triton"}
 capability 8: at most 160 bytes, 40 numbers of a state of 4,096."""
 
 
-@pytest.mark.parametrize(
-    "capability", [80, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (86, 89, 90))]
-)
+@pytest.mark.exhaustive  # two minutes each
+@pytest.mark.parametrize("capability", [80, 86, 89, 90])
 def test_every_kernel_compiles_and_keeps_its_work_in_registers(capability):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.compile_triton", str(capability)]

@@ -55,20 +55,6 @@ def test_orders_of_a_full_column_are_those_of_tukey_by_hand(seed):
     )
 
 
-def test_without_seed_effects_no_more_is_ordered_than_by_scipys_tukey_kramer():
-    """Unequal numbers of seeds; seeds of different rows have nothing in common but their names."""
-    cells = drawn(MEANS, draw=np.random.default_rng(1))
-    cells["a"].pop(5)
-    cells["e"].pop(1)
-    p = stats.tukey_hsd(*(list(own.values()) for own in cells.values())).pvalue
-    clear = {(a, b) for i, a in enumerate(cells) for j, b in enumerate(cells) if p[i, j] < 1e-4}
-    never = {(a, b) for i, a in enumerate(cells) for j, b in enumerate(cells) if p[i, j] > 0.4}
-    found = decided(orders.orders(cells))
-    assert clear
-    assert clear <= found
-    assert not never & found
-
-
 def test_the_limit_is_that_of_tables_of_the_studentized_range():
     assert orders.critical(3, 10) * math.sqrt(2) == pytest.approx(3.877, abs=2e-3)
     assert orders.critical(10, 20) * math.sqrt(2) == pytest.approx(5.008, abs=2e-3)
@@ -129,8 +115,6 @@ def test_an_accuracy_must_exceed_its_sampling_error_too():
     assert (marks["b", "a"], marks["c", "a"]) == (TIED, BETTER)
     assert orders.orders(cells, "higher")["b", "a"] == BETTER  # without the bound
 
-
-# --- columns of equal rows ----------------------------------------------------------------------
 
 COLUMNS = 200
 FEW = [5, 5, 5, 3, 3, 3, 2, 2, 1, 1, 1, 1]

@@ -28,9 +28,6 @@ def rendered(root):
     return pages.pages(root)
 
 
-# --- the page of a table --------------------------------------------------------------------------
-
-
 def test_a_page_has_verdict_picture_grid_and_files(root):
     text = rendered(root)["results/demo.md"]
     flat = " ".join(text.split())
@@ -105,15 +102,6 @@ def test_columns_are_compared_with_the_first_where_the_table_says_so(root):
     assert "Linear attention, valid, against it: test +9.7 to +9.7 % (2 rows)." in text
 
 
-def test_the_pages_do_not_depend_on_the_order_of_the_runs(root):
-    first, folder = rendered(root), root / "results" / "runs" / "demo"
-    for path in sorted(folder.glob("*.json"), reverse=True):
-        text = path.read_text()
-        path.unlink()
-        path.write_text(text)
-    assert rendered(root) == first
-
-
 def test_every_picture_is_drawn_and_equal_content_has_equal_bytes(root):
     frame.results.cache_clear()
     [(path, draw)] = pages.pictures(root).items()
@@ -121,9 +109,6 @@ def test_every_picture_is_drawn_and_equal_content_has_equal_bytes(root):
     first = (root / path).read_bytes()
     draw(root / path)
     assert (root / path).read_bytes() == first
-
-
-# --- docs/choosing.md -----------------------------------------------------------------------------
 
 
 def test_a_sentence_that_the_runs_contradict_is_refused():
@@ -161,9 +146,6 @@ def test_the_statements_of_this_repository_name_rows_and_columns_that_exist():
         assert at.column(given["column"])
         assert all(at.row(label).has(at.column(given["column"])) for label in given["others"])
         assert at.row(given["first"])
-
-
-# --- this repository ------------------------------------------------------------------------------
 
 
 def words(text):
