@@ -64,10 +64,15 @@ def flash_cases(dtype: torch.dtype) -> Iterator[Case]:
     table, factor = (torch.zeros(HEADS, 2 * TIME - 1).requires_grad_() for _ in range(2))
     c, d = (torch.zeros(1, HEADS, TIME, dtype=torch.float64).requires_grad_() for _ in range(2))
     numbers = torch.zeros(1, TIME, dtype=torch.int32)
+    lags = {"long": TIME, "short": 32}
+    own = {n: torch.zeros(1, HEADS, TIME, x, dtype=dtype).requires_grad_() for n, x in lags.items()}
     terms = {
         "table": {"table": table, "first_lag": 1 - TIME},
         "factor": {"factor": factor, "first_lag": 1 - TIME},
         "gates": {"gates": (c, d)},
+        "query": {"by_query": own["long"]},
+        "clipped-query": {"by_query": own["short"]},
+        "clipped-key": {"by_key": own["short"]},
         "padding": {"padding": torch.zeros(1, TIME, dtype=torch.bool)},
         "documents": {"segments": (numbers, numbers)},
         "window": {"window": 100},
@@ -75,8 +80,10 @@ def flash_cases(dtype: torch.dtype) -> Iterator[Case]:
     }
     forms = [("plain", 64, 64), *((name, 64, 64) for name in terms)]
     forms += [("full", 64, 64), ("full gates", 64, 64), ("full table padding dropout", 64, 64)]
-    forms += [(" ".join(terms), 64, 64), *(("plain", *widths) for widths in WIDTHS)]
-    forms += [("table", 128, 128), ("gates", 128, 128), (" ".join(terms), 256, 128)]
+    forms += [("full clipped-query clipped-key padding dropout", 64, 64), ("query", 128, 128)]
+    every = " ".join(name for name in terms if not name.endswith(("query", "key")))
+    forms += [(every, 64, 64), *(("plain", *widths) for widths in WIDTHS)]
+    forms += [("table", 128, 128), ("gates", 128, 128), (every, 256, 128)]
     for name, *widths in forms:
         options = {"causal": not name.startswith("full")}
         for term in set(name.split()) & terms.keys():
@@ -123,7 +130,7 @@ def encode_cases(dtype: torch.dtype) -> Iterator[Case]:
     fixed, v = torch.zeros(32, dtype=torch.float64), angles(64)
     plain, phi = encode.Form(phi=False), encode.Form()
     grid = encode.Angles(angles(HEADS, 32), angles(HEADS, 32), 8)
-    given = torch.zeros(HEADS, TIME, 20, dtype=torch.complex64)
+    given = torch.zeros(1, HEADS, TIME, 20, dtype=torch.complex64).requires_grad_()
     forms = {
         "rotation": (64, None, encode.Angles(fixed), plain),
         "reflection, learned rotation": (64, v, encode.Angles(angles(32)), plain),

@@ -30,6 +30,7 @@ CANONICAL = "ape (canonical)"
 VARIANTS = {
     CANONICAL: ("ape", {"ape_generator": "canonical"}),
     "gated:lrpe-type2": ("gated:lrpe-type2", {}),
+    "selective:lrpe-type2": ("selective:lrpe-type2", {}),
 }
 """Rows beside those of ``ENCODINGS``: name -> (encoding, options)."""
 BESIDE_ROPE = ("ape", "ape-tree", CANONICAL)

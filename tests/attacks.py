@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -165,26 +165,19 @@ class Lab:
         return {split: folder / f"{split}.txt" for split in LINES}, dictionary
 
 
-Provoke = Callable[[Lab], int | None]
+Attacks = dict[str, tuple[Callable[[Lab], int | None], str]]
+"""Bad input -> how to provoke it, and a part of the sentence that answers it."""
 
 
-class Attack(NamedTuple):
-    """One bad input: how to provoke it, and a part of the sentence that answers it."""
-
-    name: str
-    provoke: Provoke
-    sentence: str
-
-
-def answer(attack: Attack, lab: Lab) -> str:
-    """Provoke ``attack``; return what the command wrote before it ended with its status.
+def answer(provoke: Callable[[Lab], int | None], lab: Lab) -> str:
+    """Return what a command wrote before it ended with its status.
 
     Raises: Accepted if the command went on to its work.
     """
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()), _apart():
         try:
-            status = attack.provoke(lab)
+            status = provoke(lab)
         except SystemExit as end:  # argparse, and our models, which may log before
             if end.code != 2:
                 raise
@@ -215,61 +208,34 @@ def guarded(work: Callable[[], object]) -> int:
 # ---- checkpoints ----
 
 
-def lm(checkpoint: Callable[[Lab], Path], data: Callable[[Lab], Path] | None = None) -> Provoke:
-    """``eval_lm`` on a checkpoint."""
-    return lambda lab: evaluate.lm([str(checkpoint(lab)), str((data or _lm_data)(lab))])
+def lm(lab: Lab, checkpoint: Path, data: Path | None = None) -> int:
+    return evaluate.lm([str(checkpoint), str(data or lab.lm_data)])
 
 
-def mt(
-    checkpoint: Callable[[Lab], Path], *options: str, data: Callable[[Lab], Path] | None = None
-) -> Provoke:
-    """``eval_mt`` on a checkpoint; without other options on this one alone."""
+def mt(lab: Lab, checkpoint: Path, *options: str, data: Path | None = None) -> int:
     chosen = options or ("--average", "1")
-    return lambda lab: evaluate.mt([str(checkpoint(lab)), str((data or _mt_data)(lab)), *chosen])
+    return evaluate.mt([str(checkpoint), str(data or lab.mt_data), *chosen])
 
 
-def glue_of(checkpoint: Callable[[Lab], Path]) -> Provoke:
-    """``eval_glue`` on a checkpoint."""
-
-    def provoke(lab: Lab) -> int:
-        data = lab.folder / "data" / "RTE"
-        for file in ("bin/input0/valid.idx", "bin/input0/dict.txt"):
-            (data / file).parent.mkdir(parents=True, exist_ok=True)
-            (data / file).write_text("a 1\n")
-        return evaluate.eval_glue([str(checkpoint(lab)), str(data), "--out", str(lab.folder / "o")])
-
-    return provoke
+def glue_of(lab: Lab, checkpoint: Path) -> int:
+    data = lab.folder / "data" / "RTE"
+    for file in ("bin/input0/valid.idx", "bin/input0/dict.txt"):
+        (data / file).parent.mkdir(parents=True, exist_ok=True)
+        (data / file).write_text("a 1\n")
+    return evaluate.eval_glue([str(checkpoint), str(data), "valid", "--out", str(lab.folder / "o")])
 
 
-def tuned(checkpoint: Callable[[Lab], Path], *options: str) -> Provoke:
-    """``finetune_glue`` from a checkpoint."""
-    return lambda lab: train_row.finetune([str(checkpoint(lab)), "RTE", *options])
+def tuned(lab: Lab, checkpoint: Path) -> int:
+    return train_row.finetune([str(checkpoint), "RTE"])
 
 
-def resumed(checkpoint: Callable[[Lab], Path]) -> Provoke:
+def resumed(lab: Lab, checkpoint: Path) -> int:
     """A folder that holds only this checkpoint: training starts over, and says why."""
-
-    def provoke(lab: Lab) -> int:
-        folder = Path(tempfile.mkdtemp(dir=lab.folder))
-        shutil.copyfile(checkpoint(lab), folder / "checkpoint_1_5.pt")
-        said: list[str] = []
-        seen = checkpoints.ready_to_resume(folder, said.append)
-        print("; ".join(said), file=sys.stderr)
-        return 0 if seen else 2
-
-    return provoke
-
-
-def _lm_data(lab: Lab) -> Path:
-    return lab.lm_data
-
-
-def _mt_data(lab: Lab) -> Path:
-    return lab.mt_data
-
-
-def _truncated(lab: Lab) -> Path:
-    return lab.written("cut.pt", lab.lm.read_bytes()[:4000])
+    folder, said = Path(tempfile.mkdtemp(dir=lab.folder)), []
+    shutil.copyfile(checkpoint, folder / "checkpoint_1_5.pt")
+    seen = checkpoints.ready_to_resume(folder, said.append)
+    print("; ".join(said), file=sys.stderr)
+    return 0 if seen else 2
 
 
 def _diverged(lab: Lab) -> Path:
@@ -302,153 +268,121 @@ def _without_manifest(lab: Lab) -> Path:
     return folder
 
 
-def _pickled(lab: Lab) -> Path:
-    return lab.pickled()
-
-
-DOORS = {
-    "eval_lm": lm,
-    "eval_mt": mt,
-    "eval_glue": glue_of,
-    "finetune": tuned,
-    "resume": resumed,
-}
-CHECKPOINTS = [
-    *(
-        Attack(f"{door}: a pickle that runs a program", opened(_pickled), "could run code")
-        for door, opened in DOORS.items()
+CHECKPOINTS: Attacks = {
+    f"{door.__name__}: a pickle that runs a program": (
+        lambda lab, door=door: door(lab, lab.pickled()),
+        "could run code",
+    )
+    for door in (lm, mt, glue_of, tuned, resumed)
+} | {
+    "lm: 2 kB of zeros in the weights": (lambda lab: lm(lab, lab.zeroed(lab.lm)), "damaged"),
+    "resume: 2 kB of zeros in the weights": (
+        lambda lab: resumed(lab, lab.zeroed(lab.lm)),
+        "damaged",
     ),
-    Attack("eval_lm: 2 kB of zeros in the weights", lm(lambda lab: lab.zeroed(lab.lm)), "damaged"),
-    Attack(
-        "resume: 2 kB of zeros in the weights", resumed(lambda lab: lab.zeroed(lab.lm)), "damaged"
+    "lm: a truncated checkpoint": (
+        lambda lab: lm(lab, lab.written("cut.pt", lab.lm.read_bytes()[:4000])),
+        "does not load: it is truncated",
     ),
-    Attack("eval_lm: a truncated checkpoint", lm(_truncated), "does not load: it is truncated"),
-    Attack("eval_lm: a translation model", lm(lambda lab: lab.mt), "not of lrpe_lm"),
-    Attack("eval_lm: a diverged model", lm(_diverged), "diverged"),
-    Attack(
-        "eval_lm: another dictionary of equal size",
-        lm(lambda lab: lab.lm, _other_words),
+    "lm: a translation model": (lambda lab: lm(lab, lab.mt), "not of lrpe_lm"),
+    "lm: a diverged model": (lambda lab: lm(lab, _diverged(lab)), "diverged"),
+    "lm: another dictionary of equal size": (
+        lambda lab: lm(lab, lab.lm, _other_words(lab)),
         "is not the dictionary",
     ),
-    Attack(
-        "eval_lm: the data were prepared again with other words",
-        lm(_replaced, lambda lab: lab.folder / "copies" / "replaced"),
+    "lm: the data were prepared again with other words": (
+        lambda lab: lm(lab, _replaced(lab), lab.folder / "copies" / "replaced"),
         "is not the dictionary",
     ),
-    Attack("eval_mt: a language model", mt(lambda lab: lab.lm), "not of lrpe_transformer"),
-    Attack(
-        "eval_mt: data without manifest",
-        mt(lambda lab: lab.mt, data=_without_manifest),
+    "mt: a language model": (lambda lab: mt(lab, lab.lm), "not of lrpe_transformer"),
+    "mt: data without manifest": (
+        lambda lab: mt(lab, lab.mt, data=_without_manifest(lab)),
         "manifest.json",
     ),
-    Attack(
-        "eval_mt: --lenpen nan",
-        mt(lambda lab: lab.mt, "--average", "1", "--lenpen", "nan"),
+    "mt: --lenpen nan": (
+        lambda lab: mt(lab, lab.mt, "--average", "1", "--lenpen", "nan"),
         "--lenpen must be a finite number",
     ),
-    Attack(
-        "eval_mt: no periodic checkpoint to average",
-        mt(lambda lab: lab.mt, "--average", "5"),
+    "mt: no periodic checkpoint": (
+        lambda lab: mt(lab, lab.mt, "--average", "5"),
         "no periodic checkpoints",
     ),
-    Attack("eval_glue: a language model", glue_of(lambda lab: lab.lm), "not of lrpe_roberta"),
-    Attack("finetune: a language model", tuned(lambda lab: lab.lm), "not of lrpe_roberta"),
-]
+    "glue: a language model": (lambda lab: glue_of(lab, lab.lm), "not of lrpe_roberta"),
+    "finetune: a language model": (lambda lab: tuned(lab, lab.lm), "not of lrpe_roberta"),
+}
 
 # ---- tables and clusters ----
 
 
-def table(*options: str, **settings: str) -> Provoke:
-    """``run_table table2``."""
-    return lambda lab: run_table.main(["table2", *options])
+def site(lab: Lab, content: str) -> int:
+    return guarded(lambda: slurm.load_site(lab.written("slurm.yaml", content), {}))
 
 
-def config(name: str, content: str) -> Provoke:
-    """A configuration of a table."""
-
-    def provoke(lab: Lab) -> int:
-        return guarded(lambda: family_of(lab.written(name, content)))
-
-    return provoke
-
-
-def site(content: str) -> Provoke:
-    """The settings of a cluster."""
-    return lambda lab: guarded(lambda: slurm.load_site(lab.written("slurm.yaml", content), {}))
-
-
-def sbatch(script: str) -> Provoke:
+def sbatch(lab: Lab, script: str) -> int:
     """``run_table --slurm`` with an sbatch of ours; none if ``script`` is empty."""
-
-    def provoke(lab: Lab) -> int:
-        bin_dir = Path(tempfile.mkdtemp(dir=lab.folder))
-        if script:
-            (bin_dir / "sbatch").write_text(f"#!/bin/sh\n{script}\n")
-            (bin_dir / "sbatch").chmod(0o755)
-        write = mock.patch.object(slurm, "job_script", return_value="")
-        with mock.patch.dict(os.environ, PATH=f"{bin_dir}:/bin"), write:
-            return guarded(lambda: slurm.submit(lab.folder, "table2", [], [0], slurm.Site()))
-
-    return provoke
+    bin_dir = Path(tempfile.mkdtemp(dir=lab.folder))
+    if script:
+        (bin_dir / "sbatch").write_text(f"#!/bin/sh\n{script}\n")
+        (bin_dir / "sbatch").chmod(0o755)
+    write = mock.patch.object(slurm, "job_script", return_value="")
+    with mock.patch.dict(os.environ, PATH=f"{bin_dir}:/bin"), write:
+        return guarded(lambda: slurm.submit(lab.folder, "table2", [], [0], slurm.Site()))
 
 
-TABLES = [
-    Attack("run_table: --slurm --gpus 4", table("--slurm", "--gpus", "4"), "use --gpus-per-node"),
-    Attack("run_table: --slurm --jobs 2", table("--slurm", "--jobs", "2"), "and running in"),
-    Attack("run_table: --nodes 2", table("--nodes", "2"), "--nodes need --slurm"),
-    Attack("run_table: --seeds 0", table("--seeds", "0"), "at least 1"),
-    Attack("slurm.yaml: nodes 0", site("nodes: 0"), "nodes must be an integer"),
-    Attack("slurm.yaml: time without quotes", site("time: 24:00:00"), "in quotes"),
-    Attack("run_table: --slurm without sbatch", table("--slurm"), "no sbatch"),
-    Attack("run_table: a row that is a program", table("--rows", "$(id)"), "has no"),
-    Attack("sbatch: is not there", sbatch(""), "no sbatch"),
-    Attack("sbatch: fails without a word", sbatch("exit 3"), "sbatch failed with status 3"),
-    Attack("sbatch: refuses", sbatch("echo bad account >&2; exit 1"), "bad account"),
-    Attack("configuration: malformed YAML", config("c.yaml", "task: [1, {"), r"c\.yaml"),
-    Attack("configuration: without a task", config("c.yaml", "model: {}"), r"c\.yaml"),
-    Attack("slurm.yaml: malformed YAML", site("setup: [1, {"), r"slurm\.yaml"),
-    Attack("slurm.yaml: an unknown key", site("gpu: 1"), "gpu"),
-]
+OPTIONS = {  # of run_table
+    "--slurm --gpus 4": "use --gpus-per-node",
+    "--slurm --jobs 2": "and running in",
+    "--nodes 2": "--nodes need --slurm",
+    "--seeds 0": "at least 1",
+    "--slurm": "no sbatch",
+    "--rows $(id)": "has no",
+}
+SITES = {
+    "nodes: 0": "nodes must be an integer",
+    "time: 24:00:00": "in quotes",
+    "setup: [1, {": r"slurm\.yaml",
+    "gpu: 1": "gpu",
+}
+SCRIPTS = {"": "no sbatch", "exit 3": "sbatch failed with status 3"}
+SCRIPTS["echo bad account >&2; exit 1"] = "bad account"
+TABLES: Attacks = {
+    **{
+        f"run_table: {words}": (lambda lab, w=words: run_table.main(["table2", *w.split()]), said)
+        for words, said in OPTIONS.items()
+    },
+    **{f"slurm.yaml: {s}": (lambda lab, s=s: site(lab, s), said) for s, said in SITES.items()},
+    **{f"sbatch: {s}": (lambda lab, s=s: sbatch(lab, s), said) for s, said in SCRIPTS.items()},
+    **{
+        f"configuration: {text}": (
+            lambda lab, text=text: guarded(lambda: family_of(lab.written("c.yaml", text))),
+            r"c\.yaml",
+        )
+        for text in ("task: [1, {", "model: {}")
+    },
+}
 
 # ---- data ----
 
 
-def prepared(change: Callable[[Path], object]) -> Provoke:
-    """Evaluation data that something has changed."""
-
-    def provoke(lab: Lab) -> int:
-        folder = Path(tempfile.mkdtemp(dir=lab.folder)) / "wikitext-2-bpe"
-        shutil.copytree(lab.lm_data, folder)
-        change(folder)
-        return guarded(lambda: folders.verify(folder))
-
-    return provoke
+def truncated(lab: Lab) -> int:
+    """Evaluation data whose manifest was truncated."""
+    folder = Path(tempfile.mkdtemp(dir=lab.folder)) / "wikitext-2-bpe"
+    shutil.copytree(lab.lm_data, folder)
+    (folder / "manifest.json").write_text('{"corpus": "wiki')
+    return guarded(lambda: folders.verify(folder))
 
 
-def destination(dest: Callable[[Lab], Path]) -> Provoke:
+def destination(lab: Lab, dest: Path) -> int:
     """A data-prep script with this ``--dest``."""
-
-    def provoke(lab: Lab) -> int:
-        main = runpy.run_path(str(ROOT / "data-prep" / "multi30k" / "prepare.py"))["main"]
-        return main(["--dest", str(dest(lab)), "--from", str(lab.folder)])
-
-    return provoke
+    main = runpy.run_path(str(ROOT / "data-prep" / "multi30k" / "prepare.py"))["main"]
+    return main(["--dest", str(dest), "--from", str(lab.folder)])
 
 
-DATA = [
-    Attack(
-        "data: a truncated manifest",
-        prepared(lambda data: (data / "manifest.json").write_text('{"corpus": "wiki')),
-        r"manifest\.json is not valid JSON",
-    ),
-    Attack(
-        "--dest: a file", destination(lambda lab: lab.written("d", "")), "choose another --dest"
-    ),
-    Attack(
-        "--dest: cannot be written",
-        destination(lambda lab: Path("/proc/lrpe")),
-        "choose another --dest",
-    ),
-]
+DEST = "choose another --dest"
+DATA: Attacks = {
+    "data: a truncated manifest": (truncated, r"manifest\.json is not valid JSON"),
+    "--dest: a file": (lambda lab: destination(lab, lab.written("d", "")), DEST),
+    "--dest: cannot be written": (lambda lab: destination(lab, Path("/proc/lrpe")), DEST),
+}
 
-ATTACKS = [*CHECKPOINTS, *TABLES, *DATA]
+ATTACKS = {**CHECKPOINTS, **TABLES, **DATA}

@@ -6,7 +6,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import fcntl
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 
-from tests.end_to_end.commands import Corpus
 from tests.end_to_end.conftest import corpus  # noqa: F401  (a fixture, for all tests)
 from tests.tiny_table import repository, run_table
 
@@ -44,10 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def undisturbed_table(
-    corpus: Corpus,  # noqa: F811
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Path:
+def undisturbed_table(corpus, tmp_path_factory):  # noqa: F811
     """A checkout whose small table ran without interruptions; once for all pytest workers."""
     base = tmp_path_factory.getbasetemp()
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "undisturbed"

@@ -81,15 +81,21 @@ def score_matrix(
     """The score of every (s, t) under either protocol, (B, H, T, S), for q that is scaled already.
 
     A decay of the weight is part of it: its logarithm is added. x: the layer's input (B, T, C), of
-    which the encoding computes gates; None for no gates.
+    which the encoding computes gates, places and reflections; None for none of them.
     """
     if isinstance(encoding, ScoreEncoding):
         q = q * encoding.content_scale
         visible = visible_matrix(encoding, q, k)
         return encoding(q @ k.transpose(-1, -2), q, k, q_positions, k_positions, visible)
     gates = None if x is None else encoding.log_gates(x)
-    q, k = encoding(q, k, q_positions, k_positions)
+    places = None if x is None else encoding.places(x, None, None, {})[0]
+    if places is None:
+        q, k = encoding(q, k, q_positions, k_positions)
+    else:
+        q, k = encoding(q, k, places, places)
     scores, log_decay = q @ k.transpose(-1, -2), encoding.log_decay()
+    if x is not None and encoding.reflections is not None:
+        scores = carried_scores(q, k, *encoding.transport(x, k_positions, None, None, {})[0])
     if log_decay is not None:
         lag = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
         lag = lag.clamp_min(0) if encoding.spec.causal else lag.abs()
@@ -100,6 +106,22 @@ def score_matrix(
         return scores
     total = gates.double().cumsum(-1)
     return scores + (total.unsqueeze(-1) - total.unsqueeze(-2)).tril()
+
+
+def carried_scores(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> Tensor:
+    """q_s^T H_s ... H_(t+1) k_t with H_u = I - beta_u w_u w_u^T, (B, H, T, T); 0 for t > s.
+
+    From products of matrices, one by one.
+    """
+    steps = -beta[..., None, None] * w.unsqueeze(-1) * w.unsqueeze(-2)
+    steps = steps + torch.eye(w.shape[-1], dtype=w.dtype)
+    scores = q.new_zeros(*q.shape[:3], q.shape[2])
+    for s in range(q.shape[2]):
+        row = q[:, :, s, None]
+        for t in range(s, -1, -1):
+            scores[:, :, s, t] = (row * k[:, :, t, None]).sum((-1, -2))
+            row = row @ steps[:, :, t]
+    return scores
 
 
 def weight_matrix(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +35,7 @@ FEWER = {  # configuration -> GPUs of 8 that are used
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator:
+def gpus(monkeypatch):
     """A function that sets the number of GPUs of this machine."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return lambda count: monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -66,7 +65,7 @@ def limits(run: TrainingRun, command: list[str]) -> dict[str, int]:
     return {k: n * frequency for k in machine.UNITS if (n := settings.dataset.get(k))}
 
 
-def test_every_run_has_updates_of_one_size_on_1_2_4_and_8_gpus(gpus: Iterator) -> None:
+def test_every_run_has_updates_of_one_size_on_1_2_4_and_8_gpus(gpus):
     for run in distinct_runs():
         alone = limits(run, run.command())
         for count in (2, 4, 8):
@@ -104,13 +103,8 @@ NORMED = ("dataset.batch_size=128", "optimization.update_freq=[2]")
     ],
 )
 def test_accumulation_is_divided_first_and_then_the_batch(
-    tmp_path: Path,
-    config: str,
-    overrides: tuple[str, ...],
-    processes: int,
-    accumulated: int,
-    size: int,
-) -> None:
+    tmp_path, config, overrides, processes, accumulated, size
+):
     run = run_of(config, tmp_path, *overrides)
     command = OmegaConf.from_dotlist([w.lstrip("+") for w in run.command(processes) if "=" in w])
     settings = OmegaConf.merge(run.settings(), command)
@@ -130,8 +124,8 @@ def test_accumulation_is_divided_first_and_then_the_batch(
     ],
 )
 def test_processes_that_cannot_have_equal_parts_are_refused(
-    tmp_path: Path, config: str, overrides: tuple[str, ...], processes: int, said: str
-) -> None:
+    tmp_path, config, overrides, processes, said
+):
     with pytest.raises(ValueError, match=f"^{processes} processes cannot have equal parts.*{said}"):
         run_of(config, tmp_path, *overrides).command(processes)
 
@@ -139,9 +133,7 @@ def test_processes_that_cannot_have_equal_parts_are_refused(
 # --- the GPUs of a machine ---------------------------------------------------------------------
 
 
-def test_a_run_uses_the_most_gpus_that_can_have_equal_parts_and_says_so(
-    tmp_path: Path, gpus: Iterator
-) -> None:
+def test_a_run_uses_the_most_gpus_that_can_have_equal_parts_and_says_so(tmp_path, gpus):
     gpus(8)
     run, said = run_of("classification/lra-image", tmp_path), []
     assert run.usable(Devices(), said.append) == Devices(gpus=(0, 1, 2, 3, 4))
@@ -151,9 +143,7 @@ def test_a_run_uses_the_most_gpus_that_can_have_equal_parts_and_says_so(
     assert run.usable(Devices(gpus=(1, 2)), pytest.fail) == Devices(gpus=(1, 2))
 
 
-def test_gpus_are_counted_among_those_that_the_process_sees(
-    monkeypatch: pytest.MonkeyPatch, gpus: Iterator
-) -> None:
+def test_gpus_are_counted_among_those_that_the_process_sees(monkeypatch, gpus):
     gpus(4)
     assert "CUDA_VISIBLE_DEVICES" not in Devices().environment
     assert Devices(gpus=(1, 3)).environment["CUDA_VISIBLE_DEVICES"] == "1,3"
@@ -162,8 +152,8 @@ def test_gpus_are_counted_among_those_that_the_process_sees(
 
 
 def test_the_script_of_a_row_restricts_its_training_to_those_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: Iterator, capsys: pytest.CaptureFixture
-) -> None:
+    tmp_path, monkeypatch, gpus, capsys
+):
     gpus(8)
     started: list[list[str]] = []
     done = argparse.Namespace(returncode=0)
@@ -192,7 +182,7 @@ def together(run: TrainingRun, processes: int, **changes: object) -> dict[str, o
     return trained(run, **{keys.WORLD: processes}, **by_keys(changes))
 
 
-def test_a_training_on_several_gpus_is_that_of_one(tmp_path: Path) -> None:
+def test_a_training_on_several_gpus_is_that_of_one(tmp_path):
     texts = run_of("classification/lra-text", tmp_path)
     assert texts.differences(together(texts, 4, batch_size=64)) == set()
     assert texts.differences(together(texts, 4)) == {keys.FREQUENCY}
@@ -203,7 +193,7 @@ def test_a_training_on_several_gpus_is_that_of_one(tmp_path: Path) -> None:
     assert blocks.differences(together(blocks, 1, batch_size=4)) == {SAMPLES}
 
 
-def test_with_batch_norm_accumulated_batches_are_another_training(tmp_path: Path) -> None:
+def test_with_batch_norm_accumulated_batches_are_another_training(tmp_path):
     halves = {"batch_size": 128, "update_freq": [2]}
     texts = run_of("classification/lra-text", tmp_path)
     assert texts.differences(together(texts, 1, **halves)) == {SAMPLES, keys.FREQUENCY}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import lzma
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from sklearn.datasets import load_digits
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import examples
 from lrpe_fairseq.experiments.data.examples import Examples
+from lrpe_fairseq.experiments.records.console import UserError
 from tests.test_data_prep import files, load
 
-sst2, digits, listops = load("sst2-bytes"), load("digits"), load("listops")
+sst2, digits, listops, mnist = map(load, ("sst2-bytes", "digits", "listops", "mnist5k"))
 LENGTHS, SYMBOLS = listops.LENGTHS, listops.SYMBOLS
 
 
@@ -39,15 +41,13 @@ def same_bytes(one: Path, other: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def digits_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def digits_data(tmp_path_factory):
     dest = tmp_path_factory.mktemp("images") / "digits"
     assert digits.main(["--dest", str(dest)]) == 0
     return dest
 
 
-def test_the_digits_are_those_of_scikit_learn_in_disjoint_stratified_splits(
-    digits_data: Path,
-) -> None:
+def test_the_digits_are_those_of_scikit_learn_in_disjoint_stratified_splits(digits_data):
     known = load_digits()
     whole = sorted(
         (tuple((15 * image.astype(int)).tolist()), int(label))
@@ -64,6 +64,31 @@ def test_the_digits_are_those_of_scikit_learn_in_disjoint_stratified_splits(
     manifest = prep.Steps(digits_data, "digits", "8x8").old
     assert manifest["splits"]["test"]["tokens"] == 540 * 64
     assert manifest["classes"] == 10
+
+
+def test_mnist_has_its_own_test_set_and_validation_is_part_of_training(tmp_path: Path) -> None:
+    rng, md5, known = np.random.RandomState(0), {}, []
+    for count, (images, labels) in ((40, list(mnist.MD5)[:2]), (10, list(mnist.MD5)[2:])):
+        pixels, classes = rng.randint(0, 256, (count, 28, 28)), np.arange(count) % 10
+        for name, values in ((images, pixels), (labels, classes)):
+            shape = np.array(values.shape, ">i4").tobytes()
+            content = bytes([0, 0, 8, values.ndim]) + shape + values.astype(np.uint8).tobytes()
+            (tmp_path / f"{name}.xz").write_bytes(lzma.compress(content))
+            md5[name] = hashlib.md5(content).hexdigest()
+        rows = pixels.reshape(count, -1).tolist()
+        known.append(sorted((tuple(row), int(c)) for row, c in zip(rows, classes, strict=True)))
+    made = mnist.prepare_whole(tmp_path / "data", tmp_path, md5=md5, held_out=10)
+    found = {}
+    for split in prep.SPLITS:
+        own = stored(tmp_path / "data" / "bin", split, end=False)
+        found[split] = [(tuple(row), c) for row, c in zip(own.inputs, own.labels, strict=True)]
+    assert sorted(found["train"] + found["valid"]) == known[0]
+    assert sorted(c for _, c in found["valid"]) == list(range(10))
+    assert sorted(found["test"]) == known[1]
+    assert (made["corpus"], made["level"]) == ("mnist", "28x28")
+    (tmp_path / f"{images}.xz").write_bytes(lzma.compress(b"other"))
+    with pytest.raises(UserError, match="is truncated or not the expected version"):
+        mnist.prepare_whole(tmp_path / "no", tmp_path, md5=md5)
 
 
 # --- ListOps -----------------------------------------------------------------------------------
@@ -93,12 +118,12 @@ def value(tokens: list[str]) -> int:
 
 
 @pytest.fixture(scope="module")
-def short() -> dict[str, Examples]:
+def short():
     sizes = {"train": 4_000, "valid": 300, "test": 300}
     return listops.generate(replace(LENGTHS["20-100"], sizes=sizes), 1)
 
 
-def test_labels_are_those_of_an_independent_evaluator(short: dict[str, Examples]) -> None:
+def test_labels_are_those_of_an_independent_evaluator(short):
     some = listops.generate(replace(LENGTHS["100-400"], sizes={"train": 60}), 1)["train"]
     for inputs, labels in (
         (short["train"].inputs[:2000], short["train"].labels),
@@ -108,18 +133,14 @@ def test_labels_are_those_of_an_independent_evaluator(short: dict[str, Examples]
             assert value([SYMBOLS[token] for token in tokens]) == label
 
 
-def test_lengths_are_within_the_bounds_and_no_expression_occurs_twice(
-    short: dict[str, Examples],
-) -> None:
+def test_lengths_are_within_the_bounds_and_no_expression_occurs_twice(short):
     rows = [tuple(row) for split in short.values() for row in split.inputs]
     assert len(set(rows)) == len(rows) == 4_600
     assert min(map(len, rows)) == 21
     assert max(map(len, rows)) < 100
 
 
-def test_expressions_are_stored_as_tokens_and_are_the_same_on_every_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_expressions_are_stored_as_tokens_and_are_the_same_on_every_machine(tmp_path, monkeypatch):
     recipe = replace(LENGTHS["20-100"], sizes={"train": 30, "valid": 10, "test": 10})
     monkeypatch.setitem(LENGTHS, "tiny", recipe)
     manifest, made = listops.prepare(tmp_path, "tiny"), listops.generate(recipe, 1)
@@ -135,7 +156,7 @@ def test_expressions_are_stored_as_tokens_and_are_the_same_on_every_machine(
 # --- SST-2 -------------------------------------------------------------------------------------
 
 
-def test_sst2_is_stored_byte_by_byte_and_valid_is_held_out_of_train(tmp_path: Path) -> None:
+def test_sst2_is_stored_byte_by_byte_and_valid_is_held_out_of_train(tmp_path):
     phrases = [f"phrase {n} is “{'good' if n % 2 else 'bad'}” " for n in range(40)]
     for name, chosen in (("train", phrases[:30]), ("dev", phrases[30:])):
         path = tmp_path / "from" / "SST-2" / f"{name}.tsv"

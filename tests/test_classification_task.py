@@ -33,7 +33,7 @@ def lengths_and_labels(split: str) -> Examples:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     """Random bytes with classes: ``bin`` of data-prep."""
     dest = tmp_path_factory.mktemp("classes")
     steps = corpus.Steps(dest, "test", "bytes")
@@ -43,7 +43,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def paired(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def paired(data, tmp_path_factory):
     """The same, with the inputs of the training set as second inputs of test, and so on."""
     folder = tmp_path_factory.mktemp("pairs") / "bin"
     shutil.copytree(data, folder)
@@ -74,7 +74,7 @@ def batches(task: LRPEClassificationTask, epoch: int, split: str = "train") -> l
 # --- batches -----------------------------------------------------------------------------------
 
 
-def test_a_batch_has_the_bytes_the_lengths_and_the_classes(data: Path) -> None:
+def test_a_batch_has_the_bytes_the_lengths_and_the_classes(data):
     task, known = task_of(data), lengths_and_labels("train")
     dataset = task.dataset("train")
     batch = dataset.collater([dataset[row] for row in (7, 0, 30)])
@@ -90,7 +90,7 @@ def test_a_batch_has_the_bytes_the_lengths_and_the_classes(data: Path) -> None:
     assert dataset.collater([]) == {}
 
 
-def test_long_inputs_are_cut_at_the_end(data: Path) -> None:
+def test_long_inputs_are_cut_at_the_end(data):
     task = task_of(data, max_positions=4)
     dataset, known = task.dataset("train"), lengths_and_labels("train")
     row = int(np.argmax([len(inputs) for inputs in known.inputs]))
@@ -99,7 +99,7 @@ def test_long_inputs_are_cut_at_the_end(data: Path) -> None:
     assert sorted(chain(*batches(task, 1))) == list(range(50))
 
 
-def test_a_pair_has_two_inputs_and_counts_as_twice_the_longer_one(paired: Path) -> None:
+def test_a_pair_has_two_inputs_and_counts_as_twice_the_longer_one(paired):
     task = task_of(paired, "valid")
     dataset, first, second = task.dataset("valid"), *map(lengths_and_labels, ("valid", "test"))
     batch = dataset.collater([dataset[0], dataset[1]])
@@ -112,9 +112,7 @@ def test_a_pair_has_two_inputs_and_counts_as_twice_the_longer_one(paired: Path) 
 
 
 @pytest.mark.parametrize("random", [False, True])
-def test_every_epoch_has_other_batches_which_a_resumed_training_sees_too(
-    data: Path, random: bool
-) -> None:
+def test_every_epoch_has_other_batches_which_a_resumed_training_sees_too(data, random):
     whole = task_of(data, random_batches=random)
     epochs = [batches(whole, epoch) for epoch in (1, 2, 3)]
     for one in epochs:
@@ -126,7 +124,7 @@ def test_every_epoch_has_other_batches_which_a_resumed_training_sees_too(
     assert batches(task_of(data, random_batches=random, seed=2), 3) != epochs[2]
 
 
-def test_a_batch_has_inputs_of_similar_lengths_unless_they_are_random(data: Path) -> None:
+def test_a_batch_has_inputs_of_similar_lengths_unless_they_are_random(data):
     def padding(random: bool) -> int:
         task = task_of(data, random_batches=random)
         sizes = task.dataset("train").sizes
@@ -141,7 +139,7 @@ def refused(folder: Path, **options: object) -> str:
     return str(refusal.value)
 
 
-def test_data_that_do_not_fit_are_refused_in_one_sentence(data: Path, tmp_path: Path) -> None:
+def test_data_that_do_not_fit_are_refused_in_one_sentence(data, tmp_path):
     assert "lists 3 classes: set --num-classes 3, not 2" in refused(data, num_classes=2)
     assert "has no input0/dict.txt" in refused(tmp_path)
     assert "train7.idx does not exist" in refused(data, split="train7")
@@ -173,13 +171,13 @@ def criterion_of(smoothing: float = 0.0) -> ClassificationCriterion:
 
 
 @pytest.fixture
-def case() -> tuple[torch.Tensor, torch.Tensor]:
+def case():
     generator = torch.Generator().manual_seed(1)
     logits = 3 * torch.randn(40, 12, generator=generator)
     return logits, torch.randint(0, 12, (40,), generator=generator)
 
 
-def test_hard_targets_equal_soft_ones_and_smoothing_is_that_of_torch(case: tuple) -> None:
+def test_hard_targets_equal_soft_ones_and_smoothing_is_that_of_torch(case):
     logits, target = case
     model, criterion = Answers().train(), criterion_of(0.1)
     soft = F.one_hot(target, 12).float()
@@ -196,14 +194,14 @@ def test_hard_targets_equal_soft_ones_and_smoothing_is_that_of_torch(case: tuple
     torch.testing.assert_close(each.sum(), expected)
 
 
-def test_validation_has_no_smoothing(case: tuple) -> None:
+def test_validation_has_no_smoothing(case):
     logits, target = case
     loss, size, _ = criterion_of(0.1)(Answers().eval(), sample_of(logits, target))
     torch.testing.assert_close(loss, F.cross_entropy(logits, target, reduction="sum"))
     assert size == 40
 
 
-def test_sums_over_uneven_shards_give_the_numbers_of_the_whole_set(case: tuple) -> None:
+def test_sums_over_uneven_shards_give_the_numbers_of_the_whole_set(case):
     logits, target = case
     criterion, model = criterion_of(), Answers().eval()
     cuts = (slice(0, 3), slice(3, 30), slice(30, 40))
@@ -221,7 +219,7 @@ def test_sums_over_uneven_shards_give_the_numbers_of_the_whole_set(case: tuple) 
     assert whole == pytest.approx({**values, "examples": 40}, abs=1e-4)
 
 
-def test_few_classes_have_no_top5_and_half_precision_is_summed_in_float32() -> None:
+def test_few_classes_have_no_top5_and_half_precision_is_summed_in_float32():
     logits = torch.tensor([[60000.0, 0.0], [0.0, 60000.0]]).half()
     loss, _, log = criterion_of()(Answers(), sample_of(logits, torch.tensor([0, 0])))
     assert loss.dtype == torch.float32

@@ -41,10 +41,7 @@ def task_of(symbols: list[str], pairs: bool = False, longest: int = 64) -> Simpl
     for symbol in symbols:
         words.add_symbol(symbol)
     return SimpleNamespace(
-        source_dictionary=words,
-        num_classes=CLASSES,
-        pairs=pairs,
-        max_positions=lambda: longest,
+        source_dictionary=words, num_classes=CLASSES, pairs=pairs, max_positions=lambda: longest
     )
 
 
@@ -88,9 +85,7 @@ FEW = [("linear", "rope"), ("linear", "spe"), ("softmax", "t5"), ("softmax", "lr
 
 
 @pytest.mark.parametrize(("attention", "name"), sampled(usable("encoder-only"), FEW))
-def test_an_example_has_one_output_alone_padded_and_anywhere_in_the_batch(
-    attention: str, name: str
-) -> None:
+def test_an_example_has_one_output_alone_padded_and_anywhere_in_the_batch(attention, name):
     model, rows = model_of(attention, name), rows_of(5, 9, 3)
     with torch.no_grad():
         alone = torch.cat([model(row[None]) for row in rows])
@@ -112,7 +107,7 @@ def test_an_example_has_one_output_alone_padded_and_anywhere_in_the_batch(
     ],
     ids=str,
 )
-def test_it_holds_for_every_input_norm_normalizer_and_pooling(options: dict) -> None:
+def test_it_holds_for_every_input_norm_normalizer_and_pooling(options):
     model, rows = model_of(**options), rows_of(5, 9, 3)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm1d):
@@ -123,9 +118,7 @@ def test_it_holds_for_every_input_norm_normalizer_and_pooling(options: dict) -> 
 
 
 @BOTH
-def test_without_positions_the_order_of_the_tokens_does_not_matter_and_with_them_it_does(
-    attention: str,
-) -> None:
+def test_without_positions_the_order_of_the_tokens_does_not_matter_and_with_them_it_does(attention):
     (row,) = rows_of(9)
     mixed = row[torch.randperm(9, generator=torch.Generator().manual_seed(3))]
     nope = model_of(attention, "none", no_token_positional_embeddings=True)
@@ -135,7 +128,7 @@ def test_without_positions_the_order_of_the_tokens_does_not_matter_and_with_them
         assert (base(mixed[None]) - base(row[None])).abs().max() > 1e-3
 
 
-def test_the_mean_is_over_real_tokens_and_exact_in_half_precision() -> None:
+def test_the_mean_is_over_real_tokens_and_exact_in_half_precision():
     x = torch.full((4096, 1, 2), 1.001).half()
     real = torch.ones(4096, 1, dtype=torch.bool)
     real[4000:] = False
@@ -146,7 +139,7 @@ def test_the_mean_is_over_real_tokens_and_exact_in_half_precision() -> None:
 # --- norms -------------------------------------------------------------------------------------
 
 
-def test_batch_norm_is_over_the_real_tokens_and_zero_at_padding() -> None:
+def test_batch_norm_is_over_the_real_tokens_and_zero_at_padding():
     x, real = torch.randn(7, 3, 4).double(), torch.rand(7, 3) < 0.6
     norm, plain = TokenBatchNorm(4).double(), nn.BatchNorm1d(4).double()
     out = norm(x, real)
@@ -157,7 +150,7 @@ def test_batch_norm_is_over_the_real_tokens_and_zero_at_padding() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_statistics_and_parameters_of_batch_norm_stay_float32(dtype: torch.dtype) -> None:
+def test_statistics_and_parameters_of_batch_norm_stay_float32(dtype):
     model = model_of(norm="batch").float().to(dtype).train()
     logits = model(batch_of(rows_of(5, 9, 3)))
     assert logits.dtype == dtype
@@ -166,7 +159,7 @@ def test_statistics_and_parameters_of_batch_norm_stay_float32(dtype: torch.dtype
             assert module.running_mean.dtype == module.weight.dtype == torch.float32
 
 
-def test_drop_path_drops_the_branch_of_an_example_or_scales_it() -> None:
+def test_drop_path_drops_the_branch_of_an_example_or_scales_it():
     model = model_of(drop_path=0.5).train()
     layer = next(m for m in model.modules() if isinstance(m, ClassifierLayer))
     torch.manual_seed(0)
@@ -179,7 +172,7 @@ def test_drop_path_drops_the_branch_of_an_example_or_scales_it() -> None:
 # --- pairs -------------------------------------------------------------------------------------
 
 
-def test_a_pair_is_encoded_as_two_inputs_and_is_not_symmetric() -> None:
+def test_a_pair_is_encoded_as_two_inputs_and_is_not_symmetric():
     model = model_of(pair_head=True)
     first, second = rows_of(5, 9, 3), rows_of(4, 2, 11, seed=1)
     with torch.no_grad():
@@ -193,7 +186,7 @@ def test_a_pair_is_encoded_as_two_inputs_and_is_not_symmetric() -> None:
 # --- pixels ------------------------------------------------------------------------------------
 
 
-def test_pixels_are_numbers_and_not_symbols() -> None:
+def test_pixels_are_numbers_and_not_symbols():
     embed = Pixels(3, PAD, patch=1, columns=0, mean=0.25, std=0.5)
     tokens = torch.tensor([[FIRST, FIRST + 255, FIRST + 51]])
     numbers = torch.tensor([[-0.5], [1.5], [-0.1]])
@@ -201,9 +194,7 @@ def test_pixels_are_numbers_and_not_symbols() -> None:
 
 
 @BOTH
-def test_patches_of_one_pixel_are_pixels_and_images_of_other_heights_may_be_padded(
-    attention: str,
-) -> None:
+def test_patches_of_one_pixel_are_pixels_and_images_of_other_heights_may_be_padded(attention):
     options = {"input": "pixels", "patch": 2, "grid_width": 3, "position_grid": "axial"}
     model, rows = model_of(attention, **options), rows_of(24, 12)
     assert model.encoder.embed_positions.weights.shape[0] < 24
@@ -224,7 +215,7 @@ def test_patches_of_one_pixel_are_pixels_and_images_of_other_heights_may_be_padd
     ],
     ids=str,
 )
-def test_the_gradient_reaches_every_parameter(options: dict) -> None:
+def test_the_gradient_reaches_every_parameter(options):
     model = model_of(**options).train()
     tokens = batch_of(rows_of(12, 12))
     model(tokens, None, tokens.flip(0) if model.options.pair_head else None)[:, 0].sum().backward()
@@ -239,7 +230,7 @@ RECOMPUTED = {
 
 
 @pytest.mark.parametrize("options", RECOMPUTED.values(), ids=RECOMPUTED)
-def test_activation_checkpointing_changes_nothing_for_any_number_of_passes(options: dict) -> None:
+def test_activation_checkpointing_changes_nothing_for_any_number_of_passes(options):
     options = {"attention": "softmax", "encoder_layers": 3, **options}
     found = []
     for recomputed in (False, True):
@@ -265,7 +256,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("sentence", REFUSED)
-def test_options_that_contradict_each_other_are_refused(sentence: str) -> None:
+def test_options_that_contradict_each_other_are_refused(sentence):
     config = OmegaConf.structured(LRPEClassifierTinyConfig(**REFUSED[sentence]))
     with pytest.raises(Refusal, match=sentence):
         LRPEClassifier.build_model(config, task_of(BYTES))
@@ -289,7 +280,7 @@ def configured(path: Path) -> tuple[OmegaConf, SimpleNamespace]:
 
 
 @pytest.mark.parametrize("name", [p.stem for p in configurations(CONFIGURED) if p.stem != VIT])
-def test_every_configuration_builds_its_model_with_the_encodings_of_its_table(name: str) -> None:
+def test_every_configuration_builds_its_model_with_the_encodings_of_its_table(name):
     options, task = configured(CONFIGURED / f"{name}.yaml")
     encodings = {row.encoding for row in load_named("tmlr-table4").rows}
     lengths = [task.max_positions()] * 2 if options.input == "pixels" else [4, 2]

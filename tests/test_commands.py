@@ -4,7 +4,6 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,7 @@ from lrpe_fairseq.experiments.records.files import ROOT
 NO_INPUT = {"doctor", "quickstart"}  # they take no arguments
 BAD = {  # command -> arguments, with {absent} for a path that does not exist
     "eval_classifier": "{absent}/a.pt {absent}",
-    "eval_glue": "{absent}/a.pt {absent}/RTE --out {absent}/o.json",
+    "eval_glue": "{absent}/a.pt {absent}/RTE valid --out {absent}/o.json",
     "eval_lm": "{absent}/a.pt {absent}",
     "eval_mt": "{absent}/a.pt {absent}",
     "finetune_glue": "{absent}/a.pt RTE",
@@ -48,7 +47,7 @@ BAD_DATA = {  # folder of data-prep -> arguments, with {other} for the data of a
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> dict[str, Path]:
+def places(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "manifest.json").write_text('{"corpus": "mine", "level": "mine"}')
     return {"absent": tmp_path / "absent", "other": tmp_path / "other"}
@@ -63,28 +62,24 @@ def assert_refused(
     assert "Traceback" not in said
 
 
-def test_no_command_is_forgotten_here() -> None:
+def test_no_command_is_forgotten_here():
     assert COMMANDS.keys() == BAD.keys() | NO_INPUT
     assert {path.parent.name for path in ROOT.glob("data-prep/*/prepare.py")} == BAD_DATA.keys()
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_command_refuses_bad_input_with_status_2(
-    name: str, places: dict[str, Path], capsys: pytest.CaptureFixture
-) -> None:
+def test_a_command_refuses_bad_input_with_status_2(name, places, capsys):
     assert_refused(program, f"{name} {BAD[name].format(**places)}", capsys)
     assert not places["absent"].exists()
 
 
 @pytest.mark.parametrize("name", BAD_DATA)
-def test_data_preparation_refuses_bad_input_with_status_2(
-    name: str, places: dict[str, Path], capsys: pytest.CaptureFixture
-) -> None:
+def test_data_preparation_refuses_bad_input_with_status_2(name, places, capsys):
     main = runpy.run_path(str(ROOT / "data-prep" / name / "prepare.py"))["main"]
     assert_refused(main, BAD_DATA[name].format(**places), capsys)
 
 
-def test_a_row_is_trained_on_the_data_set_that_was_chosen() -> None:
+def test_a_row_is_trained_on_the_data_set_that_was_chosen():
     row = ["tmlr-table4", "RoPE", "linear", "--scale", "small"]
     chosen = {"": "listops-20-100", "sst2-bytes": "sst2-bytes", "pathfinder16": "pathfinder16"}
     for name, data in chosen.items():
@@ -108,22 +103,22 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_that_no_training_can_have_is_refused_before_a_folder_is_made(
-    change: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    change, capsys, monkeypatch, tmp_path
+):
     monkeypatch.setattr(train_row, "ROOT", tmp_path)
     assert train_row.main(["table4", "RoPE", "linear", "--scale", "small", change]) == 2
     assert CHANGES[change] in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_changes_that_a_training_can_have_name_a_folder_below_by_hand() -> None:
+def test_changes_that_a_training_can_have_name_a_folder_below_by_hand():
     changes = ["optimizer.adam_betas=(0.9, 0.95)", "optimization.lr=[0.001]", "model.fidelity=a/b"]
     run = train_row._run(train_row._parse(["images", "RoPE", "linear", *changes]))
     assert run.folder.parent == ROOT / "runs" / "by-hand"
     assert not set(run.folder.name) & set(" ()/[]")
 
 
-def test_an_evaluation_needs_a_place_for_its_result_before_it_begins(tmp_path: Path) -> None:
+def test_an_evaluation_needs_a_place_for_its_result_before_it_begins(tmp_path):
     (tmp_path / "file").write_text("")
     parser = evaluate._arguments("it", "Evaluate.")
     out = str(tmp_path / "file" / "out.json")
@@ -135,7 +130,7 @@ def test_an_evaluation_needs_a_place_for_its_result_before_it_begins(tmp_path: P
 
 
 @pytest.mark.parametrize("error", [UserError("a\nb"), ValueError("a b"), OSError("a  b")])
-def test_errors_for_users_become_one_line(error: Exception, capsys: pytest.CaptureFixture) -> None:
+def test_errors_for_users_become_one_line(error, capsys):
     @command("it")
     def main() -> None:
         raise error
@@ -145,7 +140,7 @@ def test_errors_for_users_become_one_line(error: Exception, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("lines", [1, 100_000])  # less and more than a pipe holds
-def test_a_command_without_a_reader_ends_silently(lines: int) -> None:
+def test_a_command_without_a_reader_ends_silently(lines):
     code = (
         "import sys\n"
         "from lrpe_fairseq.experiments.records.console import command\n"
@@ -161,7 +156,7 @@ def test_a_command_without_a_reader_ends_silently(lines: int) -> None:
     assert (child.returncode, said) == (141, "")
 
 
-def test_other_errors_keep_their_traceback_and_ctrl_c_is_130() -> None:
+def test_other_errors_keep_their_traceback_and_ctrl_c_is_130():
     @command("it")
     def main(error: BaseException | None = None) -> None:
         if error:

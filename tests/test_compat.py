@@ -36,7 +36,7 @@ from fairseq.tasks import FairseqTask
 
 from lrpe_fairseq import compat
 from lrpe_fairseq.errors import Refusal
-from tests.end_to_end.commands import SMALL, Corpus, build, load, save
+from tests.end_to_end.commands import SMALL, build, load, save
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -238,7 +238,7 @@ def _start_probes(preamble: str, report: Path) -> subprocess.Popen:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+def outcomes(tmp_path_factory):
     """The result of every probe, without ("stock") and with ("mended") the fixes."""
     folder = tmp_path_factory.mktemp("probes")
     preambles = {"stock": "import fairseq", "mended": MENDED}
@@ -252,7 +252,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, st
 
 
 @pytest.fixture(scope="module")
-def sources() -> dict[str, str]:
+def sources():
     """The text of every fairseq module that ``import fairseq`` loads."""
     files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
     files = {
@@ -266,12 +266,12 @@ def sources() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", PROBES)
-def test_fairseq_breaks_here_without_the_fixes(outcomes: dict, name: str) -> None:
+def test_fairseq_breaks_here_without_the_fixes(outcomes, name):
     assert outcomes["stock"][name] == STOCK[name]
 
 
 @pytest.mark.parametrize("name", PROBES)
-def test_the_fixes_mend_the_break(outcomes: dict, name: str) -> None:
+def test_the_fixes_mend_the_break(outcomes, name):
     refused = name == "an option that is a program"
     assert outcomes["mended"][name] == ("ValueError" if refused else "works")
 
@@ -316,7 +316,7 @@ def _renamed(checkpoint: Path, old: bytes, new: bytes) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["?", "i1", "u2", "i4", "i8", "f2", "f4", "f8", "c8", ">f8"])
-def test_numpy_numbers_of_every_type_load_as_they_were_saved(tmp_path: Path, dtype: str) -> None:
+def test_numpy_numbers_of_every_type_load_as_they_were_saved(tmp_path, dtype):
     array = np.asfortranarray(np.arange(6).reshape(2, 3).astype(dtype))
     saved = {"array": array, "scalar": array[1, 2]}
     torch.save(saved, tmp_path / "c.pt")
@@ -327,7 +327,7 @@ def test_numpy_numbers_of_every_type_load_as_they_were_saved(tmp_path: Path, dty
     assert type(state["scalar"]) is type(expected["scalar"])
 
 
-def test_a_checkpoint_that_numpy_1_wrote_loads(tmp_path: Path) -> None:
+def test_a_checkpoint_that_numpy_1_wrote_loads(tmp_path):
     torch.save({"counts": np.arange(4), "best": np.float64(0.5)}, tmp_path / "new.pt")
     old = _renamed(tmp_path / "new.pt", b"cnumpy._core.", b"cnumpy.core.")
     assert "numpy.core.multiarray.scalar" in _globals_of(old)
@@ -339,7 +339,7 @@ def test_a_checkpoint_that_numpy_1_wrote_loads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "function", [os.system, eval, exec, subprocess.Popen, importlib.import_module, utils.eval_bool]
 )
-def test_a_checkpoint_that_calls_a_function_is_refused(tmp_path: Path, function: object) -> None:
+def test_a_checkpoint_that_calls_a_function_is_refused(tmp_path, function):
     payload = f"touch {tmp_path}/ran" if function is os.system else f"open('{tmp_path}/ran', 'w')"
     checkpoint = tmp_path / "checkpoint.pt"
     torch.save({"args": None, "best": Attack(function, payload)}, checkpoint)
@@ -360,16 +360,14 @@ def test_a_checkpoint_that_calls_a_function_is_refused(tmp_path: Path, function:
     ],
     ids=["objects", "text", "records", "dates", "hidden objects", "direct construction"],
 )
-def test_a_checkpoint_holds_no_numpy_but_numbers(tmp_path: Path, value: object) -> None:
+def test_a_checkpoint_holds_no_numpy_but_numbers(tmp_path, value):
     torch.save({"best": value}, tmp_path / "checkpoint.pt")
     with pytest.raises((pickle.UnpicklingError, TypeError)):
         torch.load(tmp_path / "checkpoint.pt")
 
 
 @pytest.mark.filterwarnings("ignore:Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
-def test_loading_that_is_not_safe_is_reported(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_loading_that_is_not_safe_is_reported(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, logger=compat.__name__):
         compat.allow_checkpoint_globals()
         assert not caplog.records
@@ -409,9 +407,7 @@ def _member(name: str, **fields: object) -> tarfile.TarInfo:
     ],
     ids=lambda member: f"{member.name} {member.type.decode()}",
 )
-def test_from_pretrained_refuses_an_archive_that_could_write_elsewhere(
-    tmp_path: Path, member: tarfile.TarInfo
-) -> None:
+def test_from_pretrained_refuses_an_archive_that_could_write_elsewhere(tmp_path, member):
     path = _archive(tmp_path / "model.tar.gz", _member("model/model.pt"), member)
     with pytest.raises(tarfile.ReadError, match="is refused: its member") as refusal:
         BaseFairseqModel.from_pretrained(str(path))
@@ -419,7 +415,7 @@ def test_from_pretrained_refuses_an_archive_that_could_write_elsewhere(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_an_archive_of_files_and_folders_is_extracted(tmp_path: Path) -> None:
+def test_an_archive_of_files_and_folders_is_extracted(tmp_path):
     folder = _member("model", type=tarfile.DIRTYPE, mode=0o755)
     path = _archive(tmp_path / "model.tar.gz", folder, _member("model/model.pt"))
     extracted = Path(file_utils.load_archive_file(str(path)))
@@ -439,13 +435,11 @@ def test_an_archive_of_files_and_folders_is_extracted(tmp_path: Path) -> None:
         ("1e-3 / 2", 0.0005),
     ],
 )
-def test_the_values_that_options_take_are_evaluated(text: str, value: object) -> None:
+def test_the_values_that_options_take_are_evaluated(text, value):
     assert compat.evaluate_literal(text) == value
 
 
-def test_a_checkpoint_whose_options_are_a_program_does_not_run_it(
-    corpus: Corpus, tmp_path: Path
-) -> None:
+def test_a_checkpoint_whose_options_are_a_program_does_not_run_it(corpus, tmp_path):
     model, _, config = build(corpus, SMALL)
     config.model.adaptive_softmax_cutoff = f"open('{tmp_path}/ran', 'w') and [4]"
     save(model, config, tmp_path / "hostile.pt")
@@ -467,12 +461,12 @@ def test_a_checkpoint_whose_options_are_a_program_does_not_run_it(
         "9**9**9",
     ],
 )
-def test_an_option_that_is_a_program_is_refused(text: str) -> None:
+def test_an_option_that_is_a_program_is_refused(text):
     with pytest.raises(ValueError, match="not a literal"):
         compat.evaluate_literal(text)
 
 
-def test_every_module_that_evaluates_options_is_covered(sources: dict[str, str]) -> None:
+def test_every_module_that_evaluates_options_is_covered(sources):
     evaluates = re.compile(r"(?<![\w.])(?<!def )eval\(")
     found = {name for name, text in sources.items() if evaluates.search(text)}
     assert found == set(compat._EVALUATING_MODULES)
@@ -482,14 +476,14 @@ def test_every_module_that_evaluates_options_is_covered(sources: dict[str, str])
 # ---- completeness, and stepping aside ----
 
 
-def test_every_numpy_name_that_fairseq_uses_exists(sources: dict[str, str]) -> None:
+def test_every_numpy_name_that_fairseq_uses_exists(sources):
     texts = [text for text in sources.values() if "import numpy as np" in text]
     names = {name for text in texts for name in re.findall(r"\bnp\.([A-Za-z_]\w*)", text)}
     assert {"int", "float", "compat"} <= names
     assert [name for name in names if not hasattr(np, name)] == []
 
 
-def test_applying_twice_changes_nothing() -> None:
+def test_applying_twice_changes_nothing():
     def patched() -> tuple:
         functions = (dataclass_utils.override_module_args, dataclass_utils._override_attr)
         functions += (data_utils.get_buckets, distributed_utils.broadcast_object, np.compat)
@@ -506,7 +500,7 @@ def test_applying_twice_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("samples", [1, 5, 8, 15, 16, 17])
-def test_no_sample_is_dropped_because_of_the_size_of_the_last_batch(samples: int) -> None:
+def test_no_sample_is_dropped_because_of_the_size_of_the_last_batch(samples):
     sizes = np.full(samples, 10)
     for vector in (sizes, None):
         batches = data_utils.batch_by_size(
@@ -538,12 +532,12 @@ def _batches(size: int | None, multiple: int = 8, **more: Any) -> dict[str, Any]
     ],
 )
 def test_batches_that_others_cannot_continue_are_refused_with_those_that_can(
-    shuffle: bool, before: dict, now: dict, said: str
-) -> None:
+    shuffle, before, now, said
+):
     place = {"iterations_in_epoch": 6, "shuffle": shuffle}
     with pytest.raises(Refusal, match=f"resume with {said}, or add --reset-dataloader"):
         compat._convert_place(place, before, now, by_updates=False)
 
 
-def test_a_rank_over_gloo_leaves_its_process_group_when_it_ends(outcomes: dict) -> None:
+def test_a_rank_over_gloo_leaves_its_process_group_when_it_ends(outcomes):
     assert outcomes["said last"] == "left"

@@ -10,6 +10,7 @@ import http.server
 import importlib.util
 import io
 import itertools
+import lzma
 import os
 import random
 import re
@@ -18,7 +19,7 @@ import sys
 import tarfile
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -80,7 +81,7 @@ def sentence(rng: random.Random) -> str:
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def library(tmp_path_factory):
     """A small standard library: 120 modules, each with one paragraph that all share."""
     stdlib, rng = tmp_path_factory.mktemp("stdlib"), random.Random(1)
     (stdlib / "test").mkdir()
@@ -95,7 +96,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def topics() -> dict[str, str]:
+def topics():
     """Some topics, one of which repeats a paragraph of another."""
     rng = random.Random(2)
     made = {f"t{number}": f"{sentence(rng)}\n\n   {sentence(rng)}\n" for number in range(40)}
@@ -103,7 +104,7 @@ def topics() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def embedded(library: Path, topics: dict, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def embedded(library, topics, tmp_path_factory):
     """The small library, prepared."""
     dest = tmp_path_factory.mktemp("embedded") / "dest"
     pydoc.prepare(dest, 60, library, topics)
@@ -119,9 +120,7 @@ def documents(dest: Path, split: str) -> dict[str, list[str]]:
     return {name.strip(): body for (_, name), body in zip(index, bodies, strict=True)}
 
 
-def test_the_pydoc_split_is_by_whole_documents_and_no_paragraph_occurs_twice(
-    embedded: Path,
-) -> None:
+def test_the_pydoc_split_is_by_whole_documents_and_no_paragraph_occurs_twice(embedded):
     """Doctests, underlines and test suites are left out."""
     splits = {split: documents(embedded, split) for split in prep.SPLITS}
     names = [name for found in splits.values() for name in found]
@@ -144,8 +143,8 @@ def test_the_pydoc_split_is_by_whole_documents_and_no_paragraph_occurs_twice(
 
 
 def test_without_a_vocabulary_size_the_text_is_cut_into_characters(
-    embedded: Path, library: Path, topics: dict, tmp_path: Path
-) -> None:
+    embedded, library, topics, tmp_path
+):
     """One token a character and one a line end; the text can be read back from the pieces."""
     counts = pydoc.prepare(tmp_path / "dest", None, library, topics)["splits"]
     for split in prep.SPLITS:
@@ -156,7 +155,7 @@ def test_without_a_vocabulary_size_the_text_is_cut_into_characters(
         assert counts[split]["unknown"] == 0
 
 
-def test_the_binary_form_is_that_of_fairseq_preprocess(embedded: Path, tmp_path: Path) -> None:
+def test_the_binary_form_is_that_of_fairseq_preprocess(embedded, tmp_path):
     """The same dictionary and bytes, of two workers too, unknown symbols included."""
     texts = {split: embedded / "text" / f"{split}.txt" for split in prep.SPLITS}
     given = [part for split in texts for part in (f"--{split}pref", texts[split])]
@@ -181,7 +180,7 @@ def article(rng: random.Random, title: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def release(tmp_path_factory):
     """A small WikiText: three files and the archive they are published in."""
     folder, rng = tmp_path_factory.mktemp("release"), random.Random(3)
     for split, count in (("train", 9), ("valid", 2), ("test", 2)):
@@ -194,7 +193,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def table(release: Path) -> dict:
+def table(release):
     """What the small release must be, counted here in another way than the script counts."""
     texts = {split: (release / f"wiki.{split}.tokens").read_text() for split in prep.SPLITS}
     types = len(set(texts["train"].split()))
@@ -210,7 +209,7 @@ def table(release: Path) -> dict:
 
 
 @pytest.fixture
-def stored(release: Path, tmp_path: Path) -> Path:
+def stored(release, tmp_path):
     """A folder for --from that a test may damage: one file plain, one .gz, one .zip."""
     folder = tmp_path / "stored"
     folder.mkdir()
@@ -222,7 +221,7 @@ def stored(release: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_words_are_verified_against_the_table(stored: Path, table: dict, tmp_path: Path) -> None:
+def test_words_are_verified_against_the_table(stored, table, tmp_path):
     """Plain, .gz and .zip files are taken; tokens and dictionary are what the table says."""
     manifest = wikitext.prepare("small", "word", tmp_path / "w", from_dir=stored, corpora=table)
     small = table["small"]
@@ -237,8 +236,8 @@ def test_words_are_verified_against_the_table(stored: Path, table: dict, tmp_pat
 
 
 def test_counts_that_differ_from_the_table_are_refused_and_no_binary_is_left(
-    stored: Path, table: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    stored, table, tmp_path, monkeypatch
+):
     """A table that expects one token more refuses the corpus."""
     small = table["small"]
     tokens = {**small.tokens, "valid": small.tokens["valid"] + 1}
@@ -257,7 +256,7 @@ def test_counts_that_differ_from_the_table_are_refused_and_no_binary_is_left(
     assert not (tmp_path / "w" / "bin").exists()
 
 
-def test_pieces_encode_the_very_words_and_unk_is_one_piece(release: Path, tmp_path: Path) -> None:
+def test_pieces_encode_the_very_words_and_unk_is_one_piece(release, tmp_path):
     """Decoding gives back every word, line for line, empty lines kept."""
     text, model, encoded = release / "wiki.train.tokens", tmp_path / "m", tmp_path / "pieces"
     pieces.train_sentencepiece(prep.read_lines(text), model, 60)
@@ -268,9 +267,7 @@ def test_pieces_encode_the_very_words_and_unk_is_one_piece(release: Path, tmp_pa
     assert sum(line.count("▁<unk>") for line in rows) == text.read_text().count("<unk>")
 
 
-def test_a_piece_absent_from_the_encoded_train_split_is_still_in_the_dictionary(
-    tmp_path: Path,
-) -> None:
+def test_a_piece_absent_from_the_encoded_train_split_is_still_in_the_dictionary(tmp_path):
     """BPE merges "ab" away in train, yet "a" alone must not become <unk> elsewhere."""
     pieces.train_sentencepiece(["ab ab cab cab dab"] * 9, tmp_path / "m", 9)
     (tmp_path / "train").write_text("ab ab\n")
@@ -287,8 +284,8 @@ def test_a_piece_absent_from_the_encoded_train_split_is_still_in_the_dictionary(
 
 @pytest.mark.parametrize("form", ["plain", "gz", "zip", "archive", "absent"])
 def test_truncated_input_is_refused_in_one_sentence_and_nothing_is_left(
-    form: str, release: Path, table: dict, tmp_path: Path
-) -> None:
+    form, release, table, tmp_path
+):
     """Whatever form the file has, its short copy is not taken."""
     folder, name = tmp_path / "stored", "wiki.train.tokens"
     folder.mkdir()
@@ -355,15 +352,15 @@ def serving(folder: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def server(release: Path) -> Iterator[Server]:
+def server(release):
     """A server of the small release."""
     with serving(release) as running:
         yield running
 
 
 def test_an_interrupted_download_is_resumed_by_the_next_run(
-    server: Server, release: Path, table: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    server, release, table, tmp_path, monkeypatch
+):
     """The first run ends with a sentence and a .part file; the second asks for the rest only."""
     name, small = "small-v1.zip", table["small"]
     size = (release / name).stat().st_size
@@ -381,8 +378,8 @@ def test_an_interrupted_download_is_resumed_by_the_next_run(
 
 
 def test_a_download_is_unpacked_and_verified_and_the_archive_is_not_kept(
-    server: Server, table: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    server, table, tmp_path, monkeypatch
+):
     """One run resumes by itself, from a mirror where the first address fails."""
     monkeypatch.setattr(prep.time, "sleep", lambda seconds: None)
     server.cut = 1000
@@ -394,9 +391,7 @@ def test_a_download_is_unpacked_and_verified_and_the_archive_is_not_kept(
 
 
 @pytest.mark.parametrize(("ranges", "size"), [(False, 700), (True, 10**6)])
-def test_a_part_that_cannot_be_resumed_is_begun_anew(
-    ranges: bool, size: int, server: Server, table: dict, tmp_path: Path
-) -> None:
+def test_a_part_that_cannot_be_resumed_is_begun_anew(ranges, size, server, table, tmp_path):
     """The server knows no ranges, or the part is longer than the file."""
     name, small = "small-v1.zip", table["small"]
     server.ranges = ranges
@@ -407,7 +402,7 @@ def test_a_part_that_cannot_be_resumed_is_begun_anew(
 
 
 @pytest.mark.parametrize("kind", ["folder", "download", "packed"])
-def test_another_version_is_refused_and_not_kept(kind: str, tmp_path: Path) -> None:
+def test_another_version_is_refused_and_not_kept(kind, tmp_path):
     """file:// addresses are served by urllib as http is; md5 and sha1 are understood too."""
     there, into, packed = tmp_path / "there", tmp_path / "into", kind == "packed"
     there.mkdir()
@@ -426,9 +421,7 @@ def test_another_version_is_refused_and_not_kept(kind: str, tmp_path: Path) -> N
 # ------------------------------------------------------------------------------------------ steps
 
 
-def test_a_step_runs_again_when_its_input_or_its_output_changed_and_only_then(
-    tmp_path: Path,
-) -> None:
+def test_a_step_runs_again_when_its_input_or_its_output_changed_and_only_then(tmp_path):
     """A file by its content, a setting by its value, an output by its presence and content."""
     source, target, runs = tmp_path / "source", tmp_path / "target", []
 
@@ -453,7 +446,7 @@ def test_a_step_runs_again_when_its_input_or_its_output_changed_and_only_then(
 
 
 @pytest.fixture(scope="module")
-def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def captions(tmp_path_factory):
     """Parallel text under the published names, the train split packed."""
     folder, rng = tmp_path_factory.mktemp("captions"), random.Random(2)
     for split, name in multi30k.FILES.items():
@@ -481,9 +474,7 @@ def prepare_captions(dest: Path, folder: Path, **changed: object) -> dict:
     return multi30k.prepare(dest, from_dir=folder, **(given | changed))
 
 
-def test_parallel_text_has_one_model_and_a_dictionary_for_each_language(
-    captions: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_parallel_text_has_one_model_and_a_dictionary_for_each_language(captions, tmp_path, capsys):
     manifest = prepare_captions(tmp_path, captions)
     assert {split: counts["pairs"] for split, counts in manifest["splits"].items()} == PAIRS
     assert manifest["texts"]["test1"] == "raw/test_2017_flickr"
@@ -512,9 +503,7 @@ def test_parallel_text_has_one_model_and_a_dictionary_for_each_language(
     ],
     ids=["shorter", "empty"],
 )
-def test_parallel_text_that_does_not_pair_up_is_refused(
-    captions: Path, tmp_path: Path, lines: Callable[[list], list], said: str
-) -> None:
+def test_parallel_text_that_does_not_pair_up_is_refused(captions, tmp_path, lines, said):
     given = shutil.copytree(captions, tmp_path / "given")
     (given / "val.de").write_text("".join(lines((given / "val.de").open().readlines())))
     assert said in refusal(prepare_captions, tmp_path / "dest", given)
@@ -524,9 +513,7 @@ def test_parallel_text_that_does_not_pair_up_is_refused(
 # --------------------------------------------------------------------------------------- newstest
 
 
-def test_the_held_out_years_are_in_no_training_text_and_odd_separators_cut_no_line(
-    tmp_path: Path,
-) -> None:
+def test_the_held_out_years_are_in_no_training_text_and_odd_separators_cut_no_line(tmp_path):
     folder, rng = tmp_path / "given", random.Random(3)
     folder.mkdir()
     pairs = {"newstest2012": 150, "newstest2013": 10, "newstest2014": 10, "newstest2015": 150}
@@ -551,11 +538,44 @@ def test_the_held_out_years_are_in_no_training_text_and_odd_separators_cut_no_li
     }
 
 
+def test_mixed_text_has_multi30k_tatoeba_and_the_longer_segments_of_software(
+    captions: Path, tmp_path: Path
+) -> None:
+    rng, source = random.Random(5), tmp_path / "given"
+    for folder in newstest.FOLDERS:
+        (source / folder).mkdir(parents=True)
+    pairs = {"newstest2012": 20, "newstest2013": 5, "newstest2014": 5}
+    for place, count in [*((f"{newstest.NEWS}/{n}", c) for n, c in pairs.items()),
+                         (f"{newstest.TATOEBA}/train", 200)]:  # fmt: skip
+        for language in newstest.LANGUAGES:
+            text = "".join(f"{sentence(rng)} {language}\n" for _ in range(count))
+            (source / f"{place}.{language}").write_text(text)
+    for name in ("train", "test_2016_flickr"):
+        for path in captions.glob(f"{name}.*"):
+            shutil.copy(path, source / newstest.MULTI30K)
+    rows = ["wesnoth\tone two three four\tkurz", "apt\tone two three\u2028 four five\tlang genug"]
+    table = "".join(f"{row}\n" for row in rows).encode()
+    (source / newstest.SOFTWARE / "train.tsv.xz").write_bytes(lzma.compress(table))
+    (source / newstest.SOFTWARE / "README.md").write_text("licences")
+    known = plain_checksums(source / newstest.NEWS)
+    more = {"train.tsv": sha256(table), "README.md": sha256(b"licences")}
+    more = {f"{newstest.SOFTWARE}/{name}": checksum for name, checksum in more.items()}
+    for folder in (newstest.MULTI30K, newstest.TATOEBA):
+        more |= {f"{folder}/{n}": c for n, c in plain_checksums(source / folder).items()}
+    given = {"sha256": known, "pairs": pairs, "more": more, "mixed": True, "vocab_size": 60}
+    made = newstest.prepare(tmp_path / "dest", from_dir=source, **given)
+    counted = {split: counts["pairs"] for split, counts in made["splits"].items()}
+    assert counted == {"train": 20 + 300 + 200 + 1, "valid": 5, "test": 5, "test1": 20}
+    train = (tmp_path / "dest" / "text" / "train.de").read_bytes().decode().split("\n")
+    assert train[-2:] == ["lang genug", ""]
+    assert "--mixed needs --from" in refusal(newstest.prepare, tmp_path / "no", mixed=True)
+
+
 # ----------------------------------------------------------------------------------------- wmt'14
 
 
 @pytest.fixture(scope="module")
-def wmt14_archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list]:
+def wmt14_archives(tmp_path_factory):
     """Archives of the published form, with pairs that are not clean."""
     folder, rng = tmp_path_factory.mktemp("wmt14"), random.Random(4)
     made = []
@@ -586,9 +606,7 @@ def wmt14_archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list
 HELD_OUT = {"valid": ("newstest2013", 60), "test": ("newstest2014", 60)}
 
 
-def test_wmt14_is_joined_cleaned_and_counted_at_every_step(
-    wmt14_archives: tuple[Path, list], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_wmt14_is_joined_cleaned_and_counted_at_every_step(wmt14_archives, tmp_path, capsys):
     folder, archives = wmt14_archives
     given = {"from_dir": folder, "archives": archives, "held_out": HELD_OUT, "vocab_size": 60}
     manifest = wmt14.prepare(tmp_path, **given)

@@ -1,14 +1,12 @@
 """``scripts/eval_classifier.sh`` evaluates the splits of the data and checks all of them first."""
 
-from pathlib import Path
-
 import pytest
 
 from lrpe_fairseq.experiments.commands import evaluate
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
+def data(tmp_path):
     """Data like ImageNet's, which have no test split."""
     (tmp_path / "bin").mkdir()
     for split in ("train", "valid"):
@@ -19,9 +17,7 @@ def data(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("given", "splits"), [([], ["valid"]), (["--splits", "train", "valid"], ["train", "valid"])]
 )
-def test_the_default_splits_are_those_of_the_data(
-    data: Path, given: list[str], splits: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_splits_are_those_of_the_data(data, given, splits, monkeypatch):
     seen = []
     monkeypatch.setattr(evaluate, "evaluate_classifier", lambda *words: seen.append(words[2]))
     monkeypatch.setattr(evaluate, "_data_folder", lambda folder: folder)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.attention import projected, softmax
+from lrpe_fairseq.attention import projected, softmax, transport
 from lrpe_fairseq.attention.multihead import MultiheadAttention, reorder_attention_state
 from lrpe_fairseq.encodings import (
     ENCODINGS,
@@ -76,6 +76,16 @@ GATED = tuple(
         "ape-tree",
     )
 )
+CARRIED = (
+    *("path:lrpe-type2", "path:lrpe-type8", "path:permuteformer", "path:ape-tree"),
+    *("gated:path", "gated:path:lrpe-type2"),
+)
+SELECTIVE = (
+    "selective:rope",
+    "selective:lrpe-type2",
+    "selective:lrpe-type8",
+    "gated:selective:lrpe-type1",
+)
 ALGEBRAIC = tuple(n for n in FAMILIES["ape"].names if n != "ape:sequence")
 FREE = (
     "lrpe:identity:permutation",
@@ -85,7 +95,10 @@ FREE = (
 )
 """Pairs of P and Lambda that no named encoding has; tests/encodings/test_lrpe.py has them all."""
 SCALED = ("rope~yarn", "lrpe-type2~yarn", "lrpe-tmlr-type1~ntk", "fope~linear")
-NAMES = (*ENCODINGS, *HERE_ONLY, *FREE, *ALGEBRAIC, *GATED, *GRIDS, *SCALED)
+NAMES = (
+    *(*ENCODINGS, *HERE_ONLY, *FREE, *ALGEBRAIC, *GATED, *CARRIED),
+    *(*SELECTIVE, *GRIDS, *SCALED),
+)
 WIDTH, HEADS, D = 16, 2, 8
 
 
@@ -383,7 +396,9 @@ def packed(module):
 
 @pytest.mark.parametrize(("name", "attention_type"), PAIRS)
 def test_packed_documents_are_each_document_alone(name, attention_type):
-    module = attention_of(name, attention_type)
+    # sums of places differ in their last bit, which a clamped denominator multiplies by 1e7
+    normalizer = "rotated" if encoding_of(name).increments is None else "layernorm"
+    module = attention_of(name, attention_type, normalizer=normalizer)
     x, starts, parts = packed(module)
     with mock.patch.object(softmax, "BLOCK", 5 * 3 * HEADS * 12):  # five queries at a time
         together, _ = module.attend(x, starts=starts)
@@ -447,7 +462,11 @@ def test_blocks_with_padding_anywhere_then_tokens_equal_parallel(name, attention
 def test_a_window_is_the_last_tokens_alone_all_at_once_and_from_a_state(
     name, attention_type, window
 ):
-    module, whole = (attention_of(name, attention_type, window=w) for w in (window, None))
+    sizes = window, None, 12
+    module, whole, wide = (attention_of(name, attention_type, window=w) for w in sizes)
+    if module.encoding.properties.reach:  # a filter reads tokens before the window
+        for own in (module, whole, wide):
+            own.encoding.reflections.filter.data[1:] = 0
     x = torch.randn(2, 12, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     padding = torch.zeros(2, 12, dtype=torch.bool)
     padding[0, [0, 3, 4, 6, 8]] = True
@@ -470,13 +489,13 @@ def test_a_window_is_the_last_tokens_alone_all_at_once_and_from_a_state(
     assert module.state_size(12) == stored
     for found in (module.attend(x, padding)[0], *parts):
         torch.testing.assert_close(found[~padding], wanted[~padding], rtol=1e-9, atol=1e-9)
-    assert torch.equal(attention_of(name, attention_type, window=12)(x)[0], whole(x)[0])
+    assert torch.equal(wide(x)[0], whole(x)[0])
 
 
 def stores_pairs(name):
     """True if softmax attention computes something for every pair of tokens in PyTorch."""
     encoding = encoding_of(name)
-    if isinstance(encoding, ScoreEncoding):
+    if isinstance(encoding, ScoreEncoding) or encoding.reflections is not None:
         return True
     return encoding.log_decay() is not None or encoding.log_gates(inputs()) is not None
 
@@ -492,7 +511,8 @@ def test_blocks_of_query_rows_agree(name, causal):
     padding[0, [0, 4]] = True
     found = []
     for limit in (1, 3 * 2 * HEADS * 7, softmax.BLOCK):  # rows at a time: 1, 3, all
-        with mock.patch.object(softmax, "BLOCK", limit):
+        chunks = mock.patch.object(transport, "CHUNK", 2)
+        with mock.patch.object(softmax, "BLOCK", limit), chunks:
             parts = [module.attend(x)[0], module.attend(x, padding)[0]]
             if causal:
                 _, state = module.attend(x[:, :2], padding[:, :2], None, True)
@@ -649,6 +669,10 @@ def test_one_seed_gives_one_encoding_and_another_seed_another(name):
     equal = [all(torch.equal(states[0][key], state[key]) for key in state) for state in states]
     drawn = draws_at_construction(name)
     assert equal == [True, True, not drawn]
+    for encoding in (one, same, other):
+        noise = torch.Generator().manual_seed(7)
+        for parameter in encoding.parameters():  # a factor that starts at zero hides what is drawn
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=noise)
     (q, k), at = example(), torch.arange(6)
     x = torch.rand(2, 6, WIDTH, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     scores = [score_matrix(encoding, q, k, at, at, x) for encoding in (one, same, other)]

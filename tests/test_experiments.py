@@ -1,7 +1,6 @@
 """Runs, their schedule and tables: what is trained, what counts as finished, what survives."""
 
 import argparse
-import itertools
 import json
 import logging
 import os
@@ -11,14 +10,13 @@ import sys
 import tarfile
 import threading
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from fairseq.data import Dictionary
-from fairseq.dataclass.configs import FairseqConfig
 from fairseq.models import MODEL_REGISTRY
 from omegaconf import OmegaConf
 from torch import nn
@@ -37,17 +35,10 @@ from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, configurations, load_config
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import read_run, write_run
-from lrpe_fairseq.experiments.runner import (
-    devices,
-    identity,
-    processes,
-    schedule,
-)
+from lrpe_fairseq.experiments.runner import devices, identity, processes, schedule
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import RunFailed
 from lrpe_fairseq.kernels import loader
-from lrpe_fairseq.models.options import AttentionOptions
-from lrpe_fairseq.models.translation import CrossOptions, DecoderOptions, EncoderOptions
 from tests.end_to_end.conftest import corpus  # noqa: F401  (a fixture)
 from tests.end_to_end.forked import ForkedChildren
 from tests.test_data_prep import multi30k, newstest, wmt14
@@ -104,36 +95,13 @@ def trained(run, **changes):
 # --- from tables and YAML files to commands ---------------------------------------------------
 
 
-def test_table_2_becomes_one_run_for_every_row_attention_type_and_seed():
-    table = families.load_named("table2")
-    runs = families.runs(table, "small", [1, 2])
-    wanted = {
-        (row.encoding, attention, seed)
-        for row, seed in itertools.product(table.rows, (1, 2))
-        for attention in row.attention
-    }
-    assert {(r.position_encoding, r.attention_type, r.seed) for r in runs} == wanted
-    assert len(runs) == len(wanted) == len({r.result for r in runs}) == len({r.name for r in runs})
-
-
 TEST_SETS = {  # of data with other splits than train, valid and test
     "multi30k": set(multi30k.FILES),
     "newstest": {"train", *newstest.HELD_OUT},
+    "mixed-en-de": {"train", *newstest.HELD_OUT, "test1"},
     "wmt14-en-de": {"train", *wmt14.HELD_OUT},
     **{f"synthetic-{t}-small": set(Recipe(t, "small").splits) for t in synthetic.TASKS},
 }
-
-
-def unknown_keys(run):
-    """What a run sets that neither its configuration nor fairseq nor an encoding knows."""
-    known = [run.yaml(), OmegaConf.structured(FairseqConfig)]
-    chosen = {word.partition("=")[0] for word in run.overrides} | run.chosen().keys()
-    parts = {"encoder.": EncoderOptions, "decoder.": DecoderOptions, "cross.": CrossOptions}
-    return {k for k in chosen if all(OmegaConf.select(config, k) is None for config in known)} - {
-        f"model.{part}{option.name}"
-        for part, kind in {"": AttentionOptions, **parts}.items()
-        for option in fields(kind)
-    }
 
 
 @pytest.mark.parametrize(
@@ -151,7 +119,7 @@ def test_a_planned_run_sets_known_keys_for_prepared_splits_and_has_the_key_of_it
         met |= values
         config = ROOT / (cell.config or table.scales[scale])
         (run, *_) = family_of(config).of_cell(table, cell, scale, config, 1)
-        assert not unknown_keys(run)
+        assert run.chosen().keys() <= identity.options(identity.resolved(run.yaml())).keys()
         assert {split for split, _ in run.evaluations} <= TEST_SETS.get(run.data.name, set(SPLITS))
         if isinstance(run, FinetuningRun):  # the checkpoint has the options of the model
             continue
@@ -295,19 +263,6 @@ def test_missing_data_is_reported_with_the_command_that_makes_it():
 # --- what fairseq prints ----------------------------------------------------------------------
 
 
-def test_an_evaluation_is_read_to_the_last_printed_digit(tmp_path):
-    log = tmp_path / "log"
-    log.write_text(
-        "2026-01-01 10:00:00 | INFO | eval | Evaluated 24,913 tokens in 3.1s (8031.10 tokens/s)\n"
-        "2026-01-01 10:00:00 | INFO | eval | Loss (base 2): 5.6439, Perplexity: 50.00\n"
-    )
-    assert fairseq_log.parse_evaluation(log) == {
-        "loss": 5.6439,
-        "ppl": pytest.approx(50.0, abs=0.01),
-        "tokens": 24913,
-    }
-
-
 def test_an_evaluation_of_no_tokens_is_refused(tmp_path):
     log = tmp_path / "log"
     log.write_text("Evaluated 0 tokens in 0.0s (0 tokens/s)\nLoss (base 2): 0.0, Perplexity: 1.00")
@@ -318,12 +273,13 @@ def test_an_evaluation_of_no_tokens_is_refused(tmp_path):
 def test_an_evaluation_needs_the_whole_split_and_spreads_the_loss_over_words_and_lines(tmp_path):
     log, said = (
         tmp_path / "eval.log",
-        "Evaluated {} tokens in 1s\nLoss (base 2): 5.0, Perplexity: 32",
+        "Evaluated {} tokens in 1s\nLoss (base 2): 5.0625, Perplexity: 33.42",
     )
     counts = {"tokens": 1000, "words_with_eos": 500}
     (tmp_path / "manifest.json").write_text(json.dumps({"splits": {"test": counts}}))
     log.write_text(said.format("1,000"))
-    assert lm.read_evaluation(log, tmp_path, "test")["word_ppl"] == 2**10
+    found = lm.read_evaluation(log, tmp_path, "test")
+    assert found == {"loss": 5.0625, "ppl": 2**5.0625, "tokens": 1000, "word_ppl": 2**10.125}
     log.write_text(said.format("900"))
     with pytest.raises(RunFailed, match="900 of 1000 tokens"):
         lm.read_evaluation(log, tmp_path, "test")
@@ -396,22 +352,15 @@ def test_a_run_is_finished_when_its_run_file_validates_not_when_a_folder_exists(
 
 DECIDING = {  # options of a training that make it another one
     "optimization.max_update": 5,
-    "optimization.lr": [1.0],
-    "model.dropout": 0.9,
-    "model._name": "lrpe_lm",
-    "common.seed": 7,
-    "common.fp16": True,
-    "common.bf16": True,
     "optimization.update_freq": [4],
+    "model._name": "lrpe_lm",
+    "common.fp16": True,
     "dataset.max_tokens": 512,
     "dataset.train_subset": "valid",
-    "dataset.valid_subset": "test",
     "task.data": "data/mine/bin",
     "checkpoint.restore_file": "other.pt",
     "optimizer.weight_decay": 0.3,
     "lr_scheduler.warmup_updates": 7,
-    "model.decoder_embed_dim": 64,
-    "dataset.validate_interval_updates": 9,
 }
 
 
@@ -581,7 +530,7 @@ def test_a_crashed_run_is_retried_once_and_its_neighbors_go_on(tmp_path, events,
     assert schedule.Schedule(jobs, schedule.shares(2), events).run() == 1
     assert [job.finished() for job in jobs] == [True, False, True]
     assert (tmp_path / "bad" / "tries").read_text() == "xx"
-    assert schedule.state(jobs[1]) == "failed: ValueError: bad luck"
+    assert schedule.state(jobs[1]).startswith("failed: ValueError: bad luck (exit status 1, ")
     said = capsys.readouterr().out
     assert "lucky: crashed, trying again: no luck" in said
     assert "bad: FAILED: ValueError: bad luck" in said

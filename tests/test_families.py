@@ -10,8 +10,6 @@ import pytest
 from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments.families import FAMILIES, family_of, preparation_of
-from lrpe_fairseq.experiments.families.lm import LMRun
-from lrpe_fairseq.experiments.families.translation import TranslationRun
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, configurations, load_config
 from lrpe_fairseq.experiments.records.runs import read_runs
 from tests.toy_checkout import checkout
@@ -31,13 +29,13 @@ def all_configurations() -> list[Path]:
     return [path for f in folders if f.name != "tables" for path in configurations(f)]
 
 
-def test_every_configuration_belongs_to_exactly_one_family() -> None:
+def test_every_configuration_belongs_to_exactly_one_family():
     found = {path: owners(path) for path in all_configurations()}
     assert {path: names for path, names in found.items() if len(names) != 1} == {}
     assert set().union(*found.values()) == set(FAMILIES)
 
 
-def test_every_validation_within_an_epoch_saves_a_checkpoint_if_it_is_the_best() -> None:
+def test_every_validation_within_an_epoch_saves_a_checkpoint_if_it_is_the_best():
     """fairseq compares validations only where it saves. Translations average the last ones."""
     lost = []
     for path in all_configurations():
@@ -49,7 +47,7 @@ def test_every_validation_within_an_epoch_saves_a_checkpoint_if_it_is_the_best()
     assert lost == []
 
 
-def test_a_configuration_without_family_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_configuration_without_family_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"absent\.yaml does not exist"):
         family_of(CONFIGS / "lm" / "absent.yaml")
     (tmp_path / "x.yaml").write_text("task: {_name: language_modeling}")
@@ -57,7 +55,7 @@ def test_a_configuration_without_family_is_refused_by_name(tmp_path: Path) -> No
         family_of(tmp_path / "x.yaml")
 
 
-def test_families_agree_on_the_script_that_fills_a_data_folder() -> None:
+def test_families_agree_on_the_script_that_fills_a_data_folder():
     for family in FAMILIES.values():
         for name, script in family.data_scripts.items():
             found = preparation_of(ROOT / "data" / name)
@@ -65,21 +63,11 @@ def test_families_agree_on_the_script_that_fills_a_data_folder() -> None:
             assert (ROOT / found[0]).is_file()
 
 
-def test_the_data_of_fine_tuning_are_prepared_in_the_pieces_of_pre_training() -> None:
+def test_the_data_of_fine_tuning_are_prepared_in_the_pieces_of_pre_training():
     words = preparation_of(ROOT / "data" / "glue-wikitext-2-bpe" / "RTE")
     assert words[:3] == ["data-prep/glue/prepare.py", "RTE", "--tokens-of"]
     assert words[3:] == ["data/wikitext-2-bpe", "--dest", "data/glue-wikitext-2-bpe"]
     assert preparation_of(ROOT / "data" / "unknown") == []
-
-
-def test_an_option_of_a_table_is_a_dotted_key_and_a_star_is_every_part() -> None:
-    assert LMRun.overrides_of("common.bf16", True) == ("common.bf16=true",)
-    every = ("model.encoder.fidelity=x", "model.decoder.fidelity=x", "model.cross.fidelity=x")
-    assert TranslationRun.overrides_of("model.*.fidelity", "x") == every
-    halves = ("model.encoder.learned_pos=true", "model.decoder.learned_pos=true")
-    assert TranslationRun.overrides_of("model.*.learned_pos", True) == halves
-    with pytest.raises(ValueError, match=r"is section\.key, not 'memory-length'"):
-        LMRun.override("memory-length", 64)
 
 
 # --- a new family, as CONTRIBUTING.md adds it --------------------------------------------------
@@ -103,7 +91,7 @@ def snippets() -> Iterator[str]:
     yield re.search(r"Add the entry\*\* `(.*?)`", section)[1]
 
 
-def test_a_family_is_one_file_and_one_entry(tmp_path: Path) -> None:
+def test_a_family_is_one_file_and_one_entry(tmp_path):
     folder = checkout(tmp_path, *snippets())
     driver = [str(folder / ".venv" / "bin" / "python"), "-c", DRIVER]
     done = subprocess.run(

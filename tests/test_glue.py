@@ -18,7 +18,6 @@ from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import glue
 from lrpe_fairseq.experiments.data import pieces as tokenizers
 from lrpe_fairseq.experiments.data.pieces import GPT2, tokenizer_of
-from lrpe_fairseq.experiments.families import finetuning
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.runner.processes import RunFailed
@@ -47,7 +46,7 @@ def write_task(folder: Path, name: str, sizes: dict[str, int], bom: bool = False
 
 
 @pytest.fixture(scope="module")
-def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pieces(tmp_path_factory):
     """A prepared corpus: its tokenizer and dictionary."""
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "train").write_text("\n".join(SENTENCES * 5) + "\n", encoding="utf-8")
@@ -63,8 +62,8 @@ def run(name: str, dest: Path, pieces: Path, source: Path) -> dict:
 
 @pytest.mark.parametrize("name", glue.TASKS)
 def test_every_task_is_prepared_line_for_line_with_its_labels_at_their_numbers(
-    name: str, tmp_path: Path, pieces: Path
-) -> None:
+    name, tmp_path, pieces
+):
     task = glue.TASKS[name]
     sizes = dict.fromkeys(task.files, 6)
     write_task(tmp_path / "from", name, sizes, bom=True)
@@ -104,7 +103,7 @@ def test_every_task_is_prepared_line_for_line_with_its_labels_at_their_numbers(
     ).read_text()
 
 
-def test_what_is_not_the_task_is_refused_in_one_sentence(tmp_path: Path, pieces: Path) -> None:
+def test_what_is_not_the_task_is_refused_in_one_sentence(tmp_path, pieces):
     write_task(tmp_path / "short", "RTE", {"train": 5})
     assert "contains no dev.tsv" in refusal(run, "RTE", tmp_path / "d", pieces, tmp_path / "short")
     write_task(tmp_path / "many", "RTE", {"train": 5, "valid": 278})
@@ -129,9 +128,7 @@ def test_what_is_not_the_task_is_refused_in_one_sentence(tmp_path: Path, pieces:
         assert not (tmp_path / folder / "RTE" / "bin").exists()
 
 
-def test_the_official_archive_is_unpacked_and_a_broken_one_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_official_archive_is_unpacked_and_a_broken_one_is_refused(tmp_path, monkeypatch):
     write_task(tmp_path / "from", "QNLI", {"train": 3, "valid": 3})
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
@@ -151,7 +148,7 @@ def test_the_official_archive_is_unpacked_and_a_broken_one_is_refused(
     assert list((tmp_path / "cut").iterdir()) == []
 
 
-def test_mrpc_is_put_together_from_its_pairs_and_the_list_of_dev_pairs(tmp_path: Path) -> None:
+def test_mrpc_is_put_together_from_its_pairs_and_the_list_of_dev_pairs(tmp_path):
     header = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n"
     rows = [f'{n % 2}\t{n}\t{n + 1}\tsay "one\tsay two\r\n' for n in range(0, 10, 2)]
     (tmp_path / "pairs").write_text(header + "".join(rows), encoding="utf-8", newline="")
@@ -163,7 +160,7 @@ def test_mrpc_is_put_together_from_its_pairs_and_the_list_of_dev_pairs(tmp_path:
     assert dev[0] == (['say "one', "say two"], "0")
 
 
-def test_metrics_are_in_percent_and_constant_predictions_have_no_correlation() -> None:
+def test_metrics_are_in_percent_and_constant_predictions_have_no_correlation():
     cola = glue.scores(glue.TASKS["CoLA"], [0, 1, 1, 0], [0, 1, 0, 0])
     assert cola == pytest.approx({"matthews": 100 / math.sqrt(3), "examples": 4})
     mrpc = glue.scores(glue.TASKS["MRPC"], [0, 1, 1, 0], [0, 1, 0, 0])
@@ -191,9 +188,7 @@ def gpt2_files(folder: Path) -> Path:
     return folder
 
 
-def test_gpt2_pieces_give_the_text_back_and_all_have_a_place_in_the_dictionary(
-    tmp_path: Path,
-) -> None:
+def test_gpt2_pieces_give_the_text_back_and_all_have_a_place_in_the_dictionary(tmp_path):
     tokenizer = GPT2(gpt2_files(tmp_path / "gpt2"))
     lines = ["the cat — the <unk>", "", " = Title = "]
     cut = list(tokenizer.cut(lines))
@@ -218,15 +213,3 @@ def test_without_its_checkpoint_a_run_names_the_command_that_makes_it(name, tmp_
         words = shlex.split(str(refused.value).partition("train_row ")[2])
         trained = train_row._run(train_row._parse(words))
         assert trained.checkpoints / checkpoints.BEST == checkpoint
-
-
-def test_subsets_are_named_in_the_protocol():
-    splits = {
-        "train": {"examples": 5, "official": 2490},
-        "valid": {"examples": 277, "official": 277},
-        "valid1": {"examples": 3, "official": 9832},
-    }
-    assert finetuning.subsets(splits) == [
-        "Trained on a subset: 5 of 2,490 examples.",
-        "Evaluated (valid1) on a subset: 3 of 9,832 examples.",
-    ]

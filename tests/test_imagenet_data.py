@@ -53,7 +53,7 @@ def archives_in(folder: Path, **changed: bytes) -> Archives:
 
 
 @pytest.fixture
-def folders(tmp_path: Path) -> Path:
+def folders(tmp_path):
     """Class folders with the same images as the archives."""
     source = tmp_path / "given"
     for name in NAMES:
@@ -71,7 +71,7 @@ KNOWN = imagenet.validation_classes
 
 
 @pytest.fixture(autouse=True)
-def classes(monkeypatch: pytest.MonkeyPatch) -> None:
+def classes(monkeypatch):
     """The classes of the validation images, without the devkit's table, which is MATLAB's."""
     found = [NAMES[i] for i in (1, 0, 0, 1)]
     monkeypatch.setattr(imagenet, "validation_classes", lambda devkit: found)
@@ -81,7 +81,7 @@ def index_of(dest: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted((dest / "bin").glob("*.*"))}
 
 
-def test_folders_and_archives_give_the_same_index(folders: Path, tmp_path: Path) -> None:
+def test_folders_and_archives_give_the_same_index(folders, tmp_path):
     one, other = tmp_path / "one", tmp_path / "other"
     found = imagenet.prepare(one, folders, TINY)
     packed = archives_in(tmp_path / "packed")
@@ -99,9 +99,7 @@ def test_folders_and_archives_give_the_same_index(folders: Path, tmp_path: Path)
     assert (one / "bin" / "label" / "dict.txt").read_text() == "0 1\n1 1\n"
 
 
-def test_an_interrupted_unpacking_keeps_whole_classes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_unpacking_keeps_whole_classes(tmp_path, monkeypatch):
     packed, copy, copied = archives_in(tmp_path / "packed"), imagenet._copy, []
 
     def failing(stream: object, path: Path) -> None:
@@ -124,7 +122,7 @@ EVIL = ["../n00000009.tar", "/tmp/n00000009.tar", "sub/n00000009.tar", "n0000000
 
 
 @pytest.mark.parametrize("name", EVIL)
-def test_nothing_is_written_outside_for_a_malicious_member(name: str, tmp_path: Path) -> None:
+def test_nothing_is_written_outside_for_a_malicious_member(name, tmp_path):
     inner = tar(
         {
             f"../{NAMES[0]}_1.JPEG": b"evil",
@@ -142,7 +140,7 @@ def test_nothing_is_written_outside_for_a_malicious_member(name: str, tmp_path: 
     assert not any(path.is_symlink() for path in inside)
 
 
-def test_other_images_are_refused_unless_they_are_asked_for(folders: Path, tmp_path: Path) -> None:
+def test_other_images_are_refused_unless_they_are_asked_for(folders, tmp_path):
     said = refusal(imagenet.prepare, tmp_path / "dest", folders)
     assert "2 classes instead of 1,000" in said
     assert "--any-images" in said
@@ -152,7 +150,7 @@ def test_other_images_are_refused_unless_they_are_asked_for(folders: Path, tmp_p
     assert (known["corpus"], known["level"], known["classes"]) == ("images", "folders", 2)
 
 
-def test_the_devkit_gives_the_class_of_every_validation_image(tmp_path: Path) -> None:
+def test_the_devkit_gives_the_class_of_every_validation_image(tmp_path):
     matlab = pytest.importorskip("scipy.io", reason="scipy (extra [vision]) is not installed")
     kinds = [("ILSVRC2012_ID", "i4"), ("WNID", "O"), ("words", "O"), ("gloss", "O"), ("n", "i4")]
     rows = np.array(
@@ -162,10 +160,7 @@ def test_the_devkit_gives_the_class_of_every_validation_image(tmp_path: Path) ->
     table = io.BytesIO()
     matlab.savemat(table, {"synsets": rows})
     devkit = tmp_path / "devkit.tar"
-    content = {
-        imagenet.GROUND_TRUTH: b"2\n1\n1\n2\n",
-        imagenet.SYNSETS: table.getvalue(),
-    }
+    content = {imagenet.GROUND_TRUTH: b"2\n1\n1\n2\n", imagenet.SYNSETS: table.getvalue()}
     devkit.write_bytes(
         tar({f"ILSVRC2012_devkit_t12/data/{name}": body for name, body in content.items()})
     )

@@ -75,7 +75,7 @@ SPARE_ROW = 384  # fairseq's learned positions have 198 rows, the authors' 197
 
 
 @pytest.mark.parametrize(("encoding", "normalizer"), PARAMETERS)
-def test_the_model_has_the_parameters_of_the_paper(encoding: str, normalizer: str) -> None:
+def test_the_model_has_the_parameters_of_the_paper(encoding, normalizer):
     grid = "axial" if encoding in ("rope", "lrpe-tmlr-type1", "lrpe-tmlr-type2") else "sum"
     config = LRPEViTConfig(
         position_encoding=encoding, attention_normalizer=normalizer, position_grid=grid
@@ -86,9 +86,7 @@ def test_the_model_has_the_parameters_of_the_paper(encoding: str, normalizer: st
     assert count - SPARE_ROW == PARAMETERS[encoding, normalizer]
 
 
-def test_repeated_images_are_not_shuffled_after_the_last_epoch_of_the_curriculum(
-    written: Path,
-) -> None:
+def test_repeated_images_are_not_shuffled_after_the_last_epoch_of_the_curriculum(written):
     task = task_with(written, repeats=3, curriculum=2)
     task.begin_epoch(2, None)
     with pytest.raises(Refusal, match="epoch 3 is beyond --curriculum 2"):
@@ -99,9 +97,7 @@ def test_repeated_images_are_not_shuffled_after_the_last_epoch_of_the_curriculum
     ("attention", "encoding"),
     sampled([pair for pair in each_encoding_once() if serves(pair[1], KIND)], FEW),
 )
-def test_an_image_has_one_output_alone_and_anywhere_in_a_batch(
-    attention: str, encoding: str
-) -> None:
+def test_an_image_has_one_output_alone_and_anywhere_in_a_batch(attention, encoding):
     model = model_of(attention_type=attention, position_encoding=encoding)
     batch = torch.randn(3, 3, 32, 32).double()
     with torch.no_grad():
@@ -112,7 +108,7 @@ def test_an_image_has_one_output_alone_and_anywhere_in_a_batch(
 
 @BOTH
 @pytest.mark.parametrize("encoding", ["rope-2d", "liere", "lrpe-type2"])
-def test_a_trained_model_reads_images_of_another_size(attention: str, encoding: str) -> None:
+def test_a_trained_model_reads_images_of_another_size(attention, encoding):
     options = {"attention_type": attention, "position_encoding": encoding}
     trained, image = model_of(**options), torch.randn(2, 3, 40, 24).double()
     state = trained.state_dict()
@@ -141,9 +137,7 @@ def test_a_trained_model_reads_images_of_another_size(attention: str, encoding: 
 
 
 @BOTH
-def test_sum_gives_patches_of_one_antidiagonal_one_position_and_axial_does_not(
-    attention: str,
-) -> None:
+def test_sum_gives_patches_of_one_antidiagonal_one_position_and_axial_does_not(attention):
     bare = {"no_token_positional_embeddings": True, "attention_type": attention}
     shown = {}
     for grid in ("flat", "sum", "axial"):
@@ -158,7 +152,7 @@ def test_sum_gives_patches_of_one_antidiagonal_one_position_and_axial_does_not(
     assert shown == {"flat": False, "sum": True, "axial": False}
 
 
-def test_patches_of_images_are_those_of_a_convolution_in_raster_order() -> None:
+def test_patches_of_images_are_those_of_a_convolution_in_raster_order():
     embed = Images(7, PAD, patch=4, columns=3, channels=3)
     convolution = nn.Conv2d(3, 7, 4, 4)
     convolution.weight.data = embed.linear.weight.data.unflatten(1, (3, 4, 4))
@@ -170,7 +164,7 @@ def test_patches_of_images_are_those_of_a_convolution_in_raster_order() -> None:
         embed.cells(torch.randn(1, 3, 8, 16))
 
 
-def test_pixels_in_color_are_patches_too() -> None:
+def test_pixels_in_color_are_patches_too():
     embed = Pixels(7, PAD, 2, 3, 0.0, 1.0, channels=3)
     image = torch.randint(4, 260, (1, 4, 6, 3))
     cells = embed.cells(image.flatten(1))[0]
@@ -189,7 +183,7 @@ def test_pixels_in_color_are_patches_too() -> None:
         ({"channels": 3}, "--channels is an option of --input pixels"),
     ],
 )
-def test_options_that_contradict_the_images_are_refused(options: dict, sentence: str) -> None:
+def test_options_that_contradict_the_images_are_refused(options, sentence):
     config = OmegaConf.structured(LRPEViTTinyConfig(**options))
     with pytest.raises(Refusal, match=sentence):
         LRPEViT.build_model(config, task_of_images())
@@ -204,7 +198,7 @@ def batches_of(order: UpdateOrder, count: int, seed: int = 0) -> np.ndarray:
     return found.reshape(-1, order.batches, order.batch)
 
 
-def test_copies_of_an_image_are_in_different_batches_of_one_update() -> None:
+def test_copies_of_an_image_are_in_different_batches_of_one_update():
     order = UpdateOrder(repeats=3, batch=10, batches=4)
     found = batches_of(order, 1000)
     assert found.shape == (768 // 40, 4, 10)
@@ -224,7 +218,7 @@ def repeated(permutation: np.ndarray, ranks: int, rank: int) -> list[int]:
     return copies[rank::ranks][: len(permutation) // 256 * 256 // ranks].tolist()
 
 
-def test_an_epoch_has_the_images_of_deit_s_sampler() -> None:
+def test_an_epoch_has_the_images_of_deit_s_sampler():
     ranks, count = 4, 1000
     permutation = np.random.default_rng(0).permutation(count)
     order = UpdateOrder(repeats=3, batch=2, batches=ranks)  # 768 is a multiple of 8
@@ -234,7 +228,7 @@ def test_an_epoch_has_the_images_of_deit_s_sampler() -> None:
 
 
 @needs_timm
-def test_deit_s_sampler_is_that_of_timm() -> None:
+def test_deit_s_sampler_is_that_of_timm():
     from timm.data.distributed_sampler import RepeatAugSampler
 
     permutation = torch.randperm(1000, generator=torch.Generator().manual_seed(0)).numpy()
@@ -281,7 +275,7 @@ def write_class_folders(folder: Path, count: int = 24, classes: int = 2) -> None
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(tmp_path_factory):
     return write_images(tmp_path_factory.mktemp("images"))
 
 
@@ -301,7 +295,7 @@ def batches_in(task: LRPEImagesTask, epoch: int = 1, workers: int = 0) -> list[d
     return list(iterator.next_epoch_itr(shuffle=False))
 
 
-def test_validation_images_are_resized_cropped_and_normalized(written: Path) -> None:
+def test_validation_images_are_resized_cropped_and_normalized(written):
     task = task_with(written, no_augmentation=True)
     task.load_dataset("valid")
     sample = task.dataset("valid")[0]
@@ -317,7 +311,7 @@ def test_validation_images_are_resized_cropped_and_normalized(written: Path) -> 
 
 @needs_timm
 @pytest.mark.parametrize("size", [(300, 400), (400, 300), (256, 256), (500, 333)])
-def test_the_crop_of_evaluation_is_timm_s(size: tuple[int, int]) -> None:
+def test_the_crop_of_evaluation_is_timm_s(size):
     from timm.data import create_transform
 
     pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
@@ -326,7 +320,7 @@ def test_the_crop_of_evaluation_is_timm_s(size: tuple[int, int]) -> None:
     torch.testing.assert_close(Crop(224, 224)(image), timm(image), rtol=0, atol=1e-6)
 
 
-def test_repeated_images_come_in_order_and_every_epoch_has_others(written: Path) -> None:
+def test_repeated_images_come_in_order_and_every_epoch_has_others(written):
     task = task_with(written, no_augmentation=True, repeats=3)
     first, again, second = (batches_in(task, epoch) for epoch in (1, 1, 2))
     ids = [[batch["id"].tolist() for batch in epoch] for epoch in (first, again, second)]
@@ -339,7 +333,7 @@ def test_repeated_images_come_in_order_and_every_epoch_has_others(written: Path)
 
 
 @needs_timm
-def test_augmentation_depends_on_seed_epoch_and_place_only(written: Path) -> None:
+def test_augmentation_depends_on_seed_epoch_and_place_only(written):
     found = {
         name: torch.cat([b["net_input"]["src_tokens"] for b in batches_in(task, epoch, workers)])
         for name, task, epoch, workers in [
@@ -355,7 +349,7 @@ def test_augmentation_depends_on_seed_epoch_and_place_only(written: Path) -> Non
 
 
 @needs_timm
-def test_copies_of_an_image_differ_and_other_random_numbers_are_not_touched(written: Path) -> None:
+def test_copies_of_an_image_differ_and_other_random_numbers_are_not_touched(written):
     task = task_with(written, repeats=3)
     task.load_dataset("train")
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
@@ -367,7 +361,7 @@ def test_copies_of_an_image_differ_and_other_random_numbers_are_not_touched(writ
 
 
 @needs_timm
-def test_mixed_targets_are_probabilities_of_the_batch_and_its_reverse(written: Path) -> None:
+def test_mixed_targets_are_probabilities_of_the_batch_and_its_reverse(written):
     seen = set()
     for batch in batches_in(task_with(written, repeats=3)):
         target = batch["target"]
@@ -395,18 +389,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("sentence", REFUSED)
-def test_options_that_cannot_work_are_refused_in_one_sentence(
-    sentence: str, written: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_that_cannot_work_are_refused_in_one_sentence(sentence, written, monkeypatch):
     monkeypatch.setattr(images, "augmentation", lambda cfg: None)
     monkeypatch.setattr(images, "mixing_of", lambda cfg: lambda x, y: (x, y))
     with pytest.raises(Refusal, match=sentence):
         task_with(written, **REFUSED[sentence]).load_dataset("train")
 
 
-def test_without_timm_augmentation_is_refused_in_one_sentence(
-    written: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_timm_augmentation_is_refused_in_one_sentence(written, monkeypatch):
     monkeypatch.setitem(sys.modules, "timm.data", None)
     with pytest.raises(Refusal, match=r"the extra \[vision\]"):
         task_with(written).load_dataset("train")
@@ -414,7 +404,7 @@ def test_without_timm_augmentation_is_refused_in_one_sentence(
 
 
 @pytest.mark.parametrize("line", ["", "x\t1\ta.png\n", "0\ta.png\n", "2\t1\ta.png\n"])
-def test_a_damaged_index_is_refused(line: str, tmp_path: Path) -> None:
+def test_a_damaged_index_is_refused(line, tmp_path):
     (tmp_path / "train.tsv").write_text(line)
     with pytest.raises(Refusal, match="prepare"):
         images.read_index(tmp_path / "train.tsv", 2)
@@ -442,7 +432,7 @@ def in_mode(mode: str, alpha: int = 255) -> Image.Image:
 
 
 @pytest.mark.parametrize("mode", sorted({*Image.MODES} - {"I", "F"}))
-def test_the_values_of_an_image_of_any_mode_keep_their_range(mode: str) -> None:
+def test_the_values_of_an_image_of_any_mode_keep_their_range(mode):
     image = in_mode(mode)
     expected = np.asarray(image) * 255 if mode == "1" else RAMP
     found = np.asarray(in_eight_bits(image)).astype(int)
@@ -451,7 +441,7 @@ def test_the_values_of_an_image_of_any_mode_keep_their_range(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", WITH_ALPHA)
-def test_an_image_of_any_mode_with_alpha_is_shown_on_white(mode: str) -> None:
+def test_an_image_of_any_mode_with_alpha_is_shown_on_white(mode):
     found = np.asarray(in_eight_bits(in_mode(mode, alpha=128))).astype(int)
     expected = np.stack([RAMP * (128 / 255) + 127] * 3, axis=-1)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1.01)
@@ -466,7 +456,7 @@ KEYS = {  # mode of an image whose first pixel has the transparent color -> pixe
 
 
 @pytest.mark.parametrize("mode", KEYS)
-def test_a_transparent_color_of_a_png_is_white(mode: str) -> None:
+def test_a_transparent_color_of_a_png_is_white(mode):
     pixels, color = KEYS[mode]
     image, file = Image.fromarray(pixels), io.BytesIO()
     if mode == "P":
@@ -477,7 +467,7 @@ def test_a_transparent_color_of_a_png_is_white(mode: str) -> None:
 
 
 @pytest.fixture
-def bad_image(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def bad_image(request, tmp_path):
     """A file that is no image, or one that cannot be shown in 8 bits."""
     path, ramp = tmp_path / f"0.{request.param.partition(' ')[0]}", Image.fromarray(RAMP)
     ramp.save(file := io.BytesIO(), "PNG")
@@ -512,9 +502,7 @@ def bad_image(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     ],
     indirect=["bad_image"],
 )
-def test_a_bad_image_is_refused_in_one_sentence(
-    bad_image: Path, sentence: str, written: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_image_is_refused_in_one_sentence(bad_image, sentence, written, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     task = task_with(written)
     task.load_dataset("valid")

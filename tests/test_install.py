@@ -113,16 +113,6 @@ def test_another_torch_removes_the_fairseq_that_was_built_against_the_old_one(st
     assert any({"torch==2.10.0", "--index-url", "URL"} <= set(c["arguments"]) for c in seen)
 
 
-def test_another_version_of_python_makes_the_environment_anew(stub, tmp_path):
-    def made(name: str, version: str) -> bool:
-        install(tmp_path, stub(name, version))
-        return any(call["arguments"][:3] == ["-m", "venv", "--clear"] for call in calls(tmp_path))
-
-    assert made("python3.11", "3.11")
-    assert not made("python3.11", "3.11")
-    assert made("python3.12", "3.12")
-
-
 def test_a_python_that_fairseq_does_not_support_is_refused_in_one_sentence(stub, tmp_path):
     done = install(tmp_path, stub("python3.13", "3.13"))
     assert done.returncode == 2

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from lrpe_fairseq.experiments.records.runs import read_runs, write_run
-from tests.end_to_end.commands import Corpus
 from tests.test_experiments import a_record
 from tests.tiny_table import (
     BEYOND,
@@ -77,9 +76,7 @@ def assert_survived(folder: Path, undisturbed: Path) -> None:
     assert not list((folder / "results").rglob("*.tmp"))
 
 
-def test_a_table_survives_kill_9_in_every_stage_of_a_run(
-    corpus: Corpus, undisturbed_table: Path, tmp_path: Path
-) -> None:
+def test_a_table_survives_kill_9_in_every_stage_of_a_run(corpus, undisturbed_table, tmp_path):
     folder, trained = repository(tmp_path / "checkout", corpus), {}
     for there, everything in POINTS.values():
         kill_at(folder, there, everything)
@@ -91,16 +88,14 @@ def test_a_table_survives_kill_9_in_every_stage_of_a_run(
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
-def test_a_table_survives_kill_9_at_ten_random_moments(
-    corpus: Corpus, undisturbed_table: Path, tmp_path: Path
-) -> None:
+def test_a_table_survives_kill_9_at_ten_random_moments(corpus, undisturbed_table, tmp_path):
     folder, rng = repository(tmp_path / "checkout", corpus), random.Random(0)
     for _ in range(KILLS):
         kill_at(folder, after_random_seconds(rng), rng.random() < 0.5)
     assert_survived(folder, undisturbed_table)
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)])
     if mounted.returncode:
         pytest.skip("needs the right to mount a small file system")

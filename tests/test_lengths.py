@@ -55,14 +55,14 @@ def windows(name: str, tokens: int, trained: int = T) -> list[Window]:
         *("blocks-064", "blocks+yarn", "blocks+none-1", "blocks+yarn-0.5", "blocks+yarn-4.0"),
     ],
 )
-def test_an_unknown_protocol_is_refused_with_the_forms(name: str) -> None:
+def test_an_unknown_protocol_is_refused_with_the_forms(name):
     with pytest.raises(
         ValueError, match=f"there is no protocol '{re.escape(name)}'; the protocols are blocks,"
     ):
         Protocol.parse(name)
 
 
-def test_context_scaling_is_part_of_a_protocols_name_and_sentence() -> None:
+def test_context_scaling_is_part_of_a_protocols_name_and_sentence():
     scaled = Protocol.parse("paired-512+yarn-2.5")
     assert scaled == Protocol("paired", 512, scaling="yarn", factor=2.5)
     own = {"context_scaling": "yarn", "context_factor": 2.5, "context_length": T}
@@ -71,16 +71,14 @@ def test_context_scaling_is_part_of_a_protocols_name_and_sentence() -> None:
     assert Protocol.parse("paired-512").overrides(T) == {}
 
 
-def test_a_tail_longer_than_its_window_is_refused() -> None:
+def test_a_tail_longer_than_its_window_is_refused():
     with pytest.raises(ValueError, match="'tail-64' scores 128 tokens of windows of 64"):
         Protocol.parse("tail-64")
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 63, 64, 65, 1000])
 @pytest.mark.parametrize("name", WHOLE)
-def test_every_token_is_scored_once_with_the_context_of_the_protocol(
-    name: str, tokens: int
-) -> None:
+def test_every_token_is_scored_once_with_the_context_of_the_protocol(name, tokens):
     protocol = Protocol.parse(name)
     found = windows(name, tokens)
     assert [t for w in found for t in range(w.first, w.end)] == list(range(tokens))
@@ -91,7 +89,7 @@ def test_every_token_is_scored_once_with_the_context_of_the_protocol(
     assert protocol.count(tokens, T) == tokens
 
 
-def test_paired_protocols_score_the_same_tokens_at_every_length() -> None:
+def test_paired_protocols_score_the_same_tokens_at_every_length():
     block, tokens = 16 * T, 1000
     wanted = [t for end in range(block, tokens + 1, block) for t in range(end - T, end)]
     for length in (T, 2 * T, 100, block):
@@ -102,7 +100,7 @@ def test_paired_protocols_score_the_same_tokens_at_every_length() -> None:
         assert windows(f"truncated-{length}", tokens) == found
 
 
-def test_no_window_of_documents_crosses_the_start_of_one() -> None:
+def test_no_window_of_documents_crosses_the_start_of_one():
     starts, found = [0, 5, 64, 70], Protocol.parse("documents-16")
     windows_ = list(found.windows(100, T, starts))
     assert [t for w in windows_ for t in range(w.first, w.end)] == list(range(100))
@@ -112,7 +110,7 @@ def test_no_window_of_documents_crosses_the_start_of_one() -> None:
     assert found.count(100, T) == 100
 
 
-def test_a_paired_protocol_that_does_not_fit_is_refused() -> None:
+def test_a_paired_protocol_that_does_not_fit_is_refused():
     for length in (T - 1, 16 * T + 1):
         with pytest.raises(ValueError, match=f"needs a length from 8 to 128, not {length}"):
             windows(f"paired-{length}", 1000)
@@ -160,7 +158,7 @@ def by_hand(model: torch.nn.Module, text: Tensor, found: list[Window]) -> Tensor
 
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
 @pytest.mark.parametrize("name", ["blocks-24", "tail-24-5", "paired-64", "positions-50"])
-def test_losses_are_those_of_the_model(corpus, attention, name, monkeypatch) -> None:
+def test_losses_are_those_of_the_model(corpus, attention, name, monkeypatch):
     monkeypatch.setattr(scoring, "TOKENS", {"cpu": 100})
     monkeypatch.setattr(scoring, "LOGITS", 300)  # a few tokens at a time
     model = model_of(corpus, attention, "lrpe-type2")
@@ -172,7 +170,7 @@ def test_losses_are_those_of_the_model(corpus, attention, name, monkeypatch) -> 
     assert found["ppl"] == pytest.approx(2 ** found["loss"])
 
 
-def test_sinusoidal_positions_extend_beyond_the_length_of_training(corpus) -> None:
+def test_sinusoidal_positions_extend_beyond_the_length_of_training(corpus):
     model = build(corpus, ONE_LAYER.replace("--no-token-positional-embeddings", ""))[0].eval()
     positions = model.decoder.embed_positions
     assert len(positions.weights) < 128 + 2
@@ -181,7 +179,7 @@ def test_sinusoidal_positions_extend_beyond_the_length_of_training(corpus) -> No
     assert len(positions.weights) == 128 + 2
 
 
-def test_a_difference_is_in_nats_with_an_interval_over_blocks() -> None:
+def test_a_difference_is_in_nats_with_an_interval_over_blocks():
     bits = torch.tensor([1.0, 3.0, 2.0, 2.0, 6.0, 4.0]).double()
     found = scoring.differences(bits, 3)
     assert found["delta"] == pytest.approx(3 * math.log(2))
@@ -191,7 +189,7 @@ def test_a_difference_is_in_nats_with_an_interval_over_blocks() -> None:
 
 
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
-def test_documents_are_read_as_if_each_were_the_whole_text(corpus, attention) -> None:
+def test_documents_are_read_as_if_each_were_the_whole_text(corpus, attention):
     model = model_of(corpus, attention, "rope")
     text, ends = text_of(model, 90), [30, 37, 90]
     text[[end - 1 for end in ends]] = 2  # documents end with a line, a text begins after one
@@ -205,7 +203,7 @@ def test_documents_are_read_as_if_each_were_the_whole_text(corpus, attention) ->
     assert found["document_ppl"] == pytest.approx(2 ** (sum(bits) / 3))
 
 
-def test_losses_by_position_are_means_of_bins_with_their_counts() -> None:
+def test_losses_by_position_are_means_of_bins_with_their_counts():
     bits = torch.arange(40).double()
     found = scoring.by_position(bits, 20)
     first = [*range(16), *range(20, 36)]
@@ -216,8 +214,8 @@ def test_losses_by_position_are_means_of_bins_with_their_counts() -> None:
 
 
 def test_blocks_of_a_model_with_a_memory_are_evaluated_with_the_task_that_carries_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    monkeypatch, tmp_path
+):
     seen: list[list[str]] = []
     monkeypatch.setattr(lm, "read_evaluation", lambda *_: {})
     config = {
@@ -233,7 +231,7 @@ def test_blocks_of_a_model_with_a_memory_are_evaluated_with_the_task_that_carrie
         assert words[words.index("--task") + 1] == task
 
 
-def test_the_loss_holds_to_the_last_context_before_the_first_that_raises_it() -> None:
+def test_the_loss_holds_to_the_last_context_before_the_first_that_raises_it():
     def measured(*deltas: float) -> dict[str, dict[str, float]]:
         named = zip((64, 128, 256, 512), deltas, strict=True)
         return {"paired-32": {}, **{f"paired-{n}": {"delta": delta} for n, delta in named}}
@@ -245,7 +243,7 @@ def test_the_loss_holds_to_the_last_context_before_the_first_that_raises_it() ->
     assert holds_to({"paired-32": {}}, 512) is None
 
 
-def test_a_cell_of_holds_to_is_the_lowest_of_its_seeds_and_beyond_window_is_in_nats() -> None:
+def test_a_cell_of_holds_to_is_the_lowest_of_its_seeds_and_beyond_window_is_in_nats():
     table = load_named("extrapolation")
     row, holds, beyond = table.row("RoPE"), *map(table.column, ("linear-holds", "linear-beyond"))
 
@@ -278,11 +276,8 @@ SCORED = ("t5", "cope", "stick-breaking", "kerple-log", "transformer-xl", "shaw"
     ],
 )
 def test_truncated_attention_of_one_layer_is_that_of_a_window_for_every_token(
-    corpus,
-    attention: str,
-    name: str,
-    normalizer: str,
-) -> None:
+    corpus, attention, name, normalizer
+):
     model = model_of(corpus, attention, name, normalizer)
     text = text_of(model, 16 * T)
     last = range(15 * T, 16 * T)
@@ -295,27 +290,31 @@ def test_truncated_attention_of_one_layer_is_that_of_a_window_for_every_token(
 
 
 @pytest.mark.parametrize(
-    ("attention", "name"), [("linear", "lrpe-type4"), ("softmax", "stick-breaking")]
+    ("attention", "name"),
+    [
+        ("linear", "lrpe-type4"),
+        ("softmax", "stick-breaking"),
+        ("softmax", "rope --attention-parts kv-shift"),
+    ],
 )
-def test_layers_with_a_window_reach_as_far_as_their_windows_together(
-    corpus, attention: str, name: str
-) -> None:
+def test_layers_with_a_window_reach_as_far_as_their_windows_together(corpus, attention, name):
     options = f"--attention-type {attention} --position-encoding {name} --encoding-seed 1"
     layers = ONE_LAYER.replace("--decoder-layers 1", "--decoder-layers 3")
     model = build(corpus, f"{layers} {options}")[0].eval().double()
     for module in attentions(model):
         module.given.window = 4
-    text = text_of(model, 40)[None]
+    text, reach = text_of(model, 40)[None], 3 * 3 + 3 * ("kv-shift" in name)
+    assert scoring.reach_of(model, 4) == reach
     with torch.no_grad():
         whole, all_seen, one_lost = (
-            model(text[:, -tokens:])[0][0, -1] for tokens in (40, 3 * 3 + 1, 3 * 3)
+            model(text[:, -tokens:])[0][0, -1] for tokens in (40, reach + 1, reach)
         )
     torch.testing.assert_close(all_seen, whole, rtol=1e-9, atol=1e-9)
     assert (one_lost - whole).abs().max() > 1e-6
 
 
 @pytest.mark.parametrize("name", ["fire", "cape-fire", "spe"])
-def test_windows_are_whole_where_a_score_depends_on_more_than_the_lag(corpus, name: str) -> None:
+def test_windows_are_whole_where_a_score_depends_on_more_than_the_lag(corpus, name):
     assert scoring.reach_of(model_of(corpus, "softmax", name), T) == sys.maxsize
 
 
@@ -327,7 +326,7 @@ def attentions(model: torch.nn.Module) -> Iterator[MultiheadAttention]:
 
 
 @pytest.mark.parametrize("name", ["rope", "lrpe-type8", "permuteformer", "fox", "cosformer"])
-def test_denominators_are_the_sums_of_all_scores(name: str) -> None:
+def test_denominators_are_the_sums_of_all_scores(name):
     torch.manual_seed(1)
     options = {"attention_type": "linear", "position_encoding": name, "causal": True}
     module = MultiheadAttention(16, 2, **options).eval().double()
@@ -342,7 +341,7 @@ def test_denominators_are_the_sums_of_all_scores(name: str) -> None:
     assert torch.allclose(numerator / found.clamp_min(EPS).unsqueeze(-1), divided)
 
 
-def test_the_fraction_of_clamped_denominators_is_counted_by_position(corpus, monkeypatch) -> None:
+def test_the_fraction_of_clamped_denominators_is_counted_by_position(corpus, monkeypatch):
     model = model_of(corpus, "linear", "rope")
 
     def denominators(module: MultiheadAttention, x: Tensor) -> Tensor:
@@ -363,7 +362,7 @@ def test_the_fraction_of_clamped_denominators_is_counted_by_position(corpus, mon
 # --- counts and refusals ----------------------------------------------------------------------
 
 
-def test_an_evaluation_that_lost_tokens_is_refused(corpus, tmp_path, monkeypatch) -> None:
+def test_an_evaluation_that_lost_tokens_is_refused(corpus, tmp_path, monkeypatch):
     model = model_of(corpus, "linear", "none")
     whole = Protocol.windows
     monkeypatch.setattr(Protocol, "windows", lambda *given: list(whole(*given))[1:])
@@ -382,7 +381,7 @@ def test_an_evaluation_that_lost_tokens_is_refused(corpus, tmp_path, monkeypatch
             lm.measure(best, tmp_path, (("test", name),), options, tmp_path, run)
 
 
-def test_learned_positions_are_refused_beyond_their_length() -> None:
+def test_learned_positions_are_refused_beyond_their_length():
     wanted = [Protocol.parse(name) for name in ("blocks-256", "paired-512")]
     rope = {"model.position_encoding": "rope"}
     learned = {
@@ -397,14 +396,14 @@ def test_learned_positions_are_refused_beyond_their_length() -> None:
     lm.require_positions({**rope, "model.decoder_learned_pos": False}, 256, wanted)
 
 
-def test_context_scaling_is_refused_for_a_model_without_rotations() -> None:
+def test_context_scaling_is_refused_for_a_model_without_rotations():
     wanted = [Protocol.parse("blocks"), Protocol.parse("blocks+ntk-4")]
     with pytest.raises(UserError, match="encoding fox, none has no rotations to scale"):
         lm.require_positions({"model.position_encoding": "fox,none"}, 256, wanted)
     lm.require_positions({"model.position_encoding": "fox,rope"}, 256, wanted)
 
 
-def test_paired_protocols_may_count_other_tokens_than_the_whole_split() -> None:
+def test_paired_protocols_may_count_other_tokens_than_the_whole_split():
     def run(**counts: int) -> dict:
         measured = {name.replace("_", "-"): {"ppl": 9.0, "tokens": n} for name, n in counts.items()}
         return a_record(metrics={"test": measured}, protocol=dict.fromkeys(measured, "One."))
@@ -413,9 +412,6 @@ def test_paired_protocols_may_count_other_tokens_than_the_whole_split() -> None:
     for bad in ({"blocks_64": 1000, "tail_64_8": 999}, {"paired_64": 64, "paired_128": 65}):
         with pytest.raises(ValueError, match="counts different tokens"):
             validate(run(**bad))
-
-
-# --- the table ---------------------------------------------------------------------------------
 
 
 # --- the whole, once --------------------------------------------------------------------------
@@ -453,7 +449,7 @@ def tiny_run(corpus: Corpus, folder: Path) -> LMRun:
 
 
 @pytest.mark.end_to_end
-def test_a_run_is_evaluated_at_other_lengths_and_again_later(corpus, tmp_path, monkeypatch) -> None:
+def test_a_run_is_evaluated_at_other_lengths_and_again_later(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "Children", ForkedChildren)
     run, tokens = tiny_run(corpus, tmp_path), corpus.token_count("test")
     children, events = ForkedChildren(), schedule.Events(tmp_path / "events.log")

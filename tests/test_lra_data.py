@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import lzma
 import math
+import re
 import tarfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -56,7 +58,7 @@ def splits(dest: Path, end: bool) -> dict:
 
 
 @pytest.fixture(scope="module")
-def reviews() -> dict[str, bytes]:
+def reviews():
     """Twenty reviews of each class and part, of any order, some of them long and not ASCII."""
     members = {"aclImdb/README": b"", "aclImdb/train/unsup/0_0.txt": b"not labeled"}
     for number in reversed(range(20)):
@@ -68,15 +70,13 @@ def reviews() -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def text(reviews: dict, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, object]:
+def text(reviews, tmp_path_factory):
     source = tmp_path_factory.mktemp("text")
     checksum = packed(source, lra.TEXT.archive.file, reviews)
     return source, small(lra.TEXT, checksum, train=40, test=40)
 
 
-def test_reviews_are_bytes_and_every_tenth_of_a_class_is_held_out(
-    text: tuple, reviews: dict, tmp_path: Path
-) -> None:
+def test_reviews_are_bytes_and_every_tenth_of_a_class_is_held_out(text, reviews, tmp_path):
     source, task = text
     manifest = lra.prepare(task, tmp_path / "dest", source)
     found = splits(tmp_path / "dest", end=True)
@@ -101,8 +101,8 @@ def test_reviews_are_bytes_and_every_tenth_of_a_class_is_held_out(
 
 
 def test_a_folder_of_files_gives_the_bytes_of_the_archive_and_steps_are_skipped(
-    text: tuple, reviews: dict, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+    text, reviews, tmp_path, capsys
+):
     source, task = text
     lra.prepare(task, tmp_path / "one", source)
     folder = unpacked(tmp_path / "from", reviews)
@@ -116,7 +116,25 @@ def test_a_folder_of_files_gives_the_bytes_of_the_archive_and_steps_are_skipped(
     assert "already done" not in capsys.readouterr().out
 
 
-def test_the_published_splits_validate_on_the_test_set(text: tuple, tmp_path: Path) -> None:
+def test_tables_of_reviews_give_the_bytes_of_the_archive(text, reviews, tmp_path):
+    source, task = text
+    lra.prepare(task, tmp_path / "one", source)
+    rows = {"train": "", "test": ""}
+    for member, body in reviews.items():
+        if found := re.search(task.archive.wanted, member):
+            number, rating = found[3].removesuffix(".txt").split("_")
+            rows[found[1]] += f"{found[2]}\t{rating}\t{number}\t{body.decode()}\n"
+    tables = {f"{part}.tsv.xz": lzma.compress(own.encode()) for part, own in rows.items()}
+    folder = unpacked(tmp_path / "from", tables)
+    known = {name: sha256(content) for name, content in tables.items()}
+    own = replace(task, archive=replace(task.archive, tables=known))
+    lra.prepare(own, tmp_path / "other", folder)
+    same_bytes(tmp_path / "one" / "bin", tmp_path / "other" / "bin")
+    (folder / "test.tsv.xz").write_bytes(b"cut")
+    assert "is truncated" in refusal(lra.prepare, own, tmp_path / "other", folder)
+
+
+def test_the_published_splits_validate_on_the_test_set(text, tmp_path):
     source, task = text
     manifest = lra.prepare(task, tmp_path, source, published_splits=True)
     found = splits(tmp_path, end=True)
@@ -139,7 +157,7 @@ def papers(name: str, count: int) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def release() -> dict[str, bytes]:
+def release():
     """The wanted files of the release and another one."""
     folder = "lra_release/lra_release/tsv_data/"
     counts = {"train": 6, "eval": 3, "test": 2}
@@ -147,7 +165,7 @@ def release() -> dict[str, bytes]:
     return {f"{folder}other.tsv": b"1", **tables}
 
 
-def test_pairs_have_two_inputs_and_quotes_are_bytes(release: dict, tmp_path: Path) -> None:
+def test_pairs_have_two_inputs_and_quotes_are_bytes(release, tmp_path):
     packed(tmp_path / "from", lra.RELEASE, release)
     task = small(lra.RETRIEVAL, train=6, eval=3, test=2)
     manifest = lra.prepare(task, tmp_path / "dest", tmp_path / "from")
@@ -178,7 +196,7 @@ def png(pixels: np.ndarray) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def paths() -> dict[str, bytes]:
+def paths():
     """Thirty images whose brightness is their class, in two folders, and an empty one."""
     members, home = {}, "lra_release/lra_release/pathfinder32/"
     for folder in (0, 1):
@@ -193,8 +211,8 @@ def paths() -> dict[str, bytes]:
 
 
 def test_paths_have_the_labels_of_the_metadata_and_empty_files_are_left_out(
-    paths: dict, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+    paths, tmp_path, capsys
+):
     packed(tmp_path / "from", lra.RELEASE, paths)
     lra.prepare(lra.PATHFINDER, tmp_path / "dest", tmp_path / "from")
     assert "imgs/1/sample_4.png is empty and left out" in capsys.readouterr().out
@@ -215,7 +233,7 @@ def test_paths_have_the_labels_of_the_metadata_and_empty_files_are_left_out(
 # --- image -------------------------------------------------------------------------------------
 
 
-def test_images_are_gray_as_in_pillow_and_validation_is_part_of_training(tmp_path: Path) -> None:
+def test_images_are_gray_as_in_pillow_and_validation_is_part_of_training(tmp_path):
     rng = np.random.RandomState(0)
     parts = [f"data_batch_{n}" for n in range(1, 6)] + ["test_batch"]
     batches = {name: rng.randint(0, 256, (20, 3073)).astype(np.uint8) for name in parts}
@@ -244,9 +262,7 @@ def test_images_are_gray_as_in_pillow_and_validation_is_part_of_training(tmp_pat
 # --- archives ----------------------------------------------------------------------------------
 
 
-def test_an_archive_that_is_absent_truncated_or_incomplete_is_refused(
-    text: tuple, tmp_path: Path
-) -> None:
+def test_an_archive_that_is_absent_truncated_or_incomplete_is_refused(text, tmp_path):
     source, task = text
     said = refusal(lra.prepare, task, tmp_path / "dest", tmp_path / "nowhere")
     assert "contains neither aclImdb_v1.tar.gz nor the files of that archive" in said
@@ -267,7 +283,7 @@ def test_an_archive_that_is_absent_truncated_or_incomplete_is_refused(
 
 
 @pytest.fixture(scope="module")
-def scenes() -> list[pathfinder.Scene]:
+def scenes():
     return [drawn_scene(number) for number in range(60)]
 
 
@@ -275,9 +291,7 @@ def drawn_scene(number: int) -> pathfinder.Scene:
     return pathfinder.scene(pathfinder.RECIPES[16], np.random.RandomState([7, 0, number]))
 
 
-def test_the_label_says_whether_both_markers_are_at_the_tips_of_one_path(
-    scenes: list[pathfinder.Scene],
-) -> None:
+def test_the_label_says_whether_both_markers_are_at_the_tips_of_one_path(scenes):
     for made in scenes:
         tips = [{path.tail, path.head} for path in made.paths]
         far = [math.dist(*pair) for pair in itertools.combinations(set.union(*tips), 2)]
@@ -288,7 +302,7 @@ def test_the_label_says_whether_both_markers_are_at_the_tips_of_one_path(
         assert made.marked[1] in {path.head for path in made.paths}
 
 
-def test_images_depend_on_the_seed_and_their_number_only() -> None:
+def test_images_depend_on_the_seed_and_their_number_only():
     recipe = replace(pathfinder.RECIPES[16], sizes={"train": 6, "valid": 2, "test": 2})
     more = replace(recipe, sizes={"train": 8, "valid": 2, "test": 2})
     one, other = (pathfinder.generate(chosen, 1) for chosen in (recipe, more))
@@ -297,9 +311,7 @@ def test_images_depend_on_the_seed_and_their_number_only() -> None:
     assert pathfinder.generate(recipe, 2)["train"].inputs != one["train"].inputs
 
 
-def test_generated_paths_are_prepared_with_a_manifest_and_not_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_generated_paths_are_prepared_with_a_manifest_and_not_again(tmp_path, capsys):
     given = ["--dest", str(tmp_path), "--images", "10", "--contour", "3"]
     assert pathfinder.main(given) == 0
     manifest = json.loads((tmp_path / "manifest.json").read_text())
@@ -314,9 +326,7 @@ def test_generated_paths_are_prepared_with_a_manifest_and_not_again(
 # --- evaluation on other data ------------------------------------------------------------------
 
 
-def test_a_model_is_also_evaluated_on_other_data_that_are_verified(
-    text: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_also_evaluated_on_other_data_that_are_verified(text, tmp_path, monkeypatch):
     source, task = text
     for name in ("text", "other"):
         lra.prepare(task, tmp_path / name, source)

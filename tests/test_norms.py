@@ -58,7 +58,7 @@ def main(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_two_processes_have_the_statistics_of_one_with_all_rows(tmp_path: Path) -> None:
+def test_two_processes_have_the_statistics_of_one_with_all_rows(tmp_path):
     command = [sys.executable, __file__]
     own = [subprocess.Popen([*command, str(rank), str(tmp_path)]) for rank in range(len(ROWS))]
     try:
@@ -80,7 +80,7 @@ def test_two_processes_have_the_statistics_of_one_with_all_rows(tmp_path: Path) 
                 torch.testing.assert_close(part, expected[name])
 
 
-def test_alone_it_is_torchs_batch_norm() -> None:
+def test_alone_it_is_torchs_batch_norm():
     rows = torch.randn(6, WIDTH)
     ours, theirs = norm_class()(WIDTH), nn.BatchNorm1d(WIDTH)
     torch.testing.assert_close(ours(rows), theirs(rows), rtol=0, atol=0)

@@ -62,7 +62,7 @@ def trained(kind: str, built: nn.Module, name: str = "lrpe_adam") -> FairseqOpti
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_without_gradients_matrices_shrink_and_vectors_stay(kind: str) -> None:
+def test_without_gradients_matrices_shrink_and_vectors_stay(kind):
     built, start = model(), {name: p.clone() for name, p in model().named_parameters()}
     trained(kind, built)
     for name, parameter in built.named_parameters():
@@ -75,7 +75,7 @@ ANGLES = {"theta", "frequency", "offset", "row", "column", "entries", "lower", "
 
 
 @pytest.mark.parametrize("optimizer", ["lrpe_adam", "adam"])
-def test_no_angle_of_an_encoding_is_decayed(optimizer: str) -> None:
+def test_no_angle_of_an_encoding_is_decayed(optimizer):
     known = config(optimizer).optimizer
     for name in NAMES:
         kerple = name.startswith(("kerple", "cape-kerple"))
@@ -90,7 +90,7 @@ def test_no_angle_of_an_encoding_is_decayed(optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_half_types_leave_angles_and_the_parameters_of_kerple_undecayed(kind: str) -> None:
+def test_half_types_leave_angles_and_the_parameters_of_kerple_undecayed(kind):
     for name, optimizer in (("rope-2d-mixed", "lrpe_adam"), ("kerple-log", "adam")):
         options = EncodingOptions(grid_width=2 * (name != "kerple-log"))
         built = nn.ModuleList([build_encoding(name, 8, 2, options=options), nn.Linear(2, 2)])
@@ -100,20 +100,20 @@ def test_half_types_leave_angles_and_the_parameters_of_kerple_undecayed(kind: st
         assert changed == {"1.weight"} | ({"1.bias"} if optimizer == "adam" else set())
 
 
-def test_an_override_on_resuming_changes_the_decay_of_matrices_only() -> None:
+def test_an_override_on_resuming_changes_the_decay_of_matrices_only():
     made, other = (trained("float32", model()) for _ in range(2))
     made.load_state_dict(other.state_dict(), {"weight_decay": 0.3, "lr": 0.2})
     decays = [(group["weight_decay"], group["lr"]) for group in made.param_groups]
     assert decays == [(0.3, 0.2), (0.0, 0.2)]
 
 
-def test_flat_gradients_are_refused_in_one_sentence() -> None:
+def test_flat_gradients_are_refused_in_one_sentence():
     flat = nn.Parameter(torch.zeros(9))
     with pytest.raises(Refusal, match=r"--fp16-no-flatten-grads to --fp16, or use --bf16$"):
         optim.build_optimizer(config().optimizer, [{"cpu": flat}])  # as fairseq's fp16 calls it
 
 
-def test_both_groups_have_the_options_and_the_update_of_adam() -> None:
+def test_both_groups_have_the_options_and_the_update_of_adam():
     ours, theirs = (model() for _ in range(2))
     for built, name in ((ours, "lrpe_adam"), (theirs, "adam")):
         made = optim.build_optimizer(config(name, 0.0).optimizer, list(built.parameters()))
@@ -127,7 +127,7 @@ def test_both_groups_have_the_options_and_the_update_of_adam() -> None:
 # --- the schedule ------------------------------------------------------------------------------
 
 
-def test_lrpe_cosine_counts_from_the_first_update() -> None:
+def test_lrpe_cosine_counts_from_the_first_update():
     """timm's CosineLRScheduler with warmup_prefix=False: t / T includes the warm-up."""
     known = config()
     chosen = {"_name": "lrpe_cosine", "warmup_updates": 20, "warmup_init_lr": 0.0, "min_lr": 0.01}
@@ -154,7 +154,7 @@ HALVES = {  # the loss scaler doubles its scale at the updates 3 and 6
 
 
 @pytest.fixture(params=HALVES)
-def half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def half(request, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # of flat gradients: the CPU
     return request.param
 
@@ -189,14 +189,14 @@ def train(built: nn.Module, made: FairseqOptimizer, updates: range) -> dict[str,
     return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
 
 
-def test_a_resumed_training_in_half_precision_is_the_uninterrupted_one(half: str) -> None:
+def test_a_resumed_training_in_half_precision_is_the_uninterrupted_one(half):
     whole = train(*in_half(half), range(6))
     resumed = train(*in_half(half, train(*in_half(half), range(4))), range(4, 6))
     torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("change", ["a model of its own", "no float32 weights"])
-def test_float32_weights_are_those_of_the_model_of_a_checkpoint(half: str, change: str) -> None:
+def test_float32_weights_are_those_of_the_model_of_a_checkpoint(half, change):
     state = train(*in_half(half), range(4))
     if change == "no float32 weights":  # as fairseq saves it
         del state["optimizer"]["fp32_params"]

@@ -2,7 +2,6 @@
 
 import math
 import re
-from pathlib import Path
 
 import pytest
 
@@ -92,9 +91,7 @@ def ours(setting: str, column: str, known: dict) -> object:
 
 
 @pytest.mark.parametrize(("column", "path"), [*CONFIG.items(), ("ALM", BOOKS)])
-def test_every_printed_setting_is_ours_or_an_exception_with_a_reason(
-    column: str, path: Path
-) -> None:
+def test_every_printed_setting_is_ours_or_an_exception_with_a_reason(column, path):
     known = identity.options(identity.resolved(load_config(path)))
     different = {}
     for (setting, own), text in printed().items():
@@ -120,7 +117,7 @@ TRAINED = {  # training examples; the release of Pathfinder has about 200,000 im
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_settings_of_the_long_range_arena_are_the_printed_ones(task: str) -> None:
+def test_the_settings_of_the_long_range_arena_are_the_printed_ones(task):
     path = CONFIGS / "classification" / f"lra-{task.lower()}.yaml"
     known = identity.options(identity.resolved(load_config(path)))
     batches = math.ceil(TRAINED[task] / known["dataset.batch_size"])

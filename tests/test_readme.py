@@ -11,11 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lrpe_fairseq.experiments.report import (
-    docs,
-    markdown,
-    speed,
-)
+from lrpe_fairseq.experiments.report import docs, markdown, speed
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -45,9 +41,6 @@ def test_a_bar_in_a_cell_does_not_break_the_table():
 def test_a_part_without_its_place_is_refused():
     with pytest.raises(ValueError, match="the markers <!-- encodings -->"):
         markdown.between("text", "encodings", "content")
-
-
-# --- the encodings -----------------------------------------------------------------------------
 
 
 # --- the benchmarks ----------------------------------------------------------------------------
@@ -102,7 +95,7 @@ def shell(folder: Path, text: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def own_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def own_text(tmp_path_factory):
     """A checkout with README's ``data/mine``, prepared by its command."""
     folder = tmp_path_factory.mktemp("own")
     shutil.copytree(ROOT / "lrpe_fairseq", folder / "lrpe_fairseq")  # a root of its own

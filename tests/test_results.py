@@ -409,11 +409,7 @@ WRONG_TABLES = {
         "two rows or columns have the name A_b",
     ),
     "no such baseline": ("baseline: Base", "baseline: Bass", "has no row 'Bass'"),
-    "an unknown attention": (
-        "[softmax]",
-        "[vanilla]",
-        "linear or softmax, not 'vanilla'",
-    ),
+    "an unknown attention": ("[softmax]", "[vanilla]", "linear or softmax, not 'vanilla'"),
     "a lack of no column": (
         "encoding: spe,",
         "encoding: spe, without: [vaild],",
@@ -475,6 +471,3 @@ def test_runs_of_one_and_of_several_processes_have_one_size_of_an_update(root):
     save(root, "b", seed=2, metrics=ppl(52.0), config={**one, "dataset.batch_size": 64})
     with pytest.raises(ValueError, match=r"differ in dataset\.batch_size: 256 and 64"):
         page(root)
-
-
-# --- this repository --------------------------------------------------------------------------

@@ -50,7 +50,7 @@ rows:
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> Any:
+def table(tmp_path):
     """Load TABLE with some text replaced."""
 
     def loaded(old: str = "", new: str = "") -> Any:
@@ -65,14 +65,14 @@ def table(tmp_path: Path) -> Any:
 # --- equal methods ----------------------------------------------------------------------------
 
 
-def test_rows_of_equal_methods_are_trained_once(table) -> None:
+def test_rows_of_equal_methods_are_trained_once(table):
     runs = families.runs(table(), "small", [1])
     labels = [(run.label, run.config) for run in runs]
     both = ("wikitext2", "wikitext103")
     assert labels == [(label, config) for label in ("Base", "Type2") for config in both]
 
 
-def test_a_run_of_another_name_of_its_method_is_finished(tmp_path: Path) -> None:
+def test_a_run_of_another_name_of_its_method_is_finished(tmp_path):
     run = a_run(tmp_path, position_encoding="lrpe-tmlr-type3")
     config = identity.options(identity.resolved(run.settings()))
     assert run.differences({**config, "model.position_encoding": "lrpe-type4"}) == set()
@@ -83,7 +83,7 @@ def test_a_run_of_another_name_of_its_method_is_finished(tmp_path: Path) -> None
 # --- columns with their own configuration -----------------------------------------------------
 
 
-def test_a_column_trains_with_its_own_configuration(table) -> None:
+def test_a_column_trains_with_its_own_configuration(table):
     runs = families.runs(replace(table(), rows=table().rows[:1]), "small", [1])
     assert [(run.config, run.data.name) for run in runs] == [
         ("wikitext2", "wikitext-2-bpe"),
@@ -95,13 +95,13 @@ def test_a_column_trains_with_its_own_configuration(table) -> None:
     ]
 
 
-def test_a_run_is_evaluated_as_the_columns_that_it_fills_show(table) -> None:
+def test_a_run_is_evaluated_as_the_columns_that_it_fills_show(table):
     small, large = families.runs(replace(table(), rows=table().rows[:1]), "small", [1])
     assert small.evaluations == (("valid", "blocks"), ("valid", "blocks-512"))
     assert large.evaluations == (("test", "blocks"),)
 
 
-def test_a_shared_run_has_the_evaluations_of_both_tables(table) -> None:
+def test_a_shared_run_has_the_evaluations_of_both_tables(table):
     own = table()
     first = replace(
         own,
@@ -114,12 +114,12 @@ def test_a_shared_run_has_the_evaluations_of_both_tables(table) -> None:
     assert run.evaluations == (("valid", "blocks"), ("test", "blocks"), ("valid", "blocks-512"))
 
 
-def test_a_table_whose_runs_cannot_be_told_apart_is_refused(table) -> None:
+def test_a_table_whose_runs_cannot_be_told_apart_is_refused(table):
     with pytest.raises(ValueError, match="words has the runs of another one, but another config"):
         table("dataset: wikitext-103-word, config", "dataset: wikitext-2-bpe, config")
 
 
-def test_a_column_without_a_data_set_shows_those_that_no_other_column_names(table) -> None:
+def test_a_column_without_a_data_set_shows_those_that_no_other_column_names(table):
     given = table()
     columns = [replace(column, dataset="") for column in given.columns[:2]]
     own = replace(given, columns=[*columns, given.columns[2]])
@@ -133,7 +133,7 @@ def test_a_column_without_a_data_set_shows_those_that_no_other_column_names(tabl
     assert filled("wikitext-103-word") == {words.key}
 
 
-def test_a_column_whose_data_are_not_its_configurations_is_refused(table, monkeypatch) -> None:
+def test_a_column_whose_data_are_not_its_configurations_is_refused(table, monkeypatch):
     other = table("dataset: wikitext-103-word", "dataset: wikitext-103-gpt2")
     families.runs(other, "small", [1])  # unknown until the data are prepared
     monkeypatch.setattr(families.folders, "is_prepared", lambda data: True)
@@ -144,7 +144,7 @@ def test_a_column_whose_data_are_not_its_configurations_is_refused(table, monkey
         families.runs(other, "small", [1])
 
 
-def test_options_are_shared_within_a_data_set(table) -> None:
+def test_options_are_shared_within_a_data_set(table):
     runs = {
         f"lengths/{n}.json": a_record(dataset=data, config={"task.tokens_per_sample": tokens})
         for n, (data, tokens) in enumerate([("a", 256), ("a", 256), ("b", 512)])
@@ -206,7 +206,7 @@ def save(run: LMRun, updates: int = UPDATES, seconds: float = SECONDS) -> None:
 
 
 @pytest.fixture
-def finished(tmp_path: Path) -> Recorded:
+def finished(tmp_path):
     """A finished run that lacks an evaluation, with its checkpoints."""
     run = a_run(tmp_path)
     save(run)
@@ -220,7 +220,7 @@ def work(run: Recorded) -> tuple[bool, list[str]]:
     return run.work(Children(), Devices(), said.append), said
 
 
-def test_a_missing_evaluation_is_measured_without_training(finished: Recorded) -> None:
+def test_a_missing_evaluation_is_measured_without_training(finished):
     before = read_run(finished.result)
     assert not finished.finished()
     trained, said = work(finished)
@@ -237,9 +237,7 @@ def test_a_missing_evaluation_is_measured_without_training(finished: Recorded) -
 
 
 @pytest.mark.parametrize("why", ["gone", "another training", "another length"])
-def test_without_its_checkpoint_a_run_is_trained_anew_with_all_its_evaluations(
-    finished: Recorded, why: str
-) -> None:
+def test_without_its_checkpoint_a_run_is_trained_anew_with_all_its_evaluations(finished, why):
     if why == "gone":
         (finished.checkpoints / checkpoints.BEST).unlink()
     elif why == "another training":
@@ -251,14 +249,14 @@ def test_without_its_checkpoint_a_run_is_trained_anew_with_all_its_evaluations(
     assert finished.done[0] == ["train", "valid tail-512", "test blocks"]
 
 
-def test_a_run_of_other_settings_is_not_only_evaluated(finished: Recorded) -> None:
+def test_a_run_of_other_settings_is_not_only_evaluated(finished):
     other = replace(finished, overrides=("model.dropout=0.3",))
     trained, said = work(other)
     assert (trained, said) == (True, [])
     assert other.done[0] == ["train", "test blocks", "valid tail-512"]
 
 
-def test_a_finished_translation_run_is_evaluated_with_the_average_that_it_left(tmp_path) -> None:
+def test_a_finished_translation_run_is_evaluated_with_the_average_that_it_left(tmp_path):
     names = ("checkpoint_1_10.pt", "checkpoint_1_20.pt")
     run = TranslationRun(**vars_of(a_run(tmp_path)))
     run.checkpoints.mkdir(parents=True)
@@ -272,7 +270,7 @@ def test_a_finished_translation_run_is_evaluated_with_the_average_that_it_left(t
     kept, decoding = run._averaged()
     assert (kept.name, decoding.average) == (checkpoints.AVERAGED, 2)
     before = kept.read_bytes()
-    checkpoints.drop_intermediate(run.checkpoints)
+    checkpoints.remove(run.checkpoints, "checkpoint_*_*.pt")
     assert run._averaged() == (kept, run.decoding)
     assert kept.read_bytes() == before
 
@@ -282,7 +280,7 @@ def vars_of(run: LMRun) -> dict[str, Any]:
     return {field.name: getattr(run, field.name) for field in fields(TrainingRun)}
 
 
-def test_the_state_of_a_run_that_lacks_an_evaluation_says_so(finished: Recorded) -> None:
+def test_the_state_of_a_run_that_lacks_an_evaluation_says_so(finished):
     assert schedule.state(finished) == "pending"  # as far as this folder knows
     finished.log.write_text('train_inner | {"wps": "1", "num_updates": "1800"}')
     assert schedule.state(finished) == "trained, to be evaluated"
@@ -315,8 +313,8 @@ def evaluated(**by_split: dict[str, float]) -> Run:
     ],
 )
 def test_a_run_file_keeps_earlier_evaluations_of_the_same_checkpoint_and_data_only(
-    difference: str, expected: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    difference, expected, tmp_path, monkeypatch
+):
     out, before, now = tmp_path / "best.json", evaluated(**BEFORE), {"dictionary": "d"}
     now |= {"test": "test", "valid": "valid"}
     if difference == "protocol":

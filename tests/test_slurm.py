@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ import yaml
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.runs import read_runs
 from lrpe_fairseq.experiments.runner import slurm
-from tests.end_to_end.commands import Corpus
 from tests.tiny_table import (
     BEYOND,
     assert_same_results,
@@ -120,7 +118,7 @@ class Cluster:
 
 
 @pytest.fixture(scope="session")  # before the table, which takes long
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory):
     if MISSING or os.getuid():
         pytest.skip(f"needs root and {', '.join(MISSING) or 'nothing else'} (Debian: slurm-wlm)")
     folder = tmp_path_factory.mktemp("slurm")
@@ -140,11 +138,8 @@ def free_ports(count: int) -> list[int]:
 
 
 def test_a_disturbed_array_ends_in_the_table_of_an_undisturbed_run(
-    cluster: Cluster,
-    corpus: Corpus,
-    undisturbed_table: Path,
-    tmp_path: Path,
-) -> None:
+    cluster, corpus, undisturbed_table, tmp_path
+):
     disturbed = repository(tmp_path / "disturbed", corpus)
     said = run_table(disturbed, "--slurm", **cluster.environment)
     job = said.split("job array ")[1].split(":")[0]
@@ -170,8 +165,8 @@ def test_a_disturbed_array_ends_in_the_table_of_an_undisturbed_run(
 
 
 def test_two_nodes_share_a_training_and_save_together_when_they_are_preempted(
-    cluster: Cluster, corpus: Corpus, tmp_path: Path
-) -> None:
+    cluster, corpus, tmp_path
+):
     folders = [repository(tmp_path / name, corpus) for name in ("one process", "two nodes")]
     for folder in folders:
         path = folder / "configs" / "lm" / "tiny.yaml"
@@ -215,7 +210,7 @@ print(config.distributed_init_method, config.distributed_rank, config.distribute
 """
 
 
-def test_fairseq_counts_the_gpus_of_both_nodes(cluster: Cluster) -> None:
+def test_fairseq_counts_the_gpus_of_both_nodes(cluster):
     where = ("--partition=both", "--nodes=2", "--ntasks-per-node=1", f"--chdir={ROOT}")
     said = cluster.ask("srun", *where, sys.executable, "-c", RANKS)
     found = sorted(line.split() for line in said.splitlines() if line.startswith("tcp://"))
@@ -224,7 +219,7 @@ def test_fairseq_counts_the_gpus_of_both_nodes(cluster: Cluster) -> None:
     assert address.startswith("tcp://n1:")
 
 
-def test_the_settings_of_a_cluster_reach_sbatch_and_the_command_line_wins(tmp_path: Path) -> None:
+def test_the_settings_of_a_cluster_reach_sbatch_and_the_command_line_wins(tmp_path):
     (tmp_path / "slurm.yaml").write_text(
         "{partition: gpu, time: '1:00:00', setup: [module load x]}"
     )
@@ -250,9 +245,7 @@ CANCELED = "sleep 0.3; kill -TERM $PPID; sleep 5; exit 1"
         ([FAILING, CANCELED], 1),
     ],
 )
-def test_only_failures_count_against_the_restarts(
-    tmp_path: Path, lives: list[str], requeued: int
-) -> None:
+def test_only_failures_count_against_the_restarts(tmp_path, lives, requeued):
     (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" >> requeued\nkill -KILL $PPID\n')
     (tmp_path / "scontrol").chmod(0o755)
     variables = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
@@ -272,7 +265,7 @@ def calls(folder: Path) -> list[str]:
     return log.read_text().splitlines() if log.exists() else []
 
 
-def test_a_run_that_cannot_count_its_failure_is_not_requeued(tmp_path: Path) -> None:
+def test_a_run_that_cannot_count_its_failure_is_not_requeued(tmp_path):
     absent = tmp_path / "absent"
     script = slurm.job_script(tmp_path, absent, ["false"], slurm.Site())
     variables = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
@@ -280,9 +273,7 @@ def test_a_run_that_cannot_count_its_failure_is_not_requeued(tmp_path: Path) -> 
     assert done.returncode == 1
 
 
-def test_the_job_that_renders_the_tables_has_the_account_too(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_job_that_renders_the_tables_has_the_account_too(monkeypatch, tmp_path):
     submitted: list[list[str]] = []
     monkeypatch.setattr(slurm, "require_sbatch", lambda: None)
     monkeypatch.setattr(slurm, "_sbatch", lambda options: submitted.append(list(options)) or "7")
@@ -293,6 +284,6 @@ def test_the_job_that_renders_the_tables_has_the_account_too(
     assert ["--gpus-per-node=4" in options for options in submitted] == [True, False]
 
 
-def test_the_settings_in_the_repository_are_complete() -> None:
+def test_the_settings_in_the_repository_are_complete():
     settings = yaml.safe_load((ROOT / "configs" / "slurm.yaml").read_text())
     assert slurm.Site(**settings).options()

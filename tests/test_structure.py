@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LONGEST = 50
 
 
-def test_no_function_is_longer_than_50_lines() -> None:
+def test_no_function_is_longer_than_50_lines():
     found = [
         f"{path.relative_to(ROOT)}: {node.name}"
         for path in (ROOT / "lrpe_fairseq").rglob("*.py")
@@ -37,7 +37,7 @@ def words_of(path: Path) -> set[str]:
     return found
 
 
-def test_attention_names_no_method_and_no_departure() -> None:
+def test_attention_names_no_method_and_no_departure():
     classes = {encoding_class(name).__name__ for name in ENCODINGS}
     names = {*ENCODINGS, *FAMILIES, *DEPARTURES, *classes} - {"none"}
     for path in (ROOT / "lrpe_fairseq" / "attention").glob("*.py"):
@@ -64,7 +64,7 @@ print(tuple(encoding(q, q, positions, positions)[0].shape), names == set(dir(np)
 """
 
 
-def test_encodings_and_attention_work_without_fairseq_and_leave_numpy_as_it_is() -> None:
+def test_encodings_and_attention_work_without_fairseq_and_leave_numpy_as_it_is():
     assert run(WITHOUT_FAIRSEQ) == "(2, 8, 10, 64) True"
 
 
@@ -93,7 +93,7 @@ print("lrpe_lm" in fairseq.models.MODEL_REGISTRY, hasattr(np, "int"),
     ],
     ids=["models alone", "encodings, then user-dir"],
 )
-def test_the_models_are_registered_and_fairseq_is_mended_in_any_order(first: str) -> None:
+def test_the_models_are_registered_and_fairseq_is_mended_in_any_order(first):
     """The commands that train and evaluate import no library for pages."""
     assert run(first + USED_BY_FAIRSEQ).splitlines()[-1] == "True True True []"
 
@@ -108,5 +108,5 @@ print(sorted({"fairseq", "torch", "omegaconf"} & sys.modules.keys()))
 """
 
 
-def test_the_data_room_imports_neither_fairseq_nor_torch() -> None:
+def test_the_data_room_imports_neither_fairseq_nor_torch():
     assert run(DATA_ROOM) == "[]"

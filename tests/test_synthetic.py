@@ -8,7 +8,6 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -94,7 +93,7 @@ def accuracy(samples: list[Sample], answer: Callable[[Tokens], str]) -> float:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_hand_built_solver_is_right_everywhere_and_a_constant_answer_at_chance(task: str) -> None:
+def test_a_hand_built_solver_is_right_everywhere_and_a_constant_answer_at_chance(task):
     for samples in generated(task).values():
         assert accuracy(samples, SOLVERS[task]) == 1
     samples = drawn(task)
@@ -110,7 +109,7 @@ def test_a_hand_built_solver_is_right_everywhere_and_a_constant_answer_at_chance
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_no_sequence_of_a_split_occurs_in_an_earlier_one(task: str) -> None:
+def test_no_sequence_of_a_split_occurs_in_an_earlier_one(task):
     known: set[Tokens] = set()
     for samples in generated(task).values():
         here = {sample.inputs for sample in samples}
@@ -119,7 +118,7 @@ def test_no_sequence_of_a_split_occurs_in_an_earlier_one(task: str) -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_splits_have_their_lengths_and_every_symbol_is_in_the_dictionary(task: str) -> None:
+def test_splits_have_their_lengths_and_every_symbol_is_in_the_dictionary(task):
     recipe = Recipe(task, "tiny")
     splits, longest = generated(task), recipe.length
     words = {"copy": lambda t: (t - 1) // 2, "reverse": lambda t: (t - 1) // 2}
@@ -138,7 +137,7 @@ def test_splits_have_their_lengths_and_every_symbol_is_in_the_dictionary(task: s
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_longer_samples_are_scored_beyond_every_sample_of_training_only(task: str) -> None:
+def test_longer_samples_are_scored_beyond_every_sample_of_training_only(task):
     splits = generated(task)
     seen = max(len(sample.inputs) for sample in splits["train"])
     for multiple in synthetic.MULTIPLES[1:]:
@@ -149,7 +148,7 @@ def test_longer_samples_are_scored_beyond_every_sample_of_training_only(task: st
 
 
 @pytest.mark.parametrize("task", ["mqar", "mqrar"])
-def test_queries_of_longer_samples_are_as_many_as_in_training_and_at_the_end(task: str) -> None:
+def test_queries_of_longer_samples_are_as_many_as_in_training_and_at_the_end(task):
     longest = Recipe(task, "small").length
     for sample in drawn(task, 50, multiple=4):
         places = [place for place, target in enumerate(sample.targets) if target != PAD]
@@ -158,7 +157,7 @@ def test_queries_of_longer_samples_are_as_many_as_in_training_and_at_the_end(tas
         assert min(places) >= 3 * longest
 
 
-def test_the_gaps_of_mqar_follow_the_power_law() -> None:
+def test_the_gaps_of_mqar_follow_the_power_law():
     """One query: place g has the probability (g + 1)^(a - 1) over their sum."""
     rng = RandomState(3)
     found = Counter(synthetic.gaps(rng, 24, 1)[0] for _ in range(6000))
@@ -168,7 +167,7 @@ def test_the_gaps_of_mqar_follow_the_power_law() -> None:
 
 
 @pytest.mark.parametrize("task", ["mqar", "mqrar"])
-def test_every_key_is_asked_once_and_mqrar_assigns_as_many_values_again(task: str) -> None:
+def test_every_key_is_asked_once_and_mqrar_assigns_as_many_values_again(task):
     for sample in drawn(task, 200, multiple=1):
         asked = [i for i, t in zip(sample.inputs, sample.targets, strict=True) if t != PAD]
         pairs = [(a, b) for a, b in itertools.pairwise(sample.inputs) if b[0] == "v"]
@@ -179,7 +178,7 @@ def test_every_key_is_asked_once_and_mqrar_assigns_as_many_values_again(task: st
         assert len({value for _, value in pairs}) == len(keys)  # no value twice
 
 
-def test_random_fillers_are_neither_blanks_nor_keys_nor_values() -> None:
+def test_random_fillers_are_neither_blanks_nor_keys_nor_values():
     given = synthetic.generate(Recipe("mqar", "tiny", fillers="random"))
     for samples in given.values():
         assert accuracy(samples, recalled) == 1
@@ -196,13 +195,13 @@ def test_random_fillers_are_neither_blanks_nor_keys_nor_values() -> None:
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(tmp_path_factory):
     dest = tmp_path_factory.mktemp("tasks") / "flip-flop"
     synthetic.prepare(dest, Recipe("flip-flop", "tiny"))
     return dest
 
 
-def test_the_manifest_counts_samples_answers_and_chance(prepared: Path) -> None:
+def test_the_manifest_counts_samples_answers_and_chance(prepared):
     found = synthetic.prepare(prepared, Recipe("flip-flop", "tiny"))
     for split, samples in generated("flip-flop").items():
         targets = [t for s in samples for t in s.targets]
@@ -215,7 +214,7 @@ def test_the_manifest_counts_samples_answers_and_chance(prepared: Path) -> None:
     assert (found["chance"], found["length"]) == (0.5, 32)
 
 
-def test_the_text_is_the_same_on_every_machine() -> None:
+def test_the_text_is_the_same_on_every_machine():
     """A numpy whose streams differ would make other data under the same name."""
     found = {
         task: hashlib.sha256(repr(list(generated(task).values())).encode()).hexdigest()[:16]

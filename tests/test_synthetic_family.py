@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -30,7 +29,7 @@ def rope_runs() -> list[TrainingRun]:
     return runs(replace(table, rows=[table.row("RoPE")]), "small", [1])
 
 
-def test_a_cell_has_one_run_per_learning_rate_on_the_data_of_its_column() -> None:
+def test_a_cell_has_one_run_per_learning_rate_on_the_data_of_its_column():
     found = rope_runs()
     assert len(found) == 2 * len(SUITE) * 3
     run = next(r for r in found if "copy-small-lr0.01" in r.name)
@@ -52,7 +51,7 @@ def said(**changes: object) -> str:
     return f"x | INFO | test16 | {json.dumps({f'test16_{k}': v for k, v in values.items()})}"
 
 
-def test_every_sample_and_answer_is_counted_or_the_run_fails(tmp_path: Path) -> None:
+def test_every_sample_and_answer_is_counted_or_the_run_fails(tmp_path):
     counts = {"samples": 4, "answers": 8}
     write_json(tmp_path / "manifest.json", {"splits": {"test16": counts}})
     log = tmp_path / "log"
@@ -102,13 +101,13 @@ def scores(best_by: dict[str, str], runs: dict[str, dict]) -> Scores:
     return Sheet(table, "small", "", runs).scores(table.rows[0], table.columns[0])
 
 
-def test_the_rate_is_selected_by_validation_loss_and_not_by_the_test_split() -> None:
+def test_the_rate_is_selected_by_validation_loss_and_not_by_the_test_split():
     found = {"a": a_run(1e-3, 0.2, 0.9), "b": a_run(3e-3, 0.1, 0.6), "c": a_run(1e-2, 0.3, 0.8)}
     for best_by, value in ((BEST, 0.6), ({}, 0.9)):
         assert scores(best_by, found) == {1: value}
 
 
-def test_a_selected_run_that_diverges_on_a_split_is_shown_as_diverged() -> None:
+def test_a_selected_run_that_diverges_on_a_split_is_shown_as_diverged():
     best_lost = {"a": a_run(1e-3, 0.2, 0.9), "b": a_run(3e-3, 0.1, None)}
     assert scores(BEST, best_lost) == {}
     assert scores(BEST, best_lost).lost == {1}

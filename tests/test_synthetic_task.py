@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,20 +24,20 @@ TASK = f"--user-dir {PLUGIN} --task lrpe_synthetic --cpu"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     dest = tmp_path_factory.mktemp("data") / "mqar"
     data.prepare(dest, Recipe("mqar", "tiny"))
     return dest / "bin"
 
 
 @pytest.fixture(scope="module")
-def task(folder: Path):
+def task(folder):
     _, task, _ = built(folder, TASK, MODEL)
     task.load_dataset("valid")
     return task
 
 
-def test_a_batch_is_padded_on_the_right_and_counts_scored_and_all_tokens(task) -> None:
+def test_a_batch_is_padded_on_the_right_and_counts_scored_and_all_tokens(task):
     samples = data.generate(Recipe("mqar", "tiny"))["valid"]
     rows = task.dataset("valid")
     batch = rows.collater([rows[n] for n in (0, 5, 9)])
@@ -56,16 +55,14 @@ def test_a_batch_is_padded_on_the_right_and_counts_scored_and_all_tokens(task) -
     assert batch["ntokens"] == sum(t != data.PAD for s in chosen for t in s.targets)
 
 
-def test_an_answer_with_one_wrong_token_is_wrong_and_unscored_tokens_do_not_count() -> None:
+def test_an_answer_with_one_wrong_token_is_wrong_and_unscored_tokens_do_not_count():
     target = torch.tensor([[PAD, 4, 5], [6, PAD, 4]])
     given = torch.tensor([[9, 4, 5], [6, 2, 5]])
     found = sums(F.one_hot(given).float(), target, PAD)
     assert found == {"_answers": 4, "_correct": 3, "_exact": 1, "_samples": 2}
 
 
-def test_training_and_validation_report_the_numbers_of_a_direct_computation(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_training_and_validation_report_the_numbers_of_a_direct_computation(folder, tmp_path):
     log = tmp_path / "log.txt"
     run_here(
         "fairseq_cli.train", folder, TASK, MODEL, "--optimizer adam --lr 1e-2 --batch-size 32",

@@ -6,7 +6,6 @@ import json
 import lzma
 import random
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from lrpe_fairseq.experiments.data.folders import data_home, joined_shards
 from lrpe_fairseq.experiments.data.pieces import SPM, SentencePiece, obtain_gpt2, write_dictionary
 from lrpe_fairseq.experiments.families import lm
 from lrpe_fairseq.experiments.records.files import first_shard, shards_of
-from tests.test_data_prep import Server, load, refusal, sentence, serving
+from tests.test_data_prep import load, refusal, sentence, serving
 from tests.test_glue import gpt2_files
 
 wikibook, books, shelves = load("wikibook"), load("books"), load("gutenberg")
@@ -27,7 +26,7 @@ SHARDS = 3
 
 
 @pytest.fixture(scope="module")
-def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def release(tmp_path_factory):
     """A small release of WikiBook, with GPT-2's files beside the shards."""
     folder = gpt2_files(tmp_path_factory.mktemp("wikibook") / "release")
     known = {file: prep.digest(folder / file) for file in ("encoder.json", "vocab.bpe")}
@@ -46,7 +45,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def prepare(release: Path, tmp_path: Path) -> Callable[..., dict]:
+def prepare(release, tmp_path):
     """Prepare the small release in ``tmp_path / "data"``."""
 
     def made(count: int = SHARDS, from_dir: Path | None = release, **keywords: object) -> dict:
@@ -65,7 +64,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 # --------------------------------------------------------------------------------------- shards
 
 
-def test_shards_are_in_numeric_order_and_data_without_them_are_bin(tmp_path: Path) -> None:
+def test_shards_are_in_numeric_order_and_data_without_them_are_bin(tmp_path):
     assert shards_of(tmp_path) == [tmp_path / "bin"]
     assert data_home(joined_shards(tmp_path)) == tmp_path
     for number in (10, 9, 0):
@@ -79,9 +78,7 @@ def test_shards_are_in_numeric_order_and_data_without_them_are_bin(tmp_path: Pat
 # ------------------------------------------------------------------------------------- wikibook
 
 
-def test_the_published_shards_are_copied_verified_and_counted(
-    prepare: Callable[..., dict], release: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_published_shards_are_copied_verified_and_counted(prepare, release, tmp_path, capsys):
     made = prepare()
     for number in range(SHARDS):
         theirs = tree(release / f"bin-shard{number}-8")
@@ -96,9 +93,7 @@ def test_the_published_shards_are_copied_verified_and_counted(
     assert "obtain: already done" in capsys.readouterr().out
 
 
-def test_until_every_shard_is_there_nothing_is_prepared(
-    prepare: Callable[..., dict], release: Path, tmp_path: Path
-) -> None:
+def test_until_every_shard_is_there_nothing_is_prepared(prepare, release, tmp_path):
     part = shutil.copytree(release, tmp_path / "part")
     shutil.move(part / "bin-shard2-8", tmp_path / "later")
     assert "bin-shard2-8/dict.txt does not exist" in refusal(prepare, from_dir=part)
@@ -119,13 +114,8 @@ def test_until_every_shard_is_there_nothing_is_prepared(
     ],
 )
 def test_a_damaged_file_is_named_and_nothing_is_prepared(
-    prepare: Callable[..., dict],
-    release: Path,
-    tmp_path: Path,
-    file: str,
-    damage: Callable[[bytes], bytes],
-    said: str,
-) -> None:
+    prepare, release, tmp_path, file, damage, said
+):
     source = shutil.copytree(release, tmp_path / "source")
     (source / file).write_bytes(damage((source / file).read_bytes()))
     assert said in refusal(prepare, from_dir=source)
@@ -133,7 +123,7 @@ def test_a_damaged_file_is_named_and_nothing_is_prepared(
 
 
 @pytest.fixture
-def server(release: Path) -> Iterator[Server]:
+def server(release):
     """A server of the release, with the publisher's list of checksums."""
     for number in range(SHARDS):
         name = f"bin-shard{number}-8"
@@ -148,8 +138,8 @@ def server(release: Path) -> Iterator[Server]:
 
 
 def test_downloads_are_verified_by_the_publishers_checksums_and_resumed(
-    prepare: Callable[..., dict], server: Server, release: Path, tmp_path: Path
-) -> None:
+    prepare, server, release, tmp_path
+):
     source = wikibook.Source(f"{server.url}{{}}/", f"{server.url}{{}}.list")
     obtain_gpt2(tmp_path / "data", release, **known(release))
     target = tmp_path / "data" / "raw" / "shard0" / "train.bin.part"
@@ -166,7 +156,7 @@ def test_downloads_are_verified_by_the_publishers_checksums_and_resumed(
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Path:
+def shelf(tmp_path):
     """Two hundred books of two lines, in folders, with GPT-2's files."""
     folder = gpt2_files(tmp_path / "shelf")
     for number in range(200):
@@ -181,7 +171,7 @@ def known(folder: Path) -> dict[str, dict[str, str]]:
     return {"sha256": {file: prep.digest(folder / file) for file in ("encoder.json", "vocab.bpe")}}
 
 
-def test_books_are_split_by_their_names_and_cut_into_pieces(shelf: Path, tmp_path: Path) -> None:
+def test_books_are_split_by_their_names_and_cut_into_pieces(shelf, tmp_path):
     made = books.prepare("books", tmp_path / "data", shelf, **known(shelf))
     counts = {split: found["documents"] for split, found in made["splits"].items()}
     assert sum(counts.values()) == 200
@@ -206,7 +196,7 @@ OFFICIAL = {"train": 4, "valid": 2, "test": 1}
 
 
 @pytest.fixture
-def gutenberg(tmp_path: Path) -> Path:
+def gutenberg(tmp_path):
     """A small PG-19 in the published folders, with its lists of files and GPT-2's files."""
     folder = gpt2_files(tmp_path / "gutenberg")
     for split, theirs in books.PUBLISHED.items():
@@ -218,9 +208,7 @@ def gutenberg(tmp_path: Path) -> Path:
     return folder
 
 
-def test_pg19_is_read_from_a_folder_or_downloaded_and_a_part_has_its_own_name(
-    gutenberg: Path, tmp_path: Path
-) -> None:
+def test_pg19_is_read_from_a_folder_or_downloaded_and_a_part_has_its_own_name(gutenberg, tmp_path):
     options = {"official": OFFICIAL, **known(gutenberg)}
     made = books.prepare("pg19", tmp_path / "from", gutenberg, **options)
     counts = {split: found["documents"] for split, found in made["splits"].items()}
@@ -243,7 +231,7 @@ BOOKS = {"train-00": 4, "train-01": 3, "train-02": 2, "valid": 2, "test": 3}
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> Path:
+def library(tmp_path):
     """Five compressed files of books; the test has letters that train lacks."""
     folder, rng = tmp_path / "library", random.Random(0)
     folder.mkdir()
@@ -263,9 +251,7 @@ def prepared_books(folder: Path, dest: Path, shards: int = 1) -> dict:
     return shelves.prepare(dest, folder, shards, vocab_size=300, sha256=sha256)
 
 
-def test_books_keep_their_marks_and_titles_and_no_text_is_unknown(
-    library: Path, tmp_path: Path
-) -> None:
+def test_books_keep_their_marks_and_titles_and_no_text_is_unknown(library, tmp_path):
     dest = tmp_path / "data"
     made = prepared_books(library, dest)
     assert folders.dataset_name(dest) == "gutenberg-first-1-bpe"

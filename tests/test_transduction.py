@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -59,7 +58,7 @@ def depths(samples: list[Sample], side: str) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_codes_follow_the_path_from_the_root_in_both_orders(seed: int) -> None:
+def test_codes_follow_the_path_from_the_root_in_both_orders(seed):
     tree = random_tree(seed)
 
     def at(code: int) -> Tree:
@@ -82,7 +81,7 @@ def path(code: int) -> list[int]:
     return [*path((code - 1) // 2), (code - 1) % 2] if code else []
 
 
-def test_rotation_by_hand() -> None:
+def test_rotation_by_hand():
     tree = node("r", node("p", node("a", "l1", "l2"), "l3"), node("b", node("c", "l4", "l5"), "l6"))
     assert term(transduction.rotate(tree)) == "p(a(l1, l2), r(l3, c(l4, b(l5, l6))))"
     left_is_a_leaf = node("r", "l1", node("p", node("a", "l2", "l3"), "l4"))
@@ -94,7 +93,7 @@ def value(tree: Tree) -> int:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_reduction_keeps_the_value_and_removes_one_level(seed: int) -> None:
+def test_reduction_keeps_the_value_and_removes_one_level(seed):
     tree = random_tree(seed)
     reduced = transduction.reduce_c3(tree)
     assert value(reduced) == value(tree)
@@ -107,12 +106,12 @@ def nodes(tree: Tree) -> list[Tree]:
     return [node for node, _ in transduction.depth_first(tree)]
 
 
-def test_a_truncated_tree_ends_at_the_root_of_a_subtree() -> None:
+def test_a_truncated_tree_ends_at_the_root_of_a_subtree():
     tree = node("o1", node("o2", node("o3", "l1", "l2"), "l3"), "l4")
     assert term(transduction.truncate(tree, "o2")) == "o1(o2, l4)"
 
 
-def test_tree_ops_samples_answer_their_command() -> None:
+def test_tree_ops_samples_answer_their_command():
     seen = set()
     for sample in drawn("tree-ops", count=200):
         label = dict(zip(sample.source.codes, sample.source.tokens, strict=True))
@@ -157,7 +156,7 @@ TREES = {  # nodes of source and target at the paper's sizes, measured on the pu
 
 
 @pytest.mark.parametrize("task", TREES)
-def test_trees_have_the_sizes_of_the_published_data(task: str) -> None:
+def test_trees_have_the_sizes_of_the_published_data(task):
     samples = drawn(task)
     for side, mean in zip(transduction.SIDES, TREES[task], strict=True):
         assert close([len(getattr(s, side).tokens) for s in samples], mean, 0.5)
@@ -169,7 +168,7 @@ def test_trees_have_the_sizes_of_the_published_data(task: str) -> None:
 
 
 @pytest.mark.parametrize("task", transduction.TASKS)
-def test_no_input_of_a_split_occurs_in_another(task: str) -> None:
+def test_no_input_of_a_split_occurs_in_another(task):
     splits = transduction.generate(recipe(task))
     inputs = [{s.source.tokens for s in splits[split]} for split in SPLITS]
     assert [len(splits[split]) for split in SPLITS] == [256, 64, 64]
@@ -181,13 +180,13 @@ def test_no_input_of_a_split_occurs_in_another(task: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(tmp_path_factory):
     dest = tmp_path_factory.mktemp("tasks") / "tree-rotate"
     transduction.prepare(dest, recipe("tree-rotate"))
     return dest
 
 
-def test_fairseq_reads_tokens_and_a_code_for_each(prepared: Path) -> None:
+def test_fairseq_reads_tokens_and_a_code_for_each(prepared):
     from fairseq.data import Dictionary, data_utils
 
     words = Dictionary.load(str(prepared / "bin" / "dict.source.txt"))
@@ -206,7 +205,7 @@ def test_fairseq_reads_tokens_and_a_code_for_each(prepared: Path) -> None:
                 assert str(codes[number].dtype) == "torch.int64"
 
 
-def test_codes_beyond_32_bits_are_stored_exactly(tmp_path: Path) -> None:
+def test_codes_beyond_32_bits_are_stored_exactly(tmp_path):
     from fairseq.data import data_utils
 
     from lrpe_fairseq.experiments.data.corpus import write_indexed
@@ -228,7 +227,7 @@ def test_codes_beyond_32_bits_are_stored_exactly(tmp_path: Path) -> None:
         ("tree-ops", "0dc7fdd83ebf6c8b"),
     ],
 )
-def test_the_samples_are_the_same_on_every_machine(task: str, checksum: str) -> None:
+def test_the_samples_are_the_same_on_every_machine(task, checksum):
     """A numpy whose streams differ would make other data under the same name."""
     splits = transduction.generate(recipe(task)).values()
     rows = [[(*sample.source, *sample.target) for sample in samples] for samples in splits]

@@ -55,7 +55,7 @@ SMALLER = (
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> dict[str, TransductionRun]:
+def runs(tmp_path):
     path = tmp_path / "toy.yaml"
     path.write_text(TABLE)
     table, config = load_table(path), CONFIGS / "transduction" / "tree-small.yaml"
@@ -67,7 +67,7 @@ def runs(tmp_path: Path) -> dict[str, TransductionRun]:
     return {run.folder.name: run for run in made}
 
 
-def test_a_cell_names_its_data_set_and_sets_both_halves(runs) -> None:
+def test_a_cell_names_its_data_set_and_sets_both_halves(runs):
     assert list(runs) == [
         f"small-{name}-softmax-seed3"
         for name in ("tree-rotate-depth-Sinusoidal", "reverse-Sinusoidal",
@@ -91,12 +91,12 @@ def test_a_cell_names_its_data_set_and_sets_both_halves(runs) -> None:
 @pytest.mark.parametrize(
     "name", ["copy-small", "reverse-paper", "repeat-tiny", "tree-c3-depth-small"]
 )
-def test_the_paper_scores_other_tokens_in_every_kind_of_task(name: str) -> None:
+def test_the_paper_scores_other_tokens_in_every_kind_of_task(name):
     wanted = {"copy": "all", "reverse": "inner", "repeat": "inner", "tree": "no-end"}
     assert generated.scored_tokens(Path(name)) == wanted[name.partition("-")[0]]
 
 
-def test_a_log_without_a_metric_is_refused_and_one_that_is_not_finite_diverged(tmp_path) -> None:
+def test_a_log_without_a_metric_is_refused_and_one_that_is_not_finite_diverged(tmp_path):
     log = tmp_path / "log"
     log.write_text('INFO | test | {"epoch": 1, "test_teacher_ppl": "2.5"}')
     with pytest.raises(RunFailed, match="printed no ppl_published for test"):
@@ -108,7 +108,7 @@ def test_a_log_without_a_metric_is_refused_and_one_that_is_not_finite_diverged(t
         generated.read_validation(log, "test", "generate")
 
 
-def test_a_run_trains_and_is_measured_from_data_to_run_file(runs, tmp_path: Path) -> None:
+def test_a_run_trains_and_is_measured_from_data_to_run_file(runs, tmp_path):
     data.prepare(tmp_path / "tree-rotate-depth-small", Recipe("tree-rotate", "tiny", "depth"))
     run = replace(
         runs["small-tree-rotate-depth-APE_tree-softmax-seed3"],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,14 +29,14 @@ TASK = f"--user-dir {PLUGIN} --task lrpe_transduction --scored-tokens no-end --c
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     dest = tmp_path_factory.mktemp("data") / "tree-copy"
     data.prepare(dest, Recipe("tree-copy", "tiny", "depth"))
     return dest / "bin"
 
 
 @pytest.fixture(scope="module")
-def trained(folder: Path):
+def trained(folder):
     """Model and task of a command line, and the first batch of valid with its samples."""
     model, task, _ = built(folder, TASK, MODEL, "--node-positions")
     task.load_dataset("valid")
@@ -46,7 +45,7 @@ def trained(folder: Path):
     return model.eval(), task, pairs.collater([pairs[row] for row in rows])
 
 
-def test_a_batch_has_the_code_of_every_token_and_0_at_padding_and_ends(trained) -> None:
+def test_a_batch_has_the_code_of_every_token_and_0_at_padding_and_ends(trained):
     _, task, batch = trained
     samples = data.generate(Recipe("tree-copy", "tiny", "depth"))["valid"]
     given, words = batch["net_input"], task.source_dictionary
@@ -64,7 +63,7 @@ def test_a_batch_has_the_code_of_every_token_and_0_at_padding_and_ends(trained) 
         assert codes[~real].count_nonzero() == 0
 
 
-def test_the_model_uses_the_positions_and_forgets_them(trained) -> None:
+def test_the_model_uses_the_positions_and_forgets_them(trained):
     model, _, batch = trained
     given = batch["net_input"]
     plain = {key: value for key, value in given.items() if "positions" not in key}
@@ -81,7 +80,7 @@ def test_the_model_uses_the_positions_and_forgets_them(trained) -> None:
 # -------------------------------------------------------------------------------------- metrics
 
 
-def test_sums_by_hand() -> None:
+def test_sums_by_hand():
     """Three types after the special ones; the second sample is shorter and wrong once."""
     target = torch.tensor([[4, 5, EOS], [6, EOS, PAD]])
     probs = torch.full((2, 3, 7), 0.05)
@@ -105,14 +104,14 @@ def logged(*batches: dict) -> dict:
     return found.get_smoothed_values()
 
 
-def test_a_training_that_diverged_has_an_infinite_perplexity() -> None:
+def test_a_training_that_diverged_has_an_infinite_perplexity():
     """exp of 710 is beyond the largest float."""
     target = torch.tensor([[4]])
     values = logged(sums(torch.full((1, 1, 7), -710.0), target, target.ne(PAD)))
     assert values["teacher_ppl"] == values["ppl_published"] == math.inf
 
 
-def test_a_batch_without_scored_tokens_has_no_weight() -> None:
+def test_a_batch_without_scored_tokens_has_no_weight():
     """A target of one token has none under ``inner``."""
     target = torch.tensor([[4, EOS]])
     empty = sums(torch.zeros(1, 2, 7), target, scored_mask(target, PAD, EOS, "inner"))
@@ -125,7 +124,7 @@ def test_a_batch_without_scored_tokens_has_no_weight() -> None:
     assert math.isnan(logged(empty)["teacher_ppl"])
 
 
-def test_the_published_slip_is_an_explicit_mask_of_the_inputs() -> None:
+def test_the_published_slip_is_an_explicit_mask_of_the_inputs():
     """Targets of batches of 32, whose padded inputs are compared with padding token by token."""
     lengths = np.random.RandomState(1).randint(3, 9, size=70)  # start token included
     for start in range(0, 70, 32):
@@ -136,9 +135,7 @@ def test_the_published_slip_is_an_explicit_mask_of_the_inputs() -> None:
         assert (published_zeros(lengths)[start : start + 32] == extra).all()
 
 
-def test_training_reports_the_metrics_of_a_direct_computation(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_training_reports_the_metrics_of_a_direct_computation(folder, tmp_path, capsys):
     """One epoch and its validation, then the logged numbers from the checkpoint's model."""
     log = tmp_path / "log.txt"
     run_here(
@@ -173,7 +170,7 @@ def test_training_reports_the_metrics_of_a_direct_computation(
     assert logged["exact_match"] == pytest.approx(exact / len(pairs), abs=1e-4)
 
 
-def test_data_without_or_with_other_positions_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_data_without_or_with_other_positions_are_refused(folder, tmp_path):
     data.prepare(tmp_path / "copy", Recipe("copy", "tiny"))
     _, task, _ = built(tmp_path / "copy" / "bin", TASK, MODEL, "--node-positions")
     with pytest.raises(Refusal, match="prepare a task of trees"):

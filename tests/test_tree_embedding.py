@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -39,7 +37,7 @@ def expected(branches: tuple[int, ...], decays: list[float], width: int) -> torc
     return torch.tensor(features + [0.0] * (width - len(features)))
 
 
-def test_the_embedding_of_known_nodes() -> None:
+def test_the_embedding_of_known_nodes():
     """Two decays; the root, a child, a grandchild, and a node deeper than all steps."""
     embedding = TreeEmbedding(35)
     decays = [0.5, 0.9]
@@ -55,13 +53,13 @@ def test_the_embedding_of_known_nodes() -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     dest = tmp_path_factory.mktemp("data") / "tree-copy"
     data.prepare(dest, Recipe("tree-copy", "tiny", "depth"))
     return dest / "bin"
 
 
-def test_the_model_adds_it_to_tokens_with_one_weight_for_both_halves(folder: Path) -> None:
+def test_the_model_adds_it_to_tokens_with_one_weight_for_both_halves(folder):
     nodes = "--node-positions --tree-embedding --no-token-positional-embeddings"
     model, task, _ = built(folder, TASK, MODEL, nodes)
     source, target = model.encoder.embed_positions, model.decoder.embed_positions

@@ -10,10 +10,11 @@ import argparse
 import functools
 import hashlib
 import io
+import lzma
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from re import Match
 from typing import IO, Any
@@ -38,13 +39,15 @@ class Archive:
     """A tar archive, compressed with gzip.
 
     file: its name. urls: where it is published. checksum: md5 or sha256; empty if none is
-    published. wanted: the end of the names of its files, see ``corpus.tar_members``.
+    published. wanted: the end of the names of its files, see ``corpus.tar_members``. tables: name
+    -> sha256 of tables, compressed with xz, that also have the content of these files.
     """
 
     file: str
     urls: Sequence[str]
     checksum: str
     wanted: str
+    tables: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,8 @@ def prepare(
 ) -> dict:
     """Prepare ``dest`` and return its manifest.
 
-    from_dir: a folder with the archive, or with its files. published_splits: for TEXT, train on all
-    of its training set and validate on its test set.
+    from_dir: a folder with the archive, its files or its tables. published_splits: for TEXT, train
+    on all of its training set and validate on its test set.
 
     Raises: UserError if the archive is absent, truncated or another version.
     """
@@ -99,7 +102,7 @@ def _source(archive: Archive, raw: Path, from_dir: Path | None) -> Path:
         return prep.obtain(archive.file, archive.urls, archive.checksum, raw)
     packed = from_dir / archive.file
     if not packed.is_file():
-        if any(True for _ in _wanted_files(archive, from_dir)):
+        if _has_tables(archive, from_dir) or any(True for _ in _wanted_files(archive, from_dir)):
             return from_dir
         raise UserError(
             f"{from_dir} contains neither {archive.file} nor the files of that archive: put one of "
@@ -113,10 +116,21 @@ def _source(archive: Archive, raw: Path, from_dir: Path | None) -> Path:
     return packed
 
 
+def _has_tables(archive: Archive, folder: Path) -> bool:
+    """True if the tables are there. Raises: UserError if one of them is another version."""
+    found = {name: folder / name for name in archive.tables if (folder / name).is_file()}
+    for name, path in found.items():
+        if not prep.has_checksum(path, archive.tables[name]):
+            raise UserError(f"{path} is truncated or not the expected version: fetch it again.")
+    return bool(found) and len(found) == len(archive.tables)
+
+
 def _fingerprint(archive: Archive, source: Path) -> str:
     """Return a checksum of the content of a source."""
     if source.is_file():
         return archive.checksum or prep.digest(source)
+    if _has_tables(archive, source):
+        return " ".join(archive.tables.values())
     hasher = hashlib.sha256()
     for found, path in _wanted_files(archive, source):
         hasher.update(f"{found.string} {prep.digest(path)}\n".encode())
@@ -135,10 +149,22 @@ def _files(archive: Archive, source: Path) -> Iterator[tuple[Match[str], IO[byte
     """Yield match of the name and content of every wanted file of a source."""
     if source.is_file():
         yield from prep.tar_members(source, archive.wanted)
+    elif _has_tables(archive, source):
+        yield from _rows(archive, source)
     else:
         for found, path in _wanted_files(archive, source):
             with path.open("rb") as stream:
                 yield found, stream
+
+
+def _rows(archive: Archive, folder: Path) -> Iterator[tuple[Match[str], IO[bytes]]]:
+    """Yield what :func:`_files` does, from tables of reviews: class, rating, number and text."""
+    for table in archive.tables:
+        with lzma.open(folder / table, "rt", encoding="utf-8", newline="\n") as lines:
+            for line in lines:
+                feeling, rating, number, body = line.rstrip("\n").split("\t")
+                name = f"{table.partition('.')[0]}/{feeling}/{number}_{rating}.txt"
+                yield prep.wanted(name, archive.wanted), io.BytesIO(body.encode())
 
 
 def _require(found: int, expected: int, what: str, source: Path) -> None:
@@ -335,6 +361,10 @@ TEXT = Task(
         ("https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz",),
         "7c2ac02c03563afcf9b574c7e56c153a",
         r"(train|test)/(neg|pos)/(\d+_\d+\.txt)",
+        {  # see the README
+            "train.tsv.xz": "b674956176f04f9a52d499936092b60cfffb2029da52c11e8b60d67008a7f867",
+            "test.tsv.xz": "43269319002fd00b21763ea4b96504762dafc8ea36db9deada9991c5e99617d2",
+        },
     ),
     sizes={"train": 25_000, "test": 25_000},
     read=text,
@@ -387,7 +417,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--from",
         dest="from_dir",
         type=Path,
-        help="folder with the archive, or with its files, instead of the download",
+        help="folder with the archive, its files or its tables, instead of the download",
     )
     parser.add_argument(
         "--published-splits",

@@ -1,14 +1,16 @@
 """Prepare a small English-German news corpus from WMT's test sets of 2008 to 2018.
 
     python data-prep/newstest/prepare.py --dest data/newstest
+    python data-prep/newstest/prepare.py --mixed --vocab-size 10000 --from FOLDER \\
+        --dest data/mixed-en-de
 
 newstest2013 is the validation set and newstest2014 (full, 3,003 pairs) the test set, as for WMT'14;
-the other years are the training set. This is a smoke test of the WMT'14 pipeline, not the paper's
-data; see the README in this folder.
+the other years are the training set, with --mixed together with Multi30k, Tatoeba and software.
+This is not the paper's data; see the README in this folder.
 """
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lrpe_fairseq.experiments.data import bitext
@@ -59,6 +61,29 @@ SHA256 = {
 }
 
 
+NEWS, MULTI30K, TATOEBA, SOFTWARE = FOLDERS = (  # of --from with --mixed
+    "wmt-newstest-en-de",
+    "multi30k",
+    "tatoeba-en-de",
+    "software-en-de",
+)
+MORE = {  # file below its folder -> sha256 of the plain file
+    f"{MULTI30K}/train.en": "460a15fbd157e34a7a9957ee388c1ca247fe47af3ef25fb50442af6c274e0fc6",
+    f"{MULTI30K}/train.de": "2c2b73fd2b548fbcde3a875e0a78d6ee94d498bfdee6bd3eae3945779e9ddf72",
+    f"{MULTI30K}/test_2016_flickr.en": (
+        "399a4382932c1aadd3ceb9bef1008d388a64c76d4ae4e9d4728c6f4301cac182"
+    ),
+    f"{MULTI30K}/test_2016_flickr.de": (
+        "4be6b5b3236b79c25475c6bb829800a7ce559e9ba7a1f6c2394fe4d40be46d16"
+    ),
+    f"{TATOEBA}/train.en": "0ce2bfcf8e42183506bfd21b025b5643dc522a2881418130941c31624ca0206d",
+    f"{TATOEBA}/train.de": "228d885c6f43239b31a564fa0fdf64235a979707b1de53dfcceebc992ca17069",
+    f"{SOFTWARE}/train.tsv": "fff6e5329058117cc230578230256e6a6caab103af3f625cdc3a02e0a6a1a670",
+    f"{SOFTWARE}/README.md": "9ffb4b428f39474efd33fdb39b01861e80c1ed87f2c5cb46f36945a0cefa80cd",
+}
+SHORTEST = 5  # words of an English segment of software
+
+
 def obtain(
     raw: Path, from_dir: Path | None, pairs: Mapping[str, int], sha256: Mapping[str, str]
 ) -> None:
@@ -74,12 +99,32 @@ def obtain(
         )
 
 
-def join(raw: Path, names: Iterable[str], target: Path) -> None:
-    """Write the train split: all sets that are not held out, in order."""
+def add(steps: prep.Steps, raw: Path, from_dir: Path, sha256: Mapping[str, str]) -> list[Path]:
+    """Write Multi30k, Tatoeba and software to ``raw``; return their training texts."""
+    for name, checksum in sha256.items():
+        folder, file = name.split("/")
+        prep.obtain(file, (), checksum, raw / folder, from_dir / folder)
+    table, chosen = raw / SOFTWARE / "train.tsv", raw / SOFTWARE / "sentences"
+    writes = [bitext.side(chosen, language) for language in LANGUAGES]
+    reads = {"table": table, "shortest": SHORTEST}
+    steps.run("choose", reads, writes, lambda: choose(table, chosen))
+    return [raw / MULTI30K / "train", raw / TATOEBA / "train", chosen]
+
+
+def choose(table: Path, target: Path) -> None:
+    """Write the pairs of a table of origin, English and German with enough English words."""
+    rows = [line.split("\t") for line in table.read_bytes().decode().rstrip("\n").split("\n")]
+    kept = [row for row in rows if len(row[1].split()) >= SHORTEST]
+    for column, language in enumerate(LANGUAGES, start=1):
+        prep.write_lines(bitext.side(target, language), (row[column] for row in kept))
+
+
+def join(texts: Sequence[Path], target: Path) -> None:
+    """Write the train split: all texts, in order."""
     for language in LANGUAGES:
-        with written_whole(bitext.side(target, language)) as out:
-            for name in names:
-                out.write((raw / f"{name}.{language}").read_text(encoding="utf-8"))
+        with written_whole(bitext.side(target, language), "wb") as out:
+            for text in texts:
+                out.write(bitext.side(text, language).read_bytes())
 
 
 def prepare(
@@ -88,19 +133,27 @@ def prepare(
     vocab_size: int = 4000,
     from_dir: Path | None = None,
     workers: int = 1,
+    mixed: bool = False,
     sha256: Mapping[str, str] = SHA256,
     pairs: Mapping[str, int] = PAIRS,
+    more: Mapping[str, str] = MORE,
 ) -> dict:
     """Prepare ``dest`` and return its manifest; finished steps are skipped."""
-    prep.say(f"WMT's news test sets, English to German -> {dest}")
-    steps, raw, train = prep.Steps(dest, "newstest", "bpe"), dest / "raw", dest / "text" / "train"
-    obtain(raw, from_dir, pairs, sha256)
-    rest = [name for name in pairs if name not in HELD_OUT.values()]
-    reads = {f"{n}.{language}": raw / f"{n}.{language}" for n in rest for language in LANGUAGES}
-    writes = [bitext.side(train, language) for language in LANGUAGES]
-    steps.run("join", reads, writes, lambda: join(raw, rest, train))
+    name = "mixed-en-de" if mixed else "newstest"
+    prep.say(f"{name}, English to German -> {dest}")
+    if mixed and not from_dir:
+        raise UserError(f"--mixed needs --from with the folders {', '.join(FOLDERS)}.")
+    steps, raw, train = prep.Steps(dest, name, "bpe"), dest / "raw", dest / "text" / "train"
+    obtain(raw, from_dir / NEWS if mixed else from_dir, pairs, sha256)
+    rest = [raw / name for name in pairs if name not in HELD_OUT.values()]
     texts = {"train": train, **{split: raw / name for split, name in HELD_OUT.items()}}
+    if mixed:
+        rest += add(steps, raw, from_dir, more)
+        texts["test1"] = raw / MULTI30K / "test_2016_flickr"
     languages = list(LANGUAGES)
+    reads = bitext.sides({str(text.relative_to(raw)): text for text in rest}, languages)
+    writes = [bitext.side(train, language) for language in languages]
+    steps.run("join", reads, writes, lambda: join(rest, train))
     own = bitext.sides({"train": train}, languages)
     tokenizer = run_sentencepiece(steps, own, vocab_size)
     bitext.run_pieces(steps, texts, languages, tokenizer, workers)
@@ -110,7 +163,8 @@ def prepare(
 @command("data-prep/newstest/prepare.py")
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare the corpus."""
-    prepare(**bitext.arguments(__doc__, argv))
+    text = "with Multi30k, Tatoeba and software; --from has a folder of each"
+    prepare(**bitext.arguments(__doc__, argv, mixed=text))
 
 
 if __name__ == "__main__":

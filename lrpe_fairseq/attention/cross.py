@@ -61,7 +61,8 @@ class CrossAttention(ProjectedAttention):
 
     Args: see :class:`ProjectedAttention`; it is never causal. memory_dim: C', by default C.
     Raises: ChoiceError as ProjectedAttention, and for what needs one sequence: an encoding for
-        causal attention only, and in linear attention a decay between query and key.
+        causal attention only, positions summed from a text, and in linear attention a decay
+        between query and key.
     """
 
     def __init__(
@@ -69,11 +70,21 @@ class CrossAttention(ProjectedAttention):
     ) -> None:
         width = embed_dim if memory_dim is None else memory_dim
         super().__init__(embed_dim, num_heads, causal=False, memory_dim=width, **options)
+        if self.kv_shift is not None:
+            raise ChoiceError(
+                "the attention part kv-shift mixes a token with the one before it in the same "
+                "text: choose other parts for cross-attention"
+            )
         if self.attention_type == "linear" and self.encoding.log_decay() is not None:
             raise ChoiceError(
                 f"linear cross-attention does not support {self.encoding.name!r}, whose decay "
                 "counts the tokens between a query and a key of one sequence; use softmax "
                 "cross-attention"
+            )
+        if self.encoding.increments is not None:
+            raise ChoiceError(
+                f"cross-attention does not support {self.encoding.name!r}, whose positions are "
+                "summed along one text; choose the encoding without them"
             )
 
     # --- fairseq's interface: (T, B, C), and a dictionary of states ----------------------------
@@ -193,7 +204,7 @@ class CrossAttention(ProjectedAttention):
             masked = {"key_padding_mask": source.padding, **options}
             past = summed_memory(k, v, content=content, **masked)
         else:
-            q = self._heads(self.q_proj(x))
+            q = self._queries(x)
             encoded, _ = self._features(q, q, at, at)
         content = feature_map(q) if with_content else None
         options |= {"content": content, "dtype": self._value_type(q)}
@@ -211,12 +222,12 @@ class CrossAttention(ProjectedAttention):
         if past is None:
             q, k, v = self._encoded(x, queries, memory, source)
             return q, EncodedMemory(k, v, source.positions, source.numbers, source.padding)
-        q = self._heads(self.q_proj(x))
+        q = self._queries(x)
         if not self.encoding.decomposable:
             return q, past
         # keys at the same positions are encoded with the queries and dropped
         at = queries.positions
-        return self._in_parts(self.encoding.fold(), q, q, at, at)[0], past
+        return self.encoding.in_parts(q, q, at, at)[0], past
 
     def _attended(
         self, q: Tensor, queries: Tokens, past: EncodedMemory, need_weights: bool

@@ -6,8 +6,8 @@ same arguments and give the same result. The naive form is the reference for the
 Axes: B batch, H heads, T query time, S key time, D key width, E value width.
 """
 
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -18,6 +18,8 @@ from lrpe_fairseq.attention import chunked, half
 from lrpe_fairseq.attention.chunked import block_decay
 from lrpe_fairseq.attention.softmax import BLOCK, decay_sums, query_blocks
 from lrpe_fairseq.attention.tokens import Tokens, counts_slots, visible_pairs
+from lrpe_fairseq.attention.transport import carried_sums, reflected, score_blocks, scores_naive
+from lrpe_fairseq.encodings.base import Transport
 from lrpe_fairseq.kernels import causal_cpu, loader
 from lrpe_fairseq.kernels.causal import decay_matrix, full_definition
 
@@ -72,6 +74,7 @@ def linear_attention_naive(
     content: tuple[Tensor, Tensor] | None = None,
     log_decay: Tensor | None = None,
     starts: Tensor | None = None,
+    transport: Transport | None = None,
     window: int | None = None,
 ) -> Tensor:
     """Compute the T x S definition in O(T S) time and memory; see :func:`linear_attention`.
@@ -80,7 +83,7 @@ def linear_attention_naive(
     """
     given = (q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
     q, k, v, content, log_decay = _prepare(*given)
-    scores = q @ k.transpose(-1, -2)
+    scores = q @ k.mT if transport is None else scores_naive(q, k, transport)
     if log_decay is not None:
         scores = scores * _factors(log_decay, q, causal, key_padding_mask)
     scores = _visible(scores, causal, window, starts)
@@ -118,9 +121,8 @@ def linear_attention_window(
     counted = content and tuple(x.to(wide) for x in content)
     sums = decay_sums(queries, keys, log_decay, len(q))
     window, found = keys.window if counts_slots(queries, keys) else None, []
-    for rows, columns in query_blocks(q, k, True, BLOCK, window):
-        visible = visible_pairs(queries.of(rows), keys.of(columns), True)
-        scores = q[:, :, rows] @ k[:, :, columns].mT
+    for rows, columns, compute in _score_blocks(q, k, queries.transport, window):
+        visible, scores = visible_pairs(queries.of(rows), keys.of(columns), True), compute()
         if sums is not None:
             exponent = sums[0][..., rows, None] - sums[1][..., None, columns]
             scores = scores * exponent.clamp(LOWEST_DECAY, 0.0).exp().to(wide)
@@ -131,6 +133,17 @@ def linear_attention_window(
             denominator = _shown(plain, visible).sum(-1)
         found.append(_divide(scores @ v[:, :, columns], denominator))
     return _narrow(torch.cat(found, 2), dtype, normalizer)
+
+
+def _score_blocks(
+    q: Tensor, k: Tensor, transport: Transport | None, window: int | None
+) -> Iterator[tuple[slice, slice, Callable[[], Tensor]]]:
+    """Yield what ``transport.score_blocks`` does, also without a transport."""
+    if transport is not None:
+        yield from score_blocks(q, k, transport, BLOCK, window)
+        return
+    for rows, columns in query_blocks(q, k, True, BLOCK, window):
+        yield rows, columns, partial(torch.matmul, q[:, :, rows], k[:, :, columns].mT)
 
 
 def _shown(scores: Tensor, visible: Tensor | None) -> Tensor:
@@ -159,6 +172,7 @@ def linear_attention(
     content: tuple[Tensor, Tensor] | None = None,
     log_decay: Tensor | None = None,
     starts: Tensor | None = None,
+    transport: Transport | None = None,
 ) -> Tensor:
     """Compute linear attention in O(T) time and memory, for any T.
 
@@ -175,10 +189,17 @@ def linear_attention(
             number of real tokens after the earlier of s, t, up to the later one; it needs S = T.
         starts: bool (B, T), true at every token that begins a document (causal only): a decay of 0
             before it, so that no later token reads the sums of earlier ones.
+        transport: of the T tokens, with w like encoded features (causal only); beta 0 at padding.
     Returns: (B, H, T, E) in the dtype of ``v`` (float16 saturates). Sums are computed in float32 or
         wider. A query without a visible key gets zeros.
     Raises: ValueError for an unknown normalizer or incompatible arguments.
     """
+    if transport is not None:
+        if not causal:
+            raise ValueError("a transport of keys needs causal=True")
+        given = {"normalizer": normalizer, "content": content, "log_decay": log_decay}
+        given |= {"key_padding_mask": key_padding_mask, "starts": starts, "transport": transport}
+        return linear_attention_block(q, k, v, state=None, **given)[0]
     dtype, kernels = v.dtype, loader.triton_kernels(KERNELS) or half
     kernels = kernels if kernels.serves(q, v, log_decay) else None
     given = (q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
@@ -209,6 +230,7 @@ def linear_attention_block(
     content: tuple[Tensor, Tensor] | None = None,
     log_decay: Tensor | None = None,
     starts: Tensor | None = None,
+    transport: Transport | None = None,
 ) -> tuple[Tensor, LinearState]:
     """Compute causal attention of the next T >= 1 tokens from the state before them.
 
@@ -223,12 +245,12 @@ def linear_attention_block(
     before = state or _empty_state(q, v, content)
     advance = _advance_by_one if q.shape[-2] == 1 else _advance
     numerator, denominator, after = advance(
-        q, k, v, before, log_decay, with_denominator=normalizer == "rotated"
+        q, k, v, before, log_decay, normalizer == "rotated", transport
     )
     if content is not None and starts is not None:
         ones = torch.ones_like(content[0][..., :1])
         past = LinearState(before.keys.unsqueeze(-1), before.keys)
-        found = advance(*content, ones, past, _with_cuts(None, starts, q), with_denominator=False)
+        found = advance(*content, ones, past, _with_cuts(None, starts, q), False, None)
         denominator, after = found[0].squeeze(-1), after._replace(keys=found[2].kv.squeeze(-1))
     elif content is not None:
         keys = before.keys.unsqueeze(-2) + content[1].cumsum(-2)
@@ -492,11 +514,14 @@ def _advance(
     before: LinearState,
     log_decay: Tensor | None,
     with_denominator: bool,
+    transport: Transport | None,
 ) -> tuple[Tensor, Tensor | None, LinearState]:
     """Return numerator and denominator for a block of T tokens, and the state after it.
 
     Without a denominator the state's keys are not changed.
     """
+    if transport is not None:
+        return _advance_carried(q, k, v, before, log_decay, with_denominator, transport)
     wanted = "sums" if with_denominator else "numerator"
     numerator, denominator = _causal_sums(q, k, v, wanted, log_decay, EPS)
     kv, keys = before
@@ -511,6 +536,27 @@ def _advance(
     return numerator, denominator, LinearState(kv, keys)
 
 
+def _advance_carried(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    before: LinearState,
+    log_decay: Tensor | None,
+    with_denominator: bool,
+    transport: Transport,
+) -> tuple[Tensor, Tensor | None, LinearState]:
+    """Compute :func:`_advance` with a transport; the keys' sum is one more column of values."""
+    kv, keys = before
+    if with_denominator:
+        v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+        kv = torch.cat([kv, keys.unsqueeze(-1)], -1)
+    _log_served("pytorch", q)
+    out, kv = carried_sums(q, k, v, transport, log_decay, kv, LOWEST_DECAY)
+    if not with_denominator:
+        return out, None, LinearState(kv, keys)
+    return out[..., :-1], out[..., -1], LinearState(kv[..., :-1], kv[..., -1])
+
+
 def _advance_by_one(
     q: Tensor,
     k: Tensor,
@@ -518,9 +564,13 @@ def _advance_by_one(
     before: LinearState,
     log_decay: Tensor | None,
     with_denominator: bool,
+    transport: Transport | None,
 ) -> tuple[Tensor, Tensor | None, LinearState]:
     """Compute :func:`_advance` for T = 1 in a fifth of its time: update the state first."""
     kv, keys = before
+    if transport is not None:
+        kv = reflected(kv.mT, transport).mT
+        keys = reflected(keys.unsqueeze(2), transport).squeeze(2)
     if log_decay is not None:
         rate = torch.exp(log_decay.to(q))  # H, or B H 1
         rate = rate.unsqueeze(-1) if log_decay.dim() == 1 else rate

@@ -29,7 +29,9 @@ from lrpe_fairseq.attention.projected import (
 )
 from lrpe_fairseq.attention.softmax import SoftmaxState, encoded_attention
 from lrpe_fairseq.attention.tokens import Tokens, tokens_after, tokens_of
+from lrpe_fairseq.attention.transport import carried
 from lrpe_fairseq.encodings import EncodingOptions
+from lrpe_fairseq.encodings.base import Transport
 
 __all__ = [
     "ATTENTION_TYPES",
@@ -46,6 +48,7 @@ class AttentionState(NamedTuple):
 
     past: LinearState | SoftmaxState
     next_position: Tensor  # B, int64: number of real tokens so far
+    history: dict[str, Tensor] = {}  # B ...: what filters and sums over the text go on from
 
 
 class Memory(NamedTuple):
@@ -77,6 +80,8 @@ class MultiheadAttention(ProjectedAttention):
         normalizer: what linear attention divides by: "rotated" (Eq. 39 of LRPE), "content",
             "layernorm" or "none".
         window: a token attends to the last ``window`` tokens only, itself included; None: to all.
+        parts: of the layer beside its encoding, separated by commas ("qk-norm,output-gate"); see
+            ``lrpe_fairseq.attention.parts``.
         qkv_bias: False for no biases in the projections to q, k and v.
         seed: of the encoding's fixed random parts, which have a generator of their own.
         options: as one value, what may also be given by keyword.
@@ -98,6 +103,7 @@ class MultiheadAttention(ProjectedAttention):
         dropout: float = 0.0,
         normalizer: str = "rotated",
         window: int | None = None,
+        parts: str = "none",
         qkv_bias: bool = True,
         seed: int = 0,
         options: EncodingOptions | None = None,
@@ -115,6 +121,7 @@ class MultiheadAttention(ProjectedAttention):
             dropout=dropout,
             normalizer=normalizer,
             window=window,
+            parts=parts,
             qkv_bias=qkv_bias,
             seed=seed,
             options=EncodingOptions(**encoding_options) if options is None else options,
@@ -232,7 +239,8 @@ class MultiheadAttention(ProjectedAttention):
     ) -> tuple[Tensor, AttentionState | None]:
         """Compute :meth:`attend` after its checks, always in eager execution."""
         before = None if state is None else state.next_position
-        tokens = tokens_of(x, padding, before, **options)
+        history = {} if state is None else dict(state.history)
+        tokens = self._of_text(x, tokens_of(x, padding, before, history=history, **options))
         attend = self._linear if self.attention_type == "linear" else self._softmax
         out, past = attend(x, tokens, state and state.past, keep_state)
         out = self._project_out(out, x)
@@ -244,7 +252,7 @@ class MultiheadAttention(ProjectedAttention):
         elif tokens.segments is not None:
             last = tokens.positions[:, -1]
             following = last + (1 if tokens.padding is None else ~tokens.padding[:, -1])
-        return out, AttentionState(past, following)
+        return out, AttentionState(past, following, history)
 
     def _linear(
         self, x: Tensor, tokens: Tokens, past: LinearState | SoftmaxState | None, keep_state: bool
@@ -252,13 +260,13 @@ class MultiheadAttention(ProjectedAttention):
         """Return the output (B, H, T, E), and the state after the block if it is kept."""
         if tokens.window is not None:
             return self._linear_window(x, tokens, past, keep_state)
-        q, k, v = self._project(x)
+        q, k, v = self._project(x, tokens=tokens)
         v = v.to(self._value_type(v))
         options = {"key_padding_mask": tokens.padding, "normalizer": self.normalizer}
-        options["starts"] = tokens.starts
+        options |= {"starts": tokens.starts, "transport": tokens.transport}
         if self.normalizer == "content":
             options["content"] = feature_map(q), feature_map(k)
-        q, k = self._features(q, k, tokens.positions, tokens.positions)
+        q, k = self._features(q, k, tokens.at, tokens.at)
         in_slots = tokens.slots is not None and not keep_state
         options["log_decay"] = self._log_decay(x, tokens.padding, in_slots)
         if not keep_state:
@@ -273,9 +281,9 @@ class MultiheadAttention(ProjectedAttention):
         The features without encoding, for normalizer "content", stand behind the encoded keys.
         """
         tokens = self._with_gates(x, tokens, past)
-        q, k, v = self._project(x)
+        q, k, v = self._project(x, tokens=tokens)
         content = [feature_map(q), feature_map(k)] if self.normalizer == "content" else None
-        q, k = self._features(q, k, tokens.positions, tokens.positions)
+        q, k = self._features(q, k, tokens.at, tokens.at)
         queries, keys, v, width = tokens, tokens, v.to(self._value_type(v)), k.shape[-1]
         k = k if content is None else torch.cat([k, content[1]], -1)
         if keep_state:
@@ -288,14 +296,18 @@ class MultiheadAttention(ProjectedAttention):
     def state_size(self, length: int) -> int:
         """Return how many numbers of keys, values and sums the state has after ``length`` tokens.
 
-        For one sequence, without what belongs to a token alone (positions, padding, gates).
+        For one sequence, without what belongs to a token alone (positions, padding, gates) and
+        without the history, which does not grow.
         """
         width = getattr(self.encoding, "feature_dim", self.head_dim)
         linear, content = self.attention_type == "linear", self.normalizer == "content"
+        shift = 0 if self.kv_shift is None else 2 * self.num_heads * self.head_dim
         if linear and self.window is None:
-            return self.num_heads * (width * self.head_dim + (self.head_dim if content else width))
+            keys = self.head_dim if content else width
+            return shift + self.num_heads * (width * self.head_dim + keys)
         kept = length if self.window is None else min(length, max(1, self.window - 1))
-        return kept * self.num_heads * (width + self.head_dim * (2 if linear and content else 1))
+        per_token = width + self.head_dim * (2 if linear and content else 1)
+        return shift + kept * self.num_heads * per_token
 
     @property
     def has_denominators(self) -> bool:
@@ -308,12 +320,12 @@ class MultiheadAttention(ProjectedAttention):
 
         They are the sums of all scores, which are the output for values of 1 without a normalizer.
         """
-        q, k, _ = self._project(x)
-        tokens = tokens_of(x, starts=self.given.starts)
-        q, k = self._features(q, k, tokens.positions, tokens.positions)
+        tokens = self._of_text(x, tokens_of(x, starts=self.given.starts))
+        q, k, _ = self._project(x, tokens=tokens)
+        q, k = self._features(q, k, tokens.at, tokens.at)
         ones = q.new_ones(*q.shape[:3], 1)
         options = {"causal": self.causal, "normalizer": "none", "log_decay": self._log_decay(x)}
-        options["starts"] = tokens.starts
+        options |= {"starts": tokens.starts, "transport": tokens.transport}
         return linear_attention(q, k, ones, **options).squeeze(-1)
 
     def _log_decay(
@@ -348,6 +360,7 @@ class MultiheadAttention(ProjectedAttention):
         numbers = memory.segments
         starts = None if numbers is None else F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0))
         tokens = tokens_of(whole, starts=starts, window=self.window)
+        tokens = self._of_text(whole, tokens)
         out, _ = self._softmax(whole, tokens, None, False, memory.inputs.shape[0])
         return self._project_out(out, x)
 
@@ -368,6 +381,7 @@ class MultiheadAttention(ProjectedAttention):
         queries = keys = tokens
         if first:
             q, queries = q[:, :, first:], tokens.of(slice(first, None))
+            k = k if tokens.transport is None else _carried_before(k, tokens.transport, first)
         if keep_state:
             k, v, queries, keys, past = _remembered(k, v, tokens, past)
         options = {"causal": self.causal, "dropout": self._dropout}
@@ -381,6 +395,22 @@ class MultiheadAttention(ProjectedAttention):
         sums = gates.double().cumsum(-1)
         return tokens._replace(sums=sums if past is None else sums + past.sums[..., -1:])
 
+    def _of_text(self, x: Tensor, tokens: Tokens) -> Tokens:
+        """Return the tokens of x (B, T, C) with places and transport; their history goes on."""
+        history = {} if tokens.history is None else tokens.history
+        masks = tokens.padding, tokens.starts, history
+        places, after = self.encoding.places(x, *masks)
+        transport, reflected = self.encoding.transport(x, tokens.positions, *masks)
+        history.update(after | reflected)
+        return tokens._replace(places=places, transport=transport)
+
+
+def _carried_before(k: Tensor, transport: Transport, first: int) -> Tensor:
+    """Return the keys k (B, H, S, D), those before ``first`` carried to the one before it."""
+    k = k.to(torch.promote_types(k.dtype, torch.float32))
+    past = carried(k[:, :, :first], transport.of(slice(first)))
+    return torch.cat([past, k[:, :, first:]], 2)
+
 
 def _remembered(
     k: Tensor, v: Tensor, tokens: Tokens, past: SoftmaxState | None
@@ -389,16 +419,19 @@ def _remembered(
 
     k, v, tokens: of the block; its queries also see the past, in a window or whole.
     """
+    if tokens.transport is not None:  # a key is rounded once, not at every token
+        k = k.to(torch.promote_types(k.dtype, torch.float32))
     every = softmax.extend_state(past, softmax.state_of(k, v, tokens))
+    after = softmax.carry(every, tokens.transport)
     queries, keys, window = tokens, every.tokens, tokens.window
     if keys.counts is not None:
         queries = queries._replace(counts=keys.counts[..., -k.shape[2] :])
     if keys.segments is not None:
         queries = queries._replace(segments=keys.segments[..., -k.shape[2] :])
     if window is None:
-        return every.keys, every.values, queries, keys, every
+        return every.keys, every.values, queries, keys, after
     keys = keys._replace(window=window if window < every.keys.shape[2] else None)
-    after = softmax.last_tokens(every, max(1, window - 1))  # the last sum of gates stays
+    after = softmax.last_tokens(after, max(1, window - 1))  # the last sum of gates stays
     return every.keys, every.values, queries, keys, after
 
 
@@ -415,4 +448,5 @@ def reorder_attention_state(state: AttentionState, new_order: Tensor) -> Attenti
     """Return the state of the rows ``new_order`` (B',), int64 indices into the batch."""
     module = linear if isinstance(state.past, LinearState) else softmax
     past = module.reorder_state(state.past, new_order)
-    return AttentionState(past, state.next_position.index_select(0, new_order))
+    history = {name: part.index_select(0, new_order) for name, part in state.history.items()}
+    return AttentionState(past, state.next_position.index_select(0, new_order), history)

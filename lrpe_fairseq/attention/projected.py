@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_fairseq.attention.linear import NORMALIZERS
-from lrpe_fairseq.attention.tokens import Given, Tokens
+from lrpe_fairseq.attention.parts import Gate, HeadNorm, KVShift, parse_parts
+from lrpe_fairseq.attention.tokens import Given, Tokens, tokens_of
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.base import Fold, OnePass, Planes
+from lrpe_fairseq.encodings.base import OnePass, Planes
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import encode, loader
 
@@ -40,6 +41,7 @@ class ProjectedAttention(nn.Module):
             paper (Table 7: "attention dropout is only used for vanilla attention").
         normalizer: of linear attention; see ``attention.linear.NORMALIZERS``.
         window: a token attends to the last ``window`` tokens only, itself included; None: to all.
+        parts: names of ``attention.parts.PARTS``, separated by commas, or "none".
         seed: seed of the encoding's fixed random parts. options: options of individual encodings.
         wrap_linear: applied to each projection, for example fairseq's quantization noise.
         memory_dim: width of the input of keys and values if they come from another sequence; None
@@ -60,6 +62,7 @@ class ProjectedAttention(nn.Module):
         dropout: float = 0.0,
         normalizer: str = "rotated",
         window: int | None = None,
+        parts: str = "none",
         seed: int = 0,
         options: EncodingOptions = EncodingOptions(),
         wrap_linear: Callable[[nn.Linear], nn.Module] = lambda linear: linear,
@@ -87,6 +90,22 @@ class ProjectedAttention(nn.Module):
             setattr(self, name, wrap_linear(projection))
         use_norm = attention_type == "linear" and normalizer == "layernorm"
         self.norm = nn.LayerNorm(embed_dim) if use_norm else None
+        self._add_parts(parse_parts(parts))
+
+    def _add_parts(self, parts: frozenset[str]) -> None:
+        """Build the ``attention.parts``; their parameters exist only where they are used."""
+        if "output-norm" in parts and self.norm is not None:
+            raise ChoiceError(
+                "the attention part output-norm and the normalizer layernorm both normalize the "
+                "output: choose one"
+            )
+        spec, width = self.encoding.spec, self.num_heads * self.head_dim
+        self.q_norm, self.k_norm = (
+            HeadNorm(spec, 1e-5) if "qk-norm" in parts else None for _ in range(2)
+        )
+        self.out_norm = HeadNorm(spec, 1e-6) if "output-norm" in parts else None
+        self.out_gate = Gate(spec, width, stream=41) if "output-gate" in parts else None
+        self.kv_shift = KVShift(spec) if "kv-shift" in parts else None
 
     # --- fairseq's interface -------------------------------------------------------------------
 
@@ -130,18 +149,34 @@ class ProjectedAttention(nn.Module):
         """(B, T, C) -> (B, H, T, D)."""
         return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
-    def _project(self, x: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q of x (B, T, C), and k and v of the memory (B, S, C'), or of x."""
-        memory = x if memory is None else memory
-        pairs = (self.q_proj, x), (self.k_proj, memory), (self.v_proj, memory)
-        return tuple(self._heads(projection(given)) for projection, given in pairs)
+    def _project(
+        self, x: Tensor, memory: Tensor | None = None, tokens: Tokens | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q of x (B, T, C), and k and v of the memory (B, S, C'), or of x.
+
+        They are shifted and normalized where parts say so. tokens: of x, for a shift.
+        """
+        memory, q = x if memory is None else memory, self._queries(x)
+        k, v = self.k_proj(memory), self.v_proj(memory)
+        if self.kv_shift is not None:
+            kv = torch.cat([k, v], -1)
+            k, v = self.kv_shift.shifted(x, kv, tokens or tokens_of(x)).chunk(2, -1)
+        k = self._heads(k)
+        return q, k if self.k_norm is None else self.k_norm(k), self._heads(v)
+
+    def _queries(self, x: Tensor) -> Tensor:
+        """Return q (B, H, T, D) of x (B, T, C), normalized if a part says so."""
+        q = self._heads(self.q_proj(x))
+        return q if self.q_norm is None else self.q_norm(q)
 
     def _folds(self, x: Tensor) -> bool:
         """True if P is multiplied into the weights, which is cheaper for at least C tokens.
 
-        False if a hook changes the weights in each call (quantization noise).
+        False if a hook changes the weights in each call (quantization noise), or if a part stands
+        between the projections and P.
         """
-        plain = not (self.q_proj._forward_pre_hooks or self.k_proj._forward_pre_hooks)
+        hooked = self.q_proj._forward_pre_hooks or self.k_proj._forward_pre_hooks
+        plain = not hooked and self.q_norm is None and self.kv_shift is None
         return plain and x.shape[0] * x.shape[1] >= x.shape[2]
 
     def _folded(
@@ -163,31 +198,20 @@ class ProjectedAttention(nn.Module):
         Keys and values are those of the memory (B, S, C'), or of x.
         """
         if not self.encoding.decomposable:
-            return self._project(x, memory)
+            return self._project(x, memory, queries)
         source, keys = (x, queries) if memory is None else (memory, keys)
-        at = queries.positions, keys.positions
+        at = queries.at, keys.at
         kernels = self._kernels(x, source, *at)
         if kernels is not None:
-            q, k, v = self._project(x, memory)
+            q, k, v = self._project(x, memory, queries)
             return *kernels(q, k), v
-        fold = self.encoding.fold()
-        if fold is None or not (self._folds(x) and self._folds(source)):
-            q, k, v = self._project(x, memory)
-            return *self._in_parts(fold, q, k, *at), v
+        fold = self.encoding.fold() if self._folds(x) and self._folds(source) else None
+        if fold is None:
+            q, k, v = self._project(x, memory, queries)
+            return *self.encoding.in_parts(q, k, *at), v
         pairs = (self.q_proj, x), (self.k_proj, source)
         q, k = fold.turn(*(self._folded(fold.projection, *pair) for pair in pairs), *at)
         return q, k, self._heads(self.v_proj(source))
-
-    def _in_parts(
-        self, fold: Fold | None, q: Tensor, k: Tensor, at_q: Tensor, at_k: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Encode q and k by ``fold`` of the encoding, in float32 or wider, or without it."""
-        if fold is None:
-            return self.encoding(q, k, at_q, at_k)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        planes = (fold.projection(x.to(wide)) for x in (q, k))
-        q2, k2 = fold.turn(*planes, at_q, at_k)
-        return q2.to(q.dtype), k2.to(k.dtype)
 
     def _kernels(self, x: Tensor, source: Tensor, at_q: Tensor, at_k: Tensor) -> OnePass | None:
         """Return a function that encodes q and k in one pass on a GPU; None without such kernels.
@@ -204,7 +228,7 @@ class ProjectedAttention(nn.Module):
     def _features(self, q: Tensor, k: Tensor, at_q: Tensor, at_k: Tensor) -> tuple[Tensor, Tensor]:
         """Apply feature map and encoding to q (B, H, T, D) and k (B, H, S, D), in the right order.
 
-        at_q, at_k: positions of queries and keys; one object if they are equal.
+        at_q, at_k: positions or places of queries and keys; one object if they are equal.
         """
         if self.encoding.denominator_vanishes and q.dtype == torch.float16:
             self._warn_about_denominator()
@@ -215,7 +239,7 @@ class ProjectedAttention(nn.Module):
             q, k = self.encoding(q, k, at_q, at_k)
             return feature_map(q), feature_map(k)
         q, k = feature_map(q), feature_map(k)
-        return self._in_parts(self.encoding.fold(), q, k, at_q, at_k)
+        return self.encoding.in_parts(q, k, at_q, at_k)
 
     def _warn_about_denominator(self) -> None:
         if self.normalizer == "rotated":
@@ -226,11 +250,12 @@ class ProjectedAttention(nn.Module):
             )
 
     def _value_type(self, v: Tensor) -> torch.dtype:
-        """Return the dtype of values in linear attention: at least float32 before a LayerNorm.
+        """Return the dtype of values in linear attention: at least float32 before a norm.
 
         Sums without a denominator overflow float16.
         """
-        return v.dtype if self.norm is None else torch.promote_types(v.dtype, torch.float32)
+        normalized = self.norm is not None or self.out_norm is not None
+        return torch.promote_types(v.dtype, torch.float32) if normalized else v.dtype
 
     # --- the output ----------------------------------------------------------------------------
 
@@ -240,8 +265,11 @@ class ProjectedAttention(nn.Module):
         return self.dropout if self.training or self.retain_dropout else 0.0
 
     def _project_out(self, out: Tensor, x: Tensor) -> Tensor:
-        """(B, H, T, E) -> (B, T, C) in the dtype of x."""
-        return self.out_proj(self._normalized(out.transpose(1, 2).flatten(2)).to(x.dtype))
+        """(B, H, T, E) -> (B, T, C) in the dtype of x, the input of the layer (B, T, C)."""
+        out = out if self.out_norm is None else self.out_norm(out)
+        out = self._normalized(out.transpose(1, 2).flatten(2))
+        out = out if self.out_gate is None else out * self.out_gate(x)
+        return self.out_proj(out.to(x.dtype))
 
     def _normalized(self, out: Tensor) -> Tensor:
         """Apply the optional LayerNorm over all heads (TMLR) in the precision of the sums."""

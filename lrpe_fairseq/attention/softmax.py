@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lrpe_fairseq.attention.tokens import (
     Tokens,
@@ -22,7 +23,8 @@ from lrpe_fairseq.attention.tokens import (
     lags_between,
     visible_pairs,
 )
-from lrpe_fairseq.encodings.base import LOWEST, Encoding, Form, masked_softmax
+from lrpe_fairseq.attention.transport import carried, score_blocks
+from lrpe_fairseq.encodings.base import LOWEST, Encoding, Form, Transport, masked_softmax
 from lrpe_fairseq.encodings.positions import Lags, PositionCache
 from lrpe_fairseq.kernels import loader
 from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed
@@ -85,11 +87,17 @@ def encoded_attention(
 
     Args:
         q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E), already encoded in q and k.
-        queries, keys: their tokens. In causal attention the queries are the last T keys.
+        queries, keys: their tokens. In causal attention the queries are the last T keys. If they
+            have a transport, it has carried the other keys to the token before them.
         dropout: on the attention weights, as in the paper (softmax only).
     Returns: (B, H, T, E). A query without a visible key gets zeros, never NaN.
     """
     call = _call(encoding, queries, keys, causal, dropout)
+    if queries.transport is not None:
+        loader.log_served(
+            f"softmax attention of {encoding.name}", "blocks of chunks", q.device.type
+        )
+        return _carried(q, k, v, queries, keys, call)
     out = (_shares if call.form.shares else _flash)(q, k, v, queries, keys, call)
     plain = call.form == Form() and queries.sums is None
     bias = None if out is not None or plain else _constant_bias(q, queries, keys, call)
@@ -123,14 +131,44 @@ def encoded_weights(
     """Return the weights of :func:`encoded_attention`, (B, H, T, S) in q's dtype."""
     call = _call(encoding, queries, keys, causal, 0.0)
     terms = _terms(q, k, queries, keys, call)._asdict()
-    visible = visible_pairs(queries, keys, causal)
-    return softmax_weights(q, k, visible=visible, scale=call.scale, dtype=q.dtype, **terms)
+    terms |= {"visible": visible_pairs(queries, keys, causal), "dtype": q.dtype}
+    if queries.transport is None:
+        return softmax_weights(q, k, scale=call.scale, **terms)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    ((*_, scores),) = score_blocks(q.to(wide), k.to(wide), queries.transport, q.shape[2] * BLOCK)
+    return weighted(call.scale * scores(), **terms)
 
 
 def _call(encoding: Encoding, queries: Tokens, keys: Tokens, causal: bool, dropout: float) -> Call:
     lags = lags_between(queries, keys)
     form = encoding.form(lags, keys.positions.device)
     return Call(form, lags, causal, encoding.softmax_scale, dropout)
+
+
+def _carried(q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call: Call) -> Tensor:
+    """Compute attention to keys that a transport carries, in blocks of queries.
+
+    If there are several they are computed again in the backward pass, because a query is stored at
+    the start of every chunk of keys before it.
+    """
+    window = keys.window if counts_slots(queries, keys) else None
+    with torch.autocast(q.device.type, enabled=False):
+        wide = torch.promote_types(q.dtype, torch.float32)
+        q, k = q.to(wide), k.to(wide)
+        blocks = list(score_blocks(q, k, queries.transport, BLOCK, window))
+
+        def block(rows: slice, columns: slice, scores: Callable[[], Tensor]) -> Tensor:
+            places = queries.of(rows), keys.of(columns)
+            terms = _terms(q[:, :, rows], k[:, :, columns], *places, call)._asdict()
+            visible = visible_pairs(*places, call.causal)
+            terms |= {"visible": visible, "dtype": v.dtype}
+            weights = weighted(call.scale * scores(), **terms)
+            return F.dropout(weights, call.dropout) @ v[:, :, columns]
+
+        if len(blocks) > 1 and torch.is_grad_enabled() and not is_transformed():
+            options = {"use_reentrant": False, "preserve_rng_state": call.dropout > 0}
+            block = partial(checkpoint, block, **options)
+        return torch.cat([block(*given) for given in blocks], 2)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call: Call) -> Tensor:
@@ -150,26 +188,36 @@ def _flash(
     single query.
     """
     form, kernels = call.form, loader.triton_kernels(FLASH)
-    if kernels is None or form._replace(table=None, decay=None, score_decay=None) != Form():
+    if kernels is None or not _is_data(form):
         return None
     plain = form == Form() and queries.sums is None and keys.unmasked
     if q.shape[2] == 1 or (plain and q.shape[3] == v.shape[3]):
         return None
     if keys.window is not None and not counts_slots(queries, keys):
         return None
-    in_slots = queries.slots is not None and keys.slots is not None
-    by_lag = form.table is not None or form.score_decay is not None or form.decay is not None
+    in_slots = None not in (queries.slots, keys.slots, call.lags)
+    by_lag = form != Form()
     by_gates = form.decay is not None and call.causal and form[0] is form.score_decay is None
     if by_lag and not in_slots and not by_gates:
         return None
+    options = {"causal": call.causal, "scale": call.scale, "dropout": call.dropout}
     data = _by_slot(call) if in_slots else {}
+    if form.by_token is not None:
+        q, data = _by_token(q, k, call, keys.window)
     data["gates"] = decay_sums(queries, keys, None if in_slots else form.decay, len(q))
     masks = _masks(queries, keys)
     pairs = (*(data["gates"] or ()), *masks.get("segments", ()))
-    if not kernels.serves(q, k, v, keys.padding, data.get("table"), data.get("factor"), *pairs):
+    others = (x for x in data.values() if isinstance(x, Tensor))
+    if not kernels.serves(q, k, v, keys.padding, *others, *pairs):
         return None
-    options = {"causal": call.causal, "scale": call.scale, "dropout": call.dropout}
     return kernels.flash_attention(q, k, v, **options, **masks, **data)
+
+
+def _is_data(form: Form) -> bool:
+    """True if tables, decays or biases of every token, without others, say what the form does."""
+    if form.by_token is not None:
+        return form == Form(bias=form.bias, by_token=form.by_token)
+    return form._replace(table=None, decay=None, score_decay=None) == Form()
 
 
 def _shares(
@@ -243,6 +291,20 @@ def _by_slot(call: Call) -> dict[str, Any]:
         table = form.table.float() if table is None else form.table.float() + table
     factor = None if factor is None else factor.exp()
     return {"table": table, "factor": factor, "first_lag": first}
+
+
+def _by_token(
+    q: Tensor, k: Tensor, call: Call, window: int | None
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return the queries, and biases by lag of every token as arguments of the kernel."""
+    first, last = call.lags
+    lags = (
+        max(first, 0) if call.causal else first,
+        last if window is None else min(last, window - 1),
+    )
+    with torch.autocast(q.device.type, enabled=False):
+        found = call.form.by_token(q, k, lags)._asdict()
+    return found.pop("q"), found
 
 
 def decay_sums(
@@ -409,7 +471,20 @@ def softmax_weights(
     weigh: Weigh = masked_softmax,
 ) -> Tensor:
     """Return the weights (B, H, T, S) of :func:`softmax_attention_naive` in ``dtype``."""
-    scores = (q * scale) @ k.transpose(-1, -2)
+    options = {"dtype": dtype, "visible": visible, "bias": bias, "rescore": rescore}
+    return weighted((q * scale) @ k.transpose(-1, -2), weigh=weigh, **options)
+
+
+def weighted(
+    scores: Tensor,
+    *,
+    dtype: torch.dtype,
+    visible: Tensor | None = None,
+    bias: Tensor | None = None,
+    rescore: Rescore | None = None,
+    weigh: Weigh = masked_softmax,
+) -> Tensor:
+    """Return the weights of scaled scores (B, H, T, S); see :func:`softmax_weights`."""
     scores = scores if bias is None else scores + bias
     scores = scores if rescore is None else rescore(scores, visible)
     return weigh(scores, visible, dtype)
@@ -598,6 +673,16 @@ def extend_state(past: SoftmaxState | None, new: SoftmaxState) -> SoftmaxState:
         buffer.append(past.parts, seen)
     buffer.append(new.parts, more)
     return SoftmaxState(*buffer.at(first, buffer.used), *flags, buffer, first)
+
+
+def carry(state: SoftmaxState, transport: Transport | None) -> SoftmaxState:
+    """Return the state whose keys a transport of the last T tokens has carried to its end.
+
+    They change with every token, so that they are copied and not appended to a buffer.
+    """
+    if transport is None:
+        return state
+    return state._replace(keys=carried(state.keys, transport), buffer=None, first=0)
 
 
 def last_tokens(state: SoftmaxState, count: int) -> SoftmaxState:

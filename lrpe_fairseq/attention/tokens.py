@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lrpe_fairseq.encodings.base import Transport
 from lrpe_fairseq.encodings.positions import (
     Lags,
     PositionCache,
@@ -56,20 +57,37 @@ class Tokens(NamedTuple):
     attention)."""
     sums: Tensor | None = None
     """B H N, float64: sums of the log gates up to each token, or None without gates."""
+    transport: Transport | None = None
+    """The reflections of queries, which carry the keys before them; None without."""
     slots: int | None = None
     """The slot of the first token, if lags between positions are those between slots: without
     padding between tokens. None if that is not known."""
+    history: dict[str, Tensor] | None = None
+    """Tensors (B, ...) from which causal shifts go on after the text before; those after these
+    tokens take their place in it. None: a whole text."""
+    places: Tensor | None = None
+    """B H N E, float64: what the encoding reads instead of the positions; see
+    :meth:`Encoding.places`."""
 
     def of(self, part: slice) -> "Tokens":
-        """Return the tokens of a slice."""
-        cut = {n: x[..., part] for n, x in self._asdict().items() if isinstance(x, Tensor)}
+        """Return the tokens of a slice, without places: their features are encoded already."""
+        every = self._replace(places=None)._asdict().items()
+        cut = {n: x[..., part] for n, x in every if isinstance(x, Tensor)}
         first, last, _ = part.indices(self.positions.shape[-1])
         known = known_range(self.positions)
         if known is not None and self.positions.dim() == 1:
             cut["positions"] = counted(known[0] + last, self.positions.device, known[0] + first)
         elif known is not None:
             within(cut["positions"], *known)
-        return self._replace(**cut, slots=None if self.slots is None else self.slots + first)
+        if self.transport is not None:
+            cut["transport"] = self.transport.of(part)
+        slots = None if self.slots is None else self.slots + first
+        return self._replace(**cut, slots=slots, places=None)
+
+    @property
+    def at(self) -> Tensor:
+        """What the encoding reads: the places, or the positions."""
+        return self.positions if self.places is None else self.places
 
     @property
     def unmasked(self) -> bool:

@@ -27,10 +27,12 @@ from lrpe_fairseq.encodings.lie import ComRoPEAP, ComRoPELD, LieRE
 from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
 from lrpe_fairseq.encodings.none import NoEncoding
 from lrpe_fairseq.encodings.options import EncodingOptions, EncodingSpec
+from lrpe_fairseq.encodings.path import Path, can_be_carried, path
 from lrpe_fairseq.encodings.permuteformer import PermuteFormer
 from lrpe_fairseq.encodings.rope_2d import RoPE2D, RoPE2DMixed
 from lrpe_fairseq.encodings.sandwich import Sandwich
 from lrpe_fairseq.encodings.scaling import RotationOptions
+from lrpe_fairseq.encodings.selective import SelectiveOptions, can_be_selective, selective
 from lrpe_fairseq.encodings.shaw import Shaw
 from lrpe_fairseq.encodings.spe import SPE
 from lrpe_fairseq.encodings.stick_breaking import StickBreaking
@@ -67,6 +69,7 @@ ENCODINGS: dict[str, Constructor] = {
     "lrpe-tmlr-type3": _lrpe("householder", "permutation"),
     "alibi": ALiBi,
     "fox": FoX,
+    "path": Path,
     "cosformer": CosFormer,
     "rope-2d": RoPE2D,
     "rope-2d-mixed": RoPE2DMixed,
@@ -135,6 +138,38 @@ def _without_gates() -> list[str]:
     return [name for name in ENCODINGS if can_be_gated(encoding_class(name))]
 
 
+def _path(name: str) -> Constructor:
+    """Return the constructor of ``path:<name>``."""
+    if name.partition(":")[0] in WRAPPERS or not can_be_carried(encoding_class(name)):
+        raise ChoiceError(
+            f"path:{name}: reflections can be added to encodings that keep norms; choose path, or "
+            f"path:<name> with one of {', '.join(_carried_names())}, or lrpe:<P>:<Lambda>; gates "
+            "stand before them, gated:path:<name>"
+        )
+    return partial(path, inner=constructor_of(name))
+
+
+def _carried_names() -> list[str]:
+    """Return the names in ENCODINGS that ``path:<name>`` accepts."""
+    return [name for name in ENCODINGS if can_be_carried(encoding_class(name))]
+
+
+def _selective(name: str) -> Constructor:
+    """Return the constructor of ``selective:<name>``."""
+    constructor = constructor_of(name)
+    if not can_be_selective(constructor):
+        raise ChoiceError(
+            f"selective:{name}: angles from the text need rotations by one angle per pair; choose "
+            f"one of {', '.join(_with_angles())}, or lrpe:<P>:<Lambda> without a permutation"
+        )
+    return partial(selective, inner=constructor)
+
+
+def _with_angles() -> list[str]:
+    """Return the names in ENCODINGS that ``selective:<name>`` accepts."""
+    return [name for name, constructor in ENCODINGS.items() if can_be_selective(constructor)]
+
+
 def constructor_of(name: str) -> Constructor:
     """Return the constructor of ``name``. Raises: ChoiceError, listing the names, if unknown."""
     prefix, _, rest = name.partition(":")
@@ -159,8 +194,8 @@ def canonical_name(name: str) -> str:
     ('lrpe:householder:permutation', 'gated:lrpe:identity:rotation')
     """
     prefix, _, rest = name.partition(":")
-    if prefix == "gated":
-        return f"gated:{canonical_name(rest)}"
+    if rest and prefix in WRAPPERS:
+        return f"{prefix}:{canonical_name(rest)}"
     constructor = ENCODINGS.get(name)
     if isinstance(constructor, partial) and constructor.func is LRPE:
         return "lrpe:{projection}:{core}".format(**constructor.keywords)
@@ -168,13 +203,13 @@ def canonical_name(name: str) -> str:
 
 
 def encoding_class(name: str) -> type[Encoding]:
-    """Return the class of the encoding ``name``; for ``gated:<name>`` that of <name>.
+    """Return the class of the encoding ``name``; for ``gated:<name>`` and others that of <name>.
 
     Raises: ChoiceError if it is unknown.
     """
     found = constructor_of(name)
     while isinstance(found, partial):
-        found = found.keywords["inner"] if found.func is gated else found.func
+        found = found.keywords.get("inner", found.func)
     return found
 
 
@@ -204,8 +239,24 @@ FAMILIES: dict[str, Family] = {
         _gated,
         causal_only=True,
     ),
+    "path": Family(
+        "path:<name>",
+        "with the name of a decomposable encoding that keeps norms",
+        tuple(f"path:{name}" for name in _carried_names()),
+        _path,
+        causal_only=True,
+    ),
+    "selective": Family(
+        "selective:<name>",
+        "with the name of an encoding with one angle per pair of features",
+        tuple(f"selective:{name}" for name in _with_angles()),
+        _selective,
+    ),
 }
 """The free forms by prefix."""
+
+WRAPPERS = ("gated", "path", "selective")
+"""The free forms whose rest is a name."""
 
 FREE_FORMS: tuple[str, ...] = tuple(name for family in FAMILIES.values() for name in family.names)
 """Names of the free forms."""
@@ -218,10 +269,10 @@ def has_rotations(name: str) -> bool:
 
 
 def options_of_encodings() -> dict[str, Field]:
-    """Return the options of all encodings as {name: field}: of ENCODINGS in order, of rotations."""
+    """Return the options of all encodings as {name: field}: of ENCODINGS in order, then others."""
     found: dict[str, Field] = {}
     kinds = [encoding_class(name).Options for name in ENCODINGS]
-    for kind in dict.fromkeys([*kinds, RotationOptions]):
+    for kind in dict.fromkeys([*kinds, RotationOptions, SelectiveOptions]):
         for own in fields(kind):
             if own.name in found or not own.metadata.get("help"):
                 raise TypeError(f"{kind.__qualname__}.{own.name} needs a new name and a help text")

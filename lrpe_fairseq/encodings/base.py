@@ -31,7 +31,8 @@ OnePass = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class Card:
     """What the gallery (docs/encodings.md) says about an encoding.
 
-    mechanism: "none", "rotation", "decay", "gate", "bias", "content" or "tree and grid".
+    mechanism: "none", "rotation", "decay", "gate", "transport", "bias", "content" or "tree and
+        grid".
     equation: LaTeX without delimiters; s is the query's position, t the key's, n = s - t.
     cost: additional cost of one layer, in the symbols of the code (B, H, T, S, D).
     beyond: what the method promises for positions that training did not reach.
@@ -55,6 +56,8 @@ class Properties:
     shift_unit: shifts by multiples of this number do not change a score: W on a grid of width W.
     keeps_norm: an encoded query or key has the norm of the original.
     contextual: distances depend on the tokens in between, and not on positions.
+    reach: the number of tokens before it whose text a token reads by a causal filter, which are not
+        limited by a window.
     """
 
     relative: str = "exact"
@@ -63,6 +66,7 @@ class Properties:
     shift_unit: int = 1
     keeps_norm: bool = True
     contextual: bool = False
+    reach: int = 0
 
 
 LOWEST = -3e4
@@ -70,6 +74,20 @@ LOWEST = -3e4
 
 
 # --- what an encoding does to the scores -------------------------------------------------------
+
+
+class ByToken(NamedTuple):
+    """A bias as data of the queries and the keys, for lags n = s - t: scores
+    scale q_s.k_t + by_query_s[n] + by_key_t[n]."""
+
+    q: Tensor
+    """(B, H, T, D): what replaces q, not scaled."""
+    first_lag: int
+    """The lag of the first of C columns. Lags without a column have the value of the nearest."""
+    by_query: Tensor | None = None
+    """(B, H, T, C)."""
+    by_key: Tensor | None = None
+    """(B, H, S, C)."""
 
 
 class Form(NamedTuple):
@@ -91,6 +109,8 @@ class Form(NamedTuple):
     """(q_positions, k_positions) -> float64 (T, S) or (B, T, S)."""
     bias: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
     """:meth:`ScoreEncoding.bias`."""
+    by_token: Callable[[Tensor, Tensor, Lags], ByToken] | None = None
+    """:meth:`ScoreEncoding.by_token`: ``bias`` in another form, which a kernel serves."""
     rescore: Callable[..., Tensor] | None = None
     """:meth:`ScoreEncoding.forward`."""
     weigh: Callable[[Tensor, Tensor | None, torch.dtype], Tensor] | None = None
@@ -98,6 +118,23 @@ class Form(NamedTuple):
     shares: bool = False
     """True if ``weigh`` gives every key before the query, from the newest on, the share sigmoid(z)
     of what is left, which a kernel computes."""
+
+
+class Transport(NamedTuple):
+    """Reflections that carry keys along the text: the score of (s, t) becomes
+    q~_s^T H_s H_(s-1) ... H_(t+1) k~_t with H_u = I - beta_u w_u w_u^T. Causal attention only.
+
+    Decays, gates and all other terms act on these scores as on any others.
+    """
+
+    w: Tensor
+    """(B, H, T, D'), of norm 1 and encoded like a key; float32 or wider."""
+    beta: Tensor
+    """(B, H, T), in [0, 2]; 0 at padding."""
+
+    def of(self, part: slice) -> "Transport":
+        """Return the reflections of a slice of the tokens."""
+        return Transport(self.w[:, :, part], self.beta[:, :, part])
 
 
 class Fold(NamedTuple):
@@ -213,6 +250,8 @@ class Encoding(Float32Module):
         super().__init__()
         self.spec = spec
         self.forget_gate: nn.Module | None = None
+        self.reflections: nn.Module | None = None
+        self.increments: nn.Module | None = None
 
     @property
     def softmax_scale(self) -> float:
@@ -250,6 +289,53 @@ class Encoding(Float32Module):
         """
         return None if self.forget_gate is None else self.forget_gate(x)
 
+    def transport(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        padding: Tensor | None,
+        starts: Tensor | None,
+        history: Mapping[str, Tensor],
+    ) -> tuple[Transport | None, dict[str, Tensor]]:
+        """Return the reflections of tokens that carry keys over them, or None.
+
+        They are encoded like keys, so that without them the score is that of the encoding.
+
+        Args:
+            x: the input of the layer, (B, T, C). positions: as of :meth:`QueryKeyEncoding.forward`.
+            padding, starts: as of ``history.history``.
+            history: the tensors returned for the previous piece of the text, or none.
+        Returns: the transport, and the history for the next piece, whose tensors have the batch as
+            first axis.
+        """
+        if self.reflections is None:
+            return None, {}
+        with torch.autocast(x.device.type, enabled=False):
+            w, beta, tail = self.reflections(x, padding, starts, history.get("reflections"))
+            given = w, w, positions, positions
+            encode = self.one_pass(*given, phi=False)
+            w = self.in_parts(*given)[1] if encode is None else encode(w, w)[1]
+        return Transport(w, beta), {"reflections": tail}
+
+    def places(
+        self,
+        x: Tensor,
+        padding: Tensor | None,
+        starts: Tensor | None,
+        history: Mapping[str, Tensor],
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Return what stands in for the positions of tokens, summed from the text, or None.
+
+        Args:
+            x: the input of the layer, (B, T, C). padding, starts: as of ``history.history``.
+            history: the tensors returned for the previous piece of the text, or none.
+        Returns: (B, H, T, E) float64, an argument of :meth:`QueryKeyEncoding.forward`, and the
+            history for the next piece, whose tensors have the batch as first axis.
+        """
+        if self.increments is None:
+            return None, {}
+        return self.increments(x, padding, starts, history)
+
     def share_with(self, owner: "Encoding") -> None:
         """Replace the parameters by those of ``owner``, an encoding of the same name.
 
@@ -283,6 +369,18 @@ class QueryKeyEncoding(Encoding):
         """
         return None
 
+    def in_parts(
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Encode by the parts of :meth:`fold`, in float32 or wider, or else by :meth:`forward`."""
+        fold = self.fold()
+        if fold is None:
+            return self(q, k, q_positions, k_positions)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        planes = (fold.projection(x.to(wide)) for x in (q, k))
+        q2, k2 = fold.turn(*planes, q_positions, k_positions)
+        return q2.to(q.dtype), k2.to(k.dtype)
+
     def form(self, lags: Lags | None, device: torch.device) -> Form:
         """Return the constant decay; see :meth:`Encoding.form`."""
         return Form(decay=self.log_decay(device))
@@ -295,7 +393,7 @@ class QueryKeyEncoding(Encoding):
         Args:
             q, k: (B, H, T, D) and (B, H, S, D), any floating dtype, which the result has too.
             q_positions, k_positions: int64, (T,) or (B, T), and (S,) or (B, S). Checked by
-                :func:`check_positions`.
+                :func:`check_positions`. Or :meth:`places`, if the encoding has them.
         Returns: q~ (B, H, T, D') and k~ (B, H, S, D') with D' = :attr:`feature_dim`.
         """
         raise NotImplementedError
@@ -328,6 +426,12 @@ class ScoreEncoding(Encoding):
     Attention then stores the score matrix.
     """
 
+    by_token: Callable[[Tensor, Tensor, Lags], ByToken] | None = None
+    """(q, k, lags) -> :class:`ByToken`, or None. A method of encodings whose :meth:`bias` is the
+    product of a query or a key with a vector by lag. lags: the smallest and the largest one of
+    visible pairs, of tokens that attention has counted. Trap: unlike in :meth:`bias`, q is not
+    scaled."""
+
     additive: ClassVar[bool] = True
     """True if :meth:`bias` defines the encoding completely. Computed: False for a class that
     overrides :meth:`forward` or :meth:`weigh`."""
@@ -341,7 +445,9 @@ class ScoreEncoding(Encoding):
         """Return a table of biases by lag, a bias, or functions; see :meth:`Encoding.form`."""
         if self.additive:
             table = None if lags is None else self.bias_by_lag(*lags, device)
-            return Form(bias=self.bias) if table is None else Form(table=table)
+            if table is None:
+                return Form(bias=self.bias, by_token=self.by_token)
+            return Form(table=table)
         own = type(self).weigh is not ScoreEncoding.weigh
         return Form(rescore=self.forward, weigh=self.weigh if own else None)
 

@@ -74,8 +74,11 @@ class Rotation(nn.Module):
         self.cache = PositionCache()
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return exp(i s theta) for every position: (T, E) or (B, 1, T, E), complex."""
-        if self.cache is None:
+        """Return exp(i s theta) for every position: (T, E) or (B, 1, T, E), complex.
+
+        Or for places s, float64 (B, H, T, E) or (B, H, T, 1), which are not cached.
+        """
+        if self.cache is None or positions.is_floating_point():
             return self.phases(positions, dtype)
         compute = partial(self.phases, positions, dtype)
         return self.cache.get((positions, self.theta), dtype, compute)
@@ -205,10 +208,13 @@ def bands(width: int, base: float = BASE) -> Tensor:
 def phases(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute exp(i s theta), complex (T, E) or (B, 1, T, E), for positions s (T,) or (B, T).
 
+    For places s of every pair, float64 (B, H, T, E), it is (B, H, T, E), with gradients of s.
     The angle (radians) is float64: in float32 it would be off by 6e-3 at position 100,000.
     """
     compute = _phases if is_transformed() else _Phases.apply
-    return over_heads(compute(theta, positions, dtype), positions)
+    if positions.is_floating_point():
+        return compute(theta, positions, dtype)
+    return over_heads(compute(theta, positions.unsqueeze(-1), dtype), positions)
 
 
 def phases_by_head(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
@@ -217,31 +223,35 @@ def phases_by_head(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tens
     return turn.squeeze(1) if positions.dim() == 2 else turn
 
 
-def _phases(theta: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute exp(i s theta), (..., E), in differentiable operations."""
-    exact = exact_type(positions.device)
-    angle = positions.unsqueeze(-1).to(exact) * theta.to(exact).to(positions.device)
+def _phases(theta: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute exp(i s theta), (..., E), for s (..., 1) or (..., E) in differentiable operations."""
+    exact = exact_type(s.device)
+    angle = s.to(exact) * theta.to(exact).to(s.device)
     return torch.complex(angle.cos().to(dtype), angle.sin().to(dtype))
 
 
 class _Phases(torch.autograd.Function):
-    """exp(i s theta); the gradient of theta is sum_s s Im(conj(phase) gradient).
+    """exp(i s theta); with g = Im(conj(phase) gradient), d theta = sum_s s g and d s = theta g.
 
     Differentiable any number of times, because the saved phase is an output.
     """
 
     @staticmethod
-    def forward(ctx, theta, positions, dtype):
-        phase = _phases(theta, positions, dtype)
-        ctx.save_for_backward(positions, phase, theta)
+    def forward(ctx, theta, s, dtype):
+        phase = _phases(theta, s, dtype)
+        ctx.save_for_backward(s if ctx.needs_input_grad[0] else None, phase, theta)
         return phase
 
     @staticmethod
     def backward(ctx, grad):
-        positions, phase, theta = ctx.saved_tensors
-        exact = exact_type(positions.device)
-        s, turned = positions.unsqueeze(-1).to(exact), (phase.conj() * grad).imag.to(exact)
-        return (s * turned).flatten(0, -2).sum(0).to(theta), None, None
+        s, phase, theta = ctx.saved_tensors
+        exact = exact_type(phase.device)
+        turned, of_theta, of_s = (phase.conj() * grad).imag.to(exact), None, None
+        if ctx.needs_input_grad[0]:
+            of_theta = (s.to(exact) * turned).flatten(0, -2).sum(0).to(theta)
+        if ctx.needs_input_grad[1]:
+            of_s = turned * theta.to(turned)
+        return of_theta, of_s, None
 
 
 def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:

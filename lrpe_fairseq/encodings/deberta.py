@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import Card, ScoreEncoding
+from lrpe_fairseq.encodings.base import ByToken, Card, ScoreEncoding
 from lrpe_fairseq.encodings.biases import pick
 from lrpe_fairseq.encodings.networks import Linear, applied, key_projection
 from lrpe_fairseq.encodings.options import EncodingSpec, option
@@ -85,6 +85,15 @@ class DeBERTa(ScoreEncoding):
         k, ends = self.softmax_scale * k, (-high, -low)
         return of_queries + self._term(k, self.query_proj, -lag.mT, ends).mT
 
+    def by_token(self, q: Tensor, k: Tensor, lags: Lags) -> ByToken:
+        """Return both terms of positions by lag; see :meth:`ScoreEncoding.by_token`."""
+        first, last = (min(max(end, -self.distance), self.distance) for end in lags)
+        lag = torch.arange(first, last + 1, device=q.device)
+        of_queries = self._rows(self.key_proj, self.row(lag), q.dtype).permute(1, 2, 0)
+        of_keys = self._rows(self.query_proj, self.row(-lag), k.dtype).permute(1, 2, 0)
+        scale = self.softmax_scale
+        return ByToken(q, first, q @ (scale * of_queries), k @ (scale * of_keys))
+
     def row(self, difference: Tensor) -> Tensor:
         """Return d of the difference a - b, int64 of any shape."""
         return (difference + self.distance).clamp(0, 2 * self.distance - 1)
@@ -110,10 +119,13 @@ class DeBERTa(ScoreEncoding):
         x: (B, H, A, D). difference: a - b, int64 (A, B') or (B, A, B'). ends: its bounds.
         """
         first, last = (min(end + self.distance, 2 * self.distance - 1) for end in ends)
-        rows = applied(projection, self.table[first : last + 1], x.dtype)
-        rows = rows.unflatten(-1, (self.spec.num_heads, -1))  # N H D
+        rows = self._rows(projection, slice(first, last + 1), x.dtype)
         index = self.row(difference) - first
         if index.shape[-1] == 1:  # one row for each x_a: less work than the products with all
             own = rows[index.squeeze(-1)].transpose(-3, -2)  # H A D or B H A D
             return (x * own).sum(-1, keepdim=True)
         return pick(x @ rows.permute(1, 2, 0), index)
+
+    def _rows(self, projection: Linear, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        """Return projected rows of the table, (N, H, D)."""
+        return applied(projection, self.table[rows], dtype).unflatten(-1, (self.spec.num_heads, -1))

@@ -82,7 +82,7 @@ class LRPE(QueryKeyEncoding):
     ) -> tuple[Tensor, Tensor]:
         """Apply Lambda^(s) to the planes of P q and P k; see :class:`Fold`."""
         wide = torch.promote_types(q[0].dtype, torch.float32)
-        check_positions(q_positions, q[0]), check_positions(k_positions, k[0])
+        self._check(q_positions, q[0]), self._check(k_positions, k[0])
         at_q, at_k = self._at((q_positions, k_positions), wide)
         return self._turned(q, at_q, wide), self._turned(k, at_k, wide)
 
@@ -103,11 +103,12 @@ class LRPE(QueryKeyEncoding):
             permutes=isinstance(self.core, Permutation),
             fourier=fourier,
         )
-        at = check_positions(q_positions, q), check_positions(k_positions, k)
+        at = self._check(q_positions, q), self._check(k_positions, k)
         kernels = loader.triton_kernels("lrpe_fairseq.kernels.encode_triton")
         if kernels is not None and kernels.serves(q, k, form):
             v = self.projection.v if isinstance(self.projection, Householder) else None
-            by = self.core.in_kernel(q.device)
+            placed = at[0].is_floating_point()
+            by = None if placed else self.core.in_kernel(q.device)
             at = at if by is not None else self._at(at, torch.float32)
             return lambda q, k: kernels.encode(q, k, v, by, at, form)
         if encode_cpu.serves(q, form) and encode_cpu.serves(k, form):
@@ -135,6 +136,11 @@ class LRPE(QueryKeyEncoding):
         of_q = self.core.at(positions[0], dtype)
         same = positions[1] is positions[0]
         return of_q, of_q if same else self.core.at(positions[1], dtype)
+
+    def _check(self, positions: Tensor, x: Tensor) -> Tensor:
+        """Return positions after :func:`check_positions`, and places as they are."""
+        placed = self.increments is not None and positions.dim() == 4
+        return positions if placed else check_positions(positions, x)
 
     def _turned(self, planes: Planes, at: object, wide: torch.dtype) -> Tensor:
         turned = self.core(tuple(x.to(wide) for x in planes), at)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import Card, ScoreEncoding
+from lrpe_fairseq.encodings.base import ByToken, Card, ScoreEncoding
 from lrpe_fairseq.encodings.biases import pick
 from lrpe_fairseq.encodings.options import EncodingSpec, option
-from lrpe_fairseq.encodings.positions import check_positions
+from lrpe_fairseq.encodings.positions import Lags, check_positions
 from lrpe_fairseq.errors import ChoiceError
 
 
@@ -55,6 +55,11 @@ class Shaw(ScoreEncoding):
         check_positions(q_positions, q), check_positions(k_positions, k)
         index = self.row(k_positions.unsqueeze(-2) - q_positions.unsqueeze(-1))
         return pick(q @ self.table.to(q.dtype).mT, index)
+
+    def by_token(self, q: Tensor, k: Tensor, lags: Lags) -> ByToken:
+        """Return q_s.w by lag; see :meth:`ScoreEncoding.by_token`."""
+        rows = (self.softmax_scale * self.table).to(q.dtype).flip(0)
+        return ByToken(q, 0 if self.spec.causal else -self.distance, q @ rows.mT)
 
     def row(self, ahead: Tensor) -> Tensor:
         """Return the row of the table for t - s, int64 of any shape.

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import Card, ScoreEncoding
+from lrpe_fairseq.encodings.base import ByToken, Card, ScoreEncoding
 from lrpe_fairseq.encodings.biases import pick
 from lrpe_fairseq.encodings.cores import BASE
 from lrpe_fairseq.encodings.networks import applied, key_projection
@@ -63,6 +63,17 @@ class TransformerXL(ScoreEncoding):
         if end_together(q_positions, k_positions):
             return of_keys + self._by_shift(q, q_positions, k.shape[-2])
         return of_keys + self._by_distance(q, q_positions, k_positions)
+
+    def by_token(self, q: Tensor, k: Tensor, lags: Lags) -> ByToken:
+        """Return q + u, and terms (b) and (d) by lag; see :meth:`ScoreEncoding.by_token`."""
+        scale, width = self.softmax_scale, self.r_proj.in_features
+
+        def sinusoids() -> Tensor:
+            return scale * sinusoid(torch.arange(lags[0], lags[1] + 1, device=q.device), width)
+
+        r = self._sinusoids.get((), (lags, q.device), sinusoids)
+        u, v = (x.to(q.dtype).unsqueeze(-2) for x in (self.u, self.v))
+        return ByToken(q + u, lags[0], (q + v) @ self.position_keys(r, q.dtype).mT)
 
     def position_keys(self, r: Tensor, dtype: torch.dtype) -> Tensor:
         """Return W R for sinusoids r (..., N, H D): (..., H, N, D), or (H, T, S, D) for pairs."""

@@ -46,10 +46,10 @@ def definition(
     """
     length = q.shape[-2]
     chunks, size = chunks_of(length, chunk)
-    q, k, v = (_cut(x, chunks, size) for x in (q, k, v))
+    q, k, v = (cut(x, chunks, size) for x in (q, k, v))
     scores, q_in, k_in, steps = product(q, k.mT).tril(), q, k, None
     if log_decay is not None:
-        total = _decay_in_chunk(log_decay, length, chunks, size)  # B H N C
+        total = decay_in_chunk(log_decay, length, chunks, size)  # B H N C
         within = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp()
         scores, q_in = scores * within.to(scores), q * total.exp().to(scores).unsqueeze(-1)
         k_in = k * (total[..., -1:] - total).exp().to(scores).unsqueeze(-1)
@@ -108,8 +108,8 @@ def present(*results: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(x for x in results if x is not None)
 
 
-def _cut(x: Tensor, chunks: int, size: int) -> Tensor:
-    """(B, H, T, .) -> (B, H, N, C, .), padded with zero rows.
+def cut(x: Tensor, chunks: int, size: int) -> Tensor:
+    """Cut into chunks: (B, H, T, .) -> (B, H, N, C, .), padded with zero rows.
 
     F.pad is not used, because the strides of its gradient are not those that torch.compile expects.
     """
@@ -119,7 +119,7 @@ def _cut(x: Tensor, chunks: int, size: int) -> Tensor:
     return x.unflatten(2, (chunks, size))
 
 
-def _decay_in_chunk(log_decay: Tensor, length: int, chunks: int, size: int) -> Tensor:
+def decay_in_chunk(log_decay: Tensor, length: int, chunks: int, size: int) -> Tensor:
     """Return the cumulative log decay within each chunk, float64 (B, H, N, C).
 
     B is 1 for a constant decay.

@@ -1,14 +1,16 @@
 """Softmax attention whose scores depend on the lag, on gates, and on masks of tokens.
 
-    score_ij  = scale f[n] q_i . k_j + b[n] + min(c_i - d_j, 0),    n = (slot of i) - j
+    score_ij  = scale f[n] q_i . k_j + b[n] + x_i[n] + y_j[n] + min(c_i - d_j, 0)
     weight_ij = softmax over the visible keys j, then dropout;      o_i = sum_j weight_ij v_j
 
-b (``table``) and f (``factor``) are values by lag for every head; c and d (``gates``) are sums of
-log gates. The slot of query i is i, or S - T + i in causal attention, where the queries are the
-last T of S keys. :func:`definition` computes this with all scores in memory. The fast form is
+n = (slot of i) - j is the lag. b (``table``) and f (``factor``) are values by lag for every head, x
+(``by_query``) and y (``by_key``) also for every token; c and d (``gates``) are sums of log gates.
+The slot of query i is i, or S - T + i in causal attention, where the queries are the last T of S
+keys. :func:`definition` computes this with all scores in memory. The fast form is
 ``flash_triton.flash_attention``, with the same arguments.
 
-Axes: B batch, H heads, T query time, S key time, D key width, E value width, R lags of a table.
+Axes: B batch, H heads, T query time, S key time, D key width, E value width, R lags of a table,
+C lags of x and y.
 """
 
 import torch
@@ -32,6 +34,8 @@ def definition(
     first_lag: int = 0,
     factor: Tensor | None = None,
     gates: Pair | None = None,
+    by_query: Tensor | None = None,
+    by_key: Tensor | None = None,
     padding: Tensor | None = None,
     segments: Pair | None = None,
     window: int | None = None,
@@ -47,6 +51,8 @@ def definition(
         factor: factors by lag, (H, R), with the lags of ``table``. None for 1.
         gates: sums c (B, H, T) of the queries and d (B, H, S) of the keys, float64. In causal
             attention c_i <= d_j for every visible key.
+        by_query, by_key: biases by lag of every token, (B, H, T, C) and (B, H, S, C); the column of
+            lag n is the one of n - first_lag, or the nearest one.
         padding: (B, S) bool, true at keys that no query sees.
         segments: int32 numbers of documents, (B, T) and (B, S). Only equal numbers see each other.
         window: a query sees the last ``window`` keys, its own one included. Causal only.
@@ -55,13 +61,11 @@ def definition(
     Returns: (B, H, T, E). A query without a visible key gets zeros.
     """
     check(q, k, causal, (table, factor), first_lag, window)
+    check_own(q, k, by_query, by_key)
     lag = lags(q, k, causal)
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ k.to(wide).mT * scale
-    if factor is not None:
-        scores = scores * of_lags(factor, lag - first_lag)
-    if table is not None:
-        scores = scores + of_lags(table, lag - first_lag)
+    scores = _with_lags(scores, lag - first_lag, table, factor, by_query, by_key)
     if gates is not None:
         difference = gates[0].unsqueeze(-1) - gates[1].unsqueeze(-2)
         scores = scores + difference.clamp_max(0.0).to(scores.dtype)
@@ -69,6 +73,26 @@ def definition(
     blind = hidden.all(-1, keepdim=True)
     weights = scores.masked_fill(hidden & ~blind, -torch.inf).softmax(-1).masked_fill(blind, 0.0)
     return _dropped(weights, dropout, seed).to(v.dtype) @ v
+
+
+def _with_lags(
+    scores: Tensor,
+    columns: Tensor,
+    table: Tensor | None,
+    factor: Tensor | None,
+    by_query: Tensor | None,
+    by_key: Tensor | None,
+) -> Tensor:
+    """Return scores (B, H, T, S) with the terms that depend on the lag, by column (T, S)."""
+    if factor is not None:
+        scores = scores * of_lags(factor, columns)
+    if table is not None:
+        scores = scores + of_lags(table, columns)
+    if by_query is not None:
+        scores = scores + of_own_lags(by_query, columns)
+    if by_key is not None:
+        scores = scores + of_own_lags(by_key, columns.mT).mT
+    return scores
 
 
 def lags(q: Tensor, k: Tensor, causal: bool) -> Tensor:
@@ -85,6 +109,12 @@ def offset_of(q: Tensor, k: Tensor, causal: bool) -> int:
 def of_lags(values: Tensor, columns: Tensor) -> Tensor:
     """Select values (H, R) by column, (T, S) -> (H, T, S). Those of hidden pairs are arbitrary."""
     return values[:, columns.clamp(0, values.shape[1] - 1)]
+
+
+def of_own_lags(values: Tensor, columns: Tensor) -> Tensor:
+    """Select values (B, H, T, C) by column (T, S), or the nearest one: (B, H, T, S)."""
+    columns = columns.clamp(0, values.shape[3] - 1)
+    return values.gather(-1, columns.expand(*values.shape[:2], -1, -1))
 
 
 def visible(
@@ -164,6 +194,17 @@ def check(
                 f"a table by lag has lags {first_lag} to {first_lag + count - 1}, but "
                 f"attention needs {first} to {last}"
             )
+
+
+def check_own(q: Tensor, k: Tensor, by_query: Tensor | None, by_key: Tensor | None) -> None:
+    """Raise ValueError unless biases of every token have its shape, and equally many lags."""
+    given = [(x, of) for x, of in ((by_query, q), (by_key, k)) if x is not None]
+    if any(x.shape != (*of.shape[:3], given[0][0].shape[3]) for x, of in given):
+        raise ValueError(
+            f"biases by lag of every token must be (B, H, T, C) and (B, H, S, C) for "
+            f"queries {tuple(q.shape)} and keys {tuple(k.shape)}, got "
+            f"{', '.join(str(tuple(x.shape)) for x, _ in given)}"
+        )
 
 
 class NoSecondDerivative(torch.autograd.Function):

@@ -4,7 +4,8 @@ Nothing is summed by atomic operations, so equal inputs give equal bits. Strides
 UNIT elements. Sums of log gates are two floats per token.
 
 Axes: B batch, H heads, L = B H sequences, T query time, S key time, D key width, E value width,
-M tiles of BM queries, N tiles of BN keys.
+M tiles of BM queries, N tiles of BN keys, R lags of a table, C lags of biases of every token,
+from C0 on.
 """
 
 import triton
@@ -14,41 +15,41 @@ from lrpe_fairseq.kernels.flash_tiles import (
     LOG2E,
     delta_of,
     dot,
-    gate_gradient,
     kept,
+    key_term_gradients,
     key_tiles,
     load_rows,
     load_vector,
     place,
+    query_term_gradients,
     query_tiles,
     scored,
     segment_range,
+    store_own_ends,
     store_rows,
     store_term_gradients,
     store_vector,
-    term_gradients,
-    through_factor,
     tile_gradient,
 )
 
 STRIDES = ["qb", "qh", "qt", "kb", "kh", "kt", "vb", "vh", "vt", "gb", "gh", "gt"]
-NUMBERS = ["T", "S", "H", "R", "first_lag", "offset", "window", "threshold", "count", "least"]
-NUMBERS += STRIDES
+NUMBERS = ["T", "S", "H", "R", "first_lag", "C", "C0", "offset", "window", "threshold"]
+NUMBERS += ["count", "least", *STRIDES]
 """Arguments whose values are not compiled in."""
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def output_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
-    table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, padding_ptr, q_segment_ptr, k_segment_ptr,
-    bounds_ptr, seed_ptr,
+    table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr, padding_ptr,
+    q_segment_ptr, k_segment_ptr, bounds_ptr, seed_ptr,
     qb, qh, qt, kb, kh, kt, vb, vh, vt,
-    T, S, H, R, first_lag, offset, window, threshold, scale, inverse,
+    T, S, H, R, first_lag, C, C0, offset, window, threshold, scale, inverse,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr, TABLE: tl.constexpr, FACTOR: tl.constexpr, GATED: tl.constexpr,
-    EXACT: tl.constexpr, PADDED: tl.constexpr, SEGMENTS: tl.constexpr, DROPS: tl.constexpr,
-    SPLIT: tl.constexpr,
+    BY_QUERY: tl.constexpr, BY_KEY: tl.constexpr, CLIPPED: tl.constexpr, EXACT: tl.constexpr,
+    PADDED: tl.constexpr, SEGMENTS: tl.constexpr, DROPS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Compute o (B, H, T, E) and the log2 of the softmax's sums, lse (L, T), inf without a key."""
     m, b, h, sequence = place(T, BM, H)
@@ -63,9 +64,10 @@ def output_kernel(
             k = load_rows(k_ptr + (b * kb + h * kh) * UNIT, n * BN, kt * UNIT, S, D, BN, DP)
             s = scored(
                 dot(q, tl.trans(k)), m, n, b, h, sequence,
-                table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, padding_ptr, q_segment_ptr,
-                k_segment_ptr, T, S, R, first_lag, offset, window, scale, BM, BN, CAUSAL, WINDOWED,
-                TABLE, FACTOR, GATED, EXACT, PADDED, SEGMENTS, part == 0, False,
+                table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr,
+                padding_ptr, q_segment_ptr, k_segment_ptr, T, S, R, first_lag, C, C0,
+                offset, window, scale, BM, BN, CAUSAL, WINDOWED, TABLE, FACTOR, GATED, BY_QUERY,
+                BY_KEY, CLIPPED, EXACT, PADDED, SEGMENTS, part == 0, False,
             )  # fmt: skip
             v = load_rows(v_ptr + (b * vb + h * vh) * UNIT, n * BN, vt * UNIT, S, E, BN, EP)
             higher = tl.maximum(top, tl.max(s, 1) * LOG2E)
@@ -84,24 +86,26 @@ def output_kernel(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def query_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, grad_ptr, lse_ptr, delta_ptr, dq_ptr, dgate_ptr,
-    table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, padding_ptr, q_segment_ptr, k_segment_ptr,
-    bounds_ptr, seed_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, grad_ptr, lse_ptr, delta_ptr, dq_ptr, dgate_ptr, dquery_ptr,
+    table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr, padding_ptr,
+    q_segment_ptr, k_segment_ptr, bounds_ptr, seed_ptr,
     qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt,
-    T, S, H, R, first_lag, offset, window, threshold, scale, inverse,
+    T, S, H, R, first_lag, C, C0, offset, window, threshold, scale, inverse,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr, TABLE: tl.constexpr, FACTOR: tl.constexpr, GATED: tl.constexpr,
-    EXACT: tl.constexpr, PADDED: tl.constexpr, SEGMENTS: tl.constexpr, DROPS: tl.constexpr,
-    SPLIT: tl.constexpr,
+    BY_QUERY: tl.constexpr, BY_KEY: tl.constexpr, CLIPPED: tl.constexpr, EXACT: tl.constexpr,
+    PADDED: tl.constexpr, SEGMENTS: tl.constexpr, DROPS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq (B, H, T, D), delta (L, T) and, unless CAUSAL, the gates' gradients (L, T)."""
+    """Compute dq (B, H, T, D), delta (L, T), the gradients of gates (L, T), unless CAUSAL, and of
+    biases of every query (L, T, C)."""
     m, b, h, sequence = place(T, BM, H)
     q = load_rows(q_ptr + (b * qb + h * qh) * UNIT, m * BM, qt * UNIT, T, D, BM, DP)
     grad = load_rows(grad_ptr + (b * gb + h * gh) * UNIT, m * BM, gt * UNIT, T, E, BM, EP)
     delta = delta_of(o_ptr, delta_ptr, grad, b, h, m, T, H, E, BM, EP)
     lse = load_vector(lse_ptr, sequence, m, T, float("inf"), BM)
     dq, dgate = tl.zeros((BM, DP), tl.float32), tl.zeros((BM,), tl.float32)
+    low, high = dgate, dgate
     first, full, last = key_tiles(
         m, b, bounds_ptr, T, S, offset, window, BM, BN, CAUSAL, WINDOWED, PADDED or SEGMENTS
     )
@@ -113,42 +117,43 @@ def query_gradient_kernel(
                 dot(q, tl.trans(k)),
                 dot(grad, tl.trans(v)),
                 lse[:, None], delta[:, None], m, n, b, h, sequence, table_ptr, factor_ptr,
-                q_gate_ptr, k_gate_ptr, padding_ptr, q_segment_ptr, k_segment_ptr, seed_ptr,
-                T, S, R, first_lag, offset, window, threshold, scale, inverse, BM, BN, CAUSAL,
-                WINDOWED, TABLE, FACTOR, GATED, EXACT, PADDED, SEGMENTS, DROPS, part == 0, False,
+                q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr, padding_ptr, q_segment_ptr,
+                k_segment_ptr, seed_ptr, T, S, R, first_lag, C, C0, offset, window,
+                threshold, scale, inverse, BM, BN, CAUSAL, WINDOWED, TABLE, FACTOR, GATED,
+                BY_QUERY, BY_KEY, CLIPPED, EXACT, PADDED, SEGMENTS, DROPS, part == 0, False,
             )  # fmt: skip
-            if GATED and not CAUSAL:
-                dgate += gate_gradient(
-                    ds, m, n, sequence, q_gate_ptr, k_gate_ptr, T, S, BM, BN, CAUSAL, EXACT, False
-                )
-            ds = through_factor(
-                ds, factor_ptr, m, n, h, R, first_lag, offset, BM, BN, FACTOR, False
-            )
+            ds, dgate, low, high = query_term_gradients(
+                ds, dgate, low, high, m, n, h, sequence, dquery_ptr, factor_ptr, q_gate_ptr,
+                k_gate_ptr, T, S, R, first_lag, C, C0, offset, BM, BN, CAUSAL, FACTOR,
+                GATED, BY_QUERY, CLIPPED, EXACT,
+            )  # fmt: skip
             dq += dot(ds.to(k.dtype), k)
     store_rows(dq_ptr, dq * scale, b, h, m * BM, T, H, D, BM, DP)
     if GATED and not CAUSAL:
         store_vector(dgate_ptr, dgate, sequence, m, T, BM)
+    store_own_ends(dquery_ptr, low, high, m * BM, T, sequence, C, BM, BY_QUERY, CLIPPED)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def key_gradient_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dgate_ptr, dtable_ptr,
-    dfactor_ptr, table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, padding_ptr, q_segment_ptr,
-    k_segment_ptr, bounds_ptr, seed_ptr, qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt,
-    T, S, H, R, first_lag, offset, window, threshold, count, least, scale, inverse,
-    D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr,
+    dfactor_ptr, dkey_ptr, table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr,
+    padding_ptr, q_segment_ptr, k_segment_ptr, bounds_ptr, seed_ptr, qb, qh, qt, kb, kh, kt, vb, vh,
+    vt, gb, gh, gt, T, S, H, R, first_lag, C, C0, offset, window, threshold, count, least, scale,
+    inverse, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, UNIT: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
-    TABLE: tl.constexpr, FACTOR: tl.constexpr, GATED: tl.constexpr, EXACT: tl.constexpr,
-    PADDED: tl.constexpr, SEGMENTS: tl.constexpr, DROPS: tl.constexpr, SPLIT: tl.constexpr,
-    TABLE_LEARNS: tl.constexpr, FACTOR_LEARNS: tl.constexpr,
+    TABLE: tl.constexpr, FACTOR: tl.constexpr, GATED: tl.constexpr, BY_QUERY: tl.constexpr,
+    BY_KEY: tl.constexpr, CLIPPED: tl.constexpr, EXACT: tl.constexpr, PADDED: tl.constexpr,
+    SEGMENTS: tl.constexpr, DROPS: tl.constexpr, SPLIT: tl.constexpr, TABLE_LEARNS: tl.constexpr,
+    FACTOR_LEARNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk, dv, the gates' gradients (L, S) and sums by lag (L, N, count)."""
+    """Compute dk, dv, and gradients of gates (L, S) and terms by lag (L, N, count), (L, S, C)."""
     n, b, h, sequence = place(S, BN, H)
     k = load_rows(k_ptr + (b * kb + h * kh) * UNIT, n * BN, kt * UNIT, S, D, BN, DP)
     v = load_rows(v_ptr + (b * vb + h * vh) * UNIT, n * BN, vt * UNIT, S, E, BN, EP)
     dk, dv = tl.zeros((BN, DP), tl.float32), tl.zeros((BN, EP), tl.float32)
     dgate, carry = tl.zeros((BN,), tl.float32), tl.zeros((BM,), tl.float32)
-    carried = carry
+    carried, low, high = carry, dgate, dgate
     first, full, last = query_tiles(
         n, b, bounds_ptr, T, S, offset, window, BM, BN, CAUSAL, WINDOWED, PADDED or SEGMENTS
     )
@@ -157,29 +162,28 @@ def key_gradient_kernel(
         for m in range(first if part == 0 else full, full if SPLIT and part == 0 else last):
             q = load_rows(q_ptr + (b * qb + h * qh) * UNIT, m * BM, qt * UNIT, T, D, BM, DP)
             grad = load_rows(grad_ptr + (b * gb + h * gh) * UNIT, m * BM, gt * UNIT, T, E, BM, EP)
-            product = dot(k, tl.trans(q))
+            lse = load_vector(lse_ptr, sequence, m, T, float("inf"), BM)
+            product, delta = dot(k, tl.trans(q)), load_vector(delta_ptr, sequence, m, T, 0.0, BM)
             p, ds = tile_gradient(
-                product, dot(v, tl.trans(grad)),
-                load_vector(lse_ptr, sequence, m, T, float("inf"), BM)[None, :],
-                load_vector(delta_ptr, sequence, m, T, 0.0, BM)[None, :],
-                m, n, b, h, sequence, table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, padding_ptr,
-                q_segment_ptr, k_segment_ptr, seed_ptr, T, S, R, first_lag, offset, window,
-                threshold, scale, inverse, BM, BN, CAUSAL, WINDOWED, TABLE, FACTOR, GATED, EXACT,
-                PADDED, SEGMENTS, DROPS, part == 0, True,
+                product, dot(v, tl.trans(grad)), lse[None, :], delta[None, :], m, n, b, h, sequence,
+                table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr,
+                padding_ptr, q_segment_ptr, k_segment_ptr, seed_ptr, T, S, R, first_lag, C, C0,
+                offset, window, threshold, scale, inverse, BM, BN, CAUSAL, WINDOWED, TABLE, FACTOR,
+                GATED, BY_QUERY, BY_KEY, CLIPPED, EXACT, PADDED, SEGMENTS, DROPS, part == 0, True,
             )  # fmt: skip
             dv += dot(p.to(grad.dtype), grad)
-            ds, dgate, carry, carried = term_gradients(
-                ds, product * scale, dgate, carry, carried, m, n, h, sequence, dtable_ptr + at,
-                dfactor_ptr + at, factor_ptr, q_gate_ptr, k_gate_ptr, T, S, R, first_lag, offset,
-                BM, BN, CAUSAL, FACTOR, GATED, EXACT, TABLE_LEARNS, FACTOR_LEARNS,
-            )  # fmt: skip
+            ds, dgate, carry, carried, low, high = key_term_gradients(
+                ds, product * scale, dgate, carry, carried, low, high, m, n, h, sequence,
+                dtable_ptr + at, dfactor_ptr + at, dkey_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, T,
+                S, R, first_lag, C, C0, offset, BM, BN, CAUSAL, FACTOR, GATED, BY_KEY, CLIPPED,
+                EXACT, TABLE_LEARNS, FACTOR_LEARNS)  # fmt: skip
             dk += dot(ds.to(q.dtype), q)
     store_rows(dk_ptr, dk * scale, b, h, n * BN, S, H, D, BN, DP)
     store_rows(dv_ptr, dv * inverse, b, h, n * BN, S, H, E, BN, EP)
     store_term_gradients(
         dgate, carry, carried, n, sequence, first, last, dgate_ptr, dtable_ptr + at,
-        dfactor_ptr + at, S, BM, BN, GATED, TABLE_LEARNS, FACTOR_LEARNS,
-    )  # fmt: skip
+        dfactor_ptr + at, S, BM, BN, GATED, TABLE_LEARNS, FACTOR_LEARNS)  # fmt: skip
+    store_own_ends(dkey_ptr, low, high, n * BN, S, sequence, C, BN, BY_KEY, CLIPPED)
 
 
 @triton.jit(do_not_specialize=["B", "H", "N", "count", "R", "shift"])

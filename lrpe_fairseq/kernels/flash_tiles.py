@@ -179,11 +179,13 @@ def log_decay(
 @triton.jit
 def scored(
     product, m, n, b, h, sequence,
-    table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, padding_ptr, q_segment_ptr, k_segment_ptr,
-    T, S, R, first_lag, offset, window, scale,
+    table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr,
+    padding_ptr, q_segment_ptr, k_segment_ptr,
+    T, S, R, first_lag, C, C0, offset, window, scale,
     BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
-    TABLE: tl.constexpr, FACTOR: tl.constexpr, GATED: tl.constexpr, EXACT: tl.constexpr,
-    PADDED: tl.constexpr, SEGMENTS: tl.constexpr, EDGE: tl.constexpr, TURNED: tl.constexpr,
+    TABLE: tl.constexpr, FACTOR: tl.constexpr, GATED: tl.constexpr, BY_QUERY: tl.constexpr,
+    BY_KEY: tl.constexpr, CLIPPED: tl.constexpr, EXACT: tl.constexpr, PADDED: tl.constexpr,
+    SEGMENTS: tl.constexpr, EDGE: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Return the scores of a tile from its products q . k, -inf where hidden.
 
@@ -196,6 +198,16 @@ def scored(
         s *= tl.load(factor_ptr + column)
     if TABLE:
         s += tl.load(table_ptr + column)
+    if BY_QUERY:
+        s = with_own(
+            s, by_query_ptr, i, m * BM, T, m, n, sequence, C, offset - C0,
+            BM, BN, CLIPPED, TURNED,
+        )  # fmt: skip
+    if BY_KEY:
+        s = with_own(
+            s, by_key_ptr, j, n * BN, S, m, n, sequence, C, offset - C0,
+            BM, BN, CLIPPED, TURNED,
+        )  # fmt: skip
     if GATED:
         difference = log_decay(i, j, m, sequence, q_gate_ptr, k_gate_ptr, T, S, BM, EXACT)
         s += difference if CAUSAL else tl.minimum(difference, 0.0)
@@ -224,12 +236,13 @@ def kept(seed_ptr, sequence, m, n, threshold, BM: tl.constexpr, BN: tl.constexpr
 @triton.jit
 def tile_gradient(
     product, dp, lse, delta, m, n, b, h, sequence,
-    table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, padding_ptr, q_segment_ptr, k_segment_ptr,
-    seed_ptr, T, S, R, first_lag, offset, window, threshold, scale, inverse,
+    table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr,
+    padding_ptr, q_segment_ptr, k_segment_ptr, seed_ptr,
+    T, S, R, first_lag, C, C0, offset, window, threshold, scale, inverse,
     BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
-    TABLE: tl.constexpr, FACTOR: tl.constexpr, GATED: tl.constexpr, EXACT: tl.constexpr,
-    PADDED: tl.constexpr, SEGMENTS: tl.constexpr, DROPS: tl.constexpr, EDGE: tl.constexpr,
-    TURNED: tl.constexpr,
+    TABLE: tl.constexpr, FACTOR: tl.constexpr, GATED: tl.constexpr, BY_QUERY: tl.constexpr,
+    BY_KEY: tl.constexpr, CLIPPED: tl.constexpr, EXACT: tl.constexpr, PADDED: tl.constexpr,
+    SEGMENTS: tl.constexpr, DROPS: tl.constexpr, EDGE: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Return the weights of a tile, 0 where dropped, and the gradient of its scores.
 
@@ -237,9 +250,10 @@ def tile_gradient(
     lack dropout's factor ``inverse``.
     """
     s = scored(
-        product, m, n, b, h, sequence, table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, padding_ptr,
-        q_segment_ptr, k_segment_ptr, T, S, R, first_lag, offset, window, scale, BM, BN, CAUSAL,
-        WINDOWED, TABLE, FACTOR, GATED, EXACT, PADDED, SEGMENTS, EDGE, TURNED,
+        product, m, n, b, h, sequence, table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr,
+        by_key_ptr, padding_ptr, q_segment_ptr, k_segment_ptr, T, S, R, first_lag, C, C0,
+        offset, window, scale, BM, BN, CAUSAL, WINDOWED, TABLE, FACTOR, GATED, BY_QUERY, BY_KEY,
+        CLIPPED, EXACT, PADDED, SEGMENTS, EDGE, TURNED,
     )  # fmt: skip
     p = tl.exp2(s * LOG2E - lse)
     if DROPS:
@@ -298,18 +312,47 @@ def add_lags(
 
 
 @triton.jit
-def term_gradients(
-    ds, product, dgate, carry, carried, m, n, h, sequence,
-    dtable_ptr, dfactor_ptr, factor_ptr, q_gate_ptr, k_gate_ptr,
-    T, S, R, first_lag, offset,
+def query_term_gradients(
+    ds, dgate, low, high, m, n, h, sequence, dquery_ptr, factor_ptr, q_gate_ptr, k_gate_ptr,
+    T, S, R, first_lag, C, C0, offset,
     BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, FACTOR: tl.constexpr,
-    GATED: tl.constexpr, EXACT: tl.constexpr, TABLE_LEARNS: tl.constexpr,
-    FACTOR_LEARNS: tl.constexpr,
+    GATED: tl.constexpr, BY_QUERY: tl.constexpr, CLIPPED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Add what a turned tile contributes to the gradients of gates, table and factor.
+    """Add what a tile contributes to the gradients of gates and of the biases of every query.
 
-    product: scale q . k. Returns: its gradient, that of the keys' gates, and two carries.
+    Returns: the gradient of scale q . k, that of the queries' gates, and the sums of two columns.
     """
+    low, high = own_gradient(
+        dquery_ptr, low, high, ds, m * BM, T, m, n, sequence, C, offset - C0,
+        BM, BN, BY_QUERY, CLIPPED, False,
+    )  # fmt: skip
+    if GATED and not CAUSAL:
+        dgate += gate_gradient(
+            ds, m, n, sequence, q_gate_ptr, k_gate_ptr, T, S, BM, BN, CAUSAL, EXACT, False
+        )
+    ds = through_factor(ds, factor_ptr, m, n, h, R, first_lag, offset, BM, BN, FACTOR, False)
+    return ds, dgate, low, high
+
+
+@triton.jit
+def key_term_gradients(
+    ds, product, dgate, carry, carried, low, high, m, n, h, sequence,
+    dtable_ptr, dfactor_ptr, dkey_ptr, factor_ptr, q_gate_ptr, k_gate_ptr,
+    T, S, R, first_lag, C, C0, offset,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, FACTOR: tl.constexpr,
+    GATED: tl.constexpr, BY_KEY: tl.constexpr, CLIPPED: tl.constexpr, EXACT: tl.constexpr,
+    TABLE_LEARNS: tl.constexpr, FACTOR_LEARNS: tl.constexpr,
+):  # fmt: skip
+    """Add what a turned tile contributes to the gradients of gates, table, factor and the biases of
+    every key.
+
+    product: scale q . k. Returns: its gradient, that of the keys' gates, two carries, and the sums
+    of two columns.
+    """
+    low, high = own_gradient(
+        dkey_ptr, low, high, ds, n * BN, S, m, n, sequence, C, offset - C0,
+        BM, BN, BY_KEY, CLIPPED, True,
+    )  # fmt: skip
     if GATED:
         dgate -= gate_gradient(
             ds, m, n, sequence, q_gate_ptr, k_gate_ptr, T, S, BM, BN, CAUSAL, EXACT, True
@@ -317,7 +360,7 @@ def term_gradients(
     carry = add_lags(dtable_ptr, carry, ds, m, BM, BN, TABLE_LEARNS)
     carried = add_lags(dfactor_ptr, carried, ds * product, m, BM, BN, FACTOR_LEARNS)
     ds = through_factor(ds, factor_ptr, m, n, h, R, first_lag, offset, BM, BN, FACTOR, True)
-    return ds, dgate, carry, carried
+    return ds, dgate, carry, carried, low, high
 
 
 @triton.jit
@@ -359,3 +402,74 @@ def segment_range(
         segment = tl.load(segment_ptr + t, mask=t < count, other=0)
     low = tl.min(tl.where(real, segment, 2147483647), 1)
     return low, tl.max(tl.where(real, segment, -2147483648), 1)
+
+
+@triton.jit
+def own_columns(m, n, shift, BM: tl.constexpr, BN: tl.constexpr, TURNED: tl.constexpr):
+    """Return the column of every pair of a tile, and the least and the largest of them."""
+    i, j = pairs(m, n, BM, BN, TURNED)
+    least = m * BM - n * BN - (BN - 1) + shift
+    return i - j + shift, least, least + (BM + BN - 2)
+
+
+@triton.jit
+def with_own(
+    s, base, t, start, count, m, n, sequence, C, shift,
+    BM: tl.constexpr, BN: tl.constexpr, CLIPPED: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """Add biases by lag of the tokens t, which are the queries or the keys, to the scores.
+
+    CLIPPED: pairs may lie outside the C columns. A tile of such pairs has one bias for each token.
+    """
+    column, least, largest = own_columns(m, n, shift, BM, BN, TURNED)
+    base, row = base + (sequence * count + start) * C, (t - start) * C
+    near = row + tl.minimum(tl.maximum(column, 0), C - 1)
+    if not CLIPPED:
+        s += tl.load(base + near, mask=t < count, other=0.0)
+    elif (least >= C - 1) | (largest <= 0):
+        row += tl.minimum(tl.maximum(least, 0), C - 1)
+        s += tl.load(base + row, mask=t < count, other=0.0)
+    else:
+        s += tl.load(base + near, mask=t < count, other=0.0)
+    return s
+
+
+@triton.jit
+def own_gradient(
+    base, low, high, ds, start, count, m, n, sequence, C, shift,
+    BM: tl.constexpr, BN: tl.constexpr, GIVEN: tl.constexpr, CLIPPED: tl.constexpr,
+    TURNED: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of biases by lag of the tokens of a tile's rows: one pair for each.
+
+    CLIPPED: the first and the last column have many pairs; their sums are added to low and high.
+    """
+    if GIVEN:
+        column, least, largest = own_columns(m, n, shift, BM, BN, TURNED)
+        t = start + tl.arange(0, ds.shape[0])[:, None]
+        to = base + (sequence * count + start) * C + ((t - start) * C + column)
+        x = ds.to(base.dtype.element_ty)
+        if not CLIPPED:
+            tl.store(to, x, mask=(t < count) & (column >= 0) & (column < C))
+        elif (least >= C - 1) | (largest <= 0):
+            total, before = tl.sum(ds, 1), least < 0
+            low += tl.where(before, total, 0.0)
+            high += tl.where(before, 0.0, total)
+        else:
+            tl.store(to, x, mask=(t < count) & (column > 0) & (column < C - 1))
+            low += tl.sum(tl.where(column <= 0, ds, 0.0), 1)
+            high += tl.sum(tl.where(column >= C - 1, ds, 0.0), 1)
+    return low, high
+
+
+@triton.jit
+def store_own_ends(
+    base, low, high, start, count, sequence, C,
+    SIZE: tl.constexpr, GIVEN: tl.constexpr, CLIPPED: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of the first and the last column."""
+    if GIVEN and CLIPPED:
+        t = start + tl.arange(0, SIZE)
+        rows = base + (sequence * count + start) * C + (t - start) * C
+        tl.store(rows, low.to(base.dtype.element_ty), mask=t < count)
+        tl.store(rows + C - 1, high.to(base.dtype.element_ty), mask=t < count)

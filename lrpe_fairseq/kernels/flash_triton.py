@@ -4,7 +4,7 @@ The definition is ``flash.definition``. No T x S matrix is stored, tiles without
 skipped, and equal inputs give equal bits. The kernels are in ``flash_kernels``.
 
 Axes: B batch, H heads, L = B H sequences, T query time, S key time, D key width, E value width,
-R lags of a table.
+R lags of a table, C lags of biases of every token.
 """
 
 from functools import lru_cache
@@ -78,6 +78,8 @@ def flash_attention(
     first_lag: int = 0,
     factor: Tensor | None = None,
     gates: flash.Pair | None = None,
+    by_query: Tensor | None = None,
+    by_key: Tensor | None = None,
     padding: Tensor | None = None,
     segments: flash.Pair | None = None,
     window: int | None = None,
@@ -86,17 +88,22 @@ def flash_attention(
 ) -> Tensor:
     """Compute :func:`flash.definition`, with the same arguments, in the dtype of q, k and v.
 
-    Gradients: of q, k, v, table, factor and gates, the same bits in every run. ``seed`` None means
-    a number from torch's generator of the device. The result lies in memory as (B, T, H, E).
+    Gradients: of all but masks and seed, the same bits in every run. ``seed`` None means a number
+    from torch's generator of the device. The result lies in memory as (B, T, H, E).
     Raises: ValueError as :func:`flash.check`; RuntimeError for second derivatives.
     Trap: table and factor are float32 and gates float64. The dtype of the gradients is theirs.
     """
     flash.check(q, k, causal, (table, factor), first_lag, window)
+    flash.check_own(q, k, by_query, by_key)
     if dropout and seed is None:
         seed = torch.randint(2**63 - 1, (1,), device=q.device)
     options = Options(causal, scale, padding, segments, window, dropout, seed, first_lag)
     c, d = (None, None) if gates is None else gates
-    return _Flash.apply(q, k, v, table, factor, c, d, options)
+    own = (
+        x.expand(-1, -1, -1, 2) if x is not None and x.shape[3] == 1 else x
+        for x in (by_query, by_key)
+    )
+    return _Flash.apply(q, k, v, table, factor, c, d, *own, options)
 
 
 SQUARE, LONG, SMALL, LEAST = (
@@ -115,12 +122,17 @@ LARGE_MEMORY = {
 bear."""
 OTHERS = {
     "output": ((4, Tile(64, 64, 8)), (5, SQUARE), (9, LONG), (NO_LIMIT, SMALL)),
-    "query_gradient": ((2, Tile(64, 32)), (5, Tile(64, 32, split=False)), (NO_LIMIT, SMALL)),
+    "query_gradient": (
+        (2, Tile(64, 32)),
+        (4, Tile(64, 32, split=False)),
+        (5, LONG),
+        (NO_LIMIT, SMALL),
+    ),
     "key_gradient": (
         (2, Tile(64, 32, split=False)),
         (3, Tile(64, 32, 8)),
         (7, LONG),
-        (NO_LIMIT, LEAST),
+        (NO_LIMIT, LEAST._replace(stages=1)),
     ),
 }
 
@@ -133,9 +145,10 @@ def tile_of(name: str, call: "_Call") -> Tile:
     """
     major, _ = capability_of(call.given[0].device)
     table, factor = (x is not None for x in call.tables)
-    terms = 2 * (table + (call.gates[0] is not None) + (call.threshold > 0)) + 3 * factor
+    own = sum(x is not None for x in call.own)
+    terms = 2 * (table + (call.gates[0] is not None) + (call.threshold > 0)) + 3 * (factor + own)
     width = power_of_two(call.width) + power_of_two(call.values)
-    load = terms + 3 * (width > 128) + 3 * (width > 256)
+    load = max(5 * (own > 0), terms + 3 * (width > 128) + 3 * (width > 256))
     tiles = (LARGE_MEMORY if major in (9, 10) else OTHERS)[name]
     if call.given[0].dtype == torch.float32:
         return Tile(32, 16, stages=1, split=False)
@@ -166,10 +179,11 @@ class _Flash(torch.autograd.Function):
     """Flash attention with a hand-written gradient."""
 
     @staticmethod
-    def forward(ctx, q, k, v, table, factor, c, d, options):
-        call = _Call(*map(rows_of, (q, k, v)), table, factor, c, d, options)
+    def forward(ctx, q, k, v, table, factor, c, d, by_query, by_key, options):
+        terms = table, factor, c, d, by_query, by_key
+        call = _Call(*map(rows_of, (q, k, v)), *terms, options)
         out, lse = call.output()
-        ctx.save_for_backward(q, k, v, table, factor, c, d, out, lse)
+        ctx.save_for_backward(q, k, v, *terms, out, lse)
         ctx.call, call.given = call, ()
         return out
 
@@ -314,13 +328,16 @@ class MaskedCall:
 class _Call(MaskedCall):
     """One call of the kernels of flash attention: the terms of its scores, and what it returns."""
 
-    def __init__(self, q, k, v, table, factor, c, d, options: Options) -> None:
+    def __init__(self, q, k, v, table, factor, c, d, by_query, by_key, options: Options) -> None:
         super().__init__(q, k, v, options)
         first_lag, self.tables = self._with_margins(table, factor)
         self.lags = next((x.shape[1] for x in (table, factor) if x is not None), 0)
         columns = next((x.shape[1] for x in self.tables if x is not None), 0)
         self.gates = (None, None) if c is None else (_two_floats(c), _two_floats(d))
-        self.terms, self.term_numbers = (*self.tables, *self.gates), (columns, first_lag)
+        self.own = [None if x is None else x.detach().contiguous() for x in (by_query, by_key)]
+        own_columns = next((x.shape[3] for x in self.own if x is not None), 0)
+        self.terms = (*self.tables, *self.gates, *self.own)
+        self.term_numbers = (columns, first_lag, own_columns, options.first_lag)
 
     def _with_margins(self, *tables: Tensor | None) -> tuple[int, list[Tensor | None]]:
         """Return the first lag, and tables (H, R) that have the lags of all pairs of all tiles."""
@@ -347,7 +364,8 @@ class _Call(MaskedCall):
     def gradients(
         self, grad: Tensor, out: Tensor, lse: Tensor, needed: tuple[bool, ...]
     ) -> list[Tensor | None]:
-        """Return the gradients of q, k, v, table, factor and both sums of gates."""
+        """Return the gradients of q, k, v, table, factor, both sums of gates, and the biases of
+        every query and key."""
         q, k, v = self.given
         delta = torch.empty_like(lse)
         gated = self.gates[0] is not None
@@ -355,11 +373,12 @@ class _Call(MaskedCall):
         dq, dk = (heads_inside(x, x.shape[2], self.width) for x in (q, k))
         dv = heads_inside(v, self.keys, self.values)
         strided = (*self.given, grad)
-        pointers = (q, k, v, out, grad, lse, delta, dq, own)
+        of_tokens = [None if x is None else torch.zeros_like(x) for x in self.own]
+        pointers = (q, k, v, out, grad, lse, delta, dq, own, of_tokens[0])
         self.launch("query_gradient", pointers, strided)
         of_keys = lse.new_empty(lse.shape[0], self.keys) if gated else None
         parts, numbers = self._parts(needed[3:5])
-        pointers = (q, k, v, grad, lse, delta, dk, dv, of_keys, *parts)
+        pointers = (q, k, v, grad, lse, delta, dk, dv, of_keys, *parts, of_tokens[1])
         flags = {"TABLE_LEARNS": needed[3], "FACTOR_LEARNS": needed[4]}
         self.launch("key_gradient", pointers, strided, numbers, **flags)
         sums = (self._lag_sums(part, numbers[1]) for part in parts)
@@ -367,7 +386,7 @@ class _Call(MaskedCall):
             x.view(self.batch, self.heads, -1).double() if need else None
             for x, need in zip((own, of_keys), needed[5:7], strict=True)
         )
-        return [dq, dk, dv, *sums, *gates]
+        return [dq, dk, dv, *sums, *gates, *of_tokens]
 
     def _parts(self, learns: tuple[bool, ...]) -> tuple[list[Tensor | None], tuple[int, int]]:
         """Return memory for sums by lag (L, N, count) of table and factor, count, and first lag.
@@ -416,9 +435,20 @@ class _Call(MaskedCall):
             "TABLE": self.tables[0] is not None,
             "FACTOR": self.tables[1] is not None,
             "GATED": self.gates[0] is not None,
+            "BY_QUERY": self.own[0] is not None,
+            "BY_KEY": self.own[1] is not None,
+            "CLIPPED": self._clipped(),
             "EXACT": self.given[0].dtype == torch.float32,
             "SPLIT": tile.split and not masked,
         }
+
+    def _clipped(self) -> bool:
+        """True if visible pairs have other lags than the biases of every token."""
+        *_, columns, first = self.term_numbers
+        least = 0 if self.options.causal else 1 - self.keys
+        most = self.queries - 1 + self.offset
+        most = most if self.window is None else min(most, self.window - 1)
+        return columns > 0 and not first <= least <= most < first + columns
 
 
 def _bytes(mask: Tensor) -> Tensor:

@@ -88,7 +88,8 @@ def is_stock_cross(options: Any, layer: int) -> bool:
     if options is None:
         return True
     found = [over_layers(getattr(options, name, "0"), layer + 1)[layer] for name in names]
-    return found == ["softmax", "none", "0"]
+    parts = getattr(options, "attention_parts", "none")
+    return found == ["softmax", "none", "0"] and parts == "none"
 
 
 def check_cross_attention(cfg: Any, task: Any) -> None:

@@ -23,6 +23,7 @@ from lrpe_fairseq import patterns
 from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.attention.multihead import MultiheadAttention
+from lrpe_fairseq.attention.parts import PARTS
 from lrpe_fairseq.encodings import (
     DEFAULT,
     ENCODINGS,
@@ -75,6 +76,10 @@ class AttentionOptions(FairseqDataclass):
         "0",
         "number of last tokens that a token attends to, itself included; needs causal attention; "
         "0: all" + IN_TURN,
+    )
+    attention_parts: str = option(
+        "none",
+        f"parts of each layer's attention beside its encoding (FoX Pro): none, {', '.join(PARTS)}",
     )
     grid_width: int = option(
         0,
@@ -154,6 +159,7 @@ def _settings(options: Any, cfg: Any, layer: int) -> dict[str, Any]:
         "dropout": cfg.attention_dropout,
         "normalizer": at_layer(options, "attention_normalizer", layer),
         "window": _window(at_layer(options, "attention_window", layer)),
+        "parts": getattr(options, "attention_parts", "none"),  # older checkpoints lack it
         "seed": options.encoding_seed * 1000 + layer,
         "options": encoding_options(options, layer),
         "wrap_linear": lambda linear: quant_noise(linear, p, block),

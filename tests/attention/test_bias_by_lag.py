@@ -5,9 +5,13 @@ import torch
 
 from lrpe_fairseq.attention import softmax, tokens
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.encodings import ENCODINGS, ScoreEncoding, build_encoding
+from lrpe_fairseq.encodings import ENCODINGS, EncodingOptions, ScoreEncoding, build_encoding
+from lrpe_fairseq.encodings.positions import counted
+from lrpe_fairseq.kernels import flash
+from tests.encodings.lags import assert_same_with_gradients, queries_and_keys
 
 BATCH, HEADS, TIME, WIDTH = 3, 4, 50, 64
+CPU = torch.device("cpu")
 
 
 def has_table(name: str) -> bool:
@@ -46,5 +50,30 @@ def test_the_expanded_table_is_the_bias_of_every_pair(name, causal, padding, sco
         torch.testing.assert_close(ours, wanted, rtol=1e-11, atol=1e-12)
 
 
-def test_tables_are_those_of_four_methods():
+def small(name: str, causal: bool) -> ScoreEncoding:
+    options = EncodingOptions(frozenset({"embed-dim-scale"}), shaw_distance=3, deberta_distance=4)
+    return build_encoding(name, 8, HEADS, causal=causal, options=options).double()
+
+
+BY_TOKEN = [name for name in ENCODINGS if small(name, True).form(None, CPU).by_token is not None]
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 1), (True, 6), (False, None)])
+@pytest.mark.parametrize("name", BY_TOKEN)
+def test_biases_of_every_token_are_the_bias_of_every_pair(name, causal, window):
+    encoding, (q, k) = small(name, causal), queries_and_keys(7, 12, HEADS, 8)
+    first, scale = 5 if causal else 0, encoding.softmax_scale
+    positions = counted(first + 7, CPU, first), counted(12, CPU)
+    lags = (0, (window or 12) - 1) if causal else (-11, 6)
+    found = encoding.by_token(q, k, lags)._asdict()
+    options = {"causal": causal, "scale": scale, "window": window}
+    ours = flash.definition(found.pop("q"), k, k, **found, **options)
+    visible = flash.visible(flash.lags(q, k, causal), causal, None, None, window)
+    bias = encoding.bias(scale * q, k, *positions)
+    wanted = softmax.softmax_attention_naive(q, k, k, scale=scale, bias=bias, visible=visible)
+    assert_same_with_gradients(ours, wanted, [q, k, *encoding.parameters()])
+
+
+def test_the_methods_of_both_forms():
     assert NAMES == ["t5", "kerple-log", "kerple-power", "sandwich"]
+    assert BY_TOKEN == ["transformer-xl", "shaw", "deberta"]

@@ -21,6 +21,8 @@ MASKS = {"whole": {}, "left": {"key_padding_mask": LEFT, "one_sided": True},
          "between": {"key_padding_mask": BETWEEN}}  # fmt: skip
 BY_LAG = ("alibi", "kerple-log", "kerple-power", "permuteformer", "sandwich", "t5")
 """Encodings whose score depends on the lag between tokens."""
+BY_TOKEN = ("deberta", "shaw", "transformer-xl")
+"""Encodings whose bias is a product of a query or a key with a vector by lag."""
 BY_GATES = ("fox", "gated:alibi", "gated:lrpe-type2")
 WIDE = ("cosformer", "lrpe-tmlr-type1", "lrpe-type8")
 """Encodings whose features are wider than values."""
@@ -32,6 +34,8 @@ def expected(name, causal, mask):
     """True if the kernel serves the encoding; torch's own serves plain scores of equal widths."""
     if name in BY_LAG and (causal or name != "permuteformer"):  # which decays if causal
         return mask != "between" or (name == "alibi" and causal)
+    if name in BY_TOKEN:
+        return mask != "between"
     if name == SHARES:
         return True
     data = not encoding_class(name).decomposable
@@ -77,7 +81,7 @@ def compared(name, causal, calls, monkeypatch, **options):
     return count
 
 
-QUICK = ("none", "alibi", "t5", "fox", "permuteformer", "lrpe-type8", "cope", SHARES)
+QUICK = ("none", "alibi", "t5", "fox", "permuteformer", "lrpe-type8", "cope", SHARES, *BY_TOKEN)
 CASES = [
     (name, causal, mask)
     for name in (*ENCODINGS, *BY_GATES[1:])
@@ -96,6 +100,6 @@ def test_the_kernel_serves_what_is_data_and_equals_pytorch(name, causal, mask, c
     assert count == expected(name, causal, mask)
 
 
-@pytest.mark.parametrize("name", ["rope", "alibi", "t5", "fox", "permuteformer", SHARES])
+@pytest.mark.parametrize("name", ["rope", "alibi", "t5", "fox", "permuteformer", SHARES, "deberta"])
 def test_a_window_is_a_window_of_the_kernel(name, calls, monkeypatch):
     assert compared(name, True, calls, monkeypatch, window=4) == 1

@@ -3,10 +3,7 @@
 import pytest
 import torch
 
-from lrpe_fairseq.attention.multihead import (
-    MultiheadAttention,
-    feature_map,
-)
+from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
 from lrpe_fairseq.attention.tokens import tokens_of
 from lrpe_fairseq.encodings import ENCODINGS, FAMILIES, ScoreEncoding
 

@@ -20,7 +20,7 @@ def figures(commit: str, **stated: object) -> dict:
 
 
 @pytest.fixture
-def options(tmp_path, monkeypatch) -> Namespace:
+def options(tmp_path, monkeypatch):
     """Options of a command whose results are in a temporary folder with one finished part."""
     monkeypatch.setattr(run, "RESULTS", tmp_path)
     (tmp_path / "cpu").mkdir()

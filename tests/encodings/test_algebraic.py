@@ -95,9 +95,7 @@ ROWS = torch.stack([AT, AT.flip(0)])
 @pytest.mark.parametrize(
     ("components", "start", "positions"),
     pairwise(
-        ["sequence", "tree2", "tree3+sequence"],
-        ["rope", "identity", "zero", "trained"],
-        [AT, ROWS],
+        ["sequence", "tree2", "tree3+sequence"], ["rope", "identity", "zero", "trained"], [AT, ROWS]
     ),
 )
 def test_outputs_and_gradients_equal_explicit_products(components, start, positions):

@@ -15,6 +15,7 @@ def test_names_of_one_method_have_one_canonical_name():
     assert canonical_name("lrpe-type4") == "lrpe:householder:permutation"
     assert canonical_name("rope") == "lrpe:identity:rotation"
     assert canonical_name("gated:lrpe-tmlr-type1") == "gated:lrpe:householder:unitary-learned"
+    assert canonical_name("gated:selective:rope") == "gated:selective:lrpe:identity:rotation"
     assert canonical_name("ape") == "ape:sequence"
 
 

@@ -15,12 +15,7 @@ from lrpe_fairseq.encodings import (
     encoding_class,
     options_of_encodings,
 )
-from lrpe_fairseq.encodings.fidelity import (
-    DEPARTURES,
-    OF_ATTENTION,
-    OF_MODELS,
-    parse_departures,
-)
+from lrpe_fairseq.encodings.fidelity import DEPARTURES, OF_ATTENTION, OF_MODELS, parse_departures
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.models.options import AttentionOptions, encoding_options, one_sentence_errors

@@ -1,7 +1,6 @@
 """A small language with some regularity, binarized once."""
 
 import random
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,7 @@ def _sentence(rng: random.Random) -> str:
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+def corpus(tmp_path_factory):
     """Some 4,000 tokens to train on, 200 to validate, 250 to test."""
     folder, rng = tmp_path_factory.mktemp("corpus"), random.Random(0)
     sizes = {"train": 600, "valid": 30, "test": 40}
@@ -30,7 +29,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 @pytest.fixture(scope="session")
-def pairs(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pairs(corpus, tmp_path_factory):
     """A folder with the two dictionaries of a translation task, and no text."""
     folder = tmp_path_factory.mktemp("dictionaries")
     for language in ("en", "de"):

@@ -12,7 +12,6 @@ from lrpe_fairseq.encodings import ENCODINGS
 from tests.end_to_end.commands import (
     SMALL,
     TRAINING,
-    Corpus,
     build,
     environment,
     hydra,
@@ -42,13 +41,13 @@ Refusals = dict[str, subprocess.CompletedProcess]
 
 
 @pytest.fixture(scope="session")
-def save_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def save_dir(tmp_path_factory):
     """Where a training that was not refused would write."""
     return tmp_path_factory.mktemp("refused") / "checkpoints"
 
 
 @pytest.fixture(scope="session")
-def refusals(corpus: Corpus, save_dir: Path) -> Refusals:
+def refusals(corpus, save_dir):
     """The results of every refused command, each in a process of its own."""
     train = words([corpus.data, TRAINING, SMALL, "--max-update 1 --save-dir", save_dir])
     encoding = [*train, "--position-encoding", "lrpe-type9"]
@@ -72,7 +71,7 @@ def said(ended: subprocess.CompletedProcess) -> list[str]:
 
 
 @pytest.mark.parametrize("label", SENTENCES)
-def test_a_bad_choice_ends_a_training_with_one_sentence(refusals: Refusals, label: str) -> None:
+def test_a_bad_choice_ends_a_training_with_one_sentence(refusals, label):
     ended = refusals[label]
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr + ended.stdout
@@ -81,7 +80,7 @@ def test_a_bad_choice_ends_a_training_with_one_sentence(refusals: Refusals, labe
     assert ended.stderr.rstrip().endswith(sentence)
 
 
-def test_nothing_that_was_refused_left_a_checkpoint(refusals: Refusals, save_dir: Path) -> None:
+def test_nothing_that_was_refused_left_a_checkpoint(refusals, save_dir):
     assert all(ended.returncode for ended in refusals.values())
     assert not list(save_dir.glob("*.pt"))
 
@@ -89,9 +88,7 @@ def test_nothing_that_was_refused_left_a_checkpoint(refusals: Refusals, save_dir
 # ---- the same, without starting a process ----
 
 
-def test_data_without_a_dictionary_are_named_with_the_folder_that_has_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_data_without_a_dictionary_are_named_with_the_folder_that_has_one(tmp_path, capsys):
     def refused(data: Path) -> str:
         with pytest.raises(SystemExit) as refusal:
             fairseq.tasks.setup_task(Namespace(task="language_modeling", data=str(data)))
@@ -120,7 +117,7 @@ def test_data_without_a_dictionary_are_named_with_the_folder_that_has_one(
         ("--document-boundary book", "--document-boundary 'book' is no symbol of the dictionary"),
     ],
 )
-def test_a_model_that_cannot_be_built_says_why(corpus: Corpus, options: str, reason: str) -> None:
+def test_a_model_that_cannot_be_built_says_why(corpus, options, reason):
     with pytest.raises(SystemExit, match=reason) as refusal:
         build(corpus, SMALL, options)
     assert refusal.value.code == 2

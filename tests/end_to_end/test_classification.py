@@ -30,7 +30,7 @@ UPDATES = 136  # four epochs
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def digits(tmp_path_factory):
     dest = tmp_path_factory.mktemp("data") / "digits"
     examples.prepare_images(dest, examples.DIGITS, 8)
     return dest
@@ -55,15 +55,13 @@ def work(made: ClassificationRun) -> dict:
 
 
 @pytest.fixture(scope="module")
-def finished(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> ClassificationRun:
+def finished(digits, tmp_path_factory):
     made = classification_run(digits, tmp_path_factory.mktemp("finished"))
     work(made)
     return made
 
 
-def test_digits_are_learned_and_the_run_file_says_how_they_were_measured(
-    finished: ClassificationRun,
-) -> None:
+def test_digits_are_learned_and_the_run_file_says_how_they_were_measured(finished):
     found = read_run(finished.result)
     assert finished.finished()
     assert (found["dataset"], found["task"]) == ("digits-8x8", "lrpe_classification")
@@ -85,9 +83,7 @@ def test_digits_are_learned_and_the_run_file_says_how_they_were_measured(
     assert finished.outcome() == f"{split} accuracy accuracy {value:.2f}"
 
 
-def test_a_training_whose_gradients_are_not_finite_has_a_run_file_that_says_so(
-    digits: Path, tmp_path: Path
-) -> None:
+def test_a_training_whose_gradients_are_not_finite_has_a_run_file_that_says_so(digits, tmp_path):
     made = classification_run(digits, tmp_path)
     wild = "optimization.lr=[1e30]"
     made, said = replace(made, overrides=(*made.overrides, wild)), []
@@ -106,8 +102,8 @@ def test_a_training_whose_gradients_are_not_finite_has_a_run_file_that_says_so(
 
 
 def test_a_checkpoint_is_evaluated_by_hand_on_any_data_with_its_dictionaries(
-    finished: ClassificationRun, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+    finished, tmp_path, capsys
+):
     best, out = finished.checkpoints / checkpoints.BEST, tmp_path / "out.json"
     given = [str(best), str(finished.data), "--splits", "test", "--out", str(out)]
     assert evaluate.classifier(given) == 0
@@ -156,7 +152,7 @@ Two batches of an update thus have unequal sizes, and the last update of an epoc
 
 
 @pytest.fixture
-def letters(tmp_path: Path) -> Path:
+def letters(tmp_path):
     """Bytes of two ranges, which are the classes, in rows of several lengths."""
     rng, splits = RandomState(0), {}
     for split, count in {"train": 50, "valid": 10, "test": 2}.items():
@@ -168,9 +164,7 @@ def letters(tmp_path: Path) -> Path:
     return steps.dest / "bin"
 
 
-def test_two_processes_train_a_classifier_as_one_with_twice_the_update_frequency(
-    letters: Path, tmp_path: Path
-) -> None:
+def test_two_processes_train_a_classifier_as_one_with_twice_the_update_frequency(letters, tmp_path):
     train = [letters, ALONE_OR_TOGETHER, "--save-dir"]
     run("fairseq_cli.train", *train, tmp_path / "alone", "--update-freq 2")
     group = (
@@ -187,6 +181,3 @@ def test_two_processes_train_a_classifier_as_one_with_twice_the_update_frequency
     first, validated = saved(alone[0]), one["extra_state"]["val_loss"]
     assert two["extra_state"]["val_loss"] == pytest.approx(validated, rel=1e-5)
     assert validated < 0.9 * first["extra_state"]["val_loss"]
-
-
-# --- configurations and tables -----------------------------------------------------------------

@@ -44,7 +44,7 @@ UPDATES = 2
 
 
 @pytest.fixture(scope="session")
-def typed_and_read(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def typed_and_read(corpus, tmp_path_factory):
     """Checkpoints of one model: options typed, and options read from a YAML.
 
     The typed form repeats two options that the preset switches on already.
@@ -62,9 +62,7 @@ def typed_and_read(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> 
     return typed, read
 
 
-def test_a_yaml_trains_the_same_model_as_the_command_line(
-    typed_and_read: tuple[Path, Path],
-) -> None:
+def test_a_yaml_trains_the_same_model_as_the_command_line(typed_and_read):
     for update in range(1, UPDATES + 1):
         typed, read = (folder / f"checkpoint_1_{update}.pt" for folder in typed_and_read)
         assert last_loss(typed) == last_loss(read)
@@ -84,8 +82,8 @@ def test_a_yaml_trains_the_same_model_as_the_command_line(
     ],
 )
 def test_a_flag_sets_what_it_names_and_its_negation_clears_it(
-    corpus: Corpus, typed: str, normalize_before: bool, shared: bool
-) -> None:
+    corpus, typed, normalize_before, shared
+):
     model, _, config = build(corpus, SMALL, typed)
     decoder = model.decoder
     assert config.model.decoder_normalize_before is normalize_before
@@ -122,9 +120,7 @@ def read_by_hydra(folder: Path, model: dict, *overrides: str) -> DictConfig:
     ("model", "part", "on_the_line"),
     [*((*part, True) for part in PARTS), (*PARTS[0], False), (*PARTS[-1], False)],
 )
-def test_hydra_takes_every_option_of_every_encoding(
-    model: str, part: str, on_the_line: bool, tmp_path: Path
-) -> None:
+def test_hydra_takes_every_option_of_every_encoding(model, part, on_the_line, tmp_path):
     chosen = {part + name: other_value(own) for name, own in options_of_encodings().items()}
     yaml = OmegaConf.create({"_name": model})
     if on_the_line:
@@ -148,16 +144,14 @@ def test_hydra_takes_every_option_of_every_encoding(
         ("model.encoder.fox_bias=3", "unknown model option 'encoder'"),
     ],
 )
-def test_a_word_that_names_no_option_or_value_is_refused_in_one_sentence(
-    word: str, sentence: str, tmp_path: Path
-) -> None:
+def test_a_word_that_names_no_option_or_value_is_refused_in_one_sentence(word, sentence, tmp_path):
     with pytest.raises(Refusal) as refused:
         read_by_hydra(tmp_path, {"_name": "lrpe_lm"}, word)
     assert str(refused.value).startswith(f"lrpe_fairseq: {sentence}")
     assert "\n" not in str(refused.value)
 
 
-def test_hydra_treats_the_models_of_fairseq_as_before(tmp_path: Path) -> None:
+def test_hydra_treats_the_models_of_fairseq_as_before(tmp_path):
     with pytest.raises(ConfigCompositionException, match="fox_bias"):
         read_by_hydra(tmp_path, {"_name": "transformer_lm"}, "model.fox_bias=3")
 
@@ -170,7 +164,7 @@ def leaves(config: dict, above: str = "") -> Iterator[tuple[str, object]]:
 
 
 @pytest.mark.parametrize("name", ["lm/wikitext2", "roberta/finetune-wikibook"])
-def test_hydra_reads_a_configuration_over_its_bases_as_our_own_loader_does(name: str) -> None:
+def test_hydra_reads_a_configuration_over_its_bases_as_our_own_loader_does(name):
     path = CONFIGS / f"{name}.yaml"
     hydra_init(path.stem)
     with initialize_config_dir(str(path.parent), version_base="1.1"):
@@ -229,9 +223,7 @@ def train_step(corpus: Corpus, *options: object, seed: int = 1) -> tuple[BaseFai
         zip(cycle(ATTENTION_TYPES), STOCK_OPTIONS, strict=False),
     ),
 )
-def test_an_option_of_fairseq_trains_every_parameter(
-    corpus: Corpus, attention_type: str, options: str
-) -> None:
+def test_an_option_of_fairseq_trains_every_parameter(corpus, attention_type, options):
     attention = f"--attention-type {attention_type} --position-encoding lrpe-type3"
     model, loss = train_step(corpus, attention, options)
     assert 2 < loss < 20
@@ -263,9 +255,7 @@ WARNED = {
 
 
 @pytest.mark.parametrize("options", WARNED)
-def test_a_choice_that_may_disappoint_is_warned_about(
-    corpus: Corpus, caplog: pytest.LogCaptureFixture, options: str
-) -> None:
+def test_a_choice_that_may_disappoint_is_warned_about(corpus, caplog, options):
     checks._warn_once.cache_clear()
     build(corpus, SMALL, f"--position-encoding {options}")
     found = [r.getMessage() for r in caplog.records if r.name == checks.__name__]
@@ -275,8 +265,8 @@ def test_a_choice_that_may_disappoint_is_warned_about(
 
 @pytest.mark.parametrize("attention_type", ATTENTION_TYPES)
 def test_checkpointed_activations_are_computed_again_and_change_no_gradient(
-    corpus: Corpus, attention_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    corpus, attention_type, monkeypatch
+):
     passes: list[MultiheadAttention] = []
     attend = MultiheadAttention.attend
     monkeypatch.setattr(
@@ -295,7 +285,7 @@ def test_checkpointed_activations_are_computed_again_and_change_no_gradient(
         assert torch.equal(parameter.grad, expected[name].grad), name
 
 
-def test_layerdrop_leaves_no_noise_of_an_earlier_pass_in_shared_spe(corpus: Corpus) -> None:
+def test_layerdrop_leaves_no_noise_of_an_earlier_pass_in_shared_spe(corpus):
     spe = "--attention-type softmax --position-encoding spe --no-spe-gated --spe-shared"
     model, _, _ = build(corpus, SMALL, spe, "--decoder-layerdrop 0.5 --dropout 0")
     tokens = torch.randint(4, 24, (1, 20))

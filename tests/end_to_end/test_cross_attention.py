@@ -33,7 +33,7 @@ APE = (
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pairs(tmp_path_factory):
     """A folder with the two dictionaries of a translation task, and no text."""
     folder = tmp_path_factory.mktemp("dictionaries")
     for language in ("en", "de"):
@@ -71,9 +71,7 @@ def cross_of(model: Any) -> list[Any]:
         ("--cross-attention-type linear", CrossAttention),
     ],
 )
-def test_cross_attention_is_stock_by_default_and_starts_from_its_weights(
-    pairs: Path, options: str, kind: type
-) -> None:
+def test_cross_attention_is_stock_by_default_and_starts_from_its_weights(pairs, options, kind):
     model, stock = model_of(pairs, options), model_of(pairs)
     assert all(type(attention) is kind for attention in cross_of(model))
     assert model.state_dict().keys() == stock.state_dict().keys()
@@ -82,7 +80,7 @@ def test_cross_attention_is_stock_by_default_and_starts_from_its_weights(
 
 
 @pytest.mark.parametrize("widths", [(32, 32), (32, 16)])
-def test_without_an_encoding_ours_is_stock(widths: tuple[int, int]) -> None:
+def test_without_an_encoding_ours_is_stock(widths):
     width, source = widths
     ours = CrossAttention(
         width, 4, memory_dim=source, attention_type="softmax", position_encoding="none"
@@ -110,9 +108,7 @@ def test_without_an_encoding_ours_is_stock(widths: tuple[int, int]) -> None:
             torch.testing.assert_close(*(out for out, _ in both))
 
 
-def test_a_checkpoint_from_before_the_options_has_stock_cross_attention(
-    pairs: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_from_before_the_options_has_stock_cross_attention(pairs, tmp_path):
     model, _, config = built(pairs, SMALL)
     with open_dict(config.model):
         del config.model["cross"]
@@ -132,8 +128,8 @@ def test_a_checkpoint_from_before_the_options_has_stock_cross_attention(
     ],
 )
 def test_what_cross_attention_cannot_do_is_refused_when_the_model_is_built(
-    pairs: Path, options: str, sentence: str
-) -> None:
+    pairs, options, sentence
+):
     with pytest.raises(SystemExit, match=sentence) as refusal:
         built(pairs, SMALL, options)
     assert refusal.value.code == 2
@@ -143,7 +139,7 @@ def test_what_cross_attention_cannot_do_is_refused_when_the_model_is_built(
 # --- weights -----------------------------------------------------------------------------------
 
 
-def test_softmax_gives_the_alignment_and_linear_refuses_to(pairs: Path) -> None:
+def test_softmax_gives_the_alignment_and_linear_refuses_to(pairs):
     asked = OmegaConf.create({"generation": {"print_alignment": "hard", "replace_unk": None}})
     with torch.no_grad():
         softmax, linear = (
@@ -165,7 +161,7 @@ def test_softmax_gives_the_alignment_and_linear_refuses_to(pairs: Path) -> None:
 # --- positions and sharing ---------------------------------------------------------------------
 
 
-def test_beam_search_keeps_the_positions_of_the_source(pairs: Path) -> None:
+def test_beam_search_keeps_the_positions_of_the_source(pairs):
     model, given = model_of(pairs, f"{CROSS} rope"), batch()
     nodes = torch.arange(21).view(3, 7) * 5
     source = {key: given[key] for key in ("src_tokens", "src_lengths")}
@@ -186,8 +182,8 @@ def generators(model: Any) -> list[torch.nn.Parameter]:
 
 
 def test_encoder_decoder_and_cross_attention_share_one_generator_and_its_gradient(
-    pairs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    pairs, monkeypatch
+):
     model = model_of(pairs, APE).double()
     with monkeypatch.context() as patched:
         for name in ("share_across_layers", "share_across_stacks"):
@@ -211,9 +207,7 @@ def test_encoder_decoder_and_cross_attention_share_one_generator_and_its_gradien
 
 
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
-def test_activation_checkpointing_has_the_gradients_of_every_pass(
-    pairs: Path, attention: str
-) -> None:
+def test_activation_checkpointing_has_the_gradients_of_every_pass(pairs, attention):
     found = []
     nodes = {"src_positions": torch.arange(21).view(3, 7) * 2}
     nodes["prev_output_positions"] = torch.arange(18).view(3, 6)
@@ -230,9 +224,7 @@ def test_activation_checkpointing_has_the_gradients_of_every_pass(
 
 
 @pytest.mark.parametrize("more", ["", "--share-all-embeddings"])
-def test_the_departure_of_unit_embeddings_changes_their_scale_and_nothing_else(
-    pairs: Path, more: str
-) -> None:
+def test_the_departure_of_unit_embeddings_changes_their_scale_and_nothing_else(pairs, more):
     named = " ".join(f"--{side}-fidelity ape-unit-embeddings" for side in ("encoder", "decoder"))
     plain, wide = (model_of(pairs, ALIKE, more, options) for options in ("", named))
     published = model_of(pairs, ALIKE, more, named.replace("ape-unit-embeddings", "published"))

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from tests.end_to_end.commands import SMALL, Corpus, build
+from tests.end_to_end.commands import SMALL, build
 
 pytestmark = pytest.mark.end_to_end
 
@@ -18,7 +18,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
-def test_documents_in_a_block_are_read_as_each_alone(corpus: Corpus, options: str) -> None:
+def test_documents_in_a_block_are_read_as_each_alone(corpus, options):
     model, task, _ = build(corpus, SMALL, options, "--dropout 0 --document-boundary w1")
     model, mark, pad = model.double().eval(), task.dictionary.index("w1"), task.dictionary.pad()
     tokens = torch.randint(20, 24, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -43,7 +43,7 @@ def test_documents_in_a_block_are_read_as_each_alone(corpus: Corpus, options: st
 
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
-def test_decoding_starts_anew_at_the_boundary(corpus: Corpus, attention: str) -> None:
+def test_decoding_starts_anew_at_the_boundary(corpus, attention):
     options = f"--attention-type {attention} --position-encoding rope --document-boundary w1"
     model, task, _ = build(corpus, SMALL, options)
     model, mark = model.double().eval(), task.dictionary.index("w1")

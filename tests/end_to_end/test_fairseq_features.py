@@ -52,8 +52,8 @@ def tokens(rows: int = 2, length: int = 7) -> torch.Tensor:
 
 
 def test_an_adaptive_softmax_with_shared_embeddings_resumes_and_is_evaluated(
-    corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    corpus, tmp_path, caplog
+):
     first = train(corpus, tmp_path, 1, ADAPTIVE)
     assert "decoder.output_projection.weight" not in first["model"]
     resumed = train(corpus, tmp_path, 2, ADAPTIVE)
@@ -65,9 +65,7 @@ def test_an_adaptive_softmax_with_shared_embeddings_resumes_and_is_evaluated(
     assert f"Evaluated {corpus.token_count('test')} tokens" in caplog.text
 
 
-def test_the_average_of_weights_keeps_the_buffers_of_an_encoding(
-    corpus: Corpus, tmp_path: Path
-) -> None:
+def test_the_average_of_weights_keeps_the_buffers_of_an_encoding(corpus, tmp_path):
     state = train(corpus, tmp_path, 2, "--store-ema --ema-decay 0.9 --position-encoding lrpe-type2")
     averaged = state["extra_state"]["ema"]
     learned = {"theta"}
@@ -79,9 +77,7 @@ def test_the_average_of_weights_keeps_the_buffers_of_an_encoding(
     assert not torch.equal(averaged[name], state["model"][name])
 
 
-def test_the_averaged_model_of_learned_angles_computes_and_follows_its_parameters(
-    corpus: Corpus,
-) -> None:
+def test_the_averaged_model_of_learned_angles_computes_and_follows_its_parameters(corpus):
     model, _, _ = build(corpus, SMALL, "--position-encoding lrpe-type2")
     average = build_ema(model, OmegaConf.structured(EMAConfig(store_ema=True, ema_decay=0.0)), None)
     with torch.no_grad():
@@ -98,7 +94,7 @@ def test_the_averaged_model_of_learned_angles_computes_and_follows_its_parameter
 
 
 @pytest.fixture(scope="module")
-def untrained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def untrained(corpus, tmp_path_factory):
     """A checkpoint of a language model that reads 32 tokens."""
     model, _, config = build(corpus, SMALL)
     path = tmp_path_factory.mktemp("untrained") / "checkpoint.pt"
@@ -116,8 +112,8 @@ def untrained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_perplexity_of_a_part_of_the_text_is_refused_with_the_tokens_left_out(
-    corpus: Corpus, untrained: Path, options: str
-) -> None:
+    corpus, untrained, options
+):
     text = corpus.token_count("test")
     block = int(options.split()[1]) - 8 * ("window" in options) if options else 1024
     left = text - text % block if text % block <= 32 else text
@@ -128,8 +124,8 @@ def test_a_perplexity_of_a_part_of_the_text_is_refused_with_the_tokens_left_out(
 
 
 def test_a_validation_of_a_part_of_the_text_is_refused_or_says_how_many_tokens_are_left_out(
-    corpus: Corpus, untrained: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    corpus, untrained, caplog
+):
     lengths = [len(line.split()) + 1 for line in corpus.lines["test"]]
     said = f"{sum(n for n in lengths if n > 8)} tokens in {sum(n > 8 for n in lengths)} of 40 samp"
     lines = "--sample-break-mode eos --max-target-positions 8 --max-tokens 99 --valid-subset test"
@@ -144,7 +140,7 @@ def test_a_validation_of_a_part_of_the_text_is_refused_or_says_how_many_tokens_a
 
 
 @pytest.fixture(scope="module")
-def translation(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def translation(pairs, tmp_path_factory):
     """A checkpoint of an untrained translation model with two layers on either side."""
     model, _, config = built(pairs, PAIRS)
     path = tmp_path_factory.mktemp("translation") / "checkpoint.pt"
@@ -157,14 +153,14 @@ def overridden(path: Path, **overrides: Any) -> Any:
     return models[0]
 
 
-def test_a_flat_name_overrides_a_nested_option(translation: Path) -> None:
+def test_a_flat_name_overrides_a_nested_option(translation):
     model = overridden(translation, encoder_attention_type="softmax", quant_noise_pq_block_size=4)
     assert model.encoder.layers[0].self_attn.attention_type == "softmax"
     assert model.decoder.layers[0].self_attn.attention_type == "softmax"  # its default
     assert model.cfg.quant_noise.pq_block_size == 4
 
 
-def test_layers_to_keep_prune_a_translation_model(translation: Path) -> None:
+def test_layers_to_keep_prune_a_translation_model(translation):
     weights = saved(translation)["model"]
     model = overridden(translation, encoder_layers_to_keep="1", decoder_layers_to_keep="0")
     assert (len(model.encoder.layers), len(model.decoder.layers)) == (1, 1)
@@ -173,9 +169,7 @@ def test_layers_to_keep_prune_a_translation_model(translation: Path) -> None:
         assert torch.equal(weight, weights[f"{side}.layers.{kept}.fc1.weight"])
 
 
-def test_an_option_that_is_newer_than_the_checkpoint_is_overridden(
-    translation: Path, tmp_path: Path
-) -> None:
+def test_an_option_that_is_newer_than_the_checkpoint_is_overridden(translation, tmp_path):
     state = saved(translation)
     del state["cfg"]["task"]["num_batch_buckets"]
     del state["cfg"]["model"]["adaptive_softmax_dropout"]
@@ -187,7 +181,7 @@ def test_an_option_that_is_newer_than_the_checkpoint_is_overridden(
     assert model.cfg.adaptive_softmax_dropout == 0.25
 
 
-def test_an_unknown_override_is_refused(translation: Path) -> None:
+def test_an_unknown_override_is_refused(translation):
     with pytest.raises(SystemExit) as refusal:
         overridden(translation, encoder_atention_type=1)
     said = "unknown option 'encoder_atention_type' in the overrides; did you mean 'encoder_att"
@@ -217,15 +211,9 @@ REFUSED = [
 
 @pytest.mark.parametrize(("model", "given", "sentence"), REFUSED)
 def test_a_model_that_would_fail_later_is_refused_when_it_is_built(
-    corpus: Corpus, pairs: Path, model: str, given: str, sentence: str
-) -> None:
+    corpus, pairs, model, given, sentence
+):
     with pytest.raises(SystemExit, match=sentence) as refusal:
         build(corpus, SMALL, given) if model == "text" else built(pairs, PAIRS, given)
     assert refusal.value.code == 2
     assert "\n" not in str(refusal.value)
-
-
-# ---- inference ----
-
-
-# ---- export ----

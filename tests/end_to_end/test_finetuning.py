@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -52,7 +51,7 @@ def counted(first: int, size: int) -> str:
 
 
 @pytest.fixture(scope="session")
-def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def words(tmp_path_factory):
     """Pre-training data with a tokenizer of its own."""
     folder = tmp_path_factory.mktemp("words")
     for split, size in (("train", 400), ("valid", 30)):
@@ -65,7 +64,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def pretrain(words: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def pretrain(words, tmp_path_factory):
     """Pre-trains a model with an attention type, once; the best checkpoint."""
 
     @functools.cache
@@ -79,12 +78,12 @@ def pretrain(words: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 
 @pytest.fixture(params=ATTENTION_TYPES)
-def pretrained(request: pytest.FixtureRequest, pretrain: Callable[[str], Path]) -> Path:
+def pretrained(request, pretrain):
     return pretrain(request.param)
 
 
 @pytest.fixture(scope="session")
-def tasks(words: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tasks(words, tmp_path_factory):
     """RTE: does the second sentence count on? STS-B: by how much do the beginnings differ?"""
     folder = tmp_path_factory.mktemp("glue")
     for split, size in (("train", 160), ("dev", 48)):
@@ -117,7 +116,7 @@ def work(made: FinetuningRun) -> dict:
 
 
 @pytest.fixture(scope="session")
-def finished(tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., FinetuningRun]:
+def finished(tasks, tmp_path_factory):
     """Fine-tunes a checkpoint on a task, once for all tests that read the run."""
 
     @functools.cache
@@ -134,9 +133,7 @@ def finished(tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     sampled(list(product(ATTENTION_TYPES, TASKS)), [("linear", "RTE"), ("softmax", "STS-B")]),
     indirect=["pretrained"],
 )
-def test_a_task_is_learned_by_the_model_of_the_checkpoint(
-    pretrained: Path, finished: Callable[..., FinetuningRun], name: str
-) -> None:
+def test_a_task_is_learned_by_the_model_of_the_checkpoint(pretrained, finished, name):
     made = finished(pretrained, name)
     found = read_run(made.result)
     assert made.finished()
@@ -157,9 +154,7 @@ def test_a_task_is_learned_by_the_model_of_the_checkpoint(
 
 
 @pytest.mark.parametrize("pretrained", ["softmax"], indirect=True)
-def test_fine_tuning_begins_with_the_pretrained_weights(
-    pretrained: Path, tasks: Path, tmp_path: Path
-) -> None:
+def test_fine_tuning_begins_with_the_pretrained_weights(pretrained, tasks, tmp_path):
     made = finetuning_run(pretrained, tasks / "RTE", tmp_path, lr=0.0)
     few = ("optimizer.weight_decay=0.0", "optimization.max_update=5")
     made = replace(made, overrides=(*made.overrides, *few))
@@ -172,8 +167,8 @@ def test_fine_tuning_begins_with_the_pretrained_weights(
 
 @one_attention
 def test_it_goes_on_where_a_kill_stopped_it_and_ends_where_it_would_have(
-    pretrained: Path, finished: Callable[..., FinetuningRun], tasks: Path, tmp_path: Path
-) -> None:
+    pretrained, finished, tasks, tmp_path
+):
     whole = finished(pretrained, "RTE")
     expected = read_run(whole.result)
     made = finetuning_run(pretrained, tasks / "RTE", tmp_path / "cut")
@@ -201,8 +196,8 @@ def test_it_goes_on_where_a_kill_stopped_it_and_ends_where_it_would_have(
 
 @one_attention
 def test_two_processes_share_the_batches_of_a_task_and_fill_the_same_cell(
-    pretrained: Path, tasks: Path, tmp_path: Path
-) -> None:
+    pretrained, tasks, tmp_path
+):
     """The correlation of STS-B needs the predictions of both."""
     made = finetuning_run(pretrained, tasks / "STS-B", tmp_path)
     made = replace(made, overrides=(*made.overrides, "optimization.max_update=20"))
@@ -232,9 +227,7 @@ def environment() -> dict[str, str]:
 
 
 @one_attention
-def test_another_model_than_the_checkpoints_is_refused(
-    pretrained: Path, tasks: Path, tmp_path: Path
-) -> None:
+def test_another_model_than_the_checkpoints_is_refused(pretrained, tasks, tmp_path):
     made = finetuning_run(pretrained, tasks / "RTE", tmp_path)
     with pytest.raises(ValueError, match="not linear and rope"):
         replace(made, position_encoding="rope").command()
@@ -252,8 +245,8 @@ def refused(made: FinetuningRun) -> str:
 
 @one_attention
 def test_what_does_not_fit_together_gets_one_sentence_and_nothing_is_begun(
-    pretrained: Path, tasks: Path, tmp_path: Path
-) -> None:
+    pretrained, tasks, tmp_path
+):
     made = finetuning_run(pretrained, tasks / "RTE", tmp_path / "run")
     absent = replace(made, checkpoint=tmp_path / "a" / "b" / "c" / "absent.pt", label="Type 2")
     said = f"train_row a 'Type 2' {made.attention_type} --scale {made.scale}"
@@ -267,7 +260,7 @@ def test_what_does_not_fit_together_gets_one_sentence_and_nothing_is_begun(
         replace(made, data=tasks / "rte").command()
 
 
-def test_the_grid_is_every_task_rate_and_seed_and_its_best_rate_fills_the_table() -> None:
+def test_the_grid_is_every_task_rate_and_seed_and_its_best_rate_fills_the_table():
     table = load_named("table3")
     grid = [run for run in runs(table, "paper", [1, 2]) if run.label == "Type5"]
     found = {(run.data.name, run.lr, run.seed) for run in grid}
@@ -276,8 +269,9 @@ def test_the_grid_is_every_task_rate_and_seed_and_its_best_rate_fills_the_table(
     assert all(
         column.best_over == "optimization.lr" for column in table.columns if not column.mean_of
     )
+    fields = ("checkpoint", "label", "attention_type", "position_encoding")
     by_hand = finetuning.finetuning_runs(
-        finetuning.Source(grid[0].checkpoint, "Type5", "linear", "lrpe-type5"),
+        {name: getattr(grid[0], name) for name in fields},
         CONFIGS / "roberta" / "finetune.yaml",
         "paper",
         ["RTE"],
@@ -289,8 +283,8 @@ def test_the_grid_is_every_task_rate_and_seed_and_its_best_rate_fills_the_table(
 
 @one_attention
 def test_the_command_works_off_its_runs_on_this_machine_and_says_what_came_out(
-    pretrained: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
+    pretrained, tasks, tmp_path, monkeypatch, capsys
+):
     made = finetuning_run(pretrained, tasks / "RTE", tmp_path)
     made = replace(made, overrides=(*made.overrides, "optimization.max_update=5"))
     monkeypatch.setattr(train_row, "_finetunings", lambda options: [made])
@@ -310,7 +304,7 @@ REFUSED = {  # sentence -> arguments
 
 
 @pytest.mark.parametrize("sentence", REFUSED)
-def test_the_command_refuses_in_one_sentence(sentence: str, capsys: pytest.CaptureFixture) -> None:
+def test_the_command_refuses_in_one_sentence(sentence, capsys):
     assert train_row.finetune(REFUSED[sentence]) == 2
     said = capsys.readouterr().err
     assert said.startswith("finetune_glue: ")

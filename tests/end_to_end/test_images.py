@@ -42,7 +42,7 @@ OVERRIDES = {
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(tmp_path_factory):
     """Class folders of generated images, as data-prep/imagenet prepares them."""
     folder = tmp_path_factory.mktemp("imagenet")
     write_class_folders(folder / "given")
@@ -65,9 +65,7 @@ def image_run(data: Path, folder: Path, **changes: str) -> ClassificationRun:
     )
 
 
-def test_prepared_images_are_learned_and_evaluated(
-    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_prepared_images_are_learned_and_evaluated(prepared, tmp_path, capsys):
     made = image_run(prepared, tmp_path, **{"task.no_augmentation": "true"})
     made.work(ForkedChildren(), Devices(), print)
     found = read_run(made.result)
@@ -90,9 +88,7 @@ def test_prepared_images_are_learned_and_evaluated(
 
 
 @needs_timm
-def test_a_training_with_every_augmentation_ends_and_is_evaluated_without(
-    prepared: Path, tmp_path: Path
-) -> None:
+def test_a_training_with_every_augmentation_ends_and_is_evaluated_without(prepared, tmp_path):
     made = image_run(prepared, tmp_path, **{"optimization.max_update": "4"})
     made.work(ForkedChildren(), Devices(), print)
     assert read_run(made.result)["metrics"]["valid"]["accuracy"]["examples"] == 24
@@ -118,9 +114,7 @@ def trained(data: Path, folder: Path, updates: int, bf16: bool = False) -> dict[
     return saved(made.checkpoints / checkpoints.LAST)
 
 
-def test_weight_decay_leaves_angles_without_a_gradient_where_they_were(
-    prepared: Path, tmp_path: Path
-) -> None:
+def test_weight_decay_leaves_angles_without_a_gradient_where_they_were(prepared, tmp_path):
     weights = trained(prepared, tmp_path, 3, bf16=True)["model"]
     angles = [weights[name] for name in weights if name.endswith("theta")]
     start = 10000.0 ** (-torch.arange(16) / 16)
@@ -129,9 +123,7 @@ def test_weight_decay_leaves_angles_without_a_gradient_where_they_were(
         torch.testing.assert_close(angle, start, rtol=1e-6, atol=0)
 
 
-def test_a_resumed_training_with_two_groups_is_the_uninterrupted_one(
-    prepared: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_training_with_two_groups_is_the_uninterrupted_one(prepared, tmp_path):
     whole = trained(prepared, tmp_path / "whole", 5)
     trained(prepared, tmp_path / "resumed", 3)
     resumed = trained(prepared, tmp_path / "resumed", 5)

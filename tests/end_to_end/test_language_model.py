@@ -22,7 +22,6 @@ from tests.end_to_end.commands import (
     SMALL,
     TASK,
     TRAINING,
-    Corpus,
     build,
     finish,
     last_loss,
@@ -77,9 +76,7 @@ LIVES = ["linear", pytest.param("softmax", marks=pytest.mark.exhaustive)]
 
 
 @pytest.fixture(scope="session", params=LIVES)
-def story(
-    request: pytest.FixtureRequest, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory
-) -> Story:
+def story(request, corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     whole, broken = folder / "whole", folder / "broken"
     train = [corpus.data, TRAINING, SMALL, OPTIONS[request.param], "--update-epoch-batch-itr True"]
@@ -115,9 +112,7 @@ def assert_same_tensors(a: Any, b: Any) -> None:
         assert a == b
 
 
-def test_a_training_killed_in_the_middle_resumes_to_the_same_weights_bit_for_bit(
-    story: Story,
-) -> None:
+def test_a_training_killed_in_the_middle_resumes_to_the_same_weights_bit_for_bit(story):
     assert story.status_of_killed == -9
     assert re.search(rf"Loaded checkpoint \S+last.pt \(epoch 2 @ {SAVED_AT} ", story.log_of_resumed)
     halfway = saved(story.whole / f"checkpoint_2_{SAVED_AT}.pt")["model"]
@@ -128,9 +123,7 @@ def test_a_training_killed_in_the_middle_resumes_to_the_same_weights_bit_for_bit
         assert_same_tensors(whole[part], broken[part])
 
 
-def test_evaluation_scores_every_token_with_the_perplexity_computed_by_hand(
-    story: Story, corpus: Corpus
-) -> None:
+def test_evaluation_scores_every_token_with_the_perplexity_computed_by_hand(story, corpus):
     model, task, _ = load(story.whole / "checkpoint_last.pt")
     lines = [task.source_dictionary.encode_line(line) for line in corpus.lines["test"]]
     stream = torch.cat(lines).long()
@@ -144,9 +137,7 @@ def test_evaluation_scores_every_token_with_the_perplexity_computed_by_hand(
     assert float(perplexity) == pytest.approx(2**expected, abs=1e-2)
 
 
-def test_the_command_line_generates_by_beam_search_what_full_context_scores_the_same(
-    story: Story,
-) -> None:
+def test_the_command_line_generates_by_beam_search_what_full_context_scores_the_same(story):
     model, task, _ = load(story.whole / "checkpoint_last.pt")
     hypotheses = re.findall(r"^H-\d+\t(\S+)\t(.*)$", story.generation, re.MULTILINE)
     assert len(hypotheses) == len(PROMPTS)
@@ -184,7 +175,7 @@ def generate(model: BaseFairseqModel, task: FairseqTask, beam: int) -> list[list
 
 
 @pytest.fixture(scope="session")
-def untrained(corpus: Corpus) -> Any:
+def untrained(corpus):
     """Builds small models that differ in attention and encoding, in a moment each."""
     _, task, config = build(corpus, SMALL)
 
@@ -198,8 +189,8 @@ def untrained(corpus: Corpus) -> Any:
 
 @pytest.mark.parametrize(("attention_type", "encoding"), sampled(usable(), in_turn("decoder-only")))
 def test_a_hypothesis_of_beam_search_has_the_score_of_full_context(
-    untrained: Any, attention_type: str, encoding: str
-) -> None:
+    untrained, attention_type, encoding
+):
     model, task = untrained(attention_type, encoding)
     for hypotheses in generate(model, task, beam=4):
         assert len(hypotheses) == 4
@@ -212,9 +203,7 @@ def test_a_hypothesis_of_beam_search_has_the_score_of_full_context(
 # ---- a checkpoint carries its options ----
 
 
-def test_a_checkpoint_alone_restores_the_model(
-    story: Story, corpus: Corpus, request: pytest.FixtureRequest
-) -> None:
+def test_a_checkpoint_alone_restores_the_model(story, corpus, request):
     attention_type = request.node.callspec.params["story"]
     checkpoint = story.whole / "checkpoint_last.pt"
     restored, _, config = load(checkpoint)
@@ -231,9 +220,7 @@ def test_a_checkpoint_alone_restores_the_model(
     assert torch.equal(restored(tokens)[0], typed.eval()(tokens)[0])
 
 
-def test_the_hub_interface_scores_and_samples_from_a_checkpoint(
-    story: Story, corpus: Corpus
-) -> None:
+def test_the_hub_interface_scores_and_samples_from_a_checkpoint(story, corpus):
     from lrpe_fairseq.models.language_model import LRPELanguageModel
 
     hub = LRPELanguageModel.from_pretrained(
@@ -265,9 +252,7 @@ GROUPS = [  # softmax in two processes is in test_segment_recurrence.py, too
 
 
 @pytest.fixture(scope="session", params=GROUPS, ids=lambda case: f"{case[0]}-{case[1]}")
-def alone_and_together(
-    request: pytest.FixtureRequest, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Path]:
+def alone_and_together(request, corpus, tmp_path_factory):
     """Checkpoints of every update: by one process, and by a group (in part by one process)."""
     attention, processes = request.param
     folder = tmp_path_factory.mktemp("processes")
@@ -281,9 +266,7 @@ def alone_and_together(
     return alone, together
 
 
-def test_a_group_of_processes_trains_as_one_with_the_matching_update_frequency(
-    alone_and_together: tuple[Path, Path],
-) -> None:
+def test_a_group_of_processes_trains_as_one_with_the_matching_update_frequency(alone_and_together):
     alone, together = (
         [folder / f"checkpoint_1_{step}.pt" for step in range(1, STEPS + 1)]
         for folder in alone_and_together
@@ -302,14 +285,14 @@ BF16 = f"{TRAINING} {SMALL} --bf16 --disable-validation --save-interval-updates 
 
 
 @pytest.fixture(scope="session", params=LIVES)
-def bf16(request: pytest.FixtureRequest, corpus: Corpus, tmp_path_factory: Any) -> Path:
+def bf16(request, corpus, tmp_path_factory):
     """What an attention type makes of ``--bf16``."""
     folder = tmp_path_factory.mktemp("bf16") / request.param
     run(TRAIN, corpus.data, BF16, OPTIONS[request.param], "--save-dir", folder)
     return folder
 
 
-def test_bf16_trains_and_keeps_the_learned_angles_in_float32(bf16: Path) -> None:
+def test_bf16_trains_and_keeps_the_learned_angles_in_float32(bf16):
     first, last = (bf16 / f"checkpoint_1_{n}.pt" for n in (1, 20))
     assert last_loss(last) < 0.9 * last_loss(first)
     weights = {k: v for k, v in saved(last)["model"].items() if v.is_floating_point()}
@@ -328,7 +311,7 @@ def test_bf16_trains_and_keeps_the_learned_angles_in_float32(bf16: Path) -> None
         "--attention-type linear --attention-normalizer layernorm",
     ],
 )
-def test_a_model_in_fp16_computes_what_it_does_in_float32(corpus: Corpus, options: str) -> None:
+def test_a_model_in_fp16_computes_what_it_does_in_float32(corpus, options):
     model, _, _ = build(corpus, SMALL, options, "--position-encoding lrpe-type3")
     tokens = torch.randint(4, 24, (2, 300))
     exact = model.eval()(tokens)[0]

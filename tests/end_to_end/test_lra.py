@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 
@@ -31,7 +30,7 @@ def words(rng: random.Random, letters: str) -> str:
     return " ".join("".join(rng.choices(letters, k=4)) for _ in range(rng.randint(2, 4)))
 
 
-def test_reviews_are_read_byte_by_byte_trained_and_evaluated(tmp_path: Path) -> None:
+def test_reviews_are_read_byte_by_byte_trained_and_evaluated(tmp_path):
     rng = random.Random(1)
     members = {
         f"aclImdb/{part}/{feeling}/{number}_7.txt": words(rng, letters).encode()
@@ -51,7 +50,7 @@ def test_reviews_are_read_byte_by_byte_trained_and_evaluated(tmp_path: Path) -> 
     assert "train 72, valid 8, test 80" in found["protocol"]["accuracy"]
 
 
-def test_pairs_are_encoded_together_trained_and_evaluated(tmp_path: Path) -> None:
+def test_pairs_are_encoded_together_trained_and_evaluated(tmp_path):
     rng = random.Random(2)
     letters = ("abc", "xyz")
     members = {}

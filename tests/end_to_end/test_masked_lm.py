@@ -2,7 +2,6 @@
 notice, for every encoding."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.experiments.families.lm import PretrainingRun
 from lrpe_fairseq.experiments.runner.training import Devices, shell
 from tests.end_to_end.cases import in_turn, sampled, usable
-from tests.end_to_end.commands import PLUGIN, Corpus, build, load, run, saved
+from tests.end_to_end.commands import PLUGIN, build, load, run, saved
 from tests.end_to_end.forked import ForkedChildren
 from tests.trial import trial
 
@@ -28,7 +27,7 @@ PRETRAIN = (
 )
 OPTIONS = {  # none of them the default
     "linear": "--attention-type linear --position-encoding lrpe-type3 --encoding-seed 5 "
-    "--attention-normalizer layernorm",
+    "--attention-normalizer layernorm --attention-parts qk-norm,output-gate,kv-shift",
     "softmax": "--attention-type softmax --position-encoding lrpe-type6 --encoding-seed 5",
 }
 
@@ -36,9 +35,7 @@ OPTIONS = {  # none of them the default
 @pytest.mark.parametrize(
     ("attention", "encoding"), sampled(usable("encoder-only"), in_turn("encoder-only"))
 )
-def test_a_padded_batch_and_its_single_sentences_have_the_same_logits(
-    corpus: Corpus, attention: str, encoding: str
-) -> None:
+def test_a_padded_batch_and_its_single_sentences_have_the_same_logits(corpus, attention, encoding):
     _, task, config = build(corpus, TASK, SMALL)  # read once
     config.model.attention_type, config.model.position_encoding = attention, encoding
     model = task.build_model(config.model).eval()
@@ -61,17 +58,13 @@ def test_a_padded_batch_and_its_single_sentences_have_the_same_logits(
 @pytest.fixture(
     scope="session", params=["linear", pytest.param("softmax", marks=pytest.mark.exhaustive)]
 )
-def pretrained(
-    request: pytest.FixtureRequest, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def pretrained(request, corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pretrained") / request.param
     run("fairseq_cli.train", corpus.data, PRETRAIN, OPTIONS[request.param], "--save-dir", folder)
     return folder / "checkpoint_best.pt"
 
 
-def test_pretraining_learns_and_its_checkpoint_alone_restores_the_model(
-    pretrained: Path, corpus: Corpus
-) -> None:
+def test_pretraining_learns_and_its_checkpoint_alone_restores_the_model(pretrained, corpus):
     model, _, config = load(pretrained)
     assert config.model.encoding_seed == 5
     assert (
@@ -87,9 +80,7 @@ def test_pretraining_learns_and_its_checkpoint_alone_restores_the_model(
 # ---- runs ----
 
 
-def test_a_run_is_scored_with_the_same_masks_whatever_its_seed(
-    pretrained: Path, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_a_run_is_scored_with_the_same_masks_whatever_its_seed(pretrained, corpus, tmp_path):
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "checkpoints").symlink_to(pretrained.parent)
     (tmp_path / "data").mkdir()
@@ -103,9 +94,7 @@ def test_a_run_is_scored_with_the_same_masks_whatever_its_seed(
     assert first["test"]["masked"]["ppl"] == 2 ** first["test"]["masked"]["loss"]
 
 
-def test_a_finished_run_is_finished_and_a_longer_one_goes_on_from_it(
-    corpus: Corpus, tmp_path: Path
-) -> None:
+def test_a_finished_run_is_finished_and_a_longer_one_goes_on_from_it(corpus, tmp_path):
     """fairseq keeps the string "3000" of the YAML's total_num_update as 3000.0."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "bin").symlink_to(corpus.data)

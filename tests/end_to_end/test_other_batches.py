@@ -2,7 +2,6 @@
 refused in one sentence; with every task."""
 
 import shutil
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import examples, synthetic, transduction
 from lrpe_fairseq.experiments.data.examples import BYTES, Examples
 from lrpe_fairseq.tasks import images
-from tests.end_to_end.commands import PLUGIN, SMALL, TRAINING, Corpus, configured, run_here, saved
+from tests.end_to_end.commands import PLUGIN, SMALL, TRAINING, configured, run_here, saved
 from tests.test_data_prep import load
 from tests.test_images import write_class_folders
 
@@ -65,7 +64,7 @@ TASKS = {
 
 
 @pytest.fixture(scope="module")
-def data(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def data(corpus, tmp_path_factory):
     """A function that returns the data of a task."""
     folder = tmp_path_factory.mktemp("data")
 
@@ -159,9 +158,7 @@ def resumed(trainer: Any, place: dict[str, Any], saved_with: dict[str, Any], shu
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_other_batches_read_the_rest_of_the_epoch_or_are_refused(
-    task: str, data: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_batches_read_the_rest_of_the_epoch_or_are_refused(task, data, monkeypatch):
     config = configured(data(task), f"--user-dir {PLUGIN} --task {task}", TASKS[task])
     cases = CASES if task == "language_modeling" else FEW
     for name, shuffle in product(cases, (True, False)):
@@ -183,9 +180,7 @@ def test_other_batches_read_the_rest_of_the_epoch_or_are_refused(
                 resumed(trainer, place, saved_with, shuffle)
 
 
-def test_a_training_refuses_other_batches_until_it_starts_a_new_pass(
-    corpus: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_training_refuses_other_batches_until_it_starts_a_new_pass(corpus, tmp_path, capsys):
     train = [corpus.data, TRAINING.replace("--max-tokens 128", ""), SMALL, "--disable-validation"]
     run_here("fairseq_cli.train", *train, "--batch-size 16 --max-update 3 --save-dir", tmp_path)
     other = [*train, "--batch-size 4 --max-update 4 --save-dir"]

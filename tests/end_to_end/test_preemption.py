@@ -58,7 +58,7 @@ def trainers(folder: Path) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
     run("fairseq_cli.train", *training(corpus, folder))
     return folder
@@ -86,8 +86,8 @@ FairseqTask.train_step = told
 
 
 def test_a_training_that_is_told_to_end_saves_and_resumes_as_if_nothing_had_been(
-    corpus: Corpus, undisturbed: Path, tmp_path: Path
-) -> None:
+    corpus, undisturbed, tmp_path
+):
     command = training(corpus, tmp_path)
     told = words([*command, user_dir(tmp_path / "told", TOLD)])
     assert run_forked("fairseq_cli.train", told).returncode == SAVED
@@ -119,9 +119,7 @@ def said(log: Path) -> str:
     return log.read_text().replace(" ", "")
 
 
-def test_processes_of_several_gpus_save_although_the_signal_ends_their_parent(
-    corpus: Corpus, tmp_path: Path
-) -> None:
+def test_processes_of_several_gpus_save_although_the_signal_ends_their_parent(corpus, tmp_path):
     # a fast update ends before its process is interrupted
     group = user_dir(tmp_path / "slow", SLOW)
     group += f" --distributed-init-method file://{tmp_path}/group"
@@ -140,9 +138,7 @@ def test_processes_of_several_gpus_save_although_the_signal_ends_their_parent(
     assert f"received a signal: saved at update {reached}" in log.read_text()
 
 
-def test_of_two_processes_one_is_told_and_both_end_at_the_same_update(
-    corpus: Corpus, tmp_path: Path
-) -> None:
+def test_of_two_processes_one_is_told_and_both_end_at_the_same_update(corpus, tmp_path):
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     command = ["bash", str(LAUNCHER), *words(training(corpus, tmp_path))]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -93,7 +93,7 @@ def attention(name: str, attention_type: str = "softmax", causal: bool = True) -
     ("name", "memory"),
     [*((name, 5) for name in (*ENCODINGS, "gated:rope")), ("rope", 0), *XL_AND_T5],
 )
-def test_attention_after_a_memory_is_that_of_one_long_block(name: str, memory: int) -> None:
+def test_attention_after_a_memory_is_that_of_one_long_block(name, memory):
     module, length = attention(name), 7
     x = torch.randn(2, memory + length, 16, dtype=torch.float64)
     weight = torch.randn(2, length, 16, dtype=torch.float64)
@@ -111,7 +111,7 @@ def test_attention_after_a_memory_is_that_of_one_long_block(name: str, memory: i
 
 
 @pytest.mark.parametrize(("attention_type", "causal"), [("linear", True), ("softmax", False)])
-def test_attention_that_cannot_remember_says_so(attention_type: str, causal: bool) -> None:
+def test_attention_that_cannot_remember_says_so(attention_type, causal):
     x = torch.randn(2, 4, 16, dtype=torch.float64)
     with pytest.raises(ValueError, match="only causal softmax attention has a memory"):
         attention("rope", attention_type, causal).attend(x, state=Memory(x.transpose(0, 1)))
@@ -147,9 +147,7 @@ def gradient_of(features: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
         f"{SOFTMAX} fire --fire-length 4 --document-boundary w1",
     ],
 )
-def test_segments_with_memory_are_one_long_segment(
-    corpus: Corpus, model_options: str, training: bool
-) -> None:
+def test_segments_with_memory_are_one_long_segment(corpus, model_options, training):
     model, _ = built(corpus, model_options)
     tokens = torch.randint(4, 24, (2, 3 * SEGMENT))
     long, inputs = embedded(model.eval(), tokens)
@@ -166,9 +164,7 @@ def test_segments_with_memory_are_one_long_segment(
 
 
 @pytest.mark.parametrize("memory", [5, SEGMENT, 12])
-def test_a_segment_sees_as_many_tokens_before_it_as_the_memory_is_long(
-    corpus: Corpus, memory: int
-) -> None:
+def test_a_segment_sees_as_many_tokens_before_it_as_the_memory_is_long(corpus, memory):
     model, _ = built(corpus, "--decoder-layers 1", memory=memory)
     tokens = torch.randint(4, 24, (2, 3 * SEGMENT))
     for i, part in enumerate(tokens.split(SEGMENT, 1)):
@@ -180,7 +176,7 @@ def test_a_segment_sees_as_many_tokens_before_it_as_the_memory_is_long(
     assert (found - nearer).abs().max() > 1e-4
 
 
-def test_no_gradient_flows_into_earlier_segments(corpus: Corpus) -> None:
+def test_no_gradient_flows_into_earlier_segments(corpus):
     model, _ = built(corpus)
     tokens = torch.randint(4, 24, (2, SEGMENT))
     _, earlier = embedded(model.train(), tokens, segment=segment([0, 9], first=True))
@@ -205,9 +201,7 @@ def rounds(task: LRPETruncatedBPTTTask, rows: int, shards: int, updates: int) ->
 
 
 @pytest.mark.parametrize(("rows", "shards", "updates"), SIZES)
-def test_every_token_is_predicted_once_from_the_token_before_it(
-    corpus: Corpus, rows: int, shards: int, updates: int
-) -> None:
+def test_every_token_is_predicted_once_from_the_token_before_it(corpus, rows, shards, updates):
     _, task = built(corpus)
     targets = text(corpus)
     eos, pad = task.dictionary.eos(), task.dictionary.pad()
@@ -225,9 +219,7 @@ def test_every_token_is_predicted_once_from_the_token_before_it(
 
 
 @pytest.mark.parametrize(("rows", "shards", "updates"), SIZES)
-def test_each_row_goes_on_where_its_stream_was(
-    corpus: Corpus, rows: int, shards: int, updates: int
-) -> None:
+def test_each_row_goes_on_where_its_stream_was(corpus, rows, shards, updates):
     _, task = built(corpus)
     per_stream: dict[tuple[int, int], list[tuple[int, bool]]] = {}
     for shard, read in enumerate(rounds(task, rows, shards, updates)):
@@ -266,7 +258,7 @@ def alone(model: BaseFairseqModel, tokens: Tensor, eos: int) -> Tensor:
     return model(source.unsqueeze(0))[0][0]
 
 
-def test_the_memory_is_carried_from_batch_to_batch(corpus: Corpus) -> None:
+def test_the_memory_is_carried_from_batch_to_batch(corpus):
     model, task = built(corpus)
     found = predictions(model, batches(task))
     plan, whole = Streams(len(found), 3), text(corpus)
@@ -284,9 +276,7 @@ def assert_equal(found: dict[int, Tensor], expected: dict[int, Tensor]) -> None:
         torch.testing.assert_close(found[block], scores, rtol=0, atol=0)
 
 
-def test_a_reset_and_a_new_epoch_and_another_batch_size_begin_with_nothing(
-    corpus: Corpus, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_reset_and_a_new_epoch_and_another_batch_size_begin_with_nothing(corpus, caplog):
     model, task = built(corpus)
     read, wider = batches(task), batches(task, max_tokens=4 * SEGMENT)
     epoch = predictions(model, read)
@@ -302,7 +292,7 @@ def test_a_reset_and_a_new_epoch_and_another_batch_size_begin_with_nothing(
     assert_equal(predictions(model, [read[1]]), predictions(forgetful, [read[1]]))
 
 
-def test_an_evaluation_within_a_training_leaves_no_trace(corpus: Corpus) -> None:
+def test_an_evaluation_within_a_training_leaves_no_trace(corpus):
     model, task = built(corpus)
     first, second, *rest = batches(task)
     expected = predictions(model.train(), [first, second])
@@ -314,7 +304,7 @@ def test_an_evaluation_within_a_training_leaves_no_trace(corpus: Corpus) -> None
     )
 
 
-def test_generation_and_plain_batches_neither_see_nor_change_the_memory(corpus: Corpus) -> None:
+def test_generation_and_plain_batches_neither_see_nor_change_the_memory(corpus):
     model, task = built(corpus)
     first, second, *_ = batches(task)
     expected = predictions(model, [first, second])
@@ -335,7 +325,7 @@ DOCUMENT_LINES = [1, 4, 5, 19]
 
 
 @pytest.fixture(scope="session")
-def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def documents(tmp_path_factory):
     """A folder as data-prep writes it, for the valid split."""
     folder = tmp_path_factory.mktemp("documents")
     rows = [f"{line}\tTitle {i}\n" for i, line in enumerate(DOCUMENT_LINES)]
@@ -344,9 +334,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("encoding", ["transformer-xl", "permuteformer"])
-def test_a_document_is_read_as_if_it_stood_alone_when_asked(
-    corpus: Corpus, documents: Path, encoding: str
-) -> None:
+def test_a_document_is_read_as_if_it_stood_alone_when_asked(corpus, documents, encoding):
     given = f"{SOFTMAX} {encoding} --reset-at-documents {documents}"
     model, task = built(corpus, given)
     found = predictions(model, batches(task, max_tokens=SEGMENT))  # one stream
@@ -363,7 +351,7 @@ def test_a_document_is_read_as_if_it_stood_alone_when_asked(
 
 
 @pytest.mark.parametrize("rows", ["0\ta\n0\tb\n", "3\ta\n2\tb\n", "-1\ta\n", "30\ta\n", "x\ta\n"])
-def test_documents_of_another_text_are_refused(tmp_path: Path, rows: str) -> None:
+def test_documents_of_another_text_are_refused(tmp_path, rows):
     (tmp_path / "valid.tsv").write_text(rows)
     with pytest.raises(ValueError, match=r"valid\.tsv"):
         document_starts(tmp_path / "valid.tsv", np.full(30, 7))
@@ -380,7 +368,7 @@ SAVED = f"--save-interval-updates {STOP // 3} --lr 1e-2"
 
 
 @pytest.fixture(scope="session")
-def trainings(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def trainings(corpus, tmp_path_factory):
     """One training as it is, one stopped in the middle of an epoch and resumed; dropout on."""
     folder = tmp_path_factory.mktemp("segments")
     train = [corpus.data, TRAINED, SAVED, "--max-tokens 64 --update-freq 2 --save-dir"]
@@ -394,7 +382,7 @@ def trainings(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return {name: folder / name for name in ("whole", "resumed")}
 
 
-def test_a_resumed_training_is_the_uninterrupted_one(trainings: dict[str, Path]) -> None:
+def test_a_resumed_training_is_the_uninterrupted_one(trainings):
     updates = {path.name: int(path.stem.split("_")[-1]) for path in interval_saves(trainings)}
     assert sorted(updates.values()) == list(range(STOP // 3, END + 1, STOP // 3))
     for name in [*updates, "checkpoint_last.pt"]:
@@ -409,9 +397,7 @@ def interval_saves(trainings: dict[str, Path]) -> list[Path]:
 
 
 @pytest.mark.exhaustive  # what each process reads: above
-def test_two_processes_train_as_one_with_twice_the_update_frequency(
-    corpus: Corpus, tmp_path: Path
-) -> None:
+def test_two_processes_train_as_one_with_twice_the_update_frequency(corpus, tmp_path):
     sgd = "--optimizer sgd --lr 0.3 --dropout 0 --disable-validation --max-update 5 --max-tokens 64"
     train = [corpus.data, TRAINED, sgd, "--save-dir"]
     run("fairseq_cli.train", *train, tmp_path / "alone", "--update-freq 2")
@@ -433,9 +419,7 @@ def evaluated(corpus: Corpus, checkpoint: Path, caplog: Any, *given: object) -> 
     return int(said.split()[1].replace(",", "")), float(found["perplexity"])
 
 
-def test_the_memory_makes_evaluation_better_and_loses_no_token(
-    trainings: dict[str, Path], corpus: Corpus, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_memory_makes_evaluation_better_and_loses_no_token(trainings, corpus, caplog):
     checkpoint = trainings["whole"] / "checkpoint_last.pt"
     streams = f"{STREAMS.split(' --no')[0]} --gen-subset test --max-tokens {3 * SEGMENT}"
     tokens, remembered = evaluated(corpus, checkpoint, caplog, streams)
@@ -464,7 +448,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("given", REFUSED)
-def test_what_does_not_go_together_is_refused_in_one_sentence(corpus: Corpus, given: str) -> None:
+def test_what_does_not_go_together_is_refused_in_one_sentence(corpus, given):
     with pytest.raises(SystemExit, match=REFUSED[given]) as refusal:
         built(corpus, given, memory=4)
     with pytest.raises(SystemExit, match="absolute positions restart in every segment"):
@@ -473,7 +457,7 @@ def test_what_does_not_go_together_is_refused_in_one_sentence(corpus: Corpus, gi
     assert "\n" not in str(refusal.value)
 
 
-def test_a_memory_is_not_trained_without_streams(corpus: Corpus) -> None:
+def test_a_memory_is_not_trained_without_streams(corpus):
     model, _ = built(corpus, "--task language_modeling")
     tokens = torch.randint(4, 24, (2, SEGMENT))
     model.eval()(tokens)

@@ -33,7 +33,7 @@ TRAIN = (
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     """Two shards of other lengths, with one dictionary; only the first validates."""
     folder, rng = tmp_path_factory.mktemp("shards"), random.Random(0)
     (folder / "dict.txt").write_text("".join(f"w{number} 1\n" for number in range(20)))
@@ -59,7 +59,7 @@ class Training:
 
 
 @pytest.fixture(scope="module")
-def trainings(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
+def trainings(data, tmp_path_factory):
     """A training into the third epoch, and one that was stopped inside the second."""
     folder = tmp_path_factory.mktemp("trainings")
     ends = {"whole": (UPDATES,), "resumed": (UPDATES // 2 + 1, UPDATES)}
@@ -82,18 +82,14 @@ def _train(data: Path, folder: Path, ends: tuple[int, ...]) -> Training:
     return Training(folder / "checkpoint_last.pt", read)
 
 
-def test_each_epoch_reads_its_own_shard_and_validation_the_first(
-    trainings: dict[str, Training],
-) -> None:
+def test_each_epoch_reads_its_own_shard_and_validation_the_first(trainings):
     assert trainings["whole"].read["train"] == ["shard0", "shard1", "shard0"]
     assert trainings["resumed"].read["train"] == ["shard0", "shard1", "shard1", "shard0"]
     for training in trainings.values():
         assert set(training.read["valid"]) == {"shard0"}
 
 
-def test_a_resumed_training_over_shards_is_the_uninterrupted_one(
-    trainings: dict[str, Training],
-) -> None:
+def test_a_resumed_training_over_shards_is_the_uninterrupted_one(trainings):
     whole, resumed = (saved(training.last) for training in trainings.values())
     for state in (whole, resumed):
         assert state["extra_state"]["train_iterator"]["epoch"] == 3
@@ -102,9 +98,7 @@ def test_a_resumed_training_over_shards_is_the_uninterrupted_one(
         assert torch.equal(resumed["model"][name], weight), name
 
 
-def test_a_run_trains_over_the_shards_and_is_validated_on_the_first(
-    data: Path, tmp_path: Path
-) -> None:
+def test_a_run_trains_over_the_shards_and_is_validated_on_the_first(data, tmp_path):
     made = trial(tmp_path, PretrainingRun, config="pretrain-small", data=data)
     assert made.chosen()["task.data"] == joined_shards(data)
     assert f"++task.data={joined_shards(data)}" in made.command()
@@ -112,16 +106,12 @@ def test_a_run_trains_over_the_shards_and_is_validated_on_the_first(
     assert set(made.data_checksums()) == {"train", "valid", "dictionary"}
 
 
-def test_the_dictionary_of_shards_is_remembered_as_that_of_one_folder(
-    data: Path, tmp_path: Path
-) -> None:
+def test_the_dictionary_of_shards_is_remembered_as_that_of_one_folder(data, tmp_path):
     checkpoints.remember_dictionaries(tmp_path, data)
     assert read_json(tmp_path / checkpoints.DICTIONARIES).keys() == {"dict.txt"}
 
 
-def test_a_configuration_that_names_shards_keeps_them_until_data_are_prepared(
-    tmp_path: Path,
-) -> None:
+def test_a_configuration_that_names_shards_keeps_them_until_data_are_prepared(tmp_path):
     data = data_home(PLANNED)
     assert data == Path("data/wikibook")
     given = {"config": "pretrain-wikibook", "data": CONFIGS.parent / data, "scale": "paper"}

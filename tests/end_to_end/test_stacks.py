@@ -1,8 +1,6 @@
 """Stacks whose layers differ in attention, encoding, normalizer and window."""
 
 import logging
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +8,10 @@ import torch
 from fairseq import checkpoint_utils
 from torch import Tensor
 
+from lrpe_fairseq.attention.parts import PARTS
 from lrpe_fairseq.errors import Refusal
 from lrpe_fairseq.models import options
-from tests.end_to_end.commands import SMALL, Corpus, build, built, run_here, save
+from tests.end_to_end.commands import SMALL, build, built, run_here, save
 from tests.end_to_end.test_fairseq_features import PAIRS
 
 pytestmark = pytest.mark.end_to_end
@@ -35,9 +34,7 @@ def layers_of(model: Any) -> list[Any]:
     return [layer.self_attn for layer in model.decoder.layers]
 
 
-def test_every_layer_has_its_own_attention_and_the_log_says_which(
-    corpus: Corpus, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_every_layer_has_its_own_attention_and_the_log_says_which(corpus, caplog):
     caplog.set_level(logging.INFO, options.__name__)
     found = layers_of(build(corpus, STACK)[0])
     assert [(own.attention_type, own.encoding.name) for own in found] == KINDS
@@ -50,7 +47,7 @@ def test_every_layer_has_its_own_attention_and_the_log_says_which(
     ]
 
 
-def test_a_mixed_stack_is_its_layers_alone(corpus: Corpus) -> None:
+def test_a_mixed_stack_is_its_layers_alone(corpus):
     model = build(corpus, f"{BARE} --attention-type linear,softmax --position-encoding fox,rope")[0]
     model, tokens = model.double().eval(), text()
     x = model.decoder.embed_scale * model.decoder.embed_tokens(tokens).transpose(0, 1)
@@ -63,7 +60,7 @@ def test_a_mixed_stack_is_its_layers_alone(corpus: Corpus) -> None:
     assert torch.equal(model.decoder.output_layer(x), model(tokens)[0])
 
 
-def test_context_scaling_concerns_the_layers_with_rotations(corpus: Corpus) -> None:
+def test_context_scaling_concerns_the_layers_with_rotations(corpus):
     scaling = "--context-scaling ntk --context-factor 4"
     found = [
         own.encoding.spec.options.values for own in layers_of(build(corpus, STACK, scaling)[0])
@@ -75,7 +72,7 @@ def test_context_scaling_concerns_the_layers_with_rotations(corpus: Corpus) -> N
 
 
 @pytest.mark.parametrize("kind", ["linear", "softmax"])
-def test_a_window_in_training_is_that_of_the_evaluation(corpus: Corpus, kind: str) -> None:
+def test_a_window_in_training_is_that_of_the_evaluation(corpus, kind):
     attention = f"{BARE} --attention-type {kind} --position-encoding rope"
     own, plain = (build(corpus, f"{attention} {o}")[0] for o in ("--attention-window 4", ""))
     results = []
@@ -101,20 +98,22 @@ def decoded(decoder: Any, tokens: Tensor, **given: Any) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def test_decoding_a_mixed_stack_with_windows_equals_the_whole_text(corpus: Corpus) -> None:
-    model = build(corpus, STACK)[0].double().eval()
+@pytest.mark.parametrize("parts", ["none", ",".join(PARTS)])
+def test_decoding_a_mixed_stack_with_windows_equals_the_whole_text(corpus, parts):
+    model = build(corpus, STACK, f"--attention-parts {parts}")[0].double().eval()
     with torch.no_grad():
         found = decoded(model.decoder, text())
         torch.testing.assert_close(found, model(text())[0], rtol=1e-9, atol=1e-9)
 
 
-def test_an_encoder_a_decoder_and_cross_attention_have_their_own_patterns(pairs: Path) -> None:
+def test_an_encoder_a_decoder_and_cross_attention_have_their_own_patterns(pairs):
     model = built(
         pairs,
         PAIRS,
         "--encoder-attention-type softmax,linear --encoder-position-encoding t5,lrpe-type2",
         "--decoder-attention-type linear,softmax --decoder-attention-window 0,4",
         "--cross-position-encoding none,rope",
+        f"--encoder-attention-parts {','.join(PARTS)} --decoder-attention-parts kv-shift",
     )[0]
     model, source, lengths = model.double().eval(), text(7), torch.tensor([7, 7])
     assert [layer.self_attn.encoding.name for layer in model.encoder.layers] == ["t5", "lrpe-type2"]
@@ -133,7 +132,7 @@ def test_an_encoder_a_decoder_and_cross_attention_have_their_own_patterns(pairs:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(corpus, tmp_path_factory):
     model, _, config = build(corpus, STACK)
     path = tmp_path_factory.mktemp("stack") / "checkpoint.pt"
     save(model, config, path)
@@ -141,7 +140,7 @@ def checkpoint(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.fixture(scope="module")
-def loaded(checkpoint: Path) -> Callable[..., Any]:
+def loaded(checkpoint):
     def load(**overrides: Any) -> Any:
         names = [str(checkpoint)]
         return checkpoint_utils.load_model_ensemble_and_task(names, overrides)[0][0]
@@ -149,9 +148,7 @@ def loaded(checkpoint: Path) -> Callable[..., Any]:
     return load
 
 
-def test_a_checkpoint_keeps_its_patterns_and_an_override_changes_them(
-    corpus: Corpus, checkpoint: Path, loaded: Callable[..., Any]
-) -> None:
+def test_a_checkpoint_keeps_its_patterns_and_an_override_changes_them(corpus, checkpoint, loaded):
     model = build(corpus, STACK)[0].eval()
     assert torch.equal(loaded().eval()(text())[0], model(text())[0])
     assert [own.window for own in layers_of(loaded(attention_window=5))] == [5] * 4
@@ -163,7 +160,7 @@ def test_a_checkpoint_keeps_its_patterns_and_an_override_changes_them(
     assert "\nH-0\t" in written
 
 
-def test_a_pruned_stack_keeps_the_attention_of_its_layers(loaded: Callable[..., Any]) -> None:
+def test_a_pruned_stack_keeps_the_attention_of_its_layers(loaded):
     found = layers_of(loaded(decoder_layers_to_keep="0,2,3"))
     kept = [KINDS[0], *KINDS[2:]]
     assert [(own.attention_type, own.encoding.name) for own in found] == kept
@@ -179,15 +176,16 @@ def test_a_pruned_stack_keeps_the_attention_of_its_layers(loaded: Callable[..., 
         ("--attention-window 4,x", "--attention-window is a number of tokens, not 'x'"),
         ("--attention-window -1", "has at least one token, not -1"),
         ("--attention-type softmax,linear --memory-length 8", "requires softmax attention"),
+        ("--attention-parts qk-norm,none", "unknown attention part 'none'; choose none, or a list"),
     ],
 )
-def test_a_bad_pattern_is_refused_in_one_sentence(corpus: Corpus, given: str, message: str) -> None:
+def test_a_bad_pattern_is_refused_in_one_sentence(corpus, given, message):
     with pytest.raises(Refusal, match=message) as refusal:
         build(corpus, BARE, given)
     assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("part", ["encoder", "cross"])
-def test_a_window_of_bidirectional_attention_is_refused(pairs: Path, part: str) -> None:
+def test_a_window_of_bidirectional_attention_is_refused(pairs, part):
     with pytest.raises(Refusal, match="an attention window needs causal attention"):
         built(pairs, PAIRS, f"--{part}-attention-window 4")

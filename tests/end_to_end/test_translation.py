@@ -19,12 +19,7 @@ from torch import Tensor
 from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.experiments.commands import evaluate
 from lrpe_fairseq.experiments.families import translation
-from lrpe_fairseq.experiments.families.translation import (
-    Decoding,
-    TranslationRun,
-    score,
-    scores,
-)
+from lrpe_fairseq.experiments.families.translation import Decoding, TranslationRun, score, scores
 from lrpe_fairseq.experiments.records.runs import read_run
 from lrpe_fairseq.experiments.runner.training import RunFailed
 from lrpe_fairseq.models.translation import LRPETransformer
@@ -76,7 +71,7 @@ LENGTHS = (9, 5, 1)  # of three sources
 
 
 @pytest.fixture(scope="session")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pairs(tmp_path_factory):
     """Words to be said again in capitals; two dictionaries."""
     folder, rng = tmp_path_factory.mktemp("pairs"), random.Random(0)
     for split, size in {"train": 400, "valid": 30, "test": 30}.items():
@@ -91,7 +86,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def model_of(pairs: Path) -> Callable[..., tuple[Any, Any]]:
+def model_of(pairs):
     """Builds untrained models that differ in one of the three attentions, in a moment each."""
     _, task, config = built(pairs, TRAINING, SMALL)
 
@@ -124,8 +119,8 @@ def batch(rows: list[Tensor], left_pad: bool = True) -> dict[str, Any]:
 
 @with_cases([case for case in IN_TURN if case[0] != "encoder"], DECODERS)
 def test_decoding_token_by_token_gives_the_logits_of_training(
-    model_of: Callable, side: str, attention: str, encoding: str, normalizer: str
-) -> None:
+    model_of, side, attention, encoding, normalizer
+):
     model, _ = model_of(side, attention, encoding, normalizer)
     net_input = batch(sources())["net_input"]
     generator = torch.Generator().manual_seed(1)
@@ -144,8 +139,8 @@ def test_decoding_token_by_token_gives_the_logits_of_training(
 
 @with_cases(IN_TURN, CASES)
 def test_beam_search_depends_on_neither_batch_nor_padding_side(
-    model_of: Callable, side: str, attention: str, encoding: str, normalizer: str
-) -> None:
+    model_of, side, attention, encoding, normalizer
+):
     model, task = model_of(side, attention, encoding, normalizer)
     generator = task.build_generator([model], beam_options(beam=4))
     rows = sources()
@@ -165,8 +160,8 @@ def beam_options(**changes: Any) -> Any:
 
 @with_cases(FEW, CASES)
 def test_a_forced_prefix_is_kept_and_scored_as_training_scores_it(
-    model_of: Callable, side: str, attention: str, encoding: str, normalizer: str
-) -> None:
+    model_of, side, attention, encoding, normalizer
+):
     model, task = model_of(side, attention, encoding, normalizer)
     generator = task.build_generator([model], beam_options(beam=4))
     prefix = torch.tensor([[7, 9, 4], [5, 5, 6], [8, 4, 4]])
@@ -183,7 +178,7 @@ def test_a_forced_prefix_is_kept_and_scored_as_training_scores_it(
 
 
 @pytest.fixture(scope="session")
-def joined(pairs: Path) -> Path:
+def joined(pairs):
     """The same pairs, with one dictionary for both languages."""
     folder = pairs.parent
     files = " ".join(f"--{split}pref {folder / split}" for split in ("train", "valid", "test"))
@@ -192,7 +187,7 @@ def joined(pairs: Path) -> Path:
     return folder / "joined"
 
 
-def test_a_joined_dictionary_may_have_one_embedding(joined: Path, tmp_path: Path) -> None:
+def test_a_joined_dictionary_may_have_one_embedding(joined, tmp_path):
     model, _, config = built(joined, TRAINING, SMALL, "--share-all-embeddings")
     shared = model.encoder.embed_tokens.weight
     assert shared is model.decoder.embed_tokens.weight
@@ -203,7 +198,7 @@ def test_a_joined_dictionary_may_have_one_embedding(joined: Path, tmp_path: Path
     assert ways[0] == ways[1] == ways[2]
 
 
-def test_separate_dictionaries_cannot_share_one_embedding(pairs: Path) -> None:
+def test_separate_dictionaries_cannot_share_one_embedding(pairs):
     with pytest.raises(SystemExit, match="requires a joined dictionary"):
         built(pairs, TRAINING, SMALL, "--share-all-embeddings")
 
@@ -224,7 +219,7 @@ class Trained:
 
 
 @pytest.fixture(scope="session")
-def trained(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(pairs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("translation")
     saving = "--max-update 300 --save-interval-updates 100 --keep-interval-updates 3"
     saving += " --save-interval 999 --validate-interval 999"  # not after each of 40 epochs
@@ -261,7 +256,7 @@ def translated_three_ways(
     ]
 
 
-def test_the_three_ways_agree_on_what_was_learned(trained: Trained, pairs: Path) -> None:
+def test_the_three_ways_agree_on_what_was_learned(trained, pairs):
     expected, *others = translated_three_ways(
         run, trained.folder / "checkpoint_best.pt", pairs, trained.sentences
     )
@@ -270,9 +265,7 @@ def test_the_three_ways_agree_on_what_was_learned(trained: Trained, pairs: Path)
     assert sum(right) >= 4, expected
 
 
-def test_a_run_records_the_updates_of_the_checkpoints_that_it_averages(
-    trained: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_records_the_updates_of_the_checkpoints_that_it_averages(trained, monkeypatch):
     monkeypatch.setattr(translation, "measure", lambda *_: {})
     run_of = mock.Mock(checkpoints=trained.folder, decoding=Decoding(average=2), evaluations=())
     run_of._averaged.return_value = None, None
@@ -280,7 +273,7 @@ def test_a_run_records_the_updates_of_the_checkpoints_that_it_averages(
 
 
 @pytest.fixture
-def prepared(pairs: Path, tmp_path: Path) -> Path:
+def prepared(pairs, tmp_path):
     """What data-prep leaves, as far as evaluation reads it."""
     data = tmp_path / "data"
     shutil.copytree(pairs, data / "bin")
@@ -292,12 +285,8 @@ def prepared(pairs: Path, tmp_path: Path) -> Path:
 
 
 def test_the_script_scores_a_checkpoint_or_the_mean_of_the_last(
-    trained: Trained,
-    prepared: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    trained, prepared, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(evaluate, "Children", ForkedChildren)
     folder = tmp_path / "trained"
     shutil.copytree(trained.folder, folder)
@@ -320,12 +309,8 @@ def test_the_script_scores_a_checkpoint_or_the_mean_of_the_last(
 
 
 def test_what_cannot_be_translated_gets_one_sentence_and_no_result(
-    trained: Trained,
-    prepared: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    trained, prepared, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(evaluate, "Children", ForkedChildren)
     checkpoint, out = str(trained.folder / "checkpoint_best.pt"), tmp_path / "run.json"
     options = ["--splits", "test", "--average", "1", "--out", str(out)]
@@ -368,7 +353,7 @@ def test_what_cannot_be_translated_gets_one_sentence_and_no_result(
     assert "H-0" in found
 
 
-def test_a_sentence_that_was_not_translated_is_noticed(tmp_path: Path) -> None:
+def test_a_sentence_that_was_not_translated_is_noticed(tmp_path):
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / "test.de").write_text("eins\nzwei\n")
     manifest = {"languages": ["en", "de"], "texts": {"test": "raw/test"}}
@@ -378,7 +363,7 @@ def test_a_sentence_that_was_not_translated_is_noticed(tmp_path: Path) -> None:
         score(tmp_path / "log", tmp_path, "test")
 
 
-def test_bleu_is_of_detokenized_text_with_its_signature() -> None:
+def test_bleu_is_of_detokenized_text_with_its_signature():
     found, signature = scores(
         ["Ein Hund läuft über die Wiese."], ["Ein Hund läuft über die Wiese."]
     )

@@ -4,17 +4,19 @@ import torch
 
 from lrpe_fairseq.kernels import flash
 
-ARGUMENTS = ("q", "k", "v", "table", "factor", "c", "d")
+ARGUMENTS = ("q", "k", "v", "table", "factor", "c", "d", "by_query", "by_key")
 """What may need a gradient; c and d are the sums of gates of queries and keys."""
 
 
 def inputs(
     T=70, S=None, D=16, E=16, B=2, H=2, dtype=torch.float32, device="cpu", causal=True,
-    table=False, factor=False, gates=False, padding=False, documents=0, **others,
+    table=False, factor=False, gates=False, by_query=0, by_key=0, padding=False, documents=0,
+    **others,
 ):  # fmt: skip
     """Return tensors by the names of ARGUMENTS, and the other arguments of attention.
 
-    table, factor, gates, padding: whether they are given. documents: tokens per packed document.
+    table, factor, gates, padding: whether they are given. by_query, by_key: numbers of lags.
+    documents: tokens per packed document.
     Documents of the last sequence have other borders, and an order that does not ascend.
     """
     torch.manual_seed(0)
@@ -29,6 +31,8 @@ def inputs(
     if gates:
         sums = (-torch.rand(B, H, S, dtype=torch.float64) / 5).cumsum(2)
         found |= {"c": sums[..., S - T :].clone(), "d": sums}
+    sides = {"by_query": (T, by_query), "by_key": (S, by_key)}
+    found |= {n: torch.randn(B, H, t, lags).to(dtype) for n, (t, lags) in sides.items() if lags}
     if padding:
         hidden = torch.zeros(B, S, dtype=torch.bool)
         hidden[0, : S // 8] = hidden[-1, S // 2 :] = True
@@ -81,6 +85,17 @@ CASES = {
     "documents": {"documents": 19, "T": 130, "H": 1},
     "documents, full": {"documents": 50, "causal": False, "T": 130},
     "window": {"window": 20, "T": 130, "table": True, "B": 1},
+    "by query": {"by_query": 144, "first_lag": 0, "T": 130, "B": 1},
+    "by query, full": {"by_query": 259, "causal": False, "T": 130, "B": 1, "H": 1},
+    "by key, clipped": {"by_key": 16, "first_lag": 0, "T": 130, "B": 1},
+    "by query and key, clipped, full": {
+        "by_query": 32, "by_key": 32, "first_lag": -16, "causal": False, "T": 130, "padding": True,
+        "dropout": 0.1, "B": 2, "H": 1,
+    },
+    "by query and key, after a cache": {
+        "T": 66, "S": 150, "by_query": 16, "by_key": 16, "first_lag": 9, "documents": 60,
+        "window": 50, "D": 40, "E": 24, "B": 2, "H": 1,
+    },
     "dropout": {"dropout": 0.3},
     "all, after a cache": {
         "T": 66, "S": 130, "table": True, "factor": True, "gates": True, "padding": True,
@@ -91,7 +106,7 @@ CASES = {
         "documents": 40, "dropout": 0.1, "D": 20, "E": 36, "H": 1,
     },
     "one query": {"T": 1, "S": 70, "table": True, "gates": True},
-    "one token": {"T": 1, "table": True},
+    "one token": {"T": 1, "table": True, "by_query": 1, "by_key": 1},
     "queries without keys": {"T": 110, "S": 70, "table": True, "B": 1},
     "cross-attention": {"T": 70, "S": 40, "causal": False, "padding": True},
     "wide": {"T": 66, "D": 256, "E": 128, "B": 1, "H": 1, "table": True, "scale": 0.05},

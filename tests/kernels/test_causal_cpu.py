@@ -157,9 +157,7 @@ def test_a_sequence_gives_the_same_bits_in_any_batch_and_on_any_number_of_thread
     together = results(causal_cpu, inputs)
     one = [x.detach()[1:].contiguous().requires_grad_() for x in inputs]
     alone = torch.autograd.grad(
-        causal_cpu.causal_sums(*one, "normalized", None, EPS)[0],
-        one,
-        weights_of(together[0])[1:],
+        causal_cpu.causal_sums(*one, "normalized", None, EPS)[0], one, weights_of(together[0])[1:]
     )
     threads = torch.get_num_threads()
     try:

@@ -27,6 +27,9 @@ QUICK = {
     (torch.float32, "all, after a cache"),
     (torch.float32, "queries without keys"),
     (torch.float32, "one token"),
+    (torch.float32, "by query"),
+    (torch.float32, "by query and key, after a cache"),
+    (torch.float16, "by query and key, clipped, full"),
     (torch.float16, "table of a text longer than a tile"),
     (torch.float16, "documents"),
     (torch.float16, "all, full"),
@@ -171,6 +174,14 @@ def test_what_the_kernels_do_not_support_is_not_served():
     wide = torch.zeros(1, 1, 4, 256, device=DEVICE)
     assert serves(wide.half(), wide.half(), q.half())
     assert not serves(wide, wide, q)
+
+
+def test_biases_of_every_token_need_its_shape():
+    q, k = torch.zeros(1, 2, 4, 16, device=DEVICE), torch.zeros(1, 2, 5, 16, device=DEVICE)
+    for name, shape in (("by_query", (1, 2, 5, 8)), ("by_key", (1, 2, 4, 8))):
+        biases = {name: torch.zeros(shape, device=DEVICE)}
+        with pytest.raises(ValueError, match="biases by lag of every token must be"):
+            flash_attention(q, k, k, causal=True, scale=1.0, **biases)
 
 
 def test_sequences_are_on_the_first_axis_of_every_grid(monkeypatch):

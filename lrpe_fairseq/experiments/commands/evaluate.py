@@ -61,11 +61,10 @@ INPUTS, LABELS = "input0/dict.txt", "label/dict.txt"
 def lm(arguments: list[str] | None = None) -> None:
     """Evaluate a language model: print the perplexities, write the run file."""
     parser = _arguments("eval_lm", "Evaluate a language model under several protocols.")
-    parser.add_argument(
-        "--protocols", nargs="+", default=PROTOCOLS, metavar="PROTOCOL", help=f"of {FORMS}"
-    )
-    parser.add_argument("--context-scaling", choices=SCALINGS, default="none")
-    parser.add_argument("--context-factor", type=float, default=1.0, metavar="F")
+    add, said = parser.add_argument, f"of {FORMS}"
+    add("--protocols", nargs="+", default=PROTOCOLS, metavar="PROTOCOL", help=said)
+    add("--context-scaling", choices=SCALINGS, default="none")
+    add("--context-factor", type=float, default=1.0, metavar="F")
     options = _parsed(parser, arguments)
     data, names = _data_folder(options.data), options.protocols
     if options.context_scaling != "none":
@@ -102,14 +101,7 @@ def _shown(words: list[str], log: Path) -> None:
 @command("score_lm")
 def score_lm(arguments: Sequence[str] | None = None) -> None:
     """Evaluate a split under protocols with lengths of their own; write the metrics as JSON."""
-    parser = argparse.ArgumentParser(prog="score_lm")
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("data", type=Path, help="a folder of data-prep")
-    parser.add_argument("split")
-    parser.add_argument("protocols", nargs="+", metavar="PROTOCOL")
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO)
+    options = _of_runner("score_lm", arguments)
     found = score(options.checkpoint, options.data, options.split, options.protocols)
     write_json(options.out, found)
 
@@ -174,16 +166,11 @@ def evaluate_mt(checkpoint: Path, data: Path, splits: list[str], decoding: Decod
 
 def _parse_mt(arguments: list[str] | None) -> argparse.Namespace:
     parser = _arguments("eval_mt", "Translate with checkpoints and score.")
-    usual = Decoding()
-    parser.add_argument("--beam", type=int, default=usual.beam)
-    parser.add_argument("--lenpen", type=float, default=usual.length_penalty)
-    parser.add_argument(
-        "--average",
-        type=int,
-        default=usual.average,
-        metavar="N",
-        help="average the last N periodic checkpoints of this folder; 1: this checkpoint only",
-    )
+    add, usual = parser.add_argument, Decoding()
+    said = "average the last N periodic checkpoints of this folder; 1: this checkpoint only"
+    add("--beam", type=int, default=usual.beam)
+    add("--lenpen", type=float, default=usual.length_penalty)
+    add("--average", type=int, default=usual.average, metavar="N", help=said)
     return _parsed(parser, arguments)
 
 
@@ -195,12 +182,10 @@ def classifier(arguments: list[str] | None = None) -> None:
     """Evaluate a classifier: print accuracy and loss, write the run file."""
     parser = _arguments("eval_classifier", "Evaluate a checkpoint of a classifier.")
     parser.set_defaults(splits=None)
-    parser.add_argument(
-        "--max-positions", type=int, help="longest input; longer ones are cut (default: training's)"
-    )
-    parser.add_argument(
-        "--image-size", metavar="HxW", help="pixels that lrpe_vit reads (default: training's)"
-    )
+    longest = "longest input; longer ones are cut (default: training's)"
+    parser.add_argument("--max-positions", type=int, help=longest)
+    pixels = "pixels that lrpe_vit reads (default: training's)"
+    parser.add_argument("--image-size", metavar="HxW", help=pixels)
     options = _parsed(parser, arguments)
     data = _data_folder(options.data)
     splits = options.splits or [s for s in SPLITS if _has_split(data, s)] or list(SPLITS)
@@ -327,13 +312,7 @@ def predictions(
 @command("eval_glue")
 def eval_glue(arguments: Sequence[str] | None = None) -> None:
     """Score a fine-tuned checkpoint on a split of a GLUE task; write the metrics as JSON."""
-    parser = argparse.ArgumentParser(prog="eval_glue")
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("data", type=Path, help="a folder made by data-prep/glue, such as …/RTE")
-    parser.add_argument("--split", default="valid")
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO)
+    options = _of_runner("eval_glue", arguments)
     predicted, right = predict(options.checkpoint, options.data, options.split)
     write_json(options.out, glue.scores(glue.named(options.data.name), predicted, right))
 
@@ -361,6 +340,18 @@ def _arguments(script: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--splits", nargs="+", default=["valid", "test"], metavar="SPLIT")
     parser.add_argument("--out", type=Path, help="the run file (default: beside the checkpoint)")
     return parser
+
+
+def _of_runner(name: str, given: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options of a command that the runner starts."""
+    parser = argparse.ArgumentParser(prog=name)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("data", type=Path, help="a folder of data-prep; of GLUE, such as …/RTE")
+    parser.add_argument("split")
+    parser.add_argument("protocols", nargs="*", metavar="PROTOCOL", help="of score_lm")
+    parser.add_argument("--out", type=Path, required=True)
+    logging.basicConfig(level=logging.INFO)
+    return parser.parse_args(given)
 
 
 def _parsed(parser: argparse.ArgumentParser, given: list[str] | None) -> argparse.Namespace:

@@ -143,6 +143,8 @@ def finetune(arguments: Sequence[str] | None = None) -> int:
 def _finetunings(options: argparse.Namespace) -> list[TrainingRun]:
     table = families.load_named("table3")
     tasks = list(glue.TASKS) if options.task == "all" else [options.task]
+    for task in tasks:
+        glue.named(task)  # raises
     config = families.config_of(table, options.scale)
     source = source_of(options.checkpoint)
     seeds = range(1, options.seeds + 1)

@@ -18,16 +18,16 @@ from lrpe_fairseq.experiments.records.console import UserError
 
 
 def arguments(
-    description: str, argv: Sequence[str] | None, vocab_size: int = 4000
+    description: str, argv: Sequence[str] | None, vocab_size: int = 4000, **flags: str
 ) -> dict[str, Any]:
-    """Parse the options of a parallel-text script: dest, vocab_size, from_dir, workers."""
+    """Parse the options of a parallel-text script: dest, vocab_size, from_dir, workers, flags."""
     parser = argparse.ArgumentParser(description=description.split("\n")[0])
     parser.add_argument("--dest", type=Path, required=True, help="output folder")
-    parser.add_argument(
-        "--vocab-size", type=int, default=vocab_size, help="number of sentencepiece pieces"
-    )
+    parser.add_argument("--vocab-size", type=int, default=vocab_size, help="number of pieces")
     parser.add_argument("--from", dest="from_dir", type=Path, help="folder with the source files")
     parser.add_argument("--workers", type=int, default=1, help="worker processes")
+    for name, text in flags.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
     return vars(parser.parse_args(argv))
 
 
@@ -91,9 +91,8 @@ def run_pieces(
 
     files = {file.name: file for file in tokenizer.files}
     steps.run("encode", {**reads, **files}, list(encoded.values()), encode_all)
-    dictionaries = [bin_dir / f"dict.{language}.txt" for language in languages]
-    binary = [bin_dir / file for file in prep.binary_files(names)]
-    steps.run("binarize", encoded, [*binary, *dictionaries], binarize_all)
+    binary = [*prep.binary_files(names), *(f"dict.{language}.txt" for language in languages)]
+    steps.run("binarize", encoded, [bin_dir / file for file in binary], binarize_all)
 
 
 def count(dest: Path, texts: Mapping[str, Path], languages: Sequence[str]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import hashlib
 import http.client
 import itertools
 import json
+import lzma
 import os
 import re
 import shutil
@@ -46,7 +47,7 @@ SPLITS = ("train", "valid", "test")
 FAIRSEQ_SPECIALS = 4  # <s>, <pad>, </s>, <unk>: in every fairseq dictionary, in no dict.txt
 FAIRSEQ_EOS, FAIRSEQ_UNK = 2, 3
 BLOCK = 1 << 20
-UNREADABLE = (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile, tarfile.TarError)
+COMPRESSED = (zlib.error, gzip.BadGzipFile, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError)
 Opener = Callable[[], AbstractContextManager[IO[bytes]]]
 ATTEMPTS = 3  # per address
 USER_AGENT = "lrpe-fairseq data-prep"  # some mirrors refuse Python's own
@@ -116,10 +117,10 @@ def obtain(
 ) -> Path:
     """Return ``into / file`` with a verified checksum: reused, copied from a folder, or downloaded.
 
-    With ``from_dir`` the file is read from there (plain, ``.gz`` or ``.zip``) without network
-    access. Otherwise the URLs are tried in turn; an interrupted download is kept as ``file.part``
-    and resumed by the next attempt or the next call. checksum: of the plain file; empty if none is
-    published. packed: the URLs serve the file compressed with gzip.
+    With ``from_dir`` the file is read from there (plain, ``.gz``, ``.xz`` or ``.zip``) without
+    network access. Otherwise the URLs are tried in turn; an interrupted download is kept as
+    ``file.part`` and resumed by the next attempt or call. checksum: of the plain file; empty if
+    none is published. packed: the URLs serve the file compressed with gzip.
 
     Raises: UserError if it is missing, truncated or another version; no file is left then.
     """
@@ -163,7 +164,7 @@ def readable(source: object) -> Iterator[None]:
     """Turn the errors of a damaged file or archive into a UserError that names ``source``."""
     try:
         yield
-    except (ValueError, *UNREADABLE) as why:
+    except (ValueError, EOFError, *COMPRESSED) as why:
         raise UserError(
             f"{source} is truncated or not the expected version ({why}): fetch it again and run "
             "the same command."
@@ -202,15 +203,13 @@ def wanted(name: str, pattern: str) -> re.Match[str] | None:
 
 
 def _stored(file: str, folder: Path) -> Opener:
-    plain, packed, zipped = (folder / f"{file}{suffix}" for suffix in ("", ".gz", ".zip"))
-    if plain.is_file():
-        return functools.partial(open, plain, "rb")
-    if packed.is_file():
-        return functools.partial(gzip.open, packed)
-    if zipped.is_file():
-        return functools.partial(zip_member, zipped, file)
+    openers = {"": functools.partial(open, mode="rb"), ".gz": gzip.open, ".xz": lzma.open}
+    openers[".zip"] = functools.partial(zip_member, file=file)
+    for suffix, opener in openers.items():
+        if (path := folder / f"{file}{suffix}").is_file():
+            return functools.partial(opener, path)
     raise UserError(
-        f"{folder} contains no {file}, {file}.gz or {file}.zip: put the file there, "
+        f"{folder} contains no {file}, {file}.gz, {file}.xz or {file}.zip: put the file there, "
         f"or omit --from to download it."
     )
 

@@ -29,6 +29,7 @@ class ClassificationRun(TrainingRun):
         "digits": "data-prep/digits/prepare.py",
         "mnist5k-14": "data-prep/mnist5k/prepare.py --size 14",
         "mnist5k-28": "data-prep/mnist5k/prepare.py --size 28",
+        "mnist": "data-prep/mnist5k/prepare.py --whole",
         "listops-20-100": "data-prep/listops/prepare.py --length 20-100",
         "listops-100-400": "data-prep/listops/prepare.py --length 100-400",
         "listops": "data-prep/listops/prepare.py --length 500-2000",

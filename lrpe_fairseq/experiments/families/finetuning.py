@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from omegaconf import OmegaConf
 
@@ -61,7 +61,8 @@ class FinetuningRun(TrainingRun):
         """Return the runs of a cell, whose data set is a GLUE task: one per learning rate."""
         folder = f"{scale}-{file_name(f'{cell.label}-{cell.attention}')}-seed1"
         best = ROOT / "runs" / table.pretrained / folder / "checkpoints" / checkpoints.BEST
-        source = Source(best, cell.label, cell.attention, cell.encoding)
+        source = {"checkpoint": best, "label": cell.label}
+        source |= {"attention_type": cell.attention, "position_encoding": cell.encoding}
         tasks = [cell.dataset.removeprefix("glue-")]
         rates, home = table.rates_at(scale, cell.rates), table.experiments[0]
         return finetuning_runs(source, config, scale, tasks, rates, [seed], home)
@@ -102,7 +103,7 @@ class FinetuningRun(TrainingRun):
         """Return the task's metrics on every development set of the data."""
         metrics: Run = {}
         for split in evaluated(self.data):
-            words = ("eval_glue", self.checkpoints / checkpoints.BEST, self.data, "--split", split)
+            words = ("eval_glue", self.checkpoints / checkpoints.BEST, self.data, split)
             metrics[split] = {GLUE: written_by(run, self.folder / f"eval-{split}.json", *words)}
         return {"metrics": metrics, "protocol": {GLUE: self._protocol()}}
 
@@ -168,25 +169,16 @@ class FinetuningRun(TrainingRun):
         }
 
 
-@dataclass(frozen=True)
-class Source:
-    """A pre-trained model: its checkpoint, its label in tables and its encoding."""
-
-    checkpoint: Path
-    label: str
-    attention_type: str
-    position_encoding: str
-
-
-def source_of(checkpoint: Path) -> Source:
+def source_of(checkpoint: Path) -> dict[str, Any]:
     """Describe a checkpoint by its encoding. Raises: ValueError unless it is an lrpe_roberta."""
     model = model_options(checkpoint)
-    encoding = model["model.position_encoding"]
-    return Source(checkpoint, encoding, model["model.attention_type"], encoding)
+    names = ("attention_type", "position_encoding")
+    found = {"checkpoint": checkpoint, **{name: model[f"model.{name}"] for name in names}}
+    return {**found, "label": found["position_encoding"]}
 
 
 def finetuning_runs(
-    source: Source,
+    source: Mapping[str, Any],
     config: Path,
     scale: str,
     tasks: Sequence[str],
@@ -196,32 +188,27 @@ def finetuning_runs(
 ) -> list[TrainingRun]:
     """Return one run per task, learning rate (default: that of ``config``) and seed.
 
-    experiment: the folder of the runs under runs/ and results/runs/.
-
-    Raises: ValueError for an unknown task.
+    source: fields of the run that describe the pre-trained model. experiment: the folder of the
+        runs under runs/ and results/runs/.
     """
     settings = load_config(config)
     home = ROOT / Path(settings.task.data).parent.parent
     rates = rates or list(settings.optimization.lr)
-    started = source.checkpoint.absolute().parent.parent.name
+    started = source["checkpoint"].absolute().parent.parent.name
     made = []
     for seed, task, lr in itertools.product(seeds, tasks, rates):
-        glue.named(task)
         name = f"{started}-{task}-lr{lr:g}-seed{seed}"
         made.append(
             FinetuningRun(
                 experiment=experiment,
-                label=source.label,
                 config=config.stem,
                 data=home / task,
-                attention_type=source.attention_type,
-                position_encoding=source.position_encoding,
                 seed=seed,
                 scale=scale,
                 folder=ROOT / "runs" / experiment / name,
                 result=ROOT / "results" / "runs" / experiment / f"{name}.json",
-                checkpoint=source.checkpoint,
                 lr=lr,
+                **source,
             )
         )
     return made

@@ -192,15 +192,9 @@ def newest(folder: Path, count: int) -> list[Path]:
     return found[-count:]
 
 
-def drop_intermediate(folder: Path) -> None:
-    """Delete the checkpoints of a finished run, except the last and the best."""
-    for path in folder.glob("checkpoint_*_*.pt"):
-        path.unlink()
-
-
-def remove_all(folder: Path) -> None:
-    """Delete every checkpoint of a folder."""
-    for path in folder.glob("checkpoint*.pt"):
+def remove(folder: Path, names: str = "checkpoint*.pt") -> None:
+    """Delete every checkpoint of a folder, or those with such names."""
+    for path in folder.glob(names):
         path.unlink()
 
 

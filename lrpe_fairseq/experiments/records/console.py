@@ -1,5 +1,6 @@
 """How every command ends: 0 success, 1 work that failed, 2 bad input, 130 Ctrl-C, 141 no reader."""
 
+import datetime
 import functools
 import os
 import sys
@@ -35,7 +36,8 @@ def command(name: str) -> Callable[[Main], Callable[..., int]]:
                 sys.stdout.flush()
                 return status
             except BrokenPipeError:
-                _discard_output()
+                # Else Python fails again at its end, when it prints what it still has.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return NO_READER
             except (UserError, ValueError, OSError) as error:
                 print(f"{name}: {one_line(error)}", file=sys.stderr)
@@ -55,18 +57,11 @@ def _return_to_the_user() -> None:
         os.chdir(folder)
 
 
-def _discard_output() -> None:
-    """Send what Python has still to print nowhere, so that it does not fail again at the end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def one_line(error: BaseException) -> str:
     """The text of ``error`` without line breaks; its type if it has no text."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def clock(seconds: float) -> str:
-    """A duration as h:mm:ss."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}"
+    """A duration as h:mm:ss, after days if there are some."""
+    return str(datetime.timedelta(seconds=round(seconds)))

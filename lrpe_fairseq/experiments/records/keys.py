@@ -217,9 +217,6 @@ def _single(value: Any) -> Any:
 
 
 def _canonical(name: str, given: Sides) -> tuple[str, ...]:
-    return tuple(comparable(name, value) for value in _halves(given))
-
-
-def _halves(given: Sides) -> tuple[str, ...]:
     """Return the names of encoder and decoder; models with one stack have the same name twice."""
-    return (given, given) if isinstance(given, str) else tuple(given[side] for side in HALVES)
+    sides = dict.fromkeys(HALVES, given) if isinstance(given, str) else given
+    return tuple(comparable(name, sides[side]) for side in HALVES)

@@ -148,10 +148,6 @@ class Table:
         """Return the rates of a column, or those of the table; empty: the configuration's."""
         return list(own) or self.rates.get(scale, [])
 
-    def has_configs(self) -> bool:
-        """True if a column has its own configuration."""
-        return any(column.config for column in self.columns)
-
     def headlines(self) -> list[str]:
         """Return ``headline``, or by default the first column of each attention type."""
         first = {column.attention: column.key for column in reversed(self.columns)}

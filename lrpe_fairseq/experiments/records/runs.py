@@ -121,7 +121,7 @@ def read_runs(root: Path | str) -> dict[str, Run]:
     """
     runs = {}
     for path in sorted(Path(root).rglob("*.json")):
-        if path.name.startswith(".") or is_base(path):
+        if path.name.startswith((".", PREFIX)):
             continue
         name = path.relative_to(root).as_posix()
         runs[name] = read_run(path)
@@ -150,7 +150,7 @@ def environment(logs: Iterable[Path] = ()) -> Run:
     return {
         "commit": commit(),
         "versions": {"python": platform.python_version(), **versions},
-        "hardware": {"cpu": _cpu_model(), "cores": _cores(), "gpus": gpus},
+        "hardware": {"cpu": _cpu_model(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus},
         "kernels": {**loader.kernels_in_use(), "served": served},
     }
 
@@ -230,16 +230,7 @@ def _cpu_model() -> str:
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
 # --- the bases of configurations -----------------------------------------------------------------
-
-
-def is_base(path: Path) -> bool:
-    """True for the name of a base."""
-    return path.name.startswith(PREFIX)
 
 
 def bases_in(folder: Path) -> list[Path]:

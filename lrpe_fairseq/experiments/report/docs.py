@@ -13,12 +13,12 @@ from types import ModuleType
 
 from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.report import choosing, marked, pages, speed
+from lrpe_fairseq.experiments.report import choosing, gallery, pages, speed
 
 PARTS: dict[str, ModuleType] = {
     "results": pages,
     "choosing": choosing,
-    "marked": marked,
+    "marked": gallery,
     "speed": speed,
 }
 GENERATED = (

@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from lrpe_fairseq import patterns
-from lrpe_fairseq.encodings import ENCODINGS, canonical_name
+from lrpe_fairseq.encodings import ENCODINGS, WRAPPERS, canonical_name
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.keys import RATE, filled, option
 from lrpe_fairseq.experiments.records.layout import ANY, Column, Row, Table, load_tables, short
@@ -54,8 +54,9 @@ def public_name(encoding: str) -> str:
     ('rope', 'lrpe-type2')
     """
     canonical = canonical_name(encoding)
-    if canonical.startswith("gated:"):
-        return f"gated:{public_name(canonical.removeprefix('gated:'))}"
+    prefix, _, rest = canonical.partition(":")
+    if rest and prefix in WRAPPERS:
+        return f"{prefix}:{public_name(rest)}"
     return next((name for name in ENCODINGS if canonical_name(name) == canonical), canonical)
 
 
@@ -327,9 +328,10 @@ def require_same(table: Table, runs: Mapping[str, Run]) -> None:
         runs on one data set), or in the checksum of a split or dictionary of one data set.
     """
     first: dict[tuple[str, str], tuple[str, Any]] = {}
+    by_data = any(column.config for column in table.columns)
     for name, run in runs.items():
         data = run["dataset"]
-        where = data if table.has_configs() else ""
+        where = data if by_data else ""
         facts = {(where, key): option(run["config"], key) for key in table.same}
         checksums = run.get("data", {}).items()
         facts |= {(data, f"the data {data} ({part})"): value for part, value in checksums}

@@ -1,6 +1,13 @@
-"""docs/encodings.md: tables, gallery and picture, read from the classes of ENCODINGS."""
+"""The generated parts of hand-written pages, README.md and docs/, and the picture of the encodings.
 
+A part stands between ``<!-- name -->`` and ``<!-- /name -->``. docs/encodings.md is read from the
+classes of ENCODINGS.
+"""
+
+import json
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,16 +26,22 @@ from lrpe_fairseq.encodings import (
     canonical_name,
     options_of_encodings,
 )
-from lrpe_fairseq.experiments.report import frame, markdown, plots
+from lrpe_fairseq.encodings.fidelity import DEPARTURES
+from lrpe_fairseq.experiments.report import choosing, frame, markdown, plots
+from lrpe_fairseq.experiments.report.pages import verdict
 
+VERSIONS = "results/versions"
 SHEET = "docs/encodings.png"
 FAMILY = "lrpe"
 """The entry of all types of LRPE."""
+WRAPPED = {"selective:<name>": "selective:rope"}
+"""Free forms with an entry of their own -> a name of which it is written."""
 MECHANISMS = {
     "none": "Without an encoding",
     "rotation": "Rotation: queries and keys are transformed by position",
     "decay": "Decay: weights fall by a constant factor per token",
     "gate": "Gate: weights fall by a factor that each token computes",
+    "transport": "Transport: every token moves the keys before it",
     "bias": "Bias: a function of the distance is added to the score",
     "content": "Content: what a distance adds depends on query and key",
     "tree and grid": "Tree and grid: positions are more than a number",
@@ -43,6 +56,36 @@ POSITION = {
 YES = {True: "yes", False: "–"}
 TOKENS, CONTENTS = 24, 32
 """Tokens of a panel of the contact sheet, and random contents that are averaged."""
+
+
+def pages(root: Path) -> dict[str, str]:
+    """Return path -> text of every page with its marked parts rendered anew."""
+    marked = {
+        "README.md": {"answer": choosing.answer(root)},
+        "docs/encodings.md": {
+            "encodings": encodings_table(),
+            "gallery": entries(),
+            "options": options_table(),
+        },
+        "docs/fidelity.md": {
+            "departures": departures_table(),
+            "measured": departures_measured(root),
+        },
+        "docs/installing.md": {"versions": versions_table(root)},
+    }
+    found = {path: (root / path).read_text(encoding="utf-8") for path in marked}
+    for path, parts in marked.items():
+        for name, content in parts.items():
+            found[path] = markdown.between(found[path], name, content)
+    return found
+
+
+def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
+    """Return the contact sheet of the encodings."""
+    return {SHEET: contact_sheet}
+
+
+# --- docs/encodings.md --------------------------------------------------------------------------
 
 
 def built(name: str, grid_width: int = 0) -> Encoding:
@@ -84,57 +127,36 @@ def options_table() -> str:
 
 
 def entries() -> str:
-    """Return the entries of all encodings by mechanism; LRPE's types have one."""
-    found: dict[str, list[str]] = {mechanism: [] for mechanism in MECHANISMS}
-    for name in ENCODINGS:
-        card = built(name).card
-        mine = found[card.mechanism if card else "none"]
-        text = lrpe_entry() if _is_lrpe(name) else entry(name)
-        if text not in mine:
-            mine.append(text)
-    parts = ([f"### {MECHANISMS[key]}", *texts] for key, texts in found.items() if texts)
-    return "\n\n".join(text for part in parts for text in part)
-
-
-def entry(name: str) -> str:
-    """Return the entry of one encoding: equation and properties.
+    """Return the entries of all encodings and WRAPPED by mechanism; LRPE's types have one.
 
     Trap: in a block between $$ GitHub applies Markdown first, which turns "\\," into a comma.
     """
-    encoding = built(name)
-    lines, card = [f"#### `{name}`", ""], encoding.card
-    if card is not None:
-        lines += ["```math", card.equation, "```", ""]
-    lines += [f"- Position: {_position(encoding)}"]
-    if card is not None:
-        lines += [f"- Cost: {card.cost}", f"- Beyond training: {card.beyond}"]
-        lines += [f"- Source: {card.source}"]
-    return "\n".join(lines)
+    found: dict[str, dict[str, Encoding]] = {mechanism: {} for mechanism in MECHANISMS}
+    for title, name in ({name: name for name in ENCODINGS} | WRAPPED).items():
+        encoding = built("lrpe-type2" if _is_lrpe(name) else name)
+        mechanism = encoding.card.mechanism if encoding.card else "none"
+        found[mechanism][FAMILY if _is_lrpe(name) else title] = encoding
+    spec = built("lrpe-type2").spec
+    return markdown.rendered(
+        "gallery.md.j2",
+        mechanisms={MECHANISMS[key]: own for key, own in found.items() if own},
+        position=_position,
+        grid=_types(),
+        parts={name: kind(spec).latex for name, kind in {**PROJECTIONS, **CORES}.items()},
+    ).rstrip()
 
 
-def lrpe_entry() -> str:
-    """Return the entry of the LRPE family: the equation, every P and Lambda, and their names."""
+def _types() -> str:
+    """Return the names of LRPE by P and Lambda."""
     names: dict[tuple[str, str], list[str]] = {}
     for name in ENCODINGS:
         if _is_lrpe(name) or name == "rope":
             _, projection, core = canonical_name(name).split(":")
             names.setdefault((projection, core), []).append(f"`{name}`")
-    grid = [
+    rows = (
         [f"`{core}`", *(", ".join(names.get((p, core), [])) for p in PROJECTIONS)] for core in CORES
-    ]
-    some = built("lrpe-type2")
-    spec = some.spec
-    parts = [f"- `{n}`: $`{kind(spec).latex}`$" for n, kind in {**PROJECTIONS, **CORES}.items()]
-    equation = r"\mathrm{Re}\big[(\Lambda^{(s)} P q_s)^{\mathsf H} \Lambda^{(t)} P k_t\big]"
-    lines = [f"#### `{FAMILY}`", "", "```math", equation, "```", ""]
-    lines += [markdown.table(["Lambda \\ P", *(f"`{p}`" for p in PROJECTIONS)], grid), "", *parts]
-    lines += [f"- Position: {_position(some)}"]
-    lines += [
-        "- Cost: O(D) per token, with `fourier` O(D^2)",
-        f"- Beyond training: {some.card.beyond}; a permutation repeats after its period",
-        f"- Source: {some.card.source}",
-    ]
-    return "\n".join(lines)
+    )
+    return markdown.table(["Lambda \\ P", *(f"`{p}`" for p in PROJECTIONS)], rows)
 
 
 def _is_lrpe(name: str) -> bool:
@@ -192,6 +214,33 @@ def weights(name: str) -> Tensor:
     tokens, gates = tokens_of(x), encoding.log_gates(x)
     if gates is not None:
         tokens = tokens._replace(sums=gates.double().cumsum(-1))
+    given = tokens.positions, tokens.padding, tokens.starts, {}
+    tokens = tokens._replace(transport=encoding.transport(x, *given)[0])
     if encoding.decomposable:
         q, k = encoding(q, k, tokens.positions, tokens.positions)
     return encoded_weights(encoding, q, k, tokens, tokens, causal=True)[:, 1].mean(0)
+
+
+# --- docs/fidelity.md and docs/installing.md -----------------------------------------------------
+
+
+def departures_table() -> str:
+    """Return a table with one row per departure that ``--fidelity`` accepts."""
+    head = ("name", "the paper says", "the authors' code did", "ours does")
+    rows = [(f"`{name}`", own.paper, own.code, own.ours) for name, own in DEPARTURES.items()]
+    return markdown.table(head, rows)
+
+
+def departures_measured(root: Path) -> str:
+    """Return the finding of the table ``fidelity`` at every scale with runs."""
+    results = frame.results(root)
+    found = [verdict(s.table, results.headlines(s)) for s in results.sheets_of("fidelity")]
+    return "\n".join(found) or "Not measured."
+
+
+def versions_table(root: Path) -> str:
+    """Return a row per tested pair of Python and torch, then why tests were skipped."""
+    numbers = {path: re.findall(r"\d+", path.stem) for path in (root / VERSIONS).glob("*.json")}
+    files = sorted(numbers, key=lambda path: list(map(int, numbers[path])))
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    return markdown.rendered("versions.md.j2", results=results).rstrip()

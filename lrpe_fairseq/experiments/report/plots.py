@@ -64,14 +64,18 @@ def save(figure: Any, path: Path) -> None:
 
 
 def style(method: str) -> dict[str, Any]:
-    """Return color, marker and dash of a method; hollow markers have gates."""
+    """Return color, marker and dash of a method; hollow: gates, half: path and selective."""
     encoding, *variant = method.split(", ")
-    name = public_name(encoding.removeprefix("gated:"))
+    name = public_name(
+        encoding.removeprefix("gated:").removeprefix("path:").removeprefix("selective:")
+    )
     names = [*PROMINENT, *(other for other in ENCODINGS if other not in PROMINENT)]
     place = names.index(name) if name in names else len(names)
     marker = MARKERS[place // len(PROMINENT) % len(MARKERS)]
     dash = next((DASHES[word] for word in variant if word in DASHES), "-")
     hollow = {"markerfacecolor": "white"} if encoding.startswith("gated:") else {}
+    hollow |= {"fillstyle": "left"} if "path:" in encoding else {}
+    hollow |= {"fillstyle": "bottom"} if "selective:" in encoding else {}
     return {"color": f"C{place % len(PROMINENT)}", "marker": marker, "linestyle": dash, **hollow}
 
 

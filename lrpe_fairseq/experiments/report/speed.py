@@ -152,25 +152,6 @@ def trained(root: Path, attention: str, encoding: str, length: int) -> str:
     return MISSING if None in found else f"{found[0] / 1e3:,.0f}&nbsp;({found[1]:.2f})"
 
 
-def measure(root: Path, part: str, key: str, encoding: str, **where: Any) -> str:
-    """Return a figure of softmax attention on a GPU."""
-    found = value(root, part, "cuda", key, attention="softmax", encoding=encoding, **where)
-    return MISSING if found is None else f"{found:.2f}"
-
-
-def form(root: Path, name: str, length: int) -> str:
-    """Return the speed of a form of attention relative to its baseline, on a GPU."""
-    where = {"contestant": name, "length": length}
-    found = value(root, "attention", "cuda", "relative_speed", **where)
-    return MISSING if found is None else f"{found:.2f}"
-
-
-def error(root: Path, name: str) -> str:
-    """Return the largest error of a form of attention against float64, on a GPU."""
-    found = value(root, "attention", "cuda", "error", contestant=name)
-    return MISSING if found is None else f"{found:.1e}"
-
-
 # --- the picture ---------------------------------------------------------------------------------
 
 
@@ -190,5 +171,5 @@ def draw(path: Path, rows: list[Row]) -> None:
     plots.save(figure, path)
 
 
-HELPERS = (value, machines, crossover, speed, step_lengths, trained, measure, form, error)
+HELPERS = (value, machines, crossover, speed, step_lengths, trained)
 """Functions of a root that the template calls."""

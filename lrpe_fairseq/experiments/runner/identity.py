@@ -7,6 +7,7 @@ default.
 
 import functools
 import re
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from lrpe_fairseq.experiments.records.runs import plain
 
 Config = dict[str, dict[str, Any]]
 Names = tuple[tuple[str, str | None], ...]
+IMPORTING = threading.Lock()  # two threads that import fairseq at once find parts of it missing
 
 INCIDENTAL = {
     *("log_file", "log_format", "log_interval", "no_progress_bar", "reset_logging", "profile"),
@@ -123,23 +125,18 @@ def _usual(names: Names) -> dict[str, Any]:
 
 @functools.cache
 def _defaults(names: Names) -> Config:
-    """Return the defaults of all sections, not resolved."""
-    return OmegaConf.to_container(_typed(names))
+    """Return the defaults of all sections, not resolved; ``names`` select their classes."""
+    with IMPORTING:
+        from fairseq.dataclass.configs import FairseqConfig
+        from fairseq.dataclass.initialize import add_defaults
 
-
-@functools.cache
-def _typed(names: Names) -> Any:
-    """Return the defaults of all sections, with these classes for the sections with a ``_name``."""
-    from fairseq.dataclass.configs import FairseqConfig
-    from fairseq.dataclass.initialize import add_defaults
-
-    from lrpe_fairseq import criterions, models, optim, tasks  # noqa: F401  (register classes)
+        from lrpe_fairseq import criterions, models, optim, tasks  # noqa: F401  (register classes)
 
     kinds = {part: FairseqConfig.__dataclass_fields__[part].default for part in checkpoints.PLAIN}
     values = {part: OmegaConf.structured(kind) for part, kind in kinds.items()}
     config = OmegaConf.create({**values, **{part: {"_name": name} for part, name in names}})
     add_defaults(config)
-    return config
+    return OmegaConf.to_container(config)
 
 
 def _is_incidental(name: str) -> bool:

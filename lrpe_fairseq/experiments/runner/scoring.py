@@ -246,7 +246,8 @@ def limited(model: nn.Module, window: int | None) -> Iterator[None]:
 def reach_of(model: nn.Module, window: int) -> int:
     """Return the distance to the first token that a token depends on in a ``limited`` model.
 
-    Every layer adds ``window`` - 1, or less with a smaller window of its own. Where a score depends
+    Every layer adds ``window`` - 1, or less with a smaller window of its own; a shift of keys and
+    values adds one. Where a score depends
     on more than the lag, as with absolute positions or FIRE's beyond its threshold, all tokens
     before count.
     """
@@ -255,7 +256,8 @@ def reach_of(model: nn.Module, window: int) -> int:
     relative = all(p.relative == "exact" and p.relative_up_to is None for p in promised)
     if not relative or model.decoder.embed_positions is not None:
         return sys.maxsize
-    return sum(min(window, module.window or window) - 1 for module in modules)
+    shifts = sum(module.kv_shift is not None for module in modules)
+    return shifts + sum(min(window, module.window or window) - 1 for module in modules)
 
 
 def _attentions(model: nn.Module) -> list[MultiheadAttention]:

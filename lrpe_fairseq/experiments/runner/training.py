@@ -307,7 +307,7 @@ class TrainingRun(ABC):
         changed = sorted(self.differences(config) - longer)
         changed += [f"data ({part})" for part in self.other_data(runs.usage(self.folder))]
         if changed:
-            checkpoints.remove_all(self.checkpoints)
+            checkpoints.remove(self.checkpoints)
             say(f"{', '.join(changed)} changed, so training starts over")
         return 0 if changed else seen
 
@@ -337,7 +337,7 @@ class TrainingRun(ABC):
                 checkpoints.require_best(self.checkpoints)
                 measured = run.measure(run_here)
             write_run(self.result, self.record(measured, devices.threads))
-            checkpoints.drop_intermediate(self.checkpoints)
+            checkpoints.remove(self.checkpoints, "checkpoint_*_*.pt")  # not the last and the best
         return True
 
     def _complete(self, known: Run, run: Shell, say: Say) -> bool:
