@@ -130,7 +130,7 @@ def encode_cases(dtype: torch.dtype) -> Iterator[Case]:
     fixed, v = torch.zeros(32, dtype=torch.float64), angles(64)
     plain, phi = encode.Form(phi=False), encode.Form()
     grid = encode.Angles(angles(HEADS, 32), angles(HEADS, 32), 8)
-    given = torch.zeros(HEADS, TIME, 20, dtype=torch.complex64)
+    given = torch.zeros(1, HEADS, TIME, 20, dtype=torch.complex64).requires_grad_()
     forms = {
         "rotation": (64, None, encode.Angles(fixed), plain),
         "reflection, learned rotation": (64, v, encode.Angles(angles(32)), plain),

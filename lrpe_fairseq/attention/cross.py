@@ -227,7 +227,7 @@ class CrossAttention(ProjectedAttention):
             return q, past
         # keys at the same positions are encoded with the queries and dropped
         at = queries.positions
-        return self.encoding.by(self.encoding.fold(), q, q, at, at)[0], past
+        return self.encoding.in_parts(q, q, at, at)[0], past
 
     def _attended(
         self, q: Tensor, queries: Tokens, past: EncodedMemory, need_weights: bool

@@ -205,10 +205,10 @@ class ProjectedAttention(nn.Module):
         if kernels is not None:
             q, k, v = self._project(x, memory, queries)
             return *kernels(q, k), v
-        fold = self.encoding.fold()
-        if fold is None or not (self._folds(x) and self._folds(source)):
+        fold = self.encoding.fold() if self._folds(x) and self._folds(source) else None
+        if fold is None:
             q, k, v = self._project(x, memory, queries)
-            return *self.encoding.by(fold, q, k, *at), v
+            return *self.encoding.in_parts(q, k, *at), v
         pairs = (self.q_proj, x), (self.k_proj, source)
         q, k = fold.turn(*(self._folded(fold.projection, *pair) for pair in pairs), *at)
         return q, k, self._heads(self.v_proj(source))
@@ -239,7 +239,7 @@ class ProjectedAttention(nn.Module):
             q, k = self.encoding(q, k, at_q, at_k)
             return feature_map(q), feature_map(k)
         q, k = feature_map(q), feature_map(k)
-        return self.encoding.by(self.encoding.fold(), q, k, at_q, at_k)
+        return self.encoding.in_parts(q, k, at_q, at_k)
 
     def _warn_about_denominator(self) -> None:
         if self.normalizer == "rotated":

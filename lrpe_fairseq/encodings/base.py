@@ -314,7 +314,7 @@ class Encoding(Float32Module):
             w, beta, tail = self.reflections(x, padding, starts, history.get("reflections"))
             given = w, w, positions, positions
             encode = self.one_pass(*given, phi=False)
-            w = self.by(self.fold(), *given)[1] if encode is None else encode(w, w)[1]
+            w = self.in_parts(*given)[1] if encode is None else encode(w, w)[1]
         return Transport(w, beta), {"reflections": tail}
 
     def places(
@@ -369,10 +369,11 @@ class QueryKeyEncoding(Encoding):
         """
         return None
 
-    def by(
-        self, fold: Fold | None, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
+    def in_parts(
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Encode by the result of :meth:`fold`, in float32 or wider; if None as :meth:`forward`."""
+        """Encode by the parts of :meth:`fold`, in float32 or wider, or else by :meth:`forward`."""
+        fold = self.fold()
         if fold is None:
             return self(q, k, q_positions, k_positions)
         wide = torch.promote_types(q.dtype, torch.float32)

@@ -108,7 +108,8 @@ class LRPE(QueryKeyEncoding):
         placed = q_positions.is_floating_point()  # phases of places have gradients
         if kernels is not None and not placed and kernels.serves(q, k, form):
             v = self.projection.v if isinstance(self.projection, Householder) else None
-            by = self.core.in_kernel(q.device)
+            placed = at[0].is_floating_point()
+            by = None if placed else self.core.in_kernel(q.device)
             at = at if by is not None else self._at(at, torch.float32)
             return lambda q, k: kernels.encode(q, k, v, by, at, form)
         if encode_cpu.serves(q, form) and encode_cpu.serves(k, form):

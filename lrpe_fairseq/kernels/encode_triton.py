@@ -15,7 +15,6 @@ any position.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -56,72 +55,57 @@ def encode(
             the cycles of the permutation, int64 (4, D) or (4, H, D); see ``encode.along_cycles``.
             None: phases are given.
         at: the positions of q and of k, int64 (T,) or (B, T) and (S,) or (B, S). For given phases
-            these, complex64 (H, T, E) or (B, H, T, E), which receive no gradient.
+            these, complex64 (H, T, E) or (B, H, T, E). A gradient is that of phases of absolute
+            value 1, for (B, H, T, E).
         form: the variant.
     """
     theta, column, grid = by if isinstance(by, Angles) else (by, None, 0)
-    return _Encoded.apply(q, k, v, theta, column, _Call(at, grid, form))
+    return _Encoded.apply(q, k, v, theta, column, *at, grid, form)
 
 
 def feature_map(x: Tensor) -> Tensor:
     """Compute phi(x), (B, H, T, D), in the dtype of x: :func:`encode` without P and Lambda."""
     nowhere = torch.empty(0, dtype=torch.int64, device=x.device)
-    call = _Call((nowhere, nowhere), 0, Form())
-    return _Encoded.apply(x, x[:, :, :0], None, None, None, call)[0]
-
-
-class _Call(NamedTuple):
-    """What is not differentiated: positions or phases, the width of the grid, and the variant."""
-
-    at: tuple[Tensor, Tensor]
-    grid: int
-    form: Form
-
-    @property
-    def given(self) -> bool:
-        """True if the phases are given."""
-        return self.at[0].is_complex()
-
-    def places(self) -> list[Tensor]:
-        """Return positions (B or 1, 1, T) or phases (B or 1, H, T, E, 2)."""
-        if self.given:
-            found = (torch.view_as_real(at.resolve_conj().contiguous()) for at in self.at)
-            return [at if at.dim() == 5 else at.unsqueeze(0) for at in found]
-        return [at.unsqueeze(1) if at.dim() == 2 else at[None, None] for at in self.at]
+    return _Encoded.apply(x, x[:, :, :0], None, None, None, nowhere, nowhere, 0, Form())[0]
 
 
 class _Encoded(torch.autograd.Function):
-    """Lambda P phi of q and k with a hand-written gradient of q, k, v and the angles."""
+    """Lambda P phi of q and k with a hand-written gradient of q, k, v, the angles and phases."""
 
     @staticmethod
-    def forward(ctx, q, k, v, theta, column, call):
-        twice = 2 if call.form.wide else 1
+    def forward(ctx, q, k, v, theta, column, at_q, at_k, grid, form):
+        twice = 2 if form.wide else 1
         out = [x.new_empty(*x.shape[:3], x.shape[3] * twice) for x in (q, k)]
-        ctx.shapes, ctx.call = (q.shape, k.shape), call
-        _launch(_encode, ctx, (q, k), (v, theta, column), out)
-        reads_x = call.form.phi or any(ctx.needs_input_grad[2:5])
-        ctx.save_for_backward(*((q, k) if reads_x else (None, None)), v, theta, column)
+        ctx.shapes, ctx.grid, ctx.form = (q.shape, k.shape), grid, form
+        given = v, theta, column, at_q, at_k
+        _launch(_encode, ctx, (q, k), given, out)
+        reads_x = form.phi or any(ctx.needs_input_grad[2:7])
+        ctx.save_for_backward(*((q, k) if reads_x else (None, None)), *given)
         return tuple(out)
 
     @staticmethod
     def backward(ctx, grad_q, grad_k):
         if torch.is_grad_enabled():
-            return *_gradients_as_graph(ctx, (grad_q, grad_k)), None
-        *given, v, theta, column = ctx.saved_tensors
+            return *_gradients_as_graph(ctx, (grad_q, grad_k)), None, None
+        q, k, v, theta, column, *at = ctx.saved_tensors
         grads = [g if g.stride(-1) == 1 else g.contiguous() for g in (grad_q, grad_k)]
         found = [_time_major(g, *shape) for g, shape in zip(grads, ctx.shapes, strict=True)]
         of_v, turns = ctx.needs_input_grad[2], any(ctx.needs_input_grad[3:5])
         learned = (theta if turns else None, column if turns else None, v if of_v else None)
         sizes = [0 if x is None else x.numel() for x in learned]
         sums = grads[0].new_empty(_programs(ctx), sum(sizes), dtype=torch.float32)
-        flags = {"READS_X": given[0] is not None, "ANGLES_LEARN": turns, "UNIT_LEARNS": of_v}
-        rows = (*(given if flags["READS_X"] else grads), *grads)
-        _launch(_encode_gradient, ctx, rows, (v, theta, column), (*found, sums), flags)
+        phased = any(ctx.needs_input_grad[5:7])
+        turned = [x.new_empty(x.shape, dtype=torch.float32) if phased else None for x in at]
+        flags = {"READS_X": q is not None, "ANGLES_LEARN": turns or phased, "UNIT_LEARNS": of_v}
+        rows = (*(grads if q is None else (q, k)), *grads)
+        results = (*found, sums, *turned)
+        _launch(_encode_gradient, ctx, rows, (v, theta, column, *at), results, flags)
         parts = sums.sum(0).split(sizes) if any(sizes) else sizes
         of_theta, of_column, of_v = (
             None if x is None else part.view_as(x) for x, part in zip(learned, parts, strict=True)
         )
-        return *found, of_v, of_theta, of_column, None
+        of_at = (1j * phase * t if phased else None for phase, t in zip(at, turned, strict=True))
+        return *found, of_v, of_theta, of_column, *of_at, None, None
 
 
 def _gradients_as_graph(ctx, grads: tuple[Tensor, ...]) -> list[Tensor | None]:
@@ -130,12 +114,12 @@ def _gradients_as_graph(ctx, grads: tuple[Tensor, ...]) -> list[Tensor | None]:
     if q is None:  # the map is linear in q and k, so any of them have the same gradient
         q, k = (grads[0].new_zeros(shape).requires_grad_() for shape in ctx.shapes)
 
-    def definition(q, k, v, theta, column):
-        by = Angles(theta, column, ctx.call.grid)
-        by = theta if theta is None or ctx.call.form.permutes else by
-        return defined.both(q, k, v, by, ctx.call.at, ctx.call.form)
+    def definition(q, k, v, theta, column, at_q, at_k):
+        by = Angles(theta, column, ctx.grid)
+        by = theta if theta is None or ctx.form.permutes else by
+        return defined.both(q, k, v, by, (at_q, at_k), ctx.form)
 
-    return gradients_of(definition, (q, k, *others), ctx.needs_input_grad[:5], grads)
+    return gradients_of(definition, (q, k, *others), ctx.needs_input_grad[:7], grads)
 
 
 def _time_major(like: Tensor, batch: int, heads: int, time: int, width: int) -> Tensor:
@@ -145,7 +129,7 @@ def _time_major(like: Tensor, batch: int, heads: int, time: int, width: int) -> 
 
 def _rows(ctx) -> int:
     """Return the number of positions per program, a power of two."""
-    features = ctx.shapes[0][3] * (2 if ctx.call.form.wide else 1)
+    features = ctx.shapes[0][3] * (2 if ctx.form.wide else 1)
     return min(32, max(1, ELEMENTS // features))
 
 
@@ -154,38 +138,47 @@ def _programs(ctx) -> int:
     return sum(batch * triton.cdiv(time, _rows(ctx)) for batch, _, time, _ in ctx.shapes)
 
 
-def _launch(kernel, ctx, rows, learned, results, flags=None) -> None:
+def _places(at: Tensor) -> Tensor:
+    """Return positions (B or 1, 1, T) or given phases (B or 1, H, T, E, 2)."""
+    if at.is_complex():
+        at = torch.view_as_real(at.resolve_conj().contiguous())
+        return at if at.dim() == 5 else at.unsqueeze(0)
+    return at.unsqueeze(1) if at.dim() == 2 else at[None, None]
+
+
+def _launch(kernel, ctx, rows, given, results, flags=None) -> None:
     """Launch a kernel.
 
-    rows: tensors (B, H, T, .) whose strides it needs. learned: v, theta and column, or None.
+    rows: tensors (B, H, T, .) whose strides it needs. given: v, theta, column, at_q and at_k.
     """
     (batch, heads, queries, width), (*_, keys, _) = ctx.shapes
-    call, (v, theta, column) = ctx.call, learned
-    places, strides = call.places(), [n for x in rows for n in x.stride()[:3]]
+    (v, theta, column, *at), permutes = given, ctx.form.permutes
+    places, strides = [*map(_places, at)], [n for x in rows for n in x.stride()[:3]]
     axes = (axis for p in places for axis in zip(p.stride()[:3], p.shape[:3], strict=True))
     steps = [step if size > 1 else 0 for step, size in axes]
-    permutes, pairs = call.form.permutes, places[0].shape[3] if call.given else 0
+    phased = at[0].is_complex()
+    pairs = places[0].shape[3] if phased else 0
     if theta is not None and not permutes:
         pairs = theta.shape[-1]
     unit = math.gcd(16, *strides)
     launch(
         kernel,
         (_programs(ctx),),
-        *(rows[0] if x is None else x for x in (*rows, *places, *learned, *results)),
-        *(batch, heads, queries, keys, call.grid, *steps),
+        *(rows[0] if x is None else x for x in (*rows, *places, v, theta, column, *results)),
+        *(batch, heads, queries, keys, ctx.grid, *steps),
         *(n // unit for n in strides),
         D=width,
         E=pairs,
         BT=_rows(ctx),
         UNIT=unit,
         REFLECTS=v is not None,
-        HALVES=call.form.halves,
-        WIDE=call.form.wide,
-        PHI=call.form.phi,
-        GIVEN=call.given,
+        HALVES=ctx.form.halves,
+        WIDE=ctx.form.wide,
+        PHI=ctx.form.phi,
+        GIVEN=phased,
         GRID=column is not None,
         PERMUTES=permutes,
-        HEADWISE=call.given or (theta is not None and theta.dim() == (3 if permutes else 2)),
+        HEADWISE=phased or (theta is not None and theta.dim() == (3 if permutes else 2)),
         num_warps=4,
         **(flags or {}),
     )
@@ -445,6 +438,20 @@ def _store_angles(
         tl.store(to + step + pairs, by_column, mask=pairs < E)
 
 
+@triton.jit
+def _store_phases(to, of_angle, rows, here, E: tl.constexpr, W: tl.constexpr):
+    """Write the gradients (BT, W) of the angles of given phases."""
+    pairs = tl.arange(0, W)[None, :]
+    tl.store(to + rows[:, None] * E + pairs, of_angle, mask=here[:, None] & (pairs < E))
+
+
+@triton.jit
+def _store_unit(to, of_unit, u, norm, D: tl.constexpr):
+    """Write the gradient of v, for the gradient (D,) of the unit vector u."""
+    along = tl.where(norm >= SMALLEST, tl.sum(of_unit * u, 0), 0.0)
+    tl.store(to + tl.arange(0, D), (of_unit - along * u) / tl.maximum(norm, SMALLEST))
+
+
 # --- kernels -----------------------------------------------------------------------------------
 
 
@@ -515,16 +522,16 @@ def _encode(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _encode_gradient(
-    q, k, q_grad, k_grad, q_at, k_at, v, theta, column, of_q, of_k, sums,
+    q, k, q_grad, k_grad, q_at, k_at, v, theta, column, of_q, of_k, sums, of_q_at, of_k_at,
     B, H, T, S, grid, ab, ah, at, cb, ch, ct, qb, qh, qt, kb, kh, kt, gb, gh, gt, fb, fh, ft,
     D: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, UNIT: tl.constexpr,
     REFLECTS: tl.constexpr, HALVES: tl.constexpr, WIDE: tl.constexpr, PHI: tl.constexpr,
     GIVEN: tl.constexpr, GRID: tl.constexpr, PERMUTES: tl.constexpr, HEADWISE: tl.constexpr,
     READS_X: tl.constexpr, ANGLES_LEARN: tl.constexpr, UNIT_LEARNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of q or k, and this program's sums for those of angles and v."""
+    """Compute the gradients of q or k and of given phases, and this program's sums of others."""
     W: tl.constexpr = D if WIDE else D // 2
-    is_q, _, b, rows, here = _place(T, S, B, BT)
+    is_q, time, b, rows, here = _place(T, S, B, BT)
     known = here[:, None] & (tl.arange(0, D) >= 0)[None, :]
     x = _rows_of(is_q, q, k, b, rows, qb, qt, kb, kt, D, UNIT)
     given = _rows_of(is_q, q_grad, k_grad, b, rows, gb, gt, fb, ft, D, UNIT)
@@ -536,7 +543,7 @@ def _encode_gradient(
     moves = _moves(theta, row, 0, size, True, D, HALVES) if PERMUTES else 0
     cos, sin = _turned(place, theta, column, row, col, here, 0, E, W, GRID, GIVEN)
     of_angle, of_unit = tl.zeros((BT, W), tl.float32), tl.zeros((D,), tl.float32)
-    angles = (H if HEADWISE else 1) * E if ANGLES_LEARN else 0
+    angles = (H if HEADWISE else 1) * E if ANGLES_LEARN and not GIVEN else 0
     columns = angles if GRID else 0
     sums += tl.program_id(0).to(tl.int64) * (angles + columns + (D if UNIT_LEARNS else 0))
     for h in range(H):
@@ -552,15 +559,15 @@ def _encode_gradient(
             values, first, second, u, cos, sin, BT, D, E, REFLECTS, HALVES, WIDE, PHI
         )
         tl.store(to, g.to(of_q.dtype.element_ty), mask=known)
-        if ANGLES_LEARN and HEADWISE:
+        if ANGLES_LEARN and GIVEN:
+            to_at = tl.where(is_q, of_q_at, of_k_at) + (b * H + h) * time * E
+            _store_phases(to_at, d_angle, rows, here, E, W)
+        elif ANGLES_LEARN and HEADWISE:
             _store_angles(sums + h * E, d_angle, row, col, angles, E, W, GRID)
         of_angle, of_unit = of_angle + d_angle, of_unit + d_unit
-        x += tl.where(is_q, qh, kh) * UNIT
+        x, to = x + tl.where(is_q, qh, kh) * UNIT, to + D
         given += tl.where(is_q, gh, fh) * UNIT
-        to += D
     if ANGLES_LEARN and not HEADWISE:
         _store_angles(sums, of_angle, row, col, angles, E, W, GRID)
     if UNIT_LEARNS:
-        along = tl.where(norm >= SMALLEST, tl.sum(of_unit * u, 0), 0.0)
-        sums += angles + columns
-        tl.store(sums + tl.arange(0, D), (of_unit - along * u) / tl.maximum(norm, SMALLEST))
+        _store_unit(sums + angles + columns, of_unit, u, norm, D)

@@ -193,7 +193,11 @@ def test_two_runs_give_equal_bits_and_gradients_of_half_precision_are_rounded_on
 
 
 @pytest.mark.parametrize(
-    "name", ["rope", "lrpe-type2", "lrpe-type5", "lrpe-tmlr-type1", "fope", "liere", "ape"]
+    "name",
+    [
+        *("rope", "lrpe-type2", "lrpe-type5", "lrpe-tmlr-type1", "fope", "liere", "ape"),
+        *("selective:lrpe-type3", "selective:lrpe-tmlr-type1"),
+    ],
 )
 @pytest.mark.parametrize("form", ["fused"], indirect=True)
 def test_softmax_attention_is_the_same_with_and_without_it(name, monkeypatch):
