@@ -96,7 +96,7 @@ def selective(spec: EncodingSpec, inner: Callable[[EncodingSpec], LRPE]) -> LRPE
     """
     encoding = inner(spec)
     encoding.increments = Increments(spec, encoding.core.angles.shape[-1])
-    encoding.properties = replace(encoding.properties, contextual=True)
+    encoding.properties = replace(encoding.properties, contextual=True, reach=TAPS - 1)
     encoding.card = Card(
         mechanism="rotation",
         equation=r"\mathrm{Re}\big[(\Lambda^{(\Phi_s)} P q_s)^{\mathsf H} \Lambda^{(\Phi_t)} P k_t"
