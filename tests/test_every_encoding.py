@@ -457,7 +457,7 @@ def test_a_window_is_the_last_tokens_alone_all_at_once_and_from_a_state(
     module, whole, wide = (attention_of(name, attention_type, window=w) for w in sizes)
     if module.encoding.properties.reach:  # a filter reads tokens before the window
         for own in (module, whole, wide):
-            own.encoding.reflections.filter.data[1:] = 0
+            (own.encoding.reflections or own.encoding.increments).filter.data[1:] = 0
     x = torch.randn(2, 12, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     padding = torch.zeros(2, 12, dtype=torch.bool)
     padding[0, [0, 3, 4, 6, 8]] = True

@@ -96,12 +96,13 @@ def selective(spec: EncodingSpec, inner: Callable[[EncodingSpec], LRPE]) -> LRPE
     """
     encoding = inner(spec)
     encoding.increments = Increments(spec, encoding.core.angles.shape[-1])
-    encoding.properties = replace(encoding.properties, contextual=True)
+    encoding.properties = replace(encoding.properties, contextual=True, reach=TAPS - 1)
     encoding.card = Card(
         mechanism="rotation",
         equation=r"\mathrm{Re}\big[(\Lambda^{(\Phi_s)} P q_s)^{\mathsf H} \Lambda^{(\Phi_t)} P k_t"
-        r"\big],\quad \Phi_s = \sum_{u \le s} \big(f * W_2 W_1 \hat x\big)_u + e^{b}",
-        cost="16 (C + H E) + 5 H E parameters; O(C) per token, and phases (B, H, T, E)",
+        r"\big],\quad \Phi_s = \sum_{u \le s} \big[(f * W_2 W_1 \hat x)_u + e^{b}\big]",
+        cost="16 (C + H E) + 5 H E parameters, E angles of a head; O(C) per token, and phases "
+        "(B, H, T, E)",
         beyond="As the encoding: nothing for phases that training has not seen; the text sets how "
         "fast they grow.",
         source="[Movahedi et al. (2026)](https://openreview.net/forum?id=AQo1SEElNb), on another "

@@ -247,17 +247,18 @@ def reach_of(model: nn.Module, window: int) -> int:
     """Return the distance to the first token that a token depends on in a ``limited`` model.
 
     Every layer adds ``window`` - 1, or less with a smaller window of its own; a shift of keys and
-    values adds one. Where a score depends
-    on more than the lag, as with absolute positions or FIRE's beyond its threshold, all tokens
-    before count.
+    values adds one, and a filter of the tokens after a key its reach - 1. Where a score depends on
+    more than the lag, as with absolute positions or FIRE's beyond its threshold, all tokens before
+    count.
     """
     modules = _attentions(model)
     promised = [module.encoding.properties for module in modules]
     relative = all(p.relative == "exact" and p.relative_up_to is None for p in promised)
     if not relative or model.decoder.embed_positions is not None:
         return sys.maxsize
-    shifts = sum(module.kv_shift is not None for module in modules)
-    return shifts + sum(min(window, module.window or window) - 1 for module in modules)
+    more = sum(module.kv_shift is not None for module in modules)
+    more += sum(max(0, p.reach - 1) for p in promised)
+    return more + sum(min(window, module.window or window) - 1 for module in modules)
 
 
 def _attentions(model: nn.Module) -> list[MultiheadAttention]:
