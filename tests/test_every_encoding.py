@@ -385,7 +385,7 @@ def packed(module):
     return x, starts, parts
 
 
-@pytest.mark.parametrize(("name", "attention_type"), PAIRS)
+@pytest.mark.parametrize(("name", "attention_type"), in_turn(PAIRS))
 def test_packed_documents_are_each_document_alone(name, attention_type):
     # sums of places differ in their last bit, which a clamped denominator multiplies by 1e7
     normalizer = "rotated" if encoding_of(name).increments is None else "layernorm"
@@ -430,7 +430,7 @@ def test_decoding_across_documents_and_reordered_beams_equals_parallel(name, att
     torch.testing.assert_close(found[~padding], out[~padding], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(("name", "attention_type"), PAIRS)
+@pytest.mark.parametrize(("name", "attention_type"), in_turn(PAIRS))
 def test_blocks_with_padding_anywhere_then_tokens_equal_parallel(name, attention_type):
     module = attention_of(name, attention_type)
     generator = torch.Generator().manual_seed(2)
@@ -567,7 +567,7 @@ def test_left_padded_equals_right_padded_equals_unpadded(name, attention_type, c
         torch.testing.assert_close(out[:, 2:], module(full)[0], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(("name", "attention_type"), PAIRS)
+@pytest.mark.parametrize(("name", "attention_type"), in_turn(PAIRS))
 def test_the_gradient_to_the_future_is_exactly_zero(name, attention_type):
     module = attention_of(name, attention_type)
     x = torch.randn(150, 1, WIDTH, dtype=torch.float64).requires_grad_()

@@ -103,10 +103,17 @@ def errors(leaves, wanted, segments, form=sweep_triton.causal_sums, reference=de
 
 FACTORS = (SHAPES, ["normalized", "sums", "numerator"], [None, "head", "token"], [False, True],
            [1, 1000], list(BOUND))  # fmt: skip
+SLOW = ((70, 64, 64), (50, 128, 64))
+"""Shapes that the interpreter takes seconds for; the others have as many parts and widths."""
+
+
+def cases(*factors):
+    found = pairwise(*factors)
+    return [pytest.param(*x, marks=[pytest.mark.exhaustive] * (x[0] in SLOW)) for x in found]
 
 
 @pytest.mark.parametrize(
-    ("shape", "wanted", "decay", "documents", "programs", "dtype"), pairwise(*FACTORS)
+    ("shape", "wanted", "decay", "documents", "programs", "dtype"), cases(*FACTORS)
 )
 def test_outputs_and_gradients_equal_the_definition(
     shape, wanted, decay, documents, programs, dtype, monkeypatch
@@ -200,7 +207,7 @@ def test_one_of_two_results_may_be_used_alone():
 
 @pytest.mark.parametrize(
     ("shape", "wanted", "keys", "programs", "dtype"),
-    pairwise([*SHAPES[:4], (33, 128, 128)], FACTORS[1], [None, 7, 90], [1, 1000], list(BOUND)),
+    cases([*SHAPES[:4], (33, 128, 128)], FACTORS[1], [None, 7, 90], [1, 1000], list(BOUND)),
 )
 def test_sums_over_all_keys_equal_the_definition(shape, wanted, keys, programs, dtype, monkeypatch):
     monkeypatch.setattr(full_triton, "PROGRAMS", programs)
