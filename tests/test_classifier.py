@@ -111,6 +111,17 @@ def test_it_holds_for_every_input_norm_normalizer_and_pooling(options):
         same(model(batch_of(rows)), alone)
 
 
+@BOTH
+def test_without_positions_the_order_of_the_tokens_does_not_matter_and_with_them_it_does(attention):
+    (row,) = rows_of(9)
+    mixed = row[torch.randperm(9, generator=torch.Generator().manual_seed(3))]
+    nope = model_of(attention, "none", no_token_positional_embeddings=True)
+    base = model_of(attention, "none")
+    with torch.no_grad():
+        same(nope(mixed[None]), nope(row[None]))
+        assert (base(mixed[None]) - base(row[None])).abs().max() > 1e-3
+
+
 def test_the_mean_is_over_real_tokens_and_exact_in_half_precision():
     x = torch.full((4096, 1, 2), 1.001).half()
     real = torch.ones(4096, 1, dtype=torch.bool)

@@ -148,6 +148,15 @@ def test_a_flat_name_overrides_a_nested_option(translation):
     assert model.cfg.quant_noise.pq_block_size == 4
 
 
+def test_layers_to_keep_prune_a_translation_model(translation):
+    weights = saved(translation)["model"]
+    model = overridden(translation, encoder_layers_to_keep="1", decoder_layers_to_keep="0")
+    assert (len(model.encoder.layers), len(model.decoder.layers)) == (1, 1)
+    for side, kept in (("encoder", 1), ("decoder", 0)):
+        weight = getattr(model, side).layers[0].fc1.weight
+        assert torch.equal(weight, weights[f"{side}.layers.{kept}.fc1.weight"])
+
+
 def test_an_option_that_is_newer_than_the_checkpoint_is_overridden(translation, tmp_path):
     state = saved(translation)
     del state["cfg"]["task"]["num_batch_buckets"]

@@ -74,6 +74,20 @@ def results_with_gates(form, inputs, wanted):
     return [*found, *torch.autograd.grad(loss, inputs)]
 
 
+@pytest.mark.parametrize("wanted", causal_cpu.WANTED)
+@pytest.mark.parametrize(
+    ("length", "keys", "values"), [(1, 3, 1), (31, 5, 3), (70, 200, 96), (150, 16, 24)]
+)
+def test_a_decay_per_token_equals_the_definition(length, keys, values, wanted, monkeypatch):
+    monkeypatch.setattr(causal_cpu, "SEGMENT", 64)
+    inputs = example(length, keys, values)
+    exact = results_with_gates(causal.definition, with_gates(inputs, torch.float64), wanted)
+    for dtype, scale in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        given = with_gates(inputs, dtype)
+        assert causal_cpu.serves(*given)
+        assert_near(results_with_gates(causal_cpu.causal_sums, given, wanted), exact, scale)
+
+
 @pytest.mark.parametrize("layout", [lambda x: x.mT.contiguous().mT, lambda x: x[:, :1, :1]])
 def test_gates_of_any_layout_are_read_right(layout):
     inputs = example(70, dtype=torch.float64)

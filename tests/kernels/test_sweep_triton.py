@@ -104,7 +104,7 @@ def errors(leaves, wanted, segments, form=sweep_triton.causal_sums, reference=de
 FACTORS = (SHAPES, ["normalized", "sums", "numerator"], [None, "head", "token"], [False, True],
            [1, 1000], list(BOUND))  # fmt: skip
 SLOW = ((70, 64, 64), (50, 128, 64))
-"""Shapes that the interpreter takes seconds for; the others have as many parts and widths."""
+"""Shapes that take the interpreter longest."""
 
 
 def cases(*factors):

@@ -227,7 +227,7 @@ def evaluate_classifier(
     overrides, metrics = _overrides(trained, longest, image_size), {}
     name = classification.ACCURACY + (f"-at-{image_size}" if image_size else "")
     for split in splits:
-        found = predictions(checkpoint, data, split, _classes, overrides)
+        found = predictions(checkpoint, data, split, lambda model, x: model(**x), overrides)
         metrics[split] = {name: scores(*found)}
     said = classification.protocol(data, longest, _cut(data, splits, longest))
     said += f" Images have {image_size} pixels." if image_size else ""
@@ -248,10 +248,6 @@ def _overrides(trained: Run, longest: int, image_size: str | None) -> dict[str, 
         return plain
     grid = {"grid_width": 0, "grid_height": 0, "max_positions": None}  # those of the images
     return {**plain, **grid, "image_size": image_size}
-
-
-def _classes(model: Any, net_input: Mapping[str, Any]) -> Tensor:
-    return model(**net_input)
 
 
 def _has_split(data: Path, split: str) -> bool:

@@ -31,7 +31,9 @@ def command(name: str) -> Callable[[Main], Callable[..., int]]:
         @functools.wraps(main)
         def guarded(*arguments: object, **named: object) -> int:
             try:
-                _return_to_the_user()
+                # Children do not inherit it: their relative paths count from the root.
+                if folder := os.environ.pop(STARTED_IN, ""):
+                    os.chdir(folder)
                 status = main(*arguments, **named) or 0
                 sys.stdout.flush()
                 return status
@@ -40,7 +42,8 @@ def command(name: str) -> Callable[[Main], Callable[..., int]]:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return NO_READER
             except (UserError, ValueError, OSError) as error:
-                print(f"{name}: {one_line(error)}", file=sys.stderr)
+                said = " ".join(str(error).split()) or type(error).__name__
+                print(f"{name}: {said}", file=sys.stderr)
                 return BAD_INPUT
             except KeyboardInterrupt:
                 return INTERRUPTED
@@ -48,18 +51,6 @@ def command(name: str) -> Callable[[Main], Callable[..., int]]:
         return guarded
 
     return decorate
-
-
-def _return_to_the_user() -> None:
-    """Change to the folder where the user called the script, so that relative paths count from
-    there. Child processes do not inherit the variable: their paths count from the root."""
-    if folder := os.environ.pop(STARTED_IN, ""):
-        os.chdir(folder)
-
-
-def one_line(error: BaseException) -> str:
-    """The text of ``error`` without line breaks; its type if it has no text."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def clock(seconds: float) -> str:
