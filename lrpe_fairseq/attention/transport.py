@@ -91,7 +91,6 @@ def score_blocks(
         begin = before + lowest * size if lowest else 0
         rows = slice(first * size, min(last * size, length))
         columns = slice(begin, before + rows.stop)
-
         shown = own[:, :, : 0 if lowest else before]
         sizes = rows.stop - rows.start, columns.stop - columns.start
         yield rows, columns, partial(_walked_back, chunks, shown, first, last, lowest, sizes)
@@ -118,10 +117,15 @@ def _walked_back(
 
 
 def carried(k: Tensor, transport: Transport) -> Tensor:
-    """Return the keys k (B, H, S, D) at the last of the T tokens.
+    """Return the keys k (B, H, S, D) at the last of the T tokens, computed without autocast.
 
     Features of k beyond those of w are not changed.
     """
+    with torch.autocast(k.device.type, enabled=False):
+        return _carried(k, transport)
+
+
+def _carried(k: Tensor, transport: Transport) -> Tensor:
     w = F.pad(transport.w, (0, k.shape[-1] - transport.w.shape[-1]))
     before = k.shape[2] - w.shape[2]
     k, own = k[:, :, :before], k[:, :, before:]

@@ -270,6 +270,9 @@ def test_a_reflection_changes_pairs_around_its_token_only_and_lengthens_no_key()
     wanted[11:, :11] = True
     assert torch.equal(differs, wanted)
     carried = transport.carried(k, Transport(w, beta))
+    with torch.autocast("cpu", torch.bfloat16):
+        again = transport.carried(k.float(), Transport(w, beta))
+    torch.testing.assert_close(again.double(), carried, rtol=1e-5, atol=1e-5)
     assert (carried.norm(dim=-1) <= k.norm(dim=-1) + 1e-12).all()
 
 
