@@ -121,7 +121,7 @@ LARGE_MEMORY = {
 """Tiles of each kernel on GPUs with 227 KiB of shared memory, after the largest load that they
 bear."""
 OTHERS = {
-    "output": ((4, Tile(64, 64, 8)), (5, SQUARE), (9, LONG), (NO_LIMIT, SMALL)),
+    "output": ((4, Tile(64, 64, 8)), (5, SQUARE), (7, LONG), (NO_LIMIT, SMALL._replace(warps=8))),
     "query_gradient": (
         (2, Tile(64, 32)),
         (4, Tile(64, 32, split=False)),
