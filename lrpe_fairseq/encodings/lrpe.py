@@ -105,8 +105,7 @@ class LRPE(QueryKeyEncoding):
         )
         at = self._check(q_positions, q), self._check(k_positions, k)
         kernels = loader.triton_kernels("lrpe_fairseq.kernels.encode_triton")
-        placed = q_positions.is_floating_point()  # phases of places have gradients
-        if kernels is not None and not placed and kernels.serves(q, k, form):
+        if kernels is not None and kernels.serves(q, k, form):
             v = self.projection.v if isinstance(self.projection, Householder) else None
             placed = at[0].is_floating_point()
             by = None if placed else self.core.in_kernel(q.device)

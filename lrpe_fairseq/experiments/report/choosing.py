@@ -168,11 +168,15 @@ def _best(view: ColumnView) -> str:
 
 def _not_run(results: Results) -> str:
     missing: dict[str, list[str]] = {}
+    run = set()
     for table in results.tables.values():
         seen = {sheet.scale for sheet in results.sheets_of(table.name)}
+        run |= seen
         for scale in table.scales.keys() - seen:
             missing.setdefault(scale, []).append(table.name)
-    parts = [f"scale `{k}` of {markdown.listed(names)}" for k, names in sorted(missing.items())]
+    every = sorted(missing.keys() - run)
+    parts = [f"scales {markdown.listed([f'`{scale}`' for scale in every])}"] if every else []
+    parts += [f"`{k}` of {markdown.listed(names)}" for k, names in missing.items() if k in run]
     return "; ".join(parts) or "nothing"
 
 
