@@ -28,7 +28,7 @@ from tests.end_to_end.cases import each_encoding_once, sampled, serves
 
 PAD = 1
 KIND = "encoder-only"
-FEW = [("linear", "rope-2d"), ("softmax", "lrpe-type2")]
+FEW = [("linear", "rope-2d-mixed"), ("softmax", "lrpe-type2")]
 needs_timm = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ("timm", "torchvision")),
     reason="timm or torchvision (extra [vision]) is not installed",

@@ -160,7 +160,7 @@ def test_hydra_reads_a_configuration_over_its_bases_as_our_own_loader_does(name)
     hydra_init(path.stem)
     with initialize_config_dir(str(path.parent), version_base="1.1"):
         found = compose(path.stem, ["optimization.clip_norm=7", "common.seed=3"])
-    expected = dict(leaves(OmegaConf.to_container(load_config(path))))
+    expected = dict(leaves(OmegaConf.to_container(load_config(path), resolve=True)))
     expected |= {"optimization.clip_norm": 7, "common.seed": 3}
     for key, value in expected.items():
         if not key.startswith("hydra."):
