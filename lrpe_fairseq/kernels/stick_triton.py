@@ -83,7 +83,7 @@ def tile_of(call: "_Call") -> Tile:
         return Tile(32, 32, 8)
     if major in (9, 10) and call.queries > 64:
         return Tile(128, 32, 8)
-    return Tile(32, 32) if extra else Tile(64, 32)
+    return Tile(32, 32, 8 if major == 12 else 4) if extra else Tile(64, 32)
 
 
 class _Call(MaskedCall):
