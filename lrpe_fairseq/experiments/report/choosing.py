@@ -25,7 +25,8 @@ CURVES = {
 }  # fmt: skip
 GROUPS = {
     "Language models": ["quickstart", "table2", "catalogue", "extrapolation", "budget", "books",
-                        "tmlr-table2", "tmlr-table5", "table5", "hybrid-lm"],
+                        "tmlr-table2", "tmlr-table5", "table5", "hybrid-lm",
+                        "packed", "context-scaling", "parts"],
     "Masked language models and GLUE": ["table8", "table3", "budget-mlm", "tmlr-table1-pretrain",
                                         "tmlr-table1"],
     "Translation and transduction": ["table4", "ape-wmt14", "ape-sequences", "ape-trees"],
@@ -146,6 +147,8 @@ def index(results: Results) -> str:
 
 def _first(results: Results, table: Table) -> str:
     """Return the best rows of a table's first headline columns."""
+    if table.compare == "columns":
+        return "columns are compared"
     sheet = results.sheets_of(table.name)[0]
     first: dict[str, ColumnView] = {}
     for view in results.headlines(sheet):

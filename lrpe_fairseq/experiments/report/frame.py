@@ -361,8 +361,17 @@ class Results:
         self._views: dict[tuple[str, str], ColumnView] = {}
 
     def sheets_of(self, table: str) -> list[Sheet]:
-        """Return the comparable groups of a table that have runs."""
-        return [sheet for sheet in self.sheets if sheet.table.name == table]
+        """Return the comparable groups of a table that have runs.
+
+        A comparison of columns needs runs of more than the shared column.
+        """
+        own = [sheet for sheet in self.sheets if sheet.table.name == table]
+        return [sheet for sheet in own if sheet.table.compare == "rows" or self._compares(sheet)]
+
+    def _compares(self, sheet: Sheet) -> bool:
+        every = {sheet.table.column(key).title for key in sheet.table.headline}
+        found = {view.column.title for view in self.headlines(sheet)}
+        return len(found) > 1 or found == every
 
     def column(self, table: str, key: str, scale: str = "") -> ColumnView:
         """Return a column of a table's first group at ``scale``. Raises: KeyError without any."""

@@ -56,7 +56,7 @@ def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
 
 def _section(results: Results, table: Table) -> dict[str, Any]:
     """Return what a page shows of a table."""
-    sheets = [sheet for sheet in results.sheets_of(table.name) if _compares(results, sheet)]
+    sheets = results.sheets_of(table.name)
     runs = {name: run for sheet in sheets for name, run in sheet.runs.items()}
     machines = sorted({markdown.processors(run["hardware"]) for run in runs.values()})
     folders = sorted({name.split("/")[0] for name in runs})
@@ -68,15 +68,6 @@ def _section(results: Results, table: Table) -> dict[str, Any]:
         "machines": markdown.listed(machines),
         "folders": markdown.listed([f"[runs/{name}](runs/{name})" for name in folders]),
     }
-
-
-def _compares(results: Results, sheet: Sheet) -> bool:
-    """False for a comparison of columns of which only the shared one has runs."""
-    if sheet.table.compare == "rows":
-        return True
-    every = {sheet.table.column(key).title for key in sheet.table.headline}
-    found = {view.column.title for view in results.headlines(sheet)}
-    return len(found) > 1 or found == every
 
 
 def _group(sheet: Sheet, views: list[ColumnView]) -> dict[str, str]:
