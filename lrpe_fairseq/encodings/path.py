@@ -36,7 +36,7 @@ class Reflections(nn.Module):
     def __init__(self, spec: EncodingSpec, bias: float) -> None:
         super().__init__()
         self.heads, width = spec.num_heads, spec.num_heads * spec.head_dim
-        generator = spec.generator(stream=41)
+        generator = spec.generator(stream=43)
 
         def drawn(*shape: int) -> nn.Parameter:
             # no nn.Linear: fairseq's BERT models would initialize it again

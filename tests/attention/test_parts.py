@@ -191,3 +191,14 @@ def test_bad_parts_are_refused_in_one_sentence():
     options = {"attention_type": "softmax", "position_encoding": "none"}
     with pytest.raises(ChoiceError, match="choose other parts for cross-attention"):
         CrossAttention(WIDTH, HEADS, parts="kv-shift", **options)
+
+
+def test_parts_and_reflections_start_from_numbers_of_their_own():
+    module = MultiheadAttention(
+        *(64, 4), attention_type="softmax", position_encoding="gated:path", causal=True,
+        parts=",".join(PARTS),
+    )  # fmt: skip
+    drawn = [p for n, p in module.named_parameters() if p.dim() == 2 and "proj" not in n]
+    first = [p.flatten()[0].item() for p in drawn if p.std() > 0]
+    assert len(first) >= 7
+    assert len(set(first)) == len(first)
