@@ -581,7 +581,7 @@ def _advance_by_one(
     kv, keys = before
     if transport is not None:
         kv = reflected(kv.mT, transport).mT
-        keys = reflected(keys.unsqueeze(2), transport).squeeze(2)
+        keys = reflected(keys.unsqueeze(2), transport).squeeze(2) if with_denominator else keys
     if log_decay is not None:
         rate = torch.exp(log_decay.to(q))  # H, or B H 1
         rate = rate.unsqueeze(-1) if log_decay.dim() == 1 else rate

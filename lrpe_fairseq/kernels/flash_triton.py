@@ -239,7 +239,7 @@ class MaskedCall:
         self.batch, self.heads, self.queries, self.width = q.shape
         self.keys, self.values = k.shape[2], v.shape[3]
         self.offset, self.window = flash.offset_of(q, k, options.causal), options.window
-        self.padding = None if options.padding is None else _bytes(options.padding)
+        self.padding = None if options.padding is None else _numbers(options.padding, q.dtype)
         numbers = options.segments or (None, None)
         self.segments = [None if x is None else x.int().contiguous() for x in numbers]
         self.threshold, self.inverse = flash.dropout_of(options.dropout)
@@ -451,6 +451,10 @@ class _Call(MaskedCall):
         return columns > 0 and not first <= least <= most < first + columns
 
 
-def _bytes(mask: Tensor) -> Tensor:
-    """Return a bool mask as bytes."""
-    return mask.contiguous().view(torch.uint8)
+def _numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a bool mask as bytes, or as int32 for tiles of float32.
+
+    Trap: from bytes and dropout's ``join`` Triton 3.6 infers operands of 4 bits, lays out 8
+    neighbours per thread, and float32 products over 16 keys are wrong on a GPU.
+    """
+    return mask.int() if dtype == torch.float32 else mask.contiguous().view(torch.uint8)

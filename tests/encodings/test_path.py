@@ -91,8 +91,11 @@ def test_softmax_in_blocks_of_chunks_is_the_product_of_matrices(chunk):
 def test_linear_attention_in_chunks_and_pieces_is_the_product_of_matrices(normalizer):
     q, k, *rest = draw()
 
+    def narrow(x):  # as features without a complex encoding
+        return x[..., ::2]
+
     def options(q, k, w, beta, gates):
-        own = {"content": (q, k)} if normalizer == "content" else {}
+        own = {"content": (narrow(q), narrow(k))} if normalizer == "content" else {}
         return {
             "normalizer": normalizer,
             "log_decay": gates,
@@ -102,13 +105,13 @@ def test_linear_attention_in_chunks_and_pieces_is_the_product_of_matrices(normal
 
     def written_out(q, k, v, w, beta, gates):
         scores = carried_scores(q, k, w, beta) * gate_sums(gates).exp()
-        plain = (q @ k.mT).tril() if normalizer == "content" else scores
+        plain = (narrow(q) @ narrow(k).mT).tril() if normalizer == "content" else scores
         total = plain.sum(-1, keepdim=True).clamp_min(1e-6)
         return scores @ v / (1 if normalizer == "none" else total)
 
     def in_pieces(*given):
         state, parts = None, []
-        for cut in (slice(13), slice(13, 36), slice(36, T)):
+        for cut in (slice(13), slice(13, 14), slice(14, 36), slice(36, T)):
             q, k, v, *rest = (x[:, :, cut] for x in given)
             out, state = linear_attention_block(q, k, v, state=state, **options(q, k, *rest))
             parts.append(out)
