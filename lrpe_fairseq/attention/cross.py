@@ -81,10 +81,10 @@ class CrossAttention(ProjectedAttention):
                 "counts the tokens between a query and a key of one sequence; use softmax "
                 "cross-attention"
             )
-        if self.encoding.increments is not None:
+        if self.encoding.increments is not None or self.encoding.has_states:
             raise ChoiceError(
-                f"cross-attention does not support {self.encoding.name!r}, whose positions are "
-                "summed along one text; choose the encoding without them"
+                f"cross-attention does not support {self.encoding.name!r}, whose positions follow "
+                "one text; choose an encoding with fixed positions, such as rope"
             )
 
     # --- fairseq's interface: (T, B, C), and a dictionary of states ----------------------------

@@ -127,6 +127,9 @@ class MultiheadAttention(ProjectedAttention):
             options=EncodingOptions(**encoding_options) if options is None else options,
             wrap_linear=wrap_linear,
         )
+        self.update: nn.Module | None = None
+        """What a layer adds to the states of the encoding; see :meth:`advance`."""
+        self._read: tuple[Tensor, Tensor] | None = None
 
     # --- fairseq's interface: (T, B, C), and a dictionary of states ----------------------------
 
@@ -304,7 +307,8 @@ class MultiheadAttention(ProjectedAttention):
         if linear and self.window is None:
             return self.num_heads * (width * self.head_dim + (self.head_dim if content else width))
         kept = length if self.window is None else min(length, max(1, self.window - 1))
-        return kept * self.num_heads * (width + self.head_dim * (2 if linear and content else 1))
+        own = 2 if (linear and content) or self.update is not None else 1
+        return kept * self.num_heads * (width + self.head_dim * own)
 
     @property
     def has_denominators(self) -> bool:
@@ -353,6 +357,10 @@ class MultiheadAttention(ProjectedAttention):
         """Compute attention of x (B, T, C) over [memory, x], (B, T, C). Keys start M earlier."""
         if self.attention_type == "linear" or not self.causal:
             raise ValueError("only causal softmax attention has a memory of earlier segments")
+        if self.update is not None or self.given.states is not None:
+            raise ValueError(
+                f"{self.encoding.name!r} keeps no states of earlier segments: use another encoding"
+            )
         whole = torch.cat([memory.inputs.transpose(0, 1), x], 1)
         numbers = memory.segments
         starts = None if numbers is None else F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0))
@@ -374,7 +382,8 @@ class MultiheadAttention(ProjectedAttention):
         Queries are the tokens from ``first`` on, keys are all, and those of ``past``.
         """
         tokens = self._with_gates(x, tokens, past)
-        q, k, v = self._encoded(x, tokens)
+        stated = self.encoding.has_states
+        q, k, v = self._with_states(x, tokens) if stated else self._encoded(x, tokens)
         queries = keys = tokens
         if first:
             q, queries = q[:, :, first:], tokens.of(slice(first, None))
@@ -382,7 +391,34 @@ class MultiheadAttention(ProjectedAttention):
         if keep_state:
             k, v, queries, keys, past = _remembered(k, v, tokens, past)
         options = {"causal": self.causal, "dropout": self._dropout}
-        return encoded_attention(self.encoding, q, k, v, queries, keys, **options), past
+        out = encoded_attention(self.encoding, q, k, v, queries, keys, **options)
+        if self.update is not None:
+            out, means = out.split([self.head_dim, out.shape[-1] - self.head_dim], -1)
+            self._read = self._read[0], means
+        return out, past
+
+    def _with_states(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q~ and k~, turned by states of the tokens, and v.
+
+        If the layer has an update, the states are further features of v.
+        """
+        q, k, v = self._project(x, tokens=tokens)
+        states, self.given.states = self.given.states, None
+        if states is None:
+            states = self.encoding.start(tokens.positions, q)
+        if self.update is not None:
+            self._read = states, states  # the second becomes their means
+            v = torch.cat([v, states.to(v).expand(len(v), -1, -1, -1)], -1)
+        return self.encoding.turned(q, states), self.encoding.turned(k, states), v
+
+    def advance(self, module: nn.Module, inputs: tuple, y: Tensor) -> None:
+        """Update the states for the next layer; a forward hook of the layer's last linear map.
+
+        y: its output (T, B, C).
+        """
+        if self.update is not None:
+            self.given.states = self.update(*self._read, y.transpose(0, 1))
+            self._read = None
 
     def _with_gates(self, x: Tensor, tokens: Tokens, past: SoftmaxState | None) -> Tokens:
         """Return the tokens of x (B, T, C) with the sums of their gates after those of the past."""

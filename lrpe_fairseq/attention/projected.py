@@ -80,8 +80,9 @@ class ProjectedAttention(nn.Module):
             position_encoding, self.head_dim, num_heads, causal=causal, seed=seed, options=options
         )
         if attention_type == "linear" and not self.encoding.serves_linear:
+            needed = "states" if self.encoding.has_states else "the score matrix"
             raise ChoiceError(
-                f"position encoding {position_encoding!r} needs the score matrix, which linear "
+                f"position encoding {position_encoding!r} needs {needed}, which linear "
                 "attention does not compute; use it with softmax attention"
             )
         own = memory_dim is None

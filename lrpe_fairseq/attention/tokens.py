@@ -30,7 +30,8 @@ class Given:
     the memory of cross-attention. query_padding: (B, T), true at padding, of the queries of
     cross-attention. window: see :class:`Tokens`. one_sided: the padding of a row is all before or
     all after its tokens, as fairseq's batches have it. starts: bool (B, T), true at tokens that
-    begin a document; None for one document.
+    begin a document; None for one document. states: (B, H, T, D) of the encoding, after the layers
+    before this one; None for those of its start.
     """
 
     positions: Tensor | None = None
@@ -39,6 +40,7 @@ class Given:
     window: int | None = None
     one_sided: bool = False
     starts: Tensor | None = None
+    states: Tensor | None = None
 
 
 class Tokens(NamedTuple):

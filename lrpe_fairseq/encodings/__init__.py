@@ -37,6 +37,7 @@ from lrpe_fairseq.encodings.shaw import Shaw
 from lrpe_fairseq.encodings.spe import SPE
 from lrpe_fairseq.encodings.stick_breaking import StickBreaking
 from lrpe_fairseq.encodings.t5 import T5Bias
+from lrpe_fairseq.encodings.tape import TAPE
 from lrpe_fairseq.encodings.transformer_xl import TransformerXL
 from lrpe_fairseq.errors import ChoiceError, did_you_mean
 
@@ -90,6 +91,7 @@ ENCODINGS: dict[str, Constructor] = {
     "deberta": DeBERTa,
     "cope": CoPE,
     "stick-breaking": StickBreaking,
+    "tape": TAPE,
 }
 
 DEFAULT = "lrpe-type2"

@@ -238,6 +238,9 @@ class Encoding(Float32Module):
     content_scale: float = 1.0
     """Factor of the content score q k^T in softmax attention, in addition to D^-0.5. The q that a
     score encoding receives has this factor."""
+    has_states: bool = False
+    """True if states of the tokens turn queries and keys, which every layer of a stack reads by its
+    attention and updates; see :class:`~lrpe_fairseq.encodings.tape.TAPE`."""
     turns: bool = False
     """True if features turn with the position: scores of positive features may be negative, and the
     denominator of Eq. 39 can vanish on texts longer than those of training."""

@@ -109,5 +109,5 @@ def _rename_old(module: nn.Module, state: dict, prefix: str, *rest: object) -> N
 
 
 def can_be_gated(kind: type[Encoding]) -> bool:
-    """True for a class of decomposable encodings that have no gates."""
-    return issubclass(kind, QueryKeyEncoding) and kind is not FoX
+    """True for a class of decomposable encodings that have neither gates nor states."""
+    return issubclass(kind, QueryKeyEncoding) and kind is not FoX and not kind.has_states

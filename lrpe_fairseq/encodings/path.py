@@ -127,4 +127,4 @@ def add_reflections(encoding: Encoding) -> None:
 def can_be_carried(kind: type[Encoding]) -> bool:
     """True for a class of encodings that map queries, keys and w alike, and keep their norms."""
     own = issubclass(kind, QueryKeyEncoding) and kind.properties.keeps_norm
-    return own and kind not in (FoX, NoEncoding, Path)
+    return own and not kind.has_states and kind not in (FoX, NoEncoding, Path)

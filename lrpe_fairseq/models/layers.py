@@ -14,8 +14,10 @@ from fairseq.modules.transformer_layer import (
 )
 from torch import Tensor, nn
 
+from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.tokens import Given
 from lrpe_fairseq.encodings.spe import SPE
+from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.models.checks import is_stock_cross
 from lrpe_fairseq.models.options import build_attention, build_cross_attention, log_patterns
 from lrpe_fairseq.models.tree_embedding import TreeEmbedding
@@ -32,6 +34,10 @@ class EncoderLayer(TransformerEncoderLayerBase):
         """Called by fairseq's constructor."""
         own, heads = self._options, cfg.encoder.attention_heads
         return build_attention(own, cfg, embed_dim, heads, causal=False, layer=self._layer)
+
+    def build_fc2(self, *sizes: Any) -> nn.Module:
+        """Called by fairseq's constructor."""
+        return carrying_states(self, super().build_fc2(*sizes))
 
 
 class DecoderLayer(TransformerDecoderLayerBase):
@@ -50,6 +56,10 @@ class DecoderLayer(TransformerDecoderLayerBase):
         """Called by fairseq's constructor."""
         heads = cfg.decoder.attention_heads
         return build_attention(self._options, cfg, embed_dim, heads, causal=True, layer=self._layer)
+
+    def build_fc2(self, *sizes: Any) -> nn.Module:
+        """Called by fairseq's constructor."""
+        return carrying_states(self, super().build_fc2(*sizes))
 
     def build_encoder_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
         """Called by fairseq's constructor."""
@@ -159,10 +169,31 @@ class Decoder(TransformerDecoderBase):
         return None
 
 
+def carrying_states(layer: nn.Module, fc2: nn.Module) -> nn.Module:
+    """Let the layer's attention update the states of its encoding after ``fc2``, if it has some."""
+    attention = layer.self_attn
+    if attention.encoding.has_states:
+        attention.update = attention.encoding.update()
+        fc2.register_forward_hook(attention.advance)
+    return fc2
+
+
 def begin_stack(stack: nn.Module, cfg: Any, width: int) -> None:
-    """Build a ``--tree-embedding``; let it and all attention of a stack read one :class:`Given`."""
+    """Build a ``--tree-embedding``; let it and all attention of a stack read one :class:`Given`.
+
+    No layer reads the states after the last update, which is removed.
+    """
     if getattr(cfg, "tree_embedding", False):  # older checkpoints and other models lack it
         stack.embed_positions = TreeEmbedding(width)
+    own = [part for part in stack.modules() if isinstance(part, MultiheadAttention)]
+    updating = [attention for attention in own if attention.update is not None]
+    if updating:
+        if cfg.checkpoint_activations:
+            raise ChoiceError(
+                f"--checkpoint-activations recomputes layers alone, but those of "
+                f"{updating[0].encoding.name!r} hand states on: leave it out"
+            )
+        updating[-1].update = None
     stack.given = Given(one_sided=True)
     for module in stack.modules():
         if hasattr(module, "given"):
@@ -177,6 +208,7 @@ def begin_pass(
     SPE's shared noise is drawn by the first layer that runs, whichever LayerDrop leaves.
     """
     stack.given.positions, stack.given.memory_positions = positions, memory_positions
+    stack.given.states = None
     if stack.training:
         for code in _codes(stack):
             code.drawn = None

@@ -32,6 +32,8 @@ def refusal(name, attention_type):
     kind = encoding_class(name)
     if is_causal_only(name):
         return "causal attention only; choose another one for an encoder or cross-attention"
+    if kind.has_states:
+        return "positions follow one text" if attention_type == "softmax" else "needs states"
     if attention_type == "softmax":
         return ""
     if not kind.serves_linear:

@@ -15,7 +15,7 @@ from lrpe_fairseq.errors import ChoiceError
 
 ROTATING = {
     *("rope", "lrpe-type1", "lrpe-type2", "lrpe-type3", "lrpe-type5", "lrpe-type6", "lrpe-type8"),
-    *("lrpe-tmlr-type1", "lrpe-tmlr-type2", "rope-2d", "fope"),
+    *("lrpe-tmlr-type1", "lrpe-tmlr-type2", "rope-2d", "fope", "tape"),
 }
 NAMES = (*ENCODINGS, *FREE_FORMS)
 F, L, D, HEADS = 4.0, 128, 16, 2
