@@ -324,13 +324,23 @@ def sbatch(lab: Lab, script: str) -> int:
         return guarded(lambda: slurm.submit(lab.folder, "table2", [], [0], slurm.Site()))
 
 
-OPTIONS = {  # of run_table
-    "--slurm --gpus 4": "use --gpus-per-node",
-    "--slurm --jobs 2": "and running in",
-    "--nodes 2": "--nodes need --slurm",
-    "--seeds 0": "at least 1",
-    "--slurm": "no sbatch",
-    "--rows $(id)": "has no",
+REFUSED = {  # by run_table
+    "table2 --slurm --gpus 4": "use --gpus-per-node",
+    "table2 --slurm --jobs 2": "and running in",
+    "table2 --slurm --minutes 9": "with --slurm, use --gpus-per-node, --time, ",
+    "table2 --slurm": "no sbatch",
+    "table2 --nodes 2": "--nodes need --slurm",
+    "table2 --seeds 0": "at least 1",
+    "table2 --minutes 0.5": r"--minutes must be more than 0\.5, to stop and save",
+    "table2 --pack /dev/null/x.tar": "/dev/null is no folder that can be written",
+    "table2 --rows $(id)": r"table table2 has no row '\$\(id\)'; it has Base",
+    "table2 --rows T5 --attention linear": "no cell of table table2 has these --rows, ",
+    "table2 --scale huge": "table2 has no scale 'huge'; it has small, annealed, paper",
+    "table4 --scale newstest --rows Base T5": "no row 'T5'; it has Base; Type2",
+    "budget --columns 600": "no column '600' at scale annealed; it has 1,800; 5,400",
+    "grid --datasets digits": "no data set 'digits' at scale small; it has synthetic-",
+    "nothing": "there is no table nothing; there are ape-sequences, ",
+    "configs/tables/table2.yaml": r"table configs/tables/table2\.yaml; did you mean table2\?",
 }
 SITES = {
     "nodes: 0": "nodes must be an integer",
@@ -342,8 +352,8 @@ SCRIPTS = {"": "no sbatch", "exit 3": "sbatch failed with status 3"}
 SCRIPTS["echo bad account >&2; exit 1"] = "bad account"
 TABLES: Attacks = {
     **{
-        f"run_table: {words}": (lambda lab, w=words: run_table.main(["table2", *w.split()]), said)
-        for words, said in OPTIONS.items()
+        f"run_table: {words}": (lambda lab, w=words: run_table.main(w.split()), said)
+        for words, said in REFUSED.items()
     },
     **{f"slurm.yaml: {s}": (lambda lab, s=s: site(lab, s), said) for s, said in SITES.items()},
     **{f"sbatch: {s}": (lambda lab, s=s: sbatch(lab, s), said) for s, said in SCRIPTS.items()},

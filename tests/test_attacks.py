@@ -21,7 +21,7 @@ from lrpe_fairseq.experiments.runner import schedule, slurm
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children
 from tests.attacks import ATTACKS, Accepted, Lab, answer
-from tests.trial import trial
+from tests.trial import checkpoint, trial
 
 
 @pytest.fixture(scope="session")
@@ -44,25 +44,9 @@ def test_the_pickle_of_the_attacks_would_run_a_program(tmp_path):
     assert lab.mark.exists()
 
 
-def checkpoint(path, updates, **more):
-    """A checkpoint that has seen some updates."""
-    state = {
-        "cfg": {"model": {"_name": "lrpe_lm"}},
-        "model": {"w": torch.full((1000,), float(updates))},
-        "optimizer_history": [{"num_updates": updates}],
-        "last_optimizer_state": {},
-        **more,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(state, path)
-    return path
-
-
 def test_a_mean_of_checkpoints_is_never_resumed(tmp_path):
     parts = [checkpoint(tmp_path / f"checkpoint_1_{n}.pt", n) for n in (10, 20)]
     checkpoints.average(parts, tmp_path / checkpoints.AVERAGED)
-    mean = checkpoints.load(tmp_path / checkpoints.AVERAGED)["model"]["w"]
-    assert torch.equal(mean, torch.full((1000,), 15.0))
     shutil.copyfile(tmp_path / checkpoints.AVERAGED, tmp_path / "checkpoint_mean.pt")
     for path in parts:
         path.unlink()

@@ -15,8 +15,7 @@ from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.runner import devices as machine
 from lrpe_fairseq.experiments.runner import schedule
 from lrpe_fairseq.experiments.runner.devices import Devices
-from tests.test_experiments import trained
-from tests.trial import trial
+from tests.trial import trained, trial
 
 TABLES = [load_table(path) for path in sorted((CONFIGS / "tables").glob("*.yaml"))]
 FEWER = {  # configuration -> GPUs of 8 that are used

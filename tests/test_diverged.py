@@ -8,7 +8,8 @@ import pytest
 from lrpe_fairseq.experiments.families import lm
 from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.runs import first_number, read_run, write_run
-from tests.test_experiments import INNER, VALID, a_record
+from tests.test_experiments import INNER, VALID
+from tests.trial import a_record
 
 EVALUATED = "Evaluated 1,000 tokens in 1s\n{}Loss (base 2): {}, Perplexity: {}"
 MESSAGE = "Message: 'skipping tokens with inf scores:'\n"

@@ -43,7 +43,7 @@ from tests.end_to_end.conftest import corpus  # noqa: F401  (a fixture)
 from tests.end_to_end.forked import ForkedChildren
 from tests.test_data_prep import multi30k, newstest, wmt14
 from tests.tiny_table import wait_until
-from tests.trial import trial
+from tests.trial import a_record, checkpoint, saved_config, trained, trial
 
 TABLES = [load_table(path) for path in sorted((ROOT / "configs" / "tables").glob("*.yaml"))]
 FAMILY_CONFIGS = sorted(
@@ -63,33 +63,6 @@ def one_run(tmp_path):
 @pytest.fixture
 def events(tmp_path):
     return schedule.Events(tmp_path / "events.log")
-
-
-def a_record(**changes):
-    return {
-        "experiment": "trial",
-        "dataset": "toy",
-        "task": "language_modeling",
-        "attention_type": "linear",
-        "position_encoding": "none",
-        "seed": 1,
-        "scale": "small",
-        "metrics": {"test": {"blocks": {"ppl": 50.0, "tokens": 1000}}},
-        "protocol": {"blocks": "blocks."},
-        "config": {},
-        "commit": "0" * 40,
-        "versions": {"python": "3.11", "torch": "2.13.0"},
-        "hardware": {"cpu": "a CPU", "cores": 2, "gpus": []},
-        "tokens_per_second": 1000.0,
-        "wall_seconds": 10.0,
-        "curve": [{"updates": 5, "tokens": 10, "valid_ppl": 60.0}],
-        **changes,
-    }
-
-
-def trained(run, **changes):
-    """The options that a training of ``run`` would record, but for some changes."""
-    return {**identity.options(identity.resolved(run.settings())), **changes}
 
 
 TEST_SETS = {  # of data with other splits than train, valid and test
@@ -173,63 +146,16 @@ def test_a_cell_that_another_table_has_too_is_trained_there():
     assert {run.result for run in runs if run.experiment == "table2"} <= results
 
 
-def test_what_a_row_or_a_column_changes_reaches_the_command():
+def test_what_a_row_changes_reaches_the_command():
     runs = families.runs(families.load_named("table2"), "paper", [3])
     type8 = next(run for run in runs if run.label == "Type8")
     assert "++optimization.clip_norm=1.0" in type8.command()
     assert "++common.seed=3" in type8.command()
-    normalizers = families.runs(families.load_named("normalizers"), "small", [1])
-    type2 = {run.overrides for run in normalizers if run.position_encoding == "lrpe-type2"}
-    assert type2 == {
-        (),
-        ("model.attention_normalizer=content",),
-        ("model.attention_normalizer=layernorm",),
-    }
-
-
-@pytest.mark.parametrize("path", FAMILY_CONFIGS, ids=lambda path: path.stem)
-def test_every_configuration_resumes_exactly(path):
-    assert load_config(path).dataset.update_epoch_batch_itr is True
 
 
 def test_a_value_that_hydra_would_misread_is_quoted():
     assert devices.hydra_override("a.b", "lrpe:identity:rotation") == "++a.b=lrpe:identity:rotation"
     assert devices.hydra_override("a.b", "my data, 'new'") == r"++a.b='my data, \'new\''"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["nothing"], "there is no table nothing; there are ape-sequences, "),
-        (["configs/tables/table2.yaml"], "table configs/tables/table2.yaml; did you mean table2?"),
-        (["table2", "--rows", "Typo"], "table table2 has no row 'Typo'; it has Base"),
-        (
-            ["table2", "--scale", "huge"],
-            "table2 has no scale 'huge'; it has small, annealed, paper",
-        ),
-        (
-            ["table4", "--scale", "newstest", "--rows", "Base", "T5"],
-            "no row 'T5'; it has Base; Type2",
-        ),
-        (
-            ["table2", "--rows", "T5", "--attention", "linear"],
-            "no cell of table table2 has these --rows, ",
-        ),
-        (["table2", "--minutes", "0.5"], "--minutes must be more than 0.5, to stop and save"),
-        (["table2", "--minutes", "9", "--slurm"], "with --slurm, use --gpus-per-node, --time, "),
-        (["table2", "--pack", "/dev/null/x.tar"], "/dev/null is no folder that can be written"),
-        (["budget", "--columns", "600"], "no column '600' at scale annealed; it has 1,800; 5,400"),
-        (
-            ["grid", "--datasets", "digits"],
-            "no data set 'digits' at scale small; it has synthetic-",
-        ),
-    ],
-)
-def test_a_table_row_or_scale_that_is_not_there_is_named_in_one_sentence(arguments, said, capsys):
-    assert run_table.main(arguments) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
 
 
 def test_columns_choose_runs_which_keep_all_their_evaluations():
@@ -257,18 +183,9 @@ def test_missing_data_is_reported_with_the_command_that_makes_it():
         folders.require(Path("nowhere/mine"), [])
 
 
-def test_an_evaluation_of_no_tokens_is_refused(tmp_path):
-    log = tmp_path / "log"
-    log.write_text("Evaluated 0 tokens in 0.0s (0 tokens/s)\nLoss (base 2): 0.0, Perplexity: 1.00")
-    with pytest.raises(ValueError, match="evaluated 0 tokens, so its perplexity means nothing"):
-        fairseq_log.parse_evaluation(log)
-
-
 def test_an_evaluation_needs_the_whole_split_and_spreads_the_loss_over_words_and_lines(tmp_path):
-    log, said = (
-        tmp_path / "eval.log",
-        "Evaluated {} tokens in 1s\nLoss (base 2): 5.0625, Perplexity: 33.42",
-    )
+    log = tmp_path / "eval.log"
+    said = "Evaluated {} tokens in 1s\nLoss (base 2): 5.0625, Perplexity: 33.42"
     counts = {"tokens": 1000, "words_with_eos": 500}
     (tmp_path / "manifest.json").write_text(json.dumps({"splits": {"test": counts}}))
     log.write_text(said.format("1,000"))
@@ -276,6 +193,9 @@ def test_an_evaluation_needs_the_whole_split_and_spreads_the_loss_over_words_and
     assert found == {"loss": 5.0625, "ppl": 2**5.0625, "tokens": 1000, "word_ppl": 2**10.125}
     log.write_text(said.format("900"))
     with pytest.raises(RunFailed, match="900 of 1000 tokens"):
+        lm.read_evaluation(log, tmp_path, "test")
+    log.write_text(said.format("0"))
+    with pytest.raises(ValueError, match="evaluated 0 tokens, so its perplexity means nothing"):
         lm.read_evaluation(log, tmp_path, "test")
 
 
@@ -341,6 +261,14 @@ def test_a_run_is_finished_when_its_run_file_validates_not_when_a_folder_exists(
     assert schedule.state(one_run) == "done, test blocks ppl 50.00"
 
 
+INCIDENTAL = {  # where a run writes, how it logs and loads
+    "checkpoint.save_dir": "x",
+    "common.tensorboard_logdir": "y",
+    "common.log_interval": 3,
+    "dataset.num_workers": 9,
+    "distributed_training.ddp_backend": "no_c10d",
+    "distributed_training.device_id": 3,
+}
 DECIDING = {  # options of a training that make it another one
     "optimization.max_update": 5,
     "optimization.update_freq": [4],
@@ -356,25 +284,13 @@ DECIDING = {  # options of a training that make it another one
 
 
 def test_a_run_of_other_settings_is_not_finished(one_run):
-    write_run(one_run.result, a_record(config=trained(one_run)))
+    write_run(one_run.result, a_record(config=trained(one_run, **INCIDENTAL)))
     assert one_run.finished()
     for option, value in DECIDING.items():
         changes = {option: value}
         assert option in one_run.differences(trained(one_run, **changes))
     write_run(one_run.result, a_record(config=trained(one_run, **changes)))
     assert not one_run.finished()
-
-
-def test_where_a_run_writes_and_how_it_logs_are_incidental(one_run):
-    other = {
-        "checkpoint.save_dir": "x",
-        "common.tensorboard_logdir": "y",
-        "common.log_interval": 3,
-        "dataset.num_workers": 9,
-        "distributed_training.ddp_backend": "no_c10d",
-        "distributed_training.device_id": 3,
-    }
-    assert one_run.differences(trained(one_run, **other)) == set()
 
 
 @pytest.mark.parametrize(
@@ -410,13 +326,6 @@ def test_the_state_of_a_run_is_seen_from_another_process(one_run):
         assert schedule.state(one_run) == "running 450/900"
 
 
-def save(folder, name, update, age=0.0, cfg=None):
-    folder.mkdir(exist_ok=True)
-    state = {"cfg": cfg or {"model": {}}, "optimizer_history": [{"num_updates": update}]}
-    torch.save({**state, "model": {"weight": torch.zeros(500)}}, folder / name)
-    os.utime(folder / name, (time.time() - age,) * 2)
-
-
 def test_the_seconds_of_a_group_of_processes_are_a_tensor_in_their_checkpoint():
     for seconds in (30.06, torch.tensor(30.06)):
         assert checkpoints.seconds({"extra_state": {"previous_training_time": seconds}}) == 30.1
@@ -425,36 +334,30 @@ def test_the_seconds_of_a_group_of_processes_are_a_tensor_in_their_checkpoint():
 
 def test_checkpoints_of_other_settings_are_not_resumed(one_run):
     said = []
-    one_run.folder.mkdir()
-    cfg = json.loads(json.dumps(identity.resolved(one_run.settings()), default=str))
-    save(one_run.checkpoints, "checkpoint_last.pt", 30, cfg=cfg)
+    cfg = saved_config(one_run)
+    checkpoint(one_run.checkpoints / checkpoints.LAST, 30, cfg=cfg)
     assert one_run.ready_to_resume(pytest.fail) == 30
     cfg["model"]["dropout"] = 0.7
-    save(one_run.checkpoints, "checkpoint_last.pt", 30, cfg=cfg)
+    checkpoint(one_run.checkpoints / checkpoints.LAST, 30, cfg=cfg)
     assert one_run.ready_to_resume(said.append) == 0
     assert said == ["model.dropout changed, so training starts over"]
     assert not list(one_run.checkpoints.glob("*.pt"))
 
 
-def truncate(path):
-    path.write_bytes(path.read_bytes()[:1000])
-
-
 def test_the_mean_of_checkpoints_is_that_of_their_weights_and_needs_equal_permutations(tmp_path):
-    def state(update, weight, order):
+    def save(update, weight, order):
         model = {"weight": torch.tensor(weight), "order": torch.tensor(order)}
-        history = [{"num_updates": update}]
-        return {"cfg": {"model": {}}, "optimizer_history": history, "model": model}
+        checkpoint(tmp_path / f"checkpoint_1_{update}.pt", update, model=model)
 
     for update, weight in ((9, [1.0, 2.0]), (100, [3.0, 5.0]), (20, [8.0, 8.0])):
-        torch.save(state(update, weight, [1, 0]), tmp_path / f"checkpoint_1_{update}.pt")
+        save(update, weight, [1, 0])
     newest = checkpoints.newest(tmp_path, 2)
     assert [path.name for path in newest] == ["checkpoint_1_20.pt", "checkpoint_1_100.pt"]
     checkpoints.average(newest, tmp_path / "mean.pt")
     mean = checkpoints.load(tmp_path / "mean.pt")
     assert mean["model"]["weight"].tolist() == [5.5, 6.5]
     assert checkpoints.updates(mean) == 100
-    torch.save(state(101, [0.0, 0.0], [0, 1]), tmp_path / "checkpoint_1_101.pt")
+    save(101, [0.0, 0.0], [0, 1])
     with pytest.raises(ValueError, match="differ in order"):
         checkpoints.average(checkpoints.newest(tmp_path, 2), tmp_path / "bad.pt")
     assert not (tmp_path / "bad.pt").exists()
@@ -462,12 +365,12 @@ def test_the_mean_of_checkpoints_is_that_of_their_weights_and_needs_equal_permut
 
 def test_after_a_truncated_checkpoint_the_newest_one_that_loads_is_resumed(tmp_path):
     said = []
-    save(tmp_path, "checkpoint_last.pt", 40)
-    save(tmp_path, "checkpoint_1_30.pt", 30, age=10)
-    save(tmp_path, "checkpoint_1_20.pt", 20, age=30)
-    save(tmp_path, "checkpoint_best.pt", 10, age=20)  # updates count, not the age
-    truncate(tmp_path / "checkpoint_last.pt")
-    truncate(tmp_path / "checkpoint_1_30.pt")
+    for name, updates in {"1_20": 20, "best": 10, "1_30": 30, "last": 40}.items():
+        path = checkpoint(tmp_path / f"checkpoint_{name}.pt", updates)
+        age = 50 - updates if updates > 10 else 15  # updates count, not the age
+        os.utime(path, (time.time() - age,) * 2)
+        if updates >= 30:
+            path.write_bytes(path.read_bytes()[:1000])
     assert checkpoints.ready_to_resume(tmp_path, said.append) == 20
     assert checkpoints.updates(checkpoints.load(tmp_path / "checkpoint_last.pt")) == 20
     assert said[-1] == "resuming from checkpoint_1_20.pt, update 20"

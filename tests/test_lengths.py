@@ -22,9 +22,8 @@ from lrpe_fairseq.experiments.runner import schedule, scoring
 from lrpe_fairseq.experiments.runner.processes import RunFailed
 from tests.end_to_end.commands import build
 from tests.end_to_end.forked import ForkedChildren
-from tests.test_experiments import a_record
 from tests.test_results import make_run
-from tests.trial import trial
+from tests.trial import a_record, trial
 
 T = 8
 """Length of training in these tests."""

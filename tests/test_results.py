@@ -19,6 +19,7 @@ from lrpe_fairseq.experiments.records.runs import (
     write_run,
 )
 from lrpe_fairseq.experiments.report import docs, frame, pages
+from tests.trial import a_record
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPER = ROOT / "results" / "paper"
@@ -83,24 +84,8 @@ RATE, CLIPPING = "optimization.lr", "optimization.clip_norm"
 
 
 def make_run(**changes):
-    run = {
-        "experiment": "demo",
-        "dataset": "wikitext-2",
-        "task": "language_modeling",
-        "attention_type": "linear",
-        "position_encoding": "none",
-        "seed": 1,
-        "scale": "small",
-        "metrics": {"valid": {"blocks": {"ppl": 60.0}}},
-        "protocol": {"blocks": "non-overlapping blocks of 256 tokens"},
-        "config": {**UPDATES, CLIPPING: 0.0},
-        "commit": "0123456789abcdef",
-        "versions": {"python": "3.11.7", "torch": "2.13.0"},
-        "hardware": {"cpu": "A CPU", "cores": 2, "gpus": []},
-        "tokens_per_second": 1000.0,
-        "wall_seconds": 10.0,
-    }
-    return {**run, **changes}
+    own = {"experiment": "demo", "metrics": ppl(60.0), "config": {**UPDATES, CLIPPING: 0.0}}
+    return a_record(**{**own, "dataset": "wikitext-2", **changes})
 
 
 def ppl(value, split="valid"):

@@ -5,7 +5,6 @@ import json
 from dataclasses import dataclass, fields, replace
 
 import pytest
-import torch
 
 from lrpe_fairseq.experiments import families
 from lrpe_fairseq.experiments.commands import evaluate
@@ -16,12 +15,11 @@ from lrpe_fairseq.experiments.records.files import commit
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import Run, read_run, write_run
 from lrpe_fairseq.experiments.report.frame import require_same
-from lrpe_fairseq.experiments.runner import identity, schedule
+from lrpe_fairseq.experiments.runner import schedule
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children
 from lrpe_fairseq.experiments.runner.training import TrainingRun
-from tests.test_experiments import a_record
-from tests.trial import trial
+from tests.trial import a_record, checkpoint, saved_config, trained, trial
 
 UPDATES, SECONDS = 5, 12.5
 TABLE = """
@@ -69,26 +67,18 @@ def test_rows_of_equal_methods_are_trained_once(table):
 
 def test_a_run_of_another_name_of_its_method_is_finished(tmp_path):
     run = a_run(tmp_path, position_encoding="lrpe-tmlr-type3")
-    config = identity.options(identity.resolved(run.settings()))
+    config = trained(run)
     assert run.differences({**config, "model.position_encoding": "lrpe-type4"}) == set()
     other = {**config, "model.position_encoding": "lrpe-type2"}
     assert run.differences(other) == {"model.position_encoding"}
 
 
-def test_a_column_trains_with_its_own_configuration(table):
-    runs = families.runs(replace(table(), rows=table().rows[:1]), "small", [1])
-    assert [(run.config, run.data.name) for run in runs] == [
-        ("wikitext2", "wikitext-2-bpe"),
-        ("wikitext103", "wikitext-103-word"),
-    ]
-    assert [run.folder.name for run in runs] == [
-        "small-Base-linear-seed1",
-        "small-Base-linear-wikitext-103-word-seed1",
-    ]
-
-
-def test_a_run_is_evaluated_as_the_columns_that_it_fills_show(table):
+def test_a_column_trains_with_its_own_configuration_and_is_what_its_run_evaluates(table):
     small, large = families.runs(replace(table(), rows=table().rows[:1]), "small", [1])
+    assert (small.config, small.data.name) == ("wikitext2", "wikitext-2-bpe")
+    assert (large.config, large.data.name) == ("wikitext103", "wikitext-103-word")
+    assert small.folder.name == "small-Base-linear-seed1"
+    assert large.folder.name == "small-Base-linear-wikitext-103-word-seed1"
     assert small.evaluations == (("valid", "blocks"), ("valid", "blocks-512"))
     assert large.evaluations == (("test", "blocks"),)
 
@@ -170,7 +160,7 @@ class Recorded(LMRun):
         save(self)
 
     def record(self, measured, threads):
-        return {**a_record(), **measured, "config": trained_as(self), "wall_seconds": 99.0}
+        return {**a_record(), **measured, "config": trained(self), "wall_seconds": 99.0}
 
 
 def a_run(folder, **changes):
@@ -178,20 +168,10 @@ def a_run(folder, **changes):
     return trial(folder, Recorded, **{"evaluations": asked, "done": ([],), **changes})
 
 
-def trained_as(run):
-    return identity.options(identity.resolved(run.settings()))
-
-
 def save(run, updates=UPDATES, seconds=SECONDS):
-    run.checkpoints.mkdir(parents=True, exist_ok=True)
-    state = {
-        "cfg": json.loads(json.dumps(identity.resolved(run.settings()), default=str)),
-        "optimizer_history": [{"num_updates": updates}],
-        "extra_state": {"previous_training_time": seconds},
-        "model": {"weight": torch.zeros(5)},
-    }
+    more = {"cfg": saved_config(run), "extra_state": {"previous_training_time": seconds}}
     for name in (checkpoints.BEST, checkpoints.LAST):
-        torch.save(state, run.checkpoints / name)
+        checkpoint(run.checkpoints / name, updates, **more)
 
 
 @pytest.fixture
@@ -200,7 +180,7 @@ def finished(tmp_path):
     run = a_run(tmp_path)
     save(run)
     about = {"evaluated_update": UPDATES, "wall_seconds": SECONDS, "commit": "1" * 40}
-    write_run(run.result, a_record(config=trained_as(run), **about))
+    write_run(run.result, a_record(config=trained(run), **about))
     return run
 
 
@@ -246,16 +226,9 @@ def test_a_run_of_other_settings_is_not_only_evaluated(finished):
 
 
 def test_a_finished_translation_run_is_evaluated_with_the_average_that_it_left(tmp_path):
-    names = ("checkpoint_1_10.pt", "checkpoint_1_20.pt")
     run = TranslationRun(**vars_of(a_run(tmp_path)))
-    run.checkpoints.mkdir(parents=True)
-    for updates, name in zip((10, 20), names, strict=True):
-        state = {
-            "cfg": {"model": {}},
-            "optimizer_history": [{"num_updates": updates}],
-            "model": {"weight": torch.full((3,), float(updates))},
-        }
-        torch.save(state, run.checkpoints / name)
+    for updates in (10, 20):
+        checkpoint(run.checkpoints / f"checkpoint_1_{updates}.pt", updates)
     kept, decoding = run._averaged()
     assert (kept.name, decoding.average) == (checkpoints.AVERAGED, 2)
     before = kept.read_bytes()
