@@ -21,8 +21,8 @@ from unittest import mock
 import torch
 
 from lrpe_fairseq.experiments.commands import evaluate, run_table, train_row
+from lrpe_fairseq.experiments.data import bitext, folders
 from lrpe_fairseq.experiments.data import corpus as prep
-from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.families import family_of
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import command
@@ -65,43 +65,36 @@ class Lab:
 
     @cached_property
     def lm_data(self) -> Path:
-        """Data of the language model."""
         return self.text_data("lm", WORDS)
 
     @cached_property
     def mt_data(self) -> Path:
-        """Data of the translation model."""
         return self.pair_data("mt", WORDS)
 
     @cached_property
     def lm(self) -> Path:
-        """A language model that was not trained."""
         return self.model("lm", self.lm_data, TRAINING, SMALL)
 
     @cached_property
     def mt(self) -> Path:
-        """A translation model that was not trained."""
         return self.model("mt", self.mt_data, TRANSLATION)
 
     def text_data(self, name: str, symbols: list[str]) -> Path:
         """A prepared folder of one language with these words."""
         folder = self.folder / "data" / name
-        texts, dictionary = self._texts(folder, symbols)
-        prep.write_binary(texts, folder / "bin", dictionary)
+        prep.write_binary(self._texts(folder, symbols), folder / "bin")
         write_json(folder / "manifest.json", {"corpus": name, "level": "word"})
         return folder
 
     def pair_data(self, name: str, symbols: list[str]) -> Path:
         """A prepared folder of parallel text with these words."""
         folder = self.folder / "data" / name
-        texts, dictionary = self._texts(folder, symbols)
+        texts = self._texts(folder, symbols)
         (folder / "bin").mkdir()
         for language in PAIR:
-            prep.write_binary(texts, folder / language, dictionary)
-            for file in (folder / language).iterdir():
-                split, _, kind = file.name.partition(".")
-                new = f"dict.{language}.txt" if split == "dict" else f"{split}.en-de.{language}."
-                file.rename(folder / "bin" / (new if split == "dict" else new + kind))
+            files = {bitext.binary_name(split, PAIR, language): texts[split] for split in texts}
+            own = {folder / "bin" / file: text for file, text in files.items()}
+            prep.binarize(own, folder / "bin" / f"dict.{language}.txt")
         content = {"corpus": name, "level": "word", "languages": list(PAIR), "texts": {}}
         write_json(folder / "manifest.json", content)
         return folder
@@ -118,51 +111,43 @@ class Lab:
         """A copy of a checkpoint whose content was changed, in a run folder of its own."""
         state = torch.load(checkpoint, weights_only=True)
         change(state)
-        copy = self.folder / "runs" / name / "checkpoints" / checkpoint.name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(state, copy)
-        return copy
+        return self._stored(state, name)
 
     def copied(self, data: Path, name: str) -> Path:
-        """A copy of a data folder."""
         return Path(shutil.copytree(data, self.folder / "copies" / name, dirs_exist_ok=True))
 
     def pickled(self) -> Path:
-        """A checkpoint that holds a program."""
         state = {"cfg": {"model": {}}, "optimizer_history": [Evil(self.mark)]}
-        path = self.folder / "runs" / "evil" / "checkpoints" / checkpoints.BEST
+        return self._stored(state, "evil")
+
+    def _stored(self, state: dict, name: str) -> Path:
+        path = self.folder / "runs" / name / "checkpoints" / checkpoints.BEST
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(state, path)
         return path
 
     def zeroed(self, checkpoint: Path) -> Path:
         """A copy of a checkpoint with 2 kB of zeros among its weights."""
-        copy = self.folder / "runs" / f"zeroed-{checkpoint.parts[-3]}" / checkpoint.name
-        copy.parent.mkdir(parents=True, exist_ok=True)
         content = bytearray(checkpoint.read_bytes())
         with zipfile.ZipFile(checkpoint) as archive:
             weights = [member for member in archive.infolist() if "/data/" in member.filename]
         largest = max(weights, key=lambda member: member.file_size)
         middle = largest.header_offset + 512
         content[middle : middle + 2048] = bytes(2048)
-        copy.write_bytes(content)
-        return copy
+        return self.written("zeroed.pt", bytes(content))
 
     def written(self, name: str, content: str | bytes) -> Path:
-        """A file."""
         path = self.folder / "files" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         return path
 
-    def _texts(self, folder: Path, symbols: list[str]) -> tuple[dict[str, Path], Path]:
+    def _texts(self, folder: Path, symbols: list[str]) -> dict[str, Path]:
         folder.mkdir(parents=True)
-        dictionary = folder / "dict.txt"
-        dictionary.write_text("".join(f"{word} 1\n" for word in symbols))
         for split, size in LINES.items():
             lines = (" ".join(symbols[(i + j) % 20] for j in range(6)) for i in range(size))
             (folder / f"{split}.txt").write_text("".join(f"{line}\n" for line in lines))
-        return {split: folder / f"{split}.txt" for split in LINES}, dictionary
+        return {split: folder / f"{split}.txt" for split in LINES}
 
 
 Attacks = dict[str, tuple[Callable[[Lab], int | None], str]]
