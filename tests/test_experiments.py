@@ -34,13 +34,10 @@ from lrpe_fairseq.experiments.records import runs as run_files
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, configurations, load_config
 from lrpe_fairseq.experiments.records.layout import load_table
-from lrpe_fairseq.experiments.records.runs import read_run, write_run
+from lrpe_fairseq.experiments.records.runs import write_run
 from lrpe_fairseq.experiments.runner import devices, identity, processes, schedule
-from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import RunFailed
 from lrpe_fairseq.kernels import loader
-from tests.end_to_end.conftest import corpus  # noqa: F401  (a fixture)
-from tests.end_to_end.forked import ForkedChildren
 from tests.test_data_prep import multi30k, newstest, wmt14
 from tests.tiny_table import wait_until
 from tests.trial import a_record, checkpoint, saved_config, trained, trial
@@ -525,37 +522,3 @@ def test_sigterm_ends_the_children_and_leaves_no_lock(tmp_path, events):
     assert not processes.is_locked(job.folder)
     with pytest.raises(ProcessLookupError):
         os.kill(int(log.read_text()), 0)
-
-
-@pytest.mark.end_to_end
-def test_a_run_is_trained_resumed_evaluated_and_recorded(corpus, one_run, events):  # noqa: F811
-    one_run.data.mkdir()
-    (one_run.data / "bin").symlink_to(corpus.data)
-    counts = {"tokens": corpus.token_count("test"), "words_with_eos": corpus.token_count("test")}
-    about = {"corpus": "toy", "level": "word", "splits": {"test": counts}}
-    (one_run.data / "manifest.json").write_text(json.dumps(about))
-    tiny = (
-        "task.tokens_per_sample=32",
-        "dataset.max_tokens=128",
-        "optimization.max_update=4",
-        "checkpoint.save_interval_updates=2",
-        "common.log_interval=1",
-        "model.decoder_layers=1",
-    )
-    run = replace(one_run, overrides=tiny, evaluations=(("test", lm.SLIDING),))
-    first = replace(run, overrides=(*tiny[:2], "optimization.max_update=2", *tiny[3:]))
-    run.folder.mkdir()
-    children = ForkedChildren()
-    with processes.locked(run.folder) as lock:
-        first.train(children, Devices(), lock, pytest.fail)
-    assert run.progress() == (2, 4)
-    assert schedule.Schedule([run], schedule.shares(1), events, children).run() == 0
-    found = read_run(run.result)
-    assert found["dataset"] == "toy-word"
-    assert found["config"]["optimization.max_update"] == 4
-    assert found["config"]["model._name"] == "lrpe_lm_tiny"
-    assert found["metrics"]["test"]["sliding"]["tokens"] == counts["tokens"]
-    assert [point["updates"] for point in found["curve"]] == [2, 4]
-    assert set(found["data"]) == {"train", "valid", "test", "dictionary"}
-    assert found["commit"] == run_files.commit()
-    assert "resumed at 2" in (events._log).read_text()
