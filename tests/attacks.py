@@ -310,8 +310,7 @@ def sbatch(lab: Lab, script: str) -> int:
 
 
 REFUSED = {  # by run_table
-    "table2 --slurm --gpus 4": "use --gpus-per-node",
-    "table2 --slurm --jobs 2": "and running in",
+    "table2 --slurm --jobs 2": "with --slurm, use --gpus-per-node, --time, ",
     "table2 --slurm --minutes 9": "with --slurm, use --gpus-per-node, --time, ",
     "table2 --slurm": "no sbatch",
     "table2 --nodes 2": "--nodes need --slurm",

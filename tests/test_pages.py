@@ -7,9 +7,9 @@ test_families.py.
 """
 
 import argparse
-import importlib
 import importlib.util
 import os
+import pkgutil
 import re
 import runpy
 import shlex
@@ -260,16 +260,7 @@ def test_every_name_of_this_package_in_a_page_can_be_imported(page):
     text = page.read_text(encoding="utf-8")
     for name in set(re.findall(r"\blrpe_fairseq(?:\.[A-Za-z]\w+)+", text)):
         if not name.endswith("letters") and not EXAMPLES.search(name):
-            resolve(name)
-
-
-def resolve(name):
-    """The module, or the attribute of a module, called ``name``."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        module, _, attribute = name.rpartition(".")
-        return getattr(importlib.import_module(module), attribute)
+            pkgutil.resolve_name(name)
 
 
 @by_page

@@ -71,15 +71,15 @@ def test_a_speed_that_was_not_measured_is_a_dash(monkeypatch):
 
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-TRAININGS = re.findall(r"^fairseq-hydra-train (?:.*\\\n)*.*$", README, re.MULTILINE)
+COMMAND = r"^{}(?:.*\\\n)*.*$"
+TRAININGS = re.findall(COMMAND.format("fairseq-hydra-train "), README, re.MULTILINE)
 TINY = "optimization.max_update=2 checkpoint.save_interval_updates=2 dataset.max_valid_steps=1"
 ON_CPU = "common.cpu=true common.bf16=false model.decoder_layers=1 dataset.max_tokens=512"
 
 
-def command(start):
-    """README's first command that begins with ``start``."""
-    pattern = rf"^{re.escape(start)}(?:.*\\\n)*.*$"
-    return re.search(pattern, README, re.MULTILINE)[0]
+def command(start, text=README):
+    """The first command of ``text`` that begins with ``start``."""
+    return re.search(COMMAND.format(re.escape(start)), text, re.MULTILINE)[0]
 
 
 def shell(folder, text):
@@ -122,8 +122,7 @@ def own_text(tmp_path_factory):
 
 @pytest.mark.end_to_end
 def test_a_model_of_own_text_is_trained_resumed_evaluated_and_writes(own_text):
-    story = README[README.index("On a CPU;") :]
-    training = re.search(r"^fairseq-hydra-train (?:.*\\\n)*.*$", story, re.MULTILINE)[0]
+    training = command("fairseq-hydra-train", README[README.index("On a CPU;") :])
     small = [*TINY.split(), f"common.user_dir={PLUGIN}", "model.decoder_layers=1"]
     written = forked(own_text, training, *small, "common.log_interval=1")
     assert re.search(r"done training in [\d.]+ seconds$", written.strip())
