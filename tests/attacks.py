@@ -6,6 +6,7 @@ input, so nothing is trained or evaluated here. The outcome to have is one sente
 
 import contextlib
 import io
+import math
 import os
 import runpy
 import shutil
@@ -68,6 +69,10 @@ class Lab:
         return self.text_data("lm", WORDS)
 
     @cached_property
+    def other_data(self) -> Path:
+        return self.text_data("others", OTHERS)
+
+    @cached_property
     def mt_data(self) -> Path:
         return self.pair_data("mt", WORDS)
 
@@ -107,14 +112,12 @@ class Lab:
         save(model, config, folder / checkpoints.BEST)
         return folder / checkpoints.BEST
 
-    def changed(self, checkpoint: Path, name: str, change: Callable[[dict], None]) -> Path:
-        """A copy of a checkpoint whose content was changed, in a run folder of its own."""
-        state = torch.load(checkpoint, weights_only=True)
-        change(state)
+    def changed(self, name: str, data: str = "", weight: float = 0.0) -> Path:
+        """The language model with another data folder or weight, in a run folder of its own."""
+        state = torch.load(self.lm, weights_only=True)
+        state["cfg"]["task"]["data"] = data or state["cfg"]["task"]["data"]
+        state["model"]["decoder.embed_tokens.weight"][3, 3] = weight
         return self._stored(state, name)
-
-    def copied(self, data: Path, name: str) -> Path:
-        return Path(shutil.copytree(data, self.folder / "copies" / name, dirs_exist_ok=True))
 
     def pickled(self) -> Path:
         state = {"cfg": {"model": {}}, "optimizer_history": [Evil(self.mark)]}
@@ -194,9 +197,8 @@ def lm(lab: Lab, checkpoint: Path, data: Path | None = None) -> int:
     return evaluate.lm([str(checkpoint), str(data or lab.lm_data)])
 
 
-def mt(lab: Lab, checkpoint: Path, *options: str, data: Path | None = None) -> int:
-    chosen = options or ("--average", "1")
-    return evaluate.mt([str(checkpoint), str(data or lab.mt_data), *chosen])
+def mt(lab: Lab, checkpoint: Path, options: str = "--average 1", data: Path | None = None) -> int:
+    return evaluate.mt([str(checkpoint), str(data or lab.mt_data), *options.split()])
 
 
 def glue_of(lab: Lab, checkpoint: Path) -> int:
@@ -220,34 +222,21 @@ def resumed(lab: Lab, checkpoint: Path) -> int:
     return 0 if seen else 2
 
 
-def _diverged(lab: Lab) -> Path:
-    def change(state: dict) -> None:
-        state["model"]["decoder.embed_tokens.weight"][3, 3] = float("nan")
-
-    return lab.changed(lab.lm, "diverged", change)
-
-
-def _other_words(lab: Lab) -> Path:
-    folder = lab.folder / "data" / "others"
-    return folder if folder.exists() else lab.text_data("others", OTHERS)
-
-
-def _replaced(lab: Lab) -> Path:
-    """The very folder of the training, prepared again with other words."""
-    folder = lab.copied(_other_words(lab), "replaced")
-
-    def change(state: dict) -> None:
-        state["cfg"]["task"]["data"] = str(folder / "bin")
-
-    checkpoint = lab.changed(lab.lm, "replaced", change)
+def prepared_again(lab: Lab) -> int:
+    """The very folder of the training has the data of other words."""
+    checkpoint = lab.changed("again", data=str(lab.other_data / "bin"))
     checkpoints.remember_dictionaries(checkpoint.parent, lab.lm_data)
-    return checkpoint
+    return lm(lab, checkpoint, lab.other_data)
 
 
-def _without_manifest(lab: Lab) -> Path:
-    folder = lab.copied(lab.mt_data, "no-manifest")
-    (folder / "manifest.json").unlink(missing_ok=True)
-    return folder
+def without_manifest(lab: Lab) -> int:
+    folder = lab.folder / "no-manifest"
+    shutil.copytree(lab.mt_data / "bin", folder / "bin")
+    return mt(lab, lab.mt, data=folder)
+
+
+def truncated(lab: Lab) -> int:
+    return lm(lab, lab.written("cut.pt", lab.lm.read_bytes()[:4000]))
 
 
 CHECKPOINTS: Attacks = {
@@ -257,38 +246,17 @@ CHECKPOINTS: Attacks = {
     )
     for door in (lm, mt, glue_of, tuned, resumed)
 } | {
-    "lm: 2 kB of zeros in the weights": (lambda lab: lm(lab, lab.zeroed(lab.lm)), "damaged"),
-    "resume: 2 kB of zeros in the weights": (
-        lambda lab: resumed(lab, lab.zeroed(lab.lm)),
-        "damaged",
-    ),
-    "lm: a truncated checkpoint": (
-        lambda lab: lm(lab, lab.written("cut.pt", lab.lm.read_bytes()[:4000])),
-        "does not load: it is truncated",
-    ),
+    "lm: zeros in the weights": (lambda lab: lm(lab, lab.zeroed(lab.lm)), "damaged"),
+    "resume: zeros in the weights": (lambda lab: resumed(lab, lab.zeroed(lab.lm)), "damaged"),
+    "lm: a truncated checkpoint": (truncated, "does not load: it is truncated"),
     "lm: a translation model": (lambda lab: lm(lab, lab.mt), "not of lrpe_lm"),
-    "lm: a diverged model": (lambda lab: lm(lab, _diverged(lab)), "diverged"),
-    "lm: another dictionary of equal size": (
-        lambda lab: lm(lab, lab.lm, _other_words(lab)),
-        "is not the dictionary",
-    ),
-    "lm: the data were prepared again with other words": (
-        lambda lab: lm(lab, _replaced(lab), lab.folder / "copies" / "replaced"),
-        "is not the dictionary",
-    ),
+    "lm: a diverged model": (lambda lab: lm(lab, lab.changed("x", weight=math.nan)), "diverged"),
+    "lm: other words": (lambda lab: lm(lab, lab.lm, lab.other_data), "is not the dictionary"),
+    "lm: the data were prepared again": (prepared_again, "is not the dictionary"),
     "mt: a language model": (lambda lab: mt(lab, lab.lm), "not of lrpe_transformer"),
-    "mt: data without manifest": (
-        lambda lab: mt(lab, lab.mt, data=_without_manifest(lab)),
-        "manifest.json",
-    ),
-    "mt: --lenpen nan": (
-        lambda lab: mt(lab, lab.mt, "--average", "1", "--lenpen", "nan"),
-        "--lenpen must be a finite number",
-    ),
-    "mt: no periodic checkpoint": (
-        lambda lab: mt(lab, lab.mt, "--average", "5"),
-        "no periodic checkpoints",
-    ),
+    "mt: data without manifest": (without_manifest, "manifest.json"),
+    "mt: --lenpen nan": (lambda lab: mt(lab, lab.mt, "--average 1 --lenpen nan"), "be a finite"),
+    "mt: no periodic checkpoint": (lambda lab: mt(lab, lab.mt, "--average 5"), "no periodic"),
     "glue: a language model": (lambda lab: glue_of(lab, lab.lm), "not of lrpe_roberta"),
     "finetune: a language model": (lambda lab: tuned(lab, lab.lm), "not of lrpe_roberta"),
 }
@@ -351,8 +319,7 @@ TABLES: Attacks = {
 }
 
 
-def truncated(lab: Lab) -> int:
-    """Evaluation data whose manifest was truncated."""
+def broken_manifest(lab: Lab) -> int:
     folder = Path(tempfile.mkdtemp(dir=lab.folder)) / "wikitext-2-bpe"
     shutil.copytree(lab.lm_data, folder)
     (folder / "manifest.json").write_text('{"corpus": "wiki')
@@ -367,7 +334,7 @@ def destination(lab: Lab, dest: Path) -> int:
 
 DEST = "choose another --dest"
 DATA: Attacks = {
-    "data: a truncated manifest": (truncated, r"manifest\.json is not valid JSON"),
+    "data: a truncated manifest": (broken_manifest, r"manifest\.json is not valid JSON"),
     "--dest: a file": (lambda lab: destination(lab, lab.written("d", "")), DEST),
     "--dest: cannot be written": (lambda lab: destination(lab, Path("/proc/lrpe")), DEST),
 }

@@ -86,10 +86,7 @@ def test_a_training_keeps_the_checksum_of_its_dictionary(lab, run):
 
 
 def test_where_only_the_size_of_a_dictionary_is_known_this_is_said(lab):
-    def change(state):
-        state["cfg"]["task"]["data"] = "/no/such/folder"
-
-    away = lab.changed(lab.lm, "size-only", change)
+    away = lab.changed("away", data="/no/such/folder")
     said: list[str] = []
     dictionary = lab.lm_data / "bin" / "dict.txt"
     name = "decoder.embed_tokens.weight"
