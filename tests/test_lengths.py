@@ -353,7 +353,7 @@ def test_an_evaluation_that_lost_tokens_is_refused(corpus, tmp_path, monkeypatch
             lm.measure(best, tmp_path, (("test", name),), options, tmp_path, run)
 
 
-def test_learned_positions_are_refused_beyond_their_length():
+def test_learned_positions_beyond_their_length_and_scaling_without_rotations_are_refused():
     wanted = [Protocol.parse(name) for name in ("blocks-256", "paired-512")]
     rope = {"model.position_encoding": "rope"}
     without = "model.no_token_positional_embeddings"
@@ -363,9 +363,6 @@ def test_learned_positions_are_refused_beyond_their_length():
     lm.require_positions(learned, 512, wanted)
     lm.require_positions({**learned, without: True}, 256, wanted)
     lm.require_positions({**rope, "model.decoder_learned_pos": False}, 256, wanted)
-
-
-def test_context_scaling_is_refused_for_a_model_without_rotations():
     wanted = [Protocol.parse("blocks"), Protocol.parse("blocks+ntk-4")]
     with pytest.raises(UserError, match="encoding fox, none has no rotations to scale"):
         lm.require_positions({"model.position_encoding": "fox,none"}, 256, wanted)
@@ -402,17 +399,13 @@ def tiny_run(corpus, folder):
     about = {"corpus": "toy", "level": "word", "splits": splits}
     (data / "manifest.json").write_text(json.dumps(about))
     chosen = (
-        f"task.tokens_per_sample={T}",
-        "dataset.max_tokens=64",
-        "optimization.max_update=4",
-        "checkpoint.save_interval_updates=2",
-        "lr_scheduler.lr_period_updates=4",
-        "lr_scheduler.warmup_updates=0",
-        "common.log_interval=1",
-        "model.decoder_layers=1",
+        f"task.tokens_per_sample={T} dataset.max_tokens=64 model.decoder_layers=1 "
+        "optimization.max_update=4 checkpoint.save_interval_updates=2 common.log_interval=1 "
+        "lr_scheduler.lr_period_updates=4 lr_scheduler.warmup_updates=0"
     )
-    given = {"config": "extrapolation", "position_encoding": "lrpe-type2", "overrides": chosen}
-    return trial(folder, **given, evaluations=of_test(FIRST))
+    given = {"config": "extrapolation", "position_encoding": "lrpe-type2"}
+    evaluations = of_test(FIRST)
+    return trial(folder, **given, overrides=tuple(chosen.split()), evaluations=evaluations)
 
 
 @pytest.mark.end_to_end

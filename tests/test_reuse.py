@@ -2,7 +2,7 @@
 table asks for after the training."""
 
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -18,7 +18,6 @@ from lrpe_fairseq.experiments.report.frame import require_same
 from lrpe_fairseq.experiments.runner import schedule
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children
-from lrpe_fairseq.experiments.runner.training import TrainingRun
 from tests.trial import a_record, checkpoint, saved_config, trained, trial
 
 UPDATES, SECONDS = 5, 12.5
@@ -85,13 +84,9 @@ def test_a_column_trains_with_its_own_configuration_and_is_what_its_run_evaluate
 
 def test_a_shared_run_has_the_evaluations_of_both_tables(table):
     own = table()
-    first = replace(
-        own,
-        experiments=["lengths", "table2"],
-        columns=[replace(column, dataset="") for column in own.columns[:2]],
-        rows=own.rows[:1],
-    )
-    (run,) = families.runs(first, "small", [1])
+    columns = [replace(column, dataset="") for column in own.columns[:2]]
+    both = replace(own, experiments=["lengths", "table2"], columns=columns, rows=own.rows[:1])
+    (run,) = families.runs(both, "small", [1])
     assert run.experiment == "table2"
     assert run.evaluations == (("valid", "blocks"), ("test", "blocks"), ("valid", "blocks-512"))
 
@@ -120,9 +115,8 @@ def test_a_column_whose_data_are_not_its_configurations_is_refused(table, monkey
     families.runs(other, "small", [1])  # unknown until the data are prepared
     monkeypatch.setattr(families.folders, "is_prepared", lambda data: True)
     monkeypatch.setattr(families.folders, "dataset_name", lambda data: data.name)
-    with pytest.raises(
-        ValueError, match="trains on wikitext-103-word, but its column has the data"
-    ):
+    said = "trains on wikitext-103-word, but its column has the data"
+    with pytest.raises(ValueError, match=said):
         families.runs(other, "small", [1])
 
 
@@ -205,14 +199,12 @@ def test_a_missing_evaluation_is_measured_without_training(finished):
     assert changed == {"metrics", "protocol", "evaluated_later"}
 
 
-@pytest.mark.parametrize("why", ["gone", "another training", "another length"])
-def test_without_its_checkpoint_a_run_is_trained_anew_with_all_its_evaluations(finished, why):
-    if why == "gone":
-        (finished.checkpoints / checkpoints.BEST).unlink()
-    elif why == "another training":
-        save(finished, seconds=SECONDS + 1)
+@pytest.mark.parametrize("now", [None, {"seconds": SECONDS + 1}, {"updates": UPDATES + 1}])
+def test_without_its_checkpoint_a_run_is_trained_anew_with_all_its_evaluations(finished, now):
+    if now:  # the checkpoint of another training
+        save(finished, **now)
     else:
-        save(finished, updates=UPDATES + 1)
+        (finished.checkpoints / checkpoints.BEST).unlink()
     trained, _ = work(replace(finished, evaluations=(("valid", "tail-512"),)))
     assert trained
     assert finished.done[0] == ["train", "valid tail-512", "test blocks"]
@@ -226,7 +218,7 @@ def test_a_run_of_other_settings_is_not_only_evaluated(finished):
 
 
 def test_a_finished_translation_run_is_evaluated_with_the_average_that_it_left(tmp_path):
-    run = TranslationRun(**vars_of(a_run(tmp_path)))
+    run = trial(tmp_path, TranslationRun)
     for updates in (10, 20):
         checkpoint(run.checkpoints / f"checkpoint_1_{updates}.pt", updates)
     kept, decoding = run._averaged()
@@ -235,11 +227,6 @@ def test_a_finished_translation_run_is_evaluated_with_the_average_that_it_left(t
     checkpoints.remove(run.checkpoints, "checkpoint_*_*.pt")
     assert run._averaged() == (kept, run.decoding)
     assert kept.read_bytes() == before
-
-
-def vars_of(run):
-    """The fields of a run that all families have."""
-    return {field.name: getattr(run, field.name) for field in fields(TrainingRun)}
 
 
 def test_the_state_of_a_run_that_lacks_an_evaluation_says_so(finished):

@@ -279,8 +279,3 @@ def test_the_job_that_renders_the_tables_has_the_account_too(monkeypatch, tmp_pa
     for options in submitted:
         assert {"--partition=gpu", "--account=nlp", "--qos=long"} <= set(options)
     assert ["--gpus-per-node=4" in options for options in submitted] == [True, False]
-
-
-def test_the_settings_in_the_repository_are_complete():
-    settings = yaml.safe_load((ROOT / "configs" / "slurm.yaml").read_text())
-    assert slurm.Site(**settings).options()
