@@ -91,9 +91,8 @@ def snippets():
 def test_a_family_is_one_file_and_one_entry(tmp_path):
     folder = checkout(tmp_path, *snippets())
     driver = [str(folder / ".venv" / "bin" / "python"), "-c", DRIVER]
-    done = subprocess.run(
-        driver, cwd=folder, env={"PYTHONPATH": str(folder)}, capture_output=True, text=True
-    )
+    given = {"cwd": folder, "env": {"PYTHONPATH": str(folder)}, "capture_output": True}
+    done = subprocess.run(driver, **given, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout
     assert "first 0" in said

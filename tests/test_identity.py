@@ -10,7 +10,7 @@ from fairseq.trainer import Trainer
 from lrpe_fairseq import compat
 from lrpe_fairseq.experiments import families
 from lrpe_fairseq.experiments.data import folders
-from lrpe_fairseq.experiments.data.corpus import digest
+from lrpe_fairseq.experiments.data.corpus import SPLITS, digest
 from lrpe_fairseq.experiments.families import lm
 from lrpe_fairseq.experiments.records import checkpoints, files, runs
 from lrpe_fairseq.experiments.records.console import UserError
@@ -20,10 +20,7 @@ from lrpe_fairseq.experiments.runner.processes import Children, RunFailed
 from tests.test_experiments import one_run  # noqa: F401  (a fixture)
 from tests.trial import a_record, checkpoint, saved_config, trained
 
-FILES = (
-    "dict.txt",
-    *(f"{s}.{kind}" for s in ("train", "valid", "test") for kind in ("bin", "idx")),
-)
+FILES = ["dict.txt", *(f"{split}.{kind}" for split in SPLITS for kind in ("bin", "idx"))]
 
 
 @pytest.fixture

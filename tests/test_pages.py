@@ -347,13 +347,10 @@ def test_the_score_encodings_of_the_recipe_decode_and_train(number, name, monkey
 
 def test_an_encoding_is_one_file_and_one_line(tmp_path):
     follow_the_recipe(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", DRIVER, PROPERTIES],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    given = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    command = [sys.executable, "-W", "ignore", "-c", DRIVER, PROPERTIES]
+    done = subprocess.run(command, **given)
     said = done.stdout
     assert f"driver: 0 50.0 {tmp_path}" in said, said + done.stderr
     assert int(re.search(r"(\d+) passed", said)[1]) >= 10
