@@ -37,7 +37,7 @@ def gpus(monkeypatch):
     return lambda count: monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
 
-OF_BATCHES = ("task.", "dataset.", "optimization.", "model.norm")
+OF_BATCHES = ("task.", *keys.LIMITS, "dataset.required", keys.FREQUENCY, "model.norm")
 
 
 def distinct_runs():
