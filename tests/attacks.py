@@ -6,6 +6,7 @@ input, so nothing is trained or evaluated here. The outcome to have is one sente
 
 import contextlib
 import io
+import math
 import os
 import runpy
 import shutil
@@ -21,8 +22,8 @@ from unittest import mock
 import torch
 
 from lrpe_fairseq.experiments.commands import evaluate, run_table, train_row
+from lrpe_fairseq.experiments.data import bitext, folders
 from lrpe_fairseq.experiments.data import corpus as prep
-from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.families import family_of
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import command
@@ -65,43 +66,40 @@ class Lab:
 
     @cached_property
     def lm_data(self) -> Path:
-        """Data of the language model."""
         return self.text_data("lm", WORDS)
 
     @cached_property
+    def other_data(self) -> Path:
+        return self.text_data("others", OTHERS)
+
+    @cached_property
     def mt_data(self) -> Path:
-        """Data of the translation model."""
         return self.pair_data("mt", WORDS)
 
     @cached_property
     def lm(self) -> Path:
-        """A language model that was not trained."""
         return self.model("lm", self.lm_data, TRAINING, SMALL)
 
     @cached_property
     def mt(self) -> Path:
-        """A translation model that was not trained."""
         return self.model("mt", self.mt_data, TRANSLATION)
 
     def text_data(self, name: str, symbols: list[str]) -> Path:
         """A prepared folder of one language with these words."""
         folder = self.folder / "data" / name
-        texts, dictionary = self._texts(folder, symbols)
-        prep.write_binary(texts, folder / "bin", dictionary)
+        prep.write_binary(self._texts(folder, symbols), folder / "bin")
         write_json(folder / "manifest.json", {"corpus": name, "level": "word"})
         return folder
 
     def pair_data(self, name: str, symbols: list[str]) -> Path:
         """A prepared folder of parallel text with these words."""
         folder = self.folder / "data" / name
-        texts, dictionary = self._texts(folder, symbols)
+        texts = self._texts(folder, symbols)
         (folder / "bin").mkdir()
         for language in PAIR:
-            prep.write_binary(texts, folder / language, dictionary)
-            for file in (folder / language).iterdir():
-                split, _, kind = file.name.partition(".")
-                new = f"dict.{language}.txt" if split == "dict" else f"{split}.en-de.{language}."
-                file.rename(folder / "bin" / (new if split == "dict" else new + kind))
+            files = {bitext.binary_name(split, PAIR, language): texts[split] for split in texts}
+            own = {folder / "bin" / file: text for file, text in files.items()}
+            prep.binarize(own, folder / "bin" / f"dict.{language}.txt")
         content = {"corpus": name, "level": "word", "languages": list(PAIR), "texts": {}}
         write_json(folder / "manifest.json", content)
         return folder
@@ -114,55 +112,45 @@ class Lab:
         save(model, config, folder / checkpoints.BEST)
         return folder / checkpoints.BEST
 
-    def changed(self, checkpoint: Path, name: str, change: Callable[[dict], None]) -> Path:
-        """A copy of a checkpoint whose content was changed, in a run folder of its own."""
-        state = torch.load(checkpoint, weights_only=True)
-        change(state)
-        copy = self.folder / "runs" / name / "checkpoints" / checkpoint.name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(state, copy)
-        return copy
-
-    def copied(self, data: Path, name: str) -> Path:
-        """A copy of a data folder."""
-        return Path(shutil.copytree(data, self.folder / "copies" / name, dirs_exist_ok=True))
+    def changed(self, name: str, data: str = "", weight: float = 0.0) -> Path:
+        """The language model with another data folder or weight, in a run folder of its own."""
+        state = torch.load(self.lm, weights_only=True)
+        state["cfg"]["task"]["data"] = data or state["cfg"]["task"]["data"]
+        state["model"]["decoder.embed_tokens.weight"][3, 3] = weight
+        return self._stored(state, name)
 
     def pickled(self) -> Path:
-        """A checkpoint that holds a program."""
         state = {"cfg": {"model": {}}, "optimizer_history": [Evil(self.mark)]}
-        path = self.folder / "runs" / "evil" / "checkpoints" / checkpoints.BEST
+        return self._stored(state, "evil")
+
+    def _stored(self, state: dict, name: str) -> Path:
+        path = self.folder / "runs" / name / "checkpoints" / checkpoints.BEST
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(state, path)
         return path
 
     def zeroed(self, checkpoint: Path) -> Path:
         """A copy of a checkpoint with 2 kB of zeros among its weights."""
-        copy = self.folder / "runs" / f"zeroed-{checkpoint.parts[-3]}" / checkpoint.name
-        copy.parent.mkdir(parents=True, exist_ok=True)
         content = bytearray(checkpoint.read_bytes())
         with zipfile.ZipFile(checkpoint) as archive:
             weights = [member for member in archive.infolist() if "/data/" in member.filename]
         largest = max(weights, key=lambda member: member.file_size)
         middle = largest.header_offset + 512
         content[middle : middle + 2048] = bytes(2048)
-        copy.write_bytes(content)
-        return copy
+        return self.written("zeroed.pt", bytes(content))
 
     def written(self, name: str, content: str | bytes) -> Path:
-        """A file."""
         path = self.folder / "files" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         return path
 
-    def _texts(self, folder: Path, symbols: list[str]) -> tuple[dict[str, Path], Path]:
+    def _texts(self, folder: Path, symbols: list[str]) -> dict[str, Path]:
         folder.mkdir(parents=True)
-        dictionary = folder / "dict.txt"
-        dictionary.write_text("".join(f"{word} 1\n" for word in symbols))
         for split, size in LINES.items():
             lines = (" ".join(symbols[(i + j) % 20] for j in range(6)) for i in range(size))
             (folder / f"{split}.txt").write_text("".join(f"{line}\n" for line in lines))
-        return {split: folder / f"{split}.txt" for split in LINES}, dictionary
+        return {split: folder / f"{split}.txt" for split in LINES}
 
 
 Attacks = dict[str, tuple[Callable[[Lab], int | None], str]]
@@ -209,9 +197,8 @@ def lm(lab: Lab, checkpoint: Path, data: Path | None = None) -> int:
     return evaluate.lm([str(checkpoint), str(data or lab.lm_data)])
 
 
-def mt(lab: Lab, checkpoint: Path, *options: str, data: Path | None = None) -> int:
-    chosen = options or ("--average", "1")
-    return evaluate.mt([str(checkpoint), str(data or lab.mt_data), *chosen])
+def mt(lab: Lab, checkpoint: Path, options: str = "--average 1", data: Path | None = None) -> int:
+    return evaluate.mt([str(checkpoint), str(data or lab.mt_data), *options.split()])
 
 
 def glue_of(lab: Lab, checkpoint: Path) -> int:
@@ -235,34 +222,21 @@ def resumed(lab: Lab, checkpoint: Path) -> int:
     return 0 if seen else 2
 
 
-def _diverged(lab: Lab) -> Path:
-    def change(state: dict) -> None:
-        state["model"]["decoder.embed_tokens.weight"][3, 3] = float("nan")
-
-    return lab.changed(lab.lm, "diverged", change)
-
-
-def _other_words(lab: Lab) -> Path:
-    folder = lab.folder / "data" / "others"
-    return folder if folder.exists() else lab.text_data("others", OTHERS)
-
-
-def _replaced(lab: Lab) -> Path:
-    """The very folder of the training, prepared again with other words."""
-    folder = lab.copied(_other_words(lab), "replaced")
-
-    def change(state: dict) -> None:
-        state["cfg"]["task"]["data"] = str(folder / "bin")
-
-    checkpoint = lab.changed(lab.lm, "replaced", change)
+def prepared_again(lab: Lab) -> int:
+    """The very folder of the training has the data of other words."""
+    checkpoint = lab.changed("again", data=str(lab.other_data / "bin"))
     checkpoints.remember_dictionaries(checkpoint.parent, lab.lm_data)
-    return checkpoint
+    return lm(lab, checkpoint, lab.other_data)
 
 
-def _without_manifest(lab: Lab) -> Path:
-    folder = lab.copied(lab.mt_data, "no-manifest")
-    (folder / "manifest.json").unlink(missing_ok=True)
-    return folder
+def without_manifest(lab: Lab) -> int:
+    folder = lab.folder / "no-manifest"
+    shutil.copytree(lab.mt_data / "bin", folder / "bin")
+    return mt(lab, lab.mt, data=folder)
+
+
+def truncated(lab: Lab) -> int:
+    return lm(lab, lab.written("cut.pt", lab.lm.read_bytes()[:4000]))
 
 
 CHECKPOINTS: Attacks = {
@@ -272,38 +246,17 @@ CHECKPOINTS: Attacks = {
     )
     for door in (lm, mt, glue_of, tuned, resumed)
 } | {
-    "lm: 2 kB of zeros in the weights": (lambda lab: lm(lab, lab.zeroed(lab.lm)), "damaged"),
-    "resume: 2 kB of zeros in the weights": (
-        lambda lab: resumed(lab, lab.zeroed(lab.lm)),
-        "damaged",
-    ),
-    "lm: a truncated checkpoint": (
-        lambda lab: lm(lab, lab.written("cut.pt", lab.lm.read_bytes()[:4000])),
-        "does not load: it is truncated",
-    ),
+    "lm: zeros in the weights": (lambda lab: lm(lab, lab.zeroed(lab.lm)), "damaged"),
+    "resume: zeros in the weights": (lambda lab: resumed(lab, lab.zeroed(lab.lm)), "damaged"),
+    "lm: a truncated checkpoint": (truncated, "does not load: it is truncated"),
     "lm: a translation model": (lambda lab: lm(lab, lab.mt), "not of lrpe_lm"),
-    "lm: a diverged model": (lambda lab: lm(lab, _diverged(lab)), "diverged"),
-    "lm: another dictionary of equal size": (
-        lambda lab: lm(lab, lab.lm, _other_words(lab)),
-        "is not the dictionary",
-    ),
-    "lm: the data were prepared again with other words": (
-        lambda lab: lm(lab, _replaced(lab), lab.folder / "copies" / "replaced"),
-        "is not the dictionary",
-    ),
+    "lm: a diverged model": (lambda lab: lm(lab, lab.changed("x", weight=math.nan)), "diverged"),
+    "lm: other words": (lambda lab: lm(lab, lab.lm, lab.other_data), "is not the dictionary"),
+    "lm: the data were prepared again": (prepared_again, "is not the dictionary"),
     "mt: a language model": (lambda lab: mt(lab, lab.lm), "not of lrpe_transformer"),
-    "mt: data without manifest": (
-        lambda lab: mt(lab, lab.mt, data=_without_manifest(lab)),
-        "manifest.json",
-    ),
-    "mt: --lenpen nan": (
-        lambda lab: mt(lab, lab.mt, "--average", "1", "--lenpen", "nan"),
-        "--lenpen must be a finite number",
-    ),
-    "mt: no periodic checkpoint": (
-        lambda lab: mt(lab, lab.mt, "--average", "5"),
-        "no periodic checkpoints",
-    ),
+    "mt: data without manifest": (without_manifest, "manifest.json"),
+    "mt: --lenpen nan": (lambda lab: mt(lab, lab.mt, "--average 1 --lenpen nan"), "be a finite"),
+    "mt: no periodic checkpoint": (lambda lab: mt(lab, lab.mt, "--average 5"), "no periodic"),
     "glue: a language model": (lambda lab: glue_of(lab, lab.lm), "not of lrpe_roberta"),
     "finetune: a language model": (lambda lab: tuned(lab, lab.lm), "not of lrpe_roberta"),
 }
@@ -324,13 +277,22 @@ def sbatch(lab: Lab, script: str) -> int:
         return guarded(lambda: slurm.submit(lab.folder, "table2", [], [0], slurm.Site()))
 
 
-OPTIONS = {  # of run_table
-    "--slurm --gpus 4": "use --gpus-per-node",
-    "--slurm --jobs 2": "and running in",
-    "--nodes 2": "--nodes need --slurm",
-    "--seeds 0": "at least 1",
-    "--slurm": "no sbatch",
-    "--rows $(id)": "has no",
+REFUSED = {  # by run_table
+    "table2 --slurm --jobs 2": "with --slurm, use --gpus-per-node, --time, ",
+    "table2 --slurm --minutes 9": "with --slurm, use --gpus-per-node, --time, ",
+    "table2 --slurm": "no sbatch",
+    "table2 --nodes 2": "--nodes need --slurm",
+    "table2 --seeds 0": "at least 1",
+    "table2 --minutes 0.5": r"--minutes must be more than 0\.5, to stop and save",
+    "table2 --pack /dev/null/x.tar": "/dev/null is no folder that can be written",
+    "table2 --rows $(id)": r"table table2 has no row '\$\(id\)'; it has Base",
+    "table2 --rows T5 --attention linear": "no cell of table table2 has these --rows, ",
+    "table2 --scale huge": "table2 has no scale 'huge'; it has small, annealed, paper",
+    "table4 --scale newstest --rows Base T5": "no row 'T5'; it has Base; Type2",
+    "budget --columns 600": "no column '600' at scale annealed; it has 1,800; 5,400",
+    "grid --datasets digits": "no data set 'digits' at scale small; it has synthetic-",
+    "nothing": "there is no table nothing; there are ape-sequences, ",
+    "configs/tables/table2.yaml": r"table configs/tables/table2\.yaml; did you mean table2\?",
 }
 SITES = {
     "nodes: 0": "nodes must be an integer",
@@ -342,8 +304,8 @@ SCRIPTS = {"": "no sbatch", "exit 3": "sbatch failed with status 3"}
 SCRIPTS["echo bad account >&2; exit 1"] = "bad account"
 TABLES: Attacks = {
     **{
-        f"run_table: {words}": (lambda lab, w=words: run_table.main(["table2", *w.split()]), said)
-        for words, said in OPTIONS.items()
+        f"run_table: {words}": (lambda lab, w=words: run_table.main(w.split()), said)
+        for words, said in REFUSED.items()
     },
     **{f"slurm.yaml: {s}": (lambda lab, s=s: site(lab, s), said) for s, said in SITES.items()},
     **{f"sbatch: {s}": (lambda lab, s=s: sbatch(lab, s), said) for s, said in SCRIPTS.items()},
@@ -357,8 +319,7 @@ TABLES: Attacks = {
 }
 
 
-def truncated(lab: Lab) -> int:
-    """Evaluation data whose manifest was truncated."""
+def broken_manifest(lab: Lab) -> int:
     folder = Path(tempfile.mkdtemp(dir=lab.folder)) / "wikitext-2-bpe"
     shutil.copytree(lab.lm_data, folder)
     (folder / "manifest.json").write_text('{"corpus": "wiki')
@@ -373,7 +334,7 @@ def destination(lab: Lab, dest: Path) -> int:
 
 DEST = "choose another --dest"
 DATA: Attacks = {
-    "data: a truncated manifest": (truncated, r"manifest\.json is not valid JSON"),
+    "data: a truncated manifest": (broken_manifest, r"manifest\.json is not valid JSON"),
     "--dest: a file": (lambda lab: destination(lab, lab.written("d", "")), DEST),
     "--dest: cannot be written": (lambda lab: destination(lab, Path("/proc/lrpe")), DEST),
 }

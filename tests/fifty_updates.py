@@ -15,17 +15,11 @@ from lrpe_fairseq.experiments.records.files import ROOT
 
 UPDATES, TOKENS = 50, 1024
 SMALLER = (
-    f"optimization.max_update={UPDATES}",
-    "optimization.update_freq=[1]",
-    f"dataset.max_tokens={TOKENS}",
-    "dataset.num_workers=0",
-    "dataset.disable_validation=true",
-    "lr_scheduler.warmup_updates=10",
-    "lr_scheduler.lr_period_updates=40",
-    "checkpoint.no_save=true",
-    "common.bf16=false",
-    "common.log_interval=1",
-)
+    f"optimization.max_update={UPDATES} optimization.update_freq=[1] dataset.max_tokens={TOKENS} "
+    "dataset.num_workers=0 dataset.disable_validation=true lr_scheduler.warmup_updates=10 "
+    "lr_scheduler.lr_period_updates=40 checkpoint.no_save=true common.bf16=false "
+    "common.log_interval=1"
+).split()
 TOLERANCE = 0.002
 """Largest difference of two losses in bits, each of which is rounded to 0.001."""
 

@@ -21,7 +21,7 @@ from lrpe_fairseq.experiments.runner import schedule, slurm
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children
 from tests.attacks import ATTACKS, Accepted, Lab, answer
-from tests.trial import trial
+from tests.trial import checkpoint, trial
 
 
 @pytest.fixture(scope="session")
@@ -44,25 +44,9 @@ def test_the_pickle_of_the_attacks_would_run_a_program(tmp_path):
     assert lab.mark.exists()
 
 
-def checkpoint(path, updates, **more):
-    """A checkpoint that has seen some updates."""
-    state = {
-        "cfg": {"model": {"_name": "lrpe_lm"}},
-        "model": {"w": torch.full((1000,), float(updates))},
-        "optimizer_history": [{"num_updates": updates}],
-        "last_optimizer_state": {},
-        **more,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(state, path)
-    return path
-
-
 def test_a_mean_of_checkpoints_is_never_resumed(tmp_path):
     parts = [checkpoint(tmp_path / f"checkpoint_1_{n}.pt", n) for n in (10, 20)]
     checkpoints.average(parts, tmp_path / checkpoints.AVERAGED)
-    mean = checkpoints.load(tmp_path / checkpoints.AVERAGED)["model"]["w"]
-    assert torch.equal(mean, torch.full((1000,), 15.0))
     shutil.copyfile(tmp_path / checkpoints.AVERAGED, tmp_path / "checkpoint_mean.pt")
     for path in parts:
         path.unlink()
@@ -80,15 +64,13 @@ def run(lab, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "zeroed"])
-def test_a_bad_best_checkpoint_after_the_last_update_says_the_way_out(run, damage):
+def test_a_bad_best_checkpoint_after_the_last_update_says_the_way_out(lab, run, damage):
     checkpoint(run.checkpoints / checkpoints.LAST, run.max_update())
     best = run.checkpoints / checkpoints.BEST
-    if damage != "missing":
-        content = bytearray(checkpoint(best, 5).read_bytes())
-        content = content[:1000] if damage == "truncated" else content
-        start = content.find(b"\x00\x00\xa0\x40" * 500)  # 5.0
-        content[start : start + 2000] = bytes(2000) if damage == "zeroed" else b""
-        best.write_bytes(content)
+    if damage == "truncated":
+        best.write_bytes(checkpoint(best, 5).read_bytes()[:1000])
+    if damage == "zeroed":
+        shutil.copyfile(lab.zeroed(checkpoint(best, 5)), best)
     with (
         mock.patch.object(LMRun, "train"),
         mock.patch.object(Children, "run", side_effect=Accepted),
@@ -104,15 +86,11 @@ def test_a_training_keeps_the_checksum_of_its_dictionary(lab, run):
 
 
 def test_where_only_the_size_of_a_dictionary_is_known_this_is_said(lab):
-    def change(state):
-        state["cfg"]["task"]["data"] = "/no/such/folder"
-
-    away = lab.changed(lab.lm, "size-only", change)
+    away = lab.changed("away", data="/no/such/folder")
     said: list[str] = []
     dictionary = lab.lm_data / "bin" / "dict.txt"
-    assert checkpoints.same_dictionary(
-        away, "decoder.embed_tokens.weight", dictionary, say=said.append
-    )
+    name = "decoder.embed_tokens.weight"
+    assert checkpoints.same_dictionary(away, name, dictionary, say=said.append)
     assert "only the number of words" in said[0]
 
 

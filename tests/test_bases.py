@@ -8,7 +8,7 @@ import pytest
 from lrpe_fairseq.experiments.records import runs
 from lrpe_fairseq.experiments.records.files import ROOT, write_json
 from lrpe_fairseq.experiments.records.runs import read_run, read_runs, write_run
-from tests.test_experiments import a_record
+from tests.trial import a_record
 
 FIRST = {"model._name": "lrpe_lm", "optimization.max_update": 900, "optimization.clip_norm": 1}
 

@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +16,7 @@ from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.runner import devices as machine
 from lrpe_fairseq.experiments.runner import schedule
 from lrpe_fairseq.experiments.runner.devices import Devices
-from tests.test_experiments import trained
-from tests.trial import trial
+from tests.trial import trained, trial
 
 TABLES = [load_table(path) for path in sorted((CONFIGS / "tables").glob("*.yaml"))]
 FEWER = {  # configuration -> GPUs of 8 that are used
@@ -37,7 +37,7 @@ def gpus(monkeypatch):
     return lambda count: monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
 
-OF_BATCHES = ("task.", "dataset.", "optimization.", "model.norm")
+OF_BATCHES = ("task.", *keys.LIMITS, "dataset.required", keys.FREQUENCY, "model.norm")
 
 
 def distinct_runs():
@@ -53,10 +53,15 @@ def distinct_runs():
     return list(runs.values())
 
 
+def started(settings, command):
+    """``settings`` with the changes of a command."""
+    chosen = OmegaConf.from_dotlist([word.lstrip("+") for word in command if "=" in word])
+    return OmegaConf.merge(settings, chosen)
+
+
 def limits(run, command):
     """Return the limits of a batch of a command, times its accumulation."""
-    chosen = OmegaConf.from_dotlist([word.lstrip("+") for word in command if "=" in word])
-    settings = OmegaConf.merge(run.yaml(), chosen)
+    settings = started(run.yaml(), command)
     frequency = settings.optimization.update_freq[0]
     return {k: n * frequency for k in machine.UNITS if (n := settings.dataset.get(k))}
 
@@ -102,8 +107,7 @@ def test_accumulation_is_divided_first_and_then_the_batch(
     tmp_path, config, overrides, processes, accumulated, size
 ):
     run = run_of(config, tmp_path, *overrides)
-    command = OmegaConf.from_dotlist([w.lstrip("+") for w in run.command(processes) if "=" in w])
-    settings = OmegaConf.merge(run.settings(), command)
+    settings = started(run.settings(), run.command(processes))
     assert settings.optimization.update_freq == [accumulated]
     assert next(iter(machine._limits(settings).values())) == size
 
@@ -148,28 +152,24 @@ def test_the_script_of_a_row_restricts_its_training_to_those_gpus(
     tmp_path, monkeypatch, gpus, capsys
 ):
     gpus(8)
-    started: list[list[str]] = []
-    done = argparse.Namespace(returncode=0)
-    monkeypatch.setattr(
-        train_row.subprocess, "run", lambda words, **_: started.append(words) or done
-    )
+    start = mock.Mock(return_value=argparse.Namespace(returncode=0))
+    monkeypatch.setattr(train_row.subprocess, "run", start)
     run = run_of("classification/lra-image", tmp_path)
     monkeypatch.setattr(type(run), "begin", lambda run, say: 0)
     assert train_row.train(run) == 0
-    assert started[0][4:6] == ["env", "CUDA_VISIBLE_DEVICES=0,1,2,3,4"]
-    assert "++dataset.batch_size=20" in started[0]
+    (words,) = start.call_args.args
+    assert words[4:6] == ["env", "CUDA_VISIBLE_DEVICES=0,1,2,3,4"]
+    assert "++dataset.batch_size=20" in words
     assert "so 5 of them are used" in capsys.readouterr().out
 
 
-def by_keys(options):
-    """The options by their dotted keys."""
-    named = {"max_tokens": TOKENS, "batch_size": SAMPLES, "update_freq": keys.FREQUENCY}
-    return {named[name]: value for name, value in options.items()}
+NAMES = {"max_tokens": TOKENS, "batch_size": SAMPLES, "update_freq": keys.FREQUENCY}
 
 
 def together(run, processes, **changes):
     """The options that a training on so many processes records."""
-    return trained(run, **{keys.WORLD: processes}, **by_keys(changes))
+    changed = {NAMES[name]: value for name, value in changes.items()}
+    return trained(run, **{keys.WORLD: processes}, **changed)
 
 
 def test_a_training_on_several_gpus_is_that_of_one(tmp_path):

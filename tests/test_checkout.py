@@ -18,11 +18,9 @@ def git(folder, *arguments):
 def repository(tmp_path):
     """A git repository with one commit of two files."""
     git(tmp_path, "init", "--quiet")
-    (tmp_path / "code.py").write_text("1")
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "a.json").write_text("{}")
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "choosing.md").write_text("none")
+    for name in ("code.py", "results/a.json", "docs/choosing.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("1")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "--quiet", "--message", "one")
     return tmp_path
@@ -37,14 +35,11 @@ def test_the_commit_is_marked_dirty_by_every_change_of_what_a_table_does_not_ren
     assert files.commit(repository) == f"{head}-dirty"
 
 
-def test_a_package_inside_another_repository_does_not_record_its_commit(repository):
+def test_the_commit_is_never_that_of_another_repository(repository, monkeypatch):
     site = repository / ".venv" / "lib" / "site-packages"
     site.mkdir(parents=True)
     assert files.commit(site) == "unknown"
-
-
-def test_variables_of_a_git_hook_do_not_name_another_repository(repository, tmp_path, monkeypatch):
-    monkeypatch.setenv("GIT_DIR", str(repository / "nowhere"))
+    monkeypatch.setenv("GIT_DIR", str(repository / "nowhere"))  # as a git hook does
     assert files.commit(repository) != "unknown"
 
 

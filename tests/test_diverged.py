@@ -1,23 +1,18 @@
 """A model that diverged is recorded and shown as diverged, not as an error or as not run."""
 
 import json
-import math
 
 import pytest
 
 from lrpe_fairseq.experiments.families import lm
 from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.runs import first_number, read_run, write_run
-from tests.test_experiments import INNER, VALID, a_record
+from tests.test_experiments import INNER, VALID
+from tests.trial import a_record
 
 EVALUATED = "Evaluated 1,000 tokens in 1s\n{}Loss (base 2): {}, Perplexity: {}"
 MESSAGE = "Message: 'skipping tokens with inf scores:'\n"
 LOST = {"diverged": 1, "tokens": 1000}
-
-
-def test_a_perplexity_beyond_floats_is_infinite():
-    assert fairseq_log.perplexity(3.0) == 8.0
-    assert fairseq_log.perplexity(5000.0) == math.inf
 
 
 @pytest.mark.parametrize(

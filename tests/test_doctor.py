@@ -35,13 +35,9 @@ def test_a_layer_of_either_attention_is_computed_and_must_be_finite(monkeypatch)
 )
 def test_a_missing_or_broken_package_is_named_without_a_traceback(tmp_path, module, text, said):
     (tmp_path / f"{module}.py").write_text(text)
-    done = subprocess.run(
-        [sys.executable, "lrpe_fairseq/experiments/commands/doctor.py"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTHONSAFEPATH": "1"},
-        capture_output=True,
-        text=True,
-    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTHONSAFEPATH": "1"}
+    given = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "lrpe_fairseq/experiments/commands/doctor.py"], **given)
     assert done.returncode == 1
     assert said in done.stdout
     assert "make install repairs packages" in done.stdout.splitlines()[-1]

@@ -1,6 +1,7 @@
 """Runs, their schedule and tables: what is trained, what counts as finished, what survives."""
 
 import argparse
+import functools
 import json
 import logging
 import os
@@ -34,21 +35,19 @@ from lrpe_fairseq.experiments.records import runs as run_files
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, configurations, load_config
 from lrpe_fairseq.experiments.records.layout import load_table
-from lrpe_fairseq.experiments.records.runs import read_run, write_run
+from lrpe_fairseq.experiments.records.runs import write_run
 from lrpe_fairseq.experiments.runner import devices, identity, processes, schedule
-from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import RunFailed
 from lrpe_fairseq.kernels import loader
-from tests.end_to_end.conftest import corpus  # noqa: F401  (a fixture)
-from tests.end_to_end.forked import ForkedChildren
 from tests.test_data_prep import multi30k, newstest, wmt14
 from tests.tiny_table import wait_until
-from tests.trial import trial
+from tests.trial import a_record, checkpoint, saved_config, trained, trial
 
 TABLES = [load_table(path) for path in sorted((ROOT / "configs" / "tables").glob("*.yaml"))]
-FAMILY_CONFIGS = sorted(
-    {path for kind in FAMILIES.values() for path in configurations(CONFIGS / kind.configs)}
-)
+CONFIGS_BUILT = sorted(  # test_classifier builds the others
+    {path for kind in FAMILIES.values() for path in configurations(CONFIGS / kind.configs)
+     if path.parent.name != "classification" or path.stem == "vit-imagenet"}
+)  # fmt: skip
 INNER = (
     '2026-01-01 10:00:00 | INFO | train_inner | {{"wps": "{}", "wpb": "2048", "num_updates": "{}"}}'
 )
@@ -65,33 +64,6 @@ def events(tmp_path):
     return schedule.Events(tmp_path / "events.log")
 
 
-def a_record(**changes):
-    return {
-        "experiment": "trial",
-        "dataset": "toy",
-        "task": "language_modeling",
-        "attention_type": "linear",
-        "position_encoding": "none",
-        "seed": 1,
-        "scale": "small",
-        "metrics": {"test": {"blocks": {"ppl": 50.0, "tokens": 1000}}},
-        "protocol": {"blocks": "blocks."},
-        "config": {},
-        "commit": "0" * 40,
-        "versions": {"python": "3.11", "torch": "2.13.0"},
-        "hardware": {"cpu": "a CPU", "cores": 2, "gpus": []},
-        "tokens_per_second": 1000.0,
-        "wall_seconds": 10.0,
-        "curve": [{"updates": 5, "tokens": 10, "valid_ppl": 60.0}],
-        **changes,
-    }
-
-
-def trained(run, **changes):
-    """The options that a training of ``run`` would record, but for some changes."""
-    return {**identity.options(identity.resolved(run.settings())), **changes}
-
-
 TEST_SETS = {  # of data with other splits than train, valid and test
     "multi30k": set(multi30k.FILES),
     "newstest": {"train", *newstest.HELD_OUT},
@@ -99,6 +71,12 @@ TEST_SETS = {  # of data with other splits than train, valid and test
     "wmt14-en-de": {"train", *wmt14.HELD_OUT},
     **{f"synthetic-{t}-small": set(Recipe(t, "small").splits) for t in synthetic.TASKS},
 }
+
+
+@functools.cache
+def known(config):
+    """The options of a training with the file ``config``."""
+    return identity.options(identity.resolved(load_config(config))).keys()
 
 
 @pytest.mark.parametrize(
@@ -116,7 +94,7 @@ def test_a_planned_run_sets_known_keys_for_prepared_splits_and_has_the_key_of_it
         met |= values
         config = ROOT / (cell.config or table.scales[scale])
         (run, *_) = family_of(config).of_cell(table, cell, scale, config, 1)
-        assert run.chosen().keys() <= identity.options(identity.resolved(run.yaml())).keys()
+        assert run.chosen().keys() <= known(config)
         assert {split for split, _ in run.evaluations} <= TEST_SETS.get(run.data.name, set(SPLITS))
         if isinstance(run, FinetuningRun):  # the checkpoint has the options of the model
             continue
@@ -125,15 +103,7 @@ def test_a_planned_run_sets_known_keys_for_prepared_splits_and_has_the_key_of_it
         assert found == cell.key, run.name
 
 
-@pytest.mark.parametrize(
-    "path",
-    [  # test_classifier builds the others
-        path
-        for path in FAMILY_CONFIGS
-        if path.parent.name != "classification" or path.stem == "vit-imagenet"
-    ],
-    ids=lambda path: f"{path.parent.name}-{path.stem}",
-)
+@pytest.mark.parametrize("path", CONFIGS_BUILT, ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_every_configuration_builds_its_model(path):
     settings = load_config(path)
     words = Dictionary()
@@ -173,63 +143,16 @@ def test_a_cell_that_another_table_has_too_is_trained_there():
     assert {run.result for run in runs if run.experiment == "table2"} <= results
 
 
-def test_what_a_row_or_a_column_changes_reaches_the_command():
+def test_what_a_row_changes_reaches_the_command():
     runs = families.runs(families.load_named("table2"), "paper", [3])
     type8 = next(run for run in runs if run.label == "Type8")
     assert "++optimization.clip_norm=1.0" in type8.command()
     assert "++common.seed=3" in type8.command()
-    normalizers = families.runs(families.load_named("normalizers"), "small", [1])
-    type2 = {run.overrides for run in normalizers if run.position_encoding == "lrpe-type2"}
-    assert type2 == {
-        (),
-        ("model.attention_normalizer=content",),
-        ("model.attention_normalizer=layernorm",),
-    }
-
-
-@pytest.mark.parametrize("path", FAMILY_CONFIGS, ids=lambda path: path.stem)
-def test_every_configuration_resumes_exactly(path):
-    assert load_config(path).dataset.update_epoch_batch_itr is True
 
 
 def test_a_value_that_hydra_would_misread_is_quoted():
     assert devices.hydra_override("a.b", "lrpe:identity:rotation") == "++a.b=lrpe:identity:rotation"
     assert devices.hydra_override("a.b", "my data, 'new'") == r"++a.b='my data, \'new\''"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["nothing"], "there is no table nothing; there are ape-sequences, "),
-        (["configs/tables/table2.yaml"], "table configs/tables/table2.yaml; did you mean table2?"),
-        (["table2", "--rows", "Typo"], "table table2 has no row 'Typo'; it has Base"),
-        (
-            ["table2", "--scale", "huge"],
-            "table2 has no scale 'huge'; it has small, annealed, paper",
-        ),
-        (
-            ["table4", "--scale", "newstest", "--rows", "Base", "T5"],
-            "no row 'T5'; it has Base; Type2",
-        ),
-        (
-            ["table2", "--rows", "T5", "--attention", "linear"],
-            "no cell of table table2 has these --rows, ",
-        ),
-        (["table2", "--minutes", "0.5"], "--minutes must be more than 0.5, to stop and save"),
-        (["table2", "--minutes", "9", "--slurm"], "with --slurm, use --gpus-per-node, --time, "),
-        (["table2", "--pack", "/dev/null/x.tar"], "/dev/null is no folder that can be written"),
-        (["budget", "--columns", "600"], "no column '600' at scale annealed; it has 1,800; 5,400"),
-        (
-            ["grid", "--datasets", "digits"],
-            "no data set 'digits' at scale small; it has synthetic-",
-        ),
-    ],
-)
-def test_a_table_row_or_scale_that_is_not_there_is_named_in_one_sentence(arguments, said, capsys):
-    assert run_table.main(arguments) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
 
 
 def test_columns_choose_runs_which_keep_all_their_evaluations():
@@ -257,18 +180,9 @@ def test_missing_data_is_reported_with_the_command_that_makes_it():
         folders.require(Path("nowhere/mine"), [])
 
 
-def test_an_evaluation_of_no_tokens_is_refused(tmp_path):
-    log = tmp_path / "log"
-    log.write_text("Evaluated 0 tokens in 0.0s (0 tokens/s)\nLoss (base 2): 0.0, Perplexity: 1.00")
-    with pytest.raises(ValueError, match="evaluated 0 tokens, so its perplexity means nothing"):
-        fairseq_log.parse_evaluation(log)
-
-
 def test_an_evaluation_needs_the_whole_split_and_spreads_the_loss_over_words_and_lines(tmp_path):
-    log, said = (
-        tmp_path / "eval.log",
-        "Evaluated {} tokens in 1s\nLoss (base 2): 5.0625, Perplexity: 33.42",
-    )
+    log = tmp_path / "eval.log"
+    said = "Evaluated {} tokens in 1s\nLoss (base 2): 5.0625, Perplexity: 33.42"
     counts = {"tokens": 1000, "words_with_eos": 500}
     (tmp_path / "manifest.json").write_text(json.dumps({"splits": {"test": counts}}))
     log.write_text(said.format("1,000"))
@@ -277,12 +191,14 @@ def test_an_evaluation_needs_the_whole_split_and_spreads_the_loss_over_words_and
     log.write_text(said.format("900"))
     with pytest.raises(RunFailed, match="900 of 1000 tokens"):
         lm.read_evaluation(log, tmp_path, "test")
+    log.write_text(said.format("0"))
+    with pytest.raises(ValueError, match="evaluated 0 tokens, so its perplexity means nothing"):
+        lm.read_evaluation(log, tmp_path, "test")
 
 
 @pytest.mark.parametrize("name", ["pg19", "pg19-first-3"])
 def test_word_perplexity_of_pg19_does_not_count_line_ends(tmp_path, name):
-    counts = {"tokens": 1000, "words": 250, "words_with_eos": 500}
-    known = {"corpus": name, "level": "gpt2", "splits": {"test": counts}}
+    known = {"corpus": name, "splits": {"test": {"tokens": 1000, "words": 250}}}
     (tmp_path / "manifest.json").write_text(json.dumps(known))
     assert lm.with_words({"loss": 2.5, "tokens": 1000}, tmp_path, "test")["word_ppl"] == 2**10
 
@@ -341,6 +257,14 @@ def test_a_run_is_finished_when_its_run_file_validates_not_when_a_folder_exists(
     assert schedule.state(one_run) == "done, test blocks ppl 50.00"
 
 
+INCIDENTAL = {  # where a run writes, how it logs and loads
+    "checkpoint.save_dir": "x",
+    "common.tensorboard_logdir": "y",
+    "common.log_interval": 3,
+    "dataset.num_workers": 9,
+    "distributed_training.ddp_backend": "no_c10d",
+    "distributed_training.device_id": 3,
+}
 DECIDING = {  # options of a training that make it another one
     "optimization.max_update": 5,
     "optimization.update_freq": [4],
@@ -356,7 +280,7 @@ DECIDING = {  # options of a training that make it another one
 
 
 def test_a_run_of_other_settings_is_not_finished(one_run):
-    write_run(one_run.result, a_record(config=trained(one_run)))
+    write_run(one_run.result, a_record(config=trained(one_run, **INCIDENTAL)))
     assert one_run.finished()
     for option, value in DECIDING.items():
         changes = {option: value}
@@ -365,30 +289,15 @@ def test_a_run_of_other_settings_is_not_finished(one_run):
     assert not one_run.finished()
 
 
-def test_where_a_run_writes_and_how_it_logs_are_incidental(one_run):
-    other = {
-        "checkpoint.save_dir": "x",
-        "common.tensorboard_logdir": "y",
-        "common.log_interval": 3,
-        "dataset.num_workers": 9,
-        "distributed_training.ddp_backend": "no_c10d",
-        "distributed_training.device_id": 3,
-    }
-    assert one_run.differences(trained(one_run, **other)) == set()
-
-
-@pytest.mark.parametrize(
-    "option", ["optimizer.weight_decay", "lr_scheduler.warmup_updates", "model.dropout"]
-)
-def test_an_option_that_was_deleted_from_the_yaml_is_compared_by_its_default(
-    one_run, monkeypatch, option
+def test_options_that_were_deleted_from_the_yaml_are_compared_by_their_defaults(
+    one_run, monkeypatch
 ):
-    before = one_run.yaml()
-    section, _, name = option.partition(".")
-    config = trained(one_run, **{option: 0.25})
-    del before[section][name]
+    deleted, before = {"optimizer.weight_decay", "model.dropout"}, one_run.yaml()
+    config = trained(one_run, **dict.fromkeys(deleted, 0.25))
+    for section, name in (option.split(".") for option in deleted):
+        del before[section][name]
     monkeypatch.setattr(LMRun, "yaml", lambda run: before)
-    assert one_run.differences(config) == {option}
+    assert one_run.differences(config) == deleted
 
 
 def test_an_option_that_a_training_did_not_know_had_its_default(one_run):
@@ -410,13 +319,6 @@ def test_the_state_of_a_run_is_seen_from_another_process(one_run):
         assert schedule.state(one_run) == "running 450/900"
 
 
-def save(folder, name, update, age=0.0, cfg=None):
-    folder.mkdir(exist_ok=True)
-    state = {"cfg": cfg or {"model": {}}, "optimizer_history": [{"num_updates": update}]}
-    torch.save({**state, "model": {"weight": torch.zeros(500)}}, folder / name)
-    os.utime(folder / name, (time.time() - age,) * 2)
-
-
 def test_the_seconds_of_a_group_of_processes_are_a_tensor_in_their_checkpoint():
     for seconds in (30.06, torch.tensor(30.06)):
         assert checkpoints.seconds({"extra_state": {"previous_training_time": seconds}}) == 30.1
@@ -425,36 +327,31 @@ def test_the_seconds_of_a_group_of_processes_are_a_tensor_in_their_checkpoint():
 
 def test_checkpoints_of_other_settings_are_not_resumed(one_run):
     said = []
-    one_run.folder.mkdir()
-    cfg = json.loads(json.dumps(identity.resolved(one_run.settings()), default=str))
-    save(one_run.checkpoints, "checkpoint_last.pt", 30, cfg=cfg)
+    cfg = saved_config(one_run)
+    checkpoint(one_run.checkpoints / checkpoints.LAST, 30, cfg=cfg)
     assert one_run.ready_to_resume(pytest.fail) == 30
     cfg["model"]["dropout"] = 0.7
-    save(one_run.checkpoints, "checkpoint_last.pt", 30, cfg=cfg)
+    checkpoint(one_run.checkpoints / checkpoints.LAST, 30, cfg=cfg)
     assert one_run.ready_to_resume(said.append) == 0
     assert said == ["model.dropout changed, so training starts over"]
     assert not list(one_run.checkpoints.glob("*.pt"))
 
 
-def truncate(path):
-    path.write_bytes(path.read_bytes()[:1000])
-
-
 def test_the_mean_of_checkpoints_is_that_of_their_weights_and_needs_equal_permutations(tmp_path):
-    def state(update, weight, order):
+    def save(update, weight, order):
         model = {"weight": torch.tensor(weight), "order": torch.tensor(order)}
-        history = [{"num_updates": update}]
-        return {"cfg": {"model": {}}, "optimizer_history": history, "model": model}
+        checkpoint(tmp_path / f"checkpoint_1_{update}.pt", update, model=model)
 
-    for update, weight in ((9, [1.0, 2.0]), (100, [3.0, 5.0]), (20, [8.0, 8.0])):
-        torch.save(state(update, weight, [1, 0]), tmp_path / f"checkpoint_1_{update}.pt")
+    save(9, [1.0, 2.0], [1, 0])
+    save(100, [3.0, 5.0], [1, 0])
+    save(20, [8.0, 8.0], [1, 0])
     newest = checkpoints.newest(tmp_path, 2)
     assert [path.name for path in newest] == ["checkpoint_1_20.pt", "checkpoint_1_100.pt"]
     checkpoints.average(newest, tmp_path / "mean.pt")
     mean = checkpoints.load(tmp_path / "mean.pt")
     assert mean["model"]["weight"].tolist() == [5.5, 6.5]
     assert checkpoints.updates(mean) == 100
-    torch.save(state(101, [0.0, 0.0], [0, 1]), tmp_path / "checkpoint_1_101.pt")
+    save(101, [0.0, 0.0], [0, 1])
     with pytest.raises(ValueError, match="differ in order"):
         checkpoints.average(checkpoints.newest(tmp_path, 2), tmp_path / "bad.pt")
     assert not (tmp_path / "bad.pt").exists()
@@ -462,12 +359,12 @@ def test_the_mean_of_checkpoints_is_that_of_their_weights_and_needs_equal_permut
 
 def test_after_a_truncated_checkpoint_the_newest_one_that_loads_is_resumed(tmp_path):
     said = []
-    save(tmp_path, "checkpoint_last.pt", 40)
-    save(tmp_path, "checkpoint_1_30.pt", 30, age=10)
-    save(tmp_path, "checkpoint_1_20.pt", 20, age=30)
-    save(tmp_path, "checkpoint_best.pt", 10, age=20)  # updates count, not the age
-    truncate(tmp_path / "checkpoint_last.pt")
-    truncate(tmp_path / "checkpoint_1_30.pt")
+    for name, updates in {"1_20": 20, "best": 10, "1_30": 30, "last": 40}.items():
+        path = checkpoint(tmp_path / f"checkpoint_{name}.pt", updates)
+        age = 50 - updates if updates > 10 else 15  # updates count, not the age
+        os.utime(path, (time.time() - age,) * 2)
+        if updates >= 30:
+            path.write_bytes(path.read_bytes()[:1000])
     assert checkpoints.ready_to_resume(tmp_path, said.append) == 20
     assert checkpoints.updates(checkpoints.load(tmp_path / "checkpoint_last.pt")) == 20
     assert said[-1] == "resuming from checkpoint_1_20.pt, update 20"
@@ -500,6 +397,10 @@ class FakeJob:
             return True
 
 
+def fakes(folder, **scripts):
+    return [FakeJob(folder / name, script) for name, script in scripts.items()]
+
+
 DONE = "open('done', 'w').close()"
 TWICE = f"""
 import os
@@ -510,11 +411,7 @@ else: open("tried", "w").close(); raise SystemExit("no luck")
 
 def test_a_crashed_run_is_retried_once_and_its_neighbors_go_on(tmp_path, events, capsys):
     bad = "print('before'); open('tries', 'a').write('x'); raise ValueError('bad luck')"
-    jobs = [
-        FakeJob(tmp_path / "lucky", TWICE),
-        FakeJob(tmp_path / "bad", bad),
-        FakeJob(tmp_path / "good", DONE),
-    ]
+    jobs = fakes(tmp_path, lucky=TWICE, bad=bad, good=DONE)
     assert schedule.Schedule(jobs, schedule.shares(2), events).run() == 1
     assert [job.finished() for job in jobs] == [True, False, True]
     assert (tmp_path / "bad" / "tries").read_text() == "xx"
@@ -539,29 +436,16 @@ def test_an_array_keeps_the_numbers_of_its_runs(tmp_path, monkeypatch):
     submitted = []
     monkeypatch.setattr(run_table.slurm, "load_site", lambda *_: SimpleNamespace(nodes=1))
     monkeypatch.setattr(run_table.slurm, "submit", lambda *words: submitted.extend(words[3]))
-    jobs = [FakeJob(tmp_path / name, DONE) for name in "abcd"]
+    jobs = fakes(tmp_path, **dict.fromkeys("abcd", DONE))
     (jobs[1].folder / "done").touch()
     options = argparse.Namespace(table="table2", **dict.fromkeys(run_table.SITE_OPTIONS))
     assert run_table._submit(jobs, options, ["table2", "--slurm"]) == 0
     assert submitted == [0, 2, 3]
 
 
-def test_the_lock_holds_while_a_child_of_a_dead_runner_trains_on(tmp_path):
-    with processes.locked(tmp_path) as lock:
-        child = subprocess.Popen(["sleep", "60"], pass_fds=(lock,))
-    try:
-        assert processes.is_locked(tmp_path)
-    finally:
-        child.kill()
-        child.wait()
-    assert not processes.is_locked(tmp_path)
-
-
 def test_at_the_deadline_all_is_stopped_and_counts_as_left(tmp_path, events, capsys):
     late = "import time; time.sleep(60)"
-    jobs = [
-        FakeJob(tmp_path / n, script) for n, script in {"a": DONE, "b": late, "c": late}.items()
-    ]
+    jobs = fakes(tmp_path, a=DONE, b=late, c=late)
     begun, seen = time.monotonic(), []
     given = {"seconds": 2, "finished": lambda job: seen.append(job.name)}
     assert schedule.Schedule(jobs, schedule.shares(2), events, **given).run() == 0
@@ -573,14 +457,14 @@ def test_at_the_deadline_all_is_stopped_and_counts_as_left(tmp_path, events, cap
 
 def test_a_run_is_started_only_if_the_longest_one_would_fit(tmp_path, events, capsys):
     slow = f"import time; time.sleep(1); {DONE}"
-    jobs = [FakeJob(tmp_path / name, script) for name, script in {"a": slow, "b": DONE}.items()]
+    jobs = fakes(tmp_path, a=slow, b=DONE)
     assert schedule.Schedule(jobs, schedule.shares(1), events, seconds=1.8).run() == 0
     assert [job.finished() for job in jobs] == [True, False]
     assert "1 left for the next call" in capsys.readouterr().out
 
 
 def test_the_pack_has_the_results_of_this_call_and_all_logs(tmp_path, events, monkeypatch):
-    jobs = [FakeJob(tmp_path / n, script) for n, script in {"a": DONE, "b": "exit(1)"}.items()]
+    jobs = fakes(tmp_path, a=DONE, b="exit(1)")
     for job in jobs:
         job.result = job.folder / "done"
         (job.folder / "train.log").write_text(job.name)
@@ -622,37 +506,3 @@ def test_sigterm_ends_the_children_and_leaves_no_lock(tmp_path, events):
     assert not processes.is_locked(job.folder)
     with pytest.raises(ProcessLookupError):
         os.kill(int(log.read_text()), 0)
-
-
-@pytest.mark.end_to_end
-def test_a_run_is_trained_resumed_evaluated_and_recorded(corpus, one_run, events):  # noqa: F811
-    one_run.data.mkdir()
-    (one_run.data / "bin").symlink_to(corpus.data)
-    counts = {"tokens": corpus.token_count("test"), "words_with_eos": corpus.token_count("test")}
-    about = {"corpus": "toy", "level": "word", "splits": {"test": counts}}
-    (one_run.data / "manifest.json").write_text(json.dumps(about))
-    tiny = (
-        "task.tokens_per_sample=32",
-        "dataset.max_tokens=128",
-        "optimization.max_update=4",
-        "checkpoint.save_interval_updates=2",
-        "common.log_interval=1",
-        "model.decoder_layers=1",
-    )
-    run = replace(one_run, overrides=tiny, evaluations=(("test", lm.SLIDING),))
-    first = replace(run, overrides=(*tiny[:2], "optimization.max_update=2", *tiny[3:]))
-    run.folder.mkdir()
-    children = ForkedChildren()
-    with processes.locked(run.folder) as lock:
-        first.train(children, Devices(), lock, pytest.fail)
-    assert run.progress() == (2, 4)
-    assert schedule.Schedule([run], schedule.shares(1), events, children).run() == 0
-    found = read_run(run.result)
-    assert found["dataset"] == "toy-word"
-    assert found["config"]["optimization.max_update"] == 4
-    assert found["config"]["model._name"] == "lrpe_lm_tiny"
-    assert found["metrics"]["test"]["sliding"]["tokens"] == counts["tokens"]
-    assert [point["updates"] for point in found["curve"]] == [2, 4]
-    assert set(found["data"]) == {"train", "valid", "test", "dictionary"}
-    assert found["commit"] == run_files.commit()
-    assert "resumed at 2" in (events._log).read_text()

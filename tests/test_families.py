@@ -33,11 +33,12 @@ def test_every_configuration_belongs_to_exactly_one_family():
     assert set().union(*found.values()) == set(FAMILIES)
 
 
-def test_every_validation_within_an_epoch_saves_a_checkpoint_if_it_is_the_best():
+def test_every_configuration_resumes_exactly_and_saves_where_it_validates_within_an_epoch():
     """fairseq compares validations only where it saves. Translations average the last ones."""
     lost = []
     for path in all_configurations():
         known = load_config(path)
+        assert known.dataset.update_epoch_batch_itr is True, path
         every = OmegaConf.select(known, "dataset.validate_interval_updates", default=0)
         saved = OmegaConf.select(known, "checkpoint.save_interval_updates", default=0)
         if every and path.parent.name != "translation" and (not saved or every % saved):
@@ -90,9 +91,8 @@ def snippets():
 def test_a_family_is_one_file_and_one_entry(tmp_path):
     folder = checkout(tmp_path, *snippets())
     driver = [str(folder / ".venv" / "bin" / "python"), "-c", DRIVER]
-    done = subprocess.run(
-        driver, cwd=folder, env={"PYTHONPATH": str(folder)}, capture_output=True, text=True
-    )
+    given = {"cwd": folder, "env": {"PYTHONPATH": str(folder)}, "capture_output": True}
+    done = subprocess.run(driver, **given, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout
     assert "first 0" in said

@@ -10,20 +10,17 @@ from fairseq.trainer import Trainer
 from lrpe_fairseq import compat
 from lrpe_fairseq.experiments import families
 from lrpe_fairseq.experiments.data import folders
-from lrpe_fairseq.experiments.data.corpus import digest
+from lrpe_fairseq.experiments.data.corpus import SPLITS, digest
 from lrpe_fairseq.experiments.families import lm
-from lrpe_fairseq.experiments.records import files, runs
+from lrpe_fairseq.experiments.records import checkpoints, files, runs
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.runs import write_run
 from lrpe_fairseq.experiments.report.frame import require_same
-from lrpe_fairseq.experiments.runner import identity
 from lrpe_fairseq.experiments.runner.processes import Children, RunFailed
-from tests.test_experiments import a_record, one_run, save, trained  # noqa: F401
+from tests.test_experiments import one_run  # noqa: F401  (a fixture)
+from tests.trial import a_record, checkpoint, saved_config, trained
 
-FILES = (
-    "dict.txt",
-    *(f"{s}.{kind}" for s in ("train", "valid", "test") for kind in ("bin", "idx")),
-)
+FILES = ["dict.txt", *(f"{split}.{kind}" for split in SPLITS for kind in ("bin", "idx"))]
 
 
 @pytest.fixture
@@ -74,8 +71,7 @@ def test_a_run_on_other_data_is_not_finished(prepared):
 
 
 def test_checkpoints_of_other_data_are_not_resumed(prepared):
-    cfg = json.loads(json.dumps(identity.resolved(prepared.settings()), default=str))
-    save(prepared.checkpoints, "checkpoint_last.pt", 30, cfg=cfg)
+    checkpoint(prepared.checkpoints / checkpoints.LAST, 30, cfg=saved_config(prepared))
     runs.begin_part(prepared.folder, prepared.data_checksums(), resumed=False)
     assert prepared.ready_to_resume(pytest.fail) == 30
     replace_file(prepared, "train.bin")

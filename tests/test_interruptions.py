@@ -6,8 +6,6 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -25,24 +23,7 @@ from tests.tiny_table import (
 )
 
 FIRST = "tiny-Base-linear-seed1"
-POINTS: dict[str, tuple[Callable[[Path], bool], bool]] = {  # moment -> is it there, all killed
-    "after the first checkpoint": (lambda folder: reached(folder, FIRST, BEYOND), False),
-    "as a finished training is evaluated": (
-        lambda folder: log_of_run(folder, "eval-checkpoint_best-valid-blocks.log"),
-        True,
-    ),
-}
 KILLS = 10
-
-
-def log_of_run(folder, name):
-    """True if any run has started to write this log."""
-    return any((folder / "runs").rglob(name))
-
-
-def logs_of_finished_trainings(folder):
-    """Return the training logs of the runs whose evaluation had begun."""
-    return [path.with_name("train.log") for path in (folder / "runs").rglob("eval-*.log")]
 
 
 def after_random_seconds(rng):
@@ -76,10 +57,12 @@ def assert_survived(folder, undisturbed):
 
 
 def test_a_table_survives_kill_9_in_every_stage_of_a_run(corpus, undisturbed_table, tmp_path):
-    folder, trained = repository(tmp_path / "checkout", corpus), {}
-    for there, everything in POINTS.values():
-        kill_at(folder, there, everything)
-        trained |= {log: log.read_bytes() for log in logs_of_finished_trainings(folder)}
+    folder = repository(tmp_path / "checkout", corpus)
+    kill_at(folder, lambda folder: reached(folder, FIRST, BEYOND), everything=False)
+    evaluation = "eval-checkpoint_best-valid-blocks.log"
+    kill_at(folder, lambda folder: any((folder / "runs").rglob(evaluation)), everything=True)
+    logs = [path.with_name("train.log") for path in (folder / "runs").rglob("eval-*.log")]
+    trained = {log: log.read_bytes() for log in logs}
     assert trained
     assert_survived(folder, undisturbed_table)
     assert {log: log.read_bytes() for log in trained} == trained  # nothing was trained again

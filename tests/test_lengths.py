@@ -15,16 +15,17 @@ from lrpe_fairseq.attention.tokens import tokens_of
 from lrpe_fairseq.experiments.commands import evaluate
 from lrpe_fairseq.experiments.families import lm, load_named
 from lrpe_fairseq.experiments.records.console import UserError
+from lrpe_fairseq.experiments.records.files import commit
 from lrpe_fairseq.experiments.records.protocols import Protocol, Window, holds_to
 from lrpe_fairseq.experiments.records.runs import read_run, validate
 from lrpe_fairseq.experiments.report.frame import Sheet
-from lrpe_fairseq.experiments.runner import schedule, scoring
+from lrpe_fairseq.experiments.runner import processes, schedule, scoring
+from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import RunFailed
 from tests.end_to_end.commands import build
 from tests.end_to_end.forked import ForkedChildren
-from tests.test_experiments import a_record
 from tests.test_results import make_run
-from tests.trial import trial
+from tests.trial import a_record, trial
 
 T = 8
 """Length of training in these tests."""
@@ -64,11 +65,6 @@ def test_context_scaling_is_part_of_a_protocols_name_and_sentence():
     assert Protocol.parse("paired-512").overrides(T) == {}
 
 
-def test_a_tail_longer_than_its_window_is_refused():
-    with pytest.raises(ValueError, match="'tail-64' scores 128 tokens of windows of 64"):
-        Protocol.parse("tail-64")
-
-
 @pytest.mark.parametrize("tokens", [1, 8, 63, 64, 65, 1000])
 @pytest.mark.parametrize("name", WHOLE)
 def test_every_token_is_scored_once_with_the_context_of_the_protocol(name, tokens):
@@ -103,7 +99,9 @@ def test_no_window_of_documents_crosses_the_start_of_one():
     assert found.count(100, T) == 100
 
 
-def test_a_paired_protocol_that_does_not_fit_is_refused():
+def test_a_protocol_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="'tail-64' scores 128 tokens of windows of 64"):
+        Protocol.parse("tail-64")
     for length in (T - 1, 16 * T + 1):
         with pytest.raises(ValueError, match=f"needs a length from 8 to 128, not {length}"):
             windows(f"paired-{length}", 1000)
@@ -114,15 +112,9 @@ def test_a_paired_protocol_that_does_not_fit_is_refused():
 def model_of(corpus, attention, encoding, normalizer="rotated"):
     """A language model of one layer; its attention is built here, which is faster than a parser."""
     model = build(corpus, ONE_LAYER)[0].eval()
-    model.decoder.layers[0].self_attn = MultiheadAttention(
-        16,
-        2,
-        attention_type=attention,
-        position_encoding=encoding,
-        causal=True,
-        normalizer=normalizer,
-        seed=1,
-    ).eval()
+    kinds = {"attention_type": attention, "position_encoding": encoding, "normalizer": normalizer}
+    module = MultiheadAttention(16, 2, causal=True, seed=1, **kinds).eval()
+    model.decoder.layers[0].self_attn = module
     return model
 
 
@@ -206,14 +198,10 @@ def test_blocks_of_a_model_with_a_memory_are_evaluated_with_the_task_that_carrie
 ):
     seen: list[list[str]] = []
     monkeypatch.setattr(lm, "read_evaluation", lambda *_: {})
-    config = {
-        "task.tokens_per_sample": T,
-        "dataset.max_tokens": 64,
-        "task._name": "lrpe_truncated_bptt_lm",
-    }
-    best = tmp_path / "best.pt"
+    config = {"task.tokens_per_sample": T, "dataset.max_tokens": 64}
+    config["task._name"] = "lrpe_truncated_bptt_lm"
     for protocol, task in (("blocks", config["task._name"]), ("sliding", lm.PLAIN_TASK)):
-        given = (best, tmp_path, (("test", protocol),), config, tmp_path)
+        given = (tmp_path / "best.pt", tmp_path, (("test", protocol),), config, tmp_path)
         lm.measure(*given, lambda words, log: seen.append(words))
         words = seen.pop()
         assert words[words.index("--task") + 1] == task
@@ -365,22 +353,16 @@ def test_an_evaluation_that_lost_tokens_is_refused(corpus, tmp_path, monkeypatch
             lm.measure(best, tmp_path, (("test", name),), options, tmp_path, run)
 
 
-def test_learned_positions_are_refused_beyond_their_length():
+def test_learned_positions_beyond_their_length_and_scaling_without_rotations_are_refused():
     wanted = [Protocol.parse(name) for name in ("blocks-256", "paired-512")]
     rope = {"model.position_encoding": "rope"}
-    learned = {
-        **rope,
-        "model.decoder_learned_pos": True,
-        "model.no_token_positional_embeddings": False,
-    }
+    without = "model.no_token_positional_embeddings"
+    learned = {**rope, "model.decoder_learned_pos": True, without: False}
     with pytest.raises(UserError, match="none beyond the 256 tokens of its training, so it cannot"):
         lm.require_positions(learned, 256, wanted)
     lm.require_positions(learned, 512, wanted)
-    lm.require_positions({**learned, "model.no_token_positional_embeddings": True}, 256, wanted)
+    lm.require_positions({**learned, without: True}, 256, wanted)
     lm.require_positions({**rope, "model.decoder_learned_pos": False}, 256, wanted)
-
-
-def test_context_scaling_is_refused_for_a_model_without_rotations():
     wanted = [Protocol.parse("blocks"), Protocol.parse("blocks+ntk-4")]
     with pytest.raises(UserError, match="encoding fox, none has no rotations to scale"):
         lm.require_positions({"model.position_encoding": "fox,none"}, 256, wanted)
@@ -407,7 +389,7 @@ def of_test(names):
 
 
 def tiny_run(corpus, folder):
-    """A run of two updates on the tiny corpus, with the evaluations FIRST."""
+    """A run of four updates on the tiny corpus, with the evaluations FIRST."""
     data = folder / "data"
     data.mkdir()
     (data / "bin").symlink_to(corpus.data)
@@ -417,25 +399,35 @@ def tiny_run(corpus, folder):
     about = {"corpus": "toy", "level": "word", "splits": splits}
     (data / "manifest.json").write_text(json.dumps(about))
     chosen = (
-        f"task.tokens_per_sample={T}",
-        "dataset.max_tokens=64",
-        "optimization.max_update=2",
-        "lr_scheduler.lr_period_updates=2",
-        "lr_scheduler.warmup_updates=0",
-        "common.log_interval=1",
-        "model.decoder_layers=1",
+        f"task.tokens_per_sample={T} dataset.max_tokens=64 model.decoder_layers=1 "
+        "optimization.max_update=4 checkpoint.save_interval_updates=2 common.log_interval=1 "
+        "lr_scheduler.lr_period_updates=4 lr_scheduler.warmup_updates=0"
     )
-    given = {"config": "extrapolation", "position_encoding": "lrpe-type2", "overrides": chosen}
-    return trial(folder, **given, evaluations=of_test(FIRST))
+    given = {"config": "extrapolation", "position_encoding": "lrpe-type2"}
+    evaluations = of_test(FIRST)
+    return trial(folder, **given, overrides=tuple(chosen.split()), evaluations=evaluations)
 
 
 @pytest.mark.end_to_end
-def test_a_run_is_evaluated_at_other_lengths_and_again_later(corpus, tmp_path, monkeypatch):
+def test_a_run_is_trained_resumed_evaluated_at_other_lengths_and_again_later(
+    corpus, tmp_path, monkeypatch
+):
     monkeypatch.setattr(evaluate, "Children", ForkedChildren)
     run, tokens = tiny_run(corpus, tmp_path), corpus.token_count("test")
     children, events = ForkedChildren(), schedule.Events(tmp_path / "events.log")
+    half = (word.replace("max_update=4", "max_update=2") for word in run.overrides)
+    run.folder.mkdir()
+    with processes.locked(run.folder) as lock:
+        replace(run, overrides=tuple(half)).train(children, Devices(), lock, pytest.fail)
+    assert run.progress() == (2, 4)
     assert schedule.Schedule([run], schedule.shares(1), events, children).run() == 0
-    found = read_run(run.result)["metrics"]["test"]
+    assert "resumed at 2" in (tmp_path / "events.log").read_text()
+    record = read_run(run.result)
+    assert (record["dataset"], record["commit"]) == ("toy-word", commit())
+    assert record["config"]["optimization.max_update"] == 4
+    assert [point["updates"] for point in record["curve"]] == [2, 4]
+    assert set(record["data"]) == {"train", "valid", "test", "dictionary"}
+    found = record["metrics"]["test"]
     assert list(found) == sorted(FIRST)
     assert found[f"blocks-{T}"]["loss"] == pytest.approx(found["blocks"]["loss"], abs=1e-4)
     assert found["paired-128"]["tokens"] == tokens // 128 * T

@@ -7,9 +7,9 @@ test_families.py.
 """
 
 import argparse
-import importlib
 import importlib.util
 import os
+import pkgutil
 import re
 import runpy
 import shlex
@@ -28,6 +28,7 @@ from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import ENCODINGS
 from lrpe_fairseq.experiments.commands import evaluate, run_table, train_row
 from lrpe_fairseq.experiments.families import load_named
+from tests.toy_checkout import add_entry
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("data-prep/*/README.md")])
@@ -140,25 +141,26 @@ def check_python(words):
             parse_only(runpy.run_path(str(ROOT / words[0]))["main"], words[1:])
 
 
+FAIRSEQ = {
+    "fairseq-train": options.get_training_parser,
+    "fairseq-eval-lm": options.get_eval_lm_parser,
+    "fairseq-generate": options.get_generation_parser,
+    "fairseq-interactive": partial(options.get_generation_parser, interactive=True),
+    "fairseq-validate": options.get_validation_parser,
+    "fairseq-preprocess": options.get_preprocessing_parser,
+}
+
+
 def check_fairseq(name, words):
     """fairseq's own parser takes the words; a configuration of hydra's exists."""
     if name == "fairseq-hydra-train":
         folder, config = (words[words.index(w) + 1] for w in ("--config-dir", "--config-name"))
         assert (ROOT / folder.replace("$PWD", str(ROOT)) / f"{config}.yaml").is_file()
-    elif name == "fairseq-train":
-        args = options.parse_args_and_arch(options.get_training_parser(), words)
-        assert [name for name in vars(args) if name.endswith("position_encoding")]
-    elif name == "fairseq-eval-lm":
-        options.parse_args_and_arch(options.get_eval_lm_parser(), words)
-    elif name in ("fairseq-generate", "fairseq-interactive"):
-        parser = options.get_generation_parser(interactive=name.endswith("interactive"))
-        options.parse_args_and_arch(parser, words)
-    elif name == "fairseq-validate":
-        options.parse_args_and_arch(options.get_validation_parser(), words)
     elif name == "fairseq-preprocess":
-        options.get_preprocessing_parser().parse_args(words)
+        FAIRSEQ[name]().parse_args(words)
     else:
-        pytest.fail(f"nothing checks the options of {name}")
+        args = options.parse_args_and_arch(FAIRSEQ[name](), words)
+        assert name != "fairseq-train" or any(n.endswith("position_encoding") for n in vars(args))
 
 
 @pytest.fixture(autouse=True)
@@ -174,11 +176,10 @@ def test_every_command_of_a_page_is_taken_by_the_program_that_it_names(page):
 
 def test_a_command_that_does_not_exist_is_found(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(
-        "```\nmake absent\nscripts/run_table.sh table2 --absent\nabsent x\n"
-        "python data-prep/books/prepare.py pg18 --dest data/pg18\n"
-        "scripts/eval_lm.sh checkpoint.pt data --absent\n```\n"
-    )
+    lines = ["make absent", "scripts/run_table.sh table2 --absent", "absent x"]
+    lines += ["python data-prep/books/prepare.py pg18 --dest data/pg18"]
+    lines += ["scripts/eval_lm.sh checkpoint.pt data --absent"]
+    page.write_text("\n".join(["```", *lines, "```\n"]))
     for name, *words in commands(page):
         with pytest.raises((AssertionError, SystemExit)):
             check_command(name, words)
@@ -217,12 +218,7 @@ ARCHS = {
 @cache
 def known_options():
     """The options of fairseq's commands with each of our archs, and those of our programs."""
-    parsers = [
-        options.get_generation_parser(),
-        options.get_eval_lm_parser(),
-        options.get_validation_parser(),
-        options.get_preprocessing_parser(),
-    ]
+    parsers = [parser() for name, parser in FAIRSEQ.items() if name != "fairseq-train"]
     for task, arch in ARCHS.items():
         parsers.append(options.get_training_parser())
         words = ["x", "--task", task, "--arch", arch, "--optimizer", "adam"]
@@ -264,16 +260,7 @@ def test_every_name_of_this_package_in_a_page_can_be_imported(page):
     text = page.read_text(encoding="utf-8")
     for name in set(re.findall(r"\blrpe_fairseq(?:\.[A-Za-z]\w+)+", text)):
         if not name.endswith("letters") and not EXAMPLES.search(name):
-            resolve(name)
-
-
-def resolve(name):
-    """The module, or the attribute of a module, called ``name``."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        module, _, attribute = name.rpartition(".")
-        return getattr(importlib.import_module(module), attribute)
+            pkgutil.resolve_name(name)
 
 
 @by_page
@@ -330,14 +317,12 @@ def follow_the_recipe(folder):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     for name in ("README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
-    room = folder / "lrpe_fairseq" / "encodings"
     path = re.search(r"Write the file\*\* `(lrpe_fairseq/encodings/.*?)`", text)[1]
     (folder / path).write_text(blocks(ROOT / "CONTRIBUTING.md", "python")[0])
     line = re.search(r"Add the line\*\* `(.*?)` to `ENCODINGS`", text)[1]
-    table = (room / "__init__.py").read_text()
-    first, head, rest = table.partition("ENCODINGS: dict[str, Constructor] = {\n")
-    imported = "from lrpe_fairseq.encodings.yours import Yours\n\n"
-    (room / "__init__.py").write_text(f"{first}{imported}{head}    {line}\n{rest}")
+    table = folder / "lrpe_fairseq" / "encodings" / "__init__.py"
+    imported = "from lrpe_fairseq.encodings.yours import Yours"
+    add_entry(table, "ENCODINGS: dict[str, Constructor] = {\n", line, imported)
 
 
 @pytest.mark.parametrize(("number", "name"), [(1, "Ramp"), (2, "Cap")])
@@ -362,13 +347,10 @@ def test_the_score_encodings_of_the_recipe_decode_and_train(number, name, monkey
 
 def test_an_encoding_is_one_file_and_one_line(tmp_path):
     follow_the_recipe(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", DRIVER, PROPERTIES],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    given = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    command = [sys.executable, "-W", "ignore", "-c", DRIVER, PROPERTIES]
+    done = subprocess.run(command, **given)
     said = done.stdout
     assert f"driver: 0 50.0 {tmp_path}" in said, said + done.stderr
     assert int(re.search(r"(\d+) passed", said)[1]) >= 10

@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from lrpe_fairseq.experiments.report import docs, markdown, speed
+from tests.end_to_end.commands import PLUGIN
+from tests.end_to_end.forked import run_forked
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -68,25 +71,36 @@ def test_a_speed_that_was_not_measured_is_a_dash(monkeypatch):
 
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-TRAININGS = re.findall(r"^fairseq-hydra-train (?:.*\\\n)*.*$", README, re.MULTILINE)
+COMMAND = r"^{}(?:.*\\\n)*.*$"
+TRAININGS = re.findall(COMMAND.format("fairseq-hydra-train "), README, re.MULTILINE)
 TINY = "optimization.max_update=2 checkpoint.save_interval_updates=2 dataset.max_valid_steps=1"
 ON_CPU = "common.cpu=true common.bf16=false model.decoder_layers=1 dataset.max_tokens=512"
 
 
-def command(start):
-    """README's first command that begins with ``start``."""
-    pattern = rf"^{re.escape(start)}(?:.*\\\n)*.*$"
-    return re.search(pattern, README, re.MULTILINE)[0]
+def command(start, text=README):
+    """The first command of ``text`` that begins with ``start``."""
+    return re.search(COMMAND.format(re.escape(start)), text, re.MULTILINE)[0]
 
 
 def shell(folder, text):
     """What the command writes, with the programs of this installation; it must succeed."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     own = {"PATH": path, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(["bash", "-c", text], cwd=folder, env=os.environ | own, text=True, **both)
-    assert done.returncode == 0, done.stdout[-3000:]
-    return done.stdout
+    given = {"cwd": folder, "env": os.environ | own, "capture_output": True, "text": True}
+    return succeeded(subprocess.run(["bash", "-c", text], **given))
+
+
+def forked(folder, text, *more, given=""):
+    """As ``shell``, for one command of fairseq, without a new interpreter."""
+    program, *arguments = shlex.split(text.replace("$PWD", str(folder)).replace("\\\n", " "))
+    tool = program.replace("fairseq-", "fairseq_cli.").replace("-", "_")
+    return succeeded(run_forked(tool, [*arguments, *more], given=given, cwd=folder))
+
+
+def succeeded(done):
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said[-3000:]
+    return said
 
 
 @pytest.fixture(scope="module")
@@ -102,24 +116,25 @@ def own_text(tmp_path_factory):
     for split, lines in {"train": 330, "valid": 20, "test": 330}.items():
         text = (" ".join(chance.choices(words, k=12)) + "\n" for _ in range(lines))
         (folder / f"data/mine/{split}.txt").write_text("".join(text), encoding="utf-8")
-    shell(folder, command("fairseq-preprocess"))
+    forked(folder, command("fairseq-preprocess"))
     return folder
 
 
 @pytest.mark.end_to_end
 def test_a_model_of_own_text_is_trained_resumed_evaluated_and_writes(own_text):
-    story = README[README.index("On a CPU;") :]
-    training = re.search(r"^fairseq-hydra-train (?:.*\\\n)*.*$", story, re.MULTILINE)[0]
-    training += f" {TINY} model.decoder_layers=1"
-    written = shell(own_text, f"{training} common.log_interval=1")
+    training = command("fairseq-hydra-train", README[README.index("On a CPU;") :])
+    small = [*TINY.split(), f"common.user_dir={PLUGIN}", "model.decoder_layers=1"]
+    written = forked(own_text, training, *small, "common.log_interval=1")
     assert re.search(r"done training in [\d.]+ seconds$", written.strip())
     assert "num_updates=1," in written
-    written = shell(own_text, f"{training} optimization.max_update=3")
+    written = forked(own_text, training, *small, "optimization.max_update=3")
     assert "Loaded checkpoint runs/mine/linear-fox/checkpoint_last.pt" in written
     evaluated = shell(own_text, command("scripts/eval_lm.sh"))
     for protocol in ("blocks", "paired-256", "paired-2048"):
         assert re.search(rf"^test, {protocol}: loss [\d.]+, ppl ", evaluated, re.MULTILINE)
-    assert re.search(r"^D-0\t", shell(own_text, command("echo ")), re.MULTILINE)
+    said, _, interactive = command("echo ").partition(" | ")
+    generated = forked(own_text, interactive, "--user-dir", str(PLUGIN), given=said[6:-1])
+    assert re.search(r"^D-0\t", generated, re.MULTILINE)
     assert list(own_text.glob("runs/mine/linear-fox/tensorboard/*/events*"))
 
 

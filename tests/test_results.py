@@ -1,6 +1,7 @@
 """The published numbers, the run file, and the pages of results/."""
 
 import json
+import platform
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -19,6 +20,7 @@ from lrpe_fairseq.experiments.records.runs import (
     write_run,
 )
 from lrpe_fairseq.experiments.report import docs, frame, pages
+from tests.trial import a_record
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPER = ROOT / "results" / "paper"
@@ -40,24 +42,15 @@ def values(name, *keys):
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_no_published_cell_is_there_twice(name):
+def test_published_cells_are_unique_have_the_printed_numbers_and_name_our_encodings(name):
     cells = published(name)
     assert len({tuple(v for k, v in c.items() if k not in NUMBERS) for c in cells}) == len(cells)
-
-
-@pytest.mark.parametrize("name", RESULTS)
-def test_value_and_deviation_are_the_numbers_of_the_printed_text(name):
-    for cell in published(name):
+    form = r"\d+(\.\d+)?" if name == "extrapolation" else r"\d+\.\d+"
+    for cell in cells:
         numbers = [] if cell["printed"] == "-" else re.split(r"\s*±\s*", cell["printed"])
         spread = cell["ci95"] if name.startswith("ape-") else cell["std"]
         assert [n for n in (cell["value"], spread) if n] == numbers, cell
-        form = r"\d+(\.\d+)?" if name == "extrapolation" else r"\d+\.\d+"
         assert all(re.fullmatch(form, n) for n in numbers), cell
-
-
-@pytest.mark.parametrize("name", RESULTS)
-def test_every_published_method_names_one_of_our_encodings_or_none(name):
-    for cell in published(name):
         assert not cell["encoding"] or encoding_class(cell["encoding"]), cell
         assert cell["attention"] in ("linear", "softmax"), cell
 
@@ -83,24 +76,8 @@ RATE, CLIPPING = "optimization.lr", "optimization.clip_norm"
 
 
 def make_run(**changes):
-    run = {
-        "experiment": "demo",
-        "dataset": "wikitext-2",
-        "task": "language_modeling",
-        "attention_type": "linear",
-        "position_encoding": "none",
-        "seed": 1,
-        "scale": "small",
-        "metrics": {"valid": {"blocks": {"ppl": 60.0}}},
-        "protocol": {"blocks": "non-overlapping blocks of 256 tokens"},
-        "config": {**UPDATES, CLIPPING: 0.0},
-        "commit": "0123456789abcdef",
-        "versions": {"python": "3.11.7", "torch": "2.13.0"},
-        "hardware": {"cpu": "A CPU", "cores": 2, "gpus": []},
-        "tokens_per_second": 1000.0,
-        "wall_seconds": 10.0,
-    }
-    return {**run, **changes}
+    own = {"experiment": "demo", "metrics": ppl(60.0), "config": {**UPDATES, CLIPPING: 0.0}}
+    return a_record(**{**own, "dataset": "wikitext-2", **changes})
 
 
 def ppl(value, split="valid"):
@@ -128,19 +105,10 @@ def test_a_bad_run_is_refused_in_one_sentence_and_leaves_nothing_behind(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("field", FIELDS)
-def test_a_run_that_lacks_a_field_is_refused_by_its_name(tmp_path, field):
-    run = make_run()
-    del run[field]
-    with pytest.raises(ValueError, match=f"lacks the field '{field}'"):
-        write_run(tmp_path / "a.json", run)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_written_run_is_read_back_as_it_was(tmp_path):
-    run = make_run(curve=[{"updates": 10, "tokens": 20480, "valid_ppl": 99.5}], notes="kept")
-    write_run(tmp_path / "demo" / "a.json", run)
-    assert read_runs(tmp_path) == {"demo/a.json": run}
+def test_a_run_that_lacks_a_field_is_refused_by_its_name():
+    for field in FIELDS:
+        with pytest.raises(ValueError, match=f"lacks the field '{field}'"):
+            validate({name: value for name, value in make_run().items() if name != field})
 
 
 @pytest.mark.parametrize("call", ["os.fsync", "os.replace"])
@@ -173,8 +141,6 @@ def test_a_truncated_or_misplaced_run_file_is_refused_by_name(tmp_path):
 
 
 def test_the_environment_completes_a_run_and_does_not_name_the_host():
-    import platform
-
     found = environment()
     validate(make_run(**found))
     assert set(found["versions"]) == {"python", "torch", "numpy", "fairseq"}
@@ -249,12 +215,9 @@ def page(root):
 
 
 def test_a_row_may_lack_columns_and_then_has_neither_cell_nor_training(root):
-    path = edit_table(root, "encoding: rope,", "encoding: rope, without: [test],")
-    edit_table(
-        root,
-        "split: test, protocol",
-        "overrides: {optimization.clip_norm: 2.0}, split: test, protocol",
-    )
+    edit_table(root, "encoding: rope,", "encoding: rope, without: [test],")
+    changed = "overrides: {optimization.clip_norm: 2.0}, split: test, protocol"
+    path = edit_table(root, "split: test, protocol", changed)
     named = [cell.name for cell in keys.cells(load_table(path))]
     assert named[:3] == ["Base-linear", "Base-linear-clip-norm=2.0", "RoPE-linear"]
     assert "RoPE-linear-clip-norm=2.0" not in named
@@ -309,9 +272,8 @@ def test_two_runs_of_one_seed_in_one_cell_are_refused_by_name(root):
 def test_runs_with_unequal_budgets_do_not_share_a_table(root):
     save(root, "a", seed=1)
     save(root, "b", seed=2, position_encoding="rope", config={"optimization.max_update": 901})
-    with pytest.raises(
-        ValueError, match=r"a\.json and .*b\.json .* differ in optimization.max_update: 900"
-    ):
+    said = r"a\.json and .*b\.json .* differ in optimization.max_update: 900"
+    with pytest.raises(ValueError, match=said):
         page(root)
 
 
@@ -356,9 +318,8 @@ def test_a_model_with_equal_halves_fills_a_row_if_all_parts_have_the_options(roo
     alike = {"position_encoding": "rope", "attention_type": "linear"}
     both = {name: dict.fromkeys(("encoder", "decoder"), value) for name, value in alike.items()}
     parts = {f"model.{part}.fidelity": "correct" for part in ("encoder", "decoder", "cross")}
-    for seed, changed in enumerate(
-        [{}, {"model.decoder.fidelity": "published"}, {"model.cross.fidelity": "x"}]
-    ):
+    others = [{}, {"model.decoder.fidelity": "published"}, {"model.cross.fidelity": "x"}]
+    for seed, changed in enumerate(others):
         save(root, f"run{seed}", seed=seed, **both, config={**UPDATES, **parts, **changed})
     assert set(scores(root, "RoPE", "valid")) == {0}
 
@@ -370,35 +331,21 @@ def test_a_column_of_a_data_set_shows_it_in_the_size_of_the_scale(root):
     assert set(scores(root, "Base", "valid")) == {0, 1}
 
 
-WRONG_TABLES = {
-    "an unknown key": ("better: lower", "beter: lower", "unexpected keyword argument 'beter'"),
-    "a missing key": ("better: lower\n", "", "missing 1 required positional argument: 'better'"),
-    "a wrong direction": ("better: lower", "better: low", "better must be lower or higher"),
-    "an override without usual value": (
-        "optimization.clip_norm: 0.0, ",
-        "",
-        "override optimization.clip_norm",
-    ),
-    "two labels of one file name": (
-        "{label: SPE,",
-        '{label: "A b", encoding: none, attention: [linear]}\n  - {label: "A/b",',
-        "two rows or columns have the name A_b",
-    ),
-    "no such baseline": ("baseline: Base", "baseline: Bass", "has no row 'Bass'"),
-    "an unknown attention": ("[softmax]", "[vanilla]", "linear or softmax, not 'vanilla'"),
-    "a lack of no column": (
-        "encoding: spe,",
-        "encoding: spe, without: [vaild],",
-        "has no column 'vaild'",
-    ),
-    "a column of no scale": ("title: test,", "title: test, scales: [huge],", "no scale huge"),
-    "no such row": ("compare:", "rows_of: {small: [Base, X]}\ncompare:", "has no row 'X'"),
-}
+WRONG_TABLES = [  # what is replaced, by what, and a part of the sentence
+    ("better: lower", "beter: lower", "unexpected keyword argument 'beter'"),
+    ("better: lower", "better: low", "better must be lower or higher"),
+    ("optimization.clip_norm: 0.0, ", "", "override optimization.clip_norm"),
+    ("label: SPE,", "label: A b, encoding: x, attention: [linear]}\n  - {label: A/b,", "name A_b"),
+    ("baseline: Base", "baseline: Bass", "has no row 'Bass'"),
+    ("[softmax]", "[vanilla]", "linear or softmax, not 'vanilla'"),
+    ("encoding: spe,", "encoding: spe, without: [vaild],", "has no column 'vaild'"),
+    ("title: test,", "title: test, scales: [huge],", "no scale huge"),
+    ("compare:", "rows_of: {small: [Base, X]}\ncompare:", "has no row 'X'"),
+]
 
 
-@pytest.mark.parametrize("wrong", WRONG_TABLES.values(), ids=WRONG_TABLES.keys())
-def test_a_wrong_table_file_gets_one_sentence_that_names_it(root, wrong, capsys):
-    old, new, sentence = wrong
+@pytest.mark.parametrize(("old", "new", "sentence"), WRONG_TABLES)
+def test_a_wrong_table_file_gets_one_sentence_that_names_it(root, old, new, sentence, capsys):
     edit_table(root, old, new)
     assert docs.main(["results", "--root", str(root)]) == 2
     message = capsys.readouterr().err
@@ -424,14 +371,9 @@ def test_a_column_may_have_rates_of_its_own(root):
 
 def test_runs_of_one_and_of_several_processes_have_one_size_of_an_update(root):
     edit_table(root, SAME, SAME.replace("]", ", dataset.batch_size]"))
-    one = {
-        **UPDATES,
-        "dataset.batch_size": 256,
-        "optimization.update_freq": [1],
-        "distributed_training.distributed_world_size": 1,
-    }
+    one = {**UPDATES, keys.LIMITS[1]: 256, keys.FREQUENCY: [1], keys.WORLD: 1}
     save(root, "a", seed=1, metrics=ppl(50.0), config=one)
-    four = {**one, "dataset.batch_size": 64, "distributed_training.distributed_world_size": 4}
+    four = {**one, keys.LIMITS[1]: 64, keys.WORLD: 4}
     save(root, "b", seed=2, metrics=ppl(52.0), config=four)
     assert "51.00±1.41" in page(root)
     save(root, "b", seed=2, metrics=ppl(52.0), config={**one, "dataset.batch_size": 64})

@@ -2,10 +2,9 @@
 table asks for after the training."""
 
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import pytest
-import torch
 
 from lrpe_fairseq.experiments import families
 from lrpe_fairseq.experiments.commands import evaluate
@@ -16,12 +15,10 @@ from lrpe_fairseq.experiments.records.files import commit
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import Run, read_run, write_run
 from lrpe_fairseq.experiments.report.frame import require_same
-from lrpe_fairseq.experiments.runner import identity, schedule
+from lrpe_fairseq.experiments.runner import schedule
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children
-from lrpe_fairseq.experiments.runner.training import TrainingRun
-from tests.test_experiments import a_record
-from tests.trial import trial
+from tests.trial import a_record, checkpoint, saved_config, trained, trial
 
 UPDATES, SECONDS = 5, 12.5
 TABLE = """
@@ -69,39 +66,27 @@ def test_rows_of_equal_methods_are_trained_once(table):
 
 def test_a_run_of_another_name_of_its_method_is_finished(tmp_path):
     run = a_run(tmp_path, position_encoding="lrpe-tmlr-type3")
-    config = identity.options(identity.resolved(run.settings()))
+    config = trained(run)
     assert run.differences({**config, "model.position_encoding": "lrpe-type4"}) == set()
     other = {**config, "model.position_encoding": "lrpe-type2"}
     assert run.differences(other) == {"model.position_encoding"}
 
 
-def test_a_column_trains_with_its_own_configuration(table):
-    runs = families.runs(replace(table(), rows=table().rows[:1]), "small", [1])
-    assert [(run.config, run.data.name) for run in runs] == [
-        ("wikitext2", "wikitext-2-bpe"),
-        ("wikitext103", "wikitext-103-word"),
-    ]
-    assert [run.folder.name for run in runs] == [
-        "small-Base-linear-seed1",
-        "small-Base-linear-wikitext-103-word-seed1",
-    ]
-
-
-def test_a_run_is_evaluated_as_the_columns_that_it_fills_show(table):
+def test_a_column_trains_with_its_own_configuration_and_is_what_its_run_evaluates(table):
     small, large = families.runs(replace(table(), rows=table().rows[:1]), "small", [1])
+    assert (small.config, small.data.name) == ("wikitext2", "wikitext-2-bpe")
+    assert (large.config, large.data.name) == ("wikitext103", "wikitext-103-word")
+    assert small.folder.name == "small-Base-linear-seed1"
+    assert large.folder.name == "small-Base-linear-wikitext-103-word-seed1"
     assert small.evaluations == (("valid", "blocks"), ("valid", "blocks-512"))
     assert large.evaluations == (("test", "blocks"),)
 
 
 def test_a_shared_run_has_the_evaluations_of_both_tables(table):
     own = table()
-    first = replace(
-        own,
-        experiments=["lengths", "table2"],
-        columns=[replace(column, dataset="") for column in own.columns[:2]],
-        rows=own.rows[:1],
-    )
-    (run,) = families.runs(first, "small", [1])
+    columns = [replace(column, dataset="") for column in own.columns[:2]]
+    both = replace(own, experiments=["lengths", "table2"], columns=columns, rows=own.rows[:1])
+    (run,) = families.runs(both, "small", [1])
     assert run.experiment == "table2"
     assert run.evaluations == (("valid", "blocks"), ("test", "blocks"), ("valid", "blocks-512"))
 
@@ -130,9 +115,8 @@ def test_a_column_whose_data_are_not_its_configurations_is_refused(table, monkey
     families.runs(other, "small", [1])  # unknown until the data are prepared
     monkeypatch.setattr(families.folders, "is_prepared", lambda data: True)
     monkeypatch.setattr(families.folders, "dataset_name", lambda data: data.name)
-    with pytest.raises(
-        ValueError, match="trains on wikitext-103-word, but its column has the data"
-    ):
+    said = "trains on wikitext-103-word, but its column has the data"
+    with pytest.raises(ValueError, match=said):
         families.runs(other, "small", [1])
 
 
@@ -170,7 +154,7 @@ class Recorded(LMRun):
         save(self)
 
     def record(self, measured, threads):
-        return {**a_record(), **measured, "config": trained_as(self), "wall_seconds": 99.0}
+        return {**a_record(), **measured, "config": trained(self), "wall_seconds": 99.0}
 
 
 def a_run(folder, **changes):
@@ -178,20 +162,10 @@ def a_run(folder, **changes):
     return trial(folder, Recorded, **{"evaluations": asked, "done": ([],), **changes})
 
 
-def trained_as(run):
-    return identity.options(identity.resolved(run.settings()))
-
-
 def save(run, updates=UPDATES, seconds=SECONDS):
-    run.checkpoints.mkdir(parents=True, exist_ok=True)
-    state = {
-        "cfg": json.loads(json.dumps(identity.resolved(run.settings()), default=str)),
-        "optimizer_history": [{"num_updates": updates}],
-        "extra_state": {"previous_training_time": seconds},
-        "model": {"weight": torch.zeros(5)},
-    }
+    more = {"cfg": saved_config(run), "extra_state": {"previous_training_time": seconds}}
     for name in (checkpoints.BEST, checkpoints.LAST):
-        torch.save(state, run.checkpoints / name)
+        checkpoint(run.checkpoints / name, updates, **more)
 
 
 @pytest.fixture
@@ -200,7 +174,7 @@ def finished(tmp_path):
     run = a_run(tmp_path)
     save(run)
     about = {"evaluated_update": UPDATES, "wall_seconds": SECONDS, "commit": "1" * 40}
-    write_run(run.result, a_record(config=trained_as(run), **about))
+    write_run(run.result, a_record(config=trained(run), **about))
     return run
 
 
@@ -225,14 +199,12 @@ def test_a_missing_evaluation_is_measured_without_training(finished):
     assert changed == {"metrics", "protocol", "evaluated_later"}
 
 
-@pytest.mark.parametrize("why", ["gone", "another training", "another length"])
-def test_without_its_checkpoint_a_run_is_trained_anew_with_all_its_evaluations(finished, why):
-    if why == "gone":
-        (finished.checkpoints / checkpoints.BEST).unlink()
-    elif why == "another training":
-        save(finished, seconds=SECONDS + 1)
+@pytest.mark.parametrize("now", [None, {"seconds": SECONDS + 1}, {"updates": UPDATES + 1}])
+def test_without_its_checkpoint_a_run_is_trained_anew_with_all_its_evaluations(finished, now):
+    if now:  # the checkpoint of another training
+        save(finished, **now)
     else:
-        save(finished, updates=UPDATES + 1)
+        (finished.checkpoints / checkpoints.BEST).unlink()
     trained, _ = work(replace(finished, evaluations=(("valid", "tail-512"),)))
     assert trained
     assert finished.done[0] == ["train", "valid tail-512", "test blocks"]
@@ -246,27 +218,15 @@ def test_a_run_of_other_settings_is_not_only_evaluated(finished):
 
 
 def test_a_finished_translation_run_is_evaluated_with_the_average_that_it_left(tmp_path):
-    names = ("checkpoint_1_10.pt", "checkpoint_1_20.pt")
-    run = TranslationRun(**vars_of(a_run(tmp_path)))
-    run.checkpoints.mkdir(parents=True)
-    for updates, name in zip((10, 20), names, strict=True):
-        state = {
-            "cfg": {"model": {}},
-            "optimizer_history": [{"num_updates": updates}],
-            "model": {"weight": torch.full((3,), float(updates))},
-        }
-        torch.save(state, run.checkpoints / name)
+    run = trial(tmp_path, TranslationRun)
+    for updates in (10, 20):
+        checkpoint(run.checkpoints / f"checkpoint_1_{updates}.pt", updates)
     kept, decoding = run._averaged()
     assert (kept.name, decoding.average) == (checkpoints.AVERAGED, 2)
     before = kept.read_bytes()
     checkpoints.remove(run.checkpoints, "checkpoint_*_*.pt")
     assert run._averaged() == (kept, run.decoding)
     assert kept.read_bytes() == before
-
-
-def vars_of(run):
-    """The fields of a run that all families have."""
-    return {field.name: getattr(run, field.name) for field in fields(TrainingRun)}
 
 
 def test_the_state_of_a_run_that_lacks_an_evaluation_says_so(finished):

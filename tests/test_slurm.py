@@ -219,9 +219,8 @@ def test_fairseq_counts_the_gpus_of_both_nodes(cluster):
 
 
 def test_the_settings_of_a_cluster_reach_sbatch_and_the_command_line_wins(tmp_path):
-    (tmp_path / "slurm.yaml").write_text(
-        "{partition: gpu, time: '1:00:00', setup: [module load x]}"
-    )
+    written = "{partition: gpu, time: '1:00:00', setup: [module load x]}"
+    (tmp_path / "slurm.yaml").write_text(written)
     site = slurm.load_site(tmp_path / "slurm.yaml", {"time": "2:00:00", "nodes": None})
     assert {"--partition=gpu", "--time=2:00:00", "--nodes=1"} <= set(site.options())
     script = slurm.job_script(tmp_path, tmp_path, ["python", "-m", "x"], site)
@@ -230,6 +229,7 @@ def test_the_settings_of_a_cluster_reach_sbatch_and_the_command_line_wins(tmp_pa
     subprocess.run(["bash", "-n", "-c", script], check=True)
 
 
+TASK = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
 FAILING = "exit 1"
 OUT_OF_TIME = "sleep 0.3; kill -USR1 $PPID; sleep 5; exit 1"  # as Slurm tells the script
 CANCELED = "sleep 0.3; kill -TERM $PPID; sleep 5; exit 1"
@@ -247,8 +247,7 @@ CANCELED = "sleep 0.3; kill -TERM $PPID; sleep 5; exit 1"
 def test_only_failures_count_against_the_restarts(tmp_path, lives, requeued):
     (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" >> requeued\nkill -KILL $PPID\n')
     (tmp_path / "scontrol").chmod(0o755)
-    variables = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
-    environment = {**os.environ, **variables, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment = {**os.environ, **TASK, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     for life in lives:
         script = slurm.job_script(tmp_path, tmp_path, ["bash", "-c", life], slurm.Site())
         before = calls(tmp_path)
@@ -267,8 +266,7 @@ def calls(folder):
 def test_a_run_that_cannot_count_its_failure_is_not_requeued(tmp_path):
     absent = tmp_path / "absent"
     script = slurm.job_script(tmp_path, absent, ["false"], slurm.Site())
-    variables = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
-    done = subprocess.run(["bash", "-c", script], env={**os.environ, **variables}, timeout=30)
+    done = subprocess.run(["bash", "-c", script], env={**os.environ, **TASK}, timeout=30)
     assert done.returncode == 1
 
 
@@ -281,8 +279,3 @@ def test_the_job_that_renders_the_tables_has_the_account_too(monkeypatch, tmp_pa
     for options in submitted:
         assert {"--partition=gpu", "--account=nlp", "--qos=long"} <= set(options)
     assert ["--gpus-per-node=4" in options for options in submitted] == [True, False]
-
-
-def test_the_settings_in_the_repository_are_complete():
-    settings = yaml.safe_load((ROOT / "configs" / "slurm.yaml").read_text())
-    assert slurm.Site(**settings).options()

@@ -15,6 +15,7 @@ from lrpe_fairseq.experiments.records.keys import RATE
 from lrpe_fairseq.experiments.records.layout import Column, Row, Table
 from lrpe_fairseq.experiments.report.frame import Sheet
 from lrpe_fairseq.experiments.runner.processes import RunFailed
+from tests.trial import a_record
 
 SUITE = [task for task in TASKS if task != "grid"]
 BEST = {"split": "valid", "protocol": "whole", "metric": "loss", "better": "lower"}
@@ -53,12 +54,8 @@ def test_every_sample_and_answer_is_counted_or_the_run_fails(tmp_path):
     write_json(tmp_path / "manifest.json", {"splits": {"test16": counts}})
     log = tmp_path / "log"
     log.write_text(said())
-    assert read_accuracy(log, tmp_path, "test16") == {
-        "answer_accuracy": 0.5,
-        "token_accuracy": 0.75,
-        "loss": 0.25,
-        **counts,
-    }
+    found = {"answer_accuracy": 0.5, "token_accuracy": 0.75, "loss": 0.25}
+    assert read_accuracy(log, tmp_path, "test16") == {**found, **counts}
     log.write_text(said(exact_loss="nan"))
     assert read_accuracy(log, tmp_path, "test16") == {DIVERGED: 1, **counts}
     for short in ({"samples": "3"}, {"answers": "7"}):
@@ -80,16 +77,9 @@ def a_table(best_by):
 
 def a_run(lr, loss, accuracy):
     tested = {DIVERGED: 1} if accuracy is None else {"answer_accuracy": accuracy}
-    return {
-        "experiment": "t",
-        "position_encoding": "rope",
-        "attention_type": "softmax",
-        "dataset": "d",
-        "scale": "small",
-        "seed": 1,
-        "config": {RATE: [lr]},
-        "metrics": {"valid": {"whole": {"loss": loss}}, "test4": {"whole": tested}},
-    }
+    metrics = {"valid": {"whole": {"loss": loss}}, "test4": {"whole": tested}}
+    kind = {"experiment": "t", "position_encoding": "rope", "attention_type": "softmax"}
+    return a_record(**kind, config={RATE: [lr]}, metrics=metrics)
 
 
 def scores(best_by, runs):

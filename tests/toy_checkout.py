@@ -66,6 +66,13 @@ echo '... | INFO | test | {"epoch": 1, "test_loss": "0.5", "test_accuracy": "62.
 """
 
 
+def add_entry(path: Path, start: str, entry: str, imported: str) -> None:
+    """Add a line below ``start`` of a module, and an import before it."""
+    before, found, after = path.read_text().partition(start)
+    assert found
+    path.write_text(f"{before}{imported}\n\n{start}    {entry}\n{after}")
+
+
 def checkout(folder: Path, code: str, entry: str) -> Path:
     """A copy of the package with the family ``code`` under its ``entry`` of FAMILIES."""
     ignored = shutil.ignore_patterns("__pycache__")
@@ -73,11 +80,9 @@ def checkout(folder: Path, code: str, entry: str) -> Path:
     families = folder / "lrpe_fairseq" / "experiments" / "families"
     (families / "letters.py").write_text(code)
     name = entry.split(": ")[1].rstrip(",")
-    text = (families / "__init__.py").read_text()
-    first, marker, rest = text.partition("FAMILIES: dict[str, type[TrainingRun]] = {\n")
-    assert marker
-    line = f"from lrpe_fairseq.experiments.families.letters import {name}\n\n"
-    (families / "__init__.py").write_text(f"{first}{line}{marker}    {entry}\n{rest}")
+    imported = f"from lrpe_fairseq.experiments.families.letters import {name}"
+    start = "FAMILIES: dict[str, type[TrainingRun]] = {\n"
+    add_entry(families / "__init__.py", start, entry, imported)
     for path, content in {
         "configs/letters/letters.yaml": CONFIG,
         "configs/tables/letters.yaml": TABLE,

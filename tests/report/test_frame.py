@@ -82,9 +82,8 @@ def test_a_method_has_the_name_of_the_command_line_and_the_options_of_its_row():
     usual = {"model.attention_normalizer": "rotated", "model.fox_bias": 0.0}
     options = {"model.attention_normalizer": "content", "model.fox_bias": 3.0}
     assert method("fox", options, usual) == "fox, content, fox-bias 3.0"
-    assert (
-        method("ape", {"model.cross.position_encoding": "ape"}, {}) == "ape, with cross-attention"
-    )
+    crossed = {"model.cross.position_encoding": "ape"}
+    assert method("ape", crossed, {}) == "ape, with cross-attention"
 
 
 def test_a_stack_with_a_pattern_fills_the_cell_of_its_row(root):

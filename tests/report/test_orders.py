@@ -50,9 +50,8 @@ def test_orders_of_a_full_column_are_those_of_tukey_by_hand(seed):
     assert marks["a", "e"] == BETTER
     assert marks["e", "a"] == WORSE
     assert orders.orders(cells, "higher")["a", "e"] == WORSE
-    assert all(
-        marks[b, a] == {BETTER: WORSE, WORSE: BETTER}.get(m, m) for (a, b), m in marks.items()
-    )
+    turned = {BETTER: WORSE, WORSE: BETTER}
+    assert all(marks[b, a] == turned.get(mark, mark) for (a, b), mark in marks.items())
 
 
 def test_the_limit_is_that_of_tables_of_the_studentized_range():
@@ -73,14 +72,10 @@ def test_effects_of_seeds_are_removed_and_a_row_of_one_seed_can_be_ordered():
 
 
 def test_a_pair_that_scatters_more_than_the_column_needs_a_larger_gap():
-    calm = {
-        row: {s: i + 0.01 * (s % 2) * (-1) ** i for s in SEEDS} for i, row in enumerate("abcde")
-    }
-    wild = {
-        "x": {s: 6 + 0.03 * math.sin(9 * s) for s in SEEDS},
-        "y": {s: 6.03 + 0.03 * math.cos(9 * s) for s in SEEDS},
-    }
-    marks = orders.orders({**calm, **wild})
+    cells = {r: {s: i + (s % 2) * 0.01 * (-1) ** i for s in SEEDS} for i, r in enumerate("abcde")}
+    cells["x"] = {s: 6 + 0.03 * math.sin(9 * s) for s in SEEDS}
+    cells["y"] = {s: 6.03 + 0.03 * math.cos(9 * s) for s in SEEDS}
+    marks = orders.orders(cells)
     assert marks["x", "y"] == TIED
     assert marks["a", "b"] == BETTER
 
@@ -96,10 +91,8 @@ def test_a_row_that_scatters_eight_times_the_median_is_unstable_and_spoils_no_ot
 
 def test_few_degrees_of_freedom_and_no_common_seed_are_open():
     assert set(orders.orders({"a": {1: 0.0}, "b": {1: 9.0}}).values()) == {OPEN}
-    cells = drawn({"a": 0.0, "b": 5.0}, seeds=(1, 2, 3)) | drawn(
-        {"c": 9.0, "d": 99.0}, seeds=(4, 5)
-    )
-    marks = orders.orders(cells)
+    first, second = drawn({"a": 0.0, "b": 5.0}, (1, 2, 3)), drawn({"c": 9.0, "d": 99.0}, (4, 5))
+    marks = orders.orders(first | second)
     assert marks["a", "c"] == OPEN
     assert marks["c", "d"] != OPEN
     assert orders.orders({}) == {}
