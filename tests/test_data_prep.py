@@ -74,6 +74,12 @@ def unpacked(folder, members):
     return folder
 
 
+def same_bytes(one, other):
+    assert files(one) == files(other)
+    for file in files(one):
+        assert (one / file).read_bytes() == (other / file).read_bytes(), file
+
+
 def counted(manifest, what):
     """What the manifest counts in each split."""
     return {split: counts[what] for split, counts in manifest["splits"].items()}
@@ -169,10 +175,7 @@ def test_the_binary_form_is_that_of_fairseq_preprocess(embedded, tmp_path):
     run_here("fairseq_cli.preprocess", options, tmp_path / "theirs", *given)
     (tmp_path / "theirs" / "preprocess.log").unlink()
     prep.write_binary(texts, tmp_path / "ours", workers=2)
-    assert files(tmp_path / "ours") == files(tmp_path / "theirs")
-    for file in files(tmp_path / "ours"):
-        ours, theirs = (tmp_path / name / file for name in ("ours", "theirs"))
-        assert ours.read_bytes() == theirs.read_bytes(), file
+    same_bytes(tmp_path / "ours", tmp_path / "theirs")
     assert prep.count_binary(tmp_path / "ours" / "valid")["unknown"] > 0
 
 

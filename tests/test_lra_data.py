@@ -17,8 +17,8 @@ from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.families import classification
 from lrpe_fairseq.experiments.families.classification import ClassificationRun
 from lrpe_fairseq.experiments.records.console import UserError
-from tests.test_classification_data import same_bytes, stored
-from tests.test_data_prep import counted, load, refusal, sha256, tar, unpacked
+from tests.test_classification_data import stored
+from tests.test_data_prep import counted, load, refusal, same_bytes, sha256, tar, unpacked
 from tests.trial import trial
 
 lra, pathfinder = load("lra"), load("pathfinder")
