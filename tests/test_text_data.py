@@ -14,15 +14,7 @@ from lrpe_fairseq.experiments.data.folders import data_home, joined_shards
 from lrpe_fairseq.experiments.data.pieces import SPM, SentencePiece, obtain_gpt2, write_dictionary
 from lrpe_fairseq.experiments.families import lm
 from lrpe_fairseq.experiments.records.files import first_shard, shards_of
-from tests.test_data_prep import (
-    counted,
-    load,
-    refusal,
-    same_bytes,
-    sentence,
-    serving,
-    unpacked,
-)
+from tests.test_data_prep import counted, load, refusal, same_bytes, sentence, serving, unpacked
 from tests.test_glue import gpt2_files
 
 wikibook, books, shelves = load("wikibook"), load("books"), load("gutenberg")
